@@ -1,0 +1,18 @@
+"""Attention masks and score changes for PyTorch FlexAttention: name a mask, get fast, exact attention."""
+
+from flexmasks import masks as masks
+from flexmasks import scores as scores
+from flexmasks.attention import attention as attention
+from flexmasks.attention import block_mask as block_mask
+from flexmasks.attention import dense_mask as dense_mask
+from flexmasks.attention import explain as explain
+from flexmasks.cache import cache_info as cache_info
+from flexmasks.cache import clear_caches as clear_caches
+from flexmasks.registry import get_mask as get_mask
+from flexmasks.registry import get_score as get_score
+from flexmasks.registry import list_masks as list_masks
+from flexmasks.registry import list_scores as list_scores
+from flexmasks.registry import register_mask as register_mask
+from flexmasks.registry import register_score as register_score
+from flexmasks.values import Mask as Mask
+from flexmasks.values import Score as Score

@@ -1,0 +1,430 @@
+"""The public calls: attention, block_mask, dense_mask and explain, and the checks of what comes in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from flexmasks import blocks, kernels
+from flexmasks.backends import BACKENDS, Call, choose, flash_installed, run
+from flexmasks.params import Size, describe
+from flexmasks.planning import (
+    BLOCK_SIZE,
+    FULL,
+    GivenPlan,
+    MaskPlan,
+    ScorePlan,
+    explained,
+    shifted_mask,
+    shifted_score,
+    sized,
+)
+from flexmasks.registry import from_arguments, get_mask, get_score
+from flexmasks.values import Mask, Score
+
+MaskLike = str | Mask | Callable[..., Tensor]
+ScoreLike = str | Score | Callable[..., Tensor]
+_INTS = (torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: MaskLike | None = None,
+    score: ScoreLike | Sequence[ScoreLike] | None = None,
+    scale: float | None = None,
+    block_mask: BlockMask | None = None,
+    q_offset: int | Tensor = 0,
+    return_lse: bool = False,
+    backend: str = "auto",
+    kernel_options: dict[str, Any] | None = None,
+    **params: Any,
+) -> Any:
+    """Exact, differentiable attention under a mask, by the best kernel there is.
+
+    softmax(score(q @ k^T * scale)) @ v over the keys that the mask lets each query see. A row that sees nothing
+    gives output 0, lse -inf and zero gradients. Hidden keys, and queries that see nothing, may hold anything, NaN
+    too, in the forward pass; hidden values, and in the backward pass hidden keys and such queries too, must be
+    finite (the reference backend survives them all).
+
+    Args:
+        q: queries, [B, H, Q, D], floating; or a jagged nested tensor [B, H, jagged, D], as k and v then are too.
+        k, v: keys and values, [B, Hkv, KV, D]; H must be a multiple of Hkv (grouped-query attention).
+        mask: a registered mask's name, a Mask, or a function (b, h, q, kv) -> bool of index tensors, True = visible;
+            everything is visible by default.
+        score: a change of the scores: a name, a Score, a function (score, b, h, q, kv) -> score, or a list of them,
+            applied in order.
+        scale: factor of q @ k^T, 1 / sqrt(D) by default.
+        block_mask: in place of `mask`, a BlockMask made before, by `flexmasks.block_mask` or by torch. The way to
+            call this inside your own torch.compile.
+        q_offset: where the queries start: query i is at position i + q_offset to mask and score (key j is at j). An
+            int >= 0, or an integer tensor [B]. Decoding has q_offset = KV - Q. Beside `block_mask`, which has it
+            built in, it moves the score only.
+        return_lse: also return the natural logarithm of each row's sum of exponentials, [B, H, Q], float32 (float64
+            for float64), -inf for a row that sees nothing; differentiable.
+        backend: "auto", or one by name, an error where it cannot: "sdpa", "flash", "triton", "cpu", "reference".
+        kernel_options: passed on to torch's flex_attention.
+        **params: the parameters of the mask and the score given by name. Numbers are constants of the compiled
+            kernel, tensors are inputs of it: what changes often is better a tensor.
+
+    Returns:
+        The output, [B, H, Q, D] in q's dtype, or (output, lse). Jagged inputs give jagged outputs.
+
+    Raises:
+        ValueError, TypeError: on any input that does not fit, with what to pass.
+        RuntimeError: a backend asked for by name failed to compile the call.
+
+    Source: Dong et al., Flex Attention, 2024; Dao et al., FlashAttention, 2022.
+
+    Example:
+        >>> import torch, flexmasks
+        >>> q, k, v = torch.randn(3, 2, 4, 100, 64)
+        >>> flexmasks.attention(q, k, v, mask="grouped_tril", seq_lens=torch.tensor([100, 60])).shape
+        torch.Size([2, 4, 100, 64])
+    """
+    if torch.compiler.is_compiling():
+        out, lse = _inside_compile(q, k, v, mask, score, scale, block_mask, q_offset, return_lse, kernel_options, params)
+    elif any(isinstance(x, Tensor) and x.is_nested for x in (q, k, v)):
+        out, lse = _jagged(
+            q, k, v, mask, score, scale, block_mask, q_offset, return_lse, backend, kernel_options, params
+        )
+    else:
+        call = _call(q, k, v, mask, score, scale, block_mask, q_offset, return_lse, backend, kernel_options, params)
+        out, lse = run(call, backend)
+    return (out, lse) if return_lse else out
+
+
+def block_mask(
+    mask: MaskLike,
+    q_len: int,
+    kv_len: int | None = None,
+    *,
+    batch: int | None = None,
+    heads: int | None = None,
+    device: torch.device | str | None = None,
+    block_size: int | tuple[int, int] = 128,
+    q_offset: int | Tensor = 0,
+    **params: Any,
+) -> BlockMask:
+    """The BlockMask of a mask: which blocks of it are empty, partial and full, exactly.
+
+    Equal to torch's create_block_mask, without its Q x KV work; usable in flex_attention too.
+
+    Args:
+        mask: a name, a Mask, or a function (b, h, q, kv) -> bool of index tensors.
+        q_len, kv_len: numbers of queries and keys, above 0; kv_len is q_len by default.
+        batch, heads: how far b and h range. The BlockMask's own batch and head sizes are 1 where the mask does not
+            depend on them. batch is by default what the parameters' shapes say, heads 1.
+        device: where the index tensors live; by default where the parameters' tensors are, else the CPU.
+        block_size: an int above 0, or (queries, keys).
+        q_offset: where the queries start, as in `attention`.
+        **params: the mask's parameters.
+
+    Raises:
+        ValueError, TypeError: on any input that does not fit.
+
+    Example:
+        >>> import flexmasks
+        >>> flexmasks.block_mask("causal", 512).full_kv_num_blocks[0, 0].tolist()
+        [0, 1, 2, 3]
+    """
+    made, size = _mask_and_size("block_mask", mask, q_len, kv_len, batch, heads, device, q_offset, params)
+    sizes = block_size if isinstance(block_size, tuple) else (block_size, block_size)
+    if len(sizes) != 2 or not all(type(n) is int and n > 0 for n in sizes):
+        _fail(f"`block_size` must be an int above 0 or a pair, got {block_size!r}.", call="flexmasks.block_mask")
+    return MaskPlan(made, size, q_offset, block_size=sizes).block_mask()
+
+
+def dense_mask(
+    mask: MaskLike,
+    q_len: int,
+    kv_len: int | None = None,
+    *,
+    batch: int | None = None,
+    heads: int | None = None,
+    device: torch.device | str | None = None,
+    q_offset: int | Tensor = 0,
+    **params: Any,
+) -> Tensor:
+    """The mask as booleans, True = visible: [batch or 1, heads or 1, q_len, kv_len].
+
+    The batch and head dimensions are 1 where the mask does not depend on them. Arguments are those of `block_mask`.
+
+    Example:
+        >>> import flexmasks
+        >>> flexmasks.dense_mask("sliding_window", 4, window=1)[0, 0].int()
+        tensor([[1, 0, 0, 0],
+                [1, 1, 0, 0],
+                [0, 1, 1, 0],
+                [0, 0, 1, 1]], dtype=torch.int32)
+    """
+    made, size = _mask_and_size("dense_mask", mask, q_len, kv_len, batch, heads, device, q_offset, params)
+    mod = shifted_mask(made.bind(made.resolve(sized(size, q_offset))), q_offset)
+    with explained(made):
+        return blocks.dense(mod, size.batch, size.heads, size.q_len, size.kv_len, size.device)
+
+
+def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> str:
+    """Which backend `attention` takes for these arguments, why not the others, and what the mask skips.
+
+    Takes attention's arguments, and fails as it does.
+
+    Example:
+        >>> import torch, flexmasks
+        >>> q, k, v = torch.randn(3, 1, 2, 300, 64)
+        >>> print(flexmasks.explain(q, k, v, mask="causal").splitlines()[0])
+        backend: sdpa
+    """
+    defaults: dict[str, Any] = {"q_offset": 0, "return_lse": False, "backend": "auto"}
+    names = ("mask", "score", "scale", "block_mask", "q_offset", "return_lse", "backend", "kernel_options")
+    given = [arguments.pop(n, defaults.get(n)) for n in names]
+    backend = given[6]
+    call = _call(q, k, v, *given, arguments)
+    able, reasons = choose(call)
+    lines = [f"backend: {able[0].name if backend == 'auto' else backend}"]
+    lines += [f"  not {name}: {reason}" for name, reason in reasons.items()]
+    made = call.block_mask()
+    partial, full = (int(x.sum()) for x in blocks.of_block_mask(made))
+    total = made.kv_num_blocks.numel() * made.kv_indices.shape[-1]
+    lines.append(
+        f"blocks of {made.BLOCK_SIZE[0]} x {made.BLOCK_SIZE[1]}: {total}, of which empty {total - partial - full}, "
+        f"partial {partial}, full {full}; skipped: {1 - (partial + full) / total:.1%}"
+    )
+    return "\n".join(lines)
+
+
+def _call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Any,
+    score: Any,
+    scale: float | None,
+    block_mask: BlockMask | None,
+    q_offset: int | Tensor,
+    return_lse: bool,
+    backend: str,
+    kernel_options: dict[str, Any] | None,
+    params: dict[str, Any],
+) -> Call:
+    """Check everything, and plan mask and score."""
+    if backend != "auto" and backend not in BACKENDS:
+        _fail(f"`backend` must be 'auto' or one of {', '.join(map(repr, BACKENDS))}, got {backend!r}.")
+    if kernel_options is not None and not isinstance(kernel_options, dict):
+        _fail(f"`kernel_options` must be a dict, got {kernel_options!r}.", TypeError)
+    if block_mask is not None and mask is not None:
+        _fail("pass `mask` or `block_mask`, not both.", TypeError)
+    _check_tensors(q, k, v)
+    _check_scale(scale)
+    made, change = from_arguments(mask, score, params)
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    size = Size(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device, dtype=dtype)
+    _check_offset("flexmasks.attention", q_offset, size)
+    plan: MaskPlan | GivenPlan
+    if block_mask is not None:
+        _check_block_mask(block_mask, size)
+        plan = GivenPlan(block_mask)
+    else:
+        plan = MaskPlan(FULL if made is None else made, size, q_offset, lift=not (q.is_cuda and flash_installed()))
+    changed = None if change is None else ScorePlan(change, size, q_offset)
+    tensors = [*plan.tensors, *(changed.tensors if changed else ())]
+    enabled = torch.is_grad_enabled()
+    learned = enabled and any(t.requires_grad for t in tensors)
+    moved = isinstance(q_offset, int) and q_offset != 0
+    return Call(
+        q=q,
+        k=k,
+        v=v,
+        dense_mask=plan.dense_mask,
+        block_mask=plan.block_mask,
+        score_mod=None if changed is None else changed.score_mod,
+        scale=None if scale is None else float(scale),
+        with_lse=return_lse,
+        options=kernel_options,
+        key=(plan.kernel_key, None if changed is None else changed.kernel_key),
+        needs_grad=learned or (enabled and any(x.requires_grad for x in (q, k, v))),
+        learned=learned,
+        number_tensors=plan.lifted or moved or any(t.ndim == 0 for t in tensors),
+    )
+
+
+def _inside_compile(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Any,
+    score: Any,
+    scale: float | None,
+    block_mask: BlockMask | None,
+    q_offset: int | Tensor,
+    return_lse: bool,
+    kernel_options: dict[str, Any] | None,
+    params: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    """The call as traced by a user's own torch.compile: flex_attention itself, for torch to compile."""
+    if mask is not None:
+        _fail(
+            "inside torch.compile a mask cannot be planned; make it outside and pass it: "
+            "block_mask=flexmasks.block_mask(...).",
+            TypeError,
+        )
+    _, change = from_arguments(None, score, params)
+    score_mod = None
+    if change is not None:
+        size = Size(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device)
+        score_mod = shifted_score(change.bind(change.resolve(size)), q_offset)
+    return kernels.flex(q, k, v, score_mod, block_mask, scale, kernel_options, return_lse)
+
+
+def _jagged(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Any,
+    score: Any,
+    scale: float | None,
+    block_mask: BlockMask | None,
+    q_offset: int | Tensor,
+    return_lse: bool,
+    backend: str,
+    kernel_options: dict[str, Any] | None,
+    params: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    """Jagged nested tensors: the sequences laid end to end, under `packed` mask and score."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not x.is_nested or x.layout != torch.jagged or x.dim() != 4 or isinstance(x.shape[2], int):
+            _fail(
+                f"with nested tensors, q, k and v must all be jagged [B, H, jagged, D]; `{name}` is "
+                f"{_kind(x)}. From [B, jagged, H, D] it is `.transpose(1, 2)`.",
+            )
+        if x.lengths() is not None:
+            _fail(f"`{name}` is a jagged nested tensor with holes; make it contiguous.")
+    if k.offsets() is not v.offsets() and not torch.equal(k.offsets(), v.offsets()):
+        _fail("the sequences of k and v have different lengths.")
+    if q.shape[0] != k.shape[0]:
+        _fail(f"q has {q.shape[0]} sequences, k has {k.shape[0]}.")
+    if block_mask is not None:
+        _fail("jagged nested tensors take `mask`, not `block_mask`.", TypeError)
+    if not isinstance(q_offset, int) or q_offset != 0:
+        _fail("jagged nested tensors take no `q_offset`.")
+    made, change = from_arguments(mask, score, params)
+    offsets: dict[str, Any] = {"offsets": q.offsets()}
+    if k.offsets() is not q.offsets():
+        offsets["kv_offsets"] = k.offsets()
+    made = get_mask("packed", mask=FULL if made is None else made, **offsets)
+    if change is not None:
+        change = get_score("packed", score=change, **offsets)
+    dense = [x.values().unsqueeze(0) for x in (q, k, v)]
+    call = _call(*dense, made, change, scale, None, 0, return_lse, backend, kernel_options, {})
+    out, lse = run(call, backend)
+    nested = torch.nested.nested_tensor_from_jagged
+    return (
+        nested(out[0], q.offsets(), jagged_dim=2),
+        None if lse is None else nested(lse[0], q.offsets(), jagged_dim=2),
+    )
+
+
+# --- checks ---
+
+
+def _fail(message: str, kind: type[Exception] = ValueError, call: str = "flexmasks.attention") -> NoReturn:
+    raise kind(f"{call}: {message}")
+
+
+def _kind(x: Any) -> str:
+    if not isinstance(x, Tensor):
+        return f"{type(x).__name__}"
+    return f"{describe(x)} on {x.device}" if not x.is_nested else f"a nested tensor of shape {tuple(x.shape)}"
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    got = f"got q {_kind(q)}, k {_kind(k)}, v {_kind(v)}."
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            _fail(f"`{name}` must be a tensor [B, H, S, D]; {got}", TypeError)
+        if x.ndim != 4:
+            _fail(f"`{name}` must have 4 dimensions, [B, H, S, D]; {got}")
+        if not x.dtype.is_floating_point or x.dtype.itemsize < 2:
+            _fail(f"`{name}` must be float16, bfloat16, float32 or float64; {got}", TypeError)
+        if 0 in x.shape:
+            _fail(f"`{name}` is empty; every dimension must be at least 1; {got}")
+    if not q.dtype == k.dtype == v.dtype:
+        _fail(f"q, k and v must have one dtype; {got}", TypeError)
+    if not q.device == k.device == v.device:
+        _fail(f"q, k and v must be on one device; {got}")
+    if not q.shape[0] == k.shape[0] == v.shape[0]:
+        _fail(f"q, k and v must have one batch size; {got}")
+    if not q.shape[3] == k.shape[3] == v.shape[3]:
+        _fail(f"q, k and v must have one head size D; {got}")
+    if k.shape[1] != v.shape[1]:
+        _fail(f"k and v must have as many heads as each other; {got}")
+    if k.shape[2] != v.shape[2]:
+        _fail(f"k and v must have the same length; {got}")
+    if q.shape[1] % k.shape[1]:
+        _fail(f"the number of query heads must be a multiple of the number of key heads; {got}")
+
+
+def _check_scale(scale: Any) -> None:
+    if scale is None:
+        return
+    if isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale):
+        _fail(f"`scale` must be a finite number, or None for 1 / sqrt(D), got {scale!r}.", TypeError)
+
+
+def _check_offset(call: str, offset: Any, size: Size) -> None:
+    wanted = f"`q_offset` must be an int >= 0 or an integer tensor [B] = [{size.batch}] on {size.device}"
+    if isinstance(offset, Tensor):
+        if offset.dtype not in _INTS or offset.shape != (size.batch,) or offset.device != size.device:
+            _fail(f"{wanted}, got {_kind(offset)}.", call=call)
+    elif isinstance(offset, bool) or not isinstance(offset, int):
+        _fail(f"{wanted}, got {offset!r}.", TypeError, call)
+    elif offset < 0:
+        _fail(f"{wanted}, got {offset}.", call=call)
+
+
+def _check_block_mask(block_mask: Any, size: Size) -> None:
+    if not isinstance(block_mask, BlockMask):
+        _fail(f"`block_mask` must be a BlockMask, got {type(block_mask).__name__}; masks go to `mask`.", TypeError)
+    made = (*block_mask.kv_num_blocks.shape[:2], *block_mask.seq_lengths)
+    if made[0] not in (1, size.batch) or made[1] not in (1, size.heads) or made[2:] != (size.q_len, size.kv_len):
+        _fail(
+            f"`block_mask` was made for (batch, heads, queries, keys) = {made}, the call has "
+            f"{(size.batch, size.heads, size.q_len, size.kv_len)}; make it with flexmasks.block_mask(mask, "
+            f"{size.q_len}, {size.kv_len}, batch={size.batch}, heads={size.heads})."
+        )
+    if block_mask.kv_num_blocks.device != size.device:
+        _fail(f"`block_mask` is on {block_mask.kv_num_blocks.device}, q on {size.device}; use `.to({size.device!s})`.")
+
+
+def _mask_and_size(
+    name: str,
+    mask: Any,
+    q_len: Any,
+    kv_len: Any,
+    batch: Any,
+    heads: Any,
+    device: Any,
+    q_offset: Any,
+    params: dict[str, Any],
+) -> tuple[Mask, Size]:
+    call = f"flexmasks.{name}"
+    kv_len = q_len if kv_len is None else kv_len
+    for what, n in (("q_len", q_len), ("kv_len", kv_len), ("batch", batch), ("heads", heads)):
+        if not (n is None and what in ("batch", "heads")) and (type(n) is not int or n < 1):
+            _fail(f"`{what}` must be an int of at least 1, got {n!r}.", call=call)
+    made = get_mask(mask, **params)
+    tensors = made.tensors()
+    if device is None:
+        device = next((t.device for t in [*tensors, q_offset] if isinstance(t, Tensor)), torch.device("cpu"))
+    if batch is None:
+        batch = made.batch_size() or (len(q_offset) if isinstance(q_offset, Tensor) and q_offset.ndim else 1)
+    size = Size(batch, heads or 1, q_len, kv_len, torch.device(device))
+    _check_offset(call, q_offset, size)
+    return made, size

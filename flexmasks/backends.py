@@ -1,0 +1,226 @@
+"""The backends: one table of what can run a call, in the order in which `backend="auto"` asks."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._dynamo.exc import TorchDynamoException
+from torch._inductor.exc import InductorError
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask
+
+from flexmasks import kernels, reference
+
+_log = logging.getLogger("flexmasks")
+_HALF = (torch.float16, torch.bfloat16)
+_FUSED = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of attention, checked, with what a backend needs to decide and to run."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dense_mask: str | None  # "full" or "causal" where that is the whole mask, queries starting at 0
+    block_mask: Callable[[], BlockMask]
+    score_mod: Callable[[], Callable[..., Tensor]] | None
+    scale: float | None
+    with_lse: bool
+    options: dict[str, Any] | None
+    key: Hashable  # of the functions of mask and score and their constants
+    needs_grad: bool  # of q, k, v or a captured tensor
+    learned: bool  # a captured tensor of the mask or score needs a gradient
+    number_tensors: bool  # a captured tensor is 0-dimensional
+
+    @property
+    def cuda(self) -> bool:
+        return self.q.device.type == "cuda"
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One way to run a call: `refuses` says why it cannot, or None."""
+
+    name: str
+    refuses: Callable[[Call], str | None]
+    run: Callable[[Call], tuple[Tensor, Tensor | None]]
+
+
+def _refuses_sdpa(call: Call) -> str | None:
+    if call.dense_mask is None:
+        return "it knows the masks full and causal only, with queries at position 0, by name or Mask"
+    if call.score_mod is not None:
+        return "it has no score changes"
+    if call.with_lse:
+        return "it gives no lse"
+    if call.options:
+        return "it takes no kernel_options"
+    if call.q.device.type not in ("cpu", "cuda"):
+        return f"it is not used on {call.q.device.type}"
+    if call.cuda and call.q.dtype == torch.float64:
+        return "it has no fused kernel for float64 on CUDA"
+    return None
+
+
+def _run_sdpa(call: Call) -> tuple[Tensor, Tensor | None]:
+    q, k, v = call.q, call.k, call.v
+    grouped = q.shape[1] != k.shape[1]
+    if grouped and not call.cuda:  # torch's fused kernel for the CPU has no groups
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+        grouped = False
+    backends = _FUSED if call.cuda else [SDPBackend.FLASH_ATTENTION]
+    with sdpa_kernel(backends):
+        causal = call.dense_mask == "causal"
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=call.scale, enable_gqa=grouped), None
+
+
+def _refuses_flash(call: Call) -> str | None:
+    if not call.cuda:
+        return "it runs on CUDA only"
+    if not flash_installed():
+        return "the package flash-attn-4 is not installed"
+    if torch.cuda.get_device_capability(call.q.device)[0] < 9:
+        return "it needs compute capability 9.0 or above"
+    if call.q.dtype not in _HALF:
+        return f"it takes float16 and bfloat16, not {_dtype(call)}"
+    if call.q.shape[-1] > 128 or call.q.shape[-1] % 8:
+        return f"it takes head sizes that are multiples of 8 up to 128, not {call.q.shape[-1]}"
+    if call.learned:
+        return "it gives no gradient to tensors that a mask or score captured"
+    if call.with_lse and call.needs_grad:
+        return "it gives no gradient through lse"
+    if call.number_tensors:
+        return "its compiler has no 0-dimensional captured tensors"
+    if call.q.shape[2] == 1 and call.needs_grad:
+        return "its backward pass needs more than one query"
+    return None
+
+
+def _refuses_triton(call: Call) -> str | None:
+    if not call.cuda:
+        return "it runs on CUDA only"
+    if call.q.dtype not in (*_HALF, torch.float32):
+        return f"it takes float16, bfloat16 and float32, not {_dtype(call)}"
+    return None
+
+
+def _refuses_cpu(call: Call) -> str | None:
+    if call.q.device.type != "cpu":
+        return "it runs on the CPU only"
+    if call.q.dtype not in (*_HALF, torch.float32):
+        return f"it takes float16, bfloat16 and float32, not {_dtype(call)}"
+    if call.needs_grad:
+        return "torch's compiled flex_attention has no gradients on the CPU"
+    if call.with_lse:
+        return "torch's compiled flex_attention gives no lse on the CPU"
+    return None
+
+
+def _run_flex(backend: str | None, call: Call) -> tuple[Tensor, Tensor | None]:
+    q, k, v = call.q, call.k, call.v
+    if not call.needs_grad:  # torch refuses tensors that require gradients on the CPU, even under no_grad
+        q, k, v = q.detach(), k.detach(), v.detach()
+    options = dict(call.options or {})
+    if backend is not None:
+        options["BACKEND"] = backend
+    block_mask = call.block_mask()
+    key = (
+        call.key, backend, q.dtype, q.device, q.shape[0], q.shape[1], k.shape[1], q.shape[3], call.with_lse,
+        call.scale, tuple(options.items()), block_mask.BLOCK_SIZE, block_mask.kv_num_blocks.shape[:2],
+        torch.is_grad_enabled(), q.requires_grad, k.requires_grad, v.requires_grad,
+    )  # fmt: skip
+    score_mod = None if call.score_mod is None else call.score_mod()
+    out, lse = kernels.run(key, q, k, v, score_mod, block_mask, call.scale, options or None, call.with_lse)
+    return out, None if lse is None else lse.float()
+
+
+def _run_reference(call: Call) -> tuple[Tensor, Tensor | None]:
+    score_mod = None if call.score_mod is None else call.score_mod()
+    return reference.attend(call.q, call.k, call.v, score_mod, call.block_mask(), call.scale)
+
+
+BACKENDS = {
+    b.name: b
+    for b in (
+        Backend("sdpa", _refuses_sdpa, _run_sdpa),
+        Backend("flash", _refuses_flash, functools.partial(_run_flex, "FLASH")),
+        Backend("triton", _refuses_triton, functools.partial(_run_flex, None)),
+        Backend("cpu", _refuses_cpu, functools.partial(_run_flex, None)),
+        Backend("reference", lambda call: None, _run_reference),
+    )
+}
+# Kinds of call whose kernel could not be compiled, by backend: not tried again under "auto".
+_FAILED: dict[tuple[str, Hashable], str] = {}
+
+
+def choose(call: Call) -> tuple[list[Backend], dict[str, str]]:
+    """The backends that can run a call, best first, and why the others cannot."""
+    reasons = {}
+    able = []
+    for backend in BACKENDS.values():
+        reason = backend.refuses(call) or _FAILED.get((backend.name, _kind(call)))
+        if reason is None:
+            able.append(backend)
+        else:
+            reasons[backend.name] = reason
+    return able, reasons
+
+
+def run(call: Call, name: str) -> tuple[Tensor, Tensor | None]:
+    """Run a call on the backend of that name, or under "auto" on the first that can."""
+    if name != "auto":
+        reason = BACKENDS[name].refuses(call)
+        if reason is not None:
+            raise ValueError(f"flexmasks.attention: backend {name!r} cannot run this call: {reason}.")
+        try:
+            return BACKENDS[name].run(call)
+        except _COMPILE_ERRORS as error:
+            raise RuntimeError(f"flexmasks.attention: backend {name!r} failed: {_first_line(error)}") from error
+    able, _ = choose(call)
+    for backend in able[:-1]:
+        try:
+            return backend.run(call)
+        except _COMPILE_ERRORS as error:
+            reason = f"it failed before: {_first_line(error)}"
+            _FAILED[backend.name, _kind(call)] = reason
+            _log.warning("backend %r failed and is left out for such calls: %s", backend.name, _first_line(error))
+        except RuntimeError as error:
+            if backend.name != "sdpa" or "No available kernel" not in str(error):
+                raise
+            _FAILED[backend.name, _kind(call)] = "torch has no fused kernel for this call"
+    return able[-1].run(call)
+
+
+_COMPILE_ERRORS: tuple[type[Exception], ...] = (TorchDynamoException, InductorError)
+
+
+def _kind(call: Call) -> Hashable:
+    return call.key, call.q.dtype, call.q.device, call.q.shape[-1], call.needs_grad, call.q.shape[1] == call.k.shape[1]
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
+
+
+def _dtype(call: Call) -> str:
+    return str(call.q.dtype).removeprefix("torch.")
+
+
+@functools.cache
+def flash_installed() -> bool:
+    """Whether FlashAttention 4, which torch's FLASH backend calls, can be imported."""
+    try:
+        return importlib.util.find_spec("flash_attn.cute") is not None
+    except ModuleNotFoundError:
+        return False

@@ -1,0 +1,239 @@
+"""From a mask's function to torch's BlockMask: ranges first, element by element only where they leave it open."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+from torch.overrides import TorchFunctionMode
+
+from flexmasks.ranges import GiveUp, Range, evaluate
+
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+_Mod = TypeVar("_Mod", bound=Callable[..., Tensor])
+_CHUNK = 1 << 22  # elements evaluated at once
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The blocks of a mask: the eight index tensors of a BlockMask, and what is known of them.
+
+    It holds no tensor of the user's: `block_mask` puts the function back.
+    """
+
+    q_len: int
+    kv_len: int
+    block_size: tuple[int, int]
+    indices: tuple[Tensor, ...]  # in BlockMask's order: kv, full_kv, q, full_q, each (counts, indices)
+    total: int  # blocks in all, over the batch and heads that the mask depends on
+    partial: int
+    full: int
+    undecided: int  # looked at element by element
+    not_understood: tuple[str, ...]
+
+    @property
+    def empty(self) -> int:
+        return self.total - self.partial - self.full
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self.indices)
+
+    def block_mask(self, mask_mod: MaskMod) -> BlockMask:
+        """The BlockMask of these blocks and that function."""
+        return BlockMask((self.q_len, self.kv_len), *self.indices, BLOCK_SIZE=self.block_size, mask_mod=mask_mod)
+
+
+class _ScalarIndexing(TorchFunctionMode):
+    """Under vmap, `tensor[i]` with a number `i` would read its value; as an index operation it does not."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.__getitem__:
+            tensor, index = args
+            index = index if isinstance(index, tuple) else (index,)
+            if any(isinstance(i, Tensor) for i in index) and all(isinstance(i, Tensor | int) for i in index):
+                device = tensor.device
+                whole = [i if isinstance(i, Tensor) else torch.tensor(i, device=device) for i in index]
+                return torch.ops.aten.index(tensor, whole)
+        return func(*args, **(kwargs or {}))
+
+
+def over_indices(mod: _Mod, prefix: tuple[int, ...] = ()) -> Callable[..., Tensor]:
+    """A mask_mod (or, with prefix (0,), a score_mod) of numbers as one of index vectors b, h, q, kv.
+
+    The result is [b, h, q, kv]. To the function its arguments stay numbers, as in torch's own create_mask.
+    """
+    function: Callable[..., Tensor] = mod
+    for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
+        function = torch.vmap(function, in_dims=prefix + dims)
+
+    def evaluated(*args: Tensor) -> Tensor:
+        with _ScalarIndexing():
+            return function(*args)
+
+    return evaluated
+
+
+def dependence(mask_mod: MaskMod, batch: int, heads: int, device: torch.device) -> tuple[int, int]:
+    """The batch and head size of a mask: 1 where its function does not depend on the index."""
+    result = _evaluate(mask_mod, batch, heads, *_ends_of_blocks(1, 1, device), *_ends_of_blocks(1, 1, device))
+    return (batch, heads) if result is None else (result[0].lo.shape[0], result[0].lo.shape[1])
+
+
+def dense(mask_mod: MaskMod, batch: int, heads: int, q_len: int, kv_len: int, device: torch.device) -> Tensor:
+    """The mask as booleans, [batch or 1, heads or 1, q_len, kv_len]."""
+    batch, heads = dependence(mask_mod, batch, heads, device)
+    indices = (torch.arange(n, device=device) for n in (batch, heads, q_len, kv_len))
+    return _boolean(over_indices(mask_mod)(*indices))
+
+
+def build(
+    mask_mod: MaskMod,
+    batch: int,
+    heads: int,
+    q_len: int,
+    kv_len: int,
+    device: torch.device,
+    block_size: tuple[int, int] = (128, 128),
+) -> Blocks:
+    """Find a mask's empty, partial and full blocks, exactly those of torch's create_block_mask.
+
+    Raises ValueError or TypeError where the function is no mask.
+    """
+    q_ends = _ends_of_blocks(q_len, block_size[0], device)
+    kv_ends = _ends_of_blocks(kv_len, block_size[1], device)
+    rows, columns = len(q_ends[0]), len(kv_ends[0])
+    # A block that the edge cuts is partial, as torch has it: what lies past the edge counts as hidden.
+    whole_q = q_ends[1] - q_ends[0] == block_size[0] - 1
+    whole_kv = kv_ends[1] - kv_ends[0] == block_size[1] - 1
+    whole = whole_q[:, None] & whole_kv[None, :]
+    result = _evaluate(mask_mod, batch, heads, *q_ends, *kv_ends)
+    if result is None:
+        shape = (batch, heads, rows, columns)
+        certain = torch.zeros(shape, dtype=torch.bool, device=device)
+        possible, unknown = ~certain, ("the function as a whole",)
+    else:
+        truth, names = result
+        shape = (*truth.lo.shape[:2], rows, columns)
+        certain, possible, unknown = truth.lo.expand(shape), truth.hi.expand(shape), tuple(names)
+    visible = certain.clone()
+    full = certain & whole
+    open_blocks = (possible & ~certain).nonzero()
+    step = max(1, _CHUNK // (block_size[0] * block_size[1]))
+    function = _over_blocks(mask_mod)
+    for chunk in open_blocks.split(step):
+        b, h, i, j = chunk.unbind(1)
+        any_visible, all_visible = function(b, h, i, j, q_ends[0], kv_ends[0], q_len, kv_len, block_size)
+        visible[b, h, i, j] = any_visible
+        full[b, h, i, j] = all_visible & whole[i, j]
+    partial = visible & ~full
+    kv, full_kv = _ordered(partial), _ordered(full)
+    q, full_q = _ordered(partial.transpose(-2, -1)), _ordered(full.transpose(-2, -1))
+    counts = torch.stack([partial.sum(), full.sum()]).tolist()
+    return Blocks(
+        q_len=q_len,
+        kv_len=kv_len,
+        block_size=block_size,
+        indices=(*kv, *full_kv, *q, *full_q),
+        total=partial.numel(),
+        partial=counts[0],
+        full=counts[1],
+        undecided=len(open_blocks),
+        not_understood=unknown,
+    )
+
+
+def of_block_mask(block_mask: BlockMask) -> tuple[Tensor, Tensor]:
+    """Which blocks of a BlockMask are partial, and which are full: booleans [B, H, query blocks, key blocks]."""
+    partial = _listed(block_mask.kv_num_blocks, block_mask.kv_indices)
+    if block_mask.full_kv_num_blocks is None or block_mask.full_kv_indices is None:
+        return partial, torch.zeros_like(partial)
+    return partial, _listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+
+
+def _listed(counts: Tensor, indices: Tensor) -> Tensor:
+    columns = indices.shape[-1]
+    listed = torch.arange(columns, device=indices.device) < counts[..., None]
+    table = torch.zeros((*indices.shape[:-1], columns + 1), dtype=torch.bool, device=indices.device)
+    table.scatter_(-1, torch.where(listed, indices, columns).long(), True)
+    return table[..., :columns]
+
+
+def _ends_of_blocks(length: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    first = torch.arange(0, length, size, device=device)
+    return first, (first + (size - 1)).clamp(max=length - 1)
+
+
+def _evaluate(
+    mask_mod: MaskMod, batch: int, heads: int, q_lo: Tensor, q_hi: Tensor, kv_lo: Tensor, kv_hi: Tensor
+) -> tuple[Range, list[str]] | None:
+    device = q_lo.device
+    b = torch.arange(batch, device=device).view(-1, 1, 1, 1)
+    h = torch.arange(heads, device=device).view(1, -1, 1, 1)
+    q_len, kv_len = int(q_hi[-1]), int(kv_hi[-1])
+    try:
+        truth, unknown = evaluate(
+            mask_mod,
+            Range.of_indices(b, b, batch - 1),
+            Range.of_indices(h, h, heads - 1),
+            Range.of_indices(q_lo.view(1, 1, -1, 1), q_hi.view(1, 1, -1, 1), q_len),
+            Range.of_indices(kv_lo.view(1, 1, 1, -1), kv_hi.view(1, 1, 1, -1), kv_len),
+        )
+    except GiveUp:
+        return None
+    shape = (1,) * (4 - truth.lo.ndim) + tuple(truth.lo.shape)
+    lo, hi = truth.lo.to(device).view(shape), truth.hi.to(device).expand(truth.lo.shape).view(shape)
+    return Range(lo, hi, torch.bool, 1.0), unknown
+
+
+def _over_blocks(mask_mod: MaskMod) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Whether any, and whether all elements of each of the listed blocks are visible."""
+    function: Callable[..., Tensor] = mask_mod
+    for dims in ((None, None, None, 0), (None, None, 0, None), (0, 0, 0, 0)):
+        function = torch.vmap(function, in_dims=dims)
+
+    def evaluated(
+        b: Tensor,
+        h: Tensor,
+        i: Tensor,
+        j: Tensor,
+        q_first: Tensor,
+        kv_first: Tensor,
+        q_len: int,
+        kv_len: int,
+        block_size: tuple[int, int],
+    ) -> tuple[Tensor, Tensor]:
+        q = q_first[i, None] + torch.arange(block_size[0], device=i.device)
+        kv = kv_first[j, None] + torch.arange(block_size[1], device=i.device)
+        with _ScalarIndexing():
+            seen = _boolean(function(b, h, q.clamp(max=q_len - 1), kv.clamp(max=kv_len - 1)))
+        seen = seen.flatten(1)  # past the edge the last element is seen again, which changes neither answer
+        return seen.any(1), seen.all(1)
+
+    return evaluated
+
+
+def _boolean(seen: Tensor) -> Tensor:
+    if seen.dtype != torch.bool:
+        raise TypeError(
+            "flexmasks: a mask function must return a boolean tensor, "
+            f"got one of {str(seen.dtype).removeprefix('torch.')}; compare, as in `q >= kv`."
+        )
+    return seen
+
+
+def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """For each row the number of marked columns and their indices in order, then those of the others."""
+    marked = blocks.cumsum(-1, dtype=torch.int32)
+    counts = marked[..., -1].contiguous()
+    columns = torch.arange(blocks.shape[-1], dtype=torch.int32, device=blocks.device)
+    place = torch.where(blocks, marked - 1, counts[..., None] + columns - marked)
+    indices = torch.empty(blocks.shape, dtype=torch.int32, device=blocks.device)
+    indices.scatter_(-1, place.long(), columns.expand(blocks.shape))
+    return counts, indices

@@ -1,0 +1,121 @@
+"""Caches that hold values and never a user's tensor: an entry dies with the tensors that it was made from."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from torch import Tensor
+
+Value = TypeVar("Value")
+
+
+class CacheInfo(NamedTuple):
+    """What one cache holds and how it served: see `cache_info()`."""
+
+    hits: int
+    misses: int
+    entries: int
+    bytes: int
+    max_bytes: int
+
+
+@dataclass
+class _Entry(Generic[Value]):
+    value: Value
+    nbytes: int
+    made_from: list[tuple[weakref.ref[Tensor], int]]  # tensors and their versions: in-place changes count up
+
+
+_CACHES: dict[str, Cache[Any]] = {}
+
+
+class Cache(Generic[Value]):
+    """A cache by a key and by the identity and version of tensors, bounded in bytes, least recently used out first.
+
+    Safe across threads. Tensors made in inference mode have no version: what depends on one is not kept.
+    """
+
+    def __init__(self, name: str, max_bytes: int) -> None:
+        self._entries: OrderedDict[Hashable, _Entry[Value]] = OrderedDict()
+        self._lock = threading.RLock()  # re-entrant: a tensor may die, and call _forget, inside any method
+        self._bytes = self._hits = self._misses = 0
+        self._max_bytes = max_bytes
+        _CACHES[name] = self
+
+    def get(self, key: Hashable, tensors: Sequence[Tensor] = ()) -> Value | None:
+        """The value put under this key and these very tensors, unless one of them has changed in place since."""
+        with self._lock:
+            full = (key, *map(id, tensors))
+            entry = self._entries.get(full)
+            if entry is not None:
+                versions = _versions(tensors)
+                made_from = entry.made_from
+                if versions is not None and all(
+                    ref() is t and version == v
+                    for (ref, version), t, v in zip(made_from, tensors, versions, strict=True)
+                ):
+                    self._entries.move_to_end(full)
+                    self._hits += 1
+                    return entry.value
+                self._forget(full)
+            self._misses += 1
+            return None
+
+    def put(self, key: Hashable, tensors: Sequence[Tensor], value: Value, nbytes: int) -> None:
+        """Keep a value until its tensors die or change, or the bytes are needed."""
+        versions = _versions(tensors)
+        if versions is None or nbytes > self._max_bytes:
+            return
+        full = (key, *map(id, tensors))
+        with self._lock:
+            self._forget(full)
+            refs = [weakref.ref(t, lambda _, full=full: self._forget(full)) for t in tensors]  # type: ignore[misc]
+            self._entries[full] = _Entry(value, nbytes, list(zip(refs, versions, strict=True)))
+            self._bytes += nbytes
+            while self._bytes > self._max_bytes:
+                self._forget(next(iter(self._entries)))
+
+    def _forget(self, full: Hashable) -> None:
+        with self._lock:
+            entry = self._entries.pop(full, None)
+            if entry is not None:
+                self._bytes -= entry.nbytes
+
+    def clear(self) -> None:
+        """Forget everything."""
+        with self._lock:
+            self._entries.clear()
+            self._bytes = self._hits = self._misses = 0
+
+    def info(self) -> CacheInfo:
+        """Counts and sizes."""
+        with self._lock:
+            return CacheInfo(self._hits, self._misses, len(self._entries), self._bytes, self._max_bytes)
+
+
+def cache_info() -> dict[str, CacheInfo]:
+    """Hits, misses, entries and bytes of each of the library's caches, by name.
+
+    Example:
+        >>> import flexmasks
+        >>> sorted(flexmasks.cache_info())
+        ['blocks', 'kernels', 'scores']
+    """
+    return {name: cache.info() for name, cache in _CACHES.items()}
+
+
+def clear_caches() -> None:
+    """Empty every cache of the library: block masks, prepared scores and compiled kernels."""
+    for cache in _CACHES.values():
+        cache.clear()
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int] | None:
+    if any(t.is_inference() for t in tensors):
+        return None
+    return [t._version for t in tensors]

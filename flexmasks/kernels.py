@@ -1,0 +1,78 @@
+"""Compiled flex_attention: one piece of code per kind of call, so that no recompile limit is ever shared.
+
+torch counts recompilations by code object and, at the limit, would run flex_attention unfused. Here every kind of
+call (the functions of mask and score with their constants, dtype, batch, heads, head size, options) has a code object
+of its own, in which only lengths vary; torch makes those symbolic after the first few. Whatever else makes torch
+compile anew, at the limit the code object is replaced, and nothing ever runs unfused.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+import types
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dynamo.exc import FailOnRecompileLimitHit
+from torch._dynamo.utils import counters
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+from flexmasks.cache import Cache
+
+_log = logging.getLogger("flexmasks")
+_numbers = itertools.count()
+_compiling = threading.Lock()
+_KERNELS: Cache[Callable[..., Any]] = Cache("kernels", max_bytes=256)  # counted, not measured: one byte each
+
+
+def flex(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    score_mod: Callable[..., Tensor] | None,
+    block_mask: BlockMask | None,
+    scale: float | None,
+    options: dict[str, Any] | None,
+    with_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """torch's flex_attention with grouped heads seen from the shapes, and lse or None."""
+    grouped = q.shape[1] != k.shape[1]
+    if with_lse:
+        out, aux = flex_attention(
+            q, k, v, score_mod, block_mask, scale, grouped, kernel_options=options, return_aux=AuxRequest(lse=True)
+        )
+        return out, aux.lse
+    return flex_attention(q, k, v, score_mod, block_mask, scale, grouped, kernel_options=options), None
+
+
+def run(key: Hashable, *args: Any) -> tuple[Tensor, Tensor | None]:
+    """`flex(*args)` compiled, by the code object of `key`.
+
+    Whatever torch raises while compiling comes through.
+    """
+    kernel = _KERNELS.get(key)
+    if kernel is None:
+        kernel = _new(key)
+    before = counters["stats"]["unique_graphs"]
+    start = time.perf_counter()
+    try:
+        result = kernel(*args)
+    except FailOnRecompileLimitHit:
+        result = _new(key)(*args)
+    if counters["stats"]["unique_graphs"] != before:
+        _log.info("compiled attention for q %s in %.1f s", list(args[0].shape), time.perf_counter() - start)
+    return result
+
+
+def _new(key: Hashable) -> Callable[..., Any]:
+    with _compiling:
+        name = f"flexmasks_kernel_{next(_numbers)}"
+        code = flex.__code__.replace(co_name=name)
+        kernel = torch.compile(types.FunctionType(code, flex.__globals__, name), fullgraph=True)
+        _KERNELS.put(key, (), kernel, 1)
+    return kernel

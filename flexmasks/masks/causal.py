@@ -1,0 +1,15 @@
+from torch import Tensor
+
+from flexmasks.registry import register_mask
+
+
+@register_mask(example=lambda length: {})
+def causal(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    """Each query sees itself and the keys before it.
+
+    Position 0 of the queries is position 0 of the keys (top-left alignment), unless `q_offset` says where the
+    queries start; `q_offset=kv_len - q_len` is FlashAttention's bottom-right alignment.
+
+    Source: Vaswani et al., Attention Is All You Need, 2017.
+    """
+    return kv <= q

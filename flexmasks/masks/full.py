@@ -1,0 +1,12 @@
+from torch import Tensor
+
+from flexmasks.registry import register_mask
+
+
+@register_mask(example=lambda length: {})
+def full(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    """Every query sees every key.
+
+    Source: Vaswani et al., Attention Is All You Need, 2017.
+    """
+    return (q >= 0) & (kv >= 0)

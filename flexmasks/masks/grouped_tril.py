@@ -1,0 +1,18 @@
+from typing import Annotated
+
+from torch import Tensor
+
+from flexmasks.registry import register_mask
+
+
+@register_mask(example=lambda length: {"seq_lens": [length * 3 // 4]})
+def grouped_tril(
+    b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, seq_lens: Annotated[Tensor, "int[B] in 0..S"]
+) -> Tensor:
+    """Causal within the first `seq_lens[b]` tokens; rows and columns past them see and are seen by nothing.
+
+    seq_lens: number of real tokens of each batch element. Rows from there on give output 0.
+
+    Source: the grouped lower-triangular masked softmax of jagged ranking models.
+    """
+    return (kv <= q) & (q < seq_lens[b]) & (kv < seq_lens[b])

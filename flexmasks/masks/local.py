@@ -1,0 +1,24 @@
+from typing import Annotated
+
+from torch import Tensor
+
+from flexmasks.registry import register_mask
+
+
+@register_mask(example=lambda length: {"left": length // 4, "right": length // 8})
+def local(
+    b: Tensor,
+    h: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    *,
+    left: Annotated[int | Tensor, "int in 0.. | int[] in 0.."],
+    right: Annotated[int | Tensor, "int in 0.. | int[] in 0.."],
+) -> Tensor:
+    """Each query sees itself, the `left` keys before it and the `right` keys after it.
+
+    left, right: numbers of keys on each side; FlashAttention's window_size=(left, right).
+
+    Source: Beltagy et al., Longformer, 2020 (its window w is left = right = w // 2).
+    """
+    return (q - kv <= left) & (kv - q <= right)

@@ -1,0 +1,24 @@
+from typing import Annotated
+
+from torch import Tensor
+
+from flexmasks.params import per_batch
+from flexmasks.registry import register_mask
+
+
+@register_mask(example=lambda length: {"prefix_len": length // 4})
+def prefix_lm(
+    b: Tensor,
+    h: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    *,
+    prefix_len: Annotated[int | Tensor, "int in 0..S | int[] in 0..S | int[B] in 0..S"],
+) -> Tensor:
+    """Every query sees the prefix, keys 0 to `prefix_len` - 1; past it attention is causal.
+
+    prefix_len: length of the prefix, one for all or one per batch element.
+
+    Source: Raffel et al., T5, 2020, section 3.2.1.
+    """
+    return (kv <= q) | (kv < per_batch(prefix_len, b))

@@ -1,0 +1,20 @@
+from typing import Annotated
+
+from torch import Tensor
+
+from flexmasks.registry import register_mask
+
+
+@register_mask(example=lambda length: {"window": length // 4})
+def sliding_window(
+    b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, window: Annotated[int | Tensor, "int in 0.. | int[] in 0.."]
+) -> Tensor:
+    """Each query sees itself and the `window` keys before it.
+
+    window: number of earlier keys (window + 1 keys are visible in all). FlashAttention's window_size=(window, 0)
+        and attention-gym's sliding window are the same; Hugging Face's sliding_window=W is window=W-1. A tensor
+        may change without a new compilation.
+
+    Source: Jiang et al., Mistral 7B, 2023; Child et al., Sparse Transformers, 2019.
+    """
+    return (kv <= q) & (q - kv <= window)

@@ -1,0 +1,40 @@
+from typing import Annotated
+
+import torch
+from torch import Tensor
+
+from flexmasks.registry import register_mask
+
+
+def _example(length: int) -> dict[str, object]:
+    starts = [length * i // 4 for i in range(4)]
+    return {
+        "intervals": [[start, start + length // 2] for start in starts],
+        "image_ids": [i * 4 // length for i in range(length)],
+    }
+
+
+@register_mask(example=_example)
+def vision_cross(
+    b: Tensor,
+    h: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    *,
+    intervals: Annotated[Tensor, "int[N, 2] | int[B, N, 2]"],
+    image_ids: Annotated[Tensor, "int[KV] in -1..N-1 | int[B, KV] in -1..N-1"],
+) -> Tensor:
+    """Text tokens attend to images: token q sees all tokens of image i iff start_i <= q < end_i.
+
+    intervals: (start, end) of each of the N images in text positions, for all batch elements or for each.
+    image_ids: the image of each key, -1 for a padding key that nobody sees; for all batch elements or for each.
+
+    Source: Alayrac et al., Flamingo, 2022 (there an image's interval ends where the next image's begins).
+    """
+    image = image_ids[b, kv] if image_ids.ndim == 2 else image_ids[kv]
+    known = torch.where(image < 0, 0, image)
+    if intervals.ndim == 3:
+        start, end = intervals[b, known, 0], intervals[b, known, 1]
+    else:
+        start, end = intervals[known, 0], intervals[known, 1]
+    return (image >= 0) & (start <= q) & (q < end)

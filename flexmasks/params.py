@@ -1,0 +1,333 @@
+"""What a parameter of a mask or a score may be: its specification, and the check of a value against it.
+
+A parameter is annotated with a type for the type checker and, inside `Annotated`, with a
+specification that people read and that this module checks:
+
+    seq_lens: Annotated[Tensor, "int[B] in 0..S"]
+    prefix_len: Annotated[int | Tensor, "int in 0..S | int[] in 0..S | int[B] in 0..S"]
+
+A specification is a list of alternatives, `KIND`, `KIND(n)` or `KIND[dimensions]`, each with optional inclusive bounds:
+
+    int, float, bool   a Python number (also NumPy's)
+    int(2)             a tuple of two Python numbers
+    int[B, S]          a tensor; `int[]` is a 0-dimensional one
+
+Dimensions and bounds are integers, names of the sizes below, or a new name, which stands for whatever size came:
+
+    B  batch size            Q   number of queries      S  number of positions: the largest of q_offset + Q and KV
+    H  number of query heads KV  number of keys
+
+Lists, tuples and NumPy arrays are taken where a tensor is asked for.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_ALTERNATIVE = re.compile(
+    r"(?P<kind>int|float|bool)(?:\((?P<count>\d+)\)|\[(?P<dims>[^\]]*)\])?(?: in (?P<low>[^.]*)\.\.(?P<high>.*))?"
+)
+_PLAIN = {int: "int", float: "float", bool: "bool"}
+_NUMPY = (np.ndarray, np.generic)
+_INTS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+@dataclass(frozen=True)
+class Size:
+    """How far the indices of a call range: b < batch, h < heads, q < q_len (before q_offset), kv < kv_len."""
+
+    batch: int
+    heads: int
+    q_len: int
+    kv_len: int
+    device: torch.device
+    q_offset: int = 0  # the largest one, where there are several
+    dtype: torch.dtype = torch.float32  # of the scores
+
+    @property
+    def positions_of_q(self) -> int:
+        """Number of positions that queries reach."""
+        return self.q_offset + self.q_len
+
+    @property
+    def positions(self) -> int:
+        """Number of positions that queries and keys reach: indices q + q_offset and kv are below it."""
+        return max(self.positions_of_q, self.kv_len)
+
+    def named(self) -> dict[str, int]:
+        """The sizes by the names that specifications use."""
+        return {"B": self.batch, "H": self.heads, "Q": self.q_len, "KV": self.kv_len, "S": self.positions}
+
+
+@dataclass(frozen=True)
+class _Alternative:
+    text: str
+    kind: str
+    count: int | None = None  # length of a tuple
+    dims: tuple[str, ...] | None = None  # dimensions of a tensor
+    low: str = ""
+    high: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> _Alternative:
+        found = _ALTERNATIVE.fullmatch(text.strip())
+        if found is None:
+            raise ValueError(f"flexmasks: cannot read the parameter specification {text!r}; see flexmasks.params")
+        dims = found["dims"]
+        return cls(
+            text=text.strip(),
+            kind=found["kind"],
+            count=int(found["count"]) if found["count"] else None,
+            dims=None if dims is None else tuple(d.strip() for d in dims.split(",") if d.strip()),
+            low=(found["low"] or "").strip(),
+            high=(found["high"] or "").strip(),
+        )
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One keyword-only parameter of a mask or score: its name, specification, and whether it must be given."""
+
+    name: str
+    spec: str
+    required: bool
+    default: Any
+    alternatives: tuple[_Alternative, ...]
+
+    def takes_tensor(self, rank: int | None = None) -> bool:
+        """Whether a tensor (of that rank) may be given."""
+        return any(a.dims is not None and rank in (None, len(a.dims)) for a in self.alternatives)
+
+    def check(self, what: str, value: Any, size: Size, sizes: dict[str, int]) -> Any:
+        """The value, fit for the mask's function, or a ValueError or TypeError that says what to pass.
+
+        `sizes` maps the names of sizes to numbers and learns the new names that this value gives a size to.
+        """
+        if not self.alternatives or (value is None and not self.required and self.default is None):
+            return value
+        if isinstance(value, tuple) and not any(a.count == len(value) for a in self.alternatives):
+            if not self.takes_tensor():
+                raise self._error(TypeError, what, _describe(value), sizes)
+            try:
+                value = torch.tensor(value, device=size.device)
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise self._error(ValueError, what, f"a sequence that is no tensor ({error})", sizes) from error
+        if isinstance(value, Tensor):
+            return self._check_tensor(what, value, size, sizes)
+        return self._check_numbers(what, value, sizes)
+
+    def _check_numbers(self, what: str, value: Any, sizes: dict[str, int]) -> Any:
+        numbers = value if isinstance(value, tuple) else (value,)
+        count = len(numbers) if isinstance(value, tuple) else None
+        for alternative in self.alternatives:
+            if alternative.dims is None and alternative.count == count:
+                if not all(_is_number(n, alternative.kind) for n in numbers):
+                    continue
+                low, high = _bound(alternative.low, sizes), _bound(alternative.high, sizes)
+                if any((low is not None and n < low) or (high is not None and n > high) for n in numbers):
+                    raise self._error(ValueError, what, repr(value), sizes)
+                return value
+        raise self._error(TypeError, what, _describe(value), sizes)
+
+    def _check_tensor(self, what: str, value: Tensor, size: Size, sizes: dict[str, int]) -> Tensor:
+        shape = tuple(value.shape)
+        fits = [a for a in self.alternatives if a.dims is not None and _is_dtype(value.dtype, a.kind)]
+        if not fits:
+            raise self._error(TypeError, what, _describe(value), sizes)
+        for alternative in fits:
+            learned = _match(alternative.dims or (), shape, sizes)
+            if learned is not None:
+                break
+        else:
+            raise self._error(ValueError, what, _describe(value), sizes)
+        sizes.update(learned)
+        if value.device != size.device:
+            raise self._error(ValueError, what, f"one on {value.device}, and the call is on {size.device}", sizes)
+        low, high = _bound(alternative.low, sizes), _bound(alternative.high, sizes)
+        if (low is not None or high is not None) and value.numel() and not torch.compiler.is_compiling():
+            least, most = (int(x) for x in torch.stack(torch.aminmax(value)).tolist())
+            if (low is not None and least < low) or (high is not None and most > high):
+                raise self._error(ValueError, what, f"values from {least} to {most}", sizes)
+        return value
+
+    def _error(self, kind: type[Exception], what: str, got: str, sizes: Mapping[str, int]) -> Exception:
+        names = dict.fromkeys(re.findall(r"\b[A-Z]+\b", self.spec))
+        here = ", ".join(f"{n}={sizes[n]}" for n in names if n in sizes)
+        return kind(f"{what}: `{self.name}` must be {self.spec}{f' (here {here})' if here else ''}, got {got}.")
+
+
+def parameters_of(function: Callable[..., Any]) -> dict[str, Parameter]:
+    """The keyword-only parameters of a function, by name."""
+    signature = [p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    if not signature:
+        return {}
+    try:
+        hints = get_type_hints(function, include_extras=True)
+    except (NameError, TypeError, AttributeError):  # annotations of names that only a type checker sees
+        hints = {}
+    found = {}
+    for p in signature:
+        hint = hints.get(p.name)
+        spec = ""
+        if get_origin(hint) is Annotated:
+            spec = next((m for m in get_args(hint)[1:] if isinstance(m, str)), "")
+        elif hint in _PLAIN:
+            spec = _PLAIN[hint]
+        found[p.name] = Parameter(
+            name=p.name,
+            spec=spec,
+            required=p.default is p.empty,
+            default=None if p.default is p.empty else p.default,
+            alternatives=tuple(_Alternative.parse(t) for t in spec.split("|")) if spec else (),
+        )
+    return found
+
+
+def per_batch(value: int | Tensor, b: Tensor) -> int | Tensor:
+    """A parameter that is one number, or one per batch element: its value for batch element `b`."""
+    return value[b] if isinstance(value, Tensor) and value.ndim else value
+
+
+def pair(value: Any) -> tuple[Any, Any]:
+    """A parameter that is one value for both axes, or one per axis: always one per axis."""
+    return value if isinstance(value, tuple) else (value, value)
+
+
+def freeze(value: Any) -> Any:
+    """Lists and NumPy values as tuples and Python numbers, so that a mask holds values; tensors stay as they are."""
+    if isinstance(value, _NUMPY):
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        return tuple(freeze(v) for v in value)
+    return value
+
+
+def batch_size(parameters: Mapping[str, Parameter], values: Mapping[str, Any]) -> int | None:
+    """The batch size that the shapes of the values imply, or None where they imply none."""
+    for name, value in values.items():
+        if name not in parameters or not isinstance(value, tuple | Tensor):
+            continue
+        shape = tuple(value.shape) if isinstance(value, Tensor) else _shape(value)
+        if isinstance(value, tuple) and any(a.count == len(value) for a in parameters[name].alternatives):
+            continue
+        for alternative in parameters[name].alternatives:
+            if alternative.dims is not None and len(alternative.dims) == len(shape) and "B" in alternative.dims:
+                return shape[alternative.dims.index("B")]
+    return None
+
+
+def describe(value: Any) -> str:
+    """A value as a repr shows it: tensors by dtype and shape, everything else by its own repr."""
+    return _describe(value) if isinstance(value, Tensor) else repr(value)
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    shape = []
+    while isinstance(value, tuple):
+        shape.append(len(value))
+        value = value[0] if value else None
+    return tuple(shape)
+
+
+def _match(dims: tuple[str, ...], shape: tuple[int, ...], sizes: Mapping[str, int]) -> dict[str, int] | None:
+    if len(dims) != len(shape):
+        return None
+    learned: dict[str, int] = {}
+    for dim, n in zip(dims, shape, strict=True):
+        want = int(dim) if dim.isdigit() else sizes.get(dim, learned.get(dim))
+        if want is None:
+            learned[dim] = n
+        elif want != n:
+            return None
+    return learned
+
+
+def _bound(text: str, sizes: Mapping[str, int]) -> int | float | None:
+    if not text:
+        return None
+    name, _, less = text.partition("-") if not text.startswith("-") else (text, "", "")
+    if name.strip() in sizes:
+        return sizes[name.strip()] - int(less or 0)
+    return float(text) if "e" in text else int(text)
+
+
+def _is_number(value: Any, kind: str) -> bool:
+    if kind == "bool":
+        return isinstance(value, bool)
+    if isinstance(value, bool):
+        return False
+    return isinstance(value, int) or (kind == "float" and isinstance(value, float))
+
+
+def _is_dtype(dtype: torch.dtype, kind: str) -> bool:
+    return {"int": dtype in _INTS, "bool": dtype == torch.bool, "float": dtype.is_floating_point}[kind]
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return f"{value!r} ({type(value).__name__})"
+
+
+def check_canvas(size: Size | None, height: int, width: int) -> None:
+    """Raise ValueError unless the tokens of a call are those of a height x width canvas."""
+    if size is not None and (size.kv_len != height * width or size.positions != height * width):
+        raise ValueError(
+            f"the canvas does not match the length: height * width = {height} * {width} = {height * width}, "
+            f"the call has {size.kv_len} keys and positions up to {size.positions}."
+        )
+
+
+def sequences(size: Size | None, offsets: Tensor, kv_offsets: Tensor | None) -> dict[str, Tensor]:
+    """The sequence of each packed query and key, and its position there, from where the sequences start.
+
+    Queries past the last sequence are of sequence -1, keys of sequence -2.
+    """
+    if kv_offsets is None:
+        kv_offsets = offsets
+    elif len(kv_offsets) != len(offsets):
+        raise ValueError(f"`offsets` has {len(offsets) - 1} sequences, `kv_offsets` has {len(kv_offsets) - 1}.")
+    q_sequence, q_position = _unpack("offsets", offsets, None if size is None else size.positions_of_q, -1)
+    kv_sequence, kv_position = _unpack("kv_offsets", kv_offsets, None if size is None else size.kv_len, -2)
+    return {
+        "q_sequence": q_sequence,
+        "q_position": q_position,
+        "kv_sequence": kv_sequence,
+        "kv_position": kv_position,
+    }
+
+
+def inside_sequences(size: Size, *, offsets: Tensor, kv_offsets: Tensor | None, **_: Any) -> Size:
+    """The sizes that a mask or score inside packed sequences sees."""
+    if offsets.numel() < 2:
+        raise ValueError("`offsets` needs two values at least: 0 and the total length.")
+    longest = int(offsets.diff().max())
+    kv_longest = longest if kv_offsets is None else int(kv_offsets.diff().max())
+    return replace(size, batch=len(offsets) - 1, q_len=longest, kv_len=kv_longest, q_offset=0)
+
+
+def _unpack(name: str, offsets: Tensor, length: int | None, rest: int) -> tuple[Tensor, Tensor]:
+    lengths = offsets.diff()
+    total = int(offsets[-1]) if length is None else length
+    if int(offsets[0]) != 0 or int(offsets[-1]) > total or int(lengths.min()) < 0:
+        raise ValueError(f"`{name}` must rise from 0 to at most the length {total}, got {_some(offsets)}.")
+    sequence = torch.full((total,), rest, dtype=torch.int32, device=offsets.device)
+    position = torch.zeros((total,), dtype=torch.int32, device=offsets.device)
+    used = int(offsets[-1])
+    numbers = torch.arange(len(lengths), dtype=torch.int32, device=offsets.device)
+    sequence[:used] = torch.repeat_interleave(numbers, lengths, output_size=used)
+    position[:used] = torch.arange(used, device=offsets.device) - offsets[sequence[:used]]
+    return sequence, position
+
+
+def _some(values: Tensor) -> str:
+    numbers = [str(n) for n in values[:6].tolist()]
+    return ", ".join(numbers) + (", ..." if len(values) > 6 else "")

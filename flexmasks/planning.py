@@ -1,0 +1,224 @@
+"""From a mask or score and the sizes of a call to what torch takes: a BlockMask, a mask_mod, a score_mod.
+
+What is found is kept by value and by the identity of tensors, see flexmasks.cache: the same mask over the same
+lengths is planned once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from flexmasks import blocks
+from flexmasks.blocks import Blocks
+from flexmasks.cache import Cache
+from flexmasks.captures import Opaque, capture
+from flexmasks.params import Size, describe
+from flexmasks.registry import get_mask
+from flexmasks.values import Mask, Modifier, NestedExtras, Score
+
+Offset = int | Tensor
+BLOCK_SIZE = (128, 128)
+_CONSTANTS = 4  # so many values of a mask's numbers are compiled in; from then on they are inputs of the kernel
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What is kept of a planned mask or score: nothing of the user's own."""
+
+    extras: dict[str, Any]
+    moved: Tensor | None  # q_offset, where it is a number above 0, as an input of the kernel: decoding changes it
+    blocks: Blocks | None = None
+
+    @property
+    def nbytes(self) -> int:
+        tensors = _tensors_in(self.extras)
+        return (self.blocks.nbytes if self.blocks else 0) + sum(t.numel() * t.element_size() for t in tensors)
+
+
+_BLOCKS: Cache[_Found] = Cache("blocks", max_bytes=1 << 30)
+_SCORES: Cache[_Found] = Cache("scores", max_bytes=1 << 26)
+_values_seen: OrderedDict[Hashable, set[Hashable]] = OrderedDict()
+
+
+class Plan:
+    """A mask or score with the sizes of a call. Work is done, or found done, when it is asked for."""
+
+    def __init__(self, value: Modifier, size: Size, offset: Offset, lift: bool = False) -> None:
+        self.value, self.size, self.offset = value, size, offset
+        self.tensors: list[Tensor] = []
+        self.opaque = False
+        try:
+            self._key = self.kernel_key = value.capture(self.tensors)
+        except Opaque:
+            self.opaque = True
+            self.kernel_key = ("opaque", value.name, getattr(value.definition.function, "__code__", None))
+        self.lifted = lift and not self.opaque and self._lift()
+
+    def _lift(self) -> bool:
+        """Whether the numbers are to be inputs of the kernel: when many values of them were seen."""
+        key = self.value.capture([], lift=True)
+        if key == self._key:
+            return False
+        seen = _values_seen.setdefault(key, set())
+        _values_seen.move_to_end(key)
+        while len(_values_seen) > 256:
+            _values_seen.popitem(last=False)
+        if self._key not in seen:
+            if len(seen) >= _CONSTANTS:
+                self.kernel_key = key
+                return True
+            seen.add(self._key)
+        return False
+
+    def _find(self, cache: Cache[_Found], build: Callable[[], _Found], *more: Hashable) -> _Found:
+        if self.opaque:
+            return build()
+        offset = self.offset if isinstance(self.offset, int) else "tensor"
+        tensors = self.tensors if isinstance(self.offset, int) else [*self.tensors, self.offset]
+        key = (self._key, offset, self.size, self.lifted, *more)
+        found = cache.get(key, tensors)
+        if found is None:
+            found = build()
+            cache.put(key, tensors, found, found.nbytes)
+        return found
+
+    def _moved(self) -> Tensor | None:
+        number = isinstance(self.offset, int) and self.offset != 0
+        return torch.tensor(self.offset, device=self.size.device) if number else None
+
+
+class MaskPlan(Plan):
+    """A mask on its way to a BlockMask."""
+
+    def __init__(
+        self, mask: Mask, size: Size, offset: Offset = 0, lift: bool = False, block_size: tuple[int, int] = BLOCK_SIZE
+    ) -> None:
+        super().__init__(mask, size, offset, lift)
+        self.mask, self.block_size = mask, block_size
+
+    @property
+    def dense_mask(self) -> str | None:
+        """The mask's name, where a dense kernel knows it: "full" or "causal", with queries at position 0."""
+        known = self.mask.definition in (FULL.definition, _CAUSAL.definition)
+        return self.mask.name if known and isinstance(self.offset, int) and self.offset == 0 else None
+
+    @functools.cached_property
+    def _found(self) -> _Found:
+        return self._find(_BLOCKS, self._build, self.block_size)
+
+    def _build(self) -> _Found:
+        size = sized(self.size, self.offset)
+        extras = self.mask.resolve(size, self.lifted)
+        mod = shifted_mask(self.mask.bind(extras), self.offset)
+        with explained(self.mask):
+            found = blocks.build(mod, size.batch, size.heads, size.q_len, size.kv_len, size.device, self.block_size)
+        return _Found(extras, self._moved(), found)
+
+    @property
+    def blocks(self) -> Blocks:
+        """Counts and index tensors of the blocks."""
+        found = self._found.blocks
+        assert found is not None  # noqa: S101 - for the type checker
+        return found
+
+    def block_mask(self) -> BlockMask:
+        """The BlockMask; its mask_mod is bound to the user's own tensors."""
+        found = self._found
+        offset = self.offset if found.moved is None else found.moved
+        return self.blocks.block_mask(shifted_mask(self.mask.bind(found.extras), offset))
+
+
+class ScorePlan(Plan):
+    """A score change on its way to a score_mod."""
+
+    def score_mod(self) -> Callable[..., Tensor]:
+        """The score_mod, bound to the user's own tensors."""
+        found = self._find(_SCORES, self._build)
+        return shifted_score(self.value.bind(found.extras), self.offset if found.moved is None else found.moved)
+
+    def _build(self) -> _Found:
+        return _Found(self.value.resolve(sized(self.size, self.offset)), self._moved())
+
+
+class GivenPlan:
+    """A BlockMask that came from outside, in a MaskPlan's place."""
+
+    tensors: tuple[Tensor, ...] = ()
+    dense_mask: str | None = None
+    lifted = False
+
+    def __init__(self, block_mask: BlockMask) -> None:
+        self._block_mask = block_mask
+
+    @property
+    def kernel_key(self) -> Hashable:
+        try:
+            return "given", capture(self._block_mask.mask_mod, [])
+        except Opaque:
+            return "opaque", getattr(self._block_mask.mask_mod, "__code__", None)
+
+    def block_mask(self) -> BlockMask:
+        return self._block_mask
+
+
+FULL, _CAUSAL = get_mask("full"), get_mask("causal")
+
+
+def sized(size: Size, offset: Offset) -> Size:
+    """The size with the largest offset in it; reads a tensor's values."""
+    return replace(size, q_offset=int(offset.max()) if isinstance(offset, Tensor) else offset)
+
+
+def shifted_mask(mod: Callable[..., Tensor], offset: Offset) -> Callable[..., Tensor]:
+    """The mask_mod with query i at position i + offset."""
+    if isinstance(offset, int):
+        if offset == 0:
+            return mod
+        return lambda b, h, q, kv: mod(b, h, q + offset, kv)
+    if offset.ndim == 0:
+        return lambda b, h, q, kv: mod(b, h, q + offset, kv)
+    return lambda b, h, q, kv: mod(b, h, q + offset[b], kv)
+
+
+def shifted_score(mod: Callable[..., Tensor], offset: Offset) -> Callable[..., Tensor]:
+    """The score_mod with query i at position i + offset."""
+    if isinstance(offset, int):
+        if offset == 0:
+            return mod
+        return lambda score, b, h, q, kv: mod(score, b, h, q + offset, kv)
+    if offset.ndim == 0:
+        return lambda score, b, h, q, kv: mod(score, b, h, q + offset, kv)
+    return lambda score, b, h, q, kv: mod(score, b, h, q + offset[b], kv)
+
+
+@contextlib.contextmanager
+def explained(mask: Mask) -> Iterator[None]:
+    """Errors of a mask's own function, as errors that name the mask."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        if str(error).startswith("flexmasks"):
+            raise
+        raise type(error)(f"flexmasks mask {mask!r}: {error}") from error
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, LookupError, AttributeError, NameError, NotImplementedError) as error:
+        raise ValueError(f"flexmasks mask {mask!r} failed on index tensors: {type(error).__name__}: {error}") from error
+
+
+def _tensors_in(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict | NestedExtras):
+        value = tuple(value.values()) if isinstance(value, dict) else value.extras
+    children = value if isinstance(value, tuple) else ()
+    return [t for child in children for t in _tensors_in(child)]

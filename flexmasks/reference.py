@@ -1,0 +1,133 @@
+"""Attention in plain torch, a slice of queries at a time: any floating dtype, scores, lse, every gradient.
+
+It is what the kernels are judged by, and what serves on a CPU where a gradient is needed. Softmax of a slice of
+queries over the keys that its blocks reach needs no merging; the slice is as thick as `_SLICE` scores allow, and its
+scores are computed anew in the backward pass, so that memory stays bounded.
+
+Nothing hidden reaches an output or a gradient, not even NaN or infinity: products run over finite values, and the
+rows that do see a non-finite value become NaN.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+from torch.utils.checkpoint import checkpoint
+
+from flexmasks.blocks import of_block_mask, over_indices
+
+_SLICE = 1 << 24  # scores held at once
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    score_mod: Callable[..., Tensor] | None,
+    block_mask: BlockMask,
+    scale: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Output [B, H, Q, D] in q's dtype and natural log-sum-exp [B, H, Q] in float32 (float64 for float64)."""
+    batch, heads, q_len, _ = q.shape
+    rows, columns = block_mask.BLOCK_SIZE
+    partial, full = of_block_mask(block_mask)
+    used = (partial | full).any(0).any(0)  # [query blocks, key blocks]
+    one_block = batch * heads * rows * k.shape[2]
+    step = max(1, _SLICE // one_block)
+    finite = bool(torch.stack([x.detach().isfinite().all() for x in (q, k, v)]).all())
+    outs, lses = [], []
+    for first in range(0, used.shape[0], step):
+        blocks = slice(first, min(first + step, used.shape[0]))
+        reached = used[blocks].any(0).nonzero()[:, 0]
+        keys = (
+            (int(reached[0]) * columns, min((int(reached[-1]) + 1) * columns, k.shape[2])) if len(reached) else (0, 0)
+        )
+        # without a block's worth of memory to spare, the queries of a block are taken in parts
+        thickness = max(1, min(rows * step, _SLICE // max(1, batch * heads * (keys[1] - keys[0]))))
+        for start in range(blocks.start * rows, min(blocks.stop * rows, q_len), thickness):
+            stop = min(start + thickness, blocks.stop * rows, q_len)
+            part = _Slice(start, stop, *keys, rows, columns, partial, full, block_mask.mask_mod, score_mod, finite)
+            inputs = (q[:, :, start:stop], k[:, :, keys[0] : keys[1]], v[:, :, keys[0] : keys[1]])
+            if torch.is_grad_enabled():
+                out, lse = checkpoint(part.attend, *inputs, scale, use_reentrant=False, preserve_rng_state=False)
+            else:
+                out, lse = part.attend(*inputs, scale)
+            outs.append(out)
+            lses.append(lse)
+    return torch.cat(outs, 2), torch.cat(lses, 2)
+
+
+class _Slice:
+    """Queries start..stop against keys first..last of a call."""
+
+    def __init__(
+        self,
+        start: int,
+        stop: int,
+        first: int,
+        last: int,
+        rows: int,
+        columns: int,
+        partial: Tensor,
+        full: Tensor,
+        mask_mod: Callable[..., Tensor],
+        score_mod: Callable[..., Tensor] | None,
+        finite: bool,
+    ) -> None:
+        device = partial.device
+        self.q = torch.arange(start, stop, device=device)
+        self.kv = torch.arange(first, last, device=device)
+        self.mask_mod, self.score_mod, self.finite = mask_mod, score_mod, finite
+        self.partial = partial[:, :, start // rows : -(-stop // rows)]
+        self.full = full[:, :, start // rows : -(-stop // rows)]
+        self.q_block, self.kv_block = self.q // rows - start // rows, self.kv // columns
+
+    def visible(self) -> Tensor | None:
+        """Booleans [B or 1, H or 1, q, kv], or None where everything is visible."""
+        if not self.partial.any() and self.full[..., self.kv_block].all():
+            return None
+        spread = [blocks[:, :, self.q_block][..., self.kv_block] for blocks in (self.partial, self.full)]
+        b, h = (torch.arange(n, device=self.q.device) for n in self.partial.shape[:2])
+        return spread[1] | (spread[0] & over_indices(self.mask_mod)(b, h, self.q, self.kv))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
+        batch, heads, rows, size = q.shape
+        dtype = q.dtype
+        precise = torch.float64 if dtype == torch.float64 else torch.float32
+        if k.shape[2] == 0:  # nothing is visible: zeros that still belong to the graph
+            out = torch.where(torch.zeros((), dtype=torch.bool, device=q.device), q, 0.0)
+            return out, out.new_full((batch, heads, rows), -math.inf, dtype=precise)
+        q, k, v = q.to(precise), k.to(precise), v.to(precise)
+        bad_q = bad_k = bad_v = None
+        if not self.finite:
+            bad_q, bad_k = ~q.isfinite().all(-1), ~k.isfinite().all(-1)
+            bad_v = ~v.isfinite()
+            q, k, v = (torch.where(x.isfinite(), x, 0.0) for x in (q, k, v))
+        groups = heads // k.shape[1]
+        if groups > 1:
+            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        scores = (q * (1 / math.sqrt(size) if scale is None else scale)) @ k.transpose(-2, -1)
+        if self.score_mod is not None:
+            b, h = (torch.arange(n, device=q.device) for n in (batch, heads))
+            scores = over_indices(self.score_mod, (0,))(scores, b, h, self.q, self.kv).to(precise)
+        visible = self.visible()
+        if bad_q is not None and bad_k is not None:
+            poisoned = bad_q[..., None] | bad_k.repeat_interleave(groups, 1)[:, :, None]
+            scores = torch.where(poisoned, math.nan, scores)
+        if visible is not None:
+            scores = torch.where(visible, scores, -math.inf)
+        peak = scores.detach().amax(-1, keepdim=True)
+        weights = torch.exp(scores - torch.where(peak == -math.inf, 0.0, peak))
+        total = weights.sum(-1, keepdim=True)
+        seen = total != 0  # NaN too
+        safe = torch.where(seen, total, 1.0)
+        out = torch.where(seen, (weights @ v) / safe, 0.0)
+        if bad_v is not None:
+            weighed = (weights.detach().nan_to_num() > 0).to(precise) @ bad_v.repeat_interleave(groups, 1).to(precise)
+            out = torch.where(weighed > 0, math.nan, out)
+        lse = torch.where(seen, safe.log() + peak, -math.inf)[..., 0]
+        return out.to(dtype), lse

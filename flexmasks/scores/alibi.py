@@ -1,0 +1,44 @@
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor
+
+from flexmasks.params import Size
+from flexmasks.registry import register_score
+
+
+def alibi_slopes(heads: int) -> list[float]:
+    """The paper's slopes for any number of heads.
+
+    A power of two has the geometric sequence 2^(-8/heads), 2^(-16/heads), ...; any other number has the slopes of
+    the power of two below it, then every second one of the power above it.
+
+    Example:
+        >>> alibi_slopes(4)
+        [0.25, 0.0625, 0.015625, 0.00390625]
+    """
+    below = 1 << (heads.bit_length() - 1)
+    slopes = [2.0 ** (-8 * (i + 1) / below) for i in range(below)]
+    if heads > below:
+        slopes += [2.0 ** (-4 * (i + 1) / below) for i in range(0, 2 * below, 2)]
+    return slopes[:heads]
+
+
+def _prepare(size: Size | None, *, slopes: Annotated[Tensor | None, "float[H]"] = None) -> dict[str, Any]:
+    if slopes is None:
+        if size is None:
+            raise ValueError("called by itself it does not know the number of heads; pass slopes=[...], one per head.")
+        slopes = torch.tensor(alibi_slopes(size.heads), dtype=size.dtype, device=size.device)
+    return {"slopes": slopes}
+
+
+@register_score(prepare=_prepare, example=lambda length: {})
+def alibi(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, slopes: Tensor) -> Tensor:
+    """Attention with linear biases: a penalty of slope times distance, score - slopes[h] * (q - kv).
+
+    slopes: one per query head; the paper's by default. A tensor that requires a gradient gets one.
+    Keys after the query get a bonus: meant for causal masks.
+
+    Source: Press et al., Train Short, Test Long, 2022.
+    """
+    return score - slopes[h] * (q - kv)

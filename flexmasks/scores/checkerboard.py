@@ -1,0 +1,14 @@
+import torch
+from torch import Tensor
+
+from flexmasks.registry import register_score
+
+
+@register_score(example=lambda length: {})
+def checkerboard(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    """Scores at odd distance halved, at even distance doubled: a pattern to learn score changes by.
+
+    Source: FlexAttention: The Flexibility of PyTorch with the Performance of FlashAttention, 2024.
+    """
+    distance = q - kv
+    return torch.where(distance % 2 == 0, score * 2.0, score * 0.5)

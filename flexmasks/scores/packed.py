@@ -1,0 +1,48 @@
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor
+
+from flexmasks.params import Size, inside_sequences, sequences
+from flexmasks.registry import get_score, register_score
+from flexmasks.values import Score
+
+
+def _prepare(
+    size: Size | None,
+    *,
+    score: Score,
+    offsets: Annotated[Tensor, "int[N] in 0..S"],
+    kv_offsets: Annotated[Tensor | None, "int[M] in 0..S"] = None,
+) -> dict[str, Any]:
+    return {"change": score, **sequences(size, offsets, kv_offsets)}
+
+
+def _example(length: int) -> dict[str, Any]:
+    return {"score": get_score("alibi"), "offsets": [0, length // 8, length // 2, length * 5 // 8, length]}
+
+
+@register_score(prepare=_prepare, inner_size=inside_sequences, example=_example)
+def packed(
+    score: Tensor,
+    b: Tensor,
+    h: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    *,
+    change: Callable[..., Tensor],
+    q_sequence: Tensor,
+    q_position: Tensor,
+    kv_sequence: Tensor,
+    kv_position: Tensor,
+) -> Tensor:
+    """Any score change inside each of several sequences that are laid end to end: the mask `packed`'s companion.
+
+    score: the change inside a sequence; its batch index is the number of the sequence, its positions start at 0.
+    offsets, kv_offsets: as in the mask `packed`. Pairs of two sequences get some score: a mask must hide them.
+
+    Source: FlexAttention: jagged sequences, Dong et al., 2024.
+    """
+    sequence = q_sequence[q]
+    return change(score, torch.where(sequence < 0, 0, sequence), h, q_position[q], kv_position[kv])

@@ -1,0 +1,365 @@
+"""Mask and Score: a function together with its parameters, as a value.
+
+A value can be compared, hashed, printed, combined (`&`, `|`, `~`) and called as an ordinary mask_mod or
+score_mod. `resolve` checks the parameters against the sizes of a call, `bind` makes the plain closure that
+torch traces; in between stands what is worth caching: only that which is not the user's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import operator
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from flexmasks.captures import Opaque, capture
+from flexmasks.params import Parameter, Size, batch_size, describe, freeze, parameters_of
+
+
+@dataclass(frozen=True, eq=False)
+class Definition:
+    """A function of indices and what is known of it: its name, parameters and hooks."""
+
+    kind: str  # "mask" or "score"
+    name: str
+    function: Callable[..., Any]
+    parameters: Mapping[str, Parameter]
+    registered: bool = False
+    prepare: Callable[..., dict[str, Any]] | None = None
+    example: Callable[[int], dict[str, Any]] | None = None
+    inner_size: Callable[..., Size] | None = None
+    template: str = ""  # how operators print
+
+    @property
+    def doc(self) -> str:
+        """The function's docstring, cleaned."""
+        return inspect.cleandoc(self.function.__doc__ or "")
+
+
+def define(kind: str, function: Callable[..., Any], name: str | None = None, **hooks: Any) -> Definition:
+    """Read a mask or score function's signature.
+
+    Raises TypeError where it does not take `(b, h, q, kv)`, or `(score, b, h, q, kv)`, by position.
+    """
+    arguments = ("b", "h", "q", "kv") if kind == "mask" else ("score", "b", "h", "q", "kv")
+    if not callable(function):
+        raise TypeError(f"flexmasks: a {kind} is a name, a {kind.title()} or a function, got {function!r}.")
+    name = name or getattr(function, "__name__", type(function).__name__)
+    try:
+        signature = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"flexmasks: the signature of the {kind} function {name!r} cannot be read: {error}") from error
+    positional = [p for p in signature if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    required = [p for p in positional if p.default is p.empty]
+    spread = any(p.kind is p.VAR_POSITIONAL for p in signature)
+    if len(required) > len(arguments) or (len(positional) < len(arguments) and not spread):
+        raise TypeError(
+            f"flexmasks: the {kind} function {name!r} must take ({', '.join(arguments)}) by position, "
+            f"its signature is {inspect.signature(function)}; parameters come after `*`."
+        )
+    return Definition(kind, name, function, parameters_of(hooks.get("prepare") or function), **hooks)
+
+
+class Modifier:
+    """What Mask and Score share: a definition and the values of its parameters."""
+
+    kind: ClassVar[str]
+    definition: Definition
+    params: Mapping[str, Any]
+
+    def __init__(self, definition: Definition, params: Mapping[str, Any]) -> None:
+        self.definition = definition
+        self.params = {name: freeze(value) for name, value in params.items()}
+        self._bound: dict[torch.device, Callable[..., Tensor]] = {}
+
+    @classmethod
+    def of(cls, definition: Definition, params: Mapping[str, Any]) -> Self:
+        """The value of `definition` with `params`, or a TypeError where one is unknown or missing."""
+        known = definition.parameters
+        unknown = [name for name in params if name not in known]
+        if unknown:
+            takes = ", ".join(f"`{n}`" for n in known) or "no parameters"
+            raise TypeError(f"flexmasks: {cls.kind} {definition.name!r} has no parameter `{unknown[0]}`; takes {takes}.")
+        missing = [p for name, p in known.items() if p.required and name not in params]
+        if missing:
+            wants = ", ".join(f"{p.name}={p.spec or '...'}" for p in missing)
+            raise TypeError(f"flexmasks: {cls.kind} {definition.name!r} needs {wants}.")
+        return cls(definition, params)
+
+    @property
+    def name(self) -> str:
+        """The name it is registered under, or the function's own."""
+        return self.definition.name
+
+    def batch_size(self) -> int | None:
+        """The batch size that the parameters' shapes imply, or None."""
+        if self.definition.inner_size is not None:
+            return None
+        nested = (m.batch_size() for value in self.params.values() for m in _nested(value))
+        return next((n for n in (batch_size(self.definition.parameters, self.params), *nested) if n), None)
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors among the parameters and what functions captured, as far as they can be read."""
+        found: list[Tensor] = []
+        with contextlib.suppress(Opaque):
+            self.capture(found)
+        return found
+
+    def capture(self, tensors: list[Tensor], lift: bool = False) -> Hashable:
+        """A key of everything but tensors' contents; the tensors are appended to `tensors`.
+
+        With `lift` the numbers that `resolve` would lift are left out of the key.
+        Raises captures.Opaque where a user's function captured what cannot be read.
+        """
+        if self.definition.registered:
+            head: Hashable = self.definition.name
+        else:
+            head = capture(self.definition.function, tensors)
+        pairs = []
+        for name, value in self.params.items():
+            if lift and type(value) is int and self.definition.parameters[name].takes_tensor(0):
+                pairs.append((name, "lifted"))
+            elif lift and _nested(value):
+                pairs.append((name, *(m.capture(tensors, lift) for m in _nested(value))))
+            else:
+                pairs.append((name, capture(value, tensors)))
+        return self.kind, head, *pairs
+
+    def resolve(self, size: Size | None, lift: bool = False, device: torch.device | None = None) -> dict[str, Any]:
+        """Check the parameters against a call's sizes; return those that `bind` must use instead of the given ones.
+
+        The result holds none of the user's tensors. With `lift`, numbers that may be tensors become tensors, so
+        that a compiled kernel takes them as inputs. Without sizes nothing is checked (a bare call as a mask_mod).
+        """
+        definition = self.definition
+        what = f"flexmasks {self.kind} {self.name!r}"
+        values = {n: p.default for n, p in definition.parameters.items()} | dict(self.params)
+        if size is not None:
+            sizes = size.named()
+            device = size.device
+            values = {n: definition.parameters[n].check(what, v, size, sizes) for n, v in values.items()}
+        else:
+            values = {n: _as_tensor(definition.parameters[n], v, device) for n, v in values.items()}
+        inner = definition.inner_size(size, **values) if definition.inner_size and size else size
+        if definition.prepare is not None:
+            try:
+                values = definition.prepare(size, **values)
+            except ValueError as error:
+                raise ValueError(f"{what}: {error}") from None
+        if lift:
+            for n, p in definition.parameters.items():
+                if type(values.get(n)) is int and p.takes_tensor(0):
+                    values[n] = torch.tensor(values[n], device=device)
+        extras: dict[str, Any] = {}
+        for n, value in values.items():
+            if nested := _nested(value):
+                source = next(p for p, v in self.params.items() if v is value)
+                extras[n] = NestedExtras(source, tuple(m.resolve(inner, lift, device) for m in nested))
+            elif n not in self.params or value is not self.params[n]:
+                extras[n] = value
+        return extras | {n: _ABSENT for n in self.params if n not in values}  # those that prepare left out
+
+    def bind(self, extras: Mapping[str, Any]) -> Callable[..., Tensor]:
+        """The plain function of indices, with its parameters bound. `extras` is what `resolve` gave."""
+        bound = {}
+        for name, value in (self.params | extras).items():
+            if isinstance(value, NestedExtras):
+                source = self.params[value.source]
+                mods = tuple(m.bind(e) for m, e in zip(_nested(source), value.extras, strict=True))
+                bound[name] = mods if isinstance(source, tuple) else mods[0]
+            elif value is not _ABSENT:
+                bound[name] = value
+        function = self.definition.function
+        return _close(self.kind, function, bound) if bound else function
+
+    def _standalone(self, device: torch.device) -> Callable[..., Tensor]:
+        mod = self._bound.get(device)
+        if mod is None:
+            mod = self._bound[device] = self.bind(self.resolve(None, device=device))
+        return mod
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Modifier):
+            return NotImplemented
+        if self.kind != other.kind or self.definition.function is not other.definition.function:
+            return False
+        return self.params.keys() == other.params.keys() and all(
+            _same(v, other.params[n]) for n, v in self.params.items()
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.kind, self.definition.function, *((n, _hashable(v)) for n, v in self.params.items())))
+
+    def __repr__(self) -> str:
+        given = ", ".join(f"{n}={describe(v)}" for n, v in self.params.items())
+        return f"{self.name}({given})" if self.definition.registered or given else self.name
+
+
+class Mask(Modifier):
+    """Which keys each query sees: a value made by `get_mask`, or by `&`, `|`, `~` of masks and functions.
+
+    Called as `mask(b, h, q, kv)` it is an ordinary FlexAttention mask_mod. Masks are equal when their function
+    and the values of their parameters are.
+
+    Example:
+        >>> import flexmasks
+        >>> packed = flexmasks.get_mask("causal") & flexmasks.get_mask("document", document_ids=[0, 0, 1, 1])
+        >>> packed
+        causal() & document(document_ids=(0, 0, 1, 1))
+    """
+
+    kind = "mask"
+
+    def __call__(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return self._standalone(q.device)(b, h, q, kv)
+
+    def __and__(self, other: Mask | Callable[..., Tensor]) -> Mask:
+        return _combine(AND, self, other)
+
+    def __rand__(self, other: Mask | Callable[..., Tensor]) -> Mask:
+        return _combine(AND, other, self)
+
+    def __or__(self, other: Mask | Callable[..., Tensor]) -> Mask:
+        return _combine(OR, self, other)
+
+    def __ror__(self, other: Mask | Callable[..., Tensor]) -> Mask:
+        return _combine(OR, other, self)
+
+    def __invert__(self) -> Mask:
+        return Mask(NOT, {"mask": self})
+
+    def __bool__(self) -> bool:
+        raise TypeError(
+            "flexmasks: a mask has no truth value; combine masks with `&`, `|` and `~`, not `and`, `or`, `not`."
+        )
+
+    def __repr__(self) -> str:
+        template = self.definition.template
+        if not template:
+            return super().__repr__()
+        masks = self.params["masks"] if "masks" in self.params else (self.params["mask"],)
+        parts = [f"({m!r})" if _binds_looser(m, self) else repr(m) for m in masks]
+        return template + parts[0] if len(parts) == 1 else template.join(parts)
+
+
+class Score(Modifier):
+    """A change of the attention scores: a value made by `get_score`.
+
+    Called as `score_mod(score, b, h, q, kv)` it is an ordinary FlexAttention score_mod.
+
+    Example:
+        >>> import flexmasks
+        >>> flexmasks.get_score("softcap", cap=30.0)
+        softcap(cap=30.0)
+    """
+
+    kind = "score"
+
+    def __call__(self, score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return self._standalone(q.device)(score, b, h, q, kv)
+
+
+def to_mask(value: Any) -> Mask:
+    """A Mask as it is; a plain function `(b, h, q, kv)` as a Mask of no parameters."""
+    return value if isinstance(value, Mask) else Mask.of(define("mask", value), {})
+
+
+def _all_of(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, masks: tuple[Callable[..., Tensor], ...]) -> Tensor:
+    return functools.reduce(operator.and_, [m(b, h, q, kv) for m in masks])
+
+
+def _any_of(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, masks: tuple[Callable[..., Tensor], ...]) -> Tensor:
+    return functools.reduce(operator.or_, [m(b, h, q, kv) for m in masks])
+
+
+def _inverse(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, mask: Callable[..., Tensor]) -> Tensor:
+    return ~mask(b, h, q, kv)
+
+
+def _chain(
+    score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, scores: tuple[Callable[..., Tensor], ...]
+) -> Tensor:
+    for change in scores:
+        score = change(score, b, h, q, kv)
+    return score
+
+
+AND, OR, NOT = (
+    define("mask", function, name, registered=True, template=template)
+    for function, name, template in ((_all_of, "&", " & "), (_any_of, "|", " | "), (_inverse, "~", "~"))
+)
+CHAIN = define("score", _chain, "chain", registered=True)
+
+
+def _combine(definition: Definition, *operands: Any) -> Mask:
+    masks: list[Mask] = []
+    for operand in operands:
+        mask = to_mask(operand)
+        masks += mask.params["masks"] if mask.definition is definition else [mask]
+    return Mask(definition, {"masks": tuple(masks)})
+
+
+def _binds_looser(inner: Mask, outer: Mask) -> bool:
+    order = [NOT, AND, OR]
+    return bool(inner.definition.template) and order.index(inner.definition) > order.index(outer.definition)
+
+
+@dataclass(frozen=True)
+class NestedExtras:
+    """In a value's extras: the masks or scores of its parameter `source`, and their own extras."""
+
+    source: str
+    extras: tuple[Mapping[str, Any], ...]
+
+
+_ABSENT = object()  # in a value's extras: a parameter that the function does not take
+
+
+def _close(kind: str, function: Callable[..., Tensor], params: dict[str, Any]) -> Callable[..., Tensor]:
+    if kind == "mask":
+
+        def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+            return function(b, h, q, kv, **params)
+
+        return mask_mod
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return function(score, b, h, q, kv, **params)
+
+    return score_mod
+
+
+def _nested(value: Any) -> list[Modifier]:
+    values = value if isinstance(value, tuple) else (value,)
+    return [v for v in values if isinstance(v, Modifier)]
+
+
+def _as_tensor(parameter: Parameter, value: Any, device: torch.device | None) -> Any:
+    is_numbers = isinstance(value, tuple) and any(a.count == len(value) for a in parameter.alternatives)
+    if isinstance(value, tuple) and not is_numbers and parameter.takes_tensor():
+        return torch.tensor(value, device=device)
+    return value
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        if a is b:
+            return True
+        return a.dtype == b.dtype and a.shape == b.shape and a.device == b.device and bool(torch.equal(a, b))
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
+    return type(a) is type(b) and bool(a == b)
+
+
+def _hashable(value: Any) -> Hashable:
+    if isinstance(value, Tensor):
+        return value.dtype, tuple(value.shape)
+    if isinstance(value, tuple):
+        return tuple(_hashable(v) for v in value)
+    return value
