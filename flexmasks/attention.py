@@ -12,6 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexmasks import blocks, kernels
 from flexmasks.backends import BACKENDS, Call, choose, flash_installed, run
+from flexmasks.packing import packed
 from flexmasks.params import Size, describe
 from flexmasks.planning import (
     BLOCK_SIZE,
@@ -24,7 +25,7 @@ from flexmasks.planning import (
     shifted_score,
     sized,
 )
-from flexmasks.registry import from_arguments, get_mask, get_score
+from flexmasks.registry import from_arguments, get_mask
 from flexmasks.values import Mask, Score
 
 MaskLike = str | Mask | Callable[..., Tensor]
@@ -315,12 +316,9 @@ def _jagged(
     if not isinstance(q_offset, int) or q_offset != 0:
         _fail("jagged nested tensors take no `q_offset`.")
     made, change = from_arguments(mask, score, params)
-    offsets: dict[str, Any] = {"offsets": q.offsets()}
-    if k.offsets() is not q.offsets():
-        offsets["kv_offsets"] = k.offsets()
-    made = get_mask("packed", mask=FULL if made is None else made, **offsets)
-    if change is not None:
-        change = get_score("packed", score=change, **offsets)
+    starts = (q.offsets(), None if k.offsets() is q.offsets() else k.offsets())
+    made = packed(FULL if made is None else made, *starts)
+    change = None if change is None else packed(change, *starts)
     dense = [x.values().unsqueeze(0) for x in (q, k, v)]
     call = _call(*dense, made, change, scale, None, 0, return_lse, backend, kernel_options, {})
     out, lse = run(call, backend)

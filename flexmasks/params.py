@@ -25,7 +25,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import numpy as np
@@ -284,50 +284,3 @@ def check_canvas(size: Size | None, height: int, width: int) -> None:
             f"the canvas does not match the length: height * width = {height} * {width} = {height * width}, "
             f"the call has {size.kv_len} keys and positions up to {size.positions}."
         )
-
-
-def sequences(size: Size | None, offsets: Tensor, kv_offsets: Tensor | None) -> dict[str, Tensor]:
-    """The sequence of each packed query and key, and its position there, from where the sequences start.
-
-    Queries past the last sequence are of sequence -1, keys of sequence -2.
-    """
-    if kv_offsets is None:
-        kv_offsets = offsets
-    elif len(kv_offsets) != len(offsets):
-        raise ValueError(f"`offsets` has {len(offsets) - 1} sequences, `kv_offsets` has {len(kv_offsets) - 1}.")
-    q_sequence, q_position = _unpack("offsets", offsets, None if size is None else size.positions_of_q, -1)
-    kv_sequence, kv_position = _unpack("kv_offsets", kv_offsets, None if size is None else size.kv_len, -2)
-    return {
-        "q_sequence": q_sequence,
-        "q_position": q_position,
-        "kv_sequence": kv_sequence,
-        "kv_position": kv_position,
-    }
-
-
-def inside_sequences(size: Size, *, offsets: Tensor, kv_offsets: Tensor | None, **_: Any) -> Size:
-    """The sizes that a mask or score inside packed sequences sees."""
-    if offsets.numel() < 2:
-        raise ValueError("`offsets` needs two values at least: 0 and the total length.")
-    longest = int(offsets.diff().max())
-    kv_longest = longest if kv_offsets is None else int(kv_offsets.diff().max())
-    return replace(size, batch=len(offsets) - 1, q_len=longest, kv_len=kv_longest, q_offset=0)
-
-
-def _unpack(name: str, offsets: Tensor, length: int | None, rest: int) -> tuple[Tensor, Tensor]:
-    lengths = offsets.diff()
-    total = int(offsets[-1]) if length is None else length
-    if int(offsets[0]) != 0 or int(offsets[-1]) > total or int(lengths.min()) < 0:
-        raise ValueError(f"`{name}` must rise from 0 to at most the length {total}, got {_some(offsets)}.")
-    sequence = torch.full((total,), rest, dtype=torch.int32, device=offsets.device)
-    position = torch.zeros((total,), dtype=torch.int32, device=offsets.device)
-    used = int(offsets[-1])
-    numbers = torch.arange(len(lengths), dtype=torch.int32, device=offsets.device)
-    sequence[:used] = torch.repeat_interleave(numbers, lengths, output_size=used)
-    position[:used] = torch.arange(used, device=offsets.device) - offsets[sequence[:used]]
-    return sequence, position
-
-
-def _some(values: Tensor) -> str:
-    numbers = [str(n) for n in values[:6].tolist()]
-    return ", ".join(numbers) + (", ..." if len(values) > 6 else "")

@@ -42,12 +42,10 @@ def attend(
     outs, lses = [], []
     for first in range(0, used.shape[0], step):
         blocks = slice(first, min(first + step, used.shape[0]))
-        reached = used[blocks].any(0).nonzero()[:, 0]
-        keys = (
-            (int(reached[0]) * columns, min((int(reached[-1]) + 1) * columns, k.shape[2])) if len(reached) else (0, 0)
-        )
+        reached = used[blocks].any(0).nonzero()[:, 0].tolist() or [0]
+        keys = (reached[0] * columns, min((reached[-1] + 1) * columns, k.shape[2]))
         # without a block's worth of memory to spare, the queries of a block are taken in parts
-        thickness = max(1, min(rows * step, _SLICE // max(1, batch * heads * (keys[1] - keys[0]))))
+        thickness = max(1, min(rows * step, _SLICE // (batch * heads * (keys[1] - keys[0]))))
         for start in range(blocks.start * rows, min(blocks.stop * rows, q_len), thickness):
             stop = min(start + thickness, blocks.stop * rows, q_len)
             part = _Slice(start, stop, *keys, rows, columns, partial, full, block_mask.mask_mod, score_mod, finite)
@@ -95,12 +93,9 @@ class _Slice:
         return spread[1] | (spread[0] & over_indices(self.mask_mod)(b, h, self.q, self.kv))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
-        batch, heads, rows, size = q.shape
+        batch, heads, _, size = q.shape
         dtype = q.dtype
         precise = torch.float64 if dtype == torch.float64 else torch.float32
-        if k.shape[2] == 0:  # nothing is visible: zeros that still belong to the graph
-            out = torch.where(torch.zeros((), dtype=torch.bool, device=q.device), q, 0.0)
-            return out, out.new_full((batch, heads, rows), -math.inf, dtype=precise)
         q, k, v = q.to(precise), k.to(precise), v.to(precise)
         bad_q = bad_k = bad_v = None
         if not self.finite:

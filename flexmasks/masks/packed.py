@@ -4,7 +4,8 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from flexmasks.params import Size, inside_sequences, sequences
+from flexmasks.packing import inside_sequences, sequences
+from flexmasks.params import Size
 from flexmasks.registry import get_mask, register_mask
 from flexmasks.values import Mask
 
@@ -12,15 +13,15 @@ from flexmasks.values import Mask
 def _prepare(
     size: Size | None,
     *,
-    mask: Mask,
+    inner: Mask,
     offsets: Annotated[Tensor, "int[N] in 0..S"],
     kv_offsets: Annotated[Tensor | None, "int[M] in 0..S"] = None,
 ) -> dict[str, Any]:
-    return {"mask": mask, **sequences(size, offsets, kv_offsets)}
+    return {"inner": inner, **sequences(size, offsets, kv_offsets)}
 
 
 def _example(length: int) -> dict[str, Any]:
-    return {"mask": get_mask("causal"), "offsets": [0, length // 8, length // 2, length * 5 // 8, length]}
+    return {"inner": get_mask("causal"), "offsets": [0, length // 8, length // 2, length * 5 // 8, length]}
 
 
 @register_mask(prepare=_prepare, inner_size=inside_sequences, example=_example)
@@ -30,7 +31,7 @@ def packed(
     q: Tensor,
     kv: Tensor,
     *,
-    mask: Callable[..., Tensor],
+    inner: Callable[..., Tensor],
     q_sequence: Tensor,
     q_position: Tensor,
     kv_sequence: Tensor,
@@ -38,7 +39,7 @@ def packed(
 ) -> Tensor:
     """Any mask inside each of several sequences that are laid end to end; sequences do not see each other.
 
-    mask: the mask inside a sequence; its batch index is the number of the sequence, its positions start at 0 there.
+    inner: the mask inside a sequence; its batch index is the number of the sequence, its positions start at 0 there.
     offsets: where each sequence starts, and the end of the last (cu_seqlens of varlen attention); tokens past it
         are padding.
     kv_offsets: the same for the keys, where they are packed otherwise; default `offsets`.
@@ -46,5 +47,5 @@ def packed(
     Source: FlexAttention: jagged sequences, Dong et al., 2024.
     """
     sequence = q_sequence[q]
-    inside = mask(torch.where(sequence < 0, 0, sequence), h, q_position[q], kv_position[kv])
+    inside = inner(torch.where(sequence < 0, 0, sequence), h, q_position[q], kv_position[kv])
     return (sequence == kv_sequence[kv]) & inside

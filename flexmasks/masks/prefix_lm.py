@@ -13,11 +13,11 @@ def prefix_lm(
     q: Tensor,
     kv: Tensor,
     *,
-    prefix_len: Annotated[int | Tensor, "int in 0..S | int[] in 0..S | int[B] in 0..S"],
+    prefix_len: Annotated[int | Tensor, "int in 0.. | int[] in 0.. | int[B] in 0.."],
 ) -> Tensor:
     """Every query sees the prefix, keys 0 to `prefix_len` - 1; past it attention is causal.
 
-    prefix_len: length of the prefix, one for all or one per batch element.
+    prefix_len: length of the prefix, one for all or one per batch element; beyond the keys everything is visible.
 
     Source: Raffel et al., T5, 2020, section 3.2.1.
     """

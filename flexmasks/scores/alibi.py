@@ -28,8 +28,13 @@ def _prepare(size: Size | None, *, slopes: Annotated[Tensor | None, "float[H]"] 
     if slopes is None:
         if size is None:
             raise ValueError("called by itself it does not know the number of heads; pass slopes=[...], one per head.")
-        slopes = torch.tensor(alibi_slopes(size.heads), dtype=size.dtype, device=size.device)
+        slopes = _tensor(size.heads, size.dtype, size.device)
     return {"slopes": slopes}
+
+
+@torch.compiler.assume_constant_result  # inside a user's torch.compile: computed once, not by a kernel
+def _tensor(heads: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor(alibi_slopes(heads), dtype=dtype, device=device)
 
 
 @register_score(prepare=_prepare, example=lambda length: {})

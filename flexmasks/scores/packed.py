@@ -4,7 +4,8 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from flexmasks.params import Size, inside_sequences, sequences
+from flexmasks.packing import inside_sequences, sequences
+from flexmasks.params import Size
 from flexmasks.registry import get_score, register_score
 from flexmasks.values import Score
 
@@ -12,15 +13,15 @@ from flexmasks.values import Score
 def _prepare(
     size: Size | None,
     *,
-    score: Score,
+    inner: Score,
     offsets: Annotated[Tensor, "int[N] in 0..S"],
     kv_offsets: Annotated[Tensor | None, "int[M] in 0..S"] = None,
 ) -> dict[str, Any]:
-    return {"change": score, **sequences(size, offsets, kv_offsets)}
+    return {"inner": inner, **sequences(size, offsets, kv_offsets)}
 
 
 def _example(length: int) -> dict[str, Any]:
-    return {"score": get_score("alibi"), "offsets": [0, length // 8, length // 2, length * 5 // 8, length]}
+    return {"inner": get_score("alibi"), "offsets": [0, length // 8, length // 2, length * 5 // 8, length]}
 
 
 @register_score(prepare=_prepare, inner_size=inside_sequences, example=_example)
@@ -31,7 +32,7 @@ def packed(
     q: Tensor,
     kv: Tensor,
     *,
-    change: Callable[..., Tensor],
+    inner: Callable[..., Tensor],
     q_sequence: Tensor,
     q_position: Tensor,
     kv_sequence: Tensor,
@@ -39,10 +40,10 @@ def packed(
 ) -> Tensor:
     """Any score change inside each of several sequences that are laid end to end: the mask `packed`'s companion.
 
-    score: the change inside a sequence; its batch index is the number of the sequence, its positions start at 0.
+    inner: the change inside a sequence; its batch index is the number of the sequence, its positions start at 0.
     offsets, kv_offsets: as in the mask `packed`. Pairs of two sequences get some score: a mask must hide them.
 
     Source: FlexAttention: jagged sequences, Dong et al., 2024.
     """
     sequence = q_sequence[q]
-    return change(score, torch.where(sequence < 0, 0, sequence), h, q_position[q], kv_position[kv])
+    return inner(score, torch.where(sequence < 0, 0, sequence), h, q_position[q], kv_position[kv])

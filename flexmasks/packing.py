@@ -1,0 +1,100 @@
+"""Sequences laid end to end: a mask or a score change inside each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from flexmasks.params import Size
+from flexmasks.registry import get_mask, get_score
+from flexmasks.values import Mask, Score
+
+
+@overload
+def packed(
+    inner: Score, offsets: Tensor | Sequence[int], kv_offsets: Tensor | Sequence[int] | None = None
+) -> Score: ...
+@overload
+def packed(
+    inner: str | Mask | Callable[..., Tensor],
+    offsets: Tensor | Sequence[int],
+    kv_offsets: Tensor | Sequence[int] | None = None,
+) -> Mask: ...
+def packed(
+    inner: str | Mask | Score | Callable[..., Tensor],
+    offsets: Tensor | Sequence[int],
+    kv_offsets: Tensor | Sequence[int] | None = None,
+) -> Mask | Score:
+    """The same mask (or Score) inside each of several sequences that are laid end to end; they do not see each other.
+
+    Args:
+        inner: a Mask, a mask's name where it has no parameters, a mask function, or a Score. Inside, the batch index
+            is the number of the sequence and positions start at 0.
+        offsets: int[N + 1], where each of N sequences starts and the last ends (cu_seqlens of varlen attention);
+            any total length. Tokens past the end are padding.
+        kv_offsets: the same for the keys, where they are packed otherwise.
+
+    Example:
+        >>> import flexmasks
+        >>> flexmasks.dense_mask(flexmasks.packed("causal", [0, 1, 3]), 3)[0, 0].int()
+        tensor([[1, 0, 0],
+                [0, 1, 0],
+                [0, 1, 1]], dtype=torch.int32)
+    """
+    more = {} if kv_offsets is None else {"kv_offsets": kv_offsets}
+    if isinstance(inner, Score):
+        return get_score("packed", inner=inner, offsets=offsets, **more)
+    return get_mask("packed", inner=get_mask(inner), offsets=offsets, **more)
+
+
+def sequences(size: Size | None, offsets: Tensor, kv_offsets: Tensor | None) -> dict[str, Tensor]:
+    """The sequence of each packed query and key, and its position there, from where the sequences start.
+
+    Queries past the last sequence are of sequence -1, keys of sequence -2.
+    """
+    if kv_offsets is None:
+        kv_offsets = offsets
+    elif len(kv_offsets) != len(offsets):
+        raise ValueError(f"`offsets` has {len(offsets) - 1} sequences, `kv_offsets` has {len(kv_offsets) - 1}.")
+    q_sequence, q_position = _unpack("offsets", offsets, None if size is None else size.positions_of_q, -1)
+    kv_sequence, kv_position = _unpack("kv_offsets", kv_offsets, None if size is None else size.kv_len, -2)
+    return {
+        "q_sequence": q_sequence,
+        "q_position": q_position,
+        "kv_sequence": kv_sequence,
+        "kv_position": kv_position,
+    }
+
+
+def inside_sequences(size: Size, *, inner: Any, offsets: Tensor, kv_offsets: Tensor | None) -> Size:
+    """The sizes that a mask or score inside packed sequences sees."""
+    if not isinstance(inner, Mask | Score):
+        raise ValueError(f"`inner` must be a Mask or a Score, as get_mask or get_score make them, got {inner!r}.")
+    if offsets.numel() < 2:
+        raise ValueError("`offsets` needs two values at least: 0 and the total length.")
+    longest = int(offsets.diff().max())
+    kv_longest = longest if kv_offsets is None else int(kv_offsets.diff().max())
+    return replace(size, batch=len(offsets) - 1, q_len=longest, kv_len=kv_longest, q_offset=0)
+
+
+def _unpack(name: str, offsets: Tensor, length: int | None, rest: int) -> tuple[Tensor, Tensor]:
+    lengths = offsets.diff()
+    total = int(offsets[-1]) if length is None else length
+    if int(offsets[0]) != 0 or int(offsets[-1]) > total or int(lengths.min()) < 0:
+        raise ValueError(f"`{name}` must rise from 0 to at most the length {total}, got {_some(offsets)}.")
+    sequence = torch.full((total,), rest, dtype=torch.int32, device=offsets.device)
+    position = torch.zeros((total,), dtype=torch.int32, device=offsets.device)
+    used = int(offsets[-1])
+    numbers = torch.arange(len(lengths), dtype=torch.int32, device=offsets.device)
+    sequence[:used] = torch.repeat_interleave(numbers, lengths, output_size=used)
+    position[:used] = torch.arange(used, device=offsets.device) - offsets[sequence[:used]]
+    return sequence, position
+
+
+def _some(values: Tensor) -> str:
+    numbers = [str(n) for n in values[:6].tolist()]
+    return ", ".join(numbers) + (", ..." if len(values) > 6 else "")

@@ -1,0 +1,89 @@
+"""From an oracle's case to the library's arguments, and the tolerances that all tests share."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import oracles
+import pytest
+import torch
+from oracles import Case
+from torch import Tensor
+
+import flexmasks
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+# Error allowed of outputs and gradients, ||x - exact|| / ||exact||: about four roundings of the dtype. A row's lse is
+# float32 in all of them and its error absolute.
+TOLERANCE = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+def arguments(case: Case, device: str = "cpu") -> dict[str, Any]:
+    """The keyword arguments of a case: its parameters, and q_offset."""
+    offset = case.q_offset
+    given = _parameters(case.params, device)
+    return given | {"q_offset": torch.tensor(offset, device=device) if isinstance(offset, tuple) else offset}
+
+
+def _parameters(params: dict[str, Any], device: str) -> dict[str, Any]:
+    given = {n: v.to(device) if isinstance(v, Tensor) else v for n, v in params.items()}
+    if "mask" in given:  # of `packed`: a name and its parameters
+        name, inner = given.pop("mask")
+        given["inner"] = flexmasks.get_mask(name, **_parameters(inner, device))
+    return given
+
+
+def qkv(case: Case, dtype: torch.dtype, device: str = "cpu", grouped: bool = False, size: int = 32) -> list[Tensor]:
+    """Random leaves q, k, v of a case's sizes; with `grouped`, one key head for all query heads."""
+    kv_heads = 1 if grouped else case.heads
+    shapes = [(case.heads, case.q_len), (kv_heads, case.kv_len), (kv_heads, case.kv_len)]
+    return [torch.randn(case.batch, *s, size, dtype=torch.float32).to(device, dtype).requires_grad_() for s in shapes]
+
+
+def exact(x: Tensor) -> Tensor:
+    """The same values in float64 on the CPU, as a leaf."""
+    return x.detach().double().cpu().requires_grad_()
+
+
+def error(got: Tensor | None, want: Tensor | None) -> float:
+    """||got - want|| / ||want||, the plain norm where want is 0; inf for NaN."""
+    assert got is not None
+    assert want is not None
+    got, want = got.detach().double().cpu(), want.detach().double()
+    size = want.norm()
+    difference = (got - want).norm() / (size if size > 0 else 1.0)
+    return float(difference) if difference.isfinite() else float("inf")
+
+
+def check_lse(got: Tensor, want: Tensor, tolerance: float) -> None:
+    """Infinite in the same places, elsewhere within the tolerance."""
+    got = got.detach().double().cpu()
+    assert torch.equal(got.isinf(), want.isinf())
+    assert torch.all(got[got.isinf()] < 0)
+    visible = ~want.isinf()
+    assert torch.allclose(got[visible], want[visible], atol=tolerance, rtol=tolerance)
+
+
+def spread(cases: Sequence[Case], each: int) -> list[Case]:
+    """At most `each` cases of every name, spread over those there are."""
+    by_name: dict[str, list[Case]] = defaultdict(list)
+    for case in cases:
+        by_name[case.name].append(case)
+    picked = []
+    for group in by_name.values():
+        n = min(each, len(group))
+        picked += [group[i * (len(group) - 1) // max(1, n - 1)] for i in range(n)]
+    return picked
+
+
+def label(case: Any) -> str | None:
+    """A readable test id."""
+    if not isinstance(case, Case):
+        return None
+    params = ",".join(f"{n}={v}" for n, v in case.params.items() if isinstance(v, int | float | bool))
+    return f"{case.name}({params})-{case.batch}x{case.heads}x{case.q_len}x{case.kv_len}"
+
+
+__all__ = ["oracles"]
