@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexmasks import blocks, kernels
+from flexmasks import blocks, kernels, reference
 from flexmasks.backends import BACKENDS, Call, choose, flash_installed, run
 from flexmasks.packing import packed
 from flexmasks.params import Size, describe
@@ -64,7 +64,8 @@ def attention(
             applied in order.
         scale: factor of q @ k^T, 1 / sqrt(D) by default.
         block_mask: in place of `mask`, a BlockMask made before, by `flexmasks.block_mask` or by torch. The way to
-            call this inside your own torch.compile.
+            call this inside your own torch.compile, where torch then chooses the kernel. (On a CPU, gradients inside
+            torch.compile take memory for all Q x KV scores; outside they do not.)
         q_offset: where the queries start: query i is at position i + q_offset to mask and score (key j is at j). An
             int >= 0, or an integer tensor [B]. Decoding has q_offset = KV - Q. Beside `block_mask`, which has it
             built in, it moves the score only.
@@ -281,7 +282,12 @@ def _inside_compile(
     if change is not None:
         size = Size(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device)
         score_mod = shifted_score(change.bind(change.resolve(size)), q_offset)
-    return kernels.flex(q, k, v, score_mod, block_mask, scale, kernel_options, return_lse)
+    if q.is_cuda:
+        return kernels.flex(q, k, v, score_mod, block_mask, scale, kernel_options, return_lse)
+    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if needs_grad or return_lse or q.dtype == torch.float64:
+        return reference.attend(q, k, v, score_mod, block_mask, scale)
+    return kernels.separate(kernels.flex(q, k, v, score_mod, block_mask, scale, kernel_options, False)[0]), None
 
 
 def _jagged(

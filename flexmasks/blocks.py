@@ -15,7 +15,7 @@ from flexmasks.ranges import GiveUp, Range, evaluate
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 _Mod = TypeVar("_Mod", bound=Callable[..., Tensor])
-_CHUNK = 1 << 22  # elements evaluated at once
+_CHUNK = (1 << 22, 1 << 17)  # elements evaluated at once: on a GPU, and on a CPU, where they should stay in its cache
 
 
 @dataclass(frozen=True)
@@ -125,13 +125,22 @@ def build(
     visible = certain.clone()
     full = certain & whole
     open_blocks = (possible & ~certain).nonzero()
-    step = max(1, _CHUNK // (block_size[0] * block_size[1]))
     function = _over_blocks(mask_mod)
-    for chunk in open_blocks.split(step):
-        b, h, i, j = chunk.unbind(1)
-        any_visible, all_visible = function(b, h, i, j, q_ends[0], kv_ends[0], q_len, kv_len, block_size)
-        visible[b, h, i, j] = any_visible
-        full[b, h, i, j] = all_visible & whole[i, j]
+    todo = open_blocks
+    for places in (8, max(block_size)):  # most show that they are partial in 8 x 8 places; the others need all
+        q_places, kv_places = (_spread(min(n, places), n, device) for n in block_size)
+        step = max(1, _CHUNK[device.type == "cpu"] // (len(q_places) * len(kv_places)))
+        left = []
+        for chunk in todo.split(step) if len(todo) else ():
+            b, h, i, j = chunk.unbind(1)
+            # Past the edge the last element is seen again, which changes nothing.
+            q = (q_ends[0][i, None] + q_places).clamp(max=q_len - 1)
+            kv = (kv_ends[0][j, None] + kv_places).clamp(max=kv_len - 1)
+            some, all_ = function(b, h, q, kv)
+            visible[b, h, i, j] = some
+            full[b, h, i, j] = all_ & whole[i, j]
+            left.append(chunk[some == all_])
+        todo = torch.cat([todo[:0], *left])
     partial = visible & ~full
     kv, full_kv = _ordered(partial), _ordered(full)
     q, full_q = _ordered(partial.transpose(-2, -1)), _ordered(full.transpose(-2, -1))
@@ -192,28 +201,20 @@ def _evaluate(
     return Range(lo, hi, torch.bool, 1.0), unknown
 
 
-def _over_blocks(mask_mod: MaskMod) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Whether any, and whether all elements of each of the listed blocks are visible."""
+def _spread(count: int, length: int, device: torch.device) -> Tensor:
+    """So many positions from 0 to length - 1, both among them."""
+    return torch.linspace(0, length - 1, count, dtype=torch.float64, device=device).round().long()
+
+
+def _over_blocks(mask_mod: MaskMod) -> Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Whether any, and whether all elements of each of n blocks are visible: b, h [n] and q, kv [n, elements]."""
     function: Callable[..., Tensor] = mask_mod
     for dims in ((None, None, None, 0), (None, None, 0, None), (0, 0, 0, 0)):
         function = torch.vmap(function, in_dims=dims)
 
-    def evaluated(
-        b: Tensor,
-        h: Tensor,
-        i: Tensor,
-        j: Tensor,
-        q_first: Tensor,
-        kv_first: Tensor,
-        q_len: int,
-        kv_len: int,
-        block_size: tuple[int, int],
-    ) -> tuple[Tensor, Tensor]:
-        q = q_first[i, None] + torch.arange(block_size[0], device=i.device)
-        kv = kv_first[j, None] + torch.arange(block_size[1], device=i.device)
+    def evaluated(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
         with _ScalarIndexing():
-            seen = _boolean(function(b, h, q.clamp(max=q_len - 1), kv.clamp(max=kv_len - 1)))
-        seen = seen.flatten(1)  # past the edge the last element is seen again, which changes neither answer
+            seen = _boolean(function(b.clone(), h.clone(), q, kv)).flatten(1)  # it may change its indices in place
         return seen.any(1), seen.all(1)
 
     return evaluated

@@ -9,6 +9,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
 Value = TypeVar("Value")
@@ -28,36 +29,38 @@ class CacheInfo(NamedTuple):
 class _Entry(Generic[Value]):
     value: Value
     nbytes: int
-    made_from: list[tuple[weakref.ref[Tensor], int]]  # tensors and their versions: in-place changes count up
+    made_from: list[tuple[weakref.ref[Tensor], Hashable]]  # tensors and their `identity` then
 
 
+# One lock for all caches, re-entrant: a tensor may die anywhere in here and call `_forget` of any of them.
+_LOCK = threading.RLock()
 _CACHES: dict[str, Cache[Any]] = {}
 
 
 class Cache(Generic[Value]):
     """A cache by a key and by the identity and version of tensors, bounded in bytes, least recently used out first.
 
-    Safe across threads. Tensors made in inference mode have no version: what depends on one is not kept.
+    Safe across threads. Tensors made in inference mode have no version: what depends on one is not kept. What is
+    made inside inference mode serves only there, since autograd refuses its tensors. In-place changes that torch does
+    not count, through `tensor.data` or memory shared with NumPy, go unnoticed: call `clear_caches()` after one.
     """
 
     def __init__(self, name: str, max_bytes: int) -> None:
         self._entries: OrderedDict[Hashable, _Entry[Value]] = OrderedDict()
-        self._lock = threading.RLock()  # re-entrant: a tensor may die, and call _forget, inside any method
         self._bytes = self._hits = self._misses = 0
         self._max_bytes = max_bytes
         _CACHES[name] = self
 
     def get(self, key: Hashable, tensors: Sequence[Tensor] = ()) -> Value | None:
         """The value put under this key and these very tensors, unless one of them has changed in place since."""
-        with self._lock:
-            full = (key, *map(id, tensors))
+        with _LOCK:
+            full = _full(key, tensors)
             entry = self._entries.get(full)
             if entry is not None:
-                versions = _versions(tensors)
-                made_from = entry.made_from
-                if versions is not None and all(
-                    ref() is t and version == v
-                    for (ref, version), t, v in zip(made_from, tensors, versions, strict=True)
+                states = _identities(tensors)
+                if states is not None and all(
+                    ref() is t and then == now
+                    for (ref, then), t, now in zip(entry.made_from, tensors, states, strict=True)
                 ):
                     self._entries.move_to_end(full)
                     self._hits += 1
@@ -68,33 +71,33 @@ class Cache(Generic[Value]):
 
     def put(self, key: Hashable, tensors: Sequence[Tensor], value: Value, nbytes: int) -> None:
         """Keep a value until its tensors die or change, or the bytes are needed."""
-        versions = _versions(tensors)
-        if versions is None or nbytes > self._max_bytes:
+        states = _identities(tensors)
+        if states is None or nbytes > self._max_bytes:
             return
-        full = (key, *map(id, tensors))
-        with self._lock:
+        full = _full(key, tensors)
+        with _LOCK:
             self._forget(full)
             refs = [weakref.ref(t, lambda _, full=full: self._forget(full)) for t in tensors]  # type: ignore[misc]
-            self._entries[full] = _Entry(value, nbytes, list(zip(refs, versions, strict=True)))
+            self._entries[full] = _Entry(value, nbytes, list(zip(refs, states, strict=True)))
             self._bytes += nbytes
             while self._bytes > self._max_bytes:
                 self._forget(next(iter(self._entries)))
 
     def _forget(self, full: Hashable) -> None:
-        with self._lock:
+        with _LOCK:
             entry = self._entries.pop(full, None)
             if entry is not None:
                 self._bytes -= entry.nbytes
 
     def clear(self) -> None:
         """Forget everything."""
-        with self._lock:
+        with _LOCK:
             self._entries.clear()
             self._bytes = self._hits = self._misses = 0
 
     def info(self) -> CacheInfo:
         """Counts and sizes."""
-        with self._lock:
+        with _LOCK:
             return CacheInfo(self._hits, self._misses, len(self._entries), self._bytes, self._max_bytes)
 
 
@@ -115,7 +118,20 @@ def clear_caches() -> None:
         cache.clear()
 
 
-def _versions(tensors: Sequence[Tensor]) -> list[int] | None:
-    if any(t.is_inference() for t in tensors):
+def identity(tensor: Tensor) -> Hashable | None:
+    """What changes when a tensor does, besides the object; None where that cannot be known."""
+    if tensor.is_inference():
         return None
-    return [t._version for t in tensors]
+    try:
+        return tensor._version, tensor.data_ptr()  # the address: `tensor.data = other` counts up no version
+    except RuntimeError:  # it has no memory: a fake tensor, or one inside a transform
+        return None
+
+
+def _identities(tensors: Sequence[Tensor]) -> list[Hashable] | None:
+    states = [identity(t) for t in tensors]
+    return None if None in states else states
+
+
+def _full(key: Hashable, tensors: Sequence[Tensor]) -> Hashable:
+    return key, torch.is_inference_mode_enabled(), *map(id, tensors)

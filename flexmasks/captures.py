@@ -1,25 +1,29 @@
 """What a user's function reads besides its arguments: the tensors, and a key of everything else.
 
 Block masks and kernels of a plain function are found again by the function's code and by what it captured
-(closure, defaults, globals), never by the function object: a lambda written inside a training step is a new
-object each time and must still hit. What cannot be read with certainty (an object's attributes, say) makes
-the function opaque: nothing that depends on it is cached, which is slower and never wrong.
+(closure, defaults, globals, its own attributes), never by the function object: a lambda written inside a training
+step is a new object each time and must still hit. What cannot be read with certainty (an object's attributes, a
+class, an import inside the function) makes the function opaque: nothing that depends on it is cached, which is
+slower and never wrong.
 """
 
 from __future__ import annotations
 
+import dis
 import functools
 import types
 from collections.abc import Hashable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-_CONSTANTS = (
-    type(None), bool, int, float, complex, str, bytes, type(Ellipsis), torch.dtype, torch.device, torch.Size,
-)  # fmt: skip
-_LIBRARIES = {"torch", "math", "numpy", "operator", "functools", "builtins", "flexmasks"}
+_CONSTANTS = frozenset(
+    (type(None), bool, int, str, bytes, range, type(Ellipsis), torch.dtype, torch.device, torch.Size, torch.layout)
+)
+_LIBRARIES = {"torch", "math", "numpy", "operator", "functools", "builtins", "_operator", "_functools", "flexmasks"}
+_ANYTHING = {"globals", "locals", "vars", "eval", "exec", "open", "__import__", "__globals__", "__builtins__"}
 
 
 class Opaque(Exception):
@@ -29,49 +33,104 @@ class Opaque(Exception):
 def capture(value: Any, tensors: list[Tensor]) -> Hashable:
     """A key of a function and all that it reads, or of any other value; tensors met are appended to `tensors`.
 
-    Raises Opaque where some captured object cannot be read.
+    Raises Opaque where some captured object cannot be read; `tensors` has what was found all the same.
     """
-    return _key(value, tensors, {})
+    reader = Reader(tensors)
+    return reader.finish(reader.key(value))
 
 
-# Objects met on the way, by id: held until the key is made, for an id may be given anew once its object is gone.
-_Seen = dict[int, tuple[int, Any]]
+class Readable:
+    """What tells its own key: Mask and Score."""
+
+    def read(self, reader: Reader) -> Hashable:
+        """The key, made of `reader.key(...)` of the parts."""
+        raise NotImplementedError
 
 
-def _key(value: Any, tensors: list[Tensor], seen: _Seen) -> Hashable:
-    if isinstance(value, _CONSTANTS):
-        return type(value), value
-    if isinstance(value, Tensor):
-        tensors.append(value)
-        return Tensor, value.dtype, value.ndim
-    if id(value) in seen:  # a function that refers to itself
-        return "seen", seen[id(value)][0]
-    seen[id(value)] = len(seen), value
-    if isinstance(value, tuple | list):
-        return type(value), *(_key(v, tensors, seen) for v in value)
-    if isinstance(value, dict):
-        return dict, *((_key(k, tensors, seen), _key(v, tensors, seen)) for k, v in value.items())
-    if hasattr(value, "capture"):  # a Mask or a Score
-        return value.capture(tensors)
-    if isinstance(value, types.ModuleType | types.BuiltinFunctionType | type) or _is_library(value):
-        if isinstance(value, types.ModuleType) and not _is_library(value):
-            raise Opaque(f"the module {value.__name__}, whose variables may change")
-        return id(value), getattr(value, "__name__", "")
-    if isinstance(value, types.FunctionType):
-        return _function_key(value, tensors, seen)
-    if isinstance(value, types.MethodType):
-        return "method", _key(value.__func__, tensors, seen), _key(value.__self__, tensors, seen)
-    if isinstance(value, functools.partial):
-        return "partial", *(_key(v, tensors, seen) for v in (value.func, value.args, value.keywords))
-    raise Opaque(f"an object of type {type(value).__name__}")
+class Reader:
+    """One walk through a value: `key` of each part, then `finish`."""
 
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self._tensors = tensors
+        self._opaque: str | None = None
+        # Objects met, by id: held until the walk ends, for an id may be given anew once its object is gone.
+        self._seen: dict[int, tuple[int, Any]] = {}
 
-def _function_key(function: types.FunctionType, tensors: list[Tensor], seen: _Seen) -> Hashable:
-    cells = [_cell(c) for c in function.__closure__ or ()]
-    names = _global_names(function.__code__)
-    world = {n: function.__globals__[n] for n in names if n in function.__globals__}
-    captured = (cells, function.__defaults__, function.__kwdefaults__, world)
-    return function.__code__, *(_key(c, tensors, seen) for c in captured)
+    def finish(self, key: Hashable) -> Hashable:
+        """The key of the whole, or Opaque raised where some part could not be read."""
+        if self._opaque is not None:
+            raise Opaque(self._opaque)
+        return key
+
+    def key(self, value: Any) -> Hashable:
+        """A key of one value: equal keys and equal tensors mean that functions behave equally."""
+        kind = type(value)
+        if kind in _CONSTANTS:
+            return kind, value
+        if kind in (float, complex):
+            return kind, repr(value)  # 0.0 and -0.0 are equal and differ
+        if isinstance(value, np.generic):
+            return kind, value.tobytes()
+        if id(value) in self._seen:  # a function that refers to itself, say
+            return "seen", self._seen[id(value)][0]
+        self._seen[id(value)] = len(self._seen), value
+        if isinstance(value, Tensor):
+            return self._tensor(value)
+        if isinstance(value, Readable):
+            return value.read(self)
+        if kind in (tuple, list):
+            if set(map(type, value)) == {int}:
+                return kind, int, tuple(value)
+            return kind, *map(self.key, value)
+        if kind is dict:
+            return kind, *((self.key(k), self.key(v)) for k, v in value.items())
+        if kind is types.FunctionType:
+            return self._function(value)
+        if kind is types.MethodType:
+            return kind, self.key(value.__func__), self.key(value.__self__)
+        if kind is functools.partial:
+            return kind, *map(self.key, (value.func, value.args, value.keywords, value.__dict__))
+        if isinstance(value, types.ModuleType | type):
+            known = value.__name__ if isinstance(value, types.ModuleType) else value.__module__
+            return value if _is_library(known) else self._refuse(f"{value!r}, whose variables may change", value)
+        if kind in (types.MethodDescriptorType, types.WrapperDescriptorType):  # torch.Tensor.add
+            return kind, value.__name__, self.key(value.__objclass__)
+        if kind in (types.BuiltinFunctionType, types.MethodWrapperType):  # math.exp, tensor.__getitem__
+            if value.__self__ is None:
+                return value if _is_library(value.__module__) else self._refuse(f"{value!r}", value)
+            return kind, value.__name__, self.key(value.__self__)
+        return self._refuse(f"an object of type {kind.__name__}", value)
+
+    def _tensor(self, value: Tensor) -> Hashable:
+        self._tensors.append(value)
+        if type(value) not in (Tensor, torch.nn.Parameter):
+            return self._refuse(f"a tensor of type {type(value).__name__}")
+        attributes = {n: a for n, a in vars(value).items() if not n.startswith("_dynamo")}  # torch.compile's own
+        return Tensor, value.dtype, value.ndim, self.key(attributes) if attributes else None
+
+    def _function(self, function: types.FunctionType) -> Hashable:
+        library = _is_library(function.__globals__.get("__name__"))
+        if library and function.__closure__ is None:
+            return function
+        cells = [_cell(c) for c in function.__closure__ or ()]
+        parts: list[Any] = [cells, function.__defaults__, function.__kwdefaults__, function.__dict__]
+        if not library:
+            names, imports = _names_read(function.__code__)
+            if not all(map(_is_library, imports)):
+                self._refuse(f"an import inside {function.__name__!r}")
+            if not _ANYTHING.isdisjoint(names):
+                self._refuse(f"a call in {function.__name__!r} that may read anything")
+            parts.append({n: function.__globals__[n] for n in names if n in function.__globals__})
+        return function.__code__, *map(self.key, parts)
+
+    def _refuse(self, what: str, value: Any = None) -> Hashable:
+        """Note that something cannot be read; its tensors are looked for all the same: one may need a gradient."""
+        self._opaque = self._opaque or what
+        attributes = getattr(value, "__dict__", None)
+        if not isinstance(value, types.ModuleType | type) and isinstance(attributes, dict):
+            inner = [a for v in attributes.values() if type(v) is dict for a in v.values()]  # nn.Module keeps them so
+            self._tensors += [a for a in (*attributes.values(), *inner) if isinstance(a, Tensor)]
+        return None
 
 
 def _cell(cell: types.CellType) -> Any:
@@ -81,14 +140,22 @@ def _cell(cell: types.CellType) -> Any:
         return None
 
 
-def _global_names(code: types.CodeType) -> list[str]:
-    names = list(code.co_names)
+@functools.lru_cache(maxsize=1024)
+def _names_read(code: types.CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The global names that code and the functions inside it read, and the modules they import."""
+    names, imports = _ANYTHING.intersection(code.co_names), set()  # also as attributes
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "IMPORT_NAME":
+            imports.add(instruction.argval)
+        elif "GLOBAL" in instruction.opname or instruction.opname == "LOAD_NAME":
+            names.add(instruction.argval)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            names += _global_names(constant)
-    return sorted(set(names))
+            more = _names_read(constant)
+            names.update(more[0])
+            imports.update(more[1])
+    return tuple(sorted(names)), tuple(sorted(imports))
 
 
-def _is_library(value: Any) -> bool:
-    name = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
-    return isinstance(name, str) and name.partition(".")[0] in _LIBRARIES and not hasattr(value, "__self__")
+def _is_library(module: Any) -> bool:
+    return isinstance(module, str) and module.partition(".")[0] in _LIBRARIES

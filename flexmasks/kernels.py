@@ -50,6 +50,17 @@ def flex(
     return flex_attention(q, k, v, score_mod, block_mask, scale, grouped, kernel_options=options), None
 
 
+@torch.library.custom_op("flexmasks::separate", mutates_args=())
+def separate(x: Tensor) -> Tensor:
+    """A copy that nothing is fused across: torch's kernel for the CPU fails with what follows it fused in."""
+    return x.clone()
+
+
+@separate.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
 def run(key: Hashable, *args: Any) -> tuple[Tensor, Tensor | None]:
     """`flex(*args)` compiled, by the code object of `key`.
 

@@ -22,7 +22,9 @@ Lists, tuples and NumPy arrays are taken where a tensor is asked for.
 
 from __future__ import annotations
 
+import functools
 import inspect
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -32,8 +34,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+_BOUND = r"-?\d+(?:\.\d+)?(?:e-?\d+)?|[A-Z]+(?:-\d+)?"
 _ALTERNATIVE = re.compile(
-    r"(?P<kind>int|float|bool)(?:\((?P<count>\d+)\)|\[(?P<dims>[^\]]*)\])?(?: in (?P<low>[^.]*)\.\.(?P<high>.*))?"
+    r"(?P<kind>int|float|bool)(?:\((?P<count>[1-9]\d*)\)|\[(?P<dims>[A-Z0-9, ]*)\])?"
+    rf"(?: in (?P<low>{_BOUND})?\.\.(?P<high>{_BOUND})?)?"
 )
 _PLAIN = {int: "int", float: "float", bool: "bool"}
 _NUMPY = (np.ndarray, np.generic)
@@ -80,15 +84,18 @@ class _Alternative:
     def parse(cls, text: str) -> _Alternative:
         found = _ALTERNATIVE.fullmatch(text.strip())
         if found is None:
-            raise ValueError(f"flexmasks: cannot read the parameter specification {text!r}; see flexmasks.params")
+            raise ValueError(
+                f"flexmasks: cannot read the parameter specification {text.strip()!r}; pass alternatives such as "
+                "'int in 0..', 'int(2)' or 'float[B, S] in 0..1', joined by ' | '; see flexmasks.params."
+            )
         dims = found["dims"]
         return cls(
             text=text.strip(),
             kind=found["kind"],
             count=int(found["count"]) if found["count"] else None,
             dims=None if dims is None else tuple(d.strip() for d in dims.split(",") if d.strip()),
-            low=(found["low"] or "").strip(),
-            high=(found["high"] or "").strip(),
+            low=found["low"] or "",
+            high=found["high"] or "",
         )
 
 
@@ -106,6 +113,11 @@ class Parameter:
         """Whether a tensor (of that rank) may be given."""
         return any(a.dims is not None and rank in (None, len(a.dims)) for a in self.alternatives)
 
+    def is_sequence(self, value: Any) -> bool:
+        """Whether a value is a sequence that is made a tensor."""
+        numbers = isinstance(value, tuple) and any(a.count == len(value) for a in self.alternatives)
+        return isinstance(value, tuple) and not numbers and self.takes_tensor()
+
     def check(self, what: str, value: Any, size: Size, sizes: dict[str, int]) -> Any:
         """The value, fit for the mask's function, or a ValueError or TypeError that says what to pass.
 
@@ -113,9 +125,7 @@ class Parameter:
         """
         if not self.alternatives or (value is None and not self.required and self.default is None):
             return value
-        if isinstance(value, tuple) and not any(a.count == len(value) for a in self.alternatives):
-            if not self.takes_tensor():
-                raise self._error(TypeError, what, _describe(value), sizes)
+        if self.is_sequence(value):
             try:
                 value = torch.tensor(value, device=size.device)
             except (TypeError, ValueError, RuntimeError) as error:
@@ -132,7 +142,8 @@ class Parameter:
                 if not all(_is_number(n, alternative.kind) for n in numbers):
                     continue
                 low, high = _bound(alternative.low, sizes), _bound(alternative.high, sizes)
-                if any((low is not None and n < low) or (high is not None and n > high) for n in numbers):
+                inside = ((low is None or n >= low) and (high is None or n <= high) for n in numbers)
+                if not all(inside) or not all(map(_is_finite, numbers)):
                     raise self._error(ValueError, what, repr(value), sizes)
                 return value
         raise self._error(TypeError, what, _describe(value), sizes)
@@ -153,8 +164,8 @@ class Parameter:
             raise self._error(ValueError, what, f"one on {value.device}, and the call is on {size.device}", sizes)
         low, high = _bound(alternative.low, sizes), _bound(alternative.high, sizes)
         if (low is not None or high is not None) and value.numel() and not torch.compiler.is_compiling():
-            least, most = (int(x) for x in torch.stack(torch.aminmax(value)).tolist())
-            if (low is not None and least < low) or (high is not None and most > high):
+            least, most = torch.stack(torch.aminmax(value.detach())).tolist()
+            if not ((low is None or least >= low) and (high is None or most <= high)):
                 raise self._error(ValueError, what, f"values from {least} to {most}", sizes)
         return value
 
@@ -170,10 +181,12 @@ def parameters_of(function: Callable[..., Any]) -> dict[str, Parameter]:
     if not signature:
         return {}
     try:
-        hints = get_type_hints(function, include_extras=True)
+        inner = function.func if isinstance(function, functools.partial) else function
+        hints = get_type_hints(inner, include_extras=True)
     except (NameError, TypeError, AttributeError):  # annotations of names that only a type checker sees
         hints = {}
-    found = {}
+    found: dict[str, Parameter] = {}
+    sizes = set("BHQS") | {"KV"}  # of the call, and of the parameters read so far
     for p in signature:
         hint = hints.get(p.name)
         spec = ""
@@ -185,9 +198,17 @@ def parameters_of(function: Callable[..., Any]) -> dict[str, Parameter]:
             name=p.name,
             spec=spec,
             required=p.default is p.empty,
-            default=None if p.default is p.empty else p.default,
+            default=None if p.default is p.empty else freeze(p.default),
             alternatives=tuple(_Alternative.parse(t) for t in spec.split("|")) if spec else (),
         )
+        sizes |= {d for a in found[p.name].alternatives for d in a.dims or ()}
+        bounds = [bound for a in found[p.name].alternatives for bound in (a.low, a.high)]
+        unknown = [bound for bound in bounds if bound[:1].isupper() and bound.partition("-")[0] not in sizes]
+        if unknown:
+            raise ValueError(
+                f"flexmasks: the specification {spec!r} of `{p.name}` is bounded by {unknown[0]!r}, which is no size; "
+                f"there are {', '.join(sorted(n for n in sizes if not n.isdigit()))}."
+            )
     return found
 
 
@@ -253,10 +274,10 @@ def _match(dims: tuple[str, ...], shape: tuple[int, ...], sizes: Mapping[str, in
 def _bound(text: str, sizes: Mapping[str, int]) -> int | float | None:
     if not text:
         return None
-    name, _, less = text.partition("-") if not text.startswith("-") else (text, "", "")
-    if name.strip() in sizes:
-        return sizes[name.strip()] - int(less or 0)
-    return float(text) if "e" in text else int(text)
+    if text[0].isupper():
+        name, _, less = text.partition("-")
+        return sizes[name] - int(less or 0) if name in sizes else None  # None: what has this size was not given
+    return float(text) if "." in text or "e" in text else int(text)
 
 
 def _is_number(value: Any, kind: str) -> bool:
@@ -265,6 +286,10 @@ def _is_number(value: Any, kind: str) -> bool:
     if isinstance(value, bool):
         return False
     return isinstance(value, int) or (kind == "float" and isinstance(value, float))
+
+
+def _is_finite(n: int | float) -> bool:
+    return math.isfinite(n) if isinstance(n, float) else -(2**63) <= n < 2**63
 
 
 def _is_dtype(dtype: torch.dtype, kind: str) -> bool:

@@ -14,15 +14,18 @@ answers for all blocks, and the shape of the answer says whether the mask depend
 Every result holds each value that can occur (soundness); an operation that is not known here gives "anything", so
 that a block is looked at element by element: slower, never wrong. Bounds are float64, exact for integers below
 2^52; an integer that its dtype might not hold becomes "anything", and floats are widened by their rounding error.
+A float may be NaN only where its range is all of -inf..inf.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -30,6 +33,7 @@ from torch.overrides import TorchFunctionMode
 _INF = math.inf
 _EXACT = 2.0**52  # integers below are exact in float64
 _NUMBERS = (bool, int, float)
+_CONSTANTS = ("zeros_like", "ones_like", "full_like")
 
 
 class GiveUp(Exception):
@@ -44,6 +48,7 @@ class Range:
     """
 
     __slots__ = ("dtype", "hi", "limit", "lo", "reached")
+    __array_ufunc__ = None  # NumPy's numbers leave operators to this class
 
     def __init__(
         self, lo: Tensor, hi: Tensor, dtype: torch.dtype, limit: float = _INF, reached: bool = False
@@ -81,9 +86,11 @@ class Range:
         return self.lo.is_cuda
 
     def __getattr__(self, name: str) -> Any:
-        method = getattr(torch.Tensor, name, None)
-        if method is None or not callable(method):
-            raise AttributeError(name)
+        if not hasattr(torch.Tensor, name):
+            raise AttributeError(f"an index has no attribute {name!r}")
+        method = getattr(torch.Tensor, name)
+        if not callable(method):
+            raise GiveUp(f"the attribute {name!r} of an index")
         return lambda *args, **kwargs: _dispatch(method, (self, *args), kwargs)
 
     @classmethod
@@ -132,6 +139,8 @@ def _operator(name: str) -> Callable[..., Any]:
     method = getattr(torch.Tensor, name)
 
     def operate(self: Range, *others: Any) -> Any:
+        if others and isinstance(others[0], np.generic):
+            others = (others[0].item(),)
         if others and not isinstance(others[0], Range | Tensor | int | float):
             return NotImplemented
         return _dispatch(method, (self, *others), {})
@@ -192,8 +201,10 @@ def _dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         name = name.strip("_")
     elif name.endswith("_"):
         raise GiveUp(f"{name} changes an index in place")
-    if name.startswith("new_"):  # makes a constant, of some index's dtype and device
-        return getattr(torch.zeros((), dtype=args[0].dtype, device=args[0].device), name)(*args[1:], **kwargs)
+    constant = name.startswith("new_") or name in _CONSTANTS  # of some index's dtype and device
+    if constant and not any(isinstance(x, Range) for x in (*args[1:], *kwargs.values())):
+        like = torch.zeros((), dtype=args[0].dtype, device=args[0].device)
+        return func(like, *args[1:], **kwargs)
     rule = _RULES.get(name)
     if rule is not None:
         try:
@@ -229,16 +240,10 @@ def _anything(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     shape = torch.broadcast_shapes(*(r.lo.shape for r in ranges))
     device = ranges[0].device
     if result.dtype == torch.bool:
-        return _truth(torch.zeros(shape, dtype=torch.bool, device=device), torch.ones_like(_like(shape, device)))
-    return Range(
-        torch.full(shape, -_INF, dtype=torch.float64, device=device),
-        torch.full(shape, _INF, dtype=torch.float64, device=device),
-        result.dtype,
-    )
-
-
-def _like(shape: torch.Size, device: torch.device) -> Tensor:
-    return torch.empty(shape, dtype=torch.bool, device=device)
+        certain = torch.zeros(shape, dtype=torch.bool, device=device)
+        return _truth(certain, ~certain)
+    hi = torch.full(shape, _INF, dtype=torch.float64, device=device)
+    return Range(-hi, hi, result.dtype)
 
 
 def _truth(lo: Tensor, hi: Tensor) -> Range:
@@ -250,28 +255,32 @@ def _as_range(value: Any) -> Range:
         return value
     if isinstance(value, _NUMBERS):
         kind = torch.bool if isinstance(value, bool) else torch.int64 if isinstance(value, int) else torch.float64
-        number = torch.tensor(value, dtype=torch.bool if kind is torch.bool else torch.float64)
-        return Range(number, number, kind, abs(float(value)))
+        try:
+            value = torch.tensor(value, dtype=kind)
+        except (RuntimeError, OverflowError) as error:
+            raise GiveUp(f"{value} is no int64") from error
     if isinstance(value, Tensor) and value.ndim == 0:
-        lo, hi = _bounds_of(value)
-        return Range(lo, hi, value.dtype)
+        lo, hi, limit = _bounds_of(value)
+        return Range(lo, hi, value.dtype, limit)
     raise GiveUp(f"{value!r} is no number")
 
 
-def _bounds_of(values: Tensor) -> tuple[Tensor, Tensor]:
-    """The values as bounds: float64, or (-inf, inf) where float64 cannot hold them."""
+def _bounds_of(values: Tensor) -> tuple[Tensor, Tensor, float]:
+    """The values as bounds, the same tensor twice where float64 holds them all, and the greatest absolute value."""
     if values.dtype == torch.bool:
-        return values, values
+        return values, values, 1.0
+    if values.is_complex():
+        raise GiveUp("complex numbers")
     bound = values.detach().double()
-    if values.dtype == torch.int64:
-        huge = (values >= int(_EXACT)) | (values <= -int(_EXACT))
-    elif values.dtype.is_floating_point:
-        huge = values.isnan()
-    else:
-        return bound, bound
-    if not huge.any():
-        return bound, bound
-    return torch.where(huge, -_INF, bound), torch.where(huge, _INF, bound)
+    limit = float(bound.abs().max())
+    if limit < _EXACT:
+        return bound, bound, limit
+    end = torch.full_like(bound, _INF)
+    if not values.dtype.is_floating_point:  # conversion may have rounded
+        return torch.nextafter(bound, -end), torch.nextafter(bound, end), _INF
+    if math.isnan(limit):
+        return torch.where(bound.isnan(), -_INF, bound), torch.where(bound.isnan(), _INF, bound), _INF
+    return bound, bound, limit
 
 
 def _number(value: Any) -> Range:
@@ -282,50 +291,88 @@ def _number(value: Any) -> Range:
     return Range(lo, lo if r.exact else r.hi.double(), torch.int64, 1.0)
 
 
-def _promoted(*operands: Any) -> torch.dtype:
-    """The dtype of an operation on these: Python numbers give way to tensors of their category."""
-    dtypes = [x.dtype for x in operands if isinstance(x, Range | Tensor)]
-    result = dtypes[0]
-    for d in dtypes[1:]:
-        result = torch.promote_types(result, d)
-    for x in operands:
-        if isinstance(x, float) and not result.is_floating_point:
-            result = torch.get_default_dtype()
-        elif isinstance(x, int) and not isinstance(x, bool) and result == torch.bool:
-            result = torch.int64
-    return result
+def _common(*operands: Any) -> torch.dtype:
+    """The dtype of an operation on these. Python numbers give way to tensors of their category.
+
+    Of several in one category it is the narrowest, the more cautious one: torch's promotion depends on which of the
+    operands vmap sees as batched, and some operations compute in the narrower dtype.
+    """
+    dtypes = {x.dtype for x in operands if isinstance(x, Range | Tensor)}
+    if any(d.is_complex for d in dtypes):
+        raise GiveUp("complex numbers")
+    kinds = [{d for d in dtypes if d.is_floating_point}, {d for d in dtypes if _is_integer(d)}]
+    if kinds[0]:
+        return _narrowest(kinds[0])
+    if any(isinstance(x, float) for x in operands):
+        return torch.get_default_dtype()
+    if kinds[1]:
+        return _narrowest(kinds[1])
+    return torch.int64 if any(type(x) is int for x in operands) else torch.bool
+
+
+def _is_integer(dtype: torch.dtype) -> bool:
+    return not dtype.is_floating_point and dtype != torch.bool
+
+
+def _narrowest(dtypes: set[torch.dtype]) -> torch.dtype:
+    if len(dtypes) == 1:
+        return next(iter(dtypes))
+    try:
+        wide = functools.reduce(torch.promote_types, dtypes)
+    except RuntimeError as error:  # most unsigned types do not mix
+        raise GiveUp(str(error)) from error
+    if len(dtypes) > 2 or wide not in dtypes:
+        raise GiveUp(f"an operation that mixes {dtypes}")
+    return next(d for d in dtypes if d != wide)
 
 
 def _result(lo: Tensor, hi: Tensor, dtype: torch.dtype, limit: float, exact: bool = False) -> Range:
     """A result of arithmetic: widened by rounding, or to anything where the dtype might not hold it."""
     if dtype.is_floating_point:
         info = torch.finfo(dtype)
-        lo = lo - lo.abs() * (2 * info.eps) - info.tiny
-        hi = hi + hi.abs() * (2 * info.eps) + info.tiny
-        return Range(lo.nan_to_num(-_INF, _INF, -_INF), hi.nan_to_num(_INF, _INF, -_INF), dtype, _INF)
+        lo = (lo - lo.abs() * (2 * info.eps) - info.tiny).nan_to_num(-_INF, _INF, -_INF)
+        hi = (hi + hi.abs() * (2 * info.eps) + info.tiny).nan_to_num(_INF, _INF, -_INF)
+        lo = torch.where(lo < -info.max, -_INF, lo.clamp(max=info.max))
+        hi = torch.where(hi > info.max, _INF, hi.clamp(min=-info.max))
+        return Range(lo, hi, dtype)
     most = min(float(torch.iinfo(dtype).max), _EXACT)
-    if limit < most:
+    least = max(float(torch.iinfo(dtype).min), -_EXACT)
+    if limit < min(most, -least):
         return Range(lo, lo if exact else hi, dtype, limit)
-    outside = ~((lo >= -most) & (hi <= most))  # also NaN
-    return Range(torch.where(outside, -_INF, lo), torch.where(outside, _INF, hi), dtype, _INF)
+    outside = ~((lo >= least) & (hi <= most))  # also NaN
+    return Range(torch.where(outside, -_INF, lo), torch.where(outside, _INF, hi), dtype)
 
 
-def _floating(r: Range, dtype: torch.dtype) -> Range:
-    """A number as one of that dtype, rounded where a float of it may not hold the number."""
-    if not dtype.is_floating_point or r.dtype == dtype:
+def _as_dtype(value: Any, dtype: torch.dtype) -> Range:
+    """A number as one of that dtype: rounded where a float, anything where an integer of it may not hold the number."""
+    r = _number(value)
+    if r.dtype == dtype:
         return r
-    if not r.dtype.is_floating_point and r.limit < 1 / torch.finfo(dtype).eps:
-        return r
-    if r.lo.ndim == 0 and r.exact and r.lo.device.type == "cpu" and float(r.lo.to(dtype)) == float(r.lo):
-        return r
-    return _result(r.lo, r.hi, dtype, _INF)
+    if dtype.is_floating_point and not r.dtype.is_floating_point and r.limit < 1 / torch.finfo(dtype).eps:
+        return Range(r.lo, r.hi, dtype, r.limit)
+    if isinstance(value, _NUMBERS) and r.exact and float(r.lo.to(dtype)) == float(r.lo):
+        return Range(r.lo, r.hi, dtype, r.limit)
+    return _result(r.lo, r.hi, dtype, r.limit, r.exact)
 
 
 def _both(a: Any, b: Any) -> tuple[Range, Range, torch.dtype] | None:
-    dtype = _promoted(a, b)
-    if dtype == torch.bool or dtype.is_complex:
-        return None
-    return _floating(_number(a), dtype), _floating(_number(b), dtype), dtype
+    dtype = _common(a, b)
+    return None if dtype == torch.bool else (_as_dtype(a, dtype), _as_dtype(b, dtype), dtype)
+
+
+def _maybe_nan(*operands: Range) -> Tensor:
+    masks = [(x.lo == -_INF) & (x.hi == _INF) for x in operands]
+    return masks[0] if len(masks) == 1 else masks[0] | masks[1]
+
+
+def _inexact(*operands: Range) -> Tensor:
+    """Where an end is infinite, or an integer that float64 may have rounded."""
+    masks = [~((x.lo > -_EXACT) & (x.hi < _EXACT)) for x in operands]
+    return masks[0] | masks[1]
+
+
+def _anything_where(places: Tensor, lo: Tensor, hi: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.where(places, -_INF, lo), torch.where(places, _INF, hi)
 
 
 # --- arithmetic ---
@@ -358,11 +405,14 @@ def _mul(a: Any, b: Any) -> Range | None:
     if both is None:
         return None
     x, y, dtype = both
+    limit = x.limit * y.limit if min(x.limit, y.limit) > 0 else 0.0
     if x.exact and y.exact:
         lo = x.lo * y.lo
-        return _result(lo, lo, dtype, x.limit * y.limit, True)
+        return _result(lo, lo, dtype, limit, True)
     lo, hi = _corners(x, y, torch.mul)
-    return _result(lo, hi, dtype, x.limit * y.limit)
+    if dtype.is_floating_point:
+        lo, hi = _anything_where(_inexact(x, y), lo, hi)  # 0 * inf is NaN
+    return _result(lo, hi, dtype, limit)
 
 
 def _corners(x: Range, y: Range, operation: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
@@ -386,21 +436,21 @@ def _abs(a: Any) -> Range | None:
     x = _as_range(a)
     if x.dtype == torch.bool:
         return None
-    lo = torch.maximum(x.lo, -x.hi).clamp(min=0.0)
-    return _result(lo, torch.maximum(x.hi, -x.lo), x.dtype, x.limit)
+    lo, hi = torch.maximum(x.lo, -x.hi).clamp(min=0.0), torch.maximum(x.hi, -x.lo)
+    if x.dtype.is_floating_point:
+        lo, hi = _anything_where(_maybe_nan(x), lo, hi)
+    return _result(lo, hi, x.dtype, x.limit)
 
 
 def _divide(x: Range, y: Range, rounding: Callable[[Tensor], Tensor] | None) -> tuple[Tensor, Tensor]:
     lo, hi = _corners(x, y, lambda a, b: a / b if rounding is None else rounding(a / b))
     through_zero = (y.lo <= 0) & (y.hi >= 0)
-    unbounded = x.lo.isinf() | x.hi.isinf() | y.lo.isinf() | y.hi.isinf()
-    anything = through_zero | unbounded
-    return torch.where(anything, -_INF, lo), torch.where(anything, _INF, hi)
+    return _anything_where(through_zero | _inexact(x, y), lo, hi)
 
 
 def _floor_divide(a: Any, b: Any) -> Range | None:
     both = _both(a, b)
-    if both is None:
+    if both is None or both[2].is_floating_point:  # a float's quotient may round up to the next integer
         return None
     x, y, dtype = both
     lo, hi = _divide(x, y, torch.floor)
@@ -420,7 +470,7 @@ def _true_divide(a: Any, b: Any, *, rounding_mode: str | None = None) -> Range |
     if rounding_mode is not None:
         return None
     dtype = dtype if dtype.is_floating_point else torch.get_default_dtype()
-    return _result(*_divide(_floating(x, dtype), _floating(y, dtype), None), dtype, _INF)
+    return _result(*_divide(_as_dtype(x, dtype), _as_dtype(y, dtype), None), dtype, _INF)
 
 
 def _remainder(a: Any, b: Any) -> Range | None:
@@ -430,16 +480,15 @@ def _remainder(a: Any, b: Any) -> Range | None:
         return None
     x, y, dtype = both
     lo_multiple, hi_multiple = torch.floor(x.lo / y.lo), torch.floor(x.hi / y.lo)
-    one = (y.lo == y.hi) & (y.lo != 0) & (lo_multiple == hi_multiple) & x.lo.isfinite() & x.hi.isfinite()
+    one = (y.lo == y.hi) & (y.lo != 0) & (lo_multiple == hi_multiple) & ~_inexact(x, y)
     lo = torch.where(one, x.lo - y.lo * lo_multiple, (y.lo + 1).clamp(max=0.0))
     hi = torch.where(one, x.hi - y.lo * hi_multiple, (y.hi - 1).clamp(min=0.0))
-    anything = (y.lo <= 0) & (y.hi >= 0)
     limit = abs(b) if isinstance(b, int) and b != 0 else _INF
-    return _result(torch.where(anything, -_INF, lo), torch.where(anything, _INF, hi), dtype, limit)
+    return _result(*_anything_where((y.lo <= 0) & (y.hi >= 0), lo, hi), dtype, limit)
 
 
 def _power(a: Any, exponent: Any) -> Range | None:
-    if not isinstance(exponent, int) or not isinstance(a, Range) or exponent not in (1, 2):
+    if type(exponent) is not int or exponent not in (1, 2) or not isinstance(a, Range) or a.dtype == torch.bool:
         return None
     if exponent == 1:
         return a
@@ -448,11 +497,15 @@ def _power(a: Any, exponent: Any) -> Range | None:
 
 
 def _shift_left(a: Any, b: Any) -> Range | None:
-    return _mul(a, 2**b) if isinstance(b, int) and 0 <= b < 32 else None
+    return _mul(a, 2**b) if _shifts(a, b) else None
 
 
 def _shift_right(a: Any, b: Any) -> Range | None:
-    return _floor_divide(a, 2**b) if isinstance(b, int) and 0 <= b < 32 else None
+    return _floor_divide(a, 2**b) if _shifts(a, b) else None
+
+
+def _shifts(a: Any, b: Any) -> bool:
+    return type(b) is int and 0 <= b < 32 and isinstance(a, Range) and _is_integer(a.dtype)
 
 
 def _minimum(a: Any, b: Any) -> Range | None:
@@ -475,7 +528,10 @@ def _extreme(a: Any, b: Any, operation: Callable[..., Tensor]) -> Range | None:
     x, y, dtype = both
     exact = x.exact and y.exact
     lo = operation(x.lo, y.lo)
-    return Range(lo, lo if exact else operation(x.hi, y.hi), dtype, max(x.limit, y.limit))
+    hi = lo if exact else operation(x.hi, y.hi)
+    if dtype.is_floating_point and not exact:
+        lo, hi = _anything_where(_maybe_nan(x, y), lo, hi)
+    return Range(lo, hi, dtype, max(x.limit, y.limit))
 
 
 def _clamp(a: Any, min: Any = None, max: Any = None) -> Range | None:  # torch's names
@@ -493,13 +549,13 @@ def _where(condition: Any, a: Any = None, b: Any = None) -> Range | None:
     c = _as_range(condition)
     if c.dtype != torch.bool:
         return None
-    dtype = _promoted(a, b) if any(isinstance(x, Range | Tensor) for x in (a, b)) else _as_range(a).dtype
+    dtype = _common(a, b)
     if dtype == torch.bool:
         x, y = _as_range(a), _as_range(b)
         lo = torch.where(c.lo, x.lo, torch.where(c.hi, x.lo & y.lo, y.lo))
         hi = torch.where(c.lo, x.hi, torch.where(c.hi, x.hi | y.hi, y.hi))
         return _truth(lo, hi)
-    x, y = _floating(_number(a), dtype), _floating(_number(b), dtype)
+    x, y = _as_dtype(a, dtype), _as_dtype(b, dtype)
     exact = c.exact and x.exact and y.exact
     lo = torch.where(c.lo, x.lo, torch.where(c.hi, torch.minimum(x.lo, y.lo), y.lo))
     hi = lo if exact else torch.where(c.lo, x.hi, torch.where(c.hi, torch.maximum(x.hi, y.hi), y.hi))
@@ -521,12 +577,22 @@ def _rounded(operation: Callable[[Tensor], Tensor]) -> Callable[[Any], Range]:
 
 def _compare(certain: Callable[[Range, Range], Tensor], possible: Callable[[Range, Range], Tensor]) -> Any:
     def rule(a: Any, b: Any) -> Range:
-        dtype = _promoted(a, b)
-        x, y = _floating(_number(a), dtype), _floating(_number(b), dtype)
-        lo = certain(x, y)
-        return _truth(lo, lo if x.exact and y.exact else possible(x, y))
+        dtype = _common(a, b)
+        x, y = (_number(v) if dtype == torch.bool else _as_dtype(v, dtype) for v in (a, b))
+        if x.exact and y.exact:
+            truth = certain(x, y)
+            return _truth(truth, truth)
+        return _truth(certain(_without_nan(x), _without_nan(y)), possible(x, y))
 
     return rule
+
+
+def _without_nan(r: Range) -> Range:
+    """With ends that compare as false where the number may be NaN."""
+    if not r.dtype.is_floating_point:
+        return r
+    nan = _maybe_nan(r)
+    return Range(torch.where(nan, math.nan, r.lo), torch.where(nan, math.nan, r.hi), r.dtype)
 
 
 _less = _compare(lambda x, y: x.hi < y.lo, lambda x, y: x.lo < y.hi)
@@ -589,6 +655,8 @@ def _bitwise(rule: Callable[..., Range]) -> Callable[..., Range | None]:
 
 def _invert(a: Any) -> Range | None:
     x = _as_range(a)
+    if x.dtype.is_floating_point:
+        return None
     return _not(x) if x.dtype == torch.bool else _sub(-1, x)
 
 
@@ -600,21 +668,22 @@ def _cast(to: torch.dtype) -> Callable[..., Range]:
         x = _as_range(a)
         if to == torch.bool:
             return _boolean(x)
-        y = _number(x)
-        if to.is_floating_point:
-            return Range(y.lo, y.hi, to, y.limit) if y.limit < 1 / torch.finfo(to).eps else _result(y.lo, y.hi, to, _INF)
-        if y.dtype.is_floating_point:
-            return _result(y.lo.trunc(), y.hi.trunc(), to, _INF)
-        return _result(y.lo, y.hi, to, y.limit, y.exact)
+        if to.is_complex:
+            raise GiveUp("complex numbers")
+        if x.dtype.is_floating_point and not to.is_floating_point:
+            return _result(x.lo.trunc(), x.hi.trunc(), to, _INF)
+        return _as_dtype(x, to)
 
     return rule
 
 
 def _to(a: Any, *args: Any, **kwargs: Any) -> Range:
-    wanted = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.dtype)]
-    if not wanted:
-        wanted = [x.dtype for x in (*args, *kwargs.values()) if isinstance(x, Range | Tensor)]
-    return _cast(wanted[0])(a) if wanted else _as_range(a)
+    values = (*args, *kwargs.values())
+    if not isinstance(a, Range) or any(isinstance(x, str) and "Tensor" in x for x in values):
+        raise GiveUp("a conversion by name")
+    wanted = [x for x in values if isinstance(x, torch.dtype)]
+    wanted += [x.dtype for x in values if isinstance(x, Range | Tensor)]
+    return _cast(wanted[0])(a) if wanted else a
 
 
 def _index(tensor: Any, indices: Any) -> Any:
@@ -629,20 +698,21 @@ def _index(tensor: Any, indices: Any) -> Any:
     if tensor.numel() == 0:
         raise GiveUp("an empty tensor is indexed")
     ends = [_ends(i, n) for i, n in zip(indices, tensor.shape, strict=True)]
-    lo, hi = _bounds_of(tensor)
+    lo, hi, limit = _bounds_of(tensor)
     least = _reach(lo, ends, torch.amin)
-    if lo is hi and all(first is last for first, last in ends):
-        return Range(least, least, tensor.dtype)
-    return Range(least, _reach(hi, ends, torch.amax), tensor.dtype)
+    exact = lo is hi and all(first is last for first, last in ends)
+    return Range(least, least if exact else _reach(hi, ends, torch.amax), tensor.dtype, limit)
 
 
 def _ends(index: Any, n: int) -> tuple[Tensor, Tensor]:
     """The first and last position an index reaches; all positions where it may leave 0..n-1 (and so wrap)."""
-    if isinstance(index, int):
-        position = torch.tensor(index + n if index < 0 else index)
+    if type(index) is int and -n <= index < n:
+        position = torch.tensor(index % n)
         return position, position
     r = _as_range(index)
-    if r.reached and r.limit >= n:
+    if not _is_integer(r.dtype) or r.dtype == torch.uint8:  # torch takes these for a mask, or refuses them
+        raise GiveUp("an indexing by other than integers")
+    if r.reached and n <= r.limit < _INF:
         raise ValueError(f"a mask function indexes a dimension of {n} elements with an index up to {int(r.limit)}.")
     inside = (r.lo >= 0) & (r.hi < n)
     first = torch.where(inside, r.lo, 0.0).long()

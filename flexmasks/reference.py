@@ -38,11 +38,14 @@ def attend(
     used = (partial | full).any(0).any(0)  # [query blocks, key blocks]
     one_block = batch * heads * rows * k.shape[2]
     step = max(1, _SLICE // one_block)
-    finite = bool(torch.stack([x.detach().isfinite().all() for x in (q, k, v)]).all())
+    # Inside a user's torch.compile no value can be looked at: every key is reached, any may be poisoned, and what
+    # the backward pass needs is the compiler's to keep or to compute anew.
+    traced = torch.compiler.is_compiling()
+    finite = not traced and bool(torch.stack([x.detach().isfinite().all() for x in (q, k, v)]).all())
     outs, lses = [], []
     for first in range(0, used.shape[0], step):
         blocks = slice(first, min(first + step, used.shape[0]))
-        reached = used[blocks].any(0).nonzero()[:, 0].tolist() or [0]
+        reached = [0, used.shape[1] - 1] if traced else used[blocks].any(0).nonzero()[:, 0].tolist() or [0]
         keys = (reached[0] * columns, min((reached[-1] + 1) * columns, k.shape[2]))
         # without a block's worth of memory to spare, the queries of a block are taken in parts
         thickness = max(1, min(rows * step, _SLICE // (batch * heads * (keys[1] - keys[0]))))
@@ -50,7 +53,7 @@ def attend(
             stop = min(start + thickness, blocks.stop * rows, q_len)
             part = _Slice(start, stop, *keys, rows, columns, partial, full, block_mask.mask_mod, score_mod, finite)
             inputs = (q[:, :, start:stop], k[:, :, keys[0] : keys[1]], v[:, :, keys[0] : keys[1]])
-            if torch.is_grad_enabled():
+            if torch.is_grad_enabled() and not traced:
                 out, lse = checkpoint(part.attend, *inputs, scale, use_reentrant=False, preserve_rng_state=False)
             else:
                 out, lse = part.attend(*inputs, scale)
@@ -86,7 +89,7 @@ class _Slice:
 
     def visible(self) -> Tensor | None:
         """Booleans [B or 1, H or 1, q, kv], or None where everything is visible."""
-        if not self.partial.any() and self.full[..., self.kv_block].all():
+        if not torch.compiler.is_compiling() and not self.partial.any() and self.full[..., self.kv_block].all():
             return None
         spread = [blocks[:, :, self.q_block][..., self.kv_block] for blocks in (self.partial, self.full)]
         b, h = (torch.arange(n, device=self.q.device) for n in self.partial.shape[:2])

@@ -10,10 +10,11 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from flexmasks.params import Size
+from flexmasks.params import Size, describe
 from flexmasks.values import CHAIN, Definition, Mask, Score, define
 
 Function = TypeVar("Function", bound=Callable[..., Tensor])
+_Made = TypeVar("_Made", Mask, Score)
 _REGISTRY: dict[str, dict[str, Definition]] = {"mask": {}, "score": {}}
 
 
@@ -88,7 +89,7 @@ def get_mask(name: str | Mask | Callable[..., Tensor], /, **params: Any) -> Mask
         >>> flexmasks.get_mask("sliding_window", window=256)
         sliding_window(window=256)
     """
-    return _get("mask", Mask, name, params)
+    return _get(Mask, name, params)
 
 
 def get_score(name: str | Score | Callable[..., Tensor], /, **params: Any) -> Score:
@@ -101,7 +102,7 @@ def get_score(name: str | Score | Callable[..., Tensor], /, **params: Any) -> Sc
         >>> flexmasks.get_score("softcap", cap=30.0)
         softcap(cap=30.0)
     """
-    return _get("score", Score, name, params)
+    return _get(Score, name, params)
 
 
 def list_masks() -> list[Entry]:
@@ -125,7 +126,9 @@ def definition(kind: str, name: str) -> Definition:
     known = _REGISTRY[kind]
     if name not in known:
         near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(repr(n) for n in near)}?" if near else f"there are {', '.join(sorted(known))}."
+        hint = (
+            f"did you mean {' or '.join(repr(n) for n in near)}?" if near else f"there are {', '.join(sorted(known))}."
+        )
         raise ValueError(f"flexmasks: no {kind} is named {name!r}; {hint}")
     return known[name]
 
@@ -156,7 +159,9 @@ def from_arguments(mask: Any, score: Any, params: Mapping[str, Any]) -> tuple[Ma
                 f"{d.kind} {d.name!r} takes {', '.join(f'`{p}`' for p in d.parameters if p not in bound) or 'none'}"
                 for d, bound in targets
             )
-            raise TypeError(f"flexmasks: no parameter is named `{name}`" + (f"; {takes}." if takes else "."))
+            raise TypeError(
+                f"flexmasks: no parameter is named `{name}`; {takes or 'no mask or score is given by name'}."
+            )
     made = [
         (Mask if d.kind == "mask" else Score).of(d, {**bound, **share})
         for (d, bound), share in zip(targets, shares, strict=True)
@@ -175,11 +180,15 @@ def _pending(kind: str, value: Any) -> tuple[Definition, Mapping[str, Any]]:
             raise TypeError(f"flexmasks: {value!r} is a {value.kind}, pass it as `{value.kind}=`, not as `{kind}=`.")
         return value.definition, value.params
     if isinstance(value, bool) or not callable(value):
-        raise TypeError(f"flexmasks: `{kind}` must be a name, a {kind.title()} or a function, got {value!r}.")
+        dense = "; a dense mask `m` is the function `lambda b, h, q, kv: m[q, kv]`" if isinstance(value, Tensor) else ""
+        raise TypeError(
+            f"flexmasks: `{kind}` must be a name, a {kind.title()} or a function, got {describe(value)}{dense}."
+        )
     return define(kind, value), {}
 
 
-def _get(kind: str, cls: type[Any], name: Any, params: Mapping[str, Any]) -> Any:
+def _get(cls: type[_Made], name: Any, params: Mapping[str, Any]) -> _Made:
+    kind = cls.kind
     found, bound = _pending(kind, name)
     doubled = [n for n in params if n in bound]
     if doubled:
@@ -190,7 +199,7 @@ def _get(kind: str, cls: type[Any], name: Any, params: Mapping[str, Any]) -> Any
 def _register(kind: str, name: str | None, **hooks: Any) -> Callable[[Function], Function]:
     def decorator(function: Function) -> Function:
         made = replace(define(kind, function, name, **hooks), registered=True)
-        if not made.name.isidentifier():
+        if not isinstance(made.name, str) or not made.name.isidentifier():
             raise ValueError(f"flexmasks: a {kind} needs a name that is an identifier, got {made.name!r}.")
         if made.name in _REGISTRY[kind]:
             there = _REGISTRY[kind][made.name].function

@@ -18,7 +18,8 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from flexmasks.captures import Opaque, capture
+from flexmasks.cache import identity
+from flexmasks.captures import Opaque, Readable, Reader
 from flexmasks.params import Parameter, Size, batch_size, describe, freeze, parameters_of
 
 
@@ -41,6 +42,12 @@ class Definition:
         """The function's docstring, cleaned."""
         return inspect.cleandoc(self.function.__doc__ or "")
 
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self  # never changes, and is known by identity
+
+    def __reduce__(self) -> Any:  # pickled by name: the functions of a definition may be lambdas
+        return (_registered, (self.kind, self.name)) if self.registered else super().__reduce__()
+
 
 def define(kind: str, function: Callable[..., Any], name: str | None = None, **hooks: Any) -> Definition:
     """Read a mask or score function's signature.
@@ -48,9 +55,11 @@ def define(kind: str, function: Callable[..., Any], name: str | None = None, **h
     Raises TypeError where it does not take `(b, h, q, kv)`, or `(score, b, h, q, kv)`, by position.
     """
     arguments = ("b", "h", "q", "kv") if kind == "mask" else ("score", "b", "h", "q", "kv")
-    if not callable(function):
+    if not callable(function) or isinstance(function, type | bool):
         raise TypeError(f"flexmasks: a {kind} is a name, a {kind.title()} or a function, got {function!r}.")
-    name = name or getattr(function, "__name__", type(function).__name__)
+    if name is None:
+        inner = function.func if isinstance(function, functools.partial) else function
+        name = getattr(inner, "__name__", type(inner).__name__)
     try:
         signature = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:
@@ -66,7 +75,7 @@ def define(kind: str, function: Callable[..., Any], name: str | None = None, **h
     return Definition(kind, name, function, parameters_of(hooks.get("prepare") or function), **hooks)
 
 
-class Modifier:
+class Modifier(Readable):
     """What Mask and Score share: a definition and the values of its parameters."""
 
     kind: ClassVar[str]
@@ -76,7 +85,7 @@ class Modifier:
     def __init__(self, definition: Definition, params: Mapping[str, Any]) -> None:
         self.definition = definition
         self.params = {name: freeze(value) for name, value in params.items()}
-        self._bound: dict[torch.device, Callable[..., Tensor]] = {}
+        self._bound: dict[torch.device, tuple[Hashable, Callable[..., Tensor]]] = {}
 
     @classmethod
     def of(cls, definition: Definition, params: Mapping[str, Any]) -> Self:
@@ -85,12 +94,22 @@ class Modifier:
         unknown = [name for name in params if name not in known]
         if unknown:
             takes = ", ".join(f"`{n}`" for n in known) or "no parameters"
-            raise TypeError(f"flexmasks: {cls.kind} {definition.name!r} has no parameter `{unknown[0]}`; takes {takes}.")
+            raise TypeError(
+                f"flexmasks: {cls.kind} {definition.name!r} has no parameter `{unknown[0]}`; takes {takes}."
+            )
         missing = [p for name, p in known.items() if p.required and name not in params]
         if missing:
-            wants = ", ".join(f"{p.name}={p.spec or '...'}" for p in missing)
+            wants = ", ".join(f"`{p.name}`" + (f" ({p.spec})" if p.spec else "") for p in missing)
             raise TypeError(f"flexmasks: {cls.kind} {definition.name!r} needs {wants}.")
-        return cls(definition, params)
+        made = cls(definition, params)
+        for name, value in made.params.items():
+            for inner in _nested(value):
+                if inner.kind != cls.kind:
+                    raise TypeError(
+                        f"flexmasks {cls.kind} {definition.name!r}: `{name}` must be a {cls.kind}, got {inner!r}, "
+                        f"a {inner.kind}."
+                    )
+        return made
 
     @property
     def name(self) -> str:
@@ -111,31 +130,39 @@ class Modifier:
             self.capture(found)
         return found
 
-    def capture(self, tensors: list[Tensor], lift: bool = False) -> Hashable:
+    def capture(self, tensors: list[Tensor], lift: bool = False, contents: bool = True) -> Hashable:
         """A key of everything but tensors' contents; the tensors are appended to `tensors`.
 
-        With `lift` the numbers that `resolve` would lift are left out of the key.
+        With `lift` the numbers that `resolve` would lift are left out of the key. Without `contents` so are the
+        elements of sequences that become tensors: the key of a kernel, to which all these are inputs.
         Raises captures.Opaque where a user's function captured what cannot be read.
         """
-        if self.definition.registered:
-            head: Hashable = self.definition.name
-        else:
-            head = capture(self.definition.function, tensors)
-        pairs = []
+        reader = Reader(tensors)
+        return reader.finish(self.read(reader, lift, contents))
+
+    def read(self, reader: Reader, lift: bool = False, contents: bool = True) -> Hashable:
+        """See `capture`."""
+        definition = self.definition
+        pairs: list[Hashable] = []
         for name, value in self.params.items():
-            if lift and type(value) is int and self.definition.parameters[name].takes_tensor(0):
+            parameter = definition.parameters[name]
+            if lift and type(value) is int and parameter.takes_tensor(0):
                 pairs.append((name, "lifted"))
-            elif lift and _nested(value):
-                pairs.append((name, *(m.capture(tensors, lift) for m in _nested(value))))
+            elif not contents and parameter.is_sequence(value):
+                pairs.append((name, "sequence"))
+            elif nested := _nested(value):
+                pairs.append((name, *(m.read(reader, lift, contents) for m in nested)))
             else:
-                pairs.append((name, capture(value, tensors)))
-        return self.kind, head, *pairs
+                pairs.append((name, reader.key(value)))
+        functions = (definition.function, definition.prepare, definition.inner_size)
+        return self.kind, *map(reader.key, functions), *pairs
 
     def resolve(self, size: Size | None, lift: bool = False, device: torch.device | None = None) -> dict[str, Any]:
         """Check the parameters against a call's sizes; return those that `bind` must use instead of the given ones.
 
-        The result holds none of the user's tensors. With `lift`, numbers that may be tensors become tensors, so
-        that a compiled kernel takes them as inputs. Without sizes nothing is checked (a bare call as a mask_mod).
+        The result holds none of the user's tensors: where `prepare` returns one, it says which. With `lift`, numbers
+        that may be tensors become tensors, so that a compiled kernel takes them as inputs. Without sizes nothing is
+        checked (a bare call as a mask_mod).
         """
         definition = self.definition
         what = f"flexmasks {self.kind} {self.name!r}"
@@ -146,12 +173,14 @@ class Modifier:
             values = {n: definition.parameters[n].check(what, v, size, sizes) for n, v in values.items()}
         else:
             values = {n: _as_tensor(definition.parameters[n], v, device) for n, v in values.items()}
-        inner = definition.inner_size(size, **values) if definition.inner_size and size else size
-        if definition.prepare is not None:
-            try:
+        inner = size
+        try:
+            if definition.inner_size is not None and size is not None:
+                inner = definition.inner_size(size, **values)
+            if definition.prepare is not None:
                 values = definition.prepare(size, **values)
-            except ValueError as error:
-                raise ValueError(f"{what}: {error}") from None
+        except (ValueError, TypeError) as error:
+            raise type(error)(f"{what}: {error}") from None
         if lift:
             for n, p in definition.parameters.items():
                 if type(values.get(n)) is int and p.takes_tensor(0):
@@ -161,28 +190,57 @@ class Modifier:
             if nested := _nested(value):
                 source = next(p for p, v in self.params.items() if v is value)
                 extras[n] = NestedExtras(source, tuple(m.resolve(inner, lift, device) for m in nested))
-            elif n not in self.params or value is not self.params[n]:
+            elif isinstance(value, Tensor) and (same := [p for p, v in self.params.items() if v is value]):
+                if same != [n]:
+                    extras[n] = _Given(same[0])
+            elif n in self.params and value is self.params[n]:
+                continue
+            elif definition.prepare is not None or n in self.params or value is not definition.parameters[n].default:
                 extras[n] = value
         return extras | {n: _ABSENT for n in self.params if n not in values}  # those that prepare left out
 
     def bind(self, extras: Mapping[str, Any]) -> Callable[..., Tensor]:
         """The plain function of indices, with its parameters bound. `extras` is what `resolve` gave."""
         bound = {}
-        for name, value in (self.params | extras).items():
+        for name, value in {**self.params, **extras}.items():
             if isinstance(value, NestedExtras):
                 source = self.params[value.source]
                 mods = tuple(m.bind(e) for m, e in zip(_nested(source), value.extras, strict=True))
                 bound[name] = mods if isinstance(source, tuple) else mods[0]
+            elif isinstance(value, _Given):
+                bound[name] = self.params[value.parameter]
             elif value is not _ABSENT:
                 bound[name] = value
         function = self.definition.function
         return _close(self.kind, function, bound) if bound else function
 
     def _standalone(self, device: torch.device) -> Callable[..., Tensor]:
-        mod = self._bound.get(device)
-        if mod is None:
-            mod = self._bound[device] = self.bind(self.resolve(None, device=device))
-        return mod
+        """The function for a bare call, kept until a tensor that it was prepared from changes."""
+        found = self._bound.get(device)
+        if found is not None and torch.compiler.is_compiling():
+            return found[1]
+        state = self._state() if self._prepared() else ()
+        if found is None or state is None or found[0] != state:
+            with torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext():
+                found = self._bound[device] = state, self.bind(self.resolve(None, device=device))
+        return found[1]
+
+    def _prepared(self) -> bool:
+        nested = [m for value in self.params.values() for m in _nested(value)]
+        return self.definition.prepare is not None or any(m._prepared() for m in nested)
+
+    def _state(self) -> Hashable | None:
+        """What a preparation depends on, or None where that cannot be known."""
+        tensors: list[Tensor] = []
+        try:
+            key = self.capture(tensors)
+        except Opaque:
+            return None
+        states = [identity(t) for t in tensors]
+        return None if None in states else (key, *states)
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.definition, dict(self.params))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Modifier):
@@ -194,7 +252,8 @@ class Modifier:
         )
 
     def __hash__(self) -> int:
-        return hash((self.kind, self.definition.function, *((n, _hashable(v)) for n, v in self.params.items())))
+        params = frozenset((n, _hashable(v)) for n, v in self.params.items())
+        return hash((self.kind, self.definition.function, params))
 
     def __repr__(self) -> str:
         given = ", ".join(f"{n}={describe(v)}" for n, v in self.params.items())
@@ -204,8 +263,9 @@ class Modifier:
 class Mask(Modifier):
     """Which keys each query sees: a value made by `get_mask`, or by `&`, `|`, `~` of masks and functions.
 
-    Called as `mask(b, h, q, kv)` it is an ordinary FlexAttention mask_mod. Masks are equal when their function
-    and the values of their parameters are.
+    Called as `mask(b, h, q, kv)` it is an ordinary FlexAttention mask_mod. Masks are equal when they have one
+    function and equal given parameters. Lists and NumPy arrays are taken as tuples and equal those; a tensor equals
+    a tensor of its dtype, device, shape and content, and no list; a default that is given equals none that is not.
 
     Example:
         >>> import flexmasks
@@ -267,6 +327,8 @@ class Score(Modifier):
 
 def to_mask(value: Any) -> Mask:
     """A Mask as it is; a plain function `(b, h, q, kv)` as a Mask of no parameters."""
+    if isinstance(value, Score):
+        raise TypeError(f"flexmasks: a mask is needed, {value!r} is a score.")
     return value if isinstance(value, Mask) else Mask.of(define("mask", value), {})
 
 
@@ -318,6 +380,13 @@ class NestedExtras:
     extras: tuple[Mapping[str, Any], ...]
 
 
+@dataclass(frozen=True)
+class _Given:
+    """In a value's extras: the parameter itself, as it was given."""
+
+    parameter: str
+
+
 _ABSENT = object()  # in a value's extras: a parameter that the function does not take
 
 
@@ -341,16 +410,21 @@ def _nested(value: Any) -> list[Modifier]:
 
 
 def _as_tensor(parameter: Parameter, value: Any, device: torch.device | None) -> Any:
-    is_numbers = isinstance(value, tuple) and any(a.count == len(value) for a in parameter.alternatives)
-    if isinstance(value, tuple) and not is_numbers and parameter.takes_tensor():
-        return torch.tensor(value, device=device)
-    return value
+    return torch.tensor(value, device=device) if parameter.is_sequence(value) else value
+
+
+def _registered(kind: str, name: str) -> Definition:
+    """A definition that pickle stored."""
+    from flexmasks.registry import definition  # imports this module
+
+    operators = {d.name: d for d in (AND, OR, NOT, CHAIN)}
+    return operators[name] if name in operators else definition(kind, name)
 
 
 def _same(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        if a is b:
-            return True
         return a.dtype == b.dtype and a.shape == b.shape and a.device == b.device and bool(torch.equal(a, b))
     if isinstance(a, tuple) and isinstance(b, tuple):
         return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
@@ -362,4 +436,4 @@ def _hashable(value: Any) -> Hashable:
         return value.dtype, tuple(value.shape)
     if isinstance(value, tuple):
         return tuple(_hashable(v) for v in value)
-    return value
+    return value if isinstance(value, Hashable) else type(value).__name__

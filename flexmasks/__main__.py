@@ -1,0 +1,92 @@
+"""The command line: `python -m flexmasks demo`, `list`, `show NAME [--param value]`."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import sys
+from typing import Any
+
+from tabulate import tabulate
+
+from flexmasks.registry import definition, list_masks, list_scores
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m flexmasks", description="Attention masks for FlexAttention.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("demo", help="run, check, time and draw grouped_tril attention on this machine")
+    commands.add_parser("list", help="list the masks and scores")
+    shower = commands.add_parser("show", help="draw a mask; parameters as --name value, by default an example's")
+    shower.add_argument("name", help="a mask's or score's name")
+    shower.add_argument("--length", type=int, default=4096, help="number of queries (default 4096)")
+    shower.add_argument("--kv-length", type=int, help="number of keys (default: as many)")
+    shower.add_argument("--block-size", type=int, help="default 128, single elements for short lengths")
+    shower.add_argument("-b", type=int, default=0, help="the batch element to draw")
+    shower.add_argument("--head", type=int, default=0, help="the head to draw")
+    arguments, rest = parser.parse_known_args(argv)
+    if rest and arguments.command != "show":
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    try:
+        if arguments.command == "demo":
+            from flexmasks.demo import main as demo
+
+            demo()
+        elif arguments.command == "list":
+            _list()
+        else:
+            _show(arguments, _parameters(rest))
+    except (ValueError, TypeError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def _list() -> None:
+    for title, entries in (("masks", list_masks()), ("scores", list_scores())):
+        rows = [(e.signature, e.summary, e.source) for e in entries]
+        print(tabulate(rows, headers=[title, "", "source"], maxcolwidths=[30, 60, 50]), end="\n\n")
+
+
+def _show(arguments: argparse.Namespace, given: dict[str, Any]) -> None:
+    from flexmasks.picture import show
+
+    name, length = arguments.name, arguments.length
+    masks = {m.name for m in list_masks()}
+    if name not in masks and name in {s.name for s in list_scores()}:
+        found = definition("score", name)
+        print(f"{inspect.signature(found.prepare or found.function)}\n\n{found.doc}")
+        return
+    found = definition("mask", name)
+    params = {**(found.example(length) if found.example else {}), **given}
+    print(f"{found.doc}\n")
+    show(
+        name,
+        length,
+        arguments.kv_length,
+        b=arguments.b,
+        h=arguments.head,
+        heads=arguments.head + 1,
+        block_size=arguments.block_size,
+        **params,
+    )
+
+
+def _parameters(words: list[str]) -> dict[str, Any]:
+    """`--name value` pairs; a value is a Python literal, `3`, `[3,4]`, `True`, else a word."""
+    if len(words) % 2 or not all(w.startswith("--") for w in words[::2]):
+        raise ValueError(f"flexmasks: parameters are given as --name value, got {' '.join(words)!r}.")
+    return {n[2:].replace("-", "_"): _literal(v) for n, v in zip(words[::2], words[1::2], strict=True)}
+
+
+def _literal(word: str) -> Any:
+    try:
+        return ast.literal_eval(word)
+    except (ValueError, SyntaxError):
+        return word
+
+
+if __name__ == "__main__":
+    sys.exit(main())

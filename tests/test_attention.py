@@ -1,0 +1,401 @@
+"""attention itself: rows that see nothing, poison, compositions, decoding, jagged tensors, compilation."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import DEVICES, TOLERANCE, check_lse, error, exact
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from oracles import attend
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.nn.attention.flex_attention import create_block_mask, create_mask
+
+import flexmasks
+
+BACKENDS = {"cpu": ["reference", "cpu"], "cuda": ["reference", "triton", "flash"]}
+WHERE = [
+    pytest.param(device, backend, marks=[pytest.mark.gpu] if device == "cuda" else [])
+    for device, backends in BACKENDS.items()
+    for backend in backends
+]
+
+
+def _skip_what_is_not_there(backend: str, dtype: torch.dtype) -> None:
+    if backend == "flash":
+        pytest.importorskip("flash_attn.cute", reason="flash-attn-4 is not installed")
+        if dtype == torch.float32:
+            pytest.skip("flash takes half precision only")
+
+
+def _grouped(device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """q, k, v of three batch elements, of 200, 70 and no real tokens, seq_lens, and which rows see something."""
+    q, k, v = torch.randn(3, 3, 2, 200, 64, device=device).to(dtype)
+    seq_lens = torch.tensor([200, 70, 0], device=device)
+    return q, k, v, seq_lens, torch.arange(200, device=device) < seq_lens[:, None]
+
+
+@pytest.mark.parametrize(("device", "backend"), WHERE)
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_rows_that_see_nothing(device: str, backend: str, dtype: torch.dtype) -> None:
+    _skip_what_is_not_there(backend, dtype)
+    q, k, v, seq_lens, real = _grouped(device, dtype)
+    hidden = ~real[:, None].expand(3, 2, 200)
+    arguments: dict[str, Any] = {"mask": "grouped_tril", "seq_lens": seq_lens, "backend": backend}
+    with torch.no_grad():
+        out = flexmasks.attention(q, k, v, **arguments)
+    assert torch.all(out[hidden] == 0)
+    assert out.isfinite().all()
+    if backend == "cpu":
+        return
+    with torch.no_grad():
+        lse = flexmasks.attention(q, k, v, return_lse=True, **arguments)[1]
+    assert torch.equal(lse == -math.inf, hidden)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    flexmasks.attention(*leaves, **arguments).backward(torch.randn_like(out))
+    for x in leaves:
+        assert x.grad is not None
+        assert x.grad.isfinite().all()
+        assert torch.all(x.grad[hidden] == 0)
+
+
+@pytest.mark.parametrize(("device", "backend"), WHERE)
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_poison_in_hidden_places_leaves_the_forward_pass_alone(device: str, backend: str, dtype: torch.dtype) -> None:
+    _skip_what_is_not_there(backend, dtype)
+    q, k, v, seq_lens, real = _grouped(device, dtype)
+    arguments: dict[str, Any] = {"mask": "grouped_tril", "seq_lens": seq_lens, "backend": backend}
+    clean = flexmasks.attention(q, k, v, **arguments)
+    hidden = ~real[:, None].expand(3, 2, 200)
+    large = torch.finfo(dtype).max / 4
+    for poison in (math.nan, math.inf, -math.inf):
+        bad_q, bad_k, bad_v = q.clone(), k.clone(), v.clone()
+        bad_q[hidden], bad_k[hidden], bad_v[hidden] = poison, poison, large
+        assert torch.equal(flexmasks.attention(bad_q, bad_k, bad_v, **arguments), clean)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_poison_in_later_keys_and_sdpa(device: str, dtype: torch.dtype) -> None:
+    """Causal goes to SDPA: a poisoned key reaches the rows that see it and no other."""
+    q, k, v = torch.randn(3, 2, 2, 150, 64, device=device).to(dtype)
+    clean = flexmasks.attention(q, k, v, mask="causal")
+    k[:, :, 100] = math.nan
+    got = flexmasks.attention(q, k, v, mask="causal")
+    assert torch.equal(got[:, :, :100], clean[:, :, :100])
+    assert got[:, :, 100:].isnan().all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_the_reference_survives_poison_everywhere_hidden(device: str, poison: float) -> None:
+    q, k, v, seq_lens, real = _grouped(device, torch.float32)
+    weight = torch.randn_like(q)
+
+    def gradients(*tensors: Tensor, weight: Tensor) -> list[Tensor]:
+        leaves = [x.clone().requires_grad_() for x in tensors]
+        out = flexmasks.attention(*leaves, mask="grouped_tril", seq_lens=seq_lens, backend="reference")
+        return [out, *torch.autograd.grad(out, leaves, weight)]
+
+    clean = gradients(q, k, v, weight=weight)
+    hidden = ~real[:, None].expand(3, 2, 200)
+    for x in (q, k, v, weight):
+        x[hidden] = poison
+    for got, want in zip(gradients(q, k, v, weight=weight), clean, strict=True):
+        assert torch.equal(got, want)
+
+
+def test_the_reference_shows_poison_that_is_seen() -> None:
+    q, k, v = torch.randn(3, 1, 1, 20, 8)
+    v[0, 0, 5, 3] = math.nan
+    k[0, 0, 9] = math.inf
+    out = flexmasks.attention(q, k, v, mask="causal", backend="reference")
+    assert out[0, 0, :5].isfinite().all()
+    assert out[0, 0, 5:9, 3].isnan().all()
+    assert out[0, 0, 9:].isnan().all()
+
+
+# --- compositions ---
+
+
+@st.composite
+def leaves(draw: st.DrawFn, batch: int, length: int) -> flexmasks.Mask:
+    name = draw(st.sampled_from(["causal", "sliding_window", "local", "prefix_lm", "document", "padding", "own"]))
+    integers = lambda top, size: torch.tensor(draw(st.lists(st.integers(0, top), min_size=size, max_size=size)))  # noqa: E731
+    match name:
+        case "sliding_window":
+            return flexmasks.get_mask(name, window=draw(st.integers(0, length)))
+        case "local":
+            left, right = draw(st.integers(0, length)), draw(st.integers(0, 40))
+            return flexmasks.get_mask(name, left=left, right=torch.tensor(right))
+        case "prefix_lm":
+            return flexmasks.get_mask(name, prefix_len=integers(length, batch))
+        case "document":
+            steps = draw(st.integers(1, 200))
+            ids = torch.arange(length) // steps
+            return flexmasks.get_mask(name, document_ids=ids if draw(st.booleans()) else ids.flip(0))
+        case "padding":
+            return flexmasks.get_mask(name, seq_lens=integers(1, batch))
+        case "own":
+            n, r = draw(st.integers(1, 5)), draw(st.integers(0, 4))
+            return flexmasks.get_mask(lambda b, h, q, kv: (q + h) % n != (kv + r) % n)
+    return flexmasks.get_mask(name)
+
+
+@st.composite
+def calls(draw: st.DrawFn) -> tuple[flexmasks.Mask, tuple[int, int, int, int, int], int | Tensor]:
+    batch, kv_heads, groups = draw(st.integers(1, 3)), draw(st.integers(1, 2)), draw(st.integers(1, 2))
+    q_len, kv_len = draw(st.integers(1, 600)), draw(st.integers(1, 600))
+    offset: int | Tensor = draw(st.integers(0, 300))
+    if draw(st.booleans()):
+        offset = torch.tensor(draw(st.lists(st.integers(0, 300), min_size=batch, max_size=batch)))
+    top = int(offset.max()) if isinstance(offset, Tensor) else offset
+    positions = max(kv_len, top + q_len)
+    mask = draw(leaves(batch, positions))
+    for _ in range(draw(st.integers(0, 2))):
+        other = draw(leaves(batch, positions))
+        mask = draw(st.sampled_from([mask & other, mask | other, mask & ~other]))
+    return mask, (batch, kv_heads * groups, kv_heads, q_len, kv_len), offset
+
+
+def _agrees(call: Any, backend: str) -> None:
+    mask, (batch, heads, kv_heads, q_len, kv_len), offset = call
+    q = torch.randn(batch, heads, q_len, 16)
+    k, v = torch.randn(2, batch, kv_heads, kv_len, 16)
+    starts = offset if isinstance(offset, Tensor) else torch.full((batch,), offset)
+    # the oracle: torch's own mask, of a plain function that moves the queries
+    visible = create_mask(lambda b, h, i, j: mask(b, h, i + starts[b], j), batch, heads, q_len, kv_len, device="cpu")
+    dense = flexmasks.dense_mask(mask, q_len, kv_len, batch=batch, heads=heads, q_offset=offset)
+    assert torch.equal(dense.expand_as(visible), visible)
+    want = F.scaled_dot_product_attention(
+        q.double(), k.double(), v.double(), attn_mask=visible, enable_gqa=heads != kv_heads
+    )
+    want = torch.where(visible.any(-1, keepdim=True), want, 0.0)
+    out = flexmasks.attention(q, k, v, mask=mask, q_offset=offset, backend=backend)
+    assert error(out, want) < TOLERANCE[torch.float32]
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+@given(calls())
+def test_compositions_on_the_reference(call: Any) -> None:
+    _agrees(call, "reference")
+
+
+@settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow])  # a new kernel each: seconds
+@given(calls())
+def test_compositions_compiled_cpu(call: Any) -> None:
+    _agrees(call, "cpu")
+
+
+# --- calls ---
+
+
+def test_nothing_is_needed() -> None:
+    q, k, v = torch.randn(3, 2, 3, 50, 16)
+    assert torch.allclose(flexmasks.attention(q, k, v), F.scaled_dot_product_attention(q, k, v), atol=1e-6)
+    assert torch.allclose(
+        flexmasks.attention(q, k, v, scale=0.3), F.scaled_dot_product_attention(q, k, v, scale=0.3), atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_lse_and_its_gradient(device: str) -> None:
+    q, k, v = (x.requires_grad_() for x in torch.randn(3, 2, 2, 150, 32, device=device))
+    others = [exact(x) for x in (q, k, v)]
+    mask = flexmasks.get_mask("sliding_window", window=20)
+    out, lse = flexmasks.attention(q, k, v, mask=mask, return_lse=True)
+    want, want_lse = attend(*others, flexmasks.dense_mask(mask, 150))
+    assert lse.dtype == torch.float32
+    check_lse(lse, want_lse, TOLERANCE[torch.float32])
+    weight = torch.randn_like(lse)
+    ((lse * weight).sum() + out.sum()).backward()
+    ((want_lse * weight.double().cpu()).sum() + want.sum()).backward()
+    for x, y in zip((q, k, v), others, strict=True):
+        assert error(x.grad, y.grad) < 2 * TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_decoding_step_by_step_equals_the_whole(device: str) -> None:
+    q, k, v = torch.randn(3, 2, 2, 40, 32, device=device)
+    with torch.no_grad():
+        whole = flexmasks.attention(q, k, v, mask="sliding_window", window=7)
+        graphs = 0
+        for step in range(30, 40):
+            part = flexmasks.attention(
+                q[:, :, step : step + 1], k, v, mask="sliding_window", window=7, q_offset=step
+            )
+            assert torch.allclose(part, whole[:, :, step : step + 1], atol=1e-5)
+            graphs = graphs or counters["stats"]["unique_graphs"]
+        assert counters["stats"]["unique_graphs"] == graphs  # a step compiles nothing
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("lengths", [(5, 130, 0, 40), (300,), (1, 1)])
+def test_jagged(lengths: tuple[int, ...], device: str) -> None:
+    sequences = [torch.randn(n, 4, 32, device=device) for n in lengths]
+    nested = torch.nested.nested_tensor(sequences, layout=torch.jagged).transpose(1, 2)
+    seq_lens = torch.tensor([max(0, n - 3) for n in lengths], device=device)
+    out = flexmasks.attention(nested, nested, nested, mask="grouped_tril", seq_lens=seq_lens)
+    assert out.shape == nested.shape
+    for x, y, n in zip(sequences, out.unbind(), seq_lens.tolist(), strict=True):
+        x = x.transpose(0, 1)[None].double().cpu()
+        visible = torch.ones(x.shape[2], x.shape[2], dtype=torch.bool).tril()
+        visible[n:] = False
+        assert y.shape == x.shape[1:]
+        if x.shape[2]:
+            want, _ = attend(x, x, x, visible)
+            assert error(y, want[0]) < TOLERANCE[torch.float32]
+
+
+def test_jagged_cross_attention_with_gradients_and_lse() -> None:
+    queries = [torch.randn(n, 2, 16, dtype=torch.float64) for n in (3, 50, 20)]
+    keys = [torch.randn(n, 2, 16, dtype=torch.float64) for n in (70, 0, 20)]
+    q = torch.nested.nested_tensor(queries, layout=torch.jagged, requires_grad=True)
+    k = torch.nested.nested_tensor(keys, layout=torch.jagged, requires_grad=True)
+    out, lse = flexmasks.attention(
+        q.transpose(1, 2), k.transpose(1, 2), k.transpose(1, 2), score="alibi", return_lse=True
+    )
+    out.values().sum().backward()
+    assert q.grad.offsets() is q.offsets()
+    slopes = torch.tensor([2.0**-4, 2.0**-8], dtype=torch.float64).view(1, 2, 1, 1)
+    for x, y, got, got_lse in zip(queries, keys, out.unbind(), lse.unbind(), strict=True):
+        if not len(y):
+            assert torch.all(got == 0)
+            assert torch.all(got_lse == -math.inf)
+            continue
+        x, y = (t.transpose(0, 1)[None] for t in (x, y))
+        distance = torch.arange(x.shape[2])[:, None] - torch.arange(y.shape[2])
+        want, want_lse = attend(x, y, y, None, lambda s, d=distance: s - slopes * d)
+        assert torch.allclose(got, want[0])
+        assert torch.allclose(got_lse, want_lse[0])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_inside_a_users_compile(device: str) -> None:
+    q, k, v = torch.randn(3, 2, 2, 150, 32, device=device)
+    ids = torch.arange(150, device=device) // 40
+    mask = flexmasks.get_mask("causal") & flexmasks.get_mask("document", document_ids=ids)
+    made = flexmasks.block_mask(mask, 150)
+
+    def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flexmasks.attention(q * 2, k, v, block_mask=made, score=["alibi", "softcap"], cap=5.0) + 1
+
+    with torch.no_grad():
+        got = torch.compile(model, fullgraph=True)(q, k, v)
+        assert torch.allclose(got, model(q, k, v), atol=1e-5)
+        theirs = create_block_mask(mask, None, None, 150, 150, device=device)
+        assert torch.allclose(
+            flexmasks.attention(q, k, v, block_mask=theirs), flexmasks.attention(q, k, v, mask=mask), atol=1e-6
+        )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradients_inside_a_users_compile(device: str) -> None:
+    q, k, v = torch.randn(3, 2, 2, 150, 32, device=device)
+    made = flexmasks.block_mask("sliding_window", 150, window=20, device=device)
+    projection = torch.nn.Linear(64, 8, device=device)
+
+    def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = flexmasks.attention(torch.tanh(q), k, v, block_mask=made)
+        return projection(out.transpose(1, 2).flatten(2)).relu()
+
+    def gradients(call: Any) -> list[Tensor]:
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        return [*torch.autograd.grad(call(*leaves).sum(), leaves)]
+
+    for got, want in zip(gradients(torch.compile(model, fullgraph=True)), gradients(model), strict=True):
+        assert torch.allclose(got, want, atol=1e-4)
+
+
+def test_a_block_mask_of_lists_alone_is_honoured_by_the_reference() -> None:
+    q, k, v = torch.randn(3, 1, 2, 256, 16)
+    made = flexmasks.block_mask("full", 256)
+    made.full_kv_num_blocks[:] = 1  # the first key block only, for a mask_mod that shows all
+    rows = torch.arange(256)[:, None] >= 0
+    visible = rows & (torch.arange(256) < 128)
+    out = flexmasks.attention(q, k, v, block_mask=made, backend="reference")
+    assert torch.allclose(out, F.scaled_dot_product_attention(q, k, v, attn_mask=visible), atol=1e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_many_windows_and_many_lengths_in_one_process(device: str) -> None:
+    """Thirty of each: right, never unfused, and changed tensors compile nothing."""
+    q, k, v = torch.randn(3, 2, 2, 130, 16, device=device)
+
+    def check(**arguments: Any) -> None:
+        with torch.no_grad():
+            out = flexmasks.attention(q, k, v, backend="cpu" if device == "cpu" else "triton", **arguments)
+        visible = flexmasks.dense_mask(arguments.pop("mask"), 130, batch=2, **arguments)
+        want, _ = attend(*(x.double().cpu() for x in (q, k, v)), visible.cpu())
+        assert error(out, want) < TOLERANCE[torch.float32]
+
+    start = counters["stats"]["unique_graphs"]
+    for window in range(30):
+        check(mask="sliding_window", window=window)
+    assert counters["stats"]["unique_graphs"] - start <= 6
+    check(mask="grouped_tril", seq_lens=torch.tensor([130, 1], device=device))
+    check(mask="sliding_window", window=torch.tensor(3, device=device))
+    start = counters["stats"]["unique_graphs"]
+    for n in range(30):
+        check(mask="grouped_tril", seq_lens=torch.tensor([n, 130 - n], device=device))
+        check(mask="sliding_window", window=torch.tensor(n, device=device))
+    assert counters["stats"]["unique_graphs"] == start
+
+
+def test_many_lengths_compile_a_bounded_number_of_kernels() -> None:
+    start = counters["stats"]["unique_graphs"]
+    for length in (100, 128, 200, 256, 333, 511, 77, 384):
+        q, k, v = torch.randn(3, 1, 2, length, 16)
+        out = flexmasks.attention(q, k, v, mask="prefix_lm", prefix_len=10)
+        want, _ = attend(*(x.double() for x in (q, k, v)), flexmasks.dense_mask("prefix_lm", length, prefix_len=10))
+        assert error(out, want) < TOLERANCE[torch.float32]
+    assert counters["stats"]["unique_graphs"] - start <= 3
+
+
+def test_no_grad_and_tensors_that_require_gradients_use_the_kernel() -> None:
+    q, k, v = (x.requires_grad_() for x in torch.randn(3, 2, 2, 130, 16))
+    slopes = torch.rand(2, requires_grad=True)
+    with torch.no_grad():
+        got = flexmasks.attention(q, k, v, mask="causal", score="alibi", slopes=slopes, backend="cpu")
+        want = flexmasks.attention(q, k, v, mask="causal", score="alibi", slopes=slopes, backend="reference")
+    assert torch.allclose(got, want, atol=1e-5)
+
+
+def test_explain_names_the_backend_and_the_reasons() -> None:
+    q, k, v = torch.randn(3, 1, 2, 300, 16)
+    text = flexmasks.explain(q, k, v, mask="sliding_window", window=4)
+    assert text.startswith("backend: cpu")
+    assert "not flash: it runs on CUDA only" in text
+    assert "empty 4, partial 5, full 0" in text
+    text = flexmasks.explain(q.requires_grad_(), k, v, mask="sliding_window", window=4)
+    assert text.startswith("backend: reference")
+    assert "not cpu: torch's compiled flex_attention has no gradients" in text
+
+
+def test_memory_of_the_reference_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slices of scores never exceed their bound, and thin slices give the same."""
+    from flexmasks import reference
+
+    q, k, v = (exact(x) for x in torch.randn(3, 2, 2, 300, 8))
+    arguments: dict[str, Any] = {"mask": "causal", "backend": "reference", "return_lse": True}
+    whole = flexmasks.attention(q, k, v, **arguments)
+    widest = 0
+    attend_slice = reference._Slice.attend
+
+    def counted(self: Any, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
+        nonlocal widest
+        widest = max(widest, q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2])
+        return attend_slice(self, q, k, v, scale)
+
+    monkeypatch.setattr(reference, "_SLICE", 10_000)
+    monkeypatch.setattr(reference._Slice, "attend", counted)
+    thin = flexmasks.attention(q, k, v, **arguments)
+    assert 0 < widest <= 10_000
+    assert torch.allclose(whole[0], thin[0])
+    assert torch.allclose(whole[1], thin[1])
+    (thin[0].sum() + thin[1].sum()).backward()

@@ -1,0 +1,127 @@
+"""Every registered score change against the naive formula, and tensors that learn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers import TOLERANCE, arguments, error, exact, label, qkv, spread
+from oracles import SCORE_CASES, SCORES, Case, attend, dense
+from torch import Tensor
+
+import flexmasks
+
+_CAUSAL = {c.name: c for c in SCORE_CASES}
+
+
+def _mask(case: Case) -> Tensor:
+    return dense(Case("causal", {}, case.batch, case.heads, case.q_len, case.kv_len, case.q_offset))
+
+
+def _changed(case: Case, params: dict[str, Any]) -> Callable[[Tensor], Tensor]:
+    return lambda scores: SCORES[case.name](scores, case, **params)
+
+
+def test_every_score_has_an_oracle_and_three_cases() -> None:
+    names = {s.name for s in flexmasks.list_scores() if not s.name.startswith("test_")}
+    assert names == set(SCORES) | {"packed"}  # packed holds other scores: tested below, sequence by sequence
+    for name in SCORES:
+        assert sum(c.name == name for c in SCORE_CASES) >= 3
+
+
+@pytest.mark.parametrize("case", SCORE_CASES, ids=label)
+def test_reference_in_float64_with_gradients(case: Case) -> None:
+    leaves = [exact(x) for x in qkv(case, torch.float32, size=8)]
+    others = [exact(x) for x in leaves]
+    given = arguments(case)
+    learned = {n: exact(t) for n, t in given.items() if isinstance(t, Tensor) and t.is_floating_point()}
+    also = {n: exact(t) for n, t in learned.items()}
+    out = flexmasks.attention(*leaves, mask="causal", score=case.name, **(given | learned))
+    want, _ = attend(*others, _mask(case), _changed(case, case.params | also))
+    assert torch.allclose(out, want, atol=1e-12, rtol=1e-12)
+    weight = torch.randn_like(out)
+    out.backward(weight)
+    want.backward(weight)
+    for x, y in zip([*leaves, *learned.values()], [*others, *also.values()], strict=True):
+        assert x.grad is not None
+        assert y.grad is not None
+        assert torch.allclose(x.grad, y.grad, atol=1e-9, rtol=1e-9)
+
+
+def _compiled(case: Case, dtype: torch.dtype, device: str) -> None:
+    leaves = qkv(case, dtype, device)
+    others = [exact(x) for x in leaves]
+    given = arguments(case, device)
+    given |= {n: t.float() for n, t in given.items() if isinstance(t, Tensor) and t.is_floating_point()}
+    cuda = device == "cuda"
+    learned = {n: t.requires_grad_(cuda) for n, t in given.items() if isinstance(t, Tensor) and t.is_floating_point()}
+    also = {n: exact(t) for n, t in learned.items()}
+    with torch.set_grad_enabled(cuda):
+        out = flexmasks.attention(
+            *leaves, mask="causal", score=case.name, backend="triton" if cuda else "cpu", **(given | learned)
+        )
+    want, _ = attend(*others, _mask(case), _changed(case, case.params | also))
+    assert error(out, want) < TOLERANCE[dtype]
+    if cuda:
+        weight = torch.randn_like(out)
+        out.backward(weight)
+        want.backward(weight.double().cpu())
+        for x, y in zip([*leaves, *learned.values()], [*others, *also.values()], strict=True):
+            assert error(x.grad, y.grad) < 2 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("case", spread(SCORE_CASES, 1), ids=label)
+def test_compiled_float32_cpu(case: Case) -> None:
+    _compiled(case, torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_compiled_half_cpu(dtype: torch.dtype) -> None:
+    _compiled(next(c for c in SCORE_CASES if c.name == "alibi"), dtype, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("case", SCORE_CASES, ids=label)
+def test_compiled_gpu(case: Case, dtype: torch.dtype) -> None:
+    _compiled(case, dtype, "cuda")
+
+
+def test_several_compose_in_order() -> None:
+    case = Case("full", {}, 2, 3, 20, 20)
+    q, k, v = (exact(x) for x in qkv(case, torch.float32))
+    slopes = torch.rand(3, dtype=torch.float64)
+    alibi = Case("alibi", {}, 2, 3, 20, 20)
+    plain = lambda score, b, h, q, kv: score + 0.1 * h  # noqa: E731
+    out = flexmasks.attention(q, k, v, score=["alibi", plain, "softcap"], slopes=slopes, cap=2.0)
+    heads = torch.arange(3, dtype=torch.float64).view(1, 3, 1, 1)
+
+    def changed(scores: Tensor) -> Tensor:
+        return SCORES["softcap"](SCORES["alibi"](scores, alibi, slopes=slopes) + 0.1 * heads, alibi, cap=2.0)
+
+    assert torch.allclose(out, attend(q, k, v, None, changed)[0], atol=1e-12)
+    other = flexmasks.attention(q, k, v, score=["softcap", plain, "alibi"], slopes=slopes, cap=2.0)
+    assert not torch.allclose(out, other)
+
+
+def test_packed_scores_are_those_of_each_sequence() -> None:
+    lengths, heads = (7, 0, 30, 12), 3
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    q, k, v = torch.randn(3, 1, heads, int(offsets[-1]), 8, dtype=torch.float64)
+    per_sequence = torch.rand(len(lengths), dtype=torch.float64)
+
+    def scaled(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return score * per_sequence[b] - 0.1 * (q - kv)
+
+    score = flexmasks.get_score(scaled)
+    out = flexmasks.attention(q, k, v, mask=flexmasks.packed("causal", offsets), score=flexmasks.packed(score, offsets))
+    for i, (start, stop) in enumerate(zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)):
+        if start == stop:
+            continue
+        n = stop - start
+        distance = torch.arange(n)[:, None] - torch.arange(n)
+        own = [x[:, :, start:stop] for x in (q, k, v)]
+        want, _ = attend(*own, distance >= 0, lambda s, d=distance, i=i: s * per_sequence[i] - 0.1 * d)
+        assert torch.allclose(out[:, :, start:stop], want, atol=1e-12)
