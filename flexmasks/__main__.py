@@ -18,7 +18,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m flexmasks", description="Attention masks for FlexAttention.")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("demo", help="run, check, time and draw grouped_tril attention on this machine")
-    commands.add_parser("list", help="list the masks and scores")
+    lister = commands.add_parser("list", help="list the masks and scores")
+    lister.add_argument("--markdown", action="store_true", help="as the README's tables")
     shower = commands.add_parser("show", help="draw a mask; parameters as --name value, by default an example's")
     shower.add_argument("name", help="a mask's or score's name")
     shower.add_argument("--length", type=int, default=4096, help="number of queries (default 4096)")
@@ -35,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
 
             demo()
         elif arguments.command == "list":
-            _list()
+            print(tables(arguments.markdown))
         else:
             _show(arguments, _parameters(rest))
     except (ValueError, TypeError) as error:
@@ -44,10 +45,17 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _list() -> None:
-    for title, entries in (("masks", list_masks()), ("scores", list_scores())):
-        rows = [(e.signature, e.summary, e.source) for e in entries]
-        print(tabulate(rows, headers=[title, "", "source"], maxcolwidths=[30, 60, 50]), end="\n\n")
+def tables(markdown: bool = False) -> str:
+    """The tables of masks and scores."""
+    found = []
+    for title, entries in (("mask", list_masks()), ("score", list_scores())):
+        if markdown:
+            rows = [(f"`{e.signature}`", e.summary.replace("|", "\\|"), e.source) for e in entries]
+            found.append(tabulate(rows, headers=[title, "meaning", "source"], tablefmt="github"))
+        else:
+            rows = [(e.signature, e.summary, e.source) for e in entries]
+            found.append(tabulate(rows, headers=[title, "meaning", "source"], maxcolwidths=[30, 60, 50]))
+    return "\n\n".join(found)
 
 
 def _show(arguments: argparse.Namespace, given: dict[str, Any]) -> None:

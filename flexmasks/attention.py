@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexmasks import blocks, kernels, reference
-from flexmasks.backends import BACKENDS, Call, choose, flash_installed, run
+from flexmasks.backends import BACKENDS, Call, choose, run
 from flexmasks.packing import packed
 from flexmasks.params import Size, describe
 from flexmasks.planning import (
@@ -234,7 +234,7 @@ def _call(
         _check_block_mask(block_mask, size)
         plan = GivenPlan(block_mask)
     else:
-        plan = MaskPlan(FULL if made is None else made, size, q_offset, lift=not (q.is_cuda and flash_installed()))
+        plan = MaskPlan(FULL if made is None else made, size, q_offset, lift=True)
     changed = None if change is None else ScorePlan(change, size, q_offset)
     tensors = [*plan.tensors, *(changed.tensors if changed else ())]
     enabled = torch.is_grad_enabled()
@@ -283,7 +283,8 @@ def _inside_compile(
         size = Size(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device)
         score_mod = shifted_score(change.bind(change.resolve(size)), q_offset)
     if q.is_cuda:
-        return kernels.flex(q, k, v, score_mod, block_mask, scale, kernel_options, return_lse)
+        options = kernels.options(q, k, None, kernel_options)
+        return kernels.flex(q, k, v, score_mod, block_mask, scale, options, return_lse)
     needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     if needs_grad or return_lse or q.dtype == torch.float64:
         return reference.attend(q, k, v, score_mod, block_mask, scale)

@@ -24,6 +24,10 @@ _HALF = (torch.float16, torch.bfloat16)
 _FUSED = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 
 
+class Unavailable(Exception):
+    """A backend turned out to be unable to run a call, when it compiled or looked for a kernel."""
+
+
 @dataclass(frozen=True)
 class Call:
     """One call of attention, checked, with what a backend needs to decide and to run."""
@@ -69,6 +73,8 @@ def _refuses_sdpa(call: Call) -> str | None:
         return f"it is not used on {call.q.device.type}"
     if call.cuda and call.q.dtype == torch.float64:
         return "it has no fused kernel for float64 on CUDA"
+    if call.cuda and call.q.dtype == torch.float32 and call.q.shape[1] != call.k.shape[1]:
+        return "it has no fused kernel for grouped heads in float32 on CUDA"
     return None
 
 
@@ -79,9 +85,15 @@ def _run_sdpa(call: Call) -> tuple[Tensor, Tensor | None]:
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
         grouped = False
     backends = _FUSED if call.cuda else [SDPBackend.FLASH_ATTENTION]
+    causal = call.dense_mask == "causal"
     with sdpa_kernel(backends):
-        causal = call.dense_mask == "causal"
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=call.scale, enable_gqa=grouped), None
+        try:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=call.scale, enable_gqa=grouped)
+        except RuntimeError as error:
+            if "No available kernel" not in str(error):
+                raise
+            raise Unavailable("torch has no fused kernel for this call") from error
+    return out, None
 
 
 def _refuses_flash(call: Call) -> str | None:
@@ -130,9 +142,7 @@ def _run_flex(backend: str | None, call: Call) -> tuple[Tensor, Tensor | None]:
     q, k, v = call.q, call.k, call.v
     if not call.needs_grad:  # torch refuses tensors that require gradients on the CPU, even under no_grad
         q, k, v = q.detach(), k.detach(), v.detach()
-    options = dict(call.options or {})
-    if backend is not None:
-        options["BACKEND"] = backend
+    options = kernels.options(q, k, backend, call.options)
     block_mask = call.block_mask()
     key = (
         call.key, backend, q.dtype, q.device, q.shape[0], q.shape[1], k.shape[1], q.shape[3], call.with_lse,
@@ -140,7 +150,16 @@ def _run_flex(backend: str | None, call: Call) -> tuple[Tensor, Tensor | None]:
         torch.is_grad_enabled(), q.requires_grad, k.requires_grad, v.requires_grad,
     )  # fmt: skip
     score_mod = None if call.score_mod is None else call.score_mod()
-    out, lse = kernels.run(key, q, k, v, score_mod, block_mask, call.scale, options or None, call.with_lse)
+    try:
+        out, lse = kernels.run(key, q, k, v, score_mod, block_mask, call.scale, options or None, call.with_lse)
+    except torch.OutOfMemoryError:
+        raise
+    except (TorchDynamoException, InductorError) as error:
+        raise Unavailable(_first_line(error)) from error
+    except Exception as error:
+        if backend != "FLASH":
+            raise
+        raise Unavailable(_first_line(error)) from error  # its compiler runs at the first call, and raises anything
     return out, None if lse is None else lse.float()
 
 
@@ -184,24 +203,16 @@ def run(call: Call, name: str) -> tuple[Tensor, Tensor | None]:
             raise ValueError(f"flexmasks.attention: backend {name!r} cannot run this call: {reason}.")
         try:
             return BACKENDS[name].run(call)
-        except _COMPILE_ERRORS as error:
-            raise RuntimeError(f"flexmasks.attention: backend {name!r} failed: {_first_line(error)}") from error
+        except Unavailable as error:
+            raise RuntimeError(f"flexmasks.attention: backend {name!r} failed: {error}") from error
     able, _ = choose(call)
     for backend in able[:-1]:
         try:
             return backend.run(call)
-        except _COMPILE_ERRORS as error:
-            reason = f"it failed before: {_first_line(error)}"
-            _FAILED[backend.name, _kind(call)] = reason
-            _log.warning("backend %r failed and is left out for such calls: %s", backend.name, _first_line(error))
-        except RuntimeError as error:
-            if backend.name != "sdpa" or "No available kernel" not in str(error):
-                raise
-            _FAILED[backend.name, _kind(call)] = "torch has no fused kernel for this call"
+        except Unavailable as error:
+            _FAILED[backend.name, _kind(call)] = f"it failed before: {error}"
+            _log.warning("backend %r failed and is left out for such calls: %s", backend.name, error)
     return able[-1].run(call)
-
-
-_COMPILE_ERRORS: tuple[type[Exception], ...] = (TorchDynamoException, InductorError)
 
 
 def _kind(call: Call) -> Hashable:

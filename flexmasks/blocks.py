@@ -15,7 +15,7 @@ from flexmasks.ranges import GiveUp, Range, evaluate
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 _Mod = TypeVar("_Mod", bound=Callable[..., Tensor])
-_CHUNK = (1 << 22, 1 << 17)  # elements evaluated at once: on a GPU, and on a CPU, where they should stay in its cache
+_CHUNK = (1 << 22, 1 << 19)  # elements evaluated at once: on a GPU, and on a CPU, where they should stay in its cache
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,8 @@ class Blocks:
 
     def block_mask(self, mask_mod: MaskMod) -> BlockMask:
         """The BlockMask of these blocks and that function."""
-        return BlockMask((self.q_len, self.kv_len), *self.indices, BLOCK_SIZE=self.block_size, mask_mod=mask_mod)
+        lengths: Any = (self.q_len, self.kv_len)
+        return BlockMask(*(lengths, *self.indices, self.block_size, mask_mod))
 
 
 class _ScalarIndexing(TorchFunctionMode):
@@ -90,7 +91,7 @@ def dense(mask_mod: MaskMod, batch: int, heads: int, q_len: int, kv_len: int, de
     """The mask as booleans, [batch or 1, heads or 1, q_len, kv_len]."""
     batch, heads = dependence(mask_mod, batch, heads, device)
     indices = (torch.arange(n, device=device) for n in (batch, heads, q_len, kv_len))
-    return _boolean(over_indices(mask_mod)(*indices))
+    return _boolean(over_indices(mask_mod)(*indices), 4)
 
 
 def build(
@@ -114,6 +115,7 @@ def build(
     whole_kv = kv_ends[1] - kv_ends[0] == block_size[1] - 1
     whole = whole_q[:, None] & whole_kv[None, :]
     result = _evaluate(mask_mod, batch, heads, *q_ends, *kv_ends)
+    unknown: tuple[str, ...]
     if result is None:
         shape = (batch, heads, rows, columns)
         certain = torch.zeros(shape, dtype=torch.bool, device=device)
@@ -142,14 +144,14 @@ def build(
             left.append(chunk[some == all_])
         todo = torch.cat([todo[:0], *left])
     partial = visible & ~full
-    kv, full_kv = _ordered(partial), _ordered(full)
-    q, full_q = _ordered(partial.transpose(-2, -1)), _ordered(full.transpose(-2, -1))
+    by_row = (*_ordered(partial), *_ordered(full))
+    by_column = (*_ordered(partial.transpose(-2, -1)), *_ordered(full.transpose(-2, -1)))
     counts = torch.stack([partial.sum(), full.sum()]).tolist()
     return Blocks(
         q_len=q_len,
         kv_len=kv_len,
         block_size=block_size,
-        indices=(*kv, *full_kv, *q, *full_q),
+        indices=(*by_row, *by_column),
         total=partial.numel(),
         partial=counts[0],
         full=counts[1],
@@ -214,17 +216,22 @@ def _over_blocks(mask_mod: MaskMod) -> Callable[[Tensor, Tensor, Tensor, Tensor]
 
     def evaluated(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
         with _ScalarIndexing():
-            seen = _boolean(function(b.clone(), h.clone(), q, kv)).flatten(1)  # it may change its indices in place
-        return seen.any(1), seen.all(1)
+            seen = _boolean(function(b.clone(), h.clone(), q, kv), 3)  # it may change its indices in place
+        return seen.flatten(1).any(1), seen.flatten(1).all(1)
 
     return evaluated
 
 
-def _boolean(seen: Tensor) -> Tensor:
+def _boolean(seen: Tensor, dims: int) -> Tensor:
     if seen.dtype != torch.bool:
         raise TypeError(
             "flexmasks: a mask function must return a boolean tensor, "
             f"got one of {str(seen.dtype).removeprefix('torch.')}; compare, as in `q >= kv`."
+        )
+    if seen.ndim != dims:
+        raise ValueError(
+            "flexmasks: a mask function must return one truth value for each b, h, q, kv, all numbers; "
+            f"got a tensor of shape {list(seen.shape[dims:])}."
         )
     return seen
 

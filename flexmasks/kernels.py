@@ -37,17 +37,29 @@ def flex(
     score_mod: Callable[..., Tensor] | None,
     block_mask: BlockMask | None,
     scale: float | None,
-    options: dict[str, Any] | None,
+    kernel_options: dict[str, Any] | None,
     with_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """torch's flex_attention with grouped heads seen from the shapes, and lse or None."""
     grouped = q.shape[1] != k.shape[1]
     if with_lse:
         out, aux = flex_attention(
-            q, k, v, score_mod, block_mask, scale, grouped, kernel_options=options, return_aux=AuxRequest(lse=True)
+            q, k, v, score_mod, block_mask, scale, grouped, kernel_options=kernel_options, return_aux=AuxRequest(lse=True)
         )
         return out, aux.lse
-    return flex_attention(q, k, v, score_mod, block_mask, scale, grouped, kernel_options=options), None
+    return flex_attention(q, k, v, score_mod, block_mask, scale, grouped, kernel_options=kernel_options), None
+
+
+def options(q: Tensor, k: Tensor, backend: str | None, given: dict[str, Any] | None) -> dict[str, Any]:
+    """The kernel_options of a call: the user's, and the backend."""
+    chosen = dict(given or {})
+    if backend is not None:
+        chosen["BACKEND"] = backend
+    elif q.is_cuda and not chosen.keys() & {"BACKEND", "FORCE_USE_FLEX_ATTENTION"}:
+        # torch takes its decoding kernel below 128 queries, which finds no tile for more than 128 rows of a group
+        if q.shape[2] * (q.shape[1] // k.shape[1]) > 128:
+            chosen["BACKEND"] = "TRITON"
+    return chosen
 
 
 @torch.library.custom_op("flexmasks::separate", mutates_args=())

@@ -27,7 +27,7 @@ from flexmasks.values import Mask, Modifier, NestedExtras, Score
 
 Offset = int | Tensor
 BLOCK_SIZE = (128, 128)
-_CONSTANTS = 4  # so many values of a mask's numbers are compiled in; from then on they are inputs of the kernel
+_CONSTANTS = 6  # so many values of a mask's numbers are compiled in; from then on they are inputs of the kernel
 
 
 @dataclass(frozen=True)

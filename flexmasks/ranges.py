@@ -50,9 +50,7 @@ class Range:
     __slots__ = ("dtype", "hi", "limit", "lo", "reached")
     __array_ufunc__ = None  # NumPy's numbers leave operators to this class
 
-    def __init__(
-        self, lo: Tensor, hi: Tensor, dtype: torch.dtype, limit: float = _INF, reached: bool = False
-    ) -> None:
+    def __init__(self, lo: Tensor, hi: Tensor, dtype: torch.dtype, limit: float = _INF, reached: bool = False) -> None:
         self.lo, self.hi, self.dtype, self.limit, self.reached = lo, hi, dtype, limit, reached
 
     @classmethod
@@ -148,10 +146,11 @@ def _operator(name: str) -> Callable[..., Any]:
     return operate
 
 
-for _name in (
-    "add radd sub rsub mul rmul floordiv rfloordiv truediv rtruediv mod rmod pow rpow and rand or ror xor rxor "
-    "lshift rlshift rshift rrshift neg abs invert eq ne lt le gt ge"
-).split():
+_OPERATORS = """
+    add radd sub rsub mul rmul floordiv rfloordiv truediv rtruediv mod rmod pow rpow and rand or ror xor rxor
+    lshift rlshift rshift rrshift neg pos abs invert eq ne lt le gt ge
+"""
+for _name in _OPERATORS.split():
     setattr(Range, f"__{_name}__", _operator(f"__{_name}__"))
 
 
@@ -535,12 +534,8 @@ def _extreme(a: Any, b: Any, operation: Callable[..., Tensor]) -> Range | None:
 
 
 def _clamp(a: Any, min: Any = None, max: Any = None) -> Range | None:  # torch's names
-    result = a
-    if min is not None and result is not None:
-        result = _maximum(result, min)
-    if max is not None and result is not None:
-        result = _minimum(result, max)
-    return result
+    raised = a if min is None else _maximum(a, min)
+    return raised if max is None or raised is None else _minimum(raised, max)
 
 
 def _where(condition: Any, a: Any = None, b: Any = None) -> Range | None:
@@ -575,7 +570,9 @@ def _rounded(operation: Callable[[Tensor], Tensor]) -> Callable[[Any], Range]:
 # --- truth ---
 
 
-def _compare(certain: Callable[[Range, Range], Tensor], possible: Callable[[Range, Range], Tensor]) -> Any:
+def _compare(
+    certain: Callable[[Range, Range], Tensor], possible: Callable[[Range, Range], Tensor]
+) -> Callable[[Any, Any], Range]:
     def rule(a: Any, b: Any) -> Range:
         dtype = _common(a, b)
         x, y = (_number(v) if dtype == torch.bool else _as_dtype(v, dtype) for v in (a, b))
@@ -758,13 +755,13 @@ _RULES: dict[str, Callable[..., Any]] = {
     "rsub": lambda a, b: _sub(b, a),
     **dict.fromkeys(("mul", "multiply", "rmul", "imul"), _mul),
     **dict.fromkeys(("neg", "negative"), _neg),
-    **dict.fromkeys(("pos", "positive", "clone", "detach", "contiguous"), lambda a: a),
+    **dict.fromkeys(("positive", "clone", "detach", "contiguous"), lambda a: a),
     **dict.fromkeys(("abs", "absolute"), _abs),
     "square": lambda a: _power(a, 2),
     **dict.fromkeys(("floordiv", "floor_divide"), _floor_divide),
     "rfloordiv": lambda a, b: _floor_divide(b, a),
     **dict.fromkeys(("truediv", "div", "divide", "true_divide"), _true_divide),
-    "rtruediv": lambda a, b: _true_divide(b, a),
+    "rdiv": lambda a, b: _true_divide(b, a),
     **dict.fromkeys(("mod", "remainder"), _remainder),
     "rmod": lambda a, b: _remainder(b, a),
     "pow": _power,

@@ -217,8 +217,8 @@ class Modifier(Readable):
     def _standalone(self, device: torch.device) -> Callable[..., Tensor]:
         """The function for a bare call, kept until a tensor that it was prepared from changes."""
         found = self._bound.get(device)
-        if found is not None and torch.compiler.is_compiling():
-            return found[1]
+        if torch.compiler.is_compiling():  # the tracer sees neither versions nor a cache
+            return self.bind(self.resolve(None, device=device)) if found is None else found[1]
         state = self._state() if self._prepared() else ()
         if found is None or state is None or found[0] != state:
             with torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext():
@@ -311,7 +311,8 @@ class Mask(Modifier):
 class Score(Modifier):
     """A change of the attention scores: a value made by `get_score`.
 
-    Called as `score_mod(score, b, h, q, kv)` it is an ordinary FlexAttention score_mod.
+    Called as `score_mod(score, b, h, q, kv)` it is an ordinary FlexAttention score_mod. One that reads its tensors
+    when it is first called (`packed`) must be called once before torch.compile traces it.
 
     Example:
         >>> import flexmasks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -15,9 +16,9 @@ from torch import Tensor
 import flexmasks
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-# Error allowed of outputs and gradients, ||x - exact|| / ||exact||: about four roundings of the dtype. A row's lse is
-# float32 in all of them and its error absolute.
-TOLERANCE = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+# Error allowed of outputs, and twice that of gradients, see `error`: about four roundings of the half precisions.
+# A row's lse is float32 in all of them and its error absolute.
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2.5e-3, torch.bfloat16: 1.6e-2}
 
 
 def arguments(case: Case, device: str = "cpu") -> dict[str, Any]:
@@ -47,14 +48,14 @@ def exact(x: Tensor) -> Tensor:
     return x.detach().double().cpu().requires_grad_()
 
 
-def error(got: Tensor | None, want: Tensor | None) -> float:
-    """||got - want|| / ||want||, the plain norm where want is 0; inf for NaN."""
+def error(got: Tensor | None, want: Tensor | None, unit: float = 0.05) -> float:
+    """||got - want|| / ||want||, inf for NaN; `want` counts as having elements of `unit` at least, for it may be 0."""
     assert got is not None
     assert want is not None
     got, want = got.detach().double().cpu(), want.detach().double()
-    size = want.norm()
-    difference = (got - want).norm() / (size if size > 0 else 1.0)
-    return float(difference) if difference.isfinite() else float("inf")
+    size = max(float(want.norm()), unit * want.numel() ** 0.5)
+    difference = float((got - want).norm()) / size
+    return difference if math.isfinite(difference) else math.inf
 
 
 def check_lse(got: Tensor, want: Tensor, tolerance: float) -> None:

@@ -337,7 +337,7 @@ def test_many_windows_and_many_lengths_in_one_process(device: str) -> None:
     start = counters["stats"]["unique_graphs"]
     for window in range(30):
         check(mask="sliding_window", window=window)
-    assert counters["stats"]["unique_graphs"] - start <= 6
+    assert counters["stats"]["unique_graphs"] - start <= 8
     check(mask="grouped_tril", seq_lens=torch.tensor([130, 1], device=device))
     check(mask="sliding_window", window=torch.tensor(3, device=device))
     start = counters["stats"]["unique_graphs"]

@@ -68,21 +68,22 @@ def _compiled(case: Case, dtype: torch.dtype, device: str, backend: str = "auto"
             assert error(x.grad, y.grad) < 2 * TOLERANCE[dtype]
 
 
-# On a CPU each kernel takes seconds to compile: two cases of each mask in float32, one in the other dtypes.
+# On a CPU each kernel takes seconds to compile: two cases of each mask in float32, one in the other dtypes. Cases that
+# differ in tensors only share a kernel.
 @pytest.mark.parametrize("case", spread(MASK_CASES, 2), ids=label)
 def test_compiled_float32_cpu(case: Case) -> None:
     _compiled(case, torch.float32, "cpu", "cpu")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("case", [c for c in spread(MASK_CASES, 3) if c.name in ("document", "grouped_tril")][1::3], ids=label)
+@pytest.mark.parametrize("case", spread(MASK_CASES, 3)[1::3], ids=label)
 def test_compiled_half_cpu(case: Case, dtype: torch.dtype) -> None:
     _compiled(case, dtype, "cpu", "cpu")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
-@pytest.mark.parametrize("case", spread(MASK_CASES, 4), ids=label)
+@pytest.mark.parametrize("case", spread(MASK_CASES, 3), ids=label)
 def test_compiled_gpu(case: Case, dtype: torch.dtype) -> None:
     _compiled(case, dtype, "cuda", "triton")
 
@@ -100,7 +101,8 @@ def test_chosen_gpu(case: Case, dtype: torch.dtype) -> None:
 def test_dense_kernels_with_gradients(dtype: torch.dtype, causal: bool, device: str) -> None:
     """Plain and causal attention, which go to SDPA."""
     case = Case("causal" if causal else "full", {}, 2, 4, 150, 150)
-    leaves = qkv(case, dtype, device, grouped=True)
+    grouped = device == "cpu" or dtype != torch.float32  # torch has no such kernel there
+    leaves = qkv(case, dtype, device, grouped)
     others = [exact(x) for x in leaves]
     out = flexmasks.attention(*leaves, mask=case.name, backend="sdpa")
     want, _ = attend(*others, dense(case))

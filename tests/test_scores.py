@@ -69,7 +69,8 @@ def _compiled(case: Case, dtype: torch.dtype, device: str) -> None:
         out.backward(weight)
         want.backward(weight.double().cpu())
         for x, y in zip([*leaves, *learned.values()], [*others, *also.values()], strict=True):
-            assert error(x.grad, y.grad) < 2 * TOLERANCE[dtype]
+            summed = y.ndim < 4  # slopes and tables: sums over many pairs that may cancel
+            assert error(x.grad, y.grad, unit=1.0 if summed else 0.05) < 2 * TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("case", spread(SCORE_CASES, 1), ids=label)
@@ -78,13 +79,14 @@ def test_compiled_float32_cpu(case: Case) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_compiled_half_cpu(dtype: torch.dtype) -> None:
-    _compiled(next(c for c in SCORE_CASES if c.name == "alibi"), dtype, "cpu")
+@pytest.mark.parametrize("case", spread(SCORE_CASES, 3)[1::3], ids=label)
+def test_compiled_half_cpu(case: Case, dtype: torch.dtype) -> None:
+    _compiled(case, dtype, "cpu")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
-@pytest.mark.parametrize("case", SCORE_CASES, ids=label)
+@pytest.mark.parametrize("case", spread(SCORE_CASES, 3), ids=label)
 def test_compiled_gpu(case: Case, dtype: torch.dtype) -> None:
     _compiled(case, dtype, "cuda")
 

@@ -1,0 +1,277 @@
+"""blocks.build against torch's create_block_mask, index tensor by index tensor, and dense masks against create_mask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import oracles
+import pytest
+import test_ranges
+import torch
+from helpers import arguments, label
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
+
+import flexmasks
+from flexmasks import blocks
+from flexmasks.blocks import Blocks
+
+CPU = torch.device("cpu")
+FIELDS = [f"{side}_{what}" for side in ("kv", "full_kv", "q", "full_q") for what in ("num_blocks", "indices")]
+LONGEST = 600
+TABLES = test_ranges._tables(LONGEST)
+
+
+def check_equal(got: BlockMask, want: BlockMask) -> None:
+    """The same eight index tensors: dtype, shape, and the order of indices, the unused ones included."""
+    assert got.seq_lengths == want.seq_lengths
+    assert got.BLOCK_SIZE == want.BLOCK_SIZE
+    for field in FIELDS:
+        mine, theirs = getattr(got, field), getattr(want, field)
+        assert mine.dtype == theirs.dtype, field
+        assert torch.equal(mine, theirs), field
+
+
+def check(
+    mask: Callable[..., Tensor], batch: int, heads: int, q_len: int, kv_len: int, size: tuple[int, int] = (128, 128)
+) -> Blocks:
+    """Build the blocks of a mask and compare them, its dependence on b and h, and the dense mask, with torch's."""
+    built = blocks.build(mask, batch, heads, q_len, kv_len, CPU, size)
+    own_batch, own_heads = built.indices[0].shape[:2]
+    assert own_batch in (1, batch)
+    assert own_heads in (1, heads)
+    want = create_block_mask(mask, own_batch, own_heads, q_len, kv_len, device="cpu", BLOCK_SIZE=size)
+    got = built.block_mask(mask)
+    check_equal(got, want)
+    assert got.mask_mod is mask
+    dense = create_mask(mask, batch, heads, q_len, kv_len, device="cpu")
+    assert torch.equal(dense[:own_batch, :own_heads].expand_as(dense), dense)
+    assert torch.equal(blocks.dense(mask, batch, heads, q_len, kv_len, CPU).expand_as(dense), dense)
+    assert built.partial == int(want.kv_num_blocks.sum())
+    assert built.full == int(want.full_kv_num_blocks.sum())
+    assert built.empty == built.total - built.partial - built.full
+    partial, full = blocks.of_block_mask(got)
+    assert (int(partial.sum()), int(full.sum())) == (built.partial, built.full)
+    return built
+
+
+# --- random masks ---
+
+lengths = st.one_of(st.sampled_from([1, 16, 127, 128, 129, 256]), st.integers(1, LONGEST))
+block_sizes = st.tuples(*[st.sampled_from([16, 32, 64, 128, 256])] * 2)
+
+
+@settings(max_examples=120)
+@given(
+    expression=test_ranges.expressions("c", 3, odd=False) | test_ranges.expressions("c", 2, odd=False),
+    batch=st.integers(1, 2),
+    heads=st.integers(1, 2),
+    q_len=lengths,
+    kv_len=lengths,
+    size=block_sizes,
+)
+def test_random_functions(
+    expression: str, batch: int, heads: int, q_len: int, kv_len: int, size: tuple[int, int]
+) -> None:
+    mask = test_ranges.compiled(expression, TABLES)
+    try:
+        seen = create_mask(mask, batch, heads, 2, 2, device="cpu")
+        create_mask(mask, 1, 1, q_len, kv_len, device="cpu")
+    except (RuntimeError, TypeError, ValueError, ArithmeticError, IndexError, AttributeError):
+        assume(False)  # no mask
+    assume(seen.dtype == torch.bool and seen.ndim == 4)
+    check(mask, batch, heads, q_len, kv_len, size)
+
+
+GEOMETRY = ["kv <= q", "q - kv <= {n}", "kv < {n}", "(q + kv) % {n} == 0", "q // {n} == kv // {n}", "kv <= q + h * {n}"]
+GEOMETRY += ["kv < per_batch[b]", "ids[q] == ids[kv]", "abs(q - kv) * per_head[h] < {n}", "q % {n} <= kv % {n}"]
+GEOMETRY += ["square[q, kv]", "flags[kv]", "rows[b, q] >= rows[b, kv]", "q > {n}", "kv == {n}"]
+
+
+@st.composite
+def structured(draw: st.DrawFn, depth: int = 2) -> str:
+    """Masks as people write them: conditions on positions, joined by and, or, not."""
+    if depth == 0 or draw(st.booleans()):
+        return draw(st.sampled_from(GEOMETRY)).replace("{n}", str(draw(st.sampled_from([1, 7, 32, 100, 250]))))
+    first, second = draw(structured(depth - 1)), draw(structured(depth - 1))
+    return draw(st.sampled_from(["({x}) & ({y})", "({x}) | ({y})", "~({x})"])).format(x=first, y=second)
+
+
+@settings(max_examples=120)
+@given(
+    expression=structured(),
+    batch=st.integers(1, 2),
+    heads=st.integers(1, 2),
+    q_len=lengths,
+    kv_len=lengths,
+    size=block_sizes,
+)
+def test_structured_functions(
+    expression: str, batch: int, heads: int, q_len: int, kv_len: int, size: tuple[int, int]
+) -> None:
+    check(test_ranges.compiled(expression, TABLES), batch, heads, q_len, kv_len, size)
+
+
+# --- functions made to be hard ---
+
+
+def _documents(length: int, seed: int) -> Tensor:
+    ends = torch.rand(length, generator=torch.Generator().manual_seed(seed)) < 1 / 64
+    return ends.cumsum(0)
+
+
+def _random(*shape: int, density: float) -> Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(7)) < density
+
+
+Q_IDS, KV_IDS = _documents(900, 1), _documents(900, 2)
+DENSE = {density: _random(700, 900, density=density) for density in (0.0, 1e-5, 1e-3, 0.5, 0.9999, 1.0)}
+PER_HEAD = _random(2, 3, 700, 900, density=2e-4)
+BY_ROW = torch.stack([Q_IDS, Q_IDS.flip(0)])
+SHUFFLED = torch.randperm(900, generator=torch.Generator().manual_seed(3))
+
+HARD: dict[str, Callable[..., Any]] = {
+    "one column": lambda b, h, q, kv: kv == 333,
+    "one row": lambda b, h, q, kv: q == 333,
+    "one element": lambda b, h, q, kv: (q == 401) & (kv == 402),
+    "one hidden element": lambda b, h, q, kv: (q != 401) | (kv != 402),
+    "every hundredth": lambda b, h, q, kv: (kv % 100 == 99) & (q >= kv),
+    "checkerboard": lambda b, h, q, kv: (q + kv) % 2 == 0,
+    "documents": lambda b, h, q, kv: Q_IDS[q] == KV_IDS[kv],
+    "documents hashed": lambda b, h, q, kv: (Q_IDS * 2**40 + 2**61)[q] == (KV_IDS * 2**40 + 2**61)[kv],
+    "shuffled": lambda b, h, q, kv: SHUFFLED[q] <= SHUFFLED[kv],
+    "per batch and head": lambda b, h, q, kv: PER_HEAD[b, h, q, kv],
+    "per head": lambda b, h, q, kv: PER_HEAD[0, h, q, kv] | (q - kv == h),
+    "row by row": lambda b, h, q, kv: BY_ROW[b][q] == BY_ROW[b][kv],
+    "all hidden": lambda b, h, q, kv: q < 0,
+    "nothing hidden": lambda b, h, q, kv: q >= 0,
+    "a constant": lambda b, h, q, kv: torch.ones((), dtype=torch.bool),
+    "a constant of the index": lambda b, h, q, kv: q.new_zeros((), dtype=torch.bool),
+    "unknown, all hidden": lambda b, h, q, kv: torch.sin(q) > 2,
+    "unknown, nothing hidden": lambda b, h, q, kv: torch.sin(q * kv) > -2,
+    "unknown of the batch": lambda b, h, q, kv: (b & 1) == (q & 1),
+    "not a number": lambda b, h, q, kv: ~(torch.sqrt(q - 100.0) <= kv),
+    "in place": lambda b, h, q, kv: q.clone().add_(1) > kv,
+    **{f"random {d}": lambda b, h, q, kv, d=d: DENSE[d][q, kv] for d in DENSE},
+}
+
+
+@pytest.mark.parametrize("name", HARD)
+def test_hard_functions(name: str) -> None:
+    check(HARD[name], 2, 3, 700, 900)
+    check(HARD[name], 2, 3, 500, 450, (64, 32))
+
+
+@pytest.mark.parametrize("q_len", [1, 127, 128, 129])
+@pytest.mark.parametrize("kv_len", [1, 127, 128, 129])
+def test_edges_of_blocks(q_len: int, kv_len: int) -> None:
+    for name in ("one column", "nothing hidden", "all hidden", "checkerboard", "random 0.5"):
+        check(HARD[name], 1, 1, q_len, kv_len)
+    check(lambda b, h, q, kv: kv <= q, 1, 1, q_len, kv_len)
+    check(lambda b, h, q, kv: kv <= q, 1, 1, q_len, kv_len, (1024, 2048))
+    check(lambda b, h, q, kv: kv <= q, 1, 1, q_len, kv_len, (16, 8))
+
+
+@pytest.mark.parametrize("case", oracles.MASK_CASES, ids=label)
+def test_registered_masks(case: oracles.Case) -> None:
+    given = arguments(case)
+    sizes = {"batch": case.batch, "heads": case.heads}
+    for size in (128, (16, 32)):
+        got = flexmasks.block_mask(case.name, case.q_len, case.kv_len, block_size=size, **sizes, **given)
+        own_batch, own_heads = got.kv_num_blocks.shape[:2]
+        want = create_block_mask(
+            got.mask_mod, own_batch, own_heads, case.q_len, case.kv_len, device="cpu", BLOCK_SIZE=size
+        )
+        check_equal(got, want)
+    dense = create_mask(got.mask_mod, case.batch, case.heads, case.q_len, case.kv_len, device="cpu")
+    assert torch.equal(dense[:own_batch, :own_heads].expand_as(dense), dense)
+    own = flexmasks.dense_mask(case.name, case.q_len, case.kv_len, **sizes, **given)
+    assert own.dtype == torch.bool
+    assert own.shape == (own_batch, own_heads, case.q_len, case.kv_len)
+    assert torch.equal(own.expand_as(dense), dense)
+
+
+# --- what is looked at ---
+
+_BY_DOCUMENT = torch.arange(4096) // 400
+NEAT: dict[str, Callable[..., Any]] = {
+    "causal": lambda b, h, q, kv: kv <= q,
+    "window": lambda b, h, q, kv: (kv <= q) & (q - kv <= 1000),
+    "documents": lambda b, h, q, kv: _BY_DOCUMENT[q] == _BY_DOCUMENT[kv],
+    "prefix": lambda b, h, q, kv: (kv <= q) | (kv < 1000),
+    "all": lambda b, h, q, kv: q >= 0,
+}
+
+
+@pytest.mark.parametrize("name", NEAT)
+def test_only_partial_blocks_are_looked_at(name: str) -> None:
+    built = check(NEAT[name], 1, 1, 4096, 4096)
+    assert built.undecided == built.partial
+    assert built.not_understood == ()
+
+
+def test_what_is_not_understood_is_named() -> None:
+    assert check(HARD["unknown, all hidden"], 1, 1, 300, 300).not_understood == ("sin",)
+    assert check(HARD["row by row"], 1, 1, 300, 300).not_understood == ("the function as a whole",)
+
+
+# --- errors ---
+
+
+def _lookup(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return KV_IDS[q + 300] == KV_IDS[kv]
+
+
+def _wraps(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return torch.arange(64)[q * kv] > 0
+
+
+ERRORS: list[tuple[Callable[..., Any], type[Exception], str]] = [
+    (lambda b, h, q, kv: kv <= q if q > 3 else kv >= q, ValueError, "decide by `if`"),
+    (lambda b, h, q, kv: kv <= q and q - kv < 9, ValueError, "`and`"),
+    (lambda b, h, q, kv: 0 <= q - kv < 9, ValueError, "chained comparison"),
+    (lambda b, h, q, kv: kv <= q.item(), ValueError, r"`\.item\(\)`"),
+    (lambda b, h, q, kv: kv <= int(q), ValueError, r"`int\(\)`"),
+    (lambda b, h, q, kv: [0, 1, 2][q] < kv, ValueError, "Python integer"),
+    (lambda b, h, q, kv: q - kv, TypeError, "must return a boolean tensor, got one of int64"),
+    (lambda b, h, q, kv: (q - kv) * 0.5, TypeError, "must return a boolean tensor, got one of float32"),
+    (lambda b, h, q, kv: True, TypeError, "must return a boolean tensor, got True"),
+    (lambda b, h, q, kv: None, TypeError, "must return a boolean tensor, got None"),
+    (
+        lambda b, h, q, kv: torch.ones(3, dtype=torch.bool),
+        ValueError,
+        r"one truth value .* got a tensor of shape \[3\]",
+    ),
+    (lambda b, h, q, kv: q[None] > kv, ValueError, r"one truth value .* got a tensor of shape \[1\]"),
+    (_lookup, ValueError, "a dimension of 900 .* up to 999|index 900 is out of bounds"),
+    (_wraps, ValueError, "out of range|out of bounds"),
+    (
+        lambda b, h, q, kv: TABLES["per_batch"][h] < kv,
+        ValueError,
+        "a dimension of 2 .* up to 2|index 2 is out of bounds",
+    ),
+    (lambda b, h, q, kv: q.nonsense > 3, ValueError, "nonsense"),
+    (lambda b, h, q, kv: unknown_name > q, ValueError, "unknown_name"),  # type: ignore[name-defined]  # noqa: F821
+    (lambda b, h, q, kv: q + "a" > kv, TypeError, "unsupported operand"),
+]
+
+
+@pytest.mark.parametrize(("mask", "kind", "message"), ERRORS)
+@pytest.mark.parametrize("call", [flexmasks.block_mask, flexmasks.dense_mask])
+def test_errors(mask: Callable[..., Any], kind: type[Exception], message: str, call: Callable[..., Any]) -> None:
+    with pytest.raises(kind, match=message) as error:
+        call(mask, 700, heads=3)
+    assert str(error.value).startswith("flexmasks")
+
+
+def test_in_place_changes_of_an_index_stay_inside() -> None:
+    def mask(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        b.mul_(0)
+        q += 1
+        return q > kv
+
+    got = blocks.build(mask, 2, 1, 300, 300, CPU).block_mask(mask)
+    check_equal(got, create_block_mask(lambda b, h, q, kv: q + 1 > kv, *got.kv_num_blocks.shape[:2], 300, 300, "cpu"))

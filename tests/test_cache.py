@@ -1,0 +1,829 @@
+"""The caches: what hits, what misses, what dies, and that nothing stale is ever found."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+import operator
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask
+
+import flexmasks
+from flexmasks.cache import Cache
+from flexmasks.captures import Opaque, capture
+from flexmasks.registry import _REGISTRY
+
+LENGTH, BLOCK = 64, 16
+WINDOW: Any = 0
+LIMITS: Any = None
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _registered() -> Iterator[None]:
+    """Masks and a score of this module's own, gone before others list what there is."""
+    before = {kind: dict(known) for kind, known in _REGISTRY.items()}
+    flexmasks.register_mask()(reads_a_global)
+    flexmasks.register_mask(prepare=_prepare)(prepares_from_a_global)
+    flexmasks.register_mask(prepare=_rename)(renames_a_tensor)
+    flexmasks.register_score()(scaled)
+    yield
+    for kind, known in before.items():
+        _REGISTRY[kind].clear()
+        _REGISTRY[kind].update(known)
+
+
+@pytest.fixture(autouse=True)
+def _empty() -> Iterator[None]:
+    flexmasks.clear_caches()
+    yield
+    flexmasks.clear_caches()
+
+
+def blocks(mask: Any, **params: Any) -> Tensor:
+    made = flexmasks.block_mask(mask, LENGTH, batch=2, block_size=BLOCK, **params).to_dense()
+    return made.expand(2, 1, *made.shape[2:])
+
+
+def counts() -> tuple[int, int]:
+    info = flexmasks.cache_info()["blocks"]
+    return info.hits, info.misses
+
+
+def outcome(call: Callable[[], Any]) -> str:
+    hits, misses = counts()
+    call()
+    now = counts()
+    return "hit" if now == (hits + 1, misses) else "miss" if now == (hits, misses + 1) else "none"
+
+
+def globally(**values: Any) -> None:
+    globals().update(values)
+
+
+def tensor(*values: int) -> Tensor:
+    return torch.tensor(values)
+
+
+# --- attacks: each yields a mask, changes what it reads, and yields it again; `OPAQUE` ones may not be cached ---
+
+ATTACKS: list[Callable[[], Iterator[Any]]] = []
+OPAQUE: set[str] = set()
+
+
+def attack(function: Any) -> Any:
+    ATTACKS.append(function)
+    return function
+
+
+def opaque(function: Any) -> Any:
+    OPAQUE.add(function.__name__)
+    return attack(function)
+
+
+@attack
+def global_number() -> Iterator[Any]:
+    for window in (3, 40):
+        globally(WINDOW=window)
+        yield lambda b, h, q, kv: (q - kv).abs() <= WINDOW
+
+
+@attack
+def global_tensor_rebound() -> Iterator[Any]:
+    for n in (10, 50):
+        globally(LIMITS=tensor(n, n))
+        yield lambda b, h, q, kv: kv < LIMITS[b]
+
+
+@attack
+def global_tensor_changed_in_place() -> Iterator[Any]:
+    globally(LIMITS=tensor(10, 20))
+    for _ in range(3):
+        yield lambda b, h, q, kv: kv < LIMITS[b]
+        LIMITS.add_(20)
+
+
+@attack
+def global_in_a_nested_lambda() -> Iterator[Any]:
+    for window in (3, 40):
+        globally(WINDOW=window)
+        yield lambda b, h, q, kv: (lambda x: x <= WINDOW)((q - kv).abs())
+
+
+@attack
+def global_in_a_comprehension() -> Iterator[Any]:
+    for window in (3, 40):
+        globally(WINDOW=window)
+        yield lambda b, h, q, kv: functools.reduce(operator.or_, [kv == i * WINDOW for i in range(3)])
+
+
+def window_of_a_helper(q: Any, kv: Any) -> Any:
+    return (q - kv).abs() <= WINDOW
+
+
+@attack
+def global_of_a_helper() -> Iterator[Any]:
+    for window in (3, 40):
+        globally(WINDOW=window)
+        yield lambda b, h, q, kv: window_of_a_helper(q, kv)
+
+
+@attack
+def helper_rebound() -> Iterator[Any]:
+    for sign in (1, -1):
+        globally(helper=(lambda q, kv: q >= kv) if sign > 0 else (lambda q, kv: q < kv - 20))
+        yield lambda b, h, q, kv: helper(q, kv)  # noqa: F821
+
+
+def recursive(x: Any, depth: int) -> Any:
+    return x <= WINDOW if depth == 0 else recursive(x - 1, depth - 1)
+
+
+@attack
+def global_of_a_recursive_helper() -> Iterator[Any]:
+    for window in (3, 40):
+        globally(WINDOW=window)
+        yield lambda b, h, q, kv: recursive((q - kv).abs(), 2)
+
+
+@attack
+def builtin_shadowed() -> Iterator[Any]:
+    for shadow in (None, lambda x: 60, lambda x: 5):
+        globally(**({"abs": shadow} if shadow else {}))
+        yield lambda b, h, q, kv: kv < abs(-20)
+    del globals()["abs"]
+
+
+@attack
+def closure_number() -> Iterator[Any]:
+    def make(window: Any) -> Any:
+        return lambda b, h, q, kv: (q - kv).abs() <= window
+
+    yield from map(make, (3, 40, True, 20.5, np.int64(50)))
+
+
+@attack
+def closure_rebound() -> Iterator[Any]:
+    window = 3
+
+    def mask(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return (q - kv).abs() <= window
+
+    yield mask
+    window = 40
+    yield mask
+
+
+@attack
+def closure_tensor_changed_in_place() -> Iterator[Any]:
+    limits = tensor(10, 20)
+    for _ in range(3):
+        yield lambda b, h, q, kv: kv < limits[b]
+        limits.add_(20)
+
+
+@attack
+def closure_tensor_given_other_data() -> Iterator[Any]:
+    limits = tensor(10, 20)
+    for _ in range(2):
+        yield lambda b, h, q, kv: kv < limits[b]
+        limits.data = tensor(40, 50)
+
+
+@attack
+def view_of_a_changed_tensor() -> Iterator[Any]:
+    base = tensor(10, 20, 30)
+    limits = base[1:]
+    for _ in range(2):
+        yield lambda b, h, q, kv: kv < limits[b]
+        base.add_(20)
+
+
+@attack
+def detached_alias_changed() -> Iterator[Any]:
+    limits = tensor(10, 20)
+    for _ in range(2):
+        yield lambda b, h, q, kv: kv < limits[b]
+        limits.detach().add_(20)
+
+
+@attack
+def list_changed() -> Iterator[Any]:
+    windows = [3]
+    for _ in range(2):
+        yield lambda b, h, q, kv: (q - kv).abs() <= windows[0]
+        windows[0] = 40
+
+
+@attack
+def nested_dict_changed() -> Iterator[Any]:
+    config: dict[str, Any] = {"mask": {"windows": [1, (3, 5)]}}
+    for _ in range(2):
+        yield lambda b, h, q, kv: (q - kv).abs() <= config["mask"]["windows"][1][0]
+        config["mask"]["windows"][1] = (40, 5)
+
+
+@attack
+def tensors_swapped_in_a_list() -> Iterator[Any]:
+    limits = [tensor(10, 20), tensor(40, 50)]
+    for _ in range(2):
+        yield lambda b, h, q, kv: (kv < limits[0][b]) | (q > limits[1][b])
+        limits.reverse()
+
+
+@attack
+def default_list_changed() -> Iterator[Any]:
+    def mask(b: Any, h: Any, q: Any, kv: Any, windows: Any = [3]) -> Any:  # noqa: B006
+        return (q - kv).abs() <= windows[0]
+
+    yield mask
+    mask.__defaults__[0][0] = 40  # type: ignore[index]
+    yield mask
+    mask.__defaults__ = ([20],)
+    yield mask
+
+
+@attack
+def keyword_default_changed() -> Iterator[Any]:
+    def mask(b: Any, h: Any, q: Any, kv: Any, *, window: Any = 3) -> Any:
+        return (q - kv).abs() <= window
+
+    yield mask
+    mask.__kwdefaults__["window"] = 40
+    yield mask
+
+
+@attack
+def function_attribute() -> Iterator[Any]:
+    def mask(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return (q - kv).abs() <= mask.window  # type: ignore[attr-defined]
+
+    for window in (3, 40):
+        mask.window = window  # type: ignore[attr-defined]
+        yield mask
+
+
+@attack
+def code_replaced() -> Iterator[Any]:
+    def mask(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return q >= kv
+
+    yield mask
+    mask.__code__ = (lambda b, h, q, kv: q < kv - 20).__code__
+    yield mask
+
+
+@attack
+def partial_changed() -> Iterator[Any]:
+    def mask(b: Any, h: Any, q: Any, kv: Any, *, window: int) -> Any:
+        return (q - kv).abs() <= window
+
+    bound = functools.partial(mask, window=3)
+    for _ in range(2):
+        yield lambda b, h, q, kv: bound(b, h, q, kv)
+        bound.keywords["window"] = 40
+
+
+@attack
+def objects_at_one_address() -> Iterator[Any]:
+    def mask(b: Any, h: Any, q: Any, kv: Any, window: int) -> Any:
+        return (q - kv).abs() <= window
+
+    for window in (3, 20, 3, 40, 3, 60):
+        yield functools.partial(mask, window=window)
+        gc.collect()
+
+
+@opaque
+def getters_at_one_address() -> Iterator[Any]:
+    windows = (3, 20, 40)
+    for i in range(3):
+        pick: Any = operator.itemgetter(i)
+        yield lambda b, h, q, kv: (q - kv).abs() <= pick(windows)  # noqa: B023
+        pick = None
+        gc.collect()
+
+
+@attack
+def torch_combinator() -> Iterator[Any]:
+    limits = tensor(10, 20)
+    made = and_masks(lambda b, h, q, kv: kv < limits[b], lambda b, h, q, kv: q >= 0)
+    for _ in range(2):
+        yield made
+        limits.add_(30)
+    yield and_masks(lambda b, h, q, kv: kv < 5, lambda b, h, q, kv: q >= 0)
+
+
+@attack
+def wrapped_library_function() -> Iterator[Any]:
+    from flexmasks.masks.causal import causal
+
+    @functools.wraps(causal)
+    def mask(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return causal(b, h, q + WINDOW, kv)
+
+    for window in (3, 40):
+        globally(WINDOW=window)
+        yield mask
+
+
+@attack
+def mask_mod_of_a_block_mask() -> Iterator[Any]:
+    lengths = tensor(10, 20)
+    made = flexmasks.block_mask("padding", LENGTH, seq_lens=lengths, q_offset=tensor(0, 0)).mask_mod
+    for _ in range(2):
+        yield made
+        lengths.add_(30)
+
+
+@attack
+def mask_in_a_closure() -> Iterator[Any]:
+    for window in (3, 40):
+        local = flexmasks.get_mask("sliding_window", window=window)
+        yield lambda b, h, q, kv: local(b, h, q, kv) | (kv == 0)  # noqa: B023
+
+
+@attack
+def prepared_mask_in_a_closure() -> Iterator[Any]:
+    offsets = tensor(0, 10, LENGTH)
+    packed = flexmasks.packed("causal", offsets)
+    for _ in range(2):
+        yield lambda b, h, q, kv: packed(b, h, q, kv)
+        offsets[1] += 30
+
+
+@attack
+def parameter_changed_in_place() -> Iterator[Any]:
+    offsets = tensor(0, 10, LENGTH)
+    packed = flexmasks.packed("causal", offsets)
+    for _ in range(2):
+        yield packed
+        offsets[1] += 30
+
+
+@attack
+def registered_mask_with_a_global() -> Iterator[Any]:
+    for window in (3, 40):
+        globally(WINDOW=window)
+        yield flexmasks.get_mask("reads_a_global")
+
+
+@attack
+def prepare_with_a_global() -> Iterator[Any]:
+    for window in (3, 40):
+        globally(WINDOW=window)
+        yield flexmasks.get_mask("prepares_from_a_global")
+
+
+@attack
+def prepare_that_returns_its_tensor() -> Iterator[Any]:
+    limits = tensor(10, 20)
+    for _ in range(2):
+        yield flexmasks.get_mask("renames_a_tensor", ends=limits)
+        limits.add_(30)
+
+
+@attack
+def zero_of_either_sign() -> Iterator[Any]:
+    for zero in (0.0, -0.0):
+        yield lambda b, h, q, kv: torch.atan2(torch.full_like(q, zero, dtype=torch.float32), -(q + 1.0)) * (kv + 1) > 0  # noqa: B023
+
+
+@attack
+def tensor_attribute() -> Iterator[Any]:
+    limits: Any = tensor(10, 20)
+    for extra in (0, 40):
+        limits.extra = extra
+        yield lambda b, h, q, kv: kv < limits[b] + limits.extra
+
+
+@opaque
+def module_variable() -> Iterator[Any]:
+    settings: Any = types.ModuleType("settings")
+    for window in (3, 40):
+        settings.window = window
+        yield lambda b, h, q, kv: (q - kv).abs() <= settings.window
+
+
+class Config:
+    window = 3
+
+    def __init__(self, window: int) -> None:
+        self.size = window
+
+    def __call__(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return (q - kv).abs() <= self.size
+
+    method = __call__
+
+
+@opaque
+def class_variable() -> Iterator[Any]:
+    for window in (3, 40):
+        Config.window = window
+        yield lambda b, h, q, kv: (q - kv).abs() <= Config.window
+
+
+@opaque
+def object_attribute() -> Iterator[Any]:
+    config = Config(3)
+    for size in (3, 40):
+        config.size = size
+        yield lambda b, h, q, kv: (q - kv).abs() <= config.size
+
+
+@opaque
+def callable_object() -> Iterator[Any]:
+    config = Config(3)
+    for size in (3, 40):
+        config.size = size
+        yield config
+
+
+@opaque
+def bound_method() -> Iterator[Any]:
+    config = Config(3)
+    for size in (3, 40):
+        config.size = size
+        yield config.method
+
+
+@opaque
+def object_with_a_capture_method() -> Iterator[Any]:
+    class Camera(Config):
+        def capture(self, *_: Any) -> str:
+            return "the same"
+
+    for size in (3, 40):
+        yield Camera(size)
+
+
+class Table(dict[str, int]):
+    def __missing__(self, key: str) -> int:
+        return int(WINDOW)
+
+
+@opaque
+def dict_subclass() -> Iterator[Any]:
+    table = Table()
+    for window in (3, 40):
+        globally(WINDOW=window)
+        yield lambda b, h, q, kv: (q - kv).abs() <= table["window"]
+
+
+@opaque
+def int_subclass() -> Iterator[Any]:
+    class Number(int):
+        extra = 0
+
+    number = Number(3)
+    for extra in (0, 40):
+        number.extra = extra
+        yield lambda b, h, q, kv: (q - kv).abs() <= number.extra + number
+
+
+@opaque
+def numpy_array() -> Iterator[Any]:
+    windows = np.array([3])
+    for _ in range(2):
+        yield lambda b, h, q, kv: (q - kv).abs() <= int(windows[0])
+        windows[0] = 40
+
+
+@opaque
+def neural_module() -> Iterator[Any]:
+    class Limit(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.limits = torch.nn.Buffer(tensor(10, 20))
+
+        def forward(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
+            return kv < self.limits[b]
+
+    module = Limit()
+    for _ in range(2):
+        yield lambda b, h, q, kv: module(b, h, q, kv)
+        module.limits.add_(30)
+
+
+@opaque
+def import_inside() -> Iterator[Any]:
+    def mask(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        from test_cache import WINDOW as window
+
+        return (q - kv).abs() <= window
+
+    import sys
+
+    sys.modules["test_cache"] = sys.modules[__name__]
+    for window in (3, 40):
+        globally(WINDOW=window)
+        yield mask
+
+
+@opaque
+def globals_called() -> Iterator[Any]:
+    for window in (3, 40):
+        globally(WINDOW=window)
+        yield lambda b, h, q, kv: (q - kv).abs() <= globals()["WINDOW"]
+
+
+@opaque
+def evaluated() -> Iterator[Any]:
+    for window in (3, 40):
+        globally(WINDOW=window)
+        yield lambda b, h, q, kv: (q - kv).abs() <= eval("WINDOW")
+
+
+@attack
+def bound_builtin() -> Iterator[Any]:
+    windows = {"window": 3}
+    get = windows.get
+    for window in (3, 40):
+        windows["window"] = window
+        yield lambda b, h, q, kv: (q - kv).abs() <= get("window")
+
+
+@opaque
+def cached_helper() -> Iterator[Any]:
+    @functools.lru_cache
+    def window() -> int:
+        return int(WINDOW)
+
+    for n in (3, 40):
+        globally(WINDOW=n)
+        window.cache_clear()
+        yield lambda b, h, q, kv: (q - kv).abs() <= window()
+
+
+@opaque
+def iterator() -> Iterator[Any]:
+    numbers = iter(range(0, 10_000, 7))  # create_block_mask's own call takes one too
+    for _ in range(2):
+        yield lambda b, h, q, kv: (q - kv).abs() <= next(numbers) * 0 + 3
+    globally(WINDOW=40)
+    yield lambda b, h, q, kv: (q - kv).abs() <= next(numbers) * 0 + WINDOW
+
+
+def _prepare(size: Any) -> dict[str, Any]:
+    return {"window": WINDOW}
+
+
+def _rename(size: Any, *, ends: Annotated[Tensor, "int[B]"]) -> dict[str, Any]:
+    return {"limits": ends}
+
+
+def reads_a_global(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    """A window of a module's variable."""
+    return (q - kv).abs() <= WINDOW
+
+
+def prepares_from_a_global(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, window: int) -> Tensor:
+    """A window that `prepare` read."""
+    return (q - kv).abs() <= window
+
+
+def renames_a_tensor(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, limits: Tensor) -> Tensor:
+    """A tensor that `prepare` passes on."""
+    return kv < limits[b]
+
+
+@pytest.mark.parametrize("attack", ATTACKS, ids=lambda a: a.__name__)
+def test_nothing_stale(attack: Any) -> None:
+    stages = []
+    for mask in attack():
+        function = lambda b, h, q, kv, mask=mask: mask(b, h, q, kv)  # noqa: E731 - torch takes no methods
+        want = create_block_mask(function, 2, 1, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=BLOCK).to_dense()
+        for _ in range(2):
+            assert torch.equal(blocks(mask), want)
+            assert torch.equal(blocks(flexmasks.get_mask(mask) & (lambda b, h, q, kv: q >= 0)), want)
+        stages.append(want)
+    assert any(not torch.equal(a, b) for a, b in itertools.pairwise(stages)), "the attack changed nothing"
+    cached = flexmasks.cache_info()["blocks"].hits > 0
+    assert cached == (attack.__name__ not in OPAQUE)
+
+
+# --- hits and misses ---
+
+
+def make_window(window: Any) -> Any:
+    return lambda b, h, q, kv: q - kv <= window
+
+
+def make_padding(lengths: Tensor) -> Any:
+    return lambda b, h, q, kv: kv < lengths[b]
+
+
+def test_registered_masks() -> None:
+    lengths = tensor(30, 60)
+    call = functools.partial(blocks, "grouped_tril")
+    assert outcome(lambda: call(seq_lens=lengths)) == "miss"
+    assert outcome(lambda: call(seq_lens=lengths)) == "hit"
+    assert outcome(lambda: call(seq_lens=[30, 60])) == "miss"
+    assert outcome(lambda: call(seq_lens=np.array([30, 60]))) == "hit"
+    lengths.add_(1)
+    assert outcome(lambda: call(seq_lens=lengths)) == "miss"
+    assert outcome(lambda: call(seq_lens=lengths)) == "hit"
+    assert outcome(lambda: call(seq_lens=lengths.clone())) == "miss"
+    assert outcome(lambda: blocks("padding", seq_lens=lengths)) == "miss"
+    assert outcome(lambda: call(seq_lens=lengths, q_offset=0)) == "hit"
+    assert outcome(lambda: call(seq_lens=lengths, q_offset=1)) == "miss"
+
+
+def test_functions() -> None:
+    assert outcome(lambda: blocks(make_window(5))) == "miss"
+    assert outcome(lambda: blocks(make_window(5))) == "hit"
+    assert outcome(lambda: blocks(make_window(6))) == "miss"
+    assert outcome(lambda: blocks(make_window(5.0))) == "miss"
+    assert outcome(lambda: blocks(flexmasks.get_mask(make_window(5)))) == "hit"
+    assert outcome(lambda: blocks(~flexmasks.get_mask(make_window(5)))) == "miss"
+    assert outcome(lambda: blocks(~flexmasks.get_mask(make_window(5)))) == "hit"
+    assert outcome(lambda: blocks(lambda b, h, q, kv: q - kv <= 5)) == "miss"
+    window = torch.tensor(5)
+    assert outcome(lambda: blocks(make_window(window))) == "miss"
+    assert outcome(lambda: blocks(make_window(window))) == "hit"
+    assert outcome(lambda: blocks(make_window(torch.tensor(5)))) == "miss"
+
+
+def test_attention_plans_once() -> None:
+    q, k, v = torch.randn(3, 2, 1, LENGTH, 8)
+    lengths = tensor(30, 60)
+
+    def call() -> None:
+        flexmasks.attention(q, k, v, mask="padding", seq_lens=lengths, score="alibi", backend="reference")
+
+    assert [outcome(call) for _ in range(3)] == ["miss", "hit", "hit"]
+    assert flexmasks.cache_info()["scores"].hits == 2
+
+
+def test_library_parts_are_read() -> None:
+    parts = (torch, torch.where, torch.Tensor.add, operator.and_, len, int, torch.int32, functools.reduce)
+    for part in parts:
+        assert capture(part, []) == capture(part, [])
+    for part in (types.ModuleType("settings"), Config, Config(3), np.zeros(3), object(), {1, 2}):
+        with pytest.raises(Opaque):
+            capture(part, [])
+
+
+def test_opaque_functions_still_tell_their_tensors() -> None:
+    module = torch.nn.Linear(2, 2)
+    tensors: list[Tensor] = []
+    with pytest.raises(Opaque):
+        capture(lambda: module, tensors)
+    assert any(t is module.weight for t in tensors)
+
+
+# --- life and size ---
+
+
+def test_entries_die_with_their_tensors() -> None:
+    lengths = tensor(30, 60)
+    blocks("padding", seq_lens=lengths)
+    blocks(make_padding(lengths))
+    blocks("renames_a_tensor", ends=lengths)
+    blocks("causal")
+    alive = weakref.ref(lengths)
+    assert flexmasks.cache_info()["blocks"].entries == 4
+    del lengths
+    gc.collect()
+    assert alive() is None
+    assert flexmasks.cache_info()["blocks"].entries == 1
+
+
+def test_bare_calls_keep_no_others_tensors() -> None:
+    lengths = tensor(30, 60)
+    mask = flexmasks.get_mask("padding", seq_lens=lengths)
+    create_block_mask(mask, 2, 1, LENGTH, LENGTH, device="cpu")
+    alive = weakref.ref(lengths)
+    del lengths, mask
+    gc.collect()
+    assert alive() is None
+
+
+def test_clear() -> None:
+    blocks("causal")
+    blocks("causal")
+    flexmasks.clear_caches()
+    assert all(info[:4] == (0, 0, 0, 0) for info in flexmasks.cache_info().values())
+    assert outcome(lambda: blocks("causal")) == "miss"
+
+
+def test_bytes_are_counted_and_bounded() -> None:
+    cache: Cache[int] = Cache("test", max_bytes=100)
+    try:
+        for i in range(20):
+            cache.put(i, (), i, 30)
+            assert cache.info().bytes == 30 * cache.info().entries <= 100
+        assert [i for i in range(20) if cache.get(i) is not None] == [17, 18, 19]
+        cache.get(17)
+        cache.put(20, (), 20, 30)
+        assert [i for i in range(21) if cache.get(i) is not None] == [17, 19, 20]  # least recently used out first
+        cache.put(21, (), 21, 101)
+        assert cache.get(21) is None
+        cache.put(20, (), 20, 40)
+        assert cache.info()[2:4] == (3, 100)
+    finally:
+        from flexmasks import cache as module
+
+        del module._CACHES["test"]
+
+
+def test_the_blocks_count_their_bytes() -> None:
+    made: BlockMask = flexmasks.block_mask("causal", 4096)
+    held = sum(t.numel() * t.element_size() for t in made.as_tuple() if isinstance(t, Tensor))
+    assert flexmasks.cache_info()["blocks"].bytes == held > 0
+
+
+# --- inference mode ---
+
+
+def test_inference_tensors_are_right_and_not_cached() -> None:
+    with torch.inference_mode():
+        lengths = tensor(10, 20)
+    assert lengths.is_inference()
+    for extra in (0, 30):
+        if extra:
+            with torch.inference_mode():
+                lengths.add_(extra)
+        want = blocks("padding", seq_lens=(lengths + 0).tolist())
+        before = flexmasks.cache_info()["blocks"].entries
+        assert outcome(lambda: blocks("padding", seq_lens=lengths)) == "miss"
+        assert torch.equal(blocks("padding", seq_lens=lengths), want)
+        assert torch.equal(blocks(lambda b, h, q, kv: kv < lengths[b]), want)
+        assert flexmasks.cache_info()["blocks"].entries == before
+        q, k, v = torch.randn(3, 2, 1, LENGTH, 8)
+        out = flexmasks.attention(q.requires_grad_(), k, v, mask="padding", seq_lens=lengths, backend="reference")
+        same = flexmasks.attention(q, k, v, mask="padding", seq_lens=lengths.tolist(), backend="reference")
+        assert torch.equal(out, same)
+        out.sum().backward()
+
+
+def scaled(
+    score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, factors: Annotated[Tensor, "float[H]"]
+) -> Tensor:
+    """Scores times the first factor; its gradient needs a view of the factors, as they are."""
+    return score * factors[0]
+
+
+def test_inference_then_training() -> None:
+    q, k, v = torch.randn(3, 2, 1, LENGTH, 8)
+    mask = flexmasks.get_mask("padding", seq_lens=[30, 60])
+
+    def call(x: Tensor) -> Any:
+        both = {"mask": lambda b, h, q, kv: mask(b, h, q, kv), "score": "scaled", "factors": [0.5]}
+        return flexmasks.attention(x, k, v, backend="reference", **both)
+
+    with torch.inference_mode():
+        evaluated = call(q)
+    trained = call(q.requires_grad_())
+    trained.sum().backward()
+    assert torch.equal(evaluated, trained)
+    with torch.inference_mode():
+        assert torch.equal(call(q), evaluated)
+
+
+# --- threads ---
+
+
+def test_threads() -> None:
+    q, k, v = torch.randn(3, 1, 1, LENGTH, 8)
+    cases: list[dict[str, Any]] = [
+        {"mask": "sliding_window", "window": 3},
+        {"mask": make_window(20)},
+        {"mask": flexmasks.get_mask("causal") & (lambda b, h, q, kv: kv % 3 != 1)},
+        {"mask": "document", "document_ids": [i // 20 for i in range(LENGTH)], "score": "alibi"},
+    ]
+    want = [flexmasks.attention(q, k, v, backend="reference", **case) for case in cases]
+    failures: list[str] = []
+
+    def work(number: int) -> None:
+        try:
+            for i in range(12):
+                n = (number + i) % len(cases)
+                if not torch.equal(flexmasks.attention(q, k, v, backend="reference", **cases[n]), want[n]):
+                    failures.append(f"case {n}")
+                lengths = tensor(number * 8 + 1)
+                seen = flexmasks.dense_mask("padding", LENGTH, seq_lens=lengths)
+                made = flexmasks.block_mask("padding", LENGTH, seq_lens=lengths, block_size=1)
+                if not torch.equal(made.to_dense().bool(), seen):
+                    failures.append(f"length {lengths}")
+                if i % 5 == number % 5:
+                    flexmasks.clear_caches()
+        except Exception as error:  # shown by the main thread
+            failures.append(repr(error))
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures

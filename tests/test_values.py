@@ -1,0 +1,425 @@
+"""Mask and Score as values: algebra, equality, printing, what may be a parameter, and torch's own functions on them."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
+
+import flexmasks
+from flexmasks import Mask, Score, get_mask, get_score
+from flexmasks.registry import _REGISTRY
+
+LENGTH = 64
+MASKS = sorted(entry.name for entry in flexmasks.list_masks())
+SCORES = sorted(entry.name for entry in flexmasks.list_scores())
+
+
+def odd(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return (q + kv) % 2 == 1
+
+
+def near(b: Any, h: Any, q: Any, kv: Any, *, window: int = 2) -> Any:
+    return (q - kv).abs() <= window
+
+
+def example(kind: str, name: str, length: int = LENGTH) -> Any:
+    definition = _REGISTRY[kind][name]
+    params = definition.example(length) if definition.example else {}
+    if (kind, name) == ("score", "alibi"):
+        params = {"slopes": [0.5]}
+    elif (kind, name) == ("score", "packed"):
+        params["inner"] = get_score("alibi", slopes=[0.5])
+    return (get_mask if kind == "mask" else get_score)(name, **params)
+
+
+def truth(mask: Callable[..., Any], length: int = LENGTH) -> Tensor:
+    """With the function as it is, called by hand."""
+    n = torch.arange(length)
+    zero = torch.tensor(0)
+    return mask(zero, zero, n[:, None], n).expand(length, length)
+
+
+def dense(mask: Any, length: int = LENGTH, **params: Any) -> Tensor:
+    return flexmasks.dense_mask(mask, length, **params)[0, 0]
+
+
+# --- algebra ---
+
+LEAVES: list[Any] = [
+    get_mask("causal"),
+    get_mask("sliding_window", window=2),
+    get_mask("document", document_ids=[0, 0, 0, 1, 1, 2, 2, 2]),
+    get_mask("padding", seq_lens=torch.tensor([6])),
+    odd,
+    functools.partial(near, window=1),
+]
+TRUTHS = [truth(m, 8) for m in LEAVES]
+
+
+def trees() -> Any:
+    leaf = st.integers(0, len(LEAVES) - 1)
+    return st.recursive(
+        leaf, lambda inner: st.one_of(st.tuples(st.sampled_from("&|"), inner, inner), st.tuples(st.just("~"), inner))
+    )
+
+
+def built(tree: Any) -> tuple[Any, Tensor]:
+    if isinstance(tree, int):
+        return LEAVES[tree], TRUTHS[tree]
+    operator, *parts = tree
+    masks, values = zip(*map(built, parts), strict=True)
+    if not any(isinstance(m, Mask) for m in masks):
+        masks = (get_mask(masks[0]), *masks[1:])
+    if operator == "~":
+        return ~masks[0], ~values[0]
+    if operator == "&":
+        return masks[0] & masks[1], values[0] & values[1]
+    return masks[0] | masks[1], values[0] | values[1]
+
+
+@given(trees())
+def test_algebra(tree: Any) -> None:
+    mask, want = built(tree)
+    assert torch.equal(dense(mask, 8), want)
+    made = flexmasks.block_mask(mask, 8, block_size=2)
+    blocks = want.view(4, 2, 4, 2)
+    assert torch.equal(made.to_dense()[0, 0].bool(), blocks.any(3).any(1))
+
+
+@given(trees())
+def test_the_repr_of_an_expression_means_the_same(tree: Any) -> None:
+    names = [f"leaf{i}" for i in range(len(LEAVES))]
+    leaves = {n: get_mask(_named(n)) for n in names}
+    mask = _tree(tree, leaves)
+    read = eval(repr(mask), {}, leaves)
+    truths = dict(zip(names, TRUTHS, strict=True))
+    assert torch.equal(eval(repr(mask), {}, truths), _tree(tree, truths))
+    assert repr(read) == repr(mask)
+    assert read == mask
+
+
+def _named(name: str) -> Any:
+    def mask(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return q >= kv
+
+    mask.__name__ = name
+    return mask
+
+
+def _tree(tree: Any, leaves: dict[str, Any]) -> Any:
+    if isinstance(tree, int):
+        return leaves[f"leaf{tree}"]
+    parts = [_tree(t, leaves) for t in tree[1:]]
+    return ~parts[0] if tree[0] == "~" else parts[0] & parts[1] if tree[0] == "&" else parts[0] | parts[1]
+
+
+def test_functions_on_either_side() -> None:
+    causal, seen = get_mask("causal"), truth(get_mask("causal"))
+    other = truth(odd)
+    for mask, want in (
+        (causal & odd, seen & other),
+        (odd & causal, seen & other),
+        (causal | odd, seen | other),
+        (odd | causal, seen | other),
+        (~(odd & causal) | near, ~(seen & other) | truth(near)),
+    ):
+        assert isinstance(mask, Mask)
+        assert torch.equal(dense(mask), want)
+
+
+@pytest.mark.parametrize(
+    ("mask", "text"),
+    [
+        (get_mask("causal"), "causal()"),
+        (get_mask("local", left=3, right=1), "local(left=3, right=1)"),
+        (get_mask("document", document_ids=torch.zeros(64, dtype=torch.int64)), "document(document_ids=int64[64])"),
+        (get_mask("padding", seq_lens=np.array([3, 5])), "padding(seq_lens=(3, 5))"),
+        (get_mask(odd), "odd"),
+        (get_mask(near, window=3), "near(window=3)"),
+        (get_mask(functools.partial(near, window=3)), "near"),
+        (get_mask("causal") & odd & near, "causal() & odd & near"),
+        (get_mask("causal") & (odd & get_mask(near)), "causal() & odd & near"),
+        ((get_mask("causal") | odd) & near, "(causal() | odd) & near"),
+        (get_mask("causal") & odd | near, "causal() & odd | near"),
+        (~(get_mask("causal") & odd), "~(causal() & odd)"),
+        (~get_mask("causal") & odd, "~causal() & odd"),
+        (~~get_mask("causal"), "~~causal()"),
+        (get_score("softcap", cap=30.0), "softcap(cap=30.0)"),
+        (flexmasks.packed(get_mask("causal") | odd, [0, 4]), "packed(inner=causal() | odd, offsets=(0, 4))"),
+    ],
+)
+def test_repr(mask: Any, text: str) -> None:
+    assert repr(mask) == text
+
+
+# --- equality ---
+
+IDS = torch.tensor([0, 0, 1])
+NAN = float("nan")
+EQUAL: list[tuple[Any, Any]] = [
+    (get_mask("causal"), get_mask("causal")),
+    (get_mask("local", left=1, right=2), get_mask("local", right=2, left=1)),
+    (get_mask("document", document_ids=IDS), get_mask("document", document_ids=IDS.clone())),
+    (get_mask("document", document_ids=[0, 0, 1]), get_mask("document", document_ids=(0, 0, 1))),
+    (get_mask("document", document_ids=[0, 0, 1]), get_mask("document", document_ids=np.array([0, 0, 1]))),
+    (get_mask("document", document_ids=[[0, 1]]), get_mask("document", document_ids=np.array([[0, 1]]))),
+    (get_mask("sliding_window", window=3), get_mask("sliding_window", window=np.int64(3))),
+    (get_mask(odd), get_mask(odd)),
+    (get_mask("causal") & odd, get_mask("causal") & odd),
+    (get_mask("causal") & (get_mask(odd) & near), (get_mask("causal") & odd) & near),
+    (~get_mask("causal"), ~get_mask("causal")),
+    (get_score("softcap", cap=3.0), get_score("softcap", cap=3.0)),
+    (get_score(lambda s, b, h, q, kv, *, c: s, c={"a": 1}), None),  # equals itself
+    (get_mask(near, window=NAN), None),
+]
+UNEQUAL: list[tuple[Any, Any]] = [
+    (get_mask("causal"), get_mask("full")),
+    (get_mask("causal"), "causal"),
+    (get_mask("packed", inner=get_mask("full"), offsets=[0, 3]), get_score("packed", inner=None, offsets=[0, 3])),
+    (get_mask("local", left=1, right=2), get_mask("local", left=2, right=1)),
+    (get_mask("document", document_ids=IDS), get_mask("document", document_ids=IDS + 1)),
+    (get_mask("document", document_ids=IDS), get_mask("document", document_ids=IDS.int())),
+    (get_mask("document", document_ids=IDS), get_mask("document", document_ids=IDS.to("meta"))),
+    (get_mask("document", document_ids=IDS), get_mask("document", document_ids=[0, 0, 1])),  # its kernel is another
+    (get_mask("document", document_ids=IDS), get_mask("document", document_ids=IDS[None])),
+    (get_score("softcap", cap=3.0), get_score("softcap", cap=3)),
+    (get_mask(near, window=1), get_mask(near, window=True)),
+    (get_mask(near), get_mask(near, window=2)),  # a default given is given
+    (get_mask("causal") & odd, odd & get_mask("causal")),  # order is kept
+    (get_mask("causal") & odd, get_mask("causal") | odd),
+    (get_mask("causal"), ~~get_mask("causal")),
+]
+
+
+@pytest.mark.parametrize(("a", "b"), EQUAL, ids=repr)
+def test_equal(a: Any, b: Any) -> None:
+    b = a if b is None else b
+    assert a == b
+    assert hash(a) == hash(b)
+    assert len({a, b}) == 1
+
+
+@pytest.mark.parametrize(("a", "b"), UNEQUAL, ids=repr)
+def test_unequal(a: Any, b: Any) -> None:
+    assert (a == b) is False
+    assert (b == a) is False
+
+
+def test_in_place_changes_change_equality_and_not_the_hash() -> None:
+    ids = IDS.clone()
+    a, b = get_mask("document", document_ids=ids), get_mask("document", document_ids=IDS)
+    before = hash(a)
+    ids.add_(1)
+    assert a != b
+    assert hash(a) == before
+
+
+def test_lists_are_taken_as_they_were() -> None:
+    ids = [0] * 64
+    mask = get_mask("document", document_ids=ids)
+    ids[0] = 1
+    assert mask == get_mask("document", document_ids=[0] * 64)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        get_mask("causal"),
+        get_mask("document", document_ids=torch.zeros(64, dtype=torch.int64)) & ~get_mask("causal"),
+        flexmasks.packed(get_mask("causal") | get_mask(odd), torch.tensor([0, 10, 64])),
+        get_mask(near, window=3),
+    ],
+    ids=repr,
+)
+def test_copies(mask: Mask) -> None:
+    want = truth(mask)  # which prepares it
+    for other in (copy.copy(mask), copy.deepcopy(mask), pickle.loads(pickle.dumps(mask))):
+        assert other is not mask
+        assert repr(other) == repr(mask)
+        assert torch.equal(dense(other), want)
+        assert torch.equal(truth(other), want)
+        if mask.definition.registered:
+            assert other == mask
+            assert hash(other) == hash(mask)
+
+
+def test_deep_copies_have_tensors_of_their_own() -> None:
+    mask = get_mask("padding", seq_lens=torch.tensor([3]))
+    other = copy.deepcopy(mask)
+    mask.params["seq_lens"].add_(10)
+    assert (truth(mask)[0].sum(), truth(other)[0].sum()) == (13, 3)
+
+
+# --- as torch's mask_mods and score_mods ---
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_are_torch_mask_mods(name: str) -> None:
+    n = 128
+    mask = example("mask", name, n)
+    for one in (mask, ~mask | odd, get_mask("causal") & mask):
+        want = truth(one, n)
+        assert torch.equal(create_mask(one, 1, 1, n, n, device="cpu")[0, 0], want)
+        made = create_block_mask(one, 1, 1, n, n, device="cpu", BLOCK_SIZE=16)
+        assert torch.equal(made.to_dense(), flexmasks.block_mask(one, n, block_size=16).to_dense())
+        assert torch.equal(dense(one, n), want)
+        assert torch.equal(dense(lambda b, h, q, kv, one=one: one(b, h, q, kv), n), want)
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_scores_are_torch_score_mods(name: str) -> None:
+    q, k, v = torch.randn(3, 1, 1, LENGTH, 8)
+    score = example("score", name)
+    assert isinstance(score, Score)
+    want = flexmasks.attention(q, k, v, score=score, backend="reference")
+    index = torch.arange(3)
+    assert score(torch.ones(3), index * 0, index * 0, index, index).shape == (3,)  # `packed` reads its offsets here
+    assert torch.allclose(flex_attention(q, k, v, score_mod=score), want, atol=1e-5)
+
+
+def test_compiled_by_torch() -> None:
+    q, k, v = torch.randn(3, 2, 1, LENGTH, 16)
+    mask = get_mask("sliding_window", window=20) & flexmasks.packed("causal", torch.tensor([0, 40, LENGTH]))
+    made = create_block_mask(mask, 1, 1, LENGTH, LENGTH, device="cpu")
+    out = torch.compile(flex_attention, fullgraph=True)(q, k, v, block_mask=made)
+    assert torch.allclose(out, flexmasks.attention(q, k, v, mask=mask, backend="reference"), atol=1e-5)
+
+
+def test_bare_calls_follow_their_tensors() -> None:
+    offsets, lengths = torch.tensor([0, 10, LENGTH]), torch.tensor([20])
+    mask = flexmasks.packed("causal", offsets) & get_mask("padding", seq_lens=lengths)
+    for _ in range(3):
+        fresh = flexmasks.packed("causal", offsets.tolist()) & get_mask("padding", seq_lens=lengths.tolist())
+        assert torch.equal(create_mask(mask, 1, 1, LENGTH, LENGTH, device="cpu")[0, 0], truth(fresh))
+        offsets[1] += 20
+        lengths += 10
+
+
+# --- parameters ---
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        torch.tensor([i // 20 for i in range(LENGTH)]),
+        torch.tensor([[i // 20 for i in range(LENGTH)]], dtype=torch.uint8),
+        [i // 20 for i in range(LENGTH)],
+        tuple(i // 20 for i in range(LENGTH)),
+        np.arange(LENGTH) // 20,
+        np.arange(LENGTH, dtype=np.int32)[None] // 20,
+        [torch.tensor(i // 20) for i in range(LENGTH)],
+    ],
+    ids=lambda x: type(x).__name__,
+)
+def test_what_a_tensor_may_be_given_as(ids: Any) -> None:
+    n = torch.arange(LENGTH)
+    want = n[:, None] // 20 == n // 20
+    mask = get_mask("document", document_ids=ids)
+    assert torch.equal(dense(mask), want)
+    assert torch.equal(truth(mask), want)
+    q, k, v = torch.randn(3, 1, 1, LENGTH, 8)
+    out = flexmasks.attention(q, k, v, mask="document", document_ids=ids, backend="reference")
+    assert torch.allclose(out, torch.nn.functional.scaled_dot_product_attention(q, k, v, want), atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [3, np.int32(3), torch.tensor(3), torch.tensor(3, dtype=torch.int32)], ids=repr)
+def test_what_a_number_may_be_given_as(window: Any) -> None:
+    want = dense("local", left=3, right=0)
+    for mask in (get_mask("sliding_window", window=window), get_mask("local", left=window, right=0)):
+        assert torch.equal(dense(mask), want)
+        assert torch.equal(truth(mask), want)
+        assert torch.equal(dense(mask & near), want & truth(near))
+
+
+class Band:
+    def __init__(self, window: int) -> None:
+        self.window = window
+
+    def __call__(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return (q - kv).abs() <= self.window
+
+    def method(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return self(b, h, q, kv)
+
+    @staticmethod
+    def static(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return (q - kv).abs() <= 5
+
+
+def positional(window: int, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return (q - kv).abs() <= window
+
+
+def annotated(b: Any, h: Any, q: Any, kv: Any, *, window: Annotated[int | Tensor, "int in 0.. | int[]"]) -> Any:
+    return (q - kv).abs() <= window
+
+
+@pytest.mark.parametrize(
+    ("function", "params"),
+    [
+        (lambda b, h, q, kv: (q - kv).abs() <= 5, {}),
+        (lambda b, h, q, kv, w=5: (q - kv).abs() <= w, {}),
+        (lambda b, h, q, kv, *, window=5: (q - kv).abs() <= window, {}),
+        (lambda *indices: (indices[2] - indices[3]).abs() <= 5, {}),
+        (near, {"window": 5}),
+        (near, {"window": np.int64(5)}),
+        (annotated, {"window": 5}),
+        (annotated, {"window": torch.tensor(5)}),
+        (functools.partial(near, window=5), {}),
+        (functools.partial(near, window=3), {"window": 5}),
+        (functools.partial(annotated, window=5), {}),
+        (functools.partial(positional, 5), {}),
+        (Band(5), {}),
+        (Band(3).static, {}),
+        (Band(5).method, {}),
+    ],
+    ids=repr,
+)
+def test_what_a_function_may_be(function: Any, params: dict[str, Any]) -> None:
+    n = torch.arange(LENGTH)
+    want = (n[:, None] - n).abs() <= 5
+    assert torch.equal(dense(function, **params), want)
+    assert torch.equal(dense(get_mask(function, **params) & get_mask("full")), want)
+    assert torch.equal(flexmasks.block_mask(function, LENGTH, block_size=1, **params).to_dense()[0, 0].bool(), want)
+    q, k, v = torch.randn(3, 1, 1, LENGTH, 8)
+    out = flexmasks.attention(q, k, v, mask=function, backend="reference", **params)
+    assert torch.allclose(out, torch.nn.functional.scaled_dot_product_attention(q, k, v, want), atol=1e-5)
+
+
+def test_a_default_tensor_is_not_kept_alive() -> None:
+    import gc
+    import weakref
+
+    def make() -> Any:
+        ends = torch.tensor([5])
+        return (lambda b, h, q, kv, *, ends=ends: kv < ends[b]), weakref.ref(ends)
+
+    function, alive = make()
+    assert dense(function).sum() == 5 * LENGTH
+    flexmasks.block_mask(function, LENGTH)
+    del function
+    gc.collect()
+    assert alive() is None
+
+
+def test_numbers_and_lists_in_kernel_keys() -> None:
+    def key(lift: bool = False, contents: bool = False, **params: Any) -> Any:
+        return get_mask("prefix_lm", **params).capture([], lift=lift, contents=contents)
+
+    assert key(prefix_len=[1, 2]) == key(prefix_len=[3, 4])
+    assert key(prefix_len=[1, 2], contents=True) != key(prefix_len=[3, 4], contents=True)
+    assert key(prefix_len=1) != key(prefix_len=2)
+    assert key(prefix_len=1, lift=True) == key(prefix_len=2, lift=True)
+    both = [get_mask("causal") & get_mask("padding", seq_lens=[n]) for n in (1, 2)]
+    assert both[0].capture([], contents=False) == both[1].capture([], contents=False)
