@@ -62,11 +62,11 @@ def _show(arguments: argparse.Namespace, given: dict[str, Any]) -> None:
     from flexmasks.picture import show
 
     name, length = arguments.name, arguments.length
-    masks = {m.name for m in list_masks()}
-    if name not in masks and name in {s.name for s in list_scores()}:
-        found = definition("score", name)
-        print(f"{inspect.signature(found.prepare or found.function)}\n\n{found.doc}")
-        return
+    if name in {s.name for s in list_scores()}:
+        score = definition("score", name)
+        print(f"score {name}{inspect.signature(score.prepare or score.function)}\n\n{score.doc}\n")
+        if name not in {m.name for m in list_masks()}:
+            return
     found = definition("mask", name)
     params = {**(found.example(length) if found.example else {}), **given}
     print(f"{found.doc}\n")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NoReturn, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
@@ -15,7 +17,6 @@ from flexmasks.backends import BACKENDS, Call, choose, run
 from flexmasks.packing import packed
 from flexmasks.params import Size, describe
 from flexmasks.planning import (
-    BLOCK_SIZE,
     FULL,
     GivenPlan,
     MaskPlan,
@@ -91,15 +92,13 @@ def attention(
         >>> flexmasks.attention(q, k, v, mask="grouped_tril", seq_lens=torch.tensor([100, 60])).shape
         torch.Size([2, 4, 100, 64])
     """
+    request = _Request(mask, score, params, scale, block_mask, q_offset, return_lse, backend, kernel_options)
     if torch.compiler.is_compiling():
-        out, lse = _inside_compile(q, k, v, mask, score, scale, block_mask, q_offset, return_lse, kernel_options, params)
+        out, lse = _inside_compile(q, k, v, request)
     elif any(isinstance(x, Tensor) and x.is_nested for x in (q, k, v)):
-        out, lse = _jagged(
-            q, k, v, mask, score, scale, block_mask, q_offset, return_lse, backend, kernel_options, params
-        )
+        out, lse = _jagged(q, k, v, request)
     else:
-        call = _call(q, k, v, mask, score, scale, block_mask, q_offset, return_lse, backend, kernel_options, params)
-        out, lse = run(call, backend)
+        out, lse = run(_call(q, k, v, request), backend)
     return (out, lse) if return_lse else out
 
 
@@ -184,13 +183,11 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> str:
         >>> print(flexmasks.explain(q, k, v, mask="causal").splitlines()[0])
         backend: sdpa
     """
-    defaults: dict[str, Any] = {"q_offset": 0, "return_lse": False, "backend": "auto"}
-    names = ("mask", "score", "scale", "block_mask", "q_offset", "return_lse", "backend", "kernel_options")
-    given = [arguments.pop(n, defaults.get(n)) for n in names]
-    backend = given[6]
-    call = _call(q, k, v, *given, arguments)
+    own = {f.name: arguments.pop(f.name) for f in fields(_Request) if f.name != "params" and f.name in arguments}
+    request = _Request(params=arguments, **own)
+    call = _call(q, k, v, request)
     able, reasons = choose(call)
-    lines = [f"backend: {able[0].name if backend == 'auto' else backend}"]
+    lines = [f"backend: {able[0].name if request.backend == 'auto' else request.backend}"]
     lines += [f"  not {name}: {reason}" for name, reason in reasons.items()]
     made = call.block_mask()
     partial, full = (int(x.sum()) for x in blocks.of_block_mask(made))
@@ -202,44 +199,48 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> str:
     return "\n".join(lines)
 
 
-def _call(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Any,
-    score: Any,
-    scale: float | None,
-    block_mask: BlockMask | None,
-    q_offset: int | Tensor,
-    return_lse: bool,
-    backend: str,
-    kernel_options: dict[str, Any] | None,
-    params: dict[str, Any],
-) -> Call:
+@dataclass(frozen=True)
+class _Request:
+    """The arguments of `attention` besides q, k and v."""
+
+    mask: Any = None
+    score: Any = None
+    params: dict[str, Any] = field(default_factory=dict)
+    scale: float | None = None
+    block_mask: BlockMask | None = None
+    q_offset: int | Tensor = 0
+    return_lse: bool = False
+    backend: str = "auto"
+    kernel_options: dict[str, Any] | None = None
+
+
+def _call(q: Tensor, k: Tensor, v: Tensor, request: _Request) -> Call:
     """Check everything, and plan mask and score."""
-    if backend != "auto" and backend not in BACKENDS:
-        _fail(f"`backend` must be 'auto' or one of {', '.join(map(repr, BACKENDS))}, got {backend!r}.")
-    if kernel_options is not None and not isinstance(kernel_options, dict):
-        _fail(f"`kernel_options` must be a dict, got {kernel_options!r}.", TypeError)
-    if block_mask is not None and mask is not None:
+    if not isinstance(request.backend, str) or (request.backend != "auto" and request.backend not in BACKENDS):
+        _fail(f"`backend` must be 'auto' or one of {', '.join(map(repr, BACKENDS))}, got {request.backend!r}.")
+    if request.kernel_options is not None and not isinstance(request.kernel_options, dict):
+        _fail(f"`kernel_options` must be a dict, got {request.kernel_options!r}.", TypeError)
+    if not isinstance(request.return_lse, bool):
+        _fail(f"`return_lse` must be True or False, got {request.return_lse!r}.", TypeError)
+    if request.block_mask is not None and request.mask is not None:
         _fail("pass `mask` or `block_mask`, not both.", TypeError)
     _check_tensors(q, k, v)
-    _check_scale(scale)
-    made, change = from_arguments(mask, score, params)
+    _check_scale(request.scale)
+    made, change = from_arguments(request.mask, request.score, request.params)
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     size = Size(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device, dtype=dtype)
-    _check_offset("flexmasks.attention", q_offset, size)
+    _check_offset("flexmasks.attention", request.q_offset, size)
     plan: MaskPlan | GivenPlan
-    if block_mask is not None:
-        _check_block_mask(block_mask, size)
-        plan = GivenPlan(block_mask)
+    if request.block_mask is not None:
+        _check_block_mask(request.block_mask, size)
+        plan = GivenPlan(request.block_mask)
     else:
-        plan = MaskPlan(FULL if made is None else made, size, q_offset, lift=True)
-    changed = None if change is None else ScorePlan(change, size, q_offset)
+        plan = MaskPlan(FULL if made is None else made, size, request.q_offset, lift=True)
+    changed = None if change is None else ScorePlan(change, size, request.q_offset)
     tensors = [*plan.tensors, *(changed.tensors if changed else ())]
     enabled = torch.is_grad_enabled()
     learned = enabled and any(t.requires_grad for t in tensors)
-    moved = isinstance(q_offset, int) and q_offset != 0
+    moved = isinstance(request.q_offset, int) and request.q_offset != 0
     return Call(
         q=q,
         k=k,
@@ -247,9 +248,9 @@ def _call(
         dense_mask=plan.dense_mask,
         block_mask=plan.block_mask,
         score_mod=None if changed is None else changed.score_mod,
-        scale=None if scale is None else float(scale),
-        with_lse=return_lse,
-        options=kernel_options,
+        scale=None if request.scale is None else float(request.scale),
+        with_lse=request.return_lse,
+        options=request.kernel_options,
         key=(plan.kernel_key, None if changed is None else changed.kernel_key),
         needs_grad=learned or (enabled and any(x.requires_grad for x in (q, k, v))),
         learned=learned,
@@ -257,83 +258,69 @@ def _call(
     )
 
 
-def _inside_compile(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Any,
-    score: Any,
-    scale: float | None,
-    block_mask: BlockMask | None,
-    q_offset: int | Tensor,
-    return_lse: bool,
-    kernel_options: dict[str, Any] | None,
-    params: dict[str, Any],
-) -> tuple[Tensor, Tensor | None]:
+def _inside_compile(q: Tensor, k: Tensor, v: Tensor, request: _Request) -> tuple[Tensor, Tensor | None]:
     """The call as traced by a user's own torch.compile: flex_attention itself, for torch to compile."""
-    if mask is not None:
+    if request.mask is not None:
         _fail(
             "inside torch.compile a mask cannot be planned; make it outside and pass it: "
             "block_mask=flexmasks.block_mask(...).",
             TypeError,
         )
-    _, change = from_arguments(None, score, params)
+    _, change = from_arguments(None, request.score, request.params)
+    size = Size(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device)
+    made, backend = request.block_mask, request.backend
+    if made is None:
+        if change is None and not request.return_lse and backend in ("auto", "sdpa"):
+            grouped = q.shape[1] != k.shape[1]
+            return F.scaled_dot_product_attention(q, k, v, scale=request.scale, enable_gqa=grouped), None
+        _fail("inside torch.compile scores, lse and named backends need a `block_mask`, as flexmasks.block_mask makes.")
+    _check_block_mask(made, size)
     score_mod = None
     if change is not None:
-        size = Size(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device)
-        score_mod = shifted_score(change.bind(change.resolve(size)), q_offset)
-    if q.is_cuda:
-        options = kernels.options(q, k, None, kernel_options)
-        return kernels.flex(q, k, v, score_mod, block_mask, scale, options, return_lse)
+        score_mod = shifted_score(change.bind(change.resolve(size)), request.q_offset)
     needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    if needs_grad or return_lse or q.dtype == torch.float64:
-        return reference.attend(q, k, v, score_mod, block_mask, scale)
-    return kernels.separate(kernels.flex(q, k, v, score_mod, block_mask, scale, kernel_options, False)[0]), None
+    on_reference = not q.is_cuda and (needs_grad or request.return_lse or q.dtype == torch.float64)
+    if backend == "reference" or (backend == "auto" and on_reference):
+        return reference.attend(q, k, v, score_mod, made, request.scale)
+    options = kernels.options(q, k, "FLASH" if backend == "flash" else None, request.kernel_options)
+    out, lse = kernels.flex(q, k, v, score_mod, made, request.scale, options, request.return_lse)
+    return (out if q.is_cuda else kernels.separate(out)), lse
 
 
-def _jagged(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Any,
-    score: Any,
-    scale: float | None,
-    block_mask: BlockMask | None,
-    q_offset: int | Tensor,
-    return_lse: bool,
-    backend: str,
-    kernel_options: dict[str, Any] | None,
-    params: dict[str, Any],
-) -> tuple[Tensor, Tensor | None]:
+def _jagged(q: Tensor, k: Tensor, v: Tensor, request: _Request) -> tuple[Tensor, Tensor | None]:
     """Jagged nested tensors: the sequences laid end to end, under `packed` mask and score."""
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not x.is_nested or x.layout != torch.jagged or x.dim() != 4 or isinstance(x.shape[2], int):
+        is_jagged = isinstance(x, Tensor) and x.is_nested and x.layout == torch.jagged
+        if not is_jagged or x.dim() != 4 or isinstance(x.shape[2], int):
             _fail(
                 f"with nested tensors, q, k and v must all be jagged [B, H, jagged, D]; `{name}` is "
                 f"{_kind(x)}. From [B, jagged, H, D] it is `.transpose(1, 2)`.",
             )
-        if x.lengths() is not None:
+        if cast(Any, x).lengths() is not None:
             _fail(f"`{name}` is a jagged nested tensor with holes; make it contiguous.")
-    if k.offsets() is not v.offsets() and not torch.equal(k.offsets(), v.offsets()):
+    starts, kv_starts, v_starts = (_ragged(x)[1] for x in (q, k, v))
+    if kv_starts is not v_starts and not torch.equal(kv_starts, v_starts):
         _fail("the sequences of k and v have different lengths.")
     if q.shape[0] != k.shape[0]:
         _fail(f"q has {q.shape[0]} sequences, k has {k.shape[0]}.")
-    if block_mask is not None:
+    if request.block_mask is not None:
         _fail("jagged nested tensors take `mask`, not `block_mask`.", TypeError)
-    if not isinstance(q_offset, int) or q_offset != 0:
+    if type(request.q_offset) is not int or request.q_offset != 0:
         _fail("jagged nested tensors take no `q_offset`.")
-    made, change = from_arguments(mask, score, params)
-    starts = (q.offsets(), None if k.offsets() is q.offsets() else k.offsets())
-    made = packed(FULL if made is None else made, *starts)
-    change = None if change is None else packed(change, *starts)
-    dense = [x.values().unsqueeze(0) for x in (q, k, v)]
-    call = _call(*dense, made, change, scale, None, 0, return_lse, backend, kernel_options, {})
-    out, lse = run(call, backend)
+    made, change = from_arguments(request.mask, request.score, request.params)
+    places = (starts, None if kv_starts is starts else kv_starts)
+    made = packed(FULL if made is None else made, *places)
+    change = None if change is None else packed(change, *places)
+    q_dense, k_dense, v_dense = (_ragged(x)[0].unsqueeze(0) for x in (q, k, v))
+    request = replace(request, mask=made, score=change, params={})
+    out, lse = run(_call(q_dense, k_dense, v_dense, request), request.backend)
     nested = torch.nested.nested_tensor_from_jagged
-    return (
-        nested(out[0], q.offsets(), jagged_dim=2),
-        None if lse is None else nested(lse[0], q.offsets(), jagged_dim=2),
-    )
+    return nested(out[0], starts, jagged_dim=2), None if lse is None else nested(lse[0], starts, jagged_dim=2)
+
+
+def _ragged(x: Any) -> tuple[Tensor, Tensor]:
+    """The values [H, total, D] of a jagged nested tensor, and its offsets."""
+    return x.values(), x.offsets()
 
 
 # --- checks ---
@@ -354,6 +341,8 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             _fail(f"`{name}` must be a tensor [B, H, S, D]; {got}", TypeError)
+        if x.layout != torch.strided:
+            _fail(f"`{name}` must be a dense tensor, it is {x.layout}; {got}")
         if x.ndim != 4:
             _fail(f"`{name}` must have 4 dimensions, [B, H, S, D]; {got}")
         if not x.dtype.is_floating_point or x.dtype.itemsize < 2:
@@ -364,6 +353,8 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         _fail(f"q, k and v must have one dtype; {got}", TypeError)
     if not q.device == k.device == v.device:
         _fail(f"q, k and v must be on one device; {got}")
+    if q.device.type == "meta":
+        _fail(f"q, k and v have no data; {got}")
     if not q.shape[0] == k.shape[0] == v.shape[0]:
         _fail(f"q, k and v must have one batch size; {got}")
     if not q.shape[3] == k.shape[3] == v.shape[3]:
@@ -430,6 +421,10 @@ def _mask_and_size(
         device = next((t.device for t in [*tensors, q_offset] if isinstance(t, Tensor)), torch.device("cpu"))
     if batch is None:
         batch = made.batch_size() or (len(q_offset) if isinstance(q_offset, Tensor) and q_offset.ndim else 1)
-    size = Size(batch, heads or 1, q_len, kv_len, torch.device(device))
+    try:
+        device = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        _fail(f"`device` must be a torch device, got {device!r} ({error}).", call=call)
+    size = Size(batch, heads or 1, q_len, kv_len, device)
     _check_offset(call, q_offset, size)
     return made, size

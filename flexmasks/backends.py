@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexmasks import kernels, reference
+from flexmasks.cache import Cache
 
 _log = logging.getLogger("flexmasks")
 _HALF = (torch.float16, torch.bfloat16)
@@ -179,7 +180,7 @@ BACKENDS = {
     )
 }
 # Kinds of call whose kernel could not be compiled, by backend: not tried again under "auto".
-_FAILED: dict[tuple[str, Hashable], str] = {}
+_FAILURES: Cache[str] = Cache("failures", max_bytes=1024)  # counted, one byte each
 
 
 def choose(call: Call) -> tuple[list[Backend], dict[str, str]]:
@@ -187,7 +188,7 @@ def choose(call: Call) -> tuple[list[Backend], dict[str, str]]:
     reasons = {}
     able = []
     for backend in BACKENDS.values():
-        reason = backend.refuses(call) or _FAILED.get((backend.name, _kind(call)))
+        reason = backend.refuses(call) or _FAILURES.get((backend.name, _kind(call)))
         if reason is None:
             able.append(backend)
         else:
@@ -210,7 +211,7 @@ def run(call: Call, name: str) -> tuple[Tensor, Tensor | None]:
         try:
             return backend.run(call)
         except Unavailable as error:
-            _FAILED[backend.name, _kind(call)] = f"it failed before: {error}"
+            _FAILURES.put((backend.name, _kind(call)), (), f"it failed before: {error}", 1)
             _log.warning("backend %r failed and is left out for such calls: %s", backend.name, error)
     return able[-1].run(call)
 

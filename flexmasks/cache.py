@@ -104,16 +104,19 @@ class Cache(Generic[Value]):
 def cache_info() -> dict[str, CacheInfo]:
     """Hits, misses, entries and bytes of each of the library's caches, by name.
 
+    `blocks` and `scores` hold tensors and are measured in bytes. `kernels` (compiled code), `failures` (of backends)
+    and `numbers` (values of masks' numbers) are counted instead: an entry is one byte.
+
     Example:
         >>> import flexmasks
         >>> sorted(flexmasks.cache_info())
-        ['blocks', 'kernels', 'scores']
+        ['blocks', 'failures', 'kernels', 'numbers', 'scores']
     """
     return {name: cache.info() for name, cache in _CACHES.items()}
 
 
 def clear_caches() -> None:
-    """Empty every cache of the library: block masks, prepared scores and compiled kernels."""
+    """Empty every cache of the library, see `cache_info`."""
     for cache in _CACHES.values():
         cache.clear()
 

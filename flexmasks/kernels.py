@@ -37,14 +37,22 @@ def flex(
     score_mod: Callable[..., Tensor] | None,
     block_mask: BlockMask | None,
     scale: float | None,
-    kernel_options: dict[str, Any] | None,
+    kernel_options: Any,
     with_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """torch's flex_attention with grouped heads seen from the shapes, and lse or None."""
     grouped = q.shape[1] != k.shape[1]
     if with_lse:
         out, aux = flex_attention(
-            q, k, v, score_mod, block_mask, scale, grouped, kernel_options=kernel_options, return_aux=AuxRequest(lse=True)
+            q,
+            k,
+            v,
+            score_mod,
+            block_mask,
+            scale,
+            grouped,
+            kernel_options=kernel_options,
+            return_aux=AuxRequest(lse=True),
         )
         return out, aux.lse
     return flex_attention(q, k, v, score_mod, block_mask, scale, grouped, kernel_options=kernel_options), None
@@ -55,10 +63,11 @@ def options(q: Tensor, k: Tensor, backend: str | None, given: dict[str, Any] | N
     chosen = dict(given or {})
     if backend is not None:
         chosen["BACKEND"] = backend
-    elif q.is_cuda and not chosen.keys() & {"BACKEND", "FORCE_USE_FLEX_ATTENTION"}:
-        # torch takes its decoding kernel below 128 queries, which finds no tile for more than 128 rows of a group
-        if q.shape[2] * (q.shape[1] // k.shape[1]) > 128:
-            chosen["BACKEND"] = "TRITON"
+        return chosen
+    # torch takes its decoding kernel below 128 queries, which finds no tile for more than 128 rows of a group
+    grouped_rows = q.shape[2] * (q.shape[1] // k.shape[1])
+    if q.is_cuda and grouped_rows > 128 and not chosen.keys() & {"BACKEND", "FORCE_USE_FLEX_ATTENTION"}:
+        chosen["BACKEND"] = "TRITON"
     return chosen
 
 
@@ -89,7 +98,7 @@ def run(key: Hashable, *args: Any) -> tuple[Tensor, Tensor | None]:
         result = _new(key)(*args)
     if counters["stats"]["unique_graphs"] != before:
         _log.info("compiled attention for q %s in %.1f s", list(args[0].shape), time.perf_counter() - start)
-    return result
+    return result  # type: ignore[no-any-return] # torch.compile keeps no types
 
 
 def _new(key: Hashable) -> Callable[..., Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,21 +14,11 @@ from flexmasks.registry import get_mask, get_score
 from flexmasks.values import Mask, Score
 
 
-@overload
-def packed(
-    inner: Score, offsets: Tensor | Sequence[int], kv_offsets: Tensor | Sequence[int] | None = None
-) -> Score: ...
-@overload
-def packed(
-    inner: str | Mask | Callable[..., Tensor],
-    offsets: Tensor | Sequence[int],
-    kv_offsets: Tensor | Sequence[int] | None = None,
-) -> Mask: ...
 def packed(
     inner: str | Mask | Score | Callable[..., Tensor],
     offsets: Tensor | Sequence[int],
     kv_offsets: Tensor | Sequence[int] | None = None,
-) -> Mask | Score:
+) -> Any:
     """The same mask (or Score) inside each of several sequences that are laid end to end; they do not see each other.
 
     Args:
@@ -37,6 +27,9 @@ def packed(
         offsets: int[N + 1], where each of N sequences starts and the last ends (cu_seqlens of varlen attention);
             any total length. Tokens past the end are padding.
         kv_offsets: the same for the keys, where they are packed otherwise.
+
+    Returns:
+        A Mask, or a Score where `inner` is one.
 
     Example:
         >>> import flexmasks

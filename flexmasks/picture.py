@@ -51,7 +51,9 @@ def text(made: BlockMask, b: int = 0, h: int = 0, columns: int | None = None) ->
     share = shares(made)
     sizes = f"{made.BLOCK_SIZE[0] * step} x {made.BLOCK_SIZE[1] * step}"
     drawn = "a character is" if wide == 1 else "two characters are"
-    legend = f"{_EMPTY} empty {share.empty:.1%}   {_PARTIAL} partial {share.partial:.1%}   {_FULL} full {share.full:.1%}"
+    legend = (
+        f"{_EMPTY} empty {share.empty:.1%}   {_PARTIAL} partial {share.partial:.1%}   {_FULL} full {share.full:.1%}"
+    )
     q_len, kv_len = made.seq_lengths
     return "\n".join([*rows, legend, f"{q_len} queries (down) x {kv_len} keys (across), {drawn} {sizes} of them"])
 

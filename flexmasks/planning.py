@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,7 +22,7 @@ from flexmasks.cache import Cache
 from flexmasks.captures import Opaque, capture
 from flexmasks.params import Size, describe
 from flexmasks.registry import get_mask
-from flexmasks.values import Mask, Modifier, NestedExtras, Score
+from flexmasks.values import Mask, Modifier, NestedExtras
 
 Offset = int | Tensor
 BLOCK_SIZE = (128, 128)
@@ -46,7 +45,7 @@ class _Found:
 
 _BLOCKS: Cache[_Found] = Cache("blocks", max_bytes=1 << 30)
 _SCORES: Cache[_Found] = Cache("scores", max_bytes=1 << 26)
-_values_seen: OrderedDict[Hashable, set[Hashable]] = OrderedDict()
+_NUMBERS: Cache[set[Hashable]] = Cache("numbers", max_bytes=1024)  # values seen of masks' numbers; one byte each
 
 
 class Plan:
@@ -57,7 +56,8 @@ class Plan:
         self.tensors: list[Tensor] = []
         self.opaque = False
         try:
-            self._key = self.kernel_key = value.capture(self.tensors)
+            self._key = value.capture(self.tensors)
+            self.kernel_key = value.capture([], contents=False)
         except Opaque:
             self.opaque = True
             self.kernel_key = ("opaque", value.name, getattr(value.definition.function, "__code__", None))
@@ -65,18 +65,18 @@ class Plan:
 
     def _lift(self) -> bool:
         """Whether the numbers are to be inputs of the kernel: when many values of them were seen."""
-        key = self.value.capture([], lift=True)
-        if key == self._key:
+        key = self.value.capture([], lift=True, contents=False)
+        if key == self.kernel_key:
             return False
-        seen = _values_seen.setdefault(key, set())
-        _values_seen.move_to_end(key)
-        while len(_values_seen) > 256:
-            _values_seen.popitem(last=False)
-        if self._key not in seen:
+        seen = _NUMBERS.get(key)
+        if seen is None:
+            seen = set()
+            _NUMBERS.put(key, (), seen, 1)
+        if self.kernel_key not in seen:
             if len(seen) >= _CONSTANTS:
                 self.kernel_key = key
                 return True
-            seen.add(self._key)
+            seen.add(self.kernel_key)
         return False
 
     def _find(self, cache: Cache[_Found], build: Callable[[], _Found], *more: Hashable) -> _Found:
@@ -88,7 +88,9 @@ class Plan:
         found = cache.get(key, tensors)
         if found is None:
             found = build()
-            cache.put(key, tensors, found, found.nbytes)
+            # what was computed from a tensor that learns belongs to one autograd graph
+            if not any(t.requires_grad for t in tensors) or not _tensors_in(found.extras):
+                cache.put(key, tensors, found, found.nbytes)
         return found
 
     def _moved(self) -> Tensor | None:
@@ -146,7 +148,14 @@ class ScorePlan(Plan):
         return shifted_score(self.value.bind(found.extras), self.offset if found.moved is None else found.moved)
 
     def _build(self) -> _Found:
-        return _Found(self.value.resolve(sized(self.size, self.offset)), self._moved())
+        extras = self.value.resolve(sized(self.size, self.offset))
+        first = [torch.zeros(1, dtype=torch.int64, device=self.size.device)] * 4
+        score = torch.zeros(1, 1, 1, 1, dtype=self.size.dtype, device=self.size.device)
+        with explained(self.value), torch.no_grad():  # one score, for the function's own errors
+            changed = blocks.over_indices(self.value.bind(extras), (0,))(score, *first)
+            if not changed.dtype.is_floating_point:
+                raise TypeError(f"a score function must return a floating score, got one of {describe(changed)}.")
+        return _Found(extras, self._moved())
 
 
 class GivenPlan:
@@ -174,8 +183,13 @@ FULL, _CAUSAL = get_mask("full"), get_mask("causal")
 
 
 def sized(size: Size, offset: Offset) -> Size:
-    """The size with the largest offset in it; reads a tensor's values."""
-    return replace(size, q_offset=int(offset.max()) if isinstance(offset, Tensor) else offset)
+    """The size with the largest offset in it; reads a tensor's values, and raises ValueError for a negative one."""
+    if isinstance(offset, int):
+        return replace(size, q_offset=offset)
+    least, most = torch.stack(torch.aminmax(offset)).tolist()
+    if least < 0:
+        raise ValueError(f"flexmasks: `q_offset` must be at least 0, got values from {least} to {most}.")
+    return replace(size, q_offset=most)
 
 
 def shifted_mask(mod: Callable[..., Tensor], offset: Offset) -> Callable[..., Tensor]:
@@ -201,18 +215,19 @@ def shifted_score(mod: Callable[..., Tensor], offset: Offset) -> Callable[..., T
 
 
 @contextlib.contextmanager
-def explained(mask: Mask) -> Iterator[None]:
-    """Errors of a mask's own function, as errors that name the mask."""
+def explained(value: Modifier) -> Iterator[None]:
+    """Errors of a mask's or score's own function, as errors that name it."""
+    what = f"flexmasks {value.kind} {value!r}"
     try:
         yield
     except (ValueError, TypeError) as error:
         if str(error).startswith("flexmasks"):
             raise
-        raise type(error)(f"flexmasks mask {mask!r}: {error}") from error
+        raise type(error)(f"{what}: {error}") from error
     except torch.OutOfMemoryError:
         raise
-    except (RuntimeError, LookupError, AttributeError, NameError, NotImplementedError) as error:
-        raise ValueError(f"flexmasks mask {mask!r} failed on index tensors: {type(error).__name__}: {error}") from error
+    except (RuntimeError, LookupError, ArithmeticError, AttributeError, NameError) as error:
+        raise ValueError(f"{what} failed on index tensors: {type(error).__name__}: {str(error)[:300]}") from error
 
 
 def _tensors_in(value: Any) -> list[Tensor]:

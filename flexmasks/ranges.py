@@ -137,7 +137,9 @@ def _operator(name: str) -> Callable[..., Any]:
     method = getattr(torch.Tensor, name)
 
     def operate(self: Range, *others: Any) -> Any:
-        if others and isinstance(others[0], np.generic):
+        if others and isinstance(others[0], np.bool_):
+            raise GiveUp("a truth value of NumPy, which torch takes for a number")
+        if others and isinstance(others[0], np.integer | np.floating):
             others = (others[0].item(),)
         if others and not isinstance(others[0], Range | Tensor | int | float):
             return NotImplemented

@@ -226,9 +226,7 @@ def test_decoding_step_by_step_equals_the_whole(device: str) -> None:
         whole = flexmasks.attention(q, k, v, mask="sliding_window", window=7)
         graphs = 0
         for step in range(30, 40):
-            part = flexmasks.attention(
-                q[:, :, step : step + 1], k, v, mask="sliding_window", window=7, q_offset=step
-            )
+            part = flexmasks.attention(q[:, :, step : step + 1], k, v, mask="sliding_window", window=7, q_offset=step)
             assert torch.allclose(part, whole[:, :, step : step + 1], atol=1e-5)
             graphs = graphs or counters["stats"]["unique_graphs"]
         assert counters["stats"]["unique_graphs"] == graphs  # a step compiles nothing
@@ -312,6 +310,18 @@ def test_gradients_inside_a_users_compile(device: str) -> None:
         assert torch.allclose(got, want, atol=1e-4)
 
 
+def test_inside_compile_bad_block_masks_are_named() -> None:
+    """Torch's kernel would end the process for some of these."""
+    q, k, v = torch.randn(3, 2, 2, 150, 32)
+    made = flexmasks.block_mask("grouped_tril", 150, seq_lens=torch.tensor([150, 3, 7]))
+    call = torch.compile(lambda q, k, v, **more: flexmasks.attention(q, k, v, **more), fullgraph=True)
+    with torch.no_grad():
+        for more in ({"block_mask": made}, {"mask": "causal"}, {"score": "alibi"}):
+            with pytest.raises(Exception, match=r"block_mask"):
+                call(q, k, v, **more)
+        assert torch.allclose(call(q, k, v), F.scaled_dot_product_attention(q, k, v), atol=1e-6)
+
+
 def test_a_block_mask_of_lists_alone_is_honoured_by_the_reference() -> None:
     q, k, v = torch.randn(3, 1, 2, 256, 16)
     made = flexmasks.block_mask("full", 256)
@@ -345,6 +355,39 @@ def test_many_windows_and_many_lengths_in_one_process(device: str) -> None:
         check(mask="grouped_tril", seq_lens=torch.tensor([n, 130 - n], device=device))
         check(mask="sliding_window", window=torch.tensor(n, device=device))
     assert counters["stats"]["unique_graphs"] == start
+
+
+def test_lists_are_inputs_of_the_kernel_too() -> None:
+    q, k, v = torch.randn(3, 2, 2, 130, 16)
+    graphs = set()
+    for n in (3, 50, 130):
+        out = flexmasks.attention(q, k, v, mask="padding", seq_lens=[n, 130], backend="cpu")
+        graphs.add(counters["stats"]["unique_graphs"])
+        want = flexmasks.attention(q, k, v, mask="padding", seq_lens=torch.tensor([n, 130]), backend="reference")
+        assert torch.allclose(out, want, atol=1e-5)
+    assert len(graphs) == 1
+
+
+def test_what_prepare_computes_from_a_learned_tensor_is_of_one_graph() -> None:
+    def prepare(size: Any, *, rate: Tensor) -> dict[str, Any]:
+        return {"slope": rate.exp()}
+
+    @flexmasks.register_score(prepare=prepare)
+    def decay(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, slope: Tensor) -> Tensor:
+        """Scores that fall with distance."""
+        return score - slope[h] * (q - kv)
+
+    q, k, v = torch.randn(3, 1, 2, 20, 8)
+    rate = torch.zeros(2, requires_grad=True)
+    arguments: dict[str, Any] = {"mask": "causal", "score": "decay", "rate": rate}
+    with torch.no_grad():
+        flexmasks.attention(q, k, v, backend="reference", **arguments)
+    seen = []
+    for _ in range(2):
+        (gradient,) = torch.autograd.grad(flexmasks.attention(q, k, v, **arguments).sum(), rate)
+        seen.append(gradient)
+    assert torch.equal(*seen)
+    assert torch.all(seen[0] != 0)
 
 
 def test_many_lengths_compile_a_bounded_number_of_kernels() -> None:

@@ -336,15 +336,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "specification of no size": (specified("int in 0..X"), "of `w` is bounded by 'X', which is no size"),
 }
 # Found by these tests, in modules that still have to answer.
-OPEN = {
-    "sparse", "q_offset negative tensor", "raises ZeroDivisionError", "score returns None", "score with if",
-    "score raises IndexError", "backend a list", "jagged and None",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.xfail(strict=True)) if n in OPEN else n for n in CASES]
-)
+@pytest.mark.parametrize("name", CASES)
 def test_bad_input(name: str) -> None:
     call, words = CASES[name]
     with pytest.raises((ValueError, TypeError)) as caught:

@@ -261,7 +261,7 @@ def check_sound(expression: str, q_size: int = 5, kv_size: int = 4) -> Range | N
         values = values_of(function)
     except (RuntimeError, TypeError, ValueError, ArithmeticError, IndexError, AttributeError):
         return None  # not a function of numbers; what ranges say of it does not matter
-    if values.ndim != 4:
+    if not isinstance(values, Tensor) or values.ndim != 4:
         return None
     try:
         found = ranges_of(function, q_size, kv_size)

@@ -32,7 +32,8 @@ def _prepare(size: Size | None, *, slopes: Annotated[Tensor | None, "float[H]"] 
     return {"slopes": slopes}
 
 
-@torch.compiler.assume_constant_result  # inside a user's torch.compile: computed once, not by a kernel
+# inside a user's torch.compile: computed once, not by a kernel
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _tensor(heads: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.tensor(alibi_slopes(heads), dtype=dtype, device=device)
 

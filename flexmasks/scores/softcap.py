@@ -9,7 +9,7 @@ from flexmasks.registry import register_score
 
 def _prepare(size: Size | None, *, cap: Annotated[float, "float in 0.."]) -> dict[str, Any]:
     if cap == 0:
-        raise ValueError("`cap` must be above 0.")
+        raise ValueError(f"`cap` must be above 0, got {cap}.")
     return {"cap": float(cap)}
 
 
