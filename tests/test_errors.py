@@ -335,6 +335,8 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     },
     "specification of no size": (specified("int in 0..X"), "of `w` is bounded by 'X', which is no size"),
 }
+
+
 # Found by these tests, in modules that still have to answer.
 @pytest.mark.parametrize("name", CASES)
 def test_bad_input(name: str) -> None:

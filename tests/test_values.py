@@ -384,7 +384,6 @@ def annotated(b: Any, h: Any, q: Any, kv: Any, *, window: Annotated[int | Tensor
         (Band(3).static, {}),
         (Band(5).method, {}),
     ],
-    ids=repr,
 )
 def test_what_a_function_may_be(function: Any, params: dict[str, Any]) -> None:
     n = torch.arange(LENGTH)
