@@ -74,8 +74,9 @@ def attention(
             for float64), -inf for a row that sees nothing; differentiable.
         backend: "auto", or one by name, an error where it cannot: "sdpa", "flash", "triton", "cpu", "reference".
         kernel_options: passed on to torch's flex_attention.
-        **params: the parameters of the mask and the score given by name. Numbers are constants of the compiled
-            kernel, tensors are inputs of it: what changes often is better a tensor.
+        **params: the parameters of the mask and the score given by name. Tensors and lists are inputs of the
+            compiled kernel and change freely. Numbers are constants of it, each value a kernel of its own; where a
+            parameter may also be a tensor, they become inputs after six values.
 
     Returns:
         The output, [B, H, Q, D] in q's dtype, or (output, lse). Jagged inputs give jagged outputs.

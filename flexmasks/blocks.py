@@ -39,10 +39,6 @@ class Blocks:
     def empty(self) -> int:
         return self.total - self.partial - self.full
 
-    @property
-    def nbytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in self.indices)
-
     def block_mask(self, mask_mod: MaskMod) -> BlockMask:
         """The BlockMask of these blocks and that function."""
         lengths: Any = (self.q_len, self.kv_len)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -44,8 +44,14 @@ def packed(
     return get_mask("packed", inner=get_mask(inner), offsets=offsets, **more)
 
 
-def sequences(size: Size | None, offsets: Tensor, kv_offsets: Tensor | None) -> dict[str, Tensor]:
-    """The sequence of each packed query and key, and its position there, from where the sequences start.
+def sequences(
+    size: Size | None,
+    *,
+    inner: Any,
+    offsets: Annotated[Tensor, "int[N] in 0..S"],
+    kv_offsets: Annotated[Tensor | None, "int[M] in 0..S"] = None,
+) -> dict[str, Any]:
+    """Prepare a packed mask or score: the sequence of each query and key, and its position there.
 
     Queries past the last sequence are of sequence -1, keys of sequence -2.
     """
@@ -56,6 +62,7 @@ def sequences(size: Size | None, offsets: Tensor, kv_offsets: Tensor | None) -> 
     q_sequence, q_position = _unpack("offsets", offsets, None if size is None else size.positions_of_q, -1)
     kv_sequence, kv_position = _unpack("kv_offsets", kv_offsets, None if size is None else size.kv_len, -2)
     return {
+        "inner": inner,
         "q_sequence": q_sequence,
         "q_position": q_position,
         "kv_sequence": kv_sequence,

@@ -26,6 +26,7 @@ from flexmasks.values import Mask, Modifier, NestedExtras
 
 Offset = int | Tensor
 BLOCK_SIZE = (128, 128)
+_ENTRY = 4096  # bytes that an entry of a cache takes besides its tensors, about
 _CONSTANTS = 6  # so many values of a mask's numbers are compiled in; from then on they are inputs of the kernel
 
 
@@ -39,8 +40,8 @@ class _Found:
 
     @property
     def nbytes(self) -> int:
-        tensors = _tensors_in(self.extras)
-        return (self.blocks.nbytes if self.blocks else 0) + sum(t.numel() * t.element_size() for t in tensors)
+        tensors = [*_tensors_in(self.extras), *(self.blocks.indices if self.blocks else ())]
+        return _ENTRY + sum(t.numel() * t.element_size() for t in tensors)
 
 
 _BLOCKS: Cache[_Found] = Cache("blocks", max_bytes=1 << 30)

@@ -79,6 +79,25 @@ def test_poison_in_hidden_places_leaves_the_forward_pass_alone(device: str, back
         assert torch.equal(flexmasks.attention(bad_q, bad_k, bad_v, **arguments), clean)
 
 
+@pytest.mark.parametrize(("device", "backend"), WHERE)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_poison_while_decoding(device: str, backend: str, dtype: torch.dtype) -> None:
+    """One query each against a cache of different lengths, what lies past them undefined."""
+    _skip_what_is_not_there(backend, dtype)
+    q = torch.randn(3, 4, 1, 64, device=device).to(dtype)
+    k, v = torch.randn(2, 3, 2, 200, 64, device=device).to(dtype)
+    seq_lens = torch.tensor([200, 70, 1], device=device)
+    arguments: dict[str, Any] = {"mask": "padding", "seq_lens": seq_lens, "backend": backend}
+    clean = flexmasks.attention(q, k, v, **arguments)
+    real = torch.arange(200, device=device) < seq_lens[:, None]
+    want, _ = attend(*(x.double().cpu() for x in (q, k, v)), real.cpu()[:, None, None])
+    assert error(clean, want) < TOLERANCE[dtype]
+    hidden = ~real[:, None].expand(3, 2, 200)
+    for poison in (math.nan, math.inf, -math.inf):
+        k[hidden], v[hidden] = poison, torch.finfo(dtype).max / 4
+        assert torch.equal(flexmasks.attention(q, k, v, **arguments), clean)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 def test_poison_in_later_keys_and_sdpa(device: str, dtype: torch.dtype) -> None:

@@ -1,30 +1,18 @@
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flexmasks.packing import inside_sequences, sequences
-from flexmasks.params import Size
 from flexmasks.registry import get_score, register_score
-from flexmasks.values import Score
-
-
-def _prepare(
-    size: Size | None,
-    *,
-    inner: Score,
-    offsets: Annotated[Tensor, "int[N] in 0..S"],
-    kv_offsets: Annotated[Tensor | None, "int[M] in 0..S"] = None,
-) -> dict[str, Any]:
-    return {"inner": inner, **sequences(size, offsets, kv_offsets)}
 
 
 def _example(length: int) -> dict[str, Any]:
     return {"inner": get_score("alibi"), "offsets": [0, length // 8, length // 2, length * 5 // 8, length]}
 
 
-@register_score(prepare=_prepare, inner_size=inside_sequences, example=_example)
+@register_score(prepare=sequences, inner_size=inside_sequences, example=_example)
 def packed(
     score: Tensor,
     b: Tensor,
