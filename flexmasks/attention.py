@@ -338,34 +338,36 @@ def _kind(x: Any) -> str:
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    got = f"got q {_kind(q)}, k {_kind(k)}, v {_kind(v)}."
+    def fail(message: str, kind: type[Exception] = ValueError) -> NoReturn:
+        _fail(f"{message}; got q {_kind(q)}, k {_kind(k)}, v {_kind(v)}.", kind)
+
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
-            _fail(f"`{name}` must be a tensor [B, H, S, D]; {got}", TypeError)
+            fail(f"`{name}` must be a tensor [B, H, S, D]", TypeError)
         if x.layout != torch.strided:
-            _fail(f"`{name}` must be a dense tensor, it is {x.layout}; {got}")
+            fail(f"`{name}` must be a dense tensor, it is {x.layout}")
         if x.ndim != 4:
-            _fail(f"`{name}` must have 4 dimensions, [B, H, S, D]; {got}")
+            fail(f"`{name}` must have 4 dimensions, [B, H, S, D]")
         if not x.dtype.is_floating_point or x.dtype.itemsize < 2:
-            _fail(f"`{name}` must be float16, bfloat16, float32 or float64; {got}", TypeError)
+            fail(f"`{name}` must be float16, bfloat16, float32 or float64", TypeError)
         if 0 in x.shape:
-            _fail(f"`{name}` is empty; every dimension must be at least 1; {got}")
+            fail(f"`{name}` is empty; every dimension must be at least 1")
     if not q.dtype == k.dtype == v.dtype:
-        _fail(f"q, k and v must have one dtype; {got}", TypeError)
+        fail("q, k and v must have one dtype", TypeError)
     if not q.device == k.device == v.device:
-        _fail(f"q, k and v must be on one device; {got}")
+        fail("q, k and v must be on one device")
     if q.device.type == "meta":
-        _fail(f"q, k and v have no data; {got}")
+        fail("q, k and v have no data")
     if not q.shape[0] == k.shape[0] == v.shape[0]:
-        _fail(f"q, k and v must have one batch size; {got}")
+        fail("q, k and v must have one batch size")
     if not q.shape[3] == k.shape[3] == v.shape[3]:
-        _fail(f"q, k and v must have one head size D; {got}")
+        fail("q, k and v must have one head size D")
     if k.shape[1] != v.shape[1]:
-        _fail(f"k and v must have as many heads as each other; {got}")
+        fail("k and v must have as many heads as each other")
     if k.shape[2] != v.shape[2]:
-        _fail(f"k and v must have the same length; {got}")
+        fail("k and v must have the same length")
     if q.shape[1] % k.shape[1]:
-        _fail(f"the number of query heads must be a multiple of the number of key heads; {got}")
+        fail("the number of query heads must be a multiple of the number of key heads")
 
 
 def _check_scale(scale: Any) -> None:
