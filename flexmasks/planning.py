@@ -10,7 +10,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,15 +36,23 @@ class _Found:
 
     extras: dict[str, Any]
     moved: Tensor | None  # q_offset, where it is a number above 0, as an input of the kernel: decoding changes it
-    blocks: Blocks | None = None
 
     @property
     def nbytes(self) -> int:
-        tensors = [*_tensors_in(self.extras), *(self.blocks.indices if self.blocks else ())]
-        return _ENTRY + sum(t.numel() * t.element_size() for t in tensors)
+        return _ENTRY + sum(t.numel() * t.element_size() for t in _tensors_in(self.extras))
 
 
-_BLOCKS: Cache[_Found] = Cache("blocks", max_bytes=1 << 30)
+@dataclass(frozen=True)
+class _FoundMask(_Found):
+    blocks: Blocks
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + sum(t.numel() * t.element_size() for t in self.blocks.indices)
+
+
+_Kept = TypeVar("_Kept", bound=_Found)
+_BLOCKS: Cache[_FoundMask] = Cache("blocks", max_bytes=1 << 30)
 _SCORES: Cache[_Found] = Cache("scores", max_bytes=1 << 26)
 _NUMBERS: Cache[set[Hashable]] = Cache("numbers", max_bytes=1024)  # values seen of masks' numbers; one byte each
 
@@ -80,7 +88,7 @@ class Plan:
             seen.add(self.kernel_key)
         return False
 
-    def _find(self, cache: Cache[_Found], build: Callable[[], _Found], *more: Hashable) -> _Found:
+    def _find(self, cache: Cache[_Kept], build: Callable[[], _Kept], *more: Hashable) -> _Kept:
         if self.opaque:
             return build()
         offset = self.offset if isinstance(self.offset, int) else "tensor"
@@ -115,29 +123,22 @@ class MaskPlan(Plan):
         return self.mask.name if known and isinstance(self.offset, int) and self.offset == 0 else None
 
     @functools.cached_property
-    def _found(self) -> _Found:
+    def _found(self) -> _FoundMask:
         return self._find(_BLOCKS, self._build, self.block_size)
 
-    def _build(self) -> _Found:
+    def _build(self) -> _FoundMask:
         size = sized(self.size, self.offset)
         extras = self.mask.resolve(size, self.lifted)
         mod = shifted_mask(self.mask.bind(extras), self.offset)
         with explained(self.mask):
             found = blocks.build(mod, size.batch, size.heads, size.q_len, size.kv_len, size.device, self.block_size)
-        return _Found(extras, self._moved(), found)
-
-    @property
-    def blocks(self) -> Blocks:
-        """Counts and index tensors of the blocks."""
-        found = self._found.blocks
-        assert found is not None  # noqa: S101 - for the type checker
-        return found
+        return _FoundMask(extras, self._moved(), found)
 
     def block_mask(self) -> BlockMask:
         """The BlockMask; its mask_mod is bound to the user's own tensors."""
         found = self._found
         offset = self.offset if found.moved is None else found.moved
-        return self.blocks.block_mask(shifted_mask(self.mask.bind(found.extras), offset))
+        return found.blocks.block_mask(shifted_mask(self.mask.bind(found.extras), offset))
 
 
 class ScorePlan(Plan):
