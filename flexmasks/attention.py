@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NoReturn, cast
@@ -13,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexmasks import blocks, kernels, reference
-from flexmasks.backends import BACKENDS, Call, choose, run
+from flexmasks.backends import BACKENDS, Call, check, choose, run
 from flexmasks.packing import packed
 from flexmasks.params import Size, describe
 from flexmasks.planning import (
@@ -31,6 +30,7 @@ from flexmasks.values import Mask, Score
 
 MaskLike = str | Mask | Callable[..., Tensor]
 ScoreLike = str | Score | Callable[..., Tensor]
+_LARGEST = torch.finfo(torch.float32).max
 _INTS = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -79,7 +79,8 @@ def attention(
             parameter may also be a tensor, they become inputs after six values.
 
     Returns:
-        The output, [B, H, Q, D] in q's dtype, or (output, lse). Jagged inputs give jagged outputs.
+        The output, [B, H, Q, D] in q's dtype, or (output, lse). Under torch.autocast q, k and v are cast to its dtype
+        first, as for torch's scaled_dot_product_attention. Jagged inputs give jagged outputs.
 
     Raises:
         ValueError, TypeError: on any input that does not fit, with what to pass.
@@ -96,10 +97,14 @@ def attention(
     request = _Request(mask, score, params, scale, block_mask, q_offset, return_lse, backend, kernel_options)
     if torch.compiler.is_compiling():
         out, lse = _inside_compile(q, k, v, request)
-    elif any(isinstance(x, Tensor) and x.is_nested for x in (q, k, v)):
-        out, lse = _jagged(q, k, v, request)
+        return (out, lse) if return_lse else out
+    device = q.device.type if isinstance(q, Tensor) else "cpu"
+    if torch.is_autocast_enabled(device):
+        q, k, v = (_autocast(x, torch.get_autocast_dtype(device)) for x in (q, k, v))
+        with torch.autocast(device, enabled=False):
+            out, lse = _eager(q, k, v, request)
     else:
-        out, lse = run(_call(q, k, v, request), backend)
+        out, lse = _eager(q, k, v, request)
     return (out, lse) if return_lse else out
 
 
@@ -138,7 +143,7 @@ def block_mask(
         [0, 1, 2, 3]
     """
     made, size = _mask_and_size("block_mask", mask, q_len, kv_len, batch, heads, device, q_offset, params)
-    sizes = block_size if isinstance(block_size, tuple) else (block_size, block_size)
+    sizes = tuple(block_size) if isinstance(block_size, tuple | list) else (block_size, block_size)
     if len(sizes) != 2 or not all(type(n) is int and n > 0 for n in sizes):
         _fail(f"`block_size` must be an int above 0 or a pair, got {block_size!r}.", call="flexmasks.block_mask")
     return MaskPlan(made, size, q_offset, block_size=sizes).block_mask()
@@ -186,7 +191,10 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> str:
     """
     own = {f.name: arguments.pop(f.name) for f in fields(_Request) if f.name != "params" and f.name in arguments}
     request = _Request(params=arguments, **own)
+    if _any_nested(q, k, v):
+        q, k, v, request = _laid_end_to_end(q, k, v, request)
     call = _call(q, k, v, request)
+    check(call, request.backend)
     able, reasons = choose(call)
     lines = [f"backend: {able[0].name if request.backend == 'auto' else request.backend}"]
     lines += [f"  not {name}: {reason}" for name, reason in reasons.items()]
@@ -215,8 +223,27 @@ class _Request:
     kernel_options: dict[str, Any] | None = None
 
 
-def _call(q: Tensor, k: Tensor, v: Tensor, request: _Request) -> Call:
-    """Check everything, and plan mask and score."""
+def _eager(q: Tensor, k: Tensor, v: Tensor, request: _Request) -> tuple[Tensor, Tensor | None]:
+    if not _any_nested(q, k, v):
+        return run(_call(q, k, v, request), request.backend)
+    call = _call(*_laid_end_to_end(q, k, v, request))
+    out, lse = run(call, request.backend)
+    nested, starts = torch.nested.nested_tensor_from_jagged, _ragged(q)[1]
+    return nested(out[0], starts, jagged_dim=2), None if lse is None else nested(lse[0], starts, jagged_dim=2)
+
+
+def _any_nested(*tensors: Any) -> bool:
+    return any(isinstance(x, Tensor) and x.is_nested for x in tensors)
+
+
+def _autocast(x: Any, dtype: torch.dtype) -> Any:
+    """As torch casts for scaled_dot_product_attention: floats, but not float64."""
+    casts = isinstance(x, Tensor) and x.is_floating_point() and x.dtype not in (torch.float64, dtype)
+    return x.to(dtype) if casts else x
+
+
+def _checked(q: Tensor, k: Tensor, v: Tensor, request: _Request) -> Size:
+    """Check all but mask and score, which are checked when they are planned."""
     if not isinstance(request.backend, str) or (request.backend != "auto" and request.backend not in BACKENDS):
         _fail(f"`backend` must be 'auto' or one of {', '.join(map(repr, BACKENDS))}, got {request.backend!r}.")
     if request.kernel_options is not None and not isinstance(request.kernel_options, dict):
@@ -227,13 +254,20 @@ def _call(q: Tensor, k: Tensor, v: Tensor, request: _Request) -> Call:
         _fail("pass `mask` or `block_mask`, not both.", TypeError)
     _check_tensors(q, k, v)
     _check_scale(request.scale)
-    made, change = from_arguments(request.mask, request.score, request.params)
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     size = Size(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device, dtype=dtype)
     _check_offset("flexmasks.attention", request.q_offset, size)
-    plan: MaskPlan | GivenPlan
     if request.block_mask is not None:
         _check_block_mask(request.block_mask, size)
+    return size
+
+
+def _call(q: Tensor, k: Tensor, v: Tensor, request: _Request) -> Call:
+    """Check everything, and plan mask and score."""
+    size = _checked(q, k, v, request)
+    made, change = from_arguments(request.mask, request.score, request.params)
+    plan: MaskPlan | GivenPlan
+    if request.block_mask is not None:
         plan = GivenPlan(request.block_mask)
     else:
         plan = MaskPlan(FULL if made is None else made, size, request.q_offset, lift=True)
@@ -267,29 +301,35 @@ def _inside_compile(q: Tensor, k: Tensor, v: Tensor, request: _Request) -> tuple
             "block_mask=flexmasks.block_mask(...).",
             TypeError,
         )
+    size = _checked(q, k, v, request)
     _, change = from_arguments(None, request.score, request.params)
-    size = Size(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device)
     made, backend = request.block_mask, request.backend
+    grad = torch.is_grad_enabled()
+    needs_grad = grad and (q.requires_grad or k.requires_grad or v.requires_grad)
+    needs_grad = needs_grad or (grad and change is not None and change.learns())
     if made is None:
         if change is None and not request.return_lse and backend in ("auto", "sdpa"):
             grouped = q.shape[1] != k.shape[1]
             return F.scaled_dot_product_attention(q, k, v, scale=request.scale, enable_gqa=grouped), None
         _fail("inside torch.compile scores, lse and named backends need a `block_mask`, as flexmasks.block_mask makes.")
-    _check_block_mask(made, size)
+    on_cpu = not q.is_cuda
+    if backend in (("sdpa", "triton", "flash") if on_cpu else ("sdpa", "cpu")):
+        _fail(f"backend {backend!r} cannot run this call inside torch.compile; leave the choice to torch: 'auto'.")
     score_mod = None
     if change is not None:
         score_mod = shifted_score(change.bind(change.resolve(size)), request.q_offset)
-    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    on_reference = not q.is_cuda and (needs_grad or request.return_lse or q.dtype == torch.float64)
+    on_reference = on_cpu and (needs_grad or request.return_lse or q.dtype == torch.float64)
     if backend == "reference" or (backend == "auto" and on_reference):
         return reference.attend(q, k, v, score_mod, made, request.scale)
+    if not needs_grad:
+        q, k, v = q.detach(), k.detach(), v.detach()
     options = kernels.options(q, k, "FLASH" if backend == "flash" else None, request.kernel_options)
     out, lse = kernels.flex(q, k, v, score_mod, made, request.scale, options, request.return_lse)
-    return (out if q.is_cuda else kernels.separate(out)), lse
+    return (kernels.separate(out) if on_cpu else out), lse
 
 
-def _jagged(q: Tensor, k: Tensor, v: Tensor, request: _Request) -> tuple[Tensor, Tensor | None]:
-    """Jagged nested tensors: the sequences laid end to end, under `packed` mask and score."""
+def _laid_end_to_end(q: Tensor, k: Tensor, v: Tensor, request: _Request) -> tuple[Tensor, Tensor, Tensor, _Request]:
+    """Jagged nested tensors as dense ones, [1, H, total, D], under `packed` mask and score."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         is_jagged = isinstance(x, Tensor) and x.is_nested and x.layout == torch.jagged
         if not is_jagged or x.dim() != 4 or isinstance(x.shape[2], int):
@@ -313,10 +353,7 @@ def _jagged(q: Tensor, k: Tensor, v: Tensor, request: _Request) -> tuple[Tensor,
     made = packed(FULL if made is None else made, *places)
     change = None if change is None else packed(change, *places)
     q_dense, k_dense, v_dense = (_ragged(x)[0].unsqueeze(0) for x in (q, k, v))
-    request = replace(request, mask=made, score=change, params={})
-    out, lse = run(_call(q_dense, k_dense, v_dense, request), request.backend)
-    nested = torch.nested.nested_tensor_from_jagged
-    return nested(out[0], starts, jagged_dim=2), None if lse is None else nested(lse[0], starts, jagged_dim=2)
+    return q_dense, k_dense, v_dense, replace(request, mask=made, score=change, params={})
 
 
 def _ragged(x: Any) -> tuple[Tensor, Tensor]:
@@ -334,7 +371,7 @@ def _fail(message: str, kind: type[Exception] = ValueError, call: str = "flexmas
 def _kind(x: Any) -> str:
     if not isinstance(x, Tensor):
         return f"{type(x).__name__}"
-    return f"{describe(x)} on {x.device}" if not x.is_nested else f"a nested tensor of shape {tuple(x.shape)}"
+    return f"{describe(x)} on {x.device}" if not x.is_nested else f"a nested tensor of {x.layout}, {x.dim()} dimensions"
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -373,18 +410,19 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 def _check_scale(scale: Any) -> None:
     if scale is None:
         return
-    if isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale):
+    is_number = isinstance(scale, int | float) and not isinstance(scale, bool)
+    if not is_number or not -_LARGEST <= scale <= _LARGEST:
         _fail(f"`scale` must be a finite number, or None for 1 / sqrt(D), got {scale!r}.", TypeError)
 
 
 def _check_offset(call: str, offset: Any, size: Size) -> None:
-    wanted = f"`q_offset` must be an int >= 0 or an integer tensor [B] = [{size.batch}] on {size.device}"
+    wanted = f"`q_offset` must be an int from 0 to 2**31 - 1 or an integer tensor [B] = [{size.batch}] on {size.device}"
     if isinstance(offset, Tensor):
         if offset.dtype not in _INTS or offset.shape != (size.batch,) or offset.device != size.device:
             _fail(f"{wanted}, got {_kind(offset)}.", call=call)
     elif isinstance(offset, bool) or not isinstance(offset, int):
         _fail(f"{wanted}, got {offset!r}.", TypeError, call)
-    elif offset < 0:
+    elif not 0 <= offset < 2**31:
         _fail(f"{wanted}, got {offset}.", call=call)
 
 
@@ -428,6 +466,8 @@ def _mask_and_size(
         device = torch.device(device)
     except (RuntimeError, TypeError) as error:
         _fail(f"`device` must be a torch device, got {device!r} ({error}).", call=call)
+    if device.type == "meta" or (device.type == "cuda" and not torch.cuda.is_available()):
+        _fail(f"`device` must be one that is here and holds data, got {device}.", call=call)
     size = Size(batch, heads or 1, q_len, kv_len, device)
     _check_offset(call, q_offset, size)
     return made, size

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
 from torch._inductor.exc import InductorError
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexmasks import kernels, reference
@@ -22,7 +22,6 @@ from flexmasks.cache import Cache
 
 _log = logging.getLogger("flexmasks")
 _HALF = (torch.float16, torch.bfloat16)
-_FUSED = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 
 
 class Unavailable(Exception):
@@ -63,7 +62,7 @@ class Backend:
 
 def _refuses_sdpa(call: Call) -> str | None:
     if call.dense_mask is None:
-        return "it knows the masks full and causal only, with queries at position 0, by name or Mask"
+        return "it knows only the masks full and causal, uncombined, with queries from position 0"
     if call.score_mod is not None:
         return "it has no score changes"
     if call.with_lse:
@@ -72,29 +71,33 @@ def _refuses_sdpa(call: Call) -> str | None:
         return "it takes no kernel_options"
     if call.q.device.type not in ("cpu", "cuda"):
         return f"it is not used on {call.q.device.type}"
-    if call.cuda and call.q.dtype == torch.float64:
-        return "it has no fused kernel for float64 on CUDA"
-    if call.cuda and call.q.dtype == torch.float32 and call.q.shape[1] != call.k.shape[1]:
-        return "it has no fused kernel for grouped heads in float32 on CUDA"
+    if call.dense_mask == "causal" and call.scale is not None and call.scale <= 0:
+        return "it is wrong where scale is not above 0, for it scales what it has masked"
+    if call.q.dtype == torch.float64 and call.needs_grad:
+        return "it has no second derivative, which float64 is for"
+    if _fused_choice(call) == SDPBackend.MATH.value:
+        return "torch has no fused kernel for this call"
     return None
 
 
-def _run_sdpa(call: Call) -> tuple[Tensor, Tensor | None]:
+def _sdpa_arguments(call: Call) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
     q, k, v = call.q, call.k, call.v
     grouped = q.shape[1] != k.shape[1]
     if grouped and not call.cuda:  # torch's fused kernel for the CPU has no groups
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
         grouped = False
-    backends = _FUSED if call.cuda else [SDPBackend.FLASH_ATTENTION]
-    causal = call.dense_mask == "causal"
-    with sdpa_kernel(backends):
-        try:
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=call.scale, enable_gqa=grouped)
-        except RuntimeError as error:
-            if "No available kernel" not in str(error):
-                raise
-            raise Unavailable("torch has no fused kernel for this call") from error
-    return out, None
+    return (q, k, v), {"is_causal": call.dense_mask == "causal", "scale": call.scale, "enable_gqa": grouped}
+
+
+def _fused_choice(call: Call) -> int:
+    """The kernel that scaled_dot_product_attention itself would take; asking changes none of torch's switches."""
+    tensors, keywords = _sdpa_arguments(call)
+    return int(torch._fused_sdp_choice(*tensors, **keywords))
+
+
+def _run_sdpa(call: Call) -> tuple[Tensor, Tensor | None]:
+    tensors, keywords = _sdpa_arguments(call)
+    return F.scaled_dot_product_attention(*tensors, **keywords), None
 
 
 def _refuses_flash(call: Call) -> str | None:
@@ -147,7 +150,7 @@ def _run_flex(backend: str | None, call: Call) -> tuple[Tensor, Tensor | None]:
     block_mask = call.block_mask()
     key = (
         call.key, backend, q.dtype, q.device, q.shape[0], q.shape[1], k.shape[1], q.shape[3], call.with_lse,
-        call.scale, tuple(options.items()), block_mask.BLOCK_SIZE, block_mask.kv_num_blocks.shape[:2],
+        call.scale, repr(options), block_mask.BLOCK_SIZE, block_mask.kv_num_blocks.shape[:2],
         torch.is_grad_enabled(), q.requires_grad, k.requires_grad, v.requires_grad,
     )  # fmt: skip
     score_mod = None if call.score_mod is None else call.score_mod()
@@ -179,7 +182,7 @@ BACKENDS = {
         Backend("reference", lambda call: None, _run_reference),
     )
 }
-# Kinds of call whose kernel could not be compiled, by backend: not tried again under "auto".
+# Kinds of call that a backend failed at, and why: not tried again under "auto".
 _FAILURES: Cache[str] = Cache("failures", max_bytes=1024)  # counted, one byte each
 
 
@@ -196,12 +199,17 @@ def choose(call: Call) -> tuple[list[Backend], dict[str, str]]:
     return able, reasons
 
 
+def check(call: Call, name: str) -> None:
+    """Raise ValueError where the backend of that name cannot run a call."""
+    reason = None if name == "auto" else BACKENDS[name].refuses(call)
+    if reason is not None:
+        raise ValueError(f"flexmasks.attention: backend {name!r} cannot run this call: {reason}.")
+
+
 def run(call: Call, name: str) -> tuple[Tensor, Tensor | None]:
     """Run a call on the backend of that name, or under "auto" on the first that can."""
+    check(call, name)
     if name != "auto":
-        reason = BACKENDS[name].refuses(call)
-        if reason is not None:
-            raise ValueError(f"flexmasks.attention: backend {name!r} cannot run this call: {reason}.")
         try:
             return BACKENDS[name].run(call)
         except Unavailable as error:

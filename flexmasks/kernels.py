@@ -14,12 +14,14 @@ import threading
 import time
 import types
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch._dynamo.utils import counters
+from torch._inductor.exc import InductorError
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from flexmasks.cache import Cache
@@ -27,7 +29,15 @@ from flexmasks.cache import Cache
 _log = logging.getLogger("flexmasks")
 _numbers = itertools.count()
 _compiling = threading.Lock()
-_KERNELS: Cache[Callable[..., Any]] = Cache("kernels", max_bytes=256)  # counted, not measured: one byte each
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    compiled: Callable[..., Any]
+    static: bool  # compiled for each length anew
+
+
+_KERNELS: Cache[_Kernel] = Cache("kernels", max_bytes=256)  # counted, not measured: one byte each
 
 
 def flex(
@@ -87,24 +97,28 @@ def run(key: Hashable, *args: Any) -> tuple[Tensor, Tensor | None]:
 
     Whatever torch raises while compiling comes through.
     """
-    kernel = _KERNELS.get(key)
-    if kernel is None:
-        kernel = _new(key)
+    kernel = _KERNELS.get(key) or _new(key)
     before = counters["stats"]["unique_graphs"]
     start = time.perf_counter()
     try:
-        result = kernel(*args)
+        result = kernel.compiled(*args)
     except FailOnRecompileLimitHit:
-        result = _new(key)(*args)
+        result = _new(key, kernel.static).compiled(*args)
+    except InductorError:
+        if kernel.static or args[0].is_cuda:
+            raise
+        # torch's compiler for the CPU cannot do some kernels with symbolic lengths: then one for each length
+        result = _new(key, static=True).compiled(*args)
     if counters["stats"]["unique_graphs"] != before:
         _log.info("compiled attention for q %s in %.1f s", list(args[0].shape), time.perf_counter() - start)
     return result  # type: ignore[no-any-return] # torch.compile keeps no types
 
 
-def _new(key: Hashable) -> Callable[..., Any]:
+def _new(key: Hashable, static: bool = False) -> _Kernel:
     with _compiling:
         name = f"flexmasks_kernel_{next(_numbers)}"
         code = flex.__code__.replace(co_name=name)
-        kernel = torch.compile(types.FunctionType(code, flex.__globals__, name), fullgraph=True)
+        function = types.FunctionType(code, flex.__globals__, name)
+        kernel = _Kernel(torch.compile(function, fullgraph=True, dynamic=False if static else None), static)
         _KERNELS.put(key, (), kernel, 1)
     return kernel

@@ -151,12 +151,18 @@ class ScorePlan(Plan):
 
     def _build(self) -> _Found:
         extras = self.value.resolve(sized(self.size, self.offset))
-        first = [torch.zeros(1, dtype=torch.int64, device=self.size.device)] * 4
-        score = torch.zeros(1, 1, 1, 1, dtype=self.size.dtype, device=self.size.device)
-        with explained(self.value), torch.no_grad():  # one score, for the function's own errors
-            changed = blocks.over_indices(self.value.bind(extras), (0,))(score, *first)
-            if not changed.dtype.is_floating_point:
-                raise TypeError(f"a score function must return a floating score, got one of {describe(changed)}.")
+        # some scores, for the function's own errors; on CUDA only the first, for an index out of range ends the process
+        size = self.size
+        ends = [
+            [0] if size.device.type != "cpu" else [0, n - 1] for n in (size.batch, size.heads, size.q_len, size.kv_len)
+        ]
+        score = torch.zeros([len(e) for e in ends], dtype=size.dtype, device=size.device)
+        mod = shifted_score(self.value.bind(extras), self.offset)
+        with explained(self.value), torch.no_grad():
+            changed = blocks.over_indices(mod, (0,))(score, *(torch.tensor(e, device=size.device) for e in ends))
+            if not changed.dtype.is_floating_point or changed.shape != score.shape:
+                got = f"{describe(changed)} for {describe(score)}"
+                raise TypeError(f"a score function must return a floating number for each score, got {got}.")
         return _Found(extras, self._moved())
 
 
@@ -196,22 +202,18 @@ def sized(size: Size, offset: Offset) -> Size:
 
 def shifted_mask(mod: Callable[..., Tensor], offset: Offset) -> Callable[..., Tensor]:
     """The mask_mod with query i at position i + offset."""
-    if isinstance(offset, int):
-        if offset == 0:
-            return mod
-        return lambda b, h, q, kv: mod(b, h, q + offset, kv)
-    if offset.ndim == 0:
+    if isinstance(offset, int) and offset == 0:
+        return mod
+    if isinstance(offset, int) or offset.ndim == 0:
         return lambda b, h, q, kv: mod(b, h, q + offset, kv)
     return lambda b, h, q, kv: mod(b, h, q + offset[b], kv)
 
 
 def shifted_score(mod: Callable[..., Tensor], offset: Offset) -> Callable[..., Tensor]:
     """The score_mod with query i at position i + offset."""
-    if isinstance(offset, int):
-        if offset == 0:
-            return mod
-        return lambda score, b, h, q, kv: mod(score, b, h, q + offset, kv)
-    if offset.ndim == 0:
+    if isinstance(offset, int) and offset == 0:
+        return mod
+    if isinstance(offset, int) or offset.ndim == 0:
         return lambda score, b, h, q, kv: mod(score, b, h, q + offset, kv)
     return lambda score, b, h, q, kv: mod(score, b, h, q + offset[b], kv)
 
@@ -228,7 +230,12 @@ def explained(value: Modifier) -> Iterator[None]:
         raise type(error)(f"{what}: {error}") from error
     except torch.OutOfMemoryError:
         raise
-    except (RuntimeError, LookupError, ArithmeticError, AttributeError, NameError) as error:
+    except (RuntimeError, LookupError, ArithmeticError, AttributeError, NameError, AssertionError) as error:
+        if "data-dependent control flow" in str(error) or ".item()" in str(error):
+            raise ValueError(
+                f"{what} may not decide by `if`, `and`, `or` or `not`, nor read the value of an index or score: they "
+                "stand for many at once. Use torch.where, `&`, `|` and `~`."
+            ) from error
         raise ValueError(f"{what} failed on index tensors: {type(error).__name__}: {str(error)[:300]}") from error
 
 

@@ -257,7 +257,7 @@ def _as_range(value: Any) -> Range:
     if isinstance(value, _NUMBERS):
         kind = torch.bool if isinstance(value, bool) else torch.int64 if isinstance(value, int) else torch.float64
         try:
-            value = torch.tensor(value, dtype=kind)
+            value = torch.tensor(value, dtype=kind, device="cpu")  # whatever the default device
         except (RuntimeError, OverflowError) as error:
             raise GiveUp(f"{value} is no int64") from error
     if isinstance(value, Tensor) and value.ndim == 0:
@@ -706,7 +706,7 @@ def _index(tensor: Any, indices: Any) -> Any:
 def _ends(index: Any, n: int) -> tuple[Tensor, Tensor]:
     """The first and last position an index reaches; all positions where it may leave 0..n-1 (and so wrap)."""
     if type(index) is int and -n <= index < n:
-        position = torch.tensor(index % n)
+        position = torch.tensor(index % n, device="cpu")
         return position, position
     r = _as_range(index)
     if not _is_integer(r.dtype) or r.dtype == torch.uint8:  # torch takes these for a mask, or refuses them

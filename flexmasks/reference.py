@@ -38,9 +38,9 @@ def attend(
     used = (partial | full).any(0).any(0)  # [query blocks, key blocks]
     one_block = batch * heads * rows * k.shape[2]
     step = max(1, _SLICE // one_block)
-    # Inside a user's torch.compile no value can be looked at: every key is reached, any may be poisoned, and what
-    # the backward pass needs is the compiler's to keep or to compute anew.
-    traced = torch.compiler.is_compiling()
+    # Inside a user's torch.compile or torch.func no value can be looked at: every key is reached, any may be poisoned,
+    # and what the backward pass needs is theirs to keep or to compute anew.
+    traced = _traced()
     finite = not traced and bool(torch.stack([x.detach().isfinite().all() for x in (q, k, v)]).all())
     outs, lses = [], []
     for first in range(0, used.shape[0], step):
@@ -60,6 +60,10 @@ def attend(
             outs.append(out)
             lses.append(lse)
     return torch.cat(outs, 2), torch.cat(lses, 2)
+
+
+def _traced() -> bool:
+    return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 class _Slice:
@@ -89,7 +93,7 @@ class _Slice:
 
     def visible(self) -> Tensor | None:
         """Booleans [B or 1, H or 1, q, kv], or None where everything is visible."""
-        if not torch.compiler.is_compiling() and not self.partial.any() and self.full[..., self.kv_block].all():
+        if not _traced() and not self.partial.any() and self.full[..., self.kv_block].all():
             return None
         spread = [blocks[:, :, self.q_block][..., self.kv_block] for blocks in (self.partial, self.full)]
         b, h = (torch.arange(n, device=self.q.device) for n in self.partial.shape[:2])

@@ -130,6 +130,12 @@ class Modifier(Readable):
             self.capture(found)
         return found
 
+    def learns(self) -> bool:
+        """Whether a tensor among the parameters, also those of masks or scores inside, requires a gradient."""
+        tensors = (v for v in self.params.values() if isinstance(v, Tensor))
+        inner = (m for v in self.params.values() for m in _nested(v))
+        return any(t.requires_grad for t in tensors) or any(m.learns() for m in inner)
+
     def capture(self, tensors: list[Tensor], lift: bool = False, contents: bool = True) -> Hashable:
         """A key of everything but tensors' contents; the tensors are appended to `tensors`.
 
@@ -171,6 +177,8 @@ class Modifier(Readable):
             sizes = size.named()
             device = size.device
             values = {n: definition.parameters[n].check(what, v, size, sizes) for n, v in values.items()}
+            if self.kind == "score":
+                values = {n: _precise(v, size.dtype) for n, v in values.items()}
         else:
             values = {n: _as_tensor(definition.parameters[n], v, device) for n, v in values.items()}
         inner = size
@@ -403,6 +411,12 @@ def _close(kind: str, function: Callable[..., Tensor], params: dict[str, Any]) -
         return function(score, b, h, q, kv, **params)
 
     return score_mod
+
+
+def _precise(value: Any, dtype: torch.dtype) -> Any:
+    """A tensor in half precision as one of the scores' dtype: what is computed from it is added to scores."""
+    is_half = isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16)
+    return value.to(dtype) if is_half else value
 
 
 def _nested(value: Any) -> list[Modifier]:

@@ -341,6 +341,29 @@ def test_inside_compile_bad_block_masks_are_named() -> None:
         assert torch.allclose(call(q, k, v), F.scaled_dot_product_attention(q, k, v), atol=1e-6)
 
 
+def test_inside_compile_what_only_a_score_learns_gets_its_gradient() -> None:
+    q, k, v = torch.randn(3, 1, 2, 40, 16)
+    slopes = torch.rand(2, requires_grad=True)
+    made = flexmasks.block_mask("causal", 40)
+    call = torch.compile(
+        lambda q, k, v: flexmasks.attention(q, k, v, block_mask=made, score="alibi", slopes=slopes), fullgraph=True
+    )
+    (got,) = torch.autograd.grad(call(q, k, v).square().sum(), slopes)
+    out = flexmasks.attention(q, k, v, mask="causal", score="alibi", slopes=slopes)
+    (want,) = torch.autograd.grad(out.square().sum(), slopes)
+    assert torch.allclose(got, want, rtol=1e-4)
+    with torch.no_grad():
+        assert torch.allclose(call(q.requires_grad_(), k, v), out, atol=1e-5)
+
+
+def test_inside_compile_tensors_are_checked() -> None:
+    q, k, v = torch.randn(3, 1, 2, 40, 16)
+    made = flexmasks.block_mask("causal", 40)
+    call = torch.compile(lambda q, k, v: flexmasks.attention(q, k, v, block_mask=made), fullgraph=True)
+    with torch.no_grad(), pytest.raises(Exception, match="same length"):
+        call(q, k, v[:, :, :30])
+
+
 def test_a_block_mask_of_lists_alone_is_honoured_by_the_reference() -> None:
     q, k, v = torch.randn(3, 1, 2, 256, 16)
     made = flexmasks.block_mask("full", 256)
@@ -407,6 +430,89 @@ def test_what_prepare_computes_from_a_learned_tensor_is_of_one_graph() -> None:
         seen.append(gradient)
     assert torch.equal(*seen)
     assert torch.all(seen[0] != 0)
+
+
+def test_many_lengths_where_torch_cannot_make_them_symbolic() -> None:
+    """A captured tensor of [batch, length] in a score: torch's compiler for the CPU needs each length by itself."""
+    for length in (100, 103, 109):
+        q, k, v = torch.randn(3, 2, 2, length, 16)
+        bias = torch.randn(2, length)
+
+        def score(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, bias: Tensor = bias) -> Tensor:
+            return score + bias[b, kv]
+
+        out = flexmasks.attention(q, k, v, mask="causal", score=score, backend="cpu")
+        want, _ = attend(q, k, v, torch.ones(length, length).tril().bool(), lambda s, t=bias: s + t[:, None, None])
+        assert torch.allclose(out, want, atol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [-0.5, 0, 1e-3])
+def test_any_scale(scale: float) -> None:
+    q, k, v = torch.randn(3, 1, 2, 40, 16)
+    out = flexmasks.attention(q, k, v, mask="causal", scale=scale)
+    assert torch.allclose(out, attend(q, k, v, torch.ones(40, 40).tril().bool(), scale=scale)[0], atol=1e-5)
+
+
+def test_threads_leave_torchs_switches_alone() -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    q, k, v = torch.randn(3, 2, 4, 64, 16)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: flexmasks.attention(q, k, v, mask="causal"), range(300)))
+    mask = torch.rand(64, 64) > 0.5
+    assert F.scaled_dot_product_attention(q, k, v, attn_mask=mask).shape == q.shape
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_autocast_casts_as_sdpa_does(device: str) -> None:
+    q, k, v = torch.randn(3, 1, 2, 40, 16, device=device)
+    with torch.autocast(device, torch.bfloat16):
+        for mask in ("causal", "prefix_lm"):
+            params: dict[str, Any] = {"prefix_len": 3} if mask == "prefix_lm" else {}
+            out = flexmasks.attention(q, k.bfloat16(), v, mask=mask, **params)
+            assert out.dtype == F.scaled_dot_product_attention(q, k, v).dtype == torch.bfloat16
+            visible = flexmasks.dense_mask(mask, 40, **params).cpu()
+            want, want_lse = attend(*(x.bfloat16().double().cpu() for x in (q, k, v)), visible)
+            assert error(out, want) < TOLERANCE[torch.bfloat16]
+            _, lse = flexmasks.attention(q, k, v, mask=mask, return_lse=True, backend="reference", **params)
+            assert lse.dtype == torch.float32
+            check_lse(lse, want_lse, 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_learned_tensors_in_half_precision_sum_their_gradients_in_float32(dtype: torch.dtype) -> None:
+    length = 512
+    q, k, v = torch.randn(3, 1, 2, length, 16)
+    table = (torch.randn(2, 33) * 0.1).to(dtype).requires_grad_()
+    slopes = torch.rand(2).to(dtype).requires_grad_()
+    arguments: dict[str, Any] = {"mask": "causal", "score": ["relative_bias", "alibi"]}
+    weight = torch.randn(1, 2, length, 16)
+    out = flexmasks.attention(q, k, v, table=table, slopes=slopes, **arguments)
+    got = torch.autograd.grad(out, (table, slopes), weight)
+    exactly = [exact(x) for x in (table, slopes)]
+    out = flexmasks.attention(
+        q.double(), k.double(), v.double(), table=exactly[0], slopes=exactly[1], backend="reference", **arguments
+    )
+    for x, y in zip(got, torch.autograd.grad(out, exactly, weight.double()), strict=True):
+        assert error(x, y) < TOLERANCE[dtype]
+
+
+def test_the_reference_under_torch_func_and_twice() -> None:
+    q, k, v = (exact(x) for x in torch.randn(3, 1, 2, 12, 4))
+    call = lambda q: flexmasks.attention(q, k, v, mask="causal", backend="reference")  # noqa: E731
+    want = torch.autograd.grad(call(q).square().sum(), q)[0]
+    assert torch.allclose(torch.func.grad(lambda q: call(q).square().sum())(q), want)
+    assert torch.allclose(torch.func.vmap(call)(torch.stack([q, 2 * q]))[1], call(2 * q))
+    assert torch.autograd.gradgradcheck(lambda q: flexmasks.attention(q, k, v, mask="causal"), q)
+
+
+def test_a_default_device_elsewhere_changes_nothing() -> None:
+    q, k, v = torch.randn(3, 1, 2, 40, 16)
+    want = flexmasks.attention(q, k, v, mask="natten", height=5, width=8, kernel=3, backend="reference")
+    flexmasks.clear_caches()
+    with torch.device("meta"):
+        got = flexmasks.attention(q, k, v, mask="natten", height=5, width=8, kernel=3, backend="reference")
+    assert torch.equal(got, want)
 
 
 def test_many_lengths_compile_a_bounded_number_of_kernels() -> None:
