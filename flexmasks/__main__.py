@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import inspect
 import sys
 from typing import Any
 
@@ -20,7 +19,12 @@ def main(argv: list[str] | None = None) -> int:
     commands.add_parser("demo", help="run, check, time and draw grouped_tril attention on this machine")
     lister = commands.add_parser("list", help="list the masks and scores")
     lister.add_argument("--markdown", action="store_true", help="as the README's tables")
-    shower = commands.add_parser("show", help="draw a mask; parameters as --name value, by default an example's")
+    shower = commands.add_parser(
+        "show",
+        help="draw a mask",
+        epilog="A mask's parameters: --name value, "
+        "the value as in Python: --window 64, --seq-lens [300,100], --causal True. By default those of an example.",
+    )
     shower.add_argument("name", help="a mask's or score's name")
     shower.add_argument("--length", type=int, default=4096, help="number of queries (default 4096)")
     shower.add_argument("--kv-length", type=int, help="number of keys (default: as many)")
@@ -62,14 +66,15 @@ def _show(arguments: argparse.Namespace, given: dict[str, Any]) -> None:
     from flexmasks.picture import show
 
     name, length = arguments.name, arguments.length
-    if name in {s.name for s in list_scores()}:
-        score = definition("score", name)
-        print(f"score {name}{inspect.signature(score.prepare or score.function)}\n\n{score.doc}\n")
-        if name not in {m.name for m in list_masks()}:
+    masks, scores = {m.name: m for m in list_masks()}, {s.name: s for s in list_scores()}
+    if name in scores:
+        print(f"score {scores[name].signature}\n\n{definition('score', name).doc}\n")
+        if name not in masks:
             return
     found = definition("mask", name)
     params = {**(found.example(length) if found.example else {}), **given}
-    print(f"{found.doc}\n")
+    shown = ", ".join(f"{n}={v!r:.60}" for n, v in params.items())
+    print(f"mask {masks[name].signature}\n\n{found.doc}\n\nhere {name}({shown})\n")
     show(
         name,
         length,

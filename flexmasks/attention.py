@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NoReturn, cast
@@ -30,6 +31,8 @@ from flexmasks.values import Mask, Score
 
 MaskLike = str | Mask | Callable[..., Tensor]
 ScoreLike = str | Score | Callable[..., Tensor]
+_CALL = "flexmasks.attention"
+_OUTSIDE = f"{_CALL}: a mask cannot be planned inside fullgraph; make block_mask=flexmasks.block_mask(...) outside."
 _LARGEST = torch.finfo(torch.float32).max
 _INTS = (torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -60,13 +63,15 @@ def attention(
         q: queries, [B, H, Q, D], floating; or a jagged nested tensor [B, H, jagged, D], as k and v then are too.
         k, v: keys and values, [B, Hkv, KV, D]; H must be a multiple of Hkv (grouped-query attention).
         mask: a registered mask's name, a Mask, or a function (b, h, q, kv) -> bool of index tensors, True = visible;
-            everything is visible by default.
+            everything is visible by default. Tensors that a function captures are inputs of the kernel; that they
+            changed, in place too, is noticed.
         score: a change of the scores: a name, a Score, a function (score, b, h, q, kv) -> score, or a list of them,
             applied in order.
         scale: factor of q @ k^T, 1 / sqrt(D) by default.
         block_mask: in place of `mask`, a BlockMask made before, by `flexmasks.block_mask` or by torch. The way to
-            call this inside your own torch.compile, where torch then chooses the kernel. (On a CPU, gradients inside
-            torch.compile take memory for all Q x KV scores; outside they do not.)
+            call this inside your own torch.compile(fullgraph=True), where torch then chooses the kernel; with `mask`
+            there is a graph break. (On a CPU, gradients with `block_mask` inside torch.compile take memory for all
+            Q x KV scores; otherwise they do not.)
         q_offset: where the queries start: query i is at position i + q_offset to mask and score (key j is at j). An
             int >= 0, or an integer tensor [B]. Decoding has q_offset = KV - Q. Beside `block_mask`, which has it
             built in, it moves the score only.
@@ -95,16 +100,8 @@ def attention(
         torch.Size([2, 4, 100, 64])
     """
     request = _Request(mask, score, params, scale, block_mask, q_offset, return_lse, backend, kernel_options)
-    if torch.compiler.is_compiling():
-        out, lse = _inside_compile(q, k, v, request)
-        return (out, lse) if return_lse else out
-    device = q.device.type if isinstance(q, Tensor) else "cpu"
-    if torch.is_autocast_enabled(device):
-        q, k, v = (_autocast(x, torch.get_autocast_dtype(device)) for x in (q, k, v))
-        with torch.autocast(device, enabled=False):
-            out, lse = _eager(q, k, v, request)
-    else:
-        out, lse = _eager(q, k, v, request)
+    inside = torch.compiler.is_compiling() and mask is None
+    out, lse = (_inside_compile if inside else _eager)(q, k, v, request)
     return (out, lse) if return_lse else out
 
 
@@ -128,7 +125,8 @@ def block_mask(
         mask: a name, a Mask, or a function (b, h, q, kv) -> bool of index tensors.
         q_len, kv_len: numbers of queries and keys, above 0; kv_len is q_len by default.
         batch, heads: how far b and h range. The BlockMask's own batch and head sizes are 1 where the mask does not
-            depend on them. batch is by default what the parameters' shapes say, heads 1.
+            depend on them. By default batch is what the parameters' shapes say; a mask that depends on b or h in
+            another way needs them.
         device: where the index tensors live; by default where the parameters' tensors are, else the CPU.
         block_size: an int above 0, or (queries, keys).
         q_offset: where the queries start, as in `attention`.
@@ -223,11 +221,17 @@ class _Request:
     kernel_options: dict[str, Any] | None = None
 
 
+@torch.compiler.disable(reason=_OUTSIDE)  # type: ignore[untyped-decorator]
 def _eager(q: Tensor, k: Tensor, v: Tensor, request: _Request) -> tuple[Tensor, Tensor | None]:
-    if not _any_nested(q, k, v):
-        return run(_call(q, k, v, request), request.backend)
-    call = _call(*_laid_end_to_end(q, k, v, request))
-    out, lse = run(call, request.backend)
+    """The call as it is; to a user's torch.compile a graph break."""
+    device = q.device.type if isinstance(q, Tensor) else "cpu"
+    if torch.is_autocast_enabled(device):
+        q, k, v = (_autocast(x, torch.get_autocast_dtype(device)) for x in (q, k, v))
+    with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else contextlib.nullcontext():
+        if not _any_nested(q, k, v):
+            return run(_call(q, k, v, request), request.backend)
+        call = _call(*_laid_end_to_end(q, k, v, request))
+        out, lse = run(call, request.backend)
     nested, starts = torch.nested.nested_tensor_from_jagged, _ragged(q)[1]
     return nested(out[0], starts, jagged_dim=2), None if lse is None else nested(lse[0], starts, jagged_dim=2)
 
@@ -256,7 +260,7 @@ def _checked(q: Tensor, k: Tensor, v: Tensor, request: _Request) -> Size:
     _check_scale(request.scale)
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     size = Size(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device, dtype=dtype)
-    _check_offset("flexmasks.attention", request.q_offset, size)
+    _check_offset(_CALL, request.q_offset, size)
     if request.block_mask is not None:
         _check_block_mask(request.block_mask, size)
     return size
@@ -295,12 +299,6 @@ def _call(q: Tensor, k: Tensor, v: Tensor, request: _Request) -> Call:
 
 def _inside_compile(q: Tensor, k: Tensor, v: Tensor, request: _Request) -> tuple[Tensor, Tensor | None]:
     """The call as traced by a user's own torch.compile: flex_attention itself, for torch to compile."""
-    if request.mask is not None:
-        _fail(
-            "inside torch.compile a mask cannot be planned; make it outside and pass it: "
-            "block_mask=flexmasks.block_mask(...).",
-            TypeError,
-        )
     size = _checked(q, k, v, request)
     _, change = from_arguments(None, request.score, request.params)
     made, backend = request.block_mask, request.backend
@@ -364,7 +362,7 @@ def _ragged(x: Any) -> tuple[Tensor, Tensor]:
 # --- checks ---
 
 
-def _fail(message: str, kind: type[Exception] = ValueError, call: str = "flexmasks.attention") -> NoReturn:
+def _fail(message: str, kind: type[Exception] = ValueError, call: str = _CALL) -> NoReturn:
     raise kind(f"{call}: {message}")
 
 
@@ -460,14 +458,28 @@ def _mask_and_size(
     tensors = made.tensors()
     if device is None:
         device = next((t.device for t in [*tensors, q_offset] if isinstance(t, Tensor)), torch.device("cpu"))
-    if batch is None:
-        batch = made.batch_size() or (len(q_offset) if isinstance(q_offset, Tensor) and q_offset.ndim else 1)
     try:
         device = torch.device(device)
     except (RuntimeError, TypeError) as error:
         _fail(f"`device` must be a torch device, got {device!r} ({error}).", call=call)
     if device.type == "meta" or (device.type == "cuda" and not torch.cuda.is_available()):
         _fail(f"`device` must be one that is here and holds data, got {device}.", call=call)
-    size = Size(batch, heads or 1, q_len, kv_len, device)
+    implied = made.batch_size() or (len(q_offset) if isinstance(q_offset, Tensor) and q_offset.ndim else None)
+    size = Size(batch or implied or 1, heads or 1, q_len, kv_len, device)
     _check_offset(call, q_offset, size)
+    for name, open_ended in (("batch", batch is None and implied is None), ("heads", heads is None)):
+        if open_ended and _depends(made, size, q_offset, name):
+            _fail(f"the mask {made!r} depends on its {name} index; pass `{name}`, how far it ranges.", call=call)
     return made, size
+
+
+def _depends(mask: Mask, size: Size, q_offset: int | Tensor, name: str) -> bool:
+    """Whether a mask tells two batch elements, or two heads, apart: as far as its function shows."""
+    mod = shifted_mask(mask.bind(mask.resolve(sized(size, q_offset))), q_offset)
+    twice = replace(size, **{name: 2 * getattr(size, name)})
+    try:
+        found = blocks.dependence(mod, twice.batch, twice.heads, size.device)
+    except Exception as error:
+        # an index that is out of range for a second one; all else is the function's own error, told when it is used
+        return isinstance(error, IndexError) or "indexes a dimension" in str(error)
+    return found[0 if name == "batch" else 1] > 1

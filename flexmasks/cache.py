@@ -46,6 +46,7 @@ class Cache(Generic[Value]):
     """
 
     def __init__(self, name: str, max_bytes: int) -> None:
+        self._lock = _LOCK  # held here too: a tensor may die when the interpreter has already cleared the module
         self._entries: OrderedDict[Hashable, _Entry[Value]] = OrderedDict()
         self._bytes = self._hits = self._misses = 0
         self._max_bytes = max_bytes
@@ -53,7 +54,7 @@ class Cache(Generic[Value]):
 
     def get(self, key: Hashable, tensors: Sequence[Tensor] = ()) -> Value | None:
         """The value put under this key and these very tensors, unless one of them has changed in place since."""
-        with _LOCK:
+        with self._lock:
             full = _full(key, tensors)
             entry = self._entries.get(full)
             if entry is not None:
@@ -75,7 +76,7 @@ class Cache(Generic[Value]):
         if states is None or nbytes > self._max_bytes:
             return
         full = _full(key, tensors)
-        with _LOCK:
+        with self._lock:
             self._forget(full)
             refs = [weakref.ref(t, lambda _, full=full: self._forget(full)) for t in tensors]  # type: ignore[misc]
             self._entries[full] = _Entry(value, nbytes, list(zip(refs, states, strict=True)))
@@ -84,20 +85,20 @@ class Cache(Generic[Value]):
                 self._forget(next(iter(self._entries)))
 
     def _forget(self, full: Hashable) -> None:
-        with _LOCK:
+        with self._lock:
             entry = self._entries.pop(full, None)
             if entry is not None:
                 self._bytes -= entry.nbytes
 
     def clear(self) -> None:
         """Forget everything."""
-        with _LOCK:
+        with self._lock:
             self._entries.clear()
             self._bytes = self._hits = self._misses = 0
 
     def info(self) -> CacheInfo:
         """Counts and sizes."""
-        with _LOCK:
+        with self._lock:
             return CacheInfo(self._hits, self._misses, len(self._entries), self._bytes, self._max_bytes)
 
 

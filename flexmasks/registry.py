@@ -16,6 +16,15 @@ from flexmasks.values import CHAIN, Definition, Mask, Score, define
 Function = TypeVar("Function", bound=Callable[..., Tensor])
 _Made = TypeVar("_Made", Mask, Score)
 _REGISTRY: dict[str, dict[str, Definition]] = {"mask": {}, "score": {}}
+# What torch's own functions call it, and what to pass here.
+_HABITS = {
+    "is_causal": 'pass mask="causal"',
+    "attn_mask": "pass `mask`, a name or function, or `block_mask`",
+    "mask_mod": "pass `mask`",
+    "score_mod": "pass `score`",
+    "enable_gqa": "grouped heads are seen from the shapes",
+    "dropout_p": "there is no dropout of attention weights",
+}
 
 
 @dataclass(frozen=True)
@@ -159,9 +168,8 @@ def from_arguments(mask: Any, score: Any, params: Mapping[str, Any]) -> tuple[Ma
                 f"{d.kind} {d.name!r} takes {', '.join(f'`{p}`' for p in d.parameters if p not in bound) or 'none'}"
                 for d, bound in targets
             )
-            raise TypeError(
-                f"flexmasks: no parameter is named `{name}`; {takes or 'no mask or score is given by name'}."
-            )
+            hint = _HABITS.get(name, takes or "no mask or score is given by name")
+            raise TypeError(f"flexmasks: no parameter is named `{name}`; {hint}.")
     made = [
         (Mask if d.kind == "mask" else Score).of(d, {**bound, **share})
         for (d, bound), share in zip(targets, shares, strict=True)

@@ -356,6 +356,33 @@ def test_inside_compile_what_only_a_score_learns_gets_its_gradient() -> None:
         assert torch.allclose(call(q.requires_grad_(), k, v), out, atol=1e-5)
 
 
+def test_a_mask_inside_a_users_compile_is_a_graph_break() -> None:
+    q, k, v = torch.randn(3, 2, 2, 40, 16)
+    flexmasks.clear_caches()
+    seq_lens = torch.tensor([40, 7])
+    call = torch.compile(lambda q: flexmasks.attention(q * 2, k, v, mask="grouped_tril", seq_lens=seq_lens) + 1)
+    want = flexmasks.attention(q * 2, k, v, mask="grouped_tril", seq_lens=seq_lens, backend="reference") + 1
+    assert torch.allclose(call(q), want, atol=1e-5)
+    (got,) = torch.autograd.grad(call(q.requires_grad_()).square().sum(), q)
+    assert got.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["batch", "heads"])
+def test_a_block_mask_of_unknown_extent_is_refused(name: str) -> None:
+    def mask(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return kv < (b if name == "batch" else h) * 100 + 50
+
+    keep = torch.ones(3, 200, dtype=torch.bool)
+    for build in (flexmasks.block_mask, flexmasks.dense_mask):
+        with pytest.raises(ValueError, match=f"pass `{name}`"):
+            build(mask, 200)
+        assert build(mask, 200, **{name: 3}).shape[name == "heads"] == 3
+        with pytest.raises(ValueError, match="pass `batch`"):
+            build(lambda b, h, q, kv: keep[b, kv], 200)
+        assert build("padding", 200, seq_lens=[3, 4]).shape[0] == 2
+        assert build("causal", 200).shape[:2] == (1, 1)
+
+
 def test_inside_compile_tensors_are_checked() -> None:
     q, k, v = torch.randn(3, 1, 2, 40, 16)
     made = flexmasks.block_mask("causal", 40)

@@ -51,7 +51,7 @@ def truth(mask: Callable[..., Any], length: int = LENGTH) -> Tensor:
 
 
 def dense(mask: Any, length: int = LENGTH, **params: Any) -> Tensor:
-    return flexmasks.dense_mask(mask, length, **params)[0, 0]
+    return flexmasks.dense_mask(mask, length, batch=1, heads=1, **params)[0, 0]
 
 
 # --- algebra ---
@@ -406,7 +406,7 @@ def test_a_default_tensor_is_not_kept_alive() -> None:
 
     function, alive = make()
     assert dense(function).sum() == 5 * LENGTH
-    flexmasks.block_mask(function, LENGTH)
+    flexmasks.block_mask(function, LENGTH, batch=1)
     del function
     gc.collect()
     assert alive() is None

@@ -42,7 +42,8 @@ def _tensor(heads: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 def alibi(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, slopes: Tensor) -> Tensor:
     """Attention with linear biases: a penalty of slope times distance, score - slopes[h] * (q - kv).
 
-    slopes: one per query head; the paper's by default. A tensor that requires a gradient gets one.
+    slopes: one per query head; the paper's by default, where the heads are known: as a score_mod of torch's own
+        flex_attention it needs them. A tensor that requires a gradient gets one.
     Keys after the query get a bonus: meant for causal masks.
 
     Source: Press et al., Train Short, Test Long, 2022.
