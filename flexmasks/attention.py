@@ -467,15 +467,17 @@ def _mask_and_size(
     implied = made.batch_size() or (len(q_offset) if isinstance(q_offset, Tensor) and q_offset.ndim else None)
     size = Size(batch or implied or 1, heads or 1, q_len, kv_len, device)
     _check_offset(call, q_offset, size)
+    mod = shifted_mask(made.bind(made.resolve(sized(size, q_offset))), q_offset)
     for name, open_ended in (("batch", batch is None and implied is None), ("heads", heads is None)):
-        if open_ended and _depends(made, size, q_offset, name):
+        if open_ended and _depends(mod, size, name):
+            with explained(made):  # errors of the function itself come first
+                blocks.dense(mod, size.batch, size.heads, 1, 1, device)
             _fail(f"the mask {made!r} depends on its {name} index; pass `{name}`, how far it ranges.", call=call)
     return made, size
 
 
-def _depends(mask: Mask, size: Size, q_offset: int | Tensor, name: str) -> bool:
+def _depends(mod: Callable[..., Tensor], size: Size, name: str) -> bool:
     """Whether a mask tells two batch elements, or two heads, apart: as far as its function shows."""
-    mod = shifted_mask(mask.bind(mask.resolve(sized(size, q_offset))), q_offset)
     twice = replace(size, **{name: 2 * getattr(size, name)})
     try:
         found = blocks.dependence(mod, twice.batch, twice.heads, size.device)
