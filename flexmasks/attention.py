@@ -171,7 +171,7 @@ def dense_mask(
                 [0, 0, 1, 1]], dtype=torch.int32)
     """
     made, size = _mask_and_size("dense_mask", mask, q_len, kv_len, batch, heads, device, q_offset, params)
-    mod = shifted_mask(made.bind(made.resolve(sized(size, q_offset))), q_offset)
+    mod = _mask_mod(made, size, q_offset)
     with explained(made):
         return blocks.dense(mod, size.batch, size.heads, size.q_len, size.kv_len, size.device)
 
@@ -225,9 +225,10 @@ class _Request:
 def _eager(q: Tensor, k: Tensor, v: Tensor, request: _Request) -> tuple[Tensor, Tensor | None]:
     """The call as it is; to a user's torch.compile a graph break."""
     device = q.device.type if isinstance(q, Tensor) else "cpu"
-    if torch.is_autocast_enabled(device):
+    autocast = torch.is_autocast_enabled(device)
+    if autocast:
         q, k, v = (_autocast(x, torch.get_autocast_dtype(device)) for x in (q, k, v))
-    with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else contextlib.nullcontext():
+    with torch.autocast(device, enabled=False) if autocast else contextlib.nullcontext():
         if not _any_nested(q, k, v):
             return run(_call(q, k, v, request), request.backend)
         call = _call(*_laid_end_to_end(q, k, v, request))
@@ -455,9 +456,8 @@ def _mask_and_size(
         if not (n is None and what in ("batch", "heads")) and (type(n) is not int or n < 1):
             _fail(f"`{what}` must be an int of at least 1, got {n!r}.", call=call)
     made = get_mask(mask, **params)
-    tensors = made.tensors()
     if device is None:
-        device = next((t.device for t in [*tensors, q_offset] if isinstance(t, Tensor)), torch.device("cpu"))
+        device = next((t.device for t in [*made.tensors(), q_offset] if isinstance(t, Tensor)), torch.device("cpu"))
     try:
         device = torch.device(device)
     except (RuntimeError, TypeError) as error:
@@ -467,13 +467,22 @@ def _mask_and_size(
     implied = made.batch_size() or (len(q_offset) if isinstance(q_offset, Tensor) and q_offset.ndim else None)
     size = Size(batch or implied or 1, heads or 1, q_len, kv_len, device)
     _check_offset(call, q_offset, size)
-    mod = shifted_mask(made.bind(made.resolve(sized(size, q_offset))), q_offset)
-    for name, open_ended in (("batch", batch is None and implied is None), ("heads", heads is None)):
-        if open_ended and _depends(mod, size, name):
-            with explained(made):  # errors of the function itself come first
-                blocks.dense(mod, size.batch, size.heads, 1, 1, device)
-            _fail(f"the mask {made!r} depends on its {name} index; pass `{name}`, how far it ranges.", call=call)
+    unknown = [n for n, given in (("batch", batch or implied), ("heads", heads)) if given is None]
+    if unknown:
+        mod = _mask_mod(made, size, q_offset)
+        for extent in unknown:
+            if _depends(mod, size, extent):
+                with explained(made):  # errors of the function itself come first
+                    blocks.dense(mod, size.batch, size.heads, 1, 1, device)
+                _fail(
+                    f"the mask {made!r} depends on its {extent} index; pass `{extent}`, how far it ranges.", call=call
+                )
     return made, size
+
+
+def _mask_mod(mask: Mask, size: Size, q_offset: int | Tensor) -> Callable[..., Tensor]:
+    """The mask_mod of a mask, its parameters checked against the sizes."""
+    return shifted_mask(mask.bind(mask.resolve(sized(size, q_offset))), q_offset)
 
 
 def _depends(mod: Callable[..., Tensor], size: Size, name: str) -> bool:

@@ -50,6 +50,12 @@ class Call:
     def cuda(self) -> bool:
         return self.q.device.type == "cuda"
 
+    @functools.cached_property
+    def ungrouped(self) -> tuple[Tensor, Tensor]:
+        """k and v with as many heads as q, copied once."""
+        groups = self.q.shape[1] // self.k.shape[1]
+        return self.k.repeat_interleave(groups, 1), self.v.repeat_interleave(groups, 1)
+
 
 @dataclass(frozen=True)
 class Backend:
@@ -84,7 +90,7 @@ def _sdpa_arguments(call: Call) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str
     q, k, v = call.q, call.k, call.v
     grouped = q.shape[1] != k.shape[1]
     if grouped and not call.cuda:  # torch's fused kernel for the CPU has no groups
-        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+        k, v = call.ungrouped
         grouped = False
     return (q, k, v), {"is_causal": call.dense_mask == "causal", "scale": call.scale, "enable_gqa": grouped}
 
@@ -191,12 +197,16 @@ def choose(call: Call) -> tuple[list[Backend], dict[str, str]]:
     reasons = {}
     able = []
     for backend in BACKENDS.values():
-        reason = backend.refuses(call) or _FAILURES.get((backend.name, _kind(call)))
+        reason = _reason_against(backend, call)
         if reason is None:
             able.append(backend)
         else:
             reasons[backend.name] = reason
     return able, reasons
+
+
+def _reason_against(backend: Backend, call: Call) -> str | None:
+    return backend.refuses(call) or _FAILURES.get((backend.name, _kind(call)))
 
 
 def check(call: Call, name: str) -> None:
@@ -214,14 +224,15 @@ def run(call: Call, name: str) -> tuple[Tensor, Tensor | None]:
             return BACKENDS[name].run(call)
         except Unavailable as error:
             raise RuntimeError(f"flexmasks.attention: backend {name!r} failed: {error}") from error
-    able, _ = choose(call)
-    for backend in able[:-1]:
+    for backend in BACKENDS.values():
+        if _reason_against(backend, call) is not None:
+            continue
         try:
             return backend.run(call)
         except Unavailable as error:
             _FAILURES.put((backend.name, _kind(call)), (), f"it failed before: {error}", 1)
             _log.warning("backend %r failed and is left out for such calls: %s", backend.name, error)
-    return able[-1].run(call)
+    raise RuntimeError("flexmasks.attention: no backend could run this call.")
 
 
 def _kind(call: Call) -> Hashable:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import threading
 import time
 import types
 from collections.abc import Callable, Hashable
@@ -28,7 +27,6 @@ from flexmasks.cache import Cache
 
 _log = logging.getLogger("flexmasks")
 _numbers = itertools.count()
-_compiling = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -115,10 +113,9 @@ def run(key: Hashable, *args: Any) -> tuple[Tensor, Tensor | None]:
 
 
 def _new(key: Hashable, static: bool = False) -> _Kernel:
-    with _compiling:
-        name = f"flexmasks_kernel_{next(_numbers)}"
-        code = flex.__code__.replace(co_name=name)
-        function = types.FunctionType(code, flex.__globals__, name)
-        kernel = _Kernel(torch.compile(function, fullgraph=True, dynamic=False if static else None), static)
-        _KERNELS.put(key, (), kernel, 1)
+    name = f"flexmasks_kernel_{next(_numbers)}"
+    code = flex.__code__.replace(co_name=name)
+    function = types.FunctionType(code, flex.__globals__, name)
+    kernel = _Kernel(torch.compile(function, fullgraph=True, dynamic=False if static else None), static)
+    _KERNELS.put(key, (), kernel, 1)
     return kernel

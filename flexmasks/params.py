@@ -146,19 +146,19 @@ class Parameter:
                 if not all(inside) or not all(map(_is_finite, numbers)):
                     raise self._error(ValueError, what, repr(value), sizes)
                 return value
-        raise self._error(TypeError, what, _describe(value), sizes)
+        raise self._error(TypeError, what, _with_type(value), sizes)
 
     def _check_tensor(self, what: str, value: Tensor, size: Size, sizes: dict[str, int]) -> Tensor:
         shape = tuple(value.shape)
         fits = [a for a in self.alternatives if a.dims is not None and _is_dtype(value.dtype, a.kind)]
         if not fits:
-            raise self._error(TypeError, what, _describe(value), sizes)
+            raise self._error(TypeError, what, _with_type(value), sizes)
         for alternative in fits:
             learned = _match(alternative.dims or (), shape, sizes)
             if learned is not None:
                 break
         else:
-            raise self._error(ValueError, what, _describe(value), sizes)
+            raise self._error(ValueError, what, _with_type(value), sizes)
         sizes.update(learned)
         if value.device != size.device:
             raise self._error(ValueError, what, f"one on {value.device}, and the call is on {size.device}", sizes)
@@ -234,12 +234,11 @@ def freeze(value: Any) -> Any:
 def batch_size(parameters: Mapping[str, Parameter], values: Mapping[str, Any]) -> int | None:
     """The batch size that the shapes of the values imply, or None where they imply none."""
     for name, value in values.items():
-        if name not in parameters or not isinstance(value, tuple | Tensor):
+        parameter = parameters.get(name)
+        if parameter is None or not (isinstance(value, Tensor) or parameter.is_sequence(value)):
             continue
         shape = tuple(value.shape) if isinstance(value, Tensor) else _shape(value)
-        if isinstance(value, tuple) and any(a.count == len(value) for a in parameters[name].alternatives):
-            continue
-        for alternative in parameters[name].alternatives:
+        for alternative in parameter.alternatives:
             if alternative.dims is not None and len(alternative.dims) == len(shape) and "B" in alternative.dims:
                 return shape[alternative.dims.index("B")]
     return None
@@ -247,7 +246,9 @@ def batch_size(parameters: Mapping[str, Parameter], values: Mapping[str, Any]) -
 
 def describe(value: Any) -> str:
     """A value as a repr shows it: tensors by dtype and shape, everything else by its own repr."""
-    return _describe(value) if isinstance(value, Tensor) else repr(value)
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return repr(value)
 
 
 def _shape(value: Any) -> tuple[int, ...]:
@@ -296,10 +297,8 @@ def _is_dtype(dtype: torch.dtype, kind: str) -> bool:
     return {"int": dtype in _INTS, "bool": dtype == torch.bool, "float": dtype.is_floating_point}[kind]
 
 
-def _describe(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-    return f"{value!r} ({type(value).__name__})"
+def _with_type(value: Any) -> str:
+    return describe(value) if isinstance(value, Tensor) else f"{value!r} ({type(value).__name__})"
 
 
 def check_canvas(size: Size | None, height: int, width: int) -> None:

@@ -106,6 +106,9 @@ class Plan:
         number = isinstance(self.offset, int) and self.offset != 0
         return torch.tensor(self.offset, device=self.size.device) if number else None
 
+    def _offset(self, found: _Found) -> Offset:
+        return self.offset if found.moved is None else found.moved
+
 
 class MaskPlan(Plan):
     """A mask on its way to a BlockMask."""
@@ -114,13 +117,13 @@ class MaskPlan(Plan):
         self, mask: Mask, size: Size, offset: Offset = 0, lift: bool = False, block_size: tuple[int, int] = BLOCK_SIZE
     ) -> None:
         super().__init__(mask, size, offset, lift)
-        self.mask, self.block_size = mask, block_size
+        self.block_size = block_size
 
     @property
     def dense_mask(self) -> str | None:
         """The mask's name, where a dense kernel knows it: "full" or "causal", with queries at position 0."""
-        known = self.mask.definition in (FULL.definition, _CAUSAL.definition)
-        return self.mask.name if known and isinstance(self.offset, int) and self.offset == 0 else None
+        known = self.value.definition in (FULL.definition, _CAUSAL.definition)
+        return self.value.name if known and isinstance(self.offset, int) and self.offset == 0 else None
 
     @functools.cached_property
     def _found(self) -> _FoundMask:
@@ -128,17 +131,16 @@ class MaskPlan(Plan):
 
     def _build(self) -> _FoundMask:
         size = sized(self.size, self.offset)
-        extras = self.mask.resolve(size, self.lifted)
-        mod = shifted_mask(self.mask.bind(extras), self.offset)
-        with explained(self.mask):
+        extras = self.value.resolve(size, self.lifted)
+        mod = shifted_mask(self.value.bind(extras), self.offset)
+        with explained(self.value):
             found = blocks.build(mod, size.batch, size.heads, size.q_len, size.kv_len, size.device, self.block_size)
         return _FoundMask(extras, self._moved(), found)
 
     def block_mask(self) -> BlockMask:
         """The BlockMask; its mask_mod is bound to the user's own tensors."""
         found = self._found
-        offset = self.offset if found.moved is None else found.moved
-        return found.blocks.block_mask(shifted_mask(self.mask.bind(found.extras), offset))
+        return found.blocks.block_mask(shifted_mask(self.value.bind(found.extras), self._offset(found)))
 
 
 class ScorePlan(Plan):
@@ -147,7 +149,7 @@ class ScorePlan(Plan):
     def score_mod(self) -> Callable[..., Tensor]:
         """The score_mod, bound to the user's own tensors."""
         found = self._find(_SCORES, self._build)
-        return shifted_score(self.value.bind(found.extras), self.offset if found.moved is None else found.moved)
+        return shifted_score(self.value.bind(found.extras), self._offset(found))
 
     def _build(self) -> _Found:
         extras = self.value.resolve(sized(self.size, self.offset))
