@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NoReturn, cast
@@ -21,6 +22,7 @@ from flexmasks.planning import (
     GivenPlan,
     MaskPlan,
     ScorePlan,
+    check_open_extents,
     explained,
     shifted_mask,
     shifted_score,
@@ -140,11 +142,8 @@ def block_mask(
         >>> flexmasks.block_mask("causal", 512).full_kv_num_blocks[0, 0].tolist()
         [0, 1, 2, 3]
     """
-    made, size = _mask_and_size("block_mask", mask, q_len, kv_len, batch, heads, device, q_offset, params)
-    sizes = tuple(block_size) if isinstance(block_size, tuple | list) else (block_size, block_size)
-    if len(sizes) != 2 or not all(type(n) is int and n > 0 for n in sizes):
-        _fail(f"`block_size` must be an int above 0 or a pair, got {block_size!r}.", call="flexmasks.block_mask")
-    return MaskPlan(made, size, q_offset, block_size=sizes).block_mask()
+    lengths = (q_len, kv_len, batch, heads, device, block_size, q_offset)
+    return plan_mask("flexmasks.block_mask", mask, *lengths, params).block_mask()
 
 
 def dense_mask(
@@ -170,8 +169,10 @@ def dense_mask(
                 [0, 1, 1, 0],
                 [0, 0, 1, 1]], dtype=torch.int32)
     """
-    made, size = _mask_and_size("dense_mask", mask, q_len, kv_len, batch, heads, device, q_offset, params)
-    mod = _mask_mod(made, size, q_offset)
+    sizes = (q_len, kv_len, batch, heads, device, q_offset)
+    made, size, open_extents = _mask_and_size("flexmasks.dense_mask", mask, *sizes, params)
+    mod = shifted_mask(made.bind(made.resolve(sized(size, q_offset))), q_offset)
+    check_open_extents(made, mod, size, open_extents)
     with explained(made):
         return blocks.dense(mod, size.batch, size.heads, size.q_len, size.kv_len, size.device)
 
@@ -196,14 +197,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> str:
     able, reasons = choose(call)
     lines = [f"backend: {able[0].name if request.backend == 'auto' else request.backend}"]
     lines += [f"  not {name}: {reason}" for name, reason in reasons.items()]
-    made = call.block_mask()
-    partial, full = (int(x.sum()) for x in blocks.of_block_mask(made))
-    total = made.kv_num_blocks.numel() * made.kv_indices.shape[-1]
-    lines.append(
-        f"blocks of {made.BLOCK_SIZE[0]} x {made.BLOCK_SIZE[1]}: {total}, of which empty {total - partial - full}, "
-        f"partial {partial}, full {full}; skipped: {1 - (partial + full) / total:.1%}"
-    )
-    return "\n".join(lines)
+    return "\n".join([*lines, str(call.blocks())])
 
 
 @dataclass(frozen=True)
@@ -286,7 +280,8 @@ def _call(q: Tensor, k: Tensor, v: Tensor, request: _Request) -> Call:
         k=k,
         v=v,
         dense_mask=plan.dense_mask,
-        block_mask=plan.block_mask,
+        blocks=plan.blocks,
+        proven_options=functools.partial(plan.kernel_options, changed is not None),
         score_mod=None if changed is None else changed.score_mod,
         scale=None if request.scale is None else float(request.scale),
         with_lse=request.return_lse,
@@ -439,8 +434,28 @@ def _check_block_mask(block_mask: Any, size: Size) -> None:
         _fail(f"`block_mask` is on {block_mask.kv_num_blocks.device}, q on {size.device}; use `.to({size.device!s})`.")
 
 
+def plan_mask(
+    call: str,
+    mask: Any,
+    q_len: Any,
+    kv_len: Any,
+    batch: Any,
+    heads: Any,
+    device: Any,
+    block_size: Any,
+    q_offset: Any,
+    params: dict[str, Any],
+) -> MaskPlan:
+    """What `block_mask` and `Mask.blocks` do with their arguments."""
+    sizes = tuple(block_size) if isinstance(block_size, tuple | list) else (block_size, block_size)
+    if len(sizes) != 2 or not all(type(n) is int and n > 0 for n in sizes):
+        _fail(f"`block_size` must be an int above 0 or a pair, got {block_size!r}.", call=call)
+    made, size, open_extents = _mask_and_size(call, mask, q_len, kv_len, batch, heads, device, q_offset, params)
+    return MaskPlan(made, size, q_offset, block_size=sizes, open_extents=open_extents)
+
+
 def _mask_and_size(
-    name: str,
+    call: str,
     mask: Any,
     q_len: Any,
     kv_len: Any,
@@ -449,8 +464,8 @@ def _mask_and_size(
     device: Any,
     q_offset: Any,
     params: dict[str, Any],
-) -> tuple[Mask, Size]:
-    call = f"flexmasks.{name}"
+) -> tuple[Mask, Size, tuple[str, ...]]:
+    """The mask, the sizes, and which of "batch" and "heads" nobody gave."""
     kv_len = q_len if kv_len is None else kv_len
     for what, n in (("q_len", q_len), ("kv_len", kv_len), ("batch", batch), ("heads", heads)):
         if not (n is None and what in ("batch", "heads")) and (type(n) is not int or n < 1):
@@ -464,33 +479,9 @@ def _mask_and_size(
         _fail(f"`device` must be a torch device, got {device!r} ({error}).", call=call)
     if device.type == "meta" or (device.type == "cuda" and not torch.cuda.is_available()):
         _fail(f"`device` must be one that is here and holds data, got {device}.", call=call)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
     implied = made.batch_size() or (len(q_offset) if isinstance(q_offset, Tensor) and q_offset.ndim else None)
     size = Size(batch or implied or 1, heads or 1, q_len, kv_len, device)
     _check_offset(call, q_offset, size)
-    unknown = [n for n, given in (("batch", batch or implied), ("heads", heads)) if given is None]
-    if unknown:
-        mod = _mask_mod(made, size, q_offset)
-        for extent in unknown:
-            if _depends(mod, size, extent):
-                with explained(made):  # errors of the function itself come first
-                    blocks.dense(mod, size.batch, size.heads, 1, 1, device)
-                _fail(
-                    f"the mask {made!r} depends on its {extent} index; pass `{extent}`, how far it ranges.", call=call
-                )
-    return made, size
-
-
-def _mask_mod(mask: Mask, size: Size, q_offset: int | Tensor) -> Callable[..., Tensor]:
-    """The mask_mod of a mask, its parameters checked against the sizes."""
-    return shifted_mask(mask.bind(mask.resolve(sized(size, q_offset))), q_offset)
-
-
-def _depends(mod: Callable[..., Tensor], size: Size, name: str) -> bool:
-    """Whether a mask tells two batch elements, or two heads, apart: as far as its function shows."""
-    twice = replace(size, **{name: 2 * getattr(size, name)})
-    try:
-        found = blocks.dependence(mod, twice.batch, twice.heads, size.device)
-    except Exception as error:
-        # an index that is out of range for a second one; all else is the function's own error, told when it is used
-        return isinstance(error, IndexError) or "indexes a dimension" in str(error)
-    return found[0 if name == "batch" else 1] > 1
+    return made, size, tuple(n for n, given in (("batch", batch or implied), ("heads", heads)) if given is None)

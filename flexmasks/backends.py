@@ -15,10 +15,10 @@ from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
 from torch._inductor.exc import InductorError
 from torch.nn.attention import SDPBackend
-from torch.nn.attention.flex_attention import BlockMask
 
 from flexmasks import kernels, reference
 from flexmasks.cache import Cache
+from flexmasks.facts import Blocks
 
 _log = logging.getLogger("flexmasks")
 _HALF = (torch.float16, torch.bfloat16)
@@ -36,7 +36,8 @@ class Call:
     k: Tensor
     v: Tensor
     dense_mask: str | None  # "full" or "causal" where that is the whole mask, queries starting at 0
-    block_mask: Callable[[], BlockMask]
+    blocks: Callable[[], Blocks]
+    proven_options: Callable[[], dict[str, bool]]  # kernel options that hold, whatever tensors contain
     score_mod: Callable[[], Callable[..., Tensor]] | None
     scale: float | None
     with_lse: bool
@@ -152,8 +153,8 @@ def _run_flex(backend: str | None, call: Call) -> tuple[Tensor, Tensor | None]:
     q, k, v = call.q, call.k, call.v
     if not call.needs_grad:  # torch refuses tensors that require gradients on the CPU, even under no_grad
         q, k, v = q.detach(), k.detach(), v.detach()
-    options = kernels.options(q, k, backend, call.options)
-    block_mask = call.block_mask()
+    options = kernels.options(q, k, backend, call.options, call.proven_options)
+    block_mask = call.blocks().block_mask
     key = (
         call.key, backend, q.dtype, q.device, q.shape[0], q.shape[1], k.shape[1], q.shape[3], call.with_lse,
         call.scale, repr(options), block_mask.BLOCK_SIZE, block_mask.kv_num_blocks.shape[:2],
@@ -175,7 +176,7 @@ def _run_flex(backend: str | None, call: Call) -> tuple[Tensor, Tensor | None]:
 
 def _run_reference(call: Call) -> tuple[Tensor, Tensor | None]:
     score_mod = None if call.score_mod is None else call.score_mod()
-    return reference.attend(call.q, call.k, call.v, score_mod, call.block_mask(), call.scale)
+    return reference.attend(call.q, call.k, call.v, score_mod, call.blocks().block_mask, call.scale)
 
 
 BACKENDS = {

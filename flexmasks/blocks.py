@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -11,16 +12,20 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from torch.overrides import TorchFunctionMode
 
-from flexmasks.ranges import GiveUp, Range, evaluate
+from flexmasks.ranges import GiveUp, Range, Steps, TooLarge, evaluate
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 _Mod = TypeVar("_Mod", bound=Callable[..., Tensor])
 _CHUNK = (1 << 22, 1 << 19)  # elements evaluated at once: on a GPU, and on a CPU, where they should stay in its cache
+_BLOCKS = 1 << 25  # blocks decided at once
+_SMALL = 1 << 15  # up to so many blocks of a GPU are decided on the CPU, which starts an operation sooner
+_LONGEST = 1 << 31  # indices stay below
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class Blocks:
-    """The blocks of a mask: the eight index tensors of a BlockMask, and what is known of them.
+class Layout:
+    """Where the blocks of a mask are: the eight index tensors of a BlockMask, and what it took to find them.
 
     It holds no tensor of the user's: `block_mask` puts the function back.
     """
@@ -29,15 +34,8 @@ class Blocks:
     kv_len: int
     block_size: tuple[int, int]
     indices: tuple[Tensor, ...]  # in BlockMask's order: kv, full_kv, q, full_q, each (counts, indices)
-    total: int  # blocks in all, over the batch and heads that the mask depends on
-    partial: int
-    full: int
-    undecided: int  # looked at element by element
+    undecided: int  # blocks looked at element by element
     not_understood: tuple[str, ...]
-
-    @property
-    def empty(self) -> int:
-        return self.total - self.partial - self.full
 
     def block_mask(self, mask_mod: MaskMod) -> BlockMask:
         """The BlockMask of these blocks and that function."""
@@ -79,8 +77,8 @@ def over_indices(mod: _Mod, prefix: tuple[int, ...] = ()) -> Callable[..., Tenso
 
 def dependence(mask_mod: MaskMod, batch: int, heads: int, device: torch.device) -> tuple[int, int]:
     """The batch and head size of a mask: 1 where its function does not depend on the index."""
-    result = _evaluate(mask_mod, batch, heads, *_ends_of_blocks(1, 1, device), *_ends_of_blocks(1, 1, device))
-    return (batch, heads) if result is None else (result[0].lo.shape[0], result[0].lo.shape[1])
+    found = _evaluate(mask_mod, batch, heads, _Line(1, 1), _Line(1, 1), device, device)
+    return (batch, heads) if isinstance(found, str) else (found[0].shape[0], found[0].shape[1])
 
 
 def dense(mask_mod: MaskMod, batch: int, heads: int, q_len: int, kv_len: int, device: torch.device) -> Tensor:
@@ -98,60 +96,47 @@ def build(
     kv_len: int,
     device: torch.device,
     block_size: tuple[int, int] = (128, 128),
-) -> Blocks:
+) -> Layout:
     """Find a mask's empty, partial and full blocks, exactly those of torch's create_block_mask.
 
     Raises ValueError or TypeError where the function is no mask.
     """
-    q_ends = _ends_of_blocks(q_len, block_size[0], device)
-    kv_ends = _ends_of_blocks(kv_len, block_size[1], device)
-    rows, columns = len(q_ends[0]), len(kv_ends[0])
-    # A block that the edge cuts is partial, as torch has it: what lies past the edge counts as hidden.
-    whole_q = q_ends[1] - q_ends[0] == block_size[0] - 1
-    whole_kv = kv_ends[1] - kv_ends[0] == block_size[1] - 1
-    whole = whole_q[:, None] & whole_kv[None, :]
-    result = _evaluate(mask_mod, batch, heads, *q_ends, *kv_ends)
-    unknown: tuple[str, ...]
-    if result is None:
-        shape = (batch, heads, rows, columns)
-        certain = torch.zeros(shape, dtype=torch.bool, device=device)
-        possible, unknown = ~certain, ("the function as a whole",)
-    else:
-        truth, names = result
-        shape = (*truth.lo.shape[:2], rows, columns)
-        certain, possible, unknown = truth.lo.expand(shape), truth.hi.expand(shape), tuple(names)
-    visible = certain.clone()
-    full = certain & whole
-    open_blocks = (possible & ~certain).nonzero()
-    function = _over_blocks(mask_mod)
-    todo = open_blocks
-    for places in (8, max(block_size)):  # most show that they are partial in 8 x 8 places; the others need all
-        q_places, kv_places = (_spread(min(n, places), n, device) for n in block_size)
-        step = max(1, _CHUNK[device.type == "cpu"] // (len(q_places) * len(kv_places)))
-        left = []
-        for chunk in todo.split(step) if len(todo) else ():
-            b, h, i, j = chunk.unbind(1)
-            # Past the edge the last element is seen again, which changes nothing.
-            q = (q_ends[0][i, None] + q_places).clamp(max=q_len - 1)
-            kv = (kv_ends[0][j, None] + kv_places).clamp(max=kv_len - 1)
-            some, all_ = function(b, h, q, kv)
-            visible[b, h, i, j] = some
-            full[b, h, i, j] = all_ & whole[i, j]
-            left.append(chunk[some == all_])
-        todo = torch.cat([todo[:0], *left])
-    partial = visible & ~full
-    by_row = (*_ordered(partial), *_ordered(full))
-    by_column = (*_ordered(partial.transpose(-2, -1)), *_ordered(full.transpose(-2, -1)))
-    counts = torch.stack([partial.sum(), full.sum()]).tolist()
-    return Blocks(
+    rows, columns = _Line(q_len, block_size[0]), _Line(kv_len, block_size[1])
+    small = rows.count * columns.count <= _SMALL
+    try:
+        certain, possible, unknown = _decide(mask_mod, batch, heads, rows, columns, device, _CPU if small else device)
+    except TooLarge:
+        certain, possible, unknown = _decide(mask_mod, batch, heads, rows, columns, device, device)
+    shape = (*certain.shape[:2], rows.count, columns.count)
+    if math.prod(shape) > 4 * _SMALL:
+        certain, possible = certain.to(device), possible.to(device)
+    undecided = (possible ^ certain).nonzero()
+    some = all_ = certain
+    if len(undecided):
+        some, all_ = (certain.clone(memory_format=torch.contiguous_format) for _ in range(2))
+        where = tuple(undecided.t())
+        some[where], all_[where] = _look_at(mask_mod, undecided, rows, columns, device)
+    marked = torch.empty((2, *shape), dtype=torch.bool, device=certain.device)
+    partial, full = marked
+    full.copy_(all_)
+    if q_len % block_size[0]:  # a block that the edge cuts is partial, as torch has it: past it all is hidden
+        full[..., -1, :] = False
+    if kv_len % block_size[1]:
+        full[..., -1] = False
+    torch.bitwise_xor(some.expand(shape), full, out=partial)
+    del certain, possible, some, all_
+    by_row, by_column = _ordered(marked, -1), _ordered(marked, -2)
+    tensors = [by_row[0], by_row[1], by_column[0], by_column[1]]
+    counts_of_rows, of_rows, counts_of_columns, of_columns = _together(tensors, device)
+    return Layout(
         q_len=q_len,
         kv_len=kv_len,
         block_size=block_size,
-        indices=(*by_row, *by_column),
-        total=partial.numel(),
-        partial=counts[0],
-        full=counts[1],
-        undecided=len(open_blocks),
+        indices=(
+            *(counts_of_rows[0], of_rows[0], counts_of_rows[1], of_rows[1]),
+            *(counts_of_columns[0], of_columns[0], counts_of_columns[1], of_columns[1]),
+        ),
+        undecided=len(undecided),
         not_understood=unknown,
     )
 
@@ -172,50 +157,157 @@ def _listed(counts: Tensor, indices: Tensor) -> Tensor:
     return table[..., :columns]
 
 
-def _ends_of_blocks(length: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    first = torch.arange(0, length, size, device=device)
-    return first, (first + (size - 1)).clamp(max=length - 1)
+@dataclass(frozen=True)
+class _Line:
+    """The blocks of one axis: positions `first`..`length` - 1 in blocks of `size`, the last perhaps cut."""
+
+    length: int
+    size: int
+    first: int = 0
+
+    @property
+    def count(self) -> int:
+        return -(-(self.length - self.first) // self.size)
+
+    def part(self, start: int, count: int) -> _Line:
+        """Blocks start..start + count - 1."""
+        return _Line(min(self.length, (start + count) * self.size), self.size, start * self.size)
+
+    def places(self, block: Tensor, count: int) -> Tensor:
+        """So many positions of each block, its first and last among them; the last again for those past the edge."""
+        count = min(count, self.size)
+        spread = torch.linspace(0, self.size - 1, count, dtype=torch.float64, device=block.device).round().long()
+        return (block[:, None] * self.size + spread).clamp(max=self.length - 1)
+
+    def range(self, dim: int, device: torch.device) -> Range:
+        """The positions of each block, along a dimension of all blocks."""
+        lo = torch.arange(self.first, self.length, self.size, dtype=torch.float64, device=device)
+        hi = (lo + (self.size - 1)).clamp(max=self.length - 1)
+        steps = Steps(self.first, self.size, self.length, dim)
+        shape = [-1 if n == dim else 1 for n in range(4)]
+        return Range.of_indices(lo.view(shape), hi.view(shape), self.length - 1, steps)
+
+
+def _decide(
+    mask_mod: MaskMod,
+    batch: int,
+    heads: int,
+    rows: _Line,
+    columns: _Line,
+    device: torch.device,
+    here: torch.device,
+) -> tuple[Tensor, Tensor, tuple[str, ...]]:
+    """Whether all, and whether any element of each block is visible, as far as ranges show: [B, H, rows, columns].
+
+    A dimension on which the mask does not depend has size 1. Decided on `here`, a slice of the rows at a time.
+    Raises TooLarge where that is not the place for it.
+    """
+    own = (batch, heads)
+    if batch * heads > 1 and batch * heads * rows.count * columns.count > _BLOCKS:
+        own = dependence(mask_mod, batch, heads, device)
+    step = max(1, _BLOCKS // (own[0] * own[1] * columns.count))
+    parts: list[tuple[Tensor, Tensor]] = []
+    unknown: tuple[str, ...] = ()
+    for start in range(0, rows.count, step):
+        part = rows.part(start, min(step, rows.count - start))
+        found = _evaluate(mask_mod, batch, heads, part, columns, device, here)
+        if isinstance(found, str):
+            certain = torch.zeros((batch, heads, rows.count, columns.count), dtype=torch.bool, device=here)
+            return certain, ~certain, (found,)
+        parts.append(found[:2])
+        unknown = found[2]
+        if found[0].shape[2] == 1:  # the same for all rows
+            break
+    if len(parts) == 1:
+        return *parts[0], unknown
+    certain, possible = (torch.cat(ends, 2) for ends in zip(*parts, strict=True))
+    return certain, possible, unknown
 
 
 def _evaluate(
-    mask_mod: MaskMod, batch: int, heads: int, q_lo: Tensor, q_hi: Tensor, kv_lo: Tensor, kv_hi: Tensor
-) -> tuple[Range, list[str]] | None:
-    device = q_lo.device
-    b = torch.arange(batch, device=device).view(-1, 1, 1, 1)
-    h = torch.arange(heads, device=device).view(1, -1, 1, 1)
-    q_len, kv_len = int(q_hi[-1]), int(kv_hi[-1])
+    mask_mod: MaskMod,
+    batch: int,
+    heads: int,
+    rows: _Line,
+    columns: _Line,
+    device: torch.device,
+    here: torch.device,
+) -> tuple[Tensor, Tensor, tuple[str, ...]] | str:
+    """For each block whether all, and whether any is visible, and the operations not understood; or why not at all."""
+    b = torch.arange(batch, device=here).view(-1, 1, 1, 1)
+    h = torch.arange(heads, device=here).view(1, -1, 1, 1)
+    indices = Range.of_indices(b, b, batch - 1), Range.of_indices(h, h, heads - 1)
     try:
-        truth, unknown = evaluate(
-            mask_mod,
-            Range.of_indices(b, b, batch - 1),
-            Range.of_indices(h, h, heads - 1),
-            Range.of_indices(q_lo.view(1, 1, -1, 1), q_hi.view(1, 1, -1, 1), q_len),
-            Range.of_indices(kv_lo.view(1, 1, 1, -1), kv_hi.view(1, 1, 1, -1), kv_len),
-        )
-    except GiveUp:
-        return None
-    shape = (1,) * (4 - truth.lo.ndim) + tuple(truth.lo.shape)
-    lo, hi = truth.lo.to(device).view(shape), truth.hi.to(device).expand(truth.lo.shape).view(shape)
-    return Range(lo, hi, torch.bool, 1.0), unknown
+        truth, unknown = evaluate(mask_mod, *indices, rows.range(2, here), columns.range(3, here), device)
+    except GiveUp as reason:
+        return str(reason)
+    shape = torch.broadcast_shapes(truth.lo.shape, truth.hi.shape, (1, 1, 1, 1))
+    return truth.lo.to(here).expand(shape), truth.hi.to(here).expand(shape), tuple(unknown)
 
 
-def _spread(count: int, length: int, device: torch.device) -> Tensor:
-    """So many positions from 0 to length - 1, both among them."""
-    return torch.linspace(0, length - 1, count, dtype=torch.float64, device=device).round().long()
+def _look_at(
+    mask_mod: MaskMod, blocks: Tensor, rows: _Line, columns: _Line, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Whether some, and whether all elements are visible of blocks given as [n, (b, h, row, column)].
+
+    Most show that they are partial in 8 x 8 places, nearly all in 32 x 32; only the others need all.
+    """
+    some = torch.zeros(len(blocks), dtype=torch.bool, device=blocks.device)
+    all_ = torch.ones_like(some)
+    todo = torch.arange(len(blocks), device=blocks.device)
+    elements = Elements(mask_mod, device)
+    for places in (8, 32, max(rows.size, columns.size)):
+        step = elements.blocks_at_once(min(places, rows.size) * min(places, columns.size))
+        for chunk in todo.split(step):
+            b, h, i, j = blocks[chunk].unbind(1)
+            seen = elements(b, h, rows.places(i, places), columns.places(j, places)).flatten(1)
+            some[chunk], all_[chunk] = seen.any(1), seen.all(1)
+        todo = todo[some[todo] == all_[todo]]
+        if places >= max(rows.size, columns.size) or not len(todo):
+            break
+    return some, all_
 
 
-def _over_blocks(mask_mod: MaskMod) -> Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Whether any, and whether all elements of each of n blocks are visible: b, h [n] and q, kv [n, elements]."""
-    function: Callable[..., Tensor] = mask_mod
-    for dims in ((None, None, None, 0), (None, None, 0, None), (0, 0, 0, 0)):
-        function = torch.vmap(function, in_dims=dims)
+class Elements:
+    """A mask at the elements of n blocks: b, h [n], q [n, queries] and kv [n, keys] give booleans [n, queries, keys].
 
-    def evaluated(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
-        with _ScalarIndexing():
-            seen = _boolean(function(b.clone(), h.clone(), q, kv), 3)  # it may change its indices in place
-        return seen.flatten(1).any(1), seen.flatten(1).all(1)
+    Ranges of one element each give them for most functions, and start faster than vmap, which gives them for all.
+    """
 
-    return evaluated
+    def __init__(self, mask_mod: MaskMod, device: torch.device) -> None:
+        self._mask_mod, self._device = mask_mod, device
+        self._try_ranges = True
+        function: Callable[..., Tensor] = mask_mod
+        for dims in ((None, None, None, 0), (None, None, 0, None), (0, 0, 0, 0)):
+            function = torch.vmap(function, in_dims=dims)
+        self._vmapped = function
+
+    def blocks_at_once(self, elements: int) -> int:
+        """How many blocks of so many elements to look at in one call, to bound its memory."""
+        return max(1, _CHUNK[self._device.type == "cpu"] // elements)
+
+    def __call__(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        seen = self._by_ranges(b, h, q, kv) if self._try_ranges else None
+        if seen is None:
+            self._try_ranges = False
+            indices = (x.clone().to(self._device) for x in (b, h, q, kv))  # the function may change them in place
+            with _ScalarIndexing():
+                seen = _boolean(self._vmapped(*indices), 3).to(b.device)
+        return seen
+
+    def _by_ranges(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor | None:
+        n = len(b)
+        shapes = (n, 1, 1, 1), (n, 1, 1, 1), (n, 1, -1, 1), (n, 1, 1, -1)
+        lines = [x.double().view(shape) for x, shape in zip((b, h, q, kv), shapes, strict=True)]
+        at_b, at_h, at_q, at_kv = (Range.of_indices(x, x, _LONGEST, reached=False) for x in lines)
+        try:
+            truth, _ = evaluate(self._mask_mod, at_b, at_h, at_q, at_kv, self._device)
+        except (GiveUp, TooLarge):
+            return None
+        if not truth.exact:
+            return None
+        shape = torch.broadcast_shapes(truth.lo.shape, (1, 1, 1, 1))
+        return truth.lo.to(b.device).expand(shape).expand(n, 1, q.shape[1], kv.shape[1])[:, 0]
 
 
 def _boolean(seen: Tensor, dims: int) -> Tensor:
@@ -232,12 +324,62 @@ def _boolean(seen: Tensor, dims: int) -> Tensor:
     return seen
 
 
-def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """For each row the number of marked columns and their indices in order, then those of the others."""
-    marked = blocks.cumsum(-1, dtype=torch.int32)
-    counts = marked[..., -1].contiguous()
-    columns = torch.arange(blocks.shape[-1], dtype=torch.int32, device=blocks.device)
-    place = torch.where(blocks, marked - 1, counts[..., None] + columns - marked)
-    indices = torch.empty(blocks.shape, dtype=torch.int32, device=blocks.device)
-    indices.scatter_(-1, place.long(), columns.expand(blocks.shape))
-    return counts, indices
+def _ordered(marked: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """For each line along `dim` of [..., rows, columns] the number of marked places and, in order, which they are.
+
+    Behind those come the others, as torch has it. The lines are those of runs: where a run of marked places starts,
+    the list jumps there, and where it ends, to the next; once all runs are through, to the first gap between them, and
+    so on. Everywhere else the list counts up by one, so that it is a sum of ones and jumps.
+    """
+    n = marked.shape[dim]
+    line_shape = (*marked.shape[:-2], marked.shape[-3 - dim])  # of all lines; an index tensor has n more
+    lines = math.prod(line_shape)
+    padded = torch.zeros_like(marked[..., :1] if dim == -1 else marked[..., :1, :])
+    padded = torch.cat([padded, marked, padded], dim)
+    edges = padded.narrow(dim, 1, n + 1) != padded.narrow(dim, 0, n + 1)
+    del padded
+    if dim == -1:
+        keys = edges.view(-1).nonzero().squeeze(1)
+    else:
+        *_, columns = edges.shape
+        keys = edges.view(-1).nonzero().squeeze(1)
+        above, column = keys // columns, keys % columns
+        matrix, row = above // (n + 1), above % (n + 1)
+        keys = ((matrix * columns + column) * (n + 1) + row).sort().values
+    del edges
+    first, last = keys.view(-1, 2).unbind(1)
+    line = first // (n + 1)
+    first, last = first - line * (n + 1), last - line * (n + 1)
+    length = last - first
+    counts = torch.zeros(lines, dtype=torch.int64, device=marked.device).index_add_(0, line, length)
+    before = length.cumsum(0) - length  # marked places before a run: in its line, once those of other lines are off
+    before -= (counts.cumsum(0) - counts)[line]
+    same = line[1:] == line[:-1]
+    previous = torch.zeros_like(last)
+    previous[1:] = torch.where(same, last[:-1], 0)
+    is_last = torch.ones_like(line, dtype=torch.bool)
+    is_last[:-1] = ~same
+    count = counts[line]
+    # At which place of its line, and how far beyond one, the list jumps: to the run, past it in the gaps, and back.
+    places = torch.stack([before, count + first - before, count])
+    jumps = torch.stack([first - previous, length, -last])
+    jumps[2] *= is_last
+    jumps *= places < n
+    places = torch.where(places < n, places, 0) + line * n
+    indices = torch.ones((lines, n), dtype=torch.int32, device=marked.device)
+    indices[:, 0] = 0
+    indices.view(-1).index_add_(0, places.view(-1), jumps.view(-1).int())
+    torch.cumsum(indices, 1, dtype=torch.int32, out=indices)
+    return counts.int().view(line_shape), indices.view(*line_shape, n)
+
+
+def _together(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
+    """Tensors of int32 brought to a device in one transfer."""
+    if tensors[0].device == device:
+        return tensors
+    sizes = [-(-t.numel() // 64) * 64 for t in tensors]  # each begins at an address that kernels can rely on
+    whole = torch.zeros(sum(sizes), dtype=torch.int32)
+    for t, part in zip(tensors, whole.split(sizes), strict=True):
+        part[: t.numel()] = t.view(-1)
+    parts = whole.to(device).split(sizes)
+    return [part[: t.numel()].view(t.shape) for t, part in zip(tensors, parts, strict=True)]

@@ -13,7 +13,8 @@ from tabulate import tabulate
 from torch import Tensor
 
 from flexmasks.attention import attention, block_mask, dense_mask, explain
-from flexmasks.picture import shares, text
+from flexmasks.facts import Blocks
+from flexmasks.picture import text
 
 
 def main() -> None:
@@ -45,7 +46,7 @@ def main() -> None:
     print(f"blocks of batch element 0 (seq_lens[0] = {int(seq_lens[0])} of {length}):\n{text(made, columns=66)}\n")
     print(f"largest error against float64 SDPA with the materialised mask, {checked}: {error:.1e}\n")
     print(tabulate(rows, headers=header, floatfmt=".2f"))
-    print(f"\nskipped: {shares(made).empty:.1%} of the query-key pairs, over all batch elements")
+    print(f"\nskipped: {Blocks(made).sparsity:.1%} of the query-key pairs, over all batch elements")
     print(explain(q, k, v, mask="grouped_tril", seq_lens=seq_lens))
 
 

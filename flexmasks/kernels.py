@@ -66,8 +66,14 @@ def flex(
     return flex_attention(q, k, v, score_mod, block_mask, scale, grouped, kernel_options=kernel_options), None
 
 
-def options(q: Tensor, k: Tensor, backend: str | None, given: dict[str, Any] | None) -> dict[str, Any]:
-    """The kernel_options of a call: the user's, and the backend."""
+def options(
+    q: Tensor,
+    k: Tensor,
+    backend: str | None,
+    given: dict[str, Any] | None,
+    proven: Callable[[], dict[str, bool]] = dict,
+) -> dict[str, Any]:
+    """The kernel_options of a call: the user's, the backend, and for torch's kernel for many queries what is proven."""
     chosen = dict(given or {})
     if backend is not None:
         chosen["BACKEND"] = backend
@@ -75,7 +81,7 @@ def options(q: Tensor, k: Tensor, backend: str | None, given: dict[str, Any] | N
     # torch takes its decoding kernel below 128 queries, which finds no tile for more than 128 rows of a group
     grouped_rows = q.shape[2] * (q.shape[1] // k.shape[1])
     if q.is_cuda and grouped_rows > 128 and not chosen.keys() & {"BACKEND", "FORCE_USE_FLEX_ATTENTION"}:
-        chosen["BACKEND"] = "TRITON"
+        return {**proven(), **chosen, "BACKEND": "TRITON"}
     return chosen
 
 

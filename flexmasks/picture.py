@@ -3,40 +3,17 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexmasks.attention import MaskLike, block_mask
 from flexmasks.blocks import of_block_mask
+from flexmasks.facts import Blocks
 
 _EMPTY, _PARTIAL, _FULL = "·", "▒", "█"
 _ELEMENTS = 48  # up to so many positions a picture shows each of them
-
-
-@dataclass(frozen=True)
-class Shares:
-    """How much of a mask's work is skipped, as shares of all Q x KV pairs, over batch and heads."""
-
-    empty: float
-    partial: float
-    full: float
-
-
-def shares(made: BlockMask) -> Shares:
-    """The shares of pairs in empty, partial and full blocks; right also where the edge cuts blocks."""
-    partial, full = of_block_mask(made)
-    rows, columns = (
-        torch.full((n,), size).clamp(max=(length - torch.arange(n) * size).clamp(min=0))
-        for n, size, length in zip(partial.shape[2:], made.BLOCK_SIZE, made.seq_lengths, strict=True)
-    )
-    area = (rows[:, None] * columns).double().to(partial.device)
-    area /= area.sum()
-    a, b = (float((x * area).sum((-2, -1)).mean()) for x in (partial, full))
-    return Shares(max(0.0, 1 - a - b), a, b)
 
 
 def text(made: BlockMask, b: int = 0, h: int = 0, columns: int | None = None) -> str:
@@ -48,12 +25,10 @@ def text(made: BlockMask, b: int = 0, h: int = 0, columns: int | None = None) ->
     some, whole = _shrunk(partial | full, step, any), _shrunk(full, step, all)
     cell = {(False, False): _EMPTY, (True, False): _PARTIAL, (True, True): _FULL}
     rows = ["".join(wide * cell[s, f] for s, f in zip(*row, strict=True)) for row in zip(some, whole, strict=True)]
-    share = shares(made)
+    empty, partly, fully = Blocks(made).shares
     sizes = f"{made.BLOCK_SIZE[0] * step} x {made.BLOCK_SIZE[1] * step}"
     drawn = "a character is" if wide == 1 else "two characters are"
-    legend = (
-        f"{_EMPTY} empty {share.empty:.1%}   {_PARTIAL} partial {share.partial:.1%}   {_FULL} full {share.full:.1%}"
-    )
+    legend = f"{_EMPTY} empty {empty:.1%}   {_PARTIAL} partial {partly:.1%}   {_FULL} full {fully:.1%}"
     q_len, kv_len = made.seq_lengths
     return "\n".join([*rows, legend, f"{q_len} queries (down) x {kv_len} keys (across), {drawn} {sizes} of them"])
 

@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexmasks import blocks
-from flexmasks.blocks import Blocks
+from flexmasks.blocks import Layout
 from flexmasks.cache import Cache
 from flexmasks.captures import Opaque, capture
+from flexmasks.facts import Blocks
 from flexmasks.params import Size, describe
 from flexmasks.registry import get_mask
 from flexmasks.values import Mask, Modifier, NestedExtras
@@ -44,11 +45,12 @@ class _Found:
 
 @dataclass(frozen=True)
 class _FoundMask(_Found):
-    blocks: Blocks
+    layout: Layout
+    options: list[dict[str, bool]]  # what of it kernels can use, once it has been asked for
 
     @property
     def nbytes(self) -> int:
-        return super().nbytes + sum(t.numel() * t.element_size() for t in self.blocks.indices)
+        return super().nbytes + sum(t.numel() * t.element_size() for t in self.layout.indices)
 
 
 _Kept = TypeVar("_Kept", bound=_Found)
@@ -114,10 +116,17 @@ class MaskPlan(Plan):
     """A mask on its way to a BlockMask."""
 
     def __init__(
-        self, mask: Mask, size: Size, offset: Offset = 0, lift: bool = False, block_size: tuple[int, int] = BLOCK_SIZE
+        self,
+        mask: Mask,
+        size: Size,
+        offset: Offset = 0,
+        lift: bool = False,
+        block_size: tuple[int, int] = BLOCK_SIZE,
+        open_extents: tuple[str, ...] = (),
     ) -> None:
+        """`open_extents`: "batch", "heads" where nobody said how far b and h range: the mask must not depend on it."""
         super().__init__(mask, size, offset, lift)
-        self.block_size = block_size
+        self.block_size, self.open_extents = block_size, open_extents
 
     @property
     def dense_mask(self) -> str | None:
@@ -127,20 +136,45 @@ class MaskPlan(Plan):
 
     @functools.cached_property
     def _found(self) -> _FoundMask:
-        return self._find(_BLOCKS, self._build, self.block_size)
+        return self._find(_BLOCKS, self._build, self.block_size, self.open_extents)
 
     def _build(self) -> _FoundMask:
         size = sized(self.size, self.offset)
         extras = self.value.resolve(size, self.lifted)
         mod = shifted_mask(self.value.bind(extras), self.offset)
-        with explained(self.value):
-            found = blocks.build(mod, size.batch, size.heads, size.q_len, size.kv_len, size.device, self.block_size)
-        return _FoundMask(extras, self._moved(), found)
+        batch, heads = (n * (1 + (e in self.open_extents)) for n, e in ((size.batch, "batch"), (size.heads, "heads")))
+        try:
+            with explained(self.value):
+                found = blocks.build(mod, batch, heads, size.q_len, size.kv_len, size.device, self.block_size)
+        except Exception:
+            check_open_extents(self.value, mod, size, self.open_extents)
+            raise
+        own = found.indices[0].shape
+        if any(n > 1 for n, e in ((own[0], "batch"), (own[1], "heads")) if e in self.open_extents):
+            check_open_extents(self.value, mod, size, self.open_extents)
+        return _FoundMask(extras, self._moved(), found, [])
 
     def block_mask(self) -> BlockMask:
         """The BlockMask; its mask_mod is bound to the user's own tensors."""
         found = self._found
-        return found.blocks.block_mask(shifted_mask(self.value.bind(found.extras), self._offset(found)))
+        return found.layout.block_mask(shifted_mask(self.value.bind(found.extras), self._offset(found)))
+
+    def blocks(self) -> Blocks:
+        """The BlockMask, and what it took to find it."""
+        layout = self._found.layout
+        return Blocks(self.block_mask(), layout.undecided, layout.not_understood)
+
+    def kernel_options(self, scored: bool) -> dict[str, bool]:
+        """Options of torch's kernels that hold for these blocks whatever tensors contain: of masks without any.
+
+        With a change of scores, `scored`, no row is sure to keep a score that is finite.
+        """
+        if self.opaque or self.lifted or self.tensors or not isinstance(self.offset, int) or self.offset != 0:
+            return {}
+        options = self._found.options
+        if not options:
+            options.append(self.blocks().kernel_options)
+        return {n: v for n, v in options[0].items() if not (scored and n == "ROWS_GUARANTEED_SAFE")}
 
 
 class ScorePlan(Plan):
@@ -188,6 +222,12 @@ class GivenPlan:
     def block_mask(self) -> BlockMask:
         return self._block_mask
 
+    def blocks(self) -> Blocks:
+        return Blocks(self._block_mask)
+
+    def kernel_options(self, scored: bool) -> dict[str, bool]:
+        return {}
+
 
 FULL, _CAUSAL = get_mask("full"), get_mask("causal")
 
@@ -200,6 +240,23 @@ def sized(size: Size, offset: Offset) -> Size:
     if least < 0:
         raise ValueError(f"flexmasks: `q_offset` must be at least 0, got values from {least} to {most}.")
     return replace(size, q_offset=most)
+
+
+def check_open_extents(value: Modifier, mod: Callable[..., Tensor], size: Size, extents: tuple[str, ...]) -> None:
+    """Raise ValueError where a mask depends on b or h and nobody said how far that ranges; its own errors first."""
+    for extent in extents:
+        twice = replace(size, **{extent: 2 * getattr(size, extent)})
+        try:
+            depends = blocks.dependence(mod, twice.batch, twice.heads, size.device)[extent == "heads"] > 1
+        except Exception as error:
+            # an index out of range for a second one; all else is the function's own error, told when it is used
+            depends = isinstance(error, IndexError) or "indexes a dimension" in str(error)
+        if depends:
+            with explained(value):
+                blocks.dense(mod, size.batch, size.heads, 1, 1, size.device)
+            raise ValueError(
+                f"flexmasks: the mask {value!r} depends on its {extent} index; pass `{extent}`, how far it ranges."
+            )
 
 
 def shifted_mask(mod: Callable[..., Tensor], offset: Offset) -> Callable[..., Tensor]:

@@ -23,6 +23,7 @@ import functools
 import math
 from collections.abc import Callable
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -32,32 +33,66 @@ from torch.overrides import TorchFunctionMode
 
 _INF = math.inf
 _EXACT = 2.0**52  # integers below are exact in float64
+_BLOCK_DIMS = 4
+_LARGEST = 1 << 24  # elements that a tensor may have which the function itself sees as one
+_MOVED = 1 << 17  # elements of a captured tensor that are worth moving from a GPU
 _NUMBERS = (bool, int, float)
 _CONSTANTS = ("zeros_like", "ones_like", "full_like")
 
 
 class GiveUp(Exception):
-    """The function cannot be evaluated on ranges at all; every block is undecided."""
+    """The function cannot be evaluated on ranges at all, for the reason given; every block is undecided."""
+
+
+class TooLarge(Exception):
+    """The function captured too much to be evaluated on the CPU for a GPU."""
+
+
+@dataclass(frozen=True)
+class Steps:
+    """That a range is, in the block at place n of dimension `dim`, `first + n * size` and what follows below `end`."""
+
+    first: int
+    size: int
+    end: int
+    dim: int
+
+    def moved(self, by: int) -> Steps:
+        return Steps(self.first + by, self.size, self.end + by, self.dim)
 
 
 class Range:
     """A number (or truth value) somewhere between `lo` and `hi`, of torch type `dtype`, for each of many blocks.
 
+    The last four dimensions of `lo` and `hi` are those of the blocks, [batch, heads, query blocks, key blocks];
+    before them stand the `ndim` dimensions that the mask's function sees: none for an index, one for a row of a table.
+
     `limit` bounds the absolute value, as a Python number: where it shows that nothing overflows, no tensor has to
-    be looked at. `reached` says that in some block the value `limit` itself occurs.
+    be looked at. `reached` says that in some block the value `limit` itself occurs. `steps` is there where the
+    ranges follow each other without a gap.
     """
 
-    __slots__ = ("dtype", "hi", "limit", "lo", "reached")
+    __slots__ = ("compared", "dtype", "hi", "limit", "lo", "ndim", "reached", "steps")
     __array_ufunc__ = None  # NumPy's numbers leave operators to this class
 
-    def __init__(self, lo: Tensor, hi: Tensor, dtype: torch.dtype, limit: float = _INF, reached: bool = False) -> None:
-        self.lo, self.hi, self.dtype, self.limit, self.reached = lo, hi, dtype, limit, reached
+    def __init__(
+        self,
+        lo: Tensor,
+        hi: Tensor,
+        dtype: torch.dtype,
+        limit: float = _INF,
+        reached: bool = False,
+        steps: Steps | None = None,
+    ) -> None:
+        self.lo, self.hi, self.dtype, self.limit, self.reached, self.steps = lo, hi, dtype, limit, reached, steps
+        self.ndim = max(0, lo.ndim - _BLOCK_DIMS, hi.ndim - _BLOCK_DIMS)
+        self.compared: tuple[str, Any, Any] | None = None  # the integers whose comparison this truth value is
 
     @classmethod
-    def of_indices(cls, lo: Tensor, hi: Tensor, limit: int) -> Range:
-        """Indices from lo to hi inclusive, the greatest of all `limit`; the same tensor twice for exact ones."""
+    def of_indices(cls, lo: Tensor, hi: Tensor, limit: int, steps: Steps | None = None, reached: bool = True) -> Range:
+        """Indices from lo to hi inclusive, none above `limit`; the same tensor twice for exact ones."""
         low = lo.double()
-        return cls(low, low if hi is lo else hi.double(), torch.int64, limit, reached=True)
+        return cls(low, low if hi is lo else hi.double(), torch.int64, limit, reached, steps)
 
     @property
     def exact(self) -> bool:
@@ -66,22 +101,24 @@ class Range:
 
     @property
     def device(self) -> torch.device:
-        return self.lo.device
+        evaluation = _evaluation.get()
+        return self.lo.device if evaluation is None else evaluation.device
 
     @property
     def shape(self) -> torch.Size:
-        return torch.Size(())  # to the mask's function an index is a number
-
-    @property
-    def ndim(self) -> int:
-        return 0
+        return torch.Size(
+            torch.broadcast_shapes(self.lo.shape, self.hi.shape)[: self.ndim]
+        )  # to the function an index is a number
 
     def dim(self) -> int:
-        return 0
+        return self.ndim
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
 
     @property
     def is_cuda(self) -> bool:
-        return self.lo.is_cuda
+        return self.device.type == "cuda"
 
     def __getattr__(self, name: str) -> Any:
         if not hasattr(torch.Tensor, name):
@@ -125,10 +162,10 @@ class Range:
         return self._refuse("iterate over an index")
 
     def __getitem__(self, index: Any) -> Any:
-        raise GiveUp("an index is indexed itself")
+        return _dispatch(torch.Tensor.__getitem__, (self, index), {})
 
     def __len__(self) -> int:
-        return int(self._refuse("take the `len()` of an index"))
+        return self.shape[0] if self.ndim else int(self._refuse("take the `len()` of an index"))
 
     __hash__ = object.__hash__
 
@@ -156,7 +193,29 @@ for _name in _OPERATORS.split():
     setattr(Range, f"__{_name}__", _operator(f"__{_name}__"))
 
 
-_not_understood: ContextVar[list[str] | None] = ContextVar("not_understood", default=None)
+class _Evaluation:
+    """One call of a function on ranges: where the call is, where the ranges are, and what was met on the way."""
+
+    def __init__(self, device: torch.device, here: torch.device) -> None:
+        self.device, self.here = device, here
+        self.not_understood: list[str] = []
+        self._bounds: dict[int, tuple[Tensor, tuple[Tensor, Tensor, float]]] = {}
+
+    def bounds_of(self, values: Tensor) -> tuple[Tensor, Tensor, float]:
+        """`_bounds_of` of a captured tensor, brought to where the ranges are and kept for this evaluation."""
+        found = self._bounds.get(id(values))
+        if found is None:
+            if values.ndim and values.device != self.device:
+                raise ValueError(
+                    f"a mask function uses a tensor on {values.device} with indices on {self.device}; move it there."
+                )
+            if values.device != self.here and self.here.type == "cpu" and values.numel() > _MOVED:
+                raise TooLarge(f"a tensor of {values.numel()} elements")
+            found = self._bounds[id(values)] = values, _bounds_of(values.detach().to(self.here))
+        return found[1]
+
+
+_evaluation: ContextVar[_Evaluation | None] = ContextVar("evaluation", default=None)
 
 
 class _Mode(TorchFunctionMode):
@@ -174,26 +233,34 @@ class _Mode(TorchFunctionMode):
         return _dispatch(func, args, kwargs)
 
 
-def evaluate(function: Callable[..., Any], b: Range, h: Range, q: Range, kv: Range) -> tuple[Range, list[str]]:
+def evaluate(
+    function: Callable[..., Any], b: Range, h: Range, q: Range, kv: Range, device: torch.device | None = None
+) -> tuple[Range, list[str]]:
     """Call a mask's function on ranges: the truth value for each block, and the operations not understood.
+
+    `device` is where the function finds its indices to be, by default where they are. Small problems of a GPU are
+    evaluated on the CPU: tensors that the function captured are brought there.
 
     Raises GiveUp where nothing can be said, ValueError or TypeError where the function is no mask.
     """
-    unknown: list[str] = []
-    token = _not_understood.set(unknown)
+    here = q.lo.device
+    evaluation = _Evaluation(device or here, here)
+    token = _evaluation.set(evaluation)
     try:
         with _Mode():
             result = function(b, h, q, kv)
+        if isinstance(result, bool) or not isinstance(result, Range | Tensor):
+            raise TypeError(f"a mask function must return a boolean tensor, got {result!r}.")
+        if result.dtype is not torch.bool:
+            raise TypeError(
+                "a mask function must return a boolean tensor, "
+                f"got one of {str(result.dtype).removeprefix('torch.')}; compare, as in `q >= kv`."
+            )
+        if result.ndim:
+            raise GiveUp("a result that is no number")
+        return _as_range(result), evaluation.not_understood
     finally:
-        _not_understood.reset(token)
-    if isinstance(result, bool) or not isinstance(result, Range | Tensor):
-        raise TypeError(f"a mask function must return a boolean tensor, got {result!r}.")
-    if result.dtype is not torch.bool:
-        raise TypeError(
-            f"a mask function must return a boolean tensor, got one of {str(result.dtype).removeprefix('torch.')}; "
-            "compare, as in `q >= kv`."
-        )
-    return _as_range(result), unknown
+        _evaluation.reset(token)
 
 
 def _dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -204,22 +271,23 @@ def _dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         raise GiveUp(f"{name} changes an index in place")
     constant = name.startswith("new_") or name in _CONSTANTS  # of some index's dtype and device
     if constant and not any(isinstance(x, Range) for x in (*args[1:], *kwargs.values())):
-        like = torch.zeros((), dtype=args[0].dtype, device=args[0].device)
+        like = torch.zeros(args[0].shape, dtype=args[0].dtype, device=args[0].device)
         return func(like, *args[1:], **kwargs)
     rule = _RULES.get(name)
-    if rule is not None:
-        try:
-            result = rule(*args, **kwargs)
-        except TypeError as error:  # an overload that the rule does not have
-            if "argument" not in str(error):
-                raise
-            result = None
-        if result is not None:
-            return result
-    unknown = _not_understood.get()
-    if unknown is not None and name not in unknown:
-        unknown.append(name)
-    return _anything(func, args, kwargs)
+    with torch._C.DisableTorchFunction():  # what rules do with the ends of ranges is no business of `_Mode`
+        if rule is not None:
+            try:
+                result = rule(*args, **kwargs)
+            except TypeError as error:  # an overload that the rule does not have
+                if "argument" not in str(error):
+                    raise
+                result = None
+            if result is not None:
+                return result
+        evaluation = _evaluation.get()
+        if evaluation is not None and name not in evaluation.not_understood:
+            evaluation.not_understood.append(name)
+        return _anything(func, args, kwargs)
 
 
 def _anything(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Range:
@@ -229,17 +297,20 @@ def _anything(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     def sample(value: Any) -> Any:
         if isinstance(value, Range):
             ranges.append(value)
-            return torch.zeros((), dtype=value.dtype, device=value.device)
+            return torch.zeros(value.shape, dtype=value.dtype, device=value.device)
         return type(value)(sample(v) for v in value) if type(value) in (tuple, list) else value
 
     try:
         result = func(*(sample(a) for a in args), **{k: sample(v) for k, v in kwargs.items()})
     except Exception as error:  # the element by element evaluation says what is wrong, if anything is
         raise GiveUp(str(error)) from error
-    if not isinstance(result, Tensor) or result.ndim:
-        raise GiveUp(f"{func} gives no number")
-    shape = torch.broadcast_shapes(*(r.lo.shape for r in ranges))
-    device = ranges[0].device
+    if not isinstance(result, Tensor):
+        raise GiveUp(f"{func} gives no tensor")
+    shape = torch.broadcast_shapes(*(r.lo.shape[r.ndim :] for r in ranges), *(r.hi.shape[r.ndim :] for r in ranges))
+    if result.ndim:
+        shape = torch.Size((*result.shape, *(1,) * (_BLOCK_DIMS - len(shape)), *shape))
+        _check_size(shape)
+    device = ranges[0].lo.device
     if result.dtype == torch.bool:
         certain = torch.zeros(shape, dtype=torch.bool, device=device)
         return _truth(certain, ~certain)
@@ -260,10 +331,21 @@ def _as_range(value: Any) -> Range:
             value = torch.tensor(value, dtype=kind, device="cpu")  # whatever the default device
         except (RuntimeError, OverflowError) as error:
             raise GiveUp(f"{value} is no int64") from error
-    if isinstance(value, Tensor) and value.ndim == 0:
-        lo, hi, limit = _bounds_of(value)
+    if isinstance(value, Tensor):
+        evaluation = _evaluation.get()
+        lo, hi, limit = _bounds_of(value) if evaluation is None else evaluation.bounds_of(value)
+        if value.ndim:
+            _check_size(value.shape)
+            exact = lo is hi
+            lo = lo.view(*value.shape, *(1,) * _BLOCK_DIMS)
+            hi = lo if exact else hi.view(lo.shape)
         return Range(lo, hi, value.dtype, limit)
     raise GiveUp(f"{value!r} is no number")
+
+
+def _check_size(shape: torch.Size) -> None:
+    if math.prod(shape) > _LARGEST:
+        raise GiveUp(f"a tensor of {math.prod(shape)} elements in arithmetic")
 
 
 def _bounds_of(values: Tensor) -> tuple[Tensor, Tensor, float]:
@@ -273,7 +355,7 @@ def _bounds_of(values: Tensor) -> tuple[Tensor, Tensor, float]:
     if values.is_complex():
         raise GiveUp("complex numbers")
     bound = values.detach().double()
-    limit = float(bound.abs().max())
+    limit = float(bound.abs().max()) if bound.numel() else 0.0
     if limit < _EXACT:
         return bound, bound, limit
     end = torch.full_like(bound, _INF)
@@ -387,7 +469,9 @@ def _add(a: Any, b: Any, *, alpha: Any = 1) -> Range | None:
     exact = x.exact and y.exact
     lo = x.lo + y.lo
     result = _result(lo, lo if exact else x.hi + y.hi, dtype, x.limit + y.limit, exact)
-    result.reached = x.reached and isinstance(b, int) and b >= 0
+    if isinstance(b, int):
+        result.reached = x.reached and b >= 0
+        result.steps = None if x.steps is None else x.steps.moved(b)
     return result
 
 
@@ -398,7 +482,10 @@ def _sub(a: Any, b: Any, *, alpha: Any = 1) -> Range | None:
     x, y, dtype = both
     exact = x.exact and y.exact
     lo = x.lo - y.hi
-    return _result(lo, lo if exact else x.hi - y.lo, dtype, x.limit + y.limit, exact)
+    result = _result(lo, lo if exact else x.hi - y.lo, dtype, x.limit + y.limit, exact)
+    if isinstance(b, int) and x.steps is not None:
+        result.steps = x.steps.moved(-b)
+    return result
 
 
 def _mul(a: Any, b: Any) -> Range | None:
@@ -437,55 +524,89 @@ def _abs(a: Any) -> Range | None:
     x = _as_range(a)
     if x.dtype == torch.bool:
         return None
+    if x.exact and not x.dtype.is_floating_point:
+        lo = x.lo.abs()
+        return _result(lo, lo, x.dtype, x.limit, True)
     lo, hi = torch.maximum(x.lo, -x.hi).clamp(min=0.0), torch.maximum(x.hi, -x.lo)
     if x.dtype.is_floating_point:
         lo, hi = _anything_where(_maybe_nan(x), lo, hi)
     return _result(lo, hi, x.dtype, x.limit)
 
 
-def _divide(x: Range, y: Range, rounding: Callable[[Tensor], Tensor] | None) -> tuple[Tensor, Tensor]:
+def _quotient(x: Range, y: Range, rounding: Callable[[Tensor], Tensor] | None) -> tuple[Tensor, Tensor]:
     lo, hi = _corners(x, y, lambda a, b: a / b if rounding is None else rounding(a / b))
-    through_zero = (y.lo <= 0) & (y.hi >= 0)
-    return _anything_where(through_zero | _inexact(x, y), lo, hi)
+    return _anything_where(_through_zero(y) | _inexact(x, y), lo, hi)
 
 
-def _floor_divide(a: Any, b: Any) -> Range | None:
-    both = _both(a, b)
-    if both is None or both[2].is_floating_point:  # a float's quotient may round up to the next integer
-        return None
-    x, y, dtype = both
-    lo, hi = _divide(x, y, torch.floor)
-    limit = x.limit + 1 if isinstance(b, int) and b != 0 else _INF
-    return _result(lo, hi, dtype, limit)
+def _through_zero(y: Range) -> Tensor:
+    return (y.lo <= 0) & (y.hi >= 0)
 
 
-def _true_divide(a: Any, b: Any, *, rounding_mode: str | None = None) -> Range | None:
-    if rounding_mode == "floor":
-        return _floor_divide(a, b)
+def _plain_divisor(b: Any) -> bool:
+    return isinstance(b, int) and b != 0
+
+
+def _integer_quotient(a: Any, b: Any, rounding: Callable[[Tensor], Tensor]) -> Range | None:
     both = _both(a, b)
     if both is None:
         return None
     x, y, dtype = both
-    if rounding_mode == "trunc" and not dtype.is_floating_point:
-        return _result(*_divide(x, y, torch.trunc), dtype, _INF)
+    if dtype.is_floating_point:  # a float's quotient may round to the integer beside
+        lo, hi = _quotient(x, y, rounding)
+        return _result(lo - 1, hi + 1, dtype, _INF)
+    if x.exact and _plain_divisor(b) and x.limit < _EXACT:
+        lo = rounding(x.lo / b)
+        return _result(lo, lo, dtype, x.limit + 1, True)
+    return _result(*_quotient(x, y, rounding), dtype, x.limit + 1 if _plain_divisor(b) else _INF)
+
+
+def _floor_divide(a: Any, b: Any) -> Range | None:
+    return _integer_quotient(a, b, torch.floor)
+
+
+def _true_divide(a: Any, b: Any, *, rounding_mode: str | None = None) -> Range | None:
     if rounding_mode is not None:
-        return None
-    dtype = dtype if dtype.is_floating_point else torch.get_default_dtype()
-    return _result(*_divide(_as_dtype(x, dtype), _as_dtype(y, dtype), None), dtype, _INF)
-
-
-def _remainder(a: Any, b: Any) -> Range | None:
-    """x % y, of y's sign. With one y, and x within one multiple of it: the remainders of x's ends; else all of them."""
+        return _integer_quotient(a, b, {"floor": torch.floor, "trunc": torch.trunc}[rounding_mode])
     both = _both(a, b)
-    if both is None or both[2].is_floating_point:
+    if both is None:
         return None
     x, y, dtype = both
-    lo_multiple, hi_multiple = torch.floor(x.lo / y.lo), torch.floor(x.hi / y.lo)
-    one = (y.lo == y.hi) & (y.lo != 0) & (lo_multiple == hi_multiple) & ~_inexact(x, y)
-    lo = torch.where(one, x.lo - y.lo * lo_multiple, (y.lo + 1).clamp(max=0.0))
-    hi = torch.where(one, x.hi - y.lo * hi_multiple, (y.hi - 1).clamp(min=0.0))
-    limit = abs(b) if isinstance(b, int) and b != 0 else _INF
-    return _result(*_anything_where((y.lo <= 0) & (y.hi >= 0), lo, hi), dtype, limit)
+    dtype = dtype if dtype.is_floating_point else torch.get_default_dtype()
+    return _result(*_quotient(_as_dtype(x, dtype), _as_dtype(y, dtype), None), dtype, _INF)
+
+
+def _rest(rounding: Callable[[Tensor], Tensor]) -> Callable[[Any, Any], Range | None]:
+    """x - y * rounding(x / y): by floor it has y's sign, by trunc x's, and is always smaller than y.
+
+    With one y, and x within one multiple of it: the rests of x's ends; else all rests there are.
+    """
+
+    def rule(a: Any, b: Any) -> Range | None:
+        both = _both(a, b)
+        if both is None:
+            return None
+        x, y, dtype = both
+        limit = abs(b) if _plain_divisor(b) else _INF
+        if x.exact and _plain_divisor(b) and x.limit < _EXACT and not dtype.is_floating_point:
+            lo = x.lo - b * rounding(x.lo / b)
+            return _result(lo, lo, dtype, limit, True)
+        below = 0.0 if dtype.is_floating_point else 1.0  # a float's rest may round up to y
+        if rounding is torch.floor:
+            lo, hi = (y.lo + below).clamp(max=0.0), (y.hi - below).clamp(min=0.0)
+        else:
+            size = torch.maximum(-y.lo, y.hi) - below
+            lo, hi = torch.maximum(-size, x.lo.clamp(max=0.0)), torch.minimum(size, x.hi.clamp(min=0.0))
+        if not dtype.is_floating_point:
+            first, last = rounding(x.lo / y.lo), rounding(x.hi / y.lo)
+            one = (y.lo == y.hi) & (y.lo != 0) & (first == last) & ~_inexact(x, y)
+            lo, hi = torch.where(one, x.lo - y.lo * first, lo), torch.where(one, x.hi - y.lo * first, hi)
+            return _result(*_anything_where(_through_zero(y), lo, hi), dtype, limit)
+        return _result(*_anything_where(_through_zero(y) | _inexact(x, y), lo, hi), dtype, _INF)
+
+    return rule
+
+
+_remainder, _fmod = _rest(torch.floor), _rest(torch.trunc)
 
 
 def _power(a: Any, exponent: Any) -> Range | None:
@@ -497,16 +618,43 @@ def _power(a: Any, exponent: Any) -> Range | None:
     return None if size is None else _mul(size, size)
 
 
+def _sign(a: Any) -> Range | None:
+    x = _as_range(a)
+    if x.dtype == torch.bool:
+        return None
+    lo = x.lo.sign()
+    hi = lo if x.exact else x.hi.sign()
+    if x.dtype.is_floating_point:
+        lo, hi = _anything_where(_maybe_nan(x), lo, hi)
+        return Range(lo, hi, x.dtype)
+    return Range(lo, hi, x.dtype, 1.0)
+
+
 def _shift_left(a: Any, b: Any) -> Range | None:
-    return _mul(a, 2**b) if _shifts(a, b) else None
+    shifted = _powers_of_two(a, b)
+    return None if shifted is None else _mul(a, shifted)
 
 
 def _shift_right(a: Any, b: Any) -> Range | None:
-    return _floor_divide(a, 2**b) if _shifts(a, b) else None
+    shifted = _powers_of_two(a, b)
+    return None if shifted is None else _floor_divide(a, shifted)
 
 
-def _shifts(a: Any, b: Any) -> bool:
-    return type(b) is int and 0 <= b < 32 and isinstance(a, Range) and _is_integer(a.dtype)
+def _powers_of_two(a: Any, b: Any) -> Any:
+    """2**b for a shift of integers by b from 0 to 30 everywhere; None for another, which torch may not define."""
+    if not all(type(x) is int or (isinstance(x, Range) and _is_integer(x.dtype)) for x in (a, b)):
+        return None
+    if type(b) is int:
+        return 2**b if 0 <= b < 31 else None
+    dtype = _common(a, b)
+    if not _all((b.lo >= 0) & (b.hi <= min(30, torch.iinfo(dtype).bits - 2))):
+        return None
+    lo = torch.exp2(b.lo)
+    return Range(lo, lo if b.exact else torch.exp2(b.hi), dtype, 2.0**30)
+
+
+def _all(places: Tensor) -> bool:
+    return bool(places.all())
 
 
 def _minimum(a: Any, b: Any) -> Range | None:
@@ -517,9 +665,15 @@ def _maximum(a: Any, b: Any) -> Range | None:
     return _extreme(a, b, torch.maximum)
 
 
-def _min_max(rule: Callable[[Any, Any], Range | None]) -> Callable[[Any, Any], Range | None]:
-    """torch.min and torch.max of two tensors; a number as the second argument is a dimension."""
-    return lambda a, b: None if isinstance(b, _NUMBERS) else rule(a, b)
+def _min_max(rule: Callable[[Any, Any], Range | None], of_all: Callable[..., Tensor]) -> Callable[..., Range | None]:
+    """torch.min and torch.max of one tensor or of two; a number as the second argument is a dimension."""
+
+    def of_one_or_two(a: Any, b: Any = None) -> Range | None:
+        if isinstance(b, _NUMBERS):
+            return None
+        return rule(a, b) if b is not None else _reduced(of_all)(a)
+
+    return of_one_or_two
 
 
 def _extreme(a: Any, b: Any, operation: Callable[..., Tensor]) -> Range | None:
@@ -549,14 +703,47 @@ def _where(condition: Any, a: Any = None, b: Any = None) -> Range | None:
     dtype = _common(a, b)
     if dtype == torch.bool:
         x, y = _as_range(a), _as_range(b)
+        if c.exact and x.exact and y.exact:
+            lo = torch.where(c.lo, x.lo, y.lo)
+            return _truth(lo, lo)
         lo = torch.where(c.lo, x.lo, torch.where(c.hi, x.lo & y.lo, y.lo))
         hi = torch.where(c.lo, x.hi, torch.where(c.hi, x.hi | y.hi, y.hi))
         return _truth(lo, hi)
     x, y = _as_dtype(a, dtype), _as_dtype(b, dtype)
-    exact = c.exact and x.exact and y.exact
+    if c.exact and x.exact and y.exact:
+        lo = torch.where(c.lo, x.lo, y.lo)
+        return Range(lo, lo, dtype, max(x.limit, y.limit))
+    x, y = _where_it_holds(c, a, x, True), _where_it_holds(c, b, y, False)
     lo = torch.where(c.lo, x.lo, torch.where(c.hi, torch.minimum(x.lo, y.lo), y.lo))
-    hi = lo if exact else torch.where(c.lo, x.hi, torch.where(c.hi, torch.maximum(x.hi, y.hi), y.hi))
+    hi = torch.where(c.lo, x.hi, torch.where(c.hi, torch.maximum(x.hi, y.hi), y.hi))
     return Range(lo, hi, dtype, max(x.limit, y.limit))
+
+
+def _where_it_holds(condition: Range, given: Any, value: Range, holds: bool) -> Range:
+    """What is left of a number where a comparison of it holds, or where it does not: x < 3 ? x : 3 is at most 3."""
+    if condition.compared is None or not isinstance(given, Range):
+        return value
+    name, a, b = condition.compared
+    if not holds:
+        name = {"<": ">=", "<=": ">", ">": "<=", ">=": "<"}[name]
+    if given is b:
+        a, b, name = b, a, {"<": ">", "<=": ">=", ">": "<", ">=": "<="}[name]
+    if given is not a:
+        return value
+    if given.dtype != value.dtype or not _fits(b, given.dtype):
+        return value
+    other, strict = _as_range(b), float(len(name) == 1)
+    if name.startswith("<"):
+        return Range(value.lo, torch.minimum(value.hi, other.hi - strict), value.dtype, value.limit)
+    return Range(torch.maximum(value.lo, other.lo + strict), value.hi, value.dtype, value.limit)
+
+
+def _fits(x: Any, dtype: torch.dtype) -> bool:
+    """Whether a number is an integer of that dtype, or a Python integer which that holds."""
+    if not _is_integer(dtype):
+        return False
+    info = torch.iinfo(dtype)
+    return info.min <= x <= info.max if type(x) is int else getattr(x, "dtype", None) == dtype
 
 
 def _rounded(operation: Callable[[Tensor], Tensor]) -> Callable[[Any], Range]:
@@ -564,7 +751,8 @@ def _rounded(operation: Callable[[Tensor], Tensor]) -> Callable[[Any], Range]:
         x = _as_range(a)
         if not x.dtype.is_floating_point:
             return x
-        return Range(operation(x.lo), operation(x.hi), x.dtype, x.limit)
+        lo = operation(x.lo)
+        return Range(lo, lo if x.exact else operation(x.hi), x.dtype, x.limit)
 
     return rule
 
@@ -573,7 +761,7 @@ def _rounded(operation: Callable[[Tensor], Tensor]) -> Callable[[Any], Range]:
 
 
 def _compare(
-    certain: Callable[[Range, Range], Tensor], possible: Callable[[Range, Range], Tensor]
+    certain: Callable[[Range, Range], Tensor], possible: Callable[[Range, Range], Tensor], name: str | None = None
 ) -> Callable[[Any, Any], Range]:
     def rule(a: Any, b: Any) -> Range:
         dtype = _common(a, b)
@@ -581,7 +769,10 @@ def _compare(
         if x.exact and y.exact:
             truth = certain(x, y)
             return _truth(truth, truth)
-        return _truth(certain(_without_nan(x), _without_nan(y)), possible(x, y))
+        result = _truth(certain(_without_nan(x), _without_nan(y)), possible(x, y))
+        if name is not None and _is_integer(dtype):
+            result.compared = name, a, b
+        return result
 
     return rule
 
@@ -594,8 +785,8 @@ def _without_nan(r: Range) -> Range:
     return Range(torch.where(nan, math.nan, r.lo), torch.where(nan, math.nan, r.hi), r.dtype)
 
 
-_less = _compare(lambda x, y: x.hi < y.lo, lambda x, y: x.lo < y.hi)
-_at_most = _compare(lambda x, y: x.hi <= y.lo, lambda x, y: x.lo <= y.hi)
+_less = _compare(lambda x, y: x.hi < y.lo, lambda x, y: x.lo < y.hi, "<")
+_at_most = _compare(lambda x, y: x.hi <= y.lo, lambda x, y: x.lo <= y.hi, "<=")
 _equal = _compare(
     lambda x, y: (x.lo == x.hi) & (y.lo == y.hi) & (x.lo == y.lo),
     lambda x, y: (x.lo <= y.hi) & (y.lo <= x.hi),
@@ -643,13 +834,53 @@ def _xor(a: Any, b: Any) -> Range:
     return _truth(lo, lo if x.exact and y.exact else (x.hi & ~y.lo) | (~x.lo & y.hi))
 
 
-def _bitwise(rule: Callable[..., Range]) -> Callable[..., Range | None]:
-    def of_truth_values(*operands: Any) -> Range | None:
-        if all(isinstance(x, bool) or getattr(x, "dtype", None) == torch.bool for x in operands):
-            return rule(*operands)
-        return None  # of the bits of integers
+def _bitwise(
+    of_truth_values: Callable[..., Range],
+    of_exact: Callable[..., Tensor],
+    of_ranges: Callable[[Range, Range, Tensor], tuple[Tensor, Tensor]],
+) -> Callable[..., Range | None]:
+    def rule(a: Any, b: Any) -> Range | None:
+        if all(isinstance(x, bool) or getattr(x, "dtype", None) == torch.bool for x in (a, b)):
+            return of_truth_values(a, b)
+        both = _both(a, b)
+        if both is None or both[2].is_floating_point:
+            return None
+        x, y, dtype = both
+        if of_exact is torch.bitwise_and and type(b) is int and (b & (b + 1) == 0 or -b & (-b - 1) == 0):
+            # the last bits, or all but the last: the rest of a division by a power of two, or all but the rest
+            return _remainder(a, b + 1) if b >= 0 else _mul(_floor_divide(a, -b), -b)
+        limit = 2.0 * max(x.limit, y.limit, 1.0)
+        if x.exact and y.exact and limit < _EXACT:
+            lo = of_exact(x.lo.long(), y.lo.long()).double()
+            return _result(lo, lo, dtype, limit, True)
+        largest = torch.maximum(torch.maximum(x.hi, -1 - x.lo), torch.maximum(y.hi, -1 - y.lo)).clamp(min=0.0)
+        ones = torch.exp2(torch.frexp(largest).exponent.double()) - 1  # no result has a bit above those
+        return _result(*_anything_where(_inexact(x, y), *of_ranges(x, y, ones)), dtype, limit)
 
-    return of_truth_values
+    return rule
+
+
+def _bits_and(x: Range, y: Range, ones: Tensor) -> tuple[Tensor, Tensor]:
+    """What is not negative bounds the result; two negative numbers leave one below both."""
+    some = (x.lo >= 0) | (y.lo >= 0)
+    least, most = torch.minimum(x.hi, y.hi), torch.maximum(x.hi, y.hi)
+    same = ((x.lo >= 0) & (y.lo >= 0)) | ((x.hi < 0) & (y.hi < 0))
+    hi = torch.where(same, least, torch.where(x.lo >= 0, x.hi, torch.where(y.lo >= 0, y.hi, most)))
+    return torch.where(some, 0.0, -1 - ones), hi
+
+
+def _bits_or(x: Range, y: Range, ones: Tensor) -> tuple[Tensor, Tensor]:
+    """x | y is ~(~x & ~y)."""
+    not_x, not_y = (Range(-1 - r.hi, -1 - r.lo, r.dtype) for r in (x, y))
+    lo, hi = _bits_and(not_x, not_y, ones)
+    return -1 - hi, -1 - lo
+
+
+def _bits_xor(x: Range, y: Range, ones: Tensor) -> tuple[Tensor, Tensor]:
+    """Not negative where both signs are the same, negative where they differ."""
+    same = ((x.lo >= 0) & (y.lo >= 0)) | ((x.hi < 0) & (y.hi < 0))
+    differ = ((x.lo >= 0) & (y.hi < 0)) | ((x.hi < 0) & (y.lo >= 0))
+    return torch.where(same, 0.0, -1 - ones), torch.where(differ, -1.0, ones)
 
 
 def _invert(a: Any) -> Range | None:
@@ -678,77 +909,221 @@ def _cast(to: torch.dtype) -> Callable[..., Range]:
 
 def _to(a: Any, *args: Any, **kwargs: Any) -> Range:
     values = (*args, *kwargs.values())
-    if not isinstance(a, Range) or any(isinstance(x, str) and "Tensor" in x for x in values):
+    by_number = bool(args) and isinstance(args[0], _NUMBERS)
+    if not isinstance(a, Range) or by_number or any(isinstance(x, str) and "Tensor" in x for x in values):
         raise GiveUp("a conversion by name")
     wanted = [x for x in values if isinstance(x, torch.dtype)]
     wanted += [x.dtype for x in values if isinstance(x, Range | Tensor)]
     return _cast(wanted[0])(a) if wanted else a
 
 
-def _index(tensor: Any, indices: Any) -> Any:
-    """tensor[indices]: the least and greatest element that the indices can reach."""
-    indices = indices if isinstance(indices, tuple) else (indices,)
-    if not any(isinstance(i, Range) for i in indices):
-        return tensor[indices if len(indices) > 1 else indices[0]]
-    if not isinstance(tensor, Tensor) or len(indices) != tensor.ndim:
+def _index(values: Any, index: Any) -> Any:
+    """values[index]: the least and greatest element that the index can reach."""
+    indices = list(index) if isinstance(index, tuple) else [index]
+    if isinstance(values, Tensor) and not any(isinstance(i, Range) for i in indices):
+        return values[index]
+    if all(i is None or i is Ellipsis for i in indices):
+        return _unsqueezed(values, indices)
+    if not isinstance(values, Range | Tensor) or len(indices) > values.ndim:
         raise GiveUp("an indexing that gives no number")
     if not all(isinstance(i, int | Range) or (isinstance(i, Tensor) and i.ndim == 0) for i in indices):
         raise GiveUp("an indexing by other than numbers")
-    if tensor.numel() == 0:
+    if any(isinstance(i, Range) and i.ndim for i in indices):
+        raise GiveUp("an indexing by other than numbers")
+    shape = values.shape
+    if 0 in shape:
         raise GiveUp("an empty tensor is indexed")
-    ends = [_ends(i, n) for i, n in zip(indices, tensor.shape, strict=True)]
-    lo, hi, limit = _bounds_of(tensor)
-    least = _reach(lo, ends, torch.amin)
-    exact = lo is hi and all(first is last for first, last in ends)
-    return Range(least, least if exact else _reach(hi, ends, torch.amax), tensor.dtype, limit)
+    numbers = [_Index(i, n) for i, n in zip(indices, shape, strict=False)]
+    if isinstance(values, Tensor):
+        evaluation = _evaluation.get()
+        lo, hi, limit = _bounds_of(values) if evaluation is None else evaluation.bounds_of(values)
+    else:
+        lo, hi, limit = values.lo, values.hi, values.limit
+    single = all(i.first is i.last for i in numbers)
+    if single and lo is hi:
+        least = _reach(lo, values.ndim, numbers, torch.amin)
+        return Range(least, least, values.dtype, limit)
+    most = _reach(hi, values.ndim, numbers, torch.amax)
+    return Range(_reach(lo, values.ndim, numbers, torch.amin), most, values.dtype, limit)
 
 
-def _ends(index: Any, n: int) -> tuple[Tensor, Tensor]:
-    """The first and last position an index reaches; all positions where it may leave 0..n-1 (and so wrap)."""
-    if type(index) is int and -n <= index < n:
-        position = torch.tensor(index % n, device="cpu")
-        return position, position
-    r = _as_range(index)
-    if not _is_integer(r.dtype) or r.dtype == torch.uint8:  # torch takes these for a mask, or refuses them
-        raise GiveUp("an indexing by other than integers")
-    if r.reached and n <= r.limit < _INF:
-        raise ValueError(f"a mask function indexes a dimension of {n} elements with an index up to {int(r.limit)}.")
-    inside = (r.lo >= 0) & (r.hi < n)
-    first = torch.where(inside, r.lo, 0.0).long()
-    if r.exact and inside.all():
-        return first, first
-    return first, torch.where(inside, r.hi, n - 1.0).long()
+class _Index:
+    """One index of a dimension of n elements: the first and the last position that it reaches.
+
+    All positions where it may leave 0..n-1, and so wrap. One tensor twice where it is exact.
+    """
+
+    def __init__(self, index: Any, n: int) -> None:
+        self.steps: Steps | None = None
+        self.constant: int | None = None
+        if type(index) is int and -n <= index < n:
+            self.constant = index % n
+            self.first = self.last = torch.tensor(self.constant, device="cpu")
+            return
+        r = _as_range(index)
+        if not _is_integer(r.dtype) or r.dtype == torch.uint8:  # torch takes these for a mask, or refuses them
+            raise GiveUp("an indexing by other than integers")
+        if r.reached and n <= r.limit < _INF:
+            raise ValueError(f"a mask function indexes a dimension of {n} elements with an index up to {int(r.limit)}.")
+        if r.steps is not None and r.steps.first >= 0 and r.steps.end <= n:
+            self.first, self.last, self.steps = r.lo.long(), r.hi.long(), r.steps
+            return
+        inside = (r.lo >= 0) & (r.hi < n)
+        self.first = torch.where(inside, r.lo, 0.0).long()
+        exact = r.exact and _all(inside)
+        self.last = self.first if exact else torch.where(inside, r.hi, n - 1.0).long()
 
 
-def _reach(values: Tensor, ends: list[tuple[Tensor, Tensor]], extreme: Callable[..., Tensor]) -> Tensor:
-    ranged = [d for d, (first, last) in enumerate(ends) if first is not last]
-    if len(ranged) > 1:  # one of them by its range, the others whole
-        kept = max(ranged, key=lambda d: values.shape[d])
-        whole = [d for d in ranged if d != kept]
-        values = extreme(values, dim=whole, keepdim=True)
-        zero = torch.zeros((), dtype=torch.long, device=values.device)
-        ends = [(zero, zero) if d in whole else e for d, e in enumerate(ends)]
-        ranged = [kept]
-    if not ranged:
-        return values[tuple(first for first, _ in ends)]
-    dim = ranged[0]
-    first, last = ends[dim]
+def _reach(values: Tensor, ndim: int, indices: list[_Index], extreme: Callable[..., Tensor]) -> Tensor:
+    """The extreme of values[indices], where values has `ndim` dimensions before those of the blocks, if it has these.
+
+    Dimension by dimension: a range of each is reduced, which leaves the dimension with one element; then the exact
+    indices are looked up together.
+    """
+    values = values.reshape(*values.shape[:ndim], *(1,) * (_BLOCK_DIMS - values.ndim + ndim), *values.shape[ndim:])
+    exact: dict[int, Tensor] = {}
+    for d, index in enumerate(indices):
+        if index.constant is not None:
+            values = values.narrow(d, index.constant, 1)
+        elif index.first is index.last:
+            exact[d] = index.first
+        elif index.steps is not None and values.shape[ndim + index.steps.dim] == 1:
+            values = _reach_by_steps(values, d, ndim + index.steps.dim, index.steps, extreme)
+        else:
+            values = _reach_by_range(values, ndim, d, index, extreme)
+    if exact:
+        values = _look_up(values, ndim, exact)
+    return values[(0,) * len(indices)]
+
+
+def _reach_by_steps(values: Tensor, d: int, target: int, steps: Steps, extreme: Callable[..., Tensor]) -> Tensor:
+    """Of ranges that follow each other: dimension `d` has one element then, and `target` one for each range."""
+    n = steps.end - steps.first
+    whole, rest = divmod(n, steps.size)
+    values = values.narrow(d, steps.first, n)
+    parts = []
+    if whole:
+        parts.append(extreme(values.narrow(d, 0, whole * steps.size).unflatten(d, (whole, steps.size)), dim=d + 1))
+    if rest:
+        parts.append(extreme(values.narrow(d, n - rest, rest), dim=d, keepdim=True))
+    return torch.cat(parts, d).transpose(d, target) if len(parts) > 1 else parts[0].transpose(d, target)
+
+
+def _reach_by_range(values: Tensor, ndim: int, d: int, index: _Index, extreme: Callable[..., Tensor]) -> Tensor:
+    """Of any ranges: the few elements of each are looked up, or those of a sparse table."""
+    first, last = torch.broadcast_tensors(index.first, index.last)
+    length = int((last - first).max()) + 1
+    blocks = torch.broadcast_shapes(first.shape, values.shape[ndim:])
+    results = math.prod(blocks) * math.prod(values.shape[:ndim]) // values.shape[d]
+    if results * length <= max(1 << 16, 4 * values.numel()):
+        first, last = (x.reshape(*(1,) * (_BLOCK_DIMS - x.ndim), *x.shape) for x in (first, last))
+        places = torch.arange(length, device=values.device).view(-1, *(1,) * _BLOCK_DIMS)
+        found = _look_up(values, ndim, {d: torch.minimum(first + places, last)})
+        return extreme(found, dim=0)
+    if results > 4 * _LARGEST:
+        return extreme(values, dim=d, keepdim=True)
     # A sparse table: level k holds the extreme of each run of 2^k elements; two runs cover a range.
     level = torch.frexp((last - first + 1).double()).exponent.long() - 1
     pick = torch.minimum if extreme is torch.amin else torch.maximum
     if values.dtype == torch.bool:
         pick = torch.logical_and if extreme is torch.amin else torch.logical_or
     levels = [values]
-    n = values.shape[dim]
+    n = values.shape[d]
     for k in range(int(level.max())):
         step = min(2**k, n)
-        shifted = torch.cat([levels[-1].narrow(dim, step, n - step), levels[-1].narrow(dim, n - step, step)], dim)
+        shifted = torch.cat([levels[-1].narrow(d, step, n - step), levels[-1].narrow(d, n - step, step)], d)
         levels.append(pick(levels[-1], shifted))
     table = torch.stack(levels)
-    second = last - (1 << level) + 1
-    left = table[(level, *(first if d == dim else e[0] for d, e in enumerate(ends)))]
-    right = table[(level, *(second if d == dim else e[0] for d, e in enumerate(ends)))]
-    return pick(left, right)
+    runs = (_look_up(table, ndim + 1, {0: level, d + 1: start}) for start in (first, last - (1 << level) + 1))
+    return pick(*runs)[0]
+
+
+def _look_up(values: Tensor, ndim: int, positions: dict[int, Tensor]) -> Tensor:
+    """values at `positions` of some of its `ndim` first dimensions, which then have one element.
+
+    A dimension of the positions before those of the blocks becomes the first one of the result.
+    """
+    where = [torch.zeros((), dtype=torch.long, device=values.device)] * _BLOCK_DIMS
+    for n in range(_BLOCK_DIMS):
+        size = values.shape[ndim + n]
+        if size > 1:
+            where[n] = torch.arange(size, device=values.device).view(-1, *(1,) * (_BLOCK_DIMS - 1 - n))
+    kept = [d for d in range(ndim) if d not in positions]
+    arranged = values.permute(*positions, *range(ndim, values.ndim), *kept)
+    found = arranged[(*positions.values(), *where)]
+    blocks = found.ndim - len(kept)
+    found = found.reshape(*(1,) * (_BLOCK_DIMS - blocks), *found.shape)
+    more = max(0, blocks - _BLOCK_DIMS)
+    order = [*range(more), *range(found.ndim - len(kept), found.ndim), *range(more, more + _BLOCK_DIMS)]
+    found = found.permute(order)
+    for d in sorted(positions):
+        found = found.unsqueeze(more + d)
+    return found
+
+
+# --- dimensions that the function sees ---
+
+
+def _unsqueezed(a: Range, index: list[Any]) -> Range:
+    """a[index] with an index of None and Ellipsis."""
+    if Ellipsis not in index:
+        index = [*index, Ellipsis]
+    shape: list[int] = []
+    for i in index:
+        shape += [1] if i is None else a.shape
+
+    def reshaped(end: Tensor) -> Tensor:
+        blocks = end.shape[max(0, end.ndim - _BLOCK_DIMS) :]
+        end = end.expand(*a.shape, *blocks) if a.ndim else end
+        return end.reshape(*shape, *(1,) * (_BLOCK_DIMS - len(blocks)), *blocks)
+
+    lo = reshaped(a.lo)
+    return Range(lo, lo if a.exact else reshaped(a.hi), a.dtype, a.limit)
+
+
+def _unsqueeze(a: Any, dim: int) -> Range:
+    place = dim % (a.ndim + 1)
+    if a.ndim and 0 < place < a.ndim:
+        raise GiveUp("a dimension put between others")
+    return _unsqueezed(a, [None, ...] if place == 0 else [..., None])
+
+
+def _reduced(operation: Callable[..., Tensor], of: Callable[[Any], Range] | None = None) -> Callable[..., Range | None]:
+    """A reduction of the dimensions that the function sees, one that is monotone in each element."""
+
+    def rule(a: Any, dim: Any = None, keepdim: bool = False) -> Range | None:
+        x = _as_range(a) if of is None else of(a)
+        if x.dtype.is_floating_point:
+            return None  # NaN
+        if x.ndim == 0:
+            return x
+        dims = (
+            range(x.ndim) if dim is None else [d % x.ndim for d in (dim if isinstance(dim, tuple | list) else (dim,))]
+        )
+        ends = [end.expand(*x.shape, *end.shape[x.ndim :]) for end in ((x.lo,) if x.exact else (x.lo, x.hi))]
+        ends = [operation(end, dim=tuple(dims), keepdim=keepdim) for end in ends]
+        return Range(ends[0], ends[-1] if len(ends) > 1 else ends[0], x.dtype, x.limit)
+
+    return rule
+
+
+def _sum(a: Any, dim: Any = None, keepdim: bool = False) -> Range | None:
+    x = _number(a)
+    added = _reduced(torch.sum)(x, dim, keepdim)
+    if added is None or x.dtype.is_floating_point:
+        return None
+    return _result(added.lo, added.hi, torch.int64, x.limit * math.prod(x.shape), added.exact)
+
+
+def _is_in(a: Any, values: Any, *, assume_unique: bool = False, invert: bool = False) -> Range | None:
+    if not isinstance(a, Range) or a.ndim:
+        return None
+    if isinstance(values, Range | Tensor) and values.ndim:
+        if isinstance(values, Range) or values.ndim > 1:
+            return None
+        a = _unsqueezed(a, [None])
+    found = _reduced(torch.any, _boolean)(_equal(a, values))
+    return _not(found) if invert else found
 
 
 _RULES: dict[str, Callable[..., Any]] = {
@@ -765,14 +1140,18 @@ _RULES: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("truediv", "div", "divide", "true_divide"), _true_divide),
     "rdiv": lambda a, b: _true_divide(b, a),
     **dict.fromkeys(("mod", "remainder"), _remainder),
+    "fmod": _fmod,
     "rmod": lambda a, b: _remainder(b, a),
     "pow": _power,
     **dict.fromkeys(("lshift", "bitwise_left_shift"), _shift_left),
     **dict.fromkeys(("rshift", "bitwise_right_shift"), _shift_right),
+    "rlshift": lambda a, b: _shift_left(b, a),
+    "rrshift": lambda a, b: _shift_right(b, a),
+    **dict.fromkeys(("sign", "sgn"), _sign),
     "minimum": _minimum,
     "maximum": _maximum,
-    "min": _min_max(_minimum),
-    "max": _min_max(_maximum),
+    "min": _min_max(_minimum, torch.amin),
+    "max": _min_max(_maximum, torch.amax),
     **dict.fromkeys(("clamp", "clip"), _clamp),
     "clamp_min": lambda a, min: _clamp(a, min=min),
     "clamp_max": lambda a, max: _clamp(a, max=max),
@@ -791,9 +1170,17 @@ _RULES: dict[str, Callable[..., Any]] = {
     "logical_or": _or,
     "logical_xor": _xor,
     **dict.fromkeys(("invert", "bitwise_not"), _invert),
-    **dict.fromkeys(("and", "rand", "iand", "bitwise_and"), _bitwise(_and)),
-    **dict.fromkeys(("or", "ror", "ior", "bitwise_or"), _bitwise(_or)),
-    **dict.fromkeys(("xor", "rxor", "ixor", "bitwise_xor"), _bitwise(_xor)),
+    **dict.fromkeys(("and", "rand", "iand", "bitwise_and"), _bitwise(_and, torch.bitwise_and, _bits_and)),
+    **dict.fromkeys(("or", "ror", "ior", "bitwise_or"), _bitwise(_or, torch.bitwise_or, _bits_or)),
+    **dict.fromkeys(("xor", "rxor", "ixor", "bitwise_xor"), _bitwise(_xor, torch.bitwise_xor, _bits_xor)),
+    "isin": _is_in,
+    "any": _reduced(torch.any, _boolean),
+    "all": _reduced(torch.all, _boolean),
+    "amin": _reduced(torch.amin),
+    "amax": _reduced(torch.amax),
+    "sum": _sum,
+    "count_nonzero": lambda a, dim=None: _sum(_boolean(a), dim),
+    "unsqueeze": _unsqueeze,
     "to": _to,
     "type": _to,
     "bool": _cast(torch.bool),

@@ -13,7 +13,7 @@ import inspect
 import operator
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from torch import Tensor
 from flexmasks.cache import identity
 from flexmasks.captures import Opaque, Readable, Reader
 from flexmasks.params import Parameter, Size, batch_size, describe, freeze, parameters_of
+
+if TYPE_CHECKING:
+    from flexmasks.facts import Blocks
 
 
 @dataclass(frozen=True, eq=False)
@@ -301,6 +304,32 @@ class Mask(Modifier):
 
     def __invert__(self) -> Mask:
         return Mask(NOT, {"mask": self})
+
+    def blocks(
+        self,
+        q_len: int,
+        kv_len: int | None = None,
+        *,
+        batch: int | None = None,
+        heads: int | None = None,
+        device: torch.device | str | None = None,
+        block_size: int | tuple[int, int] = 128,
+        q_offset: int | Tensor = 0,
+    ) -> Blocks:
+        """The mask's empty, partial and full blocks over these lengths, counted, and the BlockMask that they make.
+
+        Takes and raises what `flexmasks.block_mask` does.
+
+        Example:
+            >>> import flexmasks
+            >>> print(flexmasks.get_mask("sliding_window", window=512).blocks(8192))
+            blocks of 128 x 128: 4096, of which empty 3786, partial 124, full 186; skipped: 92.4%
+            looked at element by element: 124
+        """
+        from flexmasks.attention import plan_mask  # imports this module
+
+        lengths = (q_len, kv_len, batch, heads, device, block_size, q_offset)
+        return plan_mask("Mask.blocks", self, *lengths, {}).blocks()
 
     def __bool__(self) -> bool:
         raise TypeError(
