@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from torch.overrides import TorchFunctionMode
 
-from flexmasks.ranges import GiveUp, Range, Steps, TooLarge, evaluate
+from flexmasks.ranges import GiveUp, Range, Steps, TooLarge, broadcast_shape, evaluate
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 _Mod = TypeVar("_Mod", bound=Callable[..., Tensor])
@@ -75,15 +75,16 @@ def over_indices(mod: _Mod, prefix: tuple[int, ...] = ()) -> Callable[..., Tenso
     return evaluated
 
 
-def dependence(mask_mod: MaskMod, batch: int, heads: int, device: torch.device) -> tuple[int, int]:
-    """The batch and head size of a mask: 1 where its function does not depend on the index."""
+def dependence(mask_mod: MaskMod, batch: int, heads: int, device: torch.device) -> tuple[int, int] | str:
+    """The batch and head size of a mask, 1 where its function does not depend on the index; or why nothing is known."""
     found = _evaluate(mask_mod, batch, heads, _Line(1, 1), _Line(1, 1), device, device)
-    return (batch, heads) if isinstance(found, str) else (found[0].shape[0], found[0].shape[1])
+    return found if isinstance(found, str) else (found[0].shape[0], found[0].shape[1])
 
 
 def dense(mask_mod: MaskMod, batch: int, heads: int, q_len: int, kv_len: int, device: torch.device) -> Tensor:
     """The mask as booleans, [batch or 1, heads or 1, q_len, kv_len]."""
-    batch, heads = dependence(mask_mod, batch, heads, device)
+    found = dependence(mask_mod, batch, heads, device)
+    batch, heads = (batch, heads) if isinstance(found, str) else found
     indices = (torch.arange(n, device=device) for n in (batch, heads, q_len, kv_len))
     return _boolean(over_indices(mask_mod)(*indices), 4)
 
@@ -125,7 +126,7 @@ def build(
         full[..., -1] = False
     torch.bitwise_xor(some.expand(shape), full, out=partial)
     del certain, possible, some, all_
-    by_row, by_column = _ordered(marked, -1), _ordered(marked, -2)
+    by_row, by_column = _ordered(marked)
     tensors = [by_row[0], by_row[1], by_column[0], by_column[1]]
     counts_of_rows, of_rows, counts_of_columns, of_columns = _together(tensors, device)
     return Layout(
@@ -176,7 +177,7 @@ class _Line:
     def places(self, block: Tensor, count: int) -> Tensor:
         """So many positions of each block, its first and last among them; the last again for those past the edge."""
         count = min(count, self.size)
-        spread = torch.linspace(0, self.size - 1, count, dtype=torch.float64, device=block.device).round().long()
+        spread = torch.tensor([n * (self.size - 1) // max(1, count - 1) for n in range(count)], device=block.device)
         return (block[:, None] * self.size + spread).clamp(max=self.length - 1)
 
     def range(self, dim: int, device: torch.device) -> Range:
@@ -204,7 +205,8 @@ def _decide(
     """
     own = (batch, heads)
     if batch * heads > 1 and batch * heads * rows.count * columns.count > _BLOCKS:
-        own = dependence(mask_mod, batch, heads, device)
+        depends = dependence(mask_mod, batch, heads, device)
+        own = own if isinstance(depends, str) else depends
     step = max(1, _BLOCKS // (own[0] * own[1] * columns.count))
     parts: list[tuple[Tensor, Tensor]] = []
     unknown: tuple[str, ...] = ()
@@ -216,7 +218,7 @@ def _decide(
             return certain, ~certain, (found,)
         parts.append(found[:2])
         unknown = found[2]
-        if found[0].shape[2] == 1:  # the same for all rows
+        if found[0].shape[2] == 1 < part.count:  # the same for all rows
             break
     if len(parts) == 1:
         return *parts[0], unknown
@@ -241,7 +243,8 @@ def _evaluate(
         truth, unknown = evaluate(mask_mod, *indices, rows.range(2, here), columns.range(3, here), device)
     except GiveUp as reason:
         return str(reason)
-    shape = torch.broadcast_shapes(truth.lo.shape, truth.hi.shape, (1, 1, 1, 1))
+    shape = broadcast_shape(truth.lo, truth.hi)
+    shape = (*(1,) * (4 - len(shape)), *shape)
     return truth.lo.to(here).expand(shape), truth.hi.to(here).expand(shape), tuple(unknown)
 
 
@@ -252,19 +255,27 @@ def _look_at(
 
     Most show that they are partial in 8 x 8 places, nearly all in 32 x 32; only the others need all.
     """
-    some = torch.zeros(len(blocks), dtype=torch.bool, device=blocks.device)
-    all_ = torch.ones_like(some)
-    todo = torch.arange(len(blocks), device=blocks.device)
     elements = Elements(mask_mod, device)
-    for places in (8, 32, max(rows.size, columns.size)):
-        step = elements.blocks_at_once(min(places, rows.size) * min(places, columns.size))
-        for chunk in todo.split(step):
-            b, h, i, j = blocks[chunk].unbind(1)
-            seen = elements(b, h, rows.places(i, places), columns.places(j, places)).flatten(1)
-            some[chunk], all_[chunk] = seen.any(1), seen.all(1)
-        todo = todo[some[todo] == all_[todo]]
-        if places >= max(rows.size, columns.size) or not len(todo):
+    most = max(rows.size, columns.size)
+    some, all_ = _seen(elements, blocks, rows, columns, 8)
+    left = (some == all_).nonzero()[:, 0]
+    for places in (32, most):
+        if not len(left) or min(most, places) <= 8:
             break
+        some[left], all_[left] = _seen(elements, blocks[left], rows, columns, places)
+        left = left[some[left] == all_[left]]
+    return some, all_
+
+
+def _seen(elements: Elements, blocks: Tensor, rows: _Line, columns: _Line, places: int) -> tuple[Tensor, Tensor]:
+    """Whether some, and whether all of so many places by as many of each block are visible."""
+    step = elements.blocks_at_once(min(places, rows.size) * min(places, columns.size))
+    parts = []
+    for chunk in blocks.split(step):
+        b, h, i, j = chunk.unbind(1)
+        seen = elements(b, h, rows.places(i, places), columns.places(j, places)).flatten(1)
+        parts.append((seen.any(1), seen.all(1)))
+    some, all_ = parts[0] if len(parts) == 1 else (torch.cat(ends) for ends in zip(*parts, strict=True))
     return some, all_
 
 
@@ -306,8 +317,7 @@ class Elements:
             return None
         if not truth.exact:
             return None
-        shape = torch.broadcast_shapes(truth.lo.shape, (1, 1, 1, 1))
-        return truth.lo.to(b.device).expand(shape).expand(n, 1, q.shape[1], kv.shape[1])[:, 0]
+        return truth.lo.to(b.device).expand(n, 1, q.shape[1], kv.shape[1])[:, 0]
 
 
 def _boolean(seen: Tensor, dims: int) -> Tensor:
@@ -324,53 +334,73 @@ def _boolean(seen: Tensor, dims: int) -> Tensor:
     return seen
 
 
-def _ordered(marked: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """For each line along `dim` of [..., rows, columns] the number of marked places and, in order, which they are.
+def _ordered(marked: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """For each row of [..., rows, columns] the number of marked columns and, in order, which they are; and the like
+    for each column.
 
-    Behind those come the others, as torch has it. The lines are those of runs: where a run of marked places starts,
-    the list jumps there, and where it ends, to the next; once all runs are through, to the first gap between them, and
-    so on. Everywhere else the list counts up by one, so that it is a sum of ones and jumps.
+    Behind those come the others, as torch has it. The lists are those of runs: where a run of marked places starts, a
+    list jumps there, and where it ends, to the next; once all runs are through, to the first gap between them, and so
+    on. Everywhere else it counts up by one, so that it is a sum of ones and jumps.
     """
-    n = marked.shape[dim]
-    line_shape = (*marked.shape[:-2], marked.shape[-3 - dim])  # of all lines; an index tensor has n more
-    lines = math.prod(line_shape)
-    padded = torch.zeros_like(marked[..., :1] if dim == -1 else marked[..., :1, :])
-    padded = torch.cat([padded, marked, padded], dim)
-    edges = padded.narrow(dim, 1, n + 1) != padded.narrow(dim, 0, n + 1)
-    del padded
-    if dim == -1:
-        keys = edges.view(-1).nonzero().squeeze(1)
-    else:
-        *_, columns = edges.shape
-        keys = edges.view(-1).nonzero().squeeze(1)
-        above, column = keys // columns, keys % columns
-        matrix, row = above // (n + 1), above % (n + 1)
-        keys = ((matrix * columns + column) * (n + 1) + row).sort().values
-    del edges
+    rows, columns = marked.shape[-2:]
+    matrices = marked[..., 0, 0].numel()
+    width = max(rows, columns) + 1  # a place in a line is below
+    of_rows, of_columns = (_edges(marked.view(-1, rows, columns), dim) for dim in (-1, -2))
+    if columns + 1 != width:
+        of_rows = of_rows // (columns + 1) * width + of_rows % (columns + 1)
+    above, column = of_columns // columns, of_columns % columns
+    of_columns = (above // (rows + 1) * columns + column + matrices * rows) * width + above % (rows + 1)
+    keys = torch.cat([of_rows, of_columns.sort().values])
+    del of_rows, of_columns, above, column
     first, last = keys.view(-1, 2).unbind(1)
-    line = first // (n + 1)
-    first, last = first - line * (n + 1), last - line * (n + 1)
+    line = first // width  # rows first, then columns
+    first, last = first - line * width, last - line * width
     length = last - first
-    counts = torch.zeros(lines, dtype=torch.int64, device=marked.device).index_add_(0, line, length)
+    counts = torch.zeros(matrices * (rows + columns), dtype=torch.int64, device=marked.device)
+    counts.index_add_(0, line, length)
     before = length.cumsum(0) - length  # marked places before a run: in its line, once those of other lines are off
     before -= (counts.cumsum(0) - counts)[line]
-    same = line[1:] == line[:-1]
-    previous = torch.zeros_like(last)
-    previous[1:] = torch.where(same, last[:-1], 0)
-    is_last = torch.ones_like(line, dtype=torch.bool)
-    is_last[:-1] = ~same
     count = counts[line]
-    # At which place of its line, and how far beyond one, the list jumps: to the run, past it in the gaps, and back.
+    goes_on = torch.zeros_like(line, dtype=torch.bool)  # the line's next run
+    torch.eq(line[1:], line[:-1], out=goes_on[:-1])
+    previous = torch.zeros_like(last)
+    torch.mul(last[:-1], goes_on[:-1], out=previous[1:])
+    size: int | Tensor = columns
+    start = line * columns
+    if rows != columns:
+        is_column = line >= matrices * rows
+        size = torch.where(is_column, rows, columns)
+        start = torch.where(is_column, line * rows + matrices * rows * (columns - rows), start)
+    # At which place of its line, and how far beyond one, a list jumps: to the run, past it in the gaps, and back.
     places = torch.stack([before, count + first - before, count])
-    jumps = torch.stack([first - previous, length, -last])
-    jumps[2] *= is_last
-    jumps *= places < n
-    places = torch.where(places < n, places, 0) + line * n
-    indices = torch.ones((lines, n), dtype=torch.int32, device=marked.device)
-    indices[:, 0] = 0
-    indices.view(-1).index_add_(0, places.view(-1), jumps.view(-1).int())
-    torch.cumsum(indices, 1, dtype=torch.int32, out=indices)
-    return counts.int().view(line_shape), indices.view(*line_shape, n)
+    jumps = torch.stack([first - previous, length, last * goes_on - last])
+    inside = places < size
+    jumps *= inside
+    places = places * inside + start
+    indices = torch.ones(2 * marked.numel(), dtype=torch.int32, device=marked.device)
+    lists = [part.view(-1, n) for part, n in zip(indices.chunk(2), (columns, rows), strict=True)]
+    for part in lists:
+        part[:, 0] = 0
+    indices.index_add_(0, places.view(-1), jumps.view(-1).int())
+    for part in lists:
+        torch.cumsum(part, 1, dtype=torch.int32, out=part)
+    shape = marked.shape[:-2]
+    of_rows, of_columns = counts.int().split((matrices * rows, matrices * columns))
+    by_row = of_rows.view(*shape, rows), lists[0].view(*shape, rows, columns)
+    return by_row, (of_columns.view(*shape, columns), lists[1].view(*shape, columns, rows))
+
+
+def _edges(matrices: Tensor, dim: int) -> Tensor:
+    """Where in [matrices, rows, columns], one longer along `dim`, runs along `dim` start and end: flat, in order."""
+    n = matrices.shape[dim]
+    shape = list(matrices.shape)
+    shape[dim] += 1
+    edges = torch.empty(shape, dtype=torch.bool, device=matrices.device)
+    for matrix, edge in zip(matrices, edges, strict=True) if matrices[0].numel() > _SMALL else [(matrices, edges)]:
+        torch.ne(matrix.narrow(dim, 1, n - 1), matrix.narrow(dim, 0, n - 1), out=edge.narrow(dim, 1, n - 1))
+    edges.select(dim, 0).copy_(matrices.select(dim, 0))
+    edges.select(dim, n).copy_(matrices.select(dim, n - 1))
+    return edges.view(-1).nonzero()[:, 0]
 
 
 def _together(tensors: list[Tensor], device: torch.device) -> list[Tensor]:

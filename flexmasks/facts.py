@@ -24,11 +24,11 @@ class Blocks:
 
     Example:
         >>> import flexmasks
-        >>> blocks = flexmasks.get_mask("causal").blocks(1000)
+        >>> blocks = flexmasks.get_mask("causal").blocks(1024)
         >>> blocks.empty, blocks.partial, blocks.full
-        (28, 15, 21)
-        >>> f"{blocks.sparsity:.3f} skipped, {blocks.hidden:.3f} of the rest hidden"
-        '0.435 skipped, 0.114 of the rest hidden'
+        (28, 8, 28)
+        >>> f"{blocks.sparsity:.1%} skipped, {blocks.hidden:.1%} of the rest hidden"
+        '43.8% skipped, 11.0% of the rest hidden'
         >>> blocks.kernel_options
         {'ROWS_GUARANTEED_SAFE': True, 'BLOCKS_ARE_CONTIGUOUS': True}
     """

@@ -326,11 +326,7 @@ def _as_range(value: Any) -> Range:
     if isinstance(value, Range):
         return value
     if isinstance(value, _NUMBERS):
-        kind = torch.bool if isinstance(value, bool) else torch.int64 if isinstance(value, int) else torch.float64
-        try:
-            value = torch.tensor(value, dtype=kind, device="cpu")  # whatever the default device
-        except (RuntimeError, OverflowError) as error:
-            raise GiveUp(f"{value} is no int64") from error
+        return _constant(value)
     if isinstance(value, Tensor):
         evaluation = _evaluation.get()
         lo, hi, limit = _bounds_of(value) if evaluation is None else evaluation.bounds_of(value)
@@ -341,6 +337,23 @@ def _as_range(value: Any) -> Range:
             hi = lo if exact else hi.view(lo.shape)
         return Range(lo, hi, value.dtype, limit)
     raise GiveUp(f"{value!r} is no number")
+
+
+def _constant(value: float) -> Range:
+    kind = torch.bool if isinstance(value, bool) else torch.int64 if isinstance(value, int) else torch.float64
+    if kind != torch.bool and abs(value) < _EXACT:
+        lo = torch.tensor(value, dtype=torch.float64, device="cpu")  # whatever the default device
+        return Range(lo, lo, kind, abs(value))
+    try:
+        lo, hi, limit = _bounds_of(torch.tensor(value, dtype=kind, device="cpu"))
+    except (RuntimeError, OverflowError) as error:
+        raise GiveUp(f"{value} is no int64") from error
+    return Range(lo, hi, kind, limit)
+
+
+def broadcast_shape(a: Tensor, b: Tensor) -> tuple[int, ...]:
+    """torch.broadcast_shapes of two, which takes longer than an operation."""
+    return tuple(a.shape) if a.shape == b.shape else tuple(torch.broadcast_shapes(a.shape, b.shape))
 
 
 def _check_size(shape: torch.Size) -> None:
