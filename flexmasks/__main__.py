@@ -1,4 +1,4 @@
-"""The command line: `python -m flexmasks demo`, `list`, `show NAME [--param value]`."""
+"""The command line: `python -m flexmasks demo`, `list`, `show NAME [--param value]`, `bench blocks`."""
 
 from __future__ import annotations
 
@@ -31,6 +31,12 @@ def main(argv: list[str] | None = None) -> int:
     shower.add_argument("--block-size", type=int, help="default 128, single elements for short lengths")
     shower.add_argument("-b", type=int, default=0, help="the batch element to draw")
     shower.add_argument("--head", type=int, default=0, help="the head to draw")
+    bencher = commands.add_parser("bench", help="measure this machine")
+    bencher.add_argument("what", choices=["blocks"], help="blocks: finding block masks, against create_block_mask")
+    bencher.add_argument("--masks", nargs="+", metavar="NAME", help="only these masks")
+    bencher.add_argument("--lengths", nargs="+", type=int, metavar="N", help="numbers of tokens")
+    bencher.add_argument("--device", help="cuda or cpu (default: a GPU where there is one)")
+    bencher.add_argument("--json", metavar="FILE", help="write the figures there")
     arguments, rest = parser.parse_known_args(argv)
     if rest and arguments.command != "show":
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -41,6 +47,10 @@ def main(argv: list[str] | None = None) -> int:
             demo()
         elif arguments.command == "list":
             print(tables(arguments.markdown))
+        elif arguments.command == "bench":
+            from flexmasks.bench import blocks
+
+            blocks(arguments.lengths, arguments.masks, arguments.device, arguments.json)
         else:
             _show(arguments, _parameters(rest))
     except (ValueError, TypeError) as error:

@@ -19,6 +19,7 @@ _Mod = TypeVar("_Mod", bound=Callable[..., Tensor])
 _CHUNK = (1 << 22, 1 << 19)  # elements evaluated at once: on a GPU, and on a CPU, where they should stay in its cache
 _BLOCKS = 1 << 25  # blocks decided at once
 _SMALL = 1 << 15  # up to so many blocks of a GPU are decided on the CPU, which starts an operation sooner
+_PARTS = 8  # along an axis of a block
 _LONGEST = 1 << 31  # indices stay below
 _CPU = torch.device("cpu")
 
@@ -174,11 +175,17 @@ class _Line:
         """Blocks start..start + count - 1."""
         return _Line(min(self.length, (start + count) * self.size), self.size, start * self.size)
 
-    def places(self, block: Tensor, count: int) -> Tensor:
-        """So many positions of each block, its first and last among them; the last again for those past the edge."""
-        count = min(count, self.size)
+    def places(self, block: Tensor) -> Tensor:
+        """Some positions of each block, its first and last among them; the last again for those past the edge."""
+        count = min(_PARTS, self.size)
         spread = torch.tensor([n * (self.size - 1) // max(1, count - 1) for n in range(count)], device=block.device)
         return (block[:, None] * self.size + spread).clamp(max=self.length - 1)
+
+    def part_of(self, block: Tensor, part: Tensor) -> Tensor:
+        """The positions of a part of each block; the last again for those past the end of the block or the edge."""
+        size = -(-self.size // _PARTS)
+        places = part[:, None] * size + torch.arange(size, device=block.device)
+        return (block[:, None] * self.size + places.clamp(max=self.size - 1)).clamp(max=self.length - 1)
 
     def range(self, dim: int, device: torch.device) -> Range:
         """The positions of each block, along a dimension of all blocks."""
@@ -253,30 +260,43 @@ def _look_at(
 ) -> tuple[Tensor, Tensor]:
     """Whether some, and whether all elements are visible of blocks given as [n, (b, h, row, column)].
 
-    Most show that they are partial in 8 x 8 places, nearly all in 32 x 32; only the others need all.
+    Most show that they are partial in 8 x 8 places. The others are cut in 8 x 8 parts; what ranges leave open of
+    these is looked at element by element, the first such part of each block before all others.
     """
     elements = Elements(mask_mod, device)
-    most = max(rows.size, columns.size)
-    some, all_ = _seen(elements, blocks, rows, columns, 8)
+    some, all_ = _seen_at(elements, blocks, rows.places(blocks[:, 2]), columns.places(blocks[:, 3]))
     left = (some == all_).nonzero()[:, 0]
-    for places in (32, most):
-        if not len(left) or min(most, places) <= 8:
-            break
-        some[left], all_[left] = _seen(elements, blocks[left], rows, columns, places)
-        left = left[some[left] == all_[left]]
+    if not len(left) or max(rows.size, columns.size) <= _PARTS:
+        return some, all_
+    for chunk in left.split(elements.at_once(16 * _PARTS**2)):
+        certain, possible = elements.ranges(blocks[chunk], rows, columns)
+        some[chunk] |= certain.flatten(1).any(1)
+        all_[chunk] &= possible.flatten(1).all(1)
+        parts = (possible & ~certain).nonzero()
+        is_first = torch.ones(len(parts), dtype=torch.bool, device=parts.device)
+        torch.ne(parts[1:, 0], parts[:-1, 0], out=is_first[1:])
+        for todo in (parts[is_first], parts[~is_first]):
+            of = chunk[todo[:, 0]]
+            unresolved = some[of] == all_[of]
+            of, todo = of[unresolved], todo[unresolved]
+            q, kv = rows.part_of(blocks[of, 2], todo[:, 1]), columns.part_of(blocks[of, 3], todo[:, 2])
+            some_of_part, all_of_part = _seen_at(elements, blocks[of], q, kv)
+            some[of[some_of_part]] = True
+            all_[of[~all_of_part]] = False
     return some, all_
 
 
-def _seen(elements: Elements, blocks: Tensor, rows: _Line, columns: _Line, places: int) -> tuple[Tensor, Tensor]:
-    """Whether some, and whether all of so many places by as many of each block are visible."""
-    step = elements.blocks_at_once(min(places, rows.size) * min(places, columns.size))
-    parts = []
-    for chunk in blocks.split(step):
-        b, h, i, j = chunk.unbind(1)
-        seen = elements(b, h, rows.places(i, places), columns.places(j, places)).flatten(1)
-        parts.append((seen.any(1), seen.all(1)))
-    some, all_ = parts[0] if len(parts) == 1 else (torch.cat(ends) for ends in zip(*parts, strict=True))
-    return some, all_
+def _seen_at(elements: Elements, blocks: Tensor, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
+    """Whether some, and whether all are visible of the places q [n, queries] and kv [n, keys] of each block."""
+    if not len(blocks):
+        return (torch.zeros(0, dtype=torch.bool, device=blocks.device),) * 2
+    found = []
+    for chunk in torch.arange(len(blocks), device=blocks.device).split(elements.at_once(q.shape[1] * kv.shape[1])):
+        whole = len(chunk) == len(blocks)
+        b, h, at_q, at_kv = (x if whole else x[chunk] for x in (blocks[:, 0], blocks[:, 1], q, kv))
+        seen = elements(b, h, at_q, at_kv).flatten(1)
+        found.append((seen.any(1), seen.all(1)))
+    return found[0] if len(found) == 1 else (torch.cat([f[0] for f in found]), torch.cat([f[1] for f in found]))
 
 
 class Elements:
@@ -293,7 +313,7 @@ class Elements:
             function = torch.vmap(function, in_dims=dims)
         self._vmapped = function
 
-    def blocks_at_once(self, elements: int) -> int:
+    def at_once(self, elements: int) -> int:
         """How many blocks of so many elements to look at in one call, to bound its memory."""
         return max(1, _CHUNK[self._device.type == "cpu"] // elements)
 
@@ -305,6 +325,24 @@ class Elements:
             with _ScalarIndexing():
                 seen = _boolean(self._vmapped(*indices), 3).to(b.device)
         return seen
+
+    def ranges(self, blocks: Tensor, rows: _Line, columns: _Line) -> tuple[Tensor, Tensor]:
+        """Whether all, and whether any of each of 8 x 8 parts of blocks is visible, as far as ranges show."""
+        n = len(blocks)
+        parts = torch.arange(_PARTS, device=blocks.device).expand(n, _PARTS)
+        at_b, at_h = (blocks[:, d].double().view(n, 1, 1, 1) for d in (0, 1))
+        indices = [Range.of_indices(x, x, _LONGEST, reached=False) for x in (at_b, at_h)]
+        for line, dim, shape in ((rows, 2, (n, 1, _PARTS, 1)), (columns, 3, (n, 1, 1, _PARTS))):
+            places = line.part_of(blocks[:, dim].repeat_interleave(_PARTS), parts.flatten())
+            lo, hi = places[:, 0].double().view(shape), places[:, -1].double().view(shape)
+            indices.append(Range.of_indices(lo, hi, _LONGEST, reached=False))
+        shape = (n, 1, _PARTS, _PARTS)
+        try:
+            truth, _ = evaluate(self._mask_mod, indices[0], indices[1], indices[2], indices[3], self._device)
+        except (GiveUp, TooLarge):
+            certain = torch.zeros(shape, dtype=torch.bool, device=blocks.device)
+            return certain[:, 0], ~certain[:, 0]
+        return truth.lo.to(blocks.device).expand(shape)[:, 0], truth.hi.to(blocks.device).expand(shape)[:, 0]
 
     def _by_ranges(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor | None:
         n = len(b)

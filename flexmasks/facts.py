@@ -178,7 +178,7 @@ class Blocks:
         device = i.device
         elements = Elements(self.block_mask.mask_mod, device)
         rows, columns = torch.arange(height, device=device), torch.arange(keys, device=device)
-        for part in torch.arange(len(b), device=device).split(elements.blocks_at_once(height * keys)):
+        for part in torch.arange(len(b), device=device).split(elements.at_once(height * keys)):
             q, kv = i[part, None] * height + rows, j[part, None] * width + columns
             seen = elements(b[part], h[part], q.clamp(max=q_len - 1), kv.clamp(max=kv_len - 1))
             seen = seen & (kv < kv_len)[:, None, :]

@@ -995,6 +995,7 @@ def _reach(values: Tensor, ndim: int, indices: list[_Index], extreme: Callable[.
     """
     values = values.reshape(*values.shape[:ndim], *(1,) * (_BLOCK_DIMS - values.ndim + ndim), *values.shape[ndim:])
     exact: dict[int, Tensor] = {}
+    ranged: dict[int, tuple[Tensor, Tensor]] = {}
     for d, index in enumerate(indices):
         if index.constant is not None:
             values = values.narrow(d, index.constant, 1)
@@ -1003,7 +1004,9 @@ def _reach(values: Tensor, ndim: int, indices: list[_Index], extreme: Callable[.
         elif index.steps is not None and values.shape[ndim + index.steps.dim] == 1:
             values = _reach_by_steps(values, d, ndim + index.steps.dim, index.steps, extreme)
         else:
-            values = _reach_by_range(values, ndim, d, index, extreme)
+            first, last = torch.broadcast_tensors(index.first, index.last)
+            ranged[d] = first, last
+    values = _reach_by_ranges(values, ndim, ranged, extreme)
     if exact:
         values = _look_up(values, ndim, exact)
     return values[(0,) * len(indices)]
@@ -1022,20 +1025,37 @@ def _reach_by_steps(values: Tensor, d: int, target: int, steps: Steps, extreme: 
     return torch.cat(parts, d).transpose(d, target) if len(parts) > 1 else parts[0].transpose(d, target)
 
 
-def _reach_by_range(values: Tensor, ndim: int, d: int, index: _Index, extreme: Callable[..., Tensor]) -> Tensor:
-    """Of any ranges: the few elements of each are looked up, or those of a sparse table."""
-    first, last = torch.broadcast_tensors(index.first, index.last)
-    length = int((last - first).max()) + 1
-    blocks = torch.broadcast_shapes(first.shape, values.shape[ndim:])
-    results = math.prod(blocks) * math.prod(values.shape[:ndim]) // values.shape[d]
-    if results * length <= max(1 << 16, 4 * values.numel()):
-        first, last = (x.reshape(*(1,) * (_BLOCK_DIMS - x.ndim), *x.shape) for x in (first, last))
-        places = torch.arange(length, device=values.device).view(-1, *(1,) * _BLOCK_DIMS)
-        found = _look_up(values, ndim, {d: torch.minimum(first + places, last)})
-        return extreme(found, dim=0)
-    if results > 4 * _LARGEST:
+def _reach_by_ranges(
+    values: Tensor, ndim: int, ranged: dict[int, tuple[Tensor, Tensor]], extreme: Callable[..., Tensor]
+) -> Tensor:
+    """Of any ranges: where they have few elements, these are looked up; else one dimension after the other."""
+    if not ranged:
+        return values
+    lengths = [int((last - first).max()) + 1 for first, last in ranged.values()]
+    shape = torch.broadcast_shapes(values.shape[ndim:], *(first.shape for first, _ in ranged.values()))
+    rest = math.prod(n for d, n in enumerate(values.shape[:ndim]) if d not in ranged)
+    if math.prod(shape) * rest * math.prod(lengths) <= max(1 << 16, min(4 * values.numel(), 2 * _LARGEST)):
+        positions = {}
+        for n, (d, (first, last)) in enumerate(ranged.items()):
+            places = torch.arange(lengths[n], device=values.device)
+            places = places.view(-1, *(1,) * (len(ranged) - 1 - n + _BLOCK_DIMS))
+            first, last = (x.reshape(*(1,) * (_BLOCK_DIMS - x.ndim), *x.shape) for x in (first, last))
+            positions[d] = torch.minimum(first + places, last)
+        return extreme(_look_up(values, ndim, positions), dim=tuple(range(len(ranged))))
+    if len(ranged) > 1:
+        for d, ends in ranged.items():
+            values = _reach_by_ranges(values, ndim, {d: ends}, extreme)
+        return values
+    ((d, ends),) = ranged.items()
+    if math.prod(shape) * rest > 4 * _LARGEST:
         return extreme(values, dim=d, keepdim=True)
-    # A sparse table: level k holds the extreme of each run of 2^k elements; two runs cover a range.
+    return _reach_by_sparse_table(values, ndim, d, *ends, extreme)
+
+
+def _reach_by_sparse_table(
+    values: Tensor, ndim: int, d: int, first: Tensor, last: Tensor, extreme: Callable[..., Tensor]
+) -> Tensor:
+    """Level k of the table holds the extreme of each run of 2^k elements; two runs cover a range."""
     level = torch.frexp((last - first + 1).double()).exponent.long() - 1
     pick = torch.minimum if extreme is torch.amin else torch.maximum
     if values.dtype == torch.bool:
@@ -1054,7 +1074,7 @@ def _reach_by_range(values: Tensor, ndim: int, d: int, index: _Index, extreme: C
 def _look_up(values: Tensor, ndim: int, positions: dict[int, Tensor]) -> Tensor:
     """values at `positions` of some of its `ndim` first dimensions, which then have one element.
 
-    A dimension of the positions before those of the blocks becomes the first one of the result.
+    Dimensions of the positions before those of the blocks become the first ones of the result.
     """
     where = [torch.zeros((), dtype=torch.long, device=values.device)] * _BLOCK_DIMS
     for n in range(_BLOCK_DIMS):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +11,7 @@ import oracles
 import pytest
 import test_ranges
 import torch
-from helpers import arguments, label
+from helpers import DEVICES, arguments, label
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -22,7 +24,35 @@ from flexmasks.blocks import Layout
 CPU = torch.device("cpu")
 FIELDS = [f"{side}_{what}" for side in ("kv", "full_kv", "q", "full_q") for what in ("num_blocks", "indices")]
 LONGEST = 600
-TABLES = test_ranges._tables(LONGEST)
+MOST = 3  # batch and heads of random functions
+# What is decided on the CPU for a GPU, as it is, and never: `blocks._SMALL`.
+SMALL = [pytest.param(blocks._SMALL, id="small"), pytest.param(0, id="large")]
+
+
+@functools.cache
+def tables(device: str) -> dict[str, Any]:
+    """What random functions capture: those of test_ranges, longer, with a row for every batch element and head."""
+    generator = torch.Generator().manual_seed(4)
+
+    def ints(low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=generator)
+
+    more = {
+        "doc": (torch.rand(MOST, LONGEST, generator=generator) < 1 / 64).cumsum(1),
+        "rows": ints(-5, 99, MOST, LONGEST),
+        "cube": ints(-5, 9, MOST, LONGEST, 4).int(),
+        "table": ints(-9, 9, MOST, 2 * LONGEST),  # q - kv may be its index, and wrap
+        "per_batch": ints(0, 300, MOST),
+        "per_head": torch.randn(MOST, generator=generator),
+        "offsets": torch.arange(20) * 30,
+        "seq_idx": torch.arange(LONGEST) // 30,
+        "few": torch.tensor([3, 17, 64, 100, 128, 333]),
+    }
+    every = {**test_ranges._tables(LONGEST), **more}
+    return {name: x.to(device) if isinstance(x, Tensor) else x for name, x in every.items()}
+
+
+TABLES = tables("cpu")
 
 
 def check_equal(got: BlockMask, want: BlockMask) -> None:
@@ -31,25 +61,32 @@ def check_equal(got: BlockMask, want: BlockMask) -> None:
     assert got.BLOCK_SIZE == want.BLOCK_SIZE
     for field in FIELDS:
         mine, theirs = getattr(got, field), getattr(want, field)
-        assert mine.dtype == theirs.dtype, field
+        assert (mine.dtype, mine.device) == (theirs.dtype, theirs.device), field
         assert torch.equal(mine, theirs), field
 
 
 def check(
-    mask: Callable[..., Tensor], batch: int, heads: int, q_len: int, kv_len: int, size: tuple[int, int] = (128, 128)
+    mask: Callable[..., Tensor],
+    batch: int,
+    heads: int,
+    q_len: int,
+    kv_len: int,
+    size: tuple[int, int] = (128, 128),
+    device: str = "cpu",
 ) -> Layout:
     """Build the blocks of a mask and compare them, its dependence on b and h, and the dense mask, with torch's."""
-    built = blocks.build(mask, batch, heads, q_len, kv_len, CPU, size)
+    where = torch.empty(0, device=device).device  # "cuda" is "cuda:0"
+    built = blocks.build(mask, batch, heads, q_len, kv_len, where, size)
     own_batch, own_heads = built.indices[0].shape[:2]
     assert own_batch in (1, batch)
     assert own_heads in (1, heads)
-    want = create_block_mask(mask, own_batch, own_heads, q_len, kv_len, device="cpu", BLOCK_SIZE=size)
+    want = create_block_mask(mask, own_batch, own_heads, q_len, kv_len, device=device, BLOCK_SIZE=size)
     got = built.block_mask(mask)
     check_equal(got, want)
     assert got.mask_mod is mask
-    dense = create_mask(mask, batch, heads, q_len, kv_len, device="cpu")
+    dense = create_mask(mask, batch, heads, q_len, kv_len, device=device)
     assert torch.equal(dense[:own_batch, :own_heads].expand_as(dense), dense)
-    assert torch.equal(blocks.dense(mask, batch, heads, q_len, kv_len, CPU).expand_as(dense), dense)
+    assert torch.equal(blocks.dense(mask, batch, heads, q_len, kv_len, where).expand_as(dense), dense)
     partial, full = blocks.of_block_mask(got)
     assert int(partial.sum()) == int(want.kv_num_blocks.sum())
     assert int(full.sum()) == int(want.full_kv_num_blocks.sum())
@@ -58,30 +95,125 @@ def check(
 
 # --- random masks ---
 
-lengths = st.one_of(st.sampled_from([1, 16, 127, 128, 129, 256]), st.integers(1, LONGEST))
-block_sizes = st.tuples(*[st.sampled_from([16, 32, 64, 128, 256])] * 2)
+lengths = st.one_of(st.integers(1, 200), st.sampled_from([1, 16, 127, 128, 129, 256]), st.integers(1, LONGEST))
+block_sizes = st.tuples(*[st.sampled_from([16, 32, 64, 128, 256]) | st.integers(16, 256)] * 2)
+SIZES = {
+    "batch": st.integers(1, MOST),
+    "heads": st.integers(1, MOST),
+    "q_len": lengths,
+    "kv_len": lengths,
+    "size": block_sizes,
+}
+
+# Functions as the documentation of `flexmasks.block_mask` allows them: x and y are integers, f and g floats, c, d and e
+# truth values, i and j indices of LONGEST elements, k, n (not 0) and s Python numbers, t dtypes. No index leaves its
+# tensor, whatever is filled in: on CUDA that would end the process.
+GRAMMAR: dict[str, tuple[list[str], list[str]]] = {
+    "x": (
+        [
+            *("{x} + {y}", "{x} - {y}", "{x} * {y}", "{x} + {k}", "{k} - {x}", "{k} * {x}", "-{x}", "abs({x})"),
+            *("{x} // {n}", "{x} % {n}", "{x} // ({y} | 1)", "{x} % ({y} | 1)", "{k} // ({x} | 1)", "{k} % ({x} | 1)"),
+            *("{x}.clamp({k}, {k})", "{x}.clamp(max={k})", "torch.clip({x}, min={k})", "torch.clip({x}, max={y})"),
+            *("torch.minimum({x}, {y})", "torch.maximum({x}, {y})", "torch.min({x}, {y})", "torch.max({x}, {y})"),
+            *("torch.where({c}, {x}, {y})", "torch.where({c}, {x}, {k})", "torch.where({c}, {k}, {x})"),
+            *("{x} & {y}", "{x} | {y}", "{x} ^ {y}", "{x} & {k}", "{k} | {x}", "{x} ^ {k}", "~{x}"),
+            *("{x} >> {s}", "{x} << {s}", "{k} >> ({x} % 6)", "1 << ({x} % 6)", "{x} >> ({y} % 6)"),
+            *("{x}.to({t})", "{x}.long()", "{x}.int()", "{x}.to({y})", "{f}.clamp(-900, 900).long()"),
+            *("{c}.int()", "{c} * {x}", "{c}.long() + {d}", "(few <= {x}).sum()", "(few - {x}).abs().amin()"),
+            *("ids[{i}]", "jumbled[{i}]", "doc[b, {i}]", "doc[b][{i}]", "rows[h, {i}]", "cube[b, {i}, {j} % 4]"),
+            *("offsets[seq_idx[{i}]]", "grid[{i} // 8, {j} // 8]", "table[h, {i} - {j} % 600]"),
+            *("table[h, q - kv]", "table[h, torch.where(q >= kv, q - kv, 0)]", "table[h][(q - kv).clamp(-40, 40)]"),
+        ],
+        ["q", "kv", "q", "kv", "q - kv", "kv - q", "q + kv", "b", "h", "ids[q]", "doc[b, kv]", "per_batch[b]"],
+    ),
+    "f": (
+        [
+            *("{x} * 0.5", "{x} / {n}", "{x}.float()", "{x}.double() / 3", "real[{i}]", "per_head[h] * {x}", "-{f}"),
+            *("{f} + {g}", "{f} - {x}", "torch.maximum({f}, {g})", "{f}.clamp(-3.5, 80)", "torch.where({c}, {f}, 0.5)"),
+        ],
+        ["q * 0.1", "kv / 7", "real[kv]", "per_head[h] * q"],
+    ),
+    "c": (
+        [
+            *("{x} < {y}", "{x} <= {y}", "{x} > {y}", "{x} >= {y}", "{x} == {y}", "{x} != {y}"),
+            *("{x} < {k}", "{k} <= {x}", "{x} > {k}", "{k} >= {x}", "{x} == {k}", "{k} != {x}"),
+            *("{f} < {x}", "{f} >= {g}", "{x} <= {f}", "{f} > 2.5", "({x} & {k}) != 0", "{x}.bool()"),
+            *("{c} & {d}", "{c} | {d}", "{c} ^ {d}", "~{c}", "{c} & {d} & {e}", "{c} | ~{d}", "{c} == {d}"),
+            *("torch.logical_and({c}, {d})", "torch.logical_or({c}, {x})", "torch.logical_xor({c}, {d})"),
+            *("torch.logical_not({x})", "torch.where({c}, {d}, {e})", "flags[{i}]", "square[{i}, {j}]"),
+            *("doc[b, {i}] == doc[b, {j}]", "doc[b][{i}] == doc[b][{j}]", "square[{i}][{j}]"),
+            *("chosen[{i} // 8, {j} // 8]", "torch.isin({x}, few)", "torch.isin({i}, few, invert=True)"),
+            *("(few == {x}).any()", "({x} == few).any(-1)", "(few != {x}).all()"),
+        ],
+        ["q >= kv", "q >= kv", "doc[b, q] == doc[b, kv]", "kv < per_batch[b]", "q - kv < 40", "flags[kv]", "kv < 100"],
+    ),
+    "i": (["{x}.long() % 40", "{x}.long().clamp(0, 39)", "torch.where({c}, q, 3)"], ["q", "kv", "-1 - q", "kv - 1"]),
+    "k": ([], ["0", "1", "3", "-2", "7", "16", "32", "64", "100", "-40", "120"]),
+    "n": ([], ["1", "2", "3", "7", "8", "16", "100", "-1", "-3", "-16"]),
+    "s": ([], ["0", "1", "3", "5"]),
+    "t": ([], ["torch.int8", "torch.uint8", "torch.int16", "torch.int32", "torch.int64"]),
+}
+GRAMMAR |= {"y": GRAMMAR["x"], "g": GRAMMAR["f"], "d": GRAMMAR["c"], "e": GRAMMAR["c"], "j": GRAMMAR["i"]}
 
 
-@settings(max_examples=120)
-@given(
-    expression=test_ranges.expressions("c", 3, odd=False) | test_ranges.expressions("c", 2, odd=False),
-    batch=st.integers(1, 2),
-    heads=st.integers(1, 2),
-    q_len=lengths,
-    kv_len=lengths,
-    size=block_sizes,
-)
-def test_random_functions(
-    expression: str, batch: int, heads: int, q_len: int, kv_len: int, size: tuple[int, int]
-) -> None:
-    mask = test_ranges.compiled(expression, TABLES)
+@st.composite
+def composed(draw: st.DrawFn, kind: str = "c", depth: int = 4) -> str:
+    """Python code of a mask, or of what a hole of GRAMMAR's templates needs."""
+    templates, leaves = GRAMMAR[kind]
+    template = draw(st.sampled_from(templates if templates and depth > 0 else leaves))
+    return re.sub(r"{(\w)}", lambda hole: f"({draw(composed(hole[1], depth - draw(st.integers(1, 3))))})", template)
+
+
+def is_mask(mask: Callable[..., Any], batch: int, heads: int, q_len: int, kv_len: int) -> bool:
+    """Whether torch's create_mask takes it."""
     try:
-        seen = create_mask(mask, batch, heads, 2, 2, device="cpu")
-        create_mask(mask, 1, 1, q_len, kv_len, device="cpu")
+        seen = create_mask(mask, batch, heads, q_len, kv_len, device="cpu")
     except (RuntimeError, TypeError, ValueError, ArithmeticError, IndexError, AttributeError):
-        assume(False)  # no mask
-    assume(seen.dtype == torch.bool and seen.ndim == 4)
-    check(mask, batch, heads, q_len, kv_len, size)
+        return False
+    return seen.dtype == torch.bool and seen.ndim == 4
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_composed_functions(device: str) -> None:
+    """The 2,000 functions that must be equal are those here and in the two tests below; none is counted twice."""
+    kept: set[str] = set()
+    discarded = mixed = 0
+
+    @settings(max_examples=1700 if device == "cpu" else 200)
+    @given(expression=composed() | composed(depth=2), **SIZES)
+    def equal(expression: str, batch: int, heads: int, q_len: int, kv_len: int, size: tuple[int, int]) -> None:
+        nonlocal discarded, mixed
+        valid = is_mask(test_ranges.compiled(expression, TABLES), batch, heads, 2, 2)
+        discarded += not valid
+        assume(valid)
+        built = check(test_ranges.compiled(expression, tables(device)), batch, heads, q_len, kv_len, size, device)
+        kept.add(expression)
+        partial, full = built.indices[0].sum(), built.indices[2].sum()
+        mixed += bool(0 < partial + full < built.indices[1].numel() or (partial and full))
+
+    equal()
+    assert len(kept) > (1500 if device == "cpu" else 150)
+    assert discarded < len(kept) // 10
+    assert mixed > len(kept) // 5  # blocks of more than one kind
+
+
+def test_random_functions() -> None:
+    """Any operation and operand, floats that are no numbers too: most of what torch refuses is discarded."""
+    kept: set[str] = set()
+
+    @settings(max_examples=200)
+    @given(
+        expression=test_ranges.expressions("c", 3, odd=False) | test_ranges.expressions("c", 2, odd=False),
+        **SIZES | {"q_len": st.integers(1, 90), "kv_len": st.integers(1, 90)},
+    )
+    def equal(expression: str, batch: int, heads: int, q_len: int, kv_len: int, size: tuple[int, int]) -> None:
+        mask = test_ranges.compiled(expression, TABLES)
+        assume(is_mask(mask, batch, heads, 2, 2) and is_mask(mask, 1, 1, q_len, kv_len))
+        check(mask, batch, heads, q_len, kv_len, size)
+        kept.add(expression)
+
+    equal()
+    assert len(kept) > 150
 
 
 GEOMETRY = ["kv <= q", "q - kv <= {n}", "kv < {n}", "(q + kv) % {n} == 0", "q // {n} == kv // {n}", "kv <= q + h * {n}"]
@@ -98,19 +230,18 @@ def structured(draw: st.DrawFn, depth: int = 2) -> str:
     return draw(st.sampled_from(["({x}) & ({y})", "({x}) | ({y})", "~({x})"])).format(x=first, y=second)
 
 
-@settings(max_examples=120)
-@given(
-    expression=structured(),
-    batch=st.integers(1, 2),
-    heads=st.integers(1, 2),
-    q_len=lengths,
-    kv_len=lengths,
-    size=block_sizes,
-)
-def test_structured_functions(
-    expression: str, batch: int, heads: int, q_len: int, kv_len: int, size: tuple[int, int]
-) -> None:
-    check(test_ranges.compiled(expression, TABLES), batch, heads, q_len, kv_len, size)
+@pytest.mark.parametrize("device", DEVICES)
+def test_structured_functions(device: str) -> None:
+    kept: set[str] = set()
+
+    @settings(max_examples=500 if device == "cpu" else 100)
+    @given(expression=structured(3), **SIZES)
+    def equal(expression: str, batch: int, heads: int, q_len: int, kv_len: int, size: tuple[int, int]) -> None:
+        check(test_ranges.compiled(expression, tables(device)), batch, heads, q_len, kv_len, size, device)
+        kept.add(expression)
+
+    equal()
+    assert len(kept) > (350 if device == "cpu" else 60)
 
 
 # --- functions made to be hard ---
