@@ -16,10 +16,11 @@ from flexmasks.ranges import GiveUp, Range, Steps, TooLarge, broadcast_shape, ev
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 _Mod = TypeVar("_Mod", bound=Callable[..., Tensor])
-_CHUNK = (1 << 22, 1 << 19)  # elements evaluated at once: on a GPU, and on a CPU, where they should stay in its cache
+_CHUNK = (1 << 24, 1 << 19)  # elements evaluated at once: on a GPU, and on a CPU, where they should stay in its cache
 _BLOCKS = 1 << 25  # blocks decided at once
 _SMALL = 1 << 15  # up to so many blocks of a GPU are decided on the CPU, which starts an operation sooner
 _PARTS = 8  # along an axis of a block
+_SPREAD = 45
 _LONGEST = 1 << 31  # indices stay below
 _CPU = torch.device("cpu")
 
@@ -112,7 +113,7 @@ def build(
     shape = (*certain.shape[:2], rows.count, columns.count)
     if math.prod(shape) > 4 * _SMALL:
         certain, possible = certain.to(device), possible.to(device)
-    undecided = (possible ^ certain).nonzero()
+    undecided = _marked(possible ^ certain)
     some = all_ = certain
     if len(undecided):
         some, all_ = (certain.clone(memory_format=torch.contiguous_format) for _ in range(2))
@@ -260,15 +261,20 @@ def _look_at(
 ) -> tuple[Tensor, Tensor]:
     """Whether some, and whether all elements are visible of blocks given as [n, (b, h, row, column)].
 
-    Most show that they are partial in 8 x 8 places. The others are cut in 8 x 8 parts; what ranges leave open of
-    these is looked at element by element, the first such part of each block before all others.
+    Most show that they are partial in 8 x 8 places, and most others, with patterns finer than these, at pairs that have
+    each query and each key once. The rest are cut in 8 x 8 parts; what ranges leave open of these is looked at element
+    by element, the first such part of each block before all others.
     """
     elements = Elements(mask_mod, device)
     some, all_ = _seen_at(elements, blocks, rows.places(blocks[:, 2]), columns.places(blocks[:, 3]))
     left = (some == all_).nonzero()[:, 0]
     if not len(left) or max(rows.size, columns.size) <= _PARTS:
         return some, all_
-    for chunk in left.split(elements.at_once(16 * _PARTS**2)):
+    some_of_pairs, all_of_pairs = _seen_at_pairs(elements, blocks[left], rows, columns)
+    some[left] |= some_of_pairs
+    all_[left] &= all_of_pairs
+    left = left[some[left] == all_[left]]
+    for chunk in left.split(elements.at_once(16 * _PARTS**2)) if len(left) else ():
         certain, possible = elements.ranges(blocks[chunk], rows, columns)
         some[chunk] |= certain.flatten(1).any(1)
         all_[chunk] &= possible.flatten(1).all(1)
@@ -288,8 +294,6 @@ def _look_at(
 
 def _seen_at(elements: Elements, blocks: Tensor, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
     """Whether some, and whether all are visible of the places q [n, queries] and kv [n, keys] of each block."""
-    if not len(blocks):
-        return (torch.zeros(0, dtype=torch.bool, device=blocks.device),) * 2
     found = []
     for chunk in torch.arange(len(blocks), device=blocks.device).split(elements.at_once(q.shape[1] * kv.shape[1])):
         whole = len(chunk) == len(blocks)
@@ -297,6 +301,22 @@ def _seen_at(elements: Elements, blocks: Tensor, q: Tensor, kv: Tensor) -> tuple
         seen = elements(b, h, at_q, at_kv).flatten(1)
         found.append((seen.any(1), seen.all(1)))
     return found[0] if len(found) == 1 else (torch.cat([f[0] for f in found]), torch.cat([f[1] for f in found]))
+
+
+def _seen_at_pairs(elements: Elements, blocks: Tensor, rows: _Line, columns: _Line) -> tuple[Tensor, Tensor]:
+    """Whether some, and whether all are visible of pairs of each block, spread over all of its queries and keys."""
+    count = min(256, max(rows.size, columns.size))
+    n = torch.arange(count, device=blocks.device)
+    at_q = n * _SPREAD % count * rows.size // count  # an odd factor shuffles what are mostly powers of two
+    at_kv = n * columns.size // count
+    found = []
+    for chunk in blocks.split(elements.at_once(count)):
+        q = (chunk[:, 2, None] * rows.size + at_q).clamp(max=rows.length - 1)
+        kv = (chunk[:, 3, None] * columns.size + at_kv).clamp(max=columns.length - 1)
+        b, h = (chunk[:, d].repeat_interleave(count) for d in (0, 1))
+        seen = elements(b, h, q.view(-1, 1), kv.view(-1, 1)).view(len(chunk), count)
+        found.append((seen.any(1), seen.all(1)))
+    return torch.cat([f[0] for f in found]), torch.cat([f[1] for f in found])
 
 
 class Elements:
@@ -318,6 +338,8 @@ class Elements:
         return max(1, _CHUNK[self._device.type == "cpu"] // elements)
 
     def __call__(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        if not len(b):
+            return torch.zeros((0, q.shape[1], kv.shape[1]), dtype=torch.bool, device=b.device)
         seen = self._by_ranges(b, h, q, kv) if self._try_ranges else None
         if seen is None:
             self._try_ranges = False
@@ -438,7 +460,23 @@ def _edges(matrices: Tensor, dim: int) -> Tensor:
         torch.ne(matrix.narrow(dim, 1, n - 1), matrix.narrow(dim, 0, n - 1), out=edge.narrow(dim, 1, n - 1))
     edges.select(dim, 0).copy_(matrices.select(dim, 0))
     edges.select(dim, n).copy_(matrices.select(dim, n - 1))
-    return edges.view(-1).nonzero()[:, 0]
+    return _flat_nonzero(edges)
+
+
+def _marked(places: Tensor) -> Tensor:
+    """places.nonzero()."""
+    flat = _flat_nonzero(places.contiguous())
+    return torch.stack(torch.unravel_index(flat, places.shape), 1)
+
+
+def _flat_nonzero(places: Tensor) -> Tensor:
+    """Which of [...] booleans, flat, are set; of many eight at a time, for those set are few and far between."""
+    flat = places.view(-1)
+    if flat.numel() % 8 or flat.numel() < 1 << 22 or flat.data_ptr() % 8:
+        return flat.nonzero()[:, 0]
+    words = flat.view(torch.int64).nonzero()[:, 0]
+    word, byte = flat.view(-1, 8)[words].nonzero().unbind(1)
+    return words[word] * 8 + byte
 
 
 def _together(tensors: list[Tensor], device: torch.device) -> list[Tensor]:

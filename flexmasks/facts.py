@@ -132,7 +132,7 @@ class Blocks:
         if self.undecided is not None:
             lines.append(f"looked at element by element: {self.undecided}")
         if self.not_understood:
-            lines.append(f"not understood on ranges: {', '.join(self.not_understood)}")
+            lines.append(f"which ranges left open, as they do not understand: {', '.join(self.not_understood)}")
         return "\n".join(lines)
 
     @property

@@ -54,7 +54,7 @@ class _FoundMask(_Found):
 
 
 _Kept = TypeVar("_Kept", bound=_Found)
-_BLOCKS: Cache[_FoundMask] = Cache("blocks", max_bytes=1 << 30)
+_BLOCKS: Cache[_FoundMask] = Cache("blocks", max_bytes=5 << 28)  # a million tokens take 1.07 GB
 _SCORES: Cache[_Found] = Cache("scores", max_bytes=1 << 26)
 _NUMBERS: Cache[set[Hashable]] = Cache("numbers", max_bytes=1024)  # values seen of masks' numbers; one byte each
 

@@ -1,0 +1,50 @@
+"""The benchmark measures what it says, and writes it down."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import DEVICES
+from torch.nn.attention.flex_attention import create_block_mask
+
+from flexmasks import bench
+from flexmasks.__main__ import main
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_figures_are_written(device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "blocks.json"
+    names = ["causal", "every 100th key"]
+    command = ["bench", "blocks", "--lengths", "1024", "2048", "--masks", *names, "--device", device]
+    assert main([*command, "--json", str(file)]) == 0
+    printed = capsys.readouterr().out
+    results = json.loads(file.read_text())
+    assert [(r["mask"], r["length"]) for r in results["rows"]] == [(n, s) for n in names for s in (1024, 2048)]
+    for row in results["rows"]:
+        assert row["equal"] is True
+        assert row["blocks"] == (row["length"] // 128) ** 2
+        assert 0 < row["again_ms"] < row["ms"]
+        assert row["torch_ms"] > 0
+        assert row["mask"] in printed
+    assert results["machine"]["device_type"] == device
+    assert results["rows"][0]["undecided"] == 8
+
+
+def test_peak_memory_is_seen() -> None:
+    with bench._peak_memory(torch.device("cpu")) as used:
+        create_block_mask(lambda b, h, q, kv: kv <= q, 1, 1, 4096, 4096, device="cpu")
+    assert used[0] > 4096**2  # the mask itself, one byte each
+
+
+def test_an_unknown_mask_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "blocks", "--masks", "causl"]) == 2
+    assert "no mask 'causl'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("length", [4096, 8192, 1 << 20])
+def test_the_measured_masks_fit(length: int) -> None:
+    for mask in bench.masks(length, torch.device("cpu")).values():
+        mask.blocks(length if length < 1 << 20 else 4096, length)

@@ -1,0 +1,437 @@
+"""What Blocks says of a mask's blocks, against torch's dense mask, counted element by element, and a naive kernel."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import oracles
+import pytest
+import test_blocks
+import test_ranges
+import torch
+from helpers import TOLERANCE, arguments, error, label
+from hypothesis import given, settings
+from test_blocks import Drawn
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
+
+import flexmasks
+from flexmasks import kernels
+from flexmasks.facts import Blocks
+from flexmasks.params import Size
+from flexmasks.planning import GivenPlan, MaskPlan
+
+SAFE, CONTIGUOUS = "ROWS_GUARANTEED_SAFE", "BLOCKS_ARE_CONTIGUOUS"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """As in test_blocks."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+# --- oracles ---
+
+
+def dense_of(made: BlockMask) -> Tensor:
+    return create_mask(made.mask_mod, *made.kv_num_blocks.shape[:2], *made.seq_lengths, device="cpu")
+
+
+def lists_of(made: BlockMask) -> list[tuple[Tensor | None, Tensor | None]]:
+    return [
+        (made.kv_num_blocks, made.kv_indices),
+        (made.full_kv_num_blocks, made.full_kv_indices),
+        (made.q_num_blocks, made.q_indices),
+        (made.full_q_num_blocks, made.full_q_indices),
+    ]
+
+
+def without_gap(made: BlockMask) -> bool:
+    """Whether the blocks of every list follow each other one by one."""
+    for counts, indices in lists_of(made):
+        assert counts is not None
+        assert indices is not None
+        for count, line in zip(counts.flatten().tolist(), indices.flatten(0, -2).tolist(), strict=True):
+            if any(after != before + 1 for before, after in itertools.pairwise(line[:count])):
+                return False
+    return True
+
+
+def gives_nan(made: BlockMask, dense: Tensor, tile: int) -> bool:
+    """torch's Triton kernel without its check for rows that have seen nothing: whether any query ends in NaN.
+
+    The online softmax, `tile` keys at a time, over partial and then over full blocks, all scores 0.
+    """
+    (height, width), (q_len, kv_len) = made.BLOCK_SIZE, made.seq_lengths
+    batch, heads, rows = made.kv_num_blocks.shape
+    for b, h, i in itertools.product(range(batch), range(heads), range(rows)):
+        queries = range(i * height, min((i + 1) * height, q_len))
+        peak = torch.full((len(queries),), -math.inf)
+        total = torch.zeros(len(queries))
+        for full, (counts, indices) in enumerate(lists_of(made)[:2]):
+            if counts is None or indices is None:
+                continue
+            for j in indices[b, h, i, : counts[b, h, i]].tolist():
+                for start in range(j * width, (j + 1) * width, tile):
+                    keys = range(start, min(start + tile, (j + 1) * width, kv_len))
+                    scores = torch.full((len(queries), tile), -math.inf)
+                    if len(keys):
+                        seen = dense[b, h, queries.start : queries.stop, keys.start : keys.stop]
+                        scores[:, : len(keys)][seen | bool(full)] = 0.0
+                    new = torch.maximum(peak, scores.amax(1))
+                    total = total * torch.exp2(peak - new) + torch.exp2(scores - new[:, None]).sum(1)
+                    peak = new
+        if total.isnan().any():
+            return True
+    return False
+
+
+def check(found: Blocks) -> None:
+    """Everything that can be counted."""
+    made = found.block_mask
+    dense = dense_of(made)
+    height, width = made.BLOCK_SIZE
+    blocks: Counter[str] = Counter()
+    pairs: Counter[str] = Counter()
+    visible = 0
+    for matrix in dense.flatten(0, 1):
+        for block in (part for rows in matrix.split(height) for part in rows.split(width, 1)):
+            seen = int(block.sum())
+            kind = "empty" if not seen else "full" if seen == height * width else "partial"
+            blocks[kind] += 1
+            pairs[kind] += block.numel()
+            visible += seen
+    assert (found.empty, found.partial, found.full) == (blocks["empty"], blocks["partial"], blocks["full"])
+    assert found.total == blocks.total()
+    want = [pairs[kind] / dense.numel() for kind in ("empty", "partial", "full")]
+    assert found.shares == pytest.approx(want, abs=1e-12)
+    assert found.sparsity == pytest.approx(want[0], abs=1e-12)
+    computed = pairs["partial"] + pairs["full"]
+    assert found.hidden == pytest.approx(1 - visible / computed if computed else 0.0, abs=1e-12)
+    if made.seq_lengths[0] % height == made.seq_lengths[1] % width == 0:
+        assert found.sparsity == pytest.approx(made.sparsity() / 100, abs=1e-12)
+    check_promises(found, dense)
+
+
+def check_promises(found: Blocks, dense: Tensor) -> None:
+    made = found.block_mask
+    assert found.contiguous == without_gap(made)
+    # Tiles of 16 keys are the smallest there are, and what is safe there is safe in larger ones.
+    width = made.BLOCK_SIZE[1]
+    some = bool(((made.kv_num_blocks + (0 if (full := made.full_kv_num_blocks) is None else full)) > 0).all())
+    assert found.rows_guaranteed_safe == (some and not gives_nan(made, dense, min(16, width)))
+    if found.rows_guaranteed_safe:
+        assert not any(gives_nan(made, dense, tile) for tile in (32, 64, 128) if width % tile == 0)
+    promised = {SAFE: found.rows_guaranteed_safe, CONTIGUOUS: found.contiguous}
+    assert found.kernel_options == {name: True for name, holds in promised.items() if holds}
+
+
+# --- counts and promises ---
+
+
+@pytest.mark.parametrize("write", [test_blocks.structured, test_blocks.composed])
+def test_random_masks(write: Callable[..., str]) -> None:
+    """Blocks of the library, and of torch's create_block_mask over all batch elements and heads."""
+    told: Counter[str] = Counter()
+
+    @settings(max_examples=300)
+    @given(test_blocks.drawn(write))
+    def right(case: Drawn) -> None:
+        mod = test_ranges.compiled(case.expression, test_blocks.TABLES)
+        batch, heads, q_len, kv_len, size = case.sizes
+        found = flexmasks.get_mask(mod).blocks(q_len, kv_len, batch=batch, heads=heads, block_size=size)
+        check(found)
+        made = create_block_mask(mod, batch, heads, q_len, kv_len, device="cpu", BLOCK_SIZE=size)
+        every = Blocks(made)
+        own = found.block_mask.kv_num_blocks.shape[:2].numel()
+        assert (every.empty * own, every.partial * own, every.full * own) == tuple(
+            n * batch * heads for n in (found.empty, found.partial, found.full)
+        )
+        assert every.shares == pytest.approx(found.shares, abs=1e-12)
+        assert every.hidden == pytest.approx(found.hidden, abs=1e-12)
+        assert every.kernel_options == found.kernel_options
+        assert (every.undecided, every.not_understood) == (None, ())
+        told.update(every.kernel_options or {"nothing": True})
+
+    right()
+    assert min(told[name] for name in (SAFE, CONTIGUOUS, "nothing")) > 5
+
+
+@pytest.mark.parametrize("case", oracles.MASK_CASES, ids=label)
+@pytest.mark.parametrize("size", [(128, 128), (32, 16)])
+def test_registered_masks(case: oracles.Case, size: tuple[int, int]) -> None:
+    given = arguments(case)
+    offset = given.pop("q_offset")
+    sizes = {"batch": case.batch, "heads": case.heads, "block_size": size, "q_offset": offset}
+    mask = flexmasks.get_mask(case.name, **given)
+    found = mask.blocks(case.q_len, case.kv_len, **sizes)
+    check(found)
+    made = flexmasks.block_mask(mask, case.q_len, case.kv_len, **sizes)
+    test_blocks.check_equal(found.block_mask, made)
+    assert torch.equal(dense_of(found.block_mask), dense_of(made))
+
+
+@pytest.mark.parametrize("lengths", [(1, 1), (128, 256), (300, 200), (129, 257)])
+@pytest.mark.parametrize("size", [(128, 128), (64, 16), (16, 256), (256, 100)])
+def test_nothing_and_everything_visible(lengths: tuple[int, int], size: tuple[int, int]) -> None:
+    nothing = flexmasks.get_mask(lambda b, h, q, kv: q < 0).blocks(*lengths, block_size=size)
+    check(nothing)
+    assert (nothing.sparsity, nothing.hidden, nothing.rows_guaranteed_safe) == (1.0, 0.0, False)
+    everything = flexmasks.get_mask("full").blocks(*lengths, block_size=size)
+    check(everything)
+    assert everything.empty == everything.sparsity == everything.hidden == 0
+    assert everything.kernel_options == {SAFE: True, CONTIGUOUS: True}
+
+
+@pytest.mark.parametrize("q_len", [1, 100, 128, 129, 300, 512])
+@pytest.mark.parametrize("kv_len", [1, 100, 128, 129, 300, 512])
+def test_causal_is_safe_and_contiguous(q_len: int, kv_len: int) -> None:
+    for size in (128, 16, (64, 128), (128, 64)):
+        found = flexmasks.get_mask("causal").blocks(q_len, kv_len, block_size=size)
+        check(found)
+        assert found.rows_guaranteed_safe
+        # The last blocks are partial where the edge cuts them, and those above them in their column full.
+        assert found.contiguous or q_len % found.block_mask.BLOCK_SIZE[0] or kv_len % found.block_mask.BLOCK_SIZE[1]
+
+
+PROMISES: list[tuple[Any, bool, bool]] = [
+    ("causal", True, True),
+    ("full", True, True),
+    # The first block in the list of most queries is the one where the window ends, hidden to the last of them.
+    (flexmasks.get_mask("sliding_window", window=512), False, False),
+    (flexmasks.get_mask("prefix_lm", prefix_len=1000), True, True),
+    (lambda b, h, q, kv: (kv <= q) & (kv % 100 < 99), True, True),
+    (lambda b, h, q, kv: (kv <= q) & (kv % 128 > 14), False, True),
+    (lambda b, h, q, kv: kv % 128 > 14, True, True),
+    (lambda b, h, q, kv: kv % 128 > 15, False, True),
+    (lambda b, h, q, kv: kv // 128 % 2 == 0, True, False),
+    (lambda b, h, q, kv: q // 128 % 2 == 0, False, False),
+    (lambda b, h, q, kv: (q != 5000) | (kv > 8000), False, False),
+]
+
+
+@pytest.mark.parametrize(("mask", "safe", "contiguous"), PROMISES)
+def test_promises_over_many_keys(mask: Any, safe: bool, contiguous: bool) -> None:
+    found = flexmasks.get_mask(mask).blocks(8192)
+    assert (found.rows_guaranteed_safe, found.contiguous) == (safe, contiguous)
+    ragged = flexmasks.get_mask(mask).blocks(8192 - 37)
+    assert ragged.rows_guaranteed_safe == safe
+
+
+# --- BlockMasks that others made ---
+
+
+def _in_four(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return (kv <= q) & (q // 64 >= 1)
+
+
+def _lists(indices: list[list[int]], **more: Any) -> BlockMask:
+    """4 x 4 blocks of 64 over 256 queries and 250 keys, those listed partial."""
+    counts = torch.tensor([[[len(line) for line in indices]]], dtype=torch.int32)
+    padded = [line + [n for n in range(4) if n not in line] for line in indices]
+    options = {"BLOCK_SIZE": 64, "mask_mod": _in_four, "seq_lengths": (256, 250)} | more
+    return BlockMask.from_kv_blocks(counts, torch.tensor([[padded]], dtype=torch.int32), **options)
+
+
+def test_lists_without_full_blocks() -> None:
+    found = Blocks(_lists([[0, 1, 2, 3]] * 4))
+    visible = int(dense_of(found.block_mask).sum())
+    assert (found.total, found.empty, found.partial, found.full) == (16, 0, 16, 0)
+    assert found.shares == (0.0, 1.0, 0.0)
+    assert found.hidden == pytest.approx(1 - visible / (256 * 250))
+    assert not found.rows_guaranteed_safe  # queries 0 to 63 see nothing
+    assert "partial 16, full 0; skipped: 0.0%" in str(found)
+
+
+def test_full_blocks_at_the_edge() -> None:
+    """torch's create_block_mask makes none; a kernel would look at the keys that there are."""
+    made = flexmasks.block_mask("full", 256, block_size=64)
+    made.seq_lengths = (250, 230)
+    found = Blocks(made)
+    assert (found.empty, found.partial, found.full) == (0, 0, 16)
+    assert (found.shares, found.hidden) == ((0.0, 0.0, 1.0), 0.0)
+
+
+def test_lists_in_any_order() -> None:
+    """The first in a list is the first that a kernel looks at."""
+    lists = [[0, 1, 2, 3], [1, 0], [2, 1, 0], [3, 2, 1, 0]]
+    found = Blocks(_lists(lists, mask_mod=lambda b, h, q, kv: kv <= q))
+    assert (found.total, found.empty, found.partial) == (16, 3, 13)
+    assert found.rows_guaranteed_safe
+    assert not found.contiguous
+    check_promises(found, dense_of(found.block_mask))
+    lists[0] = [1, 0, 2, 3]
+    check_promises(unsafe := Blocks(_lists(lists, mask_mod=lambda b, h, q, kv: kv <= q)), dense_of(found.block_mask))
+    assert not unsafe.rows_guaranteed_safe
+
+
+def test_without_lists_of_queries_nothing_is_known_of_their_gaps() -> None:
+    assert not Blocks(_lists([[0, 1]] * 4, compute_q_blocks=False)).contiguous
+    assert Blocks(_lists([[0, 1]] * 4)).contiguous
+
+
+# --- Mask.blocks ---
+
+
+def test_what_was_looked_at() -> None:
+    found = flexmasks.get_mask("causal").blocks(1024)
+    assert (found.undecided, found.not_understood) == (8, ())
+    found = flexmasks.get_mask(lambda b, h, q, kv: torch.sin(q * 1.0) + torch.cos(kv) > 0).blocks(256)
+    assert (found.undecided, found.not_understood) == (4, ("sin", "cos"))
+    found = flexmasks.get_mask(lambda b, h, q, kv: (torch.sin(q) > 2) & (kv <= q)).blocks(256)
+    assert (found.undecided, found.not_understood) == (3, ("sin",))
+
+
+def test_str() -> None:
+    found = flexmasks.get_mask(lambda b, h, q, kv: (kv <= q) & (torch.sin(q) < 2)).blocks(1000, block_size=(128, 64))
+    first, looked_at, unknown = str(found).split("\n")
+    share = f"{sum(1000 - max(0, 128 * i + 127) // 64 * 64 - 64 for i in range(7)) * 128 / 1e6:.1%}"
+    assert first == f"blocks of 128 x 64: 128, of which empty 56, partial 30, full 42; skipped: {share}"
+    assert looked_at == "looked at element by element: 72"
+    assert "ranges" in unknown
+    assert unknown.endswith(": sin")
+    assert str(Blocks(found.block_mask)) == first
+
+
+def test_arguments_are_those_of_block_mask() -> None:
+    mask = flexmasks.get_mask("padding", seq_lens=[5, 60]) & (lambda b, h, q, kv: q >= kv + h)
+    sizes = {"batch": 2, "heads": 3, "device": "cpu", "block_size": (16, 32), "q_offset": torch.tensor([7, 0])}
+    test_blocks.check_equal(mask.blocks(50, 70, **sizes).block_mask, flexmasks.block_mask(mask, 50, 70, **sizes))
+    assert mask.blocks(60, heads=2).block_mask.seq_lengths == (60, 60)
+
+
+def _by_head(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return q >= kv + h
+
+
+WRONG: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
+    ("causal", (0,), {}),
+    ("causal", (3.0,), {}),
+    ("causal", (True,), {}),
+    ("causal", (8, -3), {}),
+    ("causal", (8,), {"batch": 0}),
+    ("causal", (8,), {"heads": "2"}),
+    ("causal", (8,), {"device": "nowhere"}),
+    ("causal", (8,), {"device": "meta"}),
+    ("causal", (8,), {"block_size": 0}),
+    ("causal", (8,), {"block_size": (1, 2, 3)}),
+    ("causal", (8,), {"block_size": (16, 16.0)}),
+    ("causal", (8,), {"q_offset": -1}),
+    ("causal", (8,), {"q_offset": 1.5}),
+    ("causal", (8,), {"q_offset": torch.tensor([0.5])}),
+    ("causal", (8,), {"q_offset": torch.tensor([3, -1])}),
+    ("causal", (8,), {"q_offset": torch.tensor([3, 1]), "batch": 3}),
+    (flexmasks.get_mask("padding", seq_lens=[3, 4]), (8,), {"batch": 3}),
+    (flexmasks.get_mask("padding", seq_lens=[3, 9]), (8,), {}),
+    (_by_head, (8,), {}),
+    (lambda b, h, q, kv: q if q > kv else kv, (8,), {}),
+    (lambda b, h, q, kv: q - kv, (8,), {}),
+    (lambda b, h, q, kv: torch.ones(3)[kv] > 0, (8,), {}),
+]
+
+
+@pytest.mark.parametrize(("mask", "lengths", "more"), WRONG)
+def test_errors_are_those_of_block_mask(mask: Any, lengths: tuple[Any, ...], more: dict[str, Any]) -> None:
+    with pytest.raises((ValueError, TypeError)) as want:
+        flexmasks.block_mask(mask, *lengths, **more)
+    with pytest.raises((ValueError, TypeError)) as got:
+        flexmasks.get_mask(mask).blocks(*lengths, **more)
+    assert got.type is want.type
+    assert str(got.value).startswith(("Mask.blocks: ", "flexmasks"))
+    assert str(got.value).removeprefix("Mask.blocks") == str(want.value).removeprefix("flexmasks.block_mask")
+
+
+# --- what kernels are told ---
+
+
+@dataclass
+class _Like:
+    """As much of a tensor as `kernels.options` looks at."""
+
+    is_cuda: bool
+    shape: tuple[int, ...]
+
+
+def _options(
+    q_len: int, heads: int = 2, kv_heads: int = 2, cuda: bool = True, backend: str | None = None, **given: Any
+) -> dict[str, Any]:
+    q, k = (_Like(cuda, (1, n, q_len, 16)) for n in (heads, kv_heads))
+    before = dict(given)
+    chosen = kernels.options(q, k, backend, given, lambda: {SAFE: True})  # type: ignore[arg-type]
+    assert given == before
+    return chosen
+
+
+def test_options_of_a_kernel() -> None:
+    assert _options(129) == {SAFE: True, "BACKEND": "TRITON"}
+    assert _options(33, heads=8) == {SAFE: True, "BACKEND": "TRITON"}  # rows of a group
+    assert _options(32, heads=8) == _options(128) == _options(1) == {}
+    assert _options(300, cuda=False) == {}
+    assert _options(300, backend="FLASH", num_warps=4) == {"BACKEND": "FLASH", "num_warps": 4}
+    # the user's come first
+    assert _options(300, ROWS_GUARANTEED_SAFE=False, BLOCK_M=64) == {SAFE: False, "BLOCK_M": 64, "BACKEND": "TRITON"}
+    assert _options(300, BACKEND="TRITON_DECODE") == {"BACKEND": "TRITON_DECODE"}
+    assert _options(300, FORCE_USE_FLEX_ATTENTION=True) == {"FORCE_USE_FLEX_ATTENTION": True}
+
+
+def test_options_are_proven_for_masks_without_tensors() -> None:
+    def options(mask: Any, offset: int | Tensor = 0, scored: bool = False) -> dict[str, bool]:
+        size = Size(1, 1, 384, 384, torch.device("cpu"))
+        return MaskPlan(flexmasks.get_mask(mask), size, offset).kernel_options(scored)
+
+    assert options("causal") == options("full") == {SAFE: True, CONTIGUOUS: True}
+    assert options("causal", scored=True) == {CONTIGUOUS: True}  # a score may be -inf
+    assert options(flexmasks.get_mask("prefix_lm", prefix_len=40)) == {SAFE: True, CONTIGUOUS: True}
+    assert options(lambda b, h, q, kv: kv % 128 > 20) == {CONTIGUOUS: True}
+    zeros = torch.zeros(384, dtype=torch.int64)
+    assert options(flexmasks.get_mask("document", document_ids=zeros)) == {}
+    assert options(lambda b, h, q, kv: zeros[q] == zeros[kv]) == {}
+    assert options("causal", 3) == options("causal", torch.tensor([3])) == {}
+    assert GivenPlan(flexmasks.block_mask("causal", 384)).kernel_options(False) == {}
+
+
+GPU_CASES: list[tuple[str, dict[str, Any]]] = [
+    ("causal", {}),
+    ("full", {}),
+    ("sliding_window", {"window": 300}),
+    ("sliding_window", {"window": 20}),
+    ("prefix_lm", {"prefix_len": 200}),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "params"), GPU_CASES)
+@pytest.mark.parametrize("length", [300, 1024])
+def test_attention_with_what_is_proven(
+    name: str, params: dict[str, Any], length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel told too much gives NaN or leaves out blocks, forward or backward."""
+    passed: list[dict[str, Any]] = []
+    options = kernels.options
+
+    def spy(*args: Any) -> dict[str, Any]:
+        passed.append(options(*args))
+        return passed[-1]
+
+    monkeypatch.setattr(kernels, "options", spy)
+    leaves = [torch.randn(2, 2, length, 64, device="cuda", dtype=torch.float16, requires_grad=True) for _ in range(3)]
+    out = flexmasks.attention(*leaves, mask=name, backend="triton", **params)
+    proven = flexmasks.get_mask(name, **params).blocks(length).kernel_options
+    assert passed == [proven | {"BACKEND": "TRITON"}]
+    assert (SAFE in proven) == (name != "sliding_window" or params["window"] >= length)
+    weight = torch.randn_like(out)
+    got = [out, *torch.autograd.grad(out, leaves, weight)]
+    others = [x.detach().double().requires_grad_() for x in leaves]
+    want = flexmasks.attention(*others, mask=name, backend="reference", **params)
+    tolerance = TOLERANCE[torch.float16]
+    assert error(got[0], want.cpu()) < tolerance
+    for mine, theirs in zip(got[1:], torch.autograd.grad(want, others, weight.double()), strict=True):
+        assert error(mine, theirs.cpu()) < 2 * tolerance
