@@ -16,7 +16,7 @@ from flexmasks.ranges import GiveUp, Range, Steps, TooLarge, broadcast_shape, ev
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 _Mod = TypeVar("_Mod", bound=Callable[..., Tensor])
-_CHUNK = (1 << 24, 1 << 19)  # elements evaluated at once: on a GPU, and on a CPU, where they should stay in its cache
+_CHUNK = (1 << 23, 1 << 19)  # elements evaluated at once: on a GPU, and on a CPU, where they should stay in its cache
 _BLOCKS = 1 << 25  # blocks decided at once
 _SMALL = 1 << 15  # up to so many blocks of a GPU are decided on the CPU, which starts an operation sooner
 _PARTS = 8  # along an axis of a block
@@ -113,12 +113,13 @@ def build(
     shape = (*certain.shape[:2], rows.count, columns.count)
     if math.prod(shape) > 4 * _SMALL:
         certain, possible = certain.to(device), possible.to(device)
-    undecided = _marked(possible ^ certain)
+    undecided = _flat_nonzero((possible ^ certain).contiguous())
     some = all_ = certain
     if len(undecided):
         some, all_ = (certain.clone(memory_format=torch.contiguous_format) for _ in range(2))
-        where = tuple(undecided.t())
-        some[where], all_[where] = _look_at(mask_mod, undecided, rows, columns, device)
+        for part in undecided.split(_CHUNK[certain.device.type == "cpu"] // 2):
+            coordinates = torch.stack(torch.unravel_index(part, certain.shape), 1)
+            some.view(-1)[part], all_.view(-1)[part] = _look_at(mask_mod, coordinates, rows, columns, device)
     marked = torch.empty((2, *shape), dtype=torch.bool, device=certain.device)
     partial, full = marked
     full.copy_(all_)
@@ -461,12 +462,6 @@ def _edges(matrices: Tensor, dim: int) -> Tensor:
     edges.select(dim, 0).copy_(matrices.select(dim, 0))
     edges.select(dim, n).copy_(matrices.select(dim, n - 1))
     return _flat_nonzero(edges)
-
-
-def _marked(places: Tensor) -> Tensor:
-    """places.nonzero()."""
-    flat = _flat_nonzero(places.contiguous())
-    return torch.stack(torch.unravel_index(flat, places.shape), 1)
 
 
 def _flat_nonzero(places: Tensor) -> Tensor:

@@ -162,7 +162,7 @@ def test_random_masks(write: Callable[..., str]) -> None:
         told.update(every.kernel_options or {"nothing": True})
 
     right()
-    assert min(told[name] for name in (SAFE, CONTIGUOUS, "nothing")) > 5
+    assert min(told[name] for name in (SAFE, CONTIGUOUS, "nothing")) > 5, told
 
 
 @pytest.mark.parametrize("case", oracles.MASK_CASES, ids=label)
