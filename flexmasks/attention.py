@@ -430,6 +430,12 @@ def _check_block_mask(block_mask: Any, size: Size) -> None:
             f"{(size.batch, size.heads, size.q_len, size.kv_len)}; make it with flexmasks.block_mask(mask, "
             f"{size.q_len}, {size.kv_len}, batch={size.batch}, heads={size.heads})."
         )
+    columns = -(-size.kv_len // block_mask.BLOCK_SIZE[1])
+    if block_mask.kv_indices.shape[-1] != columns:
+        _fail(
+            f"`block_mask` must list all {columns} key blocks in each row, the first ones of them in use; its "
+            f"kv_indices are {list(block_mask.kv_indices.shape)}."
+        )
     if block_mask.kv_num_blocks.device != size.device:
         _fail(f"`block_mask` is on {block_mask.kv_num_blocks.device}, q on {size.device}; use `.to({size.device!s})`.")
 

@@ -146,9 +146,12 @@ def markdown(gpu: dict[str, Any], cpu: dict[str, Any]) -> str:
     second = tabulate(growth, headers=["tokens", *names], tablefmt="github", disable_numparse=True)
     size = by_key[names[0], longest]["size_mb"] / 1e3
     return (
-        f"Against torch's `create_block_mask`, on {names_of[0]}, and on {names_of[1]}; medians. The BlockMask itself "
-        f'takes {size:.2f} GB at {longest:,} tokens. "Again" is a call that finds it in the cache. Compilation, '
-        f"{_span(gpu['rows'])} for each function and length, is left out:\n\n{first}\n\n"
+        f"Against torch's `create_block_mask`, on one {names_of[0]}, and on {names_of[1]}; medians. The BlockMask "
+        f"itself takes {size:.2f} GB at {longest:,} tokens. Compilation of torch's, {_span(gpu['rows'])} for each "
+        "function and length, is left out; here nothing is compiled. At short lengths a mask that is new, or whose "
+        "tensors changed, takes some milliseconds of the host, longer than torch's compiled function; one that was "
+        "seen before is found "
+        f'in the cache ("again"):\n\n{first}\n\n'
         f"Milliseconds by length on the GPU, and in brackets how many blocks had to be looked at:\n\n{second}"
     )
 

@@ -40,8 +40,7 @@ class Blocks:
     @property
     def total(self) -> int:
         """Number of blocks."""
-        counts, indices = self._partial
-        return counts.numel() * indices.shape[-1]
+        return self._partial[0].numel() * -(-self.block_mask.seq_lengths[1] // self._sizes[1])
 
     @functools.cached_property
     def partial(self) -> int:
@@ -87,7 +86,8 @@ class Blocks:
     def contiguous(self) -> bool:
         """Whether the blocks of every list, partial and full, of a row and of a column, are next to each other.
 
-        That is what the kernel option BLOCKS_ARE_CONTIGUOUS promises.
+        That is what the kernel option BLOCKS_ARE_CONTIGUOUS promises. Causal attention has it where the lengths are
+        multiples of the block size: blocks that the edge cuts are partial, which leaves gaps in the lists of columns.
         """
         made = self.block_mask
         if made.q_num_blocks is None or made.q_indices is None:

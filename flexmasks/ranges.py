@@ -1012,9 +1012,18 @@ def _index(values: Any, index: Any) -> Any:
         raise GiveUp("an indexing by other than numbers")
     if any(isinstance(i, Range) and i.ndim for i in indices):
         raise GiveUp("an indexing by other than numbers")
+    if isinstance(values, _Rows):
+        return _index(values.table, (*values.indices, *indices))
     shape = values.shape
     if 0 in shape:
         raise GiveUp("an empty tensor is indexed")
+    if isinstance(values, Tensor) and len(indices) < values.ndim:
+        return _Rows(values, tuple(indices))
+    return _elements(values, indices)
+
+
+def _elements(values: Range | Tensor, indices: list[Any]) -> Range:
+    shape = values.shape
     numbers = [_Index(i, n) for i, n in zip(indices, shape, strict=False)]
     if isinstance(values, Tensor):
         evaluation = _evaluation.get()
@@ -1029,10 +1038,43 @@ def _index(values: Any, index: Any) -> Any:
     return Range(_reach(lo, values.ndim, numbers, torch.amin), most, values.dtype, limit)
 
 
+class _Rows(Range):
+    """table[indices] with fewer indices than dimensions: looked up when its elements are needed, if ever."""
+
+    __slots__ = ("_found", "indices", "table")
+
+    def __init__(self, table: Tensor, indices: tuple[Any, ...]) -> None:
+        self.table, self.indices = table, indices
+        self.dtype, self.ndim = table.dtype, table.ndim - len(indices)
+        self.reached, self.steps, self.compared = False, None, None
+        self._found: Range | None = None
+
+    def _get(self) -> Range:
+        if self._found is None:
+            self._found = _elements(self.table, list(self.indices))
+        return self._found
+
+    @property
+    def lo(self) -> Tensor:  # type: ignore[override]
+        return self._get().lo
+
+    @property
+    def hi(self) -> Tensor:  # type: ignore[override]
+        return self._get().hi
+
+    @property
+    def limit(self) -> float:  # type: ignore[override]
+        return self._get().limit
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.table.shape[len(self.indices) :]
+
+
 class _Index:
     """One index of a dimension of n elements: the first and the last position that it reaches.
 
-    All positions where it may leave 0..n-1, and so wrap. One tensor twice where it is exact.
+    All positions where it may leave 0..n-1 or -n..-1. One tensor twice where it is exact.
     """
 
     def __init__(self, index: Any, n: int) -> None:
@@ -1050,10 +1092,13 @@ class _Index:
         if r.steps is not None and r.steps.first >= 0 and r.steps.end <= n:
             self.first, self.last, self.steps = r.lo.long(), r.hi.long(), r.steps
             return
-        inside = (r.lo >= 0) & (r.hi < n)
-        self.first = torch.where(inside, r.lo, 0.0).long()
-        exact = r.exact and _all(inside)
-        self.last = self.first if exact else torch.where(inside, r.hi, n - 1.0).long()
+        lo = torch.where(r.hi < 0, r.lo + n, r.lo)  # -1 is the last
+        if r.exact and _all((lo >= 0) & (lo < n)):
+            self.first = self.last = lo.long()
+            return
+        hi = torch.where(r.hi < 0, r.hi + n, r.hi)
+        inside = (lo >= 0) & (hi < n)
+        self.first, self.last = torch.where(inside, lo, 0.0).long(), torch.where(inside, hi, n - 1.0).long()
 
 
 def _reach(values: Tensor, ndim: int, indices: list[_Index], extreme: Callable[..., Tensor]) -> Tensor:

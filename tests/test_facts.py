@@ -435,3 +435,19 @@ def test_attention_with_what_is_proven(
     assert error(got[0], want.cpu()) < tolerance
     for mine, theirs in zip(got[1:], torch.autograd.grad(want, others, weight.double()), strict=True):
         assert error(mine, theirs.cpu()) < 2 * tolerance
+
+
+def test_lists_of_less_than_all_key_blocks() -> None:
+    ones, first = torch.ones(1, 1, 4, dtype=torch.int32), torch.arange(4, dtype=torch.int32).view(1, 1, 4, 1)
+    made = BlockMask.from_kv_blocks(
+        ones,
+        first,
+        BLOCK_SIZE=128,
+        mask_mod=lambda b, h, q, kv: kv <= q,
+        seq_lengths=(512, 512),
+        compute_q_blocks=False,
+    )
+    assert (Blocks(made).total, Blocks(made).empty) == (16, 12)
+    q = torch.randn(1, 1, 512, 16)
+    with pytest.raises(ValueError, match="must list all 4 key blocks in each row"):
+        flexmasks.attention(q, q, q, block_mask=made)
