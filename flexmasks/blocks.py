@@ -129,17 +129,11 @@ def build(
         full[..., -1] = False
     torch.bitwise_xor(some.expand(shape), full, out=partial)
     del certain, possible, some, all_
-    by_row, by_column = _ordered(marked)
-    tensors = [by_row[0], by_row[1], by_column[0], by_column[1]]
-    counts_of_rows, of_rows, counts_of_columns, of_columns = _together(tensors, device)
     return Layout(
         q_len=q_len,
         kv_len=kv_len,
         block_size=block_size,
-        indices=(
-            *(counts_of_rows[0], of_rows[0], counts_of_rows[1], of_rows[1]),
-            *(counts_of_columns[0], of_columns[0], counts_of_columns[1], of_columns[1]),
-        ),
+        indices=_moved(_ordered(marked), device),
         undecided=len(undecided),
         not_understood=unknown,
     )
@@ -395,13 +389,13 @@ def _boolean(seen: Tensor, dims: int) -> Tensor:
     return seen
 
 
-def _ordered(marked: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """For each row of [..., rows, columns] the number of marked columns and, in order, which they are; and the like
-    for each column.
+def _ordered(marked: Tensor) -> list[Tensor]:
+    """The eight index tensors of a BlockMask of [2, batch, heads, rows, columns], what is partial and what is full.
 
-    Behind those come the others, as torch has it. The lists are those of runs: where a run of marked places starts, a
-    list jumps there, and where it ends, to the next; once all runs are through, to the first gap between them, and so
-    on. Everywhere else it counts up by one, so that it is a sum of ones and jumps.
+    A list names a line's marked places in order, and behind those the others, as torch has it. It is made of runs:
+    where a run of marked places starts, the list jumps there, and where it ends, to the next; once all runs are
+    through, to the first gap between them, and so on. Everywhere else it counts up by one, so that it is a sum of ones
+    and jumps.
     """
     rows, columns = marked.shape[-2:]
     matrices = marked[..., 0, 0].numel()
@@ -414,7 +408,7 @@ def _ordered(marked: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tenso
     keys = torch.cat([of_rows, of_columns.sort().values])
     del of_rows, of_columns, above, column
     first, last = keys.view(-1, 2).unbind(1)
-    line = first // width  # rows first, then columns
+    line = first // width  # all rows first, then all columns
     first, last = first - line * width, last - line * width
     length = last - first
     counts = torch.zeros(matrices * (rows + columns), dtype=torch.int64, device=marked.device)
@@ -426,29 +420,26 @@ def _ordered(marked: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tenso
     torch.eq(line[1:], line[:-1], out=goes_on[:-1])
     previous = torch.zeros_like(last)
     torch.mul(last[:-1], goes_on[:-1], out=previous[1:])
-    size: int | Tensor = columns
-    start = line * columns
-    if rows != columns:
-        is_column = line >= matrices * rows
-        size = torch.where(is_column, rows, columns)
-        start = torch.where(is_column, line * rows + matrices * rows * (columns - rows), start)
     # At which place of its line, and how far beyond one, a list jumps: to the run, past it in the gaps, and back.
     places = torch.stack([before, count + first - before, count])
-    jumps = torch.stack([first - previous, length, last * goes_on - last])
-    inside = places < size
-    jumps *= inside
-    places = places * inside + start
-    indices = torch.ones(2 * marked.numel(), dtype=torch.int32, device=marked.device)
-    lists = [part.view(-1, n) for part, n in zip(indices.chunk(2), (columns, rows), strict=True)]
-    for part in lists:
-        part[:, 0] = 0
-    indices.index_add_(0, places.view(-1), jumps.view(-1).int())
-    for part in lists:
-        torch.cumsum(part, 1, dtype=torch.int32, out=part)
-    shape = marked.shape[:-2]
-    of_rows, of_columns = counts.int().split((matrices * rows, matrices * columns))
-    by_row = of_rows.view(*shape, rows), lists[0].view(*shape, rows, columns)
-    return by_row, (of_columns.view(*shape, columns), lists[1].view(*shape, columns, rows))
+    jumps = torch.stack([first - previous, length, last * goes_on - last]).int()
+    counts = counts.int()
+    # Each tensor has memory of its own: torch.compile makes kernels for how tensors share it.
+    lines = [matrices // 2 * n for n in (rows, rows, columns, columns)]
+    starts = [sum(lines[:n]) for n in range(5)]
+    ends = torch.searchsorted(line, torch.tensor(starts, device=line.device)).tolist()
+    found = []
+    for n, of_line in enumerate((columns, columns, rows, rows)):
+        runs = slice(ends[n], ends[n + 1])
+        inside = places[:, runs] < of_line
+        at = places[:, runs] * inside + (line[runs] - starts[n]) * of_line
+        indices = torch.ones((lines[n], of_line), dtype=torch.int32, device=marked.device)
+        indices[:, 0] = 0
+        indices.view(-1).index_add_(0, at.view(-1), (jumps[:, runs] * inside).view(-1))
+        torch.cumsum(indices, 1, dtype=torch.int32, out=indices)
+        shape = (*marked.shape[1:-2], lines[n] // (matrices // 2))
+        found += [counts[starts[n] : starts[n + 1]].clone().view(shape), indices.view(*shape, of_line)]
+    return found
 
 
 def _edges(matrices: Tensor, dim: int) -> Tensor:
@@ -474,13 +465,9 @@ def _flat_nonzero(places: Tensor) -> Tensor:
     return words[word] * 8 + byte
 
 
-def _together(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
-    """Tensors of int32 brought to a device in one transfer."""
+def _moved(tensors: list[Tensor], device: torch.device) -> tuple[Tensor, ...]:
+    """Tensors of int32 on a device, in one transfer."""
     if tensors[0].device == device:
-        return tensors
-    sizes = [-(-t.numel() // 64) * 64 for t in tensors]  # each begins at an address that kernels can rely on
-    whole = torch.zeros(sum(sizes), dtype=torch.int32)
-    for t, part in zip(tensors, whole.split(sizes), strict=True):
-        part[: t.numel()] = t.view(-1)
-    parts = whole.to(device).split(sizes)
-    return [part[: t.numel()].view(t.shape) for t, part in zip(tensors, parts, strict=True)]
+        return tuple(tensors)
+    parts = torch.cat([t.view(-1) for t in tensors]).to(device).split([t.numel() for t in tensors])
+    return tuple(part.clone().view(t.shape) for t, part in zip(tensors, parts, strict=True))
