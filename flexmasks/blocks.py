@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from torch.overrides import TorchFunctionMode
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined] # public, and not listed
 
 from flexmasks.ranges import GiveUp, Range, Steps, TooLarge, broadcast_shape, evaluate
 
@@ -133,7 +134,7 @@ def build(
         q_len=q_len,
         kv_len=kv_len,
         block_size=block_size,
-        indices=_moved(_ordered(marked), device),
+        indices=tuple(t.to(device) for t in _ordered(marked)),
         undecided=len(undecided),
         not_understood=unknown,
     )
@@ -420,25 +421,33 @@ def _ordered(marked: Tensor) -> list[Tensor]:
     torch.eq(line[1:], line[:-1], out=goes_on[:-1])
     previous = torch.zeros_like(last)
     torch.mul(last[:-1], goes_on[:-1], out=previous[1:])
+    lines = [matrices // 2 * n for n in (rows, rows, columns, columns)]  # of each tensor
+    sizes = [columns, columns, rows, rows]  # of their lines
+    starts, offsets = [0], [0]  # the first line of each, and where it lies in memory: at an address kernels can rely on
+    for n, of_line in zip(lines, sizes, strict=True):
+        starts.append(starts[-1] + n)
+        offsets.append(offsets[-1] + -(-n * of_line // 64) * 64)
+    beginnings = [o - s * n for o, s, n in zip(offsets, starts, sizes, strict=False)]
+    known = torch.tensor([starts[1:], sizes, beginnings], device=line.device)
+    bounds, size_of, offset_of = known.unbind(0)
+    which = torch.bucketize(line, bounds, right=True)
+    size = size_of[which]
     # At which place of its line, and how far beyond one, a list jumps: to the run, past it in the gaps, and back.
     places = torch.stack([before, count + first - before, count])
-    jumps = torch.stack([first - previous, length, last * goes_on - last]).int()
-    counts = counts.int()
-    # Each tensor has memory of its own: torch.compile makes kernels for how tensors share it.
-    lines = [matrices // 2 * n for n in (rows, rows, columns, columns)]
-    starts = [sum(lines[:n]) for n in range(5)]
-    ends = torch.searchsorted(line, torch.tensor(starts, device=line.device)).tolist()
+    jumps = torch.stack([first - previous, length, last * goes_on - last])
+    inside = places < size
+    places = places * inside + (line * size + offset_of[which])
+    memory = torch.ones(offsets[-1], dtype=torch.int32, device=marked.device)
+    indices = [memory[o : o + n * s].view(n, s) for o, n, s in zip(offsets, lines, sizes, strict=False)]
+    for index in indices:
+        index[:, 0] = 0
+    memory.index_add_(0, places.view(-1), (jumps * inside).view(-1).int())
     found = []
-    for n, of_line in enumerate((columns, columns, rows, rows)):
-        runs = slice(ends[n], ends[n + 1])
-        inside = places[:, runs] < of_line
-        at = places[:, runs] * inside + (line[runs] - starts[n]) * of_line
-        indices = torch.ones((lines[n], of_line), dtype=torch.int32, device=marked.device)
-        indices[:, 0] = 0
-        indices.view(-1).index_add_(0, at.view(-1), (jumps[:, runs] * inside).view(-1))
-        torch.cumsum(indices, 1, dtype=torch.int32, out=indices)
-        shape = (*marked.shape[1:-2], lines[n] // (matrices // 2))
-        found += [counts[starts[n] : starts[n + 1]].clone().view(shape), indices.view(*shape, of_line)]
+    for n, index in zip(counts.int().split(lines), indices, strict=True):
+        torch.cumsum(index, 1, dtype=torch.int32, out=index)
+        shape = (*marked.shape[1:-2], len(index) // (matrices // 2))
+        # As tensors that begin where their memory does: torch.compile makes kernels for other beginnings.
+        found += [n.clone().view(shape), from_dlpack(to_dlpack(index)).view(*shape, -1)]
     return found
 
 
@@ -463,11 +472,3 @@ def _flat_nonzero(places: Tensor) -> Tensor:
     words = flat.view(torch.int64).nonzero()[:, 0]
     word, byte = flat.view(-1, 8)[words].nonzero().unbind(1)
     return words[word] * 8 + byte
-
-
-def _moved(tensors: list[Tensor], device: torch.device) -> tuple[Tensor, ...]:
-    """Tensors of int32 on a device, in one transfer."""
-    if tensors[0].device == device:
-        return tuple(tensors)
-    parts = torch.cat([t.view(-1) for t in tensors]).to(device).split([t.numel() for t in tensors])
-    return tuple(part.clone().view(t.shape) for t, part in zip(tensors, parts, strict=True))
