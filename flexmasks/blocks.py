@@ -421,34 +421,36 @@ def _ordered(marked: Tensor) -> list[Tensor]:
     torch.eq(line[1:], line[:-1], out=goes_on[:-1])
     previous = torch.zeros_like(last)
     torch.mul(last[:-1], goes_on[:-1], out=previous[1:])
-    lines = [matrices // 2 * n for n in (rows, rows, columns, columns)]  # of each tensor
-    sizes = [columns, columns, rows, rows]  # of their lines
-    starts, offsets = [0], [0]  # the first line of each, and where it lies in memory: at an address kernels can rely on
-    for n, of_line in zip(lines, sizes, strict=True):
-        starts.append(starts[-1] + n)
-        offsets.append(offsets[-1] + -(-n * of_line // 64) * 64)
-    beginnings = [o - s * n for o, s, n in zip(offsets, starts, sizes, strict=False)]
-    known = torch.tensor([starts[1:], sizes, beginnings], device=line.device)
-    bounds, size_of, offset_of = known.unbind(0)
-    which = torch.bucketize(line, bounds, right=True)
-    size = size_of[which]
+    size: int | Tensor = columns
+    start = line * columns
+    if rows != columns:
+        is_column = line >= matrices * rows
+        size = torch.where(is_column, rows, columns)
+        start = torch.where(is_column, line * rows + matrices * rows * (columns - rows), start)
     # At which place of its line, and how far beyond one, a list jumps: to the run, past it in the gaps, and back.
     places = torch.stack([before, count + first - before, count])
     jumps = torch.stack([first - previous, length, last * goes_on - last])
     inside = places < size
-    places = places * inside + (line * size + offset_of[which])
-    memory = torch.ones(offsets[-1], dtype=torch.int32, device=marked.device)
-    indices = [memory[o : o + n * s].view(n, s) for o, n, s in zip(offsets, lines, sizes, strict=False)]
-    for index in indices:
-        index[:, 0] = 0
-    memory.index_add_(0, places.view(-1), (jumps * inside).view(-1).int())
+    places = places * inside + start
+    indices = torch.ones(2 * marked.numel(), dtype=torch.int32, device=marked.device)
+    lists = [part.view(-1, n) for part, n in zip(indices.chunk(2), (columns, rows), strict=True)]
+    for part in lists:
+        part[:, 0] = 0
+    indices.index_add_(0, places.view(-1), (jumps * inside).view(-1).int())
     found = []
-    for n, index in zip(counts.int().split(lines), indices, strict=True):
-        torch.cumsum(index, 1, dtype=torch.int32, out=index)
-        shape = (*marked.shape[1:-2], len(index) // (matrices // 2))
-        # As tensors that begin where their memory does: torch.compile makes kernels for other beginnings.
-        found += [n.clone().view(shape), from_dlpack(to_dlpack(index)).view(*shape, -1)]
+    counts_of = counts.int().split((matrices * rows, matrices * columns))
+    for count_of_line, part in zip(counts_of, lists, strict=True):
+        torch.cumsum(part, 1, dtype=torch.int32, out=part)
+        for n, index in zip(count_of_line.chunk(2), part.chunk(2), strict=True):
+            shape = (*marked.shape[1:-2], 2 * len(index) // matrices)
+            found += [n.clone().view(shape), _alone(index).view(*shape, -1)]
     return found
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """The tensor as one that begins where its memory does: torch.compile makes kernels for other beginnings."""
+    aligned = tensor.storage_offset() % 64 == 0  # as kernels expect of a tensor
+    return from_dlpack(to_dlpack(tensor)) if aligned else tensor.clone()
 
 
 def _edges(matrices: Tensor, dim: int) -> Tensor:
