@@ -95,7 +95,7 @@ class Plan:
             return build()
         offset = self.offset if isinstance(self.offset, int) else "tensor"
         tensors = self.tensors if isinstance(self.offset, int) else [*self.tensors, self.offset]
-        key = (self._key, offset, self.size, self.lifted, *more)
+        key = (self._key, offset, self.size, self.lifted, torch.get_default_dtype(), *more)
         found = cache.get(key, tensors)
         if found is None:
             found = build()

@@ -415,7 +415,7 @@ def _constant(value: float) -> Range:
         return Range(lo, lo, kind, abs(value))
     try:
         lo, hi, limit = _bounds_of(torch.tensor(value, dtype=kind, device="cpu"))
-    except (RuntimeError, OverflowError) as error:
+    except (RuntimeError, OverflowError, ValueError) as error:
         raise GiveUp(f"{value} is no int64") from error
     return Range(lo, hi, kind, limit)
 
@@ -624,8 +624,9 @@ def _through_zero(y: Range) -> Tensor:
     return (y.lo <= 0) & (y.hi >= 0)
 
 
-def _plain_divisor(b: Any) -> bool:
-    return isinstance(b, int) and b != 0
+def _plain_divisor(b: Any, dtype: torch.dtype) -> bool:
+    """Whether it is a Python integer that operands of that dtype can be divided by as it is."""
+    return type(b) is int and b != 0 and _fits(b, dtype)
 
 
 def _integer_quotient(a: Any, b: Any, rounding: Callable[[Tensor], Tensor]) -> Range | None:
@@ -636,10 +637,10 @@ def _integer_quotient(a: Any, b: Any, rounding: Callable[[Tensor], Tensor]) -> R
     if dtype.is_floating_point:  # a float's quotient may round to the integer beside
         lo, hi = _quotient(x, y, rounding)
         return _result(lo - 1, hi + 1, dtype, _INF)
-    if x.exact and _plain_divisor(b) and x.limit < _EXACT:
+    if x.exact and _plain_divisor(b, dtype) and x.limit < _EXACT:
         lo = rounding(x.lo / b)
         return _result(lo, lo, dtype, x.limit + 1, True)
-    return _result(*_quotient(x, y, rounding), dtype, x.limit + 1 if _plain_divisor(b) else _INF)
+    return _result(*_quotient(x, y, rounding), dtype, x.limit + 1 if _plain_divisor(b, dtype) else _INF)
 
 
 def _floor_divide(a: Any, b: Any) -> Range | None:
@@ -668,8 +669,8 @@ def _rest(rounding: Callable[[Tensor], Tensor]) -> Callable[[Any, Any], Range | 
         if both is None:
             return None
         x, y, dtype = both
-        limit = abs(b) if _plain_divisor(b) else _INF
-        if x.exact and _plain_divisor(b) and x.limit < _EXACT and not dtype.is_floating_point:
+        limit = abs(b) if _plain_divisor(b, dtype) else _INF
+        if x.exact and _plain_divisor(b, dtype) and x.limit < _EXACT and not dtype.is_floating_point:
             lo = x.lo - b * rounding(x.lo / b)
             return _result(lo, lo, dtype, limit, True)
         below = 0.0 if dtype.is_floating_point else 1.0  # a float's rest may round up to y
@@ -928,7 +929,12 @@ def _bitwise(
         if both is None or both[2].is_floating_point:
             return None
         x, y, dtype = both
-        if of_exact is torch.bitwise_and and type(b) is int and (b & (b + 1) == 0 or -b & (-b - 1) == 0):
+        if (
+            of_exact is torch.bitwise_and
+            and type(b) is int
+            and abs(b) < 2**62
+            and (b & (b + 1) == 0 or -b & (-b - 1) == 0)
+        ):
             # the last bits, or all but the last: the rest of a division by a power of two, or all but the rest
             return _remainder(a, b + 1) if b >= 0 else _mul(_floor_divide(a, -b), -b)
         limit = 2.0 * max(x.limit, y.limit, 1.0)
@@ -1161,8 +1167,9 @@ def _reach_by_ranges(
             values = _reach_by_ranges(values, ndim, {d: ends}, extreme)
         return values
     ((d, ends),) = ranged.items()
-    if math.prod(shape) * rest > 4 * _LARGEST:
-        return extreme(values, dim=d, keepdim=True)
+    if math.prod(shape) * rest > 4 * _LARGEST:  # all of it, in the shape that says what the result depends on
+        whole = extreme(values, dim=d, keepdim=True)
+        return whole.expand(*whole.shape[:ndim], *shape)
     return _reach_by_sparse_table(values, ndim, d, *ends, extreme)
 
 
