@@ -21,6 +21,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from flexmasks.attention import block_mask
 from flexmasks.cache import clear_caches
+from flexmasks.console import device_name, progress, synchronize
 from flexmasks.registry import get_mask
 from flexmasks.values import Mask
 
@@ -70,11 +71,11 @@ def blocks(
     clear_caches()
     steps = [(name, length) for name in names for length in lengths]
     for n, (name, length) in enumerate(steps):
-        _progress(f"{n + 1} of {len(steps)}: {name}, {length} tokens")
+        progress(f"{n + 1} of {len(steps)}: {name}, {length} tokens")
         results["rows"].append(_row(name, length, at))
         if file is not None:  # what is measured stays, whatever happens next
             Path(file).write_text(json.dumps(results, indent=1) + "\n")
-    _progress("")
+    progress("")
     print(table(results))
     return results
 
@@ -158,9 +159,8 @@ def markdown(gpu: dict[str, Any], cpu: dict[str, Any]) -> str:
 
 def machine(device: torch.device) -> dict[str, str]:
     """What a figure depends on."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     return {
-        "device": name.removeprefix("NVIDIA "),
+        "device": device_name(device).removeprefix("NVIDIA "),
         "device_type": device.type,
         "torch": torch.__version__.partition("+")[0],
         "python": ".".join(map(str, sys.version_info[:3])),
@@ -191,7 +191,7 @@ def _row(name: str, length: int, device: torch.device) -> dict[str, Any]:
 
         start = time.perf_counter()
         want = theirs()
-        _synchronize(device)
+        synchronize(device)
         compile_s = time.perf_counter() - start
         got = ours()
         equal = all(torch.equal(a, b) for a, b in zip(_tensors(got), _tensors(want), strict=True))
@@ -238,10 +238,10 @@ def _tensors(made: BlockMask) -> list[Tensor]:
 
 
 def _milliseconds(call: Callable[[], object], device: torch.device) -> float:
-    _synchronize(device)
+    synchronize(device)
     start = time.perf_counter()
     call()
-    _synchronize(device)
+    synchronize(device)
     return (time.perf_counter() - start) * 1e3
 
 
@@ -275,16 +275,3 @@ def _resident(field: str) -> int:
 def _span(rows: list[dict[str, Any]]) -> str:
     seconds = sorted(r["torch_first_s"] for r in rows if "torch_first_s" in r)
     return f"{seconds[0]:.0f} to {seconds[-1]:.0f} s"
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _progress(message: str) -> None:
-    """One line that changes in a terminal; a line each elsewhere."""
-    if sys.stderr.isatty():
-        print(f"\r\033[K{message}", end="", file=sys.stderr, flush=True)
-    elif message:
-        print(f"... {message}", file=sys.stderr, flush=True)

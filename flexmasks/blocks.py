@@ -148,9 +148,14 @@ def of_block_mask(block_mask: BlockMask) -> tuple[Tensor, Tensor]:
     return partial, _listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
 
 
+def in_use(counts: Tensor, indices: Tensor) -> Tensor:
+    """Which entries of a BlockMask's lists stand for blocks: the first `counts` of each."""
+    return torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
+
+
 def _listed(counts: Tensor, indices: Tensor) -> Tensor:
     columns = indices.shape[-1]
-    listed = torch.arange(columns, device=indices.device) < counts[..., None]
+    listed = in_use(counts, indices)
     table = torch.zeros((*indices.shape[:-1], columns + 1), dtype=torch.bool, device=indices.device)
     table.scatter_(-1, torch.where(listed, indices, columns).long(), True)
     return table[..., :columns]

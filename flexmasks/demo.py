@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 from collections.abc import Callable
 
@@ -13,6 +12,7 @@ from tabulate import tabulate
 from torch import Tensor
 
 from flexmasks.attention import attention, block_mask, dense_mask, explain
+from flexmasks.console import device_name, progress, synchronize
 from flexmasks.facts import Blocks
 from flexmasks.picture import text
 
@@ -23,8 +23,8 @@ def main() -> None:
     device = torch.device("cuda" if cuda else "cpu")
     batch, heads, length, size = (16, 16, 8192, 64) if cuda else (2, 4, 2048, 64)
     dtype = torch.bfloat16 if cuda else torch.float32
-    name = torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} threads"
-    print(f"flexmasks.attention(q, k, v, mask='grouped_tril', seq_lens=...) on {name}, torch {torch.__version__}")
+    call = "flexmasks.attention(q, k, v, mask='grouped_tril', seq_lens=...)"
+    print(f"{call} on {device_name(device)}, torch {torch.__version__}")
     print(f"q, k, v [{batch}, {heads}, {length}, {size}] {str(dtype).removeprefix('torch.')}\n")
 
     torch.manual_seed(0)
@@ -33,15 +33,15 @@ def main() -> None:
 
     start = time.perf_counter()
     made = block_mask("grouped_tril", length, seq_lens=seq_lens)
-    _progress(f"blocks found in {(time.perf_counter() - start) * 1e3:.1f} ms; compiling the kernel")
+    progress(f"blocks found in {(time.perf_counter() - start) * 1e3:.1f} ms; compiling the kernel")
     start = time.perf_counter()
     out = attention(q, k, v, mask="grouped_tril", seq_lens=seq_lens)
-    _synchronize(cuda)
-    _progress(f"first call {time.perf_counter() - start:.1f} s; checking against float64")
+    synchronize(device)
+    progress(f"first call {time.perf_counter() - start:.1f} s; checking against float64")
     error, checked = _error(out, q, k, v, seq_lens)
-    _progress("timing")
+    progress("timing")
     header, rows = _times(q, k, v, seq_lens)
-    _progress("")
+    progress("")
 
     print(f"blocks of batch element 0 (seq_lens[0] = {int(seq_lens[0])} of {length}):\n{text(made, columns=66)}\n")
     print(f"largest error against float64 SDPA with the materialised mask, {checked}: {error:.1e}\n")
@@ -60,7 +60,7 @@ def _error(out: Tensor, q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor) -> tu
             want = F.scaled_dot_product_attention(one_q, one_k, one_v, attn_mask=mask)
             want = torch.where(mask.any(-1)[:, None], want, 0.0)  # SDPA leaves NaN in rows that see nothing
             worst = max(worst, float((out[b : b + 1, h : h + 1].double() - want).abs().max()))
-            _progress(f"checking against float64: batch element {b + 1} of {len(q)}, head {h + 1} of {heads}")
+            progress(f"checking against float64: batch element {b + 1} of {len(q)}, head {h + 1} of {heads}")
     return worst, f"{heads} heads of all {len(q)} batch elements"
 
 
@@ -74,7 +74,7 @@ def _times(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor) -> tuple[list[str]
     }
     forward, backward = {}, {}
     for name, call in calls.items():
-        _progress(f"timing {name}")
+        progress(f"timing {name}")
         forward[name] = _median(lambda call=call: call(q, k, v), cuda)  # type: ignore[misc]
         if cuda:
             leaves = [x.detach().requires_grad_() for x in (q, k, v)]
@@ -111,16 +111,3 @@ def _median(call: Callable[[], object], cuda: bool) -> float:
         call()
         times.append((time.perf_counter() - start) * 1e3)
     return statistics.median(times)
-
-
-def _synchronize(cuda: bool) -> None:
-    if cuda:
-        torch.cuda.synchronize()
-
-
-def _progress(message: str) -> None:
-    """One line that changes in a terminal; a line each elsewhere."""
-    if sys.stderr.isatty():
-        print(f"\r\033[K{message}", end="", file=sys.stderr, flush=True)
-    elif message:
-        print(f"... {message}", file=sys.stderr, flush=True)

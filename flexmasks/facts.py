@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexmasks.blocks import Elements
+from flexmasks.blocks import Elements, in_use
 
 _TILE = 16  # keys that a kernel looks at in one go, at least
 
@@ -77,7 +77,7 @@ class Blocks:
         computed = self._area(*self._partial) + self._area(*self._full)
         if not computed:
             return 0.0
-        b, h, i, n = self._listed(*self._partial).nonzero().unbind(1)
+        b, h, i, n = in_use(*self._partial).nonzero().unbind(1)
         j = self._partial[1][b, h, i, n].long()
         visible = self._area(*self._full) + sum(int(seen.sum()) for seen in self._seen(b, h, i, j, self._sizes[1]))
         return 1 - visible / computed
@@ -155,14 +155,11 @@ class Blocks:
         q_len, kv_len = self.block_mask.seq_lengths
         return self._partial[0][..., 0].numel() * q_len * kv_len
 
-    def _listed(self, counts: Tensor, indices: Tensor) -> Tensor:
-        return torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
-
     def _area(self, counts: Tensor, indices: Tensor) -> int:
         """Pairs in the listed blocks."""
         (height, width), (q_len, kv_len) = self._sizes, self.block_mask.seq_lengths
         rows, columns = counts.shape[-1], -(-kv_len // width)
-        with_last = ((indices == columns - 1) & self._listed(counts, indices)).any(-1)
+        with_last = ((indices == columns - 1) & in_use(counts, indices)).any(-1)
         wide = counts.long() * width - with_last * (columns * width - kv_len)
         high = (q_len - torch.arange(rows, device=counts.device) * height).clamp(max=height)
         return int((wide * high).sum())
@@ -186,5 +183,5 @@ class Blocks:
 
 
 def _without_gap(counts: Tensor, indices: Tensor) -> bool:
-    listed = torch.arange(1, indices.shape[-1], device=indices.device) < counts[..., None]
-    return not bool(((indices[..., 1:] - indices[..., :-1] != 1) & listed).any())
+    gaps = indices[..., 1:] - indices[..., :-1] != 1
+    return not bool((gaps & in_use(counts, indices)[..., 1:]).any())

@@ -174,10 +174,8 @@ class Range:
         return self.lo.device if evaluation is None else evaluation.device
 
     @property
-    def shape(self) -> torch.Size:
-        return torch.Size(
-            torch.broadcast_shapes(self.lo.shape, self.hi.shape)[: self.ndim]
-        )  # to the function an index is a number
+    def shape(self) -> torch.Size:  # to the function an index is a number
+        return torch.Size(broadcast_shape(self.lo, self.hi)[: self.ndim])
 
     def dim(self) -> int:
         return self.ndim
@@ -397,8 +395,7 @@ def _as_range(value: Any) -> Range:
     if isinstance(value, _NUMBERS):
         return _constant(value)
     if isinstance(value, Tensor):
-        evaluation = _evaluation.get()
-        lo, hi, limit = _bounds_of(value) if evaluation is None else evaluation.bounds_of(value)
+        lo, hi, limit = _bounds_of_captured(value)
         if value.ndim:
             _check_size(value.shape)
             exact = lo is hi
@@ -428,6 +425,11 @@ def broadcast_shape(a: Tensor, b: Tensor) -> tuple[int, ...]:
 def _check_size(shape: torch.Size) -> None:
     if math.prod(shape) > _LARGEST:
         raise GiveUp(f"a tensor of {math.prod(shape)} elements in arithmetic")
+
+
+def _bounds_of_captured(values: Tensor) -> tuple[Tensor, Tensor, float]:
+    evaluation = _evaluation.get()
+    return _bounds_of(values) if evaluation is None else evaluation.bounds_of(values)
 
 
 def _bounds_of(values: Tensor) -> tuple[Tensor, Tensor, float]:
@@ -948,11 +950,15 @@ def _bitwise(
     return rule
 
 
+def _same_sign(x: Range, y: Range) -> Tensor:
+    return ((x.lo >= 0) & (y.lo >= 0)) | ((x.hi < 0) & (y.hi < 0))
+
+
 def _bits_and(x: Range, y: Range, ones: Tensor) -> tuple[Tensor, Tensor]:
     """What is not negative bounds the result; two negative numbers leave one below both."""
     some = (x.lo >= 0) | (y.lo >= 0)
     least, most = torch.minimum(x.hi, y.hi), torch.maximum(x.hi, y.hi)
-    same = ((x.lo >= 0) & (y.lo >= 0)) | ((x.hi < 0) & (y.hi < 0))
+    same = _same_sign(x, y)
     hi = torch.where(same, least, torch.where(x.lo >= 0, x.hi, torch.where(y.lo >= 0, y.hi, most)))
     return torch.where(some, 0.0, -1 - ones), hi
 
@@ -966,7 +972,7 @@ def _bits_or(x: Range, y: Range, ones: Tensor) -> tuple[Tensor, Tensor]:
 
 def _bits_xor(x: Range, y: Range, ones: Tensor) -> tuple[Tensor, Tensor]:
     """Not negative where both signs are the same, negative where they differ."""
-    same = ((x.lo >= 0) & (y.lo >= 0)) | ((x.hi < 0) & (y.hi < 0))
+    same = _same_sign(x, y)
     differ = ((x.lo >= 0) & (y.hi < 0)) | ((x.hi < 0) & (y.lo >= 0))
     return torch.where(same, 0.0, -1 - ones), torch.where(differ, -1.0, ones)
 
@@ -1032,8 +1038,7 @@ def _elements(values: Range | Tensor, indices: list[Any]) -> Range:
     shape = values.shape
     numbers = [_Index(i, n) for i, n in zip(indices, shape, strict=False)]
     if isinstance(values, Tensor):
-        evaluation = _evaluation.get()
-        lo, hi, limit = _bounds_of(values) if evaluation is None else evaluation.bounds_of(values)
+        lo, hi, limit = _bounds_of_captured(values)
     else:
         lo, hi, limit = values.lo, values.hi, values.limit
     single = all(i.first is i.last for i in numbers)

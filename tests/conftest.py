@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import settings
@@ -22,6 +24,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _registry_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test registers is gone after it."""
     monkeypatch.setattr(registry, "_REGISTRY", {kind: dict(known) for kind, known in registry._REGISTRY.items()})
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """More threads gain nothing for functions as short as random ones, and wait for each other where cores are few."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)
