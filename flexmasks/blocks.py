@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -55,7 +55,9 @@ class _ScalarIndexing(TorchFunctionMode):
         if func is torch.Tensor.__getitem__:
             tensor, index = args
             index = index if isinstance(index, tuple) else (index,)
-            if any(isinstance(i, Tensor) for i in index) and all(isinstance(i, Tensor | int) for i in index):
+            if any(isinstance(i, Tensor) for i in index) and all(
+                isinstance(i, Tensor) or type(i) is int for i in index
+            ):
                 device = tensor.device
                 whole = [i if isinstance(i, Tensor) else torch.tensor(i, device=device) for i in index]
                 return torch.ops.aten.index(tensor, whole)
@@ -78,16 +80,45 @@ def over_indices(mod: _Mod, prefix: tuple[int, ...] = ()) -> Callable[..., Tenso
     return evaluated
 
 
-def dependence(mask_mod: MaskMod, batch: int, heads: int, device: torch.device) -> tuple[int, int] | str:
-    """The batch and head size of a mask, 1 where its function does not depend on the index; or why nothing is known."""
+@dataclass(frozen=True)
+class _Nature:
+    """What a mask depends on."""
+
+    batch: int  # the size of its batch dimension, 1 where it is the same for each
+    heads: int
+    widest: int = 1  # the most elements that a tensor has which its function sees
+
+
+def _nature(mask_mod: MaskMod, batch: int, heads: int, device: torch.device) -> _Nature:
     found = _evaluate(mask_mod, batch, heads, _Line(1, 1), _Line(1, 1), device, device)
-    return found if isinstance(found, str) else (found[0].shape[0], found[0].shape[1])
+    if isinstance(found, str):
+        return _Nature(*_dependence_by_vmap(mask_mod, batch, heads, device))
+    return _Nature(found.certain.shape[0], found.certain.shape[1], found.widest)
+
+
+def _dependence_by_vmap(mask_mod: MaskMod, batch: int, heads: int, device: torch.device) -> tuple[int, int]:
+    """vmap gives a result that does not depend on an index one element in memory for all of that index."""
+    sizes = []
+    for n, in_dims in ((batch, (0, None, None, None)), (heads, (None, 0, None, None))):
+        indices = (torch.zeros(() if d is None else n, dtype=torch.int64, device=device) for d in in_dims)
+        with _ScalarIndexing():
+            seen = torch.vmap(mask_mod, in_dims=in_dims)(*indices)
+        sizes.append(1 if n == 1 or _boolean(seen, 1).stride(0) == 0 else n)
+    return sizes[0], sizes[1]
+
+
+def dependence(mask_mod: MaskMod, batch: int, heads: int, device: torch.device) -> tuple[int, int]:
+    """The batch and head size of a mask, 1 where its function does not depend on the index.
+
+    Raises ValueError or TypeError where the function is no mask.
+    """
+    nature = _nature(mask_mod, batch, heads, device)
+    return nature.batch, nature.heads
 
 
 def dense(mask_mod: MaskMod, batch: int, heads: int, q_len: int, kv_len: int, device: torch.device) -> Tensor:
     """The mask as booleans, [batch or 1, heads or 1, q_len, kv_len]."""
-    found = dependence(mask_mod, batch, heads, device)
-    batch, heads = (batch, heads) if isinstance(found, str) else found
+    batch, heads = dependence(mask_mod, batch, heads, device)
     indices = (torch.arange(n, device=device) for n in (batch, heads, q_len, kv_len))
     return _boolean(over_indices(mask_mod)(*indices), 4)
 
@@ -107,10 +138,13 @@ def build(
     """
     rows, columns = _Line(q_len, block_size[0]), _Line(kv_len, block_size[1])
     small = rows.count * columns.count <= _SMALL
+    nature = _Nature(batch, heads)
+    if batch * heads * rows.count * columns.count > 4 * _SMALL:
+        nature = _nature(mask_mod, batch, heads, device)
     try:
-        certain, possible, unknown = _decide(mask_mod, batch, heads, rows, columns, device, _CPU if small else device)
+        certain, possible, unknown = _decide(mask_mod, nature, rows, columns, device, _CPU if small else device)
     except TooLarge:
-        certain, possible, unknown = _decide(mask_mod, batch, heads, rows, columns, device, device)
+        certain, possible, unknown = _decide(mask_mod, nature, rows, columns, device, device)
     shape = (*certain.shape[:2], rows.count, columns.count)
     if math.prod(shape) > 4 * _SMALL:
         certain, possible = certain.to(device), possible.to(device)
@@ -118,9 +152,10 @@ def build(
     some = all_ = certain
     if len(undecided):
         some, all_ = (certain.clone(memory_format=torch.contiguous_format) for _ in range(2))
+        elements = Elements(mask_mod, device, nature.widest)
         for part in undecided.split(_CHUNK[certain.device.type == "cpu"] // 2):
             coordinates = torch.stack(torch.unravel_index(part, certain.shape), 1)
-            some.view(-1)[part], all_.view(-1)[part] = _look_at(mask_mod, coordinates, rows, columns, device)
+            some.view(-1)[part], all_.view(-1)[part] = _look_at(elements, coordinates, rows, columns)
     marked = torch.empty((2, *shape), dtype=torch.bool, device=certain.device)
     partial, full = marked
     full.copy_(all_)
@@ -199,40 +234,36 @@ class _Line:
 
 
 def _decide(
-    mask_mod: MaskMod,
-    batch: int,
-    heads: int,
-    rows: _Line,
-    columns: _Line,
-    device: torch.device,
-    here: torch.device,
+    mask_mod: MaskMod, nature: _Nature, rows: _Line, columns: _Line, device: torch.device, here: torch.device
 ) -> tuple[Tensor, Tensor, tuple[str, ...]]:
     """Whether all, and whether any element of each block is visible, as far as ranges show: [B, H, rows, columns].
 
     A dimension on which the mask does not depend has size 1. Decided on `here`, a slice of the rows at a time.
     Raises TooLarge where that is not the place for it.
     """
-    own = (batch, heads)
-    if batch * heads > 1 and batch * heads * rows.count * columns.count > _BLOCKS:
-        depends = dependence(mask_mod, batch, heads, device)
-        own = own if isinstance(depends, str) else depends
-    step = max(1, _BLOCKS // (own[0] * own[1] * columns.count))
-    parts: list[tuple[Tensor, Tensor]] = []
-    unknown: tuple[str, ...] = ()
+    step = max(1, _BLOCKS // (nature.batch * nature.heads * columns.count * nature.widest))
+    parts: list[_Decided] = []
     for start in range(0, rows.count, step):
         part = rows.part(start, min(step, rows.count - start))
-        found = _evaluate(mask_mod, batch, heads, part, columns, device, here)
+        found = _evaluate(mask_mod, nature.batch, nature.heads, part, columns, device, here)
         if isinstance(found, str):
+            batch, heads = _dependence_by_vmap(mask_mod, nature.batch, nature.heads, device)
             certain = torch.zeros((batch, heads, rows.count, columns.count), dtype=torch.bool, device=here)
             return certain, ~certain, (found,)
-        parts.append(found[:2])
-        unknown = found[2]
-        if found[0].shape[2] == 1 < part.count:  # the same for all rows
+        parts.append(found)
+        if found.certain.shape[2] == 1 < part.count:  # the same for all rows
             break
     if len(parts) == 1:
-        return *parts[0], unknown
-    certain, possible = (torch.cat(ends, 2) for ends in zip(*parts, strict=True))
-    return certain, possible, unknown
+        return parts[0].certain, parts[0].possible, parts[0].not_understood
+    certain, possible = torch.cat([p.certain for p in parts], 2), torch.cat([p.possible for p in parts], 2)
+    return certain, possible, parts[0].not_understood
+
+
+class _Decided(NamedTuple):
+    certain: Tensor  # of each block, whether all is visible
+    possible: Tensor  # whether any is
+    not_understood: tuple[str, ...]
+    widest: int
 
 
 def _evaluate(
@@ -243,30 +274,28 @@ def _evaluate(
     columns: _Line,
     device: torch.device,
     here: torch.device,
-) -> tuple[Tensor, Tensor, tuple[str, ...]] | str:
-    """For each block whether all, and whether any is visible, and the operations not understood; or why not at all."""
+) -> _Decided | str:
+    """What ranges show of each block; or why they show nothing."""
     b = torch.arange(batch, device=here).view(-1, 1, 1, 1)
     h = torch.arange(heads, device=here).view(1, -1, 1, 1)
     indices = Range.of_indices(b, b, batch - 1), Range.of_indices(h, h, heads - 1)
     try:
-        truth, unknown = evaluate(mask_mod, *indices, rows.range(2, here), columns.range(3, here), device)
+        found = evaluate(mask_mod, *indices, rows.range(2, here), columns.range(3, here), device)
     except GiveUp as reason:
         return str(reason)
-    shape = broadcast_shape(truth.lo, truth.hi)
+    lo, hi = found.truth.lo, found.truth.hi
+    shape = broadcast_shape(lo, hi)
     shape = (*(1,) * (4 - len(shape)), *shape)
-    return truth.lo.to(here).expand(shape), truth.hi.to(here).expand(shape), tuple(unknown)
+    return _Decided(lo.to(here).expand(shape), hi.to(here).expand(shape), found.not_understood, found.widest)
 
 
-def _look_at(
-    mask_mod: MaskMod, blocks: Tensor, rows: _Line, columns: _Line, device: torch.device
-) -> tuple[Tensor, Tensor]:
+def _look_at(elements: Elements, blocks: Tensor, rows: _Line, columns: _Line) -> tuple[Tensor, Tensor]:
     """Whether some, and whether all elements are visible of blocks given as [n, (b, h, row, column)].
 
     Most show that they are partial in 8 x 8 places, and most others, with patterns finer than these, at pairs that have
     each query and each key once. The rest are cut in 8 x 8 parts; what ranges leave open of these is looked at element
     by element, the first such part of each block before all others.
     """
-    elements = Elements(mask_mod, device)
     some, all_ = _seen_at(elements, blocks, rows.places(blocks[:, 2]), columns.places(blocks[:, 3]))
     left = (some == all_).nonzero()[:, 0]
     if not len(left) or max(rows.size, columns.size) <= _PARTS:
@@ -326,8 +355,8 @@ class Elements:
     Ranges of one element each give them for most functions, and start faster than vmap, which gives them for all.
     """
 
-    def __init__(self, mask_mod: MaskMod, device: torch.device) -> None:
-        self._mask_mod, self._device = mask_mod, device
+    def __init__(self, mask_mod: MaskMod, device: torch.device, widest: int = 1) -> None:
+        self._mask_mod, self._device, self._widest = mask_mod, device, widest
         self._try_ranges = True
         function: Callable[..., Tensor] = mask_mod
         for dims in ((None, None, None, 0), (None, None, 0, None), (0, 0, 0, 0)):
@@ -336,7 +365,7 @@ class Elements:
 
     def at_once(self, elements: int) -> int:
         """How many blocks of so many elements to look at in one call, to bound its memory."""
-        return max(1, _CHUNK[self._device.type == "cpu"] // elements)
+        return max(1, _CHUNK[self._device.type == "cpu"] // (elements * self._widest))
 
     def __call__(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         if not len(b):
@@ -361,7 +390,7 @@ class Elements:
             indices.append(Range.of_indices(lo, hi, _LONGEST, reached=False))
         shape = (n, 1, _PARTS, _PARTS)
         try:
-            truth, _ = evaluate(self._mask_mod, indices[0], indices[1], indices[2], indices[3], self._device)
+            truth = evaluate(self._mask_mod, indices[0], indices[1], indices[2], indices[3], self._device).truth
         except (GiveUp, TooLarge):
             certain = torch.zeros(shape, dtype=torch.bool, device=blocks.device)
             return certain[:, 0], ~certain[:, 0]
@@ -373,7 +402,7 @@ class Elements:
         lines = [x.double().view(shape) for x, shape in zip((b, h, q, kv), shapes, strict=True)]
         at_b, at_h, at_q, at_kv = (Range.of_indices(x, x, _LONGEST, reached=False) for x in lines)
         try:
-            truth, _ = evaluate(self._mask_mod, at_b, at_h, at_q, at_kv, self._device)
+            truth = evaluate(self._mask_mod, at_b, at_h, at_q, at_kv, self._device).truth
         except (GiveUp, TooLarge):
             return None
         if not truth.exact:

@@ -246,7 +246,6 @@ def check_open_extents(value: Modifier, mod: Callable[..., Tensor], size: Size, 
     """Raise ValueError where a mask depends on b or h and nobody said how far that ranges; its own errors first."""
     for extent in extents:
         twice = replace(size, **{extent: 2 * getattr(size, extent)})
-        found: tuple[int, int] | str
         try:
             found = blocks.dependence(mod, twice.batch, twice.heads, size.device)
         except Exception as error:
@@ -254,15 +253,11 @@ def check_open_extents(value: Modifier, mod: Callable[..., Tensor], size: Size, 
             if not isinstance(error, IndexError) and "indexes a dimension" not in str(error):
                 continue
             found = twice.batch, twice.heads
-        if isinstance(found, str) or found[extent == "heads"] > 1:
+        if found[extent == "heads"] > 1:
             with explained(value):
                 blocks.dense(mod, size.batch, size.heads, 1, 1, size.device)
-            unknown = (
-                f" (for all one can tell, since ranges do not understand {found})" if isinstance(found, str) else ""
-            )
             raise ValueError(
-                f"flexmasks: the mask {value!r} depends on its {extent} index{unknown}; pass `{extent}`, how far it "
-                "ranges."
+                f"flexmasks: the mask {value!r} depends on its {extent} index; pass `{extent}`, how far it ranges."
             )
 
 

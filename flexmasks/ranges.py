@@ -42,7 +42,7 @@ for the greatest is certainly in the window, one that is above 192 for the least
 combine the two:
 
     >>> b = h = Range.of_indices(torch.zeros(1), torch.zeros(1), limit=0)
-    >>> seen, not_understood = evaluate(window, b, h, q, kv)
+    >>> seen = evaluate(window, b, h, q, kv).truth
     >>> seen.lo[0, 0].int()  # certainly: full blocks
     tensor([[0, 0, 0, 0],
             [0, 0, 0, 0],
@@ -65,15 +65,16 @@ of blocks for all others: 128 x 128 times less than every pair. To that come the
 of what the mask shows: their number grows with the length for a window or for documents, not with its square. The
 function is called, not compiled.
 
-The shape of the answer says more: it has a batch, or a head, dimension exactly if the function uses that index.
+The shape of the answer says more: it has a batch, or a head, dimension if the function uses that index.
 
 What it knows
 -------------
-Arithmetic, comparisons, logic, bits, casts, `torch.where`, reductions, and indexing of captured tensors: by an exact
-index it is a lookup, by a range the least and greatest element in reach. Every result holds each value that can occur
-(soundness). An operation that is not known here gives "anything", so that blocks are looked at element by element:
-slower, never wrong. `Mask.blocks` and `explain` name it. Correlations are lost: `q - q` is not 0 but -127..127, which
-again is slower and not wrong.
+Arithmetic, comparisons, logic, bits, casts, roots and exponentials, `torch.where`, reductions, `torch.bucketize`, and
+indexing of captured tensors: by an exact index it is a lookup, by a range the least and greatest element in reach.
+Every result holds each value that can occur (soundness). An operation that is not known here gives "anything", so that
+blocks are looked at element by element: slower, never wrong; and so is a function that ranges cannot go through.
+`Mask.blocks` and `explain` name what it was. Correlations are lost: `q - q` is not 0 but -127..127, which again is
+slower and not wrong. A Range does what an integer tensor does, and is none: `isinstance(q, torch.Tensor)` is False.
 
 How it is exact
 ---------------
@@ -93,7 +94,7 @@ import math
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -111,6 +112,10 @@ _CONSTANTS = ("zeros_like", "ones_like", "full_like")
 
 class GiveUp(Exception):
     """The function cannot be evaluated on ranges at all, for the reason given; every block is undecided."""
+
+
+class Refused(ValueError):
+    """The function is no mask, in a way that torch would refuse, too."""
 
 
 class TooLarge(Exception):
@@ -156,6 +161,8 @@ class Range:
         self.lo, self.hi, self.dtype, self.limit, self.reached, self.steps = lo, hi, dtype, limit, reached, steps
         self.ndim = max(0, lo.ndim - _BLOCK_DIMS, hi.ndim - _BLOCK_DIMS)
         self.compared: tuple[str, Any, Any] | None = None  # the integers whose comparison this truth value is
+        if self.ndim:
+            _note_width(lo, hi)
 
     @classmethod
     def of_indices(cls, lo: Tensor, hi: Tensor, limit: int, steps: Steps | None = None, reached: bool = True) -> Range:
@@ -202,7 +209,7 @@ class Range:
         return _dispatch(func, args, kwargs or {})
 
     def _refuse(self, what: str) -> Any:
-        raise ValueError(
+        raise Refused(
             f"a mask function may not {what}: its arguments stand for many indices at once. Use `&`, `|`, `~` for "
             "and, or, not, `(a < b) & (b < c)` for chained comparisons, and torch.where for if."
         )
@@ -226,7 +233,10 @@ class Range:
         return int(self._refuse("use an index as a Python integer (to index a list, or in `range`)"))
 
     def __iter__(self) -> Any:
-        return self._refuse("iterate over an index")
+        return iter(_dispatch(torch.Tensor.unbind, (self,), {})) if self.ndim else self._refuse("iterate over an index")
+
+    def __repr__(self) -> str:
+        return f"Range({self.lo}, {self.hi}, {self.dtype})"
 
     def __getitem__(self, index: Any) -> Any:
         return _dispatch(torch.Tensor.__getitem__, (self, index), {})
@@ -252,11 +262,12 @@ def _operator(name: str) -> Callable[..., Any]:
     return operate
 
 
+_IN_PLACE = "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift setitem".split()  # noqa: SIM905
 _OPERATORS = """
     add radd sub rsub mul rmul floordiv rfloordiv truediv rtruediv mod rmod pow rpow and rand or ror xor rxor
     lshift rlshift rshift rrshift neg pos abs invert eq ne lt le gt ge
 """
-for _name in _OPERATORS.split():
+for _name in (*_OPERATORS.split(), *_IN_PLACE):
     setattr(Range, f"__{_name}__", _operator(f"__{_name}__"))
 
 
@@ -266,23 +277,37 @@ class _Evaluation:
     def __init__(self, device: torch.device, here: torch.device) -> None:
         self.device, self.here = device, here
         self.not_understood: list[str] = []
-        self._bounds: dict[int, tuple[Tensor, tuple[Tensor, Tensor, float]]] = {}
+        self.widest = 1  # the most elements that a tensor had which the function saw
+        self._bounds: dict[tuple[int, int], tuple[Tensor, tuple[Tensor, Tensor, float]]] = {}
 
     def bounds_of(self, values: Tensor) -> tuple[Tensor, Tensor, float]:
         """`_bounds_of` of a captured tensor, brought to where the ranges are and kept for this evaluation."""
-        found = self._bounds.get(id(values))
+        key = id(values), _version(values)
+        found = self._bounds.get(key)
         if found is None:
             if values.ndim and values.device != self.device:
-                raise ValueError(
+                raise Refused(
                     f"a mask function uses a tensor on {values.device} with indices on {self.device}; move it there."
                 )
             if values.device != self.here and self.here.type == "cpu" and values.numel() > _MOVED:
                 raise TooLarge(f"a tensor of {values.numel()} elements")
-            found = self._bounds[id(values)] = values, _bounds_of(values.detach().to(self.here))
+            found = self._bounds[key] = values, _bounds_of(values.detach().to(self.here))
         return found[1]
 
 
 _evaluation: ContextVar[_Evaluation | None] = ContextVar("evaluation", default=None)
+
+
+def _version(tensor: Tensor) -> int:
+    """It grows when the tensor is changed in place."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _note_width(*ends: Tensor) -> None:
+    evaluation = _evaluation.get()
+    if evaluation is not None:
+        widths = (math.prod(end.shape[: max(0, end.ndim - _BLOCK_DIMS)]) for end in ends)
+        evaluation.widest = max(evaluation.widest, *widths)
 
 
 class _Mode(TorchFunctionMode):
@@ -300,10 +325,18 @@ class _Mode(TorchFunctionMode):
         return _dispatch(func, args, kwargs)
 
 
+class Evaluated(NamedTuple):
+    """What a mask's function gave on ranges."""
+
+    truth: Range  # for each block
+    not_understood: tuple[str, ...]  # operations
+    widest: int  # the most elements that a tensor had which the function saw
+
+
 def evaluate(
     function: Callable[..., Any], b: Range, h: Range, q: Range, kv: Range, device: torch.device | None = None
-) -> tuple[Range, list[str]]:
-    """Call a mask's function on ranges: the truth value for each block, and the operations not understood.
+) -> Evaluated:
+    """Call a mask's function on ranges.
 
     `device` is where the function finds its indices to be, by default where they are. Small problems of a GPU are
     evaluated on the CPU: tensors that the function captured are brought there.
@@ -314,8 +347,13 @@ def evaluate(
     evaluation = _Evaluation(device or here, here)
     token = _evaluation.set(evaluation)
     try:
-        with _Mode():
-            result = function(b, h, q, kv)
+        try:
+            with _Mode():
+                result = function(b, h, q, kv)
+        except (GiveUp, Refused, TooLarge):
+            raise
+        except Exception as error:  # the evaluation element by element says whether the function is to blame
+            raise GiveUp(f"{type(error).__name__}: {error}") from error
         if isinstance(result, bool) or not isinstance(result, Range | Tensor):
             raise TypeError(f"a mask function must return a boolean tensor, got {result!r}.")
         if result.dtype is not torch.bool:
@@ -325,7 +363,7 @@ def evaluate(
             )
         if result.ndim:
             raise GiveUp("a result that is no number")
-        return _as_range(result), evaluation.not_understood
+        return Evaluated(_as_range(result), tuple(evaluation.not_understood), evaluation.widest)
     finally:
         _evaluation.reset(token)
 
@@ -334,8 +372,8 @@ def _dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     name = getattr(func, "__name__", str(func))
     if name.startswith("__"):
         name = name.strip("_")
-    elif name.endswith("_"):
-        raise GiveUp(f"{name} changes an index in place")
+    if name in _IN_PLACE or name.endswith("_") or kwargs.get("out") is not None:  # what else is this tensor?
+        raise GiveUp(f"{name} changes a tensor in place")
     constant = name.startswith("new_") or name in _CONSTANTS  # of some index's dtype and device
     if constant and not any(isinstance(x, Range) for x in (*args[1:], *kwargs.values())):
         like = torch.zeros(args[0].shape, dtype=args[0].dtype, device=args[0].device)
@@ -345,19 +383,20 @@ def _dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         if rule is not None:
             try:
                 result = rule(*args, **kwargs)
-            except TypeError as error:  # an overload that the rule does not have
-                if "argument" not in str(error):
+            except TypeError as error:
+                if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
                     raise
-                result = None
+                result = None  # an overload that the rule does not have: it was not entered
             if result is not None:
                 return result
         evaluation = _evaluation.get()
-        if evaluation is not None and name not in evaluation.not_understood:
-            evaluation.not_understood.append(name)
+        known = {"getitem": "indexing"}.get(name, name[1:] if name[:1] == "r" and name[1:] in _RULES else name)
+        if evaluation is not None and known not in evaluation.not_understood:
+            evaluation.not_understood.append(known)
         return _anything(func, args, kwargs)
 
 
-def _anything(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Range:
+def _anything(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of an operation that is not known: any value of the dtype that it has on plain numbers."""
     ranges: list[Range] = []
 
@@ -371,18 +410,25 @@ def _anything(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         result = func(*(sample(a) for a in args), **{k: sample(v) for k, v in kwargs.items()})
     except Exception as error:  # the element by element evaluation says what is wrong, if anything is
         raise GiveUp(str(error)) from error
-    if not isinstance(result, Tensor):
-        raise GiveUp(f"{func} gives no tensor")
-    shape = torch.broadcast_shapes(*(r.lo.shape[r.ndim :] for r in ranges), *(r.hi.shape[r.ndim :] for r in ranges))
-    if result.ndim:
-        shape = torch.Size((*result.shape, *(1,) * (_BLOCK_DIMS - len(shape)), *shape))
-        _check_size(shape)
-    device = ranges[0].lo.device
-    if result.dtype == torch.bool:
-        certain = torch.zeros(shape, dtype=torch.bool, device=device)
-        return _truth(certain, ~certain)
-    hi = torch.full(shape, _INF, dtype=torch.float64, device=device)
-    return Range(-hi, hi, result.dtype)
+    ends = [end for r in ranges for end in (r.lo, r.hi)]
+    blocks = torch.broadcast_shapes(*(end.shape[max(0, end.ndim - _BLOCK_DIMS) :] for end in ends))
+
+    def anything(value: Any) -> Any:
+        if isinstance(value, tuple | list):
+            return type(value)([anything(v) for v in value])
+        if not isinstance(value, Tensor):
+            raise GiveUp(f"{getattr(func, '__name__', func)} gives no tensor")
+        shape = blocks
+        if value.ndim:
+            shape = torch.Size((*value.shape, *(1,) * (_BLOCK_DIMS - len(blocks)), *blocks))
+            _check_size(shape)
+        if value.dtype == torch.bool:
+            certain = torch.zeros(shape, dtype=torch.bool, device=ends[0].device)
+            return _truth(certain, ~certain)
+        hi = torch.full(shape, _INF, dtype=torch.float64, device=ends[0].device)
+        return Range(-hi, hi, value.dtype)
+
+    return anything(result)
 
 
 def _truth(lo: Tensor, hi: Tensor) -> Range:
@@ -623,7 +669,9 @@ def _quotient(x: Range, y: Range, rounding: Callable[[Tensor], Tensor] | None) -
 
 
 def _through_zero(y: Range) -> Tensor:
-    return (y.lo <= 0) & (y.hi >= 0)
+    """Where it may be 0, or a float so small that some machine takes it for 0."""
+    least = torch.finfo(y.dtype).tiny if y.dtype.is_floating_point else 0.0
+    return (y.lo <= least) & (y.hi >= -least)
 
 
 def _plain_divisor(b: Any, dtype: torch.dtype) -> bool:
@@ -695,6 +743,8 @@ _remainder, _fmod = _rest(torch.floor), _rest(torch.trunc)
 
 
 def _power(a: Any, exponent: Any) -> Range | None:
+    if type(a) is int and a == 2 and isinstance(exponent, Range):
+        return _shift_left(1, exponent)
     if type(exponent) is not int or exponent not in (1, 2) or not isinstance(a, Range) or a.dtype == torch.bool:
         return None
     if exponent == 1:
@@ -750,12 +800,15 @@ def _maximum(a: Any, b: Any) -> Range | None:
     return _extreme(a, b, torch.maximum)
 
 
-def _min_max(rule: Callable[[Any, Any], Range | None], of_all: Callable[..., Tensor]) -> Callable[..., Range | None]:
+def _min_max(
+    rule: Callable[[Any, Any], Range | None], of_all: Callable[..., Tensor], kind: Callable[[Any], Any]
+) -> Callable[..., Any]:
     """torch.min and torch.max of one tensor or of two; a number as the second argument is a dimension."""
 
-    def of_one_or_two(a: Any, b: Any = None) -> Range | None:
-        if isinstance(b, _NUMBERS):
-            return None
+    def of_one_or_two(a: Any, b: Any = None, keepdim: bool = False, *, dim: int | None = None) -> Any:
+        dim = b if type(b) is int else dim
+        if dim is not None:
+            return _of_dim(_reduced(of_all), kind)(a, dim, keepdim)
         return rule(a, b) if b is not None else _reduced(of_all)(a)
 
     return of_one_or_two
@@ -775,6 +828,11 @@ def _extreme(a: Any, b: Any, operation: Callable[..., Tensor]) -> Range | None:
 
 
 def _clamp(a: Any, min: Any = None, max: Any = None) -> Range | None:  # torch's names
+    dtype = getattr(a, "dtype", None)
+    for x in (min, max):
+        same = x is None or type(x) is int or (isinstance(x, Range | Tensor) and x.dtype == dtype)
+        if not same and not (type(x) is float and dtype is not None and dtype.is_floating_point):
+            return None  # a bound of another dtype may change that of the result
     raised = a if min is None else _maximum(a, min)
     return raised if max is None or raised is None else _minimum(raised, max)
 
@@ -829,6 +887,20 @@ def _fits(x: Any, dtype: torch.dtype) -> bool:
         return False
     info = torch.iinfo(dtype)
     return info.min <= x <= info.max if type(x) is int else getattr(x, "dtype", None) == dtype
+
+
+def _monotone(operation: Callable[[Tensor], Tensor], least: float = -_INF) -> Callable[[Any], Range]:
+    """A function that grows with its argument, of floats from `least` on; below it is NaN."""
+
+    def rule(a: Any) -> Range:
+        x = _as_range(a)
+        dtype = x.dtype if x.dtype.is_floating_point else torch.get_default_dtype()
+        x = _as_dtype(x, dtype)
+        lo, hi = _anything_where(_maybe_nan(x) | (x.lo < least), operation(x.lo), operation(x.hi))
+        slack = 4 * torch.finfo(dtype).eps  # machines differ in the last bits
+        return _result(lo - slack * (1 + lo.abs()), hi + slack * (1 + hi.abs()), dtype, _INF)
+
+    return rule
 
 
 def _rounded(operation: Callable[[Tensor], Tensor]) -> Callable[[Any], Range]:
@@ -917,6 +989,16 @@ def _xor(a: Any, b: Any) -> Range:
     x, y = _boolean(a), _boolean(b)
     lo = (x.lo & ~y.hi) | (~x.hi & y.lo)
     return _truth(lo, lo if x.exact and y.exact else (x.hi & ~y.lo) | (~x.lo & y.hi))
+
+
+def _logical(rule: Callable[[Any, Any], Range]) -> Callable[[Any, Any], Range | None]:
+    """torch converts both to one dtype first, in which a small number may become 0."""
+
+    def of_one_dtype(a: Any, b: Any) -> Range | None:
+        kinds = {getattr(x, "dtype", torch.float64) for x in (a, b)}
+        return None if len(kinds) > 1 and any(k.is_floating_point for k in kinds) else rule(a, b)
+
+    return of_one_dtype
 
 
 def _bitwise(
@@ -1018,20 +1100,49 @@ def _index(values: Any, index: Any) -> Any:
         return values[index]
     if all(i is None or i is Ellipsis for i in indices):
         return _unsqueezed(values, indices)
-    if not isinstance(values, Range | Tensor) or len(indices) > values.ndim:
-        raise GiveUp("an indexing that gives no number")
-    if not all(isinstance(i, int | Range) or (isinstance(i, Tensor) and i.ndim == 0) for i in indices):
-        raise GiveUp("an indexing by other than numbers")
-    if any(isinstance(i, Range) and i.ndim for i in indices):
-        raise GiveUp("an indexing by other than numbers")
+    if not isinstance(values, Range | Tensor) or sum(i is not Ellipsis for i in indices) > values.ndim:
+        return None
+    if not all(i is Ellipsis or type(i) in (int, slice) or _is_number(i) for i in indices):
+        return None
     if isinstance(values, _Rows):
-        return _index(values.table, (*values.indices, *indices))
-    shape = values.shape
-    if 0 in shape:
+        return _index(values.unchanged(), (*values.indices, *indices))
+    values, indices = _numbers_first(values, indices)
+    if 0 in values.shape:
         raise GiveUp("an empty tensor is indexed")
     if isinstance(values, Tensor) and len(indices) < values.ndim:
         return _Rows(values, tuple(indices))
-    return _elements(values, indices)
+    return _elements(values, indices) if indices else values
+
+
+def _is_number(index: Any) -> bool:
+    return isinstance(index, Range | Tensor) and index.ndim == 0
+
+
+def _numbers_first(values: Any, indices: list[Any]) -> tuple[Any, list[Any]]:
+    """values[indices] as an indexing of the first dimensions by numbers, slices taken and what is left behind them."""
+    place = next((n for n, i in enumerate(indices) if i is Ellipsis), len(indices))
+    missing = values.ndim - sum(i is not Ellipsis for i in indices)
+    indices = [*indices[:place], *[slice(None)] * missing, *indices[place + 1 :]]
+    numbers = [d for d, i in enumerate(indices) if not isinstance(i, slice)]
+    slices = tuple(i if isinstance(i, slice) else slice(None) for i in indices)
+    order = [*numbers, *(d for d in range(values.ndim) if d not in numbers)]
+    if order != sorted(order) or any(i != slice(None) for i in slices):
+        values = _rearranged(values, lambda end: end[slices].permute(*order, *range(len(order), end.ndim)))
+    return values, [indices[d] for d in numbers]
+
+
+def _rearranged(values: Any, arrange: Callable[[Tensor], Tensor]) -> Any:
+    """A tensor, or the ends of a range, with the dimensions that the function sees arranged anew."""
+    if isinstance(values, Tensor):
+        return arrange(values)
+    ends = [end.expand(*values.shape, *_blocks_of(end)) for end in (values.lo, values.hi)[: 2 - values.exact]]
+    ends = [arrange(end) for end in ends]
+    return Range(ends[0], ends[-1], values.dtype, values.limit)
+
+
+def _blocks_of(end: Tensor) -> tuple[int, ...]:
+    shape = end.shape[max(0, end.ndim - _BLOCK_DIMS) :]
+    return (*(1,) * (_BLOCK_DIMS - len(shape)), *shape)
 
 
 def _elements(values: Range | Tensor, indices: list[Any]) -> Range:
@@ -1052,17 +1163,24 @@ def _elements(values: Range | Tensor, indices: list[Any]) -> Range:
 class _Rows(Range):
     """table[indices] with fewer indices than dimensions: looked up when its elements are needed, if ever."""
 
-    __slots__ = ("_found", "indices", "table")
+    __slots__ = ("_found", "_made_of", "indices", "table")
 
     def __init__(self, table: Tensor, indices: tuple[Any, ...]) -> None:
         self.table, self.indices = table, indices
         self.dtype, self.ndim = table.dtype, table.ndim - len(indices)
         self.reached, self.steps, self.compared = False, None, None
         self._found: Range | None = None
+        self._made_of = _version(table)
+
+    def unchanged(self) -> Tensor:
+        """The table, if it is what it was."""
+        if _version(self.table) != self._made_of:
+            raise GiveUp("a tensor is changed in place once it was indexed")
+        return self.table
 
     def _get(self) -> Range:
         if self._found is None:
-            self._found = _elements(self.table, list(self.indices))
+            self._found = _elements(self.unchanged(), list(self.indices))
         return self._found
 
     @property
@@ -1099,7 +1217,7 @@ class _Index:
         if not _is_integer(r.dtype) or r.dtype == torch.uint8:  # torch takes these for a mask, or refuses them
             raise GiveUp("an indexing by other than integers")
         if r.reached and n <= r.limit < _INF:
-            raise ValueError(f"a mask function indexes a dimension of {n} elements with an index up to {int(r.limit)}.")
+            raise Refused(f"a mask function indexes a dimension of {n} elements with an index up to {int(r.limit)}.")
         if r.steps is not None and r.steps.first >= 0 and r.steps.end <= n:
             self.first, self.last, self.steps = r.lo.long(), r.hi.long(), r.steps
             return
@@ -1172,7 +1290,10 @@ def _reach_by_ranges(
             values = _reach_by_ranges(values, ndim, {d: ends}, extreme)
         return values
     ((d, ends),) = ranged.items()
-    if math.prod(shape) * rest > 4 * _LARGEST:  # all of it, in the shape that says what the result depends on
+    levels = max(lengths).bit_length()
+    if (
+        max(math.prod(shape) * rest, levels * values.numel() // 2) > 4 * _LARGEST
+    ):  # all of it, in the shape that says what the result depends on
         whole = extreme(values, dim=d, keepdim=True)
         return whole.expand(*whole.shape[:ndim], *shape)
     return _reach_by_sparse_table(values, ndim, d, *ends, extreme)
@@ -1236,13 +1357,8 @@ def _unsqueezed(a: Range, index: list[Any]) -> Range:
     for i in index:
         shape += [1] if i is None else a.shape
 
-    def reshaped(end: Tensor) -> Tensor:
-        blocks = end.shape[max(0, end.ndim - _BLOCK_DIMS) :]
-        end = end.expand(*a.shape, *blocks) if a.ndim else end
-        return end.reshape(*shape, *(1,) * (_BLOCK_DIMS - len(blocks)), *blocks)
-
-    lo = reshaped(a.lo)
-    return Range(lo, lo if a.exact else reshaped(a.hi), a.dtype, a.limit)
+    arranged: Range = _rearranged(a, lambda end: end.reshape(*shape, *_blocks_of(end)))
+    return arranged
 
 
 def _unsqueeze(a: Any, dim: int) -> Range:
@@ -1256,27 +1372,92 @@ def _reduced(operation: Callable[..., Tensor], of: Callable[[Any], Range] | None
     """A reduction of the dimensions that the function sees, one that is monotone in each element."""
 
     def rule(a: Any, dim: Any = None, keepdim: bool = False) -> Range | None:
+        if of is not None and getattr(a, "dtype", None) == torch.uint8:
+            return None  # its truth values are uint8
         x = _as_range(a) if of is None else of(a)
-        if x.dtype.is_floating_point:
-            return None  # NaN
+        dims = range(x.ndim) if dim is None else dim if isinstance(dim, tuple | list) else (dim,)
+        if dim is not None and not (len(dims) and all(type(d) is int and -x.ndim <= d < x.ndim for d in dims)):
+            return None
         if x.ndim == 0:
             return x
-        dims = (
-            range(x.ndim) if dim is None else [d % x.ndim for d in (dim if isinstance(dim, tuple | list) else (dim,))]
-        )
-        ends = [end.expand(*x.shape, *end.shape[x.ndim :]) for end in ((x.lo,) if x.exact else (x.lo, x.hi))]
+        dims = [d % x.ndim for d in dims]
+        ends = [end.expand(*x.shape, *_blocks_of(end)) for end in ((x.lo,) if x.exact else (x.lo, x.hi))]
         ends = [operation(end, dim=tuple(dims), keepdim=keepdim) for end in ends]
-        return Range(ends[0], ends[-1] if len(ends) > 1 else ends[0], x.dtype, x.limit)
+        if not x.dtype.is_floating_point:
+            return Range(ends[0], ends[-1], x.dtype, x.limit)
+        nan = _maybe_nan(x).expand(*x.shape, *_blocks_of(torch.empty(broadcast_shape(x.lo, x.hi), device="meta")))
+        return Range(*_anything_where(nan.any(dim=tuple(dims), keepdim=keepdim), ends[0], ends[-1]), x.dtype, x.limit)
 
     return rule
 
 
+def _of_dim(rule: Callable[..., Range | None], kind: Callable[[Any], Any]) -> Callable[..., Any]:
+    """torch.min and torch.max along a dimension: the extremes, and where they are."""
+
+    def along(a: Any, dim: int, keepdim: bool) -> Any:
+        values = rule(a, dim, keepdim)
+        if values is None:
+            return None
+        last = torch.full_like(values.lo, max(0.0, a.shape[dim] - 1.0) if a.ndim else 0.0, dtype=torch.float64)
+        return kind((values, Range(torch.zeros_like(last), last, torch.int64, float(max(1, math.prod(a.shape))))))
+
+    return along
+
+
 def _sum(a: Any, dim: Any = None, keepdim: bool = False) -> Range | None:
     x = _number(a)
-    added = _reduced(torch.sum)(x, dim, keepdim)
-    if added is None or x.dtype.is_floating_point:
+    count = math.prod(x.shape)
+    if not x.dtype.is_floating_point:
+        added = _reduced(torch.sum)(x, dim, keepdim) if x.limit * count < _EXACT else None
+        return None if added is None else Range(added.lo, added.hi, torch.int64, x.limit * count)
+    size = torch.maximum(-x.lo, x.hi)  # of the greatest of each; the sum's error grows with all of them
+    parts = [_reduced(torch.sum)(Range(end, end, torch.int64), dim, keepdim) for end in (x.lo, x.hi, size)]
+    if parts[0] is None or parts[1] is None or parts[2] is None:
         return None
-    return _result(added.lo, added.hi, torch.int64, x.limit * math.prod(x.shape), added.exact)
+    lo, hi, slack = (p.lo for p in parts)  # type: ignore[union-attr]
+    slack = slack * (2 * (count + 1) * torch.finfo(x.dtype).eps)
+    return _result(lo - slack, hi + slack, x.dtype, _INF)
+
+
+def _unbind(a: Any, dim: int = 0) -> tuple[Any, ...] | None:
+    if not isinstance(a, Range) or not -a.ndim <= dim < a.ndim:
+        return None
+    before = (slice(None),) * (dim % a.ndim)
+    return tuple(_index(a, (*before, n)) for n in range(a.shape[dim]))
+
+
+def _stack(tensors: Any, dim: int = 0) -> Range | None:
+    ranges = [_as_range(t) for t in tensors]
+    r = ranges[0]
+    if any((x.dtype, x.shape) != (r.dtype, r.shape) for x in ranges) or not -r.ndim - 1 <= dim <= r.ndim:
+        return None
+    place = dim % (r.ndim + 1)
+    exact = all(x.exact for x in ranges)
+    ends = []
+    for all_ends in ([x.lo for x in ranges], [x.hi for x in ranges])[: 2 - exact]:
+        all_ends = [end.expand(*r.shape, *_blocks_of(end)) for end in all_ends]
+        ends.append(torch.stack(torch.broadcast_tensors(*all_ends), place))
+    return Range(ends[0], ends[-1], r.dtype, max(x.limit for x in ranges))
+
+
+def _bucketize(a: Any, boundaries: Any, *, out_int32: bool = False, right: bool = False) -> Range | None:
+    """How many of the sorted boundaries are below a number, or not above it with `right`."""
+    if not (isinstance(a, Range) and a.ndim == 0 and isinstance(boundaries, Tensor) and boundaries.ndim == 1):
+        return None
+    if a.dtype != boundaries.dtype or isinstance(boundaries, Range) or not len(boundaries):
+        return None
+    bounds, same, _ = _bounds_of_captured(boundaries)
+    if bounds is not same or a.dtype == torch.bool or not _all(bounds[1:] >= bounds[:-1]):
+        return None
+    lo = torch.searchsorted(bounds, a.lo.contiguous(), right=right).double()
+    hi = lo if a.exact else torch.searchsorted(bounds, a.hi.contiguous(), right=right).double()
+    return Range(lo, hi, torch.int32 if out_int32 else torch.int64, float(len(boundaries)))
+
+
+def _searchsorted(
+    sorted_sequence: Any, a: Any, *, out_int32: bool = False, right: bool = False, side: str | None = None
+) -> Range | None:
+    return _bucketize(a, sorted_sequence, out_int32=out_int32, right=right or side == "right")
 
 
 def _is_in(a: Any, values: Any, *, assume_unique: bool = False, invert: bool = False) -> Range | None:
@@ -1291,10 +1472,10 @@ def _is_in(a: Any, values: Any, *, assume_unique: bool = False, invert: bool = F
 
 
 _RULES: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(("add", "radd", "iadd"), _add),
-    **dict.fromkeys(("sub", "subtract", "isub"), _sub),
+    **dict.fromkeys(("add", "radd"), _add),
+    **dict.fromkeys(("sub", "subtract"), _sub),
     "rsub": lambda a, b: _sub(b, a),
-    **dict.fromkeys(("mul", "multiply", "rmul", "imul"), _mul),
+    **dict.fromkeys(("mul", "multiply", "rmul"), _mul),
     **dict.fromkeys(("neg", "negative"), _neg),
     **dict.fromkeys(("positive", "clone", "detach", "contiguous"), lambda a: a),
     **dict.fromkeys(("abs", "absolute"), _abs),
@@ -1307,6 +1488,16 @@ _RULES: dict[str, Callable[..., Any]] = {
     "fmod": _fmod,
     "rmod": lambda a, b: _remainder(b, a),
     "pow": _power,
+    "rpow": lambda a, b: _power(b, a),
+    "sqrt": _monotone(torch.sqrt, 0.0),
+    "exp": _monotone(torch.exp),
+    "exp2": _monotone(torch.exp2),
+    "log": _monotone(torch.log, 0.0),
+    "log2": _monotone(torch.log2, 0.0),
+    "log10": _monotone(torch.log10, 0.0),
+    "log1p": _monotone(torch.log1p, -1.0),
+    "tanh": _monotone(torch.tanh),
+    "sigmoid": _monotone(torch.sigmoid),
     **dict.fromkeys(("lshift", "bitwise_left_shift"), _shift_left),
     **dict.fromkeys(("rshift", "bitwise_right_shift"), _shift_right),
     "rlshift": lambda a, b: _shift_left(b, a),
@@ -1314,15 +1505,16 @@ _RULES: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("sign", "sgn"), _sign),
     "minimum": _minimum,
     "maximum": _maximum,
-    "min": _min_max(_minimum, torch.amin),
-    "max": _min_max(_maximum, torch.amax),
+    "min": _min_max(_minimum, torch.amin, torch.return_types.min),
+    "max": _min_max(_maximum, torch.amax, torch.return_types.max),
     **dict.fromkeys(("clamp", "clip"), _clamp),
     "clamp_min": lambda a, min: _clamp(a, min=min),
     "clamp_max": lambda a, max: _clamp(a, max=max),
     "where": _where,
     "floor": _rounded(torch.floor),
     "ceil": _rounded(torch.ceil),
-    "trunc": _rounded(torch.trunc),
+    **dict.fromkeys(("trunc", "fix"), _rounded(torch.trunc)),
+    "round": _rounded(torch.round),
     **dict.fromkeys(("lt", "less"), _less),
     **dict.fromkeys(("le", "less_equal"), _at_most),
     **dict.fromkeys(("gt", "greater"), _greater),
@@ -1330,13 +1522,13 @@ _RULES: dict[str, Callable[..., Any]] = {
     "eq": _equal,
     **dict.fromkeys(("ne", "not_equal"), _unequal),
     "logical_not": _not,
-    "logical_and": _and,
-    "logical_or": _or,
-    "logical_xor": _xor,
+    "logical_and": _logical(_and),
+    "logical_or": _logical(_or),
+    "logical_xor": _logical(_xor),
     **dict.fromkeys(("invert", "bitwise_not"), _invert),
-    **dict.fromkeys(("and", "rand", "iand", "bitwise_and"), _bitwise(_and, torch.bitwise_and, _bits_and)),
-    **dict.fromkeys(("or", "ror", "ior", "bitwise_or"), _bitwise(_or, torch.bitwise_or, _bits_or)),
-    **dict.fromkeys(("xor", "rxor", "ixor", "bitwise_xor"), _bitwise(_xor, torch.bitwise_xor, _bits_xor)),
+    **dict.fromkeys(("and", "rand", "bitwise_and"), _bitwise(_and, torch.bitwise_and, _bits_and)),
+    **dict.fromkeys(("or", "ror", "bitwise_or"), _bitwise(_or, torch.bitwise_or, _bits_or)),
+    **dict.fromkeys(("xor", "rxor", "bitwise_xor"), _bitwise(_xor, torch.bitwise_xor, _bits_xor)),
     "isin": _is_in,
     "any": _reduced(torch.any, _boolean),
     "all": _reduced(torch.all, _boolean),
@@ -1344,9 +1536,13 @@ _RULES: dict[str, Callable[..., Any]] = {
     "amax": _reduced(torch.amax),
     "sum": _sum,
     "count_nonzero": lambda a, dim=None: _sum(_boolean(a), dim),
+    "bucketize": _bucketize,
+    "searchsorted": _searchsorted,
     "unsqueeze": _unsqueeze,
+    "unbind": _unbind,
+    "stack": _stack,
     "to": _to,
-    "type": _to,
+    "type": lambda a, *args: _to(a, *args) if args else None,
     "bool": _cast(torch.bool),
     "int": _cast(torch.int32),
     "long": _cast(torch.int64),
