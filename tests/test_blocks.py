@@ -462,6 +462,78 @@ def test_what_is_not_understood_is_named() -> None:
     assert check(HARD["row by row"], 1, 1, 300, 300).not_understood == ()
 
 
+# What ranges cannot go through is looked at element by element, and still depends on b and h only where it uses them.
+POSITIONS = torch.arange(600).view(300, 2) // 7
+THROUGH_NO_RANGE: dict[str, tuple[Callable[..., Any], tuple[int, int]]] = {
+    "product": (lambda b, h, q, kv: POSITIONS[q] @ POSITIONS[kv] > 900, (1, 1)),
+    "product and batch": (lambda b, h, q, kv: (POSITIONS[q] @ POSITIONS[kv] > 900) & (b > 0), (2, 1)),
+    "attribute and head": (lambda b, h, q, kv: POSITIONS[q].real.sum() > POSITIONS[kv + h - h].real.sum(), (1, 3)),
+    "own vmap": (lambda b, h, q, kv: torch.vmap(lambda x: (x + q) % 3 > kv % 3)(POSITIONS[0]).any() | (b > 0), (2, 1)),
+    "own derivative": (lambda b, h, q, kv: torch.func.grad(lambda x: x * q * 0.5)(kv * 1.0) > kv, (1, 1)),
+}
+
+
+@pytest.mark.parametrize("name", THROUGH_NO_RANGE)
+def test_what_no_range_goes_through(name: str) -> None:
+    mask, depends = THROUGH_NO_RANGE[name]
+    built = check(mask, 2, 3, 300, 290)
+    assert built.indices[0].shape[:2] == depends
+    assert built.not_understood
+    assert blocks.dependence(mask, 2, 3, CPU) == depends
+
+
+WRONG_ONCE: dict[str, Callable[..., Any]] = {  # by an answer of ranges that was not torch's
+    "alias changed in place": lambda b, h, q, kv: _added(q, 20) & (q > kv),
+    "integer beyond its dtype": lambda b, h, q, kv: BYTES[q] // 300 < BYTES[kv] % 300,
+    "integer near 2^63": lambda b, h, q, kv: (q & (2**63 - 1)) >= kv,
+    "a whole reduction's dimension": lambda b, h, q, kv: SUMMED[b, (q * 13 - kv * 7) % 300] > kv,
+    "sum beyond 2^52": lambda b, h, q, kv: (HUGE[q % 4] - HUGE[q % 4].amax()).sum() + (HUGE[kv % 4].sum() * 0 + q) > kv,
+    "sum past 2^52 on its way": lambda b, h, q, kv: HUGE[q % 4].sum() > HUGE[kv % 4].sum(),
+    "tiny divisor": lambda b, h, q, kv: (q + 1) / (TINY * (kv + 1)) > 3e38,
+    "any of bytes": lambda b, h, q, kv: (BYTES.to(torch.uint8)[q][None].any(0) + 1).bool() & (q > kv),
+    "truth of a number that becomes 0": lambda b, h, q, kv: torch.logical_and(TINY * 1e-5 * (q + 1), HALF[kv]),
+    "clamp by a double": lambda b, h, q, kv: q.clamp(min=DOUBLE) > kv,
+    "dimensions ()": lambda b, h, q, kv: (POSITIONS[q] > POSITIONS[kv]).any(dim=()).all(),
+}
+BYTES = (torch.arange(300) % 256 - 128).to(torch.int8)
+SUMMED = torch.arange(2 * 300).view(2, 300)
+HUGE = torch.tensor([[2**52, 1, -(2**52)], [2**52, 3, 5], [-(2**52), -1, 2**52], [1, 2, 3]])
+TINY = torch.tensor(1e-39)
+HALF = torch.arange(300).half() / 150
+DOUBLE = torch.tensor(100.5, dtype=torch.float64)
+
+
+def _added(x: Tensor, number: int) -> Tensor:
+    x += number
+    return x > 100
+
+
+@pytest.mark.parametrize("name", WRONG_ONCE)
+def test_once_wrong(name: str) -> None:
+    check(WRONG_ONCE[name], 2, 3, 300, 290)
+    check(WRONG_ONCE[name], 2, 1, 300, 300, (16, 16))
+
+
+def test_wide_functions_are_decided_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors that the function sees count, too, in what is decided and looked at in one go."""
+    table = torch.arange(600 * 30).view(600, 30) // 100
+    sizes: list[int] = []
+    evaluate = blocks.evaluate
+
+    def spy(*args: Any) -> Any:
+        found = evaluate(*args)
+        sizes.append(found.widest * found.truth.hi.numel())
+        return found
+
+    monkeypatch.setattr(blocks, "evaluate", spy)
+    monkeypatch.setattr(blocks, "_SMALL", 1)
+    monkeypatch.setattr(blocks, "_BLOCKS", 1 << 16)
+    monkeypatch.setattr(blocks, "_CHUNK", (1 << 16, 1 << 16))
+    check(lambda b, h, q, kv: (table[q] * 7 % 12 > table[kv]).any(), 1, 1, 600, 600, (16, 16))
+    assert max(sizes) <= 1 << 16
+    assert len(sizes) > 10
+
+
 # --- errors ---
 
 
