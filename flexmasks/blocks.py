@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.overrides import TorchFunctionMode
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined] # public, and not listed
 
-from flexmasks.ranges import GiveUp, Range, Steps, TooLarge, broadcast_shape, evaluate
+from flexmasks.ranges import GiveUp, Range, Steps, TooLarge, TooWide, broadcast_shape, evaluate
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 _Mod = TypeVar("_Mod", bound=Callable[..., Tensor])
@@ -80,22 +80,6 @@ def over_indices(mod: _Mod, prefix: tuple[int, ...] = ()) -> Callable[..., Tenso
     return evaluated
 
 
-@dataclass(frozen=True)
-class _Nature:
-    """What a mask depends on."""
-
-    batch: int  # the size of its batch dimension, 1 where it is the same for each
-    heads: int
-    widest: int = 1  # the most elements that a tensor has which its function sees
-
-
-def _nature(mask_mod: MaskMod, batch: int, heads: int, device: torch.device) -> _Nature:
-    found = _evaluate(mask_mod, batch, heads, _Line(1, 1), _Line(1, 1), device, device)
-    if isinstance(found, str):
-        return _Nature(*_dependence_by_vmap(mask_mod, batch, heads, device))
-    return _Nature(found.certain.shape[0], found.certain.shape[1], found.widest)
-
-
 def _dependence_by_vmap(mask_mod: MaskMod, batch: int, heads: int, device: torch.device) -> tuple[int, int]:
     """vmap gives a result that does not depend on an index one element in memory for all of that index."""
     sizes = []
@@ -112,8 +96,10 @@ def dependence(mask_mod: MaskMod, batch: int, heads: int, device: torch.device) 
 
     Raises ValueError or TypeError where the function is no mask.
     """
-    nature = _nature(mask_mod, batch, heads, device)
-    return nature.batch, nature.heads
+    found = _evaluate(mask_mod, batch, heads, _Line(1, 1), _Line(1, 1), device, device)
+    if isinstance(found, str):
+        return _dependence_by_vmap(mask_mod, batch, heads, device)
+    return found.certain.shape[0], found.certain.shape[1]
 
 
 def dense(mask_mod: MaskMod, batch: int, heads: int, q_len: int, kv_len: int, device: torch.device) -> Tensor:
@@ -138,23 +124,25 @@ def build(
     """
     rows, columns = _Line(q_len, block_size[0]), _Line(kv_len, block_size[1])
     small = rows.count * columns.count <= _SMALL
-    nature = _Nature(batch, heads)
-    if batch * heads * rows.count * columns.count > 4 * _SMALL:
-        nature = _nature(mask_mod, batch, heads, device)
+    own = batch, heads
+    if batch * heads > 1 and batch * heads * rows.count * columns.count > _BLOCKS:
+        own = dependence(mask_mod, batch, heads, device)
     try:
-        certain, possible, unknown = _decide(mask_mod, nature, rows, columns, device, _CPU if small else device)
+        decided = _decide(mask_mod, own, rows, columns, device, _CPU if small else device)
     except TooLarge:
-        certain, possible, unknown = _decide(mask_mod, nature, rows, columns, device, device)
+        decided = _decide(mask_mod, own, rows, columns, device, device)
+    certain, possible = decided.certain, decided.possible
     shape = (*certain.shape[:2], rows.count, columns.count)
     if math.prod(shape) > 4 * _SMALL:
         certain, possible = certain.to(device), possible.to(device)
     undecided = _flat_nonzero((possible ^ certain).contiguous())
+    lists = torch.ones(4 * math.prod(shape), dtype=torch.int32, device=certain.device)  # while the next is prepared
     some = all_ = certain
     if len(undecided):
         some, all_ = (certain.clone(memory_format=torch.contiguous_format) for _ in range(2))
-        elements = Elements(mask_mod, device, nature.widest)
+        elements = Elements(mask_mod, device, decided.widest)
         for part in undecided.split(_CHUNK[certain.device.type == "cpu"] // 2):
-            coordinates = torch.stack(torch.unravel_index(part, certain.shape), 1)
+            coordinates = _coordinates(part, certain.shape)
             some.view(-1)[part], all_.view(-1)[part] = _look_at(elements, coordinates, rows, columns)
     marked = torch.empty((2, *shape), dtype=torch.bool, device=certain.device)
     partial, full = marked
@@ -169,9 +157,9 @@ def build(
         q_len=q_len,
         kv_len=kv_len,
         block_size=block_size,
-        indices=tuple(t.to(device) for t in _ordered(marked)),
+        indices=tuple(t.to(device) for t in _ordered(marked, lists)),
         undecided=len(undecided),
-        not_understood=unknown,
+        not_understood=decided.not_understood,
     )
 
 
@@ -215,7 +203,7 @@ class _Line:
     def places(self, block: Tensor) -> Tensor:
         """Some positions of each block, its first and last among them; the last again for those past the edge."""
         count = min(_PARTS, self.size)
-        spread = torch.tensor([n * (self.size - 1) // max(1, count - 1) for n in range(count)], device=block.device)
+        spread = torch.arange(count, device=block.device) * (self.size - 1) // max(1, count - 1)
         return (block[:, None] * self.size + spread).clamp(max=self.length - 1)
 
     def part_of(self, block: Tensor, part: Tensor) -> Tensor:
@@ -233,37 +221,47 @@ class _Line:
         return Range.of_indices(lo.view(shape), hi.view(shape), self.length - 1, steps)
 
 
-def _decide(
-    mask_mod: MaskMod, nature: _Nature, rows: _Line, columns: _Line, device: torch.device, here: torch.device
-) -> tuple[Tensor, Tensor, tuple[str, ...]]:
-    """Whether all, and whether any element of each block is visible, as far as ranges show: [B, H, rows, columns].
-
-    A dimension on which the mask does not depend has size 1. Decided on `here`, a slice of the rows at a time.
-    Raises TooLarge where that is not the place for it.
-    """
-    step = max(1, _BLOCKS // (nature.batch * nature.heads * columns.count * nature.widest))
-    parts: list[_Decided] = []
-    for start in range(0, rows.count, step):
-        part = rows.part(start, min(step, rows.count - start))
-        found = _evaluate(mask_mod, nature.batch, nature.heads, part, columns, device, here)
-        if isinstance(found, str):
-            batch, heads = _dependence_by_vmap(mask_mod, nature.batch, nature.heads, device)
-            certain = torch.zeros((batch, heads, rows.count, columns.count), dtype=torch.bool, device=here)
-            return certain, ~certain, (found,)
-        parts.append(found)
-        if found.certain.shape[2] == 1 < part.count:  # the same for all rows
-            break
-    if len(parts) == 1:
-        return parts[0].certain, parts[0].possible, parts[0].not_understood
-    certain, possible = torch.cat([p.certain for p in parts], 2), torch.cat([p.possible for p in parts], 2)
-    return certain, possible, parts[0].not_understood
-
-
 class _Decided(NamedTuple):
     certain: Tensor  # of each block, whether all is visible
     possible: Tensor  # whether any is
     not_understood: tuple[str, ...]
     widest: int
+
+
+def _decide(
+    mask_mod: MaskMod,
+    own: tuple[int, int],
+    rows: _Line,
+    columns: _Line,
+    device: torch.device,
+    here: torch.device,
+    width: int = 1,
+) -> _Decided:
+    """What ranges show of each block: [B, H, rows, columns], where B and H are at most `own`.
+
+    A dimension on which the mask does not depend has size 1. Decided on `here`, a slice of the rows at a time, which
+    are the fewer the wider the tensors that the function makes. Raises TooLarge where that is not the place for it.
+    """
+    step = max(1, _BLOCKS // (own[0] * own[1] * columns.count * width))
+    parts: list[_Decided] = []
+    for start in range(0, rows.count, step):
+        part = rows.part(start, min(step, rows.count - start))
+        most = max(width, _BLOCKS // (own[0] * own[1] * columns.count * part.count)) if step > 1 else math.inf
+        try:
+            found = _evaluate(mask_mod, *own, part, columns, device, here, most)
+        except TooWide as error:
+            return _decide(mask_mod, own, rows, columns, device, here, error.width)
+        if isinstance(found, str):
+            batch, heads = _dependence_by_vmap(mask_mod, *own, device)
+            certain = torch.zeros((batch, heads, rows.count, columns.count), dtype=torch.bool, device=here)
+            return _Decided(certain, ~certain, (found,), 1)
+        parts.append(found)
+        if found.certain.shape[2] == 1 < part.count:  # the same for all rows
+            break
+    if len(parts) == 1:
+        return parts[0]
+    certain, possible = torch.cat([p.certain for p in parts], 2), torch.cat([p.possible for p in parts], 2)
+    return parts[0]._replace(certain=certain, possible=possible)
 
 
 def _evaluate(
@@ -274,13 +272,14 @@ def _evaluate(
     columns: _Line,
     device: torch.device,
     here: torch.device,
+    widest: float = math.inf,
 ) -> _Decided | str:
     """What ranges show of each block; or why they show nothing."""
     b = torch.arange(batch, device=here).view(-1, 1, 1, 1)
     h = torch.arange(heads, device=here).view(1, -1, 1, 1)
     indices = Range.of_indices(b, b, batch - 1), Range.of_indices(h, h, heads - 1)
     try:
-        found = evaluate(mask_mod, *indices, rows.range(2, here), columns.range(3, here), device)
+        found = evaluate(mask_mod, *indices, rows.range(2, here), columns.range(3, here), device, widest)
     except GiveUp as reason:
         return str(reason)
     lo, hi = found.truth.lo, found.truth.hi
@@ -424,8 +423,19 @@ def _boolean(seen: Tensor, dims: int) -> Tensor:
     return seen
 
 
-def _ordered(marked: Tensor) -> list[Tensor]:
+def _coordinates(places: Tensor, shape: torch.Size) -> Tensor:
+    """torch.unravel_index as [n, dimensions]; that one waits for a GPU."""
+    found = []
+    for n in reversed(shape):
+        found.append(places % n)
+        places = places // n
+    return torch.stack(found[::-1], 1)
+
+
+def _ordered(marked: Tensor, indices: Tensor) -> list[Tensor]:
     """The eight index tensors of a BlockMask of [2, batch, heads, rows, columns], what is partial and what is full.
+
+    `indices` are int32 ones, two for each of `marked`, and become the lists.
 
     A list names a line's marked places in order, and behind those the others, as torch has it. It is made of runs:
     where a run of marked places starts, the list jumps there, and where it ends, to the next; once all runs are
@@ -466,7 +476,6 @@ def _ordered(marked: Tensor) -> list[Tensor]:
     jumps = torch.stack([first - previous, length, last * goes_on - last])
     inside = places < size
     places = places * inside + start
-    indices = torch.ones(2 * marked.numel(), dtype=torch.int32, device=marked.device)
     lists = [part.view(-1, n) for part, n in zip(indices.chunk(2), (columns, rows), strict=True)]
     for part in lists:
         part[:, 0] = 0

@@ -122,6 +122,14 @@ class TooLarge(Exception):
     """The function captured too much to be evaluated on the CPU for a GPU."""
 
 
+class TooWide(Exception):
+    """The function makes tensors of so many elements that it cannot be evaluated for so many blocks at once."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.width = width
+
+
 @dataclass(frozen=True)
 class Steps:
     """That a range is, in the block at place n of dimension `dim`, `first + n * size` and what follows below `end`."""
@@ -161,8 +169,10 @@ class Range:
         self.lo, self.hi, self.dtype, self.limit, self.reached, self.steps = lo, hi, dtype, limit, reached, steps
         self.ndim = max(0, lo.ndim - _BLOCK_DIMS, hi.ndim - _BLOCK_DIMS)
         self.compared: tuple[str, Any, Any] | None = None  # the integers whose comparison this truth value is
-        if self.ndim:
-            _note_width(lo, hi)
+        evaluation = _evaluation.get() if self.ndim else None
+        if evaluation is not None:
+            for end in (lo, hi):
+                evaluation.note_width(math.prod(end.shape[: max(0, end.ndim - _BLOCK_DIMS)]))
 
     @classmethod
     def of_indices(cls, lo: Tensor, hi: Tensor, limit: int, steps: Steps | None = None, reached: bool = True) -> Range:
@@ -274,11 +284,17 @@ for _name in (*_OPERATORS.split(), *_IN_PLACE):
 class _Evaluation:
     """One call of a function on ranges: where the call is, where the ranges are, and what was met on the way."""
 
-    def __init__(self, device: torch.device, here: torch.device) -> None:
-        self.device, self.here = device, here
+    def __init__(self, device: torch.device, here: torch.device, widest: float) -> None:
+        self.device, self.here, self._may_be = device, here, widest
         self.not_understood: list[str] = []
         self.widest = 1  # the most elements that a tensor had which the function saw
         self._bounds: dict[tuple[int, int], tuple[Tensor, tuple[Tensor, Tensor, float]]] = {}
+
+    def note_width(self, width: int) -> None:
+        """Before it is combined with other ranges to a tensor of all blocks."""
+        if width > self._may_be:
+            raise TooWide(width)
+        self.widest = max(self.widest, width)
 
     def bounds_of(self, values: Tensor) -> tuple[Tensor, Tensor, float]:
         """`_bounds_of` of a captured tensor, brought to where the ranges are and kept for this evaluation."""
@@ -301,13 +317,6 @@ _evaluation: ContextVar[_Evaluation | None] = ContextVar("evaluation", default=N
 def _version(tensor: Tensor) -> int:
     """It grows when the tensor is changed in place."""
     return -1 if tensor.is_inference() else tensor._version
-
-
-def _note_width(*ends: Tensor) -> None:
-    evaluation = _evaluation.get()
-    if evaluation is not None:
-        widths = (math.prod(end.shape[: max(0, end.ndim - _BLOCK_DIMS)]) for end in ends)
-        evaluation.widest = max(evaluation.widest, *widths)
 
 
 class _Mode(TorchFunctionMode):
@@ -334,23 +343,31 @@ class Evaluated(NamedTuple):
 
 
 def evaluate(
-    function: Callable[..., Any], b: Range, h: Range, q: Range, kv: Range, device: torch.device | None = None
+    function: Callable[..., Any],
+    b: Range,
+    h: Range,
+    q: Range,
+    kv: Range,
+    device: torch.device | None = None,
+    widest: float = _INF,
 ) -> Evaluated:
     """Call a mask's function on ranges.
 
     `device` is where the function finds its indices to be, by default where they are. Small problems of a GPU are
-    evaluated on the CPU: tensors that the function captured are brought there.
+    evaluated on the CPU: tensors that the function captured are brought there. `widest` is how many elements a tensor
+    may have that the function sees.
 
-    Raises GiveUp where nothing can be said, ValueError or TypeError where the function is no mask.
+    Raises TooLarge or TooWide where that cannot be, GiveUp where nothing can be said, ValueError or TypeError where the
+    function is no mask.
     """
     here = q.lo.device
-    evaluation = _Evaluation(device or here, here)
+    evaluation = _Evaluation(device or here, here, widest)
     token = _evaluation.set(evaluation)
     try:
         try:
             with _Mode():
                 result = function(b, h, q, kv)
-        except (GiveUp, Refused, TooLarge):
+        except (GiveUp, Refused, TooLarge, TooWide):
             raise
         except Exception as error:  # the evaluation element by element says whether the function is to blame
             raise GiveUp(f"{type(error).__name__}: {error}") from error
