@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, NoReturn, cast
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexmasks import blocks, kernels, reference
-from flexmasks.backends import BACKENDS, Call, check, choose, run
+from flexmasks.backends import BACKENDS, Call, Compiled, Ran, Unavailable, check, choose, run
+from flexmasks.cache import Cache
+from flexmasks.captures import Aliases, Opaque, capture
 from flexmasks.packing import packed
 from flexmasks.params import Size, describe
 from flexmasks.planning import (
@@ -102,8 +104,10 @@ def attention(
         torch.Size([2, 4, 100, 64])
     """
     request = _Request(mask, score, params, scale, block_mask, q_offset, return_lse, backend, kernel_options)
-    inside = torch.compiler.is_compiling() and mask is None
-    out, lse = (_inside_compile if inside else _eager)(q, k, v, request)
+    if not torch.compiler.is_compiling():
+        out, lse = _eager(q, k, v, request)
+    else:
+        out, lse = (_inside_compile if mask is None else _outside)(q, k, v, request)
     return (out, lse) if return_lse else out
 
 
@@ -188,7 +192,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> str:
         >>> print(flexmasks.explain(q, k, v, mask="causal").splitlines()[0])
         backend: sdpa
     """
-    own = {f.name: arguments.pop(f.name) for f in fields(_Request) if f.name != "params" and f.name in arguments}
+    own = {name: arguments.pop(name) for name in _Request._fields if name != "params" and name in arguments}
     request = _Request(params=arguments, **own)
     if _any_nested(q, k, v):
         q, k, v, request = _laid_end_to_end(q, k, v, request)
@@ -200,13 +204,20 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> str:
     return "\n".join([*lines, str(call.blocks())])
 
 
-@dataclass(frozen=True)
-class _Request:
+_ENTRY = 4096  # bytes that an entry takes besides its tensors, about
+_CALLS: Cache[Compiled] = Cache("calls", max_bytes=5 << 28)  # their index tensors are mostly those of "blocks"
+
+
+def _nbytes(block_mask: BlockMask) -> int:
+    return sum(t.nbytes for t in block_mask.as_tuple() if isinstance(t, Tensor))
+
+
+class _Request(NamedTuple):
     """The arguments of `attention` besides q, k and v."""
 
     mask: Any = None
     score: Any = None
-    params: dict[str, Any] = field(default_factory=dict)
+    params: Mapping[str, Any] = MappingProxyType({})
     scale: float | None = None
     block_mask: BlockMask | None = None
     q_offset: int | Tensor = 0
@@ -215,20 +226,64 @@ class _Request:
     kernel_options: dict[str, Any] | None = None
 
 
-@torch.compiler.disable(reason=_OUTSIDE)  # type: ignore[untyped-decorator]
 def _eager(q: Tensor, k: Tensor, v: Tensor, request: _Request) -> tuple[Tensor, Tensor | None]:
-    """The call as it is; to a user's torch.compile a graph break."""
+    """The call as it is: one that was made before goes straight to its kernel."""
+    found = _known(q, k, v, request)
+    if found is None:
+        ran, _ = _planned(q, k, v, request)
+        return ran.out, ran.lse
+    key, tensors = found
+    again = _CALLS.get(key, tensors)
+    if again is not None:
+        with contextlib.suppress(Unavailable):
+            return again(q, k, v)
+    ran, may_be_kept = _planned(q, k, v, request)
+    if ran.again is not None and may_be_kept:
+        _CALLS.put(key, tensors, ran.again, _ENTRY + _nbytes(ran.again.block_mask))
+    return ran.out, ran.lse
+
+
+_outside = torch.compiler.disable(_eager, reason=_OUTSIDE)  # to a user's torch.compile a graph break
+
+
+def _known(q: Tensor, k: Tensor, v: Tensor, request: _Request) -> tuple[Hashable, list[Tensor]] | None:
+    """What decides all that a call does besides computing, and the tensors in it; None where it cannot be told."""
+    mask, score, params, scale, block_mask, q_offset, with_lse, backend, options = request
+    if not (type(q) is type(k) is type(v) is Tensor and type(backend) is str and type(with_lse) is bool):
+        return None
+    if not (block_mask is None is options) or q.is_nested or type(scale) not in (float, int, type(None)):
+        return None
+    device, grad = q.device, torch.is_grad_enabled()
+    if torch.is_autocast_enabled(device.type):
+        return None
+    tensors: list[Tensor] = []
+    try:
+        functions = capture((mask, score, params, q_offset), tensors)
+    except Opaque:
+        return None
+    if grad and any(t.requires_grad for t in tensors):
+        return None
+    return (
+        functions, scale, with_lse, backend, grad, torch.get_default_dtype(),
+        q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, device, k.device, v.device,
+        q.requires_grad, k.requires_grad, v.requires_grad,
+    ), tensors  # fmt: skip
+
+
+def _planned(q: Tensor, k: Tensor, v: Tensor, request: _Request) -> tuple[Ran, bool]:
+    """The call from the start, and whether how it was done may be kept."""
     device = q.device.type if isinstance(q, Tensor) else "cpu"
     autocast = torch.is_autocast_enabled(device)
     if autocast:
         q, k, v = (_autocast(x, torch.get_autocast_dtype(device)) for x in (q, k, v))
     with torch.autocast(device, enabled=False) if autocast else contextlib.nullcontext():
         if not _any_nested(q, k, v):
-            return run(_call(q, k, v, request), request.backend)
-        call = _call(*_laid_end_to_end(q, k, v, request))
-        out, lse = run(call, request.backend)
+            call = _call(q, k, v, request)
+            return run(call, request.backend), call.kept
+        out, lse, _ = run(_call(*_laid_end_to_end(q, k, v, request)), request.backend)
     nested, starts = torch.nested.nested_tensor_from_jagged, _ragged(q)[1]
-    return nested(out[0], starts, jagged_dim=2), None if lse is None else nested(lse[0], starts, jagged_dim=2)
+    lse = None if lse is None else nested(lse[0], starts, jagged_dim=2)
+    return Ran(nested(out[0], starts, jagged_dim=2), lse), False
 
 
 def _any_nested(*tensors: Any) -> bool:
@@ -266,11 +321,12 @@ def _call(q: Tensor, k: Tensor, v: Tensor, request: _Request) -> Call:
     size = _checked(q, k, v, request)
     made, change = from_arguments(request.mask, request.score, request.params)
     plan: MaskPlan | GivenPlan
+    aliases = Aliases()
     if request.block_mask is not None:
         plan = GivenPlan(request.block_mask)
     else:
-        plan = MaskPlan(FULL if made is None else made, size, request.q_offset, lift=True)
-    changed = None if change is None else ScorePlan(change, size, request.q_offset)
+        plan = MaskPlan(FULL if made is None else made, size, request.q_offset, lift=True, aliases=aliases)
+    changed = None if change is None else ScorePlan(change, size, request.q_offset, aliases=aliases)
     tensors = [*plan.tensors, *(changed.tensors if changed else ())]
     enabled = torch.is_grad_enabled()
     learned = enabled and any(t.requires_grad for t in tensors)
@@ -290,6 +346,7 @@ def _call(q: Tensor, k: Tensor, v: Tensor, request: _Request) -> Call:
         needs_grad=learned or (enabled and any(x.requires_grad for x in (q, k, v))),
         learned=learned,
         number_tensors=plan.lifted or moved or any(t.ndim == 0 for t in tensors),
+        kept=plan.kept and (changed is None or changed.kept),
     )
 
 
@@ -347,7 +404,7 @@ def _laid_end_to_end(q: Tensor, k: Tensor, v: Tensor, request: _Request) -> tupl
     made = packed(FULL if made is None else made, *places)
     change = None if change is None else packed(change, *places)
     q_dense, k_dense, v_dense = (_ragged(x)[0].unsqueeze(0) for x in (q, k, v))
-    return q_dense, k_dense, v_dense, replace(request, mask=made, score=change, params={})
+    return q_dense, k_dense, v_dense, request._replace(mask=made, score=change, params={})
 
 
 def _ragged(x: Any) -> tuple[Tensor, Tensor]:

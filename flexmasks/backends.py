@@ -7,7 +7,7 @@ import importlib.util
 import logging
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
 from torch._inductor.exc import InductorError
 from torch.nn.attention import SDPBackend
+from torch.nn.attention.flex_attention import BlockMask
 
 from flexmasks import kernels, reference
 from flexmasks.cache import Cache
@@ -26,6 +27,45 @@ _HALF = (torch.float16, torch.bfloat16)
 
 class Unavailable(Exception):
     """A backend turned out to be unable to run a call, when it compiled or looked for a kernel."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A call of compiled flex_attention but for q, k and v: what a call that is made again needs."""
+
+    key: Hashable  # of the kernel
+    score_mod: Callable[..., Tensor] | None
+    block_mask: BlockMask
+    scale: float | None
+    options: dict[str, Any] | None
+    with_lse: bool
+    needs_grad: bool
+    flash: bool
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The output and lse, or None; raises Unavailable where it cannot be compiled."""
+        if not self.needs_grad:  # torch refuses tensors that require gradients on the CPU, even under no_grad
+            q, k, v = (x.detach() if x.requires_grad else x for x in (q, k, v))
+        given = self.score_mod, self.block_mask, self.scale, self.options, self.with_lse
+        try:
+            out, lse = kernels.run(self.key, q, k, v, *given)
+        except torch.OutOfMemoryError:
+            raise
+        except (TorchDynamoException, InductorError) as error:
+            raise Unavailable(_first_line(error)) from error
+        except Exception as error:
+            if not self.flash:
+                raise
+            raise Unavailable(_first_line(error)) from error  # its compiler runs at the first call, and raises anything
+        return out, None if lse is None else lse.float()
+
+
+class Ran(NamedTuple):
+    """What a backend gave, and how to do the same again, where that is known."""
+
+    out: Tensor
+    lse: Tensor | None
+    again: Compiled | None = None
 
 
 @dataclass(frozen=True)
@@ -46,6 +86,7 @@ class Call:
     needs_grad: bool  # of q, k, v or a captured tensor
     learned: bool  # a captured tensor of the mask or score needs a gradient
     number_tensors: bool  # a captured tensor is 0-dimensional
+    kept: bool  # its functions hold no tensor of the user's
 
     @property
     def cuda(self) -> bool:
@@ -64,7 +105,7 @@ class Backend:
 
     name: str
     refuses: Callable[[Call], str | None]
-    run: Callable[[Call], tuple[Tensor, Tensor | None]]
+    run: Callable[[Call], Ran]
 
 
 def _refuses_sdpa(call: Call) -> str | None:
@@ -102,9 +143,9 @@ def _fused_choice(call: Call) -> int:
     return int(torch._fused_sdp_choice(*tensors, **keywords))
 
 
-def _run_sdpa(call: Call) -> tuple[Tensor, Tensor | None]:
+def _run_sdpa(call: Call) -> Ran:
     tensors, keywords = _sdpa_arguments(call)
-    return F.scaled_dot_product_attention(*tensors, **keywords), None
+    return Ran(F.scaled_dot_product_attention(*tensors, **keywords), None)
 
 
 def _refuses_flash(call: Call) -> str | None:
@@ -149,34 +190,31 @@ def _refuses_cpu(call: Call) -> str | None:
     return None
 
 
-def _run_flex(backend: str | None, call: Call) -> tuple[Tensor, Tensor | None]:
+def _run_flex(backend: str | None, call: Call) -> Ran:
     q, k, v = call.q, call.k, call.v
-    if not call.needs_grad:  # torch refuses tensors that require gradients on the CPU, even under no_grad
-        q, k, v = q.detach(), k.detach(), v.detach()
     options = kernels.options(q, k, backend, call.options, call.proven_options)
     block_mask = call.blocks().block_mask
+    learning = tuple(call.needs_grad and x.requires_grad for x in (q, k, v))
     key = (
-        call.key, backend, q.dtype, q.device, q.shape[0], q.shape[1], k.shape[1], q.shape[3], call.with_lse,
-        call.scale, repr(options), block_mask.BLOCK_SIZE, block_mask.kv_num_blocks.shape[:2],
-        torch.is_grad_enabled(), q.requires_grad, k.requires_grad, v.requires_grad,
+        call.key, backend, q.dtype, q.device, q.shape[0], q.shape[1], k.shape[1], q.shape[3], call.with_lse, call.scale,
+        repr(options), block_mask.BLOCK_SIZE, block_mask.kv_num_blocks.shape[:2], torch.is_grad_enabled(), *learning,
     )  # fmt: skip
-    score_mod = None if call.score_mod is None else call.score_mod()
-    try:
-        out, lse = kernels.run(key, q, k, v, score_mod, block_mask, call.scale, options or None, call.with_lse)
-    except torch.OutOfMemoryError:
-        raise
-    except (TorchDynamoException, InductorError) as error:
-        raise Unavailable(_first_line(error)) from error
-    except Exception as error:
-        if backend != "FLASH":
-            raise
-        raise Unavailable(_first_line(error)) from error  # its compiler runs at the first call, and raises anything
-    return out, None if lse is None else lse.float()
+    again = Compiled(
+        key=key,
+        score_mod=None if call.score_mod is None else call.score_mod(),
+        block_mask=block_mask,
+        scale=call.scale,
+        options=options or None,
+        with_lse=call.with_lse,
+        needs_grad=call.needs_grad,
+        flash=backend == "FLASH",
+    )
+    return Ran(*again(q, k, v), again)
 
 
-def _run_reference(call: Call) -> tuple[Tensor, Tensor | None]:
+def _run_reference(call: Call) -> Ran:
     score_mod = None if call.score_mod is None else call.score_mod()
-    return reference.attend(call.q, call.k, call.v, score_mod, call.blocks().block_mask, call.scale)
+    return Ran(*reference.attend(call.q, call.k, call.v, score_mod, call.blocks().block_mask, call.scale))
 
 
 BACKENDS = {
@@ -217,7 +255,7 @@ def check(call: Call, name: str) -> None:
         raise ValueError(f"flexmasks.attention: backend {name!r} cannot run this call: {reason}.")
 
 
-def run(call: Call, name: str) -> tuple[Tensor, Tensor | None]:
+def run(call: Call, name: str) -> Ran:
     """Run a call on the backend of that name, or under "auto" on the first that can."""
     check(call, name)
     if name != "auto":

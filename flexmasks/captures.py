@@ -9,6 +9,7 @@ slower and never wrong.
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
 import types
@@ -39,8 +40,65 @@ def capture(value: Any, tensors: list[Tensor]) -> Hashable:
     return reader.finish(reader.key(value))
 
 
+class Aliases:
+    """Values with aliases of their tensors in place of these, so that they may be kept beyond the tensors' own life.
+
+    An alias shares the memory. One tensor has one alias here, in whatever values it occurs.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[int, tuple[Any, Any]] = {}  # by id, with what it is of, which keeps the id its own
+
+    def of(self, value: Any) -> Any:
+        """The value; raises Opaque for what cannot be made anew, or needs a gradient."""
+        kind = type(value)
+        if kind in _CONSTANTS or kind in (float, complex) or isinstance(value, np.generic | types.ModuleType | type):
+            return value
+        if id(value) not in self._made:
+            self._made[id(value)] = value, None
+            self._made[id(value)] = value, self._make(value, kind)
+        return self._made[id(value)][1]
+
+    def _make(self, value: Any, kind: type) -> Any:
+        if kind is Tensor and not value.requires_grad and not vars(value):
+            return value.detach()
+        if isinstance(value, Readable):
+            return value.aliased(self)
+        if kind in (tuple, list):
+            return kind(map(self.of, value))
+        if kind is dict:
+            return {k: self.of(v) for k, v in value.items()}
+        if kind is types.FunctionType:
+            return self._function(value)
+        if kind is functools.partial:
+            made = functools.partial(self.of(value.func), *map(self.of, value.args))
+            made.keywords.update({k: self.of(v) for k, v in value.keywords.items()})
+            return made
+        if kind is types.BuiltinFunctionType and value.__self__ is None:
+            return value
+        raise Opaque(f"an object of type {kind.__name__}")
+
+    def _function(self, function: types.FunctionType) -> types.FunctionType:
+        if not (function.__closure__ or function.__defaults__ or function.__kwdefaults__ or function.__dict__):
+            return function
+        cells = tuple(types.CellType() for _ in function.__closure__ or ())
+        code, name = function.__code__, function.__name__
+        made = types.FunctionType(code, function.__globals__, name, self.of(function.__defaults__), cells)
+        self._made[id(function)] = function, made  # which its own closure may hold
+        for cell, old in zip(cells, function.__closure__ or (), strict=True):
+            with contextlib.suppress(ValueError):  # not yet assigned
+                cell.cell_contents = self.of(old.cell_contents)
+        made.__kwdefaults__ = self.of(function.__kwdefaults__)
+        made.__dict__.update(self.of(function.__dict__))
+        return made
+
+
 class Readable:
     """What tells its own key: Mask and Score."""
+
+    def aliased(self, aliases: Aliases) -> Any:
+        """The same, made of `aliases.of(...)` of the parts."""
+        raise NotImplementedError
 
     def read(self, reader: Reader) -> Hashable:
         """The key, made of `reader.key(...)` of the parts."""

@@ -19,7 +19,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from flexmasks import blocks
 from flexmasks.blocks import Layout
 from flexmasks.cache import Cache
-from flexmasks.captures import Opaque, capture
+from flexmasks.captures import Aliases, Opaque, capture
 from flexmasks.facts import Blocks
 from flexmasks.params import Size, describe
 from flexmasks.registry import get_mask
@@ -60,10 +60,18 @@ _NUMBERS: Cache[set[Hashable]] = Cache("numbers", max_bytes=1024)  # values seen
 
 
 class Plan:
-    """A mask or score with the sizes of a call. Work is done, or found done, when it is asked for."""
+    """A mask or score with the sizes of a call. Work is done, or found done, when it is asked for.
 
-    def __init__(self, value: Modifier, size: Size, offset: Offset, lift: bool = False) -> None:
+    With `aliases` its functions are bound to aliases of the tensors where that can be (`kept`), so that they may be
+    kept.
+    """
+
+    def __init__(
+        self, value: Modifier, size: Size, offset: Offset, lift: bool = False, aliases: Aliases | None = None
+    ) -> None:
         self.value, self.size, self.offset = value, size, offset
+        self._bound_to: tuple[Any, Offset] = value, offset
+        self.kept = False
         self.tensors: list[Tensor] = []
         self.opaque = False
         try:
@@ -73,6 +81,10 @@ class Plan:
             self.opaque = True
             self.kernel_key = ("opaque", value.name, getattr(value.definition.function, "__code__", None))
         self.lifted = lift and not self.opaque and self._lift()
+        if aliases is not None and not self.opaque:
+            with contextlib.suppress(Opaque):
+                self._bound_to = aliases.of((value, offset))
+                self.kept = True
 
     def _lift(self) -> bool:
         """Whether the numbers are to be inputs of the kernel: when many values of them were seen."""
@@ -108,8 +120,9 @@ class Plan:
         number = isinstance(self.offset, int) and self.offset != 0
         return torch.tensor(self.offset, device=self.size.device) if number else None
 
-    def _offset(self, found: _Found) -> Offset:
-        return self.offset if found.moved is None else found.moved
+    def _bind(self, found: _Found) -> tuple[Callable[..., Tensor], Offset]:
+        value, offset = self._bound_to
+        return value.bind(found.extras), offset if found.moved is None else found.moved
 
 
 class MaskPlan(Plan):
@@ -123,9 +136,10 @@ class MaskPlan(Plan):
         lift: bool = False,
         block_size: tuple[int, int] = BLOCK_SIZE,
         open_extents: tuple[str, ...] = (),
+        aliases: Aliases | None = None,
     ) -> None:
         """`open_extents`: "batch", "heads" where nobody said how far b and h range: the mask must not depend on it."""
-        super().__init__(mask, size, offset, lift)
+        super().__init__(mask, size, offset, lift, aliases)
         self.block_size, self.open_extents = block_size, open_extents
 
     @property
@@ -155,9 +169,9 @@ class MaskPlan(Plan):
         return _FoundMask(extras, self._moved(), found, [])
 
     def block_mask(self) -> BlockMask:
-        """The BlockMask; its mask_mod is bound to the user's own tensors."""
+        """The BlockMask; its mask_mod is bound to the user's own tensors, or their aliases."""
         found = self._found
-        return found.layout.block_mask(shifted_mask(self.value.bind(found.extras), self._offset(found)))
+        return found.layout.block_mask(shifted_mask(*self._bind(found)))
 
     def blocks(self) -> Blocks:
         """The BlockMask, and what it took to find it."""
@@ -181,9 +195,8 @@ class ScorePlan(Plan):
     """A score change on its way to a score_mod."""
 
     def score_mod(self) -> Callable[..., Tensor]:
-        """The score_mod, bound to the user's own tensors."""
-        found = self._find(_SCORES, self._build)
-        return shifted_score(self.value.bind(found.extras), self._offset(found))
+        """The score_mod, bound to the user's own tensors, or their aliases."""
+        return shifted_score(*self._bind(self._find(_SCORES, self._build)))
 
     def _build(self) -> _Found:
         extras = self.value.resolve(sized(self.size, self.offset))
@@ -207,7 +220,7 @@ class GivenPlan:
 
     tensors: tuple[Tensor, ...] = ()
     dense_mask: str | None = None
-    lifted = False
+    lifted = kept = False
 
     def __init__(self, block_mask: BlockMask) -> None:
         self._block_mask = block_mask

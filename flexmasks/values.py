@@ -12,14 +12,14 @@ import functools
 import inspect
 import operator
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from flexmasks.cache import identity
-from flexmasks.captures import Opaque, Readable, Reader
+from flexmasks.captures import Aliases, Opaque, Readable, Reader
 from flexmasks.params import Parameter, Size, batch_size, describe, freeze, parameters_of
 
 if TYPE_CHECKING:
@@ -165,6 +165,12 @@ class Modifier(Readable):
                 pairs.append((name, reader.key(value)))
         functions = (definition.function, definition.prepare, definition.inner_size)
         return self.kind, *map(reader.key, functions), *pairs
+
+    def aliased(self, aliases: Aliases) -> Self:
+        """See `captures.Aliases`."""
+        hooks = ("function", "prepare", "inner_size")
+        definition = replace(self.definition, **{n: aliases.of(getattr(self.definition, n)) for n in hooks})
+        return type(self)(definition, {n: aliases.of(v) for n, v in self.params.items()})
 
     def resolve(self, size: Size | None, lift: bool = False, device: torch.device | None = None) -> dict[str, Any]:
         """Check the parameters against a call's sizes; return those that `bind` must use instead of the given ones.

@@ -827,3 +827,102 @@ def test_threads() -> None:
     for thread in threads:
         thread.join()
     assert not failures
+
+
+# --- calls made again ---
+
+
+def _attend(q: Tensor, **arguments: Any) -> Tensor:
+    """Twice: from the start, and, as nothing changed, the same way again."""
+    first = flexmasks.attention(q, q, q, backend="cpu", **arguments)
+    hits = flexmasks.cache_info()["calls"].hits
+    again = flexmasks.attention(q, q, q, backend="cpu", **arguments)
+    assert flexmasks.cache_info()["calls"].hits == hits + 1
+    assert torch.equal(first, again)
+    return first
+
+
+def _wanted(q: Tensor, seen: Tensor, bias: Tensor | float = 0.0) -> Tensor:
+    scores = q @ q.mT / q.shape[-1] ** 0.5 + bias
+    return scores.masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num() @ q
+
+
+def test_a_call_made_again_sees_what_changed() -> None:
+    q = torch.randn(2, 1, 64, 16)
+    i, j = torch.arange(64)[:, None], torch.arange(64)
+
+    lens = torch.tensor([40, 64])
+    for change in ([40, 64], [10, 3], [64, 1]):
+        lens.copy_(torch.tensor(change))
+        seen = (j <= i) & (i < lens.view(2, 1, 1, 1)) & (j < lens.view(2, 1, 1, 1))
+        torch.testing.assert_close(_attend(q, mask="grouped_tril", seq_lens=lens), _wanted(q, seen))
+        composed = flexmasks.get_mask("grouped_tril", seq_lens=lens) & flexmasks.get_mask("sliding_window", window=5)
+        torch.testing.assert_close(_attend(q, mask=composed), _wanted(q, seen & (i - j <= 5)))
+
+    bounds = torch.tensor([20, 50])
+    width = 7
+
+    def own(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return (kv < bounds[b]) & (q - kv < width)
+
+    for width in (7, 9):  # the function reads it
+        for _ in range(2):
+            seen = (j < bounds.view(2, 1, 1, 1)) & (i - j < width)
+            torch.testing.assert_close(_attend(q, mask=own), _wanted(q, seen))
+            bounds += 1
+    bounds = torch.tensor([5, 6])
+    torch.testing.assert_close(_attend(q, mask=own), _wanted(q, (j < bounds.view(2, 1, 1, 1)) & (i - j < 9)))
+    bounds.data = torch.tensor([30, 31])
+    torch.testing.assert_close(_attend(q, mask=own), _wanted(q, (j < bounds.view(2, 1, 1, 1)) & (i - j < 9)))
+
+    bias = torch.randn(64)
+
+    def biased(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return score + bias[kv]
+
+    for _ in range(2):
+        torch.testing.assert_close(_attend(q, score=biased), _wanted(q, torch.ones(64, 64).bool(), bias))
+        bias.mul_(-2)
+
+
+def test_a_call_made_again_is_checked_again() -> None:
+    q = torch.randn(2, 1, 64, 16)
+    _attend(q, mask="sliding_window", window=5, scale=1.0)
+    with pytest.raises(TypeError, match="`scale`"):
+        flexmasks.attention(q, q, q, mask="sliding_window", window=5, scale=True)
+    with pytest.raises(TypeError, match="one dtype"):
+        flexmasks.attention(q, q, q.double(), mask="sliding_window", window=5, scale=1.0)
+    with pytest.raises(ValueError, match="no gradients"):
+        flexmasks.attention(q.requires_grad_(), q, q, mask="sliding_window", window=5, scale=1.0, backend="cpu")
+    with torch.no_grad():
+        _attend(q, mask="sliding_window", window=5, scale=1.0)
+    bias = torch.zeros(64)
+
+    def biased(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return score + bias[kv]
+
+    q = q.detach()
+    _attend(q, score=biased)
+    bias.requires_grad_()
+    flexmasks.attention(q, q, q, score=biased).sum().backward()
+    assert bias.grad is not None
+
+
+def test_a_call_made_again_keeps_nothing() -> None:
+    q = torch.randn(2, 1, 64, 16)
+    lens, bounds = torch.tensor([40, 64]), torch.tensor([20, 50])
+    memory = [weakref.ref(t.untyped_storage()) for t in (lens, bounds)]
+    tensors = [weakref.ref(t) for t in (lens, bounds)]
+
+    def run(bounds: Tensor) -> None:
+        _attend(q, mask=lambda b, h, q, kv: kv < bounds[b])
+
+    _attend(q, mask="grouped_tril", seq_lens=lens)
+    run(bounds)
+    assert flexmasks.cache_info()["calls"].entries == 2
+    assert None not in [r() for r in (*tensors, *memory)]
+    del lens, bounds
+    gc.collect()
+    assert [r() for r in tensors] == [None, None]
+    assert [r() for r in memory] == [None, None]
+    assert flexmasks.cache_info()["calls"].entries == 0
