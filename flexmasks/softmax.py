@@ -1,0 +1,287 @@
+"""The fused masked softmax: `masked_softmax` by a mask's name, `scaled_masked_softmax` by a boolean tensor.
+
+Both come down to one operator, torch.ops.flexmasks.masked_softmax, that torch.compile, torch.export and autograd know:
+Triton kernels on a GPU (flexmasks.softmax_kernels), plain torch elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._library.autograd import Info, make_autograd_impl
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _len_torch_dispatch_stack  # type: ignore[attr-defined] # not listed
+
+_CHUNK = 1 << 20  # elements that plain torch computes at once
+_KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_library = torch.library.Library("flexmasks", "FRAGMENT")
+
+# x [..., K]. What is visible is what all of these leave visible, each broadcasting to x's leading dimensions:
+# bounds, int32 [..., 2]: first visible column and end of each row; 0, 0 for a row that sees nothing
+# bits, int32 [..., ceil(K / 32)]: column k is visible where bit k % 32 of word k // 32 is set; needs bounds
+# mask, bool or integer [..., K or 1]: not 0 where visible (`visible`), or where hidden (not `visible`)
+_library.define(
+    "masked_softmax(Tensor x, Tensor? bounds, Tensor? bits, Tensor? mask, bool visible, float scale) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
+    "masked_softmax_backward(Tensor dy, Tensor y, Tensor? bounds, float scale) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_forward_op = torch.ops.flexmasks.masked_softmax.default
+_backward_op = torch.ops.flexmasks.masked_softmax_backward.default
+
+
+# --- what runs ---
+
+
+def _forward(
+    x: Tensor, bounds: Tensor | None, bits: Tensor | None, mask: Tensor | None, visible: bool, scale: float
+) -> Tensor:
+    if x.is_cuda and x.dtype in _KERNEL_DTYPES:
+        from flexmasks import softmax_kernels  # Triton is not everywhere
+
+        return softmax_kernels.forward(x, bounds, bits, mask, visible, scale)
+    return _forward_plain(x, bounds, bits, mask, visible, scale)
+
+
+def _backward(dy: Tensor, y: Tensor, bounds: Tensor | None, scale: float) -> Tensor:
+    if y.is_cuda and y.dtype in _KERNEL_DTYPES:
+        from flexmasks import softmax_kernels
+
+        return softmax_kernels.backward(dy, y, bounds, scale)
+    return _backward_plain(dy, y, scale)
+
+
+def _forward_plain(
+    x: Tensor, bounds: Tensor | None, bits: Tensor | None, mask: Tensor | None, visible: bool, scale: float
+) -> Tensor:
+    """The softmax in plain torch, a slice of the rows at a time; half precisions are computed in float32."""
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    columns = torch.arange(x.shape[-1], device=x.device)
+    for rows in _slices(x):
+        of_bounds, of_bits, of_mask = (None if t is None else _rows(t, rows) for t in (bounds, bits, mask))
+        hidden = _hidden(columns, of_bounds, of_bits, of_mask, visible)
+        scores = _rows(x, rows).to(_accumulator(x.dtype)) * scale
+        if hidden is None:
+            found = scores.softmax(-1)
+        else:
+            found = scores.masked_fill(hidden, -math.inf).softmax(-1).masked_fill(hidden, 0)
+        _rows(y, rows).copy_(found)
+    return y
+
+
+def _backward_plain(dy: Tensor, y: Tensor, scale: float) -> Tensor:
+    dx = torch.empty(y.shape, dtype=y.dtype, device=y.device)
+    for rows in _slices(y):
+        weights, slopes = (_rows(t, rows).to(_accumulator(y.dtype)) for t in (y, dy))
+        _rows(dx, rows).copy_(_formula(slopes, weights, scale))
+    return dx
+
+
+def _formula(dy: Tensor, y: Tensor, scale: float) -> Tensor:
+    zero = y == 0
+    products = (y * dy).masked_fill(zero, 0)
+    return (scale * (products - y * products.sum(-1, keepdim=True))).masked_fill(zero, 0)
+
+
+def _hidden(
+    columns: Tensor, bounds: Tensor | None, bits: Tensor | None, mask: Tensor | None, visible: bool
+) -> Tensor | None:
+    """Where nothing is visible, [..., K], not expanded; None: nowhere."""
+    hidden = None
+    if mask is not None:
+        hidden = (mask == 0) if visible else (mask != 0)
+    if bits is not None:
+        word, bit = columns // 32, (columns % 32).int()
+        unset = (bits.index_select(-1, word) >> bit) & 1 == 0
+        hidden = unset if hidden is None else hidden | unset
+    if bounds is not None:
+        outside = (columns < bounds[..., :1]) | (columns >= bounds[..., 1:])
+        hidden = outside if hidden is None else hidden | outside
+    return hidden
+
+
+def _slices(x: Tensor) -> list[tuple[int, int]]:
+    """Starts and lengths of slices of the last leading dimension."""
+    if x.ndim < 2:
+        return [(0, 1)]
+    n = x.shape[-2]
+    step = max(1, _CHUNK // max(1, x.numel() // max(1, n)))
+    return [(start, min(step, n - start)) for start in range(0, n, step)]
+
+
+def _rows(x: Tensor, rows: tuple[int, int]) -> Tensor:
+    return x.narrow(-2, *rows) if x.ndim > 1 and x.shape[-2] > 1 else x
+
+
+def _accumulator(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+# --- autograd, vmap, forward-mode AD ---
+
+
+class _Softmax(torch.autograd.Function):
+    """The operator as torch.func knows it; the operator's own autograd formula, too."""
+
+    @staticmethod
+    def forward(
+        x: Tensor, bounds: Tensor | None, bits: Tensor | None, mask: Tensor | None, visible: bool, scale: float
+    ) -> Tensor:
+        if _is_plain(x):
+            return _forward(x, bounds, bits, mask, visible, scale)
+        with torch._C._AutoDispatchBelowAutograd():
+            return _forward_op(x, bounds, bits, mask, visible, scale)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, bounds, _, _, _, ctx.scale = inputs
+        ctx.save_for_backward(output, bounds)
+        ctx.save_for_forward(output, bounds)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        y, bounds = ctx.saved_tensors
+        return _gradient(dy, y, bounds, ctx.scale), None, None, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, dx: Tensor, *_: None) -> Tensor:
+        y, bounds = ctx.saved_tensors
+        return _gradient(dx, y, bounds, ctx.scale)  # the Jacobian is symmetric
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Tensor, int]:
+        return _softmax(*_batched(info.batch_size, in_dims, args)), 0
+
+
+class _SoftmaxBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(dy: Tensor, y: Tensor, bounds: Tensor | None, scale: float) -> Tensor:
+        if _is_plain(y) and _is_plain(dy):
+            return _backward(dy, y, bounds, scale)
+        with torch._C._AutoDispatchBelowAutograd():
+            return _backward_op(dy, y, bounds, scale)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        dy, y, bounds, ctx.scale = inputs
+        ctx.save_for_backward(dy, y, bounds)
+        ctx.save_for_forward(dy, y, bounds)
+
+    @staticmethod
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
+        dy, y, bounds = ctx.saved_tensors
+        of_dy = _gradient(d, y, bounds, ctx.scale) if ctx.needs_input_grad[0] else None
+        if not ctx.needs_input_grad[1]:
+            return of_dy, None, None, None
+        zero = y == 0
+        d, dy = d.masked_fill(zero, 0), dy.masked_fill(zero, 0)
+        of_y = ctx.scale * (d * (dy - (y * dy).sum(-1, keepdim=True)) - dy * (d * y).sum(-1, keepdim=True))
+        return of_dy, of_y, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, d_dy: Tensor | None, d_y: Tensor | None, *_: None) -> Tensor:
+        dy, y, bounds = ctx.saved_tensors
+        found = torch.zeros_like(y) if d_dy is None else _gradient(d_dy, y, bounds, ctx.scale)
+        if d_y is None:
+            return found
+        zero = y == 0
+        d_y, dy = d_y.masked_fill(zero, 0), dy.masked_fill(zero, 0)
+        sums = (y * dy).sum(-1, keepdim=True), (d_y * dy).sum(-1, keepdim=True)
+        return found + ctx.scale * (d_y * dy - d_y * sums[0] - y * sums[1])
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Tensor, int]:
+        return _gradient(*_batched(info.batch_size, in_dims, args)), 0
+
+
+def _softmax(
+    x: Tensor, bounds: Tensor | None, bits: Tensor | None, mask: Tensor | None, visible: bool, scale: float
+) -> Tensor:
+    """The operator, by the shortest way."""
+    if torch.compiler.is_compiling():
+        return _forward_op(x, bounds, bits, mask, visible, scale)  # type: ignore[no-any-return]
+    if _is_plain(x) and not (x.requires_grad and torch.is_grad_enabled()):
+        return _forward(x, bounds, bits, mask, visible, scale)
+    return _Softmax.apply(x, bounds, bits, mask, visible, scale)  # type: ignore[no-any-return]
+
+
+def _gradient(dy: Tensor, y: Tensor, bounds: Tensor | None, scale: float) -> Tensor:
+    """The backward operator, by the shortest way."""
+    if torch.compiler.is_compiling():
+        return _backward_op(dy, y, bounds, scale)  # type: ignore[no-any-return]
+    if _is_plain(y) and _is_plain(dy) and not torch.is_grad_enabled():
+        return _backward(dy, y, bounds, scale)
+    return _SoftmaxBackward.apply(dy, y, bounds, scale)  # type: ignore[no-any-return]
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Whether a tensor holds just numbers, and nothing watches what is done with it: the dispatcher is not needed."""
+    return bool(
+        type(x) in (Tensor, torch.nn.Parameter)
+        and not torch._C._are_functorch_transforms_active()
+        and not _len_torch_dispatch_stack()
+        and forward_ad._current_level < 0
+        and not torch._C._functorch.is_legacy_batchedtensor(x)  # under torch.autograd.grad(is_grads_batched=True)
+        and x.device.type != "meta"
+    )
+
+
+def _batched(size: int, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> list[Any]:
+    """The arguments of an operator under vmap: the mapped dimension first, in all tensors that have it."""
+    ndim = args[0].ndim - (in_dims[0] is not None)
+    found = []
+    for n, (arg, dim) in enumerate(zip(args, in_dims, strict=True)):
+        if dim is not None:
+            arg = arg.movedim(dim, 0)
+            arg = arg.reshape(size, *(1,) * (ndim + 1 - arg.ndim), *arg.shape[1:])
+        elif n == 0 or (n == 1 and len(args) == 4):  # x; dy and y
+            arg = arg.expand(size, *arg.shape)
+        found.append(arg)
+    return found
+
+
+# --- what the dispatcher knows ---
+
+
+def _register(
+    op: Any, run: Callable[..., Tensor], function: type[torch.autograd.Function], fake: Callable[..., Tensor]
+) -> None:
+    name = op._schema.name
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_forward = lambda *_: None
+        function.setup_context(ctx, inputs, output)
+
+    formula = make_autograd_impl(op, Info(function.backward, setup_context))
+
+    def autograd(keyset: Any, *args: Any) -> Any:
+        if forward_ad._current_level >= 0 and any(
+            isinstance(a, Tensor) and forward_ad.unpack_dual(a).tangent is not None for a in args
+        ):
+            raise NotImplementedError(
+                f"torch.ops.{name.replace('::', '.')} has no forward-mode derivative here: a torch.compile'd function "
+                "or a direct call of the operator; call flexmasks.masked_softmax, uncompiled."
+            )
+        return formula(keyset, *args)
+
+    def vmapped(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Tensor, int]:
+        return op(*_batched(info.batch_size, in_dims, args)), 0
+
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    _library.impl(name, autograd, "Autograd", with_keyset=True)
+    torch.library.register_fake(name, fake, lib=_library)
+    torch.library.register_vmap(name, vmapped, lib=_library)
+
+
+def _fake(x: Tensor, *_: Any) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+_register(_forward_op, _forward, _Softmax, _fake)
+_register(_backward_op, _backward, _SoftmaxBackward, lambda dy, y, *_: _fake(y))
