@@ -106,11 +106,7 @@ def build(
     Raises ValueError or TypeError where the function is no mask.
     """
     rows, columns = _Line(q_len, block_size[0]), _Line(kv_len, block_size[1])
-    small = rows.count * columns.count <= _SMALL
-    try:
-        certain, possible, unknown = _decide(mask_mod, batch, heads, rows, columns, device, _CPU if small else device)
-    except TooLarge:
-        certain, possible, unknown = _decide(mask_mod, batch, heads, rows, columns, device, device)
+    certain, possible, unknown = decide(mask_mod, batch, heads, q_len, kv_len, device, block_size)
     shape = (*certain.shape[:2], rows.count, columns.count)
     if math.prod(shape) > 4 * _SMALL:
         certain, possible = certain.to(device), possible.to(device)
@@ -138,6 +134,28 @@ def build(
         undecided=len(undecided),
         not_understood=unknown,
     )
+
+
+def decide(
+    mask_mod: MaskMod,
+    batch: int,
+    heads: int,
+    q_len: int,
+    kv_len: int,
+    device: torch.device,
+    block_size: tuple[int, int],
+) -> tuple[Tensor, Tensor, tuple[str, ...]]:
+    """Whether all, and whether any element of each block is visible, as far as ranges show: [B, H, rows, columns].
+
+    Dimensions on which the mask does not depend have size 1. Few blocks of a GPU are decided, and left, on the CPU.
+    The third are the operations not understood. Raises ValueError or TypeError where the function is no mask.
+    """
+    rows, columns = _Line(q_len, block_size[0]), _Line(kv_len, block_size[1])
+    small = rows.count * columns.count <= _SMALL
+    try:
+        return _decide(mask_mod, batch, heads, rows, columns, device, _CPU if small else device)
+    except TooLarge:
+        return _decide(mask_mod, batch, heads, rows, columns, device, device)
 
 
 def of_block_mask(block_mask: BlockMask) -> tuple[Tensor, Tensor]:

@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexmasks import blocks
+from flexmasks import blocks, rows
 from flexmasks.blocks import Layout
 from flexmasks.cache import Cache
 from flexmasks.captures import Opaque, capture
 from flexmasks.facts import Blocks
 from flexmasks.params import Size, describe
 from flexmasks.registry import get_mask
+from flexmasks.rows import Rows
 from flexmasks.values import Mask, Modifier, NestedExtras
 
 Offset = int | Tensor
@@ -53,8 +54,18 @@ class _FoundMask(_Found):
         return super().nbytes + sum(t.numel() * t.element_size() for t in self.layout.indices)
 
 
+@dataclass(frozen=True)
+class _FoundRows(_Found):
+    rows: Rows
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + self.rows.nbytes
+
+
 _Kept = TypeVar("_Kept", bound=_Found)
 _BLOCKS: Cache[_FoundMask] = Cache("blocks", max_bytes=5 << 28)  # a million tokens take 1.07 GB
+_ROWS: Cache[_FoundRows] = Cache("rows", max_bytes=1 << 29)
 _SCORES: Cache[_Found] = Cache("scores", max_bytes=1 << 26)
 _NUMBERS: Cache[set[Hashable]] = Cache("numbers", max_bytes=1024)  # values seen of masks' numbers; one byte each
 
@@ -62,17 +73,22 @@ _NUMBERS: Cache[set[Hashable]] = Cache("numbers", max_bytes=1024)  # values seen
 class Plan:
     """A mask or score with the sizes of a call. Work is done, or found done, when it is asked for."""
 
-    def __init__(self, value: Modifier, size: Size, offset: Offset, lift: bool = False) -> None:
+    def __init__(self, value: Modifier, size: Size, offset: Offset = 0, lift: bool = False) -> None:
         self.value, self.size, self.offset = value, size, offset
         self.tensors: list[Tensor] = []
         self.opaque = False
         try:
             self._key = value.capture(self.tensors)
-            self.kernel_key = value.capture([], contents=False)
         except Opaque:
             self.opaque = True
-            self.kernel_key = ("opaque", value.name, getattr(value.definition.function, "__code__", None))
         self.lifted = lift and not self.opaque and self._lift()
+
+    @functools.cached_property
+    def kernel_key(self) -> Hashable:
+        """What a compiled kernel depends on."""
+        if self.opaque:
+            return "opaque", self.value.name, getattr(self.value.definition.function, "__code__", None)
+        return self.value.capture([], contents=False)
 
     def _lift(self) -> bool:
         """Whether the numbers are to be inputs of the kernel: when many values of them were seen."""
@@ -175,6 +191,21 @@ class MaskPlan(Plan):
         if not options:
             options.append(self.blocks().kernel_options)
         return {n: v for n, v in options[0].items() if not (scored and n == "ROWS_GUARANTEED_SAFE")}
+
+
+class RowsPlan(Plan):
+    """A mask on its way to a softmax."""
+
+    def rows(self) -> Rows:
+        """What each row sees."""
+        return self._find(_ROWS, self._build).rows
+
+    def _build(self) -> _FoundRows:
+        size = self.size
+        mod = self.value.bind(self.value.resolve(size))
+        with explained(self.value), torch.no_grad():
+            found = rows.build(mod, size.batch, size.heads, size.q_len, size.kv_len, size.device)
+        return _FoundRows({}, None, found)
 
 
 class ScorePlan(Plan):

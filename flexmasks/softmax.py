@@ -16,6 +16,16 @@ from torch._library.autograd import Info, make_autograd_impl
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _len_torch_dispatch_stack  # type: ignore[attr-defined] # not listed
 
+from flexmasks.blocks import over_indices
+from flexmasks.params import Size, describe
+from flexmasks.planning import RowsPlan
+from flexmasks.registry import from_arguments
+from flexmasks.values import Mask
+
+MaskLike = str | Mask | Callable[..., Tensor]
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_MASK_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_LARGEST = torch.finfo(torch.float32).max
 _CHUNK = 1 << 20  # elements that plain torch computes at once
 _KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _library = torch.library.Library("flexmasks", "FRAGMENT")
@@ -34,6 +44,143 @@ _library.define(
 )
 _forward_op = torch.ops.flexmasks.masked_softmax.default
 _backward_op = torch.ops.flexmasks.masked_softmax_backward.default
+
+
+def masked_softmax(x: Tensor, *, mask: MaskLike | Tensor | None = None, scale: float = 1.0, **params: Any) -> Tensor:
+    """softmax(x * scale) over the columns that a mask lets each row see, and 0 elsewhere; differentiable.
+
+    The mask is computed, not loaded: what each row sees is found once, kept (see `flexmasks.cache_info`), and tells
+    the kernel which columns to read. A row that sees nothing is 0 everywhere. Hidden scores may hold anything, NaN too,
+    and so may their gradients: neither reaches an output or a gradient. Visible ones give what torch.softmax gives:
+    NaN for a row of -inf, or with a NaN or inf.
+
+    Args:
+        x: scores, [B, H, Q, K], float16, bfloat16, float32 or float64 (on a GPU float64 is not fused), of any strides.
+            Sums are float32 (float64 for float64).
+        mask: a registered mask's name, a Mask, or a function (b, h, q, kv) -> bool of index tensors, True = visible; or
+            a boolean tensor, True = visible, that broadcasts to x; everything is visible by default.
+        scale: factor of x, a finite number; autocast changes nothing.
+        **params: the parameters of a mask given by name.
+
+    Returns:
+        The softmax, of x's shape and dtype, contiguous.
+
+    Raises:
+        ValueError, TypeError: on any input that does not fit, with what to pass.
+
+    Inside torch.compile and torch.export the mask, where it is no tensor, becomes boolean inside the graph. Visible
+    places at which the softmax is 0 by underflow pass no gradient on.
+
+    Source: Milakov and Gimelshein, Online normalizer calculation for softmax, 2018.
+
+    Example:
+        >>> import torch, flexmasks
+        >>> flexmasks.masked_softmax(torch.zeros(1, 1, 4, 4), mask="grouped_tril", seq_lens=torch.tensor([3]))[0, 0]
+        tensor([[1.0000, 0.0000, 0.0000, 0.0000],
+                [0.5000, 0.5000, 0.0000, 0.0000],
+                [0.3333, 0.3333, 0.3333, 0.0000],
+                [0.0000, 0.0000, 0.0000, 0.0000]])
+    """
+    call = "flexmasks.masked_softmax"
+    _check(call, x, scale)
+    if x.ndim != 4:
+        raise ValueError(f"{call}: `x` must have 4 dimensions, [B, H, Q, K], got {describe(x)}.")
+    if isinstance(mask, Tensor):
+        from_arguments(None, None, params)  # there are none
+        if mask.dtype != torch.bool:
+            raise TypeError(f"{call}: a tensor `mask` must be boolean, True = visible, got {describe(mask)}.")
+        _check_mask(call, x, mask)
+        return _softmax(x, None, None, mask, True, float(scale))
+    made, _ = from_arguments(mask, None, params)
+    if made is None or not x.numel():
+        return _softmax(x, None, None, None, False, float(scale))
+    batch, heads, q_len, kv_len = x.shape
+    size = Size(batch, heads, q_len, kv_len, x.device)
+    if torch.compiler.is_compiling():
+        seen, bounds = _inside_graph(made, size)
+        return _softmax(x, bounds, None, seen, True, float(scale))
+    rows = RowsPlan(made, size).rows()
+    return _softmax(x, rows.bounds, rows.bits, None, False, float(scale))
+
+
+def scaled_masked_softmax(x: Tensor, mask: Tensor, scale: float = 1.0) -> Tensor:
+    """softmax(x * scale) over the columns that are not masked, and 0 at those that are; differentiable in x.
+
+    The mask is read once, with its own strides, and never expanded in memory. A row whose columns are all masked is 0
+    everywhere (elsewhere, with a finite score in place of -inf, it is 1 / K). NaN and inf are as in `masked_softmax`.
+
+    Args:
+        x: scores, [..., K], float16, bfloat16, float32 or float64 (on a GPU float64 is not fused), of any strides.
+        mask: boolean, or integer with 0 for False: True = HIDDEN, as in Megatron-LM and apex. Of any shape that
+            broadcasts to x's: [B, 1, Q, K], say.
+        scale: factor of x, a finite number.
+
+    Returns:
+        The softmax, of x's shape and dtype, contiguous.
+
+    Raises:
+        ValueError, TypeError: on any input that does not fit, with what to pass.
+
+    Source: scaled_masked_softmax of Megatron-LM, Shoeybi et al., 2019.
+
+    Example:
+        >>> import torch, flexmasks
+        >>> flexmasks.scaled_masked_softmax(torch.zeros(2, 3), torch.tensor([[0, 0, 1], [1, 1, 1]]))
+        tensor([[0.5000, 0.5000, 0.0000],
+                [0.0000, 0.0000, 0.0000]])
+    """
+    call = "flexmasks.scaled_masked_softmax"
+    _check(call, x, scale)
+    if not isinstance(mask, Tensor) or mask.dtype not in _MASK_DTYPES:
+        raise TypeError(f"{call}: `mask` must be a boolean or integer tensor, True = hidden, got {_kind(mask)}.")
+    _check_mask(call, x, mask)
+    return _softmax(x, None, None, mask, False, float(scale))
+
+
+def _inside_graph(mask: Mask, size: Size) -> tuple[Tensor, Tensor]:
+    """The mask as booleans, and the bounds of its rows, computed inside a graph of torch.compile."""
+    mod = mask.bind(mask.resolve(size))
+    indices = (torch.arange(n, device=size.device) for n in (size.batch, size.heads, size.q_len, size.kv_len))
+    seen = over_indices(mod)(*indices)
+    for dim in (0, 1, 2):
+        if seen.stride(dim) == 0:  # the mask does not depend on it
+            seen = seen.narrow(dim, 0, 1)
+    column = torch.arange(size.kv_len, dtype=torch.int32, device=size.device)
+    end = torch.where(seen, column + 1, 0).amax(-1)
+    first = torch.minimum(torch.where(seen, column, size.kv_len).amin(-1), end)
+    return seen, torch.stack([first, end], -1).int()
+
+
+def _check(call: str, x: Any, scale: Any) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{call}: `x` must be a tensor, got {_kind(x)}.")
+    if x.dtype not in _DTYPES:
+        raise TypeError(f"{call}: `x` must be float16, bfloat16, float32 or float64, got {describe(x)}.")
+    if x.layout != torch.strided or x.is_nested:
+        raise TypeError(f"{call}: `x` must be a dense tensor, got one of layout {x.layout}.")
+    if not x.ndim:
+        raise ValueError(f"{call}: `x` must have at least one dimension, got {describe(x)}.")
+    if type(scale) is not float and (isinstance(scale, bool) or not isinstance(scale, int | float)):
+        raise TypeError(f"{call}: `scale` must be a number, got {scale!r}.")
+    if not -_LARGEST <= scale <= _LARGEST:
+        raise ValueError(f"{call}: `scale` must be finite, got {scale!r}.")
+
+
+def _check_mask(call: str, x: Tensor, mask: Tensor) -> None:
+    if mask.device != x.device:
+        raise ValueError(f"{call}: `mask` is on {mask.device}, `x` on {x.device}; use mask.to({str(x.device)!r}).")
+    fits = mask.ndim <= x.ndim and all(
+        m in (1, n) for m, n in zip(reversed(mask.shape), reversed(x.shape), strict=False)
+    )
+    if not fits:
+        raise ValueError(
+            f"{call}: `mask` must broadcast to x's shape {list(x.shape)}: each size, from the last, that of x or 1; "
+            f"got {describe(mask)}."
+        )
+
+
+def _kind(value: Any) -> str:
+    return describe(value) if isinstance(value, Tensor) else type(value).__name__
 
 
 # --- what runs ---
@@ -193,7 +340,8 @@ class _SoftmaxBackward(torch.autograd.Function):
         zero = y == 0
         d_y, dy = d_y.masked_fill(zero, 0), dy.masked_fill(zero, 0)
         sums = (y * dy).sum(-1, keepdim=True), (d_y * dy).sum(-1, keepdim=True)
-        return found + ctx.scale * (d_y * dy - d_y * sums[0] - y * sums[1])
+        change: Tensor = ctx.scale * (d_y * dy - d_y * sums[0] - y * sums[1])
+        return found + change
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Tensor, int]:
