@@ -119,7 +119,7 @@ def _scores(
     MASK_COLUMN: tl.constexpr,
     BOUNDS: tl.constexpr,
     VISIBLE: tl.constexpr,
-    NEGATIVE: tl.constexpr,
+    SIGN: tl.constexpr,
     POLICY: tl.constexpr,
 ):
     """Scores at `column`, -inf where hidden, their sign changed for a negative scale; and where they are visible.
@@ -139,9 +139,18 @@ def _scores(
             visible = visible & (marked != 0)
         else:
             visible = visible & (marked == 0)
-    if NEGATIVE:
+    if SIGN < 0:
         scores = -scores
     return tl.where(visible, scores, float("-inf")), visible
+
+
+@triton.jit
+def _weights(scores, most, visible, scale, SIGN: tl.constexpr):
+    """exp(score - most), 0 where hidden if anything is visible: NaN for a row of -inf only, as in torch."""
+    weights = tl.exp2((scores - most) * scale)
+    if SIGN == 0:  # -inf * 0 is NaN
+        weights = tl.where(visible, weights, 0.0)
+    return weights
 
 
 @triton.jit
@@ -178,7 +187,7 @@ def _forward_tile(
     MASK_COLUMN: tl.constexpr,
     BOUNDS: tl.constexpr,
     VISIBLE: tl.constexpr,
-    NEGATIVE: tl.constexpr,
+    SIGN: tl.constexpr,
 ):
     """Rows in registers: all columns, or WIDTH of them from `low` on where that holds all visible ones."""
     column = tl.arange(0, WIDTH)[None, :]
@@ -186,14 +195,12 @@ def _forward_tile(
         column = low + column
     exists, inside = _inside(column, columns, is_row, low, high, ROWS, BOUNDS, WIDTH < BLOCK)
     scores, visible = _scores(
-        x, bits, mask, column, inside, first, end, X_COLUMN, MASK_COLUMN, BOUNDS, VISIBLE, NEGATIVE, ""
+        x, bits, mask, column, inside, first, end, X_COLUMN, MASK_COLUMN, BOUNDS, VISIBLE, SIGN, ""
     )
     if WIDTH < BLOCK:
         _clear_around(y, low, columns, is_row, ROWS, BLOCK, WIDTH)
-    most = tl.max(scores, 1)[:, None]
-    weights = tl.where(visible, tl.exp2((scores - most) * scale), 0.0)
-    total = tl.sum(weights, 1)[:, None]
-    weights = weights * (1.0 / tl.where(total == 0, 1.0, total))
+    weights = _weights(scores, tl.max(scores, 1)[:, None], visible, scale, SIGN)
+    weights = tl.where(visible, weights * (1.0 / tl.sum(weights, 1)[:, None]), 0.0)
     tl.store(y + column, weights.to(y.dtype.element_ty), mask=exists)
 
 
@@ -214,7 +221,7 @@ def _forward_long(
     MASK_COLUMN: tl.constexpr,
     BOUNDS: tl.constexpr,
     VISIBLE: tl.constexpr,
-    NEGATIVE: tl.constexpr,
+    SIGN: tl.constexpr,
 ):
     """One row in two passes: its maximum and sum, then the result, last columns first, which are still in the cache."""
     if BOUNDS:
@@ -229,15 +236,15 @@ def _forward_long(
         column = chunk + tl.arange(0, CHUNK)[None, :]
         exists, inside = _inside(column, columns, True, low, high, 1, BOUNDS, False)
         scores, visible = _scores(
-            x, bits, mask, column, inside, first, end, X_COLUMN, MASK_COLUMN, BOUNDS, VISIBLE, NEGATIVE, ""
+            x, bits, mask, column, inside, first, end, X_COLUMN, MASK_COLUMN, BOUNDS, VISIBLE, SIGN, ""
         )
         new = tl.maximum(most, tl.max(tl.max(scores, 1), 0))
         finite = tl.where(new == float("-inf"), 0.0, new)  # -inf only, so far
-        weights = tl.where(visible, tl.exp2((scores - finite) * scale), 0.0)
+        weights = _weights(scores, finite, visible, scale, SIGN)
         total = total * tl.where(most == float("-inf"), 0.0, tl.exp2((most - new) * scale))
         total += tl.sum(tl.sum(weights, 1), 0)
         most = new
-    factor = 1.0 / tl.where(total == 0, 1.0, total)
+    factor = 1.0 / total
     n_chunks = tl.cdiv(columns, CHUNK)
     for n in range(n_chunks):
         chunk = (n_chunks - 1 - n) * CHUNK
@@ -256,10 +263,10 @@ def _forward_long(
                 MASK_COLUMN,
                 BOUNDS,
                 VISIBLE,
-                NEGATIVE,
+                SIGN,
                 "evict_first",
             )
-            weights = tl.where(visible, tl.exp2((scores - most) * scale) * factor, 0.0)
+            weights = tl.where(visible, _weights(scores, most, visible, scale, SIGN) * factor, 0.0)
             tl.store(y + column, weights.to(y.dtype.element_ty), mask=exists)
         else:
             tl.store(y + column, tl.zeros((1, CHUNK), y.dtype.element_ty), mask=exists)
@@ -315,7 +322,7 @@ def _forward(
     HALVINGS: tl.constexpr,
     LONG: tl.constexpr,
     VISIBLE: tl.constexpr,
-    NEGATIVE: tl.constexpr,
+    SIGN: tl.constexpr,
 ):
     """Y = softmax(x * scale) over the visible columns, 0 at hidden ones; scale is |scale| * log2(e)."""
     block, inner, one, two = _place(n_inner, n_blocks, n_one, INNER, OUTER)
@@ -357,7 +364,7 @@ def _forward(
             MASK_COLUMN,
             BOUNDS,
             VISIBLE,
-            NEGATIVE,
+            SIGN,
         )
     elif HALVINGS == 0:
         _forward_tile(
@@ -379,7 +386,7 @@ def _forward(
             MASK_COLUMN,
             BOUNDS,
             VISIBLE,
-            NEGATIVE,
+            SIGN,
         )
     else:
         for n in tl.static_range(0, HALVINGS + 1):
@@ -403,7 +410,7 @@ def _forward(
                     MASK_COLUMN,
                     BOUNDS,
                     VISIBLE,
-                    NEGATIVE,
+                    SIGN,
                 )
 
 
@@ -577,8 +584,8 @@ def forward(
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not y.numel():
         return y
-    factor = abs(scale) * _LOG2E
-    key = (_kind(x), _kind(bounds), _kind(bits), _kind(mask), visible, scale < 0, x.device.index)
+    factor, sign = abs(scale) * _LOG2E, (scale > 0) - (scale < 0)
+    key = (_kind(x), _kind(bounds), _kind(bits), _kind(mask), visible, sign, x.device.index)
     launch = _launches.get(key)
     if launch is not None:
         run, numbers, constants = launch
@@ -595,7 +602,7 @@ def forward(
     grains = [_grain(made.strides[:2], x.shape[-1]), _grain(made.strides[4:], 0)]
     numbers = made.numbers(x.shape[-1], (grains[0], grains[0], 1, 1, grains[1]))
     of_mask = 0 if mask is None else _column(mask)
-    constants = (*grains, _column(x), of_mask, *made.constants, visible, scale < 0)
+    constants = (*grains, _column(x), of_mask, *made.constants, visible, sign)
     compiled = _forward[(made.programs,)](
         y, x, bounds, bits, mask, *numbers, factor, *constants, num_warps=made.config.warps
     )
