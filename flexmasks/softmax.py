@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _len_torch_dispatch_stack  # type: igno
 from flexmasks.blocks import over_indices
 from flexmasks.params import Size, describe
 from flexmasks.planning import RowsPlan
-from flexmasks.registry import from_arguments
+from flexmasks.registry import from_arguments, get_mask
 from flexmasks.values import Mask
 
 MaskLike = str | Mask | Callable[..., Tensor]
@@ -91,14 +91,14 @@ def masked_softmax(x: Tensor, *, mask: MaskLike | Tensor | None = None, scale: f
             raise TypeError(f"{call}: a tensor `mask` must be boolean, True = visible, got {describe(mask)}.")
         _check_mask(call, x, mask)
         return _softmax(x, None, None, mask, True, float(scale))
+    batch, heads, q_len, kv_len = x.shape
+    size = Size(batch, heads, q_len, kv_len, x.device)
+    if torch.compiler.is_compiling() and mask is not None and x.numel():
+        seen, bounds = _inside_graph(mask, params, size)
+        return _softmax(x, bounds, None, seen, True, float(scale))
     made, _ = from_arguments(mask, None, params)
     if made is None or not x.numel():
         return _softmax(x, None, None, None, False, float(scale))
-    batch, heads, q_len, kv_len = x.shape
-    size = Size(batch, heads, q_len, kv_len, x.device)
-    if torch.compiler.is_compiling():
-        seen, bounds = _inside_graph(made, size)
-        return _softmax(x, bounds, None, seen, True, float(scale))
     rows = RowsPlan(made, size).rows()
     return _softmax(x, rows.bounds, rows.bits, None, False, float(scale))
 
@@ -137,9 +137,13 @@ def scaled_masked_softmax(x: Tensor, mask: Tensor, scale: float = 1.0) -> Tensor
     return _softmax(x, None, None, mask, False, float(scale))
 
 
-def _inside_graph(mask: Mask, size: Size) -> tuple[Tensor, Tensor]:
+def _inside_graph(mask: MaskLike, params: dict[str, Any], size: Size) -> tuple[Tensor, Tensor]:
     """The mask as booleans, and the bounds of its rows, computed inside a graph of torch.compile."""
-    mod = mask.bind(mask.resolve(size))
+    if isinstance(mask, str | Mask) or params:
+        made = get_mask(mask, **params)
+        mod = made.bind(made.resolve(size))
+    else:
+        mod = mask  # its signature cannot be read here
     indices = (torch.arange(n, device=size.device) for n in (size.batch, size.heads, size.q_len, size.kv_len))
     seen = over_indices(mod)(*indices)
     for dim in (0, 1, 2):
