@@ -10,7 +10,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from flexmasks.cache import Cache
 from flexmasks.captures import Opaque, capture
 from flexmasks.facts import Blocks
 from flexmasks.params import Size, describe
-from flexmasks.registry import get_mask
+from flexmasks.registry import definition, from_arguments, get_mask
 from flexmasks.rows import Rows
 from flexmasks.values import Mask, Modifier, NestedExtras
 
@@ -198,14 +198,38 @@ class RowsPlan(Plan):
 
     def rows(self) -> Rows:
         """What each row sees."""
-        return self._find(_ROWS, self._build).rows
+        return self._find(_ROWS, self.build).rows
 
-    def _build(self) -> _FoundRows:
+    def build(self) -> _FoundRows:
         size = self.size
         mod = self.value.bind(self.value.resolve(size))
         with explained(self.value), torch.no_grad():
             found = rows.build(mod, size.batch, size.heads, size.q_len, size.kv_len, size.device)
         return _FoundRows({}, None, found)
+
+
+def rows_of(mask: Any, params: dict[str, Any], shape: torch.Size, device: torch.device) -> Rows:
+    """What each row of scores [B, H, Q, KV] sees of a mask, given as in a call.
+
+    One of the library's own by name is looked up by name and parameters, sooner than its function is read.
+    """
+    key, tensors = None, [v for v in params.values() if isinstance(v, Tensor)]
+    if isinstance(mask, str) and all(isinstance(v, Tensor | int | float) for v in params.values()):
+        known = definition("mask", mask)
+        if known.function.__module__.startswith("flexmasks.masks."):
+            numbers = ((n, None if isinstance(v, Tensor) else (type(v), v)) for n, v in params.items())
+            key = (known, shape, device, torch.get_default_dtype(), *numbers)
+            found = _ROWS.get(key, tensors)
+            if found is not None:
+                return found.rows
+    made = cast(Mask, from_arguments(mask, None, params)[0])
+    batch, heads, q_len, kv_len = shape
+    plan = RowsPlan(made, Size(batch, heads, q_len, kv_len, device))
+    if key is None:
+        return plan.rows()
+    found = plan.build()
+    _ROWS.put(key, tensors, found, found.nbytes)
+    return found.rows
 
 
 class ScorePlan(Plan):

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _len_torch_dispatch_stack  # type: igno
 
 from flexmasks.blocks import over_indices
 from flexmasks.params import Size, describe
-from flexmasks.planning import RowsPlan
+from flexmasks.planning import rows_of
 from flexmasks.registry import from_arguments, get_mask
 from flexmasks.values import Mask
 
@@ -91,15 +91,13 @@ def masked_softmax(x: Tensor, *, mask: MaskLike | Tensor | None = None, scale: f
             raise TypeError(f"{call}: a tensor `mask` must be boolean, True = visible, got {describe(mask)}.")
         _check_mask(call, x, mask)
         return _softmax(x, None, None, mask, True, float(scale))
-    batch, heads, q_len, kv_len = x.shape
-    size = Size(batch, heads, q_len, kv_len, x.device)
-    if torch.compiler.is_compiling() and mask is not None and x.numel():
-        seen, bounds = _inside_graph(mask, params, size)
-        return _softmax(x, bounds, None, seen, True, float(scale))
-    made, _ = from_arguments(mask, None, params)
-    if made is None or not x.numel():
+    if mask is None or not x.numel():
+        from_arguments(mask, None, params)
         return _softmax(x, None, None, None, False, float(scale))
-    rows = RowsPlan(made, size).rows()
+    if torch.compiler.is_compiling():
+        seen, bounds = _inside_graph(mask, params, x)
+        return _softmax(x, bounds, None, seen, True, float(scale))
+    rows = rows_of(mask, params, x.shape, x.device)
     return _softmax(x, rows.bounds, rows.bits, None, False, float(scale))
 
 
@@ -137,8 +135,10 @@ def scaled_masked_softmax(x: Tensor, mask: Tensor, scale: float = 1.0) -> Tensor
     return _softmax(x, None, None, mask, False, float(scale))
 
 
-def _inside_graph(mask: MaskLike, params: dict[str, Any], size: Size) -> tuple[Tensor, Tensor]:
+def _inside_graph(mask: MaskLike, params: dict[str, Any], x: Tensor) -> tuple[Tensor, Tensor]:
     """The mask as booleans, and the bounds of its rows, computed inside a graph of torch.compile."""
+    batch, heads, q_len, kv_len = x.shape
+    size = Size(batch, heads, q_len, kv_len, x.device)
     if isinstance(mask, str | Mask) or params:
         made = get_mask(mask, **params)
         mod = made.bind(made.resolve(size))
@@ -310,6 +310,27 @@ class _Softmax(torch.autograd.Function):
         return _softmax(*_batched(info.batch_size, in_dims, args)), 0
 
 
+class _EagerSoftmax(torch.autograd.Function):
+    """The same where no transform is at work: without `setup_context` a call takes half the time."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        bounds: Tensor | None,
+        bits: Tensor | None,
+        mask: Tensor | None,
+        visible: bool,
+        scale: float,
+    ) -> Tensor:
+        y = _forward(x, bounds, bits, mask, visible, scale)
+        ctx.save_for_backward(y, bounds)
+        ctx.scale = scale
+        return y
+
+    backward = _Softmax.backward
+
+
 class _SoftmaxBackward(torch.autograd.Function):
     @staticmethod
     def forward(dy: Tensor, y: Tensor, bounds: Tensor | None, scale: float) -> Tensor:
@@ -358,7 +379,9 @@ def _softmax(
     """The operator, by the shortest way."""
     if torch.compiler.is_compiling():
         return _forward_op(x, bounds, bits, mask, visible, scale)  # type: ignore[no-any-return]
-    if _is_plain(x) and not (x.requires_grad and torch.is_grad_enabled()):
+    if _is_plain(x):
+        if x.requires_grad and torch.is_grad_enabled():
+            return _EagerSoftmax.apply(x, bounds, bits, mask, visible, scale)  # type: ignore[no-any-return]
         return _forward(x, bounds, bits, mask, visible, scale)
     return _Softmax.apply(x, bounds, bits, mask, visible, scale)  # type: ignore[no-any-return]
 
