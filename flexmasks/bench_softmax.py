@@ -168,9 +168,9 @@ def _rows(case: Case, device: torch.device, copy: float) -> list[dict[str, Any]]
                     "visible": round(visible, 4),
                     "pass": name,
                     "who": who,
-                    "ms": round(ms, 5),
-                    "tb_s": round(moved, 4),
-                    "share": round(moved / copy, 4),
+                    "ms": float(f"{ms:.5g}"),
+                    "tb_s": float(f"{moved:.4g}"),
+                    "share": float(f"{moved / copy:.4g}"),
                     "largest_error": worst if who == "flexmasks" and name == "forward" else None,
                 }
             )
