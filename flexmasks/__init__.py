@@ -16,5 +16,7 @@ from flexmasks.registry import list_masks as list_masks
 from flexmasks.registry import list_scores as list_scores
 from flexmasks.registry import register_mask as register_mask
 from flexmasks.registry import register_score as register_score
+from flexmasks.softmax import masked_softmax as masked_softmax
+from flexmasks.softmax import scaled_masked_softmax as scaled_masked_softmax
 from flexmasks.values import Mask as Mask
 from flexmasks.values import Score as Score

@@ -1,4 +1,4 @@
-"""The command line: `python -m flexmasks demo`, `list`, `show NAME [--param value]`, `bench blocks`."""
+"""The command line: `python -m flexmasks demo`, `list`, `show NAME [--param value]`, `bench blocks|softmax`."""
 
 from __future__ import annotations
 
@@ -32,9 +32,13 @@ def main(argv: list[str] | None = None) -> int:
     shower.add_argument("-b", type=int, default=0, help="the batch element to draw")
     shower.add_argument("--head", type=int, default=0, help="the head to draw")
     bencher = commands.add_parser("bench", help="measure this machine")
-    bencher.add_argument("what", choices=["blocks"], help="blocks: finding block masks, against create_block_mask")
-    bencher.add_argument("--masks", nargs="+", metavar="NAME", help="only these masks")
-    bencher.add_argument("--lengths", nargs="+", type=int, metavar="N", help="numbers of tokens")
+    bencher.add_argument(
+        "what",
+        choices=["blocks", "softmax"],
+        help="blocks: finding block masks, against create_block_mask; softmax: the masked softmax, against torch",
+    )
+    bencher.add_argument("--masks", nargs="+", metavar="NAME", help="of blocks: only these masks")
+    bencher.add_argument("--lengths", nargs="+", type=int, metavar="N", help="of blocks: numbers of tokens")
     bencher.add_argument("--device", help="cuda or cpu (default: a GPU where there is one)")
     bencher.add_argument("--json", metavar="FILE", help="write the figures there")
     arguments, rest = parser.parse_known_args(argv)
@@ -47,6 +51,12 @@ def main(argv: list[str] | None = None) -> int:
             demo()
         elif arguments.command == "list":
             print(tables(arguments.markdown))
+        elif arguments.command == "bench" and arguments.what == "softmax":
+            from flexmasks.bench_softmax import softmax
+
+            if arguments.masks or arguments.lengths:
+                parser.error("bench softmax takes no --masks and no --lengths")
+            softmax(arguments.device, arguments.json)
         elif arguments.command == "bench":
             from flexmasks.bench import blocks
 

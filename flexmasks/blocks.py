@@ -123,14 +123,7 @@ def build(
     Raises ValueError or TypeError where the function is no mask.
     """
     rows, columns = _Line(q_len, block_size[0]), _Line(kv_len, block_size[1])
-    small = rows.count * columns.count <= _SMALL
-    own = batch, heads
-    if batch * heads > 1 and batch * heads * rows.count * columns.count > _BLOCKS:
-        own = dependence(mask_mod, batch, heads, device)
-    try:
-        decided = _decide(mask_mod, own, rows, columns, device, _CPU if small else device)
-    except TooLarge:
-        decided = _decide(mask_mod, own, rows, columns, device, device)
+    decided = decide(mask_mod, batch, heads, q_len, kv_len, device, block_size)
     certain, possible = decided.certain, decided.possible
     shape = (*certain.shape[:2], rows.count, columns.count)
     if math.prod(shape) > 4 * _SMALL:
@@ -161,6 +154,39 @@ def build(
         undecided=len(undecided),
         not_understood=decided.not_understood,
     )
+
+
+class Decided(NamedTuple):
+    """What ranges show of blocks: booleans [B, H, rows, columns], of size 1 where the mask does not depend on it."""
+
+    certain: Tensor  # whether all of a block is visible
+    possible: Tensor  # whether any is
+    not_understood: tuple[str, ...]  # operations, or why ranges gave up
+    widest: int  # the most elements that a tensor had which the function saw
+
+
+def decide(
+    mask_mod: MaskMod,
+    batch: int,
+    heads: int,
+    q_len: int,
+    kv_len: int,
+    device: torch.device,
+    block_size: tuple[int, int],
+) -> Decided:
+    """What ranges show of each block. Few blocks of a GPU are decided, and left, on the CPU.
+
+    Raises ValueError or TypeError where the function is no mask.
+    """
+    rows, columns = _Line(q_len, block_size[0]), _Line(kv_len, block_size[1])
+    small = rows.count * columns.count <= _SMALL
+    own = batch, heads
+    if batch * heads > 1 and batch * heads * rows.count * columns.count > _BLOCKS:
+        own = dependence(mask_mod, batch, heads, device)
+    try:
+        return _decide(mask_mod, own, rows, columns, device, _CPU if small else device)
+    except TooLarge:
+        return _decide(mask_mod, own, rows, columns, device, device)
 
 
 def of_block_mask(block_mask: BlockMask) -> tuple[Tensor, Tensor]:
@@ -221,13 +247,6 @@ class _Line:
         return Range.of_indices(lo.view(shape), hi.view(shape), self.length - 1, steps)
 
 
-class _Decided(NamedTuple):
-    certain: Tensor  # of each block, whether all is visible
-    possible: Tensor  # whether any is
-    not_understood: tuple[str, ...]
-    widest: int
-
-
 def _decide(
     mask_mod: MaskMod,
     own: tuple[int, int],
@@ -236,14 +255,14 @@ def _decide(
     device: torch.device,
     here: torch.device,
     width: int = 1,
-) -> _Decided:
+) -> Decided:
     """What ranges show of each block: [B, H, rows, columns], where B and H are at most `own`.
 
     A dimension on which the mask does not depend has size 1. Decided on `here`, a slice of the rows at a time, which
     are the fewer the wider the tensors that the function makes. Raises TooLarge where that is not the place for it.
     """
     step = max(1, _BLOCKS // (own[0] * own[1] * columns.count * width))
-    parts: list[_Decided] = []
+    parts: list[Decided] = []
     for start in range(0, rows.count, step):
         part = rows.part(start, min(step, rows.count - start))
         most = max(width, _BLOCKS // (own[0] * own[1] * columns.count * part.count)) if step > 1 else math.inf
@@ -254,7 +273,7 @@ def _decide(
         if isinstance(found, str):
             batch, heads = _dependence_by_vmap(mask_mod, *own, device)
             certain = torch.zeros((batch, heads, rows.count, columns.count), dtype=torch.bool, device=here)
-            return _Decided(certain, ~certain, (found,), 1)
+            return Decided(certain, ~certain, (found,), 1)
         parts.append(found)
         if found.certain.shape[2] == 1 < part.count:  # the same for all rows
             break
@@ -273,7 +292,7 @@ def _evaluate(
     device: torch.device,
     here: torch.device,
     widest: float = math.inf,
-) -> _Decided | str:
+) -> Decided | str:
     """What ranges show of each block; or why they show nothing."""
     b = torch.arange(batch, device=here).view(-1, 1, 1, 1)
     h = torch.arange(heads, device=here).view(1, -1, 1, 1)
@@ -285,7 +304,7 @@ def _evaluate(
     lo, hi = found.truth.lo, found.truth.hi
     shape = broadcast_shape(lo, hi)
     shape = (*(1,) * (4 - len(shape)), *shape)
-    return _Decided(lo.to(here).expand(shape), hi.to(here).expand(shape), found.not_understood, found.widest)
+    return Decided(lo.to(here).expand(shape), hi.to(here).expand(shape), found.not_understood, found.widest)
 
 
 def _look_at(elements: Elements, blocks: Tensor, rows: _Line, columns: _Line) -> tuple[Tensor, Tensor]:

@@ -10,19 +10,20 @@ import contextlib
 import functools
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexmasks import blocks
+from flexmasks import blocks, rows
 from flexmasks.blocks import Layout
 from flexmasks.cache import Cache
 from flexmasks.captures import Aliases, Opaque, capture
 from flexmasks.facts import Blocks
 from flexmasks.params import Size, describe
-from flexmasks.registry import get_mask
+from flexmasks.registry import definition, from_arguments, get_mask
+from flexmasks.rows import Rows
 from flexmasks.values import Mask, Modifier, NestedExtras
 
 Offset = int | Tensor
@@ -53,8 +54,18 @@ class _FoundMask(_Found):
         return super().nbytes + sum(t.numel() * t.element_size() for t in self.layout.indices)
 
 
+@dataclass(frozen=True)
+class _FoundRows(_Found):
+    rows: Rows
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + self.rows.nbytes
+
+
 _Kept = TypeVar("_Kept", bound=_Found)
 _BLOCKS: Cache[_FoundMask] = Cache("blocks", max_bytes=5 << 28)  # a million tokens take 1.07 GB
+_ROWS: Cache[_FoundRows] = Cache("rows", max_bytes=1 << 29)
 _SCORES: Cache[_Found] = Cache("scores", max_bytes=1 << 26)
 _NUMBERS: Cache[set[Hashable]] = Cache("numbers", max_bytes=1024)  # values seen of masks' numbers; one byte each
 
@@ -67,7 +78,7 @@ class Plan:
     """
 
     def __init__(
-        self, value: Modifier, size: Size, offset: Offset, lift: bool = False, aliases: Aliases | None = None
+        self, value: Modifier, size: Size, offset: Offset = 0, lift: bool = False, aliases: Aliases | None = None
     ) -> None:
         self.value, self.size, self.offset = value, size, offset
         self._bound_to: tuple[Any, Offset] = value, offset
@@ -76,15 +87,20 @@ class Plan:
         self.opaque = False
         try:
             self._key = value.capture(self.tensors)
-            self.kernel_key = value.capture([], contents=False)
         except Opaque:
             self.opaque = True
-            self.kernel_key = ("opaque", value.name, getattr(value.definition.function, "__code__", None))
         self.lifted = lift and not self.opaque and self._lift()
         if aliases is not None and not self.opaque:
             with contextlib.suppress(Opaque):
                 self._bound_to = aliases.of((value, offset))
                 self.kept = True
+
+    @functools.cached_property
+    def kernel_key(self) -> Hashable:
+        """What a compiled kernel depends on."""
+        if self.opaque:
+            return "opaque", self.value.name, getattr(self.value.definition.function, "__code__", None)
+        return self.value.capture([], contents=False)
 
     def _lift(self) -> bool:
         """Whether the numbers are to be inputs of the kernel: when many values of them were seen."""
@@ -189,6 +205,45 @@ class MaskPlan(Plan):
         if not options:
             options.append(self.blocks().kernel_options)
         return {n: v for n, v in options[0].items() if not (scored and n == "ROWS_GUARANTEED_SAFE")}
+
+
+class RowsPlan(Plan):
+    """A mask on its way to a softmax."""
+
+    def rows(self) -> Rows:
+        """What each row sees."""
+        return self._find(_ROWS, self.build).rows
+
+    def build(self) -> _FoundRows:
+        size = self.size
+        mod = self.value.bind(self.value.resolve(size))
+        with explained(self.value), torch.no_grad():
+            found = rows.build(mod, size.batch, size.heads, size.q_len, size.kv_len, size.device)
+        return _FoundRows({}, None, found)
+
+
+def rows_of(mask: Any, params: dict[str, Any], shape: torch.Size, device: torch.device) -> Rows:
+    """What each row of scores [B, H, Q, KV] sees of a mask, given as in a call.
+
+    One of the library's own by name is looked up by name and parameters, sooner than its function is read.
+    """
+    key, tensors = None, [v for v in params.values() if isinstance(v, Tensor)]
+    if isinstance(mask, str) and all(isinstance(v, Tensor | int | float) for v in params.values()):
+        known = definition("mask", mask)
+        if known.function.__module__.startswith("flexmasks.masks."):
+            numbers = ((n, None if isinstance(v, Tensor) else (type(v), v)) for n, v in params.items())
+            key = (known, shape, device, torch.get_default_dtype(), *numbers)
+            found = _ROWS.get(key, tensors)
+            if found is not None:
+                return found.rows
+    made = cast(Mask, from_arguments(mask, None, params)[0])
+    batch, heads, q_len, kv_len = shape
+    plan = RowsPlan(made, Size(batch, heads, q_len, kv_len, device))
+    if key is None:
+        return plan.rows()
+    found = plan.build()
+    _ROWS.put(key, tensors, found, found.nbytes)
+    return found.rows
 
 
 class ScorePlan(Plan):

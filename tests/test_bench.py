@@ -33,6 +33,24 @@ def test_figures_are_written(device: str, tmp_path: Path, capsys: pytest.Capture
     assert results["rows"][0]["undecided"] == 8
 
 
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("device", ["cpu"])  # on a GPU it takes minutes
+def test_figures_of_the_softmax_are_written(device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "softmax.json"
+    assert main(["bench", "softmax", "--device", device, "--json", str(file)]) == 0
+    printed = capsys.readouterr().out
+    results = json.loads(file.read_text())
+    assert results["copy_tb_s"] > 0
+    for row in results["rows"]:
+        assert row["ms"] > 0
+        assert row["share"] == pytest.approx(row["tb_s"] / results["copy_tb_s"], rel=0.1)
+        assert row["case"] in printed
+    ours = [r for r in results["rows"] if r["who"] == "flexmasks"]
+    assert len(ours) == 2 * 8
+    assert all(r["largest_error"] < 0.01 for r in ours if r["pass"] == "forward")
+    assert sum(r["who"] == "torch.compile" for r in results["rows"]) == 2 * 8
+
+
 def test_peak_memory_is_seen() -> None:
     with bench._peak_memory(torch.device("cpu")) as used:
         create_block_mask(lambda b, h, q, kv: kv <= q, 1, 1, 4096, 4096, device="cpu")

@@ -1,0 +1,735 @@
+"""Triton kernels of the masked softmax, forward and backward, and their launch.
+
+What moves, for N elements of s bytes of which a share f is visible: forward N s (1 + f), x read where it is visible
+and y written; backward N s (1 + 2 f), y and dy read where y is visible and dx written. Columns before a row's first
+visible one and from its end on are not read. A row is held in registers; a longer one is read twice.
+
+Loads are masked by limits rounded to 16 elements and never by the mask itself, which would split them into single
+elements. Column counts and strides come divided by GRAIN, a power of two, which proves their alignment to the compiler
+for any length without compiling for each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_LOG2E = math.log2(math.e)
+_KINDS = 4096  # of calls whose launches are kept
+_SPARSEST = 4  # stride of a row's elements up to which a kernel reads them, and that is faster than a copy
+_OUTER = 3  # dimensions around the rows that kernels know
+_LONGEST = {"forward": 32768, "backward": 16384}  # columns of a row that fit in registers
+
+
+@dataclass(frozen=True)
+class Config:
+    """How a kernel goes about rows of some length: rows per program and warps.
+
+    halvings: how often the width may be halved for rows that see few columns. chunk: columns of a row looked at at
+    once where the row is too long for registers, else 0.
+    """
+
+    rows: int
+    warps: int
+    halvings: int
+    chunk: int = 0
+
+
+def config(kind: str, columns: int, bounded: bool) -> Config:
+    """What to launch for rows of so many columns; `bounded`: they have limits."""
+    if columns > _LONGEST[kind]:
+        return Config(1, 16, 0, 8192)
+    block = triton.next_power_of_2(max(columns, 16))
+    if columns <= 2048:
+        rows = max(1, min(64, 1024 // block))
+        return Config(rows, 1, 2 if bounded and block >= 512 else 0)
+    return Config(1, 8 if columns <= 12288 else 16, 2 if bounded else 0)
+
+
+# --- forward ---
+
+
+@triton.jit
+def _place(n_inner, n_blocks, n_one, INNER: tl.constexpr, OUTER: tl.constexpr):
+    """This program's block of rows, and its indices in up to three dimensions around the rows.
+
+    The inner one changes fastest: programs that share rows of a mask run at the same time, and read it once.
+    """
+    block = tl.program_id(0)
+    inner = block * 0
+    one = inner
+    two = inner
+    if INNER:
+        inner = block % n_inner
+        block = block // n_inner
+    if OUTER >= 1:
+        one = block // n_blocks
+        block = block % n_blocks
+    if OUTER >= 2:
+        two = one // n_one
+        one = one % n_one
+    return block, inner.to(tl.int64), one.to(tl.int64), two.to(tl.int64)
+
+
+@triton.jit
+def _limits(at, is_row, ROWS: tl.constexpr):
+    """First visible column and end of each row; both rounded to 16 outwards; and how wide the widest is."""
+    if ROWS == 1:
+        first = tl.load(at)
+        end = tl.load(at + 1)
+    else:
+        first = tl.load(at, mask=is_row, other=0)
+        end = tl.load(at + 1, mask=is_row, other=0)
+    low = first // 16 * 16
+    high = (end + 15) // 16 * 16
+    width = high - low
+    if ROWS > 1:
+        width = tl.max(tl.max(width, 1), 0)
+    return first, end, low, high, width
+
+
+@triton.jit
+def _clear_around(at, start, columns, is_row, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+    """Write 0 to all columns but start..start + WIDTH - 1."""
+    for chunk in tl.static_range(0, BLOCK, WIDTH):
+        column = chunk + tl.arange(0, WIDTH)[None, :]
+        outside = ((column < start) | (column >= start + WIDTH)) & (column < columns)
+        if ROWS > 1:
+            outside = outside & is_row
+        tl.store(at + column, tl.zeros((ROWS, WIDTH), at.dtype.element_ty), mask=outside)
+
+
+@triton.jit
+def _scores(
+    x,
+    bits,
+    mask,
+    column,
+    inside,
+    first,
+    end,
+    X_COLUMN: tl.constexpr,
+    MASK_COLUMN: tl.constexpr,
+    BOUNDS: tl.constexpr,
+    VISIBLE: tl.constexpr,
+    SIGN: tl.constexpr,
+    POLICY: tl.constexpr,
+):
+    """Scores at `column`, -inf where hidden, their sign changed for a negative scale; and where they are visible.
+
+    `inside` limits what is read.
+    """
+    scores = tl.load(x + column * X_COLUMN, mask=inside, other=0, eviction_policy=POLICY).to(tl.float32)
+    visible = inside
+    if bits is not None:
+        words = tl.load(bits + column // 32, mask=inside, other=0)
+        visible = visible & (((words >> (column % 32)) & 1) != 0)
+    elif BOUNDS:
+        visible = visible & (column >= first) & (column < end)
+    if mask is not None:
+        marked = tl.load(mask + column * MASK_COLUMN, mask=inside, other=0)
+        if VISIBLE:
+            visible = visible & (marked != 0)
+        else:
+            visible = visible & (marked == 0)
+    if SIGN < 0:
+        scores = -scores
+    return tl.where(visible, scores, float("-inf")), visible
+
+
+@triton.jit
+def _weights(scores, most, visible, scale, SIGN: tl.constexpr):
+    """exp(score - most), 0 where hidden if anything is visible: NaN for a row of -inf only, as in torch."""
+    weights = tl.exp2((scores - most) * scale)
+    if SIGN == 0:  # -inf * 0 is NaN
+        weights = tl.where(visible, weights, 0.0)
+    return weights
+
+
+@triton.jit
+def _inside(column, columns, is_row, low, high, ROWS: tl.constexpr, BOUNDS: tl.constexpr, FROM_LOW: tl.constexpr):
+    """Which columns exist, and which of them are to be read; FROM_LOW: none is before `low`."""
+    exists = column < columns
+    if ROWS > 1:
+        exists = exists & is_row
+    inside = exists
+    if BOUNDS:
+        inside = inside & (column < high)
+        if not FROM_LOW:
+            inside = inside & (column >= low)
+    return exists, inside
+
+
+@triton.jit
+def _forward_tile(
+    y,
+    x,
+    bits,
+    mask,
+    columns,
+    is_row,
+    first,
+    end,
+    low,
+    high,
+    scale,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    X_COLUMN: tl.constexpr,
+    MASK_COLUMN: tl.constexpr,
+    BOUNDS: tl.constexpr,
+    VISIBLE: tl.constexpr,
+    SIGN: tl.constexpr,
+):
+    """Rows in registers: all columns, or WIDTH of them from `low` on where that holds all visible ones."""
+    column = tl.arange(0, WIDTH)[None, :]
+    if WIDTH < BLOCK:
+        column = low + column
+    exists, inside = _inside(column, columns, is_row, low, high, ROWS, BOUNDS, WIDTH < BLOCK)
+    scores, visible = _scores(
+        x, bits, mask, column, inside, first, end, X_COLUMN, MASK_COLUMN, BOUNDS, VISIBLE, SIGN, ""
+    )
+    if WIDTH < BLOCK:
+        _clear_around(y, low, columns, is_row, ROWS, BLOCK, WIDTH)
+    weights = _weights(scores, tl.max(scores, 1)[:, None], visible, scale, SIGN)
+    weights = tl.where(visible, weights * (1.0 / tl.sum(weights, 1)[:, None]), 0.0)
+    tl.store(y + column, weights.to(y.dtype.element_ty), mask=exists)
+
+
+@triton.jit
+def _forward_long(
+    y,
+    x,
+    bits,
+    mask,
+    columns,
+    first,
+    end,
+    low,
+    high,
+    scale,
+    CHUNK: tl.constexpr,
+    X_COLUMN: tl.constexpr,
+    MASK_COLUMN: tl.constexpr,
+    BOUNDS: tl.constexpr,
+    VISIBLE: tl.constexpr,
+    SIGN: tl.constexpr,
+):
+    """One row in two passes: its maximum and sum, then the result, last columns first, which are still in the cache."""
+    if BOUNDS:
+        start = low // CHUNK * CHUNK
+        stop = high
+    else:
+        start = columns * 0
+        stop = columns
+    most = tl.full((), float("-inf"), tl.float32)
+    total = tl.full((), 0.0, tl.float32)
+    for chunk in range(start, stop, CHUNK):
+        column = chunk + tl.arange(0, CHUNK)[None, :]
+        exists, inside = _inside(column, columns, True, low, high, 1, BOUNDS, False)
+        scores, visible = _scores(
+            x, bits, mask, column, inside, first, end, X_COLUMN, MASK_COLUMN, BOUNDS, VISIBLE, SIGN, ""
+        )
+        new = tl.maximum(most, tl.max(tl.max(scores, 1), 0))
+        finite = tl.where(new == float("-inf"), 0.0, new)  # -inf only, so far
+        weights = _weights(scores, finite, visible, scale, SIGN)
+        total = total * tl.where(most == float("-inf"), 0.0, tl.exp2((most - new) * scale))
+        total += tl.sum(tl.sum(weights, 1), 0)
+        most = new
+    factor = 1.0 / total
+    n_chunks = tl.cdiv(columns, CHUNK)
+    for n in range(n_chunks):
+        chunk = (n_chunks - 1 - n) * CHUNK
+        column = chunk + tl.arange(0, CHUNK)[None, :]
+        exists, inside = _inside(column, columns, True, low, high, 1, BOUNDS, False)
+        if (chunk < stop) & (chunk >= start):
+            scores, visible = _scores(
+                x,
+                bits,
+                mask,
+                column,
+                inside,
+                first,
+                end,
+                X_COLUMN,
+                MASK_COLUMN,
+                BOUNDS,
+                VISIBLE,
+                SIGN,
+                "evict_first",
+            )
+            weights = tl.where(visible, _weights(scores, most, visible, scale, SIGN) * factor, 0.0)
+            tl.store(y + column, weights.to(y.dtype.element_ty), mask=exists)
+        else:
+            tl.store(y + column, tl.zeros((1, CHUNK), y.dtype.element_ty), mask=exists)
+
+
+def _changing(*tensors: str) -> list[str]:
+    """Parameters that nothing is compiled anew for: sizes, and strides of tensors."""
+    sizes = ["columns", "n_rows", "n_inner", "n_blocks", "n_one"]
+    return sizes + [f"{name}_{dim}" for name in tensors for dim in ("row", "inner", "one", "two")]
+
+
+@triton.jit(do_not_specialize=_changing("y", "x", "bounds", "bits", "mask"))
+def _forward(
+    y,
+    x,
+    bounds,
+    bits,
+    mask,
+    columns,
+    n_rows,
+    n_inner,
+    n_blocks,
+    n_one,
+    y_row,
+    y_inner,
+    y_one,
+    y_two,
+    x_row,
+    x_inner,
+    x_one,
+    x_two,
+    bounds_row,
+    bounds_inner,
+    bounds_one,
+    bounds_two,
+    bits_row,
+    bits_inner,
+    bits_one,
+    bits_two,
+    mask_row,
+    mask_inner,
+    mask_one,
+    mask_two,
+    scale,
+    GRAIN: tl.constexpr,
+    MASK_GRAIN: tl.constexpr,
+    X_COLUMN: tl.constexpr,
+    MASK_COLUMN: tl.constexpr,
+    INNER: tl.constexpr,
+    OUTER: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HALVINGS: tl.constexpr,
+    LONG: tl.constexpr,
+    VISIBLE: tl.constexpr,
+    SIGN: tl.constexpr,
+):
+    """Y = softmax(x * scale) over the visible columns, 0 at hidden ones; scale is |scale| * log2(e)."""
+    block, inner, one, two = _place(n_inner, n_blocks, n_one, INNER, OUTER)
+    columns = columns * GRAIN
+    row = block.to(tl.int64)
+    is_row = True
+    if ROWS > 1:
+        row = row * ROWS + tl.arange(0, ROWS)[:, None]
+        is_row = row < n_rows
+    y += (row * y_row + inner * y_inner + one * y_one + two * y_two) * GRAIN
+    x += (row * x_row + inner * x_inner + one * x_one + two * x_two) * GRAIN
+    first = 0
+    end = 0
+    low = 0
+    high = 0
+    width = 0
+    BOUNDS: tl.constexpr = bounds is not None
+    if BOUNDS:
+        bounds += row * bounds_row + inner * bounds_inner + one * bounds_one + two * bounds_two
+        first, end, low, high, width = _limits(bounds, is_row, ROWS)
+    if bits is not None:
+        bits += row * bits_row + inner * bits_inner + one * bits_one + two * bits_two
+    if mask is not None:
+        mask += (row * mask_row + inner * mask_inner + one * mask_one + two * mask_two) * MASK_GRAIN
+    if LONG:
+        _forward_long(
+            y,
+            x,
+            bits,
+            mask,
+            columns,
+            first,
+            end,
+            low,
+            high,
+            scale,
+            BLOCK,
+            X_COLUMN,
+            MASK_COLUMN,
+            BOUNDS,
+            VISIBLE,
+            SIGN,
+        )
+    elif HALVINGS == 0:
+        _forward_tile(
+            y,
+            x,
+            bits,
+            mask,
+            columns,
+            is_row,
+            first,
+            end,
+            low,
+            high,
+            scale,
+            ROWS,
+            BLOCK,
+            BLOCK,
+            X_COLUMN,
+            MASK_COLUMN,
+            BOUNDS,
+            VISIBLE,
+            SIGN,
+        )
+    else:
+        for n in tl.static_range(0, HALVINGS + 1):
+            if (width <= BLOCK >> n) & (width > (BLOCK >> (n + 1) if n < HALVINGS else -1)):
+                _forward_tile(
+                    y,
+                    x,
+                    bits,
+                    mask,
+                    columns,
+                    is_row,
+                    first,
+                    end,
+                    low,
+                    high,
+                    scale,
+                    ROWS,
+                    BLOCK,
+                    BLOCK >> n,
+                    X_COLUMN,
+                    MASK_COLUMN,
+                    BOUNDS,
+                    VISIBLE,
+                    SIGN,
+                )
+
+
+# --- backward ---
+
+
+@triton.jit
+def _products(
+    y,
+    dy,
+    column,
+    inside,
+    Y_COLUMN: tl.constexpr,
+    DY_COLUMN: tl.constexpr,
+    POLICY: tl.constexpr,
+):
+    """Y and y * dy, 0 where y is 0 whatever dy is."""
+    weights = tl.load(y + column * Y_COLUMN, mask=inside, other=0, eviction_policy=POLICY).to(tl.float32)
+    slopes = tl.load(dy + column * DY_COLUMN, mask=inside, other=0, eviction_policy=POLICY).to(tl.float32)
+    return weights, tl.where(weights == 0, 0.0, weights * slopes)
+
+
+@triton.jit
+def _backward_tile(
+    dx,
+    dy,
+    y,
+    columns,
+    is_row,
+    low,
+    high,
+    scale,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    Y_COLUMN: tl.constexpr,
+    DY_COLUMN: tl.constexpr,
+    BOUNDS: tl.constexpr,
+):
+    """Rows in registers: all columns, or WIDTH of them from `low` on where that holds all visible ones."""
+    column = tl.arange(0, WIDTH)[None, :]
+    if WIDTH < BLOCK:
+        column = low + column
+    exists, inside = _inside(column, columns, is_row, low, high, ROWS, BOUNDS, WIDTH < BLOCK)
+    weights, products = _products(y, dy, column, inside, Y_COLUMN, DY_COLUMN, "")
+    if WIDTH < BLOCK:
+        _clear_around(dx, low, columns, is_row, ROWS, BLOCK, WIDTH)
+    total = tl.sum(products, 1)[:, None]
+    slopes = tl.where(weights == 0, 0.0, scale * (products - weights * total))
+    tl.store(dx + column, slopes.to(dx.dtype.element_ty), mask=exists)
+
+
+@triton.jit
+def _backward_long(
+    dx,
+    dy,
+    y,
+    columns,
+    low,
+    high,
+    scale,
+    CHUNK: tl.constexpr,
+    Y_COLUMN: tl.constexpr,
+    DY_COLUMN: tl.constexpr,
+    BOUNDS: tl.constexpr,
+):
+    """One row in two passes: the sum, then the result, last columns first, which are still in the cache."""
+    if BOUNDS:
+        start = low // CHUNK * CHUNK
+        stop = high
+    else:
+        start = columns * 0
+        stop = columns
+    total = tl.full((), 0.0, tl.float32)
+    for chunk in range(start, stop, CHUNK):
+        column = chunk + tl.arange(0, CHUNK)[None, :]
+        exists, inside = _inside(column, columns, True, low, high, 1, BOUNDS, False)
+        weights, products = _products(y, dy, column, inside, Y_COLUMN, DY_COLUMN, "")
+        total += tl.sum(tl.sum(products, 1), 0)
+    n_chunks = tl.cdiv(columns, CHUNK)
+    for n in range(n_chunks):
+        chunk = (n_chunks - 1 - n) * CHUNK
+        column = chunk + tl.arange(0, CHUNK)[None, :]
+        exists, inside = _inside(column, columns, True, low, high, 1, BOUNDS, False)
+        if (chunk < stop) & (chunk >= start):
+            weights, products = _products(y, dy, column, inside, Y_COLUMN, DY_COLUMN, "evict_first")
+            slopes = tl.where(weights == 0, 0.0, scale * (products - weights * total))
+            tl.store(dx + column, slopes.to(dx.dtype.element_ty), mask=exists)
+        else:
+            tl.store(dx + column, tl.zeros((1, CHUNK), dx.dtype.element_ty), mask=exists)
+
+
+@triton.jit(do_not_specialize=_changing("dx", "dy", "y", "bounds"))
+def _backward(
+    dx,
+    dy,
+    y,
+    bounds,
+    columns,
+    n_rows,
+    n_inner,
+    n_blocks,
+    n_one,
+    dx_row,
+    dx_inner,
+    dx_one,
+    dx_two,
+    dy_row,
+    dy_inner,
+    dy_one,
+    dy_two,
+    y_row,
+    y_inner,
+    y_one,
+    y_two,
+    bounds_row,
+    bounds_inner,
+    bounds_one,
+    bounds_two,
+    scale,
+    GRAIN: tl.constexpr,
+    DY_COLUMN: tl.constexpr,
+    Y_COLUMN: tl.constexpr,
+    INNER: tl.constexpr,
+    OUTER: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HALVINGS: tl.constexpr,
+    LONG: tl.constexpr,
+):
+    """dx = scale * (y * dy - y * sum(y * dy)), 0 where y is 0."""
+    block, inner, one, two = _place(n_inner, n_blocks, n_one, INNER, OUTER)
+    columns = columns * GRAIN
+    row = block.to(tl.int64)
+    is_row = True
+    if ROWS > 1:
+        row = row * ROWS + tl.arange(0, ROWS)[:, None]
+        is_row = row < n_rows
+    dx += (row * dx_row + inner * dx_inner + one * dx_one + two * dx_two) * GRAIN
+    dy += (row * dy_row + inner * dy_inner + one * dy_one + two * dy_two) * GRAIN
+    y += (row * y_row + inner * y_inner + one * y_one + two * y_two) * GRAIN
+    low = 0
+    high = 0
+    width = 0
+    BOUNDS: tl.constexpr = bounds is not None
+    if BOUNDS:
+        bounds += row * bounds_row + inner * bounds_inner + one * bounds_one + two * bounds_two
+        _first, _end, low, high, width = _limits(bounds, is_row, ROWS)
+    if LONG:
+        _backward_long(dx, dy, y, columns, low, high, scale, BLOCK, Y_COLUMN, DY_COLUMN, BOUNDS)
+    elif HALVINGS == 0:
+        _backward_tile(dx, dy, y, columns, is_row, low, high, scale, ROWS, BLOCK, BLOCK, Y_COLUMN, DY_COLUMN, BOUNDS)
+    else:
+        for n in tl.static_range(0, HALVINGS + 1):
+            if (width <= BLOCK >> n) & (width > (BLOCK >> (n + 1) if n < HALVINGS else -1)):
+                _backward_tile(
+                    dx, dy, y, columns, is_row, low, high, scale, ROWS, BLOCK, BLOCK >> n, Y_COLUMN, DY_COLUMN, BOUNDS
+                )
+
+
+# --- launch ---
+
+_Launch = Callable[..., Any]
+_launches: dict[Hashable, tuple[_Launch, tuple[Any, ...], tuple[Any, ...]]] = {}
+
+
+def forward(
+    x: Tensor, bounds: Tensor | None, bits: Tensor | None, mask: Tensor | None, visible: bool, scale: float
+) -> Tensor:
+    """The softmax of x; arguments are those of the op flexmasks::masked_softmax."""
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if not y.numel():
+        return y
+    factor, sign = abs(scale) * _LOG2E, (scale > 0) - (scale < 0)
+    key = (_kind(x), _kind(bounds), _kind(bits), _kind(mask), visible, sign, x.device.index)
+    launch = _launches.get(key)
+    if launch is not None:
+        run, numbers, constants = launch
+        run(y, x, bounds, bits, mask, *numbers, factor, *constants)
+        return y
+    if _column(x) > _SPARSEST:
+        return forward(x.contiguous(), bounds, bits, mask, visible, scale)
+    if mask is not None and _column(mask) * x.shape[-1] >= 2**31:
+        return forward(x, bounds, bits, mask.contiguous(), visible, scale)
+    made = _grid("forward", [y, x, bounds, bits, mask])
+    if made is None:
+        bounds, bits, mask = (_expanded(t, x.shape[:-1]) for t in (bounds, bits, mask))
+        return forward(x.contiguous(), bounds, bits, mask, visible, scale)
+    grains = [_grain(made.strides[:2], x.shape[-1]), _grain(made.strides[4:], 0)]
+    numbers = made.numbers(x.shape[-1], (grains[0], grains[0], 1, 1, grains[1]))
+    of_mask = 0 if mask is None else _column(mask)
+    constants = (*grains, _column(x), of_mask, *made.constants, visible, sign)
+    compiled = _forward[(made.programs,)](
+        y, x, bounds, bits, mask, *numbers, factor, *constants, num_warps=made.config.warps
+    )
+    _remember(key, compiled, made.programs, numbers, constants)
+    return y
+
+
+def backward(dy: Tensor, y: Tensor, bounds: Tensor | None, scale: float) -> Tensor:
+    """The gradient of x; arguments are those of the op flexmasks::masked_softmax_backward."""
+    dx = torch.empty(y.shape, dtype=y.dtype, device=y.device)
+    if not dx.numel():
+        return dx
+    key = (_kind(dy), _kind(y), _kind(bounds), y.device.index)
+    launch = _launches.get(key)
+    if launch is not None:
+        run, numbers, constants = launch
+        run(dx, dy, y, bounds, *numbers, scale, *constants)
+        return dx
+    if max(_column(dy), _column(y)) > _SPARSEST:
+        return backward(dy.contiguous(), y.contiguous(), bounds, scale)
+    made = _grid("backward", [dx, dy, y, bounds])
+    if made is None:
+        return backward(dy.contiguous(), y.contiguous(), _expanded(bounds, y.shape[:-1]), scale)
+    grain = _grain(made.strides[:3], y.shape[-1])
+    numbers = made.numbers(y.shape[-1], (grain, grain, grain, 1))
+    constants = (grain, _column(dy), _column(y), *made.constants)
+    compiled = _backward[(made.programs,)](dx, dy, y, bounds, *numbers, scale, *constants, num_warps=made.config.warps)
+    _remember(key, compiled, made.programs, numbers, constants)
+    return dx
+
+
+def _remember(key: Hashable, compiled: Any, programs: int, numbers: Any, constants: Any) -> None:
+    if compiled is None:  # interpreted
+        return
+    if len(_launches) >= _KINDS:
+        _launches.clear()
+    _launches[key] = compiled[(programs, 1, 1)], numbers, constants
+
+
+def _kind(tensor: Tensor | None) -> Hashable:
+    """All that a launch depends on."""
+    if tensor is None:
+        return None
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr() % 16 == 0
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """How the leading dimensions of some tensors are laid over programs."""
+
+    sizes: list[int]  # of the dimensions: rows, inner, one, two
+    strides: list[list[int]]  # for each tensor, along each of them
+    inner: bool
+    config: Config
+    constants: tuple[Any, ...]
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.sizes[0] // self.config.rows)
+
+    @property
+    def programs(self) -> int:
+        return self.blocks * math.prod(self.sizes[1:])
+
+    def numbers(self, columns: int, grains: Sequence[int]) -> tuple[int, ...]:
+        """The kernels' integers: sizes, then strides, divided by each tensor's grain."""
+        strides = (s // g for line, g in zip(self.strides, grains, strict=True) for s in line)
+        return columns // grains[0], self.sizes[0], self.sizes[1], self.blocks, self.sizes[2], *strides
+
+
+def _grid(kind: str, tensors: list[Tensor | None]) -> _Grid | None:
+    """The grid of [..., columns] tensors that broadcast to the first, or None where it has too many dimensions.
+
+    Dimensions that follow each other in the memory of all tensors are taken as one.
+    """
+    shape = tensors[0].shape[:-1]  # type: ignore[union-attr] # the output
+    lines = [_strides(t, shape) for t in tensors]
+    dims: list[tuple[int, list[int]]] = []
+    for n, *strides in zip(shape, *lines, strict=True):
+        if n == 1:
+            continue
+        if dims and all(before == s * n for before, s in zip(dims[-1][1], strides, strict=True)):
+            dims[-1] = dims[-1][0] * n, strides
+        else:
+            dims.append((n, strides))
+    none = (1, [0] * len(tensors))
+    rows = dims.pop() if dims else none
+    if len(dims) > _OUTER:
+        return None
+    inner = none
+    # programs that read the same rows of a mask, which comes last, follow each other
+    shared = [d for d in dims if kind == "forward" and tensors[-1] is not None and d[1][-1] == 0]
+    if shared or len(dims) == _OUTER:
+        inner = max(shared or dims)
+        dims.remove(inner)
+    outer = len(dims)
+    one, two = (*reversed(dims), none, none)[:2]
+    columns = tensors[0].shape[-1]  # type: ignore[union-attr]
+    chosen = config(kind, columns, tensors[2 if kind == "forward" else 3] is not None)
+    block = chosen.chunk or triton.next_power_of_2(max(columns, 16))
+    order = (rows, inner, one, two)
+    return _Grid(
+        sizes=[d[0] for d in order],
+        strides=[[d[1][i] for d in order] for i in range(len(tensors))],
+        inner=inner is not none,
+        config=chosen,
+        constants=(inner is not none, outer, chosen.rows, block, chosen.halvings, chosen.chunk > 0),
+    )
+
+
+def _column(tensor: Tensor) -> int:
+    """The stride of the last dimension, 0 where it has one element."""
+    return 0 if tensor.shape[-1] == 1 else tensor.stride(-1)
+
+
+def _strides(tensor: Tensor | None, shape: Sequence[int]) -> list[int]:
+    """Strides of the leading dimensions of a tensor as one of that leading shape."""
+    if tensor is None:
+        return [0] * len(shape)
+    own = [0 if n == 1 else s for n, s in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)]
+    return [0] * (len(shape) - len(own)) + own
+
+
+def _grain(strides: Sequence[Sequence[int]], columns: int) -> int:
+    """The greatest power of two, up to 16, that divides columns and strides."""
+    return math.gcd(16, columns, *(s for line in strides for s in line))
+
+
+def _expanded(tensor: Tensor | None, shape: Sequence[int]) -> Tensor | None:
+    return None if tensor is None else tensor.expand(*shape, tensor.shape[-1]).contiguous()

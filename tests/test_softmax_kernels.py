@@ -1,0 +1,365 @@
+"""The softmax kernels against a float64 oracle: on a GPU, or, with TRITON_INTERPRET=1, by Triton's interpreter.
+
+The interpreter must be chosen before Triton is imported: test_softmax.py runs this file so, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from helpers import TOLERANCE, error
+from torch import Tensor
+
+triton = pytest.importorskip("triton")
+softmax_kernels = pytest.importorskip("flexmasks.softmax_kernels")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+LENGTHS = [1, 2, 15, 16, 17, 127, 128, 1000, 1001, 2048, 4097, 16384, 40000]
+NAN = math.nan
+
+runs = pytest.mark.skipif(
+    not INTERPRETED and not torch.cuda.is_available(), reason="needs a CUDA device, or the interpreter"
+)
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of inf - inf and the like
+
+
+# --- oracle ---
+
+
+def softmax(x: Tensor, visible: Tensor, scale: float = 1.0, dy: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Row by row in float64: the softmax of what is visible put in its place, and by torch's autograd the gradient."""
+    x = x.detach().double().cpu().requires_grad_()
+    visible = visible.cpu().expand(x.shape)
+    y = torch.zeros_like(x)
+    rows = x.shape[:-1].numel()
+    for place in (torch.unravel_index(torch.tensor(n), x.shape[:-1]) for n in range(rows)):
+        columns = visible[place].nonzero()[:, 0]
+        if len(columns):
+            y[place][columns] = torch.softmax(x[place][columns] * scale, 0)
+    if dy is None or not y.requires_grad:
+        return y.detach(), torch.zeros_like(x)
+    y.backward(torch.where(visible, dy.double().cpu(), 0))
+    assert x.grad is not None
+    return y.detach(), x.grad
+
+
+def seen(bounds: Tensor | None, bits: Tensor | None, mask: Tensor | None, visible: bool, columns: int) -> Tensor:
+    """What the kernels' arguments say is visible, [..., columns]."""
+    column = torch.arange(columns)
+    found = torch.ones(columns, dtype=torch.bool)
+    if bounds is not None:
+        found = found & (column >= bounds[..., :1]) & (column < bounds[..., 1:])
+    if bits is not None:
+        found = found & (bits[..., column // 32].long() >> (column % 32) & 1).bool()
+    if mask is not None:
+        found = found & (mask.bool() if visible else ~mask.bool())
+    return found
+
+
+# --- cases ---
+
+
+def random_bounds(shape: tuple[int, ...], columns: int) -> Tensor:
+    """Of all widths; the first row sees nothing, the last everything."""
+    first = torch.randint(0, columns, shape)
+    width = (torch.rand(shape) ** 3 * (columns - first + 1)).long()
+    bounds = torch.stack([first, (first + width).clamp(max=columns)], -1).int()
+    bounds.view(-1, 2)[0] = 0
+    bounds.view(-1, 2)[-1] = torch.tensor([0, columns])
+    return bounds
+
+
+def random_bits(bounds: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    """Bits with holes, and bounds of what they leave."""
+    words = torch.randint(-(2**31), 2**31, (*bounds.shape[:-1], -(-columns // 32)), dtype=torch.int64).int()
+    visible = seen(bounds, words, None, False, columns)
+    end = torch.where(visible, torch.arange(1, columns + 1), 0).amax(-1)
+    first = torch.where(visible, torch.arange(columns), columns).amin(-1).minimum(end)
+    place = torch.arange(columns)
+    clean = torch.zeros(*words.shape[:-1], words.shape[-1] * 32, dtype=torch.int64)
+    clean[..., :columns] = visible.long() << (place % 32)
+    packed = clean.view(*words.shape, 32).sum(-1)
+    return torch.where(packed >= 2**31, packed - 2**32, packed).int(), torch.stack([first, end], -1).int()
+
+
+@contextmanager
+def buffers_of_nan(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Memory that is not written shows."""
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", lambda shape, **options: torch.full(shape, NAN, **options))
+        yield
+
+
+def on(device: str, *tensors: Tensor | None) -> list[Tensor | None]:
+    return [None if t is None else t.to(device) for t in tensors]
+
+
+def check(
+    x: Tensor,
+    bounds: Tensor | None = None,
+    bits: Tensor | None = None,
+    mask: Tensor | None = None,
+    visible: bool = False,
+    scale: float = 0.7,
+    dy: Tensor | None = None,
+) -> None:
+    """Forward and backward against the oracle, with NaN and inf in all hidden places."""
+    places = seen(bounds, bits, mask, visible, x.shape[-1]).expand(x.shape)
+    if x.is_contiguous():
+        x = torch.where(places, x, torch.tensor([NAN, math.inf, -math.inf], dtype=x.dtype)[torch.randint(3, x.shape)])
+    want = softmax(x, places, scale, dy if dy is not None else (dy := torch.randn(x.shape).to(x.dtype)))
+    on_device = on(DEVICE, bounds, bits, mask)
+    x_there = x.to(DEVICE) if x.device.type != DEVICE else x
+    y = softmax_kernels.forward(x_there, *on_device, visible, scale)
+    assert y.dtype == x.dtype
+    assert y.is_contiguous()
+    assert torch.all(y.cpu()[~places] == 0)
+    assert error(y, want[0], 1e-9) < TOLERANCE[x.dtype]
+    if dy.is_contiguous():
+        dy = torch.where(places, dy, torch.tensor([NAN, math.inf], dtype=x.dtype)[torch.randint(2, x.shape)])
+    dx = softmax_kernels.backward(dy.to(DEVICE), y, on_device[0] if mask is None else None, scale)
+    assert torch.all(dx.cpu()[~places] == 0)
+    unit = max(
+        1e-9, float(want[0].norm()) / want[0].numel() ** 0.5
+    )  # gradients of single columns are 0 but for rounding
+    assert error(dx, want[1], unit) < 2 * TOLERANCE[x.dtype]
+
+
+@runs
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("columns", LENGTHS)
+def test_lengths(columns: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = (torch.randn(2, 2, 3, columns) * 3).to(dtype)
+    bounds = random_bounds((2, 1, 3), columns)
+    bits, inner = random_bits(bounds, columns)
+    with buffers_of_nan(monkeypatch):
+        check(x, bounds)
+        check(x, inner, bits, scale=-1.5)
+        check(x[:, :1], mask=torch.rand(2, 1, 3, columns) < 0.5)
+        if columns < 4000:
+            check(x, scale=1.0)
+
+
+@runs
+@pytest.mark.parametrize("halvings", [0, 1, 2, 3])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_windows(rows: int, halvings: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of every width, in kernels that halve the columns they hold."""
+    monkeypatch.setattr(softmax_kernels, "config", lambda *_: softmax_kernels.Config(rows, 1, halvings))
+    monkeypatch.setattr(softmax_kernels, "_launches", {})
+    columns = 500
+    widths = [0, 1, 15, 16, 17, 47, 48, 49, 63, 64, 65, 100, 127, 128, 129, 241, 255, 256, 257, 400, 499, 500]
+    starts = torch.tensor([(37 * n) % (columns - w + 1) for n, w in enumerate(widths)])
+    bounds = torch.stack([starts, starts + torch.tensor(widths)], -1).int()
+    bounds[0] = 0
+    with buffers_of_nan(monkeypatch):
+        check(torch.randn(len(widths), columns), bounds)
+
+
+@runs
+@pytest.mark.parametrize("chunk", [64, 128])
+def test_long_rows(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(softmax_kernels, "config", lambda *_: softmax_kernels.Config(1, 4, 0, chunk))
+    monkeypatch.setattr(softmax_kernels, "_launches", {})
+    for columns in (300, 384):
+        x = torch.randn(1, 2, 12, columns) * 5
+        bounds = random_bounds((1, 1, 12), columns)
+        bits, inner = random_bits(bounds, columns)
+        with buffers_of_nan(monkeypatch):
+            check(x)
+            check(x, bounds, scale=-0.3)
+            check(x, inner, bits)
+            check(x, mask=torch.rand(12, columns) < 0.5)
+        check_extremes(columns)
+
+
+@runs
+@pytest.mark.parametrize("columns", [40, 40000])
+def test_extremes(columns: int) -> None:
+    check_extremes(columns)
+
+
+def check_extremes(columns: int) -> None:
+    """Rows of -inf, +inf, NaN and the largest numbers give what torch.softmax gives, and hidden places 0."""
+    x = torch.randn(9, columns)
+    x[0] = -math.inf
+    x[1, 7] = math.inf
+    x[2, 7] = NAN
+    x[3] = torch.finfo(torch.float32).max
+    x[4] = -torch.finfo(torch.float32).max
+    x[5, : columns // 2 + 3] = -math.inf
+    x[6] = -1000.0
+    x[7, ::2] = torch.finfo(torch.float32).max
+    x[8] = NAN
+    first = torch.full((9,), 2)
+    bounds = torch.stack([first, torch.full((9,), columns - 1)], -1).int()
+    bounds[8] = 0
+    for scale in (1.0, 0.5, 0.0, -1.0):
+        y = softmax_kernels.forward(x.to(DEVICE), bounds.to(DEVICE), None, None, False, scale).cpu()
+        assert torch.all(y[:, :2] == 0)
+        assert torch.all(y[:, -1] == 0)
+        assert torch.all(y[8] == 0)
+        want = torch.softmax(x[:8, 2:-1].double() * scale, -1).float()
+        assert torch.allclose(y[:8, 2:-1], want, rtol=1e-5, atol=1e-12, equal_nan=True), scale
+
+
+@runs
+def test_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any strides, with plans and masks that broadcast to any leading dimensions."""
+    base = torch.randn(4, 3, 20, 35)
+    bounds = random_bounds((4, 1, 20), 35)
+    with buffers_of_nan(monkeypatch):
+        check(base.transpose(0, 1).contiguous().transpose(0, 1), bounds)
+        check(base[:, :, ::3], bounds[:, :, ::3])
+        check(base[..., ::2], random_bounds((20,), 18))
+        check(base.transpose(2, 3), random_bounds((4, 3, 35), 20))
+        check(base[:1].expand(4, 3, 20, 35), bounds)
+        check(base[..., :1].expand(4, 3, 20, 35), bounds)
+        check(base[0, 0, 0], random_bounds((), 35))
+        check(base[0, 0], mask=torch.rand(35) < 0.5)
+        check(base, mask=torch.rand(4, 1, 1, 35) < 0.5)
+        check(base, mask=torch.rand(4, 1, 20, 1) < 0.5)
+        check(base, mask=torch.rand(3, 20, 35).transpose(0, 1).contiguous().transpose(0, 1) < 0.5, visible=True)
+        check(base, mask=(torch.rand(35, 20) < 0.5).t())
+        check(base, mask=torch.randint(0, 2, (4, 1, 20, 35), dtype=torch.int64) * 256)
+        check(base, bounds, mask=torch.rand(1, 3, 20, 35) < 0.5, visible=True)
+        check(base, dy=torch.randn(1, 1, 1, 1).expand(4, 3, 20, 35))
+        check(base, dy=torch.randn(4, 3, 35, 20).transpose(2, 3))
+        # more dimensions that do not merge than the kernel knows
+        many = torch.randn(2, 3, 2, 3, 2, 33).permute(4, 2, 0, 3, 1, 5)
+        check(many, random_bounds((2, 1, 2, 1, 3), 33))
+        check(many, mask=torch.rand(2, 1, 3, 1, 33) < 0.5)
+
+
+@runs
+def test_random_calls() -> None:
+    """Random shapes, broadcasting and arguments."""
+    generator = torch.Generator().manual_seed(1)
+
+    def pick(*choices: Any) -> Any:
+        return choices[int(torch.randint(len(choices), (), generator=generator))]
+
+    for _ in range(40):
+        shape = [pick(1, 2, 3, 5) for _ in range(pick(0, 1, 2, 3, 4))]
+        columns = pick(1, 7, 16, 33, 64, 130)
+        x = torch.randn(*shape, columns).to(pick(*DTYPES))
+        leading = [n if pick(True, False) else 1 for n in shape][pick(0, 0, 1) :]
+        bounds = bits = mask = None
+        if pick(True, True, False):
+            bounds = random_bounds(tuple(leading), columns)
+            if pick(True, False):
+                bits, bounds = random_bits(bounds, columns)
+        if pick(True, False):
+            mask = torch.rand(*[n if pick(True, False) else 1 for n in shape], pick(1, columns)) < 0.4
+        check(x, bounds, bits, mask, pick(True, False), pick(1.0, 0.3, -2.0))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="too large")
+def test_beyond_2_to_the_31() -> None:
+    rows, columns = 2**16 + 3, 2**15 + 16
+    x = torch.randn(64, columns, device="cuda").half().repeat(rows // 64 + 1, 1)[:rows]
+    assert x.numel() > 2**31
+    at = torch.arange(rows, device="cuda")
+    bounds = torch.stack([at % 1000, columns - at % 777], -1).int()
+    mask = torch.zeros(rows, columns, dtype=torch.bool, device="cuda")
+    mask[:, 5000:5100] = True
+    picked = torch.tensor([0, 1, 2**15, 2**16 - 1, 2**16, rows - 1])
+    for plan, hidden in ((bounds, None), (None, mask)):
+        y = softmax_kernels.forward(x, plan, None, hidden, False, 1.0)
+        dx = softmax_kernels.backward(x, y, plan, 1.0)
+        visible = seen(
+            None if plan is None else plan[picked].cpu(),
+            None,
+            None if hidden is None else hidden[picked].cpu(),
+            False,
+            columns,
+        )
+        want = softmax(x[picked], visible.expand(len(picked), columns), 1.0, x[picked])
+        assert error(y[picked], want[0], 1e-9) < TOLERANCE[torch.float16]
+        assert error(dx[picked], want[1], 1e-9) < 2 * TOLERANCE[torch.float16]
+        assert bool(y.isfinite().all())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter keeps no launches")
+def test_launches_are_kept() -> None:
+    """A second call with other numbers takes the kept launch; another alignment does not."""
+    softmax_kernels._launches.clear()
+    base = torch.randn(64 * 100 + 8, device="cuda")
+    for _ in range(3):
+        x = base[: 64 * 100].view(64, 100)
+        bounds = random_bounds((64,), 100)
+        check(x.cpu(), bounds)
+    shifted = base[1 : 64 * 100 + 1].view(64, 100)
+    y = softmax_kernels.forward(shifted, None, None, None, False, 1.0)
+    assert torch.allclose(y, torch.softmax(shifted, -1), atol=1e-6)
+    kept = len(softmax_kernels._launches)
+    softmax_kernels.forward(shifted.clone()[:], None, None, None, False, 2.0)
+    assert len(softmax_kernels._launches) == kept + 1  # aligned now
+
+
+# --- what is compiled ---
+
+
+def assembly(kernel: Any, pointers: dict[str, str], constants: dict[str, Any], warps: int) -> str:
+    """The PTX of a kernel for a Hopper GPU, which need not be there."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature: dict[str, str] = {}
+    constexprs: dict[tuple[int], Any] = {}
+    attributes: dict[tuple[int], list[list[Any]]] = {}
+    for n, parameter in enumerate(kernel.params):
+        name = parameter.name
+        if name in constants:
+            signature[name] = "constexpr"
+            constexprs[(n,)] = constants[name]
+        elif name in pointers:
+            signature[name] = pointers[name]
+            attributes[(n,)] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = "fp32" if name == "scale" else "i32"
+    source = ASTSource(kernel, signature, constexprs, attributes)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    return made.asm["ptx"]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="compiles")
+@pytest.mark.parametrize(("columns", "dtype"), [(1000, "fp32"), (4096, "bf16"), (2048, "fp16"), (40000, "fp32")])
+def test_loads_and_stores_are_wide(columns: int, dtype: str) -> None:
+    """16 bytes at a time, but for the narrowest window, also for lengths that are no multiple of 16."""
+    block = triton.next_power_of_2(columns)
+    grain = math.gcd(16, columns)
+    shared = {"GRAIN": grain, "INNER": False, "OUTER": 1}
+
+    def options(kind: str, bounded: bool) -> tuple[dict[str, Any], int]:
+        chosen = softmax_kernels.config(kind, columns, bounded)
+        width = chosen.chunk or block
+        more = {"ROWS": chosen.rows, "BLOCK": width, "HALVINGS": chosen.halvings, "LONG": chosen.chunk > 0}
+        return shared | more, chosen.warps
+
+    constants, warps = options("forward", True)
+    constants |= {"MASK_GRAIN": 16, "X_COLUMN": 1, "MASK_COLUMN": 0, "VISIBLE": False, "SIGN": 1}
+    constants |= {"bits": None, "mask": None}
+    pointer = f"*{dtype}"
+    forward = assembly(softmax_kernels._forward, {"x": pointer, "y": pointer, "bounds": "*i32"}, constants, warps)
+    constants, warps = options("backward", True)
+    constants |= {"DY_COLUMN": 1, "Y_COLUMN": 1}
+    pointers = {"dx": pointer, "dy": pointer, "y": pointer, "bounds": "*i32"}
+    backward = assembly(softmax_kernels._backward, pointers, constants, warps)
+    for text in (forward, backward):
+        found = re.findall(r"(?:ld|st)\.global[\w:.]*?(?:\.v(\d))?\.b(\d+)", text)
+        widths = [int(count or 1) * int(bits) for count, bits in found]
+        assert widths.count(32) == 2  # the two bounds
+        assert sum(w == 128 for w in widths) >= 0.5 * len(widths)
+        assert min(widths) >= 32
