@@ -6,6 +6,7 @@ Triton kernels on a GPU (flexmasks.softmax_kernels), plain torch elsewhere.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +29,7 @@ _MASK_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, t
 _LARGEST = torch.finfo(torch.float32).max
 _CHUNK = 1 << 20  # elements that plain torch computes at once
 _KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_NOTHING = contextlib.nullcontext()
 _library = torch.library.Library("flexmasks", "FRAGMENT")
 
 # x [..., K]. What is visible is what all of these leave visible, each broadcasting to x's leading dimensions:
@@ -196,7 +198,8 @@ def _forward(
     if x.is_cuda and x.dtype in _KERNEL_DTYPES:
         from flexmasks import softmax_kernels  # Triton is not everywhere
 
-        return softmax_kernels.forward(x, bounds, bits, mask, visible, scale)
+        with _current(x.device):
+            return softmax_kernels.forward(x, bounds, bits, mask, visible, scale)
     return _forward_plain(x, bounds, bits, mask, visible, scale)
 
 
@@ -204,8 +207,14 @@ def _backward(dy: Tensor, y: Tensor, bounds: Tensor | None, scale: float) -> Ten
     if y.is_cuda and y.dtype in _KERNEL_DTYPES:
         from flexmasks import softmax_kernels
 
-        return softmax_kernels.backward(dy, y, bounds, scale)
+        with _current(y.device):
+            return softmax_kernels.backward(dy, y, bounds, scale)
     return _backward_plain(dy, y, scale)
+
+
+def _current(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Triton launches on the current device."""
+    return _NOTHING if torch.cuda.current_device() == device.index else torch.cuda.device(device)
 
 
 def _forward_plain(

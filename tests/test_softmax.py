@@ -31,6 +31,7 @@ from flexmasks.params import Size
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 BOUND = TOLERANCE | {torch.float64: 1e-12}
 NAN, INF = math.nan, math.inf
+pytestmark = pytest.mark.usefixtures("one_thread")
 FORWARD = torch.ops.flexmasks.masked_softmax.default
 BACKWARD = torch.ops.flexmasks.masked_softmax_backward.default
 LENGTHS = [1, 2, 15, 16, 17, 127, 128, 1000, 1001, 2048, 4097]
@@ -369,7 +370,6 @@ def test_rows_of_registered_masks(case: Case) -> None:
     check_rows(made.bind(made.resolve(size)), case.batch, case.heads, case.q_len, case.kv_len)
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("write", [test_blocks.structured, test_blocks.composed])
 def test_rows_of_random_masks(write: Any) -> None:
     with_holes = 0
@@ -385,7 +385,6 @@ def test_rows_of_random_masks(write: Any) -> None:
     assert 10 < with_holes < 140
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_random_compositions() -> None:
     @settings(max_examples=40)
     @given(drawn(test_blocks.structured))
@@ -478,6 +477,11 @@ def test_kernels_by_the_interpreter() -> None:
     """The kernels' own tests, in a process that chose Triton's interpreter before it was imported."""
     file = Path(test_softmax_kernels.__file__)
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(file)]
-    ran = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, cwd=file.parents[1], capture_output=True)
+    ran = subprocess.run(
+        command,
+        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        cwd=file.parents[1],
+        capture_output=True,
+    )
     assert ran.returncode == 0, ran.stdout.decode()[-4000:]
     assert " passed" in ran.stdout.decode()
