@@ -30,7 +30,7 @@ from flexmasks.planning import (
     shifted_score,
     sized,
 )
-from flexmasks.registry import from_arguments, get_mask
+from flexmasks.registry import from_arguments, functions_of, get_mask
 from flexmasks.values import Mask, Score
 
 MaskLike = str | Mask | Callable[..., Tensor]
@@ -258,7 +258,8 @@ def _known(q: Tensor, k: Tensor, v: Tensor, request: _Request) -> tuple[Hashable
         return None
     tensors: list[Tensor] = []
     try:
-        functions = capture((mask, score, params, q_offset), tensors)
+        read = functions_of("mask", mask), functions_of("score", score), params, q_offset
+        functions = capture(read, tensors)
     except Opaque:
         return None
     if grad and any(t.requires_grad for t in tensors):

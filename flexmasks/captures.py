@@ -137,7 +137,7 @@ class Reader:
         if isinstance(value, Readable):
             return value.read(self)
         if kind in (tuple, list):
-            if set(map(type, value)) == {int}:
+            if value and type(value[0]) is int and set(map(type, value)) == {int}:
                 return kind, int, tuple(value)
             return kind, *map(self.key, value)
         if kind is dict:

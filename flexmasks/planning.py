@@ -22,7 +22,7 @@ from flexmasks.cache import Cache
 from flexmasks.captures import Aliases, Opaque, capture
 from flexmasks.facts import Blocks
 from flexmasks.params import Size, describe
-from flexmasks.registry import definition, from_arguments, get_mask
+from flexmasks.registry import from_arguments, functions_of, get_mask
 from flexmasks.rows import Rows
 from flexmasks.values import Mask, Modifier, NestedExtras
 
@@ -207,42 +207,27 @@ class MaskPlan(Plan):
         return {n: v for n, v in options[0].items() if not (scored and n == "ROWS_GUARANTEED_SAFE")}
 
 
-class RowsPlan(Plan):
-    """A mask on its way to a softmax."""
-
-    def rows(self) -> Rows:
-        """What each row sees."""
-        return self._find(_ROWS, self.build).rows
-
-    def build(self) -> _FoundRows:
-        size = self.size
-        mod = self.value.bind(self.value.resolve(size))
-        with explained(self.value), torch.no_grad():
-            found = rows.build(mod, size.batch, size.heads, size.q_len, size.kv_len, size.device)
-        return _FoundRows({}, None, found)
-
-
 def rows_of(mask: Any, params: dict[str, Any], shape: torch.Size, device: torch.device) -> Rows:
-    """What each row of scores [B, H, Q, KV] sees of a mask, given as in a call.
-
-    One of the library's own by name is looked up by name and parameters, sooner than its function is read.
-    """
-    key, tensors = None, [v for v in params.values() if isinstance(v, Tensor)]
-    if isinstance(mask, str) and all(isinstance(v, Tensor | int | float) for v in params.values()):
-        known = definition("mask", mask)
-        if known.function.__module__.startswith("flexmasks.masks."):
-            numbers = ((n, None if isinstance(v, Tensor) else (type(v), v)) for n, v in params.items())
-            key = (known, shape, device, torch.get_default_dtype(), *numbers)
-            found = _ROWS.get(key, tensors)
-            if found is not None:
-                return found.rows
-    made = cast(Mask, from_arguments(mask, None, params)[0])
-    batch, heads, q_len, kv_len = shape
-    plan = RowsPlan(made, Size(batch, heads, q_len, kv_len, device))
-    if key is None:
-        return plan.rows()
-    found = plan.build()
-    _ROWS.put(key, tensors, found, found.nbytes)
+    """What each row of scores [B, H, Q, KV] sees of a mask, given as in a call."""
+    tensors: list[Tensor] = []
+    read: Hashable = functions_of("mask", mask)
+    key: Hashable = None
+    try:
+        if params or not isinstance(read, str):  # else there is nothing to read
+            read = capture((read, params), tensors)
+        key = read, shape, device, torch.get_default_dtype()
+    except Opaque:
+        pass
+    found = None if key is None else _ROWS.get(key, tensors)
+    if found is None:
+        made = cast(Mask, from_arguments(mask, None, params)[0])
+        batch, heads, q_len, kv_len = shape
+        size = Size(batch, heads, q_len, kv_len, device)
+        mod = made.bind(made.resolve(size))
+        with explained(made), torch.no_grad():
+            found = _FoundRows({}, None, rows.build(mod, batch, heads, q_len, kv_len, device))
+        if key is not None:
+            _ROWS.put(key, tensors, found, found.nbytes)
     return found.rows
 
 

@@ -142,6 +142,19 @@ def definition(kind: str, name: str) -> Definition:
     return known[name]
 
 
+def functions_of(kind: str, value: Any) -> Any:
+    """A mask or score given as in a call, for `captures.capture` to read: a name as the functions that it stands for.
+
+    A name of the library's own stays: its functions never change.
+    """
+    if isinstance(value, str):
+        found = definition(kind, value)
+        return value if found.own else (found.function, found.prepare, found.inner_size)
+    if isinstance(value, list | tuple):
+        return [functions_of(kind, v) for v in value]
+    return value
+
+
 def from_arguments(mask: Any, score: Any, params: Mapping[str, Any]) -> tuple[Mask | None, Score | None]:
     """The mask and the score of a call whose extra keyword arguments are `params`.
 

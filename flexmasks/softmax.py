@@ -151,7 +151,7 @@ def _inside_graph(mask: MaskLike, params: dict[str, Any], x: Tensor) -> tuple[Te
     for dim in (0, 1, 2):
         if seen.stride(dim) == 0:  # the mask does not depend on it
             seen = seen.narrow(dim, 0, 1)
-    column = torch.arange(size.kv_len, dtype=torch.int32, device=size.device)
+    column = torch.arange(size.kv_len, device=size.device)
     end = torch.where(seen, column + 1, 0).amax(-1)
     first = torch.minimum(torch.where(seen, column, size.kv_len).amin(-1), end)
     return seen, torch.stack([first, end], -1).int()

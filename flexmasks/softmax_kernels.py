@@ -23,17 +23,17 @@ from torch import Tensor
 
 _LOG2E = math.log2(math.e)
 _KINDS = 4096  # of calls whose launches are kept
+_LONGEST = {"forward": 32768, "backward": 16384}  # columns of a row that fit in registers
 _SPARSEST = 4  # stride of a row's elements up to which a kernel reads them, and that is faster than a copy
 _OUTER = 3  # dimensions around the rows that kernels know
-_LONGEST = {"forward": 32768, "backward": 16384}  # columns of a row that fit in registers
 
 
 @dataclass(frozen=True)
 class Config:
     """How a kernel goes about rows of some length: rows per program and warps.
 
-    halvings: how often the width may be halved for rows that see few columns. chunk: columns of a row looked at at
-    once where the row is too long for registers, else 0.
+    chunk: columns of a row looked at at once where it is read twice, else 0: it is held in registers. halvings: how
+    often the width that is held, or a chunk, may be halved for rows that see few columns.
     """
 
     rows: int
@@ -42,15 +42,20 @@ class Config:
     chunk: int = 0
 
 
-def config(kind: str, columns: int, bounded: bool) -> Config:
-    """What to launch for rows of so many columns; `bounded`: they have limits."""
-    if columns > _LONGEST[kind]:
-        return Config(1, 16, 0, 8192)
+def config(kind: str, columns: int, itemsize: int, bounded: bool) -> Config:
+    """What to launch for rows of so many columns; `bounded`: they have limits. The best of a sweep on one H200."""
     block = triton.next_power_of_2(max(columns, 16))
     if columns <= 2048:
-        rows = max(1, min(64, 1024 // block))
-        return Config(rows, 1, 2 if bounded and block >= 512 else 0)
-    return Config(1, 8 if columns <= 12288 else 16, 2 if bounded else 0)
+        return Config(max(1, min(64, 1024 // block)), 1, 1 if bounded and block >= 512 else 0)
+    if not bounded and columns <= _LONGEST[kind]:
+        return Config(1, 4 if columns <= 4096 else 8 if columns <= 8192 else 16, 0)
+    kilobytes = columns * itemsize / 1024
+    if kilobytes <= 8:
+        return Config(1, 2, 1, 1024) if kind == "forward" else Config(1, 4, 1, 2048)
+    for most, warps, chunk in ((16, 4, 2048), (32, 8, 4096), (64, 16, 4096)):
+        if kilobytes <= most:
+            return Config(1, warps, 0, chunk)
+    return Config(1, 16, 0, 8192)
 
 
 # --- forward ---
@@ -107,6 +112,42 @@ def _clear_around(at, start, columns, is_row, ROWS: tl.constexpr, BLOCK: tl.cons
 
 
 @triton.jit
+def _clear(at, start, stop, CHUNK: tl.constexpr):
+    """Write 0 to columns start..stop - 1."""
+    for chunk in range(start, stop, CHUNK):
+        column = chunk + tl.arange(0, CHUNK)[None, :]
+        tl.store(at + column, tl.zeros((1, CHUNK), at.dtype.element_ty), mask=column < stop)
+
+
+@triton.jit
+def _visible(
+    bits,
+    mask,
+    column,
+    inside,
+    first,
+    end,
+    MASK_COLUMN: tl.constexpr,
+    BOUNDS: tl.constexpr,
+    VISIBLE: tl.constexpr,
+):
+    """Which columns are visible, of those `inside`."""
+    visible = inside
+    if bits is not None:
+        words = tl.load(bits + column // 32, mask=inside, other=0)
+        visible = visible & (((words >> (column % 32)) & 1) != 0)
+    elif BOUNDS:  # one comparison for two: a column before the first is a great number
+        visible = (column - first).to(tl.uint32, bitcast=True) < (end - first).to(tl.uint32, bitcast=True)
+    if mask is not None:
+        marked = tl.load(mask + column * MASK_COLUMN, mask=inside, other=0)
+        if VISIBLE:
+            visible = visible & (marked != 0)
+        else:
+            visible = visible & (marked == 0)
+    return visible
+
+
+@triton.jit
 def _scores(
     x,
     bits,
@@ -127,18 +168,7 @@ def _scores(
     `inside` limits what is read.
     """
     scores = tl.load(x + column * X_COLUMN, mask=inside, other=0, eviction_policy=POLICY).to(tl.float32)
-    visible = inside
-    if bits is not None:
-        words = tl.load(bits + column // 32, mask=inside, other=0)
-        visible = visible & (((words >> (column % 32)) & 1) != 0)
-    elif BOUNDS:
-        visible = visible & (column >= first) & (column < end)
-    if mask is not None:
-        marked = tl.load(mask + column * MASK_COLUMN, mask=inside, other=0)
-        if VISIBLE:
-            visible = visible & (marked != 0)
-        else:
-            visible = visible & (marked == 0)
+    visible = _visible(bits, mask, column, inside, first, end, MASK_COLUMN, BOUNDS, VISIBLE)
     if SIGN < 0:
         scores = -scores
     return tl.where(visible, scores, float("-inf")), visible
@@ -171,6 +201,7 @@ def _inside(column, columns, is_row, low, high, ROWS: tl.constexpr, BOUNDS: tl.c
 def _forward_tile(
     y,
     x,
+    bounds,
     bits,
     mask,
     columns,
@@ -199,9 +230,32 @@ def _forward_tile(
     )
     if WIDTH < BLOCK:
         _clear_around(y, low, columns, is_row, ROWS, BLOCK, WIDTH)
-    weights = _weights(scores, tl.max(scores, 1)[:, None], visible, scale, SIGN)
-    weights = tl.where(visible, weights * (1.0 / tl.sum(weights, 1)[:, None]), 0.0)
-    tl.store(y + column, weights.to(y.dtype.element_ty), mask=exists)
+    if ROWS > 1:
+        weights = _weights(scores, tl.max(scores, 1)[:, None], visible, scale, SIGN)
+        weights = tl.where(visible, weights * (1.0 / tl.sum(weights, 1)[:, None]), 0.0)
+        tl.store(y + column, weights.to(y.dtype.element_ty), mask=exists)
+    else:  # hidden weights are 0 by themselves; to choose by `visible` once more would cost as much as all else
+        most = tl.max(tl.max(scores, 1), 0)
+        weights = _weights(scores, tl.where(most == float("-inf"), 0.0, most), visible, scale, SIGN)
+        total = tl.sum(tl.sum(weights, 1), 0)
+        weights = weights * tl.where(total == 0, 0.0, 1.0 / total)
+        tl.store(y + column, weights.to(y.dtype.element_ty), mask=exists)
+        if _is_odd(most, total, first, end, BOUNDS):
+            if BOUNDS:  # read again, as what follows: else it would be kept in registers for this rare case
+                first = tl.load(bounds)
+                end = tl.load(bounds + 1)
+            visible = _visible(bits, mask, column, inside, first, end, MASK_COLUMN, BOUNDS, VISIBLE)
+            weights = tl.where(visible, float("nan"), 0.0)
+            tl.store(y + column, weights.to(y.dtype.element_ty), mask=exists)
+
+
+@triton.jit
+def _is_odd(most, total, first, end, BOUNDS: tl.constexpr):
+    """Whether a row's visible places are NaN: for a NaN or inf, or for nothing but -inf; hidden ones are not."""
+    odd = (total != total) | (most == float("-inf"))
+    if BOUNDS:
+        odd = odd & (end > first)
+    return odd
 
 
 @triton.jit
@@ -223,18 +277,24 @@ def _forward_long(
     VISIBLE: tl.constexpr,
     SIGN: tl.constexpr,
 ):
-    """One row in two passes: its maximum and sum, then the result, last columns first, which are still in the cache."""
+    """One row that does not fit in registers, in two passes: its maximum and sum, then the result, last columns first.
+
+    What is visible is read twice, the second time mostly from the cache.
+    """
     if BOUNDS:
-        start = low // CHUNK * CHUNK
+        start = low
         stop = high
     else:
         start = columns * 0
         stop = columns
+    n_chunks = tl.cdiv(stop - start, CHUNK)
+    _clear(y, columns * 0, start, CHUNK)
+    _clear(y, start + n_chunks * CHUNK, columns, CHUNK)
     most = tl.full((), float("-inf"), tl.float32)
     total = tl.full((), 0.0, tl.float32)
     for chunk in range(start, stop, CHUNK):
         column = chunk + tl.arange(0, CHUNK)[None, :]
-        exists, inside = _inside(column, columns, True, low, high, 1, BOUNDS, False)
+        exists, inside = _inside(column, columns, True, low, high, 1, BOUNDS, True)
         scores, visible = _scores(
             x, bits, mask, column, inside, first, end, X_COLUMN, MASK_COLUMN, BOUNDS, VISIBLE, SIGN, ""
         )
@@ -244,32 +304,23 @@ def _forward_long(
         total = total * tl.where(most == float("-inf"), 0.0, tl.exp2((most - new) * scale))
         total += tl.sum(tl.sum(weights, 1), 0)
         most = new
-    factor = 1.0 / total
-    n_chunks = tl.cdiv(columns, CHUNK)
+    factor = tl.where(total == 0, 0.0, 1.0 / total)
+    finite = tl.where(most == float("-inf"), 0.0, most)
     for n in range(n_chunks):
-        chunk = (n_chunks - 1 - n) * CHUNK
-        column = chunk + tl.arange(0, CHUNK)[None, :]
-        exists, inside = _inside(column, columns, True, low, high, 1, BOUNDS, False)
-        if (chunk < stop) & (chunk >= start):
-            scores, visible = _scores(
-                x,
-                bits,
-                mask,
-                column,
-                inside,
-                first,
-                end,
-                X_COLUMN,
-                MASK_COLUMN,
-                BOUNDS,
-                VISIBLE,
-                SIGN,
-                "evict_first",
-            )
-            weights = tl.where(visible, _weights(scores, most, visible, scale, SIGN) * factor, 0.0)
+        column = start + (n_chunks - 1 - n) * CHUNK + tl.arange(0, CHUNK)[None, :]
+        exists, inside = _inside(column, columns, True, low, high, 1, BOUNDS, True)
+        scores, visible = _scores(
+            x, bits, mask, column, inside, first, end, X_COLUMN, MASK_COLUMN, BOUNDS, VISIBLE, SIGN, "evict_first"
+        )
+        weights = _weights(scores, finite, visible, scale, SIGN) * factor
+        tl.store(y + column, weights.to(y.dtype.element_ty), mask=exists)
+    if _is_odd(most, total, first, end, BOUNDS):
+        for n in range(n_chunks):
+            column = start + n * CHUNK + tl.arange(0, CHUNK)[None, :]
+            exists, inside = _inside(column, columns, True, low, high, 1, BOUNDS, True)
+            visible = _visible(bits, mask, column, inside, first, end, MASK_COLUMN, BOUNDS, VISIBLE)
+            weights = tl.where(visible, float("nan"), 0.0)
             tl.store(y + column, weights.to(y.dtype.element_ty), mask=exists)
-        else:
-            tl.store(y + column, tl.zeros((1, CHUNK), y.dtype.element_ty), mask=exists)
 
 
 def _changing(*tensors: str) -> list[str]:
@@ -348,28 +399,31 @@ def _forward(
     if mask is not None:
         mask += (row * mask_row + inner * mask_inner + one * mask_one + two * mask_two) * MASK_GRAIN
     if LONG:
-        _forward_long(
-            y,
-            x,
-            bits,
-            mask,
-            columns,
-            first,
-            end,
-            low,
-            high,
-            scale,
-            BLOCK,
-            X_COLUMN,
-            MASK_COLUMN,
-            BOUNDS,
-            VISIBLE,
-            SIGN,
-        )
+        for n in tl.static_range(0, HALVINGS + 1):
+            if ((n == 0) | (width <= BLOCK >> n)) & ((n == HALVINGS) | (width > BLOCK >> (n + 1))):
+                _forward_long(
+                    y,
+                    x,
+                    bits,
+                    mask,
+                    columns,
+                    first,
+                    end,
+                    low,
+                    high,
+                    scale,
+                    BLOCK >> n,
+                    X_COLUMN,
+                    MASK_COLUMN,
+                    BOUNDS,
+                    VISIBLE,
+                    SIGN,
+                )
     elif HALVINGS == 0:
         _forward_tile(
             y,
             x,
+            bounds,
             bits,
             mask,
             columns,
@@ -394,6 +448,7 @@ def _forward(
                 _forward_tile(
                     y,
                     x,
+                    bounds,
                     bits,
                     mask,
                     columns,
@@ -477,30 +532,29 @@ def _backward_long(
     DY_COLUMN: tl.constexpr,
     BOUNDS: tl.constexpr,
 ):
-    """One row in two passes: the sum, then the result, last columns first, which are still in the cache."""
+    """One row that does not fit in registers, in two passes: the sum, then the result."""
     if BOUNDS:
-        start = low // CHUNK * CHUNK
+        start = low
         stop = high
     else:
         start = columns * 0
         stop = columns
-    total = tl.full((), 0.0, tl.float32)
+    covered = start + tl.cdiv(stop - start, CHUNK) * CHUNK
+    _clear(dx, columns * 0, start, CHUNK)
+    _clear(dx, covered, columns, CHUNK)
+    total_of = tl.zeros((1, CHUNK), tl.float32)
     for chunk in range(start, stop, CHUNK):
         column = chunk + tl.arange(0, CHUNK)[None, :]
-        exists, inside = _inside(column, columns, True, low, high, 1, BOUNDS, False)
+        _exists, inside = _inside(column, columns, True, low, high, 1, BOUNDS, True)
         weights, products = _products(y, dy, column, inside, Y_COLUMN, DY_COLUMN, "")
-        total += tl.sum(tl.sum(products, 1), 0)
-    n_chunks = tl.cdiv(columns, CHUNK)
-    for n in range(n_chunks):
-        chunk = (n_chunks - 1 - n) * CHUNK
+        total_of += products
+    total = tl.sum(tl.sum(total_of, 1), 0)
+    for chunk in range(start, stop, CHUNK):
         column = chunk + tl.arange(0, CHUNK)[None, :]
-        exists, inside = _inside(column, columns, True, low, high, 1, BOUNDS, False)
-        if (chunk < stop) & (chunk >= start):
-            weights, products = _products(y, dy, column, inside, Y_COLUMN, DY_COLUMN, "evict_first")
-            slopes = tl.where(weights == 0, 0.0, scale * (products - weights * total))
-            tl.store(dx + column, slopes.to(dx.dtype.element_ty), mask=exists)
-        else:
-            tl.store(dx + column, tl.zeros((1, CHUNK), dx.dtype.element_ty), mask=exists)
+        exists, inside = _inside(column, columns, True, low, high, 1, BOUNDS, True)
+        weights, products = _products(y, dy, column, inside, Y_COLUMN, DY_COLUMN, "evict_first")
+        slopes = tl.where(weights == 0, 0.0, scale * (products - weights * total))
+        tl.store(dx + column, slopes.to(dx.dtype.element_ty), mask=exists)
 
 
 @triton.jit(do_not_specialize=_changing("dx", "dy", "y", "bounds"))
@@ -560,7 +614,9 @@ def _backward(
         bounds += row * bounds_row + inner * bounds_inner + one * bounds_one + two * bounds_two
         _first, _end, low, high, width = _limits(bounds, is_row, ROWS)
     if LONG:
-        _backward_long(dx, dy, y, columns, low, high, scale, BLOCK, Y_COLUMN, DY_COLUMN, BOUNDS)
+        for n in tl.static_range(0, HALVINGS + 1):
+            if ((n == 0) | (width <= BLOCK >> n)) & ((n == HALVINGS) | (width > BLOCK >> (n + 1))):
+                _backward_long(dx, dy, y, columns, low, high, scale, BLOCK >> n, Y_COLUMN, DY_COLUMN, BOUNDS)
     elif HALVINGS == 0:
         _backward_tile(dx, dy, y, columns, is_row, low, high, scale, ROWS, BLOCK, BLOCK, Y_COLUMN, DY_COLUMN, BOUNDS)
     else:
@@ -701,7 +757,8 @@ def _grid(kind: str, tensors: list[Tensor | None]) -> _Grid | None:
     outer = len(dims)
     one, two = (*reversed(dims), none, none)[:2]
     columns = tensors[0].shape[-1]  # type: ignore[union-attr]
-    chosen = config(kind, columns, tensors[2 if kind == "forward" else 3] is not None)
+    bounded = tensors[2 if kind == "forward" else 3] is not None
+    chosen = config(kind, columns, tensors[0].element_size(), bounded)  # type: ignore[union-attr]
     block = chosen.chunk or triton.next_power_of_2(max(columns, 16))
     order = (rows, inner, one, two)
     return _Grid(
@@ -714,8 +771,8 @@ def _grid(kind: str, tensors: list[Tensor | None]) -> _Grid | None:
 
 
 def _column(tensor: Tensor) -> int:
-    """The stride of the last dimension, 0 where it has one element."""
-    return 0 if tensor.shape[-1] == 1 else tensor.stride(-1)
+    """The stride of the last dimension, 0 where it has one element or is not there."""
+    return 0 if not tensor.ndim or tensor.shape[-1] == 1 else tensor.stride(-1)
 
 
 def _strides(tensor: Tensor | None, shape: Sequence[int]) -> list[int]:

@@ -40,6 +40,12 @@ class Definition:
     inner_size: Callable[..., Size] | None = None
     template: str = ""  # how operators print
 
+    @functools.cached_property
+    def own(self) -> bool:
+        """Whether its functions are this library's, and read nothing that could change."""
+        functions = (f for f in (self.function, self.prepare, self.inner_size) if f is not None)
+        return all(f.__module__.startswith("flexmasks.") and f.__closure__ is None for f in functions)
+
     @property
     def doc(self) -> str:
         """The function's docstring, cleaned."""
@@ -214,7 +220,7 @@ class Modifier(Readable):
                 continue
             elif definition.prepare is not None or n in self.params or value is not definition.parameters[n].default:
                 extras[n] = value
-        return extras | {n: _ABSENT for n in self.params if n not in values}  # those that prepare left out
+        return extras | {n: _Absent for n in self.params if n not in values}  # those that prepare left out
 
     def bind(self, extras: Mapping[str, Any]) -> Callable[..., Tensor]:
         """The plain function of indices, with its parameters bound. `extras` is what `resolve` gave."""
@@ -226,7 +232,7 @@ class Modifier(Readable):
                 bound[name] = mods if isinstance(source, tuple) else mods[0]
             elif isinstance(value, _Given):
                 bound[name] = self.params[value.parameter]
-            elif value is not _ABSENT:
+            elif value is not _Absent:
                 bound[name] = value
         function = self.definition.function
         return _close(self.kind, function, bound) if bound else function
@@ -431,7 +437,8 @@ class _Given:
     parameter: str
 
 
-_ABSENT = object()  # in a value's extras: a parameter that the function does not take
+class _Absent:
+    """In a value's extras, as it is: a parameter that the function does not take."""
 
 
 def _close(kind: str, function: Callable[..., Tensor], params: dict[str, Any]) -> Callable[..., Tensor]:

@@ -875,6 +875,16 @@ def test_a_call_made_again_sees_what_changed() -> None:
     bounds.data = torch.tensor([30, 31])
     torch.testing.assert_close(_attend(q, mask=own), _wanted(q, (j < bounds.view(2, 1, 1, 1)) & (i - j < 9)))
 
+    global WINDOW
+    for window in (3, 20):
+        WINDOW = window
+        named = _attend(q, mask="reads_a_global")
+        assert torch.equal(named, _attend(q, mask=reads_a_global))
+        visible = flexmasks.dense_mask(reads_a_global, 64)
+        torch.testing.assert_close(named, _wanted(q, visible))
+        seen_by_rows = flexmasks.masked_softmax(torch.zeros(1, 1, 64, 64), mask="reads_a_global") > 0
+        assert torch.equal(seen_by_rows, visible.expand(1, 1, 64, 64))
+
     bias = torch.randn(64)
 
     def biased(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:

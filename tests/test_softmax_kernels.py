@@ -343,7 +343,7 @@ def test_loads_and_stores_are_wide(columns: int, dtype: str) -> None:
     shared = {"GRAIN": grain, "INNER": False, "OUTER": 1}
 
     def options(kind: str, bounded: bool) -> tuple[dict[str, Any], int]:
-        chosen = softmax_kernels.config(kind, columns, bounded)
+        chosen = softmax_kernels.config(kind, columns, {"fp32": 4}.get(dtype, 2), bounded)
         width = chosen.chunk or block
         more = {"ROWS": chosen.rows, "BLOCK": width, "HALVINGS": chosen.halvings, "LONG": chosen.chunk > 0}
         return shared | more, chosen.warps
@@ -358,8 +358,9 @@ def test_loads_and_stores_are_wide(columns: int, dtype: str) -> None:
     pointers = {"dx": pointer, "dy": pointer, "y": pointer, "bounds": "*i32"}
     backward = assembly(softmax_kernels._backward, pointers, constants, warps)
     for text in (forward, backward):
-        found = re.findall(r"(?:ld|st)\.global[\w:.]*?(?:\.v(\d))?\.b(\d+)", text)
-        widths = [int(count or 1) * int(bits) for count, bits in found]
-        assert widths.count(32) == 2  # the two bounds
-        assert sum(w == 128 for w in widths) >= 0.5 * len(widths)
-        assert min(widths) >= 32
+        for operation in ("ld", "st"):
+            found = re.findall(operation + r"\.global[\w:.]*?(?:\.v(\d))?\.b(\d+)", text)
+            widths = [int(count or 1) * int(bits) for count, bits in found]
+            assert set(widths) <= {32, 128}
+            assert widths.count(32) <= 6 * (operation == "ld")  # the two bounds, read again for rows with NaN
+            assert widths.count(128) >= 2
