@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 import json
 import math
@@ -246,14 +247,19 @@ def _flushed(device: torch.device) -> Tensor:
 def _wall(calls: dict[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
     """Milliseconds of each on the clock: medians of means of many calls in a row."""
     times: dict[str, list[float]] = {who: [] for who in calls}
-    for _ in range(5):
-        for who, call in calls.items():
-            synchronize(device)
-            start = time.perf_counter()
-            for _ in range(_CALLS[device.type]):
-                call()
-            synchronize(device)
-            times[who].append((time.perf_counter() - start) * 1e3 / _CALLS[device.type])
+    gc.collect()
+    gc.disable()  # as timeit does
+    try:
+        for _ in range(5):
+            for who, call in calls.items():
+                synchronize(device)
+                start = time.perf_counter()
+                for _ in range(_CALLS[device.type]):
+                    call()
+                synchronize(device)
+                times[who].append((time.perf_counter() - start) * 1e3 / _CALLS[device.type])
+    finally:
+        gc.enable()
     return {who: statistics.median(ms) for who, ms in times.items()}
 
 

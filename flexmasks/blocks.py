@@ -18,6 +18,7 @@ from flexmasks.ranges import GiveUp, Range, Steps, TooLarge, TooWide, broadcast_
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 _Mod = TypeVar("_Mod", bound=Callable[..., Tensor])
 _CHUNK = (1 << 23, 1 << 19)  # elements evaluated at once: on a GPU, and on a CPU, where they should stay in its cache
+_WIDE = 1 << 25  # the same, counting what tensors have that the function sees
 _BLOCKS = 1 << 25  # blocks decided at once
 _SMALL = 1 << 15  # up to so many blocks of a GPU are decided on the CPU, which starts an operation sooner
 _PARTS = 8  # along an axis of a block
@@ -383,7 +384,7 @@ class Elements:
 
     def at_once(self, elements: int) -> int:
         """How many blocks of so many elements to look at in one call, to bound its memory."""
-        return max(1, _CHUNK[self._device.type == "cpu"] // (elements * self._widest))
+        return max(1, min(_CHUNK[self._device.type == "cpu"] // elements, _WIDE // (elements * self._widest)))
 
     def __call__(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         if not len(b):

@@ -154,7 +154,7 @@ class Range:
     ranges follow each other without a gap.
     """
 
-    __slots__ = ("compared", "dtype", "hi", "limit", "lo", "ndim", "reached", "steps")
+    __slots__ = ("_dtype", "compared", "hi", "limit", "lo", "ndim", "reached", "steps")
     __array_ufunc__ = None  # NumPy's numbers leave operators to this class
 
     def __init__(
@@ -166,7 +166,7 @@ class Range:
         reached: bool = False,
         steps: Steps | None = None,
     ) -> None:
-        self.lo, self.hi, self.dtype, self.limit, self.reached, self.steps = lo, hi, dtype, limit, reached, steps
+        self.lo, self.hi, self._dtype, self.limit, self.reached, self.steps = lo, hi, dtype, limit, reached, steps
         self.ndim = max(0, lo.ndim - _BLOCK_DIMS, hi.ndim - _BLOCK_DIMS)
         self.compared: tuple[str, Any, Any] | None = None  # the integers whose comparison this truth value is
         evaluation = _evaluation.get() if self.ndim else None
@@ -184,6 +184,13 @@ class Range:
     def exact(self) -> bool:
         """Whether this is known to be a single value in each block."""
         return self.lo is self.hi
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The torch type; rules may read it always, a function as long as it is sure to be torch's."""
+        if _mixing:
+            _observe_dtype()
+        return self._dtype
 
     @property
     def device(self) -> torch.device:
@@ -240,7 +247,10 @@ class Range:
         return float(self._refuse("call `float()` on an index"))
 
     def __index__(self) -> int:
-        return int(self._refuse("use an index as a Python integer (to index a list, or in `range`)"))
+        return int(self._refuse("use an index as a Python integer (to index a list, in a slice, or in `range`)"))
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        return self._refuse("turn an index into a NumPy array, or index one by it (capture a torch tensor instead)")
 
     def __iter__(self) -> Any:
         return iter(_dispatch(torch.Tensor.unbind, (self,), {})) if self.ndim else self._refuse("iterate over an index")
@@ -275,7 +285,7 @@ def _operator(name: str) -> Callable[..., Any]:
 _IN_PLACE = "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift setitem".split()  # noqa: SIM905
 _OPERATORS = """
     add radd sub rsub mul rmul floordiv rfloordiv truediv rtruediv mod rmod pow rpow and rand or ror xor rxor
-    lshift rlshift rshift rrshift neg pos abs invert eq ne lt le gt ge
+    lshift rlshift rshift rrshift neg pos abs invert eq ne lt le gt ge matmul rmatmul
 """
 for _name in (*_OPERATORS.split(), *_IN_PLACE):
     setattr(Range, f"__{_name}__", _operator(f"__{_name}__"))
@@ -287,6 +297,8 @@ class _Evaluation:
     def __init__(self, device: torch.device, here: torch.device, widest: float) -> None:
         self.device, self.here, self._may_be = device, here, widest
         self.not_understood: list[str] = []
+        self.mixed = False  # dtypes met in one operation: the result's may not be what it is in torch
+        self.in_rules = 0
         self.widest = 1  # the most elements that a tensor had which the function saw
         self._bounds: dict[tuple[int, int], tuple[Tensor, tuple[Tensor, Tensor, float]]] = {}
 
@@ -311,7 +323,16 @@ class _Evaluation:
         return found[1]
 
 
+# Evaluations that mixed dtypes; mostly none, which is quickly seen.
+_mixing: set[_Evaluation] = set()
 _evaluation: ContextVar[_Evaluation | None] = ContextVar("evaluation", default=None)
+
+
+def _observe_dtype() -> None:
+    """Raise GiveUp where a function looks at a dtype that may not be what it is in torch."""
+    evaluation = _evaluation.get()
+    if evaluation is not None and evaluation.mixed and not evaluation.in_rules:
+        raise GiveUp("the dtype of an operation that mixes dtypes")
 
 
 def _version(tensor: Tensor) -> int:
@@ -374,6 +395,7 @@ def evaluate(
         if isinstance(result, bool) or not isinstance(result, Range | Tensor):
             raise TypeError(f"a mask function must return a boolean tensor, got {result!r}.")
         if result.dtype is not torch.bool:
+            _observe_dtype()
             raise TypeError(
                 "a mask function must return a boolean tensor, "
                 f"got one of {str(result.dtype).removeprefix('torch.')}; compare, as in `q >= kv`."
@@ -383,6 +405,7 @@ def evaluate(
         return Evaluated(_as_range(result), tuple(evaluation.not_understood), evaluation.widest)
     finally:
         _evaluation.reset(token)
+        _mixing.discard(evaluation)
 
 
 def _dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -391,11 +414,24 @@ def _dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         name = name.strip("_")
     if name in _IN_PLACE or name.endswith("_") or kwargs.get("out") is not None:  # what else is this tensor?
         raise GiveUp(f"{name} changes a tensor in place")
+    if func is torch.Tensor.where:  # a.where(condition, b)
+        args = (args[1], args[0], *args[2:]) if len(args) > 1 else args
     constant = name.startswith("new_") or name in _CONSTANTS  # of some index's dtype and device
     if constant and not any(isinstance(x, Range) for x in (*args[1:], *kwargs.values())):
         like = torch.zeros(args[0].shape, dtype=args[0].dtype, device=args[0].device)
         return func(like, *args[1:], **kwargs)
     rule = _RULES.get(name)
+    evaluation = _evaluation.get()
+    if evaluation is None:
+        return _by_rule(rule, name, func, args, kwargs)
+    evaluation.in_rules += 1
+    try:
+        return _by_rule(rule, name, func, args, kwargs)
+    finally:
+        evaluation.in_rules -= 1
+
+
+def _by_rule(rule: Any, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with torch._C.DisableTorchFunction():  # what rules do with the ends of ranges is no business of `_Mode`
         if rule is not None:
             try:
@@ -410,6 +446,8 @@ def _dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         known = {"getitem": "indexing"}.get(name, name[1:] if name[:1] == "r" and name[1:] in _RULES else name)
         if evaluation is not None and known not in evaluation.not_understood:
             evaluation.not_understood.append(known)
+        if evaluation is not None and evaluation.mixed:
+            raise GiveUp(f"{known} of numbers that came from mixed dtypes")
         return _anything(func, args, kwargs)
 
 
@@ -547,6 +585,10 @@ def _is_integer(dtype: torch.dtype) -> bool:
 def _narrowest(dtypes: set[torch.dtype]) -> torch.dtype:
     if len(dtypes) == 1:
         return next(iter(dtypes))
+    evaluation = _evaluation.get()
+    if evaluation is not None:
+        evaluation.mixed = True
+        _mixing.add(evaluation)
     try:
         wide = functools.reduce(torch.promote_types, dtypes)
     except RuntimeError as error:  # most unsigned types do not mix
@@ -610,8 +652,10 @@ def _anything_where(places: Tensor, lo: Tensor, hi: Tensor) -> tuple[Tensor, Ten
 
 def _add(a: Any, b: Any, *, alpha: Any = 1) -> Range | None:
     both = _both(a, b)
-    if both is None or alpha != 1:
+    if alpha != 1:
         return None
+    if both is None:
+        return _or(a, b)
     x, y, dtype = both
     exact = x.exact and y.exact
     lo = x.lo + y.lo
@@ -638,7 +682,7 @@ def _sub(a: Any, b: Any, *, alpha: Any = 1) -> Range | None:
 def _mul(a: Any, b: Any) -> Range | None:
     both = _both(a, b)
     if both is None:
-        return None
+        return _and(a, b)
     x, y, dtype = both
     limit = x.limit * y.limit if min(x.limit, y.limit) > 0 else 0.0
     if x.exact and y.exact:
@@ -762,6 +806,10 @@ _remainder, _fmod = _rest(torch.floor), _rest(torch.trunc)
 def _power(a: Any, exponent: Any) -> Range | None:
     if type(a) is int and a == 2 and isinstance(exponent, Range):
         return _shift_left(1, exponent)
+    if type(exponent) is float and exponent in (0.5, 2.0) and isinstance(a, Range):
+        if exponent == 0.5:
+            return _monotone(torch.sqrt, 0.0)(a)
+        a, exponent = _as_dtype(a, a.dtype if a.dtype.is_floating_point else torch.get_default_dtype()), 2
     if type(exponent) is not int or exponent not in (1, 2) or not isinstance(a, Range) or a.dtype == torch.bool:
         return None
     if exponent == 1:
@@ -846,6 +894,9 @@ def _extreme(a: Any, b: Any, operation: Callable[..., Tensor]) -> Range | None:
 
 def _clamp(a: Any, min: Any = None, max: Any = None) -> Range | None:  # torch's names
     dtype = getattr(a, "dtype", None)
+    if any(type(x) is float for x in (min, max)) and isinstance(a, Range) and _is_integer(a.dtype):
+        dtype = torch.get_default_dtype()
+        a = _as_dtype(a, dtype)
     for x in (min, max):
         same = x is None or type(x) is int or (isinstance(x, Range | Tensor) and x.dtype == dtype)
         if not same and not (type(x) is float and dtype is not None and dtype.is_floating_point):
@@ -877,6 +928,17 @@ def _where(condition: Any, a: Any = None, b: Any = None) -> Range | None:
     lo = torch.where(c.lo, x.lo, torch.where(c.hi, torch.minimum(x.lo, y.lo), y.lo))
     hi = torch.where(c.lo, x.hi, torch.where(c.hi, torch.maximum(x.hi, y.hi), y.hi))
     return Range(lo, hi, dtype, max(x.limit, y.limit))
+
+
+def _masked_fill(a: Any, mask: Any, value: Any) -> Range | None:
+    dtype = getattr(a, "dtype", torch.bool)
+    if (
+        type(value) not in _NUMBERS
+        or not isinstance(a, Range)
+        or (type(value) is float and not dtype.is_floating_point)
+    ):
+        return None
+    return _where(mask, bool(value) if dtype == torch.bool else _as_dtype(value, dtype), a)
 
 
 def _where_it_holds(condition: Range, given: Any, value: Range, holds: bool) -> Range:
@@ -1100,13 +1162,18 @@ def _cast(to: torch.dtype) -> Callable[..., Range]:
     return rule
 
 
-def _to(a: Any, *args: Any, **kwargs: Any) -> Range:
+def _to(a: Any, *args: Any, **kwargs: Any) -> Any:
     values = (*args, *kwargs.values())
     by_number = bool(args) and isinstance(args[0], _NUMBERS)
-    if not isinstance(a, Range) or by_number or any(isinstance(x, str) and "Tensor" in x for x in values):
+    if by_number or any(isinstance(x, str) and "Tensor" in x for x in values):
         raise GiveUp("a conversion by name")
     wanted = [x for x in values if isinstance(x, torch.dtype)]
     wanted += [x.dtype for x in values if isinstance(x, Range | Tensor)]
+    evaluation = _evaluation.get()
+    if evaluation is not None and evaluation.mixed and any(isinstance(x, Range) for x in values):
+        raise GiveUp("the dtype of an operation that mixes dtypes")
+    if isinstance(a, Tensor):
+        return a.to(wanted[0])
     return _cast(wanted[0])(a) if wanted else a
 
 
@@ -1184,7 +1251,7 @@ class _Rows(Range):
 
     def __init__(self, table: Tensor, indices: tuple[Any, ...]) -> None:
         self.table, self.indices = table, indices
-        self.dtype, self.ndim = table.dtype, table.ndim - len(indices)
+        self._dtype, self.ndim = table.dtype, table.ndim - len(indices)
         self.reached, self.steps, self.compared = False, None, None
         self._found: Range | None = None
         self._made_of = _version(table)
@@ -1231,7 +1298,9 @@ class _Index:
             self.first = self.last = torch.tensor(self.constant, device="cpu")
             return
         r = _as_range(index)
-        if not _is_integer(r.dtype) or r.dtype == torch.uint8:  # torch takes these for a mask, or refuses them
+        if type(index) is int:
+            raise GiveUp("an index out of range")
+        if r.dtype not in (torch.int64, torch.int32):  # torch takes others for a mask, or refuses them
             raise GiveUp("an indexing by other than integers")
         if r.reached and n <= r.limit < _INF:
             raise Refused(f"a mask function indexes a dimension of {n} elements with an index up to {int(r.limit)}.")
@@ -1481,9 +1550,7 @@ def _is_in(a: Any, values: Any, *, assume_unique: bool = False, invert: bool = F
     if not isinstance(a, Range) or a.ndim:
         return None
     if isinstance(values, Range | Tensor) and values.ndim:
-        if isinstance(values, Range) or values.ndim > 1:
-            return None
-        a = _unsqueezed(a, [None])
+        a = _unsqueezed(a, [None] * values.ndim)
     found = _reduced(torch.any, _boolean)(_equal(a, values))
     return _not(found) if invert else found
 
@@ -1528,6 +1595,7 @@ _RULES: dict[str, Callable[..., Any]] = {
     "clamp_min": lambda a, min: _clamp(a, min=min),
     "clamp_max": lambda a, max: _clamp(a, max=max),
     "where": _where,
+    "masked_fill": _masked_fill,
     "floor": _rounded(torch.floor),
     "ceil": _rounded(torch.ceil),
     **dict.fromkeys(("trunc", "fix"), _rounded(torch.trunc)),
@@ -1559,6 +1627,7 @@ _RULES: dict[str, Callable[..., Any]] = {
     "unbind": _unbind,
     "stack": _stack,
     "to": _to,
+    "type_as": _to,
     "type": lambda a, *args: _to(a, *args) if args else None,
     "bool": _cast(torch.bool),
     "int": _cast(torch.int32),
@@ -1569,4 +1638,5 @@ _RULES: dict[str, Callable[..., Any]] = {
     "half": _cast(torch.float16),
     "bfloat16": _cast(torch.bfloat16),
     "getitem": _index,
+    "take": lambda a, index: _index(a.reshape(-1), index) if isinstance(a, Tensor) else None,
 }

@@ -493,14 +493,32 @@ WRONG_ONCE: dict[str, Callable[..., Any]] = {  # by an answer of ranges that was
     "any of bytes": lambda b, h, q, kv: (BYTES.to(torch.uint8)[q][None].any(0) + 1).bool() & (q > kv),
     "truth of a number that becomes 0": lambda b, h, q, kv: torch.logical_and(TINY * 1e-5 * (q + 1), HALF[kv]),
     "clamp by a double": lambda b, h, q, kv: q.clamp(min=DOUBLE) > kv,
+    "where of a truth value": lambda b, h, q, kv: (q >= kv).where(kv > 3, q == 0),
+    "where of a captured truth value": lambda b, h, q, kv: (HALF > 1)[q].where(kv > 3, q == 0),
+    "limits of a mixed dtype": lambda b, h, q, kv: _least_of(HALF[q] * HALF.float()[kv], q >= kv),
+    "ones of a mixed dtype": lambda b, h, q, kv: _ones_of(UNSIGNED[q] + SUMMED[0, kv], q >= kv),
+    "number of a mixed dtype": lambda b, h, q, kv: (
+        (UNSIGNED[q] + SUMMED[0, kv]).new_tensor(-3) < UNSIGNED[q] + SUMMED[0, kv]
+    ),
+    "to a mixed dtype": lambda b, h, q, kv: (SUMMED * 2**33).to((SUMMED.int()[0, q] - SUMMED[0, kv]).dtype)[0, q] > kv,
+    "rows of a mixed dtype": lambda b, h, q, kv: (SUMMED[:, q].to(torch.uint8) + SUMMED[:, 1]).any() & (q >= kv),
     "dimensions ()": lambda b, h, q, kv: (POSITIONS[q] > POSITIONS[kv]).any(dim=()).all(),
 }
+UNSIGNED = (torch.arange(300) % 256).to(torch.uint8)
 BYTES = (torch.arange(300) % 256 - 128).to(torch.int8)
 SUMMED = torch.arange(2 * 300).view(2, 300)
 HUGE = torch.tensor([[2**52, 1, -(2**52)], [2**52, 3, 5], [-(2**52), -1, 2**52], [1, 2, 3]])
 TINY = torch.tensor(1e-39)
 HALF = torch.arange(300).half() / 150
 DOUBLE = torch.tensor(100.5, dtype=torch.float64)
+
+
+def _least_of(x: Tensor, where: Tensor) -> Tensor:
+    return torch.where(where, x * 0, torch.finfo(x.dtype).min) < -1e20
+
+
+def _ones_of(x: Tensor, where: Tensor) -> Tensor:
+    return torch.where(where, x, -torch.ones_like(x)) > 3
 
 
 def _added(x: Tensor, number: int) -> Tensor:
@@ -529,6 +547,7 @@ def test_wide_functions_are_decided_in_slices(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(blocks, "_SMALL", 1)
     monkeypatch.setattr(blocks, "_BLOCKS", 1 << 16)
     monkeypatch.setattr(blocks, "_CHUNK", (1 << 16, 1 << 16))
+    monkeypatch.setattr(blocks, "_WIDE", 1 << 16)
     check(lambda b, h, q, kv: (table[q] * 7 % 12 > table[kv]).any(), 1, 1, 600, 600, (16, 16))
     assert max(sizes) <= 1 << 16
     assert len(sizes) > 10
