@@ -128,6 +128,28 @@ def table(results: dict[str, Any]) -> str:
     return f"{about}\n{tabulate(rows, headers=header, floatfmt=('',) * 6 + ('.3g', '.3g', '.0%'))}\n{copied}"
 
 
+def markdown(results: dict[str, Any]) -> str:
+    """The README's table, of a run on a GPU."""
+    by_key = {(r["case"], r["shape"], r["pass"], r["who"]): r for r in results["rows"]}
+    rows = []
+    for case, shape, kind in dict.fromkeys(key[:3] for key in by_key):
+        ours, eager = by_key[case, shape, kind, "flexmasks"], by_key[case, shape, kind, "eager"]
+        compiled = by_key.get((case, shape, kind, "torch.compile"))
+        of_copy = "" if "host" in case else f"{ours['share']:.0%}"
+        line = [case, f"{shape} {ours['dtype']}", kind, f"{ours['ms']:.3g}", f"{ours['tb_s']:.2f}", of_copy]
+        for other in (eager, compiled):
+            line.append("" if other is None else f"{other['ms']:.3g} ({other['ms'] / ours['ms']:.1f} x)")
+        rows.append(line)
+    headers = ["case", "x", "pass", "ms", "TB/s", "of copy", "eager", "torch.compile"]
+    made = results["machine"]
+    return (
+        f"On one {made['device']}, torch {made['torch']}: TB/s of the bytes that must move (what is visible of the "
+        "input read once, the output written once), and their share of a copy's "
+        f"{results['copy_tb_s']:.2f} TB/s in the same run; backward passes through autograd; medians.\n\n"
+        + tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
+    )
+
+
 def _rows(case: Case, device: torch.device, copy: float) -> list[dict[str, Any]]:
     """The figures of one case, one for each pass and implementation."""
     hidden = case.hidden(device)

@@ -637,7 +637,7 @@ def forward(
     x: Tensor, bounds: Tensor | None, bits: Tensor | None, mask: Tensor | None, visible: bool, scale: float
 ) -> Tensor:
     """The softmax of x; arguments are those of the op flexmasks::masked_softmax."""
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
     if not y.numel():
         return y
     factor, sign = abs(scale) * _LOG2E, (scale > 0) - (scale < 0)
@@ -668,7 +668,7 @@ def forward(
 
 def backward(dy: Tensor, y: Tensor, bounds: Tensor | None, scale: float) -> Tensor:
     """The gradient of x; arguments are those of the op flexmasks::masked_softmax_backward."""
-    dx = torch.empty(y.shape, dtype=y.dtype, device=y.device)
+    dx = torch.empty_like(y, memory_format=torch.contiguous_format)
     if not dx.numel():
         return dx
     key = (_kind(dy), _kind(y), _kind(bounds), y.device.index)

@@ -169,6 +169,8 @@ class Modifier(Readable):
                 pairs.append((name, *(m.read(reader, lift, contents) for m in nested)))
             else:
                 pairs.append((name, reader.key(value)))
+        if definition.own:
+            return self.kind, definition.name, *pairs
         functions = (definition.function, definition.prepare, definition.inner_size)
         return self.kind, *map(reader.key, functions), *pairs
 
