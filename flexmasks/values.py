@@ -11,6 +11,7 @@ import contextlib
 import functools
 import inspect
 import operator
+import types
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -43,8 +44,9 @@ class Definition:
     @functools.cached_property
     def own(self) -> bool:
         """Whether its functions are this library's, and read nothing that could change."""
-        functions = (f for f in (self.function, self.prepare, self.inner_size) if f is not None)
-        return all(f.__module__.startswith("flexmasks.") and f.__closure__ is None for f in functions)
+        functions = [f for f in (self.function, self.prepare, self.inner_size) if f is not None]
+        plain = all(isinstance(f, types.FunctionType) and f.__closure__ is None for f in functions)
+        return plain and all(str(f.__module__).startswith("flexmasks.") for f in functions)
 
     @property
     def doc(self) -> str:
