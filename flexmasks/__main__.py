@@ -1,4 +1,4 @@
-"""The command line: `python -m flexmasks demo`, `list`, `show NAME [--param value]`, `bench blocks|softmax`."""
+"""The command line: `python -m flexmasks demo`, `list`, `show NAME [--param value]`, `bench WHAT`."""
 
 from __future__ import annotations
 
@@ -34,10 +34,11 @@ def main(argv: list[str] | None = None) -> int:
     bencher = commands.add_parser("bench", help="measure this machine")
     bencher.add_argument(
         "what",
-        choices=["blocks", "softmax"],
-        help="blocks: finding block masks, against create_block_mask; softmax: the masked softmax, against torch",
+        choices=["blocks", "softmax", "attention"],
+        help="blocks: finding block masks, against create_block_mask; softmax: the masked softmax, against torch; "
+        "attention: masks and scores, against flex_attention, SDPA and what else is installed",
     )
-    bencher.add_argument("--masks", nargs="+", metavar="NAME", help="of blocks: only these masks")
+    bencher.add_argument("--masks", nargs="+", metavar="NAME", help="of blocks and attention: only these masks")
     bencher.add_argument("--lengths", nargs="+", type=int, metavar="N", help="of blocks: numbers of tokens")
     bencher.add_argument("--device", help="cuda or cpu (default: a GPU where there is one)")
     bencher.add_argument("--json", metavar="FILE", help="write the figures there")
@@ -57,6 +58,12 @@ def main(argv: list[str] | None = None) -> int:
             if arguments.masks or arguments.lengths:
                 parser.error("bench softmax takes no --masks and no --lengths")
             softmax(arguments.device, arguments.json)
+        elif arguments.command == "bench" and arguments.what == "attention":
+            from flexmasks.bench_attention import bench
+
+            if arguments.lengths:
+                parser.error("bench attention takes no --lengths")
+            bench(arguments.masks, arguments.device, arguments.json)
         elif arguments.command == "bench":
             from flexmasks.bench import blocks
 

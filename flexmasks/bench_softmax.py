@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import importlib
 import json
@@ -23,6 +22,7 @@ from flexmasks.bench import machine
 from flexmasks.console import progress, synchronize
 from flexmasks.registry import get_mask
 from flexmasks.softmax import masked_softmax, scaled_masked_softmax
+from flexmasks.timing import interleaved
 from flexmasks.values import Mask
 
 _RUNS = {"cuda": 15, "cpu": 5}
@@ -181,7 +181,10 @@ def _rows(case: Case, device: torch.device, copy: float) -> list[dict[str, Any]]
     }
     found = []
     for name, timed in passes.items():
-        times = _wall(timed, device) if case.wall else _interleaved(timed, device)
+        if case.wall:
+            times = _wall(timed, device)
+        else:
+            times = {who: ms for who, (ms, _) in interleaved(timed, device, _RUNS[device.type]).items()}
         for who, ms in times.items():
             moved = case.floor(visible)[name] / ms / 1e9
             found.append(
@@ -235,37 +238,6 @@ def _implementations(case: Case, hidden: Tensor) -> dict[str, Callable[[Tensor],
     return found
 
 
-def _interleaved(calls: dict[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
-    """Median milliseconds of each, run by turns; on a GPU by its own clock."""
-    times: dict[str, list[float]] = {who: [] for who in calls}
-    for run in range(_RUNS[device.type] + 2):
-        for who, call in calls.items():
-            ms = _milliseconds(call, device)
-            if run >= 2:
-                times[who].append(ms)
-    return {who: statistics.median(ms) for who, ms in times.items()}
-
-
-def _milliseconds(call: Callable[[], object], device: torch.device) -> float:
-    if device.type != "cuda":
-        start = time.perf_counter()
-        call()
-        return (time.perf_counter() - start) * 1e3
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-    _flushed(device).zero_()  # nothing is in the cache, and the host gets ahead of the GPU
-    events[0].record()
-    call()
-    events[1].record()
-    synchronize(device)
-    return float(events[0].elapsed_time(events[1]))
-
-
-@functools.cache
-def _flushed(device: torch.device) -> Tensor:
-    """More bytes than caches have, and than are written while the host starts a backward pass."""
-    return torch.empty(1 << 30, dtype=torch.uint8, device=device)
-
-
 def _wall(calls: dict[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
     """Milliseconds of each on the clock: medians of means of many calls in a row."""
     times: dict[str, list[float]] = {who: [] for who in calls}
@@ -290,5 +262,5 @@ def _copy_bandwidth(device: torch.device) -> float:
     size = 1 << (31 if device.type == "cuda" else 24)
     source = torch.empty(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    ms = _interleaved({"copy": lambda: target.copy_(source)}, device)["copy"]
+    ms, _ = interleaved({"copy": lambda: target.copy_(source)}, device, _RUNS[device.type])["copy"]
     return 2 * size / ms / 1e9

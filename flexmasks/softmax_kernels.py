@@ -259,6 +259,12 @@ def _is_odd(most, total, first, end, BOUNDS: tl.constexpr):
 
 
 @triton.jit
+def _fits(chunk: tl.constexpr):
+    """How wide rows are for which chunks of that size are best: a little more is not worth a chunk twice as large."""
+    return chunk * 5 // 4
+
+
+@triton.jit
 def _forward_long(
     y,
     x,
@@ -400,7 +406,7 @@ def _forward(
         mask += (row * mask_row + inner * mask_inner + one * mask_one + two * mask_two) * MASK_GRAIN
     if LONG:
         for n in tl.static_range(0, HALVINGS + 1):
-            if ((n == 0) | (width <= BLOCK >> n)) & ((n == HALVINGS) | (width > BLOCK >> (n + 1))):
+            if ((n == 0) | (width <= _fits(BLOCK >> n))) & ((n == HALVINGS) | (width > _fits(BLOCK >> (n + 1)))):
                 _forward_long(
                     y,
                     x,
@@ -615,7 +621,7 @@ def _backward(
         _first, _end, low, high, width = _limits(bounds, is_row, ROWS)
     if LONG:
         for n in tl.static_range(0, HALVINGS + 1):
-            if ((n == 0) | (width <= BLOCK >> n)) & ((n == HALVINGS) | (width > BLOCK >> (n + 1))):
+            if ((n == 0) | (width <= _fits(BLOCK >> n))) & ((n == HALVINGS) | (width > _fits(BLOCK >> (n + 1)))):
                 _backward_long(dx, dy, y, columns, low, high, scale, BLOCK >> n, Y_COLUMN, DY_COLUMN, BOUNDS)
     elif HALVINGS == 0:
         _backward_tile(dx, dy, y, columns, is_row, low, high, scale, ROWS, BLOCK, BLOCK, Y_COLUMN, DY_COLUMN, BOUNDS)
