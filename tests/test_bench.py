@@ -51,6 +51,22 @@ def test_figures_of_the_softmax_are_written(device: str, tmp_path: Path, capsys:
     assert sum(r["who"] == "torch.compile" for r in results["rows"]) == 2 * 8
 
 
+@pytest.mark.usefixtures("one_thread")
+def test_figures_of_attention_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "attention.json"
+    masks = ["causal", "sliding_window"]
+    assert main(["bench", "attention", "--device", "cpu", "--json", str(file), "--masks", *masks]) == 0
+    printed = capsys.readouterr().out
+    rows = json.loads(file.read_text())["rows"]
+    assert {(r["case"], r["who"]) for r in rows} >= {(m, w) for m in masks for w in ("flexmasks", "SDPA + mask")}
+    for row in rows:
+        assert row["difference"] < 1e-5
+        assert row["forward_ms"] > 0
+        assert row["case"] in printed
+    assert main(["bench", "attention", "--masks", "causl"]) == 2
+    assert "no case 'causl'" in capsys.readouterr().err
+
+
 def test_peak_memory_is_seen() -> None:
     with bench._peak_memory(torch.device("cpu")) as used:
         create_block_mask(lambda b, h, q, kv: kv <= q, 1, 1, 4096, 4096, device="cpu")
