@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexmasks import blocks, rows
@@ -68,6 +69,14 @@ _BLOCKS: Cache[_FoundMask] = Cache("blocks", max_bytes=5 << 28)  # a million tok
 _ROWS: Cache[_FoundRows] = Cache("rows", max_bytes=1 << 29)
 _SCORES: Cache[_Found] = Cache("scores", max_bytes=1 << 26)
 _NUMBERS: Cache[set[Hashable]] = Cache("numbers", max_bytes=1024)  # values seen of masks' numbers; one byte each
+
+
+def _outside_transforms(tensors: Sequence[Tensor]) -> contextlib.AbstractContextManager[Any]:
+    """What is made and kept must not belong to a transform of torch.func, unless what it is made from does."""
+    inside = torch._C._are_functorch_transforms_active()
+    if not inside or any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors):
+        return contextlib.nullcontext()
+    return temporarily_clear_interpreter_stack()
 
 
 class Plan:
@@ -126,7 +135,8 @@ class Plan:
         key = (self._key, offset, self.size, self.lifted, torch.get_default_dtype(), *more)
         found = cache.get(key, tensors)
         if found is None:
-            found = build()
+            with _outside_transforms(tensors):
+                found = build()
             # what was computed from a tensor that learns belongs to one autograd graph
             if not any(t.requires_grad for t in tensors) or not _tensors_in(found.extras):
                 cache.put(key, tensors, found, found.nbytes)
@@ -223,8 +233,9 @@ def rows_of(mask: Any, params: dict[str, Any], shape: torch.Size, device: torch.
         made = cast(Mask, from_arguments(mask, None, params)[0])
         batch, heads, q_len, kv_len = shape
         size = Size(batch, heads, q_len, kv_len, device)
-        mod = made.bind(made.resolve(size))
-        with explained(made), torch.no_grad():
+        with _outside_transforms(tensors):
+            mod = made.bind(made.resolve(size))
+        with explained(made), torch.no_grad(), _outside_transforms(tensors):
             found = _FoundRows({}, None, rows.build(mod, batch, heads, q_len, kv_len, device))
         if key is not None:
             _ROWS.put(key, tensors, found, found.nbytes)

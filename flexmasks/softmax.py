@@ -26,7 +26,7 @@ from flexmasks.values import Mask
 MaskLike = str | Mask | Callable[..., Tensor]
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MASK_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-_LARGEST = torch.finfo(torch.float32).max
+_LARGEST = torch.finfo(torch.float32).max / math.log2(math.e)  # kernels compute by powers of two
 _CHUNK = 1 << 20  # elements that plain torch computes at once
 _KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _NOTHING = contextlib.nullcontext()
@@ -34,14 +34,15 @@ _library = torch.library.Library("flexmasks", "FRAGMENT")
 
 # x [..., K]. What is visible is what all of these leave visible, each broadcasting to x's leading dimensions:
 # bounds, int32 [..., 2]: first visible column and end of each row; 0, 0 for a row that sees nothing
-# bits, int32 [..., ceil(K / 32)]: column k is visible where bit k % 32 of word k // 32 is set; needs bounds
+# bits, int32 [..., ceil(K / 32)]: column k is visible where bit k % 32 of word k // 32 is set; needs bounds, and is not
+#     set outside them
 # mask, bool or integer [..., K or 1]: not 0 where visible (`visible`), or where hidden (not `visible`)
 _library.define(
-    "masked_softmax(Tensor x, Tensor? bounds, Tensor? bits, Tensor? mask, bool visible, float scale) -> Tensor",
+    "masked_softmax(Tensor x, Tensor? bounds, Tensor? bits, Tensor? mask, bool visible, Scalar scale) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
-    "masked_softmax_backward(Tensor dy, Tensor y, Tensor? bounds, float scale) -> Tensor",
+    "masked_softmax_backward(Tensor dy, Tensor y, Tensor? bounds, Scalar scale) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _forward_op = torch.ops.flexmasks.masked_softmax.default
@@ -92,15 +93,15 @@ def masked_softmax(x: Tensor, *, mask: MaskLike | Tensor | None = None, scale: f
         if mask.dtype != torch.bool:
             raise TypeError(f"{call}: a tensor `mask` must be boolean, True = visible, got {describe(mask)}.")
         _check_mask(call, x, mask)
-        return _softmax(x, None, None, mask, True, float(scale))
+        return _softmax(x, None, None, mask, True, torch.sym_float(scale))
     if mask is None or not x.numel():
         from_arguments(mask, None, params)
-        return _softmax(x, None, None, None, False, float(scale))
+        return _softmax(x, None, None, None, False, torch.sym_float(scale))
     if torch.compiler.is_compiling():
         seen, bounds = _inside_graph(mask, params, x)
-        return _softmax(x, bounds, None, seen, True, float(scale))
+        return _softmax(x, bounds, None, seen, True, torch.sym_float(scale))
     rows = rows_of(mask, params, x.shape, x.device)
-    return _softmax(x, rows.bounds, rows.bits, None, False, float(scale))
+    return _softmax(x, rows.bounds, rows.bits, None, False, torch.sym_float(scale))
 
 
 def scaled_masked_softmax(x: Tensor, mask: Tensor, scale: float = 1.0) -> Tensor:
@@ -134,7 +135,7 @@ def scaled_masked_softmax(x: Tensor, mask: Tensor, scale: float = 1.0) -> Tensor
     if not isinstance(mask, Tensor) or mask.dtype not in _MASK_DTYPES:
         raise TypeError(f"{call}: `mask` must be a boolean or integer tensor, True = hidden, got {_kind(mask)}.")
     _check_mask(call, x, mask)
-    return _softmax(x, None, None, mask, False, float(scale))
+    return _softmax(x, None, None, mask, False, torch.sym_float(scale))
 
 
 def _inside_graph(mask: MaskLike, params: dict[str, Any], x: Tensor) -> tuple[Tensor, Tensor]:
@@ -166,10 +167,12 @@ def _check(call: str, x: Any, scale: Any) -> None:
         raise TypeError(f"{call}: `x` must be a dense tensor, got one of layout {x.layout}.")
     if not x.ndim:
         raise ValueError(f"{call}: `x` must have at least one dimension, got {describe(x)}.")
+    if isinstance(scale, torch.SymFloat | torch.SymInt):  # of a shape that is being traced
+        return
     if type(scale) is not float and (isinstance(scale, bool) or not isinstance(scale, int | float)):
         raise TypeError(f"{call}: `scale` must be a number, got {scale!r}.")
-    if not -_LARGEST <= scale <= _LARGEST:
-        raise ValueError(f"{call}: `scale` must be finite, got {scale!r}.")
+    if not torch.compiler.is_compiling() and not -_LARGEST <= scale <= _LARGEST:
+        raise ValueError(f"{call}: `scale` must be finite, at most {_LARGEST:.3g}, got {scale!r}.")
 
 
 def _check_mask(call: str, x: Tensor, mask: Tensor) -> None:
@@ -413,6 +416,7 @@ def _is_plain(x: Tensor) -> bool:
         and forward_ad._current_level < 0
         and not torch._C._functorch.is_legacy_batchedtensor(x)  # under torch.autograd.grad(is_grads_batched=True)
         and x.device.type != "meta"
+        and not x.is_neg()  # what z.conj().imag is: kernels read memory, which lacks the sign
     )
 
 

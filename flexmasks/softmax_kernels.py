@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 _LOG2E = math.log2(math.e)
+_LEAST = torch.finfo(torch.float32).tiny  # what is below is 0 to a kernel
 _KINDS = 4096  # of calls whose launches are kept
 _LONGEST = {"forward": 32768, "backward": 16384}  # columns of a row that fit in registers
 _SPARSEST = 4  # stride of a row's elements up to which a kernel reads them, and that is faster than a copy
@@ -33,7 +34,7 @@ class Config:
     """How a kernel goes about rows of some length: rows per program and warps.
 
     chunk: columns of a row looked at at once where it is read twice, else 0: it is held in registers. halvings: how
-    often the width that is held, or a chunk, may be halved for rows that see few columns.
+    often the width that is held, or a chunk, may be halved for rows that see few columns; 0 where rows have no bounds.
     """
 
     rows: int
@@ -177,10 +178,9 @@ def _scores(
 @triton.jit
 def _weights(scores, most, visible, scale, SIGN: tl.constexpr):
     """exp(score - most), 0 where hidden if anything is visible: NaN for a row of -inf only, as in torch."""
-    weights = tl.exp2((scores - most) * scale)
-    if SIGN == 0:  # -inf * 0 is NaN
-        weights = tl.where(visible, weights, 0.0)
-    return weights
+    if SIGN == 0:  # 1 where visible, but for NaN and inf
+        return tl.where(visible, tl.exp2(scores * 0.0), 0.0)
+    return tl.exp2((scores - most) * scale)
 
 
 @triton.jit
@@ -646,7 +646,8 @@ def forward(
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     if not y.numel():
         return y
-    factor, sign = abs(scale) * _LOG2E, (scale > 0) - (scale < 0)
+    factor = abs(scale) * _LOG2E
+    sign = 0 if factor < _LEAST else 1 if scale > 0 else -1
     key = (_kind(x), _kind(bounds), _kind(bits), _kind(mask), visible, sign, x.device.index)
     launch = _launches.get(key)
     if launch is not None:

@@ -485,3 +485,61 @@ def test_kernels_by_the_interpreter() -> None:
     )
     assert ran.returncode == 0, ran.stdout.decode()[-4000:]
     assert " passed" in ran.stdout.decode()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_transforms_with_nothing_planned(device: str) -> None:
+    """A plan made inside a transform serves after it, and inside others."""
+    x = torch.randn(1, 1, 3, 4, device=device)
+
+    def total(x: Tensor) -> Tensor:
+        return flexmasks.masked_softmax(x, mask="causal").pow(2).sum()
+
+    def expected(x: Tensor) -> Tensor:
+        hidden = ~torch.ones(3, 4, dtype=torch.bool, device=device).tril()
+        return x.masked_fill(hidden, -torch.inf).softmax(-1).pow(2).sum()
+
+    for transform in (torch.func.grad, torch.func.hessian, lambda f: torch.func.jacrev(torch.func.jacrev(f))):
+        want = transform(expected)(x)
+        flexmasks.clear_caches()
+        for _ in range(2):
+            torch.testing.assert_close(transform(total)(x), want)
+        assert torch.isfinite(total(x))
+    flexmasks.clear_caches()
+    made = torch.func.grad(lambda x: x.sum() + flexmasks.block_mask("causal", 256, device=device).kv_num_blocks.sum())
+    assert torch.equal(made(x), torch.ones_like(x))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_negative_views(device: str) -> None:
+    values = torch.randn(2, 1, 5, 6, device=device)
+    x = torch.complex(values, values).conj().imag
+    assert x.is_neg()
+    want = flexmasks.masked_softmax(-values, mask="causal")
+    assert torch.equal(flexmasks.masked_softmax(x, mask="causal"), want)
+    leaf = values.clone().requires_grad_()
+    y = flexmasks.masked_softmax(leaf, mask="causal")
+    (of_negative,) = torch.autograd.grad(y, leaf, x, retain_graph=True)
+    (of_plain,) = torch.autograd.grad(y, leaf, -values)
+    assert torch.equal(of_negative, of_plain)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("scale", [1e-50, -1e-50, 0.0])
+def test_scales_next_to_nothing(scale: float, device: str) -> None:
+    x = torch.tensor([[5.0, 1, 2], [-3e38, 3e38, 1], [torch.nan, 1, 2]], device=device).view(1, 1, 3, 3)
+    want = torch.tensor([[1 / 3] * 3, [1 / 3] * 3, [torch.nan] * 3], device=device).view(1, 1, 3, 3)
+    torch.testing.assert_close(flexmasks.masked_softmax(x, scale=scale), want, equal_nan=True)
+
+
+def test_a_scale_that_depends_on_a_shape_compiles_once() -> None:
+    counted = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+
+    @torch.compile(fullgraph=True, dynamic=True, backend=counted)
+    def scaled(x: Tensor) -> Tensor:
+        return flexmasks.masked_softmax(x, mask="causal", scale=x.shape[-1] ** -0.5)
+
+    for columns in (5, 6, 7, 9, 12, 20, 33, 40, 41, 55):
+        x = torch.randn(2, 2, 8, columns)
+        torch.testing.assert_close(scaled(x), flexmasks.masked_softmax(x, mask="causal", scale=columns**-0.5))
+    assert counted.frame_count <= 2
