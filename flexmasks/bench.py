@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import json
 import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -57,9 +58,7 @@ def blocks(
     file: str | None = None,
 ) -> dict[str, Any]:
     """Measure, print a table, and write the figures to a JSON file where one is named."""
-    at = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if at.type == "cuda":
-        at = torch.device("cuda", torch.cuda.current_device())
+    at = chosen(device)
     lengths = tuple(lengths or LENGTHS[at.type])
     known = masks(4096, at)
     names = tuple(names or known)
@@ -70,14 +69,36 @@ def blocks(
     results["first_call_ms"] = _milliseconds(lambda: block_mask("causal", max(lengths), device=at), at)
     clear_caches()
     steps = [(name, length) for name in names for length in lengths]
-    for n, (name, length) in enumerate(steps):
-        progress(f"{n + 1} of {len(steps)}: {name}, {length} tokens")
-        results["rows"].append(_row(name, length, at))
+    measure(results, {f"{name}, {n} tokens": functools.partial(_row, name, n, at) for name, n in steps}, file)
+    print(table(results))
+    return results
+
+
+def chosen(device: str | None) -> torch.device:
+    """The device of that name; by default a GPU where there is one."""
+    at = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return torch.device("cuda", torch.cuda.current_device()) if at.type == "cuda" else at
+
+
+def measure(results: dict[str, Any], steps: Mapping[str, Callable[[], list[dict[str, Any]]]], file: str | None) -> None:
+    """Add the rows of each step, by its description, to results["rows"], and write these to the file as they come."""
+    for n, (what, rows) in enumerate(steps.items()):
+        progress(f"{n + 1} of {len(steps)}: {what}")
+        results["rows"] += rows()
         if file is not None:  # what is measured stays, whatever happens next
             Path(file).write_text(json.dumps(results, indent=1) + "\n")
     progress("")
-    print(table(results))
-    return results
+
+
+@contextmanager
+def backward_twice() -> Iterator[None]:
+    """torch.compile keeps what a second backward pass needs, which it otherwise refuses."""
+    kept = torch._functorch.config.donated_buffer
+    torch._functorch.config.donated_buffer = False
+    try:
+        yield
+    finally:
+        torch._functorch.config.donated_buffer = kept
 
 
 def table(results: dict[str, Any]) -> str:
@@ -167,7 +188,8 @@ def machine(device: torch.device) -> dict[str, str]:
     }
 
 
-def _row(name: str, length: int, device: torch.device) -> dict[str, Any]:
+def _row(name: str, length: int, device: torch.device) -> list[dict[str, Any]]:
+    """The figures of one mask at one length."""
     mask = masks(length, device)[name]
 
     def ours() -> BlockMask:
@@ -230,7 +252,7 @@ def _row(name: str, length: int, device: torch.device) -> dict[str, Any]:
         row["torch_peak_mb"] = round(peak["torch"] / 1e6, 2)
         row["equal"] = equal
     clear_caches()
-    return row
+    return [row]
 
 
 def _tensors(made: BlockMask) -> list[Tensor]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
-import json
 import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
 
 from flexmasks.attention import attention, block_mask, dense_mask
-from flexmasks.bench import machine
+from flexmasks.bench import backward_twice, chosen, machine, measure
 from flexmasks.console import progress, synchronize
 from flexmasks.kernels import separate
 from flexmasks.params import Size
@@ -93,9 +92,7 @@ def bench(
     sizes: Iterable[int] | None = None,
 ) -> dict[str, Any]:
     """Measure, print a table, and write the figures to a JSON file where one is named."""
-    at = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if at.type == "cuda":
-        at = torch.device("cuda", torch.cuda.current_device())
+    at = chosen(device)
     large = at.type == "cuda"
     batch, heads, length = (16, 16, 8192) if large else (1, 8, 4096)
     dtype = torch.bfloat16 if large else torch.float32
@@ -107,18 +104,12 @@ def bench(
             raise ValueError(f"flexmasks bench: no case {name!r}; there are {there}.")
     results: dict[str, Any] = {"machine": machine(at), "rows": []}
     todo = [(size, case) for size in sizes or ((64, 128) if large else (64,)) for case in known if case.name in wanted]
-    kept = torch._functorch.config.donated_buffer
-    torch._functorch.config.donated_buffer = False  # or torch refuses a second backward pass
-    try:
-        for n, (size, case) in enumerate(todo):
-            progress(f"{n + 1} of {len(todo)}: {case.name}, head size {size}")
-            shape = (case.batch or batch, heads, case.length or length, size)
-            results["rows"] += _rows(case, shape, dtype, at)
-            if file is not None:  # what is measured stays, whatever happens next
-                Path(file).write_text(json.dumps(results, indent=1) + "\n")
-    finally:
-        torch._functorch.config.donated_buffer = kept
-    progress("")
+    steps = {}
+    for size, case in todo:
+        shape = (case.batch or batch, heads, case.length or length, size)
+        steps[f"{case.name}, head size {size}"] = functools.partial(_rows, case, shape, dtype, at)
+    with backward_twice():
+        measure(results, steps, file)
     print(table(results))
     return results
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
-import json
 import math
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from tabulate import tabulate
 from torch import Tensor
 
 from flexmasks.attention import block_mask, dense_mask
-from flexmasks.bench import machine
+from flexmasks.bench import backward_twice, chosen, machine, measure
 from flexmasks.console import progress, synchronize
 from flexmasks.registry import get_mask
 from flexmasks.softmax import masked_softmax, scaled_masked_softmax
@@ -96,22 +95,12 @@ def cases(device: torch.device) -> list[Case]:
 
 def softmax(device: str | None = None, file: str | None = None) -> dict[str, Any]:
     """Measure, print a table, and write the figures to a JSON file where one is named."""
-    at = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if at.type == "cuda":
-        at = torch.device("cuda", torch.cuda.current_device())
+    at = chosen(device)
     results: dict[str, Any] = {"machine": machine(at), "copy_tb_s": _copy_bandwidth(at), "rows": []}
-    todo = cases(at)
-    kept = torch._functorch.config.donated_buffer
-    torch._functorch.config.donated_buffer = False  # or torch refuses a second backward pass
-    try:
-        for n, case in enumerate(todo):
-            progress(f"{n + 1} of {len(todo)}: {case.name}, {list(case.shape)}")
-            results["rows"] += _rows(case, at, results["copy_tb_s"])
-            if file is not None:  # what is measured stays, whatever happens next
-                Path(file).write_text(json.dumps(results, indent=1) + "\n")
-    finally:
-        torch._functorch.config.donated_buffer = kept
-    progress("")
+    copy = results["copy_tb_s"]
+    steps = {f"{c.name}, {list(c.shape)}": functools.partial(_rows, c, at, copy) for c in cases(at)}
+    with backward_twice():
+        measure(results, steps, file)
     print(table(results))
     return results
 

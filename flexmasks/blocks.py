@@ -136,7 +136,7 @@ def build(
         some, all_ = (certain.clone(memory_format=torch.contiguous_format) for _ in range(2))
         elements = Elements(mask_mod, device, decided.widest)
         for part in undecided.split(_CHUNK[certain.device.type == "cpu"] // 2):
-            coordinates = _coordinates(part, certain.shape)
+            coordinates = coordinates_of(part, certain.shape)
             some.view(-1)[part], all_.view(-1)[part] = _look_at(elements, coordinates, rows, columns)
     marked = torch.empty((2, *shape), dtype=torch.bool, device=certain.device)
     partial, full = marked
@@ -443,7 +443,7 @@ def _boolean(seen: Tensor, dims: int) -> Tensor:
     return seen
 
 
-def _coordinates(places: Tensor, shape: torch.Size) -> Tensor:
+def coordinates_of(places: Tensor, shape: torch.Size) -> Tensor:
     """torch.unravel_index as [n, dimensions]; that one waits for a GPU."""
     found = []
     for n in reversed(shape):

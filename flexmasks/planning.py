@@ -235,8 +235,8 @@ def rows_of(mask: Any, params: dict[str, Any], shape: torch.Size, device: torch.
         size = Size(batch, heads, q_len, kv_len, device)
         with _outside_transforms(tensors):
             mod = made.bind(made.resolve(size))
-        with explained(made), torch.no_grad(), _outside_transforms(tensors):
-            found = _FoundRows({}, None, rows.build(mod, batch, heads, q_len, kv_len, device))
+            with explained(made), torch.no_grad():
+                found = _FoundRows({}, None, rows.build(mod, batch, heads, q_len, kv_len, device))
         if key is not None:
             _ROWS.put(key, tensors, found, found.nbytes)
     return found.rows

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flexmasks.blocks import Elements, MaskMod, decide
+from flexmasks.blocks import Elements, MaskMod, coordinates_of, decide
 
 _WIDTH = 128  # columns of a block
 _WORDS = _WIDTH // 32
@@ -47,7 +47,7 @@ def build(mask_mod: MaskMod, batch: int, heads: int, q_len: int, kv_len: int, de
     shape = certain.shape[:3]
     here = certain.device
     certain, possible = (t.expand(*shape, n_blocks).reshape(-1, n_blocks) for t in (certain, possible))
-    coordinates = torch.stack(torch.unravel_index(torch.arange(len(certain), device=here), shape), 1)  # of rows
+    coordinates = coordinates_of(torch.arange(len(certain), device=here), shape)  # of rows
     # of the blocks that are visible as a whole
     some = certain.any(1)
     marks = certain.to(torch.uint8)
