@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexmasks import blocks, kernels, reference
-from flexmasks.backends import BACKENDS, Call, Compiled, Ran, Unavailable, check, choose, run
+from flexmasks.backends import BACKENDS, Again, Call, Ran, Unavailable, check, choose, run
 from flexmasks.cache import Cache
 from flexmasks.captures import Aliases, Opaque, capture
+from flexmasks.dense import soft_cap
 from flexmasks.packing import packed
 from flexmasks.params import Size, describe
 from flexmasks.planning import (
@@ -81,7 +82,7 @@ def attention(
             built in, it moves the score only.
         return_lse: also return the natural logarithm of each row's sum of exponentials, [B, H, Q], float32 (float64
             for float64), -inf for a row that sees nothing; differentiable.
-        backend: "auto", or one by name, an error where it cannot: "sdpa", "flash", "triton", "cpu", "reference".
+        backend: "auto", or one by name, an error where it cannot: "fa4", "sdpa", "flash", "triton", "cpu", "reference".
         kernel_options: passed on to torch's flex_attention.
         **params: the parameters of the mask and the score given by name. Tensors and lists are inputs of the
             compiled kernel and change freely. Numbers are constants of it, each value a kernel of its own; where a
@@ -205,11 +206,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> str:
 
 
 _ENTRY = 4096  # bytes that an entry takes besides its tensors, about
-_CALLS: Cache[Compiled] = Cache("calls", max_bytes=5 << 28)  # their index tensors are mostly those of "blocks"
-
-
-def _nbytes(block_mask: BlockMask) -> int:
-    return sum(t.nbytes for t in block_mask.as_tuple() if isinstance(t, Tensor))
+_CALLS: Cache[Again] = Cache("calls", max_bytes=5 << 28)  # their index tensors are mostly those of "blocks"
 
 
 class _Request(NamedTuple):
@@ -239,7 +236,7 @@ def _eager(q: Tensor, k: Tensor, v: Tensor, request: _Request) -> tuple[Tensor, 
             return again(q, k, v)
     ran, may_be_kept = _planned(q, k, v, request)
     if ran.again is not None and may_be_kept:
-        _CALLS.put(key, tensors, ran.again, _ENTRY + _nbytes(ran.again.block_mask))
+        _CALLS.put(key, tensors, ran.again, _ENTRY + ran.again.nbytes)
     return ran.out, ran.lse
 
 
@@ -310,7 +307,8 @@ def _checked(q: Tensor, k: Tensor, v: Tensor, request: _Request) -> Size:
     _check_tensors(q, k, v)
     _check_scale(request.scale)
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    size = Size(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device, dtype=dtype)
+    approximate = q.is_cuda and q.dtype in (torch.float16, torch.bfloat16)
+    size = Size(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device, dtype=dtype, approximate=approximate)
     _check_offset(_CALL, request.q_offset, size)
     if request.block_mask is not None:
         _check_block_mask(request.block_mask, size)
@@ -331,12 +329,12 @@ def _call(q: Tensor, k: Tensor, v: Tensor, request: _Request) -> Call:
     tensors = [*plan.tensors, *(changed.tensors if changed else ())]
     enabled = torch.is_grad_enabled()
     learned = enabled and any(t.requires_grad for t in tensors)
-    moved = isinstance(request.q_offset, int) and request.q_offset != 0
     return Call(
         q=q,
         k=k,
         v=v,
-        dense_mask=plan.dense_mask,
+        dense=lambda: plan.dense,
+        cap=None if change is None else soft_cap(change, size),
         blocks=plan.blocks,
         proven_options=functools.partial(plan.kernel_options, changed is not None),
         score_mod=None if changed is None else changed.score_mod,
@@ -346,7 +344,7 @@ def _call(q: Tensor, k: Tensor, v: Tensor, request: _Request) -> Call:
         key=(plan.kernel_key, None if changed is None else changed.kernel_key),
         needs_grad=learned or (enabled and any(x.requires_grad for x in (q, k, v))),
         learned=learned,
-        number_tensors=plan.lifted or moved or any(t.ndim == 0 for t in tensors),
+        number_tensors=plan.has_numbers or (changed is not None and changed.has_numbers),
         kept=plan.kept and (changed is None or changed.kept),
     )
 

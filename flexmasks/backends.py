@@ -7,7 +7,7 @@ import importlib.util
 import logging
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,10 +19,13 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexmasks import kernels, reference
 from flexmasks.cache import Cache
+from flexmasks.dense import Dense, Sequences
+from flexmasks.fa4 import Direct
 from flexmasks.facts import Blocks
 
 _log = logging.getLogger("flexmasks")
 _HALF = (torch.float16, torch.bfloat16)
+_FEW_QUERIES = 128  # below, kernels that split the keys are faster
 
 
 class Unavailable(Exception):
@@ -42,6 +45,10 @@ class Compiled:
     needs_grad: bool
     flash: bool
 
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self.block_mask.as_tuple() if isinstance(t, Tensor))
+
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
         """The output and lse, or None; raises Unavailable where it cannot be compiled."""
         if not self.needs_grad:  # torch refuses tensors that require gradients on the CPU, even under no_grad
@@ -60,12 +67,44 @@ class Compiled:
         return out, None if lse is None else lse.float()
 
 
+@dataclass(frozen=True)
+class Fused:
+    """A call of torch's scaled_dot_product_attention but for q, k and v."""
+
+    dense: Dense
+    scale: float | None
+    nbytes = 0
+
+    def arguments(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
+        k, v = self.dense.cut(k), self.dense.cut(v)
+        grouped = q.shape[1] != k.shape[1]
+        if grouped and not q.is_cuda:  # torch's fused kernel for the CPU has no groups
+            groups = q.shape[1] // k.shape[1]
+            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+            grouped = False
+        return (q, k, v), {"is_causal": self.dense.right is not None, "scale": self.scale, "enable_gqa": grouped}
+
+    def is_there(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Whether torch would take a fused kernel; asking changes none of its switches."""
+        tensors, keywords = self.arguments(q, k, v)
+        return int(torch._fused_sdp_choice(*tensors, **keywords)) != SDPBackend.MATH.value
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
+        tensors, keywords = self.arguments(q, k, v)
+        if int(torch._fused_sdp_choice(*tensors, **keywords)) == SDPBackend.MATH.value:
+            raise Unavailable("torch has no fused kernel for this call")
+        return F.scaled_dot_product_attention(*tensors, **keywords), None
+
+
+Again = Compiled | Fused | Direct
+
+
 class Ran(NamedTuple):
     """What a backend gave, and how to do the same again, where that is known."""
 
     out: Tensor
     lse: Tensor | None
-    again: Compiled | None = None
+    again: Again | None = None
 
 
 @dataclass(frozen=True)
@@ -75,7 +114,8 @@ class Call:
     q: Tensor
     k: Tensor
     v: Tensor
-    dense_mask: str | None  # "full" or "causal" where that is the whole mask, queries starting at 0
+    dense: Callable[[], Dense | None]  # the mask as some kernels have it
+    cap: float | None  # the change of scores is a soft-cap of this
     blocks: Callable[[], Blocks]
     proven_options: Callable[[], dict[str, bool]]  # kernel options that hold, whatever tensors contain
     score_mod: Callable[[], Callable[..., Tensor]] | None
@@ -93,10 +133,10 @@ class Call:
         return self.q.device.type == "cuda"
 
     @functools.cached_property
-    def ungrouped(self) -> tuple[Tensor, Tensor]:
-        """k and v with as many heads as q, copied once."""
-        groups = self.q.shape[1] // self.k.shape[1]
-        return self.k.repeat_interleave(groups, 1), self.v.repeat_interleave(groups, 1)
+    def sequences(self) -> Sequences | None:
+        """Those of the dense form, once they have been looked at."""
+        dense = self.dense()
+        return None if dense is None or dense.sequences is None else dense.sequences()
 
 
 @dataclass(frozen=True)
@@ -108,9 +148,43 @@ class Backend:
     run: Callable[[Call], Ran]
 
 
+def _refuses_fa4(call: Call) -> str | None:
+    reason = _refuses_any_flash(call)
+    if reason is not None:
+        return reason
+    if call.score_mod is not None and call.cap is None:
+        return "it has no score changes but the soft-cap"
+    if call.options:
+        return "it takes no kernel_options"
+    dense = call.dense()
+    if dense is None:
+        return "it knows only windows, such as full and causal, and those inside packed sequences"
+    if call.scale is not None and call.scale <= 0:
+        return "it takes scales above 0 only"
+    if call.q.shape[2] < _FEW_QUERIES:
+        return "it does not split the keys among processors, which few queries need"
+    if torch._C._are_functorch_transforms_active():
+        return "it does not run inside transforms of torch.func"
+    if dense.sequences is not None and call.sequences is None:
+        return "the documents are not laid end to end with rising numbers"
+    return None
+
+
+def _run_fa4(call: Call) -> Ran:
+    again = Direct(cast(Dense, call.dense()), call.sequences, call.scale, call.cap, call.with_lse)
+    try:
+        return Ran(*again(call.q, call.k, call.v), again)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # its compiler runs at the first call, and raises anything
+        raise Unavailable(_first_line(error)) from error
+
+
 def _refuses_sdpa(call: Call) -> str | None:
-    if call.dense_mask is None:
-        return "it knows only the masks full and causal, uncombined, with queries from position 0"
+    dense = call.dense()
+    known = dense is not None and dense.left is None and dense.sequences is None
+    if dense is None or not known or (dense.right is not None and (dense.right, dense.offset) != (0, 0)):
+        return "it knows only the masks full and causal, with the first query at the first key"
     if call.score_mod is not None:
         return "it has no score changes"
     if call.with_lse:
@@ -119,36 +193,22 @@ def _refuses_sdpa(call: Call) -> str | None:
         return "it takes no kernel_options"
     if call.q.device.type not in ("cpu", "cuda"):
         return f"it is not used on {call.q.device.type}"
-    if call.dense_mask == "causal" and call.scale is not None and call.scale <= 0:
+    if dense.right is not None and call.scale is not None and call.scale <= 0:
         return "it is wrong where scale is not above 0, for it scales what it has masked"
     if call.q.dtype == torch.float64 and call.needs_grad:
         return "it has no second derivative, which float64 is for"
-    if _fused_choice(call) == SDPBackend.MATH.value:
+    if not Fused(dense, call.scale).is_there(call.q, call.k, call.v):
         return "torch has no fused kernel for this call"
     return None
 
 
-def _sdpa_arguments(call: Call) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
-    q, k, v = call.q, call.k, call.v
-    grouped = q.shape[1] != k.shape[1]
-    if grouped and not call.cuda:  # torch's fused kernel for the CPU has no groups
-        k, v = call.ungrouped
-        grouped = False
-    return (q, k, v), {"is_causal": call.dense_mask == "causal", "scale": call.scale, "enable_gqa": grouped}
-
-
-def _fused_choice(call: Call) -> int:
-    """The kernel that scaled_dot_product_attention itself would take; asking changes none of torch's switches."""
-    tensors, keywords = _sdpa_arguments(call)
-    return int(torch._fused_sdp_choice(*tensors, **keywords))
-
-
 def _run_sdpa(call: Call) -> Ran:
-    tensors, keywords = _sdpa_arguments(call)
-    return Ran(F.scaled_dot_product_attention(*tensors, **keywords), None)
+    again = Fused(cast(Dense, call.dense()), call.scale)
+    return Ran(*again(call.q, call.k, call.v), again)
 
 
-def _refuses_flash(call: Call) -> str | None:
+def _refuses_any_flash(call: Call) -> str | None:
+    """What FlashAttention 4 cannot, called directly or through flex_attention."""
     if not call.cuda:
         return "it runs on CUDA only"
     if not flash_installed():
@@ -157,8 +217,17 @@ def _refuses_flash(call: Call) -> str | None:
         return "it needs compute capability 9.0 or above"
     if call.q.dtype not in _HALF:
         return f"it takes float16 and bfloat16, not {_dtype(call)}"
-    if call.q.shape[-1] > 128 or call.q.shape[-1] % 8:
-        return f"it takes head sizes that are multiples of 8 up to 128, not {call.q.shape[-1]}"
+    if call.q.shape[-1] > 256 or call.q.shape[-1] % 8:
+        return f"it takes head sizes that are multiples of 8 up to 256, not {call.q.shape[-1]}"
+    return None
+
+
+def _refuses_flash(call: Call) -> str | None:
+    reason = _refuses_any_flash(call)
+    if reason is not None:
+        return reason
+    if call.q.shape[-1] > 128:
+        return f"with blocks it takes head sizes up to 128, not {call.q.shape[-1]}"
     if call.learned:
         return "it gives no gradient to tensors that a mask or score captured"
     if call.with_lse and call.needs_grad:
@@ -220,6 +289,7 @@ def _run_reference(call: Call) -> Ran:
 BACKENDS = {
     b.name: b
     for b in (
+        Backend("fa4", _refuses_fa4, _run_fa4),
         Backend("sdpa", _refuses_sdpa, _run_sdpa),
         Backend("flash", _refuses_flash, functools.partial(_run_flex, "FLASH")),
         Backend("triton", _refuses_triton, functools.partial(_run_flex, None)),

@@ -55,6 +55,7 @@ class Size:
     device: torch.device
     q_offset: int = 0  # the largest one, where there are several
     dtype: torch.dtype = torch.float32  # of the scores
+    approximate: bool = False  # functions of scores need no more precision than queries in float16 or bfloat16 have
 
     @property
     def positions_of_q(self) -> int:

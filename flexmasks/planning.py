@@ -21,6 +21,7 @@ from flexmasks import blocks, rows
 from flexmasks.blocks import Layout
 from flexmasks.cache import Cache
 from flexmasks.captures import Aliases, Opaque, capture
+from flexmasks.dense import Dense, told
 from flexmasks.facts import Blocks
 from flexmasks.params import Size, describe
 from flexmasks.registry import from_arguments, functions_of, get_mask
@@ -143,12 +144,21 @@ class Plan:
         return found
 
     def _moved(self) -> Tensor | None:
-        number = isinstance(self.offset, int) and self.offset != 0
-        return torch.tensor(self.offset, device=self.size.device) if number else None
+        if not isinstance(self.offset, int) or self.offset == 0:
+            return None
+        # one for each batch element: some kernels have no 0-dimensional tensors
+        return torch.full((max(self.size.batch, 2),), self.offset, device=self.size.device)
 
     def _bind(self, found: _Found) -> tuple[Callable[..., Tensor], Offset]:
         value, offset = self._bound_to
-        return value.bind(found.extras), offset if found.moved is None else found.moved
+        heads = self.size.heads if self.size.device.type == "cuda" else None
+        return value.bind(found.extras, heads), offset if found.moved is None else found.moved
+
+    @property
+    def has_numbers(self) -> bool:
+        """Whether a function captured a 0-dimensional tensor by itself, not as a parameter."""
+        known = {id(t) for t in self.value.numbers()}
+        return any(t.ndim == 0 and id(t) not in known for t in self.tensors)
 
 
 class MaskPlan(Plan):
@@ -168,11 +178,12 @@ class MaskPlan(Plan):
         super().__init__(mask, size, offset, lift, aliases)
         self.block_size, self.open_extents = block_size, open_extents
 
-    @property
-    def dense_mask(self) -> str | None:
-        """The mask's name, where a dense kernel knows it: "full" or "causal", with queries at position 0."""
-        known = self.value.definition in (FULL.definition, _CAUSAL.definition)
-        return self.value.name if known and isinstance(self.offset, int) and self.offset == 0 else None
+    @functools.cached_property
+    def dense(self) -> Dense | None:
+        """What kernels that have masks of their own are to be told, where that is all of the mask."""
+        if self.opaque or not isinstance(self.offset, int):
+            return None
+        return told(cast(Mask, self.value), sized(self.size, self.offset))
 
     @functools.cached_property
     def _found(self) -> _FoundMask:
@@ -270,11 +281,18 @@ class GivenPlan:
     """A BlockMask that came from outside, in a MaskPlan's place."""
 
     tensors: tuple[Tensor, ...] = ()
-    dense_mask: str | None = None
-    lifted = kept = False
+    dense: Dense | None = None
+    kept = False
 
     def __init__(self, block_mask: BlockMask) -> None:
         self._block_mask = block_mask
+
+    @property
+    def has_numbers(self) -> bool:
+        tensors: list[Tensor] = []
+        with contextlib.suppress(Opaque):
+            capture(self._block_mask.mask_mod, tensors)
+        return any(t.ndim == 0 for t in tensors)
 
     @property
     def kernel_key(self) -> Hashable:
@@ -293,7 +311,7 @@ class GivenPlan:
         return {}
 
 
-FULL, _CAUSAL = get_mask("full"), get_mask("causal")
+FULL = get_mask("full")
 
 
 def sized(size: Size, offset: Offset) -> Size:

@@ -6,12 +6,15 @@ import difflib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
 from flexmasks.params import Size, describe
 from flexmasks.values import CHAIN, Definition, Mask, Score, define
+
+if TYPE_CHECKING:
+    from flexmasks.dense import Band
 
 Function = TypeVar("Function", bound=Callable[..., Tensor])
 _Made = TypeVar("_Made", Mask, Score)
@@ -43,6 +46,7 @@ def register_mask(
     example: Callable[[int], dict[str, Any]] | None = None,
     prepare: Callable[..., dict[str, Any]] | None = None,
     inner_size: Callable[..., Size] | None = None,
+    dense: Callable[..., Band | None] | None = None,
 ) -> Callable[[Function], Function]:
     """Register a mask: one plain function `(b, h, q, kv, *, parameters) -> bool` of index tensors.
 
@@ -57,6 +61,8 @@ def register_mask(
             parameters are then prepare's, and the function takes what prepare returns. `size` is a
             flexmasks.params.Size, or None where the mask is called by itself.
         inner_size: for masks that hold masks: `inner_size(size, **parameters)`, the sizes that those see.
+        dense: for masks that some kernels have themselves: `dense(size, **parameters)`, the mask as a
+            flexmasks.dense.Band, or None where these parameters make it another.
 
     Raises:
         ValueError: the name is taken, or not an identifier.
@@ -71,7 +77,7 @@ def register_mask(
         >>> flexmasks.get_mask("every_nth", stride=2)
         every_nth(stride=2)
     """
-    return _register("mask", name, example=example, prepare=prepare, inner_size=inner_size)
+    return _register("mask", name, example=example, prepare=prepare, inner_size=inner_size, dense=dense)
 
 
 def register_score(
@@ -80,12 +86,14 @@ def register_score(
     example: Callable[[int], dict[str, Any]] | None = None,
     prepare: Callable[..., dict[str, Any]] | None = None,
     inner_size: Callable[..., Size] | None = None,
+    dense: Callable[..., float | None] | None = None,
 ) -> Callable[[Function], Function]:
     """Register a score change: one plain function `(score, b, h, q, kv, *, parameters) -> score`.
 
-    Arguments and errors are those of `register_mask`.
+    Arguments and errors are those of `register_mask`, but for `dense(size, **parameters)`: the cap, where the change
+    is a soft-cap.
     """
-    return _register("score", name, example=example, prepare=prepare, inner_size=inner_size)
+    return _register("score", name, example=example, prepare=prepare, inner_size=inner_size, dense=dense)
 
 
 def get_mask(name: str | Mask | Callable[..., Tensor], /, **params: Any) -> Mask:
@@ -149,7 +157,7 @@ def functions_of(kind: str, value: Any) -> Any:
     """
     if isinstance(value, str):
         found = definition(kind, value)
-        return value if found.own else (found.function, found.prepare, found.inner_size)
+        return value if found.own else (found.function, found.prepare, found.inner_size, found.dense)
     if isinstance(value, list | tuple):
         return [functions_of(kind, v) for v in value]
     return value

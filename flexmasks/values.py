@@ -39,12 +39,13 @@ class Definition:
     prepare: Callable[..., dict[str, Any]] | None = None
     example: Callable[[int], dict[str, Any]] | None = None
     inner_size: Callable[..., Size] | None = None
+    dense: Callable[..., Any] | None = None
     template: str = ""  # how operators print
 
     @functools.cached_property
     def own(self) -> bool:
         """Whether its functions are this library's, and read nothing that could change."""
-        functions = [f for f in (self.function, self.prepare, self.inner_size) if f is not None]
+        functions = [f for f in (self.function, self.prepare, self.inner_size, self.dense) if f is not None]
         plain = all(isinstance(f, types.FunctionType) and f.__closure__ is None for f in functions)
         return plain and all(str(f.__module__).startswith("flexmasks.") for f in functions)
 
@@ -141,6 +142,11 @@ class Modifier(Readable):
             self.capture(found)
         return found
 
+    def numbers(self) -> list[Tensor]:
+        """The 0-dimensional tensors among the parameters, also those of masks or scores inside."""
+        own = [v for v in self.params.values() if isinstance(v, Tensor) and v.ndim == 0]
+        return own + [t for v in self.params.values() for m in _nested(v) for t in m.numbers()]
+
     def learns(self) -> bool:
         """Whether a tensor among the parameters, also those of masks or scores inside, requires a gradient."""
         tensors = (v for v in self.params.values() if isinstance(v, Tensor))
@@ -173,14 +179,21 @@ class Modifier(Readable):
                 pairs.append((name, reader.key(value)))
         if definition.own:
             return self.kind, definition.name, *pairs
-        functions = (definition.function, definition.prepare, definition.inner_size)
+        functions = (definition.function, definition.prepare, definition.inner_size, definition.dense)
         return self.kind, *map(reader.key, functions), *pairs
 
     def aliased(self, aliases: Aliases) -> Self:
         """See `captures.Aliases`."""
-        hooks = ("function", "prepare", "inner_size")
+        hooks = ("function", "prepare", "inner_size", "dense")
         definition = replace(self.definition, **{n: aliases.of(getattr(self.definition, n)) for n in hooks})
         return type(self)(definition, {n: aliases.of(v) for n, v in self.params.items()})
+
+    def checked(self, size: Size) -> dict[str, Any]:
+        """The parameters by name, checked against a call's sizes; sequences are tensors."""
+        definition, sizes = self.definition, size.named()
+        what = f"flexmasks {self.kind} {self.name!r}"
+        values = {n: p.default for n, p in definition.parameters.items()} | dict(self.params)
+        return {n: definition.parameters[n].check(what, v, size, sizes) for n, v in values.items()}
 
     def resolve(self, size: Size | None, lift: bool = False, device: torch.device | None = None) -> dict[str, Any]:
         """Check the parameters against a call's sizes; return those that `bind` must use instead of the given ones.
@@ -191,14 +204,13 @@ class Modifier(Readable):
         """
         definition = self.definition
         what = f"flexmasks {self.kind} {self.name!r}"
-        values = {n: p.default for n, p in definition.parameters.items()} | dict(self.params)
         if size is not None:
-            sizes = size.named()
             device = size.device
-            values = {n: definition.parameters[n].check(what, v, size, sizes) for n, v in values.items()}
+            values = self.checked(size)
             if self.kind == "score":
                 values = {n: _precise(v, size.dtype) for n, v in values.items()}
         else:
+            values = {n: p.default for n, p in definition.parameters.items()} | dict(self.params)
             values = {n: _as_tensor(definition.parameters[n], v, device) for n, v in values.items()}
         inner = size
         try:
@@ -226,19 +238,26 @@ class Modifier(Readable):
                 extras[n] = value
         return extras | {n: _Absent for n in self.params if n not in values}  # those that prepare left out
 
-    def bind(self, extras: Mapping[str, Any]) -> Callable[..., Tensor]:
-        """The plain function of indices, with its parameters bound. `extras` is what `resolve` gave."""
-        bound = {}
+    def bind(self, extras: Mapping[str, Any], heads: int | None = None) -> Callable[..., Tensor]:
+        """The plain function of indices, with its parameters bound. `extras` is what `resolve` gave.
+
+        With `heads`, 0-dimensional tensors among them are read by the head's index: some kernels have none.
+        """
+        bound: dict[str, Any] = {}
         for name, value in {**self.params, **extras}.items():
             if isinstance(value, NestedExtras):
                 source = self.params[value.source]
-                mods = tuple(m.bind(e) for m, e in zip(_nested(source), value.extras, strict=True))
+                mods = tuple(m.bind(e, heads) for m, e in zip(_nested(source), value.extras, strict=True))
                 bound[name] = mods if isinstance(source, tuple) else mods[0]
             elif isinstance(value, _Given):
                 bound[name] = self.params[value.parameter]
             elif value is not _Absent:
                 bound[name] = value
         function = self.definition.function
+        numbers = {n: v for n, v in bound.items() if heads and isinstance(v, Tensor) and v.ndim == 0}
+        if numbers:
+            by_head = {n: v.expand(max(heads or 0, 2)) for n, v in numbers.items()}
+            return _close_by_head(self.kind, function, {n: v for n, v in bound.items() if n not in numbers}, by_head)
         return _close(self.kind, function, bound) if bound else function
 
     def _standalone(self, device: torch.device) -> Callable[..., Tensor]:
@@ -455,6 +474,22 @@ def _close(kind: str, function: Callable[..., Tensor], params: dict[str, Any]) -
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return function(score, b, h, q, kv, **params)
+
+    return score_mod
+
+
+def _close_by_head(
+    kind: str, function: Callable[..., Tensor], params: dict[str, Any], by_head: dict[str, Tensor]
+) -> Callable[..., Tensor]:
+    if kind == "mask":
+
+        def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+            return function(b, h, q, kv, **params, **{n: t[h] for n, t in by_head.items()})
+
+        return mask_mod
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return function(score, b, h, q, kv, **params, **{n: t[h] for n, t in by_head.items()})
 
     return score_mod
 

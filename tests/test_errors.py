@@ -307,7 +307,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "dense_mask": (lambda: flexmasks.dense_mask("causal", 4, q_offset=-1), "flexmasks.dense_mask: `q_offset` must be"),
     "explain": (lambda: flexmasks.explain(Q, K, V, mask="causal", window=3), "no parameter is named `window`"),
     # backends
-    "unknown backend": (on(backend="tritn"), "`backend` must be 'auto' or one of 'sdpa', 'flash'"),
+    "unknown backend": (on(backend="tritn"), "`backend` must be 'auto' or one of 'fa4', 'sdpa', 'flash'"),
     "backend None": (on(backend=None), "got None"),
     "backend a list": (on(backend=["cpu"]), "`backend`"),
     "sdpa with a window": (on("sliding_window", window=3, backend="sdpa"), "backend 'sdpa' cannot run this call"),

@@ -1,9 +1,10 @@
 from torch import Tensor
 
+from flexmasks.dense import Band
 from flexmasks.registry import register_mask
 
 
-@register_mask(example=lambda length: {})
+@register_mask(example=lambda length: {}, dense=lambda size: Band(right=0))
 def causal(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
     """Each query sees itself and the keys before it.
 

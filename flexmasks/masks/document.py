@@ -2,10 +2,16 @@ from typing import Annotated
 
 from torch import Tensor
 
+from flexmasks.dense import Band, in_runs
+from flexmasks.params import Size
 from flexmasks.registry import register_mask
 
 
-@register_mask(example=lambda length: {"document_ids": [i * 5 // length for i in range(length)]})
+def _dense(size: Size, *, document_ids: Tensor) -> Band | None:
+    return in_runs(document_ids, size)
+
+
+@register_mask(example=lambda length: {"document_ids": [i * 5 // length for i in range(length)]}, dense=_dense)
 def document(
     b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, document_ids: Annotated[Tensor, "int[S] | int[B, S]"]
 ) -> Tensor:

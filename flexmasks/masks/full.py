@@ -1,9 +1,10 @@
 from torch import Tensor
 
+from flexmasks.dense import Band
 from flexmasks.registry import register_mask
 
 
-@register_mask(example=lambda length: {})
+@register_mask(example=lambda length: {}, dense=lambda size: Band())
 def full(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
     """Every query sees every key.
 

@@ -2,10 +2,16 @@ from typing import Annotated
 
 from torch import Tensor
 
+from flexmasks.dense import Band
+from flexmasks.params import Size
 from flexmasks.registry import register_mask
 
 
-@register_mask(example=lambda length: {"left": length // 4, "right": length // 8})
+def _dense(size: Size, *, left: int | Tensor, right: int | Tensor) -> Band | None:
+    return None if isinstance(left, Tensor) or isinstance(right, Tensor) else Band(left, right)
+
+
+@register_mask(example=lambda length: {"left": length // 4, "right": length // 8}, dense=_dense)
 def local(
     b: Tensor,
     h: Tensor,

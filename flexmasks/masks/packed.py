@@ -4,15 +4,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexmasks.dense import Band, band_of, in_sequences
 from flexmasks.packing import inside_sequences, sequences
+from flexmasks.params import Size
 from flexmasks.registry import get_mask, register_mask
+from flexmasks.values import Mask
 
 
 def _example(length: int) -> dict[str, Any]:
     return {"inner": get_mask("causal"), "offsets": [0, length // 8, length // 2, length * 5 // 8, length]}
 
 
-@register_mask(prepare=sequences, inner_size=inside_sequences, example=_example)
+def _dense(size: Size, *, inner: Mask, offsets: Tensor, kv_offsets: Tensor | None) -> Band | None:
+    inside = inside_sequences(size, inner=inner, offsets=offsets, kv_offsets=kv_offsets)
+    return in_sequences(band_of(inner, inside), size, offsets, kv_offsets)
+
+
+@register_mask(prepare=sequences, inner_size=inside_sequences, example=_example, dense=_dense)
 def packed(
     b: Tensor,
     h: Tensor,

@@ -2,10 +2,16 @@ from typing import Annotated
 
 from torch import Tensor
 
+from flexmasks.dense import Band
+from flexmasks.params import Size
 from flexmasks.registry import register_mask
 
 
-@register_mask(example=lambda length: {"window": length // 4})
+def _dense(size: Size, *, window: int | Tensor) -> Band | None:
+    return None if isinstance(window, Tensor) else Band(left=window, right=0)
+
+
+@register_mask(example=lambda length: {"window": length // 4}, dense=_dense)
 def sliding_window(
     b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, window: Annotated[int | Tensor, "int in 0.. | int[] in 0.."]
 ) -> Tensor:

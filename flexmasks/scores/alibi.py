@@ -25,21 +25,17 @@ def alibi_slopes(heads: int) -> list[float]:
 
 
 def _prepare(size: Size | None, *, slopes: Annotated[Tensor | None, "float[H]"] = None) -> dict[str, Any]:
-    if slopes is None:
-        if size is None:
-            raise ValueError("called by itself it does not know the number of heads; pass slopes=[...], one per head.")
-        slopes = _tensor(size.heads, size.dtype, size.device)
-    return {"slopes": slopes}
-
-
-# inside a user's torch.compile: computed once, not by a kernel
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _tensor(heads: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.tensor(alibi_slopes(heads), dtype=dtype, device=device)
+    if slopes is not None:
+        return {"slopes": slopes}
+    if size is None:
+        raise ValueError("called by itself it does not know the number of heads; pass slopes=[...], one per head.")
+    return {"slopes": None, "heads": size.heads}
 
 
 @register_score(prepare=_prepare, example=lambda length: {})
-def alibi(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, slopes: Tensor) -> Tensor:
+def alibi(
+    score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, slopes: Tensor | None, heads: int = 0
+) -> Tensor:
     """Attention with linear biases: a penalty of slope times distance, score - slopes[h] * (q - kv).
 
     slopes: one per query head; the paper's by default, where the heads are known: as a score_mod of torch's own
@@ -48,4 +44,16 @@ def alibi(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, slopes:
 
     Source: Press et al., Train Short, Test Long, 2022.
     """
-    return score - slopes[h] * (q - kv)
+    slope = _slope(h, heads, score.dtype) if slopes is None else slopes[h]
+    return score - slope * (q - kv)
+
+
+def _slope(h: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
+    """`alibi_slopes(heads)[h]`, computed: in kernels cheaper than a tensor that is read."""
+    below = 1 << (heads.bit_length() - 1)
+    slope = torch.exp2((h + 1).to(dtype) * (-8 / below))
+    return (
+        slope
+        if heads == below
+        else torch.where(h < below, slope, torch.exp2((2 * (h - below) + 1).to(dtype) * (-4 / below)))
+    )

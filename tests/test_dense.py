@@ -1,0 +1,324 @@
+"""Masks that kernels have themselves: what such a kernel is told, and FlashAttention 4 called directly."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from helpers import TOLERANCE, check_lse, error, exact
+from hypothesis import given
+from hypothesis import strategies as st
+from oracles import attend
+from torch import Tensor
+
+import flexmasks
+from flexmasks.dense import Dense, told
+from flexmasks.fa4 import Direct
+from flexmasks.params import Size
+
+
+def _size(batch: int, q_len: int, kv_len: int, offset: int = 0) -> Size:
+    return Size(batch, 2, q_len, kv_len, torch.device("cpu"), q_offset=offset)
+
+
+def _shown_by_dense(dense: Dense, q_len: int, kv_len: int) -> Tensor:
+    """What the kernel shows, [q_len, kv_len], by the definition of a Dense."""
+    first, last = dense.keys
+    shown = torch.zeros(q_len, kv_len, dtype=torch.bool)
+    for i in range(q_len):
+        for j in range(last - first):
+            behind = i + dense.offset - j
+            left, right = dense.left, dense.right
+            shown[i, first + j] = (left is None or behind <= left) and (right is None or -behind <= right)
+    return shown
+
+
+def _shown_by_flash(dense: Dense, q_len: int, kv_len: int) -> Tensor:
+    """What FlashAttention shows, by its documentation: query i stands at key i + keys - queries."""
+    first, last = dense.keys
+    asked = Direct(dense, None, None, None, False)._told(q_len, last - first)
+    left, right = asked.get("window_size_left"), asked.get("window_size_right")
+    if asked.get("causal"):
+        assert left is right is None
+        right = 0
+    shown = torch.zeros(q_len, kv_len, dtype=torch.bool)
+    for i in range(q_len):
+        for j in range(last - first):
+            at = i + (last - first) - q_len
+            shown[i, first + j] = (left is None or j >= at - left) and (right is None or j <= at + right)
+    assert left is None or left >= 0
+    assert right is None or right >= 0
+    return shown
+
+
+@given(st.data())
+def test_a_band_as_kernels_are_told_it(data: st.DataObject) -> None:
+    q_len, kv_len = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 12))
+    offset = data.draw(st.integers(0, 14))
+    number = st.integers(0, 14)
+    masks = {
+        "full": dict,
+        "causal": dict,
+        "sliding_window": lambda: {"window": data.draw(number)},
+        "local": lambda: {"left": data.draw(number), "right": data.draw(number)},
+    }
+    names = data.draw(st.lists(st.sampled_from(sorted(masks)), min_size=1, max_size=3))
+    mask = flexmasks.get_mask(names[0], **masks[names[0]]())
+    for name in names[1:]:
+        mask = mask & flexmasks.get_mask(name, **masks[name]())
+    want = flexmasks.dense_mask(mask, q_len, kv_len, q_offset=offset)[0, 0]
+    dense = told(mask, _size(1, q_len, kv_len, offset))
+    if dense is None:
+        assert not want.any(-1).all()  # only where a query sees nothing
+        return
+    assert torch.equal(_shown_by_dense(dense, q_len, kv_len), want)
+    assert torch.equal(_shown_by_flash(dense, q_len, kv_len), want)
+
+
+def _shown_in_sequences(dense: Dense, size: Size) -> Tensor | None:
+    """What is shown of all batch elements laid end to end, [B Q, B KV], where the sequences are found to be that."""
+    assert dense.sequences is not None
+    found = dense.sequences()
+    if found is None:
+        return None
+    total, kv_total = size.batch * size.q_len, size.batch * size.kv_len
+    shown = torch.zeros(total, kv_total, dtype=torch.bool)
+    starts, kv_starts = found.q.tolist(), found.kv.tolist()
+    assert found.q.dtype == found.kv.dtype == torch.int32
+    assert found.used == (starts[-1], kv_starts[-1])
+    lengths = [(b - a, d - c) for a, b, c, d in zip(starts, starts[1:], kv_starts, kv_starts[1:], strict=False)]
+    assert found.longest == (max(n for n, _ in lengths), max(n for _, n in lengths))
+    for (n, m), start, kv_start in zip(lengths, starts, kv_starts, strict=False):
+        alone = Dense(dense.left, dense.right, 0, (0, m), None)
+        shown[start : start + n, kv_start : kv_start + m] = _shown_by_dense(alone, n, m)
+    return shown
+
+
+def _flat(mask: Tensor, batch: int) -> Tensor:
+    return torch.block_diag(*mask.expand(batch, 1, *mask.shape[2:])[:, 0].int()).bool()
+
+
+@given(st.data())
+def test_documents_as_sequences(data: st.DataObject) -> None:
+    batch, length = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 9))
+    row = st.lists(st.integers(0, 3), min_size=length, max_size=length)
+    ids = torch.tensor(data.draw(st.lists(row, min_size=batch, max_size=batch)))
+    if data.draw(st.booleans()):
+        ids = ids.sort(-1).values
+    if data.draw(st.booleans()):
+        ids = ids[0]
+    mask = flexmasks.get_mask("document", document_ids=ids)
+    if data.draw(st.booleans()):
+        mask = flexmasks.get_mask("sliding_window", window=data.draw(st.integers(0, 9))) & mask
+    size = _size(batch, length, length)
+    dense = told(mask, size)
+    assert dense is not None
+    got = _shown_in_sequences(dense, size)
+    if got is None:
+        assert (ids.diff(dim=-1) < 0).any()
+    else:
+        assert torch.equal(got, _flat(flexmasks.dense_mask(mask, length, batch=batch), batch))
+
+
+@given(st.data())
+def test_packed_masks_as_sequences(data: st.DataObject) -> None:
+    batch, count = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 3))
+    lengths = data.draw(st.lists(st.integers(0, 4), min_size=count, max_size=count))
+    total = sum(lengths) + data.draw(st.integers(0, 2)) or 1
+    name, window = data.draw(st.sampled_from(["full", "causal", "sliding_window"])), data.draw(st.integers(0, 4))
+    inner = flexmasks.get_mask(name, **({"window": window} if name == "sliding_window" else {}))
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    mask = flexmasks.packed(inner, offsets)
+    size = _size(batch, total, total)
+    dense = told(mask, size)
+    assert dense is not None
+    got = _shown_in_sequences(dense, size)
+    if got is None:
+        assert batch > 1
+        assert sum(lengths) < total
+    else:
+        assert torch.equal(got, _flat(flexmasks.dense_mask(mask, total), batch))
+
+
+def test_what_is_no_band() -> None:
+    get = flexmasks.get_mask
+    ids = torch.zeros(6, dtype=torch.int64)
+    for mask in (
+        ~get("causal"),
+        get("causal") | get("document", document_ids=ids),
+        get("causal") & get("padding", seq_lens=[3]),
+        get("document", document_ids=ids) & get("document", document_ids=ids),
+        get("sliding_window", window=torch.tensor(3)),
+        flexmasks.packed(get("causal"), [0, 6], [0, 6]),
+        flexmasks.packed(get("grouped_tril", seq_lens=[5]), [0, 6]),
+        get(lambda b, h, q, kv: q >= kv),
+    ):
+        assert told(mask, _size(1, 6, 6)) is None
+    assert told(get("document", document_ids=torch.zeros(9, dtype=torch.int64)), _size(1, 6, 6, 3)) is None
+
+
+@pytest.mark.parametrize(
+    ("mask", "params", "q_len", "offset"),
+    [
+        ("causal", {}, 1, 299),
+        ("causal", {}, 1, 120),
+        ("sliding_window", {"window": 70}, 1, 250),
+        ("causal", {}, 200, 0),
+    ],
+)
+def test_decoding_and_short_queries_go_to_sdpa(mask: str, params: dict[str, int], q_len: int, offset: int) -> None:
+    """The keys that are seen are cut out, and what is left is full or causal."""
+    q = torch.randn(2, 4, q_len, 16, requires_grad=True)
+    k, v = (torch.randn(2, 2, 300, 16, requires_grad=True) for _ in range(2))
+    others = [exact(x) for x in (q, k, v)]
+    found = flexmasks.explain(q, k, v, mask=mask, q_offset=offset, **params)
+    assert "backend: sdpa" in str(found)
+    visible = flexmasks.dense_mask(mask, q_len, 300, q_offset=offset, **params)
+    want, _ = attend(*others, visible)
+    for _ in range(2):  # the second call is one that was made before
+        out = flexmasks.attention(q, k, v, mask=mask, q_offset=offset, **params)
+        assert error(out, want) < TOLERANCE[torch.float32]
+    for got, expected in zip(
+        torch.autograd.grad(out.sum(), (q, k, v)), torch.autograd.grad(want.sum(), others), strict=True
+    ):
+        assert error(got, expected) < 2 * TOLERANCE[torch.float32]
+
+
+# --- FlashAttention 4, called directly ---
+
+_IDS = torch.tensor([0] * 100 + [1] * 37 + [4] * 163)
+_CASES: dict[str, dict[str, Any]] = {
+    "full": {"mask": "full"},
+    "causal": {"mask": "causal"},
+    "causal, scale": {"mask": "causal", "scale": 0.05},
+    "fewer keys": {"mask": "full", "kv_len": 170},
+    "more keys, causal": {"mask": "causal", "kv_len": 450},
+    "more keys, causal at the end": {"mask": "causal", "kv_len": 450, "q_offset": 150},
+    "sliding window": {"mask": "sliding_window", "window": 70},
+    "itself alone": {"mask": "sliding_window", "window": 0},
+    "sliding window, later": {"mask": "sliding_window", "window": 70, "kv_len": 450, "q_offset": 120},
+    "local": {"mask": "local", "left": 20, "right": 50},
+    "local, more keys": {"mask": "local", "left": 20, "right": 50, "kv_len": 800, "q_offset": 100},
+    "document": {"mask": flexmasks.get_mask("document", document_ids=_IDS)},
+    "document, causal": {"mask": flexmasks.get_mask("document", document_ids=_IDS) & flexmasks.get_mask("causal")},
+    "document, window": {
+        "mask": flexmasks.get_mask("document", document_ids=torch.stack([_IDS, _IDS.flip(0).neg()]))
+        & flexmasks.get_mask("sliding_window", window=40)
+    },
+    "packed": {"mask": flexmasks.packed("causal", [0, 0, 130, 131, 300])},
+    "packed, padding": {"mask": flexmasks.packed("causal", [0, 20, 210]), "batch": 1},
+    "packed, other keys": {
+        "mask": flexmasks.packed("full", [0, 5, 100, 290], [0, 150, 150, 380]),
+        "batch": 1,
+        "kv_len": 400,
+    },
+    "softcap": {"mask": "causal", "score": "softcap", "cap": 3.0},
+    "softcap, window": {"mask": "sliding_window", "window": 70, "score": "softcap", "cap": 3.0},
+    "softcap, documents": {"mask": flexmasks.packed("causal", [0, 130, 300]), "score": "softcap", "cap": 3.0},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", _CASES)
+@pytest.mark.parametrize(
+    ("dtype", "size", "grouped"), [(torch.bfloat16, 64, False), (torch.float16, 128, True), (torch.float16, 96, False)]
+)
+def test_fa4(case: str, dtype: torch.dtype, size: int, grouped: bool) -> None:
+    pytest.importorskip("flash_attn.cute", reason="flash-attn-4 is not installed")
+    given = dict(_CASES[case])
+    batch, kv_len = given.pop("batch", 2), given.pop("kv_len", 300)
+    if isinstance(given["mask"], flexmasks.Mask):
+        params = given["mask"].params
+        given["mask"] = flexmasks.Mask(given["mask"].definition, {n: _on_gpu(v) for n, v in params.items()})
+    q = torch.randn(batch, 4, 300, size, device="cuda", dtype=dtype, requires_grad=True)
+    k, v = (
+        torch.randn(batch, 2 if grouped else 4, kv_len, size, device="cuda", dtype=dtype, requires_grad=True)
+        for _ in range(2)
+    )
+    assert "backend: fa4" in str(flexmasks.explain(q, k, v, **given))
+    others = [exact(x) for x in (q, k, v)]
+    lengths = {n: given[n] for n in ("q_offset", "window", "left", "right") if n in given}
+    mask = given["mask"]
+    visible = flexmasks.dense_mask(mask, 300, kv_len, batch=batch, device="cuda", **lengths).cpu()
+    change = (lambda s: 3 * torch.tanh(s / 3)) if "score" in given else None
+    want, want_lse = attend(*others, visible, change, given.get("scale"))
+    weight, lse_weight = torch.randn_like(q), torch.randn(batch, 4, 300, device="cuda")
+    seen = ~want_lse.isinf()
+    expected = torch.autograd.grad(
+        (want * weight.double().cpu()).sum() + (want_lse * lse_weight.double().cpu())[seen].sum(), others
+    )
+    for _ in range(2):  # the second call is one that was made before
+        out, lse = flexmasks.attention(q, k, v, return_lse=True, **given)
+        assert error(out, want) < TOLERANCE[dtype]
+        check_lse(lse, want_lse, TOLERANCE[dtype])
+        loss = (out * weight).sum() + (lse * lse_weight)[seen.cuda()].sum()
+        for got, exactly in zip(torch.autograd.grad(loss, (q, k, v)), expected, strict=True):
+            assert error(got, exactly) < 2 * TOLERANCE[dtype]
+
+
+def _on_gpu(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_on_gpu(v) for v in value)
+    if isinstance(value, flexmasks.Mask):
+        return flexmasks.Mask(value.definition, {n: _on_gpu(v) for n, v in value.params.items()})
+    return value.cuda() if isinstance(value, Tensor) else value
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["fa4", "flash"])
+@pytest.mark.parametrize("size", range(8, 129, 8))
+def test_flash_head_sizes(backend: str, size: int) -> None:
+    """A head size that is taken is right, gradients too: some of its kernels are not."""
+    pytest.importorskip("flash_attn.cute", reason="flash-attn-4 is not installed")
+    q, k, v = (torch.randn(1, 2, 200, size, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    others = [exact(x) for x in (q, k, v)]
+    want, _ = attend(*others, torch.ones(200, 200, dtype=torch.bool).tril())
+    if f"not {backend}: it takes head sizes" in str(flexmasks.explain(q, k, v, mask="causal")):
+        return
+    out = flexmasks.attention(q, k, v, mask="causal", backend=backend)
+    assert error(out, want) < TOLERANCE[torch.bfloat16]
+    weight = torch.randn_like(q)
+    expected = torch.autograd.grad((want * weight.double().cpu()).sum(), others)
+    for got, exactly in zip(torch.autograd.grad(out, (q, k, v), weight), expected, strict=True):
+        assert error(got, exactly) < 2 * TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.gpu
+def test_fa4_has_no_second_derivative_and_says_so() -> None:
+    pytest.importorskip("flash_attn.cute", reason="flash-attn-4 is not installed")
+    q, k, v = (torch.randn(1, 2, 200, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    (first,) = torch.autograd.grad(flexmasks.attention(q, k, v, mask="causal").sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="twice"):
+        torch.autograd.grad((first + q).sum(), k)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["triton", "flash", "fa4"])
+@pytest.mark.parametrize("size", [64, 128])
+def test_the_cheap_tanh(backend: str, size: int) -> None:
+    """Its error is that of rounding: within twice what the exact tanh has; exactly tanh where that is asked for."""
+    if backend != "triton":
+        pytest.importorskip("flash_attn.cute", reason="flash-attn-4 is not installed")
+    q, k, v = ((2 * torch.randn(1, 2, 512, size, device="cuda")).to(torch.bfloat16).requires_grad_() for _ in range(3))
+    weight = torch.randn_like(q)
+
+    def run(**more: Any) -> list[Tensor]:
+        out = flexmasks.attention(q, k, v, mask="causal", score="softcap", cap=20.0, **more)
+        return [out, *torch.autograd.grad(out, (q, k, v), weight)]
+
+    others = [exact(x) for x in (q, k, v)]
+    want, _ = attend(*others, torch.ones(512, 512, dtype=torch.bool).tril(), lambda s: 20 * torch.tanh(s / 20))
+    expected = [want, *torch.autograd.grad((want * weight.double().cpu()).sum(), others)]
+    exactly = run(exact=True, backend="flash" if backend == "fa4" else backend)
+    for cheap, full, true in zip(run(backend=backend), exactly, expected, strict=True):
+        assert error(cheap, true) < max(2 * error(full, true), TOLERANCE[torch.bfloat16] / 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_tanh_is_exact_elsewhere(dtype: torch.dtype) -> None:
+    q, k, v = torch.randn(3, 1, 2, 50, 16, dtype=dtype)
+    got = flexmasks.attention(q, k, v, score="softcap", cap=2.0)
+    want, _ = attend(q.double(), k.double(), v.double(), None, lambda s: 2 * torch.tanh(s / 2))
+    assert math.isclose(error(got, want), 0, abs_tol=1e-6 if dtype == torch.float32 else 1e-14)
