@@ -219,6 +219,8 @@ def _refuses_any_flash(call: Call) -> str | None:
         return f"it takes float16 and bfloat16, not {_dtype(call)}"
     if call.q.shape[-1] > 256 or call.q.shape[-1] % 8:
         return f"it takes head sizes that are multiples of 8 up to 256, not {call.q.shape[-1]}"
+    if call.needs_grad and -call.q.shape[-1] % 32 > 8:
+        return f"its gradients are wrong for head size {call.q.shape[-1]}, as for all that are 8 or 16 past a multiple of 32"
     return None
 
 
@@ -226,8 +228,8 @@ def _refuses_flash(call: Call) -> str | None:
     reason = _refuses_any_flash(call)
     if reason is not None:
         return reason
-    if call.q.shape[-1] > 128:
-        return f"with blocks it takes head sizes up to 128, not {call.q.shape[-1]}"
+    if not 16 <= call.q.shape[-1] <= 128:
+        return f"with blocks it takes head sizes from 16 to 128, not {call.q.shape[-1]}"
     if call.learned:
         return "it gives no gradient to tensors that a mask or score captured"
     if call.with_lse and call.needs_grad:

@@ -61,8 +61,7 @@ def told(mask: Mask, size: Size) -> Dense | None:
     if band is None:
         return None
     if band.sequences is not None:
-        alike = size.q_offset == 0 and size.q_len == size.kv_len
-        return Dense(band.left, band.right, 0, (0, size.kv_len), band.sequences) if alike else None
+        return None if size.q_offset else Dense(band.left, band.right, 0, (0, size.kv_len), band.sequences)
     left, right, offset, end = band.left, band.right, size.q_offset, size.q_offset + size.q_len
     first = 0 if left is None else max(0, offset - left)
     last = size.kv_len if right is None else min(size.kv_len, end + right)

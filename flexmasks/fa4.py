@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from flexmasks.dense import Dense, Sequences
 
@@ -83,7 +82,6 @@ class _Attend(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         from flash_attn.cute.interface import _flash_attn_bwd
 
@@ -95,8 +93,26 @@ class _Attend(torch.autograd.Function):
         repeatable = repeatable and not torch.is_deterministic_algorithms_warn_only_enabled()
         d_out = torch.zeros_like(out) if d_out is None else d_out
         given = (q, k, v, out, d_out, lse)
-        found = _flash_attn_bwd(*given, **ctx.told, **change, dlse=d_lse, deterministic=repeatable)
-        return *found[:3], None, None
+        found = _flash_attn_bwd(*given, **ctx.told, **change, dlse=d_lse, deterministic=repeatable)[:3]
+        if torch.is_grad_enabled():
+            found = _Last.apply(q, k, v, *found)
+        return *found, None, None
+
+
+class _Last(torch.autograd.Function):
+    """The gradients as they are, which have none themselves; a derivative of them is an error and not zero."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, dq: Tensor, dk: Tensor, dv: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return dq, dk, dv
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        raise RuntimeError(
+            "flexmasks.attention: backend 'fa4' cannot be differentiated twice; pass backend='reference', which can."
+        )
 
 
 @functools.lru_cache(maxsize=64)

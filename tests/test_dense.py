@@ -275,7 +275,7 @@ def test_flash_head_sizes(backend: str, size: int) -> None:
     q, k, v = (torch.randn(1, 2, 200, size, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     others = [exact(x) for x in (q, k, v)]
     want, _ = attend(*others, torch.ones(200, 200, dtype=torch.bool).tril())
-    if f"not {backend}: it takes head sizes" in str(flexmasks.explain(q, k, v, mask="causal")):
+    if any(f"not {backend}: " in line and "head size" in line for line in flexmasks.explain(q, k, v).splitlines()):
         return
     out = flexmasks.attention(q, k, v, mask="causal", backend=backend)
     assert error(out, want) < TOLERANCE[torch.bfloat16]
@@ -290,7 +290,7 @@ def test_fa4_has_no_second_derivative_and_says_so() -> None:
     pytest.importorskip("flash_attn.cute", reason="flash-attn-4 is not installed")
     q, k, v = (torch.randn(1, 2, 200, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     (first,) = torch.autograd.grad(flexmasks.attention(q, k, v, mask="causal").sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="twice"):
+    with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
         torch.autograd.grad((first + q).sum(), k)
 
 
