@@ -220,7 +220,7 @@ def _refuses_any_flash(call: Call) -> str | None:
     if call.q.shape[-1] > 256 or call.q.shape[-1] % 8:
         return f"it takes head sizes that are multiples of 8 up to 256, not {call.q.shape[-1]}"
     if call.needs_grad and -call.q.shape[-1] % 32 > 8:
-        return f"its gradients are wrong for head size {call.q.shape[-1]}, as for all that are 8 or 16 past a multiple of 32"
+        return f"its gradients are wrong for head sizes 8 or 16 past a multiple of 32, as {call.q.shape[-1]} is"
     return None
 
 
