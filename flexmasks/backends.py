@@ -171,7 +171,7 @@ def _refuses_fa4(call: Call) -> str | None:
 
 
 def _run_fa4(call: Call) -> Ran:
-    again = Direct(cast(Dense, call.dense()), call.sequences, call.scale, call.cap, call.with_lse)
+    again = Direct.of(cast(Dense, call.dense()), call.sequences, call.scale, call.cap, call.with_lse, call.q, call.k)
     try:
         return Ran(*again(call.q, call.k, call.v), again)
     except torch.OutOfMemoryError:

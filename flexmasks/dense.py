@@ -29,6 +29,14 @@ class Sequences:
     def nbytes(self) -> int:
         return self.q.nbytes + self.kv.nbytes
 
+    def of_heads(self, heads: int, length: int) -> Sequences:
+        """Those of self-attention without padding, with each head of each batch element laid end to end, [B, H, S]."""
+        starts = self.q[:-1][self.q.diff() > 0].long()
+        steps = torch.arange(heads, device=starts.device)[:, None] + starts // length * (heads - 1)
+        last = self.q[-1:].long() * heads
+        q = torch.cat([(starts + steps * length).flatten().sort().values, last]).int()
+        return Sequences(q, q, self.longest, (heads * self.used[0], heads * self.used[1]))
+
 
 @dataclass(frozen=True)
 class Band:
@@ -133,11 +141,13 @@ def in_runs(ids: Tensor, size: Size) -> Band | None:
 
 
 def _over_batch(places: list[list[int]], size: Size) -> Sequences:
+    """Sequences whose starts in each batch element are `places`, of the queries and of the keys."""
     lengths = size.q_len, size.kv_len
     longest = [max((b - a for a, b in itertools.pairwise(p)), default=0) for p in places]
     rows = [
         [0, *(i * length + n for i in range(size.batch) for n in p[1:])]
         for p, length in zip(places, lengths, strict=True)
     ]
-    q, kv = (torch.tensor(r, dtype=torch.int32, device=size.device) for r in rows)
+    q = torch.tensor(rows[0], dtype=torch.int32, device=size.device)
+    kv = q if rows[0] == rows[1] else torch.tensor(rows[1], dtype=torch.int32, device=size.device)
     return Sequences(q, kv, (longest[0], longest[1]), (rows[0][-1], rows[1][-1]))

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from flexmasks.dense import Dense, Sequences
 
+_MOST_SEQUENCES = 2048
+
 
 @dataclass(frozen=True)
 class Direct:
@@ -22,32 +24,62 @@ class Direct:
     scale: float | None
     cap: float | None  # of a soft-cap
     with_lse: bool
+    by_head: Sequences | None = None  # the sequences of each head for itself, where that is of use
 
     @property
     def nbytes(self) -> int:
-        return 0 if self.sequences is None else self.sequences.nbytes
+        return sum(s.nbytes for s in (self.sequences, self.by_head) if s is not None)
+
+    @classmethod
+    def of(
+        cls,
+        dense: Dense,
+        sequences: Sequences | None,
+        scale: float | None,
+        cap: float | None,
+        with_lse: bool,
+        q: Tensor,
+        k: Tensor,
+    ) -> Direct:
+        """The call for q and k of these shapes."""
+        (batch, heads, length, _), by_head = q.shape, None
+        alike = sequences is not None and sequences.q is sequences.kv and sequences.used[0] == batch * length
+        if sequences is not None and alike and batch > 1 and heads == k.shape[1]:
+            # as [B, H, S, D] lies in memory: nothing is copied. FlashAttention searches the list for every tile
+            by_head = sequences.of_heads(heads, length) if heads * len(sequences.q) <= _MOST_SEQUENCES else None
+        return cls(dense, sequences, scale, cap, with_lse, by_head)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
         """The output [B, H, Q, D], and lse [B, H, Q] where it is wanted."""
         k, v = self.dense.cut(k), self.dense.cut(v)
-        batch, _, q_len, _ = q.shape
-        told = self._told(q_len, k.shape[2])
-        laid = [x.transpose(1, 2) for x in (q, k, v)]
-        lay = self.sequences
-        if lay is not None:
-            laid = [x.flatten(0, 1)[:n] for x, n in zip(laid, (lay.used[0], lay.used[1], lay.used[1]), strict=True)]
-        out, lse = _Attend.apply(*laid, told, self.cap)
-        if lay is not None:
-            rest = batch * q_len - lay.used[0]
-            if rest:
-                out, lse = F.pad(out, (0, 0, 0, 0, 0, rest)), F.pad(lse, (0, rest), value=-torch.inf)
-            out = out.unflatten(0, (batch, q_len))
-            lse = lse.unflatten(1, (batch, q_len)).transpose(0, 1)
-        return out.transpose(1, 2), lse if self.with_lse else None
+        if self.sequences is not None:
+            out, lse = self._in_sequences(q, k, v, self.sequences)
+        else:
+            out, lse = self._run(None, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+            out = out.transpose(1, 2)
+        return out, lse if self.with_lse else None
 
-    def _told(self, q_len: int, kv_len: int) -> dict[str, Any]:
+    def _in_sequences(self, q: Tensor, k: Tensor, v: Tensor, lay: Sequences) -> tuple[Tensor, Tensor]:
+        batch, heads, q_len, size = q.shape
+        if self.by_head is not None and q.is_contiguous() and k.is_contiguous() and v.is_contiguous():
+            out, lse = self._run(self.by_head, *(x.view(-1, 1, size) for x in (q, k, v)))
+            return out.view(q.shape), lse.view(q.shape[:3])
+        flat = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]  # copies, where that is no view
+        used = lay.used[0], lay.used[1], lay.used[1]
+        out, lse = self._run(lay, *(x[:n] if n < len(x) else x for x, n in zip(flat, used, strict=True)))
+        rest = batch * q_len - lay.used[0]
+        if rest:
+            out, lse = F.pad(out, (0, 0, 0, 0, 0, rest)), F.pad(lse, (0, rest), value=-torch.inf)
+        return out.view(batch, q_len, heads, size).transpose(1, 2), lse.view(heads, batch, q_len).transpose(0, 1)
+
+    def _run(self, lay: Sequences | None, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Of q, k, v [B, S, H, D], or [tokens, H, D] in sequences."""
+        out, lse = _Attend.apply(q, k, v, self._told(q.shape[1], k.shape[1], lay), self.cap)
+        return out, lse
+
+    def _told(self, q_len: int, kv_len: int, lay: Sequences | None = None) -> dict[str, Any]:
         """Windows as FlashAttention counts them: with the last query at the last key."""
-        shift = 0 if self.sequences is not None else self.dense.offset - (kv_len - q_len)
+        shift = 0 if lay is not None else self.dense.offset - (kv_len - q_len)
         left, right = self.dense.left, self.dense.right
         told: dict[str, Any] = {"softmax_scale": self.scale}
         if left is not None:
@@ -58,8 +90,7 @@ class Direct:
             told["window_size_right"] = right + shift
         if "causal" in told and left is not None:
             told = {**told, "causal": False, "window_size_right": 0}
-        if self.sequences is not None:
-            lay = self.sequences
+        if lay is not None:
             told |= {"cu_seqlens_q": lay.q, "cu_seqlens_k": lay.kv}
             told |= {"max_seqlen_q": lay.longest[0], "max_seqlen_k": lay.longest[1]}
         return told

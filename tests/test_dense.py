@@ -14,7 +14,7 @@ from oracles import attend
 from torch import Tensor
 
 import flexmasks
-from flexmasks.dense import Dense, told
+from flexmasks.dense import Dense, Sequences, told
 from flexmasks.fa4 import Direct
 from flexmasks.params import Size
 
@@ -77,13 +77,8 @@ def test_a_band_as_kernels_are_told_it(data: st.DataObject) -> None:
     assert torch.equal(_shown_by_flash(dense, q_len, kv_len), want)
 
 
-def _shown_in_sequences(dense: Dense, size: Size) -> Tensor | None:
-    """What is shown of all batch elements laid end to end, [B Q, B KV], where the sequences are found to be that."""
-    assert dense.sequences is not None
-    found = dense.sequences()
-    if found is None:
-        return None
-    total, kv_total = size.batch * size.q_len, size.batch * size.kv_len
+def _shown_in_sequences(dense: Dense, found: Sequences, total: int, kv_total: int) -> Tensor:
+    """What is shown of all that is laid end to end, [total, kv_total]."""
     shown = torch.zeros(total, kv_total, dtype=torch.bool)
     starts, kv_starts = found.q.tolist(), found.kv.tolist()
     assert found.q.dtype == found.kv.dtype == torch.int32
@@ -96,8 +91,21 @@ def _shown_in_sequences(dense: Dense, size: Size) -> Tensor | None:
     return shown
 
 
-def _flat(mask: Tensor, batch: int) -> Tensor:
-    return torch.block_diag(*mask.expand(batch, 1, *mask.shape[2:])[:, 0].int()).bool()
+def _check_sequences(mask: flexmasks.Mask, batch: int, length: int) -> bool:
+    """Whether the mask is found to be sequences; they must show what it shows."""
+    dense = told(mask, _size(batch, length, length))
+    assert dense is not None
+    assert dense.sequences is not None
+    found = dense.sequences()
+    if found is None:
+        return False
+    want = flexmasks.dense_mask(mask, length, batch=batch).expand(batch, 1, length, length)[:, 0].int()
+    total = batch * length
+    assert torch.equal(_shown_in_sequences(dense, found, total, total), torch.block_diag(*want).bool())
+    if found.used[0] == total:
+        heads = torch.block_diag(*want.repeat_interleave(3, 0)).bool()
+        assert torch.equal(_shown_in_sequences(dense, found.of_heads(3, length), 3 * total, 3 * total), heads)
+    return True
 
 
 @given(st.data())
@@ -112,14 +120,7 @@ def test_documents_as_sequences(data: st.DataObject) -> None:
     mask = flexmasks.get_mask("document", document_ids=ids)
     if data.draw(st.booleans()):
         mask = flexmasks.get_mask("sliding_window", window=data.draw(st.integers(0, 9))) & mask
-    size = _size(batch, length, length)
-    dense = told(mask, size)
-    assert dense is not None
-    got = _shown_in_sequences(dense, size)
-    if got is None:
-        assert (ids.diff(dim=-1) < 0).any()
-    else:
-        assert torch.equal(got, _flat(flexmasks.dense_mask(mask, length, batch=batch), batch))
+    assert _check_sequences(mask, batch, length) == (not (ids.diff(dim=-1) < 0).any())
 
 
 @given(st.data())
@@ -130,16 +131,7 @@ def test_packed_masks_as_sequences(data: st.DataObject) -> None:
     name, window = data.draw(st.sampled_from(["full", "causal", "sliding_window"])), data.draw(st.integers(0, 4))
     inner = flexmasks.get_mask(name, **({"window": window} if name == "sliding_window" else {}))
     offsets = torch.tensor([0, *lengths]).cumsum(0)
-    mask = flexmasks.packed(inner, offsets)
-    size = _size(batch, total, total)
-    dense = told(mask, size)
-    assert dense is not None
-    got = _shown_in_sequences(dense, size)
-    if got is None:
-        assert batch > 1
-        assert sum(lengths) < total
-    else:
-        assert torch.equal(got, _flat(flexmasks.dense_mask(mask, total), batch))
+    assert _check_sequences(flexmasks.packed(inner, offsets), batch, total) == (batch == 1 or sum(lengths) == total)
 
 
 def test_what_is_no_band() -> None:
