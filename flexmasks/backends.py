@@ -25,6 +25,15 @@ from flexmasks.facts import Blocks
 
 _log = logging.getLogger("flexmasks")
 _HALF = (torch.float16, torch.bfloat16)
+# Options for kernels of torch, one after the other where those before need more shared memory than there is.
+_SMALLER: tuple[dict[str, Any], ...] = (
+    {},
+    {"num_stages": 1},
+    {
+        "num_stages": 1, "fwd_BLOCK_M": 64, "fwd_BLOCK_N": 32,
+        "bwd_BLOCK_M1": 32, "bwd_BLOCK_N1": 32, "bwd_BLOCK_M2": 32, "bwd_BLOCK_N2": 32,
+    },
+)  # fmt: skip
 _FEW_QUERIES = 128  # below, kernels that split the keys are faster
 
 
@@ -173,8 +182,8 @@ def _refuses_fa4(call: Call) -> str | None:
 def _run_fa4(call: Call) -> Ran:
     again = Direct.of(cast(Dense, call.dense()), call.sequences, call.scale, call.cap, call.with_lse, call.q, call.k)
     try:
-        return Ran(*again(call.q, call.k, call.v), again)
-    except torch.OutOfMemoryError:
+        return _proven(call, again)
+    except (torch.OutOfMemoryError, Unavailable):
         raise
     except Exception as error:  # its compiler runs at the first call, and raises anything
         raise Unavailable(_first_line(error)) from error
@@ -261,16 +270,17 @@ def _refuses_cpu(call: Call) -> str | None:
     return None
 
 
-def _run_flex(backend: str | None, call: Call) -> Ran:
-    q, k, v = call.q, call.k, call.v
-    options = kernels.options(q, k, backend, call.options, call.proven_options)
+def _compiled(backend: str | None, call: Call, smaller: dict[str, Any] | None = None) -> Compiled:
+    """The call for compiled flex_attention, with options on top for kernels that take less of a processor."""
+    q, k = call.q, call.k
+    options = kernels.options(q, k, backend, call.options, call.proven_options) | (smaller or {})
     block_mask = call.blocks().block_mask
-    learning = tuple(call.needs_grad and x.requires_grad for x in (q, k, v))
+    learning = tuple(call.needs_grad and x.requires_grad for x in (q, k, call.v))
     key = (
         call.key, backend, q.dtype, q.device, q.shape[0], q.shape[1], k.shape[1], q.shape[3], call.with_lse, call.scale,
         repr(options), block_mask.BLOCK_SIZE, block_mask.kv_num_blocks.shape[:2], torch.is_grad_enabled(), *learning,
     )  # fmt: skip
-    again = Compiled(
+    return Compiled(
         key=key,
         score_mod=None if call.score_mod is None else call.score_mod(),
         block_mask=block_mask,
@@ -280,7 +290,36 @@ def _run_flex(backend: str | None, call: Call) -> Ran:
         needs_grad=call.needs_grad,
         flash=backend == "FLASH",
     )
-    return Ran(*again(q, k, v), again)
+
+
+def _run_flex(backend: str | None, call: Call) -> Ran:
+    tries = _SMALLER if backend is None and call.cuda and not call.options else _SMALLER[:1]
+    for smaller in tries:
+        again = _compiled(backend, call, smaller)
+        try:
+            return _proven(call, again)
+        except Unavailable as error:
+            if smaller is tries[-1] or "out of resource" not in str(error):
+                raise
+            _log.info("the kernel takes too much shared memory: compiled again, with smaller blocks")
+    raise AssertionError("one of them returns or raises")
+
+
+def _proven(call: Call, again: Compiled | Direct) -> Ran:
+    """Run a call; the first of its kind is differentiated too, so that what fails there fails while others can serve."""
+    kind = "proven", again.key, _kind(call)
+    learns = call.needs_grad and any(x.requires_grad for x in (call.q, call.k, call.v))
+    if learns and _OUTCOMES.get(kind) is None and not torch._C._are_functorch_transforms_active():
+        leaves = [x.detach().requires_grad_(x.requires_grad) for x in (call.q, call.k, call.v)]
+        given = [x for x in again(*leaves) if x is not None]
+        try:
+            torch.autograd.grad(given, [x for x in leaves if x.requires_grad], [torch.zeros_like(x) for x in given])
+        except torch.OutOfMemoryError:
+            pass
+        except Exception as error:
+            raise Unavailable(_first_line(error)) from error
+        _OUTCOMES.put(kind, (), "", 1)
+    return Ran(*again(call.q, call.k, call.v), again)
 
 
 def _run_reference(call: Call) -> Ran:
@@ -299,8 +338,8 @@ BACKENDS = {
         Backend("reference", lambda call: None, _run_reference),
     )
 }
-# Kinds of call that a backend failed at, and why: not tried again under "auto".
-_FAILURES: Cache[str] = Cache("failures", max_bytes=1024)  # counted, one byte each
+# How kinds of call went: why a backend failed, which is then not tried again under "auto"; "" where gradients worked.
+_OUTCOMES: Cache[str] = Cache("outcomes", max_bytes=1024)  # counted, one byte each
 
 
 def choose(call: Call) -> tuple[list[Backend], dict[str, str]]:
@@ -317,7 +356,7 @@ def choose(call: Call) -> tuple[list[Backend], dict[str, str]]:
 
 
 def _reason_against(backend: Backend, call: Call) -> str | None:
-    return backend.refuses(call) or _FAILURES.get((backend.name, _kind(call)))
+    return backend.refuses(call) or _OUTCOMES.get((backend.name, _kind(call)))
 
 
 def check(call: Call, name: str) -> None:
@@ -341,7 +380,7 @@ def run(call: Call, name: str) -> Ran:
         try:
             return backend.run(call)
         except Unavailable as error:
-            _FAILURES.put((backend.name, _kind(call)), (), f"it failed before: {error}", 1)
+            _OUTCOMES.put((backend.name, _kind(call)), (), f"it failed before: {error}", 1)
             _log.warning("backend %r failed and is left out for such calls: %s", backend.name, error)
     raise RuntimeError("flexmasks.attention: no backend could run this call.")
 

@@ -106,13 +106,13 @@ def cache_info() -> dict[str, CacheInfo]:
     """Hits, misses, entries and bytes of each of the library's caches, by name.
 
     `blocks`, `rows`, `scores` and `calls` (of `attention`; their blocks are mostly those in `blocks`) are measured in
-    bytes. `kernels` (compiled code), `failures` (of backends) and `numbers` (values of masks' numbers) are counted
+    bytes. `kernels` (compiled code), `outcomes` (of backends) and `numbers` (values of masks' numbers) are counted
     instead: an entry is one byte.
 
     Example:
         >>> import flexmasks
         >>> sorted(flexmasks.cache_info())
-        ['blocks', 'calls', 'failures', 'kernels', 'numbers', 'rows', 'scores']
+        ['blocks', 'calls', 'kernels', 'numbers', 'outcomes', 'rows', 'scores']
     """
     return {name: cache.info() for name, cache in _CACHES.items()}
 

@@ -26,6 +26,8 @@ class Direct:
     with_lse: bool
     by_head: Sequences | None = None  # the sequences of each head for itself, where that is of use
 
+    key = "fa4"
+
     @property
     def nbytes(self) -> int:
         return sum(s.nbytes for s in (self.sequences, self.by_head) if s is not None)

@@ -13,7 +13,7 @@ import logging
 import time
 import types
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,8 +33,10 @@ _numbers = itertools.count()
 class _Kernel:
     compiled: Callable[..., Any]
     static: bool  # compiled for each length anew
+    lengths: set[tuple[int, int]] = field(default_factory=set)  # of queries and keys that it has run
 
 
+_LENGTHS = 64  # so many are noted
 _KERNELS: Cache[_Kernel] = Cache("kernels", max_bytes=256)  # counted, not measured: one byte each
 
 
@@ -101,7 +103,11 @@ def run(key: Hashable, *args: Any) -> tuple[Tensor, Tensor | None]:
 
     Whatever torch raises while compiling comes through.
     """
-    kernel = _KERNELS.get(key) or _new(key)
+    kernel = _KERNELS.get(key)
+    lengths = args[0].shape[2], args[1].shape[2]
+    if kernel is None:
+        kernel = _new(key)
+        _log.info("compiling attention for q %s, the first of its kind: some seconds", list(args[0].shape))
     before = counters["stats"]["unique_graphs"]
     start = time.perf_counter()
     try:
@@ -113,9 +119,23 @@ def run(key: Hashable, *args: Any) -> tuple[Tensor, Tensor | None]:
             raise
         # torch's compiler for the CPU cannot do some kernels with symbolic lengths: then one for each length
         result = _new(key, static=True).compiled(*args)
+    if lengths not in kernel.lengths and len(kernel.lengths) < _LENGTHS and (found := _KERNELS.get(key)) is not None:
+        found.lengths.add(lengths)
     if counters["stats"]["unique_graphs"] != before:
         _log.info("compiled attention for q %s in %.1f s", list(args[0].shape), time.perf_counter() - start)
     return result  # type: ignore[no-any-return] # torch.compile keeps no types
+
+
+def compiles(key: Hashable, q_len: int, kv_len: int) -> str:
+    """Whether `run` would compile for these lengths, in words."""
+    kernel = _KERNELS.get(key)
+    if kernel is None:
+        return "yes, some seconds: it is the first call of its kind"
+    if (q_len, kv_len) in kernel.lengths:
+        return "no: such a call has run before"
+    if kernel.static or len(kernel.lengths) < 3:
+        return "probably, some seconds: such a call has run before, but not at these lengths"
+    return "no: such a call has run at other lengths, by a kernel for any"
 
 
 def _new(key: Hashable, static: bool = False) -> _Kernel:

@@ -251,6 +251,24 @@ def test_decoding_step_by_step_equals_the_whole(device: str) -> None:
         assert counters["stats"]["unique_graphs"] == graphs  # a step compiles nothing
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [64, 128])
+def test_a_learned_bias_stays_fused(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At these sizes torch's own choice of blocks needs more shared memory than an H200 has."""
+    q, k, v = (torch.randn(1, 4, 600, size, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    table = torch.randn(4, 1199, device="cuda", requires_grad=True)
+    weight = torch.randn_like(q)
+
+    def gradients(backend: str) -> list[Tensor]:
+        out = flexmasks.attention(q, k, v, mask="causal", score="relative_bias", table=table, backend=backend)
+        return [out, *torch.autograd.grad(out, (q, k, v, table), weight)]
+
+    want = gradients("reference")
+    monkeypatch.setattr("flexmasks.reference.attend", None)
+    for got, expected in zip(gradients("auto"), want, strict=True):
+        assert error(got, expected.double().cpu()) < 2 * TOLERANCE[torch.bfloat16]
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("lengths", [(5, 130, 0, 40), (300,), (1, 1)])
 def test_jagged(lengths: tuple[int, ...], device: str) -> None:
