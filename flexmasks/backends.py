@@ -58,13 +58,14 @@ class Compiled:
     def nbytes(self) -> int:
         return sum(t.nbytes for t in self.block_mask.as_tuple() if isinstance(t, Tensor))
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, run: Callable[..., tuple[Tensor, Tensor | None]] = kernels.run_again
+    ) -> tuple[Tensor, Tensor | None]:
         """The output and lse, or None; raises Unavailable where it cannot be compiled."""
-        if not self.needs_grad:  # torch refuses tensors that require gradients on the CPU, even under no_grad
-            q, k, v = (x.detach() if x.requires_grad else x for x in (q, k, v))
-        given = self.score_mod, self.block_mask, self.scale, self.options, self.with_lse
+        if not self.needs_grad and (q.requires_grad or k.requires_grad or v.requires_grad):
+            q, k, v = q.detach(), k.detach(), v.detach()  # torch refuses them on the CPU, even under no_grad
         try:
-            out, lse = kernels.run(self.key, q, k, v, *given)
+            out, lse = run(self.key, q, k, v, self.score_mod, self.block_mask, self.scale, self.options, self.with_lse)
         except torch.OutOfMemoryError:
             raise
         except (TorchDynamoException, InductorError) as error:
@@ -306,12 +307,13 @@ def _run_flex(backend: str | None, call: Call) -> Ran:
 
 
 def _proven(call: Call, again: Compiled | Direct) -> Ran:
-    """Run a call; the first of its kind is differentiated too, so that what fails there fails while others can serve."""
+    """Run a call; the first of its kind is differentiated too: what fails there fails while others can serve."""
+    first = functools.partial(again, run=kernels.run) if isinstance(again, Compiled) else again
     kind = "proven", again.key, _kind(call)
     learns = call.needs_grad and any(x.requires_grad for x in (call.q, call.k, call.v))
     if learns and _OUTCOMES.get(kind) is None and not torch._C._are_functorch_transforms_active():
         leaves = [x.detach().requires_grad_(x.requires_grad) for x in (call.q, call.k, call.v)]
-        given = [x for x in again(*leaves) if x is not None]
+        given = [x for x in first(*leaves) if x is not None]
         try:
             torch.autograd.grad(given, [x for x in leaves if x.requires_grad], [torch.zeros_like(x) for x in given])
         except torch.OutOfMemoryError:
@@ -319,7 +321,7 @@ def _proven(call: Call, again: Compiled | Direct) -> Ran:
         except Exception as error:
             raise Unavailable(_first_line(error)) from error
         _OUTCOMES.put(kind, (), "", 1)
-    return Ran(*again(call.q, call.k, call.v), again)
+    return Ran(*first(call.q, call.k, call.v), again)
 
 
 def _run_reference(call: Call) -> Ran:

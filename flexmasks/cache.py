@@ -58,15 +58,14 @@ class Cache(Generic[Value]):
             full = _full(key, tensors)
             entry = self._entries.get(full)
             if entry is not None:
-                states = _identities(tensors)
-                if states is not None and all(
-                    ref() is t and then == now
-                    for (ref, then), t, now in zip(entry.made_from, tensors, states, strict=True)
-                ):
+                for (ref, then), tensor in zip(entry.made_from, tensors, strict=True):
+                    if ref() is not tensor or identity(tensor) != then:
+                        self._forget(full)
+                        break
+                else:
                     self._entries.move_to_end(full)
                     self._hits += 1
                     return entry.value
-                self._forget(full)
             self._misses += 1
             return None
 

@@ -126,6 +126,17 @@ def run(key: Hashable, *args: Any) -> tuple[Tensor, Tensor | None]:
     return result  # type: ignore[no-any-return] # torch.compile keeps no types
 
 
+def run_again(key: Hashable, *args: Any) -> tuple[Tensor, Tensor | None]:
+    """`run` for a call that ran before, at these lengths: the shortest way."""
+    kernel = _KERNELS.get(key)
+    if kernel is None:
+        return run(key, *args)
+    try:
+        return kernel.compiled(*args)  # type: ignore[no-any-return] # torch.compile keeps no types
+    except (FailOnRecompileLimitHit, InductorError):
+        return run(key, *args)
+
+
 def compiles(key: Hashable, q_len: int, kv_len: int) -> str:
     """Whether `run` would compile for these lengths, in words."""
     kernel = _KERNELS.get(key)

@@ -150,6 +150,12 @@ def definition(kind: str, name: str) -> Definition:
     return known[name]
 
 
+def is_own(kind: str, name: str) -> bool:
+    """Whether that is a name of the library's own, whose functions never change."""
+    found = _REGISTRY[kind].get(name)
+    return found is not None and found.own
+
+
 def functions_of(kind: str, value: Any) -> Any:
     """A mask or score given as in a call, for `captures.capture` to read: a name as the functions that it stands for.
 
