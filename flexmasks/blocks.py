@@ -88,7 +88,7 @@ def _dependence_by_vmap(mask_mod: MaskMod, batch: int, heads: int, device: torch
         indices = (torch.zeros(() if d is None else n, dtype=torch.int64, device=device) for d in in_dims)
         with _ScalarIndexing():
             seen = torch.vmap(mask_mod, in_dims=in_dims)(*indices)
-        sizes.append(1 if n == 1 or _boolean(seen, 1).stride(0) == 0 else n)
+        sizes.append(1 if n == 1 or boolean(seen, 1).stride(0) == 0 else n)
     return sizes[0], sizes[1]
 
 
@@ -107,7 +107,7 @@ def dense(mask_mod: MaskMod, batch: int, heads: int, q_len: int, kv_len: int, de
     """The mask as booleans, [batch or 1, heads or 1, q_len, kv_len]."""
     batch, heads = dependence(mask_mod, batch, heads, device)
     indices = (torch.arange(n, device=device) for n in (batch, heads, q_len, kv_len))
-    return _boolean(over_indices(mask_mod)(*indices), 4)
+    return boolean(over_indices(mask_mod)(*indices), 4)
 
 
 def build(
@@ -394,7 +394,7 @@ class Elements:
             self._try_ranges = False
             indices = (x.clone().to(self._device) for x in (b, h, q, kv))  # the function may change them in place
             with _ScalarIndexing():
-                seen = _boolean(self._vmapped(*indices), 3).to(b.device)
+                seen = boolean(self._vmapped(*indices), 3).to(b.device)
         return seen
 
     def ranges(self, blocks: Tensor, rows: _Line, columns: _Line) -> tuple[Tensor, Tensor]:
@@ -429,7 +429,8 @@ class Elements:
         return truth.lo.to(b.device).expand(n, 1, q.shape[1], kv.shape[1])[:, 0]
 
 
-def _boolean(seen: Tensor, dims: int) -> Tensor:
+def boolean(seen: Tensor, dims: int) -> Tensor:
+    """What a mask function gave for [..] indices of so many dimensions, if it is one truth value for each."""
     if seen.dtype != torch.bool:
         raise TypeError(
             "flexmasks: a mask function must return a boolean tensor, "

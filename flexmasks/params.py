@@ -33,6 +33,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import numpy as np
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 _BOUND = r"-?\d+(?:\.\d+)?(?:e-?\d+)?|[A-Z]+(?:-\d+)?"
 _ALTERNATIVE = re.compile(
@@ -164,7 +165,7 @@ class Parameter:
         if value.device != size.device:
             raise self._error(ValueError, what, f"one on {value.device}, and the call is on {size.device}", sizes)
         low, high = _bound(alternative.low, sizes), _bound(alternative.high, sizes)
-        if (low is not None or high is not None) and value.numel() and not torch.compiler.is_compiling():
+        if (low is not None or high is not None) and can_be_read(value) and value.numel():
             least, most = torch.stack(torch.aminmax(value.detach())).tolist()
             if not ((low is None or least >= low) and (high is None or most <= high)):
                 raise self._error(ValueError, what, f"values from {least} to {most}", sizes)
@@ -230,6 +231,17 @@ def freeze(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return tuple(freeze(v) for v in value)
     return value
+
+
+def can_be_read(tensor: Tensor) -> bool:
+    """Whether a tensor's values can be asked for: not while a graph is traced, without memory, or under torch.vmap."""
+    if torch.compiler.is_compiling():
+        return False
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        if torch._C._functorch.is_batchedtensor(tensor):
+            return False
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
 def batch_size(parameters: Mapping[str, Parameter], values: Mapping[str, Any]) -> int | None:

@@ -15,7 +15,9 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._subclasses import FakeTensor
 from torch.nn.attention.flex_attention import BlockMask
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from flexmasks import blocks, rows
 from flexmasks.blocks import Layout
@@ -23,7 +25,7 @@ from flexmasks.cache import Cache
 from flexmasks.captures import Aliases, Opaque, capture
 from flexmasks.dense import Dense, told
 from flexmasks.facts import Blocks
-from flexmasks.params import Size, describe
+from flexmasks.params import Size, can_be_read, describe
 from flexmasks.registry import from_arguments, functions_of, get_mask
 from flexmasks.rows import Rows
 from flexmasks.values import Mask, Modifier, NestedExtras
@@ -43,7 +45,7 @@ class _Found:
 
     @property
     def nbytes(self) -> int:
-        return _ENTRY + sum(t.numel() * t.element_size() for t in _tensors_in(self.extras))
+        return _ENTRY + sum(t.nbytes for t in _tensors_in(self.extras))
 
 
 @dataclass(frozen=True)
@@ -53,21 +55,12 @@ class _FoundMask(_Found):
 
     @property
     def nbytes(self) -> int:
-        return super().nbytes + sum(t.numel() * t.element_size() for t in self.layout.indices)
-
-
-@dataclass(frozen=True)
-class _FoundRows(_Found):
-    rows: Rows
-
-    @property
-    def nbytes(self) -> int:
-        return super().nbytes + self.rows.nbytes
+        return super().nbytes + sum(t.nbytes for t in self.layout.indices)
 
 
 _Kept = TypeVar("_Kept", bound=_Found)
 _BLOCKS: Cache[_FoundMask] = Cache("blocks", max_bytes=5 << 28)  # a million tokens take 1.07 GB
-_ROWS: Cache[_FoundRows] = Cache("rows", max_bytes=1 << 29)
+_ROWS: Cache[Rows] = Cache("rows", max_bytes=1 << 29)
 _SCORES: Cache[_Found] = Cache("scores", max_bytes=1 << 26)
 _NUMBERS: Cache[set[Hashable]] = Cache("numbers", max_bytes=1024)  # values seen of masks' numbers; one byte each
 
@@ -228,29 +221,41 @@ class MaskPlan(Plan):
         return {n: v for n, v in options[0].items() if not (scored and n == "ROWS_GUARANTEED_SAFE")}
 
 
-def rows_of(mask: Any, params: dict[str, Any], shape: torch.Size, device: torch.device) -> Rows:
-    """What each row of scores [B, H, Q, KV] sees of a mask, given as in a call."""
+def rows_of(mask: Any, params: dict[str, Any], x: Tensor) -> Rows:
+    """What each row of scores x [B, H, Q, KV] sees of a mask, given as in a call."""
+    if torch.compiler.is_compiling():
+        if not (isinstance(mask, str | Mask) or params):  # a function, whose signature cannot be read here
+            return rows.traced(mask, *_sizes(x))
+        made = get_mask(mask, **params)
+        return rows.traced(made.bind(made.resolve(Size(*_sizes(x)))), *_sizes(x))
     tensors: list[Tensor] = []
     read: Hashable = functions_of("mask", mask)
     key: Hashable = None
     try:
         if params or not isinstance(read, str):  # else there is nothing to read
             read = capture((read, params), tensors)
-        key = read, shape, device, torch.get_default_dtype()
+        key = read, x.shape, x.device, torch.get_default_dtype()
     except Opaque:
         pass
-    found = None if key is None else _ROWS.get(key, tensors)
+    is_traced = is_in_torch_dispatch_mode() or x.is_meta or isinstance(x, FakeTensor)
+    is_traced = is_traced or not all(map(can_be_read, tensors))
+    found = None if key is None or is_traced else _ROWS.get(key, tensors)
     if found is None:
         made = cast(Mask, from_arguments(mask, None, params)[0])
-        batch, heads, q_len, kv_len = shape
-        size = Size(batch, heads, q_len, kv_len, device)
-        with _outside_transforms(tensors):
-            mod = made.bind(made.resolve(size))
-            with explained(made), torch.no_grad():
-                found = _FoundRows({}, None, rows.build(mod, batch, heads, q_len, kv_len, device))
-        if key is not None:
-            _ROWS.put(key, tensors, found, found.nbytes)
-    return found.rows
+        if not is_traced and not x.numel():
+            return Rows()
+        on_fake = x.fake_mode if isinstance(x, FakeTensor) else contextlib.nullcontext()
+        with _outside_transforms(tensors), explained(made), on_fake, torch.no_grad():
+            mod = made.bind(made.resolve(Size(*_sizes(x))))
+            found = (rows.traced if is_traced else rows.build)(mod, *_sizes(x))
+        if key is not None and not is_traced:
+            _ROWS.put(key, tensors, found, _ENTRY + found.nbytes)
+    return found
+
+
+def _sizes(x: Tensor) -> tuple[int, int, int, int, torch.device]:
+    batch, heads, q_len, kv_len = x.shape
+    return batch, heads, q_len, kv_len, x.device
 
 
 class ScorePlan(Plan):

@@ -6,33 +6,35 @@ flexmasks.blocks and flexmasks.ranges.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from flexmasks.blocks import Elements, MaskMod, coordinates_of, decide
+from flexmasks.blocks import Elements, MaskMod, boolean, coordinates_of, decide, over_indices
 
 _WIDTH = 128  # columns of a block
 _WORDS = _WIDTH // 32
 
 
-@dataclass(frozen=True)
-class Rows:
+class Rows(NamedTuple):
     """What each row of a mask sees. Dimensions of which the mask does not depend have size 1.
 
     bounds: int32 [B or 1, H or 1, Q or 1, 2], the first visible column and the end, the last one + 1; 0 and 0 where
         nothing is visible. None: everything is visible.
     bits: int32 [B or 1, H or 1, Q or 1, ceil(KV / 32)], column k in bit k % 32 of word k // 32; None where no row has
         hidden columns between visible ones.
+    seen: in place of bits where a mask is `traced`, [B or 1, H or 1, Q or 1, KV], True = visible.
     """
 
-    bounds: Tensor | None
-    bits: Tensor | None
+    bounds: Tensor | None = None
+    bits: Tensor | None = None
+    seen: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in (self.bounds, self.bits) if t is not None)
+        return sum(t.nbytes for t in self if t is not None)
 
 
 def build(mask_mod: MaskMod, batch: int, heads: int, q_len: int, kv_len: int, device: torch.device) -> Rows:
@@ -72,10 +74,29 @@ def build(mask_mod: MaskMod, batch: int, heads: int, q_len: int, kv_len: int, de
     first = torch.minimum(first, end)
     is_full, has_holes = torch.stack([(count == kv_len).all(), (count != end - first).any()]).tolist()
     if is_full:
-        return Rows(None, None)
+        return Rows()
     bits = None
     if has_holes:
         table = torch.where(certain[..., None], -1, 0).int().expand(-1, -1, _WORDS).contiguous()
         table[row, block] = torch.cat(words) if words else table[row, block]
         bits = table.view(*shape, -1)[..., : -(-kv_len // 32)].contiguous().to(device)
     return Rows(torch.stack([first, end], 1).int().view(*shape, 2).to(device), bits)
+
+
+def traced(mask_mod: MaskMod, batch: int, heads: int, q_len: int, kv_len: int, device: torch.device) -> Rows:
+    """What the rows of a mask see, by operations that do not depend on any value: those of a graph, or of torch.vmap.
+
+    The mask is booleans here, of the dimensions on which it depends. Raises as `build` does.
+    """
+    sizes = batch, heads, q_len, kv_len
+    indices = (torch.arange(torch.sym_max(n, 1), device=device) for n in sizes)  # vmap fails on no indices
+    seen = boolean(over_indices(mask_mod)(*indices), 4)
+    # vmap gives what does not depend on an index one element in memory for all of that index
+    alone = [statically_known_true(seen.stride(dim) == 0) for dim in (0, 1, 2)]
+    seen = seen[tuple(slice(0, 1 if a else n) for a, n in zip([*alone, False], sizes, strict=True))]
+    if not statically_known_true(kv_len > 0):  # there is no first and last of no columns
+        return Rows(seen=seen)
+    column = torch.arange(kv_len, device=device)
+    end = torch.where(seen, column + 1, 0).amax(-1)
+    first = torch.minimum(torch.where(seen, column, kv_len).amin(-1), end)
+    return Rows(bounds=torch.stack([first, end], -1).int(), seen=seen)

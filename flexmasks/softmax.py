@@ -7,25 +7,32 @@ Triton kernels on a GPU (flexmasks.softmax_kernels), plain torch elsewhere.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
-from collections.abc import Callable
+import numbers
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch._library.autograd import Info, make_autograd_impl
+from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import _len_torch_dispatch_stack  # type: ignore[attr-defined] # not listed
+from torch.autograd.function import _SingleLevelFunction
+from torch.fx.experimental.symbolic_shapes import guard_or_false, guard_or_true
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from flexmasks.blocks import over_indices
-from flexmasks.params import Size, describe
+from flexmasks.params import describe
 from flexmasks.planning import rows_of
-from flexmasks.registry import from_arguments, get_mask
+from flexmasks.registry import from_arguments
+from flexmasks.rows import Rows
 from flexmasks.values import Mask
 
 MaskLike = str | Mask | Callable[..., Tensor]
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MASK_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_ARRAYS = (list, tuple, np.ndarray)
+_SYMBOLS = (torch.SymFloat, torch.SymInt)
 _LARGEST = torch.finfo(torch.float32).max / math.log2(math.e)  # kernels compute by powers of two
 _CHUNK = 1 << 20  # elements that plain torch computes at once
 _KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -62,7 +69,7 @@ def masked_softmax(x: Tensor, *, mask: MaskLike | Tensor | None = None, scale: f
             Sums are float32 (float64 for float64).
         mask: a registered mask's name, a Mask, or a function (b, h, q, kv) -> bool of index tensors, True = visible; or
             a boolean tensor, True = visible, that broadcasts to x; everything is visible by default.
-        scale: factor of x, a finite number; autocast changes nothing.
+        scale: factor of x, a finite number, also NumPy's; autocast changes nothing.
         **params: the parameters of a mask given by name.
 
     Returns:
@@ -71,7 +78,9 @@ def masked_softmax(x: Tensor, *, mask: MaskLike | Tensor | None = None, scale: f
     Raises:
         ValueError, TypeError: on any input that does not fit, with what to pass.
 
-    Inside torch.compile and torch.export the mask, where it is no tensor, becomes boolean inside the graph. Visible
+    All of torch's transforms know it, in derivatives of any order, forward and reverse. Where values cannot be read
+    (inside torch.compile, torch.export and make_fx, of fake and meta tensors, under torch.vmap over what the mask is
+    made of) the mask, if it is no tensor, is computed as booleans, of the dimensions on which it depends. Visible
     places at which the softmax is 0 by underflow pass no gradient on.
 
     Source: Milakov and Gimelshein, Online normalizer calculation for softmax, 2018.
@@ -88,20 +97,17 @@ def masked_softmax(x: Tensor, *, mask: MaskLike | Tensor | None = None, scale: f
     _check(call, x, scale)
     if x.ndim != 4:
         raise ValueError(f"{call}: `x` must have 4 dimensions, [B, H, Q, K], got {describe(x)}.")
-    if isinstance(mask, Tensor):
+    if mask is None:
         from_arguments(None, None, params)  # there are none
-        if mask.dtype != torch.bool:
-            raise TypeError(f"{call}: a tensor `mask` must be boolean, True = visible, got {describe(mask)}.")
-        _check_mask(call, x, mask)
-        return _softmax(x, None, None, mask, True, torch.sym_float(scale))
-    if mask is None or not x.numel():
-        from_arguments(mask, None, params)
-        return _softmax(x, None, None, None, False, torch.sym_float(scale))
-    if torch.compiler.is_compiling():
-        seen, bounds = _inside_graph(mask, params, x)
-        return _softmax(x, bounds, None, seen, True, torch.sym_float(scale))
-    rows = rows_of(mask, params, x.shape, x.device)
-    return _softmax(x, rows.bounds, rows.bits, None, False, torch.sym_float(scale))
+        rows = Rows()
+    elif isinstance(mask, (Tensor, *_ARRAYS)):
+        from_arguments(None, None, params)
+        wanted = "must be a name, a Mask, a function, or a boolean tensor, True = visible"
+        _check_mask(call, x, mask, (torch.bool,), wanted)
+        rows = Rows(seen=mask)
+    else:
+        rows = rows_of(mask, params, x)
+    return _softmax(x, *rows, True, torch.sym_float(scale))
 
 
 def scaled_masked_softmax(x: Tensor, mask: Tensor, scale: float = 1.0) -> Tensor:
@@ -132,64 +138,57 @@ def scaled_masked_softmax(x: Tensor, mask: Tensor, scale: float = 1.0) -> Tensor
     """
     call = "flexmasks.scaled_masked_softmax"
     _check(call, x, scale)
-    if not isinstance(mask, Tensor) or mask.dtype not in _MASK_DTYPES:
-        raise TypeError(f"{call}: `mask` must be a boolean or integer tensor, True = hidden, got {_kind(mask)}.")
-    _check_mask(call, x, mask)
+    _check_mask(call, x, mask, _MASK_DTYPES, "must be a boolean or integer tensor, True = hidden")
     return _softmax(x, None, None, mask, False, torch.sym_float(scale))
 
 
-def _inside_graph(mask: MaskLike, params: dict[str, Any], x: Tensor) -> tuple[Tensor, Tensor]:
-    """The mask as booleans, and the bounds of its rows, computed inside a graph of torch.compile."""
-    batch, heads, q_len, kv_len = x.shape
-    size = Size(batch, heads, q_len, kv_len, x.device)
-    if isinstance(mask, str | Mask) or params:
-        made = get_mask(mask, **params)
-        mod = made.bind(made.resolve(size))
-    else:
-        mod = mask  # its signature cannot be read here
-    indices = (torch.arange(n, device=size.device) for n in (size.batch, size.heads, size.q_len, size.kv_len))
-    seen = over_indices(mod)(*indices)
-    for dim in (0, 1, 2):
-        if seen.stride(dim) == 0:  # the mask does not depend on it
-            seen = seen.narrow(dim, 0, 1)
-    column = torch.arange(size.kv_len, device=size.device)
-    end = torch.where(seen, column + 1, 0).amax(-1)
-    first = torch.minimum(torch.where(seen, column, size.kv_len).amin(-1), end)
-    return seen, torch.stack([first, end], -1).int()
-
-
 def _check(call: str, x: Any, scale: Any) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{call}: `x` must be a tensor, got {_kind(x)}.")
-    if x.dtype not in _DTYPES:
-        raise TypeError(f"{call}: `x` must be float16, bfloat16, float32 or float64, got {describe(x)}.")
-    if x.layout != torch.strided or x.is_nested:
-        raise TypeError(f"{call}: `x` must be a dense tensor, got one of layout {x.layout}.")
+    _check_tensor(call, "x", x, _DTYPES, "must be a tensor of float16, bfloat16, float32 or float64")
     if not x.ndim:
         raise ValueError(f"{call}: `x` must have at least one dimension, got {describe(x)}.")
-    if isinstance(scale, torch.SymFloat | torch.SymInt):  # of a shape that is being traced
+    if isinstance(scale, _SYMBOLS):  # of a shape that is being traced
         return
-    if type(scale) is not float and (isinstance(scale, bool) or not isinstance(scale, int | float)):
-        raise TypeError(f"{call}: `scale` must be a number, got {scale!r}.")
-    if not torch.compiler.is_compiling() and not -_LARGEST <= scale <= _LARGEST:
+    is_number = type(scale) is float or (isinstance(scale, numbers.Real) and not isinstance(scale, bool))
+    if not is_number:
+        is_tensor = isinstance(scale, (Tensor, np.ndarray))
+        got = f"{type(scale).__name__}; multiply `x` by it instead" if is_tensor else repr(scale)
+        raise TypeError(f"{call}: `scale` must be a number, got {got}.")
+    if not -_LARGEST <= scale <= _LARGEST:
         raise ValueError(f"{call}: `scale` must be finite, at most {_LARGEST:.3g}, got {scale!r}.")
 
 
-def _check_mask(call: str, x: Tensor, mask: Tensor) -> None:
+def _check_mask(call: str, x: Tensor, mask: Any, dtypes: tuple[torch.dtype, ...], wanted: str) -> None:
+    _check_tensor(call, "mask", mask, dtypes, wanted)
     if mask.device != x.device:
         raise ValueError(f"{call}: `mask` is on {mask.device}, `x` on {x.device}; use mask.to({str(x.device)!r}).")
-    fits = mask.ndim <= x.ndim and all(
-        m in (1, n) for m, n in zip(reversed(mask.shape), reversed(x.shape), strict=False)
-    )
-    if not fits:
+    sizes = zip(reversed(mask.shape), reversed(x.shape), strict=False)
+    fits = _broadcasts if torch.compiler.is_compiling() else lambda m, n: m in (1, n)
+    if mask.ndim > x.ndim or not all(fits(m, n) for m, n in sizes):
         raise ValueError(
             f"{call}: `mask` must broadcast to x's shape {list(x.shape)}: each size, from the last, that of x or 1; "
             f"got {describe(mask)}."
         )
 
 
-def _kind(value: Any) -> str:
-    return describe(value) if isinstance(value, Tensor) else type(value).__name__
+def _broadcasts(m: int, n: int) -> bool:
+    """Whether a size is 1 or n. Sizes that only runs of a graph will know are taken for equal, which those check."""
+    if guard_or_false(m == 1) or guard_or_false(m == n):
+        return True
+    if not guard_or_true(m == n):
+        return False
+    torch._check(m == n, lambda: "flexmasks: a mask's sizes must be those of x, or 1")
+    return True
+
+
+def _check_tensor(call: str, name: str, value: Any, dtypes: tuple[torch.dtype, ...], wanted: str) -> None:
+    if not isinstance(value, Tensor):
+        hint = "; use torch.as_tensor" if isinstance(value, _ARRAYS) else ""
+        raise TypeError(f"{call}: `{name}` {wanted}, got {type(value).__name__}{hint}.")
+    if value.is_nested or value.layout != torch.strided:
+        kind = "a nested one" if value.is_nested else f"one of layout {value.layout}"
+        raise TypeError(f"{call}: `{name}` must be a dense tensor, got {kind}.")
+    if value.dtype not in dtypes:
+        raise TypeError(f"{call}: `{name}` {wanted}, got {describe(value)}.")
 
 
 # --- what runs ---
@@ -223,33 +222,39 @@ def _current(device: torch.device) -> contextlib.AbstractContextManager[object]:
 def _forward_plain(
     x: Tensor, bounds: Tensor | None, bits: Tensor | None, mask: Tensor | None, visible: bool, scale: float
 ) -> Tensor:
-    """The softmax in plain torch, a slice of the rows at a time; half precisions are computed in float32."""
+    """The softmax in plain torch, some rows at a time; half precisions are computed in float32."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     columns = torch.arange(x.shape[-1], device=x.device)
-    for rows in _slices(x):
-        of_bounds, of_bits, of_mask = (None if t is None else _rows(t, rows) for t in (bounds, bits, mask))
+    for part in _parts(x.shape):
+        of_bounds, of_bits, of_mask = (None if t is None else _cut(t, part) for t in (bounds, bits, mask))
         hidden = _hidden(columns, of_bounds, of_bits, of_mask, visible)
-        scores = _rows(x, rows).to(_accumulator(x.dtype)) * scale
+        scores = _cut(x, part).to(_accumulator(x.dtype)) * scale
         if hidden is None:
             found = scores.softmax(-1)
         else:
             found = scores.masked_fill(hidden, -math.inf).softmax(-1).masked_fill(hidden, 0)
-        _rows(y, rows).copy_(found)
+        _cut(y, part).copy_(found)
     return y
 
 
 def _backward_plain(dy: Tensor, y: Tensor, scale: float) -> Tensor:
     dx = torch.empty(y.shape, dtype=y.dtype, device=y.device)
-    for rows in _slices(y):
-        weights, slopes = (_rows(t, rows).to(_accumulator(y.dtype)) for t in (y, dy))
-        _rows(dx, rows).copy_(_formula(slopes, weights, scale))
+    for part in _parts(y.shape):
+        found = _over_visible(lambda y, dy: scale * y * (dy - _dot(y, dy)), _cut(y, part), _cut(dy, part))
+        _cut(dx, part).copy_(found)
     return dx
 
 
-def _formula(dy: Tensor, y: Tensor, scale: float) -> Tensor:
-    zero = y == 0
-    products = (y * dy).masked_fill(zero, 0)
-    return (scale * (products - y * products.sum(-1, keepdim=True))).masked_fill(zero, 0)
+def _over_visible(formula: Callable[..., Tensor], y: Tensor, *others: Tensor) -> Tensor:
+    """A formula of a softmax y and others of its shape, with 0 for these, and in the result, where y is 0: hidden."""
+    hidden = y == 0
+    wide = _accumulator(y.dtype)
+    found = formula(y.to(wide), *(t.to(wide).masked_fill(hidden, 0) for t in others))
+    return found.masked_fill(hidden, 0).to(y.dtype)
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    return (a * b).sum(-1, keepdim=True)
 
 
 def _hidden(
@@ -269,43 +274,45 @@ def _hidden(
     return hidden
 
 
-def _slices(x: Tensor) -> list[tuple[int, int]]:
-    """Starts and lengths of slices of the last leading dimension."""
-    if x.ndim < 2:
-        return [(0, 1)]
-    n = x.shape[-2]
-    step = max(1, _CHUNK // max(1, x.numel() // max(1, n)))
-    return [(start, min(step, n - start)) for start in range(0, n, step)]
+def _parts(shape: torch.Size) -> Iterator[tuple[slice, ...]]:
+    """Slices of the leading dimensions that cut a tensor into parts of at most _CHUNK elements, or else of one row."""
+    *leading, size = shape
+    steps: list[int] = []
+    for n in reversed(leading):
+        steps.insert(0, max(1, min(n, _CHUNK // max(1, size))))
+        size *= steps[0]
+    starts = (range(0, n, step) for n, step in zip(leading, steps, strict=True))
+    for part in itertools.product(*starts):
+        yield tuple(slice(start, start + step) for start, step in zip(part, steps, strict=True))
 
 
-def _rows(x: Tensor, rows: tuple[int, int]) -> Tensor:
-    return x.narrow(-2, *rows) if x.ndim > 1 and x.shape[-2] > 1 else x
+def _cut(x: Tensor, part: tuple[slice, ...]) -> Tensor:
+    """The part of a tensor that broadcasts to the one that is cut."""
+    own = part[len(part) - x.ndim + 1 :] if x.ndim else ()
+    return x[tuple(slice(None) if n == 1 else p for n, p in zip(x.shape[:-1], own, strict=True))]
 
 
 def _accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-# --- autograd, vmap, forward-mode AD ---
+# --- derivatives ---
 
 
-class _Softmax(torch.autograd.Function):
-    """The operator as torch.func knows it; the operator's own autograd formula, too."""
-
-    @staticmethod
-    def forward(
-        x: Tensor, bounds: Tensor | None, bits: Tensor | None, mask: Tensor | None, visible: bool, scale: float
-    ) -> Tensor:
-        if _is_plain(x):
-            return _forward(x, bounds, bits, mask, visible, scale)
-        with torch._C._AutoDispatchBelowAutograd():
-            return _forward_op(x, bounds, bits, mask, visible, scale)  # type: ignore[no-any-return]
+class _Softmax(_SingleLevelFunction):
+    """The softmax where no transform is at work, which needs no dispatcher; and the operator's derivatives."""
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, bounds, _, _, _, ctx.scale = inputs
-        ctx.save_for_backward(output, bounds)
-        ctx.save_for_forward(output, bounds)
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        y = _forward(*args)
+        ctx.save_for_backward(*_Softmax.saved(args, y))
+        ctx.scale = args[-1]
+        return y
+
+    @staticmethod
+    def saved(args: Sequence[Any], y: Tensor) -> tuple[Tensor | None, ...]:
+        _, bounds, *_ = args
+        return y, bounds
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -315,47 +322,17 @@ class _Softmax(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, dx: Tensor, *_: None) -> Tensor:
         y, bounds = ctx.saved_tensors
-        return _gradient(dx, y, bounds, ctx.scale)  # the Jacobian is symmetric
+        with _forward_mode():
+            return _gradient(dx, y, bounds, ctx.scale)  # the Jacobian is symmetric
+
+
+class _SoftmaxBackward(_SingleLevelFunction):
+    """Derivatives of the backward operator."""
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Tensor, int]:
-        return _softmax(*_batched(info.batch_size, in_dims, args)), 0
-
-
-class _EagerSoftmax(torch.autograd.Function):
-    """The same where no transform is at work: without `setup_context` a call takes half the time."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        bounds: Tensor | None,
-        bits: Tensor | None,
-        mask: Tensor | None,
-        visible: bool,
-        scale: float,
-    ) -> Tensor:
-        y = _forward(x, bounds, bits, mask, visible, scale)
-        ctx.save_for_backward(y, bounds)
-        ctx.scale = scale
-        return y
-
-    backward = _Softmax.backward
-
-
-class _SoftmaxBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(dy: Tensor, y: Tensor, bounds: Tensor | None, scale: float) -> Tensor:
-        if _is_plain(y) and _is_plain(dy):
-            return _backward(dy, y, bounds, scale)
-        with torch._C._AutoDispatchBelowAutograd():
-            return _backward_op(dy, y, bounds, scale)  # type: ignore[no-any-return]
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        dy, y, bounds, ctx.scale = inputs
-        ctx.save_for_backward(dy, y, bounds)
-        ctx.save_for_forward(dy, y, bounds)
+    def saved(args: Sequence[Any], dx: Tensor) -> tuple[Tensor | None, ...]:
+        dy, y, bounds, _ = args
+        return dy, y, bounds
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
@@ -363,61 +340,94 @@ class _SoftmaxBackward(torch.autograd.Function):
         of_dy = _gradient(d, y, bounds, ctx.scale) if ctx.needs_input_grad[0] else None
         if not ctx.needs_input_grad[1]:
             return of_dy, None, None, None
-        zero = y == 0
-        d, dy = d.masked_fill(zero, 0), dy.masked_fill(zero, 0)
-        of_y = ctx.scale * (d * (dy - (y * dy).sum(-1, keepdim=True)) - dy * (d * y).sum(-1, keepdim=True))
+        of_y = _over_visible(lambda y, d, dy: ctx.scale * (d * (dy - _dot(y, dy)) - dy * _dot(d, y)), y, d, dy)
         return of_dy, of_y, None, None
 
     @staticmethod
     def jvp(ctx: Any, d_dy: Tensor | None, d_y: Tensor | None, *_: None) -> Tensor:
         dy, y, bounds = ctx.saved_tensors
-        found = torch.zeros_like(y) if d_dy is None else _gradient(d_dy, y, bounds, ctx.scale)
-        if d_y is None:
-            return found
-        zero = y == 0
-        d_y, dy = d_y.masked_fill(zero, 0), dy.masked_fill(zero, 0)
-        sums = (y * dy).sum(-1, keepdim=True), (d_y * dy).sum(-1, keepdim=True)
-        change: Tensor = ctx.scale * (d_y * dy - d_y * sums[0] - y * sums[1])
-        return found + change
+        with _forward_mode():
+            dy, y = (forward_ad.unpack_dual(t, level=0).primal for t in (dy, y))  # there is but one level
+            found = torch.zeros_like(y) if d_dy is None else _gradient(d_dy, y, bounds, ctx.scale)
+            if d_y is None:
+                return found
+            return found + _over_visible(
+                lambda y, d_y, dy: ctx.scale * (d_y * (dy - _dot(y, dy)) - y * _dot(d_y, dy)), y, d_y, dy
+            )
 
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Tensor, int]:
-        return _gradient(*_batched(info.batch_size, in_dims, args)), 0
+
+def _forward_mode() -> contextlib.AbstractContextManager[object]:
+    """Forward mode on: torch turns it off inside a Function, outer transforms would take all in there for constant."""
+    return forward_ad._set_fwd_grad_enabled(True)
 
 
 def _softmax(
     x: Tensor, bounds: Tensor | None, bits: Tensor | None, mask: Tensor | None, visible: bool, scale: float
 ) -> Tensor:
     """The operator, by the shortest way."""
-    if torch.compiler.is_compiling():
+    if not _is_plain(x):
         return _forward_op(x, bounds, bits, mask, visible, scale)  # type: ignore[no-any-return]
-    if _is_plain(x):
-        if x.requires_grad and torch.is_grad_enabled():
-            return _EagerSoftmax.apply(x, bounds, bits, mask, visible, scale)  # type: ignore[no-any-return]
-        return _forward(x, bounds, bits, mask, visible, scale)
-    return _Softmax.apply(x, bounds, bits, mask, visible, scale)  # type: ignore[no-any-return]
+    if x.requires_grad and torch.is_grad_enabled():
+        return _Softmax.apply(x, bounds, bits, mask, visible, scale)  # type: ignore[attr-defined, no-any-return]
+    return _forward(x, bounds, bits, mask, visible, scale)
 
 
 def _gradient(dy: Tensor, y: Tensor, bounds: Tensor | None, scale: float) -> Tensor:
     """The backward operator, by the shortest way."""
-    if torch.compiler.is_compiling():
-        return _backward_op(dy, y, bounds, scale)  # type: ignore[no-any-return]
     if _is_plain(y) and _is_plain(dy) and not torch.is_grad_enabled():
         return _backward(dy, y, bounds, scale)
-    return _SoftmaxBackward.apply(dy, y, bounds, scale)  # type: ignore[no-any-return]
+    return _backward_op(dy, y, bounds, scale)  # type: ignore[no-any-return]
 
 
 def _is_plain(x: Tensor) -> bool:
     """Whether a tensor holds just numbers, and nothing watches what is done with it: the dispatcher is not needed."""
     return bool(
-        type(x) in (Tensor, torch.nn.Parameter)
+        not torch.compiler.is_compiling()
+        and type(x) in (Tensor, torch.nn.Parameter)
         and not torch._C._are_functorch_transforms_active()
-        and not _len_torch_dispatch_stack()
+        and not is_in_torch_dispatch_mode()
         and forward_ad._current_level < 0
         and not torch._C._functorch.is_legacy_batchedtensor(x)  # under torch.autograd.grad(is_grads_batched=True)
-        and x.device.type != "meta"
+        and not x.is_meta
         and not x.is_neg()  # what z.conj().imag is: kernels read memory, which lacks the sign
     )
+
+
+# --- what the dispatcher knows ---
+
+
+def _register(op: Any, run: Callable[..., Tensor], function: Any, fake: Callable[..., Tensor]) -> None:
+    name = op._schema.name
+
+    class Formula(function):
+        """The function for the dispatcher, which calls it for one transform of torch.func after the other."""
+
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Tensor:
+            *args_of_op, keyset = args
+            with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad(), _forward_mode():
+                y: Tensor = op.redispatch(keyset & torch._C._after_autograd_keyset, *args_of_op)
+            saved = function.saved(args_of_op, y)
+            ctx.save_for_backward(*saved)
+            ctx.save_for_forward(*saved)
+            ctx.scale = args_of_op[-1]
+            return y
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+            return *function.backward(ctx, *grads), None
+
+    def autograd(keyset: Any, *args: Any) -> Any:
+        with enable_single_level_autograd_function():
+            return Formula.apply(*args, keyset)
+
+    def vmapped(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Tensor, int]:
+        return op(*_batched(info.batch_size, in_dims, args)), 0
+
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    _library.impl(name, autograd, "Autograd", with_keyset=True)
+    torch.library.register_fake(name, fake, lib=_library)
+    torch.library.register_vmap(name, vmapped, lib=_library)
 
 
 def _batched(size: int, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> list[Any]:
@@ -432,39 +442,6 @@ def _batched(size: int, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> list
             arg = arg.expand(size, *arg.shape)
         found.append(arg)
     return found
-
-
-# --- what the dispatcher knows ---
-
-
-def _register(
-    op: Any, run: Callable[..., Tensor], function: type[torch.autograd.Function], fake: Callable[..., Tensor]
-) -> None:
-    name = op._schema.name
-
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_forward = lambda *_: None
-        function.setup_context(ctx, inputs, output)
-
-    formula = make_autograd_impl(op, Info(function.backward, setup_context))
-
-    def autograd(keyset: Any, *args: Any) -> Any:
-        if forward_ad._current_level >= 0 and any(
-            isinstance(a, Tensor) and forward_ad.unpack_dual(a).tangent is not None for a in args
-        ):
-            raise NotImplementedError(
-                f"torch.ops.{name.replace('::', '.')} has no forward-mode derivative here: a torch.compile'd function "
-                "or a direct call of the operator; call flexmasks.masked_softmax, uncompiled."
-            )
-        return formula(keyset, *args)
-
-    def vmapped(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Tensor, int]:
-        return op(*_batched(info.batch_size, in_dims, args)), 0
-
-    _library.impl(name, run, "CompositeExplicitAutograd")
-    _library.impl(name, autograd, "Autograd", with_keyset=True)
-    torch.library.register_fake(name, fake, lib=_library)
-    torch.library.register_vmap(name, vmapped, lib=_library)
 
 
 def _fake(x: Tensor, *_: Any) -> Tensor:

@@ -121,6 +121,18 @@ def _clear(at, start, stop, CHUNK: tl.constexpr):
 
 
 @triton.jit
+def _span(columns, low, high, CHUNK: tl.constexpr, BOUNDS: tl.constexpr):
+    """From where to where a long row is read, and in how many chunks."""
+    if BOUNDS:
+        start = low
+        stop = high
+    else:
+        start = columns * 0
+        stop = columns
+    return start, stop, tl.cdiv(stop - start, CHUNK)
+
+
+@triton.jit
 def _visible(
     bits,
     mask,
@@ -287,13 +299,7 @@ def _forward_long(
 
     What is visible is read twice, the second time mostly from the cache.
     """
-    if BOUNDS:
-        start = low
-        stop = high
-    else:
-        start = columns * 0
-        stop = columns
-    n_chunks = tl.cdiv(stop - start, CHUNK)
+    start, stop, n_chunks = _span(columns, low, high, CHUNK, BOUNDS)
     _clear(y, columns * 0, start, CHUNK)
     _clear(y, start + n_chunks * CHUNK, columns, CHUNK)
     most = tl.full((), float("-inf"), tl.float32)
@@ -425,32 +431,9 @@ def _forward(
                     VISIBLE,
                     SIGN,
                 )
-    elif HALVINGS == 0:
-        _forward_tile(
-            y,
-            x,
-            bounds,
-            bits,
-            mask,
-            columns,
-            is_row,
-            first,
-            end,
-            low,
-            high,
-            scale,
-            ROWS,
-            BLOCK,
-            BLOCK,
-            X_COLUMN,
-            MASK_COLUMN,
-            BOUNDS,
-            VISIBLE,
-            SIGN,
-        )
     else:
         for n in tl.static_range(0, HALVINGS + 1):
-            if (width <= BLOCK >> n) & (width > (BLOCK >> (n + 1) if n < HALVINGS else -1)):
+            if (HALVINGS == 0) | ((width <= BLOCK >> n) & (width > (BLOCK >> (n + 1) if n < HALVINGS else -1))):
                 _forward_tile(
                     y,
                     x,
@@ -539,13 +522,8 @@ def _backward_long(
     BOUNDS: tl.constexpr,
 ):
     """One row that does not fit in registers, in two passes: the sum, then the result."""
-    if BOUNDS:
-        start = low
-        stop = high
-    else:
-        start = columns * 0
-        stop = columns
-    covered = start + tl.cdiv(stop - start, CHUNK) * CHUNK
+    start, stop, n_chunks = _span(columns, low, high, CHUNK, BOUNDS)
+    covered = start + n_chunks * CHUNK
     _clear(dx, columns * 0, start, CHUNK)
     _clear(dx, covered, columns, CHUNK)
     total_of = tl.zeros((1, CHUNK), tl.float32)
@@ -623,11 +601,9 @@ def _backward(
         for n in tl.static_range(0, HALVINGS + 1):
             if ((n == 0) | (width <= _fits(BLOCK >> n))) & ((n == HALVINGS) | (width > _fits(BLOCK >> (n + 1)))):
                 _backward_long(dx, dy, y, columns, low, high, scale, BLOCK >> n, Y_COLUMN, DY_COLUMN, BOUNDS)
-    elif HALVINGS == 0:
-        _backward_tile(dx, dy, y, columns, is_row, low, high, scale, ROWS, BLOCK, BLOCK, Y_COLUMN, DY_COLUMN, BOUNDS)
     else:
         for n in tl.static_range(0, HALVINGS + 1):
-            if (width <= BLOCK >> n) & (width > (BLOCK >> (n + 1) if n < HALVINGS else -1)):
+            if (HALVINGS == 0) | ((width <= BLOCK >> n) & (width > (BLOCK >> (n + 1) if n < HALVINGS else -1))):
                 _backward_tile(
                     dx, dy, y, columns, is_row, low, high, scale, ROWS, BLOCK, BLOCK >> n, Y_COLUMN, DY_COLUMN, BOUNDS
                 )
@@ -648,7 +624,7 @@ def forward(
         return y
     factor = abs(scale) * _LOG2E
     sign = 0 if factor < _LEAST else 1 if scale > 0 else -1
-    key = (_kind(x), _kind(bounds), _kind(bits), _kind(mask), visible, sign, x.device.index)
+    key = (_layout_of(x), _layout_of(bounds), _layout_of(bits), _layout_of(mask), visible, sign, x.device.index)
     launch = _launches.get(key)
     if launch is not None:
         run, numbers, constants = launch
@@ -678,7 +654,7 @@ def backward(dy: Tensor, y: Tensor, bounds: Tensor | None, scale: float) -> Tens
     dx = torch.empty_like(y, memory_format=torch.contiguous_format)
     if not dx.numel():
         return dx
-    key = (_kind(dy), _kind(y), _kind(bounds), y.device.index)
+    key = (_layout_of(dy), _layout_of(y), _layout_of(bounds), y.device.index)
     launch = _launches.get(key)
     if launch is not None:
         run, numbers, constants = launch
@@ -705,8 +681,8 @@ def _remember(key: Hashable, compiled: Any, programs: int, numbers: Any, constan
     _launches[key] = compiled[(programs, 1, 1)], numbers, constants
 
 
-def _kind(tensor: Tensor | None) -> Hashable:
-    """All that a launch depends on."""
+def _layout_of(tensor: Tensor | None) -> Hashable:
+    """All of a tensor that a launch depends on."""
     if tensor is None:
         return None
     return tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr() % 16 == 0

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import subprocess
 import sys
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import oracles
 import pytest
 import test_blocks
@@ -22,11 +25,14 @@ from oracles import MASK_CASES, Case
 from test_blocks import Drawn, drawn
 from test_softmax_kernels import softmax
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.func import grad, jacfwd, jacrev, jvp, vjp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import create_mask
 
 import flexmasks
 from flexmasks import rows
+from flexmasks import softmax as softmax_module
 from flexmasks.params import Size
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -165,13 +171,20 @@ def test_what_torch_gives_for_infinite_scores(device: str) -> None:
     assert torch.all(y[:, 7] == 0)
 
 
-def test_memory_is_bounded() -> None:
-    """Half precision is not copied to float32 as a whole."""
-    x = torch.zeros(64, 1024, 128, dtype=torch.bfloat16)
+@pytest.mark.parametrize("shape", [(64, 128, 128), (128, 64, 1, 128), (8192, 1, 128), (16, 1, 1 << 16)])
+def test_memory_is_bounded(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half precision is not copied to float32 as a whole, however its rows are laid out."""
+    monkeypatch.setattr(softmax_module, "_CHUNK", math.prod(shape) // 8)
+    x = torch.randn(shape).bfloat16()
+    hidden = torch.rand(shape[-1]) < 0.5
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        flexmasks.scaled_masked_softmax(x, torch.zeros(128, dtype=torch.bool))
+        y = flexmasks.scaled_masked_softmax(x, hidden)
+        dx = BACKWARD(x, y, None, 1.0)
     largest = max(event.cpu_memory_usage for event in profile.events())
-    assert largest <= 2 * x.numel()
+    assert largest <= x.nbytes
+    monkeypatch.setattr(softmax_module, "_CHUNK", x.numel())
+    assert torch.equal(y, flexmasks.scaled_masked_softmax(x, hidden))
+    assert torch.equal(dx, BACKWARD(x, y, None, 1.0))
 
 
 # --- torch's transforms ---
@@ -262,10 +275,79 @@ def test_operators_are_differentiable() -> None:
         assert torch.autograd.gradgradcheck(lambda x, rest=rest: FORWARD(x, *rest), (x,))
 
 
-def test_forward_mode_of_the_bare_operator_is_refused() -> None:
-    x, *rest = operator_arguments()[0]
-    with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
-        jvp(lambda x: FORWARD(x, *rest), (x.detach(),), (x.detach(),))
+@pytest.mark.parametrize("order", [1, 2, 3])
+def test_derivatives_of_derivatives(order: int) -> None:
+    """Forward mode and reverse mode, in any order, of the call and of the bare operator."""
+    x, _, hidden, call, naive = problem()
+    directions = torch.randn(order, *x.shape, dtype=x.dtype)
+
+    def forward(f: Any, v: Tensor) -> Any:
+        return lambda x: jvp(f, (x,), (v,))[1]
+
+    def reverse(f: Any, v: Tensor) -> Any:
+        return lambda x: vjp(f, x)[1](v)[0]
+
+    def operator(x: Tensor) -> Tensor:
+        return FORWARD(x, None, None, hidden, False, 0.7)  # type: ignore[no-any-return]
+
+    for modes in itertools.product((forward, reverse), repeat=order):
+        functions = [call, operator, naive]
+        for mode, v in zip(modes, directions, strict=True):
+            functions = [mode(f, v) for f in functions]
+        got, of_operator, want = (f(x) for f in functions)
+        close(got, want)
+        close(of_operator, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_second_derivatives_are_summed_in_float32(dtype: torch.dtype) -> None:
+    x = torch.randn(3, 4000)
+    v, w = torch.randn(2, *x.shape)
+    hidden = torch.rand(4000) < 0.3
+
+    def second(f: Any, dtype: torch.dtype) -> Tensor:
+        one, v_, w_ = (t.to(dtype) for t in (x.to(given), v.to(given), w.to(given)))
+        one.requires_grad_()
+        (first,) = torch.autograd.grad(f(one), one, v_, create_graph=True)
+        return torch.autograd.grad(first, one, w_)[0]
+
+    given = dtype
+    want = second(lambda x: x.masked_fill(hidden, -1e300).softmax(-1), torch.float64)
+    got = second(lambda x: flexmasks.scaled_masked_softmax(x, hidden), dtype)
+    assert error(got, want, float(want.norm()) / want.numel() ** 0.5) < 4 * BOUND[dtype]
+
+
+def test_forward_mode_without_torch_func() -> None:
+    x, v, _, call, naive = problem()
+    want = jvp(naive, (x,), (v,))[1]
+    for function in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
+        with forward_ad.dual_level():
+            tangent = forward_ad.unpack_dual(function(forward_ad.make_dual(x, v))).tangent
+        close(tangent, want)
+
+
+def test_transforms_inside_a_compiled_function() -> None:
+    x, v, _, call, naive = problem()
+
+    def transformed(f: Any) -> Any:
+        def loss(x: Tensor) -> Tensor:
+            return (f(x) ** 2 * v).sum()
+
+        return lambda x: (
+            grad(loss)(x),
+            jvp(f, (x,), (v,))[1],
+            jvp(grad(loss), (x,), (v,))[1],
+            vmap(grad(loss), 0, 1)(torch.stack([x, v])),
+            jacfwd(lambda x: f(x)[0, 0, 0])(x),
+        )
+
+    torch._dynamo.reset()
+    close(torch.compile(transformed(call), fullgraph=True, backend="aot_eager")(x), transformed(naive)(x))
+
+
+def test_functionalize() -> None:
+    x, _, _, call, naive = problem()
+    close(torch.func.functionalize(call)(x), naive(x))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -314,6 +396,56 @@ def test_exported() -> None:
                 assert torch.allclose(got, want)
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("shape", [(0, 2, 3, 4), (2, 0, 3, 4), (2, 2, 0, 4), (2, 2, 3, 0)])
+def test_compiled_with_nothing(shape: tuple[int, ...], dynamic: bool) -> None:
+    torch._dynamo.reset()
+    shift = torch.tensor(1)
+
+    @torch.compile(fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    def several(x: Tensor) -> tuple[Tensor, ...]:
+        by_function = flexmasks.masked_softmax(x, mask=lambda b, h, q, kv: q + shift > kv)
+        by_other = flexmasks.masked_softmax(x, mask=lambda b, h, q, kv: (q >= kv) & (kv != b) | (h > 0))
+        return by_function, by_other, flexmasks.masked_softmax(x, mask="causal")
+
+    for y in several(torch.zeros(shape)):
+        assert y.shape == shape
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2, 3])
+def test_compiled_with_sizes_that_depend_on_data(dim: int) -> None:
+    torch._dynamo.reset()
+
+    def scores(counted: Tensor) -> Tensor:
+        sizes = [2, 3, 4, 5]
+        sizes[dim] = counted.nonzero().shape[0]
+        return torch.arange(float(math.prod(sizes))).reshape(sizes).cos()
+
+    def all_of(counted: Tensor) -> list[Tensor]:
+        x = scores(counted)
+        seen = torch.ones(x.shape, dtype=torch.bool)
+        line = torch.ones([n if d == dim else 1 for d, n in enumerate(x.shape)], dtype=torch.bool)
+        return [
+            flexmasks.masked_softmax(x, mask=lambda b, h, q, kv: (q >= kv) & (kv != b) | (h > 0)),
+            flexmasks.masked_softmax(x, mask="causal"),
+            flexmasks.masked_softmax(x, mask=seen),
+            flexmasks.scaled_masked_softmax(x, ~line),
+        ]
+
+    def wrong(counted: Tensor) -> Tensor:
+        return flexmasks.scaled_masked_softmax(torch.zeros(2, 3), counted.nonzero()[:, 0] > 0)
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(all_of, fullgraph=True, backend="aot_eager")
+        for count in (7, 1, 0):
+            torch.testing.assert_close(compiled(torch.ones(count)), all_of(torch.ones(count)))
+        if dim == 0:
+            compiled = torch.compile(wrong, fullgraph=True, backend="aot_eager")
+            assert compiled(torch.ones(3)).shape == (2, 3)
+            with pytest.raises(RuntimeError):
+                compiled(torch.ones(4))
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_autocast_leaves_the_dtype(device: str) -> None:
     with torch.autocast(device, torch.bfloat16):
@@ -323,6 +455,57 @@ def test_autocast_leaves_the_dtype(device: str) -> None:
     assert y.dtype == torch.float32
     assert x.grad is not None
     assert x.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_traced_by_make_fx(mode: str) -> None:
+    """Lengths, and what a function captures of the inputs, stay inputs of the graph."""
+
+    def function(x: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:
+        return (
+            flexmasks.masked_softmax(x, mask="grouped_tril", seq_lens=lengths),
+            flexmasks.masked_softmax(x, mask=lambda b, h, q, kv: kv < lengths[b] + q),
+            grad(lambda x: flexmasks.masked_softmax(x, mask="causal").pow(2).sum())(x),
+        )
+
+    graph = make_fx(function, tracing_mode=mode)(torch.randn(2, 3, 4, 5), torch.tensor([4, 4]))
+    sizes = (2, 3, 6, 7) if mode == "symbolic" else (2, 3, 4, 5)
+    x, lengths = torch.randn(sizes), torch.tensor([2, 3])
+    torch.testing.assert_close(graph(x, lengths), function(x, lengths))
+
+
+def test_what_a_mask_is_made_of_may_be_mapped() -> None:
+    x, lengths = torch.randn(3, 2, 2, 5, 5), torch.tensor([[1, 2], [5, 4], [3, 0]])
+
+    def by_name(x: Tensor, lengths: Tensor) -> Tensor:
+        return flexmasks.masked_softmax(x, mask="grouped_tril", seq_lens=lengths)
+
+    def by_function(x: Tensor, lengths: Tensor) -> Tensor:
+        return flexmasks.masked_softmax(x, mask=lambda b, h, q, kv: (kv < lengths[b]) | (q == kv))
+
+    for f in (by_name, by_function):
+        each = [f(*t) for t in zip(x, lengths, strict=True)]
+        torch.testing.assert_close(vmap(f)(x, lengths), torch.stack(each))
+        torch.testing.assert_close(vmap(f, (None, 0))(x[0], lengths), torch.stack([f(x[0], n) for n in lengths]))
+        slope = grad(lambda x, n, f=f: f(x, n).pow(2).sum())
+        torch.testing.assert_close(
+            vmap(slope)(x, lengths), torch.stack([slope(*t) for t in zip(x, lengths, strict=True)])
+        )
+
+
+@pytest.mark.parametrize("mask", ["causal", lambda b, h, q, kv: q > kv])
+def test_fake_and_meta_scores(mask: Any) -> None:
+    with torch._subclasses.FakeTensorMode():
+        x = torch.empty(2, 3, 4, 5)
+        assert flexmasks.masked_softmax(x, mask=mask).shape == x.shape
+        lengths = torch.tensor([1, 2])
+        assert flexmasks.masked_softmax(x, mask="grouped_tril", seq_lens=lengths).shape == x.shape
+    assert flexmasks.masked_softmax(x, mask=mask).shape == x.shape
+    x = torch.empty(2, 3, 4, 5, device="meta", requires_grad=True)
+    y = flexmasks.masked_softmax(x, mask=mask)
+    assert torch.autograd.grad(y.sum(), x)[0].shape == x.shape
+    for lengths in (torch.empty(2, dtype=torch.int64, device="meta"), [3, 4]):
+        assert flexmasks.masked_softmax(x, mask="grouped_tril", seq_lens=lengths).shape == x.shape
 
 
 def test_fake_and_meta_tensors() -> None:
@@ -436,13 +619,23 @@ def test_rows_are_kept() -> None:
 # --- errors ---
 
 X = torch.zeros(2, 3, 4, 5)
+NESTED = torch.nested.nested_tensor([torch.zeros(2, 3), torch.zeros(4, 3)], layout=torch.jagged)
 
 
 @pytest.mark.parametrize(
     ("call", "kind", "message"),
     [
-        (lambda: flexmasks.masked_softmax([1.0]), TypeError, "masked_softmax: `x` must be a tensor, got list"),
-        (lambda: flexmasks.masked_softmax(X.int()), TypeError, r"`x` must be float16, .*, got int32\[2, 3, 4, 5\]"),
+        (lambda: flexmasks.masked_softmax([1.0]), TypeError, "`x` must be a tensor .*, got list; use torch.as_tensor"),
+        (lambda: flexmasks.masked_softmax(X.int()), TypeError, r"`x` must be .* float16, .*, got int32\[2, 3, 4, 5\]"),
+        (lambda: flexmasks.masked_softmax(NESTED), TypeError, "`x` must be a dense tensor, got a nested one"),
+        (lambda: flexmasks.scaled_masked_softmax(X, NESTED > 0), TypeError, "`mask` must be a dense tensor, got a nes"),
+        (lambda: flexmasks.masked_softmax(X, mask=(X > 0).to_sparse()), TypeError, "`mask` must be .* layout .*sparse"),
+        (lambda: flexmasks.scaled_masked_softmax(X, (X > 0).to_sparse()), TypeError, "`mask` must be a dense tensor"),
+        (lambda: flexmasks.masked_softmax(X, mask=[True] * 5), TypeError, "boolean tensor, .* list; use torch"),
+        (lambda: flexmasks.scaled_masked_softmax(X, np.ones(5) > 0), TypeError, "got ndarray; use torch.as_tensor"),
+        (lambda: flexmasks.masked_softmax(X, mask=torch.nn.Linear(5, 5)), TypeError, "mask Linear: .* 5 were given"),
+        (lambda: flexmasks.masked_softmax(X, scale=torch.tensor(2.0)), TypeError, "got Tensor; multiply `x` by it"),
+        (lambda: flexmasks.masked_softmax(X, scale=1j), TypeError, "`scale` must be a number, got 1j"),
         (lambda: flexmasks.masked_softmax(X[0]), ValueError, r"4 dimensions, \[B, H, Q, K\], got float32\[3, 4, 5\]"),
         (lambda: flexmasks.masked_softmax(X.to_sparse()), TypeError, "dense tensor"),
         (lambda: flexmasks.masked_softmax(X, scale="1"), TypeError, "`scale` must be a number, got '1'"),
@@ -453,7 +646,7 @@ X = torch.zeros(2, 3, 4, 5)
         (lambda: flexmasks.masked_softmax(X, mask=X > 0, window=2), TypeError, "no parameter is named `window`"),
         (lambda: flexmasks.masked_softmax(X, mask="sliding_window"), TypeError, "needs `window`"),
         (lambda: flexmasks.masked_softmax(X, mask="grouped_tril", seq_lens=[1, 9]), ValueError, "seq_lens"),
-        (lambda: flexmasks.masked_softmax(X, mask=X), TypeError, "must be boolean, True = visible, got float32"),
+        (lambda: flexmasks.masked_softmax(X, mask=X), TypeError, "or a boolean tensor, True = visible, got float32"),
         (lambda: flexmasks.masked_softmax(X, mask=X[:, :2] > 0), ValueError, r"broadcast to x's shape \[2, 3, 4, 5\]"),
         (lambda: flexmasks.masked_softmax(X, mask=X[None] > 0), ValueError, "must broadcast"),
         (lambda: flexmasks.masked_softmax(X, mask=lambda b, h, q, kv: q), TypeError, "boolean"),
@@ -468,6 +661,42 @@ def test_errors(call: Any, kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message) as caught:
         call()
     assert str(caught.value).startswith("flexmasks")
+
+
+def test_errors_inside_a_compiled_function() -> None:
+    for call, message in (
+        (lambda x: flexmasks.masked_softmax(x, mask=lambda b, h, q, kv: q), "a boolean tensor, got one of int64"),
+        (lambda x: flexmasks.scaled_masked_softmax(x, x[..., :2] > 0), "must broadcast to x's shape"),
+        (lambda x: flexmasks.masked_softmax(x, mask="casual"), "did you mean 'causal'"),
+        (lambda x: flexmasks.masked_softmax(x, scale=NAN), "`scale` must be finite"),
+    ):  # fmt: skip
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=message):
+            torch.compile(call, fullgraph=True, backend="eager")(X)
+
+
+@pytest.mark.parametrize("scale", [np.float32(0.5), np.float64(0.5), Fraction(1, 2)])
+def test_numbers_of_all_kinds(scale: Any) -> None:
+    x = torch.randn(1, 2, 3, 4)
+    assert torch.equal(flexmasks.masked_softmax(x, scale=scale), flexmasks.masked_softmax(x, scale=0.5))
+    assert torch.equal(flexmasks.masked_softmax(x, scale=np.int64(2)), flexmasks.masked_softmax(x, scale=2))
+
+
+def test_a_module_is_a_mask() -> None:
+    class Threshold(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("most", torch.tensor(2))
+
+        def forward(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+            return q - kv < self.most
+
+    x, module = torch.randn(1, 2, 6, 6), Threshold()
+    for most in (2, 4):
+        module.most.fill_(most)
+        want = flexmasks.masked_softmax(x, mask=lambda b, h, q, kv: q - kv < most)  # noqa: B023
+        assert torch.equal(flexmasks.masked_softmax(x, mask=module), want)
+        compiled = torch.compile(lambda x: flexmasks.masked_softmax(x, mask=module), fullgraph=True, backend="eager")
+        torch.testing.assert_close(compiled(x), want)
 
 
 # --- kernels ---
