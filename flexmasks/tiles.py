@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexmasks.blocks import of_block_mask, over_indices
+from flexmasks.blocks import Elements, of_block_mask, over_indices
 
-_TILE = 1 << 20  # scores of a tile: these stay in a cache
+_TILE = 1 << 21  # scores of a tile: these stay in a large cache, and threads meet seldom
 _ROWS = (32, 128)  # queries of a tile, at least and at most; with fewer, keys are read too often
 _LOG2E = 1 / math.log(2)
 _INFINITY = {torch.int32: -(1 << 23), torch.int64: -(1 << 52)}  # -inf as a word
@@ -69,7 +69,7 @@ class Tiles:
         self._device = q.device
         self._dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
         self._word = torch.int64 if q.dtype == torch.float64 else torch.int32
-        self._score_mod, self._mask_mod = score_mod, block_mask.mask_mod
+        self._score_mod, self._elements = score_mod, Elements(block_mask.mask_mod, q.device)
         self._block_size = block_mask.BLOCK_SIZE
         self._partial, self._full = of_block_mask(block_mask)
         self._scale = 1 / math.sqrt(size) if scale is None else scale
@@ -172,8 +172,9 @@ class Tiles:
         return scores.view(*shape, -1)
 
     def _buffer(self) -> Tensor:
-        """Room for the scores of any tile; what is never written takes no memory."""
-        size = max(_TILE, _ROWS[0] * self._groups * self._kv_len)
+        """Room for the scores of any tile."""
+        rows = self._batch * self._heads * min(self._q_len, _ROWS[1])
+        size = min(rows * self._kv_len, max(_TILE, _ROWS[0] * self._groups * self._kv_len))
         return torch.empty(size, dtype=self._dtype, device=self._device)
 
     def _room(self, buffer: Tensor, tile: _Tile) -> Tensor:
@@ -269,7 +270,11 @@ class Tiles:
     ) -> Tensor:
         """Booleans [batch or 1, heads or 1, rows, positions]."""
         b, h, q = (torch.arange(s.start, s.stop, device=self._device) for s in (batch, heads, rows))
-        inside = over_indices(self._mask_mod)(b, h, q, positions)
+        pairs = len(b) * len(h)
+        inside = self._elements(
+            b.repeat_interleave(len(h)), h.repeat(len(b)), q.expand(pairs, -1), positions.expand(pairs, -1)
+        )
+        inside = inside.view(len(b), len(h), len(q), -1)
         size = self._block_size[0]
         partial, full = (x[..., positions // self._block_size[1]] for x in flags)
         if full.shape[2] > 1:
