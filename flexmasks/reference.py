@@ -64,7 +64,7 @@ class _Tiled(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         out, lse, *tensors = ctx.saved_tensors
         again = torch.is_grad_enabled()  # derivatives of these gradients are asked for
-        if not again and not _traced():
+        if not again and not _traced() and not any(map(torch._C._functorch.is_legacy_batchedtensor, grads)):
             q, k, v, *learned = tensors
             return None, None, *ctx.tiles.backward(q, k, v, out, lse, *grads, learned)
         needed = ctx.needs_input_grad[2:]

@@ -140,10 +140,14 @@ class Tiles:
             grads = torch.bmm(grad_found, values[tile.pairs, tile.keys].mT, out=self._room(buffers[2], tile))
             grads.sub_(self._taken(delta, tile)).mul_(weights)
             self._clear(grads, tile)
-            if changed.requires_grad:
-                part, *parts = torch.autograd.grad(changed, (scores, *learned), grads, allow_unused=True)
-                grads = torch.zeros_like(grads) if part is None else self._clear(part.contiguous(), tile)
-                for total, part in zip(grad_learned, parts, strict=True):
+            if self._score_mod is not None:
+                inputs = [scores, *learned]
+                parts: Sequence[Tensor | None] = [None] * len(inputs)
+                if changed.requires_grad:
+                    parts = torch.autograd.grad(changed, inputs, grads, allow_unused=True)
+                of_scores, *of_learned = parts
+                grads = torch.zeros_like(grads) if of_scores is None else self._clear(of_scores.contiguous(), tile)
+                for total, part in zip(grad_learned, of_learned, strict=True):
                     if part is not None:
                         total.add_(part)
             self._put(grad_q, tile, (grads @ clean_keys[tile.pairs, tile.keys]).mul_(self._scale))
