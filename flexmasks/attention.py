@@ -25,6 +25,7 @@ from flexmasks.planning import (
     GivenPlan,
     MaskPlan,
     ScorePlan,
+    block_size_for,
     check_open_extents,
     explained,
     shifted_mask,
@@ -349,7 +350,8 @@ def _call(q: Tensor, k: Tensor, v: Tensor, request: _Request) -> Call:
     if request.block_mask is not None:
         plan = GivenPlan(request.block_mask)
     else:
-        plan = MaskPlan(FULL if made is None else made, size, request.q_offset, lift=True, aliases=aliases)
+        blocks = block_size_for(size)
+        plan = MaskPlan(FULL if made is None else made, size, request.q_offset, True, blocks, aliases=aliases)
     changed = None if change is None else ScorePlan(change, size, request.q_offset, aliases=aliases)
     tensors = [*plan.tensors, *(changed.tensors if changed else ())]
     enabled = torch.is_grad_enabled()

@@ -32,6 +32,7 @@ from flexmasks.values import Mask, Modifier, NestedExtras
 
 Offset = int | Tensor
 BLOCK_SIZE = (128, 128)
+_SMALL_BLOCKS = ((1 << 10, 32), (1 << 15, 64))  # up to which length, torch's kernel for the CPU wins by such blocks
 _ENTRY = 4096  # bytes that an entry of a cache takes besides its tensors, about
 _CONSTANTS = 6  # so many values of a mask's numbers are compiled in; from then on they are inputs of the kernel
 
@@ -317,6 +318,15 @@ class GivenPlan:
 
 
 FULL = get_mask("full")
+
+
+def block_size_for(size: Size) -> tuple[int, int]:
+    """The block size that suits the kernels of a call's device."""
+    if size.device.type == "cpu":
+        for length, n in _SMALL_BLOCKS:
+            if max(size.q_len, size.kv_len) <= length:
+                return n, n
+    return BLOCK_SIZE
 
 
 def sized(size: Size, offset: Offset) -> Size:

@@ -1,8 +1,10 @@
-"""Attention in plain torch, a slice of queries at a time: any floating dtype, scores, lse, every gradient.
+"""Attention in plain torch: any floating dtype, scores, lse, every gradient, in bounded memory.
 
-It is what the kernels are judged by, and what serves on a CPU where a gradient is needed. Softmax of a slice of
-queries over the keys that its blocks reach needs no merging; the slice is as thick as `_SLICE` scores allow, and its
-scores are computed anew in the backward pass, so that memory stays bounded.
+It is what the kernels are judged by, and what serves on a CPU where a gradient is needed. There are two ways. The
+fast one, flexmasks.tiles, has its gradient written by hand. The other is made of operations that torch differentiates:
+for transforms of torch.func, for a user's torch.compile, for derivatives of gradients, and where it cannot be known
+which tensors a change of scores learns. It takes a slice of queries at a time over the keys that its blocks reach, as
+thick as `_SLICE` scores allow, and computes its scores anew in the backward pass.
 
 Nothing hidden reaches an output or a gradient, not even NaN or infinity: products run over finite values, and the
 rows that do see a non-finite value become NaN.
@@ -10,8 +12,10 @@ rows that do see a non-finite value become NaN.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +23,8 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.checkpoint import checkpoint
 
 from flexmasks.blocks import of_block_mask, over_indices
+from flexmasks.captures import Opaque, capture
+from flexmasks.tiles import Tiles
 
 _SLICE = 1 << 24  # scores held at once
 
@@ -32,16 +38,77 @@ def attend(
     scale: float | None,
 ) -> tuple[Tensor, Tensor]:
     """Output [B, H, Q, D] in q's dtype and natural log-sum-exp [B, H, Q] in float32 (float64 for float64)."""
+    in_slices = functools.partial(_attend_in_slices, score_mod=score_mod, block_mask=block_mask, scale=scale)
+    learned = None if _traced() else _learned(score_mod, q.device)
+    if learned is None:
+        return in_slices(q, k, v)
+    tiles = Tiles(q, k, score_mod, block_mask, scale)
+    if not torch.is_grad_enabled():
+        return tiles.forward(q, k, v)
+    return _Tiled.apply(tiles, in_slices, q, k, v, *learned)  # type: ignore[no-any-return]
+
+
+class _Tiled(torch.autograd.Function):
+    """Attention by tiles, which keeps q, k, v, the output and lse."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tiles: Tiles, in_slices: Callable[..., tuple[Tensor, Tensor]], *tensors: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        found = tiles.forward(*tensors[:3])
+        ctx.tiles, ctx.in_slices = tiles, in_slices
+        ctx.save_for_backward(*found, *tensors)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        out, lse, *tensors = ctx.saved_tensors
+        again = torch.is_grad_enabled()  # derivatives of these gradients are asked for
+        if not again and not _traced() and not any(map(torch._C._functorch.is_legacy_batchedtensor, grads)):
+            q, k, v, *learned = tensors
+            return None, None, *ctx.tiles.backward(q, k, v, out, lse, *grads, learned)
+        needed = ctx.needs_input_grad[2:]
+        inputs = [x for x, need in zip(tensors, needed, strict=True) if need]
+        with torch.enable_grad():
+            found = ctx.in_slices(*tensors[:3])
+        parts = iter(torch.autograd.grad(found, inputs, grads, create_graph=again, allow_unused=True))
+        return None, None, *(next(parts) if need else None for need in needed)
+
+
+def _learned(score_mod: Callable[..., Tensor] | None, device: torch.device) -> list[Tensor] | None:
+    """The tensors that a score_mod captured and that need a gradient; None where that cannot be known."""
+    if score_mod is None or not torch.is_grad_enabled():
+        return []
+    tensors: list[Tensor] = []
+    try:
+        capture(score_mod, tensors)
+    except Opaque:
+        index = torch.zeros(1, dtype=torch.int64, device=device)
+        score = torch.zeros((1, 1, 1, 1), device=device)
+        if over_indices(score_mod, (0,))(score, index, index, index, index).requires_grad:
+            return None
+    return [t for t in tensors if t.requires_grad]
+
+
+def _attend_in_slices(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    score_mod: Callable[..., Tensor] | None,
+    block_mask: BlockMask,
+    scale: float | None,
+) -> tuple[Tensor, Tensor]:
+    """`attend` by operations that torch differentiates."""
+    # Inside a user's torch.compile or torch.func no value can be looked at: every key is reached, any may be poisoned,
+    # and what the backward pass needs is theirs to keep or to compute anew.
+    traced = _traced()
+    finite = not traced and bool(torch.stack([x.detach().isfinite().all() for x in (q, k, v)]).all())
     batch, heads, q_len, _ = q.shape
     rows, columns = block_mask.BLOCK_SIZE
     partial, full = of_block_mask(block_mask)
     used = (partial | full).any(0).any(0)  # [query blocks, key blocks]
     one_block = batch * heads * rows * k.shape[2]
     step = max(1, _SLICE // one_block)
-    # Inside a user's torch.compile or torch.func no value can be looked at: every key is reached, any may be poisoned,
-    # and what the backward pass needs is theirs to keep or to compute anew.
-    traced = _traced()
-    finite = not traced and bool(torch.stack([x.detach().isfinite().all() for x in (q, k, v)]).all())
     outs, lses = [], []
     for first in range(0, used.shape[0], step):
         blocks = slice(first, min(first + step, used.shape[0]))

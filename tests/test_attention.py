@@ -584,31 +584,132 @@ def test_explain_names_the_backend_and_the_reasons() -> None:
     text = flexmasks.explain(q, k, v, mask="sliding_window", window=4)
     assert text.startswith("backend: cpu")
     assert "not flash: it runs on CUDA only" in text
-    assert "empty 4, partial 5, full 0" in text
+    assert "empty 81, partial 19, full 0" in text
     text = flexmasks.explain(q.requires_grad_(), k, v, mask="sliding_window", window=4)
     assert text.startswith("backend: reference")
     assert "not cpu: torch's compiled flex_attention has no gradients" in text
 
 
-def test_memory_of_the_reference_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slices of scores never exceed their bound, and thin slices give the same."""
-    from flexmasks import reference
+@pytest.mark.parametrize("score", [None, "alibi"])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_memory_of_the_reference_is_bounded(score: str | None, groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of scores never exceed their bound, and small ones give the same, gradients too."""
+    from flexmasks import tiles
 
-    q, k, v = (exact(x) for x in torch.randn(3, 2, 2, 300, 8))
-    arguments: dict[str, Any] = {"mask": "causal", "backend": "reference", "return_lse": True}
-    whole = flexmasks.attention(q, k, v, **arguments)
-    widest = 0
-    attend_slice = reference._Slice.attend
+    batch, heads, length = 2, 4, 300
+    kv = (heads // groups, length, 8)
+    q, k, v = (exact(x) for x in (torch.randn(batch, heads, length, 8), *torch.randn(2, batch, *kv)))
+    lens = torch.tensor([300, 45])
 
-    def counted(self: Any, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
-        nonlocal widest
-        widest = max(widest, q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2])
-        return attend_slice(self, q, k, v, scale)
+    def call() -> list[Tensor]:
+        mask = flexmasks.get_mask("grouped_tril", seq_lens=lens) & (lambda b, h, q, kv: (kv // 64 != 1) | (h == 2))
+        found = flexmasks.attention(q, k, v, mask=mask, score=score, backend="reference", return_lse=True)
+        return [*found, *torch.autograd.grad(found[0].sum() + found[1][found[1].isfinite()].sum(), (q, k, v))]
 
-    monkeypatch.setattr(reference, "_SLICE", 10_000)
-    monkeypatch.setattr(reference._Slice, "attend", counted)
-    thin = flexmasks.attention(q, k, v, **arguments)
-    assert 0 < widest <= 10_000
-    assert torch.allclose(whole[0], thin[0])
-    assert torch.allclose(whole[1], thin[1])
-    (thin[0].sum() + thin[1].sum()).backward()
+    whole = call()
+    sizes = set()
+    room = tiles.Tiles._room
+
+    def counted(self: Any, *given: Any) -> Tensor:
+        found = room(self, *given)
+        sizes.add(found.numel())
+        return found
+
+    monkeypatch.setattr(tiles, "_TILE", 10_000)
+    monkeypatch.setattr(tiles, "_ROWS", (8, 128))
+    monkeypatch.setattr(tiles.Tiles, "_room", counted)
+    for got, want in zip(call(), whole, strict=True):
+        assert torch.allclose(got, want)
+    assert max(sizes) <= 10_000
+    assert len(sizes) > 10
+
+
+def test_the_reference_keeps_memory_that_grows_with_the_length() -> None:
+    """What is saved for the backward pass: q, k, v, the output and lse."""
+    q, k, v = (x.requires_grad_() for x in torch.randn(3, 1, 2, 2048, 16))
+    saved = []
+
+    def pack(x: Tensor) -> Tensor:
+        saved.append(x.nbytes)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        out = flexmasks.attention(q, k, v, mask="sliding_window", window=300)
+    assert sum(saved) == 4 * q.nbytes + q[..., 0].nbytes
+    out.sum().backward()
+
+
+def _learning(kind: str, learned: Tensor) -> Any:
+    """A score change that learns `learned`, [H], itself or what is made of it, in ways to capture a tensor."""
+    made = learned.exp() if "made" in kind else learned
+    if "object" in kind:
+
+        class Change:
+            def __call__(self, score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+                return torch.sin(score) * made[h] - 0.1 * (q - kv)
+
+        return Change()
+    return lambda score, b, h, q, kv: torch.sin(score) * made[h] - 0.1 * (q - kv)
+
+
+@pytest.mark.parametrize("kind", ["leaf", "made", "object", "object made"])
+def test_the_reference_finds_what_a_score_learns(kind: str) -> None:
+    q, k, v = (exact(x) for x in torch.randn(3, 2, 2, 30, 8))
+    learned = torch.tensor([0.3, -0.2], dtype=torch.float64, requires_grad=True)
+    score = _learning(kind, learned)
+    inputs = (q, k, v, learned)
+    out = flexmasks.attention(q, k, v, mask="causal", score=score, backend="reference")
+    factor = (learned.exp() if "made" in kind else learned)[:, None, None]
+    distance = torch.arange(30)[:, None] - torch.arange(30)
+    want, _ = attend(q, k, v, distance >= 0, lambda s: torch.sin(s) * factor - 0.1 * distance)
+    weight = torch.randn_like(out)
+    for x, y in zip(torch.autograd.grad(out, inputs, weight), torch.autograd.grad(want, inputs, weight), strict=True):
+        assert torch.allclose(x, y, atol=1e-10)
+
+
+def test_second_derivatives_of_the_reference() -> None:
+    q, k, v = (exact(x) for x in torch.randn(3, 1, 2, 7, 4))
+    slopes = torch.rand(2, dtype=torch.float64, requires_grad=True)
+
+    def call(*tensors: Tensor) -> Any:
+        return flexmasks.attention(
+            *tensors[:3], mask="causal", score=["softcap", "alibi"], cap=3.0, slopes=tensors[3], return_lse=True
+        )
+
+    assert torch.autograd.gradcheck(call, (q, k, v, slopes))
+    assert torch.autograd.gradgradcheck(call, (q, k, v, slopes))
+    (first,) = torch.autograd.grad(call(q, k, v, slopes)[0].square().sum(), q, create_graph=True)
+    batched = torch.autograd.grad(first, (k, slopes), torch.eye(first.numel()).view(-1, *first.shape).double()[:5],
+                                  is_grads_batched=True)  # fmt: skip
+    assert all(x.isfinite().all() for x in batched)
+
+
+def test_gradients_of_the_reference_in_a_batch() -> None:
+    q, k, v = (exact(x) for x in torch.randn(3, 1, 2, 20, 4))
+    out = flexmasks.attention(q, k, v, mask="sliding_window", window=3)
+    weights = torch.randn(3, *out.shape, dtype=torch.float64)
+    batched = torch.autograd.grad(out, (q, k, v), weights, is_grads_batched=True, retain_graph=True)
+    for n, weight in enumerate(weights):
+        for x, y in zip(batched, torch.autograd.grad(out, (q, k, v), weight, retain_graph=True), strict=True):
+            assert torch.allclose(x[n], y)
+
+
+_ODD: dict[str, Any] = {
+    "constant": lambda s, b, h, q, kv: 0.1 * (q - kv).double(),
+    "unchanged": lambda s, b, h, q, kv: s,
+    "hides": lambda s, b, h, q, kv: torch.where(q - kv < 3, s, -math.inf),
+    "NaN where hidden": lambda s, b, h, q, kv: s + torch.log((q - kv).double()),
+}
+
+
+@pytest.mark.parametrize("score", list(_ODD))
+def test_odd_scores_on_the_reference(score: str) -> None:
+    q, k, v = (exact(x) for x in torch.randn(3, 1, 2, 20, 4))
+    change, at, to = _ODD[score], torch.arange(20)[:, None], torch.arange(20)
+    out = flexmasks.attention(q, k, v, mask=lambda b, h, q, kv: q > kv, score=change, backend="reference")
+    visible = (at > to) & ((at - to < 3) | (score != "hides"))
+    want, _ = attend(q, k, v, visible, lambda s: torch.where(visible, change(s, 0, 0, at, to), 0.0))
+    assert torch.allclose(out, want)
+    gradients = (torch.autograd.grad(x.sum(), (q, k, v), materialize_grads=True) for x in (out, want))
+    for got, exactly in zip(*gradients, strict=True):
+        assert torch.allclose(got, exactly)
