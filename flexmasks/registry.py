@@ -137,9 +137,8 @@ def definition(kind: str, name: str) -> Definition:
     known = _REGISTRY[kind]
     if name not in known:
         near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-        hint = (
-            f"did you mean {' or '.join(repr(n) for n in near)}?" if near else f"there are {', '.join(sorted(known))}."
-        )
+        names = f"flexmasks.list_{kind}s() names the {len(known)} that there are."
+        hint = f"did you mean {' or '.join(repr(n) for n in near)}?" if near else names
         raise ValueError(f"flexmasks: no {kind} is named {name!r}; {hint}")
     return known[name]
 

@@ -93,7 +93,7 @@ def natten1d(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, axes: tuple[Any, ..
 
 @register_mask(
     prepare=_prepare3,
-    example=lambda length: {"depth": 4, "height": 8, "width": length // 32, "kernel": (3, 5, 5)},
+    example=lambda length: {"depth": 4, "height": 8, "width": length // 32, "kernel": 3},
 )
 def natten3d(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, axes: tuple[Any, ...], pixels: Tensor | None) -> Tensor:
     """Neighborhood attention of a video: each voxel sees exactly `kernel` voxels per axis, shifting at the edges.

@@ -13,10 +13,7 @@ def _prepare(
     vertical: Annotated[Tensor, "int[N] in -1..KV-1 | int[H, N] in -1..KV-1 | int[B, H, N] in -1..KV-1"],
     slash: Annotated[Tensor, "int[M] in -1..S-1 | int[H, M] in -1..S-1 | int[B, H, M] in -1..S-1"],
 ) -> dict[str, Any]:
-    length = [1 + int(t.max()) if t.numel() else 1 for t in (vertical, slash)]
-    if size is not None:
-        length = [size.kv_len, size.positions]
-    return {"vertical": _marked(vertical, length[0]), "slash": _marked(slash, length[1])}
+    return {"vertical": _table(vertical), "slash": _table(slash)}
 
 
 def _example(length: int) -> dict[str, Any]:
@@ -38,16 +35,21 @@ def vertical_slash(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, vertical: Ten
     Peers: MInference vertical_slash_sparse_attention(v_idx, s_idx) and vLLM sparse_attn_func round slashes up to
         blocks of 64, so that they see more.
     """
-    distance = torch.where(q < kv, 0, q - kv)
-    return (kv <= q) & (_at(vertical, b, h, kv) | _at(slash, b, h, distance))
+    return (kv <= q) & (_marks(vertical, b, h, kv) | _marks(slash, b, h, q - kv))
 
 
-def _at(table: Tensor, b: Tensor, h: Tensor, position: Tensor) -> Tensor:
+def _marks(table: Tensor, b: Tensor, h: Tensor, index: Tensor) -> Tensor:
+    """Whether the table marks an index; its last element, which is False, stands for all that it does not reach."""
+    rest = table.shape[-1] - 1
+    index = torch.where((index < 0) | (index > rest), rest, index)
     if table.ndim == 3:
-        return table[b, h, position]
-    return table[h, position] if table.ndim == 2 else table[position]
+        return table[b, h, index]
+    return table[h, index] if table.ndim == 2 else table[index]
 
 
-def _marked(indices: Tensor, length: int) -> Tensor:
-    marked = torch.zeros((*indices.shape[:-1], length + 1), dtype=torch.bool, device=indices.device)
-    return marked.scatter_(-1, torch.where(indices < 0, length, indices).long(), True)[..., :-1].contiguous()
+def _table(indices: Tensor) -> Tensor:
+    last = int(indices.max()) + 1 if indices.numel() else 0
+    marked = torch.zeros((*indices.shape[:-1], last + 1), dtype=torch.bool, device=indices.device)
+    marked.scatter_(-1, torch.where(indices < 0, last, indices).long(), True)
+    marked[..., -1] = False
+    return marked
