@@ -608,12 +608,12 @@ def alibi_slopes(heads: int) -> list[float]:
     return slopes
 
 
-def _alibi(scores: Tensor, case: Case, slopes: Tensor | None = None) -> Tensor:
-    """s - slope_h * (q - kv)."""
+def _alibi(scores: Tensor, case: Case, slopes: Tensor | None = None, bidirectional: bool = False) -> Tensor:
+    """s - slope_h * (q - kv), or of |q - kv|."""
     heads = scores.shape[1]
     per_head = torch.tensor(alibi_slopes(heads), dtype=torch.float64) if slopes is None else slopes
     assert per_head.shape == (heads,)
-    return scores - _table(scores, case, lambda h, q, kv: per_head[h] * float(q - kv))
+    return scores - _table(scores, case, lambda h, q, kv: per_head[h] * float(abs(q - kv) if bidirectional else q - kv))
 
 
 def _softcap(scores: Tensor, case: Case, cap: float) -> Tensor:
@@ -635,11 +635,70 @@ def _checkerboard(scores: Tensor, case: Case) -> Tensor:
     return scores * _table(scores, case, lambda h, q, kv: half if abs(q - kv) % 2 == 1 else double)
 
 
+def _t5_bias(scores: Tensor, case: Case, table: Tensor, max_distance: int = 128, bidirectional: bool = True) -> Tensor:
+    """s + table[bucket, h]: half of a side's buckets by distance, the others by its logarithm, as T5's code has it."""
+    buckets = table.shape[0]
+
+    def bucket(distance: int) -> int:
+        side, found = buckets, 0
+        if bidirectional:
+            side //= 2
+            found = side if distance > 0 else 0
+            far = abs(distance)
+        else:
+            far = -min(distance, 0)
+        exact = side // 2
+        if far < exact:
+            return found + far
+        # 1e-9: where the logarithms' quotient is a whole number it may come out a little below
+        more = math.log(far / exact) / math.log(max_distance / exact) * (side - exact) + 1e-9
+        return found + min(exact + int(more), side - 1)
+
+    return scores + _table(scores, case, lambda h, q, kv: table[bucket(kv - q), h])
+
+
+def _distance_bias(scores: Tensor, case: Case, table: Tensor, distances: Tensor) -> Tensor:
+    """s + table[h, distance], one matrix of distances for all batch elements or one for each."""
+    batch, heads, q_len, kv_len = scores.shape
+    rows = []
+    for b, start in enumerate(offsets(case)):
+        own = distances[b] if distances.ndim == 3 else distances
+        for h in range(heads):
+            rows += [table[h, int(own[start + row, kv])] for row in range(q_len) for kv in range(kv_len)]
+    return scores + torch.stack(rows).reshape(batch, heads, q_len, kv_len)
+
+
+def _sandwich(scores: Tensor, case: Case, dims: int = 128, ratios: Tensor | None = None, positions: int = 0) -> Tensor:
+    """s + ratio, by default H / 8(h+1), times q's embedding by kv's: sin, cos of position / 10000^(2i/dims)."""
+
+    def embedding(position: int) -> list[float]:
+        angles = [position / 10000 ** (2 * i / dims) for i in range(dims // 2)]
+        return [f(a) for a in angles for f in (math.sin, math.cos)]
+
+    heads = scores.shape[1]
+    places = {n: embedding(n) for n in range(max(offsets(case)) + max(case.q_len, case.kv_len))}
+
+    def cell(h: int, q: int, kv: int) -> Tensor:
+        product = sum(x * y for x, y in zip(places[q], places[kv], strict=True))
+        return product * (torch.tensor(heads / (8 * (h + 1)), dtype=torch.float64) if ratios is None else ratios[h])
+
+    return scores + _table(scores, case, cell)
+
+
+def _temperature(scores: Tensor, case: Case, temperatures: Tensor) -> Tensor:
+    """s / t_h."""
+    return scores / _table(scores, case, lambda h, q, kv: temperatures[h])
+
+
 SCORES: dict[str, Callable[..., Tensor]] = {
     "alibi": _alibi,
     "softcap": _softcap,
     "relative_bias": _relative_bias,
     "checkerboard": _checkerboard,
+    "t5_bias": _t5_bias,
+    "distance_bias": _distance_bias,
+    "sandwich": _sandwich,
+    "temperature": _temperature,
 }
 
 
@@ -1246,6 +1305,41 @@ SCORE_CASES: list[Case] = [
     Case("checkerboard", {}, q_len=31, kv_len=31),
     Case("checkerboard", {}, heads=3, q_len=18, kv_len=27, q_offset=9),
     Case("checkerboard", {}, q_len=25, kv_len=14, q_offset=(1, 4)),
+    Case("alibi", {"bidirectional": True}, heads=3, q_len=13, kv_len=30, q_offset=(0, 17)),
+    Case("t5_bias", {"table": _random_floats(32, 2)}, q_len=40, kv_len=40),
+    Case(
+        "t5_bias",
+        {"table": _random_floats(16, 3), "max_distance": 30, "bidirectional": False},
+        heads=3,
+        q_len=33,
+        kv_len=45,
+    ),
+    Case("t5_bias", {"table": _random_floats(8, 2), "max_distance": 20}, q_len=14, kv_len=60, q_offset=(46, 9)),
+    Case("t5_bias", {"table": _random_floats(32, 1)}, batch=1, heads=1, q_len=3, kv_len=300, q_offset=297),
+    Case(
+        "distance_bias", {"table": _random_floats(2, 5), "distances": _random_ints(0, 5, 21, 30)}, q_len=21, kv_len=30
+    ),
+    Case(
+        "distance_bias",
+        {"table": _random_floats(3, 9), "distances": _random_ints(0, 9, 2, 40, 17)},
+        heads=3,
+        q_len=19,
+        kv_len=17,
+        q_offset=(21, 4),
+    ),
+    Case(
+        "distance_bias",
+        {"table": _random_floats(2, 1), "distances": torch.zeros(2, 9, 9, dtype=torch.int32)},
+        q_len=9,
+        kv_len=9,
+    ),
+    Case("sandwich", {}, q_len=23, kv_len=23),
+    Case("sandwich", {"dims": 6}, heads=3, q_len=13, kv_len=30, q_offset=(17, 2)),
+    Case("sandwich", {"dims": 64}, heads=8, q_len=12, kv_len=9),
+    Case("sandwich", {"ratios": _random_floats(2), "positions": 50}, q_len=12, kv_len=19),
+    Case("temperature", {"temperatures": _random_floats(2).abs() + 0.5}, q_len=23, kv_len=31),
+    Case("temperature", {"temperatures": _random_floats(3) - 3.0}, heads=3, q_len=12, kv_len=29, q_offset=17),
+    Case("temperature", {"temperatures": _random_floats(8).exp()}, heads=8, q_len=11, kv_len=11),
 ]
 
 

@@ -70,8 +70,8 @@ def _compiled(case: Case, dtype: torch.dtype, device: str, backend: str = "auto"
             assert error(x.grad, y.grad) < 2 * TOLERANCE[dtype]
 
 
-# Each kernel takes seconds to compile: every mask has one case in each dtype, another in each, and on a CPU every fourth
-# mask has one in a half precision.
+# Each kernel takes seconds to compile: every mask has one case in each dtype, another in each, and on a CPU only every
+# fourth mask has one in a half precision.
 _THREE = spread(MASK_CASES, 3)
 _ONE = {
     dtype: [_THREE[n + (n // 3 + turn) % 3] for n in range(0, len(_THREE), 3)] for turn, dtype in enumerate(TOLERANCE)

@@ -12,6 +12,8 @@ def padding(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, seq_lens: Annotated[
     seq_lens: number of real keys of each batch element. Queries are not masked: a padded query gives some output.
 
     Source: the key padding mask of torch.nn.MultiheadAttention, which marks the hidden keys instead.
+    Peers: FlashAttention cache_seqlens, seqused_k; xformers BlockDiagonalPaddedKeysMask; Hugging Face's [B, S] masks of
+        ones and zeros are `key_padding`.
     """
     return (kv < seq_lens[b]) & (q >= 0)
 

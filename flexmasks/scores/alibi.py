@@ -24,12 +24,17 @@ def alibi_slopes(heads: int) -> list[float]:
     return slopes[:heads]
 
 
-def _prepare(size: Size | None, *, slopes: Annotated[Tensor | None, "float[H]"] = None) -> dict[str, Any]:
+def _prepare(
+    size: Size | None,
+    *,
+    slopes: Annotated[Tensor | None, "float[H]"] = None,
+    bidirectional: Annotated[bool, "bool"] = False,
+) -> dict[str, Any]:
     if slopes is None:
         if size is None:
             raise ValueError("called by itself it does not know the number of heads; pass slopes=[...], one per head.")
         slopes = _tensor(size.heads, size.dtype, size.device)
-    return {"slopes": slopes}
+    return {"slopes": slopes, "bidirectional": bidirectional}
 
 
 # inside a user's torch.compile: computed once, not by a kernel
@@ -39,13 +44,18 @@ def _tensor(heads: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 @register_score(prepare=_prepare, example=lambda length: {})
-def alibi(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, slopes: Tensor) -> Tensor:
+def alibi(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, slopes: Tensor, bidirectional: bool) -> Tensor:
     """Attention with linear biases: a penalty of slope times distance, score - slopes[h] * (q - kv).
 
     slopes: one per query head; the paper's by default, where the heads are known: as a score_mod of torch's own
         flex_attention it needs them. A tensor that requires a gradient gets one.
-    Keys after the query get a bonus: meant for causal masks.
+    bidirectional: the distance is |q - kv|, for encoders. Else keys after the query get a bonus: for causal masks.
 
     Source: Press et al., Train Short, Test Long, 2022.
+    Peers: attention-gym generate_alibi_bias(heads) has other slopes where the heads are no power of two;
+        FlashAttention alibi_slopes is bidirectional unless causal; xformers LowerTriangularMaskWithTensorBias.
     """
-    return score - slopes[h] * (q - kv)
+    distance = q - kv
+    if bidirectional:
+        distance = torch.where(distance < 0, -distance, distance)
+    return score - slopes[h] * distance

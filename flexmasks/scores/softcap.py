@@ -20,5 +20,6 @@ def softcap(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, cap: 
     cap: the bound, above 0 (Gemma 2 uses 50, Grok-1 30).
 
     Source: Bello et al., Neural Combinatorial Optimization, 2017; Gemma 2, 2024.
+    Peers: attention-gym generate_tanh_softcap(cap); FlashAttention softcap=cap; FlashInfer logits_soft_cap=cap.
     """
     return cap * torch.tanh(score / cap)
