@@ -8,8 +8,9 @@ is that of `x.flatten()`. An order is a permutation: `order[t]` is the row-major
     out = flexmasks.attention(q, k, v, mask="natten", height=48, width=64, kernel=7, order=order)
     out = out[:, :, inverse_order(order)]  # and back
 
-In row-major order a block of 128 tokens is some rows, or part of one, and a window of 7 x 7 touches all that is beside
-it; in tiles of 8 x 16 it is 8 rows of 16 columns, of which the window touches the neighbors only.
+In row-major order a block of 128 tokens is some rows, or part of one, and a window of 7 x 7 pixels touches the blocks
+of 7 rows; in tiles of 8 x 16 it touches the neighboring tiles only: of a canvas of 128 x 256 pixels 2116 blocks, not
+3584. Where a row is one block, 128 pixels, and the window lower than a tile, row-major order touches fewer.
 """
 
 from __future__ import annotations

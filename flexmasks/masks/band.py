@@ -22,7 +22,7 @@ def band(
 
     Source: the banded matrices of linear algebra.
     Peers: TensorFlow linalg.band_part(num_lower=-lower, num_upper=upper), of which negative numbers have no limit;
-        MagiAttention BICAUSAL is lower=0, upper=kv_len - q_len; JAX splash LocalMask((-lower, upper)).
+        MagiAttention BICAUSAL is lower=0, upper=kv_len - q_len; JAX splash LocalMask(window_size=(-lower, upper)).
     """
     return (kv - q >= lower) & (kv - q <= upper)
 

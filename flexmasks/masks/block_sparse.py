@@ -49,8 +49,7 @@ def _bsr_prepare(
     ends = [int(crow_indices[0]), int(crow_indices[-1])] if len(crow_indices) else []
     if ends != [0, stored] or (len(counts) and int(counts.min()) < 0):
         raise ValueError(f"`crow_indices` must rise from 0 to {stored}, the length of `col_indices`, got ends {ends}.")
-    columns = int(col_indices.max()) + 1 if stored else 1
-    columns = max(columns, 1 if size is None else -(-size.kv_len // pair(block)[1]))
+    columns = _columns(size, "col_indices", col_indices, pair(block))
     rows = torch.arange(len(counts), device=counts.device).repeat_interleave(counts, output_size=stored)
     layout = torch.zeros((len(counts), columns), dtype=torch.bool, device=counts.device)
     layout[rows, col_indices.long()] = True
@@ -88,8 +87,7 @@ def _topk_prepare(
     ],
     block: Block,
 ) -> dict[str, Any]:
-    used = int(indices.max()) + 1 if indices.numel() else 1
-    columns = max(used, 1 if size is None else -(-size.kv_len // pair(block)[1]))
+    columns = _columns(size, "indices", indices, pair(block))
     layout = torch.zeros((*indices.shape[:-1], columns + 1), dtype=torch.bool, device=indices.device)
     layout.scatter_(-1, torch.where(indices < 0, columns, indices).long(), True)
     return _checked(size, layout[..., :-1].contiguous(), pair(block))
@@ -114,6 +112,15 @@ def block_topk(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, layout: Tensor, b
     Peers: attention-gym create_vsa_block_mask; flash-linear-attention parallel_nsa(block_indices).
     """
     return block_sparse(b, h, q, kv, layout=layout, block=block)
+
+
+def _columns(size: Size | None, name: str, indices: Tensor, block: tuple[int, int]) -> int:
+    """The number of blocks of keys; ValueError where the indices go beyond."""
+    used = int(indices.max()) + 1 if indices.numel() else 1
+    columns = used if size is None else -(-size.kv_len // block[1])
+    if used > columns:
+        raise ValueError(f"`{name}` must be below {columns}: there are {columns} blocks of keys, got {used - 1}.")
+    return columns
 
 
 def _checked(size: Size | None, layout: Tensor, block: tuple[int, int]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ def chunked(
         Positions before it are in chunks of their own, so that key_padding must hide them.
 
     Source: Qiu et al., Blockwise Self-Attention for Long Document Understanding, 2020.
-    Peers: torchtitan fixed_block_size (with causal); Hugging Face chunked_overlay(chunk, left_padding=start).
+    Peers: Hugging Face chunked_overlay(chunk, left_padding=start).
     """
     first = per_batch(start, b)
     return (q - first) // chunk == (kv - first) // chunk

@@ -67,8 +67,8 @@ def natten(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, axes: tuple[Any, ...]
     stride: an int or (rows, columns), at most the kernel: so many neighboring queries share the window of the one in
         their middle (the right one of two), or of the last one on a causal axis; with dilation those of one group.
     causal: a bool or (rows, columns); on a causal axis the window ends at the query and is cut, not shifted.
-    order: the pixel of each token where they are not in row-major order, as flexmasks.orders gives it: in tiles far
-        fewer blocks are touched.
+    order: the pixel of each token where they are not in row-major order, as flexmasks.orders gives it: in tiles a
+        window mostly touches fewer blocks.
 
     Source: Hassani et al., Neighborhood Attention Transformer, 2023; Dilated Neighborhood Attention, 2022; Generalized
         Neighborhood Attention, 2025; the definition is that of the NATTEN library.

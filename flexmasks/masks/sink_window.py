@@ -21,7 +21,7 @@ def sink_window(
     window: number of keys before the query that are visible besides its own, as in the mask `sliding_window`.
 
     Source: Xiao et al., StreamingLLM, 2024; Han et al., LM-Infinite, 2024; Jiang et al., MInference, 2024 (A-shape).
-    Peers: StreamingLLM start_size=sinks, recent_size=window + 1; MInference streaming(n_init=sinks,
-        n_local=window + 1); Hugging Face SinkCache keeps window + 1 + sinks keys.
+    Peers: StreamingLLM start_size and recent_size; MInference streaming_forward(n_init, n_local); in TensorRT-LLM
+        sink_token_length with a window.
     """
     return (kv <= q) & ((kv < sinks) | (q - kv <= window))

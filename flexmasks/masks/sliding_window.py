@@ -16,7 +16,7 @@ def sliding_window(
 
     Source: Jiang et al., Mistral 7B, 2023; Child et al., Sparse Transformers, 2019.
     Peers: FlashAttention window_size=(window, 0); attention-gym generate_sliding_window(window); Hugging Face
-        sliding_window=window + 1; xformers LowerTriangularMask().make_local_attention(window + 1); FlashInfer
-        window_left=window; JAX splash LocalMask((window, 0)).
+        sliding_window=window + 1; xformers LowerTriangularFromBottomRightMask().make_local_attention(window + 1);
+        FlashInfer window_left=window; JAX splash LocalMask(window_size=(window, 0)); FlashMask Sliding Window Mask.
     """
     return (kv <= q) & (q - kv <= window)

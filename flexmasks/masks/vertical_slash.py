@@ -32,8 +32,8 @@ def vertical_slash(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, vertical: Ten
     slash: the distances q - kv at which every query sees a key, in the same way; 0 is the query's own key.
 
     Source: Jiang et al., MInference, 2024 (vertical-slash heads; A-shape heads are `sink_window`).
-    Peers: MInference vertical_slash_sparse_attention(v_idx, s_idx) and vLLM sparse_attn_func round slashes up to
-        blocks of 64, so that they see more.
+    Peers: MInference vertical_slash_sparse_attention(v_idx, s_idx), which rounds slashes up to blocks of 64 and so
+        shows more.
     """
     return (kv <= q) & (_marks(vertical, b, h, kv) | _marks(slash, b, h, q - kv))
 

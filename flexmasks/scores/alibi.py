@@ -53,7 +53,7 @@ def alibi(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, slopes:
 
     Source: Press et al., Train Short, Test Long, 2022.
     Peers: attention-gym generate_alibi_bias(heads) has other slopes where the heads are no power of two;
-        FlashAttention alibi_slopes is bidirectional unless causal; xformers LowerTriangularMaskWithTensorBias.
+        FlashAttention alibi_slopes (bidirectional); xformers LowerTriangularMaskWithTensorBias.
     """
     distance = q - kv
     if bidirectional:
