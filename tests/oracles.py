@@ -287,6 +287,15 @@ def _longformer(b: int, h: int, q: int, kv: int, size: Case, window: int, tokens
     return abs(q - kv) <= window or _global_tokens(b, h, q, kv, size, tokens)
 
 
+def _temporal_window(b: int, h: int, q: int, kv: int, size: Case, frame: int, window: int, tokens: int = 0) -> bool:
+    """Either is text, or their places in their frames are at most `window` apart."""
+    if q < tokens or kv < tokens:
+        return True
+    frames = [range(start, start + frame) for start in range(tokens, max(q, kv) + 1, frame)]
+    places = [next(f.index(n) for f in frames if n in f) for n in (q, kv)]
+    return abs(places[0] - places[1]) <= window
+
+
 def _sink_window(b: int, h: int, q: int, kv: int, size: Case, sinks: int, window: int) -> bool:
     """kv <= q, and kv < sinks or kv >= q - window."""
     return kv <= q and (kv < sinks or kv >= q - window)
@@ -550,6 +559,7 @@ MASKS: dict[str, Callable[..., bool]] = {
     "fixed": _fixed,
     "global_tokens": _global_tokens,
     "longformer": _longformer,
+    "temporal_window": _temporal_window,
     "sink_window": _sink_window,
     "bigbird": _bigbird,
     "cross_document": _cross_document,
@@ -954,6 +964,9 @@ _SPARSE_CASES: list[Case] = [
         kv_len=50,
     ),
     Case("longformer", {"window": 20, "tokens": torch.arange(150) % 71 == 5}, batch=1, heads=1, q_len=150, kv_len=150),
+    Case("temporal_window", {"frame": 9, "window": 2, "tokens": 4}),
+    Case("temporal_window", {"frame": 7, "window": 0}, q_len=21, kv_len=44, q_offset=(0, 23)),
+    Case("temporal_window", {"frame": 50, "window": 12, "tokens": 3}, batch=1, heads=1, q_len=153, kv_len=153),
     Case("sink_window", {"sinks": 3, "window": 6}),
     Case("sink_window", {"sinks": 0, "window": 0}, q_len=33, kv_len=21),
     Case("sink_window", {"sinks": _int64(4), "window": _int64(9)}, q_len=15, kv_len=60, q_offset=(45, 20)),

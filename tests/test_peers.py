@@ -101,6 +101,19 @@ def test_trees_of_attention_gym(gym: Any) -> None:
     ancestors = gym.build_tree_ancestor_matrix(parents, device="cpu")
     theirs = gym.generate_jetspec_tree_causal_mask_mod(20, ancestors)
     assert same(theirs, "tree", 8, 28, parents=parents, start=20, q_offset=20)
+    blocks = torch.cat([torch.zeros(20, dtype=torch.long), torch.arange(1, 5).repeat_interleave(3)])
+    theirs = gym.generate_jetspec_training_mask_mod(20, 3)
+    assert same(theirs, "shared_prefix", 12, 32, document_ids=blocks, prefix_of=[0] * 5, q_offset=20)
+
+
+def test_videos_of_attention_gym(gym: Any) -> None:
+    theirs = gym.generate_temporal_head_mask_mod(4, 6, 12, 2)
+    assert same(theirs, "temporal_window", 4 + 6 * 12, frame=12, window=3, tokens=4)
+    theirs = gym.generate_spatial_head_mask_mod(4, 6, 12, 2, round_width=8)
+    assert same(theirs, "longformer", 4 + 6 * 12, window=23, tokens=4)
+    # With its attention sink the first frame is seen, but does not see.
+    sink = flexmasks.get_mask("longformer", window=23, tokens=4) | (lambda b, h, q, kv: kv < 4 + 12)
+    assert same(gym.generate_spatial_head_mask_mod(4, 6, 12, 2, True, 8), sink, 4 + 6 * 12)
 
 
 def test_images_in_text_of_attention_gym(gym: Any) -> None:

@@ -53,5 +53,33 @@ def longformer(
     return near | global_tokens(b, h, q, kv, tokens=tokens)
 
 
+@register_mask(
+    example=lambda length: {"frame": length // 8, "window": length // 64, "tokens": length // 32},
+)
+def temporal_window(
+    b: Tensor,
+    h: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    *,
+    frame: Annotated[int, "int in 1.."],
+    window: Annotated[int, "int in 0.."],
+    tokens: Annotated[int, "int in 0.."] = 0,
+) -> Tensor:
+    """Each token of a video sees those near its place in every frame, and the text before the video.
+
+    frame: number of tokens of a frame; frames follow each other from position `tokens` on.
+    window: the greatest distance of two places in their frames.
+    tokens: number of tokens of text at the start, which see, and are seen by, everything.
+
+    Source: Xi et al., Sparse VideoGen, 2025 (temporal heads; its spatial heads are `longformer`).
+    Peers: attention-gym generate_temporal_head_mask_mod(tokens, frames, frame, width), window + 1 = width * frame //
+        frames, and generate_spatial_head_mask_mod.
+    """
+    distance = (q - tokens) % frame - (kv - tokens) % frame
+    near = (distance <= window) & (-window <= distance)
+    return near | (q < tokens) | (kv < tokens)
+
+
 def _is_global(tokens: int | Tensor, b: Tensor, position: Tensor) -> Tensor:
     return at(tokens, b, position) if isinstance(tokens, Tensor) else position < tokens

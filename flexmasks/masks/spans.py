@@ -57,7 +57,8 @@ def shared_prefix(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, document_ids: 
 
     Source: Wang et al., FlashMask, 2024 (Shared Question Mask); Rafailov et al., DPO, 2023 (pairs of answers).
     Peers: attention-gym generate_shared_prefix_mask_mod(offsets, prefix_document_id) shows a prefix also to documents
-        that lie before it; FlashMask Shared Question Mask.
+        that lie before it; its generate_jetspec_training_mask_mod has blocks as documents; FlashMask Shared Question
+        Mask.
     """
     own, seen = at(document_ids, b, q), at(document_ids, b, kv)
     return (kv <= q) & ((own == seen) | (at(prefix_ids, b, q) == seen))
