@@ -136,7 +136,7 @@ def test_blocks_are_decided_by_ranges(name: str) -> None:
 BAD = [
     ("band", {"lower": 1.5, "upper": 2}, TypeError, "`lower` must be int"),
     ("chunked", {"chunk": 0}, ValueError, "`chunk` must be int in 1.."),
-    ("bigbird", {"length": 60, "block": 4}, ValueError, "length = 60 = 60, the call has 64 keys"),
+    ("bigbird", {"length": 60, "block": 4}, ValueError, "length = 60, the call has 64 keys"),
     ("cross_document", {"q_document_ids": [0] * 63, "kv_document_ids": [0] * 64}, ValueError, "all 64 positions"),
     ("shared_prefix", {"document_ids": [2] * 64, "prefix_of": [0, 0]}, ValueError, "has 2 documents, .* up to 2"),
     ("multi_item", {"prefix_len": 65, "item_positions": [0] * 64}, ValueError, "`prefix_len` must be int in 0..S"),

@@ -1,3 +1,4 @@
+import math
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -134,13 +135,11 @@ def _prepare(
 
 def check_canvas(size: Size | None, canvas: dict[str, int]) -> None:
     """Raise ValueError unless the tokens of a call are those of the canvas, given by names and lengths of axes."""
-    count = 1
-    for n in canvas.values():
-        count *= n
+    count = math.prod(canvas.values())
     if size is not None and (size.kv_len != count or size.positions != count):
-        written = " * ".join(map(str, canvas.values()))
+        terms = [" * ".join(canvas), *([" * ".join(map(str, canvas.values()))] if len(canvas) > 1 else []), str(count)]
         raise ValueError(
-            f"the canvas does not match the length: {' * '.join(canvas)} = {written} = {count}, "
+            f"the canvas does not match the length: {' = '.join(terms)}, "
             f"the call has {size.kv_len} keys and positions up to {size.positions}."
         )
 
