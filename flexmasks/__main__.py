@@ -11,7 +11,9 @@ from typing import Any
 
 from tabulate import tabulate
 
-from flexmasks.registry import definition, get_mask, get_score, list_masks, list_scores
+from flexmasks.registry import Entry, definition, get_mask, get_score, list_masks, list_scores
+
+_COLUMNS = ("meaning", "source", "in other libraries")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -102,11 +104,11 @@ def tables(markdown: bool = False) -> str:
     found = []
     for title, entries in (("mask", list_masks()), ("score", list_scores())):
         if markdown:
-            rows = [(f"`{e.signature}`", e.summary.replace("|", "\\|"), e.source) for e in entries]
-            found.append(tabulate(rows, headers=[title, "meaning", "source"], tablefmt="github"))
+            rows = [(f"`{e.signature}`", *(text.replace("|", "\\|") for text in _said(e))) for e in entries]
+            found.append(tabulate(rows, headers=[title, *_COLUMNS], tablefmt="github"))
         else:
-            rows = [(e.signature, e.summary, e.source) for e in entries]
-            found.append(tabulate(rows, headers=[title, "meaning", "source"], maxcolwidths=[30, 60, 50]))
+            rows = [(e.signature, *_said(e)) for e in entries]
+            found.append(tabulate(rows, headers=[title, *_COLUMNS], maxcolwidths=[30, 50, 30, 40]))
     return "\n\n".join(found)
 
 
@@ -117,6 +119,10 @@ def _import(modules: list[str]) -> None:
             importlib.import_module(module)
         except ModuleNotFoundError as error:
             raise ValueError(f"flexmasks: --import {module}: {error}.") from error
+
+
+def _said(entry: Entry) -> tuple[str, ...]:
+    return entry.summary, entry.source, entry.peers
 
 
 def _show(arguments: argparse.Namespace, given: dict[str, Any]) -> None:

@@ -219,6 +219,11 @@ def per_batch(value: int | Tensor, b: Tensor) -> int | Tensor:
     return value[b] if isinstance(value, Tensor) and value.ndim else value
 
 
+def at(table: Tensor, b: Tensor, position: Tensor) -> Tensor:
+    """A parameter with one value per position, for all batch elements or for each: its value at `position`."""
+    return table[b, position] if table.ndim == 2 else table[position]
+
+
 def pair(value: Any) -> tuple[Any, Any]:
     """A parameter that is one value for both axes, or one per axis: always one per axis."""
     return value if isinstance(value, tuple) else (value, value)
@@ -312,12 +317,3 @@ def _is_dtype(dtype: torch.dtype, kind: str) -> bool:
 
 def _with_type(value: Any) -> str:
     return describe(value) if isinstance(value, Tensor) else f"{value!r} ({type(value).__name__})"
-
-
-def check_canvas(size: Size | None, height: int, width: int) -> None:
-    """Raise ValueError unless the tokens of a call are those of a height x width canvas."""
-    if size is not None and (size.kv_len != height * width or size.positions != height * width):
-        raise ValueError(
-            f"the canvas does not match the length: height * width = {height} * {width} = {height * width}, "
-            f"the call has {size.kv_len} keys and positions up to {size.positions}."
-        )

@@ -38,6 +38,7 @@ class Entry:
     signature: str  # its parameters, as one would write them
     summary: str  # the first line of its docstring
     source: str  # the paper or library it comes from, or ""
+    peers: str  # what other libraries call it, or ""
 
 
 def register_mask(
@@ -51,7 +52,8 @@ def register_mask(
     """Register a mask: one plain function `(b, h, q, kv, *, parameters) -> bool` of index tensors.
 
     The decorated function is returned unchanged. Its docstring's first line is the mask's one-line meaning, its
-    paragraph that starts with `Source:` says where it comes from. Annotate parameters as flexmasks.params says.
+    paragraph that starts with `Source:` says where it comes from, one that starts with `Peers:` what other libraries
+    call it. Annotate parameters as flexmasks.params says.
 
     Args:
         name: the name to register; the function's own by default.
@@ -143,9 +145,8 @@ def definition(kind: str, name: str) -> Definition:
     known = _REGISTRY[kind]
     if name not in known:
         near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-        hint = (
-            f"did you mean {' or '.join(repr(n) for n in near)}?" if near else f"there are {', '.join(sorted(known))}."
-        )
+        names = f"flexmasks.list_{kind}s() names the {len(known)} that there are."
+        hint = f"did you mean {' or '.join(repr(n) for n in near)}?" if near else names
         raise ValueError(f"flexmasks: no {kind} is named {name!r}; {hint}")
     return known[name]
 
@@ -247,10 +248,16 @@ def _register(kind: str, name: str | None, **hooks: Any) -> Callable[[Function],
 
 def _entry(d: Definition) -> Entry:
     parameters = ", ".join(n if p.required else f"{n}={p.default!r}" for n, p in d.parameters.items())
-    source = re.search(r"^Source: (.*?)(?:\n\s*\n|\Z)", d.doc, re.MULTILINE | re.DOTALL)
     return Entry(
         name=d.name,
         signature=f"{d.name}({parameters})",
         summary=d.doc.partition("\n")[0],
-        source=" ".join(source[1].split()) if source else "",
+        source=_paragraph(d.doc, "Source"),
+        peers=_paragraph(d.doc, "Peers"),
     )
+
+
+def _paragraph(doc: str, title: str) -> str:
+    """What a docstring says after `title:`, on one line; it ends at an empty line or where another title starts."""
+    found = re.search(rf"^{title}: (.*?)(?=\n\s*\n|\n[A-Z]\w*:|\Z)", doc, re.MULTILINE | re.DOTALL)
+    return " ".join(found[1].split()) if found else ""

@@ -228,7 +228,10 @@ class Modifier(Readable):
             if definition.inner_size is not None and size is not None:
                 inner = definition.inner_size(size, **values)
             if definition.prepare is not None:
+                given = values
                 values = definition.prepare(size, **values)
+                if size is None and device is not None:  # what it made of numbers is on the CPU
+                    values = {n: _moved(v, given, device) for n, v in values.items()}
         except (ValueError, TypeError) as error:
             raise type(error)(f"{what}: {error}") from None
         if lift:
@@ -509,6 +512,11 @@ def _precise(value: Any, dtype: torch.dtype) -> Any:
     """A tensor in half precision as one of the scores' dtype: what is computed from it is added to scores."""
     is_half = isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16)
     return value.to(dtype) if is_half else value
+
+
+def _moved(value: Any, given: Mapping[str, Any], device: torch.device) -> Any:
+    made = isinstance(value, Tensor) and not any(value is v for v in given.values())
+    return value.to(device) if made else value
 
 
 def _nested(value: Any) -> list[Modifier]:

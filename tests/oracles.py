@@ -5,6 +5,8 @@ Nothing here imports or mirrors the library, so an agreement between the two mea
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -76,28 +78,46 @@ def _document(b: int, h: int, q: int, kv: int, size: Case, document_ids: list[in
     return bool(ids[q] == ids[kv])
 
 
-def _sasa(b: int, h: int, q: int, kv: int, size: Case, height: int, width: int, window: int | tuple[int, int]) -> bool:
-    """Row-major tokens; |row distance| <= window_rows and |column distance| <= window_cols."""
+def _sasa(
+    b: int,
+    h: int,
+    q: int,
+    kv: int,
+    size: Case,
+    height: int,
+    width: int,
+    window: int | tuple[int, int],
+    order: list[int] | None = None,
+) -> bool:
+    """Row-major tokens, or the pixels `order`; |row distance| <= window_rows and |column distance| <= window_cols."""
     window_rows, window_cols = window if isinstance(window, tuple) else (window, window)
     assert 0 <= q < height * width
     assert 0 <= kv < height * width
+    if order is not None:
+        q, kv = order[q], order[kv]
     q_row, q_col = q // width, q % width
     kv_row, kv_col = kv // width, kv % width
     return abs(q_row - kv_row) <= window_rows and abs(q_col - kv_col) <= window_cols
 
 
-def _natten_axis(i: int, j: int, length: int, kernel: int, dilation: int, causal: bool) -> bool:
-    """Whether position i sees position j of one axis, by listing i's dilation group and its window in it."""
+def _natten_axis(i: int, j: int, length: int, kernel: int, dilation: int, causal: bool, stride: int = 1) -> bool:
+    """Whether position i sees position j of one axis, by listing i's dilation group and its window in it.
+
+    Each `stride` neighbors of a group have the window of their leader: the middle one, the right one of two, or the
+    last one where causal; the last of the group where the leader is not there.
+    """
     group = [x for x in range(length) if x % dilation == i % dilation]
     if j not in group:
         return False
     place = i // dilation
     assert group[place] == i
-    assert kernel <= len(group)
+    assert stride <= kernel <= len(group)
+    together = range(place // stride * stride, place // stride * stride + stride)
+    leader = min(together[-1] if causal else together[stride // 2], len(group) - 1)
     if causal:
-        window = [group[p] for p in range(len(group)) if place - kernel < p <= place]
+        window = [group[p] for p in range(len(group)) if leader - kernel < p <= place]
     else:
-        start = place - kernel // 2
+        start = leader - kernel // 2
         while start < 0:
             start += 1
         while start + kernel > len(group):
@@ -105,6 +125,30 @@ def _natten_axis(i: int, j: int, length: int, kernel: int, dilation: int, causal
         window = group[start : start + kernel]
         assert len(window) == kernel
     return j in window
+
+
+def _neighborhood(
+    q: int,
+    kv: int,
+    canvas: tuple[int, ...],
+    order: list[int] | None,
+    kernel: Any,
+    dilation: Any,
+    stride: Any,
+    causal: Any,
+) -> bool:
+    """Tokens in row-major order, or the pixels that `order` names; all axes must see each other.
+
+    Not causal: exactly `kernel` keys of the dilation group, starting kernel // 2 before the leader, shifted at the
+    edges to lie inside. Causal: the query and what the leader, too, has at most kernel - 1 before it in the group.
+    """
+    pixels = list(itertools.product(*map(range, canvas)))
+    places = [pixels[n if order is None else order[n]] for n in (q, kv)]
+    kernel, dilation, stride, causal = (
+        x if isinstance(x, tuple) else (x,) * len(canvas) for x in (kernel, dilation, stride, causal)
+    )
+    axes = zip(*places, canvas, kernel, dilation, causal, stride, strict=True)
+    return all(_natten_axis(*axis) for axis in axes)
 
 
 def _natten(
@@ -117,18 +161,47 @@ def _natten(
     width: int,
     kernel: int | tuple[int, int],
     dilation: int | tuple[int, int] = 1,
+    stride: int | tuple[int, int] = 1,
     causal: bool | tuple[bool, bool] = False,
+    order: list[int] | None = None,
 ) -> bool:
-    """Row-major tokens; both axes must see each other.
+    """A neighborhood of (rows, columns)."""
+    return _neighborhood(q, kv, (height, width), order, kernel, dilation, stride, causal)
 
-    Not causal: exactly `kernel` keys of the dilation group, starting kernel // 2 before the query, shifted at the
-    edges to lie inside. Causal: the query and up to kernel - 1 earlier members of the group.
-    """
-    kernels = kernel if isinstance(kernel, tuple) else (kernel, kernel)
-    dilations = dilation if isinstance(dilation, tuple) else (dilation, dilation)
-    causals = causal if isinstance(causal, tuple) else (causal, causal)
-    rows = _natten_axis(q // width, kv // width, height, kernels[0], dilations[0], causals[0])
-    return rows and _natten_axis(q % width, kv % width, width, kernels[1], dilations[1], causals[1])
+
+def _natten1d(
+    b: int,
+    h: int,
+    q: int,
+    kv: int,
+    size: Case,
+    length: int,
+    kernel: int,
+    dilation: int = 1,
+    stride: int = 1,
+    causal: bool = False,
+) -> bool:
+    """A neighborhood of positions."""
+    return _neighborhood(q, kv, (length,), None, kernel, dilation, stride, causal)
+
+
+def _natten3d(
+    b: int,
+    h: int,
+    q: int,
+    kv: int,
+    size: Case,
+    depth: int,
+    height: int,
+    width: int,
+    kernel: int | tuple[int, int, int],
+    dilation: int | tuple[int, int, int] = 1,
+    stride: int | tuple[int, int, int] = 1,
+    causal: bool | tuple[bool, bool, bool] = False,
+    order: list[int] | None = None,
+) -> bool:
+    """A neighborhood of (depth, rows, columns)."""
+    return _neighborhood(q, kv, (depth, height, width), order, kernel, dilation, stride, causal)
 
 
 def _vision_cross(
@@ -149,6 +222,290 @@ def _vision_cross(
         return False
     start, end = rows[image]
     return bool(start <= q < end)
+
+
+def _band(b: int, h: int, q: int, kv: int, size: Case, lower: int, upper: int) -> bool:
+    """lower <= kv - q <= upper."""
+    return lower <= kv - q <= upper
+
+
+def _inverse_causal(b: int, h: int, q: int, kv: int, size: Case) -> bool:
+    """kv >= q."""
+    return kv >= q
+
+
+def _chunked(b: int, h: int, q: int, kv: int, size: Case, chunk: int, start: int | list[int] = 0) -> bool:
+    """Both in one of the chunks [start + n * chunk, start + (n + 1) * chunk), n any integer."""
+    first = start[b] if isinstance(start, list) else start
+    while first > q:
+        first -= chunk
+    while first + chunk <= q:
+        first += chunk
+    return first <= kv < first + chunk
+
+
+def _chunked_causal(b: int, h: int, q: int, kv: int, size: Case, chunk: int, start: int | list[int] = 0) -> bool:
+    """In one chunk, and kv <= q."""
+    return kv <= q and _chunked(b, h, q, kv, size, chunk, start)
+
+
+def _block_causal(b: int, h: int, q: int, kv: int, size: Case, block: int) -> bool:
+    """kv below the end of the block that q is in."""
+    end = block
+    while end <= q:
+        end += block
+    return kv < end
+
+
+def _dilated_window(b: int, h: int, q: int, kv: int, size: Case, window: int, dilation: int) -> bool:
+    """kv is one of q, q +- dilation, q +- 2 dilation, ... within `window`."""
+    return kv in {q + side * n * dilation for side in (-1, 1) for n in range(window // dilation + 1)}
+
+
+def _strided(b: int, h: int, q: int, kv: int, size: Case, stride: int) -> bool:
+    """max(0, q - stride) <= kv <= q, or kv one of q, q - stride, q - 2 stride, ..."""
+    return max(0, q - stride) <= kv <= q or kv in range(q, -1, -stride)
+
+
+def _fixed(b: int, h: int, q: int, kv: int, size: Case, stride: int, summary: int) -> bool:
+    """kv <= q, of q's block or one of the last `summary` of any block."""
+    blocks = [list(range(start, start + stride)) for start in range(0, max(q, kv) + 1, stride)]
+    own = next(block for block in blocks if q in block)
+    return kv <= q and (kv in own or any(kv in block[max(0, stride - summary) :] for block in blocks))
+
+
+def _global_tokens(b: int, h: int, q: int, kv: int, size: Case, tokens: Any) -> bool:
+    """Either is global: below a number, or marked."""
+    if isinstance(tokens, int):
+        return q < tokens or kv < tokens
+    marked = tokens[b] if isinstance(tokens[0], list) else tokens
+    return bool(marked[q] or marked[kv])
+
+
+def _longformer(b: int, h: int, q: int, kv: int, size: Case, window: int, tokens: Any) -> bool:
+    """|q - kv| <= window, or either is global."""
+    return abs(q - kv) <= window or _global_tokens(b, h, q, kv, size, tokens)
+
+
+def _temporal_window(b: int, h: int, q: int, kv: int, size: Case, frame: int, window: int, tokens: int = 0) -> bool:
+    """Either is text, or their places in their frames are at most `window` apart."""
+    if q < tokens or kv < tokens:
+        return True
+    frames = [range(start, start + frame) for start in range(tokens, max(q, kv) + 1, frame)]
+    places = [next(f.index(n) for f in frames if n in f) for n in (q, kv)]
+    return abs(places[0] - places[1]) <= window
+
+
+def _sink_window(b: int, h: int, q: int, kv: int, size: Case, sinks: int, window: int) -> bool:
+    """kv <= q, and kv < sinks or kv >= q - window."""
+    return kv <= q and (kv < sinks or kv >= q - window)
+
+
+@functools.cache
+def _bigbird_blocks(
+    length: int, block: int, window: int, global_blocks: int, random_blocks: int, seed: int
+) -> list[set[int]]:
+    """The blocks that each block sees, the random ones drawn by Floyd's algorithm.
+
+    Row i and step n have the n-th uniform number of row i, [blocks, random_blocks] in float64 from torch's generator.
+    """
+    blocks = math.ceil(length / block)
+    uniform = torch.rand(
+        (blocks, random_blocks), dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    ).tolist()
+    everything = set(range(blocks))
+    edges = {i for i in range(blocks) if i < global_blocks or i >= blocks - global_blocks}
+    found = []
+    for i in range(blocks):
+        near = {j for j in everything if abs(i - j) <= window}
+        rest = sorted(everything - near - edges)
+        wanted = min(random_blocks, len(rest))
+        drawn: list[int] = []
+        for n in range(wanted):
+            top = len(rest) - wanted + n
+            one = math.floor(uniform[i][n] * (top + 1))
+            drawn.append(top if one in drawn else one)
+        assert len(set(drawn)) == wanted
+        found.append(everything if i in edges else near | edges | {rest[n] for n in drawn})
+    return found
+
+
+def _bigbird(
+    b: int,
+    h: int,
+    q: int,
+    kv: int,
+    size: Case,
+    length: int,
+    block: int,
+    window: int = 1,
+    global_blocks: int = 1,
+    random_blocks: int = 3,
+    seed: int = 0,
+) -> bool:
+    """kv's block is near q's, either is among the first or last ones, or it was drawn for q's."""
+    return kv // block in _bigbird_blocks(length, block, window, global_blocks, random_blocks, seed)[q // block]
+
+
+def _of(values: Any, b: int) -> Any:
+    """The row of batch element b, where there are rows."""
+    return values[b] if isinstance(values[0], list) else values
+
+
+def _cross_document(b: int, h: int, q: int, kv: int, size: Case, q_document_ids: Any, kv_document_ids: Any) -> bool:
+    """q's document is kv's."""
+    return bool(_of(q_document_ids, b)[q] == _of(kv_document_ids, b)[kv])
+
+
+def _bidirectional_spans(b: int, h: int, q: int, kv: int, size: Case, span_ids: Any) -> bool:
+    """kv <= q, or both in one span."""
+    ids = _of(span_ids, b)
+    return kv <= q or bool(ids[q] >= 0 and ids[q] == ids[kv])
+
+
+def _shared_prefix(b: int, h: int, q: int, kv: int, size: Case, document_ids: Any, prefix_of: list[int]) -> bool:
+    """kv <= q, and kv of q's document or of that document's prefix."""
+    ids = _of(document_ids, b)
+    return kv <= q and ids[kv] in (ids[q], prefix_of[ids[q]])
+
+
+def _multi_item(b: int, h: int, q: int, kv: int, size: Case, prefix_len: Any, item_positions: Any) -> bool:
+    """kv <= q; behind the prefix, kv in the prefix or fewer than item_positions[q] positions before q."""
+    prefix = prefix_len[b] if isinstance(prefix_len, list) else prefix_len
+    if kv > q:
+        return False
+    return q < prefix or kv < prefix or q - kv < _of(item_positions, b)[q]
+
+
+def _causal_blockwise(b: int, h: int, q: int, kv: int, size: Case, block_ids: Any) -> bool:
+    """kv <= q, and q in the last block, of a negative id, or both in one block."""
+    ids = _of(block_ids, b)
+    return kv <= q and (ids[q] < 0 or ids[q] == ids[kv])
+
+
+def _tree(b: int, h: int, q: int, kv: int, size: Case, parents: Any, start: Any = 0) -> bool:
+    """kv is q, or before the tree and before q, or met on the way from q up to the root."""
+    first = start[b] if isinstance(start, list) else start
+    above = _of(parents, b)
+    end = first + len(above)
+    if q >= end or kv >= end:
+        return False
+    if q < first or kv < first:
+        return kv <= q
+    node = q - first
+    while node >= 0:
+        if node == kv - first:
+            return True
+        node = above[node]
+    return False
+
+
+def _eagle3(b: int, h: int, q: int, kv: int, size: Case, length: int) -> bool:
+    """Of the first `length` keys those up to q; of each later `length` the one at q's place."""
+    step, place = divmod(kv, length)
+    return kv <= q if step == 0 else place == q % length
+
+
+def _block_diffusion(b: int, h: int, q: int, kv: int, size: Case, length: int, block: int) -> bool:
+    """Noised sees its own noised block and earlier clean ones, clean sees clean blocks up to its own."""
+    q_clean, kv_clean = q >= length, kv >= length
+    row = (q - length if q_clean else q) // block
+    column = (kv - length if kv_clean else kv) // block
+    if q_clean:
+        return kv_clean and column <= row
+    return column < row if kv_clean else column == row
+
+
+def _key_eviction(b: int, h: int, q: int, kv: int, size: Case, evicted: Any) -> bool:
+    """kv <= q < evicted[kv]."""
+    if isinstance(evicted[0], list) and isinstance(evicted[0][0], list):
+        rows = evicted[b]
+        return kv <= q < (rows[h] if len(rows) > 1 else rows[0])[kv]
+    return kv <= q < _of(evicted, b)[kv]
+
+
+def _flashmask(b: int, h: int, q: int, kv: int, size: Case, startend_row_indices: Any, causal: bool) -> bool:
+    """Not in a hidden interval of rows of column kv, nor, where causal, above the diagonal."""
+    of_batch = startend_row_indices[b % len(startend_row_indices)]
+    rows = of_batch[h % len(of_batch)][kv]
+    if causal:
+        start, end = rows if len(rows) == 2 else (rows[0], math.inf)
+        return kv <= q and not start <= q < end
+    if len(rows) == 2:
+        return q < rows[0] and q >= rows[1]
+    return not rows[0] <= q < rows[1] and not rows[2] <= q < rows[3]
+
+
+def _key_padding(b: int, h: int, q: int, kv: int, size: Case, attention_mask: Any) -> bool:
+    """attention_mask[b][kv] is 1."""
+    return attention_mask[b][kv] == 1
+
+
+def _two(values: Any, b: int, h: int) -> Any:
+    """The table of batch element b and head h, of one table or of [batch or 1, heads or 1] of them."""
+    if not isinstance(values[0][0], list):
+        return values
+    rows = values[b if len(values) > 1 else 0]
+    return rows[h if len(rows) > 1 else 0]
+
+
+def _dense(b: int, h: int, q: int, kv: int, size: Case, visible: Any) -> bool:
+    """What is written there."""
+    return bool(_two(visible, b, h)[q][kv])
+
+
+def _block_sparse(b: int, h: int, q: int, kv: int, size: Case, layout: Any, block: Any) -> bool:
+    """What is written at the pair of blocks."""
+    rows, columns = block if isinstance(block, tuple) else (block, block)
+    return bool(_two(layout, b, h)[q // rows][kv // columns])
+
+
+def _bsr(
+    b: int, h: int, q: int, kv: int, size: Case, crow_indices: list[int], col_indices: list[int], block: Any
+) -> bool:
+    """kv's block is listed for q's row of blocks."""
+    rows, columns = block if isinstance(block, tuple) else (block, block)
+    row = q // rows
+    return kv // columns in col_indices[crow_indices[row] : crow_indices[row + 1]]
+
+
+def _block_topk(b: int, h: int, q: int, kv: int, size: Case, indices: Any, block: Any) -> bool:
+    """kv's block is among those chosen for q's."""
+    rows, columns = block if isinstance(block, tuple) else (block, block)
+    return kv // columns in _two(indices, b, h)[q // rows]
+
+
+def _vertical_slash(b: int, h: int, q: int, kv: int, size: Case, vertical: Any, slash: Any) -> bool:
+    """kv <= q, and kv among the columns or q - kv among the distances."""
+
+    def of(values: Any) -> Any:
+        if values and isinstance(values[0], list) and isinstance(values[0][0], list):
+            return values[b][h]
+        return values[h] if values and isinstance(values[0], list) else values
+
+    return kv <= q and (kv in of(vertical) or q - kv in of(slash))
+
+
+def _sliding_tile(
+    b: int,
+    h: int,
+    q: int,
+    kv: int,
+    size: Case,
+    canvas: tuple[int, ...],
+    tile: tuple[int, ...],
+    window: tuple[int, ...],
+    text: int = 0,
+) -> bool:
+    """kv's tile is in the window of tiles around q's; text is seen by and sees all."""
+    pixels, inside = math.prod(canvas), math.prod(tile)
+    assert size.kv_len == pixels + text
+    if q >= pixels or kv >= pixels:
+        return True
+    counts = [n // t for n, t in zip(canvas, tile, strict=True)]
+    tiles = list(itertools.product(*map(range, counts)))
+    places = zip(tiles[q // inside], tiles[kv // inside], counts, window, strict=True)
+    return all(_natten_axis(i, j, n, w, 1, False) for i, j, n, w in places)
 
 
 def _packed(
@@ -192,6 +549,38 @@ MASKS: dict[str, Callable[..., bool]] = {
     "natten": _natten,
     "vision_cross": _vision_cross,
     "packed": _packed,
+    "band": _band,
+    "inverse_causal": _inverse_causal,
+    "chunked": _chunked,
+    "chunked_causal": _chunked_causal,
+    "block_causal": _block_causal,
+    "dilated_window": _dilated_window,
+    "strided": _strided,
+    "fixed": _fixed,
+    "global_tokens": _global_tokens,
+    "longformer": _longformer,
+    "temporal_window": _temporal_window,
+    "sink_window": _sink_window,
+    "bigbird": _bigbird,
+    "cross_document": _cross_document,
+    "bidirectional_spans": _bidirectional_spans,
+    "shared_prefix": _shared_prefix,
+    "multi_item": _multi_item,
+    "causal_blockwise": _causal_blockwise,
+    "tree": _tree,
+    "eagle3": _eagle3,
+    "block_diffusion": _block_diffusion,
+    "key_eviction": _key_eviction,
+    "flashmask": _flashmask,
+    "key_padding": _key_padding,
+    "dense": _dense,
+    "block_sparse": _block_sparse,
+    "bsr": _bsr,
+    "block_topk": _block_topk,
+    "vertical_slash": _vertical_slash,
+    "sliding_tile": _sliding_tile,
+    "natten1d": _natten1d,
+    "natten3d": _natten3d,
 }
 
 
@@ -229,12 +618,12 @@ def alibi_slopes(heads: int) -> list[float]:
     return slopes
 
 
-def _alibi(scores: Tensor, case: Case, slopes: Tensor | None = None) -> Tensor:
-    """s - slope_h * (q - kv)."""
+def _alibi(scores: Tensor, case: Case, slopes: Tensor | None = None, bidirectional: bool = False) -> Tensor:
+    """s - slope_h * (q - kv), or of |q - kv|."""
     heads = scores.shape[1]
     per_head = torch.tensor(alibi_slopes(heads), dtype=torch.float64) if slopes is None else slopes
     assert per_head.shape == (heads,)
-    return scores - _table(scores, case, lambda h, q, kv: per_head[h] * float(q - kv))
+    return scores - _table(scores, case, lambda h, q, kv: per_head[h] * float(abs(q - kv) if bidirectional else q - kv))
 
 
 def _softcap(scores: Tensor, case: Case, cap: float) -> Tensor:
@@ -256,11 +645,70 @@ def _checkerboard(scores: Tensor, case: Case) -> Tensor:
     return scores * _table(scores, case, lambda h, q, kv: half if abs(q - kv) % 2 == 1 else double)
 
 
+def _t5_bias(scores: Tensor, case: Case, table: Tensor, max_distance: int = 128, bidirectional: bool = True) -> Tensor:
+    """s + table[bucket, h]: half of a side's buckets by distance, the others by its logarithm, as T5's code has it."""
+    buckets = table.shape[0]
+
+    def bucket(distance: int) -> int:
+        side, found = buckets, 0
+        if bidirectional:
+            side //= 2
+            found = side if distance > 0 else 0
+            far = abs(distance)
+        else:
+            far = -min(distance, 0)
+        exact = side // 2
+        if far < exact:
+            return found + far
+        # 1e-9: where the logarithms' quotient is a whole number it may come out a little below
+        more = math.log(far / exact) / math.log(max_distance / exact) * (side - exact) + 1e-9
+        return found + min(exact + int(more), side - 1)
+
+    return scores + _table(scores, case, lambda h, q, kv: table[bucket(kv - q), h])
+
+
+def _distance_bias(scores: Tensor, case: Case, table: Tensor, distances: Tensor) -> Tensor:
+    """s + table[h, distance], one matrix of distances for all batch elements or one for each."""
+    batch, heads, q_len, kv_len = scores.shape
+    rows = []
+    for b, start in enumerate(offsets(case)):
+        own = distances[b] if distances.ndim == 3 else distances
+        for h in range(heads):
+            rows += [table[h, int(own[start + row, kv])] for row in range(q_len) for kv in range(kv_len)]
+    return scores + torch.stack(rows).reshape(batch, heads, q_len, kv_len)
+
+
+def _sandwich(scores: Tensor, case: Case, dims: int = 128, ratios: Tensor | None = None, positions: int = 0) -> Tensor:
+    """s + ratio, by default H / 8(h+1), times q's embedding by kv's: sin, cos of position / 10000^(2i/dims)."""
+
+    def embedding(position: int) -> list[float]:
+        angles = [position / 10000 ** (2 * i / dims) for i in range(dims // 2)]
+        return [f(a) for a in angles for f in (math.sin, math.cos)]
+
+    heads = scores.shape[1]
+    places = {n: embedding(n) for n in range(max(offsets(case)) + max(case.q_len, case.kv_len))}
+
+    def cell(h: int, q: int, kv: int) -> Tensor:
+        product = sum(x * y for x, y in zip(places[q], places[kv], strict=True))
+        return product * (torch.tensor(heads / (8 * (h + 1)), dtype=torch.float64) if ratios is None else ratios[h])
+
+    return scores + _table(scores, case, cell)
+
+
+def _temperature(scores: Tensor, case: Case, temperatures: Tensor) -> Tensor:
+    """s / t_h."""
+    return scores / _table(scores, case, lambda h, q, kv: temperatures[h])
+
+
 SCORES: dict[str, Callable[..., Tensor]] = {
     "alibi": _alibi,
     "softcap": _softcap,
     "relative_bias": _relative_bias,
     "checkerboard": _checkerboard,
+    "t5_bias": _t5_bias,
+    "distance_bias": _distance_bias,
+    "sandwich": _sandwich,
+    "temperature": _temperature,
 }
 
 
@@ -469,6 +917,327 @@ _VISION_CASES: list[Case] = [
     Case("vision_cross", {"intervals": _int64([[0, 30]]), "image_ids": _int64([-1] * 21)}, q_len=30, kv_len=21),
 ]
 
+_BAND_CASES: list[Case] = [
+    Case("band", {"lower": -5, "upper": 3}),
+    Case("band", {"lower": 4, "upper": 9}, q_len=33, kv_len=45),
+    Case("band", {"lower": -20, "upper": -7}, q_len=50, kv_len=37, q_offset=(0, 21)),
+    Case("band", {"lower": 3, "upper": 2}, q_len=20, kv_len=20),
+    Case("band", {"lower": _int64(-100), "upper": _int32(40)}, batch=1, heads=1, q_len=150, kv_len=150),
+    Case("inverse_causal", {}),
+    Case("inverse_causal", {}, q_len=29, kv_len=61, q_offset=(32, 5)),
+    Case("inverse_causal", {}, batch=1, heads=1, q_len=150, kv_len=140),
+    Case("chunked", {"chunk": 7}),
+    Case("chunked", {"chunk": 1, "start": 3}, q_len=21, kv_len=33),
+    Case("chunked", {"chunk": 16, "start": _int64([0, 13])}, q_len=19, kv_len=53, q_offset=(34, 20)),
+    Case("chunked", {"chunk": 100}, batch=1, heads=1, q_len=150, kv_len=150),
+    Case("chunked_causal", {"chunk": 8}),
+    Case("chunked_causal", {"chunk": 9, "start": _int32([5, 12])}, q_len=40, kv_len=40),
+    Case("chunked_causal", {"chunk": 500}, q_len=31, kv_len=57, q_offset=26),
+    Case("chunked_causal", {"chunk": 50, "start": -7}, batch=1, heads=1, q_len=150, kv_len=150),
+    Case("block_causal", {"block": 6}),
+    Case("block_causal", {"block": 1}, q_len=33, kv_len=47, q_offset=(14, 3)),
+    Case("block_causal", {"block": 48}, batch=1, heads=1, q_len=150, kv_len=160),
+]
+
+_SPARSE_CASES: list[Case] = [
+    Case("dilated_window", {"window": 9, "dilation": 3}),
+    Case("dilated_window", {"window": _int64(10), "dilation": 4}, q_len=31, kv_len=47, q_offset=(0, 30)),
+    Case("dilated_window", {"window": 5, "dilation": 1}, q_len=50, kv_len=29),
+    Case("dilated_window", {"window": 3, "dilation": 7}, q_len=20, kv_len=20),
+    Case("strided", {"stride": 5}),
+    Case("strided", {"stride": 1}, q_len=30, kv_len=25),
+    Case("strided", {"stride": 16}, q_len=23, kv_len=60, q_offset=(37, 9)),
+    Case("strided", {"stride": 40}, batch=1, heads=1, q_len=150, kv_len=150),
+    Case("fixed", {"stride": 8, "summary": 2}),
+    Case("fixed", {"stride": 5, "summary": 0}, q_len=33, kv_len=21),
+    Case("fixed", {"stride": 4, "summary": 9}, q_len=17, kv_len=49, q_offset=(32, 11)),
+    Case("fixed", {"stride": 60, "summary": 7}, batch=1, heads=1, q_len=150, kv_len=150),
+    Case("global_tokens", {"tokens": 3}),
+    Case("global_tokens", {"tokens": torch.rand(53, generator=_GENERATOR) < 0.1}, q_len=19, kv_len=53, q_offset=34),
+    Case("global_tokens", {"tokens": torch.rand(2, 40, generator=_GENERATOR) < 0.2}),
+    Case("global_tokens", {"tokens": 0}, q_len=20, kv_len=20),
+    Case("longformer", {"window": 4, "tokens": 2}),
+    Case(
+        "longformer",
+        {"window": _int64(6), "tokens": torch.rand(2, 61, generator=_GENERATOR) < 0.1},
+        q_len=61,
+        kv_len=50,
+    ),
+    Case("longformer", {"window": 20, "tokens": torch.arange(150) % 71 == 5}, batch=1, heads=1, q_len=150, kv_len=150),
+    Case("temporal_window", {"frame": 9, "window": 2, "tokens": 4}),
+    Case("temporal_window", {"frame": 7, "window": 0}, q_len=21, kv_len=44, q_offset=(0, 23)),
+    Case("temporal_window", {"frame": 50, "window": 12, "tokens": 3}, batch=1, heads=1, q_len=153, kv_len=153),
+    Case("sink_window", {"sinks": 3, "window": 6}),
+    Case("sink_window", {"sinks": 0, "window": 0}, q_len=33, kv_len=21),
+    Case("sink_window", {"sinks": _int64(4), "window": _int64(9)}, q_len=15, kv_len=60, q_offset=(45, 20)),
+    Case("sink_window", {"sinks": 30, "window": 25}, batch=1, heads=1, q_len=150, kv_len=150),
+    Case("bigbird", {"length": 60, "block": 4}, q_len=60, kv_len=60),
+    Case("bigbird", {"length": 41, "block": 3, "random_blocks": 2, "seed": 7}, q_len=41, kv_len=41),
+    Case("bigbird", {"length": 40, "block": 2, "window": 0, "global_blocks": 0, "random_blocks": 1}),
+    Case("bigbird", {"length": 40, "block": 5, "window": 2, "global_blocks": 2, "random_blocks": 9}),
+    Case("bigbird", {"length": 30, "block": 4, "global_blocks": 50}, q_len=30, kv_len=30),
+    Case("bigbird", {"length": 33, "block": 64}, q_len=33, kv_len=33),
+    Case("bigbird", {"length": 200, "block": 16, "seed": 3}, batch=1, heads=1, q_len=200, kv_len=200),
+]
+
+_SPAN_CASES: list[Case] = [
+    Case(
+        "cross_document",
+        {"q_document_ids": _runs([9, 4, 20]), "kv_document_ids": _runs([20, 1, 30])},
+        q_len=33,
+        kv_len=51,
+    ),
+    Case(
+        "cross_document",
+        {"q_document_ids": _random_ints(0, 4, 2, 60), "kv_document_ids": _random_ints(-1, 5, 29)},
+        q_len=19,
+        kv_len=29,
+        q_offset=(41, 7),
+    ),
+    Case(
+        "cross_document",
+        {
+            "q_document_ids": _runs([100, 50], torch.int32),
+            "kv_document_ids": torch.stack([_runs([17, 120], torch.int32), _runs([130, 7], torch.int32)]),
+        },
+        heads=1,
+        q_len=150,
+        kv_len=137,
+    ),
+    Case("bidirectional_spans", {"span_ids": _int64([-1] * 5 + [3] * 9 + [-1] * 6 + [1] * 12 + [-7] * 8)}),
+    # Spans that other tokens interrupt, in any order of ids.
+    Case(
+        "bidirectional_spans",
+        {"span_ids": _random_ints(-2, 4, 2, 53, dtype=torch.int32)},
+        q_len=21,
+        kv_len=53,
+        q_offset=(32, 4),
+    ),
+    Case("bidirectional_spans", {"span_ids": torch.full((30,), -1)}, q_len=30, kv_len=22),
+    Case("bidirectional_spans", {"span_ids": _runs([70, 80]) * 5}, batch=1, heads=1, q_len=150, kv_len=150),
+    Case("shared_prefix", {"document_ids": _runs([10, 8, 7, 15]), "prefix_of": _int64([-1, 0, 0, 0])}),
+    Case(
+        "shared_prefix",
+        {
+            "document_ids": torch.stack([_runs([5, 6, 9, 4, 8, 8]), _runs([1, 1, 20, 9, 0, 9])]),
+            "prefix_of": _int32([0, 0, 0, -1, 3, 3]),
+        },
+    ),
+    Case(
+        "shared_prefix",
+        {"document_ids": _random_ints(0, 4, 47), "prefix_of": _int64([1, -1, 0, 2])},
+        q_len=20,
+        kv_len=47,
+        q_offset=(27, 9),
+    ),
+    Case(
+        "shared_prefix",
+        {"document_ids": _runs([60, 50, 40]), "prefix_of": _int64([-1, 0, 0])},
+        batch=1,
+        heads=1,
+        q_len=150,
+        kv_len=150,
+    ),
+    Case(
+        "multi_item",
+        {"prefix_len": 11, "item_positions": _int64([0] * 11 + [0, 1, 2, 3, 0, 1, 0, 0, 1, 2] + list(range(19)))},
+    ),
+    Case("multi_item", {"prefix_len": _int64([4, 30]), "item_positions": _random_ints(0, 9, 2, 40, dtype=torch.int32)}),
+    Case(
+        "multi_item", {"prefix_len": 0, "item_positions": torch.arange(50) % 13}, q_len=17, kv_len=50, q_offset=(33, 8)
+    ),
+    Case(
+        "multi_item",
+        {"prefix_len": 64, "item_positions": torch.arange(150) % 20},
+        batch=1,
+        heads=1,
+        q_len=150,
+        kv_len=150,
+    ),
+    Case("causal_blockwise", {"block_ids": _int64([0] * 12 + [1] * 5 + [2] * 10 + [-1] * 13)}),
+    Case("causal_blockwise", {"block_ids": _random_ints(-1, 3, 2, 40)}),
+    Case("causal_blockwise", {"block_ids": _runs([9, 30, 14])}, q_len=19, kv_len=53, q_offset=(34, 3)),
+    Case(
+        "causal_blockwise",
+        {"block_ids": _int32([0] * 70 + [1] * 40 + [-1] * 40)},
+        batch=1,
+        heads=1,
+        q_len=150,
+        kv_len=150,
+    ),
+    Case("key_eviction", {"evicted": _random_ints(0, 50, 40)}),
+    Case(
+        "key_eviction",
+        {"evicted": _random_ints(0, 70, 2, 51, dtype=torch.int32)},
+        q_len=17,
+        kv_len=51,
+        q_offset=(34, 20),
+    ),
+    Case("key_eviction", {"evicted": _random_ints(0, 60, 2, 3, 40)}, heads=3),
+    Case("key_eviction", {"evicted": _random_ints(0, 60, 2, 1, 40)}, heads=3),
+    Case("key_eviction", {"evicted": torch.arange(150) + 60}, batch=1, heads=1, q_len=150, kv_len=150),
+    Case("flashmask", {"startend_row_indices": _random_ints(0, 41, 2, 1, 40, 1), "causal": True}),
+    Case("flashmask", {"startend_row_indices": _random_ints(0, 41, 2, 2, 40, 2), "causal": True}),
+    Case("flashmask", {"startend_row_indices": _random_ints(0, 41, 1, 1, 40, 2, dtype=torch.int32), "causal": False}),
+    Case(
+        "flashmask",
+        {"startend_row_indices": _random_ints(0, 60, 1, 2, 53, 4), "causal": False},
+        q_len=20,
+        kv_len=53,
+        q_offset=(33, 4),
+    ),
+    Case("key_padding", {"attention_mask": torch.arange(40) >= _int64([[0], [13]])}),
+    Case(
+        "key_padding",
+        {"attention_mask": (torch.arange(51) < _int64([[51], [0], [20]])).int()},
+        batch=3,
+        q_len=17,
+        kv_len=51,
+        q_offset=34,
+    ),
+    Case("key_padding", {"attention_mask": _random_ints(0, 2, 2, 150)}, heads=1, q_len=30, kv_len=150),
+]
+
+_TREE_CASES: list[Case] = [
+    Case("tree", {"parents": _int64([-1, 0, 0, 1, 1, 2, 4, 6]), "start": 25}, q_len=8, kv_len=33, q_offset=25),
+    Case("tree", {"parents": _int32([-1, -1, 0, 1, 1, 2, 0, -1, 7, 3])}, q_len=14, kv_len=12),
+    Case(
+        "tree",
+        {"parents": _int64([[-1, 0, 1, 2, 3], [-1, 0, 0, 0, 0]]), "start": _int64([30, 11])},
+        q_len=5,
+        kv_len=40,
+        q_offset=(30, 11),
+    ),
+    Case("tree", {"parents": _int64([-1, 0, 0, 1]), "start": _int32([0, 9])}, q_len=20, kv_len=20),
+    Case("tree", {"parents": _int64([[(n - 1) // 3 for n in range(40)], [n - 1 - n % 2 for n in range(40)]])}),
+    Case(
+        "tree",
+        {"parents": _int64([-1, *(max(0, n - 1 - n * n % 7) for n in range(1, 100))]), "start": 50},
+        batch=1,
+        heads=1,
+        q_len=150,
+        kv_len=150,
+    ),
+    Case("eagle3", {"length": 20}, q_len=20, kv_len=60),
+    Case("eagle3", {"length": 40}),
+    Case("eagle3", {"length": 13}, batch=3, q_len=13, kv_len=26),
+    Case("eagle3", {"length": 60}, batch=1, heads=1, q_len=60, kv_len=180),
+    Case("block_diffusion", {"length": 20, "block": 4}),
+    Case("block_diffusion", {"length": 23, "block": 5}, q_len=46, kv_len=46),
+    Case("block_diffusion", {"length": 20, "block": 1}, q_len=11, kv_len=40, q_offset=(0, 29)),
+    Case("block_diffusion", {"length": 75, "block": 16}, batch=1, heads=1, q_len=150, kv_len=150),
+]
+
+
+def _random_bools(share: float, *shape: int) -> Tensor:
+    """Random truth values of which a share is true."""
+    return torch.rand(shape, generator=_GENERATOR) < share
+
+
+_TABLE_CASES: list[Case] = [
+    Case("dense", {"visible": _random_bools(0.3, 40, 40)}),
+    Case("dense", {"visible": _random_bools(0.3, 2, 3, 50, 31)}, heads=3, q_len=17, kv_len=31, q_offset=(33, 0)),
+    Case("dense", {"visible": _random_bools(0.3, 2, 1, 40, 40)}),
+    Case("dense", {"visible": _random_bools(0.3, 1, 2, 40, 40)}),
+    Case("dense", {"visible": torch.ones(150, 150, dtype=torch.bool).tril(3)}, batch=1, heads=1, q_len=150, kv_len=150),
+    Case("block_sparse", {"layout": _random_bools(0.4, 8, 8), "block": 5}),
+    Case(
+        "block_sparse",
+        {"layout": _random_bools(0.4, 2, 2, 7, 9), "block": (8, 6)},
+        q_len=20,
+        kv_len=50,
+        q_offset=(36, 3),
+    ),
+    Case("block_sparse", {"layout": _random_bools(0.4, 1, 3, 40, 2), "block": (1, 20)}, heads=3),
+    Case("block_sparse", {"layout": _random_bools(0.4, 10, 10), "block": 16}, batch=1, heads=1, q_len=150, kv_len=160),
+    Case("bsr", {"crow_indices": _int64([0, 2, 2, 3, 6]), "col_indices": _int64([0, 2, 1, 3, 0, 2]), "block": 10}),
+    Case(
+        "bsr",
+        {"crow_indices": _int32([0, 1, 4]), "col_indices": _int32([2, 0, 1, 3]), "block": (16, 8)},
+        q_len=27,
+        kv_len=29,
+    ),
+    Case(
+        "bsr",
+        {"crow_indices": _int64([0, 0, 0]), "col_indices": _int64([]), "block": 20},
+        q_len=11,
+        kv_len=40,
+        q_offset=29,
+    ),
+    Case(
+        "bsr",
+        {"crow_indices": torch.arange(0, 21, 2), "col_indices": _random_ints(0, 10, 20), "block": 16},
+        batch=1,
+        heads=1,
+        q_len=150,
+        kv_len=150,
+    ),
+    Case("block_topk", {"indices": _random_ints(-1, 8, 8, 3), "block": 5}),
+    Case("block_topk", {"indices": _random_ints(-1, 7, 2, 2, 40, 2, dtype=torch.int32), "block": (1, 6)}),
+    Case(
+        "block_topk",
+        {"indices": _random_ints(0, 5, 2, 1, 9, 2), "block": (6, 10)},
+        q_len=21,
+        kv_len=50,
+        q_offset=(33, 0),
+    ),
+    Case("block_topk", {"indices": torch.full((3, 1), -1), "block": 16}, q_len=40, kv_len=33),
+    Case("vertical_slash", {"vertical": _int64([0, 5, 30]), "slash": _int64([0, 1, 9])}),
+    Case(
+        "vertical_slash",
+        {"vertical": _random_ints(-1, 51, 3, 4, dtype=torch.int32), "slash": _random_ints(-1, 51, 2, 3, 5)},
+        heads=3,
+        q_len=20,
+        kv_len=51,
+        q_offset=(31, 6),
+    ),
+    Case("vertical_slash", {"vertical": _int64([-1]), "slash": _int64([3, 3])}, q_len=30, kv_len=20),
+    Case(
+        "vertical_slash",
+        {"vertical": _int64([1, 140]), "slash": torch.arange(20)},
+        batch=1,
+        heads=1,
+        q_len=150,
+        kv_len=150,
+    ),
+]
+
+
+def _volume(name: str, canvas: dict[str, int], text: int = 0, **more: Any) -> Case:
+    """A case over a whole canvas, and `text` tokens after it."""
+    tokens = math.prod(canvas.values()) + text
+    return Case(name, {**canvas, **more}, q_len=tokens, kv_len=tokens)
+
+
+def _tiles(canvas: tuple[int, ...], tile: tuple[int, ...], window: tuple[int, ...], text: int = 0) -> Case:
+    """A sliding_tile case."""
+    params = {"canvas": canvas, "tile": tile, "window": window, **({"text": text} if text else {})}
+    tokens = math.prod(canvas) + text
+    return Case("sliding_tile", params, q_len=tokens, kv_len=tokens)
+
+
+_VOLUME_CASES: list[Case] = [
+    _volume("natten1d", {"length": 40}, kernel=7),
+    _volume("natten1d", {"length": 37}, kernel=6, dilation=3),
+    _volume("natten1d", {"length": 41}, kernel=8, stride=4),
+    _volume("natten1d", {"length": 29}, kernel=5, stride=3, causal=True),
+    _volume("natten1d", {"length": 47}, kernel=5, stride=3, dilation=2),
+    _volume("natten1d", {"length": 150}, kernel=150),
+    _volume("natten", {"height": 7, "width": 8}, kernel=(4, 5), stride=(3, 2)),
+    _volume("natten", {"height": 9, "width": 6}, kernel=3, stride=(2, 3), dilation=(2, 1), causal=(True, False)),
+    _volume("natten", {"height": 6, "width": 8}, kernel=3, order=torch.randperm(48, generator=_GENERATOR)),
+    _volume("natten3d", {"depth": 3, "height": 4, "width": 5}, kernel=3),
+    _volume("natten3d", {"depth": 4, "height": 3, "width": 5}, kernel=(2, 3, 4), causal=(True, False, False)),
+    _volume("natten3d", {"depth": 5, "height": 4, "width": 3}, kernel=(2, 2, 3), dilation=(2, 2, 1), stride=(2, 1, 3)),
+    _volume("natten3d", {"depth": 2, "height": 4, "width": 6}, kernel=(1, 3, 3), order=_int32(list(range(47, -1, -1)))),
+    _volume("sasa", {"height": 6, "width": 7}, window=(1, 2), order=torch.randperm(42, generator=_GENERATOR)),
+    _tiles((6, 8), (2, 4), (1, 1)),
+    _tiles((8, 6), (2, 2), (3, 2)),
+    _tiles((4, 4, 6), (2, 2, 3), (1, 2, 2)),
+    _tiles((6, 6), (2, 3), (3, 1), text=7),
+    _tiles((3, 4, 4), (1, 2, 2), (3, 1, 2), text=3),
+]
+
 
 def _packed_case(
     name: str,
@@ -521,6 +1290,12 @@ MASK_CASES: list[Case] = [
     *_CANVAS_CASES,
     *_VISION_CASES,
     *_PACKED_CASES,
+    *_BAND_CASES,
+    *_SPARSE_CASES,
+    *_SPAN_CASES,
+    *_TREE_CASES,
+    *_TABLE_CASES,
+    *_VOLUME_CASES,
 ]
 
 SCORE_CASES: list[Case] = [
@@ -543,6 +1318,41 @@ SCORE_CASES: list[Case] = [
     Case("checkerboard", {}, q_len=31, kv_len=31),
     Case("checkerboard", {}, heads=3, q_len=18, kv_len=27, q_offset=9),
     Case("checkerboard", {}, q_len=25, kv_len=14, q_offset=(1, 4)),
+    Case("alibi", {"bidirectional": True}, heads=3, q_len=13, kv_len=30, q_offset=(0, 17)),
+    Case("t5_bias", {"table": _random_floats(32, 2)}, q_len=40, kv_len=40),
+    Case(
+        "t5_bias",
+        {"table": _random_floats(16, 3), "max_distance": 30, "bidirectional": False},
+        heads=3,
+        q_len=33,
+        kv_len=45,
+    ),
+    Case("t5_bias", {"table": _random_floats(8, 2), "max_distance": 20}, q_len=14, kv_len=60, q_offset=(46, 9)),
+    Case("t5_bias", {"table": _random_floats(32, 1)}, batch=1, heads=1, q_len=3, kv_len=300, q_offset=297),
+    Case(
+        "distance_bias", {"table": _random_floats(2, 5), "distances": _random_ints(0, 5, 21, 30)}, q_len=21, kv_len=30
+    ),
+    Case(
+        "distance_bias",
+        {"table": _random_floats(3, 9), "distances": _random_ints(0, 9, 2, 40, 17)},
+        heads=3,
+        q_len=19,
+        kv_len=17,
+        q_offset=(21, 4),
+    ),
+    Case(
+        "distance_bias",
+        {"table": _random_floats(2, 1), "distances": torch.zeros(2, 9, 9, dtype=torch.int32)},
+        q_len=9,
+        kv_len=9,
+    ),
+    Case("sandwich", {}, q_len=23, kv_len=23),
+    Case("sandwich", {"dims": 6}, heads=3, q_len=13, kv_len=30, q_offset=(17, 2)),
+    Case("sandwich", {"dims": 64}, heads=8, q_len=12, kv_len=9),
+    Case("sandwich", {"ratios": _random_floats(2), "positions": 50}, q_len=12, kv_len=19),
+    Case("temperature", {"temperatures": _random_floats(2).abs() + 0.5}, q_len=23, kv_len=31),
+    Case("temperature", {"temperatures": _random_floats(3) - 3.0}, heads=3, q_len=12, kv_len=29, q_offset=17),
+    Case("temperature", {"temperatures": _random_floats(8).exp()}, heads=8, q_len=11, kv_len=11),
 ]
 
 
@@ -572,6 +1382,7 @@ def offsets(case: Case) -> list[int]:
     return [case.q_offset] * case.batch
 
 
+@functools.cache  # by identity; nobody changes it
 def dense(case: Case) -> torch.BoolTensor:
     """The mask of a case as [B, H, Q, K], asked place by place."""
     oracle, params, starts = MASKS[case.name], plain(case.params), offsets(case)

@@ -106,7 +106,7 @@ def packed(offsets: Any, inner: Any = CAUSAL, **params: Any) -> Callable[[], Any
 CASES: dict[str, tuple[Callable[[], Any], str]] = {
     # names and parameters
     "unknown mask": (on("casual"), "no mask is named 'casual'; did you mean 'causal'"),
-    "unlike any mask": (on("zzz"), "'zzz'; there are causal, document"),
+    "unlike any mask": (on("zzz"), "'zzz'; flexmasks.list_masks() names the"),
     "unknown score": (scored("softcapp", cap=3.0), "no score is named 'softcapp'; did you mean 'softcap'"),
     "a score's name as mask": (on("softcap"), "no mask is named 'softcap'"),
     "unknown parameter": (on("sliding_window", windw=3), "no parameter is named `windw`; mask 'sliding_window' takes"),

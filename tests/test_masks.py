@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from helpers import DEVICES, TOLERANCE, arguments, check_lse, error, exact, label, qkv, spread
 from oracles import MASK_CASES, MASKS, Case, attend, dense
 
 import flexmasks
+from flexmasks.registry import definition
 
 
 def test_every_mask_has_an_oracle_and_three_cases() -> None:
@@ -70,29 +73,33 @@ def _compiled(case: Case, dtype: torch.dtype, device: str, backend: str = "auto"
             assert error(x.grad, y.grad) < 2 * TOLERANCE[dtype]
 
 
-# On a CPU each kernel takes seconds to compile: two cases of each mask in float32, one in the other dtypes. Cases that
-# differ in tensors only share a kernel.
-@pytest.mark.parametrize("case", spread(MASK_CASES, 2), ids=label)
-def test_compiled_float32_cpu(case: Case) -> None:
-    _compiled(case, torch.float32, "cpu", "cpu")
+# Each kernel takes seconds to compile: every mask has one case in each dtype, another in each, and on a CPU only every
+# fourth mask has one in a half precision.
+_THREE = spread(MASK_CASES, 3)
+_ONE = {
+    dtype: [_THREE[n + (n // 3 + turn) % 3] for n in range(0, len(_THREE), 3)] for turn, dtype in enumerate(TOLERANCE)
+}
+_ALL_DTYPES = [(case, dtype) for dtype, cases in _ONE.items() for case in cases]
+_CPU = [
+    (case, dtype)
+    for start, (dtype, cases) in enumerate(_ONE.items())
+    for case in (cases if dtype == torch.float32 else cases[start::4])
+]
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("case", spread(MASK_CASES, 3)[1::3], ids=label)
-def test_compiled_half_cpu(case: Case, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("case", "dtype"), _CPU, ids=label)
+def test_compiled_cpu(case: Case, dtype: torch.dtype) -> None:
     _compiled(case, dtype, "cpu", "cpu")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", list(TOLERANCE))
-@pytest.mark.parametrize("case", spread(MASK_CASES, 3), ids=label)
+@pytest.mark.parametrize(("case", "dtype"), _ALL_DTYPES, ids=label)
 def test_compiled_gpu(case: Case, dtype: torch.dtype) -> None:
     _compiled(case, dtype, "cuda", "triton")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", list(TOLERANCE))
-@pytest.mark.parametrize("case", spread(MASK_CASES, 2), ids=label)
+@pytest.mark.parametrize(("case", "dtype"), _ALL_DTYPES, ids=label)
 def test_chosen_gpu(case: Case, dtype: torch.dtype) -> None:
     _compiled(case, dtype, "cuda")
 
@@ -114,3 +121,66 @@ def test_dense_kernels_with_gradients(dtype: torch.dtype, causal: bool, device: 
     assert error(out, want) < TOLERANCE[dtype]
     for x, y in zip(leaves, others, strict=True):
         assert error(x.grad, y.grad) < 2 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("name", sorted(MASKS))
+def test_blocks_are_decided_by_ranges(name: str) -> None:
+    """At the registered example, few blocks but those at the edges of what is visible are looked at."""
+    length = 8192
+    found = flexmasks.get_mask(name, **(definition("mask", name).example or dict)(length)).blocks(length)
+    assert found.not_understood == ()
+    assert found.undecided is not None
+    assert found.undecided <= 4 * found.partial + 64
+
+
+BAD = [
+    ("band", {"lower": 1.5, "upper": 2}, TypeError, "`lower` must be int"),
+    ("chunked", {"chunk": 0}, ValueError, "`chunk` must be int in 1.."),
+    ("bigbird", {"length": 60, "block": 4}, ValueError, "length = 60, the call has 64 keys"),
+    ("cross_document", {"q_document_ids": [0] * 63, "kv_document_ids": [0] * 64}, ValueError, "all 64 positions"),
+    ("shared_prefix", {"document_ids": [2] * 64, "prefix_of": [0, 0]}, ValueError, "has 2 documents, .* up to 2"),
+    ("multi_item", {"prefix_len": 65, "item_positions": [0] * 64}, ValueError, "`prefix_len` must be int in 0..S"),
+    ("tree", {"parents": [-1, 2, 0]}, ValueError, "before their children, got parent 2 of token 1"),
+    ("tree", {"parents": [-1, 0], "start": 63}, ValueError, "2 tokens from position 63 on does not fit in 64"),
+    ("flashmask", {"startend_row_indices": [[[[1]] * 64]], "causal": False}, ValueError, "2 or 4 indices .* got 1"),
+    ("key_padding", {"attention_mask": [[2] * 64]}, ValueError, "`attention_mask` must be bool"),
+    ("dense", {"visible": torch.ones(63, 64, dtype=torch.bool)}, ValueError, "64 positions of queries"),
+    ("dense", {"visible": torch.ones(64, 64)}, TypeError, "`visible` must be bool"),
+    ("block_sparse", {"layout": [[True] * 4] * 3, "block": 16}, ValueError, "make 4 x 4 of them here, got 3 x 4"),
+    ("bsr", {"crow_indices": [0, 2, 1], "col_indices": [0, 1], "block": 32}, ValueError, "must rise from 0 to 2"),
+    (
+        "bsr",
+        {"crow_indices": [0, 1, 2], "col_indices": [0, 2], "block": 32},
+        ValueError,
+        "`col_indices` must be below 2",
+    ),
+    ("block_topk", {"indices": [[0], [2]], "block": 32}, ValueError, "`indices` must be below 2"),
+    ("vertical_slash", {"vertical": [64], "slash": [0]}, ValueError, "`vertical` must be int"),
+    ("natten1d", {"length": 64, "kernel": 3, "stride": 4}, ValueError, "`stride` must be at most the kernel"),
+    ("natten1d", {"length": 64, "kernel": 33, "dilation": 2}, ValueError, "pass a kernel of at most 32 there"),
+    (
+        "natten3d",
+        {"depth": 4, "height": 4, "width": 5, "kernel": 3},
+        ValueError,
+        "depth \\* height \\* width = 4 \\* 4",
+    ),
+    ("sliding_tile", {"canvas": (8, 8), "tile": (3, 4), "window": (1, 1)}, ValueError, "must divide the canvas"),
+    ("sliding_tile", {"canvas": (8, 8), "tile": (4, 4), "window": (3, 1)}, ValueError, "fit in its tiles \\(2, 2\\)"),
+    ("sliding_tile", {"canvas": (8, 8), "tile": (4, 4, 1), "window": (1, 1)}, ValueError, "as many axes"),
+    ("sliding_tile", {"canvas": (8, 4), "tile": (4, 4), "window": (1, 1)}, ValueError, "have 32 \\+ 0 = 32 tokens"),
+]
+
+
+@pytest.mark.parametrize(("name", "params", "kind", "words"), BAD)
+def test_bad_parameters(name: str, params: dict[str, Any], kind: type[Exception], words: str) -> None:
+    with pytest.raises(kind, match=f"^flexmasks mask '{name}': .*{words}"):
+        flexmasks.block_mask(name, 64, **params)
+
+
+def test_the_draw_of_bigbird() -> None:
+    """So many blocks besides those that all rows have, another draw for another seed, the same one again."""
+    given = {"length": 640, "block": 10, "window": 2, "global_blocks": 1, "random_blocks": 5}
+    first, again, other = (flexmasks.dense_mask("bigbird", 640, seed=s, **given)[0, 0, ::10, ::10] for s in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert first[5:-5].sum(1).tolist() == [5 + 2 + 5] * 54

@@ -40,6 +40,8 @@ def example(kind: str, name: str, length: int = LENGTH) -> Any:
         params = {"slopes": [0.5]}
     elif (kind, name) == ("score", "packed"):
         params["inner"] = get_score("alibi", slopes=[0.5])
+    elif (kind, name) == ("score", "sandwich"):
+        params = {"ratios": [0.5], "positions": length}
     return (get_mask if kind == "mask" else get_score)(name, **params)
 
 

@@ -1,4 +1,4 @@
-"""The masks, one file each: a file here registers itself, nothing else is edited to add one."""
+"""The masks, one file for each or for some that belong together: they register themselves, as all files here do."""
 
 import importlib
 import pkgutil

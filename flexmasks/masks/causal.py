@@ -12,5 +12,8 @@ def causal(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
     queries start; `q_offset=kv_len - q_len` is FlashAttention's bottom-right alignment.
 
     Source: Vaswani et al., Attention Is All You Need, 2017.
+    Peers: torch SDPA is_causal (top-left); FlashAttention causal (bottom-right since 2.1); xformers
+        LowerTriangularMask and LowerTriangularFromBottomRightMask; JAX splash CausalMask(offset=q_offset);
+        MagiAttention CAUSAL (bottom-right).
     """
     return kv <= q

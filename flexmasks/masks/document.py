@@ -1,9 +1,9 @@
-from typing import Annotated
+from typing import Annotated, Any
 
 from torch import Tensor
 
 from flexmasks.dense import Band, in_runs
-from flexmasks.params import Size
+from flexmasks.params import Size, at
 from flexmasks.registry import register_mask
 
 
@@ -19,9 +19,49 @@ def document(
 
     document_ids: the document of each position, for all batch elements or for each; any integers in any order.
         Combine with causal for packed language modelling: `get_mask("causal") & get_mask("document", ...)`.
+        Documents that lie end to end and have masks of their own inside, a prefix LM say, are `packed`; queries and
+        keys that are packed differently are `cross_document`.
 
     Source: Krell et al., Efficient Sequence Packing without Cross-contamination, 2021.
+    Peers: attention-gym generate_doc_mask_mod; Hugging Face packed_sequence_mask_function; xformers BlockDiagonalMask;
+        FlashMask Document Mask; torchtitan `block_causal` is this and causal; JAX splash segment_ids.
     """
-    if document_ids.ndim == 2:
-        return document_ids[b, q] == document_ids[b, kv]
-    return document_ids[q] == document_ids[kv]
+    return at(document_ids, b, q) == at(document_ids, b, kv)
+
+
+def _prepare(
+    size: Size | None,
+    *,
+    q_document_ids: Annotated[Tensor, "int[N] | int[B, N]"],
+    kv_document_ids: Annotated[Tensor, "int[KV] | int[B, KV]"],
+) -> dict[str, Any]:
+    if size is not None and q_document_ids.shape[-1] < size.positions_of_q:
+        raise ValueError(
+            f"`q_document_ids` must name the documents of all {size.positions_of_q} positions of queries, "
+            f"got {q_document_ids.shape[-1]}."
+        )
+    return {"q_document_ids": q_document_ids, "kv_document_ids": kv_document_ids}
+
+
+def _example(length: int) -> dict[str, Any]:
+    return {
+        "q_document_ids": [i * 5 // length for i in range(length)],
+        "kv_document_ids": [min(4, i * 8 // length) for i in range(length)],
+    }
+
+
+@register_mask(prepare=_prepare, example=_example)
+def cross_document(
+    b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, q_document_ids: Tensor, kv_document_ids: Tensor
+) -> Tensor:
+    """Each query sees the keys of its own document, where queries and keys are packed differently.
+
+    q_document_ids: the document of each query position, for all batch elements or for each; with `q_offset` also of
+        the positions before it.
+    kv_document_ids: the document of each key. A document may have queries or keys only.
+
+    Source: Krell et al., Efficient Sequence Packing without Cross-contamination, 2021.
+    Peers: FlashAttention varlen cu_seqlens_q, cu_seqlens_k and xformers BlockDiagonalMask.from_seqlens(q_seqlen,
+        kv_seqlen) for documents laid end to end, which `packed(mask, offsets, kv_offsets)` takes as they are.
+    """
+    return at(q_document_ids, b, q) == at(kv_document_ids, b, kv)

@@ -1,74 +1,195 @@
+import math
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
-from flexmasks.params import Size, check_canvas, pair
+from flexmasks.orders import coordinates
+from flexmasks.params import Size
 from flexmasks.registry import register_mask
 
+Length = Annotated[int, "int in 1.."]
+Order = Annotated[Tensor | None, "int[KV] in 0..KV-1"]
+Kernel1 = Annotated[int, "int in 1.."]
+Kernel2 = Annotated[int | tuple[int, int], "int in 1.. | int(2) in 1.."]
+Kernel3 = Annotated[int | tuple[int, int, int], "int in 1.. | int(3) in 1.."]
 
-def _prepare(
+
+def _prepare1(
     size: Size | None,
     *,
-    height: Annotated[int, "int in 1.."],
-    width: Annotated[int, "int in 1.."],
-    kernel: Annotated[int | tuple[int, int], "int in 1.. | int(2) in 1.."],
-    dilation: Annotated[int | tuple[int, int], "int in 1.. | int(2) in 1.."] = 1,
-    causal: Annotated[bool | tuple[bool, bool], "bool | bool(2)"] = False,
+    length: Length,
+    kernel: Kernel1,
+    dilation: Kernel1 = 1,
+    stride: Kernel1 = 1,
+    causal: Annotated[bool, "bool"] = False,
 ) -> dict[str, Any]:
-    check_canvas(size, height, width)
-    axes = list(zip(pair(kernel), pair(dilation), (height, width), ("height", "width"), strict=True))
-    for k, d, length, axis in axes:
-        if k * d > length:
-            raise ValueError(
-                f"the kernel does not fit: kernel {k} with dilation {d} spans {k * d} pixels, `{axis}` is {length}; "
-                f"pass a kernel of at most {length // d} there."
-            )
-    return {"canvas": (height, width), "kernel": pair(kernel), "dilation": pair(dilation), "causal": pair(causal)}
+    return _prepare(size, {"length": length}, kernel, dilation, stride, causal, None)
 
 
-@register_mask(prepare=_prepare, example=lambda length: {"height": 16, "width": length // 16, "kernel": 7})
-def natten(
-    b: Tensor,
-    h: Tensor,
-    q: Tensor,
-    kv: Tensor,
+def _prepare2(
+    size: Size | None,
     *,
-    canvas: tuple[int, int],
-    kernel: tuple[int, int],
-    dilation: tuple[int, int],
-    causal: tuple[bool, bool],
-) -> Tensor:
+    height: Length,
+    width: Length,
+    kernel: Kernel2,
+    dilation: Kernel2 = 1,
+    stride: Kernel2 = 1,
+    causal: Annotated[bool | tuple[bool, bool], "bool | bool(2)"] = False,
+    order: Order = None,
+) -> dict[str, Any]:
+    return _prepare(size, {"height": height, "width": width}, kernel, dilation, stride, causal, order)
+
+
+def _prepare3(
+    size: Size | None,
+    *,
+    depth: Length,
+    height: Length,
+    width: Length,
+    kernel: Kernel3,
+    dilation: Kernel3 = 1,
+    stride: Kernel3 = 1,
+    causal: Annotated[bool | tuple[bool, bool, bool], "bool | bool(3)"] = False,
+    order: Order = None,
+) -> dict[str, Any]:
+    canvas = {"depth": depth, "height": height, "width": width}
+    return _prepare(size, canvas, kernel, dilation, stride, causal, order)
+
+
+@register_mask(prepare=_prepare2, example=lambda length: {"height": 16, "width": length // 16, "kernel": 7})
+def natten(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, axes: tuple[Any, ...], pixels: Tensor | None) -> Tensor:
     """Neighborhood attention: each pixel sees exactly `kernel` pixels per axis, the window shifting at the edges.
 
     height, width: the canvas; token t is row t // width, column t % width, and the keys are height * width.
     kernel: pixels seen per axis, an int or (rows, columns); an even kernel has one more before the query than after.
     dilation: distance of neighboring pixels of the window, an int or (rows, columns); kernel * dilation must fit.
+    stride: an int or (rows, columns), at most the kernel: so many neighboring queries share the window of the one in
+        their middle (the right one of two), or of the last one on a causal axis; with dilation those of one group.
     causal: a bool or (rows, columns); on a causal axis the window ends at the query and is cut, not shifted.
+    order: the pixel of each token where they are not in row-major order, as flexmasks.orders gives it: in tiles a
+        window mostly touches fewer blocks.
 
-    Source: Hassani et al., Neighborhood Attention Transformer, 2023, and Dilated Neighborhood Attention, 2022;
-        the definition is that of the NATTEN library (stride 1).
+    Source: Hassani et al., Neighborhood Attention Transformer, 2023; Dilated Neighborhood Attention, 2022; Generalized
+        Neighborhood Attention, 2025; the definition is that of the NATTEN library.
+    Peers: NATTEN na2d; attention-gym generate_natten, generate_tiled_natten and generate_morton_natten (order=) show
+        one key more for an even kernel.
     """
-    width = canvas[1]
-    rows = _axis(q // width, kv // width, canvas[0], kernel[0], dilation[0], causal[0])
-    return rows & _axis(q % width, kv % width, width, kernel[1], dilation[1], causal[1])
+    return _neighborhood(q, kv, axes, pixels)
 
 
-def _axis(i: Tensor, j: Tensor, length: int, kernel: int, dilation: int, causal: bool) -> Tensor:
-    """One axis: the dilation splits it into groups of every dilation-th pixel; a window lies within a group."""
-    last: int | Tensor = length - kernel
+@register_mask(prepare=_prepare1, example=lambda length: {"length": length, "kernel": max(1, length // 8)})
+def natten1d(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, axes: tuple[Any, ...], pixels: None) -> Tensor:
+    """Neighborhood attention of a sequence: each token sees exactly `kernel` tokens, the window shifting at the ends.
+
+    length: number of tokens.
+    kernel, dilation, stride, causal: as in the mask `natten`, of the one axis.
+
+    Source: Hassani et al., Neighborhood Attention Transformer, 2023; the definition is that of the NATTEN library.
+    Peers: NATTEN na1d; `local` and `dilated_window` cut the window at the ends instead.
+    """
+    return _neighborhood(q, kv, axes, pixels)
+
+
+@register_mask(
+    prepare=_prepare3,
+    example=lambda length: {"depth": 4, "height": 8, "width": length // 32, "kernel": 3},
+)
+def natten3d(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, axes: tuple[Any, ...], pixels: Tensor | None) -> Tensor:
+    """Neighborhood attention of a video: each voxel sees exactly `kernel` voxels per axis, shifting at the edges.
+
+    depth, height, width: the canvas; token t is voxel (t // (height * width), t // width % height, t % width).
+    kernel, dilation, stride, causal, order: as in the mask `natten`, one for all axes or (depth, rows, columns):
+        causal=(True, False, False) is causal in time.
+
+    Source: Hassani et al., Neighborhood Attention Transformer, 2023; Generalized Neighborhood Attention, 2025; the
+        definition is that of the NATTEN library.
+    Peers: NATTEN na3d.
+    """
+    return _neighborhood(q, kv, axes, pixels)
+
+
+def _prepare(
+    size: Size | None,
+    canvas: dict[str, int],
+    kernel: Any,
+    dilation: Any,
+    stride: Any,
+    causal: Any,
+    order: Tensor | None,
+) -> dict[str, Any]:
+    check_canvas(size, canvas)
+    each = [v if isinstance(v, tuple) else (v,) * len(canvas) for v in (kernel, dilation, stride, causal)]
+    axes = tuple(zip(canvas.values(), *each, strict=True))
+    for name, (length, k, d, s, _) in zip(canvas, axes, strict=True):
+        if k * d > length:
+            raise ValueError(
+                f"the kernel does not fit: kernel {k} with dilation {d} spans {k * d} pixels, `{name}` is {length}; "
+                f"pass a kernel of at most {length // d} there."
+            )
+        if s > k:
+            raise ValueError(f"`stride` must be at most the kernel, {k} along `{name}`, got {s}.")
+    return {"axes": axes, "pixels": pixels_of(order, tuple(canvas.values()))}
+
+
+def check_canvas(size: Size | None, canvas: dict[str, int]) -> None:
+    """Raise ValueError unless the tokens of a call are those of the canvas, given by names and lengths of axes."""
+    count = math.prod(canvas.values())
+    if size is not None and (size.kv_len != count or size.positions != count):
+        terms = [" * ".join(canvas), *([" * ".join(map(str, canvas.values()))] if len(canvas) > 1 else []), str(count)]
+        raise ValueError(
+            f"the canvas does not match the length: {' = '.join(terms)}, "
+            f"the call has {size.kv_len} keys and positions up to {size.positions}."
+        )
+
+
+def pixels_of(order: Tensor | None, canvas: Sequence[int]) -> Tensor | None:
+    """The coordinates of each token, [axes, tokens], where there is an order; ValueError where it is none."""
+    if order is None:
+        return None
+    if not torch.compiler.is_compiling() and not torch.equal(
+        order.long().sort().values, torch.arange(len(order)).to(order.device)
+    ):
+        raise ValueError("`order` must be a permutation: each pixel once.")
+    return torch.stack(coordinates(order, canvas))
+
+
+def place(token: Tensor, canvas: Sequence[int], pixels: Tensor | None) -> list[Tensor]:
+    """The coordinates of a token."""
+    return coordinates(token, canvas) if pixels is None else [pixels[n, token] for n in range(len(canvas))]
+
+
+def _neighborhood(q: Tensor, kv: Tensor, axes: tuple[Any, ...], pixels: Tensor | None) -> Tensor:
+    canvas = [axis[0] for axis in axes]
+    seen = [
+        window(i, j, *axis)
+        for i, j, axis in zip(place(q, canvas, pixels), place(kv, canvas, pixels), axes, strict=True)
+    ]
+    for more in seen[1:]:
+        seen[0] = seen[0] & more
+    return seen[0]
+
+
+def window(i: Tensor, j: Tensor, length: int, kernel: int, dilation: int, stride: int, causal: bool) -> Tensor:
+    """Whether i sees j on one axis: dilation splits it into groups of every dilation-th pixel, a window is of one."""
+    last: int | Tensor = length - 1
     same = None
     if dilation > 1:
         group = i % dilation
         same = j % dilation == group
-        last = (length - group + dilation - 1) // dilation - kernel
+        last = (length - group + dilation - 1) // dilation - 1
         i, j = i // dilation, j // dilation
+    leader = i
+    if stride > 1:
+        leader = i // stride * stride + (stride - 1 if causal else stride // 2)
+        leader = torch.where(leader > last, last, leader)
     if causal:
-        seen = (j <= i) & (i - j < kernel)
+        seen = (j <= i) & (leader - j < kernel)
     else:
-        start = i - kernel // 2
+        start = leader - kernel // 2
         start = torch.where(start < 0, 0, start)  # not clamp: some backends of FlexAttention lack it
-        start = torch.where(start > last, last, start)
+        start = torch.where(start > last + 1 - kernel, last + 1 - kernel, start)
         middle = (j - (start + kernel // 2)).abs() <= kernel // 2  # one comparison: faster in kernels
         seen = middle if kernel % 2 else (j >= start) & (j < start + kernel)
     return seen if same is None else seen & same

@@ -41,6 +41,9 @@ def packed(
     kv_offsets: the same for the keys, where they are packed otherwise; default `offsets`.
 
     Source: FlexAttention: jagged sequences, Dong et al., 2024.
+    Peers: attention-gym generate_doc_mask_mod(mask_mod, offsets); xformers BlockDiagonalMask and
+        BlockDiagonalCausalMask; FlashAttention varlen cu_seqlens_q, cu_seqlens_k; FlashMask Prefix LM Document Mask
+        is a prefix_lm inside.
     """
     sequence = q_sequence[q]
     inside = inner(torch.where(sequence < 0, 0, sequence), h, q_position[q], kv_position[kv])

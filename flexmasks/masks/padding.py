@@ -12,5 +12,27 @@ def padding(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, seq_lens: Annotated[
     seq_lens: number of real keys of each batch element. Queries are not masked: a padded query gives some output.
 
     Source: the key padding mask of torch.nn.MultiheadAttention, which marks the hidden keys instead.
+    Peers: FlashAttention cache_seqlens, seqused_k; xformers BlockDiagonalPaddedKeysMask; Hugging Face's [B, S] masks of
+        ones and zeros are `key_padding`.
     """
     return (kv < seq_lens[b]) & (q >= 0)
+
+
+@register_mask(example=lambda length: {"attention_mask": [[i >= length // 4 for i in range(length)]]})
+def key_padding(
+    b: Tensor,
+    h: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    *,
+    attention_mask: Annotated[Tensor, "bool[B, KV] | int[B, KV] in 0..1"],
+) -> Tensor:
+    """Every query sees the keys that a [B, KV] mask of ones and zeros marks by 1: padding on any side.
+
+    attention_mask: 1 or True for real keys, 0 or False for padding, as tokenizers give it. With causal, queries of
+        padding on the left see nothing and give output 0.
+
+    Source: Hugging Face tokenizers' attention_mask.
+    Peers: Hugging Face padding_mask_function; torch.nn.MultiheadAttention key_padding_mask marks the hidden keys.
+    """
+    return (attention_mask[b, kv] != 0) & (q >= 0)

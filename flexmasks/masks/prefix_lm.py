@@ -18,7 +18,9 @@ def prefix_lm(
     """Every query sees the prefix, keys 0 to `prefix_len` - 1; past it attention is causal.
 
     prefix_len: length of the prefix, one for all or one per batch element; beyond the keys everything is visible.
+        Inside documents: `packed(get_mask("prefix_lm", prefix_len=[one per document]), offsets)`.
 
     Source: Raffel et al., T5, 2020, section 3.2.1.
+    Peers: attention-gym generate_prefix_lm_mask(prefix_len); FlashMask Prefix LM Causal Mask.
     """
     return (kv <= q) | (kv < per_batch(prefix_len, b))

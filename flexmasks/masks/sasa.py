@@ -2,7 +2,8 @@ from typing import Annotated, Any
 
 from torch import Tensor
 
-from flexmasks.params import Size, check_canvas, pair
+from flexmasks.masks.natten import check_canvas, pixels_of, place
+from flexmasks.params import Size, pair
 from flexmasks.registry import register_mask
 
 
@@ -12,20 +13,34 @@ def _prepare(
     height: Annotated[int, "int in 1.."],
     width: Annotated[int, "int in 1.."],
     window: Annotated[int | tuple[int, int], "int in 0.. | int(2) in 0.."],
+    order: Annotated[Tensor | None, "int[KV] in 0..KV-1"] = None,
 ) -> dict[str, Any]:
-    check_canvas(size, height, width)
-    return {"width": width, "window": pair(window)}
+    check_canvas(size, {"height": height, "width": width})
+    return {"canvas": (height, width), "window": pair(window), "pixels": pixels_of(order, (height, width))}
 
 
 @register_mask(prepare=_prepare, example=lambda length: {"height": 16, "width": length // 16, "window": 4})
-def sasa(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, width: int, window: tuple[int, int]) -> Tensor:
+def sasa(
+    b: Tensor,
+    h: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    *,
+    canvas: tuple[int, int],
+    window: tuple[int, int],
+    pixels: Tensor | None,
+) -> Tensor:
     """Each pixel sees those at most `window` rows and `window` columns away: a 2-D window, cut at the edges.
 
     height, width: the canvas; token t is row t // width, column t % width, and the keys are height * width.
     window: the distance, one for both axes or (rows, columns); inside, 2 * window + 1 pixels per axis are visible.
+    order: the pixel of each token where they are not in row-major order, as flexmasks.orders gives it.
 
     Source: Ramachandran et al., Stand-Alone Self-Attention in Vision Models, 2019.
+    Peers: xformers local_2d_pattern(p=inf); `natten` shifts the window at the edges instead.
     """
-    rows, columns = q // width - kv // width, q % width - kv % width
+    row, column = place(q, canvas, pixels)
+    other_row, other_column = place(kv, canvas, pixels)
+    rows, columns = row - other_row, column - other_column
     near = (rows <= window[0]) & (-window[0] <= rows)
     return near & (columns <= window[1]) & (-window[1] <= columns)

@@ -17,10 +17,12 @@ def sliding_window(
 ) -> Tensor:
     """Each query sees itself and the `window` keys before it.
 
-    window: number of earlier keys (window + 1 keys are visible in all). FlashAttention's window_size=(window, 0)
-        and attention-gym's sliding window are the same; Hugging Face's sliding_window=W is window=W-1. A tensor
-        may change without a new compilation.
+    window: number of earlier keys (window + 1 keys are visible in all); Hugging Face's sliding_window=W is
+        window=W-1. A tensor may change without a new compilation.
 
     Source: Jiang et al., Mistral 7B, 2023; Child et al., Sparse Transformers, 2019.
+    Peers: FlashAttention window_size=(window, 0); attention-gym generate_sliding_window(window); Hugging Face
+        sliding_window=window + 1; xformers LowerTriangularFromBottomRightMask().make_local_attention(window + 1);
+        FlashInfer window_left=window; JAX splash LocalMask(window_size=(window, 0)); FlashMask Sliding Window Mask.
     """
     return (kv <= q) & (q - kv <= window)

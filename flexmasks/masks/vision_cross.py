@@ -30,6 +30,8 @@ def vision_cross(
     image_ids: the image of each key, -1 for a padding key that nobody sees; for all batch elements or for each.
 
     Source: Alayrac et al., Flamingo, 2022 (there an image's interval ends where the next image's begins).
+    Peers: attention-gym generate_vision_cross_attention_mask_mod(intervals, tokens per image);
+        torchtune VisionCrossAttentionMask.
     """
     image = image_ids[b, kv] if image_ids.ndim == 2 else image_ids[kv]
     known = torch.where(image < 0, 0, image)

@@ -24,36 +24,51 @@ def alibi_slopes(heads: int) -> list[float]:
     return slopes[:heads]
 
 
-def _prepare(size: Size | None, *, slopes: Annotated[Tensor | None, "float[H]"] = None) -> dict[str, Any]:
+def _prepare(
+    size: Size | None,
+    *,
+    slopes: Annotated[Tensor | None, "float[H]"] = None,
+    bidirectional: Annotated[bool, "bool"] = False,
+) -> dict[str, Any]:
     if slopes is not None:
-        return {"slopes": slopes}
+        return {"slopes": slopes, "bidirectional": bidirectional}
     if size is None:
         raise ValueError("called by itself it does not know the number of heads; pass slopes=[...], one per head.")
-    return {"slopes": None, "heads": size.heads}
+    return {"slopes": None, "bidirectional": bidirectional, "heads": size.heads}
 
 
 @register_score(prepare=_prepare, example=lambda length: {})
 def alibi(
-    score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, slopes: Tensor | None, heads: int = 0
+    score: Tensor,
+    b: Tensor,
+    h: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    *,
+    slopes: Tensor | None,
+    bidirectional: bool,
+    heads: int = 0,
 ) -> Tensor:
     """Attention with linear biases: a penalty of slope times distance, score - slopes[h] * (q - kv).
 
     slopes: one per query head; the paper's by default, where the heads are known: as a score_mod of torch's own
         flex_attention it needs them. A tensor that requires a gradient gets one.
-    Keys after the query get a bonus: meant for causal masks.
+    bidirectional: the distance is |q - kv|, for encoders. Else keys after the query get a bonus: for causal masks.
 
     Source: Press et al., Train Short, Test Long, 2022.
+    Peers: attention-gym generate_alibi_bias(heads) has other slopes where the heads are no power of two;
+        FlashAttention alibi_slopes (bidirectional); xformers LowerTriangularMaskWithTensorBias.
     """
-    slope = _slope(h, heads, score.dtype) if slopes is None else slopes[h]
-    return score - slope * (q - kv)
+    distance = q - kv
+    if bidirectional:
+        distance = torch.where(distance < 0, -distance, distance)
+    return score - (_slope(h, heads, score.dtype) if slopes is None else slopes[h]) * distance
 
 
 def _slope(h: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
     """`alibi_slopes(heads)[h]`, computed: in kernels cheaper than a tensor that is read."""
     below = 1 << (heads.bit_length() - 1)
     slope = torch.exp2((h + 1).to(dtype) * (-8 / below))
-    return (
-        slope
-        if heads == below
-        else torch.where(h < below, slope, torch.exp2((2 * (h - below) + 1).to(dtype) * (-4 / below)))
-    )
+    if heads == below:
+        return slope
+    return torch.where(h < below, slope, torch.exp2((2 * (h - below) + 1).to(dtype) * (-4 / below)))

@@ -25,6 +25,7 @@ def relative_bias(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *,
         requires a gradient gets one.
 
     Source: Shaw et al., Self-Attention with Relative Position Representations, 2018; Raffel et al., T5, 2020.
+    Peers: xformers and SDPA take such a bias as a dense tensor; T5's buckets are `t5_bias`.
     """
     reach = table.shape[1] // 2
     distance = kv - q

@@ -31,5 +31,6 @@ def softcap(
         2**-11, which is that of rounding to float16; `exact=True` computes it in full, two to three times slower.
 
     Source: Bello et al., Neural Combinatorial Optimization, 2017; Gemma 2, 2024.
+    Peers: attention-gym generate_tanh_softcap(cap); FlashAttention softcap=cap; FlashInfer logits_soft_cap=cap.
     """
     return cap * (tanh_approx if approximate else torch.tanh)(score / cap)

@@ -1,0 +1,134 @@
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor
+
+from flexmasks.masks.dense import leading
+from flexmasks.params import Size, pair
+from flexmasks.registry import register_mask
+
+Block = Annotated[int | tuple[int, int], "int in 1.. | int(2) in 1.."]
+
+
+def _layout_prepare(
+    size: Size | None,
+    *,
+    layout: Annotated[Tensor, "bool[M, N] | bool[B, H, M, N] | bool[B, 1, M, N] | bool[1, H, M, N] | bool[1, 1, M, N]"],
+    block: Block,
+) -> dict[str, Any]:
+    return _checked(size, layout, pair(block))
+
+
+def _example(length: int) -> dict[str, Any]:
+    block = torch.arange(16)
+    return {"layout": (block[:, None] * 5 + block * 3) % 7 < 2, "block": -(-length // 16)}
+
+
+@register_mask(prepare=_layout_prepare, example=_example)
+def block_sparse(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, layout: Tensor, block: tuple[int, int]) -> Tensor:
+    """The mask that a boolean table of blocks holds, True = all of the block is visible.
+
+    layout: [rows, columns] of blocks for all, or [batch or 1, query heads or 1, rows, columns].
+    block: number of positions of a block, an int or (queries, keys); blocks at the end may be cut.
+
+    Source: Gray et al., Block-Sparse GPU Kernels, 2017.
+    Peers: DeepSpeed SparsityConfig.make_layout and xformers BlockSparse layouts are [heads, rows, columns]; a torch
+        BlockMask's lists name the same blocks.
+    """
+    return layout[*leading(layout, b, h), q // block[0], kv // block[1]]
+
+
+def _bsr_prepare(
+    size: Size | None,
+    *,
+    crow_indices: Annotated[Tensor, "int[R]"],
+    col_indices: Annotated[Tensor, "int[N] in 0.."],
+    block: Block,
+) -> dict[str, Any]:
+    counts, stored = crow_indices.diff(), len(col_indices)
+    ends = [int(crow_indices[0]), int(crow_indices[-1])] if len(crow_indices) else []
+    if ends != [0, stored] or (len(counts) and int(counts.min()) < 0):
+        raise ValueError(f"`crow_indices` must rise from 0 to {stored}, the length of `col_indices`, got ends {ends}.")
+    columns = _columns(size, "col_indices", col_indices, pair(block))
+    rows = torch.arange(len(counts), device=counts.device).repeat_interleave(counts, output_size=stored)
+    layout = torch.zeros((len(counts), columns), dtype=torch.bool, device=counts.device)
+    layout[rows, col_indices.long()] = True
+    return _checked(size, layout, pair(block))
+
+
+def _bsr_example(length: int) -> dict[str, Any]:
+    columns = [sorted({0, row // 2, row}) for row in range(16)]
+    crow = [sum(map(len, columns[:row])) for row in range(17)]
+    return {"crow_indices": crow, "col_indices": [c for row in columns for c in row], "block": -(-length // 16)}
+
+
+@register_mask(prepare=_bsr_prepare, example=_bsr_example)
+def bsr(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, layout: Tensor, block: tuple[int, int]) -> Tensor:
+    """The mask that block compressed sparse rows hold: of each row of blocks the visible blocks' columns.
+
+    crow_indices: [rows + 1], where the columns of each row of blocks start in `col_indices`, and their end.
+    col_indices: the columns of the visible blocks, row after row.
+    block: number of positions of a block, an int or (queries, keys); blocks at the end may be cut.
+
+    Source: the block compressed sparse row format of sparse linear algebra.
+    Peers: torch.sparse_bsr_tensor's indices; FlashInfer BlockSparseAttentionWrapper(indptr, indices, R, C);
+        SciPy bsr_array (indptr, indices).
+    """
+    return block_sparse(b, h, q, kv, layout=layout, block=block)
+
+
+def _topk_prepare(
+    size: Size | None,
+    *,
+    indices: Annotated[
+        Tensor,
+        "int[M, N] in -1.. | int[B, H, M, N] in -1.. | int[B, 1, M, N] in -1.. "
+        "| int[1, H, M, N] in -1.. | int[1, 1, M, N] in -1..",
+    ],
+    block: Block,
+) -> dict[str, Any]:
+    columns = _columns(size, "indices", indices, pair(block))
+    layout = torch.zeros((*indices.shape[:-1], columns + 1), dtype=torch.bool, device=indices.device)
+    layout.scatter_(-1, torch.where(indices < 0, columns, indices).long(), True)
+    return _checked(size, layout[..., :-1].contiguous(), pair(block))
+
+
+@register_mask(
+    prepare=_topk_prepare,
+    example=lambda length: {
+        "indices": [sorted({0, row // 3, row})[:3] + [-1] * (3 - len({0, row // 3, row})) for row in range(16)],
+        "block": -(-length // 16),
+    },
+)
+def block_topk(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, layout: Tensor, block: tuple[int, int]) -> Tensor:
+    """Each block of queries sees the blocks of keys that were chosen for it, by a router's top-k say.
+
+    indices: [rows, k] for all, or [batch or 1, query heads or 1, rows, k], the chosen blocks of keys, in any order;
+        -1 for none.
+    block: number of positions of a block, an int or (queries, keys); (1, 64) chooses for each query by itself.
+    Kept as a table of a byte for each pair of blocks. Combine with causal for what is chosen in the past.
+
+    Source: Lu et al., MoBA, 2025; Yuan et al., Native Sparse Attention, 2025 (its selected branch).
+    Peers: attention-gym create_vsa_block_mask; flash-linear-attention parallel_nsa(block_indices).
+    """
+    return block_sparse(b, h, q, kv, layout=layout, block=block)
+
+
+def _columns(size: Size | None, name: str, indices: Tensor, block: tuple[int, int]) -> int:
+    """The number of blocks of keys; ValueError where the indices go beyond."""
+    used = int(indices.max()) + 1 if indices.numel() else 1
+    columns = used if size is None else -(-size.kv_len // block[1])
+    if used > columns:
+        raise ValueError(f"`{name}` must be below {columns}: there are {columns} blocks of keys, got {used - 1}.")
+    return columns
+
+
+def _checked(size: Size | None, layout: Tensor, block: tuple[int, int]) -> dict[str, Any]:
+    if size is not None:
+        need = -(-size.positions_of_q // block[0]), -(-size.kv_len // block[1])
+        have = layout.shape[-2], layout.shape[-1]
+        if have[0] < need[0] or have[1] < need[1]:
+            raise ValueError(
+                f"blocks of {block[0]} x {block[1]} make {need[0]} x {need[1]} of them here, got {have[0]} x {have[1]}."
+            )
+    return {"layout": layout, "block": block}

@@ -1,0 +1,44 @@
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor
+
+from flexmasks.params import Size
+from flexmasks.registry import register_mask
+
+
+def _prepare(
+    size: Size | None,
+    *,
+    visible: Annotated[
+        Tensor, "bool[N, KV] | bool[B, H, N, KV] | bool[B, 1, N, KV] | bool[1, H, N, KV] | bool[1, 1, N, KV]"
+    ],
+) -> dict[str, Any]:
+    if size is not None and visible.shape[-2] < size.positions_of_q:
+        raise ValueError(
+            f"`visible` must have a row for each of the {size.positions_of_q} positions of queries (those before "
+            f"q_offset, too), got {visible.shape[-2]}."
+        )
+    return {"visible": visible}
+
+
+def _example(length: int) -> dict[str, Any]:
+    return {"visible": torch.ones(length, length, dtype=torch.bool).tril(length // 8).triu(-length // 4)}
+
+
+@register_mask(prepare=_prepare, example=_example)
+def dense(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, visible: Tensor) -> Tensor:
+    """The mask that a boolean tensor holds, True = visible; blocks without a visible pair are still skipped.
+
+    visible: [queries, keys] for all, or [batch or 1, query heads or 1, queries, keys]. It is read as it is, in the
+        kernel, and takes a byte for each pair.
+
+    Source: the attn_mask of torch's scaled_dot_product_attention.
+    Peers: torch SDPA attn_mask; xformers tensor biases; JAX splash NumpyMask; FlashInfer custom_mask.
+    """
+    return visible[*leading(visible, b, h), q, kv]
+
+
+def leading(table: Tensor, b: Tensor, h: Tensor) -> tuple[Any, ...]:
+    """The index of the batch and head dimensions of a table that has none, or one or both of size 1."""
+    return () if table.ndim == 2 else tuple(i if n > 1 else 0 for i, n in zip((b, h), table.shape, strict=False))

@@ -1,0 +1,60 @@
+from typing import Annotated
+
+from torch import Tensor
+
+from flexmasks.registry import register_mask
+
+
+@register_mask(example=lambda length: {"window": length // 4, "dilation": 4})
+def dilated_window(
+    b: Tensor,
+    h: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    *,
+    window: Annotated[int | Tensor, "int in 0.. | int[] in 0.."],
+    dilation: Annotated[int, "int in 1.."],
+) -> Tensor:
+    """Each query sees itself and every `dilation`-th key on both sides, up to `window` positions away.
+
+    window: the greatest distance, inclusive: window // dilation keys on each side. Combine with causal for one side.
+    dilation: distance of neighboring visible keys; 1 has no gaps.
+
+    Source: Beltagy et al., Longformer, 2020 (its window counts keys: window = w // 2 * dilation here).
+    Peers: attention-gym generate_dilated_sliding_window(window, dilation); NATTEN na1d shifts the window at the edges:
+        `natten1d`.
+    """
+    return (q - kv <= window) & (kv - q <= window) & ((q - kv) % dilation == 0)
+
+
+@register_mask(example=lambda length: {"stride": length // 16})
+def strided(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, stride: Annotated[int, "int in 1.."]) -> Tensor:
+    """Each query sees the `stride` keys before it, itself, and every `stride`-th key further back.
+
+    stride: reach of the near keys and distance of the far ones; q - kv <= stride or q - kv a multiple of stride.
+
+    Source: Child et al., Sparse Transformers, 2019, figure 3b (both of its heads in one).
+    Peers: DeepSpeed and xformers block-sparse patterns of that name work on blocks: `block_sparse`.
+    """
+    return (kv <= q) & ((q - kv <= stride) | ((q - kv) % stride == 0))
+
+
+@register_mask(example=lambda length: {"stride": length // 8, "summary": length // 64})
+def fixed(
+    b: Tensor,
+    h: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    *,
+    stride: Annotated[int, "int in 1.."],
+    summary: Annotated[int, "int in 0.."],
+) -> Tensor:
+    """Each query sees the keys before it in its own block, and the last `summary` keys of every block before.
+
+    stride: number of positions of a block.
+    summary: keys at the end of each block that all later queries see; all of the block from `stride` on.
+
+    Source: Child et al., Sparse Transformers, 2019, figure 3c (both of its heads in one; summary is c, stride is l).
+    Peers: DeepSpeed FixedSparsityConfig(attention="unidirectional") counts both in blocks.
+    """
+    return (kv <= q) & ((q // stride == kv // stride) | (kv % stride >= stride - summary))

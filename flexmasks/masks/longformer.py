@@ -1,0 +1,85 @@
+from typing import Annotated, Any
+
+from torch import Tensor
+
+from flexmasks.params import at
+from flexmasks.registry import register_mask
+
+
+def _example(length: int) -> dict[str, Any]:
+    return {"tokens": length // 16}
+
+
+@register_mask(example=_example)
+def global_tokens(
+    b: Tensor,
+    h: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    *,
+    tokens: Annotated[int | Tensor, "int in 0.. | bool[S] | bool[B, S]"],
+) -> Tensor:
+    """Global tokens see every key and are seen by every query; all other pairs are hidden.
+
+    tokens: the number of global tokens at the start, or which positions are global, for all batch elements or for
+        each. Combine by `|` with what the other tokens see.
+
+    Source: Ainslie et al., ETC, 2020; Beltagy et al., Longformer, 2020.
+    Peers: Hugging Face Longformer global_attention_mask == 1; DeepSpeed VariableSparsityConfig global blocks.
+    """
+    return _is_global(tokens, b, q) | _is_global(tokens, b, kv)
+
+
+@register_mask(example=lambda length: {"window": length // 16, **_example(length)})
+def longformer(
+    b: Tensor,
+    h: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    *,
+    window: Annotated[int | Tensor, "int in 0.. | int[] in 0.."],
+    tokens: Annotated[int | Tensor, "int in 0.. | bool[S] | bool[B, S]"],
+) -> Tensor:
+    """A window on both sides of each query, and global tokens that see, and are seen by, everything.
+
+    window: number of keys on each side.
+    tokens: the global tokens, as in the mask `global_tokens`.
+
+    Source: Beltagy et al., Longformer, 2020 (its window size w is window = w // 2).
+    Peers: attention-gym generate_global_sliding_window(window, is_global=tokens); Hugging Face Longformer
+        attention_window=2 * window; DeepSpeed BSLongformerSparsityConfig works on blocks.
+    """
+    near = (q - kv <= window) & (kv - q <= window)
+    return near | global_tokens(b, h, q, kv, tokens=tokens)
+
+
+@register_mask(
+    example=lambda length: {"frame": length // 8, "window": length // 64, "tokens": length // 32},
+)
+def temporal_window(
+    b: Tensor,
+    h: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    *,
+    frame: Annotated[int, "int in 1.."],
+    window: Annotated[int, "int in 0.."],
+    tokens: Annotated[int, "int in 0.."] = 0,
+) -> Tensor:
+    """Each token of a video sees those near its place in every frame, and the text before the video.
+
+    frame: number of tokens of a frame; frames follow each other from position `tokens` on.
+    window: the greatest distance of two places in their frames.
+    tokens: number of tokens of text at the start, which see, and are seen by, everything.
+
+    Source: Xi et al., Sparse VideoGen, 2025 (temporal heads; its spatial heads are `longformer`).
+    Peers: attention-gym generate_temporal_head_mask_mod(tokens, frames, frame, width), window + 1 = width * frame //
+        frames, and generate_spatial_head_mask_mod.
+    """
+    distance = (q - tokens) % frame - (kv - tokens) % frame
+    near = (distance <= window) & (-window <= distance)
+    return near | (q < tokens) | (kv < tokens)
+
+
+def _is_global(tokens: int | Tensor, b: Tensor, position: Tensor) -> Tensor:
+    return at(tokens, b, position) if isinstance(tokens, Tensor) else position < tokens

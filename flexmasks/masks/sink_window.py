@@ -1,0 +1,27 @@
+from typing import Annotated
+
+from torch import Tensor
+
+from flexmasks.registry import register_mask
+
+
+@register_mask(example=lambda length: {"sinks": length // 32, "window": length // 4})
+def sink_window(
+    b: Tensor,
+    h: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    *,
+    sinks: Annotated[int | Tensor, "int in 0.. | int[] in 0.."],
+    window: Annotated[int | Tensor, "int in 0.. | int[] in 0.."],
+) -> Tensor:
+    """A causal sliding window, and the first keys, the attention sinks, besides: the A-shape.
+
+    sinks: number of first keys that all later queries see.
+    window: number of keys before the query that are visible besides its own, as in the mask `sliding_window`.
+
+    Source: Xiao et al., StreamingLLM, 2024; Han et al., LM-Infinite, 2024; Jiang et al., MInference, 2024 (A-shape).
+    Peers: StreamingLLM start_size and recent_size; MInference streaming_forward(n_init, n_local); in TensorRT-LLM
+        sink_token_length with a window.
+    """
+    return (kv <= q) & ((kv < sinks) | (q - kv <= window))

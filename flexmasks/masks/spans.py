@@ -1,0 +1,124 @@
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor
+
+from flexmasks.params import Size, at, per_batch
+from flexmasks.registry import register_mask
+
+
+def _spans_prepare(size: Size | None, *, span_ids: Annotated[Tensor, "int[S] | int[B, S]"]) -> dict[str, Any]:
+    return {"first": _first_of_span(span_ids)}
+
+
+@register_mask(
+    prepare=_spans_prepare,
+    example=lambda length: {"span_ids": [i * 4 // length if i * 8 // length % 2 else -1 for i in range(length)]},
+)
+def bidirectional_spans(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, first: Tensor) -> Tensor:
+    """Causal text with spans that see all of themselves: images, or a prefix, in a language model.
+
+    span_ids: the span of each position, for all batch elements or for each; negative for causal text. A query sees
+        the keys up to its own, and all keys of its span, also where other tokens lie between.
+
+    Source: Beyer et al., PaliGemma, 2024; Gemma 3, 2025; Chameleon and Transfusion, 2024.
+    Peers: Hugging Face causal_mask_function with blockwise_overlay(span_ids) by `or`; vLLM mm_prefix ranges.
+    """
+    return (kv <= q) | (at(first, b, q) == at(first, b, kv))
+
+
+def _shared_prefix_prepare(
+    size: Size | None,
+    *,
+    document_ids: Annotated[Tensor, "int[S] in 0.. | int[B, S] in 0.."],
+    prefix_of: Annotated[Tensor, "int[N] in -1..N-1"],
+) -> dict[str, Any]:
+    if document_ids.numel() and not torch.compiler.is_compiling() and int(document_ids.max()) >= len(prefix_of):
+        raise ValueError(
+            f"`prefix_of` has {len(prefix_of)} documents, `document_ids` goes up to {int(document_ids.max())}."
+        )
+    prefix = prefix_of[document_ids.long()].to(document_ids.dtype)
+    return {"document_ids": document_ids, "prefix_ids": prefix}
+
+
+@register_mask(
+    prepare=_shared_prefix_prepare,
+    example=lambda length: {
+        "document_ids": [i * 8 // length for i in range(length)],
+        "prefix_of": [-1, 0, 0, 0, -1, 4, 4, 4],
+    },
+)
+def shared_prefix(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, document_ids: Tensor, prefix_ids: Tensor) -> Tensor:
+    """Several answers after one question: each sees the question and itself, causally, and no other answer.
+
+    document_ids: the document, a question or an answer, of each position, for all batch elements or for each.
+    prefix_of: for each document the one that its tokens see besides their own: an answer's question; -1 or itself
+        for none. Any number of questions, each before its answers.
+
+    Source: Wang et al., FlashMask, 2024 (Shared Question Mask); Rafailov et al., DPO, 2023 (pairs of answers).
+    Peers: attention-gym generate_shared_prefix_mask_mod(offsets, prefix_document_id) shows a prefix also to documents
+        that lie before it; its generate_jetspec_training_mask_mod has blocks as documents; FlashMask Shared Question
+        Mask.
+    """
+    own, seen = at(document_ids, b, q), at(document_ids, b, kv)
+    return (kv <= q) & ((own == seen) | (at(prefix_ids, b, q) == seen))
+
+
+def _multi_item_prepare(
+    size: Size | None,
+    *,
+    prefix_len: Annotated[int | Tensor, "int in 0..S | int[B] in 0..S"],
+    item_positions: Annotated[Tensor, "int[S] in 0.. | int[B, S] in 0.."],
+) -> dict[str, Any]:
+    position = torch.arange(item_positions.shape[-1], device=item_positions.device)
+    return {"prefix_len": prefix_len, "starts": position - item_positions + 1}
+
+
+@register_mask(
+    prepare=_multi_item_prepare,
+    example=lambda length: {
+        "prefix_len": length // 4,
+        "item_positions": [max(0, i - length // 4) % (length // 8) for i in range(length)],
+    },
+)
+def multi_item(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, prefix_len: int | Tensor, starts: Tensor) -> Tensor:
+    """Multi-item scoring: items behind a common prefix, each causal, seeing the prefix and itself only.
+
+    prefix_len: length of the prefix, which is causal itself, one for all or one per batch element.
+    item_positions: of each position its distance from the delimiter before its item: 0 for delimiters, which see the
+        prefix only, not themselves, and are seen by none behind the prefix; those of the prefix are not used.
+
+    Source: FlashInfer, multi-item scoring, 2025; LinkedIn's ranking with large language models.
+    Peers: FlashInfer prefix_len_ptr, and token_pos_in_items_ptr, which starts behind the prefix.
+    """
+    prefix = per_batch(prefix_len, b)
+    return (kv <= q) & ((q < prefix) | (kv < prefix) | (kv >= at(starts, b, q)))
+
+
+@register_mask(
+    example=lambda length: {"block_ids": [i * 5 // length if i * 5 < 4 * length else -1 for i in range(length)]}
+)
+def causal_blockwise(
+    b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, block_ids: Annotated[Tensor, "int[S] | int[B, S]"]
+) -> Tensor:
+    """Causal inside blocks that do not see each other, and a last block that sees all before it.
+
+    block_ids: the block of each position, for all batch elements or for each; negative for the last block: the test
+        example behind the demonstrations of in-context learning.
+
+    Source: Bertsch et al., In-Context Learning with Long-Context Models, 2024; FlashMask, 2024.
+    Peers: FlashMask Causal Blockwise Mask.
+    """
+    own = at(block_ids, b, q)
+    return (kv <= q) & ((own < 0) | (own == at(block_ids, b, kv)))
+
+
+def _first_of_span(span_ids: Tensor) -> Tensor:
+    """The first position of each one's span, its own outside of spans: near for near positions, as ids need not be."""
+    ids = span_ids.reshape(-1, span_ids.shape[-1])
+    position = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
+    if not ids.numel():
+        return position.reshape(span_ids.shape).clone()
+    known, number = torch.unique(ids, return_inverse=True)
+    first = position.new_full((len(ids), len(known)), ids.shape[1]).scatter_reduce(1, number, position, "amin")
+    return torch.where(ids < 0, position, first.gather(1, number)).reshape(span_ids.shape)

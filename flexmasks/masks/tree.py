@@ -1,0 +1,76 @@
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor
+
+from flexmasks.params import Size, at
+from flexmasks.registry import register_mask
+
+
+def _prepare(
+    size: Size | None,
+    *,
+    parents: Annotated[Tensor, "int[N] in -1..N-1 | int[B, N] in -1..N-1"],
+    start: Annotated[int | Tensor, "int in 0.. | int[B] in 0.."] = 0,
+) -> dict[str, Any]:
+    trees = parents.tolist() if parents.ndim == 2 else [parents.tolist()]
+    starts = start.tolist() if isinstance(start, Tensor) else [start]
+    rows = max(len(trees), len(starts))
+    length = max(starts) + parents.shape[-1] if size is None else size.positions
+    tours = [_tour(trees[n % len(trees)], starts[n % len(starts)], length) for n in range(rows)]
+    entry, leave = torch.tensor(tours, device=parents.device).unbind(1)
+    if parents.ndim == 1 and not isinstance(start, Tensor):
+        entry, leave = entry[0], leave[0]
+    return {"entry": entry.contiguous(), "leave": leave.contiguous()}
+
+
+def _example(length: int) -> dict[str, Any]:
+    start = length // 4
+    return {"parents": [-1, *((i - 1) // 4 for i in range(1, length - start))], "start": start}
+
+
+@register_mask(prepare=_prepare, example=_example)
+def tree(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, entry: Tensor, leave: Tensor) -> Tensor:
+    """A tree of tokens behind a causal context: each sees the context, its ancestors and itself.
+
+    parents: the parent of each token of the tree as its number there, smaller than its own; -1 for a root, of which
+        there may be several. One tree for all batch elements or one for each.
+    start: position of the tree's first token: the length of the context, one for all or one per batch element.
+        Tokens behind the tree see nothing and are not seen.
+    To verify the N draft tokens of a tree, pass them as queries with `q_offset=start`. Answers that share beginnings
+    of any depth are a tree, too.
+
+    Source: Miao et al., SpecInfer, 2024; Cai et al., Medusa, 2024; Li et al., EAGLE, 2024.
+    Peers: attention-gym build_tree_ancestor_matrix(parents) and generate_jetspec_tree_causal_mask_mod(start, ...);
+        vLLM TreeAttentionBackend; SGLang tree_mask; Medusa medusa_attn_mask (all as dense matrices).
+    """
+    place = at(entry, b, q)
+    return (at(entry, b, kv) <= place) & (place < at(leave, b, kv))
+
+
+def _tour(parents: list[int], start: int, length: int) -> tuple[list[int], list[int]]:
+    """When a walk through the tree, children in order, enters each position, and when it has left all below it.
+
+    So a token is an ancestor of those that are entered before it is left. Before the tree each position is the parent
+    of the next; behind it positions are left as they are entered, at a time of their own, and so see nothing.
+    """
+    sizes = [1] * len(parents)
+    for n in range(len(parents) - 1, -1, -1):
+        if parents[n] >= n:
+            raise ValueError(f"`parents` must come before their children, got parent {parents[n]} of token {n}.")
+        if parents[n] >= 0:
+            sizes[parents[n]] += sizes[n]
+    if start + len(parents) > length:
+        raise ValueError(
+            f"a tree of {len(parents)} tokens from position {start} on does not fit in {length} positions."
+        )
+    end = start + len(parents)
+    entry = list(range(length))
+    leave = [end] * start + [0] * len(parents) + list(range(end, length))
+    free = [start, *([0] * len(parents))]  # when the next child of each is entered, one place behind its number
+    for n, parent in enumerate(parents):
+        entry[start + n] = free[parent + 1]
+        leave[start + n] = entry[start + n] + sizes[n]
+        free[parent + 1] += sizes[n]
+        free[n + 1] = entry[start + n] + 1
+    return entry, leave

@@ -1,0 +1,55 @@
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor
+
+from flexmasks.params import Size
+from flexmasks.registry import register_mask
+
+
+def _prepare(
+    size: Size | None,
+    *,
+    vertical: Annotated[Tensor, "int[N] in -1..KV-1 | int[H, N] in -1..KV-1 | int[B, H, N] in -1..KV-1"],
+    slash: Annotated[Tensor, "int[M] in -1..S-1 | int[H, M] in -1..S-1 | int[B, H, M] in -1..S-1"],
+) -> dict[str, Any]:
+    return {"vertical": _table(vertical), "slash": _table(slash)}
+
+
+def _example(length: int) -> dict[str, Any]:
+    return {
+        "vertical": [0, 1, 2, 3, length // 4, length // 4 + 1, length // 2],
+        "slash": [*range(length // 16), length // 4, length * 5 // 8],
+    }
+
+
+@register_mask(prepare=_prepare, example=_example)
+def vertical_slash(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, vertical: Tensor, slash: Tensor) -> Tensor:
+    """Causal attention to some columns and some diagonals: chosen keys, and keys at chosen distances.
+
+    vertical: the keys that all later queries see, for all, for each query head, or for each batch element and head;
+        -1 for none.
+    slash: the distances q - kv at which every query sees a key, in the same way; 0 is the query's own key.
+
+    Source: Jiang et al., MInference, 2024 (vertical-slash heads; A-shape heads are `sink_window`).
+    Peers: MInference vertical_slash_sparse_attention(v_idx, s_idx), which rounds slashes up to blocks of 64 and so
+        shows more.
+    """
+    return (kv <= q) & (_marks(vertical, b, h, kv) | _marks(slash, b, h, q - kv))
+
+
+def _marks(table: Tensor, b: Tensor, h: Tensor, index: Tensor) -> Tensor:
+    """Whether the table marks an index; its last element, which is False, stands for all that it does not reach."""
+    rest = table.shape[-1] - 1
+    index = torch.where((index < 0) | (index > rest), rest, index)
+    if table.ndim == 3:
+        return table[b, h, index]
+    return table[h, index] if table.ndim == 2 else table[index]
+
+
+def _table(indices: Tensor) -> Tensor:
+    last = int(indices.max()) + 1 if indices.numel() else 0
+    marked = torch.zeros((*indices.shape[:-1], last + 1), dtype=torch.bool, device=indices.device)
+    marked.scatter_(-1, torch.where(indices < 0, last, indices).long(), True)
+    marked[..., -1] = False
+    return marked

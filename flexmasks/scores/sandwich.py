@@ -1,0 +1,62 @@
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor
+
+from flexmasks.params import Size
+from flexmasks.registry import register_score
+
+
+def _prepare(
+    size: Size | None,
+    *,
+    dims: Annotated[int, "int in 2.."] = 128,
+    ratios: Annotated[Tensor | None, "float[H]"] = None,
+    positions: Annotated[int | None, "int in S.."] = None,
+) -> dict[str, Any]:
+    if dims % 2:
+        raise ValueError(f"`dims` must be even, got {dims}.")
+    if size is None:
+        if ratios is None or positions is None:
+            raise ValueError(
+                "called by itself it does not know the number of heads and positions; pass ratios=[...], one per head, "
+                "and positions=..., the longest length."
+            )
+        return {"products": _products(positions, dims, ratios.dtype, ratios.device), "ratios": ratios}
+    if ratios is None:
+        ratios = _ratios(size.heads, size.dtype, size.device)
+    return {"products": _products(positions or size.positions, dims, size.dtype, size.device), "ratios": ratios}
+
+
+# inside a user's torch.compile: computed once, not by a kernel
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _products(positions: int, dims: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The inner product of two sinusoidal embeddings by their distance."""
+    distance = torch.arange(positions, dtype=torch.float64)
+    products = torch.zeros_like(distance)
+    for i in range(dims // 2):
+        products += torch.cos(distance / 10000.0 ** (2 * i / dims))
+    return products.to(device, dtype)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _ratios(heads: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return (heads / (8 * torch.arange(1, heads + 1, dtype=torch.float64))).to(device, dtype)
+
+
+@register_score(prepare=_prepare, example=lambda length: {})
+def sandwich(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, products: Tensor, ratios: Tensor) -> Tensor:
+    """The inner product of sinusoidal embeddings as a bias: score + sum_i cos((q - kv) / 10000^(2i/dims)) * ratios[h].
+
+    dims: size of the embeddings, even; i runs over 0 to dims / 2 - 1 (128 in the paper, whatever the head size).
+    ratios: one per query head; the paper's, H / (8 (h + 1)) for head h of H, counted from 0, by default. A tensor that
+        requires a gradient gets one.
+    positions: the number of positions that the table of products covers, of the call by default. As a score_mod of
+        torch's own flex_attention it needs both.
+
+    Source: Chi et al., Dissecting Transformer Length Extrapolation, 2023.
+    Peers: attention-gym generate_sandwich_bias(heads, max_seq_len, d_bar=dims); NeMo's sandwich subtracts dims / 2
+        besides, which a softmax does not see.
+    """
+    distance = q - kv
+    return score + products[torch.where(distance < 0, -distance, distance)] * ratios[h]

@@ -1,0 +1,80 @@
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor
+
+from flexmasks.params import Size
+from flexmasks.registry import register_score
+
+
+def t5_bucket(distance: int, buckets: int = 32, max_distance: int = 128, bidirectional: bool = True) -> int:
+    """The bucket of T5's relative positions that the distance kv - q falls in.
+
+    Half of the buckets (of each side, where bidirectional: those of later keys come second) hold one distance each;
+    the others grow in geometric progression up to max_distance, and all that is further is in the last. Without
+    `bidirectional` later keys are in bucket 0.
+
+    Example:
+        >>> [t5_bucket(d) for d in (0, -1, -7, -8, -127, -500, 1, 127)]
+        [0, 1, 7, 8, 15, 15, 17, 31]
+    """
+    side = buckets // 2 if bidirectional else buckets
+    first = side if bidirectional and distance > 0 else 0
+    far = abs(distance) if bidirectional else max(0, -distance)
+    exact = side // 2
+    steps = side - exact
+    if far < exact:
+        return first + far
+    # how many steps of (max_distance / exact) ** (1 / steps) lead from `exact` to `far`, in whole numbers
+    step = 0
+    while step + 1 < steps and far**steps >= max_distance ** (step + 1) * exact ** (steps - step - 1):
+        step += 1
+    return first + exact + step
+
+
+def _prepare(
+    size: Size | None,
+    *,
+    table: Annotated[Tensor, "float[N, H]"],
+    max_distance: Annotated[int, "int in 1.."] = 128,
+    bidirectional: Annotated[bool, "bool"] = True,
+) -> dict[str, Any]:
+    buckets = table.shape[0]
+    if buckets < (4 if bidirectional else 2) or (bidirectional and buckets % 2):
+        raise ValueError(f"`table` must have an even number of at least 4 buckets, 2 where causal, got {buckets}.")
+    if max_distance <= buckets // (4 if bidirectional else 2):
+        raise ValueError(
+            f"`max_distance` must be above {buckets // (4 if bidirectional else 2)}, the distances that have a bucket "
+            f"of their own, got {max_distance}."
+        )
+    return {"table": table, "buckets": _buckets(buckets, max_distance, bidirectional, table.device)}
+
+
+# inside a user's torch.compile: computed once, not by a kernel
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _buckets(buckets: int, reach: int, bidirectional: bool, device: torch.device) -> Tensor:
+    found = [t5_bucket(d, buckets, reach, bidirectional) for d in range(-reach, reach + 1)]
+    return torch.tensor(found, device=device)
+
+
+def _example(length: int) -> dict[str, Any]:
+    return {"table": [[-(n % 16) / 8] for n in range(32)]}
+
+
+@register_score(prepare=_prepare, example=_example)
+def t5_bias(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, table: Tensor, buckets: Tensor) -> Tensor:
+    """T5's relative position bias: score + table[bucket of kv - q, h], near distances alone in their buckets.
+
+    table: [buckets, query heads]. A tensor that requires a gradient gets one.
+    max_distance: from there on all distances share a bucket, the last of their side.
+    bidirectional: as in encoders, half of the buckets are for later keys; else, as in decoders, these share bucket 0.
+    T5 does not scale its scores: pass `scale=1.0` to attention.
+
+    Source: Raffel et al., T5, 2020, section 2.1.
+    Peers: Hugging Face T5Attention relative_attention_bias.weight, relative_attention_num_buckets and max_distance.
+    """
+    reach = buckets.shape[0] // 2
+    distance = kv - q
+    distance = torch.where(distance < -reach, -reach, distance)
+    distance = torch.where(distance > reach, reach, distance)
+    return score + table[buckets[distance + reach], h]

@@ -1,0 +1,220 @@
+"""The masks and scores of other libraries, where these are installed, against those here.
+
+Where they differ the test says how, and shows it, so that a change of theirs is noticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_mask
+
+import flexmasks
+from flexmasks.orders import morton_order, tile_order
+
+GENERATOR = torch.Generator().manual_seed(7)
+
+
+def peer(function: Callable[..., Any], q_len: int, kv_len: int, batch: int) -> Tensor:
+    return create_mask(function, batch, 1, q_len, kv_len, device="cpu")  # type: ignore[arg-type]
+
+
+def ours(mask: Any, q_len: int, kv_len: int, batch: int, **params: Any) -> Tensor:
+    return flexmasks.dense_mask(mask, q_len, kv_len, batch=batch, **params).expand(batch, 1, q_len, kv_len)
+
+
+def same(
+    function: Callable[..., Any], mask: Any, q_len: int, kv_len: int | None = None, batch: int = 2, **params: Any
+) -> bool:
+    kv_len = q_len if kv_len is None else kv_len
+    return torch.equal(peer(function, q_len, kv_len, batch), ours(mask, q_len, kv_len, batch, **params))
+
+
+# --- attention-gym ---
+
+
+@pytest.fixture(scope="module")
+def gym() -> Any:
+    return pytest.importorskip("attn_gym.masks")
+
+
+@pytest.fixture(scope="module")
+def mods() -> Any:
+    return pytest.importorskip("attn_gym.mods")
+
+
+def test_windows_of_attention_gym(gym: Any) -> None:
+    assert same(gym.causal_mask, "causal", 40, 55)
+    for window in (0, 1, 7, 100):
+        assert same(gym.generate_sliding_window(window), "sliding_window", 40, window=window)
+        assert same(gym.generate_prefix_lm_mask(window), "prefix_lm", 40, prefix_len=window)
+        for dilation in (1, 3):
+            theirs = gym.generate_dilated_sliding_window(window, dilation)
+            assert same(theirs, "dilated_window", 40, 33, window=window, dilation=dilation)
+        tokens = torch.rand(40, generator=GENERATOR) < 0.2
+        theirs = gym.generate_global_sliding_window(window, tokens)
+        assert same(theirs, "longformer", 40, window=window, tokens=tokens)
+
+
+def test_documents_of_attention_gym(gym: Any) -> None:
+    offsets = torch.tensor([0, 9, 10, 25, 40])
+    assert same(gym.generate_doc_mask_mod(gym.causal_mask, offsets), flexmasks.packed("causal", offsets), 40)
+    assert same(gym.generate_packed_causal_doc_mask_mod(offsets), flexmasks.packed("causal", offsets), 40)
+    document_ids = torch.repeat_interleave(torch.arange(4), offsets.diff())
+    prefix_of = torch.tensor([0, 0, 2, 2])
+    theirs = gym.generate_shared_prefix_mask_mod(offsets.int(), prefix_of)
+    assert same(theirs, "shared_prefix", 40, document_ids=document_ids, prefix_of=prefix_of)
+    # A document before its prefix sees it there, in the future; here everything is causal.
+    theirs = gym.generate_shared_prefix_mask_mod(offsets.int(), torch.tensor([1, 1, 2, 3]))
+    assert not same(theirs, "shared_prefix", 40, document_ids=document_ids, prefix_of=torch.tensor([1, 1, 2, 3]))
+
+
+def test_chunks_of_attention_gym(gym: Any) -> None:
+    assert same(gym.batchify_mask_mod(lambda b, h, q, kv: q >= 0, 7), "chunked", 40, chunk=7)
+    assert same(gym.batchify_mask_mod(gym.causal_mask, 7), "chunked_causal", 40, chunk=7)
+    assert same(gym.generate_block_diffusion_mask(20, 6), "block_diffusion", 40, length=20, block=6)
+
+
+def test_images_of_attention_gym(gym: Any) -> None:
+    assert same(gym.generate_natten(8, 8, 3, 5), "natten", 64, height=8, width=8, kernel=(3, 5))
+    # Off the square it swaps the sides of the canvas, and an even kernel shows one key more.
+    assert not same(gym.generate_natten(8, 6, 3, 3), "natten", 48, height=6, width=8, kernel=3)
+    assert not same(gym.generate_natten(8, 8, 4, 4), "natten", 64, height=8, width=8, kernel=4)
+    order = tile_order((6, 8), (3, 4))
+    theirs = gym.generate_tiled_natten(8, 6, 5, 3, 4, 3)
+    assert same(theirs, "natten", 48, height=6, width=8, kernel=(3, 5), order=order)
+    # Its Morton order has the bits of x below those of y, as here.
+    theirs = gym.generate_morton_natten(8, 8, 3, 5)
+    assert same(theirs, "natten", 64, height=8, width=8, kernel=(5, 3), order=morton_order((8, 8)))
+    theirs = gym.generate_sta_mask_mod_2d((6, 8), (4, 4), (2, 4), 5)
+    assert same(theirs, "sliding_tile", 53, canvas=(6, 8), tile=(2, 4), window=(2, 1), text=5)
+    theirs = gym.generate_sta_mask_mod_3d((4, 6, 4), (2, 6, 2), (2, 2, 2))
+    assert same(theirs, "sliding_tile", 96, canvas=(4, 6, 4), tile=(2, 2, 2), window=(1, 3, 1))
+
+
+def test_trees_of_attention_gym(gym: Any) -> None:
+    parents = [-1, 0, 0, 1, 1, 2, 5, 4]
+    ancestors = gym.build_tree_ancestor_matrix(parents, device="cpu")
+    theirs = gym.generate_jetspec_tree_causal_mask_mod(20, ancestors)
+    assert same(theirs, "tree", 8, 28, parents=parents, start=20, q_offset=20)
+    blocks = torch.cat([torch.zeros(20, dtype=torch.long), torch.arange(1, 5).repeat_interleave(3)])
+    theirs = gym.generate_jetspec_training_mask_mod(20, 3)
+    assert same(theirs, "shared_prefix", 12, 32, document_ids=blocks, prefix_of=[0] * 5, q_offset=20)
+
+
+def test_videos_of_attention_gym(gym: Any) -> None:
+    theirs = gym.generate_temporal_head_mask_mod(4, 6, 12, 2)
+    assert same(theirs, "temporal_window", 4 + 6 * 12, frame=12, window=3, tokens=4)
+    theirs = gym.generate_spatial_head_mask_mod(4, 6, 12, 2, round_width=8)
+    assert same(theirs, "longformer", 4 + 6 * 12, window=23, tokens=4)
+    # With its attention sink the first frame is seen, but does not see.
+    sink = flexmasks.get_mask("longformer", window=23, tokens=4) | (lambda b, h, q, kv: kv < 4 + 12)
+    assert same(gym.generate_spatial_head_mask_mod(4, 6, 12, 2, True, 8), sink, 4 + 6 * 12)
+
+
+def test_images_in_text_of_attention_gym(gym: Any) -> None:
+    intervals = torch.tensor([[0, 10], [10, 25], [25, 40]])
+    theirs = gym.generate_vision_cross_attention_mask_mod(intervals, 11)
+    image_ids = torch.arange(3).repeat_interleave(11)
+    assert same(theirs, "vision_cross", 40, 33, intervals=intervals, image_ids=image_ids)
+
+
+def score_of(function: Callable[..., Any], scores: Tensor) -> Tensor:
+    indices = (torch.arange(n).view([-1 if i == d else 1 for i in range(4)]) for d, n in enumerate(scores.shape))
+    changed: Tensor = function(scores, *indices)
+    return changed
+
+
+@pytest.mark.parametrize("heads", [1, 4, 8])
+def test_scores_of_attention_gym(mods: Any, heads: int) -> None:
+    from attn_gym.mods.graphormer import generate_graphormer_spatial_bias
+    from attn_gym.mods.sandwich import generate_sandwich_bias
+
+    q, k, v = torch.randn(3, 2, heads, 20, 8, generator=GENERATOR)
+    table = torch.randn(heads, 5, generator=GENERATOR)
+    distances = torch.randint(0, 5, (2, 20, 20), generator=GENERATOR)
+    pairs: list[tuple[Any, str, dict[str, Any]]] = [
+        (mods.generate_alibi_bias(heads), "alibi", {}),
+        (mods.generate_tanh_softcap(3, approx=False), "softcap", {"cap": 3.0}),
+        (generate_sandwich_bias(heads, 20), "sandwich", {}),
+        (generate_graphormer_spatial_bias(table, distances), "distance_bias", {"table": table, "distances": distances}),
+    ]
+    for theirs, name, params in pairs:
+        scores = score_of(theirs, q @ k.mT / 8**0.5)
+        want = scores.masked_fill(torch.ones(20, 20).triu(1).bool(), -torch.inf).softmax(-1) @ v
+        got = flexmasks.attention(q, k, v, mask="causal", score=name, backend="reference", **params)
+        assert torch.allclose(got, want, atol=1e-5), name
+
+
+# --- Hugging Face transformers ---
+
+
+@pytest.fixture(scope="module")
+def masking() -> Any:
+    return pytest.importorskip("transformers.masking_utils")
+
+
+def test_masks_of_transformers(masking: Any) -> None:
+    m = masking
+    assert same(m.causal_mask_function, "causal", 40)
+    assert same(m.bidirectional_mask_function, "full", 40)
+    for window in (1, 5, 50):
+        assert same(m.sliding_window_causal_mask_function(window), "sliding_window", 40, window=window - 1)
+        theirs = m.sliding_window_bidirectional_mask_function(window)
+        assert same(theirs, "local", 40, left=window, right=window)
+        padding = torch.tensor([0, 3])
+        theirs = m.chunked_causal_mask_function(window, padding)
+        assert same(theirs, "chunked_causal", 40, chunk=window, start=padding)
+        assert same(m.chunked_overlay(window, padding), "chunked", 40, chunk=window, start=padding)
+    given = torch.rand(2, 40, generator=GENERATOR) < 0.7
+    assert same(m.padding_mask_function(given), "key_padding", 40, attention_mask=given)
+    ids = torch.randint(0, 4, (2, 40), generator=GENERATOR)
+    assert same(m.packed_sequence_mask_function(ids), "document", 40, document_ids=ids)
+    later = m.add_offsets_to_mask_function(m.causal_mask_function, 30, 0)
+    assert same(later, "causal", 10, 40, q_offset=30)
+
+
+def test_spans_of_transformers(masking: Any) -> None:
+    if not hasattr(masking, "blockwise_overlay"):
+        pytest.skip("this version of transformers has no blockwise_overlay")
+    spans = torch.randint(-1, 3, (2, 40), generator=GENERATOR)
+    theirs = masking.or_masks(masking.causal_mask_function, masking.blockwise_overlay(spans))
+    assert same(theirs, "bidirectional_spans", 40, span_ids=spans)
+
+
+def test_buckets_of_transformers() -> None:
+    from flexmasks.scores.t5_bias import t5_bucket
+
+    t5 = pytest.importorskip("transformers.models.t5.modeling_t5")
+    distances = range(-300, 301)
+    for bidirectional in (True, False):
+        for buckets, furthest in ((32, 128), (64, 256), (16, 50)):
+            theirs = t5.T5Attention._relative_position_bucket(
+                torch.tensor(distances), bidirectional, num_buckets=buckets, max_distance=furthest
+            )
+            assert theirs.tolist() == [t5_bucket(d, buckets, furthest, bidirectional) for d in distances]
+
+
+# --- NATTEN ---
+
+
+@pytest.mark.parametrize("canvas", [(13,), (6, 8), (3, 4, 5)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_neighborhoods_of_natten(canvas: tuple[int, ...], causal: bool) -> None:
+    """Of its own FlexAttention backend, where it can be imported at all."""
+    flex = pytest.importorskip("natten.backends.flex")
+    axes = len(canvas)
+    for kernel, stride, dilation in ((3, 1, 1), (2, 2, 1), (3, 2, 1)):
+        each = [(x,) * axes for x in (kernel, stride, dilation, causal)]
+        made = flex.get_na_flex_mask("cpu", axes, canvas, *each)
+        tokens = torch.Size(canvas).numel()
+        names = ("length",) if axes == 1 else ("depth", "height", "width")[3 - axes :]
+        given = dict(zip(names, canvas, strict=True))
+        name = ("natten1d", "natten", "natten3d")[axes - 1]
+        assert same(
+            made.mask_mod, name, tokens, kernel=kernel, stride=stride, dilation=dilation, causal=causal, **given
+        )
