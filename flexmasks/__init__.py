@@ -9,6 +9,8 @@ from flexmasks.attention import explain as explain
 from flexmasks.cache import cache_info as cache_info
 from flexmasks.cache import clear_caches as clear_caches
 from flexmasks.packing import packed as packed
+from flexmasks.picture import Picture as Picture
+from flexmasks.picture import draw as draw
 from flexmasks.picture import show as show
 from flexmasks.registry import get_mask as get_mask
 from flexmasks.registry import get_score as get_score

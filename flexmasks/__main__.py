@@ -1,15 +1,17 @@
-"""The command line: `python -m flexmasks demo`, `list`, `show NAME [--param value]`, `bench WHAT`."""
+"""The command line: `python -m flexmasks demo`, `list`, `show NAME [--param value]`, `gallery OUT`, `bench WHAT`."""
 
 from __future__ import annotations
 
 import argparse
 import ast
+import difflib
+import importlib
 import sys
 from typing import Any
 
 from tabulate import tabulate
 
-from flexmasks.registry import definition, list_masks, list_scores
+from flexmasks.registry import definition, get_mask, get_score, list_masks, list_scores
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -17,12 +19,22 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m flexmasks", description="Attention masks for FlexAttention.")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("demo", help="run, check, time and draw grouped_tril attention on this machine")
-    lister = commands.add_parser("list", help="list the masks and scores")
+    importer = argparse.ArgumentParser(add_help=False)
+    importer.add_argument(
+        "--import",
+        dest="modules",
+        metavar="MODULE",
+        action="append",
+        default=[],
+        help="import a module first, which registers masks or scores of yours; may be repeated",
+    )
+    lister = commands.add_parser("list", help="list the masks and scores", parents=[importer])
     lister.add_argument("--markdown", action="store_true", help="as the README's tables")
     shower = commands.add_parser(
         "show",
-        help="draw a mask",
-        epilog="A mask's parameters: --name value, "
+        help="draw a mask or a score, with its documentation",
+        parents=[importer],
+        epilog="Its parameters: --name value, "
         "the value as in Python: --window 64, --seq-lens [300,100], --causal True. By default those of an example.",
     )
     shower.add_argument("name", help="a mask's or score's name")
@@ -31,6 +43,9 @@ def main(argv: list[str] | None = None) -> int:
     shower.add_argument("--block-size", type=int, help="default 128, single elements for short lengths")
     shower.add_argument("-b", type=int, default=0, help="the batch element to draw")
     shower.add_argument("--head", type=int, default=0, help="the head to draw")
+    shower.add_argument("--save", metavar="FILE", help="write the picture there: .svg, .html, .txt, .pdf or .png")
+    maker = commands.add_parser("gallery", help="write a page of all masks and scores", parents=[importer])
+    maker.add_argument("out", metavar="OUT", help="the file to write, or a folder for index.html")
     bencher = commands.add_parser("bench", help="measure this machine")
     bencher.add_argument(
         "what",
@@ -46,6 +61,8 @@ def main(argv: list[str] | None = None) -> int:
     if rest and arguments.command != "show":
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
+        if getattr(arguments, "modules", None):
+            _import(arguments.modules)
         if arguments.command == "demo":
             from flexmasks.demo import main as demo
 
@@ -68,6 +85,10 @@ def main(argv: list[str] | None = None) -> int:
             from flexmasks.bench import blocks
 
             blocks(arguments.lengths, arguments.masks, arguments.device, arguments.json)
+        elif arguments.command == "gallery":
+            from flexmasks.gallery import gallery
+
+            print(gallery(arguments.out))
         else:
             _show(arguments, _parameters(rest))
     except (ValueError, TypeError) as error:
@@ -89,29 +110,39 @@ def tables(markdown: bool = False) -> str:
     return "\n\n".join(found)
 
 
+def _import(modules: list[str]) -> None:
+    sys.path.insert(0, "")  # where this is called as a command, modules of the current folder are not found yet
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            raise ValueError(f"flexmasks: --import {module}: {error}.") from error
+
+
 def _show(arguments: argparse.Namespace, given: dict[str, Any]) -> None:
-    from flexmasks.picture import show
+    from flexmasks.picture import draw
 
     name, length = arguments.name, arguments.length
-    masks, scores = {m.name: m for m in list_masks()}, {s.name: s for s in list_scores()}
-    if name in scores:
-        print(f"score {scores[name].signature}\n\n{definition('score', name).doc}\n")
-        if name not in masks:
-            return
-    found = definition("mask", name)
-    params = {**(found.example(length) if found.example else {}), **given}
-    shown = ", ".join(f"{n}={v!r:.60}" for n, v in params.items())
-    print(f"mask {masks[name].signature}\n\n{found.doc}\n\nhere {name}({shown})\n")
-    show(
-        name,
-        length,
-        arguments.kv_length,
-        b=arguments.b,
-        h=arguments.head,
-        heads=arguments.head + 1,
-        block_size=arguments.block_size,
-        **params,
-    )
+    entries = [("mask", m) for m in list_masks()] + [("score", s) for s in list_scores()]
+    named = [(kind, e) for kind, e in entries if e.name == name]  # a mask and a score may share a name
+    if not named:
+        definition("score" if difflib.get_close_matches(name, [s.name for s in list_scores()]) else "mask", name)
+    for kind, entry in named:
+        found = definition(kind, name)
+        params = {**(found.example(length) if found.example else {}), **given}
+        shown = ", ".join(f"{n}={v!r:.60}" for n, v in params.items())
+        print(f"{kind} {entry.signature}\n\n{found.doc}\n\nhere {name}({shown})\n")
+        picture = draw(
+            get_mask(name, **params) if kind == "mask" else get_score(name, **params),
+            length,
+            arguments.kv_length,
+            b=arguments.b,
+            h=arguments.head,
+            block_size=arguments.block_size,
+        )
+        print(f"{picture}\n")
+        if arguments.save and (kind, entry) == named[0]:
+            print(f"written to {picture.save(arguments.save)}\n")
 
 
 def _parameters(words: list[str]) -> dict[str, Any]:

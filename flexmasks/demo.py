@@ -14,7 +14,7 @@ from torch import Tensor
 from flexmasks.attention import attention, block_mask, dense_mask, explain
 from flexmasks.console import device_name, progress, synchronize
 from flexmasks.facts import Blocks
-from flexmasks.picture import text
+from flexmasks.picture import draw
 
 
 def main() -> None:
@@ -43,7 +43,8 @@ def main() -> None:
     header, rows = _times(q, k, v, seq_lens)
     progress("")
 
-    print(f"blocks of batch element 0 (seq_lens[0] = {int(seq_lens[0])} of {length}):\n{text(made, columns=66)}\n")
+    picture = draw("grouped_tril", length, seq_lens=seq_lens).text(66)
+    print(f"batch element 0 (seq_lens[0] = {int(seq_lens[0])} of {length}):\n{picture}\n")
     print(f"largest error against float64 SDPA with the materialised mask, {checked}: {error:.1e}\n")
     print(tabulate(rows, headers=header, floatfmt=".2f"))
     print(f"\nskipped: {Blocks(made).sparsity:.1%} of the query-key pairs, over all batch elements")

@@ -231,16 +231,16 @@ def freeze(value: Any) -> Any:
     return value
 
 
-def batch_size(parameters: Mapping[str, Parameter], values: Mapping[str, Any]) -> int | None:
-    """The batch size that the shapes of the values imply, or None where they imply none."""
+def implied_size(dimension: str, parameters: Mapping[str, Parameter], values: Mapping[str, Any]) -> int | None:
+    """The size (B, H, Q, KV or S) that the shapes of the values imply, or None where they imply none."""
     for name, value in values.items():
         parameter = parameters.get(name)
         if parameter is None or not (isinstance(value, Tensor) or parameter.is_sequence(value)):
             continue
         shape = tuple(value.shape) if isinstance(value, Tensor) else _shape(value)
         for alternative in parameter.alternatives:
-            if alternative.dims is not None and len(alternative.dims) == len(shape) and "B" in alternative.dims:
-                return shape[alternative.dims.index("B")]
+            if alternative.dims is not None and len(alternative.dims) == len(shape) and dimension in alternative.dims:
+                return shape[alternative.dims.index(dimension)]
     return None
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from flexmasks.cache import identity
 from flexmasks.captures import Aliases, Opaque, Readable, Reader
-from flexmasks.params import Parameter, Size, batch_size, describe, freeze, parameters_of
+from flexmasks.params import Parameter, Size, describe, freeze, implied_size, parameters_of
 
 if TYPE_CHECKING:
     from flexmasks.facts import Blocks
@@ -129,10 +129,21 @@ class Modifier(Readable):
 
     def batch_size(self) -> int | None:
         """The batch size that the parameters' shapes imply, or None."""
-        if self.definition.inner_size is not None:
+        return self.implied_size("B")
+
+    def implied_size(self, dimension: str) -> int | None:
+        """The size (B, H, Q, KV or S, see flexmasks.params) that the parameters' shapes imply, or None."""
+        if self.definition.inner_size is not None and dimension != "H":
             return None
-        nested = (m.batch_size() for value in self.params.values() for m in _nested(value))
-        return next((n for n in (batch_size(self.definition.parameters, self.params), *nested) if n), None)
+        nested = (m.implied_size(dimension) for value in self.params.values() for m in _nested(value))
+        own = implied_size(dimension, self.definition.parameters, self.params)
+        return next((n for n in (own, *nested) if n), None)
+
+    def _repr_html_(self) -> str:
+        """What Jupyter shows: its picture, over lengths that its parameters suggest."""
+        from flexmasks.picture import html_of  # imports this module
+
+        return html_of(self)
 
     def tensors(self) -> list[Tensor]:
         """The tensors among the parameters and what functions captured, as far as they can be read."""

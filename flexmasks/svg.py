@@ -1,0 +1,264 @@
+"""Pictures as SVG: cells as merged rectangles, axes, legend, and the colors of light and dark pages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from torch import Tensor
+
+# Colors by class. Those of cells differ in lightness, so that they can be told apart without their hues; kind 0 to 3
+# are SKIPPED, HIDDEN, PARTIAL and VISIBLE. n and p: 8 steps below and above 0, made from the ends.
+LIGHT = {
+    "card": "#ffffff", "text": "#1f2328", "muted": "#57606a", "line": "#8c959f",
+    "k0": "#eef1f5", "k1": "#f5cf9f", "k2": "#c76b00", "k3": "#08356e", "n8": "#08356e", "p8": "#8a3800",
+}  # fmt: skip
+DARK = {
+    "card": "#15191f", "text": "#e6edf3", "muted": "#a3adb8", "line": "#6e7781",
+    "k0": "#20262e", "k1": "#5c3f1c", "k2": "#b56e1d", "k3": "#b3e0ff", "n8": "#b3e0ff", "p8": "#ffc890",
+}  # fmt: skip
+STEPS = 8
+_SIDE = 288  # of the longer axis, in pixels
+_LEAST = 56  # of the shorter
+_FONT = "font-family='system-ui,-apple-system,Segoe UI,Helvetica,Arial,sans-serif'"
+_MARGIN = 12
+
+
+def _mixed(a: str, b: str, share: float) -> str:
+    pairs = [(int(a[i : i + 2], 16), int(b[i : i + 2], 16)) for i in (1, 3, 5)]
+    return "#" + "".join(f"{round(x + (y - x) * share):02x}" for x, y in pairs)
+
+
+for _colors in (LIGHT, DARK):
+    for _step in range(1, STEPS):
+        for _sign in "np":
+            _colors[f"{_sign}{_step}"] = _mixed(_colors["k0"], _colors[f"{_sign}{STEPS}"], _step / STEPS)
+
+
+def style() -> str:
+    """The style sheet of all pictures: colors by the page's theme (Jupyter, VS Code, Sphinx), else by the system's."""
+
+    def variables(colors: Mapping[str, str]) -> str:
+        return ";".join(f"--fm-{name}:{value}" for name, value in colors.items())
+
+    light = "[data-jp-theme-light=true],[data-theme=light],[theme=light],.vscode-light"
+    dark = "[data-jp-theme-light=false],[data-theme=dark],[theme=dark],.vscode-dark,.vscode-high-contrast"
+    return (
+        # readers of SVG that know no variables take the attributes, which are the light colors
+        "@supports (fill:var(--x)){"
+        f".flexmasks{{{variables(LIGHT)}}}"
+        f"@media (prefers-color-scheme:dark){{.flexmasks{{{variables(DARK)}}}}}"
+        f":is({light}) .flexmasks{{{variables(LIGHT)}}}"
+        f":is({dark}) .flexmasks{{{variables(DARK)}}}"
+        + "".join(f".flexmasks .fm-{name}{{fill:var(--fm-{name})}}" for name in LIGHT if name != "line")
+        + ".flexmasks .fm-line{stroke:var(--fm-line)}.flexmasks .fm-curve{stroke:var(--fm-k3)}}"
+    )
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Where the cells of a picture lie: so many pixels for so many queries and keys."""
+
+    q_len: int
+    kv_len: int
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Width and height in pixels; axes whose lengths differ a lot are not to scale."""
+        longest = max(self.q_len, self.kv_len)
+        width, height = (max(_LEAST, round(_SIDE * n / longest)) for n in (self.kv_len, self.q_len))
+        return width, height
+
+
+def merged(cells: Tensor) -> dict[int, list[tuple[int, int, int, int]]]:
+    """The cells [rows, columns] of each value as rectangles (row, column, height, width): equal runs, row upon row."""
+    found: dict[int, list[tuple[int, int, int, int]]] = {}
+    open_runs: dict[tuple[int, int, int], int] = {}  # value, first column, past the last: the row where it began
+    for row, values in enumerate([*cells.tolist(), []]):
+        starts = [i for i in range(len(values)) if i == 0 or values[i] != values[i - 1]]
+        ends = [*starts[1:], len(values)]
+        runs = {(values[i], i, j) for i, j in zip(starts, ends, strict=False)}  # none in the last row
+        for run in [r for r in open_runs if r not in runs]:
+            value, first, end = run
+            began = open_runs.pop(run)
+            found.setdefault(value, []).append((began, first, row - began, end - first))
+        for run in sorted(runs):
+            open_runs.setdefault(run, row)
+    return found
+
+
+def cells_path(rectangles: Iterable[tuple[int, int, int, int]], rows: float, columns: float) -> str:
+    """Rectangles as the data of a path, cut at so many rows and columns."""
+    data = []
+    for row, column, height, width in sorted(rectangles):
+        w, h = (f"{min(n, end - at):.6g}" for n, end, at in ((width, columns, column), (height, rows, row)))
+        data.append(f"M{column} {row}h{w}v{h}h-{w}z")
+    return "".join(data)
+
+
+class Canvas:
+    """An SVG that grows downwards: a title, a picture with axes, a legend."""
+
+    def __init__(self, name: str, subtitle: str, width: int, left: int) -> None:
+        self._parts: list[str] = []
+        self._left = left
+        self._width = max(left + width + _MARGIN + 16, 372)
+        self._y = 24
+        self._parts.append(_text(_MARGIN, self._y, _shortened(name, self._width - 2 * _MARGIN, 7.4), "text", 13, True))
+        self._y += 18
+        self._parts.append(_text(_MARGIN, self._y, _shortened(subtitle, self._width - 2 * _MARGIN, 5.9), "muted", 11))
+
+    def cells(
+        self,
+        frame: Frame,
+        cells: Tensor,
+        classes: Mapping[int, str],
+        extent: tuple[float, float],
+        lines: tuple[Sequence[float], Sequence[float]] = ((), ()),
+    ) -> int:
+        """Draw cells of these classes, of which `extent` (rows, columns) exist, and lines between rows and columns.
+
+        Returns the length of what it took.
+        """
+        self._y += 38
+        width, height = frame.size
+        rows, columns = extent
+        drawn = []
+        rectangles = merged(cells)
+        back = max(rectangles, key=lambda value: len(rectangles[value]))  # the others are drawn on it
+        drawn.append(f"<rect width='{columns:.6g}' height='{rows:.6g}'{_fill(classes[back])}/>")
+        for value, name in classes.items():
+            if value != back and value in rectangles:
+                drawn.append(f"<path d='{cells_path(rectangles[value], rows, columns)}'{_fill(name)}/>")
+        scale = f"translate({self._left} {self._y}) scale({width / columns:.8g} {height / rows:.8g})"
+        path = "".join(drawn)
+        self._parts.append(f"<g transform='{scale}' shape-rendering='crispEdges'>{path}</g>")
+        between = "".join(f"M{self._left} {self._y + y * height:.2f}h{width}" for y in lines[0])
+        between += "".join(f"M{self._left + x * width:.2f} {self._y}v{height}" for x in lines[1])
+        if between:
+            self._parts.append(f"<path d='{between}' fill='none' class='fm-line'{_stroke(0.5)} opacity='.55'/>")
+        self.axes(width, height, "keys", "queries", ticks(frame.kv_len, width), ticks(frame.q_len, height))
+        return len(path)
+
+    def axes(
+        self,
+        width: int,
+        height: int,
+        across: str,
+        down: str,
+        x_ticks: Sequence[tuple[float, str]],
+        y_ticks: Sequence[tuple[float, str]],
+    ) -> None:
+        """A frame at the current place, with ticks given as shares of its sides, and move below it."""
+        x, y = self._left, self._y
+        marks = "".join(f"M{x + at * width:.2f} {y - 4}v4" for at, _ in x_ticks)
+        marks += "".join(f"M{x - 4} {y + at * height:.2f}h4" for at, _ in y_ticks)
+        outline = f"M{x} {y}h{width}v{height}h-{width}z"
+        self._parts.append(f"<path d='{outline}{marks}' fill='none' class='fm-line'{_stroke(1)}/>")
+        self._parts += [_text(x + at * width, y - 8, label, "muted", 10, at="middle") for at, label in x_ticks]
+        self._parts += [_text(x - 7, y + at * height + 3.5, label, "muted", 10, at="end") for at, label in y_ticks]
+        self._parts.append(_text(x + width / 2, y - 22, across, "text", 11, at="middle"))
+        turned = f" transform='rotate(-90 {_MARGIN + 8} {y + height / 2})'"
+        self._parts.append(_text(_MARGIN + 8, y + height / 2, down, "text", 11, at="middle", more=turned))
+        self._y = y + height + 10
+
+    def curve(self, points: Sequence[tuple[float, float]], reach: float) -> None:
+        """A curve of what becomes of scores from -reach to reach, and the line of those that stay."""
+        self._y += 38
+        side = _SIDE * 3 // 4
+        at = [(self._left + (x / reach + 1) * side / 2, self._y + (1 - y / reach) * side / 2) for x, y in points]
+        x, y = self._left, self._y
+        thin = f"M{x} {y + side}l{side} -{side}M{x} {y + side / 2}h{side}M{x + side / 2} {y}v{side}"
+        self._parts.append(f"<path d='{thin}' fill='none' class='fm-line'{_stroke(0.75)} stroke-dasharray='3 3'/>")
+        line = "M" + "L".join(f"{px:.1f} {py:.1f}" for px, py in at)
+        self._parts.append(
+            f"<path d='{line}' fill='none' class='fm-curve' stroke='{LIGHT['k3']}' stroke-width='2.5'"
+            " stroke-linejoin='round'/>"
+        )
+        marks = [(i / 4, f"{reach * (i / 2 - 1):g}") for i in range(5)]
+        self.axes(side, side, "score", "what becomes of it", marks, [(1 - at, label) for at, label in marks])
+
+    def swatches(self, entries: Iterable[tuple[str, str]]) -> None:
+        """Lines of a colored square and what it means."""
+        for name, label in entries:
+            self._y += 18
+            square = f"<rect x='{_MARGIN}' y='{self._y - 10}' width='12' height='12' rx='2'{_fill(name)}/>"
+            outline = (
+                f"<rect x='{_MARGIN}' y='{self._y - 10}' width='12' height='12' rx='2' fill='none' class='fm-line'"
+            )
+            self._parts += [square, f"{outline}{_stroke(0.5)}/>", _text(_MARGIN + 20, self._y, label, "text", 11)]
+
+    def bar(self, names: Sequence[str], labels: Sequence[tuple[float, str]]) -> None:
+        """A bar of colors with labels at shares of its length."""
+        width, height = _SIDE, 12
+        x, y = self._left, self._y + 8
+        one = width / len(names)
+        for i, name in enumerate(names):
+            self._parts.append(
+                f"<rect x='{x + i * one:.2f}' y='{y}' width='{one:.2f}' height='{height}'{_fill(name)}/>"
+            )
+        outline = f"M{x} {y}h{width}v{height}h-{width}z"
+        marks = "".join(f"M{x + at * width:.2f} {y + height}v4" for at, _ in labels)
+        self._parts.append(f"<path d='{outline}{marks}' fill='none' class='fm-line'{_stroke(0.75)}/>")
+        for at, label in labels:
+            self._parts.append(_text(x + at * width, y + height + 15, label, "muted", 10, at="middle"))
+        self._y = y + height + 18
+
+    def notes(self, lines: Iterable[str]) -> None:
+        """Lines of small text."""
+        self._y += 4
+        for line in lines:
+            self._y += 15
+            self._parts.append(_text(_MARGIN, self._y, line, "muted", 11))
+
+    def finished(self, description: str, with_style: bool) -> str:
+        """The SVG."""
+        width, height = self._width, self._y + _MARGIN
+        sheet = f"<style>{style()}</style>" if with_style else ""
+        return (
+            f"<svg xmlns='http://www.w3.org/2000/svg' class='flexmasks' role='img' width='{width}' height='{height}' "
+            f"viewBox='0 0 {width} {height}' aria-label='{escape(description)}' {_FONT} "
+            f"style='max-width:100%;height:auto'>{sheet}"
+            f"<rect width='{width}' height='{height}' rx='8'{_fill('card')}/>{''.join(self._parts)}</svg>"
+        )
+
+
+def ticks(length: int, pixels: int) -> list[tuple[float, str]]:
+    """Where to label an axis of so many tokens: shares of it, and the labels."""
+    most = max(1, pixels // 72)
+    if length % 4 == 0 and most >= 4:
+        return [(i / 4, f"{length * i // 4:,}") for i in range(5)]
+    step = next(s for power in range(10) for s in (10**power, 2 * 10**power, 5 * 10**power) if length <= s * most)
+    marks = [n for n in range(0, length, step) if length - n >= step / 2] + [length]
+    return [(n / length, f"{n:,}") for n in marks]
+
+
+def number(value: float) -> str:
+    """A number in three digits, or all of a large one's."""
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e7 else f"{value:.3g}"
+
+
+def left_margin(labels: Iterable[str]) -> int:
+    """Pixels left of a picture whose axis has these labels."""
+    return _MARGIN + 26 + round(6.2 * max(map(len, labels)))
+
+
+def _text(x: float, y: float, text: str, name: str, size: int, bold: bool = False, at: str = "", more: str = "") -> str:
+    anchor = f" text-anchor='{at}'" if at else ""
+    weight = " font-weight='600'" if bold else ""
+    place = f"x='{x:.6g}' y='{y:.6g}'"
+    return f"<text {place} font-size='{size}'{weight}{anchor}{more}{_fill(name)}>{escape(text)}</text>"
+
+
+def _shortened(text: str, width: int, of_letter: float) -> str:
+    most = int(width / of_letter)
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def _fill(name: str) -> str:
+    return f" class='fm-{name}' fill='{LIGHT[name]}'"
+
+
+def _stroke(width: float) -> str:
+    return f" stroke='{LIGHT['line']}' stroke-width='{width}'"

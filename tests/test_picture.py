@@ -1,0 +1,401 @@
+"""Pictures against torch's create_block_mask and dense masks, as text, as SVG and as matplotlib's."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracles import MASKS
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
+
+import flexmasks
+from flexmasks import picture, svg
+from flexmasks.cells import HIDDEN, PARTIAL, SKIPPED, VISIBLE
+
+IDS = torch.arange(1000) // 170
+RANDOM = torch.rand(999, 333, generator=torch.Generator().manual_seed(0)) < 0.02
+CASES: dict[str, tuple[Any, int, int, dict[str, Any]]] = {
+    "causal": ("causal", 1024, 1024, {}),
+    "causal, odd lengths": ("causal", 999, 1001, {}),
+    "one query": ("causal", 1, 700, {"q_offset": 699}),
+    "one key": ("full", 300, 1, {}),
+    "window": ("sliding_window", 1000, 1000, {"window": 200}),
+    "window of small blocks": ("sliding_window", 100, 100, {"window": 20, "block_size": 16}),
+    "window of odd blocks": ("sliding_window", 100, 90, {"window": 20, "block_size": (7, 30)}),
+    "single pairs": ("sliding_window", 40, 40, {"window": 3}),
+    "nothing": (lambda b, h, q, kv: (q < 0) & (kv < 0), 300, 300, {}),
+    "documents": ("document", 1000, 1000, {"document_ids": IDS}),
+    "holes": (lambda b, h, q, kv: RANDOM[q, kv], 999, 333, {}),
+    "canvas": ("natten", 1024, 1024, {"height": 32, "width": 32, "kernel": 5}),
+    "second element": ("grouped_tril", 700, 700, {"seq_lens": [700, 300], "b": 1}),
+    "third head": (lambda b, h, q, kv: (q - kv) % (h + 2) == 0, 260, 260, {"h": 2}),
+    "aggregated": ("sliding_window", 700, 700, {"window": 50, "block_size": 2}),
+}
+
+
+def drawn(name: str) -> Any:
+    mask, q_len, kv_len, more = CASES[name]
+    return flexmasks.draw(mask, q_len, kv_len, **more)
+
+
+def visible(name: str) -> Tensor:
+    """The dense mask of the drawn batch element and head."""
+    mask, q_len, kv_len, more = CASES[name]
+    rest = {n: v for n, v in more.items() if n not in ("b", "h", "block_size")}
+    heads = 3 if "h" in more else None
+    dense = flexmasks.dense_mask(mask, q_len, kv_len, heads=heads, **rest)
+    return dense[min(more.get("b", 0), len(dense) - 1), min(more.get("h", 0), dense.shape[1] - 1)]
+
+
+def cut(dense: Tensor, size: tuple[int, int]) -> list[list[Tensor]]:
+    return [list(rows.split(size[1], 1)) for rows in dense.split(size[0], 0)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_counts_are_those_of_torch_and_of_the_dense_mask(name: str) -> None:
+    found, dense = drawn(name), visible(name)
+    size = found.block_size
+    made = create_block_mask(lambda b, h, q, kv: dense[q, kv], 1, 1, *dense.shape, "cpu", BLOCK_SIZE=size)
+    full, partial = int(made.full_kv_num_blocks.sum()), int(made.kv_num_blocks.sum())
+    if size != (1, 1):  # torch's partial and full single pairs are one thing
+        assert (found.counts.full, found.counts.partial) == (full, partial)
+    blocks = [block for row in cut(dense, size) for block in row]
+    assert found.counts.empty + found.counts.partial + found.counts.full == len(blocks)
+    pairs = sum(block.numel() for block in blocks if block.any())
+    assert found.counts.shares[0] == pytest.approx(1 - pairs / dense.numel())
+    assert sum(found.counts.shares) == pytest.approx(1)
+    assert found.counts.hidden == pytest.approx(1 - int(dense.sum()) / pairs if pairs else 0.0)
+    assert not found.counts.estimated
+
+
+@pytest.mark.parametrize("most", [(5, 5), (64, 64), (1000, 1000), (3, 200)])
+@pytest.mark.parametrize("name", CASES)
+def test_every_cell_is_what_the_dense_mask_has_there(name: str, most: tuple[int, int]) -> None:
+    found, dense = drawn(name), visible(name)
+    grid = found._cells.grid(*most)
+    size = found.block_size
+    computed = torch.zeros_like(dense)
+    for block, mark in zip(sum(cut(dense, size), []), sum(cut(computed, size), []), strict=True):
+        mark.fill_(bool(block.any()))
+    for row, (of_row, of_computed) in enumerate(
+        zip(cut(dense, grid.cell), cut(computed, grid.cell), strict=True),
+    ):
+        for column, (pairs, done) in enumerate(zip(of_row, of_computed, strict=True)):
+            is_cut = any(
+                cell >= block and length % block and place == count - 1
+                for cell, block, length, place, count in zip(
+                    grid.cell, size, dense.shape, (row, column), grid.kinds.shape, strict=True
+                )
+            )
+            want = VISIBLE if pairs.all() and not is_cut else PARTIAL if pairs.any() else HIDDEN
+            assert int(grid.kinds[row, column]) == (want if done.any() else SKIPPED)
+    assert grid.kinds.shape == (len(cut(dense, grid.cell)), len(cut(dense, grid.cell)[0]))
+
+
+@pytest.mark.parametrize("columns", [1, 7, 8, 20, 40, 79, 80, 200])
+@pytest.mark.parametrize("name", ["causal", "one query", "holes", "window of odd blocks", "single pairs"])
+def test_text_is_as_wide_as_asked(name: str, columns: int) -> None:
+    rows, rest = [], []
+    for line in drawn(name).text(columns).splitlines():
+        (rest if re.search("[a-z]", line) else rows).append(line)
+    assert rows
+    assert max(map(len, rows)) <= columns
+    assert len({len(row) for row in rows}) == 1
+    assert set("".join(rows)) <= set("·░▒█")
+    assert all(len(line) <= max(columns, 24) for line in rest)
+    at_least = min(columns, drawn(name).kv_len) // 2 if name == "causal" else 1
+    assert len(rows[0]) >= at_least
+
+
+def test_text_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = drawn("causal")
+    monkeypatch.setenv("COLUMNS", "40")
+    assert max(map(len, str(found).splitlines())) <= 40
+    monkeypatch.setenv("COLUMNS", "500")
+    assert max(map(len, str(found).splitlines())) <= 80
+    with pytest.raises(ValueError, match="`columns` must be an int above 0, got -3"):
+        found.text(-3)
+
+
+def read(made: str) -> ET.Element:
+    """The SVG, parsed; its cells lie inside the picture."""
+    assert len(made.encode()) < 100_000
+    root = ET.fromstring(made)
+    assert root.tag == "{http://www.w3.org/2000/svg}svg"
+    assert not re.search(r"\b(nan|inf)\b", re.sub("<text.*?</text>|aria-label='[^']*'", "", made))
+    return root
+
+
+def areas(root: ET.Element) -> dict[str, float]:
+    """The share of the picture that each class of cells takes, as drawn."""
+    group = next(g for g in root.iter("{http://www.w3.org/2000/svg}g"))
+    back = group[0]
+    total = float(back.attrib["width"]) * float(back.attrib["height"])
+    found = {back.attrib["class"]: 1.0}
+    for path in group[1:]:
+        rectangles = re.findall(r"M(\d+) (\d+)h([\d.]+)v([\d.]+)h-([\d.]+)z", path.attrib["d"])
+        assert "".join(f"M{x} {y}h{w}v{h}h-{w}z" for x, y, w, h, _ in rectangles) == path.attrib["d"]
+        share = sum(float(w) * float(h) for _, _, w, h, _ in rectangles) / total
+        found[path.attrib["class"]] = share
+        found[back.attrib["class"]] -= share
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_svg_is_xml_and_its_areas_are_right(name: str) -> None:
+    found, dense = drawn(name), visible(name)
+    root = read(found.svg())
+    shares = areas(root)
+    assert shares.get("fm-k0", 0.0) <= found.counts.shares[0] + 1e-3
+    assert shares.get("fm-k3", 0.0) <= float(dense.float().mean()) + 1e-3
+    if found._cells.grid(256, 256).cell == (1, 1) and name != "one key":
+        assert shares.get("fm-k3", 0.0) == pytest.approx(float(dense.float().mean()), abs=1e-4)
+    words = [text.text or "" for text in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert f"{dense.shape[0]:,}" in words
+    assert f"{dense.shape[1]:,}" in words
+    assert any("queries" in word for word in words)
+    if "b" in CASES[name][3]:
+        assert any("batch element 1" in word for word in words)
+    if "h" in CASES[name][3]:
+        assert any("head 2" in word for word in words)
+
+
+def test_svg_stays_small_whatever_the_mask() -> None:
+    noise = torch.rand(256, 256) < 0.5
+    read(flexmasks.draw(lambda b, h, q, kv: noise[q, kv], 256, block_size=1).svg())
+    read(flexmasks.draw(lambda b, h, q, kv: noise[q // 32, kv // 32], 8192, block_size=32).svg())
+    bias = torch.randn(256, 256)
+    read(flexmasks.draw(lambda score, b, h, q, kv: score + bias[q, kv], 256).svg())
+    named = flexmasks.get_mask(lambda b, h, q, kv, *, text: q >= kv, text="<&'\"> ]]>" * 50)
+    read(named._repr_html_()[len("<div>") : -len("</div>")])
+
+
+def test_a_million_tokens_take_seconds_and_little_memory() -> None:
+    code = """
+import resource, sys, time, torch, flexmasks
+length = 1 << 20
+ids = torch.arange(length) // 70000
+flexmasks.draw("causal", 4096).svg()
+start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for mask in (flexmasks.get_mask("causal"), flexmasks.get_mask("sliding_window", window=1000),
+             flexmasks.get_mask("causal") & flexmasks.get_mask("document", document_ids=ids)):
+    picture = flexmasks.draw(mask, length)
+    assert len(picture.svg()) < 100_000 and len(picture.text(64)) < 64 * 80, mask
+    print(picture.counts.partial, picture.counts.full)
+flexmasks.draw("alibi", length).svg()
+print(time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    causal, window, documents, cost = done.stdout.splitlines()
+    assert causal == f"8192 {8192 * 8191 // 2}"
+    # a row of blocks sees ceil((128 + 1000) / 128) = 9 of them, two of which the window's edges cut, and its own
+    assert window.split()[0] == str(sum(min(i, 2 if i > 7 else 0) + 1 for i in range(8192)))
+    assert int(documents.split()[1]) < 8192 * 8191 // 2
+    seconds, kilobytes = map(float, cost.split())
+    assert seconds < 60  # 5 on a machine that does nothing else
+    assert kilobytes < 1_000_000  # one BlockMask alone takes 1.07 GB
+
+
+def test_show_prints_in_scripts_and_returns_what_sessions_display(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = flexmasks.show("causal", 300, columns=20)
+    assert capsys.readouterr().out == f"{made!r}\n"
+    assert len(repr(made).splitlines()[0]) <= 20
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    made = flexmasks.show("causal", 8)
+    assert capsys.readouterr().out == ""
+    assert repr(made).startswith("█·······\n██······")
+    assert made._repr_html_() == f"<div>{made._repr_svg_()}</div>"
+
+
+@pytest.mark.parametrize("length", [256, 1024, 2048])
+def test_every_registered_mask_and_score_shows_itself(length: int) -> None:
+    for make, kind, entries in (
+        (flexmasks.get_mask, "mask", flexmasks.list_masks()),
+        (flexmasks.get_score, "score", flexmasks.list_scores()),
+    ):
+        for entry in entries:
+            value = make(entry.name, **flexmasks.registry.definition(kind, entry.name).example(length))
+            html = value._repr_html_()
+            assert "no picture" not in html, html
+            read(html[len("<div>") : -len("</div>")])
+    assert {e.name for e in flexmasks.list_masks()} == set(MASKS)
+
+
+SEQ_LENS = torch.tensor([300, 200])
+TABLE = torch.randn(4, 64, 80)
+FITTING: dict[str, tuple[Any, tuple[int, int]]] = {
+    "nothing known": (flexmasks.get_mask("causal"), (1024, 1024)),
+    "four windows": (flexmasks.get_mask("sliding_window", window=100), (512, 512)),
+    "a small window": (flexmasks.get_mask("sliding_window", window=2), (64, 64)),
+    "a number that is huge": (flexmasks.get_mask("sliding_window", window=1 << 40), (1 << 16, 1 << 16)),
+    "ids": (flexmasks.get_mask("document", document_ids=IDS), (1000, 1000)),
+    "lengths": (flexmasks.get_mask("grouped_tril", seq_lens=[70, 500]), (500, 500)),
+    "combined": (flexmasks.get_mask("document", document_ids=IDS) & ~flexmasks.get_mask("causal"), (1000, 1000)),
+    "canvas": (flexmasks.get_mask("sasa", height=20, width=30, window=2), (600, 600)),
+    "packed": (flexmasks.packed(flexmasks.get_mask("causal"), [0, 10, 333]), (333, 333)),
+    "keys": (flexmasks.get_mask("vision_cross", intervals=[[0, 90], [20, 50]], image_ids=[0] * 70), (90, 70)),
+    "captured ids": (flexmasks.get_mask(lambda b, h, q, kv: IDS[q] == IDS[kv]), (1000, 1000)),
+    "captured lengths": (flexmasks.get_mask(lambda b, h, q, kv: kv < SEQ_LENS[b]), (300, 300)),
+    "slopes": (flexmasks.get_score("alibi", slopes=[0.5, 0.25, 0.1]), (1024, 1024)),
+}
+
+
+@pytest.mark.parametrize("name", FITTING)
+def test_lengths_that_fit(name: str) -> None:
+    value, want = FITTING[name]
+    assert picture.lengths_for(value) == want
+    assert "no picture" not in value._repr_html_()
+    assert f"{want[0]} queries" in flexmasks.draw(value).text()
+
+
+class Broken(flexmasks.Mask):
+    def __repr__(self) -> str:
+        raise RuntimeError("no name")
+
+
+def undrawable(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return q >= kv if q > 3 else q < kv
+
+
+def test_a_mask_that_cannot_be_drawn_shows_its_repr_and_why() -> None:
+    for value, parts in (
+        (flexmasks.get_mask(undrawable), ("undrawable", "no picture: ValueError: ", "torch.where")),
+        (flexmasks.get_mask("sliding_window", window=-1), ("sliding_window(window=-1)", "no picture: ValueError")),
+        (flexmasks.get_mask("document", document_ids="<b>"), ("&lt;b&gt;", "no picture: TypeError")),
+        (flexmasks.get_score(lambda score, b, h, q, kv: q > kv), ("no picture: TypeError",)),
+        (Broken(flexmasks.get_mask("causal").definition, {}), ("Broken", "no picture: RuntimeError: no name")),
+    ):
+        html = value._repr_html_()
+        assert html.startswith("<pre>")
+        assert "<b>" not in html
+        assert all(part in html for part in parts), html
+
+
+BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "length 0": (lambda: flexmasks.show("causal", 0), ValueError, "`q_len` must be an int of at least 1, got 0"),
+    "keys 0": (lambda: flexmasks.show("causal", 3, 0), ValueError, "`kv_len` must be an int of at least 1, got 0"),
+    "length of a score": (lambda: flexmasks.show("alibi", 0), ValueError, "`q_len` must be an int of at least 1"),
+    "length 2.5": (lambda: flexmasks.show("causal", 2.5), ValueError, "`q_len` must be an int"),  # type: ignore[arg-type]
+    "batch": (
+        lambda: flexmasks.show("grouped_tril", 10, seq_lens=[3, 4], b=2),
+        ValueError,
+        "`b` must be an int from 0 to 1, got 2",
+    ),
+    "head": (lambda: flexmasks.show("causal", 10, heads=4, h=-1), ValueError, "`h` must be an int from 0 to 3, got -1"),
+    "block size": (lambda: flexmasks.show("causal", 10, block_size=0), ValueError, "`block_size` must be"),
+    "name": (lambda: flexmasks.show("sliding_windw", 10), ValueError, "did you mean 'sliding_window'"),
+    "parameter": (lambda: flexmasks.show("causal", 10, windw=3), TypeError, "no parameter `windw`"),
+    "no mask": (lambda: flexmasks.show(3, 10), TypeError, "`mask` must be a name"),  # type: ignore[arg-type]
+    "file": (lambda: flexmasks.draw("causal", 10).save("mask.gif"), ValueError, "'mask.gif'"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_errors(name: str) -> None:
+    call, kind, message = BAD[name]
+    with pytest.raises(kind, match=re.escape(message)):
+        call()
+
+
+def test_scores_are_what_they_add() -> None:
+    slopes = [2 ** -(i + 1) for i in range(8)]  # the paper's, of 8 heads
+    distance = torch.arange(24)[:, None] - torch.arange(24)
+    for h in (0, 3):
+        made = flexmasks.draw("alibi", 24, h=h)._cells
+        values, cell = made.grid(24, 24)
+        assert made.kind == "bias"
+        assert made.where == f"head {h}"
+        assert cell == (1, 1)
+        assert torch.allclose(values, -slopes[h] * distance)
+    made = flexmasks.draw("checkerboard", 30, 20)._cells
+    values, _ = made.grid(30, 20)
+    assert made.kind == "change"
+    assert torch.equal(values, torch.where((torch.arange(30)[:, None] - torch.arange(20)) % 2 == 0, 1.0, -0.5))
+    made = flexmasks.draw("softcap", 30, cap=5.0)._cells
+    scores, changed = made.curve
+    assert made.kind == "curve"
+    assert torch.allclose(changed, 5 * torch.tanh(scores / 5))
+    assert float(changed[-1] / scores[-1]) < 0.9
+    hidden = flexmasks.draw(lambda score, b, h, q, kv: torch.where(q >= kv, score, -torch.inf), 20)
+    assert "not finite" in hidden.text()
+    assert "not finite" in hidden.svg()
+    assert hidden.text().startswith("·" + "?" * 19)
+    both = flexmasks.draw("packed", 24, inner=flexmasks.get_score("alibi"), offsets=[0, 10, 24])
+    assert isinstance(both, picture.ScorePicture)
+    assert isinstance(flexmasks.draw("packed", 24, inner=flexmasks.get_mask("causal"), offsets=[0, 24]).svg(), str)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 23, 64, 333, 8192])
+def test_pictures_of_scores_at_any_length(length: int) -> None:
+    for score, params in (("alibi", {}), ("checkerboard", {}), ("softcap", {"cap": 30.0})):
+        made = flexmasks.draw(score, length, length + 1, **params)
+        root = read(made.svg())
+        if score == "alibi":
+            assert "added to each score" in {t.text for t in root.iter("{http://www.w3.org/2000/svg}text")}
+            assert sum(areas(root).values()) == pytest.approx(1)
+        assert max(map(len, made.text(30).splitlines())) <= 36
+
+
+def luminance(color: str) -> float:
+    parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("colors", [svg.LIGHT, svg.DARK], ids=["light", "dark"])
+def test_contrast(colors: dict[str, str]) -> None:
+    """WCAG: 4.5 for text, 3 between graphics that must be told apart; kinds differ in lightness, in grey too."""
+
+    def contrast(a: str, b: str) -> float:
+        low, high = sorted((luminance(colors[a]), luminance(colors[b])))
+        return (high + 0.05) / (low + 0.05)
+
+    assert contrast("text", "card") > 7
+    assert min(contrast("muted", "card"), contrast("muted", "k0"), contrast("text", "k0")) > 4.5
+    assert min(contrast("k2", "k0"), contrast("k3", "k2"), contrast("k3", "k1")) > 3
+    assert contrast("k1", "k0") > 1.2
+    assert contrast("line", "card") > 3
+    assert min(contrast("n8", "k0"), contrast("p8", "k0")) > 4.5
+    ramp = [luminance(colors[name]) for name in ("k0", "n2", "n4", "n6", "n8")]
+    assert ramp == sorted(ramp) or ramp == sorted(ramp, reverse=True)
+
+
+def test_saved(tmp_path: Path) -> None:
+    made = flexmasks.draw("causal", 1000)
+    read(made.save(tmp_path / "mask.svg").read_text())
+    assert "<svg" in made.save(str(tmp_path / "mask.html")).read_text()
+    assert made.save(tmp_path / "mask.txt").read_text().splitlines()[0][0] == "▒"
+
+
+def test_plots(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    axes = Figure().subplots(1, 3)
+    for ax, made in zip(
+        axes,
+        (flexmasks.draw("causal", 999), flexmasks.draw("alibi", 64), flexmasks.draw("softcap", 64, cap=30.0)),
+        strict=True,
+    ):
+        assert made.plot(ax) is ax
+        assert made.save(tmp_path / "mask.png").read_bytes()[:4] == b"\x89PNG"
+        assert made.save(tmp_path / "mask.pdf").read_bytes()[:4] == b"%PDF"
+    assert axes[0].get_xlim() == (0, 999)
+    assert axes[0].get_ylim() == (999, 0)
+
+
+def test_pictures_need_no_matplotlib() -> None:
+    code = "import sys; sys.modules['matplotlib'] = None; import flexmasks as f; p = f.show('causal', 8); p.svg(); p.plot()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.startswith("█·······")
+    assert "ImportError: flexmasks: `plot` needs matplotlib; pip install 'flexmasks[plot]' brings it." in done.stderr
