@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flexmasks.blocks import Elements, MaskMod, build, dependence, of_block_mask, over_indices
+from flexmasks.blocks import Elements, MaskMod, build, decide, dependence, of_block_mask, over_indices
 from flexmasks.params import Size
 from flexmasks.planning import MaskPlan, Offset, ScorePlan, explained, shifted_mask, sized
 from flexmasks.values import Modifier, Score
@@ -106,30 +106,36 @@ class MaskCells:
             return True
 
     def _counted(self) -> Counts:
-        """Count in strips of queries, and in each from the first to the last cell that is neither empty nor full."""
+        """Count in strips of queries, and in each from the first to the last part that ranges leave open."""
         (height, width), (q_len, kv_len) = self.block_size, (self.q_len, self.kv_len)
         step = height * max(1, _STRIP // -(-kv_len // width))
-        cell = width * max(1, step // width)
+        part = width * max(1, step // width)
+        shape = -(-q_len // step), -(-kv_len // part)
+        decided = decide(self._mod, 1, 1, q_len, kv_len, self._device, (step, part))
+        certain, possible = (x[0, 0].cpu().expand(shape).clone() for x in (decided.certain, decided.possible))
+        if q_len % height:  # blocks that the edge cuts are partial
+            certain[-1] = False
+        if kv_len % width:
+            certain[:, -1] = False
         partial_blocks = partial_pairs = full_pairs = 0
         hidden = 0.0
         estimated = False
-        kinds = self._kinds((step, cell))
-        for strip, of_strip in enumerate(kinds):
+        for strip in range(shape[0]):
             start, rows = strip * step, min(step, q_len - strip * step)
-            open_ = (of_strip == PARTIAL).nonzero()[:, 0].tolist()
+            open_ = (possible[strip] & ~certain[strip]).nonzero()[:, 0].tolist()
             first, end = (open_[0], open_[-1] + 1) if open_ else (0, 0)
-            whole = (of_strip == VISIBLE).nonzero()[:, 0].tolist()
-            full_pairs += sum(rows * min(cell, kv_len - n * cell) for n in whole if not first <= n < end)
+            whole = certain[strip].nonzero()[:, 0].tolist()
+            full_pairs += sum(rows * min(part, kv_len - n * part) for n in whole if not first <= n < end)
             if not open_:
                 continue
-            mod, columns = _later(self._mod, start, first * cell), min(kv_len, end * cell) - first * cell
+            mod, columns = _later(self._mod, start, first * part), min(kv_len, end * part) - first * part
             layout = build(mod, 1, 1, rows, columns, self._device, self.block_size)
             counts, indices, full = (x[0, 0] for x in layout.indices[:3])
             full_pairs += int(full.sum()) * height * width
             pairs = _pairs(counts, indices, rows, columns, self.block_size)
             blocks = int(counts.sum())
             partial_blocks, partial_pairs = partial_blocks + blocks, partial_pairs + pairs
-            most = max(1, _LOOKED_AT // len(kinds) // (height * width))
+            most = max(1, _LOOKED_AT // shape[0] // (height * width))
             if blocks and height * width > 1:
                 nth = torch.arange(min(most, blocks), device=counts.device) * blocks // min(most, blocks)
                 hidden += pairs * self._hidden_in(mod, _nth(nth, counts, indices), rows, columns)
@@ -152,9 +158,9 @@ class MaskCells:
         elements = Elements(mod, self._device)
         rows, columns = (torch.arange(n, device=blocks.device) for n in (height, width))
         visible = pairs = 0
-        for part in blocks.split(elements.at_once(height * width)):
-            q, kv = part[:, 0, None] * height + rows, part[:, 1, None] * width + columns
-            zero = torch.zeros_like(part[:, 0])
+        for at in blocks.split(elements.at_once(height * width)):
+            q, kv = at[:, 0, None] * height + rows, at[:, 1, None] * width + columns
+            zero = torch.zeros_like(at[:, 0])
             seen = elements(zero, zero, q.clamp(max=q_len - 1), kv.clamp(max=kv_len - 1))
             there = (q < q_len)[:, :, None] & (kv < kv_len)[:, None]
             visible, pairs = visible + int((seen & there).sum()), pairs + int(there.sum())

@@ -46,7 +46,7 @@ class Picture(ABC):
         >>> import flexmasks
         >>> picture = flexmasks.draw("causal", 4096)
         >>> print(picture.text(16).splitlines()[0])
-        ▒···············
+        ▒▒··············
         >>> picture.svg()[:4]
         '<svg'
     """
@@ -407,7 +407,7 @@ def html_of(value: Any) -> str:
     try:
         return draw(value)._repr_html_()
     except Exception as error:
-        reason = f"no picture: {type(error).__name__}: {error}"
+        reason = f"no picture: {error or type(error).__name__}"
         try:
             name = repr(value)
         except Exception:
@@ -536,7 +536,13 @@ def _axes(ax: Axes | None) -> Axes:
 
 
 def _label(ax: Axes, cells: MaskCells | ScoreCells) -> None:
-    ax.set(title=cells.name, xlabel="keys", ylabel="queries", xlim=(0, cells.kv_len), ylim=(cells.q_len, 0))
+    ax.set(
+        title=cells.name,
+        xlabel="keys (tokens)",
+        ylabel="queries (tokens)",
+        xlim=(0, cells.kv_len),
+        ylim=(cells.q_len, 0),
+    )
     ax.xaxis.set_label_position("top")
     ax.xaxis.tick_top()
     if not 0.2 < cells.q_len / cells.kv_len < 5:

@@ -16,7 +16,7 @@ LIGHT = {
 }  # fmt: skip
 DARK = {
     "card": "#15191f", "text": "#e6edf3", "muted": "#a3adb8", "line": "#6e7781",
-    "k0": "#20262e", "k1": "#5c3f1c", "k2": "#b56e1d", "k3": "#b3e0ff", "n8": "#b3e0ff", "p8": "#ffc890",
+    "k0": "#20262e", "k1": "#5c3f1c", "k2": "#ac681b", "k3": "#b3e0ff", "n8": "#b3e0ff", "p8": "#ffc890",
 }  # fmt: skip
 STEPS = 8
 _SIDE = 288  # of the longer axis, in pixels
@@ -138,7 +138,9 @@ class Canvas:
         between += "".join(f"M{self._left + x * width:.2f} {self._y}v{height}" for x in lines[1])
         if between:
             self._parts.append(f"<path d='{between}' fill='none' class='fm-line'{_stroke(0.5)} opacity='.55'/>")
-        self.axes(width, height, "keys", "queries", ticks(frame.kv_len, width), ticks(frame.q_len, height))
+        self.axes(
+            width, height, "keys (tokens)", "queries (tokens)", ticks(frame.kv_len, width), ticks(frame.q_len, height)
+        )
         return len(path)
 
     def axes(

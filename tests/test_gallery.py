@@ -1,0 +1,255 @@
+"""The gallery: every entry is there, its code runs, and it works in a browser where there is one."""
+
+from __future__ import annotations
+
+import contextlib
+import html
+import io
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import flexmasks
+from flexmasks.__main__ import main
+from flexmasks.gallery import code, gallery
+
+OWN = '''
+import flexmasks
+
+
+@flexmasks.register_mask(example=lambda length: {"window": length // 4, "dilation": 2})
+def dilated_window(b, h, q, kv, *, window: int, dilation: int):
+    """Every `dilation`-th of the `window` keys before a query & its own <i>.
+
+    Source: of my own.
+    """
+    return (kv <= q) & (q - kv <= window) & ((q - kv) % dilation == 0)
+
+
+@flexmasks.register_mask()
+def without_example(b, h, q, kv, *, window: int):
+    """It says what is missing."""
+    return q - kv <= window
+
+
+@flexmasks.register_mask(example=lambda length: {"scale": 1 // 0})
+def broken(b, h, q, kv, *, scale: int):
+    """Its example raises."""
+    return q >= kv
+'''
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium, none is here")
+ENTRIES = [("mask", m.name) for m in flexmasks.list_masks()] + [("score", s.name) for s in flexmasks.list_scores()]
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return gallery(tmp_path_factory.mktemp("gallery"))
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "masks_of_mine.py").write_text(OWN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "masks_of_mine", raising=False)
+    return "masks_of_mine"
+
+
+class Read(HTMLParser):
+    """What of a page matters here; every tag that is opened must be closed."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.articles: dict[str, str] = {}
+        self.ids: list[str] = []
+        self.addresses: list[str] = []
+        self.unlabelled: list[str] = []
+        labels = re.findall(r"<label for=[\"'](\w+)", text)
+        self.labels = labels
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = {n: v or "" for n, v in attrs}
+        if tag not in ("meta", "link", "input"):
+            self.open.append(tag)
+        self.ids += [given["id"]] if "id" in given else []
+        self.addresses += [given[n] for n in ("src", "href") if n in given]
+        if tag == "article":
+            self.articles[given["id"]] = given["data-text"]
+        named = "aria-label" in given or given.get("id") in self.labels
+        if tag in ("input", "select", "svg") and not named:
+            self.unlabelled.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        self.handle_endtag(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_the_page_has_every_entry_and_needs_nothing_else(page: Path) -> None:
+    text = page.read_text()
+    read = Read(text)
+    assert read.open == []
+    assert list(read.articles) == [f"{kind}-{name}" for kind, name in ENTRIES]
+    assert len(set(read.ids)) == len(read.ids)
+    assert read.unlabelled == []
+    assert all(address == "data:," or address[1:] in read.ids for address in read.addresses)
+    assert "{{" not in text
+    assert "No example" not in text
+    for entry in [*flexmasks.list_masks(), *flexmasks.list_scores()]:
+        assert html.escape(entry.signature) in text
+        assert html.escape(entry.source) in text.replace("<code>", "`").replace("</code>", "`")
+    sparsity = flexmasks.get_mask("causal").blocks(8192).sparsity
+    assert f"Sparsity at 8,192 tokens: <strong>{sparsity:.1%}" in text
+    assert len(text) < 2_000_000
+
+
+@pytest.mark.parametrize(("kind", "name"), ENTRIES)
+def test_the_code_runs_as_it_stands(kind: str, name: str, page: Path) -> None:
+    shown = code(kind, name)
+    assert f"<pre tabindex='0'>{html.escape(shown)}</pre>" in page.read_text()
+    torch.set_default_dtype(torch.float64)  # which is not compiled: other tests do, for seconds each
+    try:
+        out = run(shown)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert out.dtype == torch.float64
+
+
+def test_the_code_runs_compiled() -> None:
+    run(code("mask", "sliding_window"))
+
+
+def run(shown: str) -> torch.Tensor:
+    world: dict[str, Any] = {}
+    exec(shown, world)
+    out: torch.Tensor = world["out"]
+    assert out.shape == world["q"].shape
+    assert torch.isfinite(out).all()
+    return out
+
+
+def test_a_mask_of_ones_own_is_listed_shown_and_in_the_gallery(
+    own: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["gallery", str(tmp_path / "page.html"), "--import", own]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'page.html'}\n"
+    text = (tmp_path / "page.html").read_text()
+    assert set(Read(text).articles) >= {"mask-dilated_window", "mask-without_example", "mask-broken", "mask-causal"}
+    assert "a query &amp; its own &lt;i&gt;." in text
+    assert "No example: ValueError: register &#x27;without_example&#x27; with example=" in text
+    assert "No example: ZeroDivisionError" in text
+    shown = code("mask", "dilated_window")
+    assert f"import {own}" in shown
+    with contextlib.redirect_stdout(io.StringIO()):
+        exec(shown, {})
+    assert main(["list", "--import", own]) == 0
+    assert "dilated_window" in capsys.readouterr().out
+    assert main(["show", "dilated_window", "--length", "8", "--import", own, "--save", str(tmp_path / "own.svg")]) == 0
+    assert "█·█·····\n" in capsys.readouterr().out
+    assert (tmp_path / "own.svg").read_text().startswith("<svg")
+    assert main(["gallery", str(tmp_path), "--import", "no_such_module"]) == 2
+    assert "no_such_module" in capsys.readouterr().err
+
+
+def test_code_of_parameters_of_all_kinds() -> None:
+    @flexmasks.register_mask(
+        example=lambda length: {
+            "scale": flexmasks.get_mask("causal") & ~flexmasks.get_mask("sliding_window", window=3),
+            "ids": torch.arange(length) // 9,
+            "names": list(range(0, 40, 4)),
+        }
+    )
+    def everything(b: Any, h: Any, q: Any, kv: Any, *, scale: Any, ids: Any, names: Any) -> Any:
+        return scale(b, h, q, kv) & (ids[q] == ids[kv])
+
+    shown = code("mask", "everything")
+    assert 'flexmasks.get_mask("causal") & ~flexmasks.get_mask("sliding_window", window=3)' in shown
+    assert "list(range(0, 40, 4))" in shown
+    assert "mask=flexmasks.get_mask(" in shown  # `scale` is an argument of attention
+    call = shown.replace("flexmasks.attention(", "dict(q=q, k=k, v=v, mask=").replace("q, k, v, mask=", "")
+    world: dict[str, Any] = {}
+    exec(call.replace("    q, k, v,\n    mask=", "    "), world)
+    want = flexmasks.get_mask("everything", **flexmasks.registry.definition("mask", "everything").example(64))  # type: ignore[misc]
+    assert world["out"]["mask"] == want
+
+
+def browse(page: Path, query: str = "", script: str = "", arguments: tuple[str, ...] = ()) -> tuple[str, str]:
+    """The page after its scripts and that one ran, and what the browser wrote about it."""
+    assert CHROMIUM is not None
+    if script:
+        copy = page.with_name("scripted.html")
+        copy.write_text(page.read_text().replace("</body>", f"<script>{script}</script></body>"))
+        page = copy
+    flags = (
+        "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+        f"--disable-component-update --disable-sync --user-data-dir={page.parent}/profile --enable-logging=stderr "
+        "--virtual-time-budget=3000 --dump-dom"
+    )
+    done = subprocess.run(
+        [CHROMIUM, *flags.split(), *arguments, f"{page.as_uri()}{query}"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    return done.stdout, done.stderr
+
+
+@needs_browser
+def test_in_a_browser(page: Path) -> None:
+    script = """
+    const result = [];
+    const visible = () => cards.filter(card => card.checkVisibility()).map(card => card.id).join(" ");
+    const type = text => { search.value = text; search.dispatchEvent(new Event("input")); };
+    result.push(visible());
+    type("Sliding  WINDOW mistral"); result.push(visible()); result.push(found.textContent);
+    type("no such mask"); result.push(visible()); result.push(found.textContent);
+    search.dispatchEvent(new KeyboardEvent("keydown", {key: "Escape"})); result.push(found.textContent);
+    document.dispatchEvent(new KeyboardEvent("keydown", {key: "/"})); result.push(document.activeElement.id);
+    theme.value = "dark"; theme.dispatchEvent(new Event("change"));
+    result.push(getComputedStyle(cards[0]).backgroundColor);
+    result.push(getComputedStyle(cards[0].querySelector(".fm-card")).fill);
+    theme.value = "light"; theme.dispatchEvent(new Event("change"));
+    result.push(getComputedStyle(cards[0].querySelector(".fm-card")).fill);
+    const button = document.querySelector("#mask-causal .code button");
+    button.click(); result.push(button.tagName);
+    result.push(document.documentElement.scrollWidth <= innerWidth);
+    setTimeout(() => { document.title = JSON.stringify([...result, button.textContent]); }, 500);
+    """
+    for size in ("1400,900", "500,900"):
+        dom, log = browse(page, script=script, arguments=(f"--window-size={size}",))
+        assert "CONSOLE" not in log, [line for line in log.splitlines() if "CONSOLE" in line]
+        found = re.search(r"<title>(.*?)</title>", dom)
+        assert found is not None
+        got = html.unescape(found[1])
+        every = " ".join(f"{kind}-{name}" for kind, name in ENTRIES)
+        assert got.startswith(f'["{every}","mask-sliding_window","1 of {len(ENTRIES)}","","0 of {len(ENTRIES)}",')
+        rest = '"17 entries","search","rgb(21, 25, 31)","rgb(21, 25, 31)","rgb(255, 255, 255)","BUTTON",true,'
+        assert rest.replace("17", str(len(ENTRIES))) in got
+        assert got.endswith(('"Copied"]', '"Selected"]'))
+
+
+@needs_browser
+def test_an_address_can_hold_a_search(page: Path) -> None:
+    dom, log = browse(page, "?q=neighborhood")
+    assert "CONSOLE" not in log
+    hidden = re.findall(r"<article[^>]*? hidden=\"\"", dom)
+    assert len(hidden) == len(ENTRIES) - 1
+    assert "1 of" in dom
+
+
+@needs_browser
+def test_the_browser_test_sees_errors(page: Path) -> None:
+    assert "CONSOLE" in browse(page, script="undefined.x")[1]
