@@ -1,0 +1,170 @@
+"""What the recipes share: where they run, how they check, how they time, and the table that they print."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from tabulate import tabulate
+from torch import Tensor
+
+from flexmasks import Mask, attention, dense_mask
+from flexmasks.bench import backward_twice, machine
+from flexmasks.console import progress
+from flexmasks.timing import interleaved
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda", torch.cuda.current_device()) if ON_GPU else torch.device("cpu")
+DTYPE = torch.bfloat16 if ON_GPU else torch.float32
+# q, k and v are [batch, heads, length, head size]: at what size a recipe checks itself, and at what size it times.
+CHECKED = (2, 2, 1024, 64)
+TIMED = (16, 16, 8192, 64) if ON_GPU else CHECKED
+# Error allowed, as a share of the largest element there is.
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Row = dict[str, Any]
+
+
+def start(text: str | None) -> Path | None:
+    """Say what a recipe shows and where it runs; the file that `--json FILE` names, or None."""
+    text = text or ""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the table's figures there")
+    file: Path | None = parser.parse_known_args()[0].json  # a notebook's kernel has arguments of its own
+    about = machine(DEVICE)
+    print(f"{text.strip()}\n\nThis run: {about['device']}, torch {about['torch']}.\n")
+    torch.manual_seed(0)
+    return file
+
+
+def finish(rows: list[Row], file: Path | None, note: str = "") -> None:
+    """Print the rows as a table, and write them to the file where one is named."""
+    print(f"\n{tabulate(rows, headers='keys', floatfmt='.4g', missingval='')}\n{note}".rstrip())
+    if file is not None:
+        file.write_text(json.dumps({"machine": machine(DEVICE), "rows": rows}, indent=1) + "\n")
+
+
+def check(what: str, got: Tensor, want: Tensor, tolerance: float | None = None) -> None:
+    """Print the largest difference, as a share of the largest element of `want`, and fail where it is too large."""
+    allowed = TOLERANCE[got.dtype] if tolerance is None else tolerance
+    got, want = got.detach().double(), want.detach().double()
+    error = float((got - want).abs().max() / want.abs().max().clamp(min=1e-30))
+    print(f"check: {what}: largest error {error:.1e} (allowed {allowed:.0e})")
+    assert math.isfinite(error), f"{what}: the error is {error}"
+    assert error <= allowed, f"{what}: the error {error:.1e} is above {allowed:.0e}"
+
+
+def pair_by_pair(rule: Callable[[int, int], bool], q_len: int, kv_len: int | None = None) -> Tensor:
+    """What a rule for one query and one key says of every pair: booleans [q_len, kv_len], True = visible."""
+    seen = [[bool(rule(q, kv)) for kv in range(kv_len or q_len)] for q in range(q_len)]
+    return torch.tensor(seen, device=DEVICE)
+
+
+def textbook(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, bias: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    """Attention as the textbook has it, all scores in memory: what the recipes judge by, in float64."""
+    scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+    if bias is not None:
+        scores = bias(scores)
+    weights = torch.softmax(scores.masked_fill(~seen, -math.inf), -1)
+    return weights.masked_fill(~seen, 0.0) @ v  # a row that sees nothing is 0, not NaN
+
+
+def check_attention(
+    what: str,
+    attend: Attend,
+    reference: Attend,
+    shape: tuple[int, int, int, int] = CHECKED,
+    keys: int | None = None,
+) -> None:
+    """Compare the output in float32, as it is without gradients, and the gradients, with a reference in float64."""
+    torch.manual_seed(0)
+    batch, heads, length, size = shape
+    q, upstream = torch.randn(2, *shape, device=DEVICE)
+    k, v = torch.randn(2, batch, heads, keys or length, size, device=DEVICE)
+    exact = [x.double().requires_grad_() for x in (q, k, v)]
+    want = reference(*exact)
+    check(f"{what}, output", attend(q, k, v), want)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    got_gradients = torch.autograd.grad(attend(*leaves), leaves, upstream)
+    want_gradients = torch.autograd.grad(want, exact, upstream.double())
+    check(f"{what}, gradients", torch.cat(got_gradients, 2), torch.cat(want_gradients, 2))
+
+
+def mask_rows(what: str, mask: Mask, q: Tensor, k: Tensor, v: Tensor) -> list[Row]:
+    """The times of attention with a mask, and of SDPA with the same mask as a tensor of booleans."""
+    batch, heads = q.shape[:2]
+    seen = dense_mask(mask, q.shape[2], k.shape[2], batch=batch, heads=heads, device=DEVICE)
+    calls: dict[str, Attend] = {
+        "flexmasks": lambda q, k, v: attention(q, k, v, mask=mask),
+        "SDPA + materialised mask": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=seen),
+    }
+    pairs = int(seen.sum()) * (batch // seen.shape[0]) * (heads // seen.shape[1])
+    return [{"mask": what, **row} for row in attention_rows(calls, pairs, q, k, v)]
+
+
+def causal_rows(q: Tensor, k: Tensor, v: Tensor) -> list[Row]:
+    """The times of SDPA's own causal attention: what a kernel made for one mask takes."""
+    batch, heads, length, _ = q.shape
+    calls: dict[str, Attend] = {"SDPA": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True)}
+    pairs = batch * heads * length * (length + 1) // 2
+    return [{"mask": "causal", **row} for row in attention_rows(calls, pairs, q, k, v)]
+
+
+def random_qkv(shape: tuple[int, ...] = TIMED, keys: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v of the size that is timed."""
+    batch, heads, length, size = shape
+    q = torch.randn(shape, device=DEVICE, dtype=DTYPE)
+    k, v = torch.randn(2, batch, heads, keys or length, size, device=DEVICE, dtype=DTYPE)
+    return q, k, v
+
+
+def attention_rows(calls: dict[str, Attend], pairs: float, q: Tensor, k: Tensor, v: Tensor) -> list[Row]:
+    """Forward and backward milliseconds of each call, and TFLOP/s.
+
+    `pairs` is the number of pairs of a query and a key that count, over batch and heads: those that the mask shows.
+    For each, and each number of a head, the forward pass has two matrix products, q @ k^T and weights @ v, of one
+    multiplication and one addition; the backward pass has five: the scores once more, and the gradients of q, k, v
+    and of the weights. The outputs of all calls must agree.
+    """
+    outputs: dict[str, Tensor] = {}
+    forward: dict[str, Callable[[], object]] = {}
+    backward: dict[str, Callable[[], object]] = {}
+    with backward_twice():
+        for who, call in calls.items():
+            progress(f"preparing {who}")
+            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+            outputs[who] = call(*leaves)
+            upstream = torch.ones_like(outputs[who])
+            forward[who] = _bind(call, q, k, v)
+            backward[who] = _backward(outputs[who], leaves, upstream)
+            backward[who]()
+        progress("timing")
+        times = {"forward": interleaved(forward, DEVICE, 5), "backward": interleaved(backward, DEVICE, 5)}
+    progress("")
+    first, *others = calls
+    for who in others:
+        check(f"{who} and {first} agree, at the size that is timed", outputs[who], outputs[first])
+    rows: list[Row] = []
+    for who in calls:
+        row: Row = {"": who}
+        for name, products in (("forward", 2), ("backward", 5)):
+            ms = times[name][who][0]
+            row[f"{name} ms"] = float(f"{ms:.4g}")
+            row[f"{name} TFLOP/s"] = float(f"{products * 2 * q.shape[-1] * pairs / ms / 1e9:.4g}")
+        rows.append(row)
+    return rows
+
+
+def _bind(call: Attend, *tensors: Tensor) -> Callable[[], object]:
+    return lambda: call(*tensors)
+
+
+def _backward(out: Tensor, leaves: list[Tensor], upstream: Tensor) -> Callable[[], object]:
+    return lambda: torch.autograd.grad(out, leaves, upstream, retain_graph=True)

@@ -1,0 +1,115 @@
+"""Document packing: sequences of all lengths laid end to end, each seeing itself alone, with nothing padded.
+
+Documents differ in length. Padded to the longest, most of a batch is padding; cut to one length, the text is broken.
+Packed, they lie end to end in one long sequence, and a mask keeps them apart: causal, and of the same document. The
+blocks of two documents are skipped, so that the cost is that of the documents themselves. The documents' ids are a
+tensor: the next batch has others, and nothing is compiled.
+"""
+
+# %%
+from __future__ import annotations
+
+import logging
+
+import torch
+import torch.nn.functional as F
+from _measure import (
+    CHECKED,
+    DEVICE,
+    ON_GPU,
+    Attend,
+    attention_rows,
+    check_attention,
+    finish,
+    mask_rows,
+    random_qkv,
+    start,
+    textbook,
+)
+from torch import Tensor
+
+import flexmasks
+
+
+def lengths_of_documents(total: int, longest: int) -> list[int]:
+    """Random lengths that fill `total` tokens."""
+    lengths: list[int] = []
+    while sum(lengths) < total:
+        lengths.append(min(int(torch.randint(longest // 16, longest + 1, ())), total - sum(lengths)))
+    return lengths
+
+
+def ids_of(lengths: list[int]) -> Tensor:
+    """The document of each token: 0 0 0 1 1 2 2 2 2 ..."""
+    return torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).to(DEVICE)
+
+
+def packed_causal(ids: Tensor) -> flexmasks.Mask:
+    """Two masks combined."""
+    return flexmasks.get_mask("causal") & flexmasks.get_mask("document", document_ids=ids)
+
+
+# %% The judge: each document by itself, in a loop. Nothing packed, no mask but causal.
+def one_by_one(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
+    """Attention inside each document."""
+    outs = []
+    for one_q, one_k, one_v in zip(*(x.split(lengths, 2) for x in (q, k, v)), strict=True):
+        n = one_q.shape[2]
+        outs.append(textbook(one_q, one_k, one_v, torch.ones(n, n, dtype=torch.bool, device=DEVICE).tril()))
+    return torch.cat(outs, 2)
+
+
+# %% The check; the same with other documents; the times, also of padding in place of packing.
+def main() -> None:
+    """Draw, check and time."""
+    file = start(__doc__)
+    flexmasks.show(packed_causal(ids_of([5, 2, 4, 1])), 12)
+
+    compiled = _Compiled()
+    length = CHECKED[2]
+    for attempt in ("documents", "other documents"):
+        lengths = lengths_of_documents(length, 300)
+        mask = packed_causal(ids_of(lengths))
+        check_attention(
+            f"{len(lengths)} {attempt} one by one",
+            lambda q, k, v, mask=mask: flexmasks.attention(q, k, v, mask=mask),  # type: ignore[misc]
+            lambda q, k, v, lengths=lengths: one_by_one(q, k, v, lengths),  # type: ignore[misc]
+        )
+        print(f"kernels compiled so far: {compiled.count}")
+        if attempt == "documents":
+            after_first = compiled.count
+    assert compiled.count == after_first, "other documents compiled something"
+
+    heads, total, longest = (16, 32768, 1136) if ON_GPU else (2, 1024, 300)
+    lengths = lengths_of_documents(total, longest)
+    q, k, v = random_qkv((1, heads, total, 64) if ON_GPU else CHECKED)
+    mask = packed_causal(ids_of(lengths))
+    print(f"\n{len(lengths)} documents of {min(lengths)} to {max(lengths)} tokens, {total} in all:")
+    print(f"{mask.blocks(total)}\n")
+    rows = mask_rows("packed", mask, q, k, v)
+    shape = (len(lengths) * q.shape[0], heads, max(lengths), 64)
+    padded = random_qkv(shape)
+    needed = sum(n * (n + 1) // 2 for n in lengths) * heads * q.shape[0]
+    causal: dict[str, Attend] = {"SDPA": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True)}
+    rows += [{"mask": "causal, padded", **row} for row in attention_rows(causal, needed, *padded)]
+    share = 1 - total / (len(lengths) * max(lengths))
+    note = f"Padded to the longest, {share:.0%} of the tokens are padding, in every layer of a model."
+    finish(rows, file, f"{note} TFLOP/s count the pairs inside documents.")
+
+
+class _Compiled(logging.Handler):
+    """Counts what the library says that it compiled."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.count = 0
+        logger = logging.getLogger("flexmasks")
+        logger.setLevel(logging.INFO)
+        logger.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.count += record.getMessage().startswith("compiled")
+
+
+if __name__ == "__main__":
+    main()

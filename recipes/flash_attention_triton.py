@@ -1,0 +1,137 @@
+"""Flash attention in Triton in forty lines: one loop over the keys, with numbers in place of vectors.
+
+With a head size of one, q, k and v are lines of numbers and the score of a query and a key is a product. What is left
+is what makes flash attention: a loop over tiles of keys that keeps, of each query, the largest score so far, the sum of
+exponentials relative to it, and the output so far; and that rescales the last two when the first rises. The scores,
+queries x keys, exist a tile at a time.
+"""
+
+# %% Without a GPU, Triton's interpreter runs the kernel on CPU tensors. It has to be asked before it is decorated.
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import triton
+import triton.language as tl
+from _measure import DEVICE, ON_GPU, Row, check, finish, start
+from torch import Tensor
+
+from flexmasks.timing import interleaved
+
+LOG2_E = tl.constexpr(math.log2(math.e))
+
+
+# %% The kernel. A program has some queries. It reads each key and value once for them, and writes their outputs once.
+# A key is hidden where it is past the end, or, with CAUSAL, after the query. A hidden score is -inf; as long as a query
+# has seen nothing else, its maximum is -inf too, and -inf - -inf would be NaN: 0 takes the place of such a maximum.
+@triton.jit
+def attend(q_ptr, k_ptr, v_ptr, out_ptr, queries, keys, CAUSAL: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr):
+    """out[i] = sum over j of softmax(q[i] * k)[j] * v[j]; 0 for a query that sees nothing."""
+    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    q = tl.load(q_ptr + i, mask=i < queries, other=0.0).to(tl.float32) * LOG2_E
+    maximum = tl.full([ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    out = tl.zeros([ROWS], tl.float32)
+
+    end = keys
+    if CAUSAL:
+        end = tl.minimum(keys, (tl.program_id(0) + 1) * ROWS)  # the tiles past the diagonal are skipped
+    for first in range(0, end, TILE):
+        j = first + tl.arange(0, TILE)
+        k = tl.load(k_ptr + j, mask=j < keys, other=0.0).to(tl.float32)
+        v = tl.load(v_ptr + j, mask=j < keys, other=0.0).to(tl.float32)
+        seen = j[None, :] < keys
+        if CAUSAL:
+            seen = seen & (j[None, :] <= i[:, None])
+        scores = tl.where(seen, q[:, None] * k[None, :], -float("inf"))
+
+        raised = tl.maximum(maximum, tl.max(scores, 1))
+        shift = tl.where(raised == -float("inf"), 0.0, raised)
+        weights = tl.exp2(scores - shift[:, None])
+        rescale = tl.exp2(maximum - shift)
+        total = total * rescale + tl.sum(weights, 1)
+        out = out * rescale + tl.sum(weights * v[None, :], 1)
+        maximum = raised
+
+    out = tl.where(total > 0.0, out / tl.where(total > 0.0, total, 1.0), 0.0)
+    tl.store(out_ptr + i, out.to(out_ptr.dtype.element_ty), mask=i < queries)
+
+
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, keys: int | None = None, causal: bool = False, rows: int = 64, tile: int = 64
+) -> Tensor:
+    """The attention of lines q [Q], k and v [K], of whose keys the first `keys` are real (all by default)."""
+    out = torch.empty_like(q)
+    grid = (triton.cdiv(len(q), rows),)
+    attend[grid](q, k, v, out, len(q), len(k) if keys is None else keys, CAUSAL=causal, ROWS=rows, TILE=tile)
+    return out
+
+
+# %% The judge: all scores in memory.
+def written_out(q: Tensor, k: Tensor, v: Tensor, keys: int | None = None, causal: bool = False) -> Tensor:
+    """The definition; also in float64."""
+    i, j = torch.arange(len(q), device=q.device), torch.arange(len(k), device=q.device)
+    seen = (j < (len(k) if keys is None else keys)).expand(len(q), -1)
+    if causal:
+        seen = seen & (j <= i[:, None])
+    weights = torch.softmax((q[:, None] * k).masked_fill(~seen, -math.inf), -1)
+    return weights.masked_fill(~seen, 0.0) @ v
+
+
+# %% The check, hard cases among them; then the times.
+def main() -> None:
+    """Check and time."""
+    file = start(__doc__)
+    q, k, v = torch.randn(3, 200, device=DEVICE) * torch.tensor([[5.0], [5.0], [1.0]], device=DEVICE)
+    cases: dict[str, dict[str, Any]] = {
+        "200 queries and keys in tiles of 64": {},
+        "causal": {"causal": True},
+        "70 real keys": {"keys": 70},
+        "causal, 70 real keys": {"causal": True, "keys": 70},
+        "tiles larger than the lines": {"rows": 256, "tile": 256},
+    }
+    for what, arguments in cases.items():
+        of_mask = {n: a for n, a in arguments.items() if n in ("causal", "keys")}
+        want = written_out(*(x.double() for x in (q, k, v)), **of_mask)
+        check(what, flash_attention(q, k, v, **arguments), want, 1e-4)
+    nothing = flash_attention(q, k, v, keys=0)
+    assert torch.equal(nothing, torch.zeros_like(q)), "a query that sees nothing must give 0"
+    print("check: without a key every output is 0, not NaN")
+
+    length = 32768 if ON_GPU else 512
+    q, k, v = torch.randn(3, length, device=DEVICE)
+    calls = {
+        "flash, full": lambda: flash_attention(q, k, v),
+        "flash, causal": lambda: flash_attention(q, k, v, causal=True),
+        "written out, full": lambda: written_out(q, k, v),
+        "written out, causal": lambda: written_out(q, k, v, causal=True),
+    }
+    check("full, at the size that is timed", calls["flash, full"](), calls["written out, full"](), 1e-4)
+    check("causal, at the size that is timed", calls["flash, causal"](), calls["written out, causal"](), 1e-4)
+    times = interleaved(calls, DEVICE, 7 if ON_GPU else 2)
+    table: list[Row] = []
+    for who, (ms, _) in times.items():
+        pairs = length * (length + 1) // 2 if "causal" in who else length**2
+        table.append(
+            {
+                "queries x keys": f"{length}x{length}",
+                "": who,
+                "ms": float(f"{ms:.4g}"),
+                "billion pairs a second": float(f"{pairs / ms / 1e6:.4g}"),
+            }
+        )
+    scores = f"Written out, the scores take {4 * length**2 / 1e6:,.0f} MB; here a program holds {64 * 64} of them."
+    if not ON_GPU:
+        scores += "\nTriton's interpreter shows that the kernel is right, not how fast it is."
+    finish(table, file, scores)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""Attention on images: a 2-D window, and neighborhood attention (NATTEN) with dilation. Pixels are tokens, row by row.
+
+An image of height x width pixels is a sequence of height * width tokens; token t is at row t // width, column
+t % width. Stand-alone self-attention (SASA) lets each pixel see those at most `window` rows and columns away, fewer at
+the edges. Neighborhood attention shows every pixel the same number of them: at an edge the window moves inwards. With
+dilation d it sees every d-th pixel of a window d times as wide.
+"""
+
+# %%
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from _measure import (
+    CHECKED,
+    ON_GPU,
+    TIMED,
+    Row,
+    causal_rows,
+    check_attention,
+    finish,
+    mask_rows,
+    pair_by_pair,
+    random_qkv,
+    start,
+    textbook,
+)
+
+import flexmasks
+
+
+# %% The judges. For SASA: the distance.
+def sasa_sees(q: int, kv: int, width: int, window: int) -> bool:
+    """Whether pixel q sees pixel kv."""
+    (q_row, q_column), (row, column) = divmod(q, width), divmod(kv, width)
+    return max(abs(q_row - row), abs(q_column - column)) <= window
+
+
+# For NATTEN: a list of the pixels that one sees, along an axis. Of the pixels in step with i, every `dilation`-th, it
+# is a run of `kernel` that is centred at i, or as near to that as the edges allow.
+@functools.cache
+def natten_axis(i: int, length: int, kernel: int, dilation: int) -> list[int]:
+    """Which of 0..length - 1 are seen from i."""
+    in_step = [j for j in range(length) if j % dilation == i % dilation]
+    first = in_step.index(i) - kernel // 2
+    first = min(max(first, 0), len(in_step) - kernel)
+    return in_step[first : first + kernel]
+
+
+def natten_sees(q: int, kv: int, height: int, width: int, kernel: int, dilation: int) -> bool:
+    """Whether pixel q sees pixel kv."""
+    rows = natten_axis(q // width, height, kernel, dilation)
+    return kv // width in rows and kv % width in natten_axis(q % width, width, kernel, dilation)
+
+
+# %% What pixel (1, 1) of an image of 6 x 8 sees.
+def picture(mask: flexmasks.Mask, pixel: tuple[int, int], height: int, width: int) -> str:
+    """One row of the mask, folded to the image."""
+    row, column = pixel
+    seen = flexmasks.dense_mask(mask, height * width)[0, 0, row * width + column].view(height, width)
+    return "\n".join("".join("█" if s else "·" for s in line) for line in seen.tolist())
+
+
+# %% On images that are no squares: height and width are easily exchanged, and a square does not show it.
+def main() -> None:
+    """Draw, check and time."""
+    file = start(__doc__)
+    for name, params in {"sasa": {"window": 2}, "natten": {"kernel": 3, "dilation": 2}}.items():
+        mask = flexmasks.get_mask(name, height=6, width=8, **params)
+        print(f"what pixel (1, 1) sees by {mask}:\n{picture(mask, (1, 1), 6, 8)}\n")
+
+    height, width = 16, CHECKED[2] // 16
+    canvas: dict[str, Any] = {"height": height, "width": width}
+    sasa = pair_by_pair(lambda q, kv: sasa_sees(q, kv, width, 3), height * width)
+    check_attention(
+        f"SASA, window of 3, {height} x {width}",
+        lambda q, k, v: flexmasks.attention(q, k, v, mask="sasa", window=3, **canvas),
+        lambda q, k, v: textbook(q, k, v, sasa),
+    )
+    for dilation in (1, 2):
+        natten = pair_by_pair(lambda q, kv, d=dilation: natten_sees(q, kv, height, width, 7, d), height * width)  # type: ignore[misc]
+        assert bool((natten.sum(1) == 49).all()), "each pixel sees 7 x 7"
+        mask = flexmasks.get_mask("natten", kernel=7, dilation=dilation, **canvas)
+        check_attention(
+            f"NATTEN, 7 x 7, dilation {dilation}, {height} x {width}",
+            # a CPU, which compiles slowly, runs them in plain torch
+            lambda q, k, v, mask=mask: flexmasks.attention(  # type: ignore[misc]
+                q, k, v, mask=mask, backend="auto" if ON_GPU else "reference"
+            ),
+            lambda q, k, v, seen=natten: textbook(q, k, v, seen),  # type: ignore[misc]
+        )
+
+    canvas = {"height": 64, "width": TIMED[2] // 64} if ON_GPU else canvas
+    masks = {"SASA 7 x 7": flexmasks.get_mask("sasa", window=3, **canvas)}
+    if ON_GPU:
+        masks["SASA 17 x 17"] = flexmasks.get_mask("sasa", window=8, **canvas)
+        masks["NATTEN 7 x 7"] = flexmasks.get_mask("natten", kernel=7, **canvas)
+        masks["NATTEN 7 x 7, dilation 2"] = flexmasks.get_mask("natten", kernel=7, dilation=2, **canvas)
+    q, k, v = random_qkv()
+    rows: list[Row] = []
+    for what, mask in masks.items():
+        found = mask.blocks(TIMED[2])
+        more = {"skipped": f"{found.sparsity:.0%}", "of the rest hidden": f"{found.hidden:.0%}"}
+        rows += [row | more for row in mask_rows(what, mask, q, k, v)]
+    finish(rows + causal_rows(q, k, v), file, "TFLOP/s count the pairs that the mask shows.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""Vision cross-attention: tokens of text see the images that belong to their place in the text, and those alone.
+
+In a text with images between the words (Flamingo), queries are tokens of text and keys are the tokens of all images.
+Each image i has an interval of text positions: token q sees every token of image i iff start_i <= q < end_i. In
+Flamingo an image's interval ends where the next image's begins; here intervals may overlap, or leave a token without
+an image: its output is 0, where SDPA gives NaN.
+"""
+
+# %%
+from __future__ import annotations
+
+import torch
+from _measure import (
+    CHECKED,
+    DEVICE,
+    ON_GPU,
+    TIMED,
+    check_attention,
+    finish,
+    mask_rows,
+    pair_by_pair,
+    random_qkv,
+    start,
+    textbook,
+)
+
+import flexmasks
+
+
+# %% The judge: the definition, in plain Python.
+def sees(q: int, kv: int, intervals: list[list[int]], image_ids: list[int]) -> bool:
+    """Whether token q of the text sees token kv of the images; -1 marks padding between images."""
+    if image_ids[kv] < 0:
+        return False
+    start, end = intervals[image_ids[kv]]
+    return start <= q < end
+
+
+# %% The picture, the check, the times.
+def main() -> None:
+    """Draw, check and time."""
+    file = start(__doc__)
+    flexmasks.show("vision_cross", 12, 9, intervals=[[2, 6], [6, 9], [8, 12]], image_ids=[0, 0, 0, 1, 1, 1, 2, 2, -1])
+
+    text = CHECKED[2]
+    intervals = [[100, 400], [400, 700], [650, 900], [900, text]]  # the first 100 tokens have no image, 50 have two
+    image_ids = [0] * 150 + [1] * 150 + [2] * 150 + [3] * 150 + [-1] * 40
+    seen = pair_by_pair(lambda q, kv: sees(q, kv, intervals, image_ids), text, len(image_ids))
+    assert not bool(seen[:100].any())
+    check_attention(
+        f"4 images of 150 tokens, {text} tokens of text",
+        lambda q, k, v: flexmasks.attention(q, k, v, mask="vision_cross", intervals=intervals, image_ids=image_ids),
+        lambda q, k, v: textbook(q, k, v, seen),
+        keys=len(image_ids),
+    )
+
+    images, tokens = (16, 576) if ON_GPU else (4, 160)
+    starts = [TIMED[2] * i // images for i in range(images)]  # each image up to the next
+    mask = flexmasks.get_mask(
+        "vision_cross",
+        intervals=torch.tensor([*zip(starts, [*starts[1:], TIMED[2]], strict=True)], device=DEVICE),
+        image_ids=torch.arange(images, device=DEVICE).repeat_interleave(tokens),
+    )
+    print(f"\n{images} images of {tokens} tokens, {TIMED[2]} tokens of text:")
+    print(f"{mask.blocks(TIMED[2], images * tokens)}\n")
+    q, k, v = random_qkv(keys=images * tokens)
+    finish(mask_rows("vision cross", mask, q, k, v), file, "TFLOP/s count the pairs that the mask shows.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""Every notebook runs from a clean kernel, and the outputs that are stored in it are those that come out.
+
+`python tests/test_notebooks.py [NAME ...]` runs them and writes the outputs anew. Cells with the tag "varies" show what
+differs from run to run, times above all: they are run, and their outputs not compared.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+nbformat = pytest.importorskip("nbformat")
+nbclient = pytest.importorskip("nbclient")
+NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
+VARIES = "varies"
+TORCH = torch.__version__.partition("+")[0]
+_SHOWN = ("text/plain", "text/html", "image/svg+xml")
+
+
+def executed(path: Path) -> Any:
+    """The notebook with the outputs of a clean kernel, on a CPU."""
+    notebook = nbformat.read(path, as_version=4)
+    environment = {"COLUMNS": "80", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
+    before = {name: os.environ.get(name) for name in environment}
+    os.environ |= environment
+    try:
+        nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(path.parent)}}).execute()
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
+    for cell in notebook.cells:
+        cell.metadata.pop("execution", None)  # times
+        for output in cell.get("outputs", []):
+            data = output.get("data", {})
+            if "image/svg+xml" in data:  # the same picture once
+                data.pop("text/html", None)
+    notebook.metadata = {
+        "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+        "language_info": {"name": "python"},
+        "torch": TORCH,
+    }
+    return notebook
+
+
+def shown(cell: Any) -> str:
+    """What a cell shows, without what differs from run to run."""
+    text = ""
+    for output in cell.get("outputs", []):
+        if output["output_type"] == "stream":  # which arrives in pieces
+            text += output["text"] if output["name"] == "stdout" else ""
+        else:
+            data = output.get("data", {})
+            text += "\n".join(f"{kind}:\n{data[kind]}" for kind in _SHOWN if kind in data)
+    return re.sub(r"0x[0-9a-f]{6,}", "0x", text)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_the_stored_outputs_are_what_comes_out(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # tests run side by side
+    stored = nbformat.read(path, as_version=4)
+    again = executed(path)
+    for number, (old, new) in enumerate(zip(stored.cells, again.cells, strict=True)):
+        if new.cell_type != "code":
+            continue
+        errors = [o for o in new.outputs if o["output_type"] == "error"]
+        assert not errors, f"cell {number}: {errors}"
+        if VARIES in new.metadata.get("tags", []):
+            assert bool(old.outputs) == bool(new.outputs), f"cell {number} has no stored output"
+        elif stored.metadata.get("torch") == TORCH:  # graphs and errors are torch's own words
+            assert shown(old) == shown(new), f"cell {number} is stale; `python tests/test_notebooks.py` writes it anew"
+
+
+def test_there_are_notebooks() -> None:
+    assert [path.name[:2] for path in NOTEBOOKS] == [f"{n:02}" for n in range(1, len(NOTEBOOKS) + 1)]
+
+
+def test_what_is_compared() -> None:
+    def cell(text: str) -> Any:
+        output = nbformat.v4.new_output("execute_result", {"text/plain": text})
+        return nbformat.v4.new_code_cell("x", outputs=[output])
+
+    assert shown(cell("<function f at 0x7f3a5c0d1e40>")) == shown(cell("<function f at 0x7f0000000000>"))
+    assert shown(cell("sparsity 92.4%")) != shown(cell("sparsity 92.5%"))
+
+
+if __name__ == "__main__":
+    for notebook in NOTEBOOKS:
+        if len(sys.argv) == 1 or notebook.stem in sys.argv[1:]:
+            print(notebook.stem)
+            nbformat.write(executed(notebook), notebook)

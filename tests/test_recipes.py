@@ -1,0 +1,62 @@
+"""Every recipe runs on a CPU, its own checks hold, and it is not slow."""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parent.parent / "recipes"
+RECIPES = sorted(path.name for path in FOLDER.glob("[!_]*.py"))
+SECONDS = 60  # of a processor's time, which does not depend on what else the machine does; of those 20 may compile
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_it_runs(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    before = _children_seconds()
+    ran = subprocess.run(
+        [sys.executable, FOLDER / name, "--json", file],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+    )
+    assert ran.returncode == 0, f"{ran.stdout}\n{ran.stderr}"
+    assert "check: " in ran.stdout
+    rows = json.loads(file.read_text())["rows"]
+    assert rows
+    for row in rows:
+        figures = [value for value in row.values() if isinstance(value, int | float)]
+        assert figures
+        assert all(math.isfinite(f) and f >= 0 for f in figures), row
+    assert _children_seconds() - before < SECONDS
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_it_is_made_as_recipes_are(name: str) -> None:
+    text = (FOLDER / name).read_text()
+    tree = ast.parse(text)
+    summary = (ast.get_docstring(tree) or "").partition("\n")[0]
+    assert f"| [{name}]({name}) | {summary} |" in (FOLDER / "README.md").read_text()
+    assert text.count("\n# %%") >= 2
+    assert any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in tree.body)
+
+
+def test_a_wrong_result_fails() -> None:
+    code = "import torch; from _measure import check; x = torch.ones(3); check('right', x, x); check('wrong', x, x + 1)"
+    ran = subprocess.run([sys.executable, "-c", code], cwd=FOLDER, capture_output=True, text=True)
+    assert "check: right: largest error 0.0e+00" in ran.stdout
+    assert "AssertionError: wrong: the error 5.0e-01 is above" in ran.stderr
+
+
+def _children_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
