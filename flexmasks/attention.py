@@ -18,6 +18,7 @@ from flexmasks.backends import BACKENDS, Again, Call, Ran, Unavailable, check, c
 from flexmasks.cache import Cache
 from flexmasks.captures import Aliases, Opaque, capture
 from flexmasks.dense import soft_cap
+from flexmasks.explanation import Explanation
 from flexmasks.packing import packed
 from flexmasks.params import Size, describe
 from flexmasks.planning import (
@@ -184,16 +185,17 @@ def dense_mask(
         return blocks.dense(mod, size.batch, size.heads, size.q_len, size.kv_len, size.device)
 
 
-def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> str:
-    """Which backend `attention` takes for these arguments, why not the others, and what the mask skips.
+def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Explanation:
+    """Which backend `attention` takes for these arguments and why not the others, what it compiles, and what it skips.
 
-    Takes attention's arguments, and fails as it does.
+    Takes attention's arguments, and fails as it does. Printed it is text, in Jupyter a table.
 
     Example:
         >>> import torch, flexmasks
         >>> q, k, v = torch.randn(3, 1, 2, 300, 64)
-        >>> print(flexmasks.explain(q, k, v, mask="causal").splitlines()[0])
-        backend: sdpa
+        >>> found = flexmasks.explain(q, k, v, mask="causal")
+        >>> found.backend, found.compiles
+        ('sdpa', 'no: it is there as it is')
     """
     own = {name: arguments.pop(name) for name in _Request._fields if name != "params" and name in arguments}
     request = _Request(params=arguments, **own)
@@ -202,9 +204,8 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> str:
     call = _call(q, k, v, request)
     check(call, request.backend)
     able, reasons = choose(call)
-    lines = [f"backend: {able[0].name if request.backend == 'auto' else request.backend}"]
-    lines += [f"  not {name}: {reason}" for name, reason in reasons.items()]
-    return "\n".join([*lines, str(call.blocks())])
+    taken = able[0] if request.backend == "auto" else BACKENDS[request.backend]
+    return Explanation(taken.name, reasons, taken.compiles(call), taken.anew, call.blocks())
 
 
 _ENTRY = 4096  # bytes that an entry takes besides its tensors, about

@@ -34,6 +34,12 @@ _SMALLER: tuple[dict[str, Any], ...] = (
         "bwd_BLOCK_M1": 32, "bwd_BLOCK_N1": 32, "bwd_BLOCK_M2": 32, "bwd_BLOCK_N2": 32,
     },
 )  # fmt: skip
+_ANEW = (
+    "another function of the mask or score, another number in them (six values of a mask's, then it is an input), "
+    "scale, dtype, batch size, heads, head size, whether gradients or lse are wanted; of lengths the first few; never "
+    "by what tensors hold"
+)
+_FA4_ANEW = "another dtype, head size or cap, and causal, windows or sequences where there were none; never by numbers"
 _FEW_QUERIES = 128  # below, kernels that split the keys are faster
 
 
@@ -151,11 +157,13 @@ class Call:
 
 @dataclass(frozen=True)
 class Backend:
-    """One way to run a call: `refuses` says why it cannot, or None."""
+    """One way to run a call: `refuses` says why it cannot, or None; `compiles` whether it would compile, in words."""
 
     name: str
     refuses: Callable[[Call], str | None]
     run: Callable[[Call], Ran]
+    compiles: Callable[[Call], str] = lambda call: "no: it is there as it is"
+    anew: str = ""  # what makes it compile again
 
 
 def _refuses_fa4(call: Call) -> str | None:
@@ -306,6 +314,10 @@ def _run_flex(backend: str | None, call: Call) -> Ran:
     raise AssertionError("one of them returns or raises")
 
 
+def _compiles(backend: str | None, call: Call) -> str:
+    return kernels.compiles(_compiled(backend, call).key, call.q.shape[2], call.k.shape[2])
+
+
 def _proven(call: Call, again: Compiled | Direct) -> Ran:
     """Run a call; the first of its kind is differentiated too: what fails there fails while others can serve."""
     first = functools.partial(again, run=kernels.run) if isinstance(again, Compiled) else again
@@ -332,11 +344,17 @@ def _run_reference(call: Call) -> Ran:
 BACKENDS = {
     b.name: b
     for b in (
-        Backend("fa4", _refuses_fa4, _run_fa4),
+        Backend(
+            "fa4", _refuses_fa4, _run_fa4, lambda call: "flash-attn-4 does, once for all calls of a kind", _FA4_ANEW
+        ),
         Backend("sdpa", _refuses_sdpa, _run_sdpa),
-        Backend("flash", _refuses_flash, functools.partial(_run_flex, "FLASH")),
-        Backend("triton", _refuses_triton, functools.partial(_run_flex, None)),
-        Backend("cpu", _refuses_cpu, functools.partial(_run_flex, None)),
+        Backend(
+            "flash", _refuses_flash, functools.partial(_run_flex, "FLASH"), functools.partial(_compiles, "FLASH"), _ANEW
+        ),
+        Backend(
+            "triton", _refuses_triton, functools.partial(_run_flex, None), functools.partial(_compiles, None), _ANEW
+        ),
+        Backend("cpu", _refuses_cpu, functools.partial(_run_flex, None), functools.partial(_compiles, None), _ANEW),
         Backend("reference", lambda call: None, _run_reference),
     )
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -581,11 +582,11 @@ def test_no_grad_and_tensors_that_require_gradients_use_the_kernel() -> None:
 
 def test_explain_names_the_backend_and_the_reasons() -> None:
     q, k, v = torch.randn(3, 1, 2, 300, 16)
-    text = flexmasks.explain(q, k, v, mask="sliding_window", window=4)
+    text = str(flexmasks.explain(q, k, v, mask="sliding_window", window=4))
     assert text.startswith("backend: cpu")
     assert "not flash: it runs on CUDA only" in text
     assert "empty 81, partial 19, full 0" in text
-    text = flexmasks.explain(q.requires_grad_(), k, v, mask="sliding_window", window=4)
+    text = str(flexmasks.explain(q.requires_grad_(), k, v, mask="sliding_window", window=4))
     assert text.startswith("backend: reference")
     assert "not cpu: torch's compiled flex_attention has no gradients" in text
 
@@ -713,3 +714,19 @@ def test_odd_scores_on_the_reference(score: str) -> None:
     gradients = (torch.autograd.grad(x.sum(), (q, k, v), materialize_grads=True) for x in (out, want))
     for got, exactly in zip(*gradients, strict=True):
         assert torch.allclose(got, exactly)
+
+
+def test_explain_says_whether_a_call_compiles() -> None:
+    flexmasks.clear_caches()
+    q, k, v = torch.randn(3, 1, 2, 40, 16)
+    arguments: dict[str, Any] = {"mask": "sliding_window", "window": 4}
+    assert flexmasks.explain(q, k, v, **arguments).compiles.startswith("yes")
+    flexmasks.attention(q, k, v, **arguments)
+    found = flexmasks.explain(q, k, v, **arguments)
+    assert found.compiles.startswith("no")
+    assert flexmasks.explain(q[:, :, :30], k, v, **arguments).compiles.startswith("probably")
+    assert flexmasks.explain(q.bfloat16(), k.bfloat16(), v.bfloat16(), **arguments).compiles.startswith("yes")
+    assert flexmasks.explain(q, k, v).compiles.startswith("no")
+    assert repr(found) == str(found)
+    root = ElementTree.fromstring(found._repr_html_())
+    assert {"backend", "compiles", "not triton"} <= {str(th.text) for th in root.iter("th")}
