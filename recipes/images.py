@@ -39,7 +39,6 @@ def sasa_sees(q: int, kv: int, width: int, window: int) -> bool:
 
 # For NATTEN: a list of the pixels that one sees, along an axis. Of the pixels in step with i, every `dilation`-th, it
 # is a run of `kernel` that is centred at i, or as near to that as the edges allow.
-@functools.cache
 def natten_axis(i: int, length: int, kernel: int, dilation: int) -> list[int]:
     """Which of 0..length - 1 are seen from i."""
     in_step = [j for j in range(length) if j % dilation == i % dilation]
@@ -48,10 +47,12 @@ def natten_axis(i: int, length: int, kernel: int, dilation: int) -> list[int]:
     return in_step[first : first + kernel]
 
 
-def natten_sees(q: int, kv: int, height: int, width: int, kernel: int, dilation: int) -> bool:
-    """Whether pixel q sees pixel kv."""
+@functools.cache
+def natten_pixels(q: int, height: int, width: int, kernel: int, dilation: int) -> set[int]:
+    """The pixels that pixel q sees."""
     rows = natten_axis(q // width, height, kernel, dilation)
-    return kv // width in rows and kv % width in natten_axis(q % width, width, kernel, dilation)
+    columns = natten_axis(q % width, width, kernel, dilation)
+    return {row * width + column for row in rows for column in columns}
 
 
 # %% What pixel (1, 1) of an image of 6 x 8 sees.
@@ -79,7 +80,7 @@ def main() -> None:
         lambda q, k, v: textbook(q, k, v, sasa),
     )
     for dilation in (1, 2):
-        natten = pair_by_pair(lambda q, kv, d=dilation: natten_sees(q, kv, height, width, 7, d), height * width)  # type: ignore[misc]
+        natten = pair_by_pair(lambda q, kv, d=dilation: kv in natten_pixels(q, height, width, 7, d), height * width)  # type: ignore[misc]
         assert bool((natten.sum(1) == 49).all()), "each pixel sees 7 x 7"
         mask = flexmasks.get_mask("natten", kernel=7, dilation=dilation, **canvas)
         check_attention(
