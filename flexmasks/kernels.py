@@ -12,12 +12,14 @@ import itertools
 import logging
 import time
 import types
+import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo.eval_frame import remove_from_cache
 from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch._dynamo.utils import counters
 from torch._inductor.exc import InductorError
@@ -153,6 +155,8 @@ def _new(key: Hashable, static: bool = False) -> _Kernel:
     name = f"flexmasks_kernel_{next(_numbers)}"
     code = flex.__code__.replace(co_name=name)
     function = types.FunctionType(code, flex.__globals__, name)
+    # torch keeps what it compiled of a code object, and the code object by it, until it is told to forget
+    weakref.finalize(function, remove_from_cache, code).atexit = False
     kernel = _Kernel(torch.compile(function, fullgraph=True, dynamic=False if static else None), static)
     _KERNELS.put(key, (), kernel, 1)
     return kernel

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import resource
+import sys
+import weakref
 from typing import Any
 from xml.etree import ElementTree
 
@@ -422,27 +426,52 @@ def test_a_block_mask_of_lists_alone_is_honoured_by_the_reference() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_many_windows_and_many_lengths_in_one_process(device: str) -> None:
-    """Thirty of each: right, never unfused, and changed tensors compile nothing."""
-    q, k, v = torch.randn(3, 2, 2, 130, 16, device=device)
+    """Two hundred of each: right, never unfused, in flat memory, and changed tensors compile nothing."""
+    q, k, v = torch.randn(3, 2, 2, 210, 16, device=device)
+    exactly = [x.double().cpu() for x in (q, k, v)]
 
     def check(**arguments: Any) -> None:
         with torch.no_grad():
             out = flexmasks.attention(q, k, v, backend="cpu" if device == "cpu" else "triton", **arguments)
-        visible = flexmasks.dense_mask(arguments.pop("mask"), 130, batch=2, **arguments)
-        want, _ = attend(*(x.double().cpu() for x in (q, k, v)), visible.cpu())
+        visible = flexmasks.dense_mask(arguments.pop("mask"), 210, batch=2, **arguments)
+        want, _ = attend(*exactly, visible.cpu())
         assert error(out, want) < TOLERANCE[torch.float32]
 
     start = counters["stats"]["unique_graphs"]
-    for window in range(30):
+    for window in range(200):
         check(mask="sliding_window", window=window)
+        if window == 20:
+            memory = _peak_memory()
     assert counters["stats"]["unique_graphs"] - start <= 8
-    check(mask="grouped_tril", seq_lens=torch.tensor([130, 1], device=device))
+    check(mask="grouped_tril", seq_lens=torch.tensor([210, 1], device=device))
     check(mask="sliding_window", window=torch.tensor(3, device=device))
     start = counters["stats"]["unique_graphs"]
-    for n in range(30):
-        check(mask="grouped_tril", seq_lens=torch.tensor([n, 130 - n], device=device))
+    for n in range(200):
+        check(mask="grouped_tril", seq_lens=torch.tensor([n, 210 - n], device=device))
         check(mask="sliding_window", window=torch.tensor(n, device=device))
     assert counters["stats"]["unique_graphs"] == start
+    assert _peak_memory() - memory < 64e6
+
+
+def _peak_memory() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def test_code_that_is_forgotten_dies() -> None:
+    from flexmasks import kernels
+
+    q, k, v = torch.randn(3, 1, 2, 100, 16)
+    flexmasks.clear_caches()
+    gc.collect()
+    before = set(vars(kernels))
+    with torch.no_grad():
+        flexmasks.attention(q, k, v, mask=lambda b, h, q, kv: q - kv == 77, backend="cpu")
+    (compiled,) = (n for n in set(vars(kernels)) - before if n.startswith("__compiled_fn"))  # where torch puts it
+    made = weakref.ref(vars(kernels)[compiled])
+    flexmasks.clear_caches()
+    gc.collect()
+    assert not hasattr(kernels, compiled)
+    assert made() is None
 
 
 def test_lists_are_inputs_of_the_kernel_too() -> None:
