@@ -6,7 +6,7 @@ flexmasks.blocks and flexmasks.ranges.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -83,13 +83,19 @@ def build(mask_mod: MaskMod, batch: int, heads: int, q_len: int, kv_len: int, de
     return Rows(torch.stack([first, end], 1).int().view(*shape, 2).to(device), bits)
 
 
+def _at_least_one(n: int) -> Any:
+    if statically_known_true(n == 0):
+        return 1
+    return n if statically_known_true(n > 0) else torch.sym_max(n, 1)  # which torch 2.11 traces of symbols only
+
+
 def traced(mask_mod: MaskMod, batch: int, heads: int, q_len: int, kv_len: int, device: torch.device) -> Rows:
     """What the rows of a mask see, by operations that do not depend on any value: those of a graph, or of torch.vmap.
 
     The mask is booleans here, of the dimensions on which it depends. Raises as `build` does.
     """
     sizes = batch, heads, q_len, kv_len
-    indices = (torch.arange(torch.sym_max(n, 1), device=device) for n in sizes)  # vmap fails on no indices
+    indices = (torch.arange(_at_least_one(n), device=device) for n in sizes)  # vmap fails on no indices
     seen = boolean(over_indices(mask_mod)(*indices), 4)
     # vmap gives what does not depend on an index one element in memory for all of that index
     alone = [statically_known_true(seen.stride(dim) == 0) for dim in (0, 1, 2)]

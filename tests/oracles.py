@@ -1342,7 +1342,7 @@ SCORE_CASES: list[Case] = [
     ),
     Case(
         "distance_bias",
-        {"table": _random_floats(2, 1), "distances": torch.zeros(2, 9, 9, dtype=torch.int32)},
+        {"table": _random_floats(2, 2), "distances": _random_ints(0, 2, 2, 9, 9)},
         q_len=9,
         kv_len=9,
     ),

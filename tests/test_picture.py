@@ -411,6 +411,14 @@ def test_pictures_need_no_matplotlib() -> None:
     assert "ImportError: flexmasks: `plot` needs matplotlib; pip install 'flexmasks[plot]' brings it." in done.stderr
 
 
+def _own(ids: Tensor) -> Any:
+    return lambda b, h, q, kv: (ids[q] == ids[kv]) & (q >= kv)
+
+
+def _biased(bias: Tensor) -> Any:
+    return lambda score, b, h, q, kv: score + bias[h, kv]
+
+
 @pytest.mark.gpu
 def test_pictures_of_what_is_on_a_gpu() -> None:
     ids = (torch.arange(5000) // 700).cuda()
@@ -418,9 +426,9 @@ def test_pictures_of_what_is_on_a_gpu() -> None:
     bias = torch.randn(3, 64, device="cuda")
     for make in (
         lambda put: flexmasks.draw("document", 5000, document_ids=put(ids)),
-        lambda put: flexmasks.draw(lambda b, h, q, kv: (put(ids)[q] == put(ids)[kv]) & (q >= kv), 5000),
+        lambda put: flexmasks.draw(_own(put(ids)), 5000),
         lambda put: flexmasks.draw("causal", 300, 400, q_offset=put(offsets), b=1),
-        lambda put: flexmasks.draw(lambda score, b, h, q, kv: score + put(bias)[h, kv], 64, h=2),
+        lambda put: flexmasks.draw(_biased(put(bias)), 64, h=2),
     ):
         on_gpu, on_cpu = make(lambda t: t), make(lambda t: t.cpu())
         assert on_gpu.svg() == on_cpu.svg()
