@@ -133,6 +133,51 @@ def table(results: dict[str, Any]) -> str:
     return f"{about}\n{tabulate(rows, headers=header, floatfmt='.4g', missingval='')}"
 
 
+_RIVALS = {
+    "flex_attention": ("flex_attention",),
+    "FlashAttention 4, called directly": ("FA4", "FA4, varlen"),
+    "SDPA's own causal, or varlen_attn": ("SDPA", "torch varlen_attn"),
+    "SDPA + mask": ("SDPA + mask",),
+}
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """The README's table, of a run on a GPU: forward / backward milliseconds, and how much faster both are here."""
+    rows: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    for r in results["rows"]:
+        rows.setdefault((r["case"], r["shape"]), {})[r["who"]] = r
+    table = []
+    for (case, shape), found in rows.items():
+        ours = found["flexmasks"]
+        cells = [
+            case,
+            shape.rpartition("x")[2],
+            _ms(ours),
+            f"{ours['forward_tflops']:.0f} / {ours['backward_tflops']:.0f}",
+        ]
+        for names in _RIVALS.values():
+            rival = next((found[n] for n in names if n in found), None)
+            cells.append("" if rival is None else f"{_ms(rival)} ({_total(rival) / _total(ours):.2f} x)")
+        table.append(cells)
+    shapes = list(dict.fromkeys(shape.rpartition("x")[0] for _, shape in rows))
+    machine = results["machine"]
+    about = (
+        f"On one {machine['device']}, torch {machine['torch']}, {results['rows'][0]['dtype']}, batch x heads x length "
+        f"{' and, packed, '.join(shapes)}: forward / backward ms, medians of interleaved runs, and in brackets the "
+        "time of both over that of flexmasks."
+    )
+    header = ["case", "D", "flexmasks", "TFLOP/s", *_RIVALS]
+    return f"{about}\n\n{tabulate(table, headers=header, tablefmt='github')}"
+
+
+def _ms(row: dict[str, Any]) -> str:
+    return f"{row['forward_ms']:.3g} / {row['backward_ms']:.3g}"
+
+
+def _total(row: dict[str, Any]) -> float:
+    return float(row["forward_ms"] + row["backward_ms"])
+
+
 def _rows(
     case: Case, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device
 ) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import flexmasks
-from flexmasks import bench, bench_softmax
+from flexmasks import bench, bench_attention, bench_softmax
 from flexmasks.__main__ import main, tables
 
 ROOT = Path(__file__).parent.parent
@@ -28,6 +28,10 @@ def softmax_measurements() -> str:
     return bench_softmax.markdown(json.loads((ROOT / "recipes/results/softmax_gpu.json").read_text()))
 
 
+def attention_measurements() -> str:
+    return bench_attention.markdown(json.loads((ROOT / "recipes/results/attention_gpu.json").read_text()))
+
+
 def test_the_tables_are_those_of_the_registry() -> None:
     """`python tests/test_readme.py` writes them anew."""
     # in a process of its own: other tests may have registered masks
@@ -41,6 +45,7 @@ def test_the_measurements_are_those_of_the_results() -> None:
     """`python tests/test_readme.py` writes them anew."""
     assert measurements() in README
     assert softmax_measurements() in README
+    assert attention_measurements() in README
 
 
 def test_the_calls_run() -> None:
@@ -100,4 +105,6 @@ if __name__ == "__main__":
     text = _between(README, *listed, tables(markdown=True))
     text = _between(text, *measured, measurements())
     of_softmax = "-m flexmasks bench softmax --json FILE` writes -->\n", "<!-- end of the softmax -->"
+    of_attention = "-m flexmasks bench attention --json FILE` writes -->\n", "<!-- end of attention -->"
+    text = _between(text, *of_attention, attention_measurements())
     (ROOT / "README.md").write_text(_between(text, *of_softmax, softmax_measurements()))
