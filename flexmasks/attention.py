@@ -55,6 +55,7 @@ def attention(
     scale: float | None = None,
     block_mask: BlockMask | None = None,
     q_offset: int | Tensor = 0,
+    sink: Tensor | None = None,
     return_lse: bool = False,
     backend: str = "auto",
     kernel_options: dict[str, Any] | None = None,
@@ -83,6 +84,9 @@ def attention(
         q_offset: where the queries start: query i is at position i + q_offset to mask and score (key j is at j). An
             int >= 0, or an integer tensor [B]. Decoding has q_offset = KV - Q. Beside `block_mask`, which has it
             built in, it moves the score only.
+        sink: logits of an attention sink, float [H], one for each query head: exp(sink) joins each row's sum of
+            exponentials and adds nothing to its output (gpt-oss; Xiao et al., Efficient Streaming Language Models with
+            Attention Sinks, 2024). Differentiable. The lse then has it too: it is `sink` for a row that sees nothing.
         return_lse: also return the natural logarithm of each row's sum of exponentials, [B, H, Q], float32 (float64
             for float64), -inf for a row that sees nothing; differentiable.
         backend: "auto", or one by name, an error where it cannot: "fa4", "sdpa", "flash", "triton", "cpu", "reference".
@@ -107,12 +111,23 @@ def attention(
         >>> flexmasks.attention(q, k, v, mask="grouped_tril", seq_lens=torch.tensor([100, 60])).shape
         torch.Size([2, 4, 100, 64])
     """
-    request = _Request(mask, score, params, scale, block_mask, q_offset, return_lse, backend, kernel_options)
+    with_lse = return_lse if sink is None else True
+    request = _Request(mask, score, params, scale, block_mask, q_offset, with_lse, backend, kernel_options)
+    if sink is not None:
+        _check_sink(q, sink)
     if not torch.compiler.is_compiling():
         out, lse = _eager(q, k, v, request)
     else:
         out, lse = (_inside_compile if mask is None else _outside)(q, k, v, request)
+    if sink is not None and lse is not None:
+        out, lse = _with_sink(out, lse, sink)
     return (out, lse) if return_lse else out
+
+
+def _with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
+    """Each row's sum of exponentials is that of its lse; with the sink's the output is the smaller by their ratio."""
+    logits = sink.to(lse.dtype)[:, None]
+    return (out * torch.sigmoid(lse - logits)[..., None]).to(out.dtype), torch.logaddexp(lse, logits)
 
 
 def block_mask(
@@ -197,6 +212,8 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Explanation:
         >>> found.backend, found.compiles
         ('sdpa', 'no: it is there as it is')
     """
+    if arguments.pop("sink", None) is not None:
+        arguments["return_lse"] = True
     own = {name: arguments.pop(name) for name in _Request._fields if name != "params" and name in arguments}
     request = _Request(params=arguments, **own)
     if _any_nested(q, k, v):
@@ -491,6 +508,15 @@ def _check_scale(scale: Any) -> None:
     is_number = isinstance(scale, int | float) and not isinstance(scale, bool)
     if not is_number or not -_LARGEST <= scale <= _LARGEST:
         _fail(f"`scale` must be a finite number, or None for 1 / sqrt(D), got {scale!r}.", TypeError)
+
+
+def _check_sink(q: Tensor, sink: Any) -> None:
+    if _any_nested(q):
+        _fail("jagged nested tensors take no `sink`.")
+    heads = q.shape[1] if isinstance(q, Tensor) and q.ndim == 4 else "H"
+    is_tensor = isinstance(sink, Tensor) and sink.dtype.is_floating_point
+    if not is_tensor or sink.shape != (heads,) or sink.device != q.device:
+        _fail(f"`sink` must be a floating tensor [H] = [{heads}] on the device of q, got {_kind(sink)}.", TypeError)
 
 
 def _check_offset(call: str, offset: Any, size: Size) -> None:

@@ -756,6 +756,48 @@ def test_explain_says_whether_a_call_compiles() -> None:
     assert flexmasks.explain(q[:, :, :30], k, v, **arguments).compiles.startswith("probably")
     assert flexmasks.explain(q.bfloat16(), k.bfloat16(), v.bfloat16(), **arguments).compiles.startswith("yes")
     assert flexmasks.explain(q, k, v).compiles.startswith("no")
+    assert flexmasks.explain(q, k, v, sink=torch.zeros(2)).backend == "reference"  # it needs the lse
     assert repr(found) == str(found)
     root = ElementTree.fromstring(found._repr_html_())
     assert {"backend", "compiles", "not triton"} <= {str(th.text) for th in root.iter("th")}
+
+
+@pytest.mark.parametrize(("device", "backend"), [*WHERE, pytest.param("cuda", "auto", marks=pytest.mark.gpu)])
+def test_a_learned_sink(device: str, backend: str) -> None:
+    """A key more that everything sees, whose score is the sink and whose value is 0."""
+    if backend == "cpu":
+        pytest.skip("has no lse")
+    dtype = torch.float32 if backend in ("reference", "triton") else torch.float16
+    _skip_what_is_not_there(backend, dtype)
+    q, k, v, seq_lens, _ = _grouped(device, dtype)
+    sink = torch.tensor([0.5, -1.0], device=device, requires_grad=True)
+    arguments: dict[str, Any] = {"mask": "grouped_tril", "seq_lens": seq_lens, "backend": backend}
+    if backend == "flash":  # no gradient through its lse
+        with torch.no_grad():
+            out, lse = flexmasks.attention(q, k, v, sink=sink, return_lse=True, **arguments)
+        learns = False
+    else:
+        q, k, v = (x.requires_grad_() for x in (q, k, v))
+        out, lse = flexmasks.attention(q, k, v, sink=sink, return_lse=True, **arguments)
+        learns = True
+    others = [exact(x) for x in (q, k, v, sink)]
+    visible = F.pad(flexmasks.dense_mask("grouped_tril", 200, seq_lens=seq_lens.cpu()), (1, 0), value=True)
+    exact_q, exact_k, exact_v, logits = others
+    scores = F.pad(exact_q @ exact_k.mT / 8, (1, 0)) + F.pad(logits.view(1, 2, 1, 1), (0, 200))
+    scores = scores.masked_fill(~visible, -math.inf)
+    want, want_lse = scores.softmax(-1) @ F.pad(exact_v, (0, 0, 1, 0)), scores.logsumexp(-1)
+    assert error(out, want) < TOLERANCE[dtype]
+    check_lse(lse, want_lse, TOLERANCE[dtype])
+    if learns:
+        weight, lse_weight = torch.randn_like(out), torch.randn_like(lse)
+        got = torch.autograd.grad((out * weight).sum() + (lse * lse_weight).sum(), (q, k, v, sink))
+        loss = (want * weight.double().cpu()).sum() + (want_lse * lse_weight.double().cpu()).sum()
+        for g, w in zip(got, torch.autograd.grad(loss, others), strict=True):
+            assert error(g, w, unit=1.0 if w.ndim == 1 else 0.05) < 2 * TOLERANCE[dtype]
+
+
+def test_a_sink_of_the_wrong_kind() -> None:
+    q, k, v = torch.randn(3, 1, 2, 10, 8)
+    for sink in (torch.zeros(3), torch.zeros(2, dtype=torch.int64), [0.0, 0.0], 1.0):
+        with pytest.raises(TypeError, match=r"`sink` must be a floating tensor \[H\] = \[2\]"):
+            flexmasks.attention(q, k, v, sink=sink)  # type: ignore[arg-type]
