@@ -175,11 +175,11 @@ class Tiles:
         shape = (part.stop - part.start for part in (tile.batch, tile.heads, tile.rows))
         return scores.view(*shape, -1)
 
-    def _buffers(self, count: int) -> Sequence[Tensor]:
-        """Room for the scores of any tile, some times: one allocation, which the next call is likely to get again."""
+    def _buffers(self, count: int) -> list[Tensor]:
+        """Room for the scores of any tile, so many times."""
         rows = self._batch * self._heads * min(self._q_len, _ROWS[1])
         size = min(rows * self._kv_len, max(_TILE, _ROWS[0] * self._groups * self._kv_len))
-        return torch.empty((count, size), dtype=self._dtype, device=self._device).unbind()
+        return [torch.empty(size, dtype=self._dtype, device=self._device) for _ in range(count)]
 
     def _room(self, buffer: Tensor, tile: _Tile) -> Tensor:
         pairs, rows = tile.pairs.stop - tile.pairs.start, self._groups * (tile.rows.stop - tile.rows.start)
