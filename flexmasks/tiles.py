@@ -83,7 +83,7 @@ class Tiles:
         bad = None if clean is values else values.isfinite().logical_not_().to(self._dtype)
         out = torch.zeros_like(q, memory_format=torch.contiguous_format)
         lse = torch.full((*q.shape[:3], 1), -math.inf, dtype=self._dtype, device=self._device)
-        buffer = self._buffer()
+        (buffer,) = self._buffers(1)
         for tile in self._tiles():
             scores = self._scores(self._taken(q, tile), keys, tile, buffer)
             if self._score_mod is not None:
@@ -124,7 +124,7 @@ class Tiles:
         grad_out = torch.where(seen, grad_out, 0.0)  # of the others it may be NaN
         delta = (grad_out.to(self._dtype) * out).sum(-1, keepdim=True) - grad_lse[..., None]
         shift = torch.where(seen, lse[..., None] * -_LOG2E, -math.inf)
-        buffers = [self._buffer() for _ in range(3)]
+        buffers = self._buffers(2 if self._score_mod is None else 3)
         for tile in self._tiles():
             queries, grad_found = self._taken(q, tile), self._taken(grad_out, tile)
             scores = changed = self._scores(queries, keys, tile, buffers[0])
@@ -133,11 +133,11 @@ class Tiles:
                 with torch.enable_grad():
                     scores = scores.detach().requires_grad_()
                     changed = self._changed(self._score_mod, scores, tile)
-                weights = self._room(buffers[1], tile)
+                weights = self._room(buffers[2], tile)
             torch.add(self._taken(shift, tile), changed.detach(), alpha=self._to_base_2, out=weights).exp2_()
             self._clear(weights, tile)
             _accumulate(grad_v[tile.pairs], tile.keys, grad_found.mT, weights)
-            grads = torch.bmm(grad_found, values[tile.pairs, tile.keys].mT, out=self._room(buffers[2], tile))
+            grads = torch.bmm(grad_found, values[tile.pairs, tile.keys].mT, out=self._room(buffers[1], tile))
             grads.sub_(self._taken(delta, tile)).mul_(weights)
             self._clear(grads, tile)
             if self._score_mod is not None:
@@ -175,11 +175,11 @@ class Tiles:
         shape = (part.stop - part.start for part in (tile.batch, tile.heads, tile.rows))
         return scores.view(*shape, -1)
 
-    def _buffer(self) -> Tensor:
-        """Room for the scores of any tile."""
+    def _buffers(self, count: int) -> list[Tensor]:
+        """Room for the scores of any tile, so many times."""
         rows = self._batch * self._heads * min(self._q_len, _ROWS[1])
         size = min(rows * self._kv_len, max(_TILE, _ROWS[0] * self._groups * self._kv_len))
-        return torch.empty(size, dtype=self._dtype, device=self._device)
+        return [torch.empty(size, dtype=self._dtype, device=self._device) for _ in range(count)]
 
     def _room(self, buffer: Tensor, tile: _Tile) -> Tensor:
         pairs, rows = tile.pairs.stop - tile.pairs.start, self._groups * (tile.rows.stop - tile.rows.start)
