@@ -164,7 +164,7 @@ def _literal(value: Any) -> str:
         return repr(value)
     numbers = all(isinstance(n, int | float) for n in value)
     runs = [(n, len(list(same))) for n, same in itertools.groupby(value)] if numbers else []
-    if len(value) > 8 and len(runs) * 3 <= len(value):
+    if runs and len(value) > 8 and len(runs) * 3 <= len(value):
         return " + ".join(f"[{n!r}] * {count}" for n, count in runs)
     step = value[1] - value[0] if numbers and len(value) > 8 else 0
     if isinstance(step, int) and step and list(value) == list(range(value[0], value[-1] + step, step)):

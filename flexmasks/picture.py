@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import shutil
 import sys
 import textwrap
@@ -17,7 +19,7 @@ from torch import Tensor
 from flexmasks import svg
 from flexmasks.attention import MaskLike, ScoreLike, plan_mask
 from flexmasks.cells import HIDDEN, PARTIAL, SKIPPED, VISIBLE, Grid, MaskCells, ScoreCells
-from flexmasks.params import Parameter
+from flexmasks.params import Parameter, Size
 from flexmasks.registry import get_mask, get_score, list_masks, list_scores
 from flexmasks.values import Mask, Modifier, Score, define
 
@@ -311,7 +313,7 @@ def draw(
     """
     made = _value(mask, params)
     if q_len is None:
-        fitting = lengths_for(made)
+        fitting = _fitting(made, b, h)
         q_len, kv_len = fitting[0], kv_len or fitting[1]
     if batch is None:
         batch = made.batch_size() or (len(q_offset) if isinstance(q_offset, Tensor) and q_offset.ndim else None)
@@ -415,6 +417,18 @@ def html_of(value: Any) -> str:
         return f"<pre>{escape(name)}\n{escape(reason)}</pre>"
 
 
+def _fitting(value: Modifier, b: int, h: int) -> tuple[int, int]:
+    """Lengths that the parameters accept: those that they suggest, or else the first power of two."""
+    suggested = lengths_for(value)
+    device = next((t.device for t in value.tensors()), torch.device("cpu"))
+    batch, heads = value.batch_size() or b + 1, value.implied_size("H") or h + 1
+    for q_len, kv_len in (suggested, *((1 << n, 1 << n) for n in range(6, 15))):
+        with contextlib.suppress(ValueError, TypeError):
+            value.resolve(Size(batch, heads, q_len, kv_len, device))
+            return q_len, kv_len
+    return suggested
+
+
 def lengths_for(value: Modifier) -> tuple[int, int]:
     """Numbers of queries and keys that a mask's or score's parameters suggest.
 
@@ -457,12 +471,11 @@ def _parameters(value: Modifier) -> Iterator[tuple[Parameter, Any]]:
 
 
 def _canvases(value: Modifier) -> Iterator[int]:
-    height: Any = None
-    for parameter, given in _parameters(value):
-        if parameter.name == "height":
-            height = given
-        elif parameter.name == "width" and type(height) is int and type(given) is int:
-            yield height * given
+    """The number of tokens of a canvas, by the names that its axes have; `length` is one axis."""
+    axes = {p.name: given for p, given in _parameters(value) if type(given) is int}
+    sides = [axes[name] for name in ("depth", "height", "width") if name in axes] or [axes.get("length", 0)]
+    if all(sides):
+        yield math.prod(sides)
 
 
 def _largest_number(tensor: Tensor) -> list[int]:

@@ -25,7 +25,7 @@ import flexmasks
 
 
 @flexmasks.register_mask(example=lambda length: {"window": length // 4, "dilation": 2})
-def dilated_window(b, h, q, kv, *, window: int, dilation: int):
+def every_other(b, h, q, kv, *, window: int, dilation: int):
     """Every `dilation`-th of the `window` keys before a query & its own <i>.
 
     Source: of my own.
@@ -146,17 +146,17 @@ def test_a_mask_of_ones_own_is_listed_shown_and_in_the_gallery(
     assert main(["gallery", str(tmp_path / "page.html"), "--import", own]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'page.html'}\n"
     text = (tmp_path / "page.html").read_text()
-    assert set(Read(text).articles) >= {"mask-dilated_window", "mask-without_example", "mask-broken", "mask-causal"}
+    assert set(Read(text).articles) >= {"mask-every_other", "mask-without_example", "mask-broken", "mask-causal"}
     assert "a query &amp; its own &lt;i&gt;." in text
     assert "No example: ValueError: register &#x27;without_example&#x27; with example=" in text
     assert "No example: ZeroDivisionError" in text
-    shown = code("mask", "dilated_window")
+    shown = code("mask", "every_other")
     assert f"import {own}" in shown
     with contextlib.redirect_stdout(io.StringIO()):
         exec(shown, {})
     assert main(["list", "--import", own]) == 0
-    assert "dilated_window" in capsys.readouterr().out
-    assert main(["show", "dilated_window", "--length", "8", "--import", own, "--save", str(tmp_path / "own.svg")]) == 0
+    assert "every_other" in capsys.readouterr().out
+    assert main(["show", "every_other", "--length", "8", "--import", own, "--save", str(tmp_path / "own.svg")]) == 0
     assert "█·█·····\n" in capsys.readouterr().out
     assert (tmp_path / "own.svg").read_text().startswith("<svg")
     assert main(["gallery", str(tmp_path), "--import", "no_such_module"]) == 2
@@ -243,7 +243,7 @@ def test_in_a_browser(page: Path) -> None:
 
 @needs_browser
 def test_an_address_can_hold_a_search(page: Path) -> None:
-    dom, log = browse(page, "?q=neighborhood")
+    dom, log = browse(page, "?q=checkerboard")
     assert "CONSOLE" not in log
     hidden = re.findall(r"<article[^>]*? hidden=\"\"", dom)
     assert len(hidden) == len(ENTRIES) - 1
