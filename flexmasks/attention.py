@@ -55,7 +55,7 @@ def attention(
     scale: float | None = None,
     block_mask: BlockMask | None = None,
     q_offset: int | Tensor = 0,
-    sink: Tensor | None = None,
+    sink_logits: Tensor | None = None,
     return_lse: bool = False,
     backend: str = "auto",
     kernel_options: dict[str, Any] | None = None,
@@ -84,9 +84,10 @@ def attention(
         q_offset: where the queries start: query i is at position i + q_offset to mask and score (key j is at j). An
             int >= 0, or an integer tensor [B]. Decoding has q_offset = KV - Q. Beside `block_mask`, which has it
             built in, it moves the score only.
-        sink: logits of an attention sink, float [H], one for each query head: exp(sink) joins each row's sum of
-            exponentials and adds nothing to its output (gpt-oss; Xiao et al., Efficient Streaming Language Models with
-            Attention Sinks, 2024). Differentiable. The lse then has it too: it is `sink` for a row that sees nothing.
+        sink_logits: of learned attention sinks, float [H], one for each query head: its exponential joins each row's
+            sum of exponentials and adds nothing to its output (gpt-oss; Xiao et al., Efficient Streaming Language
+            Models with Attention Sinks, 2024). Differentiable. The lse has it too: for a row that sees nothing it is
+            the logit.
         return_lse: also return the natural logarithm of each row's sum of exponentials, [B, H, Q], float32 (float64
             for float64), -inf for a row that sees nothing; differentiable.
         backend: "auto", or one by name, an error where it cannot: "fa4", "sdpa", "flash", "triton", "cpu", "reference".
@@ -111,16 +112,16 @@ def attention(
         >>> flexmasks.attention(q, k, v, mask="grouped_tril", seq_lens=torch.tensor([100, 60])).shape
         torch.Size([2, 4, 100, 64])
     """
-    with_lse = return_lse if sink is None else True
+    with_lse = return_lse if sink_logits is None else True
     request = _Request(mask, score, params, scale, block_mask, q_offset, with_lse, backend, kernel_options)
-    if sink is not None:
-        _check_sink(q, sink)
+    if sink_logits is not None:
+        _check_sink(q, sink_logits)
     if not torch.compiler.is_compiling():
         out, lse = _eager(q, k, v, request)
     else:
         out, lse = (_inside_compile if mask is None else _outside)(q, k, v, request)
-    if sink is not None and lse is not None:
-        out, lse = _with_sink(out, lse, sink)
+    if sink_logits is not None and lse is not None:
+        out, lse = _with_sink(out, lse, sink_logits)
     return (out, lse) if return_lse else out
 
 
@@ -212,7 +213,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Explanation:
         >>> found.backend, found.compiles
         ('sdpa', 'no: it is there as it is')
     """
-    if arguments.pop("sink", None) is not None:
+    if arguments.pop("sink_logits", None) is not None:
         arguments["return_lse"] = True
     own = {name: arguments.pop(name) for name in _Request._fields if name != "params" and name in arguments}
     request = _Request(params=arguments, **own)
@@ -512,11 +513,13 @@ def _check_scale(scale: Any) -> None:
 
 def _check_sink(q: Tensor, sink: Any) -> None:
     if _any_nested(q):
-        _fail("jagged nested tensors take no `sink`.")
+        _fail("jagged nested tensors take no `sink_logits`.")
     heads = q.shape[1] if isinstance(q, Tensor) and q.ndim == 4 else "H"
     is_tensor = isinstance(sink, Tensor) and sink.dtype.is_floating_point
     if not is_tensor or sink.shape != (heads,) or sink.device != q.device:
-        _fail(f"`sink` must be a floating tensor [H] = [{heads}] on the device of q, got {_kind(sink)}.", TypeError)
+        _fail(
+            f"`sink_logits` must be a floating tensor [H] = [{heads}] on the device of q, got {_kind(sink)}.", TypeError
+        )
 
 
 def _check_offset(call: str, offset: Any, size: Size) -> None:

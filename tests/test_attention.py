@@ -256,6 +256,37 @@ def test_decoding_step_by_step_equals_the_whole(device: str) -> None:
         assert counters["stats"]["unique_graphs"] == graphs  # a step compiles nothing
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("mask", "params"), [("causal", {}), ("sliding_window", {"window": 30}), ("sink_window", None)]
+)
+def test_a_prefill_in_chunks_is_the_whole(device: str, mask: str, params: dict[str, Any] | None) -> None:
+    params = {"window": 20, "sinks": 3} if params is None else params
+    q, k, v = torch.randn(3, 2, 2, 150, 32, device=device)
+    with torch.no_grad():
+        whole = flexmasks.attention(q, k, v, mask=mask, **params)
+        parts = [
+            flexmasks.attention(q[:, :, i : i + 50], k, v, mask=mask, q_offset=i, **params) for i in range(0, 150, 50)
+        ]
+    assert torch.allclose(torch.cat(parts, 2), whole, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_cache_with_room_and_batch_elements_of_different_lengths(device: str) -> None:
+    """Each batch element decodes at its own place; what the cache holds past it is undefined."""
+    lengths = [40, 7, 120]
+    q = torch.randn(3, 4, 2, 32, device=device)
+    k, v = torch.randn(2, 3, 2, 128, 32, device=device)
+    for n, length in enumerate(lengths):
+        k[n, :, length + 2 :] = math.nan
+    got = flexmasks.attention(q, k, v, mask="causal", q_offset=torch.tensor(lengths, device=device))
+    for n, length in enumerate(lengths):
+        real_q, real_k, real_v = q[n : n + 1], k[n : n + 1, :, : length + 2], v[n : n + 1, :, : length + 2]
+        visible = torch.ones(2, length + 2, dtype=torch.bool).tril(length)
+        want, _ = attend(real_q.double().cpu(), real_k.double().cpu(), real_v.double().cpu(), visible)
+        assert error(got[n : n + 1], want) < TOLERANCE[torch.float32]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [64, 128])
 def test_a_learned_bias_stays_fused(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -756,7 +787,7 @@ def test_explain_says_whether_a_call_compiles() -> None:
     assert flexmasks.explain(q[:, :, :30], k, v, **arguments).compiles.startswith("probably")
     assert flexmasks.explain(q.bfloat16(), k.bfloat16(), v.bfloat16(), **arguments).compiles.startswith("yes")
     assert flexmasks.explain(q, k, v).compiles.startswith("no")
-    assert flexmasks.explain(q, k, v, sink=torch.zeros(2)).backend == "reference"  # it needs the lse
+    assert flexmasks.explain(q, k, v, sink_logits=torch.zeros(2)).backend == "reference"  # it needs the lse
     assert repr(found) == str(found)
     root = ElementTree.fromstring(found._repr_html_())
     assert {"backend", "compiles", "not triton"} <= {str(th.text) for th in root.iter("th")}
@@ -774,11 +805,11 @@ def test_a_learned_sink(device: str, backend: str) -> None:
     arguments: dict[str, Any] = {"mask": "grouped_tril", "seq_lens": seq_lens, "backend": backend}
     if backend == "flash":  # no gradient through its lse
         with torch.no_grad():
-            out, lse = flexmasks.attention(q, k, v, sink=sink, return_lse=True, **arguments)
+            out, lse = flexmasks.attention(q, k, v, sink_logits=sink, return_lse=True, **arguments)
         learns = False
     else:
         q, k, v = (x.requires_grad_() for x in (q, k, v))
-        out, lse = flexmasks.attention(q, k, v, sink=sink, return_lse=True, **arguments)
+        out, lse = flexmasks.attention(q, k, v, sink_logits=sink, return_lse=True, **arguments)
         learns = True
     others = [exact(x) for x in (q, k, v, sink)]
     visible = F.pad(flexmasks.dense_mask("grouped_tril", 200, seq_lens=seq_lens.cpu()), (1, 0), value=True)
@@ -799,5 +830,5 @@ def test_a_learned_sink(device: str, backend: str) -> None:
 def test_a_sink_of_the_wrong_kind() -> None:
     q, k, v = torch.randn(3, 1, 2, 10, 8)
     for sink in (torch.zeros(3), torch.zeros(2, dtype=torch.int64), [0.0, 0.0], 1.0):
-        with pytest.raises(TypeError, match=r"`sink` must be a floating tensor \[H\] = \[2\]"):
-            flexmasks.attention(q, k, v, sink=sink)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"`sink_logits` must be a floating tensor \[H\] = \[2\]"):
+            flexmasks.attention(q, k, v, sink_logits=sink)  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import pickle
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
 
 import flexmasks
-from flexmasks import Mask, Score, get_mask, get_score
+from flexmasks import Mask, Score, get_mask, get_score, registry
 from flexmasks.registry import _REGISTRY
 
 LENGTH = 64
@@ -424,3 +425,11 @@ def test_numbers_and_lists_in_kernel_keys() -> None:
     assert key(prefix_len=1, lift=True) == key(prefix_len=2, lift=True)
     both = [get_mask("causal") & get_mask("padding", seq_lens=[n]) for n in (1, 2)]
     assert both[0].capture([], contents=False) == both[1].capture([], contents=False)
+
+
+def test_no_parameter_has_the_name_of_an_argument_of_attention() -> None:
+    """It could not be given by name."""
+    taken = set(inspect.signature(flexmasks.attention).parameters) - {"params"}
+    for kind, entries in (("mask", flexmasks.list_masks()), ("score", flexmasks.list_scores())):
+        for entry in entries:
+            assert not taken & set(registry.definition(kind, entry.name).parameters), entry.name
