@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexmasks import blocks, kernels, reference
 from flexmasks.backends import BACKENDS, Again, Call, Ran, Unavailable, check, choose, run
-from flexmasks.cache import Cache
+from flexmasks.cache import ENTRY, Cache
 from flexmasks.captures import Aliases, Opaque, capture
 from flexmasks.dense import soft_cap
 from flexmasks.explanation import Explanation
@@ -226,7 +226,6 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Explanation:
     return Explanation(taken.name, reasons, taken.compiles(call), taken.anew, call.blocks())
 
 
-_ENTRY = 4096  # bytes that an entry takes besides its tensors, about
 _CALLS: Cache[Again] = Cache("calls", max_bytes=5 << 28)  # their index tensors are mostly those of "blocks"
 
 
@@ -259,7 +258,7 @@ def _eager(q: Tensor, k: Tensor, v: Tensor, request: _Request) -> tuple[Tensor, 
             pass
     ran, may_be_kept = _planned(q, k, v, request)
     if ran.again is not None and may_be_kept:
-        _CALLS.put(key, tensors, ran.again, _ENTRY + ran.again.nbytes)
+        _CALLS.put(key, tensors, ran.again, ENTRY + ran.again.nbytes)
     return ran.out, ran.lse
 
 

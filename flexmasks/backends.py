@@ -101,15 +101,19 @@ class Fused:
         return (q, k, v), {"is_causal": self.dense.right is not None, "scale": self.scale, "enable_gqa": grouped}
 
     def is_there(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
-        """Whether torch would take a fused kernel; asking changes none of its switches."""
-        tensors, keywords = self.arguments(q, k, v)
-        return int(torch._fused_sdp_choice(*tensors, **keywords)) != SDPBackend.MATH.value
+        """Whether torch would take a fused kernel."""
+        return _has_kernel(*self.arguments(q, k, v))
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
         tensors, keywords = self.arguments(q, k, v)
-        if int(torch._fused_sdp_choice(*tensors, **keywords)) == SDPBackend.MATH.value:
+        if not _has_kernel(tensors, keywords):
             raise Unavailable("torch has no fused kernel for this call")
         return F.scaled_dot_product_attention(*tensors, **keywords), None
+
+
+def _has_kernel(tensors: tuple[Tensor, Tensor, Tensor], keywords: dict[str, Any]) -> bool:
+    """Whether scaled_dot_product_attention would take a fused kernel; asking changes none of torch's switches."""
+    return int(torch._fused_sdp_choice(*tensors, **keywords)) != SDPBackend.MATH.value
 
 
 Again = Compiled | Fused | Direct

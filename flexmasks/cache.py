@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 Value = TypeVar("Value")
+ENTRY = 4096  # bytes that an entry takes besides its tensors, about
 
 
 class CacheInfo(NamedTuple):

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from flexmasks import blocks, rows
 from flexmasks.blocks import Layout
-from flexmasks.cache import Cache
+from flexmasks.cache import ENTRY, Cache
 from flexmasks.captures import Aliases, Opaque, capture
 from flexmasks.dense import Dense, told
 from flexmasks.facts import Blocks
@@ -33,7 +33,6 @@ from flexmasks.values import Mask, Modifier, NestedExtras
 Offset = int | Tensor
 BLOCK_SIZE = (128, 128)
 _SMALL_BLOCKS = ((1 << 10, 32), (1 << 15, 64))  # up to which length, torch's kernel for the CPU wins by such blocks
-_ENTRY = 4096  # bytes that an entry of a cache takes besides its tensors, about
 _CONSTANTS = 6  # so many values of a mask's numbers are compiled in; from then on they are inputs of the kernel
 
 
@@ -46,7 +45,7 @@ class _Found:
 
     @property
     def nbytes(self) -> int:
-        return _ENTRY + sum(t.nbytes for t in _tensors_in(self.extras))
+        return ENTRY + sum(t.nbytes for t in _tensors_in(self.extras))
 
 
 @dataclass(frozen=True)
@@ -250,7 +249,7 @@ def rows_of(mask: Any, params: dict[str, Any], x: Tensor) -> Rows:
             mod = made.bind(made.resolve(Size(*_sizes(x))))
             found = (rows.traced if is_traced else rows.build)(mod, *_sizes(x))
         if key is not None and not is_traced:
-            _ROWS.put(key, tensors, found, _ENTRY + found.nbytes)
+            _ROWS.put(key, tensors, found, ENTRY + found.nbytes)
     return found
 
 
