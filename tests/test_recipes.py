@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tabulate import tabulate
 
 FOLDER = Path(__file__).parent.parent / "recipes"
 RECIPES = sorted(path.name for path in FOLDER.glob("[!_]*.py"))
@@ -50,6 +51,33 @@ def test_it_is_made_as_recipes_are(name: str) -> None:
     assert any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in tree.body)
 
 
+def measurements() -> str:
+    """The page of the tables that `python recipes/NAME.py --json recipes/results/NAME.json` kept."""
+    kept = {name: json.loads((FOLDER / "results" / name).with_suffix(".json").read_text()) for name in RECIPES}
+    machines = {tuple(found["machine"].items()) for found in kept.values()}
+    assert len(machines) == 1, "run all of them on one machine"
+    machine = dict(machines.pop())
+    parts = [
+        "# What the recipes measured",
+        f"On one {machine['device']}, torch {machine['torch']}. `python recipes/NAME.py` prints such a table, and "
+        "above it what it checked; with `--json recipes/results/NAME.json` it keeps the figures, and "
+        "`python tests/test_recipes.py` writes this page from them.",
+    ]
+    for name, found in kept.items():
+        summary = (ast.get_docstring(ast.parse((FOLDER / name).read_text())) or "").partition("\n")[0]
+        table = tabulate(found["rows"], headers="keys", floatfmt=".4g", missingval="", tablefmt="github")
+        parts += [f"## [{name}](../{name})", summary, table]
+    return "\n\n".join(parts) + "\n"
+
+
+def test_the_measurements_are_those_of_a_gpu() -> None:
+    """`python tests/test_recipes.py` writes them anew."""
+    assert (FOLDER / "results/README.md").read_text() == measurements()
+    for name in RECIPES:
+        found = json.loads((FOLDER / "results" / name).with_suffix(".json").read_text())
+        assert found["machine"]["device_type"] == "cuda"
+
+
 def test_a_wrong_result_fails() -> None:
     code = "import torch; from _measure import check; x = torch.ones(3); check('right', x, x); check('wrong', x, x + 1)"
     ran = subprocess.run([sys.executable, "-c", code], cwd=FOLDER, capture_output=True, text=True)
@@ -60,3 +88,7 @@ def test_a_wrong_result_fails() -> None:
 def _children_seconds() -> float:
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
+
+
+if __name__ == "__main__":
+    (FOLDER / "results/README.md").write_text(measurements())
