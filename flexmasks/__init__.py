@@ -6,6 +6,7 @@ from flexmasks.attention import attention as attention
 from flexmasks.attention import block_mask as block_mask
 from flexmasks.attention import dense_mask as dense_mask
 from flexmasks.attention import explain as explain
+from flexmasks.attention import varlen_attention as varlen_attention
 from flexmasks.cache import cache_info as cache_info
 from flexmasks.cache import clear_caches as clear_caches
 from flexmasks.packing import packed as packed

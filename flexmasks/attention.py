@@ -125,6 +125,61 @@ def attention(
     return (out, lse) if return_lse else out
 
 
+def varlen_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor | Sequence[int],
+    kv_offsets: Tensor | Sequence[int] | None = None,
+    *,
+    mask: MaskLike | None = None,
+    score: ScoreLike | Sequence[ScoreLike] | None = None,
+    scale: float | None = None,
+    q_offset: int | Tensor = 0,
+    sink_logits: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+    kernel_options: dict[str, Any] | None = None,
+    **params: Any,
+) -> Any:
+    """`attention` inside each of several sequences laid end to end, without a batch axis.
+
+    The same as `attention` under `flexmasks.packed(mask, offsets, kv_offsets, q_offset)`, for those who hold q, k, v
+    as FlashAttention's varlen functions take them. To mask and score the batch index is the number of the sequence,
+    and positions start at 0 in each.
+
+    Args:
+        q: queries, [total, H, D].
+        k, v: keys and values, [total of keys, Hkv, D].
+        offsets: int[N + 1], where each of the N sequences starts and the last ends (cu_seqlens_q). Tokens past the
+            end are padding: they give output 0.
+        kv_offsets: the same for the keys (cu_seqlens_k), where these are packed otherwise.
+        q_offset: where the queries of each sequence start, as in `attention`: an int >= 0, or an integer tensor [N].
+            By default query 0 of a sequence is at its key 0. FlashAttention aligns the ends instead, which is
+            `q_offset=kv_offsets.diff() - offsets.diff()`: the same where queries and keys are equally many.
+        mask, score, scale, sink_logits, return_lse, backend, kernel_options, **params: as in `attention`.
+
+    Returns:
+        The output, [total, H, D], or (output, lse [H, total]).
+
+    Raises:
+        ValueError, TypeError: on any input that does not fit, with what to pass.
+
+    Source: Dao et al., FlashAttention, 2022 (flash_attn_varlen_func).
+
+    Example:
+        >>> import torch, flexmasks
+        >>> q, k, v = torch.randn(3, 100, 4, 64)
+        >>> flexmasks.varlen_attention(q, k, v, [0, 30, 100], mask="sliding_window", window=16).shape
+        torch.Size([100, 4, 64])
+    """
+    with_lse = return_lse if sink_logits is None else True
+    request = _Request(mask, score, params, scale, None, q_offset, with_lse, backend, kernel_options)
+    run = _outside_varlen if torch.compiler.is_compiling() else _eager_varlen
+    out, lse = run(q, k, v, offsets, kv_offsets, request, sink_logits)
+    return (out, lse) if return_lse else out
+
+
 def _with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
     """Each row's sum of exponentials is that of its lse; with the sink's the output is the smaller by their ratio."""
     logits = sink.to(lse.dtype)[:, None]
@@ -262,7 +317,28 @@ def _eager(q: Tensor, k: Tensor, v: Tensor, request: _Request) -> tuple[Tensor, 
     return ran.out, ran.lse
 
 
-_outside = torch.compiler.disable(_eager, reason=_OUTSIDE)  # to a user's torch.compile a graph break
+def _eager_varlen(
+    q: Tensor, k: Tensor, v: Tensor, offsets: Any, kv_offsets: Any, request: _Request, sink: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    call = "flexmasks.varlen_attention"
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor) or x.is_nested or x.ndim != 3:
+            _fail(f"`{name}` must be a tensor [total, H, D], got {_kind(x)}.", call=call)
+    starts = _offsets(call, "offsets", offsets, q.device)
+    kv_starts = None if kv_offsets is None else _offsets(call, "kv_offsets", kv_offsets, q.device)
+    _check_offset(call, request.q_offset, len(starts) - 1, q.device)
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    if sink is not None:
+        _check_sink(q, sink)
+    out, lse = _eager(q, k, v, _inside_sequences(request, starts, kv_starts))
+    if sink is not None and lse is not None:
+        out, lse = _with_sink(out, lse, sink)
+    return out[0].transpose(0, 1), None if lse is None else lse[0]
+
+
+# to a user's torch.compile graph breaks
+_outside = torch.compiler.disable(_eager, reason=_OUTSIDE)
+_outside_varlen = torch.compiler.disable(_eager_varlen, reason=_OUTSIDE)
 
 
 def _known(q: Tensor, k: Tensor, v: Tensor, request: _Request) -> tuple[Hashable, list[Tensor]] | None:
@@ -353,7 +429,7 @@ def _checked(q: Tensor, k: Tensor, v: Tensor, request: _Request) -> Size:
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     approximate = q.is_cuda and q.dtype in (torch.float16, torch.bfloat16)
     size = Size(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device, dtype=dtype, approximate=approximate)
-    _check_offset(_CALL, request.q_offset, size)
+    _check_offset(_CALL, request.q_offset, size.batch, size.device)
     if request.block_mask is not None:
         _check_block_mask(request.block_mask, size)
     return size
@@ -441,14 +517,18 @@ def _laid_end_to_end(q: Tensor, k: Tensor, v: Tensor, request: _Request) -> tupl
         _fail(f"q has {q.shape[0]} sequences, k has {k.shape[0]}.")
     if request.block_mask is not None:
         _fail("jagged nested tensors take `mask`, not `block_mask`.", TypeError)
-    if type(request.q_offset) is not int or request.q_offset != 0:
-        _fail("jagged nested tensors take no `q_offset`.")
+    _check_offset(_CALL, request.q_offset, q.shape[0], q.device)
+    q_dense, k_dense, v_dense = (_ragged(x)[0].unsqueeze(0) for x in (q, k, v))
+    return q_dense, k_dense, v_dense, _inside_sequences(request, starts, None if kv_starts is starts else kv_starts)
+
+
+def _inside_sequences(request: _Request, starts: Tensor, kv_starts: Tensor | None) -> _Request:
+    """The request for sequences laid end to end, of one for each sequence."""
     made, change = from_arguments(request.mask, request.score, request.params)
-    places = (starts, None if kv_starts is starts else kv_starts)
+    places = starts, kv_starts, request.q_offset
     made = packed(FULL if made is None else made, *places)
     change = None if change is None else packed(change, *places)
-    q_dense, k_dense, v_dense = (_ragged(x)[0].unsqueeze(0) for x in (q, k, v))
-    return q_dense, k_dense, v_dense, request._replace(mask=made, score=change, params={})
+    return request._replace(mask=made, score=change, params={}, q_offset=0)
 
 
 def _ragged(x: Any) -> tuple[Tensor, Tensor]:
@@ -521,15 +601,29 @@ def _check_sink(q: Tensor, sink: Any) -> None:
         )
 
 
-def _check_offset(call: str, offset: Any, size: Size) -> None:
-    wanted = f"`q_offset` must be an int from 0 to 2**31 - 1 or an integer tensor [B] = [{size.batch}] on {size.device}"
+def _check_offset(call: str, offset: Any, batch: int, device: torch.device) -> None:
+    wanted = f"`q_offset` must be an int from 0 to 2**31 - 1 or an integer tensor [B] = [{batch}] on {device}"
     if isinstance(offset, Tensor):
-        if offset.dtype not in _INTS or offset.shape != (size.batch,) or offset.device != size.device:
+        if offset.dtype not in _INTS or offset.shape != (batch,) or offset.device != device:
             _fail(f"{wanted}, got {_kind(offset)}.", call=call)
     elif isinstance(offset, bool) or not isinstance(offset, int):
         _fail(f"{wanted}, got {offset!r}.", TypeError, call)
     elif not 0 <= offset < 2**31:
         _fail(f"{wanted}, got {offset}.", call=call)
+
+
+def _offsets(call: str, name: str, given: Any, device: torch.device) -> Tensor:
+    """Offsets as a tensor; what they hold is checked where they are used."""
+    try:
+        made = given if isinstance(given, Tensor) else torch.tensor(given, device=device)
+    except (TypeError, ValueError, RuntimeError):
+        made = None
+    if made is None or made.dtype not in _INTS or made.ndim != 1 or len(made) < 2 or made.device != device:
+        got = _kind(given) if isinstance(given, Tensor) else repr(given)
+        _fail(
+            f"`{name}` must be int[N + 1] on {device}, where N sequences start and the last ends, got {got}.", call=call
+        )
+    return made
 
 
 def _check_block_mask(block_mask: Any, size: Size) -> None:
@@ -601,5 +695,5 @@ def _mask_and_size(
         device = torch.device("cuda", torch.cuda.current_device())
     implied = made.batch_size() or (len(q_offset) if isinstance(q_offset, Tensor) and q_offset.ndim else None)
     size = Size(batch or implied or 1, heads or 1, q_len, kv_len, device)
-    _check_offset(call, q_offset, size)
+    _check_offset(call, q_offset, size.batch, size.device)
     return made, size, tuple(n for n, given in (("batch", batch or implied), ("heads", heads)) if given is None)

@@ -188,7 +188,9 @@ def _refuses_fa4(call: Call) -> str | None:
     if torch._C._are_functorch_transforms_active():
         return "it does not run inside transforms of torch.func"
     if dense.sequences is not None and call.sequences is None:
-        return "the documents are not laid end to end with rising numbers"
+        return (
+            "the documents are not laid end to end with rising numbers, or the ends of queries and keys are not aligned"
+        )
     return None
 
 

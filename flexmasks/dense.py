@@ -107,13 +107,23 @@ def _both(bands: list[Band]) -> Band | None:
     return Band(min(lefts, default=None), min(rights, default=None), packed[0] if packed else None)
 
 
-def in_sequences(band: Band | None, size: Size, q: Tensor, kv: Tensor | None = None) -> Band | None:
-    """The band inside sequences that are laid end to end in each batch element: q, kv int[N + 1], from 0."""
-    if band is None or band.sequences is not None or (kv is not None and (band.left, band.right) != (None, None)):
-        return None  # with keys of other lengths kernels count from the sequences' ends
+def in_sequences(
+    band: Band | None, size: Size, q: Tensor, kv: Tensor | None = None, q_start: int | Tensor = 0
+) -> Band | None:
+    """The band inside sequences that are laid end to end in each batch element: q, kv int[N + 1], from 0.
+
+    q_start: the position of each sequence's first query; its first key is at 0.
+    """
+    if band is None or band.sequences is not None:
+        return None
+    bounded = (band.left, band.right) != (None, None)
 
     def laid() -> Sequences | None:
-        places = [x.tolist() for x in (q, q if kv is None else kv)]
+        kv_starts = q if kv is None else kv
+        many = q.diff()
+        if bounded and not bool(((kv_starts.diff() - many == q_start) | (many == 0)).all()):
+            return None  # kernels count from the ends of a sequence's queries and keys
+        places = [x.tolist() for x in (q, kv_starts)]
         lengths = size.q_len, size.kv_len
         for starts, length in zip(places, lengths, strict=True):
             whole = size.batch == 1 or starts[-1] == length

@@ -18,6 +18,7 @@ def packed(
     inner: str | Mask | Score | Callable[..., Tensor],
     offsets: Tensor | Sequence[int],
     kv_offsets: Tensor | Sequence[int] | None = None,
+    q_start: int | Tensor | Sequence[int] = 0,
 ) -> Any:
     """The same mask (or Score) inside each of several sequences that are laid end to end; they do not see each other.
 
@@ -27,6 +28,9 @@ def packed(
         offsets: int[N + 1], where each of N sequences starts and the last ends (cu_seqlens of varlen attention);
             any total length. Tokens past the end are padding.
         kv_offsets: the same for the keys, where they are packed otherwise.
+        q_start: the position of the first query of each sequence, int >= 0 or int[N], as `q_offset` is for a whole
+            call; the first key is at 0. `kv_offsets.diff() - offsets.diff()` puts each last query at its last key,
+            as FlashAttention's varlen attention does.
 
     Returns:
         A Mask, or a Score where `inner` is one.
@@ -38,10 +42,14 @@ def packed(
                 [0, 1, 0],
                 [0, 1, 1]], dtype=torch.int32)
     """
-    more = {} if kv_offsets is None else {"kv_offsets": kv_offsets}
+    places: dict[str, Any] = {"offsets": offsets}
+    if kv_offsets is not None:
+        places["kv_offsets"] = kv_offsets
+    if type(q_start) is not int or q_start != 0:
+        places["q_start"] = q_start
     if isinstance(inner, Score):
-        return get_score("packed", inner=inner, offsets=offsets, **more)
-    return get_mask("packed", inner=get_mask(inner), offsets=offsets, **more)
+        return get_score("packed", inner=inner, **places)
+    return get_mask("packed", inner=get_mask(inner), **places)
 
 
 def sequences(
@@ -50,6 +58,7 @@ def sequences(
     inner: Any,
     offsets: Annotated[Tensor, "int[N] in 0..S"],
     kv_offsets: Annotated[Tensor | None, "int[M] in 0..S"] = None,
+    q_start: Annotated[int | Tensor, "int in 0.. | int[L] in 0.."] = 0,
 ) -> dict[str, Any]:
     """Prepare a packed mask or score: the sequence of each query and key, and its position there.
 
@@ -60,6 +69,7 @@ def sequences(
     elif len(kv_offsets) != len(offsets):
         raise ValueError(f"`offsets` has {len(offsets) - 1} sequences, `kv_offsets` has {len(kv_offsets) - 1}.")
     q_sequence, q_position = _unpack("offsets", offsets, None if size is None else size.positions_of_q, -1)
+    q_position += q_start[q_sequence] * (q_sequence >= 0) if isinstance(q_start, Tensor) else q_start
     kv_sequence, kv_position = _unpack("kv_offsets", kv_offsets, None if size is None else size.kv_len, -2)
     return {
         "inner": inner,
@@ -70,15 +80,21 @@ def sequences(
     }
 
 
-def inside_sequences(size: Size, *, inner: Any, offsets: Tensor, kv_offsets: Tensor | None) -> Size:
+def inside_sequences(
+    size: Size, *, inner: Any, offsets: Tensor, kv_offsets: Tensor | None, q_start: int | Tensor
+) -> Size:
     """The sizes that a mask or score inside packed sequences sees."""
     if not isinstance(inner, Mask | Score):
         raise ValueError(f"`inner` must be a Mask or a Score, as get_mask or get_score make them, got {inner!r}.")
     if offsets.numel() < 2:
         raise ValueError("`offsets` needs two values at least: 0 and the total length.")
-    longest = int(offsets.diff().max())
+    lengths = offsets.diff()
+    if isinstance(q_start, Tensor) and len(q_start) != len(lengths):
+        raise ValueError(f"`q_start` has {len(q_start)} values, `offsets` has {len(lengths)} sequences.")
+    longest = int(lengths.max())
     kv_longest = longest if kv_offsets is None else int(kv_offsets.diff().max())
-    return replace(size, batch=len(offsets) - 1, q_len=longest, kv_len=kv_longest, q_offset=0)
+    reach = int((lengths + q_start).max())  # positions that queries reach, the largest of any sequence
+    return replace(size, batch=len(lengths), q_len=longest, kv_len=kv_longest, q_offset=reach - longest)
 
 
 def _unpack(name: str, offsets: Tensor, length: int | None, rest: int) -> tuple[Tensor, Tensor]:

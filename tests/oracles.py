@@ -517,13 +517,18 @@ def _packed(
     mask: tuple[str, dict[str, Any]],
     offsets: list[int],
     kv_offsets: list[int] | None = None,
+    q_start: int | list[int] = 0,
 ) -> bool:
-    """Both of the same sequence i, and the inner mask says so at (i, h, q - offsets[i], kv - kv_offsets[i])."""
+    """Both of the same sequence i, and the inner mask says so at the positions there.
+
+    These are q - offsets[i] + q_start[i] and kv - kv_offsets[i].
+    """
     kv_bounds = offsets if kv_offsets is None else kv_offsets
     count = len(offsets) - 1
     for i in range(count):
         if offsets[i] <= q < offsets[i + 1] and kv_bounds[i] <= kv < kv_bounds[i + 1]:
             name, params = mask
+            start = q_start[i] if isinstance(q_start, list) else q_start
             inner = Case(
                 name,
                 params,
@@ -532,7 +537,7 @@ def _packed(
                 q_len=max(offsets[n + 1] - offsets[n] for n in range(count)),
                 kv_len=max(kv_bounds[n + 1] - kv_bounds[n] for n in range(count)),
             )
-            return MASKS[name](i, h, q - offsets[i], kv - kv_bounds[i], inner, **params)
+            return MASKS[name](i, h, q - offsets[i] + start, kv - kv_bounds[i], inner, **params)
     return False
 
 
@@ -1246,6 +1251,7 @@ def _packed_case(
     kv_lengths: list[int] | None = None,
     dtype: torch.dtype = torch.int64,
     trailing: int = 0,
+    q_start: int | list[int] = 0,
 ) -> Case:
     """A packed case of sequences of these lengths, with `trailing` tokens of no sequence after the last."""
     bounds = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
@@ -1255,6 +1261,8 @@ def _packed_case(
         kv_bounds = [sum(kv_lengths[:i]) for i in range(len(kv_lengths) + 1)]
         params["kv_offsets"] = torch.tensor(kv_bounds, dtype=dtype)
         kv_total = kv_bounds[-1]
+    if q_start != 0:
+        params["q_start"] = torch.tensor(q_start, dtype=dtype) if isinstance(q_start, list) else q_start
     return Case("packed", params, batch=1, q_len=bounds[-1] + trailing, kv_len=kv_total + trailing)
 
 
@@ -1266,6 +1274,12 @@ _PACKED_CASES: list[Case] = [
     _packed_case("causal", {}, [37]),
     _packed_case("causal", {}, [9, 14, 8], [16, 3, 33]),
     _packed_case("causal", {}, [17, 12], trailing=6),
+    # Where the queries of each sequence start: ends aligned, and anywhere.
+    _packed_case("causal", {}, [9, 1, 8, 0], [16, 30, 33, 4], q_start=[7, 29, 25, 4]),
+    _packed_case("causal", {}, [9, 14, 8], [16, 3, 33], dtype=torch.int32, q_start=[0, 20, 5], trailing=3),
+    _packed_case("sliding_window", {"window": 5}, [40, 130, 3], [60, 150, 23], q_start=20),
+    _packed_case("prefix_lm", {"prefix_len": _int64([15, 0, 9])}, [8, 20, 11], [20, 25, 30], q_start=[12, 5, 0]),
+    _packed_case("grouped_tril", {"seq_lens": _int64([10, 0, 31])}, [10, 5, 17], [12, 5, 30], q_start=[2, 0, 14]),
     _packed_case("full", {}, [1, 1, 1, 30, 1]),
     # The second sequence has no keys, the third no queries.
     _packed_case("full", {}, [12, 9, 0, 20], [30, 0, 11, 6], dtype=torch.int32),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import re
 import resource
 import sys
 import weakref
@@ -344,6 +345,112 @@ def test_jagged_cross_attention_with_gradients_and_lse() -> None:
         want, want_lse = attend(x, y, y, None, lambda s, d=distance: s - slopes * d)
         assert torch.allclose(got, want[0])
         assert torch.allclose(got_lse, want_lse[0])
+
+
+# Lengths of each sequence's queries and keys, and where its queries start.
+_VARLEN = {
+    "itself": ((5, 130, 0, 40), None, 0),
+    "other keys": ((5, 130, 0, 40), (30, 0, 7, 200), 0),
+    "ends aligned": ((5, 130, 0, 40, 1), (5, 200, 7, 170, 90), "ends"),
+    "an int": ((60, 9), (100, 80), 25),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("case", _VARLEN)
+def test_varlen(case: str, dtype: torch.dtype, device: str) -> None:
+    """Each sequence for itself in float64; grouped heads, gradients, lse, a score, tokens past the end."""
+    lengths, keys, start = _VARLEN[case]
+    keys = lengths if keys is None else keys
+    rest = 0 if case == "ends aligned" else 3
+    q = torch.randn(sum(lengths) + rest, 4, 32).to(device, dtype).requires_grad_()
+    k, v = (torch.randn(sum(keys) + rest, 2, 32).to(device, dtype).requires_grad_() for _ in range(2))
+    offsets, kv_offsets = (torch.tensor([0, *n], device=device).cumsum(0) for n in (lengths, keys))
+    starts = torch.tensor(keys) - torch.tensor(lengths) if start == "ends" else torch.tensor([start] * len(lengths))
+    upstream, lse_upstream = torch.randn_like(q), torch.randn(4, len(q), device=device)
+    others = [exact(x) for x in (q, k, v)]
+    out, lse = flexmasks.varlen_attention(
+        q, k, v, offsets, None if keys is lengths else kv_offsets, mask="sliding_window", window=60, score="softcap",
+        cap=3.0, q_offset=starts.to(device) if start == "ends" else start, return_lse=True,
+    )  # fmt: skip
+    assert out.shape == q.shape
+    assert lse.shape == (4, len(q))
+    want, want_lse = torch.zeros_like(others[0]), torch.full((4, len(q)), -math.inf, dtype=torch.float64)
+    for i, first in enumerate(starts.tolist()):
+        (a, b), (c, d) = offsets[i : i + 2].tolist(), kv_offsets[i : i + 2].tolist()
+        if a == b or c == d:
+            continue
+        distance = torch.arange(b - a)[:, None] + first - torch.arange(d - c)
+        visible = (distance >= 0) & (distance <= 60)
+        own = [others[0][a:b], others[1][c:d].repeat_interleave(2, 1), others[2][c:d].repeat_interleave(2, 1)]
+        one, one_lse = attend(*(x.transpose(0, 1)[None] for x in own), visible, lambda s: 3 * torch.tanh(s / 3))
+        places = torch.arange(a, b)
+        want = want.index_put((places,), one[0].transpose(0, 1))
+        want_lse = want_lse.index_put((torch.arange(4)[:, None], places), one_lse[0])
+    tolerance = 1e-9 if dtype == torch.float64 else TOLERANCE[dtype]
+    seen = ~want_lse.isinf()
+    assert error(out, want) < tolerance
+    check_lse(lse, want_lse, tolerance)
+    loss = (out * upstream).sum() + (lse * lse_upstream)[seen.to(device)].sum()
+    want_loss = (want * upstream.double().cpu()).sum() + (want_lse * lse_upstream.double().cpu())[seen].sum()
+    expected = torch.autograd.grad(want_loss, others)
+    for got, exactly in zip(torch.autograd.grad(loss, (q, k, v)), expected, strict=True):
+        assert error(got, exactly) < 2 * tolerance
+
+
+def test_varlen_is_attention_with_packed() -> None:
+    q, k, v = torch.randn(3, 90, 4, 32)
+    lens = torch.tensor([20, 50])
+    sinks = torch.randn(4)
+    given: dict[str, Any] = {"sink_logits": sinks, "score": "alibi"}
+    out = flexmasks.varlen_attention(q, k, v, [0, 40, 90], mask="grouped_tril", seq_lens=lens, **given)
+    given["score"] = flexmasks.packed(flexmasks.get_score("alibi"), [0, 40, 90])
+    mask = flexmasks.packed(flexmasks.get_mask("grouped_tril", seq_lens=lens), [0, 40, 90])
+    want = flexmasks.attention(*(x.transpose(0, 1)[None] for x in (q, k, v)), mask=mask, **given)
+    assert torch.allclose(out, want[0].transpose(0, 1), atol=1e-6)
+    compiled = torch.compile(lambda x: flexmasks.varlen_attention(x, k, v, [0, 40, 90], mask="causal") * 2)
+    assert torch.allclose(compiled(q), flexmasks.varlen_attention(q, k, v, [0, 40, 90], mask="causal") * 2, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"q": torch.zeros(1, 4, 9, 16)}, "`q` must be a tensor [total, H, D], got float32[1, 4, 9, 16] on cpu"),
+        ({"k": None}, "`k` must be a tensor [total, H, D], got NoneType"),
+        ({"offsets": [0.0, 9.0]}, "`offsets` must be int[N + 1] on cpu, where N sequences start and the last ends"),
+        ({"offsets": 9}, "`offsets` must be int[N + 1] on cpu, where N sequences start and the last ends, got 9"),
+        ({"offsets": [0]}, "`offsets` must be int[N + 1]"),
+        ({"offsets": [0, 3, 2, 9]}, "`offsets` must rise from 0 to at most the length 9, got 0, 3, 2, 9"),
+        ({"kv_offsets": [0, 9]}, "`offsets` has 2 sequences, `kv_offsets` has 1"),
+        ({"kv_offsets": "no"}, "`kv_offsets` must be int[N + 1]"),
+        ({"q_offset": torch.zeros(3, dtype=torch.int64)}, "an integer tensor [B] = [2] on cpu, got int64[3]"),
+        ({"q_offset": -1}, "`q_offset` must be an int from 0 to 2**31 - 1"),
+        ({"sink_logits": torch.zeros(3)}, "`sink_logits` must be a floating tensor [H] = [4]"),
+        ({"mask": "grouped_tril", "seq_lens": [1, 2, 3]}, "`seq_lens` must be int[B] in 0..S (here B=2, S=7)"),
+    ],
+)
+def test_varlen_says_what_does_not_fit(given: dict[str, Any], message: str) -> None:
+    x = torch.randn(9, 4, 16)
+    arguments: dict[str, Any] = {"q": x, "k": x, "v": x, "offsets": [0, 2, 9], **given}
+    with pytest.raises((ValueError, TypeError), match=re.escape(message)):
+        flexmasks.varlen_attention(**arguments)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_jagged_queries_that_start_later(device: str) -> None:
+    """Decoding: the last queries of each sequence are those of causal attention over all of it."""
+    whole = [torch.randn(n, 2, 16, dtype=torch.float64, device=device) for n in (40, 7, 130)]
+    many = torch.tensor([1, 7, 30])
+    nested = [torch.nested.nested_tensor(x, layout=torch.jagged).transpose(1, 2) for x in (
+        [x[-n:] for x, n in zip(whole, many.tolist(), strict=True)], whole)]  # fmt: skip
+    out = flexmasks.attention(
+        nested[0], nested[1], nested[1], mask="causal", q_offset=torch.tensor([39, 0, 100], device=device)
+    )
+    for x, got in zip(whole, out.unbind(), strict=True):
+        y = x.transpose(0, 1)[None].cpu()
+        want, _ = attend(y, y, y, torch.ones(len(x), len(x), dtype=torch.bool).tril())
+        assert torch.allclose(got.cpu(), want[0, :, -got.shape[1] :])
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -86,7 +86,7 @@ def _shown_in_sequences(dense: Dense, found: Sequences, total: int, kv_total: in
     lengths = [(b - a, d - c) for a, b, c, d in zip(starts, starts[1:], kv_starts, kv_starts[1:], strict=False)]
     assert found.longest == (max(n for n, _ in lengths), max(n for _, n in lengths))
     for (n, m), start, kv_start in zip(lengths, starts, kv_starts, strict=False):
-        alone = Dense(dense.left, dense.right, 0, (0, m), None)
+        alone = Dense(dense.left, dense.right, m - n, (0, m), None)  # kernels align the ends
         shown[start : start + n, kv_start : kv_start + m] = _shown_by_dense(alone, n, m)
     return shown
 
@@ -134,6 +134,29 @@ def test_packed_masks_as_sequences(data: st.DataObject) -> None:
     assert _check_sequences(flexmasks.packed(inner, offsets), batch, total) == (batch == 1 or sum(lengths) == total)
 
 
+@given(st.data())
+def test_packed_masks_of_other_keys_as_sequences(data: st.DataObject) -> None:
+    """Kernels align the ends of each sequence's queries and keys: where a mask does too, it is theirs."""
+    count = data.draw(st.integers(1, 3))
+    lengths, more = (data.draw(st.lists(st.integers(0, 4), min_size=count, max_size=count)) for _ in range(2))
+    name, window = data.draw(st.sampled_from(["full", "causal", "sliding_window"])), data.draw(st.integers(0, 4))
+    inner = flexmasks.get_mask(name, **({"window": window} if name == "sliding_window" else {}))
+    start = [n + data.draw(st.sampled_from([0, 0, 0, 1])) for n in more]
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    kv_offsets = offsets + torch.tensor([0, *more]).cumsum(0)
+    q_len, kv_len = int(offsets[-1]) or 1, int(kv_offsets[-1]) or 1
+    mask = flexmasks.packed(inner, offsets, kv_offsets, q_start=start)
+    dense = told(mask, _size(1, q_len, kv_len))
+    assert dense is not None
+    assert dense.sequences is not None
+    found = dense.sequences()
+    aligned = all(s == m or n == 0 for s, m, n in zip(start, more, lengths, strict=True))
+    assert (found is not None) == (aligned or name == "full")
+    if found is not None:
+        want = flexmasks.dense_mask(mask, q_len, kv_len)[0, 0]
+        assert torch.equal(_shown_in_sequences(dense, found, q_len, kv_len), want)
+
+
 def test_what_is_no_band() -> None:
     get = flexmasks.get_mask
     ids = torch.zeros(6, dtype=torch.int64)
@@ -143,7 +166,6 @@ def test_what_is_no_band() -> None:
         get("causal") & get("padding", seq_lens=[3]),
         get("document", document_ids=ids) & get("document", document_ids=ids),
         get("sliding_window", window=torch.tensor(3)),
-        flexmasks.packed(get("causal"), [0, 6], [0, 6]),
         flexmasks.packed(get("grouped_tril", seq_lens=[5]), [0, 6]),
         get(lambda b, h, q, kv: q >= kv),
     ):
@@ -205,6 +227,18 @@ _CASES: dict[str, dict[str, Any]] = {
         "mask": flexmasks.packed("full", [0, 5, 100, 290], [0, 150, 150, 380]),
         "batch": 1,
         "kv_len": 400,
+    },
+    "packed, causal to the ends": {
+        "mask": flexmasks.packed("causal", [0, 5, 100, 290], [0, 155, 250, 450], q_start=[150, 0, 10]),
+        "batch": 1,
+        "kv_len": 460,
+    },
+    "packed, windows to the ends": {
+        "mask": flexmasks.packed(
+            flexmasks.get_mask("sliding_window", window=30), [0, 100, 300], [0, 150, 450], q_start=[50, 100]
+        ),
+        "batch": 1,
+        "kv_len": 450,
     },
     "softcap": {"mask": "causal", "score": "softcap", "cap": 3.0},
     "softcap, window": {"mask": "sliding_window", "window": 70, "score": "softcap", "cap": 3.0},

@@ -195,6 +195,8 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         packed([0, 64], kv_offsets=[0, 3, 64]),
         "`offsets` has 1 sequences, `kv_offsets` has 2",
     ),
+    "q_start of other count": (packed([0, 30, 64], q_start=[1]), "`q_start` has 1 values, `offsets` has 2 sequences"),
+    "q_start below 0": (packed([0, 30, 64], q_start=[1, -1]), "`q_start` must be int in 0.. | int[L] in 0.. (here L=2), got values from -1 to 1"),
     "inner a name": (packed([0, 64], "causal"), "`inner` must be a Mask"),
     "inner a score": (packed([0, 64], CHECKERBOARD), "`inner` must be a mask, got checkerboard(), a score"),
     "inner of other batch": (
@@ -324,7 +326,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "dense and jagged": (of(Q, J, J), "`q` is float32[2, 4, 64, 16]"),
     "jagged and None": (of(J, None, J), "`k`"),
     "jagged not transposed": (of(*[jagged(transposed=False)] * 3), "From [B, jagged, H, D] it is `.transpose(1, 2)`"),
-    "jagged q_offset": (of(J, J, J, q_offset=1), "jagged nested tensors take no `q_offset`"),
+    "jagged q_offset": (of(J, J, J, q_offset=torch.tensor([1])), "an integer tensor [B] = [2] on cpu, got int64[1]"),
     "jagged block_mask": (of(J, J, J, block_mask=flexmasks.block_mask("causal", 12)), "take `mask`, not `block_mask`"),
     "jagged k and v": (of(J, J, jagged((6, 6))), "the sequences of k and v have different lengths"),
     "jagged of other count": (of(J, *[jagged((5, 4, 3))] * 2), "q has 2 sequences, k has 3"),

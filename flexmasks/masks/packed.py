@@ -15,9 +15,9 @@ def _example(length: int) -> dict[str, Any]:
     return {"inner": get_mask("causal"), "offsets": [0, length // 8, length // 2, length * 5 // 8, length]}
 
 
-def _dense(size: Size, *, inner: Mask, offsets: Tensor, kv_offsets: Tensor | None) -> Band | None:
-    inside = inside_sequences(size, inner=inner, offsets=offsets, kv_offsets=kv_offsets)
-    return in_sequences(band_of(inner, inside), size, offsets, kv_offsets)
+def _dense(size: Size, *, inner: Mask, **places: Any) -> Band | None:
+    inside = inside_sequences(size, inner=inner, **places)
+    return in_sequences(band_of(inner, inside), size, places["offsets"], places["kv_offsets"], places["q_start"])
 
 
 @register_mask(prepare=sequences, inner_size=inside_sequences, example=_example, dense=_dense)
@@ -39,11 +39,14 @@ def packed(
     offsets: where each sequence starts, and the end of the last (cu_seqlens of varlen attention); tokens past it
         are padding.
     kv_offsets: the same for the keys, where they are packed otherwise; default `offsets`.
+    q_start: the position of the first query of each sequence, for all or for each; default 0, where the first key
+        is. `kv_offsets.diff() - offsets.diff()` aligns their ends.
 
     Source: FlexAttention: jagged sequences, Dong et al., 2024.
     Peers: attention-gym generate_doc_mask_mod(mask_mod, offsets); xformers BlockDiagonalMask and
-        BlockDiagonalCausalMask; FlashAttention varlen cu_seqlens_q, cu_seqlens_k; FlashMask Prefix LM Document Mask
-        is a prefix_lm inside.
+        BlockDiagonalCausalMask (BlockDiagonalCausalFromBottomRightMask by q_start); FlashAttention varlen
+        cu_seqlens_q, cu_seqlens_k, whose causal and windows align the ends; FlashMask Prefix LM Document Mask is a
+        prefix_lm inside.
     """
     sequence = q_sequence[q]
     inside = inner(torch.where(sequence < 0, 0, sequence), h, q_position[q], kv_position[kv])

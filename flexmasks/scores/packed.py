@@ -29,7 +29,7 @@ def packed(
     """Any score change inside each of several sequences that are laid end to end: the mask `packed`'s companion.
 
     inner: the change inside a sequence; its batch index is the number of the sequence, its positions start at 0.
-    offsets, kv_offsets: as in the mask `packed`. Pairs of two sequences get some score: a mask must hide them.
+    offsets, kv_offsets, q_start: as in the mask `packed`. Pairs of two sequences get some score: a mask must hide them.
 
     Source: FlexAttention: jagged sequences, Dong et al., 2024.
     """
