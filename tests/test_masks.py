@@ -137,7 +137,12 @@ BAD = [
     ("band", {"lower": 1.5, "upper": 2}, TypeError, "`lower` must be int"),
     ("chunked", {"chunk": 0}, ValueError, "`chunk` must be int in 1.."),
     ("bigbird", {"length": 60, "block": 4}, ValueError, "length = 60, the call has 64 keys"),
-    ("cross_document", {"q_document_ids": [0] * 63, "kv_document_ids": [0] * 64}, ValueError, "all 64 positions"),
+    (
+        "cross_document",
+        {"q_document_ids": [0] * 63, "kv_document_ids": [0] * 64},
+        ValueError,
+        "each of the 64 pos",
+    ),
     ("shared_prefix", {"document_ids": [2] * 64, "prefix_of": [0, 0]}, ValueError, "has 2 documents, .* up to 2"),
     ("multi_item", {"prefix_len": 65, "item_positions": [0] * 64}, ValueError, "`prefix_len` must be int in 0..S"),
     ("tree", {"parents": [-1, 2, 0]}, ValueError, "before their children, got parent 2 of token 1"),
