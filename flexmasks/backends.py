@@ -91,29 +91,29 @@ class Fused:
     scale: float | None
     nbytes = 0
 
-    def arguments(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
-        k, v = self.dense.cut(k), self.dense.cut(v)
-        grouped = q.shape[1] != k.shape[1]
-        if grouped and not q.is_cuda:  # torch's fused kernel for the CPU has no groups
-            groups = q.shape[1] // k.shape[1]
-            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-            grouped = False
-        return (q, k, v), {"is_causal": self.dense.right is not None, "scale": self.scale, "enable_gqa": grouped}
-
     def is_there(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
-        """Whether torch would take a fused kernel."""
-        return _has_kernel(*self.arguments(q, k, v))
+        """Whether torch would take a fused kernel; asking changes none of its switches, and copies nothing."""
+        k, v = self.dense.cut(k), self.dense.cut(v)
+        if _repeats(q, k):
+            k, v = (x.new_empty(len(x), q.shape[1], *x.shape[2:]) for x in (k, v))
+        return int(torch._fused_sdp_choice(q, k, v, **self._keywords(q, k))) != SDPBackend.MATH.value
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
-        tensors, keywords = self.arguments(q, k, v)
-        if not _has_kernel(tensors, keywords):
+        if not self.is_there(q, k, v):
             raise Unavailable("torch has no fused kernel for this call")
-        return F.scaled_dot_product_attention(*tensors, **keywords), None
+        k, v = self.dense.cut(k), self.dense.cut(v)
+        if _repeats(q, k):
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        return F.scaled_dot_product_attention(q, k, v, **self._keywords(q, k)), None
+
+    def _keywords(self, q: Tensor, k: Tensor) -> dict[str, Any]:
+        grouped = q.shape[1] != k.shape[1]
+        return {"is_causal": self.dense.right is not None, "scale": self.scale, "enable_gqa": grouped}
 
 
-def _has_kernel(tensors: tuple[Tensor, Tensor, Tensor], keywords: dict[str, Any]) -> bool:
-    """Whether scaled_dot_product_attention would take a fused kernel; asking changes none of torch's switches."""
-    return int(torch._fused_sdp_choice(*tensors, **keywords)) != SDPBackend.MATH.value
+def _repeats(q: Tensor, k: Tensor) -> bool:
+    """Whether grouped heads are repeated: torch's fused kernel for the CPU has none."""
+    return q.shape[1] != k.shape[1] and not q.is_cuda
 
 
 Again = Compiled | Fused | Direct

@@ -229,6 +229,15 @@ def pair(value: Any) -> tuple[Any, Any]:
     return value if isinstance(value, tuple) else (value, value)
 
 
+def check_covers_queries(name: str, count: int, size: Size | None, what: str = "a row") -> None:
+    """Raise ValueError where a parameter that must have something for each position of queries has too few."""
+    if size is not None and count < size.positions_of_q:
+        raise ValueError(
+            f"`{name}` must have {what} for each of the {size.positions_of_q} positions of queries (those before "
+            f"q_offset, too), got {count}."
+        )
+
+
 def freeze(value: Any) -> Any:
     """Lists and NumPy values as tuples and Python numbers, so that a mask holds values; tensors stay as they are."""
     if isinstance(value, _NUMPY):

@@ -268,11 +268,12 @@ class Modifier(Readable):
             elif value is not _Absent:
                 bound[name] = value
         function = self.definition.function
-        numbers = {n: v for n, v in bound.items() if heads and isinstance(v, Tensor) and v.ndim == 0}
-        if numbers:
-            by_head = {n: v.expand(max(heads or 0, 2)) for n, v in numbers.items()}
-            return _close_by_head(self.kind, function, {n: v for n, v in bound.items() if n not in numbers}, by_head)
-        return _close(self.kind, function, bound) if bound else function
+        if not bound:
+            return function
+        numbers = {n: bound.pop(n) for n, v in [*bound.items()] if heads and isinstance(v, Tensor) and v.ndim == 0}
+        if heads and numbers:
+            function = _by_head(function, numbers, heads)
+        return _close(self.kind, function, bound)
 
     def _standalone(self, device: torch.device) -> Callable[..., Tensor]:
         """The function for a bare call, kept until a tensor that it was prepared from changes."""
@@ -492,20 +493,15 @@ def _close(kind: str, function: Callable[..., Tensor], params: dict[str, Any]) -
     return score_mod
 
 
-def _close_by_head(
-    kind: str, function: Callable[..., Tensor], params: dict[str, Any], by_head: dict[str, Tensor]
-) -> Callable[..., Tensor]:
-    if kind == "mask":
+def _by_head(function: Callable[..., Tensor], numbers: Mapping[str, Tensor], heads: int) -> Callable[..., Tensor]:
+    """The function of a mask or score with numbers that are read by the head's index, from tensors of all heads."""
+    of_heads = {n: v.expand(max(heads, 2)) for n, v in numbers.items()}
 
-        def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-            return function(b, h, q, kv, **params, **{n: t[h] for n, t in by_head.items()})
+    def read(*args: Tensor, **params: Any) -> Tensor:
+        h = args[-3]
+        return function(*args, **params, **{n: t[h] for n, t in of_heads.items()})
 
-        return mask_mod
-
-    def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        return function(score, b, h, q, kv, **params, **{n: t[h] for n, t in by_head.items()})
-
-    return score_mod
+    return read
 
 
 def _precise(value: Any, dtype: torch.dtype) -> Any:

@@ -436,6 +436,32 @@ def _flashmask(b: int, h: int, q: int, kv: int, size: Case, startend_row_indices
     return not rows[0] <= q < rows[1] and not rows[2] <= q < rows[3]
 
 
+def _slices(
+    b: int,
+    h: int,
+    q: int,
+    kv: int,
+    size: Case,
+    q_ranges: list[list[int]],
+    kv_ranges: list[list[int]],
+    types: list[int] | None = None,
+) -> bool:
+    """In a slice, and there not above the diagonal through the last pair, nor below that through the first."""
+    for n, ((q_start, q_end), (kv_start, kv_end)) in enumerate(zip(q_ranges, kv_ranges, strict=True)):
+        if not (q_start <= q < q_end and kv_start <= kv < kv_end):
+            continue
+        kind = 0 if types is None else types[n]
+        shown = {
+            0: True,
+            1: kv - (kv_end - 1) <= q - (q_end - 1),
+            2: kv - kv_start >= q - q_start,
+            3: q - q_start <= kv - kv_start <= (kv_end - kv_start) - (q_end - q_start) + (q - q_start),
+        }
+        if shown[kind]:
+            return True
+    return False
+
+
 def _key_padding(b: int, h: int, q: int, kv: int, size: Case, attention_mask: Any) -> bool:
     """attention_mask[b][kv] is 1."""
     return attention_mask[b][kv] == 1
@@ -577,6 +603,7 @@ MASKS: dict[str, Callable[..., bool]] = {
     "block_diffusion": _block_diffusion,
     "key_eviction": _key_eviction,
     "flashmask": _flashmask,
+    "slices": _slices,
     "key_padding": _key_padding,
     "dense": _dense,
     "block_sparse": _block_sparse,
@@ -1090,6 +1117,53 @@ _SPAN_CASES: list[Case] = [
         q_len=20,
         kv_len=53,
         q_offset=(33, 4),
+    ),
+    # Of each type one that is wide, high and square.
+    Case(
+        "slices",
+        {
+            "q_ranges": _int64([[0, 5], [5, 7], [7, 12]] * 4) + 13 * torch.arange(4).repeat_interleave(3)[:, None],
+            "kv_ranges": _int64([[0, 2], [3, 8], [20, 25]] * 4),
+            "types": torch.arange(4).repeat_interleave(3),
+        },
+        q_len=53,
+        kv_len=30,
+    ),
+    Case("slices", {"q_ranges": _int32([[0, 9], [9, 40]]), "kv_ranges": _int32([[0, 40], [3, 5]])}),
+    # Slices that touch, overlap, are empty, or have neither queries nor keys.
+    Case(
+        "slices",
+        {
+            "q_ranges": _int64([[4, 30], [0, 20], [10, 40], [10, 10], [3, 9], [0, 40], [12, 31]]),
+            "kv_ranges": _int64([[0, 7], [7, 12], [10, 30], [0, 50], [50, 50], [38, 39], [20, 51]]),
+            "types": _int32([0, 0, 1, 0, 3, 2, 3]),
+        },
+        q_len=40,
+        kv_len=51,
+    ),
+    Case(
+        "slices",
+        {
+            "q_ranges": _random_ints(0, 54, 12, 2).sort(1).values,
+            "kv_ranges": _random_ints(0, 54, 12, 2).sort(1).values,
+            "types": _random_ints(0, 4, 12),
+        },
+        q_len=20,
+        kv_len=53,
+        q_offset=(33, 4),
+    ),
+    Case("slices", {"q_ranges": _int64([[7, 7]]), "kv_ranges": _int64([[0, 9]])}, q_len=20, kv_len=9),
+    Case(
+        "slices",
+        {
+            "q_ranges": _int64([[0, 60], [60, 150], [60, 150]]),
+            "kv_ranges": _int64([[0, 60], [60, 150], [0, 20]]),
+            "types": _int64([1, 1, 0]),
+        },
+        batch=1,
+        heads=1,
+        q_len=150,
+        kv_len=150,
     ),
     Case("key_padding", {"attention_mask": torch.arange(40) >= _int64([[0], [13]])}),
     Case(

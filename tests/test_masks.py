@@ -137,12 +137,27 @@ BAD = [
     ("band", {"lower": 1.5, "upper": 2}, TypeError, "`lower` must be int"),
     ("chunked", {"chunk": 0}, ValueError, "`chunk` must be int in 1.."),
     ("bigbird", {"length": 60, "block": 4}, ValueError, "length = 60, the call has 64 keys"),
-    ("cross_document", {"q_document_ids": [0] * 63, "kv_document_ids": [0] * 64}, ValueError, "all 64 positions"),
+    (
+        "cross_document",
+        {"q_document_ids": [0] * 63, "kv_document_ids": [0] * 64},
+        ValueError,
+        "each of the 64 pos",
+    ),
     ("shared_prefix", {"document_ids": [2] * 64, "prefix_of": [0, 0]}, ValueError, "has 2 documents, .* up to 2"),
     ("multi_item", {"prefix_len": 65, "item_positions": [0] * 64}, ValueError, "`prefix_len` must be int in 0..S"),
     ("tree", {"parents": [-1, 2, 0]}, ValueError, "before their children, got parent 2 of token 1"),
     ("tree", {"parents": [-1, 0], "start": 63}, ValueError, "2 tokens from position 63 on does not fit in 64"),
     ("flashmask", {"startend_row_indices": [[[[1]] * 64]], "causal": False}, ValueError, "2 or 4 indices .* got 1"),
+    ("slices", {"q_ranges": [[0, 9]], "kv_ranges": [[0, 9], [3, 4]]}, ValueError, "`kv_ranges` must be int\\[N, 2\\]"),
+    ("slices", {"q_ranges": [[0, 65]], "kv_ranges": [[0, 9]]}, ValueError, "in 0..S \\(here N=1, S=64\\), .* to 65"),
+    ("slices", {"q_ranges": [[0, 64]], "kv_ranges": [[0, 65]]}, ValueError, "`kv_ranges` must be int"),
+    (
+        "slices",
+        {"q_ranges": [[0, 64], [5, 3]], "kv_ranges": [[0, 1]] * 2},
+        ValueError,
+        "`q_ranges` must not end before they start, got \\[5, 3\\] as number 1",
+    ),
+    ("slices", {"q_ranges": [[0, 4]], "kv_ranges": [[0, 4]], "types": [4]}, ValueError, "`types` must be int\\[N\\]"),
     ("key_padding", {"attention_mask": [[2] * 64]}, ValueError, "`attention_mask` must be bool"),
     ("dense", {"visible": torch.ones(63, 64, dtype=torch.bool)}, ValueError, "64 positions of queries"),
     ("dense", {"visible": torch.ones(64, 64)}, TypeError, "`visible` must be bool"),
@@ -175,6 +190,34 @@ BAD = [
 def test_bad_parameters(name: str, params: dict[str, Any], kind: type[Exception], words: str) -> None:
     with pytest.raises(kind, match=f"^flexmasks mask '{name}': .*{words}"):
         flexmasks.block_mask(name, 64, **params)
+
+
+def test_blocks_of_slices_are_those_of_documents() -> None:
+    """Slices of a query that lie side by side cost no more than one, and leave no block open that is not partial."""
+    ends = torch.tensor([0, 700, 701, 3000, 4096, 6500, 8192])
+    ranges = torch.stack([ends[:-1], ends[1:]], 1)
+    ids = torch.repeat_interleave(torch.arange(6), ends.diff())
+    want = (flexmasks.get_mask("causal") & flexmasks.get_mask("document", document_ids=ids)).blocks(8192)
+    cut = ranges[:, 0] + ranges.diff()[:, 0] // 3  # a causal slice as a full one and two causal ones
+    upper, lower, left = (ranges[:, 0], cut), (cut, ranges[:, 1]), (ranges[:, 0], cut)
+    q_ranges = torch.cat([torch.stack(r, 1) for r in (upper, lower, lower)])
+    kv_ranges = torch.cat([torch.stack(r, 1) for r in (upper, lower, left)])
+    types = torch.tensor([1, 1, 0]).repeat_interleave(6)
+    for mask in (
+        flexmasks.get_mask("slices", q_ranges=ranges, kv_ranges=ranges, types=[1] * 6),
+        flexmasks.get_mask("slices", q_ranges=q_ranges, kv_ranges=kv_ranges, types=types),
+    ):
+        got = mask.blocks(8192)
+        assert (got.partial, got.full, got.undecided) == (want.partial, want.full, want.partial)
+        assert torch.equal(got.block_mask.to_dense(), want.block_mask.to_dense())
+
+
+def test_slices_compile_anew_for_more_runs_only() -> None:
+    q, k, v = torch.randn(3, 1, 2, 64, 16)
+    for kv_ranges in ([[0, 64]] * 2, [[0, 10], [20, 30]], [[0, 10], [10, 30]]):
+        given = {"q_ranges": [[0, 64], [5, 60]], "kv_ranges": kv_ranges, "types": [1, 0]}
+        want, _ = attend(*map(exact, (q, k, v)), flexmasks.dense_mask("slices", 64, **given))
+        assert error(flexmasks.attention(q, k, v, mask="slices", **given), want) < TOLERANCE[q.dtype]
 
 
 def test_the_draw_of_bigbird() -> None:

@@ -3,7 +3,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from flexmasks.params import Size
+from flexmasks.params import Size, check_covers_queries
 from flexmasks.registry import register_mask
 
 
@@ -14,11 +14,7 @@ def _prepare(
         Tensor, "bool[N, KV] | bool[B, H, N, KV] | bool[B, 1, N, KV] | bool[1, H, N, KV] | bool[1, 1, N, KV]"
     ],
 ) -> dict[str, Any]:
-    if size is not None and visible.shape[-2] < size.positions_of_q:
-        raise ValueError(
-            f"`visible` must have a row for each of the {size.positions_of_q} positions of queries (those before "
-            f"q_offset, too), got {visible.shape[-2]}."
-        )
+    check_covers_queries("visible", visible.shape[-2], size)
     return {"visible": visible}
 
 

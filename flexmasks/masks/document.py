@@ -3,7 +3,7 @@ from typing import Annotated, Any
 from torch import Tensor
 
 from flexmasks.dense import Band, in_runs
-from flexmasks.params import Size, at
+from flexmasks.params import Size, at, check_covers_queries
 from flexmasks.registry import register_mask
 
 
@@ -35,11 +35,7 @@ def _prepare(
     q_document_ids: Annotated[Tensor, "int[N] | int[B, N]"],
     kv_document_ids: Annotated[Tensor, "int[KV] | int[B, KV]"],
 ) -> dict[str, Any]:
-    if size is not None and q_document_ids.shape[-1] < size.positions_of_q:
-        raise ValueError(
-            f"`q_document_ids` must name the documents of all {size.positions_of_q} positions of queries, "
-            f"got {q_document_ids.shape[-1]}."
-        )
+    check_covers_queries("q_document_ids", q_document_ids.shape[-1], size, "a document")
     return {"q_document_ids": q_document_ids, "kv_document_ids": kv_document_ids}
 
 

@@ -2,7 +2,7 @@ from typing import Annotated, Any
 
 from torch import Tensor
 
-from flexmasks.params import Size
+from flexmasks.params import Size, check_covers_queries
 from flexmasks.registry import register_score
 
 
@@ -12,11 +12,7 @@ def _prepare(
     table: Annotated[Tensor, "float[H, W]"],
     distances: Annotated[Tensor, "int[N, KV] in 0..W-1 | int[B, N, KV] in 0..W-1"],
 ) -> dict[str, Any]:
-    if size is not None and distances.shape[-2] < size.positions_of_q:
-        raise ValueError(
-            f"`distances` must have a row for each of the {size.positions_of_q} positions of queries, "
-            f"got {distances.shape[-2]}."
-        )
+    check_covers_queries("distances", distances.shape[-2], size)
     return {"table": table, "distances": distances}
 
 

@@ -1,0 +1,89 @@
+import functools
+import operator
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor
+
+from flexmasks.params import Size
+from flexmasks.registry import register_mask
+
+
+def _prepare(
+    size: Size | None,
+    *,
+    q_ranges: Annotated[Tensor, "int[N, 2] in 0..S"],
+    kv_ranges: Annotated[Tensor, "int[N, 2] in 0..KV"],
+    types: Annotated[Tensor | None, "int[N] in 0..3"] = None,
+) -> dict[str, Any]:
+    for name, ranges in (("q_ranges", q_ranges), ("kv_ranges", kv_ranges)):
+        wrong = (ranges[:, 0] > ranges[:, 1]).nonzero()[:, 0].tolist()
+        if wrong:
+            raise ValueError(
+                f"`{name}` must not end before they start, got {ranges[wrong[0]].tolist()} as number {wrong[0]}."
+            )
+    last = int(q_ranges.max()) if q_ranges.numel() else 0
+    length = last if size is None else size.positions_of_q
+    first, end = _runs(*_lines(q_ranges.long(), kv_ranges.long(), types, length), length)
+    return {"first": first, "end": end}
+
+
+def _example(length: int) -> dict[str, Any]:
+    a, b, c = length // 4, length // 2, length * 3 // 4
+    return {
+        "q_ranges": [[0, a], [a, b], [b, length], [b, c], [c, length]],
+        "kv_ranges": [[0, a], [0, b], [0, a // 2], [a, c], [b, length]],
+        "types": [0, 1, 0, 3, 1],
+    }
+
+
+@register_mask(prepare=_prepare, example=_example)
+def slices(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, first: Tensor, end: Tensor) -> Tensor:
+    """Rectangles of queries and keys, each full or cut along diagonals; a pair is visible where one of them shows it.
+
+    q_ranges, kv_ranges: the start and the end of each slice's queries and of its keys, ends exclusive. Slices may share
+        queries, keys and pairs; what is in none is hidden.
+    types: what of each slice is visible, by default all of it. 0, full: all. 1, causal: its last query sees its last
+        key, and each query before it one key less, kv_end - kv >= q_end - q. 2, inverse causal: its first query sees
+        its first key, and each query after it one key less, kv - kv_start >= q - q_start. 3, bi-causal: both, a band.
+    A kernel looks at as many runs of keys as a query sees at most, slices that touch being one run.
+
+    Source: Tao et al., MagiAttention, 2025 (AttnSlice).
+    Peers: MagiAttention flex_flash_attn_func(q_ranges, k_ranges, attn_type_map), of slices that share no pair.
+    """
+    return functools.reduce(operator.or_, [(first[n, q] <= kv) & (kv < end[n, q]) for n in range(len(first))])
+
+
+def _lines(q_ranges: Tensor, kv_ranges: Tensor, types: Tensor | None, length: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The queries below `length` of each slice, with the first key that each sees there and the end of those."""
+    counts = q_ranges.clamp(max=length).diff()[:, 0]
+    of = torch.repeat_interleave(counts)
+    place = torch.arange(len(of), device=of.device) - (counts.cumsum(0) - counts)[of]
+    q = q_ranges[of, 0] + place
+    first, end = kv_ranges[of].unbind(1)
+    if types is not None:
+        first = first + place * (types[of] >= 2)
+        end = end - (q_ranges[of, 1] - 1 - q) * (types[of] % 2)
+    some = first < end
+    return q[some], first[some], end[some]
+
+
+def _runs(q: Tensor, first: Tensor, end: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """Runs of keys as two tables [runs, length] of where each query's runs start and end, those that meet as one.
+
+    Where a query has fewer runs than another, the rest start behind all keys and end at 0: in a block of queries they
+    move neither the least start nor the greatest end.
+    """
+    behind = int(end.max()) + 1 if len(end) else 1
+    q, first, end = (x[torch.argsort(q * behind + first)] for x in (q, first, end))
+    reached = torch.cummax(q * behind + end, 0).values - q * behind  # by this run of the query or one before
+    starts = torch.ones_like(q, dtype=torch.bool)
+    starts[1:] = (q[1:] != q[:-1]) | (first[1:] > reached[:-1])
+    ends = torch.ones_like(starts)
+    ends[:-1] = starts[1:]
+    q, first, end = q[starts], first[starts], reached[ends]
+    number = torch.arange(len(q), device=q.device) - torch.searchsorted(q, q)
+    runs = max(1, int(number.max()) + 1) if len(q) else 1
+    firsts, all_ends = q.new_full((runs, length), behind), q.new_zeros((runs, length))
+    firsts[number, q], all_ends[number, q] = first, end
+    return firsts, all_ends
