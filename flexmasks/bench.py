@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import difflib
 import functools
 import gc
 import json
@@ -23,7 +24,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from flexmasks.attention import block_mask
 from flexmasks.cache import clear_caches
 from flexmasks.console import device_name, progress, synchronize
-from flexmasks.registry import get_mask
+from flexmasks.registry import get_mask, list_masks
 from flexmasks.values import Mask
 
 LENGTHS = {"cuda": (4096, 8192, 65536, 262144, 1048576), "cpu": (4096, 16384, 65536, 262144)}
@@ -80,14 +81,33 @@ def chosen(device: str | None) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if at.type == "cuda" else at
 
 
+def known_names(masks: Iterable[str], others: Iterable[str]) -> None:
+    """ValueError for a name that is neither a registered mask's nor one of the others."""
+    others = list(others)
+    registered = {m.name for m in list_masks()}
+    for name in masks:
+        if name not in registered and name not in others:
+            near = difflib.get_close_matches(name, [*registered, *others], n=3, cutoff=0.5)
+            hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "`python -m flexmasks list` names them."
+            raise ValueError(f"flexmasks bench: no mask {name!r} to measure; {hint}")
+
+
 def measure(results: dict[str, Any], steps: Mapping[str, Callable[[], list[dict[str, Any]]]], file: str | None) -> None:
-    """Add the rows of each step, by its description, to results["rows"], and write these to the file as they come."""
+    """Add the rows of each step, by its description, to results["rows"], and write these to the file as they come.
+
+    A step that raises is named in results["failed"] and on stderr, with what it raised, and the others go on.
+    """
     for n, (what, rows) in enumerate(steps.items()):
         progress(f"{n + 1} of {len(steps)}: {what}")
-        results["rows"] += rows()
+        try:
+            results["rows"] += rows()
+        except Exception as error:  # of a mask of the user's, or of what memory there is
+            results.setdefault("failed", {})[what] = f"{type(error).__name__}: {error}"[:2000]
         if file is not None:  # what is measured stays, whatever happens next
             Path(file).write_text(json.dumps(results, indent=1) + "\n")
     progress("")
+    for what, reason in results.get("failed", {}).items():
+        print(f"{what} failed: {reason.splitlines()[0]}", file=sys.stderr)
 
 
 @contextmanager

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Annotated, Any
 
 import pytest
 import torch
 from helpers import DEVICES
+from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
-from flexmasks import bench
+import flexmasks
+from flexmasks import bench, bench_attention
 from flexmasks.__main__ import main
 
 
@@ -64,7 +67,63 @@ def test_figures_of_attention_are_written(tmp_path: Path, capsys: pytest.Capture
         assert row["forward_ms"] > 0
         assert row["case"] in printed
     assert main(["bench", "attention", "--masks", "causl"]) == 2
-    assert "no case 'causl'" in capsys.readouterr().err
+    assert "no mask 'causl' to measure; did you mean 'causal'" in capsys.readouterr().err
+    assert main(["bench", "attention", "--scores", "alib"]) == 2
+    assert "no score is named 'alib'" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_registered_masks_and_scores_are_measured_and_the_failed_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @flexmasks.register_mask(example=lambda length: {"seq_lens": [length, 1]})
+    def of_two(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, seq_lens: Annotated[Tensor, "int[B]"]) -> Tensor:
+        return kv < seq_lens[b]
+
+    file = tmp_path / "attention.json"
+    names = ["--masks", "of_two", "document", "--scores", "temperature"]
+    assert main(["bench", "attention", "--device", "cpu", "--lengths", "128", "--json", str(file), *names]) == 1
+    printed = capsys.readouterr()
+    results = json.loads(file.read_text())
+    assert list(results["failed"]) == ["mask of_two, 128 tokens, head size 64"]
+    assert "mask of_two, 128 tokens, head size 64 failed: ValueError: flexmasks mask 'of_two'" in printed.err
+    assert [(r["kind"], r["case"], r["shape"], r["who"]) for r in results["rows"]] == [
+        *(("mask", "document", "1x4x128x64", who) for who in ("flexmasks", "flex_attention", "SDPA + mask")),
+        # of one head, as its example
+        *(("score", "temperature, causal", "4x1x128x64", who) for who in ("flexmasks", "flex_attention")),
+    ]
+    for row in results["rows"]:
+        assert row["difference"] < 1e-5
+        assert row["forward_ms"] > 0
+    assert results["rows"][0]["example"] == "document(document_ids=int64[128])"
+
+
+def test_all_is_every_registered_mask_and_score(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[str] = []
+    monkeypatch.setattr(bench_attention, "measure", lambda results, todo, file: steps.extend(todo))
+    assert main(["bench", "attention", "--all", "--lengths", "64", "--device", "cpu"]) == 0
+    entries = [("mask", e.name) for e in flexmasks.list_masks()] + [("score", e.name) for e in flexmasks.list_scores()]
+    assert steps == [f"{kind} {name}, 64 tokens, head size 64" for kind, name in entries]
+
+
+def test_the_table_of_all() -> None:
+    def rows(kind: str, case: str, example: str, shape: str, ms: dict[str, float]) -> list[dict[str, Any]]:
+        about = {"kind": kind, "case": case, "example": example, "shape": shape, "dtype": "bfloat16"}
+        about |= {"forward_tflops": 300.0, "backward_tflops": 400.0}
+        return [{**about, "who": who, "forward_ms": n, "backward_ms": 2 * n} for who, n in ms.items()]
+
+    band = rows("mask", "band", "band(lower=-3)", "1x16x64x64", {"flexmasks": 2, "flex_attention": 3, "SDPA + mask": 9})
+    packed = rows("mask", "packed", "packed(inner=a() | b())", "1x16x64x64", {"flexmasks": 2, "SDPA + mask": 4})
+    packed[0]["left_out"] = {"flex_attention": "no kernel"}
+    score = rows("score", "packed, causal", "packed()", "16x1x64x64", {"flexmasks": 1, "flex_attention": 3})
+    results = {"machine": {"device": "H0", "torch": "2.0"}, "rows": band + packed + score}
+    text = bench_attention.registry_markdown(results)
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert "| `band(lower=-3)` | 2 / 4 | 300 / 400 | 1.50 x | 4.50 x |" in lines
+    assert "| `packed(inner=a() \\| b())` | 2 / 4 | 300 / 400 | fails | 2.00 x |" in lines
+    assert "| `packed()`, 16x1x64x64 | 1 / 2 | 300 / 400 | 3.00 x |" in lines
+    assert "1x16x64x64" in lines[0]
+    assert "2.25 times as long in the median, 1.50 to 3.00 times." in lines[0]
 
 
 def test_peak_memory_is_seen() -> None:
