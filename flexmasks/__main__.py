@@ -67,7 +67,9 @@ def main(argv: list[str] | None = None) -> int:
         "--scores", nargs="+", default=[], metavar="NAME", help="of attention: registered scores, under causal"
     )
     bencher.add_argument(
-        "--all", action="store_true", help="of attention: every registered mask and score, each at its example"
+        "--all",
+        action="store_true",
+        help="of blocks and attention: every registered mask, of attention every score, too, each at its example",
     )
     bencher.add_argument(
         "--lengths", nargs="+", type=int, default=[], metavar="N", help="of blocks and attention: numbers of tokens"
@@ -130,9 +132,9 @@ def _bench(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> di
         return bench(arguments.masks, arguments.scores, registry=arguments.all, lengths=arguments.lengths, **where)
     from flexmasks.bench import blocks
 
-    if arguments.scores or arguments.all:
-        parser.error("bench blocks takes no --scores and no --all")
-    return blocks(arguments.lengths, arguments.masks, **where)
+    if arguments.scores:
+        parser.error("bench blocks takes no --scores")
+    return blocks(arguments.lengths, arguments.masks, registry=arguments.all, **where)
 
 
 def _import(modules: list[str]) -> None:

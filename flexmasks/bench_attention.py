@@ -22,7 +22,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from flexmasks.attention import attention, block_mask, dense_mask
 from flexmasks.bench import backward_twice, chosen, known_names, machine, measure
 from flexmasks.console import progress, synchronize
-from flexmasks.examples import SHORT, fitting, on_device
+from flexmasks.examples import at_most, fitting, on_device
 from flexmasks.kernels import separate
 from flexmasks.params import Size
 from flexmasks.registry import definition, get_mask, get_score, list_masks, list_scores
@@ -263,8 +263,7 @@ def _example_rows(
                 failed.append(error)
         raise failed[0]
 
-    shorter = [n for n in SHORT[::-1] if n < length]
-    _, _, (made, shape) = fitting(kind, name, (length, *shorter), case)
+    _, _, (made, shape) = fitting(kind, name, at_most(length), case)
     about = {"kind": kind, "example": repr(made.mask if made.score is None else made.score)}
     return [{**row, **about} for row in _rows(made, shape, dtype, device)]
 

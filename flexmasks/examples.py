@@ -11,7 +11,7 @@ from torch import Tensor
 from flexmasks.registry import definition, get_mask, get_score
 from flexmasks.values import Mask, Modifier, Score
 
-SHORT = (64, 128, 256, 512, 1024)  # lengths to try where a longer one does not fit
+SHORT = (64, 128, 256, 512, 1024)  # lengths to try
 _Found = TypeVar("_Found")
 
 
@@ -22,6 +22,11 @@ def example(kind: str, name: str, length: int) -> Mask | Score:
         raise ValueError(f"register {name!r} with example=lambda length: {{...}}, parameters that show it well.")
     params = found.example(length) if found.example is not None else {}
     return get_mask(name, **params) if kind == "mask" else get_score(name, **params)
+
+
+def at_most(length: int) -> tuple[int, ...]:
+    """That length, and the shorter ones of SHORT, to try where it does not fit."""
+    return length, *(n for n in SHORT[::-1] if n < length)
 
 
 def fitting(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flexmasks import svg
 from flexmasks.attention import attention
-from flexmasks.examples import SHORT, fitting
+from flexmasks.examples import SHORT, at_most, fitting
 from flexmasks.picture import MaskPicture, draw
 from flexmasks.registry import Entry, definition, list_masks, list_scores
 from flexmasks.values import Modifier
@@ -109,7 +109,7 @@ def _card(kind: str, entry: Entry) -> str:
     pictures = ""
     try:
         length, value, small = fitting(kind, entry.name, SHORT, draw)  # pictures pair by pair are of short lengths
-        large = fitting(kind, entry.name, (LENGTH, *SHORT[::-1]), draw)[2] if kind == "mask" else small
+        large = fitting(kind, entry.name, at_most(LENGTH), draw)[2] if kind == "mask" else small
         pictures += large.svg(style=False)
         if isinstance(large, MaskPicture):
             sparsity = f"Sparsity at {large.q_len:,} tokens: <strong>{large.counts.shares[0]:.1%}</strong>"

@@ -81,29 +81,53 @@ def test_registered_masks_and_scores_are_measured_and_the_failed_named(
         return kv < seq_lens[b]
 
     file = tmp_path / "attention.json"
-    names = ["--masks", "of_two", "document", "--scores", "temperature"]
+    names = ["--masks", "of_two", "--scores", "temperature"]
     assert main(["bench", "attention", "--device", "cpu", "--lengths", "128", "--json", str(file), *names]) == 1
     printed = capsys.readouterr()
     results = json.loads(file.read_text())
     assert list(results["failed"]) == ["mask of_two, 128 tokens, head size 64"]
     assert "mask of_two, 128 tokens, head size 64 failed: ValueError: flexmasks mask 'of_two'" in printed.err
     assert [(r["kind"], r["case"], r["shape"], r["who"]) for r in results["rows"]] == [
-        *(("mask", "document", "1x4x128x64", who) for who in ("flexmasks", "flex_attention", "SDPA + mask")),
-        # of one head, as its example
-        *(("score", "temperature, causal", "4x1x128x64", who) for who in ("flexmasks", "flex_attention")),
+        ("score", "temperature, causal", "4x1x128x64", who)  # of one head, as its example
+        for who in ("flexmasks", "flex_attention")
     ]
     for row in results["rows"]:
         assert row["difference"] < 1e-5
         assert row["forward_ms"] > 0
-    assert results["rows"][0]["example"] == "document(document_ids=int64[128])"
+    assert results["rows"][0]["example"] == "temperature(temperatures=float32[1])"
 
 
 def test_all_is_every_registered_mask_and_score(monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[str] = []
-    monkeypatch.setattr(bench_attention, "measure", lambda results, todo, file: steps.extend(todo))
+    for module in (bench, bench_attention):
+        monkeypatch.setattr(module, "measure", lambda results, todo, file: steps.extend(todo))
+    masks, scores = ([e.name for e in found] for found in (flexmasks.list_masks(), flexmasks.list_scores()))
+    assert main(["bench", "blocks", "--all", "--lengths", "64", "--device", "cpu"]) == 0
+    assert steps == [f"{name}, 64 tokens" for name in masks]
+    steps.clear()
     assert main(["bench", "attention", "--all", "--lengths", "64", "--device", "cpu"]) == 0
-    entries = [("mask", e.name) for e in flexmasks.list_masks()] + [("score", e.name) for e in flexmasks.list_scores()]
+    entries = [("mask", name) for name in masks] + [("score", name) for name in scores]
     assert steps == [f"{kind} {name}, 64 tokens, head size 64" for kind, name in entries]
+
+
+def test_a_registered_mask_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "blocks", "--masks", "tree", "causal", "--lengths", "512", "--device", "cpu"]) == 0
+    assert capsys.readouterr().out.count("True") == 2  # equal to torch's
+    with pytest.raises(SystemExit):
+        main(["bench", "blocks", "--scores", "alibi"])
+    assert "bench blocks takes no --scores" in capsys.readouterr().err
+
+
+def test_the_table_of_what_is_looked_at() -> None:
+    rows = [
+        {"mask": name, "length": 640, "ms": ms, "blocks": 25, "undecided": undecided, "partial": partial}
+        for name, ms, undecided, partial in [("a", 1, 2, 2), ("b", 2, 3, 3), ("c", 9, 4, 1)]
+    ]
+    text = bench.undecided_markdown({"machine": {"device": "CPU", "torch": "2.0"}, "rows": rows})
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert "3 registered masks, at their examples and 640 tokens, 2 look at no block but partial ones" in lines[0]
+    assert "2 ms in the median, at most 9 (`c`)" in lines[0]
+    assert lines[-2:] == ["| `c` | 25 | 4 (16.0%) | 1 | 3 |", "| `b` | 25 | 3 (12.0%) | 3 | 0 |"]
 
 
 def test_the_table_of_all() -> None:
