@@ -48,15 +48,32 @@ def main(argv: list[str] | None = None) -> int:
     shower.add_argument("--save", metavar="FILE", help="write the picture there: .svg, .html, .txt, .pdf or .png")
     maker = commands.add_parser("gallery", help="write a page of all masks and scores", parents=[importer])
     maker.add_argument("out", metavar="OUT", help="the file to write, or a folder for index.html")
-    bencher = commands.add_parser("bench", help="measure this machine")
+    bencher = commands.add_parser("bench", help="measure this machine", parents=[importer])
     bencher.add_argument(
         "what",
         choices=["blocks", "softmax", "attention"],
         help="blocks: finding block masks, against create_block_mask; softmax: the masked softmax, against torch; "
         "attention: masks and scores, against flex_attention, SDPA and what else is installed",
     )
-    bencher.add_argument("--masks", nargs="+", metavar="NAME", help="of blocks and attention: only these masks")
-    bencher.add_argument("--lengths", nargs="+", type=int, metavar="N", help="of blocks: numbers of tokens")
+    bencher.add_argument(
+        "--masks",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="of blocks and attention: only these, names of the README's tables or of any registered mask, "
+        "which is measured at its example",
+    )
+    bencher.add_argument(
+        "--scores", nargs="+", default=[], metavar="NAME", help="of attention: registered scores, under causal"
+    )
+    bencher.add_argument(
+        "--all",
+        action="store_true",
+        help="of blocks and attention: every registered mask, of attention every score, too, each at its example",
+    )
+    bencher.add_argument(
+        "--lengths", nargs="+", type=int, default=[], metavar="N", help="of blocks and attention: numbers of tokens"
+    )
     bencher.add_argument("--device", help="cuda or cpu (default: a GPU where there is one)")
     bencher.add_argument("--json", metavar="FILE", help="write the figures there")
     arguments, rest = parser.parse_known_args(argv)
@@ -71,22 +88,10 @@ def main(argv: list[str] | None = None) -> int:
             demo()
         elif arguments.command == "list":
             print(tables(arguments.markdown))
-        elif arguments.command == "bench" and arguments.what == "softmax":
-            from flexmasks.bench_softmax import softmax
-
-            if arguments.masks or arguments.lengths:
-                parser.error("bench softmax takes no --masks and no --lengths")
-            softmax(arguments.device, arguments.json)
-        elif arguments.command == "bench" and arguments.what == "attention":
-            from flexmasks.bench_attention import bench
-
-            if arguments.lengths:
-                parser.error("bench attention takes no --lengths")
-            bench(arguments.masks, arguments.device, arguments.json)
         elif arguments.command == "bench":
-            from flexmasks.bench import blocks
-
-            blocks(arguments.lengths, arguments.masks, arguments.device, arguments.json)
+            if arguments.all and (arguments.masks or arguments.scores):
+                parser.error("--all takes no --masks and no --scores")
+            return 1 if _bench(parser, arguments).get("failed") else 0
         elif arguments.command == "gallery":
             from flexmasks.gallery import gallery
 
@@ -110,6 +115,26 @@ def tables(markdown: bool = False) -> str:
             rows = [(e.signature, *_said(e)) for e in entries]
             found.append(tabulate(rows, headers=[title, *_COLUMNS], maxcolwidths=[30, 50, 30, 40]))
     return "\n\n".join(found)
+
+
+def _bench(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The figures of a benchmark."""
+    where = {"device": arguments.device, "file": arguments.json}
+    if arguments.what == "softmax":
+        from flexmasks.bench_softmax import softmax
+
+        if arguments.masks or arguments.scores or arguments.all or arguments.lengths:
+            parser.error("bench softmax takes no --masks, --scores, --all and --lengths")
+        return softmax(**where)
+    if arguments.what == "attention":
+        from flexmasks.bench_attention import bench
+
+        return bench(arguments.masks, arguments.scores, registry=arguments.all, lengths=arguments.lengths, **where)
+    from flexmasks.bench import blocks
+
+    if arguments.scores:
+        parser.error("bench blocks takes no --scores")
+    return blocks(arguments.lengths, arguments.masks, registry=arguments.all, **where)
 
 
 def _import(modules: list[str]) -> None:

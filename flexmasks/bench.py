@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import difflib
 import functools
 import gc
 import json
@@ -23,10 +24,12 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from flexmasks.attention import block_mask
 from flexmasks.cache import clear_caches
 from flexmasks.console import device_name, progress, synchronize
-from flexmasks.registry import get_mask
-from flexmasks.values import Mask
+from flexmasks.examples import at_most, fitting, on_device
+from flexmasks.registry import get_mask, list_masks
+from flexmasks.values import Mask, Score
 
 LENGTHS = {"cuda": (4096, 8192, 65536, 262144, 1048576), "cpu": (4096, 16384, 65536, 262144)}
+EXAMPLE_LENGTH = 32768
 _COMPARED_ON_CPU = 16384  # eager create_block_mask needs 5 GB there, and four times as much at twice the length
 _RUNS = 9
 _STATUS = Path("/proc/self/status")
@@ -52,24 +55,42 @@ def masks(length: int, device: torch.device) -> dict[str, Mask]:
 
 
 def blocks(
-    lengths: Iterable[int] | None = None,
-    names: Iterable[str] | None = None,
+    lengths: Iterable[int] = (),
+    names: Iterable[str] = (),
+    *,
+    registry: bool = False,
     device: str | None = None,
     file: str | None = None,
 ) -> dict[str, Any]:
-    """Measure, print a table, and write the figures to a JSON file where one is named."""
+    """Measure, print a table, and write the figures to a JSON file where one is named.
+
+    Args:
+        lengths: numbers of tokens; LENGTHS by default, and EXAMPLE_LENGTH of registered examples.
+        names: of `masks`, and of other registered masks, which are measured at their examples.
+        registry: every registered mask at its example, and none of `masks`.
+        device: cuda or cpu; by default a GPU where there is one.
+        file: the JSON file.
+    """
     at = chosen(device)
-    lengths = tuple(lengths or LENGTHS[at.type])
+    lengths = tuple(lengths)
     known = masks(4096, at)
-    names = tuple(names or known)
-    for name in names:
-        if name not in known:
-            raise ValueError(f"flexmasks bench: no mask {name!r}; there are {', '.join(map(repr, known))}.")
+    names = tuple(names)
+    known_names(names, known)
+    if registry:
+        todo = [(m.name, True) for m in list_masks()]
+    else:
+        todo = [(name, name not in known) for name in names or known]
+    steps = {
+        f"{name}, {n} tokens": functools.partial(_row, name, registered, n, at)
+        for name, registered in todo
+        for n in lengths or ((EXAMPLE_LENGTH,) if registered else LENGTHS[at.type])
+    }
     results: dict[str, Any] = {"machine": machine(at), "rows": []}
-    results["first_call_ms"] = _milliseconds(lambda: block_mask("causal", max(lengths), device=at), at)
+    longest = max(lengths or ((EXAMPLE_LENGTH,) if all(r for _, r in todo) else LENGTHS[at.type]))
+    results["first_call_tokens"] = longest
+    results["first_call_ms"] = _milliseconds(lambda: block_mask("causal", longest, device=at), at)
     clear_caches()
-    steps = [(name, length) for name in names for length in lengths]
-    measure(results, {f"{name}, {n} tokens": functools.partial(_row, name, n, at) for name, n in steps}, file)
+    measure(results, steps, file)
     print(table(results))
     return results
 
@@ -80,14 +101,33 @@ def chosen(device: str | None) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if at.type == "cuda" else at
 
 
+def known_names(masks: Iterable[str], others: Iterable[str]) -> None:
+    """ValueError for a name that is neither a registered mask's nor one of the others."""
+    others = list(others)
+    registered = {m.name for m in list_masks()}
+    for name in masks:
+        if name not in registered and name not in others:
+            near = difflib.get_close_matches(name, [*registered, *others], n=3, cutoff=0.5)
+            hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "`python -m flexmasks list` names them."
+            raise ValueError(f"flexmasks bench: no mask {name!r} to measure; {hint}")
+
+
 def measure(results: dict[str, Any], steps: Mapping[str, Callable[[], list[dict[str, Any]]]], file: str | None) -> None:
-    """Add the rows of each step, by its description, to results["rows"], and write these to the file as they come."""
+    """Add the rows of each step, by its description, to results["rows"], and write these to the file as they come.
+
+    A step that raises is named in results["failed"] and on stderr, with what it raised, and the others go on.
+    """
     for n, (what, rows) in enumerate(steps.items()):
         progress(f"{n + 1} of {len(steps)}: {what}")
-        results["rows"] += rows()
+        try:
+            results["rows"] += rows()
+        except Exception as error:  # of a mask of the user's, or of what memory there is
+            results.setdefault("failed", {})[what] = f"{type(error).__name__}: {error}"[:2000]
         if file is not None:  # what is measured stays, whatever happens next
             Path(file).write_text(json.dumps(results, indent=1) + "\n")
     progress("")
+    for what, reason in results.get("failed", {}).items():
+        print(f"{what} failed: {reason.splitlines()[0]}", file=sys.stderr)
 
 
 @contextmanager
@@ -104,16 +144,16 @@ def backward_twice() -> Iterator[None]:
 def table(results: dict[str, Any]) -> str:
     """The figures of one run as text."""
     torch_name = "compiled" if results["machine"]["device_type"] == "cuda" else "eager"
-    header = ["mask", "tokens", "ms", "IQR", "again, ms", "peak, MB", "its size, MB", "blocks", "looked at"]
+    header = ["mask", "tokens", "ms", "IQR", "again, ms", "peak, MB", "its size, MB", "blocks", "looked at", "partial"]
     header += [f"torch {torch_name}, ms", "peak, MB", "faster", "equal"]
     rows = []
     for r in results["rows"]:
         row = [r["mask"], r["length"], r["ms"], r["iqr"], r["again_ms"], r["peak_mb"], r["size_mb"]]
-        row += [r["blocks"], r["undecided"]]
+        row += [r["blocks"], r["undecided"], r["partial"]]
         if "torch_ms" in r:
             row += [r["torch_ms"], r["torch_peak_mb"], f"{r['torch_ms'] / r['ms']:.1f} x", r["equal"]]
         rows.append(row)
-    first = f"first call of the process, {max(r['length'] for r in results['rows'])} tokens, causal: "
+    first = f"first call of the process, {results['first_call_tokens']} tokens, causal: "
     about = ", ".join(str(v) for k, v in results["machine"].items() if k != "device_type")
     return f"{about}\n{tabulate(rows, headers=header, floatfmt='.3g')}\n{first}{results['first_call_ms']:.0f} ms"
 
@@ -178,6 +218,34 @@ def markdown(gpu: dict[str, Any], cpu: dict[str, Any]) -> str:
     )
 
 
+def undecided_markdown(results: dict[str, Any]) -> str:
+    """The README's table of what is looked at, of a run of every registered mask: where it is much, or too much."""
+    rows = sorted(results["rows"], key=lambda r: r["partial"] - r["undecided"])
+    exact = sum(r["undecided"] == r["partial"] for r in rows)
+    many = [r for r in rows if r["undecided"] > r["blocks"] / 10 or r["undecided"] > r["partial"]]
+    lengths = sorted({r["length"] for r in rows}, reverse=True)
+    slowest = max(rows, key=lambda r: r["ms"])
+    made = results["machine"]
+    about = (
+        f"Of the {len(rows)} registered masks, at their examples and {', '.join(f'{n:,}' for n in lengths)} tokens, "
+        f"{exact} look at no block but partial ones. On {made['device']}, torch {made['torch']}, that takes "
+        f"{statistics.median(r['ms'] for r in rows):.2g} ms in the median, at most {slowest['ms']:.3g} "
+        f"(`{slowest['mask']}`). Those that look at other blocks, or at more than a tenth of all:"
+    )
+    table = [
+        [
+            f"`{r['mask']}`",
+            f"{r['blocks']:,}",
+            f"{r['undecided']:,} ({r['undecided'] / r['blocks']:.1%})",
+            f"{r['partial']:,}",
+            f"{r['undecided'] - r['partial']:,}",
+        ]
+        for r in many
+    ]
+    header = ["mask", "blocks", "looked at", "of these partial", "not partial"]
+    return f"{about}\n\n{tabulate(table, headers=header, tablefmt='github', disable_numparse=True)}"
+
+
 def machine(device: torch.device) -> dict[str, str]:
     """What a figure depends on."""
     return {
@@ -188,9 +256,18 @@ def machine(device: torch.device) -> dict[str, str]:
     }
 
 
-def _row(name: str, length: int, device: torch.device) -> list[dict[str, Any]]:
-    """The figures of one mask at one length."""
-    mask = masks(length, device)[name]
+def _row(name: str, registered: bool, length: int, device: torch.device) -> list[dict[str, Any]]:
+    """The figures of one mask at one length; of a registered one at a shorter length where its example needs that."""
+    if registered:
+
+        def there(value: Mask | Score, length: int) -> Any:
+            moved = on_device(value, device)
+            moved.blocks(length, device=device)
+            return moved
+
+        length, _, mask = fitting("mask", name, at_most(length), there)
+    else:
+        mask = masks(length, device)[name]
 
     def ours() -> BlockMask:
         return block_mask(mask, length, device=device)
@@ -245,7 +322,10 @@ def _row(name: str, length: int, device: torch.device) -> list[dict[str, Any]]:
         "size_mb": round(sum(t.numel() * t.element_size() for t in _tensors(found.block_mask)) / 1e6, 2),
         "blocks": found.total,
         "undecided": found.undecided,
+        "partial": found.partial,
     }
+    if registered:
+        row["example"] = repr(mask)
     if compile_s is not None:
         row["torch_ms"] = round(statistics.median(times["torch"]), 4)
         row["torch_first_s"] = round(compile_s, 2)

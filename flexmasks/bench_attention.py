@@ -6,8 +6,9 @@ import functools
 import importlib
 import inspect
 import math
+import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,27 +20,30 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
 
 from flexmasks.attention import attention, block_mask, dense_mask
-from flexmasks.bench import backward_twice, chosen, machine, measure
+from flexmasks.bench import backward_twice, chosen, known_names, machine, measure
 from flexmasks.console import progress, synchronize
+from flexmasks.examples import at_most, fitting, on_device
 from flexmasks.kernels import separate
 from flexmasks.params import Size
-from flexmasks.registry import get_mask, get_score
+from flexmasks.registry import definition, get_mask, get_score, list_masks, list_scores
 from flexmasks.timing import interleaved
 from flexmasks.values import Mask, Score
 
 _RUNS = 7
 _Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+_Shape = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A mask and a score over q, k, v [batch, heads, length, size]."""
+    """A mask and a score over q, k, v [batch, heads, length, size], and who else computes the same."""
 
     name: str
     mask: Mask
     score: Score | None = None
     # Those of FlashAttention 4's own keyword arguments that say the same, if any do.
     fa4: dict[str, Any] | None = None
+    is_causal: bool | None = None  # SDPA's argument, where it says the same
     batch: int | None = None
     length: int | None = None
     lengths: Tensor | None = field(default=None, repr=False)  # of documents laid end to end
@@ -60,8 +64,8 @@ def cases(batch: int, heads: int, length: int, device: torch.device) -> list[Cas
     documents = torch.cat([documents, (total - documents.sum())[None]]) if documents.sum() < total else documents
     ids = torch.arange(len(documents)).repeat_interleave(documents).to(device)
     return [
-        Case("full", get_mask("full"), fa4={}),
-        Case("causal", causal, fa4={"causal": True}),
+        Case("full", get_mask("full"), fa4={}, is_causal=False),
+        Case("causal", causal, fa4={"causal": True}, is_causal=True),
         Case(
             "sliding_window",
             get_mask("sliding_window", window=window),
@@ -86,28 +90,52 @@ def cases(batch: int, heads: int, length: int, device: torch.device) -> list[Cas
 
 
 def bench(
-    names: Iterable[str] | None = None,
+    masks: Sequence[str] = (),
+    scores: Sequence[str] = (),
+    *,
+    registry: bool = False,
+    lengths: Sequence[int] = (),
+    sizes: Iterable[int] = (),
     device: str | None = None,
     file: str | None = None,
-    sizes: Iterable[int] | None = None,
 ) -> dict[str, Any]:
-    """Measure, print a table, and write the figures to a JSON file where one is named."""
+    """Measure, print a table, and write the figures to a JSON file where one is named.
+
+    Args:
+        masks: names of the comparisons of `cases`, and of other registered masks. Without any names, all of `cases`.
+        scores: names of registered scores, which are measured under causal.
+        registry: every registered mask and score at its example, and none of `cases`.
+        lengths, sizes: numbers of tokens and head sizes, where not the usual ones of the device.
+    """
     at = chosen(device)
     large = at.type == "cuda"
-    batch, heads, length = (16, 16, 8192) if large else (1, 8, 4096)
     dtype = torch.bfloat16 if large else torch.float32
-    known = cases(batch, heads, length, at)
-    wanted = list(names or [c.name for c in known if large or c.lengths is None])
-    for name in wanted:
-        if name not in [c.name for c in known]:
-            there = ", ".join(repr(c.name) for c in known)
-            raise ValueError(f"flexmasks bench: no case {name!r}; there are {there}.")
+    batch, heads, usual = (16, 16, 8192) if large else (1, 8, 4096)
+    known = cases(batch, heads, usual, at)
+    known_names(masks, [c.name for c in known])
+    for score in scores:
+        definition("score", score)
+    names: list[str] = []
+    examples: list[tuple[str, str]] = []
+    if registry:
+        examples = [("mask", m.name) for m in list_masks()] + [("score", s.name) for s in list_scores()]
+    elif masks or scores:
+        names = [c.name for c in known if c.name in masks]
+        examples = [("mask", m) for m in masks if m not in names] + [("score", s) for s in scores]
+    else:
+        names = [c.name for c in known if large or c.lengths is None]
+    steps: dict[str, Callable[[], list[dict[str, Any]]]] = {}
+    for size in sizes or ((64, 128) if large and names else (64,)):
+        for length in lengths or (usual,):
+            for case in cases(batch, heads, length, at) if names else ():
+                if case.name in names:
+                    shape = (case.batch or batch, heads, case.length or length, size)
+                    steps[f"{case.name}, {list(shape)}"] = functools.partial(_rows, case, shape, dtype, at)
+        for length in lengths or ((8192,) if large else (2048,)):
+            for kind, name in examples:
+                call = functools.partial(_example_rows, kind, name, 16 if large else 4, length, size, dtype, at)
+                steps[f"{kind} {name}, {length} tokens, head size {size}"] = call
     results: dict[str, Any] = {"machine": machine(at), "rows": []}
-    todo = [(size, case) for size in sizes or ((64, 128) if large else (64,)) for case in known if case.name in wanted]
-    steps = {}
-    for size, case in todo:
-        shape = (case.batch or batch, heads, case.length or length, size)
-        steps[f"{case.name}, head size {size}"] = functools.partial(_rows, case, shape, dtype, at)
     with backward_twice():
         measure(results, steps, file)
     print(table(results))
@@ -170,6 +198,41 @@ def markdown(results: dict[str, Any]) -> str:
     return f"{about}\n\n{tabulate(table, headers=header, tablefmt='github')}"
 
 
+def registry_markdown(results: dict[str, Any]) -> str:
+    """The README's tables of every registered mask and score, of a run on a GPU."""
+    found: dict[str, dict[str, dict[str, dict[str, Any]]]] = {"mask": {}, "score": {}}
+    for r in results["rows"]:
+        found[r["kind"]].setdefault(r["case"], {})[r["who"]] = r
+    usual = statistics.mode(r["shape"] for r in results["rows"])
+    tables, gains = [], []
+    for kind, title in (("mask", "mask"), ("score", "score, causal")):
+        rows = []
+        for case in found[kind].values():
+            ours = case["flexmasks"]
+            name = f"`{ours['example']}`".replace("|", "\\|")
+            row = [name if ours["shape"] == usual else f"{name}, {ours['shape']}", _ms(ours)]
+            row.append(f"{ours['forward_tflops']:.3g} / {ours['backward_tflops']:.3g}")
+            for who in ("flex_attention", "SDPA + mask"):
+                gain = _total(case[who]) / _total(ours) if who in case else None
+                if who == "flex_attention" and gain is not None:
+                    gains.append(gain)
+                row.append("fails" if who in ours.get("left_out", {}) else "" if gain is None else f"{gain:.2f} x")
+            rows.append(row)
+        header = [title, "forward / backward ms", "TFLOP/s", "flex_attention", "SDPA + mask"]
+        if kind == "score":  # which SDPA has none of
+            header, rows = header[:-1], [row[:-1] for row in rows]
+        tables.append(tabulate(rows, headers=header, tablefmt="github", disable_numparse=True))
+    made = results["machine"]
+    about = (
+        f"Every registered mask and score at its example, on one {made['device']}, torch {made['torch']}, "
+        f"{results['rows'][0]['dtype']}, batch x heads x length x D {usual}: medians of interleaved runs, TFLOP/s of "
+        "visible pairs, and how many times as long flex_attention (compiled, its defaults) and SDPA with a dense mask "
+        f"take, forward and backward. flex_attention takes {statistics.median(gains):.2f} times as long in the "
+        f"median, {min(gains):.2f} to {max(gains):.2f} times."
+    )
+    return "\n\n".join([about, *tables])
+
+
 def _ms(row: dict[str, Any]) -> str:
     return f"{row['forward_ms']:.3g} / {row['backward_ms']:.3g}"
 
@@ -178,9 +241,34 @@ def _total(row: dict[str, Any]) -> float:
     return float(row["forward_ms"] + row["backward_ms"])
 
 
-def _rows(
-    case: Case, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device
+def _example_rows(
+    kind: str, name: str, heads: int, length: int, size: int, dtype: torch.dtype, device: torch.device
 ) -> list[dict[str, Any]]:
+    """The figures of a registered mask, or of a score under causal, at its example.
+
+    Of one batch element and all heads, or, where the example is for one head, of as many batch elements.
+    """
+
+    def case(value: Mask | Score, length: int) -> tuple[Case, _Shape]:
+        there = on_device(value, device)
+        mask, score = (there, None) if kind == "mask" else (get_mask("causal"), there)
+        failed: list[Exception] = []
+        for shape in ((1, heads, length, size), (heads, 1, length, size), (1, 1, length, size)):
+            try:
+                mask.blocks(length, batch=shape[0], heads=shape[1], device=device)
+                if score is not None:
+                    score.resolve(Size(*shape[:2], length, length, device))
+                return Case(name if score is None else f"{name}, causal", mask, score), shape
+            except (ValueError, TypeError) as error:
+                failed.append(error)
+        raise failed[0]
+
+    _, _, (made, shape) = fitting(kind, name, at_most(length), case)
+    about = {"kind": kind, "example": repr(made.mask if made.score is None else made.score)}
+    return [{**row, **about} for row in _rows(made, shape, dtype, device)]
+
+
+def _rows(case: Case, shape: _Shape, dtype: torch.dtype, device: torch.device) -> list[dict[str, Any]]:
     """The figures of one case, one row for each implementation."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(shape, dtype=dtype, device=device) for _ in range(3))
@@ -194,6 +282,7 @@ def _rows(
     calls = _implementations(case, shape, device)
     outputs: dict[str, Tensor] = {}
     rows: dict[str, dict[str, Any]] = {}
+    left_out: dict[str, str] = {}
     for who in list(calls):
         try:
             torch._dynamo.reset()
@@ -207,7 +296,8 @@ def _rows(
         except Exception as error:  # of a rival that is not made for this
             if who == "flexmasks":
                 raise
-            progress(f"{who} left out: {str(error).splitlines()[0][:200] if str(error) else type(error).__name__}")
+            left_out[who] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            progress(f"{who} left out: {left_out[who]}")
             del calls[who]
             outputs.pop(who, None)
             continue
@@ -232,6 +322,8 @@ def _rows(
         for who, (ms, spread) in interleaved(timed.get(name, {}), device, _RUNS).items():
             rows[who][f"{name}_ms"], rows[who][f"{name}_iqr"] = float(f"{ms:.5g}"), float(f"{spread:.3g}")
             rows[who][f"{name}_tflops"] = float(f"{products * 2 * size * visible / ms / 1e9:.4g}")
+    if left_out:
+        rows["flexmasks"]["left_out"] = left_out
     return list(rows.values())
 
 
@@ -245,7 +337,7 @@ def _peak(call: _Attend, q: Tensor, k: Tensor, v: Tensor, upstream: Tensor) -> i
     return torch.cuda.max_memory_allocated() - before
 
 
-def _implementations(case: Case, shape: tuple[int, int, int, int], device: torch.device) -> dict[str, _Attend]:
+def _implementations(case: Case, shape: _Shape, device: torch.device) -> dict[str, _Attend]:
     """Ours; compiled flex_attention with its defaults; SDPA; FlashAttention 4 and torch's varlen, called directly."""
     batch, heads, length, _ = shape
     made = block_mask(case.mask, length, batch=batch, heads=heads, device=device)
@@ -261,8 +353,8 @@ def _implementations(case: Case, shape: tuple[int, int, int, int], device: torch
     if case.score is None and case.lengths is None:
         seen = dense_mask(case.mask, length, batch=batch, heads=heads, device=device)
         found["SDPA + mask"] = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
-    if case.name in ("full", "causal"):
-        causal = case.name == "causal"
+    if case.is_causal is not None:
+        causal = case.is_causal
         found["SDPA"] = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=causal)
         if device.type == "cuda":
             for who, backend in (

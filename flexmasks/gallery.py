@@ -15,12 +15,12 @@ from torch import Tensor
 
 from flexmasks import svg
 from flexmasks.attention import attention
-from flexmasks.picture import MaskPicture, Picture, draw
-from flexmasks.registry import Entry, definition, get_mask, get_score, list_masks, list_scores
-from flexmasks.values import Definition, Mask, Modifier, Score
+from flexmasks.examples import SHORT, at_most, fitting
+from flexmasks.picture import MaskPicture, draw
+from flexmasks.registry import Entry, definition, list_masks, list_scores
+from flexmasks.values import Modifier
 
 LENGTH = 8192  # tokens of the masks' pictures, and of the sparsity
-_SHORT = (64, 128, 256, 512, 1024)  # of the code and of pictures pair by pair: the first that the example fits
 _WIDE = 88  # characters of code
 _HEADS = 8
 
@@ -72,7 +72,7 @@ def code(kind: str, name: str) -> str:
         out = flexmasks.attention(q, k, v, mask="sliding_window", window=16)
     """
     found = definition(kind, name)
-    length, value, _ = _example(found, _SHORT)
+    length, value, _ = fitting(kind, name, SHORT, draw)
     lines = ["import torch", "import flexmasks"]
     module = found.function.__module__
     if not found.own and module != "__main__":
@@ -108,8 +108,8 @@ def _card(kind: str, entry: Entry) -> str:
     facts = [f"<p>{_prose(entry.summary)}</p>"] if entry.summary else []
     pictures = ""
     try:
-        length, value, small = _example(found, _SHORT)
-        large = _example(found, (LENGTH, *_SHORT[::-1]))[2] if kind == "mask" else small
+        length, value, small = fitting(kind, entry.name, SHORT, draw)  # pictures pair by pair are of short lengths
+        large = fitting(kind, entry.name, at_most(LENGTH), draw)[2] if kind == "mask" else small
         pictures += large.svg(style=False)
         if isinstance(large, MaskPicture):
             sparsity = f"Sparsity at {large.q_len:,} tokens: <strong>{large.counts.shares[0]:.1%}</strong>"
@@ -137,21 +137,6 @@ def _card(kind: str, entry: Entry) -> str:
 
 def _prose(text: str) -> str:
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
-
-
-def _example(found: Definition, lengths: tuple[int, ...]) -> tuple[int, Mask | Score, Picture]:
-    """The registered example at the first of these lengths that it fits, and its picture there."""
-    if found.example is None and any(p.required for p in found.parameters.values()):
-        raise ValueError(f"register {found.name!r} with example=lambda length: {{...}}, parameters that show it well.")
-    failed: list[Exception] = []
-    for length in lengths:
-        try:
-            params = found.example(length) if found.example is not None else {}
-            value = (get_mask if found.kind == "mask" else get_score)(found.name, **params)
-            return length, value, draw(value, length)
-        except Exception as error:  # what a user's function raises
-            failed.append(error)
-    raise failed[0]
 
 
 def _literal(value: Any) -> str:

@@ -57,7 +57,8 @@ def register_mask(
 
     Args:
         name: the name to register; the function's own by default.
-        example: `example(length)` gives parameters that show the mask well at that length, batch size 1.
+        example: `example(length)` gives parameters that show the mask well at that length, batch size 1: those of its
+            picture and its code in the gallery, and of its row in the benchmarks.
         prepare: `prepare(size, *, parameters)` makes the function's arguments from the user's parameters: it may
             check what a specification cannot say (raising ValueError) and compute tensors once. The mask's
             parameters are then prepare's, and the function takes what prepare returns. `size` is a

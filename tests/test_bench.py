@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Annotated, Any
 
 import pytest
 import torch
 from helpers import DEVICES
+from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
-from flexmasks import bench
+import flexmasks
+from flexmasks import bench, bench_attention
 from flexmasks.__main__ import main
 
 
@@ -64,7 +67,87 @@ def test_figures_of_attention_are_written(tmp_path: Path, capsys: pytest.Capture
         assert row["forward_ms"] > 0
         assert row["case"] in printed
     assert main(["bench", "attention", "--masks", "causl"]) == 2
-    assert "no case 'causl'" in capsys.readouterr().err
+    assert "no mask 'causl' to measure; did you mean 'causal'" in capsys.readouterr().err
+    assert main(["bench", "attention", "--scores", "alib"]) == 2
+    assert "no score is named 'alib'" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_registered_masks_and_scores_are_measured_and_the_failed_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @flexmasks.register_mask(example=lambda length: {"seq_lens": [length, 1]})
+    def of_two(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, seq_lens: Annotated[Tensor, "int[B]"]) -> Tensor:
+        return kv < seq_lens[b]
+
+    file = tmp_path / "attention.json"
+    names = ["--masks", "of_two", "--scores", "temperature"]
+    assert main(["bench", "attention", "--device", "cpu", "--lengths", "128", "--json", str(file), *names]) == 1
+    printed = capsys.readouterr()
+    results = json.loads(file.read_text())
+    assert list(results["failed"]) == ["mask of_two, 128 tokens, head size 64"]
+    assert "mask of_two, 128 tokens, head size 64 failed: ValueError: flexmasks mask 'of_two'" in printed.err
+    assert [(r["kind"], r["case"], r["shape"], r["who"]) for r in results["rows"]] == [
+        ("score", "temperature, causal", "4x1x128x64", who)  # of one head, as its example
+        for who in ("flexmasks", "flex_attention")
+    ]
+    for row in results["rows"]:
+        assert row["difference"] < 1e-5
+        assert row["forward_ms"] > 0
+    assert results["rows"][0]["example"] == "temperature(temperatures=float32[1])"
+
+
+def test_all_is_every_registered_mask_and_score(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[str] = []
+    for module in (bench, bench_attention):
+        monkeypatch.setattr(module, "measure", lambda results, todo, file: steps.extend(todo))
+    masks, scores = ([e.name for e in found] for found in (flexmasks.list_masks(), flexmasks.list_scores()))
+    assert main(["bench", "blocks", "--all", "--lengths", "64", "--device", "cpu"]) == 0
+    assert steps == [f"{name}, 64 tokens" for name in masks]
+    steps.clear()
+    assert main(["bench", "attention", "--all", "--lengths", "64", "--device", "cpu"]) == 0
+    entries = [("mask", name) for name in masks] + [("score", name) for name in scores]
+    assert steps == [f"{kind} {name}, 64 tokens, head size 64" for kind, name in entries]
+
+
+def test_a_registered_mask_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "blocks", "--masks", "tree", "causal", "--lengths", "512", "--device", "cpu"]) == 0
+    assert capsys.readouterr().out.count("True") == 2  # equal to torch's
+    with pytest.raises(SystemExit):
+        main(["bench", "blocks", "--scores", "alibi"])
+    assert "bench blocks takes no --scores" in capsys.readouterr().err
+
+
+def test_the_table_of_what_is_looked_at() -> None:
+    rows = [
+        {"mask": name, "length": 640, "ms": ms, "blocks": 25, "undecided": undecided, "partial": partial}
+        for name, ms, undecided, partial in [("a", 1, 2, 2), ("b", 2, 3, 3), ("c", 9, 4, 1)]
+    ]
+    text = bench.undecided_markdown({"machine": {"device": "CPU", "torch": "2.0"}, "rows": rows})
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert "3 registered masks, at their examples and 640 tokens, 2 look at no block but partial ones" in lines[0]
+    assert "2 ms in the median, at most 9 (`c`)" in lines[0]
+    assert lines[-2:] == ["| `c` | 25 | 4 (16.0%) | 1 | 3 |", "| `b` | 25 | 3 (12.0%) | 3 | 0 |"]
+
+
+def test_the_table_of_all() -> None:
+    def rows(kind: str, case: str, example: str, shape: str, ms: dict[str, float]) -> list[dict[str, Any]]:
+        about = {"kind": kind, "case": case, "example": example, "shape": shape, "dtype": "bfloat16"}
+        about |= {"forward_tflops": 300.0, "backward_tflops": 400.0}
+        return [{**about, "who": who, "forward_ms": n, "backward_ms": 2 * n} for who, n in ms.items()]
+
+    band = rows("mask", "band", "band(lower=-3)", "1x16x64x64", {"flexmasks": 2, "flex_attention": 3, "SDPA + mask": 9})
+    packed = rows("mask", "packed", "packed(inner=a() | b())", "1x16x64x64", {"flexmasks": 2, "SDPA + mask": 4})
+    packed[0]["left_out"] = {"flex_attention": "no kernel"}
+    score = rows("score", "packed, causal", "packed()", "16x1x64x64", {"flexmasks": 1, "flex_attention": 3})
+    results = {"machine": {"device": "H0", "torch": "2.0"}, "rows": band + packed + score}
+    text = bench_attention.registry_markdown(results)
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert "| `band(lower=-3)` | 2 / 4 | 300 / 400 | 1.50 x | 4.50 x |" in lines
+    assert "| `packed(inner=a() \\| b())` | 2 / 4 | 300 / 400 | fails | 2.00 x |" in lines
+    assert "| `packed()`, 16x1x64x64 | 1 / 2 | 300 / 400 | 3.00 x |" in lines
+    assert "1x16x64x64" in lines[0]
+    assert "2.25 times as long in the median, 1.50 to 3.00 times." in lines[0]
 
 
 def test_peak_memory_is_seen() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import html
 import io
+import json
 import re
 import shutil
 import subprocess
@@ -154,13 +155,37 @@ def test_a_mask_of_ones_own_is_listed_shown_and_in_the_gallery(
     assert f"import {own}" in shown
     with contextlib.redirect_stdout(io.StringIO()):
         exec(shown, {})
-    assert main(["list", "--import", own]) == 0
-    assert "every_other" in capsys.readouterr().out
+    for option in ([], ["--markdown"]):
+        assert main(["list", *option, "--import", own]) == 0
+        assert "every_other" in capsys.readouterr().out
     assert main(["show", "every_other", "--length", "8", "--import", own, "--save", str(tmp_path / "own.svg")]) == 0
     assert "█·█·····\n" in capsys.readouterr().out
     assert (tmp_path / "own.svg").read_text().startswith("<svg")
     assert main(["gallery", str(tmp_path), "--import", "no_such_module"]) == 2
     assert "no_such_module" in capsys.readouterr().err
+
+
+def test_a_mask_of_ones_own_is_measured(own: str, tmp_path: Path) -> None:
+    file = tmp_path / "blocks.json"
+    given = ["--device", "cpu", "--import", own, "--json"]
+    names = ["--masks", "broken", "every_other", "without_example"]
+    assert main(["bench", "blocks", *names, "--lengths", "64", *given, str(file)]) == 1
+    blocks = json.loads(file.read_text())
+    assert [(r["mask"], r["example"], r["equal"]) for r in blocks["rows"]] == [
+        ("every_other", "every_other(window=16, dilation=2)", True)
+    ]
+    assert list(blocks["failed"]) == ["broken, 64 tokens", "without_example, 64 tokens"]
+    file = tmp_path / "attention.json"
+    command = ["bench", "attention", "--masks", "every_other", "--lengths", "128", *given, str(file)]
+    done = subprocess.run(
+        [sys.executable, "-m", "flexmasks", *command], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert "every_other" in done.stdout
+    found = {r["who"]: r for r in json.loads(file.read_text())["rows"]}
+    assert set(found) == {"flexmasks", "flex_attention", "SDPA + mask"}
+    assert all(r["difference"] < 1e-5 for r in found.values())
+    assert {r["example"] for r in found.values()} == {"every_other(window=32, dilation=2)"}
 
 
 def test_code_of_parameters_of_all_kinds() -> None:

@@ -125,12 +125,12 @@ def test_dense_kernels_with_gradients(dtype: torch.dtype, causal: bool, device: 
 
 @pytest.mark.parametrize("name", sorted(MASKS))
 def test_blocks_are_decided_by_ranges(name: str) -> None:
-    """At the registered example, few blocks but those at the edges of what is visible are looked at."""
+    """At the registered example, hardly any blocks but partial ones are looked at."""
     length = 8192
     found = flexmasks.get_mask(name, **(definition("mask", name).example or dict)(length)).blocks(length)
     assert found.not_understood == ()
     assert found.undecided is not None
-    assert found.undecided <= 4 * found.partial + 64
+    assert found.undecided <= 1.25 * found.partial + 64
 
 
 BAD = [

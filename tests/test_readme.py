@@ -24,6 +24,10 @@ def measurements() -> str:
     return bench.markdown(*results)
 
 
+def undecided_measurements() -> str:
+    return bench.undecided_markdown(json.loads((ROOT / "recipes/results/undecided.json").read_text()))
+
+
 def softmax_measurements() -> str:
     return bench_softmax.markdown(json.loads((ROOT / "recipes/results/softmax_gpu.json").read_text()))
 
@@ -61,6 +65,7 @@ def test_the_tables_are_those_of_the_registry() -> None:
 def test_the_measurements_are_those_of_the_results() -> None:
     """`python tests/test_readme.py` writes them anew."""
     assert measurements() in README
+    assert undecided_measurements() in README
     assert softmax_measurements() in README
     assert attention_measurements() in README
 
@@ -124,6 +129,8 @@ if __name__ == "__main__":
     measured = "-m flexmasks bench blocks --json FILE` writes -->\n", "<!-- end of the measurements -->"
     text = _between(README, *listed, tables(markdown=True))
     text = _between(text, *measured, measurements())
+    looked_at = "-m flexmasks bench blocks --all --json FILE` writes -->\n", "<!-- end of what is looked at -->"
+    text = _between(text, *looked_at, undecided_measurements())
     of_softmax = "-m flexmasks bench softmax --json FILE` writes -->\n", "<!-- end of the softmax -->"
     of_attention = "-m flexmasks bench attention --json FILE` writes -->\n", "<!-- end of attention -->"
     text = _between(text, *of_attention, attention_measurements())

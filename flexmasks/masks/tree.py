@@ -45,7 +45,8 @@ def tree(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, entry: Tensor, leave: T
         vLLM TreeAttentionBackend; SGLang tree_mask; Medusa medusa_attn_mask (all as dense matrices).
     """
     place = at(entry, b, q)
-    return (at(entry, b, kv) <= place) & (place < at(leave, b, kv))
+    # ancestors have smaller numbers: that follows from the rest, but ranges cannot know, and find many blocks by it
+    return (kv <= q) & (at(entry, b, kv) <= place) & (place < at(leave, b, kv))
 
 
 def _tour(parents: list[int], start: int, length: int) -> tuple[list[int], list[int]]:

@@ -1,5 +1,6 @@
 from typing import Annotated, Any
 
+import torch
 from torch import Tensor
 
 from flexmasks.params import Size, check_covers_queries
@@ -17,10 +18,10 @@ def _prepare(
 
 
 def _example(length: int) -> dict[str, Any]:
-    return {
-        "table": [[-d / 4 for d in range(8)]],
-        "distances": [[min(7, (i ^ j).bit_count()) for j in range(length)] for i in range(length)],
-    }
+    # a graph whose neighbors' numbers differ in one bit, as the corners of a cube
+    bits = ((torch.arange(length)[:, None] >> torch.arange(length.bit_length())) & 1).float()
+    distances = torch.cdist(bits, bits, p=0).clamp(max=7).int()
+    return {"table": [[-d / 4 for d in range(8)]], "distances": distances}
 
 
 @register_score(prepare=_prepare, example=_example)
