@@ -6,10 +6,12 @@ from flexmasks.attention import attention as attention
 from flexmasks.attention import block_mask as block_mask
 from flexmasks.attention import dense_mask as dense_mask
 from flexmasks.attention import explain as explain
+from flexmasks.attention import paged_attention as paged_attention
 from flexmasks.attention import varlen_attention as varlen_attention
 from flexmasks.cache import cache_info as cache_info
 from flexmasks.cache import clear_caches as clear_caches
 from flexmasks.packing import packed as packed
+from flexmasks.paging import paged as paged
 from flexmasks.picture import Picture as Picture
 from flexmasks.picture import draw as draw
 from flexmasks.picture import show as show

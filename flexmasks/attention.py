@@ -20,6 +20,7 @@ from flexmasks.captures import Aliases, Opaque, capture
 from flexmasks.dense import soft_cap
 from flexmasks.explanation import Explanation
 from flexmasks.packing import packed
+from flexmasks.paging import paged
 from flexmasks.params import Size, describe
 from flexmasks.planning import (
     FULL,
@@ -38,7 +39,7 @@ from flexmasks.values import Mask, Score
 
 MaskLike = str | Mask | Callable[..., Tensor]
 ScoreLike = str | Score | Callable[..., Tensor]
-_CALL = "flexmasks.attention"
+_CALL, _PAGED = "flexmasks.attention", "flexmasks.paged_attention"
 _OUTSIDE = f"{_CALL}: a mask cannot be planned inside fullgraph; make block_mask=flexmasks.block_mask(...) outside."
 _LARGEST = torch.finfo(torch.float32).max
 _NUMBERS = frozenset((int, float, bool))
@@ -184,6 +185,117 @@ def _with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
     """Each row's sum of exponentials is that of its lse; with the sink's the output is the smaller by their ratio."""
     logits = sink.to(lse.dtype)[:, None]
     return (out * torch.sigmoid(lse - logits)[..., None]).to(out.dtype), torch.logaddexp(lse, logits)
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    kv_lens: Tensor,
+    *,
+    mask: MaskLike | None = None,
+    score: ScoreLike | Sequence[ScoreLike] | None = None,
+    scale: float | None = None,
+    q_offset: int | Tensor | None = None,
+    sink_logits: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+    **params: Any,
+) -> Any:
+    """Attention to keys and values in a paged KV cache, as vLLM and FlashAttention hold one; nothing of it is copied.
+
+    To mask and score, key j is the j-th of its own sequence, wherever it lies, as if the cache were contiguous.
+    Decoding, prefill in chunks and prefill are the same call with one, some and all queries.
+
+    A step that changes `page_table` or `kv_lens` plans its blocks anew, the other layers of the step find them. Blocks
+    have 128 keys (on a CPU 32 or 64 where the cache is small), and each that holds a page of a sequence is computed
+    for that sequence: pages of a multiple of 128 keys waste nothing; pages of 16 keys that lie apart from each other
+    cost up to eight times as much. A gradient of the caches takes the memory of B of them.
+
+    Args:
+        q: queries, [B, H, Q, D], the last Q of each sequence unless `q_offset` says otherwise.
+        k_cache, v_cache: [n_pages, page_size, Hkv, D], one pool for all; the pages of each must follow each other in
+            memory. Unused slots may hold anything in k_cache, NaN too, but must be finite in v_cache.
+        page_table: int[B, P], the page that holds keys p * page_size and following of batch element b (block_table).
+            Only the first ceil(kv_lens[b] / page_size) of a row are read. Sequences may share pages.
+        kv_lens: int[B], the keys of each sequence, from 0 to P * page_size (cache_seqlens, with those of this call).
+            A sequence without keys gives output 0.
+        mask: as in `attention`: a name, a Mask or a function; "causal" for a language model. By default each query
+            sees all keys of its sequence.
+        score: as in `attention`.
+        q_offset: where the queries start in their sequences, an int >= 0 or an integer tensor [B]; kv_lens - Q by
+            default.
+        scale, sink_logits, return_lse, backend, **params: as in `attention`.
+
+    Returns:
+        The output, [B, H, Q, D] in q's dtype, or (output, lse).
+
+    Raises:
+        ValueError, TypeError: on any input that does not fit, with what to pass.
+
+    Source: Kwon et al., Efficient Memory Management for Large Language Model Serving with PagedAttention, 2023.
+
+    Example:
+        >>> import torch, flexmasks
+        >>> q, (k_cache, v_cache) = torch.randn(2, 4, 1, 64), torch.randn(2, 8, 16, 2, 64)  # 8 pages of 16 keys
+        >>> page_table, kv_lens = torch.tensor([[3, 0, 6], [5, -1, -1]]), torch.tensor([40, 7])
+        >>> flexmasks.paged_attention(q, k_cache, v_cache, page_table, kv_lens, mask="causal").shape
+        torch.Size([2, 4, 1, 64])
+    """
+    more = {"scale": scale, "sink_logits": sink_logits, "return_lse": return_lse, "backend": backend}
+    run = _paged_outside if torch.compiler.is_compiling() else _paged
+    return run(q, k_cache, v_cache, page_table, kv_lens, mask, score, params, q_offset, more)
+
+
+def _paged(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    kv_lens: Tensor,
+    mask: Any,
+    score: Any,
+    params: Mapping[str, Any],
+    q_offset: int | Tensor | None,
+    more: dict[str, Any],
+) -> Any:
+    _check_cache(q, k_cache, v_cache, page_table, kv_lens)
+    places = page_table, kv_lens, k_cache.shape[1]
+    made, change = from_arguments(mask, score, params)
+    k, v = (_pool(x, q.shape[0]) for x in (k_cache, v_cache))
+    mask = paged(FULL if made is None else made, *places)
+    score = None if change is None else paged(change, *places)
+    offset = _last(kv_lens, q.shape[2]) if q_offset is None else q_offset
+    return attention(q, k, v, mask=mask, score=score, q_offset=offset, **more)
+
+
+_paged_outside = torch.compiler.disable(_paged, reason=_OUTSIDE)  # to a user's torch.compile a graph break
+_OFFSETS: Cache[Tensor] = Cache("offsets", max_bytes=1 << 22)
+
+
+def _last(kv_lens: Tensor, q_len: int) -> Tensor:
+    """The offset of the last queries of each sequence: one tensor for the same lengths, so that calls are known."""
+    found = _OFFSETS.get(q_len, [kv_lens])
+    if found is None:
+        short = (kv_lens > 0) & (kv_lens < q_len)  # sequences without keys are idle
+        if bool(short.any()):
+            b = int(short.nonzero()[0])
+            _fail(
+                f"the queries are the last ones of each sequence, but batch element {b} has kv_lens = "
+                f"{int(kv_lens[b])} keys and q has {q_len} queries; pass `q_offset`, where the queries start.",
+                call=_PAGED,
+            )
+        found = (kv_lens.long() - q_len).clamp(min=0)
+        _OFFSETS.put(q_len, [kv_lens], found, ENTRY + found.nbytes)
+    return found
+
+
+def _pool(cache: Tensor, batch: int) -> Tensor:
+    """All slots of a cache as the keys or values [B, Hkv, slots, D] of every batch element: a view."""
+    if torch.is_autocast_enabled(cache.device.type):
+        cache = _autocast(cache, torch.get_autocast_dtype(cache.device.type))
+    return cache.flatten(0, 1).transpose(0, 1).expand(batch, -1, -1, -1)
 
 
 def block_mask(
@@ -580,6 +692,50 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         fail("k and v must have the same length")
     if q.shape[1] % k.shape[1]:
         fail("the number of query heads must be a multiple of the number of key heads")
+
+
+def _check_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, kv_lens: Tensor) -> None:
+    def fail(message: str, kind: type[Exception] = ValueError) -> NoReturn:
+        _fail(f"{message}; got q {_kind(q)}, k_cache {_kind(k_cache)}, v_cache {_kind(v_cache)}.", kind, _PAGED)
+
+    caches = (("k_cache", k_cache), ("v_cache", v_cache))
+    for name, x, dims in (("q", q, "[B, H, Q, D]"), *((n, x, "[n_pages, page_size, Hkv, D]") for n, x in caches)):
+        if not isinstance(x, Tensor):
+            fail(f"`{name}` must be a tensor {dims}", TypeError)
+        if x.layout != torch.strided or x.is_nested or x.ndim != 4:
+            fail(f"`{name}` must be a dense tensor of 4 dimensions, {dims}")
+        if 0 in x.shape:
+            fail(f"`{name}` is empty; every dimension must be at least 1")
+    if k_cache.shape != v_cache.shape:
+        fail("k_cache and v_cache must have one shape")
+    if not q.dtype == k_cache.dtype == v_cache.dtype and not torch.is_autocast_enabled(q.device.type):
+        fail("q, k_cache and v_cache must have one dtype", TypeError)
+    if not q.device == k_cache.device == v_cache.device:
+        fail("q, k_cache and v_cache must be on one device")
+    if q.shape[3] != k_cache.shape[3]:
+        fail("q, k_cache and v_cache must have one head size D")
+    if q.shape[1] % k_cache.shape[2]:
+        fail("the number of query heads must be a multiple of the number of key heads")
+    for name, x in caches:
+        apart = len(x) > 1 and x.shape[1] > 1 and x.stride(0) != x.shape[1] * x.stride(1)
+        if apart or x.stride(3) != 1:
+            _fail(
+                f"the pages of `{name}` must follow each other in memory, and D be its last dimension there, to be "
+                f"taken as they are; its strides are {x.stride()}. Hold k_cache and v_cache as tensors of their own, "
+                "or as one [2, n_pages, page_size, Hkv, D].",
+                call=_PAGED,
+            )
+    for name, t, dims in (
+        ("page_table", page_table, "[B, P]"),
+        ("kv_lens", kv_lens, "[B]"),
+    ):
+        fits = isinstance(t, Tensor) and t.dtype in _INTS and t.ndim == dims.count(",") + 1 and len(t) == len(q)
+        if not fits or t.device != q.device:
+            _fail(
+                f"`{name}` must be an integer tensor {dims} with B = {len(q)} on {q.device}, got {_kind(t)}.",
+                ValueError if isinstance(t, Tensor) else TypeError,
+                _PAGED,
+            )
 
 
 def _check_scale(scale: Any) -> None:

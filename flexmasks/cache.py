@@ -105,14 +105,14 @@ class Cache(Generic[Value]):
 def cache_info() -> dict[str, CacheInfo]:
     """Hits, misses, entries and bytes of each of the library's caches, by name.
 
-    `blocks`, `rows`, `scores` and `calls` (of `attention`; their blocks are mostly those in `blocks`) are measured in
-    bytes. `kernels` (compiled code), `outcomes` (of backends) and `numbers` (values of masks' numbers) are counted
-    instead: an entry is one byte.
+    `blocks`, `rows`, `scores`, `offsets` (of `paged_attention`) and `calls` (of `attention`; their blocks are mostly
+    those in `blocks`) are measured in bytes. `kernels` (compiled code), `outcomes` (of backends) and `numbers` (values
+    of masks' numbers) are counted instead: an entry is one byte.
 
     Example:
         >>> import flexmasks
         >>> sorted(flexmasks.cache_info())
-        ['blocks', 'calls', 'kernels', 'numbers', 'outcomes', 'rows', 'scores']
+        ['blocks', 'calls', 'kernels', 'numbers', 'offsets', 'outcomes', 'rows', 'scores']
     """
     return {name: cache.info() for name, cache in _CACHES.items()}
 

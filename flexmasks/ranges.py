@@ -394,11 +394,12 @@ def evaluate(
             raise GiveUp(f"{type(error).__name__}: {error}") from error
         if isinstance(result, bool) or not isinstance(result, Range | Tensor):
             raise TypeError(f"a mask function must return a boolean tensor, got {result!r}.")
-        if result.dtype is not torch.bool:
+        dtype = result._dtype if isinstance(result, Range) else result.dtype  # a boolean one is torch's, too
+        if dtype is not torch.bool:
             _observe_dtype()
             raise TypeError(
                 "a mask function must return a boolean tensor, "
-                f"got one of {str(result.dtype).removeprefix('torch.')}; compare, as in `q >= kv`."
+                f"got one of {str(dtype).removeprefix('torch.')}; compare, as in `q >= kv`."
             )
         if result.ndim:
             raise GiveUp("a result that is no number")

@@ -78,7 +78,7 @@ class Tiles:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Output in q's dtype and natural log-sum-exp."""
-        keys, values = self._of_pairs(k), self._of_pairs(v)
+        keys, values = self._of_pairs(_once(k)), self._of_pairs(_once(v))
         clean = _clean(values)
         bad = None if clean is values else values.isfinite().logical_not_().to(self._dtype)
         out = torch.zeros_like(q, memory_format=torch.contiguous_format)
@@ -95,9 +95,9 @@ class Tiles:
             total = weights.sum(-1, keepdim=True)
             unseen = total == 0  # not so if NaN
             total.masked_fill_(unseen, 1.0)
-            found = (weights @ clean[tile.pairs, tile.keys]).div_(total)
+            found = (weights @ self._reached(clean, tile)).div_(total)
             if bad is not None:
-                found.masked_fill_(weights.sign() @ bad[tile.pairs, tile.keys] > 0, math.nan)
+                found.masked_fill_(weights.sign() @ self._reached(bad, tile) > 0, math.nan)
             self._put(out, tile, found)
             self._put(lse, tile, total.log2_().add_(peak).div_(_LOG2E).masked_fill_(unseen, -math.inf))
         return out, lse[..., 0]
@@ -137,7 +137,7 @@ class Tiles:
             torch.add(self._taken(shift, tile), changed.detach(), alpha=self._to_base_2, out=weights).exp2_()
             self._clear(weights, tile)
             _accumulate(grad_v[tile.pairs], tile.keys, grad_found.mT, weights)
-            grads = torch.bmm(grad_found, values[tile.pairs, tile.keys].mT, out=self._room(buffers[1], tile))
+            grads = torch.bmm(grad_found, self._reached(values, tile).mT, out=self._room(buffers[1], tile))
             grads.sub_(self._taken(delta, tile)).mul_(weights)
             self._clear(grads, tile)
             if self._score_mod is not None:
@@ -150,15 +150,22 @@ class Tiles:
                 for total, part in zip(grad_learned, of_learned, strict=True):
                     if part is not None:
                         total.add_(part)
-            self._put(grad_q, tile, (grads @ clean_keys[tile.pairs, tile.keys]).mul_(self._scale))
+            self._put(grad_q, tile, (grads @ self._reached(clean_keys, tile)).mul_(self._scale))
             _accumulate(grad_k[tile.pairs], tile.keys, self._taken(clean_q, tile).mT, grads)
         grad_k.mul_(self._scale)
         grad_k, grad_v = (x.mT.reshape(k.shape).to(k.dtype) for x in (grad_k, grad_v))
         return grad_q, grad_k, grad_v, *(x.to(t.dtype) for x, t in zip(grad_learned, learned, strict=True))
 
     def _of_pairs(self, x: Tensor) -> Tensor:
-        """Keys or values as [pairs, keys, size]."""
-        return x.to(self._dtype).reshape(self._batch * self._kv_heads, self._kv_len, -1)
+        """Keys or values as [pairs, keys, size]; pairs of one batch element where all have the same."""
+        return x.to(self._dtype).reshape(len(x) * self._kv_heads, self._kv_len, -1)
+
+    def _reached(self, x: Tensor, tile: _Tile) -> Tensor:
+        """The tile's part of keys or values."""
+        if len(x) == self._batch * self._kv_heads:
+            return x[tile.pairs, tile.keys]
+        heads = slice(tile.heads.start // self._groups, tile.heads.stop // self._groups)
+        return x[heads, tile.keys].repeat(tile.batch.stop - tile.batch.start, 1, 1)
 
     def _taken(self, x: Tensor, tile: _Tile) -> Tensor:
         """The tile's part of [batch, heads, rows, size] as [pairs, rows of all heads of a pair, size]."""
@@ -188,7 +195,7 @@ class Tiles:
 
     def _scores(self, queries: Tensor, keys: Tensor, tile: _Tile, buffer: Tensor) -> Tensor:
         return torch.bmm(
-            queries * (self._scale * self._base), keys[tile.pairs, tile.keys].mT, out=self._room(buffer, tile)
+            queries * (self._scale * self._base), self._reached(keys, tile).mT, out=self._room(buffer, tile)
         )
 
     def _changed(self, score_mod: Callable[..., Tensor], scores: Tensor, tile: _Tile) -> Tensor:
@@ -284,6 +291,11 @@ class Tiles:
         if full.shape[2] > 1:
             partial, full = (x[:, :, q // size - rows.start // size] for x in (partial, full))
         return (inside & partial).logical_or_(full)
+
+
+def _once(x: Tensor) -> Tensor:
+    """Keys or values of one batch element, where all have the same, in the same memory."""
+    return x[:1] if x.stride(0) == 0 else x
 
 
 def _clean(x: Tensor) -> Tensor:

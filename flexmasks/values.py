@@ -134,10 +134,10 @@ class Modifier(Readable):
 
     def implied_size(self, dimension: str) -> int | None:
         """The size (B, H, Q, KV or S, see flexmasks.params) that the parameters' shapes imply, or None."""
-        if self.definition.inner_size is not None and dimension != "H":
-            return None
-        nested = (m.implied_size(dimension) for value in self.params.values() for m in _nested(value))
         own = implied_size(dimension, self.definition.parameters, self.params)
+        if self.definition.inner_size is not None and dimension != "H":
+            return own  # those inside have sizes of their own
+        nested = (m.implied_size(dimension) for value in self.params.values() for m in _nested(value))
         return next((n for n in (own, *nested) if n), None)
 
     def _repr_html_(self) -> str:

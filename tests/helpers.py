@@ -30,7 +30,7 @@ def arguments(case: Case, device: str = "cpu") -> dict[str, Any]:
 
 def _parameters(params: dict[str, Any], device: str) -> dict[str, Any]:
     given = {n: v.to(device) if isinstance(v, Tensor) else v for n, v in params.items()}
-    if "mask" in given:  # of `packed`: a name and its parameters
+    if "mask" in given:  # of `packed` and `paged`: a name and its parameters
         name, inner = given.pop("mask")
         given["inner"] = flexmasks.get_mask(name, **_parameters(inner, device))
     return given

@@ -567,6 +567,26 @@ def _packed(
     return False
 
 
+def _paged(
+    b: int,
+    h: int,
+    q: int,
+    kv: int,
+    size: Case,
+    mask: tuple[str, dict[str, Any]],
+    page_table: list[list[int]],
+    kv_lens: list[int],
+    page_size: int,
+) -> bool:
+    """kv is where the sequence keeps its key n < kv_lens[b], and the inner mask says so at (b, h, q, n)."""
+    for n in range(kv_lens[b]):
+        if kv == page_table[b][n // page_size] * page_size + n % page_size:
+            name, params = mask
+            inner = Case(name, params, size.batch, size.heads, size.q_len, len(page_table[b]) * page_size)
+            return MASKS[name](b, h, q, n, inner, **params)
+    return False
+
+
 MASKS: dict[str, Callable[..., bool]] = {
     "full": _full,
     "causal": _causal,
@@ -580,6 +600,7 @@ MASKS: dict[str, Callable[..., bool]] = {
     "natten": _natten,
     "vision_cross": _vision_cross,
     "packed": _packed,
+    "paged": _paged,
     "band": _band,
     "inverse_causal": _inverse_causal,
     "chunked": _chunked,
@@ -1370,6 +1391,39 @@ _PACKED_CASES: list[Case] = [
     _packed_case("natten", {"height": 4, "width": 5, "kernel": (3, 2), "causal": (False, True)}, [20, 20, 20]),
 ]
 
+
+def _paged_case(
+    name: str,
+    inner: dict[str, Any],
+    page_size: int,
+    page_table: list[list[int]],
+    kv_lens: list[int],
+    q_len: int = 40,
+    n_pages: int = 8,
+    q_offset: int | tuple[int, ...] = 0,
+    make: Callable[[Any], Tensor] = _int64,
+) -> Case:
+    params = {
+        "mask": (name, inner), "page_table": make(page_table), "kv_lens": make(kv_lens), "page_size": page_size,
+    }  # fmt: skip
+    return Case("paged", params, len(kv_lens), 2, q_len, n_pages * page_size, q_offset)
+
+
+_PAGED_CASES: list[Case] = [
+    _paged_case("causal", {}, 5, [[6, 2, 1, 3], [0, 7, 5, 4]], [20, 17], q_len=20),
+    # Past the last page in use the table holds anything.
+    _paged_case("causal", {}, 8, [[3, -1, 99], [5, 0, 2], [-7, -7, -7]], [3, 24, 0], q_offset=(2, 9, 0), make=_int32),
+    # The first two pages are shared, one sequence ends in the second of them.
+    _paged_case("full", {}, 16, [[4, 1, 6], [4, 1, 0], [4, 1, 1]], [41, 48, 20], q_len=7),
+    _paged_case("sliding_window", {"window": 9}, 16, [[7, 3, 0, 4]], [60], q_len=30, q_offset=30),
+    _paged_case("sliding_window", {"window": _int64(40)}, 1, [[9, 4, 0, 1], [2, 3, 5, 8]], [4, 3], n_pages=10),
+    _paged_case("padding", {"seq_lens": _int32([3, 30])}, 12, [[1, 0, 5], [2, 4, 3]], [36, 25], make=_int32),
+    _paged_case("prefix_lm", {"prefix_len": _int64([5, 20])}, 7, [[1, 0, 5], [2, 4, 3]], [21, 9], q_len=21),
+    _paged_case("document", {"document_ids": _random_ints(0, 2, 2, 48)}, 16, [[1, 0, 5], [2, 4, 3]], [44, 48]),
+    _paged_case("causal", {}, 130, [[2, 0], [1, 3]], [250, 131], q_len=3, n_pages=4, q_offset=(247, 128)),
+    _paged_case("local", {"left": 30, "right": 2}, 64, [[5, 1, 0]], [150], q_len=140, n_pages=6, q_offset=4),
+]
+
 MASK_CASES: list[Case] = [
     *_PLAIN_CASES,
     *_LENGTH_CASES,
@@ -1378,6 +1432,7 @@ MASK_CASES: list[Case] = [
     *_CANVAS_CASES,
     *_VISION_CASES,
     *_PACKED_CASES,
+    *_PAGED_CASES,
     *_BAND_CASES,
     *_SPARSE_CASES,
     *_SPAN_CASES,

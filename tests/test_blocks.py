@@ -613,3 +613,13 @@ def test_in_place_changes_of_an_index_stay_inside() -> None:
 
     got = blocks.build(mask, 2, 1, 300, 300, CPU).block_mask(mask)
     check_equal(got, create_block_mask(lambda b, h, q, kv: q + 1 > kv, *got.kv_num_blocks.shape[:2], 300, 300, "cpu"))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_offsets_of_either_dtype_leave_ranges_as_they_are(dtype: torch.dtype) -> None:
+    offset = torch.tensor([0, 500], dtype=dtype)
+    found = flexmasks.get_mask("causal").blocks(1024, 2048, batch=2, q_offset=offset)
+    assert found.not_understood == ()
+    assert found.undecided == found.partial
+    want = create_block_mask(lambda b, h, q, kv: q + offset[b] >= kv, 2, 1, 1024, 2048, "cpu")
+    check_equal(found.block_mask, want)

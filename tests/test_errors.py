@@ -103,6 +103,10 @@ def packed(offsets: Any, inner: Any = CAUSAL, **params: Any) -> Callable[[], Any
     return on("packed", inner=inner, offsets=offsets, **params)
 
 
+def paged(table: Any = ((0, 1), (2, 3)), lens: Any = (32, 17), page_size: Any = 16, inner: Any = CAUSAL) -> Any:
+    return on("paged", inner=inner, page_table=table, kv_lens=lens, page_size=page_size)
+
+
 CASES: dict[str, tuple[Callable[[], Any], str]] = {
     # names and parameters
     "unknown mask": (on("casual"), "no mask is named 'casual'; did you mean 'causal'"),
@@ -203,6 +207,24 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         packed([0, 30, 64], flexmasks.get_mask("grouped_tril", seq_lens=[3, 4, 5])),
         "mask 'grouped_tril': `seq_lens` must be int[B] in 0..S (here B=2, S=34)",
     ),
+    # paged
+    "page_table of other batch": (
+        paged([[0, 1]]),
+        "mask 'paged': `page_table` must be int[B, P] (here B=2), got int64[1, 2]",
+    ),
+    "page_table empty": (paged(torch.zeros(2, 0, dtype=torch.int64), [0, 0]), "`page_table` needs a page"),
+    "page beyond the pool": (
+        paged([[0, 1], [3, 4]]),
+        "`page_table` must have pages 0..3 where it is in use, got 4 for page 1 of batch element 1, which has 17 keys",
+    ),
+    "page negative": (paged([[0, -1], [3, 2]]), "got -1 for page 1 of batch element 0"),
+    "page twice": (paged([[0, 1], [2, 2]]), "`page_table` has a page twice in batch element 1"),
+    "kv_lens negative": (paged(lens=[-1, 3]), "`kv_lens` must be int[B] in 0.. (here B=2), got values from -1 to 3"),
+    "kv_lens beyond the pages": (paged(lens=[33, 3]), "`kv_lens` is at most 2 pages * `page_size` 16 = 32, got 33"),
+    "kv_lens float": (paged(lens=[1.0, 2.0]), "got float32[2]"),
+    "page_size 0": (paged(page_size=0), "`page_size` must be int in 1.., got 0"),
+    "page_size does not divide": (paged(page_size=24), "`page_size` = 24 must divide the 64 keys of the call"),
+    "inner of pages a name": (paged(inner="causal"), "`inner` must be a Mask"),
     # q, k, v
     "rank": (of(Q[0]), "`q` must have 4 dimensions, [B, H, S, D]; got q float32[4, 64, 16] on cpu"),
     "batch": (of(Q[:1]), "one batch size; got q float32[1, 4, 64, 16]"),

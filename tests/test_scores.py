@@ -26,7 +26,8 @@ def _changed(case: Case, params: dict[str, Any]) -> Callable[[Tensor], Tensor]:
 
 def test_every_score_has_an_oracle_and_three_cases() -> None:
     names = {s.name for s in flexmasks.list_scores()}
-    assert names == set(SCORES) | {"packed"}  # packed holds other scores: tested below, sequence by sequence
+    # these hold other scores: tested below and in test_paging, sequence by sequence
+    assert names == set(SCORES) | {"packed", "paged"}
     for name in SCORES:
         assert sum(c.name == name for c in SCORE_CASES) >= 3
 

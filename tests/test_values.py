@@ -39,7 +39,7 @@ def example(kind: str, name: str, length: int = LENGTH) -> Any:
     params = definition.example(length) if definition.example else {}
     if (kind, name) == ("score", "alibi"):
         params = {"slopes": [0.5]}
-    elif (kind, name) == ("score", "packed"):
+    elif kind == "score" and name in ("packed", "paged"):
         params["inner"] = get_score("alibi", slopes=[0.5])
     elif (kind, name) == ("score", "sandwich"):
         params = {"ratios": [0.5], "positions": length}

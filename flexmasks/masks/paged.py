@@ -1,0 +1,46 @@
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexmasks.paging import inside_pages, pages
+from flexmasks.registry import get_mask, register_mask
+
+
+def _example(length: int) -> dict[str, Any]:
+    size = max((n for n in range(1, length // 8 + 1) if length % n == 0), default=1)
+    count = length // size
+    table = [*range(1, count, 2), *range(0, count, 2)]
+    return {"inner": get_mask("causal"), "page_table": [table], "kv_lens": [length * 7 // 8], "page_size": size}
+
+
+@register_mask(prepare=pages, inner_size=inside_pages, example=_example)
+def paged(
+    b: Tensor,
+    h: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    *,
+    inner: Callable[..., Tensor],
+    first_positions: Tensor,
+    kv_lens: Tensor,
+    page_size: int,
+) -> Tensor:
+    """Any mask over keys in pages of one pool that all batch elements share: a paged KV cache.
+
+    inner: the mask inside a sequence; its kv is the position there. There are P * page_size keys.
+    page_table: the page of the pool that holds keys p * page_size and following of a sequence. What is past its last
+        page may be anything; sequences may share pages.
+    kv_lens: how many keys each sequence has; those past it, and in pages that are not its own, are hidden.
+    page_size: keys in a page; the number of keys, of the whole pool, must be a multiple.
+
+    Where pages are smaller than the blocks of the BlockMask, a block is computed for all sequences with a page in it.
+
+    Source: Kwon et al., Efficient Memory Management for Large Language Model Serving with PagedAttention, 2023.
+    Peers: torch PagedAttention.get_mask_mod; vLLM and FlashAttention block_table and cache_seqlens, which
+        `flexmasks.paged_attention` takes as they are.
+    """
+    first = first_positions[b, kv // page_size]
+    position = torch.where(first < 0, 0, first) + kv % page_size
+    return (first >= 0) & (position < kv_lens[b]) & inner(b, h, q, position)

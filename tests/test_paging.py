@@ -1,0 +1,516 @@
+"""A paged KV cache: against keys and values gathered page by page, contiguous ones, and torch's own paged attention."""
+
+from __future__ import annotations
+
+import math
+import resource
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import DEVICES, TOLERANCE, check_lse, error
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from oracles import attend
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
+
+import flexmasks
+from flexmasks import kernels
+
+WHERE = [
+    pytest.param("cpu", "cpu"),
+    pytest.param("cpu", "reference"),
+    pytest.param("cuda", "triton", marks=pytest.mark.gpu),
+    pytest.param("cuda", "auto", marks=pytest.mark.gpu),
+    pytest.param("cuda", "reference", marks=pytest.mark.gpu),
+]
+PAGES = [(16, 6, 1), (64, 3, 4), (128, 2, 70)]  # size, how many a sequence may have, and queries
+
+
+class Paged:
+    """A cache with sequences of these lengths in shuffled pages, some of no sequence; what is unused is poisoned."""
+
+    def __init__(
+        self,
+        lens: list[int],
+        page_size: int,
+        columns: int,
+        kv_heads: int = 2,
+        size: int = 32,
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        n_pages = len(lens) * columns + 3
+        order = torch.randperm(n_pages).tolist()
+        self.k, self.v = torch.randn(2, n_pages, page_size, kv_heads, size).to(dtype).to(device)
+        rows = []
+        self.unused = torch.ones(n_pages, page_size, dtype=torch.bool)
+        for length in lens:
+            own = [order.pop() for _ in range(-(-length // page_size))]
+            for n in range(length):
+                self.unused[own[n // page_size], n % page_size] = False
+            rows.append([*own, *[-1, 10**6, own[0] if own else 0] * columns][:columns])
+        self.table = torch.tensor(rows, dtype=torch.int32, device=device)
+        self.lens = torch.tensor(lens, dtype=torch.int32, device=device)
+        self.unused = self.unused.to(device)
+        self.k[self.unused], self.v[self.unused] = math.nan, torch.finfo(dtype).max / 4
+
+    def sequence(self, cache: Tensor, b: int) -> Tensor:
+        """A batch element's keys or values, [1, Hkv, length, D], page by page."""
+        length, page_size = int(self.lens[b]), cache.shape[1]
+        parts = []
+        for place in range(-(-length // page_size)):
+            page = cache[int(self.table[b, place])]
+            parts.append(page[: length - place * page_size])
+        return torch.cat(parts).transpose(0, 1)[None]
+
+    def expected(
+        self,
+        q: Tensor,
+        visible: Callable[[int, int, int], Tensor],
+        scores: Callable[[Tensor, int, int], Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Output and lse in float64, one batch element at a time; `visible(b, queries, keys)` are booleans."""
+        outs, lses = [], []
+        for b in range(len(q)):
+            own_q, length = q[b : b + 1].detach().double().cpu(), int(self.lens[b])
+            if not length:
+                outs.append(torch.zeros_like(own_q))
+                lses.append(torch.full(own_q.shape[:3], -math.inf, dtype=torch.float64))
+                continue
+            k, v = (self.sequence(x, b).double().cpu() for x in (self.k, self.v))
+            change = None if scores is None else lambda s, b=b, n=length: scores(s, b, n)  # type: ignore[misc]
+            out, lse = attend(own_q, k, v, visible(b, q.shape[2], length), change)
+            outs.append(out)
+            lses.append(lse)
+        return torch.cat(outs), torch.cat(lses)
+
+    def attention(self, q: Tensor, **arguments: Any) -> Any:
+        return flexmasks.paged_attention(q, self.k, self.v, self.table, self.lens, **arguments)
+
+
+def last(b: int, queries: int, keys: int) -> Tensor:
+    """Causal, the queries being the last ones."""
+    return torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+
+
+def everything(b: int, queries: int, keys: int) -> Tensor:
+    return torch.ones(queries, keys, dtype=torch.bool)
+
+
+# --- against what is gathered page by page ---
+
+
+@pytest.mark.parametrize(("device", "backend"), WHERE)
+@pytest.mark.parametrize(("page_size", "columns", "queries"), PAGES)
+def test_the_last_queries(page_size: int, columns: int, queries: int, device: str, backend: str) -> None:
+    """Grouped heads; a sequence without keys, one that ends with a page, one that ends inside of one."""
+    cache = Paged([page_size * columns - 5, 0, 71, page_size * (columns - 1)], page_size, columns, device=device)
+    q = torch.randn(4, 6, queries, 32, device=device)
+    with torch.no_grad():
+        out = cache.attention(q, mask="causal", backend=backend)
+        assert error(out, cache.expected(q, last)[0]) < TOLERANCE[torch.float32]
+        assert torch.all(out[1] == 0)
+        out = cache.attention(q, backend=backend)
+    assert error(out, cache.expected(q, everything)[0]) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize(("device", "backend"), WHERE)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision(dtype: torch.dtype, device: str, backend: str) -> None:
+    cache = Paged([300, 40, 129], 32, 10, size=64, device=device, dtype=dtype)
+    q = torch.randn(3, 8, 3, 64, device=device).to(dtype)
+    with torch.no_grad():
+        out = cache.attention(q, mask="causal", backend=backend)
+    assert out.dtype == dtype
+    assert error(out, cache.expected(q, last)[0]) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_lse_sinks_scale_and_offsets(device: str) -> None:
+    cache = Paged([90, 33, 64], 16, 6, kv_heads=1, device=device)
+    q, sinks = torch.randn(3, 2, 20, 32, device=device), torch.randn(2, device=device)
+    starts = torch.tensor([10, 0, 50], dtype=torch.int32, device=device)
+    out, lse = cache.attention(q, mask="causal", q_offset=starts, scale=0.3, sink_logits=sinks, return_lse=True)
+
+    def visible(b: int, queries: int, keys: int) -> Tensor:
+        return torch.ones(queries, keys, dtype=torch.bool).tril(int(starts[b]))
+
+    scaled = 0.3 * math.sqrt(32)
+    want, want_lse = cache.expected(q * scaled, visible)
+    logits = sinks.double().cpu()[:, None]
+    check_lse(lse, torch.logaddexp(want_lse, logits), 1e-5)
+    assert error(out, want * torch.sigmoid(want_lse - logits)[..., None]) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_masks_of_all_kinds_count_positions_in_the_sequence(device: str) -> None:
+    cache = Paged([90, 33, 60], 16, 6, device=device)
+    q = torch.randn(3, 2, 30, 32, device=device)
+    lens = [90, 33, 60]
+    ids = torch.arange(96, device=device) // 20
+
+    def window(b: int, queries: int, keys: int) -> Tensor:
+        distance = torch.arange(queries)[:, None] + keys - queries - torch.arange(keys)
+        return (distance >= 0) & (distance <= 25)
+
+    def document(b: int, queries: int, keys: int) -> Tensor:
+        own = torch.arange(keys) // 20
+        return last(b, queries, keys) & (own[keys - queries :, None] == own)
+
+    both = flexmasks.get_mask("causal") & flexmasks.get_mask("document", document_ids=ids)
+    numbers = torch.tensor(lens, device=device)
+    by_batch = lambda b, h, q, kv: (kv < q) & (numbers[b] > 40)  # noqa: E731
+    with torch.no_grad():
+        found = cache.attention(q, mask="sliding_window", window=25)
+        assert error(found, cache.expected(q, window)[0]) < TOLERANCE[torch.float32]
+        assert error(cache.attention(q, mask=both), cache.expected(q, document)[0]) < TOLERANCE[torch.float32]
+        want = cache.expected(q, lambda b, n, m: (lens[b] > 40) & torch.ones(n, m).tril(m - n - 1).bool())[0]
+        assert error(cache.attention(q, mask=by_batch), want) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize(("device", "backend"), WHERE)
+def test_scores_count_positions_in_the_sequence(device: str, backend: str) -> None:
+    cache = Paged([90, 0, 64], 16, 6, device=device)
+    q, slopes = torch.randn(3, 2, 9, 32, device=device), torch.tensor([0.3, 0.01], device=device)
+
+    def biased(scores: Tensor, b: int, keys: int) -> Tensor:
+        distance = torch.arange(9)[:, None] + keys - 9 - torch.arange(keys)
+        return scores - slopes.double().cpu().view(1, 2, 1, 1) * distance
+
+    with torch.no_grad():
+        out = cache.attention(q, mask="causal", score="alibi", slopes=slopes, backend=backend)
+        assert error(out, cache.expected(q, last, biased)[0]) < TOLERANCE[torch.float32]
+        out = cache.attention(q, mask="causal", score=["alibi", "softcap"], slopes=slopes, cap=2.0, backend=backend)
+    want = cache.expected(q, last, lambda s, b, n: 2.0 * torch.tanh(biased(s, b, n) / 2.0))[0]
+    assert error(out, want) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_sequences_that_share_a_prefix(device: str) -> None:
+    cache = Paged([100, 100, 100], 16, 7, device=device)
+    cache.table[1, :5] = cache.table[0, :5]
+    cache.table[2, :3] = cache.table[0, :3]
+    q = torch.randn(3, 4, 6, 32, device=device)
+    with torch.no_grad():
+        out = cache.attention(q, mask="causal")
+    assert error(out, cache.expected(q, last)[0]) < TOLERANCE[torch.float32]
+
+
+@st.composite
+def caches(draw: st.DrawFn) -> tuple[Tensor, Tensor, int, int, int]:
+    """A page table whose sequences share pages at will, lengths, page size, pages in the pool, and queries."""
+    batch, columns = draw(st.integers(1, 4)), draw(st.integers(1, 5))
+    page_size, n_pages = draw(st.integers(1, 40)), columns + draw(st.integers(0, 6))
+    rows = [draw(st.permutations(range(n_pages)))[:columns] for _ in range(batch)]
+    lens = [draw(st.integers(0, columns * page_size)) for _ in range(batch)]
+    for row, length in zip(rows, lens, strict=True):
+        for place in range(-(-length // page_size), columns):
+            row[place] = draw(st.integers(-3, n_pages + 3))
+    dtype = draw(st.sampled_from([torch.int32, torch.int64]))
+    return (
+        torch.tensor(rows, dtype=dtype),
+        torch.tensor(lens, dtype=dtype),
+        page_size,
+        n_pages,
+        draw(st.integers(1, 90)),
+    )
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@given(caches(), st.sampled_from(["causal", "full", "window"]), st.integers(0, 100))
+def test_any_table(found: tuple[Tensor, Tensor, int, int, int], inner: str, start: int) -> None:
+    table, lens, page_size, n_pages, queries = found
+    batch, slots = len(table), page_size * n_pages
+    mask = flexmasks.get_mask("sliding_window", window=17) if inner == "window" else inner
+    position = torch.full((batch, slots), -1)
+    for b in range(batch):
+        for n in range(int(lens[b])):
+            position[b, int(table[b, n // page_size]) * page_size + n % page_size] = n
+    at_q, at_kv = torch.arange(start, start + queries)[:, None], position[:, None, None]
+    visible = (at_kv >= 0) & {
+        "causal": at_kv <= at_q,
+        "full": at_q >= 0,
+        "window": (at_kv <= at_q) & (at_q - at_kv <= 17),
+    }[inner]
+    made = flexmasks.paged(mask, table, lens, page_size)
+    assert torch.equal(flexmasks.dense_mask(made, queries, slots, q_offset=start).expand_as(visible), visible)
+    blocks = made.blocks(queries, slots, block_size=(64, 16), q_offset=start)
+    assert blocks.not_understood == ()
+    seen = F.pad(visible, (0, -slots % 16, 0, -queries % 64)).unflatten(3, (-1, 16)).unflatten(2, (-1, 64))
+    assert torch.equal(blocks.block_mask.to_dense().bool(), seen.any(-1).any(-2))
+    q, (k, v) = torch.randn(batch, 2, queries, 8), torch.randn(2, n_pages, page_size, 1, 8)
+    out = flexmasks.paged_attention(q, k, v, table, lens, mask=mask, q_offset=start, backend="reference")
+    own_k, own_v = (x.flatten(0, 1).transpose(0, 1)[None].expand(batch, -1, -1, -1).double() for x in (k, v))
+    assert error(out, attend(q.double(), own_k, own_v, visible)[0]) < TOLERANCE[torch.float32]
+
+
+# --- against a whole prefill of contiguous keys and values ---
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("params", [{"mask": "causal"}, {"mask": "sliding_window", "window": 40}])
+def test_prefill_in_chunks_and_decoding_are_the_whole(params: dict[str, Any], device: str) -> None:
+    """The chunks of two batch elements go into pages as they come, then four tokens at once, then one by one."""
+    length, page_size, kv_heads = 150, 16, 2
+    q = torch.randn(2, 4, length, 32, device=device)
+    k, v = torch.randn(2, 2, kv_heads, length, 32, device=device)
+    columns = -(-length // page_size)
+    table = torch.randperm(2 * columns, device=device).view(2, columns).int()
+    k_cache, v_cache = torch.full((2, 2 * columns, page_size, kv_heads, 32), 7.0, device=device)
+    k_cache.fill_(math.nan)
+    kv_lens = torch.zeros(2, dtype=torch.int32, device=device)
+    with torch.no_grad():
+        whole = flexmasks.attention(q, k, v, **params)
+        parts = []
+        for step in [64, 64, 4, 4, 4, *[1] * 10]:
+            start = int(kv_lens[0])
+            for n in range(start, start + step):
+                for b in range(2):
+                    slot = int(table[b, n // page_size]), n % page_size
+                    k_cache[slot], v_cache[slot] = k[b, :, n], v[b, :, n]
+            kv_lens += step  # in place, as a server does
+            part = q[:, :, start : start + step]
+            parts.append(flexmasks.paged_attention(part, k_cache, v_cache, table, kv_lens, **params))
+        assert torch.allclose(torch.cat(parts, 2), whole, atol=1e-5)
+        prefill = flexmasks.paged_attention(q, k_cache, v_cache, table, kv_lens, **params)
+    assert torch.allclose(prefill, whole, atol=1e-5)
+
+
+def test_other_layers_of_a_step_find_what_the_first_one_planned() -> None:
+    cache = Paged([90, 33], 16, 6)
+    q = torch.randn(2, 4, 1, 32)
+    with torch.no_grad():
+        cache.attention(q, mask="causal")
+        before = flexmasks.cache_info()
+        cache.attention(q, mask="causal")
+        after = flexmasks.cache_info()
+        assert after["calls"].hits == before["calls"].hits + 1
+        assert after["blocks"] == before["blocks"]
+        cache.lens -= 3
+        out = cache.attention(q, mask="causal")
+    assert error(out, cache.expected(q, last)[0]) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_step_compiles_nothing(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = Paged([90, 33], 16, 7, device=device)
+    q = torch.randn(2, 4, 1, 32, device=device)
+    cache.attention(q, mask="causal")
+    monkeypatch.setattr(kernels, "_new", None)
+    for _ in range(3):
+        cache.lens -= 5
+        cache.table = cache.table.roll(1, 0)
+        cache.lens = cache.lens.roll(1, 0)
+        out = cache.attention(q, mask="causal")
+        assert error(out, cache.expected(q, last)[0]) < TOLERANCE[torch.float32]
+
+
+def test_inside_a_compiled_model_it_is_a_graph_break() -> None:
+    cache = Paged([90, 33], 16, 6)
+    q = torch.randn(2, 4, 1, 32)
+    call = torch.compile(lambda q: cache.attention(q * 2, mask="causal") + 1)
+    with torch.no_grad():
+        assert torch.allclose(call(q), cache.attention(q * 2, mask="causal") + 1, atol=1e-5)
+
+
+def test_gradients() -> None:
+    cache = Paged([90, 0, 33], 16, 6, size=8, dtype=torch.float64)
+    cache.k[cache.unused], cache.v[cache.unused] = 0.0, 0.0
+    tensors = [torch.randn(3, 4, 5, 8, dtype=torch.float64), cache.k.clone(), cache.v.clone()]
+    q, k, v = (x.requires_grad_() for x in tensors)
+    out = flexmasks.paged_attention(q, k, v, cache.table, cache.lens, mask="causal")
+    cache.k, cache.v = (x.detach().clone().requires_grad_() for x in (k, v))
+    other_q = q.detach().clone().requires_grad_()
+    wants = []
+    for b in (0, 2):
+        own = (cache.sequence(x, b) for x in (cache.k, cache.v))
+        wants.append(attend(other_q[b : b + 1], *own, last(b, 5, int(cache.lens[b])))[0])
+    weight = torch.randn_like(out)
+    (out * weight).sum().backward()
+    (torch.cat(wants) * weight[[0, 2]]).sum().backward()
+    for x, y in ((q, other_q), (k, cache.k), (v, cache.v)):
+        assert x.grad is not None
+        assert torch.allclose(x.grad, y.grad, atol=1e-9)
+
+
+# --- against torch's own ---
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("page_size", "lens"), [(32, [96, 32, 128]), (128, [200, 1, 384])])
+def test_against_torch(page_size: int, lens: list[int], device: str) -> None:
+    module = pytest.importorskip("torch.nn.attention.experimental._paged_attention")
+    batch, heads, columns, queries = len(lens), 2, 4, 16
+    n_pages = batch * columns + 2
+    pool = module.PagedAttention(n_pages, page_size, batch, device=device)
+    for step in range(columns):  # pages in turns, so that those of a sequence lie apart
+        for b, length in enumerate(lens):
+            wanted = torch.tensor(min(length, (step + 1) * page_size), device=device)
+            pool.reserve(torch.tensor(b, device=device), wanted)
+    kv_lens = torch.tensor(lens, device=device)
+    longest = columns * page_size
+    k, v = torch.randn(2, batch, heads, longest, 32, device=device)
+    k_pool, v_pool = torch.zeros(2, 1, heads, n_pages * page_size, 32, device=device)
+    for b, length in enumerate(lens):
+        rows, places = torch.tensor([b], device=device), torch.arange(length, device=device)[None]
+        pool.assign(rows, places, k[b : b + 1, :, :length], v[b : b + 1, :, :length], k_pool, v_pool)
+    starts = torch.tensor([max(0, n - queries) for n in lens], device=device)
+    causal = lambda b, h, q, kv: q + starts[b] >= kv  # noqa: E731
+    logical = create_block_mask(causal, batch, None, queries, longest, device, (128, page_size))
+    theirs = pool.convert_logical_block_mask(logical, kv_len=kv_lens)
+    table = pool.page_table[:, :columns]
+    mask = flexmasks.paged("causal", table, kv_lens, page_size)
+    slots = n_pages * page_size
+
+    ours = flexmasks.block_mask(mask, queries, slots, block_size=(128, page_size), q_offset=starts)
+    want = create_mask(theirs.mask_mod, batch, 1, queries, slots, device=device)
+    got = flexmasks.dense_mask(mask, queries, slots, q_offset=starts)
+    assert torch.equal(got.expand_as(want), want)
+    assert torch.equal(ours.to_dense(), (theirs.to_dense() > 0).to(ours.to_dense().dtype))
+
+    k_cache, v_cache = (x[0].transpose(0, 1).unflatten(0, (n_pages, page_size)) for x in (k_pool, v_pool))
+    q = torch.randn(batch, heads, queries, 32, device=device)
+    with torch.no_grad():
+        expected = torch.compile(flex_attention, fullgraph=True, dynamic=False)(q, k_pool, v_pool, block_mask=theirs)
+        out = flexmasks.paged_attention(
+            q, k_cache.contiguous(), v_cache.contiguous(), table, kv_lens, mask="causal", q_offset=starts
+        )
+    assert torch.allclose(out, expected, atol=1e-5 if device == "cpu" else 1e-2)
+
+
+# --- what it costs ---
+
+
+@pytest.mark.parametrize("page_size", [16, 64, 128])
+def test_ranges_leave_open_what_is_partial(page_size: int) -> None:
+    """At 32768 slots, with pages at random: no other blocks, and with blocks that fit into pages hardly any."""
+    slots, batch = 32768, 8
+    table = torch.randperm(slots // page_size).view(batch, -1)
+    lens = torch.randint(slots // batch // 2, slots // batch + 1, (batch,))
+    mask = flexmasks.paged("causal", table, lens, page_size)
+    found = mask.blocks(1, slots, q_offset=lens - 1)
+    assert found.not_understood == ()
+    assert found.undecided is not None
+    assert found.undecided <= found.partial
+    fitting = mask.blocks(1, slots, q_offset=lens - 1, block_size=(128, page_size))
+    assert fitting.undecided is not None
+    assert fitting.undecided <= batch
+    assert page_size < 128 or found.undecided <= batch
+
+
+def _peak_memory() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("queries", [1, 40])
+def test_the_pool_is_not_copied_for_each_batch_element(queries: int, backend: str) -> None:
+    batch, n_pages, page_size = 64, 256, 64
+    k_cache, v_cache = torch.randn(2, n_pages, page_size, 2, 64)  # 8.4 MB each: 64 of them would be 1 GB
+    table, lens = torch.randperm(n_pages).view(batch, -1), torch.full((batch,), 150)
+    q = torch.randn(batch, 2, queries, 64)
+    with torch.no_grad():
+        for turn in range(2):
+            before = _peak_memory()
+            flexmasks.paged_attention(q, k_cache, v_cache, table, lens + turn, mask="causal", backend=backend)
+    assert _peak_memory() - before < 200e6
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["auto", "triton", "reference"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("queries", [1, 4, 200])
+def test_the_pool_is_not_copied_on_a_gpu(queries: int, dtype: torch.dtype, backend: str) -> None:
+    if backend == "reference" and dtype != torch.float32:
+        pytest.skip("it computes in float32, of which it makes one copy")
+    batch, n_pages, page_size = 32, 4096, 128
+    k_cache, v_cache = torch.randn(2, n_pages, page_size, 2, 64, device="cuda", dtype=dtype)
+    table = torch.randperm(n_pages, device="cuda").view(batch, -1)[:, :8].int()
+    lens = torch.randint(200, 8 * page_size, (batch,), device="cuda", dtype=torch.int32)
+    q = torch.randn(batch, 8, queries, 64, device="cuda", dtype=dtype)
+    with torch.no_grad():
+        for turn in range(2):  # the first one compiles
+            lens += turn
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            flexmasks.paged_attention(q, k_cache, v_cache, table, lens, mask="causal", backend=backend)
+            torch.cuda.synchronize()
+            peak = torch.cuda.max_memory_allocated() - before
+    assert peak < 4 * k_cache.nbytes  # 32 of them would be a copy
+
+
+@pytest.mark.gpu
+def test_many_sequences_on_a_gpu() -> None:
+    lens = torch.randint(1, 2048, (64,)).tolist()
+    cache = Paged(lens, 16, 128, kv_heads=2, size=128, device="cuda", dtype=torch.bfloat16)
+    q = torch.randn(64, 8, 1, 128, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        out = cache.attention(q, mask="causal")
+    assert error(out, cache.expected(q, last)[0]) < TOLERANCE[torch.bfloat16]
+
+
+# --- errors ---
+
+Q, K = torch.randn(2, 4, 3, 16), torch.randn(8, 16, 2, 16)
+TABLE, LENS = torch.tensor([[0, 1], [2, 3]]), torch.tensor([32, 17])
+ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "q a list": ({"q": [1.0]}, TypeError, "`q` must be a tensor \\[B, H, Q, D\\]; got q list"),
+    "cache of 3 dimensions": ({"k_cache": K[0]}, ValueError, "4 dimensions, \\[n_pages, page_size, Hkv, D\\]"),
+    "cache empty": ({"v_cache": K[:0]}, ValueError, "`v_cache` is empty"),
+    "caches of two shapes": ({"v_cache": K[:4]}, ValueError, "one shape; got q .*, v_cache float32\\[4, 16, 2, 16\\]"),
+    "dtypes": ({"q": Q.double()}, TypeError, "must have one dtype; got q float64"),
+    "devices": ({"q": Q.to("meta")}, ValueError, "must be on one device"),
+    "head sizes": ({"q": Q[..., :8]}, ValueError, "one head size D"),
+    "heads": ({"q": Q[:, :3]}, ValueError, "multiple of the number of key heads"),
+    "pages apart": (
+        {"k_cache": torch.randn(8, 2, 16, 2, 16)[:, 0]},
+        ValueError,
+        "the pages of `k_cache` must follow each other in memory, .* strides are \\(1024, 32, 16, 1\\)",
+    ),
+    "head size not last": (
+        {"v_cache": K.transpose(2, 3).contiguous().transpose(2, 3)},
+        ValueError,
+        "the pages of `v_cache` must",
+    ),
+    "table a list": ({"page_table": TABLE.tolist()}, TypeError, "`page_table` must be an integer tensor \\[B, P\\]"),
+    "table of other batch": ({"page_table": TABLE[:1]}, ValueError, "with B = 2 on cpu, got int64\\[1, 2\\] on cpu"),
+    "table of floats": ({"page_table": TABLE.float()}, ValueError, "got float32\\[2, 2\\]"),
+    "lengths of other batch": ({"kv_lens": LENS[:1]}, ValueError, "`kv_lens` must be an integer tensor \\[B\\]"),
+    "a number of keys": ({"kv_lens": 32}, TypeError, "`kv_lens` must be .*, got int"),
+    "more queries than keys": (
+        {"kv_lens": torch.tensor([32, 2])},
+        ValueError,
+        "batch element 1 has kv_lens = 2 keys and q has 3 queries; pass `q_offset`",
+    ),
+    "unknown parameter": ({"window": 3}, TypeError, "no parameter is named `window`"),
+    "a block mask": ({"block_mask": None}, TypeError, "no parameter is named `block_mask`"),
+    "page not there": (
+        {"page_table": torch.tensor([[0, 1], [2, 8]])},
+        ValueError,
+        "`page_table` must have pages 0..7 where it is in use, got 8 for page 1 of batch element 1",
+    ),
+    "page twice": ({"page_table": torch.tensor([[0, 1], [2, 2]])}, ValueError, "a page twice in batch element 1"),
+    "keys beyond the pages": (
+        {"kv_lens": torch.tensor([33, 4])},
+        ValueError,
+        "2 pages \\* `page_size` 16 = 32, got 33",
+    ),
+    "keys below 0": ({"kv_lens": torch.tensor([-1, 4])}, ValueError, "values from -1 to 4"),
+    "scale": ({"scale": math.nan}, TypeError, "`scale` must be a finite number"),
+    "backend": ({"backend": "sdpa"}, ValueError, "backend 'sdpa' cannot run this call"),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors(case: str) -> None:
+    arguments, kind, message = ERRORS[case]
+    given = {"q": Q, "k_cache": K, "v_cache": K, "page_table": TABLE, "kv_lens": LENS, **arguments}
+    with pytest.raises(kind, match=message) as raised:
+        flexmasks.paged_attention(**given)
+    assert str(raised.value).startswith("flexmasks")
