@@ -200,7 +200,10 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "`offsets` has 1 sequences, `kv_offsets` has 2",
     ),
     "q_start of other count": (packed([0, 30, 64], q_start=[1]), "`q_start` has 1 values, `offsets` has 2 sequences"),
-    "q_start below 0": (packed([0, 30, 64], q_start=[1, -1]), "`q_start` must be int in 0.. | int[L] in 0.. (here L=2), got values from -1 to 1"),
+    "q_start below 0": (
+        packed([0, 30, 64], q_start=[1, -1]),
+        "`q_start` must be int in 0.. | int[L] in 0.. (here L=2), got values from -1 to 1",
+    ),
     "inner a name": (packed([0, 64], "causal"), "`inner` must be a Mask"),
     "inner a score": (packed([0, 64], CHECKERBOARD), "`inner` must be a mask, got checkerboard(), a score"),
     "inner of other batch": (
