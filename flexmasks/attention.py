@@ -596,7 +596,9 @@ def _inside_compile(q: Tensor, k: Tensor, v: Tensor, request: _Request) -> tuple
             return F.scaled_dot_product_attention(q, k, v, scale=request.scale, enable_gqa=grouped), None
         _fail("inside torch.compile scores, lse and named backends need a `block_mask`, as flexmasks.block_mask makes.")
     on_cpu = not q.is_cuda
-    if backend in (("sdpa", "triton", "flash") if on_cpu else ("sdpa", "cpu")):
+    if backend in (("sdpa", "triton", "flash") if on_cpu else ("sdpa", "cpu")) or (
+        backend == "flash" and request.return_lse
+    ):
         _fail(f"backend {backend!r} cannot run this call inside torch.compile; leave the choice to torch: 'auto'.")
     score_mod = None
     if change is not None:

@@ -59,9 +59,10 @@ def test_rows_that_see_nothing(device: str, backend: str, dtype: torch.dtype) ->
     assert out.isfinite().all()
     if backend == "cpu":
         return
-    with torch.no_grad():
-        lse = flexmasks.attention(q, k, v, return_lse=True, **arguments)[1]
-    assert torch.equal(lse == -math.inf, hidden)
+    if backend != "flash":  # which gives none
+        with torch.no_grad():
+            lse = flexmasks.attention(q, k, v, return_lse=True, **arguments)[1]
+        assert torch.equal(lse == -math.inf, hidden)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     flexmasks.attention(*leaves, **arguments).backward(torch.randn_like(out))
     for x in leaves:
@@ -903,21 +904,15 @@ def test_explain_says_whether_a_call_compiles() -> None:
 @pytest.mark.parametrize(("device", "backend"), [*WHERE, pytest.param("cuda", "auto", marks=pytest.mark.gpu)])
 def test_a_learned_sink(device: str, backend: str) -> None:
     """A key more that everything sees, whose score is the sink and whose value is 0."""
-    if backend == "cpu":
+    if backend in ("cpu", "flash"):
         pytest.skip("has no lse")
     dtype = torch.float32 if backend in ("reference", "triton") else torch.float16
     _skip_what_is_not_there(backend, dtype)
     q, k, v, seq_lens, _ = _grouped(device, dtype)
     sink = torch.tensor([0.5, -1.0], device=device, requires_grad=True)
     arguments: dict[str, Any] = {"mask": "grouped_tril", "seq_lens": seq_lens, "backend": backend}
-    if backend == "flash":  # no gradient through its lse
-        with torch.no_grad():
-            out, lse = flexmasks.attention(q, k, v, sink_logits=sink, return_lse=True, **arguments)
-        learns = False
-    else:
-        q, k, v = (x.requires_grad_() for x in (q, k, v))
-        out, lse = flexmasks.attention(q, k, v, sink_logits=sink, return_lse=True, **arguments)
-        learns = True
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    out, lse = flexmasks.attention(q, k, v, sink_logits=sink, return_lse=True, **arguments)
     others = [exact(x) for x in (q, k, v, sink)]
     visible = F.pad(flexmasks.dense_mask("grouped_tril", 200, seq_lens=seq_lens.cpu()), (1, 0), value=True)
     exact_q, exact_k, exact_v, logits = others
@@ -926,12 +921,21 @@ def test_a_learned_sink(device: str, backend: str) -> None:
     want, want_lse = scores.softmax(-1) @ F.pad(exact_v, (0, 0, 1, 0)), scores.logsumexp(-1)
     assert error(out, want) < TOLERANCE[dtype]
     check_lse(lse, want_lse, TOLERANCE[dtype])
-    if learns:
-        weight, lse_weight = torch.randn_like(out), torch.randn_like(lse)
-        got = torch.autograd.grad((out * weight).sum() + (lse * lse_weight).sum(), (q, k, v, sink))
-        loss = (want * weight.double().cpu()).sum() + (want_lse * lse_weight.double().cpu()).sum()
-        for g, w in zip(got, torch.autograd.grad(loss, others), strict=True):
-            assert error(g, w, unit=1.0 if w.ndim == 1 else 0.05) < 2 * TOLERANCE[dtype]
+    weight, lse_weight = torch.randn_like(out), torch.randn_like(lse)
+    got = torch.autograd.grad((out * weight).sum() + (lse * lse_weight).sum(), (q, k, v, sink))
+    loss = (want * weight.double().cpu()).sum() + (want_lse * lse_weight.double().cpu()).sum()
+    for g, w in zip(got, torch.autograd.grad(loss, others), strict=True):
+        assert error(g, w, unit=1.0 if w.ndim == 1 else 0.05) < 2 * TOLERANCE[dtype]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+def test_lse_in_half_precision_without_gradients(backend: str) -> None:
+    """torch's FLASH backend gives another lse than its others, in torch 2.11: auto must not take it."""
+    q, k, v, seq_lens, _ = _grouped("cuda", torch.float16)
+    visible = flexmasks.dense_mask("grouped_tril", 200, seq_lens=seq_lens.cpu())
+    lse = flexmasks.attention(q, k, v, mask="grouped_tril", seq_lens=seq_lens, backend=backend, return_lse=True)[1]
+    check_lse(lse, attend(*(exact(x) for x in (q, k, v)), visible)[1], TOLERANCE[torch.float16])
 
 
 def test_a_sink_of_the_wrong_kind() -> None:
