@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from flexmasks import blocks, kernels, reference
 from flexmasks.backends import BACKENDS, Again, Call, Ran, Unavailable, check, choose, run
 from flexmasks.cache import ENTRY, Cache
-from flexmasks.captures import Aliases, Opaque, capture
+from flexmasks.captures import Aliases, Opaque, Reader
 from flexmasks.dense import soft_cap
 from flexmasks.explanation import Explanation
 from flexmasks.packing import packed
@@ -389,8 +389,11 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Explanation:
     call = _call(q, k, v, request)
     check(call, request.backend)
     able, reasons = choose(call)
-    taken = able[0] if request.backend == "auto" else BACKENDS[request.backend]
-    return Explanation(taken.name, reasons, taken.compiles(call), taken.anew, call.blocks())
+    auto = request.backend == "auto"
+    taken = able[0] if auto else BACKENDS[request.backend]
+    why = f"it can, {taken.name} is faster here" if auto else f"it can, {taken.name} was asked for"
+    others = {b.name: reasons.get(b.name, why) for b in BACKENDS.values() if b is not taken}
+    return Explanation(taken.name, others, taken.compiles(call), taken.anew, call.blocks())
 
 
 _CALLS: Cache[Again] = Cache("calls", max_bytes=5 << 28)  # their index tensors are mostly those of "blocks"
@@ -466,9 +469,10 @@ def _known(q: Tensor, k: Tensor, v: Tensor, request: _Request) -> tuple[Hashable
     tensors: list[Tensor] = []
     functions = _plainly(mask, score, params, q_offset, tensors)
     if functions is None:
+        reader = Reader(tensors)
+        read = functions_of("mask", mask), functions_of("score", score), params, q_offset
         try:
-            read = functions_of("mask", mask), functions_of("score", score), params, q_offset
-            functions = capture(read, tensors)
+            functions = reader.finish(tuple(map(reader.key, read)))
         except Opaque:
             return None
     if grad and any(t.requires_grad for t in tensors):

@@ -364,6 +364,9 @@ BACKENDS = {
         Backend("reference", lambda call: None, _run_reference),
     )
 }
+# On a GPU a small call takes the time in which the host makes it, which is least for sdpa and most for flash.
+_SMALL = 1 << 35  # floating-point operations of all pairs, forward: measured on one H200
+_WHERE_SMALL = ("sdpa", "triton", "fa4", "flash", "reference")
 # How kinds of call went: why a backend failed, which is then not tried again under "auto"; "" where gradients worked.
 _OUTCOMES: Cache[str] = Cache("outcomes", max_bytes=1024)  # counted, one byte each
 
@@ -372,13 +375,21 @@ def choose(call: Call) -> tuple[list[Backend], dict[str, str]]:
     """The backends that can run a call, best first, and why the others cannot."""
     reasons = {}
     able = []
-    for backend in BACKENDS.values():
+    for backend in _in_order(call):
         reason = _reason_against(backend, call)
         if reason is None:
             able.append(backend)
         else:
             reasons[backend.name] = reason
     return able, reasons
+
+
+def _in_order(call: Call) -> list[Backend]:
+    """The backends, those first that are the faster for this call where several can run it."""
+    batch, heads, q_len, size = call.q.shape
+    if call.cuda and 4 * batch * heads * q_len * call.k.shape[2] * size <= _SMALL:
+        return [BACKENDS[name] for name in _WHERE_SMALL]
+    return list(BACKENDS.values())
 
 
 def _reason_against(backend: Backend, call: Call) -> str | None:
@@ -400,7 +411,7 @@ def run(call: Call, name: str) -> Ran:
             return BACKENDS[name].run(call)
         except Unavailable as error:
             raise RuntimeError(f"flexmasks.attention: backend {name!r} failed: {error}") from error
-    for backend in BACKENDS.values():
+    for backend in _in_order(call):
         if _reason_against(backend, call) is not None:
             continue
         try:

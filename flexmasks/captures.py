@@ -52,7 +52,7 @@ class Aliases:
     def of(self, value: Any) -> Any:
         """The value; raises Opaque for what cannot be made anew, or needs a gradient."""
         kind = type(value)
-        if kind in _CONSTANTS or kind in (float, complex) or isinstance(value, np.generic | types.ModuleType | type):
+        if kind in _CONSTANTS or kind in (float, complex) or isinstance(value, (np.generic, types.ModuleType, type)):
             return value
         if id(value) not in self._made:
             self._made[id(value)] = value, None
@@ -125,30 +125,30 @@ class Reader:
         kind = type(value)
         if kind in _CONSTANTS:
             return kind, value
-        if kind in (float, complex):
+        if kind is float or kind is complex:
             return kind, repr(value)  # 0.0 and -0.0 are equal and differ
-        if isinstance(value, np.generic):
-            return kind, value.tobytes()
         if id(value) in self._seen:  # a function that refers to itself, say
             return "seen", self._seen[id(value)][0]
         self._seen[id(value)] = len(self._seen), value
+        if kind is types.FunctionType:
+            return self._function(value)
+        if kind is dict:
+            return kind, *[(self.key(k), self.key(v)) for k, v in value.items()]
+        if kind is tuple or kind is list:
+            if value and type(value[0]) is int and set(map(type, value)) == {int}:
+                return kind, int, tuple(value)
+            return kind, *map(self.key, value)
         if isinstance(value, Tensor):
             return self._tensor(value)
         if isinstance(value, Readable):
             return value.read(self)
-        if kind in (tuple, list):
-            if value and type(value[0]) is int and set(map(type, value)) == {int}:
-                return kind, int, tuple(value)
-            return kind, *map(self.key, value)
-        if kind is dict:
-            return kind, *((self.key(k), self.key(v)) for k, v in value.items())
-        if kind is types.FunctionType:
-            return self._function(value)
         if kind is types.MethodType:
             return kind, self.key(value.__func__), self.key(value.__self__)
         if kind is functools.partial:
             return kind, *map(self.key, (value.func, value.args, value.keywords, value.__dict__))
-        if isinstance(value, types.ModuleType | type):
+        if isinstance(value, np.generic):
+            return kind, value.tobytes()
+        if isinstance(value, (types.ModuleType, type)):
             known = value.__name__ if isinstance(value, types.ModuleType) else value.__module__
             return value if _is_library(known) else self._refuse(f"{value!r}, whose variables may change", value)
         if kind in (types.MethodDescriptorType, types.WrapperDescriptorType):  # torch.Tensor.add
@@ -170,22 +170,23 @@ class Reader:
         library = _is_library(function.__globals__.get("__name__"))
         if library and function.__closure__ is None:
             return function
-        cells = [_cell(c) for c in function.__closure__ or ()]
-        parts: list[Any] = [cells, function.__defaults__, function.__kwdefaults__, function.__dict__]
+        parts = [self.key(_cell(c)) for c in function.__closure__ or ()]
+        parts += [self.key(function.__defaults__), self.key(function.__kwdefaults__), self.key(function.__dict__)]
         if not library:
             names, imports = _names_read(function.__code__)
             if not all(map(_is_library, imports)):
                 self._refuse(f"an import inside {function.__name__!r}")
             if not _ANYTHING.isdisjoint(names):
                 self._refuse(f"a call in {function.__name__!r} that may read anything")
-            parts.append({n: function.__globals__[n] for n in names if n in function.__globals__})
-        return function.__code__, *map(self.key, parts)
+            variables = function.__globals__
+            parts += [(n, self.key(variables[n])) for n in names if n in variables]
+        return function.__code__, *parts
 
     def _refuse(self, what: str, value: Any = None) -> Hashable:
         """Note that something cannot be read; its tensors are looked for all the same: one may need a gradient."""
         self._opaque = self._opaque or what
         attributes = getattr(value, "__dict__", None)
-        if not isinstance(value, types.ModuleType | type) and isinstance(attributes, dict):
+        if not isinstance(value, (types.ModuleType, type)) and isinstance(attributes, dict):
             inner = [a for v in attributes.values() if type(v) is dict for a in v.values()]  # nn.Module keeps them so
             self._tensors += [a for a in (*attributes.values(), *inner) if isinstance(a, Tensor)]
         return None

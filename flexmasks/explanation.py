@@ -14,7 +14,7 @@ class Explanation:
     """How a call of `attention` runs: printed it is text, in Jupyter a table."""
 
     backend: str
-    others: Mapping[str, str]  # the backends that cannot run it, and why
+    others: Mapping[str, str]  # the other backends, and why not they
     compiles: str  # whether this call compiles, and why
     anew: str  # what would make it compile again, or ""
     blocks: Blocks  # what the mask skips

@@ -13,7 +13,7 @@ import logging
 import time
 import types
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +38,9 @@ class _Kernel:
     lengths: set[tuple[int, int]] = field(default_factory=set)  # of queries and keys that it has run
 
 
+# What torch compiled is checked at each call to still hold. Not that torch's own modules are what they were: a tenth
+# of a call's time.
+_TORCHS_OWN = ("G['flex_attention']", "G['__builtins_dict", "G['__import_torch_dot", "__import__('torch')")
 _LENGTHS = 64  # so many are noted
 _KERNELS: Cache[_Kernel] = Cache("kernels", max_bytes=256)  # counted, not measured: one byte each
 
@@ -157,6 +160,12 @@ def _new(key: Hashable, static: bool = False) -> _Kernel:
     function = types.FunctionType(code, flex.__globals__, name)
     # torch keeps what it compiled of a code object, and the code object by it, until it is told to forget
     weakref.finalize(function, remove_from_cache, code).atexit = False
-    kernel = _Kernel(torch.compile(function, fullgraph=True, dynamic=False if static else None), static)
+    dynamic = False if static else None
+    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, options={"guard_filter_fn": _needed})
+    kernel = _Kernel(compiled, static)
     _KERNELS.put(key, (), kernel, 1)
     return kernel
+
+
+def _needed(guards: Sequence[Any]) -> list[bool]:
+    return [not guard.name.startswith(_TORCHS_OWN) for guard in guards]

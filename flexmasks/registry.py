@@ -166,7 +166,7 @@ def functions_of(kind: str, value: Any) -> Any:
     if isinstance(value, str):
         found = definition(kind, value)
         return value if found.own else (found.function, found.prepare, found.inner_size, found.dense)
-    if isinstance(value, list | tuple):
+    if isinstance(value, (list, tuple)):
         return [functions_of(kind, v) for v in value]
     return value
 

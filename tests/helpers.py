@@ -43,6 +43,15 @@ def qkv(case: Case, dtype: torch.dtype, device: str = "cpu", grouped: bool = Fal
     return [torch.randn(case.batch, *s, size, dtype=torch.float32).to(device, dtype).requires_grad_() for s in shapes]
 
 
+def skip_unless_flash_takes(leaves: Sequence[Tensor], **given: Any) -> None:
+    """Skip a test of backend "flash" with the reason where this is not installed or cannot run such a call."""
+    pytest.importorskip("flash_attn.cute", reason="flash-attn-4 is not installed")
+    q, k, v = leaves
+    reason = flexmasks.explain(q, k, v, **given).others.get("flash", "it can,")
+    if not reason.startswith("it can,"):
+        pytest.skip(f"flash: {reason}")
+
+
 def exact(x: Tensor) -> Tensor:
     """The same values in float64 on the CPU, as a leaf."""
     return x.detach().double().cpu().requires_grad_()

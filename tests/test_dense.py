@@ -263,7 +263,7 @@ def test_fa4(case: str, dtype: torch.dtype, size: int, grouped: bool) -> None:
         torch.randn(batch, 2 if grouped else 4, kv_len, size, device="cuda", dtype=dtype, requires_grad=True)
         for _ in range(2)
     )
-    assert flexmasks.explain(q, k, v, **given).backend == "fa4"
+    given["backend"] = "fa4"
     others = [exact(x) for x in (q, k, v)]
     lengths = {n: given[n] for n in ("q_offset", "window", "left", "right") if n in given}
     mask = given["mask"]
@@ -312,10 +312,30 @@ def test_flash_head_sizes(backend: str, size: int) -> None:
 
 
 @pytest.mark.gpu
+def test_small_and_large_calls() -> None:
+    """Small calls take as long as the host does: sdpa where it can, else triton; large ones FlashAttention 4."""
+    pytest.importorskip("flash_attn.cute", reason="flash-attn-4 is not installed")
+    small, large = (torch.randn(2, 8, n, 64, device="cuda", dtype=torch.bfloat16) for n in (512, 8192))
+
+    def taken(x: Tensor, mask: Any, **more: Any) -> str:
+        return flexmasks.explain(x, x, x, mask=mask, **more).backend
+
+    def own(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return (q >= kv) & (kv % 3 != 1)
+
+    assert [taken(small, m) for m in ("full", "causal", own)] == ["sdpa", "sdpa", "triton"]
+    assert taken(small, "causal", return_lse=True) == "triton"
+    assert [taken(large, m) for m in ("full", "causal", own)] == ["fa4", "fa4", "flash"]
+    assert "faster here" in flexmasks.explain(small, small, small, mask="causal").others["fa4"]
+
+
+@pytest.mark.gpu
 def test_fa4_has_no_second_derivative_and_says_so() -> None:
     pytest.importorskip("flash_attn.cute", reason="flash-attn-4 is not installed")
     q, k, v = (torch.randn(1, 2, 200, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-    (first,) = torch.autograd.grad(flexmasks.attention(q, k, v, mask="causal").sum(), q, create_graph=True)
+    (first,) = torch.autograd.grad(
+        flexmasks.attention(q, k, v, mask="causal", backend="fa4").sum(), q, create_graph=True
+    )
     with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
         torch.autograd.grad((first + q).sum(), k)
 

@@ -6,7 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import DEVICES, TOLERANCE, arguments, check_lse, error, exact, label, qkv, spread
+from helpers import (
+    DEVICES,
+    TOLERANCE,
+    arguments,
+    check_lse,
+    error,
+    exact,
+    label,
+    qkv,
+    skip_unless_flash_takes,
+    spread,
+)
 from oracles import MASK_CASES, MASKS, Case, attend, dense
 
 import flexmasks
@@ -49,23 +60,24 @@ def test_reference_in_float64_with_gradients(case: Case) -> None:
         assert torch.allclose(x.grad, y.grad, atol=1e-9, rtol=1e-9)
 
 
-def _compiled(case: Case, dtype: torch.dtype, device: str, backend: str = "auto") -> None:
+def _compiled(case: Case, dtype: torch.dtype, device: str, backend: str) -> None:
     leaves = qkv(case, dtype, device, grouped=case.kv_len % 2 == 0)
     others = [exact(x) for x in leaves]
     mask = dense(case)
-    cuda = device == "cuda"
+    cuda, with_lse = device == "cuda", backend == "triton"
     with torch.set_grad_enabled(cuda):
         result = flexmasks.attention(
-            *leaves, mask=case.name, backend=backend, return_lse=cuda, **arguments(case, device)
+            *leaves, mask=case.name, backend=backend, return_lse=with_lse, **arguments(case, device)
         )
-        out = result[0] if cuda else result
+        out = result[0] if with_lse else result
     want, want_lse = attend(*others, mask)
     assert out.dtype == dtype
     assert error(out, want) < TOLERANCE[dtype]
     hidden = ~mask.any(-1)
     assert torch.all(out.cpu()[hidden.expand(out.shape[:3])] == 0)
-    if cuda:
+    if with_lse:
         check_lse(result[1], want_lse, TOLERANCE[dtype])
+    if cuda:
         weight = torch.randn_like(out)
         out.backward(weight)
         want.backward(weight.double().cpu())
@@ -99,9 +111,10 @@ def test_compiled_gpu(case: Case, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("case", "dtype"), _ALL_DTYPES, ids=label)
-def test_chosen_gpu(case: Case, dtype: torch.dtype) -> None:
-    _compiled(case, dtype, "cuda")
+@pytest.mark.parametrize(("case", "dtype"), [c for c in _ALL_DTYPES if c[1] != torch.float32], ids=label)
+def test_flash_gpu(case: Case, dtype: torch.dtype) -> None:
+    skip_unless_flash_takes(qkv(case, dtype, "cuda"), mask=case.name, **arguments(case, "cuda"))
+    _compiled(case, dtype, "cuda", "flash")
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import TOLERANCE, arguments, error, exact, label, qkv, spread
+from helpers import TOLERANCE, arguments, error, exact, label, qkv, skip_unless_flash_takes, spread
 from oracles import SCORE_CASES, SCORES, Case, attend, dense
 from torch import Tensor
 
@@ -51,18 +51,19 @@ def test_reference_in_float64_with_gradients(case: Case) -> None:
         assert torch.allclose(x.grad, y.grad, atol=1e-9, rtol=1e-9)
 
 
-def _compiled(case: Case, dtype: torch.dtype, device: str) -> None:
+def _compiled(case: Case, dtype: torch.dtype, device: str, backend: str) -> None:
     leaves = qkv(case, dtype, device)
     others = [exact(x) for x in leaves]
     given = arguments(case, device)
     given |= {n: t.float() for n, t in given.items() if isinstance(t, Tensor) and t.is_floating_point()}
     cuda = device == "cuda"
-    learned = {n: t.requires_grad_(cuda) for n, t in given.items() if isinstance(t, Tensor) and t.is_floating_point()}
+    learns = backend == "triton"  # others have no gradients of what a score captured
+    learned = {n: t for n, t in given.items() if learns and isinstance(t, Tensor) and t.is_floating_point()}
+    for t in learned.values():
+        t.requires_grad_()
     also = {n: exact(t) for n, t in learned.items()}
     with torch.set_grad_enabled(cuda):
-        out = flexmasks.attention(
-            *leaves, mask="causal", score=case.name, backend="triton" if cuda else "cpu", **(given | learned)
-        )
+        out = flexmasks.attention(*leaves, mask="causal", score=case.name, backend=backend, **given)
     want, _ = attend(*others, _mask(case), _changed(case, case.params | also))
     assert error(out, want) < TOLERANCE[dtype]
     if cuda:
@@ -76,7 +77,7 @@ def _compiled(case: Case, dtype: torch.dtype, device: str) -> None:
 
 @pytest.mark.parametrize("case", spread(SCORE_CASES, 1), ids=label)
 def test_compiled_float32_cpu(case: Case) -> None:
-    _compiled(case, torch.float32, "cpu")
+    _compiled(case, torch.float32, "cpu", "cpu")
 
 
 _HALF = [(case, (torch.float16, torch.bfloat16)[n % 2]) for n, case in enumerate(spread(SCORE_CASES, 3)[1::3])]
@@ -84,14 +85,21 @@ _HALF = [(case, (torch.float16, torch.bfloat16)[n % 2]) for n, case in enumerate
 
 @pytest.mark.parametrize(("case", "dtype"), _HALF, ids=label)
 def test_compiled_half_cpu(case: Case, dtype: torch.dtype) -> None:
-    _compiled(case, dtype, "cpu")
+    _compiled(case, dtype, "cpu", "cpu")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("case", spread(SCORE_CASES, 3), ids=label)
 def test_compiled_gpu(case: Case, dtype: torch.dtype) -> None:
-    _compiled(case, dtype, "cuda")
+    _compiled(case, dtype, "cuda", "triton")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("case", "dtype"), _HALF, ids=label)
+def test_flash_gpu(case: Case, dtype: torch.dtype) -> None:
+    skip_unless_flash_takes(qkv(case, dtype, "cuda"), mask="causal", score=case.name, **arguments(case, "cuda"))
+    _compiled(case, dtype, "cuda", "flash")
 
 
 def test_several_compose_in_order() -> None:
