@@ -573,6 +573,7 @@ def _call(q: Tensor, k: Tensor, v: Tensor, request: _Request) -> Call:
         dense=lambda: plan.dense,
         cap=None if change is None else soft_cap(change, size),
         blocks=plan.blocks,
+        share=plan.share,
         proven_options=functools.partial(plan.kernel_options, changed is not None),
         score_mod=None if changed is None else changed.score_mod,
         scale=None if request.scale is None else float(request.scale),

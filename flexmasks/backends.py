@@ -137,6 +137,7 @@ class Call:
     dense: Callable[[], Dense | None]  # the mask as some kernels have it
     cap: float | None  # the change of scores is a soft-cap of this
     blocks: Callable[[], Blocks]
+    share: Callable[[], float]  # of all pairs, that is computed, about
     proven_options: Callable[[], dict[str, bool]]  # kernel options that hold, whatever tensors contain
     score_mod: Callable[[], Callable[..., Tensor]] | None
     scale: float | None
@@ -364,9 +365,9 @@ BACKENDS = {
         Backend("reference", lambda call: None, _run_reference),
     )
 }
-# On a GPU a small call takes the time in which the host makes it, which is least for sdpa and most for flash.
-_SMALL = 1 << 35  # floating-point operations of all pairs, forward: measured on one H200
-_WHERE_SMALL = ("sdpa", "triton", "fa4", "flash", "reference")
+# A small call on a GPU takes the time in which the host makes it, which is least for sdpa and most for flash. Where
+# these gain, in floating-point operations of a forward pass over the pairs that are computed: measured on one H200.
+_FA4_GAINS, _FLASH_GAINS = 36e9, 100e9
 # How kinds of call went: why a backend failed, which is then not tried again under "auto"; "" where gradients worked.
 _OUTCOMES: Cache[str] = Cache("outcomes", max_bytes=1024)  # counted, one byte each
 
@@ -386,10 +387,19 @@ def choose(call: Call) -> tuple[list[Backend], dict[str, str]]:
 
 def _in_order(call: Call) -> list[Backend]:
     """The backends, those first that are the faster for this call where several can run it."""
-    batch, heads, q_len, size = call.q.shape
-    if call.cuda and 4 * batch * heads * q_len * call.k.shape[2] * size <= _SMALL:
-        return [BACKENDS[name] for name in _WHERE_SMALL]
-    return list(BACKENDS.values())
+    last: list[str] = []
+    if call.cuda and flash_installed():
+        dense = call.dense()
+        batch, heads, q_len, size = call.q.shape
+        work = 4 * batch * heads * q_len * call.k.shape[2] * size * call.share()
+        # packed sequences are told to fa4 in a millisecond, their blocks take three to find
+        if work < _FA4_GAINS and (dense is None or dense.sequences is None):
+            last.append("fa4")
+        if work < _FLASH_GAINS:
+            last.append("flash")
+    names = [name for name in BACKENDS if name not in last]
+    names[-1:-1] = last  # the reference stays the last of all
+    return [BACKENDS[name] for name in names]
 
 
 def _reason_against(backend: Backend, call: Call) -> str | None:

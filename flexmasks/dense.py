@@ -62,6 +62,18 @@ class Dense:
         first, last = self.keys
         return x if (first, last) == (0, x.shape[2]) else x[:, :, first:last]
 
+    def pairs(self, q_len: int) -> float:
+        """How many pairs of a query and a key are visible, about: those of one sequence."""
+        keys = self.keys[1] - self.keys[0]
+
+        def below(diagonal: int) -> float:
+            """The area of 0 <= kv < min(keys, q + diagonal)."""
+            first, last = (min(max(n, 0), keys) for n in (diagonal, diagonal + q_len))
+            return (last - first) * (last + first) / 2 + keys * max(0, diagonal + q_len - max(diagonal, keys))
+
+        seen = q_len * keys if self.right is None else below(self.offset + self.right)
+        return seen if self.left is None else seen - below(self.offset - self.left)
+
 
 def told(mask: Mask, size: Size) -> Dense | None:
     """What a dense kernel is to be told of the mask at these lengths, or None where that is not all of it."""

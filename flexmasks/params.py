@@ -224,6 +224,11 @@ def at(table: Tensor, b: Tensor, position: Tensor) -> Tensor:
     return table[b, position] if table.ndim == 2 else table[position]
 
 
+def always(n: int, index: Tensor) -> Tensor:
+    """The number n where an index is wanted, made of another index: FLASH indexes tensors by none that is constant."""
+    return index * 0 + n if n else index * 0
+
+
 def pair(value: Any) -> tuple[Any, Any]:
     """A parameter that is one value for both axes, or one per axis: always one per axis."""
     return value if isinstance(value, tuple) else (value, value)
@@ -271,11 +276,15 @@ def implied_size(dimension: str, parameters: Mapping[str, Parameter], values: Ma
     return None
 
 
+_LONG = 64  # elements of a sequence that are shown
+
+
 def describe(value: Any) -> str:
-    """A value as a repr shows it: tensors by dtype and shape, everything else by its own repr."""
+    """A value as a repr shows it: tensors by dtype and shape, long sequences by shape, all else by its own repr."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-    return repr(value)
+    shape = _shape(value)
+    return f"tuple{list(shape)}" if math.prod(shape) > _LONG else repr(value)
 
 
 def _shape(value: Any) -> tuple[int, ...]:

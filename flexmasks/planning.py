@@ -35,6 +35,8 @@ BLOCK_SIZE = (128, 128)
 _SMALL_BLOCKS = ((1 << 10, 32), (1 << 15, 64))  # up to which length, torch's kernel for the CPU wins by such blocks
 _CONSTANTS = 6  # so many values of a mask's numbers are compiled in; from then on they are inputs of the kernel
 
+_UNKNOWN_SHARE = 0.5  # of the pairs, computed
+
 
 @dataclass(frozen=True)
 class _Found:
@@ -51,7 +53,7 @@ class _Found:
 @dataclass(frozen=True)
 class _FoundMask(_Found):
     layout: Layout
-    options: list[dict[str, bool]]  # what of it kernels can use, once it has been asked for
+    facts: dict[str, Any]  # "options" that hold for kernels, "share" of the pairs that is computed: once asked for
 
     @property
     def nbytes(self) -> int:
@@ -196,7 +198,7 @@ class MaskPlan(Plan):
         own = found.indices[0].shape
         if any(n > 1 for n, e in ((own[0], "batch"), (own[1], "heads")) if e in self.open_extents):
             check_open_extents(self.value, mod, size, self.open_extents)
-        return _FoundMask(extras, self._moved(), found, [])
+        return _FoundMask(extras, self._moved(), found, {})
 
     def block_mask(self) -> BlockMask:
         """The BlockMask; its mask_mod is bound to the user's own tensors, or their aliases."""
@@ -215,10 +217,23 @@ class MaskPlan(Plan):
         """
         if self.opaque or self.lifted or self.tensors or not isinstance(self.offset, int) or self.offset != 0:
             return {}
-        options = self._found.options
-        if not options:
-            options.append(self.blocks().kernel_options)
-        return {n: v for n, v in options[0].items() if not (scored and n == "ROWS_GUARANTEED_SAFE")}
+        options = self._fact("options", lambda: self.blocks().kernel_options)
+        return {n: v for n, v in options.items() if not (scored and n == "ROWS_GUARANTEED_SAFE")}
+
+    def share(self) -> float:
+        """The share of all pairs that is computed, about: of masks with tensors a half, as these are not waited for."""
+        if self.dense is not None and self.dense.sequences is None:
+            return self.dense.pairs(self.size.q_len) / (self.size.q_len * self.size.kv_len)
+        if self.opaque or self.tensors or not isinstance(self.offset, int):
+            return _UNKNOWN_SHARE
+        return cast(float, self._fact("share", lambda: 1 - self.blocks().sparsity))
+
+    def _fact(self, name: str, find: Callable[[], Any]) -> Any:
+        """What was found of the blocks, kept with them; to find it waits for a GPU."""
+        facts = self._found.facts
+        if name not in facts:
+            facts[name] = find()
+        return facts[name]
 
 
 def rows_of(mask: Any, params: dict[str, Any], x: Tensor) -> Rows:
@@ -315,6 +330,9 @@ class GivenPlan:
     def kernel_options(self, scored: bool) -> dict[str, bool]:
         return {}
 
+    def share(self) -> float:
+        return _UNKNOWN_SHARE
+
 
 FULL = get_mask("full")
 
@@ -363,7 +381,7 @@ def shifted_mask(mod: Callable[..., Tensor], offset: Offset) -> Callable[..., Te
         return mod
     if isinstance(offset, int) or offset.ndim == 0:
         return lambda b, h, q, kv: mod(b, h, q + offset, kv)
-    return lambda b, h, q, kv: mod(b, h, q + offset[b], kv)
+    return lambda b, h, q, kv: mod(b, h, q + offset[b].int(), kv)
 
 
 def shifted_score(mod: Callable[..., Tensor], offset: Offset) -> Callable[..., Tensor]:
@@ -372,7 +390,7 @@ def shifted_score(mod: Callable[..., Tensor], offset: Offset) -> Callable[..., T
         return mod
     if isinstance(offset, int) or offset.ndim == 0:
         return lambda score, b, h, q, kv: mod(score, b, h, q + offset, kv)
-    return lambda score, b, h, q, kv: mod(score, b, h, q + offset[b], kv)
+    return lambda score, b, h, q, kv: mod(score, b, h, q + offset[b].int(), kv)
 
 
 @contextlib.contextmanager

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import oracles
@@ -12,6 +13,8 @@ import pytest
 import torch
 from oracles import Case
 from torch import Tensor
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import flexmasks
 
@@ -50,6 +53,24 @@ def skip_unless_flash_takes(leaves: Sequence[Tensor], **given: Any) -> None:
     reason = flexmasks.explain(q, k, v, **given).others.get("flash", "it can,")
     if not reason.startswith("it can,"):
         pytest.skip(f"flash: {reason}")
+
+
+def not_for_flash(mod: Callable[..., Tensor], *score: Tensor) -> list[str]:
+    """What of a function of indices (b, h, q, kv) FLASH's compiler is known not to take, as torch would trace it."""
+
+    def traced(*args: Tensor) -> Tensor:
+        with TransformGetItemToIndex():
+            return mod(*args)
+
+    indices = [torch.zeros((), dtype=torch.int32) for _ in range(4)]
+    graph = make_fx(traced, tracing_mode="fake", _allow_non_fake_inputs=True)(*score, *indices).graph
+    found = []
+    for node in graph.nodes:
+        if node.target is torch.ops.aten.index.Tensor:
+            found += [f"index {i}" for i in node.args[1] if i is None or i.meta["val"].dtype != torch.int32]
+        if re.search("clamp|maximum|minimum|select", str(node.target)):
+            found.append(str(node.target))
+    return found
 
 
 def exact(x: Tensor) -> Tensor:

@@ -75,6 +75,7 @@ def test_a_band_as_kernels_are_told_it(data: st.DataObject) -> None:
         return
     assert torch.equal(_shown_by_dense(dense, q_len, kv_len), want)
     assert torch.equal(_shown_by_flash(dense, q_len, kv_len), want)
+    assert abs(dense.pairs(q_len) - int(want.sum())) <= q_len
 
 
 def _shown_in_sequences(dense: Dense, found: Sequences, total: int, kv_total: int) -> Tensor:
@@ -326,6 +327,8 @@ def test_small_and_large_calls() -> None:
     assert [taken(small, m) for m in ("full", "causal", own)] == ["sdpa", "sdpa", "triton"]
     assert taken(small, "causal", return_lse=True) == "triton"
     assert [taken(large, m) for m in ("full", "causal", own)] == ["fa4", "fa4", "flash"]
+    assert taken(large[:1], "sliding_window", window=64) == "triton"  # little of it is computed
+    assert taken(small, flexmasks.packed("causal", [0, 100, 512])) == "fa4"  # whose blocks need not be found
     assert "faster here" in flexmasks.explain(small, small, small, mask="causal").others["fa4"]
 
 

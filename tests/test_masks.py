@@ -14,6 +14,7 @@ from helpers import (
     error,
     exact,
     label,
+    not_for_flash,
     qkv,
     skip_unless_flash_takes,
     spread,
@@ -115,6 +116,13 @@ def test_compiled_gpu(case: Case, dtype: torch.dtype) -> None:
 def test_flash_gpu(case: Case, dtype: torch.dtype) -> None:
     skip_unless_flash_takes(qkv(case, dtype, "cuda"), mask=case.name, **arguments(case, "cuda"))
     _compiled(case, dtype, "cuda", "flash")
+
+
+@pytest.mark.parametrize("case", MASK_CASES, ids=label)
+def test_is_written_for_flash(case: Case) -> None:
+    sizes = {"batch": case.batch, "heads": case.heads}
+    made = flexmasks.block_mask(case.name, case.q_len, case.kv_len, **sizes, **arguments(case))
+    assert not_for_flash(made.mask_mod) == []
 
 
 @pytest.mark.parametrize("device", DEVICES)

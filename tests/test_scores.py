@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import TOLERANCE, arguments, error, exact, label, qkv, skip_unless_flash_takes, spread
+from helpers import TOLERANCE, arguments, error, exact, label, not_for_flash, qkv, skip_unless_flash_takes, spread
 from oracles import SCORE_CASES, SCORES, Case, attend, dense
 from torch import Tensor
 
 import flexmasks
+from flexmasks.params import Size
+from flexmasks.planning import ScorePlan, sized
 
 _CAUSAL = {c.name: c for c in SCORE_CASES}
 
@@ -93,6 +95,15 @@ def test_compiled_half_cpu(case: Case, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("case", spread(SCORE_CASES, 3), ids=label)
 def test_compiled_gpu(case: Case, dtype: torch.dtype) -> None:
     _compiled(case, dtype, "cuda", "triton")
+
+
+@pytest.mark.parametrize("case", SCORE_CASES, ids=label)
+def test_is_written_for_flash(case: Case) -> None:
+    given = arguments(case)
+    offset = given.pop("q_offset")
+    size = Size(case.batch, case.heads, case.q_len, case.kv_len, torch.device("cpu"))
+    plan = ScorePlan(flexmasks.get_score(case.name, **given), sized(size, offset), offset)
+    assert not_for_flash(plan.score_mod(), torch.zeros(())) == []
 
 
 @pytest.mark.gpu

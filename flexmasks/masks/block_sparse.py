@@ -35,7 +35,7 @@ def block_sparse(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, layout: Tensor,
     Peers: DeepSpeed SparsityConfig.make_layout and xformers BlockSparse layouts are [heads, rows, columns]; a torch
         BlockMask's lists name the same blocks.
     """
-    return layout[*leading(layout, b, h), q // block[0], kv // block[1]]
+    return layout[*leading(layout, b, h, q), q // block[0], kv // block[1]]
 
 
 def _bsr_prepare(

@@ -3,7 +3,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from flexmasks.params import Size, check_covers_queries
+from flexmasks.params import Size, always, check_covers_queries
 from flexmasks.registry import register_mask
 
 
@@ -32,9 +32,14 @@ def dense(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, visible: Tensor) -> Te
     Source: the attn_mask of torch's scaled_dot_product_attention.
     Peers: torch SDPA attn_mask; xformers tensor biases; JAX splash NumpyMask; FlashInfer custom_mask.
     """
-    return visible[*leading(visible, b, h), q, kv]
+    return visible[*leading(visible, b, h, q), q, kv]
 
 
-def leading(table: Tensor, b: Tensor, h: Tensor) -> tuple[Any, ...]:
-    """The index of the batch and head dimensions of a table that has none, or one or both of size 1."""
-    return () if table.ndim == 2 else tuple(i if n > 1 else 0 for i, n in zip((b, h), table.shape, strict=False))
+def leading(table: Tensor, b: Tensor, h: Tensor, other: Tensor) -> tuple[Any, ...]:
+    """The index of the batch and head dimensions of a table that has none, or one or both of size 1.
+
+    Of a size of 1 it is made of the `other` index, so that nothing depends on b or h that does not have to.
+    """
+    if table.ndim == 2:
+        return ()
+    return tuple(i if n > 1 else always(0, other) for i, n in zip((b, h), table.shape, strict=False))

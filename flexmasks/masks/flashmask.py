@@ -2,7 +2,8 @@ from typing import Annotated, Any
 
 from torch import Tensor
 
-from flexmasks.params import Size
+from flexmasks.masks.dense import leading
+from flexmasks.params import Size, always
 from flexmasks.registry import register_mask
 
 
@@ -24,7 +25,7 @@ def key_eviction(
     Peers: FlashMask startend_row_indices[..., 0] with causal=True.
     """
     if evicted.ndim == 3:
-        end = evicted[b, h if evicted.shape[1] > 1 else 0, kv]
+        end = evicted[b, h if evicted.shape[1] > 1 else always(0, kv), kv]
     else:
         end = evicted[b, kv] if evicted.ndim == 2 else evicted[kv]
     return (kv <= q) & (q < end)
@@ -66,14 +67,14 @@ def flashmask(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, rows: Tensor, caus
     Source: Wang et al., FlashMask, 2024, section 4.1.
     Peers: PaddlePaddle flashmask_attention(startend_row_indices, causal); its heads are key heads, here query heads.
     """
-    at = (b if rows.shape[0] > 1 else 0, h if rows.shape[1] > 1 else 0, kv)
     count = rows.shape[3]
+    ends = [rows[*leading(rows, b, h, kv), kv, always(n, kv)] for n in range(count)]
     if causal:
-        hidden = q >= rows[*at, 0]
+        hidden = q >= ends[0]
         if count == 2:
-            hidden = hidden & (q < rows[*at, 1])
+            hidden = hidden & (q < ends[1])
         return (kv <= q) & ~hidden
     if count == 2:
-        return (q < rows[*at, 0]) & (q >= rows[*at, 1])
-    below = (q >= rows[*at, 0]) & (q < rows[*at, 1])
-    return ~below & ~((q >= rows[*at, 2]) & (q < rows[*at, 3]))
+        return (q < ends[0]) & (q >= ends[1])
+    below = (q >= ends[0]) & (q < ends[1])
+    return ~below & ~((q >= ends[2]) & (q < ends[3]))

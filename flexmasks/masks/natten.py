@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flexmasks.orders import coordinates
-from flexmasks.params import Size
+from flexmasks.params import Size, always
 from flexmasks.registry import register_mask
 
 Length = Annotated[int, "int in 1.."]
@@ -157,7 +157,9 @@ def pixels_of(order: Tensor | None, canvas: Sequence[int]) -> Tensor | None:
 
 def place(token: Tensor, canvas: Sequence[int], pixels: Tensor | None) -> list[Tensor]:
     """The coordinates of a token."""
-    return coordinates(token, canvas) if pixels is None else [pixels[n, token] for n in range(len(canvas))]
+    if pixels is None:
+        return coordinates(token, canvas)
+    return [pixels[always(n, token), token] for n in range(len(canvas))]
 
 
 def _neighborhood(q: Tensor, kv: Tensor, axes: tuple[Any, ...], pixels: Tensor | None) -> Tensor:

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from flexmasks.params import Size
+from flexmasks.params import Size, always
 from flexmasks.registry import register_mask
 
 
@@ -51,7 +51,8 @@ def slices(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, first: Tensor, end: T
     Source: Tao et al., MagiAttention, 2025 (AttnSlice).
     Peers: MagiAttention flex_flash_attn_func(q_ranges, k_ranges, attn_type_map), of slices that share no pair.
     """
-    return functools.reduce(operator.or_, [(first[n, q] <= kv) & (kv < end[n, q]) for n in range(len(first))])
+    runs = [(always(n, q), q) for n in range(len(first))]
+    return functools.reduce(operator.or_, [(first[run] <= kv) & (kv < end[run]) for run in runs])
 
 
 def _lines(q_ranges: Tensor, kv_ranges: Tensor, types: Tensor | None, length: int) -> tuple[Tensor, Tensor, Tensor]:

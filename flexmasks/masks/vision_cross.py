@@ -3,6 +3,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
+from flexmasks.params import always
 from flexmasks.registry import register_mask
 
 
@@ -34,9 +35,7 @@ def vision_cross(
         torchtune VisionCrossAttentionMask.
     """
     image = image_ids[b, kv] if image_ids.ndim == 2 else image_ids[kv]
-    known = torch.where(image < 0, 0, image)
-    if intervals.ndim == 3:
-        start, end = intervals[b, known, 0], intervals[b, known, 1]
-    else:
-        start, end = intervals[known, 0], intervals[known, 1]
+    known = torch.where(image < 0, 0, image).int()
+    where = (b, known) if intervals.ndim == 3 else (known,)
+    start, end = (intervals[*where, always(n, kv)] for n in range(2))
     return (image >= 0) & (start <= q) & (q < end)

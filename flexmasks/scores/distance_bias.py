@@ -36,4 +36,5 @@ def distance_bias(
     Source: Ying et al., Graphormer, 2021 (spatial encoding).
     Peers: attention-gym generate_graphormer_spatial_bias(table, distances); Hugging Face Graphormer spatial_pos.
     """
-    return score + table[h, distances[b, q, kv] if distances.ndim == 3 else distances[q, kv]]
+    distance = distances[b, q, kv] if distances.ndim == 3 else distances[q, kv]
+    return score + table[h, distance.int()]

@@ -54,7 +54,7 @@ def _prepare(
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _buckets(buckets: int, reach: int, bidirectional: bool, device: torch.device) -> Tensor:
     found = [t5_bucket(d, buckets, reach, bidirectional) for d in range(-reach, reach + 1)]
-    return torch.tensor(found, device=device)
+    return torch.tensor(found, dtype=torch.int32, device=device)
 
 
 def _example(length: int) -> dict[str, Any]:
