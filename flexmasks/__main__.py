@@ -75,7 +75,8 @@ def main(argv: list[str] | None = None) -> int:
         "--lengths", nargs="+", type=int, default=[], metavar="N", help="of blocks and attention: numbers of tokens"
     )
     bencher.add_argument("--device", help="cuda or cpu (default: a GPU where there is one)")
-    bencher.add_argument("--json", metavar="FILE", help="write the figures there")
+    bencher.add_argument("--json", metavar="FILE", help="write the figures there, as they come")
+    bencher.add_argument("--resume", action="store_true", help="keep the figures of FILE, and measure what it lacks")
     arguments, rest = parser.parse_known_args(argv)
     if rest and arguments.command != "show":
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -120,12 +121,15 @@ def tables(markdown: bool = False) -> str:
 def _bench(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> dict[str, Any]:
     """The figures of a benchmark."""
     where = {"device": arguments.device, "file": arguments.json}
+    if arguments.resume and arguments.json is None:
+        parser.error("--resume goes on with a FILE: pass --json FILE")
     if arguments.what == "softmax":
         from flexmasks.bench_softmax import softmax
 
-        if arguments.masks or arguments.scores or arguments.all or arguments.lengths:
-            parser.error("bench softmax takes no --masks, --scores, --all and --lengths")
+        if arguments.masks or arguments.scores or arguments.all or arguments.lengths or arguments.resume:
+            parser.error("bench softmax takes no --masks, --scores, --all, --lengths and --resume")
         return softmax(**where)
+    where["resume"] = arguments.resume
     if arguments.what == "attention":
         from flexmasks.bench_attention import bench
 

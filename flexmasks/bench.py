@@ -61,6 +61,7 @@ def blocks(
     registry: bool = False,
     device: str | None = None,
     file: str | None = None,
+    resume: bool = False,
 ) -> dict[str, Any]:
     """Measure, print a table, and write the figures to a JSON file where one is named.
 
@@ -70,6 +71,7 @@ def blocks(
         registry: every registered mask at its example, and none of `masks`.
         device: cuda or cpu; by default a GPU where there is one.
         file: the JSON file.
+        resume: go on with what the file has of an earlier run.
     """
     at = chosen(device)
     lengths = tuple(lengths)
@@ -90,7 +92,7 @@ def blocks(
     results["first_call_tokens"] = longest
     results["first_call_ms"] = _milliseconds(lambda: block_mask("causal", longest, device=at), at)
     clear_caches()
-    measure(results, steps, file)
+    measure(results, steps, file, resume)
     print(table(results))
     return results
 
@@ -112,15 +114,30 @@ def known_names(masks: Iterable[str], others: Iterable[str]) -> None:
             raise ValueError(f"flexmasks bench: no mask {name!r} to measure; {hint}")
 
 
-def measure(results: dict[str, Any], steps: Mapping[str, Callable[[], list[dict[str, Any]]]], file: str | None) -> None:
+def measure(
+    results: dict[str, Any],
+    steps: Mapping[str, Callable[[], list[dict[str, Any]]]],
+    file: str | None,
+    resume: bool = False,
+) -> None:
     """Add the rows of each step, by its description, to results["rows"], and write these to the file as they come.
 
-    A step that raises is named in results["failed"] and on stderr, with what it raised, and the others go on.
+    A step that raises is named in results["failed"] and on stderr, with what it raised, and the others go on. With
+    `resume` what the file has of this machine stays, and what it lacks is measured.
     """
+    results["measured"] = []
+    if resume and file is not None and Path(file).exists():
+        earlier = json.loads(Path(file).read_text())
+        if earlier["machine"] != results["machine"]:
+            raise ValueError(f"flexmasks bench: {file} is of another machine or torch, {earlier['machine']}.")
+        results |= {name: earlier[name] for name in ("rows", "measured")}
     for n, (what, rows) in enumerate(steps.items()):
+        if what in results["measured"]:
+            continue
         progress(f"{n + 1} of {len(steps)}: {what}")
         try:
             results["rows"] += rows()
+            results["measured"].append(what)
         except Exception as error:  # of a mask of the user's, or of what memory there is
             results.setdefault("failed", {})[what] = f"{type(error).__name__}: {error}"[:2000]
         if file is not None:  # what is measured stays, whatever happens next

@@ -98,6 +98,7 @@ def bench(
     sizes: Iterable[int] = (),
     device: str | None = None,
     file: str | None = None,
+    resume: bool = False,
 ) -> dict[str, Any]:
     """Measure, print a table, and write the figures to a JSON file where one is named.
 
@@ -105,6 +106,7 @@ def bench(
         masks: names of the comparisons of `cases`, and of other registered masks. Without any names, all of `cases`.
         scores: names of registered scores, which are measured under causal.
         registry: every registered mask and score at its example, and none of `cases`.
+        resume: go on with what the file has of an earlier run.
         lengths, sizes: numbers of tokens and head sizes, where not the usual ones of the device.
     """
     at = chosen(device)
@@ -137,7 +139,7 @@ def bench(
                 steps[f"{kind} {name}, {length} tokens, head size {size}"] = call
     results: dict[str, Any] = {"machine": machine(at), "rows": []}
     with backward_twice():
-        measure(results, steps, file)
+        measure(results, steps, file, resume)
     print(table(results))
     return results
 

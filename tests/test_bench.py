@@ -100,7 +100,7 @@ def test_registered_masks_and_scores_are_measured_and_the_failed_named(
 def test_all_is_every_registered_mask_and_score(monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[str] = []
     for module in (bench, bench_attention):
-        monkeypatch.setattr(module, "measure", lambda results, todo, file: steps.extend(todo))
+        monkeypatch.setattr(module, "measure", lambda results, todo, file, resume: steps.extend(todo))
     masks, scores = ([e.name for e in found] for found in (flexmasks.list_masks(), flexmasks.list_scores()))
     assert main(["bench", "blocks", "--all", "--lengths", "64", "--device", "cpu"]) == 0
     assert steps == [f"{name}, 64 tokens" for name in masks]
@@ -159,6 +159,21 @@ def test_peak_memory_is_seen() -> None:
 def test_an_unknown_mask_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "blocks", "--masks", "causl"]) == 2
     assert "no mask 'causl'" in capsys.readouterr().err
+
+
+def test_a_run_that_was_stopped_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "blocks.json"
+    command = ["bench", "blocks", "--device", "cpu", "--lengths", "256", "--json", str(file)]
+    assert main([*command, "--masks", "causal"]) == 0
+    first = json.loads(file.read_text())
+    assert main([*command, "--masks", "causal", "full", "--resume"]) == 0
+    both = json.loads(file.read_text())
+    assert both["rows"][: len(first["rows"])] == first["rows"]
+    assert both["measured"] == ["causal, 256 tokens", "full, 256 tokens"]
+    capsys.readouterr()
+    file.write_text(json.dumps(both | {"machine": {"device": "another"}}))
+    assert main([*command, "--resume"]) == 2
+    assert "is of another machine" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("length", [4096, 8192, 1 << 20])
