@@ -225,8 +225,11 @@ def at(table: Tensor, b: Tensor, position: Tensor) -> Tensor:
 
 
 def always(n: int, index: Tensor) -> Tensor:
-    """The number n where an index is wanted, made of another index: FLASH indexes tensors by none that is constant."""
-    return index * 0 + n if n else index * 0
+    """The number n where an index is wanted, made of another index: FLASH indexes tensors by none that is constant.
+
+    Not times 0, in which torch sees a constant.
+    """
+    return index % 1 + n if n else index % 1
 
 
 def pair(value: Any) -> tuple[Any, Any]:

@@ -221,11 +221,11 @@ class MaskPlan(Plan):
         return {n: v for n, v in options.items() if not (scored and n == "ROWS_GUARANTEED_SAFE")}
 
     def share(self) -> float:
-        """The share of all pairs that is computed, about: of masks with tensors a half, as these are not waited for."""
-        if self.dense is not None and self.dense.sequences is None:
-            return self.dense.pairs(self.size.q_len) / (self.size.q_len * self.size.kv_len)
-        if self.opaque or self.tensors or not isinstance(self.offset, int):
-            return _UNKNOWN_SHARE
+        """The share of all pairs that is computed, about; a half where blocks are found only to know it."""
+        dense = self.dense
+        if dense is not None:
+            pairs = self.size.q_len * self.size.kv_len
+            return dense.pairs(self.size.q_len) / pairs if dense.sequences is None else _UNKNOWN_SHARE
         return cast(float, self._fact("share", lambda: 1 - self.blocks().sparsity))
 
     def _fact(self, name: str, find: Callable[[], Any]) -> Any:

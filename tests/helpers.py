@@ -68,6 +68,8 @@ def not_for_flash(mod: Callable[..., Tensor], *score: Tensor) -> list[str]:
     for node in graph.nodes:
         if node.target is torch.ops.aten.index.Tensor:
             found += [f"index {i}" for i in node.args[1] if i is None or i.meta["val"].dtype != torch.int32]
+        if node.target is torch.ops.aten.mul.Tensor and 0 in node.args:
+            found.append("a product with 0, which torch makes a constant")
         if re.search("clamp|maximum|minimum|select", str(node.target)):
             found.append(str(node.target))
     return found
