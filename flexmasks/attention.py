@@ -485,7 +485,9 @@ def _known(q: Tensor, k: Tensor, v: Tensor, request: _Request) -> tuple[Hashable
 
 
 def _plainly(mask: Any, score: Any, params: Mapping[str, Any], q_offset: Any, tensors: list[Tensor]) -> Hashable | None:
-    """What `capture` would find of the library's own names, with numbers and tensors only, in a third of its time."""
+    """What `capture` would find of the library's own masks, with numbers and tensors only, in a third of its time."""
+    if type(mask) is Mask and mask.definition.own and not params:
+        mask, params = mask.name, mask.params
     if type(mask) is not str or not is_own("mask", mask) or type(q_offset) is not int:
         return None
     if score is not None and (type(score) is not str or not is_own("score", score)):

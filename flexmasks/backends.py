@@ -6,7 +6,7 @@ import functools
 import importlib.util
 import logging
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -59,19 +59,21 @@ class Compiled:
     with_lse: bool
     needs_grad: bool
     flash: bool
+    kernel: Callable[[], kernels.Kernel | None] = kernels.none  # once it has run
 
     @property
     def nbytes(self) -> int:
         return sum(t.nbytes for t in self.block_mask.as_tuple() if isinstance(t, Tensor))
 
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, run: Callable[..., tuple[Tensor, Tensor | None]] = kernels.run_again
-    ) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
         """The output and lse, or None; raises Unavailable where it cannot be compiled."""
         if not self.needs_grad and (q.requires_grad or k.requires_grad or v.requires_grad):
             q, k, v = q.detach(), k.detach(), v.detach()  # torch refuses them on the CPU, even under no_grad
         try:
-            out, lse = run(self.key, q, k, v, self.score_mod, self.block_mask, self.scale, self.options, self.with_lse)
+            out, lse = kernels.run_again(
+                self.kernel(), self.key, q, k, v, self.score_mod, self.block_mask, self.scale, self.options,
+                self.with_lse,
+            )  # fmt: skip
         except torch.OutOfMemoryError:
             raise
         except (TorchDynamoException, InductorError) as error:
@@ -327,12 +329,11 @@ def _compiles(backend: str | None, call: Call) -> str:
 
 def _proven(call: Call, again: Compiled | Direct) -> Ran:
     """Run a call; the first of its kind is differentiated too: what fails there fails while others can serve."""
-    first = functools.partial(again, run=kernels.run) if isinstance(again, Compiled) else again
     kind = "proven", again.key, _kind(call)
     learns = call.needs_grad and any(x.requires_grad for x in (call.q, call.k, call.v))
     if learns and _OUTCOMES.get(kind) is None and not torch._C._are_functorch_transforms_active():
         leaves = [x.detach().requires_grad_(x.requires_grad) for x in (call.q, call.k, call.v)]
-        given = [x for x in first(*leaves) if x is not None]
+        given = [x for x in again(*leaves) if x is not None]
         try:
             torch.autograd.grad(given, [x for x in leaves if x.requires_grad], [torch.zeros_like(x) for x in given])
         except torch.OutOfMemoryError:
@@ -340,7 +341,8 @@ def _proven(call: Call, again: Compiled | Direct) -> Ran:
         except Exception as error:
             raise Unavailable(_first_line(error)) from error
         _OUTCOMES.put(kind, (), "", 1)
-    return Ran(*first(call.q, call.k, call.v), again)
+    out, lse = again(call.q, call.k, call.v)
+    return Ran(out, lse, replace(again, kernel=kernels.ready(again.key)) if isinstance(again, Compiled) else again)
 
 
 def _run_reference(call: Call) -> Ran:

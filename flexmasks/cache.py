@@ -55,8 +55,8 @@ class Cache(Generic[Value]):
 
     def get(self, key: Hashable, tensors: Sequence[Tensor] = ()) -> Value | None:
         """The value put under this key and these very tensors, unless one of them has changed in place since."""
+        full = _full(key, tensors)
         with self._lock:
-            full = _full(key, tensors)
             entry = self._entries.get(full)
             if entry is not None:
                 for (ref, then), tensor in zip(entry.made_from, tensors, strict=True):
