@@ -37,7 +37,7 @@ def sasa(
     order: the pixel of each token where they are not in row-major order, as flexmasks.orders gives it.
 
     Source: Ramachandran et al., Stand-Alone Self-Attention in Vision Models, 2019.
-    Peers: xformers local_2d_pattern(p=inf); `natten` shifts the window at the edges instead.
+    Peers: xformers local_2d_pattern(distance=window + 1, p=inf); `natten` shifts the window at the edges instead.
     """
     row, column = place(q, canvas, pixels)
     other_row, other_column = place(kv, canvas, pixels)
