@@ -14,6 +14,7 @@ import torch
 from oracles import Case
 from torch import Tensor
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+from torch._inductor.fx_passes.joint_graph import constant_fold_uniform_value
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import flexmasks
@@ -63,13 +64,14 @@ def not_for_flash(mod: Callable[..., Tensor], *score: Tensor) -> list[str]:
             return mod(*args)
 
     indices = [torch.zeros((), dtype=torch.int32) for _ in range(4)]
-    graph = make_fx(traced, tracing_mode="fake", _allow_non_fake_inputs=True)(*score, *indices).graph
+    module = make_fx(traced, tracing_mode="fake", _allow_non_fake_inputs=True)(*score, *indices)
+    constant_fold_uniform_value(module)
     found = []
-    for node in graph.nodes:
+    for node in module.graph.nodes:
         if node.target is torch.ops.aten.index.Tensor:
-            found += [f"index {i}" for i in node.args[1] if i is None or i.meta["val"].dtype != torch.int32]
-        if node.target is torch.ops.aten.mul.Tensor and 0 in node.args:
-            found.append("a product with 0, which torch makes a constant")
+            for i in node.args[1]:
+                if i is None or i.target is torch.ops.aten.full.default or i.meta["val"].dtype != torch.int32:
+                    found.append(f"index {i}")
         if re.search("clamp|maximum|minimum|select", str(node.target)):
             found.append(str(node.target))
     return found
