@@ -6,6 +6,7 @@ import argparse
 import ast
 import difflib
 import importlib
+import os
 import sys
 from typing import Any
 
@@ -40,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
         "the value as in Python: --window 64, --seq-lens [300,100], --causal True. By default those of an example.",
     )
     shower.add_argument("name", help="a mask's or score's name")
-    shower.add_argument("--length", type=int, default=4096, help="number of queries (default 4096)")
+    shower.add_argument("--length", type=int, help="number of queries (default: as the parameters suggest, or 4096)")
     shower.add_argument("--kv-length", type=int, help="number of keys (default: as many)")
     shower.add_argument("--block-size", type=int, help="default 128, single elements for short lengths")
     shower.add_argument("-b", type=int, default=0, help="the batch element to draw")
@@ -99,9 +100,12 @@ def main(argv: list[str] | None = None) -> int:
             print(gallery(arguments.out))
         else:
             _show(arguments, _parameters(rest))
+        sys.stdout.flush()
     except (ValueError, TypeError) as error:
         print(error, file=sys.stderr)
         return 2
+    except BrokenPipeError:  # who read it, such as `head`, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
@@ -157,19 +161,20 @@ def _said(entry: Entry) -> tuple[str, ...]:
 def _show(arguments: argparse.Namespace, given: dict[str, Any]) -> None:
     from flexmasks.picture import draw
 
-    name, length = arguments.name, arguments.length
+    name, length = arguments.name, arguments.length or 4096
     entries = [("mask", m) for m in list_masks()] + [("score", s) for s in list_scores()]
     named = [(kind, e) for kind, e in entries if e.name == name]  # a mask and a score may share a name
     if not named:
         definition("score" if difflib.get_close_matches(name, [s.name for s in list_scores()]) else "mask", name)
     for kind, entry in named:
         found = definition(kind, name)
-        params = {**(found.example(length) if found.example else {}), **given}
+        complete = all(n in given for n, p in found.parameters.items() if p.required) and given
+        params = given if complete or not found.example else {**found.example(length), **given}
         shown = ", ".join(f"{n}={v!r:.60}" for n, v in params.items())
         print(f"{kind} {entry.signature}\n\n{found.doc}\n\nhere {name}({shown})\n")
         picture = draw(
             get_mask(name, **params) if kind == "mask" else get_score(name, **params),
-            length,
+            arguments.length or (None if complete else length),
             arguments.kv_length,
             b=arguments.b,
             h=arguments.head,

@@ -441,6 +441,8 @@ def _eager_varlen(
             _fail(f"`{name}` must be a tensor [total, H, D], got {_kind(x)}.", call=call)
     starts = _offsets(call, "offsets", offsets, q.device)
     kv_starts = None if kv_offsets is None else _offsets(call, "kv_offsets", kv_offsets, q.device)
+    if kv_starts is None and len(q) != len(k):
+        _fail(f"q has {len(q)} tokens and k {len(k)}: pass `kv_offsets`, where the sequences of k start.", call=call)
     _check_offset(call, request.q_offset, len(starts) - 1, q.device)
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     if sink is not None:

@@ -19,18 +19,20 @@ def packed(
     offsets: Tensor | Sequence[int],
     kv_offsets: Tensor | Sequence[int] | None = None,
     q_start: int | Tensor | Sequence[int] = 0,
+    **params: Any,
 ) -> Any:
     """The same mask (or Score) inside each of several sequences that are laid end to end; they do not see each other.
 
     Args:
-        inner: a Mask, a mask's name where it has no parameters, a mask function, or a Score. Inside, the batch index
-            is the number of the sequence and positions start at 0.
+        inner: a Mask, a mask's name, a mask function, or a Score. Inside, the batch index is the number of the
+            sequence and positions start at 0.
         offsets: int[N + 1], where each of N sequences starts and the last ends (cu_seqlens of varlen attention);
             any total length. Tokens past the end are padding.
         kv_offsets: the same for the keys, where they are packed otherwise.
         q_start: the position of the first query of each sequence, int >= 0 or int[N], as `q_offset` is for a whole
             call; the first key is at 0. `kv_offsets.diff() - offsets.diff()` puts each last query at its last key,
             as FlashAttention's varlen attention does.
+        **params: parameters of `inner`.
 
     Returns:
         A Mask, or a Score where `inner` is one.
@@ -48,8 +50,8 @@ def packed(
     if type(q_start) is not int or q_start != 0:
         places["q_start"] = q_start
     if isinstance(inner, Score):
-        return get_score("packed", inner=inner, **places)
-    return get_mask("packed", inner=get_mask(inner), **places)
+        return get_score("packed", inner=get_score(inner, **params), **places)
+    return get_mask("packed", inner=get_mask(inner, **params), **places)
 
 
 def sequences(

@@ -422,7 +422,10 @@ def _fitting(value: Modifier, b: int, h: int) -> tuple[int, int]:
     suggested = lengths_for(value)
     device = next((t.device for t in value.tensors()), torch.device("cpu"))
     batch, heads = value.batch_size() or b + 1, value.implied_size("H") or h + 1
-    for q_len, kv_len in (suggested, *((1 << n, 1 << n) for n in range(6, 15))):
+    tables = [torch.as_tensor(given) for parameter, given in _parameters(value) if _is_tensor(parameter, given)]
+    rows = [(t.shape[-min(t.ndim, 2)], suggested[1]) for t in tables if t.ndim]  # tables with a row for each query
+    lines = [(t.shape[-1], suggested[1]) for t in tables if t.ndim]
+    for q_len, kv_len in (suggested, *rows, *lines, *((1 << n, 1 << n) for n in range(6, 15))):
         with contextlib.suppress(ValueError, TypeError):
             value.resolve(Size(batch, heads, q_len, kv_len, device))
             return q_len, kv_len
@@ -433,15 +436,20 @@ def lengths_for(value: Modifier) -> tuple[int, int]:
     """Numbers of queries and keys that a mask's or score's parameters suggest.
 
     The lengths of tensors that have one element for each position; a canvas' height times width; the largest number
-    in other tensors, such as lengths and offsets; else four times the largest number, so that a window shows well.
+    in other tensors, such as lengths and offsets, those of the keys in parameters named kv_...; else four times the
+    largest number, so that a window shows well.
     """
     exact = {name: value.implied_size(name) for name in ("Q", "KV", "S")}
     positions: list[int] = []
     reached: list[int] = []
+    reached_by_keys: list[int] = []
     numbers: list[int] = []
     for parameter, given in _parameters(value):
-        if isinstance(given, Tensor) or parameter.is_sequence(given):
-            reached += _largest_number(torch.as_tensor(given))
+        if _is_tensor(parameter, given):
+            tensor = torch.as_tensor(given)
+            # numbers below the length are what each position has, such as ids
+            found = [max(n, *tensor.shape[-1:]) for n in _largest_number(tensor)]
+            (reached_by_keys if parameter.name.startswith("kv_") else reached).extend(found)
         else:
             numbers += [n for n in (given if isinstance(given, tuple) else (given,)) if type(n) is int]
     positions += _canvases(value)
@@ -454,9 +462,12 @@ def lengths_for(value: Modifier) -> tuple[int, int]:
     guess = next((max(found) for found in (positions, reached) if found), 0)
     if not guess and numbers:
         guess = max(64, 1 << (4 * max(numbers) - 1).bit_length())
-    guess = min(max(guess, 1), _LONGEST) if guess else _GUESSED
-    length = exact["S"] or exact["Q"] or guess
-    return length, exact["S"] or exact["KV"] or length
+    length = exact["S"] or exact["Q"] or min(guess, _LONGEST) or exact["KV"] or _GUESSED
+    return length, exact["S"] or exact["KV"] or max(reached_by_keys, default=length)
+
+
+def _is_tensor(parameter: Parameter, given: Any) -> bool:
+    return isinstance(given, Tensor) or parameter.is_sequence(given)
 
 
 def _parameters(value: Modifier) -> Iterator[tuple[Parameter, Any]]:

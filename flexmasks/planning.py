@@ -409,7 +409,7 @@ def explained(value: Modifier) -> Iterator[None]:
         if "data-dependent control flow" in str(error) or ".item()" in str(error):
             raise ValueError(
                 f"{what} may not decide by `if`, `and`, `or` or `not`, nor read the value of an index or score: they "
-                "stand for many at once. Use torch.where, `&`, `|` and `~`."
+                "stand for many at once. Use torch.where, torch.minimum and torch.maximum, `&`, `|` and `~`."
             ) from error
         raise ValueError(f"{what} failed on index tensors: {type(error).__name__}: {str(error)[:300]}") from error
 

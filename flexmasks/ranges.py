@@ -228,7 +228,7 @@ class Range:
     def _refuse(self, what: str) -> Any:
         raise Refused(
             f"a mask function may not {what}: its arguments stand for many indices at once. Use `&`, `|`, `~` for "
-            "and, or, not, `(a < b) & (b < c)` for chained comparisons, and torch.where for if."
+            "and, or, not, `(a < b) & (b < c)` for chained comparisons, torch.where for if, torch.minimum for min."
         )
 
     def __bool__(self) -> bool:
@@ -247,7 +247,7 @@ class Range:
         return float(self._refuse("call `float()` on an index"))
 
     def __index__(self) -> int:
-        return int(self._refuse("use an index as a Python integer (to index a list, in a slice, or in `range`)"))
+        return int(self._refuse("use an index as a Python integer, or index a list by it (capture a tensor instead)"))
 
     def __array__(self, *_: Any, **__: Any) -> Any:
         return self._refuse("turn an index into a NumPy array, or index one by it (capture a torch tensor instead)")

@@ -51,7 +51,8 @@ def register_mask(
 ) -> Callable[[Function], Function]:
     """Register a mask: one plain function `(b, h, q, kv, *, parameters) -> bool` of index tensors.
 
-    The decorated function is returned unchanged. Its docstring's first line is the mask's one-line meaning, its
+    The decorated function is returned unchanged; registered again, by a notebook's cell that runs once more say, it
+    takes the place of what it was. Its docstring's first line is the mask's one-line meaning, its
     paragraph that starts with `Source:` says where it comes from, one that starts with `Peers:` what other libraries
     call it. Annotate parameters as flexmasks.params says.
 
@@ -68,7 +69,7 @@ def register_mask(
             flexmasks.dense.Band, or None where these parameters make it another.
 
     Raises:
-        ValueError: the name is taken, or not an identifier.
+        ValueError: the name is taken by another function, or not an identifier.
         TypeError: the function does not take four indices.
 
     Example:
@@ -146,6 +147,14 @@ def definition(kind: str, name: str) -> Definition:
     known = _REGISTRY[kind]
     if name not in known:
         near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+        other = "score" if kind == "mask" else "mask"
+        if name in _REGISTRY[other]:
+            raise ValueError(f"flexmasks: {name!r} is a {other}, pass it as `{other}=`, not as `{kind}=`.")
+        if kind == "mask" and not name.isidentifier() and any(c in name for c in "&|~"):
+            raise ValueError(
+                f"flexmasks: no mask is named {name!r}; masks are combined as values: "
+                'flexmasks.get_mask("causal") & flexmasks.get_mask("document", document_ids=ids).'
+            )
         names = f"flexmasks.list_{kind}s() names the {len(known)} that there are."
         hint = f"did you mean {' or '.join(repr(n) for n in near)}?" if near else names
         raise ValueError(f"flexmasks: no {kind} is named {name!r}; {hint}")
@@ -217,7 +226,7 @@ def _pending(kind: str, value: Any) -> tuple[Definition, Mapping[str, Any]]:
             raise TypeError(f"flexmasks: {value!r} is a {value.kind}, pass it as `{value.kind}=`, not as `{kind}=`.")
         return value.definition, value.params
     if isinstance(value, bool) or not callable(value):
-        dense = "; a dense mask `m` is the function `lambda b, h, q, kv: m[q, kv]`" if isinstance(value, Tensor) else ""
+        dense = "; a dense mask `m` is mask='dense', visible=m" if isinstance(value, Tensor) else ""
         raise TypeError(
             f"flexmasks: `{kind}` must be a name, a {kind.title()} or a function, got {describe(value)}{dense}."
         )
@@ -238,8 +247,9 @@ def _register(kind: str, name: str | None, **hooks: Any) -> Callable[[Function],
         made = replace(define(kind, function, name, **hooks), registered=True)
         if not isinstance(made.name, str) or not made.name.isidentifier():
             raise ValueError(f"flexmasks: a {kind} needs a name that is an identifier, got {made.name!r}.")
-        if made.name in _REGISTRY[kind]:
-            there = _REGISTRY[kind][made.name].function
+        known = _REGISTRY[kind].get(made.name)
+        there = known.function if known is not None else function
+        if (there.__module__, there.__qualname__) != (function.__module__, function.__qualname__):
             raise ValueError(f"flexmasks: a {kind} named {made.name!r} is registered already, by {there.__module__}.")
         _REGISTRY[kind][made.name] = made
         return function

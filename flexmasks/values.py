@@ -340,16 +340,16 @@ class Mask(Modifier):
     def __call__(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return self._standalone(q.device)(b, h, q, kv)
 
-    def __and__(self, other: Mask | Callable[..., Tensor]) -> Mask:
+    def __and__(self, other: str | Mask | Callable[..., Tensor]) -> Mask:
         return _combine(AND, self, other)
 
-    def __rand__(self, other: Mask | Callable[..., Tensor]) -> Mask:
+    def __rand__(self, other: str | Mask | Callable[..., Tensor]) -> Mask:
         return _combine(AND, other, self)
 
-    def __or__(self, other: Mask | Callable[..., Tensor]) -> Mask:
+    def __or__(self, other: str | Mask | Callable[..., Tensor]) -> Mask:
         return _combine(OR, self, other)
 
-    def __ror__(self, other: Mask | Callable[..., Tensor]) -> Mask:
+    def __ror__(self, other: str | Mask | Callable[..., Tensor]) -> Mask:
         return _combine(OR, other, self)
 
     def __invert__(self) -> Mask:
@@ -414,9 +414,13 @@ class Score(Modifier):
 
 
 def to_mask(value: Any) -> Mask:
-    """A Mask as it is; a plain function `(b, h, q, kv)` as a Mask of no parameters."""
+    """A Mask as it is; a name, and a plain function `(b, h, q, kv)`, as a Mask of no parameters."""
     if isinstance(value, Score):
         raise TypeError(f"flexmasks: a mask is needed, {value!r} is a score.")
+    if isinstance(value, str):
+        from flexmasks.registry import get_mask  # imports this module
+
+        return get_mask(value)
     return value if isinstance(value, Mask) else Mask.of(define("mask", value), {})
 
 

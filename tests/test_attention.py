@@ -426,6 +426,7 @@ def test_varlen_is_attention_with_packed() -> None:
         ({"kv_offsets": [0, 9]}, "`offsets` has 2 sequences, `kv_offsets` has 1"),
         ({"kv_offsets": "no"}, "`kv_offsets` must be int[N + 1]"),
         ({"q_offset": torch.zeros(3, dtype=torch.int64)}, "an integer tensor [B] = [2] on cpu, got int64[3]"),
+        ({"k": torch.zeros(12, 4, 16)}, "q has 9 tokens and k 12: pass `kv_offsets`"),
         ({"q_offset": -1}, "`q_offset` must be an int from 0 to 2**31 - 1"),
         ({"sink_logits": torch.zeros(3)}, "`sink_logits` must be a floating tensor [H] = [4]"),
         ({"mask": "grouped_tril", "seq_lens": [1, 2, 3]}, "`seq_lens` must be int[B] in 0..S (here B=2, S=7)"),

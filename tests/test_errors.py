@@ -112,7 +112,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "unknown mask": (on("casual"), "no mask is named 'casual'; did you mean 'causal'"),
     "unlike any mask": (on("zzz"), "'zzz'; flexmasks.list_masks() names the"),
     "unknown score": (scored("softcapp", cap=3.0), "no score is named 'softcapp'; did you mean 'softcap'"),
-    "a score's name as mask": (on("softcap"), "no mask is named 'softcap'"),
+    "a score's name as mask": (on("softcap"), "'softcap' is a score, pass it as `score=`"),
     "unknown parameter": (on("sliding_window", windw=3), "no parameter is named `windw`; mask 'sliding_window' takes"),
     "parameter of nothing": (on(window=3), "no parameter is named `window`; no mask or score is given by name"),
     "unknown parameter of get_mask": (
@@ -295,7 +295,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "type": (on(int), "a mask is a name, a Mask or a function, got <class 'int'>"),
     "number": (on(5), "`mask` must be a name, a Mask or a function, got 5"),
     "bool": (on(True), "got True"),
-    "tensor": (on(torch.ones(64, 64).bool()), "got bool[64, 64]; a dense mask `m` is the function"),
+    "tensor": (on(torch.ones(64, 64).bool()), "got bool[64, 64]; a dense mask `m` is mask='dense', visible=m"),
     "Score as mask": (on(CHECKERBOARD), "checkerboard() is a score, pass it as `score=`"),
     "Mask as score": (scored(CAUSAL), "causal() is a mask, pass it as `mask=`"),
     "number among scores": (scored(["checkerboard", 3]), "`score` must be a name, a Score or a function, got 3"),
@@ -304,7 +304,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "and of masks": (lambda: CAUSAL and DOCUMENT, "a mask has no truth value; combine masks with `&`"),
     "not": (lambda: not CAUSAL, "a mask has no truth value"),
     "& number": (lambda: CAUSAL & 5, "got 5"),
-    "& name": (lambda: "causal" | DOCUMENT, "got 'causal'"),
+    "& unknown name": (lambda: "casual" | DOCUMENT, "no mask is named 'casual'; did you mean 'causal'"),
     "& score": (lambda: CAUSAL & CHECKERBOARD, "a mask is needed, checkerboard() is a score"),
     # block masks
     "block_mask of other q length": (
@@ -356,6 +356,8 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "jagged k and v": (of(J, J, jagged((6, 6))), "the sequences of k and v have different lengths"),
     "jagged of other count": (of(J, *[jagged((5, 4, 3))] * 2), "q has 2 sequences, k has 3"),
     # registration
+    "a mask as score": (on(score="causal"), "'causal' is a mask, pass it as `mask=`"),
+    "a combination as a name": (on(mask="causal & document"), "masks are combined as values"),
     "registered already": (
         register("causal"),
         "a mask named 'causal' is registered already, by flexmasks.masks.causal",

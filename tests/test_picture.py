@@ -19,6 +19,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import flexmasks
 from flexmasks import picture, svg
+from flexmasks.__main__ import main
 from flexmasks.cells import HIDDEN, PARTIAL, SKIPPED, VISIBLE
 
 IDS = torch.arange(1000) // 170
@@ -254,6 +255,12 @@ FITTING: dict[str, tuple[Any, tuple[int, int]]] = {
     "canvas": (flexmasks.get_mask("sasa", height=20, width=30, window=2), (600, 600)),
     "packed": (flexmasks.packed(flexmasks.get_mask("causal"), [0, 10, 333]), (333, 333)),
     "keys": (flexmasks.get_mask("vision_cross", intervals=[[0, 90], [20, 50]], image_ids=[0] * 70), (90, 70)),
+    "both packed": (flexmasks.packed("causal", [0, 5, 12], [0, 3, 20]), (12, 20)),
+    "both documents": (
+        flexmasks.get_mask("cross_document", q_document_ids=[0] * 4 + [1] * 4, kv_document_ids=[0] * 9 + [1] * 5),
+        (8, 14),
+    ),
+    "left padding": (flexmasks.get_mask("key_padding", attention_mask=[[0, 0, 1, 1, 1]]), (5, 5)),
     "captured ids": (flexmasks.get_mask(lambda b, h, q, kv: IDS[q] == IDS[kv]), (1000, 1000)),
     "captured lengths": (flexmasks.get_mask(lambda b, h, q, kv: kv < SEQ_LENS[b]), (300, 300)),
     "slopes": (flexmasks.get_score("alibi", slopes=[0.5, 0.25, 0.1]), (1024, 1024)),
@@ -266,6 +273,26 @@ def test_lengths_that_fit(name: str) -> None:
     assert picture.lengths_for(value) == want
     assert "no picture" not in value._repr_html_()
     assert f"{want[0]} queries" in flexmasks.draw(value).text()
+
+
+def test_lengths_of_a_dense_mask() -> None:
+    assert "6 queries (down) x 9 keys" in flexmasks.draw("dense", visible=torch.rand(6, 9) > 0.5).text()
+
+
+def test_the_command_suggests_lengths_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "cross_document", "--q-document-ids", "[0, 0, 1]", "--kv-document-ids", "[0, 0, 1, 1]"]) == 0
+    assert "3 queries (down) x 4 keys" in capsys.readouterr().out
+
+
+def test_a_reader_who_has_enough() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "flexmasks", "show", "causal"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as shown:
+        assert shown.stdout is not None
+        assert shown.stderr is not None
+        shown.stdout.close()
+        assert shown.stderr.read() == b""
+        assert shown.wait() == 0
 
 
 class Broken(flexmasks.Mask):

@@ -433,3 +433,33 @@ def test_no_parameter_has_the_name_of_an_argument_of_attention() -> None:
     for kind, entries in (("mask", flexmasks.list_masks()), ("score", flexmasks.list_scores())):
         for entry in entries:
             assert not taken & set(registry.definition(kind, entry.name).parameters), entry.name
+
+
+def test_a_cell_that_runs_again_registers_anew() -> None:
+    def cell(step: int) -> None:
+        @flexmasks.register_mask()
+        def of_a_cell(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+            return kv % step == 0
+
+    cell(2)
+    before = flexmasks.get_mask("of_a_cell")
+    cell(3)
+    assert flexmasks.dense_mask("of_a_cell", 4)[0, 0, 0].tolist() == [True, False, False, True]
+    assert flexmasks.dense_mask(before, 4)[0, 0, 0].tolist() == [True, False, True, False]
+    assert len([m for m in flexmasks.list_masks() if m.name == "of_a_cell"]) == 1
+
+    def of_a_cell(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return kv >= q
+
+    with pytest.raises(ValueError, match="registered already"):
+        flexmasks.register_mask()(of_a_cell)
+
+
+def test_names_where_masks_are_combined() -> None:
+    causal = flexmasks.get_mask("causal")
+    assert causal & "full" == causal & flexmasks.get_mask("full")
+    assert "full" | causal == flexmasks.get_mask("full") | causal
+    with pytest.raises(TypeError, match="mask 'document' needs `document_ids`"):
+        causal & "document"
+    window = flexmasks.get_mask("sliding_window", window=3)
+    assert flexmasks.packed("sliding_window", [0, 4, 10], window=3) == flexmasks.packed(window, [0, 4, 10])
