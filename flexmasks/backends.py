@@ -6,7 +6,7 @@ import functools
 import importlib.util
 import logging
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -59,21 +59,19 @@ class Compiled:
     with_lse: bool
     needs_grad: bool
     flash: bool
-    kernel: Callable[[], kernels.Kernel | None] = kernels.none  # once it has run
 
     @property
     def nbytes(self) -> int:
         return sum(t.nbytes for t in self.block_mask.as_tuple() if isinstance(t, Tensor))
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, run: Callable[..., tuple[Tensor, Tensor | None]] = kernels.run_again
+    ) -> tuple[Tensor, Tensor | None]:
         """The output and lse, or None; raises Unavailable where it cannot be compiled."""
         if not self.needs_grad and (q.requires_grad or k.requires_grad or v.requires_grad):
             q, k, v = q.detach(), k.detach(), v.detach()  # torch refuses them on the CPU, even under no_grad
         try:
-            out, lse = kernels.run_again(
-                self.kernel(), self.key, q, k, v, self.score_mod, self.block_mask, self.scale, self.options,
-                self.with_lse,
-            )  # fmt: skip
+            out, lse = run(self.key, q, k, v, self.score_mod, self.block_mask, self.scale, self.options, self.with_lse)
         except torch.OutOfMemoryError:
             raise
         except (TorchDynamoException, InductorError) as error:
@@ -329,11 +327,12 @@ def _compiles(backend: str | None, call: Call) -> str:
 
 def _proven(call: Call, again: Compiled | Direct) -> Ran:
     """Run a call; the first of its kind is differentiated too: what fails there fails while others can serve."""
+    first = functools.partial(again, run=kernels.run) if isinstance(again, Compiled) else again
     kind = "proven", again.key, _kind(call)
     learns = call.needs_grad and any(x.requires_grad for x in (call.q, call.k, call.v))
     if learns and _OUTCOMES.get(kind) is None and not torch._C._are_functorch_transforms_active():
         leaves = [x.detach().requires_grad_(x.requires_grad) for x in (call.q, call.k, call.v)]
-        given = [x for x in again(*leaves) if x is not None]
+        given = [x for x in first(*leaves) if x is not None]
         try:
             torch.autograd.grad(given, [x for x in leaves if x.requires_grad], [torch.zeros_like(x) for x in given])
         except torch.OutOfMemoryError:
@@ -341,8 +340,7 @@ def _proven(call: Call, again: Compiled | Direct) -> Ran:
         except Exception as error:
             raise Unavailable(_first_line(error)) from error
         _OUTCOMES.put(kind, (), "", 1)
-    out, lse = again(call.q, call.k, call.v)
-    return Ran(out, lse, replace(again, kernel=kernels.ready(again.key)) if isinstance(again, Compiled) else again)
+    return Ran(*first(call.q, call.k, call.v), again)
 
 
 def _run_reference(call: Call) -> Ran:
@@ -390,7 +388,7 @@ def choose(call: Call) -> tuple[list[Backend], dict[str, str]]:
 def _in_order(call: Call) -> list[Backend]:
     """The backends, those first that are the faster for this call where several can run it."""
     last: list[str] = []
-    if call.cuda and flash_installed():
+    if call.cuda and _refuses_any_flash(call) is None:
         dense = call.dense()
         batch, heads, q_len, size = call.q.shape
         work = 4 * batch * heads * q_len * call.k.shape[2] * size * call.share()

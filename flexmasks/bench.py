@@ -83,11 +83,11 @@ def blocks(
     else:
         todo = [(name, name not in known) for name in names or known]
     steps = {
-        f"{name}, {n} tokens": functools.partial(_row, name, registered, n, at)
+        f"{name}{', example' * registered}, {n} tokens": functools.partial(_row, name, registered, n, at)
         for name, registered in todo
         for n in lengths or ((EXAMPLE_LENGTH,) if registered else LENGTHS[at.type])
     }
-    results: dict[str, Any] = {"machine": machine(at), "rows": []}
+    results: dict[str, Any] = {"benchmark": "blocks", "machine": machine(at), "rows": []}
     longest = max(lengths or ((EXAMPLE_LENGTH,) if all(r for _, r in todo) else LENGTHS[at.type]))
     results["first_call_tokens"] = longest
     results["first_call_ms"] = _milliseconds(lambda: block_mask("causal", longest, device=at), at)
@@ -128,6 +128,8 @@ def measure(
     results["measured"] = []
     if resume and file is not None and Path(file).exists():
         earlier = json.loads(Path(file).read_text())
+        if earlier.get("benchmark") != results["benchmark"] or "measured" not in earlier:
+            raise ValueError(f"flexmasks bench: {file} is not of a run of this benchmark that can go on.")
         if earlier["machine"] != results["machine"]:
             raise ValueError(f"flexmasks bench: {file} is of another machine or torch, {earlier['machine']}.")
         results |= {name: earlier[name] for name in ("rows", "measured")}
@@ -141,7 +143,9 @@ def measure(
         except Exception as error:  # of a mask of the user's, or of what memory there is
             results.setdefault("failed", {})[what] = f"{type(error).__name__}: {error}"[:2000]
         if file is not None:  # what is measured stays, whatever happens next
-            Path(file).write_text(json.dumps(results, indent=1) + "\n")
+            written = Path(f"{file}.part")
+            written.write_text(json.dumps(results, indent=1) + "\n")
+            written.replace(file)
     progress("")
     for what, reason in results.get("failed", {}).items():
         print(f"{what} failed: {reason.splitlines()[0]}", file=sys.stderr)

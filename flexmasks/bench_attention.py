@@ -137,7 +137,7 @@ def bench(
             for kind, name in examples:
                 call = functools.partial(_example_rows, kind, name, 16 if large else 4, length, size, dtype, at)
                 steps[f"{kind} {name}, {length} tokens, head size {size}"] = call
-    results: dict[str, Any] = {"machine": machine(at), "rows": []}
+    results: dict[str, Any] = {"benchmark": "attention", "machine": machine(at), "rows": []}
     with backward_twice():
         measure(results, steps, file, resume)
     print(table(results))

@@ -96,7 +96,12 @@ def cases(device: torch.device) -> list[Case]:
 def softmax(device: str | None = None, file: str | None = None) -> dict[str, Any]:
     """Measure, print a table, and write the figures to a JSON file where one is named."""
     at = chosen(device)
-    results: dict[str, Any] = {"machine": machine(at), "copy_tb_s": _copy_bandwidth(at), "rows": []}
+    results: dict[str, Any] = {
+        "benchmark": "softmax",
+        "machine": machine(at),
+        "copy_tb_s": _copy_bandwidth(at),
+        "rows": [],
+    }
     copy = results["copy_tb_s"]
     steps = {f"{c.name}, {list(c.shape)}": functools.partial(_rows, c, at, copy) for c in cases(at)}
     with backward_twice():

@@ -171,10 +171,11 @@ class Reader:
         if library and function.__closure__ is None:
             return function
         parts = [self.key(_cell(c)) for c in function.__closure__ or ()]
-        parts += [self.key(function.__defaults__), self.key(function.__kwdefaults__), self.key(function.__dict__)]
+        for more in (function.__defaults__, function.__kwdefaults__, function.__dict__):
+            parts.append(self.key(more) if more else None)
         if not library:
             names, imports = _names_read(function.__code__)
-            if not all(map(_is_library, imports)):
+            if imports and not all(map(_is_library, imports)):
                 self._refuse(f"an import inside {function.__name__!r}")
             if not _ANYTHING.isdisjoint(names):
                 self._refuse(f"a call in {function.__name__!r} that may read anything")

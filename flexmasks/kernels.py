@@ -32,9 +32,7 @@ _numbers = itertools.count()
 
 
 @dataclass(frozen=True)
-class Kernel:
-    """Compiled code, and what it has run."""
-
+class _Kernel:
     compiled: Callable[..., Any]
     static: bool  # compiled for each length anew
     lengths: set[tuple[int, int]] = field(default_factory=set)  # of queries and keys that it has run
@@ -44,7 +42,7 @@ class Kernel:
 # of a call's time.
 _TORCHS_OWN = ("G['flex_attention']", "G['__builtins_dict", "G['__import_torch_dot", "__import__('torch')")
 _LENGTHS = 64  # so many are noted
-_KERNELS: Cache[Kernel] = Cache("kernels", max_bytes=256)  # counted, not measured: one byte each
+_KERNELS: Cache[_Kernel] = Cache("kernels", max_bytes=256)  # counted, not measured: one byte each
 
 
 def flex(
@@ -133,18 +131,9 @@ def run(key: Hashable, *args: Any) -> tuple[Tensor, Tensor | None]:
     return result  # type: ignore[no-any-return] # torch.compile keeps no types
 
 
-def ready(key: Hashable) -> Callable[[], Kernel | None]:
-    """The kernel of `key`, as long as it is kept."""
+def run_again(key: Hashable, *args: Any) -> tuple[Tensor, Tensor | None]:
+    """`run` for a call that ran before, at these lengths: the shortest way."""
     kernel = _KERNELS.get(key)
-    return none if kernel is None else weakref.ref(kernel)
-
-
-def none() -> None:
-    """No kernel yet."""
-
-
-def run_again(kernel: Kernel | None, key: Hashable, *args: Any) -> tuple[Tensor, Tensor | None]:
-    """`run` for a call that ran before, at these lengths, by the kernel that `ready` gave: the shortest way."""
     if kernel is None:
         return run(key, *args)
     try:
@@ -165,7 +154,7 @@ def compiles(key: Hashable, q_len: int, kv_len: int) -> str:
     return "no: such a call has run at other lengths, by a kernel for any"
 
 
-def _new(key: Hashable, static: bool = False) -> Kernel:
+def _new(key: Hashable, static: bool = False) -> _Kernel:
     name = f"flexmasks_kernel_{next(_numbers)}"
     code = flex.__code__.replace(co_name=name)
     function = types.FunctionType(code, flex.__globals__, name)
@@ -173,7 +162,7 @@ def _new(key: Hashable, static: bool = False) -> Kernel:
     weakref.finalize(function, remove_from_cache, code).atexit = False
     dynamic = False if static else None
     compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, options={"guard_filter_fn": _needed})
-    kernel = Kernel(compiled, static)
+    kernel = _Kernel(compiled, static)
     _KERNELS.put(key, (), kernel, 1)
     return kernel
 

@@ -35,6 +35,7 @@ BLOCK_SIZE = (128, 128)
 _SMALL_BLOCKS = ((1 << 10, 32), (1 << 15, 64))  # up to which length, torch's kernel for the CPU wins by such blocks
 _CONSTANTS = 6  # so many values of a mask's numbers are compiled in; from then on they are inputs of the kernel
 
+_POSITIONS = 1 << 31  # kernels count them in 32 bits
 _UNKNOWN_SHARE = 0.5  # of the pairs, computed
 
 
@@ -348,11 +349,11 @@ def block_size_for(size: Size) -> tuple[int, int]:
 
 def sized(size: Size, offset: Offset) -> Size:
     """The size with the largest offset in it; reads a tensor's values, and raises ValueError for a negative one."""
-    if isinstance(offset, int):
-        return replace(size, q_offset=offset)
-    least, most = torch.stack(torch.aminmax(offset)).tolist()
+    least, most = (offset, offset) if isinstance(offset, int) else torch.stack(torch.aminmax(offset)).tolist()
     if least < 0:
         raise ValueError(f"flexmasks: `q_offset` must be at least 0, got values from {least} to {most}.")
+    if most + size.q_len > _POSITIONS:
+        raise ValueError(f"flexmasks: `q_offset` must be at most 2**31 - {size.q_len}, the queries, got {most}.")
     return replace(size, q_offset=most)
 
 
@@ -381,7 +382,7 @@ def shifted_mask(mod: Callable[..., Tensor], offset: Offset) -> Callable[..., Te
         return mod
     if isinstance(offset, int) or offset.ndim == 0:
         return lambda b, h, q, kv: mod(b, h, q + offset, kv)
-    return lambda b, h, q, kv: mod(b, h, q + offset[b].int(), kv)
+    return lambda b, h, q, kv: mod(b, h, q + offset[b].to(q.dtype), kv)
 
 
 def shifted_score(mod: Callable[..., Tensor], offset: Offset) -> Callable[..., Tensor]:
@@ -390,7 +391,7 @@ def shifted_score(mod: Callable[..., Tensor], offset: Offset) -> Callable[..., T
         return mod
     if isinstance(offset, int) or offset.ndim == 0:
         return lambda score, b, h, q, kv: mod(score, b, h, q + offset, kv)
-    return lambda score, b, h, q, kv: mod(score, b, h, q + offset[b].int(), kv)
+    return lambda score, b, h, q, kv: mod(score, b, h, q + offset[b].to(q.dtype), kv)
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
+from flexmasks.cache import clear_caches
 from flexmasks.params import Size, describe
 from flexmasks.values import CHAIN, Definition, Mask, Score, define
 
@@ -251,6 +252,8 @@ def _register(kind: str, name: str | None, **hooks: Any) -> Callable[[Function],
         there = known.function if known is not None else function
         if (there.__module__, there.__qualname__) != (function.__module__, function.__qualname__):
             raise ValueError(f"flexmasks: a {kind} named {made.name!r} is registered already, by {there.__module__}.")
+        if known is not None and known.own:  # which caches know by its name
+            clear_caches()
         _REGISTRY[kind][made.name] = made
         return function
 

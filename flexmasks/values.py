@@ -45,6 +45,8 @@ class Definition:
     @functools.cached_property
     def own(self) -> bool:
         """Whether its functions are this library's, and read nothing that could change."""
+        if not (self.registered or self.template):  # one of the library's functions given as a function
+            return False
         functions = [f for f in (self.function, self.prepare, self.inner_size, self.dense) if f is not None]
         plain = all(isinstance(f, types.FunctionType) and f.__closure__ is None for f in functions)
         return plain and all(str(f.__module__).startswith("flexmasks.") for f in functions)

@@ -169,8 +169,10 @@ def test_a_run_that_was_stopped_goes_on(tmp_path: Path, capsys: pytest.CaptureFi
     assert main([*command, "--masks", "causal", "full", "--resume"]) == 0
     both = json.loads(file.read_text())
     assert both["rows"][: len(first["rows"])] == first["rows"]
-    assert both["measured"] == ["causal, 256 tokens", "full, 256 tokens"]
+    assert both["measured"] == ["causal, 256 tokens", "full, example, 256 tokens"]
     capsys.readouterr()
+    assert main(["bench", "attention", "--device", "cpu", "--json", str(file), "--resume", "--masks", "causal"]) == 2
+    assert "is not of a run of this benchmark" in capsys.readouterr().err
     file.write_text(json.dumps(both | {"machine": {"device": "another"}}))
     assert main([*command, "--resume"]) == 2
     assert "is of another machine" in capsys.readouterr().err

@@ -623,3 +623,24 @@ def test_offsets_of_either_dtype_leave_ranges_as_they_are(dtype: torch.dtype) ->
     assert found.undecided == found.partial
     want = create_block_mask(lambda b, h, q, kv: q + offset[b] >= kv, 2, 1, 1024, 2048, "cpu")
     check_equal(found.block_mask, want)
+
+
+def test_offsets_of_64_bits_leave_no_more_open() -> None:
+    """q keeps its dtype, which an operation that ranges do not know needs."""
+
+    def own(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return (kv <= q) & (q - kv < torch.iinfo(q.dtype).max)
+
+    made = [
+        flexmasks.get_mask(own).blocks(512, 1024, batch=2, q_offset=torch.tensor([0, 300], dtype=dtype))
+        for dtype in (torch.int64, torch.int32)
+    ]
+    assert made[0].undecided == made[1].undecided < made[0].total / 4
+
+
+@pytest.mark.parametrize("offset", [2**31 - 4, torch.tensor([2**31]), torch.tensor([2**31 - 4])])
+def test_positions_that_32_bits_do_not_hold(offset: int | Tensor) -> None:
+    q, k = torch.randn(1, 1, 5, 16), torch.randn(1, 1, 8, 16)
+    with pytest.raises(ValueError, match="`q_offset` must be at most 2\\*\\*31 - 5"):
+        flexmasks.attention(q, k, k, mask="causal", q_offset=offset)
+    assert flexmasks.attention(q[:, :, :3], k, k, mask="causal", q_offset=2**31 - 4).shape == (1, 1, 3, 16)

@@ -119,7 +119,8 @@ def test_flash_gpu(case: Case, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("case", MASK_CASES, ids=label)
-def test_is_written_for_flash(case: Case) -> None:
+def test_is_written_for_flash(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flexmasks.params._NUMBERS_ON", ())  # as on a GPU
     sizes = {"batch": case.batch, "heads": case.heads}
     made = flexmasks.block_mask(case.name, case.q_len, case.kv_len, **sizes, **arguments(case))
     assert not_for_flash(made.mask_mod) == []

@@ -98,7 +98,8 @@ def test_compiled_gpu(case: Case, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("case", SCORE_CASES, ids=label)
-def test_is_written_for_flash(case: Case) -> None:
+def test_is_written_for_flash(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flexmasks.params._NUMBERS_ON", ())  # as on a GPU
     given = arguments(case)
     offset = given.pop("q_offset")
     size = Size(case.batch, case.heads, case.q_len, case.kv_len, torch.device("cpu"))

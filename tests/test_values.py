@@ -463,3 +463,13 @@ def test_names_where_masks_are_combined() -> None:
         causal & "document"
     window = flexmasks.get_mask("sliding_window", window=3)
     assert flexmasks.packed("sliding_window", [0, 4, 10], window=3) == flexmasks.packed(window, [0, 4, 10])
+
+
+def test_a_function_of_the_library_given_as_one_is_not_the_registered_mask() -> None:
+    from flexmasks.masks.vertical_slash import vertical_slash
+
+    q, k, v = torch.randn(3, 1, 1, 8, 16)
+    tables = {"vertical": torch.ones(9, dtype=torch.bool), "slash": torch.ones(9, dtype=torch.bool)}
+    flexmasks.attention(q, k, v, mask=flexmasks.get_mask(vertical_slash, **tables))
+    with pytest.raises((ValueError, TypeError), match="vertical_slash"):
+        flexmasks.attention(q, k, v, mask="vertical_slash", **tables)
