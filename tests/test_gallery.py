@@ -174,7 +174,7 @@ def test_a_mask_of_ones_own_is_measured(own: str, tmp_path: Path) -> None:
     assert [(r["mask"], r["example"], r["equal"]) for r in blocks["rows"]] == [
         ("every_other", "every_other(window=16, dilation=2)", True)
     ]
-    assert list(blocks["failed"]) == ["broken, 64 tokens", "without_example, 64 tokens"]
+    assert list(blocks["failed"]) == ["broken, example, 64 tokens", "without_example, example, 64 tokens"]
     file = tmp_path / "attention.json"
     command = ["bench", "attention", "--masks", "every_other", "--lengths", "128", *given, str(file)]
     done = subprocess.run(
