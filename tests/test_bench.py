@@ -103,7 +103,7 @@ def test_all_is_every_registered_mask_and_score(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(module, "measure", lambda results, todo, file, resume: steps.extend(todo))
     masks, scores = ([e.name for e in found] for found in (flexmasks.list_masks(), flexmasks.list_scores()))
     assert main(["bench", "blocks", "--all", "--lengths", "64", "--device", "cpu"]) == 0
-    assert steps == [f"{name}, 64 tokens" for name in masks]
+    assert steps == [f"{name}, example, 64 tokens" for name in masks]
     steps.clear()
     assert main(["bench", "attention", "--all", "--lengths", "64", "--device", "cpu"]) == 0
     entries = [("mask", name) for name in masks] + [("score", name) for name in scores]
