@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from types import MappingProxyType
+from types import FunctionType, MappingProxyType
 from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from flexmasks import blocks, kernels, reference
 from flexmasks.backends import BACKENDS, Again, Call, Ran, Unavailable, check, choose, run
 from flexmasks.cache import ENTRY, Cache
-from flexmasks.captures import Aliases, Opaque, Reader
+from flexmasks.captures import Aliases, Opaque, Reader, capture_plainly
 from flexmasks.dense import soft_cap
 from flexmasks.explanation import Explanation
 from flexmasks.packing import packed
@@ -471,6 +471,7 @@ def _known(q: Tensor, k: Tensor, v: Tensor, request: _Request) -> tuple[Hashable
     tensors: list[Tensor] = []
     functions = _plainly(mask, score, params, q_offset, tensors)
     if functions is None:
+        tensors.clear()
         reader = Reader(tensors)
         read = functions_of("mask", mask), functions_of("score", score), params, q_offset
         try:
@@ -487,12 +488,12 @@ def _known(q: Tensor, k: Tensor, v: Tensor, request: _Request) -> tuple[Hashable
 
 
 def _plainly(mask: Any, score: Any, params: Mapping[str, Any], q_offset: Any, tensors: list[Tensor]) -> Hashable | None:
-    """What `capture` would find of the library's own masks, with numbers and tensors only, in a third of its time."""
+    """What `capture` would find of own names and plain functions, with numbers and tensors, in a third of its time."""
     if type(mask) is Mask and mask.definition.own and not params:
         mask, params = mask.name, mask.params
-    if type(mask) is not str or not is_own("mask", mask) or type(q_offset) is not int:
-        return None
-    if score is not None and (type(score) is not str or not is_own("score", score)):
+    mask = _plain("mask", mask, tensors)
+    score = "none" if score is None else _plain("score", score, tensors)
+    if mask is None or score is None or type(q_offset) is not int:
         return None
     key: list[Hashable] = [mask, score, q_offset]
     for name, value in params.items():
@@ -503,9 +504,14 @@ def _plainly(mask: Any, score: Any, params: Mapping[str, Any], q_offset: Any, te
         elif kind in _NUMBERS:
             key += [name, kind, value]
         else:
-            tensors.clear()
             return None
     return tuple(key)
+
+
+def _plain(kind: str, value: Any, tensors: list[Tensor]) -> Hashable | None:
+    if type(value) is str:
+        return value if is_own(kind, value) else None
+    return capture_plainly(value, tensors) if type(value) is FunctionType else None
 
 
 def _planned(q: Tensor, k: Tensor, v: Tensor, request: _Request) -> tuple[Ran, bool]:

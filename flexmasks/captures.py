@@ -40,6 +40,30 @@ def capture(value: Any, tensors: list[Tensor]) -> Hashable:
     return reader.finish(reader.key(value))
 
 
+def capture_plainly(function: types.FunctionType, tensors: list[Tensor]) -> Hashable | None:
+    """`capture` in a third of its time, for functions that read constants, plain tensors and libraries; else None."""
+    names = _names_of_values(function.__code__)
+    if names is None or function.__defaults__ or function.__kwdefaults__ or function.__dict__:
+        return None
+    key: list[Hashable] = [function.__code__]
+    found = [("", _cell(c)) for c in function.__closure__ or ()]
+    variables = function.__globals__
+    for name, value in found + [(n, variables[n]) for n in names if n in variables]:
+        kind: Any = type(value)
+        if kind in _CONSTANTS:
+            key += [name, kind, value]
+        elif kind is float:
+            key += [name, repr(value)]
+        elif kind is Tensor and not vars(value):
+            tensors.append(value)
+            key += [name, value.dtype, value.ndim]
+        elif kind is types.ModuleType and _is_library(value.__name__):
+            key += [name, value]
+        else:
+            return None
+    return tuple(key)
+
+
 class Aliases:
     """Values with aliases of their tensors in place of these, so that they may be kept beyond the tensors' own life.
 
@@ -215,6 +239,13 @@ def _names_read(code: types.CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]
             names.update(more[0])
             imports.update(more[1])
     return tuple(sorted(names)), tuple(sorted(imports))
+
+
+@functools.lru_cache(maxsize=1024)
+def _names_of_values(code: types.CodeType) -> tuple[str, ...] | None:
+    """The global names that code reads, or None where it may read what these do not tell."""
+    names, imports = _names_read(code)
+    return names if all(map(_is_library, imports)) and _ANYTHING.isdisjoint(names) else None
 
 
 def _is_library(module: Any) -> bool:

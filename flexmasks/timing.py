@@ -13,6 +13,7 @@ from torch import Tensor
 from flexmasks.console import synchronize
 
 _WARMING = 2  # runs that do not count
+_FILLS = 6  # of a gigabyte: longer than the host takes to start a backward pass
 
 
 def interleaved(
@@ -39,7 +40,8 @@ def milliseconds(call: Callable[[], object], device: torch.device) -> float:
         call()
         return (time.perf_counter() - start) * 1e3
     events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-    _flushed(device).zero_()  # meanwhile the host gets ahead
+    for _ in range(_FILLS):  # meanwhile the host gets ahead
+        _flushed(device).zero_()
     events[0].record()
     call()
     events[1].record()
@@ -49,5 +51,5 @@ def milliseconds(call: Callable[[], object], device: torch.device) -> float:
 
 @functools.cache
 def _flushed(device: torch.device) -> Tensor:
-    """More bytes than caches have, and than are written while the host starts a backward pass."""
+    """More bytes than caches have."""
     return torch.empty(1 << 30, dtype=torch.uint8, device=device)

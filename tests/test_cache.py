@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask
 
 import flexmasks
-from flexmasks.cache import Cache
-from flexmasks.captures import Opaque, capture
+from flexmasks.cache import Cache, identity
+from flexmasks.captures import Opaque, capture, capture_plainly
 from flexmasks.registry import _REGISTRY
 
 LENGTH, BLOCK = 64, 16
@@ -599,7 +599,8 @@ def renames_a_tensor(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, limits: Ten
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda a: a.__name__)
 def test_nothing_stale(attack: Any) -> None:
-    stages = []
+    stages: list[Tensor] = []
+    told: list[tuple[Any, list[Any], Tensor]] = []  # what a call that is made again would be known by
     for mask in attack():
         function = lambda b, h, q, kv, mask=mask: mask(b, h, q, kv)  # noqa: E731 - torch takes no methods
         want = create_block_mask(function, 2, 1, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=BLOCK).to_dense()
@@ -607,6 +608,16 @@ def test_nothing_stale(attack: Any) -> None:
             assert torch.equal(blocks(mask), want)
             assert torch.equal(blocks(flexmasks.get_mask(mask) & (lambda b, h, q, kv: q >= 0)), want)
         stages.append(want)
+        tensors: list[Tensor] = []
+        key = capture_plainly(mask, tensors) if type(mask) is types.FunctionType else None
+        if key is not None:
+            for before, kept, then in told:
+                same = before == key and all(
+                    r() is t and s == identity(t) for (r, s), t in zip(kept, tensors, strict=True)
+                )
+                assert not same or torch.equal(then, want)
+            told.append((key, [(weakref.ref(t), identity(t)) for t in tensors], want))
+        del tensors
     assert any(not torch.equal(a, b) for a, b in itertools.pairwise(stages)), "the attack changed nothing"
     cached = flexmasks.cache_info()["blocks"].hits > 0
     assert cached == (attack.__name__ not in OPAQUE)
@@ -672,6 +683,21 @@ def test_library_parts_are_read() -> None:
     for part in (types.ModuleType("settings"), Config, Config(3), np.zeros(3), object(), {1, 2}):
         with pytest.raises(Opaque):
             capture(part, [])
+
+
+def test_what_functions_read_is_told_apart() -> None:
+    """By the short way of `attention`, as by the long one."""
+    read = lambda: first if second else None  # type: ignore[name-defined] # noqa: E731, F821
+    at_all = ({"first": 1}, {"second": 1}, {"first": 1, "second": 1}, {"first": 1.0}, {"first": True}, {"first": -0.0})
+    more = ({"first": 0.0}, {"first": "1"}, {"first": torch}, {"first": tensor(1)}, {"first": tensor(1).int()}, {})
+    known = [types.FunctionType(read.__code__, dict(variables)) for variables in (*at_all, *more)]
+    for capturing in (capture, capture_plainly):
+        keys = [capturing(function, []) for function in known]
+        assert None not in keys
+        assert len(set(keys)) == len(keys)
+        assert keys == [capturing(function, []) for function in known]
+    for unknown in ({"first": object()}, {"first": read}, {"first": types.ModuleType("settings")}):
+        assert capture_plainly(types.FunctionType(read.__code__, unknown), []) is None
 
 
 def test_opaque_functions_still_tell_their_tensors() -> None:

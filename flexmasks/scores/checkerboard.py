@@ -10,5 +10,4 @@ def checkerboard(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> 
 
     Source: FlexAttention: The Flexibility of PyTorch with the Performance of FlashAttention, 2024.
     """
-    distance = q - kv
-    return torch.where(distance % 2 == 0, score * 2.0, score * 0.5)
+    return score * torch.where((q + kv) % 2 == 0, 2.0, 0.5)  # as odd as the distance, and never negative

@@ -33,4 +33,4 @@ def softcap(
     Source: Bello et al., Neural Combinatorial Optimization, 2017; Gemma 2, 2024.
     Peers: attention-gym generate_tanh_softcap(cap); FlashAttention softcap=cap; FlashInfer logits_soft_cap=cap.
     """
-    return cap * (tanh_approx if approximate else torch.tanh)(score / cap)
+    return cap * (tanh_approx if approximate else torch.tanh)(score * (1 / cap))

@@ -1,14 +1,21 @@
-from typing import Annotated
+from typing import Annotated, Any
 
+import torch
 from torch import Tensor
 
+from flexmasks.params import Size
 from flexmasks.registry import register_score
 
 
-@register_score(example=lambda length: {"temperatures": [2.0]})
-def temperature(
-    score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, temperatures: Annotated[Tensor, "float[H]"]
-) -> Tensor:
+def _prepare(size: Size | None, *, temperatures: Annotated[Tensor, "float[H]"]) -> dict[str, Any]:
+    # FLASH takes twice as long to divide at every pair, and is not for what learns, whose graph must be of one call
+    if temperatures.requires_grad:
+        return {"by": temperatures, "divides": True}
+    return {"by": 1 / temperatures.to(torch.promote_types(temperatures.dtype, torch.float32)), "divides": False}
+
+
+@register_score(prepare=_prepare, example=lambda length: {"temperatures": [2.0]})
+def temperature(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, by: Tensor, divides: bool) -> Tensor:
     """Scores divided by a temperature of each head: score / temperatures[h].
 
     temperatures: one per query head, not 0; above 1 attention is flatter. A tensor that requires a gradient gets one.
@@ -16,4 +23,4 @@ def temperature(
     Source: Henry et al., Query-Key Normalization, 2020; Liu et al., Swin Transformer V2, 2022.
     Peers: Hugging Face Swin V2 logit_scale multiplies, by its exponential.
     """
-    return score / temperatures[h]
+    return score / by[h] if divides else score * by[h]
