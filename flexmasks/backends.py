@@ -22,6 +22,7 @@ from flexmasks.cache import Cache
 from flexmasks.dense import Dense, Sequences
 from flexmasks.fa4 import Direct
 from flexmasks.facts import Blocks
+from flexmasks.flash import mistake
 
 _log = logging.getLogger("flexmasks")
 _HALF = (torch.float16, torch.bfloat16)
@@ -143,7 +144,7 @@ class Call:
     scale: float | None
     with_lse: bool
     options: dict[str, Any] | None
-    key: Hashable  # of the functions of mask and score and their constants
+    key: tuple[Hashable, Hashable]  # of the functions of mask and score and their constants
     needs_grad: bool  # of q, k, v or a captured tensor
     learned: bool  # a captured tensor of the mask or score needs a gradient
     number_tensors: bool  # a captured tensor is 0-dimensional
@@ -263,7 +264,21 @@ def _refuses_flash(call: Call) -> str | None:
         return "its compiler has no 0-dimensional captured tensors"
     if call.q.shape[2] == 1 and call.needs_grad:
         return "its backward pass needs more than one query"
-    return None
+    return _mistake(call)
+
+
+def _mistake(call: Call) -> str | None:
+    """What FLASH would get wrong of the functions of mask and score, looked at once for all calls of a kind."""
+    kind = "mistake", call.key, call.q.device.type
+    found = _OUTCOMES.get(kind)
+    if found is None:
+        device, mod = call.q.device, call.blocks().block_mask.mask_mod
+        found = mistake(mod, device) or ""
+        if not found and call.score_mod is not None:
+            found = mistake(call.score_mod(), device, scored=True) or ""
+        if not any(isinstance(part, tuple) and part[:1] == ("opaque",) for part in call.key):
+            _OUTCOMES.put(kind, (), found, 1)
+    return found or None
 
 
 def _refuses_triton(call: Call) -> str | None:
@@ -369,6 +384,7 @@ BACKENDS = {
 # these gain, in floating-point operations of a forward pass over the pairs that are computed: measured on one H200.
 _FA4_GAINS, _FLASH_GAINS = 36e9, 100e9
 # How kinds of call went: why a backend failed, which is then not tried again under "auto"; "" where gradients worked.
+# And what FLASH would get wrong of them, "" for nothing.
 _OUTCOMES: Cache[str] = Cache("outcomes", max_bytes=1024)  # counted, one byte each
 
 

@@ -13,11 +13,9 @@ import pytest
 import torch
 from oracles import Case
 from torch import Tensor
-from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
-from torch._inductor.fx_passes.joint_graph import constant_fold_uniform_value
-from torch.fx.experimental.proxy_tensor import make_fx
 
 import flexmasks
+from flexmasks.flash import mistake, traced
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 # Error allowed of outputs, and twice that of gradients, see `error`: about four roundings of the half precisions.
@@ -56,17 +54,13 @@ def skip_unless_flash_takes(leaves: Sequence[Tensor], **given: Any) -> None:
         pytest.skip(f"flash: {reason}")
 
 
-def not_for_flash(mod: Callable[..., Tensor], *score: Tensor) -> list[str]:
-    """What of a function of indices (b, h, q, kv) FLASH's compiler is known not to take, as torch would trace it."""
-
-    def traced(*args: Tensor) -> Tensor:
-        with TransformGetItemToIndex():
-            return mod(*args)
-
-    indices = [torch.zeros((), dtype=torch.int32) for _ in range(4)]
-    module = make_fx(traced, tracing_mode="fake", _allow_non_fake_inputs=True)(*score, *indices)
-    constant_fold_uniform_value(module)
-    found = []
+def not_for_flash(case: Case, mod: Callable[..., Tensor], scored: bool = False) -> list[str]:
+    """What of a case's function FLASH's compiler is known not to take, or to get wrong, as torch would trace it."""
+    wrong = mistake(mod, torch.device("cpu"), scored)
+    # positions read from a tensor may be negative for all that can be told
+    told = isinstance(case.q_offset, int) and case.name not in ("packed", "paged")
+    found = [] if wrong is None or ("remainders" in wrong and not told) else [wrong]
+    module = traced(mod, torch.device("cpu"), scored)
     for node in module.graph.nodes:
         if node.target is torch.ops.aten.index.Tensor:
             for i in node.args[1]:

@@ -104,7 +104,7 @@ def test_is_written_for_flash(case: Case, monkeypatch: pytest.MonkeyPatch) -> No
     offset = given.pop("q_offset")
     size = Size(case.batch, case.heads, case.q_len, case.kv_len, torch.device("cpu"))
     plan = ScorePlan(flexmasks.get_score(case.name, **given), sized(size, offset), offset)
-    assert not_for_flash(plan.score_mod(), torch.zeros(())) == []
+    assert not_for_flash(case, plan.score_mod(), scored=True) == []
 
 
 @pytest.mark.gpu

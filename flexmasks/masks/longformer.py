@@ -76,7 +76,8 @@ def temporal_window(
     Peers: attention-gym generate_temporal_head_mask_mod(tokens, frames, frame, width), window + 1 = width * frame //
         frames, and generate_spatial_head_mask_mod.
     """
-    distance = (q - tokens) % frame - (kv - tokens) % frame
+    shift = -tokens % frame  # not q - tokens: kernels are sure of remainders of numbers that are not negative
+    distance = (q + shift) % frame - (kv + shift) % frame
     near = (distance <= window) & (-window <= distance)
     return near | (q < tokens) | (kv < tokens)
 
