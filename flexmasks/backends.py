@@ -22,7 +22,7 @@ from flexmasks.cache import Cache
 from flexmasks.dense import Dense, Sequences
 from flexmasks.fa4 import Direct
 from flexmasks.facts import Blocks
-from flexmasks.flash import mistake
+from flexmasks.flash import NO_BLOCKS, mistake
 
 _log = logging.getLogger("flexmasks")
 _HALF = (torch.float16, torch.bfloat16)
@@ -272,12 +272,13 @@ def _mistake(call: Call) -> str | None:
     kind = "mistake", call.key, call.q.device.type
     found = _OUTCOMES.get(kind)
     if found is None:
-        device, mod = call.q.device, call.blocks().block_mask.mask_mod
-        found = mistake(mod, device) or ""
-        if not found and call.score_mod is not None:
-            found = mistake(call.score_mod(), device, scored=True) or ""
+        device = call.q.device
+        of_score = None if call.score_mod is None else mistake(call.score_mod(), device, scored=True)
+        found = of_score or mistake(call.blocks().block_mask.mask_mod, device) or ""
         if not any(isinstance(part, tuple) and part[:1] == ("opaque",) for part in call.key):
             _OUTCOMES.put(kind, (), found, 1)
+    if found == NO_BLOCKS and call.dense() is not None:  # which has one value for all pairs: True
+        return None
     return found or None
 
 

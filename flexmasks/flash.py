@@ -1,12 +1,15 @@
 """What torch's FLASH backend would compute wrongly without saying so, found in a function before it is compiled.
 
 Its compiler (torch 2.11 to 2.13, CuteDSLOpOverrides) makes both branches of a `where` booleans where both are numbers,
-and gives remainders the sign of the dividend, as C does and torch does not.
+and gives remainders the sign of the dividend, as C does and torch does not. Where the mask's function is a constant it
+looks at no blocks (pytorch issue 188322). On GPUs of capability 10 and above it reads the tensors of scores by
+vectors since torch 2.13, some of them wrongly (issue 188878).
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -23,8 +26,14 @@ _KEEP_SIGN = ("_to_copy", "alias", "clone", "expand", "floor", "lift_fresh_copy"
 _JOIN_SIGNS = ("add", "bitwise_or", "bitwise_xor", "div", "floor_divide", "minimum", "mul", "remainder")
 
 
+_BY_VECTORS = importlib.util.find_spec("torch._inductor.codegen.cutedsl.lane_analysis") is not None
+
+
 def mistake(function: Callable[..., Tensor], device: torch.device, scored: bool = False) -> str | None:
-    """What FLASH would get wrong of a mask_mod, or of a score_mod where `scored`; None where nothing is known."""
+    """What FLASH would get wrong of a mask_mod, or of a score_mod where `scored`; None where nothing is known.
+
+    That it looks at no blocks is said of every constant: whether it matters, the blocks tell.
+    """
     try:
         module = traced(function, device, scored)
     except Exception as error:
@@ -41,7 +50,18 @@ def mistake(function: Callable[..., Tensor], device: torch.device, scored: bool 
             return "its compiler makes booleans of two numbers that torch.where chooses from"
         if name == "remainder" and not _is_sure(node, positive):
             return "its compiler gives remainders of negative numbers another sign than torch does"
+        if name == "index" and scored and _BY_VECTORS and _is_blackwell(device):
+            return "its compiler reads some tensors wrongly on GPUs of this kind"
+        if node.op == "output" and not scored and not _varies(node.args[0], constants):
+            return NO_BLOCKS
     return None
+
+
+NO_BLOCKS = "it looks at no blocks where the mask's function is a constant"
+
+
+def _is_blackwell(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 10
 
 
 def traced(function: Callable[..., Tensor], device: torch.device, scored: bool) -> GraphModule:

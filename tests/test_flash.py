@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import error, skip_unless_flash_takes
 from hypothesis import event, given, reject
 from hypothesis import strategies as st
 from test_ranges import compiled, expressions
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 import flexmasks
 from flexmasks import backends, flash
@@ -155,10 +157,13 @@ def test_what_cannot_be_traced_is_not_for_flash() -> None:
 def test_each_kind_of_call_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     flexmasks.clear_caches()
     q = torch.randn(1, 2, 16, 8)
-    looked: list[str] = []
-    monkeypatch.setattr(
-        backends, "mistake", lambda *args, **scored: looked.append("") or flash.mistake(*args, **scored)
-    )
+    looked: list[Any] = []
+
+    def looking(*args: Any, **scored: bool) -> str | None:
+        looked.append(args)
+        return flash.mistake(*args, **scored)
+
+    monkeypatch.setattr(backends, "mistake", looking)
 
     def reason(**given: Any) -> str | None:
         return backends._mistake(_call(q, q, q, _Request(**given)))
@@ -171,9 +176,23 @@ def test_each_kind_of_call_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) ->
     assert len(looked) == 2
     for _ in range(2):
         assert "remainders" in str(reason(mask="causal", score=WRONG_SCORES["fraction"]))
-    assert len(looked) == 4  # of the mask, and of the score
+    assert len(looked) == 3
     block_mask = flexmasks.block_mask(WRONG["distance"], 16)
     assert "remainders" in str(reason(block_mask=block_mask))
+
+
+def test_blocks_without_a_function_are_not_for_flash() -> None:
+    q = torch.randn(1, 2, 256, 8)
+    causal = flexmasks.block_mask("causal", 256)
+    indices = causal.kv_num_blocks, causal.kv_indices
+    without = BlockMask.from_kv_blocks(*indices, BLOCK_SIZE=128, seq_lengths=(256, 256))
+    nothing = lambda b, h, q, kv: torch.zeros_like(q, dtype=torch.bool)  # noqa: E731
+    wrong: tuple[dict[str, Any], ...] = ({"block_mask": without}, {"mask": nothing})
+    for call in wrong:
+        assert "looks at no blocks" in str(backends._mistake(_call(q, q, q, _Request(**call))))
+    right: tuple[dict[str, Any], ...] = ({}, {"mask": "full"}, {"score": "alibi"})
+    for call in right:
+        assert backends._mistake(_call(q, q, q, _Request(**call))) is None
 
 
 @pytest.mark.gpu
@@ -188,11 +207,25 @@ def test_such_calls_are_right_on_a_gpu(name: str) -> None:
     few = [x[:, :, :256] for x in (q, k, v)]
     want = flexmasks.attention(*(x.double().cpu() for x in few), backend="reference", **_on_cpu(given, name))
     assert error(flexmasks.attention(*few, **given), want) < 1.6e-2
-    taken = flexmasks.explain(q, k, v, **given)
-    assert taken.backend == "triton"
+    assert flexmasks.explain(q, k, v, **given).backend == "triton"
     skip_unless_flash_takes((q, k, v), mask="causal")
     with pytest.raises(ValueError, match="cannot run this call: its compiler"):
         flexmasks.attention(q, k, v, backend="flash", **given)
+
+
+@pytest.mark.gpu
+def test_blocks_without_a_function_on_a_gpu() -> None:
+    q, k, v = (torch.randn(1, 16, 8192, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    chunks = torch.arange(64, device="cuda", dtype=torch.int32)
+    counts = torch.ones(1, 1, 64, device="cuda", dtype=torch.int32)
+    indices = torch.stack([(chunks + n) % 64 for n in range(64)], -1)[None, None]
+    blocks = BlockMask.from_kv_blocks(counts * 0, indices, counts, indices, BLOCK_SIZE=128)
+    out = flexmasks.attention(q, k, v, block_mask=blocks)
+    want = F.scaled_dot_product_attention(*(x.unflatten(2, (64, 128)).transpose(1, 2)[0] for x in (q, k, v)))
+    assert error(out[0], want.transpose(0, 1).flatten(1, 2)) < 1.6e-2
+    skip_unless_flash_takes((q, k, v), mask="causal")
+    with pytest.raises(ValueError, match="looks at no blocks"):
+        flexmasks.attention(q, k, v, block_mask=blocks, backend="flash")
 
 
 def _on_cpu(given: dict[str, Any], name: str) -> dict[str, Any]:
