@@ -36,6 +36,10 @@ def attention_measurements() -> str:
     return bench_attention.markdown(json.loads((ROOT / "recipes/results/attention_gpu.json").read_text()))
 
 
+def registry_measurements() -> str:
+    return bench_attention.registry_markdown(json.loads((ROOT / "recipes/results/registry_gpu.json").read_text()))
+
+
 def pictures() -> dict[str, flexmasks.Picture]:
     """The README's pictures, by their files."""
     ids = (torch.arange(1024)[:, None] >= torch.tensor([90, 250, 400, 640, 760])).sum(-1)
@@ -68,6 +72,7 @@ def test_the_measurements_are_those_of_the_results() -> None:
     assert undecided_measurements() in README
     assert softmax_measurements() in README
     assert attention_measurements() in README
+    assert registry_measurements() in README
 
 
 def test_the_calls_run() -> None:
@@ -134,4 +139,6 @@ if __name__ == "__main__":
     of_softmax = "-m flexmasks bench softmax --json FILE` writes -->\n", "<!-- end of the softmax -->"
     of_attention = "-m flexmasks bench attention --json FILE` writes -->\n", "<!-- end of attention -->"
     text = _between(text, *of_attention, attention_measurements())
+    of_registry = "-m flexmasks bench attention --all --json FILE` writes -->\n", "<!-- end of the registry -->"
+    text = _between(text, *of_registry, registry_measurements())
     (ROOT / "README.md").write_text(_between(text, *of_softmax, softmax_measurements()))
