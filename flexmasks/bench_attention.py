@@ -25,7 +25,7 @@ from flexmasks.console import progress, synchronize
 from flexmasks.examples import at_most, fitting, on_device
 from flexmasks.kernels import separate
 from flexmasks.params import Size
-from flexmasks.registry import definition, get_mask, get_score, list_masks, list_scores
+from flexmasks.registry import definition, get_mask, get_score, is_own, list_masks, list_scores
 from flexmasks.timing import interleaved
 from flexmasks.values import Mask, Score
 
@@ -208,6 +208,8 @@ def registry_markdown(results: dict[str, Any]) -> str:
     usual = statistics.mode(r["shape"] for r in results["rows"])
     tables, gains = [], []
     for kind, title in (("mask", "mask"), ("score", "score, causal")):
+        if not found[kind]:
+            continue
         rows = []
         for case in found[kind].values():
             ours = case["flexmasks"]
@@ -232,6 +234,11 @@ def registry_markdown(results: dict[str, Any]) -> str:
         f"take, forward and backward. flex_attention takes {statistics.median(gains):.2f} times as long in the "
         f"median, {min(gains):.2f} to {max(gains):.2f} times."
     )
+    names = [("mask", m.name, m.name) for m in list_masks()]
+    names += [("score", s.name, f"{s.name}, causal") for s in list_scores()]
+    missing = [f"`{name}`" for kind, name, case in names if is_own(kind, name) and case not in found[kind]]
+    if missing:
+        about += f" Not measured yet: {', '.join(missing)}."
     return "\n\n".join([about, *tables])
 
 
