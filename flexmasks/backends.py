@@ -52,7 +52,7 @@ class Unavailable(Exception):
 class Compiled:
     """A call of compiled flex_attention but for q, k and v: what a call that is made again needs."""
 
-    key: Hashable  # of the kernel
+    run: kernels.Runner
     score_mod: Callable[..., Tensor] | None
     block_mask: BlockMask
     scale: float | None
@@ -65,14 +65,17 @@ class Compiled:
     def nbytes(self) -> int:
         return sum(t.nbytes for t in self.block_mask.as_tuple() if isinstance(t, Tensor))
 
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, run: Callable[..., tuple[Tensor, Tensor | None]] = kernels.run_again
-    ) -> tuple[Tensor, Tensor | None]:
+    @property
+    def key(self) -> Hashable:
+        """Of the kernel."""
+        return self.run.key
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
         """The output and lse, or None; raises Unavailable where it cannot be compiled."""
         if not self.needs_grad and (q.requires_grad or k.requires_grad or v.requires_grad):
             q, k, v = q.detach(), k.detach(), v.detach()  # torch refuses them on the CPU, even under no_grad
         try:
-            out, lse = run(self.key, q, k, v, self.score_mod, self.block_mask, self.scale, self.options, self.with_lse)
+            out, lse = self.run(q, k, v, self.score_mod, self.block_mask, self.scale, self.options, self.with_lse)
         except torch.OutOfMemoryError:
             raise
         except (TorchDynamoException, InductorError) as error:
@@ -313,7 +316,7 @@ def _compiled(backend: str | None, call: Call, smaller: dict[str, Any] | None = 
         repr(options), block_mask.BLOCK_SIZE, block_mask.kv_num_blocks.shape[:2], torch.is_grad_enabled(), *learning,
     )  # fmt: skip
     return Compiled(
-        key=key,
+        run=kernels.Runner(key),
         score_mod=None if call.score_mod is None else call.score_mod(),
         block_mask=block_mask,
         scale=call.scale,
@@ -343,12 +346,11 @@ def _compiles(backend: str | None, call: Call) -> str:
 
 def _proven(call: Call, again: Compiled | Direct) -> Ran:
     """Run a call; the first of its kind is differentiated too: what fails there fails while others can serve."""
-    first = functools.partial(again, run=kernels.run) if isinstance(again, Compiled) else again
     kind = "proven", again.key, _kind(call)
     learns = call.needs_grad and any(x.requires_grad for x in (call.q, call.k, call.v))
     if learns and _OUTCOMES.get(kind) is None and not torch._C._are_functorch_transforms_active():
         leaves = [x.detach().requires_grad_(x.requires_grad) for x in (call.q, call.k, call.v)]
-        given = [x for x in first(*leaves) if x is not None]
+        given = [x for x in again(*leaves) if x is not None]
         try:
             torch.autograd.grad(given, [x for x in leaves if x.requires_grad], [torch.zeros_like(x) for x in given])
         except torch.OutOfMemoryError:
@@ -356,7 +358,7 @@ def _proven(call: Call, again: Compiled | Direct) -> Ran:
         except Exception as error:
             raise Unavailable(_first_line(error)) from error
         _OUTCOMES.put(kind, (), "", 1)
-    return Ran(*first(call.q, call.k, call.v), again)
+    return Ran(*again(call.q, call.k, call.v), again)
 
 
 def _run_reference(call: Call) -> Ran:

@@ -42,6 +42,7 @@ class _Kernel:
 # of a call's time.
 _TORCHS_OWN = ("G['flex_attention']", "G['__builtins_dict", "G['__import_torch_dot", "__import__('torch')")
 _LENGTHS = 64  # so many are noted
+_NOTED = 64  # every so many runs
 _KERNELS: Cache[_Kernel] = Cache("kernels", max_bytes=256)  # counted, not measured: one byte each
 
 
@@ -131,15 +132,26 @@ def run(key: Hashable, *args: Any) -> tuple[Tensor, Tensor | None]:
     return result  # type: ignore[no-any-return] # torch.compile keeps no types
 
 
-def run_again(key: Hashable, *args: Any) -> tuple[Tensor, Tensor | None]:
-    """`run` for a call that ran before, at these lengths: the shortest way."""
-    kernel = _KERNELS.get(key)
-    if kernel is None:
-        return run(key, *args)
-    try:
-        return kernel.compiled(*args)  # type: ignore[no-any-return] # torch.compile keeps no types
-    except (FailOnRecompileLimitHit, InductorError):
-        return run(key, *args)
+class Runner:
+    """`run` for one kind of call: after the first time by the shortest way, for calls at the same lengths."""
+
+    def __init__(self, key: Hashable) -> None:
+        self.key = key
+        self._kernel: Callable[[], _Kernel | None] = lambda: None  # not held: the cache bounds what there is
+        self._runs = 0
+
+    def __call__(self, *args: Any) -> tuple[Tensor, Tensor | None]:
+        kernel = self._kernel()
+        self._runs += 1
+        if kernel is None or self._runs % _NOTED == 0:  # the cache is to know that it is in use
+            result = run(self.key, *args)
+            kernel = _KERNELS.get(self.key)
+            self._kernel = weakref.ref(kernel) if kernel is not None else self._kernel
+            return result
+        try:
+            return kernel.compiled(*args)  # type: ignore[no-any-return] # torch.compile keeps no types
+        except (FailOnRecompileLimitHit, InductorError):
+            return run(self.key, *args)
 
 
 def compiles(key: Hashable, q_len: int, kv_len: int) -> str:

@@ -143,7 +143,7 @@ def test_whatever_is_wrong_is_found(expression: str) -> None:
     function = compiled(expression)
     try:
         wrong = _wrong(function)
-    except (RuntimeError, TypeError, ValueError, IndexError, ZeroDivisionError, AttributeError):
+    except Exception:
         reject()  # such as a division by 0, or what cannot be traced
     if wrong:
         assert mistake(function, CPU) is not None
