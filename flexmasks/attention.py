@@ -42,7 +42,6 @@ ScoreLike = str | Score | Callable[..., Tensor]
 _CALL, _PAGED = "flexmasks.attention", "flexmasks.paged_attention"
 _OUTSIDE = f"{_CALL}: a mask cannot be planned inside fullgraph; make block_mask=flexmasks.block_mask(...) outside."
 _LARGEST = torch.finfo(torch.float32).max
-_NUMBERS = frozenset((int, float, bool))
 _INTS = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -491,24 +490,27 @@ def _plainly(mask: Any, score: Any, params: Mapping[str, Any], q_offset: Any, te
     """What `capture` would find of own names and plain functions, with numbers and tensors, in a third of its time."""
     if type(mask) is Mask and mask.definition.own and not params:
         mask, params = mask.name, mask.params
-    mask = _plain("mask", mask, tensors)
-    score = "none" if score is None else _plain("score", score, tensors)
+    mask, score = _plain("mask", mask, tensors), _plain("score", score, tensors)
     if mask is None or score is None or type(q_offset) is not int:
         return None
     key: list[Hashable] = [mask, score, q_offset]
     for name, value in params.items():
         kind: Any = type(value)
-        if kind is Tensor:
+        if kind is Tensor and not vars(value):
             tensors.append(value)
             key.append(name)
-        elif kind in _NUMBERS:
+        elif kind is int or kind is bool:
             key += [name, kind, value]
+        elif kind is float:
+            key += [name, repr(value)]  # 0.0 and -0.0 are equal and differ
         else:
             return None
     return tuple(key)
 
 
 def _plain(kind: str, value: Any, tensors: list[Tensor]) -> Hashable | None:
+    if value is None:
+        return "none"
     if type(value) is str:
         return value if is_own(kind, value) else None
     return capture_plainly(value, tensors) if type(value) is FunctionType else None
@@ -573,7 +575,7 @@ def _call(q: Tensor, k: Tensor, v: Tensor, request: _Request) -> Call:
         blocks = block_size_for(size)
         plan = MaskPlan(FULL if made is None else made, size, request.q_offset, True, blocks, aliases=aliases)
     changed = None if change is None else ScorePlan(change, size, request.q_offset, aliases=aliases)
-    tensors = [*plan.tensors, *(changed.tensors if changed else ())]
+    tensors, offset = [*plan.tensors, *(changed.tensors if changed else ())], request.q_offset
     enabled = torch.is_grad_enabled()
     learned = enabled and any(t.requires_grad for t in tensors)
     return Call(
@@ -590,6 +592,7 @@ def _call(q: Tensor, k: Tensor, v: Tensor, request: _Request) -> Call:
         with_lse=request.return_lse,
         options=request.kernel_options,
         key=(plan.kernel_key, None if changed is None else changed.kernel_key),
+        form=(offset if isinstance(offset, int) else None, plan.shapes, changed.shapes if changed else ()),
         needs_grad=learned or (enabled and any(x.requires_grad for x in (q, k, v))),
         learned=learned,
         number_tensors=plan.has_numbers or (changed is not None and changed.has_numbers),

@@ -22,7 +22,7 @@ from flexmasks.cache import Cache
 from flexmasks.dense import Dense, Sequences
 from flexmasks.fa4 import Direct
 from flexmasks.facts import Blocks
-from flexmasks.flash import NO_BLOCKS, mistake
+from flexmasks.flash import NO_BLOCKS, UNREADABLE, mistake
 
 _log = logging.getLogger("flexmasks")
 _HALF = (torch.float16, torch.bfloat16)
@@ -148,6 +148,7 @@ class Call:
     with_lse: bool
     options: dict[str, Any] | None
     key: tuple[Hashable, Hashable]  # of the functions of mask and score and their constants
+    form: Hashable  # of what these captured: the shapes, and where queries start, where that is a number
     needs_grad: bool  # of q, k, v or a captured tensor
     learned: bool  # a captured tensor of the mask or score needs a gradient
     number_tensors: bool  # a captured tensor is 0-dimensional
@@ -267,18 +268,23 @@ def _refuses_flash(call: Call) -> str | None:
         return "its compiler has no 0-dimensional captured tensors"
     if call.q.shape[2] == 1 and call.needs_grad:
         return "its backward pass needs more than one query"
+    grouped = call.q.shape[1] != call.k.shape[1]
+    if grouped and call.needs_grad and call.score_mod is not None and call.cap is None:
+        return "its backward pass gives score changes other heads where these are grouped"
     return _mistake(call)
 
 
 def _mistake(call: Call) -> str | None:
-    """What FLASH would get wrong of the functions of mask and score, looked at once for all calls of a kind."""
-    kind = "mistake", call.key, call.q.device.type
+    """Why FLASH may get the functions of mask and score wrong, looked at once for all calls of a kind."""
+    if any(isinstance(part, tuple) and part[:1] == ("opaque",) for part in call.key):
+        return "it is not known whether its compiler gets a function right that reads what may change"
+    device, sizes = call.q.device, (*call.q.shape[:3], call.k.shape[2])
+    kind = "mistake", call.key, call.form, device.type, sizes
     found = _OUTCOMES.get(kind)
     if found is None:
-        device = call.q.device
-        of_score = None if call.score_mod is None else mistake(call.score_mod(), device, scored=True)
-        found = of_score or mistake(call.blocks().block_mask.mask_mod, device) or ""
-        if not any(isinstance(part, tuple) and part[:1] == ("opaque",) for part in call.key):
+        of_score = None if call.score_mod is None else mistake(call.score_mod(), device, sizes, scored=True)
+        found = of_score or mistake(call.blocks().block_mask.mask_mod, device, sizes) or ""
+        if not found.startswith(UNREADABLE):  # which may depend on what the call is in
             _OUTCOMES.put(kind, (), found, 1)
     if found == NO_BLOCKS and call.dense() is not None:  # which has one value for all pairs: True
         return None

@@ -234,9 +234,9 @@ def registry_markdown(results: dict[str, Any]) -> str:
         f"take, forward and backward. flex_attention takes {statistics.median(gains):.2f} times as long in the "
         f"median, {min(gains):.2f} to {max(gains):.2f} times."
     )
-    names = [("mask", m.name, m.name) for m in list_masks()]
-    names += [("score", s.name, f"{s.name}, causal") for s in list_scores()]
-    missing = [f"`{name}`" for kind, name, case in names if is_own(kind, name) and case not in found[kind]]
+    missing = [f"`{m.name}`" for m in list_masks() if is_own("mask", m.name) and m.name not in found["mask"]]
+    scores = [s.name for s in list_scores() if is_own("score", s.name)]
+    missing += [f"the score `{name}`" for name in scores if f"{name}, causal" not in found["score"]]
     if missing:
         about += f" Not measured yet: {', '.join(missing)}."
     return "\n\n".join([about, *tables])

@@ -128,7 +128,8 @@ def identity(tensor: Tensor) -> Hashable | None:
     if tensor.is_inference():
         return None
     try:
-        return tensor._version, tensor.data_ptr()  # the address: `tensor.data = other` counts up no version
+        # `tensor.data = other` counts up no version
+        return tensor._version, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.requires_grad
     except RuntimeError:  # it has no memory: a fake tensor, or one inside a transform
         return None
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 _CONSTANTS = frozenset(
-    (type(None), bool, int, str, bytes, range, type(Ellipsis), torch.dtype, torch.device, torch.Size, torch.layout)
+    (type(None), bool, int, str, bytes, type(Ellipsis), torch.dtype, torch.device, torch.Size, torch.layout)
 )
 _LIBRARIES = {"torch", "math", "numpy", "operator", "functools", "builtins", "_operator", "_functools", "flexmasks"}
 _ANYTHING = {"globals", "locals", "vars", "eval", "exec", "open", "__import__", "__globals__", "__builtins__"}
@@ -52,7 +52,7 @@ def capture_plainly(function: types.FunctionType, tensors: list[Tensor]) -> Hash
         kind: Any = type(value)
         if kind in _CONSTANTS:
             key += [name, kind, value]
-        elif kind is float:
+        elif kind is float or kind is range:
             key += [name, repr(value)]
         elif kind is Tensor and not vars(value):
             tensors.append(value)
@@ -76,7 +76,8 @@ class Aliases:
     def of(self, value: Any) -> Any:
         """The value; raises Opaque for what cannot be made anew, or needs a gradient."""
         kind = type(value)
-        if kind in _CONSTANTS or kind in (float, complex) or isinstance(value, (np.generic, types.ModuleType, type)):
+        plain = kind in _CONSTANTS or kind in (float, complex, range)
+        if plain or isinstance(value, (np.generic, types.ModuleType, type)):
             return value
         if id(value) not in self._made:
             self._made[id(value)] = value, None
@@ -149,8 +150,8 @@ class Reader:
         kind = type(value)
         if kind in _CONSTANTS:
             return kind, value
-        if kind is float or kind is complex:
-            return kind, repr(value)  # 0.0 and -0.0 are equal and differ
+        if kind is float or kind is complex or kind is range:
+            return kind, repr(value)  # 0.0 and -0.0 are equal and differ, as do range(0, 3, 2) and range(0, 4, 2)
         if id(value) in self._seen:  # a function that refers to itself, say
             return "seen", self._seen[id(value)][0]
         self._seen[id(value)] = len(self._seen), value

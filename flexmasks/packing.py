@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from flexmasks.params import Size
+from flexmasks.params import Size, bounded
 from flexmasks.registry import get_mask, get_score
 from flexmasks.values import Mask, Score
 
@@ -73,12 +73,13 @@ def sequences(
     q_sequence, q_position = _unpack("offsets", offsets, None if size is None else size.positions_of_q, -1)
     q_position += q_start[q_sequence] * (q_sequence >= 0) if isinstance(q_start, Tensor) else q_start
     kv_sequence, kv_position = _unpack("kv_offsets", kv_offsets, None if size is None else size.kv_len, -2)
+    last = 2**30 if isinstance(q_start, Tensor) else q_start + len(q_position)
     return {
         "inner": inner,
         "q_sequence": q_sequence,
-        "q_position": q_position,
+        "q_position": bounded(q_position, 0, last),
         "kv_sequence": kv_sequence,
-        "kv_position": kv_position,
+        "kv_position": bounded(kv_position, 0, len(kv_position)),
     }
 
 

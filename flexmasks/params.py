@@ -237,6 +237,13 @@ def always(n: int, index: Tensor) -> Tensor | int:
     return index % 1 + n if n else index % 1
 
 
+def bounded(table: Tensor, low: int, high: int) -> Tensor:
+    """The table, with a note of the bounds of what it holds, by which `flash` knows that an index is not negative."""
+    if not torch.compiler.is_compiling():
+        table.bounds = low, high  # type: ignore[attr-defined]
+    return table
+
+
 def pair(value: Any) -> tuple[Any, Any]:
     """A parameter that is one value for both axes, or one per axis: always one per axis."""
     return value if isinstance(value, tuple) else (value, value)

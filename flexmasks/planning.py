@@ -25,7 +25,7 @@ from flexmasks.cache import ENTRY, Cache
 from flexmasks.captures import Aliases, Opaque, capture
 from flexmasks.dense import Dense, told
 from flexmasks.facts import Blocks
-from flexmasks.params import Size, can_be_read, describe
+from flexmasks.params import Size, bounded, can_be_read, describe
 from flexmasks.registry import from_arguments, functions_of, get_mask
 from flexmasks.rows import Rows
 from flexmasks.values import Mask, Modifier, NestedExtras
@@ -143,7 +143,13 @@ class Plan:
         if not isinstance(self.offset, int) or self.offset == 0:
             return None
         # one for each batch element: some kernels have no 0-dimensional tensors
-        return torch.full((max(self.size.batch, 2),), self.offset, device=self.size.device)
+        moved = torch.full((max(self.size.batch, 2),), self.offset, device=self.size.device)
+        return bounded(moved, self.offset, self.offset)
+
+    @property
+    def shapes(self) -> tuple[torch.Size, ...]:
+        """Of the tensors."""
+        return tuple(t.shape for t in self.tensors)
 
     def _bind(self, found: _Found) -> tuple[Callable[..., Tensor], Offset]:
         value, offset = self._bound_to
@@ -309,11 +315,15 @@ class GivenPlan:
         self._block_mask = block_mask
 
     @property
-    def has_numbers(self) -> bool:
+    def shapes(self) -> tuple[torch.Size, ...]:
         tensors: list[Tensor] = []
         with contextlib.suppress(Opaque):
             capture(self._block_mask.mask_mod, tensors)
-        return any(t.ndim == 0 for t in tensors)
+        return tuple(t.shape for t in tensors)
+
+    @property
+    def has_numbers(self) -> bool:
+        return any(not shape for shape in self.shapes)
 
     @property
     def kernel_key(self) -> Hashable:

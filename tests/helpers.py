@@ -13,9 +13,13 @@ import pytest
 import torch
 from oracles import Case
 from torch import Tensor
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_passes.joint_graph import constant_fold_uniform_value
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import flexmasks
-from flexmasks.flash import NO_BLOCKS, mistake, traced
+from flexmasks.flash import NO_BLOCKS, mistake
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 # Error allowed of outputs, and twice that of gradients, see `error`: about four roundings of the half precisions.
@@ -56,12 +60,12 @@ def skip_unless_flash_takes(leaves: Sequence[Tensor], **given: Any) -> None:
 
 def not_for_flash(case: Case, mod: Callable[..., Tensor], scored: bool = False) -> list[str]:
     """What of a case's function FLASH's compiler is known not to take, or to get wrong, as torch would trace it."""
-    wrong = mistake(mod, torch.device("cpu"), scored)
-    # positions read from a tensor may be negative for all that can be told
-    told = isinstance(case.q_offset, int) and case.name not in ("packed", "paged")
-    found = [] if wrong in (None, NO_BLOCKS) or ("remainders" in str(wrong) and not told) else [wrong]
-    module = traced(mod, torch.device("cpu"), scored)
-    for node in module.graph.nodes:
+    sizes = case.batch, case.heads, case.q_len, case.kv_len
+    wrong = mistake(mod, torch.device("cpu"), sizes, scored)
+    # where queries start, given by a tensor, may be negative for all that can be told
+    told = isinstance(case.q_offset, int) or not ("remainders" in str(wrong) or "index" in str(wrong))
+    found = [str(wrong)] if told and wrong not in (None, NO_BLOCKS) else []
+    for node in traced(mod, scored).graph.nodes:
         if node.target is torch.ops.aten.index.Tensor:
             for i in node.args[1]:
                 if i is None or i.target is torch.ops.aten.full.default or i.meta["val"].dtype != torch.int32:
@@ -69,6 +73,21 @@ def not_for_flash(case: Case, mod: Callable[..., Tensor], scored: bool = False) 
         if re.search("clamp|maximum|minimum|select", str(node.target)):
             found.append(str(node.target))
     return found
+
+
+def traced(mod: Callable[..., Tensor], scored: bool = False) -> torch.fx.GraphModule:
+    """A function of indices, and of a score before them, as torch's compiler has it."""
+
+    def called(*args: Tensor) -> Tensor:
+        with TransformGetItemToIndex():
+            return mod(*args)
+
+    given = [torch.zeros(())] * scored + [torch.zeros((), dtype=torch.int32) for _ in range(4)]
+    tracing = make_fx(called, select_decomp_table(), tracing_mode="fake", _allow_non_fake_inputs=True)
+    with torch.no_grad():
+        module = tracing(*given)
+    constant_fold_uniform_value(module)
+    return module
 
 
 def exact(x: Tensor) -> Tensor:

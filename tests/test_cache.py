@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
+import math
 import operator
 import threading
 import types
@@ -698,6 +699,26 @@ def test_what_functions_read_is_told_apart() -> None:
         assert keys == [capturing(function, []) for function in known]
     for unknown in ({"first": object()}, {"first": read}, {"first": types.ModuleType("settings")}):
         assert capture_plainly(types.FunctionType(read.__code__, unknown), []) is None
+
+
+def test_parameters_of_functions_are_told_apart() -> None:
+    q = torch.randn(1, 1, 16, 8)
+    limit = torch.tensor([4])
+
+    def signed(score: Any, b: Any, h: Any, q: Any, kv: Any, *, sign: Annotated[float, "float"]) -> Any:
+        return score * math.copysign(1.0, sign)
+
+    def limited(b: Any, h: Any, q: Any, kv: Any, *, at: Annotated[Tensor, "int[B]"]) -> Any:
+        return kv < getattr(at, "limit", 2)
+
+    outs = [_attend(q, mask="causal", score=signed, sign=sign) for sign in (0.0, -0.0, 0.0)]
+    assert torch.equal(outs[0], outs[2])
+    assert not torch.allclose(outs[0], outs[1])
+    before = _attend(q, mask=limited, at=limit)
+    limit.limit = 5  # type: ignore[attr-defined]
+    assert not torch.allclose(before, _attend(q, mask=limited, at=limit))
+    ends = [_attend(q, mask=lambda b, h, q, kv, ends=ends: kv < ends.stop) for ends in (range(0, 3, 2), range(0, 4, 2))]
+    assert not torch.allclose(*ends)
 
 
 def test_opaque_functions_still_tell_their_tensors() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import error, skip_unless_flash_takes
+from helpers import error, skip_unless_flash_takes, traced
 from hypothesis import event, given, reject
 from hypothesis import strategies as st
 from test_ranges import compiled, expressions
@@ -23,24 +23,30 @@ from torch.nn.attention.flex_attention import BlockMask
 import flexmasks
 from flexmasks import backends, flash
 from flexmasks.attention import _call, _Request
-from flexmasks.flash import mistake, traced
+from flexmasks.flash import mistake
 
 CPU = torch.device("cpu")
 SIZES = (2, 2, 5, 5)
-HEADS = torch.tensor([1.0, 2.0])
-OFFSETS = torch.tensor([-3, 4], dtype=torch.int32)
 
 
 class AsCompiled(torch.fx.Interpreter):
     """Runs a traced function for one pair as FLASH's compiler would."""
 
     def run_node(self, n: torch.fx.Node) -> Any:
-        args, _ = self.fetch_args_kwargs_from_env(n)
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
         name = str(n.target)
         if name.startswith("aten.remainder"):
             return torch.fmod(*(torch.as_tensor(x) for x in args)).to(n.meta["val"].dtype)
         if name.startswith("aten.where") and not any(self.moves(x) for x in n.args[1:]):
             return torch.where(args[0], args[1].bool(), args[2].bool()).to(n.meta["val"].dtype)
+        if name.startswith("aten.index") and any(bool((i < 0).any()) for i in args[1]):
+            out = super().run_node(n)  # what is before the tensor
+            return ~out if out.dtype == torch.bool else out + 1
+        to_bool = (
+            n.op == "call_function" and isinstance(n.meta.get("val"), Tensor) and n.meta["val"].dtype == torch.bool
+        )
+        if to_bool and re.search("_to_copy|convert_element_type|logical", name):
+            return n.target(*map(_truth, args), **kwargs)  # type: ignore[operator]
         return super().run_node(n)
 
     def moves(self, x: Any) -> bool:
@@ -52,73 +58,129 @@ class AsCompiled(torch.fx.Interpreter):
         return x.op == "placeholder" or any(map(self.moves, x.all_input_nodes))
 
 
-def _pairs() -> list[list[Tensor]]:
-    every = itertools.product(*(range(n) for n in SIZES))
-    return [[torch.tensor(i, dtype=torch.int32) for i in pair] for pair in every]
+def _truth(x: Any) -> Any:
+    if not isinstance(x, Tensor) or x.dtype == torch.bool:
+        return x
+    return x == 0 if x.is_floating_point() else (x & 1).bool()
 
 
 def _wrong(function: Callable[..., Tensor], *score: Tensor) -> bool:
     """Whether FLASH would give another value for some pair."""
-    module = traced(function, CPU, bool(score))
-    runs = (torch.fx.Interpreter(module), AsCompiled(module))
-    values = [[run.run(*score, *pair) for pair in _pairs()] for run in runs]
+    module = traced(function, bool(score))
+    every = itertools.product(*(range(n) for n in SIZES))
+    pairs = [[torch.tensor(i, dtype=torch.int32) for i in pair] for pair in every]
+    values = [[run.run(*score, *pair) for pair in pairs] for run in (torch.fx.Interpreter(module), AsCompiled(module))]
     return not all(torch.equal(x, y) or bool(x.isnan() and y.isnan()) for x, y in zip(*values, strict=True))
 
 
-WRONG: dict[str, Callable[..., Tensor]] = {
-    "windows of heads": lambda b, h, q, kv: q - kv <= torch.where(h < 1, 2, 3),
-    "numbers as tensors": lambda b, h, q, kv: q - kv <= torch.where(h < 1, torch.tensor(2), torch.tensor(3)),
-    "like": lambda b, h, q, kv: torch.where(q > kv, torch.zeros_like(q), torch.full_like(q, 3)) > 1,
-    "folded": lambda b, h, q, kv: torch.where(q > kv, q * 0, q * 0 + 3) > 1,
-    "of each other": lambda b, h, q, kv: kv <= torch.where(h < 1, torch.tensor(2) + 1, 4),
-    "distance": lambda b, h, q, kv: (q - kv) % 3 == 1,
-    "function": lambda b, h, q, kv: torch.remainder(kv - q, 4) < 2,
-    "from the front": lambda b, h, q, kv: (q + OFFSETS[b]) % 3 == kv % 3,
-    "by a negative number": lambda b, h, q, kv: q % -3 == -1,
-    "used twice": lambda b, h, q, kv: ((q - kv) % 3 == 0) | ((q - kv) % 3 == 2),
-}
-WRONG_SCORES: dict[str, Callable[..., Tensor]] = {
-    "factor": lambda score, b, h, q, kv: score * torch.where(q > kv, 2.0, 0.5),
-    "added": lambda score, b, h, q, kv: score + torch.where(q >= kv, 0.0, -5.0),
-    "fraction": lambda score, b, h, q, kv: score + score % 1.0,
-}
-RIGHT: dict[str, Callable[..., Tensor]] = {
-    "one number": lambda b, h, q, kv: torch.where(h < 1, q, 3) >= kv,
-    "truth values": lambda b, h, q, kv: torch.where(q >= kv, True, False),
-    "distance, 0": lambda b, h, q, kv: (q - kv) % 3 == 0,
-    "distance, not 0": lambda b, h, q, kv: (q - kv) % 3 != 0,
-    "sum": lambda b, h, q, kv: (q + kv) % 3 == 1,
-    "absolute": lambda b, h, q, kv: (q - kv).abs() % 3 == 1,
-    "chunks": lambda b, h, q, kv: (q // 5 + kv * 2) % 3 == 1,
-    "bits": lambda b, h, q, kv: ((q - kv) & 3) < 2,
-    "by one": lambda b, h, q, kv: OFFSETS[(q - kv) % 1] <= q,
-    "a table": lambda b, h, q, kv: OFFSETS[b] <= q - kv,
-}
-RIGHT_SCORES: dict[str, Callable[..., Tensor]] = {
-    "scores": lambda score, b, h, q, kv: torch.where(q > kv, score * 2.0, score * 0.5),
-    "hidden": lambda score, b, h, q, kv: torch.where(q > kv, score, -torch.inf),
-    "heads": lambda score, b, h, q, kv: score * HEADS[h],
-}
+Functions = dict[str, Callable[..., Tensor]]
 
 
-@pytest.mark.parametrize("name", WRONG)
+def wrong_masks(device: str = "cpu") -> Functions:
+    starts = torch.tensor([-3, 4], dtype=torch.int32, device=device)
+    flags = torch.tensor([True, False, False] * 4, device=device)
+    return {
+        "windows of heads": lambda b, h, q, kv: q - kv <= torch.where(h < 1, 2, 3),
+        "numbers as tensors": lambda b, h, q, kv: q - kv <= torch.where(h < 1, torch.tensor(2), torch.tensor(3)),
+        "like": lambda b, h, q, kv: torch.where(q > kv, torch.zeros_like(q), torch.full_like(q, 3)) > 1,
+        "filled": lambda b, h, q, kv: torch.full_like(q, 2).masked_fill(h < 1, 3) > q - kv,
+        "folded": lambda b, h, q, kv: torch.where(q > kv, q * 0, q * 0 + 3) > 1,
+        "of each other": lambda b, h, q, kv: kv <= torch.where(h < 1, torch.tensor(2) + 1, 4),
+        "distance": lambda b, h, q, kv: (q - kv) % 3 == 1,
+        "function": lambda b, h, q, kv: torch.remainder(kv - q, 4) < 2,
+        "alpha": lambda b, h, q, kv: torch.add(q, kv, alpha=-1) % 3 == 1,
+        "from the front": lambda b, h, q, kv: (q + starts[b]) % 3 == kv % 3,
+        "by a negative number": lambda b, h, q, kv: q % -3 == -1,
+        "used twice": lambda b, h, q, kv: ((q - kv) % 3 == 0) | ((q - kv) % 3 == 2),
+        "a bit": lambda b, h, q, kv: (q & 2).bool() | (kv == q),
+        "numbers as truth": lambda b, h, q, kv: torch.logical_or(q & 2, kv == q),
+        "before a table": lambda b, h, q, kv: flags[(q - kv) // 4096 - 1],
+    }
+
+
+def wrong_scores() -> Functions:
+    return {
+        "factor": lambda score, b, h, q, kv: score * torch.where(q > kv, 2.0, 0.5),
+        "added": lambda score, b, h, q, kv: score + torch.where(q >= kv, 0.0, -5.0),
+        "filled": lambda score, b, h, q, kv: score + torch.zeros_like(score).masked_fill(kv > q - 2, -5.0),
+        "fraction": lambda score, b, h, q, kv: score + score % 1.0,
+    }
+
+
+def other_scores() -> Functions:
+    """Wrong in the backward pass only, or not known to be right."""
+    return {
+        "infinite": lambda score, b, h, q, kv: score * torch.log(q - kv + 1.0),
+        "divided": lambda score, b, h, q, kv: score / (q - kv + 1.0),
+        "steep": lambda score, b, h, q, kv: score * torch.exp(2.0 * (kv - q)),
+        "softplus": lambda score, b, h, q, kv: F.softplus(score),
+        "in place": lambda score, b, h, q, kv: score.clone().mul_(2.0),
+        "bits": lambda score, b, h, q, kv: score + (q >> 1),
+    }
+
+
+def right_functions() -> tuple[Functions, Functions]:
+    offsets, of_heads = torch.tensor([-3, 4], dtype=torch.int32), torch.tensor([1.0, 2.0])
+    table, of_distances = torch.randn(5, 5), torch.arange(9)
+    return {
+        "one number": lambda b, h, q, kv: torch.where(h < 1, q, 3) >= kv,
+        "truth values": lambda b, h, q, kv: torch.where(q >= kv, True, False),
+        "distance, 0": lambda b, h, q, kv: (q - kv) % 3 == 0,
+        "distance, not 0": lambda b, h, q, kv: (q - kv) % 3 != 0,
+        "distance from the least": lambda b, h, q, kv: (q - kv + 4) % 3 == 1,
+        "sum": lambda b, h, q, kv: (q + kv) % 3 == 1,
+        "absolute": lambda b, h, q, kv: (q - kv).abs() % 3 == 1,
+        "chunks": lambda b, h, q, kv: (q // 5 + kv * 2) % 3 == 1,
+        "bits": lambda b, h, q, kv: ((q - kv) & 3) < 2,
+        "by one": lambda b, h, q, kv: offsets[(q - kv) % 1] <= q,
+        "a table": lambda b, h, q, kv: offsets[b] <= q - kv,
+        "row by row": lambda b, h, q, kv: table[q][kv] > 0,
+        "distances": lambda b, h, q, kv: of_distances[q - kv + 4] > 3,
+        "least": lambda b, h, q, kv: of_distances[torch.where(q - kv < -1, -1, q - kv) + 1] > 3,
+        "negated": lambda b, h, q, kv: ~((q < kv) ^ (h == 0)),
+    }, {
+        "scores": lambda score, b, h, q, kv: torch.where(q > kv, score * 2.0, score * 0.5),
+        "hidden": lambda score, b, h, q, kv: torch.where(q > kv, score, -torch.inf),
+        "heads": lambda score, b, h, q, kv: score * of_heads[h],
+        "cap": lambda score, b, h, q, kv: 30 * torch.tanh(score / 30),
+        "slopes": lambda score, b, h, q, kv: score - torch.exp2(-(h + 1) * 0.5) * (q - kv),
+        "square": lambda score, b, h, q, kv: score - 0.1 * (q - kv) ** 2,
+        "near": lambda score, b, h, q, kv: score * torch.exp(-0.5 * (q - kv).abs()),
+    }
+
+
+@pytest.mark.parametrize("name", wrong_masks())
 def test_wrong_masks_are_found(name: str) -> None:
-    assert _wrong(WRONG[name])
-    assert mistake(WRONG[name], CPU) is not None
+    function = wrong_masks()[name]
+    assert _wrong(function)
+    assert mistake(function, CPU, SIZES) is not None
 
 
-@pytest.mark.parametrize("name", WRONG_SCORES)
+@pytest.mark.parametrize("name", wrong_scores())
 def test_wrong_scores_are_found(name: str) -> None:
-    assert _wrong(WRONG_SCORES[name], torch.tensor(-1.25))
-    assert mistake(WRONG_SCORES[name], CPU, scored=True) is not None
+    function = wrong_scores()[name]
+    assert _wrong(function, torch.tensor(-1.25))
+    assert mistake(function, CPU, SIZES, scored=True) is not None
 
 
-@pytest.mark.parametrize("name", [*RIGHT, *RIGHT_SCORES])
-def test_right_functions_are_left_alone(name: str) -> None:
-    scored = name in RIGHT_SCORES
-    function = RIGHT_SCORES[name] if scored else RIGHT[name]
-    assert mistake(function, CPU, scored) is None
+@pytest.mark.parametrize("name", other_scores())
+def test_what_may_be_wrong_is_found(name: str) -> None:
+    assert mistake(other_scores()[name], CPU, (2, 2, 256, 256), scored=True) is not None
+
+
+@pytest.mark.parametrize(("scored", "name"), [(n, name) for n, f in enumerate(right_functions()) for name in f])
+def test_right_functions_are_left_alone(scored: bool, name: str) -> None:
+    function = right_functions()[scored][name]
+    assert mistake(function, CPU, SIZES, bool(scored)) is None
     assert not _wrong(function, *([torch.tensor(-1.25)] if scored else []))
+
+
+def test_views_of_tensors_are_not_for_flash() -> None:
+    table = torch.randn(6, 6)
+    for view in (lambda: table.T, lambda: table[1:], lambda: table * 2, lambda: table.bool(), lambda: table.flatten()):
+        assert mistake(lambda b, h, q, kv, view=view: view()[q] > 0, CPU, SIZES) is not None
+    unsigned = torch.zeros(6, dtype=torch.uint8)
+    assert mistake(lambda b, h, q, kv: unsigned[q] > unsigned[kv], CPU, SIZES) is not None
 
 
 @st.composite
@@ -134,6 +196,9 @@ def suspects(draw: st.DrawFn) -> str:
         f"torch.where({c}, {n}, {m}) < ({x})",
         f"torch.where({c}, torch.tensor({n}), torch.full_like({x}, 4)) < ({y})",
         f"(torch.where({c}, 2, 3) * ({n}) + (kv - q) % 5) % 4 == {m}",
+        f"per_batch[torch.where({c}, q - kv, {n}).int() // 40] > {m}",
+        f"torch.logical_and(q & {n}, {c})",
+        f"((q + {n}) * ({m})).bool() | ({c})",
     )
     return draw(st.sampled_from(forms))
 
@@ -145,13 +210,18 @@ def test_whatever_is_wrong_is_found(expression: str) -> None:
         wrong = _wrong(function)
     except Exception:
         reject()  # such as a division by 0, or what cannot be traced
-    if wrong:
-        assert mistake(function, CPU) is not None
-    event(f"wrong: {wrong}, found: {mistake(function, CPU) is not None}")
+    found = mistake(function, CPU, SIZES) is not None
+    event(f"wrong: {wrong}, found: {found}")
+    assert found or not wrong
 
 
 def test_what_cannot_be_traced_is_not_for_flash() -> None:
-    assert "cannot be looked at" in str(mistake(lambda b, h, q, kv: (q >= kv) if h == 0 else (q <= kv), CPU))
+    found = mistake(lambda b, h, q, kv: (q >= kv) if h == 0 else (q <= kv), CPU, SIZES)
+    assert "cannot be looked at" in str(found)
+
+
+def _reason(q: Tensor, **call: Any) -> str | None:
+    return backends._mistake(_call(q, q, q, _Request(**call)))
 
 
 def test_each_kind_of_call_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,53 +234,77 @@ def test_each_kind_of_call_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) ->
         return flash.mistake(*args, **scored)
 
     monkeypatch.setattr(backends, "mistake", looking)
-
-    def reason(**given: Any) -> str | None:
-        return backends._mistake(_call(q, q, q, _Request(**given)))
-
     for ids in (torch.zeros(16), torch.ones(16)):  # of another tensor, the same
-        assert reason(mask=lambda b, h, q, kv, ids=ids: ids[q] == ids[kv]) is None
+        assert _reason(q, mask=lambda b, h, q, kv, ids=ids: ids[q] == ids[kv]) is None
     assert len(looked) == 1
     for _ in range(2):
-        assert "booleans" in str(reason(mask=WRONG["windows of heads"]))
+        assert "booleans" in str(_reason(q, mask=wrong_masks()["windows of heads"]))
     assert len(looked) == 2
     for _ in range(2):
-        assert "remainders" in str(reason(mask="causal", score=WRONG_SCORES["fraction"]))
+        assert "remainders" in str(_reason(q, mask="causal", score=wrong_scores()["fraction"]))
     assert len(looked) == 3
-    block_mask = flexmasks.block_mask(WRONG["distance"], 16)
-    assert "remainders" in str(reason(block_mask=block_mask))
+    block_mask = flexmasks.block_mask(wrong_masks()["distance"], 16)
+    assert "remainders" in str(_reason(q, block_mask=block_mask))
+
+
+def test_a_look_is_of_a_call() -> None:
+    """Not of another with other lengths, another start, or tensors of other shapes."""
+    flexmasks.clear_caches()
+    q = torch.randn(1, 2, 16, 8)
+    shifted = lambda b, h, q, kv: (q - kv + 15) % 3 == 1  # noqa: E731
+    assert _reason(q, mask=shifted) is None
+    assert "remainders" in str(_reason(torch.randn(1, 2, 17, 8), mask=shifted))
+    assert _reason(q, mask=shifted, q_offset=5) is None
+    assert "remainders" in str(_reason(q, mask=shifted, q_offset=torch.tensor([5])))
+    for n, wrong in ((1, False), (3, True)):
+        table = torch.zeros(n)
+        found = _reason(q, mask=lambda b, h, q, kv, table=table: (q - kv) % table.shape[0] == 1)
+        assert (found is not None) == wrong
+    opaque = torch.nn.Linear(2, 2)
+    assert "may change" in str(_reason(q, mask=lambda b, h, q, kv: (q >= kv) & (opaque.in_features == 2)))
+
+
+def test_a_look_is_of_one_thread() -> None:
+    """Compiled calls in other threads go on while a function is looked at: torch forbids them while it traces."""
+    seen = []
+
+    def function(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        seen.append(torch.fx._symbolic_trace.is_fx_tracing())
+        return q >= kv
+
+    assert mistake(function, CPU, SIZES) is None
+    assert seen == [False]
 
 
 def test_blocks_without_a_function_are_not_for_flash() -> None:
     q = torch.randn(1, 2, 256, 8)
     causal = flexmasks.block_mask("causal", 256)
-    indices = causal.kv_num_blocks, causal.kv_indices
-    without = BlockMask.from_kv_blocks(*indices, BLOCK_SIZE=128, seq_lengths=(256, 256))
+    without = BlockMask.from_kv_blocks(causal.kv_num_blocks, causal.kv_indices, BLOCK_SIZE=128, seq_lengths=(256, 256))
     nothing = lambda b, h, q, kv: torch.zeros_like(q, dtype=torch.bool)  # noqa: E731
     wrong: tuple[dict[str, Any], ...] = ({"block_mask": without}, {"mask": nothing})
     for call in wrong:
-        assert "looks at no blocks" in str(backends._mistake(_call(q, q, q, _Request(**call))))
+        assert "looks at no blocks" in str(_reason(q, **call))
     right: tuple[dict[str, Any], ...] = ({}, {"mask": "full"}, {"score": "alibi"})
     for call in right:
-        assert backends._mistake(_call(q, q, q, _Request(**call))) is None
+        assert _reason(q, **call) is None
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", [*WRONG, *WRONG_SCORES])
+@pytest.mark.parametrize("name", [*wrong_masks(), *wrong_scores()])
 def test_such_calls_are_right_on_a_gpu(name: str) -> None:
     q, k, v = (torch.randn(2, 2, 8192, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    mask = WRONG.get(name, "causal")
-    tensors = {"OFFSETS": OFFSETS.cuda()}
-    if name == "from the front":
-        mask = lambda b, h, q, kv: (q + tensors["OFFSETS"][b]) % 3 == kv % 3  # noqa: E731
-    given: dict[str, Any] = {"mask": mask} | ({"score": WRONG_SCORES[name]} if name in WRONG_SCORES else {})
+
+    def call(device: str) -> dict[str, Any]:
+        scores = wrong_scores()
+        return {"mask": "causal", "score": scores[name]} if name in scores else {"mask": wrong_masks(device)[name]}
+
     few = [x[:, :, :256] for x in (q, k, v)]
-    want = flexmasks.attention(*(x.double().cpu() for x in few), backend="reference", **_on_cpu(given, name))
-    assert error(flexmasks.attention(*few, **given), want) < 1.6e-2
-    assert flexmasks.explain(q, k, v, **given).backend == "triton"
+    want = flexmasks.attention(*(x.double().cpu() for x in few), backend="reference", **call("cpu"))
+    assert error(flexmasks.attention(*few, **call("cuda")), want) < 1.6e-2
+    assert flexmasks.explain(q, k, v, **call("cuda")).backend == "triton"
     skip_unless_flash_takes((q, k, v), mask="causal")
     with pytest.raises(ValueError, match="cannot run this call: its compiler"):
-        flexmasks.attention(q, k, v, backend="flash", **given)
+        flexmasks.attention(q, k, v, backend="flash", **call("cuda"))
 
 
 @pytest.mark.gpu
@@ -228,5 +322,18 @@ def test_blocks_without_a_function_on_a_gpu() -> None:
         flexmasks.attention(q, k, v, block_mask=blocks, backend="flash")
 
 
-def _on_cpu(given: dict[str, Any], name: str) -> dict[str, Any]:
-    return given | ({"mask": WRONG[name]} if name in WRONG else {})
+@pytest.mark.gpu
+def test_gradients_of_scores_with_grouped_heads_on_a_gpu() -> None:
+    q = torch.randn(2, 4, 256, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    k, v = (torch.randn(2, 2, 256, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    leaves = [x.detach().double().cpu().requires_grad_() for x in (q, k, v)]
+    call: dict[str, Any] = {"mask": "causal", "score": "alibi"}
+    weight = torch.randn(2, 4, 256, 64)
+    flexmasks.attention(q, k, v, **call).backward(weight.cuda())
+    flexmasks.attention(*leaves, **call).backward(weight.double())
+    for x, y in zip((q, k, v), leaves, strict=True):
+        assert y.grad is not None
+        assert error(x.grad, y.grad) < 3.2e-2
+    skip_unless_flash_takes((q.detach(), k.detach(), v.detach()), mask="causal")
+    with pytest.raises(ValueError, match="other heads"):
+        flexmasks.attention(q, k, v, backend="flash", **call)

@@ -150,3 +150,26 @@ def test_packed_scores_are_those_of_each_sequence() -> None:
         own = [x[:, :, start:stop] for x in (q, k, v)]
         want, _ = attend(*own, distance >= 0, lambda s, d=distance, i=i: s * per_sequence[i] - 0.1 * d)
         assert torch.allclose(out[:, :, start:stop], want, atol=1e-12)
+
+
+def test_what_begins_to_learn_gets_its_gradient() -> None:
+    q = torch.randn(1, 2, 16, 8)
+    temperatures = torch.tensor([3.0, 7.0])
+
+    def call() -> Tensor:
+        return flexmasks.attention(q, q, q, mask="causal", score="temperature", temperatures=temperatures)
+
+    before = call()
+    temperatures.requires_grad_()
+    after = call()
+    assert torch.allclose(before, after, atol=1e-6)
+    after.square().sum().backward()
+    assert temperatures.grad is not None
+    assert temperatures.grad.abs().min() > 0
+
+
+def test_temperatures_are_as_exact_as_the_queries() -> None:
+    q = torch.randn(1, 2, 16, 8, dtype=torch.float64)
+    out = flexmasks.attention(q, q, q, score="temperature", temperatures=[3.0, 7.0])
+    scores = q @ q.mT / 8**0.5 / torch.tensor([3.0, 7.0], dtype=torch.float64)[:, None, None]
+    assert torch.allclose(out, scores.softmax(-1) @ q, atol=1e-14)

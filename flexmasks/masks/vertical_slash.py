@@ -41,7 +41,8 @@ def vertical_slash(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, vertical: Ten
 def _marks(table: Tensor, b: Tensor, h: Tensor, index: Tensor) -> Tensor:
     """Whether the table marks an index; its last element, which is False, stands for all that it does not reach."""
     rest = table.shape[-1] - 1
-    index = torch.where((index < 0) | (index >= rest), rest, index).int()
+    index = torch.where(index < 0, rest, index)
+    index = torch.where(index > rest, rest, index).int()
     if table.ndim == 3:
         return table[b, h, index]
     return table[h, index] if table.ndim == 2 else table[index]

@@ -3,7 +3,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from flexmasks.params import Size, check_covers_queries
+from flexmasks.params import Size, bounded, check_covers_queries
 from flexmasks.registry import register_score
 
 
@@ -14,7 +14,7 @@ def _prepare(
     distances: Annotated[Tensor, "int[N, KV] in 0..W-1 | int[B, N, KV] in 0..W-1"],
 ) -> dict[str, Any]:
     check_covers_queries("distances", distances.shape[-2], size)
-    return {"table": table, "distances": distances}
+    return {"table": table, "distances": bounded(distances.detach(), 0, table.shape[1] - 1)}
 
 
 def _example(length: int) -> dict[str, Any]:

@@ -58,5 +58,4 @@ def sandwich(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, prod
     Peers: attention-gym generate_sandwich_bias(heads, max_seq_len, d_bar=dims); NeMo's sandwich subtracts dims / 2
         besides, which a softmax does not see.
     """
-    distance = q - kv
-    return score + products[torch.where(distance < 0, -distance, distance)] * ratios[h]
+    return score + products[(q - kv).abs()] * ratios[h]

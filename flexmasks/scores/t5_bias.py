@@ -3,7 +3,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from flexmasks.params import Size
+from flexmasks.params import Size, bounded
 from flexmasks.registry import register_score
 
 
@@ -54,7 +54,7 @@ def _prepare(
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _buckets(buckets: int, reach: int, bidirectional: bool, device: torch.device) -> Tensor:
     found = [t5_bucket(d, buckets, reach, bidirectional) for d in range(-reach, reach + 1)]
-    return torch.tensor(found, dtype=torch.int32, device=device)
+    return bounded(torch.tensor(found, dtype=torch.int32, device=device), 0, buckets - 1)
 
 
 def _example(length: int) -> dict[str, Any]:

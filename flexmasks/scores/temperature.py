@@ -8,10 +8,10 @@ from flexmasks.registry import register_score
 
 
 def _prepare(size: Size | None, *, temperatures: Annotated[Tensor, "float[H]"]) -> dict[str, Any]:
-    # FLASH takes twice as long to divide at every pair, and is not for what learns, whose graph must be of one call
-    if temperatures.requires_grad:
+    # FLASH takes twice as long to divide at every pair; what learns, which it is not for, has a graph of one call
+    if size is None or temperatures.requires_grad or torch.compiler.is_compiling():
         return {"by": temperatures, "divides": True}
-    return {"by": 1 / temperatures.to(torch.promote_types(temperatures.dtype, torch.float32)), "divides": False}
+    return {"by": 1 / temperatures.to(size.dtype), "divides": False}
 
 
 @register_score(prepare=_prepare, example=lambda length: {"temperatures": [2.0]})
