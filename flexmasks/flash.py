@@ -94,7 +94,8 @@ class _Seen(TorchDispatchMode):
         self._constants: set[int] = set()
         self._unsure: set[int] = set()  # remainders that are wrong, unless only 0 is asked for
         self._compared: dict[int, tuple[str, Any, Any]] = {}
-        self._firsts: dict[Any, Tensor] = {}  # by an operation and what it is of: one that was made twice is one
+        self._made: dict[tuple[Any, ...], Tensor] = {}  # by an operation and what it is of
+        self._firsts: dict[int, Tensor] = {}  # what is made twice is the first of both
         self._held: list[Tensor] = []  # so that an id stays its own
         self._decompositions = select_decomp_table()
 
@@ -136,7 +137,7 @@ class _Seen(TorchDispatchMode):
                 self._compared[id(out)] = (name, *args[:2])
             if not kwargs and all(isinstance(x, Tensor | int | float) for x in args):
                 of = (func, *(id(self._first(x)) if isinstance(x, Tensor) else (type(x), x) for x in args))
-                self._firsts[id(out)] = self._firsts.setdefault(of, out)
+                self._firsts[id(out)] = self._made.setdefault(of, out)
         return out
 
     def _find_mistakes(self, name: str, out: Tensor, args: Any) -> None:
