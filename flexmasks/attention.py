@@ -575,7 +575,9 @@ def _call(q: Tensor, k: Tensor, v: Tensor, request: _Request) -> Call:
         blocks = block_size_for(size)
         plan = MaskPlan(FULL if made is None else made, size, request.q_offset, True, blocks, aliases=aliases)
     changed = None if change is None else ScorePlan(change, size, request.q_offset, aliases=aliases)
-    tensors, offset = [*plan.tensors, *(changed.tensors if changed else ())], request.q_offset
+    plans = [plan] if changed is None else [plan, changed]
+    offset = request.q_offset if isinstance(request.q_offset, int) else None
+    tensors = [t for p in plans for t in p.tensors]
     enabled = torch.is_grad_enabled()
     learned = enabled and any(t.requires_grad for t in tensors)
     return Call(
@@ -592,11 +594,11 @@ def _call(q: Tensor, k: Tensor, v: Tensor, request: _Request) -> Call:
         with_lse=request.return_lse,
         options=request.kernel_options,
         key=(plan.kernel_key, None if changed is None else changed.kernel_key),
-        form=(offset if isinstance(offset, int) else None, plan.shapes, changed.shapes if changed else ()),
+        form=None if any(p.opaque for p in plans) else (offset, *(p.shapes for p in plans)),
         needs_grad=learned or (enabled and any(x.requires_grad for x in (q, k, v))),
         learned=learned,
-        number_tensors=plan.has_numbers or (changed is not None and changed.has_numbers),
-        kept=plan.kept and (changed is None or changed.kept),
+        number_tensors=any(p.has_numbers for p in plans),
+        kept=all(p.kept for p in plans),
     )
 
 

@@ -147,8 +147,8 @@ class Call:
     scale: float | None
     with_lse: bool
     options: dict[str, Any] | None
-    key: tuple[Hashable, Hashable]  # of the functions of mask and score and their constants
-    form: Hashable  # of what these captured: the shapes, and where queries start, where that is a number
+    key: Hashable  # of the functions of mask and score and their constants
+    form: Hashable  # shapes of what they captured, where queries start if that is a number; None if they cannot be read
     needs_grad: bool  # of q, k, v or a captured tensor
     learned: bool  # a captured tensor of the mask or score needs a gradient
     number_tensors: bool  # a captured tensor is 0-dimensional
@@ -276,7 +276,7 @@ def _refuses_flash(call: Call) -> str | None:
 
 def _mistake(call: Call) -> str | None:
     """Why FLASH may get the functions of mask and score wrong, looked at once for all calls of a kind."""
-    if any(isinstance(part, tuple) and part[:1] == ("opaque",) for part in call.key):
+    if call.form is None:
         return "it is not known whether its compiler gets a function right that reads what may change"
     device, sizes = call.q.device, (*call.q.shape[:3], call.k.shape[2])
     kind = "mistake", call.key, call.form, device.type, sizes

@@ -42,8 +42,8 @@ def capture(value: Any, tensors: list[Tensor]) -> Hashable:
 
 def capture_plainly(function: types.FunctionType, tensors: list[Tensor]) -> Hashable | None:
     """`capture` in a third of its time, for functions that read constants, plain tensors and libraries; else None."""
-    names = _names_of_values(function.__code__)
-    if names is None or function.__defaults__ or function.__kwdefaults__ or function.__dict__:
+    names, unsure = _names_read(function.__code__)
+    if unsure or function.__defaults__ or function.__kwdefaults__ or function.__dict__:
         return None
     key: list[Hashable] = [function.__code__]
     found = [("", _cell(c)) for c in function.__closure__ or ()]
@@ -199,11 +199,9 @@ class Reader:
         for more in (function.__defaults__, function.__kwdefaults__, function.__dict__):
             parts.append(self.key(more) if more else None)
         if not library:
-            names, imports = _names_read(function.__code__)
-            if imports and not all(map(_is_library, imports)):
-                self._refuse(f"an import inside {function.__name__!r}")
-            if not _ANYTHING.isdisjoint(names):
-                self._refuse(f"a call in {function.__name__!r} that may read anything")
+            names, unsure = _names_read(function.__code__)
+            if unsure:
+                self._refuse(unsure.format(repr(function.__name__)))
             variables = function.__globals__
             parts += [(n, self.key(variables[n])) for n in names if n in variables]
         return function.__code__, *parts
@@ -226,9 +224,16 @@ def _cell(cell: types.CellType) -> Any:
 
 
 @functools.lru_cache(maxsize=1024)
-def _names_read(code: types.CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The global names that code and the functions inside it read, and the modules they import."""
-    names, imports = _ANYTHING.intersection(code.co_names), set()  # also as attributes
+def _names_read(code: types.CodeType) -> tuple[tuple[str, ...], str]:
+    """The global names that code and the functions inside it read, and why it may read more than these, or ""."""
+    names, imports = _names_and_imports(code)
+    if not all(map(_is_library, imports)):
+        return tuple(sorted(names)), "an import inside {}"
+    return tuple(sorted(names)), "" if _ANYTHING.isdisjoint(names) else "a call in {} that may read anything"
+
+
+def _names_and_imports(code: types.CodeType) -> tuple[set[str], set[str]]:
+    names, imports = _ANYTHING.intersection(code.co_names), set[str]()  # also as attributes
     for instruction in dis.get_instructions(code):
         if instruction.opname == "IMPORT_NAME":
             imports.add(instruction.argval)
@@ -236,17 +241,10 @@ def _names_read(code: types.CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]
             names.add(instruction.argval)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            more = _names_read(constant)
+            more = _names_and_imports(constant)
             names.update(more[0])
             imports.update(more[1])
-    return tuple(sorted(names)), tuple(sorted(imports))
-
-
-@functools.lru_cache(maxsize=1024)
-def _names_of_values(code: types.CodeType) -> tuple[str, ...] | None:
-    """The global names that code reads, or None where it may read what these do not tell."""
-    names, imports = _names_read(code)
-    return names if all(map(_is_library, imports)) and _ANYTHING.isdisjoint(names) else None
+    return names, imports
 
 
 def _is_library(module: Any) -> bool:

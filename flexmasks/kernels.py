@@ -146,7 +146,8 @@ class Runner:
         if kernel is None or self._runs % _NOTED == 0:  # the cache is to know that it is in use
             result = run(self.key, *args)
             kernel = _KERNELS.get(self.key)
-            self._kernel = weakref.ref(kernel) if kernel is not None else self._kernel
+            if kernel is not None:
+                self._kernel = weakref.ref(kernel)
             return result
         try:
             return kernel.compiled(*args)  # type: ignore[no-any-return] # torch.compile keeps no types

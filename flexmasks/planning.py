@@ -313,24 +313,17 @@ class GivenPlan:
 
     def __init__(self, block_mask: BlockMask) -> None:
         self._block_mask = block_mask
-
-    @property
-    def shapes(self) -> tuple[torch.Size, ...]:
-        tensors: list[Tensor] = []
-        with contextlib.suppress(Opaque):
-            capture(self._block_mask.mask_mod, tensors)
-        return tuple(t.shape for t in tensors)
+        captured: list[Tensor] = []
+        self.kernel_key: Hashable
+        try:
+            self.kernel_key, self.opaque = ("given", capture(block_mask.mask_mod, captured)), False
+        except Opaque:
+            self.kernel_key, self.opaque = ("opaque", getattr(block_mask.mask_mod, "__code__", None)), True
+        self.shapes = tuple(t.shape for t in captured)
 
     @property
     def has_numbers(self) -> bool:
         return any(not shape for shape in self.shapes)
-
-    @property
-    def kernel_key(self) -> Hashable:
-        try:
-            return "given", capture(self._block_mask.mask_mod, [])
-        except Opaque:
-            return "opaque", getattr(self._block_mask.mask_mod, "__code__", None)
 
     def block_mask(self) -> BlockMask:
         return self._block_mask
