@@ -80,6 +80,11 @@ def _is_blackwell(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 10
 
 
+def _rounded(low: float, high: float) -> Bounds:
+    """The bounds of values between these after rounding to whole numbers, in whichever way."""
+    return low if math.isinf(low) else math.floor(low), high if math.isinf(high) else math.ceil(high)
+
+
 class _Seen(TorchDispatchMode):
     """Follows the operations of a function: what are numbers, between which bounds values are, and the mistakes.
 
@@ -186,7 +191,8 @@ class _Seen(TorchDispatchMode):
         if out.dtype == torch.bool:
             return 0, 1
         if name in _SAME:
-            return self._of(args[0]) if out.dtype not in (torch.int8, torch.uint8, torch.int16) else _ANYTHING
+            bounds = self._of(args[0]) if out.dtype not in (torch.int8, torch.uint8, torch.int16) else _ANYTHING
+            return bounds if out.is_floating_point() else _rounded(*bounds)
         if name in ("full", "full_like", "scalar_tensor"):
             return self._of(args[0 if name == "scalar_tensor" else 1])
         if name == "index":
@@ -210,8 +216,7 @@ class _Seen(TorchDispatchMode):
         if name in ("div", "floor_divide") and c > 0 and d < math.inf:
             ends = [x / y for x in (a, b) for y in (c, d)]
             exact = kwargs.get("rounding_mode") is None and name == "div"
-            low, high = min(ends), max(ends)
-            return (low, high) if exact or math.isinf(low) else (math.floor(low), high)
+            return (min(ends), max(ends)) if exact else _rounded(min(ends), max(ends))
         if name == "remainder" and c > 0:
             return 0, d
         if name == "bitwise_and" and max(a, c) >= 0:
@@ -219,7 +224,7 @@ class _Seen(TorchDispatchMode):
         if name == "pow":
             return (0, math.inf) if args[1] % 2 == 0 else _ANYTHING
         if name in ("exp", "exp2"):
-            return 0, math.exp(min(b, 700.0))
+            return 0, (math.exp if name == "exp" else math.exp2)(min(b, 700.0))
         return _ANYTHING
 
     def _first(self, x: Any) -> Any:

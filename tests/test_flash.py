@@ -94,6 +94,7 @@ def wrong_masks(device: str = "cpu") -> Functions:
         "used twice": lambda b, h, q, kv: ((q - kv) % 3 == 0) | ((q - kv) % 3 == 2),
         "a bit": lambda b, h, q, kv: (q & 2).bool() | (kv == q),
         "numbers as truth": lambda b, h, q, kv: torch.logical_or(q & 2, kv == q),
+        "before a table, by a power": lambda b, h, q, kv: flags[4 - (torch.exp2(-h - 1.0) * 10.0).int() - q // 4096],
         "before a table": lambda b, h, q, kv: flags[(q - kv) // 4096 - 1],
     }
 
