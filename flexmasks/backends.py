@@ -74,6 +74,8 @@ class Compiled:
         """The output and lse, or None; raises Unavailable where it cannot be compiled."""
         if not self.needs_grad and (q.requires_grad or k.requires_grad or v.requires_grad):
             q, k, v = q.detach(), k.detach(), v.detach()  # torch refuses them on the CPU, even under no_grad
+        if q is k or k is v or v is q:  # torch 2.11 has no kernel for the CPU then, and every torch compiles another
+            k, v = k.view_as(k), v.view_as(v)
         try:
             out, lse = self.run(q, k, v, self.score_mod, self.block_mask, self.scale, self.options, self.with_lse)
         except torch.OutOfMemoryError:

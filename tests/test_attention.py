@@ -593,6 +593,26 @@ def test_many_windows_and_many_lengths_in_one_process(device: str) -> None:
     assert _peak_memory() - memory < 64e6
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_one_tensor_as_queries_keys_and_values(device: str) -> None:
+    backend = "cpu" if device == "cpu" else "triton"
+    x, y, z = torch.randn(3, 2, 2, 210, 16, device=device)
+    graphs = set()
+    for q, k, v in ((x, y, z), (x, x, x), (x, y, y), (x, x, y), (x, y, x)):
+        given = {t: exact(t) for t in (q, k, v)}
+        leaves = {t: t.detach().requires_grad_(device == "cuda") for t in given}
+        with torch.set_grad_enabled(device == "cuda"):  # which torch's kernel for the CPU does not have
+            out = flexmasks.attention(leaves[q], leaves[k], leaves[v], mask="causal", backend=backend)
+        graphs.add(counters["stats"]["unique_graphs"])
+        want = F.scaled_dot_product_attention(given[q], given[k], given[v], is_causal=True)
+        assert error(out, want) < TOLERANCE[torch.float32]
+        if out.requires_grad:
+            out.sum().backward()
+            want.sum().backward()
+            assert all(error(leaves[t].grad, given[t].grad) < 10 * TOLERANCE[torch.float32] for t in given)
+    assert len(graphs) == 1
+
+
 def _peak_memory() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 

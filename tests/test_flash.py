@@ -302,7 +302,8 @@ def test_such_calls_are_right_on_a_gpu(name: str) -> None:
     few = [x[:, :, :256] for x in (q, k, v)]
     want = flexmasks.attention(*(x.double().cpu() for x in few), backend="reference", **call("cpu"))
     assert error(flexmasks.attention(*few, **call("cuda")), want) < 1.6e-2
-    assert flexmasks.explain(q, k, v, **call("cuda")).backend == "triton"
+    # torch's compiler has no numbers as tensors that are added to each other
+    assert flexmasks.explain(q, k, v, **call("cuda")).backend == ("reference" if name == "of each other" else "triton")
     skip_unless_flash_takes((q, k, v), mask="causal")
     with pytest.raises(ValueError, match="cannot run this call: its compiler"):
         flexmasks.attention(q, k, v, backend="flash", **call("cuda"))
@@ -317,7 +318,7 @@ def test_blocks_without_a_function_on_a_gpu() -> None:
     blocks = BlockMask.from_kv_blocks(counts * 0, indices, counts, indices, BLOCK_SIZE=128)
     out = flexmasks.attention(q, k, v, block_mask=blocks)
     want = F.scaled_dot_product_attention(*(x.unflatten(2, (64, 128)).transpose(1, 2)[0] for x in (q, k, v)))
-    assert error(out[0], want.transpose(0, 1).flatten(1, 2)) < 1.6e-2
+    assert error(out[0], want.transpose(0, 1).flatten(1, 2).cpu()) < 1.6e-2
     skip_unless_flash_takes((q, k, v), mask="causal")
     with pytest.raises(ValueError, match="looks at no blocks"):
         flexmasks.attention(q, k, v, block_mask=blocks, backend="flash")
