@@ -465,7 +465,7 @@ def _known(q: Tensor, k: Tensor, v: Tensor, request: _Request) -> tuple[Hashable
     if not (block_mask is None is options) or q.is_nested or type(scale) not in (float, int, type(None)):
         return None
     device, grad = q.device, torch.is_grad_enabled()
-    if torch.is_autocast_enabled(device.type):
+    if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(device.type):  # the first alone takes no time
         return None
     tensors: list[Tensor] = []
     functions = _plainly(mask, score, params, q_offset, tensors)

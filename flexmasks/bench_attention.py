@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
 
-from flexmasks.attention import attention, block_mask, dense_mask
+from flexmasks.attention import attention, block_mask, dense_mask, explain
 from flexmasks.bench import backward_twice, chosen, known_names, machine, measure
 from flexmasks.console import progress, synchronize
 from flexmasks.examples import at_most, fitting, on_device
@@ -135,7 +135,7 @@ def bench(
                     steps[f"{case.name}, {list(shape)}"] = functools.partial(_rows, case, shape, dtype, at)
         for length in lengths or ((8192,) if large else (2048,)):
             for kind, name in examples:
-                call = functools.partial(_example_rows, kind, name, 16 if large else 4, length, size, dtype, at)
+                call = functools.partial(_example_rows, kind, name, batch, heads, length, size, dtype, at)
                 steps[f"{kind} {name}, {length} tokens, head size {size}"] = call
     results: dict[str, Any] = {"benchmark": "attention", "machine": machine(at), "rows": []}
     with backward_twice():
@@ -146,20 +146,15 @@ def bench(
 
 def table(results: dict[str, Any]) -> str:
     """The figures of one run as text."""
-    keys = [
-        "case",
-        "shape",
-        "who",
-        "forward_ms",
-        "forward_tflops",
-        "backward_ms",
-        "backward_tflops",
-        "first_s",
-        "peak_mb",
-    ]
-    rows = [[r.get(k) for k in keys] for r in results["rows"]]
+    columns = (
+        ("case", "case"), ("shape", "shape"), ("who", "who"), ("backend", "backend"),
+        ("forward ms", "forward_ms"), ("TFLOP/s", "forward_tflops"),
+        ("backward ms", "backward_ms"), ("TFLOP/s", "backward_tflops"),
+        ("first call s", "first_s"), ("peak MB", "peak_mb"),
+    )  # fmt: skip
+    rows = [[r.get(key) for _, key in columns] for r in results["rows"]]
     about = ", ".join(str(v) for k, v in results["machine"].items() if k != "device_type")
-    header = ["case", "shape", "who", "forward ms", "TFLOP/s", "backward ms", "TFLOP/s", "first call s", "peak MB"]
+    header = [name for name, _ in columns]
     return f"{about}\n{tabulate(rows, headers=header, floatfmt='.4g', missingval='')}"
 
 
@@ -214,7 +209,7 @@ def registry_markdown(results: dict[str, Any]) -> str:
         for case in found[kind].values():
             ours = case["flexmasks"]
             name = f"`{ours['example']}`".replace("|", "\\|")
-            row = [name if ours["shape"] == usual else f"{name}, {ours['shape']}", _ms(ours)]
+            row = [name if ours["shape"] == usual else f"{name}, {ours['shape']}", ours["backend"], _ms(ours)]
             row.append(f"{ours['forward_tflops']:.3g} / {ours['backward_tflops']:.3g}")
             for who in ("flex_attention", "SDPA + mask"):
                 gain = _total(case[who]) / _total(ours) if who in case else None
@@ -222,7 +217,7 @@ def registry_markdown(results: dict[str, Any]) -> str:
                     gains.append(gain)
                 row.append("fails" if who in ours.get("left_out", {}) else "" if gain is None else f"{gain:.2f} x")
             rows.append(row)
-        header = [title, "forward / backward ms", "TFLOP/s", "flex_attention", "SDPA + mask"]
+        header = [title, "backend", "forward / backward ms", "TFLOP/s", "flex_attention", "SDPA + mask"]
         if kind == "score":  # which SDPA has none of
             header, rows = header[:-1], [row[:-1] for row in rows]
         tables.append(tabulate(rows, headers=header, tablefmt="github", disable_numparse=True))
@@ -251,23 +246,24 @@ def _total(row: dict[str, Any]) -> float:
 
 
 def _example_rows(
-    kind: str, name: str, heads: int, length: int, size: int, dtype: torch.dtype, device: torch.device
+    kind: str, name: str, batch: int, heads: int, length: int, size: int, dtype: torch.dtype, device: torch.device
 ) -> list[dict[str, Any]]:
     """The figures of a registered mask, or of a score under causal, at its example.
 
-    Of one batch element and all heads, or, where the example is for one head, of as many batch elements.
+    Where the example is for one batch element or one head, of as many of the other.
     """
+    rows = batch * heads
 
     def case(value: Mask | Score, length: int) -> tuple[Case, _Shape]:
         there = on_device(value, device)
         mask, score = (there, None) if kind == "mask" else (get_mask("causal"), there)
         failed: list[Exception] = []
-        for shape in ((1, heads, length, size), (heads, 1, length, size), (1, 1, length, size)):
+        for b, h in ((batch, heads), (1, rows), (rows, 1), (1, 1)):
             try:
-                mask.blocks(length, batch=shape[0], heads=shape[1], device=device)
+                mask.blocks(length, batch=b, heads=h, device=device)
                 if score is not None:
-                    score.resolve(Size(*shape[:2], length, length, device))
-                return Case(name if score is None else f"{name}, causal", mask, score), shape
+                    score.resolve(Size(b, h, length, length, device))
+                return Case(name if score is None else f"{name}, causal", mask, score), (b, h, length, size)
             except (ValueError, TypeError) as error:
                 failed.append(error)
         raise failed[0]
@@ -331,6 +327,7 @@ def _rows(case: Case, shape: _Shape, dtype: torch.dtype, device: torch.device) -
         for who, (ms, spread) in interleaved(timed.get(name, {}), device, _RUNS).items():
             rows[who][f"{name}_ms"], rows[who][f"{name}_iqr"] = float(f"{ms:.5g}"), float(f"{spread:.3g}")
             rows[who][f"{name}_tflops"] = float(f"{products * 2 * size * visible / ms / 1e9:.4g}")
+    rows["flexmasks"]["backend"] = explain(q, k, v, mask=case.mask, score=case.score).backend
     if left_out:
         rows["flexmasks"]["left_out"] = left_out
     return list(rows.values())

@@ -31,6 +31,7 @@ class _Entry(Generic[Value]):
     value: Value
     nbytes: int
     made_from: list[tuple[weakref.ref[Tensor], Hashable]]  # tensors and their `identity` then
+    used: bool = False  # since it was put there, or had another turn
 
 
 # One lock for all caches, re-entrant: a tensor may die anywhere in here and call `_forget` of any of them.
@@ -39,7 +40,7 @@ _CACHES: dict[str, Cache[Any]] = {}
 
 
 class Cache(Generic[Value]):
-    """A cache by a key and by the identity and version of tensors, bounded in bytes, least recently used out first.
+    """A cache by a key and by the identity and version of tensors, bounded in bytes: the oldest unused goes first.
 
     Safe across threads. Tensors made in inference mode have no version: what depends on one is not kept. What is
     made inside inference mode serves only there, since autograd refuses its tensors. In-place changes that torch does
@@ -64,7 +65,7 @@ class Cache(Generic[Value]):
                         self._forget(full)
                         break
                 else:
-                    self._entries.move_to_end(full)
+                    entry.used = True
                     self._hits += 1
                     return entry.value
             self._misses += 1
@@ -78,11 +79,16 @@ class Cache(Generic[Value]):
         full = _full(key, tensors)
         with self._lock:
             self._forget(full)
+            while self._bytes + nbytes > self._max_bytes:
+                oldest, entry = self._entries.popitem(last=False)
+                if entry.used:  # then it has another turn
+                    entry.used = False
+                    self._entries[oldest] = entry
+                else:
+                    self._bytes -= entry.nbytes
             refs = [weakref.ref(t, lambda _, full=full: self._forget(full)) for t in tensors]  # type: ignore[misc]
             self._entries[full] = _Entry(value, nbytes, list(zip(refs, states, strict=True)))
             self._bytes += nbytes
-            while self._bytes > self._max_bytes:
-                self._forget(next(iter(self._entries)))
 
     def _forget(self, full: Hashable) -> None:
         with self._lock:

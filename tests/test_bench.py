@@ -66,6 +66,7 @@ def test_figures_of_attention_are_written(tmp_path: Path, capsys: pytest.Capture
         assert row["difference"] < 1e-5
         assert row["forward_ms"] > 0
         assert row["case"] in printed
+    assert [r["backend"] for r in rows if r["who"] == "flexmasks"] == ["sdpa", "cpu"]
     assert main(["bench", "attention", "--masks", "causl"]) == 2
     assert "no mask 'causl' to measure; did you mean 'causal'" in capsys.readouterr().err
     assert main(["bench", "attention", "--scores", "alib"]) == 2
@@ -88,7 +89,7 @@ def test_registered_masks_and_scores_are_measured_and_the_failed_named(
     assert list(results["failed"]) == ["mask of_two, 128 tokens, head size 64"]
     assert "mask of_two, 128 tokens, head size 64 failed: ValueError: flexmasks mask 'of_two'" in printed.err
     assert [(r["kind"], r["case"], r["shape"], r["who"]) for r in results["rows"]] == [
-        ("score", "temperature, causal", "4x1x128x64", who)  # of one head, as its example
+        ("score", "temperature, causal", "8x1x128x64", who)  # of one head, as its example
         for who in ("flexmasks", "flex_attention")
     ]
     for row in results["rows"]:
@@ -134,6 +135,7 @@ def test_the_table_of_all() -> None:
     def rows(kind: str, case: str, example: str, shape: str, ms: dict[str, float]) -> list[dict[str, Any]]:
         about = {"kind": kind, "case": case, "example": example, "shape": shape, "dtype": "bfloat16"}
         about |= {"forward_tflops": 300.0, "backward_tflops": 400.0}
+        about["backend"] = "flash"
         return [{**about, "who": who, "forward_ms": n, "backward_ms": 2 * n} for who, n in ms.items()]
 
     band = rows("mask", "band", "band(lower=-3)", "1x16x64x64", {"flexmasks": 2, "flex_attention": 3, "SDPA + mask": 9})
@@ -143,9 +145,9 @@ def test_the_table_of_all() -> None:
     results = {"machine": {"device": "H0", "torch": "2.0"}, "rows": band + packed + score}
     text = bench_attention.registry_markdown(results)
     lines = [" ".join(line.split()) for line in text.splitlines()]
-    assert "| `band(lower=-3)` | 2 / 4 | 300 / 400 | 1.50 x | 4.50 x |" in lines
-    assert "| `packed(inner=a() \\| b())` | 2 / 4 | 300 / 400 | fails | 2.00 x |" in lines
-    assert "| `packed()`, 16x1x64x64 | 1 / 2 | 300 / 400 | 3.00 x |" in lines
+    assert "| `band(lower=-3)` | flash | 2 / 4 | 300 / 400 | 1.50 x | 4.50 x |" in lines
+    assert "| `packed(inner=a() \\| b())` | flash | 2 / 4 | 300 / 400 | fails | 2.00 x |" in lines
+    assert "| `packed()`, 16x1x64x64 | flash | 1 / 2 | 300 / 400 | 3.00 x |" in lines
     assert "1x16x64x64" in lines[0]
     assert "2.25 times as long in the median, 1.50 to 3.00 times." in lines[0]
 
