@@ -73,7 +73,12 @@ def main(argv: list[str] | None = None) -> int:
         help="of blocks and attention: every registered mask, of attention every score, too, each at its example",
     )
     bencher.add_argument(
-        "--lengths", nargs="+", type=int, default=[], metavar="N", help="of blocks and attention: numbers of tokens"
+        "--lengths",
+        nargs="+",
+        type=_positive,
+        default=[],
+        metavar="N",
+        help="of blocks and attention: numbers of tokens",
     )
     bencher.add_argument("--device", help="cuda or cpu (default: a GPU where there is one)")
     bencher.add_argument("--json", metavar="FILE", help="write the figures there, as they come")
@@ -104,6 +109,9 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, TypeError) as error:
         print(error, file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
     except BrokenPipeError:  # who read it, such as `head`, has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
@@ -143,6 +151,13 @@ def _bench(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> di
     if arguments.scores:
         parser.error("bench blocks takes no --scores")
     return blocks(arguments.lengths, arguments.masks, registry=arguments.all, **where)
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+    return number
 
 
 def _import(modules: list[str]) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from types import FunctionType, MappingProxyType
 from typing import Any, NamedTuple, NoReturn, cast
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexmasks import blocks, kernels, reference
-from flexmasks.backends import BACKENDS, Again, Call, Ran, Unavailable, check, choose, run
+from flexmasks.backends import BACKENDS, Again, Call, Ran, Unavailable, check, choose, run, transformed
 from flexmasks.cache import ENTRY, Cache
 from flexmasks.captures import Aliases, Opaque, Reader, capture_plainly
 from flexmasks.dense import soft_cap
@@ -73,7 +74,8 @@ def attention(
         k, v: keys and values, [B, Hkv, KV, D]; H must be a multiple of Hkv (grouped-query attention).
         mask: a registered mask's name, a Mask, or a function (b, h, q, kv) -> bool of index tensors, True = visible;
             everything is visible by default. Tensors that a function captures are inputs of the kernel; that they
-            changed, in place too, is noticed.
+            changed, in place too, is noticed, unless torch does not count the change: one of `tensor.data`, or of
+            memory shared with NumPy or written by a kernel of yours. Call `clear_caches` after one.
         score: a change of the scores: a name, a Score, a function (score, b, h, q, kv) -> score, or a list of them,
             applied in order.
         scale: factor of q @ k^T, 1 / sqrt(D) by default.
@@ -86,8 +88,8 @@ def attention(
             built in, it moves the score only.
         sink_logits: of learned attention sinks, float [H], one for each query head: its exponential joins each row's
             sum of exponentials and adds nothing to its output (gpt-oss; Xiao et al., Efficient Streaming Language
-            Models with Attention Sinks, 2024). Differentiable. The lse has it too: for a row that sees nothing it is
-            the logit.
+            Models with Attention Sinks, 2024). Differentiable; -inf for a head without one. The lse has it too: for a
+            row that sees nothing it is the logit. Not for jagged inputs: `varlen_attention` takes it.
         return_lse: also return the natural logarithm of each row's sum of exponentials, [B, H, Q], float32 (float64
             for float64), -inf for a row that sees nothing; differentiable.
         backend: "auto", or one by name, an error where it cannot: "fa4", "sdpa", "flash", "triton", "cpu", "reference".
@@ -182,8 +184,10 @@ def varlen_attention(
 
 def _with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
     """Each row's sum of exponentials is that of its lse; with the sink's the output is the smaller by their ratio."""
-    logits = sink.to(lse.dtype)[:, None]
-    return (out * torch.sigmoid(lse - logits)[..., None]).to(out.dtype), torch.logaddexp(lse, logits)
+    logits, empty = sink.to(lse.dtype)[:, None], lse == -math.inf  # where the sink is all there is, or nothing is
+    share = torch.sigmoid(torch.where(empty, -math.inf, lse - logits))
+    lse = torch.where(empty, logits, torch.logaddexp(lse.masked_fill(empty, 0.0), logits))
+    return (out * share[..., None]).to(out.dtype), lse
 
 
 def paged_attention(
@@ -383,16 +387,17 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Explanation:
         arguments["return_lse"] = True
     own = {name: arguments.pop(name) for name in _Request._fields if name != "params" and name in arguments}
     request = _Request(params=arguments, **own)
-    if _any_nested(q, k, v):
-        q, k, v, request = _laid_end_to_end(q, k, v, request)
-    call = _call(q, k, v, request)
-    check(call, request.backend)
-    able, reasons = choose(call)
-    auto = request.backend == "auto"
-    taken = able[0] if auto else BACKENDS[request.backend]
-    why = f"it can, {taken.name} is faster here" if auto else f"it can, {taken.name} was asked for"
-    others = {b.name: reasons.get(b.name, why) for b in BACKENDS.values() if b is not taken}
-    return Explanation(taken.name, others, taken.compiles(call), taken.anew, call.blocks())
+    with _under_autocast(q, k, v) as (q, k, v):
+        if _any_nested(q, k, v):
+            q, k, v, request = _laid_end_to_end(q, k, v, request)
+        call = _call(q, k, v, request)
+        check(call, request.backend)
+        able, reasons = choose(call)
+        auto = request.backend == "auto"
+        taken = able[0] if auto else BACKENDS[request.backend]
+        why = f"it can, {taken.name} is faster here" if auto else f"it can, {taken.name} was asked for"
+        others = {b.name: reasons.get(b.name, why) for b in BACKENDS.values() if b is not taken}
+        return Explanation(taken.name, others, taken.compiles(call), taken.anew, call.blocks())
 
 
 _CALLS: Cache[Again] = Cache("calls", max_bytes=5 << 28)  # their index tensors are mostly those of "blocks"
@@ -465,6 +470,8 @@ def _known(q: Tensor, k: Tensor, v: Tensor, request: _Request) -> tuple[Hashable
     if not (block_mask is None is options) or q.is_nested or type(scale) not in (float, int, type(None)):
         return None
     device, grad = q.device, torch.is_grad_enabled()
+    if transformed():
+        return None
     if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(device.type):  # the first alone takes no time
         return None
     tensors: list[Tensor] = []
@@ -518,11 +525,7 @@ def _plain(kind: str, value: Any, tensors: list[Tensor]) -> Hashable | None:
 
 def _planned(q: Tensor, k: Tensor, v: Tensor, request: _Request) -> tuple[Ran, bool]:
     """The call from the start, and whether how it was done may be kept."""
-    device = q.device.type if isinstance(q, Tensor) else "cpu"
-    autocast = torch.is_autocast_enabled(device)
-    if autocast:
-        q, k, v = (_autocast(x, torch.get_autocast_dtype(device)) for x in (q, k, v))
-    with torch.autocast(device, enabled=False) if autocast else contextlib.nullcontext():
+    with _under_autocast(q, k, v) as (q, k, v):
         if not _any_nested(q, k, v):
             call = _call(q, k, v, request)
             return run(call, request.backend), call.kept
@@ -534,6 +537,18 @@ def _planned(q: Tensor, k: Tensor, v: Tensor, request: _Request) -> tuple[Ran, b
 
 def _any_nested(*tensors: Any) -> bool:
     return any(isinstance(x, Tensor) and x.is_nested for x in tensors)
+
+
+@contextlib.contextmanager
+def _under_autocast(q: Any, k: Any, v: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """The tensors as torch.autocast casts them, and nothing else cast inside."""
+    device = q.device.type if isinstance(q, Tensor) else "cpu"
+    if not torch.is_autocast_enabled(device):
+        yield q, k, v
+        return
+    dtype = torch.get_autocast_dtype(device)
+    with torch.autocast(device, enabled=False):
+        yield _autocast(q, dtype), _autocast(k, dtype), _autocast(v, dtype)
 
 
 def _autocast(x: Any, dtype: torch.dtype) -> Any:

@@ -12,10 +12,13 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C._functorch import TransformType
 from torch._dynamo.exc import TorchDynamoException
 from torch._inductor.exc import InductorError
+from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import BlockMask
+from torch.utils._python_dispatch import is_in_any_mode_without_ignore_compile_internals as in_foreign_mode
 
 from flexmasks import kernels, reference
 from flexmasks.cache import Cache
@@ -37,11 +40,14 @@ _SMALLER: tuple[dict[str, Any], ...] = (
 )  # fmt: skip
 _ANEW = (
     "another function of the mask or score, another number in them (six values of a mask's, then it is an input), "
-    "scale, dtype, batch size, heads, head size, whether gradients or lse are wanted; of lengths the first few; never "
-    "by what tensors hold"
+    "scale, dtype, batch size, heads, head size, whether gradients or lse are wanted; of lengths and memory layouts "
+    "the first few; never by what tensors hold"
 )
 _FA4_ANEW = "another dtype, head size or cap, and causal, windows or sequences where there were none; never by numbers"
 _FEW_QUERIES = 128  # below, kernels that split the keys are faster
+
+
+_TRANSFORMED = "it runs neither inside torch.func.vmap nor where derivatives are taken forward"
 
 
 class Unavailable(Exception):
@@ -76,16 +82,21 @@ class Compiled:
             q, k, v = q.detach(), k.detach(), v.detach()  # torch refuses them on the CPU, even under no_grad
         if q is k or k is v or v is q:  # torch 2.11 has no kernel for the CPU then, and every torch compiles another
             k, v = k.view_as(k), v.view_as(v)
+        if in_foreign_mode():  # torch would mark the code as never to be compiled, for good
+            raise RuntimeError(
+                "flexmasks.attention: torch compiles nothing inside a TorchDispatchMode, such as a counter of FLOPs or "
+                'selective checkpointing; pass backend="reference" there.'
+            )
         try:
             out, lse = self.run(q, k, v, self.score_mod, self.block_mask, self.scale, self.options, self.with_lse)
         except torch.OutOfMemoryError:
             raise
         except (TorchDynamoException, InductorError) as error:
             raise Unavailable(_first_line(error)) from error
-        except Exception as error:
-            if not self.flash:
+        except Exception as error:  # the compiler of FLASH runs at the first call, and raises anything
+            if not self.flash and not torch._dynamo.config.disable:
                 raise
-            raise Unavailable(_first_line(error)) from error  # its compiler runs at the first call, and raises anything
+            raise Unavailable(_first_line(error)) from error
         return out, None if lse is None else lse.float()
 
 
@@ -193,7 +204,7 @@ def _refuses_fa4(call: Call) -> str | None:
         return "it takes scales above 0 only"
     if call.q.shape[2] < _FEW_QUERIES:
         return "it does not split the keys among processors, which few queries need"
-    if torch._C._are_functorch_transforms_active():
+    if torch._C._are_functorch_transforms_active() or transformed():
         return "it does not run inside transforms of torch.func"
     if dense.sequences is not None and call.sequences is None:
         return (
@@ -217,6 +228,8 @@ def _refuses_sdpa(call: Call) -> str | None:
     known = dense is not None and dense.left is None and dense.sequences is None
     if dense is None or not known or (dense.right is not None and (dense.right, dense.offset) != (0, 0)):
         return "it knows only the masks full and causal, with the first query at the first key"
+    if transformed():
+        return _TRANSFORMED
     if call.score_mod is not None:
         return "it has no score changes"
     if call.with_lse:
@@ -260,6 +273,8 @@ def _refuses_flash(call: Call) -> str | None:
     reason = _refuses_any_flash(call)
     if reason is not None:
         return reason
+    if reason := _refuses_compiled():
+        return reason
     if not 16 <= call.q.shape[-1] <= 128:
         return f"with blocks it takes head sizes from 16 to 128, not {call.q.shape[-1]}"
     if call.learned:
@@ -298,7 +313,7 @@ def _refuses_triton(call: Call) -> str | None:
         return "it runs on CUDA only"
     if call.q.dtype not in (*_HALF, torch.float32):
         return f"it takes float16, bfloat16 and float32, not {_dtype(call)}"
-    return None
+    return _refuses_compiled()
 
 
 def _refuses_cpu(call: Call) -> str | None:
@@ -310,7 +325,23 @@ def _refuses_cpu(call: Call) -> str | None:
         return "torch's compiled flex_attention has no gradients on the CPU"
     if call.with_lse:
         return "torch's compiled flex_attention gives no lse on the CPU"
-    return None
+    return _refuses_compiled()
+
+
+def _refuses_compiled() -> str | None:
+    """Why nothing compiled runs where this call is."""
+    if torch._dynamo.config.disable:
+        return "torch.compile is switched off, by torch._dynamo.config.disable"
+    return _TRANSFORMED if transformed() else None
+
+
+def transformed() -> bool:
+    """Whether torch maps over a batch here, or takes derivatives forward, of which fused kernels know nothing."""
+    if forward_ad._current_level >= 0:
+        return True
+    if not torch._C._are_functorch_transforms_active():
+        return False
+    return any(i.key() == TransformType.Vmap for i in torch._C._functorch.get_interpreter_stack())
 
 
 def _compiled(backend: str | None, call: Call, smaller: dict[str, Any] | None = None) -> Compiled:
@@ -324,7 +355,7 @@ def _compiled(backend: str | None, call: Call, smaller: dict[str, Any] | None = 
         repr(options), block_mask.BLOCK_SIZE, block_mask.kv_num_blocks.shape[:2], torch.is_grad_enabled(), *learning,
     )  # fmt: skip
     return Compiled(
-        run=kernels.Runner(key),
+        run=kernels.Runner(key, call.form),
         score_mod=None if call.score_mod is None else call.score_mod(),
         block_mask=block_mask,
         scale=call.scale,
@@ -349,7 +380,7 @@ def _run_flex(backend: str | None, call: Call) -> Ran:
 
 
 def _compiles(backend: str | None, call: Call) -> str:
-    return kernels.compiles(_compiled(backend, call).key, call.q.shape[2], call.k.shape[2])
+    return kernels.compiles(_compiled(backend, call).key, call.form, call.q, call.k, call.v)
 
 
 def _proven(call: Call, again: Compiled | Direct) -> Ran:
@@ -454,9 +485,15 @@ def run(call: Call, name: str) -> Ran:
         try:
             return backend.run(call)
         except Unavailable as error:
-            _OUTCOMES.put((backend.name, _kind(call)), (), f"it failed before: {error}", 1)
+            if not _apart(call):
+                _OUTCOMES.put((backend.name, _kind(call)), (), f"it failed before: {error}", 1)
             _log.warning("backend %r failed and is left out for such calls: %s", backend.name, error)
     raise RuntimeError("flexmasks.attention: no backend could run this call.")
+
+
+def _apart(call: Call) -> bool:
+    """Whether a failure may be due to where a call is, or to what its tensors are views of, not to its kind."""
+    return torch._C._are_functorch_transforms_active() or any(x.is_neg() for x in (call.q, call.k, call.v))
 
 
 def _kind(call: Call) -> Hashable:

@@ -8,6 +8,7 @@ import functools
 import gc
 import json
 import math
+import os
 import statistics
 import sys
 import time
@@ -126,9 +127,15 @@ def measure(
     `resume` what the file has of this machine stays, and what it lacks is measured.
     """
     results["measured"] = []
+    if file is not None and (Path(file).is_dir() or not os.access(Path(file).resolve().parent, os.W_OK)):
+        raise ValueError(f"flexmasks bench: {file} cannot be written.")
     if resume and file is not None and Path(file).exists():
-        earlier = json.loads(Path(file).read_text())
-        if earlier.get("benchmark") != results["benchmark"] or "measured" not in earlier:
+        try:
+            earlier = json.loads(Path(file).read_text())
+        except ValueError:
+            earlier = None
+        ours = isinstance(earlier, dict) and earlier.get("benchmark") == results["benchmark"] and "measured" in earlier
+        if earlier is None or not ours:
             raise ValueError(f"flexmasks bench: {file} is not of a run of this benchmark that can go on.")
         if earlier["machine"] != results["machine"]:
             raise ValueError(f"flexmasks bench: {file} is of another machine or torch, {earlier['machine']}.")

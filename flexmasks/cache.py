@@ -90,6 +90,10 @@ class Cache(Generic[Value]):
             self._entries[full] = _Entry(value, nbytes, list(zip(refs, states, strict=True)))
             self._bytes += nbytes
 
+    def drop(self, key: Hashable) -> None:
+        """Forget what was put under a key without tensors."""
+        self._forget(_full(key, ()))
+
     def _forget(self, full: Hashable) -> None:
         with self._lock:
             entry = self._entries.pop(full, None)
@@ -124,7 +128,7 @@ def cache_info() -> dict[str, CacheInfo]:
 
 
 def clear_caches() -> None:
-    """Empty every cache of the library, see `cache_info`."""
+    """Empty every cache of the library, see `cache_info`: after a change of a tensor that torch does not count."""
     for cache in _CACHES.values():
         cache.clear()
 
@@ -135,7 +139,7 @@ def identity(tensor: Tensor) -> Hashable | None:
         return None
     try:
         # `tensor.data = other` counts up no version
-        return tensor._version, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.requires_grad
+        return tensor._version, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
     except RuntimeError:  # it has no memory: a fake tensor, or one inside a transform
         return None
 

@@ -131,11 +131,12 @@ def in_sequences(
     bounded = (band.left, band.right) != (None, None)
 
     def laid() -> Sequences | None:
-        kv_starts = q if kv is None else kv
-        many = q.diff()
+        q_starts = q.long()
+        kv_starts = q_starts if kv is None else kv.long()
+        many = q_starts.diff()
         if bounded and not bool(((kv_starts.diff() - many == q_start) | (many == 0)).all()):
             return None  # kernels count from the ends of a sequence's queries and keys
-        places = [x.tolist() for x in (q, kv_starts)]
+        places = [x.tolist() for x in (q_starts, kv_starts)]
         lengths = size.q_len, size.kv_len
         for starts, length in zip(places, lengths, strict=True):
             whole = size.batch == 1 or starts[-1] == length
@@ -152,10 +153,10 @@ def in_runs(ids: Tensor, size: Size) -> Band | None:
         return None
 
     def laid() -> Sequences | None:
-        step = ids.diff(dim=-1)
-        if bool((step < 0).any()):
+        before, after = ids[..., :-1], ids[..., 1:]  # not their difference, which may overflow
+        if bool((after < before).any()):
             return None
-        ends = torch.nn.functional.pad(step > 0, (0, 1), value=True)
+        ends = torch.nn.functional.pad(after != before, (0, 1), value=True)
         starts = [0, *(ends.reshape(-1).nonzero()[:, 0] + 1).tolist()]
         return _over_batch([starts, starts], replace(size, batch=1) if ids.ndim == 2 else size)
 

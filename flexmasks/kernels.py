@@ -15,12 +15,12 @@ import types
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._dynamo.eval_frame import remove_from_cache
-from torch._dynamo.exc import FailOnRecompileLimitHit
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.utils import counters
 from torch._inductor.exc import InductorError
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
@@ -31,17 +31,31 @@ _log = logging.getLogger("flexmasks")
 _numbers = itertools.count()
 
 
+class _Kind(NamedTuple):
+    """What torch may compile the same code for again."""
+
+    q_len: int
+    kv_len: int
+    contiguous: tuple[bool, ...]  # q, k and v
+    form: Hashable  # shapes of what mask and score captured
+
+    def alike(self, other: _Kind) -> bool:
+        """Whether a kernel for any lengths serves both: torch has others for lengths of 1, and for equal ones."""
+        special = [(k.q_len == 1, k.kv_len == 1, k.q_len == k.kv_len, k.contiguous) for k in (self, other)]
+        return special[0] == special[1]
+
+
 @dataclass(frozen=True)
 class _Kernel:
     compiled: Callable[..., Any]
     static: bool  # compiled for each length anew
-    lengths: set[tuple[int, int]] = field(default_factory=set)  # of queries and keys that it has run
+    seen: set[_Kind] = field(default_factory=set)  # what it has run
 
 
 # What torch compiled is checked at each call to still hold. Not that torch's own modules are what they were: a tenth
 # of a call's time.
 _TORCHS_OWN = ("G['flex_attention']", "G['__builtins_dict", "G['__import_torch_dot", "__import__('torch')")
-_LENGTHS = 64  # so many are noted
+_KINDS = 64  # so many are noted
 _NOTED = 64  # every so many runs
 _KERNELS: Cache[_Kernel] = Cache("kernels", max_bytes=256)  # counted, not measured: one byte each
 
@@ -104,13 +118,13 @@ def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
-def run(key: Hashable, *args: Any) -> tuple[Tensor, Tensor | None]:
-    """`flex(*args)` compiled, by the code object of `key`.
+def run(key: Hashable, form: Hashable, *args: Any) -> tuple[Tensor, Tensor | None]:
+    """`flex(*args)` compiled, by the code object of `key`; `form` are the shapes of what mask and score captured.
 
     Whatever torch raises while compiling comes through.
     """
     kernel = _KERNELS.get(key)
-    lengths = args[0].shape[2], args[1].shape[2]
+    kind = _kind(args[0], args[1], args[2], form)
     if kernel is None:
         kernel = _new(key)
         _log.info("compiling attention for q %s, the first of its kind: some seconds", list(args[0].shape))
@@ -125,8 +139,13 @@ def run(key: Hashable, *args: Any) -> tuple[Tensor, Tensor | None]:
             raise
         # torch's compiler for the CPU cannot do some kernels with symbolic lengths: then one for each length
         result = _new(key, static=True).compiled(*args)
-    if lengths not in kernel.lengths and len(kernel.lengths) < _LENGTHS and (found := _KERNELS.get(key)) is not None:
-        found.lengths.add(lengths)
+    except (torch.OutOfMemoryError, TorchDynamoException):
+        raise
+    except Exception:
+        _KERNELS.drop(key)  # torch may have marked its code as never to be compiled
+        raise
+    if kind not in kernel.seen and len(kernel.seen) < _KINDS and (found := _KERNELS.get(key)) is not None:
+        found.seen.add(kind)
     if counters["stats"]["unique_graphs"] != before:
         _log.info("compiled attention for q %s in %.1f s", list(args[0].shape), time.perf_counter() - start)
     return result  # type: ignore[no-any-return] # torch.compile keeps no types
@@ -135,8 +154,9 @@ def run(key: Hashable, *args: Any) -> tuple[Tensor, Tensor | None]:
 class Runner:
     """`run` for one kind of call: after the first time by the shortest way, for calls at the same lengths."""
 
-    def __init__(self, key: Hashable) -> None:
+    def __init__(self, key: Hashable, form: Hashable) -> None:
         self.key = key
+        self._form = form
         self._kernel: Callable[[], _Kernel | None] = lambda: None  # not held: the cache bounds what there is
         self._runs = 0
 
@@ -144,7 +164,7 @@ class Runner:
         kernel = self._kernel()
         self._runs += 1
         if kernel is None or self._runs % _NOTED == 0:  # the cache is to know that it is in use
-            result = run(self.key, *args)
+            result = run(self.key, self._form, *args)
             kernel = _KERNELS.get(self.key)
             if kernel is not None:
                 self._kernel = weakref.ref(kernel)
@@ -152,18 +172,23 @@ class Runner:
         try:
             return kernel.compiled(*args)  # type: ignore[no-any-return] # torch.compile keeps no types
         except (FailOnRecompileLimitHit, InductorError):
-            return run(self.key, *args)
+            return run(self.key, self._form, *args)
 
 
-def compiles(key: Hashable, q_len: int, kv_len: int) -> str:
-    """Whether `run` would compile for these lengths, in words."""
+def _kind(q: Tensor, k: Tensor, v: Tensor, form: Hashable) -> _Kind:
+    return _Kind(q.shape[2], k.shape[2], tuple(x.is_contiguous() for x in (q, k, v)), form)
+
+
+def compiles(key: Hashable, form: Hashable, q: Tensor, k: Tensor, v: Tensor) -> str:
+    """Whether `run` would compile for these tensors, in words."""
     kernel = _KERNELS.get(key)
     if kernel is None:
         return "yes, some seconds: it is the first call of its kind"
-    if (q_len, kv_len) in kernel.lengths:
+    kind = _kind(q, k, v, form)
+    if kind in kernel.seen:
         return "no: such a call has run before"
-    if kernel.static or len(kernel.lengths) < 3:
-        return "probably, some seconds: such a call has run before, but not at these lengths"
+    if kernel.static or sum(map(kind.alike, kernel.seen)) < 3:
+        return "probably, some seconds: such a call has run before, but not with these lengths, shapes or memory layout"
     return "no: such a call has run at other lengths, by a kernel for any"
 
 

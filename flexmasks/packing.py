@@ -91,16 +91,19 @@ def inside_sequences(
         raise ValueError(f"`inner` must be a Mask or a Score, as get_mask or get_score make them, got {inner!r}.")
     if offsets.numel() < 2:
         raise ValueError("`offsets` needs two values at least: 0 and the total length.")
-    lengths = offsets.diff()
+    lengths = offsets.long().diff()
     if isinstance(q_start, Tensor) and len(q_start) != len(lengths):
         raise ValueError(f"`q_start` has {len(q_start)} values, `offsets` has {len(lengths)} sequences.")
     longest = int(lengths.max())
-    kv_longest = longest if kv_offsets is None else int(kv_offsets.diff().max())
+    kv_longest = longest if kv_offsets is None else int(kv_offsets.long().diff().max())
     reach = int((lengths + q_start).max())  # positions that queries reach, the largest of any sequence
+    if not 0 <= reach <= 2**30:
+        raise ValueError(f"positions may go up to 2**30, `q_start` and the lengths make {reach}.")
     return replace(size, batch=len(lengths), q_len=longest, kv_len=kv_longest, q_offset=reach - longest)
 
 
 def _unpack(name: str, offsets: Tensor, length: int | None, rest: int) -> tuple[Tensor, Tensor]:
+    offsets = offsets.long()
     lengths = offsets.diff()
     total = int(offsets[-1]) if length is None else length
     if int(offsets[0]) != 0 or int(offsets[-1]) > total or int(lengths.min()) < 0:

@@ -120,6 +120,14 @@ class Parameter:
         numbers = isinstance(value, tuple) and any(a.count == len(value) for a in self.alternatives)
         return isinstance(value, tuple) and not numbers and self.takes_tensor()
 
+    def tensor(self, value: Any, device: torch.device | None) -> Tensor:
+        """A sequence as a tensor; of an empty one torch knows no dtype."""
+        made = torch.tensor(value, device=device)
+        kinds = {a.kind for a in self.alternatives if a.dims is not None}
+        if made.numel() or "float" in kinds:
+            return made
+        return made.long() if "int" in kinds else made.bool()
+
     def check(self, what: str, value: Any, size: Size, sizes: dict[str, int]) -> Any:
         """The value, fit for the mask's function, or a ValueError or TypeError that says what to pass.
 
@@ -129,7 +137,7 @@ class Parameter:
             return value
         if self.is_sequence(value):
             try:
-                value = torch.tensor(value, device=size.device)
+                value = self.tensor(value, size.device)
             except (TypeError, ValueError, RuntimeError) as error:
                 raise self._error(ValueError, what, f"a sequence that is no tensor ({error})", sizes) from error
         if isinstance(value, Tensor):

@@ -527,7 +527,7 @@ def _nested(value: Any) -> list[Modifier]:
 
 
 def _as_tensor(parameter: Parameter, value: Any, device: torch.device | None) -> Any:
-    return torch.tensor(value, device=device) if parameter.is_sequence(value) else value
+    return parameter.tensor(value, device) if parameter.is_sequence(value) else value
 
 
 def _registered(kind: str, name: str) -> Definition:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
 import re
@@ -21,6 +22,7 @@ from oracles import attend
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
+from torch.utils.flop_counter import FlopCounterMode
 
 import flexmasks
 
@@ -741,6 +743,51 @@ def test_the_reference_under_torch_func_and_twice() -> None:
     assert torch.autograd.gradgradcheck(lambda q: flexmasks.attention(q, k, v, mask="causal"), q)
 
 
+@pytest.mark.parametrize("mask", ["causal", None, lambda b, h, q, kv: q - kv < 5])
+def test_vmap_and_forward_derivatives(mask: Any) -> None:
+    flexmasks.clear_caches()
+    q, k, v = torch.randn(3, 1, 2, 60, 16)
+    call = lambda q: flexmasks.attention(q, k, v, mask=mask)  # noqa: E731
+    backend = flexmasks.explain(q, k, v, mask=mask).backend
+    want = call(q)
+    for _ in range(2):
+        assert torch.allclose(torch.func.vmap(call)(torch.stack([2 * q, q]))[1], want, atol=1e-5)
+        primal, tangent = torch.func.jvp(call, (q,), (v,))
+        assert torch.allclose(primal, want, atol=1e-5)
+    exactly = [x.double() for x in (q, k, v)]
+    visible = flexmasks.dense_mask(mask, 60) if mask is not None else torch.tensor(True)
+    scores = lambda q: (q @ exactly[1].mT / 4).masked_fill(~visible, -math.inf)  # noqa: E731
+    _, slope = torch.func.jvp(lambda q: scores(q).softmax(-1) @ exactly[2], (exactly[0],), (exactly[2],))
+    assert error(tangent, slope) < 1e-5
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, v)
+        with pytest.raises(NotImplementedError):  # never a derivative that is lost
+            call(dual)
+    assert flexmasks.explain(q, k, v, mask=mask).backend == backend  # as if nothing had been
+
+
+def test_surroundings_in_which_nothing_compiles_are_left_behind() -> None:
+    flexmasks.clear_caches()
+    q, k, v = torch.randn(3, 1, 2, 60, 16)
+    mask = lambda b, h, q, kv: q - kv < 7  # noqa: E731
+    call = functools.partial(flexmasks.attention, q, k, v, mask=mask)
+    want = call(backend="reference")
+    for made in (False, True):
+        with torch._dynamo.config.patch(disable=True):
+            assert flexmasks.explain(q, k, v, mask=mask).backend == "reference"
+            assert torch.allclose(call(), want, atol=1e-5)
+        with FlopCounterMode(display=False), pytest.raises(RuntimeError, match="inside a TorchDispatchMode"):
+            call()
+        with FlopCounterMode(display=False):
+            assert torch.allclose(call(backend="reference"), want, atol=1e-5)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert flexmasks.explain(q.bfloat16(), k, v, mask=mask).backend == "cpu"
+        negative = torch.complex(q, k).conj().imag
+        flexmasks.attention(q, negative, v, mask=mask)
+        assert flexmasks.explain(q, k, v, mask=mask).backend == "cpu", made
+        assert torch.allclose(call(backend="cpu"), want, atol=1e-5)
+
+
 def test_a_default_device_elsewhere_changes_nothing() -> None:
     q, k, v = torch.randn(3, 1, 2, 40, 16)
     want = flexmasks.attention(q, k, v, mask="natten", height=5, width=8, kernel=3, backend="reference")
@@ -914,6 +961,10 @@ def test_explain_says_whether_a_call_compiles() -> None:
     found = flexmasks.explain(q, k, v, **arguments)
     assert found.compiles.startswith("no")
     assert flexmasks.explain(q[:, :, :30], k, v, **arguments).compiles.startswith("probably")
+    other = q.transpose(1, 2).contiguous().transpose(1, 2)
+    assert flexmasks.explain(other, k, v, **arguments).compiles.startswith("probably")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert flexmasks.explain(q, k, v, **arguments).compiles.startswith("yes")
     assert flexmasks.explain(q.bfloat16(), k.bfloat16(), v.bfloat16(), **arguments).compiles.startswith("yes")
     assert flexmasks.explain(q, k, v).compiles.startswith("no")
     assert flexmasks.explain(q, k, v, sink_logits=torch.zeros(2)).backend == "reference"  # it needs the lse
@@ -957,6 +1008,21 @@ def test_lse_in_half_precision_without_gradients(backend: str) -> None:
     visible = flexmasks.dense_mask("grouped_tril", 200, seq_lens=seq_lens.cpu())
     lse = flexmasks.attention(q, k, v, mask="grouped_tril", seq_lens=seq_lens, backend=backend, return_lse=True)[1]
     check_lse(lse, attend(*(exact(x) for x in (q, k, v)), visible)[1], TOLERANCE[torch.float16])
+
+
+def test_heads_without_a_sink() -> None:
+    q, k, v = (exact(x) for x in torch.randn(3, 1, 2, 4, 8))
+    sink = torch.tensor([0.5, -math.inf], dtype=torch.float64, requires_grad=True)
+    arguments: dict[str, Any] = {"mask": "grouped_tril", "seq_lens": [2]}
+    out, lse = flexmasks.attention(q, k, v, sink_logits=sink, return_lse=True, **arguments)
+    want, want_lse = flexmasks.attention(q, k, v, return_lse=True, **arguments)
+    assert torch.allclose(out[:, 1], want[:, 1])
+    assert torch.equal(out[:, :, 2:], torch.zeros(1, 2, 2, 8))
+    assert torch.equal(lse[:, 1], want_lse[:, 1])
+    assert torch.equal(lse[0, 0, 2:], sink[:1].expand(2))
+    out.sum().backward(retain_graph=True)
+    lse[lse.isfinite()].sum().backward()
+    assert all(x.grad is not None and x.grad.isfinite().all() for x in (q, k, v, sink))
 
 
 def test_a_sink_of_the_wrong_kind() -> None:

@@ -178,6 +178,17 @@ def test_a_run_that_was_stopped_goes_on(tmp_path: Path, capsys: pytest.CaptureFi
     file.write_text(json.dumps(both | {"machine": {"device": "another"}}))
     assert main([*command, "--resume"]) == 2
     assert "is of another machine" in capsys.readouterr().err
+    for text in ("", "[1]", "{}"):
+        file.write_text(text)
+        assert main([*command, "--resume"]) == 2
+        assert "is not of a run of this benchmark" in capsys.readouterr().err
+        assert file.read_text() == text
+    for nowhere in (tmp_path, tmp_path / "no" / "file.json"):
+        assert main(["bench", "blocks", "--device", "cpu", "--masks", "full", "--json", str(nowhere)]) == 2
+        assert "cannot be written" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["bench", "blocks", "--lengths", "0"])
+    assert "must be at least 1, got 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("length", [4096, 8192, 1 << 20])

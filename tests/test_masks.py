@@ -43,6 +43,46 @@ def test_dense_mask(case: Case) -> None:
     assert torch.equal(got.expand_as(want), want)
 
 
+def _narrow(value: Any, dtype: torch.dtype) -> Any:
+    """Whole numbers as tensors of that dtype, where they fit."""
+    made = torch.tensor(value) if isinstance(value, list) else value
+    if not isinstance(made, torch.Tensor) or made.is_floating_point() or made.dtype == torch.bool:
+        return value
+    return made.to(dtype) if torch.equal(made.to(dtype).long(), made.long()) else value
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16])
+@pytest.mark.parametrize("case", MASK_CASES, ids=label)
+def test_small_whole_numbers(case: Case, dtype: torch.dtype) -> None:
+    given = arguments(case)
+    params = {name: value if name == "q_offset" else _narrow(value, dtype) for name, value in given.items()}
+    got = flexmasks.dense_mask(case.name, case.q_len, case.kv_len, batch=case.batch, heads=case.heads, **params)
+    want = dense(case)
+    assert torch.equal(got.expand_as(want), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8])
+@pytest.mark.parametrize("name", ["sasa", "natten"])
+def test_orders_in_small_whole_numbers(name: str, dtype: torch.dtype) -> None:
+    count = torch.iinfo(dtype).max + 1
+    params: dict[str, Any] = {"height": 8, "width": count // 8}
+    params |= {"window": 9} if name == "sasa" else {"kernel": 5}
+    order = torch.randperm(count)
+    want = flexmasks.dense_mask(name, count, order=order, **params)
+    assert torch.equal(flexmasks.dense_mask(name, count, order=order.to(dtype), **params), want)
+
+
+def test_shared_prefixes_in_small_whole_numbers() -> None:
+    for ids, prefix_of in ((torch.tensor([255, 0]), [-1] * 256), (torch.tensor([44, 0]), [300] + [-1] * 300)):
+        seen = flexmasks.dense_mask("shared_prefix", 2, document_ids=ids.byte(), prefix_of=prefix_of)
+        assert seen[0, 0].tolist() == [[True, False], [False, True]]
+
+
+def test_nothing_in_lists() -> None:
+    assert not flexmasks.dense_mask("bsr", 4, crow_indices=[0, 0, 0], col_indices=[], block=2).any()
+    assert torch.equal(flexmasks.dense_mask("vertical_slash", 4, vertical=[], slash=[0])[0, 0], torch.eye(4).bool())
+
+
 @pytest.mark.parametrize("case", MASK_CASES, ids=label)
 def test_reference_in_float64_with_gradients(case: Case) -> None:
     leaves = [exact(x) for x in qkv(case, torch.float32, grouped=case.kv_len % 2 == 0, size=8)]

@@ -45,7 +45,7 @@ def _bsr_prepare(
     col_indices: Annotated[Tensor, "int[N] in 0.."],
     block: Block,
 ) -> dict[str, Any]:
-    counts, stored = crow_indices.diff(), len(col_indices)
+    counts, stored = crow_indices.long().diff(), len(col_indices)
     ends = [int(crow_indices[0]), int(crow_indices[-1])] if len(crow_indices) else []
     if ends != [0, stored] or (len(counts) and int(counts.min()) < 0):
         raise ValueError(f"`crow_indices` must rise from 0 to {stored}, the length of `col_indices`, got ends {ends}.")
@@ -89,7 +89,7 @@ def _topk_prepare(
 ) -> dict[str, Any]:
     columns = _columns(size, "indices", indices, pair(block))
     layout = torch.zeros((*indices.shape[:-1], columns + 1), dtype=torch.bool, device=indices.device)
-    layout.scatter_(-1, torch.where(indices < 0, columns, indices).long(), True)
+    layout.scatter_(-1, torch.where(indices < 0, columns, indices.long()), True)
     return _checked(size, layout[..., :-1].contiguous(), pair(block))
 
 

@@ -152,7 +152,7 @@ def pixels_of(order: Tensor | None, canvas: Sequence[int]) -> Tensor | None:
         order.long().sort().values, torch.arange(len(order)).to(order.device)
     ):
         raise ValueError("`order` must be a permutation: each pixel once.")
-    return torch.stack(coordinates(order, canvas))
+    return torch.stack(coordinates(order.int(), canvas))
 
 
 def place(token: Tensor, canvas: Sequence[int], pixels: Tensor | None) -> list[Tensor]:

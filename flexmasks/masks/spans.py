@@ -37,8 +37,9 @@ def _shared_prefix_prepare(
         raise ValueError(
             f"`prefix_of` has {len(prefix_of)} documents, `document_ids` goes up to {int(document_ids.max())}."
         )
-    prefix = prefix_of[document_ids.long()].to(document_ids.dtype)
-    return {"document_ids": document_ids, "prefix_ids": prefix}
+    of_both = torch.promote_types(document_ids.dtype, prefix_of.dtype)  # -1 and the last document fit
+    prefix = prefix_of[document_ids.long()].to(of_both)
+    return {"document_ids": document_ids.to(of_both), "prefix_ids": prefix}
 
 
 @register_mask(

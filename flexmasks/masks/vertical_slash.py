@@ -51,6 +51,6 @@ def _marks(table: Tensor, b: Tensor, h: Tensor, index: Tensor) -> Tensor:
 def _table(indices: Tensor) -> Tensor:
     last = int(indices.max()) + 1 if indices.numel() else 0
     marked = torch.zeros((*indices.shape[:-1], last + 1), dtype=torch.bool, device=indices.device)
-    marked.scatter_(-1, torch.where(indices < 0, last, indices).long(), True)
+    marked.scatter_(-1, torch.where(indices < 0, last, indices.long()), True)
     marked[..., -1] = False
     return marked
