@@ -84,8 +84,8 @@ class Compiled:
             k, v = k.view_as(k), v.view_as(v)
         if in_foreign_mode():  # torch would mark the code as never to be compiled, for good
             raise RuntimeError(
-                "flexmasks.attention: torch compiles nothing inside a TorchDispatchMode, such as a counter of FLOPs or "
-                'selective checkpointing; pass backend="reference" there.'
+                "flexmasks.attention: torch compiles nothing inside a TorchDispatchMode of this kind, such as a "
+                'FlopCounterMode; pass backend="reference" there.'
             )
         try:
             out, lse = self.run(q, k, v, self.score_mod, self.block_mask, self.scale, self.options, self.with_lse)
