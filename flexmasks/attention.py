@@ -123,7 +123,7 @@ def attention(
     else:
         out, lse = (_inside_compile if mask is None else _outside)(q, k, v, request)
     if sink_logits is not None and lse is not None:
-        out, lse = _with_sink(out, lse, sink_logits)
+        out, lse = _with_sink(out, lse, sink_logits, return_lse)
     return (out, lse) if return_lse else out
 
 
@@ -182,12 +182,12 @@ def varlen_attention(
     return (out, lse) if return_lse else out
 
 
-def _with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
+def _with_sink(out: Tensor, lse: Tensor, sink: Tensor, with_lse: bool = True) -> tuple[Tensor, Tensor | None]:
     """Each row's sum of exponentials is that of its lse; with the sink's the output is the smaller by their ratio."""
-    logits, empty = sink.to(lse.dtype)[:, None], lse == -math.inf  # where the sink is all there is, or nothing is
-    share = torch.sigmoid(torch.where(empty, -math.inf, lse - logits))
-    lse = torch.where(empty, logits, torch.logaddexp(lse.masked_fill(empty, 0.0), logits))
-    return (out * share[..., None]).to(out.dtype), lse
+    logits = sink.to(lse.dtype)[:, None]
+    least = lse.clamp(min=-1e30)  # a row that sees nothing has output 0; -inf less a sink of -inf would be NaN
+    out = (out * torch.sigmoid(least - logits)[..., None]).to(out.dtype)
+    return out, torch.where(lse == -math.inf, logits, torch.logaddexp(least, logits)) if with_lse else None
 
 
 def paged_attention(
