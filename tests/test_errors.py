@@ -146,7 +146,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "seq_lens None": (grouped(None), "got None (NoneType)"),
     "seq_lens a string": (grouped("3"), "got '3' (str)"),
     "seq_lens ragged": (grouped([[1], [2, 3]]), "a sequence that is no tensor"),
-    "seq_lens empty": (grouped([]), "got float32[0]"),
+    "seq_lens empty": (grouped([]), "got int64[0]"),
     "padding beyond KV": (on("padding", seq_lens=LONG), "must be int[B] in 0..KV (here B=2, KV=64), got values"),
     "document_ids too short": (on("document", document_ids=[0] * 63), "`document_ids` must be int[S] | int[B, S]"),
     "document_ids rank 3": (

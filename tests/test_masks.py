@@ -51,14 +51,14 @@ def _narrow(value: Any, dtype: torch.dtype) -> Any:
     return made.to(dtype) if torch.equal(made.to(dtype).long(), made.long()) else value
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16])
 @pytest.mark.parametrize("case", MASK_CASES, ids=label)
-def test_small_whole_numbers(case: Case, dtype: torch.dtype) -> None:
-    given = arguments(case)
-    params = {name: value if name == "q_offset" else _narrow(value, dtype) for name, value in given.items()}
-    got = flexmasks.dense_mask(case.name, case.q_len, case.kv_len, batch=case.batch, heads=case.heads, **params)
-    want = dense(case)
-    assert torch.equal(got.expand_as(want), want)
+def test_small_whole_numbers(case: Case) -> None:
+    given, want = arguments(case), dense(case)
+    for dtype in (torch.uint8, torch.int8, torch.int16):
+        params = {name: value if name == "q_offset" else _narrow(value, dtype) for name, value in given.items()}
+        if any(params[name] is not value for name, value in given.items()):
+            got = flexmasks.dense_mask(case.name, case.q_len, case.kv_len, batch=case.batch, heads=case.heads, **params)
+            assert torch.equal(got.expand_as(want), want)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8])
