@@ -45,8 +45,6 @@ _ANEW = (
 )
 _FA4_ANEW = "another dtype, head size or cap, and causal, windows or sequences where there were none; never by numbers"
 _FEW_QUERIES = 128  # below, kernels that split the keys are faster
-
-
 _TRANSFORMED = "it runs neither inside torch.func.vmap nor where derivatives are taken forward"
 
 
@@ -380,7 +378,7 @@ def _run_flex(backend: str | None, call: Call) -> Ran:
 
 
 def _compiles(backend: str | None, call: Call) -> str:
-    return kernels.compiles(_compiled(backend, call).key, call.form, call.q, call.k, call.v)
+    return _compiled(backend, call).run.compiles(call.q, call.k, call.v)
 
 
 def _proven(call: Call, again: Compiled | Direct) -> Ran:

@@ -134,8 +134,8 @@ def measure(
             earlier = json.loads(Path(file).read_text())
         except ValueError:
             earlier = None
-        ours = isinstance(earlier, dict) and earlier.get("benchmark") == results["benchmark"] and "measured" in earlier
-        if earlier is None or not ours:
+        of_another = not isinstance(earlier, dict) or earlier.get("benchmark") != results["benchmark"]
+        if of_another or "measured" not in earlier:
             raise ValueError(f"flexmasks bench: {file} is not of a run of this benchmark that can go on.")
         if earlier["machine"] != results["machine"]:
             raise ValueError(f"flexmasks bench: {file} is of another machine or torch, {earlier['machine']}.")

@@ -54,7 +54,7 @@ def on_device(value: Modifier, device: torch.device) -> Any:
         if isinstance(given, Modifier):
             return on_device(given, device)
         if parameters[name].is_sequence(given):
-            return torch.tensor(given, device=device)
+            return parameters[name].tensor(given, device)
         if isinstance(given, tuple):
             return tuple(moved(name, g) for g in given)
         return given.to(device) if isinstance(given, Tensor) else given

@@ -39,10 +39,10 @@ class _Kind(NamedTuple):
     contiguous: tuple[bool, ...]  # q, k and v
     form: Hashable  # shapes of what mask and score captured
 
-    def alike(self, other: _Kind) -> bool:
-        """Whether a kernel for any lengths serves both: torch has others for lengths of 1, and for equal ones."""
-        special = [(k.q_len == 1, k.kv_len == 1, k.q_len == k.kv_len, k.contiguous) for k in (self, other)]
-        return special[0] == special[1]
+    @property
+    def special(self) -> tuple[Any, ...]:
+        """What a kernel for any lengths is not for any of: torch has others for lengths of 1, and for equal ones."""
+        return self.q_len == 1, self.kv_len == 1, self.q_len == self.kv_len, self.contiguous
 
 
 @dataclass(frozen=True)
@@ -174,22 +174,22 @@ class Runner:
         except (FailOnRecompileLimitHit, InductorError):
             return run(self.key, self._form, *args)
 
+    def compiles(self, q: Tensor, k: Tensor, v: Tensor) -> str:
+        """Whether a call with these tensors would compile, in words."""
+        kernel = _KERNELS.get(self.key)
+        if kernel is None:
+            return "yes, some seconds: it is the first call of its kind"
+        kind = _kind(q, k, v, self._form)
+        if kind in kernel.seen:
+            return "no: such a call has run before"
+        if kernel.static or sum(other.special == kind.special for other in kernel.seen) < 3:
+            known = "such a call has run before, but not with these lengths, shapes or memory layout"
+            return f"probably, some seconds: {known}"
+        return "no: such a call has run at other lengths, by a kernel for any"
+
 
 def _kind(q: Tensor, k: Tensor, v: Tensor, form: Hashable) -> _Kind:
     return _Kind(q.shape[2], k.shape[2], tuple(x.is_contiguous() for x in (q, k, v)), form)
-
-
-def compiles(key: Hashable, form: Hashable, q: Tensor, k: Tensor, v: Tensor) -> str:
-    """Whether `run` would compile for these tensors, in words."""
-    kernel = _KERNELS.get(key)
-    if kernel is None:
-        return "yes, some seconds: it is the first call of its kind"
-    kind = _kind(q, k, v, form)
-    if kind in kernel.seen:
-        return "no: such a call has run before"
-    if kernel.static or sum(map(kind.alike, kernel.seen)) < 3:
-        return "probably, some seconds: such a call has run before, but not with these lengths, shapes or memory layout"
-    return "no: such a call has run at other lengths, by a kernel for any"
 
 
 def _new(key: Hashable, static: bool = False) -> _Kernel:
