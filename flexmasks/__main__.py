@@ -12,7 +12,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from flexmasks.registry import Entry, definition, get_mask, get_score, list_masks, list_scores
+from flexmasks.spec.registry import Entry, definition, get_mask, get_score, list_masks, list_scores
 
 _COLUMNS = ("meaning", "source", "in other libraries")
 
@@ -90,7 +90,7 @@ def main(argv: list[str] | None = None) -> int:
         if getattr(arguments, "modules", None):
             _import(arguments.modules)
         if arguments.command == "demo":
-            from flexmasks.demo import main as demo
+            from flexmasks.bench.demo import main as demo
 
             demo()
         elif arguments.command == "list":
@@ -100,7 +100,7 @@ def main(argv: list[str] | None = None) -> int:
                 parser.error("--all takes no --masks and no --scores")
             return 1 if _bench(parser, arguments).get("failed") else 0
         elif arguments.command == "gallery":
-            from flexmasks.gallery import gallery
+            from flexmasks.pictures.gallery import gallery
 
             print(gallery(arguments.out))
         else:
@@ -136,17 +136,17 @@ def _bench(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> di
     if arguments.resume and arguments.json is None:
         parser.error("--resume goes on with a FILE: pass --json FILE")
     if arguments.what == "softmax":
-        from flexmasks.bench_softmax import softmax
+        from flexmasks.bench.softmax import softmax
 
         if arguments.masks or arguments.scores or arguments.all or arguments.lengths or arguments.resume:
             parser.error("bench softmax takes no --masks, --scores, --all, --lengths and --resume")
         return softmax(**where)
     where["resume"] = arguments.resume
     if arguments.what == "attention":
-        from flexmasks.bench_attention import bench
+        from flexmasks.bench.attention import bench
 
         return bench(arguments.masks, arguments.scores, registry=arguments.all, lengths=arguments.lengths, **where)
-    from flexmasks.bench import blocks
+    from flexmasks.bench.blocks import blocks
 
     if arguments.scores:
         parser.error("bench blocks takes no --scores")
@@ -174,7 +174,7 @@ def _said(entry: Entry) -> tuple[str, ...]:
 
 
 def _show(arguments: argparse.Namespace, given: dict[str, Any]) -> None:
-    from flexmasks.picture import draw
+    from flexmasks.pictures.picture import draw
 
     name, length = arguments.name, arguments.length or 4096
     entries = [("mask", m) for m in list_masks()] + [("score", s) for s in list_scores()]

@@ -14,16 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexmasks import blocks, kernels, reference
-from flexmasks.backends import BACKENDS, Again, Call, Ran, Unavailable, check, choose, run, transformed
+from flexmasks import compat
+from flexmasks.backends import flex as kernels
+from flexmasks.backends import reference
+from flexmasks.backends.table import BACKENDS, Again, Call, Ran, Unavailable, check, choose, run, transformed
+from flexmasks.blocks import build as blocks
 from flexmasks.cache import ENTRY, Cache
-from flexmasks.captures import Aliases, Opaque, Reader, capture_plainly
-from flexmasks.dense import soft_cap
-from flexmasks.explanation import Explanation
-from flexmasks.packing import packed
-from flexmasks.paging import paged
-from flexmasks.params import Size, describe
-from flexmasks.planning import (
+from flexmasks.plans.explanation import Explanation
+from flexmasks.plans.plan import (
     FULL,
     GivenPlan,
     MaskPlan,
@@ -35,8 +33,13 @@ from flexmasks.planning import (
     shifted_score,
     sized,
 )
-from flexmasks.registry import from_arguments, functions_of, get_mask, is_own
-from flexmasks.values import Mask, Score
+from flexmasks.plans.windows import soft_cap
+from flexmasks.spec.captures import Aliases, Opaque, Reader, capture_plainly
+from flexmasks.spec.packing import packed
+from flexmasks.spec.paging import paged
+from flexmasks.spec.parameters import Size, describe
+from flexmasks.spec.registry import from_arguments, functions_of, get_mask, is_own
+from flexmasks.spec.values import Mask, Score
 
 MaskLike = str | Mask | Callable[..., Tensor]
 ScoreLike = str | Score | Callable[..., Tensor]
@@ -472,7 +475,7 @@ def _known(q: Tensor, k: Tensor, v: Tensor, request: _Request) -> tuple[Hashable
     device, grad = q.device, torch.is_grad_enabled()
     if transformed():
         return None
-    if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(device.type):  # the first alone takes no time
+    if compat.autocast_anywhere() and torch.is_autocast_enabled(device.type):  # the first alone takes no time
         return None
     tensors: list[Tensor] = []
     functions = _plainly(mask, score, params, q_offset, tensors)

@@ -12,6 +12,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from flexmasks.compat import version
+
 Value = TypeVar("Value")
 ENTRY = 4096  # bytes that an entry takes besides its tensors, about
 
@@ -139,7 +141,7 @@ def identity(tensor: Tensor) -> Hashable | None:
         return None
     try:
         # `tensor.data = other` counts up no version
-        return tensor._version, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
+        return version(tensor), tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
     except RuntimeError:  # it has no memory: a fake tensor, or one inside a transform
         return None
 

@@ -1,7 +1,7 @@
 """The fused masked softmax: `masked_softmax` by a mask's name, `scaled_masked_softmax` by a boolean tensor.
 
 Both come down to one operator, torch.ops.flexmasks.masked_softmax, that torch.compile, torch.export and autograd know:
-Triton kernels on a GPU (flexmasks.softmax_kernels), plain torch elsewhere.
+Triton kernels on a GPU (flexmasks.kernels.softmax), plain torch elsewhere.
 """
 
 from __future__ import annotations
@@ -16,17 +16,15 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
-from torch.autograd.function import _SingleLevelFunction
 from torch.fx.experimental.symbolic_shapes import guard_or_false, guard_or_true
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from flexmasks.params import describe
-from flexmasks.planning import rows_of
-from flexmasks.registry import from_arguments
-from flexmasks.rows import Rows
-from flexmasks.values import Mask
+from flexmasks import compat
+from flexmasks.plans.plan import rows_of
+from flexmasks.plans.rows import Rows
+from flexmasks.spec.parameters import describe
+from flexmasks.spec.registry import from_arguments
+from flexmasks.spec.values import Mask
 
 MaskLike = str | Mask | Callable[..., Tensor]
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -176,7 +174,7 @@ def _broadcasts(m: int, n: int) -> bool:
         return True
     if not guard_or_true(m == n):
         return False
-    torch._check(m == n, lambda: "flexmasks: a mask's sizes must be those of x, or 1")
+    compat.require(m == n, lambda: "flexmasks: a mask's sizes must be those of x, or 1")
     return True
 
 
@@ -198,7 +196,7 @@ def _forward(
     x: Tensor, bounds: Tensor | None, bits: Tensor | None, mask: Tensor | None, visible: bool, scale: float
 ) -> Tensor:
     if x.is_cuda and x.dtype in _KERNEL_DTYPES:
-        from flexmasks import softmax_kernels  # Triton is not everywhere
+        from flexmasks.kernels import softmax as softmax_kernels  # Triton is not everywhere
 
         with _current(x.device):
             return softmax_kernels.forward(x, bounds, bits, mask, visible, scale)
@@ -207,7 +205,7 @@ def _forward(
 
 def _backward(dy: Tensor, y: Tensor, bounds: Tensor | None, scale: float) -> Tensor:
     if y.is_cuda and y.dtype in _KERNEL_DTYPES:
-        from flexmasks import softmax_kernels
+        from flexmasks.kernels import softmax as softmax_kernels
 
         with _current(y.device):
             return softmax_kernels.backward(dy, y, bounds, scale)
@@ -299,7 +297,7 @@ def _accumulator(dtype: torch.dtype) -> torch.dtype:
 # --- derivatives ---
 
 
-class _Softmax(_SingleLevelFunction):
+class _Softmax(compat.SingleLevelFunction):
     """The softmax where no transform is at work, which needs no dispatcher; and the operator's derivatives."""
 
     @staticmethod
@@ -326,7 +324,7 @@ class _Softmax(_SingleLevelFunction):
             return _gradient(dx, y, bounds, ctx.scale)  # the Jacobian is symmetric
 
 
-class _SoftmaxBackward(_SingleLevelFunction):
+class _SoftmaxBackward(compat.SingleLevelFunction):
     """Derivatives of the backward operator."""
 
     @staticmethod
@@ -358,7 +356,7 @@ class _SoftmaxBackward(_SingleLevelFunction):
 
 def _forward_mode() -> contextlib.AbstractContextManager[object]:
     """Forward mode on: torch turns it off inside a Function, outer transforms would take all in there for constant."""
-    return forward_ad._set_fwd_grad_enabled(True)
+    return compat.forward_derivatives(True)
 
 
 def _softmax(
@@ -384,10 +382,10 @@ def _is_plain(x: Tensor) -> bool:
     return bool(
         not torch.compiler.is_compiling()
         and type(x) in (Tensor, torch.nn.Parameter)
-        and not torch._C._are_functorch_transforms_active()
-        and not is_in_torch_dispatch_mode()
-        and forward_ad._current_level < 0
-        and not torch._C._functorch.is_legacy_batchedtensor(x)  # under torch.autograd.grad(is_grads_batched=True)
+        and not compat.transforms_active()
+        and not compat.in_dispatch_mode()
+        and not compat.in_forward_derivative()
+        and not compat.is_batched_gradient(x)  # under torch.autograd.grad(is_grads_batched=True)
         and not x.is_meta
         and not x.is_neg()  # what z.conj().imag is: kernels read memory, which lacks the sign
     )
@@ -405,8 +403,8 @@ def _register(op: Any, run: Callable[..., Tensor], function: Any, fake: Callable
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Tensor:
             *args_of_op, keyset = args
-            with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad(), _forward_mode():
-                y: Tensor = op.redispatch(keyset & torch._C._after_autograd_keyset, *args_of_op)
+            with compat.below_autograd(), torch.enable_grad(), _forward_mode():
+                y: Tensor = op.redispatch(keyset & compat.after_autograd_keys, *args_of_op)
             saved = function.saved(args_of_op, y)
             ctx.save_for_backward(*saved)
             ctx.save_for_forward(*saved)
@@ -418,7 +416,7 @@ def _register(op: Any, run: Callable[..., Tensor], function: Any, fake: Callable
             return *function.backward(ctx, *grads), None
 
     def autograd(keyset: Any, *args: Any) -> Any:
-        with enable_single_level_autograd_function():
+        with compat.single_level_autograd():
             return Formula.apply(*args, keyset)
 
     def vmapped(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Tensor, int]:

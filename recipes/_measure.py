@@ -15,9 +15,9 @@ from tabulate import tabulate
 from torch import Tensor
 
 from flexmasks import Mask, attention, dense_mask
-from flexmasks.bench import backward_twice, machine
-from flexmasks.console import progress
-from flexmasks.timing import interleaved
+from flexmasks.bench.blocks import backward_twice, machine
+from flexmasks.bench.console import progress
+from flexmasks.bench.timing import interleaved
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda", torch.cuda.current_device()) if ON_GPU else torch.device("cpu")

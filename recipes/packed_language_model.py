@@ -20,7 +20,7 @@ from _measure import DEVICE, ON_GPU, Row, check, finish, start
 from torch import Tensor, nn
 
 import flexmasks
-from flexmasks.console import synchronize
+from flexmasks.bench.console import synchronize
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 

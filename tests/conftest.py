@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from flexmasks import registry
+from flexmasks.spec import registry
 
 settings.register_profile("flexmasks", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("flexmasks")

@@ -19,7 +19,7 @@ from torch._inductor.fx_passes.joint_graph import constant_fold_uniform_value
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import flexmasks
-from flexmasks.flash import NO_BLOCKS, mistake
+from flexmasks.backends.miscompiled import NO_BLOCKS, mistake
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 # Error allowed of outputs, and twice that of gradients, see `error`: about four roundings of the half precisions.

@@ -304,7 +304,7 @@ def test_a_learned_bias_stays_fused(size: int, monkeypatch: pytest.MonkeyPatch) 
         return [out, *torch.autograd.grad(out, (q, k, v, table), weight)]
 
     want = gradients("reference")
-    monkeypatch.setattr("flexmasks.reference.attend", None)
+    monkeypatch.setattr("flexmasks.backends.reference.attend", None)
     for got, expected in zip(gradients("auto"), want, strict=True):
         assert error(got, expected.double().cpu()) < 2 * TOLERANCE[torch.bfloat16]
 
@@ -620,7 +620,7 @@ def _peak_memory() -> float:
 
 
 def test_code_that_is_forgotten_dies() -> None:
-    from flexmasks import kernels
+    from flexmasks.backends import flex as kernels
 
     q, k, v = torch.randn(3, 1, 2, 100, 16)
     flexmasks.clear_caches()
@@ -831,7 +831,7 @@ def test_explain_names_the_backend_and_the_reasons() -> None:
 @pytest.mark.parametrize("groups", [1, 2])
 def test_memory_of_the_reference_is_bounded(score: str | None, groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of scores never exceed their bound, and small ones give the same, gradients too."""
-    from flexmasks import tiles
+    from flexmasks.backends import tiles
 
     batch, heads, length = 2, 4, 300
     kv = (heads // groups, length, 8)

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
 import flexmasks
-from flexmasks import bench, bench_attention
 from flexmasks.__main__ import main
+from flexmasks.bench import attention as bench_attention
+from flexmasks.bench import blocks as bench
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 
 import flexmasks
-from flexmasks import blocks
-from flexmasks.blocks import Layout
+from flexmasks.blocks import build as blocks
+from flexmasks.blocks.build import Layout
 
 CPU = torch.device("cpu")
 FIELDS = [f"{side}_{what}" for side in ("kv", "full_kv", "q", "full_q") for what in ("num_blocks", "indices")]

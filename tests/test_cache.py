@@ -21,8 +21,8 @@ from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block
 
 import flexmasks
 from flexmasks.cache import Cache, identity
-from flexmasks.captures import Opaque, capture, capture_plainly
-from flexmasks.registry import _REGISTRY
+from flexmasks.spec.captures import Opaque, capture, capture_plainly
+from flexmasks.spec.registry import _REGISTRY
 
 LENGTH, BLOCK = 64, 16
 WINDOW: Any = 0

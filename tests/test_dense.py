@@ -14,9 +14,9 @@ from oracles import attend
 from torch import Tensor
 
 import flexmasks
-from flexmasks.dense import Dense, Sequences, told
-from flexmasks.fa4 import Direct
-from flexmasks.params import Size
+from flexmasks.backends.fa4 import Direct
+from flexmasks.plans.windows import Dense, Sequences, told
+from flexmasks.spec.parameters import Size
 
 
 def _size(batch: int, q_len: int, kv_len: int, offset: int = 0) -> Size:

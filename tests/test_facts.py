@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 
 import flexmasks
-from flexmasks import kernels
-from flexmasks.facts import Blocks
-from flexmasks.params import Size
-from flexmasks.planning import GivenPlan, MaskPlan
+from flexmasks.backends import flex as kernels
+from flexmasks.blocks.counts import Blocks
+from flexmasks.plans.plan import GivenPlan, MaskPlan
+from flexmasks.spec.parameters import Size
 
 SAFE, CONTIGUOUS = "ROWS_GUARANTEED_SAFE", "BLOCKS_ARE_CONTIGUOUS"
 

@@ -21,9 +21,10 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 import flexmasks
-from flexmasks import backends, flash
 from flexmasks.attention import _call, _Request
-from flexmasks.flash import mistake
+from flexmasks.backends import miscompiled as flash
+from flexmasks.backends import table as backends
+from flexmasks.backends.miscompiled import mistake
 
 CPU = torch.device("cpu")
 SIZES = (2, 2, 5, 5)

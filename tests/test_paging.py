@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
 
 import flexmasks
-from flexmasks import kernels
+from flexmasks.backends import flex as kernels
 
 WHERE = [
     pytest.param("cpu", "cpu"),

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
 import flexmasks
-from flexmasks import picture, svg
 from flexmasks.__main__ import main
-from flexmasks.cells import HIDDEN, PARTIAL, SKIPPED, VISIBLE
+from flexmasks.pictures import picture, svg
+from flexmasks.pictures.cells import HIDDEN, PARTIAL, SKIPPED, VISIBLE
 
 IDS = torch.arange(1000) // 170
 RANDOM = torch.rand(999, 333, generator=torch.Generator().manual_seed(0)) < 0.02
@@ -235,7 +235,7 @@ def test_every_registered_mask_and_score_shows_itself(length: int) -> None:
         (flexmasks.get_score, "score", flexmasks.list_scores()),
     ):
         for entry in entries:
-            value = make(entry.name, **flexmasks.registry.definition(kind, entry.name).example(length))
+            value = make(entry.name, **flexmasks.spec.registry.definition(kind, entry.name).example(length))
             html = value._repr_html_()
             assert "no picture" not in html, html
             read(html[len("<div>") : -len("</div>")])

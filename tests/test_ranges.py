@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flexmasks import ranges
-from flexmasks.blocks import over_indices
-from flexmasks.ranges import GiveUp, Range, evaluate
+from flexmasks.blocks.build import over_indices
+from flexmasks.ranges import evaluate as ranges
+from flexmasks.ranges.evaluate import GiveUp, Range, evaluate
 
 LENGTH = 24  # of q and kv here; tables are longer
 TABLE = 40

@@ -12,8 +12,10 @@ import pytest
 import torch
 
 import flexmasks
-from flexmasks import bench, bench_attention, bench_softmax
 from flexmasks.__main__ import main, tables
+from flexmasks.bench import attention as bench_attention
+from flexmasks.bench import blocks as bench
+from flexmasks.bench import softmax as bench_softmax
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

@@ -31,9 +31,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import create_mask
 
 import flexmasks
-from flexmasks import rows
 from flexmasks import softmax as softmax_module
-from flexmasks.params import Size
+from flexmasks.plans import rows
+from flexmasks.spec.parameters import Size
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 BOUND = TOLERANCE | {torch.float64: 1e-12}

@@ -18,7 +18,7 @@ from helpers import TOLERANCE, error
 from torch import Tensor
 
 triton = pytest.importorskip("triton")
-softmax_kernels = pytest.importorskip("flexmasks.softmax_kernels")
+softmax_kernels = pytest.importorskip("flexmasks.kernels.softmax")
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"

@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
 
 import flexmasks
-from flexmasks import Mask, Score, get_mask, get_score, registry
-from flexmasks.registry import _REGISTRY
+from flexmasks import Mask, Score, get_mask, get_score
+from flexmasks.spec import registry
+from flexmasks.spec.registry import _REGISTRY
 
 LENGTH = 64
 MASKS = sorted(entry.name for entry in flexmasks.list_masks())

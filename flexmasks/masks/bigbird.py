@@ -5,8 +5,8 @@ from torch import Tensor
 
 from flexmasks.masks.block_sparse import block_sparse
 from flexmasks.masks.natten import check_canvas
-from flexmasks.params import Size
-from flexmasks.registry import register_mask
+from flexmasks.spec.parameters import Size
+from flexmasks.spec.registry import register_mask
 
 
 def _prepare(

@@ -1,7 +1,7 @@
 from torch import Tensor
 
-from flexmasks.dense import Band
-from flexmasks.registry import register_mask
+from flexmasks.plans.windows import Band
+from flexmasks.spec.registry import register_mask
 
 
 @register_mask(example=lambda length: {}, dense=lambda size: Band(right=0))

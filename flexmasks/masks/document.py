@@ -2,9 +2,9 @@ from typing import Annotated, Any
 
 from torch import Tensor
 
-from flexmasks.dense import Band, in_runs
-from flexmasks.params import Size, at, check_covers_queries
-from flexmasks.registry import register_mask
+from flexmasks.plans.windows import Band, in_runs
+from flexmasks.spec.parameters import Size, at, check_covers_queries
+from flexmasks.spec.registry import register_mask
 
 
 def _dense(size: Size, *, document_ids: Tensor) -> Band | None:

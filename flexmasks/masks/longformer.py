@@ -2,8 +2,8 @@ from typing import Annotated, Any
 
 from torch import Tensor
 
-from flexmasks.params import at
-from flexmasks.registry import register_mask
+from flexmasks.spec.parameters import at
+from flexmasks.spec.registry import register_mask
 
 
 def _example(length: int) -> dict[str, Any]:

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from flexmasks.orders import coordinates
-from flexmasks.params import Size, always
-from flexmasks.registry import register_mask
+from flexmasks.spec.parameters import Size, always
+from flexmasks.spec.registry import register_mask
 
 Length = Annotated[int, "int in 1.."]
 Order = Annotated[Tensor | None, "int[KV] in 0..KV-1"]

@@ -4,11 +4,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexmasks.dense import Band, band_of, in_sequences
-from flexmasks.packing import inside_sequences, sequences
-from flexmasks.params import Size
-from flexmasks.registry import get_mask, register_mask
-from flexmasks.values import Mask
+from flexmasks.plans.windows import Band, band_of, in_sequences
+from flexmasks.spec.packing import inside_sequences, sequences
+from flexmasks.spec.parameters import Size
+from flexmasks.spec.registry import get_mask, register_mask
+from flexmasks.spec.values import Mask
 
 
 def _example(length: int) -> dict[str, Any]:

@@ -4,8 +4,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexmasks.paging import inside_pages, pages
-from flexmasks.registry import get_mask, register_mask
+from flexmasks.spec.paging import inside_pages, pages
+from flexmasks.spec.registry import get_mask, register_mask
 
 
 def _example(length: int) -> dict[str, Any]:

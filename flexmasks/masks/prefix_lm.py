@@ -2,8 +2,8 @@ from typing import Annotated
 
 from torch import Tensor
 
-from flexmasks.params import per_batch
-from flexmasks.registry import register_mask
+from flexmasks.spec.parameters import per_batch
+from flexmasks.spec.registry import register_mask
 
 
 @register_mask(example=lambda length: {"prefix_len": length // 4})

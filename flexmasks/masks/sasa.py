@@ -3,8 +3,8 @@ from typing import Annotated, Any
 from torch import Tensor
 
 from flexmasks.masks.natten import check_canvas, pixels_of, place
-from flexmasks.params import Size, pair
-from flexmasks.registry import register_mask
+from flexmasks.spec.parameters import Size, pair
+from flexmasks.spec.registry import register_mask
 
 
 def _prepare(

@@ -5,8 +5,8 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from flexmasks.params import Size, always
-from flexmasks.registry import register_mask
+from flexmasks.spec.parameters import Size, always
+from flexmasks.spec.registry import register_mask
 
 
 def _prepare(

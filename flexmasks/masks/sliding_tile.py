@@ -5,8 +5,8 @@ from torch import Tensor
 
 from flexmasks.masks.natten import window as neighborhood
 from flexmasks.orders import coordinates
-from flexmasks.params import Size
-from flexmasks.registry import register_mask
+from flexmasks.spec.parameters import Size
+from flexmasks.spec.registry import register_mask
 
 Axes = Annotated[tuple[int, int] | tuple[int, int, int], "int(2) in 1.. | int(3) in 1.."]
 

@@ -2,9 +2,9 @@ from typing import Annotated
 
 from torch import Tensor
 
-from flexmasks.dense import Band
-from flexmasks.params import Size
-from flexmasks.registry import register_mask
+from flexmasks.plans.windows import Band
+from flexmasks.spec.parameters import Size
+from flexmasks.spec.registry import register_mask
 
 
 def _dense(size: Size, *, window: int | Tensor) -> Band | None:

@@ -3,8 +3,8 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from flexmasks.params import Size
-from flexmasks.registry import register_mask
+from flexmasks.spec.parameters import Size
+from flexmasks.spec.registry import register_mask
 
 
 def _prepare(

@@ -3,8 +3,8 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from flexmasks.params import always
-from flexmasks.registry import register_mask
+from flexmasks.spec.parameters import always
+from flexmasks.spec.registry import register_mask
 
 
 def _example(length: int) -> dict[str, object]:

@@ -3,8 +3,8 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from flexmasks.params import Size, bounded, check_covers_queries
-from flexmasks.registry import register_score
+from flexmasks.spec.parameters import Size, bounded, check_covers_queries
+from flexmasks.spec.registry import register_score
 
 
 def _prepare(

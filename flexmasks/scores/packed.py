@@ -4,8 +4,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexmasks.packing import inside_sequences, sequences
-from flexmasks.registry import get_score, register_score
+from flexmasks.spec.packing import inside_sequences, sequences
+from flexmasks.spec.registry import get_score, register_score
 
 
 def _example(length: int) -> dict[str, Any]:

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from flexmasks.masks.paged import _example as _mask_example
-from flexmasks.paging import inside_pages, pages
-from flexmasks.registry import get_score, register_score
+from flexmasks.spec.paging import inside_pages, pages
+from flexmasks.spec.registry import get_score, register_score
 
 
 def _example(length: int) -> dict[str, Any]:

@@ -3,9 +3,9 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from flexmasks.approximate import tanh_approx
-from flexmasks.params import Size
-from flexmasks.registry import register_score
+from flexmasks.kernels.tanh import tanh_approx
+from flexmasks.spec.parameters import Size
+from flexmasks.spec.registry import register_score
 
 
 def _prepare(

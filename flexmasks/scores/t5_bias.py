@@ -3,8 +3,8 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from flexmasks.params import Size, bounded
-from flexmasks.registry import register_score
+from flexmasks.spec.parameters import Size, bounded
+from flexmasks.spec.registry import register_score
 
 
 def t5_bucket(distance: int, buckets: int = 32, max_distance: int = 128, bidirectional: bool = True) -> int:

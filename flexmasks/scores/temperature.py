@@ -3,8 +3,8 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from flexmasks.params import Size
-from flexmasks.registry import register_score
+from flexmasks.spec.parameters import Size
+from flexmasks.spec.registry import register_score
 
 
 def _prepare(size: Size | None, *, temperatures: Annotated[Tensor, "float[H]"]) -> dict[str, Any]:

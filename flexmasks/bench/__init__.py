@@ -1,0 +1,1 @@
+"""Benchmarks and the demo: names of cases come in, measured tables and results files go out."""

@@ -1,0 +1,1 @@
+"""Pictures: a mask or score comes in, text, SVG, HTML or a matplotlib figure goes out."""
