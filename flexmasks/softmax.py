@@ -366,7 +366,7 @@ def _softmax(
     if not _is_plain(x):
         return _forward_op(x, bounds, bits, mask, visible, scale)  # type: ignore[no-any-return]
     if x.requires_grad and torch.is_grad_enabled():
-        return _Softmax.apply(x, bounds, bits, mask, visible, scale)  # type: ignore[attr-defined, no-any-return]
+        return _Softmax.apply(x, bounds, bits, mask, visible, scale)  # type: ignore[no-any-return]
     return _forward(x, bounds, bits, mask, visible, scale)
 
 
