@@ -12,7 +12,9 @@ from typing import Any
 
 from tabulate import tabulate
 
-from flexmasks.spec.registry import Entry, definition, get_mask, get_score, list_masks, list_scores
+from flexmasks.spec.arguments import get_mask, get_score
+from flexmasks.spec.definitions import definition
+from flexmasks.spec.registry import Entry, list_masks, list_scores
 
 _COLUMNS = ("meaning", "source", "in other libraries")
 

@@ -20,10 +20,9 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.symbolic_shapes import guard_or_false, guard_or_true
 
 from flexmasks import compat
-from flexmasks.plans.plan import rows_of
-from flexmasks.plans.rows import Rows
+from flexmasks.plans.rows import Rows, rows_of
+from flexmasks.spec.arguments import from_arguments
 from flexmasks.spec.parameters import describe
-from flexmasks.spec.registry import from_arguments
 from flexmasks.spec.values import Mask
 
 MaskLike = str | Mask | Callable[..., Tensor]

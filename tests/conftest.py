@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from flexmasks.spec import registry
+from flexmasks.spec import definitions
 
 settings.register_profile("flexmasks", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("flexmasks")
@@ -23,7 +23,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _registry_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test registers is gone after it."""
-    monkeypatch.setattr(registry, "_REGISTRY", {kind: dict(known) for kind, known in registry._REGISTRY.items()})
+    monkeypatch.setattr(definitions, "_NAMES", {kind: dict(known) for kind, known in definitions._NAMES.items()})
 
 
 @pytest.fixture(scope="module")

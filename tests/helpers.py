@@ -19,7 +19,7 @@ from torch._inductor.fx_passes.joint_graph import constant_fold_uniform_value
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import flexmasks
-from flexmasks.backends.miscompiled import NO_BLOCKS, mistake
+from flexmasks.backends.miscompiled import NO_BLOCKS, miscompiled
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 # Error allowed of outputs, and twice that of gradients, see `error`: about four roundings of the half precisions.
@@ -61,7 +61,7 @@ def skip_unless_flash_takes(leaves: Sequence[Tensor], **given: Any) -> None:
 def not_for_flash(case: Case, mod: Callable[..., Tensor], scored: bool = False) -> list[str]:
     """What of a case's function FLASH's compiler is known not to take, or to get wrong, as torch would trace it."""
     sizes = case.batch, case.heads, case.q_len, case.kv_len
-    wrong = mistake(mod, torch.device("cpu"), sizes, scored)
+    wrong = miscompiled(mod, torch.device("cpu"), sizes, scored)
     # where queries start, given by a tensor, may be negative for all that can be told
     told = isinstance(case.q_offset, int) or not ("remainders" in str(wrong) or "index" in str(wrong))
     found = [str(wrong)] if told and wrong not in (None, NO_BLOCKS) else []

@@ -22,7 +22,7 @@ from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block
 import flexmasks
 from flexmasks.cache import Cache, identity
 from flexmasks.spec.captures import Opaque, capture, capture_plainly
-from flexmasks.spec.registry import _REGISTRY
+from flexmasks.spec.definitions import _NAMES
 
 LENGTH, BLOCK = 64, 16
 WINDOW: Any = 0
@@ -32,15 +32,15 @@ LIMITS: Any = None
 @pytest.fixture(autouse=True, scope="module")
 def _registered() -> Iterator[None]:
     """Masks and a score of this module's own, gone before others list what there is."""
-    before = {kind: dict(known) for kind, known in _REGISTRY.items()}
+    before = {kind: dict(known) for kind, known in _NAMES.items()}
     flexmasks.register_mask()(reads_a_global)
     flexmasks.register_mask(prepare=_prepare)(prepares_from_a_global)
     flexmasks.register_mask(prepare=_rename)(renames_a_tensor)
     flexmasks.register_score()(scaled)
     yield
     for kind, known in before.items():
-        _REGISTRY[kind].clear()
-        _REGISTRY[kind].update(known)
+        _NAMES[kind].clear()
+        _NAMES[kind].update(known)
 
 
 @pytest.fixture(autouse=True)

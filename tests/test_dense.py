@@ -14,8 +14,9 @@ from oracles import attend
 from torch import Tensor
 
 import flexmasks
-from flexmasks.backends.fa4 import Direct
-from flexmasks.plans.windows import Dense, Sequences, told
+from flexmasks.backends.fa4 import DirectCall
+from flexmasks.plans.windows import Window, window_of
+from flexmasks.spec.bands import Sequences
 from flexmasks.spec.parameters import Size
 
 
@@ -23,8 +24,8 @@ def _size(batch: int, q_len: int, kv_len: int, offset: int = 0) -> Size:
     return Size(batch, 2, q_len, kv_len, torch.device("cpu"), q_offset=offset)
 
 
-def _shown_by_dense(dense: Dense, q_len: int, kv_len: int) -> Tensor:
-    """What the kernel shows, [q_len, kv_len], by the definition of a Dense."""
+def _shown_by_dense(dense: Window, q_len: int, kv_len: int) -> Tensor:
+    """What the kernel shows, [q_len, kv_len], by the definition of a Window."""
     first, last = dense.keys
     shown = torch.zeros(q_len, kv_len, dtype=torch.bool)
     for i in range(q_len):
@@ -35,10 +36,10 @@ def _shown_by_dense(dense: Dense, q_len: int, kv_len: int) -> Tensor:
     return shown
 
 
-def _shown_by_flash(dense: Dense, q_len: int, kv_len: int) -> Tensor:
+def _shown_by_flash(dense: Window, q_len: int, kv_len: int) -> Tensor:
     """What FlashAttention shows, by its documentation: query i stands at key i + keys - queries."""
     first, last = dense.keys
-    asked = Direct(dense, None, None, None, False)._told(q_len, last - first)
+    asked = DirectCall(dense, None, None, None, False)._arguments(q_len, last - first, None)
     left, right = asked.get("window_size_left"), asked.get("window_size_right")
     if asked.get("causal"):
         assert left is right is None
@@ -69,7 +70,7 @@ def test_a_band_as_kernels_are_told_it(data: st.DataObject) -> None:
     for name in names[1:]:
         mask = mask & flexmasks.get_mask(name, **masks[name]())
     want = flexmasks.dense_mask(mask, q_len, kv_len, q_offset=offset)[0, 0]
-    dense = told(mask, _size(1, q_len, kv_len, offset))
+    dense = window_of(mask, _size(1, q_len, kv_len, offset))
     if dense is None:
         assert not want.any(-1).all()  # only where a query sees nothing
         return
@@ -78,7 +79,7 @@ def test_a_band_as_kernels_are_told_it(data: st.DataObject) -> None:
     assert abs(dense.pairs(q_len) - int(want.sum())) <= q_len
 
 
-def _shown_in_sequences(dense: Dense, found: Sequences, total: int, kv_total: int) -> Tensor:
+def _shown_in_sequences(dense: Window, found: Sequences, total: int, kv_total: int) -> Tensor:
     """What is shown of all that is laid end to end, [total, kv_total]."""
     shown = torch.zeros(total, kv_total, dtype=torch.bool)
     starts, kv_starts = found.q.tolist(), found.kv.tolist()
@@ -87,14 +88,14 @@ def _shown_in_sequences(dense: Dense, found: Sequences, total: int, kv_total: in
     lengths = [(b - a, d - c) for a, b, c, d in zip(starts, starts[1:], kv_starts, kv_starts[1:], strict=False)]
     assert found.longest == (max(n for n, _ in lengths), max(n for _, n in lengths))
     for (n, m), start, kv_start in zip(lengths, starts, kv_starts, strict=False):
-        alone = Dense(dense.left, dense.right, m - n, (0, m), None)  # kernels align the ends
+        alone = Window(dense.left, dense.right, m - n, (0, m), None)  # kernels align the ends
         shown[start : start + n, kv_start : kv_start + m] = _shown_by_dense(alone, n, m)
     return shown
 
 
 def _check_sequences(mask: flexmasks.Mask, batch: int, length: int) -> bool:
     """Whether the mask is found to be sequences; they must show what it shows."""
-    dense = told(mask, _size(batch, length, length))
+    dense = window_of(mask, _size(batch, length, length))
     assert dense is not None
     assert dense.sequences is not None
     found = dense.sequences()
@@ -151,7 +152,7 @@ def test_packed_masks_of_other_keys_as_sequences(data: st.DataObject) -> None:
     kv_offsets = offsets + torch.tensor([0, *more]).cumsum(0)
     q_len, kv_len = int(offsets[-1]) or 1, int(kv_offsets[-1]) or 1
     mask = flexmasks.packed(inner, offsets, kv_offsets, q_start=start)
-    dense = told(mask, _size(1, q_len, kv_len))
+    dense = window_of(mask, _size(1, q_len, kv_len))
     assert dense is not None
     assert dense.sequences is not None
     found = dense.sequences()
@@ -174,8 +175,8 @@ def test_what_is_no_band() -> None:
         flexmasks.packed(get("grouped_tril", seq_lens=[5]), [0, 6]),
         get(lambda b, h, q, kv: q >= kv),
     ):
-        assert told(mask, _size(1, 6, 6)) is None
-    assert told(get("document", document_ids=torch.zeros(9, dtype=torch.int64)), _size(1, 6, 6, 3)) is None
+        assert window_of(mask, _size(1, 6, 6)) is None
+    assert window_of(get("document", document_ids=torch.zeros(9, dtype=torch.int64)), _size(1, 6, 6, 3)) is None
 
 
 @pytest.mark.parametrize(

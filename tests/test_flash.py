@@ -21,10 +21,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 import flexmasks
-from flexmasks.attention import _call, _Request
-from flexmasks.backends import miscompiled as flash
-from flexmasks.backends import table as backends
-from flexmasks.backends.miscompiled import mistake
+from flexmasks.backends import flash
+from flexmasks.backends.miscompiled import miscompiled
+from flexmasks.calls import Request, _planned
 
 CPU = torch.device("cpu")
 SIZES = (2, 2, 5, 5)
@@ -155,34 +154,34 @@ def right_functions() -> tuple[Functions, Functions]:
 def test_wrong_masks_are_found(name: str) -> None:
     function = wrong_masks()[name]
     assert _wrong(function)
-    assert mistake(function, CPU, SIZES) is not None
+    assert miscompiled(function, CPU, SIZES) is not None
 
 
 @pytest.mark.parametrize("name", wrong_scores())
 def test_wrong_scores_are_found(name: str) -> None:
     function = wrong_scores()[name]
     assert _wrong(function, torch.tensor(-1.25))
-    assert mistake(function, CPU, SIZES, scored=True) is not None
+    assert miscompiled(function, CPU, SIZES, is_score=True) is not None
 
 
 @pytest.mark.parametrize("name", other_scores())
 def test_what_may_be_wrong_is_found(name: str) -> None:
-    assert mistake(other_scores()[name], CPU, (2, 2, 256, 256), scored=True) is not None
+    assert miscompiled(other_scores()[name], CPU, (2, 2, 256, 256), is_score=True) is not None
 
 
 @pytest.mark.parametrize(("scored", "name"), [(n, name) for n, f in enumerate(right_functions()) for name in f])
 def test_right_functions_are_left_alone(scored: bool, name: str) -> None:
     function = right_functions()[scored][name]
-    assert mistake(function, CPU, SIZES, bool(scored)) is None
+    assert miscompiled(function, CPU, SIZES, bool(scored)) is None
     assert not _wrong(function, *([torch.tensor(-1.25)] if scored else []))
 
 
 def test_views_of_tensors_are_not_for_flash() -> None:
     table = torch.randn(6, 6)
     for view in (lambda: table.T, lambda: table[1:], lambda: table * 2, lambda: table.bool(), lambda: table.flatten()):
-        assert mistake(lambda b, h, q, kv, view=view: view()[q] > 0, CPU, SIZES) is not None
+        assert miscompiled(lambda b, h, q, kv, view=view: view()[q] > 0, CPU, SIZES) is not None
     unsigned = torch.zeros(6, dtype=torch.uint8)
-    assert mistake(lambda b, h, q, kv: unsigned[q] > unsigned[kv], CPU, SIZES) is not None
+    assert miscompiled(lambda b, h, q, kv: unsigned[q] > unsigned[kv], CPU, SIZES) is not None
 
 
 @st.composite
@@ -212,18 +211,18 @@ def test_whatever_is_wrong_is_found(expression: str) -> None:
         wrong = _wrong(function)
     except Exception:
         reject()  # such as a division by 0, or what cannot be traced
-    found = mistake(function, CPU, SIZES) is not None
+    found = miscompiled(function, CPU, SIZES) is not None
     event(f"wrong: {wrong}, found: {found}")
     assert found or not wrong
 
 
 def test_what_cannot_be_traced_is_not_for_flash() -> None:
-    found = mistake(lambda b, h, q, kv: (q >= kv) if h == 0 else (q <= kv), CPU, SIZES)
+    found = miscompiled(lambda b, h, q, kv: (q >= kv) if h == 0 else (q <= kv), CPU, SIZES)
     assert "cannot be looked at" in str(found)
 
 
 def _reason(q: Tensor, **call: Any) -> str | None:
-    return backends._mistake(_call(q, q, q, _Request(**call)))
+    return flash._refuses_functions(_planned(q, q, q, Request(**call)))
 
 
 def test_each_kind_of_call_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,9 +232,9 @@ def test_each_kind_of_call_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) ->
 
     def looking(*args: Any, **scored: bool) -> str | None:
         looked.append(args)
-        return flash.mistake(*args, **scored)
+        return miscompiled(*args, **scored)
 
-    monkeypatch.setattr(backends, "mistake", looking)
+    monkeypatch.setattr(flash, "miscompiled", looking)
     for ids in (torch.zeros(16), torch.ones(16)):  # of another tensor, the same
         assert _reason(q, mask=lambda b, h, q, kv, ids=ids: ids[q] == ids[kv]) is None
     assert len(looked) == 1
@@ -274,7 +273,7 @@ def test_a_look_is_of_one_thread() -> None:
         seen.append(torch.fx._symbolic_trace.is_fx_tracing())
         return q >= kv
 
-    assert mistake(function, CPU, SIZES) is None
+    assert miscompiled(function, CPU, SIZES) is None
     assert seen == [False]
 
 

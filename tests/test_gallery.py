@@ -206,7 +206,7 @@ def test_code_of_parameters_of_all_kinds() -> None:
     call = shown.replace("flexmasks.attention(", "dict(q=q, k=k, v=v, mask=").replace("q, k, v, mask=", "")
     world: dict[str, Any] = {}
     exec(call.replace("    q, k, v,\n    mask=", "    "), world)
-    want = flexmasks.get_mask("everything", **flexmasks.spec.registry.definition("mask", "everything").example(64))  # type: ignore[misc]
+    want = flexmasks.get_mask("everything", **flexmasks.spec.definitions.definition("mask", "everything").example(64))  # type: ignore[misc]
     assert world["out"]["mask"] == want
 
 

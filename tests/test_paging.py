@@ -301,7 +301,7 @@ def test_a_step_compiles_nothing(device: str, monkeypatch: pytest.MonkeyPatch) -
     cache = Paged([90, 33], 16, 7, device=device)
     q = torch.randn(2, 4, 1, 32, device=device)
     cache.attention(q, mask="causal")
-    monkeypatch.setattr(kernels, "_new", None)
+    monkeypatch.setattr(kernels, "_new_kernel", None)
     for _ in range(3):
         cache.lens -= 5
         cache.table = cache.table.roll(1, 0)

@@ -235,7 +235,7 @@ def test_every_registered_mask_and_score_shows_itself(length: int) -> None:
         (flexmasks.get_score, "score", flexmasks.list_scores()),
     ):
         for entry in entries:
-            value = make(entry.name, **flexmasks.spec.registry.definition(kind, entry.name).example(length))
+            value = make(entry.name, **flexmasks.spec.definitions.definition(kind, entry.name).example(length))
             html = value._repr_html_()
             assert "no picture" not in html, html
             read(html[len("<div>") : -len("</div>")])

@@ -19,8 +19,8 @@ from torch.nn.attention.flex_attention import create_block_mask, create_mask, fl
 
 import flexmasks
 from flexmasks import Mask, Score, get_mask, get_score
-from flexmasks.spec import registry
-from flexmasks.spec.registry import _REGISTRY
+from flexmasks.spec import definitions
+from flexmasks.spec.definitions import _NAMES
 
 LENGTH = 64
 MASKS = sorted(entry.name for entry in flexmasks.list_masks())
@@ -36,7 +36,7 @@ def near(b: Any, h: Any, q: Any, kv: Any, *, window: int = 2) -> Any:
 
 
 def example(kind: str, name: str, length: int = LENGTH) -> Any:
-    definition = _REGISTRY[kind][name]
+    definition = _NAMES[kind][name]
     params = definition.example(length) if definition.example else {}
     if (kind, name) == ("score", "alibi"):
         params = {"slopes": [0.5]}
@@ -433,7 +433,7 @@ def test_no_parameter_has_the_name_of_an_argument_of_attention() -> None:
     taken = set(inspect.signature(flexmasks.attention).parameters) - {"params"}
     for kind, entries in (("mask", flexmasks.list_masks()), ("score", flexmasks.list_scores())):
         for entry in entries:
-            assert not taken & set(registry.definition(kind, entry.name).parameters), entry.name
+            assert not taken & set(definitions.definition(kind, entry.name).parameters), entry.name
 
 
 def test_a_cell_that_runs_again_registers_anew() -> None:

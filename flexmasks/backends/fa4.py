@@ -1,30 +1,103 @@
-"""FlashAttention 4 called directly, for the masks and scores that its kernels have themselves."""
+"""Backend "fa4": FlashAttention 4 called directly, for windows and soft-caps, which its kernels know natively."""
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flexmasks.plans.windows import Dense, Sequences
+from flexmasks import compat
+from flexmasks.backends.call import HALF_DTYPES, Call, Result, Unavailable, first_line, proven, transformed
+from flexmasks.plans.windows import Window
+from flexmasks.spec.bands import Sequences
 
-_MOST_SEQUENCES = 2048
+_MIN_QUERIES = 128  # with fewer queries, kernels that split the keys are faster
+_MAX_SEARCHED_SEQUENCES = 2048
+
+
+@functools.cache
+def is_installed() -> bool:
+    """Return whether flash-attn-4 can be imported."""
+    try:
+        return importlib.util.find_spec("flash_attn.cute") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def refuses_package(call: Call) -> str | None:
+    """Return why flash-attn-4 cannot take the call, called directly or through flex_attention, or None."""
+    head_size = call.q.shape[-1]
+    if not call.is_cuda:
+        return "it runs on CUDA only"
+    if not is_installed():
+        return "the package flash-attn-4 is not installed"
+    if torch.cuda.get_device_capability(call.q.device)[0] < 9:
+        return "it needs compute capability 9.0 or above"
+    if call.q.dtype not in HALF_DTYPES:
+        return f"it takes float16 and bfloat16, not {call.dtype}"
+    if head_size > 256 or head_size % 8:
+        return f"it takes head sizes that are multiples of 8 up to 256, not {head_size}"
+    if call.needs_grad and -head_size % 32 > 8:
+        return f"its gradients are wrong for head sizes 8 or 16 past a multiple of 32, as {head_size} is"
+    return None
+
+
+def refuses(call: Call) -> str | None:
+    """Return why the call cannot run here, or None."""
+    reason = refuses_package(call)
+    if reason is not None:
+        return reason
+    if call.score_mod is not None and call.cap is None:
+        return "it has no score changes but the soft-cap"
+    if call.kernel_options:
+        return "it takes no kernel_options"
+    window = call.window()
+    if window is None:
+        return "it knows only windows, such as full and causal, and windows inside packed sequences"
+    if call.scale is not None and call.scale <= 0:
+        return "it takes scales above 0 only"
+    if call.q.shape[2] < _MIN_QUERIES:
+        return "it does not split the keys among processors, which few queries need"
+    if compat.transforms_active() or transformed():
+        return "it does not run inside transforms of torch.func"
+    if window.sequences is not None and call.sequences is None:
+        return (
+            "the documents are not laid end to end with rising numbers, or the ends of queries and keys are not aligned"
+        )
+    return None
+
+
+def run(call: Call) -> Result:
+    """Run the call; raise Unavailable if flash-attn-4 cannot compile it."""
+    replay = DirectCall.of(call)
+    try:
+        return proven(call, replay)
+    except (torch.OutOfMemoryError, Unavailable):
+        raise
+    except Exception as error:  # flash-attn-4 compiles at the first call, and raises errors of any type
+        raise Unavailable(first_line(error)) from error
+
+
+def compiles(call: Call) -> str:
+    """Say whether the call would compile."""
+    return "flash-attn-4 does, once for all calls of a kind"
 
 
 @dataclass(frozen=True)
-class Direct:
-    """A call but for q, k and v."""
+class DirectCall:
+    """A call of FlashAttention 4 without q, k and v."""
 
-    dense: Dense
+    window: Window
     sequences: Sequences | None
     scale: float | None
-    cap: float | None  # of a soft-cap
+    cap: float | None  # cap of a soft-cap
     with_lse: bool
-    by_head: Sequences | None = None  # the sequences of each head for itself, where that is of use
+    by_head: Sequences | None = None  # sequences of [B, H, S, D] in memory order, heads one by one, if that is faster
 
     key = "fa4"
 
@@ -33,84 +106,78 @@ class Direct:
         return sum(s.nbytes for s in (self.sequences, self.by_head) if s is not None)
 
     @classmethod
-    def of(
-        cls,
-        dense: Dense,
-        sequences: Sequences | None,
-        scale: float | None,
-        cap: float | None,
-        with_lse: bool,
-        q: Tensor,
-        k: Tensor,
-    ) -> Direct:
-        """The call for q and k of these shapes."""
-        (batch, heads, length, _), by_head = q.shape, None
-        alike = sequences is not None and sequences.q is sequences.kv and sequences.used[0] == batch * length
-        if sequences is not None and alike and batch > 1 and heads == k.shape[1]:
-            # as [B, H, S, D] lies in memory: nothing is copied. FlashAttention searches the list for every tile
-            by_head = sequences.of_heads(heads, length) if heads * len(sequences.q) <= _MOST_SEQUENCES else None
-        return cls(dense, sequences, scale, cap, with_lse, by_head)
+    def of(cls, call: Call) -> DirectCall:
+        """Return the call for the shapes of its q and k."""
+        sequences = call.sequences
+        batch, heads, length, _ = call.q.shape
+        by_head = None
+        if sequences is not None and batch > 1 and heads == call.k.shape[1]:
+            is_unpadded = sequences.q is sequences.kv and sequences.used[0] == batch * length
+            # Nothing is copied then, but FlashAttention searches the list of sequences for every tile.
+            if is_unpadded and heads * len(sequences.q) <= _MAX_SEARCHED_SEQUENCES:
+                by_head = sequences.of_heads(heads, length)
+        return cls(cast(Window, call.window()), sequences, call.scale, call.cap, call.with_lse, by_head)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The output [B, H, Q, D], and lse [B, H, Q] where it is wanted."""
-        k, v = self.dense.cut(k), self.dense.cut(v)
+        """Return the output [B, H, Q, D], and lse [B, H, Q] if it is wanted."""
+        k, v = self.window.cut(k), self.window.cut(v)
         if self.sequences is not None:
             out, lse = self._in_sequences(q, k, v, self.sequences)
         else:
-            out, lse = self._run(None, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+            out, lse = self._attend(None, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
             out = out.transpose(1, 2)
         return out, lse if self.with_lse else None
 
-    def _in_sequences(self, q: Tensor, k: Tensor, v: Tensor, lay: Sequences) -> tuple[Tensor, Tensor]:
+    def _in_sequences(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
         batch, heads, q_len, size = q.shape
         if self.by_head is not None and q.is_contiguous() and k.is_contiguous() and v.is_contiguous():
-            out, lse = self._run(self.by_head, *(x.view(-1, 1, size) for x in (q, k, v)))
+            out, lse = self._attend(self.by_head, *(x.view(-1, 1, size) for x in (q, k, v)))
             return out.view(q.shape), lse.view(q.shape[:3])
-        flat = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]  # copies, where that is no view
-        used = lay.used[0], lay.used[1], lay.used[1]
-        out, lse = self._run(lay, *(x[:n] if n < len(x) else x for x, n in zip(flat, used, strict=True)))
-        rest = batch * q_len - lay.used[0]
-        if rest:
-            out, lse = F.pad(out, (0, 0, 0, 0, 0, rest)), F.pad(lse, (0, rest), value=-torch.inf)
+        flat = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]  # [tokens, H, D], copied if no view can have it
+        used = sequences.used[0], sequences.used[1], sequences.used[1]
+        out, lse = self._attend(sequences, *(x[:n] if n < len(x) else x for x, n in zip(flat, used, strict=True)))
+        padding = batch * q_len - sequences.used[0]
+        if padding:
+            out, lse = F.pad(out, (0, 0, 0, 0, 0, padding)), F.pad(lse, (0, padding), value=-torch.inf)
         return out.view(batch, q_len, heads, size).transpose(1, 2), lse.view(heads, batch, q_len).transpose(0, 1)
 
-    def _run(self, lay: Sequences | None, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Of q, k, v [B, S, H, D], or [tokens, H, D] in sequences."""
-        out, lse = _Attend.apply(q, k, v, self._told(q.shape[1], k.shape[1], lay), self.cap)
+    def _attend(self, sequences: Sequences | None, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return output and lse of q, k, v [B, S, H, D], or [tokens, H, D] with sequences."""
+        out, lse = _Attend.apply(q, k, v, self._arguments(q.shape[1], k.shape[1], sequences), self.cap)
         return out, lse
 
-    def _told(self, q_len: int, kv_len: int, lay: Sequences | None = None) -> dict[str, Any]:
-        """Windows as FlashAttention counts them: with the last query at the last key."""
-        shift = 0 if lay is not None else self.dense.offset - (kv_len - q_len)
-        left, right = self.dense.left, self.dense.right
-        told: dict[str, Any] = {"softmax_scale": self.scale}
+    def _arguments(self, q_len: int, kv_len: int, sequences: Sequences | None) -> dict[str, Any]:
+        """Return the kernel's arguments; FlashAttention counts windows with the last query at the last key."""
+        shift = 0 if sequences is not None else self.window.offset - (kv_len - q_len)
+        left, right = self.window.left, self.window.right
+        arguments: dict[str, Any] = {"softmax_scale": self.scale}
         if left is not None:
-            told["window_size_left"] = left - shift
+            arguments["window_size_left"] = left - shift
         if right is not None and right + shift == 0:
-            told["causal"] = True
+            arguments["causal"] = True
         elif right is not None:
-            told["window_size_right"] = right + shift
-        if "causal" in told and left is not None:
-            told = {**told, "causal": False, "window_size_right": 0}
-        if lay is not None:
-            told |= {"cu_seqlens_q": lay.q, "cu_seqlens_k": lay.kv}
-            told |= {"max_seqlen_q": lay.longest[0], "max_seqlen_k": lay.longest[1]}
-        return told
+            arguments["window_size_right"] = right + shift
+        if "causal" in arguments and left is not None:
+            arguments = {**arguments, "causal": False, "window_size_right": 0}
+        if sequences is not None:
+            arguments |= {"cu_seqlens_q": sequences.q, "cu_seqlens_k": sequences.kv}
+            arguments |= {"max_seqlen_q": sequences.longest[0], "max_seqlen_k": sequences.longest[1]}
+        return arguments
 
 
 class _Attend(torch.autograd.Function):
-    """q, k, v [B, S, H, D] or [tokens, H, D]; the output alike, lse [B, H, S] or [H, tokens]."""
+    """Attention of q, k, v [B, S, H, D] or [tokens, H, D]: output of q's shape, lse [B, H, S] or [H, tokens]."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, told: dict[str, Any], cap: float | None
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any], cap: float | None
     ) -> tuple[Tensor, Tensor]:
         from flash_attn.cute.interface import _flash_attn_fwd
 
-        change = {} if cap is None else {"score_mod": _softcap(cap)[0]}
-        out, lse = _flash_attn_fwd(q, k, v, return_lse=True, **told, **change)[:2]
+        score_functions = {} if cap is None else {"score_mod": _softcap(cap)[0]}
+        out, lse = _flash_attn_fwd(q, k, v, return_lse=True, **arguments, **score_functions)[:2]
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.told, ctx.cap = told, cap
+        ctx.arguments, ctx.cap = arguments, cap
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -121,19 +188,23 @@ class _Attend(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         if d_out is None and d_lse is None:
             return None, None, None, None, None
-        change = {} if ctx.cap is None else dict(zip(("score_mod", "score_mod_bwd"), _softcap(ctx.cap), strict=True))
-        repeatable = torch.are_deterministic_algorithms_enabled()
-        repeatable = repeatable and not torch.is_deterministic_algorithms_warn_only_enabled()
+        score_functions = {}
+        if ctx.cap is not None:
+            score_functions = dict(zip(("score_mod", "score_mod_bwd"), _softcap(ctx.cap), strict=True))
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        deterministic = deterministic and not torch.is_deterministic_algorithms_warn_only_enabled()
         d_out = torch.zeros_like(out) if d_out is None else d_out
-        given = (q, k, v, out, d_out, lse)
-        found = _flash_attn_bwd(*given, **ctx.told, **change, dlse=d_lse, deterministic=repeatable)[:3]
+        tensors = (q, k, v, out, d_out, lse)
+        gradients = _flash_attn_bwd(
+            *tensors, **ctx.arguments, **score_functions, dlse=d_lse, deterministic=deterministic
+        )[:3]
         if torch.is_grad_enabled():
-            found = _Last.apply(q, k, v, *found)
-        return *found, None, None
+            gradients = _NotDifferentiable.apply(q, k, v, *gradients)
+        return *gradients, None, None
 
 
-class _Last(torch.autograd.Function):
-    """The gradients as they are, which have none themselves; a derivative of them is an error and not zero."""
+class _NotDifferentiable(torch.autograd.Function):
+    """The gradients unchanged; a derivative of them is an error, where autograd alone would give zero."""
 
     @staticmethod
     def forward(
@@ -150,23 +221,23 @@ class _Last(torch.autograd.Function):
 
 @functools.lru_cache(maxsize=64)
 def _softcap(cap: float) -> tuple[Any, Any]:
-    """cap * tanh(score / cap) and its derivative, as functions in CuTe.
+    """Return cap * tanh(score / cap) and its derivative, as functions in CuTe.
 
-    FlashAttention's own divides exactly, which is what makes it slow; its tanh is the GPU's instruction too.
+    FlashAttention's own soft-cap is slow because it divides exactly; both use the GPU's tanh instruction.
     """
     import cutlass.cute as cute
 
-    by = 1 / cap
+    inverse_cap = 1 / cap
 
     @cute.jit
-    def change(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, seqlen_info: Any, aux_tensors: Any) -> Any:
-        return cap * cute.math.tanh(score * by, fastmath=True)
+    def softcap(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, seqlen_info: Any, aux_tensors: Any) -> Any:
+        return cap * cute.math.tanh(score * inverse_cap, fastmath=True)
 
     @cute.jit
     def derivative(
         grad: Any, score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, seqlen_info: Any, aux_tensors: Any
     ) -> Any:
-        bent = cute.math.tanh(score * by, fastmath=True)
-        return grad * (1.0 - bent * bent)
+        tanh = cute.math.tanh(score * inverse_cap, fastmath=True)
+        return grad * (1.0 - tanh * tanh)
 
-    return change, derivative
+    return softcap, derivative

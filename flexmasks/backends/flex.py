@@ -1,9 +1,9 @@
-"""Compiled flex_attention: one piece of code per kind of call, so that no recompile limit is ever shared.
+"""Compiled flex_attention, with one code object per kind of call, so that no recompile limit is shared.
 
-torch counts recompilations by code object and, at the limit, would run flex_attention unfused. Here every kind of
-call (the functions of mask and score with their constants, dtype, batch, heads, head size, options) has a code object
-of its own, in which only lengths vary; torch makes those symbolic after the first few. Whatever else makes torch
-compile anew, at the limit the code object is replaced, and nothing ever runs unfused.
+torch counts recompilations by code object and, at its limit, would run flex_attention unfused. Here every kind of call
+(the functions of mask and score with their constants, dtype, batch, heads, head size, options) has a code object of
+its own, in which only lengths vary; torch makes lengths symbolic after the first few. If torch reaches the limit for
+another reason, the code object is replaced, so nothing ever runs unfused.
 """
 
 from __future__ import annotations
@@ -22,39 +22,48 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from flexmasks import compat
+from flexmasks.backends.call import TRANSFORMED, Call, Result, Unavailable, first_line, proven, transformed
 from flexmasks.cache import Cache
 
 _log = logging.getLogger("flexmasks")
-_numbers = itertools.count()
+_kernel_numbers = itertools.count()
+# Guards that are left out: torch checks at each call that its own modules have not changed, a tenth of a call's time.
+_GUARDS_OF_TORCH = ("G['flex_attention']", "G['__builtins_dict", "G['__import_torch_dot", "__import__('torch')")
+_MAX_NOTED_SHAPES = 64  # of one kernel
+_RUNS_BETWEEN_LOOKUPS = 64  # a replay asks the cache for its kernel this seldom, to mark it as used
+# Kernel options to try one after the other, for GPUs with too little shared memory for the options before.
+_SMALLER_KERNELS: tuple[dict[str, Any], ...] = (
+    {},
+    {"num_stages": 1},
+    {
+        "num_stages": 1, "fwd_BLOCK_M": 64, "fwd_BLOCK_N": 32,
+        "bwd_BLOCK_M1": 32, "bwd_BLOCK_N1": 32, "bwd_BLOCK_M2": 32, "bwd_BLOCK_N2": 32,
+    },
+)  # fmt: skip
 
 
-class _Kind(NamedTuple):
-    """What torch may compile the same code for again."""
+class _Shapes(NamedTuple):
+    """Shapes for which torch may compile the same code again."""
 
     q_len: int
     kv_len: int
-    contiguous: tuple[bool, ...]  # q, k and v
-    form: Hashable  # shapes of what mask and score captured
+    contiguous: tuple[bool, ...]  # of q, k and v
+    captured: Hashable  # shapes of the tensors that mask and score captured
 
     @property
-    def special(self) -> tuple[Any, ...]:
-        """What a kernel for any lengths is not for any of: torch has others for lengths of 1, and for equal ones."""
+    def specialized(self) -> tuple[Any, ...]:
+        """What torch specializes even in a dynamic-shape kernel: length 1, equal lengths, and memory layouts."""
         return self.q_len == 1, self.kv_len == 1, self.q_len == self.kv_len, self.contiguous
 
 
 @dataclass(frozen=True)
 class _Kernel:
     compiled: Callable[..., Any]
-    static: bool  # compiled for each length anew
-    seen: set[_Kind] = field(default_factory=set)  # what it has run
+    is_static: bool  # compiled for each length separately
+    shapes_run: set[_Shapes] = field(default_factory=set)
 
 
-# What torch compiled is checked at each call to still hold. Not that torch's own modules are what they were: a tenth
-# of a call's time.
-_TORCHS_OWN = ("G['flex_attention']", "G['__builtins_dict", "G['__import_torch_dot", "__import__('torch')")
-_KINDS = 64  # so many are noted
-_NOTED = 64  # every so many runs
-_KERNELS: Cache[_Kernel] = Cache("kernels", max_bytes=256)  # counted, not measured: one byte each
+_KERNELS: Cache[_Kernel] = Cache("kernels", max_bytes=256)  # an entry counts one byte
 
 
 def flex(
@@ -67,7 +76,7 @@ def flex(
     kernel_options: Any,
     with_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """torch's flex_attention with grouped heads seen from the shapes, and lse or None."""
+    """Return output and lse (or None) of torch's flex_attention; grouped heads are recognized from the shapes."""
     grouped = q.shape[1] != k.shape[1]
     if with_lse:
         out, aux = flex_attention(
@@ -92,12 +101,15 @@ def options(
     given: dict[str, Any] | None,
     proven: Callable[[], dict[str, bool]] = dict,
 ) -> dict[str, Any]:
-    """The kernel_options of a call: the user's, the backend, and for torch's kernel for many queries what is proven."""
+    """Return the kernel_options of a call: the user's, torch's `backend` name, and proven ones where they apply.
+
+    Proven options apply to torch's Triton kernel for many queries.
+    """
     chosen = dict(given or {})
     if backend is not None:
         chosen["BACKEND"] = backend
         return chosen
-    # torch takes its decoding kernel below 128 queries, which finds no tile for more than 128 rows of a group
+    # Below 128 queries torch takes its decoding kernel, which finds no tile for more than 128 rows of a group.
     grouped_rows = q.shape[2] * (q.shape[1] // k.shape[1])
     if q.is_cuda and grouped_rows > 128 and not chosen.keys() & {"BACKEND", "FORCE_USE_FLEX_ATTENTION"}:
         return {**proven(), **chosen, "BACKEND": "TRITON"}
@@ -106,7 +118,7 @@ def options(
 
 @torch.library.custom_op("flexmasks::separate", mutates_args=())
 def separate(x: Tensor) -> Tensor:
-    """A copy that nothing is fused across: torch's kernel for the CPU fails with what follows it fused in."""
+    """Copy a tensor in a way that Inductor fuses nothing across; its CPU kernel fails with the next op fused in."""
     return x.clone()
 
 
@@ -115,53 +127,79 @@ def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
-def run(key: Hashable, form: Hashable, *args: Any) -> tuple[Tensor, Tensor | None]:
-    """`flex(*args)` compiled, by the code object of `key`; `form` are the shapes of what mask and score captured.
+# --- kernels by kind of call ---
 
-    Whatever torch raises while compiling comes through.
+
+def _run_kernel(key: Hashable, captured: Hashable, *args: Any) -> tuple[Tensor, Tensor | None]:
+    """Run `flex(*args)` compiled, by the code object of `key`; `captured` has the shapes of captured tensors.
+
+    Errors of torch's compilation come through.
     """
     kernel = _KERNELS.get(key)
-    kind = _kind(args[0], args[1], args[2], form)
+    shapes = _shapes(args[0], args[1], args[2], captured)
     if kernel is None:
-        kernel = _new(key)
+        kernel = _new_kernel(key)
         _log.info("compiling attention for q %s, the first of its kind: some seconds", list(args[0].shape))
-    before = compat.compiled_graphs()
+    graphs_before = compat.compiled_graphs()
     start = time.perf_counter()
     try:
         result = kernel.compiled(*args)
     except compat.FailOnRecompileLimitHit:
-        result = _new(key, kernel.static).compiled(*args)
+        result = _new_kernel(key, kernel.is_static).compiled(*args)
     except compat.InductorError:
-        if kernel.static or args[0].is_cuda:
+        if kernel.is_static or args[0].is_cuda:
             raise
-        # torch's compiler for the CPU cannot do some kernels with symbolic lengths: then one for each length
-        result = _new(key, static=True).compiled(*args)
+        # torch's compiler for the CPU fails for some kernels with symbolic lengths; each length then has a kernel.
+        result = _new_kernel(key, is_static=True).compiled(*args)
     except (torch.OutOfMemoryError, compat.TorchDynamoException):
         raise
     except Exception:
-        _KERNELS.drop(key)  # torch may have marked its code as never to be compiled
+        _KERNELS.drop(key)  # torch may have marked the code as never to be compiled
         raise
-    if kind not in kernel.seen and len(kernel.seen) < _KINDS and (found := _KERNELS.get(key)) is not None:
-        found.seen.add(kind)
-    if compat.compiled_graphs() != before:
+    if shapes not in kernel.shapes_run and len(kernel.shapes_run) < _MAX_NOTED_SHAPES:
+        current = _KERNELS.get(key)
+        if current is not None:
+            current.shapes_run.add(shapes)
+    if compat.compiled_graphs() != graphs_before:
         _log.info("compiled attention for q %s in %.1f s", list(args[0].shape), time.perf_counter() - start)
     return result  # type: ignore[no-any-return] # torch.compile keeps no types
 
 
-class Runner:
-    """`run` for one kind of call: after the first time by the shortest way, for calls at the same lengths."""
+def _shapes(q: Tensor, k: Tensor, v: Tensor, captured: Hashable) -> _Shapes:
+    return _Shapes(q.shape[2], k.shape[2], tuple(x.is_contiguous() for x in (q, k, v)), captured)
 
-    def __init__(self, key: Hashable, form: Hashable) -> None:
+
+def _new_kernel(key: Hashable, is_static: bool = False) -> _Kernel:
+    name = f"flexmasks_kernel_{next(_kernel_numbers)}"
+    code = flex.__code__.replace(co_name=name)
+    function = types.FunctionType(code, flex.__globals__, name)
+    # torch keeps compiled code, and through it the code object, until it is asked to forget both.
+    weakref.finalize(function, compat.forget_code, code).atexit = False
+    dynamic = False if is_static else None
+    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, options={"guard_filter_fn": _needed_guards})
+    kernel = _Kernel(compiled, is_static)
+    _KERNELS.put(key, (), kernel, 1)
+    return kernel
+
+
+def _needed_guards(guards: Sequence[Any]) -> list[bool]:
+    return [not guard.name.startswith(_GUARDS_OF_TORCH) for guard in guards]
+
+
+class Runner:
+    """Runs one kind of call; after its first run it holds the kernel, which skips the lookup by key."""
+
+    def __init__(self, key: Hashable, captured: Hashable) -> None:
         self.key = key
-        self._form = form
-        self._kernel: Callable[[], _Kernel | None] = lambda: None  # not held: the cache bounds what there is
+        self._captured = captured
+        self._kernel: Callable[[], _Kernel | None] = lambda: None  # a weak reference: the cache bounds what is kept
         self._runs = 0
 
     def __call__(self, *args: Any) -> tuple[Tensor, Tensor | None]:
         kernel = self._kernel()
         self._runs += 1
-        if kernel is None or self._runs % _NOTED == 0:  # the cache is to know that it is in use
-            result = run(self.key, self._form, *args)
+        if kernel is None or self._runs % _RUNS_BETWEEN_LOOKUPS == 0:
+            result = _run_kernel(self.key, self._captured, *args)
             kernel = _KERNELS.get(self.key)
             if kernel is not None:
                 self._kernel = weakref.ref(kernel)
@@ -169,38 +207,116 @@ class Runner:
         try:
             return kernel.compiled(*args)  # type: ignore[no-any-return] # torch.compile keeps no types
         except (compat.FailOnRecompileLimitHit, compat.InductorError):
-            return run(self.key, self._form, *args)
+            return _run_kernel(self.key, self._captured, *args)
 
     def compiles(self, q: Tensor, k: Tensor, v: Tensor) -> str:
-        """Whether a call with these tensors would compile, in words."""
+        """Say whether a call with these tensors would compile."""
         kernel = _KERNELS.get(self.key)
         if kernel is None:
             return "yes, some seconds: it is the first call of its kind"
-        kind = _kind(q, k, v, self._form)
-        if kind in kernel.seen:
+        shapes = _shapes(q, k, v, self._captured)
+        if shapes in kernel.shapes_run:
             return "no: such a call has run before"
-        if kernel.static or sum(other.special == kind.special for other in kernel.seen) < 3:
-            known = "such a call has run before, but not with these lengths, shapes or memory layout"
-            return f"probably, some seconds: {known}"
-        return "no: such a call has run at other lengths, by a kernel for any"
+        if kernel.is_static or sum(other.specialized == shapes.specialized for other in kernel.shapes_run) < 3:
+            return "probably, some seconds: such calls have run, but not with these lengths, shapes or memory layouts"
+        return "no: such a call has run at other lengths, by a kernel for any length"
 
 
-def _kind(q: Tensor, k: Tensor, v: Tensor, form: Hashable) -> _Kind:
-    return _Kind(q.shape[2], k.shape[2], tuple(x.is_contiguous() for x in (q, k, v)), form)
+# --- what the backends flash, triton and cpu share ---
 
 
-def _new(key: Hashable, static: bool = False) -> _Kernel:
-    name = f"flexmasks_kernel_{next(_numbers)}"
-    code = flex.__code__.replace(co_name=name)
-    function = types.FunctionType(code, flex.__globals__, name)
-    # torch keeps what it compiled of a code object, and the code object by it, until it is told to forget
-    weakref.finalize(function, compat.forget_code, code).atexit = False
-    dynamic = False if static else None
-    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, options={"guard_filter_fn": _needed})
-    kernel = _Kernel(compiled, static)
-    _KERNELS.put(key, (), kernel, 1)
-    return kernel
+@dataclass(frozen=True)
+class CompiledCall:
+    """A call of compiled flex_attention without q, k and v."""
+
+    runner: Runner
+    score_mod: Callable[..., Tensor] | None
+    block_mask: BlockMask
+    scale: float | None
+    kernel_options: dict[str, Any] | None
+    with_lse: bool
+    needs_grad: bool
+    is_flash: bool
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self.block_mask.as_tuple() if isinstance(t, Tensor))
+
+    @property
+    def key(self) -> Hashable:
+        """Cache key of the compiled kernel."""
+        return self.runner.key
+
+    @classmethod
+    def of(cls, call: Call, backend: str | None, more_options: dict[str, Any] | None = None) -> CompiledCall:
+        """Return a call for torch's `backend` name, with `more_options` on top of its kernel options."""
+        q, k = call.q, call.k
+        chosen = options(q, k, backend, call.kernel_options, call.proven_options) | (more_options or {})
+        block_mask = call.blocks().block_mask
+        learning = tuple(call.needs_grad and x.requires_grad for x in (q, k, call.v))
+        key = (
+            call.kernel_key, backend, q.dtype, q.device, q.shape[0], q.shape[1], k.shape[1], q.shape[3], call.with_lse,
+            call.scale, repr(chosen), block_mask.BLOCK_SIZE, block_mask.kv_num_blocks.shape[:2],
+            torch.is_grad_enabled(), *learning,
+        )  # fmt: skip
+        return cls(
+            runner=Runner(key, call.shapes),
+            score_mod=None if call.score_mod is None else call.score_mod(),
+            block_mask=block_mask,
+            scale=call.scale,
+            kernel_options=chosen or None,
+            with_lse=call.with_lse,
+            needs_grad=call.needs_grad,
+            is_flash=backend == "FLASH",
+        )
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the output, and lse or None; raise Unavailable if the call cannot be compiled."""
+        if not self.needs_grad and (q.requires_grad or k.requires_grad or v.requires_grad):
+            q, k, v = q.detach(), k.detach(), v.detach()  # torch refuses leaves on the CPU, even under no_grad
+        if q is k or k is v or v is q:  # torch 2.11 has no CPU kernel for one tensor twice; other releases recompile
+            k, v = k.view_as(k), v.view_as(v)
+        if compat.in_foreign_dispatch_mode():  # torch would mark the code as never to be compiled, for good
+            raise RuntimeError(
+                "flexmasks.attention: torch compiles nothing inside a TorchDispatchMode of this kind, such as a "
+                'FlopCounterMode; pass backend="reference" there.'
+            )
+        try:
+            out, lse = self.runner(
+                q, k, v, self.score_mod, self.block_mask, self.scale, self.kernel_options, self.with_lse
+            )
+        except torch.OutOfMemoryError:
+            raise
+        except (compat.TorchDynamoException, compat.InductorError) as error:
+            raise Unavailable(first_line(error)) from error
+        except Exception as error:  # FLASH compiles at the first call, and raises errors of any type
+            if not self.is_flash and not compat.compiler_is_off():
+                raise
+            raise Unavailable(first_line(error)) from error
+        return out, None if lse is None else lse.float()
 
 
-def _needed(guards: Sequence[Any]) -> list[bool]:
-    return [not guard.name.startswith(_TORCHS_OWN) for guard in guards]
+def refuses_to_compile() -> str | None:
+    """Return why nothing can be compiled where this call is made, or None."""
+    if compat.compiler_is_off():
+        return "torch.compile is switched off, by torch._dynamo.config.disable"
+    return TRANSFORMED if transformed() else None
+
+
+def run(call: Call, backend: str | None = None) -> Result:
+    """Run a call with torch's `backend` name, or torch's own choice, with smaller kernels if memory is short."""
+    may_shrink = backend is None and call.is_cuda and not call.kernel_options
+    tries = _SMALLER_KERNELS if may_shrink else _SMALLER_KERNELS[:1]
+    for more_options in tries:
+        try:
+            return proven(call, CompiledCall.of(call, backend, more_options))
+        except Unavailable as error:
+            if more_options is tries[-1] or "out of resource" not in str(error):
+                raise
+            _log.info("the kernel takes too much shared memory: compiling it again, with smaller blocks")
+    raise AssertionError("the last try returns or raises")
+
+
+def compiles(call: Call, backend: str | None = None) -> str:
+    """Say whether a call would compile."""
+    return CompiledCall.of(call, backend).runner.compiles(call.q, call.k, call.v)

@@ -23,11 +23,23 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.checkpoint import checkpoint
 
 from flexmasks import compat
+from flexmasks.backends.call import Call, Result
 from flexmasks.backends.tiles import Tiles
 from flexmasks.blocks.build import of_block_mask, over_indices
 from flexmasks.spec.captures import Opaque, capture
 
 _SLICE = 1 << 24  # scores held at once
+
+
+def refuses(call: Call) -> str | None:
+    """Return None: every call can run here."""
+    return None
+
+
+def run(call: Call) -> Result:
+    """Run the call."""
+    score_mod = None if call.score_mod is None else call.score_mod()
+    return Result(*attend(call.q, call.k, call.v, score_mod, call.blocks().block_mask, call.scale))
 
 
 def attend(

@@ -24,9 +24,11 @@ from flexmasks.backends.flex import separate
 from flexmasks.bench.blocks import backward_twice, chosen, known_names, machine, measure
 from flexmasks.bench.console import progress, synchronize
 from flexmasks.bench.timing import interleaved
+from flexmasks.spec.arguments import get_mask, get_score
+from flexmasks.spec.definitions import definition, is_own
 from flexmasks.spec.examples import at_most, fitting, on_device
 from flexmasks.spec.parameters import Size
-from flexmasks.spec.registry import definition, get_mask, get_score, is_own, list_masks, list_scores
+from flexmasks.spec.registry import list_masks, list_scores
 from flexmasks.spec.values import Mask, Score
 
 _RUNS = 7

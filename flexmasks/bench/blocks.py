@@ -26,8 +26,9 @@ from flexmasks import compat
 from flexmasks.attention import block_mask
 from flexmasks.bench.console import device_name, progress, synchronize
 from flexmasks.cache import clear_caches
+from flexmasks.spec.arguments import get_mask
 from flexmasks.spec.examples import at_most, fitting, on_device
-from flexmasks.spec.registry import get_mask, list_masks
+from flexmasks.spec.registry import list_masks
 from flexmasks.spec.values import Mask, Score
 
 LENGTHS = {"cuda": (4096, 8192, 65536, 262144, 1048576), "cpu": (4096, 16384, 65536, 262144)}

@@ -21,7 +21,7 @@ from flexmasks.bench.blocks import backward_twice, chosen, machine, measure
 from flexmasks.bench.console import progress, synchronize
 from flexmasks.bench.timing import interleaved
 from flexmasks.softmax import masked_softmax, scaled_masked_softmax
-from flexmasks.spec.registry import get_mask
+from flexmasks.spec.arguments import get_mask
 from flexmasks.spec.values import Mask
 
 _RUNS = {"cuda": 15, "cpu": 5}

@@ -5,8 +5,7 @@ from torch import Tensor
 
 from flexmasks.masks.block_sparse import block_sparse
 from flexmasks.masks.natten import check_canvas
-from flexmasks.spec.parameters import Size
-from flexmasks.spec.registry import register_mask
+from flexmasks.spec import Size, register_mask
 
 
 def _prepare(

@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from flexmasks.masks.dense import leading
-from flexmasks.spec.parameters import Size, pair
-from flexmasks.spec.registry import register_mask
+from flexmasks.spec import Size, pair, register_mask
 
 Block = Annotated[int | tuple[int, int], "int in 1.. | int(2) in 1.."]
 

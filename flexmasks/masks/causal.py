@@ -1,10 +1,9 @@
 from torch import Tensor
 
-from flexmasks.plans.windows import Band
-from flexmasks.spec.registry import register_mask
+from flexmasks.spec import Band, register_mask
 
 
-@register_mask(example=lambda length: {}, dense=lambda size: Band(right=0))
+@register_mask(example=lambda length: {}, band=lambda size: Band(right=0))
 def causal(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
     """Each query sees itself and the keys before it.
 

@@ -2,8 +2,7 @@ from typing import Annotated
 
 from torch import Tensor
 
-from flexmasks.spec.parameters import per_batch
-from flexmasks.spec.registry import register_mask
+from flexmasks.spec import per_batch, register_mask
 
 
 @register_mask(example=lambda length: {"chunk": length // 8})

@@ -3,8 +3,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from flexmasks.spec.parameters import Size, always, check_covers_queries
-from flexmasks.spec.registry import register_mask
+from flexmasks.spec import Size, always, check_covers_queries, register_mask
 
 
 def _prepare(

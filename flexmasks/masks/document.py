@@ -2,16 +2,14 @@ from typing import Annotated, Any
 
 from torch import Tensor
 
-from flexmasks.plans.windows import Band, in_runs
-from flexmasks.spec.parameters import Size, at, check_covers_queries
-from flexmasks.spec.registry import register_mask
+from flexmasks.spec import Band, Size, at, check_covers_queries, in_runs, register_mask
 
 
-def _dense(size: Size, *, document_ids: Tensor) -> Band | None:
+def _band(size: Size, *, document_ids: Tensor) -> Band | None:
     return in_runs(document_ids, size)
 
 
-@register_mask(example=lambda length: {"document_ids": [i * 5 // length for i in range(length)]}, dense=_dense)
+@register_mask(example=lambda length: {"document_ids": [i * 5 // length for i in range(length)]}, band=_band)
 def document(
     b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, document_ids: Annotated[Tensor, "int[S] | int[B, S]"]
 ) -> Tensor:

@@ -3,7 +3,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from flexmasks.spec.registry import register_mask
+from flexmasks.spec import register_mask
 
 
 @register_mask(example=lambda length: {"length": length // 2})

@@ -3,8 +3,7 @@ from typing import Annotated, Any
 from torch import Tensor
 
 from flexmasks.masks.dense import leading
-from flexmasks.spec.parameters import Size, always
-from flexmasks.spec.registry import register_mask
+from flexmasks.spec import Size, always, register_mask
 
 
 @register_mask(example=lambda length: {"evicted": [i + 1 + i * 37 % (length // 2) for i in range(length)]})

@@ -2,16 +2,14 @@ from typing import Annotated
 
 from torch import Tensor
 
-from flexmasks.plans.windows import Band
-from flexmasks.spec.parameters import Size
-from flexmasks.spec.registry import register_mask
+from flexmasks.spec import Band, Size, register_mask
 
 
-def _dense(size: Size, *, left: int | Tensor, right: int | Tensor) -> Band | None:
+def _band(size: Size, *, left: int | Tensor, right: int | Tensor) -> Band | None:
     return None if isinstance(left, Tensor) or isinstance(right, Tensor) else Band(left, right)
 
 
-@register_mask(example=lambda length: {"left": length // 4, "right": length // 8}, dense=_dense)
+@register_mask(example=lambda length: {"left": length // 4, "right": length // 8}, band=_band)
 def local(
     b: Tensor,
     h: Tensor,

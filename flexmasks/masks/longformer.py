@@ -2,8 +2,7 @@ from typing import Annotated, Any
 
 from torch import Tensor
 
-from flexmasks.spec.parameters import at
-from flexmasks.spec.registry import register_mask
+from flexmasks.spec import at, register_mask
 
 
 def _example(length: int) -> dict[str, Any]:

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from flexmasks.orders import coordinates
-from flexmasks.spec.parameters import Size, always
-from flexmasks.spec.registry import register_mask
+from flexmasks.spec import Size, always, register_mask
 
 Length = Annotated[int, "int in 1.."]
 Order = Annotated[Tensor | None, "int[KV] in 0..KV-1"]

@@ -1,27 +1,35 @@
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flexmasks.plans.windows import Band, band_of, in_sequences
-from flexmasks.spec.packing import inside_sequences, sequences
-from flexmasks.spec.parameters import Size
-from flexmasks.spec.registry import get_mask, register_mask
-from flexmasks.spec.values import Mask
+from flexmasks.spec import (
+    Band,
+    Mask,
+    Score,
+    Size,
+    band_of,
+    get_mask,
+    get_score,
+    in_sequences,
+    prepare_sequences,
+    register_mask,
+    size_inside_sequences,
+)
 
 
 def _example(length: int) -> dict[str, Any]:
     return {"inner": get_mask("causal"), "offsets": [0, length // 8, length // 2, length * 5 // 8, length]}
 
 
-def _dense(size: Size, *, inner: Mask, **places: Any) -> Band | None:
-    inside = inside_sequences(size, inner=inner, **places)
+def _band(size: Size, *, inner: Mask, **places: Any) -> Band | None:
+    inside = size_inside_sequences(size, inner=inner, **places)
     return in_sequences(band_of(inner, inside), size, places["offsets"], places["kv_offsets"], places["q_start"])
 
 
-@register_mask(prepare=sequences, inner_size=inside_sequences, example=_example, dense=_dense)
-def packed(
+@register_mask(name="packed", prepare=prepare_sequences, inner_size=size_inside_sequences, example=_example, band=_band)
+def packed_mask(
     b: Tensor,
     h: Tensor,
     q: Tensor,
@@ -51,3 +59,45 @@ def packed(
     sequence = q_sequence[q]
     inside = inner(torch.where(sequence < 0, 0, sequence), h, q_position[q], kv_position[kv])
     return (sequence == kv_sequence[kv]) & inside
+
+
+def packed(
+    inner: str | Mask | Score | Callable[..., Tensor],
+    offsets: Tensor | Sequence[int],
+    kv_offsets: Tensor | Sequence[int] | None = None,
+    q_start: int | Tensor | Sequence[int] = 0,
+    **params: Any,
+) -> Any:
+    """Return a mask (or Score) that holds inside each of several sequences laid end to end.
+
+    The sequences do not see each other.
+
+    Args:
+        inner: a Mask, a mask's name, a mask function, or a Score. Inside, the batch index is the number of the
+            sequence and positions start at 0.
+        offsets: int[N + 1], the start of each of N sequences and the end of the last (cu_seqlens of varlen
+            attention); any total length. Tokens past the end are padding.
+        kv_offsets: the same for the keys, if they are packed differently.
+        q_start: the position of the first query of each sequence, int >= 0 or int[N], as `q_offset` is for a whole
+            call; the first key is at 0. `kv_offsets.diff() - offsets.diff()` puts each last query at its last key,
+            as FlashAttention's varlen attention does.
+        **params: parameters of `inner`.
+
+    Returns:
+        A Mask, or a Score if `inner` is one.
+
+    Example:
+        >>> import flexmasks
+        >>> flexmasks.dense_mask(flexmasks.packed("causal", [0, 1, 3]), 3)[0, 0].int()
+        tensor([[1, 0, 0],
+                [0, 1, 0],
+                [0, 1, 1]], dtype=torch.int32)
+    """
+    places: dict[str, Any] = {"offsets": offsets}
+    if kv_offsets is not None:
+        places["kv_offsets"] = kv_offsets
+    if type(q_start) is not int or q_start != 0:
+        places["q_start"] = q_start
+    if isinstance(inner, Score):
+        return get_score("packed", inner=get_score(inner, **params), **places)
+    return get_mask("packed", inner=get_mask(inner, **params), **places)

@@ -2,7 +2,7 @@ from typing import Annotated
 
 from torch import Tensor
 
-from flexmasks.spec.registry import register_mask
+from flexmasks.spec import register_mask
 
 
 @register_mask(example=lambda length: {"seq_lens": [length * 3 // 4]})

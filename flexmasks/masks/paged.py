@@ -1,22 +1,27 @@
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flexmasks.spec.paging import inside_pages, pages
-from flexmasks.spec.registry import get_mask, register_mask
+from flexmasks.spec import (
+    Mask,
+    Score,
+    example_pages,
+    get_mask,
+    get_score,
+    prepare_pages,
+    register_mask,
+    size_inside_pages,
+)
 
 
 def _example(length: int) -> dict[str, Any]:
-    size = max((n for n in range(1, length // 8 + 1) if length % n == 0), default=1)
-    count = length // size
-    table = [*range(1, count, 2), *range(0, count, 2)]
-    return {"inner": get_mask("causal"), "page_table": [table], "kv_lens": [length * 7 // 8], "page_size": size}
+    return {"inner": get_mask("causal"), **example_pages(length)}
 
 
-@register_mask(prepare=pages, inner_size=inside_pages, example=_example)
-def paged(
+@register_mask(name="paged", prepare=prepare_pages, inner_size=size_inside_pages, example=_example)
+def paged_mask(
     b: Tensor,
     h: Tensor,
     q: Tensor,
@@ -44,3 +49,42 @@ def paged(
     first = first_positions[b, kv // page_size]
     position = torch.where(first < 0, 0, first) + kv % page_size
     return (first >= 0) & (position < kv_lens[b]) & inner(b, h, q, position)
+
+
+def paged(
+    inner: str | Mask | Score | Callable[..., Tensor],
+    page_table: Tensor | Sequence[Sequence[int]],
+    kv_lens: Tensor | Sequence[int],
+    page_size: int,
+) -> Any:
+    """Return a mask (or Score) over keys in pages of one pool: a paged KV cache.
+
+    Key n of the pool is slot n % page_size of page n // page_size. Inside, kv is the position in the batch element's
+    own sequence; keys of pages that are not its own, and those past its length, are hidden.
+
+    Args:
+        inner: a Mask, the name of a mask without parameters, a mask function, or a Score. Inside there are
+            P * page_size keys.
+        page_table: int[B, P], the page of the pool that holds keys p * page_size and following of batch element b. Only
+            the first ceil(kv_lens[b] / page_size) of a row are read. Batch elements may share pages (of a common
+            prefix).
+        kv_lens: int[B], the number of keys of each batch element, from 0 to P * page_size.
+        page_size: keys in a page, at least 1.
+
+    Returns:
+        A Mask, or a Score if `inner` is one.
+
+    Source: Kwon et al., Efficient Memory Management for Large Language Model Serving with PagedAttention, 2023.
+
+    Example:
+        >>> import flexmasks
+        >>> mask = flexmasks.paged("causal", [[2, 0]], [3], page_size=2)  # its keys are in slots 4, 5, 0
+        >>> flexmasks.dense_mask(mask, 3, 6)[0, 0].int()
+        tensor([[0, 0, 0, 0, 1, 0],
+                [0, 0, 0, 0, 1, 1],
+                [1, 0, 0, 0, 1, 1]], dtype=torch.int32)
+    """
+    given: dict[str, Any] = {"page_table": page_table, "kv_lens": kv_lens, "page_size": page_size}
+    if isinstance(inner, Score):
+        return get_score("paged", inner=inner, **given)
+    return get_mask("paged", inner=get_mask(inner), **given)

@@ -3,8 +3,7 @@ from typing import Annotated, Any
 from torch import Tensor
 
 from flexmasks.masks.natten import check_canvas, pixels_of, place
-from flexmasks.spec.parameters import Size, pair
-from flexmasks.spec.registry import register_mask
+from flexmasks.spec import Size, pair, register_mask
 
 
 def _prepare(

@@ -5,8 +5,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from flexmasks.spec.parameters import Size, always
-from flexmasks.spec.registry import register_mask
+from flexmasks.spec import Size, always, register_mask
 
 
 def _prepare(

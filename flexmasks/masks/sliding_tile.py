@@ -5,8 +5,7 @@ from torch import Tensor
 
 from flexmasks.masks.natten import window as neighborhood
 from flexmasks.orders import coordinates
-from flexmasks.spec.parameters import Size
-from flexmasks.spec.registry import register_mask
+from flexmasks.spec import Size, register_mask
 
 Axes = Annotated[tuple[int, int] | tuple[int, int, int], "int(2) in 1.. | int(3) in 1.."]
 

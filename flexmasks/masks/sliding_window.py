@@ -2,16 +2,14 @@ from typing import Annotated
 
 from torch import Tensor
 
-from flexmasks.plans.windows import Band
-from flexmasks.spec.parameters import Size
-from flexmasks.spec.registry import register_mask
+from flexmasks.spec import Band, Size, register_mask
 
 
-def _dense(size: Size, *, window: int | Tensor) -> Band | None:
+def _band(size: Size, *, window: int | Tensor) -> Band | None:
     return None if isinstance(window, Tensor) else Band(left=window, right=0)
 
 
-@register_mask(example=lambda length: {"window": length // 4}, dense=_dense)
+@register_mask(example=lambda length: {"window": length // 4}, band=_band)
 def sliding_window(
     b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, window: Annotated[int | Tensor, "int in 0.. | int[] in 0.."]
 ) -> Tensor:

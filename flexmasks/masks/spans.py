@@ -3,8 +3,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from flexmasks.spec.parameters import Size, at, per_batch
-from flexmasks.spec.registry import register_mask
+from flexmasks.spec import Size, at, per_batch, register_mask
 
 
 def _spans_prepare(size: Size | None, *, span_ids: Annotated[Tensor, "int[S] | int[B, S]"]) -> dict[str, Any]:

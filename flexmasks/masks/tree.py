@@ -3,8 +3,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from flexmasks.spec.parameters import Size, at
-from flexmasks.spec.registry import register_mask
+from flexmasks.spec import Size, at, register_mask
 
 
 def _prepare(

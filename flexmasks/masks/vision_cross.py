@@ -3,8 +3,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from flexmasks.spec.parameters import always
-from flexmasks.spec.registry import register_mask
+from flexmasks.spec import always, register_mask
 
 
 def _example(length: int) -> dict[str, object]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flexmasks.blocks.build import Elements, MaskMod, build, decide, dependence, of_block_mask, over_indices
-from flexmasks.plans.plan import MaskPlan, Offset, ScorePlan, explained, shifted_mask, sized
+from flexmasks.plans.plan import MaskPlan, Offset, ScorePlan, naming, shifted_mask, sized
 from flexmasks.spec.parameters import Size
 from flexmasks.spec.values import Modifier, Score
 
@@ -63,7 +63,7 @@ class MaskCells:
         self.q_len, self.kv_len, self.block_size = size.q_len, size.kv_len, plan.block_size
         self._device = size.device
         self._mod: MaskMod = lambda _b, _h, q, kv: mod(_b + b, _h + h, q, kv)
-        with explained(plan.value):
+        with naming(plan.value):
             self.counts = self._counted()
         depends = (self._depends(mod, max(2, n), dim) for dim, n in enumerate((size.batch, size.heads)))
         self.where = _where(b, h, *depends)
@@ -223,7 +223,7 @@ class ScoreCells:
         own_b, own_h = (torch.tensor([n], device=self._device) for n in self._at)
         at = (own_b if b is None else b, own_h if h is None else h, q, kv)
         scores = torch.full([len(x) for x in at], score, device=self._device)
-        with explained(self._score), torch.no_grad():
+        with naming(self._score), torch.no_grad():
             changed = self._mod(scores, *at).float().cpu()
         return changed[0, 0] if b is None and h is None else changed
 

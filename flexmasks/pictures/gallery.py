@@ -16,8 +16,9 @@ from torch import Tensor
 from flexmasks.attention import attention
 from flexmasks.pictures import svg
 from flexmasks.pictures.picture import MaskPicture, draw
+from flexmasks.spec.definitions import definition
 from flexmasks.spec.examples import SHORT, at_most, fitting
-from flexmasks.spec.registry import Entry, definition, list_masks, list_scores
+from flexmasks.spec.registry import Entry, list_masks, list_scores
 from flexmasks.spec.values import Modifier
 
 LENGTH = 8192  # tokens of the masks' pictures, and of the sparsity

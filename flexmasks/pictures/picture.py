@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flexmasks.attention import MaskLike, ScoreLike, plan_mask
 from flexmasks.pictures import svg
 from flexmasks.pictures.cells import HIDDEN, PARTIAL, SKIPPED, VISIBLE, Grid, MaskCells, ScoreCells
+from flexmasks.plans.plan import Lengths, plan_mask
+from flexmasks.spec.arguments import MaskLike, ScoreLike, get_mask, get_score
+from flexmasks.spec.definitions import define
 from flexmasks.spec.parameters import Parameter, Size
-from flexmasks.spec.registry import get_mask, get_score, list_masks, list_scores
-from flexmasks.spec.values import Mask, Modifier, Score, define
+from flexmasks.spec.registry import list_masks, list_scores
+from flexmasks.spec.values import Mask, Modifier, Score
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -326,13 +328,13 @@ def draw(
         if heads is None:
             heads = max(8, h + 1) if made.definition.registered else h + 1
         device = next((t.device for t in made.tensors()), None)
-        sizes = plan_mask(_CALL, "full", q_len, kv_len, batch, heads, device, 1, q_offset, {})
+        sizes = plan_mask(_CALL, get_mask("full"), Lengths(q_len, kv_len, batch, heads, device, q_offset, 1))
         return ScorePicture(ScoreCells(made, sizes.size, q_offset, b, h))
     heads = h + 1 if heads is None else heads
     if block_size is None:
         shown = all(n is None or (type(n) is int and n <= _ELEMENTS) for n in (q_len, kv_len))
         block_size = 1 if shown else 128
-    plan = plan_mask(_CALL, made, q_len, kv_len, batch, heads, None, block_size, q_offset, {})
+    plan = plan_mask(_CALL, made, Lengths(q_len, kv_len, batch, heads, None, q_offset, block_size))
     return MaskPicture(MaskCells(plan, b, h))
 
 
@@ -571,3 +573,6 @@ def _label(ax: Axes, cells: MaskCells | ScoreCells) -> None:
     ax.xaxis.tick_top()
     if not 0.2 < cells.q_len / cells.kv_len < 5:
         ax.set_aspect("auto")
+
+
+Modifier.to_html = staticmethod(html_of)

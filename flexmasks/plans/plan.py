@@ -1,7 +1,7 @@
-"""From a mask or score and the sizes of a call to what torch takes: a BlockMask, a mask_mod, a score_mod.
+"""Plans: a mask or score with the sizes of a call, to a BlockMask, a mask_mod or a score_mod.
 
-What is found is kept by value and by the identity of tensors, see flexmasks.cache: the same mask over the same
-lengths is planned once.
+Plans are cached by the values of parameters and the identity of tensors, see flexmasks.cache: the same mask over the
+same lengths is planned once.
 """
 
 from __future__ import annotations
@@ -21,65 +21,54 @@ from flexmasks.blocks import build as blocks
 from flexmasks.blocks.build import Layout
 from flexmasks.blocks.counts import Blocks
 from flexmasks.cache import ENTRY, Cache
-from flexmasks.plans import rows
-from flexmasks.plans.rows import Rows
-from flexmasks.plans.windows import Dense, told
+from flexmasks.plans.checks import check_offset, fail
+from flexmasks.plans.windows import Window, window_of
 from flexmasks.spec.captures import Aliases, Opaque, capture
-from flexmasks.spec.parameters import Size, bounded, can_be_read, describe
-from flexmasks.spec.registry import from_arguments, functions_of, get_mask
-from flexmasks.spec.values import Mask, Modifier, NestedExtras
+from flexmasks.spec.indexing import bounded
+from flexmasks.spec.parameters import Size, describe
+from flexmasks.spec.values import Mask, Modifier, ResolvedInner, Score
 
 Offset = int | Tensor
 BLOCK_SIZE = (128, 128)
-_SMALL_BLOCKS = ((1 << 10, 32), (1 << 15, 64))  # up to which length, torch's kernel for the CPU wins by such blocks
-_CONSTANTS = 6  # so many values of a mask's numbers are compiled in; from then on they are inputs of the kernel
-
-_POSITIONS = 1 << 31  # kernels count them in 32 bits
-_UNKNOWN_SHARE = 0.5  # of the pairs, computed
+_CPU_BLOCK_SIZES = ((1 << 10, 32), (1 << 15, 64))  # longest length, and the block size that is fastest up to it
+_MAX_COMPILED_VALUES = 6  # values of a mask's numbers that are compiled in; then the numbers become inputs
+_MAX_POSITIONS = 1 << 31  # kernels count positions in 32 bits
+_UNKNOWN_FRACTION = 0.5  # assumed fraction of pairs that is computed
 
 
 @dataclass(frozen=True)
-class _Found:
-    """What is kept of a planned mask or score: nothing of the user's own."""
+class _Prepared:
+    """What is cached of a planned mask or score; it holds nothing of the user's own."""
 
-    extras: dict[str, Any]
-    moved: Tensor | None  # q_offset, where it is a number above 0, as an input of the kernel: decoding changes it
+    resolved: dict[str, Any]  # what `Modifier.resolve` returned
+    offset: Tensor | None  # a number q_offset above 0 as a kernel's input: decoding changes it at each step
 
     @property
     def nbytes(self) -> int:
-        return ENTRY + sum(t.nbytes for t in _tensors_in(self.extras))
+        return ENTRY + sum(t.nbytes for t in _tensors_in(self.resolved))
 
 
 @dataclass(frozen=True)
-class _FoundMask(_Found):
+class _PreparedMask(_Prepared):
     layout: Layout
-    facts: dict[str, Any]  # "options" that hold for kernels, "share" of the pairs that is computed: once asked for
+    facts: dict[str, Any]  # filled when asked for: "options" proven for kernels, "fraction" of pairs computed
 
     @property
     def nbytes(self) -> int:
         return super().nbytes + sum(t.nbytes for t in self.layout.indices)
 
 
-_Kept = TypeVar("_Kept", bound=_Found)
-_BLOCKS: Cache[_FoundMask] = Cache("blocks", max_bytes=5 << 28)  # a million tokens take 1.07 GB
-_ROWS: Cache[Rows] = Cache("rows", max_bytes=1 << 29)
-_SCORES: Cache[_Found] = Cache("scores", max_bytes=1 << 26)
-_NUMBERS: Cache[set[Hashable]] = Cache("numbers", max_bytes=1024)  # values seen of masks' numbers; one byte each
-
-
-def _outside_transforms(tensors: Sequence[Tensor]) -> contextlib.AbstractContextManager[Any]:
-    """What is made and kept must not belong to a transform of torch.func, unless what it is made from does."""
-    inside = compat.transforms_active()
-    if not inside or any(compat.is_wrapped(t) for t in tensors):
-        return contextlib.nullcontext()
-    return compat.outside_transforms()
+_P = TypeVar("_P", bound=_Prepared)
+_BLOCKS: Cache[_PreparedMask] = Cache("blocks", max_bytes=5 << 28)  # the blocks of a million tokens take 1.07 GB
+_SCORES: Cache[_Prepared] = Cache("scores", max_bytes=1 << 26)
+_NUMBERS: Cache[set[Hashable]] = Cache("numbers", max_bytes=1024)  # values seen of masks' numbers; an entry is a byte
 
 
 class Plan:
-    """A mask or score with the sizes of a call. Work is done, or found done, when it is asked for.
+    """Base of MaskPlan and ScorePlan: a value with the sizes of a call; each step runs when it is asked for.
 
-    With `aliases` its functions are bound to aliases of the tensors where that can be (`kept`), so that they may be
-    kept.
+    With `lift`, numbers may become inputs of the kernel. With `aliases`, functions are bound to aliases of the
+    tensors if that is possible (`holds_aliases`), so that the bound functions may be cached.
     """
 
     def __init__(
@@ -87,9 +76,9 @@ class Plan:
     ) -> None:
         self.value, self.size, self.offset = value, size, offset
         self._bound_to: tuple[Any, Offset] = value, offset
-        self.kept = False
+        self.holds_aliases = False
         self.tensors: list[Tensor] = []
-        self.opaque = False
+        self.opaque = False  # the function reads something that may change unnoticed, so nothing is cached
         try:
             self._key = value.capture(self.tensors)
         except Opaque:
@@ -98,217 +87,197 @@ class Plan:
         if aliases is not None and not self.opaque:
             with contextlib.suppress(Opaque):
                 self._bound_to = aliases.of((value, offset))
-                self.kept = True
+                self.holds_aliases = True
 
     @functools.cached_property
     def kernel_key(self) -> Hashable:
-        """What a compiled kernel depends on."""
+        """Key of what a compiled kernel depends on."""
         if self.opaque:
             return "opaque", self.value.name, getattr(self.value.definition.function, "__code__", None)
         return self.value.capture([], contents=False)
 
+    @property
+    def shapes(self) -> tuple[torch.Size, ...]:
+        """Shapes of the captured tensors."""
+        return tuple(t.shape for t in self.tensors)
+
+    @property
+    def has_number_tensors(self) -> bool:
+        """Whether a function captured a 0-dimensional tensor by itself, not as a parameter."""
+        parameters = {id(t) for t in self.value.numbers()}
+        return any(t.ndim == 0 and id(t) not in parameters for t in self.tensors)
+
     def _lift(self) -> bool:
-        """Whether the numbers are to be inputs of the kernel: when many values of them were seen."""
-        key = self.value.capture([], lift=True, contents=False)
-        if key == self.kernel_key:
+        """Return whether numbers become inputs of the kernel: once many values of them were seen."""
+        key_without_numbers = self.value.capture([], lift=True, contents=False)
+        if key_without_numbers == self.kernel_key:
             return False
-        seen = _NUMBERS.get(key)
+        seen = _NUMBERS.get(key_without_numbers)
         if seen is None:
             seen = set()
-            _NUMBERS.put(key, (), seen, 1)
+            _NUMBERS.put(key_without_numbers, (), seen, 1)
         if self.kernel_key not in seen:
-            if len(seen) >= _CONSTANTS:
-                self.kernel_key = key
+            if len(seen) >= _MAX_COMPILED_VALUES:
+                self.kernel_key = key_without_numbers
                 return True
             seen.add(self.kernel_key)
         return False
 
-    def _find(self, cache: Cache[_Kept], build: Callable[[], _Kept], *more: Hashable) -> _Kept:
+    def _cached(self, cache: Cache[_P], build: Callable[[], _P], *more_key: Hashable) -> _P:
+        """Return what the cache holds for this plan, or build it."""
         if self.opaque:
             return build()
         offset = self.offset if isinstance(self.offset, int) else "tensor"
         tensors = self.tensors if isinstance(self.offset, int) else [*self.tensors, self.offset]
-        key = (self._key, offset, self.size, self.lifted, torch.get_default_dtype(), *more)
-        found = cache.get(key, tensors)
-        if found is None:
-            with _outside_transforms(tensors):
-                found = build()
-            # what was computed from a tensor that learns belongs to one autograd graph
-            if not any(t.requires_grad for t in tensors) or not _tensors_in(found.extras):
-                cache.put(key, tensors, found, found.nbytes)
-        return found
+        key = (self._key, offset, self.size, self.lifted, torch.get_default_dtype(), *more_key)
+        prepared = cache.get(key, tensors)
+        if prepared is None:
+            with outside_transforms(tensors):
+                prepared = build()
+            # What is computed from a tensor that requires a gradient belongs to one autograd graph.
+            if not any(t.requires_grad for t in tensors) or not _tensors_in(prepared.resolved):
+                cache.put(key, tensors, prepared, prepared.nbytes)
+        return prepared
 
-    def _moved(self) -> Tensor | None:
+    def _offset_tensor(self) -> Tensor | None:
         if not isinstance(self.offset, int) or self.offset == 0:
             return None
-        # one for each batch element: some kernels have no 0-dimensional tensors
-        moved = torch.full((max(self.size.batch, 2),), self.offset, device=self.size.device)
-        return bounded(moved, self.offset, self.offset)
+        # One element for each batch element: some kernels take no 0-dimensional tensors.
+        filled = torch.full((max(self.size.batch, 2),), self.offset, device=self.size.device)
+        return bounded(filled, self.offset, self.offset)
 
-    @property
-    def shapes(self) -> tuple[torch.Size, ...]:
-        """Of the tensors."""
-        return tuple(t.shape for t in self.tensors)
-
-    def _bind(self, found: _Found) -> tuple[Callable[..., Tensor], Offset]:
+    def _bind(self, prepared: _Prepared) -> tuple[Callable[..., Tensor], Offset]:
+        """Return the function bound to the user's own tensors, or their aliases, and the offset of queries."""
         value, offset = self._bound_to
         heads = self.size.heads if self.size.device.type == "cuda" else None
-        return value.bind(found.extras, heads), offset if found.moved is None else found.moved
-
-    @property
-    def has_numbers(self) -> bool:
-        """Whether a function captured a 0-dimensional tensor by itself, not as a parameter."""
-        known = {id(t) for t in self.value.numbers()}
-        return any(t.ndim == 0 and id(t) not in known for t in self.tensors)
+        return value.bind(prepared.resolved, heads), offset if prepared.offset is None else prepared.offset
 
 
 class MaskPlan(Plan):
-    """A mask on its way to a BlockMask."""
+    """A mask on its way to a BlockMask.
+
+    `open_extents` has "batch" or "heads" if the caller gave no size; the mask must not depend on that index.
+    """
 
     def __init__(
         self,
         mask: Mask,
         size: Size,
         offset: Offset = 0,
+        *,
         lift: bool = False,
         block_size: tuple[int, int] = BLOCK_SIZE,
         open_extents: tuple[str, ...] = (),
         aliases: Aliases | None = None,
     ) -> None:
-        """`open_extents`: "batch", "heads" where nobody said how far b and h range: the mask must not depend on it."""
         super().__init__(mask, size, offset, lift, aliases)
-        self.block_size, self.open_extents = block_size, open_extents
+        self.mask, self.block_size, self.open_extents = mask, block_size, open_extents
 
     @functools.cached_property
-    def dense(self) -> Dense | None:
-        """What kernels that have masks of their own are to be told, where that is all of the mask."""
+    def window(self) -> Window | None:
+        """The window that is all of the mask, for kernels that know windows natively, or None."""
         if self.opaque or not isinstance(self.offset, int):
             return None
-        return told(cast(Mask, self.value), sized(self.size, self.offset))
+        return window_of(self.mask, sized(self.size, self.offset))
 
     @functools.cached_property
-    def _found(self) -> _FoundMask:
-        return self._find(_BLOCKS, self._build, self.block_size, self.open_extents)
+    def _prepared(self) -> _PreparedMask:
+        return self._cached(_BLOCKS, self._build, self.block_size, self.open_extents)
 
-    def _build(self) -> _FoundMask:
+    def _build(self) -> _PreparedMask:
         size = sized(self.size, self.offset)
-        extras = self.value.resolve(size, self.lifted)
-        mod = shifted_mask(self.value.bind(extras), self.offset)
+        resolved = self.mask.resolve(size, self.lifted)
+        mask_mod = shifted_mask(self.mask.bind(resolved), self.offset)
+        # An extent that nobody gave counts twice, so that a dependence on its index shows.
         batch, heads = (n * (1 + (e in self.open_extents)) for n, e in ((size.batch, "batch"), (size.heads, "heads")))
         try:
-            with explained(self.value):
-                found = blocks.build(mod, batch, heads, size.q_len, size.kv_len, size.device, self.block_size)
+            with naming(self.mask):
+                layout = blocks.build(mask_mod, batch, heads, size.q_len, size.kv_len, size.device, self.block_size)
         except Exception:
-            check_open_extents(self.value, mod, size, self.open_extents)
+            check_open_extents(self.mask, mask_mod, size, self.open_extents)
             raise
-        own = found.indices[0].shape
-        if any(n > 1 for n, e in ((own[0], "batch"), (own[1], "heads")) if e in self.open_extents):
-            check_open_extents(self.value, mod, size, self.open_extents)
-        return _FoundMask(extras, self._moved(), found, {})
+        sizes_of_lists = layout.indices[0].shape
+        if any(n > 1 and e in self.open_extents for n, e in zip(sizes_of_lists, ("batch", "heads"), strict=False)):
+            check_open_extents(self.mask, mask_mod, size, self.open_extents)
+        return _PreparedMask(resolved, self._offset_tensor(), layout, {})
 
     def block_mask(self) -> BlockMask:
-        """The BlockMask; its mask_mod is bound to the user's own tensors, or their aliases."""
-        found = self._found
-        return found.layout.block_mask(shifted_mask(*self._bind(found)))
+        """Return the BlockMask; its mask_mod is bound to the user's own tensors, or their aliases."""
+        prepared = self._prepared
+        return prepared.layout.block_mask(shifted_mask(*self._bind(prepared)))
 
     def blocks(self) -> Blocks:
-        """The BlockMask, and what it took to find it."""
-        layout = self._found.layout
+        """Return the BlockMask with its counts, and what it took to find it."""
+        layout = self._prepared.layout
         return Blocks(self.block_mask(), layout.undecided, layout.not_understood)
 
-    def kernel_options(self, scored: bool) -> dict[str, bool]:
-        """Options of torch's kernels that hold for these blocks whatever tensors contain: of masks without any.
+    def proven_options(self, has_score: bool) -> dict[str, bool]:
+        """Return options of torch's kernels that hold for these blocks: for masks without tensors.
 
-        With a change of scores, `scored`, no row is sure to keep a score that is finite.
+        What holds for one content of a tensor may not hold for the next. With a score change, no row is sure to keep
+        a finite score.
         """
         if self.opaque or self.lifted or self.tensors or not isinstance(self.offset, int) or self.offset != 0:
             return {}
         options = self._fact("options", lambda: self.blocks().kernel_options)
-        return {n: v for n, v in options.items() if not (scored and n == "ROWS_GUARANTEED_SAFE")}
+        return {n: v for n, v in options.items() if not (has_score and n == "ROWS_GUARANTEED_SAFE")}
 
-    def share(self) -> float:
-        """The share of all pairs that is computed, about; a half where blocks are found only to know it."""
-        dense = self.dense
-        if dense is not None:
+    def computed_fraction(self) -> float:
+        """Return about which fraction of all pairs is computed; a half if only finding the blocks would tell."""
+        window = self.window
+        if window is not None:
             pairs = self.size.q_len * self.size.kv_len
-            return dense.pairs(self.size.q_len) / pairs if dense.sequences is None else _UNKNOWN_SHARE
-        return cast(float, self._fact("share", lambda: 1 - self.blocks().sparsity))
+            return window.pairs(self.size.q_len) / pairs if window.sequences is None else _UNKNOWN_FRACTION
+        return cast(float, self._fact("fraction", lambda: 1 - self.blocks().sparsity))
 
     def _fact(self, name: str, find: Callable[[], Any]) -> Any:
-        """What was found of the blocks, kept with them; to find it waits for a GPU."""
-        facts = self._found.facts
+        """Return a fact about the blocks, kept with them, for finding it waits for a GPU."""
+        facts = self._prepared.facts
         if name not in facts:
             facts[name] = find()
         return facts[name]
 
 
-def rows_of(mask: Any, params: dict[str, Any], x: Tensor) -> Rows:
-    """What each row of scores x [B, H, Q, KV] sees of a mask, given as in a call."""
-    if torch.compiler.is_compiling():
-        if not (isinstance(mask, str | Mask) or params):  # a function, whose signature cannot be read here
-            return rows.traced(mask, *_sizes(x))
-        made = get_mask(mask, **params)
-        return rows.traced(made.bind(made.resolve(Size(*_sizes(x)))), *_sizes(x))
-    tensors: list[Tensor] = []
-    read: Hashable = functions_of("mask", mask)
-    key: Hashable = None
-    try:
-        if params or not isinstance(read, str):  # else there is nothing to read
-            read = capture((read, params), tensors)
-        key = read, x.shape, x.device, torch.get_default_dtype()
-    except Opaque:
-        pass
-    is_traced = compat.in_dispatch_mode() or x.is_meta or isinstance(x, compat.FakeTensor)
-    is_traced = is_traced or not all(map(can_be_read, tensors))
-    found = None if key is None or is_traced else _ROWS.get(key, tensors)
-    if found is None:
-        made = cast(Mask, from_arguments(mask, None, params)[0])
-        if not is_traced and not x.numel():
-            return Rows()
-        on_fake = x.fake_mode if isinstance(x, compat.FakeTensor) else contextlib.nullcontext()
-        with _outside_transforms(tensors), explained(made), on_fake, torch.no_grad():
-            mod = made.bind(made.resolve(Size(*_sizes(x))))
-            found = (rows.traced if is_traced else rows.build)(mod, *_sizes(x))
-        if key is not None and not is_traced:
-            _ROWS.put(key, tensors, found, ENTRY + found.nbytes)
-    return found
-
-
-def _sizes(x: Tensor) -> tuple[int, int, int, int, torch.device]:
-    batch, heads, q_len, kv_len = x.shape
-    return batch, heads, q_len, kv_len, x.device
-
-
 class ScorePlan(Plan):
     """A score change on its way to a score_mod."""
 
-    def score_mod(self) -> Callable[..., Tensor]:
-        """The score_mod, bound to the user's own tensors, or their aliases."""
-        return shifted_score(*self._bind(self._find(_SCORES, self._build)))
+    def __init__(self, score: Score, size: Size, offset: Offset = 0, *, aliases: Aliases | None = None) -> None:
+        super().__init__(score, size, offset, aliases=aliases)
+        self.score = score
 
-    def _build(self) -> _Found:
-        extras = self.value.resolve(sized(self.size, self.offset))
-        # some scores, for the function's own errors; on CUDA only the first, for an index out of range ends the process
+    def score_mod(self) -> Callable[..., Tensor]:
+        """Return the score_mod, bound to the user's own tensors, or their aliases."""
+        return shifted_score(*self._bind(self._cached(_SCORES, self._build)))
+
+    def _build(self) -> _Prepared:
+        resolved = self.score.resolve(sized(self.size, self.offset))
+        self._try(shifted_score(self.score.bind(resolved), self.offset))
+        return _Prepared(resolved, self._offset_tensor())
+
+    def _try(self, score_mod: Callable[..., Tensor]) -> None:
+        """Call the function on some scores, so that its own errors are raised here and name it.
+
+        On a CPU the first and last index of each kind are tried; on CUDA only the first, because an index out of
+        range would end the process.
+        """
         size = self.size
-        ends = [
-            [0] if size.device.type != "cpu" else [0, n - 1] for n in (size.batch, size.heads, size.q_len, size.kv_len)
-        ]
-        score = torch.zeros([len(e) for e in ends], dtype=size.dtype, device=size.device)
-        mod = shifted_score(self.value.bind(extras), self.offset)
-        with explained(self.value), torch.no_grad():
-            changed = blocks.over_indices(mod, (0,))(score, *(torch.tensor(e, device=size.device) for e in ends))
-            if not changed.dtype.is_floating_point or changed.shape != score.shape:
-                got = f"{describe(changed)} for {describe(score)}"
+        lengths = size.batch, size.heads, size.q_len, size.kv_len
+        ends = [[0, n - 1] if size.device.type == "cpu" else [0] for n in lengths]
+        scores = torch.zeros([len(e) for e in ends], dtype=size.dtype, device=size.device)
+        with naming(self.score), torch.no_grad():
+            indices = (torch.tensor(e, device=size.device) for e in ends)
+            changed = blocks.over_indices(score_mod, (0,))(scores, *indices)
+            if not changed.dtype.is_floating_point or changed.shape != scores.shape:
+                got = f"{describe(changed)} for {describe(scores)}"
                 raise TypeError(f"a score function must return a floating number for each score, got {got}.")
-        return _Found(extras, self._moved())
 
 
 class GivenPlan:
-    """A BlockMask that came from outside, in a MaskPlan's place."""
+    """A user's own BlockMask, in place of a MaskPlan."""
 
     tensors: tuple[Tensor, ...] = ()
-    dense: Dense | None = None
-    kept = False
+    window: Window | None = None
+    holds_aliases = False
 
     def __init__(self, block_mask: BlockMask) -> None:
         self._block_mask = block_mask
@@ -321,84 +290,151 @@ class GivenPlan:
         self.shapes = tuple(t.shape for t in captured)
 
     @property
-    def has_numbers(self) -> bool:
+    def has_number_tensors(self) -> bool:
         return any(not shape for shape in self.shapes)
-
-    def block_mask(self) -> BlockMask:
-        return self._block_mask
 
     def blocks(self) -> Blocks:
         return Blocks(self._block_mask)
 
-    def kernel_options(self, scored: bool) -> dict[str, bool]:
+    def proven_options(self, has_score: bool) -> dict[str, bool]:
         return {}
 
-    def share(self) -> float:
-        return _UNKNOWN_SHARE
-
-
-FULL = get_mask("full")
+    def computed_fraction(self) -> float:
+        return _UNKNOWN_FRACTION
 
 
 def block_size_for(size: Size) -> tuple[int, int]:
-    """The block size that suits the kernels of a call's device."""
+    """Return the block size that suits the kernels of a call's device."""
     if size.device.type == "cpu":
-        for length, n in _SMALL_BLOCKS:
+        for length, n in _CPU_BLOCK_SIZES:
             if max(size.q_len, size.kv_len) <= length:
                 return n, n
     return BLOCK_SIZE
 
 
 def sized(size: Size, offset: Offset) -> Size:
-    """The size with the largest offset in it; reads a tensor's values, and raises ValueError for a negative one."""
+    """Return the size with the largest offset in it; the values of a tensor are read.
+
+    Raises ValueError for an offset that is negative or too large.
+    """
     least, most = (offset, offset) if isinstance(offset, int) else torch.stack(torch.aminmax(offset)).tolist()
     if least < 0:
         raise ValueError(f"flexmasks: `q_offset` must be at least 0, got values from {least} to {most}.")
-    if most + size.q_len > _POSITIONS:
+    if most + size.q_len > _MAX_POSITIONS:
         raise ValueError(f"flexmasks: `q_offset` must be at most 2**31 - {size.q_len}, the queries, got {most}.")
     return replace(size, q_offset=most)
 
 
-def check_open_extents(value: Modifier, mod: Callable[..., Tensor], size: Size, extents: tuple[str, ...]) -> None:
-    """Raise ValueError where a mask depends on b or h and nobody said how far that ranges; its own errors first."""
-    for extent in extents:
-        twice = replace(size, **{extent: 2 * getattr(size, extent)})
+@dataclass(frozen=True)
+class Lengths:
+    """Lengths to plan a mask for outside a call, as users give them to `block_mask` and `dense_mask`."""
+
+    q_len: Any
+    kv_len: Any = None
+    batch: Any = None
+    heads: Any = None
+    device: Any = None
+    q_offset: Any = 0
+    block_size: Any = 128
+
+    def check(self, call: str, mask: Mask) -> tuple[Size, tuple[str, ...]]:
+        """Return the size, and which of "batch" and "heads" nobody gave; raise ValueError or TypeError in `call`."""
+        kv_len = self.q_len if self.kv_len is None else self.kv_len
+        for name, n in (("q_len", self.q_len), ("kv_len", kv_len), ("batch", self.batch), ("heads", self.heads)):
+            is_open = n is None and name in ("batch", "heads")
+            if not is_open and (type(n) is not int or n < 1):
+                fail(f"`{name}` must be an int of at least 1, got {n!r}.", call=call)
+        implied = mask.batch_size()
+        if not implied and isinstance(self.q_offset, Tensor) and self.q_offset.ndim:
+            implied = len(self.q_offset)
+        batch = self.batch or implied
+        size = Size(batch or 1, self.heads or 1, self.q_len, kv_len, self._device(call, mask))
+        check_offset(call, self.q_offset, size.batch, size.device)
+        return size, tuple(name for name, n in (("batch", batch), ("heads", self.heads)) if n is None)
+
+    def _device(self, call: str, mask: Mask) -> torch.device:
+        """Return the device asked for, or the device of the parameters' tensors, or the CPU."""
+        device = self.device
+        if device is None:
+            tensors = [t for t in [*mask.tensors(), self.q_offset] if isinstance(t, Tensor)]
+            device = tensors[0].device if tensors else "cpu"
         try:
-            found = blocks.dependence(mod, twice.batch, twice.heads, size.device)
+            device = torch.device(device)
+        except (RuntimeError, TypeError) as error:
+            fail(f"`device` must be a torch device, got {device!r} ({error}).", call=call)
+        if device.type == "meta" or (device.type == "cuda" and not torch.cuda.is_available()):
+            fail(f"`device` must be one that is here and holds data, got {device}.", call=call)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        return device
+
+
+def plan_mask(call: str, mask: Mask, lengths: Lengths) -> MaskPlan:
+    """Return the plan of a mask over lengths that a user gave to `call`."""
+    given = lengths.block_size
+    block_size = tuple(given) if isinstance(given, tuple | list) else (given, given)
+    if len(block_size) != 2 or not all(type(n) is int and n > 0 for n in block_size):
+        fail(f"`block_size` must be an int above 0 or a pair, got {given!r}.", call=call)
+    size, open_extents = lengths.check(call, mask)
+    return MaskPlan(mask, size, lengths.q_offset, block_size=block_size, open_extents=open_extents)
+
+
+def materialize(call: str, mask: Mask, lengths: Lengths) -> Tensor:
+    """Return a mask over lengths that a user gave to `call` as booleans, [batch or 1, heads or 1, q_len, kv_len]."""
+    size, open_extents = lengths.check(call, mask)
+    mask_mod = shifted_mask(mask.bind(mask.resolve(sized(size, lengths.q_offset))), lengths.q_offset)
+    check_open_extents(mask, mask_mod, size, open_extents)
+    with naming(mask):
+        return blocks.dense(mask_mod, size.batch, size.heads, size.q_len, size.kv_len, size.device)
+
+
+def _count_blocks(mask: Mask, q_len: int, kv_len: int | None, **sizes: Any) -> Blocks:
+    return plan_mask("Mask.blocks", mask, Lengths(q_len, kv_len, **sizes)).blocks()
+
+
+Mask.count_blocks = staticmethod(_count_blocks)
+
+
+def check_open_extents(mask: Mask, mask_mod: Callable[..., Tensor], size: Size, extents: tuple[str, ...]) -> None:
+    """Raise ValueError if a mask depends on b or h and the caller gave no size for it; its own errors come first."""
+    for extent in extents:
+        doubled = replace(size, **{extent: 2 * getattr(size, extent)})
+        try:
+            sizes = blocks.dependence(mask_mod, doubled.batch, doubled.heads, size.device)
         except Exception as error:
-            # an index out of range for a second one; all else is the function's own error, told when it is used
+            # An index out of range shows a dependence; any other error is raised when the mask is used.
             if not isinstance(error, IndexError) and "indexes a dimension" not in str(error):
                 continue
-            found = twice.batch, twice.heads
-        if found[extent == "heads"] > 1:
-            with explained(value):
-                blocks.dense(mod, size.batch, size.heads, 1, 1, size.device)
+            sizes = doubled.batch, doubled.heads
+        if sizes[extent == "heads"] > 1:
+            with naming(mask):
+                blocks.dense(mask_mod, size.batch, size.heads, 1, 1, size.device)
             raise ValueError(
-                f"flexmasks: the mask {value!r} depends on its {extent} index; pass `{extent}`, how far it ranges."
+                f"flexmasks: the mask {mask!r} depends on its {extent} index; pass `{extent}`, how far it ranges."
             )
 
 
-def shifted_mask(mod: Callable[..., Tensor], offset: Offset) -> Callable[..., Tensor]:
-    """The mask_mod with query i at position i + offset."""
+def shifted_mask(mask_mod: Callable[..., Tensor], offset: Offset) -> Callable[..., Tensor]:
+    """Return the mask_mod with query i at position i + offset."""
     if isinstance(offset, int) and offset == 0:
-        return mod
+        return mask_mod
     if isinstance(offset, int) or offset.ndim == 0:
-        return lambda b, h, q, kv: mod(b, h, q + offset, kv)
-    return lambda b, h, q, kv: mod(b, h, q + offset[b].to(q.dtype), kv)
+        return lambda b, h, q, kv: mask_mod(b, h, q + offset, kv)
+    return lambda b, h, q, kv: mask_mod(b, h, q + offset[b].to(q.dtype), kv)
 
 
-def shifted_score(mod: Callable[..., Tensor], offset: Offset) -> Callable[..., Tensor]:
-    """The score_mod with query i at position i + offset."""
+def shifted_score(score_mod: Callable[..., Tensor], offset: Offset) -> Callable[..., Tensor]:
+    """Return the score_mod with query i at position i + offset."""
     if isinstance(offset, int) and offset == 0:
-        return mod
+        return score_mod
     if isinstance(offset, int) or offset.ndim == 0:
-        return lambda score, b, h, q, kv: mod(score, b, h, q + offset, kv)
-    return lambda score, b, h, q, kv: mod(score, b, h, q + offset[b].to(q.dtype), kv)
+        return lambda score, b, h, q, kv: score_mod(score, b, h, q + offset, kv)
+    return lambda score, b, h, q, kv: score_mod(score, b, h, q + offset[b].to(q.dtype), kv)
 
 
 @contextlib.contextmanager
-def explained(value: Modifier) -> Iterator[None]:
-    """Errors of a mask's or score's own function, as errors that name it."""
+def naming(value: Modifier) -> Iterator[None]:
+    """Turn errors of a mask's or score's own function into errors that name it."""
     what = f"flexmasks {value.kind} {value!r}"
     try:
         yield
@@ -417,10 +453,17 @@ def explained(value: Modifier) -> Iterator[None]:
         raise ValueError(f"{what} failed on index tensors: {type(error).__name__}: {str(error)[:300]}") from error
 
 
+def outside_transforms(tensors: Sequence[Tensor]) -> contextlib.AbstractContextManager[Any]:
+    """Leave the transforms of torch.func, so that what is made may be cached, unless `tensors` belong to one."""
+    if not compat.transforms_active() or any(compat.is_wrapped(t) for t in tensors):
+        return contextlib.nullcontext()
+    return compat.outside_transforms()
+
+
 def _tensors_in(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
-    if isinstance(value, dict | NestedExtras):
-        value = tuple(value.values()) if isinstance(value, dict) else value.extras
+    if isinstance(value, dict | ResolvedInner):
+        value = tuple(value.values()) if isinstance(value, dict) else value.resolved
     children = value if isinstance(value, tuple) else ()
     return [t for child in children for t in _tensors_in(child)]

@@ -6,14 +6,24 @@ flexmasks.blocks and flexmasks.ranges.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import contextlib
+from collections.abc import Hashable
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from flexmasks import compat
 from flexmasks.blocks.build import Elements, MaskMod, boolean, coordinates_of, decide, over_indices
+from flexmasks.cache import ENTRY, Cache
+from flexmasks.plans.plan import naming, outside_transforms
+from flexmasks.spec.arguments import from_arguments, functions_of, get_mask
+from flexmasks.spec.captures import Opaque, capture
+from flexmasks.spec.parameters import Size, can_be_read
+from flexmasks.spec.values import Mask
 
+_ROWS: Cache[Rows] = Cache("rows", max_bytes=1 << 29)
 _WIDTH = 128  # columns of a block
 _WORDS = _WIDTH // 32
 
@@ -106,3 +116,40 @@ def traced(mask_mod: MaskMod, batch: int, heads: int, q_len: int, kv_len: int, d
     end = torch.where(seen, column + 1, 0).amax(-1)
     first = torch.minimum(torch.where(seen, column, kv_len).amin(-1), end)
     return Rows(bounds=torch.stack([first, end], -1).int(), seen=seen)
+
+
+def rows_of(mask: Any, params: dict[str, Any], x: Tensor) -> Rows:
+    """What each row of scores x [B, H, Q, KV] sees of a mask, given as in a call."""
+    if torch.compiler.is_compiling():
+        if not (isinstance(mask, str | Mask) or params):  # a function, whose signature cannot be read here
+            return traced(mask, *_sizes(x))
+        made = get_mask(mask, **params)
+        return traced(made.bind(made.resolve(Size(*_sizes(x)))), *_sizes(x))
+    tensors: list[Tensor] = []
+    read: Hashable = functions_of("mask", mask)
+    key: Hashable = None
+    try:
+        if params or not isinstance(read, str):  # else there is nothing to read
+            read = capture((read, params), tensors)
+        key = read, x.shape, x.device, torch.get_default_dtype()
+    except Opaque:
+        pass
+    is_traced = compat.in_dispatch_mode() or x.is_meta or isinstance(x, compat.FakeTensor)
+    is_traced = is_traced or not all(map(can_be_read, tensors))
+    found = None if key is None or is_traced else _ROWS.get(key, tensors)
+    if found is None:
+        made = cast(Mask, from_arguments(mask, None, params)[0])
+        if not is_traced and not x.numel():
+            return Rows()
+        on_fake = x.fake_mode if isinstance(x, compat.FakeTensor) else contextlib.nullcontext()
+        with outside_transforms(tensors), naming(made), on_fake, torch.no_grad():
+            mod = made.bind(made.resolve(Size(*_sizes(x))))
+            found = (traced if is_traced else build)(mod, *_sizes(x))
+        if key is not None and not is_traced:
+            _ROWS.put(key, tensors, found, ENTRY + found.nbytes)
+    return found
+
+
+def _sizes(x: Tensor) -> tuple[int, int, int, int, torch.device]:
+    batch, heads, q_len, kv_len = x.shape
+    return batch, heads, q_len, kv_len, x.device

@@ -1,6 +1,6 @@
 from torch import Tensor
 
-from flexmasks.spec.registry import register_score
+from flexmasks.spec import register_score
 
 
 @register_score(example=lambda length: {})

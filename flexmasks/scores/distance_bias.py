@@ -3,8 +3,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from flexmasks.spec.parameters import Size, bounded, check_covers_queries
-from flexmasks.spec.registry import register_score
+from flexmasks.spec import Size, bounded, check_covers_queries, register_score
 
 
 def _prepare(

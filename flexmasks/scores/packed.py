@@ -4,15 +4,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexmasks.spec.packing import inside_sequences, sequences
-from flexmasks.spec.registry import get_score, register_score
+from flexmasks.spec import get_score, prepare_sequences, register_score, size_inside_sequences
 
 
 def _example(length: int) -> dict[str, Any]:
     return {"inner": get_score("alibi"), "offsets": [0, length // 8, length // 2, length * 5 // 8, length]}
 
 
-@register_score(prepare=sequences, inner_size=inside_sequences, example=_example)
+@register_score(prepare=prepare_sequences, inner_size=size_inside_sequences, example=_example)
 def packed(
     score: Tensor,
     b: Tensor,

@@ -4,16 +4,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexmasks.masks.paged import _example as _mask_example
-from flexmasks.spec.paging import inside_pages, pages
-from flexmasks.spec.registry import get_score, register_score
+from flexmasks.spec import example_pages, get_score, prepare_pages, register_score, size_inside_pages
 
 
 def _example(length: int) -> dict[str, Any]:
-    return _mask_example(length) | {"inner": get_score("alibi")}
+    return {"inner": get_score("alibi"), **example_pages(length)}
 
 
-@register_score(prepare=pages, inner_size=inside_pages, example=_example)
+@register_score(prepare=prepare_pages, inner_size=size_inside_pages, example=_example)
 def paged(
     score: Tensor,
     b: Tensor,

@@ -3,8 +3,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from flexmasks.spec.parameters import Size, describe
-from flexmasks.spec.registry import register_score
+from flexmasks.spec import Size, describe, register_score
 
 
 def _prepare(size: Size | None, *, table: Annotated[Tensor, "float[H, W]"]) -> dict[str, Any]:

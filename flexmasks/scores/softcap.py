@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from flexmasks.kernels.tanh import tanh_approx
-from flexmasks.spec.parameters import Size
-from flexmasks.spec.registry import register_score
+from flexmasks.spec import Size, register_score
 
 
 def _prepare(
@@ -16,11 +15,11 @@ def _prepare(
     return {"cap": float(cap), "approximate": size is not None and size.approximate and not exact}
 
 
-def _dense(size: Size, *, cap: float, exact: bool) -> float | None:
+def _cap(size: Size, *, cap: float, exact: bool) -> float | None:
     return None if exact or cap == 0 else float(cap)
 
 
-@register_score(prepare=_prepare, example=lambda length: {"cap": 30.0}, dense=_dense)
+@register_score(prepare=_prepare, example=lambda length: {"cap": 30.0}, cap=_cap)
 def softcap(
     score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, cap: float, approximate: bool = False
 ) -> Tensor:

@@ -3,8 +3,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from flexmasks.spec.parameters import Size, bounded
-from flexmasks.spec.registry import register_score
+from flexmasks.spec import Size, bounded, register_score
 
 
 def t5_bucket(distance: int, buckets: int = 32, max_distance: int = 128, bidirectional: bool = True) -> int:

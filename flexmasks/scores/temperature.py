@@ -3,8 +3,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from flexmasks.spec.parameters import Size
-from flexmasks.spec.registry import register_score
+from flexmasks.spec import Size, register_score
 
 
 def _prepare(size: Size | None, *, temperatures: Annotated[Tensor, "float[H]"]) -> dict[str, Any]:

@@ -1,1 +1,28 @@
-"""What a mask or a score is: a function and its parameters come in, checked values (Mask, Score) go out."""
+"""What a mask or a score is: a function and its parameters come in, checked values (Mask, Score) go out.
+
+Mask and score files import what they need from here.
+"""
+
+from flexmasks.spec.arguments import get_mask as get_mask
+from flexmasks.spec.arguments import get_score as get_score
+from flexmasks.spec.bands import Band as Band
+from flexmasks.spec.bands import band_of as band_of
+from flexmasks.spec.bands import in_runs as in_runs
+from flexmasks.spec.bands import in_sequences as in_sequences
+from flexmasks.spec.indexing import always as always
+from flexmasks.spec.indexing import at as at
+from flexmasks.spec.indexing import bounded as bounded
+from flexmasks.spec.indexing import check_covers_queries as check_covers_queries
+from flexmasks.spec.indexing import pair as pair
+from flexmasks.spec.indexing import per_batch as per_batch
+from flexmasks.spec.layouts import example_pages as example_pages
+from flexmasks.spec.layouts import prepare_pages as prepare_pages
+from flexmasks.spec.layouts import prepare_sequences as prepare_sequences
+from flexmasks.spec.layouts import size_inside_pages as size_inside_pages
+from flexmasks.spec.layouts import size_inside_sequences as size_inside_sequences
+from flexmasks.spec.parameters import Size as Size
+from flexmasks.spec.parameters import describe as describe
+from flexmasks.spec.registry import register_mask as register_mask
+from flexmasks.spec.registry import register_score as register_score
+from flexmasks.spec.values import Mask as Mask
+from flexmasks.spec.values import Score as Score

@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from flexmasks.spec.registry import definition, get_mask, get_score
+from flexmasks.spec.arguments import get_mask, get_score
+from flexmasks.spec.definitions import definition
 from flexmasks.spec.values import Mask, Modifier, Score
 
 SHORT = (64, 128, 256, 512, 1024)  # lengths to try

@@ -1,7 +1,7 @@
-"""What a parameter of a mask or a score may be: its specification, and the check of a value against it.
+"""Parameters of masks and scores: their specifications, and the check of values against them.
 
-A parameter is annotated with a type for the type checker and, inside `Annotated`, with a
-specification that people read and that this module checks:
+A parameter is annotated with a type for the type checker and, inside `Annotated`, with a specification that people
+read and that this module checks:
 
     seq_lens: Annotated[Tensor, "int[B] in 0..S"]
     prefix_len: Annotated[int | Tensor, "int in 0..S | int[] in 0..S | int[B] in 0..S"]
@@ -12,12 +12,12 @@ A specification is a list of alternatives, `KIND`, `KIND(n)` or `KIND[dimensions
     int(2)             a tuple of two Python numbers
     int[B, S]          a tensor; `int[]` is a 0-dimensional one
 
-Dimensions and bounds are integers, names of the sizes below, or a new name, which stands for whatever size came:
+Dimensions and bounds are integers, names of the sizes below, or a new name, which stands for any size:
 
-    B  batch size            Q   number of queries      S  number of positions: the largest of q_offset + Q and KV
+    B  batch size            Q   number of queries      S  number of positions: the larger of q_offset + Q and KV
     H  number of query heads KV  number of keys
 
-Lists, tuples and NumPy arrays are taken where a tensor is asked for.
+Lists, tuples and NumPy arrays are accepted in place of tensors.
 """
 
 from __future__ import annotations
@@ -41,45 +41,47 @@ _ALTERNATIVE = re.compile(
     r"(?P<kind>int|float|bool)(?:\((?P<count>[1-9]\d*)\)|\[(?P<dims>[A-Z0-9, ]*)\])?"
     rf"(?: in (?P<low>{_BOUND})?\.\.(?P<high>{_BOUND})?)?"
 )
-_PLAIN = {int: "int", float: "float", bool: "bool"}
-_NUMPY = (np.ndarray, np.generic)
-_INTS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_SPEC_OF_TYPE = {int: "int", float: "float", bool: "bool"}
+_NUMPY_TYPES = (np.ndarray, np.generic)
+_INT_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 @dataclass(frozen=True)
 class Size:
-    """How far the indices of a call range: b < batch, h < heads, q < q_len (before q_offset), kv < kv_len."""
+    """Sizes of a call: indices range over b < batch, h < heads, q < q_len (before q_offset) and kv < kv_len."""
 
     batch: int
     heads: int
     q_len: int
     kv_len: int
     device: torch.device
-    q_offset: int = 0  # the largest one, where there are several
+    q_offset: int = 0  # the largest offset, if batch elements have different ones
     dtype: torch.dtype = torch.float32  # of the scores
-    approximate: bool = False  # functions of scores need no more precision than queries in float16 or bfloat16 have
+    approximate: bool = False  # half precision is precise enough for score functions
 
     @property
     def positions_of_q(self) -> int:
-        """Number of positions that queries reach."""
+        """Number of positions that queries reach: q_offset + q_len."""
         return self.q_offset + self.q_len
 
     @property
     def positions(self) -> int:
-        """Number of positions that queries and keys reach: indices q + q_offset and kv are below it."""
+        """Number of positions that queries and keys reach; q + q_offset and kv are below it."""
         return max(self.positions_of_q, self.kv_len)
 
     def named(self) -> dict[str, int]:
-        """The sizes by the names that specifications use."""
+        """Return the sizes by the names that specifications use."""
         return {"B": self.batch, "H": self.heads, "Q": self.q_len, "KV": self.kv_len, "S": self.positions}
 
 
 @dataclass(frozen=True)
 class _Alternative:
+    """One alternative of a specification, such as `int[B] in 0..S`."""
+
     text: str
     kind: str
-    count: int | None = None  # length of a tuple
-    dims: tuple[str, ...] | None = None  # dimensions of a tensor
+    count: int | None = None  # length of a tuple of numbers
+    dims: tuple[str, ...] | None = None  # dimensions of a tensor; None for numbers
     low: str = ""
     high: str = ""
 
@@ -104,7 +106,7 @@ class _Alternative:
 
 @dataclass(frozen=True)
 class Parameter:
-    """One keyword-only parameter of a mask or score: its name, specification, and whether it must be given."""
+    """One keyword-only parameter of a mask or score function."""
 
     name: str
     spec: str
@@ -113,16 +115,17 @@ class Parameter:
     alternatives: tuple[_Alternative, ...]
 
     def takes_tensor(self, rank: int | None = None) -> bool:
-        """Whether a tensor (of that rank) may be given."""
+        """Return whether the parameter accepts a tensor; of `rank` dimensions, if that is given."""
         return any(a.dims is not None and rank in (None, len(a.dims)) for a in self.alternatives)
 
     def is_sequence(self, value: Any) -> bool:
-        """Whether a value is a sequence that is made a tensor."""
-        numbers = isinstance(value, tuple) and any(a.count == len(value) for a in self.alternatives)
-        return isinstance(value, tuple) and not numbers and self.takes_tensor()
+        """Return whether a value is a sequence that stands for a tensor."""
+        if not isinstance(value, tuple) or any(a.count == len(value) for a in self.alternatives):
+            return False
+        return self.takes_tensor()
 
     def tensor(self, value: Any, device: torch.device | None) -> Tensor:
-        """A sequence as a tensor; of an empty one torch knows no dtype."""
+        """Return a sequence as a tensor; an empty one gets the dtype that the specification asks for."""
         made = torch.tensor(value, device=device)
         kinds = {a.kind for a in self.alternatives if a.dims is not None}
         if made.numel() or "float" in kinds:
@@ -130,9 +133,10 @@ class Parameter:
         return made.long() if "int" in kinds else made.bool()
 
     def check(self, what: str, value: Any, size: Size, sizes: dict[str, int]) -> Any:
-        """The value, fit for the mask's function, or a ValueError or TypeError that says what to pass.
+        """Return the value checked against the specification, sequences as tensors.
 
-        `sizes` maps the names of sizes to numbers and learns the new names that this value gives a size to.
+        `what` names the mask or score in errors. `sizes` maps names of sizes to numbers; new names in the
+        specification are added to it with the sizes that the value has. Raises ValueError or TypeError.
         """
         if not self.alternatives or (value is None and not self.required and self.default is None):
             return value
@@ -140,7 +144,9 @@ class Parameter:
             try:
                 value = self.tensor(value, size.device)
             except (TypeError, ValueError, RuntimeError) as error:
-                raise self._error(ValueError, what, f"a sequence that is no tensor ({error})", sizes) from error
+                raise self._error(
+                    ValueError, what, f"a sequence that cannot be made a tensor ({error})", sizes
+                ) from error
         if isinstance(value, Tensor):
             return self._check_tensor(what, value, size, sizes)
         return self._check_numbers(what, value, sizes)
@@ -172,7 +178,7 @@ class Parameter:
             raise self._error(ValueError, what, _with_type(value), sizes)
         sizes.update(learned)
         if value.device != size.device:
-            raise self._error(ValueError, what, f"one on {value.device}, and the call is on {size.device}", sizes)
+            raise self._error(ValueError, what, f"a tensor on {value.device} in a call on {size.device}", sizes)
         low, high = _bound(alternative.low, sizes), _bound(alternative.high, sizes)
         if (low is not None or high is not None) and can_be_read(value) and value.numel():
             least, most = torch.stack(torch.aminmax(value.detach())).tolist()
@@ -187,24 +193,24 @@ class Parameter:
 
 
 def parameters_of(function: Callable[..., Any]) -> dict[str, Parameter]:
-    """The keyword-only parameters of a function, by name."""
+    """Return the keyword-only parameters of a function, by name."""
     signature = [p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
     if not signature:
         return {}
     try:
         inner = function.func if isinstance(function, functools.partial) else function
         hints = get_type_hints(inner, include_extras=True)
-    except (NameError, TypeError, AttributeError):  # annotations of names that only a type checker sees
+    except (NameError, TypeError, AttributeError):  # an annotation names what only a type checker imports
         hints = {}
     found: dict[str, Parameter] = {}
-    sizes = set("BHQS") | {"KV"}  # of the call, and of the parameters read so far
+    sizes = set("BHQS") | {"KV"}  # names of sizes that bounds may use
     for p in signature:
         hint = hints.get(p.name)
         spec = ""
         if get_origin(hint) is Annotated:
             spec = next((m for m in get_args(hint)[1:] if isinstance(m, str)), "")
-        elif hint in _PLAIN:
-            spec = _PLAIN[hint]
+        elif hint in _SPEC_OF_TYPE:
+            spec = _SPEC_OF_TYPE[hint]
         found[p.name] = Parameter(
             name=p.name,
             spec=spec,
@@ -218,58 +224,14 @@ def parameters_of(function: Callable[..., Any]) -> dict[str, Parameter]:
         if unknown:
             raise ValueError(
                 f"flexmasks: the specification {spec!r} of `{p.name}` is bounded by {unknown[0]!r}, which is no size; "
-                f"there are {', '.join(sorted(n for n in sizes if not n.isdigit()))}."
+                f"the sizes are {', '.join(sorted(n for n in sizes if not n.isdigit()))}."
             )
     return found
 
 
-def per_batch(value: int | Tensor, b: Tensor) -> int | Tensor:
-    """A parameter that is one number, or one per batch element: its value for batch element `b`."""
-    return value[b] if isinstance(value, Tensor) and value.ndim else value
-
-
-def at(table: Tensor, b: Tensor, position: Tensor) -> Tensor:
-    """A parameter with one value per position, for all batch elements or for each: its value at `position`."""
-    return table[b, position] if table.ndim == 2 else table[position]
-
-
-_NUMBERS_ON = ("cpu",)
-
-
-def always(n: int, index: Tensor) -> Tensor | int:
-    """The number n where an index is wanted: on a GPU made of another index, as FLASH's compiler takes no constant.
-
-    Not times 0, in which torch sees a constant. On a CPU a number, by which kernels are up to 1.5 times as fast.
-    """
-    if index.device.type in _NUMBERS_ON:
-        return n
-    return index % 1 + n if n else index % 1
-
-
-def bounded(table: Tensor, low: int, high: int) -> Tensor:
-    """The table, with a note of the bounds of what it holds, by which `flash` knows that an index is not negative."""
-    if not torch.compiler.is_compiling():
-        table.bounds = low, high  # type: ignore[attr-defined]
-    return table
-
-
-def pair(value: Any) -> tuple[Any, Any]:
-    """A parameter that is one value for both axes, or one per axis: always one per axis."""
-    return value if isinstance(value, tuple) else (value, value)
-
-
-def check_covers_queries(name: str, count: int, size: Size | None, what: str = "a row") -> None:
-    """Raise ValueError where a parameter that must have something for each position of queries has too few."""
-    if size is not None and count < size.positions_of_q:
-        raise ValueError(
-            f"`{name}` must have {what} for each of the {size.positions_of_q} positions of queries (those before "
-            f"q_offset, too), got {count}."
-        )
-
-
 def freeze(value: Any) -> Any:
-    """Lists and NumPy values as tuples and Python numbers, so that a mask holds values; tensors stay as they are."""
-    if isinstance(value, _NUMPY):
+    """Return lists as tuples and NumPy values as Python numbers or tuples; everything else as it is."""
+    if isinstance(value, _NUMPY_TYPES):
         value = value.tolist()
     if isinstance(value, list | tuple):
         return tuple(freeze(v) for v in value)
@@ -277,7 +239,7 @@ def freeze(value: Any) -> Any:
 
 
 def can_be_read(tensor: Tensor) -> bool:
-    """Whether a tensor's values can be asked for: not while a graph is traced, without memory, or under torch.vmap."""
+    """Return whether a tensor's values can be read: not while torch traces, without memory, or under torch.vmap."""
     if torch.compiler.is_compiling():
         return False
     while compat.is_wrapped(tensor):
@@ -288,7 +250,7 @@ def can_be_read(tensor: Tensor) -> bool:
 
 
 def implied_size(dimension: str, parameters: Mapping[str, Parameter], values: Mapping[str, Any]) -> int | None:
-    """The size (B, H, Q, KV or S) that the shapes of the values imply, or None where they imply none."""
+    """Return the size named `dimension` (B, H, Q, KV or S) that the shapes of the values imply, or None."""
     for name, value in values.items():
         parameter = parameters.get(name)
         if parameter is None or not (isinstance(value, Tensor) or parameter.is_sequence(value)):
@@ -300,18 +262,19 @@ def implied_size(dimension: str, parameters: Mapping[str, Parameter], values: Ma
     return None
 
 
-_LONG = 64  # elements of a sequence that are shown
+_SHOWN_ELEMENTS = 64  # the longest sequence that `describe` writes out
 
 
 def describe(value: Any) -> str:
-    """A value as a repr shows it: tensors by dtype and shape, long sequences by shape, all else by its own repr."""
+    """Return a value as text: tensors by dtype and shape, long sequences by shape, other values by repr."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     shape = _shape(value)
-    return f"tuple{list(shape)}" if math.prod(shape) > _LONG else repr(value)
+    return f"tuple{list(shape)}" if math.prod(shape) > _SHOWN_ELEMENTS else repr(value)
 
 
 def _shape(value: Any) -> tuple[int, ...]:
+    """Return the shape of nested tuples, by the first element of each."""
     shape = []
     while isinstance(value, tuple):
         shape.append(len(value))
@@ -320,6 +283,7 @@ def _shape(value: Any) -> tuple[int, ...]:
 
 
 def _match(dims: tuple[str, ...], shape: tuple[int, ...], sizes: Mapping[str, int]) -> dict[str, int] | None:
+    """Return the sizes of new names if a shape matches the dimensions of a specification, else None."""
     if len(dims) != len(shape):
         return None
     learned: dict[str, int] = {}
@@ -333,11 +297,12 @@ def _match(dims: tuple[str, ...], shape: tuple[int, ...], sizes: Mapping[str, in
 
 
 def _bound(text: str, sizes: Mapping[str, int]) -> int | float | None:
+    """Return a bound as a number; None for no bound, and for a size that no value has given yet."""
     if not text:
         return None
     if text[0].isupper():
         name, _, less = text.partition("-")
-        return sizes[name] - int(less or 0) if name in sizes else None  # None: what has this size was not given
+        return sizes[name] - int(less or 0) if name in sizes else None
     return float(text) if "." in text or "e" in text else int(text)
 
 
@@ -354,7 +319,7 @@ def _is_finite(n: int | float) -> bool:
 
 
 def _is_dtype(dtype: torch.dtype, kind: str) -> bool:
-    return {"int": dtype in _INTS, "bool": dtype == torch.bool, "float": dtype.is_floating_point}[kind]
+    return {"int": dtype in _INT_DTYPES, "bool": dtype == torch.bool, "float": dtype.is_floating_point}[kind]
 
 
 def _with_type(value: Any) -> str:

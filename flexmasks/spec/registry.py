@@ -1,34 +1,20 @@
-"""The registry: names of masks and scores, and what is known of each."""
+"""The registry: how masks and scores get their names, and the lists of both."""
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from flexmasks.cache import clear_caches
-from flexmasks.spec.parameters import Size, describe
-from flexmasks.spec.values import CHAIN, Definition, Mask, Score, define
-
-if TYPE_CHECKING:
-    from flexmasks.plans.windows import Band
+from flexmasks.spec.bands import Band
+from flexmasks.spec.definitions import Definition, add, define, names
+from flexmasks.spec.parameters import Size
 
 Function = TypeVar("Function", bound=Callable[..., Tensor])
-_Made = TypeVar("_Made", Mask, Score)
-_REGISTRY: dict[str, dict[str, Definition]] = {"mask": {}, "score": {}}
-# What torch's own functions call it, and what to pass here.
-_HABITS = {
-    "is_causal": 'pass mask="causal"',
-    "attn_mask": "pass `mask`, a name or function, or `block_mask`",
-    "mask_mod": "pass `mask`",
-    "score_mod": "pass `score`",
-    "enable_gqa": "grouped heads are seen from the shapes",
-    "dropout_p": "there is no dropout of attention weights",
-}
 
 
 @dataclass(frozen=True)
@@ -36,10 +22,10 @@ class Entry:
     """One row of `list_masks()` or `list_scores()`."""
 
     name: str
-    signature: str  # its parameters, as one would write them
-    summary: str  # the first line of its docstring
+    signature: str  # name and parameters, as one would write a call
+    summary: str  # first line of the docstring
     source: str  # the paper or library it comes from, or ""
-    peers: str  # what other libraries call it, or ""
+    peers: str  # its names in other libraries, or ""
 
 
 def register_mask(
@@ -48,29 +34,31 @@ def register_mask(
     example: Callable[[int], dict[str, Any]] | None = None,
     prepare: Callable[..., dict[str, Any]] | None = None,
     inner_size: Callable[..., Size] | None = None,
+    band: Callable[..., Band | None] | None = None,
     dense: Callable[..., Band | None] | None = None,
 ) -> Callable[[Function], Function]:
     """Register a mask: one plain function `(b, h, q, kv, *, parameters) -> bool` of index tensors.
 
-    The decorated function is returned unchanged; registered again, by a notebook's cell that runs once more say, it
-    takes the place of what it was. Its docstring's first line is the mask's one-line meaning, its
-    paragraph that starts with `Source:` says where it comes from, one that starts with `Peers:` what other libraries
-    call it. Annotate parameters as flexmasks.spec.parameters says.
+    The decorator returns the function unchanged. A function that is registered again, because a notebook's cell runs
+    again say, replaces its earlier self. The first line of the docstring is the mask's one-line meaning; a paragraph
+    that starts with `Source:` says where the mask comes from, one that starts with `Peers:` how other libraries call
+    it. Annotate parameters as flexmasks.spec.parameters describes.
 
     Args:
-        name: the name to register; the function's own by default.
-        example: `example(length)` gives parameters that show the mask well at that length, batch size 1: those of its
-            picture and its code in the gallery, and of its row in the benchmarks.
-        prepare: `prepare(size, *, parameters)` makes the function's arguments from the user's parameters: it may
-            check what a specification cannot say (raising ValueError) and compute tensors once. The mask's
-            parameters are then prepare's, and the function takes what prepare returns. `size` is a
-            flexmasks.spec.Size, or None where the mask is called by itself.
-        inner_size: for masks that hold masks: `inner_size(size, **parameters)`, the sizes that those see.
-        dense: for masks that some kernels have themselves: `dense(size, **parameters)`, the mask as a
-            flexmasks.spec.Band, or None where these parameters make it another.
+        name: the name to register; the function's own name by default.
+        example: `example(length)` returns parameters that show the mask well at that length, for batch size 1. The
+            gallery's picture and code and the benchmarks' row are made with them.
+        prepare: `prepare(size, *, parameters)` returns the function's arguments, computed from the user's parameters.
+            It may check what a specification cannot express (raising ValueError) and compute tensors once. The mask's
+            parameters are then prepare's parameters. `size` is a flexmasks.spec.Size, or None if the mask is
+            called by itself.
+        inner_size: for masks that hold masks: `inner_size(size, **parameters)` returns the Size that inner masks see.
+        band: for masks that some kernels know natively: `band(size, **parameters)` returns the mask as a
+            flexmasks.spec.Band, or None if it is no band with these parameters.
+        dense: the former name of `band`, still accepted.
 
     Raises:
-        ValueError: the name is taken by another function, or not an identifier.
+        ValueError: another function has this name, or the name is no identifier.
         TypeError: the function does not take four indices.
 
     Example:
@@ -82,7 +70,7 @@ def register_mask(
         >>> flexmasks.get_mask("every_nth", stride=2)
         every_nth(stride=2)
     """
-    return _register("mask", name, example=example, prepare=prepare, inner_size=inner_size, dense=dense)
+    return _register("mask", name, example=example, prepare=prepare, inner_size=inner_size, native=band or dense)
 
 
 def register_score(
@@ -91,156 +79,37 @@ def register_score(
     example: Callable[[int], dict[str, Any]] | None = None,
     prepare: Callable[..., dict[str, Any]] | None = None,
     inner_size: Callable[..., Size] | None = None,
+    cap: Callable[..., float | None] | None = None,
     dense: Callable[..., float | None] | None = None,
 ) -> Callable[[Function], Function]:
     """Register a score change: one plain function `(score, b, h, q, kv, *, parameters) -> score`.
 
-    Arguments and errors are those of `register_mask`, but for `dense(size, **parameters)`: the cap, where the change
-    is a soft-cap.
+    Args:
+        name, example, prepare, inner_size: as for `register_mask`.
+        cap: for soft-caps, which some kernels know natively: `cap(size, **parameters)` returns the cap, or None if
+            the change is no soft-cap with these parameters.
+        dense: the former name of `cap`, still accepted.
+
+    Raises:
+        ValueError, TypeError: as `register_mask` does.
     """
-    return _register("score", name, example=example, prepare=prepare, inner_size=inner_size, dense=dense)
-
-
-def get_mask(name: str | Mask | Callable[..., Tensor], /, **params: Any) -> Mask:
-    """The mask of that name with its parameters; also of a plain function `(b, h, q, kv, *, parameters)`.
-
-    Raises ValueError for an unknown name, TypeError for unknown or missing parameters.
-
-    Example:
-        >>> import flexmasks
-        >>> flexmasks.get_mask("sliding_window", window=256)
-        sliding_window(window=256)
-    """
-    return _get(Mask, name, params)
-
-
-def get_score(name: str | Score | Callable[..., Tensor], /, **params: Any) -> Score:
-    """The score change of that name with its parameters; also of a plain function `(score, b, h, q, kv, *, ...)`.
-
-    Raises ValueError for an unknown name, TypeError for unknown or missing parameters.
-
-    Example:
-        >>> import flexmasks
-        >>> flexmasks.get_score("softcap", cap=30.0)
-        softcap(cap=30.0)
-    """
-    return _get(Score, name, params)
+    return _register("score", name, example=example, prepare=prepare, inner_size=inner_size, native=cap or dense)
 
 
 def list_masks() -> list[Entry]:
-    """The registered masks, by name.
+    """Return the registered masks, sorted by name.
 
     Example:
         >>> import flexmasks
         >>> [m.signature for m in flexmasks.list_masks() if m.name == "causal"]
         ['causal()']
     """
-    return [_entry(d) for _, d in sorted(_REGISTRY["mask"].items())]
+    return [_entry(d) for _, d in sorted(names("mask").items())]
 
 
 def list_scores() -> list[Entry]:
-    """The registered score changes, by name."""
-    return [_entry(d) for _, d in sorted(_REGISTRY["score"].items())]
-
-
-def definition(kind: str, name: str) -> Definition:
-    """The definition registered under that name, or a ValueError with the nearest names."""
-    known = _REGISTRY[kind]
-    if name not in known:
-        near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-        other = "score" if kind == "mask" else "mask"
-        if name in _REGISTRY[other]:
-            raise ValueError(f"flexmasks: {name!r} is a {other}, pass it as `{other}=`, not as `{kind}=`.")
-        if kind == "mask" and not name.isidentifier() and any(c in name for c in "&|~"):
-            raise ValueError(
-                f"flexmasks: no mask is named {name!r}; masks are combined as values: "
-                'flexmasks.get_mask("causal") & flexmasks.get_mask("document", document_ids=ids).'
-            )
-        names = f"flexmasks.list_{kind}s() names the {len(known)} that there are."
-        hint = f"did you mean {' or '.join(repr(n) for n in near)}?" if near else names
-        raise ValueError(f"flexmasks: no {kind} is named {name!r}; {hint}")
-    return known[name]
-
-
-def is_own(kind: str, name: str) -> bool:
-    """Whether that is a name of the library's own, whose functions never change."""
-    found = _REGISTRY[kind].get(name)
-    return found is not None and found.own
-
-
-def functions_of(kind: str, value: Any) -> Any:
-    """A mask or score given as in a call, for `captures.capture` to read: a name as the functions that it stands for.
-
-    A name of the library's own stays: its functions never change.
-    """
-    if isinstance(value, str):
-        found = definition(kind, value)
-        return value if found.own else (found.function, found.prepare, found.inner_size, found.dense)
-    if isinstance(value, (list, tuple)):
-        return [functions_of(kind, v) for v in value]
-    return value
-
-
-def from_arguments(mask: Any, score: Any, params: Mapping[str, Any]) -> tuple[Mask | None, Score | None]:
-    """The mask and the score of a call whose extra keyword arguments are `params`.
-
-    Each parameter goes to the one of them that takes it; TypeError where none or several do.
-    """
-    scores = list(score) if isinstance(score, list | tuple) else [] if score is None else [score]
-    targets = [_pending("mask", mask)] if mask is not None else []
-    targets += [_pending("score", s) for s in scores]
-    shares: list[dict[str, Any]] = [{} for _ in targets]
-    for name, value in params.items():
-        takers = [i for i, (d, bound) in enumerate(targets) if name in d.parameters and name not in bound]
-        if len(takers) == 1:
-            shares[takers[0]][name] = value
-        elif takers:
-            owners = " and ".join(f"{targets[i][0].kind} {targets[i][0].name!r}" for i in takers)
-            raise TypeError(
-                f"flexmasks: `{name}` is a parameter of {owners}; say which: pass "
-                f"flexmasks.get_mask(..., {name}=...) or flexmasks.get_score(..., {name}=...) instead of the name."
-            )
-        elif any(name in bound for _, bound in targets):
-            raise TypeError(f"flexmasks: `{name}` is given twice: the mask or score already has it.")
-        else:
-            takes = "; ".join(
-                f"{d.kind} {d.name!r} takes {', '.join(f'`{p}`' for p in d.parameters if p not in bound) or 'none'}"
-                for d, bound in targets
-            )
-            hint = _HABITS.get(name, takes or "no mask or score is given by name")
-            raise TypeError(f"flexmasks: no parameter is named `{name}`; {hint}.")
-    made = [
-        (Mask if d.kind == "mask" else Score).of(d, {**bound, **share})
-        for (d, bound), share in zip(targets, shares, strict=True)
-    ]
-    masks = [m for m in made if isinstance(m, Mask)]
-    changes = [m for m in made if isinstance(m, Score)]
-    chained = Score(CHAIN, {"scores": tuple(changes)}) if len(changes) > 1 else next(iter(changes), None)
-    return next(iter(masks), None), chained
-
-
-def _pending(kind: str, value: Any) -> tuple[Definition, Mapping[str, Any]]:
-    if isinstance(value, str):
-        return definition(kind, value), {}
-    if isinstance(value, Mask | Score):
-        if value.kind != kind:
-            raise TypeError(f"flexmasks: {value!r} is a {value.kind}, pass it as `{value.kind}=`, not as `{kind}=`.")
-        return value.definition, value.params
-    if isinstance(value, bool) or not callable(value):
-        dense = "; a dense mask `m` is mask='dense', visible=m" if isinstance(value, Tensor) else ""
-        raise TypeError(
-            f"flexmasks: `{kind}` must be a name, a {kind.title()} or a function, got {describe(value)}{dense}."
-        )
-    return define(kind, value), {}
-
-
-def _get(cls: type[_Made], name: Any, params: Mapping[str, Any]) -> _Made:
-    kind = cls.kind
-    found, bound = _pending(kind, name)
-    doubled = [n for n in params if n in bound]
-    if doubled:
-        raise TypeError(f"flexmasks: `{doubled[0]}` is given twice: the {kind} already has it.")
-    return cls.of(found, {**bound, **params})
+    """Return the registered score changes, sorted by name."""
+    return [_entry(d) for _, d in sorted(names("score").items())]
 
 
 def _register(kind: str, name: str | None, **hooks: Any) -> Callable[[Function], Function]:
@@ -248,13 +117,13 @@ def _register(kind: str, name: str | None, **hooks: Any) -> Callable[[Function],
         made = replace(define(kind, function, name, **hooks), registered=True)
         if not isinstance(made.name, str) or not made.name.isidentifier():
             raise ValueError(f"flexmasks: a {kind} needs a name that is an identifier, got {made.name!r}.")
-        known = _REGISTRY[kind].get(made.name)
-        there = known.function if known is not None else function
-        if (there.__module__, there.__qualname__) != (function.__module__, function.__qualname__):
-            raise ValueError(f"flexmasks: a {kind} named {made.name!r} is registered already, by {there.__module__}.")
-        if known is not None and known.own:  # which caches know by its name
+        known = names(kind).get(made.name)
+        earlier = known.function if known is not None else function
+        if (earlier.__module__, earlier.__qualname__) != (function.__module__, function.__qualname__):
+            raise ValueError(f"flexmasks: a {kind} named {made.name!r} is registered already, by {earlier.__module__}.")
+        if known is not None and known.own:  # caches know an own definition by its name
             clear_caches()
-        _REGISTRY[kind][made.name] = made
+        add(made)
         return function
 
     return decorator
@@ -272,6 +141,6 @@ def _entry(d: Definition) -> Entry:
 
 
 def _paragraph(doc: str, title: str) -> str:
-    """What a docstring says after `title:`, on one line; it ends at an empty line or where another title starts."""
-    found = re.search(rf"^{title}: (.*?)(?=\n\s*\n|\n[A-Z]\w*:|\Z)", doc, re.MULTILINE | re.DOTALL)
-    return " ".join(found[1].split()) if found else ""
+    """Return a docstring's paragraph `title: ...` on one line; an empty line or another title ends it."""
+    match = re.search(rf"^{title}: (.*?)(?=\n\s*\n|\n[A-Z]\w*:|\Z)", doc, re.MULTILINE | re.DOTALL)
+    return " ".join(match[1].split()) if match else ""

@@ -1,100 +1,34 @@
-"""Mask and Score: a function together with its parameters, as a value.
+"""Mask and Score: a definition together with the values of its parameters.
 
-A value can be compared, hashed, printed, combined (`&`, `|`, `~`) and called as an ordinary mask_mod or
-score_mod. `resolve` checks the parameters against the sizes of a call, `bind` makes the plain closure that
-torch traces; in between stands what is worth caching: only that which is not the user's own.
+A value can be compared, hashed, printed, combined (`&`, `|`, `~`) and called as an ordinary mask_mod or score_mod.
+`resolve` checks the parameters against the sizes of a call and prepares them; `bind` makes the plain closure that
+torch traces. What `resolve` returns holds none of the user's tensors, so that it may be cached.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
-import operator
-import types
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
+from flexmasks.blocks.counts import Blocks
 from flexmasks.cache import identity
 from flexmasks.spec.captures import Aliases, Opaque, Readable, Reader
-from flexmasks.spec.parameters import Parameter, Size, describe, freeze, implied_size, parameters_of
-
-if TYPE_CHECKING:
-    from flexmasks.blocks.counts import Blocks
-
-
-@dataclass(frozen=True, eq=False)
-class Definition:
-    """A function of indices and what is known of it: its name, parameters and hooks."""
-
-    kind: str  # "mask" or "score"
-    name: str
-    function: Callable[..., Any]
-    parameters: Mapping[str, Parameter]
-    registered: bool = False
-    prepare: Callable[..., dict[str, Any]] | None = None
-    example: Callable[[int], dict[str, Any]] | None = None
-    inner_size: Callable[..., Size] | None = None
-    dense: Callable[..., Any] | None = None
-    template: str = ""  # how operators print
-
-    @functools.cached_property
-    def own(self) -> bool:
-        """Whether its functions are this library's, and read nothing that could change."""
-        if not (self.registered or self.template):  # one of the library's functions given as a function
-            return False
-        functions = [f for f in (self.function, self.prepare, self.inner_size, self.dense) if f is not None]
-        plain = all(isinstance(f, types.FunctionType) and f.__closure__ is None for f in functions)
-        return plain and all(str(f.__module__).startswith("flexmasks.") for f in functions)
-
-    @property
-    def doc(self) -> str:
-        """The function's docstring, cleaned."""
-        return inspect.cleandoc(self.function.__doc__ or "")
-
-    def __deepcopy__(self, memo: Any) -> Self:
-        return self  # never changes, and is known by identity
-
-    def __reduce__(self) -> Any:  # pickled by name: the functions of a definition may be lambdas
-        return (_registered, (self.kind, self.name)) if self.registered else super().__reduce__()
-
-
-def define(kind: str, function: Callable[..., Any], name: str | None = None, **hooks: Any) -> Definition:
-    """Read a mask or score function's signature.
-
-    Raises TypeError where it does not take `(b, h, q, kv)`, or `(score, b, h, q, kv)`, by position.
-    """
-    arguments = ("b", "h", "q", "kv") if kind == "mask" else ("score", "b", "h", "q", "kv")
-    if not callable(function) or isinstance(function, type | bool):
-        raise TypeError(f"flexmasks: a {kind} is a name, a {kind.title()} or a function, got {function!r}.")
-    if name is None:
-        inner = function.func if isinstance(function, functools.partial) else function
-        name = getattr(inner, "__name__", type(inner).__name__)
-    try:
-        signature = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"flexmasks: the signature of the {kind} function {name!r} cannot be read: {error}") from error
-    positional = [p for p in signature if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    required = [p for p in positional if p.default is p.empty]
-    spread = any(p.kind is p.VAR_POSITIONAL for p in signature)
-    if len(required) > len(arguments) or (len(positional) < len(arguments) and not spread):
-        raise TypeError(
-            f"flexmasks: the {kind} function {name!r} must take ({', '.join(arguments)}) by position, "
-            f"its signature is {inspect.signature(function)}; parameters come after `*`."
-        )
-    return Definition(kind, name, function, parameters_of(hooks.get("prepare") or function), **hooks)
+from flexmasks.spec.definitions import AND, NOT, OR, Definition, define, definition
+from flexmasks.spec.parameters import Size, describe, freeze, implied_size
 
 
 class Modifier(Readable):
-    """What Mask and Score share: a definition and the values of its parameters."""
+    """Base of Mask and Score: a definition and the values of its parameters."""
 
     kind: ClassVar[str]
     definition: Definition
     params: Mapping[str, Any]
+    to_html: ClassVar[Callable[[Any], str]]  # set by flexmasks.pictures
 
     def __init__(self, definition: Definition, params: Mapping[str, Any]) -> None:
         self.definition = definition
@@ -103,7 +37,10 @@ class Modifier(Readable):
 
     @classmethod
     def of(cls, definition: Definition, params: Mapping[str, Any]) -> Self:
-        """The value of `definition` with `params`, or a TypeError where one is unknown or missing."""
+        """Return the value of a definition with these parameters.
+
+        Raises TypeError if a parameter is unknown or missing.
+        """
         known = definition.parameters
         unknown = [name for name in params if name not in known]
         if unknown:
@@ -117,7 +54,7 @@ class Modifier(Readable):
             raise TypeError(f"flexmasks: {cls.kind} {definition.name!r} needs {wants}.")
         made = cls(definition, params)
         for name, value in made.params.items():
-            for inner in _nested(value):
+            for inner in _inner(value):
                 if inner.kind != cls.kind:
                     raise TypeError(
                         f"flexmasks {cls.kind} {definition.name!r}: `{name}` must be a {cls.kind}, got {inner!r}, "
@@ -127,173 +64,187 @@ class Modifier(Readable):
 
     @property
     def name(self) -> str:
-        """The name it is registered under, or the function's own."""
+        """The registered name, or the function's own name."""
         return self.definition.name
 
+    def _inner(self) -> list[Modifier]:
+        """Return the masks or scores among the parameters."""
+        return [m for value in self.params.values() for m in _inner(value)]
+
     def batch_size(self) -> int | None:
-        """The batch size that the parameters' shapes imply, or None."""
+        """Return the batch size that the parameters' shapes imply, or None."""
         return self.implied_size("B")
 
     def implied_size(self, dimension: str) -> int | None:
-        """The size (B, H, Q, KV or S, see flexmasks.spec.parameters) that the parameters' shapes imply, or None."""
+        """Return the size (B, H, Q, KV or S, see flexmasks.spec.parameters) that the parameters' shapes imply."""
         own = implied_size(dimension, self.definition.parameters, self.params)
         if self.definition.inner_size is not None and dimension != "H":
-            return own  # those inside have sizes of their own
-        nested = (m.implied_size(dimension) for value in self.params.values() for m in _nested(value))
-        return next((n for n in (own, *nested) if n), None)
+            return own  # inner masks see other sizes than the call's
+        return next((n for n in (own, *(m.implied_size(dimension) for m in self._inner())) if n), None)
 
     def _repr_html_(self) -> str:
-        """What Jupyter shows: its picture, over lengths that its parameters suggest."""
-        from flexmasks.pictures.picture import html_of  # imports this module
-
-        return html_of(self)
+        """Return what Jupyter shows: the picture, over lengths that the parameters suggest."""
+        return type(self).to_html(self)
 
     def tensors(self) -> list[Tensor]:
-        """The tensors among the parameters and what functions captured, as far as they can be read."""
-        found: list[Tensor] = []
+        """Return the tensors among the parameters and among captured variables, as far as these can be read."""
+        tensors: list[Tensor] = []
         with contextlib.suppress(Opaque):
-            self.capture(found)
-        return found
+            self.capture(tensors)
+        return tensors
 
     def numbers(self) -> list[Tensor]:
-        """The 0-dimensional tensors among the parameters, also those of masks or scores inside."""
+        """Return the 0-dimensional tensors among the parameters, those of inner masks or scores included."""
         own = [v for v in self.params.values() if isinstance(v, Tensor) and v.ndim == 0]
-        return own + [t for v in self.params.values() for m in _nested(v) for t in m.numbers()]
+        return own + [t for m in self._inner() for t in m.numbers()]
 
     def learns(self) -> bool:
-        """Whether a tensor among the parameters, also those of masks or scores inside, requires a gradient."""
+        """Return whether a tensor among the parameters, those of inner values included, requires a gradient."""
         tensors = (v for v in self.params.values() if isinstance(v, Tensor))
-        inner = (m for v in self.params.values() for m in _nested(v))
-        return any(t.requires_grad for t in tensors) or any(m.learns() for m in inner)
+        return any(t.requires_grad for t in tensors) or any(m.learns() for m in self._inner())
 
     def capture(self, tensors: list[Tensor], lift: bool = False, contents: bool = True) -> Hashable:
-        """A key of everything but tensors' contents; the tensors are appended to `tensors`.
+        """Return a key of everything but the contents of tensors, and append the tensors to `tensors`.
 
-        With `lift` the numbers that `resolve` would lift are left out of the key. Without `contents` so are the
-        elements of sequences that become tensors: the key of a kernel, to which all these are inputs.
-        Raises captures.Opaque where a user's function captured what cannot be read.
+        With `lift`, the key leaves out the numbers that `resolve` would lift. Without `contents`, it also leaves out
+        the elements of sequences that become tensors: that is the key of a kernel, which takes them as inputs.
+        Raises captures.Opaque if a user's function captured something that cannot be read.
         """
         reader = Reader(tensors)
         return reader.finish(self.read(reader, lift, contents))
 
     def read(self, reader: Reader, lift: bool = False, contents: bool = True) -> Hashable:
-        """See `capture`."""
-        definition = self.definition
+        """Return the key that `capture` describes, as part of a reader's walk."""
         pairs: list[Hashable] = []
         for name, value in self.params.items():
-            parameter = definition.parameters[name]
+            parameter = self.definition.parameters[name]
             if lift and type(value) is int and parameter.takes_tensor(0):
                 pairs.append((name, "lifted"))
             elif not contents and parameter.is_sequence(value):
                 pairs.append((name, "sequence"))
-            elif nested := _nested(value):
-                pairs.append((name, *(m.read(reader, lift, contents) for m in nested)))
+            elif inner := _inner(value):
+                pairs.append((name, *(m.read(reader, lift, contents) for m in inner)))
             else:
                 pairs.append((name, reader.key(value)))
-        if definition.own:
-            return self.kind, definition.name, *pairs
-        functions = (definition.function, definition.prepare, definition.inner_size, definition.dense)
-        return self.kind, *map(reader.key, functions), *pairs
+        if self.definition.own:
+            return self.kind, self.definition.name, *pairs
+        return self.kind, *map(reader.key, self.definition.functions), *pairs
 
     def aliased(self, aliases: Aliases) -> Self:
-        """See `captures.Aliases`."""
-        hooks = ("function", "prepare", "inner_size", "dense")
+        """Return the same value with aliases in place of tensors, see `captures.Aliases`."""
+        hooks = ("function", "prepare", "inner_size", "native")
         definition = replace(self.definition, **{n: aliases.of(getattr(self.definition, n)) for n in hooks})
         return type(self)(definition, {n: aliases.of(v) for n, v in self.params.items()})
 
     def checked(self, size: Size) -> dict[str, Any]:
-        """The parameters by name, checked against a call's sizes; sequences are tensors."""
-        definition, sizes = self.definition, size.named()
+        """Return the parameters by name, checked against a call's sizes, with sequences as tensors."""
+        parameters, sizes = self.definition.parameters, size.named()
         what = f"flexmasks {self.kind} {self.name!r}"
-        values = {n: p.default for n, p in definition.parameters.items()} | dict(self.params)
-        return {n: definition.parameters[n].check(what, v, size, sizes) for n, v in values.items()}
+        return {n: parameters[n].check(what, v, size, sizes) for n, v in self._values().items()}
+
+    def _values(self) -> dict[str, Any]:
+        """Return the parameters by name, defaults included."""
+        return {n: p.default for n, p in self.definition.parameters.items()} | dict(self.params)
 
     def resolve(self, size: Size | None, lift: bool = False, device: torch.device | None = None) -> dict[str, Any]:
-        """Check the parameters against a call's sizes; return those that `bind` must use instead of the given ones.
+        """Return the arguments that `bind` must use in place of the given parameters, checked against a call's sizes.
 
-        The result holds none of the user's tensors: where `prepare` returns one, it says which. With `lift`, numbers
-        that may be tensors become tensors, so that a compiled kernel takes them as inputs. Without sizes nothing is
-        checked (a bare call as a mask_mod).
+        The result holds none of the user's tensors: where `prepare` returns one, the result says which parameter it
+        is. With `lift`, numbers that may be tensors become tensors, so that a compiled kernel takes them as inputs.
+        Without sizes nothing is checked: the value is called by itself, as a mask_mod or score_mod.
         """
-        definition = self.definition
-        what = f"flexmasks {self.kind} {self.name!r}"
+        parameters, prepare = self.definition.parameters, self.definition.prepare
         if size is not None:
             device = size.device
-            values = self.checked(size)
+            arguments = self.checked(size)
             if self.kind == "score":
-                values = {n: _precise(v, size.dtype) for n, v in values.items()}
+                arguments = {n: _in_precision(v, size.dtype) for n, v in arguments.items()}
         else:
-            values = {n: p.default for n, p in definition.parameters.items()} | dict(self.params)
-            values = {n: _as_tensor(definition.parameters[n], v, device) for n, v in values.items()}
-        inner = size
+            arguments = {
+                n: parameters[n].tensor(v, device) if parameters[n].is_sequence(v) else v
+                for n, v in self._values().items()
+            }
+        inner_size = size
         try:
-            if definition.inner_size is not None and size is not None:
-                inner = definition.inner_size(size, **values)
-            if definition.prepare is not None:
-                given = values
-                values = definition.prepare(size, **values)
-                if size is None and device is not None:  # what it made of numbers is on the CPU
-                    values = {n: _moved(v, given, device) for n, v in values.items()}
+            if self.definition.inner_size is not None and size is not None:
+                inner_size = self.definition.inner_size(size, **arguments)
+            if prepare is not None:
+                given = arguments
+                arguments = prepare(size, **arguments)
+                if size is None and device is not None:  # `prepare` made tensors of numbers on the CPU
+                    arguments = {n: _moved(v, given, device) for n, v in arguments.items()}
         except (ValueError, TypeError) as error:
-            raise type(error)(f"{what}: {error}") from None
+            raise type(error)(f"flexmasks {self.kind} {self.name!r}: {error}") from None
         if lift:
-            for n, p in definition.parameters.items():
-                if type(values.get(n)) is int and p.takes_tensor(0):
-                    values[n] = torch.tensor(values[n], device=device)
-        extras: dict[str, Any] = {}
-        for n, value in values.items():
-            if nested := _nested(value):
+            for n, p in parameters.items():
+                if type(arguments.get(n)) is int and p.takes_tensor(0):
+                    arguments[n] = torch.tensor(arguments[n], device=device)
+        return self._without_users_tensors(arguments, inner_size, lift, device)
+
+    def _without_users_tensors(
+        self, arguments: Mapping[str, Any], inner_size: Size | None, lift: bool, device: torch.device | None
+    ) -> dict[str, Any]:
+        """Return the arguments that differ from the given parameters, with `_Given` for a user's tensor."""
+        resolved: dict[str, Any] = {}
+        for n, value in arguments.items():
+            if inner := _inner(value):
                 source = next(p for p, v in self.params.items() if v is value)
-                extras[n] = NestedExtras(source, tuple(m.resolve(inner, lift, device) for m in nested))
+                resolved[n] = ResolvedInner(source, tuple(m.resolve(inner_size, lift, device) for m in inner))
             elif isinstance(value, Tensor) and (same := [p for p, v in self.params.items() if v is value]):
                 if same != [n]:
-                    extras[n] = _Given(same[0])
+                    resolved[n] = _Given(same[0])
             elif n in self.params and value is self.params[n]:
                 continue
-            elif definition.prepare is not None or n in self.params or value is not definition.parameters[n].default:
-                extras[n] = value
-        return extras | {n: _Absent for n in self.params if n not in values}  # those that prepare left out
+            elif (
+                self.definition.prepare is not None
+                or n in self.params
+                or value is not self.definition.parameters[n].default
+            ):
+                resolved[n] = value
+        return resolved | {n: _Absent for n in self.params if n not in arguments}
 
-    def bind(self, extras: Mapping[str, Any], heads: int | None = None) -> Callable[..., Tensor]:
-        """The plain function of indices, with its parameters bound. `extras` is what `resolve` gave.
+    def bind(self, resolved: Mapping[str, Any], heads: int | None = None) -> Callable[..., Tensor]:
+        """Return the plain function of indices with its arguments bound, given what `resolve` returned.
 
-        With `heads`, 0-dimensional tensors among them are read by the head's index: some kernels have none.
+        With `heads`, the function reads 0-dimensional tensors by the head's index, for some kernels take no
+        0-dimensional tensors.
         """
-        bound: dict[str, Any] = {}
-        for name, value in {**self.params, **extras}.items():
-            if isinstance(value, NestedExtras):
+        arguments: dict[str, Any] = {}
+        for name, value in {**self.params, **resolved}.items():
+            if isinstance(value, ResolvedInner):
                 source = self.params[value.source]
-                mods = tuple(m.bind(e, heads) for m, e in zip(_nested(source), value.extras, strict=True))
-                bound[name] = mods if isinstance(source, tuple) else mods[0]
+                mods = tuple(m.bind(r, heads) for m, r in zip(_inner(source), value.resolved, strict=True))
+                arguments[name] = mods if isinstance(source, tuple) else mods[0]
             elif isinstance(value, _Given):
-                bound[name] = self.params[value.parameter]
+                arguments[name] = self.params[value.parameter]
             elif value is not _Absent:
-                bound[name] = value
+                arguments[name] = value
         function = self.definition.function
-        if not bound:
+        if not arguments:
             return function
-        numbers = {n: bound.pop(n) for n, v in [*bound.items()] if heads and isinstance(v, Tensor) and v.ndim == 0}
-        if heads and numbers:
-            function = _by_head(function, numbers, heads)
-        return _close(self.kind, function, bound)
+        if heads:
+            numbers = {n: v for n, v in arguments.items() if isinstance(v, Tensor) and v.ndim == 0}
+            if numbers:
+                function = _by_head(function, numbers, heads)
+                arguments = {n: v for n, v in arguments.items() if n not in numbers}
+        return _close(self.kind, function, arguments)
 
     def _standalone(self, device: torch.device) -> Callable[..., Tensor]:
-        """The function for a bare call, kept until a tensor that it was prepared from changes."""
-        found = self._bound.get(device)
-        if torch.compiler.is_compiling():  # the tracer sees neither versions nor a cache
-            return self.bind(self.resolve(None, device=device)) if found is None else found[1]
+        """Return the function for a call outside `attention`, kept until a tensor it was prepared from changes."""
+        known = self._bound.get(device)
+        if torch.compiler.is_compiling():  # torch can trace neither versions of tensors nor a cache
+            return self.bind(self.resolve(None, device=device)) if known is None else known[1]
         state = self._state() if self._prepared() else ()
-        if found is None or state is None or found[0] != state:
+        if known is None or state is None or known[0] != state:
             with torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext():
-                found = self._bound[device] = state, self.bind(self.resolve(None, device=device))
-        return found[1]
+                known = self._bound[device] = state, self.bind(self.resolve(None, device=device))
+        return known[1]
 
     def _prepared(self) -> bool:
-        nested = [m for value in self.params.values() for m in _nested(value)]
-        return self.definition.prepare is not None or any(m._prepared() for m in nested)
+        return self.definition.prepare is not None or any(m._prepared() for m in self._inner())
 
     def _state(self) -> Hashable | None:
-        """What a preparation depends on, or None where that cannot be known."""
+        """Return the state of everything that a preparation depends on, or None if that cannot be known."""
         tensors: list[Tensor] = []
         try:
             key = self.capture(tensors)
@@ -327,8 +278,9 @@ class Mask(Modifier):
     """Which keys each query sees: a value made by `get_mask`, or by `&`, `|`, `~` of masks and functions.
 
     Called as `mask(b, h, q, kv)` it is an ordinary FlexAttention mask_mod. Masks are equal when they have one
-    function and equal given parameters. Lists and NumPy arrays are taken as tuples and equal those; a tensor equals
-    a tensor of its dtype, device, shape and content, and no list; a default that is given equals none that is not.
+    function and equal given parameters. Lists and NumPy arrays are stored as tuples and equal these; a tensor equals
+    a tensor of its dtype, device, shape and content, and no list; a default that is given does not equal one that is
+    left out.
 
     Example:
         >>> import flexmasks
@@ -338,6 +290,7 @@ class Mask(Modifier):
     """
 
     kind = "mask"
+    count_blocks: ClassVar[Callable[..., Blocks]]  # set by flexmasks.plans
 
     def __call__(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return self._standalone(q.device)(b, h, q, kv)
@@ -368,9 +321,9 @@ class Mask(Modifier):
         block_size: int | tuple[int, int] = 128,
         q_offset: int | Tensor = 0,
     ) -> Blocks:
-        """The mask's empty, partial and full blocks over these lengths, counted, and the BlockMask that they make.
+        """Return the counts of empty, partial and full blocks over these lengths, and the BlockMask.
 
-        Takes and raises what `flexmasks.block_mask` does.
+        Arguments and errors are those of `flexmasks.block_mask`.
 
         Example:
             >>> import flexmasks
@@ -378,10 +331,8 @@ class Mask(Modifier):
             blocks of 128 x 128: 4096, of which empty 3786, partial 124, full 186; skipped: 92.4%
             looked at element by element: 124
         """
-        from flexmasks.attention import plan_mask  # imports this module
-
-        lengths = (q_len, kv_len, batch, heads, device, block_size, q_offset)
-        return plan_mask("Mask.blocks", self, *lengths, {}).blocks()
+        sizes = {"batch": batch, "heads": heads, "device": device, "block_size": block_size, "q_offset": q_offset}
+        return Mask.count_blocks(self, q_len, kv_len, **sizes)
 
     def __bool__(self) -> bool:
         raise TypeError(
@@ -400,8 +351,8 @@ class Mask(Modifier):
 class Score(Modifier):
     """A change of the attention scores: a value made by `get_score`.
 
-    Called as `score_mod(score, b, h, q, kv)` it is an ordinary FlexAttention score_mod. One that reads its tensors
-    when it is first called (`packed`) must be called once before torch.compile traces it.
+    Called as `score_mod(score, b, h, q, kv)` it is an ordinary FlexAttention score_mod. A score that prepares its
+    tensors at the first call (`packed`) must be called once before torch.compile traces it.
 
     Example:
         >>> import flexmasks
@@ -416,49 +367,20 @@ class Score(Modifier):
 
 
 def to_mask(value: Any) -> Mask:
-    """A Mask as it is; a name, and a plain function `(b, h, q, kv)`, as a Mask of no parameters."""
+    """Return a Mask as it is, a name as the Mask of that name, and a function `(b, h, q, kv)` as a Mask of it."""
     if isinstance(value, Score):
         raise TypeError(f"flexmasks: a mask is needed, {value!r} is a score.")
     if isinstance(value, str):
-        from flexmasks.spec.registry import get_mask  # imports this module
-
-        return get_mask(value)
+        return Mask.of(definition("mask", value), {})
     return value if isinstance(value, Mask) else Mask.of(define("mask", value), {})
 
 
-def _all_of(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, masks: tuple[Callable[..., Tensor], ...]) -> Tensor:
-    return functools.reduce(operator.and_, [m(b, h, q, kv) for m in masks])
-
-
-def _any_of(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, masks: tuple[Callable[..., Tensor], ...]) -> Tensor:
-    return functools.reduce(operator.or_, [m(b, h, q, kv) for m in masks])
-
-
-def _inverse(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, mask: Callable[..., Tensor]) -> Tensor:
-    return ~mask(b, h, q, kv)
-
-
-def _chain(
-    score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, scores: tuple[Callable[..., Tensor], ...]
-) -> Tensor:
-    for change in scores:
-        score = change(score, b, h, q, kv)
-    return score
-
-
-AND, OR, NOT = (
-    define("mask", function, name, registered=True, template=template)
-    for function, name, template in ((_all_of, "&", " & "), (_any_of, "|", " | "), (_inverse, "~", "~"))
-)
-CHAIN = define("score", _chain, "chain", registered=True)
-
-
-def _combine(definition: Definition, *operands: Any) -> Mask:
+def _combine(operator: Definition, *operands: Any) -> Mask:
     masks: list[Mask] = []
     for operand in operands:
         mask = to_mask(operand)
-        masks += mask.params["masks"] if mask.definition is definition else [mask]
-    return Mask(definition, {"masks": tuple(masks)})
+        masks += mask.params["masks"] if mask.definition is operator else [mask]
+    return Mask(operator, {"masks": tuple(masks)})
 
 
 def _binds_looser(inner: Mask, outer: Mask) -> bool:
@@ -467,75 +389,66 @@ def _binds_looser(inner: Mask, outer: Mask) -> bool:
 
 
 @dataclass(frozen=True)
-class NestedExtras:
-    """In a value's extras: the masks or scores of its parameter `source`, and their own extras."""
+class ResolvedInner:
+    """Resolved arguments of the masks or scores inside the parameter `source`."""
 
     source: str
-    extras: tuple[Mapping[str, Any], ...]
+    resolved: tuple[Mapping[str, Any], ...]
 
 
 @dataclass(frozen=True)
 class _Given:
-    """In a value's extras: the parameter itself, as it was given."""
+    """Sentinel among resolved arguments: the user's own tensor, given as this parameter."""
 
     parameter: str
 
 
 class _Absent:
-    """In a value's extras, as it is: a parameter that the function does not take."""
+    """Sentinel among resolved arguments: a parameter that `prepare` consumed and the function does not take."""
 
 
-def _close(kind: str, function: Callable[..., Tensor], params: dict[str, Any]) -> Callable[..., Tensor]:
+def _close(kind: str, function: Callable[..., Tensor], arguments: dict[str, Any]) -> Callable[..., Tensor]:
+    """Return a plain closure: torch traces closures well, and objects that hold numbers badly."""
     if kind == "mask":
 
         def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-            return function(b, h, q, kv, **params)
+            return function(b, h, q, kv, **arguments)
 
         return mask_mod
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        return function(score, b, h, q, kv, **params)
+        return function(score, b, h, q, kv, **arguments)
 
     return score_mod
 
 
 def _by_head(function: Callable[..., Tensor], numbers: Mapping[str, Tensor], heads: int) -> Callable[..., Tensor]:
-    """The function of a mask or score with numbers that are read by the head's index, from tensors of all heads."""
-    of_heads = {n: v.expand(max(heads, 2)) for n, v in numbers.items()}
+    """Return the function with 0-dimensional tensors spread over all heads and read by the head's index."""
+    over_heads = {n: v.expand(max(heads, 2)) for n, v in numbers.items()}
 
-    def read(*args: Tensor, **params: Any) -> Tensor:
+    def read(*args: Tensor, **arguments: Any) -> Tensor:
         h = args[-3]
-        return function(*args, **params, **{n: t[h] for n, t in of_heads.items()})
+        return function(*args, **arguments, **{n: t[h] for n, t in over_heads.items()})
 
     return read
 
 
-def _precise(value: Any, dtype: torch.dtype) -> Any:
-    """A tensor in half precision as one of the scores' dtype: what is computed from it is added to scores."""
+def _in_precision(value: Any, dtype: torch.dtype) -> Any:
+    """Return a half-precision tensor in the dtype of the scores, to which it will be added."""
     is_half = isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16)
     return value.to(dtype) if is_half else value
 
 
 def _moved(value: Any, given: Mapping[str, Any], device: torch.device) -> Any:
-    made = isinstance(value, Tensor) and not any(value is v for v in given.values())
-    return value.to(device) if made else value
+    """Return a tensor that `prepare` made on the device; the user's tensors stay where they are."""
+    is_made = isinstance(value, Tensor) and not any(value is v for v in given.values())
+    return value.to(device) if is_made else value
 
 
-def _nested(value: Any) -> list[Modifier]:
+def _inner(value: Any) -> list[Modifier]:
+    """Return the masks or scores that a parameter's value is, or is a tuple of."""
     values = value if isinstance(value, tuple) else (value,)
     return [v for v in values if isinstance(v, Modifier)]
-
-
-def _as_tensor(parameter: Parameter, value: Any, device: torch.device | None) -> Any:
-    return parameter.tensor(value, device) if parameter.is_sequence(value) else value
-
-
-def _registered(kind: str, name: str) -> Definition:
-    """A definition that pickle stored."""
-    from flexmasks.spec.registry import definition  # imports this module
-
-    operators = {d.name: d for d in (AND, OR, NOT, CHAIN)}
-    return operators[name] if name in operators else definition(kind, name)
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -1,0 +1,121 @@
+"""Calls as backends see them: what a call asks for, what running it gives, and how it runs again."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from flexmasks import compat
+from flexmasks.blocks.counts import Blocks
+from flexmasks.cache import Cache
+from flexmasks.plans.windows import Window
+from flexmasks.spec.bands import Sequences
+
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+TRANSFORMED = "it runs neither inside torch.func.vmap nor where derivatives are taken forward"
+# Outcomes by kind of call: why a backend failed, so that "auto" does not try it again; "" once gradients worked; and
+# what FLASH would miscompile, "" for nothing.
+OUTCOMES: Cache[str] = Cache("outcomes", max_bytes=1024)  # an entry counts one byte
+
+
+class Unavailable(Exception):
+    """Raised when a backend fails to compile a call or to find a kernel for it."""
+
+
+class Replay(Protocol):
+    """A call that has run, without q, k and v: calling it with these runs the same kernel again."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that keeping the replay takes."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the output, and the lse or None; raise Unavailable if the kernel cannot be compiled."""
+
+
+class Result(NamedTuple):
+    """Output and lse of a call, and its replay if there is one."""
+
+    out: Tensor
+    lse: Tensor | None
+    replay: Replay | None = None
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of attention, checked and planned; work that only some backends need is done when asked for."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    window: Callable[[], Window | None]  # the mask as a window, if it is one
+    cap: float | None  # the cap, if the score change is a soft-cap
+    blocks: Callable[[], Blocks]
+    computed_fraction: Callable[[], float]  # about which fraction of all pairs is computed
+    proven_options: Callable[[], dict[str, bool]]  # kernel options that hold whatever tensors contain
+    score_mod: Callable[[], Callable[..., Tensor]] | None
+    scale: float | None
+    with_lse: bool
+    kernel_options: dict[str, Any] | None
+    kernel_key: Hashable  # key of the functions of mask and score with their constants
+    shapes: Hashable  # shapes of captured tensors, and q_offset if it is a number; None if they cannot be read
+    needs_grad: bool  # q, k, v or a captured tensor needs a gradient
+    learns: bool  # a captured tensor of the mask or score needs a gradient
+    has_number_tensors: bool  # a captured tensor is 0-dimensional
+    holds_aliases: bool  # its functions hold aliases instead of the user's tensors, so that it may be cached
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.q.device.type == "cuda"
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of q, without `torch.`"""
+        return str(self.q.dtype).removeprefix("torch.")
+
+    @property
+    def kind(self) -> Hashable:
+        """Key of what decides whether a backend can run the call."""
+        q = self.q
+        return self.kernel_key, q.dtype, q.device, q.shape[-1], self.needs_grad, q.shape[1] == self.k.shape[1]
+
+    @functools.cached_property
+    def sequences(self) -> Sequences | None:
+        """The window's sequences; finding them reads tensors."""
+        window = self.window()
+        return None if window is None or window.sequences is None else window.sequences()
+
+
+def transformed() -> bool:
+    """Return whether torch maps over a batch or takes derivatives forward, which fused kernels do not support."""
+    return compat.in_forward_derivative() or compat.in_vmap()
+
+
+def first_line(error: Exception) -> str:
+    """Return an error's type and the first line of its message."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
+
+
+def proven(call: Call, replay: Any) -> Result:
+    """Run a call; the first call of a kind is also differentiated, so that a failure comes while others can run."""
+    kind = "proven", replay.key, call.kind
+    learns = call.needs_grad and any(x.requires_grad for x in (call.q, call.k, call.v))
+    if learns and OUTCOMES.get(kind) is None and not compat.transforms_active():
+        leaves = [x.detach().requires_grad_(x.requires_grad) for x in (call.q, call.k, call.v)]
+        outputs = [x for x in replay(*leaves) if x is not None]
+        try:
+            learned = [x for x in leaves if x.requires_grad]
+            torch.autograd.grad(outputs, learned, [torch.zeros_like(x) for x in outputs])
+        except torch.OutOfMemoryError:
+            pass
+        except Exception as error:
+            raise Unavailable(first_line(error)) from error
+        OUTCOMES.put(kind, (), "", 1)
+    out, lse = replay(call.q, call.k, call.v)
+    return Result(out, lse, replay)

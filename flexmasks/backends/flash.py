@@ -1,0 +1,57 @@
+"""Backend "flash": torch's compiled flex_attention on CUDA, with kernels of FlashAttention 4."""
+
+from __future__ import annotations
+
+from flexmasks.backends import fa4, flex
+from flexmasks.backends.call import OUTCOMES, Call, Result
+from flexmasks.backends.miscompiled import NO_BLOCKS, UNREADABLE, miscompiled
+
+_FLASH = "FLASH"  # torch's name in kernel_options
+
+
+def refuses(call: Call) -> str | None:
+    """Return why the call cannot run here, or None."""
+    reason = fa4.refuses_package(call) or flex.refuses_to_compile()
+    if reason:
+        return reason
+    if not 16 <= call.q.shape[-1] <= 128:
+        return f"with blocks it takes head sizes from 16 to 128, not {call.q.shape[-1]}"
+    if call.learns:
+        return "it gives no gradient to tensors that a mask or score captured"
+    if call.with_lse:
+        return "its lse has no gradient, and torch 2.11 gives it times ln 2"
+    if call.has_number_tensors:
+        return "its compiler has no 0-dimensional captured tensors"
+    if call.q.shape[2] == 1 and call.needs_grad:
+        return "its backward pass needs more than one query"
+    is_grouped = call.q.shape[1] != call.k.shape[1]
+    if is_grouped and call.needs_grad and call.score_mod is not None and call.cap is None:
+        return "its backward pass gives score changes wrong heads if heads are grouped"
+    return _refuses_functions(call)
+
+
+def _refuses_functions(call: Call) -> str | None:
+    """Return why FLASH may miscompile the functions of mask and score, checked once for all calls of a kind."""
+    if call.shapes is None:
+        return "it may miscompile the function, which reads something that may change"
+    device, sizes = call.q.device, (*call.q.shape[:3], call.k.shape[2])
+    kind = "miscompiled", call.kernel_key, call.shapes, device.type, sizes
+    reason = OUTCOMES.get(kind)
+    if reason is None:
+        of_score = None if call.score_mod is None else miscompiled(call.score_mod(), device, sizes, is_score=True)
+        reason = of_score or miscompiled(call.blocks().block_mask.mask_mod, device, sizes) or ""
+        if not reason.startswith(UNREADABLE):  # whether a function can be traced may depend on the calling code
+            OUTCOMES.put(kind, (), reason, 1)
+    if reason == NO_BLOCKS and call.window() is not None:  # a window whose function is constant shows all pairs
+        return None
+    return reason or None
+
+
+def run(call: Call) -> Result:
+    """Run the call; raise Unavailable if it cannot be compiled."""
+    return flex.run(call, _FLASH)
+
+
+def compiles(call: Call) -> str:
+    """Say whether the call would compile."""
+    return flex.compiles(call, _FLASH)

@@ -1,0 +1,449 @@
+"""One call's way: from the arguments of `attention` to a backend, or straight to the kernel of an earlier call.
+
+A call that was made before, with the same functions, parameters, shapes and tensors, is found in a cache and replayed.
+Any other call is checked and planned, and its backend chosen. Around that: autocast, jagged nested tensors, varlen
+layouts, paged caches, attention sinks, and a user's own torch.compile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Hashable, Iterator, Mapping
+from types import FunctionType, MappingProxyType
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from flexmasks import compat
+from flexmasks.backends import flex, reference
+from flexmasks.backends.call import Call, Replay, Result, Unavailable, transformed
+from flexmasks.backends.table import BACKENDS, check, choose
+from flexmasks.backends.table import run as run_on_backend
+from flexmasks.cache import ENTRY, Cache
+from flexmasks.masks.packed import packed
+from flexmasks.masks.paged import paged
+from flexmasks.plans.checks import (
+    ATTENTION,
+    PAGED,
+    VARLEN,
+    any_nested,
+    check_block_mask,
+    check_cache,
+    check_offset,
+    check_qkv,
+    check_scale,
+    check_sinks,
+    check_varlen,
+    described,
+    fail,
+    sequence_offsets,
+)
+from flexmasks.plans.explanation import Explanation
+from flexmasks.plans.plan import GivenPlan, MaskPlan, ScorePlan, block_size_for, shifted_score
+from flexmasks.spec.arguments import from_arguments, functions_of, get_mask
+from flexmasks.spec.bands import cap_of
+from flexmasks.spec.captures import Aliases, Opaque, Reader, capture_plainly
+from flexmasks.spec.definitions import is_own
+from flexmasks.spec.parameters import Size
+from flexmasks.spec.values import Mask
+
+_CANNOT_PLAN = (
+    f"{ATTENTION}: a mask cannot be planned inside fullgraph; make block_mask=flexmasks.block_mask(...) outside."
+)
+_REPLAYS: Cache[Replay] = Cache("calls", max_bytes=5 << 28)  # replays share most index tensors with the cache "blocks"
+_OFFSETS: Cache[Tensor] = Cache("offsets", max_bytes=1 << 22)
+
+
+class Request(NamedTuple):
+    """The arguments of `attention` other than q, k and v."""
+
+    mask: Any = None
+    score: Any = None
+    params: Mapping[str, Any] = MappingProxyType({})
+    scale: float | None = None
+    block_mask: BlockMask | None = None
+    q_offset: int | Tensor | None = 0
+    sink_logits: Tensor | None = None
+    return_lse: bool = False
+    backend: str = "auto"
+    kernel_options: dict[str, Any] | None = None
+
+
+# --- entries: a call of each public function ---
+
+
+def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tensor | None]:
+    """Return output and lse (or None) of a call of `attention`."""
+    if request.sink_logits is not None:
+        check_sinks(q, request.sink_logits)
+        out, lse = _run(q, k, v, request._replace(sink_logits=None, return_lse=True))
+        return with_sinks(out, cast(Tensor, lse), request.sink_logits, request.return_lse)
+    return _run(q, k, v, request)
+
+
+def _run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tensor | None]:
+    if not torch.compiler.is_compiling():
+        return run_eagerly(q, k, v, request)
+    if request.mask is None:
+        return _run_inside_compile(q, k, v, request)
+    return _run_at_graph_break(q, k, v, request)  # type: ignore[no-any-return]
+
+
+def run_varlen(
+    q: Tensor, k: Tensor, v: Tensor, offsets: Any, kv_offsets: Any, request: Request
+) -> tuple[Tensor, Tensor | None]:
+    """Return output and lse (or None) of a call of `varlen_attention`."""
+    call = _run_varlen_at_graph_break if torch.compiler.is_compiling() else _run_varlen
+    return call(q, k, v, offsets, kv_offsets, request)
+
+
+def _run_varlen(
+    q: Tensor, k: Tensor, v: Tensor, offsets: Any, kv_offsets: Any, request: Request
+) -> tuple[Tensor, Tensor | None]:
+    check_varlen(q, k, v)
+    starts = sequence_offsets("offsets", offsets, q.device)
+    kv_starts = None if kv_offsets is None else sequence_offsets("kv_offsets", kv_offsets, q.device)
+    if kv_starts is None and len(q) != len(k):
+        fail(f"q has {len(q)} tokens and k {len(k)}: pass `kv_offsets`, where the sequences of k start.", call=VARLEN)
+    check_offset(VARLEN, request.q_offset, len(starts) - 1, q.device)
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    out, lse = run(q, k, v, _inside_sequences(request, starts, kv_starts))
+    return out[0].transpose(0, 1), None if lse is None else lse[0]
+
+
+def run_paged(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, kv_lens: Tensor, request: Request
+) -> tuple[Tensor, Tensor | None]:
+    """Return output and lse (or None) of a call of `paged_attention`; q_offset None stands for the last queries."""
+    call = _run_paged_at_graph_break if torch.compiler.is_compiling() else _run_paged
+    return call(q, k_cache, v_cache, page_table, kv_lens, request)
+
+
+def _run_paged(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, kv_lens: Tensor, request: Request
+) -> tuple[Tensor, Tensor | None]:
+    check_cache(q, k_cache, v_cache, page_table, kv_lens)
+    page_size = k_cache.shape[1]
+    mask, score = from_arguments(request.mask, request.score, request.params)
+    mask = paged(get_mask("full") if mask is None else mask, page_table, kv_lens, page_size)
+    score = None if score is None else paged(score, page_table, kv_lens, page_size)
+    q_offset = _offset_of_last(kv_lens, q.shape[2]) if request.q_offset is None else request.q_offset
+    k, v = (_slots(x, q.shape[0]) for x in (k_cache, v_cache))
+    return run(q, k, v, request._replace(mask=mask, score=score, params={}, q_offset=q_offset))
+
+
+def explain(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Explanation:
+    """Explain how a call of `attention` would run."""
+    if request.sink_logits is not None:
+        request = request._replace(sink_logits=None, return_lse=True)
+    with _under_autocast(q, k, v) as (q, k, v):
+        if any_nested(q, k, v):
+            q, k, v, request = _laid_end_to_end(q, k, v, request)
+        call = _planned(q, k, v, request)
+        check(call, request.backend)
+        able, reasons = choose(call)
+        is_auto = request.backend == "auto"
+        chosen = able[0] if is_auto else BACKENDS[request.backend]
+        able_too = f"it can, {chosen.name} is faster here" if is_auto else f"it can, {chosen.name} was asked for"
+        others = {b.name: reasons.get(b.name, able_too) for b in BACKENDS.values() if b is not chosen}
+        return Explanation(chosen.name, others, chosen.compiles(call), chosen.recompiles_on, call.blocks())
+
+
+# --- a call that was made before ---
+
+
+def run_eagerly(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tensor | None]:
+    """Run a call outside torch.compile; a call that was made before goes straight to its kernel."""
+    known = _key_and_tensors(q, k, v, request)
+    if known is None:
+        result, _ = _run_first_time(q, k, v, request)
+        return result.out, result.lse
+    key, tensors = known
+    replay = _REPLAYS.get(key, tensors)
+    if replay is not None:
+        with contextlib.suppress(Unavailable):
+            return replay(q, k, v)
+    result, may_be_cached = _run_first_time(q, k, v, request)
+    if result.replay is not None and may_be_cached:
+        _REPLAYS.put(key, tensors, result.replay, ENTRY + result.replay.nbytes)
+    return result.out, result.lse
+
+
+# A graph break in a user's torch.compile.
+_run_at_graph_break = torch.compiler.disable(run_eagerly, reason=_CANNOT_PLAN)
+_run_varlen_at_graph_break = torch.compiler.disable(_run_varlen, reason=_CANNOT_PLAN)
+_run_paged_at_graph_break = torch.compiler.disable(_run_paged, reason=_CANNOT_PLAN)
+
+
+def _key_and_tensors(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Hashable, list[Tensor]] | None:
+    """Return the cache key of a call and the tensors it reads, or None if the call cannot be cached."""
+    scale, with_lse, backend = request.scale, request.return_lse, request.backend
+    if not (type(q) is type(k) is type(v) is Tensor and type(backend) is str and type(with_lse) is bool):
+        return None
+    if request.block_mask is not None or request.kernel_options is not None or q.is_nested:
+        return None
+    if type(scale) not in (float, int, type(None)) or transformed():
+        return None
+    device, grad = q.device, torch.is_grad_enabled()
+    if compat.autocast_anywhere() and torch.is_autocast_enabled(device.type):  # the first question takes no time
+        return None
+    tensors: list[Tensor] = []
+    functions = _simple_key(request, tensors)
+    if functions is None:
+        tensors.clear()
+        reader = Reader(tensors)
+        parts = (
+            functions_of("mask", request.mask),
+            functions_of("score", request.score),
+            request.params,
+            request.q_offset,
+        )
+        try:
+            functions = reader.finish(tuple(map(reader.key, parts)))
+        except Opaque:
+            return None
+    if grad and any(t.requires_grad for t in tensors):
+        return None
+    return (
+        functions, scale, with_lse, backend, grad, torch.get_default_dtype(),
+        q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, device, k.device, v.device,
+        q.requires_grad, k.requires_grad, v.requires_grad,
+    ), tensors  # fmt: skip
+
+
+def _simple_key(request: Request, tensors: list[Tensor]) -> Hashable | None:
+    """Return the key of own names and plain functions with numbers and tensors, or None for anything else.
+
+    It takes a third of the time of `captures.capture`, which reads everything.
+    """
+    mask: Any = request.mask
+    params = request.params
+    if type(mask) is Mask and mask.definition.own and not params:
+        mask, params = mask.name, mask.params
+    mask_key = _simple_key_of("mask", mask, tensors)
+    score_key = _simple_key_of("score", request.score, tensors)
+    if mask_key is None or score_key is None or type(request.q_offset) is not int:
+        return None
+    key: list[Hashable] = [mask_key, score_key, request.q_offset]
+    for name, value in params.items():
+        kind: Any = type(value)
+        if kind is Tensor and not vars(value):
+            tensors.append(value)
+            key.append(name)
+        elif kind is int or kind is bool:
+            key += [name, kind, value]
+        elif kind is float:
+            key += [name, repr(value)]  # 0.0 and -0.0 are equal, and differ in what they do
+        else:
+            return None
+    return tuple(key)
+
+
+def _simple_key_of(kind: str, value: Any, tensors: list[Tensor]) -> Hashable | None:
+    if value is None:
+        return "none"
+    if type(value) is str:
+        return value if is_own(kind, value) else None
+    return capture_plainly(value, tensors) if type(value) is FunctionType else None
+
+
+# --- a call from the start: checks, plans, backend ---
+
+
+def _run_first_time(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Result, bool]:
+    """Check, plan and run a call; return its result, and whether its replay may be cached."""
+    with _under_autocast(q, k, v) as (q, k, v):
+        if not any_nested(q, k, v):
+            call = _planned(q, k, v, request)
+            return run_on_backend(call, request.backend), call.holds_aliases
+        out, lse, _ = run_on_backend(_planned(*_laid_end_to_end(q, k, v, request)), request.backend)
+    to_nested, starts = torch.nested.nested_tensor_from_jagged, cast(Any, q).offsets()
+    lse = None if lse is None else to_nested(lse[0], starts, jagged_dim=2)
+    return Result(to_nested(out[0], starts, jagged_dim=2), lse), False
+
+
+def _checked(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Size:
+    """Check all arguments but mask and score, which are checked when they are planned; return the sizes."""
+    backend, kernel_options = request.backend, request.kernel_options
+    if not isinstance(backend, str) or (backend != "auto" and backend not in BACKENDS):
+        fail(f"`backend` must be 'auto' or one of {', '.join(map(repr, BACKENDS))}, got {backend!r}.")
+    if kernel_options is not None and not isinstance(kernel_options, dict):
+        fail(f"`kernel_options` must be a dict, got {kernel_options!r}.", TypeError)
+    if not isinstance(request.return_lse, bool):
+        fail(f"`return_lse` must be True or False, got {request.return_lse!r}.", TypeError)
+    if request.block_mask is not None and request.mask is not None:
+        fail("pass `mask` or `block_mask`, not both.", TypeError)
+    check_qkv(q, k, v)
+    check_scale(request.scale)
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    approximate = q.is_cuda and q.dtype in (torch.float16, torch.bfloat16)
+    size = Size(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device, dtype=dtype, approximate=approximate)
+    check_offset(ATTENTION, request.q_offset, size.batch, size.device)
+    if request.block_mask is not None:
+        check_block_mask(request.block_mask, size)
+    return size
+
+
+def _planned(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Call:
+    """Check a call's arguments and plan its mask and score."""
+    size = _checked(q, k, v, request)
+    q_offset = cast(int | Tensor, request.q_offset)
+    mask, score = from_arguments(request.mask, request.score, request.params)
+    aliases = Aliases()
+    mask_plan: MaskPlan | GivenPlan
+    if request.block_mask is not None:
+        mask_plan = GivenPlan(request.block_mask)
+    else:
+        mask = get_mask("full") if mask is None else mask
+        mask_plan = MaskPlan(mask, size, q_offset, lift=True, block_size=block_size_for(size), aliases=aliases)
+    score_plan = None if score is None else ScorePlan(score, size, q_offset, aliases=aliases)
+    plans = [mask_plan] if score_plan is None else [mask_plan, score_plan]
+    learns = torch.is_grad_enabled() and any(t.requires_grad for plan in plans for t in plan.tensors)
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    number_offset = q_offset if isinstance(q_offset, int) else None
+    return Call(
+        q=q,
+        k=k,
+        v=v,
+        window=lambda: mask_plan.window,
+        cap=None if score is None else cap_of(score, size),
+        blocks=mask_plan.blocks,
+        computed_fraction=mask_plan.computed_fraction,
+        proven_options=functools.partial(mask_plan.proven_options, score_plan is not None),
+        score_mod=None if score_plan is None else score_plan.score_mod,
+        scale=None if request.scale is None else float(request.scale),
+        with_lse=request.return_lse,
+        kernel_options=request.kernel_options,
+        kernel_key=(mask_plan.kernel_key, None if score_plan is None else score_plan.kernel_key),
+        shapes=None if any(p.opaque for p in plans) else (number_offset, *(p.shapes for p in plans)),
+        needs_grad=learns or needs_grad,
+        learns=learns,
+        has_number_tensors=any(p.has_number_tensors for p in plans),
+        holds_aliases=all(p.holds_aliases for p in plans),
+    )
+
+
+# --- inside a user's torch.compile ---
+
+
+def _run_inside_compile(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tensor | None]:
+    """Run flex_attention itself, for a user's own torch.compile to trace and compile."""
+    size = _checked(q, k, v, request)
+    _, score = from_arguments(None, request.score, request.params)
+    block_mask, backend = request.block_mask, request.backend
+    grad = torch.is_grad_enabled()
+    needs_grad = grad and (q.requires_grad or k.requires_grad or v.requires_grad)
+    needs_grad = needs_grad or (grad and score is not None and score.learns())
+    if block_mask is None:
+        if score is None and not request.return_lse and backend in ("auto", "sdpa"):
+            grouped = q.shape[1] != k.shape[1]
+            return F.scaled_dot_product_attention(q, k, v, scale=request.scale, enable_gqa=grouped), None
+        fail("inside torch.compile scores, lse and named backends need a `block_mask`, as flexmasks.block_mask makes.")
+    is_cpu = not q.is_cuda
+    impossible = ("sdpa", "triton", "flash") if is_cpu else ("sdpa", "cpu")
+    if backend in impossible or (backend == "flash" and request.return_lse):
+        fail(f"backend {backend!r} cannot run this call inside torch.compile; leave the choice to torch: 'auto'.")
+    score_mod = None
+    if score is not None:
+        score_mod = shifted_score(score.bind(score.resolve(size)), cast(int | Tensor, request.q_offset))
+    needs_reference = is_cpu and (needs_grad or request.return_lse or q.dtype == torch.float64)
+    if backend == "reference" or (backend == "auto" and needs_reference):
+        return reference.attend(q, k, v, score_mod, block_mask, request.scale)
+    if not needs_grad:
+        q, k, v = q.detach(), k.detach(), v.detach()
+    options = flex.options(q, k, "FLASH" if backend == "flash" else None, request.kernel_options)
+    out, lse = flex.flex(q, k, v, score_mod, block_mask, request.scale, options, request.return_lse)
+    return (flex.separate(out) if is_cpu else out), lse
+
+
+# --- layouts, casts and sinks around a call ---
+
+
+def with_sinks(out: Tensor, lse: Tensor, sink_logits: Tensor, return_lse: bool) -> tuple[Tensor, Tensor | None]:
+    """Scale `out` by sigmoid(lse - sink) and fold the sinks into `lse`.
+
+    A row that sees nothing has output 0 and lse -inf; -inf less a sink of -inf would be NaN, so the lse is bounded.
+    """
+    sinks = sink_logits.to(lse.dtype)[:, None]
+    finite_lse = lse.clamp(min=-1e30)
+    out = (out * torch.sigmoid(finite_lse - sinks)[..., None]).to(out.dtype)
+    return out, torch.where(lse == -math.inf, sinks, torch.logaddexp(finite_lse, sinks)) if return_lse else None
+
+
+@contextlib.contextmanager
+def _under_autocast(q: Any, k: Any, v: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """Yield the tensors as torch.autocast casts them, and cast nothing else inside."""
+    device = q.device.type if isinstance(q, Tensor) else "cpu"
+    if not torch.is_autocast_enabled(device):
+        yield q, k, v
+        return
+    dtype = torch.get_autocast_dtype(device)
+    with torch.autocast(device, enabled=False):
+        yield _cast(q, dtype), _cast(k, dtype), _cast(v, dtype)
+
+
+def _cast(x: Any, dtype: torch.dtype) -> Any:
+    """Cast as torch does for scaled_dot_product_attention: floats, but not float64."""
+    casts = isinstance(x, Tensor) and x.is_floating_point() and x.dtype not in (torch.float64, dtype)
+    return x.to(dtype) if casts else x
+
+
+def _laid_end_to_end(q: Any, k: Any, v: Any, request: Request) -> tuple[Tensor, Tensor, Tensor, Request]:
+    """Return jagged nested tensors as dense ones, [1, H, total, D], and the request under `packed`."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        is_jagged = isinstance(x, Tensor) and x.is_nested and x.layout == torch.jagged
+        if not is_jagged or x.dim() != 4 or isinstance(x.shape[2], int):
+            fail(
+                f"with nested tensors, q, k and v must all be jagged [B, H, jagged, D]; `{name}` is "
+                f"{described(x)}. From [B, jagged, H, D] it is `.transpose(1, 2)`.",
+            )
+        if cast(Any, x).lengths() is not None:
+            fail(f"`{name}` is a jagged nested tensor with holes; make it contiguous.")
+    starts, kv_starts, v_starts = (x.offsets() for x in (q, k, v))
+    if kv_starts is not v_starts and not torch.equal(kv_starts, v_starts):
+        fail("the sequences of k and v have different lengths.")
+    if q.shape[0] != k.shape[0]:
+        fail(f"q has {q.shape[0]} sequences, k has {k.shape[0]}.")
+    if request.block_mask is not None:
+        fail("jagged nested tensors take `mask`, not `block_mask`.", TypeError)
+    check_offset(ATTENTION, request.q_offset, q.shape[0], q.device)
+    q_dense, k_dense, v_dense = (x.values().unsqueeze(0) for x in (q, k, v))
+    return q_dense, k_dense, v_dense, _inside_sequences(request, starts, None if kv_starts is starts else kv_starts)
+
+
+def _inside_sequences(request: Request, starts: Tensor, kv_starts: Tensor | None) -> Request:
+    """Return the request for sequences laid end to end, given a request for each sequence."""
+    mask, score = from_arguments(request.mask, request.score, request.params)
+    layout = starts, kv_starts, cast(int | Tensor, request.q_offset)
+    mask = packed(get_mask("full") if mask is None else mask, *layout)
+    score = None if score is None else packed(score, *layout)
+    return request._replace(mask=mask, score=score, params={}, q_offset=0)
+
+
+def _offset_of_last(kv_lens: Tensor, q_len: int) -> Tensor:
+    """Return the offset of the last queries of each sequence, one tensor for the same lengths so that calls repeat."""
+    offset = _OFFSETS.get(q_len, [kv_lens])
+    if offset is None:
+        is_short = (kv_lens > 0) & (kv_lens < q_len)  # sequences without keys are idle
+        if bool(is_short.any()):
+            b = int(is_short.nonzero()[0])
+            fail(
+                f"the queries are the last ones of each sequence, but batch element {b} has kv_lens = "
+                f"{int(kv_lens[b])} keys and q has {q_len} queries; pass `q_offset`, where the queries start.",
+                call=PAGED,
+            )
+        offset = (kv_lens.long() - q_len).clamp(min=0)
+        _OFFSETS.put(q_len, [kv_lens], offset, ENTRY + offset.nbytes)
+    return offset
+
+
+def _slots(cache: Tensor, batch: int) -> Tensor:
+    """Return a view of all slots of a cache as the keys or values [B, Hkv, slots, D] of every batch element."""
+    if torch.is_autocast_enabled(cache.device.type):
+        cache = _cast(cache, torch.get_autocast_dtype(cache.device.type))
+    return cache.flatten(0, 1).transpose(0, 1).expand(batch, -1, -1, -1)

@@ -1,0 +1,193 @@
+"""Checks of the arguments of a call, before torch sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from flexmasks.spec.parameters import Size, describe
+
+ATTENTION, VARLEN, PAGED = "flexmasks.attention", "flexmasks.varlen_attention", "flexmasks.paged_attention"
+_MAX_SCALE = torch.finfo(torch.float32).max
+_INT_DTYPES = (torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def fail(message: str, kind: type[Exception] = ValueError, call: str = ATTENTION) -> NoReturn:
+    """Raise an error that names the call."""
+    raise kind(f"{call}: {message}")
+
+
+def described(x: Any) -> str:
+    """Return a tensor's dtype, shape and device as text, or the type of anything else."""
+    if not isinstance(x, Tensor):
+        return f"{type(x).__name__}"
+    return f"{describe(x)} on {x.device}" if not x.is_nested else f"a nested tensor of {x.layout}, {x.dim()} dimensions"
+
+
+def any_nested(*tensors: Any) -> bool:
+    """Return whether a nested tensor is among the arguments."""
+    return any(isinstance(x, Tensor) and x.is_nested for x in tensors)
+
+
+def check_qkv(q: Any, k: Any, v: Any) -> None:
+    """Check q [B, H, Q, D] against k and v [B, Hkv, KV, D]."""
+
+    def wrong(message: str, kind: type[Exception] = ValueError) -> NoReturn:
+        fail(f"{message}; got q {described(q)}, k {described(k)}, v {described(v)}.", kind)
+
+    dims = "[B, H, S, D]"
+    _check_strided(wrong, q=(q, dims), k=(k, dims), v=(v, dims))
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not x.dtype.is_floating_point or x.dtype.itemsize < 2:
+            wrong(f"`{name}` must be float16, bfloat16, float32 or float64", TypeError)
+    if not q.dtype == k.dtype == v.dtype:
+        wrong("q, k and v must have one dtype", TypeError)
+    if not q.device == k.device == v.device:
+        wrong("q, k and v must be on one device")
+    if q.device.type == "meta":
+        wrong("q, k and v have no data")
+    if not q.shape[0] == k.shape[0] == v.shape[0]:
+        wrong("q, k and v must have one batch size")
+    if not q.shape[3] == k.shape[3] == v.shape[3]:
+        wrong("q, k and v must have one head size D")
+    if k.shape[1] != v.shape[1]:
+        wrong("k and v must have the same number of heads")
+    if k.shape[2] != v.shape[2]:
+        wrong("k and v must have the same length")
+    _check_groups(wrong, q.shape[1], k.shape[1])
+
+
+def check_cache(q: Any, k_cache: Any, v_cache: Any, page_table: Any, kv_lens: Any) -> None:
+    """Check q [B, H, Q, D] against caches [n_pages, page_size, Hkv, D], page_table [B, P] and kv_lens [B]."""
+
+    def wrong(message: str, kind: type[Exception] = ValueError) -> NoReturn:
+        got = f"q {described(q)}, k_cache {described(k_cache)}, v_cache {described(v_cache)}"
+        fail(f"{message}; got {got}.", kind, PAGED)
+
+    dims = "[n_pages, page_size, Hkv, D]"
+    _check_strided(wrong, q=(q, "[B, H, Q, D]"), k_cache=(k_cache, dims), v_cache=(v_cache, dims))
+    if k_cache.shape != v_cache.shape:
+        wrong("k_cache and v_cache must have one shape")
+    if not q.dtype == k_cache.dtype == v_cache.dtype and not torch.is_autocast_enabled(q.device.type):
+        wrong("q, k_cache and v_cache must have one dtype", TypeError)
+    if not q.device == k_cache.device == v_cache.device:
+        wrong("q, k_cache and v_cache must be on one device")
+    if q.shape[3] != k_cache.shape[3]:
+        wrong("q, k_cache and v_cache must have one head size D")
+    _check_groups(wrong, q.shape[1], k_cache.shape[2])
+    for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
+        has_gaps = len(x) > 1 and x.shape[1] > 1 and x.stride(0) != x.shape[1] * x.stride(1)
+        if has_gaps or x.stride(3) != 1:
+            fail(
+                f"the pages of `{name}` must follow each other in memory, and D must be its last dimension there; its "
+                f"strides are {x.stride()}. Hold k_cache and v_cache as tensors of their own, or as one tensor "
+                "[2, n_pages, page_size, Hkv, D].",
+                call=PAGED,
+            )
+    for name, t, dims in (("page_table", page_table, "[B, P]"), ("kv_lens", kv_lens, "[B]")):
+        fits = isinstance(t, Tensor) and t.dtype in _INT_DTYPES and t.ndim == dims.count(",") + 1 and len(t) == len(q)
+        if not fits or t.device != q.device:
+            fail(
+                f"`{name}` must be an integer tensor {dims} with B = {len(q)} on {q.device}, got {described(t)}.",
+                ValueError if isinstance(t, Tensor) else TypeError,
+                PAGED,
+            )
+
+
+def _check_strided(wrong: Callable[..., NoReturn], **tensors: tuple[Any, str]) -> None:
+    """Check that tensors, given with their dimensions in words, are dense, of 4 dimensions, and not empty."""
+    for name, (x, dims) in tensors.items():
+        if not isinstance(x, Tensor):
+            wrong(f"`{name}` must be a tensor {dims}", TypeError)
+        if x.layout != torch.strided or x.is_nested:
+            wrong(f"`{name}` must be a dense tensor, it is {x.layout}")
+        if x.ndim != 4:
+            wrong(f"`{name}` must have 4 dimensions, {dims}")
+        if 0 in x.shape:
+            wrong(f"`{name}` is empty; every dimension must be at least 1")
+
+
+def _check_groups(wrong: Callable[..., NoReturn], heads: int, kv_heads: int) -> None:
+    if heads % kv_heads:
+        wrong("the number of query heads must be a multiple of the number of key heads")
+
+
+def check_scale(scale: Any) -> None:
+    """Check the factor of q @ k^T."""
+    if scale is None:
+        return
+    is_number = isinstance(scale, int | float) and not isinstance(scale, bool)
+    if not is_number or not -_MAX_SCALE <= scale <= _MAX_SCALE:
+        fail(f"`scale` must be a finite number, or None for 1 / sqrt(D), got {scale!r}.", TypeError)
+
+
+def check_sinks(q: Any, sink_logits: Any) -> None:
+    """Check the logits of attention sinks, [H]."""
+    if any_nested(q):
+        fail("jagged nested tensors take no `sink_logits`.")
+    heads = q.shape[1] if isinstance(q, Tensor) and q.ndim == 4 else "H"
+    is_floating = isinstance(sink_logits, Tensor) and sink_logits.dtype.is_floating_point
+    if not is_floating or sink_logits.shape != (heads,) or sink_logits.device != q.device:
+        got = described(sink_logits)
+        fail(f"`sink_logits` must be a floating tensor [H] = [{heads}] on the device of q, got {got}.", TypeError)
+
+
+def check_offset(call: str, q_offset: Any, batch: int, device: torch.device) -> None:
+    """Check where the queries start: an int, or an integer tensor [batch]."""
+    wanted = f"`q_offset` must be an int from 0 to 2**31 - 1 or an integer tensor [B] = [{batch}] on {device}"
+    if isinstance(q_offset, Tensor):
+        if q_offset.dtype not in _INT_DTYPES or q_offset.shape != (batch,) or q_offset.device != device:
+            fail(f"{wanted}, got {described(q_offset)}.", call=call)
+    elif isinstance(q_offset, bool) or not isinstance(q_offset, int):
+        fail(f"{wanted}, got {q_offset!r}.", TypeError, call)
+    elif not 0 <= q_offset < 2**31:
+        fail(f"{wanted}, got {q_offset}.", call=call)
+
+
+def check_varlen(q: Any, k: Any, v: Any) -> None:
+    """Check that q, k and v are [total, H, D]."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor) or x.is_nested or x.ndim != 3:
+            fail(f"`{name}` must be a tensor [total, H, D], got {described(x)}.", call=VARLEN)
+
+
+def sequence_offsets(name: str, given: Any, device: torch.device) -> Tensor:
+    """Return offsets of sequences as an integer tensor [N + 1]; their values are checked when they are planned."""
+    try:
+        offsets = given if isinstance(given, Tensor) else torch.tensor(given, device=device)
+    except (TypeError, ValueError, RuntimeError):
+        offsets = None
+    fits = offsets is not None and offsets.dtype in _INT_DTYPES and offsets.ndim == 1 and len(offsets) >= 2
+    if offsets is None or not fits or offsets.device != device:
+        got = described(given) if isinstance(given, Tensor) else repr(given)
+        fail(
+            f"`{name}` must be int[N + 1] on {device}, the starts of N sequences and the end of the last, got {got}.",
+            call=VARLEN,
+        )
+    return offsets
+
+
+def check_block_mask(block_mask: Any, size: Size) -> None:
+    """Check that a BlockMask was made for the sizes of a call."""
+    if not isinstance(block_mask, BlockMask):
+        fail(f"`block_mask` must be a BlockMask, got {type(block_mask).__name__}; masks go to `mask`.", TypeError)
+    made_for = (*block_mask.kv_num_blocks.shape[:2], *block_mask.seq_lengths)
+    fits = made_for[0] in (1, size.batch) and made_for[1] in (1, size.heads)
+    if not fits or made_for[2:] != (size.q_len, size.kv_len):
+        fail(
+            f"`block_mask` was made for (batch, heads, queries, keys) = {made_for}, the call has "
+            f"{(size.batch, size.heads, size.q_len, size.kv_len)}; make it with flexmasks.block_mask(mask, "
+            f"{size.q_len}, {size.kv_len}, batch={size.batch}, heads={size.heads})."
+        )
+    columns = -(-size.kv_len // block_mask.BLOCK_SIZE[1])
+    if block_mask.kv_indices.shape[-1] != columns:
+        fail(
+            f"`block_mask` must list all {columns} key blocks in each row, the blocks in use first; its kv_indices "
+            f"are {list(block_mask.kv_indices.shape)}."
+        )
+    if block_mask.kv_num_blocks.device != size.device:
+        fail(f"`block_mask` is on {block_mask.kv_num_blocks.device}, q on {size.device}; use `.to({size.device!s})`.")

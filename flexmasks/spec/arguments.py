@@ -1,0 +1,132 @@
+"""Arguments of a call, as users write them, to Mask and Score values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from flexmasks.spec.definitions import CHAIN, Definition, define, definition
+from flexmasks.spec.parameters import describe
+from flexmasks.spec.values import Mask, Score
+
+MaskLike = str | Mask | Callable[..., Tensor]
+ScoreLike = str | Score | Callable[..., Tensor]
+_Value = TypeVar("_Value", Mask, Score)
+# Keyword arguments of torch's own functions, and what to pass here instead.
+_KEYWORDS_OF_TORCH = {
+    "is_causal": 'pass mask="causal"',
+    "attn_mask": "pass `mask`, a name or function, or `block_mask`",
+    "mask_mod": "pass `mask`",
+    "score_mod": "pass `score`",
+    "enable_gqa": "grouped heads are recognized from the shapes",
+    "dropout_p": "there is no dropout of attention weights",
+}
+
+
+def get_mask(name: MaskLike, /, **params: Any) -> Mask:
+    """Return the mask of a name, or of a plain function `(b, h, q, kv, *, parameters)`, with its parameters.
+
+    Raises ValueError for an unknown name, TypeError for unknown or missing parameters.
+
+    Example:
+        >>> import flexmasks
+        >>> flexmasks.get_mask("sliding_window", window=256)
+        sliding_window(window=256)
+    """
+    return _get(Mask, name, params)
+
+
+def get_score(name: ScoreLike, /, **params: Any) -> Score:
+    """Return the score change of a name, or of a plain function `(score, b, h, q, kv, *, parameters)`.
+
+    Raises ValueError for an unknown name, TypeError for unknown or missing parameters.
+
+    Example:
+        >>> import flexmasks
+        >>> flexmasks.get_score("softcap", cap=30.0)
+        softcap(cap=30.0)
+    """
+    return _get(Score, name, params)
+
+
+def from_arguments(mask: Any, score: Any, params: Mapping[str, Any]) -> tuple[Mask | None, Score | None]:
+    """Return the mask and the score of a call whose extra keyword arguments are `params`.
+
+    Each parameter goes to the mask or score that takes it. Raises TypeError if none of them, or more than one, does.
+    A list of scores becomes one score that applies them in order.
+    """
+    scores = list(score) if isinstance(score, list | tuple) else [] if score is None else [score]
+    targets = [] if mask is None else [_definition_and_params("mask", mask)]
+    targets += [_definition_and_params("score", s) for s in scores]
+    own_params: list[dict[str, Any]] = [{} for _ in targets]
+    for name, value in params.items():
+        takers = [i for i, (d, given) in enumerate(targets) if name in d.parameters and name not in given]
+        if len(takers) != 1:
+            raise TypeError(f"flexmasks: {_problem(name, targets, takers)}.")
+        own_params[takers[0]][name] = value
+    values = [
+        (Mask if d.kind == "mask" else Score).of(d, {**given, **own})
+        for (d, given), own in zip(targets, own_params, strict=True)
+    ]
+    masks = [value for value in values if isinstance(value, Mask)]
+    changes = [value for value in values if isinstance(value, Score)]
+    chained = Score(CHAIN, {"scores": tuple(changes)}) if len(changes) > 1 else next(iter(changes), None)
+    return next(iter(masks), None), chained
+
+
+def _problem(name: str, targets: list[tuple[Definition, Mapping[str, Any]]], takers: list[int]) -> str:
+    """Say why a parameter of a call goes to no mask or score, or to more than one."""
+    if takers:
+        owners = " and ".join(f"{targets[i][0].kind} {targets[i][0].name!r}" for i in takers)
+        return (
+            f"`{name}` is a parameter of {owners}; say which: pass flexmasks.get_mask(..., {name}=...) or "
+            f"flexmasks.get_score(..., {name}=...) instead of the name"
+        )
+    if any(name in given for _, given in targets):
+        return f"`{name}` is given twice: the mask or score already has it"
+    takes = "; ".join(
+        f"{d.kind} {d.name!r} takes {', '.join(f'`{p}`' for p in d.parameters if p not in given) or 'none'}"
+        for d, given in targets
+    )
+    hint = _KEYWORDS_OF_TORCH.get(name, takes or "no mask or score is given by name")
+    return f"no parameter is named `{name}`; {hint}"
+
+
+def functions_of(kind: str, value: Any) -> Any:
+    """Return a mask or score given as in a call in a form that `captures.capture` can read.
+
+    A registered name becomes the functions of its definition. A name of the library's own stays a name, for its
+    functions never change.
+    """
+    if isinstance(value, str):
+        known = definition(kind, value)
+        return value if known.own else known.functions
+    if isinstance(value, (list, tuple)):
+        return [functions_of(kind, v) for v in value]
+    return value
+
+
+def _definition_and_params(kind: str, value: Any) -> tuple[Definition, Mapping[str, Any]]:
+    """Return the definition of a mask or score given as in a call, and the parameters that it already has."""
+    if isinstance(value, str):
+        return definition(kind, value), {}
+    if isinstance(value, Mask | Score):
+        if value.kind != kind:
+            raise TypeError(f"flexmasks: {value!r} is a {value.kind}, pass it as `{value.kind}=`, not as `{kind}=`.")
+        return value.definition, value.params
+    if isinstance(value, bool) or not callable(value):
+        hint = "; a dense mask `m` is mask='dense', visible=m" if isinstance(value, Tensor) else ""
+        raise TypeError(
+            f"flexmasks: `{kind}` must be a name, a {kind.title()} or a function, got {describe(value)}{hint}."
+        )
+    return define(kind, value), {}
+
+
+def _get(cls: type[_Value], name: Any, params: Mapping[str, Any]) -> _Value:
+    known, given = _definition_and_params(cls.kind, name)
+    doubled = [n for n in params if n in given]
+    if doubled:
+        raise TypeError(f"flexmasks: `{doubled[0]}` is given twice: the {cls.kind} already has it.")
+    return cls.of(known, {**given, **params})

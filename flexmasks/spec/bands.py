@@ -1,0 +1,136 @@
+"""Native forms: bands, masks that some kernels know as windows inside sequences, and caps of soft-caps."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from flexmasks.spec.definitions import AND
+from flexmasks.spec.parameters import Size
+from flexmasks.spec.values import Mask, Score
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Sequences laid end to end over all batch elements: int32[N + 1], the starts and the end of the last."""
+
+    q: Tensor
+    kv: Tensor
+    longest: tuple[int, int]  # lengths of the longest sequence of queries, and of keys
+    used: tuple[int, int]  # ends of the last sequence of queries, and of keys; padding follows
+
+    @property
+    def nbytes(self) -> int:
+        return self.q.nbytes + self.kv.nbytes
+
+    def of_heads(self, heads: int, length: int) -> Sequences:
+        """Return the sequences of tensors [B, H, S, D] read as one line, each head of each batch element in turn.
+
+        For self-attention without padding, where `self` lays batch elements of `length` tokens end to end.
+        """
+        starts = self.q[:-1][self.q.diff() > 0].long()
+        steps = torch.arange(heads, device=starts.device)[:, None] + starts // length * (heads - 1)
+        end = self.q[-1:].long() * heads
+        q = torch.cat([(starts + steps * length).flatten().sort().values, end]).int()
+        return Sequences(q, q, self.longest, (heads * self.used[0], heads * self.used[1]))
+
+
+@dataclass(frozen=True)
+class Band:
+    """A mask that shows each query the keys of its own sequence with kv - q in -left..right; None is no bound.
+
+    left, right: numbers of keys before and after the query's position, both included.
+    sequences: finds the sequences when asked, and returns None if the tokens turn out not to be laid end to end;
+        None for one sequence of all tokens.
+    """
+
+    left: int | None = None
+    right: int | None = None
+    sequences: Callable[[], Sequences | None] | None = None
+
+
+def band_of(mask: Mask, size: Size) -> Band | None:
+    """Return a mask as a band at the sizes of a call, or None if it is no band."""
+    if mask.definition is AND:
+        bands = [band_of(m, size) for m in mask.params["masks"]]
+        return None if None in bands else intersection([b for b in bands if b is not None])
+    hook = mask.definition.native
+    return None if hook is None else hook(size, **mask.checked(size))
+
+
+def cap_of(score: Score, size: Size) -> float | None:
+    """Return the cap of a soft-cap at the sizes of a call, or None if the score is no soft-cap that kernels know."""
+    hook = score.definition.native
+    return None if hook is None else hook(size, **score.checked(size))
+
+
+def intersection(bands: list[Band]) -> Band | None:
+    """Return the band of pairs that all bands show, or None if more than one of them has sequences."""
+    lefts = [b.left for b in bands if b.left is not None]
+    rights = [b.right for b in bands if b.right is not None]
+    with_sequences = [b.sequences for b in bands if b.sequences is not None]
+    if len(with_sequences) > 1:
+        return None
+    return Band(min(lefts, default=None), min(rights, default=None), next(iter(with_sequences), None))
+
+
+def in_sequences(
+    band: Band | None, size: Size, q: Tensor, kv: Tensor | None = None, q_start: int | Tensor = 0
+) -> Band | None:
+    """Return the band inside sequences that are laid end to end in each batch element, or None.
+
+    q, kv: int[N + 1], starts of the sequences' queries and keys, from 0, and the end of the last; kv is q by default.
+    q_start: the position of each sequence's first query; its first key is at 0.
+    """
+    if band is None or band.sequences is not None:
+        return None
+    is_bounded = (band.left, band.right) != (None, None)
+
+    def find() -> Sequences | None:
+        q_starts = q.long()
+        kv_starts = q_starts if kv is None else kv.long()
+        q_lengths = q_starts.diff()
+        # Kernels count windows from the end of a sequence's queries and the end of its keys.
+        if is_bounded and not bool(((kv_starts.diff() - q_lengths == q_start) | (q_lengths == 0)).all()):
+            return None
+        starts_of_both = [x.tolist() for x in (q_starts, kv_starts)]
+        for starts, length in zip(starts_of_both, (size.q_len, size.kv_len), strict=True):
+            has_no_padding = size.batch == 1 or starts[-1] == length
+            if starts[0] != 0 or starts[-1] > length or sorted(starts) != starts or not has_no_padding:
+                return None
+        return _over_batch(starts_of_both, size)
+
+    return replace(band, sequences=find)
+
+
+def in_runs(ids: Tensor, size: Size) -> Band | None:
+    """Return the mask that is full in each run of equal ids, [S] or [B, S], if ids never fall; else None."""
+    if size.q_offset != 0 or size.q_len != size.kv_len or ids.shape[-1] != size.q_len:
+        return None
+
+    def find() -> Sequences | None:
+        before, after = ids[..., :-1], ids[..., 1:]  # compared, not subtracted: a difference may overflow
+        if bool((after < before).any()):
+            return None
+        is_last = torch.nn.functional.pad(after != before, (0, 1), value=True)
+        starts = [0, *(is_last.reshape(-1).nonzero()[:, 0] + 1).tolist()]
+        return _over_batch([starts, starts], replace(size, batch=1) if ids.ndim == 2 else size)
+
+    return Band(sequences=find)
+
+
+def _over_batch(starts_of_both: list[list[int]], size: Size) -> Sequences:
+    """Return the sequences of all batch elements, given the starts in each, for the queries and for the keys."""
+    lengths = size.q_len, size.kv_len
+    longest = [max((b - a for a, b in itertools.pairwise(starts)), default=0) for starts in starts_of_both]
+    rows = [
+        [0, *(i * length + n for i in range(size.batch) for n in starts[1:])]
+        for starts, length in zip(starts_of_both, lengths, strict=True)
+    ]
+    q = torch.tensor(rows[0], dtype=torch.int32, device=size.device)
+    kv = q if rows[0] == rows[1] else torch.tensor(rows[1], dtype=torch.int32, device=size.device)
+    return Sequences(q, kv, (longest[0], longest[1]), (rows[0][-1], rows[1][-1]))

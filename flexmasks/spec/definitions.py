@@ -1,0 +1,160 @@
+"""Definitions of masks and scores: a function, its parameters and hooks; and the table of their names."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import operator
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from torch import Tensor
+
+from flexmasks.spec.parameters import Parameter, Size, parameters_of
+
+
+@dataclass(frozen=True, eq=False)
+class Definition:
+    """A function of indices, with its name, parameters and hooks (see `register_mask`)."""
+
+    kind: str  # "mask" or "score"
+    name: str
+    function: Callable[..., Any]
+    parameters: Mapping[str, Parameter]
+    registered: bool = False
+    prepare: Callable[..., dict[str, Any]] | None = None
+    example: Callable[[int], dict[str, Any]] | None = None
+    inner_size: Callable[..., Size] | None = None
+    native: Callable[..., Any] | None = None  # a mask's `band` hook, a score's `cap` hook
+    template: str = ""  # how an operator is printed, such as " & "
+
+    @functools.cached_property
+    def own(self) -> bool:
+        """Whether all functions are this library's and capture nothing, so that the name identifies them."""
+        if not (self.registered or self.template):  # a user may pass one of the library's functions as a function
+            return False
+        functions = [f for f in self.functions if f is not None]
+        plain = all(isinstance(f, types.FunctionType) and f.__closure__ is None for f in functions)
+        return plain and all(str(f.__module__).startswith("flexmasks.") for f in functions)
+
+    @property
+    def functions(self) -> tuple[Callable[..., Any] | None, ...]:
+        """All functions that decide what the mask or score does."""
+        return self.function, self.prepare, self.inner_size, self.native
+
+    @property
+    def doc(self) -> str:
+        """The function's docstring, with indentation removed."""
+        return inspect.cleandoc(self.function.__doc__ or "")
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self  # a definition never changes and is compared by identity
+
+    def __reduce__(self) -> Any:  # a registered definition is pickled by name, for its functions may be lambdas
+        return (from_pickle, (self.kind, self.name)) if self.registered else super().__reduce__()
+
+
+def define(kind: str, function: Callable[..., Any], name: str | None = None, **hooks: Any) -> Definition:
+    """Make a definition of a mask or score function by reading its signature.
+
+    Raises TypeError if the function does not take `(b, h, q, kv)`, or `(score, b, h, q, kv)`, by position.
+    """
+    arguments = ("b", "h", "q", "kv") if kind == "mask" else ("score", "b", "h", "q", "kv")
+    if not callable(function) or isinstance(function, type | bool):
+        raise TypeError(f"flexmasks: a {kind} is a name, a {kind.title()} or a function, got {function!r}.")
+    if name is None:
+        inner = function.func if isinstance(function, functools.partial) else function
+        name = getattr(inner, "__name__", type(inner).__name__)
+    try:
+        signature = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"flexmasks: the signature of the {kind} function {name!r} cannot be read: {error}") from error
+    positional = [p for p in signature if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    required = [p for p in positional if p.default is p.empty]
+    takes_any_number = any(p.kind is p.VAR_POSITIONAL for p in signature)
+    if len(required) > len(arguments) or (len(positional) < len(arguments) and not takes_any_number):
+        raise TypeError(
+            f"flexmasks: the {kind} function {name!r} must take ({', '.join(arguments)}) by position, "
+            f"its signature is {inspect.signature(function)}; parameters come after `*`."
+        )
+    return Definition(kind, name, function, parameters_of(hooks.get("prepare") or function), **hooks)
+
+
+# --- the table of names ---
+
+_NAMES: dict[str, dict[str, Definition]] = {"mask": {}, "score": {}}
+
+
+def names(kind: str) -> Mapping[str, Definition]:
+    """Return the registered definitions of a kind, "mask" or "score", by name."""
+    return _NAMES[kind]
+
+
+def add(definition: Definition) -> None:
+    """Register a definition under its name, in place of an earlier one of that name."""
+    _NAMES[definition.kind][definition.name] = definition
+
+
+def definition(kind: str, name: str) -> Definition:
+    """Return the definition registered under a name, or raise ValueError with the nearest names."""
+    known = _NAMES[kind]
+    if name in known:
+        return known[name]
+    other = "score" if kind == "mask" else "mask"
+    if name in _NAMES[other]:
+        raise ValueError(f"flexmasks: {name!r} is a {other}, pass it as `{other}=`, not as `{kind}=`.")
+    if kind == "mask" and not name.isidentifier() and any(c in name for c in "&|~"):
+        raise ValueError(
+            f"flexmasks: no mask is named {name!r}; masks are combined as values: "
+            'flexmasks.get_mask("causal") & flexmasks.get_mask("document", document_ids=ids).'
+        )
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    hint = f"flexmasks.list_{kind}s() names the {len(known)} that exist."
+    if near:
+        hint = f"did you mean {' or '.join(repr(n) for n in near)}?"
+    raise ValueError(f"flexmasks: no {kind} is named {name!r}; {hint}")
+
+
+def is_own(kind: str, name: str) -> bool:
+    """Return whether a name is one of the library's own, whose functions never change."""
+    known = _NAMES[kind].get(name)
+    return known is not None and known.own
+
+
+def from_pickle(kind: str, name: str) -> Definition:
+    """Return the definition that a pickle stored by name."""
+    return _OPERATORS[name] if name in _OPERATORS else definition(kind, name)
+
+
+# --- operators: definitions whose parameters are masks or scores ---
+
+
+def _all_of(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, masks: tuple[Callable[..., Tensor], ...]) -> Tensor:
+    return functools.reduce(operator.and_, [m(b, h, q, kv) for m in masks])
+
+
+def _any_of(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, masks: tuple[Callable[..., Tensor], ...]) -> Tensor:
+    return functools.reduce(operator.or_, [m(b, h, q, kv) for m in masks])
+
+
+def _inverse(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, mask: Callable[..., Tensor]) -> Tensor:
+    return ~mask(b, h, q, kv)
+
+
+def _chain(
+    score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, scores: tuple[Callable[..., Tensor], ...]
+) -> Tensor:
+    for change in scores:
+        score = change(score, b, h, q, kv)
+    return score
+
+
+AND, OR, NOT = (
+    define("mask", function, name, registered=True, template=template)
+    for function, name, template in ((_all_of, "&", " & "), (_any_of, "|", " | "), (_inverse, "~", "~"))
+)
+CHAIN = define("score", _chain, "chain", registered=True)
+_OPERATORS = {d.name: d for d in (AND, OR, NOT, CHAIN)}

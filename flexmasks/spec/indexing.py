@@ -1,0 +1,58 @@
+"""Helpers that mask and score functions, and their `prepare` functions, are written with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexmasks.spec.parameters import Size
+
+_DEVICES_OF_CONSTANT_INDICES = ("cpu",)  # devices whose compiled kernels take a Python number as an index
+
+
+def per_batch(value: int | Tensor, b: Tensor) -> int | Tensor:
+    """Return batch element `b`'s value of a parameter that is one number, or one number per batch element."""
+    return value[b] if isinstance(value, Tensor) and value.ndim else value
+
+
+def at(table: Tensor, b: Tensor, position: Tensor) -> Tensor:
+    """Return a table's value at `position`; the table is [positions], or [batch, positions]."""
+    return table[b, position] if table.ndim == 2 else table[position]
+
+
+def always(n: int, index: Tensor) -> Tensor | int:
+    """Return the constant `n` in a form that every compiler accepts as an index.
+
+    FLASH's compiler accepts no constant index, so on a GPU the constant is computed from `index`, one of the
+    function's own indices. `index % 1` is used because torch folds `index * 0` into a constant. On a CPU the plain
+    number makes kernels up to 1.5 times as fast.
+    """
+    if index.device.type in _DEVICES_OF_CONSTANT_INDICES:
+        return n
+    return index % 1 + n if n else index % 1
+
+
+def bounded(table: Tensor, low: int, high: int) -> Tensor:
+    """Note on a table that its values lie in low..high, both included, and return the table.
+
+    By these bounds the check of functions for FLASH knows that an index read from the table is not negative.
+    """
+    if not torch.compiler.is_compiling():
+        table.bounds = low, high  # type: ignore[attr-defined]
+    return table
+
+
+def pair(value: Any) -> tuple[Any, Any]:
+    """Return a parameter for two axes as a pair; a single value holds for both."""
+    return value if isinstance(value, tuple) else (value, value)
+
+
+def check_covers_queries(name: str, count: int, size: Size | None, what: str = "a row") -> None:
+    """Raise ValueError if parameter `name` has `count` entries, too few for all positions of queries."""
+    if size is not None and count < size.positions_of_q:
+        raise ValueError(
+            f"`{name}` must have {what} for each of the {size.positions_of_q} positions of queries (positions before "
+            f"q_offset count too), got {count}."
+        )

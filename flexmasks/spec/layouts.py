@@ -1,0 +1,162 @@
+"""Layouts: the `prepare` and `inner_size` hooks of masks and scores inside packed sequences and inside pages."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor
+
+from flexmasks.spec.indexing import bounded
+from flexmasks.spec.parameters import Size
+from flexmasks.spec.values import Mask, Score
+
+_MAX_POSITION = 2**30  # positions are 32-bit integers, with room for sums
+
+# --- sequences laid end to end ---
+
+
+def prepare_sequences(
+    size: Size | None,
+    *,
+    inner: Any,
+    offsets: Annotated[Tensor, "int[N] in 0..S"],
+    kv_offsets: Annotated[Tensor | None, "int[M] in 0..S"] = None,
+    q_start: Annotated[int | Tensor, "int in 0.. | int[L] in 0.."] = 0,
+) -> dict[str, Any]:
+    """Find the sequence of each query and key, and its position there.
+
+    Queries past the last sequence get sequence -1, keys past it sequence -2.
+    """
+    if kv_offsets is None:
+        kv_offsets = offsets
+    elif len(kv_offsets) != len(offsets):
+        raise ValueError(f"`offsets` has {len(offsets) - 1} sequences, `kv_offsets` has {len(kv_offsets) - 1}.")
+    q_sequence, q_position = _unpack("offsets", offsets, None if size is None else size.positions_of_q, -1)
+    q_position += q_start[q_sequence] * (q_sequence >= 0) if isinstance(q_start, Tensor) else q_start
+    kv_sequence, kv_position = _unpack("kv_offsets", kv_offsets, None if size is None else size.kv_len, -2)
+    max_position = _MAX_POSITION if isinstance(q_start, Tensor) else q_start + len(q_position)
+    return {
+        "inner": inner,
+        "q_sequence": q_sequence,
+        "q_position": bounded(q_position, 0, max_position),
+        "kv_sequence": kv_sequence,
+        "kv_position": bounded(kv_position, 0, len(kv_position)),
+    }
+
+
+def size_inside_sequences(
+    size: Size, *, inner: Any, offsets: Tensor, kv_offsets: Tensor | None, q_start: int | Tensor
+) -> Size:
+    """Return the sizes that a mask or score inside packed sequences sees."""
+    _check_inner(inner)
+    if offsets.numel() < 2:
+        raise ValueError("`offsets` needs two values at least: 0 and the total length.")
+    lengths = offsets.long().diff()
+    if isinstance(q_start, Tensor) and len(q_start) != len(lengths):
+        raise ValueError(f"`q_start` has {len(q_start)} values, `offsets` has {len(lengths)} sequences.")
+    longest = int(lengths.max())
+    kv_longest = longest if kv_offsets is None else int(kv_offsets.long().diff().max())
+    positions = int((lengths + q_start).max())  # the most positions that the queries of a sequence reach
+    if not 0 <= positions <= _MAX_POSITION:
+        raise ValueError(f"positions may go up to 2**30, `q_start` and the lengths make {positions}.")
+    return replace(size, batch=len(lengths), q_len=longest, kv_len=kv_longest, q_offset=positions - longest)
+
+
+def _unpack(name: str, offsets: Tensor, length: int | None, padding: int) -> tuple[Tensor, Tensor]:
+    """Return each token's sequence (`padding` past the last one) and its position there, both int32[length]."""
+    offsets = offsets.long()
+    lengths = offsets.diff()
+    total = int(offsets[-1]) if length is None else length
+    if int(offsets[0]) != 0 or int(offsets[-1]) > total or int(lengths.min()) < 0:
+        raise ValueError(f"`{name}` must rise from 0 to at most the length {total}, got {_shortened(offsets)}.")
+    sequence = torch.full((total,), padding, dtype=torch.int32, device=offsets.device)
+    position = torch.zeros((total,), dtype=torch.int32, device=offsets.device)
+    used = int(offsets[-1])
+    numbers = torch.arange(len(lengths), dtype=torch.int32, device=offsets.device)
+    sequence[:used] = torch.repeat_interleave(numbers, lengths, output_size=used)
+    position[:used] = torch.arange(used, device=offsets.device) - offsets[sequence[:used]]
+    return sequence, position
+
+
+def _shortened(values: Tensor) -> str:
+    numbers = [str(n) for n in values[:6].tolist()]
+    return ", ".join(numbers) + (", ..." if len(values) > 6 else "")
+
+
+# --- pages of one pool ---
+
+
+def prepare_pages(
+    size: Size | None,
+    *,
+    inner: Any,
+    page_table: Annotated[Tensor, "int[B, P]"],
+    kv_lens: Annotated[Tensor, "int[B] in 0.."],
+    page_size: Annotated[int, "int in 1.."],
+) -> dict[str, Any]:
+    """Find the first position of each page of the pool in each sequence, -1 in sequences that do not hold the page.
+
+    Without sizes the pool ends with the last page that is in use.
+    """
+    batch, columns = page_table.shape
+    page_table = page_table.long()  # page numbers may come in a narrow dtype that the pool's size does not fit
+    starts = torch.arange(0, columns * page_size, page_size, dtype=torch.int32, device=page_table.device)
+    used = starts < kv_lens[:, None]
+    if size is None:
+        pages = 1 + int(torch.where(used, page_table, 0).amax())
+    elif size.kv_len % page_size:
+        raise ValueError(f"`page_size` = {page_size} must divide the {size.kv_len} keys of the call, whole pages.")
+    else:
+        pages = size.kv_len // page_size
+    inside = used & (page_table >= 0) & (page_table < pages)
+    # Table entries that are not in use are scattered to an extra column, which is then cut off.
+    first = torch.full((batch, pages + 1), -1, dtype=torch.int32, device=page_table.device)
+    first.scatter_(1, torch.where(inside, page_table, pages), starts.expand(batch, columns))
+    first = first[:, :pages].contiguous()
+    _check_pages(page_table, kv_lens, page_size, used, inside, first)
+    return {"inner": inner, "first_positions": first, "kv_lens": kv_lens, "page_size": page_size}
+
+
+def _check_pages(
+    page_table: Tensor, kv_lens: Tensor, page_size: int, used: Tensor, inside: Tensor, first: Tensor
+) -> None:
+    """Raise ValueError if lengths exceed the table, a page is outside the pool, or a sequence has a page twice."""
+    columns, pages = page_table.shape[1], first.shape[1]
+    counts = torch.stack([kv_lens.amax(), used.sum(), inside.sum(), (first >= 0).sum()])
+    longest, in_use, in_pool, distinct = counts.tolist()
+    if longest > columns * page_size:
+        raise ValueError(
+            f"`kv_lens` is at most {columns} pages * `page_size` {page_size} = {columns * page_size}, got {longest}."
+        )
+    if in_pool < in_use:
+        b, place = (used & ~inside).nonzero()[0].tolist()
+        raise ValueError(
+            f"`page_table` must have pages 0..{pages - 1} where it is in use, got {int(page_table[b, place])} for page "
+            f"{place} of batch element {b}, which has {int(kv_lens[b])} keys."
+        )
+    if distinct < in_use:
+        b = int((used.sum(1) != (first >= 0).sum(1)).nonzero()[0])
+        raise ValueError(f"`page_table` has a page twice in batch element {b}; sequences may share a page, not repeat.")
+
+
+def size_inside_pages(size: Size, *, inner: Any, page_table: Tensor, kv_lens: Tensor, page_size: int) -> Size:
+    """Return the sizes that a mask or score inside pages sees."""
+    _check_inner(inner)
+    if not page_table.numel():
+        raise ValueError("`page_table` needs a page for each batch element at least.")
+    return replace(size, kv_len=page_table.shape[1] * page_size)
+
+
+def example_pages(length: int) -> dict[str, Any]:
+    """Return pages for one sequence of 7/8 of `length` keys: pages with odd numbers first, then even numbers."""
+    page_size = max((n for n in range(1, length // 8 + 1) if length % n == 0), default=1)
+    pages = length // page_size
+    page_table = [[*range(1, pages, 2), *range(0, pages, 2)]]
+    return {"page_table": page_table, "kv_lens": [length * 7 // 8], "page_size": page_size}
+
+
+def _check_inner(inner: Any) -> None:
+    if not isinstance(inner, Mask | Score):
+        raise ValueError(f"`inner` must be a Mask or a Score, as get_mask or get_score make them, got {inner!r}.")
