@@ -43,8 +43,8 @@ _KEEP_VALUES = {"_to_copy", "alias", "clone", "convert_element_type", "detach", 
 _COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"}
 _CORRECT = {
     "abs", "add", "bitwise_and", "bitwise_not", "bitwise_or", "bitwise_xor", "div", "exp", "exp2", "floor_divide",
-    "index", "logical_and", "logical_not", "logical_or", "maximum", "minimum", "mul", "neg", "remainder", "rsub", "sigmoid",
-    "sub", "tanh", "tanh_approx", "where", *_MAKE_CONSTANTS, *_KEEP_VALUES, *_COMPARISONS,
+    "index", "logical_and", "logical_not", "logical_or", "maximum", "minimum", "mul", "neg", "remainder", "rsub",
+    "sigmoid", "sub", "tanh", "tanh_approx", "where", *_MAKE_CONSTANTS, *_KEEP_VALUES, *_COMPARISONS,
 }  # fmt: skip
 
 Bounds = tuple[float, float]
