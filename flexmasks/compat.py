@@ -1,7 +1,7 @@
-"""Every private symbol of torch that the library uses: one place to mend when a torch release moves one.
+"""Private symbols of torch that the library uses: the only file to mend when a torch release moves one.
 
-Each line says what the symbol is for, how its loss would show, and which public symbol replaces it, from which
-release. "public: none" was checked on torch 2.11 to 2.13. No other module may name a private torch symbol.
+Each entry says what the symbol is for, how its loss would show, and which public symbol replaces it from which torch
+version. "No public one" was checked on torch 2.11 and 2.13. No other file may name a private torch symbol.
 """
 
 from __future__ import annotations
@@ -31,43 +31,57 @@ from torch.utils._python_dispatch import (
     is_in_torch_dispatch_mode,
 )
 
-# --- the state of a tensor ---
+# The classes among these imports are used as they are. If torch moves one, importing flexmasks fails.
+# FailOnRecompileLimitHit, TorchDynamoException, InductorError: errors of a failed compilation, which another backend
+#   may answer. No public one.
+# FakeTensor: tensors without data, which tracing makes; their values must not be read. No public one.
+# TorchDispatchMode: base of a mode that sees every operation of a function. No public one.
+# TransformGetItemToIndex: traces indexing by a number as flex_attention does, as an operation. No public one.
 
-# Count of in-place changes, by which caches notice a change. Loss: AttributeError at the first call. public: none.
+# --- tensors ---
+
+# Count of in-place changes, by which caches notice a change. Its loss is an AttributeError. No public one.
 version: Callable[[Tensor], int] = operator.attrgetter("_version")
 
-# --- transforms of torch.func, and what is active around a call ---
+# Check of a size inside an operator, also of a symbolic size. It is documented in spite of its name.
+require: Any = torch._check
 
-# Whether torch.func.grad, vmap or jvp is active, and which one is innermost. Loss: AttributeError. public: none.
+# --- transforms of torch.func, derivatives, dispatch modes, autocast: what is active around a call ---
+
+# Whether torch.func.grad, vmap or jvp is active, and the innermost one. Their loss is an AttributeError at import. No
+# public one.
 transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 innermost_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
 
-# Wrappers that these transforms put around tensors. Loss: AttributeError. public: none.
+# Wrappers that these transforms put around tensors. Their loss is an AttributeError at import. No public one.
 is_wrapped: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 is_batched: Callable[[Tensor], bool] = torch._C._functorch.is_batchedtensor
 unwrapped: Callable[[Tensor], Tensor] = torch._C._functorch.get_unwrapped
 
-# Wrapper of torch.autograd.grad(is_grads_batched=True). Loss: AttributeError. public: none.
+# Wrapper that torch.autograd.grad(is_grads_batched=True) puts around tensors. As above.
 is_batched_gradient: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
 
-# Leave the active transforms for a block of code, so that what it makes may be kept. Loss: ImportError. public: none.
+# Leaves the active transforms for a block of code, so that what it computes may be cached. No public one.
 outside_transforms: Callable[[], contextlib.AbstractContextManager[Any]] = temporarily_clear_interpreter_stack
 
-# Modes that see every operation; `foreign` leaves out torch.compile's own. Loss: ImportError. public: none.
-without_dispatch_modes: Any = _disable_current_modes
-in_foreign_dispatch_mode: Callable[[], bool] = is_in_any_mode_without_ignore_compile_internals
+# Whether a TorchDispatchMode is active, and whether one is active that is not torch.compile's own. No public ones.
 in_dispatch_mode: Callable[[], bool] = is_in_torch_dispatch_mode
+in_foreign_dispatch_mode: Callable[[], bool] = is_in_any_mode_without_ignore_compile_internals
 
-# Leave the active TorchFunctionMode for a block of code. Loss: AttributeError. public: none.
+# Leaves the active dispatch modes, and the active TorchFunctionModes, for a block of code. No public ones.
+without_dispatch_modes: Any = _disable_current_modes
 without_torch_function: Any = torch._C.DisableTorchFunction
 
-# Whether autocast is on for any device: ten times faster than asking for one. Loss: AttributeError.
-# public: torch.is_autocast_enabled(device), which is slower.
+# Whether autocast is on for any device. torch.is_autocast_enabled(device) is public, and ten times slower.
 autocast_anywhere: Callable[[], bool] = torch._C._is_any_autocast_enabled
+
+# Switch for forward derivatives in this thread, a context manager. Its loss is an AttributeError at import. No public
+# one.
+forward_derivatives: Callable[[bool], Any] = torch.autograd.forward_ad._set_fwd_grad_enabled
 
 
 def in_vmap() -> bool:
-    """Return whether torch.func.vmap is among the active transforms. Loss: AttributeError. public: none."""
+    """Return whether torch.func.vmap is among the active transforms. No public one."""
     if not transforms_active():
         return False
     vmap = torch._C._functorch.TransformType.Vmap
@@ -75,31 +89,46 @@ def in_vmap() -> bool:
 
 
 def in_forward_derivative() -> bool:
-    """Return whether a dual level is open (torch.autograd.forward_ad, jvp). Loss: AttributeError. public: none."""
+    """Return whether derivatives are taken forward (torch.autograd.forward_ad, jvp). No public one."""
     return torch.autograd.forward_ad._current_level >= 0
 
 
+# --- custom operators below autograd ---
+
+# Call an operator below autograd from its own autograd formula. Their loss is an AttributeError or ImportError at
+# import. torch.library.register_autograd is public, but its formulas have no forward derivatives.
+below_autograd: Any = torch._C._AutoDispatchBelowAutograd
+after_autograd_keys: Any = torch._C._after_autograd_keyset
+single_level_autograd: Any = enable_single_level_autograd_function
+SingleLevelFunction: Any = _SingleLevelFunction
+
 # --- torch.compile ---
 
-# Free what torch compiled for a code object; without it, kernels pile up. Loss: ImportError. public: none.
+# Frees what torch compiled for a code object; without it compiled code piles up. No public one.
 forget_code: Callable[[Any], None] = remove_from_cache
+
+# The decompositions of operators that FLASH's compiler applies. No public one.
+inductor_decompositions: Any = select_decomp_table
+
+# Whether torch's FLASH compiler reads captured tensors by vectors, which GPUs of capability 10 get wrong: from 2.13.
+FLASH_READS_VECTORS = importlib.util.find_spec("torch._inductor.codegen.cutedsl.lane_analysis") is not None
 
 
 def compiled_graphs() -> int:
-    """Return how many graphs this process has compiled, for the log. Loss: ImportError. public: none."""
+    """Return how many graphs this process has compiled, for the log. No public one."""
     from torch._dynamo.utils import counters
 
     return int(counters["stats"]["unique_graphs"])
 
 
 def compiler_is_off() -> bool:
-    """Return whether torch.compile is switched off for the process. Loss: AttributeError. public: none."""
+    """Return whether torch.compile is switched off for the process. No public one."""
     return bool(torch._dynamo.config.disable)
 
 
 @contextlib.contextmanager
 def donated_buffers_off() -> Iterator[None]:
-    """Let a compiled backward pass run twice over one graph, to time it. Loss: AttributeError. public: none."""
+    """Let a compiled backward pass run twice over one graph, to time it. No public one."""
     config = torch._functorch.config
     kept = config.donated_buffer
     config.donated_buffer = False
@@ -109,31 +138,22 @@ def donated_buffers_off() -> Iterator[None]:
         config.donated_buffer = kept
 
 
-# --- Inductor ---
-
-# Decompositions of operators, by which FLASH's compiler sees a function. Loss: ImportError. public: none.
-inductor_decompositions: Any = select_decomp_table
-
-# Whether torch's FLASH compiler reads captured tensors by vectors, which some GPUs get wrong (2.13 and later).
-FLASH_READS_VECTORS = importlib.util.find_spec("torch._inductor.codegen.cutedsl.lane_analysis") is not None
-
-
 def fake_mode() -> Any:
-    """Return a mode in which operations make tensors without data. Loss: ImportError. public: none."""
+    """Return a mode in which operations make tensors without data. No public one."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def lower_to_instruction(op: Any, instruction: str, fallback: str, cute: str) -> None:
-    """Tell Inductor how to compute an operator of one float32 tensor: by an instruction of the GPU.
+    """Tell Inductor how to compute an operator of one float32 tensor: by an instruction of the GPU. No public one.
 
-    Without it, kernels would call the operator's Python code, and fail. public: none.
+    Without it, compiled kernels would fail on the operator.
 
     Args:
         op: the operator, such as torch.ops.flexmasks.tanh_approx.default.
         instruction: PTX with `$0` for the result and `$1` for the input, for Triton's kernels on CUDA.
-        fallback: name of Inductor's operation elsewhere, such as "tanh".
+        fallback: name of Inductor's operation on other devices, such as "tanh".
         cute: CuTe expression of `{x}`, for FLASH's kernels.
     """
     from torch._inductor import ir, lowering
@@ -164,29 +184,12 @@ def lower_to_instruction(op: Any, instruction: str, fallback: str, cute: str) ->
     setattr(CuteDSLOpOverrides, "inline_asm_elementwise", staticmethod(for_cute))  # noqa: B010
 
 
-# --- custom operators below autograd ---
-
-# Call an operator below autograd, from the operator's own autograd formula. Loss: AttributeError. public: none.
-below_autograd: Any = torch._C._AutoDispatchBelowAutograd
-after_autograd_keys: Any = torch._C._after_autograd_keyset
-single_level_autograd: Any = enable_single_level_autograd_function
-SingleLevelFunction: Any = _SingleLevelFunction
-
 # --- scaled_dot_product_attention ---
 
 
 def fused_sdp_choice(*args: Any, **keywords: Any) -> int:
-    """Return the kernel that scaled_dot_product_attention would take, an SDPBackend's value.
+    """Return the kernel that scaled_dot_product_attention would use, an SDPBackend's value. No public one.
 
-    Without it a call that torch would run unfused is not noticed. Loss: AttributeError. public: none.
+    Without it a call that torch would run unfused would go unnoticed.
     """
     return int(torch._fused_sdp_choice(*args, **keywords))
-
-
-# Check a size inside an operator, also one that torch.export knows by a symbol. Loss: AttributeError.
-# public: torch._check is documented in spite of its name; no other name exists.
-require: Any = torch._check
-# Switch for forward derivatives, thread by thread. Loss: AttributeError. public: none.
-forward_derivatives: Callable[[bool], contextlib.AbstractContextManager[Any]] = (
-    torch.autograd.forward_ad._set_fwd_grad_enabled
-)
