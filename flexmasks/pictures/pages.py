@@ -23,7 +23,7 @@ def page(kind: str, entries: Iterable[Entry]) -> str:
         >>> print(page("mask", entries).partition("###")[0].strip())
         | mask | meaning |
         |---|---|
-        | [`full()`](#full) | Each query sees every key. |
+        | [`full()`](#full) | Every query sees every key. |
     """
     entries = list(entries)
     rows = [f"| [`{entry.signature}`](#{entry.name}) | {_cell(entry.summary)} |" for entry in entries]
