@@ -12,11 +12,10 @@ from typing import Any
 
 from tabulate import tabulate
 
+from flexmasks.pictures.pages import page
 from flexmasks.spec.arguments import get_mask, get_score
 from flexmasks.spec.definitions import definition
-from flexmasks.spec.registry import Entry, list_masks, list_scores
-
-_COLUMNS = ("meaning", "source", "in other libraries")
+from flexmasks.spec.registry import list_masks, list_scores
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -34,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
         help="import a module first, which registers masks or scores of yours; may be repeated",
     )
     lister = commands.add_parser("list", help="list the masks and scores", parents=[importer])
-    lister.add_argument("--markdown", action="store_true", help="as the README's tables")
+    lister.add_argument("--markdown", action="store_true", help="as Markdown, the pages of masks and scores")
     shower = commands.add_parser(
         "show",
         help="draw a mask or a score, with its documentation",
@@ -63,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
         nargs="+",
         default=[],
         metavar="NAME",
-        help="of blocks and attention: only these, names of the README's tables or of any registered mask, "
+        help="of blocks and attention: only these, names of the usual table or of any registered mask, "
         "which is measured at its example",
     )
     bencher.add_argument(
@@ -120,16 +119,18 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def tables(markdown: bool = False) -> str:
-    """The tables of masks and scores."""
-    found = []
-    for title, entries in (("mask", list_masks()), ("score", list_scores())):
-        if markdown:
-            rows = [(f"`{e.signature}`", *(text.replace("|", "\\|") for text in _said(e))) for e in entries]
-            found.append(tabulate(rows, headers=[title, *_COLUMNS], tablefmt="github"))
-        else:
-            rows = [(e.signature, *_said(e)) for e in entries]
-            found.append(tabulate(rows, headers=[title, *_COLUMNS], maxcolwidths=[30, 50, 30, 40]))
-    return "\n\n".join(found)
+    """Return the tables of masks and scores, as text or as the Markdown of their pages."""
+    listed = (("mask", list_masks()), ("score", list_scores()))
+    if markdown:
+        return "\n\n".join(page(kind, entries) for kind, entries in listed)
+    return "\n\n".join(
+        tabulate(
+            [(entry.signature, entry.summary, entry.source, entry.peers) for entry in entries],
+            headers=[kind, "meaning", "source", "in other libraries"],
+            maxcolwidths=[30, 50, 30, 40],
+        )
+        for kind, entries in listed
+    )
 
 
 def _bench(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -169,10 +170,6 @@ def _import(modules: list[str]) -> None:
             importlib.import_module(module)
         except ModuleNotFoundError as error:
             raise ValueError(f"flexmasks: --import {module}: {error}.") from error
-
-
-def _said(entry: Entry) -> tuple[str, ...]:
-    return entry.summary, entry.source, entry.peers
 
 
 def _show(arguments: argparse.Namespace, given: dict[str, Any]) -> None:

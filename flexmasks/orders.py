@@ -1,16 +1,18 @@
-"""Orders of the tokens of a canvas, that is, which pixel each token is: it decides how many blocks a window touches.
+"""Orders of the tokens of a canvas: which pixel each token is.
 
-A canvas is (height, width), (depth, height, width), or of any number of axes. Row-major order, the last axis fastest,
-is that of `x.flatten()`. An order is a permutation: `order[t]` is the row-major number of the pixel that token t is.
+A canvas is (height, width), (depth, height, width), or has any number of axes. Row-major order, in which the last axis
+is the fastest, is the order of `x.flatten()`. An order is a permutation: `order[t]` is the row-major number of the
+pixel that token t is.
 
     order = tile_order((48, 64), (8, 16))
     q, k, v = (x[:, :, order] for x in (q, k, v))  # from row-major tokens to tiles, one tile after the other
     out = flexmasks.attention(q, k, v, mask="natten", height=48, width=64, kernel=7, order=order)
     out = out[:, :, inverse_order(order)]  # and back
 
-In row-major order a block of 128 tokens is some rows, or part of one, and a window of 7 x 7 pixels touches the blocks
-of 7 rows; in tiles of 8 x 16 it touches the neighboring tiles only: of a canvas of 128 x 256 pixels 2116 blocks, not
-3584. Where a row is one block, 128 pixels, and the window lower than a tile, row-major order touches fewer.
+The order decides how many blocks a window touches. In row-major order a block of 128 tokens is some rows, or part of a
+row, and a window of 7 x 7 pixels touches the blocks of 7 rows. In tiles of 8 x 16 pixels it touches only neighboring
+tiles: on a canvas of 128 x 256 pixels 2116 blocks instead of 3584. If one row is one block, 128 pixels, and the window
+is lower than a tile, row-major order touches fewer blocks.
 """
 
 from __future__ import annotations
@@ -23,9 +25,10 @@ from torch import Tensor
 
 
 def tile_order(canvas: Sequence[int], tile: Sequence[int]) -> Tensor:
-    """The order of tiles, row-major among them and inside each; tiles at the end of an axis may be cut.
+    """Return the order of tiles, row-major among tiles and inside each tile.
 
-    Raises ValueError unless both have the same number of axes, all at least 1.
+    Tiles at the end of an axis may be cut. Raises ValueError unless canvas and tile have the same number of axes, all
+    at least 1.
 
     Example:
         >>> tile_order((2, 4), (2, 2))
@@ -43,9 +46,10 @@ def tile_order(canvas: Sequence[int], tile: Sequence[int]) -> Tensor:
 
 
 def morton_order(canvas: Sequence[int]) -> Tensor:
-    """The Z-order of Morton: by the axes' bits, interleaved, those of the last axis the lowest.
+    """Return Morton's Z-order: pixels sorted by the interleaved bits of their coordinates.
 
-    Canvases need not be powers of two: pixels that are not there are left out.
+    The bits of the last axis are the lowest. A side of the canvas need not be a power of two: pixels that do not
+    exist are left out.
 
     Example:
         >>> morton_order((2, 4))
@@ -68,7 +72,9 @@ def morton_order(canvas: Sequence[int]) -> Tensor:
 
 
 def inverse_order(order: Tensor) -> Tensor:
-    """The way back: `inverse_order(order)[p]` is the token that pixel p is; x[order][inverse_order(order)] is x.
+    """Return the inverse of an order: the token that each pixel is.
+
+    x[order][inverse_order(order)] is x.
 
     Example:
         >>> inverse_order(torch.tensor([2, 0, 1]))
@@ -80,9 +86,9 @@ def inverse_order(order: Tensor) -> Tensor:
 
 
 def coordinates(pixel: Tensor, canvas: Sequence[int]) -> list[Tensor]:
-    """The coordinates, one for each axis, of pixels given by their row-major number."""
-    found = []
+    """Return the coordinates, one for each axis, of pixels given by their row-major number."""
+    inner = []
     for n in reversed(canvas[1:]):
-        found.append(pixel % n)
+        inner.append(pixel % n)
         pixel = pixel // n
-    return [pixel, *reversed(found)]
+    return [pixel, *reversed(inner)]

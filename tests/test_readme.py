@@ -1,49 +1,137 @@
-"""The README tells the truth: its table, its calls, its picture, its commands."""
+"""The README and the pages around it: their calls run, their links lead somewhere, their tables are up to date.
+
+`python tests/test_readme.py` rewrites the pictures and every generated part of a page, which stands between
+`<!-- generated: NAME, by ... -->` and `<!-- end of NAME -->`.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
+import textwrap
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import flexmasks
-from flexmasks.__main__ import main, tables
+from flexmasks.__main__ import main
 from flexmasks.bench import attention as bench_attention
-from flexmasks.bench import blocks as bench
+from flexmasks.bench import blocks as bench_blocks
 from flexmasks.bench import softmax as bench_softmax
+from flexmasks.pictures.pages import page
+from flexmasks.spec.registry import is_own
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
+RESULTS = ROOT / "recipes/results"
+LINES, COLUMNS = 220, 120  # of the README
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md"]
+PAGES += [file for folder in ("flexmasks", "recipes") for file in sorted((ROOT / folder).rglob("*.md"))]
+NAMES = [str(file.relative_to(ROOT)) for file in PAGES]
 
 
-def measurements() -> str:
-    results = [json.loads((ROOT / f"recipes/results/blocks_{device}.json").read_text()) for device in ("gpu", "cpu")]
-    return bench.markdown(*results)
+def results(name: str) -> dict[str, Any]:
+    """The figures of one benchmark, as its run wrote them."""
+    figures: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    return figures
 
 
-def undecided_measurements() -> str:
-    return bench.undecided_markdown(json.loads((ROOT / "recipes/results/undecided.json").read_text()))
+def own(kind: str) -> str:
+    """The page of the library's own masks or scores, without any that another test registered."""
+    entries = flexmasks.list_masks() if kind == "mask" else flexmasks.list_scores()
+    return page(kind, [entry for entry in entries if is_own(kind, entry.name)])
 
 
-def softmax_measurements() -> str:
-    return bench_softmax.markdown(json.loads((ROOT / "recipes/results/softmax_gpu.json").read_text()))
+def speed() -> str:
+    """Ten rows of speed, each of figures that a results file holds."""
+    rows = [*_attention_speed(), *_recipe_speed(), _blocks_speed(), _softmax_speed()]
+    made = results("attention_gpu")["machine"]
+    about = textwrap.fill(
+        f"Milliseconds on one {made['device']} with torch {made['torch']}, medians; in brackets how many times as long "
+        "torch takes. Attention is forward and backward, bfloat16, batch 16, 16 heads, 8,192 tokens, head size 128. "
+        "Compiled torch is `flex_attention`, `create_block_mask` or a softmax under `torch.compile`. A mask as a "
+        "tensor goes to SDPA or to an eager softmax.",
+        COLUMNS,
+    )
+    head = ["ms", "flexmasks", "compiled torch", "a mask as a tensor"]
+    lines = [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
+    return f"{about}\n\n" + "\n".join(lines)
 
 
-def attention_measurements() -> str:
-    return bench_attention.markdown(json.loads((ROOT / "recipes/results/attention_gpu.json").read_text()))
+def _attention_speed() -> list[list[str]]:
+    titles = {
+        "causal": "causal",
+        "sliding_window": "sliding window of 1,024",
+        "document, causal": "two documents, causal",
+        "prefix_lm": "prefix LM",
+        "natten": "neighborhoods of 7 x 7 pixels",
+        "softcap, causal": "causal with a soft-cap",
+    }
+    rows = [row for row in results("attention_gpu")["rows"] if row["shape"] == "16x16x8192x128"]
+    ms = {(row["case"], row["who"]): row["forward_ms"] + row["backward_ms"] for row in rows}
+    return [
+        _row(title, ms[case, "flexmasks"], ms[case, "flex_attention"], ms.get((case, "SDPA + mask")))
+        for case, title in titles.items()
+    ]
 
 
-def registry_measurements() -> str:
-    return bench_attention.registry_markdown(json.loads((ROOT / "recipes/results/registry_gpu.json").read_text()))
+def _recipe_speed() -> list[list[str]]:
+    step = {row[""]: row["ms for a step"] for row in results("packed_language_model")["rows"]}
+    decoding = {row["a step of decoding"]: row["ms"] for row in results("serving")["rows"]}
+    return [
+        _row("a step of training, packed documents", step["flexmasks"], None, step["SDPA + materialised mask"]),
+        _row("a step of decoding, 64 sequences", decoding["with room"], None, decoding["with room: SDPA + mask"]),
+    ]
+
+
+def _blocks_speed() -> list[str]:
+    row = max((row for row in results("blocks_gpu")["rows"] if row["mask"] == "document"), key=lambda r: r["length"])
+    return _row(f"block mask of {row['length']:,} tokens, documents", row["ms"], row["torch_ms"], None)
+
+
+def _softmax_speed() -> list[str]:
+    rows = [r for r in results("softmax_gpu")["rows"] if (r["case"], r["shape"]) == ("causal", "4x32x4096x4096")]
+    ms = {who: sum(r["ms"] for r in rows if r["who"] == who) for who in ("flexmasks", "torch.compile", "eager")}
+    return _row("softmax of 4 x 32 x 4,096 x 4,096 scores, causal", ms["flexmasks"], ms["torch.compile"], ms["eager"])
+
+
+def _row(title: str, ours: float, *others: float | None) -> list[str]:
+    return [title, f"{ours:.3g}", *("" if ms is None else f"{ms:.3g} ({_times(ms / ours)})" for ms in others)]
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.0f} x" if ratio >= 100 else f"{ratio:.1f} x"
+
+
+GENERATED: dict[str, dict[str, Callable[[], str]]] = {
+    "README.md": {"speed": speed},
+    "flexmasks/masks/README.md": {"masks": lambda: own("mask")},
+    "flexmasks/scores/README.md": {"scores": lambda: own("score")},
+    "recipes/results/attention.md": {"attention": lambda: bench_attention.markdown(results("attention_gpu"))},
+    "recipes/results/registry.md": {"registry": lambda: bench_attention.registry_markdown(results("registry_gpu"))},
+    "recipes/results/blocks.md": {
+        "blocks": lambda: bench_blocks.markdown(results("blocks_gpu"), results("blocks_cpu")),
+        "undecided": lambda: bench_blocks.undecided_markdown(results("undecided")),
+    },
+    "recipes/results/softmax.md": {"softmax": lambda: bench_softmax.markdown(results("softmax_gpu"))},
+}
+
+
+def up_to_date(name: str) -> str:
+    """The text of a page with its generated parts made from the registry and the results."""
+    text = (ROOT / name).read_text()
+    for part, make in GENERATED[name].items():
+        start, end = re.findall(rf"<!-- generated: {part}, .*? -->|<!-- end of {part} -->", text)
+        before, rest = text.split(start)
+        text = f"{before}{start}\n\n{make()}\n\n{end}{rest.split(end)[1]}"
+    return text
 
 
 def pictures() -> dict[str, flexmasks.Picture]:
-    """The README's pictures, by their files."""
+    """The pictures of the pages, by their files."""
     ids = (torch.arange(1024)[:, None] >= torch.tensor([90, 250, 400, 640, 760])).sum(-1)
     packed = flexmasks.get_mask("causal") & flexmasks.get_mask("document", document_ids=ids)
     return {
@@ -52,46 +140,74 @@ def pictures() -> dict[str, flexmasks.Picture]:
     }
 
 
-def test_the_pictures_are_those_of_draw() -> None:
-    """`python tests/test_readme.py` writes them anew."""
+@pytest.mark.parametrize("name", GENERATED)
+def test_the_generated_parts_are_up_to_date(name: str) -> None:
+    assert (ROOT / name).read_text() == up_to_date(name), "run `python tests/test_readme.py`"
+
+
+def test_the_pictures_are_up_to_date() -> None:
+    texts = "".join(file.read_text() for file in PAGES)
     for file, picture in pictures().items():
-        assert f"({file})" in README
-        assert (ROOT / file).read_text() == picture.svg()
+        assert file in texts
+        assert (ROOT / file).read_text() == picture.svg(), "run `python tests/test_readme.py`"
 
 
-def test_the_tables_are_those_of_the_registry() -> None:
-    """`python tests/test_readme.py` writes them anew."""
-    # in a process of its own: other tests may have registered masks
-    printed = subprocess.run(
-        [sys.executable, "-m", "flexmasks", "list", "--markdown"], capture_output=True, text=True, check=True, cwd=ROOT
-    ).stdout
-    assert printed.strip() in README
+def test_the_readme_is_short_and_narrow() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= LINES
+    assert not [line for line in lines if len(line) > COLUMNS]
 
 
-def test_the_measurements_are_those_of_the_results() -> None:
-    """`python tests/test_readme.py` writes them anew."""
-    assert measurements() in README
-    assert undecided_measurements() in README
-    assert softmax_measurements() in README
-    assert attention_measurements() in README
-    assert registry_measurements() in README
+@pytest.mark.parametrize("name", NAMES)
+def test_links_lead_somewhere(name: str) -> None:
+    file = ROOT / name
+    for target in re.findall(r'\]\(([^)\s]+)\)|src="([^"]+)"', file.read_text()):
+        path, _, heading = "".join(target).partition("#")
+        if path.startswith("https://"):
+            continue
+        there = (file.parent / path).resolve() if path else file
+        assert there.exists(), target
+        assert not heading or heading in _anchors(there), target
 
 
-def test_the_calls_run() -> None:
-    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len(blocks) == 4
-    world: dict[str, object] = {}
-    for block in blocks:
+def _anchors(file: Path) -> set[str]:
+    """The anchors that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "flexmasks/README.md"])
+def test_the_calls_run(name: str) -> None:
+    # float64 runs on the reference backend, which compiles nothing
+    q, k, v = torch.randn(3, 1, 2, 64, 16, dtype=torch.float64)
+    world: dict[str, Any] = {"flexmasks": flexmasks, "q": q, "k": k, "v": v}
+    for block in re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), re.DOTALL):
         exec(block, world)
-    assert isinstance(world["out"], torch.Tensor)
-    assert world["out"].shape == (2, 8, 1000, 64)
+    if name == "README.md":
+        assert world["out"].shape == (2, 8, 1000, 64)
 
 
-def test_the_picture(capsys: pytest.CaptureFixture[str]) -> None:
-    picture = re.search(r"```text\n>>> (.*?)\n(.*?)```", README, re.DOTALL)
-    assert picture is not None
-    exec(picture[1], {"flexmasks": flexmasks})
-    assert capsys.readouterr().out == picture[2]
+def test_the_text_picture_is_what_show_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = re.search(r"```text\n>>> (.*?)\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert shown is not None
+    exec(shown[1], {"flexmasks": flexmasks})
+    assert capsys.readouterr().out == shown[2]
+
+
+def test_the_masks_that_the_readme_recommends_exist() -> None:
+    section = (ROOT / "README.md").read_text().partition("## Which mask do I want?")[2].partition("All of them")[0]
+    named = set(re.findall(r"`([a-z]\w*)`", section))
+    assert len(named) > 20
+    assert named <= {entry.name for entry in flexmasks.list_masks()}
+
+
+def test_the_house_names_every_room_and_module() -> None:
+    house = (ROOT / "flexmasks/README.md").read_text()
+    for path in (ROOT / "flexmasks").iterdir():
+        if path.is_dir() and path.name != "__pycache__":
+            assert f"[`{path.name}/`]({path.name}/)" in house
+        elif path.suffix == ".py":
+            assert f"`{path.name}`" in house
 
 
 def test_list_and_show(capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,6 +217,10 @@ def test_list_and_show(capsys: pytest.CaptureFixture[str]) -> None:
         assert entry.name in listed
         assert main(["show", entry.name, "--length", "256"]) == 0
         assert entry.summary in capsys.readouterr().out
+    assert main(["list", "--markdown"]) == 0
+    printed = capsys.readouterr().out
+    assert own("mask").partition("\n\n")[0] in printed
+    assert own("score").partition("\n\n")[0] in printed
     assert main(["show", "sliding_window", "--length", "16", "--window", "2"]) == 0
     assert "·███····" in capsys.readouterr().out
     assert main(["show", "grouped_tril", "--length", "300", "--seq-lens", "[300, 100]", "-b", "1"]) == 0
@@ -111,8 +231,6 @@ def test_list_and_show(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_demo_runs_under_a_minute(capsys: pytest.CaptureFixture[str]) -> None:
-    import time
-
     start = time.perf_counter()
     assert main(["demo"]) == 0
     assert time.perf_counter() - start < 60
@@ -123,24 +241,8 @@ def test_the_demo_runs_under_a_minute(capsys: pytest.CaptureFixture[str]) -> Non
     assert "skipped:" in printed
 
 
-def _between(text: str, start: str, end: str, generated: str) -> str:
-    before, rest = text.split(start)
-    return f"{before}{start}\n{generated}\n\n{end}{rest.split(end)[1]}"
-
-
 if __name__ == "__main__":
     for file, picture in pictures().items():
-        (ROOT / file).parent.mkdir(exist_ok=True)
         (ROOT / file).write_text(picture.svg())
-    listed = "<!-- generated by `python -m flexmasks list --markdown` -->\n", "<!-- end -->"
-    measured = "-m flexmasks bench blocks --json FILE` writes -->\n", "<!-- end of the measurements -->"
-    text = _between(README, *listed, tables(markdown=True))
-    text = _between(text, *measured, measurements())
-    looked_at = "-m flexmasks bench blocks --all --json FILE` writes -->\n", "<!-- end of what is looked at -->"
-    text = _between(text, *looked_at, undecided_measurements())
-    of_softmax = "-m flexmasks bench softmax --json FILE` writes -->\n", "<!-- end of the softmax -->"
-    of_attention = "-m flexmasks bench attention --json FILE` writes -->\n", "<!-- end of attention -->"
-    text = _between(text, *of_attention, attention_measurements())
-    of_registry = "-m flexmasks bench attention --all --json FILE` writes -->\n", "<!-- end of the registry -->"
-    text = _between(text, *of_registry, registry_measurements())
-    (ROOT / "README.md").write_text(_between(text, *of_softmax, softmax_measurements()))
+    for name in GENERATED:
+        (ROOT / name).write_text(up_to_date(name))

@@ -1,4 +1,4 @@
-"""The masks, one file for each or for some that belong together: they register themselves, as all files here do."""
+"""The masks: importing this package imports every file of the folder, and each file registers its masks."""
 
 import importlib
 import pkgutil

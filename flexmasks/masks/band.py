@@ -15,13 +15,15 @@ def band(
     lower: Annotated[int | Tensor, "int | int[]"],
     upper: Annotated[int | Tensor, "int | int[]"],
 ) -> Tensor:
-    """Each query sees the keys at distances `lower` to `upper` from it, both included: lower <= kv - q <= upper.
+    """Each query sees the keys at distances `lower` to `upper`, both included.
 
-    lower, upper: signed distances; negative ones are keys before the query. `local(left, right)` is
-        band(-left, right). Nothing is visible where lower > upper.
+    A pair is visible if lower <= kv - q <= upper.
+
+    lower, upper: signed distances; a negative one is a key before the query. `local(left, right)` is
+        `band(-left, right)`. Nothing is visible if lower > upper.
 
     Source: the banded matrices of linear algebra.
-    Peers: TensorFlow linalg.band_part(num_lower=-lower, num_upper=upper), of which negative numbers have no limit;
+    Peers: TensorFlow linalg.band_part(num_lower=-lower, num_upper=upper), where a negative number means no limit;
         MagiAttention BICAUSAL is lower=0, upper=kv_len - q_len; JAX splash LocalMask(window_size=(-lower, upper)).
     """
     return (kv - q >= lower) & (kv - q <= upper)

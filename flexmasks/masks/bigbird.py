@@ -33,40 +33,45 @@ def _prepare(
     prepare=_prepare, example=lambda length: {"length": length, "block": max(1, length // 32), "random_blocks": 2}
 )
 def bigbird(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, layout: Tensor, block: tuple[int, int]) -> Tensor:
-    """Blocks of queries see the blocks next to them, global blocks at both ends, and some random ones.
+    """Neighboring, global and random blocks of keys for each block of queries.
 
     length: number of positions, of queries and of keys.
-    block: number of positions of a block; the last block of the sequence may be shorter.
-    window: blocks on each side that a block sees besides itself.
-    global_blocks: first and last blocks, so many at each end, that see, and are seen by, everything.
-    random_blocks: other blocks that each block sees besides, drawn without repetition; all where there are fewer.
-    seed: of the draw, which depends on the seed, the number of blocks and the numbers above, not on the device.
-    Kept as a table of a byte for each pair of blocks.
+    block: number of positions in a block; the last block of the sequence may be shorter.
+    window: number of neighboring blocks that a block sees on each side, next to itself.
+    global_blocks: number of blocks at each end that see everything and are seen by everything.
+    random_blocks: number of further blocks that each block sees, drawn without repetition; all of them if there are
+        fewer.
+    seed: seed of the draw. The draw depends on it, on the number of blocks and on the numbers above, not on the device.
+
+    The mask is kept as a table of one byte for each pair of blocks.
 
     Source: Zaheer et al., Big Bird, 2020 (BigBird-ITC).
-    Peers: Hugging Face BigBird block_size=block, num_random_blocks=random_blocks, window and global_blocks 1, with
-        another draw; DeepSpeed BigBirdSparsityConfig(num_sliding_window_blocks=2 * window + 1).
+    Peers: Hugging Face BigBird with block_size=block and num_random_blocks=random_blocks, where window and
+        global_blocks are 1 and the draw is different; DeepSpeed
+        BigBirdSparsityConfig(num_sliding_window_blocks=2 * window + 1).
     """
     return block_sparse(b, h, q, kv, layout=layout, block=block)
 
 
 def _draw(blocks: int, window: int, edges: int, count: int, seed: int) -> Tensor:
-    """For each block, `count` of those that it does not see anyhow, its own where there are no more: [blocks, count].
+    """Draw `count` blocks for each block from those that it does not see otherwise: [blocks, count].
 
-    Floyd's sampling without repetition, of all rows at once: step n draws one of the first `top + 1`, and takes `top`
-    itself where it was drawn before.
+    A block that has fewer left gets its own number in the remaining places.
+
+    This is Floyd's sampling without repetition, for all rows at once: step n draws one of the first `top + 1` blocks,
+    and takes `top` if that block was drawn before.
     """
     row = torch.arange(blocks)
-    near = (row - window).clamp(edges, blocks - edges)  # the window, within what is not global
+    near = (row - window).clamp(edges, blocks - edges)  # first block of the window, without global blocks
     width = (row + window + 1).clamp(edges, blocks - edges) - near
     free = blocks - 2 * edges - width
     uniform = torch.rand((blocks, count), dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     drawn = torch.full((blocks, count), -1, dtype=torch.int64)
     for n in range(count):
         top = free - free.clamp(max=count) + n
-        one = (uniform[:, n] * (top + 1)).long()
-        one = torch.where((drawn[:, :n] == one[:, None]).any(1), top, one)
-        drawn[:, n] = torch.where(top < free, one, -1)
+        choice = (uniform[:, n] * (top + 1)).long()
+        choice = torch.where((drawn[:, :n] == choice[:, None]).any(1), top, choice)
+        drawn[:, n] = torch.where(top < free, choice, -1)
     among_all = drawn + edges
     among_all += (among_all >= near[:, None]) * width[:, None]
     return torch.where(drawn < 0, row[:, None], among_all)

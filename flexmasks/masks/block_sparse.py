@@ -25,14 +25,14 @@ def _example(length: int) -> dict[str, Any]:
 
 @register_mask(prepare=_layout_prepare, example=_example)
 def block_sparse(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, layout: Tensor, block: tuple[int, int]) -> Tensor:
-    """The mask that a boolean table of blocks holds, True = all of the block is visible.
+    """A boolean table of blocks, True where the whole block is visible.
 
     layout: [rows, columns] of blocks for all, or [batch or 1, query heads or 1, rows, columns].
-    block: number of positions of a block, an int or (queries, keys); blocks at the end may be cut.
+    block: number of positions in a block, an int or (queries, keys); blocks at the end may be cut.
 
     Source: Gray et al., Block-Sparse GPU Kernels, 2017.
-    Peers: DeepSpeed SparsityConfig.make_layout and xformers BlockSparse layouts are [heads, rows, columns]; a torch
-        BlockMask's lists name the same blocks.
+    Peers: DeepSpeed SparsityConfig.make_layout and xformers BlockSparse have layouts [heads, rows, columns]; the lists
+        of a torch BlockMask name the same blocks.
     """
     return layout[*leading(layout, b, h, q), q // block[0], kv // block[1]]
 
@@ -63,11 +63,11 @@ def _bsr_example(length: int) -> dict[str, Any]:
 
 @register_mask(prepare=_bsr_prepare, example=_bsr_example)
 def bsr(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, layout: Tensor, block: tuple[int, int]) -> Tensor:
-    """The mask that block compressed sparse rows hold: of each row of blocks the visible blocks' columns.
+    """Visible blocks in the block compressed sparse row format.
 
-    crow_indices: [rows + 1], where the columns of each row of blocks start in `col_indices`, and their end.
+    crow_indices: [rows + 1], the place in `col_indices` where the columns of each row of blocks start, and the end.
     col_indices: the columns of the visible blocks, row after row.
-    block: number of positions of a block, an int or (queries, keys); blocks at the end may be cut.
+    block: number of positions in a block, an int or (queries, keys); blocks at the end may be cut.
 
     Source: the block compressed sparse row format of sparse linear algebra.
     Peers: torch.sparse_bsr_tensor's indices; FlashInfer BlockSparseAttentionWrapper(indptr, indices, R, C);
@@ -100,12 +100,16 @@ def _topk_prepare(
     },
 )
 def block_topk(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, layout: Tensor, block: tuple[int, int]) -> Tensor:
-    """Each block of queries sees the blocks of keys that were chosen for it, by a router's top-k say.
+    """Blocks of keys that were chosen for each block of queries.
+
+    A router's top-k chooses them, for example.
 
     indices: [rows, k] for all, or [batch or 1, query heads or 1, rows, k], the chosen blocks of keys, in any order;
         -1 for none.
-    block: number of positions of a block, an int or (queries, keys); (1, 64) chooses for each query by itself.
-    Kept as a table of a byte for each pair of blocks. Combine with causal for what is chosen in the past.
+    block: number of positions in a block, an int or (queries, keys); (1, 64) chooses for each query by itself.
+
+    The mask is kept as a table of one byte for each pair of blocks. Combine it with `causal` to hide the future inside
+    the chosen blocks.
 
     Source: Lu et al., MoBA, 2025; Yuan et al., Native Sparse Attention, 2025 (its selected branch).
     Peers: attention-gym create_vsa_block_mask; flash-linear-attention parallel_nsa(block_indices).
@@ -114,7 +118,7 @@ def block_topk(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, layout: Tensor, b
 
 
 def _columns(size: Size | None, name: str, indices: Tensor, block: tuple[int, int]) -> int:
-    """The number of blocks of keys; ValueError where the indices go beyond."""
+    """Return the number of blocks of keys; raise ValueError if an index is beyond it."""
     used = int(indices.max()) + 1 if indices.numel() else 1
     columns = used if size is None else -(-size.kv_len // block[1])
     if used > columns:

@@ -15,11 +15,13 @@ def chunked(
     chunk: Annotated[int, "int in 1.."],
     start: Annotated[int | Tensor, "int | int[B]"] = 0,
 ) -> Tensor:
-    """Fixed blocks: each query sees all keys of its own chunk, (q - start) // chunk == (kv - start) // chunk.
+    """Each query sees all keys of its own chunk.
 
-    chunk: number of positions of a chunk; the last one may be shorter.
-    start: where a chunk starts, for all batch elements or for each: the number of padding tokens on the left, say.
-        Positions before it are in chunks of their own, so that key_padding must hide them.
+    A pair is visible if (q - start) // chunk == (kv - start) // chunk.
+
+    chunk: number of positions in a chunk; the last chunk may be shorter.
+    start: the position where the first chunk starts, for all batch elements or for each: the number of padding tokens
+        on the left, for example. Positions before it are in chunks of their own, which `key_padding` can hide.
 
     Source: Qiu et al., Blockwise Self-Attention for Long Document Understanding, 2020.
     Peers: Hugging Face chunked_overlay(chunk, left_padding=start).
@@ -38,7 +40,7 @@ def chunked_causal(
     chunk: Annotated[int, "int in 1.."],
     start: Annotated[int | Tensor, "int | int[B]"] = 0,
 ) -> Tensor:
-    """Causal inside chunks: each query sees itself and the keys before it in its own chunk.
+    """Each query sees itself and the keys before it in its own chunk.
 
     chunk, start: as in the mask `chunked`.
 
@@ -51,11 +53,13 @@ def chunked_causal(
 
 @register_mask(example=lambda length: {"block": length // 8})
 def block_causal(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, block: Annotated[int, "int in 1.."]) -> Tensor:
-    """Causal between blocks, full inside them: each query sees all keys up to the end of its own block.
+    """Each query sees all keys up to the end of its own block.
 
-    block: number of positions of a block: the tokens of a video frame, say.
+    Attention is causal between blocks and full inside them.
+
+    block: number of positions in a block: the tokens of a video frame, for example.
 
     Source: Huang et al., Self Forcing, 2025; Arriola et al., Block Diffusion, 2025 (its sampling).
-    Peers: torchtitan's `block_causal` is another mask, causal within documents: `document` and `causal` here.
+    Peers: torchtitan's `block_causal` is a different mask, causal within documents: `document` and `causal` here.
     """
     return kv // block <= q // block

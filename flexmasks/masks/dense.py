@@ -23,10 +23,12 @@ def _example(length: int) -> dict[str, Any]:
 
 @register_mask(prepare=_prepare, example=_example)
 def dense(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, visible: Tensor) -> Tensor:
-    """The mask that a boolean tensor holds, True = visible; blocks without a visible pair are still skipped.
+    """A boolean tensor, True where the key is visible.
 
-    visible: [queries, keys] for all, or [batch or 1, query heads or 1, queries, keys]. It is read as it is, in the
-        kernel, and takes a byte for each pair.
+    Blocks without a visible pair are still skipped.
+
+    visible: [queries, keys] for all, or [batch or 1, query heads or 1, queries, keys]. The kernel reads the tensor
+        itself, one byte for each pair.
 
     Source: the attn_mask of torch's scaled_dot_product_attention.
     Peers: torch SDPA attn_mask; xformers tensor biases; JAX splash NumpyMask; FlashInfer custom_mask.
@@ -35,9 +37,10 @@ def dense(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, visible: Tensor) -> Te
 
 
 def leading(table: Tensor, b: Tensor, h: Tensor, other: Tensor) -> tuple[Any, ...]:
-    """The index of the batch and head dimensions of a table that has none, or one or both of size 1.
+    """Return the indices of a table's batch and head dimensions, if the table has them.
 
-    Of a size of 1 it is made of the `other` index, so that nothing depends on b or h that does not have to.
+    In a dimension of size 1 the index is always 0. It is made from the index `other`, so that the mask depends on b and
+    h only if the table does.
     """
     if table.ndim == 2:
         return ()

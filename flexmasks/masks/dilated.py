@@ -15,10 +15,10 @@ def dilated_window(
     window: Annotated[int | Tensor, "int in 0.. | int[] in 0.."],
     dilation: Annotated[int, "int in 1.."],
 ) -> Tensor:
-    """Each query sees itself and every `dilation`-th key on both sides, up to `window` positions away.
+    """Each query sees every `dilation`-th key, up to `window` positions away on both sides.
 
-    window: the greatest distance, inclusive: window // dilation keys on each side. Combine with causal for one side.
-    dilation: distance of neighboring visible keys; 1 has no gaps.
+    window: the greatest distance, included: window // dilation keys on each side. Combine with `causal` for one side.
+    dilation: distance between neighboring visible keys; 1 leaves no gaps.
 
     Source: Beltagy et al., Longformer, 2020 (its window counts keys: window = w // 2 * dilation here).
     Peers: attention-gym generate_dilated_sliding_window(window, dilation); NATTEN na1d shifts the window at the edges:
@@ -29,12 +29,14 @@ def dilated_window(
 
 @register_mask(example=lambda length: {"stride": length // 16})
 def strided(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, stride: Annotated[int, "int in 1.."]) -> Tensor:
-    """Each query sees the `stride` keys before it, itself, and every `stride`-th key further back.
+    """Each query sees `stride` keys before it, and every `stride`-th key further back.
 
-    stride: reach of the near keys and distance of the far ones; q - kv <= stride or q - kv a multiple of stride.
+    The query's own key is visible. An earlier key is visible if q - kv <= stride or q - kv is a multiple of stride.
+
+    stride: the reach of the near keys, and the distance between the far keys.
 
     Source: Child et al., Sparse Transformers, 2019, figure 3b (both of its heads in one).
-    Peers: DeepSpeed and xformers block-sparse patterns of that name work on blocks: `block_sparse`.
+    Peers: DeepSpeed and xformers have block-sparse patterns of that name, which work on blocks: `block_sparse`.
     """
     return (kv <= q) & ((q - kv <= stride) | ((q - kv) % stride == 0))
 
@@ -49,10 +51,10 @@ def fixed(
     stride: Annotated[int, "int in 1.."],
     summary: Annotated[int, "int in 0.."],
 ) -> Tensor:
-    """Each query sees the keys before it in its own block, and the last `summary` keys of every block before.
+    """Each query sees its own block up to itself, and the ends of earlier blocks.
 
-    stride: number of positions of a block.
-    summary: keys at the end of each block that all later queries see; all of the block from `stride` on.
+    stride: number of positions in a block.
+    summary: number of keys at the end of each block that all later queries see; the whole block from `stride` on.
 
     Source: Child et al., Sparse Transformers, 2019, figure 3c (both of its heads in one; summary is c, stride is l).
     Peers: DeepSpeed FixedSparsityConfig(attention="unidirectional") counts both in blocks.

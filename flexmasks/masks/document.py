@@ -16,9 +16,10 @@ def document(
     """Each query sees the keys of its own document.
 
     document_ids: the document of each position, for all batch elements or for each; any integers in any order.
-        Combine with causal for packed language modelling: `get_mask("causal") & get_mask("document", ...)`.
-        Documents that lie end to end and have masks of their own inside, a prefix LM say, are `packed`; queries and
-        keys that are packed differently are `cross_document`.
+
+    Combine it with `causal` for packed language modeling: `get_mask("causal") & get_mask("document", ...)`. Documents
+    that lie end to end and have masks of their own inside, such as a prefix LM, are `packed`. Queries and keys that are
+    packed differently are `cross_document`.
 
     Source: Krell et al., Efficient Sequence Packing without Cross-contamination, 2021.
     Peers: attention-gym generate_doc_mask_mod; Hugging Face packed_sequence_mask_function; xformers BlockDiagonalMask;
@@ -48,11 +49,11 @@ def _example(length: int) -> dict[str, Any]:
 def cross_document(
     b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, q_document_ids: Tensor, kv_document_ids: Tensor
 ) -> Tensor:
-    """Each query sees the keys of its own document, where queries and keys are packed differently.
+    """Each query sees its own document, with queries and keys packed differently.
 
     q_document_ids: the document of each query position, for all batch elements or for each; with `q_offset` also of
-        the positions before it.
-    kv_document_ids: the document of each key. A document may have queries or keys only.
+        the positions before the first query.
+    kv_document_ids: the document of each key. A document may have only queries or only keys.
 
     Source: Krell et al., Efficient Sequence Packing without Cross-contamination, 2021.
     Peers: FlashAttention varlen cu_seqlens_q, cu_seqlens_k and xformers BlockDiagonalMask.from_seqlens(q_seqlen,

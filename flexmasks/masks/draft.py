@@ -8,11 +8,13 @@ from flexmasks.spec import register_mask
 
 @register_mask(example=lambda length: {"length": length // 2})
 def eagle3(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, length: Annotated[int, "int in 1.."]) -> Tensor:
-    """Training of a draft model for several steps: causal keys of the first step, then each query's own of the others.
+    """Training of a draft model over several steps, as in EAGLE-3.
 
-    length: number of positions of a step. The keys are those of step 0, causal, then `length` of each later step, of
-        which query q sees only the q-th.
-    Tokens of padding on the right of a step are seen by such tokens only.
+    Query q sees the keys of step 0 causally, and its own key, the q-th, of each later step.
+
+    length: number of positions in a step. The keys of step 0 come first, then `length` keys for each later step.
+
+    Padding at the end of a step is seen only by queries that are padding themselves.
 
     Source: Li et al., EAGLE-3, 2025 (training-time test).
     Peers: SpecForge generate_eagle3_mask(seq_lengths, Q_LEN=length), which also hides the rows of padding.
@@ -30,11 +32,13 @@ def block_diffusion(
     length: Annotated[int, "int in 1.."],
     block: Annotated[int, "int in 1.."],
 ) -> Tensor:
-    """Training of block diffusion: a noised copy of the tokens, then the clean ones.
+    """Training of block diffusion: noised tokens, then the same tokens clean.
 
-    length: number of tokens; positions 0 to length - 1 are noised, the next `length` are clean.
-    block: number of tokens of a block. Noised tokens see their own block of noised tokens and the blocks of clean
-        tokens before it; clean tokens see the clean blocks up to their own.
+    Noised tokens see the noised tokens of their own block and the clean tokens of earlier blocks. Clean tokens see the
+    clean tokens of their own and of earlier blocks.
+
+    length: number of tokens; positions 0 to length - 1 are noised, the next `length` positions are clean.
+    block: number of tokens in a block.
 
     Source: Arriola et al., Block Diffusion (BD3-LM), 2025, figure 3.
     Peers: attention-gym generate_block_diffusion_mask(length, block).

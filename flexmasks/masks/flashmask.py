@@ -15,10 +15,12 @@ def key_eviction(
     *,
     evicted: Annotated[Tensor, "int[KV] | int[B, KV] | int[B, H, KV] | int[B, 1, KV]"],
 ) -> Tensor:
-    """Causal, with keys that are dropped after some time: key j is visible to queries j to evicted[j] - 1.
+    """Causal attention whose keys are dropped after some time.
+
+    Key j is visible to queries j to evicted[j] - 1.
 
     evicted: the first query position that no longer sees each key, for all, for each batch element, or for each
-        batch element and query head. A key of evicted[j] <= j is never seen.
+        batch element and query head. A key with evicted[j] <= j is never seen.
 
     Source: Chen et al., NACL, 2024; Wang et al., FlashMask, 2024 (Random Eviction Mask).
     Peers: FlashMask startend_row_indices[..., 0] with causal=True.
@@ -55,13 +57,14 @@ def _example(length: int) -> dict[str, Any]:
 
 @register_mask(prepare=_prepare, example=_example)
 def flashmask(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, rows: Tensor, causal: bool) -> Tensor:
-    """FlashMask's intervals: of each key, up to two runs of queries that do not see it.
+    """FlashMask's intervals: up to two hidden runs of queries for each key.
 
-    startend_row_indices: [batch or 1, query heads or 1, keys, n], of each key, with ends exclusive: for causal=True
-        (start) or (start, end) of the hidden queries below the diagonal; for causal=False (start of those below, end
-        of those above) or (start, end below, start, end above). A lone start reaches to the last query, a lone end
-        from the first.
-    causal: whether keys after the query are hidden besides.
+    startend_row_indices: [batch or 1, query heads or 1, keys, n], the ends of the hidden runs of queries; a run starts
+        at its start and ends before its end. With causal=True n is 1, (start), or 2, (start, end), of the run below the
+        diagonal. With causal=False n is 2, (start of the run below, end of the run above), or 4, (start, end of the run
+        below, start, end of the run above). A run without an end reaches the last query, one without a start begins at
+        the first.
+    causal: True to hide the keys after each query too.
 
     Source: Wang et al., FlashMask, 2024, section 4.1.
     Peers: PaddlePaddle flashmask_attention(startend_row_indices, causal); its heads are key heads, here query heads.

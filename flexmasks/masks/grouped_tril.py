@@ -9,9 +9,11 @@ from flexmasks.spec import register_mask
 def grouped_tril(
     b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, seq_lens: Annotated[Tensor, "int[B] in 0..S"]
 ) -> Tensor:
-    """Causal within the first `seq_lens[b]` tokens; rows and columns past them see and are seen by nothing.
+    """Causal attention within the first `seq_lens[b]` tokens of each batch element.
 
-    seq_lens: number of real tokens of each batch element. Rows from there on give output 0.
+    The tokens after them are padding: they see nothing, and nothing sees them.
+
+    seq_lens: number of real tokens of each batch element. Later rows give output 0.
 
     Source: the grouped lower-triangular masked softmax of jagged ranking models.
     Peers: `causal` and FlashAttention varlen's cu_seqlens, where padding is not stored.

@@ -19,7 +19,7 @@ def local(
     left: Annotated[int | Tensor, "int in 0.. | int[] in 0.."],
     right: Annotated[int | Tensor, "int in 0.. | int[] in 0.."],
 ) -> Tensor:
-    """Each query sees itself, the `left` keys before it and the `right` keys after it.
+    """Each query sees itself, `left` keys before it and `right` keys after it.
 
     left, right: numbers of keys on each side; FlashAttention's window_size=(left, right).
 

@@ -18,10 +18,14 @@ def global_tokens(
     *,
     tokens: Annotated[int | Tensor, "int in 0.. | bool[S] | bool[B, S]"],
 ) -> Tensor:
-    """Global tokens see every key and are seen by every query; all other pairs are hidden.
+    """Global tokens see every key and are seen by every query.
 
-    tokens: the number of global tokens at the start, or which positions are global, for all batch elements or for
-        each. Combine by `|` with what the other tokens see.
+    All other pairs are hidden.
+
+    tokens: the number of global tokens at the start, or a boolean for each position, for all batch elements or for
+        each.
+
+    Combine the mask by `|` with what the other tokens see.
 
     Source: Ainslie et al., ETC, 2020; Beltagy et al., Longformer, 2020.
     Peers: Hugging Face Longformer global_attention_mask == 1; DeepSpeed VariableSparsityConfig global blocks.
@@ -39,7 +43,9 @@ def longformer(
     window: Annotated[int | Tensor, "int in 0.. | int[] in 0.."],
     tokens: Annotated[int | Tensor, "int in 0.. | bool[S] | bool[B, S]"],
 ) -> Tensor:
-    """A window on both sides of each query, and global tokens that see, and are seen by, everything.
+    """A window on both sides of each query, and global tokens.
+
+    Global tokens see everything and are seen by everything.
 
     window: number of keys on each side.
     tokens: the global tokens, as in the mask `global_tokens`.
@@ -65,17 +71,19 @@ def temporal_window(
     window: Annotated[int, "int in 0.."],
     tokens: Annotated[int, "int in 0.."] = 0,
 ) -> Tensor:
-    """Each token of a video sees those near its place in every frame, and the text before the video.
+    """Each token of a video sees the tokens near its place in every frame.
 
-    frame: number of tokens of a frame; frames follow each other from position `tokens` on.
-    window: the greatest distance of two places in their frames.
-    tokens: number of tokens of text at the start, which see, and are seen by, everything.
+    Text may stand before the video; it sees everything and is seen by everything.
+
+    frame: number of tokens in a frame; frames follow each other from position `tokens` on.
+    window: the greatest distance between two places in their frames, included.
+    tokens: number of tokens of text at the start.
 
     Source: Xi et al., Sparse VideoGen, 2025 (temporal heads; its spatial heads are `longformer`).
-    Peers: attention-gym generate_temporal_head_mask_mod(tokens, frames, frame, width), window + 1 = width * frame //
-        frames, and generate_spatial_head_mask_mod.
+    Peers: attention-gym generate_temporal_head_mask_mod(tokens, frames, frame, width), where
+        window + 1 = width * frame // frames, and generate_spatial_head_mask_mod.
     """
-    shift = -tokens % frame  # not q - tokens: kernels are sure of remainders of numbers that are not negative
+    shift = -tokens % frame  # q - tokens may be negative, and kernels get remainders of negative numbers wrong
     distance = (q + shift) % frame - (kv + shift) % frame
     near = (distance <= window) & (-window <= distance)
     return near | (q < tokens) | (kv < tokens)

@@ -59,16 +59,20 @@ def _prepare3(
 
 @register_mask(prepare=_prepare2, example=lambda length: {"height": 16, "width": length // 16, "kernel": 7})
 def natten(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, axes: tuple[Any, ...], pixels: Tensor | None) -> Tensor:
-    """Neighborhood attention: each pixel sees exactly `kernel` pixels per axis, the window shifting at the edges.
+    """Neighborhood attention on an image: each pixel sees `kernel` pixels per axis.
 
-    height, width: the canvas; token t is row t // width, column t % width, and the keys are height * width.
-    kernel: pixels seen per axis, an int or (rows, columns); an even kernel has one more before the query than after.
-    dilation: distance of neighboring pixels of the window, an int or (rows, columns); kernel * dilation must fit.
-    stride: an int or (rows, columns), at most the kernel: so many neighboring queries share the window of the one in
-        their middle (the right one of two), or of the last one on a causal axis; with dilation those of one group.
-    causal: a bool or (rows, columns); on a causal axis the window ends at the query and is cut, not shifted.
-    order: the pixel of each token where they are not in row-major order, as flexmasks.orders gives it: in tiles a
-        window mostly touches fewer blocks.
+    At an edge the window shifts inward, so that every pixel sees the same number of pixels.
+
+    height, width: the canvas; token t is in row t // width and column t % width, and there are height * width keys.
+    kernel: number of pixels seen per axis, an int or (rows, columns); an even kernel has one more pixel before the
+        query than after it.
+    dilation: distance between neighboring pixels of the window, an int or (rows, columns); kernel * dilation must fit.
+    stride: number of neighboring queries that share a window, an int or (rows, columns), at most the kernel. The window
+        is that of the query in their middle (the right one of two), or of the last one on a causal axis. With dilation,
+        queries share only inside their dilation group.
+    causal: a bool or (rows, columns). On a causal axis the window ends at the query, and an edge cuts it.
+    order: the pixel of each token if tokens are not in row-major order, as flexmasks.orders gives it. With tokens in
+        tiles a window mostly touches fewer blocks.
 
     Source: Hassani et al., Neighborhood Attention Transformer, 2023; Dilated Neighborhood Attention, 2022; Generalized
         Neighborhood Attention, 2025; the definition is that of the NATTEN library.
@@ -80,10 +84,12 @@ def natten(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, axes: tuple[Any, ...]
 
 @register_mask(prepare=_prepare1, example=lambda length: {"length": length, "kernel": max(1, length // 8)})
 def natten1d(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, axes: tuple[Any, ...], pixels: None) -> Tensor:
-    """Neighborhood attention of a sequence: each token sees exactly `kernel` tokens, the window shifting at the ends.
+    """Neighborhood attention on a sequence: each token sees exactly `kernel` tokens.
+
+    At an end the window shifts inward.
 
     length: number of tokens.
-    kernel, dilation, stride, causal: as in the mask `natten`, of the one axis.
+    kernel, dilation, stride, causal: as in the mask `natten`, for one axis.
 
     Source: Hassani et al., Neighborhood Attention Transformer, 2023; the definition is that of the NATTEN library.
     Peers: NATTEN na1d; `local` and `dilated_window` cut the window at the ends instead.
@@ -96,7 +102,9 @@ def natten1d(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, axes: tuple[Any, ..
     example=lambda length: {"depth": 4, "height": 8, "width": length // 32, "kernel": 3},
 )
 def natten3d(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, axes: tuple[Any, ...], pixels: Tensor | None) -> Tensor:
-    """Neighborhood attention of a video: each voxel sees exactly `kernel` voxels per axis, shifting at the edges.
+    """Neighborhood attention on a video: each voxel sees `kernel` voxels per axis.
+
+    At an edge the window shifts inward.
 
     depth, height, width: the canvas; token t is voxel (t // (height * width), t // width % height, t % width).
     kernel, dilation, stride, causal, order: as in the mask `natten`, one for all axes or (depth, rows, columns):
@@ -133,7 +141,10 @@ def _prepare(
 
 
 def check_canvas(size: Size | None, canvas: dict[str, int]) -> None:
-    """Raise ValueError unless the tokens of a call are those of the canvas, given by names and lengths of axes."""
+    """Raise ValueError unless a call has exactly the tokens of the canvas.
+
+    canvas: lengths of the axes, by their names.
+    """
     count = math.prod(canvas.values())
     if size is not None and (size.kv_len != count or size.positions != count):
         terms = [" * ".join(canvas), *([" * ".join(map(str, canvas.values()))] if len(canvas) > 1 else []), str(count)]
@@ -144,7 +155,10 @@ def check_canvas(size: Size | None, canvas: dict[str, int]) -> None:
 
 
 def pixels_of(order: Tensor | None, canvas: Sequence[int]) -> Tensor | None:
-    """The coordinates of each token, [axes, tokens], where there is an order; ValueError where it is none."""
+    """Return the coordinates of each token, [axes, tokens], or None without an order.
+
+    Raises ValueError if the order is no permutation.
+    """
     if order is None:
         return None
     if not torch.compiler.is_compiling() and not torch.equal(
@@ -155,7 +169,10 @@ def pixels_of(order: Tensor | None, canvas: Sequence[int]) -> Tensor | None:
 
 
 def place(token: Tensor, canvas: Sequence[int], pixels: Tensor | None) -> list[Tensor]:
-    """The coordinates of a token."""
+    """Return the coordinates of a token, one for each axis.
+
+    pixels: the coordinates of all tokens, as `pixels_of` gives them, or None for row-major order.
+    """
     if pixels is None:
         return coordinates(token, canvas)
     return [pixels[always(n, token), token] for n in range(len(canvas))]
@@ -173,7 +190,10 @@ def _neighborhood(q: Tensor, kv: Tensor, axes: tuple[Any, ...], pixels: Tensor |
 
 
 def window(i: Tensor, j: Tensor, length: int, kernel: int, dilation: int, stride: int, causal: bool) -> Tensor:
-    """Whether i sees j on one axis: dilation splits it into groups of every dilation-th pixel, a window is of one."""
+    """Return whether i sees j on one axis.
+
+    Dilation splits an axis into groups of every dilation-th pixel, and a window lies inside one group.
+    """
     last: int | Tensor = length - 1
     same = None
     if dilation > 1:
@@ -189,8 +209,8 @@ def window(i: Tensor, j: Tensor, length: int, kernel: int, dilation: int, stride
         seen = (j <= i) & (leader - j < kernel)
     else:
         start = leader - kernel // 2
-        start = torch.where(start < 0, 0, start)  # not clamp: some backends of FlexAttention lack it
+        start = torch.where(start < 0, 0, start)  # some backends of FlexAttention lack clamp
         start = torch.where(start > last + 1 - kernel, last + 1 - kernel, start)
-        middle = (j - (start + kernel // 2)).abs() <= kernel // 2  # one comparison: faster in kernels
+        middle = (j - (start + kernel // 2)).abs() <= kernel // 2  # one comparison is faster than two
         seen = middle if kernel % 2 else (j >= start) & (j < start + kernel)
     return seen if same is None else seen & same

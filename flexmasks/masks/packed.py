@@ -41,14 +41,16 @@ def packed_mask(
     kv_sequence: Tensor,
     kv_position: Tensor,
 ) -> Tensor:
-    """Any mask inside each of several sequences that are laid end to end; sequences do not see each other.
+    """Any mask inside each of several sequences laid end to end.
+
+    Sequences do not see each other.
 
     inner: the mask inside a sequence; its batch index is the number of the sequence, its positions start at 0 there.
-    offsets: where each sequence starts, and the end of the last (cu_seqlens of varlen attention); tokens past it
-        are padding.
-    kv_offsets: the same for the keys, where they are packed otherwise; default `offsets`.
-    q_start: the position of the first query of each sequence, for all or for each; default 0, where the first key
-        is. `kv_offsets.diff() - offsets.diff()` aligns their ends.
+    offsets: where each sequence starts, and the end of the last (cu_seqlens of varlen attention); later tokens are
+        padding.
+    kv_offsets: the same for the keys if they are packed differently; by default `offsets`.
+    q_start: the position of the first query of each sequence, one for all or one for each; by default 0, the position
+        of the first key. `kv_offsets.diff() - offsets.diff()` aligns the ends of queries and keys.
 
     Source: FlexAttention: jagged sequences, Dong et al., 2024.
     Peers: attention-gym generate_doc_mask_mod(mask_mod, offsets); xformers BlockDiagonalMask and

@@ -32,15 +32,15 @@ def paged_mask(
     kv_lens: Tensor,
     page_size: int,
 ) -> Tensor:
-    """Any mask over keys in pages of one pool that all batch elements share: a paged KV cache.
+    """Any mask over a paged KV cache, whose pages all batch elements share.
 
-    inner: the mask inside a sequence; its kv is the position there. There are P * page_size keys.
-    page_table: the page of the pool that holds keys p * page_size and following of a sequence. What is past its last
-        page may be anything; sequences may share pages.
-    kv_lens: how many keys each sequence has; those past it, and in pages that are not its own, are hidden.
-    page_size: keys in a page; the number of keys, of the whole pool, must be a multiple.
+    inner: the mask inside a sequence; its kv is the position there. It sees P * page_size keys.
+    page_table: the page of the pool that holds keys p * page_size and following of a sequence. Entries past a
+        sequence's last page may hold anything; sequences may share pages.
+    kv_lens: number of keys of each sequence. Keys past it, and in pages of other sequences, are hidden.
+    page_size: number of keys in a page; the number of keys of the whole pool must be a multiple of it.
 
-    Where pages are smaller than the blocks of the BlockMask, a block is computed for all sequences with a page in it.
+    If pages are smaller than the blocks of the BlockMask, a block is computed for all sequences with a page in it.
 
     Source: Kwon et al., Efficient Memory Management for Large Language Model Serving with PagedAttention, 2023.
     Peers: torch PagedAttention.get_mask_mod; vLLM and FlashAttention block_table and cache_seqlens, which

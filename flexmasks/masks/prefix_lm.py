@@ -14,10 +14,13 @@ def prefix_lm(
     *,
     prefix_len: Annotated[int | Tensor, "int in 0.. | int[] in 0.. | int[B] in 0.."],
 ) -> Tensor:
-    """Every query sees the prefix, keys 0 to `prefix_len` - 1; past it attention is causal.
+    """Every query sees the prefix; after it attention is causal.
 
-    prefix_len: length of the prefix, one for all or one per batch element; beyond the keys everything is visible.
-        Inside documents: `packed(get_mask("prefix_lm", prefix_len=[one per document]), offsets)`.
+    The prefix is keys 0 to prefix_len - 1.
+
+    prefix_len: length of the prefix, one for all or one for each batch element. If it is longer than the keys,
+        everything is visible. Inside documents: `packed(get_mask("prefix_lm", prefix_len=[one per document]),
+        offsets)`.
 
     Source: Raffel et al., T5, 2020, section 3.2.1.
     Peers: attention-gym generate_prefix_lm_mask(prefix_len); FlashMask Prefix LM Causal Mask.

@@ -29,11 +29,12 @@ def sasa(
     window: tuple[int, int],
     pixels: Tensor | None,
 ) -> Tensor:
-    """Each pixel sees those at most `window` rows and `window` columns away: a 2-D window, cut at the edges.
+    """A window of rows and columns around each pixel, cut at the edges.
 
-    height, width: the canvas; token t is row t // width, column t % width, and the keys are height * width.
-    window: the distance, one for both axes or (rows, columns); inside, 2 * window + 1 pixels per axis are visible.
-    order: the pixel of each token where they are not in row-major order, as flexmasks.orders gives it.
+    height, width: the canvas; token t is in row t // width and column t % width, and there are height * width keys.
+    window: the greatest distance, one for both axes or (rows, columns); away from the edges 2 * window + 1 pixels per
+        axis are visible.
+    order: the pixel of each token if tokens are not in row-major order, as flexmasks.orders gives it.
 
     Source: Ramachandran et al., Stand-Alone Self-Attention in Vision Models, 2019.
     Peers: xformers local_2d_pattern(distance=window + 1, p=inf); `natten` shifts the window at the edges instead.

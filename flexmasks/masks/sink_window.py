@@ -15,10 +15,10 @@ def sink_window(
     sinks: Annotated[int | Tensor, "int in 0.. | int[] in 0.."],
     window: Annotated[int | Tensor, "int in 0.. | int[] in 0.."],
 ) -> Tensor:
-    """A causal sliding window, and the first keys, the attention sinks, besides: the A-shape.
+    """A causal sliding window, and the first keys as attention sinks.
 
     sinks: number of first keys that all later queries see.
-    window: number of keys before the query that are visible besides its own, as in the mask `sliding_window`.
+    window: number of visible keys before the query, next to its own key, as in the mask `sliding_window`.
 
     Source: Xiao et al., StreamingLLM, 2024; Han et al., LM-Infinite, 2024; Jiang et al., MInference, 2024 (A-shape).
     Peers: StreamingLLM start_size and recent_size; MInference streaming_forward(n_init, n_local); in TensorRT-LLM

@@ -38,24 +38,34 @@ def _example(length: int) -> dict[str, Any]:
 
 @register_mask(prepare=_prepare, example=_example)
 def slices(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, first: Tensor, end: Tensor) -> Tensor:
-    """Rectangles of queries and keys, each full or cut along diagonals; a pair is visible where one of them shows it.
+    """Rectangles of queries and keys, each full or cut along diagonals.
 
-    q_ranges, kv_ranges: the start and the end of each slice's queries and of its keys, ends exclusive. Slices may share
-        queries, keys and pairs; what is in none is hidden.
-    types: what of each slice is visible, by default all of it. 0, full: all. 1, causal: its last query sees its last
-        key, and each query before it one key less, kv_end - kv >= q_end - q. 2, inverse causal: its first query sees
-        its first key, and each query after it one key less, kv - kv_start >= q - q_start. 3, bi-causal: both, a band.
-    A kernel looks at as many runs of keys as a query sees at most, slices that touch being one run.
+    A pair is visible if at least one slice shows it.
+
+    q_ranges, kv_ranges: the start and the end of the queries and of the keys of each slice; the end itself is outside.
+        Slices may share queries, keys and pairs.
+    types: the shape of each slice, by default full.
+        0, full: all pairs.
+        1, causal: its last query sees its last key, and each query before it one key less:
+            kv_end - kv >= q_end - q.
+        2, inverse causal: its first query sees its first key, and each query after it one key less:
+            kv - kv_start >= q - q_start.
+        3, bi-causal: both of them, a band.
+
+    For each query a kernel checks as many runs of keys as any query has; slices that touch are one run.
 
     Source: Tao et al., MagiAttention, 2025 (AttnSlice).
-    Peers: MagiAttention flex_flash_attn_func(q_ranges, k_ranges, attn_type_map), of slices that share no pair.
+    Peers: MagiAttention flex_flash_attn_func(q_ranges, k_ranges, attn_type_map), for slices that share no pair.
     """
     runs = [(always(n, q), q) for n in range(len(first))]
     return functools.reduce(operator.or_, [(first[run] <= kv) & (kv < end[run]) for run in runs])
 
 
 def _lines(q_ranges: Tensor, kv_ranges: Tensor, types: Tensor | None, length: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The queries below `length` of each slice, with the first key that each sees there and the end of those."""
+    """List the queries of each slice with the first visible key and the end of the visible keys.
+
+    Queries from `length` on, and queries that see no key of the slice, are left out.
+    """
     counts = q_ranges.clamp(max=length).diff()[:, 0]
     of = torch.repeat_interleave(counts)
     place = torch.arange(len(of), device=of.device) - (counts.cumsum(0) - counts)[of]
@@ -69,14 +79,15 @@ def _lines(q_ranges: Tensor, kv_ranges: Tensor, types: Tensor | None, length: in
 
 
 def _runs(q: Tensor, first: Tensor, end: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """Runs of keys as two tables [runs, length] of where each query's runs start and end, those that meet as one.
+    """Return where each query's runs of keys start and end, as two tables [runs, length].
 
-    Where a query has fewer runs than another, the rest start behind all keys and end at 0: in a block of queries they
-    move neither the least start nor the greatest end.
+    Runs that touch are merged. A query with fewer runs than others has runs that start behind all keys and end at 0: in
+    a block of queries they change neither the least start nor the greatest end.
     """
     behind = int(end.max()) + 1 if len(end) else 1
     q, first, end = (x[torch.argsort(q * behind + first)] for x in (q, first, end))
-    reached = torch.cummax(q * behind + end, 0).values - q * behind  # by this run of the query or one before
+    # The greatest end among the query's runs up to this one.
+    reached = torch.cummax(q * behind + end, 0).values - q * behind
     starts = torch.ones_like(q, dtype=torch.bool)
     starts[1:] = (q[1:] != q[:-1]) | (first[1:] > reached[:-1])
     ends = torch.ones_like(starts)

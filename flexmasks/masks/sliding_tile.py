@@ -50,13 +50,15 @@ def sliding_tile(
     tile: int,
     pixels: int,
 ) -> Tensor:
-    """Sliding tile attention: each tile of an image or a video sees a window of whole tiles, shifting at the edges.
+    """Each tile of an image or a video sees a window of tiles.
+
+    At an edge the window shifts inward.
 
     canvas: (height, width) or (depth, height, width). The tokens are in tiles, one tile after the other, as
         flexmasks.orders.tile_order(canvas, tile) puts them.
-    tile: the sides of a tile, which divide the canvas; a tile of as many tokens as a block leaves no partial block.
-    window: sides of the window in tiles; an even one has one more tile before the query's than after it.
-    text: number of tokens of text after the canvas, which see, and are seen by, everything.
+    tile: the sides of a tile, which divide the canvas. A tile with as many tokens as a block leaves no partial block.
+    window: the sides of the window in tiles; an even side has one more tile before the query's tile than after it.
+    text: number of tokens of text after the canvas; they see everything and are seen by everything.
 
     Source: Zhang et al., Fast Video Generation with Sliding Tile Attention, 2025.
     Peers: attention-gym generate_sta_mask_mod_2d and _3d (their kernel counts pixels, window * tile); FastVideo

@@ -15,7 +15,7 @@ def sliding_window(
 ) -> Tensor:
     """Each query sees itself and the `window` keys before it.
 
-    window: number of earlier keys (window + 1 keys are visible in all); Hugging Face's sliding_window=W is
+    window: number of earlier keys, so that window + 1 keys are visible in all; Hugging Face's sliding_window=W is
         window=W-1. A tensor may change without a new compilation.
 
     Source: Jiang et al., Mistral 7B, 2023; Child et al., Sparse Transformers, 2019.

@@ -15,10 +15,12 @@ def _spans_prepare(size: Size | None, *, span_ids: Annotated[Tensor, "int[S] | i
     example=lambda length: {"span_ids": [i * 4 // length if i * 8 // length % 2 else -1 for i in range(length)]},
 )
 def bidirectional_spans(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, first: Tensor) -> Tensor:
-    """Causal text with spans that see all of themselves: images, or a prefix, in a language model.
+    """Causal text with spans that see all of themselves.
 
-    span_ids: the span of each position, for all batch elements or for each; negative for causal text. A query sees
-        the keys up to its own, and all keys of its span, also where other tokens lie between.
+    A span is an image inside a text, for example, or a prefix. A query sees the keys up to its own, and all keys of its
+    span, also if other tokens lie between.
+
+    span_ids: the span of each position, for all batch elements or for each; negative for causal text.
 
     Source: Beyer et al., PaliGemma, 2024; Gemma 3, 2025; Chameleon and Transfusion, 2024.
     Peers: Hugging Face causal_mask_function with blockwise_overlay(span_ids) by `or`; vLLM mm_prefix ranges.
@@ -36,7 +38,7 @@ def _shared_prefix_prepare(
         raise ValueError(
             f"`prefix_of` has {len(prefix_of)} documents, `document_ids` goes up to {int(document_ids.max())}."
         )
-    of_both = torch.promote_types(document_ids.dtype, prefix_of.dtype)  # -1 and the last document fit
+    of_both = torch.promote_types(document_ids.dtype, prefix_of.dtype)  # holds -1 and every document
     prefix = prefix_of[document_ids.long()].to(of_both)
     return {"document_ids": document_ids.to(of_both), "prefix_ids": prefix}
 
@@ -49,11 +51,13 @@ def _shared_prefix_prepare(
     },
 )
 def shared_prefix(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, document_ids: Tensor, prefix_ids: Tensor) -> Tensor:
-    """Several answers after one question: each sees the question and itself, causally, and no other answer.
+    """Several answers after one question, which do not see each other.
+
+    Each answer sees the question and itself, causally.
 
     document_ids: the document, a question or an answer, of each position, for all batch elements or for each.
-    prefix_of: for each document the one that its tokens see besides their own: an answer's question; -1 or itself
-        for none. Any number of questions, each before its answers.
+    prefix_of: for each document the other document that its tokens see: the question of an answer; -1 or the document
+        itself for none. There may be any number of questions, each before its answers.
 
     Source: Wang et al., FlashMask, 2024 (Shared Question Mask); Rafailov et al., DPO, 2023 (pairs of answers).
     Peers: attention-gym generate_shared_prefix_mask_mod(offsets, prefix_document_id) shows a prefix also to documents
@@ -82,11 +86,14 @@ def _multi_item_prepare(
     },
 )
 def multi_item(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, prefix_len: int | Tensor, starts: Tensor) -> Tensor:
-    """Multi-item scoring: items behind a common prefix, each causal, seeing the prefix and itself only.
+    """Items behind a common prefix, which do not see each other.
 
-    prefix_len: length of the prefix, which is causal itself, one for all or one per batch element.
-    item_positions: of each position its distance from the delimiter before its item: 0 for delimiters, which see the
-        prefix only, not themselves, and are seen by none behind the prefix; those of the prefix are not used.
+    Each item is causal and sees the prefix and itself. It serves to score many items in one pass.
+
+    prefix_len: length of the prefix, which is causal itself, one for all or one for each batch element.
+    item_positions: the distance of each position from the delimiter before its item, 0 for the delimiter. Delimiters
+        see only the prefix, not themselves, and no token behind the prefix sees them. Values inside the prefix are not
+        used.
 
     Source: FlashInfer, multi-item scoring, 2025; LinkedIn's ranking with large language models.
     Peers: FlashInfer prefix_len_ptr, and token_pos_in_items_ptr, which starts behind the prefix.
@@ -101,9 +108,9 @@ def multi_item(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, prefix_len: int |
 def causal_blockwise(
     b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, block_ids: Annotated[Tensor, "int[S] | int[B, S]"]
 ) -> Tensor:
-    """Causal inside blocks that do not see each other, and a last block that sees all before it.
+    """Separate causal blocks, and a last block that sees everything before it.
 
-    block_ids: the block of each position, for all batch elements or for each; negative for the last block: the test
+    block_ids: the block of each position, for all batch elements or for each; negative for the last block, the test
         example behind the demonstrations of in-context learning.
 
     Source: Bertsch et al., In-Context Learning with Long-Context Models, 2024; FlashMask, 2024.
@@ -114,7 +121,10 @@ def causal_blockwise(
 
 
 def _first_of_span(span_ids: Tensor) -> Tensor:
-    """The first position of each one's span, its own outside of spans: near for near positions, as ids need not be."""
+    """Return the first position of each position's span; outside of spans, the position itself.
+
+    Ids may jump between neighboring positions. These values are close for close positions, which keeps ranges narrow.
+    """
     ids = span_ids.reshape(-1, span_ids.shape[-1])
     position = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
     if not ids.numel():

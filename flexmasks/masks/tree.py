@@ -30,29 +30,33 @@ def _example(length: int) -> dict[str, Any]:
 
 @register_mask(prepare=_prepare, example=_example)
 def tree(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, entry: Tensor, leave: Tensor) -> Tensor:
-    """A tree of tokens behind a causal context: each sees the context, its ancestors and itself.
+    """A tree of tokens behind a causal context.
 
-    parents: the parent of each token of the tree as its number there, smaller than its own; -1 for a root, of which
-        there may be several. One tree for all batch elements or one for each.
-    start: position of the tree's first token: the length of the context, one for all or one per batch element.
-        Tokens behind the tree see nothing and are not seen.
-    To verify the N draft tokens of a tree, pass them as queries with `q_offset=start`. Answers that share beginnings
-    of any depth are a tree, too.
+    Each token sees the context, its ancestors and itself.
+
+    parents: the parent of each token, as its number in the tree, smaller than the token's own; -1 for a root. There may
+        be several roots. One tree for all batch elements or one for each.
+    start: position of the tree's first token, which is the length of the context, one for all or one for each batch
+        element. Tokens behind the tree see nothing and are not seen.
+
+    To verify the N draft tokens of a tree, pass them as queries with `q_offset=start`. Answers that share beginnings of
+    different lengths are a tree, too.
 
     Source: Miao et al., SpecInfer, 2024; Cai et al., Medusa, 2024; Li et al., EAGLE, 2024.
     Peers: attention-gym build_tree_ancestor_matrix(parents) and generate_jetspec_tree_causal_mask_mod(start, ...);
         vLLM TreeAttentionBackend; SGLang tree_mask; Medusa medusa_attn_mask (all as dense matrices).
     """
     place = at(entry, b, q)
-    # ancestors have smaller numbers: that follows from the rest, but ranges cannot know, and find many blocks by it
+    # `kv <= q` follows from the other two conditions. Ranges cannot know that, and find many empty blocks by it.
     return (kv <= q) & (at(entry, b, kv) <= place) & (place < at(leave, b, kv))
 
 
 def _tour(parents: list[int], start: int, length: int) -> tuple[list[int], list[int]]:
-    """When a walk through the tree, children in order, enters each position, and when it has left all below it.
+    """Return when a walk through the tree enters each position, and when it has left its subtree.
 
-    So a token is an ancestor of those that are entered before it is left. Before the tree each position is the parent
-    of the next; behind it positions are left as they are entered, at a time of their own, and so see nothing.
+    The walk takes children in order, so that a token is an ancestor of the tokens entered before it is left. Before the
+    tree each position is the parent of the next one. Behind the tree a position is left at the moment it is entered, so
+    it sees nothing.
     """
     sizes = [1] * len(parents)
     for n in range(len(parents) - 1, -1, -1):
@@ -67,7 +71,7 @@ def _tour(parents: list[int], start: int, length: int) -> tuple[list[int], list[
     end = start + len(parents)
     entry = list(range(length))
     leave = [end] * start + [0] * len(parents) + list(range(end, length))
-    free = [start, *([0] * len(parents))]  # when the next child of each is entered, one place behind its number
+    free = [start, *([0] * len(parents))]  # free[n + 1]: when the next child of token n is entered; free[0]: of roots
     for n, parent in enumerate(parents):
         entry[start + n] = free[parent + 1]
         leave[start + n] = entry[start + n] + sizes[n]

@@ -24,11 +24,11 @@ def _example(length: int) -> dict[str, Any]:
 
 @register_mask(prepare=_prepare, example=_example)
 def vertical_slash(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, vertical: Tensor, slash: Tensor) -> Tensor:
-    """Causal attention to some columns and some diagonals: chosen keys, and keys at chosen distances.
+    """Causal attention to chosen keys, and to keys at chosen distances.
 
     vertical: the keys that all later queries see, for all, for each query head, or for each batch element and head;
         -1 for none.
-    slash: the distances q - kv at which every query sees a key, in the same way; 0 is the query's own key.
+    slash: the distances q - kv at which every query sees a key, in the same form; 0 is the query's own key.
 
     Source: Jiang et al., MInference, 2024 (vertical-slash heads; A-shape heads are `sink_window`).
     Peers: MInference vertical_slash_sparse_attention(v_idx, s_idx), which rounds slashes up to blocks of 64 and so
@@ -38,7 +38,10 @@ def vertical_slash(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, vertical: Ten
 
 
 def _marks(table: Tensor, b: Tensor, h: Tensor, index: Tensor) -> Tensor:
-    """Whether the table marks an index; its last element, which is False, stands for all that it does not reach."""
+    """Return whether the table marks an index.
+
+    The last element of the table is False and stands for every index outside of it.
+    """
     rest = table.shape[-1] - 1
     index = torch.where(index < 0, rest, index)
     index = torch.where(index > rest, rest, index).int()

@@ -24,10 +24,12 @@ def vision_cross(
     intervals: Annotated[Tensor, "int[N, 2] | int[B, N, 2]"],
     image_ids: Annotated[Tensor, "int[KV] in -1..N-1 | int[B, KV] in -1..N-1"],
 ) -> Tensor:
-    """Text tokens attend to images: token q sees all tokens of image i iff start_i <= q < end_i.
+    """Tokens of text see the images whose interval they lie in.
+
+    Token q sees all tokens of image i if start_i <= q < end_i.
 
     intervals: (start, end) of each of the N images in text positions, for all batch elements or for each.
-    image_ids: the image of each key, -1 for a padding key that nobody sees; for all batch elements or for each.
+    image_ids: the image of each key, for all batch elements or for each; -1 for a padding key, which no query sees.
 
     Source: Alayrac et al., Flamingo, 2022 (there an image's interval ends where the next image's begins).
     Peers: attention-gym generate_vision_cross_attention_mask_mod(intervals, tokens per image);

@@ -1,4 +1,4 @@
-"""The score changes, one file each: a file here registers itself, nothing else is edited to add one."""
+"""The score changes: importing this package imports every file of the folder, and each file registers its scores."""
 
 import importlib
 import pkgutil

@@ -7,10 +7,10 @@ from flexmasks.spec import Size, register_score
 
 
 def alibi_slopes(heads: int) -> list[float]:
-    """The paper's slopes for any number of heads.
+    """Return the slopes of the ALiBi paper for any number of heads.
 
     A power of two has the geometric sequence 2^(-8/heads), 2^(-16/heads), ...; any other number has the slopes of
-    the power of two below it, then every second one of the power above it.
+    the power of two below it, then every second slope of the power above it.
 
     Example:
         >>> alibi_slopes(4)
@@ -48,14 +48,17 @@ def alibi(
     bidirectional: bool,
     heads: int = 0,
 ) -> Tensor:
-    """Attention with linear biases: a penalty of slope times distance, score - slopes[h] * (q - kv).
+    """Scores minus a slope of each head times the distance (ALiBi).
 
-    slopes: one per query head; the paper's by default, where the heads are known: as a score_mod of torch's own
-        flex_attention it needs them. A tensor that requires a gradient gets one.
-    bidirectional: the distance is |q - kv|, for encoders. Else keys after the query get a bonus: for causal masks.
+    The score becomes score - slopes[h] * (q - kv).
+
+    slopes: one for each query head. By default those of the paper, if the number of heads is known; a score_mod of
+        torch's own flex_attention needs `slopes`. A tensor that requires a gradient gets one.
+    bidirectional: True for the distance |q - kv|, for encoders. By default a key after the query gets a bonus, which
+        causal masks hide.
 
     Source: Press et al., Train Short, Test Long, 2022.
-    Peers: attention-gym generate_alibi_bias(heads) has other slopes where the heads are no power of two;
+    Peers: attention-gym generate_alibi_bias(heads) has other slopes if the number of heads is no power of two;
         FlashAttention alibi_slopes (bidirectional); xformers LowerTriangularMaskWithTensorBias.
     """
     distance = q - kv
@@ -65,7 +68,7 @@ def alibi(
 
 
 def _slope(h: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
-    """`alibi_slopes(heads)[h]`, computed: in kernels cheaper than a tensor that is read."""
+    """Return `alibi_slopes(heads)[h]`, computed: in a kernel that is cheaper than reading a tensor."""
     below = 1 << (heads.bit_length() - 1)
     slope = torch.exp2((h + 1).to(dtype) * (-8 / below))
     if heads == below:

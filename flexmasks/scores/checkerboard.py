@@ -5,7 +5,9 @@ from flexmasks.spec import register_score
 
 @register_score(example=lambda length: {})
 def checkerboard(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-    """Scores at odd distance halved, at even distance doubled: a pattern to learn score changes by.
+    """Scores at even distance doubled, at odd distance halved.
+
+    A pattern to learn score changes by.
 
     Source: FlexAttention: The Flexibility of PyTorch with the Performance of FlashAttention, 2024.
     """

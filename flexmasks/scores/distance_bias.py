@@ -17,7 +17,7 @@ def _prepare(
 
 
 def _example(length: int) -> dict[str, Any]:
-    # a graph whose neighbors' numbers differ in one bit, as the corners of a cube
+    # Nodes are neighbors in the graph if their numbers differ in one bit, as the corners of a cube are.
     bits = ((torch.arange(length)[:, None] >> torch.arange(length.bit_length())) & 1).float()
     distances = torch.cdist(bits, bits, p=0).clamp(max=7).int()
     return {"table": [[-d / 4 for d in range(8)]], "distances": distances}
@@ -27,10 +27,13 @@ def _example(length: int) -> dict[str, Any]:
 def distance_bias(
     score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, table: Tensor, distances: Tensor
 ) -> Tensor:
-    """A learned bias by a given distance of each pair, in a graph say: score + table[h, distances[b, q, kv]].
+    """Scores plus a learned bias for a given distance of each pair.
+
+    The distances are those in a graph, for example. The score becomes score + table[h, distances[b, q, kv]].
 
     table: [query heads, distances]. A tensor that requires a gradient gets one.
-    distances: [queries, keys] for all batch elements or for each; give what is out of reach a number of its own.
+    distances: [queries, keys] for all batch elements or for each. Pairs that are out of reach need a number of their
+        own.
 
     Source: Ying et al., Graphormer, 2021 (spatial encoding).
     Peers: attention-gym generate_graphormer_spatial_bias(table, distances); Hugging Face Graphormer spatial_pos.

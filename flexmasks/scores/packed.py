@@ -25,10 +25,12 @@ def packed(
     kv_sequence: Tensor,
     kv_position: Tensor,
 ) -> Tensor:
-    """Any score change inside each of several sequences that are laid end to end: the mask `packed`'s companion.
+    """Any score change inside each of several sequences laid end to end.
 
     inner: the change inside a sequence; its batch index is the number of the sequence, its positions start at 0.
-    offsets, kv_offsets, q_start: as in the mask `packed`. Pairs of two sequences get some score: a mask must hide them.
+    offsets, kv_offsets, q_start: as in the mask `packed`.
+
+    A pair of two sequences gets an arbitrary score, so a mask must hide it.
 
     Source: FlexAttention: jagged sequences, Dong et al., 2024.
     """

@@ -24,10 +24,12 @@ def paged(
     kv_lens: Tensor,
     page_size: int,
 ) -> Tensor:
-    """Any score change over keys in pages of one pool: the mask `paged`'s companion.
+    """Any score change over a paged KV cache, whose pages all batch elements share.
 
     inner: the change inside a sequence; its kv is the position there.
-    page_table, kv_lens, page_size: as in the mask `paged`. Pairs that it hides get some score.
+    page_table, kv_lens, page_size: as in the mask `paged`.
+
+    A pair that the mask `paged` hides gets an arbitrary score.
 
     Source: Kwon et al., Efficient Memory Management for Large Language Model Serving with PagedAttention, 2023.
     """

@@ -27,10 +27,10 @@ def _prepare(
     return {"products": _products(positions or size.positions, dims, size.dtype, size.device), "ratios": ratios}
 
 
-# inside a user's torch.compile: computed once, not by a kernel
+# Inside a user's torch.compile the table is a constant, computed once, and not a kernel.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _products(positions: int, dims: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The inner product of two sinusoidal embeddings by their distance."""
+    """Return the inner product of two sinusoidal embeddings for each distance."""
     distance = torch.arange(positions, dtype=torch.float64)
     products = torch.zeros_like(distance)
     for i in range(dims // 2):
@@ -40,21 +40,25 @@ def _products(positions: int, dims: int, dtype: torch.dtype, device: torch.devic
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _ratios(heads: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the factor of each head in the paper."""
     return (heads / (8 * torch.arange(1, heads + 1, dtype=torch.float64))).to(device, dtype)
 
 
 @register_score(prepare=_prepare, example=lambda length: {})
 def sandwich(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, products: Tensor, ratios: Tensor) -> Tensor:
-    """The inner product of sinusoidal embeddings as a bias: score + sum_i cos((q - kv) / 10000^(2i/dims)) * ratios[h].
+    """Scores plus the inner product of the sinusoidal embeddings of both positions.
+
+    The score becomes score + ratios[h] * sum_i cos((q - kv) / 10000^(2i/dims)).
 
     dims: size of the embeddings, even; i runs over 0 to dims / 2 - 1 (128 in the paper, whatever the head size).
-    ratios: one per query head; the paper's, H / (8 (h + 1)) for head h of H, counted from 0, by default. A tensor that
-        requires a gradient gets one.
-    positions: the number of positions that the table of products covers, of the call by default. As a score_mod of
-        torch's own flex_attention it needs both.
+    ratios: one for each query head; by default those of the paper, H / (8 (h + 1)) for head h of H, counted from 0. A
+        tensor that requires a gradient gets one.
+    positions: number of positions that the table of products covers; by default those of the call.
+
+    A score_mod of torch's own flex_attention needs both `ratios` and `positions`.
 
     Source: Chi et al., Dissecting Transformer Length Extrapolation, 2023.
-    Peers: attention-gym generate_sandwich_bias(heads, max_seq_len, d_bar=dims); NeMo's sandwich subtracts dims / 2
-        besides, which a softmax does not see.
+    Peers: attention-gym generate_sandwich_bias(heads, max_seq_len, d_bar=dims); NeMo's sandwich also subtracts dims /
+        2, which a softmax does not see.
     """
     return score + products[(q - kv).abs()] * ratios[h]

@@ -27,7 +27,7 @@ def softcap(
 
     cap: the bound, above 0 (Gemma 2 uses 50, Grok-1 30).
     exact: on a GPU in float16 and bfloat16 tanh is the processor's own instruction, with a relative error of at most
-        2**-11, which is that of rounding to float16; `exact=True` computes it in full, two to three times slower.
+        2**-11, the error of rounding to float16. `exact=True` computes it in full, two to three times slower.
 
     Source: Bello et al., Neural Combinatorial Optimization, 2017; Gemma 2, 2024.
     Peers: attention-gym generate_tanh_softcap(cap); FlashAttention softcap=cap; FlashInfer logits_soft_cap=cap.

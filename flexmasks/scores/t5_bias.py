@@ -7,11 +7,11 @@ from flexmasks.spec import Size, bounded, register_score
 
 
 def t5_bucket(distance: int, buckets: int = 32, max_distance: int = 128, bidirectional: bool = True) -> int:
-    """The bucket of T5's relative positions that the distance kv - q falls in.
+    """Return the bucket of T5's relative positions for the distance kv - q.
 
-    Half of the buckets (of each side, where bidirectional: those of later keys come second) hold one distance each;
-    the others grow in geometric progression up to max_distance, and all that is further is in the last. Without
-    `bidirectional` later keys are in bucket 0.
+    The first half of the buckets holds one distance each. The other half grows in geometric progression up to
+    max_distance, and the last bucket takes all greater distances. With `bidirectional` each direction has half of all
+    buckets, those of later keys second. Without it later keys are in bucket 0.
 
     Example:
         >>> [t5_bucket(d) for d in (0, -1, -7, -8, -127, -500, 1, 127)]
@@ -24,7 +24,7 @@ def t5_bucket(distance: int, buckets: int = 32, max_distance: int = 128, bidirec
     steps = side - exact
     if far < exact:
         return first + far
-    # how many steps of (max_distance / exact) ** (1 / steps) lead from `exact` to `far`, in whole numbers
+    # Count, in whole numbers, the steps of (max_distance / exact) ** (1 / steps) that lead from `exact` to `far`.
     step = 0
     while step + 1 < steps and far**steps >= max_distance ** (step + 1) * exact ** (steps - step - 1):
         step += 1
@@ -49,9 +49,10 @@ def _prepare(
     return {"table": table, "buckets": _buckets(buckets, max_distance, bidirectional, table.device)}
 
 
-# inside a user's torch.compile: computed once, not by a kernel
+# Inside a user's torch.compile the table is a constant, computed once, and not a kernel.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _buckets(buckets: int, reach: int, bidirectional: bool, device: torch.device) -> Tensor:
+    """Return the bucket of each distance from -reach to reach."""
     found = [t5_bucket(d, buckets, reach, bidirectional) for d in range(-reach, reach + 1)]
     return bounded(torch.tensor(found, dtype=torch.int32, device=device), 0, buckets - 1)
 
@@ -62,11 +63,15 @@ def _example(length: int) -> dict[str, Any]:
 
 @register_score(prepare=_prepare, example=_example)
 def t5_bias(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, table: Tensor, buckets: Tensor) -> Tensor:
-    """T5's relative position bias: score + table[bucket of kv - q, h], near distances alone in their buckets.
+    """Scores plus T5's relative position bias, one value for each bucket of distances.
+
+    The score becomes score + table[bucket of kv - q, h]. Near distances have buckets of their own.
 
     table: [buckets, query heads]. A tensor that requires a gradient gets one.
-    max_distance: from there on all distances share a bucket, the last of their side.
-    bidirectional: as in encoders, half of the buckets are for later keys; else, as in decoders, these share bucket 0.
+    max_distance: from this distance on, all distances share the last bucket of their side.
+    bidirectional: True for encoders, where half of the buckets are for later keys; False for decoders, where later keys
+        share bucket 0.
+
     T5 does not scale its scores: pass `scale=1.0` to attention.
 
     Source: Raffel et al., T5, 2020, section 2.1.

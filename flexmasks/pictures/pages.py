@@ -1,0 +1,54 @@
+"""Pages of masks and scores: registry entries come in, Markdown goes out."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable
+
+from flexmasks.spec.registry import Entry, definition
+
+_WIDTH = 120  # characters of a line
+
+
+def page(kind: str, entries: Iterable[Entry]) -> str:
+    """Return a table of masks or scores, and below it what is known of each.
+
+    Args:
+        kind: "mask" or "score".
+        entries: rows of `list_masks()` or `list_scores()`.
+
+    Example:
+        >>> import flexmasks
+        >>> entries = [entry for entry in flexmasks.list_masks() if entry.name == "full"]
+        >>> print(page("mask", entries).partition("###")[0].strip())
+        | mask | meaning |
+        |---|---|
+        | [`full()`](#full) | Every query sees every key. |
+    """
+    entries = list(entries)
+    rows = [f"| [`{entry.signature}`](#{entry.name}) | {_cell(entry.summary)} |" for entry in entries]
+    table = "\n".join([f"| {kind} | meaning |", "|---|---|", *rows])
+    return "\n\n".join([table, *(_section(kind, entry) for entry in entries)])
+
+
+def _section(kind: str, entry: Entry) -> str:
+    """The heading, parameters, source and names in other libraries of one mask or score."""
+    registered = definition(kind, entry.name)
+    file = f"{registered.function.__module__.rpartition('.')[2]}.py"
+    signature = f"`{entry.signature}`"
+    parts = [f"### {entry.name}", f"{signature} in [{file}]({file})" if registered.own else signature, entry.summary]
+    body = [p for p in registered.doc.split("\n\n")[1:] if not p.startswith(("Source:", "Peers:"))]
+    if body:
+        parts.append("```text\n{}\n```".format("\n\n".join(body)))
+    facts = {"Source": entry.source, "In other libraries": entry.peers}
+    parts += ["\n".join(_item(f"{title}: {text}") for title, text in facts.items() if text)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _item(text: str) -> str:
+    """An item of a list, wrapped to the width of a line."""
+    return textwrap.fill(text, _WIDTH, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
