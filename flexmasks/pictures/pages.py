@@ -5,7 +5,8 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable
 
-from flexmasks.spec.registry import Entry, definition
+from flexmasks.spec.definitions import definition
+from flexmasks.spec.registry import Entry
 
 _WIDTH = 120  # characters of a line
 
