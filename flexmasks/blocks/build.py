@@ -13,7 +13,8 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.overrides import TorchFunctionMode
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined] # public, and not listed
 
-from flexmasks.ranges.evaluate import GiveUp, Range, Steps, TooLarge, TooWide, broadcast_shape, evaluate
+from flexmasks.ranges import GiveUp, Range, Steps, TooLarge, TooWide, evaluate
+from flexmasks.ranges.value import broadcast_shape
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 _Mod = TypeVar("_Mod", bound=Callable[..., Tensor])
@@ -402,11 +403,11 @@ class Elements:
         n = len(blocks)
         parts = torch.arange(_PARTS, device=blocks.device).expand(n, _PARTS)
         at_b, at_h = (blocks[:, d].double().view(n, 1, 1, 1) for d in (0, 1))
-        indices = [Range.of_indices(x, x, _LONGEST, reached=False) for x in (at_b, at_h)]
+        indices = [Range.of_indices(x, x, _LONGEST, limit_reached=False) for x in (at_b, at_h)]
         for line, dim, shape in ((rows, 2, (n, 1, _PARTS, 1)), (columns, 3, (n, 1, 1, _PARTS))):
             places = line.part_of(blocks[:, dim].repeat_interleave(_PARTS), parts.flatten())
             lo, hi = places[:, 0].double().view(shape), places[:, -1].double().view(shape)
-            indices.append(Range.of_indices(lo, hi, _LONGEST, reached=False))
+            indices.append(Range.of_indices(lo, hi, _LONGEST, limit_reached=False))
         shape = (n, 1, _PARTS, _PARTS)
         try:
             truth = evaluate(self._mask_mod, indices[0], indices[1], indices[2], indices[3], self._device).truth
@@ -419,7 +420,7 @@ class Elements:
         n = len(b)
         shapes = (n, 1, 1, 1), (n, 1, 1, 1), (n, 1, -1, 1), (n, 1, 1, -1)
         lines = [x.double().view(shape) for x, shape in zip((b, h, q, kv), shapes, strict=True)]
-        at_b, at_h, at_q, at_kv = (Range.of_indices(x, x, _LONGEST, reached=False) for x in lines)
+        at_b, at_h, at_q, at_kv = (Range.of_indices(x, x, _LONGEST, limit_reached=False) for x in lines)
         try:
             truth = evaluate(self._mask_mod, at_b, at_h, at_q, at_kv, self._device).truth
         except (GiveUp, TooLarge):
