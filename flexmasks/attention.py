@@ -18,7 +18,7 @@ from flexmasks import compat
 from flexmasks.backends import flex as kernels
 from flexmasks.backends import reference
 from flexmasks.backends.table import BACKENDS, Again, Call, Ran, Unavailable, check, choose, run, transformed
-from flexmasks.blocks import build as blocks
+from flexmasks.blocks.build import materialize
 from flexmasks.cache import ENTRY, Cache
 from flexmasks.plans.explanation import Explanation
 from flexmasks.plans.plan import (
@@ -371,7 +371,7 @@ def dense_mask(
     mod = shifted_mask(made.bind(made.resolve(sized(size, q_offset))), q_offset)
     check_open_extents(made, mod, size, open_extents)
     with explained(made):
-        return blocks.dense(mod, size.batch, size.heads, size.q_len, size.kv_len, size.device)
+        return materialize(mod, size.batch, size.heads, size.q_len, size.kv_len, size.device)
 
 
 def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Explanation:

@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexmasks import compat
-from flexmasks.blocks import build as blocks
-from flexmasks.blocks.build import Layout
+from flexmasks.blocks.build import Layout, build, materialize
 from flexmasks.blocks.counts import Blocks
+from flexmasks.blocks.decide import dependence
+from flexmasks.blocks.elements import over_indices
 from flexmasks.cache import ENTRY, Cache
 from flexmasks.plans import rows
 from flexmasks.plans.rows import Rows
@@ -197,7 +198,7 @@ class MaskPlan(Plan):
         batch, heads = (n * (1 + (e in self.open_extents)) for n, e in ((size.batch, "batch"), (size.heads, "heads")))
         try:
             with explained(self.value):
-                found = blocks.build(mod, batch, heads, size.q_len, size.kv_len, size.device, self.block_size)
+                found = build(mod, batch, heads, size.q_len, size.kv_len, size.device, self.block_size)
         except Exception:
             check_open_extents(self.value, mod, size, self.open_extents)
             raise
@@ -296,7 +297,7 @@ class ScorePlan(Plan):
         score = torch.zeros([len(e) for e in ends], dtype=size.dtype, device=size.device)
         mod = shifted_score(self.value.bind(extras), self.offset)
         with explained(self.value), torch.no_grad():
-            changed = blocks.over_indices(mod, (0,))(score, *(torch.tensor(e, device=size.device) for e in ends))
+            changed = over_indices(mod, (0,))(score, *(torch.tensor(e, device=size.device) for e in ends))
             if not changed.dtype.is_floating_point or changed.shape != score.shape:
                 got = f"{describe(changed)} for {describe(score)}"
                 raise TypeError(f"a score function must return a floating number for each score, got {got}.")
@@ -364,7 +365,7 @@ def check_open_extents(value: Modifier, mod: Callable[..., Tensor], size: Size, 
     for extent in extents:
         twice = replace(size, **{extent: 2 * getattr(size, extent)})
         try:
-            found = blocks.dependence(mod, twice.batch, twice.heads, size.device)
+            found = dependence(mod, twice.batch, twice.heads, size.device)
         except Exception as error:
             # an index out of range for a second one; all else is the function's own error, told when it is used
             if not isinstance(error, IndexError) and "indexes a dimension" not in str(error):
@@ -372,7 +373,7 @@ def check_open_extents(value: Modifier, mod: Callable[..., Tensor], size: Size, 
             found = twice.batch, twice.heads
         if found[extent == "heads"] > 1:
             with explained(value):
-                blocks.dense(mod, size.batch, size.heads, 1, 1, size.device)
+                materialize(mod, size.batch, size.heads, 1, 1, size.device)
             raise ValueError(
                 f"flexmasks: the mask {value!r} depends on its {extent} index; pass `{extent}`, how far it ranges."
             )
