@@ -1,4 +1,6 @@
-"""A mask's function and lengths go in; its exact empty, partial and full blocks come out, as torch's BlockMask.
+"""A mask's function and lengths go in; a BlockMask comes out.
+
+Its empty, partial and full blocks are exactly those of torch's create_block_mask.
 
 `decide` asks ranges which blocks are certainly full and which possibly visible. `undecided` looks at the blocks between
 these element by element, by `elements`. `build` joins both and makes the index lists of `lists`. `counts` counts the

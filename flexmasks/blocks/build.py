@@ -1,4 +1,4 @@
-"""A mask's blocks as torch's BlockMask has them, and the whole mask as booleans."""
+"""The blocks of a mask, and the whole mask as booleans."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flexmasks.blocks.undecided import look_at
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the blocks of a mask are: the eight index tensors of a BlockMask, and the work it took to find them.
+    """The index tensors of a BlockMask, without a mask function.
 
     It holds no tensor of the user: `block_mask` adds the function.
     """
@@ -46,7 +46,9 @@ def build(
     device: torch.device,
     block_size: tuple[int, int] = (128, 128),
 ) -> Layout:
-    """Find a mask's empty, partial and full blocks, exactly those of torch's create_block_mask.
+    """Find a mask's empty, partial and full blocks.
+
+    They are exactly those of torch's create_block_mask.
 
     Raises ValueError or TypeError where the function is not a mask.
     """
@@ -82,7 +84,10 @@ def build(
 def _resolved(
     decided: Decided, undecided: Tensor, elements: Elements, rows: Axis, columns: Axis
 ) -> tuple[Tensor, Tensor]:
-    """Return whether any, and whether all pairs of each block are visible; `undecided` are flat places of blocks."""
+    """Return whether any, and whether all pairs of each block are visible.
+
+    undecided: flat places of the undecided blocks.
+    """
     certain = decided.certain
     if not len(undecided):
         return certain, certain
@@ -94,7 +99,7 @@ def _resolved(
 
 
 def materialize(mask_mod: MaskMod, batch: int, heads: int, q_len: int, kv_len: int, device: torch.device) -> Tensor:
-    """Return the mask as booleans, [batch or 1, heads or 1, q_len, kv_len]."""
+    """Return the mask: bool [batch or 1, heads or 1, q_len, kv_len]."""
     batch, heads = dependence(mask_mod, batch, heads, device)
     indices = (torch.arange(n, device=device) for n in (batch, heads, q_len, kv_len))
     return boolean(over_indices(mask_mod)(*indices), 4)

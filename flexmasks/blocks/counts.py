@@ -1,4 +1,4 @@
-"""Counts of a mask's blocks and pairs, and what a BlockMask lets kernels rely on."""
+"""Counts of a BlockMask's blocks, and facts that kernels rely on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TILE = 16  # the fewest keys that a kernel looks at in one step
 
 
 def pairs_in_blocks(counts: Tensor, indices: Tensor, lengths: tuple[int, int], block_size: tuple[int, int]) -> int:
-    """Return the number of pairs in listed blocks, as far as the lengths reach.
+    """Return the number of pairs in listed blocks.
 
     counts, indices: [..., rows] and [..., rows, n], lists of key blocks as a BlockMask has them.
     lengths: of queries and keys, where blocks at the edge may be cut.
@@ -59,7 +59,7 @@ def visible_in_blocks(
 
 @dataclass(frozen=True)
 class Blocks:
-    """Counts of a mask's blocks, and facts proven of them: what `Mask.blocks` returns.
+    """Counts of a mask's blocks, as `Mask.blocks` returns them.
 
     Counts and shares are over the batch and heads that the mask depends on. Shares count pairs of a query and a key
     that exist: where a length is no multiple of the block size, the blocks at the edge count with what they have.
@@ -86,12 +86,18 @@ class Blocks:
 
     @functools.cached_property
     def partial(self) -> int:
-        """Return the number of blocks with visible and hidden pairs, where kernels evaluate the mask."""
+        """Return the number of blocks where kernels evaluate the mask.
+
+        They have visible and hidden pairs, or are cut by the edge.
+        """
         return int(self._partial[0].sum())
 
     @functools.cached_property
     def full(self) -> int:
-        """Return the number of blocks without hidden pairs, where kernels need no mask."""
+        """Return the number of blocks without hidden pairs.
+
+        Kernels do not evaluate the mask there.
+        """
         return int(self._full[0].sum())
 
     @property
@@ -101,19 +107,22 @@ class Blocks:
 
     @functools.cached_property
     def shares(self) -> tuple[float, float, float]:
-        """Return the shares of all pairs that lie in empty, partial and full blocks, from 0 to 1."""
+        """Return the shares of all pairs in empty, partial and full blocks.
+
+        Each is from 0 to 1.
+        """
         all_pairs = self._partial[0][..., 0].numel() * self._lengths[0] * self._lengths[1]
         partial, full = (self._pairs_in(lists) / all_pairs for lists in (self._partial, self._full))
         return max(0.0, 1 - partial - full), partial, full
 
     @property
     def sparsity(self) -> float:
-        """Return the share of all pairs that is skipped, those in empty blocks, from 0 to 1."""
+        """Return the share of pairs in empty blocks, 0 to 1."""
         return self.shares[0]
 
     @functools.cached_property
     def hidden(self) -> float:
-        """Return the share of the computed pairs that the mask hides: work without use, from 0 to 1.
+        """Return the share of computed pairs that are hidden, 0 to 1.
 
         Computed pairs are those in partial and full blocks. Evaluates the mask at every pair in partial blocks.
         """
@@ -129,7 +138,7 @@ class Blocks:
 
     @functools.cached_property
     def contiguous(self) -> bool:
-        """Return whether the blocks in each list of a row or column are next to each other.
+        """Return whether the blocks in each list follow without gaps.
 
         That is what the kernel option BLOCKS_ARE_CONTIGUOUS promises, of lists of partial and of full blocks. Causal
         attention has it where the lengths are multiples of the block size: blocks that the edge cuts are partial, which
@@ -145,7 +154,7 @@ class Blocks:
 
     @functools.cached_property
     def rows_guaranteed_safe(self) -> bool:
-        """Return whether every query sees one of the first 16 keys that a kernel looks at.
+        """Return whether each query sees one of a kernel's first 16 keys.
 
         These are the first keys of the first block in its list, partial blocks before full ones. The kernel option
         ROWS_GUARANTEED_SAFE needs this, which is more than its documentation says: with it a kernel gives NaN for a
@@ -163,7 +172,9 @@ class Blocks:
 
     @property
     def kernel_options(self) -> dict[str, bool]:
-        """Return options for torch's flex_attention that are proven to hold, of its Triton kernel for many queries.
+        """Return the options of torch's flex_attention that are proven to hold.
+
+        They are options of its Triton kernel for many queries.
 
         ROWS_GUARANTEED_SAFE holds without a score_mod: a score_mod that returns -inf hides, too. `attention` sets both
         options by itself for masks without tensors. What holds for a tensor may not hold for the next one, and a change

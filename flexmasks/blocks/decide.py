@@ -1,4 +1,4 @@
-"""Blocks decided by ranges: which are certainly full, and which may hold a visible pair."""
+"""Blocks that ranges decide: certainly full, or not possibly visible."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Axis:
-    """Positions `first`..`length` - 1 of queries or keys in blocks of `block_size`, of which the last may be cut."""
+    """Positions of queries or keys, cut in blocks.
+
+    They are `first`..`length` - 1 in blocks of `block_size`, of which the last may be shorter.
+    """
 
     length: int
     block_size: int
@@ -35,7 +38,7 @@ class Axis:
         return Axis(min(self.length, (start + count) * self.block_size), self.block_size, start * self.block_size)
 
     def range(self, dim: int, device: torch.device) -> Range:
-        """Return the range of each block's positions, along one of the four dimensions of blocks."""
+        """Return the ranges of all blocks' positions, along dimension `dim`."""
         lo = torch.arange(self.first, self.length, self.block_size, dtype=torch.float64, device=device)
         hi = (lo + (self.block_size - 1)).clamp(max=self.length - 1)
         steps = Steps(self.first, self.block_size, self.length, dim)
@@ -64,7 +67,9 @@ def decide(
     device: torch.device,
     block_size: tuple[int, int],
 ) -> Decided:
-    """Return what ranges know of each block, on the CPU for few blocks of a GPU.
+    """Return what ranges know of each block.
+
+    Few blocks of a GPU are decided on the CPU, and the result is left there.
 
     Raises ValueError or TypeError where the function is not a mask.
     """
@@ -81,7 +86,9 @@ def decide(
 
 
 def dependence(mask_mod: MaskMod, batch: int, heads: int, device: torch.device) -> tuple[int, int]:
-    """Return the batch and head size of a mask, 1 where its function does not depend on the index.
+    """Return the batch and head size of a mask.
+
+    A size is 1 where the function does not depend on that index.
 
     Raises ValueError or TypeError where the function is not a mask.
     """
@@ -139,7 +146,7 @@ def _decide_at_once(
     compute_device: torch.device,
     max_width: float = math.inf,
 ) -> Decided | str:
-    """Return what ranges know of all blocks, or the reason why ranges cannot go through the function."""
+    """Return what ranges know of all blocks, or why they gave up."""
     b = torch.arange(sizes[0], device=compute_device).view(-1, 1, 1, 1)
     h = torch.arange(sizes[1], device=compute_device).view(1, -1, 1, 1)
     indices = Range.of_indices(b, b, sizes[0] - 1), Range.of_indices(h, h, sizes[1] - 1)

@@ -1,4 +1,4 @@
-"""A mask's function evaluated at single elements: on vectors of indices, and in the elements of blocks."""
+"""A mask's function evaluated at single elements."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ _INDEX_LIMIT = 1 << 31  # above every index
 
 
 class _IndexingByNumbers(TorchFunctionMode):
-    """Makes `tensor[i]` with a number `i` an index operation: under vmap, torch would read the number's value."""
+    """Mode in which `tensor[i]` with a number `i` is an index operation.
+
+    Otherwise torch reads the number's value, which vmap does not allow.
+    """
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -36,7 +39,7 @@ class _IndexingByNumbers(TorchFunctionMode):
 
 
 def over_indices(function: _Function, prefix: tuple[int, ...] = ()) -> Callable[..., Tensor]:
-    """Return a mask_mod of numbers as a function of index vectors b, h, q, kv.
+    """Return a mask_mod as a function of four index vectors.
 
     prefix: vmap's dimensions of the arguments before the indices: (0,) for a score_mod, whose score is [b, h, q, kv].
 
@@ -54,7 +57,9 @@ def over_indices(function: _Function, prefix: tuple[int, ...] = ()) -> Callable[
 
 
 def dependence_by_vmap(mask_mod: MaskMod, batch: int, heads: int, device: torch.device) -> tuple[int, int]:
-    """Return the batch and head size of a mask, 1 where its function does not depend on the index.
+    """Return a mask's batch and head size, as vmap shows them.
+
+    A size is 1 where the function does not depend on that index.
 
     vmap gives a result that does not depend on an index a stride of 0 along that index.
     """
@@ -68,7 +73,9 @@ def dependence_by_vmap(mask_mod: MaskMod, batch: int, heads: int, device: torch.
 
 
 def boolean(visible: Tensor, dims: int) -> Tensor:
-    """Return what a mask function gave for indices of `dims` dimensions, if it is one truth value for each.
+    """Return a mask function's result if it is one boolean per element.
+
+    dims: the number of dimensions of the indices, which the result must have.
 
     Raises TypeError for another dtype, ValueError for another number of dimensions.
     """
@@ -86,7 +93,9 @@ def boolean(visible: Tensor, dims: int) -> Tensor:
 
 
 class Elements:
-    """A mask at elements of n blocks: b, h [n], q [n, queries], kv [n, keys] give booleans [n, queries, keys].
+    """A mask at elements of n blocks.
+
+    Called with b, h [n], q [n, queries] and kv [n, keys], it returns booleans [n, queries, keys].
 
     For most functions, ranges of one element each give them, which start faster than vmap. vmap gives them for all
     functions.
@@ -104,7 +113,7 @@ class Elements:
         self._vmapped = function
 
     def blocks_at_once(self, elements: int) -> int:
-        """Return how many blocks of that many elements to evaluate in one call, to bound its memory."""
+        """Return how many blocks of `elements` to evaluate in one call."""
         wide_elements = elements * self._widest
         return max(
             1, min(limits.elements_at_once(self.device) // elements, limits.WIDE_ELEMENTS_AT_ONCE // wide_elements)
@@ -122,7 +131,10 @@ class Elements:
         return visible
 
     def _by_ranges(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor | None:
-        """Return the elements by ranges, None if ranges do not know all of the function's operations."""
+        """Return the elements as ranges give them.
+
+        None if ranges do not know all of the function's operations.
+        """
         n = len(b)
         shapes = (n, 1, 1, 1), (n, 1, 1, 1), (n, 1, -1, 1), (n, 1, 1, -1)
         indices = [x.double().view(shape) for x, shape in zip((b, h, q, kv), shapes, strict=True)]
@@ -137,12 +149,15 @@ class Elements:
 
 
 def block_indices(lo: Tensor, hi: Tensor) -> Range:
-    """Return the range of indices of which only the limit of all indices is known."""
+    """Return a range of indices of an unknown length."""
     return Range.of_indices(lo, hi, _INDEX_LIMIT, limit_reached=False)
 
 
 def coordinates_of(places: Tensor, shape: torch.Size) -> Tensor:
-    """Return the coordinates [n, dimensions] of flat places: torch.unravel_index, which waits for a GPU."""
+    """Return the coordinates [n, dimensions] of flat places.
+
+    Does what torch.unravel_index does, which waits for a GPU.
+    """
     coordinates = []
     for size in reversed(shape):
         coordinates.append(places % size)

@@ -1,4 +1,4 @@
-"""Limits on the work done at once, which bound memory, and on what the CPU does for a GPU."""
+"""Limits on the work done at once, which bound memory."""
 
 from __future__ import annotations
 

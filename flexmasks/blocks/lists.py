@@ -1,4 +1,4 @@
-"""The index lists of a BlockMask: made from which blocks are partial and full, and read back."""
+"""The index lists of a BlockMask: how they are made and read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ _ALIGNMENT = 64  # elements that a tensor's start in its memory is a multiple of
 
 
 def of_block_mask(block_mask: BlockMask) -> tuple[Tensor, Tensor]:
-    """Return which blocks of a BlockMask are partial, and which are full: booleans [B, H, query blocks, key blocks]."""
+    """Return which blocks of a BlockMask are partial and which are full.
+
+    Both are booleans [B, H, query blocks, key blocks].
+    """
     partial = _listed(block_mask.kv_num_blocks, block_mask.kv_indices)
     if block_mask.full_kv_num_blocks is None or block_mask.full_kv_indices is None:
         return partial, torch.zeros_like(partial)
@@ -25,7 +28,7 @@ def of_block_mask(block_mask: BlockMask) -> tuple[Tensor, Tensor]:
 
 
 def in_use(counts: Tensor, indices: Tensor) -> Tensor:
-    """Return which entries of a BlockMask's lists stand for blocks: the first `counts` of each list."""
+    """Return which entries of lists stand for blocks: the first `counts`."""
     return torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
 
 
@@ -72,7 +75,9 @@ def index_lists(partial_and_full: Tensor, ones: Tensor) -> list[Tensor]:
 
 
 def _runs(partial_and_full: Tensor, matrices: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the runs of marked places: line, first place and the place behind the last, in order.
+    """Return the line, the start and the end of each run.
+
+    The end is the place behind a run of marked places.
 
     All rows come first as lines, then all columns.
     """
@@ -93,7 +98,10 @@ def _runs(partial_and_full: Tensor, matrices: int) -> tuple[Tensor, Tensor, Tens
 def _add_jumps(
     lists: Tensor, line: Tensor, first: Tensor, last: Tensor, counts: Tensor, matrices: int, rows: int, columns: int
 ) -> None:
-    """Add to the flat lists of all lines the jumps of all runs, `counts` being the marked places of each line."""
+    """Add the jumps of all runs to the flat lists.
+
+    counts: number of marked places of each line.
+    """
     length = last - first
     before = length.cumsum(0) - length  # marked places before a run, less those in the lines before its line
     before -= (counts.cumsum(0) - counts)[line]
@@ -117,13 +125,18 @@ def _add_jumps(
 
 
 def _with_own_storage(tensor: Tensor) -> Tensor:
-    """Return the tensor with a storage offset of 0: torch.compile makes further kernels for other offsets."""
+    """Return the tensor with a storage offset of 0.
+
+    torch.compile would make further kernels for other offsets.
+    """
     is_aligned = tensor.storage_offset() % _ALIGNMENT == 0
     return from_dlpack(to_dlpack(tensor)) if is_aligned else tensor.clone()
 
 
 def _edges(matrices: Tensor, dim: int) -> Tensor:
-    """Return where runs along `dim` of booleans [matrices, rows, columns] start, and the places behind their ends.
+    """Return the starts and ends of runs along `dim`.
+
+    matrices: bool [matrices, rows, columns]. An end is the place behind a run.
 
     Flat places in order, of a shape that is one longer along `dim`.
     """

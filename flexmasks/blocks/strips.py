@@ -1,4 +1,4 @@
-"""Blocks of one batch element and head counted in strips of queries, so that memory is bounded at every length."""
+"""Blocks counted in strips of queries, in bounded memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SAMPLED_PAIRS = 1 << 24  # pairs in partial blocks that are evaluated to measur
 
 @dataclass(frozen=True)
 class Counts:
-    """Counts of the blocks of one batch element and head of a mask."""
+    """Counts of the blocks of one batch element and head."""
 
     empty: int
     partial: int
@@ -42,7 +42,7 @@ class _StripCounts:
 def count_in_strips(
     mask_mod: MaskMod, q_len: int, kv_len: int, block_size: tuple[int, int], device: torch.device
 ) -> Counts:
-    """Count the blocks of a mask, as `Blocks` counts them, at b = h = 0.
+    """Count the blocks of a mask at b = h = 0.
 
     Strips of queries are counted one after the other, and of each only the keys from the first to the last part that
     ranges leave undecided. Of many partial blocks, evenly spread ones show how many pairs are hidden.
@@ -84,7 +84,10 @@ def _moved(mask_mod: MaskMod, q_start: int, kv_start: int) -> MaskMod:
 def _count_part(
     mask_mod: MaskMod, lengths: tuple[int, int], block_size: tuple[int, int], device: torch.device, sampled_blocks: int
 ) -> _StripCounts:
-    """Count all blocks of a part of a mask, and the hidden pairs in at most `sampled_blocks` of its partial blocks."""
+    """Count the blocks of a part of a mask.
+
+    Hidden pairs are counted in at most `sampled_blocks` of the partial blocks.
+    """
     height, width = block_size
     layout = build(mask_mod, 1, 1, *lengths, device, block_size)
     counts, indices, full_counts = (x[0, 0] for x in layout.indices[:3])
@@ -111,7 +114,10 @@ def _nth_listed(nth: Tensor, counts: Tensor, indices: Tensor) -> Tensor:
 
 
 def _pairs_of_each(blocks: Tensor, lengths: tuple[int, int], block_size: tuple[int, int]) -> Tensor:
-    """Return the number of pairs of each block, [n], as far as the lengths reach."""
+    """Return the number of pairs of each block, [n].
+
+    Blocks at the edge count with the pairs that they have.
+    """
     queries = (lengths[0] - blocks[:, 2] * block_size[0]).clamp(max=block_size[0])
     keys = (lengths[1] - blocks[:, 3] * block_size[1]).clamp(max=block_size[1])
     return queries * keys

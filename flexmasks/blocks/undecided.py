@@ -1,4 +1,4 @@
-"""Undecided blocks looked at element by element: whether any, and whether all of their pairs are visible."""
+"""Undecided blocks looked at element by element."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ _SHUFFLE = 45  # an odd factor shuffles the queries of a block, whose number mos
 
 
 def look_at(elements: Elements, blocks: Tensor, rows: Axis, columns: Axis) -> tuple[Tensor, Tensor]:
-    """Return whether any, and whether all pairs are visible of blocks given as [n, (b, h, row, column)].
+    """Return whether any, and whether all pairs of blocks are visible.
+
+    blocks: [n, (b, h, row, column)].
 
     Most blocks show that they are partial at 8 x 8 positions. Most others, whose patterns are finer, show it at pairs
     that have each query and each key once. The rest are cut in 8 x 8 parts. What ranges leave open of these is looked
@@ -70,7 +72,7 @@ def _positions_of_part(axis: Axis, block: Tensor, part: Tensor) -> Tensor:
 
 
 def _look_at_positions(elements: Elements, blocks: Tensor, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
-    """Return whether any, and whether all pairs of some positions of each block are visible.
+    """Return whether any, and whether all pairs of positions are visible.
 
     q, kv: the positions, [n, queries] and [n, keys].
     """
@@ -86,7 +88,10 @@ def _look_at_positions(elements: Elements, blocks: Tensor, q: Tensor, kv: Tensor
 
 
 def _look_at_pairs(elements: Elements, blocks: Tensor, rows: Axis, columns: Axis) -> tuple[Tensor, Tensor]:
-    """Return whether any, and whether all are visible of pairs spread over all queries and keys of each block."""
+    """Return whether any, and whether all of some pairs are visible.
+
+    The pairs are spread over all queries and keys of each block.
+    """
     count = min(_MAX_PAIRS, max(rows.block_size, columns.block_size))
     n = torch.arange(count, device=blocks.device)
     q_offsets = n * _SHUFFLE % count * rows.block_size // count
@@ -107,7 +112,10 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 
 def _decide_parts(elements: Elements, blocks: Tensor, rows: Axis, columns: Axis) -> tuple[Tensor, Tensor]:
-    """Return whether 8 x 8 parts of each block are certainly visible, and whether possibly: [n, 8, 8] each."""
+    """Return whether parts of each block are certainly, and possibly, visible.
+
+    Both are booleans [n, 8, 8].
+    """
     n = len(blocks)
     parts = torch.arange(_PARTS, device=blocks.device).expand(n, _PARTS)
     at_b, at_h = (blocks[:, d].double().view(n, 1, 1, 1) for d in (0, 1))

@@ -1,4 +1,4 @@
-"""A mask's function and ranges of indices go in; what it certainly and possibly shows of each block comes out.
+"""A mask's function and ranges of indices go in; certain and possible truth comes out.
 
 The idea
 --------

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from flexmasks.ranges.context import EXACT_LIMIT, INF
 from flexmasks.ranges.operands import (
-    all_true,
     any_value_where,
     as_common_dtype,
     as_dtype,
     as_range,
     common_dtype,
+    everywhere,
     fits,
     fitted,
     float_dtype,
@@ -31,7 +31,7 @@ from flexmasks.ranges.value import Range, reflected, rule
 
 @rule("add", "radd")
 def add(a: Any, b: Any, *, alpha: Any = 1) -> Range | None:
-    """Ends are sums of the operands' ends."""
+    """Sum of two operands, end by end."""
     operands = as_common_dtype(a, b)
     if alpha != 1:
         return None
@@ -49,7 +49,7 @@ def add(a: Any, b: Any, *, alpha: Any = 1) -> Range | None:
 
 @rule("sub", "subtract")
 def subtract(a: Any, b: Any, *, alpha: Any = 1) -> Range | None:
-    """The least difference is a's least minus b's greatest, and the other way round."""
+    """Difference, from least minus greatest to greatest minus least."""
     operands = as_common_dtype(a, b)
     if operands is None or alpha != 1:
         return None
@@ -67,7 +67,7 @@ rule("rsub")(reflected(subtract))
 
 @rule("mul", "multiply", "rmul")
 def multiply(a: Any, b: Any) -> Range | None:
-    """Ends are among the products of the operands' ends."""
+    """Product, whose ends are among the products of ends."""
     operands = as_common_dtype(a, b)
     if operands is None:
         return both_true(a, b)
@@ -83,9 +83,9 @@ def multiply(a: Any, b: Any) -> Range | None:
 
 
 def _extremes_of_ends(x: Range, y: Range, operation: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the least and greatest result of an operation that is monotone in each operand.
+    """Return the ends of an operation that is monotone in each operand.
 
-    They are results of ends. NaN, as 0 * inf gives it, counts as 0.
+    The ends are among the results of the operands' ends. NaN, which 0 * inf gives, counts as 0.
     """
     results = [operation(a, b).nan_to_num(0.0, INF, -INF) for a in {x.lo, x.hi} for b in {y.lo, y.hi}]
     lo = hi = results[0]
@@ -96,7 +96,7 @@ def _extremes_of_ends(x: Range, y: Range, operation: Callable[..., Tensor]) -> t
 
 @rule("neg", "negative")
 def negative(a: Any) -> Range | None:
-    """Ends change places."""
+    """Negative, whose ends change places."""
     x = as_range(a)
     if x.dtype == torch.bool:
         return None
@@ -112,7 +112,7 @@ def unchanged(a: Any) -> Any:
 
 @rule("abs", "absolute")
 def absolute(a: Any) -> Range | None:
-    """The least is 0 where the range has both signs."""
+    """Absolute value, from 0 where the range has both signs."""
     x = as_range(a)
     if x.dtype == torch.bool:
         return None
@@ -127,7 +127,7 @@ def absolute(a: Any) -> Range | None:
 
 @rule("sign", "sgn")
 def sign(a: Any) -> Range | None:
-    """Ends are -1, 0 or 1."""
+    """Sign of each end: -1, 0 or 1."""
     x = as_range(a)
     if x.dtype == torch.bool:
         return None
@@ -148,13 +148,19 @@ def _quotient_ends(x: Range, y: Range, rounding: Callable[[Tensor], Tensor] | No
 
 
 def _may_be_zero(y: Range) -> Tensor:
-    """Return the blocks where y may be 0, or a float so small that some machine takes it for 0."""
+    """Return the blocks where y may be 0.
+
+    Some machines take very small floats for 0.
+    """
     tiny = torch.finfo(y.dtype).tiny if y.dtype.is_floating_point else 0.0
     return (y.lo <= tiny) & (y.hi >= -tiny)
 
 
 def _is_plain_divisor(b: Any, dtype: torch.dtype) -> bool:
-    """Return whether b is a Python integer by which integers of that dtype can be divided without a conversion."""
+    """Return whether b is a nonzero Python integer that `dtype` holds.
+
+    Integers of that dtype can be divided by it without a conversion.
+    """
     return type(b) is int and b != 0 and fits(b, dtype)
 
 
@@ -175,7 +181,7 @@ def _rounded_quotient(a: Any, b: Any, rounding: Callable[[Tensor], Tensor]) -> R
 
 @rule("floordiv", "floor_divide")
 def floor_divide(a: Any, b: Any) -> Range | None:
-    """Ends are among the quotients of the operands' ends; any value where b may be 0."""
+    """Quotient rounded down; any value where b may be 0."""
     return _rounded_quotient(a, b, torch.floor)
 
 
@@ -184,7 +190,7 @@ rule("rfloordiv")(reflected(floor_divide))
 
 @rule("truediv", "div", "divide", "true_divide")
 def true_divide(a: Any, b: Any, *, rounding_mode: str | None = None) -> Range | None:
-    """Ends are among the quotients of the operands' ends; any value where b may be 0."""
+    """Quotient; any value where b may be 0."""
     if rounding_mode is not None:
         return _rounded_quotient(a, b, {"floor": torch.floor, "trunc": torch.trunc}[rounding_mode])
     operands = as_common_dtype(a, b)
@@ -199,10 +205,11 @@ rule("rdiv")(reflected(true_divide))
 
 
 def _remainder(rounding: Callable[[Tensor], Tensor]) -> Callable[[Any, Any], Range | None]:
-    """Return the rule of x - y * rounding(x / y), of which the absolute value is smaller than y's.
+    """Return the rule of x - y * rounding(x / y).
 
-    By torch.floor the remainder has the sign of y, by torch.trunc that of x. Where y is a single number and both ends
-    of x have the same quotient, the ends' remainders are the range; elsewhere all remainders of y are.
+    The remainder is smaller than y. With torch.floor it has the sign of y, with torch.trunc that of x. Where y is a
+    single number and both ends of x have the same quotient, the remainder lies between those of the ends of x.
+    Elsewhere it is any remainder by y.
     """
 
     def remainder_of(a: Any, b: Any) -> Range | None:
@@ -242,7 +249,7 @@ rule("fmod")(_remainder(torch.trunc))
 
 @rule("pow")
 def power(a: Any, exponent: Any) -> Range | None:
-    """Powers with exponent 0.5, 1 or 2, and powers of 2."""
+    """Power by 0.5, 1 or 2, or power of two."""
     if type(a) is int and a == 2 and isinstance(exponent, Range):
         factor = power_of_two(1, exponent)
         return None if factor is None else multiply(1, factor)
@@ -268,23 +275,27 @@ def square(a: Any) -> Range | None:
 
 
 def power_of_two(a: Any, exponent: Any) -> Any:
-    """Return the factor 2**exponent by which an integer `a` is shifted, as an int or a Range.
+    """Return the factor 2**exponent by which `a` is shifted.
 
-    None if an operand is no integer, or the exponent may leave 0..30 or the dtype, where torch may define no shift.
+    It is an int or a Range. None if an operand is no integer, or the exponent may leave 0..30 or the dtype, where torch
+    may define no shift.
     """
     if not all(type(x) is int or (isinstance(x, Range) and is_integer(x.dtype)) for x in (a, exponent)):
         return None
     if type(exponent) is int:
         return 2**exponent if 0 <= exponent < 31 else None
     dtype = common_dtype(a, exponent)
-    if not all_true((exponent.lo >= 0) & (exponent.hi <= min(30, torch.iinfo(dtype).bits - 2))):
+    if not everywhere((exponent.lo >= 0) & (exponent.hi <= min(30, torch.iinfo(dtype).bits - 2))):
         return None
     lo = torch.exp2(exponent.lo)
     return Range(lo, lo if exponent.exact else torch.exp2(exponent.hi), dtype, 2.0**30)
 
 
 def _increasing(operation: Callable[[Tensor], Tensor], least: float = -INF) -> Callable[[Any], Range]:
-    """Return the rule of a function of floats that grows with its argument and is NaN below `least`."""
+    """Return the rule of an increasing function of floats.
+
+    least: the argument below which it is NaN.
+    """
 
     def increasing(a: Any) -> Range:
         x = as_range(a)
@@ -312,7 +323,10 @@ rule("sigmoid")(_increasing(torch.sigmoid))
 
 
 def _rounded(operation: Callable[[Tensor], Tensor]) -> Callable[[Any], Range]:
-    """Return the rule of a function that rounds floats to integers and leaves integers as they are."""
+    """Return the rule of a function that rounds floats.
+
+    Integers stay as they are.
+    """
 
     def rounded(a: Any) -> Range:
         x = as_range(a)

@@ -17,14 +17,14 @@ from flexmasks.ranges.value import Range, reflected, rule
 
 @rule("lshift", "bitwise_left_shift")
 def shift_left(a: Any, b: Any) -> Range | None:
-    """Return a times 2**b."""
+    """Product of a and 2**b."""
     factor = power_of_two(a, b)
     return None if factor is None else multiply(a, factor)
 
 
 @rule("rshift", "bitwise_right_shift")
 def shift_right(a: Any, b: Any) -> Range | None:
-    """Return a divided by 2**b, rounded down."""
+    """Quotient of a and 2**b, rounded down."""
     divisor = power_of_two(a, b)
     return None if divisor is None else floor_divide(a, divisor)
 
@@ -35,7 +35,7 @@ rule("rrshift")(reflected(shift_right))
 
 @rule("invert", "bitwise_not")
 def invert(a: Any) -> Range | None:
-    """Return -1 - a of an integer, "not a" of a truth value."""
+    """Difference -1 - a for an integer, negation for a truth value."""
     x = as_range(a)
     if x.dtype.is_floating_point:
         return None
@@ -44,13 +44,15 @@ def invert(a: Any) -> Range | None:
 
 @rule("and", "rand", "bitwise_and")
 def bitwise_and(a: Any, b: Any) -> Range | None:
-    """Ends by the operands' signs; with a run of last or first bits, those of a division."""
+    """Bitwise and, bounded by the operands' signs.
+
+    A constant that selects the last bits makes it a remainder; one that clears them makes it a rounding down.
+    """
     if _are_truth_values(a, b):
         return both_true(a, b)
     if type(b) is int and abs(b) < 2**62:
-        # The last bits are the remainder by a power of two, and all but the last are what this leaves.
-        selects_last = b & (b + 1) == 0
-        if selects_last or -b & (-b - 1) == 0:
+        selects_last_bits, clears_last_bits = b & (b + 1) == 0, -b & (-b - 1) == 0
+        if selects_last_bits or clears_last_bits:
             if common_dtype(a, b).is_floating_point:
                 return None
             return remainder(a, b + 1) if b >= 0 else multiply(floor_divide(a, -b), -b)
@@ -59,13 +61,13 @@ def bitwise_and(a: Any, b: Any) -> Range | None:
 
 @rule("or", "ror", "bitwise_or")
 def bitwise_or(a: Any, b: Any) -> Range | None:
-    """Ends by the operands' signs."""
+    """Bitwise or, bounded by the operands' signs."""
     return either_true(a, b) if _are_truth_values(a, b) else _bitwise(a, b, torch.bitwise_or, _ends_of_or)
 
 
 @rule("xor", "rxor", "bitwise_xor")
 def bitwise_xor(a: Any, b: Any) -> Range | None:
-    """Ends by the operands' signs."""
+    """Bitwise exclusive or, bounded by the operands' signs."""
     return one_true(a, b) if _are_truth_values(a, b) else _bitwise(a, b, torch.bitwise_xor, _ends_of_xor)
 
 
@@ -79,9 +81,11 @@ def _bitwise(
     operation: Callable[..., Tensor],
     ends_of: Callable[[Range, Range, Tensor], tuple[Tensor, Tensor]],
 ) -> Range | None:
-    """Return the range of a bitwise operation on integers: `operation` of exact ones, otherwise what `ends_of` gives.
+    """Return the range of a bitwise operation on integers.
 
-    The third argument of `ends_of` is the largest number that has only bits which one of the operands may have.
+    operation: gives the result of exact operands.
+    ends_of: gives the ends for other operands. Its third argument is the largest number made of bits that one of the
+        operands may have.
     """
     operands = as_common_dtype(a, b)
     if operands is None or operands[2].is_floating_point:
@@ -101,7 +105,10 @@ def _have_same_sign(x: Range, y: Range) -> Tensor:
 
 
 def _ends_of_and(x: Range, y: Range, all_bits: Tensor) -> tuple[Tensor, Tensor]:
-    """An operand that is not negative bounds the result. Of two negative ones, the result is below both."""
+    """Return the ends of x & y.
+
+    An operand that is not negative bounds the result. Two negative operands give a result below both.
+    """
     one_not_negative = (x.lo >= 0) | (y.lo >= 0)
     smaller, larger = torch.minimum(x.hi, y.hi), torch.maximum(x.hi, y.hi)
     mixed = torch.where(x.lo >= 0, x.hi, torch.where(y.lo >= 0, y.hi, larger))
@@ -109,13 +116,13 @@ def _ends_of_and(x: Range, y: Range, all_bits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _ends_of_or(x: Range, y: Range, all_bits: Tensor) -> tuple[Tensor, Tensor]:
-    """x | y is ~(~x & ~y)."""
+    """Return the ends of x | y, which is ~(~x & ~y)."""
     not_x, not_y = (Range(-1 - r.hi, -1 - r.lo, r.dtype) for r in (x, y))
     lo, hi = _ends_of_and(not_x, not_y, all_bits)
     return -1 - hi, -1 - lo
 
 
 def _ends_of_xor(x: Range, y: Range, all_bits: Tensor) -> tuple[Tensor, Tensor]:
-    """Equal signs give a result that is not negative, different signs a negative one."""
+    """Return the ends of x ^ y, negative where signs differ."""
     signs_differ = ((x.lo >= 0) & (y.hi < 0)) | ((x.hi < 0) & (y.lo >= 0))
     return torch.where(_have_same_sign(x, y), 0.0, -1 - all_bits), torch.where(signs_differ, -1.0, all_bits)

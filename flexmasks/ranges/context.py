@@ -1,4 +1,4 @@
-"""State of one evaluation: its devices, its limits, the captured tensors' bounds and the operations it did not know."""
+"""State of one evaluation, and the exceptions that end it."""
 
 from __future__ import annotations
 
@@ -16,19 +16,25 @@ _MAX_MOVED_ELEMENTS = 1 << 17  # of a captured tensor that is copied from a GPU 
 
 
 class GiveUp(Exception):
-    """Ranges cannot go through the function, for the reason given; every block is undecided."""
+    """Reason why ranges cannot go through a function.
+
+    All blocks are undecided.
+    """
 
 
 class Refused(ValueError):
-    """The function is not a mask, in a way that torch would refuse, too."""
+    """Error of a function that torch refuses as a mask, too."""
 
 
 class TooLarge(Exception):
-    """The function captured a tensor that is too large to be copied from a GPU to the CPU."""
+    """A captured tensor that is too large to copy from a GPU."""
 
 
 class TooWide(Exception):
-    """The function makes tensors of `width` elements, too many for the number of blocks evaluated at once."""
+    """A tensor too wide for the number of blocks evaluated at once.
+
+    width: its number of elements.
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__(width)
@@ -52,13 +58,19 @@ class Evaluation:
         self._bounds: dict[tuple[int, int], tuple[Tensor, tuple[Tensor, Tensor, float]]] = {}
 
     def note_width(self, width: int) -> None:
-        """Record a tensor's number of elements before it is combined with other ranges to a tensor of all blocks."""
+        """Record a tensor's number of elements; raise TooWide above the limit.
+
+        The limit is checked before the tensor grows by all blocks of another operand.
+        """
         if width > self._max_width:
             raise TooWide(width)
         self.widest = max(self.widest, width)
 
     def bounds_of(self, values: Tensor) -> tuple[Tensor, Tensor, float]:
-        """Return `bounds_of_values` of a captured tensor on the compute device, computed once in an evaluation."""
+        """Return `bounds_of_values` of a captured tensor on the compute device.
+
+        They are computed once in an evaluation.
+        """
         key = id(values), version_of(values)
         if key not in self._bounds:
             if values.ndim and values.device != self.device:
@@ -79,7 +91,10 @@ evaluations_of_mixed_dtypes: set[Evaluation] = set()
 
 
 def give_up_on_mixed_dtypes() -> None:
-    """Raise GiveUp if the function reads a dtype that may differ from torch's."""
+    """Raise GiveUp if a dtype that the function reads may be wrong.
+
+    It may differ from torch's once operands of several dtypes were mixed. Rules may always read it.
+    """
     evaluation = current_evaluation.get()
     if evaluation is not None and evaluation.mixed_dtypes and not evaluation.rule_depth:
         raise GiveUp("the dtype of an operation that mixes dtypes")
@@ -97,7 +112,7 @@ def captured_bounds(values: Tensor) -> tuple[Tensor, Tensor, float]:
 
 
 def bounds_of_values(values: Tensor) -> tuple[Tensor, Tensor, float]:
-    """Return a lower and an upper bound of each element, and the largest absolute value.
+    """Return bounds of each element, and the largest absolute value.
 
     Bounds are bool for truth values and float64 for numbers. Both are the same tensor if float64 holds every element.
     """

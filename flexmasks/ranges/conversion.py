@@ -15,7 +15,10 @@ from flexmasks.ranges.value import Range, rule
 
 
 def _cast(dtype: torch.dtype) -> Callable[..., Range]:
-    """Return the rule of a cast: floats are cut to integers, numbers that the dtype might not hold are any value."""
+    """Return the rule of a cast.
+
+    Floats are truncated to integers. Integers that the dtype might not hold become any value.
+    """
 
     def cast(a: Any, **_: Any) -> Range:
         x = as_range(a)
@@ -42,7 +45,7 @@ rule("bfloat16")(_cast(torch.bfloat16))
 
 @rule("to", "type_as")
 def to(a: Any, *args: Any, **kwargs: Any) -> Any:
-    """Cast to the dtype among the arguments, or that of a tensor or range among them."""
+    """Cast to the dtype, tensor or range among the arguments."""
     values = (*args, *kwargs.values())
     by_number = bool(args) and isinstance(args[0], PYTHON_NUMBERS)
     if by_number or any(isinstance(x, str) and "Tensor" in x for x in values):
@@ -59,5 +62,8 @@ def to(a: Any, *args: Any, **kwargs: Any) -> Any:
 
 @rule("type")
 def to_type(a: Any, *args: Any) -> Any:
-    """Cast to the dtype given; without one, torch returns a string."""
+    """Cast to the dtype given.
+
+    None without a dtype, for which torch returns a string.
+    """
     return to(a, *args) if args else None

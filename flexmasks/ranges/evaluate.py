@@ -33,7 +33,10 @@ from flexmasks.ranges.value import Range, dispatch
 
 
 class _RangesAsArguments(TorchFunctionMode):
-    """Dispatches operations of plain tensors that have a range among their arguments, such as `tensor[range]`."""
+    """Mode that dispatches operations on tensors with ranges as arguments.
+
+    One of them is `tensor[range]`.
+    """
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -91,7 +94,7 @@ def evaluate(
 
 
 def _truth_of(result: Any) -> Range:
-    """Return the truth value that a mask's function returned; raise TypeError for anything else."""
+    """Return a mask's result as a range; raise TypeError unless bool."""
     if isinstance(result, bool) or not isinstance(result, Range | Tensor):
         raise TypeError(f"a mask function must return a boolean tensor, got {result!r}.")
     dtype = result.known_dtype if isinstance(result, Range) else result.dtype

@@ -1,4 +1,4 @@
-"""Rules of indexing: tensor[index] and what else picks or moves dimensions that the function sees."""
+"""Rules of indexing, and of joining and splitting dimensions."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from flexmasks.ranges.context import GiveUp, captured_bounds, version_of
-from flexmasks.ranges.operands import all_true, as_range
+from flexmasks.ranges.operands import as_range, everywhere
 from flexmasks.ranges.reach import IndexReach, extreme_of
 from flexmasks.ranges.value import BLOCK_DIMS, Range, rule
 
 
 @rule("getitem")
 def getitem(values: Any, index: Any) -> Any:
-    """The least and greatest element that the index can reach.
+    """Least and greatest element that the index can reach.
 
     None for an index by a truth value, by a slice with a range in it, or by a tensor or range that has dimensions.
     """
@@ -44,9 +44,9 @@ def _is_number(index: Any) -> bool:
 
 
 def _numbers_first(values: Any, indices: list[Any]) -> tuple[Any, list[Any]]:
-    """Return values and indices of the same elements, where each index is a number and of one of the first dimensions.
+    """Rearrange values[indices] so that numbers index the first dimensions.
 
-    Slices are taken, and their dimensions moved behind the indexed ones.
+    Slices are taken, and their dimensions moved behind the indexed ones. Returns the rearranged values and the numbers.
     """
     place = next((n for n, i in enumerate(indices) if i is Ellipsis), len(indices))
     missing = values.ndim - sum(i is not Ellipsis for i in indices)
@@ -60,7 +60,7 @@ def _numbers_first(values: Any, indices: list[Any]) -> tuple[Any, list[Any]]:
 
 
 def _rearranged(values: Any, arrange: Callable[[Tensor], Tensor]) -> Any:
-    """Return a tensor, or a range whose ends are, with the dimensions that the function sees rearranged."""
+    """Return a tensor or a range with the function's dimensions rearranged."""
     if isinstance(values, Tensor):
         return arrange(values)
     ends = [arrange(end) for end in expanded_ends(values)]
@@ -68,7 +68,10 @@ def _rearranged(values: Any, arrange: Callable[[Tensor], Tensor]) -> Any:
 
 
 def expanded_ends(r: Range) -> list[Tensor]:
-    """Return the ends, one if they are the same, in the shape that the function sees followed by the blocks'."""
+    """Return the ends in their full shape, one end if exact.
+
+    The shape that the function sees is followed by the four dimensions of blocks.
+    """
     return [end.expand(*r.shape, *block_shape(end)) for end in ((r.lo,) if r.exact else (r.lo, r.hi))]
 
 
@@ -94,7 +97,10 @@ def _elements(values: Range | Tensor, indices: list[Any]) -> Range:
 
 
 class _Rows(Range):
-    """table[indices] with fewer indices than dimensions, looked up only when its elements are needed."""
+    """Rows table[indices] of a table, looked up when they are needed.
+
+    There are fewer indices than dimensions.
+    """
 
     __slots__ = ("_range", "_version", "indices", "table")
 
@@ -135,7 +141,7 @@ class _Rows(Range):
 
 @rule("take")
 def take(a: Any, index: Any) -> Any:
-    """Return a captured tensor's element at a flat index."""
+    """Element of a captured tensor at a flat index."""
     return getitem(a.reshape(-1), index) if isinstance(a, Tensor) else None
 
 
@@ -153,7 +159,7 @@ def unsqueezed(a: Range, index: list[Any]) -> Range:
 
 @rule("unsqueeze")
 def unsqueeze(a: Any, dim: int) -> Range:
-    """A new dimension before or behind all that the function sees."""
+    """Range with one more dimension, before or behind all others."""
     place = dim % (a.ndim + 1)
     if a.ndim and 0 < place < a.ndim:
         raise GiveUp("a dimension put between others")
@@ -162,7 +168,7 @@ def unsqueeze(a: Any, dim: int) -> Range:
 
 @rule("unbind")
 def unbind(a: Any, dim: int = 0) -> tuple[Any, ...] | None:
-    """Return each element of a dimension."""
+    """Elements of one dimension."""
     if not isinstance(a, Range) or not -a.ndim <= dim < a.ndim:
         return None
     before = (slice(None),) * (dim % a.ndim)
@@ -171,7 +177,7 @@ def unbind(a: Any, dim: int = 0) -> tuple[Any, ...] | None:
 
 @rule("stack")
 def stack(tensors: Any, dim: int = 0) -> Range | None:
-    """Ends are stacked; all operands must have one dtype and shape."""
+    """Stack of operands of one dtype and shape, end by end."""
     ranges = [as_range(t) for t in tensors]
     r = ranges[0]
     if any((x.dtype, x.shape) != (r.dtype, r.shape) for x in ranges) or not -r.ndim - 1 <= dim <= r.ndim:
@@ -187,16 +193,17 @@ def stack(tensors: Any, dim: int = 0) -> Range | None:
 
 @rule("bucketize")
 def bucketize(a: Any, boundaries: Any, *, out_int32: bool = False, right: bool = False) -> Range | None:
-    """How many of the sorted boundaries are below a number, or not above it with `right`.
+    """Number of sorted boundaries below a number.
 
-    None unless `boundaries` is a captured tensor of the number's dtype, sorted, and held by float64.
+    With `right`, boundaries equal to the number count, too. None unless `boundaries` is a captured tensor of the
+    number's dtype, sorted, and held by float64.
     """
     if not (isinstance(a, Range) and a.ndim == 0 and isinstance(boundaries, Tensor) and boundaries.ndim == 1):
         return None
     if a.dtype != boundaries.dtype or not len(boundaries):
         return None
     lower, upper, _ = captured_bounds(boundaries)
-    if lower is not upper or a.dtype == torch.bool or not all_true(lower[1:] >= lower[:-1]):
+    if lower is not upper or a.dtype == torch.bool or not everywhere(lower[1:] >= lower[:-1]):
         return None
     lo = torch.searchsorted(lower, a.lo.contiguous(), right=right).double()
     hi = lo if a.exact else torch.searchsorted(lower, a.hi.contiguous(), right=right).double()
@@ -207,5 +214,5 @@ def bucketize(a: Any, boundaries: Any, *, out_int32: bool = False, right: bool =
 def searchsorted(
     sorted_sequence: Any, a: Any, *, out_int32: bool = False, right: bool = False, side: str | None = None
 ) -> Range | None:
-    """Return torch.bucketize with its arguments the other way round."""
+    """Number of sorted values below a number: `bucketize` with swapped arguments."""
     return bucketize(a, sorted_sequence, out_int32=out_int32, right=right or side == "right")

@@ -1,4 +1,4 @@
-"""Operands and results of rules: Python numbers, tensors and ranges to ranges of one dtype, which holds the result."""
+"""Operands of rules in one dtype, and results that fit it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _range_of_number(value: float) -> Range:
 
 
 def as_number(value: Any) -> Range:
-    """Return an operand as a range of numbers: truth values become 0 and 1."""
+    """Return an operand as numbers: truth values become 0 and 1."""
     r = as_range(value)
     if r.dtype != torch.bool:
         return r
@@ -79,7 +79,10 @@ def as_dtype(value: Any, dtype: torch.dtype) -> Range:
 
 
 def as_common_dtype(a: Any, b: Any) -> tuple[Range, Range, torch.dtype] | None:
-    """Return two operands as numbers of their common dtype, and the dtype; None if both are truth values."""
+    """Return two operands in their common dtype, and the dtype.
+
+    None if both are truth values.
+    """
     dtype = common_dtype(a, b)
     return None if dtype == torch.bool else (as_dtype(a, dtype), as_dtype(b, dtype), dtype)
 
@@ -108,7 +111,7 @@ def common_dtype(*operands: Any) -> torch.dtype:
 
 
 def _narrowest(dtypes: set[torch.dtype]) -> torch.dtype:
-    """Return the narrower of two dtypes, and record in the evaluation that they were mixed."""
+    """Return the narrower of two dtypes, and record their mixing."""
     if len(dtypes) == 1:
         return next(iter(dtypes))
     evaluation = current_evaluation.get()
@@ -125,17 +128,23 @@ def _narrowest(dtypes: set[torch.dtype]) -> torch.dtype:
 
 
 def is_integer(dtype: torch.dtype) -> bool:
-    """Return whether it is a dtype of integers; torch.bool is not."""
+    """Return whether a dtype is of integers; torch.bool is not."""
     return not dtype.is_floating_point and dtype != torch.bool
 
 
 def float_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of a function such as sqrt: its argument's if that is of floats, or torch's default."""
+    """Return the dtype of a function such as sqrt.
+
+    It is that of its argument for floats, and torch's default for integers.
+    """
     return dtype if dtype.is_floating_point else torch.get_default_dtype()
 
 
 def fits(x: Any, dtype: torch.dtype) -> bool:
-    """Return whether `dtype` is of integers, and x a range or tensor of it or a Python integer that it holds."""
+    """Return whether x is an integer that `dtype` holds.
+
+    x: a range or tensor of that dtype, or a Python integer within its limits.
+    """
     if not is_integer(dtype):
         return False
     info = torch.iinfo(dtype)
@@ -146,7 +155,10 @@ def fits(x: Any, dtype: torch.dtype) -> bool:
 
 
 def fitted(lo: Tensor, hi: Tensor, dtype: torch.dtype, limit: float, exact: bool = False) -> Range:
-    """Return a result of arithmetic: widened by its rounding error, or any value where the dtype might not hold it."""
+    """Return a result of arithmetic as a range of that dtype.
+
+    Floats are widened by their rounding error. Integers that the dtype might not hold become any value.
+    """
     if dtype.is_floating_point:
         info = torch.finfo(dtype)
         lo = (lo - lo.abs() * (2 * info.eps) - info.tiny).nan_to_num(-INF, INF, -INF)
@@ -168,17 +180,20 @@ def any_value_where(blocks: Tensor, lo: Tensor, hi: Tensor) -> tuple[Tensor, Ten
 
 
 def may_be_nan(*operands: Range) -> Tensor:
-    """Return the blocks where one of one or two operands may be NaN: its range is all of -inf..inf."""
+    """Return the blocks where an operand may be NaN.
+
+    A float may be NaN only where its range is all of -inf..inf. There are one or two operands.
+    """
     blocks = [(x.lo == -INF) & (x.hi == INF) for x in operands]
     return blocks[0] if len(blocks) == 1 else blocks[0] | blocks[1]
 
 
 def is_inexact(x: Range, y: Range) -> Tensor:
-    """Return the blocks where an end is infinite, or an integer that float64 may have rounded."""
+    """Return the blocks where an end is infinite or may be rounded."""
     x_inexact, y_inexact = (~((r.lo > -EXACT_LIMIT) & (r.hi < EXACT_LIMIT)) for r in (x, y))
     return x_inexact | y_inexact
 
 
-def all_true(places: Tensor) -> bool:
-    """Return whether all are true, as a Python bool: the host waits for the tensor's device."""
-    return bool(places.all())
+def everywhere(blocks: Tensor) -> bool:
+    """Return whether all blocks are true; the host waits for the device."""
+    return bool(blocks.all())

@@ -1,4 +1,4 @@
-"""Extremes of a tensor's elements that ranges of indices reach: the least or the greatest element for each block.
+"""Extremes of the elements of a tensor that ranges of indices reach.
 
 `values` has `ndim` dimensions that the function sees, and behind them the four of the blocks, of size 1 in a captured
 tensor. `extreme` is torch.amin or torch.amax.
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flexmasks.ranges.context import INF, GiveUp, Refused
-from flexmasks.ranges.operands import all_true, as_range
+from flexmasks.ranges.operands import as_range, everywhere
 from flexmasks.ranges.value import BLOCK_DIMS, Steps
 
 Extreme = Callable[..., Tensor]
@@ -24,9 +24,12 @@ _MAX_TABLE = 1 << 26  # elements of a table of runs, or of a result
 
 
 class IndexReach:
-    """The first and the last position that one index reaches of a dimension of n elements.
+    """First and last position that one index reaches.
 
-    One tensor twice if the index is exact. All positions for blocks where the index may leave 0..n-1 and -n..-1.
+    n: number of elements of the indexed dimension.
+
+    `first` and `last` are one tensor if the index is exact. They are 0 and n - 1 in blocks where the index may leave
+    0..n-1 and -n..-1.
     """
 
     def __init__(self, index: Any, n: int) -> None:
@@ -47,7 +50,7 @@ class IndexReach:
             self.first, self.last, self.steps = r.lo.long(), r.hi.long(), r.steps
             return
         lo = torch.where(r.hi < 0, r.lo + n, r.lo)  # -1 is the last position
-        if r.exact and all_true((lo >= 0) & (lo < n)):
+        if r.exact and everywhere((lo >= 0) & (lo < n)):
             self.first = self.last = lo.long()
             return
         hi = torch.where(r.hi < 0, r.hi + n, r.hi)
@@ -82,7 +85,10 @@ def extreme_of(values: Tensor, ndim: int, indices: list[IndexReach], extreme: Ex
 
 
 def _extreme_by_steps(values: Tensor, d: int, block_dim: int, steps: Steps, extreme: Extreme) -> Tensor:
-    """Reduce dimension `d` by ranges without gaps, to one element for each range along `block_dim`."""
+    """Reduce dimension `d` by ranges without gaps.
+
+    The result has one element for each range along `block_dim`.
+    """
     n = steps.end - steps.first
     whole, rest = divmod(n, steps.size)
     values = values.narrow(d, steps.first, n)
@@ -95,7 +101,9 @@ def _extreme_by_steps(values: Tensor, d: int, block_dim: int, steps: Steps, extr
 
 
 def _extreme_by_ranges(values: Tensor, ndim: int, ranges: dict[int, tuple[Tensor, Tensor]], extreme: Extreme) -> Tensor:
-    """Reduce dimensions by any ranges, given as the first and last position of each dimension.
+    """Reduce dimensions by any ranges.
+
+    ranges: first and last position, by dimension.
 
     Few elements in reach are looked up one by one. Otherwise one dimension is reduced after the other.
     """
@@ -123,7 +131,10 @@ def _extreme_by_ranges(values: Tensor, ndim: int, ranges: dict[int, tuple[Tensor
 def _extreme_one_by_one(
     values: Tensor, ndim: int, ranges: dict[int, tuple[Tensor, Tensor]], lengths: list[int], extreme: Extreme
 ) -> Tensor:
-    """Look up each element in reach, in ranges of at most `lengths` positions, and reduce them."""
+    """Look up each element in reach, and reduce them.
+
+    lengths: the largest number of positions in a range, for each dimension.
+    """
     positions = {}
     for n, (d, (first, last)) in enumerate(ranges.items()):
         places = torch.arange(lengths[n], device=values.device)
@@ -134,9 +145,9 @@ def _extreme_one_by_one(
 
 
 def _extreme_by_runs(values: Tensor, ndim: int, d: int, first: Tensor, last: Tensor, extreme: Extreme) -> Tensor:
-    """Reduce dimension `d` by a sparse table, whose level k holds the extreme of each run of 2^k elements.
+    """Reduce dimension `d` by a sparse table.
 
-    Two runs of one level cover a range.
+    Level k of the table holds the extreme of each run of 2^k elements. Two runs of one level cover a range.
     """
     level = torch.frexp((last - first + 1).double()).exponent.long() - 1
     pick = torch.minimum if extreme is torch.amin else torch.maximum
@@ -154,9 +165,10 @@ def _extreme_by_runs(values: Tensor, ndim: int, d: int, first: Tensor, last: Ten
 
 
 def _look_up(values: Tensor, ndim: int, positions: dict[int, Tensor]) -> Tensor:
-    """Return the elements at `positions` of some of the `ndim` dimensions, of which then each has one element.
+    """Return the elements at `positions` of some of the `ndim` dimensions.
 
-    Dimensions of the positions before those of the blocks become the first dimensions of the result.
+    Each of these dimensions has one element in the result. Dimensions of the positions before those of the blocks
+    become the first dimensions of the result.
     """
     if len(positions) == ndim and values.shape[ndim:] == (1,) * BLOCK_DIMS:
         elements = values.reshape(values.shape[:ndim])[tuple(positions[d] for d in range(ndim))]

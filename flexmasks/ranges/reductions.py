@@ -1,4 +1,4 @@
-"""Rules of reductions over dimensions that the function sees, and of isin, which is one."""
+"""Rules of reductions over dimensions that the function sees."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from flexmasks.ranges.value import Range, broadcast_shape, rule
 
 
 def _reduction(operation: Callable[..., Tensor]) -> Callable[..., Range | None]:
-    """Return the rule of a reduction that is monotone in each element: each end is reduced."""
+    """Return the rule of a reduction that is monotone in each element.
+
+    Each end is reduced.
+    """
 
     def reduce(a: Any, dim: Any = None, keepdim: bool = False) -> Range | None:
         x = as_range(a)
@@ -41,25 +44,34 @@ def _reduction(operation: Callable[..., Tensor]) -> Callable[..., Range | None]:
 amin = rule("amin")(_reduction(torch.amin))
 amax = rule("amax")(_reduction(torch.amax))
 _sum_of_ends = _reduction(torch.sum)
-_any_true = _reduction(torch.any)
-_all_true = _reduction(torch.all)
+_any_of_ends = _reduction(torch.any)
+_all_of_ends = _reduction(torch.all)
 
 
 @rule("any")
-def any_true(a: Any, dim: Any = None, keepdim: bool = False) -> Range | None:
-    """Certain if an element is certain. None for uint8, for which torch's result is uint8."""
-    return None if getattr(a, "dtype", None) == torch.uint8 else _any_true(as_truth(a), dim, keepdim)
+def any_of(a: Any, dim: Any = None, keepdim: bool = False) -> Range | None:
+    """Truth value that is certain if an element is certain.
+
+    None for uint8, for which torch's result is uint8.
+    """
+    return None if getattr(a, "dtype", None) == torch.uint8 else _any_of_ends(as_truth(a), dim, keepdim)
 
 
 @rule("all")
-def all_true(a: Any, dim: Any = None, keepdim: bool = False) -> Range | None:
-    """Certain if all elements are. None for uint8, for which torch's result is uint8."""
-    return None if getattr(a, "dtype", None) == torch.uint8 else _all_true(as_truth(a), dim, keepdim)
+def all_of(a: Any, dim: Any = None, keepdim: bool = False) -> Range | None:
+    """Truth value that is certain if all elements are certain.
+
+    None for uint8, for which torch's result is uint8.
+    """
+    return None if getattr(a, "dtype", None) == torch.uint8 else _all_of_ends(as_truth(a), dim, keepdim)
 
 
 @rule("min")
 def min_of_one_or_two(a: Any, b: Any = None, keepdim: bool = False, *, dim: int | None = None) -> Any:
-    """torch.min of two operands, or of one with or without a dimension; an int as the second argument is one."""
+    """Minimum of two operands, or of the elements of one.
+
+    An int as the second argument is a dimension.
+    """
     dim = b if type(b) is int else dim
     if dim is not None:
         return _extreme_along(a, dim, keepdim, amin, torch.return_types.min)
@@ -68,7 +80,10 @@ def min_of_one_or_two(a: Any, b: Any = None, keepdim: bool = False, *, dim: int 
 
 @rule("max")
 def max_of_one_or_two(a: Any, b: Any = None, keepdim: bool = False, *, dim: int | None = None) -> Any:
-    """torch.max of two operands, or of one with or without a dimension; an int as the second argument is one."""
+    """Maximum of two operands, or of the elements of one.
+
+    An int as the second argument is a dimension.
+    """
     dim = b if type(b) is int else dim
     if dim is not None:
         return _extreme_along(a, dim, keepdim, amax, torch.return_types.max)
@@ -78,7 +93,7 @@ def max_of_one_or_two(a: Any, b: Any = None, keepdim: bool = False, *, dim: int 
 def _extreme_along(
     a: Any, dim: int, keepdim: bool, extreme: Callable[..., Range | None], return_type: Callable[[Any], Any]
 ) -> Any:
-    """Return the extremes along a dimension, and for their places any of it."""
+    """Return the extremes along a dimension, and any place for each."""
     values = extreme(a, dim, keepdim)
     if values is None:
         return None
@@ -89,7 +104,10 @@ def _extreme_along(
 
 @rule("sum")
 def sum_of(a: Any, dim: Any = None, keepdim: bool = False) -> Range | None:
-    """Ends are sums of ends; None for integers whose sum float64 might not hold."""
+    """Sum of elements, end by end.
+
+    None for integers whose sum float64 might not hold.
+    """
     x = as_number(a)
     count = math.prod(x.shape)
     if not x.dtype.is_floating_point:
@@ -105,16 +123,16 @@ def sum_of(a: Any, dim: Any = None, keepdim: bool = False) -> Range | None:
 
 @rule("count_nonzero")
 def count_nonzero(a: Any, dim: Any = None) -> Range | None:
-    """Return the sum of truth values."""
+    """Number of elements that are not 0."""
     return sum_of(as_truth(a), dim)
 
 
 @rule("isin")
 def isin(a: Any, values: Any, *, assume_unique: bool = False, invert: bool = False) -> Range | None:
-    """Return whether a number equals any of the values."""
+    """Truth value: whether a number equals any of the values."""
     if not isinstance(a, Range) or a.ndim:
         return None
     if isinstance(values, Range | Tensor) and values.ndim:
         a = unsqueezed(a, [None] * values.ndim)
-    is_any = any_true(equal(a, values))
+    is_any = any_of(equal(a, values))
     return logical_not(is_any) if invert else is_any

@@ -27,13 +27,13 @@ _SWAPPED = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
 
 @rule("minimum")
 def minimum(a: Any, b: Any) -> Range | None:
-    """Ends are the minima of the operands' ends."""
+    """Minimum of two operands, end by end."""
     return _extreme(a, b, torch.minimum)
 
 
 @rule("maximum")
 def maximum(a: Any, b: Any) -> Range | None:
-    """Ends are the maxima of the operands' ends."""
+    """Maximum of two operands, end by end."""
     return _extreme(a, b, torch.maximum)
 
 
@@ -52,7 +52,10 @@ def _extreme(a: Any, b: Any, operation: Callable[..., Tensor]) -> Range | None:
 
 @rule("clamp", "clip")
 def clamp(a: Any, min: Any = None, max: Any = None) -> Range | None:  # torch's names
-    """The maximum with `min`, then the minimum with `max`; neither may change the dtype of an integer, but to float."""
+    """Maximum with `min`, then minimum with `max`.
+
+    A Python float as a bound makes an integer a float. None for bounds that are tensors of another dtype.
+    """
     dtype = getattr(a, "dtype", None)
     if any(type(x) is float for x in (min, max)) and isinstance(a, Range) and is_integer(a.dtype):
         dtype = torch.get_default_dtype()
@@ -67,19 +70,22 @@ def clamp(a: Any, min: Any = None, max: Any = None) -> Range | None:  # torch's 
 
 @rule("clamp_min")
 def clamp_min(a: Any, min: Any) -> Range | None:
-    """Return a.clamp(min=min)."""
+    """Maximum with `min`."""
     return clamp(a, min=min)
 
 
 @rule("clamp_max")
 def clamp_max(a: Any, max: Any) -> Range | None:
-    """Return a.clamp(max=max)."""
+    """Minimum with `max`."""
     return clamp(a, max=max)
 
 
 @rule("where")
 def where(condition: Any, a: Any = None, b: Any = None) -> Range | None:
-    """The range of a where the condition is certain, of b where it is impossible, and of both elsewhere."""
+    """Range of a, or of b, or of both.
+
+    It is that of a where the condition is certain, and that of b where it is not possible.
+    """
     if a is None or b is None:
         return None
     c = as_range(condition)
@@ -108,9 +114,13 @@ def _where_of_truth(c: Range, x: Range, y: Range) -> Range:
 
 
 def _narrowed_by(condition: Range, operand: Any, value: Range, holds: bool) -> Range:
-    """Narrow the range `value` of an operand to what it can be where a comparison of the operand holds, or does not.
+    """Narrow an operand to its values where a comparison of it holds.
 
-    torch.where(x < 3, x, 3) is at most 3.
+    condition: the comparison.
+    value: the operand's range.
+    holds: False for the operand's values where the comparison does not hold.
+
+    So torch.where(x < 3, x, 3) is at most 3.
     """
     if condition.comparison is None or not isinstance(operand, Range):
         return value
@@ -132,7 +142,7 @@ def _narrowed_by(condition: Range, operand: Any, value: Range, holds: bool) -> R
 
 @rule("masked_fill")
 def masked_fill(a: Any, mask: Any, value: Any) -> Range | None:
-    """Return torch.where(mask, value, a), with the dtype of a."""
+    """Choice between `value` and a, with the dtype of a."""
     dtype = getattr(a, "dtype", torch.bool)
     is_lossy = type(value) is float and not dtype.is_floating_point
     if type(value) not in PYTHON_NUMBERS or not isinstance(a, Range) or is_lossy:

@@ -16,7 +16,10 @@ from flexmasks.ranges.value import Range, rule, truth_range
 def _comparison(
     certain: Callable[[Range, Range], Tensor], possible: Callable[[Range, Range], Tensor], operator: str | None = None
 ) -> Callable[[Any, Any], Range]:
-    """Return the rule of a comparison, which keeps its operands with the result if it has an `operator` "<" or "<="."""
+    """Return the rule of a comparison.
+
+    operator: "<" or "<=". The result of a comparison with an operator keeps its operands.
+    """
 
     def compare(a: Any, b: Any) -> Range:
         dtype = common_dtype(a, b)
@@ -33,7 +36,7 @@ def _comparison(
 
 
 def _without_nan(r: Range) -> Range:
-    """Return a range whose ends compare as false where the number may be NaN."""
+    """Return a range that compares as false where it may be NaN."""
     if not r.dtype.is_floating_point:
         return r
     nan = may_be_nan(r)
@@ -52,31 +55,31 @@ equal = rule("eq")(
 
 @rule("gt", "greater")
 def greater(a: Any, b: Any) -> Range:
-    """Return a > b as b < a."""
+    """Truth value of a > b."""
     return less(b, a)
 
 
 @rule("ge", "greater_equal")
 def greater_equal(a: Any, b: Any) -> Range:
-    """Return a >= b as b <= a."""
+    """Truth value of a >= b."""
     return less_equal(b, a)
 
 
 @rule("ne", "not_equal")
 def not_equal(a: Any, b: Any) -> Range:
-    """Return a != b as the negation of a == b."""
+    """Truth value of a != b."""
     return logical_not(equal(a, b))
 
 
 def as_truth(value: Any) -> Range:
-    """Return an operand as a truth value: a number is true where it is not 0."""
+    """Return an operand as a truth value: numbers except 0 are true."""
     r = as_range(value)
     return r if r.dtype == torch.bool else not_equal(r, 0)
 
 
 @rule("logical_not")
 def logical_not(a: Any) -> Range:
-    """Certain where a is not possible."""
+    """Truth value that is certain where a is not possible."""
     x = as_truth(a)
     certain = ~x.hi
     return truth_range(certain, certain if x.exact else ~x.lo)

@@ -1,4 +1,4 @@
-"""Range, the value that stands for an index of many blocks, and the dispatch of torch's operations to their rules."""
+"""Range, which stands for an index of many blocks, and its operations."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _RULES: dict[str, Callable[..., Any]] = {}
 
 
 def rule(*names: str) -> Callable[[_AnyRule], _AnyRule]:
-    """Register the decorated function as the rule for torch operations of these names.
+    """Register the decorated function as the rule of torch operations.
 
     names: as torch has them, without underscores around: "add" stands for torch.add, Tensor.add and the `+` of a
         range and an operand, "rsub" for the `-` of an operand and a range.
@@ -51,13 +51,16 @@ def rule(*names: str) -> Callable[[_AnyRule], _AnyRule]:
 
 
 def reflected(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Return the rule of an operator whose operands are swapped, such as `__rsub__`."""
+    """Return the rule of an operator with swapped operands, as `__rsub__`."""
     return lambda a, b: function(b, a)
 
 
 @dataclass(frozen=True)
 class Steps:
-    """Ranges without gaps: along `dim`, block n holds `first + n * size` and the next `size` - 1, all below `end`."""
+    """Description of ranges that follow each other without gaps.
+
+    Along `dim`, block n holds `first + n * size` and the next `size` - 1 numbers, as far as they are below `end`.
+    """
 
     first: int
     size: int
@@ -69,7 +72,7 @@ class Steps:
 
 
 class Range:
-    """Numbers or truth values between `lo` and `hi`, of torch type `dtype`, one for each of many blocks.
+    """Numbers or truth values between `lo` and `hi`, one per block.
 
     The last four dimensions of `lo` and `hi` are [batch, heads, query blocks, key blocks]. Before them stand the `ndim`
     dimensions that the mask's function sees: none for an index, one for a row of a table. Both ends are bool for truth
@@ -108,7 +111,9 @@ class Range:
     def of_indices(
         cls, lo: Tensor, hi: Tensor, limit: int, steps: Steps | None = None, limit_reached: bool = True
     ) -> Range:
-        """Return the range of the indices from lo to hi inclusive, none above `limit`.
+        """Return the range of indices from lo to hi inclusive.
+
+        limit: an upper bound of all indices. limit_reached: whether it is one of them.
 
         Give the same tensor twice for one index in each block.
         """
@@ -117,19 +122,22 @@ class Range:
 
     @property
     def exact(self) -> bool:
-        """Return whether this is known to be a single value in each block."""
+        """Return whether this is a single value in each block."""
         return self.lo is self.hi
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the torch type; raise GiveUp if a mask's function asks and torch's own may be another one."""
+        """Return the torch type.
+
+        Raises GiveUp if a mask's function reads it and torch's own type may be another one.
+        """
         if evaluations_of_mixed_dtypes:
             give_up_on_mixed_dtypes()
         return self._dtype
 
     @property
     def known_dtype(self) -> torch.dtype:
-        """Return the torch type as the rules have it, even where torch's own may be another one."""
+        """Return the torch type even where torch's own may be another one."""
         return self._dtype
 
     @property
@@ -242,18 +250,21 @@ def broadcast_shape(a: Tensor, b: Tensor) -> tuple[int, ...]:
 
 
 def truth_range(certain: Tensor, possible: Tensor) -> Range:
-    """Return a truth value that is certain, and possible, in the blocks given; the same tensor twice if it is exact."""
+    """Return a truth value from where it is certain and where possible.
+
+    Give the same tensor twice for an exact one.
+    """
     return Range(certain, possible, torch.bool, 1.0)
 
 
 def check_size(shape: torch.Size) -> None:
-    """Raise GiveUp for a shape of too many elements to compute with for every block."""
+    """Raise GiveUp for a shape of too many elements."""
     if math.prod(shape) > _MAX_ELEMENTS:
         raise GiveUp(f"a tensor of {math.prod(shape)} elements in arithmetic")
 
 
 def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the result of a torch function or method on arguments among which there are ranges."""
+    """Return the result of a torch operation on ranges."""
     name = getattr(func, "__name__", str(func))
     if name.startswith("__"):
         name = name.strip("_")
@@ -277,7 +288,7 @@ def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _result_of(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return what the operation's rule gives, or any value if there is no rule for it."""
+    """Return the result of the operation's rule, or any value without one."""
     with compat.without_torch_function():  # the rules' own operations on tensors are not for the mode of `evaluate`
         function = _RULES.get(name)
         if function is not None:
@@ -308,7 +319,10 @@ def _plain_name(name: str) -> str:
 
 
 def _any_value(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the range of all values of the dtype and shape that the operation gives for zeros."""
+    """Return the range of all values, in the operation's dtype and shape.
+
+    The operation is called on zeros to find these.
+    """
     ranges: list[Range] = []
 
     def zeros_like(value: Any) -> Any:
