@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from flexmasks import calls
 from flexmasks.calls import Request
 from flexmasks.plans.explanation import Explanation
-from flexmasks.plans.plan import Lengths, materialize, plan_mask
+from flexmasks.plans.plan import Lengths, materialize_mask, plan_mask
 from flexmasks.spec.arguments import MaskLike, ScoreLike, get_mask
 
 
@@ -274,7 +274,7 @@ def dense_mask(
                 [0, 0, 1, 1]], dtype=torch.int32)
     """
     lengths = Lengths(q_len, kv_len, batch, heads, device, q_offset)
-    return materialize("flexmasks.dense_mask", get_mask(mask, **params), lengths)
+    return materialize_mask("flexmasks.dense_mask", get_mask(mask, **params), lengths)
 
 
 def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Explanation:

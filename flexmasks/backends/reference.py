@@ -25,7 +25,8 @@ from torch.utils.checkpoint import checkpoint
 from flexmasks import compat
 from flexmasks.backends.call import Call, Result
 from flexmasks.backends.tiles import Tiles
-from flexmasks.blocks.build import of_block_mask, over_indices
+from flexmasks.blocks.elements import over_indices
+from flexmasks.blocks.lists import of_block_mask
 from flexmasks.spec.captures import Opaque, capture
 
 _SLICE = 1 << 24  # scores held at once

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexmasks.blocks.build import Elements, of_block_mask, over_indices
+from flexmasks.blocks.elements import Elements, over_indices
+from flexmasks.blocks.lists import of_block_mask
 
 _TILE = 1 << 21  # scores of a tile: these stay in a large cache, and threads meet seldom
 _ROWS = (32, 128)  # queries of a tile, at least and at most; with fewer, keys are read too often

@@ -1,1 +1,24 @@
-"""Block lists: a mask's function and lengths come in, the exact empty, partial and full blocks go out."""
+"""A mask's function and lengths go in; a BlockMask comes out.
+
+Its empty, partial and full blocks are exactly those of torch's create_block_mask.
+
+`decide` asks ranges which blocks are certainly full and which possibly visible. `undecided` looks at the blocks between
+these element by element, by `elements`. `build` joins both and makes the index lists of `lists`. `counts` counts the
+blocks and pairs of a BlockMask and proves what kernels may rely on; `strips` counts at any length. `limits` bounds the
+work done at once.
+"""
+
+from flexmasks.blocks.build import Layout as Layout
+from flexmasks.blocks.build import build as build
+from flexmasks.blocks.build import materialize as materialize
+from flexmasks.blocks.counts import Blocks as Blocks
+from flexmasks.blocks.decide import Decided as Decided
+from flexmasks.blocks.decide import decide as decide
+from flexmasks.blocks.decide import dependence as dependence
+from flexmasks.blocks.elements import Elements as Elements
+from flexmasks.blocks.elements import MaskMod as MaskMod
+from flexmasks.blocks.elements import over_indices as over_indices
+from flexmasks.blocks.lists import in_use as in_use
+from flexmasks.blocks.lists import of_block_mask as of_block_mask
+from flexmasks.blocks.strips import Counts as Counts
+from flexmasks.blocks.strips import count_in_strips as count_in_strips

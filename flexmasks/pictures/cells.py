@@ -14,7 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flexmasks.blocks.build import Elements, MaskMod, build, decide, dependence, of_block_mask, over_indices
+from flexmasks.blocks.build import build
+from flexmasks.blocks.decide import decide, dependence
+from flexmasks.blocks.elements import Elements, MaskMod, over_indices
+from flexmasks.blocks.lists import of_block_mask
 from flexmasks.plans.plan import MaskPlan, Offset, ScorePlan, naming, shifted_mask, sized
 from flexmasks.spec.parameters import Size
 from flexmasks.spec.values import Modifier, Score
@@ -158,7 +161,7 @@ class MaskCells:
         elements = Elements(mod, self._device)
         rows, columns = (torch.arange(n, device=blocks.device) for n in (height, width))
         visible = pairs = 0
-        for at in blocks.split(elements.at_once(height * width)):
+        for at in blocks.split(elements.blocks_at_once(height * width)):
             q, kv = at[:, 0, None] * height + rows, at[:, 1, None] * width + columns
             zero = torch.zeros_like(at[:, 0])
             seen = elements(zero, zero, q.clamp(max=q_len - 1), kv.clamp(max=kv_len - 1))

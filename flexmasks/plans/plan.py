@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexmasks import compat
-from flexmasks.blocks import build as blocks
-from flexmasks.blocks.build import Layout
+from flexmasks.blocks.build import Layout, build, materialize
 from flexmasks.blocks.counts import Blocks
+from flexmasks.blocks.decide import dependence
+from flexmasks.blocks.elements import over_indices
 from flexmasks.cache import ENTRY, Cache
 from flexmasks.plans.checks import check_offset, fail
 from flexmasks.plans.windows import Window, window_of
@@ -192,7 +193,7 @@ class MaskPlan(Plan):
         batch, heads = (n * (1 + (e in self.open_extents)) for n, e in ((size.batch, "batch"), (size.heads, "heads")))
         try:
             with naming(self.mask):
-                layout = blocks.build(mask_mod, batch, heads, size.q_len, size.kv_len, size.device, self.block_size)
+                layout = build(mask_mod, batch, heads, size.q_len, size.kv_len, size.device, self.block_size)
         except Exception:
             check_open_extents(self.mask, mask_mod, size, self.open_extents)
             raise
@@ -266,7 +267,7 @@ class ScorePlan(Plan):
         scores = torch.zeros([len(e) for e in ends], dtype=size.dtype, device=size.device)
         with naming(self.score), torch.no_grad():
             indices = (torch.tensor(e, device=size.device) for e in ends)
-            changed = blocks.over_indices(score_mod, (0,))(scores, *indices)
+            changed = over_indices(score_mod, (0,))(scores, *indices)
             if not changed.dtype.is_floating_point or changed.shape != scores.shape:
                 got = f"{describe(changed)} for {describe(scores)}"
                 raise TypeError(f"a score function must return a floating number for each score, got {got}.")
@@ -379,13 +380,13 @@ def plan_mask(call: str, mask: Mask, lengths: Lengths) -> MaskPlan:
     return MaskPlan(mask, size, lengths.q_offset, block_size=block_size, open_extents=open_extents)
 
 
-def materialize(call: str, mask: Mask, lengths: Lengths) -> Tensor:
+def materialize_mask(call: str, mask: Mask, lengths: Lengths) -> Tensor:
     """Return a mask over lengths that a user gave to `call` as booleans, [batch or 1, heads or 1, q_len, kv_len]."""
     size, open_extents = lengths.check(call, mask)
     mask_mod = shifted_mask(mask.bind(mask.resolve(sized(size, lengths.q_offset))), lengths.q_offset)
     check_open_extents(mask, mask_mod, size, open_extents)
     with naming(mask):
-        return blocks.dense(mask_mod, size.batch, size.heads, size.q_len, size.kv_len, size.device)
+        return materialize(mask_mod, size.batch, size.heads, size.q_len, size.kv_len, size.device)
 
 
 def _count_blocks(mask: Mask, q_len: int, kv_len: int | None, **sizes: Any) -> Blocks:
@@ -400,7 +401,7 @@ def check_open_extents(mask: Mask, mask_mod: Callable[..., Tensor], size: Size, 
     for extent in extents:
         doubled = replace(size, **{extent: 2 * getattr(size, extent)})
         try:
-            sizes = blocks.dependence(mask_mod, doubled.batch, doubled.heads, size.device)
+            sizes = dependence(mask_mod, doubled.batch, doubled.heads, size.device)
         except Exception as error:
             # An index out of range shows a dependence; any other error is raised when the mask is used.
             if not isinstance(error, IndexError) and "indexes a dimension" not in str(error):
@@ -408,7 +409,7 @@ def check_open_extents(mask: Mask, mask_mod: Callable[..., Tensor], size: Size, 
             sizes = doubled.batch, doubled.heads
         if sizes[extent == "heads"] > 1:
             with naming(mask):
-                blocks.dense(mask_mod, size.batch, size.heads, 1, 1, size.device)
+                materialize(mask_mod, size.batch, size.heads, 1, 1, size.device)
             raise ValueError(
                 f"flexmasks: the mask {mask!r} depends on its {extent} index; pass `{extent}`, how far it ranges."
             )

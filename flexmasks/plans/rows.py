@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from flexmasks import compat
-from flexmasks.blocks.build import Elements, MaskMod, boolean, coordinates_of, decide, over_indices
+from flexmasks.blocks.decide import decide
+from flexmasks.blocks.elements import Elements, MaskMod, boolean, coordinates_of, over_indices
 from flexmasks.cache import ENTRY, Cache
 from flexmasks.plans.plan import naming, outside_transforms
 from flexmasks.spec.arguments import from_arguments, functions_of, get_mask
@@ -72,7 +73,7 @@ def build(mask_mod: MaskMod, batch: int, heads: int, q_len: int, kv_len: int, de
     elements = Elements(mask_mod, device, decided.widest)
     place, power = torch.arange(_WIDTH, device=here), torch.arange(32, dtype=torch.int32, device=here)
     words = []
-    for part in torch.arange(len(row), device=here).split(elements.at_once(_WIDTH)):
+    for part in torch.arange(len(row), device=here).split(elements.blocks_at_once(_WIDTH)):
         rows, starts = row[part], block[part, None] * _WIDTH
         b, h, q = coordinates[rows].unbind(1)
         column = starts + place

@@ -1,1 +1,105 @@
-"""Evaluation on ranges: a mask's function comes in, what it certainly and possibly shows of each block goes out."""
+"""A mask's function and ranges of indices go in; certain and possible truth comes out.
+
+The idea
+--------
+A mask is a function of indices. A BlockMask asks of every block, 128 queries by 128 keys for example, whether the mask
+shows all of its pairs (a full block), none (an empty block, which kernels skip) or some (a partial block). torch's
+create_block_mask calls the function on every pair to find out. A million tokens have 10^12 pairs, in 67 million blocks.
+
+Here the function is called once, on *ranges* of indices in place of indices. Take a window of 192 keys,
+
+    >>> def window(b, h, q, kv):
+    ...     return (kv <= q) & (q - kv <= 192)
+
+over 512 tokens. Four blocks of queries stand for the ranges 0..127, 128..255, 256..383 and 384..511, and so do four
+blocks of keys. A Range is two tensors, the least and the greatest number of each block. Query blocks lie along one
+dimension and key blocks along another:
+
+    >>> import torch
+    >>> from flexmasks.ranges import Range, evaluate
+    >>> first, last = torch.arange(0, 512, 128), torch.arange(127, 512, 128)
+    >>> q = Range.of_indices(first.view(1, 1, 4, 1), last.view(1, 1, 4, 1), limit=511)
+    >>> kv = Range.of_indices(first.view(1, 1, 1, 4), last.view(1, 1, 1, 4), limit=511)
+
+Arithmetic on ranges gives the range of all results. The least distance of a query from a key is the least query of the
+query block minus the greatest key of the key block. So `q - kv` is one subtraction of tensors for each end, which
+broadcasting turns into a matrix of all blocks:
+
+    >>> distance = q - kv
+    >>> distance.lo[0, 0].int()
+    tensor([[-127, -255, -383, -511],
+            [   1, -127, -255, -383],
+            [ 129,    1, -127, -255],
+            [ 257,  129,    1, -127]], dtype=torch.int32)
+    >>> distance.hi[0, 0].int()
+    tensor([[ 127,   -1, -129, -257],
+            [ 255,  127,   -1, -129],
+            [ 383,  255,  127,   -1],
+            [ 511,  383,  255,  127]], dtype=torch.int32)
+
+A comparison gives a range of truth values: `lo` says "certainly", `hi` says "possibly". A block whose greatest distance
+is at most 192 is certainly in the window. A block whose least distance is above 192 is not possibly in it. `&`, `|` and
+`~` combine the two ends:
+
+    >>> b = h = Range.of_indices(torch.zeros(1), torch.zeros(1), limit=0)
+    >>> visible = evaluate(window, b, h, q, kv).truth
+    >>> visible.lo[0, 0].int()  # certainly: full blocks
+    tensor([[0, 0, 0, 0],
+            [0, 0, 0, 0],
+            [0, 0, 0, 0],
+            [0, 0, 0, 0]], dtype=torch.int32)
+    >>> visible.hi[0, 0].int()  # not possibly: empty blocks
+    tensor([[1, 0, 0, 0],
+            [1, 1, 0, 0],
+            [1, 1, 1, 0],
+            [0, 1, 1, 1]], dtype=torch.int32)
+
+Seven of sixteen blocks are empty. None is full: even next to the diagonal the distance reaches 255. The other nine
+blocks are *undecided*. flexmasks.blocks looks at them element by element, and finds that all of them are partial. For a
+million tokens there are some 24,000 undecided blocks among 67 million.
+
+What it costs
+-------------
+An operation of the function that mixes queries and keys costs one operation on a matrix of blocks, and any other costs
+one on a line of blocks: 128 x 128 times less than on every pair. The undecided blocks come on top. They lie at the
+edges of what the mask shows, so their number grows with the length for a window or for documents, not with its square.
+The function is called, not compiled.
+
+The shape of the result says more: it has a batch dimension, or a head dimension, only if the function uses that index.
+
+What it knows
+-------------
+Ranges know arithmetic, comparisons, logic, bits, casts, roots and exponentials, `torch.where`, reductions,
+`torch.bucketize`, and indexing of captured tensors. By an exact index this is a lookup, and by a range the least and
+greatest element that the range reaches. Every result holds each value that can occur. An operation without a rule gives
+"any value", so that blocks are looked at element by element, which is slower but never wrong. The same happens with a
+function that ranges cannot go through. `Mask.blocks` and `explain` name the operation.
+
+Correlations are lost: `q - q` is not 0 but -127..127, which again is slower and not wrong. A Range does what an integer
+tensor does, but it is no tensor: `isinstance(q, torch.Tensor)` is False.
+
+How it is exact
+---------------
+Bounds are float64, exact for integers below 2^52. An integer that its dtype might not hold becomes "any value". Floats
+are widened by their rounding error. A float may be NaN only where its range is all of -inf..inf. Where both ends of a
+range are one and the same tensor, the range is an exact value: on ranges of single elements, the function gives what it
+gives on those elements.
+
+Where it stands
+---------------
+`context` holds the state of one evaluation, `value` the Range and the dispatch of torch's operations to rules. The
+rules register themselves with the decorator `value.rule`, and stand by kind in `truth`, `arithmetic`, `bits`,
+`selection`, `conversion`, `lookup` and `reductions`. All of them use `operands`, and `lookup` uses `reach`.
+
+Source: interval arithmetic: Moore, Interval Analysis, 1966; the sparse table of range minima: Bender and
+Farach-Colton, The LCA Problem Revisited, 2000; block masks: Dong et al., Flex Attention, 2024.
+"""
+
+from flexmasks.ranges.context import GiveUp as GiveUp
+from flexmasks.ranges.context import Refused as Refused
+from flexmasks.ranges.context import TooLarge as TooLarge
+from flexmasks.ranges.context import TooWide as TooWide
+from flexmasks.ranges.evaluate import Evaluated as Evaluated
+from flexmasks.ranges.evaluate import evaluate as evaluate
+from flexmasks.ranges.value import Range as Range
+from flexmasks.ranges.value import Steps as Steps

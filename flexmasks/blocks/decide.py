@@ -1,0 +1,161 @@
+"""Blocks that ranges decide: certainly full, or not possibly visible."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexmasks.blocks import limits
+from flexmasks.blocks.elements import MaskMod, dependence_by_vmap
+from flexmasks.ranges import GiveUp, Range, Steps, TooLarge, TooWide, evaluate
+from flexmasks.ranges.value import broadcast_shape
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Positions of queries or keys, cut in blocks.
+
+    They are `first`..`length` - 1 in blocks of `block_size`, of which the last may be shorter.
+    """
+
+    length: int
+    block_size: int
+    first: int = 0
+
+    @property
+    def count(self) -> int:
+        """Return the number of blocks."""
+        return -(-(self.length - self.first) // self.block_size)
+
+    def blocks(self, start: int, count: int) -> Axis:
+        """Return the axis of the blocks start..start + count - 1."""
+        return Axis(min(self.length, (start + count) * self.block_size), self.block_size, start * self.block_size)
+
+    def range(self, dim: int, device: torch.device) -> Range:
+        """Return the ranges of all blocks' positions, along dimension `dim`."""
+        lo = torch.arange(self.first, self.length, self.block_size, dtype=torch.float64, device=device)
+        hi = (lo + (self.block_size - 1)).clamp(max=self.length - 1)
+        steps = Steps(self.first, self.block_size, self.length, dim)
+        shape = [-1 if d == dim else 1 for d in range(4)]
+        return Range.of_indices(lo.view(shape), hi.view(shape), self.length - 1, steps)
+
+
+class Decided(NamedTuple):
+    """What ranges know of blocks, as booleans [B, H, rows, columns].
+
+    A dimension on which the mask does not depend has size 1.
+    """
+
+    certain: Tensor  # whether all pairs of a block are certainly visible
+    possible: Tensor  # whether any pair of a block is possibly visible
+    not_understood: tuple[str, ...]  # names of operations that ranges do not know, or the reason why they gave up
+    widest: int  # elements of the largest tensor that the function saw
+
+
+def decide(
+    mask_mod: MaskMod,
+    batch: int,
+    heads: int,
+    q_len: int,
+    kv_len: int,
+    device: torch.device,
+    block_size: tuple[int, int],
+) -> Decided:
+    """Return what ranges know of each block.
+
+    Few blocks of a GPU are decided on the CPU, and the result is left there.
+
+    Raises ValueError or TypeError where the function is not a mask.
+    """
+    rows, columns = Axis(q_len, block_size[0]), Axis(kv_len, block_size[1])
+    blocks = rows.count * columns.count
+    sizes = batch, heads
+    if batch * heads > 1 and batch * heads * blocks > limits.BLOCKS_AT_ONCE:
+        sizes = dependence(mask_mod, batch, heads, device)
+    try:
+        compute_device = _CPU if blocks <= limits.BLOCKS_ON_CPU else device
+        return _decide_in_slices(mask_mod, sizes, rows, columns, device, compute_device)
+    except TooLarge:
+        return _decide_in_slices(mask_mod, sizes, rows, columns, device, device)
+
+
+def dependence(mask_mod: MaskMod, batch: int, heads: int, device: torch.device) -> tuple[int, int]:
+    """Return the batch and head size of a mask.
+
+    A size is 1 where the function does not depend on that index.
+
+    Raises ValueError or TypeError where the function is not a mask.
+    """
+    decided = _decide_at_once(mask_mod, (batch, heads), Axis(1, 1), Axis(1, 1), device, device)
+    if isinstance(decided, str):
+        return dependence_by_vmap(mask_mod, batch, heads, device)
+    return decided.certain.shape[0], decided.certain.shape[1]
+
+
+def _decide_in_slices(
+    mask_mod: MaskMod,
+    sizes: tuple[int, int],
+    rows: Axis,
+    columns: Axis,
+    device: torch.device,
+    compute_device: torch.device,
+    width: int = 1,
+) -> Decided:
+    """Decide a slice of the rows at a time.
+
+    sizes: of batch and heads.
+    width: elements of a tensor that the function makes; the wider, the fewer rows there are in a slice.
+
+    Raises TooLarge where the function captured a tensor too large to be copied to `compute_device`.
+    """
+    blocks_of_row = sizes[0] * sizes[1] * columns.count
+    step = max(1, limits.BLOCKS_AT_ONCE // (blocks_of_row * width))
+    slices: list[Decided] = []
+    for start in range(0, rows.count, step):
+        part = rows.blocks(start, min(step, rows.count - start))
+        max_width = max(width, limits.BLOCKS_AT_ONCE // (blocks_of_row * part.count)) if step > 1 else math.inf
+        try:
+            decided = _decide_at_once(mask_mod, sizes, part, columns, device, compute_device, max_width)
+        except TooWide as error:
+            return _decide_in_slices(mask_mod, sizes, rows, columns, device, compute_device, error.width)
+        if isinstance(decided, str):
+            shape = (*dependence_by_vmap(mask_mod, *sizes, device), rows.count, columns.count)
+            certain = torch.zeros(shape, dtype=torch.bool, device=compute_device)
+            return Decided(certain, ~certain, (decided,), 1)
+        slices.append(decided)
+        if decided.certain.shape[2] == 1 < part.count:  # the mask does not depend on the query
+            break
+    if len(slices) == 1:
+        return slices[0]
+    certain, possible = torch.cat([s.certain for s in slices], 2), torch.cat([s.possible for s in slices], 2)
+    return slices[0]._replace(certain=certain, possible=possible)
+
+
+def _decide_at_once(
+    mask_mod: MaskMod,
+    sizes: tuple[int, int],
+    rows: Axis,
+    columns: Axis,
+    device: torch.device,
+    compute_device: torch.device,
+    max_width: float = math.inf,
+) -> Decided | str:
+    """Return what ranges know of all blocks, or why they gave up."""
+    b = torch.arange(sizes[0], device=compute_device).view(-1, 1, 1, 1)
+    h = torch.arange(sizes[1], device=compute_device).view(1, -1, 1, 1)
+    indices = Range.of_indices(b, b, sizes[0] - 1), Range.of_indices(h, h, sizes[1] - 1)
+    q, kv = rows.range(2, compute_device), columns.range(3, compute_device)
+    try:
+        truth, not_understood, widest = evaluate(mask_mod, *indices, q, kv, device, max_width)
+    except GiveUp as reason:
+        return str(reason)
+    shape = broadcast_shape(truth.lo, truth.hi)
+    shape = (*(1,) * (4 - len(shape)), *shape)
+    certain, possible = (end.to(compute_device).expand(shape) for end in (truth.lo, truth.hi))
+    return Decided(certain, possible, not_understood, widest)

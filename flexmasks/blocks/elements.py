@@ -1,0 +1,165 @@
+"""A mask's function evaluated at single elements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from flexmasks.blocks import limits
+from flexmasks.ranges import GiveUp, Range, TooLarge, evaluate
+
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+_Function = TypeVar("_Function", bound=Callable[..., Tensor])
+_INDEX_LIMIT = 1 << 31  # above every index
+
+
+class _IndexingByNumbers(TorchFunctionMode):
+    """Mode in which `tensor[i]` with a number `i` is an index operation.
+
+    Otherwise torch reads the number's value, which vmap does not allow.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.__getitem__:
+            tensor, index = args
+            index = index if isinstance(index, tuple) else (index,)
+            if any(isinstance(i, Tensor) for i in index) and all(
+                isinstance(i, Tensor) or type(i) is int for i in index
+            ):
+                device = tensor.device
+                as_tensors = [i if isinstance(i, Tensor) else torch.tensor(i, device=device) for i in index]
+                return torch.ops.aten.index(tensor, as_tensors)
+        return func(*args, **(kwargs or {}))
+
+
+def over_indices(function: _Function, prefix: tuple[int, ...] = ()) -> Callable[..., Tensor]:
+    """Return a mask_mod as a function of four index vectors.
+
+    prefix: vmap's dimensions of the arguments before the indices: (0,) for a score_mod, whose score is [b, h, q, kv].
+
+    The result is [b, h, q, kv]. The function sees its arguments as numbers, as in torch's own create_mask.
+    """
+    vmapped: Callable[..., Tensor] = function
+    for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
+        vmapped = torch.vmap(vmapped, in_dims=prefix + dims)
+
+    def evaluated(*args: Tensor) -> Tensor:
+        with _IndexingByNumbers():
+            return vmapped(*args)
+
+    return evaluated
+
+
+def dependence_by_vmap(mask_mod: MaskMod, batch: int, heads: int, device: torch.device) -> tuple[int, int]:
+    """Return a mask's batch and head size, as vmap shows them.
+
+    A size is 1 where the function does not depend on that index.
+
+    vmap gives a result that does not depend on an index a stride of 0 along that index.
+    """
+    sizes = []
+    for n, in_dims in ((batch, (0, None, None, None)), (heads, (None, 0, None, None))):
+        indices = (torch.zeros(() if d is None else n, dtype=torch.int64, device=device) for d in in_dims)
+        with _IndexingByNumbers():
+            visible = torch.vmap(mask_mod, in_dims=in_dims)(*indices)
+        sizes.append(1 if n == 1 or boolean(visible, 1).stride(0) == 0 else n)
+    return sizes[0], sizes[1]
+
+
+def boolean(visible: Tensor, dims: int) -> Tensor:
+    """Return a mask function's result if it is one boolean per element.
+
+    dims: the number of dimensions of the indices, which the result must have.
+
+    Raises TypeError for another dtype, ValueError for another number of dimensions.
+    """
+    if visible.dtype != torch.bool:
+        raise TypeError(
+            "flexmasks: a mask function must return a boolean tensor, "
+            f"got one of {str(visible.dtype).removeprefix('torch.')}; compare, as in `q >= kv`."
+        )
+    if visible.ndim != dims:
+        raise ValueError(
+            "flexmasks: a mask function must return one truth value for each b, h, q, kv, all numbers; "
+            f"got a tensor of shape {list(visible.shape[dims:])}."
+        )
+    return visible
+
+
+class Elements:
+    """A mask at elements of n blocks.
+
+    Called with b, h [n], q [n, queries] and kv [n, keys], it returns booleans [n, queries, keys].
+
+    For most functions, ranges of one element each give them, which start faster than vmap. vmap gives them for all
+    functions.
+
+    device: the device that the function sees its indices on; the result is on the device of the indices.
+    widest: elements of the largest tensor that the function sees, as `decide` gives it.
+    """
+
+    def __init__(self, mask_mod: MaskMod, device: torch.device, widest: int = 1) -> None:
+        self.mask_mod, self.device, self._widest = mask_mod, device, widest
+        self._ranges_give_elements = True
+        function: Callable[..., Tensor] = mask_mod
+        for dims in ((None, None, None, 0), (None, None, 0, None), (0, 0, 0, 0)):
+            function = torch.vmap(function, in_dims=dims)
+        self._vmapped = function
+
+    def blocks_at_once(self, elements: int) -> int:
+        """Return how many blocks of `elements` to evaluate in one call."""
+        wide_elements = elements * self._widest
+        return max(
+            1, min(limits.elements_at_once(self.device) // elements, limits.WIDE_ELEMENTS_AT_ONCE // wide_elements)
+        )
+
+    def __call__(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        if not len(b):
+            return torch.zeros((0, q.shape[1], kv.shape[1]), dtype=torch.bool, device=b.device)
+        visible = self._by_ranges(b, h, q, kv) if self._ranges_give_elements else None
+        if visible is None:
+            self._ranges_give_elements = False
+            indices = (x.clone().to(self.device) for x in (b, h, q, kv))  # the function may change them in place
+            with _IndexingByNumbers():
+                visible = boolean(self._vmapped(*indices), 3).to(b.device)
+        return visible
+
+    def _by_ranges(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor | None:
+        """Return the elements as ranges give them.
+
+        None if ranges do not know all of the function's operations.
+        """
+        n = len(b)
+        shapes = (n, 1, 1, 1), (n, 1, 1, 1), (n, 1, -1, 1), (n, 1, 1, -1)
+        indices = [x.double().view(shape) for x, shape in zip((b, h, q, kv), shapes, strict=True)]
+        on_b, on_h, on_q, on_kv = (block_indices(x, x) for x in indices)
+        try:
+            truth = evaluate(self.mask_mod, on_b, on_h, on_q, on_kv, self.device).truth
+        except (GiveUp, TooLarge):
+            return None
+        if not truth.exact:
+            return None
+        return truth.lo.to(b.device).expand(n, 1, q.shape[1], kv.shape[1])[:, 0]
+
+
+def block_indices(lo: Tensor, hi: Tensor) -> Range:
+    """Return a range of indices of an unknown length."""
+    return Range.of_indices(lo, hi, _INDEX_LIMIT, limit_reached=False)
+
+
+def coordinates_of(places: Tensor, shape: torch.Size) -> Tensor:
+    """Return the coordinates [n, dimensions] of flat places.
+
+    Does what torch.unravel_index does, which waits for a GPU.
+    """
+    coordinates = []
+    for size in reversed(shape):
+        coordinates.append(places % size)
+        places = places // size
+    return torch.stack(coordinates[::-1], 1)

@@ -1,0 +1,16 @@
+"""Limits on the work done at once, which bound memory."""
+
+from __future__ import annotations
+
+import torch
+
+BLOCKS_ON_CPU = 1 << 15  # up to this many blocks of a GPU are decided on the CPU, which starts an operation sooner
+BLOCKS_AT_ONCE = 1 << 25  # blocks decided at once
+ELEMENTS_AT_ONCE_ON_GPU = 1 << 23  # elements of a mask evaluated at once
+ELEMENTS_AT_ONCE_ON_CPU = 1 << 19  # the same on a CPU, in whose cache they should stay
+WIDE_ELEMENTS_AT_ONCE = 1 << 25  # the same times the elements of a tensor that the function sees
+
+
+def elements_at_once(device: torch.device) -> int:
+    """Return how many elements of a mask to evaluate at once."""
+    return ELEMENTS_AT_ONCE_ON_CPU if device.type == "cpu" else ELEMENTS_AT_ONCE_ON_GPU

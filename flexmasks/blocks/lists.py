@@ -1,0 +1,165 @@
+"""The index lists of a BlockMask: how they are made and read."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined] # public, and not listed
+
+from flexmasks.blocks import limits
+
+_WORDWISE_FROM = 1 << 22  # booleans, from which on eight at a time are searched for those that are true
+_ALIGNMENT = 64  # elements that a tensor's start in its memory is a multiple of, as kernels expect
+
+
+# --- reading ---
+
+
+def of_block_mask(block_mask: BlockMask) -> tuple[Tensor, Tensor]:
+    """Return which blocks of a BlockMask are partial and which are full.
+
+    Both are booleans [B, H, query blocks, key blocks].
+    """
+    partial = _listed(block_mask.kv_num_blocks, block_mask.kv_indices)
+    if block_mask.full_kv_num_blocks is None or block_mask.full_kv_indices is None:
+        return partial, torch.zeros_like(partial)
+    return partial, _listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+
+
+def in_use(counts: Tensor, indices: Tensor) -> Tensor:
+    """Return which entries of lists stand for blocks: the first `counts`."""
+    return torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
+
+
+def _listed(counts: Tensor, indices: Tensor) -> Tensor:
+    columns = indices.shape[-1]
+    is_listed = in_use(counts, indices)
+    table = torch.zeros((*indices.shape[:-1], columns + 1), dtype=torch.bool, device=indices.device)
+    table.scatter_(-1, torch.where(is_listed, indices, columns).long(), True)  # unused entries mark one more column
+    return table[..., :columns]
+
+
+# --- making ---
+
+
+def index_lists(partial_and_full: Tensor, ones: Tensor) -> list[Tensor]:
+    """Return the eight index tensors of a BlockMask.
+
+    partial_and_full: bool [2, batch, heads, rows, columns], which blocks are partial and which are full.
+    ones: int32 ones, two for each element of `partial_and_full`. They become the lists.
+
+    A line is a row or a column of one matrix of blocks. Its list names the line's marked places in order and behind
+    them the others, as torch has it. The list consists of runs: where a run of marked places starts, the list jumps
+    there, and where it ends, to the next run; after the last run, to the first gap between runs, and so on. Everywhere
+    else it counts up by one. So it is the cumulative sum of ones and jumps.
+    """
+    rows, columns = partial_and_full.shape[-2:]
+    matrices = partial_and_full[..., 0, 0].numel()
+    line, first, last = _runs(partial_and_full, matrices)
+    length = last - first
+    counts = torch.zeros(matrices * (rows + columns), dtype=torch.int64, device=ones.device)
+    counts.index_add_(0, line, length)
+    lists = [part.view(-1, n) for part, n in zip(ones.chunk(2), (columns, rows), strict=True)]
+    for part in lists:
+        part[:, 0] = 0
+    _add_jumps(ones, line, first, last, counts, matrices, rows, columns)
+    index_tensors = []
+    counts_of = counts.int().split((matrices * rows, matrices * columns))
+    for count_of_line, part in zip(counts_of, lists, strict=True):
+        torch.cumsum(part, 1, dtype=torch.int32, out=part)
+        for count, index in zip(count_of_line.chunk(2), part.chunk(2), strict=True):
+            shape = (*partial_and_full.shape[1:-2], 2 * len(index) // matrices)
+            index_tensors += [count.clone().view(shape), _with_own_storage(index).view(*shape, -1)]
+    return index_tensors
+
+
+def _runs(partial_and_full: Tensor, matrices: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the line, the start and the end of each run.
+
+    The end is the place behind a run of marked places.
+
+    All rows come first as lines, then all columns.
+    """
+    rows, columns = partial_and_full.shape[-2:]
+    width = max(rows, columns) + 1  # above every place in a line, and every place behind a run
+    # Keys line * width + place sort the runs' starts and ends by line.
+    of_rows, of_columns = (_edges(partial_and_full.view(-1, rows, columns), dim) for dim in (-1, -2))
+    if columns + 1 != width:
+        of_rows = of_rows // (columns + 1) * width + of_rows % (columns + 1)
+    above, column = of_columns // columns, of_columns % columns
+    of_columns = (above // (rows + 1) * columns + column + matrices * rows) * width + above % (rows + 1)
+    keys = torch.cat([of_rows, of_columns.sort().values])
+    first, last = keys.view(-1, 2).unbind(1)
+    line = first // width
+    return line, first - line * width, last - line * width
+
+
+def _add_jumps(
+    lists: Tensor, line: Tensor, first: Tensor, last: Tensor, counts: Tensor, matrices: int, rows: int, columns: int
+) -> None:
+    """Add the jumps of all runs to the flat lists.
+
+    counts: number of marked places of each line.
+    """
+    length = last - first
+    before = length.cumsum(0) - length  # marked places before a run, less those in the lines before its line
+    before -= (counts.cumsum(0) - counts)[line]
+    count = counts[line]
+    goes_on = torch.zeros_like(line, dtype=torch.bool)  # whether another run of the line follows
+    torch.eq(line[1:], line[:-1], out=goes_on[:-1])
+    previous = torch.zeros_like(last)  # end of the line's run before
+    torch.mul(last[:-1], goes_on[:-1], out=previous[1:])
+    size: int | Tensor = columns
+    start = line * columns
+    if rows != columns:
+        is_column = line >= matrices * rows
+        size = torch.where(is_column, rows, columns)
+        start = torch.where(is_column, line * rows + matrices * rows * (columns - rows), start)
+    # Each run causes three jumps, given by their place in the list and how far beyond one they go: to the run, past the
+    # run in the gaps, and back.
+    places = torch.stack([before, count + first - before, count])
+    jumps = torch.stack([first - previous, length, last * goes_on - last])
+    is_inside = places < size
+    lists.index_add_(0, (places * is_inside + start).view(-1), (jumps * is_inside).view(-1).int())
+
+
+def _with_own_storage(tensor: Tensor) -> Tensor:
+    """Return the tensor with a storage offset of 0.
+
+    torch.compile would make further kernels for other offsets.
+    """
+    is_aligned = tensor.storage_offset() % _ALIGNMENT == 0
+    return from_dlpack(to_dlpack(tensor)) if is_aligned else tensor.clone()
+
+
+def _edges(matrices: Tensor, dim: int) -> Tensor:
+    """Return the starts and ends of runs along `dim`.
+
+    matrices: bool [matrices, rows, columns]. An end is the place behind a run.
+
+    Flat places in order, of a shape that is one longer along `dim`.
+    """
+    n = matrices.shape[dim]
+    shape = list(matrices.shape)
+    shape[dim] += 1
+    edges = torch.empty(shape, dtype=torch.bool, device=matrices.device)
+    one_by_one = matrices[0].numel() > limits.BLOCKS_ON_CPU
+    for matrix, edge in zip(matrices, edges, strict=True) if one_by_one else [(matrices, edges)]:
+        torch.ne(matrix.narrow(dim, 1, n - 1), matrix.narrow(dim, 0, n - 1), out=edge.narrow(dim, 1, n - 1))
+    edges.select(dim, 0).copy_(matrices.select(dim, 0))
+    edges.select(dim, n).copy_(matrices.select(dim, n - 1))
+    return flat_nonzero(edges)
+
+
+def flat_nonzero(places: Tensor) -> Tensor:
+    """Return the flat places of booleans that are true.
+
+    Many booleans are searched eight at a time, for few of them are true, and far apart.
+    """
+    flat = places.view(-1)
+    if flat.numel() % 8 or flat.numel() < _WORDWISE_FROM or flat.data_ptr() % 8:
+        return flat.nonzero()[:, 0]
+    words = flat.view(torch.int64).nonzero()[:, 0]
+    word, byte = flat.view(-1, 8)[words].nonzero().unbind(1)
+    return words[word] * 8 + byte

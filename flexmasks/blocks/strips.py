@@ -1,0 +1,139 @@
+"""Blocks counted in strips of queries, in bounded memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flexmasks.blocks.build import build
+from flexmasks.blocks.counts import pairs_in_blocks, visible_in_blocks
+from flexmasks.blocks.decide import decide
+from flexmasks.blocks.elements import MaskMod
+
+_BLOCKS_OF_STRIP = 1 << 22
+_SAMPLED_PAIRS = 1 << 24  # pairs in partial blocks that are evaluated to measure the share of hidden ones
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Counts of the blocks of one batch element and head."""
+
+    empty: int
+    partial: int
+    full: int
+    shares: tuple[float, float, float]  # of all pairs, those in empty, partial and full blocks, from 0 to 1
+    hidden: float  # share of the pairs in partial and full blocks that the mask hides, from 0 to 1
+    estimated: bool  # whether `hidden` is measured in some of the partial blocks only, evenly spread
+
+
+@dataclass(frozen=True)
+class _StripCounts:
+    """Counts of a part of a mask."""
+
+    partial_blocks: int = 0
+    partial_pairs: int = 0
+    full_pairs: int = 0
+    hidden_pairs: float = 0.0
+    estimated: bool = False
+
+
+def count_in_strips(
+    mask_mod: MaskMod, q_len: int, kv_len: int, block_size: tuple[int, int], device: torch.device
+) -> Counts:
+    """Count the blocks of a mask at b = h = 0.
+
+    Strips of queries are counted one after the other, and of each only the keys from the first to the last part that
+    ranges leave undecided. Of many partial blocks, evenly spread ones show how many pairs are hidden.
+
+    Raises ValueError or TypeError where the function is not a mask.
+    """
+    (height, width), lengths = block_size, (q_len, kv_len)
+    rows_of_strip = height * max(1, _BLOCKS_OF_STRIP // -(-kv_len // width))
+    columns_of_part = width * max(1, rows_of_strip // width)
+    shape = -(-q_len // rows_of_strip), -(-kv_len // columns_of_part)
+    decided = decide(mask_mod, 1, 1, q_len, kv_len, device, (rows_of_strip, columns_of_part))
+    certain, possible = (x[0, 0].cpu().expand(shape).clone() for x in (decided.certain, decided.possible))
+    if q_len % height:  # blocks that the edge cuts are partial
+        certain[-1] = False
+    if kv_len % width:
+        certain[:, -1] = False
+    strips = []
+    for strip in range(shape[0]):
+        rows = min(rows_of_strip, q_len - strip * rows_of_strip)
+        undecided = (possible[strip] & ~certain[strip]).nonzero()[:, 0].tolist()
+        first, end = (undecided[0], undecided[-1] + 1) if undecided else (0, 0)
+        full_parts = [n for n in certain[strip].nonzero()[:, 0].tolist() if not first <= n < end]
+        full_pairs = sum(rows * min(columns_of_part, kv_len - n * columns_of_part) for n in full_parts)
+        strips.append(_StripCounts(full_pairs=full_pairs))
+        if undecided:
+            start = strip * rows_of_strip, first * columns_of_part
+            size = rows, min(kv_len, end * columns_of_part) - start[1]
+            sampled_blocks = max(1, _SAMPLED_PAIRS // shape[0] // (height * width))
+            strips.append(_count_part(_moved(mask_mod, *start), size, block_size, device, sampled_blocks))
+    return _total(strips, lengths, block_size)
+
+
+def _moved(mask_mod: MaskMod, q_start: int, kv_start: int) -> MaskMod:
+    if not (q_start or kv_start):
+        return mask_mod
+    return lambda b, h, q, kv: mask_mod(b, h, q + q_start, kv + kv_start)
+
+
+def _count_part(
+    mask_mod: MaskMod, lengths: tuple[int, int], block_size: tuple[int, int], device: torch.device, sampled_blocks: int
+) -> _StripCounts:
+    """Count the blocks of a part of a mask.
+
+    Hidden pairs are counted in at most `sampled_blocks` of the partial blocks.
+    """
+    height, width = block_size
+    layout = build(mask_mod, 1, 1, *lengths, device, block_size)
+    counts, indices, full_counts = (x[0, 0] for x in layout.indices[:3])
+    pairs = pairs_in_blocks(counts, indices, lengths, block_size)
+    blocks = int(counts.sum())
+    hidden = 0.0
+    if blocks and height * width > 1:
+        sampled = min(sampled_blocks, blocks)
+        nth = torch.arange(sampled, device=counts.device) * blocks // sampled
+        listed = _nth_listed(nth, counts, indices)
+        sampled_pairs = int(_pairs_of_each(listed, lengths, block_size).sum())
+        chunks = visible_in_blocks(mask_mod, listed, lengths, block_size)
+        hidden = pairs * (1 - sum(int(visible.sum()) for visible in chunks) / sampled_pairs)
+    full_pairs = int(full_counts.sum()) * height * width  # the edge cuts no full block
+    return _StripCounts(blocks, pairs, full_pairs, hidden, blocks > sampled_blocks and height * width > 1)
+
+
+def _nth_listed(nth: Tensor, counts: Tensor, indices: Tensor) -> Tensor:
+    """Return the nth of the listed blocks, [n, (0, 0, row, column)]."""
+    ends = counts.long().cumsum(0)
+    row = torch.searchsorted(ends, nth, right=True)
+    column = indices[row, nth - ends[row] + counts[row]].long()
+    return torch.stack([torch.zeros_like(row), torch.zeros_like(row), row, column], 1)
+
+
+def _pairs_of_each(blocks: Tensor, lengths: tuple[int, int], block_size: tuple[int, int]) -> Tensor:
+    """Return the number of pairs of each block, [n].
+
+    Blocks at the edge count with the pairs that they have.
+    """
+    queries = (lengths[0] - blocks[:, 2] * block_size[0]).clamp(max=block_size[0])
+    keys = (lengths[1] - blocks[:, 3] * block_size[1]).clamp(max=block_size[1])
+    return queries * keys
+
+
+def _total(strips: list[_StripCounts], lengths: tuple[int, int], block_size: tuple[int, int]) -> Counts:
+    (height, width), (q_len, kv_len) = block_size, lengths
+    partial_blocks, partial_pairs = sum(s.partial_blocks for s in strips), sum(s.partial_pairs for s in strips)
+    full_pairs = sum(s.full_pairs for s in strips)
+    full_blocks = full_pairs // (height * width)
+    computed, all_pairs = partial_pairs + full_pairs, q_len * kv_len
+    return Counts(
+        empty=-(-q_len // height) * -(-kv_len // width) - partial_blocks - full_blocks,
+        partial=partial_blocks,
+        full=full_blocks,
+        shares=(1 - computed / all_pairs, partial_pairs / all_pairs, full_pairs / all_pairs),
+        hidden=sum(s.hidden_pairs for s in strips) / computed if computed else 0.0,
+        estimated=any(s.estimated for s in strips),
+    )

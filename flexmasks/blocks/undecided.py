@@ -1,0 +1,133 @@
+"""Undecided blocks looked at element by element."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flexmasks.blocks.decide import Axis
+from flexmasks.blocks.elements import Elements, block_indices
+from flexmasks.ranges import GiveUp, TooLarge, evaluate
+
+_PARTS = 8  # parts that an axis of a block is cut in, and positions of it that are looked at first
+_MAX_PAIRS = 256  # pairs of a block that are looked at next
+_SHUFFLE = 45  # an odd factor shuffles the queries of a block, whose number mostly is a power of two
+
+
+def look_at(elements: Elements, blocks: Tensor, rows: Axis, columns: Axis) -> tuple[Tensor, Tensor]:
+    """Return whether any, and whether all pairs of blocks are visible.
+
+    blocks: [n, (b, h, row, column)].
+
+    Most blocks show that they are partial at 8 x 8 positions. Most others, whose patterns are finer, show it at pairs
+    that have each query and each key once. The rest are cut in 8 x 8 parts. What ranges leave open of these is looked
+    at element by element: first one such part of each block, then all other parts.
+    """
+    q, kv = _sampled_positions(rows, blocks[:, 2]), _sampled_positions(columns, blocks[:, 3])
+    any_visible, all_visible = _look_at_positions(elements, blocks, q, kv)
+    unresolved = (any_visible == all_visible).nonzero()[:, 0]
+    if not len(unresolved) or max(rows.block_size, columns.block_size) <= _PARTS:
+        return any_visible, all_visible
+    any_of_pairs, all_of_pairs = _look_at_pairs(elements, blocks[unresolved], rows, columns)
+    any_visible[unresolved] |= any_of_pairs
+    all_visible[unresolved] &= all_of_pairs
+    unresolved = unresolved[any_visible[unresolved] == all_visible[unresolved]]
+    for chunk in unresolved.split(elements.blocks_at_once(16 * _PARTS**2)) if len(unresolved) else ():
+        certain, possible = _decide_parts(elements, blocks[chunk], rows, columns)
+        any_visible[chunk] |= certain.flatten(1).any(1)
+        all_visible[chunk] &= possible.flatten(1).all(1)
+        parts = (possible & ~certain).nonzero()
+        is_first = torch.ones(len(parts), dtype=torch.bool, device=parts.device)
+        torch.ne(parts[1:, 0], parts[:-1, 0], out=is_first[1:])
+        for some_parts in (parts[is_first], parts[~is_first]):
+            block = chunk[some_parts[:, 0]]
+            is_unresolved = any_visible[block] == all_visible[block]
+            block, some_parts = block[is_unresolved], some_parts[is_unresolved]
+            q = _positions_of_part(rows, blocks[block, 2], some_parts[:, 1])
+            kv = _positions_of_part(columns, blocks[block, 3], some_parts[:, 2])
+            any_of_part, all_of_part = _look_at_positions(elements, blocks[block], q, kv)
+            any_visible[block[any_of_part]] = True
+            all_visible[block[~all_of_part]] = False
+    return any_visible, all_visible
+
+
+def _sampled_positions(axis: Axis, block: Tensor) -> Tensor:
+    """Return some positions of each block, its first and last among them.
+
+    The last position of the axis stands in for those past its end.
+    """
+    count = min(_PARTS, axis.block_size)
+    offsets = torch.arange(count, device=block.device) * (axis.block_size - 1) // max(1, count - 1)
+    return (block[:, None] * axis.block_size + offsets).clamp(max=axis.length - 1)
+
+
+def _positions_of_part(axis: Axis, block: Tensor, part: Tensor) -> Tensor:
+    """Return the positions of one part of each block.
+
+    The last position stands in for those past the end of the block or of the axis.
+    """
+    size = -(-axis.block_size // _PARTS)
+    offsets = part[:, None] * size + torch.arange(size, device=block.device)
+    return (block[:, None] * axis.block_size + offsets.clamp(max=axis.block_size - 1)).clamp(max=axis.length - 1)
+
+
+def _look_at_positions(elements: Elements, blocks: Tensor, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
+    """Return whether any, and whether all pairs of positions are visible.
+
+    q, kv: the positions, [n, queries] and [n, keys].
+    """
+    at_once = elements.blocks_at_once(q.shape[1] * kv.shape[1])
+    any_visible, all_visible = [], []
+    for chunk in torch.arange(len(blocks), device=blocks.device).split(at_once):
+        is_all = len(chunk) == len(blocks)
+        chunk_of = (x if is_all else x[chunk] for x in (blocks[:, 0], blocks[:, 1], q, kv))
+        visible = elements(*chunk_of).flatten(1)
+        any_visible.append(visible.any(1))
+        all_visible.append(visible.all(1))
+    return _joined(any_visible), _joined(all_visible)
+
+
+def _look_at_pairs(elements: Elements, blocks: Tensor, rows: Axis, columns: Axis) -> tuple[Tensor, Tensor]:
+    """Return whether any, and whether all of some pairs are visible.
+
+    The pairs are spread over all queries and keys of each block.
+    """
+    count = min(_MAX_PAIRS, max(rows.block_size, columns.block_size))
+    n = torch.arange(count, device=blocks.device)
+    q_offsets = n * _SHUFFLE % count * rows.block_size // count
+    kv_offsets = n * columns.block_size // count
+    any_visible, all_visible = [], []
+    for chunk in blocks.split(elements.blocks_at_once(count)):
+        q = (chunk[:, 2, None] * rows.block_size + q_offsets).clamp(max=rows.length - 1)
+        kv = (chunk[:, 3, None] * columns.block_size + kv_offsets).clamp(max=columns.length - 1)
+        b, h = (chunk[:, d].repeat_interleave(count) for d in (0, 1))
+        visible = elements(b, h, q.view(-1, 1), kv.view(-1, 1)).view(len(chunk), count)
+        any_visible.append(visible.any(1))
+        all_visible.append(visible.all(1))
+    return _joined(any_visible), _joined(all_visible)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _decide_parts(elements: Elements, blocks: Tensor, rows: Axis, columns: Axis) -> tuple[Tensor, Tensor]:
+    """Return whether parts of each block are certainly, and possibly, visible.
+
+    Both are booleans [n, 8, 8].
+    """
+    n = len(blocks)
+    parts = torch.arange(_PARTS, device=blocks.device).expand(n, _PARTS)
+    at_b, at_h = (blocks[:, d].double().view(n, 1, 1, 1) for d in (0, 1))
+    indices = [block_indices(x, x) for x in (at_b, at_h)]
+    for axis, dim, shape in ((rows, 2, (n, 1, _PARTS, 1)), (columns, 3, (n, 1, 1, _PARTS))):
+        positions = _positions_of_part(axis, blocks[:, dim].repeat_interleave(_PARTS), parts.flatten())
+        indices.append(block_indices(positions[:, 0].double().view(shape), positions[:, -1].double().view(shape)))
+    b, h, q, kv = indices
+    shape = (n, 1, _PARTS, _PARTS)
+    try:
+        truth = evaluate(elements.mask_mod, b, h, q, kv, elements.device).truth
+    except (GiveUp, TooLarge):
+        certain = torch.zeros(shape, dtype=torch.bool, device=blocks.device)
+        return certain[:, 0], ~certain[:, 0]
+    return truth.lo.to(blocks.device).expand(shape)[:, 0], truth.hi.to(blocks.device).expand(shape)[:, 0]

@@ -1,0 +1,344 @@
+"""Rules of arithmetic: sums, products, quotients, remainders, roots, exponentials, rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexmasks.ranges.context import EXACT_LIMIT, INF
+from flexmasks.ranges.operands import (
+    any_value_where,
+    as_common_dtype,
+    as_dtype,
+    as_range,
+    common_dtype,
+    everywhere,
+    fits,
+    fitted,
+    float_dtype,
+    is_inexact,
+    is_integer,
+    may_be_nan,
+)
+from flexmasks.ranges.truth import both_true, either_true
+from flexmasks.ranges.value import Range, reflected, rule
+
+# --- sums and products ---
+
+
+@rule("add", "radd")
+def add(a: Any, b: Any, *, alpha: Any = 1) -> Range | None:
+    """Sum of two operands, end by end."""
+    operands = as_common_dtype(a, b)
+    if alpha != 1:
+        return None
+    if operands is None:
+        return either_true(a, b)
+    x, y, dtype = operands
+    exact = x.exact and y.exact
+    lo = x.lo + y.lo
+    result = fitted(lo, lo if exact else x.hi + y.hi, dtype, x.limit + y.limit, exact)
+    if isinstance(b, int):
+        result.limit_reached = x.limit_reached and b >= 0
+        result.steps = None if x.steps is None else x.steps.moved(b)
+    return result
+
+
+@rule("sub", "subtract")
+def subtract(a: Any, b: Any, *, alpha: Any = 1) -> Range | None:
+    """Difference, from least minus greatest to greatest minus least."""
+    operands = as_common_dtype(a, b)
+    if operands is None or alpha != 1:
+        return None
+    x, y, dtype = operands
+    exact = x.exact and y.exact
+    lo = x.lo - y.hi
+    result = fitted(lo, lo if exact else x.hi - y.lo, dtype, x.limit + y.limit, exact)
+    if isinstance(b, int) and x.steps is not None:
+        result.steps = x.steps.moved(-b)
+    return result
+
+
+rule("rsub")(reflected(subtract))
+
+
+@rule("mul", "multiply", "rmul")
+def multiply(a: Any, b: Any) -> Range | None:
+    """Product, whose ends are among the products of ends."""
+    operands = as_common_dtype(a, b)
+    if operands is None:
+        return both_true(a, b)
+    x, y, dtype = operands
+    limit = x.limit * y.limit if min(x.limit, y.limit) > 0 else 0.0
+    if x.exact and y.exact:
+        lo = x.lo * y.lo
+        return fitted(lo, lo, dtype, limit, True)
+    lo, hi = _extremes_of_ends(x, y, torch.mul)
+    if dtype.is_floating_point:
+        lo, hi = any_value_where(is_inexact(x, y), lo, hi)  # 0 * inf is NaN
+    return fitted(lo, hi, dtype, limit)
+
+
+def _extremes_of_ends(x: Range, y: Range, operation: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the ends of an operation that is monotone in each operand.
+
+    The ends are among the results of the operands' ends. NaN, which 0 * inf gives, counts as 0.
+    """
+    results = [operation(a, b).nan_to_num(0.0, INF, -INF) for a in {x.lo, x.hi} for b in {y.lo, y.hi}]
+    lo = hi = results[0]
+    for result in results[1:]:
+        lo, hi = torch.minimum(lo, result), torch.maximum(hi, result)
+    return lo, hi
+
+
+@rule("neg", "negative")
+def negative(a: Any) -> Range | None:
+    """Negative, whose ends change places."""
+    x = as_range(a)
+    if x.dtype == torch.bool:
+        return None
+    lo = -x.hi
+    return fitted(lo, lo if x.exact else -x.lo, x.dtype, x.limit, x.exact)
+
+
+@rule("positive", "clone", "detach", "contiguous")
+def unchanged(a: Any) -> Any:
+    """Return the operand itself: no operation changes it in place."""
+    return a
+
+
+@rule("abs", "absolute")
+def absolute(a: Any) -> Range | None:
+    """Absolute value, from 0 where the range has both signs."""
+    x = as_range(a)
+    if x.dtype == torch.bool:
+        return None
+    if x.exact and not x.dtype.is_floating_point:
+        lo = x.lo.abs()
+        return fitted(lo, lo, x.dtype, x.limit, True)
+    lo, hi = torch.maximum(x.lo, -x.hi).clamp(min=0.0), torch.maximum(x.hi, -x.lo)
+    if x.dtype.is_floating_point:
+        lo, hi = any_value_where(may_be_nan(x), lo, hi)
+    return fitted(lo, hi, x.dtype, x.limit)
+
+
+@rule("sign", "sgn")
+def sign(a: Any) -> Range | None:
+    """Sign of each end: -1, 0 or 1."""
+    x = as_range(a)
+    if x.dtype == torch.bool:
+        return None
+    lo = x.lo.sign()
+    hi = lo if x.exact else x.hi.sign()
+    if x.dtype.is_floating_point:
+        lo, hi = any_value_where(may_be_nan(x), lo, hi)
+        return Range(lo, hi, x.dtype)
+    return Range(lo, hi, x.dtype, 1.0)
+
+
+# --- quotients and remainders ---
+
+
+def _quotient_ends(x: Range, y: Range, rounding: Callable[[Tensor], Tensor] | None) -> tuple[Tensor, Tensor]:
+    lo, hi = _extremes_of_ends(x, y, lambda a, b: a / b if rounding is None else rounding(a / b))
+    return any_value_where(_may_be_zero(y) | is_inexact(x, y), lo, hi)
+
+
+def _may_be_zero(y: Range) -> Tensor:
+    """Return the blocks where y may be 0.
+
+    Some machines take very small floats for 0.
+    """
+    tiny = torch.finfo(y.dtype).tiny if y.dtype.is_floating_point else 0.0
+    return (y.lo <= tiny) & (y.hi >= -tiny)
+
+
+def _is_plain_divisor(b: Any, dtype: torch.dtype) -> bool:
+    """Return whether b is a nonzero Python integer that `dtype` holds.
+
+    Integers of that dtype can be divided by it without a conversion.
+    """
+    return type(b) is int and b != 0 and fits(b, dtype)
+
+
+def _rounded_quotient(a: Any, b: Any, rounding: Callable[[Tensor], Tensor]) -> Range | None:
+    operands = as_common_dtype(a, b)
+    if operands is None:
+        return None
+    x, y, dtype = operands
+    if dtype.is_floating_point:  # a float's quotient may round to the next integer on either side
+        lo, hi = _quotient_ends(x, y, rounding)
+        return fitted(lo - 1, hi + 1, dtype, INF)
+    plain = _is_plain_divisor(b, dtype)
+    if x.exact and plain and x.limit < EXACT_LIMIT:
+        lo = rounding(x.lo / b)
+        return fitted(lo, lo, dtype, x.limit + 1, True)
+    return fitted(*_quotient_ends(x, y, rounding), dtype, x.limit + 1 if plain else INF)
+
+
+@rule("floordiv", "floor_divide")
+def floor_divide(a: Any, b: Any) -> Range | None:
+    """Quotient rounded down; any value where b may be 0."""
+    return _rounded_quotient(a, b, torch.floor)
+
+
+rule("rfloordiv")(reflected(floor_divide))
+
+
+@rule("truediv", "div", "divide", "true_divide")
+def true_divide(a: Any, b: Any, *, rounding_mode: str | None = None) -> Range | None:
+    """Quotient; any value where b may be 0."""
+    if rounding_mode is not None:
+        return _rounded_quotient(a, b, {"floor": torch.floor, "trunc": torch.trunc}[rounding_mode])
+    operands = as_common_dtype(a, b)
+    if operands is None:
+        return None
+    x, y, dtype = operands
+    dtype = float_dtype(dtype)
+    return fitted(*_quotient_ends(as_dtype(x, dtype), as_dtype(y, dtype), None), dtype, INF)
+
+
+rule("rdiv")(reflected(true_divide))
+
+
+def _remainder(rounding: Callable[[Tensor], Tensor]) -> Callable[[Any, Any], Range | None]:
+    """Return the rule of x - y * rounding(x / y).
+
+    The remainder is smaller than y. With torch.floor it has the sign of y, with torch.trunc that of x. Where y is a
+    single number and both ends of x have the same quotient, the remainder lies between those of the ends of x.
+    Elsewhere it is any remainder by y.
+    """
+
+    def remainder_of(a: Any, b: Any) -> Range | None:
+        operands = as_common_dtype(a, b)
+        if operands is None:
+            return None
+        x, y, dtype = operands
+        plain = _is_plain_divisor(b, dtype)
+        limit = abs(b) if plain else INF
+        if x.exact and plain and x.limit < EXACT_LIMIT and not dtype.is_floating_point:
+            lo = x.lo - b * rounding(x.lo / b)
+            return fitted(lo, lo, dtype, limit, True)
+        gap = 0.0 if dtype.is_floating_point else 1.0  # to y: a float's remainder may round up to it
+        if rounding is torch.floor:
+            lo, hi = (y.lo + gap).clamp(max=0.0), (y.hi - gap).clamp(min=0.0)
+        else:
+            largest = torch.maximum(-y.lo, y.hi) - gap
+            lo, hi = torch.maximum(-largest, x.lo.clamp(max=0.0)), torch.minimum(largest, x.hi.clamp(min=0.0))
+        if dtype.is_floating_point:
+            return fitted(*any_value_where(_may_be_zero(y) | is_inexact(x, y), lo, hi), dtype, INF)
+        first, last = rounding(x.lo / y.lo), rounding(x.hi / y.lo)
+        same_quotient = (y.lo == y.hi) & (y.lo != 0) & (first == last) & ~is_inexact(x, y)
+        lo = torch.where(same_quotient, x.lo - y.lo * first, lo)
+        hi = torch.where(same_quotient, x.hi - y.lo * first, hi)
+        return fitted(*any_value_where(_may_be_zero(y), lo, hi), dtype, limit)
+
+    return remainder_of
+
+
+remainder = rule("mod", "remainder")(_remainder(torch.floor))
+rule("rmod")(reflected(remainder))
+rule("fmod")(_remainder(torch.trunc))
+
+
+# --- powers, roots, exponentials ---
+
+
+@rule("pow")
+def power(a: Any, exponent: Any) -> Range | None:
+    """Power by 0.5, 1 or 2, or power of two."""
+    if type(a) is int and a == 2 and isinstance(exponent, Range):
+        factor = power_of_two(1, exponent)
+        return None if factor is None else multiply(1, factor)
+    if type(exponent) is float and exponent in (0.5, 2.0) and isinstance(a, Range):
+        if exponent == 0.5:
+            return _sqrt(a)
+        a, exponent = as_dtype(a, float_dtype(a.dtype)), 2
+    if type(exponent) is not int or exponent not in (1, 2) or not isinstance(a, Range) or a.dtype == torch.bool:
+        return None
+    if exponent == 1:
+        return a
+    size = absolute(a)
+    return None if size is None else multiply(size, size)
+
+
+rule("rpow")(reflected(power))
+
+
+@rule("square")
+def square(a: Any) -> Range | None:
+    """Return a ** 2."""
+    return power(a, 2)
+
+
+def power_of_two(a: Any, exponent: Any) -> Any:
+    """Return the factor 2**exponent by which `a` is shifted.
+
+    It is an int or a Range. None if an operand is no integer, or the exponent may leave 0..30 or the dtype, where torch
+    may define no shift.
+    """
+    if not all(type(x) is int or (isinstance(x, Range) and is_integer(x.dtype)) for x in (a, exponent)):
+        return None
+    if type(exponent) is int:
+        return 2**exponent if 0 <= exponent < 31 else None
+    dtype = common_dtype(a, exponent)
+    if not everywhere((exponent.lo >= 0) & (exponent.hi <= min(30, torch.iinfo(dtype).bits - 2))):
+        return None
+    lo = torch.exp2(exponent.lo)
+    return Range(lo, lo if exponent.exact else torch.exp2(exponent.hi), dtype, 2.0**30)
+
+
+def _increasing(operation: Callable[[Tensor], Tensor], least: float = -INF) -> Callable[[Any], Range]:
+    """Return the rule of an increasing function of floats.
+
+    least: the argument below which it is NaN.
+    """
+
+    def increasing(a: Any) -> Range:
+        x = as_range(a)
+        dtype = float_dtype(x.dtype)
+        x = as_dtype(x, dtype)
+        lo, hi = any_value_where(may_be_nan(x) | (x.lo < least), operation(x.lo), operation(x.hi))
+        slack = 4 * torch.finfo(dtype).eps  # machines differ in the last bits
+        return fitted(lo - slack * (1 + lo.abs()), hi + slack * (1 + hi.abs()), dtype, INF)
+
+    return increasing
+
+
+_sqrt = rule("sqrt")(_increasing(torch.sqrt, least=0.0))
+rule("exp")(_increasing(torch.exp))
+rule("exp2")(_increasing(torch.exp2))
+rule("log")(_increasing(torch.log, least=0.0))
+rule("log2")(_increasing(torch.log2, least=0.0))
+rule("log10")(_increasing(torch.log10, least=0.0))
+rule("log1p")(_increasing(torch.log1p, least=-1.0))
+rule("tanh")(_increasing(torch.tanh))
+rule("sigmoid")(_increasing(torch.sigmoid))
+
+
+# --- rounding ---
+
+
+def _rounded(operation: Callable[[Tensor], Tensor]) -> Callable[[Any], Range]:
+    """Return the rule of a function that rounds floats.
+
+    Integers stay as they are.
+    """
+
+    def rounded(a: Any) -> Range:
+        x = as_range(a)
+        if not x.dtype.is_floating_point:
+            return x
+        lo = operation(x.lo)
+        return Range(lo, lo if x.exact else operation(x.hi), x.dtype, x.limit)
+
+    return rounded
+
+
+rule("floor")(_rounded(torch.floor))
+rule("ceil")(_rounded(torch.ceil))
+rule("trunc", "fix")(_rounded(torch.trunc))
+rule("round")(_rounded(torch.round))

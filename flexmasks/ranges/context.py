@@ -1,0 +1,132 @@
+"""State of one evaluation, and the exceptions that end it."""
+
+from __future__ import annotations
+
+import math
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor
+
+from flexmasks import compat
+
+INF = math.inf
+EXACT_LIMIT = 2.0**52  # float64 is exact for all integers of a smaller absolute value
+_MAX_MOVED_ELEMENTS = 1 << 17  # of a captured tensor that is copied from a GPU to the CPU
+
+
+class GiveUp(Exception):
+    """Reason why ranges cannot go through a function.
+
+    All blocks are undecided.
+    """
+
+
+class Refused(ValueError):
+    """Error of a function that torch refuses as a mask, too."""
+
+
+class TooLarge(Exception):
+    """A captured tensor that is too large to copy from a GPU."""
+
+
+class TooWide(Exception):
+    """A tensor too wide for the number of blocks evaluated at once.
+
+    width: its number of elements.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.width = width
+
+
+class Evaluation:
+    """State of one call of a function on ranges.
+
+    device: the device that the function sees its indices on.
+    compute_device: the device of the ranges' tensors.
+    max_width: limit on the elements of one tensor that the function sees; more raise TooWide.
+    """
+
+    def __init__(self, device: torch.device, compute_device: torch.device, max_width: float) -> None:
+        self.device, self.compute_device, self._max_width = device, compute_device, max_width
+        self.not_understood: list[str] = []  # names of operations without a rule
+        self.mixed_dtypes = False  # one operation had operands of several dtypes: its result's may differ from torch's
+        self.rule_depth = 0  # rules that are running, one inside the other
+        self.widest = 1  # elements of the largest tensor that the function saw
+        self._bounds: dict[tuple[int, int], tuple[Tensor, tuple[Tensor, Tensor, float]]] = {}
+
+    def note_width(self, width: int) -> None:
+        """Record a tensor's number of elements; raise TooWide above the limit.
+
+        The limit is checked before the tensor grows by all blocks of another operand.
+        """
+        if width > self._max_width:
+            raise TooWide(width)
+        self.widest = max(self.widest, width)
+
+    def bounds_of(self, values: Tensor) -> tuple[Tensor, Tensor, float]:
+        """Return `bounds_of_values` of a captured tensor on the compute device.
+
+        They are computed once in an evaluation.
+        """
+        key = id(values), version_of(values)
+        if key not in self._bounds:
+            if values.ndim and values.device != self.device:
+                raise Refused(
+                    f"a mask function uses a tensor on {values.device} with indices on {self.device}; move it there."
+                )
+            is_copied_to_cpu = values.device != self.compute_device and self.compute_device.type == "cpu"
+            if is_copied_to_cpu and values.numel() > _MAX_MOVED_ELEMENTS:
+                raise TooLarge(f"a tensor of {values.numel()} elements")
+            # The tensor is kept with its bounds, for another one could get its id.
+            self._bounds[key] = values, bounds_of_values(values.detach().to(self.compute_device))
+        return self._bounds[key][1]
+
+
+current_evaluation: ContextVar[Evaluation | None] = ContextVar("evaluation", default=None)
+# Running evaluations that mixed dtypes. Almost always empty, so that reading a dtype rarely looks up the context.
+evaluations_of_mixed_dtypes: set[Evaluation] = set()
+
+
+def give_up_on_mixed_dtypes() -> None:
+    """Raise GiveUp if a dtype that the function reads may be wrong.
+
+    It may differ from torch's once operands of several dtypes were mixed. Rules may always read it.
+    """
+    evaluation = current_evaluation.get()
+    if evaluation is not None and evaluation.mixed_dtypes and not evaluation.rule_depth:
+        raise GiveUp("the dtype of an operation that mixes dtypes")
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return a number that grows whenever the tensor is changed in place."""
+    return -1 if tensor.is_inference() else compat.version(tensor)
+
+
+def captured_bounds(values: Tensor) -> tuple[Tensor, Tensor, float]:
+    """Return `bounds_of_values`, kept by the current evaluation if there is one."""
+    evaluation = current_evaluation.get()
+    return bounds_of_values(values) if evaluation is None else evaluation.bounds_of(values)
+
+
+def bounds_of_values(values: Tensor) -> tuple[Tensor, Tensor, float]:
+    """Return bounds of each element, and the largest absolute value.
+
+    Bounds are bool for truth values and float64 for numbers. Both are the same tensor if float64 holds every element.
+    """
+    if values.dtype == torch.bool:
+        return values, values, 1.0
+    if values.is_complex():
+        raise GiveUp("complex numbers")
+    bound = values.detach().double()
+    limit = float(bound.abs().max()) if bound.numel() else 0.0
+    if limit < EXACT_LIMIT:
+        return bound, bound, limit
+    if not values.dtype.is_floating_point:  # the conversion to float64 may have rounded
+        inf = torch.full_like(bound, INF)
+        return torch.nextafter(bound, -inf), torch.nextafter(bound, inf), INF
+    if math.isnan(limit):
+        return torch.where(bound.isnan(), -INF, bound), torch.where(bound.isnan(), INF, bound), INF
+    return bound, bound, limit

@@ -1,0 +1,218 @@
+"""Rules of indexing, and of joining and splitting dimensions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexmasks.ranges.context import GiveUp, captured_bounds, version_of
+from flexmasks.ranges.operands import as_range, everywhere
+from flexmasks.ranges.reach import IndexReach, extreme_of
+from flexmasks.ranges.value import BLOCK_DIMS, Range, rule
+
+
+@rule("getitem")
+def getitem(values: Any, index: Any) -> Any:
+    """Least and greatest element that the index can reach.
+
+    None for an index by a truth value, by a slice with a range in it, or by a tensor or range that has dimensions.
+    """
+    indices = list(index) if isinstance(index, tuple) else [index]
+    if isinstance(values, Tensor) and not any(isinstance(i, Range) for i in indices):
+        return values[index]
+    if all(i is None or i is Ellipsis for i in indices):
+        return unsqueezed(values, indices)
+    if not isinstance(values, Range | Tensor) or sum(i is not Ellipsis for i in indices) > values.ndim:
+        return None
+    if not all(i is Ellipsis or type(i) in (int, slice) or _is_number(i) for i in indices):
+        return None
+    if isinstance(values, _Rows):
+        return getitem(values.unchanged_table(), (*values.indices, *indices))
+    values, indices = _numbers_first(values, indices)
+    if 0 in values.shape:
+        raise GiveUp("an empty tensor is indexed")
+    if isinstance(values, Tensor) and len(indices) < values.ndim:
+        return _Rows(values, tuple(indices))
+    return _elements(values, indices) if indices else values
+
+
+def _is_number(index: Any) -> bool:
+    return isinstance(index, Range | Tensor) and index.ndim == 0
+
+
+def _numbers_first(values: Any, indices: list[Any]) -> tuple[Any, list[Any]]:
+    """Rearrange values[indices] so that numbers index the first dimensions.
+
+    Slices are taken, and their dimensions moved behind the indexed ones. Returns the rearranged values and the numbers.
+    """
+    place = next((n for n, i in enumerate(indices) if i is Ellipsis), len(indices))
+    missing = values.ndim - sum(i is not Ellipsis for i in indices)
+    indices = [*indices[:place], *[slice(None)] * missing, *indices[place + 1 :]]
+    numbers = [d for d, i in enumerate(indices) if not isinstance(i, slice)]
+    slices = tuple(i if isinstance(i, slice) else slice(None) for i in indices)
+    order = [*numbers, *(d for d in range(values.ndim) if d not in numbers)]
+    if order != sorted(order) or any(i != slice(None) for i in slices):
+        values = _rearranged(values, lambda end: end[slices].permute(*order, *range(len(order), end.ndim)))
+    return values, [indices[d] for d in numbers]
+
+
+def _rearranged(values: Any, arrange: Callable[[Tensor], Tensor]) -> Any:
+    """Return a tensor or a range with the function's dimensions rearranged."""
+    if isinstance(values, Tensor):
+        return arrange(values)
+    ends = [arrange(end) for end in expanded_ends(values)]
+    return Range(ends[0], ends[-1], values.dtype, values.limit)
+
+
+def expanded_ends(r: Range) -> list[Tensor]:
+    """Return the ends in their full shape, one end if exact.
+
+    The shape that the function sees is followed by the four dimensions of blocks.
+    """
+    return [end.expand(*r.shape, *block_shape(end)) for end in ((r.lo,) if r.exact else (r.lo, r.hi))]
+
+
+def block_shape(end: Tensor) -> tuple[int, ...]:
+    """Return the sizes of the four dimensions of the blocks."""
+    shape = end.shape[max(0, end.ndim - BLOCK_DIMS) :]
+    return (*(1,) * (BLOCK_DIMS - len(shape)), *shape)
+
+
+def _elements(values: Range | Tensor, indices: list[Any]) -> Range:
+    """Return values[indices] for numbers as indices of the first dimensions."""
+    reaches = [IndexReach(i, n) for i, n in zip(indices, values.shape, strict=False)]
+    if isinstance(values, Tensor):
+        lo, hi, limit = captured_bounds(values)
+    else:
+        lo, hi, limit = values.lo, values.hi, values.limit
+    is_single = all(i.first is i.last for i in reaches)
+    if is_single and lo is hi:
+        element = extreme_of(lo, values.ndim, reaches, torch.amin)
+        return Range(element, element, values.dtype, limit)
+    greatest = extreme_of(hi, values.ndim, reaches, torch.amax)
+    return Range(extreme_of(lo, values.ndim, reaches, torch.amin), greatest, values.dtype, limit)
+
+
+class _Rows(Range):
+    """Rows table[indices] of a table, looked up when they are needed.
+
+    There are fewer indices than dimensions.
+    """
+
+    __slots__ = ("_range", "_version", "indices", "table")
+
+    def __init__(self, table: Tensor, indices: tuple[Any, ...]) -> None:
+        self.table, self.indices = table, indices
+        self._dtype, self.ndim = table.dtype, table.ndim - len(indices)
+        self.limit_reached, self.steps, self.comparison = False, None, None
+        self._range: Range | None = None
+        self._version = version_of(table)
+
+    def unchanged_table(self) -> Tensor:
+        """Return the table; raise GiveUp if it changed since it was indexed."""
+        if version_of(self.table) != self._version:
+            raise GiveUp("a tensor is changed in place once it was indexed")
+        return self.table
+
+    def _looked_up(self) -> Range:
+        if self._range is None:
+            self._range = _elements(self.unchanged_table(), list(self.indices))
+        return self._range
+
+    @property
+    def lo(self) -> Tensor:  # type: ignore[override]
+        return self._looked_up().lo
+
+    @property
+    def hi(self) -> Tensor:  # type: ignore[override]
+        return self._looked_up().hi
+
+    @property
+    def limit(self) -> float:  # type: ignore[override]
+        return self._looked_up().limit
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.table.shape[len(self.indices) :]
+
+
+@rule("take")
+def take(a: Any, index: Any) -> Any:
+    """Element of a captured tensor at a flat index."""
+    return getitem(a.reshape(-1), index) if isinstance(a, Tensor) else None
+
+
+def unsqueezed(a: Range, index: list[Any]) -> Range:
+    """Return a[index] for an index of None and Ellipsis."""
+    if Ellipsis not in index:
+        index = [*index, Ellipsis]
+    shape: list[int] = []
+    for i in index:
+        shape += [1] if i is None else a.shape
+
+    arranged: Range = _rearranged(a, lambda end: end.reshape(*shape, *block_shape(end)))
+    return arranged
+
+
+@rule("unsqueeze")
+def unsqueeze(a: Any, dim: int) -> Range:
+    """Range with one more dimension, before or behind all others."""
+    place = dim % (a.ndim + 1)
+    if a.ndim and 0 < place < a.ndim:
+        raise GiveUp("a dimension put between others")
+    return unsqueezed(a, [None, ...] if place == 0 else [..., None])
+
+
+@rule("unbind")
+def unbind(a: Any, dim: int = 0) -> tuple[Any, ...] | None:
+    """Elements of one dimension."""
+    if not isinstance(a, Range) or not -a.ndim <= dim < a.ndim:
+        return None
+    before = (slice(None),) * (dim % a.ndim)
+    return tuple(getitem(a, (*before, n)) for n in range(a.shape[dim]))
+
+
+@rule("stack")
+def stack(tensors: Any, dim: int = 0) -> Range | None:
+    """Stack of operands of one dtype and shape, end by end."""
+    ranges = [as_range(t) for t in tensors]
+    r = ranges[0]
+    if any((x.dtype, x.shape) != (r.dtype, r.shape) for x in ranges) or not -r.ndim - 1 <= dim <= r.ndim:
+        return None
+    place = dim % (r.ndim + 1)
+    exact = all(x.exact for x in ranges)
+    stacked = []
+    for ends in ([x.lo for x in ranges],) if exact else ([x.lo for x in ranges], [x.hi for x in ranges]):
+        ends = [end.expand(*r.shape, *block_shape(end)) for end in ends]
+        stacked.append(torch.stack(torch.broadcast_tensors(*ends), place))
+    return Range(stacked[0], stacked[-1], r.dtype, max(x.limit for x in ranges))
+
+
+@rule("bucketize")
+def bucketize(a: Any, boundaries: Any, *, out_int32: bool = False, right: bool = False) -> Range | None:
+    """Number of sorted boundaries below a number.
+
+    With `right`, boundaries equal to the number count, too. None unless `boundaries` is a captured tensor of the
+    number's dtype, sorted, and held by float64.
+    """
+    if not (isinstance(a, Range) and a.ndim == 0 and isinstance(boundaries, Tensor) and boundaries.ndim == 1):
+        return None
+    if a.dtype != boundaries.dtype or not len(boundaries):
+        return None
+    lower, upper, _ = captured_bounds(boundaries)
+    if lower is not upper or a.dtype == torch.bool or not everywhere(lower[1:] >= lower[:-1]):
+        return None
+    lo = torch.searchsorted(lower, a.lo.contiguous(), right=right).double()
+    hi = lo if a.exact else torch.searchsorted(lower, a.hi.contiguous(), right=right).double()
+    return Range(lo, hi, torch.int32 if out_int32 else torch.int64, float(len(boundaries)))
+
+
+@rule("searchsorted")
+def searchsorted(
+    sorted_sequence: Any, a: Any, *, out_int32: bool = False, right: bool = False, side: str | None = None
+) -> Range | None:
+    """Number of sorted values below a number: `bucketize` with swapped arguments."""
+    return bucketize(a, sorted_sequence, out_int32=out_int32, right=right or side == "right")

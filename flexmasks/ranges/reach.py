@@ -1,0 +1,193 @@
+"""Extremes of the elements of a tensor that ranges of indices reach.
+
+`values` has `ndim` dimensions that the function sees, and behind them the four of the blocks, of size 1 in a captured
+tensor. `extreme` is torch.amin or torch.amax.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexmasks.ranges.context import INF, GiveUp, Refused
+from flexmasks.ranges.operands import as_range, everywhere
+from flexmasks.ranges.value import BLOCK_DIMS, Steps
+
+Extreme = Callable[..., Tensor]
+_ALWAYS_LOOKED_UP = 1 << 16  # elements which are looked up one by one whatever the size of the tensor
+_MAX_LOOKED_UP = 1 << 25  # elements looked up one by one at once
+_MAX_TABLE = 1 << 26  # elements of a table of runs, or of a result
+
+
+class IndexReach:
+    """First and last position that one index reaches.
+
+    n: number of elements of the indexed dimension.
+
+    `first` and `last` are one tensor if the index is exact. They are 0 and n - 1 in blocks where the index may leave
+    0..n-1 and -n..-1.
+    """
+
+    def __init__(self, index: Any, n: int) -> None:
+        self.steps: Steps | None = None
+        self.constant: int | None = None
+        if type(index) is int and -n <= index < n:
+            self.constant = index % n
+            self.first = self.last = torch.tensor(self.constant, device="cpu")
+            return
+        r = as_range(index)
+        if type(index) is int:
+            raise GiveUp("an index out of range")
+        if r.dtype not in (torch.int64, torch.int32):  # torch takes other dtypes for a mask, or refuses them
+            raise GiveUp("an indexing by other than integers")
+        if r.limit_reached and n <= r.limit < INF:
+            raise Refused(f"a mask function indexes a dimension of {n} elements with an index up to {int(r.limit)}.")
+        if r.steps is not None and r.steps.first >= 0 and r.steps.end <= n:
+            self.first, self.last, self.steps = r.lo.long(), r.hi.long(), r.steps
+            return
+        lo = torch.where(r.hi < 0, r.lo + n, r.lo)  # -1 is the last position
+        if r.exact and everywhere((lo >= 0) & (lo < n)):
+            self.first = self.last = lo.long()
+            return
+        hi = torch.where(r.hi < 0, r.hi + n, r.hi)
+        inside = (lo >= 0) & (hi < n)
+        self.first, self.last = torch.where(inside, lo, 0.0).long(), torch.where(inside, hi, n - 1.0).long()
+
+
+def extreme_of(values: Tensor, ndim: int, indices: list[IndexReach], extreme: Extreme) -> Tensor:
+    """Return the extreme of values[indices] for each block, without the indexed dimensions.
+
+    The dimensions of `indices` come first among the `ndim`; those of the blocks may be missing in `values`. A dimension
+    with a range of indices is reduced to one element, one dimension after the other. Then all exact indices are looked
+    up together.
+    """
+    values = values.reshape(*values.shape[:ndim], *(1,) * (BLOCK_DIMS - values.ndim + ndim), *values.shape[ndim:])
+    exact: dict[int, Tensor] = {}
+    ranges: dict[int, tuple[Tensor, Tensor]] = {}
+    for d, index in enumerate(indices):
+        if index.constant is not None:
+            values = values.narrow(d, index.constant, 1)
+        elif index.first is index.last:
+            exact[d] = index.first
+        elif index.steps is not None and values.shape[ndim + index.steps.dim] == 1:
+            values = _extreme_by_steps(values, d, ndim + index.steps.dim, index.steps, extreme)
+        else:
+            first, last = torch.broadcast_tensors(index.first, index.last)
+            ranges[d] = first, last
+    values = _extreme_by_ranges(values, ndim, ranges, extreme)
+    if exact:
+        values = _look_up(values, ndim, exact)
+    return values[(0,) * len(indices)]
+
+
+def _extreme_by_steps(values: Tensor, d: int, block_dim: int, steps: Steps, extreme: Extreme) -> Tensor:
+    """Reduce dimension `d` by ranges without gaps.
+
+    The result has one element for each range along `block_dim`.
+    """
+    n = steps.end - steps.first
+    whole, rest = divmod(n, steps.size)
+    values = values.narrow(d, steps.first, n)
+    parts = []
+    if whole:
+        parts.append(extreme(values.narrow(d, 0, whole * steps.size).unflatten(d, (whole, steps.size)), dim=d + 1))
+    if rest:
+        parts.append(extreme(values.narrow(d, n - rest, rest), dim=d, keepdim=True))
+    return torch.cat(parts, d).transpose(d, block_dim) if len(parts) > 1 else parts[0].transpose(d, block_dim)
+
+
+def _extreme_by_ranges(values: Tensor, ndim: int, ranges: dict[int, tuple[Tensor, Tensor]], extreme: Extreme) -> Tensor:
+    """Reduce dimensions by any ranges.
+
+    ranges: first and last position, by dimension.
+
+    Few elements in reach are looked up one by one. Otherwise one dimension is reduced after the other.
+    """
+    if not ranges:
+        return values
+    lengths = [int((last - first).max()) + 1 for first, last in ranges.values()]
+    shape = torch.broadcast_shapes(values.shape[ndim:], *(first.shape for first, _ in ranges.values()))
+    others = math.prod(n for d, n in enumerate(values.shape[:ndim]) if d not in ranges)
+    in_reach = math.prod(shape) * others * math.prod(lengths)
+    if in_reach <= max(_ALWAYS_LOOKED_UP, min(4 * values.numel(), _MAX_LOOKED_UP)):
+        return _extreme_one_by_one(values, ndim, ranges, lengths, extreme)
+    if len(ranges) > 1:
+        for d, ends in ranges.items():
+            values = _extreme_by_ranges(values, ndim, {d: ends}, extreme)
+        return values
+    ((d, ends),) = ranges.items()
+    levels = max(lengths).bit_length()
+    if max(math.prod(shape) * others, levels * values.numel() // 2) > _MAX_TABLE:
+        # The extreme of the whole dimension, in the shape that says which blocks' indices the result depends on.
+        whole = extreme(values, dim=d, keepdim=True)
+        return whole.expand(*whole.shape[:ndim], *shape)
+    return _extreme_by_runs(values, ndim, d, *ends, extreme)
+
+
+def _extreme_one_by_one(
+    values: Tensor, ndim: int, ranges: dict[int, tuple[Tensor, Tensor]], lengths: list[int], extreme: Extreme
+) -> Tensor:
+    """Look up each element in reach, and reduce them.
+
+    lengths: the largest number of positions in a range, for each dimension.
+    """
+    positions = {}
+    for n, (d, (first, last)) in enumerate(ranges.items()):
+        places = torch.arange(lengths[n], device=values.device)
+        places = places.view(-1, *(1,) * (len(ranges) - 1 - n + BLOCK_DIMS))
+        first, last = (x.reshape(*(1,) * (BLOCK_DIMS - x.ndim), *x.shape) for x in (first, last))
+        positions[d] = torch.minimum(first + places, last)
+    return extreme(_look_up(values, ndim, positions), dim=tuple(range(len(ranges))))
+
+
+def _extreme_by_runs(values: Tensor, ndim: int, d: int, first: Tensor, last: Tensor, extreme: Extreme) -> Tensor:
+    """Reduce dimension `d` by a sparse table.
+
+    Level k of the table holds the extreme of each run of 2^k elements. Two runs of one level cover a range.
+    """
+    level = torch.frexp((last - first + 1).double()).exponent.long() - 1
+    pick = torch.minimum if extreme is torch.amin else torch.maximum
+    if values.dtype == torch.bool:
+        pick = torch.logical_and if extreme is torch.amin else torch.logical_or
+    levels = [values]
+    n = values.shape[d]
+    for k in range(int(level.max())):
+        step = min(2**k, n)
+        shifted = torch.cat([levels[-1].narrow(d, step, n - step), levels[-1].narrow(d, n - step, step)], d)
+        levels.append(pick(levels[-1], shifted))
+    table = torch.stack(levels)
+    runs = (_look_up(table, ndim + 1, {0: level, d + 1: start}) for start in (first, last - (1 << level) + 1))
+    return pick(*runs)[0]
+
+
+def _look_up(values: Tensor, ndim: int, positions: dict[int, Tensor]) -> Tensor:
+    """Return the elements at `positions` of some of the `ndim` dimensions.
+
+    Each of these dimensions has one element in the result. Dimensions of the positions before those of the blocks
+    become the first dimensions of the result.
+    """
+    if len(positions) == ndim and values.shape[ndim:] == (1,) * BLOCK_DIMS:
+        elements = values.reshape(values.shape[:ndim])[tuple(positions[d] for d in range(ndim))]
+        elements = elements.reshape(*(1,) * (BLOCK_DIMS - elements.ndim), *elements.shape)
+        more = elements.ndim - BLOCK_DIMS
+        return elements.view(*elements.shape[:more], *(1,) * ndim, *elements.shape[more:])
+    block_positions = [torch.zeros((), dtype=torch.long, device=values.device)] * BLOCK_DIMS
+    for n in range(BLOCK_DIMS):
+        size = values.shape[ndim + n]
+        if size > 1:
+            block_positions[n] = torch.arange(size, device=values.device).view(-1, *(1,) * (BLOCK_DIMS - 1 - n))
+    kept = [d for d in range(ndim) if d not in positions]
+    arranged = values.permute(*positions, *range(ndim, values.ndim), *kept)
+    elements = arranged[(*positions.values(), *block_positions)]
+    indexed_dims = elements.ndim - len(kept)
+    elements = elements.reshape(*(1,) * (BLOCK_DIMS - indexed_dims), *elements.shape)
+    more = max(0, indexed_dims - BLOCK_DIMS)
+    order = [*range(more), *range(elements.ndim - len(kept), elements.ndim), *range(more, more + BLOCK_DIMS)]
+    elements = elements.permute(order)
+    for d in sorted(positions):
+        elements = elements.unsqueeze(more + d)
+    return elements

@@ -1,0 +1,150 @@
+"""Rules that choose one of their operands: minimum, maximum, clamp, where, masked_fill."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexmasks.ranges.operands import (
+    PYTHON_NUMBERS,
+    any_value_where,
+    as_common_dtype,
+    as_dtype,
+    as_range,
+    common_dtype,
+    fits,
+    is_integer,
+    may_be_nan,
+)
+from flexmasks.ranges.value import Range, rule, truth_range
+
+_NEGATED = {"<": ">=", "<=": ">", ">": "<=", ">=": "<"}
+_SWAPPED = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
+
+
+@rule("minimum")
+def minimum(a: Any, b: Any) -> Range | None:
+    """Minimum of two operands, end by end."""
+    return _extreme(a, b, torch.minimum)
+
+
+@rule("maximum")
+def maximum(a: Any, b: Any) -> Range | None:
+    """Maximum of two operands, end by end."""
+    return _extreme(a, b, torch.maximum)
+
+
+def _extreme(a: Any, b: Any, operation: Callable[..., Tensor]) -> Range | None:
+    operands = as_common_dtype(a, b)
+    if operands is None:
+        return None
+    x, y, dtype = operands
+    exact = x.exact and y.exact
+    lo = operation(x.lo, y.lo)
+    hi = lo if exact else operation(x.hi, y.hi)
+    if dtype.is_floating_point and not exact:
+        lo, hi = any_value_where(may_be_nan(x, y), lo, hi)
+    return Range(lo, hi, dtype, max(x.limit, y.limit))
+
+
+@rule("clamp", "clip")
+def clamp(a: Any, min: Any = None, max: Any = None) -> Range | None:  # torch's names
+    """Maximum with `min`, then minimum with `max`.
+
+    A Python float as a bound makes an integer a float. None for bounds that are tensors of another dtype.
+    """
+    dtype = getattr(a, "dtype", None)
+    if any(type(x) is float for x in (min, max)) and isinstance(a, Range) and is_integer(a.dtype):
+        dtype = torch.get_default_dtype()
+        a = as_dtype(a, dtype)
+    for x in (min, max):
+        keeps_dtype = x is None or type(x) is int or (isinstance(x, Range | Tensor) and x.dtype == dtype)
+        if not keeps_dtype and not (type(x) is float and dtype is not None and dtype.is_floating_point):
+            return None
+    raised = a if min is None else maximum(a, min)
+    return raised if max is None or raised is None else minimum(raised, max)
+
+
+@rule("clamp_min")
+def clamp_min(a: Any, min: Any) -> Range | None:
+    """Maximum with `min`."""
+    return clamp(a, min=min)
+
+
+@rule("clamp_max")
+def clamp_max(a: Any, max: Any) -> Range | None:
+    """Minimum with `max`."""
+    return clamp(a, max=max)
+
+
+@rule("where")
+def where(condition: Any, a: Any = None, b: Any = None) -> Range | None:
+    """Range of a, or of b, or of both.
+
+    It is that of a where the condition is certain, and that of b where it is not possible.
+    """
+    if a is None or b is None:
+        return None
+    c = as_range(condition)
+    if c.dtype != torch.bool:
+        return None
+    dtype = common_dtype(a, b)
+    if dtype == torch.bool:
+        return _where_of_truth(c, as_range(a), as_range(b))
+    x, y = as_dtype(a, dtype), as_dtype(b, dtype)
+    if c.exact and x.exact and y.exact:
+        lo = torch.where(c.lo, x.lo, y.lo)
+        return Range(lo, lo, dtype, max(x.limit, y.limit))
+    x, y = _narrowed_by(c, a, x, holds=True), _narrowed_by(c, b, y, holds=False)
+    lo = torch.where(c.lo, x.lo, torch.where(c.hi, torch.minimum(x.lo, y.lo), y.lo))
+    hi = torch.where(c.lo, x.hi, torch.where(c.hi, torch.maximum(x.hi, y.hi), y.hi))
+    return Range(lo, hi, dtype, max(x.limit, y.limit))
+
+
+def _where_of_truth(c: Range, x: Range, y: Range) -> Range:
+    if c.exact and x.exact and y.exact:
+        chosen = torch.where(c.lo, x.lo, y.lo)
+        return truth_range(chosen, chosen)
+    certain = torch.where(c.lo, x.lo, torch.where(c.hi, x.lo & y.lo, y.lo))
+    possible = torch.where(c.lo, x.hi, torch.where(c.hi, x.hi | y.hi, y.hi))
+    return truth_range(certain, possible)
+
+
+def _narrowed_by(condition: Range, operand: Any, value: Range, holds: bool) -> Range:
+    """Narrow an operand to its values where a comparison of it holds.
+
+    condition: the comparison.
+    value: the operand's range.
+    holds: False for the operand's values where the comparison does not hold.
+
+    So torch.where(x < 3, x, 3) is at most 3.
+    """
+    if condition.comparison is None or not isinstance(operand, Range):
+        return value
+    operator, a, b = condition.comparison
+    if not holds:
+        operator = _NEGATED[operator]
+    if operand is b:
+        a, b, operator = b, a, _SWAPPED[operator]
+    if operand is not a:
+        return value
+    if operand.dtype != value.dtype or not fits(b, operand.dtype):
+        return value
+    other = as_range(b)
+    gap = 1.0 if operator in ("<", ">") else 0.0  # of an integer to the next
+    if operator in ("<", "<="):
+        return Range(value.lo, torch.minimum(value.hi, other.hi - gap), value.dtype, value.limit)
+    return Range(torch.maximum(value.lo, other.lo + gap), value.hi, value.dtype, value.limit)
+
+
+@rule("masked_fill")
+def masked_fill(a: Any, mask: Any, value: Any) -> Range | None:
+    """Choice between `value` and a, with the dtype of a."""
+    dtype = getattr(a, "dtype", torch.bool)
+    is_lossy = type(value) is float and not dtype.is_floating_point
+    if type(value) not in PYTHON_NUMBERS or not isinstance(a, Range) or is_lossy:
+        return None
+    return where(mask, bool(value) if dtype == torch.bool else as_dtype(value, dtype), a)

@@ -1,0 +1,124 @@
+"""Rules of comparisons and of logic: pairs of "certainly" and "possibly" true."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexmasks.ranges.operands import as_dtype, as_number, as_range, common_dtype, is_integer, may_be_nan
+from flexmasks.ranges.value import Range, rule, truth_range
+
+
+def _comparison(
+    certain: Callable[[Range, Range], Tensor], possible: Callable[[Range, Range], Tensor], operator: str | None = None
+) -> Callable[[Any, Any], Range]:
+    """Return the rule of a comparison.
+
+    operator: "<" or "<=". The result of a comparison with an operator keeps its operands.
+    """
+
+    def compare(a: Any, b: Any) -> Range:
+        dtype = common_dtype(a, b)
+        x, y = (as_number(v) if dtype == torch.bool else as_dtype(v, dtype) for v in (a, b))
+        if x.exact and y.exact:
+            truth = certain(x, y)
+            return truth_range(truth, truth)
+        result = truth_range(certain(_without_nan(x), _without_nan(y)), possible(x, y))
+        if operator is not None and is_integer(dtype):
+            result.comparison = operator, a, b
+        return result
+
+    return compare
+
+
+def _without_nan(r: Range) -> Range:
+    """Return a range that compares as false where it may be NaN."""
+    if not r.dtype.is_floating_point:
+        return r
+    nan = may_be_nan(r)
+    return Range(torch.where(nan, math.nan, r.lo), torch.where(nan, math.nan, r.hi), r.dtype)
+
+
+less = rule("lt", "less")(_comparison(lambda x, y: x.hi < y.lo, lambda x, y: x.lo < y.hi, "<"))
+less_equal = rule("le", "less_equal")(_comparison(lambda x, y: x.hi <= y.lo, lambda x, y: x.lo <= y.hi, "<="))
+equal = rule("eq")(
+    _comparison(
+        lambda x, y: (x.lo == x.hi) & (y.lo == y.hi) & (x.lo == y.lo),
+        lambda x, y: (x.lo <= y.hi) & (y.lo <= x.hi),
+    )
+)
+
+
+@rule("gt", "greater")
+def greater(a: Any, b: Any) -> Range:
+    """Truth value of a > b."""
+    return less(b, a)
+
+
+@rule("ge", "greater_equal")
+def greater_equal(a: Any, b: Any) -> Range:
+    """Truth value of a >= b."""
+    return less_equal(b, a)
+
+
+@rule("ne", "not_equal")
+def not_equal(a: Any, b: Any) -> Range:
+    """Truth value of a != b."""
+    return logical_not(equal(a, b))
+
+
+def as_truth(value: Any) -> Range:
+    """Return an operand as a truth value: numbers except 0 are true."""
+    r = as_range(value)
+    return r if r.dtype == torch.bool else not_equal(r, 0)
+
+
+@rule("logical_not")
+def logical_not(a: Any) -> Range:
+    """Truth value that is certain where a is not possible."""
+    x = as_truth(a)
+    certain = ~x.hi
+    return truth_range(certain, certain if x.exact else ~x.lo)
+
+
+def both_true(a: Any, b: Any) -> Range:
+    """Return "a and b" of truth values."""
+    x, y = as_truth(a), as_truth(b)
+    certain = x.lo & y.lo
+    return truth_range(certain, certain if x.exact and y.exact else x.hi & y.hi)
+
+
+def either_true(a: Any, b: Any) -> Range:
+    """Return "a or b" of truth values."""
+    x, y = as_truth(a), as_truth(b)
+    certain = x.lo | y.lo
+    return truth_range(certain, certain if x.exact and y.exact else x.hi | y.hi)
+
+
+def one_true(a: Any, b: Any) -> Range:
+    """Return "either a or b" of truth values."""
+    x, y = as_truth(a), as_truth(b)
+    certain = (x.lo & ~y.hi) | (~x.hi & y.lo)
+    return truth_range(certain, certain if x.exact and y.exact else (x.hi & ~y.lo) | (~x.lo & y.hi))
+
+
+def _unless_dtypes_mix_with_floats(function: Callable[[Any, Any], Range]) -> Callable[[Any, Any], Range | None]:
+    """Return the rule of torch.logical_and, logical_or or logical_xor.
+
+    torch converts both operands to one dtype first, in which a small float may become 0.
+    """
+
+    def logical(a: Any, b: Any) -> Range | None:
+        dtypes = {getattr(x, "dtype", torch.float64) for x in (a, b)}
+        return None if len(dtypes) > 1 and any(d.is_floating_point for d in dtypes) else function(a, b)
+
+    return logical
+
+
+rule("logical_and")(_unless_dtypes_mix_with_floats(both_true))
+rule("logical_or")(_unless_dtypes_mix_with_floats(either_true))
+rule("logical_xor")(_unless_dtypes_mix_with_floats(one_true))

@@ -1,0 +1,356 @@
+"""Range, which stands for an index of many blocks, and its operations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flexmasks import compat
+from flexmasks.ranges.context import (
+    INF,
+    GiveUp,
+    Refused,
+    current_evaluation,
+    evaluations_of_mixed_dtypes,
+    give_up_on_mixed_dtypes,
+)
+
+BLOCK_DIMS = 4  # batch, heads, query blocks, key blocks
+_MAX_ELEMENTS = 1 << 24  # of a tensor that the function sees as a whole
+_LIKE_FUNCTIONS = ("zeros_like", "ones_like", "full_like")
+
+_AnyRule = TypeVar("_AnyRule", bound=Callable[..., Any])
+_RULES: dict[str, Callable[..., Any]] = {}
+
+
+def rule(*names: str) -> Callable[[_AnyRule], _AnyRule]:
+    """Register the decorated function as the rule of torch operations.
+
+    names: as torch has them, without underscores around: "add" stands for torch.add, Tensor.add and the `+` of a
+        range and an operand, "rsub" for the `-` of an operand and a range.
+
+    The function is called with the operation's own arguments, of which at least one is a Range or a sequence with one.
+    It returns a Range that holds every value which can occur, or None for arguments that it does not cover: these,
+    and arguments that do not fit its signature, count as not understood.
+    """
+
+    def register(function: _AnyRule) -> _AnyRule:
+        for name in names:
+            if name in _RULES:
+                raise ValueError(f"flexmasks: the operation {name!r} has a rule of ranges already.")
+            _RULES[name] = function
+        return function
+
+    return register
+
+
+def reflected(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Return the rule of an operator with swapped operands, as `__rsub__`."""
+    return lambda a, b: function(b, a)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Description of ranges that follow each other without gaps.
+
+    Along `dim`, block n holds `first + n * size` and the next `size` - 1 numbers, as far as they are below `end`.
+    """
+
+    first: int
+    size: int
+    end: int
+    dim: int  # of the block dimensions, from 0 to 3
+
+    def moved(self, by: int) -> Steps:
+        return Steps(self.first + by, self.size, self.end + by, self.dim)
+
+
+class Range:
+    """Numbers or truth values between `lo` and `hi`, one per block.
+
+    The last four dimensions of `lo` and `hi` are [batch, heads, query blocks, key blocks]. Before them stand the `ndim`
+    dimensions that the mask's function sees: none for an index, one for a row of a table. Both ends are bool for truth
+    values, "certainly" and "possibly", and float64 for numbers. Where they are one and the same tensor, the value is
+    exact.
+
+    limit: bound of the absolute value, as a Python number. It shows without a look at the tensors that nothing
+        overflows.
+    limit_reached: whether the value `limit` itself occurs in some block.
+    steps: describes ranges that follow each other without a gap, otherwise None.
+    """
+
+    __slots__ = ("_dtype", "comparison", "hi", "limit", "limit_reached", "lo", "ndim", "steps")
+    __array_ufunc__ = None  # makes NumPy's numbers leave operators to this class
+
+    def __init__(
+        self,
+        lo: Tensor,
+        hi: Tensor,
+        dtype: torch.dtype,
+        limit: float = INF,
+        limit_reached: bool = False,
+        steps: Steps | None = None,
+    ) -> None:
+        self.lo, self.hi, self._dtype = lo, hi, dtype
+        self.limit, self.limit_reached, self.steps = limit, limit_reached, steps
+        self.ndim = max(0, lo.ndim - BLOCK_DIMS, hi.ndim - BLOCK_DIMS)
+        # The operator and the two integers whose comparison gave this truth value.
+        self.comparison: tuple[str, Any, Any] | None = None
+        evaluation = current_evaluation.get() if self.ndim else None
+        if evaluation is not None:
+            for end in (lo, hi):
+                evaluation.note_width(math.prod(end.shape[: max(0, end.ndim - BLOCK_DIMS)]))
+
+    @classmethod
+    def of_indices(
+        cls, lo: Tensor, hi: Tensor, limit: int, steps: Steps | None = None, limit_reached: bool = True
+    ) -> Range:
+        """Return the range of indices from lo to hi inclusive.
+
+        limit: an upper bound of all indices. limit_reached: whether it is one of them.
+
+        Give the same tensor twice for one index in each block.
+        """
+        low = lo.double()
+        return cls(low, low if hi is lo else hi.double(), torch.int64, limit, limit_reached, steps)
+
+    @property
+    def exact(self) -> bool:
+        """Return whether this is a single value in each block."""
+        return self.lo is self.hi
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the torch type.
+
+        Raises GiveUp if a mask's function reads it and torch's own type may be another one.
+        """
+        if evaluations_of_mixed_dtypes:
+            give_up_on_mixed_dtypes()
+        return self._dtype
+
+    @property
+    def known_dtype(self) -> torch.dtype:
+        """Return the torch type even where torch's own may be another one."""
+        return self._dtype
+
+    @property
+    def device(self) -> torch.device:
+        evaluation = current_evaluation.get()
+        return self.lo.device if evaluation is None else evaluation.device
+
+    @property
+    def shape(self) -> torch.Size:
+        """Return the shape that the function sees, empty for an index."""
+        return torch.Size(broadcast_shape(self.lo, self.hi)[: self.ndim])
+
+    def dim(self) -> int:
+        return self.ndim
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    def __getattr__(self, name: str) -> Any:
+        if not hasattr(torch.Tensor, name):
+            raise AttributeError(f"an index has no attribute {name!r}")
+        method = getattr(torch.Tensor, name)
+        if not callable(method):
+            raise GiveUp(f"the attribute {name!r} of an index")
+        return lambda *args, **kwargs: dispatch(method, (self, *args), kwargs)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return dispatch(func, args, kwargs or {})
+
+    def _refuse(self, action: str) -> Any:
+        raise Refused(
+            f"a mask function may not {action}: its arguments stand for many indices at once. Use `&`, `|`, `~` for "
+            "and, or, not, `(a < b) & (b < c)` for chained comparisons, torch.where for if, torch.minimum for min."
+        )
+
+    def __bool__(self) -> bool:
+        return bool(self._refuse("decide by `if`, `and`, `or`, `not` or a chained comparison of an index"))
+
+    def item(self) -> Any:
+        return self._refuse("call `.item()` on an index")
+
+    def tolist(self) -> Any:
+        return self._refuse("call `.tolist()` on an index")
+
+    def __int__(self) -> int:
+        return int(self._refuse("call `int()` on an index"))
+
+    def __float__(self) -> float:
+        return float(self._refuse("call `float()` on an index"))
+
+    def __index__(self) -> int:
+        return int(self._refuse("use an index as a Python integer, or index a list by it (capture a tensor instead)"))
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        return self._refuse("turn an index into a NumPy array, or index one by it (capture a torch tensor instead)")
+
+    def __iter__(self) -> Any:
+        return iter(dispatch(torch.Tensor.unbind, (self,), {})) if self.ndim else self._refuse("iterate over an index")
+
+    def __repr__(self) -> str:
+        return f"Range({self.lo}, {self.hi}, {self.dtype})"
+
+    def __getitem__(self, index: Any) -> Any:
+        return dispatch(torch.Tensor.__getitem__, (self, index), {})
+
+    def __len__(self) -> int:
+        return self.shape[0] if self.ndim else int(self._refuse("take the `len()` of an index"))
+
+    __hash__ = object.__hash__
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    """Return the method of Range for an operator such as `__add__`."""
+    method = getattr(torch.Tensor, name)
+
+    def operate(self: Range, *others: Any) -> Any:
+        if others and isinstance(others[0], np.bool_):
+            raise GiveUp("a truth value of NumPy, which torch takes for a number")
+        if others and isinstance(others[0], np.integer | np.floating):
+            others = (others[0].item(),)
+        if others and not isinstance(others[0], Range | Tensor | int | float):
+            return NotImplemented
+        return dispatch(method, (self, *others), {})
+
+    return operate
+
+
+_IN_PLACE = "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift setitem".split()  # noqa: SIM905
+_OPERATORS = """
+    add radd sub rsub mul rmul floordiv rfloordiv truediv rtruediv mod rmod pow rpow and rand or ror xor rxor
+    lshift rlshift rshift rrshift neg pos abs invert eq ne lt le gt ge matmul rmatmul
+"""
+for _name in (*_OPERATORS.split(), *_IN_PLACE):
+    setattr(Range, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+def broadcast_shape(a: Tensor, b: Tensor) -> tuple[int, ...]:
+    """Return the shape of two tensors broadcast together.
+
+    torch.broadcast_shapes takes longer than an operation on small tensors, so equal shapes do without it.
+    """
+    return tuple(a.shape) if a.shape == b.shape else tuple(torch.broadcast_shapes(a.shape, b.shape))
+
+
+def truth_range(certain: Tensor, possible: Tensor) -> Range:
+    """Return a truth value from where it is certain and where possible.
+
+    Give the same tensor twice for an exact one.
+    """
+    return Range(certain, possible, torch.bool, 1.0)
+
+
+def check_size(shape: torch.Size) -> None:
+    """Raise GiveUp for a shape of too many elements."""
+    if math.prod(shape) > _MAX_ELEMENTS:
+        raise GiveUp(f"a tensor of {math.prod(shape)} elements in arithmetic")
+
+
+def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the result of a torch operation on ranges."""
+    name = getattr(func, "__name__", str(func))
+    if name.startswith("__"):
+        name = name.strip("_")
+    # Any other name of the same tensor would have to change with it.
+    if name in _IN_PLACE or name.endswith("_") or kwargs.get("out") is not None:
+        raise GiveUp(f"{name} changes a tensor in place")
+    if func is torch.Tensor.where:  # the method's condition comes second: a.where(condition, b)
+        args = (args[1], args[0], *args[2:]) if len(args) > 1 else args
+    makes_constant = name.startswith("new_") or name in _LIKE_FUNCTIONS  # with the dtype and device of an index
+    if makes_constant and not any(isinstance(x, Range) for x in (*args[1:], *kwargs.values())):
+        like = torch.zeros(args[0].shape, dtype=args[0].dtype, device=args[0].device)
+        return func(like, *args[1:], **kwargs)
+    evaluation = current_evaluation.get()
+    if evaluation is None:
+        return _result_of(func, name, args, kwargs)
+    evaluation.rule_depth += 1
+    try:
+        return _result_of(func, name, args, kwargs)
+    finally:
+        evaluation.rule_depth -= 1
+
+
+def _result_of(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the result of the operation's rule, or any value without one."""
+    with compat.without_torch_function():  # the rules' own operations on tensors are not for the mode of `evaluate`
+        function = _RULES.get(name)
+        if function is not None:
+            try:
+                result = function(*args, **kwargs)
+            except TypeError as error:
+                # Without a frame below this one, the arguments did not fit the rule's signature.
+                if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+                    raise
+                result = None
+            if result is not None:
+                return result
+        evaluation = current_evaluation.get()
+        if evaluation is not None:
+            plain_name = _plain_name(name)
+            if plain_name not in evaluation.not_understood:
+                evaluation.not_understood.append(plain_name)
+            if evaluation.mixed_dtypes:
+                raise GiveUp(f"{plain_name} of numbers that came from mixed dtypes")
+        return _any_value(func, args, kwargs)
+
+
+def _plain_name(name: str) -> str:
+    """Return an operation's name as users know it: "pow" for "rpow"."""
+    if name == "getitem":
+        return "indexing"
+    return name[1:] if name[:1] == "r" and name[1:] in _RULES else name
+
+
+def _any_value(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the range of all values, in the operation's dtype and shape.
+
+    The operation is called on zeros to find these.
+    """
+    ranges: list[Range] = []
+
+    def zeros_like(value: Any) -> Any:
+        if isinstance(value, Range):
+            ranges.append(value)
+            return torch.zeros(value.shape, dtype=value.dtype, device=value.device)
+        return type(value)(zeros_like(v) for v in value) if type(value) in (tuple, list) else value
+
+    try:
+        result = func(*(zeros_like(a) for a in args), **{k: zeros_like(v) for k, v in kwargs.items()})
+    except Exception as error:  # the evaluation element by element reports it, if the function is to blame
+        raise GiveUp(str(error)) from error
+    ends = [end for r in ranges for end in (r.lo, r.hi)]
+    blocks = torch.broadcast_shapes(*(end.shape[max(0, end.ndim - BLOCK_DIMS) :] for end in ends))
+
+    def any_value(value: Any) -> Any:
+        if isinstance(value, tuple | list):
+            return type(value)([any_value(v) for v in value])
+        if not isinstance(value, Tensor):
+            raise GiveUp(f"{getattr(func, '__name__', func)} gives no tensor")
+        shape = blocks
+        if value.ndim:
+            shape = torch.Size((*value.shape, *(1,) * (BLOCK_DIMS - len(blocks)), *blocks))
+            check_size(shape)
+        if value.dtype == torch.bool:
+            never = torch.zeros(shape, dtype=torch.bool, device=ends[0].device)
+            return truth_range(never, ~never)
+        hi = torch.full(shape, INF, dtype=torch.float64, device=ends[0].device)
+        return Range(-hi, hi, value.dtype)
+
+    return any_value(result)
