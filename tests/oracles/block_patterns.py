@@ -1,0 +1,196 @@
+"""Masks of chunks and of blocks of tokens."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+
+from oracles.case import Case, Random, int32, int64, mask_oracle, number_of, pair, table_of
+
+RANDOM = Random(3)
+
+
+@mask_oracle
+def chunked(b: int, h: int, q: int, kv: int, size: Case, chunk: int, start: int | list[int] = 0) -> bool:
+    """Pairs in one of the chunks [start + n * chunk, start + (n + 1) * chunk), n any integer."""
+    first = number_of(start, b)
+    while first > q:
+        first -= chunk
+    while first + chunk <= q:
+        first += chunk
+    return first <= kv < first + chunk
+
+
+@mask_oracle
+def chunked_causal(b: int, h: int, q: int, kv: int, size: Case, chunk: int, start: int | list[int] = 0) -> bool:
+    """Pairs in one chunk where kv <= q."""
+    return kv <= q and chunked(b, h, q, kv, size, chunk, start)
+
+
+@mask_oracle
+def block_causal(b: int, h: int, q: int, kv: int, size: Case, block: int) -> bool:
+    """Keys below the end of the block that q is in."""
+    end = block
+    while end <= q:
+        end += block
+    return kv < end
+
+
+@mask_oracle
+def strided(b: int, h: int, q: int, kv: int, size: Case, stride: int) -> bool:
+    """Keys from max(0, q - stride) to q, and the keys q, q - stride, q - 2 * stride, ..."""
+    return max(0, q - stride) <= kv <= q or kv in range(q, -1, -stride)
+
+
+@mask_oracle
+def fixed(b: int, h: int, q: int, kv: int, size: Case, stride: int, summary: int) -> bool:
+    """Keys up to q that are in q's block, or among the last `summary` of any block."""
+    blocks = [list(range(start, start + stride)) for start in range(0, max(q, kv) + 1, stride)]
+    own = next(block for block in blocks if q in block)
+    return kv <= q and (kv in own or any(kv in block[max(0, stride - summary) :] for block in blocks))
+
+
+@functools.cache
+def _bigbird_blocks(
+    length: int, block: int, window: int, global_blocks: int, random_blocks: int, seed: int
+) -> list[set[int]]:
+    """Return the blocks that each block sees, the random ones drawn by Floyd's algorithm.
+
+    Row i and step n have the n-th uniform number of row i, [blocks, random_blocks] in float64 from torch's generator.
+    """
+    blocks = math.ceil(length / block)
+    uniform = torch.rand(
+        (blocks, random_blocks), dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    ).tolist()
+    everything = set(range(blocks))
+    edges = {i for i in range(blocks) if i < global_blocks or i >= blocks - global_blocks}
+    visible_blocks = []
+    for i in range(blocks):
+        near = {j for j in everything if abs(i - j) <= window}
+        rest = sorted(everything - near - edges)
+        wanted = min(random_blocks, len(rest))
+        drawn: list[int] = []
+        for n in range(wanted):
+            top = len(rest) - wanted + n
+            candidate = math.floor(uniform[i][n] * (top + 1))
+            drawn.append(top if candidate in drawn else candidate)
+        assert len(set(drawn)) == wanted
+        visible_blocks.append(everything if i in edges else near | edges | {rest[n] for n in drawn})
+    return visible_blocks
+
+
+@mask_oracle
+def bigbird(
+    b: int,
+    h: int,
+    q: int,
+    kv: int,
+    size: Case,
+    length: int,
+    block: int,
+    window: int = 1,
+    global_blocks: int = 1,
+    random_blocks: int = 3,
+    seed: int = 0,
+) -> bool:
+    """Pairs whose blocks are near each other, or where a block is global, or kv's was drawn for q's."""
+    return kv // block in _bigbird_blocks(length, block, window, global_blocks, random_blocks, seed)[q // block]
+
+
+@mask_oracle
+def block_sparse(b: int, h: int, q: int, kv: int, size: Case, layout: Any, block: Any) -> bool:
+    """Pairs whose blocks the table marks."""
+    rows, columns = pair(block)
+    return bool(table_of(layout, b, h)[q // rows][kv // columns])
+
+
+@mask_oracle
+def bsr(
+    b: int, h: int, q: int, kv: int, size: Case, crow_indices: list[int], col_indices: list[int], block: Any
+) -> bool:
+    """Pairs where kv's block is listed for q's row of blocks."""
+    rows, columns = pair(block)
+    row = q // rows
+    return kv // columns in col_indices[crow_indices[row] : crow_indices[row + 1]]
+
+
+@mask_oracle
+def block_topk(b: int, h: int, q: int, kv: int, size: Case, indices: Any, block: Any) -> bool:
+    """Pairs where kv's block is among the blocks chosen for q's."""
+    rows, columns = pair(block)
+    return kv // columns in table_of(indices, b, h)[q // rows]
+
+
+CASES: list[Case] = [
+    Case("chunked", {"chunk": 7}),
+    Case("chunked", {"chunk": 1, "start": 3}, q_len=21, kv_len=33),
+    Case("chunked", {"chunk": 16, "start": int64([0, 13])}, q_len=19, kv_len=53, q_offset=(34, 20)),
+    Case("chunked", {"chunk": 100}, batch=1, heads=1, q_len=150, kv_len=150),
+    Case("chunked_causal", {"chunk": 8}),
+    Case("chunked_causal", {"chunk": 9, "start": int32([5, 12])}, q_len=40, kv_len=40),
+    Case("chunked_causal", {"chunk": 500}, q_len=31, kv_len=57, q_offset=26),
+    Case("chunked_causal", {"chunk": 50, "start": -7}, batch=1, heads=1, q_len=150, kv_len=150),
+    Case("block_causal", {"block": 6}),
+    Case("block_causal", {"block": 1}, q_len=33, kv_len=47, q_offset=(14, 3)),
+    Case("block_causal", {"block": 48}, batch=1, heads=1, q_len=150, kv_len=160),
+    Case("strided", {"stride": 5}),
+    Case("strided", {"stride": 1}, q_len=30, kv_len=25),
+    Case("strided", {"stride": 16}, q_len=23, kv_len=60, q_offset=(37, 9)),
+    Case("strided", {"stride": 40}, batch=1, heads=1, q_len=150, kv_len=150),
+    Case("fixed", {"stride": 8, "summary": 2}),
+    Case("fixed", {"stride": 5, "summary": 0}, q_len=33, kv_len=21),
+    Case("fixed", {"stride": 4, "summary": 9}, q_len=17, kv_len=49, q_offset=(32, 11)),
+    Case("fixed", {"stride": 60, "summary": 7}, batch=1, heads=1, q_len=150, kv_len=150),
+    Case("bigbird", {"length": 60, "block": 4}, q_len=60, kv_len=60),
+    Case("bigbird", {"length": 41, "block": 3, "random_blocks": 2, "seed": 7}, q_len=41, kv_len=41),
+    Case("bigbird", {"length": 40, "block": 2, "window": 0, "global_blocks": 0, "random_blocks": 1}),
+    Case("bigbird", {"length": 40, "block": 5, "window": 2, "global_blocks": 2, "random_blocks": 9}),
+    Case("bigbird", {"length": 30, "block": 4, "global_blocks": 50}, q_len=30, kv_len=30),
+    Case("bigbird", {"length": 33, "block": 64}, q_len=33, kv_len=33),
+    Case("bigbird", {"length": 200, "block": 16, "seed": 3}, batch=1, heads=1, q_len=200, kv_len=200),
+    Case("block_sparse", {"layout": RANDOM.bools(0.4, 8, 8), "block": 5}),
+    Case(
+        "block_sparse",
+        {"layout": RANDOM.bools(0.4, 2, 2, 7, 9), "block": (8, 6)},
+        q_len=20,
+        kv_len=50,
+        q_offset=(36, 3),
+    ),
+    Case("block_sparse", {"layout": RANDOM.bools(0.4, 1, 3, 40, 2), "block": (1, 20)}, heads=3),
+    Case("block_sparse", {"layout": RANDOM.bools(0.4, 10, 10), "block": 16}, batch=1, heads=1, q_len=150, kv_len=160),
+    Case("bsr", {"crow_indices": int64([0, 2, 2, 3, 6]), "col_indices": int64([0, 2, 1, 3, 0, 2]), "block": 10}),
+    Case(
+        "bsr",
+        {"crow_indices": int32([0, 1, 4]), "col_indices": int32([2, 0, 1, 3]), "block": (16, 8)},
+        q_len=27,
+        kv_len=29,
+    ),
+    Case(
+        "bsr",
+        {"crow_indices": int64([0, 0, 0]), "col_indices": int64([]), "block": 20},
+        q_len=11,
+        kv_len=40,
+        q_offset=29,
+    ),
+    Case(
+        "bsr",
+        {"crow_indices": torch.arange(0, 21, 2), "col_indices": RANDOM.ints(0, 10, 20), "block": 16},
+        batch=1,
+        heads=1,
+        q_len=150,
+        kv_len=150,
+    ),
+    Case("block_topk", {"indices": RANDOM.ints(-1, 8, 8, 3), "block": 5}),
+    Case("block_topk", {"indices": RANDOM.ints(-1, 7, 2, 2, 40, 2, dtype=torch.int32), "block": (1, 6)}),
+    Case(
+        "block_topk",
+        {"indices": RANDOM.ints(0, 5, 2, 1, 9, 2), "block": (6, 10)},
+        q_len=21,
+        kv_len=50,
+        q_offset=(33, 0),
+    ),
+    Case("block_topk", {"indices": torch.full((3, 1), -1), "block": 16}, q_len=40, kv_len=33),
+]

@@ -1,0 +1,129 @@
+"""The order of the rooms: which file imports which, and where private names of torch stand."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "flexmasks"
+FILES = {
+    ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): file
+    for file in sorted(PACKAGE.rglob("*.py"))
+}
+TREES = {module: ast.parse(file.read_text()) for module, file in FILES.items()}
+
+# A room imports rooms of lower numbers, and itself.
+ORDER = {
+    room: number
+    for number, rooms in enumerate(
+        [
+            ["compat"],
+            ["cache", "kernels"],
+            ["spec"],
+            ["orders"],
+            ["masks", "scores"],
+            ["ranges"],
+            ["blocks"],
+            ["plans"],
+            ["backends"],
+            ["calls"],
+            ["attention", "softmax"],
+            ["pictures"],
+            ["integrations"],
+            ["bench"],
+            ["__main__"],
+        ]
+    )
+    for room in rooms
+}
+# Masks and scores are definitions: outside of their rooms they import these alone.
+FOR_DEFINITIONS = ["flexmasks.spec", "flexmasks.orders", "flexmasks.kernels.tanh"]
+
+
+def imports(module: str) -> Iterator[tuple[int, str]]:
+    """Yield the line and the name of all imports of a module: at its top, in functions and for type checkers."""
+    package = module if FILES[module].name == "__init__.py" else module.rpartition(".")[0]
+    for node in ast.walk(TREES[module]):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            source = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+            yield from ((node.lineno, f"{source}.{alias.name}") for alias in node.names)
+
+
+def file_of(name: str) -> str | None:
+    """Return the module of the package that an imported name is or stands in, None for other packages."""
+    while name not in FILES and "." in name:
+        name = name.rpartition(".")[0]
+    return name if name in FILES else None
+
+
+def room_of(module: str) -> str:
+    """Return the room of a module, "" for the package itself."""
+    return module.split(".")[1] if "." in module else ""
+
+
+def test_every_file_has_a_room() -> None:
+    assert {room_of(module) for module in FILES} - {""} <= set(ORDER)
+
+
+def test_imports_run_in_one_direction() -> None:
+    wrong = []
+    for module in FILES:
+        for line, name in imports(module):
+            target = file_of(name)
+            if target is None or module == "flexmasks" or room_of(target) == room_of(module):
+                continue
+            allowed = room_of(target) and ORDER[room_of(target)] < ORDER[room_of(module)]
+            if room_of(module) in ("masks", "scores"):
+                allowed = any(f"{target}.".startswith(f"{known}.") for known in FOR_DEFINITIONS)
+            if not allowed:
+                wrong.append(f"{module}:{line} imports {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_circle_of_files() -> None:
+    graph = {m: {t for _, name in imports(m) if (t := file_of(name)) not in (None, m)} for m in FILES}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(f"a circle: {' <- '.join(error.args[1])}")
+
+
+def private_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield the line and the private names of torch that a file imports or reads, such as `torch._C`."""
+    of_torch: dict[str, str] = {}  # what a name of the file stands for
+    chains: list[tuple[int, str]] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            chains += [(node.lineno, alias.name) for alias in node.names]
+            of_torch |= {alias.asname: alias.name for alias in node.names if alias.asname}
+            of_torch |= {"torch": "torch"}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            chains += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
+            of_torch |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    for node in ast.walk(tree):
+        parts, base = [], node
+        while isinstance(base, ast.Attribute):
+            parts, base = [base.attr, *parts], base.value
+        if parts and isinstance(base, ast.Name) and base.id in of_torch:
+            chains.append((node.lineno, ".".join([of_torch[base.id], *parts])))
+    for line, chain in chains:
+        first, *rest = chain.split(".")
+        if first == "torch" and any(part.startswith("_") and not part.startswith("__") for part in rest):
+            yield line, chain
+
+
+def test_private_names_of_torch_stand_in_compat() -> None:
+    wrong = [
+        f"{module}:{line} {name}"
+        for module, tree in TREES.items()
+        if module != "flexmasks.compat"
+        for line, name in private_names(tree)
+    ]
+    assert not wrong, "\n".join(wrong)
