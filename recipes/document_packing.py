@@ -1,9 +1,9 @@
-"""Document packing: sequences of all lengths laid end to end, each seeing itself alone, with nothing padded.
+"""Document packing: sequences laid end to end, with nothing padded.
 
-Documents differ in length. Padded to the longest, most of a batch is padding; cut to one length, the text is broken.
-Packed, they lie end to end in one long sequence, and a mask keeps them apart: causal, and of the same document. The
-blocks of two documents are skipped, so that the cost is that of the documents themselves. The documents' ids are a
-tensor: the next batch has others, and nothing is compiled.
+Documents differ in length. If they are padded to the longest, most of a batch is padding; if they are cut to one
+length, the text is broken. Packed documents lie end to end in one long sequence, and a mask keeps them apart: causal,
+and inside the same document. Blocks that join two documents are skipped, so the cost is the cost of the documents
+themselves. The ids of the documents are a tensor: the next batch has other ids, and nothing is compiled.
 """
 
 # %%
@@ -32,7 +32,7 @@ import flexmasks
 
 
 def lengths_of_documents(total: int, longest: int) -> list[int]:
-    """Random lengths that fill `total` tokens."""
+    """Return random lengths that add up to `total` tokens."""
     lengths: list[int] = []
     while sum(lengths) < total:
         lengths.append(min(int(torch.randint(longest // 16, longest + 1, ())), total - sum(lengths)))
@@ -40,18 +40,18 @@ def lengths_of_documents(total: int, longest: int) -> list[int]:
 
 
 def ids_of(lengths: list[int]) -> Tensor:
-    """The document of each token: 0 0 0 1 1 2 2 2 2 ..."""
+    """Return the document of each token: 0 0 0 1 1 2 2 2 2 ..."""
     return torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).to(DEVICE)
 
 
 def packed_causal(ids: Tensor) -> flexmasks.Mask:
-    """Two masks combined."""
+    """Return causal attention inside each document, two masks combined."""
     return flexmasks.get_mask("causal") & flexmasks.get_mask("document", document_ids=ids)
 
 
-# %% The judge: each document by itself, in a loop. Nothing packed, no mask but causal.
+# %% The reference takes each document by itself, in a loop. Nothing is packed, and the only mask is causal.
 def one_by_one(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
-    """Attention inside each document."""
+    """Run attention inside each document."""
     outs = []
     for one_q, one_k, one_v in zip(*(x.split(lengths, 2) for x in (q, k, v)), strict=True):
         n = one_q.shape[2]
@@ -59,9 +59,9 @@ def one_by_one(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
     return torch.cat(outs, 2)
 
 
-# %% The check; the same with other documents; the times, also of padding in place of packing.
+# %% Check with two sets of documents, then time packing and padding.
 def main() -> None:
-    """Draw, check and time."""
+    """Draw, check and time packed documents."""
     file = start(__doc__)
     flexmasks.show(packed_causal(ids_of([5, 2, 4, 1])), 12)
 
@@ -71,14 +71,14 @@ def main() -> None:
         lengths = lengths_of_documents(length, 300)
         mask = packed_causal(ids_of(lengths))
         check_attention(
-            f"{len(lengths)} {attempt} one by one",
+            f"{len(lengths)} {attempt}, one by one",
             lambda q, k, v, mask=mask: flexmasks.attention(q, k, v, mask=mask),  # type: ignore[misc]
             lambda q, k, v, lengths=lengths: one_by_one(q, k, v, lengths),  # type: ignore[misc]
         )
         print(f"kernels compiled so far: {compiled.count}")
         if attempt == "documents":
             after_first = compiled.count
-    assert compiled.count == after_first, "other documents compiled something"
+    assert compiled.count == after_first, "other documents compiled a kernel"
 
     heads, total, longest = (16, 32768, 1136) if ON_GPU else (2, 1024, 300)
     lengths = lengths_of_documents(total, longest)
@@ -92,13 +92,13 @@ def main() -> None:
     needed = sum(n * (n + 1) // 2 for n in lengths) * heads * q.shape[0]
     causal: dict[str, Attend] = {"SDPA": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True)}
     rows += [{"mask": "causal, padded", **row} for row in attention_rows(causal, needed, *padded)]
-    share = 1 - total / (len(lengths) * max(lengths))
-    note = f"Padded to the longest, {share:.0%} of the tokens are padding, in every layer of a model."
+    padding = 1 - total / (len(lengths) * max(lengths))
+    note = f"Padded to the longest, {padding:.0%} of the tokens are padding, in every layer of a model."
     finish(rows, file, f"{note} TFLOP/s count the pairs inside documents.")
 
 
 class _Compiled(logging.Handler):
-    """Counts what the library says that it compiled."""
+    """A counter of the kernels that the library logs as compiled."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)

@@ -1,12 +1,12 @@
-"""Flash attention explained: a softmax that is safe, a softmax in parts, and attention that never holds all scores.
+"""Flash attention explained, one checked step at a time.
 
-Attention needs softmax(q k^T) v. Written out, all scores go to memory and come back, twice. Three steps lead to a
-kernel that never writes them: subtract the largest score, so that no exponential overflows; take the softmax of a row
-in parts, each with its own largest score, and merge the parts; and carry the output along while merging. This recipe
-does each by itself, checks it, and then times torch's fused kernel against the same attention written out.
+Attention is softmax(q k^T) v. Written out, all scores go to memory and come back, twice. Three steps lead to a kernel
+that never writes them. First, subtract the largest score, so that no exponential overflows. Second, take the softmax of
+a row in parts, each with its own largest score, and merge the parts. Third, carry the output along while merging. This
+recipe takes and checks each step by itself, and then times torch's fused kernel against attention written out.
 """
 
-# %% Step 1, safe. exp(89) is more than float32 holds. The softmax does not change when all scores are shifted.
+# %% Step 1: a safe softmax. exp(89) is more than float32 holds, but shifting all scores does not change the softmax.
 from __future__ import annotations
 
 import math
@@ -24,20 +24,20 @@ from flexmasks.bench.timing import interleaved
 
 
 def naive_softmax(x: Tensor) -> Tensor:
-    """As the formula stands: inf / inf is NaN."""
+    """Take the softmax as the formula says; large scores give inf / inf, which is NaN."""
     return torch.exp(x) / torch.exp(x).sum(-1, keepdim=True)
 
 
 def safe_softmax(x: Tensor) -> Tensor:
-    """The largest exponent is 0; what underflows is too small to matter."""
+    """Take the softmax with the largest exponent at 0; what underflows is too small to matter."""
     exponentials = torch.exp(x - x.amax(-1, keepdim=True))
     return exponentials / exponentials.sum(-1, keepdim=True)
 
 
-# %% Step 2, in parts. What a part of a row has to keep: its largest score, its sum of exponentials below that, and the
-# values weighted by them, not yet divided.
+# %% Step 2: a softmax in parts. Each part of a row keeps its largest score, the sum of its exponentials relative to
+# that score, and the sum of the values weighted by these exponentials, not yet divided.
 class Part(NamedTuple):
-    """Of some keys: maximum [..., Q, 1], total [..., Q, 1], and weighted values [..., Q, D]."""
+    """Attention to some keys: maximum [..., Q, 1], total [..., Q, 1], weighted values [..., Q, D]."""
 
     maximum: Tensor
     total: Tensor
@@ -45,26 +45,26 @@ class Part(NamedTuple):
 
 
 def attend_to(scores: Tensor, v: Tensor) -> Part:
-    """A part of the keys by itself."""
+    """Attend to a part of the keys by itself."""
     maximum = scores.amax(-1, keepdim=True)
     exponentials = torch.exp(scores - maximum)
     return Part(maximum, exponentials.sum(-1, keepdim=True), exponentials @ v)
 
 
 def merge(one: Part, other: Part) -> Part:
-    """Both brought to the larger of the two maxima: exp(s - m) = exp(s - m_one) * exp(m_one - m)."""
+    """Merge two parts at the larger maximum m: exp(s - m) = exp(s - m_one) * exp(m_one - m)."""
     maximum = torch.maximum(one.maximum, other.maximum)
-    of_one, of_other = torch.exp(one.maximum - maximum), torch.exp(other.maximum - maximum)
+    scale_one, scale_other = torch.exp(one.maximum - maximum), torch.exp(other.maximum - maximum)
     return Part(
         maximum,
-        one.total * of_one + other.total * of_other,
-        one.values * of_one + other.values * of_other,
+        one.total * scale_one + other.total * scale_other,
+        one.values * scale_one + other.values * scale_other,
     )
 
 
-# %% Step 3, flash attention: a loop over parts of the keys that keeps one Part. The scores of all keys never exist.
+# %% Step 3: flash attention. A loop over parts of the keys keeps one Part; the scores of all keys never exist at once.
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, keys_at_once: int = 128) -> Tensor:
-    """In plain torch: the order of the work of a fused kernel, not its speed."""
+    """Work in the order of a fused kernel, in plain torch and without its speed."""
     scale = q.shape[-1] ** -0.5
     kept: Part | None = None
     for some_k, some_v in zip(k.split(keys_at_once, -2), v.split(keys_at_once, -2), strict=True):
@@ -74,17 +74,17 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, keys_at_once: int = 128) ->
     return kept.values / kept.total
 
 
-# %% Step 4, across calls. An output and its log-sum-exp, lse = maximum + log(total), are a Part that is divided
-# already: two attentions over different keys (of a cache and of new tokens, or of two GPUs) merge into one.
+# %% Step 4: parts from different calls. An output and its log-sum-exp, lse = maximum + log(total), are a Part that is
+# divided already. So attention to a cache and attention to new tokens merge into one, and so do parts on two GPUs.
 def merge_outputs(one: Tensor, lse_one: Tensor, other: Tensor, lse_other: Tensor) -> Tensor:
-    """Each output weighs as much as its keys' exponentials do."""
+    """Merge two outputs, each weighted by the sum of its exponentials."""
     lse = torch.logaddexp(lse_one, lse_other)
     return one * torch.exp(lse_one - lse)[..., None] + other * torch.exp(lse_other - lse)[..., None]
 
 
-# %% Each step checked, then the fused kernel timed against attention written out.
+# %% Check each step, then time the fused kernel against attention written out.
 def main() -> None:
-    """Check and time."""
+    """Check all steps and time the kernels."""
     file = start(__doc__)
     large = torch.tensor([[10.0, 100.0, 1000.0]], device=DEVICE)
     print(f"softmax of 10, 100, 1000: naive {naive_softmax(large).tolist()}, safe {safe_softmax(large).tolist()}")
@@ -128,7 +128,7 @@ def main() -> None:
         rows.append(row)
     element = torch.finfo(DTYPE).bits // 8
     note = f"The scores alone take {pairs * element / 1e6:,.0f} MB; q, k and v {3 * q.numel() * element / 1e6:,.0f} MB."
-    finish(rows, file, f"{note} FLOP: 2 products, 2 operations for each pair and number of a head.")
+    finish(rows, file, f"{note} FLOP: 2 matrix products, each 2 operations for every pair and element of a head.")
 
 
 def _pinned(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
@@ -140,7 +140,7 @@ def _pinned(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Callable[[]
 
 
 def _peak(call: Callable[[], object]) -> int:
-    """Bytes of a GPU in use at most, beyond those before."""
+    """Return the bytes that a call adds at most to the memory in use on a GPU."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

@@ -1,12 +1,13 @@
-"""Flash attention in Triton in forty lines: one loop over the keys, with numbers in place of vectors.
+"""Flash attention in Triton in forty lines, with a head size of one.
 
-With a head size of one, q, k and v are lines of numbers and the score of a query and a key is a product. What is left
-is what makes flash attention: a loop over tiles of keys that keeps, of each query, the largest score so far, the sum of
-exponentials relative to it, and the output so far; and that rescales the last two when the first rises. The scores,
-queries x keys, exist a tile at a time.
+With that head size q, k and v are lines of numbers, and the score of a query and a key is a product. What remains is
+the core of flash attention: a loop over tiles of keys. For each query the loop keeps the largest score so far, the sum
+of exponentials relative to it, and the output so far. Whenever the largest score rises, the loop rescales the sum and
+the output. Of the scores, queries x keys, one tile exists at a time.
 """
 
-# %% Without a GPU, Triton's interpreter runs the kernel on CPU tensors. It has to be asked before it is decorated.
+# %% Without a GPU, Triton's interpreter runs the kernel on CPU tensors. The variable must be set before Triton is
+# imported.
 from __future__ import annotations
 
 import math
@@ -28,12 +29,12 @@ from flexmasks.bench.timing import interleaved
 LOG2_E = tl.constexpr(math.log2(math.e))
 
 
-# %% The kernel. A program has some queries. It reads each key and value once for them, and writes their outputs once.
+# %% The kernel. One program has a few queries. It reads each key and value once, and writes the outputs once.
 # A key is hidden where it is past the end, or, with CAUSAL, after the query. A hidden score is -inf; as long as a query
 # has seen nothing else, its maximum is -inf too, and -inf - -inf would be NaN: 0 takes the place of such a maximum.
 @triton.jit
 def attend(q_ptr, k_ptr, v_ptr, out_ptr, queries, keys, CAUSAL: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr):
-    """out[i] = sum over j of softmax(q[i] * k)[j] * v[j]; 0 for a query that sees nothing."""
+    """Compute out[i] = sum over j of softmax(q[i] * k)[j] * v[j]; 0 for a query that sees nothing."""
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     q = tl.load(q_ptr + i, mask=i < queries, other=0.0).to(tl.float32) * LOG2_E
     maximum = tl.full([ROWS], -float("inf"), tl.float32)
@@ -42,7 +43,7 @@ def attend(q_ptr, k_ptr, v_ptr, out_ptr, queries, keys, CAUSAL: tl.constexpr, RO
 
     end = keys
     if CAUSAL:
-        end = tl.minimum(keys, (tl.program_id(0) + 1) * ROWS)  # the tiles past the diagonal are skipped
+        end = tl.minimum(keys, (tl.program_id(0) + 1) * ROWS)  # tiles past the diagonal are skipped
     for first in range(0, end, TILE):
         j = first + tl.arange(0, TILE)
         k = tl.load(k_ptr + j, mask=j < keys, other=0.0).to(tl.float32)
@@ -67,16 +68,16 @@ def attend(q_ptr, k_ptr, v_ptr, out_ptr, queries, keys, CAUSAL: tl.constexpr, RO
 def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, keys: int | None = None, causal: bool = False, rows: int = 64, tile: int = 64
 ) -> Tensor:
-    """The attention of lines q [Q], k and v [K], of whose keys the first `keys` are real (all by default)."""
+    """Return the attention of lines q [Q] to k and v [K], of which the first `keys` are real (all by default)."""
     out = torch.empty_like(q)
     grid = (triton.cdiv(len(q), rows),)
     attend[grid](q, k, v, out, len(q), len(k) if keys is None else keys, CAUSAL=causal, ROWS=rows, TILE=tile)
     return out
 
 
-# %% The judge: all scores in memory.
+# %% The reference holds all scores in memory.
 def written_out(q: Tensor, k: Tensor, v: Tensor, keys: int | None = None, causal: bool = False) -> Tensor:
-    """The definition; also in float64."""
+    """Return attention as it is defined, in the dtype of the inputs."""
     i, j = torch.arange(len(q), device=q.device), torch.arange(len(k), device=q.device)
     seen = (j < (len(k) if keys is None else keys)).expand(len(q), -1)
     if causal:
@@ -85,9 +86,9 @@ def written_out(q: Tensor, k: Tensor, v: Tensor, keys: int | None = None, causal
     return weights.masked_fill(~seen, 0.0) @ v
 
 
-# %% The check, hard cases among them; then the times.
+# %% Check, including hard cases, then time.
 def main() -> None:
-    """Check and time."""
+    """Check and time the kernel."""
     file = start(__doc__)
     q, k, v = torch.randn(3, 200, device=DEVICE) * torch.tensor([[5.0], [5.0], [1.0]], device=DEVICE)
     cases: dict[str, dict[str, Any]] = {
@@ -98,8 +99,8 @@ def main() -> None:
         "tiles larger than the lines": {"rows": 256, "tile": 256},
     }
     for what, arguments in cases.items():
-        of_mask = {n: a for n, a in arguments.items() if n in ("causal", "keys")}
-        want = written_out(*(x.double() for x in (q, k, v)), **of_mask)
+        mask = {n: a for n, a in arguments.items() if n in ("causal", "keys")}
+        want = written_out(*(x.double() for x in (q, k, v)), **mask)
         check(what, flash_attention(q, k, v, **arguments), want, 1e-4)
     nothing = flash_attention(q, k, v, keys=0)
     assert torch.equal(nothing, torch.zeros_like(q)), "a query that sees nothing must give 0"
@@ -127,10 +128,10 @@ def main() -> None:
                 "billion pairs a second": float(f"{pairs / ms / 1e6:.4g}"),
             }
         )
-    scores = f"Written out, the scores take {4 * length**2 / 1e6:,.0f} MB; here a program holds {64 * 64} of them."
+    note = f"Written out, the scores take {4 * length**2 / 1e6:,.0f} MB; here a program holds {64 * 64} scores."
     if not ON_GPU:
-        scores += "\nTriton's interpreter shows that the kernel is right, not how fast it is."
-    finish(table, file, scores)
+        note += "\nTriton's interpreter shows that the kernel is right, not how fast it is."
+    finish(table, file, note)
 
 
 if __name__ == "__main__":

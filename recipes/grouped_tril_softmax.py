@@ -1,12 +1,12 @@
-"""The grouped tril softmax: compute the mask from two numbers for each row, do not load it.
+"""The grouped tril softmax, with a mask that is computed instead of loaded.
 
 A ranking model holds scores [B, M, S, S] of sequences that are padded to S. Row r of batch element b counts columns
 0..r, and only the first seq_lens[b] rows and columns are real; everything else must be 0. The usual way builds the
 mask as a tensor, fills the hidden scores with -inf, and takes a softmax: four passes over memory. The fused operator
-computes which columns a row sees from two numbers, reads only those, and writes the result once.
+computes from two numbers which columns a row sees, reads only those columns, and writes the result once.
 """
 
-# %% What it has to give: the definition, element by element. This is the judge.
+# %% The reference is the definition, element by element.
 from __future__ import annotations
 
 import math
@@ -21,7 +21,7 @@ from flexmasks.bench.timing import interleaved
 
 
 def by_hand(scores: Tensor, seq_lens: list[int]) -> Tensor:
-    """One loop over every row there is; a row that sees nothing stays 0."""
+    """Loop over every row; a row that sees nothing stays 0."""
     out = torch.zeros_like(scores)
     batch, groups, length, _ = scores.shape
     for b in range(batch):
@@ -34,7 +34,7 @@ def by_hand(scores: Tensor, seq_lens: list[int]) -> Tensor:
 
 # %% The usual way, in plain torch. Rows past the end see nothing: their softmax is 0 / 0, so the mask clears them.
 def eager(scores: Tensor, seq_lens: Tensor) -> Tensor:
-    """The mask as a tensor [B, 1, S, S], the scores filled, softmax, and the hidden places cleared."""
+    """Make the mask [B, 1, S, S], fill the hidden scores, take a softmax, and clear the hidden places."""
     length = scores.shape[-1]
     position = torch.arange(length, device=scores.device)
     real = position < seq_lens[:, None]
@@ -42,15 +42,15 @@ def eager(scores: Tensor, seq_lens: Tensor) -> Tensor:
     return torch.softmax(scores.masked_fill(~seen, -math.inf), -1).masked_fill(~seen, 0.0)
 
 
-# %% The fused way: the mask by its name.
+# %% The fused way takes the mask by its name.
 def fused(scores: Tensor, seq_lens: Tensor) -> Tensor:
-    """One kernel; on a CPU the same result in plain torch, in bounded memory."""
+    """Run one kernel, or on a CPU plain torch in bounded memory."""
     return flexmasks.masked_softmax(scores, mask="grouped_tril", seq_lens=seq_lens)
 
 
-# %% All of it: an example small enough to read, the check, the times.
+# %% Print an example that is small enough to read, check, and time.
 def main() -> None:
-    """Check and time it."""
+    """Check and time the softmax."""
     file = start(__doc__)
     lens = [3, 4, 5]
     scores = torch.randn(3, 1, 5, 5, device=DEVICE)
@@ -58,11 +58,11 @@ def main() -> None:
     print(f"seq_lens {lens} of 5; batch element 0, whose rows 3 and 4 are padding:\n{weights[0, 0].cpu()}\n")
     check("against the definition, element by element", weights, by_hand(scores.cpu(), lens).to(DEVICE))
 
-    # Equal scores: row r is 1 / (r + 1) everywhere. A rightful 1 / S in the last row must not be mistaken for padding.
+    # With equal scores row r is 1 / (r + 1) everywhere. 1 / S in the last row is correct, and no padding.
     equal = fused(torch.zeros(1, 1, 5, 5, device=DEVICE), torch.tensor([5], device=DEVICE))
     check("equal scores, last row", equal[0, 0, 4], torch.full((5,), 0.2, device=DEVICE))
 
-    # A NaN in a hidden place reaches nothing.
+    # A NaN in a hidden place must reach nothing.
     poisoned = scores.clone()
     poisoned[0, 0, 3:] = math.nan
     check("hidden NaN", fused(poisoned, torch.tensor(lens, device=DEVICE)), weights, 0.0)
@@ -70,7 +70,7 @@ def main() -> None:
     rows: list[Row] = []
     for batch, groups, length in ((3, 64, 1000), (12, 64, 1000)) if ON_GPU else ((3, 4, 500),):
         rows += _timed(torch.randn(batch, groups, length, length, device=DEVICE))
-    finish(rows, file, "TB/s counts what must move: what is visible is read once, everything is written once.")
+    finish(rows, file, "TB/s counts what must move: visible scores are read once, all weights are written once.")
 
 
 def _timed(scores: Tensor) -> list[Row]:

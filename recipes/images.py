@@ -1,9 +1,9 @@
-"""Attention on images: a 2-D window, and neighborhood attention (NATTEN) with dilation. Pixels are tokens, row by row.
+"""Attention on images: a 2-D window, and neighborhood attention with dilation.
 
-An image of height x width pixels is a sequence of height * width tokens; token t is at row t // width, column
-t % width. Stand-alone self-attention (SASA) lets each pixel see those at most `window` rows and columns away, fewer at
-the edges. Neighborhood attention shows every pixel the same number of them: at an edge the window moves inwards. With
-dilation d it sees every d-th pixel of a window d times as wide.
+An image of height x width pixels is a sequence of height * width tokens, row by row: token t is at row t // width and
+column t % width. In stand-alone self-attention (SASA) each pixel sees the pixels at most `window` rows and columns
+away, fewer at the edges. In neighborhood attention (NATTEN) every pixel sees the same number of pixels: at an edge the
+window moves inward. With dilation d it sees every d-th pixel of a window that is d times as wide.
 """
 
 # %%
@@ -30,17 +30,17 @@ from _measure import (
 import flexmasks
 
 
-# %% The judges. For SASA: the distance.
+# %% The references. SASA is a matter of distance.
 def sasa_sees(q: int, kv: int, width: int, window: int) -> bool:
-    """Whether pixel q sees pixel kv."""
+    """Return whether pixel q sees pixel kv."""
     (q_row, q_column), (row, column) = divmod(q, width), divmod(kv, width)
     return max(abs(q_row - row), abs(q_column - column)) <= window
 
 
-# For NATTEN: a list of the pixels that one sees, along an axis. Of the pixels in step with i, every `dilation`-th, it
-# is a run of `kernel` that is centred at i, or as near to that as the edges allow.
+# NATTEN is a list of visible pixels along each axis. Of every `dilation`-th pixel, in step with i, a run of `kernel`
+# pixels is visible, centered at i or as near to that as the edges allow.
 def natten_axis(i: int, length: int, kernel: int, dilation: int) -> list[int]:
-    """Which of 0..length - 1 are seen from i."""
+    """Return the places out of 0..length - 1 that place i sees."""
     in_step = [j for j in range(length) if j % dilation == i % dilation]
     first = in_step.index(i) - kernel // 2
     first = min(max(first, 0), len(in_step) - kernel)
@@ -49,23 +49,23 @@ def natten_axis(i: int, length: int, kernel: int, dilation: int) -> list[int]:
 
 @functools.cache
 def natten_pixels(q: int, height: int, width: int, kernel: int, dilation: int) -> set[int]:
-    """The pixels that pixel q sees."""
+    """Return the pixels that pixel q sees."""
     rows = natten_axis(q // width, height, kernel, dilation)
     columns = natten_axis(q % width, width, kernel, dilation)
     return {row * width + column for row in rows for column in columns}
 
 
-# %% What pixel (1, 1) of an image of 6 x 8 sees.
+# %% A picture of what pixel (1, 1) sees in an image of 6 x 8 pixels.
 def picture(mask: flexmasks.Mask, pixel: tuple[int, int], height: int, width: int) -> str:
-    """One row of the mask, folded to the image."""
+    """Return one row of the mask, folded into the shape of the image."""
     row, column = pixel
     seen = flexmasks.dense_mask(mask, height * width)[0, 0, row * width + column].view(height, width)
     return "\n".join("".join("█" if s else "·" for s in line) for line in seen.tolist())
 
 
-# %% On images that are no squares: height and width are easily exchanged, and a square does not show it.
+# %% Check on images that are not square, because a square hides an exchange of height and width.
 def main() -> None:
-    """Draw, check and time."""
+    """Draw, check and time both masks."""
     file = start(__doc__)
     for name, params in {"sasa": {"window": 2}, "natten": {"kernel": 3, "dilation": 2}}.items():
         mask = flexmasks.get_mask(name, height=6, width=8, **params)
@@ -85,7 +85,7 @@ def main() -> None:
         mask = flexmasks.get_mask("natten", kernel=7, dilation=dilation, **canvas)
         check_attention(
             f"NATTEN, 7 x 7, dilation {dilation}, {height} x {width}",
-            # a CPU, which compiles slowly, runs them in plain torch
+            # A CPU compiles slowly, so it runs these masks in plain torch.
             lambda q, k, v, mask=mask: flexmasks.attention(  # type: ignore[misc]
                 q, k, v, mask=mask, backend="auto" if ON_GPU else "reference"
             ),
@@ -101,9 +101,9 @@ def main() -> None:
     q, k, v = random_qkv()
     rows: list[Row] = []
     for what, mask in masks.items():
-        found = mask.blocks(TIMED[2])
-        more = {"skipped": f"{found.sparsity:.0%}", "of the rest hidden": f"{found.hidden:.0%}"}
-        rows += [row | more for row in mask_rows(what, mask, q, k, v)]
+        blocks = mask.blocks(TIMED[2])
+        saved = {"skipped": f"{blocks.sparsity:.0%}", "of the rest hidden": f"{blocks.hidden:.0%}"}
+        rows += [row | saved for row in mask_rows(what, mask, q, k, v)]
     finish(rows + causal_rows(q, k, v), file, "TFLOP/s count the pairs that the mask shows.")
 
 

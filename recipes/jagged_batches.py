@@ -1,9 +1,9 @@
-"""Jagged batches: sequences of different lengths without padding, as nested tensors or by offsets.
+"""Jagged batches: sequences of different lengths, without padding.
 
-A jagged nested tensor holds the tokens of all sequences end to end and where each starts. `attention` takes q, k and v
-of that kind as they are, with any mask, whose positions count from each sequence's own start. Who holds the tokens end
-to end without nesting them passes the offsets: `mask=flexmasks.packed("causal", offsets)`. No length has to be a
-multiple of anything.
+A jagged nested tensor holds the tokens of all sequences end to end, and where each sequence starts. `attention` takes
+such q, k and v as they are, with any mask; positions count from the start of each sequence. Tokens that lie end to end
+without nesting need the offsets: `mask=flexmasks.packed("causal", offsets)`. No length has to be a multiple of
+anything.
 """
 
 # %%
@@ -18,19 +18,19 @@ import flexmasks
 
 
 def random_lengths(sequences: int, longest: int) -> list[int]:
-    """Of sequences, one of them of length 1 and one of the greatest."""
+    """Return random lengths, among them 1 and the greatest."""
     return [1, longest, *torch.randint(1, longest + 1, (sequences - 2,)).tolist()]
 
 
 def nested(parts: list[Tensor]) -> Tensor:
-    """Sequences [H, length, D] as one jagged nested tensor [B, H, jagged, D]."""
+    """Return sequences [H, length, D] as one jagged nested tensor [B, H, jagged, D]."""
     rows = [part.transpose(0, 1) for part in parts]
     return torch.nested.as_nested_tensor(rows, layout=torch.jagged).transpose(1, 2)
 
 
-# %% The judge: each sequence by itself, in a loop.
+# %% The reference takes each sequence by itself, in a loop.
 def one_by_one(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
-    """q, k and v [1, H, total, D]; causal inside each sequence."""
+    """Run causal attention inside each sequence; q, k and v are [1, H, total, D]."""
     outs = []
     for one_q, one_k, one_v in zip(*(x.split(lengths, 2) for x in (q, k, v)), strict=True):
         n = one_q.shape[2]
@@ -38,9 +38,9 @@ def one_by_one(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
     return torch.cat(outs, 2)
 
 
-# %% Both ways checked, gradients, too; then packing against padding.
+# %% Check both ways, with gradients, then time packing against padding.
 def main() -> None:
-    """Check and time."""
+    """Check and time jagged batches."""
     file = start(__doc__)
     heads, size = 2, 64
     lengths = [1, 300, 37, 128, 211]
@@ -84,10 +84,10 @@ def main() -> None:
     rows = attention_rows(packed, pairs, q, k, v)
     q, k, v = (torch.randn(sequences, heads, longest, size, device=DEVICE, dtype=DTYPE) for _ in range(3))
     rows += attention_rows(padded, pairs, q, k, v)
-    if ON_GPU:  # a CPU compiles slowly
+    if ON_GPU:  # a CPU compiles slowly, so it leaves this call out
         rows += attention_rows(tril, pairs, q, k, v)
-    share = 1 - total / (sequences * longest)
-    finish(rows, file, f"{share:.0%} of the padded tokens are padding. TFLOP/s count the pairs inside sequences.")
+    padding = 1 - total / (sequences * longest)
+    finish(rows, file, f"{padding:.0%} of the padded tokens are padding. TFLOP/s count the pairs inside sequences.")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
-"""Softmax of rows that fit into no tile, in Triton: in three loops over the row, then in two.
+"""Softmax of rows too long for one tile, in Triton: three loops, then two.
 
-A row of 65,536 numbers is read tile by tile. The plain way is three loops: the maximum, the sum of exponentials, the
-result; each reads the row. The first two become one by keeping a maximum of what was seen so far and a sum relative to
-it: whenever a tile raises the maximum, the sum so far is multiplied by exp(old - new). So the row is read twice in
-place of three times, and it is this step that makes flash attention possible.
+A row of 65,536 numbers is read tile by tile. The plain way is three loops, each of which reads the row: the maximum,
+the sum of exponentials, the result. The first two loops become one if it keeps the maximum so far and a sum relative to
+it: whenever a tile raises the maximum, the sum so far is multiplied by exp(old - new). The row is then read twice
+instead of three times. The same step makes flash attention possible.
 """
 
-# %% Without a GPU, Triton's interpreter runs the kernels on CPU tensors. It has to be asked before they are decorated.
+# %% Without a GPU, Triton's interpreter runs the kernels on CPU tensors. The variable must be set before Triton is
+# imported.
 from __future__ import annotations
 
 import math
@@ -28,10 +29,10 @@ from flexmasks.bench.timing import interleaved
 LOG2_E = tl.constexpr(math.log2(math.e))  # exp(x) = 2 ** (x * log2 e), and powers of two are one instruction
 
 
-# %% Three loops. A program has one row. It reads it three times and writes it once: 16 bytes for a float32.
+# %% Three loops. One program has one row. It reads each number three times and writes it once: 16 bytes in float32.
 @triton.jit
 def three_loops(x_ptr, y_ptr, columns, TILE: tl.constexpr):
-    """The maximum, the sum, the result."""
+    """Compute the maximum, then the sum, then the result."""
     row = tl.program_id(0).to(tl.int64) * columns
     offsets = tl.arange(0, TILE)
 
@@ -54,11 +55,11 @@ def three_loops(x_ptr, y_ptr, columns, TILE: tl.constexpr):
         tl.store(y_ptr + row + first + offsets, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
-# %% Two loops. Each place of the tile keeps a maximum and a sum of its own; they are merged once, at the end. Where a
-# place has seen nothing but -inf, -inf - -inf would be NaN: 0 takes the place of such a maximum, the sum stays 0.
+# %% Two loops. Each place of the tile keeps its own maximum and sum, which are merged once at the end. If a place has
+# met only -inf, the difference -inf - -inf would be NaN: 0 replaces such a maximum, and the sum stays 0.
 @triton.jit
 def two_loops(x_ptr, y_ptr, columns, TILE: tl.constexpr):
-    """The maximum and the sum at once, then the result: 12 bytes for a float32."""
+    """Compute the maximum and the sum at once, then the result: 12 bytes for a float32."""
     row = tl.program_id(0).to(tl.int64) * columns
     offsets = tl.arange(0, TILE)
 
@@ -82,20 +83,20 @@ def two_loops(x_ptr, y_ptr, columns, TILE: tl.constexpr):
 
 
 def softmax(kernel: triton.JITFunction, x: Tensor, tile: int = 4096) -> Tensor:
-    """The softmax of each row of x [rows, columns], contiguous."""
+    """Return the softmax of each row of x, [rows, columns] and contiguous."""
     y = torch.empty_like(x)
     kernel[(x.shape[0],)](x, y, x.shape[1], TILE=tile, num_warps=8)
     return y
 
 
-# %% The check, against float64: also rows of which a part is -inf, and lengths that no tile divides. Then the times.
+# %% Check against float64, with rows that hold -inf and lengths that no tile divides, then time.
 def main() -> None:
-    """Check and time."""
+    """Check and time both kernels."""
     file = start(__doc__)
     kernels = {"three loops": three_loops, "two loops": two_loops}
     x = torch.randn(4, 1000, device=DEVICE) * 20
-    x[0, 0] = 1e4  # exp of it is infinite
-    x[1, :900] = -math.inf  # whole tiles that weigh nothing
+    x[0, 0] = 1e4  # its exponential is infinite
+    x[1, :900] = -math.inf  # whole tiles weigh nothing
     x[2, 300:] = -math.inf
     for who, kernel in kernels.items():
         check(f"{who}, 4 rows of 1,000 in tiles of 128", softmax(kernel, x, 128), torch.softmax(x.double(), -1))

@@ -1,9 +1,9 @@
-"""A small language model trained on packed documents: with `attention`, and on SDPA with the mask as a tensor.
+"""A small language model trained on packed documents, with flexmasks and with SDPA.
 
 The two models start from the same weights and see the same batches; only the call of attention differs. A batch is
-documents of random lengths laid end to end, other ones at every step: for SDPA that is a new mask of length x length
-booleans at every step, for `attention` new ids of documents, whose blocks are found in some milliseconds and which
-compile nothing. The losses are the same. What is saved is the attention between documents.
+documents of random lengths laid end to end, and every step has different documents. SDPA needs a new mask of length x
+length booleans at every step. `attention` needs new ids of documents, finds their blocks in milliseconds, and compiles
+nothing. The losses are the same. What is saved is the attention between documents.
 """
 
 # %%
@@ -26,34 +26,34 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Sizes(NamedTuple):
-    """Of the model and its batches."""
+    """Sizes of the model and its batches."""
 
     vocabulary: int
     width: int
     heads: int
     layers: int
     batch: int
-    length: int  # of packed tokens
-    longest: int  # document
+    length: int  # packed tokens in a row of the batch
+    longest: int  # tokens of the longest document
     steps: int
 
 
 SIZES = Sizes(64, 1024, 16, 6, 2, 16384, 1500, 60) if ON_GPU else Sizes(16, 32, 2, 2, 2, 256, 60, 40)
 
 
-# %% Text to learn, made by code. There are four languages; in each, every word has a word that mostly follows it. Which
-# language a document is in has to be read off its own words: what a model learns here, it learns by attention.
+# %% The text is made by code. There are four languages, and in each language every word has a word that mostly follows
+# it. A model must read off the words of a document which language it is in, and it learns that by attention.
 class Batch(NamedTuple):
-    """Packed documents: words, the document of each, its place in the document, and the word that follows it."""
+    """Packed documents, [batch, length] each: a word, its document, its place there, and the word that follows."""
 
     words: Tensor
     documents: Tensor
     places: Tensor
-    following: Tensor  # -100 at the end of a document: nothing to predict
+    following: Tensor  # -100 at the end of a document, where nothing is predicted
 
 
 def make_batch(generator: torch.Generator) -> Batch:
-    """[batch, length] each."""
+    """Make a batch of random documents."""
     sizes = SIZES
     rules = torch.stack(
         [torch.randperm(sizes.vocabulary, generator=torch.Generator().manual_seed(n)) for n in range(4)]
@@ -82,9 +82,9 @@ def make_batch(generator: torch.Generator) -> Batch:
     return Batch(*(torch.stack(column).to(DEVICE) for column in zip(*rows, strict=True)))
 
 
-# %% A transformer. Its layers are given the attention to use.
+# %% A transformer, whose layers take the attention to use as an argument.
 class Layer(nn.Module):
-    """Attention and a feed-forward network, each added to what came in."""
+    """Attention and a feed-forward network, each with a residual connection."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """From words and their places in their documents to scores of the word that follows."""
+    """A transformer from words and their places in documents to the loss of the next word."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -116,23 +116,23 @@ class Model(nn.Module):
         return F.cross_entropy(self.scores(self.last(x)).flatten(0, 1).float(), batch.following.flatten())
 
 
-# %% The one difference. A batch's mask is made once and serves all layers.
+# %% The only difference between the two models. The mask of a batch is made once for all layers.
 def by_flexmasks(batch: Batch) -> Attention:
-    """The mask as two functions of indices; the ids of the documents are an input of the kernel."""
+    """Use the mask as two functions of indices; the ids of the documents are an input of the kernel."""
     mask = flexmasks.get_mask("causal") & flexmasks.get_mask("document", document_ids=batch.documents)
     return lambda q, k, v: flexmasks.attention(q, k, v, mask=mask)
 
 
 def by_sdpa(batch: Batch) -> Attention:
-    """The mask as a tensor, [batch, 1, length, length]; written without the library, it is the judge."""
+    """Use the mask as a tensor, [batch, 1, length, length], written without the library as a reference."""
     ids = batch.documents
     seen = (ids[:, None, :, None] == ids[:, None, None, :]).tril()
     return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
 
 
-# %% Training: every step another batch. What making a batch takes is not timed, what making its mask takes is.
+# %% Training takes a new batch at every step. The time to make a batch does not count, the time to make its mask does.
 class Run(NamedTuple):
-    """Of each step the loss and the seconds it took; of the first, the gradient of all weights."""
+    """Loss and seconds of each step, the gradient of all weights at the first step, and peak memory in bytes."""
 
     losses: list[float]
     seconds: list[float]
@@ -141,7 +141,7 @@ class Run(NamedTuple):
 
 
 def train(attention_of: Callable[[Batch], Attention]) -> Run:
-    """From the same weights, with the same batches."""
+    """Train from the same weights, with the same batches."""
     torch.manual_seed(0)
     model = Model(SIZES).to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4 if ON_GPU else 1e-2)
@@ -166,7 +166,7 @@ def train(attention_of: Callable[[Batch], Attention]) -> Run:
     return Run(losses, seconds, gradient, torch.cuda.max_memory_allocated() if ON_GPU else None)
 
 
-# %% Both trained; the losses compared; the time of a step.
+# %% Train both, compare the losses, and time a step.
 def main() -> None:
     """Train twice and compare."""
     file = start(__doc__)
@@ -186,7 +186,7 @@ def main() -> None:
     print("loss: " + ", ".join(f"step {n + 1}: {ours.losses[n]:.3f}" for n in (*shown, SIZES.steps - 1)))
     guess, follows = math.log(SIZES.vocabulary), 0.9 + 0.1 / SIZES.vocabulary
     floor = -follows * math.log(follows) - (1 - follows) * math.log(0.1 / SIZES.vocabulary)
-    print(f"guessing gives {guess:.3f}; no model can get below {floor:.3f}, for each tenth word strays\n")
+    print(f"guessing gives {guess:.3f}; no model can get below {floor:.3f}, because every tenth word is random\n")
     assert ours.losses[-1] < ours.losses[0] * 0.75, "the loss does not fall"
 
     rows: list[Row] = []
@@ -200,11 +200,11 @@ def main() -> None:
             "last loss": round(run.losses[-1], 4),
         }
         rows.append(row if run.peak is None else row | {"peak MB": round(run.peak / 1e6)})
-    note = "Attention is a part of the step; the other layers are the same in both."
+    note = "Attention is one part of a step; the other layers are the same in both."
     if ON_GPU:
         assert rows[0]["ms for a step"] < rows[1]["ms for a step"], "attention by blocks is not faster"
     else:
-        note += "\nAt this size it is a small part; on a GPU this recipe trains on 2 x 16,384 tokens."
+        note += "\nAt this size attention is a small part; on a GPU this recipe trains on 2 x 16,384 tokens."
     finish(rows, file, note)
 
 

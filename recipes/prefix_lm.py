@@ -1,8 +1,8 @@
-"""Prefix language models: the prompt sees all of itself, what is generated sees what came before.
+"""Prefix language models: the prompt sees all of itself.
 
-An encoder-decoder reads its input in both directions; a prefix language model does the same in one stack, by a mask:
-keys 0 to P - 1, the prefix, are visible to every query, and past them attention is causal. The edge to get right: a
-prefix of length P ends at key P - 1. `kv <= P` would show the first generated token to the prompt.
+An encoder-decoder reads its input in both directions. A prefix language model does the same in one stack, with a mask:
+keys 0 to P - 1, the prefix, are visible to every query, and after them attention is causal. The edge matters: a prefix
+of length P ends at key P - 1, and `kv <= P` would show the first generated token to the prompt.
 """
 
 # %%
@@ -26,15 +26,15 @@ from _measure import (
 import flexmasks
 
 
-# %% The judge: a list of what a query sees.
+# %% The reference is a list of the keys that a query sees.
 def sees(q: int, kv: int, prefix: int) -> bool:
-    """Whether query q sees key kv: the prefix's keys, and those up to the query's own."""
+    """Return whether query q sees key kv: the keys of the prefix, and the keys up to its own."""
     return kv in range(prefix) or kv in range(q + 1)
 
 
-# %% Prompts differ in length: one prefix for each batch element is a tensor, and a new tensor compiles nothing.
+# %% Prompts differ in length, so the prefixes of a batch are a tensor. A new tensor compiles nothing.
 def main() -> None:
-    """Draw, check and time."""
+    """Draw, check and time the mask."""
     file = start(__doc__)
     flexmasks.show("prefix_lm", 12, prefix_len=5)
 

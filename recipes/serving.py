@@ -1,12 +1,13 @@
-"""Serving: tokens decoded from a cache with room, a prompt read in chunks, and both from a paged cache.
+"""Serving: decoding and prompts in chunks, from a cache with room and a paged one.
 
-While text is generated, the keys and values of what came before lie in a cache. Decoding is attention of the last
-query, reading a prompt in chunks is attention of the next few; both are causal attention whose first query is not at
-position 0 but where its sequence stands, which `q_offset` says, for each batch element its own. Keys past a query's
-position are hidden, so what a cache with room holds behind its last token does not matter.
+While text is generated, the keys and values of earlier tokens lie in a cache. Decoding is attention of the last query,
+and reading a prompt in chunks is attention of the next few queries. Both are causal attention whose first query is not
+at position 0 but at the end of its sequence. `q_offset` says where, for each batch element. Keys past a query's
+position are hidden, so it does not matter what a cache with room holds behind its last token.
 
-A cache with room for the longest sequence wastes what the shorter ones leave. A paged cache cuts the memory in pages
-that any sequence may hold, and a table says which: `paged_attention` takes it as vLLM and FlashAttention hold it.
+A cache with room for the longest sequence wastes the room that shorter sequences leave. A paged cache cuts the memory
+into pages that any sequence may hold, and a table says which pages those are. `paged_attention` takes cache and table
+as vLLM and FlashAttention hold them.
 """
 
 # %%
@@ -28,16 +29,16 @@ CHECKED = (3, 4, 2, 512, 64)
 TIMED = (64, 32, 8, 8192, 128) if ON_GPU else CHECKED
 
 
-# %% A cache with room, [B, Hkv, room, D]: the next queries of each sequence stand where its keys end.
+# %% A cache with room, [B, Hkv, room, D]. The next queries of each sequence stand where its keys end.
 def attend(q: Tensor, k: Tensor, v: Tensor, lens: Tensor) -> Tensor:
-    """The last queries of each sequence, q [B, H, Q, D], where sequence b has lens[b] keys, those of q among them."""
+    """Attend from the last queries q [B, H, Q, D]; sequence b has lens[b] keys, which include those of q."""
     out: Tensor = flexmasks.attention(q, k, v, mask="causal", q_offset=lens - q.shape[2])
     return out
 
 
-# %% The same cache in pages of one pool, [pages, page size, Hkv, D], and which page is whose.
+# %% The same cache in pages of one pool, [pages, page size, Hkv, D], with a table of the pages of each sequence.
 class Pages:
-    """A cache [B, Hkv, room, D] cut in pages that lie in any order."""
+    """A cache [B, Hkv, room, D] cut into pages that lie in any order."""
 
     def __init__(self, k: Tensor, v: Tensor, page_size: int) -> None:
         batch, _, room, _ = k.shape
@@ -46,19 +47,19 @@ class Pages:
         self.k, self.v = (self.pool(x, page_size) for x in (k, v))
 
     def pool(self, x: Tensor, page_size: int) -> Tensor:
-        """The pages of each sequence, [B, pages, page size, Hkv, D], put where the table says."""
+        """Return all pages, [pages, page size, Hkv, D], each where the table says."""
         pages = x.transpose(1, 2).unflatten(1, (-1, page_size)).flatten(0, 1)
         return torch.empty_like(pages).index_copy_(0, self.table.flatten().long(), pages)
 
     def attend(self, q: Tensor, lens: Tensor) -> Tensor:
-        """As `attend` above."""
+        """Attend to the pages, as `attend` above does to a cache with room."""
         out: Tensor = flexmasks.paged_attention(q, self.k, self.v, self.table, lens, mask="causal")
         return out
 
 
-# %% The judge: each sequence by itself, with its own keys and no others, in float64.
+# %% The reference takes each sequence by itself, with its own keys only, in float64.
 def one_by_one(q: Tensor, k: Tensor, v: Tensor, lens: Tensor) -> Tensor:
-    """As `attend` above."""
+    """Attend as `attend` above does, one sequence after the other."""
     outs = []
     for b, length in enumerate(lens.tolist()):
         own_k, own_v = (x[b, :, :length].repeat_interleave(q.shape[1] // x.shape[1], 0).double() for x in (k, v))
@@ -75,12 +76,11 @@ def check_all() -> None:
     first = q[:, :, :1]
     for what, call in caches(k, v, page_size).items():
         lens = torch.tensor([300, 17, 511], device=DEVICE)
-        for _ in range(2):  # a step: every sequence is one token longer
-            found = call(first, lens)
-            check(f"{what}, decoding at lengths {lens.tolist()}", found, one_by_one(first, k, v, lens))
+        for _ in range(2):  # at each step every sequence is one token longer
+            check(f"{what}, decoding at lengths {lens.tolist()}", call(first, lens), one_by_one(first, k, v, lens))
             lens += 1
     if not ON_GPU:
-        q, k, v = q.double(), k.double(), v.double()  # for which nothing is compiled, which takes long on a CPU
+        q, k, v = q.double(), k.double(), v.double()  # float64 compiles nothing, which would take long on a CPU
     whole = one_by_one(q, k, v, torch.full((batch,), room))
     for what, call in caches(k, v, page_size).items():
         ends = range(chunk, room + 1, chunk)
@@ -89,16 +89,16 @@ def check_all() -> None:
 
 
 def caches(k: Tensor, v: Tensor, page_size: int) -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
-    """Attention to the two caches, of queries and lengths."""
+    """Return attention to each of the two caches, as a function of queries and lengths."""
     return {
         "a cache with room": lambda q, lens: attend(q, k, v, lens),
         "a cache in pages": Pages(k, v, page_size).attend,
     }
 
 
-# %% Decoding timed: what must be read is the keys and values of each sequence, once.
+# %% Time decoding, which must read the keys and values of each sequence once.
 def main() -> None:
-    """Check and time."""
+    """Check and time both caches."""
     file = start(__doc__)
     with torch.no_grad():
         check_all()
@@ -122,14 +122,14 @@ def main() -> None:
         progress("")
     for who, out in outputs.items():
         check(f"{who}: agrees, at the size that is timed", out, outputs["with room"])
-    share = float(lens.sum()) / (batch * room)
+    used = float(lens.sum()) / (batch * room)
     read = 2 * int(lens.sum()) * kv_heads * size * k.element_size()
     rows: list[Row] = [
         {"a step of decoding": who, "ms": float(f"{ms:.4g}"), "GB/s": float(f"{read / ms / 1e6:.4g}")}
         for who, (ms, *_) in times.items()
     ]
-    print(f"\n{batch} sequences of up to {room} keys, {share:.0%} of the room in use, {read / 1e6:.0f} MB to be read")
-    finish(rows, file, "GB/s of the keys and values that the sequences have; a step's blocks were planned before.")
+    print(f"\n{batch} sequences of up to {room} keys, {used:.0%} of the room in use, {read / 1e6:.0f} MB to be read")
+    finish(rows, file, "GB/s counts the keys and values of the sequences; the blocks of a step were planned before.")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""A sliding window: each query sees the last few keys, and the time goes with the window, not with the length.
+"""A sliding window: time grows with the window instead of the length.
 
-Attention over all earlier keys costs length x length / 2. With a window of w keys it costs length x w, where a kernel
-skips what lies outside. What one has to be exact about is the edge: here window=w means w earlier keys *and* the
-query's own, FlashAttention's window_size=(w, 0); Hugging Face's sliding_window=W is window=W-1.
+Attention to all earlier keys costs length x length / 2. With a window of w keys it costs length x w, if the kernel
+skips what lies outside. The edge matters: here window=w means w earlier keys *and* the query's own, which is
+FlashAttention's window_size=(w, 0). Hugging Face's sliding_window=W is window=W-1.
 """
 
 # %%
@@ -26,15 +26,15 @@ from _measure import (
 import flexmasks
 
 
-# %% The judge: the definition, for one query and one key. q itself counts, and so do the `window` keys before it.
+# %% The reference is the definition for one query and one key: the query's own key and the `window` keys before it.
 def sees(q: int, kv: int, window: int) -> bool:
-    """Whether query q sees key kv."""
+    """Return whether query q sees key kv."""
     return q - window <= kv <= q
 
 
-# %% The picture, the check, and how the time goes with the window.
+# %% Draw, check, and time windows of several sizes.
 def main() -> None:
-    """Draw, check and time."""
+    """Draw, check and time the mask."""
     file = start(__doc__)
     flexmasks.show("sliding_window", 12, window=3)
 

@@ -1,12 +1,12 @@
-"""A training step with the scaled masked softmax: an autograd Function written by hand, and the operator in its place.
+"""The scaled masked softmax in training, against a Function by hand.
 
-Where attention scores are held in memory, a training step takes y = softmax(x * scale), hidden places apart, and on
-the way back dx = scale * (y * dy - y * sum(y * dy)). The Function below writes both down in plain torch: several
-passes over tensors of all scores. flexmasks.scaled_masked_softmax is one kernel each way, and needs to be told no
-gradient: autograd, torch.compile and torch.func know it.
+If a model holds attention scores in memory, a training step takes y = softmax(x * scale) without the hidden places,
+and in the backward pass dx = scale * (y * dy - y * sum(y * dy)). The Function below writes both in plain torch, which
+takes several passes over tensors of all scores. flexmasks.scaled_masked_softmax is one kernel in each direction.
+Autograd, torch.compile and torch.func know its gradient.
 """
 
-# %% The Function: what the gradient of a softmax is. A row that is hidden as a whole gives 0, and so does its gradient.
+# %% The Function, with the gradient of a softmax. A row that is hidden entirely gives 0, and so does its gradient.
 from __future__ import annotations
 
 import math
@@ -26,7 +26,7 @@ Softmax = Callable[[Tensor, Tensor, float], Tensor]
 
 
 class ByHand(torch.autograd.Function):
-    """softmax(x * scale) where `hidden` is not set, and its gradient, in plain torch."""
+    """The softmax of x * scale outside of `hidden`, with its gradient, in plain torch."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, hidden: Tensor, scale: float) -> Tensor:
@@ -46,18 +46,18 @@ class ByHand(torch.autograd.Function):
 
 
 def by_hand(x: Tensor, hidden: Tensor, scale: float) -> Tensor:
-    """The Function above as a function."""
+    """Call the Function above."""
     return ByHand.apply(x, hidden, scale)  # type: ignore[no-any-return]
 
 
-# %% The judge: torch's own autograd, in float64, through the definition.
+# %% The reference is the definition, in float64 and differentiated by torch's autograd.
 def definition(x: Tensor, hidden: Tensor, scale: float) -> Tensor:
-    """Differentiated by torch."""
+    """Take the softmax as it is defined."""
     weights = torch.exp(x * scale - (x * scale).amax(-1, keepdim=True)).masked_fill(hidden, 0.0)
     return weights / weights.sum(-1, keepdim=True).clamp(min=1e-300)
 
 
-# %% A layer that trains: self-attention whose softmax is exchangeable.
+# %% A layer to train: self-attention that takes its softmax as an argument.
 class Attention(nn.Module):
     """Multi-head self-attention with all scores in memory."""
 
@@ -74,7 +74,7 @@ class Attention(nn.Module):
 
 
 def train(softmax: Softmax, shape: tuple[int, int, int, int], steps: int) -> tuple[list[float], Callable[[], Tensor]]:
-    """The losses of some steps towards what another such layer gives, and the step itself, to be timed."""
+    """Train a layer towards the output of another one; return the losses, and the step itself to time it."""
     batch, heads, length, size = shape
     torch.manual_seed(0)
     student, teacher = (Attention(heads * size, heads, softmax).to(DEVICE) for _ in range(2))
@@ -100,7 +100,7 @@ def train(softmax: Softmax, shape: tuple[int, int, int, int], steps: int) -> tup
     return losses, step
 
 
-# %% The gradients checked, the losses compared, the step timed.
+# %% Check the gradients, compare the losses, and time the step.
 def main() -> None:
     """Check, train and time."""
     file = start(__doc__)

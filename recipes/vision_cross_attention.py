@@ -1,9 +1,9 @@
-"""Vision cross-attention: tokens of text see the images that belong to their place in the text, and those alone.
+"""Vision cross-attention: text sees the images that belong to its place.
 
 In a text with images between the words (Flamingo), queries are tokens of text and keys are the tokens of all images.
-Each image i has an interval of text positions: token q sees every token of image i iff start_i <= q < end_i. In
-Flamingo an image's interval ends where the next image's begins; here intervals may overlap, or leave a token without
-an image: its output is 0, where SDPA gives NaN.
+Each image i has an interval of text positions: token q sees every token of image i if start_i <= q < end_i. In
+Flamingo the interval of an image ends where the next one begins. Here intervals may overlap, or leave a token without
+an image: its output is then 0, where SDPA gives NaN.
 """
 
 # %%
@@ -27,23 +27,23 @@ from _measure import (
 import flexmasks
 
 
-# %% The judge: the definition, in plain Python.
+# %% The reference is the definition in plain Python.
 def sees(q: int, kv: int, intervals: list[list[int]], image_ids: list[int]) -> bool:
-    """Whether token q of the text sees token kv of the images; -1 marks padding between images."""
+    """Return whether token q of the text sees token kv of the images; -1 marks padding between images."""
     if image_ids[kv] < 0:
         return False
     start, end = intervals[image_ids[kv]]
     return start <= q < end
 
 
-# %% The picture, the check, the times.
+# %% Draw, check and time.
 def main() -> None:
-    """Draw, check and time."""
+    """Draw, check and time the mask."""
     file = start(__doc__)
     flexmasks.show("vision_cross", 12, 9, intervals=[[2, 6], [6, 9], [8, 12]], image_ids=[0, 0, 0, 1, 1, 1, 2, 2, -1])
 
     text = CHECKED[2]
-    intervals = [[100, 400], [400, 700], [650, 900], [900, text]]  # the first 100 tokens have no image, 50 have two
+    intervals = [[100, 400], [400, 700], [650, 900], [900, text]]  # the first 100 tokens see no image, 50 see two
     image_ids = [0] * 150 + [1] * 150 + [2] * 150 + [3] * 150 + [-1] * 40
     seen = pair_by_pair(lambda q, kv: sees(q, kv, intervals, image_ids), text, len(image_ids))
     assert not bool(seen[:100].any())

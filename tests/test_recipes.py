@@ -66,9 +66,11 @@ def measurements() -> str:
     machine = dict(machines.pop())
     parts = [
         "# What the recipes measured",
-        f"On one {machine['device']}, torch {machine['torch']}. `python recipes/NAME.py` prints such a table, and "
-        "above it what it checked; with `--json recipes/results/NAME.json` it keeps the figures, and "
-        "`python tests/test_recipes.py` writes this page from them.",
+        f"On one {machine['device']}, torch {machine['torch']}. `python recipes/NAME.py` prints such a table below its "
+        "checks. With `--json recipes/results/NAME.json` it writes the figures, and `python tests/test_recipes.py` "
+        "writes this page from them.",
+        "The benchmarks of the library have pages of their own: [attention](attention.md), [every mask and "
+        "score](registry.md), [block masks](blocks.md), [the masked softmax](softmax.md).",
     ]
     for name in RECIPES:
         summary = (ast.get_docstring(ast.parse((FOLDER / name).read_text())) or "").partition("\n")[0]
