@@ -21,12 +21,10 @@ from flexmasks.blocks import build as blocks
 from flexmasks.blocks.build import Layout
 from flexmasks.blocks.counts import Blocks
 from flexmasks.cache import ENTRY, Cache
-from flexmasks.plans import rows
-from flexmasks.plans.rows import Rows
 from flexmasks.plans.windows import Dense, told
 from flexmasks.spec.captures import Aliases, Opaque, capture
-from flexmasks.spec.parameters import Size, bounded, can_be_read, describe
-from flexmasks.spec.registry import from_arguments, functions_of, get_mask
+from flexmasks.spec.parameters import Size, bounded, describe
+from flexmasks.spec.registry import get_mask
 from flexmasks.spec.values import Mask, Modifier, NestedExtras
 
 Offset = int | Tensor
@@ -62,12 +60,11 @@ class _FoundMask(_Found):
 
 _Kept = TypeVar("_Kept", bound=_Found)
 _BLOCKS: Cache[_FoundMask] = Cache("blocks", max_bytes=5 << 28)  # a million tokens take 1.07 GB
-_ROWS: Cache[Rows] = Cache("rows", max_bytes=1 << 29)
 _SCORES: Cache[_Found] = Cache("scores", max_bytes=1 << 26)
 _NUMBERS: Cache[set[Hashable]] = Cache("numbers", max_bytes=1024)  # values seen of masks' numbers; one byte each
 
 
-def _outside_transforms(tensors: Sequence[Tensor]) -> contextlib.AbstractContextManager[Any]:
+def outside_transforms(tensors: Sequence[Tensor]) -> contextlib.AbstractContextManager[Any]:
     """What is made and kept must not belong to a transform of torch.func, unless what it is made from does."""
     inside = compat.transforms_active()
     if not inside or any(compat.is_wrapped(t) for t in tensors):
@@ -131,7 +128,7 @@ class Plan:
         key = (self._key, offset, self.size, self.lifted, torch.get_default_dtype(), *more)
         found = cache.get(key, tensors)
         if found is None:
-            with _outside_transforms(tensors):
+            with outside_transforms(tensors):
                 found = build()
             # what was computed from a tensor that learns belongs to one autograd graph
             if not any(t.requires_grad for t in tensors) or not _tensors_in(found.extras):
@@ -240,43 +237,6 @@ class MaskPlan(Plan):
         if name not in facts:
             facts[name] = find()
         return facts[name]
-
-
-def rows_of(mask: Any, params: dict[str, Any], x: Tensor) -> Rows:
-    """What each row of scores x [B, H, Q, KV] sees of a mask, given as in a call."""
-    if torch.compiler.is_compiling():
-        if not (isinstance(mask, str | Mask) or params):  # a function, whose signature cannot be read here
-            return rows.traced(mask, *_sizes(x))
-        made = get_mask(mask, **params)
-        return rows.traced(made.bind(made.resolve(Size(*_sizes(x)))), *_sizes(x))
-    tensors: list[Tensor] = []
-    read: Hashable = functions_of("mask", mask)
-    key: Hashable = None
-    try:
-        if params or not isinstance(read, str):  # else there is nothing to read
-            read = capture((read, params), tensors)
-        key = read, x.shape, x.device, torch.get_default_dtype()
-    except Opaque:
-        pass
-    is_traced = compat.in_dispatch_mode() or x.is_meta or isinstance(x, compat.FakeTensor)
-    is_traced = is_traced or not all(map(can_be_read, tensors))
-    found = None if key is None or is_traced else _ROWS.get(key, tensors)
-    if found is None:
-        made = cast(Mask, from_arguments(mask, None, params)[0])
-        if not is_traced and not x.numel():
-            return Rows()
-        on_fake = x.fake_mode if isinstance(x, compat.FakeTensor) else contextlib.nullcontext()
-        with _outside_transforms(tensors), explained(made), on_fake, torch.no_grad():
-            mod = made.bind(made.resolve(Size(*_sizes(x))))
-            found = (rows.traced if is_traced else rows.build)(mod, *_sizes(x))
-        if key is not None and not is_traced:
-            _ROWS.put(key, tensors, found, ENTRY + found.nbytes)
-    return found
-
-
-def _sizes(x: Tensor) -> tuple[int, int, int, int, torch.device]:
-    batch, heads, q_len, kv_len = x.shape
-    return batch, heads, q_len, kv_len, x.device
 
 
 class ScorePlan(Plan):
