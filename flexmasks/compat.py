@@ -77,7 +77,9 @@ autocast_anywhere: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 # Switch for forward derivatives in this thread, a context manager. Its loss is an AttributeError at import. No public
 # one.
-forward_derivatives: Callable[[bool], Any] = torch.autograd.forward_ad._set_fwd_grad_enabled
+forward_derivatives: Callable[[bool], contextlib.AbstractContextManager[Any]] = (
+    torch.autograd.forward_ad._set_fwd_grad_enabled
+)
 
 
 def in_vmap() -> bool:

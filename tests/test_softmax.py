@@ -16,14 +16,13 @@ import oracles
 import pytest
 import test_blocks
 import test_ranges
-import test_softmax_kernels
 import torch
 import triton
 from helpers import DEVICES, TOLERANCE, arguments, error, label, spread
 from hypothesis import given, settings
 from oracles import MASK_CASES, Case
+from softmax_oracle import softmax
 from test_blocks import Drawn, drawn
-from test_softmax_kernels import softmax
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.func import grad, jacfwd, jacrev, jvp, vjp, vmap
@@ -31,7 +30,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import create_mask
 
 import flexmasks
-from flexmasks import softmax as softmax_module
+from flexmasks.kernels import softmax_plain
 from flexmasks.plans import rows
 from flexmasks.spec.parameters import Size
 
@@ -174,7 +173,7 @@ def test_what_torch_gives_for_infinite_scores(device: str) -> None:
 @pytest.mark.parametrize("shape", [(64, 128, 128), (128, 64, 1, 128), (8192, 1, 128), (16, 1, 1 << 16)])
 def test_memory_is_bounded(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Half precision is not copied to float32 as a whole, however its rows are laid out."""
-    monkeypatch.setattr(softmax_module, "_CHUNK", math.prod(shape) // 8)
+    monkeypatch.setattr(softmax_plain, "_PART_ELEMENTS", math.prod(shape) // 8)
     x = torch.randn(shape).bfloat16()
     hidden = torch.rand(shape[-1]) < 0.5
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
@@ -182,7 +181,7 @@ def test_memory_is_bounded(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPat
         dx = BACKWARD(x, y, None, 1.0)
     largest = max(event.cpu_memory_usage for event in profile.events())
     assert largest <= x.nbytes
-    monkeypatch.setattr(softmax_module, "_CHUNK", x.numel())
+    monkeypatch.setattr(softmax_plain, "_PART_ELEMENTS", x.numel())
     assert torch.equal(y, flexmasks.scaled_masked_softmax(x, hidden))
     assert torch.equal(dx, BACKWARD(x, y, None, 1.0))
 
@@ -702,14 +701,14 @@ def test_a_module_is_a_mask() -> None:
 # --- kernels ---
 
 
-@pytest.mark.skipif(test_softmax_kernels.INTERPRETED, reason="this is what it runs")
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="Triton is interpreted in this process already")
 @pytest.mark.skipif(
     tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7),
     reason="the interpreter of Triton 3.6 has no loops over loaded numbers with a new NumPy",
 )
 def test_kernels_by_the_interpreter() -> None:
     """The kernels' own tests, in a process that chose Triton's interpreter before it was imported."""
-    file = Path(test_softmax_kernels.__file__)
+    file = Path(__file__).with_name("test_softmax_kernels.py")
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(file)]
     ran = subprocess.run(
         command,

@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 import torch
 from helpers import TOLERANCE, error
+from softmax_oracle import softmax
 from torch import Tensor
 
 triton = pytest.importorskip("triton")
-softmax_kernels = pytest.importorskip("flexmasks.kernels.softmax")
+launch = pytest.importorskip("flexmasks.kernels.softmax_launch")
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -30,26 +31,6 @@ runs = pytest.mark.skipif(
     not INTERPRETED and not torch.cuda.is_available(), reason="needs a CUDA device, or the interpreter"
 )
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of inf - inf and the like
-
-
-# --- oracle ---
-
-
-def softmax(x: Tensor, visible: Tensor, scale: float = 1.0, dy: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Row by row in float64: the softmax of what is visible put in its place, and by torch's autograd the gradient."""
-    x = x.detach().double().cpu().requires_grad_()
-    visible = visible.cpu().expand(x.shape)
-    y = torch.zeros_like(x)
-    rows = x.shape[:-1].numel()
-    for place in (torch.unravel_index(torch.tensor(n), x.shape[:-1]) for n in range(rows)):
-        columns = visible[place].nonzero()[:, 0]
-        if len(columns):
-            y[place][columns] = torch.softmax(x[place][columns] * scale, 0)
-    if dy is None or not y.requires_grad:
-        return y.detach(), torch.zeros_like(x)
-    y.backward(torch.where(visible, dy.double().cpu(), 0))
-    assert x.grad is not None
-    return y.detach(), x.grad
 
 
 def seen(bounds: Tensor | None, bits: Tensor | None, mask: Tensor | None, visible: bool, columns: int) -> Tensor:
@@ -119,7 +100,7 @@ def check(
     want = softmax(x, places, scale, dy if dy is not None else (dy := torch.randn(x.shape).to(x.dtype)))
     on_device = on(DEVICE, bounds, bits, mask)
     x_there = x.to(DEVICE) if x.device.type != DEVICE else x
-    y = softmax_kernels.forward(x_there, *on_device, visible, scale)
+    y = launch.forward(x_there, *on_device, visible, scale)
     assert y.dtype == x.dtype
     assert y.is_contiguous()
     assert torch.all(y.cpu()[~places] == 0)
@@ -128,7 +109,7 @@ def check(
     assert torch.allclose(y.cpu().double(), want[0], rtol=near[0], atol=near[1])  # each by itself, however small
     if dy.is_contiguous():
         dy = torch.where(places, dy, torch.tensor([NAN, math.inf], dtype=x.dtype)[torch.randint(2, x.shape)])
-    dx = softmax_kernels.backward(dy.to(DEVICE), y, on_device[0], scale)
+    dx = launch.backward(dy.to(DEVICE), y, on_device[0], scale)
     assert torch.all(dx.cpu()[~places] == 0)
     unit = max(
         1e-9, float(want[0].norm()) / want[0].numel() ** 0.5
@@ -156,8 +137,8 @@ def test_lengths(columns: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("rows", [1, 4])
 def test_windows(rows: int, halvings: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of every width, in kernels that halve the columns they hold."""
-    monkeypatch.setattr(softmax_kernels, "config", lambda *_: softmax_kernels.Config(rows, 1, halvings))
-    monkeypatch.setattr(softmax_kernels, "_launches", {})
+    monkeypatch.setattr(launch, "config", lambda *_: launch.Config(rows, 1, halvings))
+    monkeypatch.setattr(launch, "_launches", {})
     columns = 500
     widths = [0, 1, 15, 16, 17, 47, 48, 49, 63, 64, 65, 100, 127, 128, 129, 241, 255, 256, 257, 400, 499, 500]
     starts = torch.tensor([(37 * n) % (columns - w + 1) for n, w in enumerate(widths)])
@@ -171,8 +152,8 @@ def test_windows(rows: int, halvings: int, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("chunk", [64, 128])
 @pytest.mark.parametrize("halvings", [0, 1])
 def test_long_rows(halvings: int, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(softmax_kernels, "config", lambda *_: softmax_kernels.Config(1, 4, halvings, chunk))
-    monkeypatch.setattr(softmax_kernels, "_launches", {})
+    monkeypatch.setattr(launch, "config", lambda *_: launch.Config(1, 4, halvings, chunk))
+    monkeypatch.setattr(launch, "_launches", {})
     for columns in (300, 384):
         x = torch.randn(1, 2, 12, columns) * 5
         bounds = random_bounds((1, 1, 12), columns)
@@ -207,7 +188,7 @@ def check_extremes(columns: int) -> None:
     bounds = torch.stack([first, torch.full((9,), columns - 1)], -1).int()
     bounds[8] = 0
     for scale in (1.0, 0.5, 0.0, -1.0):
-        y = softmax_kernels.forward(x.to(DEVICE), bounds.to(DEVICE), None, None, False, scale).cpu()
+        y = launch.forward(x.to(DEVICE), bounds.to(DEVICE), None, None, False, scale).cpu()
         assert torch.all(y[:, :2] == 0)
         assert torch.all(y[:, -1] == 0)
         assert torch.all(y[8] == 0)
@@ -278,8 +259,8 @@ def test_beyond_2_to_the_31() -> None:
     mask[:, 5000:5100] = True
     picked = torch.tensor([0, 1, 2**15, 2**16 - 1, 2**16, rows - 1])
     for plan, hidden in ((bounds, None), (None, mask)):
-        y = softmax_kernels.forward(x, plan, None, hidden, False, 1.0)
-        dx = softmax_kernels.backward(x, y, plan, 1.0)
+        y = launch.forward(x, plan, None, hidden, False, 1.0)
+        dx = launch.backward(x, y, plan, 1.0)
         visible = seen(
             None if plan is None else plan[picked].cpu(),
             None,
@@ -297,18 +278,18 @@ def test_beyond_2_to_the_31() -> None:
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter keeps no launches")
 def test_launches_are_kept() -> None:
     """A second call with other numbers takes the kept launch; another alignment does not."""
-    softmax_kernels._launches.clear()
+    launch._launches.clear()
     base = torch.randn(64 * 100 + 8, device="cuda")
     for _ in range(3):
         x = base[: 64 * 100].view(64, 100)
         bounds = random_bounds((64,), 100)
         check(x.cpu(), bounds)
     shifted = base[1 : 64 * 100 + 1].view(64, 100)
-    y = softmax_kernels.forward(shifted, None, None, None, False, 1.0)
+    y = launch.forward(shifted, None, None, None, False, 1.0)
     assert torch.allclose(y, torch.softmax(shifted, -1), atol=1e-6)
-    kept = len(softmax_kernels._launches)
-    softmax_kernels.forward(shifted.clone()[:], None, None, None, False, 2.0)
-    assert len(softmax_kernels._launches) == kept + 1  # aligned now
+    kept = len(launch._launches)
+    launch.forward(shifted.clone()[:], None, None, None, False, 2.0)
+    assert len(launch._launches) == kept + 1  # aligned now
 
 
 # --- what is compiled ---
@@ -346,7 +327,7 @@ def test_loads_and_stores_are_wide(columns: int, dtype: str) -> None:
     shared = {"GRAIN": grain, "INNER": False, "OUTER": 1}
 
     def options(kind: str, bounded: bool) -> tuple[dict[str, Any], int]:
-        chosen = softmax_kernels.config(kind, columns, {"fp32": 4}.get(dtype, 2), bounded)
+        chosen = launch.config(kind, columns, {"fp32": 4}.get(dtype, 2), bounded)
         width = chosen.chunk or block
         more = {"ROWS": chosen.rows, "BLOCK": width, "HALVINGS": chosen.halvings, "LONG": chosen.chunk > 0}
         return shared | more, chosen.warps
@@ -355,11 +336,11 @@ def test_loads_and_stores_are_wide(columns: int, dtype: str) -> None:
     constants |= {"MASK_GRAIN": 16, "X_COLUMN": 1, "MASK_COLUMN": 0, "VISIBLE": False, "SIGN": 1}
     constants |= {"bits": None, "mask": None}
     pointer = f"*{dtype}"
-    forward = assembly(softmax_kernels._forward, {"x": pointer, "y": pointer, "bounds": "*i32"}, constants, warps)
+    forward = assembly(launch.forward_kernel, {"x": pointer, "y": pointer, "bounds": "*i32"}, constants, warps)
     constants, warps = options("backward", True)
     constants |= {"DY_COLUMN": 1, "Y_COLUMN": 1}
     pointers = {"dx": pointer, "dy": pointer, "y": pointer, "bounds": "*i32"}
-    backward = assembly(softmax_kernels._backward, pointers, constants, warps)
+    backward = assembly(launch.backward_kernel, pointers, constants, warps)
     for text in (forward, backward):
         for operation in ("ld", "st"):
             found = re.findall(operation + r"\.global[\w:.]*?(?:\.v(\d))?\.b(\d+)", text)

@@ -1,0 +1,119 @@
+"""Triton kernel of the masked softmax's backward pass.
+
+For N elements of s bytes of which a fraction f is visible it moves N s (1 + 2 f) bytes: y and dy are read where y is
+visible and dx is written. Columns before a row's first visible one and from its end on are not read. A row is held in
+registers; a longer row is read twice.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from flexmasks.kernels.softmax_tiles import (
+    chunks_to_read,
+    clear,
+    clear_around,
+    program_position,
+    readable,
+    row_limits,
+    unspecialized,
+    widest_row_for,
+)
+
+
+@triton.jit
+def _products(y, dy, column, inside, Y_COLUMN: tl.constexpr, DY_COLUMN: tl.constexpr, POLICY: tl.constexpr):
+    """Return y and y * dy, which is 0 where y is 0 whatever dy is."""
+    weights = tl.load(y + column * Y_COLUMN, mask=inside, other=0, eviction_policy=POLICY).to(tl.float32)
+    slopes = tl.load(dy + column * DY_COLUMN, mask=inside, other=0, eviction_policy=POLICY).to(tl.float32)
+    return weights, tl.where(weights == 0, 0.0, weights * slopes)
+
+
+@triton.jit
+def _backward_tile(
+    dx, dy, y, columns, is_row, low, high, scale,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    Y_COLUMN: tl.constexpr, DY_COLUMN: tl.constexpr, BOUNDS: tl.constexpr,
+):  # fmt: skip
+    """Compute rows held in registers: all columns, or WIDTH from `low` on where these hold every visible column."""
+    column = tl.arange(0, WIDTH)[None, :]
+    if WIDTH < BLOCK:
+        column = low + column
+    exists, inside = readable(column, columns, is_row, low, high, ROWS, BOUNDS, WIDTH < BLOCK)
+    weights, products = _products(y, dy, column, inside, Y_COLUMN, DY_COLUMN, "")
+    if WIDTH < BLOCK:
+        clear_around(dx, low, columns, is_row, ROWS, BLOCK, WIDTH)
+    total = tl.sum(products, 1)[:, None]
+    slopes = tl.where(weights == 0, 0.0, scale * (products - weights * total))
+    tl.store(dx + column, slopes.to(dx.dtype.element_ty), mask=exists)
+
+
+@triton.jit
+def _backward_long(
+    dx, dy, y, columns, low, high, scale,
+    CHUNK: tl.constexpr, Y_COLUMN: tl.constexpr, DY_COLUMN: tl.constexpr, BOUNDS: tl.constexpr,
+):  # fmt: skip
+    """Compute one row that does not fit in registers, in two passes: the sum, then the result."""
+    start, stop, n_chunks = chunks_to_read(columns, low, high, CHUNK, BOUNDS)
+    covered = start + n_chunks * CHUNK
+    clear(dx, columns * 0, start, CHUNK)
+    clear(dx, covered, columns, CHUNK)
+    totals = tl.zeros((1, CHUNK), tl.float32)
+    for chunk in range(start, stop, CHUNK):
+        column = chunk + tl.arange(0, CHUNK)[None, :]
+        _exists, inside = readable(column, columns, True, low, high, 1, BOUNDS, True)
+        weights, products = _products(y, dy, column, inside, Y_COLUMN, DY_COLUMN, "")
+        totals += products
+    total = tl.sum(tl.sum(totals, 1), 0)
+    for chunk in range(start, stop, CHUNK):
+        column = chunk + tl.arange(0, CHUNK)[None, :]
+        exists, inside = readable(column, columns, True, low, high, 1, BOUNDS, True)
+        weights, products = _products(y, dy, column, inside, Y_COLUMN, DY_COLUMN, "evict_first")
+        slopes = tl.where(weights == 0, 0.0, scale * (products - weights * total))
+        tl.store(dx + column, slopes.to(dx.dtype.element_ty), mask=exists)
+
+
+@triton.jit(do_not_specialize=unspecialized("dx", "dy", "y", "bounds"))
+def backward_kernel(
+    dx, dy, y, bounds,
+    columns, n_rows, n_inner, n_blocks, n_one,
+    dx_row, dx_inner, dx_one, dx_two,
+    dy_row, dy_inner, dy_one, dy_two,
+    y_row, y_inner, y_one, y_two,
+    bounds_row, bounds_inner, bounds_one, bounds_two,
+    scale,
+    GRAIN: tl.constexpr, DY_COLUMN: tl.constexpr, Y_COLUMN: tl.constexpr,
+    INNER: tl.constexpr, OUTER: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, HALVINGS: tl.constexpr, LONG: tl.constexpr,
+):  # fmt: skip
+    """Write dx = scale * (y * dy - y * sum(y * dy)), 0 where y is 0."""
+    block, inner, one, two = program_position(n_inner, n_blocks, n_one, INNER, OUTER)
+    columns = columns * GRAIN
+    row = block.to(tl.int64)
+    is_row = True
+    if ROWS > 1:
+        row = row * ROWS + tl.arange(0, ROWS)[:, None]
+        is_row = row < n_rows
+    dx += (row * dx_row + inner * dx_inner + one * dx_one + two * dx_two) * GRAIN
+    dy += (row * dy_row + inner * dy_inner + one * dy_one + two * dy_two) * GRAIN
+    y += (row * y_row + inner * y_inner + one * y_one + two * y_two) * GRAIN
+    low = 0
+    high = 0
+    width = 0
+    BOUNDS: tl.constexpr = bounds is not None
+    if BOUNDS:
+        bounds += row * bounds_row + inner * bounds_inner + one * bounds_one + two * bounds_two
+        _first, _end, low, high, width = row_limits(bounds, is_row, ROWS)
+    if LONG:
+        for n in tl.static_range(0, HALVINGS + 1):
+            if ((n == 0) | (width <= widest_row_for(BLOCK >> n))) & (
+                (n == HALVINGS) | (width > widest_row_for(BLOCK >> (n + 1)))
+            ):
+                _backward_long(dx, dy, y, columns, low, high, scale, BLOCK >> n, Y_COLUMN, DY_COLUMN, BOUNDS)
+    else:
+        for n in tl.static_range(0, HALVINGS + 1):
+            if (HALVINGS == 0) | ((width <= BLOCK >> n) & (width > (BLOCK >> (n + 1) if n < HALVINGS else -1))):
+                _backward_tile(
+                    dx, dy, y, columns, is_row, low, high, scale, ROWS, BLOCK, BLOCK >> n, Y_COLUMN, DY_COLUMN, BOUNDS
+                )

@@ -1,0 +1,218 @@
+"""Triton kernel of the masked softmax.
+
+For N elements of s bytes of which a fraction f is visible it moves N s (1 + f) bytes: x is read where it is visible
+and y is written. Columns before a row's first visible one and from its end on are not read. A row is held in
+registers; a longer row is read twice.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from flexmasks.kernels.softmax_tiles import (
+    chunks_to_read,
+    clear,
+    clear_around,
+    program_position,
+    readable,
+    row_limits,
+    unspecialized,
+    widest_row_for,
+)
+
+
+@triton.jit
+def _visible(
+    bits, mask, column, inside, first, end,
+    MASK_COLUMN: tl.constexpr, BOUNDS: tl.constexpr, VISIBLE: tl.constexpr,
+):  # fmt: skip
+    """Return which columns are visible, of those `inside`."""
+    visible = inside
+    if bits is not None:
+        words = tl.load(bits + column // 32, mask=inside, other=0)
+        visible = visible & (((words >> (column % 32)) & 1) != 0)
+    elif BOUNDS:  # one comparison does for two: a column before the first becomes a great number
+        visible = (column - first).to(tl.uint32, bitcast=True) < (end - first).to(tl.uint32, bitcast=True)
+    if mask is not None:
+        marked = tl.load(mask + column * MASK_COLUMN, mask=inside, other=0)
+        if VISIBLE:
+            visible = visible & (marked != 0)
+        else:
+            visible = visible & (marked == 0)
+    return visible
+
+
+@triton.jit
+def _scores(
+    x, bits, mask, column, inside, first, end,
+    X_COLUMN: tl.constexpr, MASK_COLUMN: tl.constexpr, BOUNDS: tl.constexpr, VISIBLE: tl.constexpr,
+    SIGN: tl.constexpr, POLICY: tl.constexpr,
+):  # fmt: skip
+    """Return the scores at `column`, -inf where hidden, and where they are visible.
+
+    A negative scale changes the sign of the scores. `inside` limits what is read.
+    """
+    scores = tl.load(x + column * X_COLUMN, mask=inside, other=0, eviction_policy=POLICY).to(tl.float32)
+    visible = _visible(bits, mask, column, inside, first, end, MASK_COLUMN, BOUNDS, VISIBLE)
+    if SIGN < 0:
+        scores = -scores
+    return tl.where(visible, scores, float("-inf")), visible
+
+
+@triton.jit
+def _weights(scores, most, visible, scale, SIGN: tl.constexpr):
+    """Return exp(score - most), which is 0 where hidden if anything is visible.
+
+    It is NaN for a row that holds only -inf, as in torch.
+    """
+    if SIGN == 0:  # all weights are 1 where visible, but for NaN and inf
+        return tl.where(visible, tl.exp2(scores * 0.0), 0.0)
+    return tl.exp2((scores - most) * scale)
+
+
+@triton.jit
+def _is_nan_row(most, total, first, end, BOUNDS: tl.constexpr):
+    """Return whether a row's visible places are NaN: it holds NaN or +inf, or only -inf, and something is visible."""
+    is_nan = (total != total) | (most == float("-inf"))
+    if BOUNDS:
+        is_nan = is_nan & (end > first)
+    return is_nan
+
+
+@triton.jit
+def _forward_tile(
+    y, x, bounds, bits, mask, columns, is_row, first, end, low, high, scale,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    X_COLUMN: tl.constexpr, MASK_COLUMN: tl.constexpr,
+    BOUNDS: tl.constexpr, VISIBLE: tl.constexpr, SIGN: tl.constexpr,
+):  # fmt: skip
+    """Compute rows held in registers: all columns, or WIDTH from `low` on where these hold every visible column."""
+    column = tl.arange(0, WIDTH)[None, :]
+    if WIDTH < BLOCK:
+        column = low + column
+    exists, inside = readable(column, columns, is_row, low, high, ROWS, BOUNDS, WIDTH < BLOCK)
+    scores, visible = _scores(
+        x, bits, mask, column, inside, first, end, X_COLUMN, MASK_COLUMN, BOUNDS, VISIBLE, SIGN, ""
+    )
+    if WIDTH < BLOCK:
+        clear_around(y, low, columns, is_row, ROWS, BLOCK, WIDTH)
+    if ROWS > 1:
+        weights = _weights(scores, tl.max(scores, 1)[:, None], visible, scale, SIGN)
+        weights = tl.where(visible, weights * (1.0 / tl.sum(weights, 1)[:, None]), 0.0)
+        tl.store(y + column, weights.to(y.dtype.element_ty), mask=exists)
+    else:  # hidden weights are 0 already; to select by `visible` again would cost as much as all the rest
+        most = tl.max(tl.max(scores, 1), 0)
+        weights = _weights(scores, tl.where(most == float("-inf"), 0.0, most), visible, scale, SIGN)
+        total = tl.sum(tl.sum(weights, 1), 0)
+        weights = weights * tl.where(total == 0, 0.0, 1.0 / total)
+        tl.store(y + column, weights.to(y.dtype.element_ty), mask=exists)
+        if _is_nan_row(most, total, first, end, BOUNDS):
+            if BOUNDS:  # read again, as the mask is below: else registers would hold them for this rare case
+                first = tl.load(bounds)
+                end = tl.load(bounds + 1)
+            visible = _visible(bits, mask, column, inside, first, end, MASK_COLUMN, BOUNDS, VISIBLE)
+            weights = tl.where(visible, float("nan"), 0.0)
+            tl.store(y + column, weights.to(y.dtype.element_ty), mask=exists)
+
+
+@triton.jit
+def _forward_long(
+    y, x, bits, mask, columns, first, end, low, high, scale,
+    CHUNK: tl.constexpr, X_COLUMN: tl.constexpr, MASK_COLUMN: tl.constexpr,
+    BOUNDS: tl.constexpr, VISIBLE: tl.constexpr, SIGN: tl.constexpr,
+):  # fmt: skip
+    """Compute one row that does not fit in registers, in two passes: its maximum and sum, then the result.
+
+    The second pass goes from the last columns to the first: it finds them in the cache, mostly.
+    """
+    start, stop, n_chunks = chunks_to_read(columns, low, high, CHUNK, BOUNDS)
+    clear(y, columns * 0, start, CHUNK)
+    clear(y, start + n_chunks * CHUNK, columns, CHUNK)
+    most = tl.full((), float("-inf"), tl.float32)
+    total = tl.full((), 0.0, tl.float32)
+    for chunk in range(start, stop, CHUNK):
+        column = chunk + tl.arange(0, CHUNK)[None, :]
+        exists, inside = readable(column, columns, True, low, high, 1, BOUNDS, True)
+        scores, visible = _scores(
+            x, bits, mask, column, inside, first, end, X_COLUMN, MASK_COLUMN, BOUNDS, VISIBLE, SIGN, ""
+        )
+        new = tl.maximum(most, tl.max(tl.max(scores, 1), 0))
+        finite = tl.where(new == float("-inf"), 0.0, new)  # so far the row may hold only -inf
+        weights = _weights(scores, finite, visible, scale, SIGN)
+        total = total * tl.where(most == float("-inf"), 0.0, tl.exp2((most - new) * scale))
+        total += tl.sum(tl.sum(weights, 1), 0)
+        most = new
+    factor = tl.where(total == 0, 0.0, 1.0 / total)
+    finite = tl.where(most == float("-inf"), 0.0, most)
+    for n in range(n_chunks):
+        column = start + (n_chunks - 1 - n) * CHUNK + tl.arange(0, CHUNK)[None, :]
+        exists, inside = readable(column, columns, True, low, high, 1, BOUNDS, True)
+        scores, visible = _scores(
+            x, bits, mask, column, inside, first, end, X_COLUMN, MASK_COLUMN, BOUNDS, VISIBLE, SIGN, "evict_first"
+        )
+        weights = _weights(scores, finite, visible, scale, SIGN) * factor
+        tl.store(y + column, weights.to(y.dtype.element_ty), mask=exists)
+    if _is_nan_row(most, total, first, end, BOUNDS):
+        for n in range(n_chunks):
+            column = start + n * CHUNK + tl.arange(0, CHUNK)[None, :]
+            exists, inside = readable(column, columns, True, low, high, 1, BOUNDS, True)
+            visible = _visible(bits, mask, column, inside, first, end, MASK_COLUMN, BOUNDS, VISIBLE)
+            weights = tl.where(visible, float("nan"), 0.0)
+            tl.store(y + column, weights.to(y.dtype.element_ty), mask=exists)
+
+
+@triton.jit(do_not_specialize=unspecialized("y", "x", "bounds", "bits", "mask"))
+def forward_kernel(
+    y, x, bounds, bits, mask,
+    columns, n_rows, n_inner, n_blocks, n_one,
+    y_row, y_inner, y_one, y_two,
+    x_row, x_inner, x_one, x_two,
+    bounds_row, bounds_inner, bounds_one, bounds_two,
+    bits_row, bits_inner, bits_one, bits_two,
+    mask_row, mask_inner, mask_one, mask_two,
+    scale,
+    GRAIN: tl.constexpr, MASK_GRAIN: tl.constexpr, X_COLUMN: tl.constexpr, MASK_COLUMN: tl.constexpr,
+    INNER: tl.constexpr, OUTER: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, HALVINGS: tl.constexpr, LONG: tl.constexpr,
+    VISIBLE: tl.constexpr, SIGN: tl.constexpr,
+):  # fmt: skip
+    """Write y = softmax(x * scale) over the visible columns, 0 at hidden ones; `scale` is |scale| * log2(e)."""
+    block, inner, one, two = program_position(n_inner, n_blocks, n_one, INNER, OUTER)
+    columns = columns * GRAIN
+    row = block.to(tl.int64)
+    is_row = True
+    if ROWS > 1:
+        row = row * ROWS + tl.arange(0, ROWS)[:, None]
+        is_row = row < n_rows
+    y += (row * y_row + inner * y_inner + one * y_one + two * y_two) * GRAIN
+    x += (row * x_row + inner * x_inner + one * x_one + two * x_two) * GRAIN
+    first = 0
+    end = 0
+    low = 0
+    high = 0
+    width = 0
+    BOUNDS: tl.constexpr = bounds is not None
+    if BOUNDS:
+        bounds += row * bounds_row + inner * bounds_inner + one * bounds_one + two * bounds_two
+        first, end, low, high, width = row_limits(bounds, is_row, ROWS)
+    if bits is not None:
+        bits += row * bits_row + inner * bits_inner + one * bits_one + two * bits_two
+    if mask is not None:
+        mask += (row * mask_row + inner * mask_inner + one * mask_one + two * mask_two) * MASK_GRAIN
+    if LONG:
+        for n in tl.static_range(0, HALVINGS + 1):
+            if ((n == 0) | (width <= widest_row_for(BLOCK >> n))) & (
+                (n == HALVINGS) | (width > widest_row_for(BLOCK >> (n + 1)))
+            ):
+                _forward_long(
+                    y, x, bits, mask, columns, first, end, low, high, scale,
+                    BLOCK >> n, X_COLUMN, MASK_COLUMN, BOUNDS, VISIBLE, SIGN,
+                )  # fmt: skip
+    else:
+        for n in tl.static_range(0, HALVINGS + 1):
+            if (HALVINGS == 0) | ((width <= BLOCK >> n) & (width > (BLOCK >> (n + 1) if n < HALVINGS else -1))):
+                _forward_tile(
+                    y, x, bounds, bits, mask, columns, is_row, first, end, low, high, scale,
+                    ROWS, BLOCK, BLOCK >> n, X_COLUMN, MASK_COLUMN, BOUNDS, VISIBLE, SIGN,
+                )  # fmt: skip

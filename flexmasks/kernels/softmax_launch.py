@@ -1,0 +1,246 @@
+"""Launches of the masked softmax's Triton kernels: how many rows a program takes, and how tensors lie over programs.
+
+The first call of a layout works its launch out and compiles; the launch is kept, and later calls of that layout only
+pass their tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from flexmasks.kernels.softmax_backward import backward_kernel
+from flexmasks.kernels.softmax_forward import forward_kernel
+
+_LOG2_E = math.log2(math.e)
+_SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # a kernel takes smaller factors for 0
+_MAX_REGISTER_COLUMNS = {"forward": 32768, "backward": 16384}  # columns of a row without limits that registers hold
+_MAX_COLUMN_STRIDE = 4  # up to this stride between a row's elements, reading them is faster than copying first
+_MAX_OUTER_DIMS = 3  # dimensions around the rows that kernels know
+_MAX_LAUNCHES = 4096  # launches kept; beyond it all are dropped
+_launches: dict[Hashable, tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]] = {}
+
+
+def forward(
+    x: Tensor, bounds: Tensor | None, bits: Tensor | None, mask: Tensor | None, visible: bool, scale: float
+) -> Tensor:
+    """Return the softmax of x; the arguments are those of the operator flexmasks::masked_softmax."""
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if not y.numel():
+        return y
+    factor = abs(scale) * _LOG2_E
+    sign = 0 if factor < _SMALLEST_SCALE else 1 if scale > 0 else -1
+    key = (_layout(x), _layout(bounds), _layout(bits), _layout(mask), visible, sign, x.device.index)
+    launch = _launches.get(key)
+    if launch is not None:
+        run, numbers, constants = launch
+        run(y, x, bounds, bits, mask, *numbers, factor, *constants)
+        return y
+    if _column_stride(x) > _MAX_COLUMN_STRIDE:
+        return forward(x.contiguous(), bounds, bits, mask, visible, scale)
+    if mask is not None and _column_stride(mask) * x.shape[-1] >= 2**31:
+        return forward(x, bounds, bits, mask.contiguous(), visible, scale)
+    grid = _grid("forward", y, [x, bounds, bits, mask], bounds is not None, shared=mask)
+    if grid is None:
+        bounds, bits, mask = (_expanded(t, x.shape[:-1]) for t in (bounds, bits, mask))
+        return forward(x.contiguous(), bounds, bits, mask, visible, scale)
+    grain, mask_grain = _grain(grid.strides[:2], x.shape[-1]), _grain(grid.strides[4:], 0)
+    numbers = grid.numbers(x.shape[-1], (grain, grain, 1, 1, mask_grain))
+    mask_stride = 0 if mask is None else _column_stride(mask)
+    constants = (grain, mask_grain, _column_stride(x), mask_stride, *grid.constants, visible, sign)
+    compiled = forward_kernel[(grid.programs,)](
+        y, x, bounds, bits, mask, *numbers, factor, *constants, num_warps=grid.config.warps
+    )
+    _keep(key, compiled, grid.programs, numbers, constants)
+    return y
+
+
+def backward(dy: Tensor, y: Tensor, bounds: Tensor | None, scale: float) -> Tensor:
+    """Return the gradient of x; the arguments are those of the operator flexmasks::masked_softmax_backward."""
+    dx = torch.empty_like(y, memory_format=torch.contiguous_format)
+    if not dx.numel():
+        return dx
+    key = (_layout(dy), _layout(y), _layout(bounds), y.device.index)
+    launch = _launches.get(key)
+    if launch is not None:
+        run, numbers, constants = launch
+        run(dx, dy, y, bounds, *numbers, scale, *constants)
+        return dx
+    if max(_column_stride(dy), _column_stride(y)) > _MAX_COLUMN_STRIDE:
+        return backward(dy.contiguous(), y.contiguous(), bounds, scale)
+    grid = _grid("backward", dx, [dy, y, bounds], bounds is not None)
+    if grid is None:
+        return backward(dy.contiguous(), y.contiguous(), _expanded(bounds, y.shape[:-1]), scale)
+    grain = _grain(grid.strides[:3], y.shape[-1])
+    numbers = grid.numbers(y.shape[-1], (grain, grain, grain, 1))
+    constants = (grain, _column_stride(dy), _column_stride(y), *grid.constants)
+    compiled = backward_kernel[(grid.programs,)](
+        dx, dy, y, bounds, *numbers, scale, *constants, num_warps=grid.config.warps
+    )
+    _keep(key, compiled, grid.programs, numbers, constants)
+    return dx
+
+
+def _keep(key: Hashable, compiled: Any, programs: int, numbers: Any, constants: Any) -> None:
+    """Keep a launch for later calls of its layout."""
+    if compiled is None:  # Triton's interpreter compiles nothing
+        return
+    if len(_launches) >= _MAX_LAUNCHES:
+        _launches.clear()
+    _launches[key] = compiled[(programs, 1, 1)], numbers, constants
+
+
+# --- rows per program ---
+
+
+@dataclass(frozen=True)
+class Config:
+    """How a kernel computes rows of some length.
+
+    rows: rows of a program.
+    warps: warps of a program.
+    halvings: how often the width that is held, or a chunk, may be halved for rows that see few columns; 0 where rows
+        have no limits.
+    chunk: columns of a row that are looked at together where it is read twice; 0 where it is held in registers.
+    """
+
+    rows: int
+    warps: int
+    halvings: int
+    chunk: int = 0
+
+
+def config(kind: str, columns: int, itemsize: int, bounded: bool) -> Config:
+    """Return the fastest configuration in a sweep on one H200.
+
+    kind: "forward" or "backward".
+    columns, itemsize: length of the rows, and bytes of an element.
+    bounded: whether the rows have limits.
+    """
+    block = triton.next_power_of_2(max(columns, 16))
+    if columns <= 2048:
+        return Config(max(1, min(64, 1024 // block)), 1, 1 if bounded and block >= 512 else 0)
+    if not bounded and columns <= _MAX_REGISTER_COLUMNS[kind]:
+        return Config(1, 4 if columns <= 4096 else 8 if columns <= 8192 else 16, 0)
+    kilobytes = columns * itemsize / 1024
+    if kilobytes <= 8:
+        return Config(1, 2, 1, 1024) if kind == "forward" else Config(1, 4, 1, 2048)
+    for most, warps, chunk in ((16, 4, 2048), (32, 8, 4096), (64, 16, 4096)):
+        if kilobytes <= most:
+            return Config(1, warps, 0, chunk)
+    return Config(1, 16, 0, 8192)
+
+
+# --- leading dimensions over programs ---
+
+
+class _Dim(NamedTuple):
+    """A leading dimension, and the stride of each tensor along it."""
+
+    size: int
+    strides: list[int]
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """The leading dimensions of some tensors laid over programs."""
+
+    sizes: list[int]  # of the dimensions: rows, inner, one, two
+    strides: list[list[int]]  # for each tensor, along each of the four dimensions
+    config: Config
+    constants: tuple[Any, ...]
+
+    @property
+    def blocks(self) -> int:
+        """Number of programs that the rows take."""
+        return -(-self.sizes[0] // self.config.rows)
+
+    @property
+    def programs(self) -> int:
+        return self.blocks * math.prod(self.sizes[1:])
+
+    def numbers(self, columns: int, grains: Sequence[int]) -> tuple[int, ...]:
+        """Return the kernels' integers: sizes, then strides, divided by each tensor's grain."""
+        strides = (stride // grain for line, grain in zip(self.strides, grains, strict=True) for stride in line)
+        return columns // grains[0], self.sizes[0], self.sizes[1], self.blocks, self.sizes[2], *strides
+
+
+def _grid(
+    kind: str, output: Tensor, others: Sequence[Tensor | None], bounded: bool, shared: Tensor | None = None
+) -> _Grid | None:
+    """Lay [..., columns] tensors over programs: the output, and others that broadcast to it.
+
+    Programs that read the same rows of `shared`, which is the last of the others, follow each other. None: there are
+    too many dimensions.
+    """
+    tensors = [output, *others]
+    dims = _merged(tensors, output.shape[:-1])
+    absent = _Dim(1, [0] * len(tensors))
+    rows = dims.pop() if dims else absent
+    if len(dims) > _MAX_OUTER_DIMS:
+        return None
+    inner = absent
+    candidates = [dim for dim in dims if shared is not None and dim.strides[-1] == 0]
+    if candidates or len(dims) == _MAX_OUTER_DIMS:
+        inner = max(candidates or dims)
+        dims.remove(inner)
+    one, two = (*reversed(dims), absent, absent)[:2]
+    order = (rows, inner, one, two)
+    columns = output.shape[-1]
+    chosen = config(kind, columns, output.element_size(), bounded)
+    block = chosen.chunk or triton.next_power_of_2(max(columns, 16))
+    return _Grid(
+        sizes=[dim.size for dim in order],
+        strides=[[dim.strides[i] for dim in order] for i in range(len(tensors))],
+        config=chosen,
+        constants=(inner is not absent, len(dims), chosen.rows, block, chosen.halvings, chosen.chunk > 0),
+    )
+
+
+def _merged(tensors: Sequence[Tensor | None], shape: Sequence[int]) -> list[_Dim]:
+    """Return the leading dimensions above size 1; dimensions adjacent in the memory of all tensors are merged."""
+    dims: list[_Dim] = []
+    for n, *strides in zip(shape, *(_strides(t, shape) for t in tensors), strict=True):
+        if n == 1:
+            continue
+        if dims and all(before == stride * n for before, stride in zip(dims[-1].strides, strides, strict=True)):
+            dims[-1] = _Dim(dims[-1].size * n, strides)
+        else:
+            dims.append(_Dim(n, strides))
+    return dims
+
+
+def _strides(tensor: Tensor | None, shape: Sequence[int]) -> list[int]:
+    """Return the strides of a tensor's leading dimensions, once it is broadcast to a leading shape."""
+    if tensor is None:
+        return [0] * len(shape)
+    own = [0 if n == 1 else s for n, s in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)]
+    return [0] * (len(shape) - len(own)) + own
+
+
+def _column_stride(tensor: Tensor) -> int:
+    """Return the stride of the last dimension, 0 where it has one element or is missing."""
+    return 0 if not tensor.ndim or tensor.shape[-1] == 1 else tensor.stride(-1)
+
+
+def _grain(strides: Sequence[Sequence[int]], columns: int) -> int:
+    """Return the greatest power of two, up to 16, that divides columns and strides."""
+    return math.gcd(16, columns, *(s for line in strides for s in line))
+
+
+def _layout(tensor: Tensor | None) -> Hashable:
+    """Return all properties of a tensor on which a launch depends."""
+    if tensor is None:
+        return None
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr() % 16 == 0
+
+
+def _expanded(tensor: Tensor | None, shape: Sequence[int]) -> Tensor | None:
+    """Return a contiguous copy with the leading shape."""
+    return None if tensor is None else tensor.expand(*shape, tensor.shape[-1]).contiguous()

@@ -1,0 +1,238 @@
+"""The operator torch.ops.flexmasks.masked_softmax, its backward operator, and their derivatives.
+
+masked_softmax(x, bounds, bits, mask, visible, scale) is softmax(x * scale) over the visible columns of x [..., K], and
+0 at the hidden ones. A column is visible where none of the three tensors hides it. Each may be None, and broadcasts to
+the leading dimensions of x:
+
+bounds: int32 [..., 2], the first visible column of each row and the end; 0 and 0 for a row that sees nothing.
+bits: int32 [..., ceil(K / 32)], column k is visible where bit k % 32 of word k // 32 is set. Needs `bounds`, and no
+    bit is set outside them.
+mask: boolean or integer [..., K or 1]; a place is visible where it is not 0 if `visible`, else where it is 0.
+
+masked_softmax_backward(dy, y, bounds, scale) is the gradient of x.
+
+Triton kernels run both operators on a GPU in float16, bfloat16 and float32; plain torch runs them elsewhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from flexmasks import compat
+from flexmasks.kernels import softmax_plain
+from flexmasks.kernels.softmax_plain import over_visible, row_dot
+
+_TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_NO_CONTEXT = contextlib.nullcontext()
+_library = torch.library.Library("flexmasks", "FRAGMENT")
+_library.define(
+    "masked_softmax(Tensor x, Tensor? bounds, Tensor? bits, Tensor? mask, bool visible, Scalar scale) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
+    "masked_softmax_backward(Tensor dy, Tensor y, Tensor? bounds, Scalar scale) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_forward_op = torch.ops.flexmasks.masked_softmax.default
+_backward_op = torch.ops.flexmasks.masked_softmax_backward.default
+
+
+def masked_softmax(
+    x: Tensor, bounds: Tensor | None, bits: Tensor | None, mask: Tensor | None, visible: bool, scale: float
+) -> Tensor:
+    """Run the operator, without the dispatcher where nothing needs it."""
+    if not _is_plain(x):
+        return _forward_op(x, bounds, bits, mask, visible, scale)  # type: ignore[no-any-return]
+    if x.requires_grad and torch.is_grad_enabled():
+        return _Softmax.apply(x, bounds, bits, mask, visible, scale)  # type: ignore[no-any-return]
+    return _forward(x, bounds, bits, mask, visible, scale)
+
+
+def _gradient(dy: Tensor, y: Tensor, bounds: Tensor | None, scale: float) -> Tensor:
+    """Run the backward operator, without the dispatcher where nothing needs it."""
+    if _is_plain(y) and _is_plain(dy) and not torch.is_grad_enabled():
+        return _backward(dy, y, bounds, scale)
+    return _backward_op(dy, y, bounds, scale)  # type: ignore[no-any-return]
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Return whether a tensor just holds numbers and no mode or transform watches the call."""
+    return bool(
+        not torch.compiler.is_compiling()
+        and type(x) in (Tensor, torch.nn.Parameter)
+        and not compat.transforms_active()
+        and not compat.in_dispatch_mode()
+        and not compat.in_forward_derivative()
+        and not compat.is_batched_gradient(x)  # under torch.autograd.grad(is_grads_batched=True)
+        and not x.is_meta
+        and not x.is_neg()  # as z.conj().imag is: kernels read its memory, which lacks the sign
+    )
+
+
+# --- the computation ---
+
+
+def _forward(
+    x: Tensor, bounds: Tensor | None, bits: Tensor | None, mask: Tensor | None, visible: bool, scale: float
+) -> Tensor:
+    if x.is_cuda and x.dtype in _TRITON_DTYPES:
+        from flexmasks.kernels import softmax_launch  # Triton is not installed on every system
+
+        with _on(x.device):
+            return softmax_launch.forward(x, bounds, bits, mask, visible, scale)
+    return softmax_plain.forward(x, bounds, bits, mask, visible, scale)
+
+
+def _backward(dy: Tensor, y: Tensor, bounds: Tensor | None, scale: float) -> Tensor:
+    if y.is_cuda and y.dtype in _TRITON_DTYPES:
+        from flexmasks.kernels import softmax_launch
+
+        with _on(y.device):
+            return softmax_launch.backward(dy, y, bounds, scale)
+    return softmax_plain.backward(dy, y, scale)
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Make a device the current one, on which Triton launches."""
+    return _NO_CONTEXT if torch.cuda.current_device() == device.index else torch.cuda.device(device)
+
+
+def _fake(x: Tensor, *_: Any) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+# --- derivatives ---
+
+
+class _Softmax(compat.SingleLevelFunction):
+    """The softmax where no transform is active; its derivatives are the operator's too."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        y = _forward(*args)
+        ctx.save_for_backward(*_Softmax.saved(args, y))
+        ctx.scale = args[-1]
+        return y
+
+    @staticmethod
+    def saved(args: Sequence[Any], y: Tensor) -> tuple[Tensor | None, ...]:
+        _, bounds, *_ = args
+        return y, bounds
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        y, bounds = ctx.saved_tensors
+        return _gradient(dy, y, bounds, ctx.scale), None, None, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, dx: Tensor, *_: None) -> Tensor:
+        y, bounds = ctx.saved_tensors
+        with _forward_mode():
+            return _gradient(dx, y, bounds, ctx.scale)  # the Jacobian is symmetric
+
+
+class _SoftmaxBackward(compat.SingleLevelFunction):
+    """Derivatives of the backward operator."""
+
+    @staticmethod
+    def saved(args: Sequence[Any], dx: Tensor) -> tuple[Tensor | None, ...]:
+        dy, y, bounds, _ = args
+        return dy, y, bounds
+
+    @staticmethod
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
+        dy, y, bounds = ctx.saved_tensors
+        d_dy = _gradient(d, y, bounds, ctx.scale) if ctx.needs_input_grad[0] else None
+        if not ctx.needs_input_grad[1]:
+            return d_dy, None, None, None
+        d_y = over_visible(lambda y, d, dy: ctx.scale * (d * (dy - row_dot(y, dy)) - dy * row_dot(d, y)), y, d, dy)
+        return d_dy, d_y, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, d_dy: Tensor | None, d_y: Tensor | None, *_: None) -> Tensor:
+        dy, y, bounds = ctx.saved_tensors
+        with _forward_mode():
+            dy, y = (forward_ad.unpack_dual(t, level=0).primal for t in (dy, y))  # level 0 is the only one
+            d_dx = torch.zeros_like(y) if d_dy is None else _gradient(d_dy, y, bounds, ctx.scale)
+            if d_y is None:
+                return d_dx
+            return d_dx + over_visible(
+                lambda y, d_y, dy: ctx.scale * (d_y * (dy - row_dot(y, dy)) - y * row_dot(d_y, dy)), y, d_y, dy
+            )
+
+
+def _forward_mode() -> contextlib.AbstractContextManager[object]:
+    """Turn forward mode on inside a Function, where torch turns it off.
+
+    Without it, the outer transforms of a nested one would take what is computed there for constant.
+    """
+    return compat.forward_derivatives(True)
+
+
+# --- registration ---
+#
+# torch.library.register_autograd knows neither forward mode nor torch.func: with it jvp and jacfwd return derivatives
+# of 0 without an error, and grad, vjp, jacrev and vmap of grad raise RuntimeError, also inside torch.compile. Hence
+# `_register` calls the Function for one transform after the other.
+
+
+def _register(op: Any, run: Callable[..., Tensor], function: Any, fake: Callable[..., Tensor]) -> None:
+    """Register an operator's computation, derivatives, fake and vmap with torch."""
+    name = op._schema.name
+
+    class Dispatched(function):
+        """The derivatives of `function` around a call of the operator below autograd."""
+
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Tensor:
+            *op_args, keyset = args
+            with compat.below_autograd(), torch.enable_grad(), _forward_mode():
+                y: Tensor = op.redispatch(keyset & compat.after_autograd_keys, *op_args)
+            saved = function.saved(op_args, y)
+            ctx.save_for_backward(*saved)
+            ctx.save_for_forward(*saved)
+            ctx.scale = op_args[-1]
+            return y
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+            return *function.backward(ctx, *grads), None
+
+    def autograd(keyset: Any, *args: Any) -> Any:
+        with compat.single_level_autograd():
+            return Dispatched.apply(*args, keyset)
+
+    def vmapped(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Tensor, int]:
+        return op(*_batched(info.batch_size, in_dims, args)), 0
+
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    _library.impl(name, autograd, "Autograd", with_keyset=True)
+    torch.library.register_fake(name, fake, lib=_library)
+    torch.library.register_vmap(name, vmapped, lib=_library)
+
+
+def _batched(size: int, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> list[Any]:
+    """Return an operator's arguments under vmap with the mapped dimension first in every tensor that has it.
+
+    The tensors that must have the output's full shape (x; dy and y) get a mapped dimension if they lack it.
+    """
+    ndim = args[0].ndim - (in_dims[0] is not None)
+    batched = []
+    for n, (arg, dim) in enumerate(zip(args, in_dims, strict=True)):
+        if dim is not None:
+            arg = arg.movedim(dim, 0)
+            arg = arg.reshape(size, *(1,) * (ndim + 1 - arg.ndim), *arg.shape[1:])
+        elif n == 0 or (n == 1 and len(args) == 4):  # x; dy and y
+            arg = arg.expand(size, *arg.shape)
+        batched.append(arg)
+    return batched
+
+
+_register(_forward_op, _forward, _Softmax, _fake)
+_register(_backward_op, _backward, _SoftmaxBackward, lambda dy, y, *_: _fake(y))

@@ -1,0 +1,110 @@
+"""Building blocks of the Triton kernels of the masked softmax: where a program works, and what it reads and clears.
+
+A tile is [rows, columns] of scores. Loads are masked by limits rounded to 16 elements and never by the mask itself,
+which would split them into single elements. Column counts and strides come divided by GRAIN, a power of two, which
+proves their alignment to the compiler for any length without compiling for each.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+def unspecialized(*tensors: str) -> list[str]:
+    """Name the kernel parameters whose values Triton must not compile for: sizes, and strides of the tensors."""
+    sizes = ["columns", "n_rows", "n_inner", "n_blocks", "n_one"]
+    return sizes + [f"{name}_{dim}" for name in tensors for dim in ("row", "inner", "one", "two")]
+
+
+@triton.jit
+def program_position(n_inner, n_blocks, n_one, INNER: tl.constexpr, OUTER: tl.constexpr):
+    """Return this program's block of rows and its indices in up to three dimensions around the rows.
+
+    The inner one changes fastest: programs that share rows of a mask run at the same time, and read it once.
+    """
+    block = tl.program_id(0)
+    inner = block * 0
+    one = inner
+    two = inner
+    if INNER:
+        inner = block % n_inner
+        block = block // n_inner
+    if OUTER >= 1:
+        one = block // n_blocks
+        block = block % n_blocks
+    if OUTER >= 2:
+        two = one // n_one
+        one = one % n_one
+    return block, inner.to(tl.int64), one.to(tl.int64), two.to(tl.int64)
+
+
+@triton.jit
+def row_limits(at, is_row, ROWS: tl.constexpr):
+    """Return first visible column and end of each row, both rounded to 16 outwards, and the widest row's width."""
+    if ROWS == 1:
+        first = tl.load(at)
+        end = tl.load(at + 1)
+    else:
+        first = tl.load(at, mask=is_row, other=0)
+        end = tl.load(at + 1, mask=is_row, other=0)
+    low = first // 16 * 16
+    high = (end + 15) // 16 * 16
+    width = high - low
+    if ROWS > 1:
+        width = tl.max(tl.max(width, 1), 0)
+    return first, end, low, high, width
+
+
+@triton.jit
+def chunks_to_read(columns, low, high, CHUNK: tl.constexpr, BOUNDS: tl.constexpr):
+    """Return where a long row is read, its first column and end, and in how many chunks."""
+    if BOUNDS:
+        start = low
+        stop = high
+    else:
+        start = columns * 0
+        stop = columns
+    return start, stop, tl.cdiv(stop - start, CHUNK)
+
+
+@triton.jit
+def widest_row_for(chunk: tl.constexpr):
+    """Return the width of rows up to which chunks of a size are best.
+
+    A little more than a chunk is not worth chunks twice as large.
+    """
+    return chunk * 5 // 4
+
+
+@triton.jit
+def readable(column, columns, is_row, low, high, ROWS: tl.constexpr, BOUNDS: tl.constexpr, FROM_LOW: tl.constexpr):
+    """Return which columns exist, and which of them to read. FROM_LOW: no column is before `low`."""
+    exists = column < columns
+    if ROWS > 1:
+        exists = exists & is_row
+    inside = exists
+    if BOUNDS:
+        inside = inside & (column < high)
+        if not FROM_LOW:
+            inside = inside & (column >= low)
+    return exists, inside
+
+
+@triton.jit
+def clear(at, start, stop, CHUNK: tl.constexpr):
+    """Write 0 to columns start..stop - 1."""
+    for chunk in range(start, stop, CHUNK):
+        column = chunk + tl.arange(0, CHUNK)[None, :]
+        tl.store(at + column, tl.zeros((1, CHUNK), at.dtype.element_ty), mask=column < stop)
+
+
+@triton.jit
+def clear_around(at, start, columns, is_row, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+    """Write 0 to all columns but start..start + WIDTH - 1."""
+    for chunk in tl.static_range(0, BLOCK, WIDTH):
+        column = chunk + tl.arange(0, WIDTH)[None, :]
+        outside = ((column < start) | (column >= start + WIDTH)) & (column < columns)
+        if ROWS > 1:
+            outside = outside & is_row
+        tl.store(at + column, tl.zeros((ROWS, WIDTH), at.dtype.element_ty), mask=outside)
