@@ -86,7 +86,7 @@ def inverse_order(order: Tensor) -> Tensor:
 
 
 def coordinates(pixel: Tensor, canvas: Sequence[int]) -> list[Tensor]:
-    """Return the coordinates, one for each axis, of pixels given by their row-major number."""
+    """Return the coordinates of pixels, one for each axis, from row-major numbers."""
     inner = []
     for n in reversed(canvas[1:]):
         inner.append(pixel % n)

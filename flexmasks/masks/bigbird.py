@@ -54,9 +54,9 @@ def bigbird(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, layout: Tensor, bloc
 
 
 def _draw(blocks: int, window: int, edges: int, count: int, seed: int) -> Tensor:
-    """Draw `count` blocks for each block from those that it does not see otherwise: [blocks, count].
+    """Draw `count` blocks for each block that it does not see otherwise.
 
-    A block that has fewer left gets its own number in the remaining places.
+    Returns [blocks, count]. A block that has fewer left gets its own number in the remaining places.
 
     This is Floyd's sampling without repetition, for all rows at once: step n draws one of the first `top + 1` blocks,
     and takes `top` if that block was drawn before.

@@ -118,7 +118,10 @@ def block_topk(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, layout: Tensor, b
 
 
 def _columns(size: Size | None, name: str, indices: Tensor, block: tuple[int, int]) -> int:
-    """Return the number of blocks of keys; raise ValueError if an index is beyond it."""
+    """Return the number of blocks of keys.
+
+    Raises ValueError if an index is beyond it.
+    """
     used = int(indices.max()) + 1 if indices.numel() else 1
     columns = used if size is None else -(-size.kv_len // block[1])
     if used > columns:

@@ -15,7 +15,7 @@ def dilated_window(
     window: Annotated[int | Tensor, "int in 0.. | int[] in 0.."],
     dilation: Annotated[int, "int in 1.."],
 ) -> Tensor:
-    """Each query sees every `dilation`-th key, up to `window` positions away on both sides.
+    """Each query sees every `dilation`-th key on both sides, up to `window` away.
 
     window: the greatest distance, included: window // dilation keys on each side. Combine with `causal` for one side.
     dilation: distance between neighboring visible keys; 1 leaves no gaps.
@@ -51,7 +51,7 @@ def fixed(
     stride: Annotated[int, "int in 1.."],
     summary: Annotated[int, "int in 0.."],
 ) -> Tensor:
-    """Each query sees its own block up to itself, and the ends of earlier blocks.
+    """Each query sees its block so far, and the ends of earlier blocks.
 
     stride: number of positions in a block.
     summary: number of keys at the end of each block that all later queries see; the whole block from `stride` on.

@@ -71,7 +71,7 @@ def temporal_window(
     window: Annotated[int, "int in 0.."],
     tokens: Annotated[int, "int in 0.."] = 0,
 ) -> Tensor:
-    """Each token of a video sees the tokens near its place in every frame.
+    """Each token of a video sees its neighborhood in every frame.
 
     Text may stand before the video; it sees everything and is seen by everything.
 

@@ -32,7 +32,9 @@ def paged_mask(
     kv_lens: Tensor,
     page_size: int,
 ) -> Tensor:
-    """Any mask over a paged KV cache, whose pages all batch elements share.
+    """Any mask over a paged KV cache.
+
+    All batch elements share the pages of one pool.
 
     inner: the mask inside a sequence; its kv is the position there. It sees P * page_size keys.
     page_table: the page of the pool that holds keys p * page_size and following of a sequence. Entries past a

@@ -62,8 +62,9 @@ def slices(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, first: Tensor, end: T
 
 
 def _lines(q_ranges: Tensor, kv_ranges: Tensor, types: Tensor | None, length: int) -> tuple[Tensor, Tensor, Tensor]:
-    """List the queries of each slice with the first visible key and the end of the visible keys.
+    """List the queries of each slice, each with its range of visible keys.
 
+    Returns the queries, their first visible keys, and the ends of their visible keys.
     Queries from `length` on, and queries that see no key of the slice, are left out.
     """
     counts = q_ranges.clamp(max=length).diff()[:, 0]
@@ -79,10 +80,11 @@ def _lines(q_ranges: Tensor, kv_ranges: Tensor, types: Tensor | None, length: in
 
 
 def _runs(q: Tensor, first: Tensor, end: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """Return where each query's runs of keys start and end, as two tables [runs, length].
+    """Merge the ranges of keys of each query into runs.
 
-    Runs that touch are merged. A query with fewer runs than others has runs that start behind all keys and end at 0: in
-    a block of queries they change neither the least start nor the greatest end.
+    Returns two tables [runs, length], of where the runs of each query start and end. Runs that touch are merged. A
+    query with fewer runs than others has runs that start behind all keys and end at 0: in a block of queries they
+    change neither the least start nor the greatest end.
     """
     behind = int(end.max()) + 1 if len(end) else 1
     q, first, end = (x[torch.argsort(q * behind + first)] for x in (q, first, end))

@@ -121,7 +121,9 @@ def causal_blockwise(
 
 
 def _first_of_span(span_ids: Tensor) -> Tensor:
-    """Return the first position of each position's span; outside of spans, the position itself.
+    """Return the first position of the span that each position lies in.
+
+    Outside of spans that is the position itself.
 
     Ids may jump between neighboring positions. These values are close for close positions, which keeps ranges narrow.
     """

@@ -52,11 +52,11 @@ def tree(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, entry: Tensor, leave: T
 
 
 def _tour(parents: list[int], start: int, length: int) -> tuple[list[int], list[int]]:
-    """Return when a walk through the tree enters each position, and when it has left its subtree.
+    """Return when a walk through the tree enters and leaves each position.
 
-    The walk takes children in order, so that a token is an ancestor of the tokens entered before it is left. Before the
-    tree each position is the parent of the next one. Behind the tree a position is left at the moment it is entered, so
-    it sees nothing.
+    It leaves a position when it has left the subtree below it. The walk takes children in order, so that a token is an
+    ancestor of the tokens entered before it is left. Before the tree each position is the parent of the next one.
+    Behind the tree a position is left at the moment it is entered, so it sees nothing.
     """
     sizes = [1] * len(parents)
     for n in range(len(parents) - 1, -1, -1):

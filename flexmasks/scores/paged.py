@@ -24,7 +24,7 @@ def paged(
     kv_lens: Tensor,
     page_size: int,
 ) -> Tensor:
-    """Any score change over a paged KV cache, whose pages all batch elements share.
+    """Any score change over a paged KV cache.
 
     inner: the change inside a sequence; its kv is the position there.
     page_table, kv_lens, page_size: as in the mask `paged`.
