@@ -17,6 +17,7 @@ from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.joint_graph import constant_fold_uniform_value
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention.flex_attention import BlockMask
 
 import flexmasks
 from flexmasks.backends.miscompiled import NO_BLOCKS, miscompiled
@@ -88,6 +89,21 @@ def traced(mod: Callable[..., Tensor], scored: bool = False) -> torch.fx.GraphMo
         module = tracing(*given)
     constant_fold_uniform_value(module)
     return module
+
+
+BLOCK_MASK_FIELDS = [
+    f"{side}_{what}" for side in ("kv", "full_kv", "q", "full_q") for what in ("num_blocks", "indices")
+]
+
+
+def check_equal_block_masks(got: BlockMask, want: BlockMask) -> None:
+    """Assert equal index tensors: dtype, shape, and the order of indices, the unused ones included."""
+    assert got.seq_lengths == want.seq_lengths
+    assert got.BLOCK_SIZE == want.BLOCK_SIZE
+    for field in BLOCK_MASK_FIELDS:
+        mine, theirs = getattr(got, field), getattr(want, field)
+        assert (mine.dtype, mine.device) == (theirs.dtype, theirs.device), field
+        assert torch.equal(mine, theirs), field
 
 
 def exact(x: Tensor) -> Tensor:

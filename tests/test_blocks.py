@@ -1,73 +1,46 @@
-"""blocks.build against torch's create_block_mask, index tensor by index tensor, and dense masks against create_mask."""
+"""Block lists against torch's create_block_mask, tensor by tensor, and whole masks against create_mask."""
 
 from __future__ import annotations
 
 import functools
-import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import oracles
 import pytest
-import test_ranges
 import torch
-from helpers import DEVICES, arguments, label
+from functions import (
+    LONG_TABLES,
+    Drawn,
+    compiled,
+    composed,
+    drawn,
+    expressions,
+    long_tables,
+    short_and_campaign,
+    structured,
+)
+from helpers import DEVICES, arguments, check_equal_block_masks, label
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
+from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
 import flexmasks
-from flexmasks.blocks import build as blocks
-from flexmasks.blocks.build import Layout
+from flexmasks.blocks import Elements, Layout, build, decide, dependence, limits, materialize, of_block_mask
+from flexmasks.blocks.undecided import look_at
+from flexmasks.ranges import evaluate
 
 CPU = torch.device("cpu")
-FIELDS = [f"{side}_{what}" for side in ("kv", "full_kv", "q", "full_q") for what in ("num_blocks", "indices")]
-LONGEST = 600
-MOST = 3  # batch elements and heads of random functions
-# What is decided on the CPU for a GPU, as it is, and never: `blocks._SMALL`.
-SMALL = [pytest.param(blocks._SMALL, id="small"), pytest.param(0, id="large")]
-
-
-@functools.cache
-def tables(device: str) -> dict[str, Any]:
-    """What random functions capture: those of test_ranges, longer, with a row for every batch element and head."""
-    generator = torch.Generator().manual_seed(4)
-
-    def ints(low: int, high: int, *shape: int) -> Tensor:
-        return torch.randint(low, high, shape, generator=generator)
-
-    more = {
-        "doc": (torch.rand(MOST, LONGEST, generator=generator) < 1 / 64).cumsum(1),
-        "rows": ints(-5, 99, MOST, LONGEST),
-        "cube": ints(-5, 9, MOST, LONGEST, 4).int(),
-        "table": ints(-9, 9, MOST, 2 * LONGEST),  # q - kv may be its index, and wrap
-        "bias": ints(-9, 9, MOST, 90),
-        "per_batch": ints(0, 300, MOST),
-        "per_head": torch.randn(MOST, generator=generator),
-        "offsets": torch.arange(20) * 30,
-        "seq_idx": torch.arange(LONGEST) // 30,
-        "few": torch.tensor([3, 17, 64, 100, 128, 333]),
-    }
-    every = {**test_ranges._tables(LONGEST), **more}
-    return {name: x.to(device) if isinstance(x, Tensor) else x for name, x in every.items()}
-
-
-TABLES = tables("cpu")
-
+# Devices, and how many blocks of a GPU are decided on the CPU: as many as always, or none.
+DECIDED_ON = [
+    pytest.param("cpu", limits.BLOCKS_ON_CPU, id="cpu"),
+    pytest.param("cuda", limits.BLOCKS_ON_CPU, id="cuda-decided on the CPU", marks=pytest.mark.gpu),
+    pytest.param("cuda", 0, id="cuda-decided there", marks=pytest.mark.gpu),
+]
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def check_equal(got: BlockMask, want: BlockMask) -> None:
-    """The same eight index tensors: dtype, shape, and the order of indices, the unused ones included."""
-    assert got.seq_lengths == want.seq_lengths
-    assert got.BLOCK_SIZE == want.BLOCK_SIZE
-    for field in FIELDS:
-        mine, theirs = getattr(got, field), getattr(want, field)
-        assert (mine.dtype, mine.device) == (theirs.dtype, theirs.device), field
-        assert torch.equal(mine, theirs), field
 
 
 def check(
@@ -79,210 +52,100 @@ def check(
     size: tuple[int, int] = (128, 128),
     device: str = "cpu",
 ) -> Layout:
-    """Build the blocks of a mask and compare them, its dependence on b and h, and the dense mask, with torch's."""
-    where = torch.empty(0, device=device).device  # "cuda" is "cuda:0"
-    built = blocks.build(mask, batch, heads, q_len, kv_len, where, size)
-    own_batch, own_heads = built.indices[0].shape[:2]
+    """Compare the blocks of a mask, its dependence on b and h, and the whole mask with torch's."""
+    exact_device = torch.empty(0, device=device).device  # "cuda" is "cuda:0"
+    layout = build(mask, batch, heads, q_len, kv_len, exact_device, size)
+    own_batch, own_heads = layout.indices[0].shape[:2]
     assert own_batch in (1, batch)
     assert own_heads in (1, heads)
     want = create_block_mask(mask, own_batch, own_heads, q_len, kv_len, device=device, BLOCK_SIZE=size)
-    got = built.block_mask(mask)
-    check_equal(got, want)
+    got = layout.block_mask(mask)
+    check_equal_block_masks(got, want)
     assert got.mask_mod is mask
-    dense = create_mask(mask, batch, heads, q_len, kv_len, device=device)
-    assert torch.equal(dense[:own_batch, :own_heads].expand_as(dense), dense)
-    assert torch.equal(blocks.dense(mask, batch, heads, q_len, kv_len, where).expand_as(dense), dense)
-    partial, full = blocks.of_block_mask(got)
+    whole = create_mask(mask, batch, heads, q_len, kv_len, device=device)
+    assert torch.equal(whole[:own_batch, :own_heads].expand_as(whole), whole)
+    assert torch.equal(materialize(mask, batch, heads, q_len, kv_len, exact_device).expand_as(whole), whole)
+    partial, full = of_block_mask(got)
     assert int(partial.sum()) == int(want.kv_num_blocks.sum())
     assert int(full.sum()) == int(want.full_kv_num_blocks.sum())
-    return built
+    return layout
 
 
 # --- random masks ---
 
-Pick = Callable[[Sequence[Any]], Any]
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """A function and the sizes to try it at."""
-
-    expression: str
-    batch: int
-    heads: int
-    q_len: int
-    kv_len: int
-    size: tuple[int, int]
-
-    @property
-    def sizes(self) -> tuple[int, int, int, int, tuple[int, int]]:
-        return self.batch, self.heads, self.q_len, self.kv_len, self.size
-
-
-def drawn(write: Callable[[Pick], str]) -> st.SearchStrategy[Drawn]:
-    """Functions that `write` composes by picking from lists, and their sizes.
-
-    Hypothesis draws one string of bytes, each of which picks. Of many draws it would spend most examples on variations
-    of few functions, whose parts are the same.
-    """
-
-    def decoded(choices: bytes) -> Drawn:
-        left = iter(choices)
-
-        def pick(options: Sequence[Any]) -> Any:
-            return options[next(left, 0) % len(options)]
-
-        batch, heads = pick([1, 2, 3]), pick([1, 2, 3])
-        lengths = [LONGEST - pick([0, 1, 70]) if pick(range(40)) == 39 else pick(pick(LENGTHS)) for _ in range(2)]
-        sizes = pick([16, 16, 32, 64, 128, 256, 100]), pick([16, 16, 32, 64, 128, 256, 17])
-        expression = write(pick)
-        if "isin" in expression:  # which torch.vmap calls for every element
-            lengths = [n % 48 + 1 for n in lengths]
-        return Drawn(expression, batch, heads, *lengths, sizes)
-
-    return st.binary(min_size=160, max_size=160).map(decoded)
-
-
-# Most are short: torch's own functions take all the time.
-LENGTHS: list[Sequence[int]] = [range(1, 100), range(1, 100), range(20, 120), range(20, 120), range(90, 200)]
-LENGTHS += [[1, 16, 127, 128, 129], range(200, 300)]
-
-# Functions as the documentation of `flexmasks.block_mask` allows them: x and y are integers, f and g floats, c, d and e
-# truth values, i and j indices of LONGEST elements, k, n (not 0) and s Python numbers, t dtypes. No index leaves its
-# tensor, whatever is filled in: on CUDA that would end the process.
-GRAMMAR: dict[str, tuple[list[str], list[str]]] = {
-    "x": (
-        [
-            *("{x} + {y}", "{x} - {y}", "{x} * {y}", "{x} + {k}", "{k} - {x}", "{k} * {x}", "-{x}", "abs({x})"),
-            *("{x} // {n}", "{x} % {n}", "{x} // ({y} | 1)", "{x} % ({y} | 1)", "{k} // ({x} | 1)", "{k} % ({x} | 1)"),
-            *("{x}.clamp({k}, {k})", "{x}.clamp(max={k})", "torch.clip({x}, min={k})", "torch.clip({x}, max={y})"),
-            *("torch.minimum({x}, {y})", "torch.maximum({x}, {y})", "torch.min({x}, {y})", "torch.max({x}, {y})"),
-            *("torch.where({c}, {x}, {y})", "torch.where({c}, {x}, {k})", "torch.where({c}, {k}, {x})"),
-            *("{x} & {y}", "{x} | {y}", "{x} ^ {y}", "{x} & {k}", "{k} | {x}", "{x} ^ {k}", "~{x}"),
-            *("{x} >> {s}", "{x} << {s}", "{k} >> ({x} % 6)", "1 << ({x} % 6)", "{x} >> ({y} % 6)"),
-            *("{x}.to({t})", "{x}.long()", "{x}.int()", "{x}.to({y})", "{f}.clamp(-900, 900).long()"),
-            *("{c}.int()", "{c} * {x}", "{c}.long() + {d}", "(few <= {x}).sum()", "(few - {x}).abs().amin()"),
-            *("ids[{i}]", "jumbled[{i}]", "doc[b, {i}]", "doc[b][{i}]", "rows[h, {i}]", "cube[b, {i}, {j} % 4]"),
-            *("offsets[seq_idx[{i}]]", "grid[{i} // 8, {j} // 8]", "table[h, {i} - {j} % 600]"),
-            *("table[h, q - kv]", "table[h, torch.where(q >= kv, q - kv, 0)]", "bias[h][(q - kv).clamp(-40, 40)]"),
-        ],
-        ["q", "kv", "q", "kv", "q - kv", "kv - q", "q + kv", "b", "h", "ids[q]", "doc[b, kv]", "per_batch[b]"],
-    ),
-    "f": (
-        [
-            *("{x} * 0.5", "{x} / {n}", "{x}.float()", "{x}.double() / 3", "real[{i}]", "per_head[h] * {x}", "-{f}"),
-            *("{f} + {g}", "{f} - {x}", "torch.maximum({f}, {g})", "{f}.clamp(-3.5, 80)", "torch.where({c}, {f}, 0.5)"),
-        ],
-        ["q * 0.1", "kv / 7", "real[kv]", "per_head[h] * q"],
-    ),
-    "c": (
-        [
-            *("{x} < {y}", "{x} <= {y}", "{x} > {y}", "{x} >= {y}", "{x} == {y}", "{x} != {y}"),
-            *("{x} < {k}", "{k} <= {x}", "{x} > {k}", "{k} >= {x}", "{x} == {k}", "{k} != {x}"),
-            *("{f} < {x}", "{f} >= {g}", "{x} <= {f}", "{f} > 2.5", "({x} & {k}) != 0", "{x}.bool()"),
-            *("{c} & {d}", "{c} | {d}", "{c} ^ {d}", "~{c}", "{c} & {d} & {e}", "{c} | ~{d}", "{c} == {d}"),
-            *("torch.logical_and({c}, {d})", "torch.logical_or({c}, {x})", "torch.logical_xor({c}, {d})"),
-            *("torch.logical_not({x})", "torch.where({c}, {d}, {e})", "flags[{i}]", "square[{i}, {j}]"),
-            *("doc[b, {i}] == doc[b, {j}]", "doc[b][{i}] == doc[b][{j}]", "square[q][{j}]", "square[kv][{i}]"),
-            *("chosen[{i} // 8, {j} // 8]", "torch.isin({x}, few)", "torch.isin({i}, few, invert=True)"),
-            *("(few == {x}).any()", "({x} == few).any(-1)", "(few != {x}).all()"),
-        ],
-        ["q >= kv", "q >= kv", "doc[b, q] == doc[b, kv]", "kv < per_batch[b]", "q - kv < 40", "flags[kv]", "kv < 100"],
-    ),
-    "i": (["{x}.long() % 40", "{x}.long().clamp(0, 39)", "torch.where({c}, q, 3)"], ["q", "kv", "-1 - q", "kv - 1"]),
-    "k": ([], ["0", "1", "3", "-2", "7", "16", "32", "64", "100", "-40", "120"]),
-    "n": ([], ["1", "2", "3", "7", "8", "16", "100", "-1", "-3", "-16"]),
-    "s": ([], ["0", "1", "3", "5"]),
-    "t": ([], ["torch.int8", "torch.uint8", "torch.int16", "torch.int32", "torch.int64"]),
-}
-GRAMMAR |= {"y": GRAMMAR["x"], "g": GRAMMAR["f"], "d": GRAMMAR["c"], "e": GRAMMAR["c"], "j": GRAMMAR["i"]}
-
-
-def composed(pick: Pick, kind: str = "c", depth: int = 5) -> str:
-    """Python code of a mask, or of what a hole of GRAMMAR's templates needs."""
-    templates, leaves = GRAMMAR[kind]
-
-    def filled(hole: re.Match[str]) -> str:
-        code = composed(pick, hole[1], depth - pick([3, 2, 1]))
-        return code if re.fullmatch(r"\w+", code) else f"({code})"
-
-    return re.sub(r"{(\w)}", filled, pick(templates if templates and depth > 0 else leaves))
-
 
 def is_mask(mask: Callable[..., Any], batch: int, heads: int, q_len: int, kv_len: int) -> bool:
-    """Whether torch's create_mask takes it."""
+    """Return whether torch's create_mask takes the function."""
     try:
-        seen = create_mask(mask, batch, heads, q_len, kv_len, device="cpu")
+        visible = create_mask(mask, batch, heads, q_len, kv_len, device="cpu")
     except (RuntimeError, TypeError, ValueError, ArithmeticError, IndexError, AttributeError):
         return False
-    return seen.dtype == torch.bool and seen.ndim == 4
+    return visible.dtype == torch.bool and visible.ndim == 4
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_composed_functions(device: str) -> None:
-    """At least 2,000 functions, none counted twice."""
-    kept: set[str] = set()
+def examples_by_device(short: int, campaign: int, cuda: int) -> pytest.MarkDecorator:
+    """Parametrize the device and the number of random examples: few by default, many in the campaign, some on a GPU."""
+    cases = [
+        pytest.param("cpu", short, id="cpu-short"),
+        pytest.param("cpu", campaign, id="cpu-long", marks=pytest.mark.campaign),
+        pytest.param("cuda", cuda, id="cuda", marks=pytest.mark.gpu),
+    ]
+    return pytest.mark.parametrize(("device", "examples"), cases)
+
+
+@examples_by_device(short=150, campaign=2060, cuda=200)
+def test_composed_functions(device: str, examples: int) -> None:
+    """The campaign tries at least 2,000 functions, none counted twice."""
+    tried: set[str] = set()
     mixed = 0
 
-    @settings(max_examples=2060 if device == "cpu" else 200)
+    @settings(max_examples=examples)
     @given(drawn(composed))
     def equal(case: Drawn) -> None:
         nonlocal mixed
-        built = check(test_ranges.compiled(case.expression, tables(device)), *case.sizes, device)
-        kept.add(case.expression)
-        partial, full = built.indices[0].sum(), built.indices[2].sum()
-        mixed += bool(0 < partial + full < built.indices[1].numel() or (partial and full))
+        layout = check(compiled(case.expression, long_tables(device)), *case.sizes, device)
+        tried.add(case.expression)
+        partial, full = layout.indices[0].sum(), layout.indices[2].sum()
+        mixed += bool(0 < partial + full < layout.indices[1].numel() or (partial and full))
 
     equal()
-    assert len(kept) > (2000 if device == "cpu" else 180)
-    assert mixed > len(kept) // 5  # blocks of more than one kind
+    assert len(tried) > (2000 if examples > 2000 else 0.9 * examples)
+    assert mixed > len(tried) // 5  # masks with blocks of more than one kind
 
 
-def test_random_functions() -> None:
-    """Any operation and operand, as test_ranges has them: most of what torch refuses is discarded."""
-    kept: set[str] = set()
+@short_and_campaign(25, 100)
+def test_random_functions(examples: int) -> None:
+    """Any operation and operand may occur: most of the functions that torch refuses are discarded."""
+    tried: set[str] = set()
     sizes = st.sampled_from([16, 32, 64])
 
-    @settings(max_examples=100)
+    @settings(max_examples=examples)
     @given(
-        expression=test_ranges.expressions("c", 3, odd=False) | test_ranges.expressions("c", 2, odd=False),
+        expression=expressions("c", 3, odd=False) | expressions("c", 2, odd=False),
         sizes=st.tuples(*[st.integers(1, 2)] * 2, *[st.integers(1, 80)] * 2, st.tuples(sizes, sizes)),
     )
     def equal(expression: str, sizes: tuple[int, int, int, int, tuple[int, int]]) -> None:
-        mask = test_ranges.compiled(expression, TABLES)
+        mask = compiled(expression, LONG_TABLES)
         assume(is_mask(mask, *sizes[:2], 2, 2) and is_mask(mask, 1, 1, *sizes[2:4]))
         check(mask, *sizes)
-        kept.add(expression)
+        tried.add(expression)
 
     equal()
-    assert len(kept) > 50
+    assert len(tried) > examples // 2
 
 
-GEOMETRY = ["kv <= q", "q - kv <= {n}", "kv < {n}", "(q + kv) % {n} == 0", "q // {n} == kv // {n}", "kv <= q + h * {n}"]
-GEOMETRY += ["kv < per_batch[b]", "ids[q] == ids[kv]", "abs(q - kv) * per_head[h] < {n}", "q % {n} <= kv % {n}"]
-GEOMETRY += ["square[q, kv]", "flags[kv]", "rows[b, q] >= rows[b, kv]", "q > {n}", "kv == {n}"]
+@examples_by_device(short=100, campaign=400, cuda=100)
+def test_structured_functions(device: str, examples: int) -> None:
+    tried: set[str] = set()
 
-
-def structured(pick: Pick, depth: int = 2) -> str:
-    """Masks as people write them: conditions on positions, joined by and, or, not."""
-    if depth == 0 or pick([True, False, False]):
-        return pick(GEOMETRY).replace("{n}", str(pick([1, 7, 32, 100, 250])))
-    first, second = structured(pick, depth - 1), structured(pick, depth - 1)
-    return pick(["({x}) & ({y})", "({x}) | ({y})", "~({x})"]).format(x=first, y=second)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_structured_functions(device: str) -> None:
-    kept: set[str] = set()
-
-    @settings(max_examples=400 if device == "cpu" else 100)
+    @settings(max_examples=examples)
     @given(drawn(structured))
     def equal(case: Drawn) -> None:
-        check(test_ranges.compiled(case.expression, tables(device)), *case.sizes, device)
-        kept.add(case.expression)
+        check(compiled(case.expression, long_tables(device)), *case.sizes, device)
+        tried.add(case.expression)
 
     equal()
-    assert len(kept) > (250 if device == "cpu" else 60)
+    assert len(tried) > (250 if examples >= 400 else 0.6 * examples)
 
 
 # --- functions made to be hard ---
@@ -303,7 +166,7 @@ DENSITIES = (0.0, 1e-5, 1e-3, 0.02, 0.3, 0.5, 0.98, 0.9999, 1.0)
 
 @functools.cache
 def hard(device: str) -> dict[str, Callable[..., Any]]:
-    """Functions of 700 queries and 900 keys, of 2 batch elements and 3 heads, that captured tensors on a device."""
+    """Return functions of 700 queries, 900 keys, 2 batch elements and 3 heads that captured tensors on a device."""
     q_ids, kv_ids = _documents(900, 1).to(device), KV_IDS.to(device)
     of_density = {density: _random(700, 900, density=density).to(device) for density in DENSITIES}
     per_head = _random(2, 3, 700, 900, density=2e-4).to(device)
@@ -311,7 +174,7 @@ def hard(device: str) -> dict[str, Callable[..., Any]]:
     shuffled = torch.randperm(900, generator=torch.Generator().manual_seed(3)).to(device)
     chosen = _random(11, 15, density=0.3).to(device)
     of_distance = _random(3, 1600, density=0.1).to(device)
-    starts = torch.arange(900, device=device) // 45 * 45  # of the sequence that a token belongs to
+    starts = torch.arange(900, device=device) // 45 * 45  # start of the sequence that a token belongs to
     chunks = torch.arange(20, device=device) % 3
     few = torch.tensor([0, 1, 333, 512, 899], device=device)
     return {
@@ -364,32 +227,43 @@ def hard(device: str) -> dict[str, Callable[..., Any]]:
 HARD = hard("cpu")
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("small", SMALL)
+@pytest.mark.parametrize(("device", "blocks_on_cpu"), DECIDED_ON)
 @pytest.mark.parametrize("name", HARD)
-def test_hard_functions(name: str, small: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "_SMALL", small)
+def test_hard_functions(name: str, device: str, blocks_on_cpu: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "BLOCKS_ON_CPU", blocks_on_cpu)
     check(hard(device)[name], 2, 3, 700, 900, device=device)
     check(hard(device)[name], 2, 3, 500, 450, (64, 32), device)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("small", SMALL)
-def test_isin(small: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of few elements: torch.vmap calls it for each."""
-    monkeypatch.setattr(blocks, "_SMALL", small)
+@pytest.mark.parametrize(("device", "blocks_on_cpu"), DECIDED_ON)
+def test_isin(device: str, blocks_on_cpu: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lengths are short, since torch.vmap calls isin once for each element."""
+    monkeypatch.setattr(limits, "BLOCKS_ON_CPU", blocks_on_cpu)
     few = torch.tensor([0, 1, 33, 70], device=device)
     check(lambda b, h, q, kv: torch.isin(kv, few) | (q - kv == h), 1, 3, 60, 80, (16, 32), device)
     check(lambda b, h, q, kv: torch.isin(q - kv, few, invert=True) & (kv <= q), 1, 1, 80, 60, (32, 16), device)
 
 
-@pytest.mark.parametrize(("name", "value"), [("_BLOCKS", 1), ("_BLOCKS", 8), ("_BLOCKS", 100), ("_CHUNK", (999, 999))])
-def test_what_is_done_at_once_makes_no_difference(name: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slices of the rows, down to one, and few blocks at a time."""
-    monkeypatch.setattr(blocks, name, value)
-    for mask in HARD.values():
-        check(mask, 2, 3, 200, 150, (32, 16))
-        check(mask, 1, 1, 200, 190, (16, 48))
+LIMITS = [
+    ("BLOCKS_AT_ONCE", 1),
+    ("BLOCKS_AT_ONCE", 8),
+    ("BLOCKS_AT_ONCE", 100),
+    ("ELEMENTS_AT_ONCE_ON_CPU", 999),
+    ("BLOCKS_ON_CPU", 0),
+]
+
+
+@pytest.mark.parametrize("name", HARD)
+def test_limits_make_no_difference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slices of the rows, down to one, and few blocks at a time, and matrices one by one."""
+    for sizes in ((2, 3, 200, 150, (32, 16)), (1, 1, 200, 190, (16, 48))):
+        want = check(HARD[name], *sizes).block_mask(HARD[name])
+        *lengths, block_size = sizes
+        for limit, number in LIMITS:
+            with monkeypatch.context() as patched:
+                patched.setattr(limits, limit, number)
+                layout = build(HARD[name], *lengths, CPU, block_size)
+            check_equal_block_masks(layout.block_mask(HARD[name]), want)
 
 
 @pytest.mark.parametrize("q_len", [1, 127, 128, 129])
@@ -413,18 +287,18 @@ def test_registered_masks(case: oracles.Case, device: str, monkeypatch: pytest.M
         want = create_block_mask(
             got.mask_mod, own_batch, own_heads, case.q_len, case.kv_len, device=device, BLOCK_SIZE=size
         )
-        check_equal(got, want)
-    dense = create_mask(got.mask_mod, case.batch, case.heads, case.q_len, case.kv_len, device=device)
-    assert torch.equal(dense[:own_batch, :own_heads].expand_as(dense), dense)
-    own = flexmasks.dense_mask(case.name, case.q_len, case.kv_len, device=device, **sizes, **given)
-    assert own.dtype == torch.bool
-    assert own.shape == (own_batch, own_heads, case.q_len, case.kv_len)
-    assert torch.equal(own.expand_as(dense), dense)
-    monkeypatch.setattr(blocks, "_SMALL", 0)
+        check_equal_block_masks(got, want)
+    want_whole = create_mask(got.mask_mod, case.batch, case.heads, case.q_len, case.kv_len, device=device)
+    assert torch.equal(want_whole[:own_batch, :own_heads].expand_as(want_whole), want_whole)
+    whole = flexmasks.dense_mask(case.name, case.q_len, case.kv_len, device=device, **sizes, **given)
+    assert whole.dtype == torch.bool
+    assert whole.shape == (own_batch, own_heads, case.q_len, case.kv_len)
+    assert torch.equal(whole.expand_as(want_whole), want_whole)
+    monkeypatch.setattr(limits, "BLOCKS_ON_CPU", 0)
     check(got.mask_mod, case.batch, case.heads, case.q_len, case.kv_len, (32, 16), device)
 
 
-# --- what is looked at ---
+# --- which blocks are looked at ---
 
 
 @functools.cache
@@ -440,49 +314,54 @@ def neat(device: str) -> dict[str, Callable[..., Any]]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("size", [128, 16])  # 16: more blocks than the CPU decides for a GPU
+@pytest.mark.parametrize("size", [128, 16])  # with 16 there are more blocks than the CPU decides for a GPU
 @pytest.mark.parametrize("name", neat("cpu"))
 def test_only_partial_blocks_are_looked_at(name: str, size: int, device: str) -> None:
-    assert size == 128 or (4096 // size) ** 2 > blocks._SMALL
-    built = check(neat(device)[name], 1, 1, 4096, 4096, (size, size), device)
-    assert built.undecided == int(built.indices[0].sum())
-    assert built.not_understood == ()
+    assert size == 128 or (4096 // size) ** 2 > limits.BLOCKS_ON_CPU
+    layout = check(neat(device)[name], 1, 1, 4096, 4096, (size, size), device)
+    assert layout.undecided == int(layout.indices[0].sum())
+    assert layout.not_understood == ()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["documents", "random 0.3", "random 1e-05", "per batch and head", "not a number"])
 def test_many_blocks_of_a_gpu(name: str) -> None:
-    """So many that they are decided there, the limit as it is."""
-    assert blocks._SMALL < 350 * 300
+    """There are so many blocks that they are decided on the GPU, with the limit unchanged."""
+    assert limits.BLOCKS_ON_CPU < 350 * 300
     check(hard("cuda")[name], 2, 3, 700, 900, (2, 3), "cuda")
 
 
-def test_what_is_not_understood_is_named() -> None:
+def test_operations_that_ranges_do_not_know_are_named() -> None:
     assert check(HARD["unknown, all hidden"], 1, 1, 300, 300).not_understood == ("sin",)
     assert check(HARD["row by row"], 1, 1, 300, 300).not_understood == ()
 
 
-# What ranges cannot go through is looked at element by element, and still depends on b and h only where it uses them.
+# Functions that ranges cannot go through are looked at element by element. Still, their masks depend on b and h only
+# where the functions use them.
 POSITIONS = torch.arange(600).view(300, 2) // 7
 THROUGH_NO_RANGE: dict[str, tuple[Callable[..., Any], tuple[int, int]]] = {
     "product": (lambda b, h, q, kv: POSITIONS[q] @ POSITIONS[kv] > 900, (1, 1)),
     "product and batch": (lambda b, h, q, kv: (POSITIONS[q] @ POSITIONS[kv] > 900) & (b > 0), (2, 1)),
     "attribute and head": (lambda b, h, q, kv: POSITIONS[q].real.sum() > POSITIONS[kv + h - h].real.sum(), (1, 3)),
-    "own vmap": (lambda b, h, q, kv: torch.vmap(lambda x: (x + q) % 3 > kv % 3)(POSITIONS[0]).any() | (b > 0), (2, 1)),
-    "own derivative": (lambda b, h, q, kv: torch.func.grad(lambda x: x * q * 0.5)(kv * 1.0) > kv, (1, 1)),
+    "vmap in the function": (
+        lambda b, h, q, kv: torch.vmap(lambda x: (x + q) % 3 > kv % 3)(POSITIONS[0]).any() | (b > 0),
+        (2, 1),
+    ),
+    "derivative in the function": (lambda b, h, q, kv: torch.func.grad(lambda x: x * q * 0.5)(kv * 1.0) > kv, (1, 1)),
 }
 
 
 @pytest.mark.parametrize("name", THROUGH_NO_RANGE)
-def test_what_no_range_goes_through(name: str) -> None:
+def test_functions_that_no_range_goes_through(name: str) -> None:
     mask, depends = THROUGH_NO_RANGE[name]
-    built = check(mask, 2, 3, 300, 290)
-    assert built.indices[0].shape[:2] == depends
-    assert built.not_understood
-    assert blocks.dependence(mask, 2, 3, CPU) == depends
+    layout = check(mask, 2, 3, 300, 290)
+    assert layout.indices[0].shape[:2] == depends
+    assert layout.not_understood
+    assert dependence(mask, 2, 3, CPU) == depends
 
 
-WRONG_ONCE: dict[str, Callable[..., Any]] = {  # by an answer of ranges that was not torch's
+# Functions for which ranges once gave another result than torch.
+WRONG_ONCE: dict[str, Callable[..., Any]] = {
     "alias changed in place": lambda b, h, q, kv: _added(q, 20) & (q > kv),
     "integer beyond its dtype": lambda b, h, q, kv: BYTES[q] // 300 < BYTES[kv] % 300,
     "integer near 2^63": lambda b, h, q, kv: (q & (2**63 - 1)) >= kv,
@@ -533,21 +412,20 @@ def test_once_wrong(name: str) -> None:
 
 
 def test_wide_functions_are_decided_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors that the function sees count, too, in what is decided and looked at in one go."""
+    """The limits on work done at once include the tensors that the function sees."""
     table = torch.arange(600 * 30).view(600, 30) // 100
     sizes: list[int] = []
-    evaluate = blocks.evaluate
 
     def spy(*args: Any) -> Any:
-        found = evaluate(*args)
-        sizes.append(found.widest * found.truth.hi.numel())
-        return found
+        evaluated = evaluate(*args)
+        sizes.append(evaluated.widest * evaluated.truth.hi.numel())
+        return evaluated
 
-    monkeypatch.setattr(blocks, "evaluate", spy)
-    monkeypatch.setattr(blocks, "_SMALL", 1)
-    monkeypatch.setattr(blocks, "_BLOCKS", 1 << 16)
-    monkeypatch.setattr(blocks, "_CHUNK", (1 << 16, 1 << 16))
-    monkeypatch.setattr(blocks, "_WIDE", 1 << 16)
+    for module in (decide.__module__, Elements.__module__, look_at.__module__):
+        monkeypatch.setattr(sys.modules[module], "evaluate", spy)
+    monkeypatch.setattr(limits, "BLOCKS_ON_CPU", 1)
+    for limit in ("BLOCKS_AT_ONCE", "ELEMENTS_AT_ONCE_ON_CPU", "ELEMENTS_AT_ONCE_ON_GPU", "WIDE_ELEMENTS_AT_ONCE"):
+        monkeypatch.setattr(limits, limit, 1 << 16)
     check(lambda b, h, q, kv: (table[q] * 7 % 12 > table[kv]).any(), 1, 1, 600, 600, (16, 16))
     assert max(sizes) <= 1 << 16
     assert len(sizes) > 10
@@ -611,31 +489,33 @@ def test_in_place_changes_of_an_index_stay_inside() -> None:
         q += 1
         return q > kv
 
-    got = blocks.build(mask, 2, 1, 300, 300, CPU).block_mask(mask)
-    check_equal(got, create_block_mask(lambda b, h, q, kv: q + 1 > kv, *got.kv_num_blocks.shape[:2], 300, 300, "cpu"))
+    got = build(mask, 2, 1, 300, 300, CPU).block_mask(mask)
+    check_equal_block_masks(
+        got, create_block_mask(lambda b, h, q, kv: q + 1 > kv, *got.kv_num_blocks.shape[:2], 300, 300, "cpu")
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_offsets_of_either_dtype_leave_ranges_as_they_are(dtype: torch.dtype) -> None:
     offset = torch.tensor([0, 500], dtype=dtype)
-    found = flexmasks.get_mask("causal").blocks(1024, 2048, batch=2, q_offset=offset)
-    assert found.not_understood == ()
-    assert found.undecided == found.partial
+    blocks = flexmasks.get_mask("causal").blocks(1024, 2048, batch=2, q_offset=offset)
+    assert blocks.not_understood == ()
+    assert blocks.undecided == blocks.partial
     want = create_block_mask(lambda b, h, q, kv: q + offset[b] >= kv, 2, 1, 1024, 2048, "cpu")
-    check_equal(found.block_mask, want)
+    check_equal_block_masks(blocks.block_mask, want)
 
 
 def test_offsets_of_64_bits_leave_no_more_open() -> None:
-    """q keeps its dtype, which an operation that ranges do not know needs."""
+    """q keeps its dtype, on which torch.iinfo(q.dtype) depends."""
 
-    def own(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    def near_past(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return (kv <= q) & (q - kv < torch.iinfo(q.dtype).max)
 
-    made = [
-        flexmasks.get_mask(own).blocks(512, 1024, batch=2, q_offset=torch.tensor([0, 300], dtype=dtype))
+    with_int64, with_int32 = (
+        flexmasks.get_mask(near_past).blocks(512, 1024, batch=2, q_offset=torch.tensor([0, 300], dtype=dtype))
         for dtype in (torch.int64, torch.int32)
-    ]
-    assert made[0].undecided == made[1].undecided < made[0].total / 4
+    )
+    assert with_int64.undecided == with_int32.undecided < with_int64.total / 4
 
 
 @pytest.mark.parametrize("offset", [2**31 - 4, torch.tensor([2**31]), torch.tensor([2**31 - 4])])

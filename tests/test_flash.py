@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from functions import compiled, expressions
 from helpers import error, skip_unless_flash_takes, traced
 from hypothesis import event, given, reject
 from hypothesis import strategies as st
-from test_ranges import compiled, expressions
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 

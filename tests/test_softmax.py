@@ -11,18 +11,17 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import functions
 import numpy as np
 import oracles
 import pytest
-import test_blocks
-import test_ranges
 import torch
 import triton
+from functions import Drawn, drawn
 from helpers import DEVICES, TOLERANCE, arguments, error, label, spread
 from hypothesis import given, settings
 from oracles import MASK_CASES, Case
 from softmax_oracle import softmax
-from test_blocks import Drawn, drawn
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.func import grad, jacfwd, jacrev, jvp, vjp, vmap
@@ -553,7 +552,7 @@ def test_rows_of_registered_masks(case: Case) -> None:
     check_rows(made.bind(made.resolve(size)), case.batch, case.heads, case.q_len, case.kv_len)
 
 
-@pytest.mark.parametrize("write", [test_blocks.structured, test_blocks.composed])
+@pytest.mark.parametrize("write", [functions.structured, functions.composed])
 def test_rows_of_random_masks(write: Any) -> None:
     with_holes = 0
 
@@ -561,7 +560,7 @@ def test_rows_of_random_masks(write: Any) -> None:
     @given(drawn(write))
     def right(case: Drawn) -> None:
         nonlocal with_holes
-        made = check_rows(test_ranges.compiled(case.expression, test_blocks.TABLES), *case.sizes[:4])
+        made = check_rows(functions.compiled(case.expression, functions.LONG_TABLES), *case.sizes[:4])
         with_holes += made.bits is not None
 
     right()
@@ -570,9 +569,9 @@ def test_rows_of_random_masks(write: Any) -> None:
 
 def test_random_compositions() -> None:
     @settings(max_examples=40)
-    @given(drawn(test_blocks.structured))
+    @given(drawn(functions.structured))
     def right(case: Drawn) -> None:
-        mod = test_ranges.compiled(case.expression, test_blocks.TABLES)
+        mod = functions.compiled(case.expression, functions.LONG_TABLES)
         visible = create_mask(mod, case.batch, case.heads, case.q_len, case.kv_len, device="cpu")[:, :, :9]
         x = torch.randn(visible.shape)
         inner = flexmasks.get_mask(mod) & flexmasks.get_mask("full")

@@ -15,16 +15,15 @@ import torch
 from torch import Tensor
 
 from flexmasks.blocks.build import build
-from flexmasks.blocks.decide import decide, dependence
-from flexmasks.blocks.elements import Elements, MaskMod, over_indices
+from flexmasks.blocks.decide import dependence
+from flexmasks.blocks.elements import MaskMod, over_indices
 from flexmasks.blocks.lists import of_block_mask
+from flexmasks.blocks.strips import count_in_strips
 from flexmasks.plans.plan import MaskPlan, Offset, ScorePlan, naming, shifted_mask, sized
 from flexmasks.spec.parameters import Size
 from flexmasks.spec.values import Modifier, Score
 
 SKIPPED, HIDDEN, PARTIAL, VISIBLE = range(4)  # what a cell of a mask is
-_STRIP = 1 << 22  # blocks counted at once
-_LOOKED_AT = 1 << 24  # pairs, of those in partial blocks, at which the share of hidden ones is measured
 _PLACES = 4  # along an axis of a score's cell
 _CURVE = 80
 
@@ -35,18 +34,6 @@ class Grid:
 
     kinds: Tensor
     cell: tuple[int, int]
-
-
-@dataclass(frozen=True)
-class Counts:
-    """The blocks of one batch element and head of a mask, counted."""
-
-    empty: int
-    partial: int
-    full: int
-    shares: tuple[float, float, float]  # of all pairs, those in empty, partial and full blocks
-    hidden: float  # the share of the pairs in partial and full blocks that the mask hides
-    estimated: bool  # whether `hidden` is so: measured in some of the partial blocks, evenly spread
 
 
 class MaskCells:
@@ -67,7 +54,7 @@ class MaskCells:
         self._device = size.device
         self._mod: MaskMod = lambda _b, _h, q, kv: mod(_b + b, _h + h, q, kv)
         with naming(plan.value):
-            self.counts = self._counted()
+            self.counts = count_in_strips(self._mod, self.q_len, self.kv_len, self.block_size, self._device)
         depends = (self._depends(mod, max(2, n), dim) for dim, n in enumerate((size.batch, size.heads)))
         self.where = _where(b, h, *depends)
 
@@ -107,67 +94,6 @@ class MaskCells:
             return dependence(mod, *((n, 1), (1, n))[dim], self._device)[dim] > 1
         except (ValueError, TypeError, LookupError, RuntimeError):  # an index that is out of range for a second one
             return True
-
-    def _counted(self) -> Counts:
-        """Count in strips of queries, and in each from the first to the last part that ranges leave open."""
-        (height, width), (q_len, kv_len) = self.block_size, (self.q_len, self.kv_len)
-        step = height * max(1, _STRIP // -(-kv_len // width))
-        part = width * max(1, step // width)
-        shape = -(-q_len // step), -(-kv_len // part)
-        decided = decide(self._mod, 1, 1, q_len, kv_len, self._device, (step, part))
-        certain, possible = (x[0, 0].cpu().expand(shape).clone() for x in (decided.certain, decided.possible))
-        if q_len % height:  # blocks that the edge cuts are partial
-            certain[-1] = False
-        if kv_len % width:
-            certain[:, -1] = False
-        partial_blocks = partial_pairs = full_pairs = 0
-        hidden = 0.0
-        estimated = False
-        for strip in range(shape[0]):
-            start, rows = strip * step, min(step, q_len - strip * step)
-            open_ = (possible[strip] & ~certain[strip]).nonzero()[:, 0].tolist()
-            first, end = (open_[0], open_[-1] + 1) if open_ else (0, 0)
-            whole = certain[strip].nonzero()[:, 0].tolist()
-            full_pairs += sum(rows * min(part, kv_len - n * part) for n in whole if not first <= n < end)
-            if not open_:
-                continue
-            mod, columns = _later(self._mod, start, first * part), min(kv_len, end * part) - first * part
-            layout = build(mod, 1, 1, rows, columns, self._device, self.block_size)
-            counts, indices, full = (x[0, 0] for x in layout.indices[:3])
-            full_pairs += int(full.sum()) * height * width
-            pairs = _pairs(counts, indices, rows, columns, self.block_size)
-            blocks = int(counts.sum())
-            partial_blocks, partial_pairs = partial_blocks + blocks, partial_pairs + pairs
-            most = max(1, _LOOKED_AT // shape[0] // (height * width))
-            if blocks and height * width > 1:
-                nth = torch.arange(min(most, blocks), device=counts.device) * blocks // min(most, blocks)
-                hidden += pairs * self._hidden_in(mod, _nth(nth, counts, indices), rows, columns)
-                estimated = estimated or blocks > most
-        all_blocks, all_pairs = -(-q_len // height) * -(-kv_len // width), q_len * kv_len
-        full_blocks = full_pairs // (height * width)  # the edge cuts none
-        computed = partial_pairs + full_pairs
-        return Counts(
-            empty=all_blocks - partial_blocks - full_blocks,
-            partial=partial_blocks,
-            full=full_blocks,
-            shares=(1 - computed / all_pairs, partial_pairs / all_pairs, full_pairs / all_pairs),
-            hidden=hidden / computed if computed else 0.0,
-            estimated=estimated,
-        )
-
-    def _hidden_in(self, mod: MaskMod, blocks: Tensor, q_len: int, kv_len: int) -> float:
-        """The share of hidden pairs in the blocks [n, (row, column)] of so many queries and keys."""
-        height, width = self.block_size
-        elements = Elements(mod, self._device)
-        rows, columns = (torch.arange(n, device=blocks.device) for n in (height, width))
-        visible = pairs = 0
-        for at in blocks.split(elements.blocks_at_once(height * width)):
-            q, kv = at[:, 0, None] * height + rows, at[:, 1, None] * width + columns
-            zero = torch.zeros_like(at[:, 0])
-            seen = elements(zero, zero, q.clamp(max=q_len - 1), kv.clamp(max=kv_len - 1))
-            there = (q < q_len)[:, :, None] & (kv < kv_len)[:, None]
-            visible, pairs = visible + int((seen & there).sum()), pairs + int(there.sum())
-        return 1 - visible / pairs
 
 
 class ScoreCells:
@@ -257,26 +183,6 @@ def _middles(length: int, cell: int, device: torch.device) -> Tensor:
     places = min(cell, _PLACES)
     first = torch.arange(0, length, cell, device=device) + (cell - places) // 2
     return (first[:, None] + torch.arange(places, device=device)).clamp(max=length - 1)
-
-
-def _later(mod: MaskMod, q_start: int, kv_start: int) -> MaskMod:
-    return (lambda b, h, q, kv: mod(b, h, q + q_start, kv + kv_start)) if q_start or kv_start else mod
-
-
-def _pairs(counts: Tensor, indices: Tensor, q_len: int, kv_len: int, block_size: tuple[int, int]) -> int:
-    """Pairs in the listed blocks of so many queries and keys: `counts` of each row, whose `indices` rise."""
-    height, width = block_size
-    last = indices.gather(1, (counts - 1).clamp(min=0).long()[:, None])[:, 0]
-    beyond = torch.where(counts > 0, (last + 1) * width - kv_len, 0).clamp(min=0)
-    high = (q_len - torch.arange(len(counts), device=counts.device) * height).clamp(max=height)
-    return int(((counts.long() * width - beyond) * high).sum())
-
-
-def _nth(nth: Tensor, counts: Tensor, indices: Tensor) -> Tensor:
-    """The nth of the listed blocks, [n, (row, column)]."""
-    ends = counts.long().cumsum(0)
-    row = torch.searchsorted(ends, nth, right=True)
-    return torch.stack([row, indices[row, nth - ends[row] + counts[row]].long()], 1)
 
 
 def _close(a: Tensor, b: Tensor) -> bool:

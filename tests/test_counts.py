@@ -1,4 +1,4 @@
-"""What Blocks says of a mask's blocks, against torch's dense mask, counted element by element, and a naive kernel."""
+"""Counts of a mask's blocks and proven facts, against torch's whole mask counted by element, and a naive kernel."""
 
 from __future__ import annotations
 
@@ -11,18 +11,16 @@ from typing import Any
 
 import oracles
 import pytest
-import test_blocks
-import test_ranges
 import torch
-from helpers import TOLERANCE, arguments, error, label
+from functions import LONG_TABLES, Drawn, compiled, composed, drawn, short_and_campaign, structured
+from helpers import TOLERANCE, arguments, check_equal_block_masks, error, label
 from hypothesis import given, settings
-from test_blocks import Drawn
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 
 import flexmasks
 from flexmasks.backends import flex as kernels
-from flexmasks.blocks.counts import Blocks
+from flexmasks.blocks import Blocks, count_in_strips, strips
 from flexmasks.plans.plan import GivenPlan, MaskPlan
 from flexmasks.spec.parameters import Size
 
@@ -35,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 # --- oracles ---
 
 
-def dense_of(made: BlockMask) -> Tensor:
+def whole_mask(made: BlockMask) -> Tensor:
     return create_mask(made.mask_mod, *made.kv_num_blocks.shape[:2], *made.seq_lengths, device="cpu")
 
 
@@ -49,7 +47,7 @@ def lists_of(made: BlockMask) -> list[tuple[Tensor | None, Tensor | None]]:
 
 
 def without_gap(made: BlockMask) -> bool:
-    """Whether the blocks of every list follow each other one by one."""
+    """Return whether the blocks of every list follow each other one by one."""
     for counts, indices in lists_of(made):
         assert counts is not None
         assert indices is not None
@@ -59,10 +57,10 @@ def without_gap(made: BlockMask) -> bool:
     return True
 
 
-def gives_nan(made: BlockMask, dense: Tensor, tile: int) -> bool:
-    """torch's Triton kernel without its check for rows that have seen nothing: whether any query ends in NaN.
+def gives_nan(made: BlockMask, whole: Tensor, tile: int) -> bool:
+    """Return whether a query ends in NaN in torch's Triton kernel without its check for rows that have seen nothing.
 
-    The online softmax, `tile` keys at a time, over partial and then over full blocks, all scores 0.
+    The kernel is an online softmax, `tile` keys at a time, over partial and then over full blocks. All scores are 0.
     """
     (height, width), (q_len, kv_len) = made.BLOCK_SIZE, made.seq_lengths
     batch, heads, rows = made.kv_num_blocks.shape
@@ -78,8 +76,8 @@ def gives_nan(made: BlockMask, dense: Tensor, tile: int) -> bool:
                     keys = range(start, min(start + tile, (j + 1) * width, kv_len))
                     scores = torch.full((len(queries), tile), -math.inf)
                     if len(keys):
-                        seen = dense[b, h, queries.start : queries.stop, keys.start : keys.stop]
-                        scores[:, : len(keys)][seen | bool(full)] = 0.0
+                        visible = whole[b, h, queries.start : queries.stop, keys.start : keys.stop]
+                        scores[:, : len(keys)][visible | bool(full)] = 0.0
                     new = torch.maximum(peak, scores.amax(1))
                     total = total * torch.exp2(peak - new) + torch.exp2(scores - new[:, None]).sum(1)
                     peak = new
@@ -88,75 +86,105 @@ def gives_nan(made: BlockMask, dense: Tensor, tile: int) -> bool:
     return False
 
 
-def check(found: Blocks) -> None:
-    """Everything that can be counted."""
-    made = found.block_mask
-    dense = dense_of(made)
+def check(blocks: Blocks) -> None:
+    """Check everything that can be counted."""
+    made = blocks.block_mask
+    whole = whole_mask(made)
     height, width = made.BLOCK_SIZE
-    blocks: Counter[str] = Counter()
+    count: Counter[str] = Counter()
     pairs: Counter[str] = Counter()
     visible = 0
-    for matrix in dense.flatten(0, 1):
+    for matrix in whole.flatten(0, 1):
         for block in (part for rows in matrix.split(height) for part in rows.split(width, 1)):
-            seen = int(block.sum())
-            kind = "empty" if not seen else "full" if seen == height * width else "partial"
-            blocks[kind] += 1
+            visible_of_block = int(block.sum())
+            full = visible_of_block == height * width
+            kind = "empty" if not visible_of_block else "full" if full else "partial"
+            count[kind] += 1
             pairs[kind] += block.numel()
-            visible += seen
-    assert (found.empty, found.partial, found.full) == (blocks["empty"], blocks["partial"], blocks["full"])
-    assert found.total == blocks.total()
-    want = [pairs[kind] / dense.numel() for kind in ("empty", "partial", "full")]
-    assert found.shares == pytest.approx(want, abs=1e-12)
-    assert found.sparsity == pytest.approx(want[0], abs=1e-12)
+            visible += visible_of_block
+    assert (blocks.empty, blocks.partial, blocks.full) == (count["empty"], count["partial"], count["full"])
+    assert blocks.total == count.total()
+    want = [pairs[kind] / whole.numel() for kind in ("empty", "partial", "full")]
+    assert blocks.shares == pytest.approx(want, abs=1e-12)
+    assert blocks.sparsity == pytest.approx(want[0], abs=1e-12)
     computed = pairs["partial"] + pairs["full"]
-    assert found.hidden == pytest.approx(1 - visible / computed if computed else 0.0, abs=1e-12)
+    assert blocks.hidden == pytest.approx(1 - visible / computed if computed else 0.0, abs=1e-12)
     if made.seq_lengths[0] % height == made.seq_lengths[1] % width == 0:
-        assert found.sparsity == pytest.approx(made.sparsity() / 100, abs=1e-12)
-    check_promises(found, dense)
+        assert blocks.sparsity == pytest.approx(made.sparsity() / 100, abs=1e-12)
+    check_facts(blocks, whole)
 
 
-def check_promises(found: Blocks, dense: Tensor) -> None:
-    made = found.block_mask
-    assert found.contiguous == without_gap(made)
-    # Tiles of 16 keys are the smallest there are, and what is safe there is safe in larger ones.
+def check_facts(blocks: Blocks, whole: Tensor) -> None:
+    made = blocks.block_mask
+    assert blocks.contiguous == without_gap(made)
+    # Tiles of 16 keys are the smallest that kernels use. A row that is safe with them is safe with larger ones.
     width = made.BLOCK_SIZE[1]
-    some = bool(((made.kv_num_blocks + (0 if (full := made.full_kv_num_blocks) is None else full)) > 0).all())
-    assert found.rows_guaranteed_safe == (some and not gives_nan(made, dense, min(16, width)))
-    if found.rows_guaranteed_safe:
-        assert not any(gives_nan(made, dense, tile) for tile in (32, 64, 128) if width % tile == 0)
-    promised = {SAFE: found.rows_guaranteed_safe, CONTIGUOUS: found.contiguous}
-    assert found.kernel_options == {name: True for name, holds in promised.items() if holds}
+    counts = made.kv_num_blocks + (0 if (full := made.full_kv_num_blocks) is None else full)
+    every_row_has_blocks = bool((counts > 0).all())
+    assert blocks.rows_guaranteed_safe == (every_row_has_blocks and not gives_nan(made, whole, min(16, width)))
+    if blocks.rows_guaranteed_safe:
+        assert not any(gives_nan(made, whole, tile) for tile in (32, 64, 128) if width % tile == 0)
+    facts = {SAFE: blocks.rows_guaranteed_safe, CONTIGUOUS: blocks.contiguous}
+    assert blocks.kernel_options == {name: True for name, holds in facts.items() if holds}
 
 
-# --- counts and promises ---
+# --- counts and facts ---
 
 
-@pytest.mark.parametrize("write", [test_blocks.structured, test_blocks.composed])
-def test_random_masks(write: Callable[..., str]) -> None:
-    """Blocks of the library, and of torch's create_block_mask over all batch elements and heads."""
-    told: Counter[str] = Counter()
+@short_and_campaign(60, 300)
+@pytest.mark.parametrize("write", [structured, composed])
+def test_random_masks(write: Callable[..., str], examples: int) -> None:
+    """Blocks of the library, of torch's create_block_mask over all batch elements and heads, and counted in strips."""
+    proven: Counter[str] = Counter()
 
-    @settings(max_examples=300)
-    @given(test_blocks.drawn(write))
-    def right(case: Drawn) -> None:
-        mod = test_ranges.compiled(case.expression, test_blocks.TABLES)
+    @settings(max_examples=examples)
+    @given(drawn(write))
+    def counts_are_right(case: Drawn) -> None:
+        mod = compiled(case.expression, LONG_TABLES)
         batch, heads, q_len, kv_len, size = case.sizes
-        found = flexmasks.get_mask(mod).blocks(q_len, kv_len, batch=batch, heads=heads, block_size=size)
-        check(found)
-        made = create_block_mask(mod, batch, heads, q_len, kv_len, device="cpu", BLOCK_SIZE=size)
-        every = Blocks(made)
-        own = found.block_mask.kv_num_blocks.shape[:2].numel()
-        assert (every.empty * own, every.partial * own, every.full * own) == tuple(
-            n * batch * heads for n in (found.empty, found.partial, found.full)
-        )
-        assert every.shares == pytest.approx(found.shares, abs=1e-12)
-        assert every.hidden == pytest.approx(found.hidden, abs=1e-12)
-        assert every.kernel_options == found.kernel_options
+        blocks = flexmasks.get_mask(mod).blocks(q_len, kv_len, batch=batch, heads=heads, block_size=size)
+        check(blocks)
+        every = Blocks(create_block_mask(mod, batch, heads, q_len, kv_len, device="cpu", BLOCK_SIZE=size))
+        copies = batch * heads // blocks.block_mask.kv_num_blocks.shape[:2].numel()
+        want = tuple(n * copies for n in (blocks.empty, blocks.partial, blocks.full))
+        assert (every.empty, every.partial, every.full) == want
+        assert every.shares == pytest.approx(blocks.shares, abs=1e-12)
+        assert every.hidden == pytest.approx(blocks.hidden, abs=1e-12)
+        assert every.kernel_options == blocks.kernel_options
         assert (every.undecided, every.not_understood) == (None, ())
-        told.update(every.kernel_options or {"nothing": True})
+        proven.update(every.kernel_options or {"nothing": True})
 
-    right()
-    assert min(told[name] for name in (SAFE, CONTIGUOUS, "nothing")) > 5, told
+    counts_are_right()
+    assert min(proven[name] for name in (SAFE, CONTIGUOUS, "nothing")) > examples // 60, proven
+
+
+@short_and_campaign(25, 150)
+@pytest.mark.parametrize("blocks_of_strip", [strips._BLOCKS_OF_STRIP, 8])
+def test_counts_in_strips(blocks_of_strip: int, examples: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strips, "_BLOCKS_OF_STRIP", blocks_of_strip)
+
+    @settings(max_examples=examples)
+    @given(drawn(structured))
+    def counts_are_equal(case: Drawn) -> None:
+        mod = compiled(case.expression, LONG_TABLES)
+        _, _, *lengths, size = case.sizes
+        counts = count_in_strips(mod, *lengths, size, torch.device("cpu"))
+        want = Blocks(create_block_mask(mod, 1, 1, *lengths, device="cpu", BLOCK_SIZE=size))
+        assert (counts.empty, counts.partial, counts.full) == (want.empty, want.partial, want.full)
+        assert counts.shares == pytest.approx(want.shares, abs=1e-12)
+        assert counts.hidden == pytest.approx(want.hidden, abs=1e-12)
+        assert not counts.estimated
+
+    counts_are_equal()
+
+
+def test_hidden_pairs_are_estimated_from_some_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strips, "_SAMPLED_PAIRS", 64 * 64 * 5)
+    counts = count_in_strips(lambda b, h, q, kv: kv <= q, 1024, 1024, (64, 64), torch.device("cpu"))
+    want = flexmasks.get_mask("causal").blocks(1024, block_size=64)
+    assert counts.estimated
+    assert counts.shares == pytest.approx(want.shares)
+    assert counts.hidden == pytest.approx(want.hidden)  # all partial blocks are alike
 
 
 @pytest.mark.parametrize("case", oracles.MASK_CASES, ids=label)
@@ -166,11 +194,11 @@ def test_registered_masks(case: oracles.Case, size: tuple[int, int]) -> None:
     offset = given.pop("q_offset")
     sizes = {"batch": case.batch, "heads": case.heads, "block_size": size, "q_offset": offset}
     mask = flexmasks.get_mask(case.name, **given)
-    found = mask.blocks(case.q_len, case.kv_len, **sizes)
-    check(found)
+    blocks = mask.blocks(case.q_len, case.kv_len, **sizes)
+    check(blocks)
     made = flexmasks.block_mask(mask, case.q_len, case.kv_len, **sizes)
-    test_blocks.check_equal(found.block_mask, made)
-    assert torch.equal(dense_of(found.block_mask), dense_of(made))
+    check_equal_block_masks(blocks.block_mask, made)
+    assert torch.equal(whole_mask(blocks.block_mask), whole_mask(made))
 
 
 @pytest.mark.parametrize("lengths", [(1, 1), (128, 256), (300, 200), (129, 257)])
@@ -189,17 +217,17 @@ def test_nothing_and_everything_visible(lengths: tuple[int, int], size: tuple[in
 @pytest.mark.parametrize("kv_len", [1, 100, 128, 129, 300, 512])
 def test_causal_is_safe_and_contiguous(q_len: int, kv_len: int) -> None:
     for size in (128, 16, (64, 128), (128, 64)):
-        found = flexmasks.get_mask("causal").blocks(q_len, kv_len, block_size=size)
-        check(found)
-        assert found.rows_guaranteed_safe
-        # The last blocks are partial where the edge cuts them, and those above them in their column full.
-        assert found.contiguous or q_len % found.block_mask.BLOCK_SIZE[0] or kv_len % found.block_mask.BLOCK_SIZE[1]
+        blocks = flexmasks.get_mask("causal").blocks(q_len, kv_len, block_size=size)
+        check(blocks)
+        assert blocks.rows_guaranteed_safe
+        # Where the edge cuts the last blocks, they are partial, and the blocks above them in their column are full.
+        assert blocks.contiguous or q_len % blocks.block_mask.BLOCK_SIZE[0] or kv_len % blocks.block_mask.BLOCK_SIZE[1]
 
 
-PROMISES: list[tuple[Any, bool, bool]] = [
+FACTS: list[tuple[Any, bool, bool]] = [
     ("causal", True, True),
     ("full", True, True),
-    # The first block in the list of most queries is the one where the window ends, hidden to the last of them.
+    # The first block in most lists is the one where the window ends, which is hidden from the block's last query.
     (flexmasks.get_mask("sliding_window", window=512), False, False),
     (flexmasks.get_mask("prefix_lm", prefix_len=1000), True, True),
     (lambda b, h, q, kv: (kv <= q) & (kv % 100 < 99), True, True),
@@ -212,10 +240,10 @@ PROMISES: list[tuple[Any, bool, bool]] = [
 ]
 
 
-@pytest.mark.parametrize(("mask", "safe", "contiguous"), PROMISES)
-def test_promises_over_many_keys(mask: Any, safe: bool, contiguous: bool) -> None:
-    found = flexmasks.get_mask(mask).blocks(8192)
-    assert (found.rows_guaranteed_safe, found.contiguous) == (safe, contiguous)
+@pytest.mark.parametrize(("mask", "safe", "contiguous"), FACTS)
+def test_facts_over_many_keys(mask: Any, safe: bool, contiguous: bool) -> None:
+    blocks = flexmasks.get_mask(mask).blocks(8192)
+    assert (blocks.rows_guaranteed_safe, blocks.contiguous) == (safe, contiguous)
     ragged = flexmasks.get_mask(mask).blocks(8192 - 37)
     assert ragged.rows_guaranteed_safe == safe
 
@@ -228,7 +256,7 @@ def _in_four(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
 
 
 def _lists(indices: list[list[int]], **more: Any) -> BlockMask:
-    """4 x 4 blocks of 64 over 256 queries and 250 keys, those listed partial."""
+    """Return 4 x 4 blocks of 64 over 256 queries and 250 keys, of which the listed ones are partial."""
     counts = torch.tensor([[[len(line) for line in indices]]], dtype=torch.int32)
     padded = [line + [n for n in range(4) if n not in line] for line in indices]
     options = {"BLOCK_SIZE": 64, "mask_mod": _in_four, "seq_lengths": (256, 250)} | more
@@ -236,38 +264,38 @@ def _lists(indices: list[list[int]], **more: Any) -> BlockMask:
 
 
 def test_lists_without_full_blocks() -> None:
-    found = Blocks(_lists([[0, 1, 2, 3]] * 4))
-    visible = int(dense_of(found.block_mask).sum())
-    assert (found.total, found.empty, found.partial, found.full) == (16, 0, 16, 0)
-    assert found.shares == (0.0, 1.0, 0.0)
-    assert found.hidden == pytest.approx(1 - visible / (256 * 250))
-    assert not found.rows_guaranteed_safe  # queries 0 to 63 see nothing
-    assert "partial 16, full 0; skipped: 0.0%" in str(found)
+    blocks = Blocks(_lists([[0, 1, 2, 3]] * 4))
+    visible = int(whole_mask(blocks.block_mask).sum())
+    assert (blocks.total, blocks.empty, blocks.partial, blocks.full) == (16, 0, 16, 0)
+    assert blocks.shares == (0.0, 1.0, 0.0)
+    assert blocks.hidden == pytest.approx(1 - visible / (256 * 250))
+    assert not blocks.rows_guaranteed_safe  # queries 0 to 63 see nothing
+    assert "partial 16, full 0; skipped: 0.0%" in str(blocks)
 
 
 def test_full_blocks_at_the_edge() -> None:
-    """torch's create_block_mask makes none; a kernel would look at the keys that there are."""
+    """torch's create_block_mask makes no such blocks; a kernel would look at the keys that exist."""
     made = flexmasks.block_mask("full", 256, block_size=64)
     made.seq_lengths = (250, 230)
-    found = Blocks(made)
-    assert (found.empty, found.partial, found.full) == (0, 0, 16)
-    assert (found.shares, found.hidden) == ((0.0, 0.0, 1.0), 0.0)
+    blocks = Blocks(made)
+    assert (blocks.empty, blocks.partial, blocks.full) == (0, 0, 16)
+    assert (blocks.shares, blocks.hidden) == ((0.0, 0.0, 1.0), 0.0)
 
 
 def test_lists_in_any_order() -> None:
-    """The first in a list is the first that a kernel looks at."""
+    """A kernel looks at the first block of a list first."""
     lists = [[0, 1, 2, 3], [1, 0], [2, 1, 0], [3, 2, 1, 0]]
-    found = Blocks(_lists(lists, mask_mod=lambda b, h, q, kv: kv <= q))
-    assert (found.total, found.empty, found.partial) == (16, 3, 13)
-    assert found.rows_guaranteed_safe
-    assert not found.contiguous
-    check_promises(found, dense_of(found.block_mask))
+    blocks = Blocks(_lists(lists, mask_mod=lambda b, h, q, kv: kv <= q))
+    assert (blocks.total, blocks.empty, blocks.partial) == (16, 3, 13)
+    assert blocks.rows_guaranteed_safe
+    assert not blocks.contiguous
+    check_facts(blocks, whole_mask(blocks.block_mask))
     lists[0] = [1, 0, 2, 3]
-    check_promises(unsafe := Blocks(_lists(lists, mask_mod=lambda b, h, q, kv: kv <= q)), dense_of(found.block_mask))
+    check_facts(unsafe := Blocks(_lists(lists, mask_mod=lambda b, h, q, kv: kv <= q)), whole_mask(blocks.block_mask))
     assert not unsafe.rows_guaranteed_safe
 
 
-def test_without_lists_of_queries_nothing_is_known_of_their_gaps() -> None:
+def test_without_lists_of_queries_gaps_are_unknown() -> None:
     assert not Blocks(_lists([[0, 1]] * 4, compute_q_blocks=False)).contiguous
     assert Blocks(_lists([[0, 1]] * 4)).contiguous
 
@@ -275,30 +303,30 @@ def test_without_lists_of_queries_nothing_is_known_of_their_gaps() -> None:
 # --- Mask.blocks ---
 
 
-def test_what_was_looked_at() -> None:
-    found = flexmasks.get_mask("causal").blocks(1024)
-    assert (found.undecided, found.not_understood) == (8, ())
-    found = flexmasks.get_mask(lambda b, h, q, kv: torch.sin(q * 1.0) + torch.cos(kv) > 0).blocks(256)
-    assert (found.undecided, found.not_understood) == (4, ("sin", "cos"))
-    found = flexmasks.get_mask(lambda b, h, q, kv: (torch.sin(q) > 2) & (kv <= q)).blocks(256)
-    assert (found.undecided, found.not_understood) == (3, ("sin",))
+def test_blocks_looked_at_are_counted() -> None:
+    blocks = flexmasks.get_mask("causal").blocks(1024)
+    assert (blocks.undecided, blocks.not_understood) == (8, ())
+    blocks = flexmasks.get_mask(lambda b, h, q, kv: torch.sin(q * 1.0) + torch.cos(kv) > 0).blocks(256)
+    assert (blocks.undecided, blocks.not_understood) == (4, ("sin", "cos"))
+    blocks = flexmasks.get_mask(lambda b, h, q, kv: (torch.sin(q) > 2) & (kv <= q)).blocks(256)
+    assert (blocks.undecided, blocks.not_understood) == (3, ("sin",))
 
 
 def test_str() -> None:
-    found = flexmasks.get_mask(lambda b, h, q, kv: (kv <= q) & (torch.sin(q) < 2)).blocks(1000, block_size=(128, 64))
-    first, looked_at, unknown = str(found).split("\n")
+    blocks = flexmasks.get_mask(lambda b, h, q, kv: (kv <= q) & (torch.sin(q) < 2)).blocks(1000, block_size=(128, 64))
+    first, looked_at, unknown = str(blocks).split("\n")
     share = f"{sum(1000 - max(0, 128 * i + 127) // 64 * 64 - 64 for i in range(7)) * 128 / 1e6:.1%}"
     assert first == f"blocks of 128 x 64: 128, of which empty 56, partial 30, full 42; skipped: {share}"
     assert looked_at == "looked at element by element: 72"
     assert "ranges" in unknown
     assert unknown.endswith(": sin")
-    assert str(Blocks(found.block_mask)) == first
+    assert str(Blocks(blocks.block_mask)) == first
 
 
 def test_arguments_are_those_of_block_mask() -> None:
     mask = flexmasks.get_mask("padding", seq_lens=[5, 60]) & (lambda b, h, q, kv: q >= kv + h)
     sizes = {"batch": 2, "heads": 3, "device": "cpu", "block_size": (16, 32), "q_offset": torch.tensor([7, 0])}
-    test_blocks.check_equal(mask.blocks(50, 70, **sizes).block_mask, flexmasks.block_mask(mask, 50, 70, **sizes))
+    check_equal_block_masks(mask.blocks(50, 70, **sizes).block_mask, flexmasks.block_mask(mask, 50, 70, **sizes))
     assert mask.blocks(60, heads=2).block_mask.seq_lengths == (60, 60)
 
 
@@ -343,12 +371,12 @@ def test_errors_are_those_of_block_mask(mask: Any, lengths: tuple[Any, ...], mor
     assert str(got.value).removeprefix("Mask.blocks") == str(want.value).removeprefix("flexmasks.block_mask")
 
 
-# --- what kernels are told ---
+# --- options of kernels ---
 
 
 @dataclass
 class _Like:
-    """As much of a tensor as `kernels.options` looks at."""
+    """The attributes of a tensor that `kernels.options` reads."""
 
     is_cuda: bool
     shape: tuple[int, ...]
@@ -370,7 +398,7 @@ def test_options_of_a_kernel() -> None:
     assert _options(32, heads=8) == _options(128) == _options(1) == {}
     assert _options(300, cuda=False) == {}
     assert _options(300, backend="FLASH", num_warps=4) == {"BACKEND": "FLASH", "num_warps": 4}
-    # the user's come first
+    # Options that the user gives come first.
     assert _options(300, ROWS_GUARANTEED_SAFE=False, BLOCK_M=64) == {SAFE: False, "BLOCK_M": 64, "BACKEND": "TRITON"}
     assert _options(300, BACKEND="TRITON_DECODE") == {"BACKEND": "TRITON_DECODE"}
     assert _options(300, FORCE_USE_FLEX_ATTENTION=True) == {"FORCE_USE_FLEX_ATTENTION": True}
@@ -404,10 +432,10 @@ GPU_CASES: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.gpu
 @pytest.mark.parametrize(("name", "params"), GPU_CASES)
 @pytest.mark.parametrize("length", [300, 1024])
-def test_attention_with_what_is_proven(
+def test_attention_with_proven_options(
     name: str, params: dict[str, Any], length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A kernel told too much gives NaN or leaves out blocks, forward or backward."""
+    """With an option that does not hold, a kernel gives NaN or leaves out blocks, forward or backward."""
     passed: list[dict[str, Any]] = []
     options = kernels.options
 
