@@ -1,4 +1,4 @@
-"""Caches that hold values and never a user's tensor: an entry dies with the tensors that it was made from."""
+"""Caches that hold no tensor of the user's: an entry dies with the tensors that it was made from."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch import Tensor
 from flexmasks.compat import version
 
 Value = TypeVar("Value")
-ENTRY = 4096  # bytes that an entry takes besides its tensors, about
+ENTRY = 4096  # about the bytes that an entry takes without its tensors
 
 
 class CacheInfo(NamedTuple):
-    """What one cache holds and how it served: see `cache_info()`."""
+    """Counts and sizes of one cache, see `cache_info()`."""
 
     hits: int
     misses: int
@@ -32,39 +32,41 @@ class CacheInfo(NamedTuple):
 class _Entry(Generic[Value]):
     value: Value
     nbytes: int
-    made_from: list[tuple[weakref.ref[Tensor], Hashable]]  # tensors and their `identity` then
-    used: bool = False  # since it was put there, or had another turn
+    made_from: list[tuple[weakref.ref[Tensor], Hashable]]  # tensors, and the `identity` that each had
+    used: bool = False  # used since it became the newest entry
 
 
-# One lock for all caches, re-entrant: a tensor may die anywhere in here and call `_forget` of any of them.
+# One lock for all caches. It is re-entrant: a tensor may die on any line here, and call `_forget` of any cache.
 _LOCK = threading.RLock()
 _CACHES: dict[str, Cache[Any]] = {}
 
 
 class Cache(Generic[Value]):
-    """A cache by a key and by the identity and version of tensors, bounded in bytes: the oldest unused goes first.
+    """A cache of values by a key and by the identity and version of tensors, bounded in bytes.
 
-    Safe across threads. Tensors made in inference mode have no version: what depends on one is not kept. What is
-    made inside inference mode serves only there, since autograd refuses its tensors. In-place changes that torch does
-    not count, through `tensor.data` or memory shared with NumPy, go unnoticed: call `clear_caches()` after one.
+    If room is short, entries go in the order in which they came; an entry that was used meanwhile has a second turn
+    first. Safe across threads. Tensors made in inference mode have no version, so a value that depends on one is not
+    kept. A value made inside inference mode is found only there, because autograd refuses its tensors. In-place
+    changes that torch does not count, through `tensor.data` or memory shared with NumPy, go unnoticed: call
+    `clear_caches()` after one.
     """
 
     def __init__(self, name: str, max_bytes: int) -> None:
-        self._lock = _LOCK  # held here too: a tensor may die when the interpreter has already cleared the module
+        self._lock = _LOCK  # an attribute too: a tensor may die after the interpreter has cleared this module
         self._entries: OrderedDict[Hashable, _Entry[Value]] = OrderedDict()
         self._bytes = self._hits = self._misses = 0
         self._max_bytes = max_bytes
         _CACHES[name] = self
 
     def get(self, key: Hashable, tensors: Sequence[Tensor] = ()) -> Value | None:
-        """The value put under this key and these very tensors, unless one of them has changed in place since."""
-        full = _full(key, tensors)
+        """Return the value under this key and these very tensors; None if there is none, or a tensor has changed."""
+        full_key = _with_ids(key, tensors)
         with self._lock:
-            entry = self._entries.get(full)
+            entry = self._entries.get(full_key)
             if entry is not None:
-                for (ref, then), tensor in zip(entry.made_from, tensors, strict=True):
-                    if ref() is not tensor or identity(tensor) != then:
-                        self._forget(full)
+                for (ref, former_identity), tensor in zip(entry.made_from, tensors, strict=True):
+                    if ref() is not tensor or identity(tensor) != former_identity:
+                        self._forget(full_key)
                         break
                 else:
                     entry.used = True
@@ -74,31 +76,31 @@ class Cache(Generic[Value]):
             return None
 
     def put(self, key: Hashable, tensors: Sequence[Tensor], value: Value, nbytes: int) -> None:
-        """Keep a value until its tensors die or change, or the bytes are needed."""
-        states = _identities(tensors)
-        if states is None or nbytes > self._max_bytes:
+        """Keep a value until one of its tensors dies or changes, or its bytes are needed."""
+        identities = [identity(t) for t in tensors]
+        if None in identities or nbytes > self._max_bytes:
             return
-        full = _full(key, tensors)
+        full_key = _with_ids(key, tensors)
         with self._lock:
-            self._forget(full)
+            self._forget(full_key)
             while self._bytes + nbytes > self._max_bytes:
                 oldest, entry = self._entries.popitem(last=False)
-                if entry.used:  # then it has another turn
+                if entry.used:  # it has a second turn, as the newest entry
                     entry.used = False
                     self._entries[oldest] = entry
                 else:
                     self._bytes -= entry.nbytes
-            refs = [weakref.ref(t, lambda _, full=full: self._forget(full)) for t in tensors]  # type: ignore[misc]
-            self._entries[full] = _Entry(value, nbytes, list(zip(refs, states, strict=True)))
+            refs = [weakref.ref(t, lambda _, key=full_key: self._forget(key)) for t in tensors]  # type: ignore[misc]
+            self._entries[full_key] = _Entry(value, nbytes, list(zip(refs, identities, strict=True)))
             self._bytes += nbytes
 
     def drop(self, key: Hashable) -> None:
-        """Forget what was put under a key without tensors."""
-        self._forget(_full(key, ()))
+        """Forget the value that was put under a key without tensors."""
+        self._forget(_with_ids(key, ()))
 
-    def _forget(self, full: Hashable) -> None:
+    def _forget(self, full_key: Hashable) -> None:
         with self._lock:
-            entry = self._entries.pop(full, None)
+            entry = self._entries.pop(full_key, None)
             if entry is not None:
                 self._bytes -= entry.nbytes
 
@@ -109,17 +111,17 @@ class Cache(Generic[Value]):
             self._bytes = self._hits = self._misses = 0
 
     def info(self) -> CacheInfo:
-        """Counts and sizes."""
+        """Return the cache's counts and sizes."""
         with self._lock:
             return CacheInfo(self._hits, self._misses, len(self._entries), self._bytes, self._max_bytes)
 
 
 def cache_info() -> dict[str, CacheInfo]:
-    """Hits, misses, entries and bytes of each of the library's caches, by name.
+    """Return hits, misses, entries and bytes of each of the library's caches, by name.
 
-    `blocks`, `rows`, `scores`, `offsets` (of `paged_attention`) and `calls` (of `attention`; their blocks are mostly
-    those in `blocks`) are measured in bytes. `kernels` (compiled code), `outcomes` (of backends) and `numbers` (values
-    of masks' numbers) are counted instead: an entry is one byte.
+    `blocks`, `rows`, `scores`, `offsets` (of `paged_attention`) and `calls` (of `attention`) are measured in bytes;
+    calls share most of their blocks with `blocks`. In `kernels` (compiled code), `outcomes` (of backends) and
+    `numbers` (values of masks' numbers) an entry counts as one byte.
 
     Example:
         >>> import flexmasks
@@ -130,26 +132,25 @@ def cache_info() -> dict[str, CacheInfo]:
 
 
 def clear_caches() -> None:
-    """Empty every cache of the library, see `cache_info`: after a change of a tensor that torch does not count."""
+    """Empty every cache of the library, see `cache_info`; needed after a change of a tensor that torch does not count.
+
+    Torch does not count changes through `tensor.data`, through memory shared with NumPy, or by a kernel of yours.
+    """
     for cache in _CACHES.values():
         cache.clear()
 
 
 def identity(tensor: Tensor) -> Hashable | None:
-    """What changes when a tensor does, besides the object; None where that cannot be known."""
+    """Return a value that differs after each change that torch counts, or None if changes cannot be noticed."""
     if tensor.is_inference():
         return None
     try:
-        # `tensor.data = other` counts up no version
+        # The address is needed because `tensor.data = other` does not raise the version.
         return version(tensor), tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
-    except RuntimeError:  # it has no memory: a fake tensor, or one inside a transform
+    except RuntimeError:  # the tensor has no memory: it is fake, or inside a transform
         return None
 
 
-def _identities(tensors: Sequence[Tensor]) -> list[Hashable] | None:
-    states = [identity(t) for t in tensors]
-    return None if None in states else states
-
-
-def _full(key: Hashable, tensors: Sequence[Tensor]) -> Hashable:
+def _with_ids(key: Hashable, tensors: Sequence[Tensor]) -> Hashable:
+    """Return the key that an entry is stored under: by the tensors too, and by inference mode."""
     return key, torch.is_inference_mode_enabled(), *map(id, tensors)

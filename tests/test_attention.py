@@ -845,16 +845,16 @@ def test_memory_of_the_reference_is_bounded(score: str | None, groups: int, monk
 
     whole = call()
     sizes = set()
-    room = tiles.Tiles._room
+    scores_in = tiles.Tiles._scores_in
 
     def counted(self: Any, *given: Any) -> Tensor:
-        found = room(self, *given)
+        found = scores_in(self, *given)
         sizes.add(found.numel())
         return found
 
-    monkeypatch.setattr(tiles, "_TILE", 10_000)
-    monkeypatch.setattr(tiles, "_ROWS", (8, 128))
-    monkeypatch.setattr(tiles.Tiles, "_room", counted)
+    monkeypatch.setattr(tiles, "_MAX_SCORES", 10_000)
+    monkeypatch.setattr(tiles, "_MIN_QUERIES", 8)
+    monkeypatch.setattr(tiles.Tiles, "_scores_in", counted)
     for got, want in zip(call(), whole, strict=True):
         assert torch.allclose(got, want)
     assert max(sizes) <= 10_000

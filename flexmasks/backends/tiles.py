@@ -1,12 +1,16 @@
-"""Attention and its gradient in plain torch, a tile of scores at a time: what the reference backend computes with.
+"""Attention by tiles: the fast way of the reference backend, with its gradient written by hand.
 
-A tile is some queries against the keys that their blocks reach: keys of empty blocks are left out, and of the others
-only what lies between the first and the last that may be hidden is masked. All tiles use the same buffers, so that
-memory grows with Q + KV; the backward pass computes their scores anew.
+A tile is some queries of some heads, against the keys that their blocks reach. Keys of empty blocks are left out. Of
+the other keys, only the run from the first to the last that may be hidden is masked. All tiles write their scores to
+the same buffers, so memory grows with Q + KV, not with Q x KV; the backward pass computes the scores again.
 
-Every step is a matrix product or an operation that torch has vector instructions for. Choosing by a boolean is none,
-so a mask is made of words, all bits set where a key is visible, and hidden scores are cleared by `&`, whatever they
-are, NaN and infinity too. Where hidden ones are multiplied by zero instead, NaN and infinity are left out before.
+Each step is a matrix product or an operation for which torch has vector instructions. Choosing by a boolean is not
+such an operation. A mask is therefore a tensor of integers as wide as the scores: all bits are set where a key is
+visible, none where it is hidden. `scores & mask` sets hidden scores to 0 whatever they are, NaN and infinity too.
+Where hidden scores become weights of 0 that multiply values, NaN and infinity in the values are first replaced.
+
+With grouped-query attention several query heads share a head of keys. A *group* here is one head of keys of one batch
+element, with the query heads that share it: the unit of the batched matrix products.
 """
 
 from __future__ import annotations
@@ -24,37 +28,37 @@ from torch.nn.attention.flex_attention import BlockMask
 from flexmasks.blocks.elements import Elements, over_indices
 from flexmasks.blocks.lists import of_block_mask
 
-_TILE = 1 << 21  # scores of a tile: these stay in a large cache, and threads meet seldom
-_ROWS = (32, 128)  # queries of a tile, at least and at most; with fewer, keys are read too often
+_MAX_SCORES = 1 << 21  # scores of a tile: they stay in a large cache, and threads seldom wait for each other
+_MIN_QUERIES, _MAX_QUERIES = 32, 128  # of a tile; with fewer queries, keys are read too often
 _LOG2E = 1 / math.log(2)
-_INFINITY = {torch.int32: -(1 << 23), torch.int64: -(1 << 52)}  # -inf as a word
+_MINUS_INFINITY = {torch.int32: -(1 << 23), torch.int64: -(1 << 52)}  # the bits of -inf as an integer
 _ALL = slice(None)
 
 
-class _Reach(NamedTuple):
-    """The keys that some block of a tile's queries reaches."""
+class _ReachedKeys(NamedTuple):
+    """The keys of the blocks that a tile's queries reach, and which of them are hidden."""
 
-    keys: slice | Tensor  # positions: a slice where they follow each other
+    selection: slice | Tensor  # selects the keys in a tensor of all keys; a slice if they follow each other
     positions: Tensor
-    masked: slice  # of these keys, from the first to the last that may be hidden
-    bits: Tensor | None  # [batch or 1, heads or 1, rows, masked]: all set where visible, else none
+    masked: slice  # within `positions`, from the first to the last key that may be hidden
+    visible_bits: Tensor | None  # int[batch or 1, heads or 1, queries, masked]; None if no key is hidden
 
 
 class _Tile(NamedTuple):
     """Some queries of some heads, and the keys that they reach."""
 
-    pairs: slice  # of a batch element and a head of keys
+    groups: slice
     batch: slice
-    heads: slice  # of queries
-    rows: slice
-    keys: slice | Tensor
-    positions: Tensor
-    masked: slice
-    bits: Tensor | None
+    heads: slice  # query heads
+    queries: slice
+    keys: _ReachedKeys
 
 
 class Tiles:
-    """A call of attention, all but its tensors, cut into tiles."""
+    """A call of attention without its tensors, cut into tiles.
+
+    Inside a tile, `rows` are the queries of all query heads of a group: scores are [groups, rows, keys].
+    """
 
     def __init__(
         self,
@@ -66,41 +70,44 @@ class Tiles:
     ) -> None:
         self._batch, self._heads, self._q_len, size = q.shape
         self._kv_heads, self._kv_len = k.shape[1:3]
-        self._groups = self._heads // self._kv_heads
+        self._heads_per_group = self._heads // self._kv_heads
         self._device = q.device
         self._dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-        self._word = torch.int64 if q.dtype == torch.float64 else torch.int32
+        self._integer = torch.int64 if q.dtype == torch.float64 else torch.int32  # as wide as a score
         self._score_mod, self._elements = score_mod, Elements(block_mask.mask_mod, q.device)
         self._block_size = block_mask.BLOCK_SIZE
         self._partial, self._full = of_block_mask(block_mask)
         self._scale = 1 / math.sqrt(size) if scale is None else scale
-        # Powers of 2 are cheaper than those of e. Scores that nothing changes are to base 2 from the start.
+        # Powers of 2 are cheaper than powers of e. Without a score_mod, scores are logarithms to base 2 from the start.
         self._base, self._to_base_2 = (_LOG2E, 1.0) if score_mod is None else (1.0, _LOG2E)
 
+    # --- the forward and the backward pass ---
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Output in q's dtype and natural log-sum-exp."""
-        keys, values = self._of_pairs(_once(k)), self._of_pairs(_once(v))
-        clean = _clean(values)
-        bad = None if clean is values else values.isfinite().logical_not_().to(self._dtype)
+        """Return the output in q's dtype, and the natural log-sum-exp."""
+        keys, values = (self._by_group(_without_repeated_batch(x)) for x in (k, v))
+        finite_values = _zero_nonfinite(values)
+        nonfinite = None if finite_values is values else values.isfinite().logical_not_().to(self._dtype)
         out = torch.zeros_like(q, memory_format=torch.contiguous_format)
         lse = torch.full((*q.shape[:3], 1), -math.inf, dtype=self._dtype, device=self._device)
         (buffer,) = self._buffers(1)
         for tile in self._tiles():
-            scores = self._scores(self._taken(q, tile), keys, tile, buffer)
+            scores = self._scores(self._rows_of(q, tile), keys, tile, buffer)
             if self._score_mod is not None:
                 scores.copy_(self._changed(self._score_mod, scores, tile))
-            self._hide(scores, tile)
+            self._set_hidden_to_minus_infinity(scores, tile)
             peak = scores.amax(-1, keepdim=True)
             peak.masked_fill_(peak == -math.inf, 0.0).mul_(self._to_base_2)
             weights = torch.add(-peak, scores, alpha=self._to_base_2, out=scores).exp2_()
             total = weights.sum(-1, keepdim=True)
-            unseen = total == 0  # not so if NaN
-            total.masked_fill_(unseen, 1.0)
-            found = (weights @ self._reached(clean, tile)).div_(total)
-            if bad is not None:
-                found.masked_fill_(weights.sign() @ self._reached(bad, tile) > 0, math.nan)
-            self._put(out, tile, found)
-            self._put(lse, tile, total.log2_().add_(peak).div_(_LOG2E).masked_fill_(unseen, -math.inf))
+            sees_nothing = total == 0  # False if the total is NaN
+            total.masked_fill_(sees_nothing, 1.0)
+            tile_out = (weights @ self._keys_of(finite_values, tile)).div_(total)
+            if nonfinite is not None:
+                tile_out.masked_fill_(weights.sign() @ self._keys_of(nonfinite, tile) > 0, math.nan)
+            self._write(out, tile, tile_out)
+            tile_lse = total.log2_().add_(peak).div_(_LOG2E)
+            self._write(lse, tile, tile_lse.masked_fill_(sees_nothing, -math.inf))
         return out, lse[..., 0]
 
     def backward(
@@ -114,200 +121,233 @@ class Tiles:
         grad_lse: Tensor,
         learned: Sequence[Tensor],
     ) -> tuple[Tensor, ...]:
-        """The gradients of q, k, v and of the tensors that the change of scores learns."""
-        keys, values = self._of_pairs(k), self._of_pairs(v)
-        clean_q, clean_keys = _clean(q), _clean(keys)
+        """Return the gradients of q, k and v, and of the tensors that the score_mod learns."""
+        keys, values = self._by_group(k), self._by_group(v)
+        finite_q, finite_keys = _zero_nonfinite(q), _zero_nonfinite(keys)
         grad_q = torch.zeros_like(q, memory_format=torch.contiguous_format)
-        # [pairs, size, keys]: so the products that they sum up read both factors along their rows
+        # [groups, D, keys]: the products added to these then read both factors along their rows.
         grad_k, grad_v = (torch.zeros_like(x.mT, memory_format=torch.contiguous_format) for x in (keys, values))
         grad_learned = [torch.zeros_like(x, dtype=torch.promote_types(x.dtype, self._dtype)) for x in learned]
-        seen = (lse != -math.inf)[..., None]
-        grad_out = torch.where(seen, grad_out, 0.0)  # of the others it may be NaN
+        sees_something = (lse != -math.inf)[..., None]
+        grad_out = torch.where(sees_something, grad_out, 0.0)  # a row that sees nothing may have a gradient of NaN
         delta = (grad_out.to(self._dtype) * out).sum(-1, keepdim=True) - grad_lse[..., None]
-        shift = torch.where(seen, lse[..., None] * -_LOG2E, -math.inf)
+        shift = torch.where(sees_something, lse[..., None] * -_LOG2E, -math.inf)
         buffers = self._buffers(2 if self._score_mod is None else 3)
         for tile in self._tiles():
-            queries, grad_found = self._taken(q, tile), self._taken(grad_out, tile)
-            scores = changed = self._scores(queries, keys, tile, buffers[0])
-            weights = scores
+            grad_rows = self._rows_of(grad_out, tile)
+            scores = changed = weights = self._scores(self._rows_of(q, tile), keys, tile, buffers[0])
             if self._score_mod is not None:
                 with torch.enable_grad():
                     scores = scores.detach().requires_grad_()
                     changed = self._changed(self._score_mod, scores, tile)
-                weights = self._room(buffers[2], tile)
-            torch.add(self._taken(shift, tile), changed.detach(), alpha=self._to_base_2, out=weights).exp2_()
-            self._clear(weights, tile)
-            _accumulate(grad_v[tile.pairs], tile.keys, grad_found.mT, weights)
-            grads = torch.bmm(grad_found, self._reached(values, tile).mT, out=self._room(buffers[1], tile))
-            grads.sub_(self._taken(delta, tile)).mul_(weights)
-            self._clear(grads, tile)
+                weights = self._scores_in(buffers[2], tile)
+            torch.add(self._rows_of(shift, tile), changed.detach(), alpha=self._to_base_2, out=weights).exp2_()
+            self._set_hidden_to_zero(weights, tile)
+            _add_product(grad_v[tile.groups], tile.keys.selection, grad_rows.mT, weights)
+            grads = torch.bmm(grad_rows, self._keys_of(values, tile).mT, out=self._scores_in(buffers[1], tile))
+            grads.sub_(self._rows_of(delta, tile)).mul_(weights)
+            self._set_hidden_to_zero(grads, tile)
             if self._score_mod is not None:
-                inputs = [scores, *learned]
-                parts: Sequence[Tensor | None] = [None] * len(inputs)
-                if changed.requires_grad:
-                    parts = torch.autograd.grad(changed, inputs, grads, allow_unused=True)
-                of_scores, *of_learned = parts
-                grads = torch.zeros_like(grads) if of_scores is None else self._clear(of_scores.contiguous(), tile)
-                for total, part in zip(grad_learned, of_learned, strict=True):
-                    if part is not None:
-                        total.add_(part)
-            self._put(grad_q, tile, (grads @ self._reached(clean_keys, tile)).mul_(self._scale))
-            _accumulate(grad_k[tile.pairs], tile.keys, self._taken(clean_q, tile).mT, grads)
+                grads = self._before_score_mod(grads, scores, changed, learned, grad_learned, tile)
+            self._write(grad_q, tile, (grads @ self._keys_of(finite_keys, tile)).mul_(self._scale))
+            _add_product(grad_k[tile.groups], tile.keys.selection, self._rows_of(finite_q, tile).mT, grads)
         grad_k.mul_(self._scale)
         grad_k, grad_v = (x.mT.reshape(k.shape).to(k.dtype) for x in (grad_k, grad_v))
         return grad_q, grad_k, grad_v, *(x.to(t.dtype) for x, t in zip(grad_learned, learned, strict=True))
 
-    def _of_pairs(self, x: Tensor) -> Tensor:
-        """Keys or values as [pairs, keys, size]; pairs of one batch element where all have the same."""
+    def _before_score_mod(
+        self,
+        grads: Tensor,
+        scores: Tensor,
+        changed: Tensor,
+        learned: Sequence[Tensor],
+        grad_learned: Sequence[Tensor],
+        tile: _Tile,
+    ) -> Tensor:
+        """Return the gradients of the scores, given the gradients of the scores that the score_mod changed.
+
+        The gradients of the learned tensors are added to `grad_learned`.
+        """
+        if not changed.requires_grad:
+            return torch.zeros_like(grads)
+        of_scores, *of_learned = torch.autograd.grad(changed, [scores, *learned], grads, allow_unused=True)
+        if of_scores is None:
+            grads = torch.zeros_like(grads)
+        else:
+            grads = of_scores.contiguous()
+            self._set_hidden_to_zero(grads, tile)
+        for total, part in zip(grad_learned, of_learned, strict=True):
+            if part is not None:
+                total.add_(part)
+        return grads
+
+    # --- a tile's part of tensors ---
+
+    def _by_group(self, x: Tensor) -> Tensor:
+        """Return keys or values as [groups, keys, D], with the groups of one batch element if x has only one."""
         return x.to(self._dtype).reshape(len(x) * self._kv_heads, self._kv_len, -1)
 
-    def _reached(self, x: Tensor, tile: _Tile) -> Tensor:
-        """The tile's part of keys or values."""
+    def _keys_of(self, x: Tensor, tile: _Tile) -> Tensor:
+        """Return the tile's part of keys or values, given as `_by_group` returns them."""
         if len(x) == self._batch * self._kv_heads:
-            return x[tile.pairs, tile.keys]
-        heads = slice(tile.heads.start // self._groups, tile.heads.stop // self._groups)
-        return x[heads, tile.keys].repeat(tile.batch.stop - tile.batch.start, 1, 1)
+            return x[tile.groups, tile.keys.selection]
+        kv_heads = slice(tile.heads.start // self._heads_per_group, tile.heads.stop // self._heads_per_group)
+        return x[kv_heads, tile.keys.selection].repeat(_length(tile.batch), 1, 1)
 
-    def _taken(self, x: Tensor, tile: _Tile) -> Tensor:
-        """The tile's part of [batch, heads, rows, size] as [pairs, rows of all heads of a pair, size]."""
-        part = x[tile.batch, tile.heads, tile.rows].to(self._dtype)
-        return part.reshape(tile.pairs.stop - tile.pairs.start, -1, part.shape[-1])
+    def _rows_of(self, x: Tensor, tile: _Tile) -> Tensor:
+        """Return the tile's part of [batch, heads, queries, D] as [groups, rows, D]."""
+        part = x[tile.batch, tile.heads, tile.queries].to(self._dtype)
+        return part.reshape(_length(tile.groups), -1, part.shape[-1])
 
-    def _put(self, x: Tensor, tile: _Tile, part: Tensor) -> None:
-        """The inverse of `_taken`."""
-        target = x[tile.batch, tile.heads, tile.rows]
-        target.copy_(part.view(target.shape))
+    def _write(self, x: Tensor, tile: _Tile, rows: Tensor) -> None:
+        """Copy rows to where `_rows_of` reads them."""
+        target = x[tile.batch, tile.heads, tile.queries]
+        target.copy_(rows.view(target.shape))
 
     def _by_head(self, scores: Tensor, tile: _Tile) -> Tensor:
-        """[pairs, rows of all heads of a pair, keys] as [batch, heads, rows, keys]."""
-        shape = (part.stop - part.start for part in (tile.batch, tile.heads, tile.rows))
-        return scores.view(*shape, -1)
+        """Return scores [groups, rows, keys] as [batch, heads, queries, keys]."""
+        return scores.view(_length(tile.batch), _length(tile.heads), _length(tile.queries), -1)
 
     def _buffers(self, count: int) -> list[Tensor]:
-        """Room for the scores of any tile, so many times."""
-        rows = self._batch * self._heads * min(self._q_len, _ROWS[1])
-        size = min(rows * self._kv_len, max(_TILE, _ROWS[0] * self._groups * self._kv_len))
+        """Return `count` buffers, each with room for the scores of any tile."""
+        scores_of_all_keys = self._batch * self._heads * min(self._q_len, _MAX_QUERIES) * self._kv_len
+        scores_of_smallest_tile = _MIN_QUERIES * self._heads_per_group * self._kv_len
+        size = min(scores_of_all_keys, max(_MAX_SCORES, scores_of_smallest_tile))
         return [torch.empty(size, dtype=self._dtype, device=self._device) for _ in range(count)]
 
-    def _room(self, buffer: Tensor, tile: _Tile) -> Tensor:
-        pairs, rows = tile.pairs.stop - tile.pairs.start, self._groups * (tile.rows.stop - tile.rows.start)
-        keys = len(tile.positions)
-        return buffer[: pairs * rows * keys].view(pairs, rows, keys)
+    def _scores_in(self, buffer: Tensor, tile: _Tile) -> Tensor:
+        """Return the part of a buffer that takes the tile's scores."""
+        shape = _length(tile.groups), self._heads_per_group * _length(tile.queries), len(tile.keys.positions)
+        return buffer[: math.prod(shape)].view(shape)
+
+    # --- scores ---
 
     def _scores(self, queries: Tensor, keys: Tensor, tile: _Tile, buffer: Tensor) -> Tensor:
-        return torch.bmm(
-            queries * (self._scale * self._base), self._reached(keys, tile).mT, out=self._room(buffer, tile)
-        )
+        scaled = queries * (self._scale * self._base)
+        return torch.bmm(scaled, self._keys_of(keys, tile).mT, out=self._scores_in(buffer, tile))
 
     def _changed(self, score_mod: Callable[..., Tensor], scores: Tensor, tile: _Tile) -> Tensor:
-        b, h, q = (torch.arange(s.start, s.stop, device=self._device) for s in (tile.batch, tile.heads, tile.rows))
-        changed = over_indices(score_mod, (0,))(self._by_head(scores, tile), b, h, q, tile.positions)
+        b, h, q = self._indices(tile.batch, tile.heads, tile.queries)
+        changed = over_indices(score_mod, (0,))(self._by_head(scores, tile), b, h, q, tile.keys.positions)
         return changed.to(self._dtype).reshape(scores.shape)
 
-    def _clear(self, scores: Tensor, tile: _Tile) -> Tensor:
-        """Set what is hidden to 0."""
-        if tile.bits is not None:
-            self._by_head(scores, tile)[..., tile.masked].view(self._word).bitwise_and_(tile.bits)
-        return scores
+    def _set_hidden_to_zero(self, scores: Tensor, tile: _Tile) -> None:
+        if tile.keys.visible_bits is not None:
+            self._masked_integers(scores, tile).bitwise_and_(tile.keys.visible_bits)
 
-    def _hide(self, scores: Tensor, tile: _Tile) -> None:
-        """Set what is hidden to -inf."""
-        if tile.bits is not None:
-            words = self._by_head(scores, tile)[..., tile.masked].view(self._word)
-            words.bitwise_and_(tile.bits).bitwise_or_(tile.bits.bitwise_not().bitwise_and_(_INFINITY[self._word]))
+    def _set_hidden_to_minus_infinity(self, scores: Tensor, tile: _Tile) -> None:
+        bits = tile.keys.visible_bits
+        if bits is not None:
+            minus_infinity = bits.bitwise_not().bitwise_and_(_MINUS_INFINITY[self._integer])
+            self._masked_integers(scores, tile).bitwise_and_(bits).bitwise_or_(minus_infinity)
+
+    def _masked_integers(self, scores: Tensor, tile: _Tile) -> Tensor:
+        """Return a view of the scores that may be hidden, as integers of the same bits."""
+        return self._by_head(scores, tile)[..., tile.keys.masked].view(self._integer)
+
+    # --- the tiles of a call ---
 
     def _tiles(self) -> Iterator[_Tile]:
-        """All tiles of which some key may be visible."""
+        """Yield the tiles that cover all blocks in use."""
         start = 0
         while start < self._q_len:
-            stop = min(start + _ROWS[1], self._q_len)
-            width = len(self._columns(self._flags(slice(start, stop)))) * self._block_size[1]
-            if width:
-                stop = min(stop, start + max(_ROWS[0], _TILE // (self._groups * width)))
-                yield from self._tiles_of(slice(start, stop), _TILE // (self._groups * (stop - start) * width))
+            stop = min(start + _MAX_QUERIES, self._q_len)
+            max_keys = len(_used_columns(*self._blocks(slice(start, stop)))) * self._block_size[1]
+            if max_keys:
+                scores_per_query = self._heads_per_group * max_keys
+                stop = min(stop, start + max(_MIN_QUERIES, _MAX_SCORES // scores_per_query))
+                max_groups = max(1, _MAX_SCORES // (scores_per_query * (stop - start)))
+                yield from self._tiles_of(slice(start, stop), max_groups)
             start = stop
 
-    def _tiles_of(self, rows: slice, pairs: int) -> Iterator[_Tile]:
-        """The tiles of these queries, of about so many pairs: of whole batch elements or of heads of one."""
-        pairs = max(1, pairs)
-        elements = max(1, pairs // self._kv_heads)
+    def _tiles_of(self, queries: slice, max_groups: int) -> Iterator[_Tile]:
+        """Yield the tiles of some queries; each has groups of whole batch elements, or of one batch element."""
+        max_batch = max(1, max_groups // self._kv_heads)
         by_batch, by_head = (n > 1 for n in self._full.shape[:2])
 
-        @functools.lru_cache(maxsize=1)  # where the mask does not depend on it, the next tile reaches the same
-        def reach(b: int, stop_b: int, h: int, stop_h: int) -> _Reach | None:
-            return self._reach(slice(b, stop_b), slice(h, stop_h), rows)
+        # A mask that depends neither on the batch nor on the head reaches the same keys in the next tile.
+        @functools.lru_cache(maxsize=1)
+        def reached_keys(b: int, stop_b: int, h: int, stop_h: int) -> _ReachedKeys | None:
+            return self._reached_keys(slice(b, stop_b), slice(h, stop_h), queries)
 
-        for b, h in itertools.product(range(0, self._batch, elements), range(0, self._kv_heads, pairs)):
-            stop_b, stop_h = min(b + elements, self._batch), min(h + pairs, self._kv_heads)
-            of_queries = slice(h * self._groups, stop_h * self._groups)
-            own = (b, stop_b) if by_batch else (0, 1), (of_queries.start, of_queries.stop) if by_head else (0, 1)
-            found = reach(*own[0], *own[1])
-            if found is not None:
-                first = b * self._kv_heads + h
-                pairs_here = slice(first, first + (stop_b - b) * (stop_h - h))
-                yield _Tile(pairs_here, slice(b, stop_b), of_queries, rows, *found)
+        for b, kv_head in itertools.product(range(0, self._batch, max_batch), range(0, self._kv_heads, max_groups)):
+            stop_b, stop_kv_head = min(b + max_batch, self._batch), min(kv_head + max_groups, self._kv_heads)
+            h, stop_h = kv_head * self._heads_per_group, stop_kv_head * self._heads_per_group
+            keys = reached_keys(*((b, stop_b) if by_batch else (0, 1)), *((h, stop_h) if by_head else (0, 1)))
+            if keys is not None:
+                group = b * self._kv_heads + kv_head
+                groups = slice(group, group + (stop_b - b) * (stop_kv_head - kv_head))
+                yield _Tile(groups, slice(b, stop_b), slice(h, stop_h), queries, keys)
 
-    def _flags(self, rows: slice, batch: slice = _ALL, heads: slice = _ALL) -> tuple[Tensor, Tensor]:
-        """Of the blocks of these queries, which are partial and which are full."""
+    def _blocks(self, queries: slice, batch: slice = _ALL, heads: slice = _ALL) -> tuple[Tensor, Tensor]:
+        """Return which blocks of the queries are partial and which are full, each bool[batch, heads, rows, columns]."""
         size = self._block_size[0]
-        blocks = batch, heads, slice(rows.start // size, -(-rows.stop // size))
-        return self._partial[blocks], self._full[blocks]
+        index = batch, heads, slice(queries.start // size, -(-queries.stop // size))
+        return self._partial[index], self._full[index]
 
-    def _columns(self, flags: tuple[Tensor, Tensor]) -> list[int]:
-        """The blocks of keys that some query reaches."""
-        return (flags[0] | flags[1]).flatten(0, 2).any(0).nonzero()[:, 0].tolist()
-
-    def _reach(self, batch: slice, heads: slice, rows: slice) -> _Reach | None:
-        flags = self._flags(rows, batch, heads)
-        columns = self._columns(flags)
+    def _reached_keys(self, batch: slice, heads: slice, queries: slice) -> _ReachedKeys | None:
+        """Return the keys that the queries reach, or None if all their blocks are empty."""
+        partial, full = self._blocks(queries, batch, heads)
+        columns = _used_columns(partial, full)
         if not columns:
             return None
         size = self._block_size[1]
         starts = torch.tensor(columns, device=self._device) * size
         positions = (starts[:, None] + torch.arange(size, device=self._device)).flatten()
         positions = positions[: len(positions) - max(0, (columns[-1] + 1) * size - self._kv_len)]
-        keys: slice | Tensor = positions
+        selection: slice | Tensor = positions
         if columns[-1] - columns[0] < len(columns):
-            keys = slice(columns[0] * size, columns[0] * size + len(positions))
-        seen = flags[1].flatten(0, 2).all(0).tolist()
-        open_ = [n for n, column in enumerate(columns) if not seen[column]]
-        if not open_:
-            return _Reach(keys, positions, slice(0, 0), None)
-        masked = slice(open_[0] * size, (open_[-1] + 1) * size)
-        visible = self._visible(flags, batch, heads, rows, positions[masked])
-        return _Reach(keys, positions, masked, visible.to(self._word).neg_())
+            selection = slice(columns[0] * size, columns[0] * size + len(positions))
+        is_full = full.flatten(0, 2).all(0).tolist()
+        not_full = [place for place, column in enumerate(columns) if not is_full[column]]
+        if not not_full:
+            return _ReachedKeys(selection, positions, slice(0, 0), None)
+        masked = slice(not_full[0] * size, (not_full[-1] + 1) * size)
+        visible = self._visible((partial, full), batch, heads, queries, positions[masked])
+        return _ReachedKeys(selection, positions, masked, visible.to(self._integer).neg_())  # -1 has all bits set
 
     def _visible(
-        self, flags: tuple[Tensor, Tensor], batch: slice, heads: slice, rows: slice, positions: Tensor
+        self, blocks: tuple[Tensor, Tensor], batch: slice, heads: slice, queries: slice, positions: Tensor
     ) -> Tensor:
-        """Booleans [batch or 1, heads or 1, rows, positions]."""
-        b, h, q = (torch.arange(s.start, s.stop, device=self._device) for s in (batch, heads, rows))
-        pairs = len(b) * len(h)
-        inside = self._elements(
-            b.repeat_interleave(len(h)), h.repeat(len(b)), q.expand(pairs, -1), positions.expand(pairs, -1)
-        )
-        inside = inside.view(len(b), len(h), len(q), -1)
+        """Return which keys at `positions` the queries see: bool[batch or 1, heads or 1, queries, positions]."""
+        b, h, q = self._indices(batch, heads, queries)
+        count = len(b) * len(h)
+        by_mask_mod = self._elements(
+            b.repeat_interleave(len(h)), h.repeat(len(b)), q.expand(count, -1), positions.expand(count, -1)
+        ).view(len(b), len(h), len(q), -1)
         size = self._block_size[0]
-        partial, full = (x[..., positions // self._block_size[1]] for x in flags)
+        partial, full = (x[..., positions // self._block_size[1]] for x in blocks)
         if full.shape[2] > 1:
-            partial, full = (x[:, :, q // size - rows.start // size] for x in (partial, full))
-        return (inside & partial).logical_or_(full)
+            partial, full = (x[:, :, q // size - queries.start // size] for x in (partial, full))
+        return (by_mask_mod & partial).logical_or_(full)
+
+    def _indices(self, *slices: slice) -> list[Tensor]:
+        return [torch.arange(s.start, s.stop, device=self._device) for s in slices]
 
 
-def _once(x: Tensor) -> Tensor:
-    """Keys or values of one batch element, where all have the same, in the same memory."""
+def _length(part: slice) -> int:
+    return part.stop - part.start  # type: ignore[no-any-return]
+
+
+def _used_columns(partial: Tensor, full: Tensor) -> list[int]:
+    """Return the columns of blocks in which some block is not empty."""
+    return (partial | full).flatten(0, 2).any(0).nonzero()[:, 0].tolist()
+
+
+def _without_repeated_batch(x: Tensor) -> Tensor:
+    """Return only the first batch element of keys or values if all batch elements are the same memory."""
     return x[:1] if x.stride(0) == 0 else x
 
 
-def _clean(x: Tensor) -> Tensor:
-    """The tensor, 0 in place of NaN and infinity: where it is multiplied by the zeros of what is hidden."""
-    if x.sum(dtype=torch.promote_types(x.dtype, torch.float32)).isfinite():  # mostly so, and one pass
+def _zero_nonfinite(x: Tensor) -> Tensor:
+    """Return the tensor with 0 in place of NaN and infinity; the tensor itself if its sum is finite."""
+    if x.sum(dtype=torch.promote_types(x.dtype, torch.float32)).isfinite():  # the usual case, in one pass
         return x
     return torch.where(x.isfinite(), x, 0.0)
 
 
-def _accumulate(total: Tensor, keys: slice | Tensor, left: Tensor, right: Tensor) -> None:
-    """total[..., keys] += left @ right."""
+def _add_product(total: Tensor, keys: slice | Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left @ right to total[..., keys] in place."""
     if isinstance(keys, slice):
         total[..., keys].baddbmm_(left, right)
     else:

@@ -1,8 +1,8 @@
 """tanh by one instruction of the GPU, `tanh.approx.f32`, inside the kernels that torch compiles.
 
-The exact tanh costs a kernel of attention more than its matrix products do. The instruction's relative error is at
-most 2**-11 (PTX ISA, tanh), below what float16 and bfloat16 lose in rounding queries and keys.
-Outside compiled kernels for CUDA it is the exact tanh.
+In a kernel of attention the exact tanh takes more time than the matrix products. The instruction's relative error is
+at most 2**-11 (PTX ISA, tanh), below what float16 and bfloat16 lose in rounding queries and keys. Outside compiled
+kernels for CUDA the operator computes the exact tanh.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flexmasks import compat
 
-_INSTRUCTION = "tanh.approx.f32 $0, $1;"
+_INSTRUCTION = "tanh.approx.f32 $0, $1;"  # PTX; $0 is the result, $1 the input
 
 
 @torch.library.custom_op("flexmasks::tanh_approx", mutates_args=())
@@ -32,27 +32,28 @@ def _(info: Any, in_dims: tuple[int | None, ...], x: Tensor) -> tuple[Any, int |
     return _tanh_approx(x), in_dims[0]
 
 
-def _save(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+def _save_output(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
     ctx.save_for_backward(output)
 
 
-def _derivative(ctx: Any, grad: Tensor) -> Tensor:
+def _backward(ctx: Any, grad: Tensor) -> Tensor:
     (y,) = ctx.saved_tensors
     return cast(Tensor, grad * (1 - y * y))
 
 
-_tanh_approx.register_autograd(_derivative, setup_context=_save)
+_tanh_approx.register_autograd(_backward, setup_context=_save_output)
 
 
 def tanh_approx(x: Tensor) -> Tensor:
-    """tanh, in float32, approximated in compiled kernels for CUDA: relative error at most 2**-11."""
-    _lower()
+    """Return tanh(x) of float32; compiled kernels for CUDA approximate it, with a relative error of at most 2**-11."""
+    _register_lowering()
     return cast(Tensor, _tanh_approx(x))
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator] # called by the tracer, not traced
-def _lower() -> None:
-    """Tell Inductor, and through it Triton's and CuTe's kernels, how to compute it."""
+# torch.compile calls this function while it traces, and does not trace into it.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _register_lowering() -> None:
+    """Tell Inductor, which writes Triton's and CuTe's kernels, how to compute the operator."""
     compat.lower_to_instruction(
         torch.ops.flexmasks.tanh_approx.default, _INSTRUCTION, "tanh", "cute.math.tanh({x}, fastmath=True)"
     )

@@ -1,9 +1,9 @@
-"""What a user's function reads besides its arguments: the tensors, and a key of everything else.
+"""Captures: the tensors that a user's function reads besides its arguments, and a key of all else that it reads.
 
-Block masks and kernels of a plain function are found again by the function's code and by what it captured
-(closure, defaults, globals, its own attributes), never by the function object: a lambda written inside a training
-step is a new object each time and must still hit. What cannot be read with certainty (an object's attributes, a
-class, an import inside the function) makes the function opaque: nothing that depends on it is cached, which is
+Caches find the block masks and kernels of a plain function by the function's code and by what it captured (closure,
+defaults, globals, its own attributes), never by the function object: a lambda inside a training step is a new object
+each time, and must still be found. Some captured things cannot be read with certainty: an object's attributes, a
+class, an import inside the function. They make the function opaque: nothing that depends on it is cached, which is
 slower and never wrong.
 """
 
@@ -20,37 +20,46 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_CONSTANTS = frozenset(
+# Types whose objects never change and stand for themselves in a key. float is not one: 0.0 == -0.0, and both differ.
+_CONSTANT_TYPES = frozenset(
     (type(None), bool, int, str, bytes, type(Ellipsis), torch.dtype, torch.device, torch.Size, torch.layout)
 )
+# Packages whose functions, modules and classes are taken as constants.
 _LIBRARIES = {"torch", "math", "numpy", "operator", "functools", "builtins", "_operator", "_functools", "flexmasks"}
-_ANYTHING = {"globals", "locals", "vars", "eval", "exec", "open", "__import__", "__globals__", "__builtins__"}
+# Names by which code can read any variable at all.
+_NAMES_OF_ANYTHING = {"globals", "locals", "vars", "eval", "exec", "open", "__import__", "__globals__", "__builtins__"}
 
 
 class Opaque(Exception):
-    """The function reads something whose value cannot be known to be unchanged."""
+    """Raised for a function that reads something that may change unnoticed."""
 
 
 def capture(value: Any, tensors: list[Tensor]) -> Hashable:
-    """A key of a function and all that it reads, or of any other value; tensors met are appended to `tensors`.
+    """Return a key of a function and all that it reads, or of any other value.
 
-    Raises Opaque where some captured object cannot be read; `tensors` has what was found all the same.
+    Tensors that are read are appended to `tensors`. Raises Opaque if a captured object cannot be read; `tensors` then
+    has the tensors that could be found.
     """
     reader = Reader(tensors)
     return reader.finish(reader.key(value))
 
 
 def capture_plainly(function: types.FunctionType, tensors: list[Tensor]) -> Hashable | None:
-    """`capture` in a third of its time, for functions that read constants, plain tensors and libraries; else None."""
-    names, unsure = _names_read(function.__code__)
-    if unsure or function.__defaults__ or function.__kwdefaults__ or function.__dict__:
+    """Return a key as `capture` does, in a third of its time, or None if the function reads uncommon things.
+
+    Common things are constants, numbers, plain tensors and modules of libraries. Every call of `attention` with a
+    function comes through here, so the rules of `Reader.key` for these four kinds of values are repeated as they
+    stand, for speed: a change of one of them there must be made here too.
+    """
+    global_names, uncertainty = _global_names(function.__code__)
+    if uncertainty or function.__defaults__ or function.__kwdefaults__ or function.__dict__:
         return None
     key: list[Hashable] = [function.__code__]
-    found = [("", _cell(c)) for c in function.__closure__ or ()]
+    in_closure = [("", _cell_contents(c)) for c in function.__closure__ or ()]
     variables = function.__globals__
-    for name, value in found + [(n, variables[n]) for n in names if n in variables]:
+    for name, value in in_closure + [(n, variables[n]) for n in global_names if n in variables]:
         kind: Any = type(value)
-        if kind in _CONSTANTS:
+        if kind in _CONSTANT_TYPES:
             key += [name, kind, value]
         elif kind is float or kind is range:
             key += [name, repr(value)]
@@ -65,26 +74,31 @@ def capture_plainly(function: types.FunctionType, tensors: list[Tensor]) -> Hash
 
 
 class Aliases:
-    """Values with aliases of their tensors in place of these, so that they may be kept beyond the tensors' own life.
+    """Copies of values in which an alias stands for each tensor: a cache may keep a copy without the user's tensors.
 
-    An alias shares the memory. One tensor has one alias here, in whatever values it occurs.
+    An alias is a tensor object of its own that shares the tensor's memory. All copies made by one object have the
+    same alias for the same tensor.
     """
 
     def __init__(self) -> None:
-        self._made: dict[int, tuple[Any, Any]] = {}  # by id, with what it is of, which keeps the id its own
+        # Copies by the id of the original. The original is kept too, so that no other object gets its id.
+        self._copies: dict[int, tuple[Any, Any]] = {}
 
     def of(self, value: Any) -> Any:
-        """The value; raises Opaque for what cannot be made anew, or needs a gradient."""
-        kind = type(value)
-        plain = kind in _CONSTANTS or kind in (float, complex, range)
-        if plain or isinstance(value, (np.generic, types.ModuleType, type)):
-            return value
-        if id(value) not in self._made:
-            self._made[id(value)] = value, None
-            self._made[id(value)] = value, self._make(value, kind)
-        return self._made[id(value)][1]
+        """Return a copy of a value, or the value itself if it holds no tensors.
 
-    def _make(self, value: Any, kind: type) -> Any:
+        Raises Opaque for a value that cannot be copied, and for a tensor that requires a gradient.
+        """
+        kind = type(value)
+        is_constant = kind in _CONSTANT_TYPES or kind in (float, complex, range)
+        if is_constant or isinstance(value, (np.generic, types.ModuleType, type)):
+            return value
+        if id(value) not in self._copies:
+            self._copies[id(value)] = value, None
+            self._copies[id(value)] = value, self._copy(value, kind)
+        return self._copies[id(value)][1]
+
+    def _copy(self, value: Any, kind: type) -> Any:
         if kind is Tensor and not value.requires_grad and not vars(value):
             return value.detach()
         if isinstance(value, Readable):
@@ -96,9 +110,9 @@ class Aliases:
         if kind is types.FunctionType:
             return self._function(value)
         if kind is functools.partial:
-            made = functools.partial(self.of(value.func), *map(self.of, value.args))
-            made.keywords.update({k: self.of(v) for k, v in value.keywords.items()})
-            return made
+            copied = functools.partial(self.of(value.func), *map(self.of, value.args))
+            copied.keywords.update({k: self.of(v) for k, v in value.keywords.items()})
+            return copied
         if kind is types.BuiltinFunctionType and value.__self__ is None:
             return value
         raise Opaque(f"an object of type {kind.__name__}")
@@ -108,51 +122,55 @@ class Aliases:
             return function
         cells = tuple(types.CellType() for _ in function.__closure__ or ())
         code, name = function.__code__, function.__name__
-        made = types.FunctionType(code, function.__globals__, name, self.of(function.__defaults__), cells)
-        self._made[id(function)] = function, made  # which its own closure may hold
-        for cell, old in zip(cells, function.__closure__ or (), strict=True):
-            with contextlib.suppress(ValueError):  # not yet assigned
-                cell.cell_contents = self.of(old.cell_contents)
-        made.__kwdefaults__ = self.of(function.__kwdefaults__)
-        made.__dict__.update(self.of(function.__dict__))
-        return made
+        copied = types.FunctionType(code, function.__globals__, name, self.of(function.__defaults__), cells)
+        self._copies[id(function)] = function, copied  # known before its closure is copied, which may hold it
+        for cell, original in zip(cells, function.__closure__ or (), strict=True):
+            with contextlib.suppress(ValueError):  # a variable that has no value yet
+                cell.cell_contents = self.of(original.cell_contents)
+        copied.__kwdefaults__ = self.of(function.__kwdefaults__)
+        copied.__dict__.update(self.of(function.__dict__))
+        return copied
 
 
 class Readable:
-    """What tells its own key: Mask and Score."""
+    """Base of classes whose objects know how to be read and copied: Mask and Score."""
 
     def aliased(self, aliases: Aliases) -> Any:
-        """The same, made of `aliases.of(...)` of the parts."""
+        """Return a copy of the object, made of `aliases.of(...)` of its parts."""
         raise NotImplementedError
 
     def read(self, reader: Reader) -> Hashable:
-        """The key, made of `reader.key(...)` of the parts."""
+        """Return the key of the object, made of `reader.key(...)` of its parts."""
         raise NotImplementedError
 
 
 class Reader:
-    """One walk through a value: `key` of each part, then `finish`."""
+    """One walk through a value: `key` of each part, then `finish`, which raises Opaque if a part was unreadable."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         self._tensors = tensors
-        self._opaque: str | None = None
-        # Objects met, by id: held until the walk ends, for an id may be given anew once its object is gone.
+        self._unreadable: str | None = None  # the first part that could not be read, in words
+        # Numbers of the objects read, by id. The objects are held during the walk: an id is free once its object dies.
         self._seen: dict[int, tuple[int, Any]] = {}
 
     def finish(self, key: Hashable) -> Hashable:
-        """The key of the whole, or Opaque raised where some part could not be read."""
-        if self._opaque is not None:
-            raise Opaque(self._opaque)
+        """Return the key of the whole, or raise Opaque if some part could not be read."""
+        if self._unreadable is not None:
+            raise Opaque(self._unreadable)
         return key
 
     def key(self, value: Any) -> Hashable:
-        """A key of one value: equal keys and equal tensors mean that functions behave equally."""
+        """Return a key of one value: functions with equal keys and equal tensors do the same.
+
+        `capture_plainly` repeats the rules for constants, numbers, plain tensors and modules.
+        """
         kind = type(value)
-        if kind in _CONSTANTS:
+        if kind in _CONSTANT_TYPES:
             return kind, value
         if kind is float or kind is complex or kind is range:
-            return kind, repr(value)  # 0.0 and -0.0 are equal and differ, as do range(0, 3, 2) and range(0, 4, 2)
-        if id(value) in self._seen:  # a function that refers to itself, say
+            # repr, since 0.0 == -0.0 and range(0, 3, 2) == range(0, 4, 2), and these do not do the same
+            return kind, repr(value)
+        if id(value) in self._seen:  # such as a function that refers to itself
             return "seen", self._seen[id(value)][0]
         self._seen[id(value)] = len(self._seen), value
         if kind is types.FunctionType:
@@ -174,8 +192,8 @@ class Reader:
         if isinstance(value, np.generic):
             return kind, value.tobytes()
         if isinstance(value, (types.ModuleType, type)):
-            known = value.__name__ if isinstance(value, types.ModuleType) else value.__module__
-            return value if _is_library(known) else self._refuse(f"{value!r}, whose variables may change", value)
+            module = value.__name__ if isinstance(value, types.ModuleType) else value.__module__
+            return value if _is_library(module) else self._refuse(f"{value!r}, whose variables may change", value)
         if kind in (types.MethodDescriptorType, types.WrapperDescriptorType):  # torch.Tensor.add
             return kind, value.__name__, self.key(value.__objclass__)
         if kind in (types.BuiltinFunctionType, types.MethodWrapperType):  # math.exp, tensor.__getitem__
@@ -188,52 +206,60 @@ class Reader:
         self._tensors.append(value)
         if type(value) not in (Tensor, torch.nn.Parameter):
             return self._refuse(f"a tensor of type {type(value).__name__}")
-        attributes = {n: a for n, a in vars(value).items() if not n.startswith("_dynamo")}  # torch.compile's own
+        # torch.compile notes attributes of its own on tensors; they change nothing.
+        attributes = {n: a for n, a in vars(value).items() if not n.startswith("_dynamo")}
         return Tensor, value.dtype, value.ndim, self.key(attributes) if attributes else None
 
     def _function(self, function: types.FunctionType) -> Hashable:
-        library = _is_library(function.__globals__.get("__name__"))
-        if library and function.__closure__ is None:
+        in_library = _is_library(function.__globals__.get("__name__"))
+        if in_library and function.__closure__ is None:
             return function
-        parts = [self.key(_cell(c)) for c in function.__closure__ or ()]
-        for more in (function.__defaults__, function.__kwdefaults__, function.__dict__):
-            parts.append(self.key(more) if more else None)
-        if not library:
-            names, unsure = _names_read(function.__code__)
-            if unsure:
-                self._refuse(unsure.format(repr(function.__name__)))
+        parts = [self.key(_cell_contents(c)) for c in function.__closure__ or ()]
+        for values in (function.__defaults__, function.__kwdefaults__, function.__dict__):
+            parts.append(self.key(values) if values else None)
+        if not in_library:
+            global_names, uncertainty = _global_names(function.__code__)
+            if uncertainty:
+                self._refuse(uncertainty.format(repr(function.__name__)))
             variables = function.__globals__
-            parts += [(n, self.key(variables[n])) for n in names if n in variables]
+            parts += [(n, self.key(variables[n])) for n in global_names if n in variables]
         return function.__code__, *parts
 
     def _refuse(self, what: str, value: Any = None) -> Hashable:
-        """Note that something cannot be read; its tensors are looked for all the same: one may need a gradient."""
-        self._opaque = self._opaque or what
+        """Note that something cannot be read, and collect the tensors among a value's attributes.
+
+        The tensors matter although nothing will be cached: one of them may require a gradient.
+        """
+        self._unreadable = self._unreadable or what
         attributes = getattr(value, "__dict__", None)
         if not isinstance(value, (types.ModuleType, type)) and isinstance(attributes, dict):
-            inner = [a for v in attributes.values() if type(v) is dict for a in v.values()]  # nn.Module keeps them so
-            self._tensors += [a for a in (*attributes.values(), *inner) if isinstance(a, Tensor)]
+            # An nn.Module holds its parameters in dicts among its attributes.
+            in_dicts = [a for v in attributes.values() if type(v) is dict for a in v.values()]
+            self._tensors += [a for a in (*attributes.values(), *in_dicts) if isinstance(a, Tensor)]
         return None
 
 
-def _cell(cell: types.CellType) -> Any:
+def _cell_contents(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # not yet assigned
+    except ValueError:  # a variable that has no value yet
         return None
 
 
 @functools.lru_cache(maxsize=1024)
-def _names_read(code: types.CodeType) -> tuple[tuple[str, ...], str]:
-    """The global names that code and the functions inside it read, and why it may read more than these, or ""."""
+def _global_names(code: types.CodeType) -> tuple[tuple[str, ...], str]:
+    """Return the global names that code reads, inner functions included, and why it may read others, or ""."""
     names, imports = _names_and_imports(code)
     if not all(map(_is_library, imports)):
         return tuple(sorted(names)), "an import inside {}"
-    return tuple(sorted(names)), "" if _ANYTHING.isdisjoint(names) else "a call in {} that may read anything"
+    reads_anything = not _NAMES_OF_ANYTHING.isdisjoint(names)
+    return tuple(sorted(names)), "a call in {} that may read anything" if reads_anything else ""
 
 
 def _names_and_imports(code: types.CodeType) -> tuple[set[str], set[str]]:
-    names, imports = _ANYTHING.intersection(code.co_names), set[str]()  # also as attributes
+    """Return the global names that code and its inner functions read, and the modules that they import."""
+    # `co_names` has attributes too: `builtins.eval` reads anything as `eval` does.
+    names, imports = _NAMES_OF_ANYTHING.intersection(code.co_names), set[str]()
     for instruction in dis.get_instructions(code):
         if instruction.opname == "IMPORT_NAME":
             imports.add(instruction.argval)
@@ -241,9 +267,9 @@ def _names_and_imports(code: types.CodeType) -> tuple[set[str], set[str]]:
             names.add(instruction.argval)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            more = _names_and_imports(constant)
-            names.update(more[0])
-            imports.update(more[1])
+            inner_names, inner_imports = _names_and_imports(constant)
+            names.update(inner_names)
+            imports.update(inner_imports)
     return names, imports
 
 

@@ -1,4 +1,4 @@
-"""The registered examples, as masks and scores at a length that they fit: for pictures, code and benchmarks."""
+"""Examples: registered masks and scores with parameters that show them, for pictures, code and benchmarks."""
 
 from __future__ import annotations
 
@@ -12,43 +12,46 @@ from flexmasks.spec.arguments import get_mask, get_score
 from flexmasks.spec.definitions import definition
 from flexmasks.spec.values import Mask, Modifier, Score
 
-SHORT = (64, 128, 256, 512, 1024)  # lengths to try
-_Found = TypeVar("_Found")
+SHORT = (64, 128, 256, 512, 1024)  # lengths, the shortest first
+_Result = TypeVar("_Result")
 
 
 def example(kind: str, name: str, length: int) -> Mask | Score:
-    """The mask or score of that name with its example's parameters; those of a function without any need none."""
-    found = definition(kind, name)
-    if found.example is None and any(p.required for p in found.parameters.values()):
+    """Return the mask or score of a name with its example's parameters at a length.
+
+    Raises ValueError if it has no example and needs parameters.
+    """
+    known = definition(kind, name)
+    if known.example is None and any(p.required for p in known.parameters.values()):
         raise ValueError(f"register {name!r} with example=lambda length: {{...}}, parameters that show it well.")
-    params = found.example(length) if found.example is not None else {}
+    params = known.example(length) if known.example is not None else {}
     return get_mask(name, **params) if kind == "mask" else get_score(name, **params)
 
 
 def at_most(length: int) -> tuple[int, ...]:
-    """That length, and the shorter ones of SHORT, to try where it does not fit."""
+    """Return a length and all shorter lengths of SHORT, the longest first, for `fitting` to try."""
     return length, *(n for n in SHORT[::-1] if n < length)
 
 
 def fitting(
-    kind: str, name: str, lengths: Iterable[int], use: Callable[[Mask | Score, int], _Found]
-) -> tuple[int, Mask | Score, _Found]:
-    """The example at the first of these lengths at which `use(value, length)` raises nothing, and what that returned.
+    kind: str, name: str, lengths: Iterable[int], use: Callable[[Mask | Score, int], _Result]
+) -> tuple[int, Mask | Score, _Result]:
+    """Return (length, example, `use(example, length)`) for the first length at which nothing is raised.
 
-    Where none fits, raises what the first length raised.
+    If every length fails, the error of the first one is raised.
     """
-    failed: list[Exception] = []
+    errors: list[Exception] = []
     for length in lengths:
         try:
             value = example(kind, name, length)
             return length, value, use(value, length)
-        except Exception as error:  # what a user's function raises
-            failed.append(error)
-    raise failed[0]
+        except Exception as error:  # a user's function may raise anything
+            errors.append(error)
+    raise errors[0]
 
 
 def on_device(value: Modifier, device: torch.device) -> Any:
-    """The same mask or score with its parameters there: tensors, and sequences, which become tensors."""
+    """Return the mask or score with its tensors on a device, and its sequences as tensors there."""
     parameters = value.definition.parameters
 
     def moved(name: str, given: Any) -> Any:

@@ -1,0 +1,149 @@
+"""Attention by slices: the reference backend's way that torch itself can differentiate, transform and trace.
+
+A slice is some queries of all heads, against the run of keys from the first to the last that their blocks reach. A
+slice has at most `_MAX_SCORES` scores, and its backward pass computes them again. Unlike `flexmasks.backends.tiles`,
+which is faster, all of it is made of operations that torch differentiates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+from torch.utils.checkpoint import checkpoint
+
+from flexmasks import compat
+from flexmasks.blocks.elements import over_indices
+from flexmasks.blocks.lists import of_block_mask
+
+_MAX_SCORES = 1 << 24  # scores held at once
+
+
+class _Shared(NamedTuple):
+    """What all slices of a call have in common."""
+
+    partial: Tensor  # bool[B or 1, H or 1, rows, columns] of blocks
+    full: Tensor
+    block_size: tuple[int, int]  # queries, keys
+    mask_mod: Callable[..., Tensor]
+    score_mod: Callable[..., Tensor] | None
+    scale: float | None
+    all_finite: bool  # q, k and v have neither NaN nor infinity
+
+
+class _Slice(NamedTuple):
+    """The queries and keys of a slice: the first position of each, and the position behind the last."""
+
+    q_start: int
+    q_stop: int
+    kv_start: int
+    kv_stop: int
+
+
+def attend_by_slices(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    score_mod: Callable[..., Tensor] | None,
+    block_mask: BlockMask,
+    scale: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Return output and lse as `reference.attend` does, by operations that torch differentiates."""
+    # While torch traces or transforms, no value can be read. Then every key counts as reached and any value as
+    # possibly not finite, and torch decides what to keep for the backward pass.
+    traced = is_traced_or_transformed()
+    all_finite = not traced and bool(torch.stack([x.detach().isfinite().all() for x in (q, k, v)]).all())
+    partial, full = of_block_mask(block_mask)
+    shared = _Shared(partial, full, block_mask.BLOCK_SIZE, block_mask.mask_mod, score_mod, scale, all_finite)
+    outs, lses = [], []
+    for part in _slices(shared, q, k, traced):
+        keys = slice(part.kv_start, part.kv_stop)
+        inputs = q[:, :, part.q_start : part.q_stop], k[:, :, keys], v[:, :, keys], part, shared
+        if torch.is_grad_enabled() and not traced:
+            out, lse = checkpoint(_attend_slice, *inputs, use_reentrant=False, preserve_rng_state=False)
+        else:
+            out, lse = _attend_slice(*inputs)
+        outs.append(out)
+        lses.append(lse)
+    return torch.cat(outs, 2), torch.cat(lses, 2)
+
+
+def is_traced_or_transformed() -> bool:
+    """Return whether torch.compile traces this code or torch.func transforms it: no tensor's value can be read then."""
+    return torch.compiler.is_compiling() or compat.innermost_transform() is not None
+
+
+def _slices(shared: _Shared, q: Tensor, k: Tensor, traced: bool) -> list[_Slice]:
+    """Return the slices of a call: whole rows of blocks, or parts of a row whose scores would be too many."""
+    batch, heads, q_len, _ = q.shape
+    kv_len = k.shape[2]
+    rows, columns = shared.block_size
+    used = (shared.partial | shared.full).any(0).any(0)  # bool[rows, columns] of blocks
+    step = max(1, _MAX_SCORES // (batch * heads * rows * kv_len))  # rows of blocks taken together
+    slices = []
+    for first in range(0, used.shape[0], step):
+        last = min(first + step, used.shape[0])
+        reached = [0, used.shape[1] - 1] if traced else used[first:last].any(0).nonzero()[:, 0].tolist() or [0]
+        kv_start, kv_stop = reached[0] * columns, min((reached[-1] + 1) * columns, kv_len)
+        max_queries = max(1, min(rows * step, _MAX_SCORES // (batch * heads * (kv_stop - kv_start))))
+        stop = min(last * rows, q_len)
+        for q_start in range(first * rows, stop, max_queries):
+            slices.append(_Slice(q_start, min(q_start + max_queries, stop), kv_start, kv_stop))
+    return slices
+
+
+def _attend_slice(q: Tensor, k: Tensor, v: Tensor, part: _Slice, shared: _Shared) -> tuple[Tensor, Tensor]:
+    """Return output and lse of a slice, given its queries, keys and values."""
+    batch, heads, _, size = q.shape
+    dtype = q.dtype
+    precise = torch.float64 if dtype == torch.float64 else torch.float32
+    q, k, v = q.to(precise), k.to(precise), v.to(precise)
+    bad_q = bad_k = bad_v = None
+    if not shared.all_finite:
+        bad_q, bad_k = ~q.isfinite().all(-1), ~k.isfinite().all(-1)
+        bad_v = ~v.isfinite()
+        q, k, v = (torch.where(x.isfinite(), x, 0.0) for x in (q, k, v))
+    heads_per_group = heads // k.shape[1]
+    if heads_per_group > 1:
+        k, v = k.repeat_interleave(heads_per_group, 1), v.repeat_interleave(heads_per_group, 1)
+    scores = (q * (1 / math.sqrt(size) if shared.scale is None else shared.scale)) @ k.transpose(-2, -1)
+    q_positions = torch.arange(part.q_start, part.q_stop, device=q.device)
+    kv_positions = torch.arange(part.kv_start, part.kv_stop, device=q.device)
+    if shared.score_mod is not None:
+        b, h = (torch.arange(n, device=q.device) for n in (batch, heads))
+        scores = over_indices(shared.score_mod, (0,))(scores, b, h, q_positions, kv_positions).to(precise)
+    visible = _visible(part, shared, q_positions, kv_positions)
+    if bad_q is not None and bad_k is not None:
+        has_bad_factor = bad_q[..., None] | bad_k.repeat_interleave(heads_per_group, 1)[:, :, None]
+        scores = torch.where(has_bad_factor, math.nan, scores)
+    if visible is not None:
+        scores = torch.where(visible, scores, -math.inf)
+    peak = scores.detach().amax(-1, keepdim=True)
+    weights = torch.exp(scores - torch.where(peak == -math.inf, 0.0, peak))
+    total = weights.sum(-1, keepdim=True)
+    sees_something = total != 0  # True if the total is NaN
+    divisor = torch.where(sees_something, total, 1.0)
+    out = torch.where(sees_something, (weights @ v) / divisor, 0.0)
+    if bad_v is not None:
+        is_weighted = (weights.detach().nan_to_num() > 0).to(precise)
+        bad_values = is_weighted @ bad_v.repeat_interleave(heads_per_group, 1).to(precise)
+        out = torch.where(bad_values > 0, math.nan, out)
+    lse = torch.where(sees_something, divisor.log() + peak, -math.inf)[..., 0]
+    return out.to(dtype), lse
+
+
+def _visible(part: _Slice, shared: _Shared, q_positions: Tensor, kv_positions: Tensor) -> Tensor | None:
+    """Return which keys of a slice are visible, bool[B or 1, H or 1, queries, keys], or None if all are."""
+    rows, columns = shared.block_size
+    first_row = part.q_start // rows
+    partial, full = (x[:, :, first_row : -(-part.q_stop // rows)] for x in (shared.partial, shared.full))
+    row, column = q_positions // rows - first_row, kv_positions // columns
+    if not is_traced_or_transformed() and not partial.any() and full[..., column].all():
+        return None
+    in_partial, in_full = (x[:, :, row][..., column] for x in (partial, full))
+    b, h = (torch.arange(n, device=q_positions.device) for n in partial.shape[:2])
+    return in_full | (in_partial & over_indices(shared.mask_mod)(b, h, q_positions, kv_positions))
