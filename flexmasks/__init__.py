@@ -11,8 +11,8 @@ from flexmasks.attention import varlen_attention as varlen_attention
 from flexmasks.cache import cache_info as cache_info
 from flexmasks.cache import clear_caches as clear_caches
 from flexmasks.pictures.picture import Picture as Picture
-from flexmasks.pictures.picture import draw as draw
-from flexmasks.pictures.picture import show as show
+from flexmasks.pictures.show import draw as draw
+from flexmasks.pictures.show import show as show
 from flexmasks.softmax import masked_softmax as masked_softmax
 from flexmasks.softmax import scaled_masked_softmax as scaled_masked_softmax
 from flexmasks.spec.packing import packed as packed

@@ -144,7 +144,7 @@ class Modifier(Readable):
 
     def _repr_html_(self) -> str:
         """What Jupyter shows: its picture, over lengths that its parameters suggest."""
-        from flexmasks.pictures.picture import html_of  # imports this module
+        from flexmasks.pictures.show import html_of  # imports this module
 
         return html_of(self)
 
