@@ -14,8 +14,8 @@ from flexmasks.cache import clear_caches as clear_caches
 from flexmasks.masks.packed import packed as packed
 from flexmasks.masks.paged import paged as paged
 from flexmasks.pictures.picture import Picture as Picture
-from flexmasks.pictures.picture import draw as draw
-from flexmasks.pictures.picture import show as show
+from flexmasks.pictures.show import draw as draw
+from flexmasks.pictures.show import show as show
 from flexmasks.softmax import masked_softmax as masked_softmax
 from flexmasks.softmax import scaled_masked_softmax as scaled_masked_softmax
 from flexmasks.spec.arguments import get_mask as get_mask

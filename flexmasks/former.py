@@ -16,9 +16,9 @@ _ROOMS = {  # former module: modules that hold its names now
     "packing": ("masks.packed",),
     "paging": ("masks.paged",),
     "params": ("spec.parameters", "spec.indexing"),
-    "picture": ("pictures.picture",),
+    "picture": ("pictures.picture", "pictures.show"),
     "registry": ("spec.registry", "spec.arguments", "spec.definitions"),
-    "timing": ("bench.timing",),
+    "timing": ("bench.clock",),
     "values": ("spec.values", "spec.definitions"),
 }
 _RENAMED = {"_registered": "from_pickle"}  # names inside old pickles

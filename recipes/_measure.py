@@ -1,4 +1,4 @@
-"""What the recipes share: where they run, how they check, how they time, and the table that they print."""
+"""Shared parts of the recipes: the device, checks, timing, and the table that each prints."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,28 +14,28 @@ from tabulate import tabulate
 from torch import Tensor
 
 from flexmasks import Mask, attention, dense_mask
-from flexmasks.bench.blocks import backward_twice, machine
 from flexmasks.bench.console import progress
-from flexmasks.bench.timing import interleaved
+from flexmasks.bench.results import Row as Row
+from flexmasks.bench.results import machine
+from flexmasks.bench.runner import attention_tflops, measure_passes
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda", torch.cuda.current_device()) if ON_GPU else torch.device("cpu")
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
-# q, k and v are [batch, heads, length, head size]: at what size a recipe checks itself, and at what size it times.
+# Shapes [batch, heads, length, head size] of q, k and v, for the checks and for the timing.
 CHECKED = (2, 2, 1024, 64)
 TIMED = (16, 16, 8192, 64) if ON_GPU else CHECKED
-# Error allowed, as a share of the largest element there is.
+# Error allowed, relative to the largest element.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-Row = dict[str, Any]
 
 
 def start(text: str | None) -> Path | None:
-    """Say what a recipe shows and where it runs; the file that `--json FILE` names, or None."""
+    """Print what a recipe shows and where it runs, and return the file that `--json FILE` names, or None."""
     text = text or ""
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write the table's figures there")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the table's figures to a file")
     file: Path | None = parser.parse_known_args()[0].json  # a notebook's kernel has arguments of its own
     about = machine(DEVICE)
     print(f"{text.strip()}\n\nThis run: {about['device']}, torch {about['torch']}.\n")
@@ -45,14 +44,14 @@ def start(text: str | None) -> Path | None:
 
 
 def finish(rows: list[Row], file: Path | None, note: str = "") -> None:
-    """Print the rows as a table, and write them to the file where one is named."""
+    """Print the rows as a table, and write them to the file if one is named."""
     print(f"\n{tabulate(rows, headers='keys', floatfmt='.4g', missingval='')}\n{note}".rstrip())
     if file is not None:
         file.write_text(json.dumps({"machine": machine(DEVICE), "rows": rows}, indent=1) + "\n")
 
 
 def check(what: str, got: Tensor, want: Tensor, tolerance: float | None = None) -> None:
-    """Print the largest difference, as a share of the largest element of `want`, and fail where it is too large."""
+    """Print the largest difference, relative to the largest element of `want`, and fail if it is too large."""
     allowed = TOLERANCE[got.dtype] if tolerance is None else tolerance
     got, want = got.detach().double(), want.detach().double()
     error = float((got - want).abs().max() / want.abs().max().clamp(min=1e-30))
@@ -62,13 +61,13 @@ def check(what: str, got: Tensor, want: Tensor, tolerance: float | None = None) 
 
 
 def pair_by_pair(rule: Callable[[int, int], bool], q_len: int, kv_len: int | None = None) -> Tensor:
-    """What a rule for one query and one key says of every pair: booleans [q_len, kv_len], True = visible."""
+    """Return the mask of a rule for one query and one key: booleans [q_len, kv_len], True = visible."""
     seen = [[bool(rule(q, kv)) for kv in range(kv_len or q_len)] for q in range(q_len)]
     return torch.tensor(seen, device=DEVICE)
 
 
 def textbook(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, bias: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-    """Attention as the textbook has it, all scores in memory: what the recipes judge by, in float64."""
+    """Return attention as a textbook defines it, with all scores in memory: the recipes' reference, in float64."""
     scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
     if bias is not None:
         scores = bias(scores)
@@ -83,7 +82,10 @@ def check_attention(
     shape: tuple[int, int, int, int] = CHECKED,
     keys: int | None = None,
 ) -> None:
-    """Compare the output in float32, as it is without gradients, and the gradients, with a reference in float64."""
+    """Compare the output in float32 and the gradients with a reference in float64.
+
+    The output is compared from a call without gradients, which may run on another backend.
+    """
     torch.manual_seed(0)
     batch, heads, length, size = shape
     q, upstream = torch.randn(2, *shape, device=DEVICE)
@@ -98,7 +100,7 @@ def check_attention(
 
 
 def mask_rows(what: str, mask: Mask, q: Tensor, k: Tensor, v: Tensor) -> list[Row]:
-    """The times of attention with a mask, and of SDPA with the same mask as a tensor of booleans."""
+    """Return the times of attention with a mask, and of SDPA with the same mask as a tensor of booleans."""
     batch, heads = q.shape[:2]
     seen = dense_mask(mask, q.shape[2], k.shape[2], batch=batch, heads=heads, device=DEVICE)
     calls: dict[str, Attend] = {
@@ -110,7 +112,7 @@ def mask_rows(what: str, mask: Mask, q: Tensor, k: Tensor, v: Tensor) -> list[Ro
 
 
 def causal_rows(q: Tensor, k: Tensor, v: Tensor) -> list[Row]:
-    """The times of SDPA's own causal attention: what a kernel made for one mask takes."""
+    """Return the times of SDPA's own causal attention, a kernel made for one mask."""
     batch, heads, length, _ = q.shape
     calls: dict[str, Attend] = {"SDPA": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True)}
     pairs = batch * heads * length * (length + 1) // 2
@@ -118,7 +120,7 @@ def causal_rows(q: Tensor, k: Tensor, v: Tensor) -> list[Row]:
 
 
 def random_qkv(shape: tuple[int, ...] = TIMED, keys: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v of the size that is timed."""
+    """Return q, k and v of the timed size."""
     batch, heads, length, size = shape
     q = torch.randn(shape, device=DEVICE, dtype=DTYPE)
     k, v = torch.randn(2, batch, heads, keys or length, size, device=DEVICE, dtype=DTYPE)
@@ -126,45 +128,23 @@ def random_qkv(shape: tuple[int, ...] = TIMED, keys: int | None = None) -> tuple
 
 
 def attention_rows(calls: dict[str, Attend], pairs: float, q: Tensor, k: Tensor, v: Tensor) -> list[Row]:
-    """Forward and backward milliseconds of each call, and TFLOP/s.
+    """Return forward and backward milliseconds of each call, and TFLOP/s. The outputs of all calls must agree.
 
-    `pairs` is the number of pairs of a query and a key that count, over batch and heads: those that the mask shows.
-    For each, and each number of a head, the forward pass has two matrix products, q @ k^T and weights @ v, of one
-    multiplication and one addition; the backward pass has five: the scores once more, and the gradients of q, k, v
-    and of the weights. The outputs of all calls must agree.
+    `pairs` is the number of visible pairs of a query and a key, over batch and heads. For each pair, and each number of
+    a head, the forward pass has two matrix products, q @ k^T and weights @ v, of one multiplication and one addition;
+    the backward pass has five: the scores once more, and the gradients of q, k, v and of the weights.
     """
-    outputs: dict[str, Tensor] = {}
-    forward: dict[str, Callable[[], object]] = {}
-    backward: dict[str, Callable[[], object]] = {}
-    with backward_twice():
-        for who, call in calls.items():
-            progress(f"preparing {who}")
-            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-            outputs[who] = call(*leaves)
-            upstream = torch.ones_like(outputs[who])
-            forward[who] = _bind(call, q, k, v)
-            backward[who] = _backward(outputs[who], leaves, upstream)
-            backward[who]()
-        progress("timing")
-        times = {"forward": interleaved(forward, DEVICE, 5), "backward": interleaved(backward, DEVICE, 5)}
+    progress("timing")
+    measured, _ = measure_passes(calls, (q, k, v), runs=5, required=calls)
     progress("")
     first, *others = calls
     for who in others:
-        check(f"{who} and {first} agree, at the size that is timed", outputs[who], outputs[first])
+        check(f"{who} and {first} agree, at the size that is timed", measured[who].output, measured[first].output)
     rows: list[Row] = []
-    for who in calls:
+    for who, figures in measured.items():
         row: Row = {"": who}
-        for name, products in (("forward", 2), ("backward", 5)):
-            ms = times[name][who][0]
+        for name, (ms, _) in figures.milliseconds.items():
             row[f"{name} ms"] = float(f"{ms:.4g}")
-            row[f"{name} TFLOP/s"] = float(f"{products * 2 * q.shape[-1] * pairs / ms / 1e9:.4g}")
+            row[f"{name} TFLOP/s"] = float(f"{attention_tflops(name, pairs, q.shape[-1], ms):.4g}")
         rows.append(row)
     return rows
-
-
-def _bind(call: Attend, *tensors: Tensor) -> Callable[[], object]:
-    return lambda: call(*tensors)
-
-
-def _backward(out: Tensor, leaves: list[Tensor], upstream: Tensor) -> Callable[[], object]:
-    return lambda: torch.autograd.grad(out, leaves, upstream, retain_graph=True)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flexmasks
-from flexmasks.bench.timing import interleaved
+from flexmasks.bench.clock import interleaved
 
 
 def naive_softmax(x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from _measure import DEVICE, ON_GPU, Row, check, finish, start
 from torch import Tensor
 
 import flexmasks
-from flexmasks.bench.timing import interleaved
+from flexmasks.bench.clock import interleaved
 
 
 def by_hand(scores: Tensor, seq_lens: list[int]) -> Tensor:

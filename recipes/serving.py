@@ -21,8 +21,8 @@ from _measure import DEVICE, DTYPE, ON_GPU, Row, check, finish, start, textbook
 from torch import Tensor
 
 import flexmasks
+from flexmasks.bench.clock import interleaved
 from flexmasks.bench.console import progress
-from flexmasks.bench.timing import interleaved
 
 # batch, heads, key heads, room, head size
 CHECKED = (3, 4, 2, 512, 64)

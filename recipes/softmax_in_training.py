@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 import flexmasks
+from flexmasks.bench.clock import interleaved
 from flexmasks.bench.console import synchronize
-from flexmasks.bench.timing import interleaved
 
 Softmax = Callable[[Tensor, Tensor, float], Tensor]
 

@@ -23,7 +23,7 @@ from flexmasks.bench import attention as bench_attention
 from flexmasks.bench import blocks as bench_blocks
 from flexmasks.bench import softmax as bench_softmax
 from flexmasks.pictures.pages import page
-from flexmasks.spec.registry import is_own
+from flexmasks.spec.definitions import is_own
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "recipes/results"

@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
-import difflib
 import functools
-import gc
-import json
 import math
-import os
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -22,24 +14,26 @@ from tabulate import tabulate
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from flexmasks import compat
 from flexmasks.attention import block_mask
-from flexmasks.bench.console import device_name, progress, synchronize
+from flexmasks.bench.clock import interleaved, wall_milliseconds
+from flexmasks.bench.console import synchronize
+from flexmasks.bench.memory import peak_bytes
+from flexmasks.bench.results import Row, check_mask_names, choose_device, machine, machine_line, run_steps
 from flexmasks.cache import clear_caches
 from flexmasks.spec.arguments import get_mask
 from flexmasks.spec.examples import at_most, fitting, on_device
 from flexmasks.spec.registry import list_masks
 from flexmasks.spec.values import Mask, Score
 
-LENGTHS = {"cuda": (4096, 8192, 65536, 262144, 1048576), "cpu": (4096, 16384, 65536, 262144)}
-EXAMPLE_LENGTH = 32768
-_COMPARED_ON_CPU = 16384  # eager create_block_mask needs 5 GB there, and four times as much at twice the length
-_RUNS = 9
-_STATUS = Path("/proc/self/status")
+LENGTHS = {"cuda": (4096, 8192, 65536, 262144, 1048576), "cpu": (4096, 16384, 65536, 262144)}  # tokens
+EXAMPLE_LENGTH = 32768  # tokens, of registered masks at their examples
+_SHORT_LENGTH = 8192  # tokens, of the table's column for short lengths
+_COMPARED_ON_CPU = 16384  # tokens; eager create_block_mask needs 5 GB there, and four times as much at twice the length
+_RUNS = {"cuda": 9, "cpu": 5}
 
 
 def masks(length: int, device: torch.device) -> dict[str, Mask]:
-    """The masks that are measured, at their parameters for a length; a canvas is as square as powers of two allow."""
+    """Return the usual masks at their parameters for a length; a canvas is as square as powers of two allow."""
     generator = torch.Generator().manual_seed(0)
     ends = torch.rand(length, generator=generator) < 1 / 1000
     rows = 1 << (int(math.log2(length)) // 2)
@@ -66,144 +60,94 @@ def blocks(
     file: str | None = None,
     resume: bool = False,
 ) -> dict[str, Any]:
-    """Measure, print a table, and write the figures to a JSON file where one is named.
+    """Measure, print a table, and write the figures to a JSON file if one is named.
 
     Args:
-        lengths: numbers of tokens; LENGTHS by default, and EXAMPLE_LENGTH of registered examples.
+        lengths: numbers of tokens; by default LENGTHS, and EXAMPLE_LENGTH for registered examples.
         names: of `masks`, and of other registered masks, which are measured at their examples.
-        registry: every registered mask at its example, and none of `masks`.
-        device: cuda or cpu; by default a GPU where there is one.
+        registry: measure every registered mask at its example, and none of `masks`.
+        device: cuda or cpu; by default a GPU if the machine has one.
         file: the JSON file.
-        resume: go on with what the file has of an earlier run.
+        resume: keep the rows that the file has of an earlier run.
     """
-    at = chosen(device)
-    lengths = tuple(lengths)
-    known = masks(4096, at)
-    names = tuple(names)
-    known_names(names, known)
+    at = choose_device(device)
+    lengths, names = tuple(lengths), tuple(names)
+    usual = masks(4096, at)
+    check_mask_names(names, usual)
     if registry:
-        todo = [(m.name, True) for m in list_masks()]
+        chosen = [(mask.name, True) for mask in list_masks()]
     else:
-        todo = [(name, name not in known) for name in names or known]
+        chosen = [(name, name not in usual) for name in names or usual]
+    todo = [
+        (name, registered, length)
+        for name, registered in chosen
+        for length in lengths or ((EXAMPLE_LENGTH,) if registered else LENGTHS[at.type])
+    ]
     steps = {
-        f"{name}{', example' * registered}, {n} tokens": functools.partial(_row, name, registered, n, at)
-        for name, registered in todo
-        for n in lengths or ((EXAMPLE_LENGTH,) if registered else LENGTHS[at.type])
+        f"{name}{', example' * registered}, {length} tokens": functools.partial(_row, name, registered, length, at)
+        for name, registered, length in todo
     }
     results: dict[str, Any] = {"benchmark": "blocks", "machine": machine(at), "rows": []}
-    longest = max(lengths or ((EXAMPLE_LENGTH,) if all(r for _, r in todo) else LENGTHS[at.type]))
+    longest = max(length for _, _, length in todo)
     results["first_call_tokens"] = longest
-    results["first_call_ms"] = _milliseconds(lambda: block_mask("causal", longest, device=at), at)
+    results["first_call_ms"] = wall_milliseconds(lambda: block_mask("causal", longest, device=at), at)
     clear_caches()
-    measure(results, steps, file, resume)
+    run_steps(results, steps, file, resume)
     print(table(results))
     return results
 
 
-def chosen(device: str | None) -> torch.device:
-    """The device of that name; by default a GPU where there is one."""
-    at = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    return torch.device("cuda", torch.cuda.current_device()) if at.type == "cuda" else at
-
-
-def known_names(masks: Iterable[str], others: Iterable[str]) -> None:
-    """ValueError for a name that is neither a registered mask's nor one of the others."""
-    others = list(others)
-    registered = {m.name for m in list_masks()}
-    for name in masks:
-        if name not in registered and name not in others:
-            near = difflib.get_close_matches(name, [*registered, *others], n=3, cutoff=0.5)
-            hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "`python -m flexmasks list` names them."
-            raise ValueError(f"flexmasks bench: no mask {name!r} to measure; {hint}")
-
-
-def measure(
-    results: dict[str, Any],
-    steps: Mapping[str, Callable[[], list[dict[str, Any]]]],
-    file: str | None,
-    resume: bool = False,
-) -> None:
-    """Add the rows of each step, by its description, to results["rows"], and write these to the file as they come.
-
-    A step that raises is named in results["failed"] and on stderr, with what it raised, and the others go on. With
-    `resume` what the file has of this machine stays, and what it lacks is measured.
-    """
-    results["measured"] = []
-    if file is not None and (Path(file).is_dir() or not os.access(Path(file).resolve().parent, os.W_OK)):
-        raise ValueError(f"flexmasks bench: {file} cannot be written.")
-    if resume and file is not None and Path(file).exists():
-        try:
-            earlier = json.loads(Path(file).read_text())
-        except ValueError:
-            earlier = None
-        of_another = not isinstance(earlier, dict) or earlier.get("benchmark") != results["benchmark"]
-        if of_another or "measured" not in earlier:
-            raise ValueError(f"flexmasks bench: {file} is not of a run of this benchmark that can go on.")
-        if earlier["machine"] != results["machine"]:
-            raise ValueError(f"flexmasks bench: {file} is of another machine or torch, {earlier['machine']}.")
-        results |= {name: earlier[name] for name in ("rows", "measured")}
-    for n, (what, rows) in enumerate(steps.items()):
-        if what in results["measured"]:
-            continue
-        progress(f"{n + 1} of {len(steps)}: {what}")
-        try:
-            results["rows"] += rows()
-            results["measured"].append(what)
-        except Exception as error:  # of a mask of the user's, or of what memory there is
-            results.setdefault("failed", {})[what] = f"{type(error).__name__}: {error}"[:2000]
-        if file is not None:  # what is measured stays, whatever happens next
-            written = Path(f"{file}.part")
-            written.write_text(json.dumps(results, indent=1) + "\n")
-            written.replace(file)
-    progress("")
-    for what, reason in results.get("failed", {}).items():
-        print(f"{what} failed: {reason.splitlines()[0]}", file=sys.stderr)
-
-
-@contextmanager
-def backward_twice() -> Iterator[None]:
-    """torch.compile keeps what a second backward pass needs, which it otherwise refuses."""
-    with compat.donated_buffers_off():
-        yield
-
-
 def table(results: dict[str, Any]) -> str:
-    """The figures of one run as text."""
+    """Return the figures of one run as text."""
     torch_name = "compiled" if results["machine"]["device_type"] == "cuda" else "eager"
     header = ["mask", "tokens", "ms", "IQR", "again, ms", "peak, MB", "its size, MB", "blocks", "looked at", "partial"]
     header += [f"torch {torch_name}, ms", "peak, MB", "faster", "equal"]
+    keys = ("mask", "length", "ms", "iqr", "again_ms", "peak_mb", "size_mb", "blocks", "undecided", "partial")
     rows = []
     for r in results["rows"]:
-        row = [r["mask"], r["length"], r["ms"], r["iqr"], r["again_ms"], r["peak_mb"], r["size_mb"]]
-        row += [r["blocks"], r["undecided"], r["partial"]]
+        row = [r[key] for key in keys]
         if "torch_ms" in r:
             row += [r["torch_ms"], r["torch_peak_mb"], f"{r['torch_ms'] / r['ms']:.1f} x", r["equal"]]
         rows.append(row)
     first = f"first call of the process, {results['first_call_tokens']} tokens, causal: "
-    about = ", ".join(str(v) for k, v in results["machine"].items() if k != "device_type")
-    return f"{about}\n{tabulate(rows, headers=header, floatfmt='.3g')}\n{first}{results['first_call_ms']:.0f} ms"
+    text = tabulate(rows, headers=header, floatfmt=".3g")
+    return f"{machine_line(results)}\n{text}\n{first}{results['first_call_ms']:.0f} ms"
 
 
 def markdown(gpu: dict[str, Any], cpu: dict[str, Any]) -> str:
-    """The README's tables, of a run on a GPU and one on a CPU."""
+    """Return the tables of a run on a GPU and one on a CPU, against torch and by length."""
     by_key = {(r["mask"], r["length"]): r for r in gpu["rows"]}
     names = list(dict.fromkeys(r["mask"] for r in gpu["rows"]))
     lengths = sorted({r["length"] for r in gpu["rows"]})
+    longest = lengths[-1]
     growth = [
-        [
-            f"{length:,}",
-            *(f"{by_key[name, length]['ms']:.2g} ({by_key[name, length]['undecided']:,})" for name in names),
-        ]
-        for length in lengths
+        [f"{n:,}", *(f"{by_key[name, n]['ms']:.2g} ({by_key[name, n]['undecided']:,})" for name in names)]
+        for n in lengths
     ]
-    longest, short = lengths[-1], 8192
-    against = []
+    growth_table = tabulate(growth, headers=["tokens", *names], tablefmt="github", disable_numparse=True)
+    gpu_name, cpu_name = (f"{r['machine']['device']}, torch {r['machine']['torch']}" for r in (gpu, cpu))
+    size = by_key[names[0], longest]["size_mb"] / 1e3
+    seconds = sorted(r["torch_first_s"] for r in gpu["rows"] if "torch_first_s" in r)
+    return (
+        f"Against torch's `create_block_mask`, on one {gpu_name}, and on {cpu_name}; medians. The BlockMask "
+        f"itself takes {size:.2f} GB at {longest:,} tokens. Compilation of torch's, {seconds[0]:.0f} to "
+        f"{seconds[-1]:.0f} s for each "
+        "function and length, is left out; here nothing is compiled. At short lengths a mask that is new, or whose "
+        "tensors changed, takes some milliseconds of the host, longer than torch's compiled function; one that was "
+        "seen before is found "
+        f'in the cache ("again"):\n\n{_comparison(gpu["rows"], cpu["rows"], names, longest)}\n\n'
+        f"Milliseconds by length on the GPU, and in brackets how many blocks had to be looked at:\n\n{growth_table}"
+    )
+
+
+def _comparison(gpu_rows: list[Row], cpu_rows: list[Row], names: list[str], longest: int) -> str:
+    """Return the table against torch: on a GPU at the longest and at a short length, and on a CPU."""
+    gpu = {(r["mask"], r["length"]): r for r in gpu_rows}
+    cpu = {r["mask"]: r for r in cpu_rows if "torch_ms" in r and r["length"] == _COMPARED_ON_CPU}
+    rows = []
     for name in names:
-        at_long, at_short = by_key[name, longest], by_key[name, short]
-        on_cpu = next(
-            r for r in cpu["rows"] if r["mask"] == name and "torch_ms" in r and r["length"] == _COMPARED_ON_CPU
-        )
-        against.append(
+        at_long, at_short, on_cpu = gpu[name, longest], gpu[name, _SHORT_LENGTH], cpu[name]
+        rows.append(
             [
                 name,
                 f"{at_long['ms']:.3g} / {at_long['torch_ms']:.0f}",
@@ -215,50 +159,34 @@ def markdown(gpu: dict[str, Any], cpu: dict[str, Any]) -> str:
                 f"{on_cpu['torch_peak_mb'] / on_cpu['peak_mb']:.0f} x",
             ]
         )
-    names_of = [f"{r['machine']['device']}, torch {r['machine']['torch']}" for r in (gpu, cpu)]
-    first = tabulate(
-        against,
-        headers=[
-            "mask",
-            f"{longest:,} tokens: ms here / compiled",
-            "faster",
-            "peak GB here / compiled",
-            f"{short:,}: ms here, again / compiled",
-            f"CPU, {_COMPARED_ON_CPU:,}: ms here / eager",
-            "faster",
-            "less memory",
-        ],
-        tablefmt="github",
-        disable_numparse=True,
-    )
-    second = tabulate(growth, headers=["tokens", *names], tablefmt="github", disable_numparse=True)
-    size = by_key[names[0], longest]["size_mb"] / 1e3
-    return (
-        f"Against torch's `create_block_mask`, on one {names_of[0]}, and on {names_of[1]}; medians. The BlockMask "
-        f"itself takes {size:.2f} GB at {longest:,} tokens. Compilation of torch's, {_span(gpu['rows'])} for each "
-        "function and length, is left out; here nothing is compiled. At short lengths a mask that is new, or whose "
-        "tensors changed, takes some milliseconds of the host, longer than torch's compiled function; one that was "
-        "seen before is found "
-        f'in the cache ("again"):\n\n{first}\n\n'
-        f"Milliseconds by length on the GPU, and in brackets how many blocks had to be looked at:\n\n{second}"
-    )
+    header = [
+        "mask",
+        f"{longest:,} tokens: ms here / compiled",
+        "faster",
+        "peak GB here / compiled",
+        f"{_SHORT_LENGTH:,}: ms here, again / compiled",
+        f"CPU, {_COMPARED_ON_CPU:,}: ms here / eager",
+        "faster",
+        "less memory",
+    ]
+    return tabulate(rows, headers=header, tablefmt="github", disable_numparse=True)
 
 
 def undecided_markdown(results: dict[str, Any]) -> str:
-    """The README's table of what is looked at, of a run of every registered mask: where it is much, or too much."""
+    """Return the table of masks with many undecided blocks, of a run of every registered mask."""
     rows = sorted(results["rows"], key=lambda r: r["partial"] - r["undecided"])
     exact = sum(r["undecided"] == r["partial"] for r in rows)
     many = [r for r in rows if r["undecided"] > r["blocks"] / 10 or r["undecided"] > r["partial"]]
     lengths = sorted({r["length"] for r in rows}, reverse=True)
     slowest = max(rows, key=lambda r: r["ms"])
-    made = results["machine"]
     about = (
         f"Of the {len(rows)} registered masks, at their examples and {', '.join(f'{n:,}' for n in lengths)} tokens, "
-        f"{exact} look at no block but partial ones. On {made['device']}, torch {made['torch']}, that takes "
+        f"{exact} look at no block but partial ones. On {results['machine']['device']}, torch "
+        f"{results['machine']['torch']}, that takes "
         f"{statistics.median(r['ms'] for r in rows):.2g} ms in the median, at most {slowest['ms']:.3g} "
         f"(`{slowest['mask']}`). Those that look at other blocks, or at more than a tenth of all:"
     )
-    table = [
+    cells = [
         [
             f"`{r['mask']}`",
             f"{r['blocks']:,}",
@@ -269,82 +197,46 @@ def undecided_markdown(results: dict[str, Any]) -> str:
         for r in many
     ]
     header = ["mask", "blocks", "looked at", "of these partial", "not partial"]
-    return f"{about}\n\n{tabulate(table, headers=header, tablefmt='github', disable_numparse=True)}"
+    return f"{about}\n\n{tabulate(cells, headers=header, tablefmt='github', disable_numparse=True)}"
 
 
-def machine(device: torch.device) -> dict[str, str]:
-    """What a figure depends on."""
-    return {
-        "device": device_name(device).removeprefix("NVIDIA "),
-        "device_type": device.type,
-        "torch": torch.__version__.partition("+")[0],
-        "python": ".".join(map(str, sys.version_info[:3])),
-    }
-
-
-def _row(name: str, registered: bool, length: int, device: torch.device) -> list[dict[str, Any]]:
-    """The figures of one mask at one length; of a registered one at a shorter length where its example needs that."""
+def _row(name: str, registered: bool, length: int, device: torch.device) -> list[Row]:
+    """Return the figures of one mask at one length, or at the first shorter length that a registered example fits."""
     if registered:
-
-        def there(value: Mask | Score, length: int) -> Any:
-            moved = on_device(value, device)
-            moved.blocks(length, device=device)
-            return moved
-
-        length, _, mask = fitting("mask", name, at_most(length), there)
+        length, _, mask = fitting("mask", name, at_most(length), functools.partial(_usable, device))
     else:
         mask = masks(length, device)[name]
 
     def ours() -> BlockMask:
         return block_mask(mask, length, device=device)
 
-    def fresh() -> BlockMask:
+    def ours_uncached() -> BlockMask:
         clear_caches()
         return ours()
 
-    calls: dict[str, Callable[[], BlockMask]] = {"ours": fresh}
-    compile_s = None
+    calls: dict[str, Callable[[], BlockMask]] = {"ours": ours_uncached}
+    compared: Row = {}
     if device.type == "cuda" or length <= _COMPARED_ON_CPU:
-        mod = fresh().mask_mod
-        make = create_block_mask
-        if device.type == "cuda":
-            torch.compiler.reset()
-            make = torch.compile(create_block_mask, dynamic=False)
-
-        def theirs() -> BlockMask:
-            return make(mod, 1, 1, length, length, device=str(device))
-
+        calls["torch"] = _torch_call(ours_uncached(), length, device)
         start = time.perf_counter()
-        want = theirs()
+        want = calls["torch"]()
         synchronize(device)
-        compile_s = time.perf_counter() - start
-        got = ours()
-        equal = all(torch.equal(a, b) for a, b in zip(_tensors(got), _tensors(want), strict=True))
-        del want, got
-        calls["torch"] = theirs
-    times: dict[str, list[float]] = {who: [] for who in calls}
-    runs = _RUNS if device.type == "cuda" else 5
-    for run in range(runs + 1):
-        for who, call in calls.items():
-            elapsed = _milliseconds(call, device)
-            if run and not (who == "torch" and run > 3 and elapsed > 500):
-                times[who].append(elapsed)
-    peak = {}
+        compared["torch_first_s"] = round(time.perf_counter() - start, 2)
+        equal = all(torch.equal(a, b) for a, b in zip(_tensors(ours()), _tensors(want), strict=True))
+        del want  # its memory would count as in use before the peak
+    times = interleaved(calls, device, _RUNS[device.type], wall_milliseconds)
+    peak_mb = {}
     for who, call in calls.items():
         clear_caches()
-        with _peak_memory(device) as used:
-            call()
-        peak[who] = used[0]
+        peak_mb[who] = round(peak_bytes(call, device) / 1e6, 2)
     found = mask.blocks(length, device=device)
-    again = statistics.median(_milliseconds(ours, device) for _ in range(20))
-    quarters = statistics.quantiles(times["ours"], n=4)
-    row = {
+    row: Row = {
         "mask": name,
         "length": length,
-        "ms": round(statistics.median(times["ours"]), 4),
-        "iqr": round(quarters[2] - quarters[0], 4),
-        "again_ms": round(again, 4),
-        "peak_mb": round(peak["ours"] / 1e6, 2),
+        "ms": round(times["ours"][0], 4),
+        "iqr": round(times["ours"][1], 4),
+        "again_ms": round(interleaved({"again": ours}, device, 20, wall_milliseconds)["again"][0], 4),
+        "peak_mb": peak_mb["ours"],
         "size_mb": round(sum(t.numel() * t.element_size() for t in _tensors(found.block_mask)) / 1e6, 2),
         "blocks": found.total,
         "undecided": found.undecided,
@@ -352,54 +244,28 @@ def _row(name: str, registered: bool, length: int, device: torch.device) -> list
     }
     if registered:
         row["example"] = repr(mask)
-    if compile_s is not None:
-        row["torch_ms"] = round(statistics.median(times["torch"]), 4)
-        row["torch_first_s"] = round(compile_s, 2)
-        row["torch_peak_mb"] = round(peak["torch"] / 1e6, 2)
-        row["equal"] = equal
+    if compared:
+        row |= {"torch_ms": round(times["torch"][0], 4), **compared, "torch_peak_mb": peak_mb["torch"], "equal": equal}
     clear_caches()
     return [row]
 
 
+def _usable(device: torch.device, value: Mask | Score, length: int) -> Any:
+    """Return an example on the device, or raise if it does not fit the length."""
+    moved = on_device(value, device)
+    moved.blocks(length, device=device)
+    return moved
+
+
+def _torch_call(made: BlockMask, length: int, device: torch.device) -> Callable[[], BlockMask]:
+    """Return a call of create_block_mask, compiled on a GPU, for the same function."""
+    create = create_block_mask
+    if device.type == "cuda":
+        torch.compiler.reset()
+        create = torch.compile(create_block_mask, dynamic=False)
+    function = made.mask_mod
+    return lambda: create(function, 1, 1, length, length, device=str(device))
+
+
 def _tensors(made: BlockMask) -> list[Tensor]:
     return [t for t in made.as_tuple() if isinstance(t, Tensor)]
-
-
-def _milliseconds(call: Callable[[], object], device: torch.device) -> float:
-    synchronize(device)
-    start = time.perf_counter()
-    call()
-    synchronize(device)
-    return (time.perf_counter() - start) * 1e3
-
-
-@contextmanager
-def _peak_memory(device: torch.device) -> Iterator[list[float]]:
-    """Bytes in use at most, beyond those before; on a CPU those of the process, NaN where that is not told."""
-    used = [math.nan]
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        yield used
-        torch.cuda.synchronize(device)
-        used[0] = torch.cuda.max_memory_allocated(device) - before
-    elif _STATUS.exists():
-        ctypes.CDLL(None).malloc_trim(0)  # what was freed before would be used again unseen
-        Path("/proc/self/clear_refs").write_text("5")  # starts the count of the peak anew
-        before = _resident("VmRSS")
-        yield used
-        used[0] = max(_resident("VmHWM") - before, 1)
-    else:
-        yield used
-
-
-def _resident(field: str) -> int:
-    line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(f"{field}:"))
-    return int(line.split()[1]) * 1024
-
-
-def _span(rows: list[dict[str, Any]]) -> str:
-    seconds = sorted(r["torch_first_s"] for r in rows if "torch_first_s" in r)
-    return f"{seconds[0]:.0f} to {seconds[-1]:.0f} s"

@@ -1,4 +1,4 @@
-"""What the commands that measure share: progress, and waiting for a device."""
+"""Progress on the console, and the device that a command runs on."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def progress(message: str) -> None:
-    """One line that changes in a terminal; a line each elsewhere."""
+    """Show a message: in a terminal it replaces the last one, elsewhere it is a line of its own."""
     if sys.stderr.isatty():
         print(f"\r\033[K{message}", end="", file=sys.stderr, flush=True)
     elif message:
@@ -16,11 +16,11 @@ def progress(message: str) -> None:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for what a GPU was given to do."""
+    """Wait until a GPU has finished its work; a CPU has none left."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def device_name(device: torch.device) -> str:
-    """The GPU's name, or how many threads the CPU uses."""
+    """Return the GPU's name, or the CPU's number of threads."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"

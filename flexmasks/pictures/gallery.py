@@ -2,37 +2,38 @@
 
 from __future__ import annotations
 
-import importlib.resources
 import inspect
 import itertools
 import re
 import textwrap
-from html import escape
 from pathlib import Path
 from typing import Any
 
+import jinja2
+from markupsafe import Markup, escape
 from torch import Tensor
 
 from flexmasks.attention import attention
 from flexmasks.pictures import svg
-from flexmasks.pictures.picture import MaskPicture, draw
+from flexmasks.pictures.picture import MaskPicture
+from flexmasks.pictures.show import draw
 from flexmasks.spec.definitions import definition
 from flexmasks.spec.examples import SHORT, at_most, fitting
 from flexmasks.spec.registry import Entry, list_masks, list_scores
 from flexmasks.spec.values import Modifier
 
 LENGTH = 8192  # tokens of the masks' pictures, and of the sparsity
-_WIDE = 88  # characters of code
+_LINE = 88  # characters of code
 _HEADS = 8
 
 
 def gallery(out: str | Path) -> Path:
     """Write a page of every registered mask and score: picture, signature, meaning, source, sparsity, code.
 
-    The page is one HTML file that needs no other, with a search box. Where an example fails, its entry says why.
+    The page is one HTML file that needs no other, with a search box. If an example fails, its entry says why.
 
     Args:
-        out: the file to write, or a folder, which is made where it is missing, for `index.html`.
+        out: the file to write, or a folder for `index.html`, which is made if it is missing.
 
     Returns:
         The file's path.
@@ -46,22 +47,21 @@ def gallery(out: str | Path) -> Path:
     if path.suffix.lower() not in (".html", ".htm"):
         path.mkdir(parents=True, exist_ok=True)
         path = path / "index.html"
-    sections = []
-    for kind, title, entries in (("mask", "Masks", list_masks()), ("score", "Scores", list_scores())):
-        cards = "\n".join(_card(kind, entry) for entry in entries)
-        sections.append(f"<section><h2>{title}</h2>\n<div class='cards'>\n{cards}\n</div></section>")
-    page = importlib.resources.files("flexmasks.pictures").joinpath("gallery.html").read_text(encoding="utf-8")
-    filled = {"style": svg.style(), "length": f"{LENGTH:,}", "entries": "\n".join(sections)}
-    for name, text in filled.items():
-        page = page.replace(f"{{{{{name}}}}}", text)
+    environment = jinja2.Environment(loader=jinja2.PackageLoader("flexmasks.pictures", "."), autoescape=True)
+    environment.filters["prose"] = _prose
+    sections = [
+        (title, [_card(kind, entry) for entry in entries])
+        for kind, title, entries in (("mask", "Masks", list_masks()), ("score", "Scores", list_scores()))
+    ]
+    page = environment.get_template("gallery.html").render(style=Markup(svg.style()), length=LENGTH, sections=sections)
     path.write_text(page, encoding="utf-8")
     return path
 
 
 def code(kind: str, name: str) -> str:
-    """Code that calls `attention` with a registered mask or score, and runs as it stands.
+    """Return code that calls `attention` with a registered mask or score, ready to run.
 
-    Its parameters are those of the registered example, at a short length. Raises ValueError where it has none.
+    It has the parameters of the registered example at a short length. Raises ValueError if there is no example.
 
     Example:
         >>> from flexmasks.pictures.gallery import code
@@ -72,76 +72,69 @@ def code(kind: str, name: str) -> str:
         q, k, v = torch.randn(3, 1, 8, 64, 64)
         out = flexmasks.attention(q, k, v, mask="sliding_window", window=16)
     """
-    found = definition(kind, name)
     length, value, _ = fitting(kind, name, SHORT, draw)
+    return _code(value, length)
+
+
+def _code(value: Modifier, length: int) -> str:
+    """Return code that calls `attention` with a mask or score of registered parts."""
+    kind, name, module = value.kind, value.name, value.definition.function.__module__
     lines = ["import torch", "import flexmasks"]
-    module = found.function.__module__
-    if not found.own and module != "__main__":
+    if not value.definition.own and module != "__main__":
         lines.append(f"import {module}  # registers {name}")
     heads = value.implied_size("H") or _HEADS
     lines += ["", f"q, k, v = torch.randn(3, 1, {heads}, {length}, 64)"]
     arguments = []
     for parameter, given in value.params.items():
         text = _literal(given)
-        if len(text) > _WIDE - 40 and parameter not in ("q", "k", "v", "torch", "flexmasks"):
+        if len(text) > _LINE - 40 and parameter not in ("q", "k", "v", "torch", "flexmasks"):
             line = f"{parameter} = {text}"
-            if len(line) > _WIDE:
-                wrapped = textwrap.fill(text, _WIDE - 4, break_long_words=False, break_on_hyphens=False)
+            if len(line) > _LINE:
+                wrapped = textwrap.fill(text, _LINE - 4, break_long_words=False, break_on_hyphens=False)
                 line = f"{parameter} = (\n{textwrap.indent(wrapped, '    ')}\n)"
             lines.append(line)
             text = parameter
         arguments.append(f"{parameter}={text}")
-    taken = inspect.signature(attention).parameters
-    if any(parameter in taken for parameter in value.params):
+    if any(parameter in inspect.signature(attention).parameters for parameter in value.params):
         inner = ", ".join([f'"{name}"', *arguments])
         arguments = [f"{kind}=flexmasks.get_{kind}({inner})"]
     else:
         arguments = [f'{kind}="{name}"', *arguments]
     call = f"out = flexmasks.attention({', '.join(['q', 'k', 'v', *arguments])})"
-    if len(call) > _WIDE:
+    if len(call) > _LINE:
         call = "\n".join(["out = flexmasks.attention(", "    q, k, v,", *(f"    {a}," for a in arguments), ")"])
     return "\n".join([*lines, call])
 
 
-def _card(kind: str, entry: Entry) -> str:
-    found = definition(kind, entry.name)
-    anchor = f"{kind}-{entry.name}"
-    facts = [f"<p>{_prose(entry.summary)}</p>"] if entry.summary else []
-    pictures = ""
+def _card(kind: str, entry: Entry) -> dict[str, Any]:
+    """Return what the page says of an entry; if its example fails, the error in place of pictures and code."""
+    doc = definition(kind, entry.name).doc
+    card: dict[str, Any] = {
+        "kind": kind,
+        "entry": entry,
+        "doc": doc.partition("\n")[2].strip(),
+        "words": " ".join(f"{kind} {entry.signature} {doc}".lower().split()),  # that the search looks at
+    }
     try:
-        length, value, small = fitting(kind, entry.name, SHORT, draw)  # pictures pair by pair are of short lengths
-        large = fitting(kind, entry.name, at_most(LENGTH), draw)[2] if kind == "mask" else small
-        pictures += large.svg(style=False)
-        if isinstance(large, MaskPicture):
-            sparsity = f"Sparsity at {large.q_len:,} tokens: <strong>{large.counts.shares[0]:.1%}</strong>"
-            facts.append(f"<p>{sparsity}</p>")
-            pairs = draw(value, length, block_size=1).svg(style=False)
-            pictures += f"<details><summary>The same for {length} tokens, pair by pair</summary>{pairs}</details>"
-        listing = (
-            f"<div class='code'><pre tabindex='0'>{escape(code(kind, entry.name))}</pre>"
-            f"<button type='button' aria-label='Copy the code of {escape(entry.name)}'>Copy</button></div>"
-        )
-    except Exception as error:  # an example is a user's code: the other entries are written all the same
-        listing = f"<p class='muted'>No example: {escape(f'{type(error).__name__}: {error}')}</p>"
-    if entry.source:
-        facts.append(f"<p class='muted'>Source: {_prose(entry.source)}</p>")
-    doc = found.doc.partition("\n")[2].strip()
-    details = f"<details class='doc'><summary>Documentation</summary><pre>{escape(doc)}</pre></details>" if doc else ""
-    words = " ".join([kind, entry.signature, found.doc]).lower()
-    return (
-        f"<article id='{anchor}' aria-labelledby='{anchor}-name' data-text='{escape(' '.join(words.split()))}'>"
-        f"<h3 id='{anchor}-name'><a href='#{anchor}'>{escape(entry.name)}</a></h3>"
-        f"<code class='signature'>{escape(entry.signature)}</code>"
-        f"{''.join(facts)}{pictures}{listing}{details}</article>"
-    )
+        length, value, short = fitting(kind, entry.name, SHORT, draw)
+        picture = fitting(kind, entry.name, at_most(LENGTH), draw)[2] if kind == "mask" else short
+        card["picture"] = Markup(picture.svg(style=False))
+        if isinstance(picture, MaskPicture):
+            card |= {"sparsity": f"{picture.counts.shares[0]:.1%}", "sparsity_length": f"{picture.q_len:,}"}
+            card |= {"pairs": Markup(draw(value, length, block_size=1).svg(style=False)), "pairs_length": length}
+        card["code"] = _code(value, length)
+    except Exception as error:  # an example is a user's code, and the other entries do not depend on it
+        card["error"] = f"{type(error).__name__}: {error}"
+    return card
 
 
-def _prose(text: str) -> str:
-    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
+def _prose(text: str) -> Markup:
+    """Return text as HTML, with words in backticks as code."""
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text)))
 
 
 def _literal(value: Any) -> str:
-    """A parameter as code; lists of repeated or evenly spaced numbers in short."""
+    """Return a parameter as code, with lists of repeated or evenly spaced numbers in short."""
     if isinstance(value, Tensor):
         return f"torch.tensor({_literal(value.tolist())}, dtype={value.dtype})"
     if isinstance(value, Modifier):
@@ -159,7 +152,7 @@ def _literal(value: Any) -> str:
 
 
 def _constructor(value: Modifier) -> str:
-    """A Mask or a Score as code."""
+    """Return a Mask or a Score as code."""
     if value.definition.template:
         masks = value.params["masks"] if "masks" in value.params else (value.params["mask"],)
         parts = [_constructor(mask) for mask in masks]

@@ -1,15 +1,15 @@
-"""Pictures as SVG: cells as merged rectangles, axes, legend, and the colors of light and dark pages."""
+"""SVG of pictures: cells as merged rectangles, axes, legend, and the colors of light and dark pages."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from html import escape
 
 from torch import Tensor
 
-# Colors by class. Those of cells differ in lightness, so that they can be told apart without their hues; kind 0 to 3
-# are SKIPPED, HIDDEN, PARTIAL and VISIBLE. n and p: 8 steps below and above 0, made from the ends.
+# Colors by class. k0 to k3 are the cells of a mask: SKIPPED, HIDDEN, PARTIAL and VISIBLE. n8 and p8 are the lowest and
+# the highest level of a score change; the levels between them and 0, which is k0, are mixed below. The colors of cells
+# differ in lightness, so a reader who sees no hues can distinguish them.
 LIGHT = {
     "card": "#ffffff", "text": "#1f2328", "muted": "#57606a", "line": "#8c959f",
     "k0": "#eef1f5", "k1": "#f5cf9f", "k2": "#c76b00", "k3": "#08356e", "n8": "#08356e", "p8": "#8a3800",
@@ -18,16 +18,16 @@ DARK = {
     "card": "#15191f", "text": "#e6edf3", "muted": "#a3adb8", "line": "#6e7781",
     "k0": "#20262e", "k1": "#5c3f1c", "k2": "#ac681b", "k3": "#b3e0ff", "n8": "#b3e0ff", "p8": "#ffc890",
 }  # fmt: skip
-STEPS = 8
-_SIDE = 288  # of the longer axis, in pixels
-_LEAST = 56  # of the shorter
+STEPS = 8  # levels of a score change on either side of 0
+_LONGER_SIDE = 288  # pixels
+_SHORTER_SIDE = 56  # pixels, at least
+_MARGIN = 12  # pixels
 _FONT = "font-family='system-ui,-apple-system,Segoe UI,Helvetica,Arial,sans-serif'"
-_MARGIN = 12
 
 
-def _mixed(a: str, b: str, share: float) -> str:
+def _mixed(a: str, b: str, part_of_b: float) -> str:
     pairs = [(int(a[i : i + 2], 16), int(b[i : i + 2], 16)) for i in (1, 3, 5)]
-    return "#" + "".join(f"{round(x + (y - x) * share):02x}" for x, y in pairs)
+    return "#" + "".join(f"{round(x + (y - x) * part_of_b):02x}" for x, y in pairs)
 
 
 for _colors in (LIGHT, DARK):
@@ -37,7 +37,10 @@ for _colors in (LIGHT, DARK):
 
 
 def style() -> str:
-    """The style sheet of all pictures: colors by the page's theme (Jupyter, VS Code, Sphinx), else by the system's."""
+    """Return the style sheet of all pictures.
+
+    Colors follow the page's theme (Jupyter, VS Code, Sphinx), else the system's.
+    """
 
     def variables(colors: Mapping[str, str]) -> str:
         return ";".join(f"--fm-{name}:{value}" for name, value in colors.items())
@@ -45,7 +48,7 @@ def style() -> str:
     light = "[data-jp-theme-light=true],[data-theme=light],[theme=light],.vscode-light"
     dark = "[data-jp-theme-light=false],[data-theme=dark],[theme=dark],.vscode-dark,.vscode-high-contrast"
     return (
-        # readers of SVG that know no variables take the attributes, which are the light colors
+        # Programs that do not know variables use the fill attributes, which are the light colors.
         "@supports (fill:var(--x)){"
         f".flexmasks{{{variables(LIGHT)}}}"
         f"@media (prefers-color-scheme:dark){{.flexmasks{{{variables(DARK)}}}}}"
@@ -56,40 +59,35 @@ def style() -> str:
     )
 
 
-@dataclass(frozen=True)
-class Frame:
-    """Where the cells of a picture lie: so many pixels for so many queries and keys."""
-
-    q_len: int
-    kv_len: int
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """Width and height in pixels; axes whose lengths differ a lot are not to scale."""
-        longest = max(self.q_len, self.kv_len)
-        width, height = (max(_LEAST, round(_SIDE * n / longest)) for n in (self.kv_len, self.q_len))
-        return width, height
+def frame_size(q_len: int, kv_len: int) -> tuple[int, int]:
+    """Return a picture's width and height in pixels; axes whose lengths differ a lot are not to scale."""
+    longest = max(q_len, kv_len)
+    width, height = (max(_SHORTER_SIDE, round(_LONGER_SIDE * n / longest)) for n in (kv_len, q_len))
+    return width, height
 
 
 def merged(cells: Tensor) -> dict[int, list[tuple[int, int, int, int]]]:
-    """The cells [rows, columns] of each value as rectangles (row, column, height, width): equal runs, row upon row."""
-    found: dict[int, list[tuple[int, int, int, int]]] = {}
-    open_runs: dict[tuple[int, int, int], int] = {}  # value, first column, past the last: the row where it began
+    """Return the rectangles (row, column, height, width) that the cells [rows, columns] of each value form.
+
+    A rectangle is a run of equal cells in a row, and the same run in the rows below it.
+    """
+    rectangles: dict[int, list[tuple[int, int, int, int]]] = {}
+    open_runs: dict[tuple[int, int, int], int] = {}  # (value, first column, past the last): its first row
     for row, values in enumerate([*cells.tolist(), []]):
         starts = [i for i in range(len(values)) if i == 0 or values[i] != values[i - 1]]
         ends = [*starts[1:], len(values)]
-        runs = {(values[i], i, j) for i, j in zip(starts, ends, strict=False)}  # none in the last row
+        runs = {(values[i], i, j) for i, j in zip(starts, ends, strict=False)}  # the last row is empty
         for run in [r for r in open_runs if r not in runs]:
             value, first, end = run
-            began = open_runs.pop(run)
-            found.setdefault(value, []).append((began, first, row - began, end - first))
+            top = open_runs.pop(run)
+            rectangles.setdefault(value, []).append((top, first, row - top, end - first))
         for run in sorted(runs):
             open_runs.setdefault(run, row)
-    return found
+    return rectangles
 
 
 def cells_path(rectangles: Iterable[tuple[int, int, int, int]], rows: float, columns: float) -> str:
-    """Rectangles as the data of a path, cut at so many rows and columns."""
+    """Return rectangles as the data of an SVG path, cut at an edge of rows and columns."""
     data = []
     for row, column, height, width in sorted(rectangles):
         w, h = (f"{min(n, end - at):.6g}" for n, end, at in ((width, columns, column), (height, rows, row)))
@@ -98,7 +96,7 @@ def cells_path(rectangles: Iterable[tuple[int, int, int, int]], rows: float, col
 
 
 class Canvas:
-    """An SVG that grows downwards: a title, a picture with axes, a legend."""
+    """An SVG that grows downward: a title, a picture with axes, a legend."""
 
     def __init__(self, name: str, subtitle: str, width: int, left: int) -> None:
         self._parts: list[str] = []
@@ -111,36 +109,39 @@ class Canvas:
 
     def cells(
         self,
-        frame: Frame,
-        cells: Tensor,
+        lengths: tuple[int, int],
+        classified: Tensor,
+        cell: tuple[int, int],
         classes: Mapping[int, str],
-        extent: tuple[float, float],
-        lines: tuple[Sequence[float], Sequence[float]] = ((), ()),
+        block_edges: tuple[Sequence[float], Sequence[float]] = ((), ()),
     ) -> int:
-        """Draw cells of these classes, of which `extent` (rows, columns) exist, and lines between rows and columns.
+        """Draw cells [rows, columns] in the colors of their classes, and return the number of characters.
 
-        Returns the length of what it took.
+        Args:
+            lengths: numbers of queries and keys.
+            classified: the class number of each cell.
+            cell: queries and keys of a cell.
+            classes: the color class of each class number.
+            block_edges: where lines are drawn between rows and between columns, as parts of the axes.
         """
         self._y += 38
-        width, height = frame.size
-        rows, columns = extent
-        drawn = []
-        rectangles = merged(cells)
-        back = max(rectangles, key=lambda value: len(rectangles[value]))  # the others are drawn on it
-        drawn.append(f"<rect width='{columns:.6g}' height='{rows:.6g}'{_fill(classes[back])}/>")
+        width, height = frame_size(*lengths)
+        rows, columns = lengths[0] / cell[0], lengths[1] / cell[1]  # the edge may cut the last cells
+        rectangles = merged(classified)
+        back = max(rectangles, key=lambda value: len(rectangles[value]))  # drawn as one, below all other classes
+        drawn = [f"<rect width='{columns:.6g}' height='{rows:.6g}'{_fill(classes[back])}/>"]
         for value, name in classes.items():
             if value != back and value in rectangles:
                 drawn.append(f"<path d='{cells_path(rectangles[value], rows, columns)}'{_fill(name)}/>")
         scale = f"translate({self._left} {self._y}) scale({width / columns:.8g} {height / rows:.8g})"
         path = "".join(drawn)
         self._parts.append(f"<g transform='{scale}' shape-rendering='crispEdges'>{path}</g>")
-        between = "".join(f"M{self._left} {self._y + y * height:.2f}h{width}" for y in lines[0])
-        between += "".join(f"M{self._left + x * width:.2f} {self._y}v{height}" for x in lines[1])
+        between = "".join(f"M{self._left} {self._y + y * height:.2f}h{width}" for y in block_edges[0])
+        between += "".join(f"M{self._left + x * width:.2f} {self._y}v{height}" for x in block_edges[1])
         if between:
             self._parts.append(f"<path d='{between}' fill='none' class='fm-line'{_stroke(0.5)} opacity='.55'/>")
-        self.axes(
-            width, height, "keys (tokens)", "queries (tokens)", ticks(frame.kv_len, width), ticks(frame.q_len, height)
-        )
+        x_ticks, y_ticks = ticks(lengths[1], width), ticks(lengths[0], height)
+        self.axes(width, height, "keys (tokens)", "queries (tokens)", x_ticks, y_ticks)
         return len(path)
 
     def axes(
@@ -152,7 +153,7 @@ class Canvas:
         x_ticks: Sequence[tuple[float, str]],
         y_ticks: Sequence[tuple[float, str]],
     ) -> None:
-        """A frame at the current place, with ticks given as shares of its sides, and move below it."""
+        """Draw a frame with labels, and ticks at parts of its sides, and move below it."""
         x, y = self._left, self._y
         marks = "".join(f"M{x + at * width:.2f} {y - 4}v4" for at, _ in x_ticks)
         marks += "".join(f"M{x - 4} {y + at * height:.2f}h4" for at, _ in y_ticks)
@@ -166,9 +167,9 @@ class Canvas:
         self._y = y + height + 10
 
     def curve(self, points: Sequence[tuple[float, float]], reach: float) -> None:
-        """A curve of what becomes of scores from -reach to reach, and the line of those that stay."""
+        """Draw what becomes of scores from -reach to reach, and the line of unchanged scores."""
         self._y += 38
-        side = _SIDE * 3 // 4
+        side = _LONGER_SIDE * 3 // 4
         at = [(self._left + (x / reach + 1) * side / 2, self._y + (1 - y / reach) * side / 2) for x, y in points]
         x, y = self._left, self._y
         thin = f"M{x} {y + side}l{side} -{side}M{x} {y + side / 2}h{side}M{x + side / 2} {y}v{side}"
@@ -182,18 +183,16 @@ class Canvas:
         self.axes(side, side, "score", "what becomes of it", marks, [(1 - at, label) for at, label in marks])
 
     def swatches(self, entries: Iterable[tuple[str, str]]) -> None:
-        """Lines of a colored square and what it means."""
+        """Draw a line for each color class: a square, and its meaning."""
         for name, label in entries:
             self._y += 18
-            square = f"<rect x='{_MARGIN}' y='{self._y - 10}' width='12' height='12' rx='2'{_fill(name)}/>"
-            outline = (
-                f"<rect x='{_MARGIN}' y='{self._y - 10}' width='12' height='12' rx='2' fill='none' class='fm-line'"
-            )
-            self._parts += [square, f"{outline}{_stroke(0.5)}/>", _text(_MARGIN + 20, self._y, label, "text", 11)]
+            square = f"<rect x='{_MARGIN}' y='{self._y - 10}' width='12' height='12' rx='2'"
+            outline = f"{square} fill='none' class='fm-line'{_stroke(0.5)}/>"
+            self._parts += [f"{square}{_fill(name)}/>", outline, _text(_MARGIN + 20, self._y, label, "text", 11)]
 
     def bar(self, names: Sequence[str], labels: Sequence[tuple[float, str]]) -> None:
-        """A bar of colors with labels at shares of its length."""
-        width, height = _SIDE, 12
+        """Draw a bar of colors, with labels at parts of its length."""
+        width, height = _LONGER_SIDE, 12
         x, y = self._left, self._y + 8
         one = width / len(names)
         for i, name in enumerate(names):
@@ -208,14 +207,14 @@ class Canvas:
         self._y = y + height + 18
 
     def notes(self, lines: Iterable[str]) -> None:
-        """Lines of small text."""
+        """Draw lines of small text."""
         self._y += 4
         for line in lines:
             self._y += 15
             self._parts.append(_text(_MARGIN, self._y, line, "muted", 11))
 
     def finished(self, description: str, with_style: bool) -> str:
-        """The SVG."""
+        """Return the SVG document."""
         width, height = self._width, self._y + _MARGIN
         sheet = f"<style>{style()}</style>" if with_style else ""
         return (
@@ -227,7 +226,7 @@ class Canvas:
 
 
 def ticks(length: int, pixels: int) -> list[tuple[float, str]]:
-    """Where to label an axis of so many tokens: shares of it, and the labels."""
+    """Return where to label an axis of a length in tokens, as parts of it, and the labels."""
     most = max(1, pixels // 72)
     if length % 4 == 0 and most >= 4:
         return [(i / 4, f"{length * i // 4:,}") for i in range(5)]
@@ -237,12 +236,12 @@ def ticks(length: int, pixels: int) -> list[tuple[float, str]]:
 
 
 def number(value: float) -> str:
-    """A number in three digits, or all of a large one's."""
+    """Return a number with three digits, or with all digits before the point from 1,000 on."""
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e7 else f"{value:.3g}"
 
 
 def left_margin(labels: Iterable[str]) -> int:
-    """Pixels left of a picture whose axis has these labels."""
+    """Return the pixels that a picture leaves for its vertical axis with these labels."""
     return _MARGIN + 26 + round(6.2 * max(map(len, labels)))
 
 
@@ -253,8 +252,8 @@ def _text(x: float, y: float, text: str, name: str, size: int, bold: bool = Fals
     return f"<text {place} font-size='{size}'{weight}{anchor}{more}{_fill(name)}>{escape(text)}</text>"
 
 
-def _shortened(text: str, width: int, of_letter: float) -> str:
-    most = int(width / of_letter)
+def _shortened(text: str, width: int, letter_width: float) -> str:
+    most = int(width / letter_width)
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 

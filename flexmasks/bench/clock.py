@@ -1,0 +1,71 @@
+"""Time of calls: wall time, or a GPU's own time; medians of runs that take turns."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from flexmasks.bench.console import synchronize
+
+Clock = Callable[[Callable[[], object], torch.device], float]
+_WARMUP_RUNS = 2
+_HEAD_START_GIGABYTES = 6  # writing them takes a GPU longer than the host needs to start a backward pass
+
+
+def wall_milliseconds(call: Callable[[], object], device: torch.device, calls_in_a_row: int = 1) -> float:
+    """Return the wall time of one call, host included, as the mean of calls in a row.
+
+    Python's garbage collector pauses meanwhile, as in timeit.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        synchronize(device)
+        start = time.perf_counter()
+        for _ in range(calls_in_a_row):
+            call()
+        synchronize(device)
+        return (time.perf_counter() - start) * 1e3 / calls_in_a_row
+    finally:
+        if collects:
+            gc.enable()
+
+
+def device_milliseconds(call: Callable[[], object], device: torch.device) -> float:
+    """Return a GPU's time of one call, caches empty and host excluded; on a CPU the wall time."""
+    if device.type != "cuda":
+        return wall_milliseconds(call, device)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for _ in range(_HEAD_START_GIGABYTES):  # empties the caches, and lets the host get ahead of the GPU
+        _gigabyte(device).zero_()
+    start.record()
+    call()
+    end.record()
+    synchronize(device)
+    return float(start.elapsed_time(end))
+
+
+def interleaved(
+    calls: Mapping[str, Callable[[], object]], device: torch.device, runs: int, clock: Clock = device_milliseconds
+) -> dict[str, tuple[float, float]]:
+    """Return each call's median milliseconds and the range of their middle half; the calls take turns."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for run in range(_WARMUP_RUNS + runs):
+        for name, call in calls.items():
+            milliseconds = clock(call, device)
+            if run >= _WARMUP_RUNS:
+                times[name].append(milliseconds)
+    quartiles = {name: statistics.quantiles(values, n=4) for name, values in times.items()}
+    return {name: (middle, high - low) for name, (low, middle, high) in quartiles.items()}
+
+
+@functools.cache
+def _gigabyte(device: torch.device) -> Tensor:
+    """A buffer larger than any cache."""
+    return torch.empty(1 << 30, dtype=torch.uint8, device=device)

@@ -1,0 +1,42 @@
+"""Peak memory of a call."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+_PROCESS_STATUS = Path("/proc/self/status")
+
+
+def peak_bytes(call: Callable[[], object], device: torch.device) -> float:
+    """Return the bytes that a call adds to those in use, at its peak.
+
+    On a CPU these are bytes of the process, as Linux counts them; NaN on other systems.
+    """
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        call()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    if not _PROCESS_STATUS.exists():
+        call()
+        return math.nan
+    ctypes.CDLL(None).malloc_trim(0)  # returns freed memory to the system, so that its next use counts
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, the peak
+    before = _process_bytes("VmRSS")
+    call()
+    return max(_process_bytes("VmHWM") - before, 1)
+
+
+def _process_bytes(field: str) -> int:
+    """Return a field of the process's status, which has kilobytes, in bytes."""
+    line = next(line for line in _PROCESS_STATUS.read_text().splitlines() if line.startswith(f"{field}:"))
+    return int(line.split()[1]) * 1024

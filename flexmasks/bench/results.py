@@ -1,0 +1,100 @@
+"""Steps of a benchmark, and the JSON file that holds their figures and lets a stopped run go on."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flexmasks.bench.console import device_name, progress
+from flexmasks.spec.registry import list_masks
+
+Row = dict[str, Any]
+
+
+def choose_device(name: str | None) -> torch.device:
+    """Return the device of that name; without a name, a GPU if the machine has one."""
+    device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
+
+
+def machine(device: torch.device) -> dict[str, str]:
+    """Return what figures depend on: the device, and the versions of torch and Python."""
+    return {
+        "device": device_name(device).removeprefix("NVIDIA "),
+        "device_type": device.type,
+        "torch": torch.__version__.partition("+")[0],
+        "python": ".".join(map(str, sys.version_info[:3])),
+    }
+
+
+def machine_line(results: dict[str, Any]) -> str:
+    """Return the line above a table that names the machine."""
+    return ", ".join(text for name, text in results["machine"].items() if name != "device_type")
+
+
+def check_mask_names(names: Iterable[str], cases: Iterable[str]) -> None:
+    """Raise ValueError for a name that is neither a registered mask's nor a case's."""
+    accepted = [*(mask.name for mask in list_masks()), *cases]
+    for name in names:
+        if name not in accepted:
+            near = difflib.get_close_matches(name, accepted, n=3, cutoff=0.5)
+            hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "`python -m flexmasks list` names them."
+            raise ValueError(f"flexmasks bench: no mask {name!r} to measure; {hint}")
+
+
+def run_steps(
+    results: dict[str, Any], steps: Mapping[str, Callable[[], list[Row]]], file: str | None, resume: bool = False
+) -> None:
+    """Add the rows of each step to results["rows"], and write the results to the file after each step.
+
+    results["measured"] holds the descriptions of the steps that ran. A step that raises is named with its error in
+    results["failed"] and on stderr, and the other steps still run.
+
+    Args:
+        results: has "benchmark", "machine" and "rows".
+        steps: functions that return rows, by their descriptions.
+        file: the JSON file, or None.
+        resume: keep the file's rows, which must be of this benchmark and machine, and run the missing steps.
+    """
+    results["measured"] = []
+    if file is not None and (Path(file).is_dir() or not os.access(Path(file).resolve().parent, os.W_OK)):
+        raise ValueError(f"flexmasks bench: {file} cannot be written.")
+    if resume and file is not None and Path(file).exists():
+        results |= _earlier(results, file)
+    for number, (description, rows) in enumerate(steps.items(), 1):
+        if description in results["measured"]:
+            continue
+        progress(f"{number} of {len(steps)}: {description}")
+        try:
+            results["rows"] += rows()
+            results["measured"].append(description)
+        except Exception as error:  # a user's mask raises it, or memory runs out
+            results.setdefault("failed", {})[description] = f"{type(error).__name__}: {error}"[:2000]
+        if file is not None:
+            unfinished = Path(f"{file}.part")
+            unfinished.write_text(json.dumps(results, indent=1) + "\n")
+            unfinished.replace(file)
+    progress("")
+    for description, reason in results.get("failed", {}).items():
+        print(f"{description} failed: {reason.splitlines()[0]}", file=sys.stderr)
+
+
+def _earlier(results: dict[str, Any], file: str) -> dict[str, Any]:
+    """Return the rows of an earlier run and its measured steps, or raise ValueError if that run cannot go on."""
+    try:
+        earlier = json.loads(Path(file).read_text())
+    except ValueError:
+        earlier = None
+    same = isinstance(earlier, dict) and earlier.get("benchmark") == results["benchmark"] and "measured" in earlier
+    if not same:
+        raise ValueError(f"flexmasks bench: {file} is not of a run of this benchmark that can go on.")
+    if earlier["machine"] != results["machine"]:
+        raise ValueError(f"flexmasks bench: {file} is of another machine or torch, {earlier['machine']}.")
+    return {name: earlier[name] for name in ("rows", "measured")}

@@ -1,0 +1,104 @@
+"""Lengths to draw a mask or score at, suggested by its parameters."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexmasks.spec.parameters import Parameter, Size
+from flexmasks.spec.values import Modifier
+
+_DEFAULT_LENGTH = 1024
+_LONGEST_SUGGESTED = 1 << 16
+
+
+def accepted_lengths(value: Modifier, b: int, h: int) -> tuple[int, int]:
+    """Return numbers of queries and keys that the parameters accept.
+
+    These are the suggested lengths, else those of a parameter's tensor, else the first power of two that is accepted.
+    Where nothing is accepted, the suggested lengths.
+
+    Args:
+        value: a mask or a score.
+        b, h: the batch element and head to draw, which must exist.
+    """
+    suggested = suggested_lengths(value)
+    device = next((t.device for t in value.tensors()), torch.device("cpu"))
+    batch, heads = value.batch_size() or b + 1, value.implied_size("H") or h + 1
+    tensors = [torch.as_tensor(given) for parameter, given in _parameters(value) if _is_tensor(parameter, given)]
+    tables = [(t.shape[-min(t.ndim, 2)], suggested[1]) for t in tensors if t.ndim]  # with a row for each query
+    rows = [(t.shape[-1], suggested[1]) for t in tensors if t.ndim]
+    powers = [(1 << n, 1 << n) for n in range(6, 15)]
+    for q_len, kv_len in (suggested, *tables, *rows, *powers):
+        with contextlib.suppress(ValueError, TypeError):
+            value.resolve(Size(batch, heads, q_len, kv_len, device))
+            return q_len, kv_len
+    return suggested
+
+
+def suggested_lengths(value: Modifier) -> tuple[int, int]:
+    """Return the numbers of queries and keys that a mask's or score's parameters suggest.
+
+    In this order: the lengths of tensors with one element for each position; a canvas's height times width; the
+    largest number in other tensors, such as lengths and offsets, where parameters named kv_... count for the keys;
+    four times the largest number, so that a window shows well; 1024.
+    """
+    exact = {name: value.implied_size(name) for name in ("Q", "KV", "S")}
+    positions = list(_canvas_size(value))
+    ends: list[int] = []
+    key_ends: list[int] = []
+    numbers: list[int] = []
+    for parameter, given in _parameters(value):
+        if _is_tensor(parameter, given):
+            tensor = torch.as_tensor(given)
+            # Numbers below the tensor's own length may belong to its positions, such as document ids.
+            found = [max(n, *tensor.shape[-1:]) for n in _largest_number(tensor)]
+            (key_ends if parameter.name.startswith("kv_") else ends).extend(found)
+        else:
+            numbers += [n for n in (given if isinstance(given, tuple) else (given,)) if type(n) is int]
+    known = [id(given) for _, given in _parameters(value)]
+    for tensor in value.tensors():
+        if id(tensor) not in known:  # a function captured it, so only its shape and numbers are known
+            longest = max(tensor.shape, default=0)
+            positions += [longest] if longest >= 64 else []
+            ends += _largest_number(tensor) if longest < 64 else []
+    length = next((max(candidates) for candidates in (positions, ends) if candidates), 0)
+    if not length and numbers:
+        length = max(64, 1 << (4 * max(numbers) - 1).bit_length())
+    q_len = exact["S"] or exact["Q"] or min(length, _LONGEST_SUGGESTED) or exact["KV"] or _DEFAULT_LENGTH
+    return q_len, exact["S"] or exact["KV"] or max(key_ends, default=q_len)
+
+
+def _is_tensor(parameter: Parameter, given: Any) -> bool:
+    return isinstance(given, Tensor) or parameter.is_sequence(given)
+
+
+def _parameters(value: Modifier) -> Iterator[tuple[Parameter, Any]]:
+    """Yield the parameters of a mask or score, and of those inside it that see the same positions."""
+    for name, given in value.params.items():
+        inner = [v for v in (given if isinstance(given, tuple) else (given,)) if isinstance(v, Modifier)]
+        if not inner:
+            yield value.definition.parameters[name], given
+        elif value.definition.inner_size is None:
+            for modifier in inner:
+                yield from _parameters(modifier)
+
+
+def _canvas_size(value: Modifier) -> Iterator[int]:
+    """Yield the number of tokens of a canvas, if the parameters have names of its axes; `length` is an axis too."""
+    axes = {p.name: given for p, given in _parameters(value) if type(given) is int}
+    sides = [axes[name] for name in ("depth", "height", "width") if name in axes] or [axes.get("length", 0)]
+    if all(sides):
+        yield math.prod(sides)
+
+
+def _largest_number(tensor: Tensor) -> list[int]:
+    """Return the largest whole number of a tensor in a list, or an empty list if it cannot be a length."""
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool or not tensor.numel():
+        return []
+    return [n for n in (int(tensor.max()),) if 0 < n <= _LONGEST_SUGGESTED]

@@ -1,0 +1,164 @@
+"""The public calls `show` and `draw`, and what Jupyter shows of a mask or score."""
+
+from __future__ import annotations
+
+import sys
+from html import escape
+from typing import Any
+
+from torch import Tensor
+
+from flexmasks.pictures.cells import MaskCells, ScoreCells
+from flexmasks.pictures.lengths import accepted_lengths
+from flexmasks.pictures.picture import CALL, MaskPicture, Picture, ScorePicture
+from flexmasks.plans.plan import Lengths, plan_mask
+from flexmasks.spec.arguments import MaskLike, ScoreLike, get_mask, get_score
+from flexmasks.spec.definitions import define
+from flexmasks.spec.registry import list_masks, list_scores
+from flexmasks.spec.values import Mask, Modifier, Score
+
+_SINGLE_PAIRS_UP_TO = 128  # positions; longer pictures show blocks
+
+
+def draw(
+    mask: MaskLike | ScoreLike,
+    q_len: int | None = None,
+    kv_len: int | None = None,
+    *,
+    b: int = 0,
+    h: int = 0,
+    batch: int | None = None,
+    heads: int | None = None,
+    block_size: int | tuple[int, int] | None = None,
+    q_offset: int | Tensor = 0,
+    **params: Any,
+) -> Picture:
+    """Return the picture of a mask or a score change without showing it.
+
+    Takes and raises what `flexmasks.show` does, except `columns`.
+
+    Example:
+        >>> import flexmasks
+        >>> picture = flexmasks.draw("causal", 1024)
+        >>> picture.counts.empty, picture.counts.partial, picture.counts.full
+        (28, 8, 28)
+    """
+    value = _mask_or_score(mask, params)
+    if q_len is None:
+        accepted = accepted_lengths(value, b, h)
+        q_len, kv_len = accepted[0], kv_len or accepted[1]
+    if batch is None:
+        batch = value.batch_size() or (len(q_offset) if isinstance(q_offset, Tensor) and q_offset.ndim else None)
+    heads = value.implied_size("H") if heads is None else heads
+    for name, index, n in (("b", b, batch), ("h", h, heads)):
+        if type(index) is not int or index < 0 or (isinstance(n, int) and index >= n):
+            raise ValueError(f"{CALL}: `{name}` must be an int from 0{f' to {n - 1}' if n else ''}, got {index!r}.")
+    batch = b + 1 if batch is None else batch
+    if isinstance(value, Score):
+        if heads is None:
+            heads = max(8, h + 1) if value.definition.registered else h + 1
+        device = next((t.device for t in value.tensors()), None)
+        size = Lengths(q_len, kv_len, batch, heads, device, q_offset).check(CALL, get_mask("full"))[0]
+        return ScorePicture(ScoreCells(value, size, q_offset, b, h))
+    heads = h + 1 if heads is None else heads
+    if block_size is None:
+        short = all(n is None or (type(n) is int and n <= _SINGLE_PAIRS_UP_TO) for n in (q_len, kv_len))
+        block_size = 1 if short else 128
+    plan = plan_mask(CALL, value, Lengths(q_len, kv_len, batch, heads, None, q_offset, block_size))
+    return MaskPicture(MaskCells(plan, b, h))
+
+
+def show(
+    mask: MaskLike | ScoreLike,
+    q_len: int | None = None,
+    kv_len: int | None = None,
+    *,
+    b: int = 0,
+    h: int = 0,
+    batch: int | None = None,
+    heads: int | None = None,
+    block_size: int | tuple[int, int] | None = None,
+    q_offset: int | Tensor = 0,
+    columns: int | None = None,
+    **params: Any,
+) -> Picture:
+    """Show which pairs a mask makes visible and which blocks kernels skip, or what a score change adds.
+
+    In Jupyter the picture is an SVG, elsewhere text. It is drawn from blocks, so a million tokens take seconds.
+
+    Args:
+        mask: a mask as in `flexmasks.block_mask`, or a score change as in `flexmasks.attention`: a name (if a mask
+            and a score share it, the mask's), a value, or a function.
+        q_len, kv_len: numbers of queries and keys; by default those that the parameters suggest.
+        b, h: the batch element and head to draw.
+        batch, heads: numbers of batch elements and heads; by default what the parameters' shapes imply, else b + 1
+            and h + 1 (registered score changes get at least 8 heads).
+        block_size: an int or a pair; by default 1 up to 128 positions, else 128.
+        q_offset: where the queries start, as in `flexmasks.attention`.
+        columns: width of the text in characters; by default the terminal's, at most 80.
+        params: the parameters of the mask or score.
+
+    Returns:
+        The picture: `.svg()`, `.text(columns)`, `.save(path)`, `.plot(ax)`. Sessions that display what a call
+        returns, such as Jupyter and Python's prompt, display it; in a script, `show` prints it.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong; the message says which.
+
+    Example:
+        >>> import flexmasks
+        >>> picture = flexmasks.show("sliding_window", 6, window=2)
+        █·····
+        ██····
+        ███···
+        ·███··
+        ··███·
+        ···███
+        █ visible   · hidden
+        visible 41.7%, hidden 58.3% of the pairs
+        6 queries (down) x 6 keys (across), a character is 1 x 1 of them
+    """
+    sizes: dict[str, Any] = {"b": b, "h": h, "batch": batch, "heads": heads, "block_size": block_size}
+    picture = draw(mask, q_len, kv_len, **sizes, q_offset=q_offset, **params)
+    picture.columns = columns
+    if not hasattr(sys, "ps1"):  # sessions that display values have a prompt
+        print(picture)
+    return picture
+
+
+def html_of(value: Any) -> str:
+    """Return the HTML of a mask's or score's picture, or of its repr and why it has none. Never raises."""
+    try:
+        return draw(value)._repr_html_()
+    except Exception as error:
+        reason = f"no picture: {error or type(error).__name__}"
+        try:
+            name = repr(value)
+        except Exception:
+            name = type(value).__name__
+        return f"<pre>{escape(name)}\n{escape(reason)}</pre>"
+
+
+def _mask_or_score(given: Any, params: dict[str, Any]) -> Mask | Score:
+    """Return the Mask or Score of a name, value or function and its parameters."""
+    if isinstance(given, str):
+        is_mask, is_score = (any(e.name == given for e in entries) for entries in (list_masks(), list_scores()))
+        wraps_score = any(isinstance(v, Score) for v in params.values())  # such as packed(inner=...)
+        is_score = is_score and (wraps_score or not is_mask)
+    elif isinstance(given, Modifier):
+        is_score = isinstance(given, Score)
+    else:
+        is_score = not _defines("mask", given) and _defines("score", given)
+    return get_score(given, **params) if is_score else get_mask(given, **params)
+
+
+def _defines(kind: str, function: Any) -> bool:
+    """Return whether a function has the arguments of a mask or of a score."""
+    try:
+        define(kind, function)
+    except TypeError:
+        return False
+    return True
+
+
+Modifier.to_html = staticmethod(html_of)
