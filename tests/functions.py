@@ -1,4 +1,6 @@
-"""Random mask functions: hypothesis strategies that write them as Python expressions, and how these are compiled.
+"""Random mask functions: strategies that write them, and their compilation.
+
+Functions are Python expressions of b, h, q, kv and of captured tensors.
 
 `expressions` tries any operation on any operand. `composed` writes functions as the documentation of
 `flexmasks.block_mask` allows them, and `structured` masks as people write them.
@@ -21,7 +23,10 @@ from torch import Tensor
 
 
 def short_and_campaign(short: int, campaign: int) -> pytest.MarkDecorator:
-    """Parametrize `examples`: the number of random examples, few by default and many in the campaign."""
+    """Parametrize `examples`, the number of random examples.
+
+    It is small by default and large in the campaign.
+    """
     return pytest.mark.parametrize(
         "examples", [pytest.param(short, id="short"), pytest.param(campaign, id="long", marks=pytest.mark.campaign)]
     )
@@ -34,7 +39,10 @@ BATCH, HEADS = 2, 2  # of the tables that are indexed by b or h
 
 
 def _tables(n: int) -> dict[str, Any]:
-    """Return captured tensors of 0 to 3 dimensions with n elements in each, extreme values among them."""
+    """Return tensors to capture, of n elements along most dimensions.
+
+    They have 0 to 3 dimensions, and extreme values among their elements.
+    """
     generator = torch.Generator().manual_seed(1)
 
     def ints(low: int, high: int, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -312,7 +320,9 @@ PLAIN_TRUTH = ["q >= kv", "b == h", "flags[q]", "square[q, kv]", "q % 3 == 1"]
 
 @st.composite
 def expressions(draw: st.DrawFn, kind: str = "c", depth: int = 3, odd: bool = True) -> str:
-    """Write Python code of a number ("x", "y"), an index ("i", "j", "k") or a truth value ("c", "d").
+    """Write Python code of the kind that a hole of a template needs.
+
+    kind: a number ("x", "y"), an index ("i", "j", "k"), a truth value ("c", "d") or a dtype ("t").
 
     depth: how deeply templates are nested.
     odd: whether values near the limits of their dtypes, infinite ones and NaN occur as operands.
@@ -350,7 +360,10 @@ MAX_BATCH_AND_HEADS = 3
 
 @functools.cache
 def long_tables(device: str) -> dict[str, Any]:
-    """Return what `composed` and `structured` functions capture: longer tables, with rows by batch element and head."""
+    """Return the tensors that `composed` and `structured` functions capture.
+
+    They are longer than TABLES, and have rows for each batch element and head.
+    """
     generator = torch.Generator().manual_seed(4)
 
     def ints(low: int, high: int, *shape: int) -> Tensor:
@@ -472,7 +485,10 @@ GRAMMAR |= {"y": GRAMMAR["x"], "g": GRAMMAR["f"], "d": GRAMMAR["c"], "e": GRAMMA
 
 
 def composed(pick: Pick, kind: str = "c", depth: int = 5) -> str:
-    """Write Python code of a mask, or of what a hole in the templates of GRAMMAR needs."""
+    """Write Python code of the kind that a hole in GRAMMAR needs.
+
+    By default this is a mask.
+    """
     templates, leaves = GRAMMAR[kind]
 
     def filled(hole: re.Match[str]) -> str:
@@ -488,7 +504,7 @@ GEOMETRY += ["square[q, kv]", "flags[kv]", "rows[b, q] >= rows[b, kv]", "q > {n}
 
 
 def structured(pick: Pick, depth: int = 2) -> str:
-    """Write a mask as people write them: conditions on positions, joined by and, or, not."""
+    """Write a mask of conditions on positions, joined by and, or, not."""
     if depth == 0 or pick([True, False, False]):
         return pick(GEOMETRY).replace("{n}", str(pick([1, 7, 32, 100, 250])))
     first, second = structured(pick, depth - 1), structured(pick, depth - 1)

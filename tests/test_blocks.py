@@ -1,4 +1,4 @@
-"""Block lists against torch's create_block_mask, tensor by tensor, and whole masks against create_mask."""
+"""Block lists against torch's create_block_mask, whole masks against create_mask."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def check(
     size: tuple[int, int] = (128, 128),
     device: str = "cpu",
 ) -> Layout:
-    """Compare the blocks of a mask, its dependence on b and h, and the whole mask with torch's."""
+    """Compare a mask's blocks, dependence and booleans with torch's."""
     exact_device = torch.empty(0, device=device).device  # "cuda" is "cuda:0"
     layout = build(mask, batch, heads, q_len, kv_len, exact_device, size)
     own_batch, own_heads = layout.indices[0].shape[:2]
@@ -84,7 +84,7 @@ def is_mask(mask: Callable[..., Any], batch: int, heads: int, q_len: int, kv_len
 
 
 def examples_by_device(short: int, campaign: int, cuda: int) -> pytest.MarkDecorator:
-    """Parametrize the device and the number of random examples: few by default, many in the campaign, some on a GPU."""
+    """Parametrize the device and the number of random examples."""
     cases = [
         pytest.param("cpu", short, id="cpu-short"),
         pytest.param("cpu", campaign, id="cpu-long", marks=pytest.mark.campaign),
@@ -115,7 +115,10 @@ def test_composed_functions(device: str, examples: int) -> None:
 
 @short_and_campaign(25, 100)
 def test_random_functions(examples: int) -> None:
-    """Any operation and operand may occur: most of the functions that torch refuses are discarded."""
+    """Any operation and operand may occur.
+
+    Functions that torch refuses are discarded.
+    """
     tried: set[str] = set()
     sizes = st.sampled_from([16, 32, 64])
 
@@ -166,7 +169,10 @@ DENSITIES = (0.0, 1e-5, 1e-3, 0.02, 0.3, 0.5, 0.98, 0.9999, 1.0)
 
 @functools.cache
 def hard(device: str) -> dict[str, Callable[..., Any]]:
-    """Return functions of 700 queries, 900 keys, 2 batch elements and 3 heads that captured tensors on a device."""
+    """Return functions that are hard to decide.
+
+    They are of 700 queries, 900 keys, 2 batch elements and 3 heads. Captured tensors are on the device.
+    """
     q_ids, kv_ids = _documents(900, 1).to(device), KV_IDS.to(device)
     of_density = {density: _random(700, 900, density=density).to(device) for density in DENSITIES}
     per_head = _random(2, 3, 700, 900, density=2e-4).to(device)
@@ -255,7 +261,7 @@ LIMITS = [
 
 @pytest.mark.parametrize("name", HARD)
 def test_limits_make_no_difference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slices of the rows, down to one, and few blocks at a time, and matrices one by one."""
+    """Decide few rows, look at few elements, list one matrix at a time."""
     for sizes in ((2, 3, 200, 150, (32, 16)), (1, 1, 200, 190, (16, 48))):
         want = check(HARD[name], *sizes).block_mask(HARD[name])
         *lengths, block_size = sizes
@@ -326,7 +332,7 @@ def test_only_partial_blocks_are_looked_at(name: str, size: int, device: str) ->
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["documents", "random 0.3", "random 1e-05", "per batch and head", "not a number"])
 def test_many_blocks_of_a_gpu(name: str) -> None:
-    """There are so many blocks that they are decided on the GPU, with the limit unchanged."""
+    """Without changed limits, many blocks are decided on the GPU."""
     assert limits.BLOCKS_ON_CPU < 350 * 300
     check(hard("cuda")[name], 2, 3, 700, 900, (2, 3), "cuda")
 
@@ -412,7 +418,7 @@ def test_once_wrong(name: str) -> None:
 
 
 def test_wide_functions_are_decided_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The limits on work done at once include the tensors that the function sees."""
+    """Limits include the tensors that the function sees."""
     table = torch.arange(600 * 30).view(600, 30) // 100
     sizes: list[int] = []
 

@@ -1,4 +1,4 @@
-"""Counts of a mask's blocks and proven facts, against torch's whole mask counted by element, and a naive kernel."""
+"""Counts and facts of blocks, against torch's mask and a naive kernel."""
 
 from __future__ import annotations
 
@@ -58,7 +58,9 @@ def without_gap(made: BlockMask) -> bool:
 
 
 def gives_nan(made: BlockMask, whole: Tensor, tile: int) -> bool:
-    """Return whether a query ends in NaN in torch's Triton kernel without its check for rows that have seen nothing.
+    """Return whether a query ends in NaN in an unsafe kernel.
+
+    It is torch's Triton kernel without its check for rows that have seen nothing.
 
     The kernel is an online softmax, `tile` keys at a time, over partial and then over full blocks. All scores are 0.
     """
@@ -134,7 +136,10 @@ def check_facts(blocks: Blocks, whole: Tensor) -> None:
 @short_and_campaign(60, 300)
 @pytest.mark.parametrize("write", [structured, composed])
 def test_random_masks(write: Callable[..., str], examples: int) -> None:
-    """Blocks of the library, of torch's create_block_mask over all batch elements and heads, and counted in strips."""
+    """Count blocks of the library, and those of torch's create_block_mask.
+
+    torch's are over all batch elements and heads.
+    """
     proven: Counter[str] = Counter()
 
     @settings(max_examples=examples)
@@ -256,7 +261,10 @@ def _in_four(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
 
 
 def _lists(indices: list[list[int]], **more: Any) -> BlockMask:
-    """Return 4 x 4 blocks of 64 over 256 queries and 250 keys, of which the listed ones are partial."""
+    """Return 4 x 4 blocks of 64 over 256 queries and 250 keys.
+
+    The listed blocks are partial.
+    """
     counts = torch.tensor([[[len(line) for line in indices]]], dtype=torch.int32)
     padded = [line + [n for n in range(4) if n not in line] for line in indices]
     options = {"BLOCK_SIZE": 64, "mask_mod": _in_four, "seq_lengths": (256, 250)} | more
@@ -274,7 +282,10 @@ def test_lists_without_full_blocks() -> None:
 
 
 def test_full_blocks_at_the_edge() -> None:
-    """torch's create_block_mask makes no such blocks; a kernel would look at the keys that exist."""
+    """A kernel would look at the keys that exist.
+
+    torch's create_block_mask makes no such blocks.
+    """
     made = flexmasks.block_mask("full", 256, block_size=64)
     made.seq_lengths = (250, 230)
     blocks = Blocks(made)
@@ -435,7 +446,7 @@ GPU_CASES: list[tuple[str, dict[str, Any]]] = [
 def test_attention_with_proven_options(
     name: str, params: dict[str, Any], length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With an option that does not hold, a kernel gives NaN or leaves out blocks, forward or backward."""
+    """An option that does not hold makes results wrong, forward or backward."""
     passed: list[dict[str, Any]] = []
     options = kernels.options
 

@@ -1,4 +1,4 @@
-"""A range must hold every value that an operation takes on its block, whatever the operation and its operands.
+"""A range must hold every value that an operation takes.
 
 Hypothesis writes functions as Python expressions of b, h, q, kv and of captured tensors. Their true values come from
 torch.vmap over all indices, as in torch's own create_mask.
@@ -54,7 +54,10 @@ def values_of(function: Callable[..., Any]) -> Tensor:
 
 
 def check_sound(expression: str, q_size: int = 5, kv_size: int = 4) -> Range | None:
-    """Check that the range of an expression holds all its values, and return the range, or None without one."""
+    """Check that the range of an expression holds all its values.
+
+    Returns the range, or None if there is none.
+    """
     function = compiled(expression)
     try:
         values = values_of(function)

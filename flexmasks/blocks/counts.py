@@ -41,7 +41,7 @@ def visible_in_blocks(
     """Yield which pairs of blocks are visible, in chunks [n, queries, keys].
 
     blocks: [n, (b, h, row, column)].
-    keys: number of keys of each block to look at, by default all.
+    keys: number of keys of each block to look at, from its first on; by default all.
     repeat_last_query: queries past the edge see what the last query sees. By default they see nothing. Keys past the
         edge always are hidden.
     """
@@ -192,7 +192,7 @@ class Blocks:
         if self.undecided is not None:
             lines.append(f"looked at element by element: {self.undecided}")
         if self.not_understood:
-            lines.append(f"which ranges left open, as they do not understand: {', '.join(self.not_understood)}")
+            lines.append(f"not understood by ranges: {', '.join(self.not_understood)}")
         return "\n".join(lines)
 
     @property

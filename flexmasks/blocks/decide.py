@@ -146,7 +146,7 @@ def _decide_at_once(
     compute_device: torch.device,
     max_width: float = math.inf,
 ) -> Decided | str:
-    """Return what ranges know of all blocks, or why they gave up."""
+    """Return what ranges know of all blocks, or why ranges gave up."""
     b = torch.arange(sizes[0], device=compute_device).view(-1, 1, 1, 1)
     h = torch.arange(sizes[1], device=compute_device).view(1, -1, 1, 1)
     indices = Range.of_indices(b, b, sizes[0] - 1), Range.of_indices(h, h, sizes[1] - 1)

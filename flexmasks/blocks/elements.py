@@ -59,9 +59,7 @@ def over_indices(function: _Function, prefix: tuple[int, ...] = ()) -> Callable[
 def dependence_by_vmap(mask_mod: MaskMod, batch: int, heads: int, device: torch.device) -> tuple[int, int]:
     """Return a mask's batch and head size, as vmap shows them.
 
-    A size is 1 where the function does not depend on that index.
-
-    vmap gives a result that does not depend on an index a stride of 0 along that index.
+    A size is 1 where the function does not depend on that index: vmap's result then has a stride of 0 along it.
     """
     sizes = []
     for n, in_dims in ((batch, (0, None, None, None)), (heads, (None, 0, None, None))):
@@ -97,8 +95,8 @@ class Elements:
 
     Called with b, h [n], q [n, queries] and kv [n, keys], it returns booleans [n, queries, keys].
 
-    For most functions, ranges of one element each give them, which start faster than vmap. vmap gives them for all
-    functions.
+    Ranges of one element each give the booleans for most functions, and start faster than vmap. vmap gives them for
+    all functions.
 
     device: the device that the function sees its indices on; the result is on the device of the indices.
     widest: elements of the largest tensor that the function sees, as `decide` gives it.
@@ -114,10 +112,9 @@ class Elements:
 
     def blocks_at_once(self, elements: int) -> int:
         """Return how many blocks of `elements` to evaluate in one call."""
-        wide_elements = elements * self._widest
-        return max(
-            1, min(limits.elements_at_once(self.device) // elements, limits.WIDE_ELEMENTS_AT_ONCE // wide_elements)
-        )
+        blocks = limits.elements_at_once(self.device) // elements
+        blocks_if_wide = limits.WIDE_ELEMENTS_AT_ONCE // (elements * self._widest)
+        return max(1, min(blocks, blocks_if_wide))
 
     def __call__(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         if not len(b):
@@ -149,14 +146,14 @@ class Elements:
 
 
 def block_indices(lo: Tensor, hi: Tensor) -> Range:
-    """Return a range of indices of an unknown length."""
+    """Return a range of indices whose greatest value is unknown."""
     return Range.of_indices(lo, hi, _INDEX_LIMIT, limit_reached=False)
 
 
 def coordinates_of(places: Tensor, shape: torch.Size) -> Tensor:
     """Return the coordinates [n, dimensions] of flat places.
 
-    Does what torch.unravel_index does, which waits for a GPU.
+    The result is that of torch.unravel_index, which would wait for a GPU.
     """
     coordinates = []
     for size in reversed(shape):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
@@ -50,20 +52,19 @@ def index_lists(partial_and_full: Tensor, ones: Tensor) -> list[Tensor]:
     ones: int32 ones, two for each element of `partial_and_full`. They become the lists.
 
     A line is a row or a column of one matrix of blocks. Its list names the line's marked places in order and behind
-    them the others, as torch has it. The list consists of runs: where a run of marked places starts, the list jumps
-    there, and where it ends, to the next run; after the last run, to the first gap between runs, and so on. Everywhere
-    else it counts up by one. So it is the cumulative sum of ones and jumps.
+    them all other places, as torch has it: 1 2 4 0 3 5 if places 1, 2 and 4 of 6 are marked. Within a run of marked
+    places, and within a gap between runs, the list counts up by one. From a run to the next it jumps, and so it does
+    from the last run to the first gap, and from a gap to the next. So it is the cumulative sum of ones and jumps.
     """
     rows, columns = partial_and_full.shape[-2:]
     matrices = partial_and_full[..., 0, 0].numel()
-    line, first, last = _runs(partial_and_full, matrices)
-    length = last - first
+    runs = _runs(partial_and_full)
     counts = torch.zeros(matrices * (rows + columns), dtype=torch.int64, device=ones.device)
-    counts.index_add_(0, line, length)
+    counts.index_add_(0, runs.line, runs.end - runs.first)
     lists = [part.view(-1, n) for part, n in zip(ones.chunk(2), (columns, rows), strict=True)]
     for part in lists:
         part[:, 0] = 0
-    _add_jumps(ones, line, first, last, counts, matrices, rows, columns)
+    _add_jumps(ones, runs, counts, rows, columns)
     index_tensors = []
     counts_of = counts.int().split((matrices * rows, matrices * columns))
     for count_of_line, part in zip(counts_of, lists, strict=True):
@@ -74,54 +75,61 @@ def index_lists(partial_and_full: Tensor, ones: Tensor) -> list[Tensor]:
     return index_tensors
 
 
-def _runs(partial_and_full: Tensor, matrices: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the line, the start and the end of each run.
-
-    The end is the place behind a run of marked places.
+class _Runs(NamedTuple):
+    """Runs of marked places, in order.
 
     All rows come first as lines, then all columns.
     """
+
+    line: Tensor
+    first: Tensor
+    end: Tensor  # the place behind a run
+
+
+def _runs(partial_and_full: Tensor) -> _Runs:
+    """Find the runs of marked places in all lines."""
     rows, columns = partial_and_full.shape[-2:]
-    width = max(rows, columns) + 1  # above every place in a line, and every place behind a run
-    # Keys line * width + place sort the runs' starts and ends by line.
+    matrices = partial_and_full[..., 0, 0].numel()
+    width = max(rows, columns) + 1  # above every place in a line, and above every end of a run
+    # Keys line * width + place put the runs' first places and ends in order.
     of_rows, of_columns = (_edges(partial_and_full.view(-1, rows, columns), dim) for dim in (-1, -2))
     if columns + 1 != width:
         of_rows = of_rows // (columns + 1) * width + of_rows % (columns + 1)
     above, column = of_columns // columns, of_columns % columns
     of_columns = (above // (rows + 1) * columns + column + matrices * rows) * width + above % (rows + 1)
     keys = torch.cat([of_rows, of_columns.sort().values])
-    first, last = keys.view(-1, 2).unbind(1)
+    first, end = keys.view(-1, 2).unbind(1)
     line = first // width
-    return line, first - line * width, last - line * width
+    return _Runs(line, first - line * width, end - line * width)
 
 
-def _add_jumps(
-    lists: Tensor, line: Tensor, first: Tensor, last: Tensor, counts: Tensor, matrices: int, rows: int, columns: int
-) -> None:
+def _add_jumps(lists: Tensor, runs: _Runs, counts: Tensor, rows: int, columns: int) -> None:
     """Add the jumps of all runs to the flat lists.
 
     counts: number of marked places of each line.
     """
-    length = last - first
+    line, first, end = runs
+    length = end - first
     before = length.cumsum(0) - length  # marked places before a run, less those in the lines before its line
     before -= (counts.cumsum(0) - counts)[line]
     count = counts[line]
-    goes_on = torch.zeros_like(line, dtype=torch.bool)  # whether another run of the line follows
-    torch.eq(line[1:], line[:-1], out=goes_on[:-1])
-    previous = torch.zeros_like(last)  # end of the line's run before
-    torch.mul(last[:-1], goes_on[:-1], out=previous[1:])
-    size: int | Tensor = columns
-    start = line * columns
+    has_next_run = torch.zeros_like(line, dtype=torch.bool)  # in the same line
+    torch.eq(line[1:], line[:-1], out=has_next_run[:-1])
+    previous_end = torch.zeros_like(end)  # end of the run before it in the line, or 0
+    torch.mul(end[:-1], has_next_run[:-1], out=previous_end[1:])
+    list_length: int | Tensor = columns
+    list_start = line * columns
     if rows != columns:
+        matrices = len(counts) // (rows + columns)
         is_column = line >= matrices * rows
-        size = torch.where(is_column, rows, columns)
-        start = torch.where(is_column, line * rows + matrices * rows * (columns - rows), start)
-    # Each run causes three jumps, given by their place in the list and how far beyond one they go: to the run, past the
-    # run in the gaps, and back.
+        list_length = torch.where(is_column, rows, columns)
+        list_start = torch.where(is_column, line * rows + matrices * rows * (columns - rows), list_start)
+    # Each run causes three jumps: to the run, past the run when the gaps are listed, and back from the last run to the
+    # first gap. A jump has a place in the list, and goes one further than its number says.
     places = torch.stack([before, count + first - before, count])
-    jumps = torch.stack([first - previous, length, last * goes_on - last])
-    is_inside = places < size
-    lists.index_add_(0, (places * is_inside + start).view(-1), (jumps * is_inside).view(-1).int())
+    jumps = torch.stack([first - previous_end, length, end * has_next_run - end])
+    is_inside = places < list_length
+    lists.index_add_(0, (places * is_inside + list_start).view(-1), (jumps * is_inside).view(-1).int())
 
 
 def _with_own_storage(tensor: Tensor) -> Tensor:
@@ -134,11 +142,11 @@ def _with_own_storage(tensor: Tensor) -> Tensor:
 
 
 def _edges(matrices: Tensor, dim: int) -> Tensor:
-    """Return the starts and ends of runs along `dim`.
+    """Return the first places and the ends of runs along `dim`.
 
-    matrices: bool [matrices, rows, columns]. An end is the place behind a run.
+    matrices: bool [matrices, rows, columns].
 
-    Flat places in order, of a shape that is one longer along `dim`.
+    The result has flat places, in order, of a shape that is one longer along `dim`. An end is the place behind a run.
     """
     n = matrices.shape[dim]
     shape = list(matrices.shape)

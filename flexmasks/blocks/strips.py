@@ -12,7 +12,7 @@ from flexmasks.blocks.counts import pairs_in_blocks, visible_in_blocks
 from flexmasks.blocks.decide import decide
 from flexmasks.blocks.elements import MaskMod
 
-_BLOCKS_OF_STRIP = 1 << 22
+_BLOCKS_OF_STRIP = 1 << 22  # blocks of a strip, over all keys
 _SAMPLED_PAIRS = 1 << 24  # pairs in partial blocks that are evaluated to measure the share of hidden ones
 
 
@@ -30,7 +30,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class _StripCounts:
-    """Counts of a part of a mask."""
+    """Counts of a part of a strip."""
 
     partial_blocks: int = 0
     partial_pairs: int = 0
@@ -44,8 +44,9 @@ def count_in_strips(
 ) -> Counts:
     """Count the blocks of a mask at b = h = 0.
 
-    Strips of queries are counted one after the other, and of each only the keys from the first to the last part that
-    ranges leave undecided. Of many partial blocks, evenly spread ones show how many pairs are hidden.
+    Strips of queries are counted one after the other. Each strip is cut in parts along the keys, and only those from
+    the first to the last part that ranges leave undecided are looked at. If there are many partial blocks, hidden pairs
+    are counted in some of them, evenly spread.
 
     Raises ValueError or TypeError where the function is not a mask.
     """

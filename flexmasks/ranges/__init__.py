@@ -1,4 +1,4 @@
-"""A mask's function and ranges of indices go in; certain and possible truth comes out.
+"""A mask's function and ranges of indices go in; certain and possible truth come out.
 
 The idea
 --------
