@@ -1,8 +1,11 @@
-"""The benchmark measures what it says, and writes it down."""
+"""The benchmarks: what they measure, and the files that they write."""
 
 from __future__ import annotations
 
+import functools
+import gc
 import json
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +18,12 @@ from torch.nn.attention.flex_attention import create_block_mask
 import flexmasks
 from flexmasks.__main__ import main
 from flexmasks.bench import attention as bench_attention
-from flexmasks.bench import blocks as bench
+from flexmasks.bench import blocks as bench_blocks
+from flexmasks.bench.clock import interleaved, wall_milliseconds
+from flexmasks.bench.memory import peak_bytes
+from flexmasks.bench.runner import measure_passes
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -37,7 +45,6 @@ def test_figures_are_written(device: str, tmp_path: Path, capsys: pytest.Capture
     assert results["rows"][0]["undecided"] == 8
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("device", ["cpu"])  # on a GPU it takes minutes
 def test_figures_of_the_softmax_are_written(device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "softmax.json"
@@ -55,11 +62,11 @@ def test_figures_of_the_softmax_are_written(device: str, tmp_path: Path, capsys:
     assert sum(r["who"] == "torch.compile" for r in results["rows"]) == 2 * 8
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_figures_of_attention_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "attention.json"
     masks = ["causal", "sliding_window"]
-    assert main(["bench", "attention", "--device", "cpu", "--json", str(file), "--masks", *masks]) == 0
+    given = ["--device", "cpu", "--lengths", "512", "--json", str(file)]
+    assert main(["bench", "attention", *given, "--masks", *masks]) == 0
     printed = capsys.readouterr().out
     rows = json.loads(file.read_text())["rows"]
     assert {(r["case"], r["who"]) for r in rows} >= {(m, w) for m in masks for w in ("flexmasks", "SDPA + mask")}
@@ -74,7 +81,6 @@ def test_figures_of_attention_are_written(tmp_path: Path, capsys: pytest.Capture
     assert "no score is named 'alib'" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_registered_masks_and_scores_are_measured_and_the_failed_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -99,11 +105,27 @@ def test_registered_masks_and_scores_are_measured_and_the_failed_named(
     assert results["rows"][0]["example"] == "temperature(temperatures=float32[1])"
 
 
-def test_all_is_every_registered_mask_and_score(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps: list[str] = []
-    for module in (bench, bench_attention):
-        monkeypatch.setattr(module, "measure", lambda results, todo, file, resume: steps.extend(todo))
-    masks, scores = ([e.name for e in found] for found in (flexmasks.list_masks(), flexmasks.list_scores()))
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The steps of the benchmarks, which do not run."""
+    descriptions: list[str] = []
+    for module in (bench_blocks, bench_attention):
+        monkeypatch.setattr(module, "run_steps", lambda results, todo, file, resume: descriptions.extend(todo))
+    return descriptions
+
+
+def test_the_usual_cases_are_the_default(steps: list[str]) -> None:
+    assert main(["bench", "blocks", "--device", "cpu"]) == 0
+    lengths = bench_blocks.LENGTHS["cpu"]
+    assert steps == [f"{name}, {n} tokens" for name in bench_blocks.masks(64, torch.device("cpu")) for n in lengths]
+    steps.clear()
+    assert main(["bench", "attention", "--device", "cpu"]) == 0
+    cases = bench_attention.cases(1, 8, 4096, torch.device("cpu"))
+    assert steps == [f"{case.name}, [1, 8, 4096, 64]" for case in cases if case.lengths is None]
+
+
+def test_all_is_every_registered_mask_and_score(steps: list[str]) -> None:
+    masks, scores = ([e.name for e in entries] for entries in (flexmasks.list_masks(), flexmasks.list_scores()))
     assert main(["bench", "blocks", "--all", "--lengths", "64", "--device", "cpu"]) == 0
     assert steps == [f"{name}, example, 64 tokens" for name in masks]
     steps.clear()
@@ -120,19 +142,19 @@ def test_a_registered_mask_by_its_name(capsys: pytest.CaptureFixture[str]) -> No
     assert "bench blocks takes no --scores" in capsys.readouterr().err
 
 
-def test_the_table_of_what_is_looked_at() -> None:
+def test_the_table_of_undecided_blocks() -> None:
     rows = [
         {"mask": name, "length": 640, "ms": ms, "blocks": 25, "undecided": undecided, "partial": partial}
         for name, ms, undecided, partial in [("a", 1, 2, 2), ("b", 2, 3, 3), ("c", 9, 4, 1)]
     ]
-    text = bench.undecided_markdown({"machine": {"device": "CPU", "torch": "2.0"}, "rows": rows})
+    text = bench_blocks.undecided_markdown({"machine": {"device": "CPU", "torch": "2.0"}, "rows": rows})
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert "3 registered masks, at their examples and 640 tokens, 2 look at no block but partial ones" in lines[0]
     assert "2 ms in the median, at most 9 (`c`)" in lines[0]
     assert lines[-2:] == ["| `c` | 25 | 4 (16.0%) | 1 | 3 |", "| `b` | 25 | 3 (12.0%) | 3 | 0 |"]
 
 
-def test_the_table_of_all() -> None:
+def test_the_table_of_the_registry() -> None:
     def rows(kind: str, case: str, example: str, shape: str, ms: dict[str, float]) -> list[dict[str, Any]]:
         about = {"kind": kind, "case": case, "example": example, "shape": shape, "dtype": "bfloat16"}
         about |= {"forward_tflops": 300.0, "backward_tflops": 400.0}
@@ -154,9 +176,47 @@ def test_the_table_of_all() -> None:
 
 
 def test_peak_memory_is_seen() -> None:
-    with bench._peak_memory(torch.device("cpu")) as used:
-        create_block_mask(lambda b, h, q, kv: kv <= q, 1, 1, 4096, 4096, device="cpu")
-    assert used[0] > 4096**2  # the mask itself, one byte each
+    bytes_used = peak_bytes(
+        lambda: create_block_mask(lambda b, h, q, kv: kv <= q, 1, 1, 4096, 4096, device="cpu"), torch.device("cpu")
+    )
+    assert bytes_used > 4096**2  # the mask itself, one byte each
+
+
+def test_calls_take_turns_and_warm_up() -> None:
+    ran: list[str] = []
+    calls = {name: functools.partial(ran.append, name) for name in ("a", "b")}
+    times = interleaved(calls, torch.device("cpu"), 3, lambda call, device: call() or float(len(ran)))
+    assert ran == ["a", "b"] * 5  # of which two rounds warm up
+    assert times == {"a": (7.0, 4.0), "b": (8.0, 4.0)}  # at 5, 7, 9 and 6, 8, 10
+
+
+def test_a_wall_time_is_the_mean_of_calls_in_a_row() -> None:
+    collecting: list[bool] = []
+
+    def call() -> None:
+        collecting.append(gc.isenabled())
+        time.sleep(0.002)
+
+    assert 2 <= wall_milliseconds(call, torch.device("cpu"), 5) < 100
+    assert collecting == [False] * 5
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize("backward", [True, False])
+def test_the_runner_leaves_out_what_fails_unless_it_is_required(backward: bool) -> None:
+    def fails(x: Tensor) -> Tensor:
+        raise ValueError("not made for this\nat all")
+
+    calls = {"ours": torch.sin, "rival": fails, "other": torch.cos}
+    x = torch.randn(8)
+    measured, left_out = measure_passes(calls, [x], runs=2, required=["ours"], backward=backward)
+    assert left_out == {"rival": "ValueError: not made for this"}
+    assert list(measured) == ["ours", "other"]
+    for name, figures in measured.items():
+        assert torch.equal(figures.output, calls[name](x))
+        assert list(figures.milliseconds) == ["forward", "backward"][: 1 + backward]
+    with pytest.raises(ValueError, match="not made for this"):
+        measure_passes(calls, [x], runs=2, required=calls)
 
 
 def test_an_unknown_mask_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -194,5 +254,5 @@ def test_a_run_that_was_stopped_goes_on(tmp_path: Path, capsys: pytest.CaptureFi
 
 @pytest.mark.parametrize("length", [4096, 8192, 1 << 20])
 def test_the_measured_masks_fit(length: int) -> None:
-    for mask in bench.masks(length, torch.device("cpu")).values():
+    for mask in bench_blocks.masks(length, torch.device("cpu")).values():
         mask.blocks(length if length < 1 << 20 else 4096, length)

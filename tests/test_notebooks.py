@@ -1,7 +1,7 @@
-"""Every notebook runs from a clean kernel, and the outputs that are stored in it are those that come out.
+"""Every notebook runs in a fresh kernel, and its stored outputs are the outputs of that run.
 
-`python tests/test_notebooks.py [NAME ...]` runs them and writes the outputs anew. Cells with the tag "varies" show what
-differs from run to run, times above all: they are run, and their outputs not compared.
+`python tests/test_notebooks.py [NAME ...]` runs notebooks and stores their outputs. The outputs of cells with the tag
+"varies" differ from run to run, as times do, and are not compared.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SHOWN = ("text/plain", "text/html", "image/svg+xml")
 
 
 def executed(path: Path) -> Any:
-    """The notebook with the outputs of a clean kernel, on a CPU."""
+    """The notebook with the outputs of a fresh kernel, on a CPU."""
     notebook = nbformat.read(path, as_version=4)
     environment = {"COLUMNS": "80", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
     before = {name: os.environ.get(name) for name in environment}
@@ -38,7 +38,7 @@ def executed(path: Path) -> Any:
         cell.metadata.pop("execution", None)  # times
         for output in cell.get("outputs", []):
             data = output.get("data", {})
-            if "image/svg+xml" in data:  # the same picture once
+            if "image/svg+xml" in data:  # the HTML holds the same picture
                 data.pop("text/html", None)
     notebook.metadata = {
         "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
@@ -49,10 +49,10 @@ def executed(path: Path) -> Any:
 
 
 def shown(cell: Any) -> str:
-    """What a cell shows, without what differs from run to run."""
+    """What a cell shows, without addresses of memory."""
     text = ""
     for output in cell.get("outputs", []):
-        if output["output_type"] == "stream":  # which arrives in pieces
+        if output["output_type"] == "stream":  # arrives in pieces
             text += output["text"] if output["name"] == "stdout" else ""
         else:
             data = output.get("data", {})
@@ -62,18 +62,18 @@ def shown(cell: Any) -> str:
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_the_stored_outputs_are_what_comes_out(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # tests run side by side
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # other tests run at the same time
     stored = nbformat.read(path, as_version=4)
-    again = executed(path)
-    for number, (old, new) in enumerate(zip(stored.cells, again.cells, strict=True)):
+    rerun = executed(path)
+    for number, (old, new) in enumerate(zip(stored.cells, rerun.cells, strict=True)):
         if new.cell_type != "code":
             continue
         errors = [o for o in new.outputs if o["output_type"] == "error"]
         assert not errors, f"cell {number}: {errors}"
         if VARIES in new.metadata.get("tags", []):
             assert bool(old.outputs) == bool(new.outputs), f"cell {number} has no stored output"
-        elif stored.metadata.get("torch") == TORCH:  # graphs and errors are torch's own words
-            assert shown(old) == shown(new), f"cell {number} is stale; `python tests/test_notebooks.py` writes it anew"
+        elif stored.metadata.get("torch") == TORCH:  # other versions of torch print other graphs and errors
+            assert shown(old) == shown(new), f"cell {number} is stale; `python tests/test_notebooks.py` updates it"
 
 
 def test_there_are_notebooks() -> None:

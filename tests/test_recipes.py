@@ -1,8 +1,9 @@
-"""Every recipe runs on a CPU, its own checks hold, and it is not slow."""
+"""Every recipe runs on a CPU, passes its own checks, and takes limited time."""
 
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import math
 import os
@@ -13,17 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tabulate import tabulate
 
 FOLDER = Path(__file__).parent.parent / "recipes"
 RECIPES = sorted(path.name for path in FOLDER.glob("[!_]*.py"))
-SECONDS = 60  # of a processor's time, which does not depend on what else the machine does; of those 20 may compile
+SECONDS = 60  # of processor time, which other work on the machine does not change; compilation takes up to 20
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_it_runs(name: str, tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
-    before = _children_seconds()
+    seconds_before = _processor_seconds()
     ran = subprocess.run(
         [sys.executable, FOLDER / name, "--json", file],
         capture_output=True,
@@ -39,7 +41,7 @@ def test_it_runs(name: str, tmp_path: Path) -> None:
         figures = [value for value in row.values() if isinstance(value, int | float)]
         assert figures
         assert all(math.isfinite(f) and f >= 0 for f in figures), row
-    assert _children_seconds() - before < SECONDS
+    assert _processor_seconds() - seconds_before < SECONDS
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -52,16 +54,16 @@ def test_it_is_made_as_recipes_are(name: str) -> None:
     assert any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in tree.body)
 
 
-def kept() -> dict[str, dict[str, Any]]:
-    """What recipes wrote by `--json recipes/results/NAME.json`, by their names."""
+def stored() -> dict[str, dict[str, Any]]:
+    """The results that recipes wrote with `--json recipes/results/NAME.json`, by the recipes' names."""
     files = {name: (FOLDER / "results" / name).with_suffix(".json") for name in RECIPES}
     return {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
 
 
 def measurements() -> str:
     """The page of the tables."""
-    found = kept()
-    machines = {tuple(run["machine"].items()) for run in found.values()}
+    results = stored()
+    machines = {tuple(run["machine"].items()) for run in results.values()}
     assert len(machines) == 1, "run all of them on one machine"
     machine = dict(machines.pop())
     parts = [
@@ -75,26 +77,30 @@ def measurements() -> str:
     for name in RECIPES:
         summary = (ast.get_docstring(ast.parse((FOLDER / name).read_text())) or "").partition("\n")[0]
         table = "Not measured yet."
-        if name in found:
-            table = tabulate(found[name]["rows"], headers="keys", floatfmt=".4g", missingval="", tablefmt="github")
+        if name in results:
+            table = tabulate(results[name]["rows"], headers="keys", floatfmt=".4g", missingval="", tablefmt="github")
         parts += [f"## [{name}](../{name})", summary, table]
     return "\n\n".join(parts) + "\n"
 
 
 def test_the_measurements_are_those_of_a_gpu() -> None:
-    """`python tests/test_recipes.py` writes them anew."""
+    """`python tests/test_recipes.py` rewrites the page."""
     assert (FOLDER / "results/README.md").read_text() == measurements()
-    assert all(run["machine"]["device_type"] == "cuda" for run in kept().values())
+    assert all(run["machine"]["device_type"] == "cuda" for run in stored().values())
 
 
-def test_a_wrong_result_fails() -> None:
-    code = "import torch; from _measure import check; x = torch.ones(3); check('right', x, x); check('wrong', x, x + 1)"
-    ran = subprocess.run([sys.executable, "-c", code], cwd=FOLDER, capture_output=True, text=True)
-    assert "check: right: largest error 0.0e+00" in ran.stdout
-    assert "AssertionError: wrong: the error 5.0e-01 is above" in ran.stderr
+def test_a_wrong_result_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    check = importlib.import_module("_measure").check
+    x = torch.ones(3)
+    check("right", x, x)
+    assert "check: right: largest error 0.0e+00" in capsys.readouterr().out
+    with pytest.raises(AssertionError, match="wrong: the error 5.0e-01 is above"):
+        check("wrong", x, x + 1)
 
 
-def _children_seconds() -> float:
+def _processor_seconds() -> float:
+    """The processor time of all finished subprocesses."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
