@@ -164,13 +164,22 @@ def lower_to_instruction(op: Any, instruction: str, fallback: str, cute: str) ->
     setattr(CuteDSLOpOverrides, "inline_asm_elementwise", staticmethod(for_cute))  # noqa: B010
 
 
-# --- custom operators below autograd ---
+# --- custom operators ---
 
 # Call an operator below autograd, from the operator's own autograd formula. Loss: AttributeError. public: none.
 below_autograd: Any = torch._C._AutoDispatchBelowAutograd
 after_autograd_keys: Any = torch._C._after_autograd_keyset
 single_level_autograd: Any = enable_single_level_autograd_function
 SingleLevelFunction: Any = _SingleLevelFunction
+
+# Check a size inside an operator, also one that torch.export knows by a symbol. Loss: AttributeError.
+# public: torch._check is documented in spite of its name; no other name exists.
+require: Any = torch._check
+
+# Switch for forward derivatives, thread by thread. Loss: AttributeError. public: none.
+forward_derivatives: Callable[[bool], contextlib.AbstractContextManager[Any]] = (
+    torch.autograd.forward_ad._set_fwd_grad_enabled
+)
 
 # --- scaled_dot_product_attention ---
 
@@ -181,12 +190,3 @@ def fused_sdp_choice(*args: Any, **keywords: Any) -> int:
     Without it a call that torch would run unfused is not noticed. Loss: AttributeError. public: none.
     """
     return int(torch._fused_sdp_choice(*args, **keywords))
-
-
-# Check a size inside an operator, also one that torch.export knows by a symbol. Loss: AttributeError.
-# public: torch._check is documented in spite of its name; no other name exists.
-require: Any = torch._check
-# Switch for forward derivatives, thread by thread. Loss: AttributeError. public: none.
-forward_derivatives: Callable[[bool], contextlib.AbstractContextManager[Any]] = (
-    torch.autograd.forward_ad._set_fwd_grad_enabled
-)
