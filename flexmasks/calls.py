@@ -1,8 +1,9 @@
 """One call's way: from the arguments of `attention` to a backend, or straight to the kernel of an earlier call.
 
 A call that was made before, with the same functions, parameters, shapes and tensors, is found in a cache and replayed.
-Any other call is checked and planned, and its backend chosen. Around that: autocast, jagged nested tensors, varlen
-layouts, paged caches, attention sinks, and a user's own torch.compile.
+Any other call is checked and planned, and its backend is chosen. This file also brings calls under autocast, with
+jagged nested tensors, varlen layouts, paged caches or attention sinks, and inside a user's own torch.compile to that
+form.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class Request(NamedTuple):
     kernel_options: dict[str, Any] | None = None
 
 
-# --- entries: a call of each public function ---
+# --- entry points of the public calls ---
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tensor | None]:
@@ -174,7 +175,7 @@ def run_eagerly(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tens
     return result.out, result.lse
 
 
-# A graph break in a user's torch.compile.
+# Inside a user's torch.compile, a call of one of these is a graph break.
 _run_at_graph_break = torch.compiler.disable(run_eagerly, reason=_CANNOT_PLAN)
 _run_varlen_at_graph_break = torch.compiler.disable(_run_varlen, reason=_CANNOT_PLAN)
 _run_paged_at_graph_break = torch.compiler.disable(_run_paged, reason=_CANNOT_PLAN)
@@ -190,7 +191,7 @@ def _key_and_tensors(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple
     if type(scale) not in (float, int, type(None)) or transformed():
         return None
     device, grad = q.device, torch.is_grad_enabled()
-    if compat.autocast_anywhere() and torch.is_autocast_enabled(device.type):  # the first question takes no time
+    if compat.autocast_anywhere() and torch.is_autocast_enabled(device.type):  # asking for any device takes no time
         return None
     tensors: list[Tensor] = []
     functions = _simple_key(request, tensors)
@@ -217,9 +218,9 @@ def _key_and_tensors(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple
 
 
 def _simple_key(request: Request, tensors: list[Tensor]) -> Hashable | None:
-    """Return the key of own names and plain functions with numbers and tensors, or None for anything else.
+    """Return the key of a call with names of the library or plain functions, numbers and tensors; else None.
 
-    It takes a third of the time of `captures.capture`, which reads everything.
+    It takes a third of the time of `captures.Reader`, which reads everything.
     """
     mask: Any = request.mask
     params = request.params
@@ -394,7 +395,7 @@ def _cast(x: Any, dtype: torch.dtype) -> Any:
 
 
 def _laid_end_to_end(q: Any, k: Any, v: Any, request: Request) -> tuple[Tensor, Tensor, Tensor, Request]:
-    """Return jagged nested tensors as dense ones, [1, H, total, D], and the request under `packed`."""
+    """Return jagged nested tensors as dense tensors [1, H, total, D], and the request with `packed` mask and score."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         is_jagged = isinstance(x, Tensor) and x.is_nested and x.layout == torch.jagged
         if not is_jagged or x.dim() != 4 or isinstance(x.shape[2], int):
@@ -426,7 +427,10 @@ def _inside_sequences(request: Request, starts: Tensor, kv_starts: Tensor | None
 
 
 def _offset_of_last(kv_lens: Tensor, q_len: int) -> Tensor:
-    """Return the offset of the last queries of each sequence, one tensor for the same lengths so that calls repeat."""
+    """Return where the last queries of each sequence start.
+
+    Equal arguments return the same tensor, so that the replay of an earlier call is found.
+    """
     offset = _OFFSETS.get(q_len, [kv_lens])
     if offset is None:
         is_short = (kv_lens > 0) & (kv_lens < q_len)  # sequences without keys are idle

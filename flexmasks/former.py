@@ -1,4 +1,4 @@
-"""Former module paths: old imports and old pickles find what they name in its room."""
+"""Former module paths: old imports and old pickles find each name in the room that holds it now."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 import types
 from typing import Any
 
-_ROOMS = {  # former module: modules that hold its names now
+_ROOMS = {  # by former module: the modules that hold its names now
     "dense": ("spec.bands", "plans.windows"),
     "examples": ("spec.examples",),
     "explanation": ("plans.explanation",),

@@ -18,8 +18,8 @@ from flexmasks.spec.bands import Sequences
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 TRANSFORMED = "it runs neither inside torch.func.vmap nor where derivatives are taken forward"
-# Outcomes by kind of call: why a backend failed, so that "auto" does not try it again; "" once gradients worked; and
-# what FLASH would miscompile, "" for nothing.
+# Outcomes by kind of call. With a backend's name: why it failed, so that "auto" does not try it again. With "proven":
+# "" once gradients have worked. With "miscompiled": why FLASH would miscompile the functions, "" if it would not.
 OUTCOMES: Cache[str] = Cache("outcomes", max_bytes=1024)  # an entry counts one byte
 
 
@@ -105,13 +105,13 @@ def first_line(error: Exception) -> str:
 def proven(call: Call, replay: Any) -> Result:
     """Run a call; the first call of a kind is also differentiated, so that a failure comes while others can run."""
     kind = "proven", replay.key, call.kind
-    learns = call.needs_grad and any(x.requires_grad for x in (call.q, call.k, call.v))
-    if learns and OUTCOMES.get(kind) is None and not compat.transforms_active():
+    needs_proof = call.needs_grad and any(x.requires_grad for x in (call.q, call.k, call.v))
+    if needs_proof and OUTCOMES.get(kind) is None and not compat.transforms_active():
         leaves = [x.detach().requires_grad_(x.requires_grad) for x in (call.q, call.k, call.v)]
         outputs = [x for x in replay(*leaves) if x is not None]
         try:
-            learned = [x for x in leaves if x.requires_grad]
-            torch.autograd.grad(outputs, learned, [torch.zeros_like(x) for x in outputs])
+            inputs = [x for x in leaves if x.requires_grad]
+            torch.autograd.grad(outputs, inputs, [torch.zeros_like(x) for x in outputs])
         except torch.OutOfMemoryError:
             pass
         except Exception as error:

@@ -113,7 +113,7 @@ class DirectCall:
         by_head = None
         if sequences is not None and batch > 1 and heads == call.k.shape[1]:
             is_unpadded = sequences.q is sequences.kv and sequences.used[0] == batch * length
-            # Nothing is copied then, but FlashAttention searches the list of sequences for every tile.
+            # Read head by head, nothing is copied. But FlashAttention searches the list of sequences for every tile.
             if is_unpadded and heads * len(sequences.q) <= _MAX_SEARCHED_SEQUENCES:
                 by_head = sequences.of_heads(heads, length)
         return cls(cast(Window, call.window()), sequences, call.scale, call.cap, call.with_lse, by_head)

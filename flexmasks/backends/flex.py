@@ -30,7 +30,7 @@ _kernel_numbers = itertools.count()
 # Guards that are left out: torch checks at each call that its own modules have not changed, a tenth of a call's time.
 _GUARDS_OF_TORCH = ("G['flex_attention']", "G['__builtins_dict", "G['__import_torch_dot", "__import__('torch')")
 _MAX_NOTED_SHAPES = 64  # of one kernel
-_RUNS_BETWEEN_LOOKUPS = 64  # a replay asks the cache for its kernel this seldom, to mark it as used
+_RUNS_BETWEEN_LOOKUPS = 64  # after this many runs a replay looks its kernel up again, which marks it as used
 # Kernel options to try one after the other, for GPUs with too little shared memory for the options before.
 _SMALLER_KERNELS: tuple[dict[str, Any], ...] = (
     {},
@@ -273,7 +273,8 @@ class CompiledCall:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the output, and lse or None; raise Unavailable if the call cannot be compiled."""
         if not self.needs_grad and (q.requires_grad or k.requires_grad or v.requires_grad):
-            q, k, v = q.detach(), k.detach(), v.detach()  # torch refuses leaves on the CPU, even under no_grad
+            # On the CPU torch refuses tensors that require a gradient, even under no_grad.
+            q, k, v = q.detach(), k.detach(), v.detach()
         if q is k or k is v or v is q:  # torch 2.11 has no CPU kernel for one tensor twice; other releases recompile
             k, v = k.view_as(k), v.view_as(v)
         if compat.in_foreign_dispatch_mode():  # torch would mark the code as never to be compiled, for good

@@ -48,7 +48,7 @@ _CORRECT = {
 }  # fmt: skip
 
 Bounds = tuple[float, float]
-_ANYTHING: Bounds = (-math.inf, math.inf)
+_UNBOUNDED: Bounds = (-math.inf, math.inf)
 _INTEGERS_IN_TENSORS: Bounds = (-(2.0**30), 2.0**30)  # assumed of captured tensors
 
 
@@ -105,7 +105,7 @@ class _Trace(compat.TorchDispatchMode):
         self._wrong_remainders: set[int] = set()  # correct only in a comparison with 0
         self._comparisons: dict[int, tuple[str, Any, Any]] = {}
         self._by_operation: dict[tuple[Any, ...], Tensor] = {}  # first result of an operation on given inputs
-        self._firsts: dict[int, Tensor] = {}  # of results that were computed twice, the first
+        self._firsts: dict[int, Tensor] = {}  # by a result, the first result of the same operation
         self._held: list[Tensor] = []  # keeps the ids of tensors unique
         self._decompositions = compat.inductor_decompositions()
 
@@ -114,7 +114,7 @@ class _Trace(compat.TorchDispatchMode):
         self._held.append(x)
         low, high = bounds
         fits = x.is_floating_point() or -(2**31) <= low <= high < 2**31
-        self._bounds[id(x)] = bounds if fits and not (math.isnan(low) or math.isnan(high)) else _ANYTHING
+        self._bounds[id(x)] = bounds if fits and not (math.isnan(low) or math.isnan(high)) else _UNBOUNDED
 
     def varies(self, x: Any) -> bool:
         """Return whether the compiler sees a value that is not constant."""
@@ -190,25 +190,25 @@ class _Trace(compat.TorchDispatchMode):
         return is_zero or (self._bounds_or_any(dividend)[0] >= 0 and self._bounds_or_any(divisor)[0] >= 0)
 
     def _bounds_or_any(self, x: Any) -> Bounds:
-        return (x, x) if isinstance(x, int | float) else self._bounds.get(id(x), _ANYTHING)
+        return (x, x) if isinstance(x, int | float) else self._bounds.get(id(x), _UNBOUNDED)
 
     def _bounds_of(self, name: str, out: Tensor, args: Any, kwargs: Any) -> Bounds:
         if out.dtype == torch.bool:
             return 0, 1
         if name in _KEEP_VALUES:
             bounds = (
-                self._bounds_or_any(args[0]) if out.dtype not in (torch.int8, torch.uint8, torch.int16) else _ANYTHING
+                self._bounds_or_any(args[0]) if out.dtype not in (torch.int8, torch.uint8, torch.int16) else _UNBOUNDED
             )
             return bounds if out.is_floating_point() else _rounded(*bounds)
         if name in ("full", "full_like", "scalar_tensor"):
             return self._bounds_or_any(args[0 if name == "scalar_tensor" else 1])
         if name == "index":
-            return getattr(args[0], "bounds", _ANYTHING if out.is_floating_point() else _INTEGERS_IN_TENSORS)
+            return getattr(args[0], "bounds", _UNBOUNDED if out.is_floating_point() else _INTEGERS_IN_TENSORS)
         if name == "where":
             return self._chosen(*args)
         (a, b), (c, d) = (self._bounds_or_any(x) for x in (*args, 0)[:2])
         if name in ("sub", "rsub", "add") and kwargs.get("alpha", 1) != 1:
-            return _ANYTHING
+            return _UNBOUNDED
         if name == "add":
             return a + c, b + d
         if name in ("sub", "rsub"):
@@ -229,10 +229,10 @@ class _Trace(compat.TorchDispatchMode):
         if name == "bitwise_and" and max(a, c) >= 0:
             return 0, min(y for x, y in ((a, b), (c, d)) if x >= 0)
         if name == "pow":
-            return (0, math.inf) if args[1] % 2 == 0 else _ANYTHING
+            return (0, math.inf) if args[1] % 2 == 0 else _UNBOUNDED
         if name in ("exp", "exp2"):
             return 0, (math.exp if name == "exp" else math.exp2)(min(b, 700.0))
-        return _ANYTHING
+        return _UNBOUNDED
 
     def _first(self, x: Any) -> Any:
         return self._firsts.get(id(x), x)

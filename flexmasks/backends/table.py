@@ -39,7 +39,7 @@ BACKENDS = {
             "fa4",
             fa4.refuses,
             fa4.run,
-            lambda call: "flash-attn-4 does, once for all calls of a kind",
+            fa4.compiles,
             _FA4_RECOMPILES_ON,
         ),
         Backend("sdpa", sdpa.refuses, sdpa.run),

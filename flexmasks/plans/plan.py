@@ -1,4 +1,4 @@
-"""Plans: a mask or score with the sizes of a call, to a BlockMask, a mask_mod or a score_mod.
+"""Plans: from a mask or score and the sizes of a call to a BlockMask, a mask_mod or a score_mod.
 
 Plans are cached by the values of parameters and the identity of tensors, see flexmasks.cache: the same mask over the
 same lengths is planned once.
@@ -104,7 +104,7 @@ class Plan:
 
     @property
     def has_number_tensors(self) -> bool:
-        """Whether a function captured a 0-dimensional tensor by itself, not as a parameter."""
+        """Return whether a function captured a 0-dimensional tensor by itself, not as a parameter."""
         parameters = {id(t) for t in self.value.numbers()}
         return any(t.ndim == 0 and id(t) not in parameters for t in self.tensors)
 
@@ -224,7 +224,10 @@ class MaskPlan(Plan):
         return {n: v for n, v in options.items() if not (has_score and n == "ROWS_GUARANTEED_SAFE")}
 
     def computed_fraction(self) -> float:
-        """Return about which fraction of all pairs is computed; a half if only finding the blocks would tell."""
+        """Return about which fraction of all pairs is computed.
+
+        It is one half for windows inside sequences: kernels for windows need no blocks, and only blocks would tell.
+        """
         window = self.window
         if window is not None:
             pairs = self.size.q_len * self.size.kv_len
@@ -232,7 +235,7 @@ class MaskPlan(Plan):
         return cast(float, self._fact("fraction", lambda: 1 - self.blocks().sparsity))
 
     def _fact(self, name: str, find: Callable[[], Any]) -> Any:
-        """Return a fact about the blocks, kept with them, for finding it waits for a GPU."""
+        """Return a fact about the blocks and keep it with them, because finding it waits for the GPU."""
         facts = self._prepared.facts
         if name not in facts:
             facts[name] = find()

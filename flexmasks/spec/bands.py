@@ -1,4 +1,4 @@
-"""Native forms: bands, masks that some kernels know as windows inside sequences, and caps of soft-caps."""
+"""Native forms of masks and scores, which some kernels know: windows, also inside sequences, and soft-caps."""
 
 from __future__ import annotations
 
@@ -81,7 +81,10 @@ def intersection(bands: list[Band]) -> Band | None:
 def in_sequences(
     band: Band | None, size: Size, q: Tensor, kv: Tensor | None = None, q_start: int | Tensor = 0
 ) -> Band | None:
-    """Return the band inside sequences that are laid end to end in each batch element, or None.
+    """Return the band inside sequences that are laid end to end in each batch element.
+
+    It is None if the band is None or has sequences already. Whether kernels can take the sequences is found later, by
+    `Band.sequences`.
 
     q, kv: int[N + 1], starts of the sequences' queries and keys, from 0, and the end of the last; kv is q by default.
     q_start: the position of each sequence's first query; its first key is at 0.

@@ -33,8 +33,8 @@ class Definition:
 
     @functools.cached_property
     def own(self) -> bool:
-        """Whether all functions are this library's and capture nothing, so that the name identifies them."""
-        if not (self.registered or self.template):  # a user may pass one of the library's functions as a function
+        """Return whether all functions are this library's and capture nothing, so that the name identifies them."""
+        if not (self.registered or self.template):  # a user may pass one of the library's functions as their own
             return False
         functions = [f for f in self.functions if f is not None]
         plain = all(isinstance(f, types.FunctionType) and f.__closure__ is None for f in functions)

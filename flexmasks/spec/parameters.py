@@ -87,20 +87,20 @@ class _Alternative:
 
     @classmethod
     def parse(cls, text: str) -> _Alternative:
-        found = _ALTERNATIVE.fullmatch(text.strip())
-        if found is None:
+        match = _ALTERNATIVE.fullmatch(text.strip())
+        if match is None:
             raise ValueError(
                 f"flexmasks: cannot read the parameter specification {text.strip()!r}; pass alternatives such as "
                 "'int in 0..', 'int(2)' or 'float[B, S] in 0..1', joined by ' | '; see flexmasks.spec.parameters."
             )
-        dims = found["dims"]
+        dims = match["dims"]
         return cls(
             text=text.strip(),
-            kind=found["kind"],
-            count=int(found["count"]) if found["count"] else None,
+            kind=match["kind"],
+            count=int(match["count"]) if match["count"] else None,
             dims=None if dims is None else tuple(d.strip() for d in dims.split(",") if d.strip()),
-            low=found["low"] or "",
-            high=found["high"] or "",
+            low=match["low"] or "",
+            high=match["high"] or "",
         )
 
 
@@ -202,7 +202,7 @@ def parameters_of(function: Callable[..., Any]) -> dict[str, Parameter]:
         hints = get_type_hints(inner, include_extras=True)
     except (NameError, TypeError, AttributeError):  # an annotation names what only a type checker imports
         hints = {}
-    found: dict[str, Parameter] = {}
+    parameters: dict[str, Parameter] = {}
     sizes = set("BHQS") | {"KV"}  # names of sizes that bounds may use
     for p in signature:
         hint = hints.get(p.name)
@@ -211,22 +211,22 @@ def parameters_of(function: Callable[..., Any]) -> dict[str, Parameter]:
             spec = next((m for m in get_args(hint)[1:] if isinstance(m, str)), "")
         elif hint in _SPEC_OF_TYPE:
             spec = _SPEC_OF_TYPE[hint]
-        found[p.name] = Parameter(
+        parameters[p.name] = Parameter(
             name=p.name,
             spec=spec,
             required=p.default is p.empty,
             default=None if p.default is p.empty else freeze(p.default),
             alternatives=tuple(_Alternative.parse(t) for t in spec.split("|")) if spec else (),
         )
-        sizes |= {d for a in found[p.name].alternatives for d in a.dims or ()}
-        bounds = [bound for a in found[p.name].alternatives for bound in (a.low, a.high)]
+        sizes |= {d for a in parameters[p.name].alternatives for d in a.dims or ()}
+        bounds = [bound for a in parameters[p.name].alternatives for bound in (a.low, a.high)]
         unknown = [bound for bound in bounds if bound[:1].isupper() and bound.partition("-")[0] not in sizes]
         if unknown:
             raise ValueError(
                 f"flexmasks: the specification {spec!r} of `{p.name}` is bounded by {unknown[0]!r}, which is no size; "
                 f"the sizes are {', '.join(sorted(n for n in sizes if not n.isdigit()))}."
             )
-    return found
+    return parameters
 
 
 def freeze(value: Any) -> Any:

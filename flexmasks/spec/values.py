@@ -234,14 +234,14 @@ class Modifier(Readable):
         known = self._bound.get(device)
         if torch.compiler.is_compiling():  # torch can trace neither versions of tensors nor a cache
             return self.bind(self.resolve(None, device=device)) if known is None else known[1]
-        state = self._state() if self._prepared() else ()
+        state = self._state() if self._has_preparation() else ()
         if known is None or state is None or known[0] != state:
             with torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext():
                 known = self._bound[device] = state, self.bind(self.resolve(None, device=device))
         return known[1]
 
-    def _prepared(self) -> bool:
-        return self.definition.prepare is not None or any(m._prepared() for m in self._inner())
+    def _has_preparation(self) -> bool:
+        return self.definition.prepare is not None or any(m._has_preparation() for m in self._inner())
 
     def _state(self) -> Hashable | None:
         """Return the state of everything that a preparation depends on, or None if that cannot be known."""
