@@ -66,7 +66,9 @@ def spread(cases: Sequence[Case], each: int) -> list[Case]:
 
 
 def label(case: Any) -> str | None:
-    """Return a readable test id of a case."""
+    """Return a readable test id of a case or a dtype."""
+    if isinstance(case, torch.dtype):
+        return str(case).removeprefix("torch.")
     if not isinstance(case, Case):
         return None
     params = ",".join(f"{n}={v}" for n, v in case.params.items() if isinstance(v, int | float | bool))
