@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis.strategies import SearchStrategy
 from oracles import Case
 from torch import Tensor
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
@@ -73,6 +75,19 @@ def label(case: Any) -> str | None:
         return None
     params = ",".join(f"{n}={v}" for n, v in case.params.items() if isinstance(v, int | float | bool))
     return f"{case.name}({params})-{case.batch}x{case.heads}x{case.q_len}x{case.kv_len}"
+
+
+# --- random tests ---
+
+
+def examples(count: int, campaign: int) -> pytest.MarkDecorator:
+    """Return a test's parameter `examples`: so many random examples, and more of them in campaigns."""
+    return pytest.mark.parametrize("examples", [count, pytest.param(campaign, marks=pytest.mark.campaign)])
+
+
+def try_examples(count: int, check: Callable[..., None], *strategies: SearchStrategy[Any]) -> None:
+    """Run a check on random values of the strategies, `count` times."""
+    settings(max_examples=count, suppress_health_check=[HealthCheck.too_slow])(given(*strategies)(check))()
 
 
 # --- errors ---
