@@ -11,7 +11,7 @@ import torch
 import torch._inductor.codecache
 from hypothesis import settings
 
-from flexmasks.spec import registry
+from flexmasks.spec import definitions
 
 settings.register_profile("flexmasks", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("flexmasks")
@@ -46,7 +46,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(autouse=True)
 def _registry_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget after each test what it registered."""
-    monkeypatch.setattr(registry, "_REGISTRY", {kind: dict(known) for kind, known in registry._REGISTRY.items()})
+    monkeypatch.setattr(definitions, "_NAMES", {kind: dict(known) for kind, known in definitions._NAMES.items()})
 
 
 @pytest.fixture(scope="module")

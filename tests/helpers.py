@@ -20,9 +20,10 @@ from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.joint_graph import constant_fold_uniform_value
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention.flex_attention import BlockMask
 
 import flexmasks
-from flexmasks.backends.miscompiled import NO_BLOCKS, mistake
+from flexmasks.backends.miscompiled import NO_BLOCKS, miscompiled
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 # Largest error of outputs; gradients may have twice it, see `error`. The half precisions round about four times.
@@ -80,11 +81,6 @@ def label(case: Any) -> str | None:
 # --- random tests ---
 
 
-def examples(count: int, campaign: int) -> pytest.MarkDecorator:
-    """Return a test's parameter `examples`: so many random examples, and more of them in campaigns."""
-    return pytest.mark.parametrize("examples", [count, pytest.param(campaign, marks=pytest.mark.campaign)])
-
-
 def try_examples(count: int, check: Callable[..., None], *strategies: SearchStrategy[Any]) -> None:
     """Run a check on random values of the strategies, `count` times."""
     settings(max_examples=count, suppress_health_check=[HealthCheck.too_slow])(given(*strategies)(check))()
@@ -120,6 +116,21 @@ def check_lse(got: Tensor, want: Tensor, tolerance: float) -> None:
     assert torch.allclose(got[visible], want[visible], atol=tolerance, rtol=tolerance)
 
 
+BLOCK_MASK_FIELDS = [
+    f"{side}_{what}" for side in ("kv", "full_kv", "q", "full_q") for what in ("num_blocks", "indices")
+]
+
+
+def check_equal_block_masks(got: BlockMask, want: BlockMask) -> None:
+    """Assert equal index tensors: dtype, shape, and the order of indices, the unused ones included."""
+    assert got.seq_lengths == want.seq_lengths
+    assert got.BLOCK_SIZE == want.BLOCK_SIZE
+    for field in BLOCK_MASK_FIELDS:
+        mine, theirs = getattr(got, field), getattr(want, field)
+        assert (mine.dtype, mine.device) == (theirs.dtype, theirs.device), field
+        assert torch.equal(mine, theirs), field
+
+
 def peak_memory() -> float:
     """Return the most memory that this process has had so far, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
@@ -140,7 +151,7 @@ def skip_unless_flash_takes(leaves: Sequence[Tensor], **call: Any) -> None:
 def not_for_flash(case: Case, mod: Callable[..., Tensor], scored: bool = False) -> list[str]:
     """Return the operations of a traced function that FLASH's compiler refuses or computes wrong."""
     sizes = case.batch, case.heads, case.q_len, case.kv_len
-    wrong = mistake(mod, torch.device("cpu"), sizes, scored)
+    wrong = miscompiled(mod, torch.device("cpu"), sizes, scored)
     # Where queries start, given by a tensor, may be negative for all that tracing knows.
     certain = isinstance(case.q_offset, int) or not ("remainders" in str(wrong) or "index" in str(wrong))
     refused = [str(wrong)] if certain and wrong not in (None, NO_BLOCKS) else []

@@ -13,7 +13,8 @@ from xml.etree import ElementTree
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import DEVICES, TOLERANCE, check_lse, error, exact, examples, peak_memory, try_examples
+from functions import short_and_campaign
+from helpers import DEVICES, TOLERANCE, check_lse, error, exact, peak_memory, try_examples
 from hypothesis import strategies as st
 from oracles import attend
 from torch import Tensor
@@ -205,12 +206,12 @@ def _check(call: Any, backend: str) -> None:
     assert error(out, want) < TOLERANCE[torch.float32]
 
 
-@examples(50, campaign=500)
+@short_and_campaign(50, campaign=500)
 def test_compositions_on_the_reference(examples: int) -> None:
     try_examples(examples, functools.partial(_check, backend="reference"), calls())
 
 
-@examples(3, campaign=30)  # each example compiles a kernel, which takes seconds
+@short_and_campaign(3, campaign=30)  # each example compiles a kernel, which takes seconds
 def test_compositions_compiled_cpu(examples: int) -> None:
     try_examples(examples, functools.partial(_check, backend="cpu"), calls())
 
@@ -569,7 +570,7 @@ def test_a_block_mask_of_lists_alone_is_honoured_by_the_reference() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@examples(40, campaign=200)
+@short_and_campaign(40, campaign=200)
 def test_many_windows_and_many_lengths_in_one_process(examples: int, device: str) -> None:
     """Results are right and never unfused, memory stays flat, and changed tensors compile nothing."""
     q, k, v = torch.randn(3, 2, 2, 210, 16, device=device)
@@ -844,16 +845,16 @@ def test_memory_of_the_reference_is_bounded(score: str | None, groups: int, monk
 
     whole = call()
     sizes = set()
-    room = tiles.Tiles._room
+    scores_in = tiles.Tiles._scores_in
 
     def counted(self: Any, *args: Any) -> Tensor:
-        buffer = room(self, *args)
-        sizes.add(buffer.numel())
-        return buffer
+        scores = scores_in(self, *args)
+        sizes.add(scores.numel())
+        return scores
 
-    monkeypatch.setattr(tiles, "_TILE", 10_000)
-    monkeypatch.setattr(tiles, "_ROWS", (8, 128))
-    monkeypatch.setattr(tiles.Tiles, "_room", counted)
+    monkeypatch.setattr(tiles, "_MAX_SCORES", 10_000)
+    monkeypatch.setattr(tiles, "_MIN_QUERIES", 8)
+    monkeypatch.setattr(tiles.Tiles, "_scores_in", counted)
     for got, want in zip(call(), whole, strict=True):
         assert torch.allclose(got, want)
     assert max(sizes) <= 10_000

@@ -1,4 +1,4 @@
-"""Bad input: a ValueError or TypeError that names the call, what came and what to pass; then a good call is right."""
+"""Bad input raises a ValueError or TypeError that says what came and what to pass; a good call after it is right."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CHECKERBOARD = flexmasks.get_score("checkerboard")
 
 
 def on(mask: Any = None, **arguments: Any) -> Callable[[], Any]:
-    """attention() on good tensors."""
+    """Return a call of attention on good tensors."""
     return lambda: flexmasks.attention(Q, K, V, mask=mask, **{"backend": "reference", **arguments})
 
 
@@ -31,7 +31,7 @@ def scored(score: Any, **arguments: Any) -> Callable[[], Any]:
 
 
 def of(q: Any = Q, k: Any = K, v: Any = V, **arguments: Any) -> Callable[[], Any]:
-    """attention() on bad tensors."""
+    """Return a call of attention on bad tensors."""
     return lambda: flexmasks.attention(q, k, v, **arguments)
 
 
@@ -139,13 +139,13 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "seq_lens float": (grouped(torch.tensor([1.0, 2.0])), "got float32[2]"),
     "seq_lens bool": (grouped([True, False]), "got bool[2]"),
-    "seq_lens elsewhere": (grouped(torch.zeros(2, dtype=torch.int64, device="meta")), "got one on meta, and the call"),
+    "seq_lens elsewhere": (grouped(torch.zeros(2, dtype=torch.int64, device="meta")), "got a tensor on meta in a call"),
     "seq_lens negative": (grouped([-1, 3]), "got values from -1 to 3"),
     "seq_lens beyond S": (grouped(torch.tensor(LONG)), "got values from 3 to 65"),
     "seq_lens a number": (grouped(3), "got 3 (int)"),
     "seq_lens None": (grouped(None), "got None (NoneType)"),
     "seq_lens a string": (grouped("3"), "got '3' (str)"),
-    "seq_lens ragged": (grouped([[1], [2, 3]]), "a sequence that is no tensor"),
+    "seq_lens ragged": (grouped([[1], [2, 3]]), "a sequence that cannot be made a tensor"),
     "seq_lens empty": (grouped([]), "got int64[0]"),
     "padding beyond KV": (on("padding", seq_lens=LONG), "must be int[B] in 0..KV (here B=2, KV=64), got values"),
     "document_ids too short": (on("document", document_ids=[0] * 63), "`document_ids` must be int[S] | int[B, S]"),
@@ -236,7 +236,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "head size": (of(Q[..., :8]), "one head size D; got q float32[2, 4, 64, 8]"),
     "heads that do not divide": (of(Q, K[:, :3], V[:, :3]), "must be a multiple of the number of key heads"),
     "lengths of k and v": (of(v=V[:, :, :5]), "k and v must have the same length"),
-    "heads of k and v": (of(k=K[:, :2]), "k and v must have as many heads as each other"),
+    "heads of k and v": (of(k=K[:, :2]), "k and v must have the same number of heads"),
     "integers": (cast(torch.int32), "`q` must be float16, bfloat16, float32 or float64; got q int32"),
     "complex": (cast(torch.complex64), "got q complex64"),
     "float8": (cast(torch.float8_e4m3fn), "got q float8_e4m3fn"),
@@ -376,7 +376,6 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-# Found by these tests, in modules that still have to answer.
 @pytest.mark.parametrize("name", CASES)
 def test_bad_input(name: str) -> None:
     call, words = CASES[name]

@@ -22,13 +22,13 @@ ORDER = {
     room: number
     for number, rooms in enumerate(
         [
-            ["compat"],
+            ["compat", "former"],
             ["cache", "kernels"],
+            ["ranges"],
+            ["blocks"],
             ["spec"],
             ["orders"],
             ["masks", "scores"],
-            ["ranges"],
-            ["blocks"],
             ["plans"],
             ["backends"],
             ["calls"],

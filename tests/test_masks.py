@@ -22,7 +22,7 @@ from helpers import (
 from oracles import MASK_CASES, MASKS, Case, attend, dense
 
 import flexmasks
-from flexmasks.spec.registry import definition
+from flexmasks.spec.definitions import definition
 
 
 def test_every_mask_has_an_oracle_and_three_cases() -> None:
@@ -160,7 +160,7 @@ def test_flash_gpu(case: Case, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("case", MASK_CASES, ids=label)
 def test_is_written_for_flash(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flexmasks.spec.parameters._NUMBERS_ON", ())  # as on a GPU
+    monkeypatch.setattr("flexmasks.spec.indexing._DEVICES_OF_CONSTANT_INDICES", ())  # as on a GPU
     sizes = {"batch": case.batch, "heads": case.heads}
     made = flexmasks.block_mask(case.name, case.q_len, case.kv_len, **sizes, **arguments(case))
     assert not_for_flash(case, made.mask_mod) == []

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import DEVICES, TOLERANCE, check_lse, error, examples, label, peak_memory, try_examples
+from functions import short_and_campaign
+from helpers import DEVICES, TOLERANCE, check_lse, error, label, peak_memory, try_examples
 from hypothesis import strategies as st
 from oracles import attend
 from torch import Tensor
@@ -238,7 +239,7 @@ def caches(draw: st.DrawFn) -> tuple[Tensor, Tensor, int, int, int]:
     )
 
 
-@examples(20, campaign=200)
+@short_and_campaign(20, campaign=200)
 def test_any_table(examples: int) -> None:
     try_examples(examples, _check_table, caches(), st.sampled_from(["causal", "full", "window"]), st.integers(0, 100))
 
@@ -323,7 +324,7 @@ def test_other_layers_of_a_step_find_what_the_first_one_planned() -> None:
 def test_a_step_compiles_nothing(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cache, q = decoding(device)
     cache.attention(q, mask="causal")
-    monkeypatch.setattr(kernels, "_new", None)
+    monkeypatch.setattr(kernels, "_new_kernel", None)
     for _ in range(3):
         cache.lens = (cache.lens - 5).clamp(min=0)
         cache.table = cache.table.roll(1, 0)

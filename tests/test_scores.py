@@ -101,7 +101,7 @@ def test_compiled_gpu(case: Case, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("case", SCORE_CASES, ids=label)
 def test_is_written_for_flash(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flexmasks.spec.parameters._NUMBERS_ON", ())  # as on a GPU
+    monkeypatch.setattr("flexmasks.spec.indexing._DEVICES_OF_CONSTANT_INDICES", ())  # as on a GPU
     params = arguments(case)
     offset = params.pop("q_offset")
     size = Size(case.batch, case.heads, case.q_len, case.kv_len, torch.device("cpu"))
