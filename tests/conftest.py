@@ -1,9 +1,14 @@
+"""What all tests share: which of them run, the registry restored after each, seeds and threads."""
+
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+import torch._inductor.codecache
 from hypothesis import settings
 
 from flexmasks.spec import definitions
@@ -12,23 +17,44 @@ settings.register_profile("flexmasks", deadline=None, derandomize=True, print_bl
 settings.load_profile("flexmasks")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_configure() -> None:
+    """Let kernels for the CPU compile in two thirds of the time; the kernels are the same.
+
+    Most of that time goes into reading headers: torch precompiles one of them, here it precompiles all of them.
+    A pool of compilers in each process would take seconds to start, and pytest's own workers fill the cores.
+    """
     if torch.cuda.is_available():
         return
-    for item in items:
-        if "gpu" in item.keywords:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, none is here"))
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # of the processes that tests start
+    torch._inductor.config.compile_threads = 1
+    headers = str(Path(__file__).parent / "kernel_headers.h")
+    torch._inductor.codecache._get_cpp_prefix_header = lambda device: headers if device.startswith("cpu") else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave campaigns out unless `-m` names them, and skip what needs a GPU where none is."""
+    if "campaign" not in config.option.markexpr:
+        left_out = ["campaign" in item.keywords and "gpu" not in item.keywords for item in items]
+        config.hook.pytest_deselected(items=[item for item, out in zip(items, left_out, strict=True) if out])
+        items[:] = [item for item, out in zip(items, left_out, strict=True) if not out]
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device, none is here"))
 
 
 @pytest.fixture(autouse=True)
 def _registry_restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test registers is gone after it."""
+    """Forget after each test what it registered."""
     monkeypatch.setattr(definitions, "_NAMES", {kind: dict(known) for kind, known in definitions._NAMES.items()})
 
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """More threads gain nothing for functions as short as random ones, and wait for each other where cores are few."""
+    """Run a module's tests on one thread.
+
+    More threads gain nothing for functions as short as random ones, and wait for each other where cores are few.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

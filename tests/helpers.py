@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import re
+import resource
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import oracles
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis.strategies import SearchStrategy
 from oracles import Case
 from torch import Tensor
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
@@ -23,72 +26,94 @@ import flexmasks
 from flexmasks.backends.miscompiled import NO_BLOCKS, miscompiled
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-# Error allowed of outputs, and twice that of gradients, see `error`: about four roundings of the half precisions.
-# A row's lse is float32 in all of them and its error absolute.
+# Largest error of outputs; gradients may have twice it, see `error`. The half precisions round about four times.
+# The lse of a row is float32 in every dtype, and its error is absolute.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2.5e-3, torch.bfloat16: 1.6e-2}
 
 
+# --- calls of cases ---
+
+
 def arguments(case: Case, device: str = "cpu") -> dict[str, Any]:
-    """The keyword arguments of a case: its parameters, and q_offset."""
+    """Return the keyword arguments of a case: its parameters, and q_offset."""
     offset = case.q_offset
-    given = _parameters(case.params, device)
-    return given | {"q_offset": torch.tensor(offset, device=device) if isinstance(offset, tuple) else offset}
+    params = _parameters(case.params, device)
+    return params | {"q_offset": torch.tensor(offset, device=device) if isinstance(offset, tuple) else offset}
 
 
 def _parameters(params: dict[str, Any], device: str) -> dict[str, Any]:
-    given = {n: v.to(device) if isinstance(v, Tensor) else v for n, v in params.items()}
-    if "mask" in given:  # of `packed` and `paged`: a name and its parameters
-        name, inner = given.pop("mask")
-        given["inner"] = flexmasks.get_mask(name, **_parameters(inner, device))
-    return given
+    moved = {n: v.to(device) if isinstance(v, Tensor) else v for n, v in params.items()}
+    if "mask" in moved:  # the inner mask of `packed` and `paged`: a name and its parameters
+        name, inner = moved.pop("mask")
+        moved["inner"] = flexmasks.get_mask(name, **_parameters(inner, device))
+    return moved
 
 
 def qkv(case: Case, dtype: torch.dtype, device: str = "cpu", grouped: bool = False, size: int = 32) -> list[Tensor]:
-    """Random leaves q, k, v of a case's sizes; with `grouped`, one key head for all query heads."""
+    """Return random leaves q, k, v of a case's sizes; with `grouped`, one key head for all query heads."""
     kv_heads = 1 if grouped else case.heads
     shapes = [(case.heads, case.q_len), (kv_heads, case.kv_len), (kv_heads, case.kv_len)]
     return [torch.randn(case.batch, *s, size, dtype=torch.float32).to(device, dtype).requires_grad_() for s in shapes]
 
 
-def skip_unless_flash_takes(leaves: Sequence[Tensor], **given: Any) -> None:
-    """Skip a test of backend "flash" with the reason where this is not installed or cannot run such a call."""
-    pytest.importorskip("flash_attn.cute", reason="flash-attn-4 is not installed")
-    q, k, v = leaves
-    reason = flexmasks.explain(q, k, v, **given).others.get("flash", "it can,")
-    if not reason.startswith(("it can,", "it failed before")):
-        pytest.skip(f"flash: {reason}")
+def spread(cases: Sequence[Case], each: int) -> list[Case]:
+    """Return at most `each` cases of every name, evenly spaced among its cases."""
+    by_name: dict[str, list[Case]] = defaultdict(list)
+    for case in cases:
+        by_name[case.name].append(case)
+    picked = []
+    for group in by_name.values():
+        n = min(each, len(group))
+        picked += [group[i * (len(group) - 1) // max(1, n - 1)] for i in range(n)]
+    return picked
 
 
-def not_for_flash(case: Case, mod: Callable[..., Tensor], scored: bool = False) -> list[str]:
-    """What of a case's function FLASH's compiler is known not to take, or to get wrong, as torch would trace it."""
-    sizes = case.batch, case.heads, case.q_len, case.kv_len
-    wrong = miscompiled(mod, torch.device("cpu"), sizes, scored)
-    # where queries start, given by a tensor, may be negative for all that can be told
-    told = isinstance(case.q_offset, int) or not ("remainders" in str(wrong) or "index" in str(wrong))
-    found = [str(wrong)] if told and wrong not in (None, NO_BLOCKS) else []
-    for node in traced(mod, scored).graph.nodes:
-        if node.target is torch.ops.aten.index.Tensor:
-            for i in node.args[1]:
-                if i is None or i.target is torch.ops.aten.full.default or i.meta["val"].dtype != torch.int32:
-                    found.append(f"index {i}")
-        if re.search("clamp|maximum|minimum|select", str(node.target)):
-            found.append(str(node.target))
-    return found
+def label(case: Any) -> str | None:
+    """Return a readable test id of a case or a dtype."""
+    if isinstance(case, torch.dtype):
+        return str(case).removeprefix("torch.")
+    if not isinstance(case, Case):
+        return None
+    params = ",".join(f"{n}={v}" for n, v in case.params.items() if isinstance(v, int | float | bool))
+    return f"{case.name}({params})-{case.batch}x{case.heads}x{case.q_len}x{case.kv_len}"
 
 
-def traced(mod: Callable[..., Tensor], scored: bool = False) -> torch.fx.GraphModule:
-    """A function of indices, and of a score before them, as torch's compiler has it."""
+# --- random tests ---
 
-    def called(*args: Tensor) -> Tensor:
-        with TransformGetItemToIndex():
-            return mod(*args)
 
-    given = [torch.zeros(())] * scored + [torch.zeros((), dtype=torch.int32) for _ in range(4)]
-    tracing = make_fx(called, select_decomp_table(), tracing_mode="fake", _allow_non_fake_inputs=True)
-    with torch.no_grad():
-        module = tracing(*given)
-    constant_fold_uniform_value(module)
-    return module
+def try_examples(count: int, check: Callable[..., None], *strategies: SearchStrategy[Any]) -> None:
+    """Run a check on random values of the strategies, `count` times."""
+    settings(max_examples=count, suppress_health_check=[HealthCheck.too_slow])(given(*strategies)(check))()
+
+
+# --- errors ---
+
+
+def exact(x: Tensor) -> Tensor:
+    """Return the same values in float64 on the CPU, as a leaf."""
+    return x.detach().double().cpu().requires_grad_()
+
+
+def error(got: Tensor | None, want: Tensor | None, unit: float = 0.05) -> float:
+    """Return ||got - want|| / ||want||, inf for NaN.
+
+    The elements of `want` count as `unit` on average at least, for they may be 0.
+    """
+    assert got is not None
+    assert want is not None
+    got, want = got.detach().double().cpu(), want.detach().double()
+    size = max(float(want.norm()), unit * want.numel() ** 0.5)
+    difference = float((got - want).norm()) / size
+    return difference if math.isfinite(difference) else math.inf
+
+
+def check_lse(got: Tensor, want: Tensor, tolerance: float) -> None:
+    """Check that two lse are -inf in the same places, and elsewhere within the tolerance."""
+    got = got.detach().double().cpu()
+    assert torch.equal(got.isinf(), want.isinf())
+    assert torch.all(got[got.isinf()] < 0)
+    visible = ~want.isinf()
+    assert torch.allclose(got[visible], want[visible], atol=tolerance, rtol=tolerance)
 
 
 BLOCK_MASK_FIELDS = [
@@ -106,48 +131,50 @@ def check_equal_block_masks(got: BlockMask, want: BlockMask) -> None:
         assert torch.equal(mine, theirs), field
 
 
-def exact(x: Tensor) -> Tensor:
-    """The same values in float64 on the CPU, as a leaf."""
-    return x.detach().double().cpu().requires_grad_()
+def peak_memory() -> float:
+    """Return the most memory that this process has had so far, in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def error(got: Tensor | None, want: Tensor | None, unit: float = 0.05) -> float:
-    """||got - want|| / ||want||, inf for NaN; `want` counts as having elements of `unit` at least, for it may be 0."""
-    assert got is not None
-    assert want is not None
-    got, want = got.detach().double().cpu(), want.detach().double()
-    size = max(float(want.norm()), unit * want.numel() ** 0.5)
-    difference = float((got - want).norm()) / size
-    return difference if math.isfinite(difference) else math.inf
+# --- torch's FLASH backend ---
 
 
-def check_lse(got: Tensor, want: Tensor, tolerance: float) -> None:
-    """Infinite in the same places, elsewhere within the tolerance."""
-    got = got.detach().double().cpu()
-    assert torch.equal(got.isinf(), want.isinf())
-    assert torch.all(got[got.isinf()] < 0)
-    visible = ~want.isinf()
-    assert torch.allclose(got[visible], want[visible], atol=tolerance, rtol=tolerance)
+def skip_unless_flash_takes(leaves: Sequence[Tensor], **call: Any) -> None:
+    """Skip a test of backend "flash", with the reason, where it is not installed or cannot run such a call."""
+    pytest.importorskip("flash_attn.cute", reason="flash-attn-4 is not installed")
+    q, k, v = leaves
+    reason = flexmasks.explain(q, k, v, **call).others.get("flash", "it can,")
+    if not reason.startswith(("it can,", "it failed before")):
+        pytest.skip(f"flash: {reason}")
 
 
-def spread(cases: Sequence[Case], each: int) -> list[Case]:
-    """At most `each` cases of every name, spread over those there are."""
-    by_name: dict[str, list[Case]] = defaultdict(list)
-    for case in cases:
-        by_name[case.name].append(case)
-    picked = []
-    for group in by_name.values():
-        n = min(each, len(group))
-        picked += [group[i * (len(group) - 1) // max(1, n - 1)] for i in range(n)]
-    return picked
+def not_for_flash(case: Case, mod: Callable[..., Tensor], scored: bool = False) -> list[str]:
+    """Return the operations of a traced function that FLASH's compiler refuses or computes wrong."""
+    sizes = case.batch, case.heads, case.q_len, case.kv_len
+    wrong = miscompiled(mod, torch.device("cpu"), sizes, scored)
+    # Where queries start, given by a tensor, may be negative for all that tracing knows.
+    certain = isinstance(case.q_offset, int) or not ("remainders" in str(wrong) or "index" in str(wrong))
+    refused = [str(wrong)] if certain and wrong not in (None, NO_BLOCKS) else []
+    for node in traced(mod, scored).graph.nodes:
+        if node.target is torch.ops.aten.index.Tensor:
+            for i in node.args[1]:
+                if i is None or i.target is torch.ops.aten.full.default or i.meta["val"].dtype != torch.int32:
+                    refused.append(f"index {i}")
+        if re.search("clamp|maximum|minimum|select", str(node.target)):
+            refused.append(str(node.target))
+    return refused
 
 
-def label(case: Any) -> str | None:
-    """A readable test id."""
-    if not isinstance(case, Case):
-        return None
-    params = ",".join(f"{n}={v}" for n, v in case.params.items() if isinstance(v, int | float | bool))
-    return f"{case.name}({params})-{case.batch}x{case.heads}x{case.q_len}x{case.kv_len}"
+def traced(mod: Callable[..., Tensor], scored: bool = False) -> torch.fx.GraphModule:
+    """Return a function of indices, with `scored` of a score before them, as torch's compiler sees it."""
 
+    def called(*args: Tensor) -> Tensor:
+        with TransformGetItemToIndex():
+            return mod(*args)
 
-__all__ = ["oracles"]
+    examples = [torch.zeros(())] * scored + [torch.zeros((), dtype=torch.int32) for _ in range(4)]
+    tracing = make_fx(called, select_decomp_table(), tracing_mode="fake", _allow_non_fake_inputs=True)
+    with torch.no_grad():
+        module = tracing(*examples)
+    constant_fold_uniform_value(module)
+    return module

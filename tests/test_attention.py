@@ -1,4 +1,4 @@
-"""attention itself: rows that see nothing, poison, compositions, decoding, jagged tensors, compilation."""
+"""The call `attention`: rows that see nothing, poison, compositions, decoding, jagged tensors, compilation."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import functools
 import gc
 import math
 import re
-import resource
-import sys
 import weakref
 from typing import Any
 from xml.etree import ElementTree
@@ -15,8 +13,8 @@ from xml.etree import ElementTree
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import DEVICES, TOLERANCE, check_lse, error, exact
-from hypothesis import HealthCheck, given, settings
+from functions import short_and_campaign
+from helpers import DEVICES, TOLERANCE, check_lse, error, exact, peak_memory, try_examples
 from hypothesis import strategies as st
 from oracles import attend
 from torch import Tensor
@@ -34,15 +32,15 @@ WHERE = [
 ]
 
 
-def _skip_what_is_not_there(backend: str, dtype: torch.dtype) -> None:
+def _skip_unless_possible(backend: str, dtype: torch.dtype) -> None:
     if backend == "flash":
         pytest.importorskip("flash_attn.cute", reason="flash-attn-4 is not installed")
         if dtype == torch.float32:
             pytest.skip("flash takes half precision only")
 
 
-def _grouped(device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """q, k, v of three batch elements, of 200, 70 and no real tokens, seq_lens, and which rows see something."""
+def _of_lengths(device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return q, k, v of three batch elements with 200, 70 and no real tokens, seq_lens, and which tokens are real."""
     q, k, v = torch.randn(3, 3, 2, 200, 64, device=device).to(dtype)
     seq_lens = torch.tensor([200, 70, 0], device=device)
     return q, k, v, seq_lens, torch.arange(200, device=device) < seq_lens[:, None]
@@ -51,8 +49,8 @@ def _grouped(device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, T
 @pytest.mark.parametrize(("device", "backend"), WHERE)
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 def test_rows_that_see_nothing(device: str, backend: str, dtype: torch.dtype) -> None:
-    _skip_what_is_not_there(backend, dtype)
-    q, k, v, seq_lens, real = _grouped(device, dtype)
+    _skip_unless_possible(backend, dtype)
+    q, k, v, seq_lens, real = _of_lengths(device, dtype)
     hidden = ~real[:, None].expand(3, 2, 200)
     arguments: dict[str, Any] = {"mask": "grouped_tril", "seq_lens": seq_lens, "backend": backend}
     with torch.no_grad():
@@ -61,7 +59,7 @@ def test_rows_that_see_nothing(device: str, backend: str, dtype: torch.dtype) ->
     assert out.isfinite().all()
     if backend == "cpu":
         return
-    if backend != "flash":  # which gives none
+    if backend != "flash":  # it gives no lse
         with torch.no_grad():
             lse = flexmasks.attention(q, k, v, return_lse=True, **arguments)[1]
         assert torch.equal(lse == -math.inf, hidden)
@@ -76,8 +74,8 @@ def test_rows_that_see_nothing(device: str, backend: str, dtype: torch.dtype) ->
 @pytest.mark.parametrize(("device", "backend"), WHERE)
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 def test_poison_in_hidden_places_leaves_the_forward_pass_alone(device: str, backend: str, dtype: torch.dtype) -> None:
-    _skip_what_is_not_there(backend, dtype)
-    q, k, v, seq_lens, real = _grouped(device, dtype)
+    _skip_unless_possible(backend, dtype)
+    q, k, v, seq_lens, real = _of_lengths(device, dtype)
     arguments: dict[str, Any] = {"mask": "grouped_tril", "seq_lens": seq_lens, "backend": backend}
     clean = flexmasks.attention(q, k, v, **arguments)
     hidden = ~real[:, None].expand(3, 2, 200)
@@ -91,8 +89,8 @@ def test_poison_in_hidden_places_leaves_the_forward_pass_alone(device: str, back
 @pytest.mark.parametrize(("device", "backend"), WHERE)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_poison_while_decoding(device: str, backend: str, dtype: torch.dtype) -> None:
-    """One query each against a cache of different lengths, what lies past them undefined."""
-    _skip_what_is_not_there(backend, dtype)
+    """Each batch element has one query and a cache of its own length; what lies past it is undefined."""
+    _skip_unless_possible(backend, dtype)
     q = torch.randn(3, 4, 1, 64, device=device).to(dtype)
     k, v = torch.randn(2, 3, 2, 200, 64, device=device).to(dtype)
     seq_lens = torch.tensor([200, 70, 1], device=device)
@@ -110,7 +108,7 @@ def test_poison_while_decoding(device: str, backend: str, dtype: torch.dtype) ->
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 def test_poison_in_later_keys_and_sdpa(device: str, dtype: torch.dtype) -> None:
-    """Causal goes to SDPA: a poisoned key reaches the rows that see it and no other."""
+    """In torch's SDPA a poisoned key reaches the rows that see it, and no other row."""
     q, k, v = torch.randn(3, 2, 2, 150, 64, device=device).to(dtype)
     clean = flexmasks.attention(q, k, v, mask="causal")
     k[:, :, 100] = math.nan
@@ -122,7 +120,7 @@ def test_poison_in_later_keys_and_sdpa(device: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 def test_the_reference_survives_poison_everywhere_hidden(device: str, poison: float) -> None:
-    q, k, v, seq_lens, real = _grouped(device, torch.float32)
+    q, k, v, seq_lens, real = _of_lengths(device, torch.float32)
     weight = torch.randn_like(q)
 
     def gradients(*tensors: Tensor, weight: Tensor) -> list[Tensor]:
@@ -152,7 +150,7 @@ def test_the_reference_shows_poison_that_is_seen() -> None:
 
 
 @st.composite
-def leaves(draw: st.DrawFn, batch: int, length: int) -> flexmasks.Mask:
+def masks(draw: st.DrawFn, batch: int, length: int) -> flexmasks.Mask:
     name = draw(st.sampled_from(["causal", "sliding_window", "local", "prefix_lm", "document", "padding", "own"]))
     integers = lambda top, size: torch.tensor(draw(st.lists(st.integers(0, top), min_size=size, max_size=size)))  # noqa: E731
     match name:
@@ -184,19 +182,19 @@ def calls(draw: st.DrawFn) -> tuple[flexmasks.Mask, tuple[int, int, int, int, in
         offset = torch.tensor(draw(st.lists(st.integers(0, 300), min_size=batch, max_size=batch)))
     top = int(offset.max()) if isinstance(offset, Tensor) else offset
     positions = max(kv_len, top + q_len)
-    mask = draw(leaves(batch, positions))
+    mask = draw(masks(batch, positions))
     for _ in range(draw(st.integers(0, 2))):
-        other = draw(leaves(batch, positions))
+        other = draw(masks(batch, positions))
         mask = draw(st.sampled_from([mask & other, mask | other, mask & ~other]))
     return mask, (batch, kv_heads * groups, kv_heads, q_len, kv_len), offset
 
 
-def _agrees(call: Any, backend: str) -> None:
+def _check(call: Any, backend: str) -> None:
+    """Compare a call with torch's own mask, of a plain function that moves the queries, and its SDPA."""
     mask, (batch, heads, kv_heads, q_len, kv_len), offset = call
     q = torch.randn(batch, heads, q_len, 16)
     k, v = torch.randn(2, batch, kv_heads, kv_len, 16)
     starts = offset if isinstance(offset, Tensor) else torch.full((batch,), offset)
-    # the oracle: torch's own mask, of a plain function that moves the queries
     visible = create_mask(lambda b, h, i, j: mask(b, h, i + starts[b], j), batch, heads, q_len, kv_len, device="cpu")
     dense = flexmasks.dense_mask(mask, q_len, kv_len, batch=batch, heads=heads, q_offset=offset)
     assert torch.equal(dense.expand_as(visible), visible)
@@ -208,16 +206,14 @@ def _agrees(call: Any, backend: str) -> None:
     assert error(out, want) < TOLERANCE[torch.float32]
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
-@given(calls())
-def test_compositions_on_the_reference(call: Any) -> None:
-    _agrees(call, "reference")
+@short_and_campaign(50, campaign=500)
+def test_compositions_on_the_reference(examples: int) -> None:
+    try_examples(examples, functools.partial(_check, backend="reference"), calls())
 
 
-@settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow])  # a new kernel each: seconds
-@given(calls())
-def test_compositions_compiled_cpu(call: Any) -> None:
-    _agrees(call, "cpu")
+@short_and_campaign(3, campaign=30)  # each example compiles a kernel, which takes seconds
+def test_compositions_compiled_cpu(examples: int) -> None:
+    try_examples(examples, functools.partial(_check, backend="cpu"), calls())
 
 
 # --- calls ---
@@ -257,15 +253,19 @@ def test_decoding_step_by_step_equals_the_whole(device: str) -> None:
             part = flexmasks.attention(q[:, :, step : step + 1], k, v, mask="sliding_window", window=7, q_offset=step)
             assert torch.allclose(part, whole[:, :, step : step + 1], atol=1e-5)
             graphs = graphs or counters["stats"]["unique_graphs"]
-        assert counters["stats"]["unique_graphs"] == graphs  # a step compiles nothing
+        assert counters["stats"]["unique_graphs"] == graphs  # later steps compile nothing
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    ("mask", "params"), [("causal", {}), ("sliding_window", {"window": 30}), ("sink_window", None)]
+    ("mask", "params"),
+    [
+        ("causal", {}),
+        pytest.param("sliding_window", {"window": 30}, marks=pytest.mark.campaign),
+        ("sink_window", {"window": 20, "sinks": 3}),
+    ],
 )
-def test_a_prefill_in_chunks_is_the_whole(device: str, mask: str, params: dict[str, Any] | None) -> None:
-    params = {"window": 20, "sinks": 3} if params is None else params
+def test_a_prefill_in_chunks_is_the_whole(device: str, mask: str, params: dict[str, Any]) -> None:
     q, k, v = torch.randn(3, 2, 2, 150, 32, device=device)
     with torch.no_grad():
         whole = flexmasks.attention(q, k, v, mask=mask, **params)
@@ -277,7 +277,7 @@ def test_a_prefill_in_chunks_is_the_whole(device: str, mask: str, params: dict[s
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_cache_with_room_and_batch_elements_of_different_lengths(device: str) -> None:
-    """Each batch element decodes at its own place; what the cache holds past it is undefined."""
+    """Each batch element decodes at its own position; what the cache holds past it is undefined."""
     lengths = [40, 7, 120]
     q = torch.randn(3, 4, 2, 32, device=device)
     k, v = torch.randn(2, 3, 2, 128, 32, device=device)
@@ -315,7 +315,8 @@ def test_jagged(lengths: tuple[int, ...], device: str) -> None:
     sequences = [torch.randn(n, 4, 32, device=device) for n in lengths]
     nested = torch.nested.nested_tensor(sequences, layout=torch.jagged).transpose(1, 2)
     seq_lens = torch.tensor([max(0, n - 3) for n in lengths], device=device)
-    out = flexmasks.attention(nested, nested, nested, mask="grouped_tril", seq_lens=seq_lens)
+    backend = "auto" if len(lengths) > 2 or device == "cuda" else "reference"  # one kernel for the CPU is enough
+    out = flexmasks.attention(nested, nested, nested, mask="grouped_tril", seq_lens=seq_lens, backend=backend)
     assert out.shape == nested.shape
     for x, y, n in zip(sequences, out.unbind(), seq_lens.tolist(), strict=True):
         x = x.transpose(0, 1)[None].double().cpu()
@@ -350,7 +351,7 @@ def test_jagged_cross_attention_with_gradients_and_lse() -> None:
         assert torch.allclose(got_lse, want_lse[0])
 
 
-# Lengths of each sequence's queries and keys, and where its queries start.
+# The lengths of each sequence's queries and keys, and the position of its first query.
 _VARLEN = {
     "itself": ((5, 130, 0, 40), None, 0),
     "other keys": ((5, 130, 0, 40), (30, 0, 7, 200), 0),
@@ -363,7 +364,7 @@ _VARLEN = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("case", _VARLEN)
 def test_varlen(case: str, dtype: torch.dtype, device: str) -> None:
-    """Each sequence for itself in float64; grouped heads, gradients, lse, a score, tokens past the end."""
+    """Compare with each sequence alone in float64: grouped heads, gradients, lse, a score, tokens past the end."""
     lengths, keys, start = _VARLEN[case]
     keys = lengths if keys is None else keys
     rest = 0 if case == "ends aligned" else 3
@@ -406,18 +407,20 @@ def test_varlen_is_attention_with_packed() -> None:
     q, k, v = torch.randn(3, 90, 4, 32)
     lens = torch.tensor([20, 50])
     sinks = torch.randn(4)
-    given: dict[str, Any] = {"sink_logits": sinks, "score": "alibi"}
-    out = flexmasks.varlen_attention(q, k, v, [0, 40, 90], mask="grouped_tril", seq_lens=lens, **given)
-    given["score"] = flexmasks.packed(flexmasks.get_score("alibi"), [0, 40, 90])
+    out = flexmasks.varlen_attention(
+        q, k, v, [0, 40, 90], mask="grouped_tril", seq_lens=lens, sink_logits=sinks, score="alibi"
+    )
+    score = flexmasks.packed(flexmasks.get_score("alibi"), [0, 40, 90])
     mask = flexmasks.packed(flexmasks.get_mask("grouped_tril", seq_lens=lens), [0, 40, 90])
-    want = flexmasks.attention(*(x.transpose(0, 1)[None] for x in (q, k, v)), mask=mask, **given)
+    packed_qkv = (x.transpose(0, 1)[None] for x in (q, k, v))
+    want = flexmasks.attention(*packed_qkv, mask=mask, sink_logits=sinks, score=score)
     assert torch.allclose(out, want[0].transpose(0, 1), atol=1e-6)
     compiled = torch.compile(lambda x: flexmasks.varlen_attention(x, k, v, [0, 40, 90], mask="causal") * 2)
     assert torch.allclose(compiled(q), flexmasks.varlen_attention(q, k, v, [0, 40, 90], mask="causal") * 2, atol=1e-6)
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("wrong", "message"),
     [
         ({"q": torch.zeros(1, 4, 9, 16)}, "`q` must be a tensor [total, H, D], got float32[1, 4, 9, 16] on cpu"),
         ({"k": None}, "`k` must be a tensor [total, H, D], got NoneType"),
@@ -434,20 +437,20 @@ def test_varlen_is_attention_with_packed() -> None:
         ({"mask": "grouped_tril", "seq_lens": [1, 2, 3]}, "`seq_lens` must be int[B] in 0..S (here B=2, S=7)"),
     ],
 )
-def test_varlen_says_what_does_not_fit(given: dict[str, Any], message: str) -> None:
+def test_varlen_says_what_does_not_fit(wrong: dict[str, Any], message: str) -> None:
     x = torch.randn(9, 4, 16)
-    arguments: dict[str, Any] = {"q": x, "k": x, "v": x, "offsets": [0, 2, 9], **given}
+    arguments: dict[str, Any] = {"q": x, "k": x, "v": x, "offsets": [0, 2, 9], **wrong}
     with pytest.raises((ValueError, TypeError), match=re.escape(message)):
         flexmasks.varlen_attention(**arguments)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_jagged_queries_that_start_later(device: str) -> None:
-    """Decoding: the last queries of each sequence are those of causal attention over all of it."""
+    """The last queries of each sequence see what they see in causal attention over the whole sequence."""
     whole = [torch.randn(n, 2, 16, dtype=torch.float64, device=device) for n in (40, 7, 130)]
-    many = torch.tensor([1, 7, 30])
+    query_counts = [1, 7, 30]
     nested = [torch.nested.nested_tensor(x, layout=torch.jagged).transpose(1, 2) for x in (
-        [x[-n:] for x, n in zip(whole, many.tolist(), strict=True)], whole)]  # fmt: skip
+        [x[-n:] for x, n in zip(whole, query_counts, strict=True)], whole)]  # fmt: skip
     out = flexmasks.attention(
         nested[0], nested[1], nested[1], mask="causal", q_offset=torch.tensor([39, 0, 100], device=device)
     )
@@ -495,7 +498,7 @@ def test_gradients_inside_a_users_compile(device: str) -> None:
 
 
 def test_inside_compile_bad_block_masks_are_named() -> None:
-    """Torch's kernel would end the process for some of these."""
+    """Torch's kernel would end the process for some of these block masks."""
     q, k, v = torch.randn(3, 2, 2, 150, 32)
     made = flexmasks.block_mask("grouped_tril", 150, seq_lens=torch.tensor([150, 3, 7]))
     call = torch.compile(lambda q, k, v, **more: flexmasks.attention(q, k, v, **more), fullgraph=True)
@@ -567,8 +570,9 @@ def test_a_block_mask_of_lists_alone_is_honoured_by_the_reference() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_many_windows_and_many_lengths_in_one_process(device: str) -> None:
-    """Two hundred of each: right, never unfused, in flat memory, and changed tensors compile nothing."""
+@short_and_campaign(40, campaign=200)
+def test_many_windows_and_many_lengths_in_one_process(examples: int, device: str) -> None:
+    """Results are right and never unfused, memory stays flat, and changed tensors compile nothing."""
     q, k, v = torch.randn(3, 2, 2, 210, 16, device=device)
     exactly = [x.double().cpu() for x in (q, k, v)]
 
@@ -580,19 +584,19 @@ def test_many_windows_and_many_lengths_in_one_process(device: str) -> None:
         assert error(out, want) < TOLERANCE[torch.float32]
 
     start = counters["stats"]["unique_graphs"]
-    for window in range(200):
+    for window in range(examples):
         check(mask="sliding_window", window=window)
         if window == 20:
-            memory = _peak_memory()
+            memory = peak_memory()
     assert counters["stats"]["unique_graphs"] - start <= 8
     check(mask="grouped_tril", seq_lens=torch.tensor([210, 1], device=device))
     check(mask="sliding_window", window=torch.tensor(3, device=device))
     start = counters["stats"]["unique_graphs"]
-    for n in range(200):
+    for n in range(examples):
         check(mask="grouped_tril", seq_lens=torch.tensor([n, 210 - n], device=device))
         check(mask="sliding_window", window=torch.tensor(n, device=device))
     assert counters["stats"]["unique_graphs"] == start
-    assert _peak_memory() - memory < 64e6
+    assert peak_memory() - memory < 64e6
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -601,22 +605,18 @@ def test_one_tensor_as_queries_keys_and_values(device: str) -> None:
     x, y, z = torch.randn(3, 2, 2, 210, 16, device=device)
     graphs = set()
     for q, k, v in ((x, y, z), (x, x, x), (x, y, y), (x, x, y), (x, y, x)):
-        given = {t: exact(t) for t in (q, k, v)}
-        leaves = {t: t.detach().requires_grad_(device == "cuda") for t in given}
-        with torch.set_grad_enabled(device == "cuda"):  # which torch's kernel for the CPU does not have
+        others = {t: exact(t) for t in (q, k, v)}
+        leaves = {t: t.detach().requires_grad_(device == "cuda") for t in others}
+        with torch.set_grad_enabled(device == "cuda"):  # torch's kernel for the CPU has no gradients
             out = flexmasks.attention(leaves[q], leaves[k], leaves[v], mask="causal", backend=backend)
         graphs.add(counters["stats"]["unique_graphs"])
-        want = F.scaled_dot_product_attention(given[q], given[k], given[v], is_causal=True)
+        want = F.scaled_dot_product_attention(others[q], others[k], others[v], is_causal=True)
         assert error(out, want) < TOLERANCE[torch.float32]
         if out.requires_grad:
             out.sum().backward()
             want.sum().backward()
-            assert all(error(leaves[t].grad, given[t].grad) < 10 * TOLERANCE[torch.float32] for t in given)
+            assert all(error(leaves[t].grad, others[t].grad) < 10 * TOLERANCE[torch.float32] for t in others)
     assert len(graphs) == 1
-
-
-def _peak_memory() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def test_code_that_is_forgotten_dies() -> None:
@@ -629,11 +629,11 @@ def test_code_that_is_forgotten_dies() -> None:
     with torch.no_grad():
         flexmasks.attention(q, k, v, mask=lambda b, h, q, kv: q - kv == 77, backend="cpu")
     (compiled,) = (n for n in set(vars(kernels)) - before if n.startswith("__compiled_fn"))  # where torch puts it
-    made = weakref.ref(vars(kernels)[compiled])
+    alive = weakref.ref(vars(kernels)[compiled])
     flexmasks.clear_caches()
     gc.collect()
     assert not hasattr(kernels, compiled)
-    assert made() is None
+    assert alive() is None
 
 
 def test_lists_are_inputs_of_the_kernel_too() -> None:
@@ -647,7 +647,7 @@ def test_lists_are_inputs_of_the_kernel_too() -> None:
     assert len(graphs) == 1
 
 
-def test_what_prepare_computes_from_a_learned_tensor_is_of_one_graph() -> None:
+def test_what_prepare_computes_from_a_learned_tensor_is_computed_in_each_call() -> None:
     def prepare(size: Any, *, rate: Tensor) -> dict[str, Any]:
         return {"slope": rate.exp()}
 
@@ -661,16 +661,16 @@ def test_what_prepare_computes_from_a_learned_tensor_is_of_one_graph() -> None:
     arguments: dict[str, Any] = {"mask": "causal", "score": "decay", "rate": rate}
     with torch.no_grad():
         flexmasks.attention(q, k, v, backend="reference", **arguments)
-    seen = []
+    gradients = []
     for _ in range(2):
         (gradient,) = torch.autograd.grad(flexmasks.attention(q, k, v, **arguments).sum(), rate)
-        seen.append(gradient)
-    assert torch.equal(*seen)
-    assert torch.all(seen[0] != 0)
+        gradients.append(gradient)
+    assert torch.equal(*gradients)
+    assert torch.all(gradients[0] != 0)
 
 
 def test_many_lengths_where_torch_cannot_make_them_symbolic() -> None:
-    """A captured tensor of [batch, length] in a score: torch's compiler for the CPU needs each length by itself."""
+    """Torch's compiler for the CPU makes a kernel of each length for a score that captures a tensor [B, length]."""
     for length in (100, 103, 109):
         q, k, v = torch.randn(3, 2, 2, length, 16)
         bias = torch.randn(2, length)
@@ -761,9 +761,9 @@ def test_vmap_and_forward_derivatives(mask: Any) -> None:
     assert error(tangent, slope) < 1e-5
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(q, v)
-        with pytest.raises(NotImplementedError):  # never a derivative that is lost
+        with pytest.raises(NotImplementedError):  # a derivative is never lost
             call(dual)
-    assert flexmasks.explain(q, k, v, mask=mask).backend == backend  # as if nothing had been
+    assert flexmasks.explain(q, k, v, mask=mask).backend == backend  # later calls run as before
 
 
 def test_surroundings_in_which_nothing_compiles_are_left_behind() -> None:
@@ -772,7 +772,7 @@ def test_surroundings_in_which_nothing_compiles_are_left_behind() -> None:
     mask = lambda b, h, q, kv: q - kv < 7  # noqa: E731
     call = functools.partial(flexmasks.attention, q, k, v, mask=mask)
     want = call(backend="reference")
-    for made in (False, True):
+    for _ in range(2):  # before the kernel is compiled, and after
         with torch._dynamo.config.patch(disable=True):
             assert flexmasks.explain(q, k, v, mask=mask).backend == "reference"
             assert torch.allclose(call(), want, atol=1e-5)
@@ -784,7 +784,7 @@ def test_surroundings_in_which_nothing_compiles_are_left_behind() -> None:
             assert flexmasks.explain(q.bfloat16(), k, v, mask=mask).backend == "cpu"
         negative = torch.complex(q, k).conj().imag
         flexmasks.attention(q, negative, v, mask=mask)
-        assert flexmasks.explain(q, k, v, mask=mask).backend == "cpu", made
+        assert flexmasks.explain(q, k, v, mask=mask).backend == "cpu"
         assert torch.allclose(call(backend="cpu"), want, atol=1e-5)
 
 
@@ -830,7 +830,7 @@ def test_explain_names_the_backend_and_the_reasons() -> None:
 @pytest.mark.parametrize("score", [None, "alibi"])
 @pytest.mark.parametrize("groups", [1, 2])
 def test_memory_of_the_reference_is_bounded(score: str | None, groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles of scores never exceed their bound, and small ones give the same, gradients too."""
+    """Tiles of scores never exceed their bound, and small tiles give the same results and gradients."""
     from flexmasks.backends import tiles
 
     batch, heads, length = 2, 4, 300
@@ -840,17 +840,17 @@ def test_memory_of_the_reference_is_bounded(score: str | None, groups: int, monk
 
     def call() -> list[Tensor]:
         mask = flexmasks.get_mask("grouped_tril", seq_lens=lens) & (lambda b, h, q, kv: (kv // 64 != 1) | (h == 2))
-        found = flexmasks.attention(q, k, v, mask=mask, score=score, backend="reference", return_lse=True)
-        return [*found, *torch.autograd.grad(found[0].sum() + found[1][found[1].isfinite()].sum(), (q, k, v))]
+        out, lse = flexmasks.attention(q, k, v, mask=mask, score=score, backend="reference", return_lse=True)
+        return [out, lse, *torch.autograd.grad(out.sum() + lse[lse.isfinite()].sum(), (q, k, v))]
 
     whole = call()
     sizes = set()
     scores_in = tiles.Tiles._scores_in
 
-    def counted(self: Any, *given: Any) -> Tensor:
-        found = scores_in(self, *given)
-        sizes.add(found.numel())
-        return found
+    def counted(self: Any, *args: Any) -> Tensor:
+        scores = scores_in(self, *args)
+        sizes.add(scores.numel())
+        return scores
 
     monkeypatch.setattr(tiles, "_MAX_SCORES", 10_000)
     monkeypatch.setattr(tiles, "_MIN_QUERIES", 8)
@@ -862,7 +862,7 @@ def test_memory_of_the_reference_is_bounded(score: str | None, groups: int, monk
 
 
 def test_the_reference_keeps_memory_that_grows_with_the_length() -> None:
-    """What is saved for the backward pass: q, k, v, the output and lse."""
+    """The backward pass needs q, k, v, the output and lse, and nothing else is saved."""
     q, k, v = (x.requires_grad_() for x in torch.randn(3, 1, 2, 2048, 16))
     saved = []
 
@@ -877,16 +877,16 @@ def test_the_reference_keeps_memory_that_grows_with_the_length() -> None:
 
 
 def _learning(kind: str, learned: Tensor) -> Any:
-    """A score change that learns `learned`, [H], itself or what is made of it, in ways to capture a tensor."""
-    made = learned.exp() if "made" in kind else learned
+    """Return a score change that captures `learned`, [H], or a tensor made of it, in a closure or in an object."""
+    factor = learned.exp() if "made" in kind else learned
     if "object" in kind:
 
         class Change:
             def __call__(self, score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-                return torch.sin(score) * made[h] - 0.1 * (q - kv)
+                return torch.sin(score) * factor[h] - 0.1 * (q - kv)
 
         return Change()
-    return lambda score, b, h, q, kv: torch.sin(score) * made[h] - 0.1 * (q - kv)
+    return lambda score, b, h, q, kv: torch.sin(score) * factor[h] - 0.1 * (q - kv)
 
 
 @pytest.mark.parametrize("kind", ["leaf", "made", "object", "object made"])
@@ -931,7 +931,7 @@ def test_gradients_of_the_reference_in_a_batch() -> None:
             assert torch.allclose(x[n], y)
 
 
-_ODD: dict[str, Any] = {
+_UNUSUAL_SCORES: dict[str, Any] = {
     "constant": lambda s, b, h, q, kv: 0.1 * (q - kv).double(),
     "unchanged": lambda s, b, h, q, kv: s,
     "hides": lambda s, b, h, q, kv: torch.where(q - kv < 3, s, -math.inf),
@@ -939,10 +939,10 @@ _ODD: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("score", list(_ODD))
-def test_odd_scores_on_the_reference(score: str) -> None:
+@pytest.mark.parametrize("score", _UNUSUAL_SCORES)
+def test_unusual_scores_on_the_reference(score: str) -> None:
     q, k, v = (exact(x) for x in torch.randn(3, 1, 2, 20, 4))
-    change, at, to = _ODD[score], torch.arange(20)[:, None], torch.arange(20)
+    change, at, to = _UNUSUAL_SCORES[score], torch.arange(20)[:, None], torch.arange(20)
     out = flexmasks.attention(q, k, v, mask=lambda b, h, q, kv: q > kv, score=change, backend="reference")
     visible = (at > to) & ((at - to < 3) | (score != "hides"))
     want, _ = attend(q, k, v, visible, lambda s: torch.where(visible, change(s, 0, 0, at, to), 0.0))
@@ -958,8 +958,8 @@ def test_explain_says_whether_a_call_compiles() -> None:
     arguments: dict[str, Any] = {"mask": "sliding_window", "window": 4}
     assert flexmasks.explain(q, k, v, **arguments).compiles.startswith("yes")
     flexmasks.attention(q, k, v, **arguments)
-    found = flexmasks.explain(q, k, v, **arguments)
-    assert found.compiles.startswith("no")
+    explanation = flexmasks.explain(q, k, v, **arguments)
+    assert explanation.compiles.startswith("no")
     assert flexmasks.explain(q[:, :, :30], k, v, **arguments).compiles.startswith("probably")
     other = q.transpose(1, 2).contiguous().transpose(1, 2)
     assert flexmasks.explain(other, k, v, **arguments).compiles.startswith("probably")
@@ -967,20 +967,20 @@ def test_explain_says_whether_a_call_compiles() -> None:
         assert flexmasks.explain(q, k, v, **arguments).compiles.startswith("yes")
     assert flexmasks.explain(q.bfloat16(), k.bfloat16(), v.bfloat16(), **arguments).compiles.startswith("yes")
     assert flexmasks.explain(q, k, v).compiles.startswith("no")
-    assert flexmasks.explain(q, k, v, sink_logits=torch.zeros(2)).backend == "reference"  # it needs the lse
-    assert repr(found) == str(found)
-    root = ElementTree.fromstring(found._repr_html_())
+    assert flexmasks.explain(q, k, v, sink_logits=torch.zeros(2)).backend == "reference"  # sinks need the lse
+    assert repr(explanation) == str(explanation)
+    root = ElementTree.fromstring(explanation._repr_html_())
     assert {"backend", "compiles", "not triton"} <= {str(th.text) for th in root.iter("th")}
 
 
 @pytest.mark.parametrize(("device", "backend"), [*WHERE, pytest.param("cuda", "auto", marks=pytest.mark.gpu)])
 def test_a_learned_sink(device: str, backend: str) -> None:
-    """A key more that everything sees, whose score is the sink and whose value is 0."""
+    """A sink is one more key that all queries see: its score is the sink, its value 0."""
     if backend in ("cpu", "flash"):
-        pytest.skip("has no lse")
+        pytest.skip("this backend has no lse, which sinks need")
     dtype = torch.float32 if backend in ("reference", "triton") else torch.float16
-    _skip_what_is_not_there(backend, dtype)
-    q, k, v, seq_lens, _ = _grouped(device, dtype)
+    _skip_unless_possible(backend, dtype)
+    q, k, v, seq_lens, _ = _of_lengths(device, dtype)
     sink = torch.tensor([0.5, -1.0], device=device, requires_grad=True)
     arguments: dict[str, Any] = {"mask": "grouped_tril", "seq_lens": seq_lens, "backend": backend}
     q, k, v = (x.requires_grad_() for x in (q, k, v))
@@ -1003,8 +1003,8 @@ def test_a_learned_sink(device: str, backend: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["auto", "triton"])
 def test_lse_in_half_precision_without_gradients(backend: str) -> None:
-    """torch's FLASH backend gives another lse than its others, in torch 2.11: auto must not take it."""
-    q, k, v, seq_lens, _ = _grouped("cuda", torch.float16)
+    """In torch 2.11 the lse of its FLASH backend differs from that of its other backends: auto must not take it."""
+    q, k, v, seq_lens, _ = _of_lengths("cuda", torch.float16)
     visible = flexmasks.dense_mask("grouped_tril", 200, seq_lens=seq_lens.cpu())
     lse = flexmasks.attention(q, k, v, mask="grouped_tril", seq_lens=seq_lens, backend=backend, return_lse=True)[1]
     check_lse(lse, attend(*(exact(x) for x in (q, k, v)), visible)[1], TOLERANCE[torch.float16])

@@ -1,4 +1,4 @@
-"""The caches: what hits, what misses, what dies, and that nothing stale is ever found."""
+"""The caches: which calls hit and miss, when entries die, and that no call finds anything stale."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LIMITS: Any = None
 
 @pytest.fixture(autouse=True, scope="module")
 def _registered() -> Iterator[None]:
-    """Masks and a score of this module's own, gone before others list what there is."""
+    """Register masks and a score of this module, and forget them before other modules list all masks."""
     before = {kind: dict(known) for kind, known in _NAMES.items()}
     flexmasks.register_mask()(reads_a_global)
     flexmasks.register_mask(prepare=_prepare)(prepares_from_a_global)
@@ -75,7 +75,7 @@ def tensor(*values: int) -> Tensor:
     return torch.tensor(values)
 
 
-# --- attacks: each yields a mask, changes what it reads, and yields it again; `OPAQUE` ones may not be cached ---
+# --- attacks: each yields a mask, changes what it reads, and yields it again; masks of `OPAQUE` may not be cached ---
 
 ATTACKS: list[Callable[[], Iterator[Any]]] = []
 OPAQUE: set[str] = set()
@@ -601,7 +601,7 @@ def renames_a_tensor(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, limits: Ten
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda a: a.__name__)
 def test_nothing_stale(attack: Any) -> None:
     stages: list[Tensor] = []
-    told: list[tuple[Any, list[Any], Tensor]] = []  # what a call that is made again would be known by
+    earlier: list[tuple[Any, list[Any], Tensor]] = []  # the keys by which a repeated call would be found, and results
     for mask in attack():
         function = lambda b, h, q, kv, mask=mask: mask(b, h, q, kv)  # noqa: E731 - torch takes no methods
         want = create_block_mask(function, 2, 1, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=BLOCK).to_dense()
@@ -612,12 +612,13 @@ def test_nothing_stale(attack: Any) -> None:
         tensors: list[Tensor] = []
         key = capture_plainly(mask, tensors) if type(mask) is types.FunctionType else None
         if key is not None:
-            for before, kept, then in told:
-                same = before == key and all(
-                    r() is t and s == identity(t) for (r, s), t in zip(kept, tensors, strict=True)
+            for earlier_key, references, result in earlier:
+                same = earlier_key == key and all(
+                    tensor_of() is t and state == identity(t)
+                    for (tensor_of, state), t in zip(references, tensors, strict=True)
                 )
-                assert not same or torch.equal(then, want)
-            told.append((key, [(weakref.ref(t), identity(t)) for t in tensors], want))
+                assert not same or torch.equal(result, want)
+            earlier.append((key, [(weakref.ref(t), identity(t)) for t in tensors], want))
         del tensors
     assert any(not torch.equal(a, b) for a, b in itertools.pairwise(stages)), "the attack changed nothing"
     cached = flexmasks.cache_info()["blocks"].hits > 0
@@ -686,22 +687,22 @@ def test_library_parts_are_read() -> None:
             capture(part, [])
 
 
-def test_what_functions_read_is_told_apart() -> None:
-    """By the short way of `attention`, as by the long one."""
+def test_functions_that_read_other_values_have_other_keys() -> None:
+    """Both ways to read functions, the short one of `attention` too, give each value a key of its own."""
     read = lambda: first if second else None  # type: ignore[name-defined] # noqa: E731, F821
-    at_all = ({"first": 1}, {"second": 1}, {"first": 1, "second": 1}, {"first": 1.0}, {"first": True}, {"first": -0.0})
+    some = ({"first": 1}, {"second": 1}, {"first": 1, "second": 1}, {"first": 1.0}, {"first": True}, {"first": -0.0})
     more = ({"first": 0.0}, {"first": "1"}, {"first": torch}, {"first": tensor(1)}, {"first": tensor(1).int()}, {})
-    known = [types.FunctionType(read.__code__, dict(variables)) for variables in (*at_all, *more)]
+    functions = [types.FunctionType(read.__code__, dict(variables)) for variables in (*some, *more)]
     for capturing in (capture, capture_plainly):
-        keys = [capturing(function, []) for function in known]
+        keys = [capturing(function, []) for function in functions]
         assert None not in keys
         assert len(set(keys)) == len(keys)
-        assert keys == [capturing(function, []) for function in known]
+        assert keys == [capturing(function, []) for function in functions]
     for unknown in ({"first": object()}, {"first": read}, {"first": types.ModuleType("settings")}):
         assert capture_plainly(types.FunctionType(read.__code__, unknown), []) is None
 
 
-def test_parameters_of_functions_are_told_apart() -> None:
+def test_parameters_that_look_alike_are_told_apart() -> None:
     q = torch.randn(1, 1, 16, 8)
     limit = torch.tensor([4])
 
@@ -714,14 +715,14 @@ def test_parameters_of_functions_are_told_apart() -> None:
     outs = [_attend(q, mask="causal", score=signed, sign=sign) for sign in (0.0, -0.0, 0.0)]
     assert torch.equal(outs[0], outs[2])
     assert not torch.allclose(outs[0], outs[1])
-    before = flexmasks.attention(q, q, q, mask=limited, at=limit)
+    before = flexmasks.attention(q, q, q, mask=limited, at=limit, backend="reference")
     limit.limit = 5  # type: ignore[attr-defined]
-    assert not torch.allclose(before, flexmasks.attention(q, q, q, mask=limited, at=limit))
+    assert not torch.allclose(before, flexmasks.attention(q, q, q, mask=limited, at=limit, backend="reference"))
     ends = [_attend(q, mask=lambda b, h, q, kv, ends=ends: kv < ends.stop) for ends in (range(0, 3, 2), range(0, 4, 2))]
     assert not torch.allclose(*ends)
 
 
-def test_opaque_functions_still_tell_their_tensors() -> None:
+def test_tensors_of_opaque_functions_are_found() -> None:
     module = torch.nn.Linear(2, 2)
     tensors: list[Tensor] = []
     with pytest.raises(Opaque):
@@ -746,7 +747,7 @@ def test_entries_die_with_their_tensors() -> None:
     assert flexmasks.cache_info()["blocks"].entries == 1
 
 
-def test_bare_calls_keep_no_others_tensors() -> None:
+def test_bare_calls_keep_no_tensors_alive() -> None:
     lengths = tensor(30, 60)
     mask = flexmasks.get_mask("padding", seq_lens=lengths)
     create_block_mask(mask, 2, 1, LENGTH, LENGTH, device="cpu")
@@ -774,7 +775,11 @@ def test_bytes_are_counted_and_bounded() -> None:
         cache.put(20, (), 20, 30)
         cache.get(18)
         cache.put(21, (), 21, 30)
-        assert [i for i in range(22) if cache.get(i) is not None] == [18, 20, 21]  # what was used stays another turn
+        assert [i for i in range(22) if cache.get(i) is not None] == [
+            18,
+            20,
+            21,
+        ]  # entries in use survive a round
         cache.put(22, (), 22, 101)
         assert cache.get(22) is None
         cache.put(20, (), 20, 40)
@@ -788,7 +793,7 @@ def test_bytes_are_counted_and_bounded() -> None:
 def test_the_blocks_count_their_bytes() -> None:
     made: BlockMask = flexmasks.block_mask("causal", 4096)
     held = sum(t.numel() * t.element_size() for t in made.as_tuple() if isinstance(t, Tensor))
-    assert flexmasks.cache_info()["blocks"].bytes == held + 4096  # and what the entry itself takes
+    assert flexmasks.cache_info()["blocks"].bytes == held + 4096  # 4096 bytes for the entry itself
 
 
 # --- inference mode ---
@@ -798,10 +803,10 @@ def test_inference_tensors_are_right_and_not_cached() -> None:
     with torch.inference_mode():
         lengths = tensor(10, 20)
     assert lengths.is_inference()
-    for extra in (0, 30):
-        if extra:
+    for increase in (0, 30):
+        if increase:
             with torch.inference_mode():
-                lengths.add_(extra)
+                lengths.add_(increase)
         want = blocks("padding", seq_lens=(lengths + 0).tolist())
         before = flexmasks.cache_info()["blocks"].entries
         assert outcome(lambda: blocks("padding", seq_lens=lengths)) == "miss"
@@ -818,7 +823,7 @@ def test_inference_tensors_are_right_and_not_cached() -> None:
 def scaled(
     score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, factors: Annotated[Tensor, "float[H]"]
 ) -> Tensor:
-    """Scores times the first factor; its gradient needs a view of the factors, as they are."""
+    """Scores times the first factor, whose gradient needs a view of the unchanged factors."""
     return score * factors[0]
 
 
@@ -877,11 +882,11 @@ def test_threads() -> None:
     assert not failures
 
 
-# --- calls made again ---
+# --- repeated calls ---
 
 
 def _attend(q: Tensor, **arguments: Any) -> Tensor:
-    """Twice: from the start, and, as nothing changed, the same way again."""
+    """Return the output of a call that is made twice: the second one is found in the cache of calls."""
     first = flexmasks.attention(q, q, q, backend="cpu", **arguments)
     hits = flexmasks.cache_info()["calls"].hits
     again = flexmasks.attention(q, q, q, backend="cpu", **arguments)
@@ -895,7 +900,7 @@ def _wanted(q: Tensor, seen: Tensor, bias: Tensor | float = 0.0) -> Tensor:
     return scores.masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num() @ q
 
 
-def test_a_call_made_again_sees_what_changed() -> None:
+def test_a_repeated_call_sees_what_changed() -> None:
     q = torch.randn(2, 1, 64, 16)
     i, j = torch.arange(64)[:, None], torch.arange(64)
 
@@ -943,7 +948,7 @@ def test_a_call_made_again_sees_what_changed() -> None:
         bias.mul_(-2)
 
 
-def test_a_call_made_again_is_checked_again() -> None:
+def test_a_repeated_call_is_checked_again() -> None:
     q = torch.randn(2, 1, 64, 16)
     _attend(q, mask="sliding_window", window=5, scale=1.0)
     with pytest.raises(TypeError, match="`scale`"):
@@ -966,7 +971,7 @@ def test_a_call_made_again_is_checked_again() -> None:
     assert bias.grad is not None
 
 
-def test_a_call_made_again_keeps_nothing() -> None:
+def test_a_repeated_call_keeps_nothing_alive() -> None:
     q = torch.randn(2, 1, 64, 16)
     lens, bounds = torch.tensor([40, 64]), torch.tensor([20, 50])
     memory = [weakref.ref(t.untyped_storage()) for t in (lens, bounds)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import functools
 import importlib
+import inspect
 import json
 import pickle
 from pathlib import Path
@@ -127,11 +128,12 @@ def test_old_pickles_of_scores(name: str) -> None:
     ],
 )
 def test_former_imports(module: str, names: str) -> None:
-    found = importlib.import_module(module)
+    package = Path(flexmasks.__file__).parent
+    former = importlib.import_module(module)
     for name in names.split():
-        assert hasattr(found, name), name
-        if hasattr(flexmasks, name):
-            assert getattr(found, name) is getattr(flexmasks, name)
+        value = getattr(former, name)
+        assert Path(inspect.getfile(value)).is_relative_to(package), name
+        assert value is getattr(flexmasks, name, value)
 
 
 def test_a_mask_registered_as_before() -> None:
@@ -140,7 +142,8 @@ def test_a_mask_registered_as_before() -> None:
     from flexmasks.registry import register_mask
 
     def prepare(size: Size | None, *, reach: Annotated[int, "int in 0.."]) -> dict[str, Any]:
-        assert size is None or (size.q_len, size.positions) == (LENGTH, LENGTH)
+        assert isinstance(size, Size)
+        assert (size.q_len, size.positions) == (LENGTH, LENGTH)
         return {"twice": 2 * reach}
 
     @register_mask(

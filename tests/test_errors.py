@@ -1,4 +1,4 @@
-"""Bad input: a ValueError or TypeError that names the call, what came and what to pass; then a good call is right."""
+"""Bad input raises a ValueError or TypeError that says what came and what to pass; a good call after it is right."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CHECKERBOARD = flexmasks.get_score("checkerboard")
 
 
 def on(mask: Any = None, **arguments: Any) -> Callable[[], Any]:
-    """attention() on good tensors."""
+    """Return a call of attention on good tensors."""
     return lambda: flexmasks.attention(Q, K, V, mask=mask, **{"backend": "reference", **arguments})
 
 
@@ -31,7 +31,7 @@ def scored(score: Any, **arguments: Any) -> Callable[[], Any]:
 
 
 def of(q: Any = Q, k: Any = K, v: Any = V, **arguments: Any) -> Callable[[], Any]:
-    """attention() on bad tensors."""
+    """Return a call of attention on bad tensors."""
     return lambda: flexmasks.attention(q, k, v, **arguments)
 
 
@@ -376,7 +376,6 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-# Found by these tests, in modules that still have to answer.
 @pytest.mark.parametrize("name", CASES)
 def test_bad_input(name: str) -> None:
     call, words = CASES[name]

@@ -1,6 +1,7 @@
-"""What FLASH's compiler would get wrong is found before: against an interpreter that gets it wrong as that does.
+"""Functions that torch's FLASH compiler computes wrong are found before they run.
 
-The interpreter follows what the compiler writes for each operation, read from torch's CuteDSLOpOverrides and CuTe.
+An interpreter makes the same mistakes: for each operation it follows the code that the compiler writes, read from
+torch's CuteDSLOpOverrides and CuTe.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from functions import compiled, expressions
-from helpers import error, skip_unless_flash_takes, traced
-from hypothesis import event, given, reject
+from functions import compiled, expressions, short_and_campaign
+from helpers import error, skip_unless_flash_takes, traced, try_examples
+from hypothesis import event, reject
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
@@ -30,7 +31,7 @@ SIZES = (2, 2, 5, 5)
 
 
 class AsCompiled(torch.fx.Interpreter):
-    """Runs a traced function for one pair as FLASH's compiler would."""
+    """Interpreter that runs a traced function for one pair as FLASH's compiler would."""
 
     def run_node(self, n: torch.fx.Node) -> Any:
         args, kwargs = self.fetch_args_kwargs_from_env(n)
@@ -40,7 +41,7 @@ class AsCompiled(torch.fx.Interpreter):
         if name.startswith("aten.where") and not any(self.moves(x) for x in n.args[1:]):
             return torch.where(args[0], args[1].bool(), args[2].bool()).to(n.meta["val"].dtype)
         if name.startswith("aten.index") and any(bool((i < 0).any()) for i in args[1]):
-            out = super().run_node(n)  # what is before the tensor
+            out = super().run_node(n)  # any other value: the kernel reads what lies before the tensor
             return ~out if out.dtype == torch.bool else out + 1
         to_bool = (
             n.op == "call_function" and isinstance(n.meta.get("val"), Tensor) and n.meta["val"].dtype == torch.bool
@@ -50,7 +51,7 @@ class AsCompiled(torch.fx.Interpreter):
         return super().run_node(n)
 
     def moves(self, x: Any) -> bool:
-        """Whether it depends on the pair, or is read from a tensor: all else is a number to the compiler."""
+        """Return whether a node depends on the pair or is read from a tensor; the compiler takes others for numbers."""
         if not isinstance(x, torch.fx.Node) or re.search("full|zeros|ones|scalar_tensor", str(x.target)):
             return False
         if x.op == "get_attr":
@@ -59,13 +60,14 @@ class AsCompiled(torch.fx.Interpreter):
 
 
 def _truth(x: Any) -> Any:
+    """Return a number as the kernel makes it a truth value: by its lowest bit, or whether it is 0.0."""
     if not isinstance(x, Tensor) or x.dtype == torch.bool:
         return x
     return x == 0 if x.is_floating_point() else (x & 1).bool()
 
 
 def _wrong(function: Callable[..., Tensor], *score: Tensor) -> bool:
-    """Whether FLASH would give another value for some pair."""
+    """Return whether FLASH would give another value for some pair."""
     module = traced(function, bool(score))
     every = itertools.product(*(range(n) for n in SIZES))
     pairs = [[torch.tensor(i, dtype=torch.int32) for i in pair] for pair in every]
@@ -109,7 +111,7 @@ def wrong_scores() -> Functions:
 
 
 def other_scores() -> Functions:
-    """Wrong in the backward pass only, or not known to be right."""
+    """Return scores that are wrong in the backward pass only, or not known to be right."""
     return {
         "infinite": lambda score, b, h, q, kv: score * torch.log(q - kv + 1.0),
         "divided": lambda score, b, h, q, kv: score / (q - kv + 1.0),
@@ -186,7 +188,7 @@ def test_views_of_tensors_are_not_for_flash() -> None:
 
 @st.composite
 def suspects(draw: st.DrawFn) -> str:
-    """Truth values of remainders, and of what `where` chooses, of random expressions."""
+    """Draw truth values of remainders, and of numbers that `where` chooses, of random expressions."""
     x, y = (draw(expressions("x", 2, odd=False)) for _ in range(2))
     c = draw(expressions("c", 2, odd=False))
     n, m = (draw(st.sampled_from(["3", "-4", "1", "0", "2.5", "True", "torch.tensor(2)", "q // 2"])) for _ in range(2))
@@ -204,16 +206,20 @@ def suspects(draw: st.DrawFn) -> str:
     return draw(st.sampled_from(forms))
 
 
-@given(expression=suspects() | expressions("c", 3, odd=False))
-def test_whatever_is_wrong_is_found(expression: str) -> None:
+@short_and_campaign(50, 500)
+def test_whatever_is_wrong_is_found(examples: int) -> None:
+    try_examples(examples, _check_wrong_is_found, suspects() | expressions("c", 3, odd=False))
+
+
+def _check_wrong_is_found(expression: str) -> None:
     function = compiled(expression)
     try:
         wrong = _wrong(function)
     except Exception:
-        reject()  # such as a division by 0, or what cannot be traced
-    found = miscompiled(function, CPU, SIZES) is not None
-    event(f"wrong: {wrong}, found: {found}")
-    assert found or not wrong
+        reject()  # a division by 0, say, or a function that cannot be traced
+    refused = miscompiled(function, CPU, SIZES) is not None
+    event(f"wrong: {wrong}, refused: {refused}")
+    assert refused or not wrong
 
 
 def test_what_cannot_be_traced_is_not_for_flash() -> None:
@@ -222,34 +228,35 @@ def test_what_cannot_be_traced_is_not_for_flash() -> None:
 
 
 def _reason(q: Tensor, **call: Any) -> str | None:
+    """Return why FLASH refuses the functions of a call, or None."""
     return flash._refuses_functions(_planned(q, q, q, Request(**call)))
 
 
-def test_each_kind_of_call_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_functions_of_one_kind_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     flexmasks.clear_caches()
     q = torch.randn(1, 2, 16, 8)
-    looked: list[Any] = []
+    calls: list[Any] = []
 
-    def looking(*args: Any, **scored: bool) -> str | None:
-        looked.append(args)
+    def counted(*args: Any, **scored: bool) -> str | None:
+        calls.append(args)
         return miscompiled(*args, **scored)
 
-    monkeypatch.setattr(flash, "miscompiled", looking)
-    for ids in (torch.zeros(16), torch.ones(16)):  # of another tensor, the same
+    monkeypatch.setattr(flash, "miscompiled", counted)
+    for ids in (torch.zeros(16), torch.ones(16)):  # tensors of one shape are of one kind
         assert _reason(q, mask=lambda b, h, q, kv, ids=ids: ids[q] == ids[kv]) is None
-    assert len(looked) == 1
+    assert len(calls) == 1
     for _ in range(2):
         assert "booleans" in str(_reason(q, mask=wrong_masks()["windows of heads"]))
-    assert len(looked) == 2
+    assert len(calls) == 2
     for _ in range(2):
         assert "remainders" in str(_reason(q, mask="causal", score=wrong_scores()["fraction"]))
-    assert len(looked) == 3
+    assert len(calls) == 3
     block_mask = flexmasks.block_mask(wrong_masks()["distance"], 16)
     assert "remainders" in str(_reason(q, block_mask=block_mask))
 
 
-def test_a_look_is_of_a_call() -> None:
-    """Not of another with other lengths, another start, or tensors of other shapes."""
+def test_functions_are_traced_again_for_other_sizes() -> None:
+    """A result holds for the same lengths, the same first query, and captured tensors of the same shapes."""
     flexmasks.clear_caches()
     q = torch.randn(1, 2, 16, 8)
     shifted = lambda b, h, q, kv: (q - kv + 15) % 3 == 1  # noqa: E731
@@ -259,14 +266,14 @@ def test_a_look_is_of_a_call() -> None:
     assert "remainders" in str(_reason(q, mask=shifted, q_offset=torch.tensor([5])))
     for n, wrong in ((1, False), (3, True)):
         table = torch.zeros(n)
-        found = _reason(q, mask=lambda b, h, q, kv, table=table: (q - kv) % table.shape[0] == 1)
-        assert (found is not None) == wrong
+        reason = _reason(q, mask=lambda b, h, q, kv, table=table: (q - kv) % table.shape[0] == 1)
+        assert (reason is not None) == wrong
     opaque = torch.nn.Linear(2, 2)
     assert "may change" in str(_reason(q, mask=lambda b, h, q, kv: (q >= kv) & (opaque.in_features == 2)))
 
 
-def test_a_look_is_of_one_thread() -> None:
-    """Compiled calls in other threads go on while a function is looked at: torch forbids them while it traces."""
+def test_tracing_leaves_other_threads_alone() -> None:
+    """Compiled calls of other threads go on while a function is traced: torch's own tracing would forbid them."""
     seen = []
 
     def function(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:

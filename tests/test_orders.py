@@ -1,4 +1,4 @@
-"""Orders of tokens, and that masks in them are the masks they were."""
+"""Orders of tokens, and masks of tokens in these orders."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CANVASES = [(1,), (7,), (4, 4), (5, 9), (8, 3), (1, 6), (2, 3, 4), (4, 4, 4), (3
 
 
 def morton_code(pixel: tuple[int, ...], canvas: tuple[int, ...]) -> int:
-    """Bit by bit from the lowest, the last axis first; axes that need no such bit have none."""
+    """Return the code bit by bit from the lowest, last axis first; an axis has no more bits than its length needs."""
     code = place = 0
     for bit in range(max(canvas).bit_length()):
         for x, n in reversed(list(zip(pixel, canvas, strict=True))):

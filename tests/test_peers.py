@@ -1,6 +1,6 @@
-"""The masks and scores of other libraries, where these are installed, against those here.
+"""Masks and scores of other libraries, where these are installed, compared with the masks and scores here.
 
-Where they differ the test says how, and shows it, so that a change of theirs is noticed.
+Where the two differ, a test says how and shows it: so a change of the other library is noticed.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def test_documents_of_attention_gym(gym: Any) -> None:
     prefix_of = torch.tensor([0, 0, 2, 2])
     theirs = gym.generate_shared_prefix_mask_mod(offsets.int(), prefix_of)
     assert same(theirs, "shared_prefix", 40, document_ids=document_ids, prefix_of=prefix_of)
-    # A document before its prefix sees it there, in the future; here everything is causal.
+    # There a document that stands before its prefix sees the prefix in the future; here all is causal.
     theirs = gym.generate_shared_prefix_mask_mod(offsets.int(), torch.tensor([1, 1, 2, 3]))
     assert not same(theirs, "shared_prefix", 40, document_ids=document_ids, prefix_of=torch.tensor([1, 1, 2, 3]))
 
@@ -81,13 +81,13 @@ def test_chunks_of_attention_gym(gym: Any) -> None:
 
 def test_images_of_attention_gym(gym: Any) -> None:
     assert same(gym.generate_natten(8, 8, 3, 5), "natten", 64, height=8, width=8, kernel=(3, 5))
-    # Off the square it swaps the sides of the canvas, and an even kernel shows one key more.
+    # Theirs swaps the sides of a canvas that is no square, and an even kernel shows one more key.
     assert not same(gym.generate_natten(8, 6, 3, 3), "natten", 48, height=6, width=8, kernel=3)
     assert not same(gym.generate_natten(8, 8, 4, 4), "natten", 64, height=8, width=8, kernel=4)
     order = tile_order((6, 8), (3, 4))
     theirs = gym.generate_tiled_natten(8, 6, 5, 3, 4, 3)
     assert same(theirs, "natten", 48, height=6, width=8, kernel=(3, 5), order=order)
-    # Its Morton order has the bits of x below those of y, as here.
+    # Their Morton order has the bits of x below the bits of y, as here.
     theirs = gym.generate_morton_natten(8, 8, 3, 5)
     assert same(theirs, "natten", 64, height=8, width=8, kernel=(5, 3), order=morton_order((8, 8)))
     theirs = gym.generate_sta_mask_mod_2d((6, 8), (4, 4), (2, 4), 5)
@@ -111,7 +111,7 @@ def test_videos_of_attention_gym(gym: Any) -> None:
     assert same(theirs, "temporal_window", 4 + 6 * 12, frame=12, window=3, tokens=4)
     theirs = gym.generate_spatial_head_mask_mod(4, 6, 12, 2, round_width=8)
     assert same(theirs, "longformer", 4 + 6 * 12, window=23, tokens=4)
-    # With its attention sink the first frame is seen, but does not see.
+    # With their attention sink all tokens see the first frame, which does not see all tokens.
     sink = flexmasks.get_mask("longformer", window=23, tokens=4) | (lambda b, h, q, kv: kv < 4 + 12)
     assert same(gym.generate_spatial_head_mask_mod(4, 6, 12, 2, True, 8), sink, 4 + 6 * 12)
 
@@ -205,7 +205,7 @@ def test_buckets_of_transformers() -> None:
 @pytest.mark.parametrize("canvas", [(13,), (6, 8), (3, 4, 5)])
 @pytest.mark.parametrize("causal", [False, True])
 def test_neighborhoods_of_natten(canvas: tuple[int, ...], causal: bool) -> None:
-    """Of its own FlexAttention backend, where it can be imported at all."""
+    """Compare with NATTEN's own FlexAttention backend, where it can be imported."""
     flex = pytest.importorskip("natten.backends.flex")
     axes = len(canvas)
     for kernel, stride, dilation in ((3, 1, 1), (2, 2, 1), (3, 2, 1)):

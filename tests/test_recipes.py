@@ -95,7 +95,7 @@ def test_a_wrong_result_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     x = torch.ones(3)
     check("right", x, x)
     assert "check: right: largest error 0.0e+00" in capsys.readouterr().out
-    with pytest.raises(AssertionError, match="wrong: the error 5.0e-01 is above"):
+    with pytest.raises(AssertionError, match=r"wrong: the error 5\.0e-01 is above"):
         check("wrong", x, x + 1)
 
 

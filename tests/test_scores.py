@@ -15,20 +15,20 @@ import flexmasks
 from flexmasks.plans.plan import ScorePlan, sized
 from flexmasks.spec.parameters import Size
 
-_CAUSAL = {c.name: c for c in SCORE_CASES}
 
-
-def _mask(case: Case) -> Tensor:
+def _causal(case: Case) -> Tensor:
+    """Return the causal mask of a case's sizes."""
     return dense(Case("causal", {}, case.batch, case.heads, case.q_len, case.kv_len, case.q_offset))
 
 
 def _changed(case: Case, params: dict[str, Any]) -> Callable[[Tensor], Tensor]:
+    """Return the oracle of a case as a function of the scores."""
     return lambda scores: SCORES[case.name](scores, case, **params)
 
 
 def test_every_score_has_an_oracle_and_three_cases() -> None:
     names = {s.name for s in flexmasks.list_scores()}
-    # these hold other scores: tested below and in test_paging, sequence by sequence
+    # `packed` and `paged` hold other scores: they are tested below and in test_paging, sequence by sequence.
     assert names == set(SCORES) | {"packed", "paged"}
     for name in SCORES:
         assert sum(c.name == name for c in SCORE_CASES) >= 3
@@ -38,16 +38,16 @@ def test_every_score_has_an_oracle_and_three_cases() -> None:
 def test_reference_in_float64_with_gradients(case: Case) -> None:
     leaves = [exact(x) for x in qkv(case, torch.float32, size=8)]
     others = [exact(x) for x in leaves]
-    given = arguments(case)
-    learned = {n: exact(t) for n, t in given.items() if isinstance(t, Tensor) and t.is_floating_point()}
-    also = {n: exact(t) for n, t in learned.items()}
-    out = flexmasks.attention(*leaves, mask="causal", score=case.name, **(given | learned))
-    want, _ = attend(*others, _mask(case), _changed(case, case.params | also))
+    params = arguments(case)
+    learned = {n: exact(t) for n, t in params.items() if isinstance(t, Tensor) and t.is_floating_point()}
+    learned_too = {n: exact(t) for n, t in learned.items()}
+    out = flexmasks.attention(*leaves, mask="causal", score=case.name, **(params | learned))
+    want, _ = attend(*others, _causal(case), _changed(case, case.params | learned_too))
     assert torch.allclose(out, want, atol=1e-12, rtol=1e-12)
     weight = torch.randn_like(out)
     out.backward(weight)
     want.backward(weight)
-    for x, y in zip([*leaves, *learned.values()], [*others, *also.values()], strict=True):
+    for x, y in zip([*leaves, *learned.values()], [*others, *learned_too.values()], strict=True):
         assert x.grad is not None
         assert y.grad is not None
         assert torch.allclose(x.grad, y.grad, atol=1e-9, rtol=1e-9)
@@ -56,24 +56,24 @@ def test_reference_in_float64_with_gradients(case: Case) -> None:
 def _compiled(case: Case, dtype: torch.dtype, device: str, backend: str) -> None:
     leaves = qkv(case, dtype, device)
     others = [exact(x) for x in leaves]
-    given = arguments(case, device)
-    given |= {n: t.float() for n, t in given.items() if isinstance(t, Tensor) and t.is_floating_point()}
+    params = arguments(case, device)
+    params |= {n: t.float() for n, t in params.items() if isinstance(t, Tensor) and t.is_floating_point()}
     cuda = device == "cuda"
-    learns = backend == "triton"  # others have no gradients of what a score captured
-    learned = {n: t for n, t in given.items() if learns and isinstance(t, Tensor) and t.is_floating_point()}
+    learns = backend == "triton"  # the other kernels have no gradients of the tensors that a score captured
+    learned = {n: t for n, t in params.items() if learns and isinstance(t, Tensor) and t.is_floating_point()}
     for t in learned.values():
         t.requires_grad_()
-    also = {n: exact(t) for n, t in learned.items()}
+    learned_too = {n: exact(t) for n, t in learned.items()}
     with torch.set_grad_enabled(cuda):
-        out = flexmasks.attention(*leaves, mask="causal", score=case.name, backend=backend, **given)
-    want, _ = attend(*others, _mask(case), _changed(case, case.params | also))
+        out = flexmasks.attention(*leaves, mask="causal", score=case.name, backend=backend, **params)
+    want, _ = attend(*others, _causal(case), _changed(case, case.params | learned_too))
     assert error(out, want) < TOLERANCE[dtype]
     if cuda:
         weight = torch.randn_like(out)
         out.backward(weight)
         want.backward(weight.double().cpu())
-        for x, y in zip([*leaves, *learned.values()], [*others, *also.values()], strict=True):
-            summed = y.ndim < 4  # slopes and tables: sums over many pairs that may cancel
+        for x, y in zip([*leaves, *learned.values()], [*others, *learned_too.values()], strict=True):
+            summed = y.ndim < 4  # gradients of slopes and tables sum many pairs, which may cancel
             assert error(x.grad, y.grad, unit=1.0 if summed else 0.05) < 2 * TOLERANCE[dtype]
 
 
@@ -83,9 +83,11 @@ def test_compiled_float32_cpu(case: Case) -> None:
 
 
 _HALF = [(case, (torch.float16, torch.bfloat16)[n % 2]) for n, case in enumerate(spread(SCORE_CASES, 3)[1::3])]
+# On a CPU a kernel takes seconds to compile: each half precision is tried with one score, and with all in campaigns.
+_HALF_ON_CPU = [*_HALF[:2], *(pytest.param(*pair, marks=pytest.mark.campaign) for pair in _HALF[2:])]
 
 
-@pytest.mark.parametrize(("case", "dtype"), _HALF, ids=label)
+@pytest.mark.parametrize(("case", "dtype"), _HALF_ON_CPU, ids=label)
 def test_compiled_half_cpu(case: Case, dtype: torch.dtype) -> None:
     _compiled(case, dtype, "cpu", "cpu")
 
@@ -100,10 +102,10 @@ def test_compiled_gpu(case: Case, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("case", SCORE_CASES, ids=label)
 def test_is_written_for_flash(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flexmasks.spec.indexing._DEVICES_OF_CONSTANT_INDICES", ())  # as on a GPU
-    given = arguments(case)
-    offset = given.pop("q_offset")
+    params = arguments(case)
+    offset = params.pop("q_offset")
     size = Size(case.batch, case.heads, case.q_len, case.kv_len, torch.device("cpu"))
-    plan = ScorePlan(flexmasks.get_score(case.name, **given), sized(size, offset), offset)
+    plan = ScorePlan(flexmasks.get_score(case.name, **params), sized(size, offset), offset)
     assert not_for_flash(case, plan.score_mod(), scored=True) == []
 
 

@@ -48,7 +48,7 @@ def example(kind: str, name: str, length: int = LENGTH) -> Any:
 
 
 def truth(mask: Callable[..., Any], length: int = LENGTH) -> Tensor:
-    """With the function as it is, called by hand."""
+    """Return the mask of a function that is called by hand, [length, length]."""
     n = torch.arange(length)
     zero = torch.tensor(0)
     return mask(zero, zero, n[:, None], n).expand(length, length)
@@ -195,11 +195,11 @@ UNEQUAL: list[tuple[Any, Any]] = [
     (get_mask("document", document_ids=IDS), get_mask("document", document_ids=IDS + 1)),
     (get_mask("document", document_ids=IDS), get_mask("document", document_ids=IDS.int())),
     (get_mask("document", document_ids=IDS), get_mask("document", document_ids=IDS.to("meta"))),
-    (get_mask("document", document_ids=IDS), get_mask("document", document_ids=[0, 0, 1])),  # its kernel is another
+    (get_mask("document", document_ids=IDS), get_mask("document", document_ids=[0, 0, 1])),  # it has another kernel
     (get_mask("document", document_ids=IDS), get_mask("document", document_ids=IDS[None])),
     (get_score("softcap", cap=3.0), get_score("softcap", cap=3)),
     (get_mask(near, window=1), get_mask(near, window=True)),
-    (get_mask(near), get_mask(near, window=2)),  # a default given is given
+    (get_mask(near), get_mask(near, window=2)),  # a default that is given counts as given
     (get_mask("causal") & odd, odd & get_mask("causal")),  # order is kept
     (get_mask("causal") & odd, get_mask("causal") | odd),
     (get_mask("causal"), ~~get_mask("causal")),
@@ -247,7 +247,7 @@ def test_lists_are_taken_as_they_were() -> None:
     ids=repr,
 )
 def test_copies(mask: Mask) -> None:
-    want = truth(mask)  # which prepares it
+    want = truth(mask)  # this call prepares the mask
     for other in (copy.copy(mask), copy.deepcopy(mask), pickle.loads(pickle.dumps(mask))):
         assert other is not mask
         assert repr(other) == repr(mask)
@@ -272,13 +272,13 @@ def test_deep_copies_have_tensors_of_their_own() -> None:
 def test_masks_are_torch_mask_mods(name: str) -> None:
     n = 128
     mask = example("mask", name, n)
-    for one in (mask, ~mask | odd, get_mask("causal") & mask):
-        want = truth(one, n)
-        assert torch.equal(create_mask(one, 1, 1, n, n, device="cpu")[0, 0], want)
-        made = create_block_mask(one, 1, 1, n, n, device="cpu", BLOCK_SIZE=16)
-        assert torch.equal(made.to_dense(), flexmasks.block_mask(one, n, block_size=16).to_dense())
-        assert torch.equal(dense(one, n), want)
-        assert torch.equal(dense(lambda b, h, q, kv, one=one: one(b, h, q, kv), n), want)
+    for combined in (mask, ~mask | odd, get_mask("causal") & mask):
+        want = truth(combined, n)
+        assert torch.equal(create_mask(combined, 1, 1, n, n, device="cpu")[0, 0], want)
+        made = create_block_mask(combined, 1, 1, n, n, device="cpu", BLOCK_SIZE=16)
+        assert torch.equal(made.to_dense(), flexmasks.block_mask(combined, n, block_size=16).to_dense())
+        assert torch.equal(dense(combined, n), want)
+        assert torch.equal(dense(lambda b, h, q, kv, m=combined: m(b, h, q, kv), n), want)
 
 
 @pytest.mark.parametrize("name", SCORES)
@@ -429,14 +429,14 @@ def test_numbers_and_lists_in_kernel_keys() -> None:
 
 
 def test_no_parameter_has_the_name_of_an_argument_of_attention() -> None:
-    """It could not be given by name."""
+    """Such a parameter could not be given by name."""
     taken = set(inspect.signature(flexmasks.attention).parameters) - {"params"}
     for kind, entries in (("mask", flexmasks.list_masks()), ("score", flexmasks.list_scores())):
         for entry in entries:
             assert not taken & set(definitions.definition(kind, entry.name).parameters), entry.name
 
 
-def test_a_cell_that_runs_again_registers_anew() -> None:
+def test_a_cell_that_runs_again_replaces_its_mask() -> None:
     def cell(step: int) -> None:
         @flexmasks.register_mask()
         def of_a_cell(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Masks that kernels have themselves: what such a kernel is told, and FlashAttention 4 called directly."""
+"""Windows that kernels know natively: the arguments of such kernels, and FlashAttention 4 called directly."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ def _size(batch: int, q_len: int, kv_len: int, offset: int = 0) -> Size:
     return Size(batch, 2, q_len, kv_len, torch.device("cpu"), q_offset=offset)
 
 
-def _shown_by_dense(dense: Window, q_len: int, kv_len: int) -> Tensor:
-    """What the kernel shows, [q_len, kv_len], by the definition of a Window."""
-    first, last = dense.keys
+def _shown_by_window(window: Window, q_len: int, kv_len: int) -> Tensor:
+    """Return what a kernel shows, [q_len, kv_len], by the definition of a Window."""
+    first, last = window.keys
     shown = torch.zeros(q_len, kv_len, dtype=torch.bool)
     for i in range(q_len):
         for j in range(last - first):
-            behind = i + dense.offset - j
-            left, right = dense.left, dense.right
+            behind = i + window.offset - j
+            left, right = window.left, window.right
             shown[i, first + j] = (left is None or behind <= left) and (right is None or -behind <= right)
     return shown
 
 
-def _shown_by_flash(dense: Window, q_len: int, kv_len: int) -> Tensor:
-    """What FlashAttention shows, by its documentation: query i stands at key i + keys - queries."""
-    first, last = dense.keys
-    asked = DirectCall(dense, None, None, None, False)._arguments(q_len, last - first, None)
-    left, right = asked.get("window_size_left"), asked.get("window_size_right")
-    if asked.get("causal"):
+def _shown_by_flash(window: Window, q_len: int, kv_len: int) -> Tensor:
+    """Return what FlashAttention shows by its documentation: query i stands at key i + keys - queries."""
+    first, last = window.keys
+    arguments = DirectCall(window, None, None, None, False)._arguments(q_len, last - first, None)
+    left, right = arguments.get("window_size_left"), arguments.get("window_size_right")
+    if arguments.get("causal"):
         assert left is right is None
         right = 0
     shown = torch.zeros(q_len, kv_len, dtype=torch.bool)
@@ -55,7 +55,7 @@ def _shown_by_flash(dense: Window, q_len: int, kv_len: int) -> Tensor:
 
 
 @given(st.data())
-def test_a_band_as_kernels_are_told_it(data: st.DataObject) -> None:
+def test_the_window_that_kernels_show_is_the_mask(data: st.DataObject) -> None:
     q_len, kv_len = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 12))
     offset = data.draw(st.integers(0, 14))
     number = st.integers(0, 14)
@@ -70,43 +70,43 @@ def test_a_band_as_kernels_are_told_it(data: st.DataObject) -> None:
     for name in names[1:]:
         mask = mask & flexmasks.get_mask(name, **masks[name]())
     want = flexmasks.dense_mask(mask, q_len, kv_len, q_offset=offset)[0, 0]
-    dense = window_of(mask, _size(1, q_len, kv_len, offset))
-    if dense is None:
-        assert not want.any(-1).all()  # only where a query sees nothing
+    window = window_of(mask, _size(1, q_len, kv_len, offset))
+    if window is None:
+        assert not want.any(-1).all()  # kernels show no mask in which a query sees nothing
         return
-    assert torch.equal(_shown_by_dense(dense, q_len, kv_len), want)
-    assert torch.equal(_shown_by_flash(dense, q_len, kv_len), want)
-    assert abs(dense.pairs(q_len) - int(want.sum())) <= q_len
+    assert torch.equal(_shown_by_window(window, q_len, kv_len), want)
+    assert torch.equal(_shown_by_flash(window, q_len, kv_len), want)
+    assert abs(window.pairs(q_len) - int(want.sum())) <= q_len
 
 
-def _shown_in_sequences(dense: Window, found: Sequences, total: int, kv_total: int) -> Tensor:
-    """What is shown of all that is laid end to end, [total, kv_total]."""
+def _shown_in_sequences(window: Window, sequences: Sequences, total: int, kv_total: int) -> Tensor:
+    """Return what is shown of all sequences laid end to end, [total, kv_total]."""
     shown = torch.zeros(total, kv_total, dtype=torch.bool)
-    starts, kv_starts = found.q.tolist(), found.kv.tolist()
-    assert found.q.dtype == found.kv.dtype == torch.int32
-    assert found.used == (starts[-1], kv_starts[-1])
+    starts, kv_starts = sequences.q.tolist(), sequences.kv.tolist()
+    assert sequences.q.dtype == sequences.kv.dtype == torch.int32
+    assert sequences.used == (starts[-1], kv_starts[-1])
     lengths = [(b - a, d - c) for a, b, c, d in zip(starts, starts[1:], kv_starts, kv_starts[1:], strict=False)]
-    assert found.longest == (max(n for n, _ in lengths), max(n for _, n in lengths))
+    assert sequences.longest == (max(n for n, _ in lengths), max(n for _, n in lengths))
     for (n, m), start, kv_start in zip(lengths, starts, kv_starts, strict=False):
-        alone = Window(dense.left, dense.right, m - n, (0, m), None)  # kernels align the ends
-        shown[start : start + n, kv_start : kv_start + m] = _shown_by_dense(alone, n, m)
+        alone = Window(window.left, window.right, m - n, (0, m), None)  # kernels align the ends
+        shown[start : start + n, kv_start : kv_start + m] = _shown_by_window(alone, n, m)
     return shown
 
 
 def _check_sequences(mask: flexmasks.Mask, batch: int, length: int) -> bool:
-    """Whether the mask is found to be sequences; they must show what it shows."""
-    dense = window_of(mask, _size(batch, length, length))
-    assert dense is not None
-    assert dense.sequences is not None
-    found = dense.sequences()
-    if found is None:
+    """Return whether the mask is one of sequences, and check that these show what it shows."""
+    window = window_of(mask, _size(batch, length, length))
+    assert window is not None
+    assert window.sequences is not None
+    sequences = window.sequences()
+    if sequences is None:
         return False
     want = flexmasks.dense_mask(mask, length, batch=batch).expand(batch, 1, length, length)[:, 0].int()
     total = batch * length
-    assert torch.equal(_shown_in_sequences(dense, found, total, total), torch.block_diag(*want).bool())
-    if found.used[0] == total:
+    assert torch.equal(_shown_in_sequences(window, sequences, total, total), torch.block_diag(*want).bool())
+    if sequences.used[0] == total:
         heads = torch.block_diag(*want.repeat_interleave(3, 0)).bool()
-        assert torch.equal(_shown_in_sequences(dense, found.of_heads(3, length), 3 * total, 3 * total), heads)
+        assert torch.equal(_shown_in_sequences(window, sequences.of_heads(3, length), 3 * total, 3 * total), heads)
     return True
 
 
@@ -134,36 +134,36 @@ def test_packed_masks_as_sequences(data: st.DataObject) -> None:
     batch, count = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 3))
     lengths = data.draw(st.lists(st.integers(0, 4), min_size=count, max_size=count))
     total = sum(lengths) + data.draw(st.integers(0, 2)) or 1
-    name, window = data.draw(st.sampled_from(["full", "causal", "sliding_window"])), data.draw(st.integers(0, 4))
-    inner = flexmasks.get_mask(name, **({"window": window} if name == "sliding_window" else {}))
+    name, earlier = data.draw(st.sampled_from(["full", "causal", "sliding_window"])), data.draw(st.integers(0, 4))
+    inner = flexmasks.get_mask(name, **({"window": earlier} if name == "sliding_window" else {}))
     offsets = torch.tensor([0, *lengths]).cumsum(0)
     assert _check_sequences(flexmasks.packed(inner, offsets), batch, total) == (batch == 1 or sum(lengths) == total)
 
 
 @given(st.data())
 def test_packed_masks_of_other_keys_as_sequences(data: st.DataObject) -> None:
-    """Kernels align the ends of each sequence's queries and keys: where a mask does too, it is theirs."""
+    """Kernels align the ends of each sequence's queries and keys: they know the masks that do so too."""
     count = data.draw(st.integers(1, 3))
     lengths, more = (data.draw(st.lists(st.integers(0, 4), min_size=count, max_size=count)) for _ in range(2))
-    name, window = data.draw(st.sampled_from(["full", "causal", "sliding_window"])), data.draw(st.integers(0, 4))
-    inner = flexmasks.get_mask(name, **({"window": window} if name == "sliding_window" else {}))
+    name, earlier = data.draw(st.sampled_from(["full", "causal", "sliding_window"])), data.draw(st.integers(0, 4))
+    inner = flexmasks.get_mask(name, **({"window": earlier} if name == "sliding_window" else {}))
     start = [n + data.draw(st.sampled_from([0, 0, 0, 1])) for n in more]
     offsets = torch.tensor([0, *lengths]).cumsum(0)
     kv_offsets = offsets + torch.tensor([0, *more]).cumsum(0)
     q_len, kv_len = int(offsets[-1]) or 1, int(kv_offsets[-1]) or 1
     mask = flexmasks.packed(inner, offsets, kv_offsets, q_start=start)
-    dense = window_of(mask, _size(1, q_len, kv_len))
-    assert dense is not None
-    assert dense.sequences is not None
-    found = dense.sequences()
+    window = window_of(mask, _size(1, q_len, kv_len))
+    assert window is not None
+    assert window.sequences is not None
+    sequences = window.sequences()
     aligned = all(s == m or n == 0 for s, m, n in zip(start, more, lengths, strict=True))
-    assert (found is not None) == (aligned or name == "full")
-    if found is not None:
+    assert (sequences is not None) == (aligned or name == "full")
+    if sequences is not None:
         want = flexmasks.dense_mask(mask, q_len, kv_len)[0, 0]
-        assert torch.equal(_shown_in_sequences(dense, found, q_len, kv_len), want)
+        assert torch.equal(_shown_in_sequences(window, sequences, q_len, kv_len), want)
 
 
-def test_what_is_no_band() -> None:
+def test_masks_that_are_no_window() -> None:
     get = flexmasks.get_mask
     ids = torch.zeros(6, dtype=torch.int64)
     for mask in (
@@ -189,15 +189,15 @@ def test_what_is_no_band() -> None:
     ],
 )
 def test_decoding_and_short_queries_go_to_sdpa(mask: str, params: dict[str, int], q_len: int, offset: int) -> None:
-    """The keys that are seen are cut out, and what is left is full or causal."""
+    """The visible keys are cut out, and the mask over them is full or causal."""
     q = torch.randn(2, 4, q_len, 16, requires_grad=True)
     k, v = (torch.randn(2, 2, 300, 16, requires_grad=True) for _ in range(2))
     others = [exact(x) for x in (q, k, v)]
-    found = flexmasks.explain(q, k, v, mask=mask, q_offset=offset, **params)
-    assert found.backend == "sdpa"
+    explanation = flexmasks.explain(q, k, v, mask=mask, q_offset=offset, **params)
+    assert explanation.backend == "sdpa"
     visible = flexmasks.dense_mask(mask, q_len, 300, q_offset=offset, **params)
     want, _ = attend(*others, visible)
-    for _ in range(2):  # the second call is one that was made before
+    for _ in range(2):  # the second call repeats the first
         out = flexmasks.attention(q, k, v, mask=mask, q_offset=offset, **params)
         assert error(out, want) < TOLERANCE[torch.float32]
     for got, expected in zip(
@@ -259,30 +259,26 @@ _CASES: dict[str, dict[str, Any]] = {
 )
 def test_fa4(case: str, dtype: torch.dtype, size: int, grouped: bool) -> None:
     pytest.importorskip("flash_attn.cute", reason="flash-attn-4 is not installed")
-    given = dict(_CASES[case])
-    batch, kv_len = given.pop("batch", 2), given.pop("kv_len", 300)
-    if isinstance(given["mask"], flexmasks.Mask):
-        params = given["mask"].params
-        given["mask"] = flexmasks.Mask(given["mask"].definition, {n: _on_gpu(v) for n, v in params.items()})
+    call = dict(_CASES[case], backend="fa4")
+    batch, kv_len = call.pop("batch", 2), call.pop("kv_len", 300)
+    call["mask"] = _on_gpu(call["mask"])
     q = torch.randn(batch, 4, 300, size, device="cuda", dtype=dtype, requires_grad=True)
     k, v = (
         torch.randn(batch, 2 if grouped else 4, kv_len, size, device="cuda", dtype=dtype, requires_grad=True)
         for _ in range(2)
     )
-    given["backend"] = "fa4"
     others = [exact(x) for x in (q, k, v)]
-    lengths = {n: given[n] for n in ("q_offset", "window", "left", "right") if n in given}
-    mask = given["mask"]
-    visible = flexmasks.dense_mask(mask, 300, kv_len, batch=batch, device="cuda", **lengths).cpu()
-    change = (lambda s: 3 * torch.tanh(s / 3)) if "score" in given else None
-    want, want_lse = attend(*others, visible, change, given.get("scale"))
+    lengths = {n: call[n] for n in ("q_offset", "window", "left", "right") if n in call}
+    visible = flexmasks.dense_mask(call["mask"], 300, kv_len, batch=batch, device="cuda", **lengths).cpu()
+    change = (lambda s: 3 * torch.tanh(s / 3)) if "score" in call else None
+    want, want_lse = attend(*others, visible, change, call.get("scale"))
     weight, lse_weight = torch.randn_like(q), torch.randn(batch, 4, 300, device="cuda")
     seen = ~want_lse.isinf()
     expected = torch.autograd.grad(
         (want * weight.double().cpu()).sum() + (want_lse * lse_weight.double().cpu())[seen].sum(), others
     )
-    for _ in range(2):  # the second call is one that was made before
-        out, lse = flexmasks.attention(q, k, v, return_lse=True, **given)
+    for _ in range(2):  # the second call repeats the first
+        out, lse = flexmasks.attention(q, k, v, return_lse=True, **call)
         assert error(out, want) < TOLERANCE[dtype]
         check_lse(lse, want_lse, TOLERANCE[dtype])
         loss = (out * weight).sum() + (lse * lse_weight)[seen.cuda()].sum()
@@ -291,6 +287,7 @@ def test_fa4(case: str, dtype: torch.dtype, size: int, grouped: bool) -> None:
 
 
 def _on_gpu(value: Any) -> Any:
+    """Return a value with the tensors in it on a GPU: of a mask, a tuple or a tensor."""
     if isinstance(value, tuple):
         return tuple(_on_gpu(v) for v in value)
     if isinstance(value, flexmasks.Mask):
@@ -302,7 +299,7 @@ def _on_gpu(value: Any) -> Any:
 @pytest.mark.parametrize("backend", ["fa4", "flash"])
 @pytest.mark.parametrize("size", range(8, 129, 8))
 def test_flash_head_sizes(backend: str, size: int) -> None:
-    """A head size that is taken is right, gradients too: some of its kernels are not."""
+    """Head sizes that the backend takes are right, with gradients; for some sizes its kernels are wrong."""
     pytest.importorskip("flash_attn.cute", reason="flash-attn-4 is not installed")
     q, k, v = (torch.randn(1, 2, 200, size, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     others = [exact(x) for x in (q, k, v)]
@@ -319,21 +316,21 @@ def test_flash_head_sizes(backend: str, size: int) -> None:
 
 @pytest.mark.gpu
 def test_small_and_large_calls() -> None:
-    """Small calls take as long as the host does: sdpa where it can, else triton; large ones FlashAttention 4."""
+    """The host's time decides small calls: sdpa where it can run, else triton. Large calls take FlashAttention 4."""
     pytest.importorskip("flash_attn.cute", reason="flash-attn-4 is not installed")
     small, large = (torch.randn(2, 8, n, 64, device="cuda", dtype=torch.bfloat16) for n in (512, 8192))
 
-    def taken(x: Tensor, mask: Any, **more: Any) -> str:
+    def backend_of(x: Tensor, mask: Any, **more: Any) -> str:
         return flexmasks.explain(x, x, x, mask=mask, **more).backend
 
     def own(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return (q >= kv) & (kv % 3 != 1)
 
-    assert [taken(small, m) for m in ("full", "causal", own)] == ["sdpa", "sdpa", "triton"]
-    assert taken(small, "causal", return_lse=True) == "triton"
-    assert [taken(large, m) for m in ("full", "causal", own)] == ["fa4", "fa4", "flash"]
-    assert taken(large[:1], "sliding_window", window=64) == "triton"  # little of it is computed
-    assert taken(small, flexmasks.packed("causal", [0, 100, 512])) == "fa4"  # whose blocks need not be found
+    assert [backend_of(small, m) for m in ("full", "causal", own)] == ["sdpa", "sdpa", "triton"]
+    assert backend_of(small, "causal", return_lse=True) == "triton"
+    assert [backend_of(large, m) for m in ("full", "causal", own)] == ["fa4", "fa4", "flash"]
+    assert backend_of(large[:1], "sliding_window", window=64) == "triton"  # few of its blocks are computed
+    assert backend_of(small, flexmasks.packed("causal", [0, 100, 512])) == "fa4"  # fa4 needs no block lists for it
     assert "faster here" in flexmasks.explain(small, small, small, mask="causal").others["fa4"]
 
 
@@ -352,7 +349,7 @@ def test_fa4_has_no_second_derivative_and_says_so() -> None:
 @pytest.mark.parametrize("backend", ["triton", "flash", "fa4"])
 @pytest.mark.parametrize("size", [64, 128])
 def test_the_cheap_tanh(backend: str, size: int) -> None:
-    """Its error is that of rounding: within twice what the exact tanh has; exactly tanh where that is asked for."""
+    """Its error is at most twice that of the exact tanh, or below the rounding of outputs."""
     if backend != "triton":
         pytest.importorskip("flash_attn.cute", reason="flash-attn-4 is not installed")
     q, k, v = ((2 * torch.randn(1, 2, 512, size, device="cuda")).to(torch.bfloat16).requires_grad_() for _ in range(3))
