@@ -1,8 +1,8 @@
-"""tanh by one instruction of the GPU, `tanh.approx.f32`, inside the kernels that torch compiles.
+"""The operator flexmasks::tanh_approx: tanh by the GPU's instruction `tanh.approx.f32` in kernels that torch compiles.
 
 The exact tanh costs a kernel of attention more than its matrix products do. The instruction's relative error is at
-most 2**-11 (PTX ISA, tanh), below what float16 and bfloat16 lose in rounding queries and keys.
-Outside compiled kernels for CUDA it is the exact tanh.
+most 2**-11 (PTX ISA, tanh), less than float16 and bfloat16 lose by rounding queries and keys.
+Outside of compiled kernels for CUDA the operator is the exact tanh.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ _tanh_approx.register_autograd(_derivative, setup_context=_save)
 
 
 def tanh_approx(x: Tensor) -> Tensor:
-    """tanh, in float32, approximated in compiled kernels for CUDA: relative error at most 2**-11."""
+    """Return tanh of float32; compiled kernels for CUDA approximate it with a relative error of at most 2**-11."""
     _lower()
     return cast(Tensor, _tanh_approx(x))
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator] # called by the tracer, not traced
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator] # the tracer calls it and does not trace it
 def _lower() -> None:
-    """Tell Inductor, and through it Triton's and CuTe's kernels, how to compute it."""
+    """Tell Inductor how Triton's and CuTe's kernels compute the operator."""
     compat.lower_to_instruction(
         torch.ops.flexmasks.tanh_approx.default, _INSTRUCTION, "tanh", "cute.math.tanh({x}, fastmath=True)"
     )
