@@ -1,6 +1,7 @@
-"""The softmax kernels against a float64 oracle: on a GPU, or, with TRITON_INTERPRET=1, by Triton's interpreter.
+"""The softmax kernels against a float64 oracle: on a GPU, or with TRITON_INTERPRET=1 by Triton's interpreter.
 
-The interpreter must be chosen before Triton is imported: test_softmax.py runs this file so, in a process of its own.
+The interpreter must be chosen before Triton is imported. Hence test_softmax.py runs this file in a process of its own.
+The interpreter takes about 10 ms for each chunk of a row, whatever its width: short tests have few rows.
 """
 
 from __future__ import annotations
@@ -25,32 +26,39 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 LENGTHS = [1, 2, 15, 16, 17, 127, 128, 1000, 1001, 2048, 4097, 16384, 40000]
+# Each length with one dtype, lengths that choose another configuration in half precision with two, all in campaigns.
+SHORT = {
+    torch.float32: [1, 2, 15, 16, 17, 127, 128, 1000, 1001, 2048, 4097, 16384],
+    torch.float16: [16, 1001, 4097, 40000],
+    torch.bfloat16: [1, 127, 2048, 16384],
+}
+CASES = [
+    pytest.param(n, dtype, marks=() if n in SHORT[dtype] else pytest.mark.campaign) for n in LENGTHS for dtype in DTYPES
+]
 NAN = math.nan
 
-runs = pytest.mark.skipif(
-    not INTERPRETED and not torch.cuda.is_available(), reason="needs a CUDA device, or the interpreter"
-)
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of inf - inf and the like
+# NumPy warns of inf - inf and the like, by which the interpreter computes.
+runs_kernels = pytest.mark.filterwarnings("ignore::RuntimeWarning") if INTERPRETED else pytest.mark.gpu
 
 
 def seen(bounds: Tensor | None, bits: Tensor | None, mask: Tensor | None, visible: bool, columns: int) -> Tensor:
-    """What the kernels' arguments say is visible, [..., columns]."""
+    """Return the places that the kernels' arguments make visible, [..., columns]."""
     column = torch.arange(columns)
-    found = torch.ones(columns, dtype=torch.bool)
+    places = torch.ones(columns, dtype=torch.bool)
     if bounds is not None:
-        found = found & (column >= bounds[..., :1]) & (column < bounds[..., 1:])
+        places = places & (column >= bounds[..., :1]) & (column < bounds[..., 1:])
     if bits is not None:
-        found = found & (bits[..., column // 32].long() >> (column % 32) & 1).bool()
+        places = places & (bits[..., column // 32].long() >> (column % 32) & 1).bool()
     if mask is not None:
-        found = found & (mask.bool() if visible else ~mask.bool())
-    return found
+        places = places & (mask.bool() if visible else ~mask.bool())
+    return places
 
 
 # --- cases ---
 
 
 def random_bounds(shape: tuple[int, ...], columns: int) -> Tensor:
-    """Of all widths; the first row sees nothing, the last everything."""
+    """Return bounds of all widths; the first row sees nothing, the last row everything."""
     first = torch.randint(0, columns, shape)
     width = (torch.rand(shape) ** 3 * (columns - first + 1)).long()
     bounds = torch.stack([first, (first + width).clamp(max=columns)], -1).int()
@@ -60,7 +68,7 @@ def random_bounds(shape: tuple[int, ...], columns: int) -> Tensor:
 
 
 def random_bits(bounds: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """Bits with holes, and bounds of what they leave."""
+    """Return bits with holes inside the bounds, and the bounds of what the bits leave visible."""
     words = torch.randint(-(2**31), 2**31, (*bounds.shape[:-1], -(-columns // 32)), dtype=torch.int64).int()
     visible = seen(bounds, words, None, False, columns)
     end = torch.where(visible, torch.arange(1, columns + 1), 0).amax(-1)
@@ -74,7 +82,7 @@ def random_bits(bounds: Tensor, columns: int) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def buffers_of_nan(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Memory that is not written shows."""
+    """Fill new tensors with NaN, by which a place that no kernel wrote is seen."""
     with monkeypatch.context() as patch:
         patch.setattr(torch, "empty", lambda shape, **options: torch.full(shape, NAN, **options))
         yield
@@ -93,7 +101,7 @@ def check(
     scale: float = 0.7,
     dy: Tensor | None = None,
 ) -> None:
-    """Forward and backward against the oracle, with NaN and inf in all hidden places."""
+    """Check forward and backward against the oracle, with NaN and inf in all hidden places."""
     places = seen(bounds, bits, mask, visible, x.shape[-1]).expand(x.shape)
     if x.is_contiguous():
         x = torch.where(places, x, torch.tensor([NAN, math.inf, -math.inf], dtype=x.dtype)[torch.randint(3, x.shape)])
@@ -106,20 +114,18 @@ def check(
     assert torch.all(y.cpu()[~places] == 0)
     assert error(y, want[0], 1e-9) < TOLERANCE[x.dtype]
     near = {torch.float32: (1e-4, 1e-9), torch.float16: (2e-3, 1e-7), torch.bfloat16: (1e-2, 1e-9)}[x.dtype]
-    assert torch.allclose(y.cpu().double(), want[0], rtol=near[0], atol=near[1])  # each by itself, however small
+    assert torch.allclose(y.cpu().double(), want[0], rtol=near[0], atol=near[1])  # every element, however small
     if dy.is_contiguous():
         dy = torch.where(places, dy, torch.tensor([NAN, math.inf], dtype=x.dtype)[torch.randint(2, x.shape)])
     dx = launch.backward(dy.to(DEVICE), y, on_device[0], scale)
     assert torch.all(dx.cpu()[~places] == 0)
-    unit = max(
-        1e-9, float(want[0].norm()) / want[0].numel() ** 0.5
-    )  # gradients of single columns are 0 but for rounding
+    # The gradient of a single column is 0 but for rounding: errors count in units of the softmax.
+    unit = max(1e-9, float(want[0].norm()) / want[0].numel() ** 0.5)
     assert error(dx, want[1], unit) < 2 * TOLERANCE[x.dtype]
 
 
-@runs
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("columns", LENGTHS)
+@runs_kernels
+@pytest.mark.parametrize(("columns", "dtype"), CASES, ids=str)
 def test_lengths(columns: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     x = (torch.randn(2, 2, 3, columns) * 3).to(dtype)
     bounds = random_bounds((2, 1, 3), columns)
@@ -132,7 +138,7 @@ def test_lengths(columns: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPat
             check(x, scale=1.0)
 
 
-@runs
+@runs_kernels
 @pytest.mark.parametrize("halvings", [0, 1, 2, 3])
 @pytest.mark.parametrize("rows", [1, 4])
 def test_windows(rows: int, halvings: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,12 +154,27 @@ def test_windows(rows: int, halvings: int, monkeypatch: pytest.MonkeyPatch) -> N
         check(torch.randn(len(widths), columns), bounds)
 
 
-@runs
+@runs_kernels
+@pytest.mark.parametrize(("halvings", "columns"), [(0, 384), (1, 300)])
+def test_long_rows(halvings: int, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows in chunks, a length that is a multiple of the chunk and one that is not."""
+    use_chunks(128, halvings, monkeypatch)
+    x = torch.randn(12, columns) * 5
+    bounds = random_bounds((12,), columns)
+    bits, inner = random_bits(bounds, columns)
+    with buffers_of_nan(monkeypatch):
+        check(x[:3])
+        check(x, bounds, scale=-0.3)
+        check(x[6:], inner[6:], bits[6:])
+        check(x[:3], mask=torch.rand(3, columns) < 0.5)
+
+
+@runs_kernels
+@pytest.mark.campaign
 @pytest.mark.parametrize("chunk", [64, 128])
 @pytest.mark.parametrize("halvings", [0, 1])
-def test_long_rows(halvings: int, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "config", lambda *_: launch.Config(1, 4, halvings, chunk))
-    monkeypatch.setattr(launch, "_launches", {})
+def test_long_rows_of_every_kind(halvings: int, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_chunks(chunk, halvings, monkeypatch)
     for columns in (300, 384):
         x = torch.randn(1, 2, 12, columns) * 5
         bounds = random_bounds((1, 1, 12), columns)
@@ -166,14 +187,21 @@ def test_long_rows(halvings: int, chunk: int, monkeypatch: pytest.MonkeyPatch) -
         check_extremes(columns)
 
 
-@runs
+def use_chunks(chunk: int, halvings: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the kernels read every row in chunks of so many columns."""
+    monkeypatch.setattr(launch, "config", lambda *_: launch.Config(1, 4, halvings, chunk))
+    monkeypatch.setattr(launch, "_launches", {})
+
+
+@runs_kernels
 @pytest.mark.parametrize("columns", [40, 40000])
 def test_extremes(columns: int) -> None:
+    """The longer rows are read in chunks."""
     check_extremes(columns)
 
 
 def check_extremes(columns: int) -> None:
-    """Rows of -inf, +inf, NaN and the largest numbers give what torch.softmax gives, and hidden places 0."""
+    """Check that rows of -inf, +inf, NaN and the largest numbers give what torch.softmax gives, hidden places 0."""
     x = torch.randn(9, columns)
     x[0] = -math.inf
     x[1, 7] = math.inf
@@ -196,35 +224,35 @@ def check_extremes(columns: int) -> None:
         assert torch.allclose(y[:8, 2:-1], want, rtol=1e-5, atol=1e-12, equal_nan=True), scale
 
 
-@runs
+@runs_kernels
 def test_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Any strides, with plans and masks that broadcast to any leading dimensions."""
-    base = torch.randn(4, 3, 20, 35)
-    bounds = random_bounds((4, 1, 20), 35)
+    base = torch.randn(2, 3, 20, 35)
+    bounds = random_bounds((2, 1, 20), 35)
     with buffers_of_nan(monkeypatch):
         check(base.transpose(0, 1).contiguous().transpose(0, 1), bounds)
         check(base[:, :, ::3], bounds[:, :, ::3])
         check(base[..., ::2], random_bounds((20,), 18))
-        check(base.transpose(2, 3), random_bounds((4, 3, 35), 20))
-        check(base[:1].expand(4, 3, 20, 35), bounds)
-        check(base[..., :1].expand(4, 3, 20, 35), bounds)
+        check(base.transpose(2, 3), random_bounds((2, 3, 35), 20))
+        check(base[:1].expand(2, 3, 20, 35), bounds)
+        check(base[..., :1].expand(2, 3, 20, 35), bounds)
         check(base[0, 0, 0], random_bounds((), 35))
         check(base[0, 0], mask=torch.rand(35) < 0.5)
-        check(base, mask=torch.rand(4, 1, 1, 35) < 0.5)
-        check(base, mask=torch.rand(4, 1, 20, 1) < 0.5)
+        check(base, mask=torch.rand(2, 1, 1, 35) < 0.5)
+        check(base, mask=torch.rand(2, 1, 20, 1) < 0.5)
         check(base, mask=torch.rand(3, 20, 35).transpose(0, 1).contiguous().transpose(0, 1) < 0.5, visible=True)
         check(base, mask=(torch.rand(35, 20) < 0.5).t())
-        check(base, mask=torch.randint(0, 2, (4, 1, 20, 35), dtype=torch.int64) * 256)
+        check(base, mask=torch.randint(0, 2, (2, 1, 20, 35), dtype=torch.int64) * 256)
         check(base, bounds, mask=torch.rand(1, 3, 20, 35) < 0.5, visible=True)
-        check(base, dy=torch.randn(1, 1, 1, 1).expand(4, 3, 20, 35))
-        check(base, dy=torch.randn(4, 3, 35, 20).transpose(2, 3))
-        # more dimensions that do not merge than the kernel knows
+        check(base, dy=torch.randn(1, 1, 1, 1).expand(2, 3, 20, 35))
+        check(base, dy=torch.randn(2, 3, 35, 20).transpose(2, 3))
+        # More dimensions than the kernel knows, none of which merge.
         many = torch.randn(2, 3, 2, 3, 2, 33).permute(4, 2, 0, 3, 1, 5)
         check(many, random_bounds((2, 1, 2, 1, 3), 33))
         check(many, mask=torch.rand(2, 1, 3, 1, 33) < 0.5)
 
 
-@runs
+@runs_kernels
 def test_random_calls() -> None:
     """Random shapes, broadcasting and arguments."""
     generator = torch.Generator().manual_seed(1)
@@ -277,7 +305,7 @@ def test_beyond_2_to_the_31() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter keeps no launches")
 def test_launches_are_kept() -> None:
-    """A second call with other numbers takes the kept launch; another alignment does not."""
+    """A call of the same layout takes the kept launch; a call of another alignment does not."""
     launch._launches.clear()
     base = torch.randn(64 * 100 + 8, device="cuda")
     for _ in range(3):
@@ -289,14 +317,14 @@ def test_launches_are_kept() -> None:
     assert torch.allclose(y, torch.softmax(shifted, -1), atol=1e-6)
     kept = len(launch._launches)
     launch.forward(shifted.clone()[:], None, None, None, False, 2.0)
-    assert len(launch._launches) == kept + 1  # aligned now
+    assert len(launch._launches) == kept + 1  # for the copy is aligned
 
 
 # --- what is compiled ---
 
 
 def assembly(kernel: Any, pointers: dict[str, str], constants: dict[str, Any], warps: int) -> str:
-    """The PTX of a kernel for a Hopper GPU, which need not be there."""
+    """Return the PTX of a kernel for a Hopper GPU; no GPU is needed."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -321,7 +349,7 @@ def assembly(kernel: Any, pointers: dict[str, str], constants: dict[str, Any], w
 @pytest.mark.skipif(INTERPRETED, reason="compiles")
 @pytest.mark.parametrize(("columns", "dtype"), [(1000, "fp32"), (4096, "bf16"), (2048, "fp16"), (40000, "fp32")])
 def test_loads_and_stores_are_wide(columns: int, dtype: str) -> None:
-    """16 bytes at a time, but for the narrowest window, also for lengths that are no multiple of 16."""
+    """Loads and stores take 16 bytes, also for lengths that are no multiple of 16; only the bounds take 4."""
     block = triton.next_power_of_2(columns)
     grain = math.gcd(16, columns)
     shared = {"GRAIN": grain, "INNER": False, "OUTER": 1}
@@ -346,5 +374,5 @@ def test_loads_and_stores_are_wide(columns: int, dtype: str) -> None:
             found = re.findall(operation + r"\.global[\w:.]*?(?:\.v(\d))?\.b(\d+)", text)
             widths = [int(count or 1) * int(bits) for count, bits in found]
             assert set(widths) <= {32, 128}
-            assert widths.count(32) <= 6 * (operation == "ld")  # the two bounds, read again for rows with NaN
+            assert widths.count(32) <= 6 * (operation == "ld")  # the two bounds, which rows with NaN read again
             assert widths.count(128) >= 2

@@ -1,4 +1,4 @@
-"""tanh by one instruction of the GPU, `tanh.approx.f32`, inside the kernels that torch compiles.
+"""The operator flexmasks::tanh_approx: tanh by the GPU's instruction `tanh.approx.f32` in kernels that torch compiles.
 
 In a kernel of attention the exact tanh takes more time than the matrix products. The instruction's relative error is
 at most 2**-11 (PTX ISA, tanh), below what float16 and bfloat16 lose in rounding queries and keys. Outside compiled
