@@ -162,7 +162,9 @@ def paged_attention(
     backend: str = "auto",
     **params: Any,
 ) -> Any:
-    """Compute attention to keys and values in a paged KV cache; nothing of the cache is copied.
+    """Compute attention to keys and values in a paged KV cache.
+
+    Nothing of the cache is copied.
 
     The cache is laid out as vLLM and FlashAttention hold it. To mask and score, key j is the j-th key of its own
     sequence, wherever it lies, as if the cache were contiguous. Decoding, prefill in chunks and prefill are the same
@@ -260,7 +262,9 @@ def dense_mask(
     q_offset: int | Tensor = 0,
     **params: Any,
 ) -> Tensor:
-    """Return a mask as booleans, True = visible: [batch or 1, heads or 1, q_len, kv_len].
+    """Return a mask as booleans, True = visible.
+
+    The result is [batch or 1, heads or 1, q_len, kv_len].
 
     The batch and head dimensions are 1 if the mask does not depend on the index. Arguments and errors are those of
     `block_mask`.
@@ -278,7 +282,9 @@ def dense_mask(
 
 
 def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Explanation:
-    """Explain how a call of `attention` would run: its backend, what it compiles, and which blocks it skips.
+    """Explain how a call of `attention` would run.
+
+    The explanation names the backend, what it compiles, and which blocks it skips.
 
     Arguments and errors are those of `attention`. The explanation is text when printed, and a table in Jupyter. It
     also says why the other backends were not chosen.

@@ -1,4 +1,7 @@
-"""Caches that hold no tensor of the user's: an entry dies with the tensors that it was made from."""
+"""Caches that hold no tensor of the user's.
+
+An entry dies with the tensors that it was made from.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,9 @@ _CACHES: dict[str, Cache[Any]] = {}
 
 
 class Cache(Generic[Value]):
-    """A cache of values by a key and by the identity and version of tensors, bounded in bytes.
+    """A cache by key and by the identity and version of tensors.
+
+    It is bounded in bytes.
 
     If room is short, entries go in the order in which they came; an entry that was used meanwhile has a second turn
     first. Safe across threads. Tensors made in inference mode have no version, so a value that depends on one is not
@@ -59,7 +64,10 @@ class Cache(Generic[Value]):
         _CACHES[name] = self
 
     def get(self, key: Hashable, tensors: Sequence[Tensor] = ()) -> Value | None:
-        """Return the value under this key and these very tensors; None if there is none, or a tensor has changed."""
+        """Return the value under this key and these very tensors.
+
+        The result is None if there is none, or if a tensor has changed.
+        """
         full_key = _with_ids(key, tensors)
         with self._lock:
             entry = self._entries.get(full_key)
@@ -76,7 +84,10 @@ class Cache(Generic[Value]):
             return None
 
     def put(self, key: Hashable, tensors: Sequence[Tensor], value: Value, nbytes: int) -> None:
-        """Keep a value until one of its tensors dies or changes, or its bytes are needed."""
+        """Keep a value until its tensors die or change.
+
+        It is also dropped if its bytes are needed.
+        """
         identities = [identity(t) for t in tensors]
         if None in identities or nbytes > self._max_bytes:
             return
@@ -132,7 +143,9 @@ def cache_info() -> dict[str, CacheInfo]:
 
 
 def clear_caches() -> None:
-    """Empty every cache of the library, see `cache_info`; needed after a change of a tensor that torch does not count.
+    """Empty every cache of the library, see `cache_info`.
+
+    This is needed after a change of a tensor that torch does not count.
 
     Torch does not count changes through `tensor.data`, through memory shared with NumPy, or by a kernel of yours.
     """
@@ -141,7 +154,10 @@ def clear_caches() -> None:
 
 
 def identity(tensor: Tensor) -> Hashable | None:
-    """Return a value that differs after each change that torch counts, or None if changes cannot be noticed."""
+    """Return a value that differs after each change of a tensor.
+
+    Changes are those that torch counts; None if they cannot be noticed.
+    """
     if tensor.is_inference():
         return None
     try:
@@ -152,5 +168,5 @@ def identity(tensor: Tensor) -> Hashable | None:
 
 
 def _with_ids(key: Hashable, tensors: Sequence[Tensor]) -> Hashable:
-    """Return the key that an entry is stored under: by the tensors too, and by inference mode."""
+    """Return the key of an entry, with its tensors and inference mode."""
     return key, torch.is_inference_mode_enabled(), *map(id, tensors)

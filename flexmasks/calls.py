@@ -1,4 +1,4 @@
-"""One call's way: from the arguments of `attention` to a backend, or straight to the kernel of an earlier call.
+"""One call's way, from the arguments of `attention` to a backend.
 
 A call that was made before, with the same functions, parameters, shapes and tensors, is found in a cache and replayed.
 Any other call is checked and planned, and its backend is chosen. This file also brings calls under autocast, with
@@ -120,7 +120,10 @@ def _run_varlen(
 def run_paged(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, kv_lens: Tensor, request: Request
 ) -> tuple[Tensor, Tensor | None]:
-    """Return output and lse (or None) of a call of `paged_attention`; q_offset None stands for the last queries."""
+    """Return output and lse, or None, of a call of `paged_attention`.
+
+    q_offset None stands for the last queries.
+    """
     call = _run_paged_at_graph_break if torch.compiler.is_compiling() else _run_paged
     return call(q, k_cache, v_cache, page_table, kv_lens, request)
 
@@ -159,7 +162,10 @@ def explain(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Explanation:
 
 
 def run_eagerly(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tensor | None]:
-    """Run a call outside torch.compile; a call that was made before goes straight to its kernel."""
+    """Run a call outside torch.compile.
+
+    A call that was made before goes straight to its kernel.
+    """
     known = _key_and_tensors(q, k, v, request)
     if known is None:
         result, _ = _run_first_time(q, k, v, request)
@@ -182,7 +188,10 @@ _run_paged_at_graph_break = torch.compiler.disable(_run_paged, reason=_CANNOT_PL
 
 
 def _key_and_tensors(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Hashable, list[Tensor]] | None:
-    """Return the cache key of a call and the tensors it reads, or None if the call cannot be cached."""
+    """Return the cache key of a call and the tensors it reads.
+
+    The result is None if the call cannot be cached.
+    """
     scale, with_lse, backend = request.scale, request.return_lse, request.backend
     if not (type(q) is type(k) is type(v) is Tensor and type(backend) is str and type(with_lse) is bool):
         return None
@@ -218,7 +227,9 @@ def _key_and_tensors(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple
 
 
 def _simple_key(request: Request, tensors: list[Tensor]) -> Hashable | None:
-    """Return the key of a call with names of the library or plain functions, numbers and tensors; else None.
+    """Return the key of a call with common arguments only, else None.
+
+    Common are names of the library and plain functions, with numbers and tensors.
 
     It takes a third of the time of `captures.Reader`, which reads everything.
     """
@@ -257,7 +268,10 @@ def _simple_key_of(kind: str, value: Any, tensors: list[Tensor]) -> Hashable | N
 
 
 def _run_first_time(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Result, bool]:
-    """Check, plan and run a call; return its result, and whether its replay may be cached."""
+    """Check, plan and run a call.
+
+    Returns its result, and whether its replay may be cached.
+    """
     with _under_autocast(q, k, v) as (q, k, v):
         if not any_nested(q, k, v):
             call = _planned(q, k, v, request)
@@ -269,7 +283,10 @@ def _run_first_time(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[
 
 
 def _checked(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Size:
-    """Check all arguments but mask and score, which are checked when they are planned; return the sizes."""
+    """Check all arguments but mask and score, and return the sizes.
+
+    Mask and score are checked when they are planned.
+    """
     backend, kernel_options = request.backend, request.kernel_options
     if not isinstance(backend, str) or (backend != "auto" and backend not in BACKENDS):
         fail(f"`backend` must be 'auto' or one of {', '.join(map(repr, BACKENDS))}, got {backend!r}.")
@@ -395,7 +412,10 @@ def _cast(x: Any, dtype: torch.dtype) -> Any:
 
 
 def _laid_end_to_end(q: Any, k: Any, v: Any, request: Request) -> tuple[Tensor, Tensor, Tensor, Request]:
-    """Return jagged nested tensors as dense tensors [1, H, total, D], and the request with `packed` mask and score."""
+    """Return jagged nested tensors as dense tensors, laid end to end.
+
+    They are [1, H, total, D]; the request gets a `packed` mask and score.
+    """
     for name, x in (("q", q), ("k", k), ("v", v)):
         is_jagged = isinstance(x, Tensor) and x.is_nested and x.layout == torch.jagged
         if not is_jagged or x.dim() != 4 or isinstance(x.shape[2], int):
@@ -447,7 +467,10 @@ def _offset_of_last(kv_lens: Tensor, q_len: int) -> Tensor:
 
 
 def _slots(cache: Tensor, batch: int) -> Tensor:
-    """Return a view of all slots of a cache as the keys or values [B, Hkv, slots, D] of every batch element."""
+    """Return a view of all slots of a cache.
+
+    It is [B, Hkv, slots, D]: the keys or values of every batch element.
+    """
     if torch.is_autocast_enabled(cache.device.type):
         cache = _cast(cache, torch.get_autocast_dtype(cache.device.type))
     return cache.flatten(0, 1).transpose(0, 1).expand(batch, -1, -1, -1)

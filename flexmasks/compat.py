@@ -1,4 +1,6 @@
-"""Private symbols of torch that the library uses: the only file to mend when a torch release moves one.
+"""Private symbols of torch, gathered in the only file that names any.
+
+When a torch release moves one, this is the file to mend.
 
 Each entry says what the symbol is for, how its loss would show, and which public symbol replaces it from which torch
 version. "No public one" was checked on torch 2.11 and 2.13. No other file may name a private torch symbol.
@@ -130,7 +132,10 @@ def compiler_is_off() -> bool:
 
 @contextlib.contextmanager
 def donated_buffers_off() -> Iterator[None]:
-    """Let a compiled backward pass run twice over one graph, to time it. No public one."""
+    """Let a compiled backward pass run twice over one graph.
+
+    Benchmarks time it so. No public one.
+    """
     config = torch._functorch.config
     kept = config.donated_buffer
     config.donated_buffer = False
@@ -148,7 +153,9 @@ def fake_mode() -> Any:
 
 
 def lower_to_instruction(op: Any, instruction: str, fallback: str, cute: str) -> None:
-    """Tell Inductor how to compute an operator of one float32 tensor: by an instruction of the GPU. No public one.
+    """Tell Inductor to compute an operator by an instruction of the GPU.
+
+    The operator takes one float32 tensor. No public one.
 
     Without it, compiled kernels would fail on the operator.
 

@@ -1,4 +1,7 @@
-"""Former module paths: old imports and old pickles find each name in the room that holds it now."""
+"""Former module paths, for old imports and old pickles.
+
+Each name is found in the room that holds it now.
+"""
 
 from __future__ import annotations
 

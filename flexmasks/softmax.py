@@ -18,7 +18,9 @@ from flexmasks.spec.arguments import MaskLike, from_arguments
 
 
 def masked_softmax(x: Tensor, *, mask: MaskLike | Tensor | None = None, scale: float = 1.0, **params: Any) -> Tensor:
-    """Return softmax(x * scale) over the columns that a mask lets each row see, and 0 elsewhere.
+    """Return softmax(x * scale) over visible columns, and 0 elsewhere.
+
+    The mask says which columns each row sees.
 
     The mask is computed, not loaded: what each row sees is planned once and cached (see `flexmasks.cache_info`), and
     the kernel reads only those columns. A row that sees nothing is 0 everywhere. Hidden scores may hold anything, NaN
@@ -65,7 +67,7 @@ def masked_softmax(x: Tensor, *, mask: MaskLike | Tensor | None = None, scale: f
 
 
 def scaled_masked_softmax(x: Tensor, mask: Tensor, scale: float = 1.0) -> Tensor:
-    """Return softmax(x * scale) over the columns that are not masked, and 0 at the masked ones.
+    """Return softmax(x * scale) over unmasked columns, and 0 elsewhere.
 
     The mask is read once, with its own strides, and never expanded in memory. A row whose columns are all masked is 0
     everywhere (implementations that fill with a finite score instead of -inf give 1 / K there). NaN and inf act as in

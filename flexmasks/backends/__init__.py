@@ -1,1 +1,4 @@
-"""Backends: a planned call comes in, the output and lse go out, from the best kernel that can run the call."""
+"""Backends: a planned call comes in, the output and lse go out.
+
+The fastest backend that can run a call does.
+"""

@@ -1,4 +1,4 @@
-"""Calls as backends see them: what a call asks for, what running it gives, and how it runs again."""
+"""Calls as backends see them, their results, and their replays."""
 
 from __future__ import annotations
 
@@ -24,18 +24,24 @@ OUTCOMES: Cache[str] = Cache("outcomes", max_bytes=1024)  # an entry counts one 
 
 
 class Unavailable(Exception):
-    """Raised when a backend fails to compile a call or to find a kernel for it."""
+    """Error of a backend that cannot compile a call, or finds no kernel."""
 
 
 class Replay(Protocol):
-    """A call that has run, without q, k and v: calling it with these runs the same kernel again."""
+    """A call that has run, without q, k and v.
+
+    Called with these, it runs the same kernel again.
+    """
 
     @property
     def nbytes(self) -> int:
         """Bytes that keeping the replay takes."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the output, and the lse or None; raise Unavailable if the kernel cannot be compiled."""
+        """Return the output, and the lse or None.
+
+        Raises Unavailable if the kernel cannot be compiled.
+        """
 
 
 class Result(NamedTuple):
@@ -48,7 +54,10 @@ class Result(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """One call of attention, checked and planned; work that only some backends need is done when asked for."""
+    """One call of attention, checked and planned.
+
+    Work that only some backends need is done when they ask for it.
+    """
 
     q: Tensor
     k: Tensor
@@ -92,7 +101,10 @@ class Call:
 
 
 def transformed() -> bool:
-    """Return whether torch maps over a batch or takes derivatives forward, which fused kernels do not support."""
+    """Return whether torch maps over a batch or takes derivatives forward.
+
+    Fused kernels support neither.
+    """
     return compat.in_forward_derivative() or compat.in_vmap()
 
 
@@ -103,7 +115,10 @@ def first_line(error: Exception) -> str:
 
 
 def proven(call: Call, replay: Any) -> Result:
-    """Run a call; the first call of a kind is also differentiated, so that a failure comes while others can run."""
+    """Run a call, and differentiate the first call of its kind.
+
+    A failure of the gradient then comes while other backends can still run the call.
+    """
     kind = "proven", replay.key, call.kind
     needs_proof = call.needs_grad and any(x.requires_grad for x in (call.q, call.k, call.v))
     if needs_proof and OUTCOMES.get(kind) is None and not compat.transforms_active():

@@ -119,7 +119,7 @@ class DirectCall:
         return cls(cast(Window, call.window()), sequences, call.scale, call.cap, call.with_lse, by_head)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the output [B, H, Q, D], and lse [B, H, Q] if it is wanted."""
+        """Return the output [B, H, Q, D], and lse [B, H, Q] or None."""
         k, v = self.window.cut(k), self.window.cut(v)
         if self.sequences is not None:
             out, lse = self._in_sequences(q, k, v, self.sequences)
@@ -142,7 +142,10 @@ class DirectCall:
         return out.view(batch, q_len, heads, size).transpose(1, 2), lse.view(heads, batch, q_len).transpose(0, 1)
 
     def _attend(self, sequences: Sequences | None, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return output and lse of q, k, v [B, S, H, D], or [tokens, H, D] with sequences."""
+        """Return output and lse of q, k, v [B, S, H, D].
+
+        With sequences, q, k and v are [tokens, H, D].
+        """
         out, lse = _Attend.apply(q, k, v, self._arguments(q.shape[1], k.shape[1], sequences), self.cap)
         return out, lse
 
@@ -166,7 +169,10 @@ class DirectCall:
 
 
 class _Attend(torch.autograd.Function):
-    """Attention of q, k, v [B, S, H, D] or [tokens, H, D]: output of q's shape, lse [B, H, S] or [H, tokens]."""
+    """Attention of q, k, v [B, S, H, D], or [tokens, H, D].
+
+    The output has q's shape, the lse is [B, H, S], or [H, tokens].
+    """
 
     @staticmethod
     def forward(
@@ -204,7 +210,10 @@ class _Attend(torch.autograd.Function):
 
 
 class _NotDifferentiable(torch.autograd.Function):
-    """The gradients unchanged; a derivative of them is an error, where autograd alone would give zero."""
+    """The gradients, unchanged, with an error in place of their derivatives.
+
+    Autograd alone would give zero derivatives.
+    """
 
     @staticmethod
     def forward(

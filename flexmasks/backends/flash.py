@@ -31,7 +31,10 @@ def refuses(call: Call) -> str | None:
 
 
 def _refuses_functions(call: Call) -> str | None:
-    """Return why FLASH may miscompile the functions of mask and score, checked once for all calls of a kind."""
+    """Return why FLASH may miscompile the functions of mask and score.
+
+    All calls of a kind are checked once.
+    """
     if call.shapes is None:
         return "it may miscompile the function, which reads something that may change"
     device, sizes = call.q.device, (*call.q.shape[:3], call.k.shape[2])

@@ -1,4 +1,6 @@
-"""Compiled flex_attention, with one code object per kind of call, so that no recompile limit is shared.
+"""Compiled flex_attention, with one code object per kind of call.
+
+No two kinds share a recompile limit then.
 
 torch counts recompilations by code object and, at its limit, would run flex_attention unfused. Here every kind of call
 (the functions of mask and score with their constants, dtype, batch, heads, head size, options) has a code object of
@@ -76,7 +78,10 @@ def flex(
     kernel_options: Any,
     with_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return output and lse (or None) of torch's flex_attention; grouped heads are recognized from the shapes."""
+    """Return output and lse, or None, of torch's flex_attention.
+
+    Grouped heads are recognized from the shapes.
+    """
     grouped = q.shape[1] != k.shape[1]
     if with_lse:
         out, aux = flex_attention(
@@ -101,7 +106,9 @@ def options(
     given: dict[str, Any] | None,
     proven: Callable[[], dict[str, bool]] = dict,
 ) -> dict[str, Any]:
-    """Return the kernel_options of a call: the user's, torch's `backend` name, and proven ones where they apply.
+    """Return the kernel_options of a call.
+
+    These are the user's, torch's `backend` name, and proven options where they apply.
 
     Proven options apply to torch's Triton kernel for many queries.
     """
@@ -118,7 +125,10 @@ def options(
 
 @torch.library.custom_op("flexmasks::separate", mutates_args=())
 def separate(x: Tensor) -> Tensor:
-    """Copy a tensor in a way that Inductor fuses nothing across; its CPU kernel fails with the next op fused in."""
+    """Copy a tensor in a way that Inductor fuses nothing across.
+
+    torch's kernel for the CPU fails with the next operation fused in.
+    """
     return x.clone()
 
 
@@ -131,7 +141,9 @@ def _(x: Tensor) -> Tensor:
 
 
 def _run_kernel(key: Hashable, captured: Hashable, *args: Any) -> tuple[Tensor, Tensor | None]:
-    """Run `flex(*args)` compiled, by the code object of `key`; `captured` has the shapes of captured tensors.
+    """Run `flex(*args)`, compiled by the code object of `key`.
+
+    `captured` has the shapes of captured tensors.
 
     Errors of torch's compilation come through.
     """
@@ -187,7 +199,10 @@ def _needed_guards(guards: Sequence[Any]) -> list[bool]:
 
 
 class Runner:
-    """Runs one kind of call; after its first run it holds the kernel, which skips the lookup by key."""
+    """Runs one kind of call, and holds its kernel after the first run.
+
+    Later runs skip the lookup by key.
+    """
 
     def __init__(self, key: Hashable, captured: Hashable) -> None:
         self.key = key
@@ -305,7 +320,10 @@ def refuses_to_compile() -> str | None:
 
 
 def run(call: Call, backend: str | None = None) -> Result:
-    """Run a call with torch's `backend` name, or torch's own choice, with smaller kernels if memory is short."""
+    """Run a call with torch's `backend` name, or torch's own choice.
+
+    If shared memory is too small, smaller kernels are tried.
+    """
     may_shrink = backend is None and call.is_cuda and not call.kernel_options
     tries = _SMALLER_KERNELS if may_shrink else _SMALLER_KERNELS[:1]
     for more_options in tries:

@@ -55,7 +55,9 @@ _INTEGERS_IN_TENSORS: Bounds = (-(2.0**30), 2.0**30)  # assumed of captured tens
 def miscompiled(
     function: Callable[..., Tensor], device: torch.device, sizes: Sequence[int], is_score: bool = False
 ) -> str | None:
-    """Return why FLASH may miscompile a mask_mod, or a score_mod if `is_score`; None if it does not.
+    """Return why FLASH may miscompile a mask_mod or score_mod, or None.
+
+    The function is a score_mod if `is_score`.
 
     sizes: batch, query heads, queries and keys. NO_BLOCKS is returned for every constant mask, though a constant that
     shows all pairs needs no blocks.
@@ -90,7 +92,7 @@ def _rounded(low: float, high: float) -> Bounds:
 
 
 class _Trace(compat.TorchDispatchMode):
-    """Follows the operations of a function: which tensors are constants, the bounds of values, and the errors met.
+    """Follows the operations of a function: constants, bounds, and errors met.
 
     torch's own tracer would make torch refuse compiled calls in all threads while it traces; a mode affects one thread.
     Tensors are known by their ids.
@@ -185,7 +187,10 @@ class _Trace(compat.TorchDispatchMode):
             self.errors[_VECTORS] = None
 
     def _sign_does_not_matter(self, out: Tensor, dividend: Any, divisor: Any) -> bool:
-        """Return whether a remainder is the same by the sign of the dividend and of the divisor."""
+        """Return whether a remainder is the same by either sign.
+
+        torch gives it the divisor's sign, FLASH's compiler the dividend's.
+        """
         is_zero = type(divisor) is int and abs(divisor) == 1 and not out.is_floating_point()
         return is_zero or (self._bounds_or_any(dividend)[0] >= 0 and self._bounds_or_any(divisor)[0] >= 0)
 

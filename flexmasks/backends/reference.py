@@ -1,4 +1,6 @@
-"""Backend "reference": attention in plain torch, of any floating dtype, with scores, lse and every gradient.
+"""Backend "reference": attention in plain torch.
+
+It runs any floating dtype, scores, lse and every gradient.
 
 The kernels are judged by it, and on a CPU it runs the calls that need a gradient. Its memory is bounded. It computes
 a call in one of two ways, with equal results:
@@ -50,7 +52,9 @@ def attend(
     block_mask: BlockMask,
     scale: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the output [B, H, Q, D] in q's dtype, and the natural log-sum-exp [B, H, Q].
+    """Return the output [B, H, Q, D] and the natural log-sum-exp [B, H, Q].
+
+    The output has q's dtype.
 
     The log-sum-exp is float32, or float64 if q is.
     """
@@ -95,7 +99,10 @@ class _AttendByTiles(torch.autograd.Function):
 
 
 def _learned(score_mod: Callable[..., Tensor] | None, device: torch.device) -> list[Tensor] | None:
-    """Return the tensors that a score_mod captured and that need a gradient, or None if that cannot be known."""
+    """Return the captured tensors of a score_mod that need a gradient.
+
+    The result is None if they cannot be known.
+    """
     if score_mod is None or not torch.is_grad_enabled():
         return []
     tensors: list[Tensor] = []

@@ -36,7 +36,10 @@ class _Shared(NamedTuple):
 
 
 class _Slice(NamedTuple):
-    """The queries and keys of a slice: the first position of each, and the position behind the last."""
+    """The queries and keys of a slice.
+
+    For each, the first position and the position behind the last.
+    """
 
     q_start: int
     q_stop: int
@@ -73,12 +76,18 @@ def attend_by_slices(
 
 
 def is_traced_or_transformed() -> bool:
-    """Return whether torch.compile traces this code or torch.func transforms it: no tensor's value can be read then."""
+    """Return whether torch.compile traces or torch.func transforms this code.
+
+    No tensor's value can be read then.
+    """
     return torch.compiler.is_compiling() or compat.innermost_transform() is not None
 
 
 def _slices(shared: _Shared, q: Tensor, k: Tensor, traced: bool) -> list[_Slice]:
-    """Return the slices of a call: whole rows of blocks, or parts of a row whose scores would be too many."""
+    """Return the slices of a call: rows of blocks, or parts of a row.
+
+    A row is cut if its scores would be too many.
+    """
     batch, heads, q_len, _ = q.shape
     kv_len = k.shape[2]
     rows, columns = shared.block_size
@@ -137,7 +146,10 @@ def _attend_slice(q: Tensor, k: Tensor, v: Tensor, part: _Slice, shared: _Shared
 
 
 def _visible(part: _Slice, shared: _Shared, q_positions: Tensor, kv_positions: Tensor) -> Tensor | None:
-    """Return which keys of a slice are visible, bool[B or 1, H or 1, queries, keys], or None if all are."""
+    """Return which keys of a slice are visible, or None if all are.
+
+    The result is bool[B or 1, H or 1, queries, keys].
+    """
     rows, columns = shared.block_size
     first_row = part.q_start // rows
     partial, full = (x[:, :, first_row : -(-part.q_stop // rows)] for x in (shared.partial, shared.full))

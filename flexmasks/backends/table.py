@@ -1,4 +1,7 @@
-"""The table of backends, in the order in which `backend="auto"` asks them, and the choice among them."""
+"""The table of backends, and the choice among them.
+
+`backend="auto"` asks them in the order of the table.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +58,10 @@ _FA4_MIN_FLOP, _FLASH_MIN_FLOP = 36e9, 100e9
 
 
 def choose(call: Call) -> tuple[list[Backend], dict[str, str]]:
-    """Return the backends that can run a call, fastest first, and the reasons against the others, by name."""
+    """Return the backends that can run a call, fastest first.
+
+    Also returns the reasons against the other backends, by name.
+    """
     able, reasons = [], {}
     for backend in _fastest_first(call):
         reason = _reason_against(backend, call)
@@ -95,7 +101,10 @@ def check(call: Call, name: str) -> None:
 
 
 def run(call: Call, name: str) -> Result:
-    """Run a call on the backend of this name, or under "auto" on the fastest that can run it."""
+    """Run a call on a backend, by name or chosen.
+
+    "auto" takes the fastest backend that can run the call.
+    """
     check(call, name)
     if name != "auto":
         try:
@@ -115,5 +124,8 @@ def run(call: Call, name: str) -> Result:
 
 
 def _is_special(call: Call) -> bool:
-    """Return whether a failure may come from the code around a call, or from its views, and not from its kind."""
+    """Return whether a failure may say nothing about the call's kind.
+
+    It may come from the code around the call, or from its views.
+    """
     return compat.transforms_active() or any(x.is_neg() for x in (call.q, call.k, call.v))

@@ -1,4 +1,6 @@
-"""Attention by tiles: the fast way of the reference backend, with its gradient written by hand.
+"""Attention by tiles, with its gradient written by hand.
+
+This is the fast way of the reference backend.
 
 A tile is some queries of some heads, against the keys that their blocks reach. Keys of empty blocks are left out. Of
 the other keys, only the run from the first to the last that may be hidden is masked. All tiles write their scores to
@@ -36,7 +38,10 @@ _ALL = slice(None)
 
 
 class _ReachedKeys(NamedTuple):
-    """The keys of the blocks that a tile's queries reach, and which of them are hidden."""
+    """The keys that a tile's queries reach, and which are hidden.
+
+    Queries reach the keys of their partial and full blocks.
+    """
 
     selection: slice | Tensor  # selects the keys in a tensor of all keys; a slice if they follow each other
     positions: Tensor
@@ -121,7 +126,10 @@ class Tiles:
         grad_lse: Tensor,
         learned: Sequence[Tensor],
     ) -> tuple[Tensor, ...]:
-        """Return the gradients of q, k and v, and of the tensors that the score_mod learns."""
+        """Return the gradients of q, k, v and of learned tensors.
+
+        Learned tensors are those that the score_mod captured and that need a gradient.
+        """
         keys, values = self._by_group(k), self._by_group(v)
         finite_q, finite_keys = _zero_nonfinite(q), _zero_nonfinite(keys)
         grad_q = torch.zeros_like(q, memory_format=torch.contiguous_format)
@@ -164,7 +172,7 @@ class Tiles:
         grad_learned: Sequence[Tensor],
         tile: _Tile,
     ) -> Tensor:
-        """Return the gradients of the scores, given the gradients of the scores that the score_mod changed.
+        """Return the gradients of scores, given those of the changed scores.
 
         The gradients of the learned tensors are added to `grad_learned`.
         """
@@ -184,7 +192,10 @@ class Tiles:
     # --- a tile's part of tensors ---
 
     def _by_group(self, x: Tensor) -> Tensor:
-        """Return keys or values as [groups, keys, D], with the groups of one batch element if x has only one."""
+        """Return keys or values as [groups, keys, D].
+
+        If x has one batch element only, so has the result.
+        """
         return x.to(self._dtype).reshape(len(x) * self._kv_heads, self._kv_len, -1)
 
     def _keys_of(self, x: Tensor, tile: _Tile) -> Tensor:
@@ -242,7 +253,7 @@ class Tiles:
             self._masked_integers(scores, tile).bitwise_and_(bits).bitwise_or_(minus_infinity)
 
     def _masked_integers(self, scores: Tensor, tile: _Tile) -> Tensor:
-        """Return a view of the scores that may be hidden, as integers of the same bits."""
+        """Return a view of possibly hidden scores as integers of the same bits."""
         return self._by_head(scores, tile)[..., tile.keys.masked].view(self._integer)
 
     # --- the tiles of a call ---
@@ -261,7 +272,10 @@ class Tiles:
             start = stop
 
     def _tiles_of(self, queries: slice, max_groups: int) -> Iterator[_Tile]:
-        """Yield the tiles of some queries; each has groups of whole batch elements, or of one batch element."""
+        """Yield the tiles of some queries.
+
+        Each has groups of whole batch elements, or of one batch element.
+        """
         max_batch = max(1, max_groups // self._kv_heads)
         by_batch, by_head = (n > 1 for n in self._full.shape[:2])
 
@@ -280,7 +294,10 @@ class Tiles:
                 yield _Tile(groups, slice(b, stop_b), slice(h, stop_h), queries, keys)
 
     def _blocks(self, queries: slice, batch: slice = _ALL, heads: slice = _ALL) -> tuple[Tensor, Tensor]:
-        """Return which blocks of the queries are partial and which are full, each bool[batch, heads, rows, columns]."""
+        """Return which blocks of the queries are partial, and which full.
+
+        Each is bool[batch, heads, rows, columns].
+        """
         size = self._block_size[0]
         index = batch, heads, slice(queries.start // size, -(-queries.stop // size))
         return self._partial[index], self._full[index]
@@ -309,7 +326,10 @@ class Tiles:
     def _visible(
         self, blocks: tuple[Tensor, Tensor], batch: slice, heads: slice, queries: slice, positions: Tensor
     ) -> Tensor:
-        """Return which keys at `positions` the queries see: bool[batch or 1, heads or 1, queries, positions]."""
+        """Return which keys at `positions` the queries see.
+
+        The result is bool[batch or 1, heads or 1, queries, positions].
+        """
         b, h, q = self._indices(batch, heads, queries)
         count = len(b) * len(h)
         by_mask_mod = self._elements(
@@ -335,12 +355,15 @@ def _used_columns(partial: Tensor, full: Tensor) -> list[int]:
 
 
 def _without_repeated_batch(x: Tensor) -> Tensor:
-    """Return only the first batch element of keys or values if all batch elements are the same memory."""
+    """Return one batch element if all batch elements share memory."""
     return x[:1] if x.stride(0) == 0 else x
 
 
 def _zero_nonfinite(x: Tensor) -> Tensor:
-    """Return the tensor with 0 in place of NaN and infinity; the tensor itself if its sum is finite."""
+    """Return the tensor with 0 in place of NaN and infinity.
+
+    The tensor itself is returned if its sum is finite.
+    """
     if x.sum(dtype=torch.promote_types(x.dtype, torch.float32)).isfinite():  # the usual case, in one pass
         return x
     return torch.where(x.isfinite(), x, 0.0)

@@ -1,4 +1,4 @@
-"""The masks: importing this package imports every file of the folder, and each file registers its masks."""
+"""The masks: importing this package imports and registers every one."""
 
 import importlib
 import pkgutil

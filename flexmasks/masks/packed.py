@@ -70,7 +70,7 @@ def packed(
     q_start: int | Tensor | Sequence[int] = 0,
     **params: Any,
 ) -> Any:
-    """Return a mask (or Score) that holds inside each of several sequences laid end to end.
+    """Return a mask (or Score) inside sequences laid end to end.
 
     The sequences do not see each other.
 

@@ -59,7 +59,9 @@ def paged(
     kv_lens: Tensor | Sequence[int],
     page_size: int,
 ) -> Any:
-    """Return a mask (or Score) over keys in pages of one pool: a paged KV cache.
+    """Return a mask (or Score) over keys in pages of one pool.
+
+    The pool is a paged KV cache.
 
     Key n of the pool is slot n % page_size of page n // page_size. Inside, kv is the position in the batch element's
     own sequence; keys of pages that are not its own, and those past its length, are hidden.

@@ -1,1 +1,4 @@
-"""Plans: a Mask or Score and the sizes of a call come in, what a kernel takes goes out."""
+"""Plans: values and sizes come in, what a kernel takes goes out.
+
+The values are Masks and Scores, the sizes those of a call.
+"""

@@ -62,7 +62,10 @@ def check_qkv(q: Any, k: Any, v: Any) -> None:
 
 
 def check_cache(q: Any, k_cache: Any, v_cache: Any, page_table: Any, kv_lens: Any) -> None:
-    """Check q [B, H, Q, D] against caches [n_pages, page_size, Hkv, D], page_table [B, P] and kv_lens [B]."""
+    """Check q [B, H, Q, D] against a paged KV cache.
+
+    The caches are [n_pages, page_size, Hkv, D], page_table is [B, P] and kv_lens [B].
+    """
 
     def wrong(message: str, kind: type[Exception] = ValueError) -> NoReturn:
         got = f"q {described(q)}, k_cache {described(k_cache)}, v_cache {described(v_cache)}"
@@ -99,7 +102,10 @@ def check_cache(q: Any, k_cache: Any, v_cache: Any, page_table: Any, kv_lens: An
 
 
 def _check_strided(wrong: Callable[..., NoReturn], **tensors: tuple[Any, str]) -> None:
-    """Check that tensors, given with their dimensions in words, are dense, of 4 dimensions, and not empty."""
+    """Check that tensors are dense, of 4 dimensions, and not empty.
+
+    Each is given with its dimensions in words.
+    """
     for name, (x, dims) in tensors.items():
         if not isinstance(x, Tensor):
             wrong(f"`{name}` must be a tensor {dims}", TypeError)
@@ -156,7 +162,10 @@ def check_varlen(q: Any, k: Any, v: Any) -> None:
 
 
 def sequence_offsets(name: str, given: Any, device: torch.device) -> Tensor:
-    """Return offsets of sequences as an integer tensor [N + 1]; their values are checked when they are planned."""
+    """Return offsets of sequences as an integer tensor [N + 1].
+
+    Their values are checked when they are planned.
+    """
     try:
         offsets = given if isinstance(given, Tensor) else torch.tensor(given, device=device)
     except (TypeError, ValueError, RuntimeError):

@@ -1,4 +1,6 @@
-"""Plans: from a mask or score and the sizes of a call to a BlockMask, a mask_mod or a score_mod.
+"""Plans: from a mask or score and sizes to what torch takes.
+
+That is a BlockMask, a mask_mod or a score_mod.
 
 Plans are cached by the values of parameters and the identity of tensors, see flexmasks.cache: the same mask over the
 same lengths is planned once.
@@ -39,7 +41,7 @@ _UNKNOWN_FRACTION = 0.5  # assumed fraction of pairs that is computed
 
 @dataclass(frozen=True)
 class _Prepared:
-    """What is cached of a planned mask or score; it holds nothing of the user's own."""
+    """The cached part of a plan; nothing of it is the user's own."""
 
     resolved: dict[str, Any]  # what `Modifier.resolve` returned
     offset: Tensor | None  # a number q_offset above 0 as a kernel's input: decoding changes it at each step
@@ -66,7 +68,9 @@ _NUMBERS: Cache[set[Hashable]] = Cache("numbers", max_bytes=1024)  # values seen
 
 
 class Plan:
-    """Base of MaskPlan and ScorePlan: a value with the sizes of a call; each step runs when it is asked for.
+    """Base of MaskPlan and ScorePlan: a value with a call's sizes.
+
+    Each step runs when it is asked for.
 
     With `lift`, numbers may become inputs of the kernel. With `aliases`, functions are bound to aliases of the
     tensors if that is possible (`holds_aliases`), so that the bound functions may be cached.
@@ -148,7 +152,10 @@ class Plan:
         return bounded(filled, self.offset, self.offset)
 
     def _bind(self, prepared: _Prepared) -> tuple[Callable[..., Tensor], Offset]:
-        """Return the function bound to the user's own tensors, or their aliases, and the offset of queries."""
+        """Return the bound function, and the offset of queries.
+
+        It is bound to the user's own tensors, or to their aliases.
+        """
         value, offset = self._bound_to
         heads = self.size.heads if self.size.device.type == "cuda" else None
         return value.bind(prepared.resolved, heads), offset if prepared.offset is None else prepared.offset
@@ -176,7 +183,7 @@ class MaskPlan(Plan):
 
     @functools.cached_property
     def window(self) -> Window | None:
-        """The window that is all of the mask, for kernels that know windows natively, or None."""
+        """The mask as a window that kernels know natively, or None."""
         if self.opaque or not isinstance(self.offset, int):
             return None
         return window_of(self.mask, sized(self.size, self.offset))
@@ -235,7 +242,10 @@ class MaskPlan(Plan):
         return cast(float, self._fact("fraction", lambda: 1 - self.blocks().sparsity))
 
     def _fact(self, name: str, find: Callable[[], Any]) -> Any:
-        """Return a fact about the blocks and keep it with them, because finding it waits for the GPU."""
+        """Return a fact about the blocks and keep it with them.
+
+        Finding a fact waits for the GPU.
+        """
         facts = self._prepared.facts
         if name not in facts:
             facts[name] = find()
@@ -259,7 +269,9 @@ class ScorePlan(Plan):
         return _Prepared(resolved, self._offset_tensor())
 
     def _try(self, score_mod: Callable[..., Tensor]) -> None:
-        """Call the function on some scores, so that its own errors are raised here and name it.
+        """Call the function on some scores.
+
+        Its own errors are then raised here and name it.
 
         On a CPU the first and last index of each kind are tried; on CUDA only the first, because an index out of
         range would end the process.
@@ -317,7 +329,9 @@ def block_size_for(size: Size) -> tuple[int, int]:
 
 
 def sized(size: Size, offset: Offset) -> Size:
-    """Return the size with the largest offset in it; the values of a tensor are read.
+    """Return the size with the largest offset in it.
+
+    The values of a tensor are read.
 
     Raises ValueError for an offset that is negative or too large.
     """
@@ -331,7 +345,7 @@ def sized(size: Size, offset: Offset) -> Size:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Lengths to plan a mask for outside a call, as users give them to `block_mask` and `dense_mask`."""
+    """Lengths that users give to `block_mask` and `dense_mask`."""
 
     q_len: Any
     kv_len: Any = None
@@ -342,7 +356,10 @@ class Lengths:
     block_size: Any = 128
 
     def check(self, call: str, mask: Mask) -> tuple[Size, tuple[str, ...]]:
-        """Return the size, and which of "batch" and "heads" nobody gave; raise ValueError or TypeError in `call`."""
+        """Return the size, and which of "batch" and "heads" are open.
+
+        Open is an extent that nobody gave. Raises ValueError or TypeError in the name of `call`.
+        """
         kv_len = self.q_len if self.kv_len is None else self.kv_len
         for name, n in (("q_len", self.q_len), ("kv_len", kv_len), ("batch", self.batch), ("heads", self.heads)):
             is_open = n is None and name in ("batch", "heads")
@@ -384,7 +401,10 @@ def plan_mask(call: str, mask: Mask, lengths: Lengths) -> MaskPlan:
 
 
 def materialize_mask(call: str, mask: Mask, lengths: Lengths) -> Tensor:
-    """Return a mask over lengths that a user gave to `call` as booleans, [batch or 1, heads or 1, q_len, kv_len]."""
+    """Return a mask over the lengths given to `call`, as booleans.
+
+    The result is [batch or 1, heads or 1, q_len, kv_len].
+    """
     size, open_extents = lengths.check(call, mask)
     mask_mod = shifted_mask(mask.bind(mask.resolve(sized(size, lengths.q_offset))), lengths.q_offset)
     check_open_extents(mask, mask_mod, size, open_extents)
@@ -400,7 +420,10 @@ Mask.count_blocks = staticmethod(_count_blocks)
 
 
 def check_open_extents(mask: Mask, mask_mod: Callable[..., Tensor], size: Size, extents: tuple[str, ...]) -> None:
-    """Raise ValueError if a mask depends on b or h and the caller gave no size for it; its own errors come first."""
+    """Raise ValueError if a mask depends on an index of unknown size.
+
+    `extents` has "batch" or "heads" if the caller gave no size. The mask's own errors come first.
+    """
     for extent in extents:
         doubled = replace(size, **{extent: 2 * getattr(size, extent)})
         try:
@@ -458,7 +481,10 @@ def naming(value: Modifier) -> Iterator[None]:
 
 
 def outside_transforms(tensors: Sequence[Tensor]) -> contextlib.AbstractContextManager[Any]:
-    """Leave the transforms of torch.func, so that what is made may be cached, unless `tensors` belong to one."""
+    """Leave the transforms of torch.func for a block of code.
+
+    What is made inside may then be cached. Nothing is left if `tensors` belong to a transform.
+    """
     if not compat.transforms_active() or any(compat.is_wrapped(t) for t in tensors):
         return contextlib.nullcontext()
     return compat.outside_transforms()

@@ -1,4 +1,6 @@
-"""Rows: a mask and the shape of scores, to the first visible column, the end and the holes of each row.
+"""Rows: a mask to what each row of scores sees.
+
+For each row, the first visible column, the end and the holes.
 
 The masked softmax reads rows. Ranges decide blocks of one row by 128 columns, and only the blocks that they leave
 undecided are looked at element by element; see flexmasks.blocks and flexmasks.ranges. Rows are cached by the values
@@ -30,7 +32,9 @@ _BLOCK_WORDS = _BLOCK_COLUMNS // 32
 
 
 class Rows(NamedTuple):
-    """What each row of a mask sees. Dimensions on which the mask does not depend have size 1.
+    """The visible columns of each row of a mask.
+
+    Dimensions on which the mask does not depend have size 1.
 
     bounds: int32 [B or 1, H or 1, Q or 1, 2], the first visible column and the end, which is the last one + 1; 0 and 0
         where nothing is visible. None: everything is visible.
@@ -52,7 +56,10 @@ _ROWS: Cache[Rows] = Cache("rows", max_bytes=1 << 29)
 
 
 def rows_of(mask: Any, params: dict[str, Any], x: Tensor) -> Rows:
-    """Return what each row of scores x [B, H, Q, KV] sees of a mask, given as in a call; cached."""
+    """Return the rows of a mask for scores x [B, H, Q, KV].
+
+    The mask is given as in a call. Rows are cached.
+    """
     if torch.compiler.is_compiling():
         return _compiled_rows(mask, params, x)
     tensors: list[Tensor] = []
@@ -82,7 +89,10 @@ def _compiled_rows(mask: Any, params: dict[str, Any], x: Tensor) -> Rows:
 
 
 def _cache_key(mask: Any, params: dict[str, Any], x: Tensor, tensors: list[Tensor]) -> Hashable:
-    """Return the cache key of a mask for scores, None where it has none; adds the mask's tensors to `tensors`."""
+    """Return the cache key of a mask for scores, or None.
+
+    The mask's tensors are appended to `tensors`.
+    """
     definition: Hashable = functions_of("mask", mask)
     try:
         if params or not isinstance(definition, str):  # a name without parameters captures nothing
@@ -137,7 +147,7 @@ def build(mask_mod: MaskMod, batch: int, heads: int, q_len: int, kv_len: int, de
 
 
 def _limits_of_full_blocks(certain: Tensor, kv_len: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return first column, end and number of columns of the blocks that a row sees as a whole.
+    """Return first column, end and number of columns in full blocks.
 
     certain: boolean [rows, blocks]. A row without such a block gets kv_len, 0 and 0.
     """
@@ -151,7 +161,9 @@ def _limits_of_full_blocks(certain: Tensor, kv_len: int) -> tuple[Tensor, Tensor
 
 
 def trace(mask_mod: MaskMod, batch: int, heads: int, q_len: int, kv_len: int, device: torch.device) -> Rows:
-    """Return what the rows of a mask see by operations that depend on no value, as a graph and torch.vmap need.
+    """Return the rows of a mask by operations that read no value.
+
+    Graphs and torch.vmap need such operations.
 
     The mask is booleans here, of the dimensions on which it depends. Raises as `build` does.
     """

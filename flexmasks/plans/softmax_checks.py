@@ -1,4 +1,7 @@
-"""Checks of the masked softmax's arguments: errors name the call, the value received and what to pass."""
+"""Checks of the arguments of the masked softmax.
+
+Errors name the call, the value received and what to pass.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,10 @@ _MAX_SCALE = torch.finfo(torch.float32).max / math.log2(math.e)  # kernels compu
 
 
 def check_scores(call: str, x: Any, scale: Any, ndim: int | None = None) -> None:
-    """Raise TypeError or ValueError unless x and scale are what a softmax takes; `ndim`: the dimensions x must have."""
+    """Check the scores and the scale of a softmax.
+
+    `ndim` is the number of dimensions that x must have. Raises TypeError or ValueError.
+    """
     _check_tensor(call, "x", x, _SCORE_DTYPES, "must be a tensor of float16, bfloat16, float32 or float64")
     if not x.ndim:
         raise ValueError(f"{call}: `x` must have at least one dimension, got {describe(x)}.")
@@ -32,14 +38,20 @@ def check_scores(call: str, x: Any, scale: Any, ndim: int | None = None) -> None
 
 
 def check_visible(call: str, x: Tensor, mask: Any) -> None:
-    """Raise TypeError or ValueError unless a mask is None or a boolean tensor, True = visible, that broadcasts to x."""
+    """Check that a mask is None or booleans, True = visible.
+
+    It must broadcast to x. Raises TypeError or ValueError.
+    """
     if mask is not None:
         expected = "must be a name, a Mask, a function, or a boolean tensor, True = visible"
         _check_mask(call, x, mask, (torch.bool,), expected)
 
 
 def check_hidden(call: str, x: Tensor, mask: Any) -> None:
-    """Raise TypeError or ValueError unless a mask is a tensor, True = hidden, that broadcasts to x."""
+    """Check that a mask is a tensor, True = hidden.
+
+    It must broadcast to x. Raises TypeError or ValueError.
+    """
     _check_mask(call, x, mask, _HIDDEN_DTYPES, "must be a boolean or integer tensor, True = hidden")
 
 

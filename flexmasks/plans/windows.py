@@ -14,7 +14,9 @@ from flexmasks.spec.values import Mask
 
 @dataclass(frozen=True)
 class Window:
-    """A band over the keys first..last - 1, with query i at their position i + offset.
+    """A band over the keys first..last - 1.
+
+    Query i is at their position i + offset.
 
     left and right are None where the lengths make the bound superfluous.
     """
@@ -31,7 +33,10 @@ class Window:
         return x if (first, last) == (0, x.shape[2]) else x[:, :, first:last]
 
     def pairs(self, q_len: int) -> float:
-        """Return about how many pairs of a query and a key are visible, as if there were one sequence."""
+        """Return about how many pairs of a query and a key are visible.
+
+        Sequences are ignored.
+        """
         keys = self.keys[1] - self.keys[0]
 
         def below(diagonal: int) -> float:
@@ -44,7 +49,7 @@ class Window:
 
 
 def window_of(mask: Mask, size: Size) -> Window | None:
-    """Return the window that is all of a mask at these lengths, or None if no window is."""
+    """Return a mask as a window at these lengths, or None."""
     band = band_of(mask, size)
     if band is None:
         return None

@@ -1,4 +1,4 @@
-"""The score changes: importing this package imports every file of the folder, and each file registers its scores."""
+"""The score changes: importing this package imports and registers every one."""
 
 import importlib
 import pkgutil

@@ -1,4 +1,4 @@
-"""What a mask or a score is: a function and its parameters come in, checked values (Mask, Score) go out.
+"""Masks and scores as values: functions and parameters come in, Mask and Score go out.
 
 Mask and score files import what they need from here.
 """

@@ -26,7 +26,9 @@ _KEYWORDS_OF_TORCH = {
 
 
 def get_mask(name: MaskLike, /, **params: Any) -> Mask:
-    """Return the mask of a name, or of a plain function `(b, h, q, kv, *, parameters)`, with its parameters.
+    """Return a mask by name, with its parameters.
+
+    In place of the name, a plain function `(b, h, q, kv, *, parameters)` will do.
 
     Raises ValueError for an unknown name, TypeError for unknown or missing parameters.
 
@@ -39,7 +41,9 @@ def get_mask(name: MaskLike, /, **params: Any) -> Mask:
 
 
 def get_score(name: ScoreLike, /, **params: Any) -> Score:
-    """Return the score change of a name, or of a plain function `(score, b, h, q, kv, *, parameters)`.
+    """Return a score change by name, with its parameters.
+
+    In place of the name, a plain function `(score, b, h, q, kv, *, parameters)` will do.
 
     Raises ValueError for an unknown name, TypeError for unknown or missing parameters.
 
@@ -77,7 +81,7 @@ def from_arguments(mask: Any, score: Any, params: Mapping[str, Any]) -> tuple[Ma
 
 
 def _problem(name: str, targets: list[tuple[Definition, Mapping[str, Any]]], takers: list[int]) -> str:
-    """Say why a parameter of a call goes to no mask or score, or to more than one."""
+    """Say why a parameter has no owner, or more than one."""
     if takers:
         owners = " and ".join(f"{targets[i][0].kind} {targets[i][0].name!r}" for i in takers)
         return (
@@ -95,7 +99,9 @@ def _problem(name: str, targets: list[tuple[Definition, Mapping[str, Any]]], tak
 
 
 def functions_of(kind: str, value: Any) -> Any:
-    """Return a mask or score given as in a call in a form that `captures.capture` can read.
+    """Return a mask or score in a form that `captures.capture` reads.
+
+    It is given as in a call.
 
     A registered name becomes the functions of its definition. A name of the library's own stays a name, for its
     functions never change.
@@ -109,7 +115,10 @@ def functions_of(kind: str, value: Any) -> Any:
 
 
 def _definition_and_params(kind: str, value: Any) -> tuple[Definition, Mapping[str, Any]]:
-    """Return the definition of a mask or score given as in a call, and the parameters that it already has."""
+    """Return the definition and the bound parameters of a mask or score.
+
+    It is given as in a call.
+    """
     if isinstance(value, str):
         return definition(kind, value), {}
     if isinstance(value, Mask | Score):

@@ -1,4 +1,7 @@
-"""Native forms of masks and scores, which some kernels know: windows, also inside sequences, and soft-caps."""
+"""Native forms of masks and scores: bands and caps.
+
+Some kernels know windows, also inside sequences, and soft-caps.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,10 @@ from flexmasks.spec.values import Mask, Score
 
 @dataclass(frozen=True)
 class Sequences:
-    """Sequences laid end to end over all batch elements: int32[N + 1], the starts and the end of the last."""
+    """Sequences laid end to end over all batch elements.
+
+    q and kv are int32[N + 1], the starts and the end of the last.
+    """
 
     q: Tensor
     kv: Tensor
@@ -28,7 +34,9 @@ class Sequences:
         return self.q.nbytes + self.kv.nbytes
 
     def of_heads(self, heads: int, length: int) -> Sequences:
-        """Return the sequences of tensors [B, H, S, D] read as one line, each head of each batch element in turn.
+        """Return the sequences of [B, H, S, D] read as one line.
+
+        Each head of each batch element follows the one before.
 
         For self-attention without padding, where `self` lays batch elements of `length` tokens end to end.
         """
@@ -41,7 +49,9 @@ class Sequences:
 
 @dataclass(frozen=True)
 class Band:
-    """A mask that shows each query the keys of its own sequence with kv - q in -left..right; None is no bound.
+    """A mask of the keys at distances -left..right of a query.
+
+    The distance is kv - q, inside the query's own sequence; None is no bound.
 
     left, right: numbers of keys before and after the query's position, both included.
     sequences: finds the sequences when asked, and returns None if the tokens turn out not to be laid end to end;
@@ -54,7 +64,10 @@ class Band:
 
 
 def band_of(mask: Mask, size: Size) -> Band | None:
-    """Return a mask as a band at the sizes of a call, or None if it is no band."""
+    """Return a mask as a band, or None if it is no band.
+
+    The answer holds at the sizes of a call.
+    """
     if mask.definition is AND:
         bands = [band_of(m, size) for m in mask.params["masks"]]
         return None if None in bands else intersection([b for b in bands if b is not None])
@@ -63,13 +76,19 @@ def band_of(mask: Mask, size: Size) -> Band | None:
 
 
 def cap_of(score: Score, size: Size) -> float | None:
-    """Return the cap of a soft-cap at the sizes of a call, or None if the score is no soft-cap that kernels know."""
+    """Return the cap of a soft-cap, or None for other scores.
+
+    The answer holds at the sizes of a call.
+    """
     hook = score.definition.native
     return None if hook is None else hook(size, **score.checked(size))
 
 
 def intersection(bands: list[Band]) -> Band | None:
-    """Return the band of pairs that all bands show, or None if more than one of them has sequences."""
+    """Return the band of pairs that all bands show.
+
+    The result is None if more than one of them has sequences.
+    """
     lefts = [b.left for b in bands if b.left is not None]
     rights = [b.right for b in bands if b.right is not None]
     with_sequences = [b.sequences for b in bands if b.sequences is not None]
@@ -111,7 +130,11 @@ def in_sequences(
 
 
 def in_runs(ids: Tensor, size: Size) -> Band | None:
-    """Return the mask that is full in each run of equal ids, [S] or [B, S], if ids never fall; else None."""
+    """Return the mask that is full in each run of equal ids.
+
+    ids is [S] or [B, S]. The result is None if a run cannot be a sequence; if ids fall somewhere, its `sequences`
+    returns None.
+    """
     if size.q_offset != 0 or size.q_len != size.kv_len or ids.shape[-1] != size.q_len:
         return None
 
@@ -127,7 +150,10 @@ def in_runs(ids: Tensor, size: Size) -> Band | None:
 
 
 def _over_batch(starts_of_both: list[list[int]], size: Size) -> Sequences:
-    """Return the sequences of all batch elements, given the starts in each, for the queries and for the keys."""
+    """Return the sequences of all batch elements.
+
+    The starts in each are given, for the queries and for the keys.
+    """
     lengths = size.q_len, size.kv_len
     longest = [max((b - a for a, b in itertools.pairwise(starts)), default=0) for starts in starts_of_both]
     rows = [

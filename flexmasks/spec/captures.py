@@ -1,4 +1,6 @@
-"""Captures: the tensors that a user's function reads besides its arguments, and a key of all else that it reads.
+"""Captures: what a user's function reads beyond its arguments.
+
+That is tensors, and a key of everything else.
 
 Caches find the block masks and kernels of a plain function by the function's code and by what it captured (closure,
 defaults, globals, its own attributes), never by the function object: a lambda inside a training step is a new object
@@ -35,7 +37,7 @@ class Opaque(Exception):
 
 
 def capture(value: Any, tensors: list[Tensor]) -> Hashable:
-    """Return a key of a function and all that it reads, or of any other value.
+    """Return a key of a value, or of a function and its reads.
 
     Tensors that are read are appended to `tensors`. Raises Opaque if a captured object cannot be read; `tensors` then
     has the tensors that could be found.
@@ -45,7 +47,9 @@ def capture(value: Any, tensors: list[Tensor]) -> Hashable:
 
 
 def capture_plainly(function: types.FunctionType, tensors: list[Tensor]) -> Hashable | None:
-    """Return a key as `capture` does, in a third of its time, or None if the function reads uncommon things.
+    """Return a key as `capture` does, in a third of its time.
+
+    The result is None if the function reads uncommon things.
 
     Common things are constants, numbers, plain tensors and modules of libraries. Every call of `attention` with a
     function comes through here, so the rules of `Reader.key` for these four kinds of values are repeated as they
@@ -74,7 +78,9 @@ def capture_plainly(function: types.FunctionType, tensors: list[Tensor]) -> Hash
 
 
 class Aliases:
-    """Copies of values in which an alias stands for each tensor: a cache may keep a copy without the user's tensors.
+    """Copies of values with an alias in place of each tensor.
+
+    A cache may keep a copy without keeping the user's tensors.
 
     An alias is a tensor object of its own that shares the tensor's memory. All copies made by one object have the
     same alias for the same tensor.
@@ -145,7 +151,7 @@ class Readable:
 
 
 class Reader:
-    """One walk through a value: `key` of each part, then `finish`, which raises Opaque if a part was unreadable."""
+    """One walk through a value: `key` of each part, then `finish`."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         self._tensors = tensors
@@ -154,13 +160,18 @@ class Reader:
         self._seen: dict[int, tuple[int, Any]] = {}
 
     def finish(self, key: Hashable) -> Hashable:
-        """Return the key of the whole, or raise Opaque if some part could not be read."""
+        """Return the key of the whole value.
+
+        Raises Opaque if some part could not be read.
+        """
         if self._unreadable is not None:
             raise Opaque(self._unreadable)
         return key
 
     def key(self, value: Any) -> Hashable:
-        """Return a key of one value: functions with equal keys and equal tensors do the same.
+        """Return a key of one value.
+
+        Functions with equal keys and equal tensors do the same.
 
         `capture_plainly` repeats the rules for constants, numbers, plain tensors and modules.
         """
@@ -248,7 +259,10 @@ def _cell_contents(cell: types.CellType) -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def _global_names(code: types.CodeType) -> tuple[tuple[str, ...], str]:
-    """Return the global names that code reads, inner functions included, and why it may read others, or ""."""
+    """Return the global names that code reads, inner functions included.
+
+    Also returns why it may read others, or "".
+    """
     names, imports = _names_and_imports(code)
     if not all(map(_is_library, imports)):
         return tuple(sorted(names)), "an import inside {}"
@@ -257,7 +271,10 @@ def _global_names(code: types.CodeType) -> tuple[tuple[str, ...], str]:
 
 
 def _names_and_imports(code: types.CodeType) -> tuple[set[str], set[str]]:
-    """Return the global names that code and its inner functions read, and the modules that they import."""
+    """Return the global names that code reads, and its imports.
+
+    Inner functions are included.
+    """
     # `co_names` has attributes too: `builtins.eval` reads anything as `eval` does.
     names, imports = _NAMES_OF_ANYTHING.intersection(code.co_names), set[str]()
     for instruction in dis.get_instructions(code):

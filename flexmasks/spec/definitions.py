@@ -1,4 +1,4 @@
-"""Definitions of masks and scores: a function, its parameters and hooks; and the table of their names."""
+"""Definitions of masks and scores, and the table of their names."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ class Definition:
 
     @functools.cached_property
     def own(self) -> bool:
-        """Return whether all functions are this library's and capture nothing, so that the name identifies them."""
+        """Whether the definition is this library's own.
+
+        Its functions then capture nothing, so the name identifies them.
+        """
         if not (self.registered or self.template):  # a user may pass one of the library's functions as their own
             return False
         functions = [f for f in self.functions if f is not None]

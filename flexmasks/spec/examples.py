@@ -29,7 +29,10 @@ def example(kind: str, name: str, length: int) -> Mask | Score:
 
 
 def at_most(length: int) -> tuple[int, ...]:
-    """Return a length and all shorter lengths of SHORT, the longest first, for `fitting` to try."""
+    """Return a length and all shorter lengths of SHORT.
+
+    The longest comes first, for `fitting` to try.
+    """
     return length, *(n for n in SHORT[::-1] if n < length)
 
 
@@ -51,7 +54,10 @@ def fitting(
 
 
 def on_device(value: Modifier, device: torch.device) -> Any:
-    """Return the mask or score with its tensors on a device, and its sequences as tensors there."""
+    """Return the mask or score with its tensors on a device.
+
+    Sequences become tensors there.
+    """
     parameters = value.definition.parameters
 
     def moved(name: str, given: Any) -> Any:

@@ -13,7 +13,10 @@ _DEVICES_OF_CONSTANT_INDICES = ("cpu",)  # devices whose compiled kernels take a
 
 
 def per_batch(value: int | Tensor, b: Tensor) -> int | Tensor:
-    """Return batch element `b`'s value of a parameter that is one number, or one number per batch element."""
+    """Return batch element `b`'s value of a parameter.
+
+    The parameter is one number, or one number per batch element.
+    """
     return value[b] if isinstance(value, Tensor) and value.ndim else value
 
 
@@ -35,7 +38,9 @@ def always(n: int, index: Tensor) -> Tensor | int:
 
 
 def bounded(table: Tensor, low: int, high: int) -> Tensor:
-    """Note on a table that its values lie in low..high, both included, and return the table.
+    """Note the bounds of a table's values, and return the table.
+
+    Values lie in low..high, both included.
 
     By these bounds the check of functions for FLASH knows that an index read from the table is not negative.
     """

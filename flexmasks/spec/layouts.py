@@ -1,4 +1,7 @@
-"""Layouts: the `prepare` and `inner_size` hooks of masks and scores inside packed sequences and inside pages."""
+"""Layouts: hooks of masks and scores inside sequences and pages.
+
+These are `prepare` and `inner_size` hooks.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +99,9 @@ def prepare_pages(
     kv_lens: Annotated[Tensor, "int[B] in 0.."],
     page_size: Annotated[int, "int in 1.."],
 ) -> dict[str, Any]:
-    """Find the first position of each page of the pool in each sequence, -1 in sequences that do not hold the page.
+    """Find the first position of each page in each sequence.
+
+    It is -1 in sequences that do not hold the page.
 
     Without sizes the pool ends with the last page that is in use.
     """
@@ -122,7 +127,10 @@ def prepare_pages(
 def _check_pages(
     page_table: Tensor, kv_lens: Tensor, page_size: int, used: Tensor, inside: Tensor, first: Tensor
 ) -> None:
-    """Raise ValueError if lengths exceed the table, a page is outside the pool, or a sequence has a page twice."""
+    """Check the lengths of sequences and their pages.
+
+    Raises ValueError if lengths exceed the table, a page is outside the pool, or a sequence has a page twice.
+    """
     columns, pages = page_table.shape[1], first.shape[1]
     counts = torch.stack([kv_lens.amax(), used.sum(), inside.sum(), (first >= 0).sum()])
     longest, in_use, in_pool, distinct = counts.tolist()
@@ -150,7 +158,10 @@ def size_inside_pages(size: Size, *, inner: Any, page_table: Tensor, kv_lens: Te
 
 
 def example_pages(length: int) -> dict[str, Any]:
-    """Return pages for one sequence of 7/8 of `length` keys: pages with odd numbers first, then even numbers."""
+    """Return pages for one sequence of 7/8 of `length` keys.
+
+    Pages with odd numbers come first, then even numbers.
+    """
     page_size = max((n for n in range(1, length // 8 + 1) if length % n == 0), default=1)
     pages = length // page_size
     page_table = [[*range(1, pages, 2), *range(0, pages, 2)]]

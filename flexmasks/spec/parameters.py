@@ -48,7 +48,10 @@ _INT_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 @dataclass(frozen=True)
 class Size:
-    """Sizes of a call: indices range over b < batch, h < heads, q < q_len (before q_offset) and kv < kv_len."""
+    """Sizes of a call, which bound its indices.
+
+    b < batch, h < heads, q < q_len (before q_offset) and kv < kv_len.
+    """
 
     batch: int
     heads: int
@@ -66,7 +69,10 @@ class Size:
 
     @property
     def positions(self) -> int:
-        """Number of positions that queries and keys reach; q + q_offset and kv are below it."""
+        """Number of positions that queries and keys reach.
+
+        q + q_offset and kv are below it.
+        """
         return max(self.positions_of_q, self.kv_len)
 
     def named(self) -> dict[str, int]:
@@ -125,7 +131,10 @@ class Parameter:
         return self.takes_tensor()
 
     def tensor(self, value: Any, device: torch.device | None) -> Tensor:
-        """Return a sequence as a tensor; an empty one gets the dtype that the specification asks for."""
+        """Return a sequence as a tensor.
+
+        An empty one gets the dtype that the specification asks for.
+        """
         made = torch.tensor(value, device=device)
         kinds = {a.kind for a in self.alternatives if a.dims is not None}
         if made.numel() or "float" in kinds:
@@ -230,7 +239,10 @@ def parameters_of(function: Callable[..., Any]) -> dict[str, Parameter]:
 
 
 def freeze(value: Any) -> Any:
-    """Return lists as tuples and NumPy values as Python numbers or tuples; everything else as it is."""
+    """Return lists as tuples, and NumPy values as Python's.
+
+    Everything else is returned as it is.
+    """
     if isinstance(value, _NUMPY_TYPES):
         value = value.tolist()
     if isinstance(value, list | tuple):
@@ -239,7 +251,10 @@ def freeze(value: Any) -> Any:
 
 
 def can_be_read(tensor: Tensor) -> bool:
-    """Return whether a tensor's values can be read: not while torch traces, without memory, or under torch.vmap."""
+    """Return whether a tensor's values can be read.
+
+    They cannot while torch traces, without memory, or under torch.vmap.
+    """
     if torch.compiler.is_compiling():
         return False
     while compat.is_wrapped(tensor):
@@ -250,7 +265,10 @@ def can_be_read(tensor: Tensor) -> bool:
 
 
 def implied_size(dimension: str, parameters: Mapping[str, Parameter], values: Mapping[str, Any]) -> int | None:
-    """Return the size named `dimension` (B, H, Q, KV or S) that the shapes of the values imply, or None."""
+    """Return a size that the shapes of the values imply, or None.
+
+    `dimension` is its name: B, H, Q, KV or S.
+    """
     for name, value in values.items():
         parameter = parameters.get(name)
         if parameter is None or not (isinstance(value, Tensor) or parameter.is_sequence(value)):
@@ -266,7 +284,10 @@ _SHOWN_ELEMENTS = 64  # the longest sequence that `describe` writes out
 
 
 def describe(value: Any) -> str:
-    """Return a value as text: tensors by dtype and shape, long sequences by shape, other values by repr."""
+    """Return a value as short text.
+
+    Tensors become dtype and shape, long sequences their shape, other values their repr.
+    """
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     shape = _shape(value)
@@ -283,7 +304,10 @@ def _shape(value: Any) -> tuple[int, ...]:
 
 
 def _match(dims: tuple[str, ...], shape: tuple[int, ...], sizes: Mapping[str, int]) -> dict[str, int] | None:
-    """Return the sizes of new names if a shape matches the dimensions of a specification, else None."""
+    """Return the sizes of new names, or None for another shape.
+
+    `dims` are the dimensions of a specification.
+    """
     if len(dims) != len(shape):
         return None
     learned: dict[str, int] = {}
@@ -297,7 +321,10 @@ def _match(dims: tuple[str, ...], shape: tuple[int, ...], sizes: Mapping[str, in
 
 
 def _bound(text: str, sizes: Mapping[str, int]) -> int | float | None:
-    """Return a bound as a number; None for no bound, and for a size that no value has given yet."""
+    """Return a bound as a number, or None.
+
+    None stands for no bound, and for a size that no value has given yet.
+    """
     if not text:
         return None
     if text[0].isupper():

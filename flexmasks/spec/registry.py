@@ -37,7 +37,9 @@ def register_mask(
     band: Callable[..., Band | None] | None = None,
     dense: Callable[..., Band | None] | None = None,
 ) -> Callable[[Function], Function]:
-    """Register a mask: one plain function `(b, h, q, kv, *, parameters) -> bool` of index tensors.
+    """Register a mask, one plain function of index tensors.
+
+    The function is `(b, h, q, kv, *, parameters) -> bool`.
 
     The decorator returns the function unchanged. A function that is registered again, because a notebook's cell runs
     again say, replaces its earlier self. The first line of the docstring is the mask's one-line meaning; a paragraph
@@ -82,7 +84,9 @@ def register_score(
     cap: Callable[..., float | None] | None = None,
     dense: Callable[..., float | None] | None = None,
 ) -> Callable[[Function], Function]:
-    """Register a score change: one plain function `(score, b, h, q, kv, *, parameters) -> score`.
+    """Register a score change, one plain function.
+
+    The function is `(score, b, h, q, kv, *, parameters) -> score`.
 
     Args:
         name, example, prepare, inner_size: as for `register_mask`.
@@ -141,6 +145,9 @@ def _entry(d: Definition) -> Entry:
 
 
 def _paragraph(doc: str, title: str) -> str:
-    """Return a docstring's paragraph `title: ...` on one line; an empty line or another title ends it."""
+    """Return a docstring's paragraph `title: ...` on one line.
+
+    An empty line or another title ends it.
+    """
     match = re.search(rf"^{title}: (.*?)(?=\n\s*\n|\n[A-Z]\w*:|\Z)", doc, re.MULTILINE | re.DOTALL)
     return " ".join(match[1].split()) if match else ""

@@ -76,7 +76,10 @@ class Modifier(Readable):
         return self.implied_size("B")
 
     def implied_size(self, dimension: str) -> int | None:
-        """Return the size (B, H, Q, KV or S, see flexmasks.spec.parameters) that the parameters' shapes imply."""
+        """Return the size that the parameters' shapes imply, or None.
+
+        `dimension` is B, H, Q, KV or S, see flexmasks.spec.parameters.
+        """
         own = implied_size(dimension, self.definition.parameters, self.params)
         if self.definition.inner_size is not None and dimension != "H":
             return own  # inner masks see other sizes than the call's
@@ -87,7 +90,10 @@ class Modifier(Readable):
         return type(self).to_html(self)
 
     def tensors(self) -> list[Tensor]:
-        """Return the tensors among the parameters and among captured variables, as far as these can be read."""
+        """Return the tensors among parameters and captured variables.
+
+        Variables that cannot be read are left out.
+        """
         tensors: list[Tensor] = []
         with contextlib.suppress(Opaque):
             self.capture(tensors)
@@ -104,7 +110,9 @@ class Modifier(Readable):
         return any(t.requires_grad for t in tensors) or any(m.learns() for m in self._inner())
 
     def capture(self, tensors: list[Tensor], lift: bool = False, contents: bool = True) -> Hashable:
-        """Return a key of everything but the contents of tensors, and append the tensors to `tensors`.
+        """Return a key of everything but the contents of tensors.
+
+        The tensors are appended to `tensors`.
 
         With `lift`, the key leaves out the numbers that `resolve` would lift. Without `contents`, it also leaves out
         the elements of sequences that become tensors: that is the key of a kernel, which takes them as inputs.
@@ -147,7 +155,9 @@ class Modifier(Readable):
         return {n: p.default for n, p in self.definition.parameters.items()} | dict(self.params)
 
     def resolve(self, size: Size | None, lift: bool = False, device: torch.device | None = None) -> dict[str, Any]:
-        """Return the arguments that `bind` must use in place of the given parameters, checked against a call's sizes.
+        """Return the arguments that `bind` must use.
+
+        They are checked against a call's sizes, and replace the given parameters.
 
         The result holds none of the user's tensors: where `prepare` returns one, the result says which parameter it
         is. With `lift`, numbers that may be tensors become tensors, so that a compiled kernel takes them as inputs.
@@ -230,7 +240,10 @@ class Modifier(Readable):
         return _close(self.kind, function, arguments)
 
     def _standalone(self, device: torch.device) -> Callable[..., Tensor]:
-        """Return the function for a call outside `attention`, kept until a tensor it was prepared from changes."""
+        """Return the function for a call outside `attention`.
+
+        It is kept until a tensor that it was prepared from changes.
+        """
         known = self._bound.get(device)
         if torch.compiler.is_compiling():  # torch can trace neither versions of tensors nor a cache
             return self.bind(self.resolve(None, device=device)) if known is None else known[1]
@@ -244,7 +257,10 @@ class Modifier(Readable):
         return self.definition.prepare is not None or any(m._has_preparation() for m in self._inner())
 
     def _state(self) -> Hashable | None:
-        """Return the state of everything that a preparation depends on, or None if that cannot be known."""
+        """Return the state of everything that a preparation depends on.
+
+        The result is None if it cannot be known.
+        """
         tensors: list[Tensor] = []
         try:
             key = self.capture(tensors)
@@ -275,7 +291,9 @@ class Modifier(Readable):
 
 
 class Mask(Modifier):
-    """Which keys each query sees: a value made by `get_mask`, or by `&`, `|`, `~` of masks and functions.
+    """The keys that each query sees, as a value.
+
+    Made by `get_mask`, or by `&`, `|`, `~` of masks and functions.
 
     Called as `mask(b, h, q, kv)` it is an ordinary FlexAttention mask_mod. Masks are equal when they have one
     function and equal given parameters. Lists and NumPy arrays are stored as tuples and equal these; a tensor equals
@@ -367,7 +385,10 @@ class Score(Modifier):
 
 
 def to_mask(value: Any) -> Mask:
-    """Return a Mask as it is, a name as the Mask of that name, and a function `(b, h, q, kv)` as a Mask of it."""
+    """Return a mask, a name or a function as a Mask.
+
+    A function takes `(b, h, q, kv)`.
+    """
     if isinstance(value, Score):
         raise TypeError(f"flexmasks: a mask is needed, {value!r} is a score.")
     if isinstance(value, str):
@@ -423,7 +444,10 @@ def _close(kind: str, function: Callable[..., Tensor], arguments: dict[str, Any]
 
 
 def _by_head(function: Callable[..., Tensor], numbers: Mapping[str, Tensor], heads: int) -> Callable[..., Tensor]:
-    """Return the function with 0-dimensional tensors spread over all heads and read by the head's index."""
+    """Return the function with its numbers read by the head's index.
+
+    0-dimensional tensors are spread over all heads.
+    """
     over_heads = {n: v.expand(max(heads, 2)) for n, v in numbers.items()}
 
     def read(*args: Tensor, **arguments: Any) -> Tensor:
@@ -434,13 +458,19 @@ def _by_head(function: Callable[..., Tensor], numbers: Mapping[str, Tensor], hea
 
 
 def _in_precision(value: Any, dtype: torch.dtype) -> Any:
-    """Return a half-precision tensor in the dtype of the scores, to which it will be added."""
+    """Return a half-precision tensor in the dtype of the scores.
+
+    It will be added to the scores.
+    """
     is_half = isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16)
     return value.to(dtype) if is_half else value
 
 
 def _moved(value: Any, given: Mapping[str, Any], device: torch.device) -> Any:
-    """Return a tensor that `prepare` made on the device; the user's tensors stay where they are."""
+    """Return a tensor that `prepare` made on the device.
+
+    The user's tensors stay where they are.
+    """
     is_made = isinstance(value, Tensor) and not any(value is v for v in given.values())
     return value.to(device) if is_made else value
 
