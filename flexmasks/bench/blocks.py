@@ -231,7 +231,7 @@ def _row(name: str, registered: bool, length: int, device: torch.device) -> list
     for who, call in calls.items():
         clear_caches()
         peak_mb[who] = round(peak_bytes(call, device) / 1e6, 2)
-    found = mask.blocks(length, device=device)
+    counted = mask.blocks(length, device=device)
     row: Row = {
         "mask": name,
         "length": length,
@@ -239,10 +239,10 @@ def _row(name: str, registered: bool, length: int, device: torch.device) -> list
         "iqr": round(times["ours"][1], 4),
         "again_ms": round(interleaved({"again": ours}, device, 20, wall_milliseconds)["again"][0], 4),
         "peak_mb": peak_mb["ours"],
-        "size_mb": round(sum(t.numel() * t.element_size() for t in _tensors(found.block_mask)) / 1e6, 2),
-        "blocks": found.total,
-        "undecided": found.undecided,
-        "partial": found.partial,
+        "size_mb": round(sum(t.numel() * t.element_size() for t in _tensors(counted.block_mask)) / 1e6, 2),
+        "blocks": counted.total,
+        "undecided": counted.undecided,
+        "partial": counted.partial,
     }
     if registered:
         row["example"] = repr(mask)

@@ -57,8 +57,8 @@ def suggested_lengths(value: Modifier) -> tuple[int, int]:
         if _is_tensor(parameter, given):
             tensor = torch.as_tensor(given)
             # Numbers below the tensor's own length may belong to its positions, such as document ids.
-            found = [max(n, *tensor.shape[-1:]) for n in _largest_number(tensor)]
-            (key_ends if parameter.name.startswith("kv_") else ends).extend(found)
+            reached = [max(n, *tensor.shape[-1:]) for n in _largest_number(tensor)]
+            (key_ends if parameter.name.startswith("kv_") else ends).extend(reached)
         else:
             numbers += [n for n in (given if isinstance(given, tuple) else (given,)) if type(n) is int]
     known = [id(given) for _, given in _parameters(value)]
