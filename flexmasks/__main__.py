@@ -1,4 +1,4 @@
-"""The command line: `python -m flexmasks demo`, `list`, `show NAME [--param value]`, `gallery OUT`, `bench WHAT`."""
+"""The command line: `python -m flexmasks demo`, `list`, `show`, `gallery` and `bench`."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def _show(arguments: argparse.Namespace, given: dict[str, Any]) -> None:
 
 
 def _parameters(words: list[str]) -> dict[str, Any]:
-    """Read `--name value` pairs; a value is a Python literal such as `3`, `[3,4]` or `True`, else a word."""
+    """Read `--name value` pairs; a value is a Python literal or a word."""
     if len(words) % 2 or not all(w.startswith("--") for w in words[::2]):
         raise ValueError(f"flexmasks: parameters are given as --name value, got {' '.join(words)!r}.")
     return {n[2:].replace("-", "_"): _literal(v) for n, v in zip(words[::2], words[1::2], strict=True)}

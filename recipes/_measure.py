@@ -1,4 +1,4 @@
-"""Shared parts of the recipes: the device, checks, timing, and the table that each prints."""
+"""Shared parts of the recipes: device, checks, timing and tables."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def start(text: str | None) -> Path | None:
-    """Print what a recipe shows and where it runs, and return the file that `--json FILE` names, or None."""
+    """Print what a recipe shows, and return the file of `--json FILE` or None."""
     text = text or ""
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the table's figures to a file")
@@ -44,14 +44,17 @@ def start(text: str | None) -> Path | None:
 
 
 def finish(rows: list[Row], file: Path | None, note: str = "") -> None:
-    """Print the rows as a table, and write them to the file if one is named."""
+    """Print the rows as a table, and write them to the file if any."""
     print(f"\n{tabulate(rows, headers='keys', floatfmt='.4g', missingval='')}\n{note}".rstrip())
     if file is not None:
         file.write_text(json.dumps({"machine": machine(DEVICE), "rows": rows}, indent=1) + "\n")
 
 
 def check(what: str, got: Tensor, want: Tensor, tolerance: float | None = None) -> None:
-    """Print the largest difference, relative to the largest element of `want`, and fail if it is too large."""
+    """Print the largest difference, and fail if it is too large.
+
+    It is relative to the largest element of `want`.
+    """
     allowed = TOLERANCE[got.dtype] if tolerance is None else tolerance
     got, want = got.detach().double(), want.detach().double()
     error = float((got - want).abs().max() / want.abs().max().clamp(min=1e-30))
@@ -61,13 +64,13 @@ def check(what: str, got: Tensor, want: Tensor, tolerance: float | None = None) 
 
 
 def pair_by_pair(rule: Callable[[int, int], bool], q_len: int, kv_len: int | None = None) -> Tensor:
-    """Return the mask of a rule for one query and one key: booleans [q_len, kv_len], True = visible."""
+    """Return booleans [q_len, kv_len] of a rule for one query and key."""
     seen = [[bool(rule(q, kv)) for kv in range(kv_len or q_len)] for q in range(q_len)]
     return torch.tensor(seen, device=DEVICE)
 
 
 def textbook(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, bias: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-    """Return attention as a textbook defines it, with all scores in memory: the recipes' reference, in float64."""
+    """Return attention as a textbook defines it, with all scores in memory."""
     scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
     if bias is not None:
         scores = bias(scores)
@@ -100,7 +103,7 @@ def check_attention(
 
 
 def mask_rows(what: str, mask: Mask, q: Tensor, k: Tensor, v: Tensor) -> list[Row]:
-    """Return the times of attention with a mask, and of SDPA with the same mask as a tensor of booleans."""
+    """Return the times of attention with a mask, and of SDPA with a tensor."""
     batch, heads = q.shape[:2]
     seen = dense_mask(mask, q.shape[2], k.shape[2], batch=batch, heads=heads, device=DEVICE)
     calls: dict[str, Attend] = {
@@ -112,7 +115,7 @@ def mask_rows(what: str, mask: Mask, q: Tensor, k: Tensor, v: Tensor) -> list[Ro
 
 
 def causal_rows(q: Tensor, k: Tensor, v: Tensor) -> list[Row]:
-    """Return the times of SDPA's own causal attention, a kernel made for one mask."""
+    """Return the times of SDPA's own causal kernel."""
     batch, heads, length, _ = q.shape
     calls: dict[str, Attend] = {"SDPA": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True)}
     pairs = batch * heads * length * (length + 1) // 2
@@ -128,11 +131,12 @@ def random_qkv(shape: tuple[int, ...] = TIMED, keys: int | None = None) -> tuple
 
 
 def attention_rows(calls: dict[str, Attend], pairs: float, q: Tensor, k: Tensor, v: Tensor) -> list[Row]:
-    """Return forward and backward milliseconds of each call, and TFLOP/s. The outputs of all calls must agree.
+    """Return forward and backward milliseconds of each call, and TFLOP/s.
 
-    `pairs` is the number of visible pairs of a query and a key, over batch and heads. For each pair, and each number of
-    a head, the forward pass has two matrix products, q @ k^T and weights @ v, of one multiplication and one addition;
-    the backward pass has five: the scores once more, and the gradients of q, k, v and of the weights.
+    The outputs of all calls must agree. `pairs` is the number of visible pairs of a query and a key, over batch and
+    heads. For each pair, and each number of a head, the forward pass has two matrix products, q @ k^T and
+    weights @ v, of one multiplication and one addition; the backward pass has five: the scores once more, and the
+    gradients of q, k, v and of the weights.
     """
     progress("timing")
     measured, _ = measure_passes(calls, (q, k, v), runs=5, required=calls)

@@ -1,4 +1,4 @@
-"""The gallery: it has every entry, their code runs, and the page works in a browser if one is installed."""
+"""The gallery: every entry, its code, and the page in a browser."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 class Page(HTMLParser):
-    """Entries, ids and links of a page; every tag that is opened must be closed."""
+    """Entries, ids and links of a page, whose tags must be closed."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -223,7 +223,7 @@ def test_code_of_parameters_of_all_kinds() -> None:
 
 
 def browse(page: Path, query: str = "", script: str = "", arguments: tuple[str, ...] = ()) -> tuple[str, str]:
-    """The page after its own scripts and the given one ran, and the browser's log."""
+    """Return the page after its scripts and another ran, and the browser's log."""
     assert CHROMIUM is not None
     if script:
         copy = page.with_name("scripted.html")

@@ -1,4 +1,4 @@
-"""Every notebook runs in a fresh kernel, and its stored outputs are the outputs of that run.
+"""Every notebook runs in a fresh kernel and gives its stored outputs.
 
 `python tests/test_notebooks.py [NAME ...]` runs notebooks and stores their outputs. The outputs of cells with the tag
 "varies" differ from run to run, as times do, and are not compared.

@@ -1,4 +1,4 @@
-"""Pictures against torch's create_block_mask and dense masks: as text, as SVG and with matplotlib."""
+"""Pictures against create_block_mask and dense masks: text, SVG and matplotlib."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def dense_of(name: str) -> Tensor:
 
 
 def in_blocks(dense: Tensor, size: tuple[int, int], combine: Callable[[Tensor], Tensor], past: bool) -> Tensor:
-    """any or all of each block, where the pairs past the edge are `past`."""
+    """Combine the pairs of each block; pairs past the edge are `past`."""
     over = [-n % s for n, s in zip(dense.shape, size, strict=True)]
     padded = torch.nn.functional.pad(dense, (0, over[1], 0, over[0]), value=past)
     rows, columns = (n // s for n, s in zip(padded.shape, size, strict=True))
@@ -196,7 +196,7 @@ def test_svg_stays_small_whatever_the_mask() -> None:
 
 
 def test_a_million_tokens_take_seconds_and_little_memory_and_no_matplotlib() -> None:
-    """In a process of its own, which is fresh, and in which matplotlib is missing."""
+    """Draw in a fresh process in which matplotlib is missing."""
     code = """
 import resource, sys, time
 sys.modules["matplotlib"] = None
@@ -404,7 +404,10 @@ def luminance(color: str) -> float:
 
 @pytest.mark.parametrize("colors", [svg.LIGHT, svg.DARK], ids=["light", "dark"])
 def test_contrast(colors: dict[str, str]) -> None:
-    """WCAG asks for 4.5 for text and 3 between graphics; a reader who sees no hues distinguishes them by lightness."""
+    """WCAG asks for 4.5 for text and 3 between graphics.
+
+    Readers who see no hues distinguish cells by lightness.
+    """
 
     def contrast(a: str, b: str) -> float:
         low, high = sorted((luminance(colors[a]), luminance(colors[b])))

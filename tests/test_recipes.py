@@ -1,4 +1,4 @@
-"""Every recipe runs on a CPU, passes its own checks, and takes limited time."""
+"""Every recipe runs on a CPU and passes its own checks."""
 
 from __future__ import annotations
 

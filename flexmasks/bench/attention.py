@@ -1,4 +1,4 @@
-"""`python -m flexmasks bench attention`: attention with masks and scores, against what else there is for it."""
+"""`python -m flexmasks bench attention`: attention against other libraries."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _Shape = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class Case:
-    """A mask and a score over q, k, v [batch, heads, length, size], and how other libraries name the same."""
+    """A mask and a score, and how other libraries name the same."""
 
     name: str
     mask: Mask
@@ -49,7 +49,7 @@ class Case:
 
 
 def cases(batch: int, heads: int, length: int, device: torch.device) -> list[Case]:
-    """Return the usual cases for a length; a canvas is as square as powers of two allow."""
+    """Return the usual cases; a canvas has sides of powers of two."""
     generator = torch.Generator().manual_seed(0)
     rows = 1 << (int(math.log2(length)) // 2)
     canvas = {"height": rows, "width": length // rows}
@@ -99,7 +99,7 @@ def bench(
     file: str | None = None,
     resume: bool = False,
 ) -> dict[str, Any]:
-    """Measure, print a table, and write the figures to a JSON file if one is named.
+    """Measure attention, print a table, and write the figures to a file.
 
     Args:
         masks: names of `cases`, and of other registered masks. Without any names, all of `cases`.
@@ -168,7 +168,7 @@ _RIVALS = {
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """Return the table of a run on a GPU: forward / backward milliseconds, and how many times as long rivals take."""
+    """Return the table of a run on a GPU, against other libraries."""
     by_case: dict[tuple[str, str], dict[str, Row]] = {}
     for r in results["rows"]:
         by_case.setdefault((r["case"], r["shape"]), {})[r["who"]] = r
@@ -196,7 +196,7 @@ def markdown(results: dict[str, Any]) -> str:
 
 
 def registry_markdown(results: dict[str, Any]) -> str:
-    """Return the tables of every registered mask and score, of a run on a GPU."""
+    """Return the tables of every registered mask and score on a GPU."""
     by_kind: dict[str, dict[str, dict[str, Row]]] = {"mask": {}, "score": {}}
     for r in results["rows"]:
         by_kind[r["kind"]].setdefault(r["case"], {})[r["who"]] = r
@@ -227,7 +227,7 @@ def registry_markdown(results: dict[str, Any]) -> str:
 
 
 def _registry_cells(by_who: dict[str, Row], usual_shape: str) -> list[str]:
-    """Return one row of the registry's table: the example, its backend and times, and how long the rivals take."""
+    """Return one row of the registry's table."""
     ours = by_who["flexmasks"]
     example = f"`{ours['example']}`".replace("|", "\\|")
     cells = [example if ours["shape"] == usual_shape else f"{example}, {ours['shape']}", ours["backend"], _ms(ours)]
@@ -249,9 +249,10 @@ def _total(row: Row) -> float:
 
 
 def _example_rows(kind: str, name: str, shape: _Shape, dtype: torch.dtype, device: torch.device) -> list[Row]:
-    """Return the figures of a registered mask, or of a score under the causal mask, at its example.
+    """Return the figures of a registered mask or score at its example.
 
-    Where the example allows one batch element or one head only, the other of the two gets all rows of the shape.
+    A score is measured under the causal mask. Where the example allows one batch element or one head only, the other of
+    the two gets all rows of the shape.
     """
     batch, heads, most, size = shape
     rows = batch * heads
@@ -276,7 +277,7 @@ def _example_rows(kind: str, name: str, shape: _Shape, dtype: torch.dtype, devic
 
 
 def _rows(case: Case, shape: _Shape, dtype: torch.dtype, device: torch.device) -> list[Row]:
-    """Return the figures of one case, a row for each implementation; backward passes are measured on a GPU only."""
+    """Return the figures of one case; backward passes on a GPU only."""
     torch.manual_seed(0)
     backward = device.type == "cuda"
     q, k, v = (torch.randn(shape, dtype=dtype, device=device, requires_grad=backward) for _ in range(3))
@@ -314,7 +315,7 @@ def _rows(case: Case, shape: _Shape, dtype: torch.dtype, device: torch.device) -
 
 
 def _implementations(case: Case, shape: _Shape, device: torch.device) -> dict[str, _Attend]:
-    """Return flexmasks, compiled flex_attention with its defaults, SDPA, and on a GPU other libraries' kernels."""
+    """Return calls of flexmasks, flex_attention, SDPA and other libraries."""
     batch, heads, length, _ = shape
     made = block_mask(case.mask, length, batch=batch, heads=heads, device=device)
     size = Size(batch, heads, length, length, device)
@@ -349,7 +350,7 @@ def _pinned(backend: SDPBackend, causal: bool) -> _Attend:
 
 
 def _other_libraries(fa4_arguments: dict[str, Any], lengths: Tensor | None) -> dict[str, _Attend]:
-    """Return FlashAttention 4 if it is installed, and for documents laid end to end torch's varlen attention."""
+    """Return FlashAttention 4 if installed, and torch's varlen attention of packed documents."""
     try:
         fa4 = importlib.import_module("flash_attn.cute")
     except Exception:  # not installed, or not made for this machine
@@ -377,7 +378,7 @@ def _other_libraries(fa4_arguments: dict[str, Any], lengths: Tensor | None) -> d
 
 
 def _by_token(call: Callable[..., Any], varlen: bool = False) -> _Attend:
-    """Adapt a call that takes [batch, length, heads, size], or with `varlen` [tokens, heads, size] of one batch."""
+    """Adapt a call of [batch, length, heads, size], or [tokens, heads, size]."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         given = (x.transpose(1, 2) for x in (q, k, v))

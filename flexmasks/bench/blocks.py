@@ -1,4 +1,4 @@
-"""`python -m flexmasks bench blocks`: what finding block masks costs, against torch's create_block_mask."""
+"""`python -m flexmasks bench blocks`: finding block masks, against create_block_mask."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _RUNS = {"cuda": 9, "cpu": 5}
 
 
 def masks(length: int, device: torch.device) -> dict[str, Mask]:
-    """Return the usual masks at their parameters for a length; a canvas is as square as powers of two allow."""
+    """Return the usual masks; a canvas has sides of powers of two."""
     generator = torch.Generator().manual_seed(0)
     ends = torch.rand(length, generator=generator) < 1 / 1000
     rows = 1 << (int(math.log2(length)) // 2)
@@ -60,7 +60,7 @@ def blocks(
     file: str | None = None,
     resume: bool = False,
 ) -> dict[str, Any]:
-    """Measure, print a table, and write the figures to a JSON file if one is named.
+    """Measure block masks, print a table, and write the figures to a file.
 
     Args:
         lengths: numbers of tokens; by default LENGTHS, and EXAMPLE_LENGTH for registered examples.
@@ -115,7 +115,7 @@ def table(results: dict[str, Any]) -> str:
 
 
 def markdown(gpu: dict[str, Any], cpu: dict[str, Any]) -> str:
-    """Return the tables of a run on a GPU and one on a CPU, against torch and by length."""
+    """Return the tables of two runs: against torch, and by length."""
     by_key = {(r["mask"], r["length"]): r for r in gpu["rows"]}
     names = list(dict.fromkeys(r["mask"] for r in gpu["rows"]))
     lengths = sorted({r["length"] for r in gpu["rows"]})
@@ -141,7 +141,7 @@ def markdown(gpu: dict[str, Any], cpu: dict[str, Any]) -> str:
 
 
 def _comparison(gpu_rows: list[Row], cpu_rows: list[Row], names: list[str], longest: int) -> str:
-    """Return the table against torch: on a GPU at the longest and at a short length, and on a CPU."""
+    """Return the table against torch, on a GPU and on a CPU."""
     gpu = {(r["mask"], r["length"]): r for r in gpu_rows}
     cpu = {r["mask"]: r for r in cpu_rows if "torch_ms" in r and r["length"] == _COMPARED_ON_CPU}
     rows = []
@@ -173,7 +173,7 @@ def _comparison(gpu_rows: list[Row], cpu_rows: list[Row], names: list[str], long
 
 
 def undecided_markdown(results: dict[str, Any]) -> str:
-    """Return the table of masks with many undecided blocks, of a run of every registered mask."""
+    """Return the table of registered masks with many undecided blocks."""
     rows = sorted(results["rows"], key=lambda r: r["partial"] - r["undecided"])
     exact = sum(r["undecided"] == r["partial"] for r in rows)
     many = [r for r in rows if r["undecided"] > r["blocks"] / 10 or r["undecided"] > r["partial"]]
@@ -201,7 +201,10 @@ def undecided_markdown(results: dict[str, Any]) -> str:
 
 
 def _row(name: str, registered: bool, length: int, device: torch.device) -> list[Row]:
-    """Return the figures of one mask at one length, or at the first shorter length that a registered example fits."""
+    """Return the figures of one mask.
+
+    A registered mask is measured at its example, at the length or the first shorter one that fits.
+    """
     if registered:
         length, _, mask = fitting("mask", name, at_most(length), functools.partial(_usable, device))
     else:
@@ -229,7 +232,7 @@ def _row(name: str, registered: bool, length: int, device: torch.device) -> list
     for who, call in calls.items():
         clear_caches()
         peak_mb[who] = round(peak_bytes(call, device) / 1e6, 2)
-    found = mask.blocks(length, device=device)
+    counted = mask.blocks(length, device=device)
     row: Row = {
         "mask": name,
         "length": length,
@@ -237,10 +240,10 @@ def _row(name: str, registered: bool, length: int, device: torch.device) -> list
         "iqr": round(times["ours"][1], 4),
         "again_ms": round(interleaved({"again": ours}, device, 20, wall_milliseconds)["again"][0], 4),
         "peak_mb": peak_mb["ours"],
-        "size_mb": round(sum(t.numel() * t.element_size() for t in _tensors(found.block_mask)) / 1e6, 2),
-        "blocks": found.total,
-        "undecided": found.undecided,
-        "partial": found.partial,
+        "size_mb": round(sum(t.numel() * t.element_size() for t in _tensors(counted.block_mask)) / 1e6, 2),
+        "blocks": counted.total,
+        "undecided": counted.undecided,
+        "partial": counted.partial,
     }
     if registered:
         row["example"] = repr(mask)
@@ -251,7 +254,7 @@ def _row(name: str, registered: bool, length: int, device: torch.device) -> list
 
 
 def _usable(device: torch.device, value: Mask | Score, length: int) -> Any:
-    """Return an example on the device, or raise if it does not fit the length."""
+    """Return an example on the device, or raise if it does not fit."""
     moved = on_device(value, device)
     moved.blocks(length, device=device)
     return moved

@@ -1,4 +1,4 @@
-"""Time of calls: wall time, or a GPU's own time; medians of runs that take turns."""
+"""One clock: wall time or a GPU's own time, of interleaved runs."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _HEAD_START_GIGABYTES = 6  # writing them takes a GPU longer than the host needs
 
 
 def wall_milliseconds(call: Callable[[], object], device: torch.device, calls_in_a_row: int = 1) -> float:
-    """Return the wall time of one call, host included, as the mean of calls in a row.
+    """Return the wall time of one call, host included.
 
-    Python's garbage collector pauses meanwhile, as in timeit.
+    It is the mean of calls in a row, during which Python's garbage collector pauses, as in timeit.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -38,7 +38,10 @@ def wall_milliseconds(call: Callable[[], object], device: torch.device, calls_in
 
 
 def device_milliseconds(call: Callable[[], object], device: torch.device) -> float:
-    """Return a GPU's time of one call, caches empty and host excluded; on a CPU the wall time."""
+    """Return a GPU's time of one call, or a CPU's wall time.
+
+    The GPU's caches are empty before the call, and the host's time does not count.
+    """
     if device.type != "cuda":
         return wall_milliseconds(call, device)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -54,7 +57,7 @@ def device_milliseconds(call: Callable[[], object], device: torch.device) -> flo
 def interleaved(
     calls: Mapping[str, Callable[[], object]], device: torch.device, runs: int, clock: Clock = device_milliseconds
 ) -> dict[str, tuple[float, float]]:
-    """Return each call's median milliseconds and the range of their middle half; the calls take turns."""
+    """Time calls by turns: median milliseconds, and the range of the middle half."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for run in range(_WARMUP_RUNS + runs):
         for name, call in calls.items():

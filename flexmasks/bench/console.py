@@ -8,7 +8,7 @@ import torch
 
 
 def progress(message: str) -> None:
-    """Show a message: in a terminal it replaces the last one, elsewhere it is a line of its own."""
+    """Show a message, which in a terminal replaces the last one."""
     if sys.stderr.isatty():
         print(f"\r\033[K{message}", end="", file=sys.stderr, flush=True)
     elif message:

@@ -20,7 +20,7 @@ _CHECKED_HEADS = 2  # float64 scores of all heads take long and show no more
 
 
 def main() -> None:
-    """Run the demo on a GPU if the machine has one, else on the CPU."""
+    """Run the demo, on a GPU if there is one."""
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
     batch, heads, length, size = (16, 16, 8192, 64) if cuda else (2, 4, 2048, 64)
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def _largest_error(out: Tensor, q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor) -> float:
-    """Return the largest difference from SDPA in float64, over the checked heads of every batch element."""
+    """Return the largest difference of the checked heads from SDPA in float64."""
     largest = 0.0
     for b in range(len(q)):
         mask = dense_mask("grouped_tril", q.shape[2], seq_lens=seq_lens[b : b + 1])[0, 0]
@@ -69,7 +69,7 @@ def _largest_error(out: Tensor, q: Tensor, k: Tensor, v: Tensor, seq_lens: Tenso
 
 
 def _time_table(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor) -> str:
-    """Return a table of milliseconds: forward, and on a GPU forward and backward together."""
+    """Return a table of milliseconds, with backward passes on a GPU."""
     mask = dense_mask("grouped_tril", q.shape[2], seq_lens=seq_lens)
     calls: dict[str, Callable[..., Tensor]] = {
         "flexmasks, grouped_tril": lambda q, k, v: attention(q, k, v, mask="grouped_tril", seq_lens=seq_lens),

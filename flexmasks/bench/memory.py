@@ -14,7 +14,7 @@ _PROCESS_STATUS = Path("/proc/self/status")
 
 
 def peak_bytes(call: Callable[[], object], device: torch.device) -> float:
-    """Return the bytes that a call adds to those in use, at its peak.
+    """Return the most bytes that a call adds to those in use.
 
     On a CPU these are bytes of the process, as Linux counts them; NaN on other systems.
     """

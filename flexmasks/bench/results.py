@@ -1,4 +1,4 @@
-"""Steps of a benchmark, and the JSON file that holds their figures and lets a stopped run go on."""
+"""Steps of a benchmark, and the JSON file that collects their figures."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Row = dict[str, Any]
 
 
 def choose_device(name: str | None) -> torch.device:
-    """Return the device of that name; without a name, a GPU if the machine has one."""
+    """Return the named device, by default a GPU if there is one."""
     device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
     return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
 
 
 def machine(device: torch.device) -> dict[str, str]:
-    """Return what figures depend on: the device, and the versions of torch and Python."""
+    """Return the device, torch and Python that figures depend on."""
     return {
         "device": device_name(device).removeprefix("NVIDIA "),
         "device_type": device.type,
@@ -40,7 +40,7 @@ def machine_line(results: dict[str, Any]) -> str:
 
 
 def check_mask_names(names: Iterable[str], cases: Iterable[str]) -> None:
-    """Raise ValueError for a name that is neither a registered mask's nor a case's."""
+    """Raise ValueError for a name of no registered mask and no case."""
     accepted = [*(mask.name for mask in list_masks()), *cases]
     for name in names:
         if name not in accepted:
@@ -52,10 +52,10 @@ def check_mask_names(names: Iterable[str], cases: Iterable[str]) -> None:
 def run_steps(
     results: dict[str, Any], steps: Mapping[str, Callable[[], list[Row]]], file: str | None, resume: bool = False
 ) -> None:
-    """Add the rows of each step to results["rows"], and write the results to the file after each step.
+    """Run the steps, and write the results to the file after each.
 
-    results["measured"] holds the descriptions of the steps that ran. A step that raises is named with its error in
-    results["failed"] and on stderr, and the other steps still run.
+    The rows of the steps are added to results["rows"]. results["measured"] holds the descriptions of the steps that
+    ran. A step that raises is named with its error in results["failed"] and on stderr, and the other steps still run.
 
     Args:
         results: has "benchmark", "machine" and "rows".
@@ -87,7 +87,7 @@ def run_steps(
 
 
 def _earlier(results: dict[str, Any], file: str) -> dict[str, Any]:
-    """Return the rows of an earlier run and its measured steps, or raise ValueError if that run cannot go on."""
+    """Return an earlier run's rows and steps, or raise ValueError if they do not match."""
     try:
         earlier = json.loads(Path(file).read_text())
     except ValueError:

@@ -1,4 +1,4 @@
-"""Forward and backward passes of several implementations, run once each and then timed by turns."""
+"""One runner: forward and backward passes of implementations, timed by turns."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def measure_passes(
     reset_compiler: bool = False,
     clock: Clock = device_milliseconds,
 ) -> tuple[dict[str, Measured], dict[str, str]]:
-    """Run each implementation once, then time the passes of all of them by turns.
+    """Run each implementation once, then time all passes by turns.
 
     Args:
         implementations: functions of the inputs, by name; the outputs have the first input's shape.
@@ -83,9 +83,9 @@ def measure_passes(
 
 
 def attention_tflops(which: str, pairs: float, head_size: int, milliseconds: float) -> float:
-    """Return the TFLOP/s of one pass of attention, "forward" or "backward", over visible pairs.
+    """Return the TFLOP/s of a "forward" or "backward" pass of attention.
 
-    Each of the pass's matrix products is a multiplication and an addition for each pair and number of a head.
+    Each matrix product takes a multiplication and an addition for each visible pair and number of a head.
     """
     return _PRODUCTS[which] * 2 * head_size * pairs / milliseconds / 1e9
 

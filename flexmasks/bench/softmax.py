@@ -1,4 +1,4 @@
-"""`python -m flexmasks bench softmax`: the masked softmax against torch, and the bandwidth that it reaches."""
+"""`python -m flexmasks bench softmax`: the masked softmax against torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ _CALLS_IN_A_ROW = {"cuda": 500, "cpu": 5}  # of one wall time
 
 @dataclass(frozen=True)
 class Case:
-    """One call to measure. `mask` is a Mask, or the boolean tensor [B, 1, Q, K] of a scaled masked softmax."""
+    """One call to measure.
+
+    `mask` is a Mask, or the boolean tensor [B, 1, Q, K] of a scaled masked softmax.
+    """
 
     name: str
     shape: tuple[int, int, int, int]
@@ -49,7 +52,7 @@ class Case:
         return ~dense_mask(self.mask, q_len, kv_len, batch=batch, heads=heads, device=device)
 
     def least_bytes(self, visible: float) -> dict[str, float]:
-        """Return the bytes that each pass must move at least, where that share of x is visible."""
+        """Return the least bytes that each pass moves for a visible share."""
         size = math.prod(self.shape) * self.dtype.itemsize
         if isinstance(self.mask, Tensor):  # scattered: all of x must be read, and all of y, whose zeros are unknown
             return {"forward": 2 * size + self.mask.numel() * self.mask.itemsize, "backward": 3 * size}
@@ -86,7 +89,7 @@ def cases(device: torch.device) -> list[Case]:
 
 
 def softmax(device: str | None = None, file: str | None = None) -> dict[str, Any]:
-    """Measure, print a table, and write the figures to a JSON file if one is named."""
+    """Measure the softmax, print a table, and write the figures to a file."""
     at = choose_device(device)
     copy = _copy_bandwidth(at)
     results: dict[str, Any] = {"benchmark": "softmax", "machine": machine(at), "copy_tb_s": copy, "rows": []}
@@ -166,7 +169,7 @@ def _rows(case: Case, device: torch.device, copy: float) -> list[Row]:
 
 
 def _implementations(case: Case, hidden: Tensor) -> dict[str, Callable[[Tensor], Tensor]]:
-    """Return flexmasks, torch eager and compiled, and the unmasked softmax of libraries that are installed."""
+    """Return calls of flexmasks, torch, and installed libraries without a mask."""
     scale = 0.5 if isinstance(case.mask, Tensor) else 1.0
     empty_rows = hidden.all(-1, keepdim=True)
 

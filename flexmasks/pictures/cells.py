@@ -1,4 +1,4 @@
-"""Contents of pictures: a mask or a score in cells of any size, and a mask's block counts.
+"""Contents of pictures: masks and scores in cells, and block counts.
 
 The work is bounded at every length: ranges find the cells of a mask, as they find the blocks of a BlockMask, and a
 score is evaluated at a few places of each cell.
@@ -60,7 +60,7 @@ class MaskCells:
         self.element = _element(b, h, *depends)
 
     def grid(self, rows: int, columns: int) -> Grid:
-        """Return at most this many rows and columns, if blocks can be divided or joined to make so few."""
+        """Return cells in at most this many rows and columns, as far as blocks divide into them."""
         queries = _cell_length(-(-self.q_len // rows), self.block_size[0])
         keys = _cell_length(-(-self.kv_len // columns), self.block_size[1])
         return Grid(self._kinds((queries, keys)), (queries, keys))
@@ -81,7 +81,7 @@ class MaskCells:
         return torch.where(all_visible, VISIBLE, torch.where(any_visible, PARTIAL, hidden))
 
     def _visible(self, cell: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Return whether any and whether all pairs of each cell are visible; a cell at the edge has fewer pairs."""
+        """Return whether any and whether all pairs of each cell are visible."""
         mod, (q_len, kv_len) = self._mod, (self.q_len, self.kv_len)
         beyond = -q_len % cell[0], -kv_len % cell[1]
         if any(beyond):  # positions past the edge repeat the last query and the last key
@@ -92,7 +92,7 @@ class MaskCells:
         return partial | full, full
 
     def _depends(self, mod: MaskMod, n: int, dim: int) -> bool:
-        """Return whether the mask depends on the batch index (dim 0) or the head index (dim 1), of n values."""
+        """Return whether the mask differs among n batch elements (dim 0) or heads (dim 1)."""
         try:
             return dependence(mod, *((n, 1), (1, n))[dim], self._device)[dim] > 1
         except (ValueError, TypeError, LookupError, RuntimeError):  # the function has data for one index only
@@ -123,7 +123,7 @@ class ScoreCells:
         self.element = _element(b, h, *depends)
 
     def grid(self, rows: int, columns: int) -> Grid:
-        """Return what is added in at most this many rows and columns of cells.
+        """Return what is added to scores, in at most this many rows and columns.
 
         A value is the mean over at most 4 x 4 neighbors in the middle of the cell; inf or nan if one of them is.
         """
@@ -135,7 +135,10 @@ class ScoreCells:
 
     @functools.cached_property
     def curve(self) -> tuple[Tensor, Tensor]:
-        """Scores around 0, so far that the change shows, and what becomes of them: float32, [81] each."""
+        """Scores around 0, and what becomes of them: float32, [81] each.
+
+        They reach far enough to show the change.
+        """
         zero = torch.zeros(1, dtype=torch.int64, device=self._device)
         for reach in (1.0, 10.0, 100.0, 1000.0):
             scores = torch.linspace(-reach, reach, _CURVE_STEPS + 1)
@@ -145,13 +148,16 @@ class ScoreCells:
         return scores, changed
 
     def _places(self, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-        """Return queries and keys spread over the score, about four for each of the rows and columns."""
+        """Return queries and keys that are spread over the score."""
         lengths = ((self.q_len, rows), (self.kv_len, columns))
         q, kv = (_middles(n, -(-n // most), self._device).reshape(-1) for n, most in lengths)
         return q, kv
 
     def _changed(self, score: float, q: Tensor, kv: Tensor, b: Tensor | None = None, h: Tensor | None = None) -> Tensor:
-        """Return what becomes of a score, float32 [queries, keys]; with `b` or `h`, [b, h, queries, keys]."""
+        """Return what becomes of a score, float32 [queries, keys].
+
+        With `b` or `h`, [b, h, queries, keys].
+        """
         own_b, own_h = (torch.tensor([n], device=self._device) for n in self._at)
         at = (own_b if b is None else b, own_h if h is None else h, q, kv)
         scores = torch.full([len(x) for x in at], score, device=self._device)
@@ -160,7 +166,7 @@ class ScoreCells:
         return changed[0, 0] if b is None and h is None else changed
 
     def _depends(self, n: int, dim: int) -> bool:
-        """Return whether the change depends on the batch index (dim 0) or the head index (dim 1), of n values."""
+        """Return whether the change differs among n batch elements (dim 0) or heads (dim 1)."""
         index = torch.arange(n, device=self._device)
         try:
             changed = self._changed(1.0, *self._places(4, 4), **{"bh"[dim]: index})
@@ -170,19 +176,22 @@ class ScoreCells:
 
 
 def _short(value: Modifier) -> str:
-    """Return the repr of a mask or score without the elements of long sequences."""
+    """Return the repr of a mask or score, with long sequences shortened."""
     return re.sub(r"\((?:[^(),]+, ){8,}[^(),]+\)", lambda m: f"<{m[0].count(',') + 1} values>", repr(value))
 
 
 def _cell_length(wanted: int, block: int) -> int:
-    """Return the smallest length, at least the wanted one, that divides a block or is a multiple of it."""
+    """Return a wanted length rounded up to a divisor or a multiple of a block."""
     if wanted >= block:
         return -(-wanted // block) * block
     return next(n for n in range(wanted, block + 1) if block % n == 0)
 
 
 def _middles(length: int, cell: int, device: torch.device) -> Tensor:
-    """Return neighbors in the middle of each cell, [cells, places]; past the edge the last position repeats."""
+    """Return neighbors in the middle of each cell, [cells, places].
+
+    Past the edge the last position repeats.
+    """
     places = min(cell, _PLACES)
     first = torch.arange(0, length, cell, device=device) + (cell - places) // 2
     return (first[:, None] + torch.arange(places, device=device)).clamp(max=length - 1)
@@ -195,6 +204,6 @@ def _nearly_equal(a: Tensor, b: Tensor) -> bool:
 
 
 def _element(b: int, h: int, depends_on_batch: bool, depends_on_heads: bool) -> str:
-    """Return which batch element and head a picture shows, as far as its contents depend on them."""
+    """Return the drawn batch element and head, if the contents depend on them."""
     parts = (("batch element", b, depends_on_batch), ("head", h, depends_on_heads))
     return ", ".join(f"{what} {index}" for what, index, depends in parts if depends)

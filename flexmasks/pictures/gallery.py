@@ -1,4 +1,4 @@
-"""`python -m flexmasks gallery OUT`: a page of all registered masks and scores, with pictures and code."""
+"""`python -m flexmasks gallery OUT`: a page of all masks and scores."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ _HEADS = 8
 
 
 def gallery(out: str | Path) -> Path:
-    """Write a page of every registered mask and score: picture, signature, meaning, source, sparsity, code.
+    """Write a page of every registered mask and score.
 
-    The page is one HTML file that needs no other, with a search box. If an example fails, its entry says why.
+    An entry has a picture, signature, meaning, source, sparsity and code. The page is one HTML file that needs no
+    other, with a search box. If an example fails, its entry says why.
 
     Args:
         out: the file to write, or a folder for `index.html`, which is made if it is missing.
@@ -59,7 +60,7 @@ def gallery(out: str | Path) -> Path:
 
 
 def code(kind: str, name: str) -> str:
-    """Return code that calls `attention` with a registered mask or score, ready to run.
+    """Return code that calls `attention` with a registered mask or score.
 
     It has the parameters of the registered example at a short length. Raises ValueError if there is no example.
 
@@ -107,7 +108,7 @@ def _code(value: Modifier, length: int) -> str:
 
 
 def _card(kind: str, entry: Entry) -> dict[str, Any]:
-    """Return what the page says of an entry; if its example fails, the error in place of pictures and code."""
+    """Return what the page shows of an entry, or of its error."""
     doc = definition(kind, entry.name).doc
     card: dict[str, Any] = {
         "kind": kind,
@@ -134,7 +135,7 @@ def _prose(text: str) -> Markup:
 
 
 def _literal(value: Any) -> str:
-    """Return a parameter as code, with lists of repeated or evenly spaced numbers in short."""
+    """Return a parameter as code, with long regular lists shortened."""
     if isinstance(value, Tensor):
         return f"torch.tensor({_literal(value.tolist())}, dtype={value.dtype})"
     if isinstance(value, Modifier):

@@ -42,7 +42,7 @@ def accepted_lengths(value: Modifier, b: int, h: int) -> tuple[int, int]:
 
 
 def suggested_lengths(value: Modifier) -> tuple[int, int]:
-    """Return the numbers of queries and keys that a mask's or score's parameters suggest.
+    """Return the numbers of queries and keys that parameters suggest.
 
     In this order: the lengths of tensors with one element for each position; a canvas's height times width; the
     largest number in other tensors, such as lengths and offsets, where parameters named kv_... count for the keys;
@@ -57,8 +57,8 @@ def suggested_lengths(value: Modifier) -> tuple[int, int]:
         if _is_tensor(parameter, given):
             tensor = torch.as_tensor(given)
             # Numbers below the tensor's own length may belong to its positions, such as document ids.
-            found = [max(n, *tensor.shape[-1:]) for n in _largest_number(tensor)]
-            (key_ends if parameter.name.startswith("kv_") else ends).extend(found)
+            reached = [max(n, *tensor.shape[-1:]) for n in _largest_number(tensor)]
+            (key_ends if parameter.name.startswith("kv_") else ends).extend(reached)
         else:
             numbers += [n for n in (given if isinstance(given, tuple) else (given,)) if type(n) is int]
     known = [id(given) for _, given in _parameters(value)]
@@ -79,7 +79,7 @@ def _is_tensor(parameter: Parameter, given: Any) -> bool:
 
 
 def _parameters(value: Modifier) -> Iterator[tuple[Parameter, Any]]:
-    """Yield the parameters of a mask or score, and of those inside it that see the same positions."""
+    """Yield parameters, also of inner masks or scores over the same positions."""
     for name, given in value.params.items():
         inner = [v for v in (given if isinstance(given, tuple) else (given,)) if isinstance(v, Modifier)]
         if not inner:
@@ -90,7 +90,7 @@ def _parameters(value: Modifier) -> Iterator[tuple[Parameter, Any]]:
 
 
 def _canvas_size(value: Modifier) -> Iterator[int]:
-    """Yield the number of tokens of a canvas, if the parameters have names of its axes; `length` is an axis too."""
+    """Yield the number of tokens of a canvas if parameters name its sides."""
     axes = {p.name: given for p, given in _parameters(value) if type(given) is int}
     sides = [axes[name] for name in ("depth", "height", "width") if name in axes] or [axes.get("length", 0)]
     if all(sides):
@@ -98,7 +98,7 @@ def _canvas_size(value: Modifier) -> Iterator[int]:
 
 
 def _largest_number(tensor: Tensor) -> list[int]:
-    """Return the largest whole number of a tensor in a list, or an empty list if it cannot be a length."""
+    """Return the largest number of a tensor in a list if it can be a length."""
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool or not tensor.numel():
         return []
     return [n for n in (int(tensor.max()),) if 0 < n <= _LONGEST_SUGGESTED]

@@ -1,4 +1,4 @@
-"""Pictures of masks and score changes: text in a terminal, SVG in Jupyter and in files, matplotlib for papers."""
+"""Pictures of masks and score changes: text, SVG, and matplotlib for papers."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ _LEVEL_SYMBOLS = "█▓▒░·+*#@"  # what a score change adds, from the lowe
 
 
 class Picture(ABC):
-    """A picture of a mask or a score change, as `flexmasks.show` and `flexmasks.draw` make it.
+    """A picture of a mask or a score change.
 
-    In Jupyter it shows itself as SVG, light or dark as the page is; printed, it is text.
+    `flexmasks.show` and `flexmasks.draw` make it. In Jupyter it shows itself as SVG, light or dark as the page is;
+    printed, it is text.
 
     Example:
         >>> import flexmasks
@@ -47,11 +48,14 @@ class Picture(ABC):
 
     @abstractmethod
     def text(self, columns: int | None = None) -> str:
-        """Return text of a width in characters; by default the terminal's, at most 80."""
+        """Return text of that many columns, by default the terminal's up to 80."""
 
     @abstractmethod
     def svg(self, style: bool = True) -> str:
-        """Return an SVG document below 100 kB; without `style` it has the colors of light pages only."""
+        """Return an SVG document below 100 kB.
+
+        Without `style` it has the colors of light pages only.
+        """
 
     @abstractmethod
     def plot(self, ax: Axes | None = None) -> Axes:
@@ -61,7 +65,7 @@ class Picture(ABC):
         """
 
     def save(self, path: str | Path) -> Path:
-        """Write a file in the format of its suffix: .svg, .html, .txt, or with matplotlib .pdf, .png."""
+        """Write a .svg, .html or .txt file, or with matplotlib .pdf or .png."""
         path = Path(path)
         kind = path.suffix.lower()
         if kind in (".svg", ".html", ".txt"):
@@ -95,7 +99,7 @@ class Picture(ABC):
 
 
 class MaskPicture(Picture):
-    """Which pairs of queries and keys a mask shows, and which blocks kernels compute: see `flexmasks.show`."""
+    """Picture of a mask's visible pairs and of the blocks that kernels compute."""
 
     def __init__(self, cells: MaskCells) -> None:
         self._cells = cells
@@ -103,14 +107,12 @@ class MaskPicture(Picture):
         self.counts = cells.counts
 
     def text(self, columns: int | None = None) -> str:
-        """See `Picture.text`."""
         columns = self._text_width(columns)
         grid = _text_grid(self._cells, columns)
         legend = [(_SYMBOLS[kind], meaning) for kind, meaning in self._legend(grid)]
         return _text(self._cells, grid, _SYMBOLS, [_legend_line(legend), *self._notes()], columns)
 
     def svg(self, style: bool = True) -> str:
-        """See `Picture.svg`."""
         classes = {kind: f"k{kind}" for kind in _SYMBOLS}
         canvas, grid = _canvas(self._cells, _MASK_CELLS, classes, lambda kinds: kinds, self._block_edges())
         canvas.swatches((classes[kind], meaning) for kind, meaning in self._legend(grid))
@@ -118,7 +120,6 @@ class MaskPicture(Picture):
         return canvas.finished("; ".join([self._cells.name, _subtitle(self._cells), *self._notes()]), style)
 
     def plot(self, ax: Axes | None = None) -> Axes:
-        """See `Picture.plot`."""
         ax = _axes(ax)
         from matplotlib.colors import ListedColormap
         from matplotlib.patches import Patch
@@ -151,7 +152,7 @@ class MaskPicture(Picture):
         return [(kind, meaning) for kind, meaning in meanings.items() if kind in present]
 
     def _notes(self) -> list[str]:
-        """Return the lines below the legend: how many blocks and pairs are of each kind."""
+        """Return the lines below the legend, which count blocks and pairs."""
         counts, (height, width) = self.counts, self._cells.block_size
         empty, partial, full = map(_percent, counts.shares)
         if (height, width) == (1, 1):
@@ -164,7 +165,7 @@ class MaskPicture(Picture):
         ]
 
     def _block_edges(self) -> tuple[list[float], list[float]]:
-        """Return where blocks meet, as parts of the axes, for lines between rows and columns of few blocks."""
+        """Return where few enough blocks meet, as parts of the axes."""
         cells = self._cells
         edges: list[list[float]] = []
         for length, size in zip((cells.q_len, cells.kv_len), cells.block_size, strict=True):
@@ -174,13 +175,12 @@ class MaskPicture(Picture):
 
 
 class ScorePicture(Picture):
-    """What a score change adds to the score of each pair of a query and a key: see `flexmasks.show`."""
+    """Picture of what a score change adds to the score of each pair."""
 
     def __init__(self, cells: ScoreCells) -> None:
         self._cells = cells
 
     def text(self, columns: int | None = None) -> str:
-        """See `Picture.text`."""
         cells, columns = self._cells, self._text_width(columns)
         if cells.kind == "curve":
             scores, changed = (x[::10].tolist() for x in cells.curve)
@@ -197,7 +197,6 @@ class ScorePicture(Picture):
         return _text(cells, Grid(levels, grid.cell), symbols, [legend, self._meaning()], columns)
 
     def svg(self, style: bool = True) -> str:
-        """See `Picture.svg`."""
         cells = self._cells
         if cells.kind == "curve":
             scores, changed = (x.tolist() for x in cells.curve)
@@ -217,7 +216,6 @@ class ScorePicture(Picture):
         return canvas.finished(f"{cells.name}; {_subtitle(cells)}; {self._meaning()}", style)
 
     def plot(self, ax: Axes | None = None) -> Axes:
-        """See `Picture.plot`."""
         ax = _axes(ax)
         from matplotlib.colors import LinearSegmentedColormap
 
@@ -240,7 +238,7 @@ class ScorePicture(Picture):
 
 
 def _text_grid(cells: MaskCells | ScoreCells, columns: int) -> Grid:
-    """Return cells for text of a width in characters, which are twice as tall as wide."""
+    """Return cells for text; a character is twice as tall as wide."""
     keys = max(-(-cells.kv_len // columns), -(-cells.q_len // (2 * _WIDEST_TEXT)))  # of a character
     queries = keys if keys == 1 else 2 * keys
     return cells.grid(-(-cells.q_len // queries), columns)
@@ -272,7 +270,7 @@ def _canvas(
     classified: Callable[[Tensor], Tensor],
     block_edges: tuple[list[float], list[float]] = ([], []),
 ) -> tuple[svg.Canvas, Grid]:
-    """Return an SVG of a grid, and the grid, which is as fine as the SVG's limit allows.
+    """Draw a grid as fine as an SVG's limit allows, and return both.
 
     Args:
         cells: the mask or score to draw.
@@ -304,13 +302,16 @@ def _percent(part: float) -> str:
 
 
 def _largest_finite(values: Tensor) -> float:
-    """Return the largest finite absolute value, or 1 if there is none above 0."""
+    """Return the largest finite absolute value, or 1 if that is 0."""
     finite = values[values.isfinite()]
     return (float(finite.abs().max()) if len(finite) else 0.0) or 1.0
 
 
 def _levels(values: Tensor, steps: int) -> Tensor:
-    """Return values as levels from -steps to steps, which is the largest; steps + 1 where they are not finite."""
+    """Return values as levels from -steps to steps.
+
+    The level `steps` is the largest absolute value; values that are not finite get steps + 1.
+    """
     scaled = (values / _largest_finite(values) * steps).round().clamp(-steps, steps)
     return torch.where(values.isfinite(), scaled, steps + 1).nan_to_num(steps + 1).int()
 
@@ -327,7 +328,7 @@ def _axes(ax: Axes | None) -> Axes:
 
 
 def _plot_cells(ax: Axes, cells: MaskCells | ScoreCells, grid: Grid, colors: Any, limits: tuple[float, float]) -> Any:
-    """Draw a grid in colors from the lower to the upper limit, with labels, and return matplotlib's image."""
+    """Draw a grid in colors between two limits, and return matplotlib's image."""
     rows, columns = grid.values.shape
     extent = (0, columns * grid.cell[1], rows * grid.cell[0], 0)
     low, high = limits

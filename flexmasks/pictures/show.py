@@ -1,4 +1,4 @@
-"""The public calls `show` and `draw`, and what Jupyter shows of a mask or score."""
+"""The calls `show` and `draw`, and what Jupyter shows."""
 
 from __future__ import annotations
 
@@ -82,9 +82,10 @@ def show(
     columns: int | None = None,
     **params: Any,
 ) -> Picture:
-    """Show which pairs a mask makes visible and which blocks kernels skip, or what a score change adds.
+    """Show what a mask makes visible, or what a score change adds.
 
-    In Jupyter the picture is an SVG, elsewhere text. It is drawn from blocks, so a million tokens take seconds.
+    The picture of a mask also shows which blocks kernels skip. In Jupyter the picture is an SVG, elsewhere text. It is
+    drawn from blocks, so a million tokens take seconds.
 
     Args:
         mask: a mask as in `flexmasks.block_mask`, or a score change as in `flexmasks.attention`: a name (if a mask
@@ -127,7 +128,10 @@ def show(
 
 
 def html_of(value: Any) -> str:
-    """Return the HTML of a mask's or score's picture, or of its repr and why it has none. Never raises."""
+    """Return the HTML of a mask's or score's picture. Never raises.
+
+    Without a picture it is the repr, and why there is no picture.
+    """
     try:
         return draw(value)._repr_html_()
     except Exception as error:
@@ -140,7 +144,7 @@ def html_of(value: Any) -> str:
 
 
 def _mask_or_score(given: Any, params: dict[str, Any]) -> Mask | Score:
-    """Return the Mask or Score of a name, value or function and its parameters."""
+    """Return the Mask or Score of a name, value or function."""
     if isinstance(given, str):
         is_mask, is_score = (any(e.name == given for e in entries) for entries in (list_masks(), list_scores()))
         wraps_score = any(isinstance(v, Score) for v in params.values())  # such as packed(inner=...)
@@ -153,7 +157,7 @@ def _mask_or_score(given: Any, params: dict[str, Any]) -> Mask | Score:
 
 
 def _defines(kind: str, function: Any) -> bool:
-    """Return whether a function has the arguments of a mask or of a score."""
+    """Return whether a function has the arguments of that kind."""
     try:
         define(kind, function)
     except TypeError:

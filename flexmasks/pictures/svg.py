@@ -1,4 +1,4 @@
-"""SVG of pictures: cells as merged rectangles, axes, legend, and the colors of light and dark pages."""
+"""SVG of pictures: cells as rectangles, axes, legend and colors."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ DARK = {
     "card": "#15191f", "text": "#e6edf3", "muted": "#a3adb8", "line": "#6e7781",
     "k0": "#20262e", "k1": "#5c3f1c", "k2": "#ac681b", "k3": "#b3e0ff", "n8": "#b3e0ff", "p8": "#ffc890",
 }  # fmt: skip
+Ticks = Sequence[tuple[float, str]]  # places as parts of an axis, and labels
 STEPS = 8  # levels of a score change on either side of 0
 _LONGER_SIDE = 288  # pixels
 _SHORTER_SIDE = 56  # pixels, at least
@@ -60,16 +61,19 @@ def style() -> str:
 
 
 def frame_size(q_len: int, kv_len: int) -> tuple[int, int]:
-    """Return a picture's width and height in pixels; axes whose lengths differ a lot are not to scale."""
+    """Return a picture's width and height in pixels.
+
+    Axes whose lengths differ a lot are not to scale.
+    """
     longest = max(q_len, kv_len)
     width, height = (max(_SHORTER_SIDE, round(_LONGER_SIDE * n / longest)) for n in (kv_len, q_len))
     return width, height
 
 
 def merged(cells: Tensor) -> dict[int, list[tuple[int, int, int, int]]]:
-    """Return the rectangles (row, column, height, width) that the cells [rows, columns] of each value form.
+    """Return the rectangles that equal cells [rows, columns] form, by value.
 
-    A rectangle is a run of equal cells in a row, and the same run in the rows below it.
+    A rectangle (row, column, height, width) is a run of equal cells in a row, and the same run in the rows below it.
     """
     rectangles: dict[int, list[tuple[int, int, int, int]]] = {}
     open_runs: dict[tuple[int, int, int], int] = {}  # (value, first column, past the last): its first row
@@ -87,7 +91,7 @@ def merged(cells: Tensor) -> dict[int, list[tuple[int, int, int, int]]]:
 
 
 def cells_path(rectangles: Iterable[tuple[int, int, int, int]], rows: float, columns: float) -> str:
-    """Return rectangles as the data of an SVG path, cut at an edge of rows and columns."""
+    """Return rectangles as the data of an SVG path, cut at edges."""
     data = []
     for row, column, height, width in sorted(rectangles):
         w, h = (f"{min(n, end - at):.6g}" for n, end, at in ((width, columns, column), (height, rows, row)))
@@ -115,7 +119,7 @@ class Canvas:
         classes: Mapping[int, str],
         block_edges: tuple[Sequence[float], Sequence[float]] = ((), ()),
     ) -> int:
-        """Draw cells [rows, columns] in the colors of their classes, and return the number of characters.
+        """Draw cells [rows, columns] and return the number of characters drawn.
 
         Args:
             lengths: numbers of queries and keys.
@@ -144,16 +148,8 @@ class Canvas:
         self.axes(width, height, "keys (tokens)", "queries (tokens)", x_ticks, y_ticks)
         return len(path)
 
-    def axes(
-        self,
-        width: int,
-        height: int,
-        across: str,
-        down: str,
-        x_ticks: Sequence[tuple[float, str]],
-        y_ticks: Sequence[tuple[float, str]],
-    ) -> None:
-        """Draw a frame with labels, and ticks at parts of its sides, and move below it."""
+    def axes(self, width: int, height: int, across: str, down: str, x_ticks: Ticks, y_ticks: Ticks) -> None:
+        """Draw a frame with labels and ticks, and move below it."""
         x, y = self._left, self._y
         marks = "".join(f"M{x + at * width:.2f} {y - 4}v4" for at, _ in x_ticks)
         marks += "".join(f"M{x - 4} {y + at * height:.2f}h4" for at, _ in y_ticks)
@@ -167,7 +163,7 @@ class Canvas:
         self._y = y + height + 10
 
     def curve(self, points: Sequence[tuple[float, float]], reach: float) -> None:
-        """Draw what becomes of scores from -reach to reach, and the line of unchanged scores."""
+        """Draw what becomes of scores from -reach to reach."""
         self._y += 38
         side = _LONGER_SIDE * 3 // 4
         at = [(self._left + (x / reach + 1) * side / 2, self._y + (1 - y / reach) * side / 2) for x, y in points]
@@ -190,7 +186,7 @@ class Canvas:
             outline = f"{square} fill='none' class='fm-line'{_stroke(0.5)}/>"
             self._parts += [f"{square}{_fill(name)}/>", outline, _text(_MARGIN + 20, self._y, label, "text", 11)]
 
-    def bar(self, names: Sequence[str], labels: Sequence[tuple[float, str]]) -> None:
+    def bar(self, names: Sequence[str], labels: Ticks) -> None:
         """Draw a bar of colors, with labels at parts of its length."""
         width, height = _LONGER_SIDE, 12
         x, y = self._left, self._y + 8
@@ -225,8 +221,8 @@ class Canvas:
         )
 
 
-def ticks(length: int, pixels: int) -> list[tuple[float, str]]:
-    """Return where to label an axis of a length in tokens, as parts of it, and the labels."""
+def ticks(length: int, pixels: int) -> Ticks:
+    """Return labels of an axis in tokens, and their places as parts of it."""
     most = max(1, pixels // 72)
     if length % 4 == 0 and most >= 4:
         return [(i / 4, f"{length * i // 4:,}") for i in range(5)]
@@ -236,12 +232,12 @@ def ticks(length: int, pixels: int) -> list[tuple[float, str]]:
 
 
 def number(value: float) -> str:
-    """Return a number with three digits, or with all digits before the point from 1,000 on."""
+    """Return a number with three digits, and from 1,000 on without fractions."""
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e7 else f"{value:.3g}"
 
 
 def left_margin(labels: Iterable[str]) -> int:
-    """Return the pixels that a picture leaves for its vertical axis with these labels."""
+    """Return the pixels left of a picture for its axis's labels."""
     return _MARGIN + 26 + round(6.2 * max(map(len, labels)))
 
 
