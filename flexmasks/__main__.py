@@ -121,7 +121,10 @@ def _add_bench_arguments(bencher: argparse.ArgumentParser) -> None:
 
 
 def tables(markdown: bool = False) -> str:
-    """Return the tables of masks and scores, as text or as the Markdown of their pages."""
+    """Return the tables of masks and scores.
+
+    They are text, or the Markdown of their pages.
+    """
     listed = (("mask", list_masks()), ("score", list_scores()))
     if markdown:
         return "\n\n".join(page(kind, entries) for kind, entries in listed)

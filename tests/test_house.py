@@ -1,4 +1,4 @@
-"""The order of the rooms: which file imports which, and where private names of torch stand."""
+"""The house: the direction of imports, the place of private names of torch, and the first lines of docstrings."""
 
 from __future__ import annotations
 
@@ -126,4 +126,21 @@ def test_private_names_of_torch_stand_in_compat() -> None:
         if module != "flexmasks.compat"
         for line, name in private_names(tree)
     ]
+    assert not wrong, "\n".join(wrong)
+
+
+QUESTIONS = ("Whether", "What", "Which", "How", "Why", "Where", "Of", "As", "It", "See", "Also")
+LONGEST_LINE = 15  # words; about 12 are the aim
+
+
+def test_first_lines_of_docstrings() -> None:
+    """A first line names a thing or an act, in one short sentence."""
+    wrong = []
+    for module, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (doc := ast.get_docstring(node)):
+                line = doc.splitlines()[0]
+                words = line.split()
+                if words[0] in QUESTIONS or len(words) > LONGEST_LINE or not line.endswith((".", ".`")):
+                    wrong.append(f"{module}:{getattr(node, 'lineno', 1)} {line}")
     assert not wrong, "\n".join(wrong)

@@ -53,6 +53,11 @@ def test_reference_in_float64_with_gradients(case: Case) -> None:
         assert torch.allclose(x.grad, y.grad, atol=1e-9, rtol=1e-9)
 
 
+# Errors allowed of gradients that sum over pairs. In float32 the rounding of single pairs is multiplied by the size of
+# a bias, such as sandwich's products near 64, while the sum has the size of their differences.
+_SUMMED_TOLERANCE = {dtype: 2 * tolerance for dtype, tolerance in TOLERANCE.items()} | {torch.float32: 2e-4}
+
+
 def _compiled(case: Case, dtype: torch.dtype, device: str, backend: str) -> None:
     leaves = qkv(case, dtype, device)
     others = [exact(x) for x in leaves]
@@ -66,15 +71,30 @@ def _compiled(case: Case, dtype: torch.dtype, device: str, backend: str) -> None
     learned_too = {n: exact(t) for n, t in learned.items()}
     with torch.set_grad_enabled(cuda):
         out = flexmasks.attention(*leaves, mask="causal", score=case.name, backend=backend, **params)
-    want, _ = attend(*others, _causal(case), _changed(case, case.params | learned_too))
+    want, lse = attend(*others, _causal(case), _changed(case, case.params | learned_too))
     assert error(out, want) < TOLERANCE[dtype]
     if cuda:
         weight = torch.randn_like(out)
         out.backward(weight)
-        want.backward(weight.double().cpu())
+        want.backward(weight.double().cpu(), retain_graph=True)
+        if dtype != torch.float32 and learned:
+            _add_rounding(want, lse, out, weight, list(learned_too.values()))
         for x, y in zip([*leaves, *learned.values()], [*others, *learned_too.values()], strict=True):
-            summed = y.ndim < 4  # gradients of slopes and tables sum many pairs, which may cancel
-            assert error(x.grad, y.grad, unit=1.0 if summed else 0.05) < 2 * TOLERANCE[dtype]
+            if y.ndim == 4:
+                assert error(x.grad, y.grad) < 2 * TOLERANCE[dtype]
+            else:  # gradients of slopes and tables sum many pairs, which may cancel
+                assert error(x.grad, y.grad, unit=1.0) < _SUMMED_TOLERANCE[dtype]
+
+
+def _add_rounding(want: Tensor, lse: Tensor, out: Tensor, weight: Tensor, learned: list[Tensor]) -> None:
+    """Add to the exact gradients what flash kernels make of an `out` that is rounded to half precision.
+
+    They compute the gradient of scores as P * (dP - sum(out * dout)). An error of that sum reaches all scores of its
+    row by their weights P, as a gradient of lse would. In the gradient of a bias it is multiplied by the size of the
+    bias, not by its differences: with sandwich's products near 64, rounding to bfloat16 moves the gradient by 60%.
+    """
+    rounding = ((want - out.double().cpu()) * weight.double().cpu()).sum(-1).detach()
+    torch.autograd.backward(lse, rounding, inputs=learned)
 
 
 @pytest.mark.parametrize("case", spread(SCORE_CASES, 1), ids=label)

@@ -84,7 +84,7 @@ class Call:
 
     @property
     def dtype(self) -> str:
-        """The dtype of q, without `torch.`"""
+        """Name of the dtype of q, without `torch.`."""
         return str(self.q.dtype).removeprefix("torch.")
 
     @property

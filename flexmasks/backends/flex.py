@@ -54,7 +54,10 @@ class _Shapes(NamedTuple):
 
     @property
     def specialized(self) -> tuple[Any, ...]:
-        """What torch specializes even in a dynamic-shape kernel: length 1, equal lengths, and memory layouts."""
+        """Properties that torch specializes even in a dynamic-shape kernel.
+
+        These are a length of 1, equal lengths, and memory layouts.
+        """
         return self.q_len == 1, self.kv_len == 1, self.q_len == self.kv_len, self.contiguous
 
 

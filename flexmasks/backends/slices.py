@@ -24,7 +24,7 @@ _MAX_SCORES = 1 << 24  # scores held at once
 
 
 class _Shared(NamedTuple):
-    """What all slices of a call have in common."""
+    """The common part of all slices of a call."""
 
     partial: Tensor  # bool[B or 1, H or 1, rows, columns] of blocks
     full: Tensor

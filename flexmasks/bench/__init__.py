@@ -1,1 +1,1 @@
-"""Benchmarks and the demo: names of cases come in, measured tables and results files go out."""
+"""Benchmarks and the demo: cases come in, tables and results files go out."""

@@ -47,7 +47,7 @@ class Axis:
 
 
 class Decided(NamedTuple):
-    """What ranges know of blocks, as booleans [B, H, rows, columns].
+    """Knowledge of ranges about blocks, as booleans [B, H, rows, columns].
 
     A dimension on which the mask does not depend has size 1.
     """

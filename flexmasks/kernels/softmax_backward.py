@@ -24,7 +24,7 @@ from flexmasks.kernels.softmax_tiles import (
 
 @triton.jit
 def _products(y, dy, column, inside, Y_COLUMN: tl.constexpr, DY_COLUMN: tl.constexpr, POLICY: tl.constexpr):
-    """Return y and y * dy, which is 0 where y is 0 whatever dy is."""
+    """Return y and y * dy, which is 0 if y is 0."""
     weights = tl.load(y + column * Y_COLUMN, mask=inside, other=0, eviction_policy=POLICY).to(tl.float32)
     slopes = tl.load(dy + column * DY_COLUMN, mask=inside, other=0, eviction_policy=POLICY).to(tl.float32)
     return weights, tl.where(weights == 0, 0.0, weights * slopes)
@@ -36,7 +36,10 @@ def _backward_tile(
     ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
     Y_COLUMN: tl.constexpr, DY_COLUMN: tl.constexpr, BOUNDS: tl.constexpr,
 ):  # fmt: skip
-    """Compute rows held in registers: all columns, or WIDTH from `low` on where these hold every visible column."""
+    """Compute the gradients of rows held in registers.
+
+    The registers hold all columns, or WIDTH columns from `low` on if these include every visible column.
+    """
     column = tl.arange(0, WIDTH)[None, :]
     if WIDTH < BLOCK:
         column = low + column
@@ -54,7 +57,10 @@ def _backward_long(
     dx, dy, y, columns, low, high, scale,
     CHUNK: tl.constexpr, Y_COLUMN: tl.constexpr, DY_COLUMN: tl.constexpr, BOUNDS: tl.constexpr,
 ):  # fmt: skip
-    """Compute one row that does not fit in registers, in two passes: the sum, then the result."""
+    """Compute the gradient of a row too long for registers.
+
+    Two passes: the sum, then the result.
+    """
     start, stop, n_chunks = chunks_to_read(columns, low, high, CHUNK, BOUNDS)
     covered = start + n_chunks * CHUNK
     clear(dx, columns * 0, start, CHUNK)
@@ -87,7 +93,10 @@ def backward_kernel(
     INNER: tl.constexpr, OUTER: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, HALVINGS: tl.constexpr, LONG: tl.constexpr,
 ):  # fmt: skip
-    """Write dx = scale * (y * dy - y * sum(y * dy)), 0 where y is 0."""
+    """Write dx = scale * (y * dy - y * sum(y * dy)).
+
+    dx is 0 where y is 0.
+    """
     block, inner, one, two = program_position(n_inner, n_blocks, n_one, INNER, OUTER)
     columns = columns * GRAIN
     row = block.to(tl.int64)

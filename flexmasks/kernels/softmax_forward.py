@@ -73,7 +73,10 @@ def _weights(scores, most, visible, scale, SIGN: tl.constexpr):
 
 @triton.jit
 def _is_nan_row(most, total, first, end, BOUNDS: tl.constexpr):
-    """Return whether a row's visible places are NaN: it holds NaN or +inf, or only -inf, and something is visible."""
+    """Return whether the visible places of a row are NaN.
+
+    They are if the row holds NaN or +inf, or only -inf, and something is visible.
+    """
     is_nan = (total != total) | (most == float("-inf"))
     if BOUNDS:
         is_nan = is_nan & (end > first)
@@ -87,7 +90,10 @@ def _forward_tile(
     X_COLUMN: tl.constexpr, MASK_COLUMN: tl.constexpr,
     BOUNDS: tl.constexpr, VISIBLE: tl.constexpr, SIGN: tl.constexpr,
 ):  # fmt: skip
-    """Compute rows held in registers: all columns, or WIDTH from `low` on where these hold every visible column."""
+    """Compute rows held in registers.
+
+    The registers hold all columns, or WIDTH columns from `low` on if these include every visible column.
+    """
     column = tl.arange(0, WIDTH)[None, :]
     if WIDTH < BLOCK:
         column = low + column
@@ -122,7 +128,9 @@ def _forward_long(
     CHUNK: tl.constexpr, X_COLUMN: tl.constexpr, MASK_COLUMN: tl.constexpr,
     BOUNDS: tl.constexpr, VISIBLE: tl.constexpr, SIGN: tl.constexpr,
 ):  # fmt: skip
-    """Compute one row that does not fit in registers, in two passes: its maximum and sum, then the result.
+    """Compute a row too long for registers.
+
+    Two passes: its maximum and sum, then the result.
 
     The second pass goes from the last columns to the first: it finds them in the cache, mostly.
     """
@@ -177,7 +185,10 @@ def forward_kernel(
     ROWS: tl.constexpr, BLOCK: tl.constexpr, HALVINGS: tl.constexpr, LONG: tl.constexpr,
     VISIBLE: tl.constexpr, SIGN: tl.constexpr,
 ):  # fmt: skip
-    """Write y = softmax(x * scale) over the visible columns, 0 at hidden ones; `scale` is |scale| * log2(e)."""
+    """Write y = softmax(x * scale) over the visible columns.
+
+    y is 0 at hidden columns; `scale` is |scale| * log2(e).
+    """
     block, inner, one, two = program_position(n_inner, n_blocks, n_one, INNER, OUTER)
     columns = columns * GRAIN
     row = block.to(tl.int64)

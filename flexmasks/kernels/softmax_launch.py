@@ -1,4 +1,6 @@
-"""Launches of the masked softmax's Triton kernels: how many rows a program takes, and how tensors lie over programs.
+"""Launches of the Triton kernels of the masked softmax.
+
+A launch says how many rows a program takes, and how tensors lie over programs.
 
 The first call of a layout works its launch out and compiles; the launch is kept, and later calls of that layout only
 pass their tensors.
@@ -101,7 +103,7 @@ def _keep(key: Hashable, compiled: Any, programs: int, numbers: Any, constants: 
 
 @dataclass(frozen=True)
 class Config:
-    """How a kernel computes rows of some length.
+    """Settings of a kernel for rows of some length.
 
     rows: rows of a program.
     warps: warps of a program.
@@ -204,7 +206,10 @@ def _grid(
 
 
 def _merged(tensors: Sequence[Tensor | None], shape: Sequence[int]) -> list[_Dim]:
-    """Return the leading dimensions above size 1; dimensions adjacent in the memory of all tensors are merged."""
+    """Return the leading dimensions above size 1, merged where possible.
+
+    Dimensions merge if they are adjacent in the memory of all tensors.
+    """
     dims: list[_Dim] = []
     for n, *strides in zip(shape, *(_strides(t, shape) for t in tensors), strict=True):
         if n == 1:
@@ -217,7 +222,10 @@ def _merged(tensors: Sequence[Tensor | None], shape: Sequence[int]) -> list[_Dim
 
 
 def _strides(tensor: Tensor | None, shape: Sequence[int]) -> list[int]:
-    """Return the strides of a tensor's leading dimensions, once it is broadcast to a leading shape."""
+    """Return the strides of a tensor's leading dimensions.
+
+    The tensor is broadcast to a leading shape.
+    """
     if tensor is None:
         return [0] * len(shape)
     own = [0 if n == 1 else s for n, s in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)]
@@ -225,7 +233,10 @@ def _strides(tensor: Tensor | None, shape: Sequence[int]) -> list[int]:
 
 
 def _column_stride(tensor: Tensor) -> int:
-    """Return the stride of the last dimension, 0 where it has one element or is missing."""
+    """Return the stride of the last dimension.
+
+    It is 0 if the dimension has one element or is missing.
+    """
     return 0 if not tensor.ndim or tensor.shape[-1] == 1 else tensor.stride(-1)
 
 

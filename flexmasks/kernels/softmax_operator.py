@@ -218,7 +218,7 @@ def _register(op: Any, run: Callable[..., Tensor], function: Any, fake: Callable
 
 
 def _batched(size: int, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> list[Any]:
-    """Return an operator's arguments under vmap with the mapped dimension first in every tensor that has it.
+    """Return an operator's arguments under vmap, mapped dimension first.
 
     The tensors that must have the output's full shape (x; dy and y) get a mapped dimension if they lack it.
     """

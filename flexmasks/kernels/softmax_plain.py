@@ -1,4 +1,7 @@
-"""The masked softmax and its derivatives in plain torch: on a CPU, and on a GPU for float64."""
+"""The masked softmax and its derivatives in plain torch.
+
+It runs on a CPU, and on a GPU for float64.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,9 @@ def backward(dy: Tensor, y: Tensor, scale: float) -> Tensor:
 
 
 def over_visible(formula: Callable[..., Tensor], y: Tensor, *others: Tensor) -> Tensor:
-    """Compute a formula of the softmax y and of other tensors of its shape, in float32 or float64.
+    """Compute a formula of the softmax y and tensors like it.
+
+    It is computed in float32 or float64.
 
     Where y is 0 the place is hidden: there the formula reads 0 from the other tensors, and its result is 0.
     """
@@ -51,7 +56,7 @@ def over_visible(formula: Callable[..., Tensor], y: Tensor, *others: Tensor) -> 
 
 
 def row_dot(a: Tensor, b: Tensor) -> Tensor:
-    """Return the inner product of each row of a with the same row of b, [..., 1]."""
+    """Return the inner products of the rows of a and b, [..., 1]."""
     return (a * b).sum(-1, keepdim=True)
 
 
@@ -88,7 +93,10 @@ def _parts(shape: torch.Size) -> Iterator[tuple[slice, ...]]:
 
 
 def _cut(x: Tensor, part: tuple[slice, ...]) -> Tensor:
-    """Return the part of a tensor; dimensions of size 1, and missing ones, broadcast and are not cut."""
+    """Return the part of a tensor.
+
+    Dimensions of size 1, and missing ones, broadcast and are not cut.
+    """
     own = part[len(part) - x.ndim + 1 :] if x.ndim else ()
     return x[tuple(slice(None) if n == 1 else p for n, p in zip(x.shape[:-1], own, strict=True))]
 

@@ -1,4 +1,6 @@
-"""Building blocks of the Triton kernels of the masked softmax: where a program works, and what it reads and clears.
+"""Building blocks of the Triton kernels of the masked softmax.
+
+They say where a program works, and what it reads and clears.
 
 A tile is [rows, columns] of scores. Loads are masked by limits rounded to 16 elements and never by the mask itself,
 which would split them into single elements. Column counts and strides come divided by GRAIN, a power of two, which
@@ -12,14 +14,19 @@ import triton.language as tl
 
 
 def unspecialized(*tensors: str) -> list[str]:
-    """Name the kernel parameters whose values Triton must not compile for: sizes, and strides of the tensors."""
+    """Name the kernel parameters that Triton must not specialize.
+
+    Each value of these, sizes and strides of tensors, would compile another kernel.
+    """
     sizes = ["columns", "n_rows", "n_inner", "n_blocks", "n_one"]
     return sizes + [f"{name}_{dim}" for name in tensors for dim in ("row", "inner", "one", "two")]
 
 
 @triton.jit
 def program_position(n_inner, n_blocks, n_one, INNER: tl.constexpr, OUTER: tl.constexpr):
-    """Return this program's block of rows and its indices in up to three dimensions around the rows.
+    """Return a program's block of rows and its other indices.
+
+    The indices are of up to three dimensions around the rows.
 
     The inner one changes fastest: programs that share rows of a mask run at the same time, and read it once.
     """
@@ -41,7 +48,7 @@ def program_position(n_inner, n_blocks, n_one, INNER: tl.constexpr, OUTER: tl.co
 
 @triton.jit
 def row_limits(at, is_row, ROWS: tl.constexpr):
-    """Return first visible column and end of each row, both rounded to 16 outwards, and the widest row's width."""
+    """Return the limits of rows: exact, rounded outwards to 16, and the largest width."""
     if ROWS == 1:
         first = tl.load(at)
         end = tl.load(at + 1)
@@ -58,7 +65,7 @@ def row_limits(at, is_row, ROWS: tl.constexpr):
 
 @triton.jit
 def chunks_to_read(columns, low, high, CHUNK: tl.constexpr, BOUNDS: tl.constexpr):
-    """Return where a long row is read, its first column and end, and in how many chunks."""
+    """Return the columns of a long row to read, and their chunks."""
     if BOUNDS:
         start = low
         stop = high
@@ -79,7 +86,10 @@ def widest_row_for(chunk: tl.constexpr):
 
 @triton.jit
 def readable(column, columns, is_row, low, high, ROWS: tl.constexpr, BOUNDS: tl.constexpr, FROM_LOW: tl.constexpr):
-    """Return which columns exist, and which of them to read. FROM_LOW: no column is before `low`."""
+    """Return which columns exist, and which of them to read.
+
+    FROM_LOW: no column is before `low`.
+    """
     exists = column < columns
     if ROWS > 1:
         exists = exists & is_row

@@ -45,7 +45,10 @@ _tanh_approx.register_autograd(_backward, setup_context=_save_output)
 
 
 def tanh_approx(x: Tensor) -> Tensor:
-    """Return tanh(x) of float32; compiled kernels for CUDA approximate it, with a relative error of at most 2**-11."""
+    """Return tanh(x) of float32, approximated on CUDA.
+
+    Compiled kernels for CUDA have a relative error of at most 2**-11.
+    """
     _register_lowering()
     return cast(Tensor, _tanh_approx(x))
 

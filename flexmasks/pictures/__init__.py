@@ -1,1 +1,4 @@
-"""Pictures: a mask or score comes in, text, SVG, HTML or a matplotlib figure goes out."""
+"""Pictures: a mask or score comes in, a drawing goes out.
+
+It is text, SVG, HTML or a matplotlib figure.
+"""

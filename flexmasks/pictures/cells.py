@@ -60,7 +60,10 @@ class MaskCells:
         self.element = _element(b, h, *depends)
 
     def grid(self, rows: int, columns: int) -> Grid:
-        """Return cells in at most this many rows and columns, as far as blocks divide into them."""
+        """Return the cells, at most this many rows and columns.
+
+        Blocks must divide into them.
+        """
         queries = _cell_length(-(-self.q_len // rows), self.block_size[0])
         keys = _cell_length(-(-self.kv_len // columns), self.block_size[1])
         return Grid(self._kinds((queries, keys)), (queries, keys))

@@ -98,7 +98,7 @@ def _canvas_size(value: Modifier) -> Iterator[int]:
 
 
 def _largest_number(tensor: Tensor) -> list[int]:
-    """Return the largest number of a tensor in a list if it can be a length."""
+    """Return a tensor's largest number that can be a length, as a list."""
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool or not tensor.numel():
         return []
     return [n for n in (int(tensor.max()),) if 0 < n <= _LONGEST_SUGGESTED]

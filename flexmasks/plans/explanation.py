@@ -16,7 +16,10 @@ _HTML = """<table>
 
 @dataclass(frozen=True, repr=False)
 class Explanation:
-    """How a call of `attention` runs: printed it is text, in Jupyter a table."""
+    """Explanation of how a call of `attention` runs.
+
+    Printed it is text, in Jupyter a table.
+    """
 
     backend: str
     others: Mapping[str, str]  # reasons against the other backends, by name

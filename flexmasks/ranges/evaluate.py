@@ -51,7 +51,7 @@ class _RangesAsArguments(TorchFunctionMode):
 
 
 class Evaluated(NamedTuple):
-    """What a mask's function gave on ranges."""
+    """Result of a mask's function on ranges."""
 
     truth: Range  # whether a block is certainly, and possibly, visible
     not_understood: tuple[str, ...]  # names of operations that ranges do not know

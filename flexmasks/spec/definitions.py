@@ -33,7 +33,7 @@ class Definition:
 
     @functools.cached_property
     def own(self) -> bool:
-        """Whether the definition is this library's own.
+        """Property of a definition of this library's own.
 
         Its functions then capture nothing, so the name identifies them.
         """
