@@ -9,7 +9,7 @@ the same buffers, so memory grows with Q + KV, not with Q x KV; the backward pas
 Each step is a matrix product or an operation for which torch has vector instructions. Choosing by a boolean is not
 such an operation. A mask is therefore a tensor of integers as wide as the scores: all bits are set where a key is
 visible, none where it is hidden. `scores & mask` sets hidden scores to 0 whatever they are, NaN and infinity too.
-Where hidden scores become weights of 0 that multiply values, NaN and infinity in the values are first replaced.
+Where a hidden score has become a factor of 0 in a product, NaN and infinity in the other factor are replaced first.
 
 With grouped-query attention several query heads share a head of keys. A *group* here is one head of keys of one batch
 element, with the query heads that share it: the unit of the batched matrix products.
@@ -274,20 +274,20 @@ class Tiles:
     def _tiles_of(self, queries: slice, max_groups: int) -> Iterator[_Tile]:
         """Yield the tiles of some queries.
 
-        Each has groups of whole batch elements, or of one batch element.
+        A tile has all groups of its batch elements, or some groups of one batch element.
         """
         max_batch = max(1, max_groups // self._kv_heads)
         by_batch, by_head = (n > 1 for n in self._full.shape[:2])
 
         # A mask that depends neither on the batch nor on the head reaches the same keys in the next tile.
         @functools.lru_cache(maxsize=1)
-        def reached_keys(b: int, stop_b: int, h: int, stop_h: int) -> _ReachedKeys | None:
+        def cached_keys(b: int, stop_b: int, h: int, stop_h: int) -> _ReachedKeys | None:
             return self._reached_keys(slice(b, stop_b), slice(h, stop_h), queries)
 
         for b, kv_head in itertools.product(range(0, self._batch, max_batch), range(0, self._kv_heads, max_groups)):
             stop_b, stop_kv_head = min(b + max_batch, self._batch), min(kv_head + max_groups, self._kv_heads)
             h, stop_h = kv_head * self._heads_per_group, stop_kv_head * self._heads_per_group
-            keys = reached_keys(*((b, stop_b) if by_batch else (0, 1)), *((h, stop_h) if by_head else (0, 1)))
+            keys = cached_keys(*((b, stop_b) if by_batch else (0, 1)), *((h, stop_h) if by_head else (0, 1)))
             if keys is not None:
                 group = b * self._kv_heads + kv_head
                 groups = slice(group, group + (stop_b - b) * (stop_kv_head - kv_head))
