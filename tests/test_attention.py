@@ -208,12 +208,12 @@ def _check(call: Any, backend: str) -> None:
 
 @short_and_campaign(50, campaign=500)
 def test_compositions_on_the_reference(examples: int) -> None:
-    try_examples(examples, functools.partial(_check, backend="reference"), calls())
+    try_examples(examples, _check, calls(), st.just("reference"))
 
 
 @short_and_campaign(3, campaign=30)  # each example compiles a kernel, which takes seconds
 def test_compositions_compiled_cpu(examples: int) -> None:
-    try_examples(examples, functools.partial(_check, backend="cpu"), calls())
+    try_examples(examples, _check, calls(), st.just("cpu"))
 
 
 # --- calls ---
