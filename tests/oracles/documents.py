@@ -65,7 +65,10 @@ def shared_prefix(b: int, h: int, q: int, kv: int, size: Case, document_ids: Any
 
 @mask_oracle
 def multi_item(b: int, h: int, q: int, kv: int, size: Case, prefix_len: Any, item_positions: Any) -> bool:
-    """Pairs where kv <= q; behind the prefix, kv is in the prefix or in q's item up to q."""
+    """Pairs where kv <= q, and q is in the prefix, or kv is in it, or kv is in the item of q.
+
+    The keys of q's item are fewer than item_positions[q] positions before q.
+    """
     prefix = number_of(prefix_len, b)
     if kv > q:
         return False

@@ -51,7 +51,7 @@ def _neighborhood(
     stride: Any,
     causal: Any,
 ) -> bool:
-    """Return whether all axes of the canvas see each other.
+    """Return whether a query sees a key along every axis of the canvas.
 
     Tokens are pixels in row-major order, or the pixels that `order` names. Where not causal, a query sees exactly
     `kernel` keys of its dilation group: they start kernel // 2 before the leader, and are moved to lie inside at the
@@ -160,7 +160,7 @@ def sliding_tile(
     window: tuple[int, ...],
     text: int = 0,
 ) -> bool:
-    """Pairs whose tiles are in each other's window; text is seen by all and sees all."""
+    """Pairs where kv's tile is in the window of tiles around q's; text is seen by all and sees all."""
     pixels, inside = math.prod(canvas), math.prod(tile)
     assert size.kv_len == pixels + text
     if q >= pixels or kv >= pixels:

@@ -34,7 +34,7 @@ def tree(b: int, h: int, q: int, kv: int, size: Case, parents: Any, start: Any =
 
 @mask_oracle
 def eagle3(b: int, h: int, q: int, kv: int, size: Case, length: int) -> bool:
-    """Of the first `length` keys those up to q; of each later `length` the key at q's place."""
+    """Keys up to q among the first `length`, and the key at q's place among each later `length`."""
     step, place = divmod(kv, length)
     return kv <= q if step == 0 else place == q % length
 
