@@ -418,7 +418,7 @@ def test_options_of_a_kernel() -> None:
 def test_options_are_proven_for_masks_without_tensors() -> None:
     def options(mask: Any, offset: int | Tensor = 0, scored: bool = False) -> dict[str, bool]:
         size = Size(1, 1, 384, 384, torch.device("cpu"))
-        return MaskPlan(flexmasks.get_mask(mask), size, offset).kernel_options(scored)
+        return MaskPlan(flexmasks.get_mask(mask), size, offset).proven_options(scored)
 
     assert options("causal") == options("full") == {SAFE: True, CONTIGUOUS: True}
     assert options("causal", scored=True) == {CONTIGUOUS: True}  # a score may be -inf
@@ -428,7 +428,7 @@ def test_options_are_proven_for_masks_without_tensors() -> None:
     assert options(flexmasks.get_mask("document", document_ids=zeros)) == {}
     assert options(lambda b, h, q, kv: zeros[q] == zeros[kv]) == {}
     assert options("causal", 3) == options("causal", torch.tensor([3])) == {}
-    assert GivenPlan(flexmasks.block_mask("causal", 384)).kernel_options(False) == {}
+    assert GivenPlan(flexmasks.block_mask("causal", 384)).proven_options(False) == {}
 
 
 GPU_CASES: list[tuple[str, dict[str, Any]]] = [
