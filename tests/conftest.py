@@ -18,11 +18,15 @@ settings.load_profile("flexmasks")
 
 
 def pytest_configure() -> None:
-    """Let kernels for the CPU compile in two thirds of the time; the kernels are the same.
+    """Divide the cores among pytest's workers, and compile kernels for the CPU in two thirds of the time.
 
-    Most of that time goes into reading headers: torch precompiles one of them, here it precompiles all of them.
-    A pool of compilers in each process would take seconds to start, and pytest's own workers fill the cores.
+    Each worker, and each process that it starts, computes on one thread: several would wait for each other. Compiling
+    a kernel mostly reads headers; torch precompiles one of them, here all are precompiled, which changes no kernel. A
+    pool of compilers in each process would take seconds to start.
     """
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        torch.set_num_threads(1)
+        os.environ["OMP_NUM_THREADS"] = "1"
     if torch.cuda.is_available():
         return
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # of the processes that tests start
