@@ -6,6 +6,10 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+# Threads that wait for others leave the core to the other workers of pytest: half of the time on two cores. Torch's
+# threads read this when torch is imported.
+os.environ["OMP_WAIT_POLICY"] = "passive"
+
 import pytest
 import torch
 import torch._inductor.codecache
