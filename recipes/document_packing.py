@@ -3,7 +3,7 @@
 Documents differ in length. If they are padded to the longest, most of a batch is padding; if they are cut to one
 length, the text is broken. Packed documents lie end to end in one long sequence, and a mask keeps them apart: causal,
 and inside the same document. Blocks that join two documents are skipped, so the cost is the cost of the documents
-themselves. The ids of the documents are a tensor: the next batch has other ids, and nothing is compiled.
+themselves. The ids of the documents are a tensor, so the next batch, which has other ids, compiles nothing.
 """
 
 # %%

@@ -37,10 +37,10 @@ def sasa_sees(q: int, kv: int, width: int, window: int) -> bool:
     return max(abs(q_row - row), abs(q_column - column)) <= window
 
 
-# NATTEN is a list of visible pixels along each axis. Of every `dilation`-th pixel, in step with i, a run of `kernel`
-# pixels is visible, centered at i or as near to that as the edges allow.
+# NATTEN is a list of visible pixels along each axis. From the pixels i, i +- dilation,
+# i +- 2 * dilation, ... a run of `kernel` pixels is visible, centered at i or as close to i as the edges allow.
 def natten_axis(i: int, length: int, kernel: int, dilation: int) -> list[int]:
-    """Return the places out of 0..length - 1 that place i sees."""
+    """Return the positions from 0 to length - 1 that position i sees."""
     in_step = [j for j in range(length) if j % dilation == i % dilation]
     first = in_step.index(i) - kernel // 2
     first = min(max(first, 0), len(in_step) - kernel)

@@ -1,8 +1,8 @@
 """Score changes: a checkerboard, ALiBi in three forms, a soft-cap.
 
 Between q k^T and the softmax, FlexAttention calls `score_mod(score, b, h, q, kv)`, a function of one score. It compiles
-the function and its gradient into the kernel, so a bias never exists as a tensor of queries x keys. What the function
-needs may be captured (a tensor of slopes), computed from the indices, or given by name.
+the function and its gradient into the kernel, so a bias never exists as a tensor of queries x keys. The function
+may capture a tensor (of slopes, say), compute its values from the indices, or be registered under a name.
 """
 
 # %%
@@ -46,7 +46,7 @@ def alibi_closure(heads: int) -> Callable[..., Tensor]:
 
 # Form 2 is a formula. The slope is computed from the index of the head, and nothing is captured.
 def alibi_formula(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, heads: int) -> Tensor:
-    """Apply ALiBi; `heads` is a number, and so a constant of the kernel."""
+    """Apply ALiBi; `heads` is a number, so it is a constant of the kernel."""
     return score - torch.exp2(-8.0 * (h + 1) / heads) * (q - kv)
 
 
@@ -100,7 +100,7 @@ def softcap(scores: Tensor) -> Tensor:
     return 30 * torch.tanh(scores / 30)
 
 
-# %% Check all cases, then time what a change costs next to no change.
+# %% Check all cases, then time each score change against no change.
 def main() -> None:
     """Check and time all cases."""
     file = start(__doc__)

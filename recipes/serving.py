@@ -6,8 +6,8 @@ at position 0 but at the end of its sequence. `q_offset` says where, for each ba
 position are hidden, so it does not matter what a cache with room holds behind its last token.
 
 A cache with room for the longest sequence wastes the room that shorter sequences leave. A paged cache cuts the memory
-into pages that any sequence may hold, and a table says which pages those are. `paged_attention` takes cache and table
-as vLLM and FlashAttention hold them.
+into pages that any sequence may hold, and a table lists the pages of each sequence. `paged_attention` takes the cache
+and the table in the layouts of vLLM and FlashAttention.
 """
 
 # %%
@@ -31,7 +31,10 @@ TIMED = (64, 32, 8, 8192, 128) if ON_GPU else CHECKED
 
 # %% A cache with room, [B, Hkv, room, D]. The next queries of each sequence stand where its keys end.
 def attend(q: Tensor, k: Tensor, v: Tensor, lens: Tensor) -> Tensor:
-    """Attend from the last queries q [B, H, Q, D]; sequence b has lens[b] keys, which include those of q."""
+    """Attend from the last queries q [B, H, Q, D] of each sequence.
+
+    Sequence b has lens[b] keys, which include the keys at the positions of q.
+    """
     out: Tensor = flexmasks.attention(q, k, v, mask="causal", q_offset=lens - q.shape[2])
     return out
 
@@ -47,7 +50,7 @@ class Pages:
         self.k, self.v = (self.pool(x, page_size) for x in (k, v))
 
     def pool(self, x: Tensor, page_size: int) -> Tensor:
-        """Return all pages, [pages, page size, Hkv, D], each where the table says."""
+        """Return all pages, [pages, page size, Hkv, D], in the order that the table gives."""
         pages = x.transpose(1, 2).unflatten(1, (-1, page_size)).flatten(0, 1)
         return torch.empty_like(pages).index_copy_(0, self.table.flatten().long(), pages)
 

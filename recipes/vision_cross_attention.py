@@ -29,7 +29,7 @@ import flexmasks
 
 # %% The reference is the definition in plain Python.
 def sees(q: int, kv: int, intervals: list[list[int]], image_ids: list[int]) -> bool:
-    """Return whether token q of the text sees token kv of the images; -1 marks padding between images."""
+    """Return whether text token q sees image token kv; -1 marks padding between images."""
     if image_ids[kv] < 0:
         return False
     start, end = intervals[image_ids[kv]]
