@@ -1,4 +1,4 @@
-"""What all tests share: which of them run, the registry restored after each, seeds and threads."""
+"""Shared setup of all tests: which tests run, a restored registry, seeds and threads."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ settings.load_profile("flexmasks")
 
 
 def pytest_configure() -> None:
-    """Let kernels for the CPU compile in two thirds of the time; the kernels are the same.
+    """Compile the same kernels for the CPU in two thirds of the time.
 
-    Most of that time goes into reading headers: torch precompiles one of them, here it precompiles all of them.
+    Most of the time goes into reading headers. By default torch precompiles one header; here it precompiles all.
     A pool of compilers in each process would take seconds to start, and pytest's own workers fill the cores.
     """
     if torch.cuda.is_available():
         return
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # of the processes that tests start
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # for the processes that tests start
     torch._inductor.config.compile_threads = 1
     headers = str(Path(__file__).parent / "kernel_headers.h")
     torch._inductor.codecache._get_cpp_prefix_header = lambda device: headers if device.startswith("cpu") else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave campaigns out unless `-m` names them, and skip what needs a GPU where none is."""
+    """Leave out campaigns unless `-m` names them, and skip GPU tests without a GPU."""
     if "campaign" not in config.option.markexpr:
         left_out = ["campaign" in item.keywords and "gpu" not in item.keywords for item in items]
         config.hook.pytest_deselected(items=[item for item, out in zip(items, left_out, strict=True) if out])
@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def _registry_restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget after each test what it registered."""
+    """Remove after each test the masks and scores that it registered."""
     monkeypatch.setattr(definitions, "_NAMES", {kind: dict(known) for kind, known in definitions._NAMES.items()})
 
 
@@ -53,7 +53,7 @@ def _registry_restored(monkeypatch: pytest.MonkeyPatch) -> None:
 def one_thread() -> Iterator[None]:
     """Run a module's tests on one thread.
 
-    More threads gain nothing for functions as short as random ones, and wait for each other where cores are few.
+    More threads gain nothing for short random functions, and wait for each other on a machine with few cores.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
