@@ -23,8 +23,8 @@ ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda", torch.cuda.current_device()) if ON_GPU else torch.device("cpu")
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
 # Shapes [batch, heads, length, head size] of q, k and v, for the checks and for the timing.
-CHECKED = (2, 2, 1024, 64)
-TIMED = (16, 16, 8192, 64) if ON_GPU else CHECKED
+CHECKED_SHAPE = (2, 2, 1024, 64)
+TIMED_SHAPE = (16, 16, 8192, 64) if ON_GPU else CHECKED_SHAPE
 # The largest error allowed, relative to the largest element.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
@@ -82,7 +82,7 @@ def check_attention(
     what: str,
     attend: Attend,
     reference: Attend,
-    shape: tuple[int, int, int, int] = CHECKED,
+    shape: tuple[int, int, int, int] = CHECKED_SHAPE,
     keys: int | None = None,
 ) -> None:
     """Compare the output in float32 and the gradients with a reference in float64.
@@ -122,7 +122,7 @@ def causal_rows(q: Tensor, k: Tensor, v: Tensor) -> list[Row]:
     return [{"mask": "causal", **row} for row in attention_rows(calls, pairs, q, k, v)]
 
 
-def random_qkv(shape: tuple[int, ...] = TIMED, keys: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def random_qkv(shape: tuple[int, ...] = TIMED_SHAPE, keys: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, k and v of the timed size."""
     batch, heads, length, size = shape
     q = torch.randn(shape, device=DEVICE, dtype=DTYPE)

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 from _measure import (
-    CHECKED,
+    CHECKED_SHAPE,
     DEVICE,
     ON_GPU,
-    TIMED,
+    TIMED_SHAPE,
     Attend,
     attention_rows,
     check_attention,
@@ -104,13 +104,13 @@ def softcap(scores: Tensor) -> Tensor:
 def main() -> None:
     """Check and time all cases."""
     file = start(__doc__)
-    length = CHECKED[2]
+    length = CHECKED_SHAPE[2]
     everything, causal = torch.ones(length, length, dtype=torch.bool, device=DEVICE), pair_by_pair(_causal, length)
-    for what, case in cases(CHECKED[1]).items():
+    for what, case in cases(CHECKED_SHAPE[1]).items():
         seen = causal if "mask" in case.arguments else everything
         check_attention(what, case.attend, _reference(seen, case.reference))
 
-    batch, heads, length, _ = TIMED
+    batch, heads, length, _ = TIMED_SHAPE
     q, k, v = random_qkv()
     rows = []
     for what, case in cases(heads).items():
@@ -129,5 +129,5 @@ def _causal(q: int, kv: int) -> bool:
 
 
 if __name__ == "__main__":
-    assert math.log2(TIMED[1]).is_integer()
+    assert math.log2(TIMED_SHAPE[1]).is_integer()
     main()

@@ -25,8 +25,8 @@ from flexmasks.bench.clock import interleaved
 from flexmasks.bench.console import progress
 
 # batch, heads, key heads, room, head size
-CHECKED = (3, 4, 2, 512, 64)
-TIMED = (64, 32, 8, 8192, 128) if ON_GPU else CHECKED
+CHECKED_SHAPE = (3, 4, 2, 512, 64)
+TIMED_SHAPE = (64, 32, 8, 8192, 128) if ON_GPU else CHECKED_SHAPE
 
 
 # %% A cache with room, [B, Hkv, room, D]. The next queries of each sequence stand where its keys end.
@@ -73,7 +73,7 @@ def one_by_one(q: Tensor, k: Tensor, v: Tensor, lens: Tensor) -> Tensor:
 
 def check_all() -> None:
     """Decode some tokens and read prompts in chunks, from both caches."""
-    (batch, heads, kv_heads, room, size), page_size, chunk = CHECKED, 64, 128
+    (batch, heads, kv_heads, room, size), page_size, chunk = CHECKED_SHAPE, 64, 128
     q = torch.randn(batch, heads, room, size, device=DEVICE)
     k, v = torch.randn(2, batch, kv_heads, room, size, device=DEVICE)
     first = q[:, :, :1]
@@ -105,7 +105,7 @@ def main() -> None:
     file = start(__doc__)
     with torch.no_grad():
         check_all()
-        batch, heads, kv_heads, room, size = TIMED
+        batch, heads, kv_heads, room, size = TIMED_SHAPE
         q = torch.randn(batch, heads, 1, size, device=DEVICE, dtype=DTYPE)
         k, v = torch.randn(2, batch, kv_heads, room, size, device=DEVICE, dtype=DTYPE)
         lens = torch.randint(1, room + 1, (batch,), device=DEVICE)
