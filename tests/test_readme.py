@@ -51,7 +51,8 @@ def speed() -> str:
     made = results("attention_gpu")["machine"]
     about = textwrap.fill(
         f"Milliseconds on one {made['device']} with torch {made['torch']}, medians; in brackets how many times as long "
-        "torch takes. Attention is forward and backward, bfloat16, batch 16, 16 heads, 8,192 tokens, head size 128. "
+        "torch takes. The first six rows are attention, forward and backward, bfloat16, batch 16, 16 heads, 8,192 "
+        "tokens, head size 128. The two steps are measured by the recipes `packed_language_model` and `serving`. "
         "Compiled torch is `flex_attention`, `create_block_mask` or a softmax under `torch.compile`. A mask as a "
         "tensor goes to SDPA or to an eager softmax.",
         COLUMNS,
