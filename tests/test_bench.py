@@ -149,7 +149,9 @@ def test_the_table_of_undecided_blocks() -> None:
     ]
     text = bench_blocks.undecided_markdown({"machine": {"device": "CPU", "torch": "2.0"}, "rows": rows})
     lines = [" ".join(line.split()) for line in text.splitlines()]
-    assert "3 registered masks, at their examples and 640 tokens, 2 look at no block but partial ones" in lines[0]
+    assert (
+        "3 registered masks, at their examples and 640 tokens, ranges leave only partial blocks open for 2" in lines[0]
+    )
     assert "2 ms in the median, at most 9 (`c`)" in lines[0]
     assert lines[-2:] == ["| `c` | 25 | 4 (16.0%) | 1 | 3 |", "| `b` | 25 | 3 (12.0%) | 3 | 0 |"]
 
