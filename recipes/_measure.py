@@ -23,9 +23,9 @@ ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda", torch.cuda.current_device()) if ON_GPU else torch.device("cpu")
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
 # Shapes [batch, heads, length, head size] of q, k and v, for the checks and for the timing.
-CHECKED = (2, 2, 1024, 64)
-TIMED = (16, 16, 8192, 64) if ON_GPU else CHECKED
-# Error allowed, relative to the largest element.
+CHECKED_SHAPE = (2, 2, 1024, 64)
+TIMED_SHAPE = (16, 16, 8192, 64) if ON_GPU else CHECKED_SHAPE
+# The largest error allowed, relative to the largest element.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -44,7 +44,7 @@ def start(text: str | None) -> Path | None:
 
 
 def finish(rows: list[Row], file: Path | None, note: str = "") -> None:
-    """Print the rows as a table, and write them to the file if any."""
+    """Print the rows as a table, and write them to the file if one is given."""
     print(f"\n{tabulate(rows, headers='keys', floatfmt='.4g', missingval='')}\n{note}".rstrip())
     if file is not None:
         file.write_text(json.dumps({"machine": machine(DEVICE), "rows": rows}, indent=1) + "\n")
@@ -53,7 +53,7 @@ def finish(rows: list[Row], file: Path | None, note: str = "") -> None:
 def check(what: str, got: Tensor, want: Tensor, tolerance: float | None = None) -> None:
     """Print the largest difference, and fail if it is too large.
 
-    It is relative to the largest element of `want`.
+    The difference is relative to the largest element of `want`.
     """
     allowed = TOLERANCE[got.dtype] if tolerance is None else tolerance
     got, want = got.detach().double(), want.detach().double()
@@ -64,7 +64,7 @@ def check(what: str, got: Tensor, want: Tensor, tolerance: float | None = None) 
 
 
 def pair_by_pair(rule: Callable[[int, int], bool], q_len: int, kv_len: int | None = None) -> Tensor:
-    """Return booleans [q_len, kv_len] of a rule for one query and key."""
+    """Return the booleans [q_len, kv_len] that a rule gives for each query and key."""
     seen = [[bool(rule(q, kv)) for kv in range(kv_len or q_len)] for q in range(q_len)]
     return torch.tensor(seen, device=DEVICE)
 
@@ -82,12 +82,12 @@ def check_attention(
     what: str,
     attend: Attend,
     reference: Attend,
-    shape: tuple[int, int, int, int] = CHECKED,
+    shape: tuple[int, int, int, int] = CHECKED_SHAPE,
     keys: int | None = None,
 ) -> None:
     """Compare the output in float32 and the gradients with a reference in float64.
 
-    The output is compared from a call without gradients, which may run on another backend.
+    The output comes from a call without gradients, which may run on another backend.
     """
     torch.manual_seed(0)
     batch, heads, length, size = shape
@@ -103,7 +103,7 @@ def check_attention(
 
 
 def mask_rows(what: str, mask: Mask, q: Tensor, k: Tensor, v: Tensor) -> list[Row]:
-    """Return the times of attention with a mask, and of SDPA with a tensor."""
+    """Return the times of attention with a mask, and of SDPA with the mask as a tensor."""
     batch, heads = q.shape[:2]
     seen = dense_mask(mask, q.shape[2], k.shape[2], batch=batch, heads=heads, device=DEVICE)
     calls: dict[str, Attend] = {
@@ -122,7 +122,7 @@ def causal_rows(q: Tensor, k: Tensor, v: Tensor) -> list[Row]:
     return [{"mask": "causal", **row} for row in attention_rows(calls, pairs, q, k, v)]
 
 
-def random_qkv(shape: tuple[int, ...] = TIMED, keys: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def random_qkv(shape: tuple[int, ...] = TIMED_SHAPE, keys: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, k and v of the timed size."""
     batch, heads, length, size = shape
     q = torch.randn(shape, device=DEVICE, dtype=DTYPE)
@@ -134,9 +134,9 @@ def attention_rows(calls: dict[str, Attend], pairs: float, q: Tensor, k: Tensor,
     """Return forward and backward milliseconds of each call, and TFLOP/s.
 
     The outputs of all calls must agree. `pairs` is the number of visible pairs of a query and a key, over batch and
-    heads. For each pair, and each number of a head, the forward pass has two matrix products, q @ k^T and
-    weights @ v, of one multiplication and one addition; the backward pass has five: the scores once more, and the
-    gradients of q, k, v and of the weights.
+    heads. The forward pass has two matrix products, q @ k^T and weights @ v. The backward pass has five: the scores
+    once more, and the gradients of q, k, v and of the weights. Each product takes one multiplication and one addition
+    for each pair and each element of the head size.
     """
     progress("timing")
     measured, _ = measure_passes(calls, (q, k, v), runs=5, required=calls)

@@ -13,8 +13,8 @@ import math
 
 import torch
 from _measure import (
-    CHECKED,
-    TIMED,
+    CHECKED_SHAPE,
+    TIMED_SHAPE,
     attention_rows,
     causal_rows,
     check_attention,
@@ -55,11 +55,11 @@ def by_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def main() -> None:
     """Check and time both ways."""
     file = start(__doc__)
-    seen = pair_by_pair(lambda q, kv: kv <= q, CHECKED[2])
+    seen = pair_by_pair(lambda q, kv: kv <= q, CHECKED_SHAPE[2])
     for what, attend in (("as a score", by_score), ("as a mask", by_mask)):
         check_attention(what, attend, lambda q, k, v: textbook(q, k, v, seen))
 
-    batch, heads, length, _ = TIMED
+    batch, heads, length, _ = TIMED_SHAPE
     print(f"\nas a mask, {length} tokens: {flexmasks.get_mask(causal_mask).blocks(length)}")
     print("as a score: no block is skipped, and every block evaluates the function\n")
     q, k, v = random_qkv()

@@ -3,7 +3,7 @@
 Documents differ in length. If they are padded to the longest, most of a batch is padding; if they are cut to one
 length, the text is broken. Packed documents lie end to end in one long sequence, and a mask keeps them apart: causal,
 and inside the same document. Blocks that join two documents are skipped, so the cost is the cost of the documents
-themselves. The ids of the documents are a tensor: the next batch has other ids, and nothing is compiled.
+themselves. The ids of the documents are a tensor, so the next batch, which has other ids, compiles nothing.
 """
 
 # %%
@@ -14,7 +14,7 @@ import logging
 import torch
 import torch.nn.functional as F
 from _measure import (
-    CHECKED,
+    CHECKED_SHAPE,
     DEVICE,
     ON_GPU,
     Attend,
@@ -66,7 +66,7 @@ def main() -> None:
     flexmasks.show(packed_causal(ids_of([5, 2, 4, 1])), 12)
 
     compiled = _Compiled()
-    length = CHECKED[2]
+    length = CHECKED_SHAPE[2]
     for attempt in ("documents", "other documents"):
         lengths = lengths_of_documents(length, 300)
         mask = packed_causal(ids_of(lengths))
@@ -82,7 +82,7 @@ def main() -> None:
 
     heads, total, longest = (16, 32768, 1136) if ON_GPU else (2, 1024, 300)
     lengths = lengths_of_documents(total, longest)
-    q, k, v = random_qkv((1, heads, total, 64) if ON_GPU else CHECKED)
+    q, k, v = random_qkv((1, heads, total, 64) if ON_GPU else CHECKED_SHAPE)
     mask = packed_causal(ids_of(lengths))
     print(f"\n{len(lengths)} documents of {min(lengths)} to {max(lengths)} tokens, {total} in all:")
     print(f"{mask.blocks(total)}\n")

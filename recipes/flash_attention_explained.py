@@ -3,7 +3,7 @@
 Attention is softmax(q k^T) v. Written out, all scores go to memory and come back, twice. Three steps lead to a kernel
 that never writes them. First, subtract the largest score, so that no exponential overflows. Second, take the softmax of
 a row in parts, each with its own largest score, and merge the parts. Third, carry the output along while merging. This
-recipe takes and checks each step by itself, and then times torch's fused kernel against attention written out.
+recipe takes and checks each step separately, and then times torch's fused kernel against attention written out.
 """
 
 # %% Step 1: a safe softmax. exp(89) is more than float32 holds, but shifting all scores does not change the softmax.
@@ -45,7 +45,7 @@ class Part(NamedTuple):
 
 
 def attend_to(scores: Tensor, v: Tensor) -> Part:
-    """Attend to a part of the keys by itself."""
+    """Attend to one part of the keys."""
     maximum = scores.amax(-1, keepdim=True)
     exponentials = torch.exp(scores - maximum)
     return Part(maximum, exponentials.sum(-1, keepdim=True), exponentials @ v)
@@ -64,7 +64,7 @@ def merge(one: Part, other: Part) -> Part:
 
 # %% Step 3: flash attention. A loop over parts of the keys keeps one Part; the scores of all keys never exist at once.
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, keys_at_once: int = 128) -> Tensor:
-    """Work in the order of a fused kernel, in plain torch and without its speed."""
+    """Compute attention in the order of a fused kernel, in plain torch."""
     scale = q.shape[-1] ** -0.5
     kept: Part | None = None
     for some_k, some_v in zip(k.split(keys_at_once, -2), v.split(keys_at_once, -2), strict=True):
@@ -75,7 +75,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, keys_at_once: int = 128) ->
 
 
 # %% Step 4: parts from different calls. An output and its log-sum-exp, lse = maximum + log(total), are a Part that is
-# divided already. So attention to a cache and attention to new tokens merge into one, and so do parts on two GPUs.
+# already divided. So attention to a cache and attention to new tokens merge into one, and so do parts on two GPUs.
 def merge_outputs(one: Tensor, lse_one: Tensor, other: Tensor, lse_other: Tensor) -> Tensor:
     """Merge two outputs, each weighted by the sum of its exponentials."""
     lse = torch.logaddexp(lse_one, lse_other)
@@ -140,7 +140,7 @@ def _pinned(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Callable[[]
 
 
 def _peak(call: Callable[[], object]) -> int:
-    """Return the bytes that a call adds at most to the memory in use on a GPU."""
+    """Return how many bytes a call adds to the GPU memory in use, at its peak."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

@@ -1,9 +1,9 @@
 """Flash attention in Triton in forty lines, with a head size of one.
 
-With that head size q, k and v are lines of numbers, and the score of a query and a key is a product. What remains is
-the core of flash attention: a loop over tiles of keys. For each query the loop keeps the largest score so far, the sum
-of exponentials relative to it, and the output so far. Whenever the largest score rises, the loop rescales the sum and
-the output. Of the scores, queries x keys, one tile exists at a time.
+With that head size q, k and v are one-dimensional, and the score of a query and a key is a product of two numbers.
+What remains is the core of flash attention: a loop over tiles of keys. For each query the loop keeps the largest score
+so far, the sum of exponentials relative to it, and the output so far. Whenever the largest score rises, the loop
+rescales the sum and the output. Only one tile of the scores, queries x keys, exists at a time.
 """
 
 # %% Without a GPU, Triton's interpreter runs the kernel on CPU tensors. The variable must be set before Triton is
@@ -30,8 +30,8 @@ LOG2_E = tl.constexpr(math.log2(math.e))
 
 
 # %% The kernel. One program has a few queries. It reads each key and value once, and writes the outputs once.
-# A key is hidden where it is past the end, or, with CAUSAL, after the query. A hidden score is -inf; as long as a query
-# has seen nothing else, its maximum is -inf too, and -inf - -inf would be NaN: 0 takes the place of such a maximum.
+# A key is hidden where it is past the end, or, with CAUSAL, after the query. A hidden score is -inf. Until a query
+# meets a visible key, its maximum is -inf too, and -inf - -inf would be NaN: 0 replaces such a maximum.
 @triton.jit
 def attend(q_ptr, k_ptr, v_ptr, out_ptr, queries, keys, CAUSAL: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr):
     """Compute out[i] = sum over j of softmax(q[i] * k)[j] * v[j]; 0 for a query that sees nothing."""
@@ -68,7 +68,7 @@ def attend(q_ptr, k_ptr, v_ptr, out_ptr, queries, keys, CAUSAL: tl.constexpr, RO
 def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, keys: int | None = None, causal: bool = False, rows: int = 64, tile: int = 64
 ) -> Tensor:
-    """Return the attention of lines q [Q] to k and v [K], of which the first `keys` are real (all by default)."""
+    """Return the attention of q [Q] to the first `keys` of k and v [K], by default to all."""
     out = torch.empty_like(q)
     grid = (triton.cdiv(len(q), rows),)
     attend[grid](q, k, v, out, len(q), len(k) if keys is None else keys, CAUSAL=causal, ROWS=rows, TILE=tile)
@@ -77,7 +77,7 @@ def flash_attention(
 
 # %% The reference holds all scores in memory.
 def written_out(q: Tensor, k: Tensor, v: Tensor, keys: int | None = None, causal: bool = False) -> Tensor:
-    """Return attention as it is defined, in the dtype of the inputs."""
+    """Return attention by its definition, in the dtype of the inputs."""
     i, j = torch.arange(len(q), device=q.device), torch.arange(len(k), device=q.device)
     seen = (j < (len(k) if keys is None else keys)).expand(len(q), -1)
     if causal:

@@ -58,7 +58,7 @@ def main() -> None:
     print(f"seq_lens {lens} of 5; batch element 0, whose rows 3 and 4 are padding:\n{weights[0, 0].cpu()}\n")
     check("against the definition, element by element", weights, by_hand(scores.cpu(), lens).to(DEVICE))
 
-    # With equal scores row r is 1 / (r + 1) everywhere. 1 / S in the last row is correct, and no padding.
+    # With equal scores row r is 1 / (r + 1) everywhere. 1 / S in the last row is correct, and not padding.
     equal = fused(torch.zeros(1, 1, 5, 5, device=DEVICE), torch.tensor([5], device=DEVICE))
     check("equal scores, last row", equal[0, 0, 4], torch.full((5,), 0.2, device=DEVICE))
 

@@ -13,9 +13,9 @@ import functools
 from typing import Any
 
 from _measure import (
-    CHECKED,
+    CHECKED_SHAPE,
     ON_GPU,
-    TIMED,
+    TIMED_SHAPE,
     Row,
     causal_rows,
     check_attention,
@@ -37,10 +37,10 @@ def sasa_sees(q: int, kv: int, width: int, window: int) -> bool:
     return max(abs(q_row - row), abs(q_column - column)) <= window
 
 
-# NATTEN is a list of visible pixels along each axis. Of every `dilation`-th pixel, in step with i, a run of `kernel`
-# pixels is visible, centered at i or as near to that as the edges allow.
+# NATTEN is a list of visible pixels along each axis. From the pixels i, i +- dilation,
+# i +- 2 * dilation, ... a run of `kernel` pixels is visible, centered at i or as close to i as the edges allow.
 def natten_axis(i: int, length: int, kernel: int, dilation: int) -> list[int]:
-    """Return the places out of 0..length - 1 that place i sees."""
+    """Return the positions from 0 to length - 1 that position i sees."""
     in_step = [j for j in range(length) if j % dilation == i % dilation]
     first = in_step.index(i) - kernel // 2
     first = min(max(first, 0), len(in_step) - kernel)
@@ -71,7 +71,7 @@ def main() -> None:
         mask = flexmasks.get_mask(name, height=6, width=8, **params)
         print(f"what pixel (1, 1) sees by {mask}:\n{picture(mask, (1, 1), 6, 8)}\n")
 
-    height, width = 16, CHECKED[2] // 16
+    height, width = 16, CHECKED_SHAPE[2] // 16
     canvas: dict[str, Any] = {"height": height, "width": width}
     sasa = pair_by_pair(lambda q, kv: sasa_sees(q, kv, width, 3), height * width)
     check_attention(
@@ -92,7 +92,7 @@ def main() -> None:
             lambda q, k, v, seen=natten: textbook(q, k, v, seen),  # type: ignore[misc]
         )
 
-    canvas = {"height": 64, "width": TIMED[2] // 64} if ON_GPU else canvas
+    canvas = {"height": 64, "width": TIMED_SHAPE[2] // 64} if ON_GPU else canvas
     masks = {"SASA 7 x 7": flexmasks.get_mask("sasa", window=3, **canvas)}
     if ON_GPU:
         masks["SASA 17 x 17"] = flexmasks.get_mask("sasa", window=8, **canvas)
@@ -101,7 +101,7 @@ def main() -> None:
     q, k, v = random_qkv()
     rows: list[Row] = []
     for what, mask in masks.items():
-        blocks = mask.blocks(TIMED[2])
+        blocks = mask.blocks(TIMED_SHAPE[2])
         saved = {"skipped": f"{blocks.sparsity:.0%}", "of the rest hidden": f"{blocks.hidden:.0%}"}
         rows += [row | saved for row in mask_rows(what, mask, q, k, v)]
     finish(rows + causal_rows(q, k, v), file, "TFLOP/s count the pairs that the mask shows.")

@@ -1,9 +1,9 @@
 """Jagged batches: sequences of different lengths, without padding.
 
 A jagged nested tensor holds the tokens of all sequences end to end, and where each sequence starts. `attention` takes
-such q, k and v as they are, with any mask; positions count from the start of each sequence. Tokens that lie end to end
-without nesting need the offsets: `mask=flexmasks.packed("causal", offsets)`. No length has to be a multiple of
-anything.
+such q, k and v as they are, with any mask; positions count from the start of each sequence. Ordinary tensors whose
+tokens lie end to end need the offsets: `mask=flexmasks.packed("causal", offsets)`. Lengths need not be multiples of a
+block.
 """
 
 # %%
@@ -18,7 +18,7 @@ import flexmasks
 
 
 def random_lengths(sequences: int, longest: int) -> list[int]:
-    """Return random lengths, among them 1 and the greatest."""
+    """Return random lengths, which include 1 and `longest`."""
     return [1, longest, *torch.randint(1, longest + 1, (sequences - 2,)).tolist()]
 
 

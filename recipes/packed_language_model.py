@@ -3,7 +3,7 @@
 The two models start from the same weights and see the same batches; only the call of attention differs. A batch is
 documents of random lengths laid end to end, and every step has different documents. SDPA needs a new mask of length x
 length booleans at every step. `attention` needs new ids of documents, finds their blocks in milliseconds, and compiles
-nothing. The losses are the same. What is saved is the attention between documents.
+nothing. The losses are the same. The time saved is that of attention between documents.
 """
 
 # %%
@@ -41,8 +41,8 @@ class Sizes(NamedTuple):
 SIZES = Sizes(64, 1024, 16, 6, 2, 16384, 1500, 60) if ON_GPU else Sizes(16, 32, 2, 2, 2, 256, 60, 40)
 
 
-# %% The text is made by code. There are four languages, and in each language every word has a word that mostly follows
-# it. A model must read off the words of a document which language it is in, and it learns that by attention.
+# %% Code generates the text. There are four languages, and in each language every word has a word that mostly follows
+# it. A model must infer the language of a document from its words, and it learns to do so by attention.
 class Batch(NamedTuple):
     """Packed documents, [batch, length] each: a word, its document, its place there, and the word that follows."""
 
@@ -118,13 +118,13 @@ class Model(nn.Module):
 
 # %% The only difference between the two models. The mask of a batch is made once for all layers.
 def by_flexmasks(batch: Batch) -> Attention:
-    """Use the mask as two functions of indices; the ids of the documents are an input of the kernel."""
+    """Pass the mask as two functions; the ids of the documents are an input of the kernel."""
     mask = flexmasks.get_mask("causal") & flexmasks.get_mask("document", document_ids=batch.documents)
     return lambda q, k, v: flexmasks.attention(q, k, v, mask=mask)
 
 
 def by_sdpa(batch: Batch) -> Attention:
-    """Use the mask as a tensor, [batch, 1, length, length], written without the library as a reference."""
+    """Pass the mask as a tensor, [batch, 1, length, length], made without the library."""
     ids = batch.documents
     seen = (ids[:, None, :, None] == ids[:, None, None, :]).tril()
     return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
@@ -141,7 +141,7 @@ class Run(NamedTuple):
 
 
 def train(attention_of: Callable[[Batch], Attention]) -> Run:
-    """Train from the same weights, with the same batches."""
+    """Train a model; all models start from the same weights and see the same batches."""
     torch.manual_seed(0)
     model = Model(SIZES).to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4 if ON_GPU else 1e-2)

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import torch
 from _measure import (
-    CHECKED,
+    CHECKED_SHAPE,
     DEVICE,
-    TIMED,
+    TIMED_SHAPE,
     causal_rows,
     check_attention,
     finish,
@@ -38,7 +38,7 @@ def main() -> None:
     file = start(__doc__)
     flexmasks.show("prefix_lm", 12, prefix_len=5)
 
-    batch, _, length, _ = CHECKED
+    batch, _, length, _ = CHECKED_SHAPE
     prefixes = [300, 0][:batch]
     seen = torch.stack([pair_by_pair(lambda q, kv, p=p: sees(q, kv, p), length) for p in prefixes])[:, None]  # type: ignore[misc]
     prefix_len = torch.tensor(prefixes, device=DEVICE)
@@ -49,9 +49,9 @@ def main() -> None:
     )
 
     q, k, v = random_qkv()
-    prefix_len = torch.randint(TIMED[2] // 2, (TIMED[0],), device=DEVICE)
+    prefix_len = torch.randint(TIMED_SHAPE[2] // 2, (TIMED_SHAPE[0],), device=DEVICE)
     mask = flexmasks.get_mask("prefix_lm", prefix_len=prefix_len)
-    print(f"\nprefixes of {prefix_len.tolist()}, of {TIMED[2]} tokens:\n{mask.blocks(TIMED[2])}\n")
+    print(f"\nprefixes of {prefix_len.tolist()}, of {TIMED_SHAPE[2]} tokens:\n{mask.blocks(TIMED_SHAPE[2])}\n")
     rows = mask_rows("prefix LM", mask, q, k, v) + causal_rows(q, k, v)
     finish(rows, file, "TFLOP/s count the pairs that the mask shows.")
 

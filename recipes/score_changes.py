@@ -1,8 +1,8 @@
 """Score changes: a checkerboard, ALiBi in three forms, a soft-cap.
 
 Between q k^T and the softmax, FlexAttention calls `score_mod(score, b, h, q, kv)`, a function of one score. It compiles
-the function and its gradient into the kernel, so a bias never exists as a tensor of queries x keys. What the function
-needs may be captured (a tensor of slopes), computed from the indices, or given by name.
+the function and its gradient into the kernel, so a bias never exists as a tensor of queries x keys. The function
+may capture a tensor (of slopes, say), compute its values from the indices, or be registered under a name.
 """
 
 # %%
@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 from _measure import (
-    CHECKED,
+    CHECKED_SHAPE,
     DEVICE,
     ON_GPU,
-    TIMED,
+    TIMED_SHAPE,
     Attend,
     attention_rows,
     check_attention,
@@ -46,7 +46,7 @@ def alibi_closure(heads: int) -> Callable[..., Tensor]:
 
 # Form 2 is a formula. The slope is computed from the index of the head, and nothing is captured.
 def alibi_formula(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, heads: int) -> Tensor:
-    """Apply ALiBi; `heads` is a number, and so a constant of the kernel."""
+    """Apply ALiBi; `heads` is a number, so it is a constant of the kernel."""
     return score - torch.exp2(-8.0 * (h + 1) / heads) * (q - kv)
 
 
@@ -100,17 +100,17 @@ def softcap(scores: Tensor) -> Tensor:
     return 30 * torch.tanh(scores / 30)
 
 
-# %% Check all cases, then time what a change costs next to no change.
+# %% Check all cases, then time each score change against no change.
 def main() -> None:
     """Check and time all cases."""
     file = start(__doc__)
-    length = CHECKED[2]
+    length = CHECKED_SHAPE[2]
     everything, causal = torch.ones(length, length, dtype=torch.bool, device=DEVICE), pair_by_pair(_causal, length)
-    for what, case in cases(CHECKED[1]).items():
+    for what, case in cases(CHECKED_SHAPE[1]).items():
         seen = causal if "mask" in case.arguments else everything
         check_attention(what, case.attend, _reference(seen, case.reference))
 
-    batch, heads, length, _ = TIMED
+    batch, heads, length, _ = TIMED_SHAPE
     q, k, v = random_qkv()
     rows = []
     for what, case in cases(heads).items():
@@ -129,5 +129,5 @@ def _causal(q: int, kv: int) -> bool:
 
 
 if __name__ == "__main__":
-    assert math.log2(TIMED[1]).is_integer()
+    assert math.log2(TIMED_SHAPE[1]).is_integer()
     main()

@@ -6,8 +6,8 @@ at position 0 but at the end of its sequence. `q_offset` says where, for each ba
 position are hidden, so it does not matter what a cache with room holds behind its last token.
 
 A cache with room for the longest sequence wastes the room that shorter sequences leave. A paged cache cuts the memory
-into pages that any sequence may hold, and a table says which pages those are. `paged_attention` takes cache and table
-as vLLM and FlashAttention hold them.
+into pages that any sequence may hold, and a table lists the pages of each sequence. `paged_attention` takes the cache
+and the table in the layouts of vLLM and FlashAttention.
 """
 
 # %%
@@ -25,13 +25,16 @@ from flexmasks.bench.clock import interleaved
 from flexmasks.bench.console import progress
 
 # batch, heads, key heads, room, head size
-CHECKED = (3, 4, 2, 512, 64)
-TIMED = (64, 32, 8, 8192, 128) if ON_GPU else CHECKED
+CHECKED_SHAPE = (3, 4, 2, 512, 64)
+TIMED_SHAPE = (64, 32, 8, 8192, 128) if ON_GPU else CHECKED_SHAPE
 
 
 # %% A cache with room, [B, Hkv, room, D]. The next queries of each sequence stand where its keys end.
 def attend(q: Tensor, k: Tensor, v: Tensor, lens: Tensor) -> Tensor:
-    """Attend from the last queries q [B, H, Q, D]; sequence b has lens[b] keys, which include those of q."""
+    """Attend from the last queries q [B, H, Q, D] of each sequence.
+
+    Sequence b has lens[b] keys, which include the keys at the positions of q.
+    """
     out: Tensor = flexmasks.attention(q, k, v, mask="causal", q_offset=lens - q.shape[2])
     return out
 
@@ -47,7 +50,7 @@ class Pages:
         self.k, self.v = (self.pool(x, page_size) for x in (k, v))
 
     def pool(self, x: Tensor, page_size: int) -> Tensor:
-        """Return all pages, [pages, page size, Hkv, D], each where the table says."""
+        """Return all pages, [pages, page size, Hkv, D], in the order that the table gives."""
         pages = x.transpose(1, 2).unflatten(1, (-1, page_size)).flatten(0, 1)
         return torch.empty_like(pages).index_copy_(0, self.table.flatten().long(), pages)
 
@@ -70,7 +73,7 @@ def one_by_one(q: Tensor, k: Tensor, v: Tensor, lens: Tensor) -> Tensor:
 
 def check_all() -> None:
     """Decode some tokens and read prompts in chunks, from both caches."""
-    (batch, heads, kv_heads, room, size), page_size, chunk = CHECKED, 64, 128
+    (batch, heads, kv_heads, room, size), page_size, chunk = CHECKED_SHAPE, 64, 128
     q = torch.randn(batch, heads, room, size, device=DEVICE)
     k, v = torch.randn(2, batch, kv_heads, room, size, device=DEVICE)
     first = q[:, :, :1]
@@ -102,7 +105,7 @@ def main() -> None:
     file = start(__doc__)
     with torch.no_grad():
         check_all()
-        batch, heads, kv_heads, room, size = TIMED
+        batch, heads, kv_heads, room, size = TIMED_SHAPE
         q = torch.randn(batch, heads, 1, size, device=DEVICE, dtype=DTYPE)
         k, v = torch.randn(2, batch, kv_heads, room, size, device=DEVICE, dtype=DTYPE)
         lens = torch.randint(1, room + 1, (batch,), device=DEVICE)

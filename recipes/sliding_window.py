@@ -9,9 +9,9 @@ FlashAttention's window_size=(w, 0). Hugging Face's sliding_window=W is window=W
 from __future__ import annotations
 
 from _measure import (
-    CHECKED,
+    CHECKED_SHAPE,
     ON_GPU,
-    TIMED,
+    TIMED_SHAPE,
     Row,
     causal_rows,
     check_attention,
@@ -38,7 +38,7 @@ def main() -> None:
     file = start(__doc__)
     flexmasks.show("sliding_window", 12, window=3)
 
-    length = CHECKED[2]
+    length = CHECKED_SHAPE[2]
     seen = pair_by_pair(lambda q, kv: sees(q, kv, 100), length)
     check_attention(
         "window of 100",
@@ -50,7 +50,7 @@ def main() -> None:
     rows: list[Row] = []
     for window in (256, 1024, 4096) if ON_GPU else (100,):
         mask = flexmasks.get_mask("sliding_window", window=window)
-        skipped = mask.blocks(TIMED[2]).sparsity
+        skipped = mask.blocks(TIMED_SHAPE[2]).sparsity
         rows += [row | {"skipped": f"{skipped:.0%}"} for row in mask_rows(f"window of {window}", mask, q, k, v)]
     finish(rows + causal_rows(q, k, v), file, "TFLOP/s count the pairs that the mask shows.")
 

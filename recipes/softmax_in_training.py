@@ -1,4 +1,4 @@
-"""The scaled masked softmax in training, against a Function by hand.
+"""The scaled masked softmax in training, against a handwritten Function.
 
 If a model holds attention scores in memory, a training step takes y = softmax(x * scale) without the hidden places,
 and in the backward pass dx = scale * (y * dy - y * sum(y * dy)). The Function below writes both in plain torch, which
@@ -6,7 +6,7 @@ takes several passes over tensors of all scores. flexmasks.scaled_masked_softmax
 Autograd, torch.compile and torch.func know its gradient.
 """
 
-# %% The Function, with the gradient of a softmax. A row that is hidden entirely gives 0, and so does its gradient.
+# %% The Function, with the gradient of a softmax. A row that is hidden entirely gives 0, and its gradient is 0.
 from __future__ import annotations
 
 import math
@@ -46,13 +46,13 @@ class ByHand(torch.autograd.Function):
 
 
 def by_hand(x: Tensor, hidden: Tensor, scale: float) -> Tensor:
-    """Call the Function above."""
+    """Compute the softmax by the Function above."""
     return ByHand.apply(x, hidden, scale)  # type: ignore[no-any-return]
 
 
 # %% The reference is the definition, in float64 and differentiated by torch's autograd.
 def definition(x: Tensor, hidden: Tensor, scale: float) -> Tensor:
-    """Take the softmax as it is defined."""
+    """Compute the softmax by its definition."""
     weights = torch.exp(x * scale - (x * scale).amax(-1, keepdim=True)).masked_fill(hidden, 0.0)
     return weights / weights.sum(-1, keepdim=True).clamp(min=1e-300)
 
@@ -74,7 +74,10 @@ class Attention(nn.Module):
 
 
 def train(softmax: Softmax, shape: tuple[int, int, int, int], steps: int) -> tuple[list[float], Callable[[], Tensor]]:
-    """Train a layer towards the output of another one; return the losses, and the step itself to time it."""
+    """Train a layer towards the output of another layer.
+
+    Returns the losses, and the function of one training step, which is timed later.
+    """
     batch, heads, length, size = shape
     torch.manual_seed(0)
     student, teacher = (Attention(heads * size, heads, softmax).to(DEVICE) for _ in range(2))

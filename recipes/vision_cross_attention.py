@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import torch
 from _measure import (
-    CHECKED,
+    CHECKED_SHAPE,
     DEVICE,
     ON_GPU,
-    TIMED,
+    TIMED_SHAPE,
     check_attention,
     finish,
     mask_rows,
@@ -29,7 +29,7 @@ import flexmasks
 
 # %% The reference is the definition in plain Python.
 def sees(q: int, kv: int, intervals: list[list[int]], image_ids: list[int]) -> bool:
-    """Return whether token q of the text sees token kv of the images; -1 marks padding between images."""
+    """Return whether text token q sees image token kv; -1 marks padding between images."""
     if image_ids[kv] < 0:
         return False
     start, end = intervals[image_ids[kv]]
@@ -42,7 +42,7 @@ def main() -> None:
     file = start(__doc__)
     flexmasks.show("vision_cross", 12, 9, intervals=[[2, 6], [6, 9], [8, 12]], image_ids=[0, 0, 0, 1, 1, 1, 2, 2, -1])
 
-    text = CHECKED[2]
+    text = CHECKED_SHAPE[2]
     intervals = [[100, 400], [400, 700], [650, 900], [900, text]]  # the first 100 tokens see no image, 50 see two
     image_ids = [0] * 150 + [1] * 150 + [2] * 150 + [3] * 150 + [-1] * 40
     seen = pair_by_pair(lambda q, kv: sees(q, kv, intervals, image_ids), text, len(image_ids))
@@ -55,14 +55,14 @@ def main() -> None:
     )
 
     images, tokens = (16, 576) if ON_GPU else (4, 160)
-    starts = [TIMED[2] * i // images for i in range(images)]  # each image up to the next
+    starts = [TIMED_SHAPE[2] * i // images for i in range(images)]  # each image up to the next
     mask = flexmasks.get_mask(
         "vision_cross",
-        intervals=torch.tensor([*zip(starts, [*starts[1:], TIMED[2]], strict=True)], device=DEVICE),
+        intervals=torch.tensor([*zip(starts, [*starts[1:], TIMED_SHAPE[2]], strict=True)], device=DEVICE),
         image_ids=torch.arange(images, device=DEVICE).repeat_interleave(tokens),
     )
-    print(f"\n{images} images of {tokens} tokens, {TIMED[2]} tokens of text:")
-    print(f"{mask.blocks(TIMED[2], images * tokens)}\n")
+    print(f"\n{images} images of {tokens} tokens, {TIMED_SHAPE[2]} tokens of text:")
+    print(f"{mask.blocks(TIMED_SHAPE[2], images * tokens)}\n")
     q, k, v = random_qkv(keys=images * tokens)
     finish(mask_rows("vision cross", mask, q, k, v), file, "TFLOP/s count the pairs that the mask shows.")
 

@@ -1,4 +1,4 @@
-"""What all tests share: which of them run, the registry restored after each, seeds and threads."""
+"""Shared setup of all tests: which tests run, a restored registry, seeds and threads."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ settings.load_profile("flexmasks")
 def pytest_configure() -> None:
     """Divide the cores among pytest's workers, and compile kernels for the CPU in two thirds of the time.
 
-    Each worker, and each process that it starts, computes on one thread: several would wait for each other. Compiling
-    a kernel mostly reads headers; torch precompiles one of them, here all are precompiled, which changes no kernel. A
-    pool of compilers in each process would take seconds to start.
+    Each worker, and each process that it starts, computes on one thread; more threads would wait for each other. Most
+    of the time of a compilation goes into reading headers. By default torch precompiles one header; here it precompiles
+    all, which changes no kernel. A pool of compilers in each process would take seconds to start.
     """
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
         os.environ["OMP_NUM_THREADS"] = "1"
     if torch.cuda.is_available():
         return
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # of the processes that tests start
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # for the processes that tests start
     torch._inductor.config.compile_threads = 1
     headers = str(Path(__file__).parent / "kernel_headers.h")
     torch._inductor.codecache._get_cpp_prefix_header = lambda device: headers if device.startswith("cpu") else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave campaigns out unless `-m` names them, and skip what needs a GPU where none is."""
+    """Leave out campaigns unless `-m` names them, and skip GPU tests without a GPU."""
     if "campaign" not in config.option.markexpr:
         left_out = ["campaign" in item.keywords and "gpu" not in item.keywords for item in items]
         config.hook.pytest_deselected(items=[item for item, out in zip(items, left_out, strict=True) if out])
@@ -53,7 +53,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def _registry_restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget after each test what it registered."""
+    """Remove after each test the masks and scores that it registered."""
     monkeypatch.setattr(definitions, "_NAMES", {kind: dict(known) for kind, known in definitions._NAMES.items()})
 
 
@@ -61,7 +61,7 @@ def _registry_restored(monkeypatch: pytest.MonkeyPatch) -> None:
 def one_thread() -> Iterator[None]:
     """Run a module's tests on one thread.
 
-    More threads gain nothing for functions as short as random ones, and wait for each other where cores are few.
+    More threads gain nothing for short random functions, and wait for each other on a machine with few cores.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

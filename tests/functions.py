@@ -35,7 +35,7 @@ def short_and_campaign(short: int, campaign: int) -> pytest.MarkDecorator:
 # --- any operation on any operand ---
 
 TABLE_LENGTH = 40
-BATCH, HEADS = 2, 2  # of the tables that are indexed by b or h
+BATCH, HEADS = 2, 2  # sizes of the tables that are indexed by b or h
 
 
 def _tables(n: int) -> dict[str, Any]:
@@ -347,14 +347,14 @@ def expressions(draw: st.DrawFn, kind: str = "c", depth: int = 3, odd: bool = Tr
 
 
 def compiled(expression: str, tables: dict[str, Any] = TABLES) -> Callable[..., Any]:
-    """Return the function (b, h, q, kv) of an expression, which captures `tables`."""
+    """Return the function (b, h, q, kv) of an expression; it captures `tables`."""
     names = tables | {"math_inf": math.inf, "math_nan": math.nan}
     return eval(f"lambda b, h, q, kv: {expression}", names)
 
 
 # --- masks ---
 
-LONGEST = 600  # of q and kv
+LONGEST = 600  # the greatest length of q and kv
 MAX_BATCH_AND_HEADS = 3
 
 
@@ -408,8 +408,8 @@ class Drawn:
 def drawn(write: Callable[[Pick], str]) -> st.SearchStrategy[Drawn]:
     """Return a strategy of functions that `write` composes by picking from lists.
 
-    Hypothesis draws one string of bytes, each of which picks. With a draw for each pick it would spend most examples on
-    variations of few functions.
+    Hypothesis draws one string of bytes, and each byte picks one item. With one draw for each pick, Hypothesis would
+    spend most examples on variations of few functions.
     """
 
     def decoded(choices: bytes) -> Drawn:
@@ -429,7 +429,7 @@ def drawn(write: Callable[[Pick], str]) -> st.SearchStrategy[Drawn]:
     return st.binary(min_size=160, max_size=160).map(decoded)
 
 
-# Most are short, since torch's own functions take nearly all the time.
+# Most lengths are short, because torch's own functions take nearly all the time.
 LENGTHS: list[Sequence[int]] = [range(1, 100), range(1, 100), range(20, 120), range(20, 120), range(90, 200)]
 LENGTHS += [[1, 16, 127, 128, 129], range(200, 300)]
 
@@ -504,7 +504,7 @@ GEOMETRY += ["square[q, kv]", "flags[kv]", "rows[b, q] >= rows[b, kv]", "q > {n}
 
 
 def structured(pick: Pick, depth: int = 2) -> str:
-    """Write a mask of conditions on positions, joined by and, or, not."""
+    """Write a mask whose conditions on positions are joined by and, or, not."""
     if depth == 0 or pick([True, False, False]):
         return pick(GEOMETRY).replace("{n}", str(pick([1, 7, 32, 100, 250])))
     first, second = structured(pick, depth - 1), structured(pick, depth - 1)

@@ -1,4 +1,4 @@
-"""From an oracle's case to the library's arguments, and the tolerances that all tests share."""
+"""Helpers that turn an oracle's case into arguments of the library, and shared tolerances."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ import flexmasks
 from flexmasks.backends.miscompiled import NO_BLOCKS, miscompiled
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-# Largest error of outputs; gradients may have twice it, see `error`. The half precisions round about four times.
+# Largest error of outputs; gradients may have twice it, see `error`. The half precisions allow about four roundings.
 # The lse of a row is float32 in every dtype, and its error is absolute.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2.5e-3, torch.bfloat16: 1.6e-2}
 
@@ -97,7 +97,7 @@ def exact(x: Tensor) -> Tensor:
 def error(got: Tensor | None, want: Tensor | None, unit: float = 0.05) -> float:
     """Return ||got - want|| / ||want||, inf for NaN.
 
-    The elements of `want` count as `unit` on average at least, for they may be 0.
+    The mean size of the elements of `want` counts as at least `unit`, because they may be 0.
     """
     assert got is not None
     assert want is not None
@@ -140,7 +140,7 @@ def peak_memory() -> float:
 
 
 def skip_unless_flash_takes(leaves: Sequence[Tensor], **call: Any) -> None:
-    """Skip a test of backend "flash", with the reason, where it is not installed or cannot run such a call."""
+    """Skip a test of backend "flash" if it is not installed or cannot run such a call."""
     pytest.importorskip("flash_attn.cute", reason="flash-attn-4 is not installed")
     q, k, v = leaves
     reason = flexmasks.explain(q, k, v, **call).others.get("flash", "it can,")
@@ -152,7 +152,7 @@ def not_for_flash(case: Case, mod: Callable[..., Tensor], scored: bool = False) 
     """Return the operations of a traced function that FLASH's compiler refuses or computes wrong."""
     sizes = case.batch, case.heads, case.q_len, case.kv_len
     wrong = miscompiled(mod, torch.device("cpu"), sizes, scored)
-    # Where queries start, given by a tensor, may be negative for all that tracing knows.
+    # If a tensor says where queries start, tracing must assume that the start may be negative.
     certain = isinstance(case.q_offset, int) or not ("remainders" in str(wrong) or "index" in str(wrong))
     refused = [str(wrong)] if certain and wrong not in (None, NO_BLOCKS) else []
     for node in traced(mod, scored).graph.nodes:
@@ -166,7 +166,7 @@ def not_for_flash(case: Case, mod: Callable[..., Tensor], scored: bool = False) 
 
 
 def traced(mod: Callable[..., Tensor], scored: bool = False) -> torch.fx.GraphModule:
-    """Return a function of indices, with `scored` of a score before them, as torch's compiler sees it."""
+    """Return the graph of a function of indices, and with `scored` of a score, as torch's compiler sees it."""
 
     def called(*args: Tensor) -> Tensor:
         with TransformGetItemToIndex():

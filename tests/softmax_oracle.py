@@ -1,4 +1,4 @@
-"""Oracle of the masked softmax: every row by itself in float64, its gradient by torch's autograd."""
+"""Oracle of the masked softmax: row by row in float64, with the gradient by torch's autograd."""
 
 from __future__ import annotations
 

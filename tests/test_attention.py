@@ -59,7 +59,7 @@ def test_rows_that_see_nothing(device: str, backend: str, dtype: torch.dtype) ->
     assert out.isfinite().all()
     if backend == "cpu":
         return
-    if backend != "flash":  # it gives no lse
+    if backend != "flash":  # flash gives no lse
         with torch.no_grad():
             lse = flexmasks.attention(q, k, v, return_lse=True, **arguments)[1]
         assert torch.equal(lse == -math.inf, hidden)
@@ -89,7 +89,7 @@ def test_poison_in_hidden_places_leaves_the_forward_pass_alone(device: str, back
 @pytest.mark.parametrize(("device", "backend"), WHERE)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_poison_while_decoding(device: str, backend: str, dtype: torch.dtype) -> None:
-    """Each batch element has one query and a cache of its own length; what lies past it is undefined."""
+    """Each batch element has one query and a cache of its own length; what lies past that length is undefined."""
     _skip_unless_possible(backend, dtype)
     q = torch.randn(3, 4, 1, 64, device=device).to(dtype)
     k, v = torch.randn(2, 3, 2, 200, 64, device=device).to(dtype)
@@ -190,7 +190,7 @@ def calls(draw: st.DrawFn) -> tuple[flexmasks.Mask, tuple[int, int, int, int, in
 
 
 def _check(call: Any, backend: str) -> None:
-    """Compare a call with torch's own mask, of a plain function that moves the queries, and its SDPA."""
+    """Compare a call with torch's SDPA, whose mask torch makes of a plain function."""
     mask, (batch, heads, kv_heads, q_len, kv_len), offset = call
     q = torch.randn(batch, heads, q_len, 16)
     k, v = torch.randn(2, batch, kv_heads, kv_len, 16)
@@ -265,7 +265,7 @@ def test_decoding_step_by_step_equals_the_whole(device: str) -> None:
         ("sink_window", {"window": 20, "sinks": 3}),
     ],
 )
-def test_a_prefill_in_chunks_is_the_whole(device: str, mask: str, params: dict[str, Any]) -> None:
+def test_a_prefill_in_chunks_equals_the_whole(device: str, mask: str, params: dict[str, Any]) -> None:
     q, k, v = torch.randn(3, 2, 2, 150, 32, device=device)
     with torch.no_grad():
         whole = flexmasks.attention(q, k, v, mask=mask, **params)
@@ -277,7 +277,7 @@ def test_a_prefill_in_chunks_is_the_whole(device: str, mask: str, params: dict[s
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_cache_with_room_and_batch_elements_of_different_lengths(device: str) -> None:
-    """Each batch element decodes at its own position; what the cache holds past it is undefined."""
+    """Each batch element decodes at its own position; what the cache holds past that position is undefined."""
     lengths = [40, 7, 120]
     q = torch.randn(3, 4, 2, 32, device=device)
     k, v = torch.randn(2, 3, 2, 128, 32, device=device)
@@ -294,7 +294,7 @@ def test_a_cache_with_room_and_batch_elements_of_different_lengths(device: str) 
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [64, 128])
 def test_a_learned_bias_stays_fused(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At these sizes torch's own choice of blocks needs more shared memory than an H200 has."""
+    """Torch's default blocks would need more shared memory at these sizes than an H200 has."""
     q, k, v = (torch.randn(1, 4, 600, size, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     table = torch.randn(4, 1199, device="cuda", requires_grad=True)
     weight = torch.randn_like(q)
@@ -315,7 +315,9 @@ def test_jagged(lengths: tuple[int, ...], device: str) -> None:
     sequences = [torch.randn(n, 4, 32, device=device) for n in lengths]
     nested = torch.nested.nested_tensor(sequences, layout=torch.jagged).transpose(1, 2)
     seq_lens = torch.tensor([max(0, n - 3) for n in lengths], device=device)
-    backend = "auto" if len(lengths) > 2 or device == "cuda" else "reference"  # one kernel for the CPU is enough
+    backend = (
+        "auto" if len(lengths) > 2 or device == "cuda" else "reference"
+    )  # one compiled kernel for the CPU is enough
     out = flexmasks.attention(nested, nested, nested, mask="grouped_tril", seq_lens=seq_lens, backend=backend)
     assert out.shape == nested.shape
     for x, y, n in zip(sequences, out.unbind(), seq_lens.tolist(), strict=True):
@@ -565,7 +567,7 @@ def test_inside_compile_tensors_are_checked() -> None:
         call(q, k, v[:, :, :30])
 
 
-def test_a_block_mask_of_lists_alone_is_honoured_by_the_reference() -> None:
+def test_a_block_mask_of_lists_alone_is_honored_by_the_reference() -> None:
     q, k, v = torch.randn(3, 1, 2, 256, 16)
     made = flexmasks.block_mask("full", 256)
     made.full_kv_num_blocks[:] = 1  # the first key block only, for a mask_mod that shows all
@@ -625,7 +627,7 @@ def test_one_tensor_as_queries_keys_and_values(device: str) -> None:
     assert len(graphs) == 1
 
 
-def test_code_that_is_forgotten_dies() -> None:
+def test_cleared_caches_free_the_compiled_code() -> None:
     from flexmasks.backends import flex as kernels
 
     q, k, v = torch.randn(3, 1, 2, 100, 16)
@@ -634,7 +636,9 @@ def test_code_that_is_forgotten_dies() -> None:
     before = set(vars(kernels))
     with torch.no_grad():
         flexmasks.attention(q, k, v, mask=lambda b, h, q, kv: q - kv == 77, backend="cpu")
-    (compiled,) = (n for n in set(vars(kernels)) - before if n.startswith("__compiled_fn"))  # where torch puts it
+    (compiled,) = (
+        n for n in set(vars(kernels)) - before if n.startswith("__compiled_fn")
+    )  # torch stores the compiled code in the module
     alive = weakref.ref(vars(kernels)[compiled])
     flexmasks.clear_caches()
     gc.collect()
@@ -676,7 +680,7 @@ def test_what_prepare_computes_from_a_learned_tensor_is_computed_in_each_call() 
 
 
 def test_many_lengths_where_torch_cannot_make_them_symbolic() -> None:
-    """Torch's compiler for the CPU makes a kernel of each length for a score that captures a tensor [B, length]."""
+    """Use a score that captures a tensor [B, length]: torch compiles a CPU kernel for each length."""
     for length in (100, 103, 109):
         q, k, v = torch.randn(3, 2, 2, length, 16)
         bias = torch.randn(2, length)
@@ -772,7 +776,7 @@ def test_vmap_and_forward_derivatives(mask: Any) -> None:
     assert flexmasks.explain(q, k, v, mask=mask).backend == backend  # later calls run as before
 
 
-def test_surroundings_in_which_nothing_compiles_are_left_behind() -> None:
+def test_a_kernel_is_compiled_outside_of_modes_in_which_nothing_compiles() -> None:
     flexmasks.clear_caches()
     q, k, v = torch.randn(3, 1, 2, 60, 16)
     mask = lambda b, h, q, kv: q - kv < 7  # noqa: E731
@@ -973,7 +977,9 @@ def test_explain_says_whether_a_call_compiles() -> None:
         assert flexmasks.explain(q, k, v, **arguments).compiles.startswith("yes")
     assert flexmasks.explain(q.bfloat16(), k.bfloat16(), v.bfloat16(), **arguments).compiles.startswith("yes")
     assert flexmasks.explain(q, k, v).compiles.startswith("no")
-    assert flexmasks.explain(q, k, v, sink_logits=torch.zeros(2)).backend == "reference"  # sinks need the lse
+    assert (
+        flexmasks.explain(q, k, v, sink_logits=torch.zeros(2)).backend == "reference"
+    )  # a call with sinks needs the lse
     assert repr(explanation) == str(explanation)
     root = ElementTree.fromstring(explanation._repr_html_())
     assert {"backend", "compiles", "not triton"} <= {str(th.text) for th in root.iter("th")}
@@ -1009,7 +1015,7 @@ def test_a_learned_sink(device: str, backend: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["auto", "triton"])
 def test_lse_in_half_precision_without_gradients(backend: str) -> None:
-    """In torch 2.11 the lse of its FLASH backend differs from that of its other backends: auto must not take it."""
+    """Check that auto avoids FLASH, whose lse differs in torch 2.11 from the lse of other backends."""
     q, k, v, seq_lens, _ = _of_lengths("cuda", torch.float16)
     visible = flexmasks.dense_mask("grouped_tril", 200, seq_lens=seq_lens.cpu())
     lse = flexmasks.attention(q, k, v, mask="grouped_tril", seq_lens=seq_lens, backend=backend, return_lse=True)[1]

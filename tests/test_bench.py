@@ -96,7 +96,7 @@ def test_registered_masks_and_scores_are_measured_and_the_failed_named(
     assert list(results["failed"]) == ["mask of_two, 128 tokens, head size 64"]
     assert "mask of_two, 128 tokens, head size 64 failed: ValueError: flexmasks mask 'of_two'" in printed.err
     assert [(r["kind"], r["case"], r["shape"], r["who"]) for r in results["rows"]] == [
-        ("score", "temperature, causal", "8x1x128x64", who)  # of one head, as its example
+        ("score", "temperature, causal", "8x1x128x64", who)  # one head, as in the score's example
         for who in ("flexmasks", "flex_attention")
     ]
     for row in results["rows"]:
@@ -136,7 +136,7 @@ def test_all_is_every_registered_mask_and_score(steps: list[str]) -> None:
 
 def test_a_registered_mask_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "blocks", "--masks", "tree", "causal", "--lengths", "512", "--device", "cpu"]) == 0
-    assert capsys.readouterr().out.count("True") == 2  # equal to torch's
+    assert capsys.readouterr().out.count("True") == 2  # the column that says whether the blocks equal torch's
     with pytest.raises(SystemExit):
         main(["bench", "blocks", "--scores", "alibi"])
     assert "bench blocks takes no --scores" in capsys.readouterr().err
@@ -149,7 +149,9 @@ def test_the_table_of_undecided_blocks() -> None:
     ]
     text = bench_blocks.undecided_markdown({"machine": {"device": "CPU", "torch": "2.0"}, "rows": rows})
     lines = [" ".join(line.split()) for line in text.splitlines()]
-    assert "3 registered masks, at their examples and 640 tokens, 2 look at no block but partial ones" in lines[0]
+    assert (
+        "3 registered masks, at their examples and 640 tokens, ranges leave only partial blocks open for 2" in lines[0]
+    )
     assert "2 ms in the median, at most 9 (`c`)" in lines[0]
     assert lines[-2:] == ["| `c` | 25 | 4 (16.0%) | 1 | 3 |", "| `b` | 25 | 3 (12.0%) | 3 | 0 |"]
 
@@ -186,8 +188,8 @@ def test_calls_take_turns_and_warm_up() -> None:
     ran: list[str] = []
     calls = {name: functools.partial(ran.append, name) for name in ("a", "b")}
     times = interleaved(calls, torch.device("cpu"), 3, lambda call, device: call() or float(len(ran)))
-    assert ran == ["a", "b"] * 5  # of which two rounds warm up
-    assert times == {"a": (7.0, 4.0), "b": (8.0, 4.0)}  # at 5, 7, 9 and 6, 8, 10
+    assert ran == ["a", "b"] * 5  # the first two rounds warm up
+    assert times == {"a": (7.0, 4.0), "b": (8.0, 4.0)}  # the measured calls of a took 5, 7, 9, those of b 6, 8, 10
 
 
 def test_a_wall_time_is_the_mean_of_calls_in_a_row() -> None:
@@ -224,7 +226,7 @@ def test_an_unknown_mask_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no mask 'causl'" in capsys.readouterr().err
 
 
-def test_a_run_that_was_stopped_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stopped_run_continues(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "blocks.json"
     command = ["bench", "blocks", "--device", "cpu", "--lengths", "256", "--json", str(file)]
     assert main([*command, "--masks", "causal"]) == 0

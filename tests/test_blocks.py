@@ -33,7 +33,7 @@ from flexmasks.blocks.undecided import look_at
 from flexmasks.ranges import evaluate
 
 CPU = torch.device("cpu")
-# Devices, and how many blocks of a GPU are decided on the CPU: as many as always, or none.
+# Devices, and how many blocks of a GPU are decided on the CPU: the usual number, or none.
 DECIDED_ON = [
     pytest.param("cpu", limits.BLOCKS_ON_CPU, id="cpu"),
     pytest.param("cuda", limits.BLOCKS_ON_CPU, id="cuda-decided on the CPU", marks=pytest.mark.gpu),
@@ -171,7 +171,7 @@ DENSITIES = (0.0, 1e-5, 1e-3, 0.02, 0.3, 0.5, 0.98, 0.9999, 1.0)
 def hard(device: str) -> dict[str, Callable[..., Any]]:
     """Return functions that are hard to decide.
 
-    They are of 700 queries, 900 keys, 2 batch elements and 3 heads. Captured tensors are on the device.
+    They have 700 queries, 900 keys, 2 batch elements and 3 heads. Captured tensors are on the device.
     """
     q_ids, kv_ids = _documents(900, 1).to(device), KV_IDS.to(device)
     of_density = {density: _random(700, 900, density=density).to(device) for density in DENSITIES}
@@ -261,7 +261,7 @@ LIMITS = [
 
 @pytest.mark.parametrize("name", HARD)
 def test_limits_make_no_difference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decide few rows, look at few elements, list one matrix at a time."""
+    """Decide few rows, look at few elements, and list one matrix at a time."""
     for sizes in ((2, 3, 200, 150, (32, 16)), (1, 1, 200, 190, (16, 48))):
         want = check(HARD[name], *sizes).block_mask(HARD[name])
         *lengths, block_size = sizes
@@ -320,7 +320,7 @@ def neat(device: str) -> dict[str, Callable[..., Any]]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("size", [128, 16])  # with 16 there are more blocks than the CPU decides for a GPU
+@pytest.mark.parametrize("size", [128, 16])  # at size 16 there are more blocks than the CPU decides for a GPU
 @pytest.mark.parametrize("name", neat("cpu"))
 def test_only_partial_blocks_are_looked_at(name: str, size: int, device: str) -> None:
     assert size == 128 or (4096 // size) ** 2 > limits.BLOCKS_ON_CPU
@@ -342,8 +342,8 @@ def test_operations_that_ranges_do_not_know_are_named() -> None:
     assert check(HARD["row by row"], 1, 1, 300, 300).not_understood == ()
 
 
-# Functions that ranges cannot go through are looked at element by element. Still, their masks depend on b and h only
-# where the functions use them.
+# Masks of functions that ranges cannot evaluate are looked at element by element. Still, such a mask depends on b or h
+# only if the function uses the index.
 POSITIONS = torch.arange(600).view(300, 2) // 7
 THROUGH_NO_RANGE: dict[str, tuple[Callable[..., Any], tuple[int, int]]] = {
     "product": (lambda b, h, q, kv: POSITIONS[q] @ POSITIONS[kv] > 900, (1, 1)),
@@ -358,7 +358,7 @@ THROUGH_NO_RANGE: dict[str, tuple[Callable[..., Any], tuple[int, int]]] = {
 
 
 @pytest.mark.parametrize("name", THROUGH_NO_RANGE)
-def test_functions_that_no_range_goes_through(name: str) -> None:
+def test_functions_that_ranges_cannot_evaluate(name: str) -> None:
     mask, depends = THROUGH_NO_RANGE[name]
     layout = check(mask, 2, 3, 300, 290)
     assert layout.indices[0].shape[:2] == depends
@@ -366,8 +366,8 @@ def test_functions_that_no_range_goes_through(name: str) -> None:
     assert dependence(mask, 2, 3, CPU) == depends
 
 
-# Functions for which ranges once gave another result than torch.
-WRONG_ONCE: dict[str, Callable[..., Any]] = {
+# Functions for which it is easy to compute wrong ranges.
+DELICATE: dict[str, Callable[..., Any]] = {
     "alias changed in place": lambda b, h, q, kv: _added(q, 20) & (q > kv),
     "integer beyond its dtype": lambda b, h, q, kv: BYTES[q] // 300 < BYTES[kv] % 300,
     "integer near 2^63": lambda b, h, q, kv: (q & (2**63 - 1)) >= kv,
@@ -411,10 +411,10 @@ def _added(x: Tensor, number: int) -> Tensor:
     return x > 100
 
 
-@pytest.mark.parametrize("name", WRONG_ONCE)
-def test_once_wrong(name: str) -> None:
-    check(WRONG_ONCE[name], 2, 3, 300, 290)
-    check(WRONG_ONCE[name], 2, 1, 300, 300, (16, 16))
+@pytest.mark.parametrize("name", DELICATE)
+def test_delicate_functions(name: str) -> None:
+    check(DELICATE[name], 2, 3, 300, 290)
+    check(DELICATE[name], 2, 1, 300, 300, (16, 16))
 
 
 def test_wide_functions_are_decided_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -568,7 +568,7 @@ def cached_helper() -> Iterator[Any]:
 
 @opaque
 def iterator() -> Iterator[Any]:
-    numbers = iter(range(0, 10_000, 7))  # create_block_mask's own call takes one too
+    numbers = iter(range(0, 10_000, 7))  # the call of create_block_mask takes a number, too
     for _ in range(2):
         yield lambda b, h, q, kv: (q - kv).abs() <= next(numbers) * 0 + 3
     globally(WINDOW=40)
@@ -584,12 +584,12 @@ def _rename(size: Any, *, ends: Annotated[Tensor, "int[B]"]) -> dict[str, Any]:
 
 
 def reads_a_global(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-    """A window of a module's variable."""
+    """A window whose size is a module's variable."""
     return (q - kv).abs() <= WINDOW
 
 
 def prepares_from_a_global(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, window: int) -> Tensor:
-    """A window that `prepare` read."""
+    """A window whose size `prepare` reads."""
     return (q - kv).abs() <= window
 
 
@@ -688,7 +688,7 @@ def test_library_parts_are_read() -> None:
 
 
 def test_functions_that_read_other_values_have_other_keys() -> None:
-    """Both ways to read functions, the short one of `attention` too, give each value a key of its own."""
+    """Check both ways to read functions: each value must give its own key."""
     read = lambda: first if second else None  # type: ignore[name-defined] # noqa: E731, F821
     some = ({"first": 1}, {"second": 1}, {"first": 1, "second": 1}, {"first": 1.0}, {"first": True}, {"first": -0.0})
     more = ({"first": 0.0}, {"first": "1"}, {"first": torch}, {"first": tensor(1)}, {"first": tensor(1).int()}, {})
@@ -702,7 +702,7 @@ def test_functions_that_read_other_values_have_other_keys() -> None:
         assert capture_plainly(types.FunctionType(read.__code__, unknown), []) is None
 
 
-def test_parameters_that_look_alike_are_told_apart() -> None:
+def test_parameters_that_look_alike_are_distinguished() -> None:
     q = torch.randn(1, 1, 16, 8)
     limit = torch.tensor([4])
 
@@ -793,7 +793,7 @@ def test_bytes_are_counted_and_bounded() -> None:
 def test_the_blocks_count_their_bytes() -> None:
     made: BlockMask = flexmasks.block_mask("causal", 4096)
     held = sum(t.numel() * t.element_size() for t in made.as_tuple() if isinstance(t, Tensor))
-    assert flexmasks.cache_info()["blocks"].bytes == held + 4096  # 4096 bytes for the entry itself
+    assert flexmasks.cache_info()["blocks"].bytes == held + 4096  # an entry itself counts 4096 bytes
 
 
 # --- inference mode ---
@@ -871,7 +871,7 @@ def test_threads() -> None:
                     failures.append(f"length {lengths}")
                 if i % 5 == number % 5:
                     flexmasks.clear_caches()
-        except Exception as error:  # shown by the main thread
+        except Exception as error:  # the main thread shows the error
             failures.append(repr(error))
 
     threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
@@ -886,7 +886,7 @@ def test_threads() -> None:
 
 
 def _attend(q: Tensor, **arguments: Any) -> Tensor:
-    """Return the output of a call that is made twice: the second one is found in the cache of calls."""
+    """Return the output of a call that is made twice; the cache of calls must hold the second call."""
     first = flexmasks.attention(q, q, q, backend="cpu", **arguments)
     hits = flexmasks.cache_info()["calls"].hits
     again = flexmasks.attention(q, q, q, backend="cpu", **arguments)
@@ -918,7 +918,7 @@ def test_a_repeated_call_sees_what_changed() -> None:
     def own(b: Any, h: Any, q: Any, kv: Any) -> Any:
         return (kv < bounds[b]) & (q - kv < width)
 
-    for width in (7, 9):  # the function reads it
+    for width in (7, 9):  # the function reads `width`
         for _ in range(2):
             seen = (j < bounds.view(2, 1, 1, 1)) & (i - j < width)
             torch.testing.assert_close(_attend(q, mask=own), _wanted(q, seen))

@@ -1,4 +1,4 @@
-"""What users of flexmasks 0.1 wrote keeps working: their imports, their pickles, their registered masks.
+"""Code of users of flexmasks 0.1 keeps working: imports, pickles, registered masks.
 
 `data/pickles_0_1.json` was written by flexmasks 0.1.0: the pickles of the values below, by name, in base64.
 """

@@ -60,7 +60,7 @@ def without_gap(made: BlockMask) -> bool:
 def gives_nan(made: BlockMask, whole: Tensor, tile: int) -> bool:
     """Return whether a query ends in NaN in an unsafe kernel.
 
-    It is torch's Triton kernel without its check for rows that have seen nothing.
+    The unsafe kernel is torch's Triton kernel without its check for rows that have seen nothing.
 
     The kernel is an online softmax, `tile` keys at a time, over partial and then over full blocks. All scores are 0.
     """
@@ -138,7 +138,7 @@ def check_facts(blocks: Blocks, whole: Tensor) -> None:
 def test_random_masks(write: Callable[..., str], examples: int) -> None:
     """Count blocks of the library, and those of torch's create_block_mask.
 
-    torch's are over all batch elements and heads.
+    The BlockMask of torch covers all batch elements and heads.
     """
     proven: Counter[str] = Counter()
 
@@ -189,7 +189,7 @@ def test_hidden_pairs_are_estimated_from_some_blocks(monkeypatch: pytest.MonkeyP
     want = flexmasks.get_mask("causal").blocks(1024, block_size=64)
     assert counts.estimated
     assert counts.shares == pytest.approx(want.shares)
-    assert counts.hidden == pytest.approx(want.hidden)  # all partial blocks are alike
+    assert counts.hidden == pytest.approx(want.hidden)  # every partial block hides the same number of pairs
 
 
 @pytest.mark.parametrize("case", oracles.MASK_CASES, ids=label)

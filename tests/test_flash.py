@@ -1,4 +1,4 @@
-"""Functions that torch's FLASH compiler computes wrong are found before they run.
+"""Functions that torch's FLASH compiler miscompiles are found before they run.
 
 An interpreter makes the same mistakes: for each operation it follows the code that the compiler writes, read from
 torch's CuteDSLOpOverrides and CuTe.
@@ -41,7 +41,7 @@ class AsCompiled(torch.fx.Interpreter):
         if name.startswith("aten.where") and not any(self.moves(x) for x in n.args[1:]):
             return torch.where(args[0], args[1].bool(), args[2].bool()).to(n.meta["val"].dtype)
         if name.startswith("aten.index") and any(bool((i < 0).any()) for i in args[1]):
-            out = super().run_node(n)  # any other value: the kernel reads what lies before the tensor
+            out = super().run_node(n)  # any different value will do: the kernel reads memory before the tensor
             return ~out if out.dtype == torch.bool else out + 1
         to_bool = (
             n.op == "call_function" and isinstance(n.meta.get("val"), Tensor) and n.meta["val"].dtype == torch.bool
@@ -51,7 +51,10 @@ class AsCompiled(torch.fx.Interpreter):
         return super().run_node(n)
 
     def moves(self, x: Any) -> bool:
-        """Return whether a node depends on the pair or is read from a tensor; the compiler takes others for numbers."""
+        """Return whether a node depends on the pair or is read from a tensor.
+
+        The compiler treats all other nodes as numbers.
+        """
         if not isinstance(x, torch.fx.Node) or re.search("full|zeros|ones|scalar_tensor", str(x.target)):
             return False
         if x.op == "get_attr":
@@ -60,7 +63,7 @@ class AsCompiled(torch.fx.Interpreter):
 
 
 def _truth(x: Any) -> Any:
-    """Return a number as the kernel makes it a truth value: by its lowest bit, or whether it is 0.0."""
+    """Convert a number to a truth value as the kernel does: by its lowest bit, or whether it is 0.0."""
     if not isinstance(x, Tensor) or x.dtype == torch.bool:
         return x
     return x == 0 if x.is_floating_point() else (x & 1).bool()
@@ -188,7 +191,7 @@ def test_views_of_tensors_are_not_for_flash() -> None:
 
 @st.composite
 def suspects(draw: st.DrawFn) -> str:
-    """Draw truth values of remainders, and of numbers that `where` chooses, of random expressions."""
+    """Draw truth values of remainders and of `where` between numbers, from random expressions."""
     x, y = (draw(expressions("x", 2, odd=False)) for _ in range(2))
     c = draw(expressions("c", 2, odd=False))
     n, m = (draw(st.sampled_from(["3", "-4", "1", "0", "2.5", "True", "torch.tensor(2)", "q // 2"])) for _ in range(2))
@@ -242,7 +245,7 @@ def test_functions_of_one_kind_are_traced_once(monkeypatch: pytest.MonkeyPatch) 
         return miscompiled(*args, **scored)
 
     monkeypatch.setattr(flash, "miscompiled", counted)
-    for ids in (torch.zeros(16), torch.ones(16)):  # tensors of one shape are of one kind
+    for ids in (torch.zeros(16), torch.ones(16)):  # tensors with the same shape belong to the same kind
         assert _reason(q, mask=lambda b, h, q, kv, ids=ids: ids[q] == ids[kv]) is None
     assert len(calls) == 1
     for _ in range(2):
@@ -256,7 +259,7 @@ def test_functions_of_one_kind_are_traced_once(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_functions_are_traced_again_for_other_sizes() -> None:
-    """A result holds for the same lengths, the same first query, and captured tensors of the same shapes."""
+    """Reuse a result only for the same lengths, the same first query, and the same shapes of tensors."""
     flexmasks.clear_caches()
     q = torch.randn(1, 2, 16, 8)
     shifted = lambda b, h, q, kv: (q - kv + 15) % 3 == 1  # noqa: E731
@@ -273,7 +276,7 @@ def test_functions_are_traced_again_for_other_sizes() -> None:
 
 
 def test_tracing_leaves_other_threads_alone() -> None:
-    """Compiled calls of other threads go on while a function is traced: torch's own tracing would forbid them."""
+    """Trace a function while other threads run compiled calls, which torch's own tracing would forbid."""
     seen = []
 
     def function(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -309,7 +312,7 @@ def test_such_calls_are_right_on_a_gpu(name: str) -> None:
     few = [x[:, :, :256] for x in (q, k, v)]
     want = flexmasks.attention(*(x.double().cpu() for x in few), backend="reference", **call("cpu"))
     assert error(flexmasks.attention(*few, **call("cuda")), want) < 1.6e-2
-    # torch's compiler has no numbers as tensors that are added to each other
+    # torch's compiler fails if two tensors that hold numbers are added to each other
     assert flexmasks.explain(q, k, v, **call("cuda")).backend == ("reference" if name == "of each other" else "triton")
     skip_unless_flash_takes((q, k, v), mask="causal")
     with pytest.raises(ValueError, match="cannot run this call: its compiler"):

@@ -149,7 +149,12 @@ def run(shown: str) -> torch.Tensor:
 def test_a_mask_of_ones_own_is_listed_shown_and_in_the_gallery(
     own: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, float64: None
 ) -> None:
-    few = ["causal", "every_other", "without_example", "broken"]  # the fixture `page` has all of the library's own
+    few = [
+        "causal",
+        "every_other",
+        "without_example",
+        "broken",
+    ]  # the fixture `page` has all masks and scores of the library
     monkeypatch.setattr(gallery_module, "list_masks", lambda: [e for e in flexmasks.list_masks() if e.name in few])
     monkeypatch.setattr(gallery_module, "list_scores", list)
     assert main(["gallery", str(tmp_path / "page.html"), "--import", own]) == 0
@@ -223,7 +228,7 @@ def test_code_of_parameters_of_all_kinds() -> None:
 
 
 def browse(page: Path, query: str = "", script: str = "", arguments: tuple[str, ...] = ()) -> tuple[str, str]:
-    """Return the page after its scripts and another ran, and the browser's log."""
+    """Return the page after its scripts and one more script ran, and the browser's log."""
     assert CHROMIUM is not None
     if script:
         copy = page.with_name("scripted.html")

@@ -41,7 +41,7 @@ ORDER = {
     )
     for room in rooms
 }
-# Masks and scores are definitions: outside of their rooms they import these alone.
+# Masks and scores are definitions: outside of their rooms they import only these rooms.
 FOR_DEFINITIONS = ["flexmasks.spec", "flexmasks.orders", "flexmasks.kernels.tanh"]
 
 
@@ -57,7 +57,7 @@ def imports(module: str) -> Iterator[tuple[int, str]]:
 
 
 def file_of(name: str) -> str | None:
-    """Return the module of the package that an imported name is or stands in, None for other packages."""
+    """Return the module of the package that defines an imported name, None for other packages."""
     while name not in FILES and "." in name:
         name = name.rpartition(".")[0]
     return name if name in FILES else None
@@ -97,7 +97,7 @@ def test_no_circle_of_files() -> None:
 
 def private_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Yield the line and the private names of torch that a file imports or reads, such as `torch._C`."""
-    of_torch: dict[str, str] = {}  # what a name of the file stands for
+    of_torch: dict[str, str] = {}  # the torch symbol that each name in the file refers to
     chains: list[tuple[int, str]] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -130,11 +130,11 @@ def test_private_names_of_torch_stand_in_compat() -> None:
 
 
 QUESTIONS = ("Whether", "What", "Which", "How", "Why", "Where", "Of", "As", "It", "See", "Also")
-LONGEST_LINE = 15  # words; about 12 are the aim
+LONGEST_LINE = 15  # the most words allowed; the aim is about 12
 
 
 def test_first_lines_of_docstrings() -> None:
-    """A first line names a thing or an act, in one short sentence."""
+    """Check that a first line names a thing or an act, in one short sentence."""
     wrong = []
     for module, tree in TREES.items():
         for node in ast.walk(tree):

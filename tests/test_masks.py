@@ -44,7 +44,7 @@ def test_dense_mask(case: Case) -> None:
 
 
 def _narrowed(value: Any, dtype: torch.dtype) -> Any:
-    """Return whole numbers as a tensor of that dtype if they fit in it, else the value as it is."""
+    """Return whole numbers as a tensor of the dtype if they fit in it, else the unchanged value."""
     numbers = torch.tensor(value) if isinstance(value, list) else value
     if not isinstance(numbers, torch.Tensor) or numbers.is_floating_point() or numbers.dtype == torch.bool:
         return value
@@ -126,8 +126,8 @@ def _compiled(case: Case, dtype: torch.dtype, device: str, backend: str) -> None
             assert error(x.grad, y.grad) < 2 * TOLERANCE[dtype]
 
 
-# Each mask has three cases, one in each dtype. A kernel takes seconds to compile: on a CPU only every 23rd mask is
-# tried in the half precisions, where the kernels differ by the dtype and not by the mask, and the others in campaigns.
+# Each mask has three cases, one in each dtype. A kernel takes seconds to compile. In the half precisions kernels differ
+# by the dtype and not by the mask, so on a CPU only every 23rd mask is tried, and campaigns try the other masks.
 _THREE = spread(MASK_CASES, 3)
 _OF_DTYPE = {
     dtype: [_THREE[n + (n // 3 + turn) % 3] for n in range(0, len(_THREE), 3)] for turn, dtype in enumerate(TOLERANCE)
@@ -160,7 +160,7 @@ def test_flash_gpu(case: Case, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("case", MASK_CASES, ids=label)
 def test_is_written_for_flash(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flexmasks.spec.indexing._DEVICES_OF_CONSTANT_INDICES", ())  # as on a GPU
+    monkeypatch.setattr("flexmasks.spec.indexing._DEVICES_OF_CONSTANT_INDICES", ())  # constants are made as on a GPU
     sizes = {"batch": case.batch, "heads": case.heads}
     made = flexmasks.block_mask(case.name, case.q_len, case.kv_len, **sizes, **arguments(case))
     assert not_for_flash(case, made.mask_mod) == []
@@ -172,7 +172,7 @@ def test_is_written_for_flash(case: Case, monkeypatch: pytest.MonkeyPatch) -> No
 def test_dense_kernels_with_gradients(dtype: torch.dtype, causal: bool, device: str) -> None:
     """Plain and causal attention go to torch's SDPA."""
     case = Case("causal" if causal else "full", {}, 2, 4, 150, 150)
-    grouped = device == "cpu" or dtype != torch.float32  # torch has no such kernel for CUDA in float32
+    grouped = device == "cpu" or dtype != torch.float32  # torch has no kernel for grouped heads on CUDA in float32
     leaves = qkv(case, dtype, device, grouped)
     others = [exact(x) for x in leaves]
     out = flexmasks.attention(*leaves, mask=case.name, backend="sdpa")
@@ -260,7 +260,9 @@ def test_blocks_of_slices_are_those_of_documents() -> None:
     ranges = torch.stack([ends[:-1], ends[1:]], 1)
     ids = torch.repeat_interleave(torch.arange(6), ends.diff())
     want = (flexmasks.get_mask("causal") & flexmasks.get_mask("document", document_ids=ids)).blocks(8192)
-    cut = ranges[:, 0] + ranges.diff()[:, 0] // 3  # each causal slice is written as a full one and two causal ones
+    cut = (
+        ranges[:, 0] + ranges.diff()[:, 0] // 3
+    )  # each causal slice is written as one full slice and two causal slices
     upper, lower, left = (ranges[:, 0], cut), (cut, ranges[:, 1]), (ranges[:, 0], cut)
     q_ranges = torch.cat([torch.stack(r, 1) for r in (upper, lower, lower)])
     kv_ranges = torch.cat([torch.stack(r, 1) for r in (upper, lower, left)])

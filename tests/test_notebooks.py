@@ -24,7 +24,7 @@ _SHOWN = ("text/plain", "text/html", "image/svg+xml")
 
 
 def executed(path: Path) -> Any:
-    """The notebook with the outputs of a fresh kernel, on a CPU."""
+    """Return the notebook with the outputs of a fresh kernel, on a CPU."""
     notebook = nbformat.read(path, as_version=4)
     environment = {"COLUMNS": "80", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
     before = {name: os.environ.get(name) for name in environment}
@@ -35,7 +35,7 @@ def executed(path: Path) -> Any:
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
     for cell in notebook.cells:
-        cell.metadata.pop("execution", None)  # times
+        cell.metadata.pop("execution", None)  # the times of the run
         for output in cell.get("outputs", []):
             data = output.get("data", {})
             if "image/svg+xml" in data:  # the HTML holds the same picture
@@ -49,10 +49,10 @@ def executed(path: Path) -> Any:
 
 
 def shown(cell: Any) -> str:
-    """What a cell shows, without addresses of memory."""
+    """Return what a cell shows, without memory addresses."""
     text = ""
     for output in cell.get("outputs", []):
-        if output["output_type"] == "stream":  # arrives in pieces
+        if output["output_type"] == "stream":  # a stream arrives in pieces
             text += output["text"] if output["name"] == "stdout" else ""
         else:
             data = output.get("data", {})

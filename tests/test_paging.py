@@ -1,6 +1,6 @@
 """A paged KV cache, compared with keys gathered page by page, contiguous keys, and torch's own paged attention.
 
-A kernel for the CPU takes seconds to compile, for each mask and shape: tests of one query share those of `decoding`.
+Each mask and shape takes seconds to compile on the CPU, so tests of one query share the shapes of `decoding`.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def everything(b: int, queries: int, keys: int) -> Tensor:
 @pytest.mark.parametrize(("device", "backend"), WHERE)
 @pytest.mark.parametrize(("page_size", "columns", "queries"), PAGES)
 def test_the_last_queries(page_size: int, columns: int, queries: int, device: str, backend: str) -> None:
-    """Of sequences as in `decoding`, with pages of several sizes and several queries."""
+    """Run the last queries of sequences as in `decoding`, with several page sizes and numbers of queries."""
     cache = Paged([page_size * columns - 5, 0, 71, page_size * (columns - 1)], page_size, columns, device=device)
     q = torch.randn(4, 6, queries, 32, device=device)
     with torch.no_grad():
@@ -298,7 +298,7 @@ def test_prefill_in_chunks_and_decoding_are_the_whole(params: dict[str, Any], de
                 for b in range(2):
                     slot = int(table[b, n // page_size]), n % page_size
                     k_cache[slot], v_cache[slot] = k[b, :, n], v[b, :, n]
-            kv_lens += step  # in place, as a server does
+            kv_lens += step  # a server changes lengths in place, too
             part = q[:, :, start : start + step]
             parts.append(flexmasks.paged_attention(part, k_cache, v_cache, table, kv_lens, **params))
         assert torch.allclose(torch.cat(parts, 2), whole, atol=1e-5)
@@ -412,7 +412,10 @@ def test_against_torch(page_size: int, lens: list[int], device: str) -> None:
 
 @pytest.mark.parametrize("page_size", [16, 64, 128])
 def test_ranges_leave_open_what_is_partial(page_size: int) -> None:
-    """At 32768 slots, with pages at random: only partial blocks, and hardly any where blocks fit into pages."""
+    """Look only at partial blocks, and hardly any if blocks fit into pages.
+
+    The pool has 32768 slots, and its pages are in random order.
+    """
     slots, batch = 32768, 8
     table = torch.randperm(slots // page_size).view(batch, -1)
     lens = torch.randint(slots // batch // 2, slots // batch + 1, (batch,))

@@ -1,6 +1,6 @@
 """Masks and scores of other libraries, where these are installed, compared with the masks and scores here.
 
-Where the two differ, a test says how and shows it: so a change of the other library is noticed.
+Where the two libraries differ, a test says how and checks the difference, so it notices a change of the other library.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def drawn(name: str) -> Any:
 
 
 def dense_of(name: str) -> Tensor:
-    """The dense mask of the drawn batch element and head."""
+    """Return the dense mask of the drawn batch element and head."""
     mask, q_len, kv_len, more = CASES[name]
     rest = {n: v for n, v in more.items() if n not in ("b", "h", "block_size")}
     heads = 3 if "h" in more else None
@@ -76,7 +76,7 @@ def any_in_blocks(dense: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 def at_pairs(blocks: Tensor, size: tuple[int, int], like: Tensor) -> Tensor:
-    """Each block's value at each of its pairs."""
+    """Return each block's value at each of its pairs."""
     values = blocks.repeat_interleave(size[0], 0).repeat_interleave(size[1], 1)
     return values[: like.shape[0], : like.shape[1]]
 
@@ -142,7 +142,7 @@ def test_text_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def parsed(text: str) -> ET.Element:
-    """The SVG as XML; it is small, and all its numbers are finite."""
+    """Return the SVG as XML, and check that it is small and all its numbers are finite."""
     assert len(text.encode()) < 100_000
     root = ET.fromstring(text)
     assert root.tag == f"{SVG}svg"
@@ -151,7 +151,7 @@ def parsed(text: str) -> ET.Element:
 
 
 def areas(root: ET.Element) -> dict[str, float]:
-    """The part of the picture that each class of cells covers."""
+    """Return the part of the picture that each class of cells covers."""
     group = next(g for g in root.iter(f"{SVG}g"))
     back = group[0]
     total = float(back.attrib["width"]) * float(back.attrib["height"])
@@ -225,7 +225,7 @@ flexmasks.draw("causal", 8).plot()
     assert int(window.split()[0]) == sum(8192 - d for d in cut)
     assert int(documents.split()[1]) < 8192 * 8191 // 2
     seconds, kilobytes = map(float, cost.split())
-    assert seconds < 60  # 5 on a quiet machine
+    assert seconds < 60  # a quiet machine takes 5 seconds
     assert kilobytes < 1_000_000  # one BlockMask alone takes 1.07 GB
 
 
@@ -358,7 +358,7 @@ def test_errors(name: str) -> None:
 
 
 def test_scores_are_what_they_add() -> None:
-    slopes = [2 ** -(i + 1) for i in range(8)]  # the paper's, of 8 heads
+    slopes = [2 ** -(i + 1) for i in range(8)]  # the slopes of the paper for 8 heads
     distance = torch.arange(24)[:, None] - torch.arange(24)
     for h in (0, 3):
         cells = flexmasks.draw("alibi", 24, h=h)._cells

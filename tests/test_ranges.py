@@ -22,13 +22,13 @@ from flexmasks.blocks.elements import over_indices
 from flexmasks.ranges import GiveUp, Range, evaluate, value
 from flexmasks.ranges.value import rule
 
-LENGTH = 24  # of q and kv; tables are longer
+LENGTH = 24  # the length of q and kv; tables are longer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def ranges_of(function: Callable[..., Any], q_size: int, kv_size: int) -> Any:
-    """Return what a function gives on the ranges of all blocks."""
+    """Return the result of a function on the ranges of all blocks."""
     results: list[Any] = []
 
     def mask(b: Range, h: Range, q: Range, kv: Range) -> Any:
@@ -49,7 +49,7 @@ def _blocks(b_size: int, h_size: int, q_size: int, kv_size: int) -> list[Range]:
 
 
 def values_of(function: Callable[..., Any]) -> Tensor:
-    """Return what a function gives on every element."""
+    """Return the values of a function at every element."""
     return over_indices(function)(*(torch.arange(n) for n in (BATCH, HEADS, LENGTH, LENGTH)))
 
 
@@ -70,7 +70,7 @@ def check_sound(expression: str, q_size: int = 5, kv_size: int = 4) -> Range | N
     except GiveUp:
         return None
     if not isinstance(result, Range):
-        assert isinstance(result, Tensor)  # a constant
+        assert isinstance(result, Tensor)  # the result is a constant
         return None
     lo, hi = (_spread(end, q_size, kv_size) for end in (result.lo, result.hi))
     exact_values = values.to(lo.dtype)
@@ -339,7 +339,7 @@ def test_an_index_out_of_bounds_is_an_error() -> None:
         *("torch.add(q, 1, out=q) > kv", "{}['q'] > kv", "1 / 0 > q"),
     ],
 )
-def test_functions_that_ranges_cannot_go_through_give_up(expression: str) -> None:
+def test_functions_that_ranges_cannot_evaluate_give_up(expression: str) -> None:
     with pytest.raises(GiveUp):
         evaluate(compiled(expression), *_blocks(1, 1, 4, 4))
 

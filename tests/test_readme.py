@@ -27,31 +27,32 @@ from flexmasks.spec.definitions import is_own
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "recipes/results"
-LINES, COLUMNS = 220, 120  # of the README
+LINES, COLUMNS = 220, 120  # the most that the README may have
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md"]
 PAGES += [file for folder in ("flexmasks", "recipes") for file in sorted((ROOT / folder).rglob("*.md"))]
 NAMES = [str(file.relative_to(ROOT)) for file in PAGES]
 
 
 def results(name: str) -> dict[str, Any]:
-    """The figures of one benchmark, as its run wrote them."""
+    """Return the figures of one benchmark from its results file."""
     figures: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
     return figures
 
 
 def own(kind: str) -> str:
-    """The page of the library's own masks or scores, without any that another test registered."""
+    """Return the page of the library's own masks or scores, without those of tests."""
     entries = flexmasks.list_masks() if kind == "mask" else flexmasks.list_scores()
     return page(kind, [entry for entry in entries if is_own(kind, entry.name)])
 
 
 def speed() -> str:
-    """Ten rows of speed, each of figures that a results file holds."""
+    """Return the table of speed, ten rows of figures from the results files."""
     rows = [*_attention_speed(), *_recipe_speed(), _blocks_speed(), _softmax_speed()]
     made = results("attention_gpu")["machine"]
     about = textwrap.fill(
         f"Milliseconds on one {made['device']} with torch {made['torch']}, medians; in brackets how many times as long "
-        "torch takes. Attention is forward and backward, bfloat16, batch 16, 16 heads, 8,192 tokens, head size 128. "
+        "torch takes. The first six rows are attention, forward and backward, bfloat16, batch 16, 16 heads, 8,192 "
+        "tokens, head size 128. The two steps are measured by the recipes `packed_language_model` and `serving`. "
         "Compiled torch is `flex_attention`, `create_block_mask` or a softmax under `torch.compile`. A mask as a "
         "tensor goes to SDPA or to an eager softmax.",
         COLUMNS,
@@ -121,7 +122,7 @@ GENERATED: dict[str, dict[str, Callable[[], str]]] = {
 
 
 def up_to_date(name: str) -> str:
-    """The text of a page with its generated parts made from the registry and the results."""
+    """Return the text of a page with its generated parts made from the registry and the results."""
     text = (ROOT / name).read_text()
     for part, make in GENERATED[name].items():
         start, end = re.findall(rf"<!-- generated: {part}, .*? -->|<!-- end of {part} -->", text)
@@ -131,7 +132,7 @@ def up_to_date(name: str) -> str:
 
 
 def pictures() -> dict[str, flexmasks.Picture]:
-    """The pictures of the pages, by their files."""
+    """Return the pictures of the pages by their files."""
     ids = (torch.arange(1024)[:, None] >= torch.tensor([90, 250, 400, 640, 760])).sum(-1)
     packed = flexmasks.get_mask("causal") & flexmasks.get_mask("document", document_ids=ids)
     return {
@@ -171,7 +172,7 @@ def test_links_lead_somewhere(name: str) -> None:
 
 
 def _anchors(file: Path) -> set[str]:
-    """The anchors that GitHub gives to the headings of a page."""
+    """Return the anchors that GitHub gives to the headings of a page."""
     headings = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -235,9 +236,9 @@ def test_the_demo_runs_under_a_minute(capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["demo"]) == 0
     assert time.perf_counter() - start < 60
     printed = capsys.readouterr().out
-    worst = float(re.search(r"materialised mask, .*: (\S+)", printed)[1])  # type: ignore[index]
+    worst = float(re.search(r"materialized mask, .*: (\S+)", printed)[1])  # type: ignore[index]
     assert worst < (1e-5 if "float32" in printed else 3e-2)
-    assert "SDPA + materialised mask" in printed
+    assert "SDPA + materialized mask" in printed
     assert "skipped:" in printed
 
 

@@ -19,7 +19,7 @@ from tabulate import tabulate
 
 FOLDER = Path(__file__).parent.parent / "recipes"
 RECIPES = sorted(path.name for path in FOLDER.glob("[!_]*.py"))
-SECONDS = 60  # of processor time, which other work on the machine does not change; compilation takes up to 20
+SECONDS = 60  # limit of processor time, which other work on the machine does not change; compilation takes up to 20
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -45,7 +45,7 @@ def test_it_runs(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_it_is_made_as_recipes_are(name: str) -> None:
+def test_it_has_the_parts_of_a_recipe(name: str) -> None:
     text = (FOLDER / name).read_text()
     tree = ast.parse(text)
     summary = (ast.get_docstring(tree) or "").partition("\n")[0]
@@ -55,13 +55,13 @@ def test_it_is_made_as_recipes_are(name: str) -> None:
 
 
 def stored() -> dict[str, dict[str, Any]]:
-    """The results that recipes wrote with `--json recipes/results/NAME.json`, by the recipes' names."""
+    """Return the results that recipes wrote with `--json recipes/results/NAME.json`, by recipe."""
     files = {name: (FOLDER / "results" / name).with_suffix(".json") for name in RECIPES}
     return {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
 
 
 def measurements() -> str:
-    """The page of the tables."""
+    """Return the page of the tables."""
     results = stored()
     machines = {tuple(run["machine"].items()) for run in results.values()}
     assert len(machines) == 1, "run all of them on one machine"
@@ -100,7 +100,7 @@ def test_a_wrong_result_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 
 
 def _processor_seconds() -> float:
-    """The processor time of all finished subprocesses."""
+    """Return the processor time of all finished subprocesses."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 

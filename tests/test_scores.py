@@ -87,11 +87,12 @@ def _compiled(case: Case, dtype: torch.dtype, device: str, backend: str) -> None
 
 
 def _add_rounding(want: Tensor, lse: Tensor, out: Tensor, weight: Tensor, learned: list[Tensor]) -> None:
-    """Add to the exact gradients what flash kernels make of an `out` that is rounded to half precision.
+    """Add to the exact gradients the error of flash kernels whose `out` is in half precision.
 
-    They compute the gradient of scores as P * (dP - sum(out * dout)). An error of that sum reaches all scores of its
-    row by their weights P, as a gradient of lse would. In the gradient of a bias it is multiplied by the size of the
-    bias, not by its differences: with sandwich's products near 64, rounding to bfloat16 moves the gradient by 60%.
+    The kernels compute the gradient of scores as P * (dP - sum(out * dout)). An error of the sum reaches all scores of
+    its row by their weights P, as a gradient of lse would. In the gradient of a bias the error is multiplied by the
+    size of the bias, not by its differences: with sandwich's products near 64, rounding to bfloat16 moves the gradient
+    by 60%.
     """
     rounding = ((want - out.double().cpu()) * weight.double().cpu()).sum(-1).detach()
     torch.autograd.backward(lse, rounding, inputs=learned)
@@ -103,7 +104,7 @@ def test_compiled_float32_cpu(case: Case) -> None:
 
 
 _HALF = [(case, (torch.float16, torch.bfloat16)[n % 2]) for n, case in enumerate(spread(SCORE_CASES, 3)[1::3])]
-# On a CPU a kernel takes seconds to compile: each half precision is tried with one score, and with all in campaigns.
+# On a CPU a kernel takes seconds to compile: each half precision is tried with one score, campaigns try all scores.
 _HALF_ON_CPU = [*_HALF[:2], *(pytest.param(*pair, marks=pytest.mark.campaign) for pair in _HALF[2:])]
 
 
@@ -121,7 +122,7 @@ def test_compiled_gpu(case: Case, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("case", SCORE_CASES, ids=label)
 def test_is_written_for_flash(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flexmasks.spec.indexing._DEVICES_OF_CONSTANT_INDICES", ())  # as on a GPU
+    monkeypatch.setattr("flexmasks.spec.indexing._DEVICES_OF_CONSTANT_INDICES", ())  # constants are made as on a GPU
     params = arguments(case)
     offset = params.pop("q_offset")
     size = Size(case.batch, case.heads, case.q_len, case.kv_len, torch.device("cpu"))

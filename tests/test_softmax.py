@@ -151,7 +151,7 @@ def test_any_strides(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_what_torch_gives_for_infinite_scores(device: str) -> None:
+def test_infinite_scores_give_what_torch_gives(device: str) -> None:
     x = torch.randn(6, 8, device=device)
     x[0] = -INF
     x[1, 3] = INF
@@ -207,7 +207,7 @@ def test_negative_views(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("scale", [1e-50, -1e-50, 0.0])
-def test_scales_next_to_nothing(scale: float, device: str) -> None:
+def test_scales_close_to_zero(scale: float, device: str) -> None:
     x = torch.tensor([[5.0, 1, 2], [-3e38, 3e38, 1], [torch.nan, 1, 2]], device=device).view(1, 1, 3, 3)
     want = torch.tensor([[1 / 3] * 3, [1 / 3] * 3, [torch.nan] * 3], device=device).view(1, 1, 3, 3)
     torch.testing.assert_close(flexmasks.masked_softmax(x, scale=scale), want, equal_nan=True)

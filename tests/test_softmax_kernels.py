@@ -26,7 +26,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 LENGTHS = [1, 2, 15, 16, 17, 127, 128, 1000, 1001, 2048, 4097, 16384, 40000]
-# Each length with one dtype, lengths that choose another configuration in half precision with two, all in campaigns.
+# Each length is tried with one dtype, and with two if half precision needs another configuration. Campaigns try all.
 SHORT = {
     torch.float32: [1, 2, 15, 16, 17, 127, 128, 1000, 1001, 2048, 4097, 16384],
     torch.float16: [16, 1001, 4097, 40000],
@@ -37,7 +37,7 @@ CASES = [
 ]
 NAN = math.nan
 
-# NumPy warns of inf - inf and the like, by which the interpreter computes.
+# The interpreter computes with NumPy, which warns of inf - inf and similar operations.
 runs_kernels = pytest.mark.filterwarnings("ignore::RuntimeWarning") if INTERPRETED else pytest.mark.gpu
 
 
@@ -82,7 +82,7 @@ def random_bits(bounds: Tensor, columns: int) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def buffers_of_nan(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Fill new tensors with NaN, by which a place that no kernel wrote is seen."""
+    """Fill new tensors with NaN, which shows the places that no kernel wrote."""
     with monkeypatch.context() as patch:
         patch.setattr(torch, "empty", lambda shape, **options: torch.full(shape, NAN, **options))
         yield
@@ -114,7 +114,9 @@ def check(
     assert torch.all(y.cpu()[~places] == 0)
     assert error(y, want[0], 1e-9) < TOLERANCE[x.dtype]
     near = {torch.float32: (1e-4, 1e-9), torch.float16: (2e-3, 1e-7), torch.bfloat16: (1e-2, 1e-9)}[x.dtype]
-    assert torch.allclose(y.cpu().double(), want[0], rtol=near[0], atol=near[1])  # every element, however small
+    assert torch.allclose(
+        y.cpu().double(), want[0], rtol=near[0], atol=near[1]
+    )  # check every element, also the smallest
     if dy.is_contiguous():
         dy = torch.where(places, dy, torch.tensor([NAN, math.inf], dtype=x.dtype)[torch.randint(2, x.shape)])
     dx = launch.backward(dy.to(DEVICE), y, on_device[0], scale)
@@ -188,7 +190,7 @@ def test_long_rows_of_every_kind(halvings: int, chunk: int, monkeypatch: pytest.
 
 
 def use_chunks(chunk: int, halvings: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the kernels read every row in chunks of so many columns."""
+    """Make the kernels read every row in chunks of the given number of columns."""
     monkeypatch.setattr(launch, "config", lambda *_: launch.Config(1, 4, halvings, chunk))
     monkeypatch.setattr(launch, "_launches", {})
 
@@ -305,7 +307,7 @@ def test_beyond_2_to_the_31() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter keeps no launches")
 def test_launches_are_kept() -> None:
-    """A call of the same layout takes the kept launch; a call of another alignment does not."""
+    """Reuse a kept launch for the same layout, but not for another alignment."""
     launch._launches.clear()
     base = torch.randn(64 * 100 + 8, device="cuda")
     for _ in range(3):
@@ -317,7 +319,7 @@ def test_launches_are_kept() -> None:
     assert torch.allclose(y, torch.softmax(shifted, -1), atol=1e-6)
     kept = len(launch._launches)
     launch.forward(shifted.clone()[:], None, None, None, False, 2.0)
-    assert len(launch._launches) == kept + 1  # for the copy is aligned
+    assert len(launch._launches) == kept + 1  # a second launch, because the copy is aligned
 
 
 # --- what is compiled ---
@@ -374,5 +376,5 @@ def test_loads_and_stores_are_wide(columns: int, dtype: str) -> None:
             found = re.findall(operation + r"\.global[\w:.]*?(?:\.v(\d))?\.b(\d+)", text)
             widths = [int(count or 1) * int(bits) for count, bits in found]
             assert set(widths) <= {32, 128}
-            assert widths.count(32) <= 6 * (operation == "ld")  # the two bounds, which rows with NaN read again
+            assert widths.count(32) <= 6 * (operation == "ld")  # only the two bounds, which rows with NaN read again
             assert widths.count(128) >= 2

@@ -159,7 +159,7 @@ def test_functionalize() -> None:
     close(torch.func.functionalize(call)(x), naive(x))
 
 
-def test_what_a_mask_is_made_of_may_be_mapped() -> None:
+def test_parameters_of_a_mask_may_be_mapped() -> None:
     x, lengths = torch.randn(3, 2, 2, 5, 5), torch.tensor([[1, 2], [5, 4], [3, 0]])
 
     def by_name(x: Tensor, lengths: Tensor) -> Tensor:
@@ -230,7 +230,7 @@ def test_operators(device: str) -> None:
 
 
 def test_operators_are_differentiable() -> None:
-    # Few elements, for the time grows with the square of their number.
+    # Few elements, because the time grows with the square of their number.
     for x, *rest in operator_arguments(heads=1, q_len=3)[1:3]:
         assert torch.autograd.gradcheck(lambda x, rest=rest: FORWARD(x, *rest), (x,))
         assert torch.autograd.gradgradcheck(lambda x, rest=rest: FORWARD(x, *rest), (x,))

@@ -184,7 +184,7 @@ EQUAL: list[tuple[Any, Any]] = [
     (get_mask("causal") & (get_mask(odd) & near), (get_mask("causal") & odd) & near),
     (~get_mask("causal"), ~get_mask("causal")),
     (get_score("softcap", cap=3.0), get_score("softcap", cap=3.0)),
-    (get_score(lambda s, b, h, q, kv, *, c: s, c={"a": 1}), None),  # equals itself
+    (get_score(lambda s, b, h, q, kv, *, c: s, c={"a": 1}), None),  # the score equals itself
     (get_mask(near, window=NAN), None),
 ]
 UNEQUAL: list[tuple[Any, Any]] = [
@@ -195,12 +195,15 @@ UNEQUAL: list[tuple[Any, Any]] = [
     (get_mask("document", document_ids=IDS), get_mask("document", document_ids=IDS + 1)),
     (get_mask("document", document_ids=IDS), get_mask("document", document_ids=IDS.int())),
     (get_mask("document", document_ids=IDS), get_mask("document", document_ids=IDS.to("meta"))),
-    (get_mask("document", document_ids=IDS), get_mask("document", document_ids=[0, 0, 1])),  # it has another kernel
+    (
+        get_mask("document", document_ids=IDS),
+        get_mask("document", document_ids=[0, 0, 1]),
+    ),  # a list has another kernel than a tensor
     (get_mask("document", document_ids=IDS), get_mask("document", document_ids=IDS[None])),
     (get_score("softcap", cap=3.0), get_score("softcap", cap=3)),
     (get_mask(near, window=1), get_mask(near, window=True)),
     (get_mask(near), get_mask(near, window=2)),  # a default that is given counts as given
-    (get_mask("causal") & odd, odd & get_mask("causal")),  # order is kept
+    (get_mask("causal") & odd, odd & get_mask("causal")),  # the order of operands is kept
     (get_mask("causal") & odd, get_mask("causal") | odd),
     (get_mask("causal"), ~~get_mask("causal")),
 ]

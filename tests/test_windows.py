@@ -25,7 +25,7 @@ def _size(batch: int, q_len: int, kv_len: int, offset: int = 0) -> Size:
 
 
 def _shown_by_window(window: Window, q_len: int, kv_len: int) -> Tensor:
-    """Return what a kernel shows, [q_len, kv_len], by the definition of a Window."""
+    """Return the pairs that a kernel shows, [q_len, kv_len], by the definition of a Window."""
     first, last = window.keys
     shown = torch.zeros(q_len, kv_len, dtype=torch.bool)
     for i in range(q_len):
@@ -80,7 +80,7 @@ def test_the_window_that_kernels_show_is_the_mask(data: st.DataObject) -> None:
 
 
 def _shown_in_sequences(window: Window, sequences: Sequences, total: int, kv_total: int) -> Tensor:
-    """Return what is shown of all sequences laid end to end, [total, kv_total]."""
+    """Return the visible pairs of all sequences laid end to end, [total, kv_total]."""
     shown = torch.zeros(total, kv_total, dtype=torch.bool)
     starts, kv_starts = sequences.q.tolist(), sequences.kv.tolist()
     assert sequences.q.dtype == sequences.kv.dtype == torch.int32
@@ -94,7 +94,7 @@ def _shown_in_sequences(window: Window, sequences: Sequences, total: int, kv_tot
 
 
 def _check_sequences(mask: flexmasks.Mask, batch: int, length: int) -> bool:
-    """Return whether the mask is one of sequences, and check that these show what it shows."""
+    """Return whether the mask is one of sequences, and check that the sequences show the same pairs."""
     window = window_of(mask, _size(batch, length, length))
     assert window is not None
     assert window.sequences is not None
@@ -142,7 +142,7 @@ def test_packed_masks_as_sequences(data: st.DataObject) -> None:
 
 @given(st.data())
 def test_packed_masks_of_other_keys_as_sequences(data: st.DataObject) -> None:
-    """Kernels align the ends of each sequence's queries and keys: they know the masks that do so too."""
+    """Check that only masks that align the ends of queries and keys are windows, as in kernels."""
     count = data.draw(st.integers(1, 3))
     lengths, more = (data.draw(st.lists(st.integers(0, 4), min_size=count, max_size=count)) for _ in range(2))
     name, earlier = data.draw(st.sampled_from(["full", "causal", "sliding_window"])), data.draw(st.integers(0, 4))
@@ -287,7 +287,7 @@ def test_fa4(case: str, dtype: torch.dtype, size: int, grouped: bool) -> None:
 
 
 def _on_gpu(value: Any) -> Any:
-    """Return a value with the tensors in it on a GPU: of a mask, a tuple or a tensor."""
+    """Return a mask, a tuple or a tensor with all its tensors on a GPU."""
     if isinstance(value, tuple):
         return tuple(_on_gpu(v) for v in value)
     if isinstance(value, flexmasks.Mask):
@@ -349,7 +349,7 @@ def test_fa4_has_no_second_derivative_and_says_so() -> None:
 @pytest.mark.parametrize("backend", ["triton", "flash", "fa4"])
 @pytest.mark.parametrize("size", [64, 128])
 def test_the_cheap_tanh(backend: str, size: int) -> None:
-    """Its error is at most twice that of the exact tanh, or below the rounding of outputs."""
+    """Check that its error is at most twice that of the exact tanh, or below the rounding of outputs."""
     if backend != "triton":
         pytest.importorskip("flash_attn.cute", reason="flash-attn-4 is not installed")
     q, k, v = ((2 * torch.randn(1, 2, 512, size, device="cuda")).to(torch.bfloat16).requires_grad_() for _ in range(3))

@@ -189,7 +189,7 @@ def markdown(results: dict[str, Any]) -> str:
     about = (
         f"On one {results['machine']['device']}, torch {results['machine']['torch']}, {results['rows'][0]['dtype']}, "
         f"batch x heads x length {' and, packed, '.join(shapes)}: forward / backward ms, medians of interleaved runs, "
-        "and in brackets the time of both over that of flexmasks."
+        "and in brackets how many times as long as flexmasks both passes take."
     )
     header = ["case", "D", "flexmasks", "TFLOP/s", *_RIVALS]
     return f"{about}\n\n{tabulate(table, headers=header, tablefmt='github')}"

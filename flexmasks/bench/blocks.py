@@ -130,12 +130,11 @@ def markdown(gpu: dict[str, Any], cpu: dict[str, Any]) -> str:
     seconds = sorted(r["torch_first_s"] for r in gpu["rows"] if "torch_first_s" in r)
     return (
         f"Against torch's `create_block_mask`, on one {gpu_name}, and on {cpu_name}; medians. The BlockMask "
-        f"itself takes {size:.2f} GB at {longest:,} tokens. Compilation of torch's, {seconds[0]:.0f} to "
-        f"{seconds[-1]:.0f} s for each "
-        "function and length, is left out; here nothing is compiled. At short lengths a mask that is new, or whose "
-        "tensors changed, takes some milliseconds of the host, longer than torch's compiled function; one that was "
-        "seen before is found "
-        f'in the cache ("again"):\n\n{_comparison(gpu["rows"], cpu["rows"], names, longest)}\n\n'
+        f"itself takes {size:.2f} GB at {longest:,} tokens. The times leave out torch's compilation, "
+        f"{seconds[0]:.0f} to {seconds[-1]:.0f} s for each function and length; flexmasks compiles nothing. At short "
+        "lengths a mask that is new, or whose tensors changed, takes some milliseconds of the host, longer than "
+        "torch's compiled function. A mask that was seen before is found in the cache "
+        f'("again"):\n\n{_comparison(gpu["rows"], cpu["rows"], names, longest)}\n\n'
         f"Milliseconds by length on the GPU, and in brackets how many blocks had to be looked at:\n\n{growth_table}"
     )
 
@@ -181,10 +180,10 @@ def undecided_markdown(results: dict[str, Any]) -> str:
     slowest = max(rows, key=lambda r: r["ms"])
     about = (
         f"Of the {len(rows)} registered masks, at their examples and {', '.join(f'{n:,}' for n in lengths)} tokens, "
-        f"{exact} look at no block but partial ones. On {results['machine']['device']}, torch "
-        f"{results['machine']['torch']}, that takes "
+        f"ranges leave only partial blocks open for {exact}. On {results['machine']['device']}, torch "
+        f"{results['machine']['torch']}, finding all blocks takes "
         f"{statistics.median(r['ms'] for r in rows):.2g} ms in the median, at most {slowest['ms']:.3g} "
-        f"(`{slowest['mask']}`). Those that look at other blocks, or at more than a tenth of all:"
+        f"(`{slowest['mask']}`). The masks for which they leave other blocks open, or more than a tenth of all blocks:"
     )
     cells = [
         [

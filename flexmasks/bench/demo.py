@@ -48,7 +48,7 @@ def main() -> None:
 
     picture = draw("grouped_tril", length, seq_lens=seq_lens).text(66)
     print(f"batch element 0 (seq_lens[0] = {int(seq_lens[0])} of {length}):\n{picture}\n")
-    print(f"largest error against float64 SDPA with the materialised mask, {checked}: {error:.1e}\n")
+    print(f"largest error against float64 SDPA with the materialized mask, {checked}: {error:.1e}\n")
     print(times)
     print(f"\nof all {batch} batch elements:")
     print(explain(q, k, v, mask="grouped_tril", seq_lens=seq_lens))
@@ -73,7 +73,7 @@ def _time_table(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor) -> str:
     mask = dense_mask("grouped_tril", q.shape[2], seq_lens=seq_lens)
     calls: dict[str, Callable[..., Tensor]] = {
         "flexmasks, grouped_tril": lambda q, k, v: attention(q, k, v, mask="grouped_tril", seq_lens=seq_lens),
-        "SDPA + materialised mask": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=mask),
+        "SDPA + materialized mask": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=mask),
         "SDPA, full attention": F.scaled_dot_product_attention,
     }
     measured, _ = measure_passes(calls, (q, k, v), runs=_RUNS, required=calls, backward=q.is_cuda)

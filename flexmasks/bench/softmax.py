@@ -126,7 +126,7 @@ def markdown(results: dict[str, Any]) -> str:
     headers = ["case", "x", "pass", "ms", "TB/s", "of copy", "eager", "torch.compile"]
     return (
         f"On one {results['machine']['device']}, torch {results['machine']['torch']}: TB/s of the bytes that must "
-        "move (what is visible of the input read once, the output written once), and their share of a copy's "
+        "move (visible input read once, output written once), and their share of a copy's "
         f"{results['copy_tb_s']:.2f} TB/s in the same run; backward passes through autograd; medians.\n\n"
         + tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
     )

@@ -17,9 +17,9 @@ def document(
 
     document_ids: the document of each position, for all batch elements or for each; any integers in any order.
 
-    Combine it with `causal` for packed language modeling: `get_mask("causal") & get_mask("document", ...)`. Documents
-    that lie end to end and have masks of their own inside, such as a prefix LM, are `packed`. Queries and keys that are
-    packed differently are `cross_document`.
+    Combine it with `causal` for packed language modeling: `get_mask("causal") & get_mask("document", ...)`. For
+    documents that lie end to end, with another mask inside each, such as a prefix LM, use `packed`. For queries and
+    keys that are packed differently, use `cross_document`.
 
     Source: Krell et al., Efficient Sequence Packing without Cross-contamination, 2021.
     Peers: attention-gym generate_doc_mask_mod; Hugging Face packed_sequence_mask_function; xformers BlockDiagonalMask;

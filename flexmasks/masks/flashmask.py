@@ -62,8 +62,8 @@ def flashmask(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, rows: Tensor, caus
     startend_row_indices: [batch or 1, query heads or 1, keys, n], the ends of the hidden runs of queries; a run starts
         at its start and ends before its end. With causal=True n is 1, (start), or 2, (start, end), of the run below the
         diagonal. With causal=False n is 2, (start of the run below, end of the run above), or 4, (start, end of the run
-        below, start, end of the run above). A run without an end reaches the last query, one without a start begins at
-        the first.
+        below, start, end of the run above). A run without an end reaches the last query, a run without a start begins
+        at the first query.
     causal: True to hide the keys after each query too.
 
     Source: Wang et al., FlashMask, 2024, section 4.1.

@@ -25,7 +25,7 @@ def global_tokens(
     tokens: the number of global tokens at the start, or a boolean for each position, for all batch elements or for
         each.
 
-    Combine the mask by `|` with what the other tokens see.
+    Combine this mask by `|` with a mask of what the other tokens see.
 
     Source: Ainslie et al., ETC, 2020; Beltagy et al., Longformer, 2020.
     Peers: Hugging Face Longformer global_attention_mask == 1; DeepSpeed VariableSparsityConfig global blocks.

@@ -37,8 +37,8 @@ def paged_mask(
     All batch elements share the pages of one pool.
 
     inner: the mask inside a sequence; its kv is the position there. It sees P * page_size keys.
-    page_table: the page of the pool that holds keys p * page_size and following of a sequence. Entries past a
-        sequence's last page may hold anything; sequences may share pages.
+    page_table: [B, P]; entry p of a sequence is the page of the pool that holds its keys from p * page_size on. Entries
+        past a sequence's last page may hold anything; sequences may share pages.
     kv_lens: number of keys of each sequence. Keys past it, and in pages of other sequences, are hidden.
     page_size: number of keys in a page; the number of keys of the whole pool must be a multiple of it.
 
@@ -69,9 +69,9 @@ def paged(
     Args:
         inner: a Mask, the name of a mask without parameters, a mask function, or a Score. Inside there are
             P * page_size keys.
-        page_table: int[B, P], the page of the pool that holds keys p * page_size and following of batch element b. Only
-            the first ceil(kv_lens[b] / page_size) of a row are read. Batch elements may share pages (of a common
-            prefix).
+        page_table: int[B, P]; entry [b, p] is the page of the pool that holds the keys of batch element b from
+            p * page_size on. Only the first ceil(kv_lens[b] / page_size) entries of row b are read. Batch elements may
+            share pages (of a common prefix).
         kv_lens: int[B], the number of keys of each batch element, from 0 to P * page_size.
         page_size: keys in a page, at least 1.
 

@@ -56,8 +56,8 @@ def shared_prefix(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, document_ids: 
     Each answer sees the question and itself, causally.
 
     document_ids: the document, a question or an answer, of each position, for all batch elements or for each.
-    prefix_of: for each document the other document that its tokens see: the question of an answer; -1 or the document
-        itself for none. There may be any number of questions, each before its answers.
+    prefix_of: for each document the other document that its tokens see, such as the question of an answer; -1 or the
+        document itself if there is none. There may be any number of questions, each before its answers.
 
     Source: Wang et al., FlashMask, 2024 (Shared Question Mask); Rafailov et al., DPO, 2023 (pairs of answers).
     Peers: attention-gym generate_shared_prefix_mask_mod(offsets, prefix_document_id) shows a prefix also to documents
@@ -88,7 +88,7 @@ def _multi_item_prepare(
 def multi_item(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, prefix_len: int | Tensor, starts: Tensor) -> Tensor:
     """Items behind a common prefix, which do not see each other.
 
-    Each item is causal and sees the prefix and itself. It serves to score many items in one pass.
+    Each item is causal and sees the prefix and itself, so one pass scores many items.
 
     prefix_len: length of the prefix, which is causal itself, one for all or one for each batch element.
     item_positions: the distance of each position from the delimiter before its item, 0 for the delimiter. Delimiters

@@ -1,7 +1,7 @@
 """Independent oracles: every mask and score written element by element, straight from its definition.
 
-Nothing here imports or mirrors the library, so an agreement between the two means something. Slow on purpose.
-Each file holds the oracles of one kind and the cases at which they are tried.
+No oracle imports or mirrors the library, so an agreement between the two is evidence. The oracles are slow on purpose.
+Each file holds the oracles of one kind of mask and the cases that try them.
 """
 
 from oracles import block_patterns, documents, images, language_models, packed, scores, tables, windows

@@ -1,4 +1,4 @@
-"""A case's mask asked place by place, and attention by the naive formula."""
+"""The mask of a case, evaluated pair by pair, and attention by the naive formula."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor
 from oracles.case import MASKS, Case, offsets, plain
 
 
-@functools.cache  # by the identity of a case; nobody changes the result
+@functools.cache  # keyed by the identity of a case; no test changes the result
 def dense(case: Case) -> torch.BoolTensor:
-    """Return the mask of a case as [B, H, Q, K], asked place by place."""
+    """Return the mask of a case as [B, H, Q, K], evaluated pair by pair."""
     oracle, params, starts = MASKS[case.name], plain(case.params), offsets(case)
     rows = [
         [
@@ -53,7 +53,7 @@ def attend(
         scores = scores_fn(scores)
     visible = torch.ones_like(scores, dtype=torch.bool) if mask is None else mask.expand(scores.shape)
     some = visible.any(dim=-1)
-    # Hidden scores are replaced before exp, and its results again after it: no inf or NaN can reach the backward pass.
+    # Hidden scores are replaced before exp, and hidden results after exp: no inf or NaN can reach the backward pass.
     peak = scores.detach().masked_fill(~visible, -math.inf).amax(dim=-1, keepdim=True)
     peak = torch.where(some[..., None], peak, torch.zeros_like(peak))
     shifted = torch.where(visible, scores - peak, torch.zeros_like(scores))

@@ -59,7 +59,7 @@ def _bigbird_blocks(
 ) -> list[set[int]]:
     """Return the blocks that each block sees, the random ones drawn by Floyd's algorithm.
 
-    Row i and step n have the n-th uniform number of row i, [blocks, random_blocks] in float64 from torch's generator.
+    Step n of row i takes element [i, n] of uniform float64 numbers [blocks, random_blocks] from torch's generator.
     """
     blocks = math.ceil(length / block)
     uniform = torch.rand(
@@ -96,7 +96,7 @@ def bigbird(
     random_blocks: int = 3,
     seed: int = 0,
 ) -> bool:
-    """Pairs whose blocks are near each other, or where a block is global, or kv's was drawn for q's."""
+    """Pairs where kv's block is near q's block, or drawn for it, or one block is global."""
     return kv // block in _bigbird_blocks(length, block, window, global_blocks, random_blocks, seed)[q // block]
 
 
@@ -119,7 +119,7 @@ def bsr(
 
 @mask_oracle
 def block_topk(b: int, h: int, q: int, kv: int, size: Case, indices: Any, block: Any) -> bool:
-    """Pairs where kv's block is among the blocks chosen for q's."""
+    """Pairs where kv's block is among the blocks chosen for q's block."""
     rows, columns = pair(block)
     return kv // columns in table_of(indices, b, h)[q // rows]
 

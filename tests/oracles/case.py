@@ -1,4 +1,4 @@
-"""One case of a mask or a score, the tables of oracles, and tensors to make cases of."""
+"""One case of a mask or a score, the tables of oracles, and tensors for cases."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ class Case:
 # Every oracle of a mask takes (b, h, q, kv, size, **params) and returns whether q sees kv. Parameters arrive as plain
 # Python, tensors as nested lists, and q has its offset added.
 MASKS: dict[str, Callable[..., bool]] = {}
-# Every oracle of a score takes (scores, case, **params). Parameters arrive as they are.
+# Every oracle of a score takes (scores, case, **params). Parameters arrive unchanged.
 SCORES: dict[str, Callable[..., Tensor]] = {}
 
 
 def mask_oracle(function: Callable[..., bool]) -> Callable[..., bool]:
-    """Enter a function as the oracle of the mask of its name."""
+    """Register a function as the oracle of the mask of its name."""
     MASKS[function.__name__] = function
     return function
 
 
 def score_oracle(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Enter a function as the oracle of the score of its name."""
+    """Register a function as the oracle of the score of its name."""
     SCORES[function.__name__] = function
     return function
 
@@ -83,7 +83,7 @@ def table_of(values: Any, b: int, h: int) -> Any:
 
 
 def pair(value: Any) -> Any:
-    """Return a pair as it is, and a number twice."""
+    """Return a pair unchanged, and a number as a pair of it."""
     return value if isinstance(value, tuple) else (value, value)
 
 
@@ -103,7 +103,7 @@ def runs(lengths: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
 
 
 class Random:
-    """Random tensors of one file's cases, which other files do not change."""
+    """A source of random tensors for the cases of one file, independent of other files."""
 
     def __init__(self, seed: int) -> None:
         self.generator = torch.Generator().manual_seed(seed)

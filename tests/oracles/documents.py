@@ -45,7 +45,7 @@ def document(b: int, h: int, q: int, kv: int, size: Case, document_ids: Any) -> 
 
 @mask_oracle
 def cross_document(b: int, h: int, q: int, kv: int, size: Case, q_document_ids: Any, kv_document_ids: Any) -> bool:
-    """Pairs where q's document is kv's."""
+    """Pairs where q and kv have the same document."""
     return bool(row_of(q_document_ids, b)[q] == row_of(kv_document_ids, b)[kv])
 
 
@@ -58,7 +58,7 @@ def bidirectional_spans(b: int, h: int, q: int, kv: int, size: Case, span_ids: A
 
 @mask_oracle
 def shared_prefix(b: int, h: int, q: int, kv: int, size: Case, document_ids: Any, prefix_of: list[int]) -> bool:
-    """Pairs where kv <= q, and kv is of q's document or of that document's prefix."""
+    """Pairs where kv <= q, and kv is in q's document or in the prefix of q's document."""
     ids = row_of(document_ids, b)
     return kv <= q and ids[kv] in (ids[q], prefix_of[ids[q]])
 
@@ -77,7 +77,7 @@ def multi_item(b: int, h: int, q: int, kv: int, size: Case, prefix_len: Any, ite
 
 @mask_oracle
 def causal_blockwise(b: int, h: int, q: int, kv: int, size: Case, block_ids: Any) -> bool:
-    """Pairs where kv <= q, and q is in the last block, of a negative id, or both are in one block."""
+    """Pairs where kv <= q, and q has a negative id (the last block) or both have one id."""
     ids = row_of(block_ids, b)
     return kv <= q and (ids[q] < 0 or ids[q] == ids[kv])
 

@@ -16,9 +16,9 @@ RANDOM = Random(6)
 def _natten_axis(i: int, j: int, length: int, kernel: int, dilation: int, causal: bool, stride: int = 1) -> bool:
     """Return whether position i sees position j of one axis.
 
-    Lists the dilation group of i, and in it the window. Each `stride` neighbors of a group have the window of their
-    leader: the middle one, the right one of two, or the last one where causal. Where the group ends before its leader,
-    its last position leads.
+    The function lists the dilation group of i, and in the group the window. Each `stride` neighbors of a group share
+    the window of their leader: the middle neighbor, of two the right neighbor, or if causal the last neighbor. If the
+    group ends before the leader, the last position of the group leads.
     """
     group = [x for x in range(length) if x % dilation == i % dilation]
     if j not in group:
@@ -53,9 +53,9 @@ def _neighborhood(
 ) -> bool:
     """Return whether a query sees a key along every axis of the canvas.
 
-    Tokens are pixels in row-major order, or the pixels that `order` names. Where not causal, a query sees exactly
-    `kernel` keys of its dilation group: they start kernel // 2 before the leader, and are moved to lie inside at the
-    edges. Where causal, it sees no key after itself, and at most kernel - 1 before the leader.
+    Tokens are pixels in row-major order, or the pixels that `order` names. If not causal, a query sees exactly
+    `kernel` keys of its dilation group: the keys start kernel // 2 before the leader, and at the edges they are moved
+    to lie inside. If causal, a query sees no key after itself, and at most kernel - 1 keys before the leader.
     """
     pixels = list(itertools.product(*map(range, canvas)))
     places = [pixels[n if order is None else order[n]] for n in (q, kv)]
@@ -160,7 +160,7 @@ def sliding_tile(
     window: tuple[int, ...],
     text: int = 0,
 ) -> bool:
-    """Pairs where kv's tile is in the window of tiles around q's; text is seen by all and sees all."""
+    """Pairs where kv's tile is in the window around q's tile; text sees all and is seen by all."""
     pixels, inside = math.prod(canvas), math.prod(tile)
     assert size.kv_len == pixels + text
     if q >= pixels or kv >= pixels:

@@ -1,4 +1,4 @@
-"""Score changes: what becomes of the scaled scores [B, H, Q, K] before the mask.
+"""Score changes: functions of the scaled scores [B, H, Q, K] before the mask.
 
 Tensors stay tensors, so gradients flow.
 """
@@ -34,8 +34,8 @@ def _table(scores: Tensor, case: Case, cell: Callable[[int, int, int], Tensor]) 
 def alibi_slopes(heads: int) -> list[float]:
     """Return the slopes of Press et al. 2021.
 
-    A power of two has 2^(-8 (i + 1) / heads). Other numbers of heads begin with the slopes of the largest power of two
-    n below them, followed by the slopes of 2n at even positions until there are enough.
+    A power of two has 2^(-8 (i + 1) / heads). Another number of heads begins with the slopes of the largest
+    power of two n below it, followed by the slopes of 2n at even positions until there are enough.
     """
     n = 1
     while n * 2 <= heads:

@@ -1,4 +1,4 @@
-"""Masks that a table or a list writes down."""
+"""Masks that are given as tables or lists."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def vertical_slash(b: int, h: int, q: int, kv: int, size: Case, vertical: Any, s
 
 @mask_oracle
 def flashmask(b: int, h: int, q: int, kv: int, size: Case, startend_row_indices: Any, causal: bool) -> bool:
-    """Pairs not in a hidden interval of rows of column kv, nor, where causal, above the diagonal."""
+    """Pairs outside the hidden rows of column kv and, if causal, not above the diagonal."""
     heads = startend_row_indices[b % len(startend_row_indices)]
     rows = heads[h % len(heads)][kv]
     if causal:
@@ -56,8 +56,8 @@ def slices(
 ) -> bool:
     """Pairs in a slice whose type shows them.
 
-    Type 1 hides what is above the diagonal through the slice's last pair, type 2 what is below the diagonal through
-    its first pair, type 3 both.
+    Type 1 hides the pairs above the diagonal through the slice's last pair. Type 2 hides the pairs below the diagonal
+    through its first pair. Type 3 hides both.
     """
     for n, ((q_start, q_end), (kv_start, kv_end)) in enumerate(zip(q_ranges, kv_ranges, strict=True)):
         if not (q_start <= q < q_end and kv_start <= kv < kv_end):

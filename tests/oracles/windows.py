@@ -1,4 +1,4 @@
-"""Masks by the distance of a query and a key, and by tokens that all see."""
+"""Masks by the distance of a query and a key, and by global tokens."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def sink_window(b: int, h: int, q: int, kv: int, size: Case, sinks: int, window:
 
 @mask_oracle
 def global_tokens(b: int, h: int, q: int, kv: int, size: Case, tokens: Any) -> bool:
-    """Pairs of which one is global: below a number, or marked."""
+    """Pairs where a token is global: below a number, or marked."""
     if isinstance(tokens, int):
         return q < tokens or kv < tokens
     marked = row_of(tokens, b)
