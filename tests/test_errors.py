@@ -194,7 +194,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "offsets not from 0": (packed([1, 64]), "mask 'packed': `offsets` must rise from 0 to at most the length 64"),
     "offsets decrease": (packed([0, 30, 20, 64]), "got 0, 30, 20, 64"),
     "offsets beyond the length": (packed([0, 65]), "got values from 0 to 65"),
-    "offsets of nothing": (packed([0]), "`offsets` needs two values at least"),
+    "offsets of nothing": (packed([0]), "`offsets` needs at least two values"),
     "kv_offsets of other count": (
         packed([0, 64], kv_offsets=[0, 3, 64]),
         "`offsets` has 1 sequences, `kv_offsets` has 2",
@@ -215,7 +215,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         paged([[0, 1]]),
         "mask 'paged': `page_table` must be int[B, P] (here B=2), got int64[1, 2]",
     ),
-    "page_table empty": (paged(torch.zeros(2, 0, dtype=torch.int64), [0, 0]), "`page_table` needs a page"),
+    "page_table empty": (paged(torch.zeros(2, 0, dtype=torch.int64), [0, 0]), "`page_table` needs at least one page"),
     "page beyond the pool": (
         paged([[0, 1], [3, 4]]),
         "`page_table` must have pages 0..3 where it is in use, got 4 for page 1 of batch element 1, which has 17 keys",
@@ -223,7 +223,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "page negative": (paged([[0, -1], [3, 2]]), "got -1 for page 1 of batch element 0"),
     "page twice": (paged([[0, 1], [2, 2]]), "`page_table` has a page twice in batch element 1"),
     "kv_lens negative": (paged(lens=[-1, 3]), "`kv_lens` must be int[B] in 0.. (here B=2), got values from -1 to 3"),
-    "kv_lens beyond the pages": (paged(lens=[33, 3]), "`kv_lens` is at most 2 pages * `page_size` 16 = 32, got 33"),
+    "kv_lens beyond the pages": (paged(lens=[33, 3]), "must be at most 2 pages * `page_size` 16 = 32, got 33"),
     "kv_lens float": (paged(lens=[1.0, 2.0]), "got float32[2]"),
     "page_size 0": (paged(page_size=0), "`page_size` must be int in 1.., got 0"),
     "page_size does not divide": (paged(page_size=24), "`page_size` = 24 must divide the 64 keys of the call"),
@@ -350,7 +350,10 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "jagged and dense": (of(J), "q, k and v must all be jagged [B, H, jagged, D]; `k` is float32[2, 4, 64, 16]"),
     "dense and jagged": (of(Q, J, J), "`q` is float32[2, 4, 64, 16]"),
     "jagged and None": (of(J, None, J), "`k`"),
-    "jagged not transposed": (of(*[jagged(transposed=False)] * 3), "From [B, jagged, H, D] it is `.transpose(1, 2)`"),
+    "jagged not transposed": (
+        of(*[jagged(transposed=False)] * 3),
+        "A tensor [B, jagged, H, D] needs `.transpose(1, 2)`",
+    ),
     "jagged q_offset": (of(J, J, J, q_offset=torch.tensor([1])), "an integer tensor [B] = [2] on cpu, got int64[1]"),
     "jagged block_mask": (of(J, J, J, block_mask=flexmasks.block_mask("causal", 12)), "take `mask`, not `block_mask`"),
     "jagged k and v": (of(J, J, jagged((6, 6))), "the sequences of k and v have different lengths"),
