@@ -305,7 +305,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "not": (lambda: not CAUSAL, "a mask has no truth value"),
     "& number": (lambda: CAUSAL & 5, "got 5"),
     "& unknown name": (lambda: "casual" | DOCUMENT, "no mask is named 'casual'; did you mean 'causal'"),
-    "& score": (lambda: CAUSAL & CHECKERBOARD, "a mask is needed, checkerboard() is a score"),
+    "& score": (lambda: CAUSAL & CHECKERBOARD, "a mask is needed, but checkerboard() is a score"),
     # block masks
     "block_mask of other q length": (
         of(Q[:, :, :32], block_mask=flexmasks.block_mask("causal", 64)),

@@ -68,8 +68,8 @@ def natten(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, axes: tuple[Any, ...]
         query than after it.
     dilation: distance between neighboring pixels of the window, an int or (rows, columns); kernel * dilation must fit.
     stride: number of neighboring queries that share a window, an int or (rows, columns), at most the kernel. The window
-        is that of the query in their middle (the right one of two), or of the last one on a causal axis. With dilation,
-        queries share only inside their dilation group.
+        is that of the query in their middle (the right one of two), or of the last of them on a causal axis. With
+        dilation, queries share only inside their dilation group.
     causal: a bool or (rows, columns). On a causal axis the window ends at the query, and an edge cuts it.
     order: the pixel of each token if tokens are not in row-major order, as flexmasks.orders gives it. With tokens in
         tiles a window mostly touches fewer blocks.

@@ -37,7 +37,7 @@ def paged_mask(
     All batch elements share the pages of one pool.
 
     inner: the mask inside a sequence; its kv is the position there. It sees P * page_size keys.
-    page_table: the page of the pool that holds keys p * page_size and following of a sequence. Entries past a
+    page_table: entry p of a sequence is the page of the pool that holds its keys from p * page_size on. Entries past a
         sequence's last page may hold anything; sequences may share pages.
     kv_lens: number of keys of each sequence. Keys past it, and in pages of other sequences, are hidden.
     page_size: number of keys in a page; the number of keys of the whole pool must be a multiple of it.
@@ -59,19 +59,17 @@ def paged(
     kv_lens: Tensor | Sequence[int],
     page_size: int,
 ) -> Any:
-    """Return a mask (or Score) over keys in pages of one pool.
-
-    The pool is a paged KV cache.
+    """Return a mask (or Score) over keys in pages of one pool, a paged KV cache.
 
     Key n of the pool is slot n % page_size of page n // page_size. Inside, kv is the position in the batch element's
-    own sequence; keys of pages that are not its own, and those past its length, are hidden.
+    own sequence; keys in pages of other batch elements, and keys past its length, are hidden.
 
     Args:
         inner: a Mask, the name of a mask without parameters, a mask function, or a Score. Inside there are
             P * page_size keys.
-        page_table: int[B, P], the page of the pool that holds keys p * page_size and following of batch element b. Only
-            the first ceil(kv_lens[b] / page_size) of a row are read. Batch elements may share pages (of a common
-            prefix).
+        page_table: int[B, P], entry [b, p] is the page of the pool that holds the keys of batch element b from p *
+            page_size on. Only the first ceil(kv_lens[b] / page_size) entries of a row are read. Batch elements may
+            share pages (of a common prefix).
         kv_lens: int[B], the number of keys of each batch element, from 0 to P * page_size.
         page_size: keys in a page, at least 1.
 

@@ -50,9 +50,10 @@ def slices(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, first: Tensor, end: T
             kv_end - kv >= q_end - q.
         2, inverse causal: its first query sees its first key, and each query after it one key less:
             kv - kv_start >= q - q_start.
-        3, bi-causal: both of them, a band.
+        3, bi-causal: causal and inverse causal, a band.
 
-    For each query a kernel checks as many runs of keys as any query has; slices that touch are one run.
+    For each query a kernel checks as many runs of keys as the query with the most runs has; slices that touch are one
+    run.
 
     Source: Tao et al., MagiAttention, 2025 (AttnSlice).
     Peers: MagiAttention flex_flash_attn_func(q_ranges, k_ranges, attn_type_map), for slices that share no pair.

@@ -88,7 +88,7 @@ def _multi_item_prepare(
 def multi_item(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, prefix_len: int | Tensor, starts: Tensor) -> Tensor:
     """Items behind a common prefix, which do not see each other.
 
-    Each item is causal and sees the prefix and itself. It serves to score many items in one pass.
+    Each item is causal and sees the prefix and itself, so that one pass scores many items.
 
     prefix_len: length of the prefix, which is causal itself, one for all or one for each batch element.
     item_positions: the distance of each position from the delimiter before its item, 0 for the delimiter. Delimiters
@@ -123,9 +123,10 @@ def causal_blockwise(
 def _first_of_span(span_ids: Tensor) -> Tensor:
     """Return the first position of the span that each position lies in.
 
-    Outside of spans that is the position itself.
+    Outside of spans the result is the position itself.
 
-    Ids may jump between neighboring positions. These values are close for close positions, which keeps ranges narrow.
+    Ids may jump between neighboring positions. First positions are close for close positions, which keeps ranges
+    narrow.
     """
     ids = span_ids.reshape(-1, span_ids.shape[-1])
     position = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)

@@ -29,7 +29,7 @@ def distance_bias(
 ) -> Tensor:
     """Scores plus a learned bias for a given distance of each pair.
 
-    The distances are those in a graph, for example. The score becomes score + table[h, distances[b, q, kv]].
+    The distances are distances in a graph, for example. The score becomes score + table[h, distances[b, q, kv]].
 
     table: [query heads, distances]. A tensor that requires a gradient gets one.
     distances: [queries, keys] for all batch elements or for each. Pairs that are out of reach need a number of their

@@ -51,9 +51,9 @@ def sandwich(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, prod
     The score becomes score + ratios[h] * sum_i cos((q - kv) / 10000^(2i/dims)).
 
     dims: size of the embeddings, even; i runs over 0 to dims / 2 - 1 (128 in the paper, whatever the head size).
-    ratios: one for each query head; by default those of the paper, H / (8 (h + 1)) for head h of H, counted from 0. A
-        tensor that requires a gradient gets one.
-    positions: number of positions that the table of products covers; by default those of the call.
+    ratios: one for each query head; by default the ratios of the paper, H / (8 (h + 1)) for head h of H, counted from
+        0. A tensor that requires a gradient gets one.
+    positions: number of positions that the table of products covers; by default the positions of the call.
 
     A score_mod of torch's own flex_attention needs both `ratios` and `positions`.
 
