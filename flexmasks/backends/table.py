@@ -97,7 +97,7 @@ def check(call: Call, name: str) -> None:
 
 
 def run(call: Call, name: str) -> Result:
-    """Run a call on the backend of a name, or for "auto" on the fastest one."""
+    """Run a call on a named backend, or for "auto" on the fastest one."""
     check(call, name)
     if name != "auto":
         try:

@@ -56,8 +56,9 @@ _ROWS: Cache[Rows] = Cache("rows", max_bytes=1 << 29)
 
 
 def rows_of(mask: Any, params: dict[str, Any], x: Tensor) -> Rows:
-    """Return the rows of a mask for scores x [B, H, Q, KV], and cache them.
+    """Return the cached or new rows of a mask for scores x.
 
+    x: the scores, [B, H, Q, KV].
     mask, params: the mask and its parameters as a user passes them to a call.
     """
     if torch.compiler.is_compiling():

@@ -62,7 +62,7 @@ class Band:
 
 
 def band_of(mask: Mask, size: Size) -> Band | None:
-    """Return a mask as a band at these sizes, or None if it is no band."""
+    """Return a mask as a band, or None if it is none at these sizes."""
     if mask.definition is AND:
         bands = [band_of(m, size) for m in mask.params["masks"]]
         return None if None in bands else intersection([b for b in bands if b is not None])
