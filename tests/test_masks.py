@@ -243,7 +243,7 @@ BAD = [
     ),
     ("sliding_tile", {"canvas": (8, 8), "tile": (3, 4), "window": (1, 1)}, ValueError, "must divide the canvas"),
     ("sliding_tile", {"canvas": (8, 8), "tile": (4, 4), "window": (3, 1)}, ValueError, "fit in its tiles \\(2, 2\\)"),
-    ("sliding_tile", {"canvas": (8, 8), "tile": (4, 4, 1), "window": (1, 1)}, ValueError, "as many axes"),
+    ("sliding_tile", {"canvas": (8, 8), "tile": (4, 4, 1), "window": (1, 1)}, ValueError, "the same number of axes"),
     ("sliding_tile", {"canvas": (8, 4), "tile": (4, 4), "window": (1, 1)}, ValueError, "have 32 \\+ 0 = 32 tokens"),
 ]
 
