@@ -32,24 +32,25 @@ def attention(
     kernel_options: dict[str, Any] | None = None,
     **params: Any,
 ) -> Any:
-    """Compute exact, differentiable attention under a mask, by the fastest kernel that can.
+    """Compute exact, differentiable attention under a mask, on the fastest possible backend.
 
-    It is softmax(score(q @ k^T * scale)) @ v over the keys that the mask lets each query see. A row that sees nothing
-    gives output 0, lse -inf and zero gradients. In the forward pass, hidden keys and queries that see nothing may
-    hold anything, NaN too. Hidden values must be finite; in the backward pass so must hidden keys and queries that
-    see nothing. The reference backend has neither limit.
+    The result is softmax(score(q @ k^T * scale)) @ v over the keys that the mask lets each query see. A row that sees
+    nothing gives output 0, lse -inf and zero gradients. In the forward pass, hidden keys and queries that see nothing
+    may hold anything, NaN too. Hidden values must be finite. In the backward pass, hidden keys and queries that see
+    nothing must be finite too. The reference backend has neither limit.
 
     Args:
         q: queries, [B, H, Q, D], floating; or a jagged nested tensor [B, H, jagged, D], and k and v likewise.
         k, v: keys and values, [B, Hkv, KV, D]; H must be a multiple of Hkv (grouped-query attention).
         mask: a registered mask's name, a Mask, or a function (b, h, q, kv) -> bool of index tensors, True = visible.
             By default everything is visible. Tensors that a function captures are inputs of the kernel. A change of
-            such a tensor, also in place, is noticed, except a change that torch does not count: through
-            `tensor.data`, through memory shared with NumPy, or by a kernel of yours. Call `clear_caches` after these.
+            such a tensor, also in place, is noticed, unless torch does not count it: a change through
+            `tensor.data`, through memory shared with NumPy, or by a kernel of yours. Call `clear_caches` after such a
+            change.
         score: a change of the scores: a name, a Score, a function (score, b, h, q, kv) -> score, or a list of them,
             applied in order.
         scale: factor of q @ k^T, 1 / sqrt(D) by default.
-        block_mask: in place of `mask`, a BlockMask made before, by `flexmasks.block_mask` or by torch. Use it inside
+        block_mask: in place of `mask`, a BlockMask that `flexmasks.block_mask` or torch has made. Use it inside
             your own torch.compile(fullgraph=True), where torch then chooses the kernel; `mask` is a graph break
             there. (On a CPU, gradients with `block_mask` inside torch.compile take memory for all Q x KV scores;
             otherwise they do not.)
@@ -63,12 +64,12 @@ def attention(
             `varlen_attention` takes it.
         return_lse: also return the natural logarithm of each row's sum of exponentials, [B, H, Q], float32 (float64
             for float64), -inf for a row that sees nothing; differentiable.
-        backend: "auto", or one of "fa4", "sdpa", "flash", "triton", "cpu", "reference", which raises an error if it
-            cannot run the call.
+        backend: "auto" to choose a backend, or the name of one: "fa4", "sdpa", "flash", "triton", "cpu", "reference".
+            A named backend that cannot run the call raises an error.
         kernel_options: passed on to torch's flex_attention.
         **params: the parameters of the mask and the score that are given by name. Tensors and lists are inputs of the
             compiled kernel and change freely. Numbers are constants of the kernel, so each value compiles a kernel of
-            its own; a number that may also be a tensor becomes an input after six values.
+            its own; a number that may also be a tensor becomes an input after six different values.
 
     Returns:
         The output, [B, H, Q, D] in q's dtype, or (output, lse). Under torch.autocast q, k and v are first cast to its
@@ -122,9 +123,10 @@ def varlen_attention(
         offsets: int[N + 1], the start of each of N sequences and the end of the last (cu_seqlens_q). Tokens past the
             end are padding, with output 0.
         kv_offsets: the same for the keys (cu_seqlens_k), if they are packed differently.
-        q_offset: where the queries of each sequence start, as in `attention`: an int >= 0, or an integer tensor [N].
-            By default query 0 of a sequence is at its key 0. FlashAttention aligns the ends instead, which is
-            `q_offset=kv_offsets.diff() - offsets.diff()`; both agree if queries and keys are equally many.
+        q_offset: where the queries of each sequence start, as in `attention`: an int >= 0, or an integer tensor [N]. By
+            default query 0 of a sequence is at its key 0. FlashAttention aligns the ends instead, which is
+            `q_offset=kv_offsets.diff() - offsets.diff()`; both are the same if each sequence has as many queries as
+            keys.
         mask, score, scale, sink_logits, return_lse, backend, kernel_options, **params: as in `attention`.
 
     Returns:
@@ -164,24 +166,24 @@ def paged_attention(
 ) -> Any:
     """Compute attention to keys and values in a paged KV cache.
 
-    Nothing of the cache is copied.
-
-    The cache is laid out as vLLM and FlashAttention hold it. To mask and score, key j is the j-th key of its own
-    sequence, wherever it lies, as if the cache were contiguous. Decoding, prefill in chunks and prefill are the same
-    call with one, some and all queries.
+    The cache is not copied, and it is laid out as vLLM and FlashAttention hold it. To mask and score, key j is the j-th
+    key of its own sequence, wherever its page lies, as if the cache were contiguous. Decoding, prefill in chunks and
+    prefill are the same call with one, some and all queries.
 
     A step that changes `page_table` or `kv_lens` plans its blocks again; the other layers of the step find the plan.
     Blocks have 128 keys (on a CPU 32 or 64 if the cache is small), and a block that holds a page of a sequence is
     computed for that sequence. Pages of a multiple of 128 keys therefore waste nothing; pages of 16 keys that lie
-    apart from each other cost up to eight times as much. A gradient of the caches takes the memory of B of them.
+    apart from each other cost up to eight times as much. The gradient of a cache takes B times the memory of
+    the cache.
 
     Args:
         q: queries, [B, H, Q, D], the last Q of each sequence unless `q_offset` says otherwise.
         k_cache, v_cache: [n_pages, page_size, Hkv, D], one pool for all sequences; the pages of each cache must
-            follow each other in memory. Unused slots may hold anything in k_cache, NaN too, but must be finite in
-            v_cache.
-        page_table: int[B, P], the page that holds keys p * page_size and following of batch element b (block_table).
-            Only the first ceil(kv_lens[b] / page_size) entries of a row are read. Sequences may share pages.
+            follow each other in memory. Unused slots of k_cache may hold anything, NaN too; unused slots of v_cache
+            must be finite.
+        page_table: int[B, P], entry [b, p] is the page that holds the keys of batch element b from p * page_size on
+            (block_table). Only the first ceil(kv_lens[b] / page_size) entries of a row are read. Sequences may share
+            pages.
         kv_lens: int[B], the number of keys of each sequence, from 0 to P * page_size, with the keys of this call
             included (cache_seqlens). A sequence without keys gives output 0.
         mask: as in `attention`: a name, a Mask or a function; "causal" for a language model. By default each query
@@ -231,9 +233,9 @@ def block_mask(
     Args:
         mask: a name, a Mask, or a function (b, h, q, kv) -> bool of index tensors.
         q_len, kv_len: numbers of queries and keys, above 0; kv_len is q_len by default.
-        batch, heads: how far b and h range. The BlockMask's own batch and head sizes are 1 if the mask does not
-            depend on the index. By default batch is what the parameters' shapes imply; a mask that depends on b or h
-            in another way needs the sizes.
+        batch, heads: the numbers of batch elements and of heads. The BlockMask's own batch and head sizes are 1 if the
+            mask does not depend on the index. By default batch is what the parameters' shapes imply; a mask that
+            depends on b or h in another way needs the sizes.
         device: where the index tensors live; by default the device of the parameters' tensors, or the CPU.
         block_size: an int above 0, or (queries, keys).
         q_offset: where the queries start, as in `attention`.
@@ -264,10 +266,8 @@ def dense_mask(
 ) -> Tensor:
     """Return a mask as booleans, True = visible.
 
-    The result is [batch or 1, heads or 1, q_len, kv_len].
-
-    The batch and head dimensions are 1 if the mask does not depend on the index. Arguments and errors are those of
-    `block_mask`.
+    The result is [batch or 1, heads or 1, q_len, kv_len]. The batch and head dimensions are 1 if the mask does not
+    depend on the index. Arguments and errors are those of `block_mask`.
 
     Example:
         >>> import flexmasks
@@ -284,17 +284,15 @@ def dense_mask(
 def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Explanation:
     """Explain how a call of `attention` would run.
 
-    The explanation names the backend, what it compiles, and which blocks it skips.
-
-    Arguments and errors are those of `attention`. The explanation is text when printed, and a table in Jupyter. It
-    also says why the other backends were not chosen.
+    The explanation names the backend, whether it compiles, which blocks it skips, and why the other backends were not
+    chosen. It prints as text, and Jupyter shows it as a table. Arguments and errors are those of `attention`.
 
     Example:
         >>> import torch, flexmasks
         >>> q, k, v = torch.randn(3, 1, 2, 300, 64)
         >>> explanation = flexmasks.explain(q, k, v, mask="causal")
         >>> explanation.backend, explanation.compiles
-        ('sdpa', 'no: it is there as it is')
+        ('sdpa', 'no: it runs without compiling')
     """
     own = {name: arguments.pop(name) for name in Request._fields if name != "params" and name in arguments}
     return calls.explain(q, k, v, Request(params=arguments, **own))

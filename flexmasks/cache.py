@@ -1,6 +1,6 @@
-"""Caches that hold no tensor of the user's.
+"""Caches that keep none of the user's tensors alive.
 
-An entry dies with the tensors that it was made from.
+An entry is dropped when a tensor that it was made from dies.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from flexmasks.compat import version
 
 Value = TypeVar("Value")
-ENTRY = 4096  # about the bytes that an entry takes without its tensors
+ENTRY = 4096  # approximate bytes of an entry without its tensors
 
 
 class CacheInfo(NamedTuple):
@@ -47,13 +47,11 @@ _CACHES: dict[str, Cache[Any]] = {}
 class Cache(Generic[Value]):
     """A cache by key and by the identity and version of tensors.
 
-    It is bounded in bytes.
-
-    If room is short, entries go in the order in which they came; an entry that was used meanwhile has a second turn
-    first. Safe across threads. Tensors made in inference mode have no version, so a value that depends on one is not
-    kept. A value made inside inference mode is found only there, because autograd refuses its tensors. In-place
-    changes that torch does not count, through `tensor.data` or memory shared with NumPy, go unnoticed: call
-    `clear_caches()` after one.
+    The cache is bounded in bytes. When it is full, the oldest entries are dropped first; but an entry that was used
+    since it became the newest entry becomes the newest entry once more. The cache is safe across threads. Tensors made
+    in inference mode have no version, so a value that depends on one is not kept. A value made inside inference mode is
+    returned only inside inference mode, because autograd refuses its tensors. In-place changes that torch does not
+    count, through `tensor.data` or memory shared with NumPy, go unnoticed: call `clear_caches()` after one.
     """
 
     def __init__(self, name: str, max_bytes: int) -> None:
@@ -64,9 +62,9 @@ class Cache(Generic[Value]):
         _CACHES[name] = self
 
     def get(self, key: Hashable, tensors: Sequence[Tensor] = ()) -> Value | None:
-        """Return the value under this key and these very tensors.
+        """Return the value kept for a key and these tensor objects.
 
-        The result is None if there is none, or if a tensor has changed.
+        The result is None if there is no such value, or if a tensor has changed.
         """
         full_key = _with_ids(key, tensors)
         with self._lock:
@@ -84,10 +82,7 @@ class Cache(Generic[Value]):
             return None
 
     def put(self, key: Hashable, tensors: Sequence[Tensor], value: Value, nbytes: int) -> None:
-        """Keep a value until its tensors die or change.
-
-        It is also dropped if its bytes are needed.
-        """
+        """Keep a value until its tensors die or change, or until the cache is full."""
         identities = [identity(t) for t in tensors]
         if None in identities or nbytes > self._max_bytes:
             return
@@ -145,18 +140,17 @@ def cache_info() -> dict[str, CacheInfo]:
 def clear_caches() -> None:
     """Empty every cache of the library, see `cache_info`.
 
-    This is needed after a change of a tensor that torch does not count.
-
-    Torch does not count changes through `tensor.data`, through memory shared with NumPy, or by a kernel of yours.
+    Call this after a change of a tensor that torch does not count. torch does not count changes through `tensor.data`,
+    through memory shared with NumPy, or by a kernel of yours.
     """
     for cache in _CACHES.values():
         cache.clear()
 
 
 def identity(tensor: Tensor) -> Hashable | None:
-    """Return a value that differs after each change of a tensor.
+    """Return a value that differs after each change of a tensor that torch counts.
 
-    Changes are those that torch counts; None if they cannot be noticed.
+    The result is None if changes of the tensor cannot be noticed.
     """
     if tensor.is_inference():
         return None

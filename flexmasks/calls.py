@@ -1,9 +1,9 @@
-"""One call's way, from the arguments of `attention` to a backend.
+"""The road of a call, from the arguments of `attention` to a backend.
 
-A call that was made before, with the same functions, parameters, shapes and tensors, is found in a cache and replayed.
-Any other call is checked and planned, and its backend is chosen. This file also brings calls under autocast, with
-jagged nested tensors, varlen layouts, paged caches or attention sinks, and inside a user's own torch.compile to that
-form.
+A call that was made before, with the same functions, parameters, shapes and tensors, is replayed from a cache. Any
+other call is checked and planned, and its backend is chosen. Calls under autocast, with jagged nested tensors, varlen
+layouts, paged caches or attention sinks are first turned into plain calls. A call inside a user's own torch.compile
+goes straight to flex_attention.
 """
 
 from __future__ import annotations
@@ -120,9 +120,9 @@ def _run_varlen(
 def run_paged(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, kv_lens: Tensor, request: Request
 ) -> tuple[Tensor, Tensor | None]:
-    """Return output and lse, or None, of a call of `paged_attention`.
+    """Return output and lse (or None) of a call of `paged_attention`.
 
-    q_offset None stands for the last queries.
+    A q_offset of None means that the queries are the last ones of each sequence.
     """
     call = _run_paged_at_graph_break if torch.compiler.is_compiling() else _run_paged
     return call(q, k_cache, v_cache, page_table, kv_lens, request)
@@ -153,7 +153,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Explanation:
         able, reasons = choose(call)
         is_auto = request.backend == "auto"
         chosen = able[0] if is_auto else BACKENDS[request.backend]
-        able_too = f"it can, {chosen.name} is faster here" if is_auto else f"it can, {chosen.name} was asked for"
+        able_too = f"it can run the call, but {chosen.name} {'is faster here' if is_auto else 'was asked for'}"
         others = {b.name: reasons.get(b.name, able_too) for b in BACKENDS.values() if b is not chosen}
         return Explanation(chosen.name, others, chosen.compiles(call), chosen.recompiles_on, call.blocks())
 
@@ -183,7 +183,7 @@ def run_eagerly(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tens
     return result.out, result.lse
 
 
-# Inside a user's torch.compile, a call of one of these is a graph break.
+# Inside a user's torch.compile, a call of one of these functions is a graph break.
 _run_at_graph_break = torch.compiler.disable(run_eagerly, reason=_CANNOT_PLAN)
 _run_varlen_at_graph_break = torch.compiler.disable(_run_varlen, reason=_CANNOT_PLAN)
 _run_paged_at_graph_break = torch.compiler.disable(_run_paged, reason=_CANNOT_PLAN)
@@ -202,7 +202,7 @@ def _key_and_tensors(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple
     if type(scale) not in (float, int, type(None)) or transformed():
         return None
     device, grad = q.device, torch.is_grad_enabled()
-    if compat.autocast_anywhere() and torch.is_autocast_enabled(device.type):  # asking for any device takes no time
+    if compat.autocast_anywhere() and torch.is_autocast_enabled(device.type):  # the check of all devices is fast
         return None
     tensors: list[Tensor] = []
     functions = _simple_key(request, tensors)
@@ -231,9 +231,8 @@ def _key_and_tensors(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple
 def _simple_key(request: Request, tensors: list[Tensor]) -> Hashable | None:
     """Return the key of a call with common arguments only, else None.
 
-    Common are names of the library and plain functions, with numbers and tensors.
-
-    It takes a third of the time of `captures.Reader`, which reads everything.
+    Common arguments are names of the library and plain functions, with numbers and tensors. This function takes a
+    third of the time of `captures.Reader`, which reads everything.
     """
     mask: Any = request.mask
     params = request.params
@@ -272,7 +271,7 @@ def _simple_key_of(kind: str, value: Any, tensors: list[Tensor]) -> Hashable | N
 def _run_first_time(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Result, bool]:
     """Check, plan and run a call.
 
-    Returns its result, and whether its replay may be cached.
+    Returns the result, and whether the replay may be cached.
     """
     with _under_autocast(q, k, v) as (q, k, v):
         if not any_nested(q, k, v):
@@ -285,10 +284,7 @@ def _run_first_time(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[
 
 
 def _checked(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Size:
-    """Check all arguments but mask and score, and return the sizes.
-
-    Mask and score are checked when they are planned.
-    """
+    """Check all arguments except mask and score, which planning checks, and return the sizes."""
     backend, kernel_options = request.backend, request.kernel_options
     if not isinstance(backend, str) or (backend != "auto" and backend not in BACKENDS):
         fail(f"`backend` must be 'auto' or one of {', '.join(map(repr, BACKENDS))}, got {backend!r}.")
@@ -363,7 +359,7 @@ def _run_inside_compile(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tu
         if score is None and not request.return_lse and backend in ("auto", "sdpa"):
             grouped = q.shape[1] != k.shape[1]
             return F.scaled_dot_product_attention(q, k, v, scale=request.scale, enable_gqa=grouped), None
-        fail("inside torch.compile scores, lse and named backends need a `block_mask`, as flexmasks.block_mask makes.")
+        fail("inside torch.compile scores, lse and named backends need a `block_mask`, made by flexmasks.block_mask.")
     is_cpu = not q.is_cuda
     impossible = ("sdpa", "triton", "flash") if is_cpu else ("sdpa", "cpu")
     if backend in impossible or (backend == "flash" and request.return_lse):
@@ -387,7 +383,7 @@ def _run_inside_compile(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tu
 def with_sinks(out: Tensor, lse: Tensor, sink_logits: Tensor, return_lse: bool) -> tuple[Tensor, Tensor | None]:
     """Scale `out` by sigmoid(lse - sink) and fold the sinks into `lse`.
 
-    A row that sees nothing has output 0 and lse -inf; -inf less a sink of -inf would be NaN, so the lse is bounded.
+    A row that sees nothing has output 0 and lse -inf. The lse is clamped, because -inf minus a sink of -inf is NaN.
     """
     sinks = sink_logits.to(lse.dtype)[:, None]
     finite_lse = lse.clamp(min=-1e30)
@@ -414,16 +410,16 @@ def _cast(x: Any, dtype: torch.dtype) -> Any:
 
 
 def _laid_end_to_end(q: Any, k: Any, v: Any, request: Request) -> tuple[Tensor, Tensor, Tensor, Request]:
-    """Return jagged nested tensors as dense tensors, laid end to end.
+    """Return jagged nested tensors as dense tensors, with all sequences laid end to end.
 
-    They are [1, H, total, D]; the request gets a `packed` mask and score.
+    The dense tensors are [1, H, total, D], and the request gets a `packed` mask and score.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         is_jagged = isinstance(x, Tensor) and x.is_nested and x.layout == torch.jagged
         if not is_jagged or x.dim() != 4 or isinstance(x.shape[2], int):
             fail(
                 f"with nested tensors, q, k and v must all be jagged [B, H, jagged, D]; `{name}` is "
-                f"{described(x)}. From [B, jagged, H, D] it is `.transpose(1, 2)`.",
+                f"{described(x)}. A tensor [B, jagged, H, D] needs `.transpose(1, 2)`.",
             )
         if cast(Any, x).lengths() is not None:
             fail(f"`{name}` is a jagged nested tensor with holes; make it contiguous.")
@@ -451,7 +447,7 @@ def _inside_sequences(request: Request, starts: Tensor, kv_starts: Tensor | None
 def _offset_of_last(kv_lens: Tensor, q_len: int) -> Tensor:
     """Return where the last queries of each sequence start.
 
-    Equal arguments return the same tensor, so that the replay of an earlier call is found.
+    Equal arguments return the same tensor, so that a later call finds the replay of an earlier one.
     """
     offset = _OFFSETS.get(q_len, [kv_lens])
     if offset is None:
@@ -469,9 +465,9 @@ def _offset_of_last(kv_lens: Tensor, q_len: int) -> Tensor:
 
 
 def _slots(cache: Tensor, batch: int) -> Tensor:
-    """Return a view of all slots of a cache.
+    """Return a view of all slots of a cache, for every batch element.
 
-    It is [B, Hkv, slots, D]: the keys or values of every batch element.
+    The view is [B, Hkv, slots, D].
     """
     if torch.is_autocast_enabled(cache.device.type):
         cache = _cast(cache, torch.get_autocast_dtype(cache.device.type))

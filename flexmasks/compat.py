@@ -1,9 +1,9 @@
-"""Private symbols of torch, gathered in the only file that names any.
+"""Private symbols of torch, gathered in the only file that names them.
 
-When a torch release moves one, this is the file to mend.
+If a torch release moves a symbol, only this file changes.
 
 Each entry says what the symbol is for, how its loss would show, and which public symbol replaces it from which torch
-version. "No public one" was checked on torch 2.11 and 2.13. No other file may name a private torch symbol.
+version. "No public equivalent" was checked on torch 2.11 and 2.13.
 """
 
 from __future__ import annotations
@@ -33,44 +33,46 @@ from torch.utils._python_dispatch import (
     is_in_torch_dispatch_mode,
 )
 
-# The classes among these imports are used as they are. If torch moves one, importing flexmasks fails.
+# The classes among these imports are used as they are. If torch moves one of them, importing flexmasks fails.
 # FailOnRecompileLimitHit, TorchDynamoException, InductorError: errors of a failed compilation, which another backend
-#   may answer. No public one.
-# FakeTensor: tensors without data, which tracing makes; their values must not be read. No public one.
-# TorchDispatchMode: base of a mode that sees every operation of a function. No public one.
-# TransformGetItemToIndex: traces indexing by a number as flex_attention does, as an operation. No public one.
+#   may answer. No public equivalent.
+# FakeTensor: tensors without data, which tracing makes; their values must not be read. No public equivalent.
+# TorchDispatchMode: base of a mode that sees every operation of a function. No public equivalent.
+# TransformGetItemToIndex: traces indexing by a number as flex_attention does, as an operation. No public equivalent.
 
 # --- tensors ---
 
-# Count of in-place changes, by which caches notice a change. Its loss is an AttributeError. No public one.
+# Count of in-place changes, by which caches notice a change. Its loss is an AttributeError. No public equivalent.
 version: Callable[[Tensor], int] = operator.attrgetter("_version")
 
-# Check of a size inside an operator, also of a symbolic size. It is documented in spite of its name.
+# Check of a size inside an operator, also of a symbolic size. torch documents it despite its name.
 require: Any = torch._check
 
 # --- transforms of torch.func, derivatives, dispatch modes, autocast: what is active around a call ---
 
-# Whether torch.func.grad, vmap or jvp is active, and the innermost one. Their loss is an AttributeError at import. No
-# public one.
+# Whether torch.func.grad, vmap or jvp is active, and the innermost active transform. Their loss is an AttributeError at
+# import. No public equivalents.
 transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 innermost_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
 
-# Wrappers that these transforms put around tensors. Their loss is an AttributeError at import. No public one.
+# Wrappers that these transforms put around tensors. Their loss is an AttributeError at import. No public equivalent.
 is_wrapped: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 is_batched: Callable[[Tensor], bool] = torch._C._functorch.is_batchedtensor
 unwrapped: Callable[[Tensor], Tensor] = torch._C._functorch.get_unwrapped
 
-# Wrapper that torch.autograd.grad(is_grads_batched=True) puts around tensors. As above.
+# Wrapper that torch.autograd.grad(is_grads_batched=True) puts around tensors. Its loss is an AttributeError at import.
+# No public equivalent.
 is_batched_gradient: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
 
-# Leaves the active transforms for a block of code, so that what it computes may be cached. No public one.
+# Leaves the active transforms for a block of code, so that what it computes may be cached. No public equivalent.
 outside_transforms: Callable[[], contextlib.AbstractContextManager[Any]] = temporarily_clear_interpreter_stack
 
-# Whether a TorchDispatchMode is active, and whether one is active that is not torch.compile's own. No public ones.
+# Whether a TorchDispatchMode is active, and whether one is active that is not torch.compile's own. No public
+# equivalents.
 in_dispatch_mode: Callable[[], bool] = is_in_torch_dispatch_mode
 in_foreign_dispatch_mode: Callable[[], bool] = is_in_any_mode_without_ignore_compile_internals
 
-# Leaves the active dispatch modes, and the active TorchFunctionModes, for a block of code. No public ones.
+# Leaves the active dispatch modes, and the active TorchFunctionModes, for a block of code. No public equivalents.
 without_dispatch_modes: Any = _disable_current_modes
 without_torch_function: Any = torch._C.DisableTorchFunction
 
@@ -78,14 +80,14 @@ without_torch_function: Any = torch._C.DisableTorchFunction
 autocast_anywhere: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 # Switch for forward derivatives in this thread, a context manager. Its loss is an AttributeError at import. No public
-# one.
+# equivalent.
 forward_derivatives: Callable[[bool], contextlib.AbstractContextManager[Any]] = (
     torch.autograd.forward_ad._set_fwd_grad_enabled
 )
 
 
 def in_vmap() -> bool:
-    """Return whether torch.func.vmap is among the active transforms. No public one."""
+    """Return whether torch.func.vmap is among the active transforms. No public equivalent."""
     if not transforms_active():
         return False
     vmap = torch._C._functorch.TransformType.Vmap
@@ -93,7 +95,7 @@ def in_vmap() -> bool:
 
 
 def in_forward_derivative() -> bool:
-    """Return whether derivatives are taken forward (torch.autograd.forward_ad, jvp). No public one."""
+    """Return whether derivatives are taken forward (torch.autograd.forward_ad, jvp). No public equivalent."""
     return torch.autograd.forward_ad._current_level >= 0
 
 
@@ -108,33 +110,34 @@ SingleLevelFunction: Any = _SingleLevelFunction
 
 # --- torch.compile ---
 
-# Frees what torch compiled for a code object; without it compiled code piles up. No public one.
+# Frees the code that torch compiled for a code object. Without it, compiled code accumulates. No public equivalent.
 forget_code: Callable[[Any], None] = remove_from_cache
 
-# The decompositions of operators that FLASH's compiler applies. No public one.
+# The decompositions of operators that FLASH's compiler applies. No public equivalent.
 inductor_decompositions: Any = select_decomp_table
 
-# Whether torch's FLASH compiler reads captured tensors by vectors, which GPUs of capability 10 get wrong: from 2.13.
+# Whether torch's FLASH compiler reads captured tensors by vectors, as torch 2.13 does: GPUs of capability 10 and above
+# then read some tensors wrongly.
 FLASH_READS_VECTORS = importlib.util.find_spec("torch._inductor.codegen.cutedsl.lane_analysis") is not None
 
 
 def compiled_graphs() -> int:
-    """Return how many graphs this process has compiled, for the log. No public one."""
+    """Return how many graphs this process has compiled, for the log. No public equivalent."""
     from torch._dynamo.utils import counters
 
     return int(counters["stats"]["unique_graphs"])
 
 
 def compiler_is_off() -> bool:
-    """Return whether torch.compile is switched off for the process. No public one."""
+    """Return whether torch.compile is switched off for the process. No public equivalent."""
     return bool(torch._dynamo.config.disable)
 
 
 @contextlib.contextmanager
 def donated_buffers_off() -> Iterator[None]:
-    """Let a compiled backward pass run twice over one graph.
+    """Let a compiled backward pass run more than once over one graph.
 
-    Benchmarks time it so. No public one.
+    Benchmarks time the backward pass that way. No public equivalent.
     """
     config = torch._functorch.config
     kept = config.donated_buffer
@@ -146,7 +149,7 @@ def donated_buffers_off() -> Iterator[None]:
 
 
 def fake_mode() -> Any:
-    """Return a mode in which operations make tensors without data. No public one."""
+    """Return a mode in which operations make tensors without data. No public equivalent."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)
@@ -155,7 +158,7 @@ def fake_mode() -> Any:
 def lower_to_instruction(op: Any, instruction: str, fallback: str, cute: str) -> None:
     """Tell Inductor to compute an operator by an instruction of the GPU.
 
-    The operator takes one float32 tensor. No public one.
+    The operator takes one float32 tensor. No public equivalent.
 
     Without it, compiled kernels would fail on the operator.
 
@@ -197,7 +200,7 @@ def lower_to_instruction(op: Any, instruction: str, fallback: str, cute: str) ->
 
 
 def fused_sdp_choice(*args: Any, **keywords: Any) -> int:
-    """Return the kernel that scaled_dot_product_attention would use, an SDPBackend's value. No public one.
+    """Return the kernel that scaled_dot_product_attention would use, an SDPBackend's value. No public equivalent.
 
     Without it a call that torch would run unfused would go unnoticed.
     """

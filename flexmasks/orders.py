@@ -36,7 +36,7 @@ def tile_order(canvas: Sequence[int], tile: Sequence[int]) -> Tensor:
     """
     if len(canvas) != len(tile) or min(*canvas, *tile) < 1:
         raise ValueError(
-            f"flexmasks: `canvas` and `tile` must have the same axes, all at least 1, got {canvas}, {tile}."
+            f"flexmasks: `canvas` and `tile` must have the same number of axes, all at least 1, got {canvas}, {tile}."
         )
     axes = coordinates(torch.arange(math.prod(canvas)), canvas)
     number = torch.zeros_like(axes[0])
@@ -48,8 +48,8 @@ def tile_order(canvas: Sequence[int], tile: Sequence[int]) -> Tensor:
 def morton_order(canvas: Sequence[int]) -> Tensor:
     """Return Morton's Z-order: pixels sorted by the interleaved bits of their coordinates.
 
-    The bits of the last axis are the lowest. A side of the canvas need not be a power of two: pixels that do not
-    exist are left out.
+    The bits of the last axis are the lowest. A side of the canvas need not be a power of two: the order then
+    skips the pixels that do not exist.
 
     Example:
         >>> morton_order((2, 4))

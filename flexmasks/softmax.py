@@ -20,31 +20,30 @@ from flexmasks.spec.arguments import MaskLike, from_arguments
 def masked_softmax(x: Tensor, *, mask: MaskLike | Tensor | None = None, scale: float = 1.0, **params: Any) -> Tensor:
     """Return softmax(x * scale) over visible columns, and 0 elsewhere.
 
-    The mask says which columns each row sees.
-
-    The mask is computed, not loaded: what each row sees is planned once and cached (see `flexmasks.cache_info`), and
-    the kernel reads only those columns. A row that sees nothing is 0 everywhere. Hidden scores may hold anything, NaN
-    too, and so may their gradients: neither reaches an output or a gradient. Visible scores give what torch.softmax
-    gives: NaN for a row that holds only -inf, and for a row with a NaN or +inf.
+    The mask says which columns each row sees. It is computed, not loaded: the visible columns of each row are planned
+    once and cached (see `flexmasks.cache_info`), and the kernel reads only the visible columns. A row that sees nothing
+    is 0 everywhere. Hidden scores may hold anything, NaN too, and so may their gradients: neither reaches an output or
+    a gradient. Visible scores give what torch.softmax gives: NaN for a row that holds only -inf, and for a row with a
+    NaN or +inf.
 
     Args:
         x: scores, [B, H, Q, K], float16, bfloat16, float32 or float64 (on a GPU float64 is not fused), of any strides.
             Sums are float32 (float64 for float64).
         mask: a registered mask's name, a Mask, or a function (b, h, q, kv) -> bool of index tensors, True = visible; or
             a boolean tensor, True = visible, that broadcasts to x. Everything is visible by default.
-        scale: factor of x, a finite number, also NumPy's; autocast changes nothing.
+        scale: factor of x, a finite number, also NumPy's. Autocast does not affect the call.
         **params: the parameters of a mask given by name.
 
     Returns:
         The softmax, of x's shape and dtype, contiguous.
 
     Raises:
-        ValueError, TypeError: for any input that does not fit, with what to pass instead.
+        ValueError, TypeError: an input does not fit; the message says what to pass.
 
     It is differentiable in x: all of torch's transforms know it, in derivatives of any order, forward and reverse.
     Where values cannot be read (inside torch.compile, torch.export and make_fx, of fake and meta tensors, under
-    torch.vmap over what the mask is made of) a mask that is no tensor is computed as booleans, of the dimensions on
-    which it depends. Visible places at which the softmax is 0 by underflow pass no gradient on.
+    torch.vmap over tensors of the mask) a mask that is no tensor becomes a boolean tensor, with only the dimensions on
+    which it depends. Visible places at which the softmax underflows to 0 pass on no gradient.
 
     Source: Milakov and Gimelshein, Online normalizer calculation for softmax, 2018.
 
@@ -58,7 +57,7 @@ def masked_softmax(x: Tensor, *, mask: MaskLike | Tensor | None = None, scale: f
     """
     check_scores("flexmasks.masked_softmax", x, scale, ndim=4)
     if mask is None or isinstance(mask, (Tensor, *ARRAYS)):
-        from_arguments(None, None, params)  # raises for any parameter: only a mask given by name has some
+        from_arguments(None, None, params)  # raises for any parameter: only a mask given by name takes parameters
         check_visible("flexmasks.masked_softmax", x, mask)
         rows = Rows(seen=mask)
     else:
@@ -83,7 +82,7 @@ def scaled_masked_softmax(x: Tensor, mask: Tensor, scale: float = 1.0) -> Tensor
         The softmax, of x's shape and dtype, contiguous.
 
     Raises:
-        ValueError, TypeError: for any input that does not fit, with what to pass instead.
+        ValueError, TypeError: an input does not fit; the message says what to pass.
 
     Source: scaled_masked_softmax of Megatron-LM, Shoeybi et al., 2019.
 

@@ -203,7 +203,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "offsets not from 0": (packed([1, 64]), "mask 'packed': `offsets` must rise from 0 to at most the length 64"),
     "offsets decrease": (packed([0, 30, 20, 64]), "got 0, 30, 20, 64"),
     "offsets beyond the length": (packed([0, 65]), "got values from 0 to 65"),
-    "offsets of nothing": (packed([0]), "`offsets` needs two values at least"),
+    "offsets of nothing": (packed([0]), "`offsets` needs at least two values"),
     "kv_offsets of other count": (
         packed([0, 64], kv_offsets=[0, 3, 64]),
         "`offsets` has 1 sequences, `kv_offsets` has 2",
@@ -224,7 +224,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         paged([[0, 1]]),
         "mask 'paged': `page_table` must be int[B, P] (here B=2), got int64[1, 2]",
     ),
-    "page_table empty": (paged(torch.zeros(2, 0, dtype=torch.int64), [0, 0]), "`page_table` needs a page"),
+    "page_table empty": (paged(torch.zeros(2, 0, dtype=torch.int64), [0, 0]), "`page_table` needs at least one page"),
     "page beyond the pool": (
         paged([[0, 1], [3, 4]]),
         "`page_table` must have pages 0..3 where it is in use, got 4 for page 1 of batch element 1, which has 17 keys",
@@ -232,7 +232,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "page negative": (paged([[0, -1], [3, 2]]), "got -1 for page 1 of batch element 0"),
     "page twice": (paged([[0, 1], [2, 2]]), "`page_table` has a page twice in batch element 1"),
     "kv_lens negative": (paged(lens=[-1, 3]), "`kv_lens` must be int[B] in 0.. (here B=2), got values from -1 to 3"),
-    "kv_lens beyond the pages": (paged(lens=[33, 3]), "`kv_lens` is at most 2 pages * `page_size` 16 = 32, got 33"),
+    "kv_lens beyond the pages": (paged(lens=[33, 3]), "must be at most 2 pages * `page_size` 16 = 32, got 33"),
     "kv_lens float": (paged(lens=[1.0, 2.0]), "got float32[2]"),
     "page_size 0": (paged(page_size=0), "`page_size` must be int in 1.., got 0"),
     "page_size does not divide": (paged(page_size=24), "`page_size` = 24 must divide the 64 keys of the call"),
@@ -317,7 +317,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "not": (lambda: not CAUSAL, "a mask has no truth value"),
     "& number": (lambda: CAUSAL & 5, "got 5"),
     "& unknown name": (lambda: "casual" | DOCUMENT, "no mask is named 'casual'; did you mean 'causal'"),
-    "& score": (lambda: CAUSAL & CHECKERBOARD, "a mask is needed, checkerboard() is a score"),
+    "& score": (lambda: CAUSAL & CHECKERBOARD, "a mask is needed, but checkerboard() is a score"),
     # block masks
     "block_mask of other q length": (
         attending_to(Q[:, :, :32], block_mask=flexmasks.block_mask("causal", 64)),

@@ -223,7 +223,7 @@ BAD = [
     ("key_padding", {"attention_mask": [[2] * 64]}, ValueError, "`attention_mask` must be bool"),
     ("dense", {"visible": torch.ones(63, 64, dtype=torch.bool)}, ValueError, "64 positions of queries"),
     ("dense", {"visible": torch.ones(64, 64)}, TypeError, "`visible` must be bool"),
-    ("block_sparse", {"layout": [[True] * 4] * 3, "block": 16}, ValueError, "make 4 x 4 of them here, got 3 x 4"),
+    ("block_sparse", {"layout": [[True] * 4] * 3, "block": 16}, ValueError, "make 4 x 4 blocks here, got 3 x 4"),
     ("bsr", {"crow_indices": [0, 2, 1], "col_indices": [0, 1], "block": 32}, ValueError, "must rise from 0 to 2"),
     (
         "bsr",
@@ -243,7 +243,7 @@ BAD = [
     ),
     ("sliding_tile", {"canvas": (8, 8), "tile": (3, 4), "window": (1, 1)}, ValueError, "must divide the canvas"),
     ("sliding_tile", {"canvas": (8, 8), "tile": (4, 4), "window": (3, 1)}, ValueError, "fit in its tiles \\(2, 2\\)"),
-    ("sliding_tile", {"canvas": (8, 8), "tile": (4, 4, 1), "window": (1, 1)}, ValueError, "as many axes"),
+    ("sliding_tile", {"canvas": (8, 8), "tile": (4, 4, 1), "window": (1, 1)}, ValueError, "the same number of axes"),
     ("sliding_tile", {"canvas": (8, 4), "tile": (4, 4), "window": (1, 1)}, ValueError, "have 32 \\+ 0 = 32 tokens"),
 ]
 

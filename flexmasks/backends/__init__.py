@@ -1,4 +1,4 @@
 """Backends: a planned call comes in, the output and lse go out.
 
-The fastest backend that can run a call does.
+The fastest backend that can run a call runs it.
 """

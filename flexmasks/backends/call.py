@@ -17,7 +17,7 @@ from flexmasks.plans.windows import Window
 from flexmasks.spec.bands import Sequences
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
-TRANSFORMED = "it runs neither inside torch.func.vmap nor where derivatives are taken forward"
+TRANSFORMED = "it supports neither torch.func.vmap nor forward derivatives"
 # Outcomes by kind of call. With a backend's name: why it failed, so that "auto" does not try it again. With "proven":
 # "" once gradients have worked. With "miscompiled": why FLASH would miscompile the functions, "" if it would not.
 OUTCOMES: Cache[str] = Cache("outcomes", max_bytes=1024)  # an entry counts one byte
@@ -30,7 +30,7 @@ class Unavailable(Exception):
 class Replay(Protocol):
     """A call that has run, without q, k and v.
 
-    Called with these, it runs the same kernel again.
+    Called with q, k and v, it runs the same kernel again.
     """
 
     @property
@@ -65,7 +65,7 @@ class Call:
     window: Callable[[], Window | None]  # the mask as a window, if it is one
     cap: float | None  # the cap, if the score change is a soft-cap
     blocks: Callable[[], Blocks]
-    computed_fraction: Callable[[], float]  # about which fraction of all pairs is computed
+    computed_fraction: Callable[[], float]  # the approximate fraction of all pairs that is computed
     proven_options: Callable[[], dict[str, bool]]  # kernel options that hold whatever tensors contain
     score_mod: Callable[[], Callable[..., Tensor]] | None
     scale: float | None
@@ -76,7 +76,7 @@ class Call:
     needs_grad: bool  # q, k, v or a captured tensor needs a gradient
     learns: bool  # a captured tensor of the mask or score needs a gradient
     has_number_tensors: bool  # a captured tensor is 0-dimensional
-    holds_aliases: bool  # its functions hold aliases instead of the user's tensors, so that it may be cached
+    holds_aliases: bool  # the functions hold aliases instead of the user's tensors, so that a replay may be cached
 
     @property
     def is_cuda(self) -> bool:
@@ -101,7 +101,7 @@ class Call:
 
 
 def transformed() -> bool:
-    """Return whether torch maps over a batch or takes derivatives forward.
+    """Return whether torch.func.vmap or a forward derivative is active.
 
     Fused kernels support neither.
     """
@@ -117,7 +117,7 @@ def first_line(error: Exception) -> str:
 def proven(call: Call, replay: Any) -> Result:
     """Run a call, and differentiate the first call of its kind.
 
-    A failure of the gradient then comes while other backends can still run the call.
+    A failure of the gradient is then raised while another backend can still run the call.
     """
     kind = "proven", replay.key, call.kind
     needs_proof = call.needs_grad and any(x.requires_grad for x in (call.q, call.k, call.v))

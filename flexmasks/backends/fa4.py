@@ -1,4 +1,4 @@
-"""Backend "fa4": FlashAttention 4 called directly, for windows and soft-caps, which its kernels know natively."""
+"""Backend "fa4": FlashAttention 4 called directly, for windows and soft-caps."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def refuses(call: Call) -> str | None:
     if reason is not None:
         return reason
     if call.score_mod is not None and call.cap is None:
-        return "it has no score changes but the soft-cap"
+        return "it has no score changes except the soft-cap"
     if call.kernel_options:
         return "it takes no kernel_options"
     window = call.window()
@@ -85,7 +85,7 @@ def run(call: Call) -> Result:
 
 def compiles(call: Call) -> str:
     """Say whether the call would compile."""
-    return "flash-attn-4 does, once for all calls of a kind"
+    return "yes, if it is the first call of its kind: flash-attn-4 compiles once for each kind"
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class DirectCall:
     scale: float | None
     cap: float | None  # cap of a soft-cap
     with_lse: bool
-    by_head: Sequences | None = None  # sequences of [B, H, S, D] in memory order, heads one by one, if that is faster
+    by_head: Sequences | None = None  # sequences of [B, H, S, D] in memory order, head after head, if that is faster
 
     key = "fa4"
 
@@ -113,7 +113,7 @@ class DirectCall:
         by_head = None
         if sequences is not None and batch > 1 and heads == call.k.shape[1]:
             is_unpadded = sequences.q is sequences.kv and sequences.used[0] == batch * length
-            # Read head by head, nothing is copied. But FlashAttention searches the list of sequences for every tile.
+            # Reading head by head copies nothing. But FlashAttention searches the list of sequences for every tile.
             if is_unpadded and heads * len(sequences.q) <= _MAX_SEARCHED_SEQUENCES:
                 by_head = sequences.of_heads(heads, length)
         return cls(cast(Window, call.window()), sequences, call.scale, call.cap, call.with_lse, by_head)
@@ -133,7 +133,9 @@ class DirectCall:
         if self.by_head is not None and q.is_contiguous() and k.is_contiguous() and v.is_contiguous():
             out, lse = self._attend(self.by_head, *(x.view(-1, 1, size) for x in (q, k, v)))
             return out.view(q.shape), lse.view(q.shape[:3])
-        flat = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]  # [tokens, H, D], copied if no view can have it
+        flat = [
+            x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)
+        ]  # [tokens, H, D], copied if a view cannot have this shape
         used = sequences.used[0], sequences.used[1], sequences.used[1]
         out, lse = self._attend(sequences, *(x[:n] if n < len(x) else x for x, n in zip(flat, used, strict=True)))
         padding = batch * q_len - sequences.used[0]

@@ -17,16 +17,16 @@ def refuses(call: Call) -> str | None:
     if not 16 <= call.q.shape[-1] <= 128:
         return f"with blocks it takes head sizes from 16 to 128, not {call.q.shape[-1]}"
     if call.learns:
-        return "it gives no gradient to tensors that a mask or score captured"
+        return "it gives no gradient to captured tensors of a mask or score"
     if call.with_lse:
-        return "its lse has no gradient, and torch 2.11 gives it times ln 2"
+        return "its lse has no gradient, and torch 2.11 multiplies it by ln 2"
     if call.has_number_tensors:
-        return "its compiler has no 0-dimensional captured tensors"
+        return "its compiler takes no 0-dimensional captured tensors"
     if call.q.shape[2] == 1 and call.needs_grad:
         return "its backward pass needs more than one query"
     is_grouped = call.q.shape[1] != call.k.shape[1]
     if is_grouped and call.needs_grad and call.score_mod is not None and call.cap is None:
-        return "its backward pass gives score changes wrong heads if heads are grouped"
+        return "its backward pass calls score changes with wrong heads if heads are grouped"
     return _refuses_functions(call)
 
 
@@ -36,7 +36,7 @@ def _refuses_functions(call: Call) -> str | None:
     All calls of a kind are checked once.
     """
     if call.shapes is None:
-        return "it may miscompile the function, which reads something that may change"
+        return "it may miscompile the function, which reads variables that may change"
     device, sizes = call.q.device, (*call.q.shape[:3], call.k.shape[2])
     kind = "miscompiled", call.kernel_key, call.shapes, device.type, sizes
     reason = OUTCOMES.get(kind)

@@ -1,6 +1,6 @@
 """Compiled flex_attention, with one code object per kind of call.
 
-No two kinds share a recompile limit then.
+So no two kinds of calls share a recompile limit.
 
 torch counts recompilations by code object and, at its limit, would run flex_attention unfused. Here every kind of call
 (the functions of mask and score with their constants, dtype, batch, heads, head size, options) has a code object of
@@ -31,9 +31,9 @@ _log = logging.getLogger("flexmasks")
 _kernel_numbers = itertools.count()
 # Guards that are left out: torch checks at each call that its own modules have not changed, a tenth of a call's time.
 _GUARDS_OF_TORCH = ("G['flex_attention']", "G['__builtins_dict", "G['__import_torch_dot", "__import__('torch')")
-_MAX_NOTED_SHAPES = 64  # of one kernel
+_MAX_NOTED_SHAPES = 64  # shapes that one kernel remembers
 _RUNS_BETWEEN_LOOKUPS = 64  # after this many runs a replay looks its kernel up again, which marks it as used
-# Kernel options to try one after the other, for GPUs with too little shared memory for the options before.
+# Kernel options to try one after the other, for GPUs whose shared memory is too small for the earlier options.
 _SMALLER_KERNELS: tuple[dict[str, Any], ...] = (
     {},
     {"num_stages": 1},
@@ -49,14 +49,14 @@ class _Shapes(NamedTuple):
 
     q_len: int
     kv_len: int
-    contiguous: tuple[bool, ...]  # of q, k and v
+    contiguous: tuple[bool, ...]  # whether q, k and v are
     captured: Hashable  # shapes of the tensors that mask and score captured
 
     @property
     def specialized(self) -> tuple[Any, ...]:
         """Properties that torch specializes even in a dynamic-shape kernel.
 
-        These are a length of 1, equal lengths, and memory layouts.
+        The properties are lengths of 1, equal lengths, and memory layouts.
         """
         return self.q_len == 1, self.kv_len == 1, self.q_len == self.kv_len, self.contiguous
 
@@ -111,9 +111,8 @@ def options(
 ) -> dict[str, Any]:
     """Return the kernel_options of a call.
 
-    These are the user's, torch's `backend` name, and proven options where they apply.
-
-    Proven options apply to torch's Triton kernel for many queries.
+    The options are the user's, torch's `backend` name, and `proven` options, which apply only to torch's Triton kernel
+    for many queries.
     """
     chosen = dict(given or {})
     if backend is not None:
@@ -146,15 +145,13 @@ def _(x: Tensor) -> Tensor:
 def _run_kernel(key: Hashable, captured: Hashable, *args: Any) -> tuple[Tensor, Tensor | None]:
     """Run `flex(*args)`, compiled by the code object of `key`.
 
-    `captured` has the shapes of captured tensors.
-
-    Errors of torch's compilation come through.
+    `captured` has the shapes of captured tensors. Errors of torch's compilation are raised unchanged.
     """
     kernel = _KERNELS.get(key)
     shapes = _shapes(args[0], args[1], args[2], captured)
     if kernel is None:
         kernel = _new_kernel(key)
-        _log.info("compiling attention for q %s, the first of its kind: some seconds", list(args[0].shape))
+        _log.info("compiling attention for q %s, the first of its kind: this takes some seconds", list(args[0].shape))
     graphs_before = compat.compiled_graphs()
     start = time.perf_counter()
     try:
@@ -188,7 +185,7 @@ def _new_kernel(key: Hashable, is_static: bool = False) -> _Kernel:
     name = f"flexmasks_kernel_{next(_kernel_numbers)}"
     code = flex.__code__.replace(co_name=name)
     function = types.FunctionType(code, flex.__globals__, name)
-    # torch keeps compiled code, and through it the code object, until it is asked to forget both.
+    # torch keeps compiled code, and with it the code object, until `forget_code` drops both.
     weakref.finalize(function, compat.forget_code, code).atexit = False
     dynamic = False if is_static else None
     compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, options={"guard_filter_fn": _needed_guards})
@@ -204,13 +201,15 @@ def _needed_guards(guards: Sequence[Any]) -> list[bool]:
 class Runner:
     """Runs one kind of call, and holds its kernel after the first run.
 
-    Later runs skip the lookup by key.
+    Later runs skip the lookup of the kernel by key.
     """
 
     def __init__(self, key: Hashable, captured: Hashable) -> None:
         self.key = key
         self._captured = captured
-        self._kernel: Callable[[], _Kernel | None] = lambda: None  # a weak reference: the cache bounds what is kept
+        self._kernel: Callable[[], _Kernel | None] = lambda: (
+            None
+        )  # a weak reference, so that the cache bounds the number of kernels
         self._runs = 0
 
     def __call__(self, *args: Any) -> tuple[Tensor, Tensor | None]:
@@ -295,7 +294,7 @@ class CompiledCall:
             q, k, v = q.detach(), k.detach(), v.detach()
         if q is k or k is v or v is q:  # torch 2.11 has no CPU kernel for one tensor twice; other releases recompile
             k, v = k.view_as(k), v.view_as(v)
-        if compat.in_foreign_dispatch_mode():  # torch would mark the code as never to be compiled, for good
+        if compat.in_foreign_dispatch_mode():  # torch would mark the code as never to be compiled
             raise RuntimeError(
                 "flexmasks.attention: torch compiles nothing inside a TorchDispatchMode of this kind, such as a "
                 'FlopCounterMode; pass backend="reference" there.'
@@ -328,15 +327,15 @@ def run(call: Call, backend: str | None = None) -> Result:
     If shared memory is too small, smaller kernels are tried.
     """
     may_shrink = backend is None and call.is_cuda and not call.kernel_options
-    tries = _SMALLER_KERNELS if may_shrink else _SMALLER_KERNELS[:1]
-    for more_options in tries:
+    attempts = _SMALLER_KERNELS if may_shrink else _SMALLER_KERNELS[:1]
+    for more_options in attempts:
         try:
             return proven(call, CompiledCall.of(call, backend, more_options))
         except Unavailable as error:
-            if more_options is tries[-1] or "out of resource" not in str(error):
+            if more_options is attempts[-1] or "out of resource" not in str(error):
                 raise
             _log.info("the kernel takes too much shared memory: compiling it again, with smaller blocks")
-    raise AssertionError("the last try returns or raises")
+    raise AssertionError("the last attempt returns or raises")
 
 
 def compiles(call: Call, backend: str | None = None) -> str:

@@ -8,10 +8,10 @@ Known errors of its compiler in torch 2.11 to 2.13 (CuteDSLOpOverrides, CuTe, fl
 - A negative index reads memory before the tensor.
 - A view of a captured tensor is read as the tensor itself.
 - The backward pass multiplies an infinite factor by 0 where the mask hides, which is NaN.
-- A constant mask looks at no blocks (pytorch issue 188322).
+- A constant mask skips all blocks (pytorch issue 188322).
 - GPUs of capability 10 and above read tensors in scores by vectors, some wrongly (pytorch issue 188878).
 
-An error without a message cannot be found by trying, so a function passes only if all its operations are on a list of
+A silent error does not show in a trial run, so a function passes only if all its operations are on a list of
 operations that are known to be compiled correctly, within the bounds that they need.
 """
 
@@ -28,7 +28,7 @@ from torch import Tensor
 from flexmasks import compat
 
 UNREADABLE = "its function cannot be traced"
-NO_BLOCKS = "it looks at no blocks if the mask's function is a constant"
+NO_BLOCKS = "it skips all blocks if the mask's function is a constant"
 _BOOLEANS = "its compiler makes booleans of torch.where between two numbers"
 _REMAINDER = "its compiler gives remainders of negative numbers the wrong sign"
 _TRUTH = "its compiler reads only the lowest bit of a number used as a truth value"
@@ -104,7 +104,7 @@ class _Trace(compat.TorchDispatchMode):
         self.errors: dict[str, None] = {}  # in the order met
         self._bounds: dict[int, Bounds] = {}
         self._constants: set[int] = set()
-        self._wrong_remainders: set[int] = set()  # correct only in a comparison with 0
+        self._wrong_remainders: set[int] = set()  # remainders that are correct only in a comparison with 0
         self._comparisons: dict[int, tuple[str, Any, Any]] = {}
         self._by_operation: dict[tuple[Any, ...], Tensor] = {}  # first result of an operation on given inputs
         self._firsts: dict[int, Tensor] = {}  # by a result, the first result of the same operation
@@ -187,7 +187,7 @@ class _Trace(compat.TorchDispatchMode):
             self.errors[_VECTORS] = None
 
     def _sign_does_not_matter(self, out: Tensor, dividend: Any, divisor: Any) -> bool:
-        """Return whether a remainder is the same by either sign.
+        """Return whether a remainder is the same with either sign.
 
         torch gives it the divisor's sign, FLASH's compiler the dividend's.
         """

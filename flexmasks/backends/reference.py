@@ -1,9 +1,9 @@
 """Backend "reference": attention in plain torch.
 
-It runs any floating dtype, scores, lse and every gradient.
+It supports any floating dtype, score changes, lse and every gradient.
 
-The kernels are judged by it, and on a CPU it runs the calls that need a gradient. Its memory is bounded. It computes
-a call in one of two ways, with equal results:
+Tests compare the kernels with it, and on a CPU it runs the calls that need a gradient. Its memory is bounded. It
+computes a call in one of two ways, with equal results:
 
 - By tiles (`flexmasks.backends.tiles`): the fast way, with a forward and a backward pass written by hand. torch sees
   one operation with a gradient, and can neither look inside it nor differentiate its backward pass.
@@ -54,9 +54,7 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Return the output [B, H, Q, D] and the natural log-sum-exp [B, H, Q].
 
-    The output has q's dtype.
-
-    The log-sum-exp is float32, or float64 if q is.
+    The output has q's dtype. The log-sum-exp is float32, or float64 if q is.
     """
     by_slices = functools.partial(attend_by_slices, score_mod=score_mod, block_mask=block_mask, scale=scale)
     learned = None if is_traced_or_transformed() else _learned(score_mod, q.device)
@@ -99,17 +97,14 @@ class _AttendByTiles(torch.autograd.Function):
 
 
 def _learned(score_mod: Callable[..., Tensor] | None, device: torch.device) -> list[Tensor] | None:
-    """Return the captured tensors of a score_mod that need a gradient.
-
-    The result is None if they cannot be known.
-    """
+    """Return the captured tensors of a score_mod that need a gradient, or None if unknown."""
     if score_mod is None or not torch.is_grad_enabled():
         return []
     tensors: list[Tensor] = []
     try:
         capture(score_mod, tensors)
     except Opaque:
-        # If the result for one score needs no gradient, what could not be read learns nothing.
+        # If the result for one score needs no gradient, the variables that cannot be read learn nothing.
         index = torch.zeros(1, dtype=torch.int64, device=device)
         score = torch.zeros((1, 1, 1, 1), device=device)
         if over_indices(score_mod, (0,))(score, index, index, index, index).requires_grad:

@@ -34,9 +34,9 @@ def refuses(call: Call) -> str | None:
     if call.q.device.type not in ("cpu", "cuda"):
         return f"it is not used on {call.q.device.type}"
     if window.right is not None and call.scale is not None and call.scale <= 0:
-        return "it is wrong if scale is not above 0, for it scales what it has masked"
+        return "it is wrong if scale is not above 0, because it scales masked scores"
     if call.q.dtype == torch.float64 and call.needs_grad:
-        return "it has no second derivative, which float64 is for"
+        return "it has no second derivative, which calls in float64 may need"
     if not FusedCall(window, call.scale).has_kernel(call.q, call.k, call.v):
         return _NO_KERNEL
     return None

@@ -38,7 +38,7 @@ class _Shared(NamedTuple):
 class _Slice(NamedTuple):
     """The queries and keys of a slice.
 
-    For each, the first position and the position behind the last.
+    Each run has its first position and the position behind its last.
     """
 
     q_start: int
@@ -86,7 +86,7 @@ def is_traced_or_transformed() -> bool:
 def _slices(shared: _Shared, q: Tensor, k: Tensor, traced: bool) -> list[_Slice]:
     """Return the slices of a call: rows of blocks, or parts of a row.
 
-    A row is cut if its scores would be too many.
+    A row is cut if it has more than `_MAX_SCORES` scores.
     """
     batch, heads, q_len, _ = q.shape
     kv_len = k.shape[2]

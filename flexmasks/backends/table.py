@@ -1,6 +1,6 @@
 """The table of backends, and the choice among them.
 
-`backend="auto"` asks them in the order of the table.
+`backend="auto"` asks the backends in the order of the table.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _FLEX_RECOMPILES_ON = (
     "lengths and memory layouts; never the values of tensors"
 )
 _FA4_RECOMPILES_ON = (
-    "another dtype, head size or cap; causal, windows or sequences in place of none; never another number"
+    "another dtype, head size or cap; the first use of causal, windows or sequences; never another number"
 )
 
 
@@ -31,20 +31,16 @@ class Backend:
     name: str
     refuses: Callable[[Call], str | None]  # why it cannot run a call, or None
     run: Callable[[Call], Result]
-    compiles: Callable[[Call], str] = lambda call: "no: it is there as it is"  # whether it would compile, in words
+    compiles: Callable[[Call], str] = lambda call: (
+        "no: it runs without compiling"
+    )  # whether a call would compile, in words
     recompiles_on: str = ""  # changes that make it compile again
 
 
 BACKENDS = {
     b.name: b
     for b in (
-        Backend(
-            "fa4",
-            fa4.refuses,
-            fa4.run,
-            fa4.compiles,
-            _FA4_RECOMPILES_ON,
-        ),
+        Backend("fa4", fa4.refuses, fa4.run, fa4.compiles, _FA4_RECOMPILES_ON),
         Backend("sdpa", sdpa.refuses, sdpa.run),
         Backend("flash", flash.refuses, flash.run, flash.compiles, _FLEX_RECOMPILES_ON),
         Backend("triton", triton.refuses, triton.run, triton.compiles, _FLEX_RECOMPILES_ON),
@@ -85,7 +81,7 @@ def _fastest_first(call: Call) -> list[Backend]:
         if flop < _FLASH_MIN_FLOP:
             slow.append("flash")
     names = [name for name in BACKENDS if name not in slow]
-    names[-1:-1] = slow
+    names[-1:-1] = slow  # before the reference
     return [BACKENDS[name] for name in names]
 
 
@@ -101,10 +97,7 @@ def check(call: Call, name: str) -> None:
 
 
 def run(call: Call, name: str) -> Result:
-    """Run a call on a backend, by name or chosen.
-
-    "auto" takes the fastest backend that can run the call.
-    """
+    """Run a call on a named backend, or for "auto" on the fastest one."""
     check(call, name)
     if name != "auto":
         try:
@@ -126,6 +119,6 @@ def run(call: Call, name: str) -> Result:
 def _is_special(call: Call) -> bool:
     """Return whether a failure may say nothing about the call's kind.
 
-    It may come from the code around the call, or from its views.
+    The failure may come from the code around the call, or from views among its tensors.
     """
     return compat.transforms_active() or any(x.is_neg() for x in (call.q, call.k, call.v))

@@ -30,8 +30,8 @@ from torch.nn.attention.flex_attention import BlockMask
 from flexmasks.blocks.elements import Elements, over_indices
 from flexmasks.blocks.lists import of_block_mask
 
-_MAX_SCORES = 1 << 21  # scores of a tile: they stay in a large cache, and threads seldom wait for each other
-_MIN_QUERIES, _MAX_QUERIES = 32, 128  # of a tile; with fewer queries, keys are read too often
+_MAX_SCORES = 1 << 21  # in a tile, so that they stay in a large cache and threads seldom wait for each other
+_MIN_QUERIES, _MAX_QUERIES = 32, 128  # in a tile; with fewer queries, keys are read too often
 _LOG2E = 1 / math.log(2)
 _MINUS_INFINITY = {torch.int32: -(1 << 23), torch.int64: -(1 << 52)}  # the bits of -inf as an integer
 _ALL = slice(None)
@@ -40,7 +40,7 @@ _ALL = slice(None)
 class _ReachedKeys(NamedTuple):
     """The keys that a tile's queries reach, and which are hidden.
 
-    Queries reach the keys of their partial and full blocks.
+    A query reaches the keys of its partial and full blocks.
     """
 
     selection: slice | Tensor  # selects the keys in a tensor of all keys; a slice if they follow each other
@@ -128,7 +128,7 @@ class Tiles:
     ) -> tuple[Tensor, ...]:
         """Return the gradients of q, k, v and of learned tensors.
 
-        Learned tensors are those that the score_mod captured and that need a gradient.
+        Learned tensors are captured tensors of the score_mod that need a gradient.
         """
         keys, values = self._by_group(k), self._by_group(v)
         finite_q, finite_keys = _zero_nonfinite(q), _zero_nonfinite(keys)
@@ -172,7 +172,7 @@ class Tiles:
         grad_learned: Sequence[Tensor],
         tile: _Tile,
     ) -> Tensor:
-        """Return the gradients of scores, given those of the changed scores.
+        """Return the gradients of scores, given the gradients of the changed scores.
 
         The gradients of the learned tensors are added to `grad_learned`.
         """
@@ -194,7 +194,7 @@ class Tiles:
     def _by_group(self, x: Tensor) -> Tensor:
         """Return keys or values as [groups, keys, D].
 
-        If x has one batch element only, so has the result.
+        If x has only one batch element, the result has only one too.
         """
         return x.to(self._dtype).reshape(len(x) * self._kv_heads, self._kv_len, -1)
 

@@ -37,11 +37,11 @@ def bigbird(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, layout: Tensor, bloc
 
     length: number of positions, of queries and of keys.
     block: number of positions in a block; the last block of the sequence may be shorter.
-    window: number of neighboring blocks that a block sees on each side, next to itself.
+    window: number of neighboring blocks that a block sees on each side, in addition to itself.
     global_blocks: number of blocks at each end that see everything and are seen by everything.
-    random_blocks: number of further blocks that each block sees, drawn without repetition; all of them if there are
-        fewer.
-    seed: seed of the draw. The draw depends on it, on the number of blocks and on the numbers above, not on the device.
+    random_blocks: number of further blocks that each block sees, drawn without repetition; all further blocks if there
+        are fewer.
+    seed: seed of the draw. The draw depends on the seed, the number of blocks and the numbers above, not on the device.
 
     The mask is kept as a table of one byte for each pair of blocks.
 
@@ -56,7 +56,7 @@ def bigbird(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, layout: Tensor, bloc
 def _draw(blocks: int, window: int, edges: int, count: int, seed: int) -> Tensor:
     """Draw `count` blocks for each block that it does not see otherwise.
 
-    Returns [blocks, count]. A block that has fewer left gets its own number in the remaining places.
+    Returns [blocks, count]. A block with fewer such blocks gets its own number in the remaining places.
 
     This is Floyd's sampling without repetition, for all rows at once: step n draws one of the first `top + 1` blocks,
     and takes `top` if that block was drawn before.

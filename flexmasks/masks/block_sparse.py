@@ -120,7 +120,7 @@ def block_topk(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, layout: Tensor, b
 def _columns(size: Size | None, name: str, indices: Tensor, block: tuple[int, int]) -> int:
     """Return the number of blocks of keys.
 
-    Raises ValueError if an index is beyond it.
+    Raises ValueError if an index is not below it.
     """
     used = int(indices.max()) + 1 if indices.numel() else 1
     columns = used if size is None else -(-size.kv_len // block[1])
@@ -135,6 +135,6 @@ def _checked(size: Size | None, layout: Tensor, block: tuple[int, int]) -> dict[
         have = layout.shape[-2], layout.shape[-1]
         if have[0] < need[0] or have[1] < need[1]:
             raise ValueError(
-                f"blocks of {block[0]} x {block[1]} make {need[0]} x {need[1]} of them here, got {have[0]} x {have[1]}."
+                f"blocks of {block[0]} x {block[1]} make {need[0]} x {need[1]} blocks here, got {have[0]} x {have[1]}."
             )
     return {"layout": layout, "block": block}

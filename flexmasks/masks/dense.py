@@ -39,8 +39,8 @@ def dense(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, visible: Tensor) -> Te
 def leading(table: Tensor, b: Tensor, h: Tensor, other: Tensor) -> tuple[Any, ...]:
     """Return the indices of the batch and head dimensions of a table.
 
-    A table [queries, keys] has none. In a dimension of size 1 the index is always 0. It is made from the index `other`,
-    so that the mask depends on b and h only if the table does.
+    A table [queries, keys] has none. In a dimension of size 1 the index is always 0. This 0 is made from the index
+    `other`, so that the mask depends on b and h only if the table does.
     """
     if table.ndim == 2:
         return ()

@@ -83,7 +83,7 @@ def temporal_window(
     Peers: attention-gym generate_temporal_head_mask_mod(tokens, frames, frame, width), where
         window + 1 = width * frame // frames, and generate_spatial_head_mask_mod.
     """
-    shift = -tokens % frame  # q - tokens may be negative, and kernels get remainders of negative numbers wrong
+    shift = -tokens % frame  # q - tokens may be negative, and some kernels compute wrong remainders of negative numbers
     distance = (q + shift) % frame - (kv + shift) % frame
     near = (distance <= window) & (-window <= distance)
     return near | (q < tokens) | (kv < tokens)

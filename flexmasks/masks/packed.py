@@ -43,10 +43,10 @@ def packed_mask(
 ) -> Tensor:
     """Any mask inside each of several sequences laid end to end.
 
-    Sequences do not see each other.
+    The sequences do not see each other.
 
     inner: the mask inside a sequence; its batch index is the number of the sequence, its positions start at 0 there.
-    offsets: where each sequence starts, and the end of the last (cu_seqlens of varlen attention); later tokens are
+    offsets: where each sequence starts, and the end of the last one (cu_seqlens of varlen attention); later tokens are
         padding.
     kv_offsets: the same for the keys if they are packed differently; by default `offsets`.
     q_start: the position of the first query of each sequence, one for all or one for each; by default 0, the position

@@ -59,12 +59,11 @@ def paged(
     kv_lens: Tensor | Sequence[int],
     page_size: int,
 ) -> Any:
-    """Return a mask (or Score) over keys in pages of one pool.
+    """Return a mask (or Score) over keys in pages of a paged KV cache.
 
-    The pool is a paged KV cache.
-
-    Key n of the pool is slot n % page_size of page n // page_size. Inside, kv is the position in the batch element's
-    own sequence; keys of pages that are not its own, and those past its length, are hidden.
+    The cache is one pool of pages. Key n of the pool is slot n % page_size of page n // page_size. Inside, kv is the
+    position in the batch element's own sequence; keys in pages of other batch elements, and keys past its length, are
+    hidden.
 
     Args:
         inner: a Mask, the name of a mask without parameters, a mask function, or a Score. Inside there are

@@ -18,7 +18,7 @@ def sink_window(
     """A causal sliding window, and the first keys as attention sinks.
 
     sinks: number of first keys that all later queries see.
-    window: number of visible keys before the query, next to its own key, as in the mask `sliding_window`.
+    window: number of visible keys before the query, in addition to its own key, as in the mask `sliding_window`.
 
     Source: Xiao et al., StreamingLLM, 2024; Han et al., LM-Infinite, 2024; Jiang et al., MInference, 2024 (A-shape).
     Peers: StreamingLLM start_size and recent_size; MInference streaming_forward(n_init, n_local); in TensorRT-LLM

@@ -50,7 +50,7 @@ def slices(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, first: Tensor, end: T
             kv_end - kv >= q_end - q.
         2, inverse causal: its first query sees its first key, and each query after it one key less:
             kv - kv_start >= q - q_start.
-        3, bi-causal: both of them, a band.
+        3, bi-causal: causal and inverse causal, a band.
 
     For each query a kernel checks as many runs of keys as the query with most runs has; slices that touch are one run.
 

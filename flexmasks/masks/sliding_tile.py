@@ -19,7 +19,9 @@ def _prepare(
     text: Annotated[int, "int in 0.."] = 0,
 ) -> dict[str, Any]:
     if not len(canvas) == len(tile) == len(window):
-        raise ValueError(f"`canvas`, `tile` and `window` must have as many axes, got {canvas}, {tile} and {window}.")
+        raise ValueError(
+            f"`canvas`, `tile` and `window` must have the same number of axes, got {canvas}, {tile} and {window}."
+        )
     tiles = tuple(n // t for n, t in zip(canvas, tile, strict=True))
     if any(n % t for n, t in zip(canvas, tile, strict=True)) or any(w > n for w, n in zip(window, tiles, strict=True)):
         raise ValueError(

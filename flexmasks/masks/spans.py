@@ -123,9 +123,10 @@ def causal_blockwise(
 def _first_of_span(span_ids: Tensor) -> Tensor:
     """Return the first position of the span that each position lies in.
 
-    Outside of spans that is the position itself.
+    Outside of spans the result is the position itself.
 
-    Ids may jump between neighboring positions. These values are close for close positions, which keeps ranges narrow.
+    Ids may jump between neighboring positions. First positions are close for close positions, which keeps ranges
+    narrow.
     """
     ids = span_ids.reshape(-1, span_ids.shape[-1])
     position = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)

@@ -47,7 +47,7 @@ def tree(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, entry: Tensor, leave: T
         vLLM TreeAttentionBackend; SGLang tree_mask; Medusa medusa_attn_mask (all as dense matrices).
     """
     place = at(entry, b, q)
-    # `kv <= q` follows from the other two conditions. Ranges cannot know that, and find many empty blocks by it.
+    # `kv <= q` follows from the other two conditions. Ranges cannot know that, and with it they find many empty blocks.
     return (kv <= q) & (at(entry, b, kv) <= place) & (place < at(leave, b, kv))
 
 

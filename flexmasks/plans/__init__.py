@@ -1,4 +1,1 @@
-"""Plans: values and sizes come in, what a kernel takes goes out.
-
-The values are Masks and Scores, the sizes those of a call.
-"""
+"""Plans: masks, scores and sizes of a call come in, a kernel's arguments go out."""

@@ -104,7 +104,7 @@ def check_cache(q: Any, k_cache: Any, v_cache: Any, page_table: Any, kv_lens: An
 def _check_strided(wrong: Callable[..., NoReturn], **tensors: tuple[Any, str]) -> None:
     """Check that tensors are dense, of 4 dimensions, and not empty.
 
-    Each is given with its dimensions in words.
+    tensors: each tensor by name, with its dimensions as text.
     """
     for name, (x, dims) in tensors.items():
         if not isinstance(x, Tensor):
@@ -183,7 +183,7 @@ def sequence_offsets(name: str, given: Any, device: torch.device) -> Tensor:
 def check_block_mask(block_mask: Any, size: Size) -> None:
     """Check that a BlockMask was made for the sizes of a call."""
     if not isinstance(block_mask, BlockMask):
-        fail(f"`block_mask` must be a BlockMask, got {type(block_mask).__name__}; masks go to `mask`.", TypeError)
+        fail(f"`block_mask` must be a BlockMask, got {type(block_mask).__name__}; pass masks as `mask`.", TypeError)
     made_for = (*block_mask.kv_num_blocks.shape[:2], *block_mask.seq_lengths)
     fits = made_for[0] in (1, size.batch) and made_for[1] in (1, size.heads)
     if not fits or made_for[2:] != (size.q_len, size.kv_len):

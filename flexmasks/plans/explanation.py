@@ -18,7 +18,7 @@ _HTML = """<table>
 class Explanation:
     """Explanation of how a call of `attention` runs.
 
-    Printed it is text, in Jupyter a table.
+    It prints as text, and Jupyter shows it as a table.
     """
 
     backend: str

@@ -1,6 +1,4 @@
-"""Plans: from a mask or score and sizes to what torch takes.
-
-That is a BlockMask, a mask_mod or a score_mod.
+"""Plans: a mask or score becomes a BlockMask, a mask_mod or a score_mod.
 
 Plans are cached by the values of parameters and the identity of tensors, see flexmasks.cache: the same mask over the
 same lengths is planned once.
@@ -34,7 +32,7 @@ from flexmasks.spec.values import Mask, Modifier, ResolvedInner, Score
 Offset = int | Tensor
 BLOCK_SIZE = (128, 128)
 _CPU_BLOCK_SIZES = ((1 << 10, 32), (1 << 15, 64))  # longest length, and the block size that is fastest up to it
-_MAX_COMPILED_VALUES = 6  # values of a mask's numbers that are compiled in; then the numbers become inputs
+_MAX_COMPILED_VALUES = 6  # values of a mask's numbers to compile in, before the numbers become inputs
 _MAX_POSITIONS = 1 << 31  # kernels count positions in 32 bits
 _UNKNOWN_FRACTION = 0.5  # assumed fraction of pairs that is computed
 
@@ -54,7 +52,7 @@ class _Prepared:
 @dataclass(frozen=True)
 class _PreparedMask(_Prepared):
     layout: Layout
-    facts: dict[str, Any]  # filled when asked for: "options" proven for kernels, "fraction" of pairs computed
+    facts: dict[str, Any]  # computed on demand: "options" proven for kernels, "fraction" of pairs computed
 
     @property
     def nbytes(self) -> int:
@@ -64,13 +62,15 @@ class _PreparedMask(_Prepared):
 _P = TypeVar("_P", bound=_Prepared)
 _BLOCKS: Cache[_PreparedMask] = Cache("blocks", max_bytes=5 << 28)  # the blocks of a million tokens take 1.07 GB
 _SCORES: Cache[_Prepared] = Cache("scores", max_bytes=1 << 26)
-_NUMBERS: Cache[set[Hashable]] = Cache("numbers", max_bytes=1024)  # values seen of masks' numbers; an entry is a byte
+_NUMBERS: Cache[set[Hashable]] = Cache(
+    "numbers", max_bytes=1024
+)  # values that masks' numbers had; an entry counts one byte
 
 
 class Plan:
-    """Base of MaskPlan and ScorePlan: a value with a call's sizes.
+    """Base of MaskPlan and ScorePlan: a mask or score with a call's sizes.
 
-    Each step runs when it is asked for.
+    Each step runs on demand.
 
     With `lift`, numbers may become inputs of the kernel. With `aliases`, functions are bound to aliases of the
     tensors if that is possible (`holds_aliases`), so that the bound functions may be cached.
@@ -113,7 +113,10 @@ class Plan:
         return any(t.ndim == 0 and id(t) not in parameters for t in self.tensors)
 
     def _lift(self) -> bool:
-        """Return whether numbers become inputs of the kernel: once many values of them were seen."""
+        """Return whether numbers become inputs of the kernel.
+
+        They do once `_MAX_COMPILED_VALUES` values of them have been compiled in.
+        """
         key_without_numbers = self.value.capture([], lift=True, contents=False)
         if key_without_numbers == self.kernel_key:
             return False
@@ -154,7 +157,7 @@ class Plan:
     def _bind(self, prepared: _Prepared) -> tuple[Callable[..., Tensor], Offset]:
         """Return the bound function, and the offset of queries.
 
-        It is bound to the user's own tensors, or to their aliases.
+        The function is bound to the user's own tensors, or to their aliases.
         """
         value, offset = self._bound_to
         heads = self.size.heads if self.size.device.type == "cuda" else None
@@ -164,7 +167,7 @@ class Plan:
 class MaskPlan(Plan):
     """A mask on its way to a BlockMask.
 
-    `open_extents` has "batch" or "heads" if the caller gave no size; the mask must not depend on that index.
+    `open_extents` has "batch" or "heads" if that size is unknown; the mask must not depend on that index.
     """
 
     def __init__(
@@ -196,7 +199,7 @@ class MaskPlan(Plan):
         size = sized(self.size, self.offset)
         resolved = self.mask.resolve(size, self.lifted)
         mask_mod = shifted_mask(self.mask.bind(resolved), self.offset)
-        # An extent that nobody gave counts twice, so that a dependence on its index shows.
+        # An open extent is doubled, so that a dependence on its index shows.
         batch, heads = (n * (1 + (e in self.open_extents)) for n, e in ((size.batch, "batch"), (size.heads, "heads")))
         try:
             with naming(self.mask):
@@ -215,15 +218,15 @@ class MaskPlan(Plan):
         return prepared.layout.block_mask(shifted_mask(*self._bind(prepared)))
 
     def blocks(self) -> Blocks:
-        """Return the BlockMask with its counts, and what it took to find it."""
+        """Return the BlockMask with the counts of its blocks and of undecided blocks."""
         layout = self._prepared.layout
         return Blocks(self.block_mask(), layout.undecided, layout.not_understood)
 
     def proven_options(self, has_score: bool) -> dict[str, bool]:
-        """Return options of torch's kernels that hold for these blocks: for masks without tensors.
+        """Return options of torch's kernels that are proven for these blocks.
 
-        What holds for one content of a tensor may not hold for the next. With a score change, no row is sure to keep
-        a finite score.
+        Only masks without tensors have such options: what holds for one content of a tensor may not hold for the next.
+        With a score change, no row is sure to keep a finite score.
         """
         if self.opaque or self.lifted or self.tensors or not isinstance(self.offset, int) or self.offset != 0:
             return {}
@@ -231,9 +234,10 @@ class MaskPlan(Plan):
         return {n: v for n, v in options.items() if not (has_score and n == "ROWS_GUARANTEED_SAFE")}
 
     def computed_fraction(self) -> float:
-        """Return about which fraction of all pairs is computed.
+        """Return the approximate fraction of all pairs that is computed.
 
-        It is one half for windows inside sequences: kernels for windows need no blocks, and only blocks would tell.
+        It is one half for windows inside sequences: kernels for windows need no blocks, and only blocks would give the
+        fraction.
         """
         window = self.window
         if window is not None:
@@ -244,7 +248,7 @@ class MaskPlan(Plan):
     def _fact(self, name: str, find: Callable[[], Any]) -> Any:
         """Return a fact about the blocks and keep it with them.
 
-        Finding a fact waits for the GPU.
+        Computing a fact waits for the GPU, so it is done once.
         """
         facts = self._prepared.facts
         if name not in facts:
@@ -269,9 +273,7 @@ class ScorePlan(Plan):
         return _Prepared(resolved, self._offset_tensor())
 
     def _try(self, score_mod: Callable[..., Tensor]) -> None:
-        """Call the function on some scores.
-
-        Its own errors are then raised here and name it.
+        """Call the function on some scores, to raise its errors here and by name.
 
         On a CPU the first and last index of each kind are tried; on CUDA only the first, because an index out of
         range would end the process.
@@ -331,15 +333,15 @@ def block_size_for(size: Size) -> tuple[int, int]:
 def sized(size: Size, offset: Offset) -> Size:
     """Return the size with the largest offset in it.
 
-    The values of a tensor are read.
-
-    Raises ValueError for an offset that is negative or too large.
+    The values of an offset tensor are read. Raises ValueError for an offset that is negative or too large.
     """
     least, most = (offset, offset) if isinstance(offset, int) else torch.stack(torch.aminmax(offset)).tolist()
     if least < 0:
         raise ValueError(f"flexmasks: `q_offset` must be at least 0, got values from {least} to {most}.")
     if most + size.q_len > _MAX_POSITIONS:
-        raise ValueError(f"flexmasks: `q_offset` must be at most 2**31 - {size.q_len}, the queries, got {most}.")
+        raise ValueError(
+            f"flexmasks: `q_offset` must be at most 2**31 - {size.q_len} for {size.q_len} queries, got {most}."
+        )
     return replace(size, q_offset=most)
 
 
@@ -358,7 +360,8 @@ class Lengths:
     def check(self, call: str, mask: Mask) -> tuple[Size, tuple[str, ...]]:
         """Return the size, and which of "batch" and "heads" are open.
 
-        Open is an extent that nobody gave. Raises ValueError or TypeError in the name of `call`.
+        An extent is open if neither the caller nor a parameter's shape gives it. Raises ValueError or TypeError in the
+        name of `call`.
         """
         kv_len = self.q_len if self.kv_len is None else self.kv_len
         for name, n in (("q_len", self.q_len), ("kv_len", kv_len), ("batch", self.batch), ("heads", self.heads)):
@@ -384,7 +387,7 @@ class Lengths:
         except (RuntimeError, TypeError) as error:
             fail(f"`device` must be a torch device, got {device!r} ({error}).", call=call)
         if device.type == "meta" or (device.type == "cuda" and not torch.cuda.is_available()):
-            fail(f"`device` must be one that is here and holds data, got {device}.", call=call)
+            fail(f"`device` must be available and hold data, got {device}.", call=call)
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         return device
@@ -422,7 +425,7 @@ Mask.count_blocks = staticmethod(_count_blocks)
 def check_open_extents(mask: Mask, mask_mod: Callable[..., Tensor], size: Size, extents: tuple[str, ...]) -> None:
     """Raise ValueError if a mask depends on an index of unknown size.
 
-    `extents` has "batch" or "heads" if the caller gave no size. The mask's own errors come first.
+    extents: the open extents, "batch" or "heads". The mask's own errors come first.
     """
     for extent in extents:
         doubled = replace(size, **{extent: 2 * getattr(size, extent)})
@@ -437,7 +440,7 @@ def check_open_extents(mask: Mask, mask_mod: Callable[..., Tensor], size: Size, 
             with naming(mask):
                 materialize(mask_mod, size.batch, size.heads, 1, 1, size.device)
             raise ValueError(
-                f"flexmasks: the mask {mask!r} depends on its {extent} index; pass `{extent}`, how far it ranges."
+                f"flexmasks: the mask {mask!r} depends on its {extent} index; pass `{extent}`, the size of that index."
             )
 
 
@@ -474,8 +477,8 @@ def naming(value: Modifier) -> Iterator[None]:
     except (RuntimeError, LookupError, ArithmeticError, AttributeError, NameError, AssertionError) as error:
         if "data-dependent control flow" in str(error) or ".item()" in str(error):
             raise ValueError(
-                f"{what} may not decide by `if`, `and`, `or` or `not`, nor read the value of an index or score: they "
-                "stand for many at once. Use torch.where, torch.minimum and torch.maximum, `&`, `|` and `~`."
+                f"{what} may not decide by `if`, `and`, `or` or `not`, nor read the value of an index or score, "
+                "which stands for many values. Use torch.where, torch.minimum and torch.maximum, `&`, `|` and `~`."
             ) from error
         raise ValueError(f"{what} failed on index tensors: {type(error).__name__}: {str(error)[:300]}") from error
 
@@ -483,7 +486,7 @@ def naming(value: Modifier) -> Iterator[None]:
 def outside_transforms(tensors: Sequence[Tensor]) -> contextlib.AbstractContextManager[Any]:
     """Leave the transforms of torch.func for a block of code.
 
-    What is made inside may then be cached. Nothing is left if `tensors` belong to a transform.
+    The results of the block may then be cached. No transform is left if one of `tensors` belongs to a transform.
     """
     if not compat.transforms_active() or any(compat.is_wrapped(t) for t in tensors):
         return contextlib.nullcontext()

@@ -1,6 +1,6 @@
-"""Rows: a mask to what each row of scores sees.
+"""Rows: the columns that each row of scores sees under a mask.
 
-For each row, the first visible column, the end and the holes.
+Each row has its first visible column, its end, and its holes.
 
 The masked softmax reads rows. Ranges decide blocks of one row by 128 columns, and only the blocks that they leave
 undecided are looked at element by element; see flexmasks.blocks and flexmasks.ranges. Rows are cached by the values
@@ -56,9 +56,10 @@ _ROWS: Cache[Rows] = Cache("rows", max_bytes=1 << 29)
 
 
 def rows_of(mask: Any, params: dict[str, Any], x: Tensor) -> Rows:
-    """Return the rows of a mask for scores x [B, H, Q, KV].
+    """Return the cached or new rows of a mask for scores x.
 
-    The mask is given as in a call. Rows are cached.
+    x: the scores, [B, H, Q, KV].
+    mask, params: the mask and its parameters as a user passes them to a call.
     """
     if torch.compiler.is_compiling():
         return _compiled_rows(mask, params, x)
@@ -108,9 +109,9 @@ def _sizes(x: Tensor) -> tuple[int, int, int, int, torch.device]:
 
 
 def build(mask_mod: MaskMod, batch: int, heads: int, q_len: int, kv_len: int, device: torch.device) -> Rows:
-    """Return exactly what the rows of a mask see.
+    """Return the rows of a mask, computed exactly.
 
-    It takes q_len * kv_len / 64 bytes of memory for each batch element and head that the mask depends on.
+    This takes q_len * kv_len / 64 bytes of memory for each batch element and head that the mask depends on.
     Raises ValueError or TypeError where the function is no mask.
     """
     decided = decide(mask_mod, batch, heads, q_len, kv_len, device, (1, _BLOCK_COLUMNS))
@@ -119,9 +120,9 @@ def build(mask_mod: MaskMod, batch: int, heads: int, q_len: int, kv_len: int, de
     shape = certain.shape[:3]
     here = certain.device
     certain, possible = (t.expand(*shape, n_blocks).reshape(-1, n_blocks) for t in (certain, possible))
-    coordinates = coordinates_of(torch.arange(len(certain), device=here), shape)  # of rows
+    coordinates = coordinates_of(torch.arange(len(certain), device=here), shape)  # indices of each row
     first, end, count = _limits_of_full_blocks(certain, kv_len)
-    row, block = (possible ^ certain).nonzero().unbind(1)  # of the undecided blocks
+    row, block = (possible ^ certain).nonzero().unbind(1)  # indices of each undecided block
     elements = Elements(mask_mod, device, decided.widest)
     place, power = torch.arange(_BLOCK_COLUMNS, device=here), torch.arange(32, dtype=torch.int32, device=here)
     words = []
@@ -149,7 +150,7 @@ def build(mask_mod: MaskMod, batch: int, heads: int, q_len: int, kv_len: int, de
 def _limits_of_full_blocks(certain: Tensor, kv_len: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return first column, end and number of columns in full blocks.
 
-    certain: boolean [rows, blocks]. A row without such a block gets kv_len, 0 and 0.
+    certain: boolean [rows, blocks]. A row without a full block gets kv_len, 0 and 0.
     """
     n_blocks = certain.shape[1]
     has_some = certain.any(1)
@@ -163,16 +164,15 @@ def _limits_of_full_blocks(certain: Tensor, kv_len: int) -> tuple[Tensor, Tensor
 def trace(mask_mod: MaskMod, batch: int, heads: int, q_len: int, kv_len: int, device: torch.device) -> Rows:
     """Return the rows of a mask by operations that read no value.
 
-    Graphs and torch.vmap need such operations.
-
-    The mask is booleans here, of the dimensions on which it depends. Raises as `build` does.
+    Graphs and torch.vmap need such operations. The rows hold the mask as booleans, with only the dimensions on which
+    it depends. Raises as `build` does.
     """
     sizes = batch, heads, q_len, kv_len
-    indices = (torch.arange(_at_least_one(n), device=device) for n in sizes)  # vmap fails without an index
+    indices = (torch.arange(_at_least_one(n), device=device) for n in sizes)  # vmap fails on empty indices
     seen = boolean(over_indices(mask_mod)(*indices), 4)
     # Where the mask does not depend on an index, vmap's result has one element in memory for all of that index.
-    alone = [statically_known_true(seen.stride(dim) == 0) for dim in (0, 1, 2)]
-    seen = seen[tuple(slice(0, 1 if a else n) for a, n in zip([*alone, False], sizes, strict=True))]
+    independent = [statically_known_true(seen.stride(dim) == 0) for dim in (0, 1, 2)]
+    seen = seen[tuple(slice(0, 1 if is_same else n) for is_same, n in zip([*independent, False], sizes, strict=True))]
     if not statically_known_true(kv_len > 0):  # without columns there is no first and no last one
         return Rows(seen=seen)
     column = torch.arange(kv_len, device=device)

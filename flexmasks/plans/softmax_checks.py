@@ -40,7 +40,7 @@ def check_scores(call: str, x: Any, scale: Any, ndim: int | None = None) -> None
 def check_visible(call: str, x: Tensor, mask: Any) -> None:
     """Check that a mask is None or booleans, True = visible.
 
-    It must broadcast to x. Raises TypeError or ValueError.
+    The mask must broadcast to x. Raises TypeError or ValueError.
     """
     if mask is not None:
         expected = "must be a name, a Mask, a function, or a boolean tensor, True = visible"
@@ -50,7 +50,7 @@ def check_visible(call: str, x: Tensor, mask: Any) -> None:
 def check_hidden(call: str, x: Tensor, mask: Any) -> None:
     """Check that a mask is a tensor, True = hidden.
 
-    It must broadcast to x. Raises TypeError or ValueError.
+    The mask must broadcast to x. Raises TypeError or ValueError.
     """
     _check_mask(call, x, mask, _HIDDEN_DTYPES, "must be a boolean or integer tensor, True = hidden")
 

@@ -14,28 +14,28 @@ from flexmasks.spec.values import Mask
 
 @dataclass(frozen=True)
 class Window:
-    """A band over the keys first..last - 1.
+    """A band over the keys first..stop - 1.
 
-    Query i is at their position i + offset.
+    Query i is at position i + offset among these keys.
 
-    left and right are None where the lengths make the bound superfluous.
+    left and right are None if every query sees all these keys on that side.
     """
 
     left: int | None
     right: int | None
     offset: int
-    keys: tuple[int, int]  # first, last: the keys outside are hidden from all queries
+    keys: tuple[int, int]  # first, stop: all other keys are hidden from all queries
     sequences: Callable[[], Sequences | None] | None
 
     def cut(self, x: Tensor) -> Tensor:
         """Return the part of keys or values [B, H, KV, D] that some query sees."""
-        first, last = self.keys
-        return x if (first, last) == (0, x.shape[2]) else x[:, :, first:last]
+        first, stop = self.keys
+        return x if (first, stop) == (0, x.shape[2]) else x[:, :, first:stop]
 
     def pairs(self, q_len: int) -> float:
-        """Return about how many pairs of a query and a key are visible.
+        """Return the approximate number of visible pairs, ignoring sequences.
 
-        Sequences are ignored.
+        A pair is a query and a key.
         """
         keys = self.keys[1] - self.keys[0]
 
@@ -57,11 +57,11 @@ def window_of(mask: Mask, size: Size) -> Window | None:
         return None if size.q_offset else Window(band.left, band.right, 0, (0, size.kv_len), band.sequences)
     left, right, offset, end = band.left, band.right, size.q_offset, size.q_offset + size.q_len
     first = 0 if left is None else max(0, offset - left)
-    last = size.kv_len if right is None else min(size.kv_len, end + right)
+    stop = size.kv_len if right is None else min(size.kv_len, end + right)
     if left is not None and end - 1 - left >= size.kv_len:
         return None  # the last queries see nothing, and native kernels do not handle such rows
-    if right is not None and offset + right >= last - 1:
+    if right is not None and offset + right >= stop - 1:
         right = None
     if left is not None and end - 1 - left <= first:
         left = None
-    return Window(left, right, offset - first, (first, last), None)
+    return Window(left, right, offset - first, (first, stop), None)

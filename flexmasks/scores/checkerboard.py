@@ -7,7 +7,7 @@ from flexmasks.spec import register_score
 def checkerboard(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
     """Scores at even distance doubled, at odd distance halved.
 
-    A pattern to learn score changes by.
+    The pattern is an example of a score change.
 
     Source: FlexAttention: The Flexibility of PyTorch with the Performance of FlashAttention, 2024.
     """

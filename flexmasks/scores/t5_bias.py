@@ -10,8 +10,8 @@ def t5_bucket(distance: int, buckets: int = 32, max_distance: int = 128, bidirec
     """Return the bucket of T5's relative positions for the distance kv - q.
 
     The first half of the buckets holds one distance each. The other half grows in geometric progression up to
-    max_distance, and the last bucket takes all greater distances. With `bidirectional` each direction has half of all
-    buckets, those of later keys second. Without it later keys are in bucket 0.
+    max_distance, and the last bucket takes all greater distances. With `bidirectional` each direction has half of
+    all buckets: earlier keys the first half, later keys the second. Without it later keys are in bucket 0.
 
     Example:
         >>> [t5_bucket(d) for d in (0, -1, -7, -8, -127, -500, 1, 127)]
@@ -53,8 +53,8 @@ def _prepare(
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _buckets(buckets: int, reach: int, bidirectional: bool, device: torch.device) -> Tensor:
     """Return the bucket of each distance from -reach to reach."""
-    found = [t5_bucket(d, buckets, reach, bidirectional) for d in range(-reach, reach + 1)]
-    return bounded(torch.tensor(found, dtype=torch.int32, device=device), 0, buckets - 1)
+    by_distance = [t5_bucket(d, buckets, reach, bidirectional) for d in range(-reach, reach + 1)]
+    return bounded(torch.tensor(by_distance, dtype=torch.int32, device=device), 0, buckets - 1)
 
 
 def _example(length: int) -> dict[str, Any]:

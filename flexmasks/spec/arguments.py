@@ -28,7 +28,7 @@ _KEYWORDS_OF_TORCH = {
 def get_mask(name: MaskLike, /, **params: Any) -> Mask:
     """Return a mask by name, with its parameters.
 
-    In place of the name, a plain function `(b, h, q, kv, *, parameters)` will do.
+    A plain function `(b, h, q, kv, *, parameters)` is accepted in place of the name.
 
     Raises ValueError for an unknown name, TypeError for unknown or missing parameters.
 
@@ -43,7 +43,7 @@ def get_mask(name: MaskLike, /, **params: Any) -> Mask:
 def get_score(name: ScoreLike, /, **params: Any) -> Score:
     """Return a score change by name, with its parameters.
 
-    In place of the name, a plain function `(score, b, h, q, kv, *, parameters)` will do.
+    A plain function `(score, b, h, q, kv, *, parameters)` is accepted in place of the name.
 
     Raises ValueError for an unknown name, TypeError for unknown or missing parameters.
 
@@ -58,8 +58,8 @@ def get_score(name: ScoreLike, /, **params: Any) -> Score:
 def from_arguments(mask: Any, score: Any, params: Mapping[str, Any]) -> tuple[Mask | None, Score | None]:
     """Return the mask and the score of a call whose extra keyword arguments are `params`.
 
-    Each parameter goes to the mask or score that takes it. Raises TypeError if none of them, or more than one, does.
-    A list of scores becomes one score that applies them in order.
+    Each parameter goes to the mask or score that takes it. Raises TypeError for a parameter that no mask or score
+    takes, or that more than one takes. A list of scores becomes one score that applies them in order.
     """
     scores = list(score) if isinstance(score, list | tuple) else [] if score is None else [score]
     targets = [] if mask is None else [_definition_and_params("mask", mask)]
@@ -101,10 +101,10 @@ def _problem(name: str, targets: list[tuple[Definition, Mapping[str, Any]]], tak
 def functions_of(kind: str, value: Any) -> Any:
     """Return a mask or score in a form that `captures.capture` reads.
 
-    It is given as in a call.
+    value: the mask or score as a user passes it to a call.
 
-    A registered name becomes the functions of its definition. A name of the library's own stays a name, for its
-    functions never change.
+    A registered name becomes the functions of its definition. One of the library's own names stays a name, because
+    its functions never change.
     """
     if isinstance(value, str):
         known = definition(kind, value)
@@ -117,7 +117,7 @@ def functions_of(kind: str, value: Any) -> Any:
 def _definition_and_params(kind: str, value: Any) -> tuple[Definition, Mapping[str, Any]]:
     """Return the definition and the bound parameters of a mask or score.
 
-    It is given as in a call.
+    value: the mask or score as a user passes it to a call.
     """
     if isinstance(value, str):
         return definition(kind, value), {}

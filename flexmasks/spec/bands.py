@@ -1,6 +1,6 @@
 """Native forms of masks and scores: bands and caps.
 
-Some kernels know windows, also inside sequences, and soft-caps.
+Some kernels compute windows, also inside sequences, and soft-caps without any function of indices.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flexmasks.spec.values import Mask, Score
 class Sequences:
     """Sequences laid end to end over all batch elements.
 
-    q and kv are int32[N + 1], the starts and the end of the last.
+    q and kv are int32[N + 1], the start of each sequence and the end of the last one.
     """
 
     q: Tensor
@@ -34,11 +34,9 @@ class Sequences:
         return self.q.nbytes + self.kv.nbytes
 
     def of_heads(self, heads: int, length: int) -> Sequences:
-        """Return the sequences of [B, H, S, D] read as one line.
+        """Return the sequences of [B, H, S, D], read as one line head after head.
 
-        Each head of each batch element follows the one before.
-
-        For self-attention without padding, where `self` lays batch elements of `length` tokens end to end.
+        This holds for self-attention without padding, where `self` lays batch elements of `length` tokens end to end.
         """
         starts = self.q[:-1][self.q.diff() > 0].long()
         steps = torch.arange(heads, device=starts.device)[:, None] + starts // length * (heads - 1)
@@ -51,11 +49,11 @@ class Sequences:
 class Band:
     """A mask of the keys at distances -left..right of a query.
 
-    The distance is kv - q, inside the query's own sequence; None is no bound.
+    The distance is kv - q, inside the query's own sequence. A bound of None means that there is none.
 
     left, right: numbers of keys before and after the query's position, both included.
-    sequences: finds the sequences when asked, and returns None if the tokens turn out not to be laid end to end;
-        None for one sequence of all tokens.
+    sequences: a function that finds the sequences, and returns None if the tokens are not laid end to end; None in its
+        place for one sequence of all tokens.
     """
 
     left: int | None = None
@@ -64,10 +62,7 @@ class Band:
 
 
 def band_of(mask: Mask, size: Size) -> Band | None:
-    """Return a mask as a band, or None if it is no band.
-
-    The answer holds at the sizes of a call.
-    """
+    """Return a mask as a band, or None if it is none at these sizes."""
     if mask.definition is AND:
         bands = [band_of(m, size) for m in mask.params["masks"]]
         return None if None in bands else intersection([b for b in bands if b is not None])
@@ -76,10 +71,7 @@ def band_of(mask: Mask, size: Size) -> Band | None:
 
 
 def cap_of(score: Score, size: Size) -> float | None:
-    """Return the cap of a soft-cap, or None for other scores.
-
-    The answer holds at the sizes of a call.
-    """
+    """Return the cap of a soft-cap, or None for any other score."""
     hook = score.definition.native
     return None if hook is None else hook(size, **score.checked(size))
 
@@ -87,7 +79,7 @@ def cap_of(score: Score, size: Size) -> float | None:
 def intersection(bands: list[Band]) -> Band | None:
     """Return the band of pairs that all bands show.
 
-    The result is None if more than one of them has sequences.
+    The result is None if more than one band has sequences.
     """
     lefts = [b.left for b in bands if b.left is not None]
     rights = [b.right for b in bands if b.right is not None]
@@ -102,10 +94,11 @@ def in_sequences(
 ) -> Band | None:
     """Return the band inside sequences that are laid end to end in each batch element.
 
-    It is None if the band is None or has sequences already. Whether kernels can take the sequences is found later, by
-    `Band.sequences`.
+    The result is None if the band is None or has sequences already. `Band.sequences` decides later whether kernels can
+    take the sequences.
 
-    q, kv: int[N + 1], starts of the sequences' queries and keys, from 0, and the end of the last; kv is q by default.
+    q, kv: int[N + 1], the starts of each sequence's queries and keys, from 0, and the end of the last one; kv is q by
+        default.
     q_start: the position of each sequence's first query; its first key is at 0.
     """
     if band is None or band.sequences is not None:
@@ -130,10 +123,10 @@ def in_sequences(
 
 
 def in_runs(ids: Tensor, size: Size) -> Band | None:
-    """Return the mask that is full in each run of equal ids.
+    """Return the band that shows all pairs inside each run of equal ids.
 
-    ids is [S] or [B, S]. The result is None if a run cannot be a sequence; if ids fall somewhere, its `sequences`
-    returns None.
+    ids is [S] or [B, S]. The result is None if a run cannot be a sequence. If the ids decrease somewhere, the band's
+    `sequences` returns None.
     """
     if size.q_offset != 0 or size.q_len != size.kv_len or ids.shape[-1] != size.q_len:
         return None
@@ -152,7 +145,7 @@ def in_runs(ids: Tensor, size: Size) -> Band | None:
 def _over_batch(starts_of_both: list[list[int]], size: Size) -> Sequences:
     """Return the sequences of all batch elements.
 
-    The starts in each are given, for the queries and for the keys.
+    starts_of_both: the starts inside one batch element, for the queries and for the keys, or inside all of them.
     """
     lengths = size.q_len, size.kv_len
     longest = [max((b - a for a, b in itertools.pairwise(starts)), default=0) for starts in starts_of_both]

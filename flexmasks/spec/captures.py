@@ -1,6 +1,6 @@
 """Captures: what a user's function reads beyond its arguments.
 
-That is tensors, and a key of everything else.
+A capture has two results: the tensors, and a key of everything else.
 
 Caches find the block masks and kernels of a plain function by the function's code and by what it captured (closure,
 defaults, globals, its own attributes), never by the function object: a lambda inside a training step is a new object
@@ -37,10 +37,10 @@ class Opaque(Exception):
 
 
 def capture(value: Any, tensors: list[Tensor]) -> Hashable:
-    """Return a key of a value, or of a function and its reads.
+    """Return a key of a value, or of a function and what it reads.
 
     Tensors that are read are appended to `tensors`. Raises Opaque if a captured object cannot be read; `tensors` then
-    has the tensors that could be found.
+    has the tensors that could be read.
     """
     reader = Reader(tensors)
     return reader.finish(reader.key(value))
@@ -49,8 +49,8 @@ def capture(value: Any, tensors: list[Tensor]) -> Hashable:
 def capture_plainly(function: types.FunctionType, tensors: list[Tensor]) -> Hashable | None:
     """Return a key of a function that reads only common kinds of values, else None.
 
-    It takes a third of the time of `capture`, for every call of `attention` with a function comes through here. The
-    common kinds are constants, numbers, plain tensors and modules of libraries. Their four rules are repeated from
+    It takes a third of the time of `capture`, which matters because every call of `attention` with a function runs it.
+    The common kinds are constants, numbers, plain tensors and modules of libraries. Their four rules are repeated from
     `Reader.key`, for speed: a change of one of them there must be made here too.
     """
     global_names, uncertainty = _global_names(function.__code__)
@@ -169,7 +169,7 @@ class Reader:
     def key(self, value: Any) -> Hashable:
         """Return a key of one value.
 
-        Functions with equal keys and equal tensors do the same.
+        Functions with equal keys and equal tensors do the same computation.
 
         `capture_plainly` repeats the rules for constants, numbers, plain tensors and modules.
         """
@@ -177,7 +177,7 @@ class Reader:
         if kind in _CONSTANT_TYPES:
             return kind, value
         if kind is float or kind is complex or kind is range:
-            # repr, since 0.0 == -0.0 and range(0, 3, 2) == range(0, 4, 2), and these do not do the same
+            # repr, since 0.0 == -0.0 and range(0, 3, 2) == range(0, 4, 2), although they act differently
             return kind, repr(value)
         if id(value) in self._seen:  # such as a function that refers to itself
             return "seen", self._seen[id(value)][0]
@@ -259,7 +259,7 @@ def _cell_contents(cell: types.CellType) -> Any:
 def _global_names(code: types.CodeType) -> tuple[tuple[str, ...], str]:
     """Return the global names that code reads, inner functions included.
 
-    Also returns why it may read others, or "".
+    Also returns why the code may read other variables, or "".
     """
     names, imports = _names_and_imports(code)
     if not all(map(_is_library, imports)):
@@ -269,10 +269,7 @@ def _global_names(code: types.CodeType) -> tuple[tuple[str, ...], str]:
 
 
 def _names_and_imports(code: types.CodeType) -> tuple[set[str], set[str]]:
-    """Return the global names that code reads, and its imports.
-
-    Inner functions are included.
-    """
+    """Return the global names that code reads and its imports, inner functions included."""
     # `co_names` has attributes too: `builtins.eval` reads anything as `eval` does.
     names, imports = _NAMES_OF_ANYTHING.intersection(code.co_names), set[str]()
     for instruction in dis.get_instructions(code):

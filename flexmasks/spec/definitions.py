@@ -33,9 +33,9 @@ class Definition:
 
     @functools.cached_property
     def own(self) -> bool:
-        """Property of a definition of this library's own.
+        """Return whether this library, not a user, made the definition.
 
-        Its functions then capture nothing, so the name identifies them.
+        The functions of such a definition capture nothing, so its name identifies them.
         """
         if not (self.registered or self.template):  # a user may pass one of the library's functions as their own
             return False
@@ -56,7 +56,7 @@ class Definition:
     def __deepcopy__(self, memo: Any) -> Self:
         return self  # a definition never changes and is compared by identity
 
-    def __reduce__(self) -> Any:  # a registered definition is pickled by name, for its functions may be lambdas
+    def __reduce__(self) -> Any:  # a registered definition is pickled by name, because its functions may be lambdas
         return (from_pickle, (self.kind, self.name)) if self.registered else super().__reduce__()
 
 
@@ -97,7 +97,7 @@ def names(kind: str) -> Mapping[str, Definition]:
 
 
 def add(definition: Definition) -> None:
-    """Register a definition under its name, in place of an earlier one of that name."""
+    """Register a definition under its name, in place of an earlier definition of that name."""
     _NAMES[definition.kind][definition.name] = definition
 
 

@@ -29,10 +29,7 @@ def example(kind: str, name: str, length: int) -> Mask | Score:
 
 
 def at_most(length: int) -> tuple[int, ...]:
-    """Return a length and all shorter lengths of SHORT.
-
-    The longest comes first, for `fitting` to try.
-    """
+    """Return a length and all shorter lengths of SHORT, the longest first."""
     return length, *(n for n in SHORT[::-1] if n < length)
 
 
@@ -56,7 +53,7 @@ def fitting(
 def on_device(value: Modifier, device: torch.device) -> Any:
     """Return the mask or score with its tensors on a device.
 
-    Sequences become tensors there.
+    Sequences become tensors on that device.
     """
     parameters = value.definition.parameters
 

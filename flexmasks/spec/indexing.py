@@ -1,4 +1,4 @@
-"""Helpers that mask and score functions, and their `prepare` functions, are written with."""
+"""Helpers for writing mask and score functions and their `prepare` functions."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def always(n: int, index: Tensor) -> Tensor | int:
 def bounded(table: Tensor, low: int, high: int) -> Tensor:
     """Note the bounds of a table's values, and return the table.
 
-    Values lie in low..high, both included.
+    The values lie in low..high, both included.
 
-    By these bounds the check of functions for FLASH knows that an index read from the table is not negative.
+    From these bounds, the check of functions for FLASH knows that an index read from the table is not negative.
     """
     if not torch.compiler.is_compiling():
         table.bounds = low, high  # type: ignore[attr-defined]

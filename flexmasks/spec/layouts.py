@@ -1,7 +1,4 @@
-"""Layouts: hooks of masks and scores inside sequences and pages.
-
-These are `prepare` and `inner_size` hooks.
-"""
+"""Layouts: the `prepare` and `inner_size` hooks of masks and scores inside sequences and pages."""
 
 from __future__ import annotations
 
@@ -55,7 +52,7 @@ def size_inside_sequences(
     """Return the sizes that a mask or score inside packed sequences sees."""
     _check_inner(inner)
     if offsets.numel() < 2:
-        raise ValueError("`offsets` needs two values at least: 0 and the total length.")
+        raise ValueError("`offsets` needs at least two values: 0 and the total length.")
     lengths = offsets.long().diff()
     if isinstance(q_start, Tensor) and len(q_start) != len(lengths):
         raise ValueError(f"`q_start` has {len(q_start)} values, `offsets` has {len(lengths)} sequences.")
@@ -63,7 +60,7 @@ def size_inside_sequences(
     kv_longest = longest if kv_offsets is None else int(kv_offsets.long().diff().max())
     positions = int((lengths + q_start).max())  # the most positions that the queries of a sequence reach
     if not 0 <= positions <= _MAX_POSITION:
-        raise ValueError(f"positions may go up to 2**30, `q_start` and the lengths make {positions}.")
+        raise ValueError(f"positions must be at most 2**30, but `q_start` and the lengths give {positions}.")
     return replace(size, batch=len(lengths), q_len=longest, kv_len=kv_longest, q_offset=positions - longest)
 
 
@@ -101,7 +98,7 @@ def prepare_pages(
 ) -> dict[str, Any]:
     """Find the first position of each page in each sequence.
 
-    It is -1 in sequences that do not hold the page.
+    The position is -1 in sequences that do not hold the page.
 
     Without sizes the pool ends with the last page that is in use.
     """
@@ -112,7 +109,7 @@ def prepare_pages(
     if size is None:
         pages = 1 + int(torch.where(used, page_table, 0).amax())
     elif size.kv_len % page_size:
-        raise ValueError(f"`page_size` = {page_size} must divide the {size.kv_len} keys of the call, whole pages.")
+        raise ValueError(f"`page_size` = {page_size} must divide the {size.kv_len} keys of the call into whole pages.")
     else:
         pages = size.kv_len // page_size
     inside = used & (page_table >= 0) & (page_table < pages)
@@ -136,7 +133,8 @@ def _check_pages(
     longest, in_use, in_pool, distinct = counts.tolist()
     if longest > columns * page_size:
         raise ValueError(
-            f"`kv_lens` is at most {columns} pages * `page_size` {page_size} = {columns * page_size}, got {longest}."
+            f"`kv_lens` must be at most {columns} pages * `page_size` {page_size} = {columns * page_size}, "
+            f"got {longest}."
         )
     if in_pool < in_use:
         b, place = (used & ~inside).nonzero()[0].tolist()
@@ -146,21 +144,23 @@ def _check_pages(
         )
     if distinct < in_use:
         b = int((used.sum(1) != (first >= 0).sum(1)).nonzero()[0])
-        raise ValueError(f"`page_table` has a page twice in batch element {b}; sequences may share a page, not repeat.")
+        raise ValueError(
+            f"`page_table` has a page twice in batch element {b}; sequences may share a page, but not repeat it."
+        )
 
 
 def size_inside_pages(size: Size, *, inner: Any, page_table: Tensor, kv_lens: Tensor, page_size: int) -> Size:
     """Return the sizes that a mask or score inside pages sees."""
     _check_inner(inner)
     if not page_table.numel():
-        raise ValueError("`page_table` needs a page for each batch element at least.")
+        raise ValueError("`page_table` needs at least one page for each batch element.")
     return replace(size, kv_len=page_table.shape[1] * page_size)
 
 
 def example_pages(length: int) -> dict[str, Any]:
     """Return pages for one sequence of 7/8 of `length` keys.
 
-    Pages with odd numbers come first, then even numbers.
+    Pages with odd numbers come first, then pages with even numbers.
     """
     page_size = max((n for n in range(1, length // 8 + 1) if length % n == 0), default=1)
     pages = length // page_size

@@ -59,7 +59,7 @@ class Size:
     kv_len: int
     device: torch.device
     q_offset: int = 0  # the largest offset, if batch elements have different ones
-    dtype: torch.dtype = torch.float32  # of the scores
+    dtype: torch.dtype = torch.float32  # dtype of the scores
     approximate: bool = False  # half precision is precise enough for score functions
 
     @property
@@ -133,7 +133,7 @@ class Parameter:
     def tensor(self, value: Any, device: torch.device | None) -> Tensor:
         """Return a sequence as a tensor.
 
-        An empty one gets the dtype that the specification asks for.
+        An empty sequence gets the dtype that the specification asks for.
         """
         made = torch.tensor(value, device=device)
         kinds = {a.kind for a in self.alternatives if a.dims is not None}
@@ -180,12 +180,12 @@ class Parameter:
         if not fits:
             raise self._error(TypeError, what, _with_type(value), sizes)
         for alternative in fits:
-            learned = _match(alternative.dims or (), shape, sizes)
-            if learned is not None:
+            new_sizes = _match(alternative.dims or (), shape, sizes)
+            if new_sizes is not None:
                 break
         else:
             raise self._error(ValueError, what, _with_type(value), sizes)
-        sizes.update(learned)
+        sizes.update(new_sizes)
         if value.device != size.device:
             raise self._error(ValueError, what, f"a tensor on {value.device} in a call on {size.device}", sizes)
         low, high = _bound(alternative.low, sizes), _bound(alternative.high, sizes)
@@ -241,7 +241,7 @@ def parameters_of(function: Callable[..., Any]) -> dict[str, Parameter]:
 def freeze(value: Any) -> Any:
     """Return lists as tuples, and NumPy values as Python's.
 
-    Everything else is returned as it is.
+    Any other value is returned as it is.
     """
     if isinstance(value, _NUMPY_TYPES):
         value = value.tolist()
@@ -253,7 +253,7 @@ def freeze(value: Any) -> Any:
 def can_be_read(tensor: Tensor) -> bool:
     """Return whether a tensor's values can be read.
 
-    They cannot while torch traces, without memory, or under torch.vmap.
+    They cannot be read while torch traces, if the tensor has no memory, or under torch.vmap.
     """
     if torch.compiler.is_compiling():
         return False
@@ -304,20 +304,20 @@ def _shape(value: Any) -> tuple[int, ...]:
 
 
 def _match(dims: tuple[str, ...], shape: tuple[int, ...], sizes: Mapping[str, int]) -> dict[str, int] | None:
-    """Return the sizes of new names, or None for another shape.
+    """Return the sizes of new names, or None if the shape does not match.
 
-    `dims` are the dimensions of a specification.
+    dims: the dimensions of a specification.
     """
     if len(dims) != len(shape):
         return None
-    learned: dict[str, int] = {}
+    new_sizes: dict[str, int] = {}
     for dim, n in zip(dims, shape, strict=True):
-        want = int(dim) if dim.isdigit() else sizes.get(dim, learned.get(dim))
+        want = int(dim) if dim.isdigit() else sizes.get(dim, new_sizes.get(dim))
         if want is None:
-            learned[dim] = n
+            new_sizes[dim] = n
         elif want != n:
             return None
-    return learned
+    return new_sizes
 
 
 def _bound(text: str, sizes: Mapping[str, int]) -> int | float | None:

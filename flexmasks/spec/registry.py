@@ -1,4 +1,4 @@
-"""The registry: how masks and scores get their names, and the lists of both."""
+"""The registry: it gives masks and scores their names, and lists them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Entry:
     name: str
     signature: str  # name and parameters, as one would write a call
     summary: str  # first line of the docstring
-    source: str  # the paper or library it comes from, or ""
+    source: str  # the paper or library that it comes from, or ""
     peers: str  # its names in other libraries, or ""
 
 
@@ -41,10 +41,10 @@ def register_mask(
 
     The function is `(b, h, q, kv, *, parameters) -> bool`.
 
-    The decorator returns the function unchanged. A function that is registered again, because a notebook's cell runs
-    again say, replaces its earlier self. The first line of the docstring is the mask's one-line meaning; a paragraph
-    that starts with `Source:` says where the mask comes from, one that starts with `Peers:` how other libraries call
-    it. Annotate parameters as flexmasks.spec.parameters describes.
+    The decorator returns the function unchanged. A function that is registered again, for example because a notebook's
+    cell runs twice, replaces its earlier version. The first line of the docstring is the mask's one-line meaning; a
+    paragraph that starts with `Source:` says where the mask comes from, and a paragraph that starts with `Peers:` how
+    other libraries call it. Annotate parameters as flexmasks.spec.parameters describes.
 
     Args:
         name: the name to register; the function's own name by default.

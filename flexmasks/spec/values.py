@@ -2,7 +2,7 @@
 
 A value can be compared, hashed, printed, combined (`&`, `|`, `~`) and called as an ordinary mask_mod or score_mod.
 `resolve` checks the parameters against the sizes of a call and prepares them; `bind` makes the plain closure that
-torch traces. What `resolve` returns holds none of the user's tensors, so that it may be cached.
+torch traces. The result of `resolve` holds none of the user's tensors, so that it may be cached.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Modifier(Readable):
             raise TypeError(f"flexmasks: {cls.kind} {definition.name!r} needs {wants}.")
         made = cls(definition, params)
         for name, value in made.params.items():
-            for inner in _inner(value):
+            for inner in _modifiers_in(value):
                 if inner.kind != cls.kind:
                     raise TypeError(
                         f"flexmasks {cls.kind} {definition.name!r}: `{name}` must be a {cls.kind}, got {inner!r}, "
@@ -69,7 +69,7 @@ class Modifier(Readable):
 
     def _inner(self) -> list[Modifier]:
         """Return the masks or scores among the parameters."""
-        return [m for value in self.params.values() for m in _inner(value)]
+        return [m for value in self.params.values() for m in _modifiers_in(value)]
 
     def batch_size(self) -> int | None:
         """Return the batch size that the parameters' shapes imply, or None."""
@@ -115,7 +115,7 @@ class Modifier(Readable):
         The tensors are appended to `tensors`.
 
         With `lift`, the key leaves out the numbers that `resolve` would lift. Without `contents`, it also leaves out
-        the elements of sequences that become tensors: that is the key of a kernel, which takes them as inputs.
+        the elements of sequences that become tensors: a kernel has such a key, because it takes the elements as inputs.
         Raises captures.Opaque if a user's function captured something that cannot be read.
         """
         reader = Reader(tensors)
@@ -130,7 +130,7 @@ class Modifier(Readable):
                 pairs.append((name, "lifted"))
             elif not contents and parameter.is_sequence(value):
                 pairs.append((name, "sequence"))
-            elif inner := _inner(value):
+            elif inner := _modifiers_in(value):
                 pairs.append((name, *(m.read(reader, lift, contents) for m in inner)))
             else:
                 pairs.append((name, reader.key(value)))
@@ -157,7 +157,7 @@ class Modifier(Readable):
     def resolve(self, size: Size | None, lift: bool = False, device: torch.device | None = None) -> dict[str, Any]:
         """Return the arguments that `bind` must use.
 
-        They are checked against a call's sizes, and replace the given parameters.
+        The arguments are checked against a call's sizes, and replace the given parameters.
 
         The result holds none of the user's tensors: where `prepare` returns one, the result says which parameter it
         is. With `lift`, numbers that may be tensors become tensors, so that a compiled kernel takes them as inputs.
@@ -197,7 +197,7 @@ class Modifier(Readable):
         """Return the arguments that differ from the given parameters, with `_Given` for a user's tensor."""
         resolved: dict[str, Any] = {}
         for n, value in arguments.items():
-            if inner := _inner(value):
+            if inner := _modifiers_in(value):
                 source = next(p for p, v in self.params.items() if v is value)
                 resolved[n] = ResolvedInner(source, tuple(m.resolve(inner_size, lift, device) for m in inner))
             elif isinstance(value, Tensor) and (same := [p for p, v in self.params.items() if v is value]):
@@ -216,14 +216,14 @@ class Modifier(Readable):
     def bind(self, resolved: Mapping[str, Any], heads: int | None = None) -> Callable[..., Tensor]:
         """Return the plain function of indices with its arguments bound, given what `resolve` returned.
 
-        With `heads`, the function reads 0-dimensional tensors by the head's index, for some kernels take no
+        With `heads`, the function reads 0-dimensional tensors by the head's index, because some kernels take no
         0-dimensional tensors.
         """
         arguments: dict[str, Any] = {}
         for name, value in {**self.params, **resolved}.items():
             if isinstance(value, ResolvedInner):
                 source = self.params[value.source]
-                mods = tuple(m.bind(r, heads) for m, r in zip(_inner(source), value.resolved, strict=True))
+                mods = tuple(m.bind(r, heads) for m, r in zip(_modifiers_in(source), value.resolved, strict=True))
                 arguments[name] = mods if isinstance(source, tuple) else mods[0]
             elif isinstance(value, _Given):
                 arguments[name] = self.params[value.parameter]
@@ -242,7 +242,7 @@ class Modifier(Readable):
     def _standalone(self, device: torch.device) -> Callable[..., Tensor]:
         """Return the function for a call outside `attention`.
 
-        It is kept until a tensor that it was prepared from changes.
+        The function is kept until a tensor that it was prepared from changes.
         """
         known = self._bound.get(device)
         if torch.compiler.is_compiling():  # torch can trace neither versions of tensors nor a cache
@@ -293,12 +293,12 @@ class Modifier(Readable):
 class Mask(Modifier):
     """The keys that each query sees, as a value.
 
-    Made by `get_mask`, or by `&`, `|`, `~` of masks and functions.
+    `get_mask` makes a Mask, and so do `&`, `|` and `~` of masks and functions.
 
-    Called as `mask(b, h, q, kv)` it is an ordinary FlexAttention mask_mod. Masks are equal when they have one
-    function and equal given parameters. Lists and NumPy arrays are stored as tuples and equal these; a tensor equals
-    a tensor of its dtype, device, shape and content, and no list; a default that is given does not equal one that is
-    left out.
+    Called as `mask(b, h, q, kv)` a Mask is an ordinary FlexAttention mask_mod. Masks are equal when they have the same
+    function and equal given parameters. Lists and NumPy arrays are stored as tuples, and equal tuples of the same
+    elements. A tensor equals a tensor of the same dtype, device, shape and content, but no list. A parameter that is
+    given as its default does not equal a parameter that is left out.
 
     Example:
         >>> import flexmasks
@@ -369,7 +369,7 @@ class Mask(Modifier):
 class Score(Modifier):
     """A change of the attention scores: a value made by `get_score`.
 
-    Called as `score_mod(score, b, h, q, kv)` it is an ordinary FlexAttention score_mod. A score that prepares its
+    Called as `score_mod(score, b, h, q, kv)` a Score is an ordinary FlexAttention score_mod. A score that prepares its
     tensors at the first call (`packed`) must be called once before torch.compile traces it.
 
     Example:
@@ -390,7 +390,7 @@ def to_mask(value: Any) -> Mask:
     A function takes `(b, h, q, kv)`.
     """
     if isinstance(value, Score):
-        raise TypeError(f"flexmasks: a mask is needed, {value!r} is a score.")
+        raise TypeError(f"flexmasks: a mask is needed, but {value!r} is a score.")
     if isinstance(value, str):
         return Mask.of(definition("mask", value), {})
     return value if isinstance(value, Mask) else Mask.of(define("mask", value), {})
@@ -429,7 +429,7 @@ class _Absent:
 
 
 def _close(kind: str, function: Callable[..., Tensor], arguments: dict[str, Any]) -> Callable[..., Tensor]:
-    """Return a plain closure: torch traces closures well, and objects that hold numbers badly."""
+    """Return a plain closure: torch traces closures well, but objects that hold numbers badly."""
     if kind == "mask":
 
         def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -446,7 +446,7 @@ def _close(kind: str, function: Callable[..., Tensor], arguments: dict[str, Any]
 def _by_head(function: Callable[..., Tensor], numbers: Mapping[str, Tensor], heads: int) -> Callable[..., Tensor]:
     """Return the function with its numbers read by the head's index.
 
-    0-dimensional tensors are spread over all heads.
+    numbers: 0-dimensional tensors, which are spread over all heads.
     """
     over_heads = {n: v.expand(max(heads, 2)) for n, v in numbers.items()}
 
@@ -458,24 +458,24 @@ def _by_head(function: Callable[..., Tensor], numbers: Mapping[str, Tensor], hea
 
 
 def _in_precision(value: Any, dtype: torch.dtype) -> Any:
-    """Return a half-precision tensor in the dtype of the scores.
+    """Convert a half-precision tensor to the dtype of the scores.
 
-    It will be added to the scores.
+    A score function adds such tensors to the scores. Other values are returned unchanged.
     """
     is_half = isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16)
     return value.to(dtype) if is_half else value
 
 
 def _moved(value: Any, given: Mapping[str, Any], device: torch.device) -> Any:
-    """Return a tensor that `prepare` made on the device.
+    """Move a tensor that `prepare` made to the device.
 
-    The user's tensors stay where they are.
+    The user's tensors stay on their devices.
     """
     is_made = isinstance(value, Tensor) and not any(value is v for v in given.values())
     return value.to(device) if is_made else value
 
 
-def _inner(value: Any) -> list[Modifier]:
+def _modifiers_in(value: Any) -> list[Modifier]:
     """Return the masks or scores that a parameter's value is, or is a tuple of."""
     values = value if isinstance(value, tuple) else (value,)
     return [v for v in values if isinstance(v, Modifier)]
