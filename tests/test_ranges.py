@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flexmasks.blocks.elements import over_indices
-from flexmasks.ranges import GiveUp, Range, evaluate, value
+from flexmasks.ranges import GiveUp, Range, value
+from flexmasks.ranges.evaluate import evaluate
 from flexmasks.ranges.value import rule
 
 LENGTH = 24  # of q and kv; tables are longer

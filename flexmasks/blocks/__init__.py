@@ -9,11 +9,9 @@ work done at once.
 """
 
 from flexmasks.blocks.build import Layout as Layout
-from flexmasks.blocks.build import build as build
 from flexmasks.blocks.build import materialize as materialize
 from flexmasks.blocks.counts import Blocks as Blocks
 from flexmasks.blocks.decide import Decided as Decided
-from flexmasks.blocks.decide import decide as decide
 from flexmasks.blocks.decide import dependence as dependence
 from flexmasks.blocks.elements import Elements as Elements
 from flexmasks.blocks.elements import MaskMod as MaskMod

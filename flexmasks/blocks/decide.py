@@ -11,7 +11,8 @@ from torch import Tensor
 
 from flexmasks.blocks import limits
 from flexmasks.blocks.elements import MaskMod, dependence_by_vmap
-from flexmasks.ranges import GiveUp, Range, Steps, TooLarge, TooWide, evaluate
+from flexmasks.ranges import GiveUp, Range, Steps, TooLarge, TooWide
+from flexmasks.ranges.evaluate import evaluate
 from flexmasks.ranges.value import broadcast_shape
 
 _CPU = torch.device("cpu")

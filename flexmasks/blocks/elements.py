@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from flexmasks.blocks import limits
-from flexmasks.ranges import GiveUp, Range, TooLarge, evaluate
+from flexmasks.ranges import GiveUp, Range, TooLarge
+from flexmasks.ranges.evaluate import evaluate
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 _Function = TypeVar("_Function", bound=Callable[..., Tensor])

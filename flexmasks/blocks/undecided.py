@@ -7,7 +7,8 @@ from torch import Tensor
 
 from flexmasks.blocks.decide import Axis
 from flexmasks.blocks.elements import Elements, block_indices
-from flexmasks.ranges import GiveUp, TooLarge, evaluate
+from flexmasks.ranges import GiveUp, TooLarge
+from flexmasks.ranges.evaluate import evaluate
 
 _PARTS = 8  # parts that an axis of a block is cut in, and positions of it that are looked at first
 _MAX_PAIRS = 256  # pairs of a block that are looked at next

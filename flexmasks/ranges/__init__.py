@@ -16,7 +16,8 @@ blocks of keys. A Range is two tensors, the least and the greatest number of eac
 dimension and key blocks along another:
 
     >>> import torch
-    >>> from flexmasks.ranges import Range, evaluate
+    >>> from flexmasks.ranges import Range
+    >>> from flexmasks.ranges.evaluate import evaluate
     >>> first, last = torch.arange(0, 512, 128), torch.arange(127, 512, 128)
     >>> q = Range.of_indices(first.view(1, 1, 4, 1), last.view(1, 1, 4, 1), limit=511)
     >>> kv = Range.of_indices(first.view(1, 1, 1, 4), last.view(1, 1, 1, 4), limit=511)
@@ -100,6 +101,5 @@ from flexmasks.ranges.context import Refused as Refused
 from flexmasks.ranges.context import TooLarge as TooLarge
 from flexmasks.ranges.context import TooWide as TooWide
 from flexmasks.ranges.evaluate import Evaluated as Evaluated
-from flexmasks.ranges.evaluate import evaluate as evaluate
 from flexmasks.ranges.value import Range as Range
 from flexmasks.ranges.value import Steps as Steps
