@@ -418,5 +418,5 @@ def test_a_rule_registers_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     truth, not_understood, _ = evaluate(compiled("torch.sinc(q) < 2"), *_blocks(1, 1, 4, 4))
     assert not_understood == ()
     assert truth.lo.all()
-    with pytest.raises(ValueError, match="'add' has a rule of ranges already"):
+    with pytest.raises(ValueError, match="'add' already has a range rule"):
         rule("add")(sinc)
