@@ -235,9 +235,9 @@ def test_the_demo_runs_under_a_minute(capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["demo"]) == 0
     assert time.perf_counter() - start < 60
     printed = capsys.readouterr().out
-    worst = float(re.search(r"materialised mask, .*: (\S+)", printed)[1])  # type: ignore[index]
+    worst = float(re.search(r"materialized mask, .*: (\S+)", printed)[1])  # type: ignore[index]
     assert worst < (1e-5 if "float32" in printed else 3e-2)
-    assert "SDPA + materialised mask" in printed
+    assert "SDPA + materialized mask" in printed
     assert "skipped:" in printed
 
 

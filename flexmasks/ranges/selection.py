@@ -142,7 +142,10 @@ def _narrowed_by(condition: Range, operand: Any, value: Range, holds: bool) -> R
 
 @rule("masked_fill")
 def masked_fill(a: Any, mask: Any, value: Any) -> Range | None:
-    """Range of `value` where the mask is true, else of a, in the dtype of a."""
+    """Range of `value` where the mask is true, else of a.
+
+    The result has the dtype of a.
+    """
     dtype = getattr(a, "dtype", torch.bool)
     is_lossy = type(value) is float and not dtype.is_floating_point
     if type(value) not in PYTHON_NUMBERS or not isinstance(a, Range) or is_lossy:
