@@ -58,8 +58,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m flexmasks", description="Attention masks for FlexAttention.")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("demo", help="run, check, time and draw grouped_tril attention on this machine")
-    importer = argparse.ArgumentParser(add_help=False)
-    importer.add_argument(
+    import_parser = argparse.ArgumentParser(add_help=False)
+    import_parser.add_argument(
         "--import",
         dest="modules",
         metavar="MODULE",
@@ -67,63 +67,71 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         help="first import a module that registers your own masks or scores; may be repeated",
     )
-    lister = commands.add_parser("list", help="list the masks and scores", parents=[importer])
-    lister.add_argument("--markdown", action="store_true", help="as Markdown, the pages of masks and scores")
-    shower = commands.add_parser(
+    list_parser = commands.add_parser("list", help="list the masks and scores", parents=[import_parser])
+    list_parser.add_argument("--markdown", action="store_true", help="as Markdown: the pages of masks and scores")
+    show_parser = commands.add_parser(
         "show",
         help="draw a mask or a score, with its documentation",
-        parents=[importer],
+        parents=[import_parser],
         epilog="Parameters of the mask or score are given as --name value, with the value as in Python: --window 64, "
         "--seq-lens [300,100], --causal True. By default they are those of an example.",
     )
-    shower.add_argument("name", help="name of a mask or a score")
-    shower.add_argument("--length", type=int, help="number of queries (default: as the parameters suggest, or 4096)")
-    shower.add_argument("--kv-length", type=int, help="number of keys (default: the number of queries)")
-    shower.add_argument("--block-size", type=int, help="default: 128, or 1 for short lengths")
-    shower.add_argument("-b", type=int, default=0, help="the batch element to draw")
-    shower.add_argument("--head", type=int, default=0, help="the head to draw")
-    shower.add_argument("--save", metavar="FILE", help="write the picture to a .svg, .html, .txt, .pdf or .png file")
-    maker = commands.add_parser("gallery", help="write a page of all masks and scores", parents=[importer])
-    maker.add_argument("out", metavar="OUT", help="the file to write, or a folder for index.html")
-    _add_bench_arguments(commands.add_parser("bench", help="measure this machine", parents=[importer]))
+    show_parser.add_argument("name", help="name of a mask or a score")
+    show_parser.add_argument(
+        "--length", type=int, help="number of queries (default: as the parameters suggest, or 4096)"
+    )
+    show_parser.add_argument("--kv-length", type=int, help="number of keys (default: the number of queries)")
+    show_parser.add_argument("--block-size", type=int, help="default: 128, or 1 for short lengths")
+    show_parser.add_argument("-b", type=int, default=0, help="the batch element to draw")
+    show_parser.add_argument("--head", type=int, default=0, help="the head to draw")
+    show_parser.add_argument(
+        "--save", metavar="FILE", help="write the picture to a .svg, .html, .txt, .pdf or .png file"
+    )
+    gallery_parser = commands.add_parser(
+        "gallery", help="write a page of all masks and scores", parents=[import_parser]
+    )
+    gallery_parser.add_argument("out", metavar="OUT", help="the file to write, or a folder for index.html")
+    _add_bench_arguments(commands.add_parser("bench", help="measure this machine", parents=[import_parser]))
     return parser
 
 
-def _add_bench_arguments(bencher: argparse.ArgumentParser) -> None:
-    bencher.add_argument(
+def _add_bench_arguments(bench_parser: argparse.ArgumentParser) -> None:
+    bench_parser.add_argument(
         "what",
         choices=["blocks", "softmax", "attention"],
         help="blocks: finding block masks, against create_block_mask; softmax: the masked softmax, against torch; "
         "attention: masks and scores, against flex_attention, SDPA and other installed libraries",
     )
     several: dict[str, Any] = {"nargs": "+", "default": []}
-    bencher.add_argument(
+    bench_parser.add_argument(
         "--masks",
         **several,
         metavar="NAME",
         help="with blocks and attention: only these masks, names of the usual table or of registered masks, "
         "which are measured at their examples",
     )
-    bencher.add_argument(
+    bench_parser.add_argument(
         "--scores", **several, metavar="NAME", help="with attention: registered scores, under the causal mask"
     )
-    bencher.add_argument(
+    bench_parser.add_argument(
         "--all",
         action="store_true",
         help="with blocks and attention: every registered mask, and with attention every score, at its example",
     )
-    bencher.add_argument(
+    bench_parser.add_argument(
         "--lengths", **several, type=_positive, metavar="N", help="with blocks and attention: numbers of tokens"
     )
-    bencher.add_argument("--device", help="cuda or cpu (default: a GPU if the machine has one)")
-    bencher.add_argument("--json", metavar="FILE", help="write the figures to a file, after each step")
-    bencher.add_argument("--resume", action="store_true", help="keep the figures of FILE, and measure what it lacks")
+    bench_parser.add_argument("--device", help="cuda or cpu (default: a GPU if the machine has one)")
+    bench_parser.add_argument("--json", metavar="FILE", help="write the figures to a file, after each step")
+    bench_parser.add_argument(
+        "--resume", action="store_true", help="keep the figures of FILE, and measure the missing ones"
+    )
 
 
 def tables(markdown: bool = False) -> str:
     """Return the tables of masks and scores.
 
-    They are text, or the Markdown of their pages.
+    The tables are text, or the Markdown of the pages of masks and scores.
     """
     listed = (("mask", list_masks()), ("score", list_scores()))
     if markdown:
@@ -143,7 +151,7 @@ def _bench(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> di
     if arguments.all and (arguments.masks or arguments.scores):
         parser.error("--all takes no --masks and no --scores")
     if arguments.resume and arguments.json is None:
-        parser.error("--resume goes on with a FILE: pass --json FILE")
+        parser.error("--resume continues a FILE: pass --json FILE")
     where: dict[str, Any] = {"device": arguments.device, "file": arguments.json}
     if arguments.what == "softmax":
         from flexmasks.bench.softmax import softmax
@@ -171,7 +179,7 @@ def _positive(text: str) -> int:
 
 
 def _import(modules: list[str]) -> None:
-    sys.path.insert(0, "")  # the installed command does not search the current folder by itself
+    sys.path.insert(0, "")  # the installed command does not search the current folder otherwise
     for module in modules:
         try:
             importlib.import_module(module)

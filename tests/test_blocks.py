@@ -28,9 +28,11 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
 import flexmasks
-from flexmasks.blocks import Elements, Layout, build, decide, dependence, limits, materialize, of_block_mask
+from flexmasks.blocks import Elements, Layout, dependence, limits, materialize, of_block_mask
+from flexmasks.blocks.build import build
+from flexmasks.blocks.decide import decide
 from flexmasks.blocks.undecided import look_at
-from flexmasks.ranges import evaluate
+from flexmasks.ranges.evaluate import evaluate
 
 CPU = torch.device("cpu")
 # Devices, and how many blocks of a GPU are decided on the CPU: the usual number, or none.

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flexmasks.blocks.elements import over_indices
-from flexmasks.ranges import GiveUp, Range, evaluate, value
+from flexmasks.ranges import GiveUp, Range, value
+from flexmasks.ranges.evaluate import evaluate
 from flexmasks.ranges.value import rule
 
 LENGTH = 24  # the length of q and kv; tables are longer
@@ -417,5 +418,5 @@ def test_a_rule_registers_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     truth, not_understood, _ = evaluate(compiled("torch.sinc(q) < 2"), *_blocks(1, 1, 4, 4))
     assert not_understood == ()
     assert truth.lo.all()
-    with pytest.raises(ValueError, match="'add' has a rule of ranges already"):
+    with pytest.raises(ValueError, match="'add' already has a range rule"):
         rule("add")(sinc)

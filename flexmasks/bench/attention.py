@@ -36,7 +36,7 @@ _Shape = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class Case:
-    """A mask and a score, and how other libraries name the same."""
+    """A mask and a score, and the arguments by which other libraries take them."""
 
     name: str
     mask: Mask
@@ -45,7 +45,7 @@ class Case:
     is_causal: bool | None = None  # SDPA's argument, or None if SDPA needs the mask as a tensor
     batch: int | None = None
     length: int | None = None
-    lengths: Tensor | None = field(default=None, repr=False)  # of documents laid end to end
+    lengths: Tensor | None = field(default=None, repr=False)  # lengths of documents laid end to end
 
 
 def cases(batch: int, heads: int, length: int, device: torch.device) -> list[Case]:
@@ -158,7 +158,7 @@ def table(results: dict[str, Any]) -> str:
     return f"{machine_line(results)}\n{tabulate(rows, headers=header, floatfmt='.4g', missingval='')}"
 
 
-# Columns of the table: what stands above them, and the implementations of which a case has one.
+# Columns of the table: the heading, and the implementations. A case has at most one of these.
 _RIVALS = {
     "flex_attention": ("flex_attention",),
     "FlashAttention 4, called directly": ("FA4", "FA4, varlen"),
@@ -188,8 +188,8 @@ def markdown(results: dict[str, Any]) -> str:
     shapes = list(dict.fromkeys(shape.rpartition("x")[0] for _, shape in by_case))
     about = (
         f"On one {results['machine']['device']}, torch {results['machine']['torch']}, {results['rows'][0]['dtype']}, "
-        f"batch x heads x length {' and, packed, '.join(shapes)}: forward / backward ms, medians of interleaved runs, "
-        "and in brackets how many times as long as flexmasks both passes take."
+        f"batch x heads x length {' and, packed, '.join(shapes)}: forward / backward ms, medians of interleaved runs. "
+        "In brackets: the total time divided by the total time of flexmasks."
     )
     header = ["case", "D", "flexmasks", "TFLOP/s", *_RIVALS]
     return f"{about}\n\n{tabulate(table, headers=header, tablefmt='github')}"
@@ -213,10 +213,10 @@ def registry_markdown(results: dict[str, Any]) -> str:
     about = (
         f"Every registered mask and score at its example, on one {results['machine']['device']}, torch "
         f"{results['machine']['torch']}, {results['rows'][0]['dtype']}, "
-        f"batch x heads x length x D {usual_shape}: medians of interleaved runs, TFLOP/s of "
-        "visible pairs, and how many times as long flex_attention (compiled, its defaults) and SDPA with a dense mask "
-        f"take, forward and backward. flex_attention takes {statistics.median(gains):.2f} times as long in the "
-        f"median, {min(gains):.2f} to {max(gains):.2f} times."
+        f"batch x heads x length x D {usual_shape}: medians of interleaved runs. TFLOP/s count visible pairs. The last "
+        "columns say how many times as long flex_attention (compiled, with its defaults) and SDPA with a dense mask "
+        f"take, forward and backward together. The median for flex_attention is {statistics.median(gains):.2f} times, "
+        f"the range {min(gains):.2f} to {max(gains):.2f} times."
     )
     missing = [f"`{m.name}`" for m in list_masks() if is_own("mask", m.name) and m.name not in by_kind["mask"]]
     scores = [s.name for s in list_scores() if is_own("score", s.name)]
@@ -251,8 +251,8 @@ def _total(row: Row) -> float:
 def _example_rows(kind: str, name: str, shape: _Shape, dtype: torch.dtype, device: torch.device) -> list[Row]:
     """Return the figures of a registered mask or score at its example.
 
-    A score is measured under the causal mask. Where the example allows one batch element or one head only, the other of
-    the two gets all rows of the shape.
+    A score is measured under the causal mask. If the example allows only one batch element, the heads get all rows of
+    the shape; if it allows only one head, the batch gets them.
     """
     batch, heads, most, size = shape
     rows = batch * heads

@@ -26,9 +26,11 @@ from flexmasks.spec.registry import list_masks
 from flexmasks.spec.values import Mask, Score
 
 LENGTHS = {"cuda": (4096, 8192, 65536, 262144, 1048576), "cpu": (4096, 16384, 65536, 262144)}  # tokens
-EXAMPLE_LENGTH = 32768  # tokens, of registered masks at their examples
-_SHORT_LENGTH = 8192  # tokens, of the table's column for short lengths
-_COMPARED_ON_CPU = 16384  # tokens; eager create_block_mask needs 5 GB there, and four times as much at twice the length
+EXAMPLE_LENGTH = 32768  # tokens, for registered masks at their examples
+_SHORT_LENGTH = 8192  # tokens, for the table's column of a short length
+_COMPARED_ON_CPU = (
+    16384  # tokens; eager create_block_mask needs 5 GB for them, and four times as much at twice the length
+)
 _RUNS = {"cuda": 9, "cpu": 5}
 
 
@@ -129,13 +131,14 @@ def markdown(gpu: dict[str, Any], cpu: dict[str, Any]) -> str:
     size = by_key[names[0], longest]["size_mb"] / 1e3
     seconds = sorted(r["torch_first_s"] for r in gpu["rows"] if "torch_first_s" in r)
     return (
-        f"Against torch's `create_block_mask`, on one {gpu_name}, and on {cpu_name}; medians. The BlockMask "
-        f"itself takes {size:.2f} GB at {longest:,} tokens. The times leave out torch's compilation, "
-        f"{seconds[0]:.0f} to {seconds[-1]:.0f} s for each function and length; flexmasks compiles nothing. At short "
-        "lengths a mask that is new, or whose tensors changed, takes some milliseconds of the host, longer than "
-        "torch's compiled function. A mask that was seen before is found in the cache "
+        f'flexmasks ("here") against torch\'s `create_block_mask`, on one {gpu_name}, and on {cpu_name}; medians. The '
+        f"BlockMask itself takes {size:.2f} GB at {longest:,} tokens. The times leave out the compilation of "
+        f"`create_block_mask`, {seconds[0]:.0f} to {seconds[-1]:.0f} s for each function and length; flexmasks "
+        "compiles nothing. At short lengths a new mask, or a mask with changed tensors, takes some milliseconds on the "
+        "host, longer than compiled `create_block_mask`. A mask that was seen before comes from the cache "
         f'("again"):\n\n{_comparison(gpu["rows"], cpu["rows"], names, longest)}\n\n'
-        f"Milliseconds by length on the GPU, and in brackets how many blocks had to be looked at:\n\n{growth_table}"
+        "Milliseconds by length on the GPU, and in brackets the number of blocks looked at element by "
+        f"element:\n\n{growth_table}"
     )
 
 
@@ -179,11 +182,12 @@ def undecided_markdown(results: dict[str, Any]) -> str:
     lengths = sorted({r["length"] for r in rows}, reverse=True)
     slowest = max(rows, key=lambda r: r["ms"])
     about = (
-        f"Of the {len(rows)} registered masks, at their examples and {', '.join(f'{n:,}' for n in lengths)} tokens, "
-        f"ranges leave only partial blocks open for {exact}. On {results['machine']['device']}, torch "
-        f"{results['machine']['torch']}, finding all blocks takes "
-        f"{statistics.median(r['ms'] for r in rows):.2g} ms in the median, at most {slowest['ms']:.3g} "
-        f"(`{slowest['mask']}`). The masks for which they leave other blocks open, or more than a tenth of all blocks:"
+        f"The {len(rows)} registered masks are measured at their examples with {', '.join(f'{n:,}' for n in lengths)} "
+        f"tokens. For {exact} of them only partial blocks are looked at element by element. On "
+        f"{results['machine']['device']}, torch {results['machine']['torch']}, finding the blocks takes "
+        f"{statistics.median(r['ms'] for r in rows):.2g} ms in the median, and at most "
+        f"{slowest['ms']:.3g} ms (`{slowest['mask']}`). The table lists the masks for which "
+        "other blocks are looked at, too, or more than a tenth of all blocks:"
     )
     cells = [
         [
@@ -202,7 +206,7 @@ def undecided_markdown(results: dict[str, Any]) -> str:
 def _row(name: str, registered: bool, length: int, device: torch.device) -> list[Row]:
     """Return the figures of one mask.
 
-    A registered mask is measured at its example, at the length or the first shorter one that fits.
+    A registered mask is measured at its example, at the length or at the first shorter length that fits.
     """
     if registered:
         length, _, mask = fitting("mask", name, at_most(length), functools.partial(_usable, device))
@@ -221,11 +225,11 @@ def _row(name: str, registered: bool, length: int, device: torch.device) -> list
     if device.type == "cuda" or length <= _COMPARED_ON_CPU:
         calls["torch"] = _torch_call(ours_uncached(), length, device)
         start = time.perf_counter()
-        want = calls["torch"]()
+        expected = calls["torch"]()
         synchronize(device)
         compared["torch_first_s"] = round(time.perf_counter() - start, 2)
-        equal = all(torch.equal(a, b) for a, b in zip(_tensors(ours()), _tensors(want), strict=True))
-        del want  # its memory would count as in use before the peak
+        equal = all(torch.equal(a, b) for a, b in zip(_tensors(ours()), _tensors(expected), strict=True))
+        del expected  # its memory would count as in use before the call
     times = interleaved(calls, device, _RUNS[device.type], wall_milliseconds)
     peak_mb = {}
     for who, call in calls.items():

@@ -1,4 +1,4 @@
-"""One clock: wall time or a GPU's own time, of interleaved runs."""
+"""Times of interleaved runs: wall time, or a GPU's own time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _HEAD_START_GIGABYTES = 6  # writing them takes a GPU longer than the host needs
 def wall_milliseconds(call: Callable[[], object], device: torch.device, calls_in_a_row: int = 1) -> float:
     """Return the wall time of one call, host included.
 
-    It is the mean of calls in a row, during which Python's garbage collector pauses, as in timeit.
+    The time is the mean of several calls in a row. Python's garbage collector pauses meanwhile, as in timeit.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -57,7 +57,7 @@ def device_milliseconds(call: Callable[[], object], device: torch.device) -> flo
 def interleaved(
     calls: Mapping[str, Callable[[], object]], device: torch.device, runs: int, clock: Clock = device_milliseconds
 ) -> dict[str, tuple[float, float]]:
-    """Time calls by turns: median milliseconds, and the range of the middle half."""
+    """Return median milliseconds and the interquartile range of calls timed by turns."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for run in range(_WARMUP_RUNS + runs):
         for name, call in calls.items():
@@ -70,5 +70,5 @@ def interleaved(
 
 @functools.cache
 def _gigabyte(device: torch.device) -> Tensor:
-    """A buffer larger than any cache."""
+    """Return a buffer larger than any cache."""
     return torch.empty(1 << 30, dtype=torch.uint8, device=device)

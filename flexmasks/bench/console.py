@@ -8,7 +8,7 @@ import torch
 
 
 def progress(message: str) -> None:
-    """Show a message, which in a terminal replaces the last one."""
+    """Show a message; in a terminal it replaces the last message."""
     if sys.stderr.isatty():
         print(f"\r\033[K{message}", end="", file=sys.stderr, flush=True)
     elif message:
@@ -16,7 +16,7 @@ def progress(message: str) -> None:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a GPU has finished its work; a CPU has none left."""
+    """Wait until a GPU has finished its work; return at once for a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

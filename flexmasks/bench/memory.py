@@ -16,7 +16,7 @@ _PROCESS_STATUS = Path("/proc/self/status")
 def peak_bytes(call: Callable[[], object], device: torch.device) -> float:
     """Return the most bytes that a call adds to those in use.
 
-    On a CPU these are bytes of the process, as Linux counts them; NaN on other systems.
+    On a CPU they are the bytes of the process as Linux counts them; other systems give NaN.
     """
     gc.collect()
     if device.type == "cuda":
@@ -37,6 +37,6 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> float:
 
 
 def _process_bytes(field: str) -> int:
-    """Return a field of the process's status, which has kilobytes, in bytes."""
+    """Return a field of the process's status, converted from kilobytes to bytes."""
     line = next(line for line in _PROCESS_STATUS.read_text().splitlines() if line.startswith(f"{field}:"))
     return int(line.split()[1]) * 1024

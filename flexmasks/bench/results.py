@@ -25,7 +25,7 @@ def choose_device(name: str | None) -> torch.device:
 
 
 def machine(device: torch.device) -> dict[str, str]:
-    """Return the device, torch and Python that figures depend on."""
+    """Return the device, torch and Python, on which figures depend."""
     return {
         "device": device_name(device).removeprefix("NVIDIA "),
         "device_type": device.type,
@@ -35,7 +35,7 @@ def machine(device: torch.device) -> dict[str, str]:
 
 
 def machine_line(results: dict[str, Any]) -> str:
-    """Return the line above a table that names the machine."""
+    """Return a line that names the machine, for the top of a table."""
     return ", ".join(text for name, text in results["machine"].items() if name != "device_type")
 
 
@@ -75,7 +75,7 @@ def run_steps(
         try:
             results["rows"] += rows()
             results["measured"].append(description)
-        except Exception as error:  # a user's mask raises it, or memory runs out
+        except Exception as error:  # a user's mask may raise, or memory may run out
             results.setdefault("failed", {})[description] = f"{type(error).__name__}: {error}"[:2000]
         if file is not None:
             unfinished = Path(f"{file}.part")
@@ -94,7 +94,7 @@ def _earlier(results: dict[str, Any], file: str) -> dict[str, Any]:
         earlier = None
     same = isinstance(earlier, dict) and earlier.get("benchmark") == results["benchmark"] and "measured" in earlier
     if not same:
-        raise ValueError(f"flexmasks bench: {file} is not of a run of this benchmark that can go on.")
+        raise ValueError(f"flexmasks bench: {file} holds no results of this benchmark that can be resumed.")
     if earlier["machine"] != results["machine"]:
-        raise ValueError(f"flexmasks bench: {file} is of another machine or torch, {earlier['machine']}.")
+        raise ValueError(f"flexmasks bench: {file} is of another machine or another torch: {earlier['machine']}.")
     return {name: earlier[name] for name in ("rows", "measured")}

@@ -1,4 +1,4 @@
-"""One runner: forward and backward passes of implementations, timed by turns."""
+"""Forward and backward passes of implementations, timed by turns."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from flexmasks.bench.clock import Clock, device_milliseconds, interleaved
 from flexmasks.bench.console import progress, synchronize
 from flexmasks.bench.memory import peak_bytes
 
-# Matrix products of attention: q @ k^T and weights @ v forward; backward the scores once more, and the gradients of q,
-# k, v and of the weights.
+# Matrix products of attention. Forward: q @ k^T and weights @ v. Backward: q @ k^T once more, and the gradients of q,
+# k, v and the weights.
 _PRODUCTS = {"forward": 2, "backward": 5}
 
 
@@ -25,9 +25,9 @@ class Measured:
     """Figures of one implementation."""
 
     output: Tensor
-    first_seconds: float  # of the first call, compilation and backward pass included
-    peak_bytes: float | None  # of a forward and a backward pass on a GPU, beyond the bytes in use before
-    # By pass, "forward" or "backward": the median and the range of the middle half.
+    first_seconds: float  # time of the first call, with compilation and a backward pass
+    peak_bytes: float | None  # added by a forward and a backward pass on a GPU to the bytes in use before
+    # By pass, "forward" or "backward": the median and the interquartile range.
     milliseconds: dict[str, tuple[float, float]] = field(default_factory=dict)
 
 

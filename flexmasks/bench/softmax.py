@@ -54,7 +54,7 @@ class Case:
     def least_bytes(self, visible: float) -> dict[str, float]:
         """Return the least bytes that each pass moves for a visible share."""
         size = math.prod(self.shape) * self.dtype.itemsize
-        if isinstance(self.mask, Tensor):  # scattered: all of x must be read, and all of y, whose zeros are unknown
+        if isinstance(self.mask, Tensor):  # scattered: all of x and y must be read, since the zeros of y are unknown
             return {"forward": 2 * size + self.mask.numel() * self.mask.itemsize, "backward": 3 * size}
         return {"forward": size * (1 + visible), "backward": size * (1 + 2 * visible)}
 
@@ -66,7 +66,7 @@ def cases(device: torch.device) -> list[Case]:
     generator = torch.Generator().manual_seed(0)
 
     def grouped_tril(length: int, *used: float) -> Mask:
-        """The parts of the length that each batch element uses."""
+        """Return the mask where batch elements use these parts of the length."""
         return get_mask("grouped_tril", seq_lens=torch.tensor([int(length * part) for part in used], device=device))
 
     document_ids = (torch.rand(long, generator=generator) < 1 / 600).cumsum(0).to(device)
@@ -125,10 +125,10 @@ def markdown(results: dict[str, Any]) -> str:
         rows.append(line)
     headers = ["case", "x", "pass", "ms", "TB/s", "of copy", "eager", "torch.compile"]
     return (
-        f"On one {results['machine']['device']}, torch {results['machine']['torch']}: TB/s of the bytes that must "
-        "move (visible input read once, output written once), and their share of a copy's "
-        f"{results['copy_tb_s']:.2f} TB/s in the same run; backward passes through autograd; medians.\n\n"
-        + tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
+        f"On one {results['machine']['device']}, torch {results['machine']['torch']}; medians, backward passes through "
+        "autograd. TB/s count the bytes that must move: the visible part of the input is read once, the output is "
+        f'written once. "of copy" is their share of the {results["copy_tb_s"]:.2f} TB/s that a copy reached in the '
+        "same run.\n\n" + tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
     )
 
 

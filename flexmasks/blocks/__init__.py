@@ -2,18 +2,16 @@
 
 Its empty, partial and full blocks are exactly those of torch's create_block_mask.
 
-`decide` asks ranges which blocks are certainly full and which possibly visible. `undecided` looks at the blocks between
-these element by element, by `elements`. `build` joins both and makes the index lists of `lists`. `counts` counts the
-blocks and pairs of a BlockMask and proves what kernels may rely on; `strips` counts at any length. `limits` bounds the
-work done at once.
+`decide` asks ranges which blocks are certainly full and which are possibly visible. `undecided` looks at the other
+blocks element by element, and `elements` evaluates the mask there. `build` joins both results, and `lists` makes the
+index lists. `counts` counts the blocks and pairs of a BlockMask and proves what kernels may rely on. `strips` counts
+at any length in bounded memory. `limits` bounds the work done at once.
 """
 
 from flexmasks.blocks.build import Layout as Layout
-from flexmasks.blocks.build import build as build
 from flexmasks.blocks.build import materialize as materialize
 from flexmasks.blocks.counts import Blocks as Blocks
 from flexmasks.blocks.decide import Decided as Decided
-from flexmasks.blocks.decide import decide as decide
 from flexmasks.blocks.decide import dependence as dependence
 from flexmasks.blocks.elements import Elements as Elements
 from flexmasks.blocks.elements import MaskMod as MaskMod

@@ -64,7 +64,7 @@ def build(
     partial_and_full = torch.empty((2, *shape), dtype=torch.bool, device=decided.certain.device)
     partial, full = partial_and_full
     full.copy_(all_visible)
-    if q_len % block_size[0]:  # torch calls a block that the edge cuts partial, since all is hidden past the edge
+    if q_len % block_size[0]:  # for torch a block that the edge cuts is partial: pairs past the edge are hidden
         full[..., -1, :] = False
     if kv_len % block_size[1]:
         full[..., -1] = False
@@ -86,7 +86,7 @@ def _resolved(
 ) -> tuple[Tensor, Tensor]:
     """Return whether any, and whether all pairs of each block are visible.
 
-    undecided: flat places of the undecided blocks.
+    undecided: the undecided blocks, as indices into the flattened blocks.
     """
     certain = decided.certain
     if not len(undecided):

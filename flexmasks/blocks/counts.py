@@ -20,7 +20,7 @@ def pairs_in_blocks(counts: Tensor, indices: Tensor, lengths: tuple[int, int], b
     """Return the number of pairs in listed blocks.
 
     counts, indices: [..., rows] and [..., rows, n], lists of key blocks as a BlockMask has them.
-    lengths: of queries and keys, where blocks at the edge may be cut.
+    lengths: numbers of queries and keys; the edge may cut the last blocks.
     """
     (height, width), (q_len, kv_len) = block_size, lengths
     rows, columns = counts.shape[-1], -(-kv_len // width)
@@ -43,7 +43,7 @@ def visible_in_blocks(
     blocks: [n, (b, h, row, column)].
     keys: number of keys of each block to look at, from its first on; by default all.
     repeat_last_query: queries past the edge see what the last query sees. By default they see nothing. Keys past the
-        edge always are hidden.
+        edge are always hidden.
     """
     (height, width), (q_len, kv_len) = block_size, lengths
     keys = width if keys is None else keys
@@ -61,8 +61,8 @@ def visible_in_blocks(
 class Blocks:
     """Counts of a mask's blocks, as `Mask.blocks` returns them.
 
-    Counts and shares are over the batch and heads that the mask depends on. Shares count pairs of a query and a key
-    that exist: where a length is no multiple of the block size, the blocks at the edge count with what they have.
+    Counts and shares are over the batch and heads that the mask depends on. Shares count existing pairs of a query and
+    a key: where the edge cuts a block, only its pairs inside the edge count.
 
     Example:
         >>> import flexmasks
@@ -124,7 +124,7 @@ class Blocks:
     def hidden(self) -> float:
         """Return the share of computed pairs that are hidden, 0 to 1.
 
-        Computed pairs are those in partial and full blocks. Evaluates the mask at every pair in partial blocks.
+        Computed pairs are the pairs in partial and full blocks. Evaluates the mask at every pair in partial blocks.
         """
         in_full = self._pairs_in(self._full)
         computed = self._pairs_in(self._partial) + in_full
@@ -140,26 +140,26 @@ class Blocks:
     def contiguous(self) -> bool:
         """Return whether the blocks in each list follow without gaps.
 
-        That is what the kernel option BLOCKS_ARE_CONTIGUOUS promises, of lists of partial and of full blocks. Causal
-        attention has it where the lengths are multiples of the block size: blocks that the edge cuts are partial, which
-        leaves gaps in the lists of columns.
+        The kernel option BLOCKS_ARE_CONTIGUOUS promises this for the lists of partial and of full blocks. It holds for
+        causal attention if the lengths are multiples of the block size. Otherwise the edge makes some blocks partial,
+        which leaves gaps in the lists of columns.
         """
-        made = self.block_mask
-        if made.q_num_blocks is None or made.q_indices is None:
+        block_mask = self.block_mask
+        if block_mask.q_num_blocks is None or block_mask.q_indices is None:
             return False
-        of_columns = [(made.q_num_blocks, made.q_indices)]
-        if made.full_q_num_blocks is not None and made.full_q_indices is not None:
-            of_columns.append((made.full_q_num_blocks, made.full_q_indices))
+        of_columns = [(block_mask.q_num_blocks, block_mask.q_indices)]
+        if block_mask.full_q_num_blocks is not None and block_mask.full_q_indices is not None:
+            of_columns.append((block_mask.full_q_num_blocks, block_mask.full_q_indices))
         return all(_is_without_gaps(*lists) for lists in (self._partial, self._full, *of_columns))
 
     @functools.cached_property
     def rows_guaranteed_safe(self) -> bool:
         """Return whether each query sees one of a kernel's first 16 keys.
 
-        These are the first keys of the first block in its list, partial blocks before full ones. The kernel option
-        ROWS_GUARANTEED_SAFE needs this, which is more than its documentation says: with it a kernel gives NaN for a
-        row that sees nothing in the first tile of keys, also where the row sees keys in later tiles. Causal attention
-        has it, a sliding window has not.
+        These are the first keys of the first block in the query's list, where partial blocks come before full blocks.
+        The kernel option ROWS_GUARANTEED_SAFE needs this, which is more than its documentation says: with the option a
+        kernel gives NaN for a row that sees nothing in the first tile of keys, even if the row sees keys in later
+        tiles. It holds for causal attention, but not for a sliding window.
         """
         counts, indices = self._partial
         if bool(((counts == 0) & (self._full[0] == 0)).any()):
@@ -176,9 +176,9 @@ class Blocks:
 
         They are options of its Triton kernel for many queries.
 
-        ROWS_GUARANTEED_SAFE holds without a score_mod: a score_mod that returns -inf hides, too. `attention` sets both
-        options by itself for masks without tensors. What holds for a tensor may not hold for the next one, and a change
-        recompiles.
+        ROWS_GUARANTEED_SAFE holds only without a score_mod, for a score_mod that returns -inf also hides pairs.
+        `attention` sets both options by itself for masks without tensors. For other masks it does not: what holds for
+        one tensor may not hold for the next, and a changed option recompiles the kernel.
         """
         facts = {"ROWS_GUARANTEED_SAFE": self.rows_guaranteed_safe, "BLOCKS_ARE_CONTIGUOUS": self.contiguous}
         return {name: True for name, holds in facts.items() if holds}
@@ -209,10 +209,10 @@ class Blocks:
 
     @property
     def _full(self) -> tuple[Tensor, Tensor]:
-        made = self.block_mask
-        if made.full_kv_num_blocks is None or made.full_kv_indices is None:
-            return torch.zeros_like(made.kv_num_blocks), made.kv_indices
-        return made.full_kv_num_blocks, made.full_kv_indices
+        block_mask = self.block_mask
+        if block_mask.full_kv_num_blocks is None or block_mask.full_kv_indices is None:
+            return torch.zeros_like(block_mask.kv_num_blocks), block_mask.kv_indices
+        return block_mask.full_kv_num_blocks, block_mask.full_kv_indices
 
     def _pairs_in(self, lists: tuple[Tensor, Tensor]) -> int:
         return pairs_in_blocks(*lists, self._lengths, self._block_size)

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from flexmasks.blocks import limits
 from flexmasks.blocks.elements import MaskMod, dependence_by_vmap
-from flexmasks.ranges import GiveUp, Range, Steps, TooLarge, TooWide, evaluate
+from flexmasks.ranges import GiveUp, Range, Steps, TooLarge, TooWide
+from flexmasks.ranges.evaluate import evaluate
 from flexmasks.ranges.value import broadcast_shape
 
 _CPU = torch.device("cpu")
@@ -21,7 +22,7 @@ _CPU = torch.device("cpu")
 class Axis:
     """Positions of queries or keys, cut in blocks.
 
-    They are `first`..`length` - 1 in blocks of `block_size`, of which the last may be shorter.
+    The positions are `first`..`length` - 1, in blocks of `block_size`. The last block may be shorter.
     """
 
     length: int
@@ -47,7 +48,7 @@ class Axis:
 
 
 class Decided(NamedTuple):
-    """Knowledge of ranges about blocks, as booleans [B, H, rows, columns].
+    """Result of `decide`: booleans [B, H, rows, columns] and two facts.
 
     A dimension on which the mask does not depend has size 1.
     """
@@ -69,7 +70,7 @@ def decide(
 ) -> Decided:
     """Return what ranges know of each block.
 
-    Few blocks of a GPU are decided on the CPU, and the result is left there.
+    If there are few blocks, they are decided on the CPU, and the result stays there.
 
     Raises ValueError or TypeError where the function is not a mask.
     """
@@ -110,7 +111,7 @@ def _decide_in_slices(
     """Decide a slice of the rows at a time.
 
     sizes: of batch and heads.
-    width: elements of a tensor that the function makes; the wider, the fewer rows there are in a slice.
+    width: elements of the largest tensor that the function makes. The larger it is, the fewer rows are in a slice.
 
     Raises TooLarge where the function captured a tensor too large to be copied to `compute_device`.
     """

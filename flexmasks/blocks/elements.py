@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from flexmasks.blocks import limits
-from flexmasks.ranges import GiveUp, Range, TooLarge, evaluate
+from flexmasks.ranges import GiveUp, Range, TooLarge
+from flexmasks.ranges.evaluate import evaluate
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 _Function = TypeVar("_Function", bound=Callable[..., Tensor])
@@ -18,9 +19,9 @@ _INDEX_LIMIT = 1 << 31  # above every index
 
 
 class _IndexingByNumbers(TorchFunctionMode):
-    """Mode in which `tensor[i]` with a number `i` is an index operation.
+    """Mode in which `tensor[i]` with a tensor `i` without dimensions is a lookup.
 
-    Otherwise torch reads the number's value, which vmap does not allow.
+    Without the mode, torch reads the value of `i`, which vmap does not allow.
     """
 
     def __torch_function__(
@@ -41,9 +42,9 @@ class _IndexingByNumbers(TorchFunctionMode):
 def over_indices(function: _Function, prefix: tuple[int, ...] = ()) -> Callable[..., Tensor]:
     """Return a mask_mod as a function of four index vectors.
 
-    prefix: vmap's dimensions of the arguments before the indices: (0,) for a score_mod, whose score is [b, h, q, kv].
+    prefix: vmap's dimensions for arguments before the indices: (0,) for a score_mod, which takes a score [b, h, q, kv].
 
-    The result is [b, h, q, kv]. The function sees its arguments as numbers, as in torch's own create_mask.
+    The result is [b, h, q, kv]. The function sees tensors without dimensions, as in torch's create_mask.
     """
     vmapped: Callable[..., Tensor] = function
     for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
@@ -95,8 +96,8 @@ class Elements:
 
     Called with b, h [n], q [n, queries] and kv [n, keys], it returns booleans [n, queries, keys].
 
-    Ranges of one element each give the booleans for most functions, and start faster than vmap. vmap gives them for
-    all functions.
+    For most functions the booleans come from ranges of one element each, which start faster than vmap. For all other
+    functions they come from vmap.
 
     device: the device that the function sees its indices on; the result is on the device of the indices.
     widest: elements of the largest tensor that the function sees, as `decide` gives it.
@@ -153,7 +154,7 @@ def block_indices(lo: Tensor, hi: Tensor) -> Range:
 def coordinates_of(places: Tensor, shape: torch.Size) -> Tensor:
     """Return the coordinates [n, dimensions] of flat places.
 
-    The result is that of torch.unravel_index, which would wait for a GPU.
+    torch.unravel_index returns the same, but waits for a GPU.
     """
     coordinates = []
     for size in reversed(shape):

@@ -11,8 +11,8 @@ from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defin
 
 from flexmasks.blocks import limits
 
-_WORDWISE_FROM = 1 << 22  # booleans, from which on eight at a time are searched for those that are true
-_ALIGNMENT = 64  # elements that a tensor's start in its memory is a multiple of, as kernels expect
+_WORDWISE_FROM = 1 << 22  # from this many booleans on, eight are searched at a time
+_ALIGNMENT = 64  # kernels expect a tensor's offset in its memory to be a multiple of this many elements
 
 
 # --- reading ---
@@ -53,8 +53,8 @@ def index_lists(partial_and_full: Tensor, ones: Tensor) -> list[Tensor]:
 
     A line is a row or a column of one matrix of blocks. Its list names the line's marked places in order and behind
     them all other places, as torch has it: 1 2 4 0 3 5 if places 1, 2 and 4 of 6 are marked. Within a run of marked
-    places, and within a gap between runs, the list counts up by one. From a run to the next it jumps, and so it does
-    from the last run to the first gap, and from a gap to the next. So it is the cumulative sum of ones and jumps.
+    places, and within a gap between runs, the list counts up by one. It jumps from each run to the next, from the last
+    run to the first gap, and from each gap to the next. So the list is the cumulative sum of ones and jumps.
     """
     rows, columns = partial_and_full.shape[-2:]
     matrices = partial_and_full[..., 0, 0].numel()
@@ -78,7 +78,7 @@ def index_lists(partial_and_full: Tensor, ones: Tensor) -> list[Tensor]:
 class _Runs(NamedTuple):
     """Runs of marked places, in order.
 
-    All rows come first as lines, then all columns.
+    A line is a row or a column. All rows come before all columns.
     """
 
     line: Tensor
@@ -110,8 +110,8 @@ def _add_jumps(lists: Tensor, runs: _Runs, counts: Tensor, rows: int, columns: i
     """
     line, first, end = runs
     length = end - first
-    before = length.cumsum(0) - length  # marked places before a run, less those in the lines before its line
-    before -= (counts.cumsum(0) - counts)[line]
+    before = length.cumsum(0) - length  # number of marked places before a run, in all lines
+    before -= (counts.cumsum(0) - counts)[line]  # in its own line
     count = counts[line]
     has_next_run = torch.zeros_like(line, dtype=torch.bool)  # in the same line
     torch.eq(line[1:], line[:-1], out=has_next_run[:-1])
@@ -125,7 +125,8 @@ def _add_jumps(lists: Tensor, runs: _Runs, counts: Tensor, rows: int, columns: i
         list_length = torch.where(is_column, rows, columns)
         list_start = torch.where(is_column, line * rows + matrices * rows * (columns - rows), list_start)
     # Each run causes three jumps: to the run, past the run when the gaps are listed, and back from the last run to the
-    # first gap. A jump has a place in the list, and goes one further than its number says.
+    # first gap. A jump is added at its place in the list. The number added is one less than the distance, since the
+    # list counts up by one as well.
     places = torch.stack([before, count + first - before, count])
     jumps = torch.stack([first - previous_end, length, end * has_next_run - end])
     is_inside = places < list_length
@@ -135,7 +136,7 @@ def _add_jumps(lists: Tensor, runs: _Runs, counts: Tensor, rows: int, columns: i
 def _with_own_storage(tensor: Tensor) -> Tensor:
     """Return the tensor with a storage offset of 0.
 
-    torch.compile would make further kernels for other offsets.
+    For other offsets torch.compile would compile more kernels.
     """
     is_aligned = tensor.storage_offset() % _ALIGNMENT == 0
     return from_dlpack(to_dlpack(tensor)) if is_aligned else tensor.clone()
@@ -146,7 +147,8 @@ def _edges(matrices: Tensor, dim: int) -> Tensor:
 
     matrices: bool [matrices, rows, columns].
 
-    The result has flat places, in order, of a shape that is one longer along `dim`. An end is the place behind a run.
+    The result holds flat places, in order, in a shape that is longer by one along `dim`. An end is the place behind a
+    run.
     """
     n = matrices.shape[dim]
     shape = list(matrices.shape)
@@ -163,7 +165,7 @@ def _edges(matrices: Tensor, dim: int) -> Tensor:
 def flat_nonzero(places: Tensor) -> Tensor:
     """Return the flat places of booleans that are true.
 
-    Many booleans are searched eight at a time, for few of them are true, and far apart.
+    Many booleans are searched eight at a time, since the true ones are few and far apart.
     """
     flat = places.view(-1)
     if flat.numel() % 8 or flat.numel() < _WORDWISE_FROM or flat.data_ptr() % 8:

@@ -23,9 +23,9 @@ class Counts:
     empty: int
     partial: int
     full: int
-    shares: tuple[float, float, float]  # of all pairs, those in empty, partial and full blocks, from 0 to 1
+    shares: tuple[float, float, float]  # of all pairs in empty, partial and full blocks, from 0 to 1
     hidden: float  # share of the pairs in partial and full blocks that the mask hides, from 0 to 1
-    estimated: bool  # whether `hidden` is measured in some of the partial blocks only, evenly spread
+    estimated: bool  # whether `hidden` is measured in a part of the partial blocks, evenly spread
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,9 @@ def count_in_strips(
 ) -> Counts:
     """Count the blocks of a mask at b = h = 0.
 
-    Strips of queries are counted one after the other. Each strip is cut in parts along the keys, and only those from
-    the first to the last part that ranges leave undecided are looked at. If there are many partial blocks, hidden pairs
-    are counted in some of them, evenly spread.
+    Strips of queries are counted one after the other. Each strip is cut into parts along the keys. Only the parts from
+    the first to the last undecided part are looked at. If there are many partial blocks, hidden pairs are counted in
+    some of them, evenly spread.
 
     Raises ValueError or TypeError where the function is not a mask.
     """
@@ -77,6 +77,7 @@ def count_in_strips(
 
 
 def _moved(mask_mod: MaskMod, q_start: int, kv_start: int) -> MaskMod:
+    """Return the mask of the queries and keys from these positions on."""
     if not (q_start or kv_start):
         return mask_mod
     return lambda b, h, q, kv: mask_mod(b, h, q + q_start, kv + kv_start)
@@ -117,7 +118,7 @@ def _nth_listed(nth: Tensor, counts: Tensor, indices: Tensor) -> Tensor:
 def _pairs_of_each(blocks: Tensor, lengths: tuple[int, int], block_size: tuple[int, int]) -> Tensor:
     """Return the number of pairs of each block, [n].
 
-    Blocks at the edge count with the pairs that they have.
+    Where the edge cuts a block, only its pairs inside the edge count.
     """
     queries = (lengths[0] - blocks[:, 2] * block_size[0]).clamp(max=block_size[0])
     keys = (lengths[1] - blocks[:, 3] * block_size[1]).clamp(max=block_size[1])

@@ -7,11 +7,12 @@ from torch import Tensor
 
 from flexmasks.blocks.decide import Axis
 from flexmasks.blocks.elements import Elements, block_indices
-from flexmasks.ranges import GiveUp, TooLarge, evaluate
+from flexmasks.ranges import GiveUp, TooLarge
+from flexmasks.ranges.evaluate import evaluate
 
-_PARTS = 8  # parts that an axis of a block is cut in, and positions of it that are looked at first
-_MAX_PAIRS = 256  # pairs of a block that are looked at next
-_SHUFFLE = 45  # an odd factor shuffles the queries of a block, whose number mostly is a power of two
+_PARTS = 8  # parts of a block along each axis; also the positions that are looked at first along each axis
+_MAX_PAIRS = 256  # pairs of a block in the second look
+_SHUFFLE = 45  # an odd factor shuffles the queries: their number in a block is mostly a power of two
 
 
 def look_at(elements: Elements, blocks: Tensor, rows: Axis, columns: Axis) -> tuple[Tensor, Tensor]:
@@ -19,9 +20,10 @@ def look_at(elements: Elements, blocks: Tensor, rows: Axis, columns: Axis) -> tu
 
     blocks: [n, (b, h, row, column)].
 
-    Most blocks show that they are partial at 8 x 8 positions. Most others, whose patterns are finer, show it at pairs
-    that have each query and each key once. The rest are cut in 8 x 8 parts. What ranges leave open of these is looked
-    at element by element: first one such part of each block, then all other parts.
+    The first look is at 8 x 8 positions of each block, where most blocks turn out to be partial. The second look is at
+    pairs with each query and each key once, where most blocks of finer patterns turn out to be partial. The remaining
+    blocks are cut into 8 x 8 parts. The parts that ranges cannot decide are looked at element by element: first one
+    part of each block, then the other parts.
     """
     q, kv = _sampled_positions(rows, blocks[:, 2]), _sampled_positions(columns, blocks[:, 3])
     any_visible, all_visible = _look_at_positions(elements, blocks, q, kv)
@@ -54,7 +56,7 @@ def look_at(elements: Elements, blocks: Tensor, rows: Axis, columns: Axis) -> tu
 def _sampled_positions(axis: Axis, block: Tensor) -> Tensor:
     """Return some positions of each block, its first and last among them.
 
-    The last position of the axis stands in for those past its end.
+    Positions past the end of the axis become its last position.
     """
     count = min(_PARTS, axis.block_size)
     offsets = torch.arange(count, device=block.device) * (axis.block_size - 1) // max(1, count - 1)
@@ -64,7 +66,7 @@ def _sampled_positions(axis: Axis, block: Tensor) -> Tensor:
 def _positions_of_part(axis: Axis, block: Tensor, part: Tensor) -> Tensor:
     """Return the positions of one part of each block.
 
-    The last position stands in for those past the end of the block or of the axis.
+    Positions past the end of the block or of the axis become its last position.
     """
     size = -(-axis.block_size // _PARTS)
     offsets = part[:, None] * size + torch.arange(size, device=block.device)

@@ -1,8 +1,8 @@
 """Triton kernel of the masked softmax's backward pass.
 
-For N elements of s bytes of which a fraction f is visible it moves N s (1 + 2 f) bytes: y and dy are read where y is
-visible and dx is written. Columns before a row's first visible one and from its end on are not read. A row is held in
-registers; a longer row is read twice.
+For N elements of s bytes, of which a fraction f is visible, the kernel moves N s (1 + 2 f) bytes: it reads y and dy
+where y is visible and writes dx. It reads no column before a row's first visible column, nor after its last. Registers
+hold a row; a row too long for registers is read twice.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _backward_long(
 ):  # fmt: skip
     """Compute the gradient of a row too long for registers.
 
-    Two passes: the sum, then the result.
+    The first pass computes the sum of the products, the second pass the result.
     """
     start, stop, n_chunks = chunks_to_read(columns, low, high, CHUNK, BOUNDS)
     covered = start + n_chunks * CHUNK

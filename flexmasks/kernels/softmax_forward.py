@@ -1,8 +1,8 @@
 """Triton kernel of the masked softmax.
 
-For N elements of s bytes of which a fraction f is visible it moves N s (1 + f) bytes: x is read where it is visible
-and y is written. Columns before a row's first visible one and from its end on are not read. A row is held in
-registers; a longer row is read twice.
+For N elements of s bytes, of which a fraction f is visible, the kernel moves N s (1 + f) bytes: it reads x where x is
+visible and writes y. It reads no column before a row's first visible column, nor after its last. Registers hold a row;
+a row too long for registers is read twice.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _visible(
     if bits is not None:
         words = tl.load(bits + column // 32, mask=inside, other=0)
         visible = visible & (((words >> (column % 32)) & 1) != 0)
-    elif BOUNDS:  # one comparison does for two: a column before the first becomes a great number
+    elif BOUNDS:  # one unsigned comparison for two: columns before `first` become large numbers
         visible = (column - first).to(tl.uint32, bitcast=True) < (end - first).to(tl.uint32, bitcast=True)
     if mask is not None:
         marked = tl.load(mask + column * MASK_COLUMN, mask=inside, other=0)
@@ -61,23 +61,23 @@ def _scores(
 
 
 @triton.jit
-def _weights(scores, most, visible, scale, SIGN: tl.constexpr):
-    """Return exp(score - most), which is 0 where hidden if anything is visible.
+def _weights(scores, row_max, visible, scale, SIGN: tl.constexpr):
+    """Return exp(score - row_max), which is 0 where hidden if anything is visible.
 
     It is NaN for a row that holds only -inf, as in torch.
     """
-    if SIGN == 0:  # all weights are 1 where visible, but for NaN and inf
+    if SIGN == 0:  # all weights are 1 where visible, except for NaN and inf
         return tl.where(visible, tl.exp2(scores * 0.0), 0.0)
-    return tl.exp2((scores - most) * scale)
+    return tl.exp2((scores - row_max) * scale)
 
 
 @triton.jit
-def _is_nan_row(most, total, first, end, BOUNDS: tl.constexpr):
+def _is_nan_row(row_max, total, first, end, BOUNDS: tl.constexpr):
     """Return whether the visible places of a row are NaN.
 
     They are if the row holds NaN or +inf, or only -inf, and something is visible.
     """
-    is_nan = (total != total) | (most == float("-inf"))
+    is_nan = (total != total) | (row_max == float("-inf"))
     if BOUNDS:
         is_nan = is_nan & (end > first)
     return is_nan
@@ -108,13 +108,13 @@ def _forward_tile(
         weights = tl.where(visible, weights * (1.0 / tl.sum(weights, 1)[:, None]), 0.0)
         tl.store(y + column, weights.to(y.dtype.element_ty), mask=exists)
     else:  # hidden weights are 0 already; to select by `visible` again would cost as much as all the rest
-        most = tl.max(tl.max(scores, 1), 0)
-        weights = _weights(scores, tl.where(most == float("-inf"), 0.0, most), visible, scale, SIGN)
+        row_max = tl.max(tl.max(scores, 1), 0)
+        weights = _weights(scores, tl.where(row_max == float("-inf"), 0.0, row_max), visible, scale, SIGN)
         total = tl.sum(tl.sum(weights, 1), 0)
         weights = weights * tl.where(total == 0, 0.0, 1.0 / total)
         tl.store(y + column, weights.to(y.dtype.element_ty), mask=exists)
-        if _is_nan_row(most, total, first, end, BOUNDS):
-            if BOUNDS:  # read again, as the mask is below: else registers would hold them for this rare case
+        if _is_nan_row(row_max, total, first, end, BOUNDS):
+            if BOUNDS:  # read again, as the mask is below, so that no registers hold them for this rare case
                 first = tl.load(bounds)
                 end = tl.load(bounds + 1)
             visible = _visible(bits, mask, column, inside, first, end, MASK_COLUMN, BOUNDS, VISIBLE)
@@ -130,14 +130,13 @@ def _forward_long(
 ):  # fmt: skip
     """Compute a row too long for registers.
 
-    Two passes: its maximum and sum, then the result.
-
-    The second pass goes from the last columns to the first: it finds them in the cache, mostly.
+    The first pass computes the maximum and the sum, the second pass the result. The second pass goes from the last
+    columns to the first, since the cache mostly still holds the last columns.
     """
     start, stop, n_chunks = chunks_to_read(columns, low, high, CHUNK, BOUNDS)
     clear(y, columns * 0, start, CHUNK)
     clear(y, start + n_chunks * CHUNK, columns, CHUNK)
-    most = tl.full((), float("-inf"), tl.float32)
+    row_max = tl.full((), float("-inf"), tl.float32)
     total = tl.full((), 0.0, tl.float32)
     for chunk in range(start, stop, CHUNK):
         column = chunk + tl.arange(0, CHUNK)[None, :]
@@ -145,14 +144,14 @@ def _forward_long(
         scores, visible = _scores(
             x, bits, mask, column, inside, first, end, X_COLUMN, MASK_COLUMN, BOUNDS, VISIBLE, SIGN, ""
         )
-        new = tl.maximum(most, tl.max(tl.max(scores, 1), 0))
+        new = tl.maximum(row_max, tl.max(tl.max(scores, 1), 0))
         finite = tl.where(new == float("-inf"), 0.0, new)  # so far the row may hold only -inf
         weights = _weights(scores, finite, visible, scale, SIGN)
-        total = total * tl.where(most == float("-inf"), 0.0, tl.exp2((most - new) * scale))
+        total = total * tl.where(row_max == float("-inf"), 0.0, tl.exp2((row_max - new) * scale))
         total += tl.sum(tl.sum(weights, 1), 0)
-        most = new
+        row_max = new
     factor = tl.where(total == 0, 0.0, 1.0 / total)
-    finite = tl.where(most == float("-inf"), 0.0, most)
+    finite = tl.where(row_max == float("-inf"), 0.0, row_max)
     for n in range(n_chunks):
         column = start + (n_chunks - 1 - n) * CHUNK + tl.arange(0, CHUNK)[None, :]
         exists, inside = readable(column, columns, True, low, high, 1, BOUNDS, True)
@@ -161,7 +160,7 @@ def _forward_long(
         )
         weights = _weights(scores, finite, visible, scale, SIGN) * factor
         tl.store(y + column, weights.to(y.dtype.element_ty), mask=exists)
-    if _is_nan_row(most, total, first, end, BOUNDS):
+    if _is_nan_row(row_max, total, first, end, BOUNDS):
         for n in range(n_chunks):
             column = start + n * CHUNK + tl.arange(0, CHUNK)[None, :]
             exists, inside = readable(column, columns, True, low, high, 1, BOUNDS, True)
@@ -187,7 +186,7 @@ def forward_kernel(
 ):  # fmt: skip
     """Write y = softmax(x * scale) over the visible columns.
 
-    y is 0 at hidden columns; `scale` is |scale| * log2(e).
+    y is 0 at hidden columns. The argument `scale` is |scale| * log2(e), and SIGN is the sign of the scale.
     """
     block, inner, one, two = program_position(n_inner, n_blocks, n_one, INNER, OUTER)
     columns = columns * GRAIN

@@ -2,8 +2,8 @@
 
 A launch says how many rows a program takes, and how tensors lie over programs.
 
-The first call of a layout works its launch out and compiles; the launch is kept, and later calls of that layout only
-pass their tensors.
+The first call of a layout computes its launch and compiles the kernel. The launch is kept, so later calls of the same
+layout only pass their tensors.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from flexmasks.kernels.softmax_backward import backward_kernel
 from flexmasks.kernels.softmax_forward import forward_kernel
 
 _LOG2_E = math.log2(math.e)
-_SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # a kernel takes smaller factors for 0
+_SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # kernels treat smaller factors as 0
 _MAX_REGISTER_COLUMNS = {"forward": 32768, "backward": 16384}  # columns of a row without limits that registers hold
 _MAX_COLUMN_STRIDE = 4  # up to this stride between a row's elements, reading them is faster than copying first
-_MAX_OUTER_DIMS = 3  # dimensions around the rows that kernels know
-_MAX_LAUNCHES = 4096  # launches kept; beyond it all are dropped
+_MAX_OUTER_DIMS = 3  # dimensions around the rows that kernels support
+_MAX_LAUNCHES = 4096  # launches kept; when there are more, all are dropped
 _launches: dict[Hashable, tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]] = {}
 
 
@@ -107,9 +107,9 @@ class Config:
 
     rows: rows of a program.
     warps: warps of a program.
-    halvings: how often the width that is held, or a chunk, may be halved for rows that see few columns; 0 where rows
-        have no limits.
-    chunk: columns of a row that are looked at together where it is read twice; 0 where it is held in registers.
+    halvings: how often the width held in registers, or the chunk, may be halved for rows that see few columns; 0 if
+        rows have no limits.
+    chunk: columns that are read together if a row is read twice; 0 if registers hold the row.
     """
 
     rows: int
@@ -133,8 +133,8 @@ def config(kind: str, columns: int, itemsize: int, bounded: bool) -> Config:
     kilobytes = columns * itemsize / 1024
     if kilobytes <= 8:
         return Config(1, 2, 1, 1024) if kind == "forward" else Config(1, 4, 1, 2048)
-    for most, warps, chunk in ((16, 4, 2048), (32, 8, 4096), (64, 16, 4096)):
-        if kilobytes <= most:
+    for up_to, warps, chunk in ((16, 4, 2048), (32, 8, 4096), (64, 16, 4096)):
+        if kilobytes <= up_to:
             return Config(1, warps, 0, chunk)
     return Config(1, 16, 0, 8192)
 
@@ -178,8 +178,8 @@ def _grid(
 ) -> _Grid | None:
     """Lay [..., columns] tensors over programs: the output, and others that broadcast to it.
 
-    Programs that read the same rows of `shared`, which is the last of the others, follow each other. None: there are
-    too many dimensions.
+    Programs that read the same rows of `shared`, the last of `others`, follow each other. Returns None if there are too
+    many dimensions.
     """
     tensors = [output, *others]
     dims = _merged(tensors, output.shape[:-1])

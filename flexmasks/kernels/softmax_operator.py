@@ -1,13 +1,13 @@
 """The operator torch.ops.flexmasks.masked_softmax, its backward operator, and their derivatives.
 
 masked_softmax(x, bounds, bits, mask, visible, scale) is softmax(x * scale) over the visible columns of x [..., K], and
-0 at the hidden ones. A column is visible where none of the three tensors hides it. Each may be None, and broadcasts to
-the leading dimensions of x:
+0 at the hidden columns. A column is visible where none of the three tensors hides it. Each tensor may be None, and
+broadcasts to the leading dimensions of x:
 
 bounds: int32 [..., 2], the first visible column of each row and the end; 0 and 0 for a row that sees nothing.
-bits: int32 [..., ceil(K / 32)], column k is visible where bit k % 32 of word k // 32 is set. Needs `bounds`, and no
-    bit is set outside them.
-mask: boolean or integer [..., K or 1]; a place is visible where it is not 0 if `visible`, else where it is 0.
+bits: int32 [..., ceil(K / 32)]; column k is visible where bit k % 32 of word k // 32 is set. `bits` need `bounds`, and
+    no bit is set outside of them.
+mask: boolean or integer [..., K or 1]; if `visible`, places where it is not 0 are visible, else places where it is 0.
 
 masked_softmax_backward(dy, y, bounds, scale) is the gradient of x.
 
@@ -62,7 +62,7 @@ def _gradient(dy: Tensor, y: Tensor, bounds: Tensor | None, scale: float) -> Ten
 
 
 def _is_plain(x: Tensor) -> bool:
-    """Return whether a tensor just holds numbers and no mode or transform watches the call."""
+    """Return whether a tensor is plain and no mode or transform watches the call."""
     return bool(
         not torch.compiler.is_compiling()
         and type(x) in (Tensor, torch.nn.Parameter)
@@ -170,7 +170,7 @@ class _SoftmaxBackward(compat.SingleLevelFunction):
 def _forward_mode() -> contextlib.AbstractContextManager[object]:
     """Turn forward mode on inside a Function, where torch turns it off.
 
-    Without it, the outer transforms of a nested one would take what is computed there for constant.
+    Otherwise the outer ones of nested transforms would treat the results as constants.
     """
     return compat.forward_derivatives(True)
 
@@ -178,7 +178,7 @@ def _forward_mode() -> contextlib.AbstractContextManager[object]:
 # --- registration ---
 #
 # torch.library.register_autograd knows neither forward mode nor torch.func: with it jvp and jacfwd return derivatives
-# of 0 without an error, and grad, vjp, jacrev and vmap of grad raise RuntimeError, also inside torch.compile. Hence
+# of 0 without an error, and grad, vjp, jacrev and vmap of grad raise RuntimeError, also inside torch.compile. So
 # `_register` calls the Function for one transform after the other.
 
 

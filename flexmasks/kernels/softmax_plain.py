@@ -45,9 +45,8 @@ def backward(dy: Tensor, y: Tensor, scale: float) -> Tensor:
 def over_visible(formula: Callable[..., Tensor], y: Tensor, *others: Tensor) -> Tensor:
     """Compute a formula of the softmax y and tensors like it.
 
-    It is computed in float32 or float64.
-
-    Where y is 0 the place is hidden: there the formula reads 0 from the other tensors, and its result is 0.
+    The formula is computed in float32 or float64. Places where y is 0 are hidden: there the formula reads 0 from the
+    other tensors, and the result is 0.
     """
     hidden = y == 0
     wide = _accumulator(y.dtype)
@@ -93,9 +92,9 @@ def _parts(shape: torch.Size) -> Iterator[tuple[slice, ...]]:
 
 
 def _cut(x: Tensor, part: tuple[slice, ...]) -> Tensor:
-    """Return the part of a tensor.
+    """Return a part of a tensor.
 
-    Dimensions of size 1, and missing ones, broadcast and are not cut.
+    Dimensions of size 1 and missing dimensions broadcast, so they are not cut.
     """
     own = part[len(part) - x.ndim + 1 :] if x.ndim else ()
     return x[tuple(slice(None) if n == 1 else p for n, p in zip(x.shape[:-1], own, strict=True))]

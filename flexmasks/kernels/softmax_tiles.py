@@ -1,10 +1,10 @@
 """Building blocks of the Triton kernels of the masked softmax.
 
-They say where a program works, and what it reads and clears.
+They compute where a program works, and what it reads and clears.
 
 A tile is [rows, columns] of scores. Loads are masked by limits rounded to 16 elements and never by the mask itself,
-which would split them into single elements. Column counts and strides come divided by GRAIN, a power of two, which
-proves their alignment to the compiler for any length without compiling for each.
+which would split them into single elements. Column counts and strides are passed divided by GRAIN, a power of two.
+Multiplying them by GRAIN proves their alignment to the compiler, so that one kernel works for all lengths.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import triton.language as tl
 def unspecialized(*tensors: str) -> list[str]:
     """Name the kernel parameters that Triton must not specialize.
 
-    Each value of these, sizes and strides of tensors, would compile another kernel.
+    These are sizes and strides of tensors. If specialized, each value would compile another kernel.
     """
     sizes = ["columns", "n_rows", "n_inner", "n_blocks", "n_one"]
     return sizes + [f"{name}_{dim}" for name in tensors for dim in ("row", "inner", "one", "two")]
@@ -26,9 +26,8 @@ def unspecialized(*tensors: str) -> list[str]:
 def program_position(n_inner, n_blocks, n_one, INNER: tl.constexpr, OUTER: tl.constexpr):
     """Return a program's block of rows and its other indices.
 
-    The indices are of up to three dimensions around the rows.
-
-    The inner one changes fastest: programs that share rows of a mask run at the same time, and read it once.
+    The other indices are of up to three dimensions around the rows. The inner dimension changes fastest: programs that
+    share rows of a mask run at the same time, and read the mask once.
     """
     block = tl.program_id(0)
     inner = block * 0
@@ -79,7 +78,7 @@ def chunks_to_read(columns, low, high, CHUNK: tl.constexpr, BOUNDS: tl.constexpr
 def widest_row_for(chunk: tl.constexpr):
     """Return the width of rows up to which chunks of a size are best.
 
-    A little more than a chunk is not worth chunks twice as large.
+    Rows a little wider than a chunk are not worth chunks of twice the size.
     """
     return chunk * 5 // 4
 

@@ -1,8 +1,8 @@
-"""The operator flexmasks::tanh_approx: tanh by the GPU's instruction `tanh.approx.f32` in kernels that torch compiles.
+"""Operator flexmasks::tanh_approx: tanh by the GPU instruction `tanh.approx.f32`.
 
-In a kernel of attention the exact tanh takes more time than the matrix products. The instruction's relative error is
-at most 2**-11 (PTX ISA, tanh), below what float16 and bfloat16 lose in rounding queries and keys. Outside compiled
-kernels for CUDA the operator computes the exact tanh.
+In an attention kernel the exact tanh takes more time than the matrix products. The instruction's relative error is at
+most 2**-11 (PTX ISA, tanh), less than float16 and bfloat16 lose by rounding queries and keys. Only kernels that torch
+compiles for CUDA use the instruction; elsewhere the operator computes the exact tanh.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def tanh_approx(x: Tensor) -> Tensor:
 # torch.compile calls this function while it traces, and does not trace into it.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _register_lowering() -> None:
-    """Tell Inductor, which writes Triton's and CuTe's kernels, how to compute the operator."""
+    """Register the instruction with Inductor, which writes the compiled kernels."""
     compat.lower_to_instruction(
         torch.ops.flexmasks.tanh_approx.default, _INSTRUCTION, "tanh", "cute.math.tanh({x}, fastmath=True)"
     )

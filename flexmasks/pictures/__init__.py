@@ -1,4 +1,4 @@
 """Pictures: a mask or score comes in, a drawing goes out.
 
-It is text, SVG, HTML or a matplotlib figure.
+The drawing is text, SVG, HTML or a matplotlib figure.
 """

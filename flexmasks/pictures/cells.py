@@ -23,14 +23,14 @@ from flexmasks.spec.parameters import Size
 from flexmasks.spec.values import Modifier, Score
 
 SKIPPED, HIDDEN, PARTIAL, VISIBLE = range(4)  # kinds of a mask's cells
-_PLACES = 4  # evaluated along each axis of a score's cell
-_CURVE_STEPS = 80
+_PLACES = 4  # positions evaluated along each axis of a score's cell
+_CURVE_STEPS = 80  # between the scores of a curve
 
 
 class Grid(NamedTuple):
     """Cells of a picture, [rows, columns], each of `cell` (queries, keys).
 
-    The values are SKIPPED, HIDDEN, PARTIAL or VISIBLE for a mask, and what is added for a score, in float32.
+    The values are SKIPPED, HIDDEN, PARTIAL or VISIBLE for a mask. For a score they are the numbers added, in float32.
     """
 
     values: Tensor
@@ -62,7 +62,7 @@ class MaskCells:
     def grid(self, rows: int, columns: int) -> Grid:
         """Return the cells, at most this many rows and columns.
 
-        Blocks must divide into them.
+        The sides of a cell divide the sides of a block, or are multiples of them.
         """
         queries = _cell_length(-(-self.q_len // rows), self.block_size[0])
         keys = _cell_length(-(-self.kv_len // columns), self.block_size[1])
@@ -88,8 +88,8 @@ class MaskCells:
         mod, (q_len, kv_len) = self._mod, (self.q_len, self.kv_len)
         beyond = -q_len % cell[0], -kv_len % cell[1]
         if any(beyond):  # positions past the edge repeat the last query and the last key
-            own = mod
-            mod = lambda b, h, q, kv: own(b, h, q.clamp(max=q_len - 1), kv.clamp(max=kv_len - 1))  # noqa: E731
+            unclamped = mod
+            mod = lambda b, h, q, kv: unclamped(b, h, q.clamp(max=q_len - 1), kv.clamp(max=kv_len - 1))  # noqa: E731
         layout = build(mod, 1, 1, q_len + beyond[0], kv_len + beyond[1], self._device, cell)
         partial, full = (x[0, 0].cpu() for x in of_block_mask(layout.block_mask(mod)))
         return partial | full, full
@@ -105,8 +105,8 @@ class MaskCells:
 class ScoreCells:
     """Cells of one batch element and head of a score change.
 
-    `kind` is "bias" if what is added depends on the place alone, "curve" if it depends on the score alone, and
-    "change" if it depends on both; then `grid` has what is added to a score of 1.
+    `kind` is "bias" if the number added depends on the place alone, "curve" if it depends on the score alone, and
+    "change" if it depends on both. For a "change", `grid` has the numbers added to a score of 1.
 
     Raises ValueError or TypeError if the score change cannot be evaluated.
     """
@@ -126,7 +126,7 @@ class ScoreCells:
         self.element = _element(b, h, *depends)
 
     def grid(self, rows: int, columns: int) -> Grid:
-        """Return what is added to scores, in at most this many rows and columns.
+        """Return the numbers added, in at most this many rows and columns.
 
         A value is the mean over at most 4 x 4 neighbors in the middle of the cell; inf or nan if one of them is.
         """
@@ -138,9 +138,9 @@ class ScoreCells:
 
     @functools.cached_property
     def curve(self) -> tuple[Tensor, Tensor]:
-        """Scores around 0, and what becomes of them: float32, [81] each.
+        """Return scores around 0 and the changed scores, float32 [81] each.
 
-        They reach far enough to show the change.
+        The scores reach far enough to show the change.
         """
         zero = torch.zeros(1, dtype=torch.int64, device=self._device)
         for reach in (1.0, 10.0, 100.0, 1000.0):
@@ -157,9 +157,9 @@ class ScoreCells:
         return q, kv
 
     def _changed(self, score: float, q: Tensor, kv: Tensor, b: Tensor | None = None, h: Tensor | None = None) -> Tensor:
-        """Return what becomes of a score, float32 [queries, keys].
+        """Return the changed score, float32 [queries, keys].
 
-        With `b` or `h`, [b, h, queries, keys].
+        With `b` or `h` the shape is [b, h, queries, keys].
         """
         own_b, own_h = (torch.tensor([n], device=self._device) for n in self._at)
         at = (own_b if b is None else b, own_h if h is None else h, q, kv)

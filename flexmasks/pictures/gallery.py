@@ -30,8 +30,8 @@ _HEADS = 8
 def gallery(out: str | Path) -> Path:
     """Write a page of every registered mask and score.
 
-    An entry has a picture, signature, meaning, source, sparsity and code. The page is one HTML file that needs no
-    other, with a search box. If an example fails, its entry says why.
+    An entry has a picture, signature, meaning, source, sparsity and code. The page is one self-contained HTML file
+    with a search box. If an example fails, its entry says why.
 
     Args:
         out: the file to write, or a folder for `index.html`, which is made if it is missing.
@@ -108,17 +108,17 @@ def _code(value: Modifier, length: int) -> str:
 
 
 def _card(kind: str, entry: Entry) -> dict[str, Any]:
-    """Return what the page shows of an entry, or of its error."""
+    """Return the contents of an entry, or the error of its example."""
     doc = definition(kind, entry.name).doc
     card: dict[str, Any] = {
         "kind": kind,
         "entry": entry,
         "doc": doc.partition("\n")[2].strip(),
-        "words": " ".join(f"{kind} {entry.signature} {doc}".lower().split()),  # that the search looks at
+        "words": " ".join(f"{kind} {entry.signature} {doc}".lower().split()),  # text that the search matches
     }
     try:
-        length, value, short = fitting(kind, entry.name, SHORT, draw)
-        picture = fitting(kind, entry.name, at_most(LENGTH), draw)[2] if kind == "mask" else short
+        length, value, short_picture = fitting(kind, entry.name, SHORT, draw)
+        picture = fitting(kind, entry.name, at_most(LENGTH), draw)[2] if kind == "mask" else short_picture
         card["picture"] = Markup(picture.svg(style=False))
         if isinstance(picture, MaskPicture):
             card |= {"sparsity": f"{picture.counts.shares[0]:.1%}", "sparsity_length": f"{picture.q_len:,}"}
@@ -160,6 +160,6 @@ def _constructor(value: Modifier) -> str:
         template = value.definition.template
         return f"{template}{parts[0]}" if len(parts) == 1 else f"({template.join(parts)})"
     if not value.definition.registered:
-        raise ValueError(f"the example holds {value!r}, a function that is not registered: no code can name it.")
+        raise ValueError(f"the example holds {value!r}, which is not registered, so code cannot name it.")
     given = "".join(f", {name}={_literal(v)}" for name, v in value.params.items())
     return f'flexmasks.get_{value.kind}("{value.name}"{given})'

@@ -20,8 +20,8 @@ _LONGEST_SUGGESTED = 1 << 16
 def accepted_lengths(value: Modifier, b: int, h: int) -> tuple[int, int]:
     """Return numbers of queries and keys that the parameters accept.
 
-    These are the suggested lengths, else those of a parameter's tensor, else the first power of two that is accepted.
-    Where nothing is accepted, the suggested lengths.
+    Tries the suggested lengths, then the lengths of the parameters' tensors, then powers of two, and returns the first
+    accepted lengths. If none are accepted, returns the suggested lengths.
 
     Args:
         value: a mask or a score.
@@ -31,7 +31,7 @@ def accepted_lengths(value: Modifier, b: int, h: int) -> tuple[int, int]:
     device = next((t.device for t in value.tensors()), torch.device("cpu"))
     batch, heads = value.batch_size() or b + 1, value.implied_size("H") or h + 1
     tensors = [torch.as_tensor(given) for parameter, given in _parameters(value) if _is_tensor(parameter, given)]
-    tables = [(t.shape[-min(t.ndim, 2)], suggested[1]) for t in tensors if t.ndim]  # with a row for each query
+    tables = [(t.shape[-min(t.ndim, 2)], suggested[1]) for t in tensors if t.ndim]  # a table has a row for each query
     rows = [(t.shape[-1], suggested[1]) for t in tensors if t.ndim]
     powers = [(1 << n, 1 << n) for n in range(6, 15)]
     for q_len, kv_len in (suggested, *tables, *rows, *powers):
@@ -98,7 +98,7 @@ def _canvas_size(value: Modifier) -> Iterator[int]:
 
 
 def _largest_number(tensor: Tensor) -> list[int]:
-    """Return a tensor's largest number that can be a length, as a list."""
+    """Return a tensor's largest number as a list, empty if it is not a length."""
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool or not tensor.numel():
         return []
     return [n for n in (int(tensor.max()),) if 0 < n <= _LONGEST_SUGGESTED]

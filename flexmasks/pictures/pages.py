@@ -12,7 +12,7 @@ _WIDTH = 120  # characters of a line
 
 
 def page(kind: str, entries: Iterable[Entry]) -> str:
-    """Return a table of masks or scores, and below it what is known of each.
+    """Return a table of masks or scores, and below it a section on each.
 
     Args:
         kind: "mask" or "score".

@@ -18,15 +18,15 @@ from flexmasks.pictures.cells import HIDDEN, PARTIAL, SKIPPED, VISIBLE, Grid, Ma
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-CALL = "flexmasks.show"  # named by errors
+CALL = "flexmasks.show"  # the call that error messages name
 _WIDEST_TEXT = 80  # characters
 _MASK_CELLS = 256  # along the longer side of a picture
-_SCORE_CELLS = 96  # the same in an SVG of a score, whose cells merge less
-_FEWEST_CELLS = 32  # an SVG that is too long gets fewer cells, down to these
-_LONGEST_CELLS = 60_000  # characters of an SVG's cells
-_LINED_BLOCKS = 32  # along an axis; with more blocks there are no lines between them
+_SCORE_CELLS = 96  # along the longer side of a score's SVG, where fewer cells merge
+_FEWEST_CELLS = 32  # an SVG that is too long gets fewer cells, down to this number
+_LONGEST_CELLS = 60_000  # characters that draw an SVG's cells
+_LINED_BLOCKS = 32  # along an axis; more blocks have no lines between them
 _SYMBOLS = {SKIPPED: "·", HIDDEN: "░", PARTIAL: "▒", VISIBLE: "█"}
-_LEVEL_SYMBOLS = "█▓▒░·+*#@"  # what a score change adds, from the lowest level to the highest; · is 0
+_LEVEL_SYMBOLS = "█▓▒░·+*#@"  # levels of the numbers added by a score change, from the lowest to the highest; · is 0
 
 
 class Picture(ABC):
@@ -61,7 +61,7 @@ class Picture(ABC):
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draw with matplotlib on `ax`, or on a new figure.
 
-        Raises ImportError if matplotlib is missing; `pip install 'flexmasks[plot]'` brings it.
+        Raises ImportError if matplotlib is missing; `pip install 'flexmasks[plot]'` installs it.
         """
 
     def save(self, path: str | Path) -> Path:
@@ -175,7 +175,7 @@ class MaskPicture(Picture):
 
 
 class ScorePicture(Picture):
-    """Picture of what a score change adds to the score of each pair."""
+    """Picture of the numbers that a score change adds to scores."""
 
     def __init__(self, cells: ScoreCells) -> None:
         self._cells = cells
@@ -238,7 +238,7 @@ class ScorePicture(Picture):
 
 
 def _text_grid(cells: MaskCells | ScoreCells, columns: int) -> Grid:
-    """Return cells for text; a character is twice as tall as wide."""
+    """Return cells for text, where a character is twice as tall as wide."""
     keys = max(-(-cells.kv_len // columns), -(-cells.q_len // (2 * _WIDEST_TEXT)))  # of a character
     queries = keys if keys == 1 else 2 * keys
     return cells.grid(-(-cells.q_len // queries), columns)
@@ -253,7 +253,7 @@ def _text(cells: MaskCells | ScoreCells, grid: Grid, symbols: Mapping[int, str],
 
 
 def _legend_line(entries: Iterable[tuple[str, str]]) -> str:
-    """Return symbols and their meanings, which line breaks do not part."""
+    """Return symbols and meanings, which line breaks do not separate."""
     return "   ".join(f"{symbol}\xa0{meaning}" for symbol, meaning in entries)
 
 
@@ -274,9 +274,9 @@ def _canvas(
 
     Args:
         cells: the mask or score to draw.
-        most_cells: along the longer side.
+        most_cells: number of cells along the longer side.
         classes: the color class of each class number.
-        classified: from the grid's values to class numbers.
+        classified: function from the grid's values to class numbers.
         block_edges: where to draw lines between rows and between columns.
     """
     width, height = svg.frame_size(cells.q_len, cells.kv_len)
@@ -323,7 +323,7 @@ def _axes(ax: Axes | None) -> Axes:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("flexmasks: `plot` needs matplotlib; pip install 'flexmasks[plot]' brings it.") from error
+        raise ImportError("flexmasks: `plot` needs matplotlib; pip install 'flexmasks[plot]' installs it.") from error
     return Figure(layout="constrained").add_subplot()
 
 

@@ -35,7 +35,7 @@ def draw(
 ) -> Picture:
     """Return the picture of a mask or a score change without showing it.
 
-    Takes and raises what `flexmasks.show` does, except `columns`.
+    Takes the arguments of `flexmasks.show` except `columns`, and raises the same errors.
 
     Example:
         >>> import flexmasks
@@ -122,7 +122,7 @@ def show(
     sizes: dict[str, Any] = {"b": b, "h": h, "batch": batch, "heads": heads, "block_size": block_size}
     picture = draw(mask, q_len, kv_len, **sizes, q_offset=q_offset, **params)
     picture.columns = columns
-    if not hasattr(sys, "ps1"):  # sessions that display values have a prompt
+    if not hasattr(sys, "ps1"):  # a session with a prompt displays the returned picture
         print(picture)
     return picture
 
@@ -130,7 +130,7 @@ def show(
 def html_of(value: Any) -> str:
     """Return the HTML of a mask's or score's picture. Never raises.
 
-    Without a picture it is the repr, and why there is no picture.
+    If there is no picture, the HTML is the repr and the reason.
     """
     try:
         return draw(value)._repr_html_()

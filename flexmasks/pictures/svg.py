@@ -18,7 +18,7 @@ DARK = {
     "card": "#15191f", "text": "#e6edf3", "muted": "#a3adb8", "line": "#6e7781",
     "k0": "#20262e", "k1": "#5c3f1c", "k2": "#ac681b", "k3": "#b3e0ff", "n8": "#b3e0ff", "p8": "#ffc890",
 }  # fmt: skip
-Ticks = Sequence[tuple[float, str]]  # places as parts of an axis, and labels
+Ticks = Sequence[tuple[float, str]]  # places as fractions of an axis, and labels
 STEPS = 8  # levels of a score change on either side of 0
 _LONGER_SIDE = 288  # pixels
 _SHORTER_SIDE = 56  # pixels, at least
@@ -49,7 +49,7 @@ def style() -> str:
     light = "[data-jp-theme-light=true],[data-theme=light],[theme=light],.vscode-light"
     dark = "[data-jp-theme-light=false],[data-theme=dark],[theme=dark],.vscode-dark,.vscode-high-contrast"
     return (
-        # Programs that do not know variables use the fill attributes, which are the light colors.
+        # Programs without support for variables use the fill attributes, which are the light colors.
         "@supports (fill:var(--x)){"
         f".flexmasks{{{variables(LIGHT)}}}"
         f"@media (prefers-color-scheme:dark){{.flexmasks{{{variables(DARK)}}}}}"
@@ -126,7 +126,7 @@ class Canvas:
             classified: the class number of each cell.
             cell: queries and keys of a cell.
             classes: the color class of each class number.
-            block_edges: where lines are drawn between rows and between columns, as parts of the axes.
+            block_edges: where lines are drawn between rows and between columns, as fractions of the axes.
         """
         self._y += 38
         width, height = frame_size(*lengths)
@@ -163,7 +163,7 @@ class Canvas:
         self._y = y + height + 10
 
     def curve(self, points: Sequence[tuple[float, float]], reach: float) -> None:
-        """Draw what becomes of scores from -reach to reach."""
+        """Draw the changed scores over scores from -reach to reach."""
         self._y += 38
         side = _LONGER_SIDE * 3 // 4
         at = [(self._left + (x / reach + 1) * side / 2, self._y + (1 - y / reach) * side / 2) for x, y in points]
@@ -187,7 +187,7 @@ class Canvas:
             self._parts += [f"{square}{_fill(name)}/>", outline, _text(_MARGIN + 20, self._y, label, "text", 11)]
 
     def bar(self, names: Sequence[str], labels: Ticks) -> None:
-        """Draw a bar of colors, with labels at parts of its length."""
+        """Draw a bar of colors, with labels at fractions of its length."""
         width, height = _LONGER_SIDE, 12
         x, y = self._left, self._y + 8
         one = width / len(names)
@@ -222,7 +222,7 @@ class Canvas:
 
 
 def ticks(length: int, pixels: int) -> Ticks:
-    """Return labels of an axis in tokens, and their places as parts of it."""
+    """Return labels of an axis in tokens, at fractions of its length."""
     most = max(1, pixels // 72)
     if length % 4 == 0 and most >= 4:
         return [(i / 4, f"{length * i // 4:,}") for i in range(5)]

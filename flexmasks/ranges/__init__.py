@@ -2,28 +2,30 @@
 
 The idea
 --------
-A mask is a function of indices. A BlockMask asks of every block, 128 queries by 128 keys for example, whether the mask
-shows all of its pairs (a full block), none (an empty block, which kernels skip) or some (a partial block). torch's
-create_block_mask calls the function on every pair to find out. A million tokens have 10^12 pairs, in 67 million blocks.
+A mask is a function of indices. A BlockMask divides all pairs of a query and a key into blocks, for example of 128
+queries by 128 keys. The mask shows all pairs of a block (a full block), none (an empty block, which kernels skip) or
+some (a partial block). torch's create_block_mask finds the blocks by calling the function on every pair. A million
+tokens have 10^12 pairs, in 67 million blocks.
 
 Here the function is called once, on *ranges* of indices in place of indices. Take a window of 192 keys,
 
     >>> def window(b, h, q, kv):
     ...     return (kv <= q) & (q - kv <= 192)
 
-over 512 tokens. Four blocks of queries stand for the ranges 0..127, 128..255, 256..383 and 384..511, and so do four
-blocks of keys. A Range is two tensors, the least and the greatest number of each block. Query blocks lie along one
+over 512 tokens. The queries form four blocks, the ranges 0..127, 128..255, 256..383 and 384..511, and the keys form
+the same four. A Range is two tensors, the least and the greatest number of each block. Query blocks lie along one
 dimension and key blocks along another:
 
     >>> import torch
-    >>> from flexmasks.ranges import Range, evaluate
+    >>> from flexmasks.ranges import Range
+    >>> from flexmasks.ranges.evaluate import evaluate
     >>> first, last = torch.arange(0, 512, 128), torch.arange(127, 512, 128)
     >>> q = Range.of_indices(first.view(1, 1, 4, 1), last.view(1, 1, 4, 1), limit=511)
     >>> kv = Range.of_indices(first.view(1, 1, 1, 4), last.view(1, 1, 1, 4), limit=511)
 
 Arithmetic on ranges gives the range of all results. The least distance of a query from a key is the least query of the
-query block minus the greatest key of the key block. So `q - kv` is one subtraction of tensors for each end, which
-broadcasting turns into a matrix of all blocks:
+query block minus the greatest key of the key block. So `q - kv` subtracts two tensors for each end, and broadcasting
+gives a matrix of all blocks:
 
     >>> distance = q - kv
     >>> distance.lo[0, 0].int()
@@ -60,36 +62,38 @@ million tokens there are some 24,000 undecided blocks among 67 million.
 
 What it costs
 -------------
-An operation of the function that mixes queries and keys costs one operation on a matrix of blocks, and any other costs
-one on a line of blocks: 128 x 128 times less than on every pair. The undecided blocks come on top. They lie at the
-edges of what the mask shows, so their number grows with the length for a window or for documents, not with its square.
-The function is called, not compiled.
+An operation that mixes queries and keys works on a matrix with one element for each block, 128 x 128 times fewer than
+there are pairs. Any other operation works on a single row or column of blocks. Looking at the undecided blocks comes
+after that. They lie at the edges of what the mask shows, so for a window or for documents their number grows with the
+length, not with its square. The function is called, not compiled.
 
-The shape of the result says more: it has a batch dimension, or a head dimension, only if the function uses that index.
+The shape of the result also shows which indices the function uses: the result has a batch dimension, or a head
+dimension, only if the function uses that index.
 
 What it knows
 -------------
 Ranges know arithmetic, comparisons, logic, bits, casts, roots and exponentials, `torch.where`, reductions,
-`torch.bucketize`, and indexing of captured tensors. By an exact index this is a lookup, and by a range the least and
-greatest element that the range reaches. Every result holds each value that can occur. An operation without a rule gives
-"any value", so that blocks are looked at element by element, which is slower but never wrong. The same happens with a
-function that ranges cannot go through. `Mask.blocks` and `explain` name the operation.
+`torch.bucketize`, and indexing of captured tensors. An exact index looks up one element. A range of indices gives the
+least and the greatest element that it reaches. Every resulting range contains each value that can occur. An operation
+without a rule gives the range of all values. The blocks are then looked at element by element, which is slower but
+never wrong. The same happens if a function cannot run on ranges. `Mask.blocks` and `explain` name the operation.
 
-Correlations are lost: `q - q` is not 0 but -127..127, which again is slower and not wrong. A Range does what an integer
-tensor does, but it is no tensor: `isinstance(q, torch.Tensor)` is False.
+Correlations are lost: `q - q` is not 0 but -127..127, which again is slower and not wrong. A Range has the operations
+of an integer tensor, but it is not a tensor: `isinstance(q, torch.Tensor)` is False.
 
 How it is exact
 ---------------
 Bounds are float64, exact for integers below 2^52. An integer that its dtype might not hold becomes "any value". Floats
-are widened by their rounding error. A float may be NaN only where its range is all of -inf..inf. Where both ends of a
-range are one and the same tensor, the range is an exact value: on ranges of single elements, the function gives what it
-gives on those elements.
+are widened by their rounding error. A float may be NaN only where its range is all of -inf..inf. If both ends of a
+range are the same tensor object, the range is an exact value. So on ranges of single elements the function gives the
+same results as on the elements themselves.
 
-Where it stands
----------------
-`context` holds the state of one evaluation, `value` the Range and the dispatch of torch's operations to rules. The
-rules register themselves with the decorator `value.rule`, and stand by kind in `truth`, `arithmetic`, `bits`,
-`selection`, `conversion`, `lookup` and `reductions`. All of them use `operands`, and `lookup` uses `reach`.
+The files
+---------
+`evaluate` calls a function on ranges. `context` holds the state of one evaluation, and `value` has the Range and the
+dispatch of torch's operations to rules. The rules are in `truth`, `arithmetic`, `bits`, `selection`, `conversion`,
+`lookup` and `reductions`, and register themselves with the decorator `value.rule`. All of these files use `operands`,
+and `lookup` uses `reach`.
 
 Source: interval arithmetic: Moore, Interval Analysis, 1966; the sparse table of range minima: Bender and
 Farach-Colton, The LCA Problem Revisited, 2000; block masks: Dong et al., Flex Attention, 2024.
@@ -100,6 +104,5 @@ from flexmasks.ranges.context import Refused as Refused
 from flexmasks.ranges.context import TooLarge as TooLarge
 from flexmasks.ranges.context import TooWide as TooWide
 from flexmasks.ranges.evaluate import Evaluated as Evaluated
-from flexmasks.ranges.evaluate import evaluate as evaluate
 from flexmasks.ranges.value import Range as Range
 from flexmasks.ranges.value import Steps as Steps

@@ -96,7 +96,7 @@ def _extremes_of_ends(x: Range, y: Range, operation: Callable[..., Tensor]) -> t
 
 @rule("neg", "negative")
 def negative(a: Any) -> Range | None:
-    """Negative, whose ends change places."""
+    """Negated operand: its ends swap places."""
     x = as_range(a)
     if x.dtype == torch.bool:
         return None
@@ -143,6 +143,7 @@ def sign(a: Any) -> Range | None:
 
 
 def _quotient_ends(x: Range, y: Range, rounding: Callable[[Tensor], Tensor] | None) -> tuple[Tensor, Tensor]:
+    """Return the ends of x / y: any value where y may be 0."""
     lo, hi = _extremes_of_ends(x, y, lambda a, b: a / b if rounding is None else rounding(a / b))
     return any_value_where(_may_be_zero(y) | is_inexact(x, y), lo, hi)
 
@@ -150,7 +151,7 @@ def _quotient_ends(x: Range, y: Range, rounding: Callable[[Tensor], Tensor] | No
 def _may_be_zero(y: Range) -> Tensor:
     """Return the blocks where y may be 0.
 
-    Some machines take very small floats for 0.
+    Some machines round very small floats to 0, so these count as 0.
     """
     tiny = torch.finfo(y.dtype).tiny if y.dtype.is_floating_point else 0.0
     return (y.lo <= tiny) & (y.hi >= -tiny)
@@ -207,9 +208,9 @@ rule("rdiv")(reflected(true_divide))
 def _remainder(rounding: Callable[[Tensor], Tensor]) -> Callable[[Any, Any], Range | None]:
     """Return the rule of x - y * rounding(x / y).
 
-    The remainder is smaller than y. With torch.floor it has the sign of y, with torch.trunc that of x. Where y is a
-    single number and both ends of x have the same quotient, the remainder lies between those of the ends of x.
-    Elsewhere it is any remainder by y.
+    The remainder is smaller than y. With torch.floor it has the sign of y, with torch.trunc it has the sign of x. Where
+    y is a single number and both ends of x have the same quotient, the remainder lies between the remainders of the
+    ends. Elsewhere it may be any remainder by y.
     """
 
     def remainder_of(a: Any, b: Any) -> Range | None:
@@ -222,7 +223,7 @@ def _remainder(rounding: Callable[[Tensor], Tensor]) -> Callable[[Any, Any], Ran
         if x.exact and plain and x.limit < EXACT_LIMIT and not dtype.is_floating_point:
             lo = x.lo - b * rounding(x.lo / b)
             return fitted(lo, lo, dtype, limit, True)
-        gap = 0.0 if dtype.is_floating_point else 1.0  # to y: a float's remainder may round up to it
+        gap = 0.0 if dtype.is_floating_point else 1.0  # to y; a float's remainder may round up to y
         if rounding is torch.floor:
             lo, hi = (y.lo + gap).clamp(max=0.0), (y.hi - gap).clamp(min=0.0)
         else:
@@ -249,7 +250,7 @@ rule("fmod")(_remainder(torch.trunc))
 
 @rule("pow")
 def power(a: Any, exponent: Any) -> Range | None:
-    """Power by 0.5, 1 or 2, or power of two."""
+    """Power with exponent 0.5, 1 or 2, or with base 2."""
     if type(a) is int and a == 2 and isinstance(exponent, Range):
         factor = power_of_two(1, exponent)
         return None if factor is None else multiply(1, factor)
@@ -261,8 +262,8 @@ def power(a: Any, exponent: Any) -> Range | None:
         return None
     if exponent == 1:
         return a
-    size = absolute(a)
-    return None if size is None else multiply(size, size)
+    magnitude = absolute(a)
+    return None if magnitude is None else multiply(magnitude, magnitude)
 
 
 rule("rpow")(reflected(power))
@@ -277,8 +278,8 @@ def square(a: Any) -> Range | None:
 def power_of_two(a: Any, exponent: Any) -> Any:
     """Return the factor 2**exponent by which `a` is shifted.
 
-    It is an int or a Range. None if an operand is no integer, or the exponent may leave 0..30 or the dtype, where torch
-    may define no shift.
+    The factor is an int or a Range. Returns None if an operand is not an integer, or if the exponent may lie outside
+    0..30 or exceed the bits of the dtype, where torch may not define the shift.
     """
     if not all(type(x) is int or (isinstance(x, Range) and is_integer(x.dtype)) for x in (a, exponent)):
         return None
@@ -294,7 +295,7 @@ def power_of_two(a: Any, exponent: Any) -> Any:
 def _increasing(operation: Callable[[Tensor], Tensor], least: float = -INF) -> Callable[[Any], Range]:
     """Return the rule of an increasing function of floats.
 
-    least: the argument below which it is NaN.
+    least: the function is NaN for arguments below this number.
     """
 
     def increasing(a: Any) -> Range:
@@ -302,7 +303,7 @@ def _increasing(operation: Callable[[Tensor], Tensor], least: float = -INF) -> C
         dtype = float_dtype(x.dtype)
         x = as_dtype(x, dtype)
         lo, hi = any_value_where(may_be_nan(x) | (x.lo < least), operation(x.lo), operation(x.hi))
-        slack = 4 * torch.finfo(dtype).eps  # machines differ in the last bits
+        slack = 4 * torch.finfo(dtype).eps  # results on other machines may differ in the last bits
         return fitted(lo - slack * (1 + lo.abs()), hi + slack * (1 + hi.abs()), dtype, INF)
 
     return increasing

@@ -46,7 +46,7 @@ def invert(a: Any) -> Range | None:
 def bitwise_and(a: Any, b: Any) -> Range | None:
     """Bitwise and, bounded by the operands' signs.
 
-    A constant that selects the last bits makes it a remainder; one that clears them makes it a rounding down.
+    A constant that selects the last bits gives a remainder. A constant that clears the last bits rounds down.
     """
     if _are_truth_values(a, b):
         return both_true(a, b)
@@ -84,8 +84,8 @@ def _bitwise(
     """Return the range of a bitwise operation on integers.
 
     operation: gives the result of exact operands.
-    ends_of: gives the ends for other operands. Its third argument is the largest number made of bits that one of the
-        operands may have.
+    ends_of: gives the ends for other operands. Its third argument is 2**n - 1, where n is the largest number of bits
+        that an operand may have.
     """
     operands = as_common_dtype(a, b)
     if operands is None or operands[2].is_floating_point:
@@ -107,7 +107,7 @@ def _have_same_sign(x: Range, y: Range) -> Tensor:
 def _ends_of_and(x: Range, y: Range, all_bits: Tensor) -> tuple[Tensor, Tensor]:
     """Return the ends of x & y.
 
-    An operand that is not negative bounds the result. Two negative operands give a result below both.
+    An operand that is not negative is an upper bound. Two negative operands give a result below both.
     """
     one_not_negative = (x.lo >= 0) | (y.lo >= 0)
     smaller, larger = torch.minimum(x.hi, y.hi), torch.maximum(x.hi, y.hi)

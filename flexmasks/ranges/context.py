@@ -12,18 +12,18 @@ from flexmasks import compat
 
 INF = math.inf
 EXACT_LIMIT = 2.0**52  # float64 is exact for all integers of a smaller absolute value
-_MAX_MOVED_ELEMENTS = 1 << 17  # of a captured tensor that is copied from a GPU to the CPU
+_MAX_MOVED_ELEMENTS = 1 << 17  # a captured tensor with more elements is not copied from a GPU to the CPU
 
 
 class GiveUp(Exception):
-    """Reason why ranges cannot go through a function.
+    """Reason why a function cannot run on ranges.
 
-    All blocks are undecided.
+    All blocks are then undecided.
     """
 
 
 class Refused(ValueError):
-    """Error of a function that torch refuses as a mask, too."""
+    """Error in a function that torch refuses as a mask, too."""
 
 
 class TooLarge(Exception):
@@ -46,21 +46,21 @@ class Evaluation:
 
     device: the device that the function sees its indices on.
     compute_device: the device of the ranges' tensors.
-    max_width: limit on the elements of one tensor that the function sees; more raise TooWide.
+    max_width: limit on the elements of one tensor that the function sees; a larger tensor raises TooWide.
     """
 
     def __init__(self, device: torch.device, compute_device: torch.device, max_width: float) -> None:
         self.device, self.compute_device, self._max_width = device, compute_device, max_width
         self.not_understood: list[str] = []  # names of operations without a rule
-        self.mixed_dtypes = False  # one operation had operands of several dtypes: its result's may differ from torch's
-        self.rule_depth = 0  # rules that are running, one inside the other
+        self.mixed_dtypes = False  # whether an operation mixed dtypes: torch may give its result another dtype
+        self.rule_depth = 0  # number of rules that are running, one inside the other
         self.widest = 1  # elements of the largest tensor that the function saw
         self._bounds: dict[tuple[int, int], tuple[Tensor, tuple[Tensor, Tensor, float]]] = {}
 
     def note_width(self, width: int) -> None:
         """Record a tensor's number of elements; raise TooWide above the limit.
 
-        The limit is checked before the tensor grows by all blocks of another operand.
+        The check comes before an operation broadcasts the tensor to the blocks of another operand.
         """
         if width > self._max_width:
             raise TooWide(width)
@@ -69,31 +69,31 @@ class Evaluation:
     def bounds_of(self, values: Tensor) -> tuple[Tensor, Tensor, float]:
         """Return `bounds_of_values` of a captured tensor on the compute device.
 
-        They are computed once in an evaluation.
+        The bounds of each tensor are computed once in an evaluation.
         """
         key = id(values), version_of(values)
         if key not in self._bounds:
             if values.ndim and values.device != self.device:
                 raise Refused(
-                    f"a mask function uses a tensor on {values.device} with indices on {self.device}; move it there."
+                    f"a mask function uses a tensor on {values.device} with indices on {self.device}; move the tensor."
                 )
             is_copied_to_cpu = values.device != self.compute_device and self.compute_device.type == "cpu"
             if is_copied_to_cpu and values.numel() > _MAX_MOVED_ELEMENTS:
                 raise TooLarge(f"a tensor of {values.numel()} elements")
-            # The tensor is kept with its bounds, for another one could get its id.
+            # Keeping the tensor with its bounds prevents that another tensor gets its id.
             self._bounds[key] = values, bounds_of_values(values.detach().to(self.compute_device))
         return self._bounds[key][1]
 
 
 current_evaluation: ContextVar[Evaluation | None] = ContextVar("evaluation", default=None)
-# Running evaluations that mixed dtypes. Almost always empty, so that reading a dtype rarely looks up the context.
+# Running evaluations that mixed dtypes. The set is almost always empty, so reading a dtype rarely looks up the context.
 evaluations_of_mixed_dtypes: set[Evaluation] = set()
 
 
 def give_up_on_mixed_dtypes() -> None:
     """Raise GiveUp if a dtype that the function reads may be wrong.
 
-    It may differ from torch's once operands of several dtypes were mixed. Rules may always read it.
+    After an operation mixed dtypes, torch's dtype may be another one. Rules may always read the dtype.
     """
     evaluation = current_evaluation.get()
     if evaluation is not None and evaluation.mixed_dtypes and not evaluation.rule_depth:

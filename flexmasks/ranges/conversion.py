@@ -47,8 +47,8 @@ rule("bfloat16")(_cast(torch.bfloat16))
 def to(a: Any, *args: Any, **kwargs: Any) -> Any:
     """Cast to the dtype, tensor or range among the arguments."""
     values = (*args, *kwargs.values())
-    by_number = bool(args) and isinstance(args[0], PYTHON_NUMBERS)
-    if by_number or any(isinstance(x, str) and "Tensor" in x for x in values):
+    has_device_number = bool(args) and isinstance(args[0], PYTHON_NUMBERS)
+    if has_device_number or any(isinstance(x, str) and "Tensor" in x for x in values):
         raise GiveUp("a conversion by name")
     dtypes = [x for x in values if isinstance(x, torch.dtype)]
     dtypes += [x.dtype for x in values if isinstance(x, Range | Tensor)]
@@ -64,6 +64,6 @@ def to(a: Any, *args: Any, **kwargs: Any) -> Any:
 def to_type(a: Any, *args: Any) -> Any:
     """Cast to the dtype given.
 
-    None without a dtype, for which torch returns a string.
+    Returns None without a dtype: torch then returns a string.
     """
     return to(a, *args) if args else None

@@ -33,9 +33,9 @@ from flexmasks.ranges.value import Range, dispatch
 
 
 class _RangesAsArguments(TorchFunctionMode):
-    """Mode that dispatches operations on tensors with ranges as arguments.
+    """Mode that dispatches operations with ranges among their arguments.
 
-    One of them is `tensor[range]`.
+    An example is `tensor[range]`, which torch calls as an operation on the tensor.
     """
 
     def __torch_function__(
@@ -74,7 +74,7 @@ def evaluate(
     max_width: limit on the elements of one tensor that the function sees.
 
     Raises TooLarge for a captured tensor too large to copy, TooWide for a tensor above `max_width`, GiveUp where
-    ranges cannot go through the function, ValueError or TypeError where the function is not a mask.
+    the function cannot run on ranges, ValueError or TypeError where the function is not a mask.
     """
     compute_device = q.lo.device
     evaluation = Evaluation(device or compute_device, compute_device, max_width)
@@ -85,7 +85,7 @@ def evaluate(
                 result = function(b, h, q, kv)
         except (GiveUp, Refused, TooLarge, TooWide):
             raise
-        except Exception as error:  # the evaluation element by element reports it, if the function is to blame
+        except Exception as error:  # if the function is wrong, the evaluation element by element raises it
             raise GiveUp(f"{type(error).__name__}: {error}") from error
         return Evaluated(_truth_of(result), tuple(evaluation.not_understood), evaluation.widest)
     finally:
@@ -105,5 +105,5 @@ def _truth_of(result: Any) -> Range:
             f"got one of {str(dtype).removeprefix('torch.')}; compare, as in `q >= kv`."
         )
     if result.ndim:
-        raise GiveUp("a result that is no number")
+        raise GiveUp("a result with dimensions")
     return as_range(result)

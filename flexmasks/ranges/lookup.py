@@ -18,7 +18,7 @@ from flexmasks.ranges.value import BLOCK_DIMS, Range, rule
 def getitem(values: Any, index: Any) -> Any:
     """Least and greatest element that the index can reach.
 
-    None for an index by a truth value, by a slice with a range in it, or by a tensor or range that has dimensions.
+    Returns None if an index is a truth value, a slice that contains a range, or a tensor or range with dimensions.
     """
     indices = list(index) if isinstance(index, tuple) else [index]
     if isinstance(values, Tensor) and not any(isinstance(i, Range) for i in indices):
@@ -33,7 +33,7 @@ def getitem(values: Any, index: Any) -> Any:
         return getitem(values.unchanged_table(), (*values.indices, *indices))
     values, indices = _numbers_first(values, indices)
     if 0 in values.shape:
-        raise GiveUp("an empty tensor is indexed")
+        raise GiveUp("an index of an empty tensor")
     if isinstance(values, Tensor) and len(indices) < values.ndim:
         return _Rows(values, tuple(indices))
     return _elements(values, indices) if indices else values
@@ -46,7 +46,8 @@ def _is_number(index: Any) -> bool:
 def _numbers_first(values: Any, indices: list[Any]) -> tuple[Any, list[Any]]:
     """Rearrange values[indices] so that numbers index the first dimensions.
 
-    Slices are taken, and their dimensions moved behind the indexed ones. Returns the rearranged values and the numbers.
+    Takes the slices, and moves their dimensions behind the indexed dimensions. Returns the rearranged values and the
+    numbers.
     """
     place = next((n for n, i in enumerate(indices) if i is Ellipsis), len(indices))
     missing = values.ndim - sum(i is not Ellipsis for i in indices)
@@ -114,7 +115,7 @@ class _Rows(Range):
     def unchanged_table(self) -> Tensor:
         """Return the table; raise GiveUp if it changed since it was indexed."""
         if version_of(self.table) != self._version:
-            raise GiveUp("a tensor is changed in place once it was indexed")
+            raise GiveUp("a tensor that was changed in place after it was indexed")
         return self.table
 
     def _looked_up(self) -> Range:
@@ -162,7 +163,7 @@ def unsqueeze(a: Any, dim: int) -> Range:
     """Range with one more dimension, before or behind all others."""
     place = dim % (a.ndim + 1)
     if a.ndim and 0 < place < a.ndim:
-        raise GiveUp("a dimension put between others")
+        raise GiveUp("a new dimension between other dimensions")
     return unsqueezed(a, [None, ...] if place == 0 else [..., None])
 
 
@@ -195,8 +196,8 @@ def stack(tensors: Any, dim: int = 0) -> Range | None:
 def bucketize(a: Any, boundaries: Any, *, out_int32: bool = False, right: bool = False) -> Range | None:
     """Number of sorted boundaries below a number.
 
-    With `right`, boundaries equal to the number count, too. None unless `boundaries` is a captured tensor of the
-    number's dtype, sorted, and held by float64.
+    With `right`, boundaries equal to the number count, too. Returns None unless `boundaries` is a sorted captured
+    tensor of the number's dtype, and float64 holds each boundary.
     """
     if not (isinstance(a, Range) and a.ndim == 0 and isinstance(boundaries, Tensor) and boundaries.ndim == 1):
         return None

@@ -1,4 +1,4 @@
-"""Operands of rules in one dtype, and results that fit it."""
+"""Operands of rules in a common dtype, and results that fit a dtype."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ def as_range(value: Any) -> Range:
             lo = lo.view(*value.shape, *(1,) * BLOCK_DIMS)
             hi = lo if exact else hi.view(lo.shape)
         return Range(lo, hi, value.dtype, limit)
-    raise GiveUp(f"{value!r} is no number")
+    raise GiveUp(f"{value!r} is not a number")
 
 
 def _range_of_number(value: float) -> Range:
     dtype = torch.bool if isinstance(value, bool) else torch.int64 if isinstance(value, int) else torch.float64
     if dtype != torch.bool and abs(value) < EXACT_LIMIT:
-        lo = torch.tensor(value, dtype=torch.float64, device="cpu")  # also under another default device
+        lo = torch.tensor(value, dtype=torch.float64, device="cpu")  # whatever torch's default device is
         return Range(lo, lo, dtype, abs(value))
     try:
         lo, hi, limit = bounds_of_values(torch.tensor(value, dtype=dtype, device="cpu"))
     except (RuntimeError, OverflowError, ValueError) as error:
-        raise GiveUp(f"{value} is no int64") from error
+        raise GiveUp(f"{value} does not fit int64") from error
     return Range(lo, hi, dtype, limit)
 
 
@@ -66,7 +66,7 @@ def as_number(value: Any) -> Range:
 def as_dtype(value: Any, dtype: torch.dtype) -> Range:
     """Return an operand as a range of numbers of that dtype.
 
-    A float is rounded to it. An integer that the dtype might not hold becomes any value.
+    A float is rounded to the dtype. An integer that the dtype might not hold becomes any value.
     """
     r = as_number(value)
     if r.dtype == dtype:
@@ -111,7 +111,7 @@ def common_dtype(*operands: Any) -> torch.dtype:
 
 
 def _narrowest(dtypes: set[torch.dtype]) -> torch.dtype:
-    """Return the narrower of two dtypes, and record their mixing."""
+    """Return the narrower of two dtypes, and record that they were mixed."""
     if len(dtypes) == 1:
         return next(iter(dtypes))
     evaluation = current_evaluation.get()
@@ -135,7 +135,7 @@ def is_integer(dtype: torch.dtype) -> bool:
 def float_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of a function such as sqrt.
 
-    It is that of its argument for floats, and torch's default for integers.
+    Floats keep their dtype. Integers get torch's default dtype.
     """
     return dtype if dtype.is_floating_point else torch.get_default_dtype()
 
@@ -182,7 +182,7 @@ def any_value_where(blocks: Tensor, lo: Tensor, hi: Tensor) -> tuple[Tensor, Ten
 def may_be_nan(*operands: Range) -> Tensor:
     """Return the blocks where an operand may be NaN.
 
-    A float may be NaN only where its range is all of -inf..inf. There are one or two operands.
+    Takes one or two operands. A float may be NaN only where its range is all of -inf..inf.
     """
     blocks = [(x.lo == -INF) & (x.hi == INF) for x in operands]
     return blocks[0] if len(blocks) == 1 else blocks[0] | blocks[1]

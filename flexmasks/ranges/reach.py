@@ -1,7 +1,7 @@
 """Extremes of the elements of a tensor that ranges of indices reach.
 
-`values` has `ndim` dimensions that the function sees, and behind them the four of the blocks, of size 1 in a captured
-tensor. `extreme` is torch.amin or torch.amax.
+`values` has `ndim` dimensions that the function sees, followed by the four dimensions of the blocks, which have size 1
+in a captured tensor. `extreme` is torch.amin or torch.amax.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flexmasks.ranges.operands import as_range, everywhere
 from flexmasks.ranges.value import BLOCK_DIMS, Steps
 
 Extreme = Callable[..., Tensor]
-_ALWAYS_LOOKED_UP = 1 << 16  # elements which are looked up one by one whatever the size of the tensor
+_ALWAYS_LOOKED_UP = 1 << 16  # up to this many elements are looked up one by one, whatever the size of the tensor
 _MAX_LOOKED_UP = 1 << 25  # elements looked up one by one at once
 _MAX_TABLE = 1 << 26  # elements of a table of runs, or of a result
 
@@ -43,7 +43,7 @@ class IndexReach:
         if type(index) is int:
             raise GiveUp("an index out of range")
         if r.dtype not in (torch.int64, torch.int32):  # torch takes other dtypes for a mask, or refuses them
-            raise GiveUp("an indexing by other than integers")
+            raise GiveUp("indexing by anything but integers")
         if r.limit_reached and n <= r.limit < INF:
             raise Refused(f"a mask function indexes a dimension of {n} elements with an index up to {int(r.limit)}.")
         if r.steps is not None and r.steps.first >= 0 and r.steps.end <= n:
@@ -61,9 +61,9 @@ class IndexReach:
 def extreme_of(values: Tensor, ndim: int, indices: list[IndexReach], extreme: Extreme) -> Tensor:
     """Return the extreme of values[indices] for each block, without the indexed dimensions.
 
-    The dimensions of `indices` come first among the `ndim`; those of the blocks may be missing in `values`. A dimension
-    with a range of indices is reduced to one element, one dimension after the other. Then all exact indices are looked
-    up together.
+    The indexed dimensions come first among the `ndim`. The dimensions of the blocks may be missing in `values`. Each
+    dimension with a range of indices is reduced to one element, one dimension after the other. Then all exact indices
+    are looked up together.
     """
     values = values.reshape(*values.shape[:ndim], *(1,) * (BLOCK_DIMS - values.ndim + ndim), *values.shape[ndim:])
     exact: dict[int, Tensor] = {}
@@ -111,8 +111,8 @@ def _extreme_by_ranges(values: Tensor, ndim: int, ranges: dict[int, tuple[Tensor
         return values
     lengths = [int((last - first).max()) + 1 for first, last in ranges.values()]
     shape = torch.broadcast_shapes(values.shape[ndim:], *(first.shape for first, _ in ranges.values()))
-    others = math.prod(n for d, n in enumerate(values.shape[:ndim]) if d not in ranges)
-    in_reach = math.prod(shape) * others * math.prod(lengths)
+    unreduced = math.prod(n for d, n in enumerate(values.shape[:ndim]) if d not in ranges)
+    in_reach = math.prod(shape) * unreduced * math.prod(lengths)
     if in_reach <= max(_ALWAYS_LOOKED_UP, min(4 * values.numel(), _MAX_LOOKED_UP)):
         return _extreme_one_by_one(values, ndim, ranges, lengths, extreme)
     if len(ranges) > 1:
@@ -121,7 +121,7 @@ def _extreme_by_ranges(values: Tensor, ndim: int, ranges: dict[int, tuple[Tensor
         return values
     ((d, ends),) = ranges.items()
     levels = max(lengths).bit_length()
-    if max(math.prod(shape) * others, levels * values.numel() // 2) > _MAX_TABLE:
+    if max(math.prod(shape) * unreduced, levels * values.numel() // 2) > _MAX_TABLE:
         # The extreme of the whole dimension, in the shape that says which blocks' indices the result depends on.
         whole = extreme(values, dim=d, keepdim=True)
         return whole.expand(*whole.shape[:ndim], *shape)
@@ -167,14 +167,14 @@ def _extreme_by_runs(values: Tensor, ndim: int, d: int, first: Tensor, last: Ten
 def _look_up(values: Tensor, ndim: int, positions: dict[int, Tensor]) -> Tensor:
     """Return the elements at `positions` of some of the `ndim` dimensions.
 
-    Each of these dimensions has one element in the result. Dimensions of the positions before those of the blocks
-    become the first dimensions of the result.
+    Each of these dimensions has one element in the result. If positions have further dimensions before the dimensions
+    of the blocks, these become the first dimensions of the result.
     """
     if len(positions) == ndim and values.shape[ndim:] == (1,) * BLOCK_DIMS:
         elements = values.reshape(values.shape[:ndim])[tuple(positions[d] for d in range(ndim))]
         elements = elements.reshape(*(1,) * (BLOCK_DIMS - elements.ndim), *elements.shape)
-        more = elements.ndim - BLOCK_DIMS
-        return elements.view(*elements.shape[:more], *(1,) * ndim, *elements.shape[more:])
+        further = elements.ndim - BLOCK_DIMS
+        return elements.view(*elements.shape[:further], *(1,) * ndim, *elements.shape[further:])
     block_positions = [torch.zeros((), dtype=torch.long, device=values.device)] * BLOCK_DIMS
     for n in range(BLOCK_DIMS):
         size = values.shape[ndim + n]
@@ -185,9 +185,9 @@ def _look_up(values: Tensor, ndim: int, positions: dict[int, Tensor]) -> Tensor:
     elements = arranged[(*positions.values(), *block_positions)]
     indexed_dims = elements.ndim - len(kept)
     elements = elements.reshape(*(1,) * (BLOCK_DIMS - indexed_dims), *elements.shape)
-    more = max(0, indexed_dims - BLOCK_DIMS)
-    order = [*range(more), *range(elements.ndim - len(kept), elements.ndim), *range(more, more + BLOCK_DIMS)]
+    further = max(0, indexed_dims - BLOCK_DIMS)
+    order = [*range(further), *range(elements.ndim - len(kept), elements.ndim), *range(further, further + BLOCK_DIMS)]
     elements = elements.permute(order)
     for d in sorted(positions):
-        elements = elements.unsqueeze(more + d)
+        elements = elements.unsqueeze(further + d)
     return elements

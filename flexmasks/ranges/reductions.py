@@ -20,7 +20,7 @@ from flexmasks.ranges.value import Range, broadcast_shape, rule
 def _reduction(operation: Callable[..., Tensor]) -> Callable[..., Range | None]:
     """Return the rule of a reduction that is monotone in each element.
 
-    Each end is reduced.
+    The rule reduces each end by itself.
     """
 
     def reduce(a: Any, dim: Any = None, keepdim: bool = False) -> Range | None:
@@ -52,7 +52,7 @@ _all_of_ends = _reduction(torch.all)
 def any_of(a: Any, dim: Any = None, keepdim: bool = False) -> Range | None:
     """Truth value that is certain if an element is certain.
 
-    None for uint8, for which torch's result is uint8.
+    Returns None for uint8: torch's result is then uint8, not bool.
     """
     return None if getattr(a, "dtype", None) == torch.uint8 else _any_of_ends(as_truth(a), dim, keepdim)
 
@@ -61,7 +61,7 @@ def any_of(a: Any, dim: Any = None, keepdim: bool = False) -> Range | None:
 def all_of(a: Any, dim: Any = None, keepdim: bool = False) -> Range | None:
     """Truth value that is certain if all elements are certain.
 
-    None for uint8, for which torch's result is uint8.
+    Returns None for uint8: torch's result is then uint8, not bool.
     """
     return None if getattr(a, "dtype", None) == torch.uint8 else _all_of_ends(as_truth(a), dim, keepdim)
 
@@ -93,7 +93,7 @@ def max_of_one_or_two(a: Any, b: Any = None, keepdim: bool = False, *, dim: int 
 def _extreme_along(
     a: Any, dim: int, keepdim: bool, extreme: Callable[..., Range | None], return_type: Callable[[Any], Any]
 ) -> Any:
-    """Return the extremes along a dimension, and any place for each."""
+    """Return the extremes along a dimension, at the range of all places."""
     values = extreme(a, dim, keepdim)
     if values is None:
         return None
@@ -106,15 +106,15 @@ def _extreme_along(
 def sum_of(a: Any, dim: Any = None, keepdim: bool = False) -> Range | None:
     """Sum of elements, end by end.
 
-    None for integers whose sum float64 might not hold.
+    Returns None for integers if float64 might not hold their sum.
     """
     x = as_number(a)
     count = math.prod(x.shape)
     if not x.dtype.is_floating_point:
         total = _sum_of_ends(x, dim, keepdim) if x.limit * count < EXACT_LIMIT else None
         return None if total is None else Range(total.lo, total.hi, torch.int64, x.limit * count)
-    size = torch.maximum(-x.lo, x.hi)  # bound of each absolute value: the sum's rounding error grows with all of them
-    lo, hi, error = (_sum_of_ends(Range(end, end, torch.int64), dim, keepdim) for end in (x.lo, x.hi, size))
+    largest = torch.maximum(-x.lo, x.hi)  # of each absolute value; the rounding error grows with the sum of these
+    lo, hi, error = (_sum_of_ends(Range(end, end, torch.int64), dim, keepdim) for end in (x.lo, x.hi, largest))
     if lo is None or hi is None or error is None:
         return None
     slack = error.lo * (2 * (count + 1) * torch.finfo(x.dtype).eps)

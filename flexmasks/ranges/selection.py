@@ -54,7 +54,7 @@ def _extreme(a: Any, b: Any, operation: Callable[..., Tensor]) -> Range | None:
 def clamp(a: Any, min: Any = None, max: Any = None) -> Range | None:  # torch's names
     """Maximum with `min`, then minimum with `max`.
 
-    A Python float as a bound makes an integer a float. None for bounds that are tensors of another dtype.
+    A Python float as a bound makes an integer a float. Returns None for bounds that are tensors of another dtype.
     """
     dtype = getattr(a, "dtype", None)
     if any(type(x) is float for x in (min, max)) and isinstance(a, Range) and is_integer(a.dtype):
@@ -82,9 +82,9 @@ def clamp_max(a: Any, max: Any) -> Range | None:
 
 @rule("where")
 def where(condition: Any, a: Any = None, b: Any = None) -> Range | None:
-    """Range of a, or of b, or of both.
+    """Range of a, of b, or of both.
 
-    It is that of a where the condition is certain, and that of b where it is not possible.
+    The result is a where the condition is certain, b where it is not possible, and a range over both elsewhere.
     """
     if a is None or b is None:
         return None
@@ -118,9 +118,9 @@ def _narrowed_by(condition: Range, operand: Any, value: Range, holds: bool) -> R
 
     condition: the comparison.
     value: the operand's range.
-    holds: False for the operand's values where the comparison does not hold.
+    holds: whether the comparison holds; False narrows the operand to its values where the comparison does not hold.
 
-    So torch.where(x < 3, x, 3) is at most 3.
+    So the rule of `where` finds that torch.where(x < 3, x, 3) is at most 3.
     """
     if condition.comparison is None or not isinstance(operand, Range):
         return value
@@ -134,7 +134,7 @@ def _narrowed_by(condition: Range, operand: Any, value: Range, holds: bool) -> R
     if operand.dtype != value.dtype or not fits(b, operand.dtype):
         return value
     other = as_range(b)
-    gap = 1.0 if operator in ("<", ">") else 0.0  # of an integer to the next
+    gap = 1.0 if operator in ("<", ">") else 0.0  # between an integer and the next
     if operator in ("<", "<="):
         return Range(value.lo, torch.minimum(value.hi, other.hi - gap), value.dtype, value.limit)
     return Range(torch.maximum(value.lo, other.lo + gap), value.hi, value.dtype, value.limit)
@@ -142,7 +142,10 @@ def _narrowed_by(condition: Range, operand: Any, value: Range, holds: bool) -> R
 
 @rule("masked_fill")
 def masked_fill(a: Any, mask: Any, value: Any) -> Range | None:
-    """Choice between `value` and a, with the dtype of a."""
+    """Range of `value` where the mask is true, else of a.
+
+    The result has the dtype of a.
+    """
     dtype = getattr(a, "dtype", torch.bool)
     is_lossy = type(value) is float and not dtype.is_floating_point
     if type(value) not in PYTHON_NUMBERS or not isinstance(a, Range) or is_lossy:

@@ -18,7 +18,7 @@ def _comparison(
 ) -> Callable[[Any, Any], Range]:
     """Return the rule of a comparison.
 
-    operator: "<" or "<=". The result of a comparison with an operator keeps its operands.
+    operator: "<" or "<=". The result then keeps the operator and the operands, which the rule of `where` reads.
     """
 
     def compare(a: Any, b: Any) -> Range:
@@ -100,7 +100,7 @@ def either_true(a: Any, b: Any) -> Range:
 
 
 def one_true(a: Any, b: Any) -> Range:
-    """Return "either a or b" of truth values."""
+    """Return "a or b, but not both" of truth values."""
     x, y = as_truth(a), as_truth(b)
     certain = (x.lo & ~y.hi) | (~x.hi & y.lo)
     return truth_range(certain, certain if x.exact and y.exact else (x.hi & ~y.lo) | (~x.lo & y.hi))
@@ -109,7 +109,7 @@ def one_true(a: Any, b: Any) -> Range:
 def _unless_dtypes_mix_with_floats(function: Callable[[Any, Any], Range]) -> Callable[[Any, Any], Range | None]:
     """Return the rule of torch.logical_and, logical_or or logical_xor.
 
-    torch converts both operands to one dtype first, in which a small float may become 0.
+    torch first converts both operands to one dtype, which may turn a small float into 0.
     """
 
     def logical(a: Any, b: Any) -> Range | None:

@@ -1,4 +1,4 @@
-"""Range, which stands for an index of many blocks, and its operations."""
+"""Range of an index over many blocks, and the dispatch of its operations."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from flexmasks.ranges.context import (
 )
 
 BLOCK_DIMS = 4  # batch, heads, query blocks, key blocks
-_MAX_ELEMENTS = 1 << 24  # of a tensor that the function sees as a whole
+_MAX_ELEMENTS = 1 << 24  # elements of a tensor with dimensions that a rule computes with
 _LIKE_FUNCTIONS = ("zeros_like", "ones_like", "full_like")
 
 _AnyRule = TypeVar("_AnyRule", bound=Callable[..., Any])
@@ -32,18 +32,18 @@ _RULES: dict[str, Callable[..., Any]] = {}
 def rule(*names: str) -> Callable[[_AnyRule], _AnyRule]:
     """Register the decorated function as the rule of torch operations.
 
-    names: as torch has them, without underscores around: "add" stands for torch.add, Tensor.add and the `+` of a
-        range and an operand, "rsub" for the `-` of an operand and a range.
+    names: torch's names, without surrounding underscores: "add" means torch.add, Tensor.add and the `+` of a range and
+        an operand, "rsub" means the `-` of an operand and a range.
 
     The function is called with the operation's own arguments, of which at least one is a Range or a sequence with one.
-    It returns a Range that holds every value which can occur, or None for arguments that it does not cover: these,
-    and arguments that do not fit its signature, count as not understood.
+    It returns a Range that contains every value that can occur, or None for arguments that it does not cover. An
+    operation counts as not understood if its rule returns None or its arguments do not fit the rule's signature.
     """
 
     def register(function: _AnyRule) -> _AnyRule:
         for name in names:
             if name in _RULES:
-                raise ValueError(f"flexmasks: the operation {name!r} has a rule of ranges already.")
+                raise ValueError(f"flexmasks: the operation {name!r} already has a range rule.")
             _RULES[name] = function
         return function
 
@@ -59,7 +59,7 @@ def reflected(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 class Steps:
     """Description of ranges that follow each other without gaps.
 
-    Along `dim`, block n holds `first + n * size` and the next `size` - 1 numbers, as far as they are below `end`.
+    Along `dim`, block n holds the `size` numbers from `first + n * size` on, as far as they are below `end`.
     """
 
     first: int
@@ -74,13 +74,13 @@ class Steps:
 class Range:
     """Numbers or truth values between `lo` and `hi`, one per block.
 
-    The last four dimensions of `lo` and `hi` are [batch, heads, query blocks, key blocks]. Before them stand the `ndim`
-    dimensions that the mask's function sees: none for an index, one for a row of a table. Both ends are bool for truth
-    values, "certainly" and "possibly", and float64 for numbers. Where they are one and the same tensor, the value is
-    exact.
+    The last four dimensions of `lo` and `hi` are [batch, heads, query blocks, key blocks]. Before them come the `ndim`
+    dimensions that the mask's function sees: none for an index, one for a row of a table. For truth values both ends
+    are bool, "certainly" and "possibly". For numbers both are float64. If both ends are the same tensor object, the
+    value is exact.
 
-    limit: bound of the absolute value, as a Python number. It shows without a look at the tensors that nothing
-        overflows.
+    limit: bound of the absolute value, as a Python number. It can prove that nothing overflows without reading the
+        tensors.
     limit_reached: whether the value `limit` itself occurs in some block.
     steps: describes ranges that follow each other without a gap, otherwise None.
     """
@@ -115,7 +115,7 @@ class Range:
 
         limit: an upper bound of all indices. limit_reached: whether it is one of them.
 
-        Give the same tensor twice for one index in each block.
+        Pass the same tensor twice if each block has one index.
         """
         low = lo.double()
         return cls(low, low if hi is lo else hi.double(), torch.int64, limit, limit_reached, steps)
@@ -127,9 +127,9 @@ class Range:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the torch type.
+        """Return the dtype.
 
-        Raises GiveUp if a mask's function reads it and torch's own type may be another one.
+        Raises GiveUp if a mask's function reads it where torch's dtype may be another one.
         """
         if evaluations_of_mixed_dtypes:
             give_up_on_mixed_dtypes()
@@ -137,7 +137,7 @@ class Range:
 
     @property
     def known_dtype(self) -> torch.dtype:
-        """Return the torch type even where torch's own may be another one."""
+        """Return the dtype, even where torch's dtype may be another one."""
         return self._dtype
 
     @property
@@ -244,15 +244,15 @@ for _name in (*_OPERATORS.split(), *_IN_PLACE):
 def broadcast_shape(a: Tensor, b: Tensor) -> tuple[int, ...]:
     """Return the shape of two tensors broadcast together.
 
-    torch.broadcast_shapes takes longer than an operation on small tensors, so equal shapes do without it.
+    torch.broadcast_shapes takes longer than an operation on small tensors, so equal shapes skip it.
     """
     return tuple(a.shape) if a.shape == b.shape else tuple(torch.broadcast_shapes(a.shape, b.shape))
 
 
 def truth_range(certain: Tensor, possible: Tensor) -> Range:
-    """Return a truth value from where it is certain and where possible.
+    """Return the truth value of certain and possible blocks.
 
-    Give the same tensor twice for an exact one.
+    Pass the same tensor twice if the truth value is exact.
     """
     return Range(certain, possible, torch.bool, 1.0)
 
@@ -268,12 +268,12 @@ def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     name = getattr(func, "__name__", str(func))
     if name.startswith("__"):
         name = name.strip("_")
-    # Any other name of the same tensor would have to change with it.
+    # All other names of the same tensor would have to change, too.
     if name in _IN_PLACE or name.endswith("_") or kwargs.get("out") is not None:
         raise GiveUp(f"{name} changes a tensor in place")
     if func is torch.Tensor.where:  # the method's condition comes second: a.where(condition, b)
         args = (args[1], args[0], *args[2:]) if len(args) > 1 else args
-    makes_constant = name.startswith("new_") or name in _LIKE_FUNCTIONS  # with the dtype and device of an index
+    makes_constant = name.startswith("new_") or name in _LIKE_FUNCTIONS  # with an index's dtype and device
     if makes_constant and not any(isinstance(x, Range) for x in (*args[1:], *kwargs.values())):
         like = torch.zeros(args[0].shape, dtype=args[0].dtype, device=args[0].device)
         return func(like, *args[1:], **kwargs)
@@ -289,7 +289,7 @@ def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 def _result_of(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the result of the operation's rule, or any value without one."""
-    with compat.without_torch_function():  # the rules' own operations on tensors are not for the mode of `evaluate`
+    with compat.without_torch_function():  # so the mode of `evaluate` skips the rules' own operations
         function = _RULES.get(name)
         if function is not None:
             try:
@@ -321,7 +321,7 @@ def _plain_name(name: str) -> str:
 def _any_value(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the range of all values, in the operation's dtype and shape.
 
-    The operation is called on zeros to find these.
+    Calls the operation on zeros to find the dtype and the shape.
     """
     ranges: list[Range] = []
 
@@ -333,7 +333,7 @@ def _any_value(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
 
     try:
         result = func(*(zeros_like(a) for a in args), **{k: zeros_like(v) for k, v in kwargs.items()})
-    except Exception as error:  # the evaluation element by element reports it, if the function is to blame
+    except Exception as error:  # if the function is wrong, the evaluation element by element raises it
         raise GiveUp(str(error)) from error
     ends = [end for r in ranges for end in (r.lo, r.hi)]
     blocks = torch.broadcast_shapes(*(end.shape[max(0, end.ndim - BLOCK_DIMS) :] for end in ends))
