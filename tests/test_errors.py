@@ -367,7 +367,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "jagged and None": (attending_to(JAGGED, None, JAGGED), "`k`"),
     "jagged not transposed": (
         attending_to(*[jagged(transposed=False)] * 3),
-        "From [B, jagged, H, D] it is `.transpose(1, 2)`",
+        "A tensor [B, jagged, H, D] needs `.transpose(1, 2)`",
     ),
     "jagged q_offset": (
         attending_to(JAGGED, JAGGED, JAGGED, q_offset=torch.tensor([1])),

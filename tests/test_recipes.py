@@ -19,10 +19,17 @@ from tabulate import tabulate
 
 FOLDER = Path(__file__).parent.parent / "recipes"
 RECIPES = sorted(path.name for path in FOLDER.glob("[!_]*.py"))
+# Recipes that compile few kernels; the others run in the campaigns, which CI runs too.
+QUICK = {
+    "flash_attention_explained.py", "flash_attention_triton.py", "grouped_tril_softmax.py", "long_softmax_triton.py",
+    "sliding_window.py", "softmax_in_training.py",
+}  # fmt: skip
 SECONDS = 60  # limit of processor time, which other work on the machine does not change; compilation takes up to 20
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.campaign) for name in RECIPES]
+)
 def test_it_runs(name: str, tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     seconds_before = _processor_seconds()
