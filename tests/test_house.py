@@ -34,7 +34,6 @@ ORDER = {
             ["calls"],
             ["attention", "softmax"],
             ["pictures"],
-            ["integrations"],
             ["bench"],
             ["__main__"],
         ]

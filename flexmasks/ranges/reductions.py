@@ -66,28 +66,25 @@ def all_of(a: Any, dim: Any = None, keepdim: bool = False) -> Range | None:
     return None if getattr(a, "dtype", None) == torch.uint8 else _all_of_ends(as_truth(a), dim, keepdim)
 
 
-@rule("min")
-def min_of_one_or_two(a: Any, b: Any = None, keepdim: bool = False, *, dim: int | None = None) -> Any:
-    """Minimum of two operands, or of the elements of one.
+def _of_one_or_two(
+    of_two: Callable[..., Any], of_elements: Callable[..., Range | None], return_type: Callable[[Any], Any]
+) -> Callable[..., Any]:
+    """Return the rule of torch.min or torch.max: of two operands, or of the elements of one.
 
     An int as the second argument is a dimension.
     """
-    dim = b if type(b) is int else dim
-    if dim is not None:
-        return _extreme_along(a, dim, keepdim, amin, torch.return_types.min)
-    return minimum(a, b) if b is not None else amin(a)
+
+    def extreme(a: Any, b: Any = None, keepdim: bool = False, *, dim: int | None = None) -> Any:
+        dim = b if type(b) is int else dim
+        if dim is not None:
+            return _extreme_along(a, dim, keepdim, of_elements, return_type)
+        return of_two(a, b) if b is not None else of_elements(a)
+
+    return extreme
 
 
-@rule("max")
-def max_of_one_or_two(a: Any, b: Any = None, keepdim: bool = False, *, dim: int | None = None) -> Any:
-    """Maximum of two operands, or of the elements of one.
-
-    An int as the second argument is a dimension.
-    """
-    dim = b if type(b) is int else dim
-    if dim is not None:
-        return _extreme_along(a, dim, keepdim, amax, torch.return_types.max)
-    return maximum(a, b) if b is not None else amax(a)
+rule("min")(_of_one_or_two(minimum, amin, torch.return_types.min))
+rule("max")(_of_one_or_two(maximum, amax, torch.return_types.max))
 
 
 def _extreme_along(
