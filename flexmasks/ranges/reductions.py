@@ -69,9 +69,9 @@ def all_of(a: Any, dim: Any = None, keepdim: bool = False) -> Range | None:
 def _of_one_or_two(
     of_two: Callable[..., Any], of_elements: Callable[..., Range | None], return_type: Callable[[Any], Any]
 ) -> Callable[..., Any]:
-    """Return the rule of torch.min or torch.max: of two operands, or of the elements of one.
+    """Return the rule of torch.min or torch.max.
 
-    An int as the second argument is a dimension.
+    Both compare two operands, or the elements of one. An int as the second argument is a dimension.
     """
 
     def extreme(a: Any, b: Any = None, keepdim: bool = False, *, dim: int | None = None) -> Any:
