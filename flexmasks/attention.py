@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from flexmasks import calls
 from flexmasks.calls import Request
 from flexmasks.plans.explanation import Explanation
-from flexmasks.plans.plan import Lengths, materialize_mask, plan_mask
+from flexmasks.plans.lengths import Lengths, materialize_mask, plan_mask
 from flexmasks.spec.arguments import MaskLike, ScoreLike, get_mask
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from flexmasks.pictures.cells import MaskCells, ScoreCells
 from flexmasks.pictures.lengths import accepted_lengths
 from flexmasks.pictures.picture import CALL, MaskPicture, Picture, ScorePicture
-from flexmasks.plans.plan import Lengths, plan_mask
+from flexmasks.plans.lengths import Lengths, plan_mask
 from flexmasks.spec.arguments import MaskLike, ScoreLike, get_mask, get_score
 from flexmasks.spec.definitions import define
 from flexmasks.spec.registry import list_masks, list_scores

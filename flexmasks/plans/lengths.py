@@ -1,0 +1,93 @@
+"""Plans over lengths that users give, outside a call of attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexmasks.blocks.build import materialize
+from flexmasks.blocks.counts import Blocks
+from flexmasks.plans.checks import check_offset, fail
+from flexmasks.plans.plan import MaskPlan, check_open_extents, naming, shifted_mask, sized
+from flexmasks.spec.parameters import Size
+from flexmasks.spec.values import Mask
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Lengths that users give to `block_mask` and `dense_mask`."""
+
+    q_len: Any
+    kv_len: Any = None
+    batch: Any = None
+    heads: Any = None
+    device: Any = None
+    q_offset: Any = 0
+    block_size: Any = 128
+
+    def check(self, call: str, mask: Mask) -> tuple[Size, tuple[str, ...]]:
+        """Return the size, and which of "batch" and "heads" are open.
+
+        An extent is open if neither the caller nor a parameter's shape gives it. Raises ValueError or TypeError in the
+        name of `call`.
+        """
+        kv_len = self.q_len if self.kv_len is None else self.kv_len
+        for name, n in (("q_len", self.q_len), ("kv_len", kv_len), ("batch", self.batch), ("heads", self.heads)):
+            is_open = n is None and name in ("batch", "heads")
+            if not is_open and (type(n) is not int or n < 1):
+                fail(f"`{name}` must be an int of at least 1, got {n!r}.", call=call)
+        implied = mask.batch_size()
+        if not implied and isinstance(self.q_offset, Tensor) and self.q_offset.ndim:
+            implied = len(self.q_offset)
+        batch = self.batch or implied
+        size = Size(batch or 1, self.heads or 1, self.q_len, kv_len, self._device(call, mask))
+        check_offset(call, self.q_offset, size.batch, size.device)
+        return size, tuple(name for name, n in (("batch", batch), ("heads", self.heads)) if n is None)
+
+    def _device(self, call: str, mask: Mask) -> torch.device:
+        """Return the device asked for, or the device of the parameters' tensors, or the CPU."""
+        device = self.device
+        if device is None:
+            tensors = [t for t in [*mask.tensors(), self.q_offset] if isinstance(t, Tensor)]
+            device = tensors[0].device if tensors else "cpu"
+        try:
+            device = torch.device(device)
+        except (RuntimeError, TypeError) as error:
+            fail(f"`device` must be a torch device, got {device!r} ({error}).", call=call)
+        if device.type == "meta" or (device.type == "cuda" and not torch.cuda.is_available()):
+            fail(f"`device` must be available and hold data, got {device}.", call=call)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        return device
+
+
+def plan_mask(call: str, mask: Mask, lengths: Lengths) -> MaskPlan:
+    """Return the plan of a mask over lengths that a user gave to `call`."""
+    given = lengths.block_size
+    block_size = tuple(given) if isinstance(given, tuple | list) else (given, given)
+    if len(block_size) != 2 or not all(type(n) is int and n > 0 for n in block_size):
+        fail(f"`block_size` must be an int above 0 or a pair, got {given!r}.", call=call)
+    size, open_extents = lengths.check(call, mask)
+    return MaskPlan(mask, size, lengths.q_offset, block_size=block_size, open_extents=open_extents)
+
+
+def materialize_mask(call: str, mask: Mask, lengths: Lengths) -> Tensor:
+    """Return a mask over the lengths given to `call`, as booleans.
+
+    The result is [batch or 1, heads or 1, q_len, kv_len].
+    """
+    size, open_extents = lengths.check(call, mask)
+    mask_mod = shifted_mask(mask.bind(mask.resolve(sized(size, lengths.q_offset))), lengths.q_offset)
+    check_open_extents(mask, mask_mod, size, open_extents)
+    with naming(mask):
+        return materialize(mask_mod, size.batch, size.heads, size.q_len, size.kv_len, size.device)
+
+
+def _count_blocks(mask: Mask, q_len: int, kv_len: int | None, **sizes: Any) -> Blocks:
+    return plan_mask("Mask.blocks", mask, Lengths(q_len, kv_len, **sizes)).blocks()
+
+
+Mask.count_blocks = staticmethod(_count_blocks)
