@@ -49,6 +49,8 @@ def attention(
             change.
         score: a change of the scores: a name, a Score, a function (score, b, h, q, kv) -> score, or a list of them,
             applied in order.
+            In half precision the gradient of a tensor that a score learns errs by the rounding of the output times
+            the size of what the score adds; use float32 q, k and v where that matters.
         scale: factor of q @ k^T, 1 / sqrt(D) by default.
         block_mask: in place of `mask`, a BlockMask that `flexmasks.block_mask` or torch has made. Use it inside
             your own torch.compile(fullgraph=True), where torch then chooses the kernel; `mask` is a graph break
