@@ -11,12 +11,7 @@ at any length in bounded memory. `limits` bounds the work done at once.
 from flexmasks.blocks.build import Layout as Layout
 from flexmasks.blocks.build import materialize as materialize
 from flexmasks.blocks.counts import Blocks as Blocks
-from flexmasks.blocks.decide import Decided as Decided
 from flexmasks.blocks.decide import dependence as dependence
 from flexmasks.blocks.elements import Elements as Elements
-from flexmasks.blocks.elements import MaskMod as MaskMod
-from flexmasks.blocks.elements import over_indices as over_indices
-from flexmasks.blocks.lists import in_use as in_use
 from flexmasks.blocks.lists import of_block_mask as of_block_mask
-from flexmasks.blocks.strips import Counts as Counts
 from flexmasks.blocks.strips import count_in_strips as count_in_strips

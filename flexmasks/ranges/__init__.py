@@ -100,9 +100,7 @@ Farach-Colton, The LCA Problem Revisited, 2000; block masks: Dong et al., Flex A
 """
 
 from flexmasks.ranges.context import GiveUp as GiveUp
-from flexmasks.ranges.context import Refused as Refused
 from flexmasks.ranges.context import TooLarge as TooLarge
 from flexmasks.ranges.context import TooWide as TooWide
-from flexmasks.ranges.evaluate import Evaluated as Evaluated
 from flexmasks.ranges.value import Range as Range
 from flexmasks.ranges.value import Steps as Steps
