@@ -28,7 +28,7 @@ class Layout:
     kv_len: int
     block_size: tuple[int, int]
     indices: tuple[Tensor, ...]  # in BlockMask's order: kv, full_kv, q, full_q, each (counts, indices)
-    undecided: int  # number of blocks looked at element by element
+    undecided: int | None  # number of blocks looked at element by element, None for bounds
     not_understood: tuple[str, ...]  # names of operations that ranges do not know, or the reason why they gave up
 
     def block_mask(self, mask_mod: MaskMod) -> BlockMask:

@@ -67,10 +67,14 @@ def decide(
     kv_len: int,
     device: torch.device,
     block_size: tuple[int, int],
+    reads_values: bool = True,
 ) -> Decided:
     """Return what ranges know of each block.
 
     If there are few blocks, they are decided on the CPU, and the result stays there.
+
+    reads_values: whether the host may read values of tensors. If not, all is decided on `device`, by operations whose
+        shapes depend on shapes only.
 
     Raises ValueError or TypeError where the function is not a mask.
     """
@@ -78,7 +82,9 @@ def decide(
     blocks = rows.count * columns.count
     sizes = batch, heads
     if batch * heads > 1 and batch * heads * blocks > limits.BLOCKS_AT_ONCE:
-        sizes = dependence(mask_mod, batch, heads, device)
+        sizes = dependence(mask_mod, batch, heads, device, reads_values)
+    if not reads_values:
+        return _decide_in_slices(mask_mod, sizes, rows, columns, device, device, reads_values=False)
     try:
         compute_device = _CPU if blocks <= limits.BLOCKS_ON_CPU else device
         return _decide_in_slices(mask_mod, sizes, rows, columns, device, compute_device)
@@ -86,14 +92,17 @@ def decide(
         return _decide_in_slices(mask_mod, sizes, rows, columns, device, device)
 
 
-def dependence(mask_mod: MaskMod, batch: int, heads: int, device: torch.device) -> tuple[int, int]:
+def dependence(
+    mask_mod: MaskMod, batch: int, heads: int, device: torch.device, reads_values: bool = True
+) -> tuple[int, int]:
     """Return the batch and head size of a mask.
 
     A size is 1 where the function does not depend on that index.
 
     Raises ValueError or TypeError where the function is not a mask.
     """
-    decided = _decide_at_once(mask_mod, (batch, heads), Axis(1, 1), Axis(1, 1), device, device)
+    one = Axis(1, 1)
+    decided = _decide_at_once(mask_mod, (batch, heads), one, one, device, device, reads_values=reads_values)
     if isinstance(decided, str):
         return dependence_by_vmap(mask_mod, batch, heads, device)
     return decided.certain.shape[0], decided.certain.shape[1]
@@ -107,6 +116,7 @@ def _decide_in_slices(
     device: torch.device,
     compute_device: torch.device,
     width: int = 1,
+    reads_values: bool = True,
 ) -> Decided:
     """Decide a slice of the rows at a time.
 
@@ -118,13 +128,15 @@ def _decide_in_slices(
     blocks_of_row = sizes[0] * sizes[1] * columns.count
     step = max(1, limits.BLOCKS_AT_ONCE // (blocks_of_row * width))
     slices: list[Decided] = []
-    for start in range(0, rows.count, step):
-        part = rows.blocks(start, min(step, rows.count - start))
+    parts = [rows]  # not by `range`, which would read a symbolic number of rows
+    if rows.count > step:
+        parts = [rows.blocks(n, min(step, rows.count - n)) for n in range(0, rows.count, step)]
+    for part in parts:
         max_width = max(width, limits.BLOCKS_AT_ONCE // (blocks_of_row * part.count)) if step > 1 else math.inf
         try:
-            decided = _decide_at_once(mask_mod, sizes, part, columns, device, compute_device, max_width)
+            decided = _decide_at_once(mask_mod, sizes, part, columns, device, compute_device, max_width, reads_values)
         except TooWide as error:
-            return _decide_in_slices(mask_mod, sizes, rows, columns, device, compute_device, error.width)
+            return _decide_in_slices(mask_mod, sizes, rows, columns, device, compute_device, error.width, reads_values)
         if isinstance(decided, str):
             shape = (*dependence_by_vmap(mask_mod, *sizes, device), rows.count, columns.count)
             certain = torch.zeros(shape, dtype=torch.bool, device=compute_device)
@@ -146,6 +158,7 @@ def _decide_at_once(
     device: torch.device,
     compute_device: torch.device,
     max_width: float = math.inf,
+    reads_values: bool = True,
 ) -> Decided | str:
     """Return what ranges know of all blocks, or why ranges gave up."""
     b = torch.arange(sizes[0], device=compute_device).view(-1, 1, 1, 1)
@@ -153,7 +166,7 @@ def _decide_at_once(
     indices = Range.of_indices(b, b, sizes[0] - 1), Range.of_indices(h, h, sizes[1] - 1)
     q, kv = rows.range(2, compute_device), columns.range(3, compute_device)
     try:
-        truth, not_understood, widest = evaluate(mask_mod, *indices, q, kv, device, max_width)
+        truth, not_understood, widest = evaluate(mask_mod, *indices, q, kv, device, max_width, reads_values)
     except GiveUp as reason:
         return str(reason)
     shape = broadcast_shape(truth.lo, truth.hi)

@@ -183,7 +183,14 @@ def _rounded_quotient(a: Any, b: Any, rounding: Callable[[Tensor], Tensor]) -> R
 @rule("floordiv", "floor_divide")
 def floor_divide(a: Any, b: Any) -> Range | None:
     """Quotient rounded down; any value where b may be 0."""
-    return _rounded_quotient(a, b, torch.floor)
+    quotient = _rounded_quotient(a, b, torch.floor)
+    steps = a.steps if quotient is not None and isinstance(a, Range) and type(b) is int and b > 0 else None
+    if quotient is None or steps is None:
+        return quotient
+    if b % steps.size == 0 and steps.first % steps.size == 0:  # all numbers of a step have one quotient
+        return Range(quotient.lo, quotient.lo, quotient.known_dtype, quotient.limit)
+    quotient.steps = steps.divided(b)
+    return quotient
 
 
 rule("rfloordiv")(reflected(floor_divide))
@@ -286,10 +293,14 @@ def power_of_two(a: Any, exponent: Any) -> Any:
     if type(exponent) is int:
         return 2**exponent if 0 <= exponent < 31 else None
     dtype = common_dtype(a, exponent)
-    if not everywhere((exponent.lo >= 0) & (exponent.hi <= min(30, torch.iinfo(dtype).bits - 2))):
+    is_defined = everywhere((exponent.lo >= 0) & (exponent.hi <= min(30, torch.iinfo(dtype).bits - 2)))
+    if is_defined is False:
         return None
     lo = torch.exp2(exponent.lo)
-    return Range(lo, lo if exponent.exact else torch.exp2(exponent.hi), dtype, 2.0**30)
+    hi = lo if exponent.exact else torch.exp2(exponent.hi)
+    if is_defined is True:
+        return Range(lo, hi, dtype, 2.0**30)
+    return Range(torch.where(is_defined, lo, -INF), torch.where(is_defined, hi, INF), dtype)
 
 
 def _increasing(operation: Callable[[Tensor], Tensor], least: float = -INF) -> Callable[[Any], Range]:

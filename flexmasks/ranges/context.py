@@ -47,10 +47,15 @@ class Evaluation:
     device: the device that the function sees its indices on.
     compute_device: the device of the ranges' tensors.
     max_width: limit on the elements of one tensor that the function sees; a larger tensor raises TooWide.
+    reads_values: whether the host may read values of tensors. If not, the rules run operations whose shapes depend on
+        shapes only, which can be traced, compiled and captured in a CUDA graph; some ranges are then wider.
     """
 
-    def __init__(self, device: torch.device, compute_device: torch.device, max_width: float) -> None:
+    def __init__(
+        self, device: torch.device, compute_device: torch.device, max_width: float = INF, reads_values: bool = True
+    ) -> None:
         self.device, self.compute_device, self._max_width = device, compute_device, max_width
+        self.reads_values = reads_values
         self.not_understood: list[str] = []  # names of operations without a rule
         self.mixed_dtypes = False  # whether an operation mixed dtypes: torch may give its result another dtype
         self.rule_depth = 0  # number of rules that are running, one inside the other
@@ -100,6 +105,12 @@ def give_up_on_mixed_dtypes() -> None:
         raise GiveUp("the dtype of an operation that mixes dtypes")
 
 
+def reads_values() -> bool:
+    """Return whether rules may read values of tensors on the host."""
+    evaluation = current_evaluation.get()
+    return evaluation is None or evaluation.reads_values
+
+
 def version_of(tensor: Tensor) -> int:
     """Return a number that grows whenever the tensor is changed in place."""
     return -1 if tensor.is_inference() else compat.version(tensor)
@@ -121,6 +132,8 @@ def bounds_of_values(values: Tensor) -> tuple[Tensor, Tensor, float]:
     if values.is_complex():
         raise GiveUp("complex numbers")
     bound = values.detach().double()
+    if not reads_values():
+        return _bounds_by_dtype(values, bound)
     limit = float(bound.abs().max()) if bound.numel() else 0.0
     if limit < EXACT_LIMIT:
         return bound, bound, limit
@@ -130,3 +143,17 @@ def bounds_of_values(values: Tensor) -> tuple[Tensor, Tensor, float]:
     if math.isnan(limit):
         return torch.where(bound.isnan(), -INF, bound), torch.where(bound.isnan(), INF, bound), INF
     return bound, bound, limit
+
+
+def _bounds_by_dtype(values: Tensor, bound: Tensor) -> tuple[Tensor, Tensor, float]:
+    """Return `bounds_of_values` without reading a value.
+
+    bound: the values as float64.
+    """
+    if values.dtype.is_floating_point:
+        is_known = ~bound.isnan()
+    elif values.dtype.itemsize < 8:
+        return bound, bound, float(torch.iinfo(values.dtype).max) + 1
+    else:
+        is_known = bound.abs() < EXACT_LIMIT
+    return torch.where(is_known, bound, -INF), torch.where(is_known, bound, INF), INF

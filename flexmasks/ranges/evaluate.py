@@ -66,18 +66,20 @@ def evaluate(
     kv: Range,
     device: torch.device | None = None,
     max_width: float = INF,
+    reads_values: bool = True,
 ) -> Evaluated:
     """Call a mask's function on ranges.
 
     device: the device on which the function sees its indices, by default that of the ranges. Where the ranges are on
         the CPU and `device` is a GPU, tensors that the function captured are copied to the CPU.
     max_width: limit on the elements of one tensor that the function sees.
+    reads_values: whether the host may read values of tensors, see `context.Evaluation`.
 
     Raises TooLarge for a captured tensor too large to copy, TooWide for a tensor above `max_width`, GiveUp where
     the function cannot run on ranges, ValueError or TypeError where the function is not a mask.
     """
     compute_device = q.lo.device
-    evaluation = Evaluation(device or compute_device, compute_device, max_width)
+    evaluation = Evaluation(device or compute_device, compute_device, max_width, reads_values)
     token = current_evaluation.set(evaluation)
     try:
         try:

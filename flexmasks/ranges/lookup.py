@@ -196,19 +196,25 @@ def stack(tensors: Any, dim: int = 0) -> Range | None:
 def bucketize(a: Any, boundaries: Any, *, out_int32: bool = False, right: bool = False) -> Range | None:
     """Number of sorted boundaries below a number.
 
-    With `right`, boundaries equal to the number count, too. Returns None unless `boundaries` is a sorted captured
-    tensor of the number's dtype, and float64 holds each boundary.
+    With `right`, boundaries equal to the number count, too. Returns None unless `boundaries` is a captured tensor of
+    the number's dtype, and sorted.
     """
     if not (isinstance(a, Range) and a.ndim == 0 and isinstance(boundaries, Tensor) and boundaries.ndim == 1):
         return None
     if a.dtype != boundaries.dtype or not len(boundaries):
         return None
     lower, upper, _ = captured_bounds(boundaries)
-    if lower is not upper or a.dtype == torch.bool or not everywhere(lower[1:] >= lower[:-1]):
+    if a.dtype == torch.bool:
         return None
-    lo = torch.searchsorted(lower, a.lo.contiguous(), right=right).double()
-    hi = lo if a.exact else torch.searchsorted(lower, a.hi.contiguous(), right=right).double()
-    return Range(lo, hi, torch.int32 if out_int32 else torch.int64, float(len(boundaries)))
+    dtype, count = torch.int32 if out_int32 else torch.int64, float(len(boundaries))
+    lo = torch.searchsorted(upper, a.lo.contiguous(), right=right).double()
+    hi = lo if a.exact and lower is upper else torch.searchsorted(lower, a.hi.contiguous(), right=right).double()
+    is_sorted = everywhere((upper[1:] >= upper[:-1]) & (lower[1:] >= lower[:-1]))
+    if is_sorted is False:
+        return None
+    if is_sorted is True:
+        return Range(lo, hi, dtype, count)
+    return Range(torch.where(is_sorted, lo, 0.0), torch.where(is_sorted, hi, count), dtype, count)
 
 
 @rule("searchsorted")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from flexmasks.ranges.context import (
     captured_bounds,
     current_evaluation,
     evaluations_of_mixed_dtypes,
+    reads_values,
 )
 from flexmasks.ranges.value import BLOCK_DIMS, Range, check_size
 
@@ -73,9 +75,22 @@ def as_dtype(value: Any, dtype: torch.dtype) -> Range:
         return r
     if dtype.is_floating_point and not r.dtype.is_floating_point and r.limit < 1 / torch.finfo(dtype).eps:
         return Range(r.lo, r.hi, dtype, r.limit)
-    if isinstance(value, PYTHON_NUMBERS) and r.exact and float(r.lo.to(dtype)) == float(r.lo):
+    if isinstance(value, PYTHON_NUMBERS) and r.exact and _holds(dtype, value):
         return Range(r.lo, r.hi, dtype, r.limit)
     return fitted(r.lo, r.hi, dtype, r.limit, r.exact)
+
+
+def _holds(dtype: torch.dtype, number: float) -> bool:
+    """Return whether a dtype holds a number without rounding."""
+    if not math.isfinite(number):
+        return dtype.is_floating_point and math.isinf(number)
+    if not dtype.is_floating_point:
+        return number == int(number) and fits(int(number), dtype)
+    if number == 0:
+        return True
+    info = torch.finfo(dtype)
+    digits = math.frexp(number)[0] * 2 / info.eps
+    return info.tiny <= abs(number) <= info.max and digits == int(digits)
 
 
 def as_common_dtype(a: Any, b: Any) -> tuple[Range, Range, torch.dtype] | None:
@@ -194,6 +209,9 @@ def is_inexact(x: Range, y: Range) -> Tensor:
     return x_inexact | y_inexact
 
 
-def everywhere(blocks: Tensor) -> bool:
-    """Return whether all blocks are true; the host waits for the device."""
-    return bool(blocks.all())
+def everywhere(blocks: Tensor) -> bool | Tensor:
+    """Return whether all blocks are true.
+
+    The host waits for the device. Where it may not read values, the result is a boolean tensor without dimensions.
+    """
+    return bool(blocks.all()) if reads_values() else blocks.all()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexmasks.ranges.context import INF, GiveUp, Refused
+from flexmasks.ranges.context import INF, GiveUp, Refused, reads_values
 from flexmasks.ranges.operands import as_range, everywhere
 from flexmasks.ranges.value import BLOCK_DIMS, Steps
 
@@ -50,6 +50,9 @@ class IndexReach:
             self.first, self.last, self.steps = r.lo.long(), r.hi.long(), r.steps
             return
         lo = torch.where(r.hi < 0, r.lo + n, r.lo)  # -1 is the last position
+        if r.exact and not reads_values():  # an index out of range is an error of the function itself
+            self.first = self.last = lo.clamp(0, n - 1).long()
+            return
         if r.exact and everywhere((lo >= 0) & (lo < n)):
             self.first = self.last = lo.long()
             return
@@ -109,9 +112,12 @@ def _extreme_by_ranges(values: Tensor, ndim: int, ranges: dict[int, tuple[Tensor
     """
     if not ranges:
         return values
-    lengths = [int((last - first).max()) + 1 for first, last in ranges.values()]
     shape = torch.broadcast_shapes(values.shape[ndim:], *(first.shape for first, _ in ranges.values()))
     unreduced = math.prod(n for d, n in enumerate(values.shape[:ndim]) if d not in ranges)
+    if reads_values():
+        lengths = [int((last - first).max()) + 1 for first, last in ranges.values()]
+    else:
+        lengths = [values.shape[d] for d in ranges]
     in_reach = math.prod(shape) * unreduced * math.prod(lengths)
     if in_reach <= max(_ALWAYS_LOOKED_UP, min(4 * values.numel(), _MAX_LOOKED_UP)):
         return _extreme_one_by_one(values, ndim, ranges, lengths, extreme)
@@ -125,7 +131,7 @@ def _extreme_by_ranges(values: Tensor, ndim: int, ranges: dict[int, tuple[Tensor
         # The extreme of the whole dimension, in the shape that says which blocks' indices the result depends on.
         whole = extreme(values, dim=d, keepdim=True)
         return whole.expand(*whole.shape[:ndim], *shape)
-    return _extreme_by_runs(values, ndim, d, *ends, extreme)
+    return _extreme_by_runs(values, ndim, d, *ends, levels, extreme)
 
 
 def _extreme_one_by_one(
@@ -144,10 +150,14 @@ def _extreme_one_by_one(
     return extreme(_look_up(values, ndim, positions), dim=tuple(range(len(ranges))))
 
 
-def _extreme_by_runs(values: Tensor, ndim: int, d: int, first: Tensor, last: Tensor, extreme: Extreme) -> Tensor:
+def _extreme_by_runs(
+    values: Tensor, ndim: int, d: int, first: Tensor, last: Tensor, level_count: int, extreme: Extreme
+) -> Tensor:
     """Reduce dimension `d` by a sparse table.
 
     Level k of the table holds the extreme of each run of 2^k elements. Two runs of one level cover a range.
+
+    level_count: number of levels, at least the number of bits of the longest range's length.
     """
     level = torch.frexp((last - first + 1).double()).exponent.long() - 1
     pick = torch.minimum if extreme is torch.amin else torch.maximum
@@ -155,7 +165,7 @@ def _extreme_by_runs(values: Tensor, ndim: int, d: int, first: Tensor, last: Ten
         pick = torch.logical_and if extreme is torch.amin else torch.logical_or
     levels = [values]
     n = values.shape[d]
-    for k in range(int(level.max())):
+    for k in range(level_count - 1):
         step = min(2**k, n)
         shifted = torch.cat([levels[-1].narrow(d, step, n - step), levels[-1].narrow(d, n - step, step)], d)
         levels.append(pick(levels[-1], shifted))

@@ -70,6 +70,12 @@ class Steps:
     def moved(self, by: int) -> Steps:
         return Steps(self.first + by, self.size, self.end + by, self.dim)
 
+    def divided(self, by: int) -> Steps | None:
+        """Return the steps of the quotients rounded down, or None if they overlap."""
+        if self.size % by or self.first % by:
+            return None
+        return Steps(self.first // by, self.size // by, -(-self.end // by), self.dim)
+
 
 class Range:
     """Numbers or truth values between `lo` and `hi`, one per block.

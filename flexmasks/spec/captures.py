@@ -15,7 +15,7 @@ import contextlib
 import dis
 import functools
 import types
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 import numpy as np
@@ -82,11 +82,13 @@ class Aliases:
 
     An alias is a tensor object of its own that shares the tensor's memory. All copies made by one object have the
     same alias for the same tensor.
+
+    replacements: pairs of a tensor and the tensor that copies have in its place, instead of an alias.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, replacements: Iterable[tuple[Tensor, Tensor]] = ()) -> None:
         # Copies by the id of the original. The original is kept too, so that no other object gets its id.
-        self._copies: dict[int, tuple[Any, Any]] = {}
+        self._copies: dict[int, tuple[Any, Any]] = {id(old): (old, new) for old, new in replacements}
 
     def of(self, value: Any) -> Any:
         """Return a copy of a value, or the value itself if it holds no tensors.

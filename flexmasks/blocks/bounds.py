@@ -1,0 +1,65 @@
+"""Blocks from ranges alone, by tensor operations of fixed shapes.
+
+A block that ranges cannot decide counts as partial: kernels evaluate the mask there, so attention is exact all the
+same. No value of a tensor is read by the host. The operations can be traced, compiled, and captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flexmasks.blocks.build import Layout
+from flexmasks.blocks.decide import Axis, decide
+from flexmasks.blocks.elements import MaskMod
+
+
+def bounds(
+    mask_mod: MaskMod,
+    batch: int,
+    heads: int,
+    q_len: int,
+    kv_len: int,
+    device: torch.device,
+    block_size: tuple[int, int] = (128, 128),
+) -> Layout:
+    """Find the blocks that are certainly full, and the blocks that are possibly visible.
+
+    Every visible pair is in a partial or full block, and no hidden pair in a full block. Partial blocks may be empty or
+    full.
+
+    Raises ValueError or TypeError where the function is not a mask.
+    """
+    rows, columns = Axis(q_len, block_size[0]), Axis(kv_len, block_size[1])
+    decided = decide(mask_mod, batch, heads, q_len, kv_len, device, block_size, reads_values=False)
+    shape = (*decided.certain.shape[:2], rows.count, columns.count)
+    full, possible = decided.certain.expand(shape), decided.possible.expand(shape)
+    if q_len % block_size[0]:  # for torch a block that the edge cuts is partial: pairs past the edge are hidden
+        full = full & (torch.arange(rows.count, device=device) < rows.count - 1)[:, None]
+    if kv_len % block_size[1]:
+        full = full & (torch.arange(columns.count, device=device) < columns.count - 1)
+    marked = torch.stack([possible & ~full, full])
+    (partial_rows, full_rows), (partial_columns, full_columns) = (_lists(x) for x in (marked, marked.mT))
+    return Layout(
+        q_len=q_len,
+        kv_len=kv_len,
+        block_size=block_size,
+        indices=(*partial_rows, *full_rows, *partial_columns, *full_columns),
+        undecided=None,
+        not_understood=decided.not_understood,
+    )
+
+
+def _lists(marked: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Return the counts and the index lists of marked places along the last dimension.
+
+    marked: bool [matrices, B, H, lines, places].
+
+    A list names a line's marked places in order and behind them all other places, as torch has it.
+    """
+    before = torch.cumsum(marked, -1, dtype=torch.int32)  # marked places up to each place
+    counts = before[..., -1].contiguous()
+    places = torch.arange(marked.shape[-1], dtype=torch.int32, device=marked.device)
+    in_list = torch.where(marked, before - 1, counts[..., None] + places - before)
+    indices = torch.empty_like(before).scatter_(-1, in_list.long(), places.expand(before.shape))
+    return [(c.clone(), i.clone()) for c, i in zip(counts, indices, strict=True)]
