@@ -45,7 +45,8 @@ from flexmasks.plans.checks import (
     sequence_offsets,
 )
 from flexmasks.plans.explanation import Explanation
-from flexmasks.plans.plan import GivenPlan, MaskPlan, ScorePlan, block_size_for, shifted_score
+from flexmasks.plans.plan import GivenPlan, MaskPlan, ScorePlan, block_size_for
+from flexmasks.plans.shifted import shifted_score
 from flexmasks.spec.arguments import from_arguments, functions_of, get_mask
 from flexmasks.spec.bands import cap_of
 from flexmasks.spec.captures import Aliases, Opaque, Reader, capture_plainly
@@ -316,7 +317,9 @@ def _planned(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Call:
         mask_plan = GivenPlan(request.block_mask)
     else:
         mask = get_mask("full") if mask is None else mask
-        mask_plan = MaskPlan(mask, size, q_offset, lift=True, block_size=block_size_for(size), aliases=aliases)
+        mask_plan = MaskPlan(
+            mask, size, q_offset, lift=True, block_size=block_size_for(size), aliases=aliases, allows_bounds=True
+        )
     score_plan = None if score is None else ScorePlan(score, size, q_offset, aliases=aliases)
     plans = [mask_plan] if score_plan is None else [mask_plan, score_plan]
     learns = torch.is_grad_enabled() and any(t.requires_grad for plan in plans for t in plan.tensors)
