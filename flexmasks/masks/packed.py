@@ -51,7 +51,7 @@ def packed_mask(
     kv_offsets: the same for the keys if they are packed differently; by default `offsets`.
     q_start: the position of the first query of each sequence, one for all or one for each; by default 0, the position
         of the first key. `kv_offsets.diff() - offsets.diff()` aligns the ends of queries and keys.
-    max_length: an upper bound of the lengths of sequences, of queries and of keys, for plans that do not read `offsets`.
+    max_length: an upper bound of the lengths of sequences, for plans that do not read `offsets`.
 
     Source: FlexAttention: jagged sequences, Dong et al., 2024.
     Peers: attention-gym generate_doc_mask_mod(mask_mod, offsets); xformers BlockDiagonalMask and
