@@ -177,6 +177,24 @@ def test_dynamo_traces_preparations(kind: str, name: str) -> None:
     assert torch.equal(got, run(x, *index))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("kind", "name"), PREPARED, ids=[f"{kind}-{name}" for kind, name in PREPARED])
+def test_preparations_do_not_wait_for_the_gpu(kind: str, name: str) -> None:
+    device = torch.device("cuda", 0)
+    value = on_device(example(kind, name, 128), device)
+    if not tensors_of(value):
+        return
+    size = Size(1, 1, 128, 128, device, may_read=False)
+    value.resolve(size)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        resolved = value.resolve(size)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    want = on_device(value, CPU).resolve(replace(size, device=CPU))
+    assert all(torch.equal(got.cpu(), t) for got, t in zip(leaves(resolved), leaves(want), strict=True))
+
+
 # --- random layouts, against the definitions ---
 
 COUNT = 25

@@ -19,6 +19,7 @@ from flexmasks.backends import fa4
 from flexmasks.backends.fa4 import DirectCall
 from flexmasks.plans.windows import Window, window_of
 from flexmasks.spec.bands import Sequences
+from flexmasks.spec.examples import on_device
 from flexmasks.spec.parameters import Size
 
 
@@ -425,6 +426,59 @@ def test_fa4(case: str, dtype: torch.dtype, size: int, grouped: bool) -> None:
         loss = (out * weight).sum() + (lse * lse_weight)[seen.cuda()].sum()
         for got, exactly in zip(torch.autograd.grad(loss, (q, k, v)), expected, strict=True):
             assert error(got, exactly) < 2 * TOLERANCE[dtype]
+
+
+_UNREAD: dict[str, tuple[flexmasks.Mask, int, int, int]] = {  # batch, lengths of queries and keys
+    "no padding": (flexmasks.packed("causal", [0, 0, 130, 131, 300]), 2, 300, 300),
+    "padding": (flexmasks.packed("causal", [0, 20, 210]), 2, 300, 300),
+    "padding, bounded": (flexmasks.packed("causal", [0, 20, 110], max_length=128), 2, 700, 700),
+    "padding only": (flexmasks.packed("causal", [0, 0]), 1, 300, 300),
+    "window": (flexmasks.packed(flexmasks.get_mask("sliding_window", window=30), [0, 100, 150]), 2, 300, 300),
+    "other keys": (flexmasks.packed("full", [0, 5, 100, 290], [0, 150, 150, 380]), 2, 300, 400),
+    "padding of keys alone": (flexmasks.packed("full", [0, 100, 300], [0, 50, 90]), 1, 300, 700),
+    "padding of queries alone": (flexmasks.packed("full", [0, 100, 120], [0, 50, 400]), 1, 300, 400),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", _UNREAD)
+@pytest.mark.parametrize(("dtype", "grouped"), [(torch.bfloat16, False), (torch.float16, True)])
+def test_fa4_without_reading_offsets(case: str, dtype: torch.dtype, grouped: bool) -> None:
+    pytest.importorskip("flash_attn.cute", reason="flash-attn-4 is not installed")
+    mask, batch, q_len, kv_len = _UNREAD[case]
+    mask = on_device(mask, torch.device("cuda", 0))
+    heads = 2 if grouped else 4
+    shapes = [(batch, 4, q_len, 64), (batch, heads, kv_len, 64), (batch, heads, kv_len, 64)]
+    q, k, v = (torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True) for shape in shapes)
+    others = [exact(x) for x in (q, k, v)]
+    size = Size(batch, 4, q_len, kv_len, q.device, may_read=False)
+    weight, lse_weight = torch.randn_like(q), torch.randn(batch, 4, q_len, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        window = window_of(mask, size)
+        assert window is not None
+        sequences = _sequences(window)
+        # Without grouped heads, the same tokens are read head by head, as `DirectCall.of` does.
+        by_head = sequences.of_heads(4, q_len) if sequences.q is sequences.kv and not grouped else None
+        call = DirectCall(window, sequences, None, None, True, by_head)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    out, lse = call(q, k, v)
+    assert lse is not None
+    visible = flexmasks.dense_mask(mask, q_len, kv_len, batch=batch, device="cuda").cpu()
+    want, want_lse = attend(*others, visible)
+    assert error(out, want) < TOLERANCE[dtype]
+    check_lse(lse, want_lse, TOLERANCE[dtype])
+    seen = ~want_lse.isinf()
+    assert torch.all(out.cpu()[~seen] == 0)
+    got = torch.autograd.grad((out * weight).sum() + (lse * lse_weight)[seen.cuda()].sum(), (q, k, v))
+    expected = torch.autograd.grad(
+        (want * weight.double().cpu()).sum() + (want_lse * lse_weight.double().cpu())[seen].sum(), others
+    )
+    for x, y in zip(got, expected, strict=True):
+        assert error(x, y) < 2 * TOLERANCE[dtype]
+        hidden = y.abs().amax(-1) == 0
+        assert torch.all(x.cpu()[hidden] == 0)
 
 
 def _on_gpu(value: Any) -> Any:
