@@ -20,7 +20,7 @@ def _list_lines(
     lines, places, matrix_stride, line_stride, place_stride,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Write the count and the list of one line, of the partial or of the full blocks."""
+    """Write the count and the list of one line of partial or full blocks."""
     line = tl.program_id(0).to(tl.int64)
     if tl.program_id(1) == 0:
         marked, counts, lists = partial, partial_counts, partial_lists
