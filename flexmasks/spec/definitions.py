@@ -8,12 +8,14 @@ import inspect
 import operator
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
+import torch
 from torch import Tensor
 
 from flexmasks.spec.parameters import Parameter, Size, parameters_of
+from flexmasks.spec.templates import Read, reads_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +32,7 @@ class Definition:
     inner_size: Callable[..., Size] | None = None
     native: Callable[..., Any] | None = None  # a mask's `band` hook, a score's `cap` hook
     template: str = ""  # how an operator is printed, such as " & "
+    reads: tuple[Read, ...] | str | None = None  # captured values, or why they cannot be read; None if nobody looked
 
     @functools.cached_property
     def own(self) -> bool:
@@ -48,6 +51,12 @@ class Definition:
         """All functions that decide what the mask or score does."""
         return self.function, self.prepare, self.inner_size, self.native
 
+    def with_reads(self) -> Definition:
+        """Return the definition with ways to what its functions captured, which a user's torch.compile needs."""
+        if self.reads is not None or self.own or torch.compiler.is_compiling():
+            return self
+        return replace(self, reads=reads_of(*self.functions))
+
     @property
     def doc(self) -> str:
         """The function's docstring, with indentation removed."""
@@ -57,7 +66,9 @@ class Definition:
         return self  # a definition never changes and is compared by identity
 
     def __reduce__(self) -> Any:  # a registered definition is pickled by name, because its functions may be lambdas
-        return (from_pickle, (self.kind, self.name)) if self.registered else super().__reduce__()
+        if self.registered:
+            return from_pickle, (self.kind, self.name)
+        return _defined, (self.kind, self.function, self.name)
 
 
 def define(kind: str, function: Callable[..., Any], name: str | None = None, **hooks: Any) -> Definition:
@@ -125,6 +136,11 @@ def is_own(kind: str, name: str) -> bool:
     """Return whether a name is one of the library's own, whose functions never change."""
     known = _NAMES[kind].get(name)
     return known is not None and known.own
+
+
+def _defined(kind: str, function: Callable[..., Any], name: str) -> Definition:
+    """Return the definition of a function that a pickle stored."""
+    return define(kind, function, name).with_reads()
 
 
 def from_pickle(kind: str, name: str) -> Definition:

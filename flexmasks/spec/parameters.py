@@ -61,6 +61,7 @@ class Size:
     q_offset: int = 0  # the largest offset, if batch elements have different ones
     dtype: torch.dtype = torch.float32  # dtype of the scores
     approximate: bool = False  # half precision is precise enough for score functions
+    may_read: bool = True  # values of tensors may be read by the host
 
     @property
     def positions_of_q(self) -> int:
@@ -189,7 +190,7 @@ class Parameter:
         if value.device != size.device:
             raise self._error(ValueError, what, f"a tensor on {value.device} in a call on {size.device}", sizes)
         low, high = _bound(alternative.low, sizes), _bound(alternative.high, sizes)
-        if (low is not None or high is not None) and can_be_read(value) and value.numel():
+        if (low is not None or high is not None) and size.may_read and can_be_read(value) and value.numel():
             least, most = torch.stack(torch.aminmax(value.detach())).tolist()
             if not ((low is None or least >= low) and (high is None or most <= high)):
                 raise self._error(ValueError, what, f"values from {least} to {most}", sizes)
