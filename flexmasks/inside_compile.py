@@ -100,7 +100,10 @@ def _planned_blocks(
     mask = cast(Mask, _of_data(data))
     with torch.no_grad(), naming(mask):
         mask_mod = shifted_mask(mask.bind(mask.resolve(size)), q_offset)
-        return bounds(mask_mod, size.batch, size.heads, size.q_len, size.kv_len, size.device, block_size).indices
+        layout = bounds(mask_mod, size.batch, size.heads, size.q_len, size.kv_len, size.device, block_size)
+    if q.is_cuda:
+        return layout.indices
+    return tuple(flex.separate(x) for x in layout.indices)  # torch's CPU kernel fails if two lists share their memory
 
 
 # --- masks as data: strings, numbers and tensors in tuples ---

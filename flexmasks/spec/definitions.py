@@ -8,7 +8,7 @@ import inspect
 import operator
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import torch
@@ -33,13 +33,13 @@ class Definition:
     native: Callable[..., Any] | None = None  # a mask's `band` hook, a score's `cap` hook
     template: str = ""  # how an operator is printed, such as " & "
     reads: tuple[Read, ...] | str | None = None  # captured values, or why they cannot be read; None if nobody looked
+    # Whether this library, not a user, made the definition. Its functions capture nothing, so its name identifies them.
+    own: bool = field(init=False)
 
-    @functools.cached_property
-    def own(self) -> bool:
-        """Return whether this library, not a user, made the definition.
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "own", self._is_own())
 
-        The functions of such a definition capture nothing, so its name identifies them.
-        """
+    def _is_own(self) -> bool:
         if not (self.registered or self.template):  # a user may pass one of the library's functions as their own
             return False
         functions = [f for f in self.functions if f is not None]
@@ -82,6 +82,10 @@ def define(kind: str, function: Callable[..., Any], name: str | None = None, **h
     if name is None:
         inner = function.func if isinstance(function, functools.partial) else function
         name = getattr(inner, "__name__", type(inner).__name__)
+    if torch.compiler.is_compiling() and isinstance(function, types.FunctionType):
+        code = function.__code__
+        if code.co_argcount == len(arguments) and not code.co_kwonlyargcount:  # torch cannot trace inspect.signature
+            return Definition(kind, name, function, {}, **hooks)
     try:
         signature = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:
