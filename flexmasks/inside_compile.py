@@ -8,6 +8,7 @@ that run.
 
 from __future__ import annotations
 
+import logging
 import types
 from dataclasses import replace
 from typing import Any, cast
@@ -30,6 +31,7 @@ from flexmasks.spec.parameters import Size
 from flexmasks.spec.templates import made, noted, read, reads_of
 from flexmasks.spec.values import Mask, Modifier
 
+_log = logging.getLogger("flexmasks")
 _NONE = "none"
 _MAKE_IT_OUTSIDE = (
     "make a Mask of it outside the compiled function, with flexmasks.get_mask(function), and pass the Mask."
@@ -95,6 +97,16 @@ def _planned_blocks(
 
     data: the mask as `_data_of` returns it.
     """
+    try:
+        return _blocks_of(data, q_offset, q, k, block_size)
+    except Exception as error:  # torch would not show it
+        _log.exception("a mask could not be planned inside torch.compile: %s", error)
+        raise
+
+
+def _blocks_of(
+    data: Any, q_offset: int | Tensor, q: Tensor, k: Tensor, block_size: tuple[int, int]
+) -> tuple[Tensor, ...]:
     size = Size(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device, may_read=False)
     size = replace(size, q_offset=_largest(q_offset, size))
     mask = cast(Mask, _of_data(data))
