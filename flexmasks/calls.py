@@ -250,7 +250,9 @@ def _planned(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Call:
         mask_plan = GivenPlan(request.block_mask)
     else:
         mask = get_mask("full") if mask is None else mask
-        mask_plan = MaskPlan(mask, size, q_offset, lift=True, block_size=block_size_for(size), aliases=aliases)
+        mask_plan = MaskPlan(
+            mask, size, q_offset, lift=True, block_size=block_size_for(size), aliases=aliases, allows_bounds=True
+        )
     score_plan = None if score is None else ScorePlan(score, size, q_offset, aliases=aliases)
     plans = [mask_plan] if score_plan is None else [mask_plan, score_plan]
     learns = torch.is_grad_enabled() and any(t.requires_grad for plan in plans for t in plan.tensors)

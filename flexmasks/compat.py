@@ -110,8 +110,8 @@ SingleLevelFunction: Any = _SingleLevelFunction
 
 # --- torch.compile ---
 
-# Decorator of functions that torch.compile does not look into, but whose operations on tensors enter the graph. Its loss
-# is an AttributeError at import. torch.compiler.nonstrict_trace is public from torch 2.14 on.
+# Decorator of functions that torch.compile does not look into, but whose operations on tensors enter the graph. Its
+# loss is an AttributeError at import. torch.compiler.nonstrict_trace is public from torch 2.14 on.
 nonstrict_trace: Any = getattr(torch.compiler, "nonstrict_trace", None) or torch._dynamo.nonstrict_trace
 
 # Frees the code that torch compiled for a code object. Without it, compiled code accumulates. No public equivalent.

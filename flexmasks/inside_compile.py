@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import types
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -20,9 +19,10 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexmasks import compat
 from flexmasks.backends import flex, reference
-from flexmasks.blocks.bounds import bounds
+from flexmasks.plans.bounds import MaskKind, plan_bounds, unread
 from flexmasks.plans.checks import fail
-from flexmasks.plans.plan import block_size_for, naming, shifted_mask, shifted_score
+from flexmasks.plans.plan import block_size_for, naming
+from flexmasks.plans.shifted import shifted_mask, shifted_score
 from flexmasks.request import Request, checked
 from flexmasks.spec.arguments import from_arguments
 from flexmasks.spec.captures import Opaque
@@ -42,9 +42,8 @@ _PROBLEM = "problem: "  # begins the name of a template that cannot be made
 
 def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tensor | None]:
     """Run a call by operations that torch can trace."""
-    size = replace(checked(q, k, v, request), may_read=False)
     q_offset = cast(int | Tensor, request.q_offset)
-    size = replace(size, q_offset=_largest(q_offset, size))
+    size = unread(checked(q, k, v, request), q_offset)
     mask, score = from_arguments(request.mask, request.score, request.params)
     grad = torch.is_grad_enabled()
     needs_grad = grad and (q.requires_grad or k.requires_grad or v.requires_grad)
@@ -72,11 +71,6 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tens
     options = flex.options(q, k, "FLASH" if backend == "flash" else None, request.kernel_options)
     out, lse = flex.flex(q, k, v, score_mod, block_mask, request.scale, options, request.return_lse)
     return (flex.separate(out) if is_cpu else out), lse
-
-
-def _largest(q_offset: int | Tensor, size: Size) -> int:
-    """Return the largest offset of queries; offsets in a tensor are taken to end with the keys."""
-    return max(0, size.kv_len - size.q_len) if isinstance(q_offset, Tensor) else q_offset
 
 
 def _planned(mask: Mask, size: Size, q: Tensor, k: Tensor, q_offset: int | Tensor) -> BlockMask:
@@ -107,12 +101,9 @@ def _planned_blocks(
 def _blocks_of(
     data: Any, q_offset: int | Tensor, q: Tensor, k: Tensor, block_size: tuple[int, int]
 ) -> tuple[Tensor, ...]:
-    size = Size(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device, may_read=False)
-    size = replace(size, q_offset=_largest(q_offset, size))
-    mask = cast(Mask, _of_data(data))
+    mask, size = _of_data(data), Size(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device)
     with torch.no_grad(), naming(mask):
-        mask_mod = shifted_mask(mask.bind(mask.resolve(size)), q_offset)
-        layout = bounds(mask_mod, size.batch, size.heads, size.q_len, size.kv_len, size.device, block_size)
+        layout = plan_bounds(MaskKind(mask, q_offset, size, False, block_size)).layout
     if q.is_cuda:
         return layout.indices
     return tuple(flex.separate(x) for x in layout.indices)  # torch's CPU kernel fails if two lists share their memory

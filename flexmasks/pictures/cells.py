@@ -18,7 +18,8 @@ from flexmasks.blocks.decide import dependence
 from flexmasks.blocks.elements import MaskMod, over_indices
 from flexmasks.blocks.lists import of_block_mask
 from flexmasks.blocks.strips import count_in_strips
-from flexmasks.plans.plan import MaskPlan, Offset, ScorePlan, naming, shifted_mask, sized
+from flexmasks.plans.plan import MaskPlan, ScorePlan, naming, sized
+from flexmasks.plans.shifted import Offset, shifted_mask
 from flexmasks.spec.parameters import Size
 from flexmasks.spec.values import Modifier, Score
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from flexmasks.blocks.build import materialize
 from flexmasks.blocks.counts import Blocks
 from flexmasks.plans.checks import check_offset, fail
-from flexmasks.plans.plan import MaskPlan, check_open_extents, naming, shifted_mask, sized
+from flexmasks.plans.plan import MaskPlan, check_open_extents, naming, sized
+from flexmasks.plans.shifted import shifted_mask
 from flexmasks.spec.parameters import Size
 from flexmasks.spec.values import Mask
 

@@ -22,18 +22,21 @@ from flexmasks.blocks.counts import Blocks
 from flexmasks.blocks.decide import dependence
 from flexmasks.blocks.elements import over_indices
 from flexmasks.cache import ENTRY, Cache
+from flexmasks.plans.bounds import MaskKind, RecordedPlan, plan_bounds, tensors_in, unread
+from flexmasks.plans.shifted import Offset, shifted_mask, shifted_score
 from flexmasks.plans.windows import Window, window_of
 from flexmasks.spec.captures import Aliases, Opaque, capture
 from flexmasks.spec.indexing import bounded
 from flexmasks.spec.parameters import Size, describe
-from flexmasks.spec.values import Mask, Modifier, ResolvedInner, Score
+from flexmasks.spec.values import Mask, Modifier, Score
 
-Offset = int | Tensor
 BLOCK_SIZE = (128, 128)
 _CPU_BLOCK_SIZES = ((1 << 10, 32), (1 << 15, 64))  # longest length, and the block size that is fastest up to it
 _MAX_COMPILED_VALUES = 6  # values of a mask's numbers to compile in, before the numbers become inputs
 _MAX_POSITIONS = 1 << 31  # kernels count positions in 32 bits
 _UNKNOWN_FRACTION = 0.5  # assumed fraction of pairs that is computed
+_MAX_WIDTH = 1.25  # the most blocks of bounds, in exact blocks, with which bounds are used
+_FIRST_OF_KIND = "it is the first mask of its kind"
 
 
 @dataclass(frozen=True)
@@ -45,21 +48,31 @@ class _Prepared:
 
     @property
     def nbytes(self) -> int:
-        return ENTRY + sum(t.nbytes for t in _tensors_in(self.resolved))
+        return ENTRY + sum(t.nbytes for t in tensors_in(self.resolved))
 
 
 @dataclass(frozen=True)
 class _PreparedMask(_Prepared):
     layout: Layout
     facts: dict[str, Any]  # computed on demand: "options" proven for kernels, "fraction" of pairs computed
+    why_exact: str = ""  # why the blocks of a mask with tensors are exact, or "" if they are bounds
 
     @property
     def nbytes(self) -> int:
         return super().nbytes + sum(t.nbytes for t in self.layout.indices)
 
 
+@dataclass
+class _Kind:
+    """State of all masks that differ in the values of tensors only."""
+
+    why_exact: str  # why their plans must be exact, or ""
+    recorded: RecordedPlan | None = None  # made when the second mask is planned
+
+
 _P = TypeVar("_P", bound=_Prepared)
 _BLOCKS: Cache[_PreparedMask] = Cache("blocks", max_bytes=5 << 28)  # the blocks of a million tokens take 1.07 GB
+_KINDS: Cache[_Kind] = Cache("plans", max_bytes=1 << 28)
 _SCORES: Cache[_Prepared] = Cache("scores", max_bytes=1 << 26)
 _NUMBERS: Cache[set[Hashable]] = Cache(
     "numbers", max_bytes=1024
@@ -142,7 +155,7 @@ class Plan:
             with outside_transforms(tensors):
                 prepared = build()
             # What is computed from a tensor that requires a gradient belongs to one autograd graph.
-            if not any(t.requires_grad for t in tensors) or not _tensors_in(prepared.resolved):
+            if not any(t.requires_grad for t in tensors) or not tensors_in(prepared.resolved):
                 cache.put(key, tensors, prepared, prepared.nbytes)
         return prepared
 
@@ -166,7 +179,8 @@ class Plan:
 class MaskPlan(Plan):
     """A mask on its way to a BlockMask.
 
-    `open_extents` has "batch" or "heads" if that size is unknown; the mask must not depend on that index.
+    `open_extents` has "batch" or "heads" if that size is unknown; the mask must not depend on that index. With
+    `allows_bounds`, blocks of a mask with tensors may be bounds, see flexmasks.blocks.bounds.
     """
 
     def __init__(
@@ -179,9 +193,17 @@ class MaskPlan(Plan):
         block_size: tuple[int, int] = BLOCK_SIZE,
         open_extents: tuple[str, ...] = (),
         aliases: Aliases | None = None,
+        allows_bounds: bool = False,
     ) -> None:
         super().__init__(mask, size, offset, lift, aliases)
         self.mask, self.block_size, self.open_extents = mask, block_size, open_extents
+        inputs = [*self.tensors, offset] if isinstance(offset, Tensor) else self.tensors
+        self._inputs = inputs
+        # A tensor that learns belongs to an autograd graph, and a sequence of numbers is no input of a recorded plan.
+        self._kind_key = None if self.opaque else mask.capture([], contents=False)
+        is_readable = not self.opaque and self._kind_key == self._key
+        learns = any(t.requires_grad for t in inputs)
+        self._allows_bounds = allows_bounds and bool(inputs) and is_readable and not learns
 
     @functools.cached_property
     def window(self) -> Window | None:
@@ -192,9 +214,50 @@ class MaskPlan(Plan):
 
     @functools.cached_property
     def _prepared(self) -> _PreparedMask:
-        return self._cached(_BLOCKS, self._build, self.block_size, self.open_extents)
+        return self._cached(_BLOCKS, self._build, self.block_size, self.open_extents, self._allows_bounds)
 
     def _build(self) -> _PreparedMask:
+        if not self._allows_bounds:
+            return self._build_exactly()
+        layouts = tuple((t.shape, t.stride(), t.dtype, t.device) for t in self._inputs)
+        offset = self.offset if isinstance(self.offset, int) else "tensor"
+        size, default_dtype = self.size, torch.get_default_dtype()
+        key = self._kind_key, offset, size, self.lifted, self.block_size, default_dtype, layouts
+        kind = _KINDS.get(key)
+        if kind is None:
+            prepared = self._build_exactly()
+            kind = _Kind(self._why_exact(prepared.layout))
+            _KINDS.put(key, (), kind, ENTRY + prepared.nbytes)
+            return replace(prepared, why_exact=kind.why_exact or "these are the first tensors of their shapes")
+        if not kind.why_exact and kind.recorded is None:
+            try:
+                kind.recorded = RecordedPlan(self._mask_kind, self._inputs)
+            except Exception as error:  # torch's tracing raises errors of any type
+                kind.why_exact = _cannot_record(error)
+        if kind.recorded is None:
+            return replace(self._build_exactly(), why_exact=kind.why_exact)
+        if size.device.type == "cpu":  # reading values costs nothing here, so they are checked
+            self.mask.resolve(sized(size, self.offset), self.lifted)
+        arguments, layout = kind.recorded(self._inputs)
+        return _PreparedMask(arguments, self._offset_tensor(), layout, {})
+
+    @property
+    def _mask_kind(self) -> MaskKind:
+        return MaskKind(self.mask, self.offset, self.size, self.lifted, self.block_size)
+
+    def _why_exact(self, exact: Layout) -> str:
+        """Return why bounds cannot replace the exact blocks of such masks, or ""."""
+        size = unread(self.size, self.offset)
+        if sized(self.size, self.offset).positions > size.positions:
+            return "queries lie behind the last key"
+        try:
+            layout = plan_bounds(self._mask_kind).layout
+        except Exception as error:  # a user's function may raise anything
+            return _cannot_record(error)
+        found, needed = (int(x.indices[0].sum() + x.indices[2].sum()) for x in (layout, exact))
+        return f"bounds have {found} blocks, {needed} are needed" if found > _MAX_WIDTH * needed else ""
+
+    def _build_exactly(self) -> _PreparedMask:
         size = sized(self.size, self.offset)
         resolved = self.mask.resolve(size, self.lifted)
         mask_mod = shifted_mask(self.mask.bind(resolved), self.offset)
@@ -235,9 +298,10 @@ class MaskPlan(Plan):
     def computed_fraction(self) -> float:
         """Return the approximate fraction of all pairs that is computed.
 
-        It is one half for windows inside sequences: kernels for windows need no blocks, and only blocks would give the
-        fraction.
+        It is one half where tensors decide: which backend is fastest must not change with what they hold.
         """
+        if self.tensors or not isinstance(self.offset, int):
+            return _UNKNOWN_FRACTION
         window = self.window
         if window is not None:
             pairs = self.size.q_len * self.size.kv_len
@@ -366,24 +430,6 @@ def check_open_extents(mask: Mask, mask_mod: Callable[..., Tensor], size: Size, 
             )
 
 
-def shifted_mask(mask_mod: Callable[..., Tensor], offset: Offset) -> Callable[..., Tensor]:
-    """Return the mask_mod with query i at position i + offset."""
-    if isinstance(offset, int) and offset == 0:
-        return mask_mod
-    if isinstance(offset, int) or offset.ndim == 0:
-        return lambda b, h, q, kv: mask_mod(b, h, q + offset, kv)
-    return lambda b, h, q, kv: mask_mod(b, h, q + offset[b].to(q.dtype), kv)
-
-
-def shifted_score(score_mod: Callable[..., Tensor], offset: Offset) -> Callable[..., Tensor]:
-    """Return the score_mod with query i at position i + offset."""
-    if isinstance(offset, int) and offset == 0:
-        return score_mod
-    if isinstance(offset, int) or offset.ndim == 0:
-        return lambda score, b, h, q, kv: score_mod(score, b, h, q + offset, kv)
-    return lambda score, b, h, q, kv: score_mod(score, b, h, q + offset[b].to(q.dtype), kv)
-
-
 @contextlib.contextmanager
 def naming(value: Modifier) -> Iterator[None]:
     """Turn errors of a mask's or score's own function into errors that name it."""
@@ -415,10 +461,6 @@ def outside_transforms(tensors: Sequence[Tensor]) -> contextlib.AbstractContextM
     return compat.outside_transforms()
 
 
-def _tensors_in(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict | ResolvedInner):
-        value = tuple(value.values()) if isinstance(value, dict) else value.resolved
-    children = value if isinstance(value, tuple) else ()
-    return [t for child in children for t in _tensors_in(child)]
+def _cannot_record(error: Exception) -> str:
+    first_line = next(iter(str(error).splitlines()), "")
+    return f"its plan cannot be recorded, {type(error).__name__}: {first_line}"[:300]

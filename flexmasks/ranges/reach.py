@@ -181,7 +181,7 @@ def _look_up(values: Tensor, ndim: int, positions: dict[int, Tensor]) -> Tensor:
     of the blocks, these become the first dimensions of the result.
     """
     if len(positions) == ndim and values.shape[ndim:] == (1,) * BLOCK_DIMS:
-        elements = values.reshape(values.shape[:ndim])[tuple(positions[d] for d in range(ndim))]
+        elements = _indexed(values.reshape(values.shape[:ndim]), [positions[d] for d in range(ndim)])
         elements = elements.reshape(*(1,) * (BLOCK_DIMS - elements.ndim), *elements.shape)
         further = elements.ndim - BLOCK_DIMS
         return elements.view(*elements.shape[:further], *(1,) * ndim, *elements.shape[further:])
@@ -192,7 +192,7 @@ def _look_up(values: Tensor, ndim: int, positions: dict[int, Tensor]) -> Tensor:
             block_positions[n] = torch.arange(size, device=values.device).view(-1, *(1,) * (BLOCK_DIMS - 1 - n))
     kept = [d for d in range(ndim) if d not in positions]
     arranged = values.permute(*positions, *range(ndim, values.ndim), *kept)
-    elements = arranged[(*positions.values(), *block_positions)]
+    elements = _indexed(arranged, [*positions.values(), *block_positions])
     indexed_dims = elements.ndim - len(kept)
     elements = elements.reshape(*(1,) * (BLOCK_DIMS - indexed_dims), *elements.shape)
     further = max(0, indexed_dims - BLOCK_DIMS)
@@ -201,3 +201,12 @@ def _look_up(values: Tensor, ndim: int, positions: dict[int, Tensor]) -> Tensor:
     for d in sorted(positions):
         elements = elements.unsqueeze(further + d)
     return elements
+
+
+def _indexed(values: Tensor, indices: list[Tensor]) -> Tensor:
+    """Return `values[indices]`; numbers among the indices get a dimension.
+
+    torch reads an index without dimensions on the host, and its fake tensors give a wrong shape for one.
+    """
+    with_dims = [i if i.ndim else i.view(1) for i in indices]
+    return torch.ops.aten.index(values, with_dims)  # type: ignore[no-any-return] # torch's operators have no types

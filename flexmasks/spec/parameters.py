@@ -61,7 +61,7 @@ class Size:
     q_offset: int = 0  # the largest offset, if batch elements have different ones
     dtype: torch.dtype = torch.float32  # dtype of the scores
     approximate: bool = False  # half precision is precise enough for score functions
-    may_read: bool = True  # values of tensors may be read by the host
+    may_read: bool = True  # the host may read values of tensors
 
     @property
     def positions_of_q(self) -> int:

@@ -1,0 +1,111 @@
+"""Plans of masks with tensors, from ranges alone: no value of a tensor is read by the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexmasks.blocks.bounds import bounds
+from flexmasks.blocks.build import Layout
+from flexmasks.plans.recorded import Recorded
+from flexmasks.plans.shifted import Offset, shifted_mask
+from flexmasks.spec.captures import Aliases
+from flexmasks.spec.parameters import Size
+from flexmasks.spec.values import Mask, ResolvedInner
+
+
+class Resolved(NamedTuple):
+    """What a mask's function needs, and its blocks."""
+
+    arguments: dict[str, Any]  # what `Mask.resolve` returned
+    layout: Layout
+
+
+class MaskKind(NamedTuple):
+    """What a recorded plan depends on besides the values of tensors."""
+
+    mask: Mask
+    offset: Offset
+    size: Size
+    lifted: bool  # numbers are inputs of the kernel
+    block_size: tuple[int, int]
+
+
+def unread(size: Size, offset: Offset) -> Size:
+    """Return the size with an offset that nobody reads: queries lie among the keys."""
+    most = offset if isinstance(offset, int) else max(size.kv_len - size.q_len, 0)
+    return replace(size, q_offset=most, may_read=False)
+
+
+def plan_bounds(kind: MaskKind) -> Resolved:
+    """Return the arguments and the blocks of a mask, by operations of fixed shapes.
+
+    Blocks that ranges cannot decide are partial. Raises what the mask's own function raises.
+    """
+    size = unread(kind.size, kind.offset)
+    arguments = kind.mask.resolve(size, kind.lifted)
+    mask_mod = shifted_mask(kind.mask.bind(arguments), kind.offset)
+    layout = bounds(mask_mod, size.batch, size.heads, size.q_len, size.kv_len, size.device, kind.block_size)
+    return Resolved(arguments, layout)
+
+
+class RecordedPlan:
+    """`plan_bounds` for all masks of one kind, recorded.
+
+    inputs: the tensors of the kind's mask and offset. Neither they nor the mask are kept.
+
+    Raises an error of any type where the plan cannot be recorded, for example where a function reads a tensor's value.
+    """
+
+    def __init__(self, kind: MaskKind, inputs: Sequence[Tensor]) -> None:
+        def plan(*tensors: Tensor) -> list[Tensor]:
+            mask, offset = Aliases(zip(inputs, tensors, strict=True)).of((kind.mask, kind.offset))
+            arguments, layout = plan_bounds(kind._replace(mask=mask, offset=offset))
+            made = tensors_in(arguments)
+            self._arguments, self._layout = arguments, replace(layout, indices=())
+            self._index_bounds = [getattr(t, "bounds", None) for t in made]
+            # A cache holds the outputs, which must not be the user's own tensors.
+            return [t.clone() if any(t is x for x in tensors) else t for t in (*layout.indices, *made)]
+
+        self._recorded = Recorded(plan, inputs)
+        self._arguments = _with_tensors(self._arguments, (torch.empty(0) for _ in self._index_bounds))
+
+    def __call__(self, inputs: Sequence[Tensor]) -> Resolved:
+        """Return the arguments and the blocks of a mask with these tensors."""
+        outputs = self._recorded(inputs)
+        count = len(outputs) - len(self._index_bounds)
+        for made, index_bounds in zip(outputs[count:], self._index_bounds, strict=True):
+            if index_bounds is not None:
+                made.bounds = index_bounds  # type: ignore[attr-defined] # see spec.indexing.bounded
+        arguments = _with_tensors(self._arguments, iter(outputs[count:]))
+        return Resolved(arguments, replace(self._layout, indices=tuple(outputs[:count])))
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors in what `Mask.resolve` or `Score.resolve` returned, in order."""
+    if isinstance(value, Tensor):
+        return [value]
+    return [t for child in _children(value) for t in tensors_in(child)]
+
+
+def _with_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
+    """Return a copy with other tensors in the order of `tensors_in`."""
+    if isinstance(value, Tensor):
+        return next(tensors)
+    if isinstance(value, dict):
+        return {n: _with_tensors(v, tensors) for n, v in value.items()}
+    if isinstance(value, ResolvedInner):
+        return replace(value, resolved=tuple(_with_tensors(v, tensors) for v in value.resolved))
+    return tuple(_with_tensors(v, tensors) for v in value) if type(value) is tuple else value
+
+
+def _children(value: Any) -> tuple[Any, ...]:
+    if isinstance(value, dict):
+        return tuple(value.values())
+    if isinstance(value, ResolvedInner):
+        return value.resolved
+    return value if isinstance(value, tuple) else ()

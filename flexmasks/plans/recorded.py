@@ -1,0 +1,163 @@
+"""Recorded computations: a function of tensors becomes a list of torch's operations, which run without Python's work.
+
+A function whose shapes depend on shapes only is traced once. What does not depend on its inputs is computed once and
+kept, repeated operations are merged. On a GPU the operations are captured in a CUDA graph, which the host launches at
+once. Nothing is compiled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+_MAX_KEPT_ELEMENTS = 1 << 18  # larger constants are computed at each run
+_MAX_CAPTURED_ELEMENTS = 1 << 22  # elements of the outputs, up to which a CUDA graph holds memory of its own
+_POOLS: dict[int, Any] = {}  # by GPU: one pool of memory for all CUDA graphs, of which one runs at a time
+_LOCK = threading.Lock()
+
+
+class Recorded:
+    """Operations of a function from tensors to a list of tensors.
+
+    inputs: tensors like those of all later calls, in shape, strides, dtype and device.
+
+    Raises what the function raises, and torch's error where the function reads a tensor's value.
+    """
+
+    def __init__(self, function: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> None:
+        with _plain_tensors():
+            graph_module = make_fx(torch.func.functionalize(function), tracing_mode="fake")(*inputs)
+            _simplify(graph_module)
+        self._run: Callable[..., list[Tensor]] = graph_module.forward
+        self._captured: _Captured | None = None
+        self._runs = 0
+
+    def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Return the outputs, which no later run changes."""
+        with _plain_tensors():
+            self._runs += 1
+            device = inputs[0].device
+            if device.type != "cuda" or self._runs == 1 or torch.cuda.is_current_stream_capturing():
+                return self._run(*inputs)
+            with _LOCK, torch.cuda.device(device):
+                if self._captured is None and self._runs == 2:
+                    self._captured = _Captured.of(self._run, inputs)
+                if self._captured is None or self._captured.stream != torch.cuda.current_stream():
+                    return self._run(*inputs)
+                return self._captured(inputs)
+
+
+class _Captured:
+    """A CUDA graph of operations, with its inputs and outputs in fixed places.
+
+    It runs on one stream only, so that no run overtakes another.
+    """
+
+    def __init__(self, run: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> None:
+        self.stream = torch.cuda.current_stream()
+        self._inputs = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in inputs]
+        self._graph = torch.cuda.CUDAGraph()
+        pool = _POOLS.setdefault(self.stream.device_index, torch.cuda.graph_pool_handle())
+        side = torch.cuda.Stream()
+        side.wait_stream(self.stream)
+        with torch.cuda.stream(side):
+            self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                self._outputs = run(*self._inputs)
+            finally:
+                self._graph.capture_end()
+        self.stream.wait_stream(side)
+
+    @classmethod
+    def of(cls, run: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> _Captured | None:
+        """Return the captured operations, or None if they take too much memory or cannot be captured."""
+        if sum(x.numel() for x in inputs) > _MAX_CAPTURED_ELEMENTS:
+            return None
+        try:
+            captured = cls(run, inputs)
+        except RuntimeError:  # such as an operation that no graph can hold
+            return None
+        return captured if sum(x.numel() for x in captured._outputs) <= _MAX_CAPTURED_ELEMENTS else None
+
+    def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        for place, x in zip(self._inputs, inputs, strict=True):
+            place.copy_(x)
+        self._graph.replay()
+        return [x.clone() for x in self._outputs]
+
+
+@contextlib.contextmanager
+def _plain_tensors() -> Iterator[None]:
+    """Make tensors that any later call may use: neither of an autograd graph nor of inference mode."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+# --- fewer operations ---
+
+
+def _simplify(graph_module: fx.GraphModule) -> None:
+    """Compute constants, merge repeated operations, and drop the ones that do nothing."""
+    graph = graph_module.graph
+    constants = _Constants(graph_module)
+    known: dict[Hashable, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.op not in ("call_function", "get_attr"):
+            continue
+        if node.target in (torch.ops.aten.detach.default, torch.ops.aten.lift_fresh_copy.default):
+            node.replace_all_uses_with(node.args[0])
+            continue
+        constants.keep(node)
+        if node.op == "call_function":
+            key = node.target, _key(node.args), _key(node.kwargs)
+            same = known.setdefault(key, node)
+            if same is not node:
+                node.replace_all_uses_with(same)
+    constants.insert()
+    graph.eliminate_dead_code()
+    graph_module.recompile()
+
+
+def _key(value: Any) -> Hashable:
+    """Return a key of an operation's arguments; numbers of different types differ."""
+    if isinstance(value, tuple | list):
+        return tuple(_key(v) for v in value)
+    if isinstance(value, dict):
+        return tuple((n, _key(v)) for n, v in value.items())
+    return value if isinstance(value, fx.Node) else (type(value), repr(value))
+
+
+class _Constants:
+    """The nodes of a graph that depend on no input, with their values."""
+
+    def __init__(self, graph_module: fx.GraphModule) -> None:
+        self._module = graph_module
+        self._values: dict[fx.Node, Any] = {}
+
+    def keep(self, node: fx.Node) -> None:
+        """Compute the value of a node, if all that it depends on is known."""
+        if node.op == "get_attr":
+            self._values[node] = getattr(self._module, str(node.target))
+            return
+        is_known = all(n in self._values for n in node.all_input_nodes)
+        size = getattr(node.meta.get("val"), "numel", lambda: _MAX_KEPT_ELEMENTS + 1)()
+        if is_known and size <= _MAX_KEPT_ELEMENTS:
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: self._values[n])
+            target: Any = node.target
+            self._values[node] = target(*args, **kwargs)
+
+    def insert(self) -> None:
+        """Put the values in the places of their nodes, where other nodes need them."""
+        graph = self._module.graph
+        for number, (node, value) in enumerate(self._values.items()):
+            if node.op == "call_function" and any(user not in self._values for user in node.users):
+                name = f"_constant_{number}"
+                self._module.register_buffer(name, value, persistent=False)
+                with graph.inserting_before(node):
+                    node.replace_all_uses_with(graph.get_attr(name))

@@ -1,0 +1,27 @@
+"""Functions of masks and scores for queries that start at an offset."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+Offset = int | Tensor
+
+
+def shifted_mask(mask_mod: Callable[..., Tensor], offset: Offset) -> Callable[..., Tensor]:
+    """Return the mask_mod with query i at position i + offset."""
+    if isinstance(offset, int) and offset == 0:
+        return mask_mod
+    if isinstance(offset, int) or offset.ndim == 0:
+        return lambda b, h, q, kv: mask_mod(b, h, q + offset, kv)
+    return lambda b, h, q, kv: mask_mod(b, h, q + offset[b].to(q.dtype), kv)
+
+
+def shifted_score(score_mod: Callable[..., Tensor], offset: Offset) -> Callable[..., Tensor]:
+    """Return the score_mod with query i at position i + offset."""
+    if isinstance(offset, int) and offset == 0:
+        return score_mod
+    if isinstance(offset, int) or offset.ndim == 0:
+        return lambda score, b, h, q, kv: score_mod(score, b, h, q + offset, kv)
+    return lambda score, b, h, q, kv: score_mod(score, b, h, q + offset[b].to(q.dtype), kv)
