@@ -112,9 +112,9 @@ class DirectCall:
         batch, heads, length, _ = call.q.shape
         by_head = None
         if sequences is not None and batch > 1 and heads == call.k.shape[1]:
-            is_unpadded = sequences.q is sequences.kv and sequences.used[0] == batch * length
+            covers_all = sequences.used is None or sequences.used[0] == batch * length
             # Reading head by head copies nothing. But FlashAttention searches the list of sequences for every tile.
-            if is_unpadded and heads * len(sequences.q) <= _MAX_SEARCHED_SEQUENCES:
+            if sequences.q is sequences.kv and covers_all and heads * len(sequences.q) <= _MAX_SEARCHED_SEQUENCES:
                 by_head = sequences.of_heads(heads, length)
         return cls(cast(Window, call.window()), sequences, call.scale, call.cap, call.with_lse, by_head)
 
@@ -129,6 +129,17 @@ class DirectCall:
         return out, lse if self.with_lse else None
 
     def _in_sequences(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
+        if sequences.counts is not None and sequences.q is not sequences.kv:
+            # Keys in padding that meet no query may get no gradient at all.
+            k, v = (hide_padding(x, 2, sequences.counts[1], 0.0) for x in (k, v))
+        out, lse = self._over_all_tokens(q, k, v, sequences)
+        if sequences.counts is not None:
+            out = hide_padding(out, 2, sequences.counts[0], 0.0)
+            lse = hide_padding(lse, 2, sequences.counts[0], -torch.inf)
+        return out, lse
+
+    def _over_all_tokens(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
+        """Return output and lse of sequences that may include padding."""
         batch, heads, q_len, size = q.shape
         if self.by_head is not None and q.is_contiguous() and k.is_contiguous() and v.is_contiguous():
             out, lse = self._attend(self.by_head, *(x.view(-1, 1, size) for x in (q, k, v)))
@@ -136,9 +147,12 @@ class DirectCall:
         flat = [
             x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)
         ]  # [tokens, H, D], copied if a view cannot have this shape
-        used = sequences.used[0], sequences.used[1], sequences.used[1]
-        out, lse = self._attend(sequences, *(x[:n] if n < len(x) else x for x, n in zip(flat, used, strict=True)))
-        padding = batch * q_len - sequences.used[0]
+        padding = 0
+        if sequences.used is not None:
+            q_used, kv_used = sequences.used
+            flat = [x[:n] if n < len(x) else x for x, n in zip(flat, (q_used, kv_used, kv_used), strict=True)]
+            padding = batch * q_len - q_used
+        out, lse = self._attend(sequences, *flat)
         if padding:
             out, lse = F.pad(out, (0, 0, 0, 0, 0, padding)), F.pad(lse, (0, padding), value=-torch.inf)
         return out.view(batch, q_len, heads, size).transpose(1, 2), lse.view(heads, batch, q_len).transpose(0, 1)
@@ -168,6 +182,15 @@ class DirectCall:
             arguments |= {"cu_seqlens_q": sequences.q, "cu_seqlens_k": sequences.kv}
             arguments |= {"max_seqlen_q": sequences.longest[0], "max_seqlen_k": sequences.longest[1]}
         return arguments
+
+
+def hide_padding(x: Tensor, dim: int, count: Tensor, value: float) -> Tensor:
+    """Return `x` with a value in place of everything behind the first `count` places of a dimension.
+
+    The replaced elements get gradient 0.
+    """
+    place = torch.arange(x.shape[dim], device=x.device)
+    return torch.where((place < count).view(-1, *[1] * (x.ndim - dim - 1)), x, value)
 
 
 class _Attend(torch.autograd.Function):

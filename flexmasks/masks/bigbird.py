@@ -1,5 +1,6 @@
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,12 +22,8 @@ def _prepare(
     check_canvas(size, {"length": length})
     blocks = -(-length // block)
     edges = min(global_blocks, (blocks + 1) // 2)
-    row, column = torch.arange(blocks)[:, None], torch.arange(blocks)
-    layout = (row - column).abs() <= window
-    for index in (row, column):
-        layout |= (index < edges) | (index >= blocks - edges)
-    layout.scatter_(1, _draw(blocks, window, edges, random_blocks, seed), True)
-    return {"layout": layout if size is None else layout.to(size.device), "block": (block, block)}
+    layout = _layout(blocks, window, edges, random_blocks, seed, None if size is None else size.device)
+    return {"layout": layout, "block": (block, block)}
 
 
 @register_mask(
@@ -53,7 +50,19 @@ def bigbird(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, layout: Tensor, bloc
     return block_sparse(b, h, q, kv, layout=layout, block=block)
 
 
-def _draw(blocks: int, window: int, edges: int, count: int, seed: int) -> Tensor:
+# Inside a user's torch.compile the table is a constant.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _layout(blocks: int, window: int, edges: int, count: int, seed: int, device: torch.device | None) -> Tensor:
+    """Return the table of visible blocks, computed by NumPy because torch traces no draw."""
+    row, column = np.arange(blocks)[:, None], np.arange(blocks)
+    layout = abs(row - column) <= window
+    for index in (row, column):
+        layout |= (index < edges) | (index >= blocks - edges)
+    np.put_along_axis(layout, _draw(blocks, window, edges, count, seed), True, 1)
+    return torch.tensor(layout, device=device)
+
+
+def _draw(blocks: int, window: int, edges: int, count: int, seed: int) -> Any:
     """Draw `count` blocks for each block that it does not see otherwise.
 
     Returns [blocks, count]. A block with fewer such blocks gets its own number in the remaining places.
@@ -61,17 +70,23 @@ def _draw(blocks: int, window: int, edges: int, count: int, seed: int) -> Tensor
     This is Floyd's sampling without repetition, for all rows at once: step n draws one of the first `top + 1` blocks,
     and takes `top` if that block was drawn before.
     """
-    row = torch.arange(blocks)
-    near = (row - window).clamp(edges, blocks - edges)  # first block of the window, without global blocks
-    width = (row + window + 1).clamp(edges, blocks - edges) - near
+    row = np.arange(blocks)
+    near = (row - window).clip(edges, blocks - edges)  # first block of the window, without global blocks
+    width = (row + window + 1).clip(edges, blocks - edges) - near
     free = blocks - 2 * edges - width
-    uniform = torch.rand((blocks, count), dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    drawn = torch.full((blocks, count), -1, dtype=torch.int64)
+    uniform = _uniform(blocks * count, seed).reshape(blocks, count)
+    drawn = np.full((blocks, count), -1)
     for n in range(count):
-        top = free - free.clamp(max=count) + n
-        choice = (uniform[:, n] * (top + 1)).long()
-        choice = torch.where((drawn[:, :n] == choice[:, None]).any(1), top, choice)
-        drawn[:, n] = torch.where(top < free, choice, -1)
+        top = free - free.clip(max=count) + n
+        choice = (uniform[:, n] * (top + 1)).astype(np.int64)
+        choice = np.where((drawn[:, :n] == choice[:, None]).any(1), top, choice)
+        drawn[:, n] = np.where(top < free, choice, -1)
     among_all = drawn + edges
     among_all += (among_all >= near[:, None]) * width[:, None]
-    return torch.where(drawn < 0, row[:, None], among_all)
+    return np.where(drawn < 0, row[:, None], among_all)
+
+
+def _uniform(count: int, seed: int) -> Any:
+    """Return the numbers that torch.rand draws on a CPU with this seed, in float64."""
+    words = np.random.RandomState(seed % 2**32).randint(0, 2**32, (count, 2), np.uint32).astype(np.uint64)
+    return (((words[:, 0] << np.uint64(32)) | words[:, 1]) & np.uint64(2**53 - 1)) / 2.0**53

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from flexmasks.masks.dense import leading
-from flexmasks.spec import Size, pair, register_mask
+from flexmasks.spec import Size, may_read, pair, register_mask
 
 Block = Annotated[int | tuple[int, int], "int in 1.. | int(2) in 1.."]
 
@@ -45,9 +45,12 @@ def _bsr_prepare(
     block: Block,
 ) -> dict[str, Any]:
     counts, stored = crow_indices.long().diff(), len(col_indices)
-    ends = [int(crow_indices[0]), int(crow_indices[-1])] if len(crow_indices) else []
-    if ends != [0, stored] or (len(counts) and int(counts.min()) < 0):
-        raise ValueError(f"`crow_indices` must rise from 0 to {stored}, the length of `col_indices`, got ends {ends}.")
+    if may_read(size, crow_indices):
+        ends = torch.stack([crow_indices[0], crow_indices[-1]]).tolist() if len(crow_indices) else []
+        if ends != [0, stored] or (len(counts) and int(counts.min()) < 0):
+            raise ValueError(
+                f"`crow_indices` must rise from 0 to {stored}, the length of `col_indices`, got ends {ends}."
+            )
     columns = _columns(size, "col_indices", col_indices, pair(block))
     rows = torch.arange(len(counts), device=counts.device).repeat_interleave(counts, output_size=stored)
     layout = torch.zeros((len(counts), columns), dtype=torch.bool, device=counts.device)
@@ -122,6 +125,8 @@ def _columns(size: Size | None, name: str, indices: Tensor, block: tuple[int, in
 
     Raises ValueError if an index is not below it.
     """
+    if size is not None and not may_read(size, indices):
+        return -(-size.kv_len // block[1])
     used = int(indices.max()) + 1 if indices.numel() else 1
     columns = used if size is None else -(-size.kv_len // block[1])
     if used > columns:
@@ -133,7 +138,7 @@ def _checked(size: Size | None, layout: Tensor, block: tuple[int, int]) -> dict[
     if size is not None:
         need = -(-size.positions_of_q // block[0]), -(-size.kv_len // block[1])
         have = layout.shape[-2], layout.shape[-1]
-        if have[0] < need[0] or have[1] < need[1]:
+        if not size.at_most and (have[0] < need[0] or have[1] < need[1]):
             raise ValueError(
                 f"blocks of {block[0]} x {block[1]} make {need[0]} x {need[1]} blocks here, got {have[0]} x {have[1]}."
             )

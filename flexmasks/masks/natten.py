@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flexmasks.orders import coordinates
-from flexmasks.spec import Size, always, register_mask
+from flexmasks.spec import Size, always, may_read, register_mask
 
 Length = Annotated[int, "int in 1.."]
 Order = Annotated[Tensor | None, "int[KV] in 0..KV-1"]
@@ -137,7 +137,7 @@ def _prepare(
             )
         if s > k:
             raise ValueError(f"`stride` must be at most the kernel, {k} along `{name}`, got {s}.")
-    return {"axes": axes, "pixels": pixels_of(order, tuple(canvas.values()))}
+    return {"axes": axes, "pixels": pixels_of(size, order, tuple(canvas.values()))}
 
 
 def check_canvas(size: Size | None, canvas: dict[str, int]) -> None:
@@ -146,7 +146,7 @@ def check_canvas(size: Size | None, canvas: dict[str, int]) -> None:
     canvas: lengths of the axes, by their names.
     """
     count = math.prod(canvas.values())
-    if size is not None and (size.kv_len != count or size.positions != count):
+    if size is not None and not (size.fits("KV", count) and size.fits("S", count)):
         terms = [" * ".join(canvas), *([" * ".join(map(str, canvas.values()))] if len(canvas) > 1 else []), str(count)]
         raise ValueError(
             f"the canvas does not match the length: {' = '.join(terms)}, "
@@ -154,16 +154,15 @@ def check_canvas(size: Size | None, canvas: dict[str, int]) -> None:
         )
 
 
-def pixels_of(order: Tensor | None, canvas: Sequence[int]) -> Tensor | None:
+def pixels_of(size: Size | None, order: Tensor | None, canvas: Sequence[int]) -> Tensor | None:
     """Return the coordinates of each token, [axes, tokens], or None without an order.
 
-    Raises ValueError if the order is no permutation.
+    Raises ValueError if the order may be read and is no permutation.
     """
     if order is None:
         return None
-    if not torch.compiler.is_compiling() and not torch.equal(
-        order.long().sort().values, torch.arange(len(order)).to(order.device)
-    ):
+    tokens = torch.arange(len(order), device=order.device)
+    if may_read(size, order) and not torch.equal(order.long().sort().values, tokens):
         raise ValueError("`order` must be a permutation: each pixel once.")
     return torch.stack(coordinates(order.int(), canvas))
 

@@ -25,7 +25,7 @@ def _example(length: int) -> dict[str, Any]:
 
 def _band(size: Size, *, inner: Mask, **places: Any) -> Band | None:
     inside = size_inside_sequences(size, inner=inner, **places)
-    return in_sequences(band_of(inner, inside), size, places["offsets"], places["kv_offsets"], places["q_start"])
+    return in_sequences(band_of(inner, inside), size, **places)
 
 
 @register_mask(name="packed", prepare=prepare_sequences, inner_size=size_inside_sequences, example=_example, band=_band)
@@ -51,6 +51,7 @@ def packed_mask(
     kv_offsets: the same for the keys if they are packed differently; by default `offsets`.
     q_start: the position of the first query of each sequence, one for all or one for each; by default 0, the position
         of the first key. `kv_offsets.diff() - offsets.diff()` aligns the ends of queries and keys.
+    max_length: an upper bound of the lengths of sequences, for plans that do not read `offsets`.
 
     Source: FlexAttention: jagged sequences, Dong et al., 2024.
     Peers: attention-gym generate_doc_mask_mod(mask_mod, offsets); xformers BlockDiagonalMask and
@@ -68,6 +69,8 @@ def packed(
     offsets: Tensor | Sequence[int],
     kv_offsets: Tensor | Sequence[int] | None = None,
     q_start: int | Tensor | Sequence[int] = 0,
+    *,
+    max_length: int | None = None,
     **params: Any,
 ) -> Any:
     """Return a mask (or Score) inside sequences laid end to end.
@@ -83,6 +86,10 @@ def packed(
         q_start: the position of the first query of each sequence, int >= 0 or int[N], as `q_offset` is for a whole
             call; the first key is at 0. `kv_offsets.diff() - offsets.diff()` puts each last query at its last key,
             as FlashAttention's varlen attention does.
+        max_length: an upper bound of the lengths of sequences, of queries and of keys (max_seqlen of varlen attention).
+            Tables of `inner` may have any lengths up to it. A plan that does not read `offsets` on the host assumes
+            this bound; by default it assumes that a sequence may have all tokens, which costs memory. A tensor
+            `q_start` is then assumed to be at most this bound, too. A new bound compiles nothing.
         **params: parameters of `inner`.
 
     Returns:
@@ -100,6 +107,8 @@ def packed(
         places["kv_offsets"] = kv_offsets
     if type(q_start) is not int or q_start != 0:
         places["q_start"] = q_start
+    if max_length is not None:
+        places["max_length"] = max_length
     if isinstance(inner, Score):
         return get_score("packed", inner=get_score(inner, **params), **places)
     return get_mask("packed", inner=get_mask(inner, **params), **places)

@@ -15,7 +15,7 @@ def _prepare(
     order: Annotated[Tensor | None, "int[KV] in 0..KV-1"] = None,
 ) -> dict[str, Any]:
     check_canvas(size, {"height": height, "width": width})
-    return {"canvas": (height, width), "window": pair(window), "pixels": pixels_of(order, (height, width))}
+    return {"canvas": (height, width), "window": pair(window), "pixels": pixels_of(size, order, (height, width))}
 
 
 @register_mask(prepare=_prepare, example=lambda length: {"height": 16, "width": length // 16, "window": 4})

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from flexmasks.spec import Size, always, register_mask
+from flexmasks.spec import Size, always, may_read, register_mask
 
 
 def _prepare(
@@ -15,15 +15,25 @@ def _prepare(
     kv_ranges: Annotated[Tensor, "int[N, 2] in 0..KV"],
     types: Annotated[Tensor | None, "int[N] in 0..3"] = None,
 ) -> dict[str, Any]:
-    for name, ranges in (("q_ranges", q_ranges), ("kv_ranges", kv_ranges)):
-        wrong = (ranges[:, 0] > ranges[:, 1]).nonzero()[:, 0].tolist()
-        if wrong:
-            raise ValueError(
-                f"`{name}` must not end before they start, got {ranges[wrong[0]].tolist()} as number {wrong[0]}."
-            )
-    last = int(q_ranges.max()) if q_ranges.numel() else 0
-    length = last if size is None else size.positions_of_q
-    first, end = _runs(*_lines(q_ranges.long(), kv_ranges.long(), types, length), length)
+    tensors = [x for x in (q_ranges, kv_ranges, types) if x is not None]
+    readable = may_read(size, *tensors)
+    if readable:
+        for name, ranges in (("q_ranges", q_ranges), ("kv_ranges", kv_ranges)):
+            wrong = (ranges[:, 0] > ranges[:, 1]).nonzero()[:, 0].tolist()
+            if wrong:
+                raise ValueError(
+                    f"`{name}` must not end before they start, got {ranges[wrong[0]].tolist()} as number {wrong[0]}."
+                )
+    if size is None:
+        q_len, kv_len = (int(x.max()) if x.numel() else 0 for x in (q_ranges, kv_ranges))
+    else:
+        q_len, kv_len = size.positions_of_q, size.kv_len
+    if not len(q_ranges):
+        nothing = torch.zeros((1, q_len), dtype=torch.int32, device=q_ranges.device)
+        return {"first": nothing, "end": nothing}
+    lines = _lines(q_ranges.long(), kv_ranges.long(), types, q_len, readable)
+    most = None if readable else max(1, min(len(q_ranges), -(-kv_len // 2)))
+    first, end = _runs(*lines, q_len, kv_len, most)
     return {"first": first, "end": end}
 
 
@@ -61,42 +71,52 @@ def slices(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, first: Tensor, end: T
     return functools.reduce(operator.or_, [(first[run] <= kv) & (kv < end[run]) for run in runs])
 
 
-def _lines(q_ranges: Tensor, kv_ranges: Tensor, types: Tensor | None, length: int) -> tuple[Tensor, Tensor, Tensor]:
+def _lines(
+    q_ranges: Tensor, kv_ranges: Tensor, types: Tensor | None, length: int, readable: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """List the queries of each slice, each with its range of visible keys.
 
-    Returns the queries, their first visible keys, and the ends of their visible keys.
-    Queries from `length` on, and queries that see no key of the slice, are left out.
+    Returns the queries, their first visible keys, and the ends of their visible keys. Queries from `length` on, and
+    queries that see no key of the slice, are left out: `length` stands in their place, with no keys. If values are not
+    readable, there are as many lines as slices that hold all queries would need.
     """
     counts = q_ranges.clamp(max=length).diff()[:, 0]
-    of = torch.repeat_interleave(counts)
-    place = torch.arange(len(of), device=of.device) - (counts.cumsum(0) - counts)[of]
+    ends = counts.cumsum(0)
+    lines = int(ends[-1]) if readable else len(q_ranges) * length
+    number = torch.arange(lines, device=counts.device)
+    of = torch.searchsorted(ends, number, right=True).clamp(max=len(q_ranges) - 1)
+    place = number - (ends - counts)[of]
     q = q_ranges[of, 0] + place
     first, end = kv_ranges[of].unbind(1)
     if types is not None:
         first = first + place * (types[of] >= 2)
         end = end - (q_ranges[of, 1] - 1 - q) * (types[of] % 2)
-    some = first < end
-    return q[some], first[some], end[some]
+    some = (first < end) & (number < ends[-1])
+    return torch.where(some, q, length), torch.where(some, first, 0), torch.where(some, end, 0)
 
 
-def _runs(q: Tensor, first: Tensor, end: Tensor, length: int) -> tuple[Tensor, Tensor]:
+def _runs(q: Tensor, first: Tensor, end: Tensor, length: int, kv_len: int, most: int | None) -> tuple[Tensor, Tensor]:
     """Merge the ranges of keys of each query into runs.
 
-    Returns two tables [runs, length], of where the runs of each query start and end. Runs that touch are merged. A
-    query with fewer runs than others has runs that start behind all keys and end at 0: in a block of queries they
+    Returns two int32 tables [runs, length], of where the runs of each query start and end. Runs that touch are merged.
+    A query with fewer runs than others has runs that start behind all keys and end at 0: in a block of queries they
     change neither the least start nor the greatest end.
+
+    most: the most runs that a query may have; None: as many as the query with most runs has, which is read.
     """
-    behind = int(end.max()) + 1 if len(end) else 1
+    behind = kv_len + 1
     q, first, end = (x[torch.argsort(q * behind + first)] for x in (q, first, end))
-    # The greatest end among the query's runs up to this one.
+    # The greatest end among the query's ranges up to this one.
     reached = torch.cummax(q * behind + end, 0).values - q * behind
-    starts = torch.ones_like(q, dtype=torch.bool)
-    starts[1:] = (q[1:] != q[:-1]) | (first[1:] > reached[:-1])
-    ends = torch.ones_like(starts)
-    ends[:-1] = starts[1:]
-    q, first, end = q[starts], first[starts], reached[ends]
-    number = torch.arange(len(q), device=q.device) - torch.searchsorted(q, q)
-    runs = max(1, int(number.max()) + 1) if len(q) else 1
-    firsts, all_ends = q.new_full((runs, length), behind), q.new_zeros((runs, length))
-    firsts[number, q], all_ends[number, q] = first, end
-    return firsts, all_ends
+    starts = torch.nn.functional.pad((q[1:] != q[:-1]) | (first[1:] > reached[:-1]), (1, 0), value=True)[: len(q)]
+    ends = torch.nn.functional.pad(starts[1:], (0, 1), value=True)[: len(q)]
+    run = starts.cumsum(0)
+    number = run - run[torch.searchsorted(q, q)]
+    runs = most or (int(number.max()) + 1 if len(number) else 1)
+    tables = []
+    for outside, values, is_kept in ((behind, first, starts), (0, reached, ends)):
+        # Values that are not kept go to one more column, which is cut off.
+        place = torch.where(is_kept & (q < length), number * (length + 1) + q, length)
+        table = q.new_full((runs * (length + 1),), outside).scatter_(0, place, values)
+        tables.append(table.view(runs, length + 1)[:, :length].int())
+    return tables[0], tables[1]

@@ -28,7 +28,7 @@ def _prepare(
             f"`tile` must divide the canvas and `window` fit in its tiles {tiles}, got {tile} and {window}."
         )
     pixels = math.prod(canvas)
-    if size is not None and (size.kv_len != pixels + text or size.positions != pixels + text):
+    if size is not None and not (size.fits("KV", pixels + text) and size.fits("S", pixels + text)):
         raise ValueError(
             f"the canvas and the text have {pixels} + {text} = {pixels + text} tokens, "
             f"the call has {size.kv_len} keys and positions up to {size.positions}."

@@ -3,7 +3,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from flexmasks.spec import Size, at, per_batch, register_mask
+from flexmasks.spec import Size, at, may_read, per_batch, register_mask
 
 
 def _spans_prepare(size: Size | None, *, span_ids: Annotated[Tensor, "int[S] | int[B, S]"]) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def _shared_prefix_prepare(
     document_ids: Annotated[Tensor, "int[S] in 0.. | int[B, S] in 0.."],
     prefix_of: Annotated[Tensor, "int[N] in -1..N-1"],
 ) -> dict[str, Any]:
-    if document_ids.numel() and not torch.compiler.is_compiling() and int(document_ids.max()) >= len(prefix_of):
+    if document_ids.numel() and may_read(size, document_ids) and int(document_ids.max()) >= len(prefix_of):
         raise ValueError(
             f"`prefix_of` has {len(prefix_of)} documents, `document_ids` goes up to {int(document_ids.max())}."
         )
@@ -132,6 +132,9 @@ def _first_of_span(span_ids: Tensor) -> Tensor:
     position = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
     if not ids.numel():
         return position.reshape(span_ids.shape).clone()
-    known, number = torch.unique(ids, return_inverse=True)
-    first = position.new_full((len(ids), len(known)), ids.shape[1]).scatter_reduce(1, number, position, "amin")
-    return torch.where(ids < 0, position, first.gather(1, number)).reshape(span_ids.shape)
+    ids, order = ids.sort(dim=1, stable=True)
+    changes = torch.nn.functional.pad(ids[:, 1:] != ids[:, :-1], (1, 0), value=True)
+    # A span is a run of sorted ids, and the first token of a run is the first of its span, because the sort is stable.
+    start = torch.where(changes, position, 0).cummax(1).values
+    first = torch.where(ids < 0, order, order.gather(1, start))
+    return torch.empty_like(first).scatter_(1, order, first).reshape(span_ids.shape)

@@ -3,7 +3,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from flexmasks.spec import Size, at, register_mask
+from flexmasks.spec import Size, at, may_read, register_mask
 
 
 def _prepare(
@@ -12,15 +12,25 @@ def _prepare(
     parents: Annotated[Tensor, "int[N] in -1..N-1 | int[B, N] in -1..N-1"],
     start: Annotated[int | Tensor, "int in 0.. | int[B] in 0.."] = 0,
 ) -> dict[str, Any]:
-    trees = parents.tolist() if parents.ndim == 2 else [parents.tolist()]
-    starts = start.tolist() if isinstance(start, Tensor) else [start]
-    rows = max(len(trees), len(starts))
-    length = max(starts) + parents.shape[-1] if size is None else size.positions
-    tours = [_tour(trees[n % len(trees)], starts[n % len(starts)], length) for n in range(rows)]
-    entry, leave = torch.tensor(tours, device=parents.device).unbind(1)
-    if parents.ndim == 1 and not isinstance(start, Tensor):
+    tensors = [x for x in (parents, start) if isinstance(x, Tensor)]
+    trees = parents.long().reshape(-1, parents.shape[-1])
+    first = start.long()[:, None] if isinstance(start, Tensor) else start
+    length = int(torch.as_tensor(start).max()) + trees.shape[1] if size is None else size.positions
+    if may_read(size, *tensors):
+        _check(trees, start, length)
+    before, sizes = _tour(trees)
+    position = torch.arange(length, device=parents.device)
+    token = position - first
+    inside = (token >= 0) & (token < trees.shape[1])
+    rows = max(len(trees), len(token) if token.ndim == 2 else 1)
+    place = token.clamp(0, trees.shape[1]).expand(rows, length)
+    # Before the tree each position is the parent of the next one. Behind it a position is left when it is entered.
+    entry = torch.where(inside, first + before.expand(rows, -1).gather(1, place), position)
+    leave = torch.where(inside, entry + sizes.expand(rows, -1).gather(1, place), position)
+    leave = torch.where(token < 0, first + trees.shape[1], leave)
+    if len(tensors) == 1 and parents.ndim == 1:
         entry, leave = entry[0], leave[0]
-    return {"entry": entry.contiguous(), "leave": leave.contiguous()}
+    return {"entry": entry, "leave": leave}
 
 
 def _example(length: int) -> dict[str, Any]:
@@ -51,30 +61,46 @@ def tree(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, entry: Tensor, leave: T
     return (kv <= q) & (at(entry, b, kv) <= place) & (place < at(leave, b, kv))
 
 
-def _tour(parents: list[int], start: int, length: int) -> tuple[list[int], list[int]]:
-    """Return when a walk through the tree enters and leaves each position.
-
-    It leaves a position when it has left the subtree below it. The walk takes children in order, so that a token is an
-    ancestor of the tokens entered before it is left. Before the tree each position is the parent of the next one.
-    Behind the tree a position is left at the moment it is entered, so it sees nothing.
-    """
-    sizes = [1] * len(parents)
-    for n in range(len(parents) - 1, -1, -1):
-        if parents[n] >= n:
-            raise ValueError(f"`parents` must come before their children, got parent {parents[n]} of token {n}.")
-        if parents[n] >= 0:
-            sizes[parents[n]] += sizes[n]
-    if start + len(parents) > length:
+def _check(trees: Tensor, start: int | Tensor, length: int) -> None:
+    """Raise ValueError if a parent is no earlier token, or if a tree does not fit in the positions."""
+    is_wrong = trees >= torch.arange(trees.shape[1], device=trees.device)
+    if bool(is_wrong.any()):
+        row, n = is_wrong.nonzero()[-1].tolist()
+        raise ValueError(f"`parents` must come before their children, got parent {int(trees[row, n])} of token {n}.")
+    last = int(start.max()) if isinstance(start, Tensor) else start
+    if last + trees.shape[1] > length:
         raise ValueError(
-            f"a tree of {len(parents)} tokens from position {start} on does not fit in {length} positions."
+            f"a tree of {trees.shape[1]} tokens from position {last} on does not fit in {length} positions."
         )
-    end = start + len(parents)
-    entry = list(range(length))
-    leave = [end] * start + [0] * len(parents) + list(range(end, length))
-    free = [start, *([0] * len(parents))]  # free[n + 1]: when the next child of token n is entered; free[0]: of roots
-    for n, parent in enumerate(parents):
-        entry[start + n] = free[parent + 1]
-        leave[start + n] = entry[start + n] + sizes[n]
-        free[parent + 1] += sizes[n]
-        free[n + 1] = entry[start + n] + 1
-    return entry, leave
+
+
+def _tour(trees: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how many tokens a walk through the tree enters before each token, and the size of its subtree.
+
+    trees: int64[B, N], the parents. The results are int64[B, N + 1]; the last column belongs to no token.
+
+    The walk takes children in order. It leaves a token when it has left the subtree below it, so a token is an ancestor
+    of the tokens that are entered before it is left.
+
+    Sums along paths to the root, and sums over subtrees, take log2(N) steps. In step n, each token knows its ancestor
+    2**n levels above, and the sums over less than 2**n levels.
+    """
+    count = trees.shape[1]
+    # One more token is the parent of all roots, and its own parent.
+    ancestors = [torch.nn.functional.pad(torch.where(trees < 0, count, trees), (0, 1), value=count)]
+    while 2 ** len(ancestors) < count:
+        ancestors.append(ancestors[-1].gather(1, ancestors[-1]))
+    sizes = torch.ones_like(ancestors[0])
+    for ancestor in ancestors:
+        sizes = sizes.scatter_add(1, ancestor, sizes)
+    # A child is entered after its parent and after the subtrees of its earlier siblings.
+    parent, order = ancestors[0].sort(dim=1, stable=True)
+    ordered = sizes.gather(1, order)
+    earlier = ordered.cumsum(1) - ordered
+    is_first = torch.nn.functional.pad(parent[:, 1:] != parent[:, :-1], (1, 0), value=True)
+    earlier = earlier - torch.where(is_first, earlier, 0).cummax(1).values + (parent < count)
+    before = torch.empty_like(earlier).scatter_(1, order, earlier)
+    before[:, -1] = 0
+    for ancestor in ancestors:
+        before = before + before.gather(1, ancestor)
+    return before, sizes

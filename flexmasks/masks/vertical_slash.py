@@ -12,7 +12,10 @@ def _prepare(
     vertical: Annotated[Tensor, "int[N] in -1..KV-1 | int[H, N] in -1..KV-1 | int[B, H, N] in -1..KV-1"],
     slash: Annotated[Tensor, "int[M] in -1..S-1 | int[H, M] in -1..S-1 | int[B, H, M] in -1..S-1"],
 ) -> dict[str, Any]:
-    return {"vertical": _table(vertical), "slash": _table(slash)}
+    return {
+        "vertical": _table(vertical, None if size is None else size.kv_len),
+        "slash": _table(slash, None if size is None else size.positions),
+    }
 
 
 def _example(length: int) -> dict[str, Any]:
@@ -50,9 +53,11 @@ def _marks(table: Tensor, b: Tensor, h: Tensor, index: Tensor) -> Tensor:
     return table[h, index] if table.ndim == 2 else table[index]
 
 
-def _table(indices: Tensor) -> Tensor:
-    last = int(indices.max()) + 1 if indices.numel() else 0
-    marked = torch.zeros((*indices.shape[:-1], last + 1), dtype=torch.bool, device=indices.device)
-    marked.scatter_(-1, torch.where(indices < 0, last, indices.long()), True)
+def _table(indices: Tensor, count: int | None) -> Tensor:
+    """Return a table that marks the indices, of `count` elements, or as many as the indices need, and one more."""
+    if count is None:
+        count = int(indices.max()) + 1 if indices.numel() else 0
+    marked = torch.zeros((*indices.shape[:-1], count + 1), dtype=torch.bool, device=indices.device)
+    marked.scatter_(-1, torch.where(indices < 0, count, indices.long()), True)
     marked[..., -1] = False
     return marked

@@ -28,7 +28,7 @@ def packed(
     """Any score change inside each of several sequences laid end to end.
 
     inner: the change inside a sequence; its batch index is the number of the sequence, its positions start at 0.
-    offsets, kv_offsets, q_start: as in the mask `packed`.
+    offsets, kv_offsets, q_start, max_length: as in the mask `packed`.
 
     A pair of two sequences gets an arbitrary score, so a mask must hide it.
 

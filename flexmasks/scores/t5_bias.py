@@ -1,3 +1,4 @@
+import bisect
 from typing import Annotated, Any
 
 import torch
@@ -52,9 +53,17 @@ def _prepare(
 # Inside a user's torch.compile the table is a constant, computed once, and not a kernel.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _buckets(buckets: int, reach: int, bidirectional: bool, device: torch.device) -> Tensor:
-    """Return the bucket of each distance from -reach to reach."""
-    by_distance = [t5_bucket(d, buckets, reach, bidirectional) for d in range(-reach, reach + 1)]
-    return bounded(torch.tensor(by_distance, dtype=torch.int32, device=device), 0, buckets - 1)
+    """Return the bucket of each distance from -reach to reach, computed on the device."""
+    distance = torch.arange(-reach, reach + 1, dtype=torch.int32, device=device)
+    table = torch.zeros_like(distance)
+    last = t5_bucket(-reach, buckets, reach, bidirectional)
+    far = 0
+    for bucket in range(1, last + 1):  # the buckets of earlier keys, nearest first
+        far = bisect.bisect_left(range(reach), bucket, far, key=lambda d: t5_bucket(-d, buckets, reach, bidirectional))
+        table += distance <= -far
+    if bidirectional:
+        table = torch.where(distance > 0, table.flip(0) + buckets // 2, table)
+    return bounded(table, 0, buckets - 1)
 
 
 def _example(length: int) -> dict[str, Any]:

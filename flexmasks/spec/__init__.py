@@ -22,6 +22,7 @@ from flexmasks.spec.layouts import size_inside_pages as size_inside_pages
 from flexmasks.spec.layouts import size_inside_sequences as size_inside_sequences
 from flexmasks.spec.parameters import Size as Size
 from flexmasks.spec.parameters import describe as describe
+from flexmasks.spec.parameters import may_read as may_read
 from flexmasks.spec.registry import register_mask as register_mask
 from flexmasks.spec.registry import register_score as register_score
 from flexmasks.spec.values import Mask as Mask

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flexmasks.spec.definitions import AND
-from flexmasks.spec.parameters import Size
+from flexmasks.spec.parameters import Size, may_read
 from flexmasks.spec.values import Mask, Score
 
 
@@ -22,12 +22,17 @@ class Sequences:
     """Sequences laid end to end over all batch elements.
 
     q and kv are int32[N + 1], the start of each sequence and the end of the last one.
+
+    If tensors may not be read, nobody knows where padding starts. Then the sequences cover all tokens: padding is in
+    sequences of its own, and kernels must hide what they compute there.
     """
 
     q: Tensor
     kv: Tensor
-    longest: tuple[int, int]  # lengths of the longest sequence of queries, and of keys
-    used: tuple[int, int]  # ends of the last sequence of queries, and of keys; padding follows
+    longest: tuple[int, int]  # lengths of the longest sequence of queries, and of keys, or upper bounds of them
+    used: tuple[int, int] | None  # ends of the last sequence of queries, and of keys; padding follows; None: unknown
+    # Numbers of queries and of keys before the padding in each batch element, int64[1], if `used` is None.
+    counts: tuple[Tensor, Tensor] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -36,13 +41,16 @@ class Sequences:
     def of_heads(self, heads: int, length: int) -> Sequences:
         """Return the sequences of [B, H, S, D], read as one line head after head.
 
-        This holds for self-attention without padding, where `self` lays batch elements of `length` tokens end to end.
+        This holds for self-attention without padding, or with padding in sequences of its own, where `self` lays batch
+        elements of `length` tokens end to end.
         """
-        starts = self.q[:-1][self.q.diff() > 0].long()
+        starts, end = self.q[:-1].long(), self.q[-1:].long() * heads
         steps = torch.arange(heads, device=starts.device)[:, None] + starts // length * (heads - 1)
-        end = self.q[-1:].long() * heads
-        q = torch.cat([(starts + steps * length).flatten().sort().values, end]).int()
-        return Sequences(q, q, self.longest, (heads * self.used[0], heads * self.used[1]))
+        # An empty sequence at the end of a batch element counts as one of the next batch element, if there is a next.
+        line = torch.minimum(starts + steps * length, end).flatten().sort().values
+        q = torch.cat([line, end]).int()
+        used = None if self.used is None else (heads * self.used[0], heads * self.used[1])
+        return Sequences(q, q, self.longest, used, self.counts)
 
 
 @dataclass(frozen=True)
@@ -90,24 +98,36 @@ def intersection(bands: list[Band]) -> Band | None:
 
 
 def in_sequences(
-    band: Band | None, size: Size, q: Tensor, kv: Tensor | None = None, q_start: int | Tensor = 0
+    band: Band | None,
+    size: Size,
+    offsets: Tensor,
+    kv_offsets: Tensor | None = None,
+    q_start: int | Tensor = 0,
+    max_length: int | None = None,
 ) -> Band | None:
     """Return the band inside sequences that are laid end to end in each batch element.
 
     The result is None if the band is None or has sequences already. `Band.sequences` decides later whether kernels can
-    take the sequences.
+    take the sequences. If it may not read tensors, the result is also None where only their values could decide.
 
-    q, kv: int[N + 1], the starts of each sequence's queries and keys, from 0, and the end of the last one; kv is q by
-        default.
+    offsets, kv_offsets: int[N + 1], the starts of each sequence's queries and keys, from 0, and the end of the last
+        one; kv_offsets is offsets by default.
     q_start: the position of each sequence's first query; its first key is at 0.
+    max_length: an upper bound of the lengths of sequences.
     """
     if band is None or band.sequences is not None:
         return None
     is_bounded = (band.left, band.right) != (None, None)
+    tensors = [x for x in (offsets, kv_offsets, q_start) if isinstance(x, Tensor)]
+    if not may_read(size, *tensors):
+        # Kernels count windows from the end of a sequence's queries and the end of its keys.
+        if is_bounded and not (kv_offsets is None and isinstance(q_start, int) and q_start == 0):
+            return None
+        return replace(band, sequences=lambda: _with_padding(size, offsets, kv_offsets, max_length))
 
     def find() -> Sequences | None:
-        q_starts = q.long()
-        kv_starts = q_starts if kv is None else kv.long()
+        q_starts = offsets.long()
+        kv_starts = q_starts if kv_offsets is None else kv_offsets.long()
         q_lengths = q_starts.diff()
         # Kernels count windows from the end of a sequence's queries and the end of its keys.
         if is_bounded and not bool(((kv_starts.diff() - q_lengths == q_start) | (q_lengths == 0)).all()):
@@ -122,12 +142,43 @@ def in_sequences(
     return replace(band, sequences=find)
 
 
+def _with_padding(size: Size, offsets: Tensor, kv_offsets: Tensor | None, max_length: int | None) -> Sequences:
+    """Return the sequences of all batch elements without reading a value.
+
+    The queries and keys behind the last sequence of a batch element follow in sequences of at most `max_length` tokens,
+    the same number for both.
+    """
+    lengths = size.q_len, size.kv_len
+    longest = [n if max_length is None else max(1, min(n, max_length)) for n in lengths]
+    count = max(-(-n // most) for n, most in zip(lengths, longest, strict=True))
+    starts = offsets.long()
+    q = _lay(starts, size.batch, size.q_len, longest[0], count)
+    if kv_offsets is None and size.q_len == size.kv_len:
+        return Sequences(q, q, (longest[0], longest[1]), None, (starts[-1:], starts[-1:]))
+    kv_starts = starts if kv_offsets is None else kv_offsets.long()
+    kv = _lay(kv_starts, size.batch, size.kv_len, longest[1], count)
+    return Sequences(q, kv, (longest[0], longest[1]), None, (starts[-1:], kv_starts[-1:]))
+
+
+def _lay(starts: Tensor, batch: int, length: int, longest: int, count: int) -> Tensor:
+    """Return the starts of sequences laid end to end over batch elements of `length` tokens, and the last end.
+
+    `count` sequences of at most `longest` tokens hold the padding of each batch element.
+    """
+    steps = torch.arange(1, count + 1, device=starts.device) * longest
+    ends = torch.cat([starts[1:], (starts[-1:] + steps).clamp(max=length)])
+    first = torch.arange(batch, device=starts.device)[:, None] * length
+    return torch.cat([starts[:1], (first + ends).flatten()]).int()
+
+
 def in_runs(ids: Tensor, size: Size) -> Band | None:
     """Return the band that shows all pairs inside each run of equal ids.
 
-    ids is [S] or [B, S]. The result is None if a run cannot be a sequence. If the ids decrease somewhere, the band's
-    `sequences` returns None.
+    ids is [S] or [B, S]. The result is None if a run cannot be a sequence, or if the ids may not be read. If the ids
+    decrease somewhere, the band's `sequences` returns None.
     """
+    if not may_read(size, ids):
+        return None
     if size.q_offset != 0 or size.q_len != size.kv_len or ids.shape[-1] != size.q_len:
         return None
 

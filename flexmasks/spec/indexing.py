@@ -56,7 +56,7 @@ def pair(value: Any) -> tuple[Any, Any]:
 
 def check_covers_queries(name: str, count: int, size: Size | None, what: str = "a row") -> None:
     """Raise ValueError if parameter `name` has `count` entries, too few for all positions of queries."""
-    if size is not None and count < size.positions_of_q:
+    if size is not None and "S" not in size.at_most and count < size.positions_of_q:
         raise ValueError(
             f"`{name}` must have {what} for each of the {size.positions_of_q} positions of queries (positions before "
             f"q_offset count too), got {count}."

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from flexmasks.spec.indexing import bounded
-from flexmasks.spec.parameters import Size
+from flexmasks.spec.parameters import Size, may_read
 from flexmasks.spec.values import Mask, Score
 
 _MAX_POSITION = 2**30  # positions are 32-bit integers, with room for sums
+_LENGTHS = ("Q", "KV", "S")  # names of the sizes that depend on lengths
 
 # --- sequences laid end to end ---
 
@@ -24,6 +25,7 @@ def prepare_sequences(
     offsets: Annotated[Tensor, "int[N] in 0..S"],
     kv_offsets: Annotated[Tensor | None, "int[M] in 0..S"] = None,
     q_start: Annotated[int | Tensor, "int in 0.. | int[L] in 0.."] = 0,
+    max_length: Annotated[int | None, "length in 0.."] = None,
 ) -> dict[str, Any]:
     """Find the sequence of each query and key, and its position there.
 
@@ -33,9 +35,9 @@ def prepare_sequences(
         kv_offsets = offsets
     elif len(kv_offsets) != len(offsets):
         raise ValueError(f"`offsets` has {len(offsets) - 1} sequences, `kv_offsets` has {len(kv_offsets) - 1}.")
-    q_sequence, q_position = _unpack("offsets", offsets, None if size is None else size.positions_of_q, -1)
+    q_sequence, q_position = _unpack("offsets", offsets, size, None if size is None else size.positions_of_q, -1)
     q_position += q_start[q_sequence] * (q_sequence >= 0) if isinstance(q_start, Tensor) else q_start
-    kv_sequence, kv_position = _unpack("kv_offsets", kv_offsets, None if size is None else size.kv_len, -2)
+    kv_sequence, kv_position = _unpack("kv_offsets", kv_offsets, size, None if size is None else size.kv_len, -2)
     max_position = _MAX_POSITION if isinstance(q_start, Tensor) else q_start + len(q_position)
     return {
         "inner": inner,
@@ -47,37 +49,58 @@ def prepare_sequences(
 
 
 def size_inside_sequences(
-    size: Size, *, inner: Any, offsets: Tensor, kv_offsets: Tensor | None, q_start: int | Tensor
+    size: Size,
+    *,
+    inner: Any,
+    offsets: Tensor,
+    kv_offsets: Tensor | None,
+    q_start: int | Tensor,
+    max_length: int | None,
 ) -> Size:
-    """Return the sizes that a mask or score inside packed sequences sees."""
+    """Return the sizes that a mask or score inside packed sequences sees.
+
+    With `max_length`, or if values may not be read, lengths are upper bounds. A `q_start` that may not be read is
+    assumed to be at most the length of the keys.
+    """
     _check_inner(inner)
     if offsets.numel() < 2:
         raise ValueError("`offsets` needs at least two values: 0 and the total length.")
+    sequences = len(offsets) - 1
+    if isinstance(q_start, Tensor) and len(q_start) != sequences:
+        raise ValueError(f"`q_start` has {len(q_start)} values, `offsets` has {sequences} sequences.")
+    if not may_read(size, offsets, *(x for x in (kv_offsets, q_start) if isinstance(x, Tensor))):
+        q_len, kv_len = (size.positions_of_q, size.kv_len) if max_length is None else (max_length, max_length)
+        q_offset = kv_len if isinstance(q_start, Tensor) else q_start
+        return replace(size, batch=sequences, q_len=q_len, kv_len=kv_len, q_offset=q_offset, at_most=_LENGTHS)
     lengths = offsets.long().diff()
-    if isinstance(q_start, Tensor) and len(q_start) != len(lengths):
-        raise ValueError(f"`q_start` has {len(q_start)} values, `offsets` has {len(lengths)} sequences.")
-    longest = int(lengths.max())
-    kv_longest = longest if kv_offsets is None else int(kv_offsets.long().diff().max())
-    positions = int((lengths + q_start).max())  # the most positions that the queries of a sequence reach
+    kv_lengths = lengths if kv_offsets is None else kv_offsets.long().diff()
+    ends = torch.stack([lengths.max(), kv_lengths.max(), (lengths + q_start).max()])
+    q_len, kv_len, positions = ends.tolist()  # positions: the most that the queries of a sequence reach
     if not 0 <= positions <= _MAX_POSITION:
         raise ValueError(f"positions must be at most 2**30, but `q_start` and the lengths give {positions}.")
-    return replace(size, batch=len(lengths), q_len=longest, kv_len=kv_longest, q_offset=positions - longest)
+    if max_length is None:
+        return replace(size, batch=sequences, q_len=q_len, kv_len=kv_len, q_offset=positions - q_len)
+    if max(q_len, kv_len) > max_length:
+        raise ValueError(f"`max_length` is {max_length}, but a sequence has {max(q_len, kv_len)} tokens.")
+    q_offset = max(0, positions - max_length)
+    return replace(size, batch=sequences, q_len=max_length, kv_len=max_length, q_offset=q_offset, at_most=_LENGTHS)
 
 
-def _unpack(name: str, offsets: Tensor, length: int | None, padding: int) -> tuple[Tensor, Tensor]:
+def _unpack(name: str, offsets: Tensor, size: Size | None, length: int | None, padding: int) -> tuple[Tensor, Tensor]:
     """Return each token's sequence (`padding` past the last one) and its position there, both int32[length]."""
-    offsets = offsets.long()
-    lengths = offsets.diff()
-    total = int(offsets[-1]) if length is None else length
-    if int(offsets[0]) != 0 or int(offsets[-1]) > total or int(lengths.min()) < 0:
-        raise ValueError(f"`{name}` must rise from 0 to at most the length {total}, got {_shortened(offsets)}.")
-    sequence = torch.full((total,), padding, dtype=torch.int32, device=offsets.device)
-    position = torch.zeros((total,), dtype=torch.int32, device=offsets.device)
-    used = int(offsets[-1])
-    numbers = torch.arange(len(lengths), dtype=torch.int32, device=offsets.device)
-    sequence[:used] = torch.repeat_interleave(numbers, lengths, output_size=used)
-    position[:used] = torch.arange(used, device=offsets.device) - offsets[sequence[:used]]
-    return sequence, position
+    offsets = offsets.long().contiguous()
+    if may_read(size, offsets):
+        first, last, shortest = torch.stack([offsets[0], offsets[-1], offsets.diff().min()]).tolist()
+        length = last if length is None else length
+        if first != 0 or last > length or shortest < 0:
+            raise ValueError(f"`{name}` must rise from 0 to at most the length {length}, got {_shortened(offsets)}.")
+    elif length is None:
+        length = int(offsets[-1])
+    token = torch.arange(length, device=offsets.device)
+    sequence = torch.searchsorted(offsets, token, right=True, out_int32=True) - 1
+    used = token < offsets[-1]
+    position = torch.where(used, token - offsets[sequence], 0).int()
+    return torch.where(used, sequence, padding), position
 
 
 def _shortened(values: Tensor) -> str:
@@ -117,7 +140,8 @@ def prepare_pages(
     first = torch.full((batch, pages + 1), -1, dtype=torch.int32, device=page_table.device)
     first.scatter_(1, torch.where(inside, page_table, pages), starts.expand(batch, columns))
     first = first[:, :pages].contiguous()
-    _check_pages(page_table, kv_lens, page_size, used, inside, first)
+    if may_read(size, page_table, kv_lens):
+        _check_pages(page_table, kv_lens, page_size, used, inside, first)
     return {"inner": inner, "first_positions": first, "kv_lens": kv_lens, "page_size": page_size}
 
 

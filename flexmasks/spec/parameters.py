@@ -9,6 +9,7 @@ read and that this module checks:
 A specification is a list of alternatives, `KIND`, `KIND(n)` or `KIND[dimensions]`, each with optional inclusive bounds:
 
     int, float, bool   a Python number (also NumPy's)
+    length             an int that only bounds lengths, so that kernels do not depend on it
     int(2)             a tuple of two Python numbers
     int[B, S]          a tensor; `int[]` is a 0-dimensional one
 
@@ -38,7 +39,7 @@ from flexmasks import compat
 
 _BOUND = r"-?\d+(?:\.\d+)?(?:e-?\d+)?|[A-Z]+(?:-\d+)?"
 _ALTERNATIVE = re.compile(
-    r"(?P<kind>int|float|bool)(?:\((?P<count>[1-9]\d*)\)|\[(?P<dims>[A-Z0-9, ]*)\])?"
+    r"(?P<kind>int|float|bool|length)(?:\((?P<count>[1-9]\d*)\)|\[(?P<dims>[A-Z0-9, ]*)\])?"
     rf"(?: in (?P<low>{_BOUND})?\.\.(?P<high>{_BOUND})?)?"
 )
 _SPEC_OF_TYPE = {int: "int", float: "float", bool: "bool"}
@@ -61,7 +62,8 @@ class Size:
     q_offset: int = 0  # the largest offset, if batch elements have different ones
     dtype: torch.dtype = torch.float32  # dtype of the scores
     approximate: bool = False  # half precision is precise enough for score functions
-    may_read: bool = True  # the host may read values of tensors
+    may_read: bool = True  # the host may read the values of tensors
+    at_most: tuple[str, ...] = ()  # names of sizes (see `named`) that are upper bounds, because they cannot be read
 
     @property
     def positions_of_q(self) -> int:
@@ -79,6 +81,11 @@ class Size:
     def named(self) -> dict[str, int]:
         """Return the sizes by the names that specifications use."""
         return {"B": self.batch, "H": self.heads, "Q": self.q_len, "KV": self.kv_len, "S": self.positions}
+
+    def fits(self, name: str, count: int) -> bool:
+        """Return whether `count` can be the size of this name."""
+        size = self.named()[name]
+        return count <= size if name in self.at_most else count == size
 
 
 @dataclass(frozen=True)
@@ -131,6 +138,11 @@ class Parameter:
             return False
         return self.takes_tensor()
 
+    @property
+    def is_length(self) -> bool:
+        """Return whether the parameter only bounds lengths."""
+        return any(a.kind == "length" for a in self.alternatives)
+
     def tensor(self, value: Any, device: torch.device | None) -> Tensor:
         """Return a sequence as a tensor.
 
@@ -146,7 +158,8 @@ class Parameter:
         """Return the value checked against the specification, sequences as tensors.
 
         `what` names the mask or score in errors. `sizes` maps names of sizes to numbers; new names in the
-        specification are added to it with the sizes that the value has. Raises ValueError or TypeError.
+        specification are added to it with the sizes that the value has. Values of tensors are checked if they may be
+        read. Raises ValueError or TypeError.
         """
         if not self.alternatives or (value is None and not self.required and self.default is None):
             return value
@@ -159,9 +172,9 @@ class Parameter:
                 ) from error
         if isinstance(value, Tensor):
             return self._check_tensor(what, value, size, sizes)
-        return self._check_numbers(what, value, sizes)
+        return self._check_numbers(what, value, size, sizes)
 
-    def _check_numbers(self, what: str, value: Any, sizes: dict[str, int]) -> Any:
+    def _check_numbers(self, what: str, value: Any, size: Size, sizes: dict[str, int]) -> Any:
         numbers = value if isinstance(value, tuple) else (value,)
         count = len(numbers) if isinstance(value, tuple) else None
         for alternative in self.alternatives:
@@ -169,6 +182,8 @@ class Parameter:
                 if not all(_is_number(n, alternative.kind) for n in numbers):
                     continue
                 low, high = _bound(alternative.low, sizes), _bound(alternative.high, sizes)
+                if alternative.low.partition("-")[0] in size.at_most:  # the size itself may be smaller
+                    low = None
                 inside = ((low is None or n >= low) and (high is None or n <= high) for n in numbers)
                 if not all(inside) or not all(map(_is_finite, numbers)):
                     raise self._error(ValueError, what, repr(value), sizes)
@@ -181,7 +196,7 @@ class Parameter:
         if not fits:
             raise self._error(TypeError, what, _with_type(value), sizes)
         for alternative in fits:
-            new_sizes = _match(alternative.dims or (), shape, sizes)
+            new_sizes = _match(alternative.dims or (), shape, sizes, size.at_most)
             if new_sizes is not None:
                 break
         else:
@@ -190,7 +205,7 @@ class Parameter:
         if value.device != size.device:
             raise self._error(ValueError, what, f"a tensor on {value.device} in a call on {size.device}", sizes)
         low, high = _bound(alternative.low, sizes), _bound(alternative.high, sizes)
-        if (low is not None or high is not None) and size.may_read and can_be_read(value) and value.numel():
+        if (low is not None or high is not None) and may_read(size, value) and value.numel():
             least, most = torch.stack(torch.aminmax(value.detach())).tolist()
             if not ((low is None or least >= low) and (high is None or most <= high)):
                 raise self._error(ValueError, what, f"values from {least} to {most}", sizes)
@@ -265,6 +280,14 @@ def can_be_read(tensor: Tensor) -> bool:
     return not (tensor.is_meta or isinstance(tensor, compat.FakeTensor))
 
 
+def may_read(size: Size | None, *tensors: Tensor) -> bool:
+    """Return whether the host may read the values of these tensors.
+
+    A check of values runs only then. Without sizes a mask or score is called by itself, and values may be read.
+    """
+    return (size is None or size.may_read) and all(can_be_read(t) for t in tensors)
+
+
 def implied_size(dimension: str, parameters: Mapping[str, Parameter], values: Mapping[str, Any]) -> int | None:
     """Return a size that the shapes of the values imply, or None.
 
@@ -304,10 +327,13 @@ def _shape(value: Any) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def _match(dims: tuple[str, ...], shape: tuple[int, ...], sizes: Mapping[str, int]) -> dict[str, int] | None:
+def _match(
+    dims: tuple[str, ...], shape: tuple[int, ...], sizes: Mapping[str, int], at_most: tuple[str, ...]
+) -> dict[str, int] | None:
     """Return the sizes of new names, or None if the shape does not match.
 
     dims: the dimensions of a specification.
+    at_most: names of sizes that are upper bounds, which a dimension may be smaller than.
     """
     if len(dims) != len(shape):
         return None
@@ -316,7 +342,7 @@ def _match(dims: tuple[str, ...], shape: tuple[int, ...], sizes: Mapping[str, in
         want = int(dim) if dim.isdigit() else sizes.get(dim, new_sizes.get(dim))
         if want is None:
             new_sizes[dim] = n
-        elif want != n:
+        elif want != n and not (dim in at_most and n < want):
             return None
     return new_sizes
 
@@ -347,7 +373,8 @@ def _is_finite(n: int | float) -> bool:
 
 
 def _is_dtype(dtype: torch.dtype, kind: str) -> bool:
-    return {"int": dtype in _INT_DTYPES, "bool": dtype == torch.bool, "float": dtype.is_floating_point}[kind]
+    kinds = {"int": dtype in _INT_DTYPES, "bool": dtype == torch.bool, "float": dtype.is_floating_point}
+    return kinds.get(kind, False)
 
 
 def _with_type(value: Any) -> str:

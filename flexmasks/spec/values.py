@@ -115,7 +115,8 @@ class Modifier(Readable):
         The tensors are appended to `tensors`.
 
         With `lift`, the key leaves out the numbers that `resolve` would lift. Without `contents`, it also leaves out
-        the elements of sequences that become tensors: a kernel has such a key, because it takes the elements as inputs.
+        the elements of sequences that become tensors, and bounds of lengths: a kernel has such a key, because it takes
+        the elements as inputs.
         Raises captures.Opaque if a user's function captured something that cannot be read.
         """
         reader = Reader(tensors)
@@ -128,6 +129,8 @@ class Modifier(Readable):
             parameter = self.definition.parameters[name]
             if lift and type(value) is int and parameter.takes_tensor(0):
                 pairs.append((name, "lifted"))
+            elif not contents and parameter.is_length:
+                continue
             elif not contents and parameter.is_sequence(value):
                 pairs.append((name, "sequence"))
             elif inner := _modifiers_in(value):
@@ -188,7 +191,7 @@ class Modifier(Readable):
         if lift:
             for n, p in parameters.items():
                 if type(arguments.get(n)) is int and p.takes_tensor(0):
-                    arguments[n] = torch.tensor(arguments[n], device=device)
+                    arguments[n] = torch.full((), arguments[n], device=device)  # without a copy from the host
         return self._without_users_tensors(arguments, inner_size, lift, device)
 
     def _without_users_tensors(
