@@ -268,6 +268,7 @@ def _planned(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Call:
         computed_fraction=mask_plan.computed_fraction,
         is_mostly_partial=mask_plan.is_mostly_partial,
         proven_options=functools.partial(mask_plan.proven_options, score_plan is not None),
+        mask_mod=lambda: mask_plan.blocks().block_mask.mask_mod,
         score_mod=None if score_plan is None else score_plan.score_mod,
         scale=None if request.scale is None else float(request.scale),
         with_lse=request.return_lse,

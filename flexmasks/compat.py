@@ -125,6 +125,11 @@ inductor_decompositions: Any = select_decomp_table
 FLASH_READS_VECTORS = importlib.util.find_spec("torch._inductor.codegen.cutedsl.lane_analysis") is not None
 
 
+def size_hint(n: Any) -> int:
+    """Return a number, or the number that a symbolic one has while torch traces. No public equivalent."""
+    return int(n.node.hint) if isinstance(n, torch.SymInt) else int(n)
+
+
 def compiled_graphs() -> int:
     """Return how many graphs this process has compiled, for the log. No public equivalent."""
     from torch._dynamo.utils import counters

@@ -11,30 +11,44 @@ from __future__ import annotations
 import logging
 import types
 from collections.abc import Callable
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexmasks import compat
-from flexmasks.backends import flex, reference
+from flexmasks.backends import fa4, flex, reference, sdpa
+from flexmasks.backends.call import Call
 from flexmasks.backends.slices import OverIndices
+from flexmasks.backends.table import BACKENDS, choose
+from flexmasks.blocks.counts import Blocks
 from flexmasks.blocks.elements import over_indices
 from flexmasks.plans.bounds import MaskKind, plan_bounds, unread
 from flexmasks.plans.checks import fail
 from flexmasks.plans.plan import block_size_for, naming
 from flexmasks.plans.shifted import shifted_mask, shifted_score
+from flexmasks.plans.windows import window_of
 from flexmasks.request import Request, checked
 from flexmasks.spec.arguments import from_arguments
-from flexmasks.spec.captures import Opaque
+from flexmasks.spec.bands import cap_of
+from flexmasks.spec.captures import Aliases, Opaque
 from flexmasks.spec.definitions import Definition, define, from_pickle
 from flexmasks.spec.parameters import Size
 from flexmasks.spec.templates import made, noted, read, reads_of
 from flexmasks.spec.values import Mask, Modifier, Score
 
 _log = logging.getLogger("flexmasks")
+_NAMES = list(BACKENDS)
+# Backends that torch traces through: what makes a call without q, k and v of a Call.
+_DIRECT: dict[str, Callable[[Call], Callable[..., tuple[Tensor, Tensor | None]]]] = {
+    "fa4": fa4.DirectCall.of,
+    "sdpa": sdpa.TracedCall.of,
+}
+_REASONS: list[str] = []  # reasons of refused backends, for errors
+_UNKNOWN = ("unknown", "")  # stands for a score that is not given, or whose function torch must trace
+_Value = TypeVar("_Value", bound=Modifier)
 _NONE = "none"
 _MAKE_IT_OUTSIDE = (
     "make a Mask of it outside the compiled function, with flexmasks.get_mask(function), and pass the Mask."
@@ -48,43 +62,187 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tens
     q_offset = cast(int | Tensor, request.q_offset)
     size = unread(checked(q, k, v, request), q_offset)
     mask, score = from_arguments(request.mask, request.score, request.params)
-    grad = torch.is_grad_enabled()
-    needs_grad = grad and (q.requires_grad or k.requires_grad or v.requires_grad)
-    needs_grad = needs_grad or (grad and score is not None and score.learns())
-    block_mask, backend = request.block_mask, request.backend
-    if block_mask is None and mask is None and score is None and not request.return_lse and backend in ("auto", "sdpa"):
-        grouped = q.shape[1] != k.shape[1]
-        return F.scaled_dot_product_attention(q, k, v, scale=request.scale, enable_gqa=grouped), None
-    is_cpu = not q.is_cuda
-    impossible = ("sdpa", "triton", "flash") if is_cpu else ("sdpa", "cpu")
-    if backend in impossible or (backend == "flash" and request.return_lse):
-        fail(f"backend {backend!r} cannot run this call inside torch.compile; leave the choice to torch: 'auto'.")
-    if block_mask is None:
-        mask = from_arguments("full", None, {})[0] if mask is None else mask
-        block_mask = _planned(cast(Mask, mask), size, q, k, q_offset)
+    learns = torch.is_grad_enabled() and score is not None and score.learns()
+    needs_grad = learns or (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
+    if request.block_mask is not None:
+        name, block_mask = _backend_of_block_mask(q, request, needs_grad), request.block_mask
+    else:
+        mask = cast(Mask, from_arguments("full", None, {})[0] if mask is None else mask)
+        data = _data_of(mask, q.device)
+        score_data = _UNKNOWN if score is None or not _can_be_data(score) else _data_of(score, q.device)
+        facts = _Facts(score is not None, needs_grad, learns, request.return_lse, bool(request.kernel_options))
+        arguments = data, score_data, q_offset, q, k, v, _value_data(request.scale, q.device), tuple(facts)
+        number = _chosen(request.backend, *arguments)
+        if number < 0:
+            fail(f"backend {request.backend!r} cannot run this call inside torch.compile: {_reason(number)}.")
+        name = _NAMES[number]
+        if name in _DIRECT:
+            result = _run_directly(name, *arguments)
+            return result[0], result[1] if request.return_lse else None
+        block_mask = _planned(mask, data, size, q, k, q_offset, for_cpu=name == "cpu")
     score_mod = None
     if score is not None:
-        score_mod = shifted_score(score.bind(score.resolve(size)), q_offset)
-    needs_reference = is_cpu and (needs_grad or request.return_lse or q.dtype == torch.float64)
-    if backend == "reference" or (backend == "auto" and needs_reference):
+        bound_score = _in_own_memory(score) if name == "cpu" else score
+        score_mod = shifted_score(bound_score.bind(bound_score.resolve(size)), q_offset)
+    if name == "reference":
         functions = _over_indices(mask, score, q, k, q_offset, block_mask, score_mod)
         out, lse = reference.attend(q, k, v, score_mod, block_mask, request.scale, functions)
         return out, lse if request.return_lse else None
     if not needs_grad:
         q, k, v = q.detach(), k.detach(), v.detach()
-    options = flex.options(q, k, "FLASH" if backend == "flash" else None, request.kernel_options)
+    options = flex.options(q, k, "FLASH" if name == "flash" else None, request.kernel_options)
     out, lse = flex.flex(q, k, v, score_mod, block_mask, request.scale, options, request.return_lse)
-    return (flex.separate(out) if is_cpu else out), lse
+    return (flex.separate(out) if name == "cpu" else out), lse
 
 
-def _planned(mask: Mask, size: Size, q: Tensor, k: Tensor, q_offset: int | Tensor) -> BlockMask:
-    """Return the BlockMask of a mask. torch traces this function."""
+# --- the choice of a backend ---
+
+
+class _Facts(NamedTuple):
+    """Properties of a call that its tensors do not show while torch traces."""
+
+    has_score: bool
+    needs_grad: bool
+    learns: bool
+    with_lse: bool
+    has_options: bool
+
+
+def _backend_of_block_mask(q: Tensor, request: Request, needs_grad: bool) -> str:
+    """Return the name of the backend for a user's own BlockMask."""
+    if q.is_cuda:
+        if request.backend in ("sdpa", "cpu", "fa4") or (request.backend == "flash" and request.return_lse):
+            fail(f"backend {request.backend!r} cannot run this call inside torch.compile; pass 'auto'.")
+        return "triton" if request.backend == "auto" else request.backend
+    needs_reference = needs_grad or request.return_lse or q.dtype == torch.float64
+    if request.backend not in ("auto", "cpu", "reference") or (request.backend == "cpu" and needs_reference):
+        fail(f"backend {request.backend!r} cannot run this call inside torch.compile; pass 'auto'.")
+    return "reference" if needs_reference or request.backend == "reference" else "cpu"
+
+
+@compat.nonstrict_trace
+def _chosen(backend: str, *arguments: Any) -> int:
+    """Return the place of the chosen backend in the table, or a negative number that stands for a reason.
+
+    It depends on kinds and shapes alone. The comparisons of symbolic lengths made here become guards.
+    """
+    call = _call_of(*arguments)
+    reason = None if backend == "auto" else BACKENDS[backend].refuses(call)
+    if reason is not None:
+        _REASONS.append(reason)
+        return -len(_REASONS)
+    return _NAMES.index(choose(call)[0][0].name if backend == "auto" else backend)
+
+
+@torch.compiler.assume_constant_result
+def _reason(number: int) -> str:
+    return _REASONS[-number - 1]
+
+
+@compat.nonstrict_trace
+def _run_directly(name: str, *arguments: Any) -> tuple[Tensor, ...]:
+    """Run a backend that takes windows instead of blocks, and return output and lse if there is one."""
+    call = _call_of(*arguments)
+    out, lse = _DIRECT[name](call)(call.q, call.k, call.v)
+    return (out,) if lse is None else (out, lse)
+
+
+def _call_of(
+    data: Any, score_data: Any, q_offset: int | Tensor, q: Tensor, k: Tensor, v: Tensor, scale: Any, facts: Any
+) -> Call:
+    """Return a call that backends can be asked about while torch traces."""
+    has_score, needs_grad, learns, with_lse, has_options = facts
+    size = unread(_size(q, k), q_offset)
+    mask = cast(Mask, _of_data("mask", data))
+    score = None if score_data == _UNKNOWN else cast(Score, _of_data("score", score_data))
+    tensors = [t for value in (mask, score) if value is not None for t in value.tensors()]
+    window = window_of(mask, size) if isinstance(q_offset, int) else None
+    pairs = size.q_len * size.kv_len
+    return Call(
+        q=q,
+        k=k,
+        v=v,
+        window=lambda: window,
+        cap=None if score is None else cap_of(score, size),
+        blocks=_no_blocks,
+        computed_fraction=lambda: 0.5 if window is None or tensors else window.pairs(size.q_len) / pairs,
+        is_mostly_partial=lambda: bool(tensors),
+        proven_options=dict,
+        mask_mod=lambda: _as_kernels_see(mask, size, q_offset),
+        score_mod=None if not has_score else lambda: _as_kernels_see(cast(Score, score), size, q_offset),
+        scale=_value_of("mask", scale),
+        with_lse=with_lse,
+        kernel_options={"given": True} if has_options else None,
+        kernel_key=("traced", data[:2], score_data[:2]),
+        shapes=None if has_score and score is None else (),
+        needs_grad=needs_grad,
+        learns=learns,
+        has_number_tensors=any(t.ndim == 0 for t in tensors),
+        holds_aliases=False,
+        is_traced=True,
+    )
+
+
+def _no_blocks() -> Blocks:
+    raise AssertionError("the choice of a backend reads no blocks while torch traces")
+
+
+def _as_kernels_see(value: Mask | Score, size: Size, q_offset: int | Tensor) -> Callable[..., Tensor]:
+    """Return the function that a kernel would compile, over tensors of the same shapes without meaning.
+
+    The tensors that torch traces belong to its trace.
+    """
+    with compat.without_dispatch_modes():
+        empty = [
+            torch.empty([compat.size_hint(n) for n in t.shape], dtype=t.dtype, device=t.device) for t in value.tensors()
+        ]
+        numbers = {n: compat.size_hint(getattr(size, n)) for n in ("batch", "heads", "q_len", "kv_len", "q_offset")}
+        alone = Aliases(zip(value.tensors(), empty, strict=True)).of(value)
+        offset = (
+            torch.empty(numbers["batch"], dtype=q_offset.dtype, device=q_offset.device)
+            if isinstance(q_offset, Tensor)
+            else compat.size_hint(q_offset)
+        )
+        mod = alone.bind(alone.resolve(replace(size, **numbers)), numbers["heads"])
+        return shifted_mask(mod, offset) if value.kind == "mask" else shifted_score(mod, offset)
+
+
+# --- the plan of a mask ---
+
+
+def _planned(
+    mask: Mask, data: Any, size: Size, q: Tensor, k: Tensor, q_offset: int | Tensor, for_cpu: bool
+) -> BlockMask:
+    """Return the BlockMask of a mask.
+
+    data: the mask as `_data_of` returns it.
+    for_cpu: torch's CPU kernel will take the BlockMask.
+    """
     block_size = block_size_for(size)
+    indices = _planned_blocks(data, q_offset, q.detach(), k.detach(), block_size)
+    if for_cpu:
+        mask = _in_own_memory(mask)
+        q_offset = flex.separate(q_offset) if isinstance(q_offset, Tensor) else q_offset
     heads = size.heads if q.is_cuda else None
     mask_mod = shifted_mask(mask.bind(mask.resolve(size), heads), q_offset)
-    indices = _planned_blocks(_data_of(mask, size.device), q_offset, q.detach(), k.detach(), block_size)
     lengths: Any = (size.q_len, size.kv_len)
     return BlockMask(*(lengths, *indices, block_size, mask_mod))
+
+
+def _in_own_memory(value: _Value) -> _Value:
+    """Return the value with copies of its tensors.
+
+    torch's CPU kernel fails if it captures a tensor that the same graph computes, other than by a custom operator.
+    """
+    return type(value)(value.definition, {n: _copied(v) for n, v in value.params.items()})
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return flex.separate(value.detach())
+    if isinstance(value, Modifier):
+        return _in_own_memory(value)
+    return tuple([_copied(v) for v in value]) if isinstance(value, tuple) else value
 
 
 @compat.nonstrict_trace
