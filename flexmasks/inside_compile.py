@@ -37,7 +37,7 @@ from flexmasks.spec.captures import Aliases, Opaque
 from flexmasks.spec.definitions import Definition, define, from_pickle
 from flexmasks.spec.parameters import Size
 from flexmasks.spec.templates import made, noted, read, reads_of
-from flexmasks.spec.values import Mask, Modifier, Score
+from flexmasks.spec.values import Mask, Modifier, ResolvedInner, Score
 
 _log = logging.getLogger("flexmasks")
 _NAMES = list(BACKENDS)
@@ -82,8 +82,8 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tens
         block_mask = _planned(mask, data, size, q, k, q_offset, for_cpu=name == "cpu")
     score_mod = None
     if score is not None:
-        bound_score = _in_own_memory(score) if name == "cpu" else score
-        score_mod = shifted_score(bound_score.bind(bound_score.resolve(size)), q_offset)
+        score = _in_own_memory(score) if name == "cpu" else score
+        score_mod = shifted_score(_bound(score, size, name == "cpu"), q_offset)
     if name == "reference":
         functions = _over_indices(mask, score, q, k, q_offset, block_mask, score_mod)
         out, lse = reference.attend(q, k, v, score_mod, block_mask, request.scale, functions)
@@ -207,6 +207,10 @@ def _as_kernels_see(value: Mask | Score, size: Size, q_offset: int | Tensor) -> 
         return shifted_mask(mod, offset) if value.kind == "mask" else shifted_score(mod, offset)
 
 
+def _without_values(x: Tensor) -> Tensor:
+    return torch.empty([compat.size_hint(n) for n in x.shape], dtype=x.dtype, device=x.device)
+
+
 # --- the plan of a mask ---
 
 
@@ -223,10 +227,15 @@ def _planned(
     if for_cpu:
         mask = _in_own_memory(mask)
         q_offset = flex.separate(q_offset) if isinstance(q_offset, Tensor) else q_offset
-    heads = size.heads if q.is_cuda else None
-    mask_mod = shifted_mask(mask.bind(mask.resolve(size), heads), q_offset)
+    mask_mod = shifted_mask(_bound(mask, size, for_cpu), q_offset)
     lengths: Any = (size.q_len, size.kv_len)
     return BlockMask(*(lengths, *indices, block_size, mask_mod))
+
+
+def _bound(value: Modifier, size: Size, for_cpu: bool) -> Callable[..., Tensor]:
+    """Return the function of a mask or score with its arguments bound."""
+    resolved = value.resolve(size)
+    return value.bind(_copied(resolved) if for_cpu else resolved, size.heads if size.device.type == "cuda" else None)
 
 
 def _in_own_memory(value: _Value) -> _Value:
@@ -242,6 +251,10 @@ def _copied(value: Any) -> Any:
         return flex.separate(value.detach())
     if isinstance(value, Modifier):
         return _in_own_memory(value)
+    if isinstance(value, ResolvedInner):
+        return ResolvedInner(value.source, _copied(value.resolved))
+    if isinstance(value, dict):
+        return {n: _copied(v) for n, v in value.items()}
     return tuple([_copied(v) for v in value]) if isinstance(value, tuple) else value
 
 
@@ -344,28 +357,30 @@ def _data_of(mask: Modifier, device: torch.device) -> Any:
 
 def _can_be_data(value: Modifier) -> bool:
     """Return whether all functions of a mask or score were looked into outside."""
-    definition = value.definition
-    inner = [v for p in value.params.values() for v in (p if isinstance(p, tuple) else (p,)) if isinstance(v, Modifier)]
-    return (definition.own or isinstance(definition.reads, tuple)) and all([_can_be_data(v) for v in inner])
+    if not (value.definition.own or isinstance(value.definition.reads, tuple)):
+        return False
+    for parameter in value.params.values():
+        for inner in parameter if isinstance(parameter, tuple) else (parameter,):
+            if isinstance(inner, Modifier) and not _can_be_data(inner):
+                return False
+    return True
 
 
 def _name_and_captured(definition: Definition) -> tuple[str, list[Any]]:
     """Return the name of the template of a user's functions, and what they captured."""
-    function, reads = definition.function, definition.reads
-    if reads is None:  # not a Mask made outside
-        if not isinstance(function, types.FunctionType) or function.__code__.co_freevars:
-            fail(f"the {definition.kind} function {definition.name!r} captures variables; {_MAKE_IT_OUTSIDE}")
-        name, captured = f"{_noted_alone(function)}", []
-    elif isinstance(reads, str):
-        fail(
-            f"the {definition.kind} function {definition.name!r} reads {reads}, which torch.compile cannot follow; {_PASS_TENSORS}"
-        )
-    else:
+    function, reads, what = definition.function, definition.reads, f"the {definition.kind} function {definition.name!r}"
+    if isinstance(reads, str):
+        fail(f"{what} reads {reads}, which torch.compile cannot follow; {_PASS_TENSORS}")
+    if not isinstance(function, types.FunctionType):
+        fail(f"{what} is a {type(function).__name__}, which torch.compile cannot follow; pass a plain function.")
+    if reads is not None:
         name, captured = f"{_noted(*definition.functions)}", read(reads)
+    elif function.__code__.co_freevars:  # not a Mask made outside
+        fail(f"{what} captures variables; {_MAKE_IT_OUTSIDE}")
+    else:
+        name, captured = f"{_noted_alone(function)}", []
     if name.startswith(_PROBLEM):
-        fail(
-            f"the {definition.kind} function {definition.name!r} reads {name.removeprefix(_PROBLEM)}; {_MAKE_IT_OUTSIDE}"
-        )
+        fail(f"{what} reads {name.removeprefix(_PROBLEM)}; {_MAKE_IT_OUTSIDE}")
     return name, captured
 
 
