@@ -120,7 +120,7 @@ def list_scores() -> list[Entry]:
 
 def _register(kind: str, name: str | None, **hooks: Any) -> Callable[[Function], Function]:
     def decorator(function: Function) -> Function:
-        made = replace(define(kind, function, name, **hooks), registered=True)
+        made = replace(define(kind, function, name, **hooks), registered=True).with_reads()
         if not isinstance(made.name, str) or not made.name.isidentifier():
             raise ValueError(f"flexmasks: a {kind} needs a name that is an identifier, got {made.name!r}.")
         known = names(kind).get(made.name)
