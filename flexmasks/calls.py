@@ -13,13 +13,14 @@ import functools
 import math
 from collections.abc import Hashable, Iterator
 from types import FunctionType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from flexmasks import compat, inside_compile
 from flexmasks.backends.call import Call, Replay, Result, Unavailable, transformed
+from flexmasks.backends.renewal import Renewal
 from flexmasks.backends.table import BACKENDS, check, choose
 from flexmasks.backends.table import run as run_on_backend
 from flexmasks.cache import ENTRY, Cache
@@ -48,6 +49,9 @@ from flexmasks.spec.definitions import is_own
 from flexmasks.spec.values import Mask
 
 _REPLAYS: Cache[Replay] = Cache("calls", max_bytes=5 << 28)  # replays share most index tensors with the cache "blocks"
+_RENEWALS: Cache[Renewal] = Cache("renewals", max_bytes=1 << 24)
+# On a CPU new tensors are planned from the start, which checks their values: reading them costs nothing there.
+_RENEWED_ON = ("cuda",)
 _OFFSETS: Cache[Tensor] = Cache("offsets", max_bytes=1 << 22)
 
 
@@ -112,7 +116,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Explanation:
     with _under_autocast(q, k, v) as (q, k, v):
         if any_nested(q, k, v):
             q, k, v, request = _laid_end_to_end(q, k, v, request)
-        call = _planned(q, k, v, request)
+        call = _planned(q, k, v, request).call
         check(call, request.backend)
         able, reasons = choose(call)
         is_auto = request.backend == "auto"
@@ -135,16 +139,40 @@ def run_eagerly(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tens
         result, _ = _run_first_time(q, k, v, request)
         return result.out, result.lse
     key, tensors = known
-    replay = _REPLAYS.get(key, tensors)
+    replay = _known_replay(key, tensors, q.device)
     if replay is not None:
         try:  # cheaper than contextlib.suppress, on the way of every call
             return replay(q, k, v)
         except Unavailable:
             pass
-    result, may_be_cached = _run_first_time(q, k, v, request)
-    if result.replay is not None and may_be_cached and not is_captured(q.device):
+    result, planned = _run_first_time(q, k, v, request)
+    if result.replay is not None and planned is not None and planned.call.holds_aliases and not is_captured(q.device):
         _REPLAYS.put(key, tensors, result.replay, ENTRY + result.replay.nbytes)
+        renewal = Renewal.of(result.replay, planned.mask, planned.score, planned.aliases, tensors) if tensors else None
+        if renewal is not None:
+            _RENEWALS.put((key, *_layouts(tensors)), (), renewal, ENTRY)
     return result.out, result.lse
+
+
+def plan_again(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Replay | None:
+    """Do all that a call does before its kernel runs, if a call of its kind was made before."""
+    known = _key_and_tensors(q, k, v, request)
+    return None if known is None else _known_replay(*known, q.device)
+
+
+def _known_replay(key: Hashable, tensors: list[Tensor], device: torch.device) -> Replay | None:
+    """Return the replay of a call with these tensors, or of one with others of their kind."""
+    replay = _REPLAYS.get(key, tensors)
+    if replay is None and tensors and device.type in _RENEWED_ON:
+        renewal = _RENEWALS.get((key, *_layouts(tensors)))
+        if renewal is not None:
+            replay = renewal(tensors)
+            _REPLAYS.put(key, tensors, replay, ENTRY + replay.nbytes)
+    return replay
+
+
+def _layouts(tensors: list[Tensor]) -> list[Hashable]:
+    return [(t.shape, t.stride(), t.dtype, t.device) for t in tensors]
 
 
 def _key_and_tensors(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Hashable, list[Tensor]] | None:
@@ -226,20 +254,29 @@ def _simple_key_of(kind: str, value: Any, tensors: list[Tensor]) -> Hashable | N
 # --- a call from the start: checks, plans, backend ---
 
 
-def _run_first_time(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Result, bool]:
+class _Planned(NamedTuple):
+    """A call, and the plans that it was made from."""
+
+    call: Call
+    mask: MaskPlan | GivenPlan
+    score: ScorePlan | None
+    aliases: Aliases
+
+
+def _run_first_time(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Result, _Planned | None]:
     """Check, plan and run a call.
 
-    Returns the result, and whether the replay may be cached.
+    Returns the result, and the plans if the replay may be cached.
     """
     with _under_autocast(q, k, v) as (q, k, v):
         if not any_nested(q, k, v):
-            call = _planned(q, k, v, request)
-            return run_on_backend(call, request.backend), call.holds_aliases
-        out, lse, _ = run_on_backend(_planned(*_laid_end_to_end(q, k, v, request)), request.backend)
-    return Result(*_as_nested(q, out, lse)), False
+            planned = _planned(q, k, v, request)
+            return run_on_backend(planned.call, request.backend), planned
+        out, lse, _ = run_on_backend(_planned(*_laid_end_to_end(q, k, v, request)).call, request.backend)
+    return Result(*_as_nested(q, out, lse)), None
 
 
-def _planned(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Call:
+def _planned(q: Tensor, k: Tensor, v: Tensor, request: Request) -> _Planned:
     """Check a call's arguments and plan its mask and score."""
     size = checked(q, k, v, request)
     q_offset = cast(int | Tensor, request.q_offset)
@@ -258,7 +295,7 @@ def _planned(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Call:
     learns = torch.is_grad_enabled() and any(t.requires_grad for plan in plans for t in plan.tensors)
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     number_offset = q_offset if isinstance(q_offset, int) else None
-    return Call(
+    call = Call(
         q=q,
         k=k,
         v=v,
@@ -280,6 +317,7 @@ def _planned(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Call:
         has_number_tensors=any(p.has_number_tensors for p in plans),
         holds_aliases=all(p.holds_aliases for p in plans),
     )
+    return _Planned(call, mask_plan, score_plan, aliases)
 
 
 # --- layouts, casts and sinks around a call ---

@@ -248,7 +248,7 @@ class CompiledCall:
 
     runner: Runner
     score_mod: Callable[..., Tensor] | None
-    block_mask: BlockMask
+    block_mask: Any  # a BlockMask; None only in a renewal
     scale: float | None
     kernel_options: dict[str, Any] | None
     with_lse: bool

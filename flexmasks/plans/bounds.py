@@ -80,13 +80,18 @@ class RecordedPlan:
 
     def __call__(self, inputs: Sequence[Tensor]) -> Resolved:
         """Return the arguments and the blocks of a mask with these tensors."""
+        layout, made = self.renewed(inputs)
+        return Resolved(_with_tensors(self._arguments, iter(made)), layout)
+
+    def renewed(self, inputs: Sequence[Tensor]) -> tuple[Layout, list[Tensor]]:
+        """Return the blocks of a mask with these tensors, and the tensors among its arguments."""
         outputs = self._recorded(inputs)
         count = len(outputs) - len(self._index_bounds)
-        for made, index_bounds in zip(outputs[count:], self._index_bounds, strict=True):
+        made = outputs[count:]
+        for tensor, index_bounds in zip(made, self._index_bounds, strict=True):
             if index_bounds is not None:
-                made.bounds = index_bounds  # type: ignore[attr-defined] # see spec.indexing.bounded
-        arguments = _with_tensors(self._arguments, iter(outputs[count:]))
-        return Resolved(arguments, replace(self._layout, indices=tuple(outputs[:count])))
+                tensor.bounds = index_bounds  # type: ignore[attr-defined] # see spec.indexing.bounded
+        return replace(self._layout, indices=tuple(outputs[:count])), made
 
 
 def tensors_in(value: Any) -> list[Tensor]:

@@ -56,6 +56,7 @@ class _PreparedMask(_Prepared):
     layout: Layout
     facts: dict[str, Any]  # computed on demand: "options" proven for kernels, "fraction" of pairs computed
     why_exact: str = ""  # why the blocks of a mask with tensors are exact, or "" if they are bounds
+    recorded: RecordedPlan | None = None  # the plan that they came from
 
     @property
     def nbytes(self) -> int:
@@ -250,7 +251,7 @@ class MaskPlan(Plan):
         if size.device.type == "cpu":  # reading values costs nothing here, so they are checked
             self.mask.resolve(sized(size, self.offset), self.lifted)
         arguments, layout = kind.recorded(inputs)
-        return _PreparedMask(arguments, self._offset_tensor(), layout, {})
+        return _PreparedMask(arguments, self._offset_tensor(), layout, {}, recorded=kind.recorded)
 
     def _build_captured(self) -> _PreparedMask:
         """Plan by operations that a CUDA graph can hold.
@@ -305,6 +306,16 @@ class MaskPlan(Plan):
         """Return the BlockMask; its mask_mod is bound to the user's own tensors, or their aliases."""
         prepared = self._prepared
         return prepared.layout.block_mask(shifted_mask(*self._bind(prepared)))
+
+    @property
+    def is_recorded(self) -> bool:
+        """Return whether a recorded plan made the blocks."""
+        return self._prepared.recorded is not None
+
+    @property
+    def recorded(self) -> tuple[RecordedPlan, list[Tensor]]:
+        """The recorded plan that made the blocks, and the tensors that it made for the function."""
+        return cast(RecordedPlan, self._prepared.recorded), tensors_in(self._prepared.resolved)
 
     def blocks(self) -> Blocks:
         """Return the BlockMask with the counts of its blocks and of undecided blocks."""
@@ -369,7 +380,16 @@ class ScorePlan(Plan):
 
     def score_mod(self) -> Callable[..., Tensor]:
         """Return the score_mod, bound to the user's own tensors, or their aliases."""
-        return shifted_score(*self._bind(self._cached(_SCORES, self._build)))
+        return shifted_score(*self._bind(self._prepared))
+
+    @functools.cached_property
+    def _prepared(self) -> _Prepared:
+        return self._cached(_SCORES, self._build)
+
+    @property
+    def prepares_tensors(self) -> bool:
+        """Return whether the function needs tensors that are made from the user's tensors."""
+        return bool(self.inputs) and bool(tensors_in(self._prepared.resolved))
 
     def _build(self) -> _Prepared:
         key = self.kernel_key, self.size, self.shapes
