@@ -116,14 +116,16 @@ def explain(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Explanation:
     with _under_autocast(q, k, v) as (q, k, v):
         if any_nested(q, k, v):
             q, k, v, request = _laid_end_to_end(q, k, v, request)
-        call = _planned(q, k, v, request).call
+        planned = _planned(q, k, v, request)
+        call = planned.call
         check(call, request.backend)
         able, reasons = choose(call)
         is_auto = request.backend == "auto"
         chosen = able[0] if is_auto else BACKENDS[request.backend]
         able_too = f"it can run the call, but {chosen.name} {'is faster here' if is_auto else 'was asked for'}"
         others = {b.name: reasons.get(b.name, able_too) for b in BACKENDS.values() if b is not chosen}
-        return Explanation(chosen.name, others, chosen.compiles(call), chosen.recompiles_on, call.blocks())
+        compiles, plan = chosen.compiles(call), planned.mask.explained()
+        return Explanation(chosen.name, others, compiles, chosen.recompiles_on, plan, call.blocks())
 
 
 # --- a call that was made before ---

@@ -25,11 +25,12 @@ class Explanation:
     others: Mapping[str, str]  # reasons against the other backends, by name
     compiles: str  # whether this call compiles, and why
     recompiles_on: str  # changes that would make a later call compile again, or ""
+    plan: str  # how the blocks are found when tensors change
     blocks: Blocks  # what the mask skips
 
     def _rows(self) -> list[tuple[str, str]]:
         rows = [("backend", self.backend), *((f"not {name}", reason) for name, reason in self.others.items())]
-        rows.append(("compiles", self.compiles))
+        rows += [("compiles", self.compiles), ("plan", self.plan)]
         if self.recompiles_on:
             rows.append(("recompiles on", self.recompiles_on))
         return rows

@@ -36,6 +36,7 @@ _MAX_COMPILED_VALUES = 6  # values of a mask's numbers to compile in, before the
 _MAX_POSITIONS = 1 << 31  # kernels count positions in 32 bits
 _UNKNOWN_FRACTION = 0.5  # assumed fraction of pairs that is computed
 _MAX_WIDTH = 1.25  # the most blocks of bounds, in exact blocks, with which bounds are used
+_FIRST = "these are the first tensors of their shapes"
 _MAX_TABLES, _SMALL_TABLES = 4, 1 << 16  # the most bytes of their tables, in bytes of exact ones, and at least
 
 
@@ -228,8 +229,11 @@ class MaskPlan(Plan):
 
     def _build(self) -> _PreparedMask:
         inputs, captured = self.inputs, is_captured(self.size.device)
+        if captured and not self._allows_bounds:
+            return self._build_captured()
         if not self._allows_bounds:
-            return self._build_captured() if captured else self._build_exactly()
+            reason = "the function reads variables that may change" if self.opaque else "lists, or tensors that learn"
+            return replace(self._build_exactly(), why_exact=reason)
         layouts = tuple((t.shape, t.stride(), t.dtype, t.device) for t in inputs)
         offset = self.offset if isinstance(self.offset, int) else "tensor"
         size, default_dtype = self.size, torch.get_default_dtype()
@@ -282,7 +286,7 @@ class MaskPlan(Plan):
         if why_exact:
             return replace(exact, why_exact=why_exact), _Kind(why_exact)
         # Later masks have these arguments: kernels compile again for tables of other shapes.
-        prepared = replace(exact, resolved=arguments, why_exact="these are the first tensors of their shapes")
+        prepared = replace(exact, resolved=arguments, why_exact=_FIRST)
         return prepared, _Kind("")
 
     def _build_exactly(self) -> _PreparedMask:
@@ -321,6 +325,18 @@ class MaskPlan(Plan):
         """Return the BlockMask with the counts of its blocks and of undecided blocks."""
         layout = self._prepared.layout
         return Blocks(self.block_mask(), layout.undecided, layout.not_understood)
+
+    def explained(self) -> str:
+        """Return how the blocks are found, in words."""
+        if not self.inputs:
+            return "exact, once for these sizes"
+        reason = self._prepared.why_exact
+        if not reason:
+            return "bounds, on the device: new values of the tensors are planned without waiting for it"
+        if reason == _FIRST:
+            return f"exact: {reason}; later tensors are planned by bounds, on the device"
+        cost = "each change of the tensors takes some milliseconds, and waits for the device"
+        return f"exact: {reason}; {cost}"
 
     def proven_options(self, has_score: bool) -> dict[str, bool]:
         """Return options of torch's kernels that are proven for these blocks.
@@ -447,6 +463,9 @@ class GivenPlan:
 
     def proven_options(self, has_score: bool) -> dict[str, bool]:
         return {}
+
+    def explained(self) -> str:
+        return "the given block mask"
 
     def computed_fraction(self) -> float:
         return _UNKNOWN_FRACTION

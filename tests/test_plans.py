@@ -1,0 +1,299 @@
+"""Plans of masks with tensors: recorded, renewed for new tensors, captured in CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from helpers import DEVICES, TOLERANCE, error
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+import flexmasks
+from flexmasks import Mask, calls, compat, get_mask
+from flexmasks.plans.bounds import MaskKind, RecordedPlan, plan_bounds
+from flexmasks.plans.recorded import Recorded
+from flexmasks.request import Request
+from flexmasks.spec.examples import example, on_device
+from flexmasks.spec.parameters import Size
+
+BATCH, HEADS, LENGTH = 2, 2, 512
+CPU = torch.device("cpu")
+WITH_TENSORS = [
+    e.name for e in flexmasks.list_masks() if on_device(example("mask", e.name, 1024), CPU).tensors()
+]  # masks whose examples have tensors
+
+
+def documents(length: int = LENGTH, device: str = "cpu") -> Tensor:
+    """Return new document ids [B, length], of 60 tokens in the mean."""
+    return (torch.rand(BATCH, length, device=device) < 1 / 60).cumsum(1).int()
+
+
+def of_ids(ids: Tensor) -> Callable[..., Tensor]:
+    return lambda b, h, q, kv: (q >= kv) & (ids[b, q] == ids[b, kv])
+
+
+# Masks with new tensors at every call: what a training loop has.
+NEW: dict[str, Callable[[str], dict[str, Any]]] = {
+    "documents": lambda device: {
+        "mask": get_mask("causal") & get_mask("document", document_ids=documents(device=device))
+    },
+    "grouped_tril": lambda device: {
+        "mask": "grouped_tril",
+        "seq_lens": torch.randint(0, LENGTH + 1, (BATCH,), device=device),
+    },
+    "key_padding": lambda device: {
+        "mask": "key_padding",
+        "attention_mask": torch.arange(LENGTH, device=device) < torch.randint(1, LENGTH, (BATCH, 1), device=device),
+    },
+    "lambda": lambda device: {"mask": of_ids(documents(device=device))},
+    "ALiBi": lambda device: {
+        "mask": get_mask("causal") & get_mask("document", document_ids=documents(device=device)),
+        "score": "alibi",
+        "slopes": torch.rand(HEADS, device=device),
+    },
+    "packed": lambda device: {
+        "mask": get_mask(
+            "packed",
+            inner=get_mask("prefix_lm", prefix_len=3),
+            offsets=torch.tensor([0, int(torch.randint(1, 200, ())), 300, LENGTH]).to(device),
+        )
+    },
+    "q_offset": lambda device: {"mask": "causal", "q_offset": torch.randint(0, 9, (BATCH,), device=device)},
+}
+
+
+@pytest.fixture(params=["from the start", "renewed"])
+def on_cpu_too(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Renew calls on a CPU as on a GPU, or not."""
+    if request.param == "renewed":
+        monkeypatch.setattr(calls, "_RENEWED_ON", ("cpu", "cuda"))
+
+
+def qkv(device: str, requires_grad: bool = False) -> list[Tensor]:
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    shape = BATCH, HEADS, LENGTH, 32
+    return [torch.randn(shape, device=device, dtype=dtype, requires_grad=requires_grad) for _ in range(3)]
+
+
+def dense(params: dict[str, Any], device: str) -> Tensor:
+    """Return the whole mask of a call's arguments, as booleans."""
+    arguments = {n: v for n, v in params.items() if n not in ("score", "slopes")}
+    return flexmasks.dense_mask(arguments.pop("mask"), LENGTH, batch=BATCH, heads=HEADS, **arguments)
+
+
+def expected(tensors: list[Tensor], params: dict[str, Any], device: str) -> Tensor:
+    """Return SDPA with the dense mask, in float64."""
+    q, k, v = (x.detach().double() for x in tensors)
+    visible = dense(params, device).expand(BATCH, HEADS, LENGTH, LENGTH)
+    bias = torch.zeros_like(visible, dtype=torch.float64)
+    if "slopes" in params:
+        position = torch.arange(LENGTH, device=device)
+        bias = bias - params["slopes"].double()[:, None, None] * (position[:, None] - position).abs()
+    out = scaled_dot_product_attention(q, k, v, attn_mask=bias.masked_fill(~visible, -torch.inf))
+    return out.nan_to_num(0.0)
+
+
+@pytest.mark.usefixtures("on_cpu_too")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", NEW)
+def test_new_tensors_at_every_step(kind: str, device: str) -> None:
+    """Nothing is compiled after the first step, and every step is right."""
+    tensors = qkv(device)
+    graphs = None
+    for _ in range(5):
+        params = NEW[kind](device)
+        out = flexmasks.attention(*tensors, **params)
+        again = flexmasks.attention(*tensors, **params)  # another layer with the same tensors
+        assert torch.equal(out, again)
+        assert error(out, expected(tensors, params, device)) < 2 * TOLERANCE[out.dtype]
+        assert graphs in (None, compat.compiled_graphs())
+        graphs = compat.compiled_graphs()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", NEW)
+def test_steps_with_gradients_neither_wait_nor_compile(kind: str) -> None:
+    tensors = qkv("cuda", requires_grad=True)
+
+    def step(params: dict[str, Any]) -> None:
+        out = tensors[0]
+        for _ in range(2):
+            out = flexmasks.attention(out, *tensors[1:], **params)
+        out.sum().backward()
+
+    params = [NEW[kind]("cuda") for _ in range(8)]
+    for p in params[:2]:
+        step(p)
+    graphs = compat.compiled_graphs()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for p in params[2:]:
+            step(p)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert compat.compiled_graphs() == graphs
+
+
+def _mask_kind(name: str, device: torch.device, length: int = 1024) -> tuple[MaskKind, list[Tensor]]:
+    """Return the example of a name, in the sizes that it suggests, and its tensors."""
+    mask = on_device(example("mask", name, length), device)
+    q_len, kv_len = (mask.implied_size(n) or mask.implied_size("S") or length for n in ("Q", "KV"))
+    if name == "paged":
+        kv_len = int(mask.params["page_table"].max() + 1) * mask.params["page_size"]
+    size = Size(mask.batch_size() or 1, mask.implied_size("H") or 2, q_len, kv_len, device)
+    return MaskKind(mask, 0, size, False, (64, 64)), mask.tensors()
+
+
+@pytest.mark.parametrize("name", WITH_TENSORS)
+def test_recorded_plans_are_those_of_the_tensors(name: str) -> None:
+    kind, tensors = _mask_kind(name, CPU)
+    recorded = RecordedPlan(kind, tensors)
+    for _ in range(2):
+        got, want = recorded([t.clone() for t in tensors]), plan_bounds(kind)
+        for x, y in zip(got.layout.indices, want.layout.indices, strict=True):
+            assert torch.equal(x, y)
+        assert got.arguments.keys() == want.arguments.keys()
+
+
+def test_a_function_that_reads_values_is_planned_exactly() -> None:
+    """It cannot be recorded, and `explain` says so."""
+    lens = torch.tensor([40, 60])
+
+    def mask_of(lens: Tensor) -> Mask:
+        limit = lens.clone()
+        return get_mask(lambda b, h, q, kv: kv < (limit[b] if int(limit.max()) > 50 else limit[b] - 1))
+
+    q = torch.randn(2, 1, 64, 16)
+    for _ in range(3):
+        mask = mask_of(lens)
+        out = flexmasks.attention(q, q, q, mask=mask)
+        assert (
+            error(out, scaled_dot_product_attention(q, q, q, attn_mask=flexmasks.dense_mask(mask, 64, batch=2))) < 1e-5
+        )
+    assert "exact" in flexmasks.explain(q, q, q, mask=mask_of(lens)).plan
+
+
+def test_a_mask_that_ranges_hardly_understand_is_planned_exactly() -> None:
+    """Bounds would compute every block."""
+    q = torch.randn(1, 1, 512, 16)
+    for _ in range(3):
+        ids = documents()[0]
+        mask = get_mask(lambda b, h, q, kv, ids=ids: torch.fmod(ids[q].double() - ids[kv], 1e9).sin() == 0)
+        out = flexmasks.attention(q, q, q, mask=mask)
+        assert error(out, scaled_dot_product_attention(q, q, q, attn_mask=flexmasks.dense_mask(mask, 512))) < 1e-5
+    assert "blocks" in flexmasks.explain(q, q, q, mask=mask).plan
+
+
+def test_the_backend_does_not_depend_on_values() -> None:
+    q = torch.randn(1, 1, 256, 16)
+    same, distinct = torch.zeros(256, dtype=torch.int32), torch.arange(256, dtype=torch.int32)
+    names = {flexmasks.explain(q, q, q, mask="document", document_ids=ids).backend for ids in (same, distinct)}
+    assert len(names) == 1
+
+
+def test_recorded_operations_are_the_function() -> None:
+    """Constants are kept, repeated operations merged, and writes in place done anew at each run."""
+
+    def function(x: Tensor) -> list[Tensor]:
+        table = torch.zeros(4).scatter_(0, x, 1.0)
+        return [table + torch.arange(4), table + torch.arange(4), torch.zeros(4)]
+
+    recorded = Recorded(function, [torch.tensor([1])])
+    for n in (2, 3, 1):
+        for got, want in zip(recorded([torch.tensor([n])]), function(torch.tensor([n])), strict=True):
+            assert torch.equal(got, want)
+
+
+# --- CUDA graphs ---
+
+
+def _captured(call: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """Return the graph of a call, after two calls outside of it, and what the captured call returned."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    return graph, out
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", NEW)
+def test_captured_calls_see_changes_in_place(kind: str) -> None:
+    tensors = qkv("cuda")
+    params = NEW[kind]("cuda")
+    graph, out = _captured(lambda: flexmasks.attention(*tensors, **params))
+    held = list(_tensors_of(params))
+    for _ in range(50):
+        for place, new in zip(held, _tensors_of(NEW[kind]("cuda")), strict=True):
+            place.copy_(new)
+        graph.replay()
+        assert error(out, expected(tensors, params, "cuda")) < 2 * TOLERANCE[out.dtype]
+
+
+def _tensors_of(params: dict[str, Any]) -> Iterator[Tensor]:
+    """Yield the tensors of a call's arguments, those that a mask holds included."""
+    for value in params.values():
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, Mask):
+            yield from value.tensors()
+        elif callable(value):
+            yield from get_mask(value).tensors()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", WITH_TENSORS)
+def test_captured_calls_of_every_mask(name: str) -> None:
+    """A replay equals a call outside of the graph after changes of the tensors in place."""
+    kind, tensors = _mask_kind(name, torch.device("cuda"))
+    size = kind.size
+    q, k = (
+        torch.randn(size.batch, size.heads, n, 32, device="cuda", dtype=torch.float16)
+        for n in (size.q_len, size.kv_len)
+    )
+    values = [t.clone() for t in tensors]
+    graph, out = _captured(lambda: flexmasks.attention(q, k, k, mask=kind.mask))
+    for turn in range(3):
+        for t, value in zip(tensors, values, strict=True):
+            t.copy_(value if turn % 2 else _another(t, value))
+        graph.replay()
+        want = flexmasks.attention(q, k, k, mask=kind.mask)
+        assert torch.equal(out.isnan(), want.isnan())
+        assert (out - want).abs().max() < 2e-2
+
+
+def _another(tensor: Tensor, value: Tensor) -> Tensor:
+    """Return other valid content: each value that may be lower is, and booleans are negated."""
+    return ~value if value.dtype == torch.bool else value
+
+
+def test_layouts_of_tensors_are_kinds_of_their_own() -> None:
+    """A tensor of other strides is planned by its own values."""
+    q = torch.randn(2, 1, 64, 16)
+    for ids in (documents(64), documents(128)[:, ::2], documents(64).T.contiguous().T):
+        for _ in range(3):
+            params = {"mask": get_mask("document", document_ids=ids.clone(memory_format=torch.preserve_format))}
+            out = flexmasks.attention(q, q, q, **params)
+            mask = flexmasks.dense_mask(params["mask"], 64)
+            assert error(out, scaled_dot_product_attention(q, q, q, attn_mask=mask)) < 1e-5
+
+
+def test_planning_again_needs_a_call_of_the_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "_RENEWED_ON", ("cpu", "cuda"))
+    q = torch.randn(BATCH, HEADS, LENGTH, 32)
+    flexmasks.clear_caches()
+    assert calls.plan_again(q, q, q, Request(params={}, **NEW["documents"]("cpu"))) is None
+    for _ in range(2):
+        flexmasks.attention(q, q, q, **NEW["documents"]("cpu"))
+    params = NEW["documents"]("cpu")
+    replay = calls.plan_again(q, q, q, Request(params={}, **params))
+    assert replay is not None
+    assert error(replay(q, q, q)[0], expected([q, q, q], params, "cpu")) < 1e-5
