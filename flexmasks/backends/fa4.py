@@ -18,6 +18,12 @@ from flexmasks.spec.bands import Sequences
 
 _MIN_QUERIES = 128  # with fewer queries, kernels that split the keys are faster
 _MAX_SEARCHED_SEQUENCES = 2048
+# Names of the kernel's arguments, in the order of the operators below.
+_ARGUMENTS = (
+    "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k",
+    "softmax_scale", "window_size_left", "window_size_right", "causal",
+)  # fmt: skip
+_ONCE_ONLY = "flexmasks.attention: backend 'fa4' cannot be differentiated twice; pass backend='reference', which can."
 
 
 @functools.cache
@@ -98,6 +104,7 @@ class DirectCall:
     cap: float | None  # cap of a soft-cap
     with_lse: bool
     by_head: Sequences | None = None  # sequences of [B, H, S, D] in memory order, head after head, if that is faster
+    is_traced: bool = False  # torch.compile traces the call
 
     key = "fa4"
 
@@ -116,7 +123,8 @@ class DirectCall:
             # Reading head by head copies nothing. But FlashAttention searches the list of sequences for every tile.
             if sequences.q is sequences.kv and covers_all and heads * len(sequences.q) <= _MAX_SEARCHED_SEQUENCES:
                 by_head = sequences.of_heads(heads, length)
-        return cls(cast(Window, call.window()), sequences, call.scale, call.cap, call.with_lse, by_head)
+        window = cast(Window, call.window())
+        return cls(window, sequences, call.scale, call.cap, call.with_lse, by_head, call.is_traced)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the output [B, H, Q, D], and lse [B, H, Q] or None."""
@@ -162,7 +170,12 @@ class DirectCall:
 
         With sequences, q, k and v are [tokens, H, D].
         """
-        out, lse = _Attend.apply(q, k, v, self._arguments(q.shape[1], k.shape[1], sequences), self.cap)
+        arguments = self._arguments(q.shape[1], k.shape[1], sequences)
+        if self.is_traced:
+            in_order = [arguments.get(name) for name in _ARGUMENTS]
+            out, lse = traced_forward(q, k, v, *in_order, self.cap, self.with_lse)
+        else:
+            out, lse = _Attend.apply(q, k, v, arguments, self.cap)
         return out, lse
 
     def _arguments(self, q_len: int, kv_len: int, sequences: Sequences | None) -> dict[str, Any]:
@@ -203,10 +216,7 @@ class _Attend(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any], cap: float | None
     ) -> tuple[Tensor, Tensor]:
-        from flash_attn.cute.interface import _flash_attn_fwd
-
-        score_functions = {} if cap is None else {"score_mod": _softcap(cap)[0]}
-        out, lse = _flash_attn_fwd(q, k, v, return_lse=True, **arguments, **score_functions)[:2]
+        out, lse = _forward(q, k, v, arguments, cap)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.arguments, ctx.cap = arguments, cap
         ctx.set_materialize_grads(False)
@@ -214,24 +224,45 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        from flash_attn.cute.interface import _flash_attn_bwd
-
         q, k, v, out, lse = ctx.saved_tensors
         if d_out is None and d_lse is None:
             return None, None, None, None, None
-        score_functions = {}
-        if ctx.cap is not None:
-            score_functions = dict(zip(("score_mod", "score_mod_bwd"), _softcap(ctx.cap), strict=True))
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        deterministic = deterministic and not torch.is_deterministic_algorithms_warn_only_enabled()
         d_out = torch.zeros_like(out) if d_out is None else d_out
-        tensors = (q, k, v, out, d_out, lse)
-        gradients = _flash_attn_bwd(
-            *tensors, **ctx.arguments, **score_functions, dlse=d_lse, deterministic=deterministic
-        )[:3]
+        gradients = _backward(q, k, v, out, lse, d_out, d_lse, ctx.arguments, ctx.cap)
         if torch.is_grad_enabled():
             gradients = _NotDifferentiable.apply(q, k, v, *gradients)
         return *gradients, None, None
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any], cap: float | None) -> tuple[Tensor, Tensor]:
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    score_functions = {} if cap is None else {"score_mod": _softcap(cap)[0]}
+    out, lse = _flash_attn_fwd(q, k, v, return_lse=True, **arguments, **score_functions)[:2]
+    return out, lse
+
+
+def _backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    d_out: Tensor,
+    d_lse: Tensor | None,
+    arguments: dict[str, Any],
+    cap: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    from flash_attn.cute.interface import _flash_attn_bwd
+
+    score_functions = {}
+    if cap is not None:
+        score_functions = dict(zip(("score_mod", "score_mod_bwd"), _softcap(cap), strict=True))
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    deterministic = deterministic and not torch.is_deterministic_algorithms_warn_only_enabled()
+    tensors = (q, k, v, out, d_out, lse)
+    dq, dk, dv = _flash_attn_bwd(*tensors, **arguments, **score_functions, dlse=d_lse, deterministic=deterministic)[:3]
+    return dq, dk, dv
 
 
 class _NotDifferentiable(torch.autograd.Function):
@@ -248,9 +279,95 @@ class _NotDifferentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-        raise RuntimeError(
-            "flexmasks.attention: backend 'fa4' cannot be differentiated twice; pass backend='reference', which can."
-        )
+        raise RuntimeError(_ONCE_ONLY)
+
+
+# --- the same as operators, for calls that torch.compile traces ---
+
+
+def _given(*in_order: Any) -> dict[str, Any]:
+    """Return the arguments of the kernel, without those that are None."""
+    return {name: value for name, value in zip(_ARGUMENTS, in_order, strict=True) if value is not None}
+
+
+@torch.library.custom_op("flexmasks::fa4_forward", mutates_args=(), device_types="cuda")
+def traced_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_starts: Tensor | None,
+    kv_starts: Tensor | None,
+    max_q_len: int | None,
+    max_kv_len: int | None,
+    scale: float | None,
+    left: int | None,
+    right: int | None,
+    causal: bool | None,
+    cap: float | None,
+    lse_may_learn: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return output and lse, as `_Attend` does.
+
+    lse_may_learn: the gradient of the lse counts.
+    """
+    arguments = _given(q_starts, kv_starts, max_q_len, max_kv_len, scale, left, right, causal)
+    return _forward(q, k, v, arguments, cap)
+
+
+@traced_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    shape = (q.shape[0], q.shape[2], q.shape[1]) if q.ndim == 4 else (q.shape[1], q.shape[0])
+    return q.new_empty(q.shape), q.new_empty(shape, dtype=torch.float32)
+
+
+@torch.library.custom_op("flexmasks::fa4_backward", mutates_args=(), device_types="cuda")
+def traced_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    d_out: Tensor,
+    d_lse: Tensor | None,
+    q_starts: Tensor | None,
+    kv_starts: Tensor | None,
+    max_q_len: int | None,
+    max_kv_len: int | None,
+    scale: float | None,
+    left: int | None,
+    right: int | None,
+    causal: bool | None,
+    cap: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v."""
+    arguments = _given(q_starts, kv_starts, max_q_len, max_kv_len, scale, left, right, causal)
+    return _backward(q, k, v, out, lse, d_out, d_lse, arguments, cap)
+
+
+@traced_backward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, q_starts, kv_starts, *numbers, lse_may_learn = inputs
+    ctx.save_for_backward(q, k, v, *output, q_starts, kv_starts)
+    ctx.numbers, ctx.lse_may_learn = numbers, lse_may_learn
+
+
+def _differentiate(ctx: Any, d_out: Tensor, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, out, lse, *starts = ctx.saved_tensors
+    d_lse = d_lse if ctx.lse_may_learn else None
+    gradients = traced_backward(q, k, v, out, lse, d_out, d_lse, *starts, *ctx.numbers)
+    return *gradients, *[None] * 10
+
+
+def _refuse_twice(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
+    raise RuntimeError(_ONCE_ONLY)
+
+
+traced_forward.register_autograd(_differentiate, setup_context=_save)
+traced_backward.register_autograd(_refuse_twice)
 
 
 @functools.lru_cache(maxsize=64)
