@@ -45,7 +45,7 @@ from flexmasks.plans.checks import (
     sequence_offsets,
 )
 from flexmasks.plans.explanation import Explanation
-from flexmasks.plans.plan import GivenPlan, MaskPlan, ScorePlan, block_size_for
+from flexmasks.plans.plan import GivenPlan, MaskPlan, ScorePlan, block_size_for, is_captured
 from flexmasks.plans.shifted import shifted_score
 from flexmasks.spec.arguments import from_arguments, functions_of, get_mask
 from flexmasks.spec.bands import cap_of
@@ -168,7 +168,7 @@ def run_eagerly(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tens
     A call that was made before goes straight to its kernel.
     """
     known = _key_and_tensors(q, k, v, request)
-    if known is None:
+    if known is None or (known[1] and is_captured(q.device)):  # a captured call plans again at each replay
         result, _ = _run_first_time(q, k, v, request)
         return result.out, result.lse
     key, tensors = known
@@ -179,7 +179,7 @@ def run_eagerly(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tens
         except Unavailable:
             pass
     result, may_be_cached = _run_first_time(q, k, v, request)
-    if result.replay is not None and may_be_cached:
+    if result.replay is not None and may_be_cached and not is_captured(q.device):
         _REPLAYS.put(key, tensors, result.replay, ENTRY + result.replay.nbytes)
     return result.out, result.lse
 
@@ -333,6 +333,7 @@ def _planned(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Call:
         cap=None if score is None else cap_of(score, size),
         blocks=mask_plan.blocks,
         computed_fraction=mask_plan.computed_fraction,
+        is_mostly_partial=mask_plan.is_mostly_partial,
         proven_options=functools.partial(mask_plan.proven_options, score_plan is not None),
         score_mod=None if score_plan is None else score_plan.score_mod,
         scale=None if request.scale is None else float(request.scale),
@@ -452,10 +453,11 @@ def _offset_of_last(kv_lens: Tensor, q_len: int) -> Tensor:
 
     Equal arguments return the same tensor, so that a later call finds the replay of an earlier one.
     """
-    offset = _OFFSETS.get(q_len, [kv_lens])
+    captured = is_captured(kv_lens.device)
+    offset = None if captured else _OFFSETS.get(q_len, [kv_lens])
     if offset is None:
         is_short = (kv_lens > 0) & (kv_lens < q_len)  # sequences without keys are idle
-        if bool(is_short.any()):
+        if kv_lens.device.type == "cpu" and bool(is_short.any()):  # elsewhere reading values takes time
             b = int(is_short.nonzero()[0])
             fail(
                 f"the queries are the last ones of each sequence, but batch element {b} has kv_lens = "
@@ -463,7 +465,8 @@ def _offset_of_last(kv_lens: Tensor, q_len: int) -> Tensor:
                 call=PAGED,
             )
         offset = (kv_lens.long() - q_len).clamp(min=0)
-        _OFFSETS.put(q_len, [kv_lens], offset, ENTRY + offset.nbytes)
+        if not captured:
+            _OFFSETS.put(q_len, [kv_lens], offset, ENTRY + offset.nbytes)
     return offset
 
 

@@ -75,10 +75,10 @@ def _fastest_first(call: Call) -> list[Backend]:
         window = call.window()
         batch, heads, q_len, size = call.q.shape
         flop = 4 * batch * heads * q_len * call.k.shape[2] * size * call.computed_fraction()
-        # Packed sequences stay on fa4 when small: their starts take a millisecond to find, their blocks take three.
         if flop < _FA4_MIN_FLOP and (window is None or window.sequences is None):
             slow.append("fa4")
-        if flop < _FLASH_MIN_FLOP:
+        # In partial blocks a read of a tensor at every pair costs the backward pass of flash twice as much as triton's.
+        if flop < _FLASH_MIN_FLOP or (call.needs_grad and call.is_mostly_partial()):
             slow.append("flash")
     names = [name for name in BACKENDS if name not in slow]
     names[-1:-1] = slow  # before the reference

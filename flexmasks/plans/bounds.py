@@ -1,4 +1,7 @@
-"""Plans of masks with tensors, from ranges alone: no value of a tensor is read by the host."""
+"""Plans of masks with tensors, from ranges alone.
+
+The host reads no value of a tensor.
+"""
 
 from __future__ import annotations
 

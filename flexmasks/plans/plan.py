@@ -73,6 +73,9 @@ class _Kind:
 _P = TypeVar("_P", bound=_Prepared)
 _BLOCKS: Cache[_PreparedMask] = Cache("blocks", max_bytes=5 << 28)  # the blocks of a million tokens take 1.07 GB
 _KINDS: Cache[_Kind] = Cache("plans", max_bytes=1 << 28)
+# Facts about the first masks and scores of their kinds. An entry counts one byte.
+_MOSTLY_PARTIAL: Cache[bool] = Cache("mostly_partial", max_bytes=1024)
+_TRIED: Cache[bool] = Cache("tried_scores", max_bytes=1024)
 _SCORES: Cache[_Prepared] = Cache("scores", max_bytes=1 << 26)
 _NUMBERS: Cache[set[Hashable]] = Cache(
     "numbers", max_bytes=1024
@@ -114,6 +117,11 @@ class Plan:
         return self.value.capture([], contents=False)
 
     @property
+    def inputs(self) -> list[Tensor]:
+        """The tensors that the plan is made from: captured tensors, and the offset."""
+        return self.tensors if isinstance(self.offset, int) else [*self.tensors, self.offset]
+
+    @property
     def shapes(self) -> tuple[torch.Size, ...]:
         """Shapes of the captured tensors."""
         return tuple(t.shape for t in self.tensors)
@@ -145,15 +153,17 @@ class Plan:
 
     def _cached(self, cache: Cache[_P], build: Callable[[], _P], *more_key: Hashable) -> _P:
         """Return what the cache holds for this plan, or build it."""
-        if self.opaque:
+        tensors, captured = self.inputs, is_captured(self.size.device)
+        if self.opaque or (captured and tensors):
             return build()
         offset = self.offset if isinstance(self.offset, int) else "tensor"
-        tensors = self.tensors if isinstance(self.offset, int) else [*self.tensors, self.offset]
         key = (self._key, offset, self.size, self.lifted, torch.get_default_dtype(), *more_key)
         prepared = cache.get(key, tensors)
         if prepared is None:
             with outside_transforms(tensors):
                 prepared = build()
+            if captured:  # the CUDA graph's own memory, which holds nothing before the graph runs
+                return prepared
             # What is computed from a tensor that requires a gradient belongs to one autograd graph.
             if not any(t.requires_grad for t in tensors) or not tensors_in(prepared.resolved):
                 cache.put(key, tensors, prepared, prepared.nbytes)
@@ -197,8 +207,7 @@ class MaskPlan(Plan):
     ) -> None:
         super().__init__(mask, size, offset, lift, aliases)
         self.mask, self.block_size, self.open_extents = mask, block_size, open_extents
-        inputs = [*self.tensors, offset] if isinstance(offset, Tensor) else self.tensors
-        self._inputs = inputs
+        inputs = self.inputs
         # A tensor that learns belongs to an autograd graph, and a sequence of numbers is no input of a recorded plan.
         self._kind_key = None if self.opaque else mask.capture([], contents=False)
         is_readable = not self.opaque and self._kind_key == self._key
@@ -210,20 +219,23 @@ class MaskPlan(Plan):
         """The mask as a window that kernels know natively, or None."""
         if self.opaque or not isinstance(self.offset, int):
             return None
-        return window_of(self.mask, sized(self.size, self.offset))
+        return window_of(self.mask, unread(self.size, self.offset))
 
     @functools.cached_property
     def _prepared(self) -> _PreparedMask:
         return self._cached(_BLOCKS, self._build, self.block_size, self.open_extents, self._allows_bounds)
 
     def _build(self) -> _PreparedMask:
+        inputs, captured = self.inputs, is_captured(self.size.device)
         if not self._allows_bounds:
-            return self._build_exactly()
-        layouts = tuple((t.shape, t.stride(), t.dtype, t.device) for t in self._inputs)
+            return self._build_captured() if captured else self._build_exactly()
+        layouts = tuple((t.shape, t.stride(), t.dtype, t.device) for t in inputs)
         offset = self.offset if isinstance(self.offset, int) else "tensor"
         size, default_dtype = self.size, torch.get_default_dtype()
         key = self._kind_key, offset, size, self.lifted, self.block_size, default_dtype, layouts
         kind = _KINDS.get(key)
+        if captured and (kind is None or kind.recorded is None):
+            return self._build_captured()
         if kind is None:
             prepared = self._build_exactly()
             kind = _Kind(self._why_exact(prepared.layout))
@@ -231,14 +243,19 @@ class MaskPlan(Plan):
             return replace(prepared, why_exact=kind.why_exact or "these are the first tensors of their shapes")
         if not kind.why_exact and kind.recorded is None:
             try:
-                kind.recorded = RecordedPlan(self._mask_kind, self._inputs)
+                kind.recorded = RecordedPlan(self._mask_kind, inputs)
             except Exception as error:  # torch's tracing raises errors of any type
                 kind.why_exact = _cannot_record(error)
         if kind.recorded is None:
             return replace(self._build_exactly(), why_exact=kind.why_exact)
         if size.device.type == "cpu":  # reading values costs nothing here, so they are checked
             self.mask.resolve(sized(size, self.offset), self.lifted)
-        arguments, layout = kind.recorded(self._inputs)
+        arguments, layout = kind.recorded(inputs)
+        return _PreparedMask(arguments, self._offset_tensor(), layout, {})
+
+    def _build_captured(self) -> _PreparedMask:
+        """Plan by operations that a CUDA graph can hold, so that each replay plans with the tensors' new values."""
+        arguments, layout = plan_bounds(self._mask_kind)
         return _PreparedMask(arguments, self._offset_tensor(), layout, {})
 
     @property
@@ -308,6 +325,20 @@ class MaskPlan(Plan):
             return window.pairs(self.size.q_len) / pairs if window.sequences is None else _UNKNOWN_FRACTION
         return cast(float, self._fact("fraction", lambda: 1 - self.blocks().sparsity))
 
+    def is_mostly_partial(self) -> bool:
+        """Return whether a mask with tensors has more partial than full blocks.
+
+        The first mask of a function decides for all: which backend is fastest must not change with what tensors hold.
+        """
+        if not self.tensors or self.opaque:
+            return False
+        known = _MOSTLY_PARTIAL.get(self.kernel_key)
+        if known is None and not is_captured(self.size.device):
+            indices = self._prepared.layout.indices
+            known = bool(indices[0].sum() > indices[2].sum())
+            _MOSTLY_PARTIAL.put(self.kernel_key, (), known, 1)
+        return bool(known)
+
     def _fact(self, name: str, find: Callable[[], Any]) -> Any:
         """Return a fact about the blocks and keep it with them.
 
@@ -331,8 +362,15 @@ class ScorePlan(Plan):
         return shifted_score(*self._bind(self._cached(_SCORES, self._build)))
 
     def _build(self) -> _Prepared:
+        key = self.kernel_key, self.size, self.shapes
+        is_known = not self.opaque and _TRIED.get(key) is not None
+        # On a GPU the values are read for the first score of a kind only.
+        if is_captured(self.size.device) or (is_known and self.size.device.type != "cpu"):
+            return _Prepared(self.score.resolve(unread(self.size, self.offset)), self._offset_tensor())
         resolved = self.score.resolve(sized(self.size, self.offset))
-        self._try(shifted_score(self.score.bind(resolved), self.offset))
+        if not is_known:
+            self._try(shifted_score(self.score.bind(resolved), self.offset))
+            _TRIED.put(key, (), True, 1)
         return _Prepared(resolved, self._offset_tensor())
 
     def _try(self, score_mod: Callable[..., Tensor]) -> None:
@@ -382,6 +420,14 @@ class GivenPlan:
 
     def computed_fraction(self) -> float:
         return _UNKNOWN_FRACTION
+
+    def is_mostly_partial(self) -> bool:
+        return False
+
+
+def is_captured(device: torch.device) -> bool:
+    """Return whether a CUDA graph captures the operations of a device."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def block_size_for(size: Size) -> tuple[int, int]:

@@ -1,6 +1,6 @@
-"""Recorded computations: a function of tensors becomes a list of torch's operations, which run without Python's work.
+"""Recorded computations: a function of tensors becomes a list of torch's operations.
 
-A function whose shapes depend on shapes only is traced once. What does not depend on its inputs is computed once and
+The operations run without the function's work in Python. A function whose shapes depend on shapes only is traced once. What does not depend on its inputs is computed once and
 kept, repeated operations are merged. On a GPU the operations are captured in a CUDA graph, which the host launches at
 once. Nothing is compiled.
 """
@@ -76,7 +76,10 @@ class _Captured:
 
     @classmethod
     def of(cls, run: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> _Captured | None:
-        """Return the captured operations, or None if they take too much memory or cannot be captured."""
+        """Return the captured operations, or None.
+
+        None if they take too much memory or cannot be captured.
+        """
         if sum(x.numel() for x in inputs) > _MAX_CAPTURED_ELEMENTS:
             return None
         try:
@@ -94,7 +97,10 @@ class _Captured:
 
 @contextlib.contextmanager
 def _plain_tensors() -> Iterator[None]:
-    """Make tensors that any later call may use: neither of an autograd graph nor of inference mode."""
+    """Make tensors that any later call may use.
+
+    They belong neither to an autograd graph nor to inference mode.
+    """
     with torch.inference_mode(False), torch.no_grad():
         yield
 
