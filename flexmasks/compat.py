@@ -136,7 +136,7 @@ def inductor_graphs() -> int:
 
 
 def empty_compile_cache() -> contextlib.AbstractContextManager[Any]:
-    """Keep compiled code in an empty folder for a while, so that every compilation is a cold one.
+    """Keep compiled code in an empty folder, so that every compilation is a cold one.
 
     The environment variable TORCHINDUCTOR_CACHE_DIR is public, but what is in memory would still be found.
     """

@@ -95,6 +95,6 @@ class Training:
     def __call__(self) -> Tensor:
         loss = self._model(self._words[:, :-1], self._words[:, 1:], self._packing())
         self._optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         self._optimizer.step()
         return loss.detach()

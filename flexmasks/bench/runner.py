@@ -233,4 +233,5 @@ def _synchronizations(step: Callable[[], object], device: torch.device) -> float
                 step()
         finally:
             torch.cuda.set_sync_debug_mode(before)
-    return sum("synchronizing" in str(warning.message) for warning in caught) / _COUNTED_STEPS
+    waits = sum("called a synchronizing CUDA operation" in str(warning.message) for warning in caught)
+    return waits / _COUNTED_STEPS
