@@ -25,10 +25,11 @@ from helpers import DEVICES, arguments, check_equal_block_masks, label
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask, create_mask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 
 import flexmasks
 from flexmasks.blocks import Elements, Layout, dependence, limits, materialize, of_block_mask
+from flexmasks.blocks.bounds import bounds
 from flexmasks.blocks.build import build
 from flexmasks.blocks.decide import decide
 from flexmasks.blocks.undecided import look_at
@@ -70,7 +71,21 @@ def check(
     partial, full = of_block_mask(got)
     assert int(partial.sum()) == int(want.kv_num_blocks.sum())
     assert int(full.sum()) == int(want.full_kv_num_blocks.sum())
+    check_bounds(bounds(mask, batch, heads, q_len, kv_len, exact_device, size).block_mask(mask), partial, full)
     return layout
+
+
+def check_bounds(got: BlockMask, partial: Tensor, full: Tensor) -> None:
+    """Check that bounds show every visible pair, and no hidden one in a full block.
+
+    partial, full: the exact blocks.
+    """
+    listed, listed_as_full = of_block_mask(got)
+    assert torch.all(~(partial | full) | (listed | listed_as_full))
+    assert torch.all(~listed_as_full | full)
+    lists = got.kv_num_blocks, got.kv_indices, got.full_kv_num_blocks, got.full_kv_indices
+    rebuilt = BlockMask.from_kv_blocks(*lists, got.BLOCK_SIZE, got.mask_mod, got.seq_lengths)
+    check_equal_block_masks(got, rebuilt)
 
 
 # --- random masks ---

@@ -20,8 +20,10 @@ from helpers import (
     spread,
 )
 from oracles import MASK_CASES, MASKS, Case, attend, dense
+from torch import Tensor
 
 import flexmasks
+from flexmasks import Mask, compat
 from flexmasks.spec.definitions import definition
 
 
@@ -118,12 +120,37 @@ def _compiled(case: Case, dtype: torch.dtype, device: str, backend: str) -> None
     assert torch.all(out.cpu()[hidden.expand(out.shape[:3])] == 0)
     if with_lse:
         check_lse(result[1], want_lse, TOLERANCE[dtype])
+    with torch.set_grad_enabled(cuda):
+        _check_new_tensors(case, leaves, device, backend, with_lse, result)
     if cuda:
         weight = torch.randn_like(out)
         out.backward(weight)
         want.backward(weight.double().cpu())
         for x, y in zip(leaves, others, strict=True):
             assert error(x.grad, y.grad) < 2 * TOLERANCE[dtype]
+
+
+def _check_new_tensors(case: Case, leaves: list[Tensor], device: str, backend: str, with_lse: bool, want: Any) -> None:
+    """Check that calls with new tensors plan without the exact blocks, compile nothing, and give the same."""
+    params = arguments(case, device)
+    graphs = compat.compiled_graphs()
+    for _ in range(3):
+        renewed = {n: _renewed(v) for n, v in params.items()}
+        if all(renewed[n] is params[n] for n in params):
+            return
+        got = flexmasks.attention(*leaves, mask=case.name, backend=backend, return_lse=with_lse, **renewed)
+        for x, y in zip(*((r if with_lse else (r,)) for r in (got, want)), strict=True):
+            assert torch.equal(x, y) or error(x, y.detach().double().cpu()) < TOLERANCE[leaves[0].dtype]
+    assert compat.compiled_graphs() == graphs
+
+
+def _renewed(value: Any) -> Any:
+    """Return a parameter with copies in place of its tensors, inner masks' included."""
+    if isinstance(value, Mask):
+        params = {n: _renewed(v) for n, v in value.params.items()}
+        is_same = all(params[n] is v for n, v in value.params.items())
+        return value if is_same else type(value)(value.definition, params)
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 # Each mask has three cases, one in each dtype. A kernel takes seconds to compile. In the half precisions kernels differ

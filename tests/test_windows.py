@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,9 +15,11 @@ from oracles import attend
 from torch import Tensor
 
 import flexmasks
+from flexmasks.backends import fa4
 from flexmasks.backends.fa4 import DirectCall
 from flexmasks.plans.windows import Window, window_of
 from flexmasks.spec.bands import Sequences
+from flexmasks.spec.examples import on_device
 from flexmasks.spec.parameters import Size
 
 
@@ -84,9 +87,10 @@ def _shown_in_sequences(window: Window, sequences: Sequences, total: int, kv_tot
     shown = torch.zeros(total, kv_total, dtype=torch.bool)
     starts, kv_starts = sequences.q.tolist(), sequences.kv.tolist()
     assert sequences.q.dtype == sequences.kv.dtype == torch.int32
-    assert sequences.used == (starts[-1], kv_starts[-1])
+    assert sequences.used in (None, (starts[-1], kv_starts[-1]))
     lengths = [(b - a, d - c) for a, b, c, d in zip(starts, starts[1:], kv_starts, kv_starts[1:], strict=False)]
-    assert sequences.longest == (max(n for n, _ in lengths), max(n for _, n in lengths))
+    if sequences.used is not None:
+        assert sequences.longest == (max(n for n, _ in lengths), max(n for _, n in lengths))
     for (n, m), start, kv_start in zip(lengths, starts, kv_starts, strict=False):
         alone = Window(window.left, window.right, m - n, (0, m), None)  # kernels align the ends
         shown[start : start + n, kv_start : kv_start + m] = _shown_by_window(alone, n, m)
@@ -104,6 +108,7 @@ def _check_sequences(mask: flexmasks.Mask, batch: int, length: int) -> bool:
     want = flexmasks.dense_mask(mask, length, batch=batch).expand(batch, 1, length, length)[:, 0].int()
     total = batch * length
     assert torch.equal(_shown_in_sequences(window, sequences, total, total), torch.block_diag(*want).bool())
+    assert sequences.used is not None
     if sequences.used[0] == total:
         heads = torch.block_diag(*want.repeat_interleave(3, 0)).bool()
         assert torch.equal(_shown_in_sequences(window, sequences.of_heads(3, length), 3 * total, 3 * total), heads)
@@ -161,6 +166,143 @@ def test_packed_masks_of_other_keys_as_sequences(data: st.DataObject) -> None:
     if sequences is not None:
         want = flexmasks.dense_mask(mask, q_len, kv_len)[0, 0]
         assert torch.equal(_shown_in_sequences(window, sequences, q_len, kv_len), want)
+
+
+# --- sequences whose offsets may not be read ---
+
+
+def _draw_offsets(data: st.DataObject, count: int) -> Tensor:
+    lengths = data.draw(st.lists(st.integers(0, 4), min_size=count, max_size=count))
+    return torch.tensor([0, *lengths]).cumsum(0)
+
+
+def _unread(mask: flexmasks.Mask, batch: int, q_len: int, kv_len: int) -> Window | None:
+    """Return the window of a mask whose tensors may not be read."""
+    window = window_of(mask, replace(_size(batch, q_len, kv_len), may_read=False))
+    assert window is None or window.sequences is not None
+    return window
+
+
+def _sequences(window: Window | None) -> Sequences:
+    assert window is not None
+    assert window.sequences is not None
+    sequences = window.sequences()
+    assert sequences is not None
+    return sequences
+
+
+def _used(offsets: Tensor, batch: int, length: int) -> Tensor:
+    """Return which tokens of all batch elements, laid end to end, are no padding."""
+    return (torch.arange(length) < offsets[-1]).repeat(batch)
+
+
+@given(st.data())
+def test_sequences_without_reading_offsets(data: st.DataObject) -> None:
+    """Check that the sequences show the mask outside of padding, and that padding sees only padding."""
+    batch, count, heads = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3)), 3
+    offsets = _draw_offsets(data, count)
+    length = max(1, int(offsets[-1]) + data.draw(st.integers(0, 9)))
+    name, earlier = data.draw(st.sampled_from(["full", "causal", "sliding_window"])), data.draw(st.integers(0, 4))
+    inner = flexmasks.get_mask(name, **({"window": earlier} if name == "sliding_window" else {}))
+    bound = data.draw(st.none() | st.integers(int(offsets.diff().max()), 12))
+    mask = flexmasks.packed(inner, offsets, max_length=bound)
+    window = _unread(mask, batch, length, length)
+    assert window is not None
+    sequences = _sequences(window)
+    assert sequences.used is None
+    assert sequences.counts is not None
+    assert sequences.counts[0].tolist() == [int(offsets[-1])]
+    want = flexmasks.dense_mask(mask, length, batch=batch).expand(batch, 1, length, length)[:, 0].int()
+    for laid, copies in ((sequences, 1), (sequences.of_heads(heads, length), heads)):
+        used, total = _used(offsets, batch * copies, length), copies * batch * length
+        assert laid.q.tolist() == sorted(laid.q.tolist())
+        assert laid.q[-1] == total
+        assert int(laid.q.diff().max()) <= laid.longest[0] <= max(1, length if bound is None else bound)
+        shown = _shown_in_sequences(window, laid, total, total)
+        assert torch.equal(shown[used], torch.block_diag(*want.repeat_interleave(copies, 0)).bool()[used])
+        assert not shown[~used][:, used].any()
+
+
+@given(st.data())
+def test_sequences_of_other_keys_without_reading_offsets(data: st.DataObject) -> None:
+    batch, count = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 3))
+    offsets, kv_offsets = _draw_offsets(data, count), _draw_offsets(data, count)
+    q_len, kv_len = (max(1, int(x[-1]) + data.draw(st.integers(0, 5))) for x in (offsets, kv_offsets))
+    mask = flexmasks.packed("full", offsets, kv_offsets, max_length=data.draw(st.none() | st.integers(4, 12)))
+    window = _unread(mask, batch, q_len, kv_len)
+    assert window is not None
+    each = flexmasks.dense_mask(mask, q_len, kv_len, batch=batch).expand(batch, -1, -1, -1)[:, 0].int()
+    want = torch.block_diag(*each).bool()
+    used, kv_used = _used(offsets, batch, q_len), _used(kv_offsets, batch, kv_len)
+    shown = _shown_in_sequences(window, _sequences(window), batch * q_len, batch * kv_len)
+    assert torch.equal(shown[used], want[used])
+    assert not shown[~used][:, kv_used].any()
+
+
+def test_windows_that_only_values_decide() -> None:
+    offsets = torch.tensor([0, 3, 6])
+    for mask in (
+        flexmasks.packed("causal", offsets, offsets),
+        flexmasks.packed("causal", offsets, q_start=torch.tensor([0, 0])),
+        flexmasks.packed("causal", offsets, q_start=1),
+        flexmasks.get_mask("document", document_ids=torch.zeros(6, dtype=torch.int64)),
+    ):
+        assert _unread(mask, 1, 6, 6) is None
+    assert _unread(flexmasks.packed("full", offsets, offsets, q_start=torch.tensor([0, 2])), 1, 6, 6) is not None
+
+
+def _attend_in_sequences(
+    q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any], cap: float | None
+) -> tuple[Tensor, Tensor]:
+    """Do what FlashAttention does with tokens [total, H, D], sequence by sequence, causal or full."""
+    starts, kv_starts = arguments["cu_seqlens_q"].tolist(), arguments["cu_seqlens_k"].tolist()
+    assert (starts[-1], kv_starts[-1]) == (len(q), len(k))
+    out, lse = [], []
+    for a, b, c, d in zip(starts, starts[1:], kv_starts, kv_starts[1:], strict=False):
+        assert b - a <= arguments["max_seqlen_q"]
+        assert d - c <= arguments["max_seqlen_k"]
+        visible = torch.ones(b - a, d - c, dtype=torch.bool)
+        visible = visible.tril(d - c - (b - a)) if arguments.get("causal") else visible
+        if b > a and d > c:
+            o, n = attend(*(x[None].transpose(1, 2) for x in (q[a:b], k[c:d], v[c:d])), visible)
+            out.append(o[0].transpose(0, 1))
+            lse.append(n[0])
+        elif b > a:
+            out.append(torch.zeros_like(q[a:b]))
+            lse.append(torch.full((q.shape[1], b - a), -math.inf, dtype=q.dtype))
+    return torch.cat(out), torch.cat(lse, 1)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("bound", [None, 7])
+@pytest.mark.parametrize("layout", ["heads", "tokens", "other keys"])
+def test_fa4_hides_padding(layout: str, bound: int | None, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check a call of FlashAttention 4 whose padding nobody has read; a function takes the kernel's place."""
+    monkeypatch.setattr(fa4._Attend, "apply", _attend_in_sequences)
+    offsets, kv_offsets = torch.tensor([0, 6, 6, 11]), torch.tensor([0, 2, 6, 13])
+    mask, q_len, kv_len = flexmasks.packed("causal", offsets, max_length=bound), 20, 20
+    if layout == "other keys":
+        mask, q_len, kv_len = flexmasks.packed("full", offsets, kv_offsets, max_length=bound), 15, 24
+    leaves = [torch.randn(batch, n, 2, 4, dtype=torch.float64).transpose(1, 2) for n in (q_len, kv_len, kv_len)]
+    q, k, v = (x.contiguous() if layout == "heads" else x for x in leaves)
+    others = [exact(x) for x in (q, k, v)]
+    for x in (q, k, v):
+        x.requires_grad_()
+    window = _unread(mask, batch, q_len, kv_len)
+    assert window is not None
+    sequences = _sequences(window)
+    by_head = sequences.of_heads(2, q_len) if layout == "heads" else None
+    out, lse = DirectCall(window, sequences, None, None, True, by_head)(q, k, v)
+    assert lse is not None
+    want, want_lse = attend(*others, flexmasks.dense_mask(mask, q_len, kv_len, batch=batch))
+    assert torch.allclose(out, want)
+    check_lse(lse, want_lse, 1e-9)
+    seen = ~want_lse.isinf()
+    weight, lse_weight = torch.randn_like(out), torch.randn_like(lse)
+    got = torch.autograd.grad((out * weight).sum() + (lse * lse_weight)[seen].sum(), (q, k, v))
+    expected = torch.autograd.grad((want * weight).sum() + (want_lse * lse_weight)[seen].sum(), others)
+    for x, y in zip(got, expected, strict=True):
+        assert torch.allclose(x, y)
 
 
 def test_masks_that_are_no_window() -> None:
@@ -284,6 +426,59 @@ def test_fa4(case: str, dtype: torch.dtype, size: int, grouped: bool) -> None:
         loss = (out * weight).sum() + (lse * lse_weight)[seen.cuda()].sum()
         for got, exactly in zip(torch.autograd.grad(loss, (q, k, v)), expected, strict=True):
             assert error(got, exactly) < 2 * TOLERANCE[dtype]
+
+
+_UNREAD: dict[str, tuple[flexmasks.Mask, int, int, int]] = {  # batch, lengths of queries and keys
+    "no padding": (flexmasks.packed("causal", [0, 0, 130, 131, 300]), 2, 300, 300),
+    "padding": (flexmasks.packed("causal", [0, 20, 210]), 2, 300, 300),
+    "padding, bounded": (flexmasks.packed("causal", [0, 20, 110], max_length=128), 2, 700, 700),
+    "padding only": (flexmasks.packed("causal", [0, 0]), 1, 300, 300),
+    "window": (flexmasks.packed(flexmasks.get_mask("sliding_window", window=30), [0, 100, 150]), 2, 300, 300),
+    "other keys": (flexmasks.packed("full", [0, 5, 100, 290], [0, 150, 150, 380]), 2, 300, 400),
+    "padding of keys alone": (flexmasks.packed("full", [0, 100, 300], [0, 50, 90]), 1, 300, 700),
+    "padding of queries alone": (flexmasks.packed("full", [0, 100, 120], [0, 50, 400]), 1, 300, 400),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", _UNREAD)
+@pytest.mark.parametrize(("dtype", "grouped"), [(torch.bfloat16, False), (torch.float16, True)])
+def test_fa4_without_reading_offsets(case: str, dtype: torch.dtype, grouped: bool) -> None:
+    pytest.importorskip("flash_attn.cute", reason="flash-attn-4 is not installed")
+    mask, batch, q_len, kv_len = _UNREAD[case]
+    mask = on_device(mask, torch.device("cuda", 0))
+    heads = 2 if grouped else 4
+    shapes = [(batch, 4, q_len, 64), (batch, heads, kv_len, 64), (batch, heads, kv_len, 64)]
+    q, k, v = (torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True) for shape in shapes)
+    others = [exact(x) for x in (q, k, v)]
+    size = Size(batch, 4, q_len, kv_len, q.device, may_read=False)
+    weight, lse_weight = torch.randn_like(q), torch.randn(batch, 4, q_len, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        window = window_of(mask, size)
+        assert window is not None
+        sequences = _sequences(window)
+        # Without grouped heads, the same tokens are read head by head, as `DirectCall.of` does.
+        by_head = sequences.of_heads(4, q_len) if sequences.q is sequences.kv and not grouped else None
+        call = DirectCall(window, sequences, None, None, True, by_head)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    out, lse = call(q, k, v)
+    assert lse is not None
+    visible = flexmasks.dense_mask(mask, q_len, kv_len, batch=batch, device="cuda").cpu()
+    want, want_lse = attend(*others, visible)
+    assert error(out, want) < TOLERANCE[dtype]
+    check_lse(lse, want_lse, TOLERANCE[dtype])
+    seen = ~want_lse.isinf()
+    assert torch.all(out.cpu()[~seen] == 0)
+    got = torch.autograd.grad((out * weight).sum() + (lse * lse_weight)[seen.cuda()].sum(), (q, k, v))
+    expected = torch.autograd.grad(
+        (want * weight.double().cpu()).sum() + (want_lse * lse_weight.double().cpu())[seen].sum(), others
+    )
+    for x, y in zip(got, expected, strict=True):
+        assert error(x, y) < 2 * TOLERANCE[dtype]
+        hidden = y.abs().amax(-1) == 0
+        assert torch.all(x.cpu()[hidden] == 0)
 
 
 def _on_gpu(value: Any) -> Any:

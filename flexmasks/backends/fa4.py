@@ -185,9 +185,9 @@ class DirectCall:
 
 
 def hide_padding(x: Tensor, dim: int, count: Tensor, value: float) -> Tensor:
-    """Return `x` with a value in place of everything behind the first `count` places of a dimension.
+    """Return `x` with a value behind the first `count` places of a dimension.
 
-    The replaced elements get gradient 0.
+    The elements there get gradient 0. count: int64[1].
     """
     place = torch.arange(x.shape[dim], device=x.device)
     return torch.where((place < count).view(-1, *[1] * (x.ndim - dim - 1)), x, value)

@@ -145,7 +145,7 @@ def check_canvas(size: Size | None, canvas: dict[str, int]) -> None:
 
     canvas: lengths of the axes, by their names.
     """
-    count = math.prod(canvas.values())
+    count = math.prod(list(canvas.values()))  # Dynamo traces no other form
     if size is not None and not (size.fits("KV", count) and size.fits("S", count)):
         terms = [" * ".join(canvas), *([" * ".join(map(str, canvas.values()))] if len(canvas) > 1 else []), str(count)]
         raise ValueError(

@@ -62,7 +62,7 @@ def tree(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, entry: Tensor, leave: T
 
 
 def _check(trees: Tensor, start: int | Tensor, length: int) -> None:
-    """Raise ValueError if a parent is no earlier token, or if a tree does not fit in the positions."""
+    """Raise ValueError if a parent is no earlier token, or a tree does not fit."""
     is_wrong = trees >= torch.arange(trees.shape[1], device=trees.device)
     if bool(is_wrong.any()):
         row, n = is_wrong.nonzero()[-1].tolist()
@@ -75,12 +75,14 @@ def _check(trees: Tensor, start: int | Tensor, length: int) -> None:
 
 
 def _tour(trees: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how many tokens a walk through the tree enters before each token, and the size of its subtree.
+    """Return when a walk through the tree enters each token, and subtree sizes.
 
-    trees: int64[B, N], the parents. The results are int64[B, N + 1]; the last column belongs to no token.
+    trees: int64[B, N], the parents.
 
-    The walk takes children in order. It leaves a token when it has left the subtree below it, so a token is an ancestor
-    of the tokens that are entered before it is left.
+    The first result is the number of tokens that the walk enters before each token, the second one the number of tokens
+    in its subtree, both int64[B, N + 1]. The last column belongs to no token. The walk takes children in order. It
+    leaves a token when it has left the subtree below it, so a token is an ancestor of the tokens that are entered before
+    it is left.
 
     Sums along paths to the root, and sums over subtrees, take log2(N) steps. In step n, each token knows its ancestor
     2**n levels above, and the sums over less than 2**n levels.

@@ -54,7 +54,10 @@ def _marks(table: Tensor, b: Tensor, h: Tensor, index: Tensor) -> Tensor:
 
 
 def _table(indices: Tensor, count: int | None) -> Tensor:
-    """Return a table that marks the indices, of `count` elements, or as many as the indices need, and one more."""
+    """Return a table that marks the indices.
+
+    It has one more element than `count`, which is by default the number of elements that the indices need.
+    """
     if count is None:
         count = int(indices.max()) + 1 if indices.numel() else 0
     marked = torch.zeros((*indices.shape[:-1], count + 1), dtype=torch.bool, device=indices.device)

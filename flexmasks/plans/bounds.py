@@ -22,14 +22,14 @@ from flexmasks.spec.values import Mask, ResolvedInner
 
 
 class Resolved(NamedTuple):
-    """What a mask's function needs, and its blocks."""
+    """Arguments of a mask's function, and the blocks of the mask."""
 
     arguments: dict[str, Any]  # what `Mask.resolve` returned
     layout: Layout
 
 
 class MaskKind(NamedTuple):
-    """What a recorded plan depends on besides the values of tensors."""
+    """Everything that a recorded plan depends on, besides the values of tensors."""
 
     mask: Mask
     offset: Offset

@@ -219,7 +219,7 @@ class MaskPlan(Plan):
         """The mask as a window that kernels know natively, or None."""
         if self.opaque or not isinstance(self.offset, int):
             return None
-        return window_of(self.mask, unread(self.size, self.offset))
+        return window_of(self.mask, replace(sized(self.size, self.offset), may_read=False))
 
     @functools.cached_property
     def _prepared(self) -> _PreparedMask:
@@ -254,7 +254,10 @@ class MaskPlan(Plan):
         return _PreparedMask(arguments, self._offset_tensor(), layout, {})
 
     def _build_captured(self) -> _PreparedMask:
-        """Plan by operations that a CUDA graph can hold, so that each replay plans with the tensors' new values."""
+        """Plan by operations that a CUDA graph can hold.
+
+        Each replay then plans with the values that the tensors have.
+        """
         arguments, layout = plan_bounds(self._mask_kind)
         return _PreparedMask(arguments, self._offset_tensor(), layout, {})
 
@@ -277,6 +280,8 @@ class MaskPlan(Plan):
     def _build_exactly(self) -> _PreparedMask:
         size = sized(self.size, self.offset)
         resolved = self.mask.resolve(size, self.lifted)
+        if self._allows_bounds:  # tables as bounds have them: kernels compile again for tables of other shapes
+            resolved = self.mask.resolve(unread(self.size, self.offset), self.lifted)
         mask_mod = shifted_mask(self.mask.bind(resolved), self.offset)
         # An open extent is doubled, so that a dependence on its index shows.
         batch, heads = (n * (1 + (e in self.open_extents)) for n, e in ((size.batch, "batch"), (size.heads, "heads")))

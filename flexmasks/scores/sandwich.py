@@ -29,8 +29,6 @@ def _prepare(
     return {"products": _products(positions or size.positions, dims, size.dtype, size.device), "ratios": ratios}
 
 
-# Inside a user's torch.compile the table is a constant, computed once, and not a kernel.
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _products(positions: int, dims: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the inner product of two sinusoidal embeddings for each distance."""
     distance = torch.arange(positions, dtype=torch.float64, device=device)
@@ -40,7 +38,6 @@ def _products(positions: int, dims: int, dtype: torch.dtype, device: torch.devic
     return products.to(dtype)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _ratios(heads: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the factor of each head in the paper."""
     return (heads / (8 * torch.arange(1, heads + 1, dtype=torch.float64, device=device))).to(dtype)

@@ -161,9 +161,10 @@ def _with_padding(size: Size, offsets: Tensor, kv_offsets: Tensor | None, max_le
 
 
 def _lay(starts: Tensor, batch: int, length: int, longest: int, count: int) -> Tensor:
-    """Return the starts of sequences laid end to end over batch elements of `length` tokens, and the last end.
+    """Return the starts of sequences laid end to end over batch elements.
 
-    `count` sequences of at most `longest` tokens hold the padding of each batch element.
+    The last value is the end of the last sequence. Batch elements have `length` tokens. `count` sequences of at most
+    `longest` tokens hold the padding of each batch element.
     """
     steps = torch.arange(1, count + 1, device=starts.device) * longest
     ends = torch.cat([starts[1:], (starts[-1:] + steps).clamp(max=length)])

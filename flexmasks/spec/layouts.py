@@ -96,11 +96,11 @@ def _unpack(name: str, offsets: Tensor, size: Size | None, length: int | None, p
             raise ValueError(f"`{name}` must rise from 0 to at most the length {length}, got {_shortened(offsets)}.")
     elif length is None:
         length = int(offsets[-1])
-    token = torch.arange(length, device=offsets.device)
+    offsets = offsets.int()
+    token = torch.arange(length, dtype=torch.int32, device=offsets.device)
     sequence = torch.searchsorted(offsets, token, right=True, out_int32=True) - 1
     used = token < offsets[-1]
-    position = torch.where(used, token - offsets[sequence], 0).int()
-    return torch.where(used, sequence, padding), position
+    return torch.where(used, sequence, padding), torch.where(used, token - offsets[sequence], 0)
 
 
 def _shortened(values: Tensor) -> str:

@@ -369,7 +369,8 @@ def _is_number(value: Any, kind: str) -> bool:
 
 
 def _is_finite(n: int | float) -> bool:
-    return math.isfinite(n) if isinstance(n, float) else -(2**63) <= n < 2**63
+    # Compared, because torch.compile traces no math.isfinite of a number that it makes an input.
+    return -math.inf < n < math.inf if isinstance(n, float) else -(2**63) <= n < 2**63
 
 
 def _is_dtype(dtype: torch.dtype, kind: str) -> bool:
