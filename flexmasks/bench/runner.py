@@ -158,6 +158,8 @@ def measure_steps(
                 raise
             watched.pop(name, None)
             left_out[name] = _reason(name, error)
+    if not watched:
+        return {}, left_out
     progress(f"timing {', '.join(watched)}")
     round_seconds = sum(wall_milliseconds(step, device) for step in watched.values()) / 1e3
     rounds = seconds / (round_seconds * (turns + WARMUP_RUNS))
