@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexmasks import calls
-from flexmasks.calls import Request
 from flexmasks.plans.explanation import Explanation
 from flexmasks.plans.lengths import Lengths, materialize_mask, plan_mask
+from flexmasks.request import Request
 from flexmasks.spec.arguments import MaskLike, ScoreLike, get_mask
 
 

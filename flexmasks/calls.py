@@ -3,7 +3,7 @@
 A call that was made before, with the same functions, parameters, shapes and tensors, is replayed from a cache. Any
 other call is checked and planned, and its backend is chosen. Calls under autocast, with jagged nested tensors, varlen
 layouts, paged caches or attention sinks are first turned into plain calls. A call inside a user's own torch.compile
-goes straight to flex_attention.
+goes to `flexmasks.inside_compile`.
 """
 
 from __future__ import annotations
@@ -11,17 +11,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Hashable, Iterator, Mapping
-from types import FunctionType, MappingProxyType
-from typing import Any, NamedTuple, cast
+from collections.abc import Hashable, Iterator
+from types import FunctionType
+from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 
-from flexmasks import compat
-from flexmasks.backends import flex, reference
+from flexmasks import compat, inside_compile
 from flexmasks.backends.call import Call, Replay, Result, Unavailable, transformed
 from flexmasks.backends.table import BACKENDS, check, choose
 from flexmasks.backends.table import run as run_on_backend
@@ -33,11 +30,8 @@ from flexmasks.plans.checks import (
     PAGED,
     VARLEN,
     any_nested,
-    check_block_mask,
     check_cache,
     check_offset,
-    check_qkv,
-    check_scale,
     check_sinks,
     check_varlen,
     described,
@@ -46,34 +40,15 @@ from flexmasks.plans.checks import (
 )
 from flexmasks.plans.explanation import Explanation
 from flexmasks.plans.plan import GivenPlan, MaskPlan, ScorePlan, block_size_for, is_captured
-from flexmasks.plans.shifted import shifted_score
+from flexmasks.request import Request, checked
 from flexmasks.spec.arguments import from_arguments, functions_of, get_mask
 from flexmasks.spec.bands import cap_of
 from flexmasks.spec.captures import Aliases, Opaque, Reader, capture_plainly
 from flexmasks.spec.definitions import is_own
-from flexmasks.spec.parameters import Size
 from flexmasks.spec.values import Mask
 
-_CANNOT_PLAN = (
-    f"{ATTENTION}: a mask cannot be planned inside fullgraph; make block_mask=flexmasks.block_mask(...) outside."
-)
 _REPLAYS: Cache[Replay] = Cache("calls", max_bytes=5 << 28)  # replays share most index tensors with the cache "blocks"
 _OFFSETS: Cache[Tensor] = Cache("offsets", max_bytes=1 << 22)
-
-
-class Request(NamedTuple):
-    """The arguments of `attention` other than q, k and v."""
-
-    mask: Any = None
-    score: Any = None
-    params: Mapping[str, Any] = MappingProxyType({})
-    scale: float | None = None
-    block_mask: BlockMask | None = None
-    q_offset: int | Tensor | None = 0
-    sink_logits: Tensor | None = None
-    return_lse: bool = False
-    backend: str = "auto"
-    kernel_options: dict[str, Any] | None = None
 
 
 # --- entry points of the public calls ---
@@ -91,22 +66,17 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tens
 def _run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tensor | None]:
     if not torch.compiler.is_compiling():
         return run_eagerly(q, k, v, request)
-    if request.mask is None:
-        return _run_inside_compile(q, k, v, request)
-    return _run_at_graph_break(q, k, v, request)  # type: ignore[no-any-return]
+    with _under_autocast(q, k, v) as (q, k, v):
+        if not any_nested(q, k, v):
+            return inside_compile.run(q, k, v, request)
+        out, lse = inside_compile.run(*_laid_end_to_end(q, k, v, request))
+        return _as_nested(q, out, lse)
 
 
 def run_varlen(
     q: Tensor, k: Tensor, v: Tensor, offsets: Any, kv_offsets: Any, request: Request
 ) -> tuple[Tensor, Tensor | None]:
     """Return output and lse (or None) of a call of `varlen_attention`."""
-    call = _run_varlen_at_graph_break if torch.compiler.is_compiling() else _run_varlen
-    return call(q, k, v, offsets, kv_offsets, request)
-
-
-def _run_varlen(
-    q: Tensor, k: Tensor, v: Tensor, offsets: Any, kv_offsets: Any, request: Request
-) -> tuple[Tensor, Tensor | None]:
     check_varlen(q, k, v)
     starts = sequence_offsets("offsets", offsets, q.device)
     kv_starts = None if kv_offsets is None else sequence_offsets("kv_offsets", kv_offsets, q.device)
@@ -125,13 +95,6 @@ def run_paged(
 
     A q_offset of None means that the queries are the last ones of each sequence.
     """
-    call = _run_paged_at_graph_break if torch.compiler.is_compiling() else _run_paged
-    return call(q, k_cache, v_cache, page_table, kv_lens, request)
-
-
-def _run_paged(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, kv_lens: Tensor, request: Request
-) -> tuple[Tensor, Tensor | None]:
     check_cache(q, k_cache, v_cache, page_table, kv_lens)
     page_size = k_cache.shape[1]
     mask, score = from_arguments(request.mask, request.score, request.params)
@@ -182,12 +145,6 @@ def run_eagerly(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tens
     if result.replay is not None and may_be_cached and not is_captured(q.device):
         _REPLAYS.put(key, tensors, result.replay, ENTRY + result.replay.nbytes)
     return result.out, result.lse
-
-
-# Inside a user's torch.compile, a call of one of these functions is a graph break.
-_run_at_graph_break = torch.compiler.disable(run_eagerly, reason=_CANNOT_PLAN)
-_run_varlen_at_graph_break = torch.compiler.disable(_run_varlen, reason=_CANNOT_PLAN)
-_run_paged_at_graph_break = torch.compiler.disable(_run_paged, reason=_CANNOT_PLAN)
 
 
 def _key_and_tensors(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Hashable, list[Tensor]] | None:
@@ -279,36 +236,12 @@ def _run_first_time(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[
             call = _planned(q, k, v, request)
             return run_on_backend(call, request.backend), call.holds_aliases
         out, lse, _ = run_on_backend(_planned(*_laid_end_to_end(q, k, v, request)), request.backend)
-    to_nested, starts = torch.nested.nested_tensor_from_jagged, cast(Any, q).offsets()
-    lse = None if lse is None else to_nested(lse[0], starts, jagged_dim=2)
-    return Result(to_nested(out[0], starts, jagged_dim=2), lse), False
-
-
-def _checked(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Size:
-    """Check all arguments except mask and score, which planning checks, and return the sizes."""
-    backend, kernel_options = request.backend, request.kernel_options
-    if not isinstance(backend, str) or (backend != "auto" and backend not in BACKENDS):
-        fail(f"`backend` must be 'auto' or one of {', '.join(map(repr, BACKENDS))}, got {backend!r}.")
-    if kernel_options is not None and not isinstance(kernel_options, dict):
-        fail(f"`kernel_options` must be a dict, got {kernel_options!r}.", TypeError)
-    if not isinstance(request.return_lse, bool):
-        fail(f"`return_lse` must be True or False, got {request.return_lse!r}.", TypeError)
-    if request.block_mask is not None and request.mask is not None:
-        fail("pass `mask` or `block_mask`, not both.", TypeError)
-    check_qkv(q, k, v)
-    check_scale(request.scale)
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    approximate = q.is_cuda and q.dtype in (torch.float16, torch.bfloat16)
-    size = Size(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device, dtype=dtype, approximate=approximate)
-    check_offset(ATTENTION, request.q_offset, size.batch, size.device)
-    if request.block_mask is not None:
-        check_block_mask(request.block_mask, size)
-    return size
+    return Result(*_as_nested(q, out, lse)), False
 
 
 def _planned(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Call:
     """Check a call's arguments and plan its mask and score."""
-    size = _checked(q, k, v, request)
+    size = checked(q, k, v, request)
     q_offset = cast(int | Tensor, request.q_offset)
     mask, score = from_arguments(request.mask, request.score, request.params)
     aliases = Aliases()
@@ -335,6 +268,7 @@ def _planned(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Call:
         computed_fraction=mask_plan.computed_fraction,
         is_mostly_partial=mask_plan.is_mostly_partial,
         proven_options=functools.partial(mask_plan.proven_options, score_plan is not None),
+        mask_mod=lambda: mask_plan.blocks().block_mask.mask_mod,
         score_mod=None if score_plan is None else score_plan.score_mod,
         scale=None if request.scale is None else float(request.scale),
         with_lse=request.return_lse,
@@ -346,39 +280,6 @@ def _planned(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Call:
         has_number_tensors=any(p.has_number_tensors for p in plans),
         holds_aliases=all(p.holds_aliases for p in plans),
     )
-
-
-# --- inside a user's torch.compile ---
-
-
-def _run_inside_compile(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tensor | None]:
-    """Run flex_attention itself, for a user's own torch.compile to trace and compile."""
-    size = _checked(q, k, v, request)
-    _, score = from_arguments(None, request.score, request.params)
-    block_mask, backend = request.block_mask, request.backend
-    grad = torch.is_grad_enabled()
-    needs_grad = grad and (q.requires_grad or k.requires_grad or v.requires_grad)
-    needs_grad = needs_grad or (grad and score is not None and score.learns())
-    if block_mask is None:
-        if score is None and not request.return_lse and backend in ("auto", "sdpa"):
-            grouped = q.shape[1] != k.shape[1]
-            return F.scaled_dot_product_attention(q, k, v, scale=request.scale, enable_gqa=grouped), None
-        fail("inside torch.compile scores, lse and named backends need a `block_mask`, made by flexmasks.block_mask.")
-    is_cpu = not q.is_cuda
-    impossible = ("sdpa", "triton", "flash") if is_cpu else ("sdpa", "cpu")
-    if backend in impossible or (backend == "flash" and request.return_lse):
-        fail(f"backend {backend!r} cannot run this call inside torch.compile; leave the choice to torch: 'auto'.")
-    score_mod = None
-    if score is not None:
-        score_mod = shifted_score(score.bind(score.resolve(size)), cast(int | Tensor, request.q_offset))
-    needs_reference = is_cpu and (needs_grad or request.return_lse or q.dtype == torch.float64)
-    if backend == "reference" or (backend == "auto" and needs_reference):
-        return reference.attend(q, k, v, score_mod, block_mask, request.scale)
-    if not needs_grad:
-        q, k, v = q.detach(), k.detach(), v.detach()
-    options = flex.options(q, k, "FLASH" if backend == "flash" else None, request.kernel_options)
-    out, lse = flex.flex(q, k, v, score_mod, block_mask, request.scale, options, request.return_lse)
-    return (flex.separate(out) if is_cpu else out), lse
 
 
 # --- layouts, casts and sinks around a call ---
@@ -420,7 +321,9 @@ def _laid_end_to_end(q: Any, k: Any, v: Any, request: Request) -> tuple[Tensor, 
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         is_jagged = isinstance(x, Tensor) and x.is_nested and x.layout == torch.jagged
-        if not is_jagged or x.dim() != 4 or isinstance(x.shape[2], int):
+        # While torch traces, every size is an int for `isinstance`.
+        is_transposed = torch.compiler.is_compiling() or (is_jagged and not isinstance(x.shape[2], int))
+        if not is_jagged or x.dim() != 4 or not is_transposed:
             fail(
                 f"with nested tensors, q, k and v must all be jagged [B, H, jagged, D]; `{name}` is "
                 f"{described(x)}. A tensor [B, jagged, H, D] needs `.transpose(1, 2)`.",
@@ -428,7 +331,8 @@ def _laid_end_to_end(q: Any, k: Any, v: Any, request: Request) -> tuple[Tensor, 
         if cast(Any, x).lengths() is not None:
             fail(f"`{name}` is a jagged nested tensor with holes; make it contiguous.")
     starts, kv_starts, v_starts = (x.offsets() for x in (q, k, v))
-    if kv_starts is not v_starts and not torch.equal(kv_starts, v_starts):
+    may_read = not torch.compiler.is_compiling()
+    if kv_starts is not v_starts and may_read and not torch.equal(kv_starts, v_starts):
         fail("the sequences of k and v have different lengths.")
     if q.shape[0] != k.shape[0]:
         fail(f"q has {q.shape[0]} sequences, k has {k.shape[0]}.")
@@ -437,6 +341,12 @@ def _laid_end_to_end(q: Any, k: Any, v: Any, request: Request) -> tuple[Tensor, 
     check_offset(ATTENTION, request.q_offset, q.shape[0], q.device)
     q_dense, k_dense, v_dense = (x.values().unsqueeze(0) for x in (q, k, v))
     return q_dense, k_dense, v_dense, _inside_sequences(request, starts, None if kv_starts is starts else kv_starts)
+
+
+def _as_nested(q: Tensor, out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return output and lse of sequences laid end to end as nested tensors of q's lengths."""
+    to_nested, starts = torch.nested.nested_tensor_from_jagged, cast(Any, q).offsets()
+    return to_nested(out[0], starts, jagged_dim=2), None if lse is None else to_nested(lse[0], starts, jagged_dim=2)
 
 
 def _inside_sequences(request: Request, starts: Tensor, kv_starts: Tensor | None) -> Request:
@@ -453,6 +363,8 @@ def _offset_of_last(kv_lens: Tensor, q_len: int) -> Tensor:
 
     Equal arguments return the same tensor, so that a later call finds the replay of an earlier one.
     """
+    if torch.compiler.is_compiling():  # values cannot be read, and torch keeps equal results by itself
+        return (kv_lens.long() - q_len).clamp(min=0)
     captured = is_captured(kv_lens.device)
     offset = None if captured else _OFFSETS.get(q_len, [kv_lens])
     if offset is None:

@@ -110,6 +110,10 @@ SingleLevelFunction: Any = _SingleLevelFunction
 
 # --- torch.compile ---
 
+# Decorator of functions that torch.compile does not look into, but whose operations on tensors enter the graph. Its
+# loss is an AttributeError at import. torch.compiler.nonstrict_trace is public from torch 2.14 on.
+nonstrict_trace: Any = getattr(torch.compiler, "nonstrict_trace", None) or torch._dynamo.nonstrict_trace
+
 # Frees the code that torch compiled for a code object. Without it, compiled code accumulates. No public equivalent.
 forget_code: Callable[[Any], None] = remove_from_cache
 
@@ -119,6 +123,11 @@ inductor_decompositions: Any = select_decomp_table
 # Whether torch's FLASH compiler reads captured tensors by vectors, as torch 2.13 does: GPUs of capability 10 and above
 # then read some tensors wrongly.
 FLASH_READS_VECTORS = importlib.util.find_spec("torch._inductor.codegen.cutedsl.lane_analysis") is not None
+
+
+def size_hint(n: Any) -> int:
+    """Return a number, or the number that a symbolic one has while torch traces. No public equivalent."""
+    return int(n.node.hint) if isinstance(n, torch.SymInt) else int(n)
 
 
 def compiled_graphs() -> int:

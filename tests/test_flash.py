@@ -24,7 +24,8 @@ from torch.nn.attention.flex_attention import BlockMask
 import flexmasks
 from flexmasks.backends import flash
 from flexmasks.backends.miscompiled import miscompiled
-from flexmasks.calls import Request, _planned
+from flexmasks.calls import _planned
+from flexmasks.request import Request
 
 CPU = torch.device("cpu")
 SIZES = (2, 2, 5, 5)

@@ -31,6 +31,8 @@ ORDER = {
             ["masks", "scores"],
             ["plans"],
             ["backends"],
+            ["request"],
+            ["inside_compile"],
             ["calls"],
             ["attention", "softmax"],
             ["pictures"],

@@ -68,6 +68,7 @@ class Call:
     computed_fraction: Callable[[], float]  # the approximate fraction of all pairs that is computed
     is_mostly_partial: Callable[[], bool]  # whether a mask with tensors has more partial than full blocks
     proven_options: Callable[[], dict[str, bool]]  # kernel options that hold whatever tensors contain
+    mask_mod: Callable[[], Callable[..., Tensor]]
     score_mod: Callable[[], Callable[..., Tensor]] | None
     scale: float | None
     with_lse: bool
@@ -78,6 +79,7 @@ class Call:
     learns: bool  # a captured tensor of the mask or score needs a gradient
     has_number_tensors: bool  # a captured tensor is 0-dimensional
     holds_aliases: bool  # the functions hold aliases instead of the user's tensors, so that a replay may be cached
+    is_traced: bool = False  # torch.compile traces the call: tensors have no values, and lengths may be symbolic
 
     @property
     def is_cuda(self) -> bool:

@@ -18,7 +18,7 @@ def refuses(call: Call) -> str | None:
         return "torch's compiled flex_attention has no gradients on the CPU"
     if call.with_lse:
         return "torch's compiled flex_attention gives no lse on the CPU"
-    return flex.refuses_to_compile()
+    return flex.refuses_to_compile(call)
 
 
 def run(call: Call) -> Result:

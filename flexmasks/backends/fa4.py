@@ -63,7 +63,7 @@ def refuses(call: Call) -> str | None:
         return "it takes scales above 0 only"
     if call.q.shape[2] < _MIN_QUERIES:
         return "it does not split the keys among processors, which few queries need"
-    if compat.transforms_active() or transformed():
+    if not call.is_traced and (compat.transforms_active() or transformed()):
         return "it does not run inside transforms of torch.func"
     if window.sequences is not None and call.sequences is None:
         return (

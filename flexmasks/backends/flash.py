@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from flexmasks import compat
 from flexmasks.backends import fa4, flex
 from flexmasks.backends.call import OUTCOMES, Call, Result
 from flexmasks.backends.miscompiled import NO_BLOCKS, UNREADABLE, miscompiled
@@ -11,7 +12,7 @@ _FLASH = "FLASH"  # torch's name in kernel_options
 
 def refuses(call: Call) -> str | None:
     """Return why the call cannot run here, or None."""
-    reason = fa4.refuses_package(call) or flex.refuses_to_compile()
+    reason = fa4.refuses_package(call) or flex.refuses_to_compile(call)
     if reason:
         return reason
     if not 16 <= call.q.shape[-1] <= 128:
@@ -37,12 +38,15 @@ def _refuses_functions(call: Call) -> str | None:
     """
     if call.shapes is None:
         return "it may miscompile the function, which reads variables that may change"
-    device, sizes = call.q.device, (*call.q.shape[:3], call.k.shape[2])
-    kind = "miscompiled", call.kernel_key, call.shapes, device.type, sizes
+    device, sizes = call.q.device, [compat.size_hint(n) for n in (*call.q.shape[:3], call.k.shape[2])]
+    if call.is_traced:
+        of_score = None if call.score_mod is None else miscompiled(call.score_mod(), device, sizes, is_score=True)
+        return of_score or miscompiled(call.mask_mod(), device, sizes)
+    kind = "miscompiled", call.kernel_key, call.shapes, device.type, *sizes
     reason = OUTCOMES.get(kind)
     if reason is None:
         of_score = None if call.score_mod is None else miscompiled(call.score_mod(), device, sizes, is_score=True)
-        reason = of_score or miscompiled(call.blocks().block_mask.mask_mod, device, sizes) or ""
+        reason = of_score or miscompiled(call.mask_mod(), device, sizes) or ""
         if not reason.startswith(UNREADABLE):  # whether a function can be traced may depend on the calling code
             OUTCOMES.put(kind, (), reason, 1)
     if reason == NO_BLOCKS and call.window() is not None:  # a window whose function is constant shows all pairs

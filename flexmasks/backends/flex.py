@@ -314,8 +314,10 @@ class CompiledCall:
         return out, None if lse is None else lse.float()
 
 
-def refuses_to_compile() -> str | None:
+def refuses_to_compile(call: Call) -> str | None:
     """Return why nothing can be compiled where this call is made, or None."""
+    if call.is_traced:  # the user's torch.compile compiles it
+        return None
     if compat.compiler_is_off():
         return "torch.compile is switched off, by torch._dynamo.config.disable"
     return TRANSFORMED if transformed() else None

@@ -27,7 +27,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexmasks import compat
 from flexmasks.backends.call import Call, Result
-from flexmasks.backends.slices import attend_by_slices, is_traced_or_transformed
+from flexmasks.backends.slices import OverIndices, attend_by_slices, is_traced_or_transformed
 from flexmasks.backends.tiles import Tiles
 from flexmasks.blocks.elements import over_indices
 from flexmasks.spec.captures import Opaque, capture
@@ -51,12 +51,17 @@ def attend(
     score_mod: Callable[..., Tensor] | None,
     block_mask: BlockMask,
     scale: float | None,
+    functions: OverIndices | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the output [B, H, Q, D] and the natural log-sum-exp [B, H, Q].
 
     The output has q's dtype. The log-sum-exp is float32, or float64 if q is.
+
+    functions: as for `slices.attend_by_slices`.
     """
-    by_slices = functools.partial(attend_by_slices, score_mod=score_mod, block_mask=block_mask, scale=scale)
+    by_slices = functools.partial(
+        attend_by_slices, score_mod=score_mod, block_mask=block_mask, scale=scale, functions=functions
+    )
     learned = None if is_traced_or_transformed() else _learned(score_mod, q.device)
     if learned is None:
         return by_slices(q, k, v)

@@ -23,7 +23,7 @@ def refuses(call: Call) -> str | None:
     is_known = window is not None and window.left is None and window.sequences is None
     if window is None or not is_known or (window.right is not None and (window.right, window.offset) != (0, 0)):
         return "it knows only the masks full and causal, with the first query at the first key"
-    if transformed():
+    if not call.is_traced and transformed():
         return TRANSFORMED
     if call.score_mod is not None:
         return "it has no score changes"
@@ -37,6 +37,8 @@ def refuses(call: Call) -> str | None:
         return "it is wrong if scale is not above 0, because it scales masked scores"
     if call.q.dtype == torch.float64 and call.needs_grad:
         return "it has no second derivative, which calls in float64 may need"
+    if call.is_traced:  # torch cannot be asked for its kernel
+        return _NO_KERNEL if call.q.dtype == torch.float64 else None
     if not FusedCall(window, call.scale).has_kernel(call.q, call.k, call.v):
         return _NO_KERNEL
     return None
@@ -66,6 +68,9 @@ class FusedCall:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
         if not self.has_kernel(q, k, v):
             raise Unavailable(_NO_KERNEL)
+        return self._attend(q, k, v)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
         k, v = self.window.cut(k), self.window.cut(v)
         if _needs_repeated_heads(q, k):
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
@@ -74,6 +79,17 @@ class FusedCall:
     def _keywords(self, q: Tensor, k: Tensor) -> dict[str, Any]:
         grouped = q.shape[1] != k.shape[1]
         return {"is_causal": self.window.right is not None, "scale": self.scale, "enable_gqa": grouped}
+
+
+class TracedCall(FusedCall):
+    """A call that torch.compile traces, when torch cannot be asked for its kernel."""
+
+    @classmethod
+    def of(cls, call: Call) -> TracedCall:
+        return cls(cast(Window, call.window()), call.scale)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
+        return self._attend(q, k, v)
 
 
 def _needs_repeated_heads(q: Tensor, k: Tensor) -> bool:

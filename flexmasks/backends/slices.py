@@ -7,6 +7,7 @@ which is faster, all of it is made of operations that torch differentiates.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -23,14 +24,24 @@ from flexmasks.blocks.lists import of_block_mask
 _MAX_SCORES = 1 << 24  # scores held at once
 
 
+class OverIndices(NamedTuple):
+    """The functions of a call over vectors of indices.
+
+    mask: of b, h, q and kv, bool [b, h, q, kv].
+    score: of scores [b, h, q, kv] and these indices.
+    """
+
+    mask: Callable[..., Tensor]
+    score: Callable[..., Tensor] | None
+
+
 class _Shared(NamedTuple):
     """The common part of all slices of a call."""
 
     partial: Tensor  # bool[B or 1, H or 1, rows, columns] of blocks
     full: Tensor
     block_size: tuple[int, int]  # queries, keys
-    mask_mod: Callable[..., Tensor]
-    score_mod: Callable[..., Tensor] | None
+    functions: OverIndices
     scale: float | None
     all_finite: bool  # q, k and v have neither NaN nor infinity
 
@@ -54,22 +65,36 @@ def attend_by_slices(
     score_mod: Callable[..., Tensor] | None,
     block_mask: BlockMask,
     scale: float | None,
+    functions: OverIndices | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return output and lse as `reference.attend` does, by operations that torch differentiates."""
+    """Return output and lse as `reference.attend` does, by operations that torch differentiates.
+
+    functions: `score_mod` and the block mask's function over indices, if torch cannot trace how vmap makes them.
+    """
     # While torch traces or transforms, no value can be read. Then every key counts as reached and any value as
     # possibly not finite, and torch decides what to keep for the backward pass.
     traced = is_traced_or_transformed()
     all_finite = not traced and bool(torch.stack([x.detach().isfinite().all() for x in (q, k, v)]).all())
     partial, full = of_block_mask(block_mask)
-    shared = _Shared(partial, full, block_mask.BLOCK_SIZE, block_mask.mask_mod, score_mod, scale, all_finite)
+    if functions is None:
+        of_scores = None if score_mod is None else over_indices(score_mod, (0,))
+        functions = OverIndices(over_indices(block_mask.mask_mod), of_scores)
+    shared = _Shared(partial, full, block_mask.BLOCK_SIZE, functions, scale, all_finite)
     outs, lses = [], []
-    for part in _slices(shared, q, k, traced):
+    parts = _traced_slices(q, k) if torch.compiler.is_compiling() else _slices(shared, q, k, traced)
+    for part in parts:
         keys = slice(part.kv_start, part.kv_stop)
-        inputs = q[:, :, part.q_start : part.q_stop], k[:, :, keys], v[:, :, keys], part, shared
-        if torch.is_grad_enabled() and not traced:
-            out, lse = checkpoint(_attend_slice, *inputs, use_reentrant=False, preserve_rng_state=False)
+        inputs = q[:, :, part.q_start : part.q_stop], k[:, :, keys], v[:, :, keys]
+        # One slice alone needs no more memory if it is kept.
+        if torch.is_grad_enabled() and (not traced or (torch.compiler.is_compiling() and len(parts) > 1)):
+            out, lse = checkpoint(
+                functools.partial(_attend_slice, part=part, shared=shared),
+                *inputs,
+                use_reentrant=False,
+                preserve_rng_state=False,
+            )
         else:
-            out, lse = _attend_slice(*inputs)
+            out, lse = _attend_slice(*inputs, part, shared)
         outs.append(out)
         lses.append(lse)
     return torch.cat(outs, 2), torch.cat(lses, 2)
@@ -105,6 +130,19 @@ def _slices(shared: _Shared, q: Tensor, k: Tensor, traced: bool) -> list[_Slice]
     return slices
 
 
+def _traced_slices(q: Tensor, k: Tensor) -> list[_Slice]:
+    """Return the slices of a call that torch.compile traces, which reach all keys.
+
+    Only their number depends on the lengths, which may be symbolic: another length with as many slices is the same
+    graph.
+    """
+    batch, heads, q_len, _ = q.shape
+    kv_len = k.shape[2]
+    count = min(q_len, -(-batch * heads * q_len * kv_len // _MAX_SCORES))
+    step = -(-q_len // count)
+    return [_Slice(n * step, min((n + 1) * step, q_len), 0, kv_len) for n in range(count) if n * step < q_len]
+
+
 def _attend_slice(q: Tensor, k: Tensor, v: Tensor, part: _Slice, shared: _Shared) -> tuple[Tensor, Tensor]:
     """Return output and lse of a slice, given its queries, keys and values."""
     batch, heads, _, size = q.shape
@@ -122,9 +160,9 @@ def _attend_slice(q: Tensor, k: Tensor, v: Tensor, part: _Slice, shared: _Shared
     scores = (q * (1 / math.sqrt(size) if shared.scale is None else shared.scale)) @ k.transpose(-2, -1)
     q_positions = torch.arange(part.q_start, part.q_stop, device=q.device)
     kv_positions = torch.arange(part.kv_start, part.kv_stop, device=q.device)
-    if shared.score_mod is not None:
+    if shared.functions.score is not None:
         b, h = (torch.arange(n, device=q.device) for n in (batch, heads))
-        scores = over_indices(shared.score_mod, (0,))(scores, b, h, q_positions, kv_positions).to(precise)
+        scores = shared.functions.score(scores, b, h, q_positions, kv_positions).to(precise)
     visible = _visible(part, shared, q_positions, kv_positions)
     if bad_q is not None and bad_k is not None:
         has_bad_factor = bad_q[..., None] | bad_k.repeat_interleave(heads_per_group, 1)[:, :, None]
@@ -158,4 +196,4 @@ def _visible(part: _Slice, shared: _Shared, q_positions: Tensor, kv_positions: T
         return None
     in_partial, in_full = (x[:, :, row][..., column] for x in (partial, full))
     b, h = (torch.arange(n, device=q_positions.device) for n in partial.shape[:2])
-    return in_full | (in_partial & over_indices(shared.mask_mod)(b, h, q_positions, kv_positions))
+    return in_full | (in_partial & shared.functions.mask(b, h, q_positions, kv_positions))

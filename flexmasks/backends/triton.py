@@ -14,7 +14,7 @@ def refuses(call: Call) -> str | None:
         return "it runs on CUDA only"
     if call.q.dtype not in (*HALF_DTYPES, torch.float32):
         return f"it takes float16, bfloat16 and float32, not {call.dtype}"
-    return flex.refuses_to_compile()
+    return flex.refuses_to_compile(call)
 
 
 def run(call: Call) -> Result:

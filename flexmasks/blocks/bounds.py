@@ -7,11 +7,11 @@ same. No value of a tensor is read by the host. The operations can be traced, co
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from flexmasks.blocks.build import Layout
 from flexmasks.blocks.decide import Axis, decide
 from flexmasks.blocks.elements import MaskMod
+from flexmasks.kernels.index_lists import index_lists, plain_index_lists
 
 
 def bounds(
@@ -38,28 +38,13 @@ def bounds(
         full = full & (torch.arange(rows.count, device=device) < rows.count - 1)[:, None]
     if kv_len % block_size[1]:
         full = full & (torch.arange(columns.count, device=device) < columns.count - 1)
-    marked = torch.stack([possible & ~full, full])
-    (partial_rows, full_rows), (partial_columns, full_columns) = (_lists(x) for x in (marked, marked.mT))
+    # A compiler that sees the operations fuses them; on a CPU the operator would only be one more call.
+    make_lists = index_lists if device.type == "cuda" else plain_index_lists
     return Layout(
         q_len=q_len,
         kv_len=kv_len,
         block_size=block_size,
-        indices=(*partial_rows, *full_rows, *partial_columns, *full_columns),
+        indices=tuple(make_lists((possible & ~full).contiguous(), full.contiguous())),
         undecided=None,
         not_understood=decided.not_understood,
     )
-
-
-def _lists(marked: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Return the counts and the index lists of marked places along the last dimension.
-
-    marked: bool [matrices, B, H, lines, places].
-
-    A list names a line's marked places in order and behind them all other places, as torch has it.
-    """
-    before = torch.cumsum(marked, -1, dtype=torch.int32)  # marked places up to each place
-    counts = before[..., -1].contiguous()
-    places = torch.arange(marked.shape[-1], dtype=torch.int32, device=marked.device)
-    in_list = torch.where(marked, before - 1, counts[..., None] + places - before)
-    indices = torch.empty_like(before).scatter_(-1, in_list.long(), places.expand(before.shape))
-    return [(c.clone(), i.clone()) for c, i in zip(counts, indices, strict=True)]

@@ -33,9 +33,10 @@ class _IndexingByNumbers(TorchFunctionMode):
             if any(isinstance(i, Tensor) for i in index) and all(
                 isinstance(i, Tensor) or type(i) is int for i in index
             ):
-                device = tensor.device
-                as_tensors = [i if isinstance(i, Tensor) else torch.tensor(i, device=device) for i in index]
-                return torch.ops.aten.index(tensor, as_tensors)
+                for dim in reversed(range(len(index))):  # while torch traces, vmap fails on constants among indices
+                    if not isinstance(index[dim], Tensor):
+                        tensor = tensor.select(dim, index[dim])
+                return torch.ops.aten.index(tensor, [i for i in index if isinstance(i, Tensor)])
         return func(*args, **(kwargs or {}))
 
 

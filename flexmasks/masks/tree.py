@@ -80,9 +80,10 @@ def _tour(trees: Tensor) -> tuple[Tensor, Tensor]:
     trees: int64[B, N], the parents.
 
     The first result is the number of tokens that the walk enters before each token, the second one the number of tokens
-    in its subtree, both int64[B, N + 1]. The last column belongs to no token. The walk takes children in order. It
-    leaves a token when it has left the subtree below it, so a token is an ancestor of the tokens that are entered before
-    it is left.
+    in its subtree, both int64[B, N + 1]. The last column belongs to no token.
+
+    The walk takes children in order. It leaves a token when it has left the subtree below it. A token is therefore an
+    ancestor of the tokens that the walk enters before it leaves the token.
 
     Sums along paths to the root, and sums over subtrees, take log2(N) steps. In step n, each token knows its ancestor
     2**n levels above, and the sums over less than 2**n levels.

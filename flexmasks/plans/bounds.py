@@ -39,9 +39,10 @@ class MaskKind(NamedTuple):
 
 
 def unread(size: Size, offset: Offset) -> Size:
-    """Return the size with an offset that nobody reads: queries lie among the keys."""
-    most = offset if isinstance(offset, int) else max(size.kv_len - size.q_len, 0)
-    return replace(size, q_offset=most, may_read=False)
+    """Return the size without reading the offset; queries start among the keys."""
+    if isinstance(offset, int):
+        return replace(size, q_offset=offset, may_read=False)
+    return replace(size, q_offset=size.kv_len, may_read=False, at_most=("S",))
 
 
 def plan_bounds(kind: MaskKind) -> Resolved:

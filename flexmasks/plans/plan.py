@@ -36,7 +36,7 @@ _MAX_COMPILED_VALUES = 6  # values of a mask's numbers to compile in, before the
 _MAX_POSITIONS = 1 << 31  # kernels count positions in 32 bits
 _UNKNOWN_FRACTION = 0.5  # assumed fraction of pairs that is computed
 _MAX_WIDTH = 1.25  # the most blocks of bounds, in exact blocks, with which bounds are used
-_FIRST_OF_KIND = "it is the first mask of its kind"
+_MAX_TABLES, _SMALL_TABLES = 4, 1 << 16  # the most bytes of their tables, in bytes of exact ones, and at least
 
 
 @dataclass(frozen=True)
@@ -237,10 +237,9 @@ class MaskPlan(Plan):
         if captured and (kind is None or kind.recorded is None):
             return self._build_captured()
         if kind is None:
-            prepared = self._build_exactly()
-            kind = _Kind(self._why_exact(prepared.layout))
+            prepared, kind = self._build_first_of_kind()
             _KINDS.put(key, (), kind, ENTRY + prepared.nbytes)
-            return replace(prepared, why_exact=kind.why_exact or "these are the first tensors of their shapes")
+            return prepared
         if not kind.why_exact and kind.recorded is None:
             try:
                 kind.recorded = RecordedPlan(self._mask_kind, inputs)
@@ -265,23 +264,29 @@ class MaskPlan(Plan):
     def _mask_kind(self) -> MaskKind:
         return MaskKind(self.mask, self.offset, self.size, self.lifted, self.block_size)
 
-    def _why_exact(self, exact: Layout) -> str:
-        """Return why bounds cannot replace the exact blocks of such masks, or ""."""
-        size = unread(self.size, self.offset)
-        if sized(self.size, self.offset).positions > size.positions:
-            return "queries lie behind the last key"
-        try:
-            layout = plan_bounds(self._mask_kind).layout
-        except Exception as error:  # a user's function may raise anything
-            return _cannot_record(error)
-        found, needed = (int(x.indices[0].sum() + x.indices[2].sum()) for x in (layout, exact))
-        return f"bounds have {found} blocks, {needed} are needed" if found > _MAX_WIDTH * needed else ""
+    def _build_first_of_kind(self) -> tuple[_PreparedMask, _Kind]:
+        """Plan exactly, and return the state of the kind.
+
+        It says whether bounds can replace the exact blocks of later masks.
+        """
+        exact = self._build_exactly()
+        reach, most = sized(self.size, self.offset), unread(self.size, self.offset)
+        why_exact = "queries lie behind the last key" if reach.positions > most.positions else ""
+        if not why_exact:
+            try:
+                arguments, layout = plan_bounds(self._mask_kind)
+                why_exact = _is_much_larger(exact, _PreparedMask(arguments, None, layout, {}))
+            except Exception as error:  # a user's function may raise anything
+                why_exact = _cannot_record(error)
+        if why_exact:
+            return replace(exact, why_exact=why_exact), _Kind(why_exact)
+        # Later masks have these arguments: kernels compile again for tables of other shapes.
+        prepared = replace(exact, resolved=arguments, why_exact="these are the first tensors of their shapes")
+        return prepared, _Kind("")
 
     def _build_exactly(self) -> _PreparedMask:
         size = sized(self.size, self.offset)
         resolved = self.mask.resolve(size, self.lifted)
-        if self._allows_bounds:  # tables as bounds have them: kernels compile again for tables of other shapes
-            resolved = self.mask.resolve(unread(self.size, self.offset), self.lifted)
         mask_mod = shifted_mask(self.mask.bind(resolved), self.offset)
         # An open extent is doubled, so that a dependence on its index shows.
         batch, heads = (n * (1 + (e in self.open_extents)) for n, e in ((size.batch, "batch"), (size.heads, "heads")))
@@ -510,6 +515,17 @@ def outside_transforms(tensors: Sequence[Tensor]) -> contextlib.AbstractContextM
     if not compat.transforms_active() or any(compat.is_wrapped(t) for t in tensors):
         return contextlib.nullcontext()
     return compat.outside_transforms()
+
+
+def _is_much_larger(exact: _PreparedMask, bounds: _PreparedMask) -> str:
+    """Return why bounds are too far from the exact plan, or ""."""
+    found, needed = (int(p.layout.indices[0].sum() + p.layout.indices[2].sum()) for p in (bounds, exact))
+    if found > _MAX_WIDTH * needed:
+        return f"bounds have {found} blocks, {needed} are needed"
+    size, least = (sum(t.nbytes for t in tensors_in(p.resolved)) for p in (bounds, exact))
+    if size > max(_MAX_TABLES * least, _SMALL_TABLES):
+        return f"tables for any values take {size} bytes, {least} are needed"
+    return ""
 
 
 def _cannot_record(error: Exception) -> str:

@@ -1,8 +1,8 @@
 """Recorded computations: a function of tensors becomes a list of torch's operations.
 
-The operations run without the function's work in Python. A function whose shapes depend on shapes only is traced once. What does not depend on its inputs is computed once and
-kept, repeated operations are merged. On a GPU the operations are captured in a CUDA graph, which the host launches at
-once. Nothing is compiled.
+The operations run without the function's work in Python. A function whose shapes depend on shapes only is traced once.
+What does not depend on its inputs is computed once and kept, and repeated operations are merged. On a GPU the
+operations are captured in a CUDA graph, which the host launches at once. Nothing is compiled.
 """
 
 from __future__ import annotations

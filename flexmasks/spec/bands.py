@@ -149,7 +149,7 @@ def _with_padding(size: Size, offsets: Tensor, kv_offsets: Tensor | None, max_le
     the same number for both.
     """
     lengths = size.q_len, size.kv_len
-    longest = [n if max_length is None else max(1, min(n, max_length)) for n in lengths]
+    longest = [max(1, n if max_length is None else min(n, max_length)) for n in lengths]
     count = max(-(-n // most) for n, most in zip(lengths, longest, strict=True))
     starts = offsets.long()
     q = _lay(starts, size.batch, size.q_len, longest[0], count)

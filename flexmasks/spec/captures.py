@@ -53,13 +53,13 @@ def capture_plainly(function: types.FunctionType, tensors: list[Tensor]) -> Hash
     The common kinds are constants, numbers, plain tensors and modules of libraries. Their four rules are repeated from
     `Reader.key`, for speed: a change of one of them there must be made here too.
     """
-    global_names, uncertainty = _global_names(function.__code__)
+    names, uncertainty = global_names(function.__code__)
     if uncertainty or function.__defaults__ or function.__kwdefaults__ or function.__dict__:
         return None
     key: list[Hashable] = [function.__code__]
     in_closure = [("", _cell_contents(c)) for c in function.__closure__ or ()]
     variables = function.__globals__
-    for name, value in in_closure + [(n, variables[n]) for n in global_names if n in variables]:
+    for name, value in in_closure + [(n, variables[n]) for n in names if n in variables]:
         kind: Any = type(value)
         if kind in _CONSTANT_TYPES:
             key += [name, kind, value]
@@ -68,7 +68,7 @@ def capture_plainly(function: types.FunctionType, tensors: list[Tensor]) -> Hash
         elif kind is Tensor and not vars(value):
             tensors.append(value)
             key += [name, value.dtype, value.ndim]
-        elif kind is types.ModuleType and _is_library(value.__name__):
+        elif kind is types.ModuleType and is_library(value.__name__):
             key += [name, value]
         else:
             return None
@@ -204,12 +204,12 @@ class Reader:
             return kind, value.tobytes()
         if isinstance(value, (types.ModuleType, type)):
             module = value.__name__ if isinstance(value, types.ModuleType) else value.__module__
-            return value if _is_library(module) else self._refuse(f"{value!r}, whose variables may change", value)
+            return value if is_library(module) else self._refuse(f"{value!r}, whose variables may change", value)
         if kind in (types.MethodDescriptorType, types.WrapperDescriptorType):  # torch.Tensor.add
             return kind, value.__name__, self.key(value.__objclass__)
         if kind in (types.BuiltinFunctionType, types.MethodWrapperType):  # math.exp, tensor.__getitem__
             if value.__self__ is None:
-                return value if _is_library(value.__module__) else self._refuse(f"{value!r}", value)
+                return value if is_library(value.__module__) else self._refuse(f"{value!r}", value)
             return kind, value.__name__, self.key(value.__self__)
         return self._refuse(f"an object of type {kind.__name__}", value)
 
@@ -222,18 +222,18 @@ class Reader:
         return Tensor, value.dtype, value.ndim, self.key(attributes) if attributes else None
 
     def _function(self, function: types.FunctionType) -> Hashable:
-        in_library = _is_library(function.__globals__.get("__name__"))
+        in_library = is_library(function.__globals__.get("__name__"))
         if in_library and function.__closure__ is None:
             return function
         parts = [self.key(_cell_contents(c)) for c in function.__closure__ or ()]
         for values in (function.__defaults__, function.__kwdefaults__, function.__dict__):
             parts.append(self.key(values) if values else None)
         if not in_library:
-            global_names, uncertainty = _global_names(function.__code__)
+            names, uncertainty = global_names(function.__code__)
             if uncertainty:
                 self._refuse(uncertainty.format(repr(function.__name__)))
             variables = function.__globals__
-            parts += [(n, self.key(variables[n])) for n in global_names if n in variables]
+            parts += [(n, self.key(variables[n])) for n in names if n in variables]
         return function.__code__, *parts
 
     def _refuse(self, what: str, value: Any = None) -> Hashable:
@@ -258,13 +258,13 @@ def _cell_contents(cell: types.CellType) -> Any:
 
 
 @functools.lru_cache(maxsize=1024)
-def _global_names(code: types.CodeType) -> tuple[tuple[str, ...], str]:
+def global_names(code: types.CodeType) -> tuple[tuple[str, ...], str]:
     """Return the global names that code reads, inner functions included.
 
     Also returns why the code may read other variables, or "".
     """
     names, imports = _names_and_imports(code)
-    if not all(map(_is_library, imports)):
+    if not all(map(is_library, imports)):
         return tuple(sorted(names)), "an import inside {}"
     reads_anything = not _NAMES_OF_ANYTHING.isdisjoint(names)
     return tuple(sorted(names)), "a call in {} that may read anything" if reads_anything else ""
@@ -287,5 +287,6 @@ def _names_and_imports(code: types.CodeType) -> tuple[set[str], set[str]]:
     return names, imports
 
 
-def _is_library(module: Any) -> bool:
+def is_library(module: Any) -> bool:
+    """Return whether a module's name is that of a library whose functions are taken as constants."""
     return isinstance(module, str) and module.partition(".")[0] in _LIBRARIES

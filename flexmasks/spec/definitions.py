@@ -8,12 +8,14 @@ import inspect
 import operator
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
+import torch
 from torch import Tensor
 
 from flexmasks.spec.parameters import Parameter, Size, parameters_of
+from flexmasks.spec.templates import Read, reads_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,13 +32,14 @@ class Definition:
     inner_size: Callable[..., Size] | None = None
     native: Callable[..., Any] | None = None  # a mask's `band` hook, a score's `cap` hook
     template: str = ""  # how an operator is printed, such as " & "
+    reads: tuple[Read, ...] | str | None = None  # captured values, or why they cannot be read; None if nobody looked
+    # Whether this library, not a user, made the definition. Its functions capture nothing, so its name identifies them.
+    own: bool = field(init=False)
 
-    @functools.cached_property
-    def own(self) -> bool:
-        """Return whether this library, not a user, made the definition.
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "own", self._is_own())
 
-        The functions of such a definition capture nothing, so its name identifies them.
-        """
+    def _is_own(self) -> bool:
         if not (self.registered or self.template):  # a user may pass one of the library's functions as their own
             return False
         functions = [f for f in self.functions if f is not None]
@@ -48,6 +51,12 @@ class Definition:
         """All functions that decide what the mask or score does."""
         return self.function, self.prepare, self.inner_size, self.native
 
+    def with_reads(self) -> Definition:
+        """Return the definition with ways to what its functions captured, which a user's torch.compile needs."""
+        if self.reads is not None or self.own or torch.compiler.is_compiling():
+            return self
+        return replace(self, reads=reads_of(*self.functions))
+
     @property
     def doc(self) -> str:
         """The function's docstring, with indentation removed."""
@@ -57,7 +66,9 @@ class Definition:
         return self  # a definition never changes and is compared by identity
 
     def __reduce__(self) -> Any:  # a registered definition is pickled by name, because its functions may be lambdas
-        return (from_pickle, (self.kind, self.name)) if self.registered else super().__reduce__()
+        if self.registered:
+            return from_pickle, (self.kind, self.name)
+        return _defined, (self.kind, self.function, self.name)
 
 
 def define(kind: str, function: Callable[..., Any], name: str | None = None, **hooks: Any) -> Definition:
@@ -71,6 +82,10 @@ def define(kind: str, function: Callable[..., Any], name: str | None = None, **h
     if name is None:
         inner = function.func if isinstance(function, functools.partial) else function
         name = getattr(inner, "__name__", type(inner).__name__)
+    if torch.compiler.is_compiling() and isinstance(function, types.FunctionType):
+        code = function.__code__
+        if code.co_argcount == len(arguments) and not code.co_kwonlyargcount:  # torch cannot trace inspect.signature
+            return Definition(kind, name, function, {}, **hooks)
     try:
         signature = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:
@@ -125,6 +140,11 @@ def is_own(kind: str, name: str) -> bool:
     """Return whether a name is one of the library's own, whose functions never change."""
     known = _NAMES[kind].get(name)
     return known is not None and known.own
+
+
+def _defined(kind: str, function: Callable[..., Any], name: str) -> Definition:
+    """Return the definition of a function that a pickle stored."""
+    return define(kind, function, name).with_reads()
 
 
 def from_pickle(kind: str, name: str) -> Definition:

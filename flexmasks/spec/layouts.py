@@ -68,6 +68,8 @@ def size_inside_sequences(
     sequences = len(offsets) - 1
     if isinstance(q_start, Tensor) and len(q_start) != sequences:
         raise ValueError(f"`q_start` has {len(q_start)} values, `offsets` has {sequences} sequences.")
+    if not isinstance(q_start, Tensor) and q_start > _MAX_POSITION:
+        raise ValueError(f"positions must be at most 2**30, but `q_start` is {q_start}.")
     if not may_read(size, offsets, *(x for x in (kv_offsets, q_start) if isinstance(x, Tensor))):
         q_len, kv_len = (size.positions_of_q, size.kv_len) if max_length is None else (max_length, max_length)
         q_offset = kv_len if isinstance(q_start, Tensor) else q_start

@@ -53,7 +53,9 @@ def register_mask(
         prepare: `prepare(size, *, parameters)` returns the function's arguments, computed from the user's parameters.
             It may check what a specification cannot express (raising ValueError) and compute tensors once. The mask's
             parameters are then prepare's parameters. `size` is a flexmasks.spec.Size, or None if the mask is
-            called by itself.
+            called by itself. If `size.may_read` is False, it must not read values of tensors on the host, so that it
+            can be traced and captured: no `int(x)`, no `if x.any()`, no shapes that depend on values, and no checks of
+            values. `flexmasks.spec.may_read(size, *tensors)` says whether they may run.
         inner_size: for masks that hold masks: `inner_size(size, **parameters)` returns the Size that inner masks see.
         band: for masks that some kernels know natively: `band(size, **parameters)` returns the mask as a
             flexmasks.spec.Band, or None if it is no band with these parameters.
@@ -118,7 +120,7 @@ def list_scores() -> list[Entry]:
 
 def _register(kind: str, name: str | None, **hooks: Any) -> Callable[[Function], Function]:
     def decorator(function: Function) -> Function:
-        made = replace(define(kind, function, name, **hooks), registered=True)
+        made = replace(define(kind, function, name, **hooks), registered=True).with_reads()
         if not isinstance(made.name, str) or not made.name.isidentifier():
             raise ValueError(f"flexmasks: a {kind} needs a name that is an identifier, got {made.name!r}.")
         known = names(kind).get(made.name)

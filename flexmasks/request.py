@@ -1,0 +1,52 @@
+"""The arguments of a call of `attention`, and their checks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from flexmasks.backends.table import BACKENDS
+from flexmasks.plans.checks import ATTENTION, check_block_mask, check_offset, check_qkv, check_scale, fail
+from flexmasks.spec.parameters import Size
+
+
+class Request(NamedTuple):
+    """The arguments of `attention` other than q, k and v."""
+
+    mask: Any = None
+    score: Any = None
+    params: Mapping[str, Any] = MappingProxyType({})
+    scale: float | None = None
+    block_mask: BlockMask | None = None
+    q_offset: int | Tensor | None = 0
+    sink_logits: Tensor | None = None
+    return_lse: bool = False
+    backend: str = "auto"
+    kernel_options: dict[str, Any] | None = None
+
+
+def checked(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Size:
+    """Check all arguments except mask and score, which planning checks, and return the sizes."""
+    backend, kernel_options = request.backend, request.kernel_options
+    if not isinstance(backend, str) or (backend != "auto" and backend not in BACKENDS):
+        fail(f"`backend` must be 'auto' or one of {', '.join(map(repr, BACKENDS))}, got {backend!r}.")
+    if kernel_options is not None and not isinstance(kernel_options, dict):
+        fail(f"`kernel_options` must be a dict, got {kernel_options!r}.", TypeError)
+    if not isinstance(request.return_lse, bool):
+        fail(f"`return_lse` must be True or False, got {request.return_lse!r}.", TypeError)
+    if request.block_mask is not None and request.mask is not None:
+        fail("pass `mask` or `block_mask`, not both.", TypeError)
+    check_qkv(q, k, v)
+    check_scale(request.scale)
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    approximate = q.is_cuda and q.dtype in (torch.float16, torch.bfloat16)
+    size = Size(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device, dtype=dtype, approximate=approximate)
+    check_offset(ATTENTION, request.q_offset, size.batch, size.device)
+    if request.block_mask is not None:
+        check_block_mask(request.block_mask, size)
+    return size
