@@ -1,4 +1,4 @@
-"""Loops of attention whose masks have new tensors at every step, in flexmasks and in plain torch."""
+"""Loops of attention whose masks have new tensors at every step."""
 
 from __future__ import annotations
 
@@ -81,7 +81,10 @@ def draw_padding(batch: int, length: int, generator: torch.Generator) -> Tensor:
 
 
 def draw_offsets(batch: int, length: int, generator: torch.Generator) -> Tensor:
-    """Return where sequences start and end, [draws, sequences + 1], laid end to end over all tokens."""
+    """Return where sequences laid end to end start and end.
+
+    The offsets, [draws, sequences + 1], cover all tokens of all batch elements.
+    """
     tokens = batch * length
     order = torch.rand(_DRAWS, tokens - 1, generator=generator, device=generator.device)
     cuts = order.topk(max(tokens // _DOCUMENT - 1, 1), dim=-1).indices.sort(dim=-1).values + 1
