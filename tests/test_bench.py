@@ -391,6 +391,20 @@ def test_a_model_trains_as_with_the_mask_as_a_tensor(packing: str, monkeypatch: 
         bench_steps._losses_rows(packing, False, sizes, CPU, torch.float32)
 
 
+@pytest.mark.gpu
+def test_plans_do_not_wait_and_replays_plan_again(tmp_path: Path) -> None:
+    file = tmp_path / "steps.json"
+    command = ["bench", "steps", "--device", "cuda", "--quick", "--json", str(file)]
+    assert main([*command, "--only", "plan", "graph"]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert [r["synchronizations"] for r in rows if r["kind"] == "plan" and r["who"] == "flexmasks"] == [0]
+    replayed = [r for r in rows if r["who"] == "flexmasks, replayed"]
+    assert len(replayed) == 2
+    for row in replayed:
+        assert row["difference"] < 0.02
+        assert row["compilations"] == 0
+
+
 def test_the_tables_of_steps() -> None:
     def row(kind: str, case: str, who: str, ms: float, **more: Any) -> dict[str, Any]:
         figures = {"ms": ms, "alone_ms": 2 * ms, "first_s": 7.0, "cold": True, "compilations": 0, "longest_ms": 9.0}

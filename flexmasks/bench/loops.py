@@ -111,7 +111,7 @@ def _padding_mod(real: Tensor, length: int) -> Mod:
 
 def offsets_mod(offsets: Tensor, length: int) -> Mod:
     """Return the causal mask inside sequences laid end to end, as torch takes it."""
-    places = torch.arange(length, device=offsets.device)
+    places = torch.arange(length, dtype=offsets.dtype, device=offsets.device)
     sequences = torch.bucketize(places, offsets[1:], right=True)
     return lambda b, h, q, kv: (q >= kv) & (sequences[q] == sequences[kv])
 

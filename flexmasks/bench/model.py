@@ -84,10 +84,10 @@ class Training:
         dtype: torch.dtype,
         compiled: bool,
     ) -> None:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
             torch.manual_seed(0)
-            model = Model(sizes, attend_of).to(device, dtype)
-            self._words = torch.randint(sizes.vocabulary, (sizes.batch, sizes.length + 1), device=device)
+            model = Model(sizes, attend_of).to(dtype)
+            self._words = torch.randint(sizes.vocabulary, (sizes.batch, sizes.length + 1))
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
         self._model: Callable[..., Tensor] = torch.compile(model, fullgraph=True) if compiled else model
         self._packing = packing

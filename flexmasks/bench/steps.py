@@ -38,6 +38,7 @@ from flexmasks.bench.results import Row, choose_device, machine, run_steps
 from flexmasks.bench.runner import MeasuredSteps, measure_steps
 from flexmasks.bench.steps_tables import OLD, OURS, PLAIN, table
 from flexmasks.cache import clear_caches
+from flexmasks.request import Request
 from flexmasks.spec.values import Mask
 
 _DENSE = "SDPA + mask"  # what the losses are compared with
@@ -59,7 +60,7 @@ _USUAL, _QUICK = Pace(8, 25, 2, 6.0), Pace(2, 2, 1, 1.0)
 
 def _plan(mask: Mask, q: Tensor) -> Tensor:
     """Plan a mask as `attention` does, and return the numbers of its partial blocks."""
-    planned = calls._planned(q, q, q, calls.Request(mask=mask))
+    planned = calls._planned(q, q, q, Request(mask=mask))
     return planned.blocks().block_mask.kv_num_blocks
 
 
@@ -81,7 +82,7 @@ def _plan_rows(shape: Shape, device: torch.device, dtype: torch.dtype, pace: Pac
 
 
 def _loop_rows(loop: Loop, shape: Shape, device: torch.device, dtype: torch.dtype, pace: Pace, cold: bool) -> list[Row]:
-    """Return the figures of a loop with new tensors, with old tensors, and in plain torch."""
+    """Return the figures of a loop with new tensors and with old tensors."""
     if loop.is_varlen:
         shape = (1, shape[1], shape[0] * shape[2], shape[3])
     chain = Chain(loop, shape, device, dtype)
@@ -143,6 +144,8 @@ def _losses_rows(packing: str, compiled: bool, sizes: Sizes, device: torch.devic
     losses: dict[str, list[float]] = {}
     left_out: dict[str, str] = {}
     small, ways = _ways(packing, sizes, device, compiled)
+    if device.type == "cpu":
+        del ways[PLAIN]  # flex_attention has no gradients on a CPU
     for who, way in ways.items():
         train = Training(small, way.attend_of, way.packing, device, dtype, compiled and who != _DENSE)
         try:
