@@ -137,6 +137,24 @@ def compiled_graphs() -> int:
     return int(counters["stats"]["unique_graphs"])
 
 
+def inductor_graphs() -> int:
+    """Return how many graphs Inductor has compiled or loaded, for benchmarks. No public equivalent."""
+    from torch._dynamo.utils import counters
+
+    return sum(int(counters["inductor"][f"fxgraph_cache_{outcome}"]) for outcome in ("hit", "miss", "bypass"))
+
+
+def empty_compile_cache() -> contextlib.AbstractContextManager[Any]:
+    """Keep compiled code in an empty folder, so that every compilation is a cold one.
+
+    The environment variable TORCHINDUCTOR_CACHE_DIR is public, but what is in memory would still be found.
+    """
+    from torch._inductor.utils import fresh_cache
+
+    cache: contextlib.AbstractContextManager[Any] = fresh_cache()
+    return cache
+
+
 def compiler_is_off() -> bool:
     """Return whether torch.compile is switched off for the process. No public equivalent."""
     return bool(torch._dynamo.config.disable)

@@ -13,15 +13,18 @@ import pytest
 import torch
 from helpers import DEVICES
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask, flex_attention
 
 import flexmasks
 from flexmasks.__main__ import main
 from flexmasks.bench import attention as bench_attention
 from flexmasks.bench import blocks as bench_blocks
+from flexmasks.bench import loops, steps_tables
+from flexmasks.bench import steps as bench_steps
 from flexmasks.bench.clock import interleaved, wall_milliseconds
 from flexmasks.bench.memory import peak_bytes
-from flexmasks.bench.runner import measure_passes
+from flexmasks.bench.model import Sizes
+from flexmasks.bench.runner import measure_passes, measure_steps
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -109,7 +112,7 @@ def test_registered_masks_and_scores_are_measured_and_the_failed_named(
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The steps of the benchmarks, which do not run."""
     descriptions: list[str] = []
-    for module in (bench_blocks, bench_attention):
+    for module in (bench_blocks, bench_attention, bench_steps):
         monkeypatch.setattr(module, "run_steps", lambda results, todo, file, resume: descriptions.extend(todo))
     return descriptions
 
@@ -122,6 +125,21 @@ def test_the_usual_cases_are_the_default(steps: list[str]) -> None:
     assert main(["bench", "attention", "--device", "cpu"]) == 0
     cases = bench_attention.cases(1, 8, 4096, torch.device("cpu"))
     assert steps == [f"{case.name}, [1, 8, 4096, 64]" for case in cases if case.lengths is None]
+
+
+def test_the_steps_with_new_tensors(steps: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "steps", "--device", "cpu"]) == 0
+    named = [f"loop, {loop.name}, [1, 8, 4096, 64]" for loop in loops.LOOPS]
+    losses = [f"losses, {p}, {w}" for p in ("document ids", "offsets") for w in ("eager", "compiled")]
+    assert steps == ["plan, documents, [1, 8, 4096, 64]", *named, *losses]
+    steps.clear()
+    assert main(["bench", "steps", "--device", "cpu", "--quick", "--only", "plan", "ALiBi"]) == 0
+    assert steps == ["plan, documents, [2, 2, 256, 64]", "loop, documents, ALiBi, [2, 2, 256, 64]"]
+    assert main(["bench", "steps", "--device", "cpu", "--only", "plam"]) == 2
+    assert "nothing to measure is named ['plam']; there are plan, documents" in capsys.readouterr().err
+    for wrong in (["steps", "--masks", "causal"], ["blocks", "--quick"], ["attention", "--only", "causal"]):
+        with pytest.raises(SystemExit):
+            main(["bench", *wrong])
 
 
 def test_all_is_every_registered_mask_and_score(steps: list[str]) -> None:
@@ -256,3 +274,171 @@ def test_a_stopped_run_continues(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_the_measured_masks_fit(length: int) -> None:
     for mask in bench_blocks.masks(length, torch.device("cpu")).values():
         mask.blocks(length if length < 1 << 20 else 4096, length)
+
+
+# --- steps with new tensors ---
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is compiled, because that takes long."""
+
+    def create(mask_mod: Any, batch: int, length: int, device: torch.device) -> BlockMask:
+        return create_block_mask(mask_mod, batch, None, length, length, device=str(device))
+
+    for module in (bench_steps, loops):
+        monkeypatch.setattr(module, "compiled_create", lambda: create)
+        monkeypatch.setattr(module, "compiled_flex", lambda: flex_attention)
+    monkeypatch.setattr(loops, "attention", functools.partial(flexmasks.attention, backend="reference"))
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_figures_of_steps_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "steps.json"
+    command = ["bench", "steps", "--device", "cpu", "--quick", "--json", str(file)]
+    assert main([*command, "--only", "plan", "loop, grouped_tril"]) == 0
+    printed = capsys.readouterr().out
+    results = json.loads(file.read_text())
+    assert [(r["kind"], r["who"]) for r in results["rows"]] == [
+        ("plan", "flexmasks"), ("plan", "flex_attention"),
+        ("loop", "flexmasks"), ("loop", "flexmasks, old tensors"), ("loop", "flex_attention"),
+    ]  # fmt: skip
+    for row in results["rows"]:
+        assert row["case"] in printed
+        assert min(row["ms"], row["alone_ms"], row["longest_ms"], row["steps"]) > 0
+        assert row["compilations"] == 0
+        assert row["synchronizations"] is None
+    ours = results["rows"][2]
+    assert ours["difference"] < 1e-5
+    assert ours["backend"] == "cpu"
+    text = steps_tables.markdown(results)
+    assert "| grouped_tril | 2x2x256x64" in " ".join(text.split())
+
+
+@pytest.mark.parametrize("loop", loops.LOOPS, ids=lambda loop: loop.name)
+def test_the_loops_of_flexmasks_and_torch_have_the_same_mask(loop: loops.Loop) -> None:
+    batch, length = (1, 192) if loop.is_varlen else (2, 96)
+    drawn = loop.draw(batch, length, torch.Generator().manual_seed(0))
+    for made in drawn[:3]:
+        arguments = loop.arguments(made)
+        score = arguments.pop("score", None)
+        assert loop.has_alibi == (score == "alibi")
+        ours = flexmasks.dense_mask(**arguments, q_len=length, batch=batch, heads=1)
+        theirs = create_mask(loop.mask_mod(made, length), batch, 1, length, length, device="cpu")
+        assert torch.equal(ours.expand_as(theirs), theirs)
+
+
+def test_drawn_tensors() -> None:
+    generator = torch.Generator().manual_seed(0)
+    offsets = loops.draw_offsets(2, 3000, generator)
+    assert offsets.shape == (64, 6000 // 600 + 1)
+    assert bool((offsets[:, 0] == 0).all() and (offsets[:, -1] == 6000).all() and (offsets.diff() > 0).all())
+    ids = loops.draw_ids(2, 30000, generator)
+    assert 550 < 30000 / float(ids[..., -1].float().mean()) < 650
+    draws = loops.Draws(offsets)
+    first, second = draws.new(), draws.new()
+    assert torch.equal(second, offsets[2])
+    assert not torch.equal(first, second)
+    assert draws.old() is draws.old()
+    assert draws.old() is not first
+    place = draws.in_place()
+    kept = place.clone()
+    assert draws.in_place() is place
+    assert not torch.equal(place, kept)
+
+
+def test_the_runner_of_steps_runs_all_equally_often_and_counts_compilations() -> None:
+    ran: dict[str, int] = {"ours": 0, "rival": 0}
+
+    @torch.compile(backend="eager", dynamic=False)
+    def twice(x: Tensor) -> Tensor:
+        return x * 2
+
+    def step(name: str) -> Tensor:
+        ran[name] += 1
+        return twice(torch.ones(3 if name == "ours" and ran[name] == 4 else 2)) * ran[name]
+
+    def fails() -> Tensor:
+        raise ValueError("not made for this\nat all")
+
+    calls = {"ours": functools.partial(step, "ours"), "fails": fails, "rival": functools.partial(step, "rival")}
+    pace = {"turns": 2, "most_in_a_row": 3, "least_in_a_row": 1, "seconds": 5.0}
+    measured, left_out = measure_steps(calls, CPU, required=["ours"], **pace)
+    assert left_out == {"fails": "ValueError: not made for this"}
+    assert list(measured) == ["ours", "rival"]
+    assert ran["ours"] == ran["rival"]
+    assert torch.equal(measured["ours"].output, measured["rival"].output)
+    assert [figures.compilations for figures in measured.values()] == [1, 0]
+    assert all(figures.steps == 6 for figures in measured.values())
+    assert measured["ours"].longest_milliseconds > measured["rival"].longest_milliseconds
+    with pytest.raises(ValueError, match="not made for this"):
+        measure_steps(calls, CPU, required=calls, **pace)
+    assert measure_steps({"fails": fails}, CPU, required=(), **pace) == ({}, left_out)
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("packing", ["document ids", "offsets"])
+def test_a_model_trains_as_with_the_mask_as_a_tensor(packing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = Sizes(vocabulary=16, width=32, heads=2, layers=2, batch=2, length=320)
+    rows = bench_steps._losses_rows(packing, False, sizes, CPU, torch.float32)
+    ours, dense = (next(r for r in rows if r["who"] == who) for who in ("flexmasks", "SDPA + mask"))
+    assert ours["losses"] == pytest.approx(dense["losses"], rel=1e-5)
+    assert len(set(ours["losses"])) == 5
+    monkeypatch.setattr(bench_steps, "_TOLERANCE", {torch.float32: -1.0})
+    with pytest.raises(ValueError, match="the losses of flexmasks are"):
+        bench_steps._losses_rows(packing, False, sizes, CPU, torch.float32)
+
+
+@pytest.mark.gpu
+def test_plans_do_not_wait_and_replays_plan_again(tmp_path: Path) -> None:
+    file = tmp_path / "steps.json"
+    command = ["bench", "steps", "--device", "cuda", "--quick", "--json", str(file)]
+    assert main([*command, "--only", "plan", "graph"]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert [r["synchronizations"] for r in rows if r["kind"] == "plan" and r["who"] == "flexmasks"] == [0]
+    replayed = [r for r in rows if r["who"] == "flexmasks, replayed"]
+    assert len(replayed) == 2
+    for row in replayed:
+        assert row["difference"] < 0.02
+        assert row["compilations"] == 0
+
+
+def test_the_tables_of_steps() -> None:
+    def row(kind: str, case: str, who: str, ms: float, **more: Any) -> dict[str, Any]:
+        figures = {"ms": ms, "alone_ms": 2 * ms, "first_s": 7.0, "cold": True, "compilations": 0, "longest_ms": 9.0}
+        about = {"kind": kind, "case": case, "shape": "8x16x4096x64", "dtype": "bfloat16", "who": who}
+        return {**about, **figures, "synchronizations": 0.0, "backend": "flash", **more}
+
+    model = {"compiled": True, "layers": 12, "width": 1024}
+    losses = {"kind": "losses", "case": "offsets", "compiled": False, "dtype": "bfloat16", "losses": [3.0, 2.0]}
+    failed = {"left_out": {"flex_attention": "no kernel"}}
+    rows = [
+        row("plan", "documents", "flexmasks", 0.1), row("plan", "documents", "flex_attention", 0.2),
+        row("loop", "documents", "flexmasks", 2.0, difference=0.01), row("loop", "documents", "flex_attention", 3.0),
+        row("loop", "documents", "flexmasks, old tensors", 1.0),
+        row("loop", "padding", "flexmasks", 2.0, cold=False, **failed),
+        row("training", "document ids", "flexmasks", 80.0, **model),
+        row("training", "document ids", "flex_attention", 88.0, **model),
+        row("training", "offsets", "flex_attention", 90.0, **model, left_out={"flexmasks": "not yet"}),
+        {**losses, "who": "flexmasks", "difference": 2e-3},
+        row("graph", "documents", "flexmasks", 3.0), row("graph", "documents", "flexmasks, replayed", 2.0, **failed),
+    ]  # fmt: skip
+    machine = {"device": "H0", "device_type": "cuda", "torch": "2.0", "flash": "without flash-attn-4"}
+    text = steps_tables.markdown({"machine": machine, "rows": rows})
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert lines[0] == "On one H0, torch 2.0, without flash-attn-4, bfloat16; medians."
+    for expected in (
+        "| 8x16x4096 | 0.1 | 0.2 (2.00 x) | 0.2 | 0.4 (2.00 x) | 0 / 0 | 7 / 7 |",
+        "| documents | 8x16x4096x64 | flash | 2 | 1 | 2.00 | 3 (1.50 x) | 7 / 7 | 0 / 0 | 9 | 0 / 0 |",
+        "| padding | 8x16x4096x64 | flash | 2 | | | fails | fails | 0 / fails | 9 | 0 / fails |",
+        "| document ids | compiled | 80 | 88 (1.10 x) | 7 / 7 | 0 / 0 | 0 / 0 |",
+        "| offsets | compiled | fails | 90 | fails / 7 | fails / 0 | fails / 0 |",
+        "| documents | 8x16x4096x64 | flash | 3 | 2 | fails |",
+    ):
+        assert expected in lines, "\n".join(lines)
+    assert "differ from those of SDPA with the mask as a tensor by at most 0.002" in text
+    assert "| waits |" not in steps_tables.markdown(
+        {"machine": machine, "rows": [{**r, "synchronizations": None} for r in rows[:2]]}
+    )

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import textwrap
@@ -22,6 +23,7 @@ from flexmasks.__main__ import main
 from flexmasks.bench import attention as bench_attention
 from flexmasks.bench import blocks as bench_blocks
 from flexmasks.bench import softmax as bench_softmax
+from flexmasks.bench import steps_tables
 from flexmasks.pictures.pages import page
 from flexmasks.spec.definitions import is_own
 
@@ -107,6 +109,11 @@ def _times(ratio: float) -> str:
     return f"{ratio:.0f} x" if ratio >= 100 else f"{ratio:.1f} x"
 
 
+def steps(name: str) -> str:
+    """Return the tables of steps with new tensors from a results file."""
+    return steps_tables.markdown(results(name)) if (RESULTS / f"{name}.json").exists() else "Not measured yet."
+
+
 GENERATED: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"speed": speed},
     "flexmasks/masks/README.md": {"masks": lambda: own("mask")},
@@ -118,6 +125,9 @@ GENERATED: dict[str, dict[str, Callable[[], str]]] = {
         "undecided": lambda: bench_blocks.undecided_markdown(results("undecided")),
     },
     "recipes/results/softmax.md": {"softmax": lambda: bench_softmax.markdown(results("softmax_gpu"))},
+    "recipes/results/steps.md": {
+        name: functools.partial(steps, name) for name in ("steps_gpu", "steps_triton", "steps_cpu")
+    },
 }
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from flexmasks.bench.console import synchronize
 
 Clock = Callable[[Callable[[], object], torch.device], float]
-_WARMUP_RUNS = 2
+WARMUP_RUNS = 2
 _HEAD_START_GIGABYTES = 6  # writing them takes a GPU longer than the host needs to start a backward pass
 
 
@@ -59,10 +59,10 @@ def interleaved(
 ) -> dict[str, tuple[float, float]]:
     """Return median milliseconds and the interquartile range of calls timed by turns."""
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for run in range(_WARMUP_RUNS + runs):
+    for run in range(WARMUP_RUNS + runs):
         for name, call in calls.items():
             milliseconds = clock(call, device)
-            if run >= _WARMUP_RUNS:
+            if run >= WARMUP_RUNS:
                 times[name].append(milliseconds)
     quartiles = {name: statistics.quantiles(values, n=4) for name, values in times.items()}
     return {name: (middle, high - low) for name, (low, middle, high) in quartiles.items()}

@@ -1,0 +1,352 @@
+"""`python -m flexmasks bench steps`: new tensors at every step, against plain torch."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.metadata
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
+
+from flexmasks import calls, compat
+from flexmasks.attention import attention, varlen_attention
+from flexmasks.bench.loops import (
+    LOOPS,
+    Chain,
+    Draws,
+    Loop,
+    Replayed,
+    Shape,
+    by_flexmasks,
+    by_torch,
+    compiled_create,
+    compiled_flex,
+    documents,
+    documents_mod,
+    draw_ids,
+    draw_offsets,
+    in_place,
+    offsets_mod,
+)
+from flexmasks.bench.model import Attend, Sizes, Training
+from flexmasks.bench.results import Row, choose_device, machine, run_steps
+from flexmasks.bench.runner import MeasuredSteps, measure_steps
+from flexmasks.bench.steps_tables import OLD, OURS, PLAIN, table
+from flexmasks.cache import clear_caches
+from flexmasks.request import Request
+from flexmasks.spec.values import Mask
+
+_DENSE = "SDPA + mask"  # what the losses are compared with
+_CHECKED_STEPS = 5
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2}  # largest relative difference of losses
+
+
+class Pace(NamedTuple):
+    """Limits of the number of timed steps, see `measure_steps`."""
+
+    turns: int
+    most_in_a_row: int
+    least_in_a_row: int
+    seconds: float
+
+
+_USUAL, _QUICK = Pace(8, 25, 2, 6.0), Pace(2, 2, 1, 1.0)
+
+
+def _plan(mask: Mask, q: Tensor) -> Tensor:
+    """Plan a mask as `attention` does, and return the numbers of its partial blocks."""
+    planned = calls._planned(q, q, q, Request(mask=mask))
+    return planned.blocks().block_mask.kv_num_blocks
+
+
+# --- rows ---
+
+
+def _plan_rows(shape: Shape, device: torch.device, dtype: torch.dtype, pace: Pace, cold: bool) -> list[Row]:
+    """Return the figures of planning new document ids."""
+    batch, _, length, _ = shape
+    q = torch.empty(shape, device=device, dtype=dtype)
+    drawn = draw_ids(batch, length, torch.Generator(device).manual_seed(0))
+    draws, their_draws = Draws(drawn), Draws(drawn)
+    create = compiled_create()
+    implementations: dict[str, Callable[[], Tensor]] = {
+        OURS: lambda: _plan(documents(draws.new()), q),
+        PLAIN: lambda: create(documents_mod(their_draws.new()), batch, length, device).kv_num_blocks,
+    }
+    return _measured_rows("plan", "documents", shape, dtype, _measure(implementations, device, pace, cold))
+
+
+def _loop_rows(loop: Loop, shape: Shape, device: torch.device, dtype: torch.dtype, pace: Pace, cold: bool) -> list[Row]:
+    """Return the figures of a loop with new tensors and with old tensors."""
+    if loop.is_varlen:
+        shape = (1, shape[1], shape[0] * shape[2], shape[3])
+    chain = Chain(loop, shape, device, dtype)
+    new, old, plain = (Draws(chain.drawn) for _ in range(3))
+    theirs = by_torch(loop, shape, device)
+    implementations: dict[str, Callable[[], Tensor]] = {
+        OURS: lambda: chain.run(by_flexmasks(loop), new.new()),
+        OLD: lambda: chain.run(by_flexmasks(loop), old.old()),
+        PLAIN: lambda: chain.run(theirs, plain.new()),
+    }
+    measured = _measure(implementations, device, pace, cold)
+    rows = _measured_rows("loop", loop.name, shape, dtype, measured)
+    backend = chain.backend(new.new())
+    rows = [row if row["who"] == PLAIN else {**row, "backend": backend} for row in rows]
+    if PLAIN in measured.figures:
+        rows[0]["difference"] = measured.difference(OURS, PLAIN)
+    return rows
+
+
+def _graph_rows(loop: Loop, shape: Shape, device: torch.device, dtype: torch.dtype, pace: Pace) -> list[Row]:
+    """Return the figures of steps captured in CUDA graphs, whose tensors change in place."""
+    chain = Chain(loop, shape, device, dtype)
+    theirs = by_torch(loop, shape, device)
+    implementations: dict[str, Callable[[], Tensor]] = {}
+    for who, prepare in ((OURS, by_flexmasks(loop)), (PLAIN, theirs)):
+        eager, replayed = Draws(chain.drawn), Draws(chain.drawn)
+        implementations[who] = functools.partial(in_place, chain, prepare, eager)
+        implementations[f"{who}, replayed"] = Replayed(chain, prepare, replayed)
+    measured = _measure(implementations, device, pace, cold=False)
+    rows = _measured_rows("graph", loop.name, shape, dtype, measured)
+    for row in rows:
+        row["difference"] = measured.difference(row["who"], OURS)
+    rows[0]["backend"] = chain.backend(eager.new())
+    return rows
+
+
+def _training_rows(
+    packing: str, compiled: bool, sizes: Sizes, device: torch.device, dtype: torch.dtype, pace: Pace, cold: bool
+) -> list[Row]:
+    """Return the figures of training steps, eager or compiled as a whole."""
+    sizes, ways = _ways(packing, sizes, device, compiled)
+    implementations = {
+        who: Training(sizes, way.attend_of, way.packing, device, dtype, compiled)
+        for who, way in ways.items()
+        if who != _DENSE
+    }
+    measured = _measure(implementations, device, pace, cold, required=())
+    shape = (sizes.batch, sizes.heads, sizes.length, sizes.width // sizes.heads)
+    about = {"compiled": compiled, "layers": sizes.layers, "width": sizes.width}
+    return [{**row, **about} for row in _measured_rows("training", packing, shape, dtype, measured)]
+
+
+def _losses_rows(packing: str, compiled: bool, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> list[Row]:
+    """Return the losses of a small model's first steps.
+
+    Raises ValueError if they are too far from the losses with the mask as a tensor.
+    """
+    torch.compiler.reset()
+    losses: dict[str, list[float]] = {}
+    left_out: dict[str, str] = {}
+    small, ways = _ways(packing, sizes, device, compiled)
+    if device.type == "cpu":
+        del ways[PLAIN]  # flex_attention has no gradients on a CPU
+    for who, way in ways.items():
+        train = Training(small, way.attend_of, way.packing, device, dtype, compiled and who != _DENSE)
+        try:
+            losses[who] = [float(train()) for _ in range(_CHECKED_STEPS)]
+        except Exception as error:
+            if who == OURS:
+                raise
+            left_out[who] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    expected = losses[_DENSE]
+    rows: list[Row] = []
+    for who, found in losses.items():
+        difference = max(abs(a / b - 1) for a, b in zip(found, expected, strict=True))
+        if not difference <= _TOLERANCE[dtype]:
+            raise ValueError(f"the losses of {who} are {found}, those of the mask as a tensor {expected}")
+        row: Row = {"kind": "losses", "case": packing, "compiled": compiled, "who": who}
+        rows.append({**row, "dtype": _name(dtype), "losses": found, "difference": difference})
+    if left_out:
+        rows[0]["left_out"] = left_out
+    return rows
+
+
+class _Measurement(NamedTuple):
+    """Figures of all implementations of a case."""
+
+    figures: dict[str, MeasuredSteps]
+    left_out: dict[str, str]
+    cold: bool
+
+    def difference(self, who: str, other: str) -> float:
+        """Return the largest difference of two implementations' last outputs."""
+        return float((self.figures[who].output.float() - self.figures[other].output.float()).abs().max())
+
+
+def _measure(
+    implementations: Mapping[str, Callable[[], Tensor]],
+    device: torch.device,
+    pace: Pace,
+    cold: bool,
+    required: Sequence[str] = (OURS,),
+) -> _Measurement:
+    """Measure steps; cold ones find no compiled code, in memory or on the disk."""
+    torch.compiler.reset()
+    clear_caches()
+    with compat.empty_compile_cache() if cold else contextlib.nullcontext():
+        figures, left_out = measure_steps(implementations, device, required=required, **pace._asdict())
+    return _Measurement(figures, left_out, cold)
+
+
+def _measured_rows(kind: str, case: str, shape: Shape, dtype: torch.dtype, measured: _Measurement) -> list[Row]:
+    rows: list[Row] = []
+    for who, figures in measured.figures.items():
+        row: Row = {"kind": kind, "case": case, "shape": "x".join(map(str, shape)), "dtype": _name(dtype), "who": who}
+        row["ms"], row["iqr"] = (float(f"{x:.4g}") for x in figures.milliseconds)
+        row["alone_ms"], row["alone_iqr"] = (float(f"{x:.4g}") for x in figures.alone_milliseconds)
+        row |= {
+            "steps": figures.steps,
+            "first_s": round(figures.first_seconds, 2),
+            "cold": measured.cold,
+            "compilations": figures.compilations,
+            "longest_ms": float(f"{figures.longest_milliseconds:.4g}"),
+            "synchronizations": figures.synchronizations,
+        }
+        rows.append(row)
+    if not rows:
+        raise RuntimeError(f"nothing could be measured: {measured.left_out}")
+    if measured.left_out:
+        rows[0]["left_out"] = measured.left_out
+    return rows
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# --- a model in training ---
+
+
+class _Way(NamedTuple):
+    """A way to compute a model's attention."""
+
+    attend_of: Callable[[Any], Attend]  # inside the model, from the value of `packing`
+    packing: Callable[[], Any]  # outside the model, once in a step
+
+
+def _ways(packing: str, sizes: Sizes, device: torch.device, compiled: bool) -> tuple[Sizes, dict[str, _Way]]:
+    """Return the sizes and the ways to compute attention among packed documents.
+
+    packing: "document ids", [batch, length], or "offsets" of sequences in one row of batch x length tokens.
+    """
+    if packing == "offsets":
+        sizes = sizes._replace(batch=1, length=sizes.batch * sizes.length)
+    batch, length = sizes.batch, sizes.length
+    draw, mod = (draw_offsets, offsets_mod) if packing == "offsets" else (draw_ids, documents_mod)
+    drawn = draw(batch, length, torch.Generator(device).manual_seed(0))
+    create = compiled_create()
+    flex: Any = flex_attention if compiled else compiled_flex()
+    ours, plain, dense = (Draws(drawn) for _ in range(3))
+
+    def attend_of_ids(ids: Tensor) -> Attend:
+        mask = documents(ids)
+        return lambda q, k, v: attention(q, k, v, mask=mask)
+
+    def attend_of_offsets(offsets: Tensor) -> Attend:
+        def attend(*heads_first: Tensor) -> Tensor:
+            q, k, v = (x[0].transpose(0, 1) for x in heads_first)
+            out: Tensor = varlen_attention(q, k, v, offsets, mask="causal")
+            return out.transpose(0, 1)[None]
+
+        return attend
+
+    def seen() -> Tensor:
+        b, h, q, kv = (torch.arange(n, device=device) for n in (batch, 1, length, length))
+        mask_mod = mod(dense.new(), length)
+        return mask_mod(b[:, None, None, None], h, q[:, None], kv).expand(batch, 1, length, length)
+
+    attend_of = attend_of_offsets if packing == "offsets" else attend_of_ids
+    return sizes, {
+        OURS: _Way(attend_of, ours.new),
+        PLAIN: _Way(
+            lambda block_mask: lambda q, k, v: flex(q, k, v, block_mask=block_mask),
+            lambda: create(mod(plain.new(), length), batch, length, device),
+        ),
+        _DENSE: _Way(lambda visible: lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=visible), seen),
+    }
+
+
+# --- the command ---
+
+
+def steps(
+    only: Iterable[str] = (),
+    *,
+    quick: bool = False,
+    device: str | None = None,
+    file: str | None = None,
+    resume: bool = False,
+) -> dict[str, Any]:
+    """Measure steps with new tensors, print a table, and write the figures to a file.
+
+    Args:
+        only: measure only what has one of these texts in its description.
+        quick: few and small steps, to try the benchmark itself.
+        device: cuda or cpu; by default a GPU if the machine has one.
+        file: the JSON file.
+        resume: keep the rows that the file has of an earlier run.
+    """
+    at = choose_device(device)
+    todo = _todo(at, quick)
+    only = list(only)
+    chosen = {name: step for name, step in todo.items() if not only or any(text in name for text in only)}
+    if not chosen:
+        raise ValueError(f"flexmasks bench: nothing to measure is named {only}; there are {'; '.join(todo)}.")
+    about = machine(at)
+    if at.type == "cuda":
+        about["flash"] = _flash_version()
+    results: dict[str, Any] = {"benchmark": "steps", "machine": about, "rows": []}
+    run_steps(results, chosen, file, resume)
+    print(table(results))
+    return results
+
+
+def _todo(device: torch.device, quick: bool) -> dict[str, Callable[[], list[Row]]]:
+    """Return what to measure, by descriptions."""
+    is_cuda = device.type == "cuda"
+    dtype = torch.bfloat16 if is_cuda else torch.float32
+    pace = _QUICK if quick else _USUAL
+    plans: list[Shape] = [(8, 16, 4096, 64), (1, 16, 32768, 64), (1, 1, 262144, 64)]
+    shapes: list[Shape] = [(8, 16, 4096, 64), (2, 16, 16384, 64), (1, 16, 32768, 128)]
+    model, small = Sizes(), Sizes(width=256, heads=4, layers=2, batch=2, length=1024)
+    if not is_cuda:
+        plans = shapes = [(1, 8, 4096, 64)]
+        pace = pace._replace(seconds=2 * pace.seconds)
+    if quick:
+        plans = shapes = [(2, 2, 256, 64)]
+        model = small = Sizes(vocabulary=32, width=128, heads=2, layers=2, batch=2, length=128)
+    todo: dict[str, Callable[[], list[Row]]] = {}
+    for shape in plans:
+        cold = is_cuda and shape == plans[0]  # a cold compilation takes long, so some cases have one
+        todo[f"plan, documents, {list(shape)}"] = functools.partial(_plan_rows, shape, device, dtype, pace, cold)
+    for shape in shapes:
+        cold = is_cuda and shape == shapes[0]
+        for loop in LOOPS:
+            call = functools.partial(_loop_rows, loop, shape, device, dtype, pace, cold)
+            todo[f"loop, {loop.name}, {list(shape)}"] = call
+    ways = [(packing, compiled) for packing in ("document ids", "offsets") for compiled in (False, True)]
+    for packing, compiled in ways:
+        description = f"{packing}, {'compiled' if compiled else 'eager'}"
+        todo[f"losses, {description}"] = functools.partial(_losses_rows, packing, compiled, small, device, dtype)
+    for packing, compiled in ways if is_cuda else ():
+        description = f"{packing}, {'compiled' if compiled else 'eager'}"
+        cold = packing == ways[0][0]
+        call = functools.partial(_training_rows, packing, compiled, model, device, dtype, pace, cold)
+        todo[f"training, {description}"] = call
+    for loop in LOOPS[:2] if is_cuda else ():
+        call = functools.partial(_graph_rows, loop, shapes[0], device, dtype, pace)
+        todo[f"graph, {loop.name}, {list(shapes[0])}"] = call
+    return todo
+
+
+def _flash_version() -> str:
+    try:
+        return f"flash-attn-4 {importlib.metadata.version('flash-attn-4')}"
+    except importlib.metadata.PackageNotFoundError:
+        return "without flash-attn-4"
