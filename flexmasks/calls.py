@@ -157,13 +157,19 @@ def run_eagerly(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tens
 
 
 def plan_again(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Replay | None:
-    """Do all that a call does before its kernel runs, if a call of its kind was made before."""
+    """Do all that a call does before its kernel runs.
+
+    The result is None if no call of its kind was made before.
+    """
     known = _key_and_tensors(q, k, v, request)
     return None if known is None else _known_replay(*known, q.device)
 
 
 def _known_replay(key: Hashable, tensors: list[Tensor], device: torch.device) -> Replay | None:
-    """Return the replay of a call with these tensors, or of one with others of their kind."""
+    """Return the replay of a call with these tensors.
+
+    It is renewed from a call with other tensors of their kind, if there is one.
+    """
     replay = _REPLAYS.get(key, tensors)
     if replay is None and tensors and device.type in _RENEWED_ON:
         renewal = _RENEWALS.get((key, *_layouts(tensors)))

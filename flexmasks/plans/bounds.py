@@ -60,10 +60,10 @@ def plan_bounds(kind: MaskKind) -> Resolved:
 
 
 def _with_implied_band(mask: Mask, size: Size, mask_mod: MaskMod) -> MaskMod:
-    """Return a mask_mod that shows the same pairs, and in which ranges see how far keys are from queries.
+    """Return a mask_mod that shows the same pairs and is better for ranges.
 
-    Inside sequences that lie end to end, the distance of two positions is that of their tokens. Ranges of positions do
-    not show that.
+    In it, ranges see how far keys are from queries. Inside sequences that lie end to end, the distance of two positions
+    is that of their tokens, which ranges of positions do not show.
     """
     band = band_of(mask, size)
     sequences = None if band is None or band.sequences is None else band.sequences()
