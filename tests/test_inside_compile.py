@@ -74,7 +74,19 @@ def _has_tensors(case: Case) -> bool:
     return isinstance(case.q_offset, tuple) or any(isinstance(v, Tensor | list) for v in case.params.values())
 
 
-FEW = spread([c for c in MASK_CASES if _has_tensors(c)], 1)
+# Masks whose tensors are used in different ways: one case takes a second.
+_FEW_NAMES = (
+    "document",
+    "grouped_tril",
+    "packed",
+    "paged",
+    "slices",
+    "tree",
+    "flashmask",
+    "key_padding",
+    "block_sparse",
+)
+FEW = spread([c for c in MASK_CASES if _has_tensors(c) and c.name in _FEW_NAMES], 1)
 MORE = [c for c in MASK_CASES if c not in FEW]
 
 
@@ -99,7 +111,9 @@ def test_every_mask_trains(case: Case) -> None:
     assert graphs() == 1
 
 
-@pytest.mark.parametrize("name", ["document", "paged", "grouped_tril"])
+@pytest.mark.parametrize(
+    "name", ["grouped_tril", *(pytest.param(n, marks=pytest.mark.campaign) for n in ("document", "paged"))]
+)
 def test_kernels_for_the_cpu(name: str) -> None:
     (case,) = spread([c for c in MASK_CASES if c.name == name], 1)
     given = arguments(case)
@@ -148,11 +162,14 @@ def _users_documents(ids: Tensor) -> Mask:
     return flexmasks.get_mask(lambda b, h, q, kv: (q >= kv) & (ids[b, q] == ids[b, kv]))
 
 
-@pytest.mark.parametrize("made", [_documents, _users_documents])
-def test_a_model_trains_with_new_documents_at_every_step(made: Callable[[Tensor], Mask]) -> None:
+@pytest.mark.parametrize(
+    ("made", "backend"),
+    [(_users_documents, "aot_eager"), pytest.param(_documents, "inductor", marks=pytest.mark.campaign)],
+)
+def test_a_model_trains_with_new_documents_at_every_step(made: Callable[[Tensor], Mask], backend: str) -> None:
     model, other = Model(3), Model(3)
     other.load_state_dict(model.state_dict())
-    step = torch.compile(model, fullgraph=True, backend="inductor" if made is _documents else "aot_eager")
+    step = torch.compile(model, fullgraph=True, backend=backend)
     for _ in range(3):
         ids, x = torch.randint(0, 5, (BATCH, LENGTH)).sort(1).values, torch.randn(BATCH, LENGTH, 16)
         same = (ids[:, :, None] == ids[:, None])[:, None]
@@ -178,7 +195,7 @@ def test_layers_share_one_plan_which_the_backward_pass_reuses() -> None:
         return make_boxed_func(count(module, inputs))
 
     backend = aot_autograd(fw_compiler=boxed, bw_compiler=boxed, partition_fn=min_cut_rematerialization_partition)
-    step = torch.compile(Model(4), fullgraph=True, backend=backend)
+    step = torch.compile(Model(3), fullgraph=True, backend=backend)
     step(torch.randn(BATCH, LENGTH, 16), _documents(DOCUMENTS)).backward()
     forward, backward = counted
     of_plan = ("aten.cumsum.default", "aten.scatter.src")
@@ -244,7 +261,7 @@ _COMPOSED: dict[str, _Call] = {
         q, k, v, mask=_CAUSAL_DOCUMENTS, sink_logits=sinks, return_lse=True
     ),
     "grouped heads": lambda q, k, v, _: flexmasks.attention(q, k[:, :1], v[:, :1], mask=_CAUSAL_DOCUMENTS) + _.sum(),
-    "number as offset": lambda q, k, v, _: flexmasks.attention(q[:, :, :30], k, v, mask="causal", q_offset=40) + _.sum(),
+    "number as offset": lambda q, k, v, _: flexmasks.attention(q[:, :, :30], k, v, mask="causal", q_offset=9) + _.sum(),
     "made inside": lambda q, k, v, _: flexmasks.attention(
         q, k, v, mask=flexmasks.get_mask("causal") & flexmasks.get_mask("document", document_ids=DOCUMENTS)
     ) + _.sum(),
@@ -312,7 +329,7 @@ def test_many_scores_are_computed_in_slices(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_changing_lengths_and_numbers_compile_a_bounded_number_of_graphs() -> None:
     compiled = torch.compile(flexmasks.attention, fullgraph=True, backend="aot_eager")
-    for n in (40, 50, 60, 70, 80, 90):
+    for n in (40, 50, 60, 70):
         q, k, v = torch.randn(3, 1, 1, n, SIZE).unbind()
         call = {"mask": "document", "document_ids": torch.arange(n) // n.bit_length(), "return_lse": True}
         for x, y in zip(compiled(q, k, v, **call), flexmasks.attention(q, k, v, **call), strict=True):
@@ -323,7 +340,7 @@ def test_changing_lengths_and_numbers_compile_a_bounded_number_of_graphs() -> No
 def test_a_captured_number_that_changes_is_never_stale() -> None:
     q, k, v = leaves()
     compiled = torch.compile(flexmasks.attention, fullgraph=True, backend="aot_eager")
-    for limit in (3, 30, 11, 20, 5):
+    for limit in (3, 30, 11, 5):
         want = flexmasks.attention(q, k, v, mask=_number(limit), backend="reference")
         torch.testing.assert_close(compiled(q, k, v, mask=_number(limit), backend="reference"), want)
     assert graphs() <= 3
