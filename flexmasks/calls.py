@@ -390,7 +390,7 @@ def _laid_end_to_end(q: Any, k: Any, v: Any, request: Request) -> tuple[Tensor, 
 
 
 def _as_nested(q: Tensor, out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return output and lse of sequences laid end to end as nested tensors of q's lengths."""
+    """Return dense output and lse as nested tensors of q's lengths."""
     to_nested, starts = torch.nested.nested_tensor_from_jagged, cast(Any, q).offsets()
     return to_nested(out[0], starts, jagged_dim=2), None if lse is None else to_nested(lse[0], starts, jagged_dim=2)
 

@@ -126,7 +126,7 @@ FLASH_READS_VECTORS = importlib.util.find_spec("torch._inductor.codegen.cutedsl.
 
 
 def size_hint(n: Any) -> int:
-    """Return a number, also for a symbolic number. No public equivalent."""
+    """Return a number, or the present value of a symbolic one. No public equivalent."""
     return int(n.node.hint) if isinstance(n, torch.SymInt) else int(n)
 
 

@@ -354,5 +354,5 @@ def _names_and_imports(code: types.CodeType) -> tuple[set[str], set[str]]:
 
 
 def is_library(module: Any) -> bool:
-    """Return whether a module's name is that of a library whose functions are taken as constants."""
+    """Return whether a module's functions are taken as constants, given its name."""
     return isinstance(module, str) and module.partition(".")[0] in _LIBRARIES
