@@ -338,11 +338,14 @@ def _todo(device: torch.device, quick: bool) -> dict[str, Callable[[], list[Row]
     todo: dict[str, Callable[[], list[Row]]] = {}
     for shape in plans:
         todo[f"plan, documents, {list(shape)}"] = functools.partial(_plan_rows, shape, device, dtype, pace)
-    for shape in shapes:
+
+    def add_loops(shape: Shape) -> None:
         cold = is_cuda and shape == shapes[0]  # a cold compilation takes long, so some cases have one
         for loop in LOOPS:
             call = functools.partial(_loop_rows, loop, shape, device, dtype, pace, cold)
             todo[f"loop, {loop.name}, {list(shape)}"] = call
+
+    add_loops(shapes[0])
     ways = [(packing, compiled) for packing in ("document ids", "offsets") for compiled in (False, True)]
     for packing, compiled in ways:
         description = f"{packing}, {'compiled' if compiled else 'eager'}"
@@ -355,6 +358,8 @@ def _todo(device: torch.device, quick: bool) -> dict[str, Callable[[], list[Row]
     for loop in LOOPS[:2] if is_cuda else ():
         call = functools.partial(_graph_rows, loop, shapes[0], device, dtype, pace)
         todo[f"graph, {loop.name}, {list(shapes[0])}"] = call
+    for shape in shapes[1:]:  # the longest work comes last
+        add_loops(shape)
     return todo
 
 

@@ -162,5 +162,6 @@ def _against(by_who: dict[str, Row], who: str, key: str = "ms") -> str:
 
 
 def _pair(by_who: dict[str, Row], key: str) -> str:
-    """Return a figure of flexmasks and of compiled torch."""
-    return " / ".join(text for who in (OURS, PLAIN) if (text := _figure(by_who, who, key)))
+    """Return a figure of flexmasks and of compiled torch, or "" if neither has it."""
+    texts = [_figure(by_who, who, key) if who in by_who else "" for who in (OURS, PLAIN)]
+    return " / ".join(text or "-" for text in texts) if any(texts) else ""
