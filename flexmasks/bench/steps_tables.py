@@ -62,15 +62,14 @@ def _cases(results: dict[str, Any], kind: str) -> _Cases:
 def _plan_table(cases: _Cases) -> str:
     rows = []
     for (_, shape), by_who in cases.items():
-        cells = [shape.rpartition("x")[0]]
+        cells = [shape.rpartition("x")[0], by_who[OURS]["backend"]]
         for key in ("ms", "alone_ms"):
             cells += [_figure(by_who, OURS, key), _against(by_who, PLAIN, key)]
-        rows.append([*cells, _pair(by_who, "synchronizations"), _pair(by_who, "first_s")])
-    header = ["B x H x S", "flexmasks, ms", "create_block_mask", "alone, ms", "create_block_mask"]
+        rows.append([*cells, _pair(by_who, "synchronizations")])
+    header = ["B x H x S", "backend", "flexmasks, ms", "create_block_mask", "alone, ms", "create_block_mask", "waits"]
     return (
-        "### Plans\n\nNew document ids are planned. Waits are how often the host waits for the GPU, and the first plan "
-        f"compiles: both of flexmasks / of compiled `create_block_mask`.\n\n"
-        f"{_github(rows, [*header, 'waits', 'first, s'])}"
+        "### Plans\n\nNew document ids are planned: what `attention` does before its kernel runs, against compiled "
+        f"`create_block_mask`.\n\n{_github(rows, header)}"
     )
 
 
@@ -163,5 +162,6 @@ def _against(by_who: dict[str, Row], who: str, key: str = "ms") -> str:
 
 
 def _pair(by_who: dict[str, Row], key: str) -> str:
-    """Return a figure of flexmasks and of compiled torch."""
-    return " / ".join(text for who in (OURS, PLAIN) if (text := _figure(by_who, who, key)))
+    """Return a figure of flexmasks and of compiled torch, or "" if neither has it."""
+    texts = [_figure(by_who, who, key) if who in by_who else "" for who in (OURS, PLAIN)]
+    return " / ".join(text or "-" for text in texts) if any(texts) else ""
