@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import flexmasks
 from flexmasks import Mask, calls, compat, get_mask
 from flexmasks.plans.bounds import MaskKind, RecordedPlan, plan_bounds
-from flexmasks.plans.recorded import Recorded
+from flexmasks.plans.recorded import Recorded, _Pack
 from flexmasks.request import Request
 from flexmasks.spec.examples import example, on_device
 from flexmasks.spec.parameters import Size
@@ -297,3 +297,15 @@ def test_planning_again_needs_a_call_of_the_kind(monkeypatch: pytest.MonkeyPatch
     replay = calls.plan_again(q, q, q, Request(params={}, **params))
     assert replay is not None
     assert error(replay(q, q, q)[0], expected([q, q, q], params, "cpu")) < 1e-5
+
+
+def test_packs_are_copies_of_their_tensors() -> None:
+    """They begin at multiples of 64 elements, for which kernels need not be compiled again."""
+    tensors = [torch.arange(n, dtype=torch.int32).view(shape) for n, shape in ((6, (2, 3)), (70, (70,)), (1, (1, 1)))]
+    pack = _Pack(list(enumerate(tensors)))
+    first, second = pack.copies(), pack.copies()
+    for (place, copied), other in zip(first, second, strict=True):
+        assert torch.equal(copied, tensors[place])
+        assert copied.is_contiguous()
+        assert copied.storage_offset() % 64 == 0
+        assert copied.data_ptr() != other[1].data_ptr()

@@ -54,7 +54,8 @@ def _bsr_prepare(
     columns = _columns(size, "col_indices", col_indices, pair(block))
     rows = torch.arange(len(counts), device=counts.device).repeat_interleave(counts, output_size=stored)
     layout = torch.zeros((len(counts), columns), dtype=torch.bool, device=counts.device)
-    layout[rows, col_indices.long()] = True
+    visible = torch.ones_like(rows, dtype=torch.bool)  # not True, which is copied from the host
+    layout.index_put_((rows, col_indices.long()), visible)
     return _checked(size, layout, pair(block))
 
 

@@ -62,5 +62,5 @@ def _table(indices: Tensor, count: int | None) -> Tensor:
         count = int(indices.max()) + 1 if indices.numel() else 0
     marked = torch.zeros((*indices.shape[:-1], count + 1), dtype=torch.bool, device=indices.device)
     marked.scatter_(-1, torch.where(indices < 0, count, indices.long()), True)
-    marked[..., -1] = False
+    marked[..., -1].fill_(False)  # not by `=`, which copies the value from the host
     return marked

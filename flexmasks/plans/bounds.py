@@ -102,18 +102,18 @@ class RecordedPlan:
 
     def __call__(self, inputs: Sequence[Tensor]) -> Resolved:
         """Return the arguments and the blocks of a mask with these tensors."""
-        layout, made = self.renewed(inputs)
-        return Resolved(_with_tensors(self._arguments, iter(made)), layout)
+        indices, made = self.renewed(inputs)
+        return Resolved(_with_tensors(self._arguments, iter(made)), replace(self._layout, indices=indices))
 
-    def renewed(self, inputs: Sequence[Tensor]) -> tuple[Layout, list[Tensor]]:
-        """Return the blocks of a mask with these tensors, and the tensors among its arguments."""
+    def renewed(self, inputs: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+        """Return the index tensors of a mask with these tensors, and the tensors among its arguments."""
         outputs = self._recorded(inputs)
         count = len(outputs) - len(self._index_bounds)
         made = outputs[count:]
         for tensor, index_bounds in zip(made, self._index_bounds, strict=True):
             if index_bounds is not None:
                 tensor.bounds = index_bounds  # type: ignore[attr-defined] # see spec.indexing.bounded
-        return replace(self._layout, indices=tuple(outputs[:count])), made
+        return tuple(outputs[:count]), made
 
 
 def tensors_in(value: Any) -> list[Tensor]:

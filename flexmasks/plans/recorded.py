@@ -8,6 +8,7 @@ operations are captured in a CUDA graph, which the host launches at once. Nothin
 from __future__ import annotations
 
 import contextlib
+import operator
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
@@ -22,6 +23,8 @@ _MAX_KEPT_ELEMENTS = 1 << 18  # larger constants are computed at each run
 _MAX_CAPTURED_ELEMENTS = 1 << 22  # elements of the outputs, up to which a CUDA graph holds memory of its own
 _POOLS: dict[int, Any] = {}  # by GPU: one pool of memory for all CUDA graphs, of which one runs at a time
 _LOCK = threading.Lock()
+_NO_CONTEXT = contextlib.nullcontext()
+_ALIGNMENT = 64  # kernels expect a tensor to begin at a multiple of this many elements of its memory
 
 
 class Recorded:
@@ -42,12 +45,12 @@ class Recorded:
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Return the outputs, which no later run changes."""
-        with _plain_tensors():
+        with _plain_tensors() if torch.is_inference_mode_enabled() else _NO_CONTEXT:
             self._runs += 1
             device = inputs[0].device
             if device.type != "cuda" or self._runs == 1 or torch.cuda.is_current_stream_capturing():
                 return self._run(*inputs)
-            with _LOCK, contextlib.nullcontext() if self._is_current(device) else torch.cuda.device(device):
+            with _LOCK, _NO_CONTEXT if self._is_current(device) else torch.cuda.device(device):
                 if self._captured is None and self._runs == 2:
                     self._captured = _Captured.of(self._run, inputs)
                 if self._captured is None or self._captured.stream != torch.cuda.current_stream():
@@ -75,7 +78,7 @@ class _Captured:
         with torch.cuda.stream(side):
             self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
-                self._outputs = run(*self._inputs)
+                self._packs = [_Pack(tensors) for tensors in _by_dtype(run(*self._inputs))]
             finally:
                 self._graph.capture_end()
         self.stream.wait_stream(side)
@@ -92,15 +95,44 @@ class _Captured:
             captured = cls(run, inputs)
         except RuntimeError:  # such as an operation that no graph can hold
             return None
-        return captured if sum(x.numel() for x in captured._outputs) <= _MAX_CAPTURED_ELEMENTS else None
+        return captured if sum(len(p.memory) for p in captured._packs) <= _MAX_CAPTURED_ELEMENTS else None
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         for place, x in zip(self._inputs, inputs, strict=True):
             place.copy_(x)
         self._graph.replay()
-        outputs = [torch.empty_like(x) for x in self._outputs]
-        compat.copy_all(outputs, self._outputs)
-        return outputs
+        outputs = [output for pack in self._packs for output in pack.copies()]
+        return [output for _, output in sorted(outputs, key=operator.itemgetter(0))]
+
+
+class _Pack:
+    """Tensors of one dtype side by side in one memory, which is copied at once.
+
+    tensors: each with its place among the outputs.
+    """
+
+    def __init__(self, tensors: Sequence[tuple[int, Tensor]]) -> None:
+        self._parts: list[tuple[int, torch.Size, tuple[int, ...], int]] = []
+        end = 0
+        for place, t in tensors:
+            self._parts.append((place, t.shape, torch.empty(t.shape, device="meta").stride(), end))
+            end += -(-t.numel() // _ALIGNMENT) * _ALIGNMENT
+        first = tensors[0][1]
+        self.memory = torch.empty(end, dtype=first.dtype, device=first.device)
+        compat.copy_all([self.memory.as_strided(*part[1:]) for part in self._parts], [t for _, t in tensors])
+
+    def copies(self) -> list[tuple[int, Tensor]]:
+        """Return copies of the tensors, each with its place."""
+        copy = self.memory.clone()
+        return [(place, copy.as_strided(shape, stride, start)) for place, shape, stride, start in self._parts]
+
+
+def _by_dtype(tensors: Sequence[Tensor]) -> list[list[tuple[int, Tensor]]]:
+    """Return groups of tensors of one dtype, each tensor with its place."""
+    groups: dict[torch.dtype, list[tuple[int, Tensor]]] = {}
+    for place, t in enumerate(tensors):
+        groups.setdefault(t.dtype, []).append((place, t))
+    return list(groups.values())
 
 
 @contextlib.contextmanager
