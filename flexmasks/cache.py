@@ -126,13 +126,13 @@ def cache_info() -> dict[str, CacheInfo]:
     """Return hits, misses, entries and bytes of each of the library's caches, by name.
 
     `blocks`, `rows`, `scores`, `offsets` (of `paged_attention`) and `calls` (of `attention`) are measured in bytes;
-    calls share most of their blocks with `blocks`. In `kernels` (compiled code), `outcomes` (of backends) and
-    `numbers` (values of masks' numbers) an entry counts as one byte.
+    calls share most of their blocks with `blocks`. In `kernels` (compiled code), `outcomes` (of backends), `numbers`
+    (values of masks' numbers) and `templates` (functions inside torch.compile) an entry counts as one byte.
 
     Example:
         >>> import flexmasks
-        >>> sorted(flexmasks.cache_info())
-        ['blocks', 'calls', 'kernels', 'numbers', 'offsets', 'outcomes', 'rows', 'scores']
+        >>> flexmasks.cache_info()["numbers"].max_bytes
+        1024
     """
     return {name: cache.info() for name, cache in _CACHES.items()}
 

@@ -50,7 +50,9 @@ def results(call: _Call, *tensors: Tensor) -> list[Tensor]:
     learning = [x for x in leaves if x.requires_grad]
     outputs = call(*leaves)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    weighted = sum((x.nan_to_num(neginf=0.0) * torch.arange(x.numel()).view(x.shape).cos()).sum() for x in outputs)
+    weighted = sum(
+        (x.nan_to_num(neginf=0.0) * torch.arange(x.numel(), device=x.device).view(x.shape).cos()).sum() for x in outputs
+    )
     return [*outputs, *torch.autograd.grad(weighted, learning)]
 
 
@@ -322,6 +324,33 @@ def test_selective_checkpoint() -> None:
 def test_many_scores_are_computed_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flexmasks.backends.slices._MAX_SCORES", 5000)
     check(lambda q, k, v: flexmasks.attention(q, k, v, mask=_CAUSAL_DOCUMENTS), *leaves())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"mask": "causal"},
+        {"mask": "sliding_window", "window": 100},
+        {"mask": "document", "document_ids": torch.arange(600) // 150},
+        {"mask": "grouped_tril", "seq_lens": torch.tensor([600, 77])},
+        {"mask": "causal", "score": "softcap", "cap": 5.0},
+        {"mask": "document", "document_ids": torch.arange(600) // 150, "score": "alibi", "return_lse": True},
+        {"mask": flexmasks.packed("causal", [0, 100, 600])},
+    ],
+)
+@pytest.mark.parametrize("length", [600, 16384])
+def test_kernels_for_the_gpu(call: dict[str, Any], length: int) -> None:
+    """The longer calls are long enough for FlashAttention 4 and FLASH, if they are installed."""
+    if length > 600 and any(isinstance(v, Tensor | Mask) for v in call.values()):
+        pytest.skip("its tensors have 600 elements")
+    params = {n: v.cuda() if isinstance(v, Tensor) else v for n, v in call.items()}
+    q, k, v = torch.randn(3, 2, 4, length, 64, device="cuda", dtype=torch.bfloat16).unbind()
+    run = functools.partial(flexmasks.attention, **params)
+    got = results(torch.compile(run, fullgraph=True), q, k, v)
+    for x, y in zip(got, results(run, q, k, v), strict=True):
+        assert float((x.float() - y.float()).norm()) <= 0.02 * float(y.float().norm())
+    assert graphs() == 1
 
 
 # --- what compiles again ---
