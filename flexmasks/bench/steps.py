@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.metadata
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -42,7 +41,8 @@ from flexmasks.cache import clear_caches
 from flexmasks.request import Request
 
 _DENSE = "SDPA + mask"  # what the losses are compared with
-_PACKINGS = ("document ids", "offsets")
+# How documents are given to a model, and how it runs.
+_TRAINED = [*(("document ids", way) for way in WAYS), ("offsets", "eager"), ("offsets", "compiled")]
 _CALLS_BEFORE_PLANS = 4
 _CHECKED_STEPS = 5
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2}  # largest relative difference of losses
@@ -348,10 +348,10 @@ def _todo(device: torch.device, quick: bool) -> dict[str, Callable[[], list[Row]
             todo[f"loop, {loop.name}, {list(shape)}"] = call
 
     add_loops(shapes[0])
-    for packing, way in itertools.product(_PACKINGS, WAYS):
+    for packing, way in _TRAINED:
         todo[f"losses, {packing}, {way}"] = functools.partial(_losses_rows, packing, way, small, device, dtype)
-    for packing, way in itertools.product(_PACKINGS, WAYS) if is_cuda else ():
-        cold = packing == _PACKINGS[0]
+    for packing, way in _TRAINED if is_cuda else ():
+        cold = packing == "document ids"
         call = functools.partial(_training_rows, packing, way, model, device, dtype, pace, cold)
         todo[f"training, {packing}, {way}"] = call
     for loop in LOOPS[:2] if is_cuda else ():
