@@ -130,9 +130,8 @@ def test_the_usual_cases_are_the_default(steps: list[str]) -> None:
 def test_the_steps_with_new_tensors(steps: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "steps", "--device", "cpu"]) == 0
     named = [f"loop, {loop.name}, [1, 8, 4096, 64]" for loop in loops.LOOPS]
-    losses = [
-        f"losses, {p}, {w}" for p in ("document ids", "offsets") for w in ("eager", "compiled layers", "compiled")
-    ]
+    ids, offsets = ["eager", "compiled layers", "compiled"], ["eager", "compiled"]
+    losses = [*(f"losses, document ids, {way}" for way in ids), *(f"losses, offsets, {way}" for way in offsets)]
     assert steps == ["plan, documents, [1, 8, 4096, 64]", *named, *losses]
     steps.clear()
     assert main(["bench", "steps", "--device", "cpu", "--quick", "--only", "plan", "ALiBi"]) == 0
