@@ -47,15 +47,15 @@ def attention(
             such a tensor, also in place, is noticed, unless torch does not count it: a change through
             `tensor.data`, through memory shared with NumPy, or by a kernel of yours. Call `clear_caches` after such a
             change.
+            Inside your own torch.compile(fullgraph=True), the blocks of the mask are computed by your graph, from
+            the tensors of each run. There, make a Mask of a function that captures variables outside the compiled
+            function, with `get_mask`. Values of tensors are not checked there.
         score: a change of the scores: a name, a Score, a function (score, b, h, q, kv) -> score, or a list of them,
             applied in order.
             In half precision the gradient of a tensor that a score learns errs by the rounding of the output times
             the size of what the score adds; use float32 q, k and v where that matters.
         scale: factor of q @ k^T, 1 / sqrt(D) by default.
-        block_mask: in place of `mask`, a BlockMask that `flexmasks.block_mask` or torch has made. Use it inside
-            your own torch.compile(fullgraph=True), where torch then chooses the kernel; `mask` is a graph break
-            there. (On a CPU, gradients with `block_mask` inside torch.compile take memory for all Q x KV scores;
-            otherwise they do not.)
+        block_mask: in place of `mask`, a BlockMask that `flexmasks.block_mask` or torch has made.
         q_offset: where the queries start: query i is at position i + q_offset to mask and score, key j is at j. An
             int >= 0, or an integer tensor [B]. Decoding has q_offset = KV - Q. With `block_mask`, which has its own
             offset built in, q_offset moves the score only.

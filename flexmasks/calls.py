@@ -157,13 +157,19 @@ def run_eagerly(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tens
 
 
 def plan_again(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Replay | None:
-    """Do all that a call does before its kernel runs, if a call of its kind was made before."""
+    """Do all that a call does before its kernel runs.
+
+    The result is None if no call of its kind was made before.
+    """
     known = _key_and_tensors(q, k, v, request)
     return None if known is None else _known_replay(*known, q.device)
 
 
 def _known_replay(key: Hashable, tensors: list[Tensor], device: torch.device) -> Replay | None:
-    """Return the replay of a call with these tensors, or of one with others of their kind."""
+    """Return the replay of a call with these tensors.
+
+    It is renewed from a call with other tensors of their kind, if there is one.
+    """
     replay = _REPLAYS.get(key, tensors)
     if replay is None and tensors and device.type in _RENEWED_ON:
         renewal = _RENEWALS.get((key, *_layouts(tensors)))
@@ -384,7 +390,7 @@ def _laid_end_to_end(q: Any, k: Any, v: Any, request: Request) -> tuple[Tensor, 
 
 
 def _as_nested(q: Tensor, out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return output and lse of sequences laid end to end as nested tensors of q's lengths."""
+    """Return dense output and lse as nested tensors of q's lengths."""
     to_nested, starts = torch.nested.nested_tensor_from_jagged, cast(Any, q).offsets()
     return to_nested(out[0], starts, jagged_dim=2), None if lse is None else to_nested(lse[0], starts, jagged_dim=2)
 

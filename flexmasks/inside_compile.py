@@ -8,11 +8,12 @@ that run.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -48,7 +49,6 @@ _DIRECT: dict[str, Callable[[Call], Callable[..., tuple[Tensor, Tensor | None]]]
 }
 _REASONS: list[str] = []  # reasons of refused backends, for errors
 _UNKNOWN = ("unknown", "")  # stands for a score that is not given, or whose function torch must trace
-_Value = TypeVar("_Value", bound=Modifier)
 _NONE = "none"
 _MAKE_IT_OUTSIDE = (
     "make a Mask of it outside the compiled function, with flexmasks.get_mask(function), and pass the Mask."
@@ -68,6 +68,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tens
         name, block_mask = _backend_of_block_mask(q, request, needs_grad), request.block_mask
     else:
         mask = cast(Mask, from_arguments("full", None, {})[0] if mask is None else mask)
+        resolved = mask.resolve(size)  # raises errors of parameters, which torch would not show if they came later
         data = _data_of(mask, q.device)
         score_data = _UNKNOWN if score is None or not _can_be_data(score) else _data_of(score, q.device)
         facts = _Facts(score is not None, needs_grad, learns, request.return_lse, bool(request.kernel_options))
@@ -77,17 +78,20 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tens
             fail(f"backend {request.backend!r} cannot run this call inside torch.compile: {_reason(number)}.")
         name = _NAMES[number]
         if name in _DIRECT:
-            result = _run_directly(name, *arguments)
-            return result[0], result[1] if request.return_lse else None
-        block_mask = _planned(mask, data, size, q, k, q_offset, for_cpu=name == "cpu")
+            direct = _run_directly(name, *arguments)
+            return direct[0], direct[1] if request.return_lse else None
+        indices = _planned_blocks(data, q_offset, q.detach(), k.detach(), block_size_for(size))
+        mask_mod = shifted_mask(_bound(mask, resolved, size, name), _copied(q_offset) if name == "cpu" else q_offset)
+        lengths: Any = (size.q_len, size.kv_len)
+        block_mask = BlockMask(*(lengths, *indices, block_size_for(size), mask_mod))
     score_mod = None
     if score is not None:
-        score = _in_own_memory(score) if name == "cpu" else score
-        score_mod = shifted_score(_bound(score, size, name == "cpu"), q_offset)
+        bound = _bound(score, score.resolve(size), size, name)
+        score_mod = shifted_score(bound, _copied(q_offset) if name == "cpu" else q_offset)
     if name == "reference":
         functions = _over_indices(mask, score, q, k, q_offset, block_mask, score_mod)
-        out, lse = reference.attend(q, k, v, score_mod, block_mask, request.scale, functions)
-        return out, lse if request.return_lse else None
+        result = reference.attend(q, k, v, score_mod, block_mask, request.scale, functions)
+        return result[0], result[1] if request.return_lse else None
     if not needs_grad:
         q, k, v = q.detach(), k.detach(), v.detach()
     options = flex.options(q, k, "FLASH" if name == "flash" else None, request.kernel_options)
@@ -122,11 +126,15 @@ def _backend_of_block_mask(q: Tensor, request: Request, needs_grad: bool) -> str
 
 @compat.nonstrict_trace
 def _chosen(backend: str, *arguments: Any) -> int:
-    """Return the place of the chosen backend in the table, or a negative number that stands for a reason.
+    """Return the place of the chosen backend, or a negative number: that of a reason.
 
     It depends on kinds and shapes alone. The comparisons of symbolic lengths made here become guards.
     """
-    call = _call_of(*arguments)
+    with _errors_logged():
+        return _number_of_chosen(backend, _call_of(*arguments))
+
+
+def _number_of_chosen(backend: str, call: Call) -> int:
     reason = None if backend == "auto" else BACKENDS[backend].refuses(call)
     if reason is not None:
         _REASONS.append(reason)
@@ -141,7 +149,7 @@ def _reason(number: int) -> str:
 
 @compat.nonstrict_trace
 def _run_directly(name: str, *arguments: Any) -> tuple[Tensor, ...]:
-    """Run a backend that takes windows instead of blocks, and return output and lse if there is one."""
+    """Return output, and lse if there is one, of a backend that takes windows."""
     call = _call_of(*arguments)
     out, lse = _DIRECT[name](call)(call.q, call.k, call.v)
     return (out,) if lse is None else (out, lse)
@@ -188,57 +196,36 @@ def _no_blocks() -> Blocks:
 
 
 def _as_kernels_see(value: Mask | Score, size: Size, q_offset: int | Tensor) -> Callable[..., Tensor]:
-    """Return the function that a kernel would compile, over tensors of the same shapes without meaning.
+    """Return the function that a kernel would compile, over tensors of zeros.
 
     The tensors that torch traces belong to its trace.
     """
     with compat.without_dispatch_modes():
-        empty = [
-            torch.empty([compat.size_hint(n) for n in t.shape], dtype=t.dtype, device=t.device) for t in value.tensors()
-        ]
-        numbers = {n: compat.size_hint(getattr(size, n)) for n in ("batch", "heads", "q_len", "kv_len", "q_offset")}
-        alone = Aliases(zip(value.tensors(), empty, strict=True)).of(value)
-        offset = (
-            torch.empty(numbers["batch"], dtype=q_offset.dtype, device=q_offset.device)
-            if isinstance(q_offset, Tensor)
-            else compat.size_hint(q_offset)
-        )
-        mod = alone.bind(alone.resolve(replace(size, **numbers)), numbers["heads"])
+        zeros = [_zeros_like(t) for t in value.tensors()]
+        lengths = (size.batch, size.heads, size.q_len, size.kv_len, size.q_offset)
+        batch, heads, q_len, kv_len, q_end = map(compat.size_hint, lengths)
+        known = replace(size, batch=batch, heads=heads, q_len=q_len, kv_len=kv_len, q_offset=q_end)
+        alone = Aliases(zip(value.tensors(), zeros, strict=True)).of(value)
+        offset = _zeros_like(q_offset) if isinstance(q_offset, Tensor) else compat.size_hint(q_offset)
+        mod = alone.bind(alone.resolve(known), heads)
         return shifted_mask(mod, offset) if value.kind == "mask" else shifted_score(mod, offset)
 
 
-def _without_values(x: Tensor) -> Tensor:
-    return torch.empty([compat.size_hint(n) for n in x.shape], dtype=x.dtype, device=x.device)
+def _zeros_like(x: Tensor) -> Tensor:
+    return torch.zeros([compat.size_hint(n) for n in x.shape], dtype=x.dtype, device=x.device)
 
 
 # --- the plan of a mask ---
 
 
-def _planned(
-    mask: Mask, data: Any, size: Size, q: Tensor, k: Tensor, q_offset: int | Tensor, for_cpu: bool
-) -> BlockMask:
-    """Return the BlockMask of a mask.
-
-    data: the mask as `_data_of` returns it.
-    for_cpu: torch's CPU kernel will take the BlockMask.
-    """
-    block_size = block_size_for(size)
-    indices = _planned_blocks(data, q_offset, q.detach(), k.detach(), block_size)
-    if for_cpu:
-        mask = _in_own_memory(mask)
-        q_offset = flex.separate(q_offset) if isinstance(q_offset, Tensor) else q_offset
-    mask_mod = shifted_mask(_bound(mask, size, for_cpu), q_offset)
-    lengths: Any = (size.q_len, size.kv_len)
-    return BlockMask(*(lengths, *indices, block_size, mask_mod))
+def _bound(value: Modifier, resolved: Any, size: Size, backend: str) -> Callable[..., Tensor]:
+    """Return the bound function of a mask or score, given what `resolve` returned."""
+    if backend == "cpu":
+        value, resolved = _in_own_memory(value), _copied(resolved)
+    return value.bind(resolved, size.heads if size.device.type == "cuda" else None)
 
 
-def _bound(value: Modifier, size: Size, for_cpu: bool) -> Callable[..., Tensor]:
-    """Return the function of a mask or score with its arguments bound."""
-    resolved = value.resolve(size)
-    return value.bind(_copied(resolved) if for_cpu else resolved, size.heads if size.device.type == "cuda" else None)
-
-
-def _in_own_memory(value: _Value) -> _Value:
+def _in_own_memory(value: Modifier) -> Modifier:
     """Return the value with copies of its tensors.
 
     torch's CPU kernel fails if it captures a tensor that the same graph computes, other than by a custom operator.
@@ -266,10 +253,17 @@ def _planned_blocks(
 
     data: the mask as `_data_of` returns it.
     """
-    try:
+    with _errors_logged():
         return _blocks_of(data, q_offset, q, k, block_size)
-    except Exception as error:  # torch would not show it
-        _log.exception("a mask could not be planned inside torch.compile: %s", error)
+
+
+@contextlib.contextmanager
+def _errors_logged() -> Iterator[None]:
+    """Log errors, which torch would replace by its own."""
+    try:
+        yield
+    except Exception as error:
+        _log.error("a call inside torch.compile cannot be planned: %s: %s", type(error).__name__, error)
         raise
 
 
@@ -304,13 +298,13 @@ def _over_indices(
         mask_data = _data_of(mask, q.device)
 
         def of_mask(*indices: Tensor) -> Tensor:
-            return _masked(mask_data, q_offset, like_q, like_k, *indices)
+            return cast(Tensor, _masked(mask_data, q_offset, like_q, like_k, *indices))
 
     if score is not None and _can_be_data(score):
         score_data = _data_of(score, q.device)
 
         def of_scores(scores: Tensor, *indices: Tensor) -> Tensor:
-            return _scored(score_data, q_offset, like_q, like_k, scores, *indices)
+            return cast(Tensor, _scored(score_data, q_offset, like_q, like_k, scores, *indices))
 
     return OverIndices(of_mask, of_scores)
 
@@ -343,7 +337,8 @@ def _size(q: Tensor, k: Tensor) -> Size:
 def _data_of(mask: Modifier, device: torch.device) -> Any:
     """Return a mask as data. torch traces this function."""
     definition = mask.definition
-    name, captured = definition.name, []
+    name: str = definition.name
+    captured: list[Any] = []
     if not definition.own:
         name, captured = _name_and_captured(definition)
     params = []

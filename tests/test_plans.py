@@ -93,7 +93,7 @@ def expected(tensors: list[Tensor], params: dict[str, Any], device: str) -> Tens
         position = torch.arange(LENGTH, device=device)
         bias = bias - params["slopes"].double()[:, None, None] * (position[:, None] - position).abs()
     out = scaled_dot_product_attention(q, k, v, attn_mask=bias.masked_fill(~visible, -torch.inf))
-    return out.nan_to_num(0.0)
+    return out.nan_to_num(0.0).cpu()
 
 
 @pytest.mark.usefixtures("on_cpu_too")

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from flexmasks.backends.flex import CompiledCall
 from flexmasks.plans.plan import GivenPlan, MaskPlan, ScorePlan
-from flexmasks.spec.captures import Aliases
+from flexmasks.spec.captures import Aliases, Opaque, Refilled
 
 
 class Renewal:
-    """A compiled call with other tensors of the same shapes in the places of its tensors.
+    """A compiled call that is made again with other tensors.
+
+    They have the shapes of the tensors in whose places they come.
 
     tensors: the tensors of the call that is renewed. It keeps none of them.
     """
@@ -23,20 +25,21 @@ class Renewal:
     def __init__(
         self, call: CompiledCall, plan: MaskPlan, aliases: Aliases, tensors: Sequence[Tensor], inputs: Sequence[int]
     ) -> None:
-        recorded, made = plan.recorded
-        self._recorded, self._inputs = recorded, inputs
-        # A function holds aliases of the call's tensors, and the tensors that its plan made.
+        self._recorded, made = plan.recorded
+        self._inputs = inputs
+        # Functions hold aliases of the call's tensors, and the tensors that the plan made.
         held = [*(aliases.of(t) for t in tensors), *made]
-        self._placeholders = [torch.empty(0, device="meta") for _ in held]
-        functions = Aliases(zip(held, self._placeholders, strict=True))
-        self._mask_mod, self._score_mod = functions.of((call.block_mask.mask_mod, call.score_mod))
+        self._functions = Refilled((call.block_mask.mask_mod, call.score_mod), held)
         self._call = replace(call, block_mask=None, score_mod=None)
 
     @classmethod
     def of(
         cls, call: Any, mask: MaskPlan | GivenPlan, score: ScorePlan | None, aliases: Aliases, tensors: Sequence[Tensor]
     ) -> Renewal | None:
-        """Return the renewal of a call, or None if it is not compiled, or not planned by a recorded plan."""
+        """Return the renewal of a call, or None.
+
+        None if the call is not compiled, or not planned by a recorded plan.
+        """
         if not isinstance(call, CompiledCall) or isinstance(mask, GivenPlan) or not mask.is_recorded:
             return None
         if score is not None and score.prepares_tensors:
@@ -44,12 +47,12 @@ class Renewal:
         places = {id(t): n for n, t in enumerate(tensors)}
         if any(id(t) not in places for t in mask.inputs):
             return None
-        return cls(call, mask, aliases, tensors, [places[id(t)] for t in mask.inputs])
+        with contextlib.suppress(Opaque):
+            return cls(call, mask, aliases, tensors, [places[id(t)] for t in mask.inputs])
+        return None
 
     def __call__(self, tensors: Sequence[Tensor]) -> CompiledCall:
         """Return the call with these tensors."""
         layout, made = self._recorded.renewed([tensors[n] for n in self._inputs])
-        held = [*(t.detach() for t in tensors), *made]
-        functions = Aliases(zip(self._placeholders, held, strict=True))
-        mask_mod, score_mod = functions.of((self._mask_mod, self._score_mod))
+        mask_mod, score_mod = self._functions([*(t.detach() for t in tensors), *made])
         return replace(self._call, block_mask=layout.block_mask(mask_mod), score_mod=score_mod)

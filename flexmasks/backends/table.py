@@ -86,7 +86,8 @@ def _fastest_first(call: Call) -> list[Backend]:
 
 
 def _reason_against(backend: Backend, call: Call) -> str | None:
-    return backend.refuses(call) or OUTCOMES.get((backend.name, call.kind))
+    reason = backend.refuses(call)
+    return reason if reason or call.is_traced else OUTCOMES.get((backend.name, call.kind))
 
 
 def check(call: Call, name: str) -> None:

@@ -72,7 +72,7 @@ class _Planning:
             for _ in range(_CALLS_BEFORE_PLANS):
                 attention(q, q, q, mask=documents(self._draws.new()))
             self._is_known = True
-        request = Request(mask=documents(ids))
+        request = Request(mask=documents(ids), params={})  # equal to what `attention` makes
         if calls.plan_again(q, q, q, request) is None:  # no earlier plan of its kind can be used
             calls._planned(q, q, q, request).call.blocks()
         return ids

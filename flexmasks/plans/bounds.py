@@ -14,8 +14,10 @@ from torch import Tensor
 
 from flexmasks.blocks.bounds import bounds
 from flexmasks.blocks.build import Layout
+from flexmasks.blocks.elements import MaskMod
 from flexmasks.plans.recorded import Recorded
 from flexmasks.plans.shifted import Offset, shifted_mask
+from flexmasks.spec.bands import band_of
 from flexmasks.spec.captures import Aliases
 from flexmasks.spec.parameters import Size
 from flexmasks.spec.values import Mask, ResolvedInner
@@ -52,9 +54,29 @@ def plan_bounds(kind: MaskKind) -> Resolved:
     """
     size = unread(kind.size, kind.offset)
     arguments = kind.mask.resolve(size, kind.lifted)
-    mask_mod = shifted_mask(kind.mask.bind(arguments), kind.offset)
+    mask_mod = _with_implied_band(kind.mask, size, shifted_mask(kind.mask.bind(arguments), kind.offset))
     layout = bounds(mask_mod, size.batch, size.heads, size.q_len, size.kv_len, size.device, kind.block_size)
     return Resolved(arguments, layout)
+
+
+def _with_implied_band(mask: Mask, size: Size, mask_mod: MaskMod) -> MaskMod:
+    """Return a mask_mod that shows the same pairs and is better for ranges.
+
+    In it, ranges see how far keys are from queries. Inside sequences that lie end to end, the distance of two positions
+    is that of their tokens, which ranges of positions do not show.
+    """
+    band = band_of(mask, size)
+    sequences = None if band is None or band.sequences is None else band.sequences()
+    if band is None or sequences is None or sequences.q is not sequences.kv:
+        return mask_mod
+    left, right = band.left, band.right
+
+    def bounded(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        visible = mask_mod(b, h, q, kv)
+        visible = visible if left is None else visible & (q - kv <= left)
+        return visible if right is None else visible & (kv - q <= right)
+
+    return bounded
 
 
 class RecordedPlan:

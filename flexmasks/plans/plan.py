@@ -318,7 +318,7 @@ class MaskPlan(Plan):
 
     @property
     def recorded(self) -> tuple[RecordedPlan, list[Tensor]]:
-        """The recorded plan that made the blocks, and the tensors that it made for the function."""
+        """The recorded plan, and the tensors that it made for the function."""
         return cast(RecordedPlan, self._prepared.recorded), tensors_in(self._prepared.resolved)
 
     def blocks(self) -> Blocks:

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from flexmasks import compat
+
 _MAX_KEPT_ELEMENTS = 1 << 18  # larger constants are computed at each run
 _MAX_CAPTURED_ELEMENTS = 1 << 22  # elements of the outputs, up to which a CUDA graph holds memory of its own
 _POOLS: dict[int, Any] = {}  # by GPU: one pool of memory for all CUDA graphs, of which one runs at a time
@@ -45,12 +47,16 @@ class Recorded:
             device = inputs[0].device
             if device.type != "cuda" or self._runs == 1 or torch.cuda.is_current_stream_capturing():
                 return self._run(*inputs)
-            with _LOCK, torch.cuda.device(device):
+            with _LOCK, contextlib.nullcontext() if self._is_current(device) else torch.cuda.device(device):
                 if self._captured is None and self._runs == 2:
                     self._captured = _Captured.of(self._run, inputs)
                 if self._captured is None or self._captured.stream != torch.cuda.current_stream():
                     return self._run(*inputs)
                 return self._captured(inputs)
+
+    @staticmethod
+    def _is_current(device: torch.device) -> bool:
+        return device.index == torch.cuda.current_device()
 
 
 class _Captured:
@@ -92,7 +98,9 @@ class _Captured:
         for place, x in zip(self._inputs, inputs, strict=True):
             place.copy_(x)
         self._graph.replay()
-        return [x.clone() for x in self._outputs]
+        outputs = [torch.empty_like(x) for x in self._outputs]
+        compat.copy_all(outputs, self._outputs)
+        return outputs
 
 
 @contextlib.contextmanager

@@ -129,11 +129,17 @@ def definition(kind: str, name: str) -> Definition:
             f"flexmasks: no mask is named {name!r}; masks are combined as values: "
             'flexmasks.get_mask("causal") & flexmasks.get_mask("document", document_ids=ids).'
         )
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-    hint = f"flexmasks.list_{kind}s() names the {len(known)} that exist."
+    raise ValueError(f"flexmasks: no {kind} is named {name!r}; {_hint(kind, name)}")
+
+
+def _hint_of(kind: str, name: str) -> str:
+    near = difflib.get_close_matches(name, _NAMES[kind], n=3, cutoff=0.5)
     if near:
-        hint = f"did you mean {' or '.join(repr(n) for n in near)}?"
-    raise ValueError(f"flexmasks: no {kind} is named {name!r}; {hint}")
+        return f"did you mean {' or '.join(repr(n) for n in near)}?"
+    return f"flexmasks.list_{kind}s() names the {len(_NAMES[kind])} that exist."
+
+
+_hint: Callable[[str, str], str] = torch.compiler.assume_constant_result(_hint_of)  # torch cannot trace difflib
 
 
 def is_own(kind: str, name: str) -> bool:

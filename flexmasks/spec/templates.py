@@ -41,7 +41,10 @@ class Read(NamedTuple):
 
 
 def reads_of(*functions: Any) -> tuple[Read, ...] | str:
-    """Return ways to all tensors and numbers that functions captured, or why they cannot be read."""
+    """Return ways to what functions captured, or why it cannot be read.
+
+    The ways lead to all captured tensors and numbers.
+    """
     try:
         tensors: list[Tensor] = []
         capture(functions, tensors)
@@ -98,7 +101,7 @@ class _Hole(Readable):
 
 
 class _Walk:
-    """One walk through functions, which copies them with other values in place of tensors and numbers.
+    """One walk through functions, which copies them with other captured values.
 
     leaf: called with each tensor, number or hole, and with the Read that leads there; it returns the replacement.
     """

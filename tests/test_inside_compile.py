@@ -1,0 +1,433 @@
+"""Calls inside a user's own torch.compile(fullgraph=True): what they compute, and what makes them compile again."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import math
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import arguments, check_lse, exact, label, qkv, spread
+from oracles import MASK_CASES, Case, attend, dense
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import counters
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.nn.attention.flex_attention import and_masks
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import flexmasks
+from flexmasks import Mask
+from flexmasks.backends import fa4, table
+
+BATCH, HEADS, LENGTH, SIZE = 2, 2, 70, 8
+DOCUMENTS = torch.arange(LENGTH).expand(BATCH, -1) // torch.tensor([[20], [33]])
+OFFSETS = torch.tensor([0, 25, 60])  # two sequences, and ten tokens of padding
+_Call = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def graphs() -> int:
+    assert not counters["graph_break"]
+    return int(counters["stats"]["unique_graphs"])
+
+
+def results(call: _Call, *tensors: Tensor) -> list[Tensor]:
+    """Return a call's outputs, and the gradients of all floating arguments."""
+    leaves = [x.clone().requires_grad_() if x.is_floating_point() else x for x in tensors]
+    learning = [x for x in leaves if x.requires_grad]
+    outputs = call(*leaves)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    weighted = sum((x.nan_to_num(neginf=0.0) * torch.arange(x.numel()).view(x.shape).cos()).sum() for x in outputs)
+    return [*outputs, *torch.autograd.grad(weighted, learning)]
+
+
+def check(call: _Call, *tensors: Tensor, want: _Call | None = None, tolerance: float = 1e-5, **compile_by: Any) -> None:
+    """Check a call inside torch.compile, forward and backward, against the same call outside, or another one."""
+    compiled = torch.compile(call, fullgraph=True, **{"backend": "aot_eager", **compile_by})
+    for x, y in zip(results(compiled, *tensors), results(want or call, *tensors), strict=True):
+        assert torch.equal(x.isinf(), y.isinf())
+        torch.testing.assert_close(x.to(y.dtype), y, atol=tolerance, rtol=tolerance)
+    assert not counters["graph_break"]
+
+
+def leaves(count: int = 3, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+    return torch.randn(count, BATCH, HEADS, LENGTH, SIZE, dtype=dtype).unbind()
+
+
+# --- every mask ---
+
+
+def _has_tensors(case: Case) -> bool:
+    return isinstance(case.q_offset, tuple) or any(isinstance(v, Tensor | list) for v in case.params.values())
+
+
+# Masks whose tensors are used in different ways: one case takes a second.
+_FEW_NAMES = (
+    "document",
+    "grouped_tril",
+    "packed",
+    "paged",
+    "slices",
+    "tree",
+    "flashmask",
+    "key_padding",
+    "block_sparse",
+)
+FEW = spread([c for c in MASK_CASES if _has_tensors(c) and c.name in _FEW_NAMES], 1)
+MORE = [c for c in MASK_CASES if c not in FEW]
+
+
+@pytest.mark.parametrize("case", [*FEW, *(pytest.param(c, marks=pytest.mark.campaign) for c in MORE)], ids=label)
+def test_every_mask_trains(case: Case) -> None:
+    """In float64 by the reference, which honors the block lists."""
+    given = {n: torch.tensor(v) if isinstance(v, list) and v else v for n, v in arguments(case).items()}
+    names = [n for n, v in given.items() if isinstance(v, Tensor)]
+    q, k, v = (x.detach() for x in qkv(case, torch.float64, size=4))
+
+    def call(q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor) -> Any:
+        params = {**given, **dict(zip(names, tensors, strict=True))}
+        return flexmasks.attention(q, k, v, mask=case.name, return_lse=True, **params)
+
+    tensors = [given[n] for n in names]
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    got, got_lse, *gradients = results(compiled, q, k, v, *tensors)
+    want, want_lse, *want_gradients = results(lambda q, k, v: attend(q, k, v, dense(case)), q, k, v)
+    check_lse(got_lse, want_lse, 1e-9)
+    for x, y in zip([got, *gradients], [want, *want_gradients], strict=True):
+        torch.testing.assert_close(x, y, atol=1e-9, rtol=1e-9)
+    assert graphs() == 1
+
+
+@pytest.mark.parametrize(
+    "name", ["grouped_tril", *(pytest.param(n, marks=pytest.mark.campaign) for n in ("document", "paged"))]
+)
+def test_kernels_for_the_cpu(name: str) -> None:
+    (case,) = spread([c for c in MASK_CASES if c.name == name], 1)
+    given = arguments(case)
+    compiled = torch.compile(functools.partial(flexmasks.attention, mask=name), fullgraph=True)
+    with torch.no_grad():
+        q, k, v = (x.detach() for x in qkv(case, torch.float32))
+        want, _ = attend(*(exact(x).detach() for x in (q, k, v)), dense(case))
+        torch.testing.assert_close(compiled(q, k, v, **given).double(), want, atol=1e-5, rtol=1e-5)
+
+
+# --- a model ---
+
+
+class Block(torch.nn.Module):
+    """Attention between two projections, whose q, k and v are views of one tensor."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.into, self.out = torch.nn.Linear(width, 3 * width), torch.nn.Linear(width, width)
+
+    def forward(self, x: Tensor, attention: _Call) -> Tensor:
+        batch, length, width = x.shape
+        q, k, v = self.into(x).view(batch, length, 3, HEADS, width // HEADS).permute(2, 0, 3, 1, 4)
+        return x + self.out(attention(q, k, v).transpose(1, 2).reshape(batch, length, width))
+
+
+class Model(torch.nn.Module):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(layers))
+
+    def forward(self, x: Tensor, mask: Mask | None = None, visible: Tensor | None = None) -> Tensor:
+        for block in self.blocks:
+            if mask is None:
+                x = block(x, lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=visible))
+            else:
+                x = block(x, lambda q, k, v: flexmasks.attention(q, k, v, mask=mask))
+        return x.square().mean()
+
+
+def _documents(ids: Tensor) -> Mask:
+    return flexmasks.get_mask("causal") & flexmasks.get_mask("document", document_ids=ids)
+
+
+def _users_documents(ids: Tensor) -> Mask:
+    return flexmasks.get_mask(lambda b, h, q, kv: (q >= kv) & (ids[b, q] == ids[b, kv]))
+
+
+@pytest.mark.parametrize(
+    ("made", "backend"),
+    [(_users_documents, "aot_eager"), pytest.param(_documents, "inductor", marks=pytest.mark.campaign)],
+)
+def test_a_model_trains_with_new_documents_at_every_step(made: Callable[[Tensor], Mask], backend: str) -> None:
+    model, other = Model(3), Model(3)
+    other.load_state_dict(model.state_dict())
+    step = torch.compile(model, fullgraph=True, backend=backend)
+    for _ in range(3):
+        ids, x = torch.randint(0, 5, (BATCH, LENGTH)).sort(1).values, torch.randn(BATCH, LENGTH, 16)
+        same = (ids[:, :, None] == ids[:, None])[:, None]
+        losses = step(x, made(ids)), other(x, visible=same & torch.ones(LENGTH, LENGTH).tril().bool())
+        for loss in losses:
+            loss.backward()
+        torch.testing.assert_close(*losses)
+    for x, y in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(x.grad, y.grad, atol=1e-6, rtol=1e-4)
+    assert graphs() == 1
+
+
+def test_layers_share_one_plan_which_the_backward_pass_reuses() -> None:
+    counted = []
+
+    def count(module: torch.fx.GraphModule, _: Any) -> Any:
+        counted.append(collections.Counter(str(n.target) for n in module.graph.nodes))
+        return module.forward
+
+    def boxed(module: torch.fx.GraphModule, inputs: Any) -> Any:
+        from functorch.compile import make_boxed_func
+
+        return make_boxed_func(count(module, inputs))
+
+    backend = aot_autograd(fw_compiler=boxed, bw_compiler=boxed, partition_fn=min_cut_rematerialization_partition)
+    step = torch.compile(Model(3), fullgraph=True, backend=backend)
+    step(torch.randn(BATCH, LENGTH, 16), _documents(DOCUMENTS)).backward()
+    forward, backward = counted
+    of_plan = ("aten.cumsum.default", "aten.scatter.src")
+    assert [forward[name] for name in of_plan] == [1, 1]
+    assert [backward[name] for name in of_plan] == [0, 0]
+
+
+# --- what a call may be made of ---
+
+
+def _jagged(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    nested = [torch.nested.nested_tensor_from_jagged(x, OFFSETS).transpose(1, 2) for x in (q, k, v)]
+    return flexmasks.attention(*nested, mask="causal").transpose(1, 2).values()
+
+
+def _inside_autocast(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return flexmasks.attention(q, k, v, mask="document", document_ids=DOCUMENTS)
+
+
+def _saved(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    is_product = op == torch.ops.aten.bmm.default
+    return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _in_checkpoint(q: Tensor, k: Tensor, v: Tensor, **more: Any) -> Tensor:
+    def block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flexmasks.attention(q.sin(), k, v, mask=_CAUSAL_DOCUMENTS, score="alibi")
+
+    return checkpoint(block, q, k, v, use_reentrant=False, **more)  # type: ignore[no-any-return]
+
+
+_CAUSAL_DOCUMENTS = _documents(DOCUMENTS)
+_WINDOW = 7
+
+
+def _number(limit: int) -> Mask:
+    return flexmasks.get_mask(lambda b, h, q, kv: (q >= kv) & (q - kv < limit))
+
+
+def _with_tables(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, ids: Tensor, window: int) -> Tensor:
+    return (ids[b, q] == ids[b, kv]) & (q - kv < window)
+
+
+def _plain(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return (q >= kv) & (kv % 7 != 3)
+
+
+_FUNCTIONS = {
+    "closure": _users_documents(DOCUMENTS),
+    "and_masks": flexmasks.get_mask(and_masks(lambda b, h, q, kv: q >= kv, lambda b, h, q, kv: DOCUMENTS[b, q] > 0)),
+    "global number": flexmasks.get_mask(lambda b, h, q, kv: (q >= kv) & (q - kv < _WINDOW)),
+    "default": flexmasks.get_mask(lambda b, h, q, kv, ids=DOCUMENTS: ids[b, q] == ids[b, kv]),
+    "inverse": flexmasks.get_mask("causal") | ~flexmasks.get_mask("document", document_ids=DOCUMENTS),
+    "parameters": flexmasks.get_mask(_with_tables, ids=DOCUMENTS, window=9),
+    "plain": _plain,
+}
+_COMPOSED: dict[str, _Call] = {
+    "score": lambda q, k, v, slopes: flexmasks.attention(
+        q, k, v, mask="document", document_ids=DOCUMENTS, score=["alibi", "softcap"], slopes=slopes, cap=3.0
+    ),
+    "sinks and lse": lambda q, k, v, sinks: flexmasks.attention(
+        q, k, v, mask=_CAUSAL_DOCUMENTS, sink_logits=sinks, return_lse=True
+    ),
+    "grouped heads": lambda q, k, v, _: flexmasks.attention(q, k[:, :1], v[:, :1], mask=_CAUSAL_DOCUMENTS) + _.sum(),
+    "number as offset": lambda q, k, v, _: flexmasks.attention(q[:, :, :30], k, v, mask="causal", q_offset=9) + _.sum(),
+    "made inside": lambda q, k, v, _: flexmasks.attention(
+        q, k, v, mask=flexmasks.get_mask("causal") & flexmasks.get_mask("document", document_ids=DOCUMENTS)
+    ) + _.sum(),
+    "function inside": lambda q, k, v, _: flexmasks.attention(q, k, v, mask=lambda b, h, q, kv: q - kv < 9) + _.sum(),
+    "checkpoint": lambda q, k, v, _: _in_checkpoint(q, k, v) + _.sum(),
+    "causal": lambda q, k, v, _: flexmasks.attention(q, k, v, mask="causal") + _.sum(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", _COMPOSED)
+def test_composed(name: str) -> None:
+    check(_COMPOSED[name], *leaves(), torch.rand(HEADS))
+
+
+@pytest.mark.parametrize("name", _FUNCTIONS)
+def test_users_functions(name: str) -> None:
+    check(lambda q, k, v: flexmasks.attention(q, k, v, mask=_FUNCTIONS[name]), *leaves())
+
+
+def test_offsets_in_a_tensor() -> None:
+    def call(q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tensor:
+        return flexmasks.attention(q[:, :, :20], k, v, mask="causal", q_offset=starts)
+
+    check(call, *leaves(), torch.tensor([50, 3]))
+
+
+def test_varlen() -> None:
+    def call(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, sinks: Tensor) -> Tensor:
+        return flexmasks.varlen_attention(q, k, v, offsets, mask="causal", score="alibi", sink_logits=sinks)
+
+    check(call, *torch.randn(3, LENGTH, HEADS, SIZE).unbind(), OFFSETS, torch.rand(HEADS))
+
+
+def test_paged() -> None:
+    def call(q: Tensor, k: Tensor, v: Tensor, table: Tensor, lens: Tensor) -> Tensor:
+        return flexmasks.paged_attention(q, k, v, table, lens, mask="causal")
+
+    pool = torch.randn(2, 8, 16, HEADS, SIZE).unbind()
+    check(call, torch.randn(BATCH, HEADS, 5, SIZE), *pool, torch.tensor([[0, 2, 4], [1, 3, 5]]), torch.tensor([40, 33]))
+
+
+def test_jagged() -> None:
+    check(_jagged, *torch.randn(3, 60, HEADS, SIZE).unbind())
+
+
+def test_autocast() -> None:
+    check(_inside_autocast, *leaves(), tolerance=0.05)
+    with torch.autocast("cpu", torch.bfloat16):
+        check(lambda q, k, v: flexmasks.attention(q, k, v, mask=_CAUSAL_DOCUMENTS), *leaves(), tolerance=0.05)
+
+
+@pytest.mark.filterwarnings("ignore:.*context_fn.*")
+def test_selective_checkpoint() -> None:
+    saving = functools.partial(create_selective_checkpoint_contexts, _saved)
+    check(functools.partial(_in_checkpoint, context_fn=saving), *leaves(), want=_in_checkpoint)
+
+
+def test_many_scores_are_computed_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flexmasks.backends.slices._MAX_SCORES", 5000)
+    check(lambda q, k, v: flexmasks.attention(q, k, v, mask=_CAUSAL_DOCUMENTS), *leaves())
+
+
+# --- what compiles again ---
+
+
+def test_changing_lengths_and_numbers_compile_a_bounded_number_of_graphs() -> None:
+    compiled = torch.compile(flexmasks.attention, fullgraph=True, backend="aot_eager")
+    for n in (40, 50, 60, 70):
+        q, k, v = torch.randn(3, 1, 1, n, SIZE).unbind()
+        call = {"mask": "document", "document_ids": torch.arange(n) // n.bit_length(), "return_lse": True}
+        for x, y in zip(compiled(q, k, v, **call), flexmasks.attention(q, k, v, **call), strict=True):
+            torch.testing.assert_close(x, y)
+    assert graphs() <= 3
+
+
+def test_a_captured_number_that_changes_is_never_stale() -> None:
+    q, k, v = leaves()
+    compiled = torch.compile(flexmasks.attention, fullgraph=True, backend="aot_eager")
+    for limit in (3, 30, 11, 5):
+        want = flexmasks.attention(q, k, v, mask=_number(limit), backend="reference")
+        torch.testing.assert_close(compiled(q, k, v, mask=_number(limit), backend="reference"), want)
+    assert graphs() <= 3
+
+
+# --- errors ---
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"mask": "casual"}, "did you mean 'causal'"),
+        ({"mask": "sliding_window"}, "needs `window`"),
+        ({"mask": "padding", "seq_lens": torch.zeros(3, dtype=torch.int64)}, "`seq_lens` must be int[B]"),
+        ({"mask": "causal", "q_offset": torch.zeros(3, dtype=torch.int64)}, "`q_offset` must be an int from 0"),
+        ({"mask": "causal", "backend": "flash"}, "backend 'flash' cannot run this call inside torch.compile: it runs"),
+        ({"mask": "causal", "sink_logits": torch.zeros(3)}, "`sink_logits` must be a floating tensor"),
+        ({"mask": flexmasks.get_mask(lambda b, h, q, kv: _CAUSAL_DOCUMENTS(b, h, q, kv))}, "combine masks with"),
+    ],
+)
+def test_errors_say_what_is_wrong(arguments: dict[str, Any], message: str) -> None:
+    compiled = torch.compile(flexmasks.attention, fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match=re.escape(message)):
+        compiled(*leaves(), **arguments)
+
+
+def test_a_function_made_inside_may_not_capture() -> None:
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        ids = DOCUMENTS + 1
+        return flexmasks.attention(q, k, v, mask=lambda b, h, q, kv: ids[b, q] == ids[b, kv])
+
+    with pytest.raises(Exception, match=r"make a Mask of it outside the compiled function, with flexmasks\.get_mask"):
+        torch.compile(call, fullgraph=True, backend="eager")(*leaves())
+
+
+# --- FlashAttention 4, with its kernels replaced by plain torch ---
+
+
+def _attend_plainly(q: Tensor, k: Tensor, v: Tensor, arguments: Any, cap: float | None) -> tuple[Tensor, Tensor]:
+    distance = torch.arange(k.shape[1]) - torch.arange(q.shape[1])[:, None] - (k.shape[1] - q.shape[1])
+    left, right = arguments.get("window_size_left"), arguments.get("window_size_right")
+    right = 0 if arguments.get("causal") else right
+    visible = (distance >= -(math.inf if left is None else left)) & (distance <= (math.inf if right is None else right))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(q.shape[-1])
+    scores = (scores if cap is None else cap * torch.tanh(scores / cap)).masked_fill(~visible, -math.inf)
+    return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v).contiguous(), scores.logsumexp(-1)
+
+
+def _differentiate_plainly(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Any, arguments: Any, cap: Any
+) -> tuple[Tensor, ...]:
+    def outputs(*inputs: Tensor) -> Any:
+        out, lse = _attend_plainly(*inputs, arguments, cap)
+        return out if d_lse is None else (out, lse)
+
+    _, differentiate = torch.func.vjp(outputs, q, k, v)
+    gradients = differentiate(d_out if d_lse is None else (d_out, d_lse))
+    return tuple(torch.empty_like(x).copy_(g) for x, g in zip((q, k, v), gradients, strict=True))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"mask": "causal"},
+        {"mask": "sliding_window", "window": 9},
+        {"mask": "causal", "score": "softcap", "cap": 2.0},
+        {"mask": "sliding_window", "window": 9, "return_lse": True},
+    ],
+)
+def test_windows_reach_flash_attention_4(call: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = []
+
+    def launch(*args: Any) -> tuple[Tensor, Tensor]:
+        launched.append(args)
+        return _attend_plainly(*args)
+
+    for name, value in (("_forward", launch), ("_backward", _differentiate_plainly), ("_MIN_QUERIES", 16)):
+        monkeypatch.setattr(fa4, name, value)
+    monkeypatch.setattr(fa4, "refuses_package", lambda call: None)
+    monkeypatch.setattr(table, "_FA4_MIN_FLOP", 0)
+    monkeypatch.setattr(table, "_FLASH_MIN_FLOP", math.inf)
+    with torch.library._scoped_library("flexmasks", "FRAGMENT") as library:
+        for operator in (fa4.traced_forward, fa4.traced_backward):
+            library.impl(operator._opoverload, operator._init_fn, "CPU")
+        check(
+            functools.partial(flexmasks.attention, **call),
+            *leaves(),
+            want=functools.partial(flexmasks.attention, backend="reference", **call),
+        )
+    assert launched
