@@ -130,7 +130,8 @@ def test_the_usual_cases_are_the_default(steps: list[str]) -> None:
 def test_the_steps_with_new_tensors(steps: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "steps", "--device", "cpu"]) == 0
     named = [f"loop, {loop.name}, [1, 8, 4096, 64]" for loop in loops.LOOPS]
-    losses = [f"losses, {p}, {w}" for p in ("document ids", "offsets") for w in ("eager", "compiled")]
+    ids, offsets = ["eager", "compiled layers", "compiled"], ["eager", "compiled"]
+    losses = [*(f"losses, document ids, {way}" for way in ids), *(f"losses, offsets, {way}" for way in offsets)]
     assert steps == ["plan, documents, [1, 8, 4096, 64]", *named, *losses]
     steps.clear()
     assert main(["bench", "steps", "--device", "cpu", "--quick", "--only", "plan", "ALiBi"]) == 0
@@ -382,13 +383,13 @@ def test_the_runner_of_steps_runs_all_equally_often_and_counts_compilations() ->
 @pytest.mark.parametrize("packing", ["document ids", "offsets"])
 def test_a_model_trains_as_with_the_mask_as_a_tensor(packing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = Sizes(vocabulary=16, width=32, heads=2, layers=2, batch=2, length=320)
-    rows = bench_steps._losses_rows(packing, False, sizes, CPU, torch.float32)
+    rows = bench_steps._losses_rows(packing, "eager", sizes, CPU, torch.float32)
     ours, dense = (next(r for r in rows if r["who"] == who) for who in ("flexmasks", "SDPA + mask"))
     assert ours["losses"] == pytest.approx(dense["losses"], rel=1e-5)
     assert len(set(ours["losses"])) == 5
     monkeypatch.setattr(bench_steps, "_TOLERANCE", {torch.float32: -1.0})
     with pytest.raises(ValueError, match="the losses of flexmasks are"):
-        bench_steps._losses_rows(packing, False, sizes, CPU, torch.float32)
+        bench_steps._losses_rows(packing, "eager", sizes, CPU, torch.float32)
 
 
 @pytest.mark.gpu
@@ -411,8 +412,8 @@ def test_the_tables_of_steps() -> None:
         about = {"kind": kind, "case": case, "shape": "8x16x4096x64", "dtype": "bfloat16", "who": who}
         return {**about, **figures, "synchronizations": 0.0, "backend": "flash", **more}
 
-    model = {"compiled": True, "layers": 12, "width": 1024}
-    losses = {"kind": "losses", "case": "offsets", "compiled": False, "dtype": "bfloat16", "losses": [3.0, 2.0]}
+    model = {"model": "compiled", "layers": 12, "width": 1024}
+    losses = {"kind": "losses", "case": "offsets", "model": "eager", "dtype": "bfloat16", "losses": [3.0, 2.0]}
     failed = {"left_out": {"flex_attention": "no kernel"}}
     rows = [
         row("plan", "documents", "flexmasks", 0.1), row("plan", "documents", "flex_attention", 0.2),

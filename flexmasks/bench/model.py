@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # of q, k and v, [batch, heads, length, head size]
+WAYS = ("eager", "compiled layers", "compiled")  # ways to run a model
 
 
 class Sizes(NamedTuple):
@@ -72,7 +73,7 @@ class Training:
         attend_of: attention, see Model.
         packing: returns what `attend_of` takes, at each step.
         device, dtype: of the model.
-        compiled: compile the whole model, without graph breaks.
+        way: one of WAYS. Layers and models are compiled without graph breaks.
     """
 
     def __init__(
@@ -82,14 +83,17 @@ class Training:
         packing: Callable[[], Any],
         device: torch.device,
         dtype: torch.dtype,
-        compiled: bool,
+        way: str,
     ) -> None:
         with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
             torch.manual_seed(0)
             model = Model(sizes, attend_of).to(dtype)
             self._words = torch.randint(sizes.vocabulary, (sizes.batch, sizes.length + 1))
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
-        self._model: Callable[..., Tensor] = torch.compile(model, fullgraph=True) if compiled else model
+        if way == "compiled layers":
+            for layer in model.layers:
+                layer.compile(fullgraph=True)
+        self._model: Callable[..., Tensor] = torch.compile(model, fullgraph=True) if way == "compiled" else model
         self._packing = packing
 
     def __call__(self) -> Tensor:

@@ -33,7 +33,7 @@ from flexmasks.bench.loops import (
     in_place,
     offsets_mod,
 )
-from flexmasks.bench.model import Attend, Sizes, Training
+from flexmasks.bench.model import WAYS, Attend, Sizes, Training
 from flexmasks.bench.results import Row, choose_device, machine, run_steps
 from flexmasks.bench.runner import MeasuredSteps, measure_steps
 from flexmasks.bench.steps_tables import OLD, OURS, PLAIN, table
@@ -41,6 +41,8 @@ from flexmasks.cache import clear_caches
 from flexmasks.request import Request
 
 _DENSE = "SDPA + mask"  # what the losses are compared with
+# How documents are given to a model, and how it runs.
+_TRAINED = [*(("document ids", way) for way in WAYS), ("offsets", "eager"), ("offsets", "compiled")]
 _CALLS_BEFORE_PLANS = 4
 _CHECKED_STEPS = 5
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2}  # largest relative difference of losses
@@ -70,7 +72,7 @@ class _Planning:
             for _ in range(_CALLS_BEFORE_PLANS):
                 attention(q, q, q, mask=documents(self._draws.new()))
             self._is_known = True
-        request = Request(mask=documents(ids))
+        request = Request(mask=documents(ids), params={})  # equal to what `attention` makes
         if calls.plan_again(q, q, q, request) is None:  # no earlier plan of its kind can be used
             calls._planned(q, q, q, request).call.blocks()
         return ids
@@ -134,22 +136,22 @@ def _graph_rows(loop: Loop, shape: Shape, device: torch.device, dtype: torch.dty
 
 
 def _training_rows(
-    packing: str, compiled: bool, sizes: Sizes, device: torch.device, dtype: torch.dtype, pace: Pace, cold: bool
+    packing: str, way: str, sizes: Sizes, device: torch.device, dtype: torch.dtype, pace: Pace, cold: bool
 ) -> list[Row]:
-    """Return the figures of training steps, eager or compiled as a whole."""
-    sizes, ways = _ways(packing, sizes, device, compiled)
+    """Return the figures of training steps of a model that runs in one of WAYS."""
+    sizes, kinds = _kinds(packing, sizes, device, way)
     implementations = {
-        who: Training(sizes, way.attend_of, way.packing, device, dtype, compiled)
-        for who, way in ways.items()
+        who: Training(sizes, kind.attend_of, kind.packing, device, dtype, way)
+        for who, kind in kinds.items()
         if who != _DENSE
     }
     measured = _measure(implementations, device, pace, cold, required=())
     shape = (sizes.batch, sizes.heads, sizes.length, sizes.width // sizes.heads)
-    about = {"compiled": compiled, "layers": sizes.layers, "width": sizes.width}
+    about = {"model": way, "layers": sizes.layers, "width": sizes.width}
     return [{**row, **about} for row in _measured_rows("training", packing, shape, dtype, measured)]
 
 
-def _losses_rows(packing: str, compiled: bool, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> list[Row]:
+def _losses_rows(packing: str, way: str, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> list[Row]:
     """Return the losses of a small model's first steps.
 
     Raises ValueError if they are too far from the losses with the mask as a tensor.
@@ -157,11 +159,11 @@ def _losses_rows(packing: str, compiled: bool, sizes: Sizes, device: torch.devic
     torch.compiler.reset()
     losses: dict[str, list[float]] = {}
     left_out: dict[str, str] = {}
-    small, ways = _ways(packing, sizes, device, compiled)
+    small, kinds = _kinds(packing, sizes, device, way)
     if device.type == "cpu":
-        del ways[PLAIN]  # flex_attention has no gradients on a CPU
-    for who, way in ways.items():
-        train = Training(small, way.attend_of, way.packing, device, dtype, compiled and who != _DENSE)
+        del kinds[PLAIN]  # flex_attention has no gradients on a CPU
+    for who, kind in kinds.items():
+        train = Training(small, kind.attend_of, kind.packing, device, dtype, "eager" if who == _DENSE else way)
         try:
             losses[who] = [float(train()) for _ in range(_CHECKED_STEPS)]
         except Exception as error:
@@ -174,7 +176,7 @@ def _losses_rows(packing: str, compiled: bool, sizes: Sizes, device: torch.devic
         difference = max(abs(a / b - 1) for a, b in zip(found, expected, strict=True))
         if not difference <= _TOLERANCE[dtype]:
             raise ValueError(f"the losses of {who} are {found}, those of the mask as a tensor {expected}")
-        row: Row = {"kind": "losses", "case": packing, "compiled": compiled, "who": who}
+        row: Row = {"kind": "losses", "case": packing, "model": way, "who": who}
         rows.append({**row, "dtype": _name(dtype), "losses": found, "difference": difference})
     if left_out:
         rows[0]["left_out"] = left_out
@@ -237,15 +239,15 @@ def _name(dtype: torch.dtype) -> str:
 # --- a model in training ---
 
 
-class _Way(NamedTuple):
-    """A way to compute a model's attention."""
+class _Kind(NamedTuple):
+    """A kind of attention of a model."""
 
     attend_of: Callable[[Any], Attend]  # inside the model, from the value of `packing`
     packing: Callable[[], Any]  # outside the model, once in a step
 
 
-def _ways(packing: str, sizes: Sizes, device: torch.device, compiled: bool) -> tuple[Sizes, dict[str, _Way]]:
-    """Return the sizes and the ways to compute attention among packed documents.
+def _kinds(packing: str, sizes: Sizes, device: torch.device, way: str) -> tuple[Sizes, dict[str, _Kind]]:
+    """Return the sizes, and the kinds of attention among packed documents.
 
     packing: "document ids", [batch, length], or "offsets" of sequences in one row of batch x length tokens.
     """
@@ -255,7 +257,7 @@ def _ways(packing: str, sizes: Sizes, device: torch.device, compiled: bool) -> t
     draw, mod = (draw_offsets, offsets_mod) if packing == "offsets" else (draw_ids, documents_mod)
     drawn = draw(batch, length, torch.Generator(device).manual_seed(0))
     create = compiled_create()
-    flex: Any = flex_attention if compiled else compiled_flex()
+    flex: Any = compiled_flex() if way == "eager" else flex_attention
     ours, plain, dense = (Draws(drawn) for _ in range(3))
 
     def attend_of_ids(ids: Tensor) -> Attend:
@@ -277,12 +279,12 @@ def _ways(packing: str, sizes: Sizes, device: torch.device, compiled: bool) -> t
 
     attend_of = attend_of_offsets if packing == "offsets" else attend_of_ids
     return sizes, {
-        OURS: _Way(attend_of, ours.new),
-        PLAIN: _Way(
+        OURS: _Kind(attend_of, ours.new),
+        PLAIN: _Kind(
             lambda block_mask: lambda q, k, v: flex(q, k, v, block_mask=block_mask),
             lambda: create(mod(plain.new(), length), batch, length, device),
         ),
-        _DENSE: _Way(lambda visible: lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=visible), seen),
+        _DENSE: _Kind(lambda visible: lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=visible), seen),
     }
 
 
@@ -346,15 +348,12 @@ def _todo(device: torch.device, quick: bool) -> dict[str, Callable[[], list[Row]
             todo[f"loop, {loop.name}, {list(shape)}"] = call
 
     add_loops(shapes[0])
-    ways = [(packing, compiled) for packing in ("document ids", "offsets") for compiled in (False, True)]
-    for packing, compiled in ways:
-        description = f"{packing}, {'compiled' if compiled else 'eager'}"
-        todo[f"losses, {description}"] = functools.partial(_losses_rows, packing, compiled, small, device, dtype)
-    for packing, compiled in ways if is_cuda else ():
-        description = f"{packing}, {'compiled' if compiled else 'eager'}"
-        cold = packing == ways[0][0]
-        call = functools.partial(_training_rows, packing, compiled, model, device, dtype, pace, cold)
-        todo[f"training, {description}"] = call
+    for packing, way in _TRAINED:
+        todo[f"losses, {packing}, {way}"] = functools.partial(_losses_rows, packing, way, small, device, dtype)
+    for packing, way in _TRAINED if is_cuda else ():
+        cold = packing == "document ids"
+        call = functools.partial(_training_rows, packing, way, model, device, dtype, pace, cold)
+        todo[f"training, {packing}, {way}"] = call
     for loop in LOOPS[:2] if is_cuda else ():
         call = functools.partial(_graph_rows, loop, shapes[0], device, dtype, pace)
         todo[f"graph, {loop.name}, {list(shapes[0])}"] = call

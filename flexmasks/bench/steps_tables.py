@@ -16,7 +16,7 @@ OURS, OLD, PLAIN = "flexmasks", "flexmasks, old tensors", "flex_attention"  # wh
 def table(results: dict[str, Any]) -> str:
     """Return the figures of one run as text."""
     columns = (
-        ("what", "kind"), ("case", "case"), ("shape", "shape"), ("compiled", "compiled"), ("who", "who"),
+        ("what", "kind"), ("case", "case"), ("shape", "shape"), ("model", "model"), ("who", "who"),
         ("backend", "backend"), ("ms", "ms"), ("IQR", "iqr"), ("alone, ms", "alone_ms"), ("steps", "steps"),
         ("first s", "first_s"), ("compiles later", "compilations"), ("longest ms", "longest_ms"),
         ("waits", "synchronizations"), ("difference", "difference"),
@@ -54,7 +54,7 @@ def _cases(results: dict[str, Any], kind: str) -> _Cases:
     cases: _Cases = {}
     for r in results["rows"]:
         if r["kind"] == kind:
-            way = ("compiled" if r["compiled"] else "eager",) if "compiled" in r else ()
+            way = (r["model"],) if "model" in r else ()
             cases.setdefault((r["case"], *way, r["shape"]), {})[r["who"]] = r
     return cases
 
@@ -112,7 +112,7 @@ def _training_table(cases: _Cases) -> str:
     return (
         f"### Training\n\nA training step of a model of {figures['layers']} layers of width {figures['width']} "
         f"(B x H x S x D {shape}, or all tokens in one row), with AdamW. New documents are packed at every step. Eager "
-        "models call compiled `flex_attention`; compiled models are compiled as a whole, without graph breaks.\n\n"
+        "models call compiled `flex_attention`; layers and whole models are compiled without graph breaks.\n\n"
         f"{_github(rows, header)}"
     )
 
@@ -130,11 +130,11 @@ def _graph_table(cases: _Cases) -> str:
 
 
 def _about_losses(rows: Sequence[Row]) -> str:
-    ways = dict.fromkeys(f"{r['case']} {'compiled' if r['compiled'] else 'eager'}" for r in rows)
+    ways = dict.fromkeys(f"{r['case']}, {r['model']}" for r in rows)
     largest = max(rows, key=lambda r: r["difference"])
     return (
         f"The losses of the first {len(largest['losses'])} steps of small models differ from those of SDPA with the "
-        f"mask as a tensor by at most {largest['difference']:.1g}, relative, in {largest['dtype']} ({', '.join(ways)})."
+        f"mask as a tensor by at most {largest['difference']:.1g}, relative, in {largest['dtype']} ({'; '.join(ways)})."
     )
 
 
