@@ -131,7 +131,7 @@ def size_hint(n: Any) -> int:
 
 
 def copy_all(places: list[torch.Tensor], values: list[torch.Tensor]) -> None:
-    """Copy tensors into others, by one kernel for all. Without it: `copy_` of each, which is slower.
+    """Copy tensors into others by one kernel. Without it: `copy_` of each.
 
     The public torch.utils.foreach functions do not copy.
     """

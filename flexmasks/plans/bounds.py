@@ -106,7 +106,7 @@ class RecordedPlan:
         return Resolved(_with_tensors(self._arguments, iter(made)), replace(self._layout, indices=indices))
 
     def renewed(self, inputs: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-        """Return the index tensors of a mask with these tensors, and the tensors among its arguments."""
+        """Return the index tensors, and the tensors among the arguments."""
         outputs = self._recorded(inputs)
         count = len(outputs) - len(self._index_bounds)
         made = outputs[count:]
