@@ -363,30 +363,12 @@ _CASES: dict[str, dict[str, Any]] = {
     "sliding window, later": {"mask": "sliding_window", "window": 70, "kv_len": 450, "q_offset": 120},
     "local": {"mask": "local", "left": 20, "right": 50},
     "local, more keys": {"mask": "local", "left": 20, "right": 50, "kv_len": 800, "q_offset": 100},
-    "document": {"mask": flexmasks.get_mask("document", document_ids=_IDS)},
-    "document, causal": {"mask": flexmasks.get_mask("document", document_ids=_IDS) & flexmasks.get_mask("causal")},
-    "document, window": {
-        "mask": flexmasks.get_mask("document", document_ids=torch.stack([_IDS, _IDS.flip(0).neg()]))
-        & flexmasks.get_mask("sliding_window", window=40)
-    },
     "packed": {"mask": flexmasks.packed("causal", [0, 0, 130, 131, 300])},
     "packed, padding": {"mask": flexmasks.packed("causal", [0, 20, 210]), "batch": 1},
     "packed, other keys": {
         "mask": flexmasks.packed("full", [0, 5, 100, 290], [0, 150, 150, 380]),
         "batch": 1,
         "kv_len": 400,
-    },
-    "packed, causal to the ends": {
-        "mask": flexmasks.packed("causal", [0, 5, 100, 290], [0, 155, 250, 450], q_start=[150, 0, 10]),
-        "batch": 1,
-        "kv_len": 460,
-    },
-    "packed, windows to the ends": {
-        "mask": flexmasks.packed(
-            flexmasks.get_mask("sliding_window", window=30), [0, 100, 300], [0, 150, 450], q_start=[50, 100]
-        ),
-        "batch": 1,
-        "kv_len": 450,
     },
     "softcap": {"mask": "causal", "score": "softcap", "cap": 3.0},
     "softcap, window": {"mask": "sliding_window", "window": 70, "score": "softcap", "cap": 3.0},
@@ -426,6 +408,25 @@ def test_fa4(case: str, dtype: torch.dtype, size: int, grouped: bool) -> None:
         loss = (out * weight).sum() + (lse * lse_weight)[seen.cuda()].sum()
         for got, exactly in zip(torch.autograd.grad(loss, (q, k, v)), expected, strict=True):
             assert error(got, exactly) < 2 * TOLERANCE[dtype]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "mask",
+    [
+        flexmasks.get_mask("document", document_ids=_IDS) & flexmasks.get_mask("causal"),
+        flexmasks.packed("causal", [0, 5, 100, 290], [0, 155, 250, 450], q_start=[150, 0, 10]),
+    ],
+    ids=["documents", "causal to the ends"],
+)
+def test_what_only_values_could_decide_is_not_for_fa4(mask: flexmasks.Mask) -> None:
+    """The host would have to read where documents end, or that the last query is at the last key."""
+    pytest.importorskip("flash_attn.cute", reason="flash-attn-4 is not installed")
+    q, k = (torch.randn(1, 4, n, 64, device="cuda", dtype=torch.bfloat16) for n in (300, 460))
+    k = q if "document" in repr(mask) else k
+    explanation = flexmasks.explain(q, k, k, mask=_on_gpu(mask))
+    assert explanation.backend != "fa4"
+    assert "laid end to end" in explanation.others["fa4"]
 
 
 _UNREAD: dict[str, tuple[flexmasks.Mask, int, int, int]] = {  # batch, lengths of queries and keys

@@ -64,7 +64,10 @@ def refuses(call: Call) -> str | None:
         return "it takes no kernel_options"
     window = call.window()
     if window is None:
-        return "it knows only windows, such as full and causal, and windows inside packed sequences"
+        return (
+            "it knows only windows, such as full and causal, and windows inside sequences laid end to end, where offsets "
+            "say where they start; documents given by ids, and other starts of queries, would have to be read"
+        )
     if call.scale is not None and call.scale <= 0:
         return "it takes scales above 0 only"
     if call.q.shape[2] < _MIN_QUERIES:
