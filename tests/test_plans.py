@@ -57,7 +57,7 @@ NEW: dict[str, Callable[[str], dict[str, Any]]] = {
     "packed": lambda device: {
         "mask": get_mask(
             "packed",
-            inner=get_mask("prefix_lm", prefix_len=3),
+            inner=get_mask("sliding_window", window=50),
             offsets=torch.tensor([0, int(torch.randint(1, 200, ())), 300, LENGTH]).to(device),
         )
     },

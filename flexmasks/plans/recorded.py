@@ -8,6 +8,8 @@ operations are captured in a CUDA graph, which the host launches at once. Nothin
 from __future__ import annotations
 
 import contextlib
+import gc
+import logging
 import operator
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -19,6 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from flexmasks import compat
 
+_log = logging.getLogger("flexmasks")
 _MAX_KEPT_ELEMENTS = 1 << 18  # larger constants are computed at each run
 _MAX_CAPTURED_ELEMENTS = 1 << 22  # elements of the outputs, up to which a CUDA graph holds memory of its own
 _POOLS: dict[int, Any] = {}  # by GPU: one pool of memory for all CUDA graphs, of which one runs at a time
@@ -91,10 +94,16 @@ class _Captured:
         """
         if sum(x.numel() for x in inputs) > _MAX_CAPTURED_ELEMENTS:
             return None
+        was_collecting = gc.isenabled()
+        gc.disable()  # what dies in a capture may wait for the GPU, which ends the capture
         try:
             captured = cls(run, inputs)
-        except RuntimeError:  # such as an operation that no graph can hold
+        except RuntimeError as error:  # such as an operation that no graph can hold
+            _log.warning("a plan cannot be captured in a CUDA graph, and takes more of the host's time: %s", error)
             return None
+        finally:
+            if was_collecting:
+                gc.enable()
         return captured if sum(len(p.memory) for p in captured._packs) <= _MAX_CAPTURED_ELEMENTS else None
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
