@@ -65,8 +65,8 @@ def refuses(call: Call) -> str | None:
     window = call.window()
     if window is None:
         return (
-            "it knows only windows, such as full and causal, and windows inside sequences laid end to end, where offsets "
-            "say where they start; documents given by ids, and other starts of queries, would have to be read"
+            "it knows only windows, such as full and causal, and windows inside sequences laid end to end, given by "
+            "offsets; it would have to read documents given by ids, and queries that start elsewhere"
         )
     if call.scale is not None and call.scale <= 0:
         return "it takes scales above 0 only"

@@ -243,7 +243,7 @@ class MaskPlan(Plan):
             return self._build_captured()
         if kind is None:
             prepared, kind = self._build_first_of_kind()
-            _KINDS.put(key, (), kind, ENTRY + prepared.nbytes)
+            _KINDS.put(key, (), kind, 8 * (ENTRY + prepared.nbytes))  # the memory of a CUDA graph included
             return prepared
         if not kind.why_exact and kind.recorded is None:
             try:

@@ -23,8 +23,7 @@ from flexmasks import compat
 
 _log = logging.getLogger("flexmasks")
 _MAX_KEPT_ELEMENTS = 1 << 18  # larger constants are computed at each run
-_MAX_CAPTURED_ELEMENTS = 1 << 22  # elements of the outputs, up to which a CUDA graph holds memory of its own
-_POOLS: dict[int, Any] = {}  # by GPU: one pool of memory for all CUDA graphs, of which one runs at a time
+_MAX_CAPTURED_ELEMENTS = 1 << 20  # elements of the outputs, up to which a CUDA graph holds memory of its own
 _LOCK = threading.Lock()
 _NO_CONTEXT = contextlib.nullcontext()
 _ALIGNMENT = 64  # kernels expect a tensor to begin at a multiple of this many elements of its memory
@@ -75,11 +74,10 @@ class _Captured:
         self.stream = torch.cuda.current_stream()
         self._inputs = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in inputs]
         self._graph = torch.cuda.CUDAGraph()
-        pool = _POOLS.setdefault(self.stream.device_index, torch.cuda.graph_pool_handle())
         side = torch.cuda.Stream()
         side.wait_stream(self.stream)
         with torch.cuda.stream(side):
-            self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            self._graph.capture_begin(capture_error_mode="thread_local")
             try:
                 self._packs = [_Pack(tensors) for tensors in _by_dtype(run(*self._inputs))]
             finally:

@@ -27,6 +27,8 @@ from flexmasks.spec.captures import Opaque, Readable, capture, global_names, is_
 _TEMPLATES: Cache[Any] = Cache("templates", max_bytes=4096)  # an entry counts one byte
 _NUMBERS = (int, float)  # captured numbers are inputs, because torch makes changing numbers symbolic
 
+_OF_EVERY_MODULE: tuple[str, ...] = ("__builtins__", "__name__")
+
 
 class Read(NamedTuple):
     """One captured tensor or number, as a way to it that torch can trace.
@@ -151,9 +153,7 @@ class _Walk:
         names = [n for n, _ in _set_variables(function)]
         globals_read = [] if in_library else [n for n in global_names(code)[0] if n in variables]
         # Only the global variables that the function reads: a template must not keep a module's tensors alive.
-        globals_of_copy = (
-            variables if in_library else {n: variables[n] for n in ("__builtins__", "__name__") if n in variables}
-        )
+        globals_of_copy = variables if in_library else {n: variables[n] for n in _OF_EVERY_MODULE if n in variables}
         copied = types.FunctionType(code, globals_of_copy, function.__name__, None, cells)
         self._copies[id(function)] = function, copied  # known before its variables are copied, which may hold it
         reader = _reader(function, tuple(names), tuple(globals_read))
