@@ -94,6 +94,8 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tens
         return result[0], result[1] if request.return_lse else None
     if not needs_grad:
         q, k, v = q.detach(), k.detach(), v.detach()
+    if name == "cpu":  # torch's CPU kernel fails for views of tensors with other dimensions
+        q, k, v = flex.separate(q), flex.separate(k), flex.separate(v)
     options = flex.options(q, k, "FLASH" if name == "flash" else None, request.kernel_options)
     out, lse = flex.flex(q, k, v, score_mod, block_mask, request.scale, options, request.return_lse)
     return (flex.separate(out) if name == "cpu" else out), lse

@@ -233,7 +233,7 @@ def test_what_cannot_be_traced_is_not_for_flash() -> None:
 
 def _reason(q: Tensor, **call: Any) -> str | None:
     """Return why FLASH refuses the functions of a call, or None."""
-    return flash._refuses_functions(_planned(q, q, q, Request(**call)))
+    return flash._refuses_functions(_planned(q, q, q, Request(**call)).call)
 
 
 def test_functions_of_one_kind_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,6 +39,10 @@ class Definition:
     def __post_init__(self) -> None:
         object.__setattr__(self, "own", self._is_own())
 
+    def __setstate__(self, state: dict[str, Any]) -> None:  # pickles of earlier versions do not hold `own`
+        vars(self).update(state)
+        self.__post_init__()
+
     def _is_own(self) -> bool:
         if not (self.registered or self.template):  # a user may pass one of the library's functions as their own
             return False
