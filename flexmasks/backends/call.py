@@ -66,7 +66,7 @@ class Call:
     cap: float | None  # the cap, if the score change is a soft-cap
     blocks: Callable[[], Blocks]
     computed_fraction: Callable[[], float]  # the approximate fraction of all pairs that is computed
-    is_mostly_partial: Callable[[], bool]  # whether a mask with tensors has more partial than full blocks
+    is_mostly_partial: Callable[[], bool]  # whether a mask with tensors has many partial blocks
     proven_options: Callable[[], dict[str, bool]]  # kernel options that hold whatever tensors contain
     mask_mod: Callable[[], Callable[..., Tensor]]
     score_mod: Callable[[], Callable[..., Tensor]] | None

@@ -20,7 +20,7 @@ from flexmasks.spec.values import Mask
 
 CALLS = 4  # calls of attention in a step
 _DOCUMENT = 600  # mean number of tokens of a document
-_DRAWS = 64  # different tensors, which the steps take by turns
+_DRAWS = 8  # different tensors, which the steps take by turns
 Shape = tuple[int, int, int, int]  # batch, heads, length, head size
 Prepare = Callable[[Tensor], Attend]
 Mod = Callable[..., Tensor]
@@ -34,7 +34,7 @@ class Draws:
     """
 
     def __init__(self, drawn: Tensor) -> None:
-        self._drawn, self._steps = drawn, 0
+        self._drawn, self._steps = list(drawn.unbind()), 0
         self._place = drawn[0].clone()
 
     def new(self) -> Tensor:
@@ -43,9 +43,9 @@ class Draws:
         return self._drawn[self._steps % len(self._drawn)].clone()
 
     def old(self) -> Tensor:
-        """Return the same tensor at every step."""
+        """Return a tensor that was there before, with the same values as `new`."""
         self.new()
-        return self._place
+        return self._drawn[self._steps % len(self._drawn)]
 
     def in_place(self) -> Tensor:
         """Return the same tensor with new values."""

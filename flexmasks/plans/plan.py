@@ -23,6 +23,7 @@ from flexmasks.blocks.decide import dependence
 from flexmasks.blocks.elements import over_indices
 from flexmasks.cache import ENTRY, Cache
 from flexmasks.plans.bounds import MaskKind, RecordedPlan, plan_bounds, tensors_in, unread
+from flexmasks.plans.recorded import memory_of_capture
 from flexmasks.plans.shifted import Offset, shifted_mask, shifted_score
 from flexmasks.plans.windows import Window, window_of
 from flexmasks.spec.captures import Aliases, Opaque, capture
@@ -37,6 +38,7 @@ _MAX_POSITIONS = 1 << 31  # kernels count positions in 32 bits
 _UNKNOWN_FRACTION = 0.5  # assumed fraction of pairs that is computed
 _MAX_WIDTH = 1.25  # the most blocks of bounds, in exact blocks, with which bounds are used
 _FIRST = "these are the first tensors of their shapes"
+_PARTIAL_BLOCKS = 2  # full blocks for each partial block, below which a mask counts as mostly partial
 _MAX_TABLES, _SMALL_TABLES = 4, 1 << 16  # the most bytes of their tables, in bytes of exact ones, and at least
 
 
@@ -74,7 +76,7 @@ class _Kind:
 
 _P = TypeVar("_P", bound=_Prepared)
 _BLOCKS: Cache[_PreparedMask] = Cache("blocks", max_bytes=5 << 28)  # the blocks of a million tokens take 1.07 GB
-_KINDS: Cache[_Kind] = Cache("plans", max_bytes=1 << 28)
+_KINDS: Cache[_Kind] = Cache("plans", max_bytes=1 << 30)
 # Facts about the first masks and scores of their kinds. An entry counts one byte.
 _MOSTLY_PARTIAL: Cache[bool] = Cache("mostly_partial", max_bytes=1024)
 _TRIED: Cache[bool] = Cache("tried_scores", max_bytes=1024)
@@ -243,7 +245,7 @@ class MaskPlan(Plan):
             return self._build_captured()
         if kind is None:
             prepared, kind = self._build_first_of_kind()
-            _KINDS.put(key, (), kind, 8 * (ENTRY + prepared.nbytes))  # the memory of a CUDA graph included
+            _KINDS.put(key, (), kind, ENTRY + memory_of_capture(prepared.nbytes))
             return prepared
         if not kind.why_exact and kind.recorded is None:
             try:
@@ -363,7 +365,9 @@ class MaskPlan(Plan):
         return cast(float, self._fact("fraction", lambda: 1 - self.blocks().sparsity))
 
     def is_mostly_partial(self) -> bool:
-        """Return whether a mask with tensors has more partial than full blocks.
+        """Return whether a mask with tensors has many partial blocks.
+
+        There are at least half as many as full blocks.
 
         The first mask of a function decides for all: which backend is fastest must not change with what tensors hold.
         """
@@ -372,7 +376,7 @@ class MaskPlan(Plan):
         known = _MOSTLY_PARTIAL.get(self.kernel_key)
         if known is None and not is_captured(self.size.device):
             indices = self._prepared.layout.indices
-            known = bool(indices[0].sum() > indices[2].sum())
+            known = bool(_PARTIAL_BLOCKS * indices[0].sum() > indices[2].sum())
             _MOSTLY_PARTIAL.put(self.kernel_key, (), known, 1)
         return bool(known)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-import operator
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
@@ -23,10 +22,15 @@ from flexmasks import compat
 
 _log = logging.getLogger("flexmasks")
 _MAX_KEPT_ELEMENTS = 1 << 18  # larger constants are computed at each run
-_MAX_CAPTURED_ELEMENTS = 1 << 20  # elements of the outputs, up to which a CUDA graph holds memory of its own
+_MAX_CAPTURED_ELEMENTS = 1 << 25  # elements of the outputs, up to which a CUDA graph holds memory of its own
 _LOCK = threading.Lock()
 _NO_CONTEXT = contextlib.nullcontext()
 _ALIGNMENT = 64  # kernels expect a tensor to begin at a multiple of this many elements of its memory
+
+
+def memory_of_capture(nbytes: int) -> int:
+    """Return about how many bytes a CUDA graph holds whose outputs have `nbytes`."""
+    return 4 * nbytes if nbytes <= 4 * _MAX_CAPTURED_ELEMENTS else 0
 
 
 class Recorded:
@@ -55,7 +59,7 @@ class Recorded:
             with _LOCK, _NO_CONTEXT if self._is_current(device) else torch.cuda.device(device):
                 if self._captured is None and self._runs == 2:
                     self._captured = _Captured.of(self._run, inputs)
-                if self._captured is None or self._captured.stream != torch.cuda.current_stream():
+                if self._captured is None or self._captured.raw_stream != compat.raw_stream(device):
                     return self._run(*inputs)
                 return self._captured(inputs)
 
@@ -71,18 +75,19 @@ class _Captured:
     """
 
     def __init__(self, run: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> None:
-        self.stream = torch.cuda.current_stream()
+        stream = torch.cuda.current_stream()
+        self.raw_stream = stream.cuda_stream
         self._inputs = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in inputs]
         self._graph = torch.cuda.CUDAGraph()
         side = torch.cuda.Stream()
-        side.wait_stream(self.stream)
+        side.wait_stream(stream)
         with torch.cuda.stream(side):
             self._graph.capture_begin(capture_error_mode="thread_local")
             try:
                 self._packs = [_Pack(tensors) for tensors in _by_dtype(run(*self._inputs))]
             finally:
                 self._graph.capture_end()
-        self.stream.wait_stream(side)
+        stream.wait_stream(side)
 
     @classmethod
     def of(cls, run: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> _Captured | None:
@@ -108,8 +113,8 @@ class _Captured:
         for place, x in zip(self._inputs, inputs, strict=True):
             place.copy_(x)
         self._graph.replay()
-        outputs = [output for pack in self._packs for output in pack.copies()]
-        return [output for _, output in sorted(outputs, key=operator.itemgetter(0))]
+        outputs = {place: output for pack in self._packs for place, output in pack.copies()}
+        return [outputs[place] for place in range(len(outputs))]
 
 
 class _Pack:
