@@ -13,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import flexmasks
 from flexmasks import Mask, calls, compat, get_mask
+from flexmasks.plans import plan
 from flexmasks.plans.bounds import MaskKind, RecordedPlan, plan_bounds
 from flexmasks.plans.recorded import Recorded, _Pack
 from flexmasks.request import Request
@@ -309,3 +310,21 @@ def test_packs_are_copies_of_their_tensors() -> None:
         assert copied.is_contiguous()
         assert copied.storage_offset() % 64 == 0
         assert copied.data_ptr() != other[1].data_ptr()
+
+
+def test_other_lengths_need_no_exact_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once bounds of a function are known to be good, they plan it at any length from the first call on."""
+    flexmasks.clear_caches()
+    exact: list[int] = []
+    build = plan.build
+    monkeypatch.setattr(plan, "build", lambda *args: exact.append(args[3]) or build(*args))
+    for length in (64, 64, 96, 160, 96):
+        ids = documents(length)
+        q = torch.randn(BATCH, 1, length, 16)
+        mask = get_mask("document", document_ids=ids)
+        out = flexmasks.attention(q, q, q, mask=mask, backend="reference")
+        want = scaled_dot_product_attention(q, q, q, attn_mask=flexmasks.dense_mask(mask, length))
+        assert error(out, want) < 1e-5
+    assert exact == [64]
+    with pytest.raises(ValueError, match="seq_lens"):
+        flexmasks.attention(q, q, q, mask="grouped_tril", seq_lens=torch.tensor([1, 97]))

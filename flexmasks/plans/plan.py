@@ -232,7 +232,7 @@ class MaskPlan(Plan):
     def _build(self) -> _PreparedMask:
         inputs, captured = self.inputs, is_captured(self.size.device)
         if captured and not self._allows_bounds:
-            return self._build_captured()
+            return self._build_by_bounds()
         if not self._allows_bounds:
             reason = "the function reads variables that may change" if self.opaque else "lists, or tensors that learn"
             return replace(self._build_exactly(), why_exact=reason)
@@ -242,10 +242,16 @@ class MaskPlan(Plan):
         key = self._kind_key, offset, size, self.lifted, self.block_size, default_dtype, layouts
         kind = _KINDS.get(key)
         if captured and (kind is None or kind.recorded is None):
-            return self._build_captured()
+            return self._build_by_bounds()
         if kind is None:
-            prepared, kind = self._build_first_of_kind()
+            function = "at other sizes", self._kind_key, size.device
+            if _KINDS.get(function) is None:
+                prepared, kind = self._build_first_of_kind()
+            else:
+                prepared, kind = self._build_by_bounds(), _Kind("")
             _KINDS.put(key, (), kind, ENTRY + memory_of_capture(prepared.nbytes))
+            if not kind.why_exact:
+                _KINDS.put(function, (), kind, ENTRY)
             return prepared
         if not kind.why_exact and kind.recorded is None:
             try:
@@ -254,18 +260,23 @@ class MaskPlan(Plan):
                 kind.why_exact = _cannot_record(error)
         if kind.recorded is None:
             return replace(self._build_exactly(), why_exact=kind.why_exact)
-        if size.device.type == "cpu":  # reading values costs nothing here, so they are checked
-            self.mask.resolve(sized(size, self.offset), self.lifted)
+        self._check_values()
         arguments, layout = kind.recorded(inputs)
         return _PreparedMask(arguments, self._offset_tensor(), layout, {}, recorded=kind.recorded)
 
-    def _build_captured(self) -> _PreparedMask:
+    def _build_by_bounds(self) -> _PreparedMask:
         """Plan by operations that a CUDA graph can hold.
 
         Each replay then plans with the values that the tensors have.
         """
+        self._check_values()
         arguments, layout = plan_bounds(self._mask_kind)
         return _PreparedMask(arguments, self._offset_tensor(), layout, {})
+
+    def _check_values(self) -> None:
+        """Check the values of tensors on a CPU, where reading them costs nothing."""
+        if self.size.device.type == "cpu":
+            self.mask.resolve(sized(self.size, self.offset), self.lifted)
 
     @property
     def _mask_kind(self) -> MaskKind:
