@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.fsdp
 import torch.nn.functional as F
 from helpers import arguments, check_lse, exact, label, qkv, spread
 from oracles import MASK_CASES, Case, attend, dense
@@ -184,6 +185,33 @@ def test_a_model_trains_with_new_documents_at_every_step(made: Callable[[Tensor]
     assert graphs() == 1
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_sharded_model_trains(whole: bool) -> None:
+    """FSDP2, of one process: layers compiled one by one, or the whole model."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        model, other = Model(2), Model(2)
+        other.load_state_dict(model.state_dict())
+        for part in (*model.blocks, model):
+            torch.distributed.fsdp.fully_shard(part, mesh=mesh)
+        if whole:
+            model.compile(backend="aot_eager")
+        else:
+            for block in model.blocks:
+                block.compile(fullgraph=True, backend="aot_eager")
+        for _ in range(2):
+            ids, x = torch.randint(0, 5, (BATCH, LENGTH)).sort(1).values, torch.randn(BATCH, LENGTH, 16)
+            losses = model(x, _documents(ids)), other(x, _documents(ids))
+            for loss in losses:
+                loss.backward()
+            torch.testing.assert_close(*losses)
+        for sharded, y in zip(model.parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(sharded.grad.full_tensor(), y.grad, atol=1e-6, rtol=1e-4)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_layers_share_one_plan_which_the_backward_pass_reuses() -> None:
     counted = []
 
@@ -352,6 +380,26 @@ def test_kernels_for_the_gpu(call: dict[str, Any], length: int) -> None:
     for x, y in zip(got, results(run, q, k, v), strict=True):
         x, y = x.detach().float(), y.detach().float()
         assert float((x - y).norm()) <= 0.02 * float(y.norm())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_cuda_graphs_of_torch_compile(needs_grad: bool) -> None:
+    """Each replay of a graph of mode="reduce-overhead" plans with the documents of its step."""
+    q, k, v = torch.randn(3, 2, 4, 1024, 64, device="cuda", dtype=torch.bfloat16).requires_grad_(needs_grad).unbind()
+
+    def call(ids: Tensor) -> Tensor:
+        mask = flexmasks.get_mask("causal") & flexmasks.get_mask("document", document_ids=ids)
+        return flexmasks.attention(q, k, v, mask=mask)
+
+    compiled = torch.compile(call, fullgraph=True, mode="reduce-overhead")
+    for _ in range(6):
+        ids = (torch.rand(2, 1024, device="cuda") < 0.01).cumsum(1).int()
+        torch.compiler.cudagraph_mark_step_begin()
+        got = compiled(ids).detach().float().clone()
+        want = call(ids).detach().float()
+        assert float((got - want).norm()) <= 0.02 * float(want.norm())
+    assert counters["inductor"]["cudagraph_skips"] == 0
 
 
 # --- what compiles again ---
