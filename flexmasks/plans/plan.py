@@ -245,7 +245,8 @@ class MaskPlan(Plan):
             return self._build_by_bounds()
         if kind is None:
             function = "at other sizes", self._kind_key, size.device
-            if _KINDS.get(function) is None:
+            # How far queries reach by a tensor is read at the first call of each size.
+            if _KINDS.get(function) is None or not isinstance(self.offset, int):
                 prepared, kind = self._build_first_of_kind()
             else:
                 prepared, kind = self._build_by_bounds(), _Kind("")
