@@ -138,6 +138,11 @@ def copy_all(places: list[torch.Tensor], values: list[torch.Tensor]) -> None:
     torch._foreach_copy_(places, values)
 
 
+def keeps_results() -> bool:
+    """Return whether a mode such as selective checkpointing watches. No public equivalent."""
+    return is_in_torch_dispatch_mode(include_infra_modes=False) and not in_foreign_dispatch_mode()
+
+
 def raw_stream(device: torch.device) -> int:
     """Return the address of a GPU's current stream. Public: `torch.cuda.current_stream().cuda_stream`, slower."""
     return int(torch._C._cuda_getCurrentRawStream(device.index))

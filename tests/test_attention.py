@@ -20,6 +20,7 @@ from oracles import attend
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
 import flexmasks
@@ -917,6 +918,25 @@ def test_second_derivatives_of_the_reference() -> None:
     batched = torch.autograd.grad(first, (k, slopes), torch.eye(first.numel()).view(-1, *first.shape).double()[:5],
                                   is_grads_batched=True)  # fmt: skip
     assert all(x.isfinite().all() for x in batched)
+
+
+@pytest.mark.filterwarnings("ignore:.*context_fn.*")
+def test_the_reference_under_selective_checkpointing() -> None:
+    """Matrix products that a policy saves may not be overwritten."""
+
+    def policy(_: Any, op: Any, *__: Any, **___: Any) -> CheckpointPolicy:
+        is_product = op == torch.ops.aten.bmm.default
+        return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flexmasks.attention(q, k, v, mask="causal", score="alibi").square().sum()
+
+    tensors = [torch.randn(1, 2, 48, 8, requires_grad=True) for _ in range(3)]
+    saving = functools.partial(create_selective_checkpoint_contexts, policy)
+    loss = checkpoint(call, *tensors, use_reentrant=False, context_fn=saving)
+    got, want = torch.autograd.grad(loss, tensors), torch.autograd.grad(call(*tensors), tensors)
+    for x, y in zip(got, want, strict=True):
+        assert torch.equal(x, y)
 
 
 def test_gradients_of_the_reference_in_a_batch() -> None:

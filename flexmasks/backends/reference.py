@@ -17,6 +17,7 @@ rows that do see a value that is not finite become NaN.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -65,10 +66,12 @@ def attend(
     learned = None if is_traced_or_transformed() else _learned(score_mod, q.device)
     if learned is None:
         return by_slices(q, k, v)
-    tiles = Tiles(q, k, score_mod, block_mask, scale)
-    if not torch.is_grad_enabled():
-        return tiles.forward(q, k, v)
-    return _AttendByTiles.apply(tiles, by_slices, q, k, v, *learned)  # type: ignore[no-any-return]
+    # Selective checkpointing keeps the results of single operations, which tiles overwrite.
+    with compat.without_dispatch_modes() if compat.keeps_results() else contextlib.nullcontext():
+        tiles = Tiles(q, k, score_mod, block_mask, scale)
+        if not torch.is_grad_enabled():
+            return tiles.forward(q, k, v)
+        return _AttendByTiles.apply(tiles, by_slices, q, k, v, *learned)  # type: ignore[no-any-return]
 
 
 class _AttendByTiles(torch.autograd.Function):
