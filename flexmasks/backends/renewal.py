@@ -35,8 +35,7 @@ class Renewal:
         held = [*(aliases.of(t) for t in tensors), *made]
         self._functions = Refilled((call.block_mask.mask_mod, call.score_mod), held)
         self._call = replace(call, block_mask=None, score_mod=None)
-        self._lengths: Any = (call.block_mask.seq_lengths,)
-        self._sizes: Any = (call.block_mask.BLOCK_SIZE,)
+        self._lengths, self._block_size = call.block_mask.seq_lengths, call.block_mask.BLOCK_SIZE
 
     @classmethod
     def of(
@@ -62,6 +61,6 @@ class Renewal:
         indices, made = self._recorded.renewed([tensors[n] for n in self._inputs])
         mask_mod, score_mod = self._functions([*[t.detach() for t in tensors], *made])
         call = copy.copy(self._call)  # at a third of the time of `replace`
-        block_mask = _MAKE_BLOCK_MASK(*self._lengths, *indices, *self._sizes, mask_mod)
+        block_mask = _MAKE_BLOCK_MASK(self._lengths, *indices, self._block_size, mask_mod)
         vars(call).update(block_mask=block_mask, score_mod=score_mod)
         return call
