@@ -342,8 +342,9 @@ def _todo(device: torch.device, quick: bool) -> dict[str, Callable[[], list[Row]
         todo[f"plan, documents, {list(shape)}"] = functools.partial(_plan_rows, shape, device, dtype, pace)
 
     def add_loops(shape: Shape) -> None:
-        cold = is_cuda and shape == shapes[0]  # a cold compilation takes long, so some cases have one
         for loop in LOOPS:
+            # A cold compilation takes long, so some cases have one.
+            cold = is_cuda and shape == shapes[0] and loop in LOOPS[:2]
             call = functools.partial(_loop_rows, loop, shape, device, dtype, pace, cold)
             todo[f"loop, {loop.name}, {list(shape)}"] = call
 
@@ -351,7 +352,7 @@ def _todo(device: torch.device, quick: bool) -> dict[str, Callable[[], list[Row]
     for packing, way in _TRAINED:
         todo[f"losses, {packing}, {way}"] = functools.partial(_losses_rows, packing, way, small, device, dtype)
     for packing, way in _TRAINED if is_cuda else ():
-        cold = packing == "document ids"
+        cold = (packing, way) == ("document ids", "compiled")
         call = functools.partial(_training_rows, packing, way, model, device, dtype, pace, cold)
         todo[f"training, {packing}, {way}"] = call
     for loop in LOOPS[:2] if is_cuda else ():
