@@ -391,14 +391,27 @@ class _Like:
 
     is_cuda: bool
     shape: tuple[int, ...]
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", 0)
 
 
 def _options(
-    q_len: int, heads: int = 2, kv_heads: int = 2, cuda: bool = True, backend: str | None = None, **given: Any
+    q_len: int,
+    heads: int = 2,
+    kv_heads: int = 2,
+    cuda: bool = True,
+    backend: str | None = None,
+    size: int = 16,
+    block_size: tuple[int, int] = (128, 128),
+    dtype: torch.dtype = torch.bfloat16,
+    **given: Any,
 ) -> dict[str, Any]:
-    q, k = (_Like(cuda, (1, n, q_len, 16)) for n in (heads, kv_heads))
+    q, k = (_Like(cuda, (1, n, q_len, size), dtype) for n in (heads, kv_heads))
     before = dict(given)
-    chosen = kernels.options(q, k, backend, given, lambda: {SAFE: True})  # type: ignore[arg-type]
+    chosen = kernels.options(q, k, backend, given, block_size, lambda: {SAFE: True})  # type: ignore[arg-type]
     assert given == before
     return chosen
 
@@ -413,6 +426,22 @@ def test_options_of_a_kernel() -> None:
     assert _options(300, ROWS_GUARANTEED_SAFE=False, BLOCK_M=64) == {SAFE: False, "BLOCK_M": 64, "BACKEND": "TRITON"}
     assert _options(300, BACKEND="TRITON_DECODE") == {"BACKEND": "TRITON_DECODE"}
     assert _options(300, FORCE_USE_FLEX_ATTENTION=True) == {"FORCE_USE_FLEX_ATTENTION": True}
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (8, 0)])
+def test_tiles_of_a_kernel(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_capability", lambda index: capability)
+    plain = {SAFE: True, "BACKEND": "TRITON"}
+    if capability == (9, 0):
+        assert _options(300, size=64) == {**kernels._TILES[64], **plain}
+        assert _options(300, size=128, block_size=(256, 128)) == {**kernels._TILES[128], **plain}
+    else:
+        assert _options(300, size=64) == plain
+    for other in ({"size": 96}, {"dtype": torch.float32}, {"block_size": (128, 64)}, {"cuda": False}):
+        assert not _options(300, **({"size": 64} | other)).keys() & kernels._TILES[64].keys()
+    assert _options(300, size=64, num_warps=8) == {**plain, "num_warps": 8}  # the user's options alone
+    assert _options(300, size=64, backend="FLASH") == {"BACKEND": "FLASH"}
+    assert _options(1, size=64) == {}
 
 
 def test_options_are_proven_for_masks_without_tensors() -> None:

@@ -43,9 +43,9 @@ _SMALLER_KERNELS: tuple[dict[str, Any], ...] = (
     },
 )  # fmt: skip
 
-# Tiles for half precision, by head size, where they are faster than torch's own (H200, torch 2.11). Forward and backward
-# pass of documents, of documents with ALiBi, and of padding (nearly all blocks full) take 0.75, 0.67 and 0.92 of the
-# time at head size 64, and 0.97, 0.91 and 1.00 at head size 128.
+# Tiles for half precision, by head size, where they are faster than torch's own (H200, torch 2.11). A forward and a
+# backward pass of documents, of documents with ALiBi, and of padding (nearly all blocks full) take 0.75, 0.67 and 0.92
+# of the time at head size 64, and 0.97, 0.91 and 1.00 at head size 128.
 _TILES: dict[int, dict[str, int]] = {
     64: {
         "fwd_BLOCK_M": 128, "fwd_BLOCK_N": 64, "fwd_num_warps": 4, "fwd_num_stages": 3,
@@ -143,12 +143,13 @@ def options(
 
 def _tiles(q: Tensor, block_size: tuple[int, int]) -> dict[str, int]:
     """Return the options of faster tiles for torch's Triton kernel, if there are any."""
-    if q.dtype not in HALF_DTYPES or any(n % _TILES_DIVIDE for n in block_size) or q.device.index is None:
+    tiles = _TILES.get(q.shape[3])
+    if tiles is None or q.dtype not in HALF_DTYPES or any(n % _TILES_DIVIDE for n in block_size):
         return {}
-    return _TILES.get(q.shape[3], {}) if _capability(q.device.index) == _TILES_ARE_FOR else {}
+    return tiles if q.device.index is not None and _capability(q.device.index) == _TILES_ARE_FOR else {}
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _capability(index: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)
 
