@@ -125,7 +125,9 @@ def explain(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Explanation:
         able_too = f"it can run the call, but {chosen.name} {'is faster here' if is_auto else 'was asked for'}"
         others = {b.name: reasons.get(b.name, able_too) for b in BACKENDS.values() if b is not chosen}
         compiles, plan = chosen.compiles(call), planned.mask.explained()
-        return Explanation(chosen.name, others, compiles, chosen.recompiles_on, plan, call.blocks())
+        as_data = chosen.why_data(call)
+        form = f"data: {as_data}" if as_data else "its function"
+        return Explanation(chosen.name, others, compiles, chosen.recompiles_on, plan, form, call.blocks())
 
 
 # --- a call that was made before ---
@@ -310,11 +312,15 @@ def _planned(q: Tensor, k: Tensor, v: Tensor, request: Request) -> _Planned:
         window=lambda: mask_plan.window,
         cap=None if score is None else cap_of(score, size),
         blocks=mask_plan.blocks,
+        data=mask_plan.data,
         computed_fraction=mask_plan.computed_fraction,
         is_mostly_partial=mask_plan.is_mostly_partial,
         proven_options=functools.partial(mask_plan.proven_options, score_plan is not None),
         mask_mod=lambda: mask_plan.blocks().block_mask.mask_mod,
+        mask_is_own=mask_plan.is_own,
+        first_as_data=mask_plan.first_as_data,
         score_mod=None if score_plan is None else score_plan.score_mod,
+        score_is_own=score_plan is None or score_plan.is_own,
         scale=None if request.scale is None else float(request.scale),
         with_lse=request.return_lse,
         kernel_options=request.kernel_options,

@@ -24,10 +24,10 @@ from flexmasks.backends import fa4, flex, reference, sdpa
 from flexmasks.backends.call import Call
 from flexmasks.backends.slices import OverIndices
 from flexmasks.backends.table import BACKENDS, choose
-from flexmasks.blocks.counts import Blocks
 from flexmasks.blocks.elements import over_indices
 from flexmasks.plans.bounds import MaskKind, plan_bounds, unread
 from flexmasks.plans.checks import fail
+from flexmasks.plans.data import FirstAsData
 from flexmasks.plans.plan import block_size_for, naming
 from flexmasks.plans.shifted import shifted_mask, shifted_score
 from flexmasks.plans.windows import window_of
@@ -176,15 +176,19 @@ def _call_of(
         window=lambda: window,
         cap=None if score is None else cap_of(score, size),
         blocks=_no_blocks,
+        data=_no_blocks,
         computed_fraction=lambda: 0.5 if window is None or tensors else window.pairs(size.q_len) / pairs,
         is_mostly_partial=lambda: bool(tensors),
         proven_options=dict,
         mask_mod=lambda: _as_kernels_see(mask, size, q_offset),
+        mask_is_own=mask.is_own(),
+        first_as_data=FirstAsData.NONE,
         score_mod=None if not has_score else lambda: _as_kernels_see(cast(Score, score), size, q_offset),
+        score_is_own=score is not None and score.is_own(),
         scale=_value_of("mask", scale),
         with_lse=with_lse,
         kernel_options={"given": True} if has_options else None,
-        kernel_key=("traced", data[:2], score_data[:2]),
+        kernel_key=(("traced", data[:2]), score_data[:2]),
         shapes=None if has_score and score is None else (),
         needs_grad=needs_grad,
         learns=learns,
@@ -194,7 +198,7 @@ def _call_of(
     )
 
 
-def _no_blocks() -> Blocks:
+def _no_blocks() -> Any:
     raise AssertionError("the choice of a backend reads no blocks while torch traces")
 
 

@@ -13,13 +13,15 @@ from torch import Tensor
 from flexmasks import compat
 from flexmasks.blocks.counts import Blocks
 from flexmasks.cache import Cache
+from flexmasks.plans.data import FirstAsData, MaskData
 from flexmasks.plans.windows import Window
 from flexmasks.spec.bands import Sequences
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 TRANSFORMED = "it supports neither torch.func.vmap nor forward derivatives"
 # Outcomes by kind of call. With a backend's name: why it failed, so that "auto" does not try it again. With "proven":
-# "" once gradients have worked. With "miscompiled": why FLASH would miscompile the functions, "" if it would not.
+# "" once gradients have worked. With "miscompiled": why FLASH would miscompile the functions, "" if it would not. With
+# "inexact": why Inductor may compute a function otherwise than Python does, "" if it does not.
 OUTCOMES: Cache[str] = Cache("outcomes", max_bytes=1024)  # an entry counts one byte
 
 
@@ -65,16 +67,21 @@ class Call:
     window: Callable[[], Window | None]  # the mask as a window, if it is one
     cap: float | None  # the cap, if the score change is a soft-cap
     blocks: Callable[[], Blocks]
+    data: Callable[[], MaskData]  # the mask as data
     computed_fraction: Callable[[], float]  # the approximate fraction of all pairs that is computed
     is_mostly_partial: Callable[[], bool]  # whether a mask with tensors has many partial blocks
     proven_options: Callable[[], dict[str, bool]]  # kernel options that hold whatever tensors contain
     mask_mod: Callable[[], Callable[..., Tensor]]
+    mask_is_own: bool  # the library, not a user, wrote all functions of the mask
+    first_as_data: FirstAsData
     score_mod: Callable[[], Callable[..., Tensor]] | None
+    score_is_own: bool
     scale: float | None
     with_lse: bool
     kernel_options: dict[str, Any] | None
-    kernel_key: Hashable  # key of the functions of mask and score with their constants
-    shapes: Hashable  # shapes of captured tensors, and q_offset if it is a number; None if they cannot be read
+    kernel_key: tuple[Hashable, Hashable]  # keys of the functions of mask and score, with their constants
+    # Shapes of captured tensors, and q_offset if it is a number; None if they cannot be read.
+    shapes: tuple[Any, ...] | None
     needs_grad: bool  # q, k, v or a captured tensor needs a gradient
     learns: bool  # a captured tensor of the mask or score needs a gradient
     has_number_tensors: bool  # a captured tensor is 0-dimensional

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from flexmasks import compat
-from flexmasks.backends import fa4, flex
+from flexmasks.backends import fa4, flex, forms
 from flexmasks.backends.call import OUTCOMES, Call, Result
-from flexmasks.backends.miscompiled import NO_BLOCKS, UNREADABLE, miscompiled
+from flexmasks.backends.miscompiled import NO_BLOCKS, miscompiled
+from flexmasks.backends.operations import UNREADABLE
 
 _FLASH = "FLASH"  # torch's name in kernel_options
 
@@ -28,6 +29,8 @@ def refuses(call: Call) -> str | None:
     is_grouped = call.q.shape[1] != call.k.shape[1]
     if is_grouped and call.needs_grad and call.score_mod is not None and call.cap is None:
         return "its backward pass calls score changes with wrong heads if heads are grouped"
+    if not call.is_traced and forms.why_inexact(call):
+        return f"it may compute the mask otherwise than Python does: {forms.why_inexact(call)}"
     return _refuses_functions(call)
 
 

@@ -15,7 +15,7 @@ import logging
 import time
 import types
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from flexmasks import compat
+from flexmasks.backends import forms
 from flexmasks.backends.call import HALF_DTYPES, TRANSFORMED, Call, Result, Unavailable, first_line, proven, transformed
 from flexmasks.cache import Cache
 
@@ -32,6 +33,7 @@ _kernel_numbers = itertools.count()
 # Guards that are left out: torch checks at each call that its own modules have not changed, a tenth of a call's time.
 _GUARDS_OF_TORCH = ("G['flex_attention']", "G['__builtins_dict", "G['__import_torch_dot", "__import__('torch')")
 _MAX_NOTED_SHAPES = 64  # shapes that one kernel remembers
+_RUNS_AS_DATA = 32  # runs on a GPU after which a function is compiled that could be compiled before
 _RUNS_BETWEEN_LOOKUPS = 64  # after this many runs a replay looks its kernel up again, which marks it as used
 # Kernel options to try one after the other, for GPUs whose shared memory is too small for the earlier options.
 _SMALLER_KERNELS: tuple[dict[str, Any], ...] = (
@@ -283,6 +285,8 @@ class CompiledCall:
     with_lse: bool
     needs_grad: bool
     is_flash: bool
+    is_data: bool = False  # the kernel reads the mask as data
+    runs_left: Iterator[int] | None = None  # ends when the mask's function is to be compiled
 
     @property
     def nbytes(self) -> int:
@@ -296,18 +300,19 @@ class CompiledCall:
     @classmethod
     def of(cls, call: Call, backend: str | None, more_options: dict[str, Any] | None = None) -> CompiledCall:
         """Return a call for torch's `backend` name, with `more_options` besides its kernel options."""
-        q, k = call.q, call.k
-        block_mask = call.blocks().block_mask
+        block_mask, (of_mask, of_score), shapes = call.blocks().block_mask, call.kernel_key, call.shapes
         given = {**(call.kernel_options or {}), **(more_options or {})}
-        chosen = options(q, k, backend, given, block_mask.BLOCK_SIZE, call.proven_options)
-        learning = tuple(call.needs_grad and x.requires_grad for x in (q, k, call.v))
-        key = (
-            call.kernel_key, backend, q.dtype, q.device, q.shape[0], q.shape[1], k.shape[1], q.shape[3], call.with_lse,
-            call.scale, repr(chosen), block_mask.BLOCK_SIZE, block_mask.kv_num_blocks.shape[:2],
-            torch.is_grad_enabled(), *learning,
-        )  # fmt: skip
+        chosen = options(call.q, call.k, backend, given, block_mask.BLOCK_SIZE, call.proven_options)
+        kind = _kind(call, backend, chosen)
+        reason = why_data(call, backend, chosen)
+        runs_left = None
+        if reason:
+            data = call.data()
+            block_mask, of_mask, shapes = data.block_mask, ("data", data.shapes), None if shapes is None else shapes[2:]
+            if call.is_cuda and not forms.why_inexact(call):
+                runs_left = iter(range(_RUNS_AS_DATA))
         return cls(
-            runner=Runner(key, call.shapes),
+            runner=Runner((of_mask, of_score, *kind, *_lists_kind(block_mask)), shapes),
             score_mod=None if call.score_mod is None else call.score_mod(),
             block_mask=block_mask,
             scale=call.scale,
@@ -315,10 +320,17 @@ class CompiledCall:
             with_lse=call.with_lse,
             needs_grad=call.needs_grad,
             is_flash=backend == "FLASH",
+            is_data=bool(reason),
+            runs_left=runs_left,
         )
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the output, and lse or None; raise Unavailable if the call cannot be compiled."""
+        """Return the output, and lse or None.
+
+        Raises Unavailable if the call cannot be compiled, or if the mask's function is to be compiled now.
+        """
+        if self.runs_left is not None and next(self.runs_left, None) is None:
+            raise Unavailable("the function is compiled after its first calls")
         if not self.needs_grad and (q.requires_grad or k.requires_grad or v.requires_grad):
             # On the CPU torch refuses tensors that require a gradient, even under no_grad.
             q, k, v = q.detach(), k.detach(), v.detach()
@@ -344,6 +356,32 @@ class CompiledCall:
         return out, None if lse is None else lse.float()
 
 
+def _kind(call: Call, backend: str | None, chosen: dict[str, Any]) -> tuple[Hashable, ...]:
+    """Return what a kernel depends on besides the functions and the lists of blocks."""
+    q, k = call.q, call.k
+    learning = tuple(call.needs_grad and x.requires_grad for x in (q, k, call.v))
+    return (
+        backend, q.dtype, q.device, q.shape[0], q.shape[1], k.shape[1], q.shape[3], call.with_lse, call.scale,
+        repr(chosen), torch.is_grad_enabled(), *learning,
+    )  # fmt: skip
+
+
+def _lists_kind(block_mask: BlockMask) -> tuple[Hashable, ...]:
+    return block_mask.BLOCK_SIZE, block_mask.kv_num_blocks.shape[:2]
+
+
+def why_data(call: Call, backend: str | None = None, chosen: dict[str, Any] | None = None) -> str:
+    """Return why the kernel reads the mask as data, or ""."""
+    if backend is not None or call.is_traced:
+        return ""
+    block_mask = call.blocks().block_mask
+    if chosen is None:
+        chosen = options(call.q, call.k, None, call.kernel_options, block_mask.BLOCK_SIZE, call.proven_options)
+    kind = _kind(call, backend, chosen)
+    is_compiled = _KERNELS.get((*call.kernel_key, *kind, *_lists_kind(block_mask))) is not None
+    return forms.why_data(call, kind, is_compiled)
+
+
 def refuses_to_compile(call: Call) -> str | None:
     """Return why nothing can be compiled where this call is made, or None."""
     if call.is_traced:  # the user's torch.compile compiles it
@@ -361,8 +399,12 @@ def run(call: Call, backend: str | None = None) -> Result:
     may_shrink = backend is None and call.is_cuda and not call.kernel_options
     attempts = _SMALLER_KERNELS if may_shrink else _SMALLER_KERNELS[:1]
     for more_options in attempts:
+        compiled = CompiledCall.of(call, backend, more_options)
         try:
-            return proven(call, CompiledCall.of(call, backend, more_options))
+            result = proven(call, compiled)
+            if backend is None:
+                forms.note_run(call, _kind(call, backend, compiled.kernel_options or {}), compiled.is_data)
+            return result
         except Unavailable as error:
             if more_options is attempts[-1] or "out of resource" not in str(error):
                 raise

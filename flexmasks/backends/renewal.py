@@ -43,9 +43,9 @@ class Renewal:
     ) -> Renewal | None:
         """Return the renewal of a call, or None.
 
-        None if the call is not compiled, or not planned by a recorded plan.
+        None if the call is not compiled, has its mask as data, or is not planned by a recorded plan.
         """
-        if not isinstance(call, CompiledCall) or isinstance(mask, GivenPlan) or not mask.is_recorded:
+        if not isinstance(call, CompiledCall) or call.is_data or isinstance(mask, GivenPlan) or not mask.is_recorded:
             return None
         if score is not None and score.prepares_tensors:
             return None

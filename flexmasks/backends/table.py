@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from flexmasks import compat
-from flexmasks.backends import cpu, fa4, flash, reference, sdpa, triton
+from flexmasks.backends import cpu, fa4, flash, flex, reference, sdpa, triton
 from flexmasks.backends.call import OUTCOMES, Call, Result, Unavailable
 
 _log = logging.getLogger("flexmasks")
@@ -35,6 +35,7 @@ class Backend:
         "no: it runs without compiling"
     )  # whether a call would compile, in words
     recompiles_on: str = ""  # changes that make it compile again
+    why_data: Callable[[Call], str] = lambda call: ""  # why a kernel reads the mask as data, or ""
 
 
 BACKENDS = {
@@ -43,8 +44,8 @@ BACKENDS = {
         Backend("fa4", fa4.refuses, fa4.run, fa4.compiles, _FA4_RECOMPILES_ON),
         Backend("sdpa", sdpa.refuses, sdpa.run),
         Backend("flash", flash.refuses, flash.run, flash.compiles, _FLEX_RECOMPILES_ON),
-        Backend("triton", triton.refuses, triton.run, triton.compiles, _FLEX_RECOMPILES_ON),
-        Backend("cpu", cpu.refuses, cpu.run, cpu.compiles, _FLEX_RECOMPILES_ON),
+        Backend("triton", triton.refuses, triton.run, triton.compiles, _FLEX_RECOMPILES_ON, flex.why_data),
+        Backend("cpu", cpu.refuses, cpu.run, cpu.compiles, _FLEX_RECOMPILES_ON, flex.why_data),
         Backend("reference", reference.refuses, reference.run),
     )
 }

@@ -26,11 +26,12 @@ class Explanation:
     compiles: str  # whether this call compiles, and why
     recompiles_on: str  # changes that would make a later call compile again, or ""
     plan: str  # how the blocks are found when tensors change
+    mask: str  # what the kernel computes the mask from
     blocks: Blocks  # what the mask skips
 
     def _rows(self) -> list[tuple[str, str]]:
         rows = [("backend", self.backend), *((f"not {name}", reason) for name, reason in self.others.items())]
-        rows += [("compiles", self.compiles), ("plan", self.plan)]
+        rows += [("compiles", self.compiles), ("plan", self.plan), ("mask", self.mask)]
         if self.recompiles_on:
             rows.append(("recompiles on", self.recompiles_on))
         return rows

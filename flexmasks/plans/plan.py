@@ -23,6 +23,7 @@ from flexmasks.blocks.decide import dependence
 from flexmasks.blocks.elements import over_indices
 from flexmasks.cache import ENTRY, Cache
 from flexmasks.plans.bounds import MaskKind, RecordedPlan, plan_bounds, tensors_in, unread
+from flexmasks.plans.data import FirstAsData, MaskData, data_of
 from flexmasks.plans.recorded import memory_of_capture
 from flexmasks.plans.shifted import Offset, shifted_mask, shifted_score
 from flexmasks.plans.windows import Window, window_of
@@ -74,9 +75,10 @@ class _Kind:
     recorded: RecordedPlan | None = None  # made when the second mask is planned
 
 
-_P = TypeVar("_P", bound=_Prepared)
+_P = TypeVar("_P", bound=_Prepared | MaskData)
 _BLOCKS: Cache[_PreparedMask] = Cache("blocks", max_bytes=5 << 28)  # the blocks of a million tokens take 1.07 GB
 _KINDS: Cache[_Kind] = Cache("plans", max_bytes=1 << 30)
+_DATA: Cache[MaskData] = Cache("data", max_bytes=1 << 30)
 # Facts about the first masks and scores of their kinds. An entry counts one byte.
 _MOSTLY_PARTIAL: Cache[bool] = Cache("mostly_partial", max_bytes=1024)
 _TRIED: Cache[bool] = Cache("tried_scores", max_bytes=1024)
@@ -119,6 +121,11 @@ class Plan:
         if self.opaque:
             return "opaque", self.value.name, getattr(self.value.definition.function, "__code__", None)
         return self.value.capture([], contents=False)
+
+    @property
+    def is_own(self) -> bool:
+        """Return whether this library, not a user, wrote all functions."""
+        return self.value.is_own()
 
     @property
     def inputs(self) -> list[Tensor]:
@@ -169,7 +176,8 @@ class Plan:
             if captured:  # the CUDA graph's own memory, which holds nothing before the graph runs
                 return prepared
             # What is computed from a tensor that requires a gradient belongs to one autograd graph.
-            if not any(t.requires_grad for t in tensors) or not tensors_in(prepared.resolved):
+            learned = isinstance(prepared, _Prepared) and bool(tensors_in(prepared.resolved))
+            if not (learned and any(t.requires_grad for t in tensors)):
                 cache.put(key, tensors, prepared, prepared.nbytes)
         return prepared
 
@@ -340,6 +348,28 @@ class MaskPlan(Plan):
         layout = self._prepared.layout
         return Blocks(self.block_mask(), layout.undecided, layout.not_understood)
 
+    @property
+    def first_as_data(self) -> FirstAsData:
+        """Return which calls may go as data though the function could be compiled.
+
+        On a CPU kernels that read data are as fast, and masks without tensors are planned once.
+        """
+        if self.opaque:
+            return FirstAsData.NONE
+        return FirstAsData.FIRST if self.inputs or self.size.device.type != "cpu" else FirstAsData.ALL
+
+    def data(self) -> MaskData:
+        """Return the mask as data: its blocks, and the bits of partial ones.
+
+        Raises TooLargeForData.
+        """
+        more_key = self.block_size, self.open_extents, self._allows_bounds
+        return self._cached(_DATA, lambda: self._as_data(self.block_mask()), *more_key)
+
+    def _as_data(self, block_mask: BlockMask) -> MaskData:
+        with naming(self.mask), torch.no_grad():
+            return data_of(block_mask, self.size.batch, self.size.heads)
+
     def explained(self) -> str:
         """Return how the blocks are found, in words."""
         if not self.inputs:
@@ -457,8 +487,10 @@ class GivenPlan:
     """A user's own BlockMask, in place of a MaskPlan."""
 
     tensors: tuple[Tensor, ...] = ()
+    first_as_data = FirstAsData.NONE
     window: Window | None = None
     holds_aliases = False
+    is_own = False
 
     def __init__(self, block_mask: BlockMask) -> None:
         self._block_mask = block_mask
@@ -476,6 +508,10 @@ class GivenPlan:
 
     def blocks(self) -> Blocks:
         return Blocks(self._block_mask)
+
+    def data(self) -> MaskData:
+        """Return the mask as data, see `MaskPlan.data`."""
+        return data_of(self._block_mask, *self._block_mask.kv_num_blocks.shape[:2])
 
     def proven_options(self, has_score: bool) -> dict[str, bool]:
         return {}

@@ -71,6 +71,10 @@ class Modifier(Readable):
         """Return the masks or scores among the parameters."""
         return [m for value in self.params.values() for m in _modifiers_in(value)]
 
+    def is_own(self) -> bool:
+        """Return whether this library wrote all its functions, those of inner values included."""
+        return self.definition.own and all(m.is_own() for m in self._inner())
+
     def batch_size(self) -> int | None:
         """Return the batch size that the parameters' shapes imply, or None."""
         return self.implied_size("B")

@@ -1,0 +1,97 @@
+"""The forms in which compiled kernels get a mask: its function, or data.
+
+A function that a compiler may compute otherwise than Python does goes as data, see `flexmasks.plans.data`. So do the
+first calls of a new function where the kernel that reads data is there already or is as fast: nothing is compiled for
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+
+from torch import Tensor
+
+from flexmasks.backends.call import OUTCOMES, Call
+from flexmasks.backends.inexact import inexact
+from flexmasks.backends.operations import UNREADABLE
+from flexmasks.cache import Cache
+from flexmasks.plans.data import FirstAsData, TooLargeForData, can_be_data
+
+_UNKNOWN = "it reads variables that may change"
+_FIRST_CALLS = "nothing is compiled for a new function while a kernel that reads data is there"
+# By kind of call: the first function that was compiled. Other functions start as data. An entry counts one byte.
+_FIRSTS: Cache[Hashable] = Cache("first_functions", max_bytes=1024)
+_STARTED: Cache[bool] = Cache("started_as_data", max_bytes=1024)  # functions that have run as data once
+
+
+def refuses(call: Call) -> str | None:
+    """Return why Inductor can compute neither functions nor data of a call, or None."""
+    if call.is_traced:
+        return None
+    if call.score_mod is not None and not call.score_is_own:
+        reason = _inexact(call, call.score_mod, is_score=True)
+        if reason:
+            return f"it may compute the score otherwise than Python does: {reason}"
+    reason = why_inexact(call)
+    if not reason:
+        return None
+    try:
+        if can_be_data(call.blocks().block_mask.BLOCK_SIZE):
+            call.data()
+            return None
+        too_large = "blocks can be data only if their sizes are powers of 2 from 32 on"
+    except TooLargeForData as error:
+        too_large = f"{error}; write the mask with whole numbers that fit 32 bits, and with one index for each tensor"
+    return f"it may compute the mask otherwise than Python does: {reason}; {too_large}"
+
+
+def why_inexact(call: Call) -> str:
+    """Return why Inductor may compute the mask otherwise than Python does, or ""."""
+    return "" if call.mask_is_own else _inexact(call, call.mask_mod, is_score=False)
+
+
+def why_data(call: Call, kind: Hashable, is_compiled: bool) -> str:
+    """Return why the mask goes as data, or "".
+
+    kind: everything that a kernel depends on besides the functions.
+    is_compiled: whether there is a kernel for the function.
+    """
+    if call.mask_is_own or call.is_traced:
+        return ""
+    reason = why_inexact(call)
+    if reason:
+        return reason
+    if is_compiled or not can_be_data(call.blocks().block_mask.BLOCK_SIZE):
+        return ""
+    if call.first_as_data is FirstAsData.NONE:
+        return ""
+    if call.first_as_data is FirstAsData.FIRST:
+        is_first = _FIRSTS.get(kind) in (None, call.kernel_key)
+        if is_first or _STARTED.get((kind, call.kernel_key)) is not None:
+            return ""
+    try:
+        call.data()
+    except TooLargeForData:
+        return ""
+    return _FIRST_CALLS
+
+
+def note_run(call: Call, kind: Hashable, is_data: bool) -> None:
+    """Note that a call runs with the mask's function, or with its data."""
+    if is_data:
+        _STARTED.put((kind, call.kernel_key), (), True, 1)
+    elif _FIRSTS.get(kind) is None and not call.mask_is_own:
+        _FIRSTS.put(kind, (), call.kernel_key, 1)
+
+
+def _inexact(call: Call, function: Callable[[], Callable[..., Tensor]], is_score: bool) -> str:
+    """Look at a function, once for all calls of its kind."""
+    device, sizes = call.q.device, (*call.q.shape[:3], call.k.shape[2])
+    kind = "inexact", is_score, call.kernel_key, call.shapes, device.type, *sizes
+    reason = None if call.shapes is None else OUTCOMES.get(kind)
+    if reason is None:
+        reason = inexact(function(), device, sizes, is_score) or ""
+        # Whether a function can be traced may depend on the calling code.
+        if call.shapes is not None and not reason.startswith(UNREADABLE):
+            OUTCOMES.put(kind, (), reason, 1)
+    return reason

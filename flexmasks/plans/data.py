@@ -1,0 +1,171 @@
+"""Masks as data: the bits of partial blocks, which kernels read instead of a function.
+
+A kernel that reads bits is exact for every function, and is the same for all functions.
+
+Source: JAX's splash attention keeps partial blocks so; Inductor's and FLASH's compilers, which evaluate some functions
+otherwise than Python does, never see the function.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from flexmasks.blocks.counts import visible_in_blocks
+from flexmasks.blocks.lists import in_use
+
+_BITS = 32  # of a word
+# Sizes of the table of words, in bytes. Few sizes need few kernels, because a kernel is compiled for each size.
+_CAPACITIES = (1 << 18, 1 << 21, 1 << 24, 1 << 26, 1 << 28)
+_MAX_LISTS = 1 << 24  # bytes of block lists that may be repeated for each batch element and head
+
+
+class FirstAsData(enum.Enum):
+    """Calls that may go as data though their function could be compiled."""
+
+    NONE = enum.auto()
+    FIRST = enum.auto()  # until tensors have new values
+    ALL = enum.auto()
+
+
+class TooLargeForData(Exception):
+    """Error of a mask whose bits take too much memory."""
+
+
+@dataclass(frozen=True)
+class MaskData:
+    """A BlockMask whose function reads bits."""
+
+    block_mask: BlockMask
+    shapes: tuple[torch.Size, ...]  # of the tensors with the bits
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self.block_mask.as_tuple() if isinstance(t, Tensor)) + 4 * sum(
+            shape.numel() for shape in self.shapes
+        )
+
+
+def can_be_data(block_size: tuple[int, int]) -> bool:
+    """Return whether blocks of this size can be data: powers of 2 from 32 on."""
+    return all(n >= _BITS and n & (n - 1) == 0 for n in block_size)
+
+
+def data_of(block_mask: BlockMask, batch: int, heads: int) -> MaskData:
+    """Return a BlockMask of the same pairs, which reads the bits of its partial blocks.
+
+    batch, heads: sizes of a call. Small lists are repeated for each of them, so that all masks have the same kernel.
+
+    Raises TooLargeForData. Raises what the mask's function raises.
+    """
+    lengths, block_size = block_mask.seq_lengths, block_mask.BLOCK_SIZE
+    counts, indices = block_mask.kv_num_blocks, block_mask.kv_indices
+    rows, columns = indices.shape[-2:]
+    is_small = batch * heads * rows * columns * 4 <= _MAX_LISTS
+    sizes = (batch, heads) if is_small else (counts.shape[0], counts.shape[1])
+    places = in_use(counts, indices).nonzero()
+    blocks = places.clone()
+    blocks[:, 3] = indices[tuple(places.unbind(1))]
+    words, number = _distinct_words(block_mask, blocks)
+    shape = (*counts.shape[:2], _power_of_2(rows), _power_of_2(columns))
+    table = torch.zeros(shape, dtype=torch.int32, device=counts.device)
+    table[tuple(blocks.unbind(1))] = number.int()
+    table = table.expand(*sizes, -1, -1).contiguous()
+    lists = [None if t is None else t.expand(*sizes, *t.shape[2:]).contiguous() for t in _lists(block_mask)]
+    arguments: Any = (lengths, *lists, block_size, _reader_of(words, table, block_size))
+    return MaskData(BlockMask(*arguments), (words.shape, table.shape))
+
+
+def _lists(block_mask: BlockMask) -> tuple[Tensor | None, ...]:
+    b = block_mask
+    return (
+        b.kv_num_blocks, b.kv_indices, b.full_kv_num_blocks, b.full_kv_indices,
+        b.q_num_blocks, b.q_indices, b.full_q_num_blocks, b.full_q_indices,
+    )  # fmt: skip
+
+
+def _power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+def _reader_of(words: Tensor, table: Tensor, block_size: tuple[int, int]) -> Callable[..., Tensor]:
+    """Return a mask_mod that reads bits.
+
+    words: int32 [blocks, queries, keys / 32], the bits of different blocks.
+    table: int32 [B, H, rows, columns], the place of each block's bits in `words`.
+    """
+    (q_shift, kv_shift), (q_rest, kv_rest) = (n.bit_length() - 1 for n in block_size), (n - 1 for n in block_size)
+    has_batch, has_heads = table.shape[0] > 1, table.shape[1] > 1
+
+    def visible(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        number = table[b if has_batch else b % 1, h if has_heads else h % 1, q >> q_shift, kv >> kv_shift]
+        word = words[number, q & q_rest, (kv & kv_rest) >> 5]
+        return (word >> (kv & 31)) & 1 != 0
+
+    return visible
+
+
+def _distinct_words(block_mask: BlockMask, blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the words of all different blocks, and the number of each block's words.
+
+    blocks: [n, (b, h, row, column)].
+    """
+    lengths, (height, width) = block_mask.seq_lengths, block_mask.BLOCK_SIZE
+    weights = torch.randint(-(1 << 62), 1 << 62, (height * width // _BITS,), generator=torch.Generator().manual_seed(0))
+    weights = (weights | 1).to(blocks.device)
+    parts: list[Tensor] = []
+    numbers: list[Tensor] = []
+    count = 0
+    for visible in visible_in_blocks(block_mask.mask_mod, blocks, lengths, (height, width)):
+        distinct, number = _distinct(_packed(visible), weights)
+        parts.append(distinct)
+        numbers.append(number + count)
+        count += len(distinct)
+        if count * height * width // 8 > _CAPACITIES[-1]:
+            parts, numbers = _joined(parts, numbers, weights)
+            count = len(parts[0])
+        if count * height * width // 8 > _CAPACITIES[-1]:
+            raise TooLargeForData(f"the bits of its different partial blocks take more than {_CAPACITIES[-1] >> 20} MB")
+    if len(parts) > 1:
+        parts, numbers = _joined(parts, numbers, weights)
+    bytes_of_block = height * width // 8
+    capacity = next(n for n in _CAPACITIES if count * bytes_of_block <= n) // bytes_of_block
+    words = torch.zeros((capacity, height, width // _BITS), dtype=torch.int32, device=blocks.device)
+    if not parts:
+        return words, blocks[:, 0]
+    words[: len(parts[0])] = parts[0].view(-1, height, width // _BITS)
+    return words, numbers[0]
+
+
+def _joined(parts: list[Tensor], numbers: list[Tensor], weights: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the parts as one, without repetitions, and all numbers in it."""
+    distinct, number = _distinct(torch.cat(parts), weights)
+    return [distinct], [number[torch.cat(numbers)]]
+
+
+def _packed(visible: Tensor) -> Tensor:
+    """Return booleans [n, queries, keys] as words [n, queries * keys / 32]."""
+    places = torch.arange(_BITS, dtype=torch.int32, device=visible.device)
+    bits = visible.view(len(visible), -1, _BITS).int() << places
+    return bits.sum(-1, dtype=torch.int32)
+
+
+def _distinct(words: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the different rows, and the number of each row among them.
+
+    Rows are compared by their sums with random weights. If the sums of two different rows are equal, rows are sorted.
+    """
+    _, number = torch.unique((words * weights).sum(1), return_inverse=True)
+    first = torch.full((len(words),), len(words), device=words.device)
+    first.scatter_reduce_(0, number, torch.arange(len(words), device=words.device), "amin")
+    distinct = words[first[: int(number.max()) + 1]] if len(words) else words
+    if torch.equal(distinct[number], words):
+        return distinct, number
+    distinct, number = torch.unique(words, dim=0, return_inverse=True)
+    return distinct, number
