@@ -313,8 +313,8 @@ class CompiledCall:
                 runs_left = iter(range(_RUNS_AS_DATA))
         return cls(
             runner=Runner((of_mask, of_score, *kind, *_lists_kind(block_mask)), shapes),
-            score_mod=None if call.score_mod is None else call.score_mod(),
-            block_mask=block_mask,
+            score_mod=forms.compiled_score(call),
+            block_mask=block_mask if reason else forms.compiled_mask(call, block_mask),
             scale=call.scale,
             kernel_options=chosen or None,
             with_lse=call.with_lse,

@@ -7,17 +7,21 @@ them.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Hashable
+from typing import cast
 
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 from flexmasks.backends.call import OUTCOMES, Call
-from flexmasks.backends.inexact import inexact
+from flexmasks.backends.chained import with_one_index
+from flexmasks.backends.inexact import WHOLE, inexact
 from flexmasks.backends.operations import UNREADABLE
 from flexmasks.cache import Cache
 from flexmasks.plans.data import FirstAsData, TooLargeForData, can_be_data
 
-_UNKNOWN = "it reads variables that may change"
+CHAINED = "it is exact with chained indices read as one index"
 _FIRST_CALLS = "nothing is compiled for a new function while a kernel that reads data is there"
 # By kind of call: the first function that was compiled. Other functions start as data. An entry counts one byte.
 _FIRSTS: Cache[Hashable] = Cache("first_functions", max_bytes=1024)
@@ -30,7 +34,7 @@ def refuses(call: Call) -> str | None:
         return None
     if call.score_mod is not None and not call.score_is_own:
         reason = _inexact(call, call.score_mod, is_score=True)
-        if reason:
+        if reason not in ("", CHAINED):
             return f"it may compute the score otherwise than Python does: {reason}"
     reason = why_inexact(call)
     if not reason:
@@ -47,7 +51,25 @@ def refuses(call: Call) -> str | None:
 
 def why_inexact(call: Call) -> str:
     """Return why Inductor may compute the mask otherwise than Python does, or ""."""
-    return "" if call.mask_is_own else _inexact(call, call.mask_mod, is_score=False)
+    reason = "" if call.mask_is_own else _inexact(call, call.mask_mod, is_score=False)
+    return "" if reason == CHAINED else reason
+
+
+def compiled_mask(call: Call, block_mask: BlockMask) -> BlockMask:
+    """Return a call's BlockMask with its function as kernels can compute it."""
+    if call.mask_is_own or call.is_traced or _inexact(call, call.mask_mod, is_score=False) != CHAINED:
+        return block_mask
+    rewritten = copy.copy(block_mask)
+    rewritten.mask_mod = cast(Callable[..., Tensor], with_one_index(block_mask.mask_mod))
+    return rewritten
+
+
+def compiled_score(call: Call) -> Callable[..., Tensor] | None:
+    """Return a call's score change as kernels can compute it."""
+    if call.score_mod is None or call.score_is_own or call.is_traced:
+        return None if call.score_mod is None else call.score_mod()
+    score_mod = call.score_mod()
+    return with_one_index(score_mod) if _inexact(call, call.score_mod, is_score=True) == CHAINED else score_mod
 
 
 def why_data(call: Call, kind: Hashable, is_compiled: bool) -> str:
@@ -91,6 +113,10 @@ def _inexact(call: Call, function: Callable[[], Callable[..., Tensor]], is_score
     reason = None if call.shapes is None else OUTCOMES.get(kind)
     if reason is None:
         reason = inexact(function(), device, sizes, is_score) or ""
+        if reason == WHOLE:
+            rewritten = with_one_index(function())
+            if rewritten is not None and inexact(rewritten, device, sizes, is_score) is None:
+                reason = CHAINED
         # Whether a function can be traced may depend on the calling code.
         if call.shapes is not None and not reason.startswith(UNREADABLE):
             OUTCOMES.put(kind, (), reason, 1)

@@ -36,7 +36,7 @@ _OVERFLOW = "a whole number may not fit the type that kernels compute it in"
 _FLOATING = "kernels round floating numbers otherwise, which could change what is visible"
 _MIXED = "kernels convert numbers of different types otherwise"
 _TRUTH = "kernels compute with truth values otherwise"
-_WHOLE = "it takes rows of captured tensors, or changes them as a whole"
+WHOLE = "it takes rows of captured tensors, or changes them as a whole"
 _INDEX = "it takes indices that are no 32-bit or 64-bit numbers"
 _ZERO = "it may divide by 0"
 _SHIFT = "it may shift by less than 0 or more than 31 bits"
@@ -96,7 +96,7 @@ class _Trace(Trace):
         if not self.varies(value):
             self.errors[_CONSTANT] = None
         elif self.is_captured(value):
-            self.errors[_WHOLE] = None
+            self.errors[WHOLE] = None
 
     def learn(self, x: Tensor, bounds: Bounds) -> None:
         self._held.append(x)
@@ -107,7 +107,7 @@ class _Trace(Trace):
         if name == "index":
             self._check_index(out, *args)
         elif any(x.ndim for x in (*tensors, out)):
-            self.errors[_WHOLE] = None
+            self.errors[WHOLE] = None
         for x in tensors:
             if x.dtype not in _READABLE:
                 self.errors[_TYPE.format(str(x.dtype).removeprefix("torch."))] = None
@@ -123,7 +123,7 @@ class _Trace(Trace):
     def _check_index(self, out: Tensor, table: Tensor, indices: Sequence[Tensor | None]) -> None:
         is_whole = out.ndim or not self.is_captured(table) or len(indices) != table.ndim
         if is_whole or table.layout != torch.strided or table.is_neg() or table.is_conj():
-            self.errors[_WHOLE] = None
+            self.errors[WHOLE] = None
         if any(i is None or i.ndim or i.dtype not in (torch.int32, torch.int64) for i in indices):
             self.errors[_INDEX] = None
 

@@ -155,8 +155,8 @@ class Refilled:
         self._make = self._maker(value)
         self._places = {}
 
-    def __call__(self, tensors: Sequence[Tensor]) -> Any:
-        """Return the value with these tensors in place of the replaced ones."""
+    def __call__(self, tensors: Sequence[Any]) -> Any:
+        """Return the value with these tensors, or other values, in place of the replaced ones."""
         return self._make(tensors)
 
     def _maker(self, value: Any) -> Callable[[Sequence[Tensor]], Any]:
