@@ -1,0 +1,400 @@
+"""Masks as data: which functions kernels may compute, and what they read in place of the other functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from functions import compiled, expressions, short_and_campaign
+from helpers import TOLERANCE, error, try_examples
+from hypothesis import HealthCheck, given, reject, settings
+from hypothesis import seed as seeded
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_mask, flex_attention
+from torch.nn.functional import embedding, scaled_dot_product_attention
+
+import flexmasks
+from flexmasks import calls, compat
+from flexmasks.backends import forms
+from flexmasks.backends.inexact import inexact
+from flexmasks.blocks.build import build
+from flexmasks.blocks.lists import of_block_mask
+from flexmasks.plans import data
+from flexmasks.plans.plan import MaskPlan, ScorePlan
+from flexmasks.spec.examples import example
+from flexmasks.spec.parameters import Size
+
+CPU = torch.device("cpu")
+LENGTH, BATCH, HEADS = 100, 2, 3
+Function = Callable[..., Tensor]
+
+
+@pytest.fixture(autouse=True)
+def _empty_caches() -> Iterator[None]:
+    flexmasks.clear_caches()
+    yield
+    flexmasks.clear_caches()
+
+
+def qkv(length: int = LENGTH) -> list[Tensor]:
+    return list(torch.randn(3, BATCH, HEADS, length, 16, generator=torch.Generator().manual_seed(0)))
+
+
+def expected(mask: Function, length: int = LENGTH, bias: Tensor | None = None) -> Tensor:
+    """Return SDPA in float64 with torch's own mask; rows that see nothing are 0."""
+    visible = create_mask(mask, BATCH, HEADS, length, length, "cpu")
+    scores = torch.zeros(visible.shape, dtype=torch.float64) if bias is None else bias.double().expand(visible.shape)
+    q, k, v = (x.double() for x in qkv(length))
+    return scaled_dot_product_attention(q, k, v, attn_mask=scores.masked_fill(~visible, -torch.inf)).nan_to_num(0.0)
+
+
+def check_attention(mask: Function, length: int = LENGTH) -> None:
+    got = flexmasks.attention(*qkv(length), mask=mask)
+    assert error(got, expected(mask, length)) < TOLERANCE[torch.float32]
+
+
+def form(mask: Any) -> str:
+    return flexmasks.explain(*qkv(), mask=mask).mask
+
+
+# --- the bits of blocks ---
+
+
+@short_and_campaign(60, 600)
+def test_data_shows_what_the_function_shows(examples: int) -> None:
+    sizes = st.tuples(st.sampled_from([(32, 32), (64, 32), (128, 128)]), st.integers(1, 140), st.integers(1, 140))
+    try_examples(examples, _check_data, expressions("c", 2), sizes)
+
+
+def _check_data(expression: str, sizes: tuple[tuple[int, int], int, int]) -> None:
+    block_size, q_len, kv_len = sizes
+    q_len, kv_len = min(q_len, 40), min(kv_len, 40)  # the tables' length
+    function = compiled(expression)
+    try:
+        visible = create_mask(function, 2, 2, q_len, kv_len, "cpu")
+        block_mask = build(function, 2, 2, q_len, kv_len, CPU, block_size).block_mask(function)
+    except Exception:
+        reject()  # a division by 0, say
+    made = data.data_of(block_mask, 2, 2).block_mask
+    for got, want in zip(of_block_mask(made), of_block_mask(block_mask), strict=True):
+        assert torch.equal(got, want.expand_as(got))
+    partial = of_block_mask(made)[0].repeat_interleave(block_size[0], 2).repeat_interleave(block_size[1], 3)
+    partial = partial[..., :q_len, :kv_len]
+    read = create_mask(made.mask_mod, 2, 2, q_len, kv_len, "cpu")
+    assert torch.equal(read & partial, visible & partial)
+
+
+def test_few_different_blocks_are_kept() -> None:
+    def different(mask: Function, length: int) -> int:
+        block_mask = flexmasks.block_mask(mask, length)
+        places = torch.stack(torch.where(of_block_mask(block_mask)[0]), 1)
+        return len(data._distinct_words(block_mask, places)[1].unique())
+
+    assert different(lambda b, h, q, kv: q >= kv, 1024) == 1
+    assert different(lambda b, h, q, kv: (q >= kv) & (q - kv <= 256), 2048) == 2
+    assert different(lambda b, h, q, kv: (q - kv) % 3 == 0, 128 * 6) == 3
+
+
+def test_equal_sums_of_different_blocks() -> None:
+    words = torch.randint(-9, 9, (50, 4), dtype=torch.int32)
+    distinct, number = data._distinct(words, torch.zeros(4, dtype=torch.int64))  # every sum is 0
+    assert torch.equal(distinct[number], words)
+    assert len(distinct) == len(words.unique(dim=0))
+
+
+@pytest.mark.parametrize("has_full_blocks", [False, True])
+def test_given_block_mask(has_full_blocks: bool) -> None:
+    """A user's own BlockMask becomes data where its function would be computed wrongly."""
+    table = torch.rand(LENGTH, LENGTH) > 0.5
+
+    def mask(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return table[q][kv] & (table[q].sum() > 3)
+
+    block_mask = flexmasks.block_mask(mask, LENGTH, block_size=32 if has_full_blocks else 128)
+    got = flexmasks.attention(*qkv(), block_mask=block_mask)
+    assert error(got, expected(mask)) < TOLERANCE[torch.float32]
+
+
+# --- the look at functions ---
+
+
+def passing() -> dict[str, Function]:
+    ids, small = torch.arange(LENGTH) // 9, torch.randint(-9, 9, (LENGTH,), dtype=torch.int32)
+    table, real, of_batch = torch.rand(LENGTH, LENGTH) > 0.5, torch.randn(LENGTH), torch.rand(BATCH, LENGTH) > 0.5
+    number = torch.tensor(5)
+    return {
+        "causal": lambda b, h, q, kv: q >= kv,
+        "documents": lambda b, h, q, kv: (q >= kv) & (ids[q] == ids[kv]),
+        "table": lambda b, h, q, kv: table[q, kv],
+        "padding": lambda b, h, q, kv: of_batch[b, kv] | ~(q != kv),
+        "remainder": lambda b, h, q, kv: (q - kv) % 7 != 3,
+        "chunks": lambda b, h, q, kv: q // 16 >= kv // 16,
+        "window": lambda b, h, q, kv: (q - kv).abs() <= 20,
+        "number": lambda b, h, q, kv: q - kv < number,
+        "where": lambda b, h, q, kv: torch.where(h < 1, q, kv * 2) >= kv,
+        "floats": lambda b, h, q, kv: real[q] > real[kv],
+        "a float": lambda b, h, q, kv: real[q] > 0.1,
+        "table of a table": lambda b, h, q, kv: ids[ids[q]] > kv,
+        "bits": lambda b, h, q, kv: ((q ^ kv) & 4 == 0) & (q >> 2 >= kv >> 3),
+        "sum": lambda b, h, q, kv: ids[q] + small[kv] > q,
+        "clamp": lambda b, h, q, kv: (q - 5).clamp(min=0) <= torch.clamp_max(kv, 60),
+        "logical": lambda b, h, q, kv: torch.logical_and(q >= kv, q - kv < 9),
+    }
+
+
+def failing() -> dict[str, Function]:
+    i32, i8 = torch.randint(-100, 100, (LENGTH,), dtype=torch.int32), torch.full((LENGTH,), -128, dtype=torch.int8)
+    half, bf, real = torch.randn(LENGTH).half(), torch.randn(LENGTH).bfloat16(), torch.randn(LENGTH)
+    table, chosen, vectors = torch.rand(LENGTH, LENGTH) > 0.5, torch.randint(0, 9, (LENGTH, 4)), torch.randn(LENGTH, 4)
+    number, fraction, infinite = (
+        torch.tensor(5),
+        torch.tensor(0.1, dtype=torch.float64),
+        torch.full((LENGTH,), torch.inf),
+    )
+    return {
+        "a row": lambda b, h, q, kv: vectors[q][0] > vectors[kv][1],
+        "reduction": lambda b, h, q, kv: (chosen[q] == kv).any(-1),
+        "embedding": lambda b, h, q, kv: embedding(q, vectors)[0] > 0,
+        "product": lambda b, h, q, kv: i32[q] * 100000000 > 0,
+        "shift": lambda b, h, q, kv: q.int() << 28 > 0,
+        "power": lambda b, h, q, kv: i32[q] ** 8 > 5,
+        "positions": lambda b, h, q, kv: (q + 1) * 60_000_000 > kv,
+        "absolute": lambda b, h, q, kv: torch.abs(i8[q]) < 0,
+        "bytes": lambda b, h, q, kv: i8[q] + i8[kv] > 0,
+        "half": lambda b, h, q, kv: half[q] * 60000 * 2 == half[kv],
+        "half and a number": lambda b, h, q, kv: half[q] > 0.1,
+        "bfloat16": lambda b, h, q, kv: bf[q] + 256 > 256,
+        "infinite": lambda b, h, q, kv: infinite[q] * 0 == 0,
+        "equal floats": lambda b, h, q, kv: real[q] == real[kv],
+        "exponential": lambda b, h, q, kv: torch.exp(q) > torch.exp(kv),
+        "division": lambda b, h, q, kv: q / 3 > kv,
+        "division by 0": lambda b, h, q, kv: torch.where(kv > 0, q // torch.where(kv > 0, kv, 1), 0) > 1,
+        "constant": lambda b, h, q, kv: torch.tensor(True),
+        "number of another type": lambda b, h, q, kv: fraction + q > kv,
+        "a decision": lambda b, h, q, kv: q >= kv if number > 3 else q < kv,
+        "a view": lambda b, h, q, kv: table.T[q, kv],
+        "sum of truth values": lambda b, h, q, kv: (q > 3) + (kv > 5),
+        "order of truth values": lambda b, h, q, kv: (q > 3) < (kv > 5),
+        "a cast": lambda b, h, q, kv: (q * 3).to(torch.int8) > 0,
+        "to a whole number": lambda b, h, q, kv: real[q].long() >= 0,
+    }
+
+
+@pytest.mark.parametrize("name", passing())
+def test_functions_that_kernels_may_compute(name: str) -> None:
+    assert inexact(passing()[name], CPU, (BATCH, HEADS, LENGTH, LENGTH)) is None
+
+
+@pytest.mark.parametrize("name", failing())
+def test_functions_that_go_as_data(name: str) -> None:
+    mask = failing()[name]
+    assert inexact(mask, CPU, (BATCH, HEADS, LENGTH, LENGTH)) is not None
+    assert form(mask).startswith("data: ")
+    check_attention(mask)
+
+
+def test_scores() -> None:
+    table, bias, vectors = torch.randn(HEADS, LENGTH), torch.randn(LENGTH).half(), torch.randn(LENGTH, 4)
+    i32 = torch.randint(-100, 100, (LENGTH,), dtype=torch.int32)
+    sizes = BATCH, HEADS, LENGTH, LENGTH
+    right: list[Function] = [
+        lambda score, b, h, q, kv: score * torch.sigmoid(score) + table[h, kv],
+        lambda score, b, h, q, kv: score + bias[q] * (q - kv) / 3,
+        lambda score, b, h, q, kv: torch.where(q > kv, score, score * 0.5),
+    ]
+    for function in right:
+        assert inexact(function, CPU, sizes, is_score=True) is None
+    wrong: list[Function] = [
+        lambda score, b, h, q, kv: score + vectors[q].sum(),
+        lambda score, b, h, q, kv: score + (i32[q] * 100000000 > 0),
+    ]
+    for function in wrong:
+        explanation = flexmasks.explain(*qkv(), score=function)
+        assert explanation.backend == "reference"
+        assert "otherwise than Python does" in explanation.others["cpu"]
+
+
+@pytest.mark.parametrize("kind", ["mask", "score"])
+def test_the_library_s_own_functions(kind: str) -> None:
+    """The look knows what masks and scores are made of; those of this library are tested, and not looked at."""
+    refused = set()
+    for name in (flexmasks.list_masks if kind == "mask" else flexmasks.list_scores)():
+        value = example(kind, name.name, 256)
+        batch, heads = value.batch_size() or 2, value.implied_size("H") or 2
+        q_len, kv_len = (value.implied_size(n) or value.implied_size("S") or 256 for n in ("Q", "KV"))
+        size = Size(batch, heads, q_len, kv_len, CPU)
+        made: Any = (
+            MaskPlan(value, size).block_mask().mask_mod if kind == "mask" else ScorePlan(value, size).score_mod()
+        )
+        if inexact(made, CPU, (batch, heads, q_len, kv_len), kind == "score"):
+            refused.add(name.name)
+        if kind == "mask":
+            assert value.is_own()
+            assert not (value & (lambda b, h, q, kv: q >= kv)).is_own()
+    assert refused <= {"flashmask", "slices", "vision_cross"}
+
+
+@pytest.mark.campaign
+def test_kernels_compute_what_passes() -> None:
+    """Each head of one compiled call computes another function."""
+    for seed in range(6):
+        _check_kernel_of_many(seed, 16)
+
+
+def _check_kernel_of_many(seed: int, count: int) -> None:
+    functions: list[Function] = []
+    length = 40
+
+    def collect(expression: str) -> None:
+        function = compiled(expression)
+        try:
+            create_mask(function, 2, 2, length, length, "cpu")
+        except Exception:
+            reject()
+        if inexact(function, CPU, (2, 2, length, length)) is None and len(functions) < count:
+            functions.append(lambda b, h, q, kv: function(b, h % 2, q, kv))
+
+    relaxed = settings(max_examples=400, suppress_health_check=list(HealthCheck), database=None, derandomize=False)
+    seeded(seed)(relaxed(given(expressions("c", 2))(collect)))()
+    assert len(functions) == count
+
+    def every(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        visible = functions[0](b, h, q, kv)
+        for n, function in enumerate(functions[1:], 1):
+            visible = torch.where(h == n, function(b, h, q, kv), visible)
+        return visible
+
+    q = torch.zeros(2, count, length, 16)
+    v = torch.randn(2, count, length, 16)
+    ones = torch.ones(1, 1, 1, dtype=torch.int32)
+    blocks = BlockMask.from_kv_blocks(ones, 0 * ones[..., None], mask_mod=every, seq_lengths=(length, length))
+    got = torch.compile(flex_attention, fullgraph=True, dynamic=False)(q, q, v, block_mask=blocks)
+    visible = create_mask(every, 2, count, length, length, "cpu")
+    want = scaled_dot_product_attention(q.double(), q.double(), v.double(), attn_mask=visible).nan_to_num(0.0)
+    for n in range(count):
+        assert error(got[:, n], want[:, n]) < TOLERANCE[torch.float32]
+
+
+# --- which form a call takes ---
+
+
+def test_new_functions_compile_nothing() -> None:
+    table = torch.rand(LENGTH, LENGTH) > 0.5
+    check_attention(lambda b, h, q, kv: table[q].any() & (q >= kv))  # compiles the kernel that reads data
+    graphs = compat.compiled_graphs()
+    for n in range(1, 20):
+        check_attention(lambda b, h, q, kv, n=n: q + n >= kv)
+    for mask in failing().values():
+        check_attention(mask)
+    assert compat.compiled_graphs() == graphs
+
+
+def test_new_tensors_compile_the_function() -> None:
+    """The first function is compiled at once, others when their tensors have new values."""
+
+    def documents(ids: Tensor) -> Function:
+        return lambda b, h, q, kv: (q >= kv) & (ids[q] == ids[kv])
+
+    def others(ids: Tensor) -> Function:
+        return lambda b, h, q, kv: (q >= kv) & (ids[q] >= ids[kv])
+
+    for make, first in ((documents, "its function"), (others, "data: nothing is compiled")):
+        for step in range(4):
+            mask = make(torch.randint(0, 9, (LENGTH,)))
+            assert form(mask).startswith(first if step == 0 else "its function")
+            check_attention(mask)
+            check_attention(mask)
+
+
+@pytest.mark.parametrize("renews", [False, True])
+def test_new_tensors_in_data(renews: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if renews:
+        monkeypatch.setattr(calls, "_RENEWED_ON", ("cpu", "cuda"))
+
+    def mask(chosen: Tensor) -> Function:
+        return lambda b, h, q, kv: (chosen[q] == kv).any(-1) | (q == kv)
+
+    for _ in range(5):
+        chosen = torch.randint(0, LENGTH, (LENGTH, 3))
+        check_attention(mask(chosen))
+        chosen[:50] += 1
+        chosen.clamp_(max=LENGTH - 1)
+        check_attention(mask(chosen))
+
+
+def test_offsets_in_data() -> None:
+    table = torch.rand(200, LENGTH) > 0.5
+    for offset in (7, torch.tensor([3, 50])):
+        moved = offset if isinstance(offset, int) else offset[:, None, None, None]
+        got = flexmasks.attention(*qkv(), mask=lambda b, h, q, kv: table[q][kv] & table[q].any(), q_offset=offset)
+        places = torch.arange(LENGTH)[None, None, :, None] + moved
+        visible = table[places.expand(-1, -1, -1, LENGTH), torch.arange(LENGTH)].expand(BATCH, HEADS, -1, -1)
+        q, k, v = (x.double() for x in qkv())
+        assert error(got, scaled_dot_product_attention(q, k, v, attn_mask=visible)) < TOLERANCE[torch.float32]
+
+
+def test_chained_indices() -> None:
+    """They are read as one index where a function holds its tensors, and go as data elsewhere."""
+    table = torch.rand(BATCH, HEADS, LENGTH, LENGTH) > 0.5
+
+    def chained(table: Tensor) -> Function:
+        return lambda b, h, q, kv: table[b][h][q][kv] & (q >= kv)
+
+    for _ in range(3):
+        table = torch.rand(BATCH, HEADS, LENGTH, LENGTH) > 0.5
+        check_attention(chained(table))
+    assert form(chained(table)) == "its function"
+    bias = torch.randn(HEADS, LENGTH)
+
+    def score_of(bias: Tensor) -> Function:
+        return lambda score, b, h, q, kv: score + bias[h][kv]
+
+    got = flexmasks.attention(*qkv(), score=score_of(bias))
+    want = expected(lambda b, h, q, kv: q >= 0, bias=bias[None, :, None, :])
+    assert error(got, want) < TOLERANCE[torch.float32]
+    assert flexmasks.explain(*qkv(), score=score_of(bias)).backend == "cpu"
+
+
+def test_too_much_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "_CAPACITIES", (1 << 10,))
+    table = torch.rand(LENGTH, LENGTH) > 0.5
+
+    def mask(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return table[q].any() & table[q, kv]
+
+    explanation = flexmasks.explain(*qkv(), mask=mask)
+    assert explanation.backend == "reference"
+    assert "different partial blocks take more than" in explanation.others["cpu"]
+    check_attention(mask)
+    with pytest.raises(ValueError, match="write the mask with whole numbers"):
+        flexmasks.attention(*qkv(), mask=mask, backend="cpu")
+
+
+def test_functions_that_read_what_may_change() -> None:
+    class Limit:
+        value = 3
+
+        def __call__(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+            return (q - kv) * 30_000_000 <= self.value * 30_000_000
+
+    limit = Limit()
+    for value in (3, 8, 50):
+        limit.value = value
+        check_attention(limit)
+
+
+def test_a_kind_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[int] = []
+
+    def counted(*args: Any) -> str | None:
+        looks.append(1)
+        return inexact(*args)
+
+    monkeypatch.setattr(forms, "inexact", counted)
+    for _ in range(5):
+        ids = torch.randint(0, 9, (LENGTH,))
+        flexmasks.attention(*qkv(), mask=lambda b, h, q, kv: ids[q] == ids[kv])  # noqa: B023
+    assert len(looks) == 1
