@@ -47,9 +47,15 @@ def attention(
             such a tensor, also in place, is noticed, unless torch does not count it: a change through
             `tensor.data`, through memory shared with NumPy, or by a kernel of yours. Call `clear_caches` after such a
             change.
-            Inside your own torch.compile(fullgraph=True), the blocks of the mask are computed by your graph, from
-            the tensors of each run. There, make a Mask of a function that captures variables outside the compiled
-            function, with `get_mask`. Values of tensors are not checked there.
+            A function that torch's compiler may compute otherwise than Python does goes to the kernel as data: the
+            bits of its different partial blocks, at most 256 MB, 2 KB for each block of 128 x 128; `explain` says so.
+            Whole numbers in captured int32 and int64 tensors are taken to be between -2**30 and 2**30 in sums.
+            Other functions of yours may go as data at first: if a kernel that reads data was compiled for such
+            calls already, until the function's tensors have new values, or on a GPU for 32 calls; on a CPU always, if
+            it has no tensors. Data needs no compilation, but each change of tensors then takes some milliseconds.
+            Inside your own torch.compile(fullgraph=True), functions are compiled as they are, and the blocks of the
+            mask are computed by your graph, from the tensors of each run. There, make a Mask of a function that
+            captures variables outside the compiled function, with `get_mask`. Values of tensors are not checked there.
         score: a change of the scores: a name, a Score, a function (score, b, h, q, kv) -> score, or a list of them,
             applied in order.
             In half precision the gradient of a tensor that a score learns errs by the rounding of the output times
