@@ -20,6 +20,7 @@ import flexmasks
 from flexmasks import calls, compat
 from flexmasks.backends import forms
 from flexmasks.backends.inexact import inexact
+from flexmasks.backends.miscompiled import miscompiled
 from flexmasks.blocks.build import build
 from flexmasks.blocks.lists import of_block_mask
 from flexmasks.plans import data
@@ -78,7 +79,7 @@ def _check_data(expression: str, sizes: tuple[tuple[int, int], int, int]) -> Non
         block_mask = build(function, 2, 2, q_len, kv_len, CPU, block_size).block_mask(function)
     except Exception:
         reject()  # a division by 0, say
-    made = data.data_of(block_mask, 2, 2).block_mask
+    made = data.data_of(block_mask, 2, 2).block_mask()
     for got, want in zip(of_block_mask(made), of_block_mask(block_mask), strict=True):
         assert torch.equal(got, want.expand_as(got))
     partial = of_block_mask(made)[0].repeat_interleave(block_size[0], 2).repeat_interleave(block_size[1], 3)
@@ -398,3 +399,16 @@ def test_a_kind_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         ids = torch.randint(0, 9, (LENGTH,))
         flexmasks.attention(*qkv(), mask=lambda b, h, q, kv: ids[q] == ids[kv])  # noqa: B023
     assert len(looks) == 1
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (BATCH, HEADS)])
+def test_what_reads_data_for_flash(sizes: tuple[int, int]) -> None:
+    """FLASH's compiler knows no shifts: another function reads the same bits."""
+    table = torch.rand(LENGTH, LENGTH) > 0.5
+    block_mask = flexmasks.block_mask(lambda b, h, q, kv: table[q, kv], LENGTH, block_size=64)
+    made = data.data_of(block_mask, *sizes)
+    by_shifts, by_divisions = (made.block_mask(for_flash).mask_mod for for_flash in (False, True))
+    shape = *sizes, LENGTH, LENGTH
+    assert torch.equal(create_mask(by_shifts, *shape, "cpu"), create_mask(by_divisions, *shape, "cpu"))
+    assert miscompiled(by_divisions, CPU, shape) is None
+    assert inexact(by_shifts, CPU, shape) is None

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 import flexmasks
-from flexmasks.backends import flash
+from flexmasks.backends import flash, forms
 from flexmasks.backends.miscompiled import miscompiled
 from flexmasks.calls import _planned
 from flexmasks.request import Request
@@ -246,7 +246,7 @@ def test_functions_of_one_kind_are_traced_once(monkeypatch: pytest.MonkeyPatch) 
         return miscompiled(*args, **scored)
 
     monkeypatch.setattr(flash, "miscompiled", counted)
-    for ids in (torch.zeros(16), torch.ones(16)):  # tensors with the same shape belong to the same kind
+    for ids in (torch.zeros(16).long(), torch.ones(16).long()):  # tensors with the same shape belong to the same kind
         assert _reason(q, mask=lambda b, h, q, kv, ids=ids: ids[q] == ids[kv]) is None
     assert len(calls) == 1
     for _ in range(2):
@@ -288,14 +288,15 @@ def test_tracing_leaves_other_threads_alone() -> None:
     assert seen == [False]
 
 
-def test_blocks_without_a_function_are_not_for_flash() -> None:
+def test_blocks_without_a_function_go_as_data() -> None:
     q = torch.randn(1, 2, 256, 8)
     causal = flexmasks.block_mask("causal", 256)
     without = BlockMask.from_kv_blocks(causal.kv_num_blocks, causal.kv_indices, BLOCK_SIZE=128, seq_lengths=(256, 256))
     nothing = lambda b, h, q, kv: torch.zeros_like(q, dtype=torch.bool)  # noqa: E731
     wrong: tuple[dict[str, Any], ...] = ({"block_mask": without}, {"mask": nothing})
     for call in wrong:
-        assert "skips all blocks" in str(_reason(q, **call))
+        assert forms.why_inexact(_planned(q, q, q, Request(**call)).call) == "it is constant"
+        assert _reason(q, **call) is None
     right: tuple[dict[str, Any], ...] = ({}, {"mask": "full"}, {"score": "alibi"})
     for call in right:
         assert _reason(q, **call) is None

@@ -29,15 +29,13 @@ def refuses(call: Call) -> str | None:
     is_grouped = call.q.shape[1] != call.k.shape[1]
     if is_grouped and call.needs_grad and call.score_mod is not None and call.cap is None:
         return "its backward pass calls score changes with wrong heads if heads are grouped"
-    if not call.is_traced and forms.why_inexact(call):
-        return f"it may compute the mask otherwise than Python does: {forms.why_inexact(call)}"
-    return _refuses_functions(call)
+    return forms.refuses(call) or _refuses_functions(call)
 
 
 def _refuses_functions(call: Call) -> str | None:
     """Return why FLASH may miscompile the functions of mask and score.
 
-    All calls of a kind are checked once.
+    All calls of a kind are checked once. A mask that goes as data is not checked.
     """
     if call.shapes is None:
         return "it may miscompile the function, which reads variables that may change"
@@ -45,11 +43,12 @@ def _refuses_functions(call: Call) -> str | None:
     if call.is_traced:
         of_score = None if call.score_mod is None else miscompiled(call.score_mod(), device, sizes, is_score=True)
         return of_score or miscompiled(call.mask_mod(), device, sizes)
-    kind = "miscompiled", call.kernel_key, call.shapes, device.type, *sizes
+    is_data = bool(forms.why_inexact(call))
+    kind = "miscompiled", is_data, call.kernel_key, call.shapes, device.type, *sizes
     reason = OUTCOMES.get(kind)
     if reason is None:
         of_score = None if call.score_mod is None else miscompiled(call.score_mod(), device, sizes, is_score=True)
-        reason = of_score or miscompiled(call.mask_mod(), device, sizes) or ""
+        reason = of_score or (None if is_data else miscompiled(call.mask_mod(), device, sizes)) or ""
         if not reason.startswith(UNREADABLE):  # whether a function can be traced may depend on the calling code
             OUTCOMES.put(kind, (), reason, 1)
     if reason == NO_BLOCKS and call.window() is not None:  # a window whose function is constant shows all pairs

@@ -308,7 +308,8 @@ class CompiledCall:
         runs_left = None
         if reason:
             data = call.data()
-            block_mask, of_mask, shapes = data.block_mask, ("data", data.shapes), None if shapes is None else shapes[2:]
+            block_mask, of_mask = data.block_mask(for_flash=backend == "FLASH"), ("data", data.shapes)
+            shapes = None if shapes is None else shapes[2:]
             if call.is_cuda and not forms.why_inexact(call):
                 runs_left = iter(range(_RUNS_AS_DATA))
         return cls(
@@ -372,8 +373,10 @@ def _lists_kind(block_mask: BlockMask) -> tuple[Hashable, ...]:
 
 def why_data(call: Call, backend: str | None = None, chosen: dict[str, Any] | None = None) -> str:
     """Return why the kernel reads the mask as data, or ""."""
-    if backend is not None or call.is_traced:
+    if call.is_traced:
         return ""
+    if backend is not None:
+        return forms.why_inexact(call)
     block_mask = call.blocks().block_mask
     if chosen is None:
         chosen = options(call.q, call.k, None, call.kernel_options, block_mask.BLOCK_SIZE, call.proven_options)

@@ -50,7 +50,8 @@ _WHOLE_NUMBERS = {
     *KEEP_VALUES, *COMPARISONS,
 }  # fmt: skip
 _OF_SCORES = {
-    "atan", "ceil", "cos", "erf", "exp", "exp2", "expm1", "floor", "log", "log1p", "log2", "pow", "reciprocal", "relu",
+    "atan", "ceil", "cos", "erf", "exp", "exp2", "expm1", "floor", "isinf", "isnan", "log", "log1p", "log2", "pow",
+    "reciprocal", "relu",
     "round", "rsqrt", "sigmoid", "sign", "sin", "sqrt", "square", "tan", "tanh", "tanh_approx", "trunc",
 }  # fmt: skip
 _READABLE = {
@@ -94,7 +95,8 @@ class _Trace(Trace):
 
     def check_result(self, value: Any) -> None:
         if not self.varies(value):
-            self.errors[_CONSTANT] = None
+            if not self.is_score:
+                self.errors[_CONSTANT] = None
         elif self.is_captured(value):
             self.errors[WHOLE] = None
 

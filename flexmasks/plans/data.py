@@ -19,6 +19,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexmasks.blocks.counts import visible_in_blocks
 from flexmasks.blocks.lists import in_use
+from flexmasks.spec.indexing import bounded
 
 _BITS = 32  # of a word
 # Sizes of the table of words, in bytes. Few sizes need few kernels, because a kernel is compiled for each size.
@@ -40,16 +41,30 @@ class TooLargeForData(Exception):
 
 @dataclass(frozen=True)
 class MaskData:
-    """A BlockMask whose function reads bits."""
+    """Lists of blocks, and the bits of partial blocks."""
 
-    block_mask: BlockMask
-    shapes: tuple[torch.Size, ...]  # of the tensors with the bits
+    lengths: tuple[int, int]
+    block_size: tuple[int, int]
+    lists: tuple[Tensor | None, ...]  # as in BlockMask
+    words: Tensor  # int32 [blocks, queries, keys / 32], the bits of different blocks
+    table: Tensor  # int32 [B, H, rows, columns], the place of each block's bits in `words`
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for t in self.block_mask.as_tuple() if isinstance(t, Tensor)) + 4 * sum(
-            shape.numel() for shape in self.shapes
-        )
+        return sum(t.nbytes for t in (*self.lists, self.words, self.table) if t is not None)
+
+    @property
+    def shapes(self) -> tuple[torch.Size, ...]:
+        """Shapes of the tensors with the bits, on which kernels depend."""
+        return self.words.shape, self.table.shape
+
+    def block_mask(self, for_flash: bool = False) -> BlockMask:
+        """Return the BlockMask, whose function reads the bits."""
+        read = _divided if for_flash else _shifted
+        arguments: Any = (
+            self.lengths, *self.lists, self.block_size, read(self.words, self.table, self.block_size),
+        )  # fmt: skip
+        return BlockMask(*arguments)
 
 
 def can_be_data(block_size: tuple[int, int]) -> bool:
@@ -58,7 +73,7 @@ def can_be_data(block_size: tuple[int, int]) -> bool:
 
 
 def data_of(block_mask: BlockMask, batch: int, heads: int) -> MaskData:
-    """Return a BlockMask of the same pairs, which reads the bits of its partial blocks.
+    """Return a BlockMask's blocks, and the bits of partial ones.
 
     batch, heads: sizes of a call. Small lists are repeated for each of them, so that all masks have the same kernel.
 
@@ -78,8 +93,7 @@ def data_of(block_mask: BlockMask, batch: int, heads: int) -> MaskData:
     table[tuple(blocks.unbind(1))] = number.int()
     table = table.expand(*sizes, -1, -1).contiguous()
     lists = [None if t is None else t.expand(*sizes, *t.shape[2:]).contiguous() for t in _lists(block_mask)]
-    arguments: Any = (lengths, *lists, block_size, _reader_of(words, table, block_size))
-    return MaskData(BlockMask(*arguments), (words.shape, table.shape))
+    return MaskData(lengths, block_size, tuple(lists), words, bounded(table, 0, len(words) - 1))
 
 
 def _lists(block_mask: BlockMask) -> tuple[Tensor | None, ...]:
@@ -94,12 +108,8 @@ def _power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def _reader_of(words: Tensor, table: Tensor, block_size: tuple[int, int]) -> Callable[..., Tensor]:
-    """Return a mask_mod that reads bits.
-
-    words: int32 [blocks, queries, keys / 32], the bits of different blocks.
-    table: int32 [B, H, rows, columns], the place of each block's bits in `words`.
-    """
+def _shifted(words: Tensor, table: Tensor, block_size: tuple[int, int]) -> Callable[..., Tensor]:
+    """Return a mask_mod that reads bits by shifts."""
     (q_shift, kv_shift), (q_rest, kv_rest) = (n.bit_length() - 1 for n in block_size), (n - 1 for n in block_size)
     has_batch, has_heads = table.shape[0] > 1, table.shape[1] > 1
 
@@ -107,6 +117,19 @@ def _reader_of(words: Tensor, table: Tensor, block_size: tuple[int, int]) -> Cal
         number = table[b if has_batch else b % 1, h if has_heads else h % 1, q >> q_shift, kv >> kv_shift]
         word = words[number, q & q_rest, (kv & kv_rest) >> 5]
         return (word >> (kv & 31)) & 1 != 0
+
+    return visible
+
+
+def _divided(words: Tensor, table: Tensor, block_size: tuple[int, int]) -> Callable[..., Tensor]:
+    """Return a mask_mod that reads bits by divisions, for FLASH's compiler, which knows no shifts."""
+    height, width = block_size
+    has_batch, has_heads = table.shape[0] > 1, table.shape[1] > 1
+    bits = torch.ones(_BITS, dtype=torch.int32, device=words.device) << torch.arange(_BITS, device=words.device).int()
+
+    def visible(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        number = table[b if has_batch else b % 1, h if has_heads else h % 1, q // height, kv // width]
+        return words[number, q % height, kv % width // 32] & bits[kv % 32] != 0
 
     return visible
 
