@@ -22,6 +22,13 @@ class GiveUp(Exception):
     """
 
 
+class AskedForType(GiveUp):
+    """Question of a function for the type of an index, as by isinstance.
+
+    Ranges that are shown as tensors can answer it, see `value.shown`.
+    """
+
+
 class Refused(ValueError):
     """Error in a function that torch refuses as a mask, too."""
 
@@ -59,6 +66,8 @@ class Evaluation:
         self.not_understood: list[str] = []  # names of operations without a rule
         self.mixed_dtypes = False  # whether an operation mixed dtypes: torch may give its result another dtype
         self.rule_depth = 0  # number of rules that are running, one inside the other
+        self.shows_tensors = False  # whether the function sees ranges that are tensors, too
+        self.asked_for_type = False  # whether the function asked for the type of a range that is no tensor
         self.widest = 1  # elements of the largest tensor that the function saw
         self._bounds: dict[tuple[int, int], tuple[Tensor, tuple[Tensor, Tensor, float]]] = {}
 
