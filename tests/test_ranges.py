@@ -387,6 +387,33 @@ def test_a_table_changed_in_the_function_is_read_again() -> None:
         evaluate(late, *_blocks(1, 1, 4, 4))
 
 
+@pytest.mark.parametrize("expression", [expression for expression, _, _ in TIGHT])
+def test_ranges_that_are_tensors_are_the_same(expression: str) -> None:
+    function = compiled(expression)
+    plain = ranges_of(function, 5, 4)
+    asked = ranges_of(lambda b, h, q, kv: isinstance(q, Tensor) and function(b, h, q, kv), 5, 4)
+    assert type(plain) is Range
+    assert isinstance(asked, Range)
+    assert isinstance(asked, Tensor)
+    assert torch.equal(asked.lo, plain.lo)
+    assert torch.equal(asked.hi, plain.hi)
+    assert (asked.known_dtype, asked.shape, asked.exact) == (plain.known_dtype, plain.shape, plain.exact)
+
+
+@pytest.mark.parametrize(
+    "operation", ["q.detach().data", "torch.tensor([[q]])", "torch.Tensor([q])", "q.untyped_storage()"]
+)
+def test_ranges_that_are_tensors_have_no_data(operation: str) -> None:
+    with pytest.raises(GiveUp):
+        evaluate(compiled(f"isinstance(q, torch.Tensor) and {operation} is None"), *_blocks(1, 1, 4, 4))
+
+
+def test_ranges_have_their_own_type_outside_a_function() -> None:
+    q = _blocks(1, 1, 4, 4)[2]
+    assert q.__class__ is Range
+    assert not isinstance(q, Tensor)
+
+
 def test_an_unknown_attribute_gives_up() -> None:
     with pytest.raises(GiveUp, match="'nonsense'"):
         evaluate(compiled("q.nonsense"), *_blocks(1, 1, 4, 4))
