@@ -442,11 +442,15 @@ def _documents_checked(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
     return (OF_DOCUMENT[q] == OF_DOCUMENT[kv]) & (q >= kv)
 
 
+_ASK = isinstance
 OF_DOCUMENT = torch.arange(300) // 37
 OF_EACH = torch.stack([OF_DOCUMENT, OF_DOCUMENT.flip(0)])
 ANSWERED: dict[str, Callable[[Any, Any], Any]] = {
     "isinstance": lambda q, kv: isinstance(q, Tensor),
     "is_tensor": lambda q, kv: torch.is_tensor(q),
+    "isinstance by another name": lambda q, kv: _ASK(q, Tensor),
+    "isinstance in a map": lambda q, kv: all(map(_ASK, (q, kv), (Tensor, Tensor))),
+    "where, then isinstance": lambda q, kv: [torch.where(q > 3, q, 0), _ASK(q, Tensor), torch.where(q > 3, 0, q)][1],
     "isinstance, or caught": lambda q, kv: _is_tensor_or_caught(q),
     "int or tensor": lambda q, kv: isinstance(q, (int, Tensor)),
     "union": lambda q, kv: isinstance(q, int | Tensor),

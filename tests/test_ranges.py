@@ -401,6 +401,20 @@ def test_ranges_that_are_tensors_are_the_same(expression: str) -> None:
     assert (asked.known_dtype, asked.shape, asked.exact) == (plain.known_dtype, plain.shape, plain.exact)
 
 
+@pytest.mark.parametrize("expression", ["torch.where(q > 3, q, 0)", "torch.where(q > 3, 0, q)", "torch.pow(2, q)"])
+def test_torch_may_ask_for_types(expression: str) -> None:
+    """The call of a torch function with a number is not a question of the function, which is called once."""
+    calls = 0
+
+    def mask(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return compiled(expression)(b, h, q, kv) > kv
+
+    evaluate(mask, *_blocks(1, 1, 4, 4))
+    assert calls == 1
+
+
 WITHOUT_DATA = ["q.detach().data", "torch.tensor([[q]])", "torch.Tensor([q])", "q.untyped_storage()"]
 
 

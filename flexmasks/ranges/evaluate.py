@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -39,10 +40,15 @@ class _RangesAsArguments(TorchFunctionMode):
     An example is `tensor[range]`, which torch calls as an operation on the tensor.
     """
 
+    def __init__(self, evaluation: Evaluation) -> None:
+        super().__init__()
+        self._evaluation = evaluation
+
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        self._evaluation.settle_question(sys._getframe(1))
         if func is not torch.Tensor.__getitem__ and not any(
             isinstance(a, Range) or (isinstance(a, tuple | list) and any(isinstance(x, Range) for x in a))
             for a in (*args, *kwargs.values())
@@ -95,15 +101,14 @@ def _evaluate(function: Callable[..., Any], indices: tuple[Range, ...], evaluati
     token = current_evaluation.set(evaluation)
     try:
         try:
-            with _RangesAsArguments():
+            with _RangesAsArguments(evaluation):
                 result = function(*indices)
         except (GiveUp, Refused, TooLarge, TooWide):
             raise
         except Exception as error:  # if the function is wrong, the evaluation element by element raises it
             raise GiveUp(f"{type(error).__name__}: {error}") from error
         finally:
-            if evaluation.asked_for_type:  # also if the function caught the exception
-                raise AskedForType("a question for the type of an index")
+            evaluation.check_no_question()
         return Evaluated(_truth_of(result), tuple(evaluation.not_understood), evaluation.widest)
     finally:
         current_evaluation.reset(token)

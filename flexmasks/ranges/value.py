@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +17,6 @@ from torch import Tensor
 from flexmasks import compat
 from flexmasks.ranges.context import (
     INF,
-    AskedForType,
     Evaluation,
     GiveUp,
     Refused,
@@ -140,8 +140,8 @@ class Range:
         evaluation = current_evaluation.get()
         if evaluation is None or evaluation.rule_depth:
             return type(self)
-        evaluation.asked_for_type = True
-        raise AskedForType("a question for the type of an index")
+        evaluation.ask_for_type(sys._getframe(1))
+        return type(self)
 
     @property
     def exact(self) -> bool:
