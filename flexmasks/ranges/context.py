@@ -84,9 +84,9 @@ class Evaluation:
         self.widest = max(self.widest, width)
 
     def ask_for_type(self, frame: FrameType) -> None:
-        """Record a question for the type of a range that is no tensor; raise AskedForType if the function asks.
+        """Record a question for the type of a range that is no tensor.
 
-        frame: the caller's. torch itself asks, too, when it reads the arguments of a call such as
+        Raises AskedForType if the function asks. frame: the caller's. torch itself asks, too, when it reads the arguments of a call such as
         torch.where(condition, range, 0). Its question is settled when the same instruction dispatches the call.
         """
         question = frame, frame.f_lasti
@@ -95,14 +95,14 @@ class Evaluation:
         self._open_question = question
 
     def settle_question(self, frame: FrameType) -> None:
-        """Settle an open question if the call that a frame dispatches asked it, else raise AskedForType."""
+        """Settle the question of the call that a frame dispatches, else raise AskedForType."""
         if self._open_question is not None:
             if self._open_question != (frame, frame.f_lasti):
                 self._refuse_question()
             self._open_question = None
 
     def check_no_question(self) -> None:
-        """Raise AskedForType if the function asked for a type, even if it caught the exception."""
+        """Raise AskedForType if the function asked, even if it caught the exception."""
         if self.asked_for_type or self._open_question is not None:
             self._refuse_question()
 
