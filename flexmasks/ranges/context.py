@@ -86,8 +86,10 @@ class Evaluation:
     def ask_for_type(self, frame: FrameType) -> None:
         """Record a question for the type of a range that is no tensor.
 
-        Raises AskedForType if the function asks. frame: the caller's. torch itself asks, too, when it reads the arguments of a call such as
+        Raises AskedForType if the function asks. torch itself asks, too, when it reads the arguments of a call such as
         torch.where(condition, range, 0). Its question is settled when the same instruction dispatches the call.
+
+        frame: the caller's.
         """
         question = frame, frame.f_lasti
         if "isinstance" in frame.f_code.co_names or self._open_question not in (None, question):
