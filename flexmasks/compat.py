@@ -76,6 +76,10 @@ in_foreign_dispatch_mode: Callable[[], bool] = is_in_any_mode_without_ignore_com
 without_dispatch_modes: Any = _disable_current_modes
 without_torch_function: Any = torch._C.DisableTorchFunction
 
+# Constructor of tensors without data, of a subclass of torch.Tensor. Its loss is an AttributeError at import. No public
+# equivalent.
+make_wrapper_subclass: Any = Tensor._make_wrapper_subclass
+
 # Whether autocast is on for any device. torch.is_autocast_enabled(device) is public, and ten times slower.
 autocast_anywhere: Callable[[], bool] = torch._C._is_any_autocast_enabled
 

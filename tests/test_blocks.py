@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import collections.abc
 import functools
+import numbers
 import sys
+import typing
 from collections.abc import Callable
 from typing import Any
 
@@ -381,6 +384,153 @@ def test_functions_that_ranges_cannot_evaluate(name: str) -> None:
     assert layout.indices[0].shape[:2] == depends
     assert layout.not_understood
     assert dependence(mask, 2, 3, CPU) == depends
+
+
+# Questions of a function for the type and the kind of its arguments. Those in the second table cost ranges the answer:
+# such a function is looked at element by element.
+@typing.runtime_checkable
+class _HasItem(typing.Protocol):
+    def item(self) -> Any: ...
+
+
+@typing.runtime_checkable
+class _HasName(typing.Protocol):
+    name_of_index: str
+
+
+@functools.singledispatch
+def _is_single(x: Any) -> bool:
+    return False
+
+
+@_is_single.register
+def _(x: Tensor) -> bool:
+    return True
+
+
+def _matches(x: Any) -> bool:
+    match x:
+        case Tensor():
+            return True
+    return False
+
+
+def _is_tensor_or_caught(x: Any) -> bool:
+    try:
+        return isinstance(x, Tensor)
+    except Exception:
+        return False
+
+
+def _type_checked(mask: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a mask that checks its arguments and its result as beartype does."""
+    hints = typing.get_type_hints(mask)
+
+    @functools.wraps(mask)
+    def checked(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        result = mask(b, h, q, kv)
+        for name, x in zip(hints, (b, h, q, kv, result), strict=True):
+            if not isinstance(x, hints[name]):
+                raise TypeError(f"{name} is {type(x)}")
+        return result
+
+    return checked
+
+
+@_type_checked
+def _documents_checked(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return (OF_DOCUMENT[q] == OF_DOCUMENT[kv]) & (q >= kv)
+
+
+_ASK = isinstance
+OF_DOCUMENT = torch.arange(300) // 37
+OF_EACH = torch.stack([OF_DOCUMENT, OF_DOCUMENT.flip(0)])
+ANSWERED: dict[str, Callable[[Any, Any], Any]] = {
+    "isinstance": lambda q, kv: isinstance(q, Tensor),
+    "is_tensor": lambda q, kv: torch.is_tensor(q),
+    "isinstance by another name": lambda q, kv: _ASK(q, Tensor),
+    "isinstance in a map": lambda q, kv: all(map(_ASK, (q, kv), (Tensor, Tensor))),
+    "where, then isinstance": lambda q, kv: [torch.where(q > 3, q, 0), _ASK(q, Tensor), torch.where(q > 3, 0, q)][1],
+    "isinstance, or caught": lambda q, kv: _is_tensor_or_caught(q),
+    "int or tensor": lambda q, kv: isinstance(q, (int, Tensor)),
+    "union": lambda q, kv: isinstance(q, int | Tensor),
+    "int": lambda q, kv: isinstance(q, int),
+    "Number": lambda q, kv: isinstance(q, numbers.Number),
+    "Parameter": lambda q, kv: isinstance(q, torch.nn.Parameter),
+    "IntTensor": lambda q, kv: isinstance(q, torch.IntTensor),
+    "LongTensor": lambda q, kv: isinstance(q, torch.LongTensor),
+    "LongTensor of a table": lambda q, kv: isinstance(OF_DOCUMENT[q], torch.LongTensor),
+    "IntTensor of a table": lambda q, kv: isinstance(OF_DOCUMENT.int()[q], torch.IntTensor),
+    "FloatTensor": lambda q, kv: isinstance(q / 2, torch.FloatTensor),
+    "BoolTensor": lambda q, kv: isinstance(q >= kv, torch.BoolTensor),
+    "a comparison": lambda q, kv: isinstance(q >= kv, Tensor),
+    "an element": lambda q, kv: isinstance(OF_DOCUMENT[q], Tensor),
+    "rows": lambda q, kv: isinstance(OF_EACH[:, q], Tensor),
+    "a row": lambda q, kv: isinstance(OF_EACH.T[q], Tensor),
+    "each of a row": lambda q, kv: all(isinstance(x, Tensor) for x in OF_EACH[:, q]),
+    "a stack": lambda q, kv: isinstance(torch.stack([q, kv]), Tensor),
+    "one of two results": lambda q, kv: isinstance(OF_EACH[:, q].max(0).values, Tensor),
+    "__class__": lambda q, kv: q.__class__ is Tensor,
+    "name of the class": lambda q, kv: q.__class__.__name__ == "Tensor",
+    "match": lambda q, kv: _matches(q),
+    "singledispatch": lambda q, kv: _is_single(q),
+    "protocol": lambda q, kv: isinstance(q, _HasItem),
+    "protocol of another": lambda q, kv: isinstance(q, _HasName),
+    "SupportsIndex": lambda q, kv: isinstance(q, typing.SupportsIndex),
+    "Sequence": lambda q, kv: isinstance(q, collections.abc.Sequence),
+    "Iterable": lambda q, kv: isinstance(q, collections.abc.Iterable),
+    "hasattr": lambda q, kv: hasattr(q, "item"),
+    "method": lambda q, kv: callable(getattr(q, "to")),  # noqa: B009
+    "callable": lambda q, kv: callable(q),
+    "dtype": lambda q, kv: q.dtype == torch.int64,
+    "device": lambda q, kv: q.device == CPU,
+    "is_cuda": lambda q, kv: q.is_cuda,
+    "ndim": lambda q, kv: q.ndim == 0,
+    "dim": lambda q, kv: q.dim() == 0,
+    "shape": lambda q, kv: q.shape == (),
+    "len of shape": lambda q, kv: len(q.shape) == 0,
+    "an attribute of its own": lambda q, kv: isinstance(q, Tensor) and setattr(q, "name_of_index", "q") is None,
+}
+NOT_ANSWERED: dict[str, Callable[[Any, Any], Any]] = {
+    "is_floating_point": lambda q, kv: q.is_floating_point(),
+    "torch.is_floating_point": lambda q, kv: torch.is_floating_point(q),
+    "requires_grad": lambda q, kv: q.requires_grad,
+    "requires_grad of a tensor": lambda q, kv: isinstance(q, Tensor) and q.requires_grad,
+    "grad": lambda q, kv: isinstance(q, Tensor) and q.grad is None,
+    "numel": lambda q, kv: q.numel() == 1,
+    "is_leaf": lambda q, kv: q.is_leaf,
+    "a mixed dtype": lambda q, kv: isinstance(OF_DOCUMENT.int()[q] + kv, torch.LongTensor),
+}
+
+
+@pytest.mark.parametrize("name", [*ANSWERED, *NOT_ANSWERED])
+def test_functions_that_ask_for_types(name: str) -> None:
+    is_answered = name in ANSWERED
+    question = (ANSWERED if is_answered else NOT_ANSWERED)[name]
+    layout = check(lambda b, h, q, kv: (q >= kv) if question(q, kv) else (q < kv), 1, 1, 300, 290)
+    assert bool(layout.not_understood) != is_answered
+
+
+ASKING: dict[str, Callable[..., Any]] = {
+    "checked types": _documents_checked,
+    "row by row": lambda b, h, q, kv: (
+        OF_EACH[b][q] >= OF_EACH[b][kv] if isinstance(OF_EACH[b], Tensor) and torch.is_tensor(b) else q < kv
+    ),
+    "tensors before ranges": lambda b, h, q, kv: (
+        torch.is_tensor(q) & (OF_DOCUMENT[5] + q - 7 * OF_DOCUMENT[9] >= OF_DOCUMENT[60] * kv)
+    ),
+    "nested stacks": lambda b, h, q, kv: (
+        torch.is_tensor(q) & (torch.stack([torch.stack([q, kv]), torch.stack([kv, q])])[0, 0] >= kv)
+    ),
+    "where of a comparison": lambda b, h, q, kv: torch.is_tensor(q) & (torch.where(q - kv < 3, q - kv, 3) >= h),
+    "vmap of rows": lambda b, h, q, kv: (torch.vmap(lambda x: x)(OF_EACH[:, q]) >= kv).any(),
+}
+
+
+@pytest.mark.parametrize("name", ASKING)
+def test_ranges_that_are_tensors(name: str) -> None:
+    layout = check(ASKING[name], 2, 3, 300, 290)
+    assert not layout.not_understood
 
 
 # Functions for which it is easy to compute wrong ranges.

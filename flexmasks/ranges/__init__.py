@@ -78,8 +78,14 @@ least and the greatest element that it reaches. Every resulting range contains e
 without a rule gives the range of all values. The blocks are then looked at element by element, which is slower but
 never wrong. The same happens if a function cannot run on ranges. `Mask.blocks` and `explain` name the operation.
 
-Correlations are lost: `q - q` is not 0 but -127..127, which again is slower and not wrong. A Range has the operations
-of an integer tensor, but it is not a tensor: `isinstance(q, torch.Tensor)` is False.
+Correlations are lost: `q - q` is not 0 but -127..127, which again is slower and not wrong.
+
+A Range has the operations of an integer tensor, but it is no tensor. Functions may ask for the type of their arguments,
+as type checkers do with `isinstance(q, torch.Tensor)`. The first such question ends the evaluation, and a second one
+calls the function on ranges whose class is also a subclass of torch.Tensor. They answer every question as torch's own
+arguments do, apart from questions by `type`: Python does not ask the object there, so `type(q) is torch.Tensor`,
+`issubclass(type(q), torch.Tensor)` and tables with types as their keys find a class that is not torch.Tensor. Ask
+`isinstance`, `torch.is_tensor`, `q.__class__` or `match` instead.
 
 How it is exact
 ---------------

@@ -72,7 +72,7 @@ def bitwise_xor(a: Any, b: Any) -> Range | None:
 
 
 def _are_truth_values(a: Any, b: Any) -> bool:
-    return all(isinstance(x, bool) or getattr(x, "dtype", None) == torch.bool for x in (a, b))
+    return all(type(x) is bool or getattr(x, "dtype", None) == torch.bool for x in (a, b))
 
 
 def _bitwise(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from contextvars import ContextVar
+from types import FrameType
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -19,6 +21,13 @@ class GiveUp(Exception):
     """Reason why a function cannot run on ranges.
 
     All blocks are then undecided.
+    """
+
+
+class AskedForType(GiveUp):
+    """Question of a function for the type of an index, as by isinstance.
+
+    Ranges that are shown as tensors can answer it, see `value.shown`.
     """
 
 
@@ -59,6 +68,9 @@ class Evaluation:
         self.not_understood: list[str] = []  # names of operations without a rule
         self.mixed_dtypes = False  # whether an operation mixed dtypes: torch may give its result another dtype
         self.rule_depth = 0  # number of rules that are running, one inside the other
+        self.shows_tensors = False  # whether the function sees ranges that are tensors, too
+        self.asked_for_type = False  # whether the function asked for the type of a range that is no tensor
+        self._open_question: tuple[FrameType, int] | None = None  # the caller's frame and instruction
         self.widest = 1  # elements of the largest tensor that the function saw
         self._bounds: dict[tuple[int, int], tuple[Tensor, tuple[Tensor, Tensor, float]]] = {}
 
@@ -70,6 +82,35 @@ class Evaluation:
         if width > self._max_width:
             raise TooWide(width)
         self.widest = max(self.widest, width)
+
+    def ask_for_type(self, frame: FrameType) -> None:
+        """Record a question for the type of a range that is no tensor.
+
+        Raises AskedForType if the function asks. torch itself asks, too, when it reads the arguments of a call such as
+        torch.where(condition, range, 0). Its question is settled when the same instruction dispatches the call.
+
+        frame: the caller's.
+        """
+        question = frame, frame.f_lasti
+        if "isinstance" in frame.f_code.co_names or self._open_question not in (None, question):
+            self._refuse_question()
+        self._open_question = question
+
+    def settle_question(self, frame: FrameType) -> None:
+        """Settle the question of the call that a frame dispatches, else raise AskedForType."""
+        if self._open_question is not None:
+            if self._open_question != (frame, frame.f_lasti):
+                self._refuse_question()
+            self._open_question = None
+
+    def check_no_question(self) -> None:
+        """Raise AskedForType if the function asked, even if it caught the exception."""
+        if self.asked_for_type or self._open_question is not None:
+            self._refuse_question()
+
+    def _refuse_question(self) -> NoReturn:
+        self.asked_for_type, self._open_question = True, None
+        raise AskedForType("a question for the type of an index")
 
     def bounds_of(self, values: Tensor) -> tuple[Tensor, Tensor, float]:
         """Return `bounds_of_values` of a captured tensor on the compute device.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ import flexmasks.ranges.selection
 import flexmasks.ranges.truth  # noqa: F401
 from flexmasks.ranges.context import (
     INF,
+    AskedForType,
     Evaluation,
     GiveUp,
     Refused,
@@ -29,7 +31,7 @@ from flexmasks.ranges.context import (
     give_up_on_mixed_dtypes,
 )
 from flexmasks.ranges.operands import as_range
-from flexmasks.ranges.value import Range, dispatch
+from flexmasks.ranges.value import Range, dispatch, shown
 
 
 class _RangesAsArguments(TorchFunctionMode):
@@ -38,10 +40,15 @@ class _RangesAsArguments(TorchFunctionMode):
     An example is `tensor[range]`, which torch calls as an operation on the tensor.
     """
 
+    def __init__(self, evaluation: Evaluation) -> None:
+        super().__init__()
+        self._evaluation = evaluation
+
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        self._evaluation.settle_question(sys._getframe(1))
         if func is not torch.Tensor.__getitem__ and not any(
             isinstance(a, Range) or (isinstance(a, tuple | list) and any(isinstance(x, Range) for x in a))
             for a in (*args, *kwargs.values())
@@ -79,16 +86,29 @@ def evaluate(
     the function cannot run on ranges, ValueError or TypeError where the function is not a mask.
     """
     compute_device = q.lo.device
+    indices = b, h, q, kv
     evaluation = Evaluation(device or compute_device, compute_device, max_width, reads_values)
+    try:
+        return _evaluate(function, indices, evaluation)
+    except AskedForType:
+        evaluation = Evaluation(device or compute_device, compute_device, max_width, reads_values)
+        evaluation.shows_tensors = True
+        return _evaluate(function, tuple(shown(i, evaluation) for i in indices), evaluation)
+
+
+def _evaluate(function: Callable[..., Any], indices: tuple[Range, ...], evaluation: Evaluation) -> Evaluated:
+    """Call a mask's function once; raise AskedForType if it asked for a range's type."""
     token = current_evaluation.set(evaluation)
     try:
         try:
-            with _RangesAsArguments():
-                result = function(b, h, q, kv)
+            with _RangesAsArguments(evaluation):
+                result = function(*indices)
         except (GiveUp, Refused, TooLarge, TooWide):
             raise
         except Exception as error:  # if the function is wrong, the evaluation element by element raises it
             raise GiveUp(f"{type(error).__name__}: {error}") from error
+        finally:
+            evaluation.check_no_question()
         return Evaluated(_truth_of(result), tuple(evaluation.not_understood), evaluation.widest)
     finally:
         current_evaluation.reset(token)
@@ -97,7 +117,7 @@ def evaluate(
 
 def _truth_of(result: Any) -> Range:
     """Return a mask's result as a range; raise TypeError unless bool."""
-    if isinstance(result, bool) or not isinstance(result, Range | Tensor):
+    if not isinstance(result, Range | Tensor):  # a range must not reach another isinstance, see Range.__class__
         raise TypeError(f"a mask function must return a boolean tensor, got {result!r}.")
     dtype = result.known_dtype if isinstance(result, Range) else result.dtype
     if dtype is not torch.bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 from flexmasks.ranges.context import GiveUp, captured_bounds, version_of
 from flexmasks.ranges.operands import as_range, everywhere
 from flexmasks.ranges.reach import IndexReach, extreme_of
-from flexmasks.ranges.value import BLOCK_DIMS, Range, rule
+from flexmasks.ranges.value import BLOCK_DIMS, Range, is_tensor, rule
 
 
 @rule("getitem")
@@ -20,8 +20,8 @@ def getitem(values: Any, index: Any) -> Any:
 
     Returns None if an index is a truth value, a slice that contains a range, or a tensor or range with dimensions.
     """
-    indices = list(index) if isinstance(index, tuple) else [index]
-    if isinstance(values, Tensor) and not any(isinstance(i, Range) for i in indices):
+    indices = list(index) if issubclass(type(index), tuple) else [index]
+    if is_tensor(values) and not any(isinstance(i, Range) for i in indices):
         return values[index]
     if all(i is None or i is Ellipsis for i in indices):
         return unsqueezed(values, indices)
@@ -34,7 +34,7 @@ def getitem(values: Any, index: Any) -> Any:
     values, indices = _numbers_first(values, indices)
     if 0 in values.shape:
         raise GiveUp("an index of an empty tensor")
-    if isinstance(values, Tensor) and len(indices) < values.ndim:
+    if is_tensor(values) and len(indices) < values.ndim:
         return _Rows(values, tuple(indices))
     return _elements(values, indices) if indices else values
 
@@ -62,7 +62,7 @@ def _numbers_first(values: Any, indices: list[Any]) -> tuple[Any, list[Any]]:
 
 def _rearranged(values: Any, arrange: Callable[[Tensor], Tensor]) -> Any:
     """Return a tensor or a range with the function's dimensions rearranged."""
-    if isinstance(values, Tensor):
+    if is_tensor(values):
         return arrange(values)
     ends = [arrange(end) for end in expanded_ends(values)]
     return Range(ends[0], ends[-1], values.dtype, values.limit)
@@ -85,10 +85,10 @@ def block_shape(end: Tensor) -> tuple[int, ...]:
 def _elements(values: Range | Tensor, indices: list[Any]) -> Range:
     """Return values[indices] for numbers as indices of the first dimensions."""
     reaches = [IndexReach(i, n) for i, n in zip(indices, values.shape, strict=False)]
-    if isinstance(values, Tensor):
-        lo, hi, limit = captured_bounds(values)
-    else:
+    if isinstance(values, Range):
         lo, hi, limit = values.lo, values.hi, values.limit
+    else:
+        lo, hi, limit = captured_bounds(values)
     is_single = all(i.first is i.last for i in reaches)
     if is_single and lo is hi:
         element = extreme_of(lo, values.ndim, reaches, torch.amin)
@@ -103,18 +103,16 @@ class _Rows(Range):
     There are fewer indices than dimensions.
     """
 
-    __slots__ = ("_range", "_version", "indices", "table")
-
     def __init__(self, table: Tensor, indices: tuple[Any, ...]) -> None:
         self.table, self.indices = table, indices
         self._dtype, self.ndim = table.dtype, table.ndim - len(indices)
         self.limit_reached, self.steps, self.comparison = False, None, None
         self._range: Range | None = None
-        self._version = version_of(table)
+        self._table_version = version_of(table)
 
     def unchanged_table(self) -> Tensor:
         """Return the table; raise GiveUp if it changed since it was indexed."""
-        if version_of(self.table) != self._version:
+        if version_of(self.table) != self._table_version:
             raise GiveUp("a tensor that was changed in place after it was indexed")
         return self.table
 
@@ -143,7 +141,7 @@ class _Rows(Range):
 @rule("take")
 def take(a: Any, index: Any) -> Any:
     """Element of a captured tensor at a flat index."""
-    return getitem(a.reshape(-1), index) if isinstance(a, Tensor) else None
+    return getitem(a.reshape(-1), index) if is_tensor(a) else None
 
 
 def unsqueezed(a: Range, index: list[Any]) -> Range:
@@ -199,7 +197,7 @@ def bucketize(a: Any, boundaries: Any, *, out_int32: bool = False, right: bool =
     With `right`, boundaries equal to the number count, too. Returns None unless `boundaries` is a captured tensor of
     the number's dtype, and sorted.
     """
-    if not (isinstance(a, Range) and a.ndim == 0 and isinstance(boundaries, Tensor) and boundaries.ndim == 1):
+    if not (isinstance(a, Range) and a.ndim == 0 and is_tensor(boundaries) and boundaries.ndim == 1):
         return None
     if a.dtype != boundaries.dtype or not len(boundaries):
         return None

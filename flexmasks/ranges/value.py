@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import sys
+import types
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeGuard, TypeVar
 
 import numpy as np
 import torch
@@ -14,6 +17,7 @@ from torch import Tensor
 from flexmasks import compat
 from flexmasks.ranges.context import (
     INF,
+    Evaluation,
     GiveUp,
     Refused,
     current_evaluation,
@@ -91,7 +95,6 @@ class Range:
     steps: describes ranges that follow each other without a gap, otherwise None.
     """
 
-    __slots__ = ("_dtype", "comparison", "hi", "limit", "limit_reached", "lo", "ndim", "steps")
     __array_ufunc__ = None  # makes NumPy's numbers leave operators to this class
 
     def __init__(
@@ -125,6 +128,20 @@ class Range:
         """
         low = lo.double()
         return cls(low, low if hi is lo else hi.double(), torch.int64, limit, limit_reached, steps)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """Return the type.
+
+        Raises AskedForType if a mask's function asks for it. Python and torch read this attribute when they check
+        `isinstance(q, torch.Tensor)` and the type itself is no tensor. An answer that only pretends would let torch
+        read the memory of a tensor that does not exist. So `evaluate` shows the function real tensors instead.
+        """
+        evaluation = current_evaluation.get()
+        if evaluation is None or evaluation.rule_depth:
+            return type(self)
+        evaluation.ask_for_type(sys._getframe(1))
+        return type(self)
 
     @property
     def exact(self) -> bool:
@@ -227,12 +244,13 @@ def _operator(name: str) -> Callable[..., Any]:
     method = getattr(torch.Tensor, name)
 
     def operate(self: Range, *others: Any) -> Any:
-        if others and isinstance(others[0], np.bool_):
-            raise GiveUp("a truth value of NumPy, which torch takes for a number")
-        if others and isinstance(others[0], np.integer | np.floating):
-            others = (others[0].item(),)
-        if others and not isinstance(others[0], Range | Tensor | int | float):
-            return NotImplemented
+        if others and not isinstance(others[0], Range):
+            if isinstance(others[0], np.bool_):
+                raise GiveUp("a truth value of NumPy, which torch takes for a number")
+            if isinstance(others[0], np.integer | np.floating):
+                others = (others[0].item(),)
+            if not isinstance(others[0], Tensor | int | float):
+                return NotImplemented
         return dispatch(method, (self, *others), {})
 
     return operate
@@ -245,6 +263,59 @@ _OPERATORS = """
 """
 for _name in (*_OPERATORS.split(), *_IN_PLACE):
     setattr(Range, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+class _Tensor:
+    """Part of the class of a range that is a tensor, too.
+
+    The tensor has the shape, dtype and device that the function sees, and no data. torch's operations on it go to the
+    rules. An operation that gets past the dispatch to rules finds no data and gives up.
+    """
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return Tensor
+
+    @property
+    def ndim(self) -> Any:  # in place of that of torch.Tensor
+        return self.__dict__["ndim"]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        raise GiveUp(f"{func} of an index")
+
+
+@functools.cache
+def _tensor_class(kind: type) -> Any:
+    """Return the class of ranges of that kind that are tensors, too."""
+    return types.new_class(kind.__name__, (_Tensor, kind, Tensor))
+
+
+def shown(result: Any, evaluation: Evaluation) -> Any:
+    """Return a result as the function sees it, with ranges that are tensors.
+
+    A range whose dtype may be another one in torch stays as it is, and gives up at a question for its type.
+    """
+    kind: Any = type(result)
+    if issubclass(kind, tuple | list):
+        return kind([shown(x, evaluation) for x in result])
+    if not issubclass(kind, Range) or issubclass(kind, Tensor):
+        return result
+    dtype = result.known_dtype
+    if evaluation.mixed_dtypes and dtype != torch.bool:
+        return result
+    tensor = compat.make_wrapper_subclass(_tensor_class(kind), result.shape, dtype=dtype, device=evaluation.device)
+    tensor.__dict__.update(result.__dict__)
+    return tensor
+
+
+def is_tensor(value: Any) -> TypeGuard[Tensor]:
+    """Return whether a value is a tensor with data, not a range.
+
+    In rules, isinstance would take a range that is shown as a tensor for one.
+    """
+    kind = type(value)
+    return issubclass(kind, Tensor) and not issubclass(kind, Range)
 
 
 def broadcast_shape(a: Tensor, b: Tensor) -> tuple[int, ...]:
@@ -274,6 +345,8 @@ def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     name = getattr(func, "__name__", str(func))
     if name.startswith("__"):
         name = name.strip("_")
+    if name in ("get", "set", "delete"):  # an attribute of a range that is a tensor, too
+        raise GiveUp("an attribute of an index")
     # All other names of the same tensor would have to change, too.
     if name in _IN_PLACE or name.endswith("_") or kwargs.get("out") is not None:
         raise GiveUp(f"{name} changes a tensor in place")
@@ -288,7 +361,8 @@ def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         return _result_of(func, name, args, kwargs)
     evaluation.rule_depth += 1
     try:
-        return _result_of(func, name, args, kwargs)
+        result = _result_of(func, name, args, kwargs)
+        return shown(result, evaluation) if evaluation.shows_tensors and evaluation.rule_depth == 1 else result
     finally:
         evaluation.rule_depth -= 1
 
