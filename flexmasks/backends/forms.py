@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Hashable
-from typing import cast
+from typing import Any, cast
 
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
@@ -106,10 +106,22 @@ def note_run(call: Call, kind: Hashable, is_data: bool) -> None:
         _FIRSTS.put(kind, (), call.kernel_key, 1)
 
 
+def _power_of_2(n: int) -> int:
+    """Return the least power of 2 that is at least n."""
+    return 1 << (n - 1).bit_length() if n else 0
+
+
 def _inexact(call: Call, function: Callable[[], Callable[..., Tensor]], is_score: bool) -> str:
-    """Look at a function, once for all calls of its kind."""
-    device, sizes = call.q.device, (*call.q.shape[:3], call.k.shape[2])
-    kind = "inexact", is_score, call.kernel_key, call.shapes, device.type, *sizes
+    """Look at a function, once for all calls of its kind.
+
+    Sizes, and where queries start, count as the next powers of 2, because decoding changes them at each step.
+    """
+    device, sizes = call.q.device, [_power_of_2(n) for n in (*call.q.shape[:3], call.k.shape[2])]
+    shapes: tuple[Any, ...] = ()
+    if call.shapes is not None:
+        offset, *shapes_of_tensors = call.shapes
+        shapes = (None if offset is None else _power_of_2(offset), *shapes_of_tensors)
+    kind = "inexact", is_score, call.kernel_key, shapes, device.type, *sizes
     reason = None if call.shapes is None else OUTCOMES.get(kind)
     if reason is None:
         reason = inexact(function(), device, sizes, is_score) or ""

@@ -186,7 +186,7 @@ class Plan:
             return None
         # One element for each batch element: some kernels take no 0-dimensional tensors.
         filled = torch.full((max(self.size.batch, 2),), self.offset, device=self.size.device)
-        return bounded(filled, self.offset, self.offset)
+        return bounded(filled, self.offset, 1 << (self.offset - 1).bit_length())
 
     def _bind(self, prepared: _Prepared) -> tuple[Callable[..., Tensor], Offset]:
         """Return the bound function, and the offset of queries.
