@@ -232,6 +232,7 @@ def block_mask(
     device: torch.device | str | None = None,
     block_size: int | tuple[int, int] = 128,
     q_offset: int | Tensor = 0,
+    as_data: bool = False,
     **params: Any,
 ) -> BlockMask:
     """Return the exact BlockMask of a mask: its empty, partial and full blocks.
@@ -248,6 +249,9 @@ def block_mask(
         device: where the index tensors live; by default the device of the parameters' tensors, or the CPU.
         block_size: an int above 0, or (queries, keys).
         q_offset: where the queries start, as in `attention`.
+        as_data: let the BlockMask's mask_mod read the bits of the different partial blocks, at most 256 MB, in place of
+            the mask's function. All such masks share compiled kernels, and a function that torch's compiler computes
+            otherwise than Python does is exact. The sizes of blocks must be powers of 2 from 32 on.
         **params: the mask's parameters.
 
     Raises:
@@ -259,7 +263,8 @@ def block_mask(
         [0, 1, 2, 3]
     """
     lengths = Lengths(q_len, kv_len, batch, heads, device, q_offset, block_size)
-    return plan_mask("flexmasks.block_mask", get_mask(mask, **params), lengths).block_mask()
+    plan = plan_mask("flexmasks.block_mask", get_mask(mask, **params), lengths)
+    return plan.data_alone().block_mask() if as_data else plan.block_mask()
 
 
 def dense_mask(

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexmasks import compat
-from flexmasks.backends import fa4, flex, reference, sdpa
+from flexmasks.backends import fa4, flex, forms, reference, sdpa
 from flexmasks.backends.call import Call
 from flexmasks.backends.slices import OverIndices
 from flexmasks.backends.table import BACKENDS, choose
@@ -47,6 +47,7 @@ _DIRECT: dict[str, Callable[[Call], Callable[..., tuple[Tensor, Tensor | None]]]
     "fa4": fa4.DirectCall.of,
     "sdpa": sdpa.TracedCall.of,
 }
+_COMPILED = ("flash", "triton", "cpu")  # backends that compile the functions of mask and score
 _REASONS: list[str] = []  # reasons of refused backends, for errors
 _UNKNOWN = ("unknown", "")  # stands for a score that is not given, or whose function torch must trace
 _NONE = "none"
@@ -139,10 +140,13 @@ def _chosen(backend: str, *arguments: Any) -> int:
 
 def _number_of_chosen(backend: str, call: Call) -> int:
     reason = None if backend == "auto" else BACKENDS[backend].refuses(call)
+    if reason is None:
+        name = choose(call)[0][0].name if backend == "auto" else backend
+        reason = forms.refuses_traced(call) if name in _COMPILED else None
     if reason is not None:
         _REASONS.append(reason)
         return -len(_REASONS)
-    return _NAMES.index(choose(call)[0][0].name if backend == "auto" else backend)
+    return _NAMES.index(name)
 
 
 @torch.compiler.assume_constant_result

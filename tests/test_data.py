@@ -370,7 +370,7 @@ def test_too_much_data(monkeypatch: pytest.MonkeyPatch) -> None:
     assert explanation.backend == "reference"
     assert "different partial blocks take more than" in explanation.others["cpu"]
     check_attention(mask)
-    with pytest.raises(ValueError, match="write the mask with whole numbers"):
+    with pytest.raises(ValueError, match="write it with whole numbers"):
         flexmasks.attention(*qkv(), mask=mask, backend="cpu")
 
 
@@ -412,3 +412,38 @@ def test_what_reads_data_for_flash(sizes: tuple[int, int]) -> None:
     assert torch.equal(create_mask(by_shifts, *shape, "cpu"), create_mask(by_divisions, *shape, "cpu"))
     assert miscompiled(by_divisions, CPU, shape) is None
     assert inexact(by_shifts, CPU, shape) is None
+
+
+@pytest.mark.parametrize("sizes", [{}, {"batch": BATCH, "heads": HEADS}])
+def test_block_masks_as_data(sizes: dict[str, int]) -> None:
+    """They show what the mask shows, also to torch's own flex_attention."""
+    table = torch.rand(LENGTH, LENGTH) > 0.5
+
+    def mask(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return table[q].any() & table[q, kv] & (q + b < kv + 9 if sizes else q < kv + 9)
+
+    block_mask = flexmasks.block_mask(mask, LENGTH, as_data=True, block_size=32, **sizes)
+    assert block_mask.shape[:2] == (BATCH if sizes else 1, 1)
+    got = torch.compile(flex_attention, fullgraph=True, dynamic=False)(*qkv(), block_mask=block_mask)
+    assert error(got, expected(mask)) < TOLERANCE[torch.float32]
+    with pytest.raises(ValueError, match="must be powers of 2 from 32 on, got 48 x 48"):
+        flexmasks.block_mask("causal", LENGTH, as_data=True, block_size=48)
+
+
+def test_functions_inside_torch_compile() -> None:
+    """What would end the process, or be wrong by more than rounding, is refused there."""
+    table, i32 = torch.rand(LENGTH, LENGTH) > 0.5, torch.randint(-100, 100, (LENGTH,), dtype=torch.int32)
+    compiled_attention = torch.compile(flexmasks.attention, fullgraph=True, backend="eager")
+    for function in (lambda b, h, q, kv: table[q][kv], lambda b, h, q, kv: i32[q] * 100000000 > 0):
+        mask = flexmasks.get_mask(function)
+        with pytest.raises(Exception, match="as_data=True"):
+            compiled_attention(*qkv(), mask=mask)
+        got = compiled_attention(*qkv(), mask=mask, backend="reference")
+        assert error(got, expected(function)) < TOLERANCE[torch.float32]
+
+
+def test_a_block_mask_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "_CAPACITIES", (1 << 10,))
+    table = torch.rand(LENGTH, LENGTH) > 0.5
+    with pytest.raises(ValueError, match="the bits of its different partial blocks take more than"):
+        flexmasks.block_mask(lambda b, h, q, kv: table[q, kv], LENGTH, as_data=True, block_size=32)

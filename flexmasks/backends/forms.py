@@ -14,9 +14,10 @@ from typing import Any, cast
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from flexmasks import compat
 from flexmasks.backends.call import OUTCOMES, Call
 from flexmasks.backends.chained import with_one_index
-from flexmasks.backends.inexact import WHOLE, inexact
+from flexmasks.backends.inexact import OVERFLOW, WHOLE, inexact
 from flexmasks.backends.operations import UNREADABLE
 from flexmasks.cache import Cache
 from flexmasks.plans.data import FirstAsData, TooLargeForData, can_be_data
@@ -45,8 +46,26 @@ def refuses(call: Call) -> str | None:
             return None
         too_large = "blocks can be data only if their sizes are powers of 2 from 32 on"
     except TooLargeForData as error:
-        too_large = f"{error}; write the mask with whole numbers that fit 32 bits, and with one index for each tensor"
+        too_large = f"{error}; write it with whole numbers that fit 32 bits, and one index for each tensor"
     return f"it may compute the mask otherwise than Python does: {reason}; {too_large}"
+
+
+def refuses_traced(call: Call) -> str | None:
+    """Return why a function may not be compiled by the user's own torch.compile, or None.
+
+    Only what ends the process, or is wrong by more than rounding, is refused: there is no data in its place.
+    """
+    if call.mask_is_own:
+        return None
+    sizes = [compat.size_hint(n) for n in (*call.q.shape[:3], call.k.shape[2])]
+    reason = inexact(call.mask_mod(), call.q.device, sizes)
+    if reason not in (WHOLE, OVERFLOW):
+        return None
+    return (
+        f"it may compute the mask otherwise than Python does: {reason}; write one index for each tensor and numbers "
+        "that fit 32 bits, or make the blocks outside, with flexmasks.block_mask(..., as_data=True), and pass them as "
+        "block_mask"
+    )
 
 
 def why_inexact(call: Call) -> str:

@@ -32,7 +32,7 @@ from flexmasks.backends.operations import (
     follow,
 )
 
-_OVERFLOW = "a whole number may not fit the type that kernels compute it in"
+OVERFLOW = "a whole number may not fit the type that kernels compute it in"
 _FLOATING = "kernels round floating numbers otherwise, which could change what is visible"
 _MIXED = "kernels convert numbers of different types otherwise"
 _TRUTH = "kernels compute with truth values otherwise"
@@ -163,10 +163,10 @@ class _Trace(Trace):
         low, high = self.bounds_of(name, out, args, kwargs)
         info = torch.iinfo(out.dtype)
         if not info.min <= low <= high <= info.max:
-            self.errors[_OVERFLOW] = None
+            self.errors[OVERFLOW] = None
         for x in args:
             if type(x) is int and not info.min <= x <= info.max:
-                self.errors[_OVERFLOW] = None
+                self.errors[OVERFLOW] = None
         if name in ("div", "floor_divide", "remainder"):
             least, most = self.bounds_or_any(args[1])
             if least <= 0 <= most:

@@ -35,7 +35,7 @@ class FirstAsData(enum.Enum):
     ALL = enum.auto()
 
 
-class TooLargeForData(Exception):
+class TooLargeForData(ValueError):
     """Error of a mask whose bits take too much memory."""
 
 

@@ -23,7 +23,7 @@ from flexmasks.blocks.decide import dependence
 from flexmasks.blocks.elements import over_indices
 from flexmasks.cache import ENTRY, Cache
 from flexmasks.plans.bounds import MaskKind, RecordedPlan, plan_bounds, tensors_in, unread
-from flexmasks.plans.data import FirstAsData, MaskData, data_of
+from flexmasks.plans.data import FirstAsData, MaskData, can_be_data, data_of
 from flexmasks.plans.recorded import memory_of_capture
 from flexmasks.plans.shifted import Offset, shifted_mask, shifted_score
 from flexmasks.plans.windows import Window, window_of
@@ -364,11 +364,25 @@ class MaskPlan(Plan):
         Raises TooLargeForData.
         """
         more_key = self.block_size, self.open_extents, self._allows_bounds
-        return self._cached(_DATA, lambda: self._as_data(self.block_mask()), *more_key)
+        batch, heads = self.size.batch, self.size.heads
+        return self._cached(_DATA, lambda: self._as_data(self.block_mask(), batch, heads), *more_key)
 
-    def _as_data(self, block_mask: BlockMask) -> MaskData:
+    def data_alone(self) -> MaskData:
+        """Return the mask as data, with lists only as large as the mask needs.
+
+        Raises TooLargeForData, and ValueError for blocks that cannot be data.
+        """
+        if not can_be_data(self.block_size):
+            sizes = " x ".join(map(str, self.block_size))
+            raise ValueError(
+                f"flexmasks.block_mask: with as_data the sizes of blocks must be powers of 2 from 32 on, got {sizes}."
+            )
+        block_mask = self.block_mask()
+        return self._as_data(block_mask, *block_mask.kv_num_blocks.shape[:2])
+
+    def _as_data(self, block_mask: BlockMask, batch: int, heads: int) -> MaskData:
         with naming(self.mask), torch.no_grad():
-            return data_of(block_mask, self.size.batch, self.size.heads)
+            return data_of(block_mask, batch, heads)
 
     def explained(self) -> str:
         """Return how the blocks are found, in words."""
