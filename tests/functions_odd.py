@@ -397,7 +397,7 @@ EXPRESSIONS: dict[str, list[str]] = {
         "~flag[q] | flag[kv]",
         "~(q - q.clone() - 1 + flag[kv]).bool()",
         "(q > 30) + 1 > (kv > 20) * 2",
-        "flag[q] - 1 * flag[kv] < 0",
+        "1 * flag[q] - 1 * flag[kv] < 0",
         "flag[q] > flag[kv]",
         "(flag[q] == flag[kv]) != (q < kv)",
         "flag[q] & 1 == flag[kv]",
@@ -528,6 +528,13 @@ EXPRESSIONS: dict[str, list[str]] = {
 WRITTEN: dict[str, Factory] = {
     f"{style}: {expression}": of_expression(expression) for style, group in EXPRESSIONS.items() for expression in group
 }
+
+# Functions that torch evaluates otherwise on single numbers: it rounds a constant to half precision before it
+# multiplies a single half-precision number, and computes in float32 for several.
+UNLIKE_SINGLE_NUMBERS = [
+    "half precision: tenth[q].half() == 0.1 * q.half()",
+    "half precision: f16[q] * 0.1 > f16[kv] * zhalf",
+]
 
 
 def written(make: Callable[[Tables], Mask]) -> Callable[[Tables], Mask]:
@@ -871,7 +878,7 @@ TEMPLATES: dict[str, tuple[list[str], list[str]]] = {
             *("({f}).floor()", "({f}).ceil()", "({f}).round()", "({f}).abs()", "({f}).abs().sqrt()", "torch.frac({f})"),
             *("emb[{i}].amax(-1)", "emb16[{i}].max(-1).values", "(emb[{i}] * emb[{j}]).amin()", "({f}).sign() * {x}"),
             *("ztenth * {x}", "zdouble * {x}", "zhalf * {f}", "zbf + {f}", "{f} + znan", "zinf * {f}", "{f} ** 2"),
-            *("hrows[h] [{i}] * {f}", "slope[h] * {x}", "({x}).sqrt()", "1 / ({f})", "grid[{i}][{j}] + {f}"),
+            *("hrows[h][{i}] * {f}", "slope[h] * {x}", "({x}).sqrt()", "1 / ({f})", "grid[{i}][{j}] + {f}"),
         ],
         [
             *("f16[{i}]", "bf[{i}]", "f32[{i}]", "f64[{i}]", "special[{i}]", "special16[{i}]", "wa[{i}]", "wb[{i}]"),
@@ -915,10 +922,10 @@ def _code(chance: random.Random, kind: str, depth: int) -> str:
         template = chance.choice(leaves)
 
     def filled(hole: re.Match[str]) -> str:
-        code = _code(chance, hole[1], depth - chance.choice([1, 1, 2]))
-        return code if re.fullmatch(r"\w+", code) else f"({code})"
+        code = _code(chance, hole[1] or hole[2], depth - chance.choice([1, 1, 2]))
+        return code if re.fullmatch(r"\w+(\[\w+(, \w+)?\])*", code) and not hole[1] else f"({code})"
 
-    return re.sub(r"{(\w)}", filled, template)
+    return re.sub(r"\({(\w)}\)|{(\w)}", filled, template)
 
 
 def generated(seed: int) -> tuple[Factory, str]:
