@@ -516,6 +516,32 @@ EXPRESSIONS: dict[str, list[str]] = {
         "cplx[q].abs() > cplx[kv].imag",
         "torch.view_as_real(cplx[q])[1] > torch.angle(cplx[kv])",
     ],
+    "lists and constants": [
+        "grid[[q, kv]] > 0",
+        "(i64[torch.tensor([3, 5, 8], device=q.device)] > kv - q).any()",
+        "torch.stack([i8, i8.flip(0)])[h % 2, q] > i8[kv]",
+        "torch.tensor([3, 50, 9], device=q.device)[h] > (q - kv).abs()",
+        "torch.cat([few, edges])[q % 15] > kv",
+        "(few[:0] == kv).any() | flag[q]",
+        "(few[:0] == kv).all() & flag[q]",
+        "torch.vmap(lambda x: x > kv)(few).any() & flag[q]",
+        "bb.sum(-1)[b, h, q] > kv",
+        "torch.cumsum(flag, 0)[q] > flag.cumsum(0, dtype=torch.int8)[kv]",
+        "q.new_tensor([1, 2**40, 3])[q % 3] * q > kv * 2**39",
+        "torch.arange(5, device=q.device)[q % 5] == kv % 4",
+    ],
+    "indices of 64 bits": [
+        "q + 2**31 > kv + 2**31 - 3",
+        "q * 2**33 // 2**33 == q - kv % 2",
+        "q - 2**62 - 2**62 > kv - 2**62 - 2**62",
+        "kv < torch.iinfo(q.dtype).max - q",
+        "(q << 40) + kv > (kv << 40) + q",
+        "(q - kv) ** 7 > 10**10",
+        "(q - kv) >> 63 == -1",
+        "(q * 2**32).bool()",
+        "(q + 2**24).float() > (kv + 2**24).float()",
+        "(q * 3 - 2**40) % 1000003 > kv * 10000",
+    ],
     "arrays of NumPy": [
         "q + np.int8(100) > kv * 2",
         "f32[q] > np.float64(0.1)",
@@ -529,11 +555,12 @@ WRITTEN: dict[str, Factory] = {
     f"{style}: {expression}": of_expression(expression) for style, group in EXPRESSIONS.items() for expression in group
 }
 
-# Functions that torch evaluates otherwise on single numbers: it rounds a constant to half precision before it
-# multiplies a single half-precision number, and computes in float32 for several.
+# Functions that torch evaluates otherwise on single numbers. It rounds a constant to half precision before it multiplies
+# a single half-precision number, and computes in float32 for several. For a list as an index, it warns.
 UNLIKE_SINGLE_NUMBERS = [
     "half precision: tenth[q].half() == 0.1 * q.half()",
     "half precision: f16[q] * 0.1 > f16[kv] * zhalf",
+    "lists and constants: grid[[q, kv]] > 0",
 ]
 
 
@@ -820,6 +847,18 @@ def _casts_back_and_forth(t: Tables) -> Mask:
         return far.to(torch.bfloat16).to(torch.int32) > (kv * 91).to(torch.uint8).to(torch.int8)
 
     return mask
+
+
+@written
+def _captured_numbers(t: Tables) -> Mask:
+    wide, tenth, endless, on = 2**40 + 1, 0.1, math.inf, True
+    return lambda b, h, q, kv: (q * wide % 1000 > kv * tenth) ^ ((q / endless == 0) & on) ^ (q * -endless < kv)
+
+
+@written
+def _learned_table(t: Tables) -> Mask:
+    table = torch.nn.Parameter(t["f32"].clone())
+    return lambda b, h, q, kv: table[q] * 3 > table[kv].exp()
 
 
 @written
