@@ -555,8 +555,8 @@ WRITTEN: dict[str, Factory] = {
     f"{style}: {expression}": of_expression(expression) for style, group in EXPRESSIONS.items() for expression in group
 }
 
-# Functions that torch evaluates otherwise on single numbers. It rounds a constant to half precision before it multiplies
-# a single half-precision number, and computes in float32 for several. For a list as an index, it warns.
+# Functions that torch evaluates otherwise on single numbers. It rounds a constant to half precision before it
+# multiplies a single half-precision number, and computes in float32 for several. A list as an index makes it warn.
 UNLIKE_SINGLE_NUMBERS = [
     "half precision: tenth[q].half() == 0.1 * q.half()",
     "half precision: f16[q] * 0.1 > f16[kv] * zhalf",
