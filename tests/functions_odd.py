@@ -141,14 +141,14 @@ def tables(generator: torch.Generator, batch: int, heads: int, q_len: int, kv_le
 
 @functools.cache
 def _maker(expression: str) -> tuple[Callable[..., Mask], list[str]]:
-    """Return what makes the function of an expression from the tensors that it captures, and their names."""
+    """Return the maker of an expression's function, and the names of its arguments: captured tensors."""
     known = tables(torch.Generator(), 1, 1, 3, 3)
     names = sorted(set(re.findall(r"[a-z_]\w*", expression)) & set(known))
     return eval(f"lambda {', '.join(names)}: lambda b, h, q, kv: {expression}", dict(MODULES)), names
 
 
 def of_expression(expression: str) -> Factory:
-    """Return the factory of an expression of b, h, q, kv and captured tensors, which become its closure."""
+    """Return the factory of an expression; the tensors that it names become a closure."""
 
     def factory(generator: torch.Generator, *sizes: int, device: str = "cpu") -> Mask:
         make, names = _maker(expression)
