@@ -21,6 +21,8 @@ def getitem(values: Any, index: Any) -> Any:
     Returns None if an index is a truth value, a slice that contains a range, or a tensor or range with dimensions.
     """
     indices = list(index) if issubclass(type(index), tuple) else [index]
+    if any(type(i) is list and any(isinstance(x, Range) for x in i) for i in indices):
+        raise GiveUp("a list of numbers as an index")  # torch's meaning of such a list changes with its version
     if is_tensor(values) and not any(isinstance(i, Range) for i in indices):
         return values[index]
     if all(i is None or i is Ellipsis for i in indices):
