@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from functions import compiled, expressions, short_and_campaign
-from helpers import TOLERANCE, error, try_examples
+from helpers import TOLERANCE, error, skip_unless_flash_takes, try_examples
 from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import seed as seeded
 from hypothesis import strategies as st
@@ -25,6 +27,7 @@ from flexmasks.blocks.build import build
 from flexmasks.blocks.lists import of_block_mask
 from flexmasks.plans import data
 from flexmasks.plans.plan import MaskPlan, ScorePlan
+from flexmasks.spec.captures import Aliases
 from flexmasks.spec.examples import example
 from flexmasks.spec.parameters import Size
 
@@ -447,3 +450,44 @@ def test_a_block_mask_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None
     table = torch.rand(LENGTH, LENGTH) > 0.5
     with pytest.raises(ValueError, match="the bits of its different partial blocks take more than"):
         flexmasks.block_mask(lambda b, h, q, kv: table[q, kv], LENGTH, as_data=True, block_size=32)
+
+
+# --- on a GPU ---
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["triton", "flash"])
+@pytest.mark.parametrize("name", failing())
+def test_data_on_a_gpu(name: str, backend: str) -> None:
+    """Forward and backward passes, by the kernel that reads data."""
+    made = failing()[name]
+    mask = Aliases([(t, t.cuda()) for t in flexmasks.get_mask(made).tensors()]).of(made)
+    length = 1000 if name == "constant" else LENGTH
+    leaves = [x.to("cuda", torch.bfloat16).requires_grad_() for x in torch.randn(3, BATCH, HEADS, length, 64)]
+    if backend == "flash":
+        skip_unless_flash_takes(leaves, mask=mask)
+    out = flexmasks.attention(*leaves, mask=mask, backend=backend)
+    assert flexmasks.explain(*leaves, mask=mask, backend=backend).mask.startswith("data: ")
+    upstream = torch.randn_like(out)
+    visible = create_mask(mask, BATCH, HEADS, length, length, "cuda")
+    others = [x.detach().double().requires_grad_() for x in leaves]
+    want = scaled_dot_product_attention(*others, attn_mask=visible).nan_to_num(0.0)
+    assert error(out, want.cpu()) < TOLERANCE[torch.bfloat16]
+    got_gradients = torch.autograd.grad(out, leaves, upstream)
+    want_gradients = torch.autograd.grad(want, others, upstream.double())
+    for got, expected_gradient in zip(got_gradients, want_gradients, strict=True):
+        assert error(got, expected_gradient.nan_to_num(0.0).cpu()) < 2 * TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.gpu
+def test_new_functions_are_quick_on_a_gpu() -> None:
+    """The first output of a new function at 8,192 tokens takes at most 20 ms."""
+    q, k, v = torch.randn(3, 1, 8, 8192, 64, device="cuda", dtype=torch.bfloat16).unbind()
+    seconds = []
+    for n in range(30):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        flexmasks.attention(q, k, v, mask=lambda b, h, q, kv, n=n: (q >= kv) & ((q - kv) % (n + 2) != 1))
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    assert statistics.median(seconds[10:]) < 0.02
