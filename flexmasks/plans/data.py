@@ -44,6 +44,7 @@ class MaskData:
 
     block_mask: BlockMask
     shapes: tuple[torch.Size, ...]  # of the tensors with the bits
+    different: int  # number of different partial blocks, whose bits are kept
 
     @property
     def nbytes(self) -> int:
@@ -72,14 +73,14 @@ def data_of(block_mask: BlockMask, batch: int, heads: int) -> MaskData:
     places = in_use(counts, indices).nonzero()
     blocks = places.clone()
     blocks[:, 3] = indices[tuple(places.unbind(1))]
-    words, number = _distinct_words(block_mask, blocks)
+    words, number, different = _distinct_words(block_mask, blocks)
     shape = (*counts.shape[:2], _power_of_2(rows), _power_of_2(columns))
     table = torch.zeros(shape, dtype=torch.int32, device=counts.device)
     table[tuple(blocks.unbind(1))] = number.int()
     table = table.expand(*sizes, -1, -1).contiguous()
     lists = [None if t is None else t.expand(*sizes, *t.shape[2:]).contiguous() for t in _lists(block_mask)]
     arguments: Any = (lengths, *lists, block_size, _reader_of(words, table, block_size))
-    return MaskData(BlockMask(*arguments), (words.shape, table.shape))
+    return MaskData(BlockMask(*arguments), (words.shape, table.shape), different)
 
 
 def _lists(block_mask: BlockMask) -> tuple[Tensor | None, ...]:
@@ -111,8 +112,8 @@ def _reader_of(words: Tensor, table: Tensor, block_size: tuple[int, int]) -> Cal
     return visible
 
 
-def _distinct_words(block_mask: BlockMask, blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the words of all different blocks, and the number of each block's words.
+def _distinct_words(block_mask: BlockMask, blocks: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Return the different blocks' words, each block's number, and how many differ.
 
     blocks: [n, (b, h, row, column)].
     """
@@ -138,9 +139,9 @@ def _distinct_words(block_mask: BlockMask, blocks: Tensor) -> tuple[Tensor, Tens
     capacity = next(n for n in _CAPACITIES if count * bytes_of_block <= n) // bytes_of_block
     words = torch.zeros((capacity, height, width // _BITS), dtype=torch.int32, device=blocks.device)
     if not parts:
-        return words, blocks[:, 0]
+        return words, blocks[:, 0], 0
     words[: len(parts[0])] = parts[0].view(-1, height, width // _BITS)
-    return words, numbers[0]
+    return words, numbers[0], len(parts[0])
 
 
 def _joined(parts: list[Tensor], numbers: list[Tensor], weights: Tensor) -> tuple[list[Tensor], list[Tensor]]:
