@@ -294,7 +294,7 @@ def _backend_markdown(backend: str, by_case: dict[tuple[str, str], dict[str, Row
             case, shape, f"{known['partial']:,} / {known['full']:,}",
             *([f"{known['different']:,}", f"{known['data_bytes'] / 1e6:.2f}"] if "different" in known else ["", ""]),
             _ms(function), _ms(as_data), factor, " / ".join(first),
-            f"{known['data_ms']:.3g}" if "data_ms" in known else "",
+            _figure(known["data_ms"]) if "data_ms" in known else "",
         ])  # fmt: skip
         reasons += [f"- {case}, {form}: {reason}" for form, reason in known.get("left_out", {}).items()]
     header = ["case", "B x H x S x D", "partial / full blocks", "different", "data, MB", "function, ms", "data, ms"]
@@ -303,14 +303,18 @@ def _backend_markdown(backend: str, by_case: dict[tuple[str, str], dict[str, Row
     if gains:
         text += f"\n\nData take {min(gains):.2f} to {max(gains):.2f} times as long as the function. "
         worst = max(row["difference"] or 0.0 for by_form in by_case.values() for row in by_form.values() if row["who"])
-        text += f"The outputs of both forms differ by at most {worst:.1g}."
+        text += f"The outputs of both forms differ by at most {worst:.1g}." if worst else "The outputs are equal."
     return "\n\n".join([text, *(["Left out:\n\n" + "\n".join(reasons)] if reasons else [])])
 
 
 def _ms(row: Row | None) -> str:
     if row is None:
         return "left out"
-    return " / ".join(f"{row[key]:.3g}" for key in ("forward_ms", "backward_ms") if key in row)
+    return " / ".join(_figure(row[key]) for key in ("forward_ms", "backward_ms") if key in row)
+
+
+def _figure(number: float) -> str:
+    return f"{number:.3g}" if number < 1000 else f"{number:,.0f}"
 
 
 def _total(row: Row) -> float:
