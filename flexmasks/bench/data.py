@@ -1,4 +1,4 @@
-"""`python -m flexmasks bench data`: masks as functions and as data, in the same compiled kernels."""
+"""`python -m flexmasks bench data`: masks as functions and as data, in the same kernels."""
 
 from __future__ import annotations
 
@@ -190,11 +190,11 @@ def _refused(call: Call, backend: str) -> dict[str, str | None]:
 
 
 def _made_data(call: Call) -> tuple[MaskData, float]:
-    """Return the mask as data, and the milliseconds that making it takes."""
+    """Return the mask as data, and the least milliseconds that making it took."""
     make = functools.partial(data_of, call.blocks().block_mask, *call.q.shape[:2])
     with torch.no_grad():
         made = make()  # warms up
-        return made, float(f"{min(wall_milliseconds(make, call.q.device) for _ in range(2)):.4g}")
+        return made, float(f"{min(wall_milliseconds(make, call.q.device) for _ in range(3)):.4g}")
 
 
 def _attend(call: Call, backend: str, form: str) -> Callable[..., Tensor]:
