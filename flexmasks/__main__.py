@@ -98,10 +98,11 @@ def _parser() -> argparse.ArgumentParser:
 def _add_bench_arguments(bench_parser: argparse.ArgumentParser) -> None:
     bench_parser.add_argument(
         "what",
-        choices=["blocks", "softmax", "attention", "steps"],
+        choices=["blocks", "softmax", "attention", "steps", "data"],
         help="blocks: finding block masks, against create_block_mask; softmax: the masked softmax, against torch; "
         "attention: masks and scores, against flex_attention, SDPA and other installed libraries; steps: loops and "
-        "training whose masks have new tensors at every step, against compiled torch",
+        "training whose masks have new tensors at every step, against compiled torch; data: masks as functions and as "
+        "data, in the same kernels",
     )
     several: dict[str, Any] = {"nargs": "+", "default": []}
     bench_parser.add_argument(
@@ -123,9 +124,12 @@ def _add_bench_arguments(bench_parser: argparse.ArgumentParser) -> None:
         "--lengths", **several, type=_positive, metavar="N", help="with blocks and attention: numbers of tokens"
     )
     bench_parser.add_argument(
-        "--only", **several, metavar="TEXT", help="with steps: only what has one of these texts in its description"
+        "--only",
+        **several,
+        metavar="TEXT",
+        help="with steps and data: only what has one of these texts in its description",
     )
-    bench_parser.add_argument("--quick", action="store_true", help="with steps: few and small steps")
+    bench_parser.add_argument("--quick", action="store_true", help="with steps and data: few and small steps")
     bench_parser.add_argument("--device", help="cuda or cpu (default: a GPU if the machine has one)")
     bench_parser.add_argument("--json", metavar="FILE", help="write the figures to a file, after each step")
     bench_parser.add_argument(
@@ -157,15 +161,17 @@ def _bench(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> di
         parser.error("--all takes no --masks and no --scores")
     if arguments.resume and arguments.json is None:
         parser.error("--resume continues a FILE: pass --json FILE")
-    if (arguments.only or arguments.quick) and arguments.what != "steps":
+    if (arguments.only or arguments.quick) and arguments.what not in ("steps", "data"):
         parser.error(f"bench {arguments.what} takes no --only and no --quick")
     where: dict[str, Any] = {"device": arguments.device, "file": arguments.json}
-    if arguments.what == "steps":
+    if arguments.what in ("steps", "data"):
+        from flexmasks.bench.data import data
         from flexmasks.bench.steps import steps
 
         if arguments.masks or arguments.scores or arguments.all or arguments.lengths:
-            parser.error("bench steps takes no --masks, --scores, --all and --lengths")
-        return steps(arguments.only, quick=arguments.quick, resume=arguments.resume, **where)
+            parser.error(f"bench {arguments.what} takes no --masks, --scores, --all and --lengths")
+        measure = steps if arguments.what == "steps" else data
+        return measure(arguments.only, quick=arguments.quick, resume=arguments.resume, **where)
     if arguments.what == "softmax":
         from flexmasks.bench.softmax import softmax
 

@@ -6,6 +6,7 @@ import functools
 import gc
 import json
 import time
+from collections.abc import Hashable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,19 +15,25 @@ import torch
 from helpers import DEVICES
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask, flex_attention
+from torch.nn.functional import scaled_dot_product_attention
 
 import flexmasks
 from flexmasks.__main__ import main
+from flexmasks.backends import flex
 from flexmasks.bench import attention as bench_attention
 from flexmasks.bench import blocks as bench_blocks
+from flexmasks.bench import data as bench_data
 from flexmasks.bench import loops, steps_tables
 from flexmasks.bench import steps as bench_steps
 from flexmasks.bench.clock import interleaved, wall_milliseconds
 from flexmasks.bench.memory import peak_bytes
 from flexmasks.bench.model import Sizes
 from flexmasks.bench.runner import measure_passes, measure_steps
+from flexmasks.blocks.lists import of_block_mask
+from flexmasks.plans.data import data_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -112,7 +119,7 @@ def test_registered_masks_and_scores_are_measured_and_the_failed_named(
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The steps of the benchmarks, which do not run."""
     descriptions: list[str] = []
-    for module in (bench_blocks, bench_attention, bench_steps):
+    for module in (bench_blocks, bench_attention, bench_steps, bench_data):
         monkeypatch.setattr(module, "run_steps", lambda results, todo, file, resume: descriptions.extend(todo))
     return descriptions
 
@@ -141,6 +148,21 @@ def test_the_steps_with_new_tensors(steps: list[str], capsys: pytest.CaptureFixt
     for wrong in (["steps", "--masks", "causal"], ["blocks", "--quick"], ["attention", "--only", "causal"]):
         with pytest.raises(SystemExit):
             main(["bench", *wrong])
+
+
+def test_the_masks_in_both_forms(steps: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "data", "--device", "cpu"]) == 0
+    assert steps == [f"{case.name}, 2048 tokens, cpu" for case in bench_data.cases(bench_data._CPU, CPU)]
+    assert "natten3d 5 x 7 x 7 on 8 x 16 x 16, tiles of 2 x 4 x 8, 2048 tokens, cpu" in steps
+    steps.clear()
+    assert main(["bench", "data", "--device", "cpu", "--quick", "--only", "causal", "256 bits"]) == 0
+    assert steps == ["causal, 256 tokens, cpu", "documents, causal, 256 tokens, cpu"]
+    assert main(["bench", "data", "--device", "cpu", "--only", "causl"]) == 2
+    assert "nothing to measure is named ['causl']; there are natten3d" in capsys.readouterr().err
+    for wrong in (["--masks", "causal"], ["--scores", "alibi"], ["--all"], ["--lengths", "64"], ["--resume"]):
+        with pytest.raises(SystemExit) as stopped:
+            main(["bench", "data", *wrong])
+        assert stopped.value.code == 2
 
 
 def test_all_is_every_registered_mask_and_score(steps: list[str]) -> None:
@@ -278,8 +300,6 @@ def test_the_measured_masks_fit(length: int) -> None:
 
 
 # --- steps with new tensors ---
-
-CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -444,3 +464,112 @@ def test_the_tables_of_steps() -> None:
     assert "| waits |" not in steps_tables.markdown(
         {"machine": machine, "rows": [{**r, "synchronizations": None} for r in rows[:2]]}
     )
+
+
+# --- masks as functions and as data ---
+
+
+@pytest.fixture
+def uncompiled_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels are SDPA with what the lists of blocks and the function show, because compiling takes long."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, score_mod: None, block_mask: BlockMask, *_: Any) -> tuple[Tensor, None]:
+        (height, width), length = block_mask.BLOCK_SIZE, q.shape[2]
+        partial, full = (
+            blocks.repeat_interleave(height, 2).repeat_interleave(width, 3)[..., :length, :length]
+            for blocks in of_block_mask(block_mask)
+        )
+        seen = create_mask(block_mask.mask_mod, 1, q.shape[1], length, length, device="cpu")
+        return scaled_dot_product_attention(q, k, v, attn_mask=(seen & partial) | full), None
+
+    def new_kernel(key: Hashable, is_static: bool = False) -> Any:
+        kernel = flex._Kernel(attend, is_static)
+        flex._KERNELS.put(key, (), kernel, 1)
+        return kernel
+
+    monkeypatch.setattr(flex, "_new_kernel", new_kernel)
+    yield
+    flexmasks.clear_caches()
+
+
+@pytest.mark.usefixtures("uncompiled_kernels")
+def test_figures_of_both_forms_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "data.json"
+    command = ["bench", "data", "--device", "cpu", "--quick", "--json", str(file)]
+    names = ["causal", "tiles of", "residues"]
+    assert main([*command, "--only", *names]) == 0, capsys.readouterr().err
+    printed = capsys.readouterr().out
+    results = json.loads(file.read_text())
+    cases = [c.name for c in bench_data.cases(bench_data._QUICK, CPU) if any(name in c.name for name in names)]
+    assert [(r["case"], r["who"]) for r in results["rows"]] == [(c, f) for c in cases for f in ("function", "data")]
+    for row in results["rows"]:
+        assert row["case"] in printed
+        assert row["backend"] == "cpu"
+        assert min(row["forward_ms"], row["data_ms"], 1 + row["first_s"]) > 0
+        assert "backward_ms" not in row
+        assert row["difference"] == 0
+        assert (
+            row["data_bytes"] == (1 << 18) + 4 * 2 * 8 * 8
+        )  # the least for words, and a table of blocks for two heads
+    causal = next(row for row in results["rows"] if row["case"] == "causal")
+    assert [causal[key] for key in ("partial", "full", "different")] == [8, 28, 1]
+    assert "| causal | 1x2x256x32 | 8 / 28 | 1 | 0.26 |" in " ".join(bench_data.markdown(results).split())
+
+
+def _data_rows(case: bench_data.Case) -> list[dict[str, Any]]:
+    return bench_data._rows(case, "cpu", bench_data._QUICK, CPU, runs=2)
+
+
+@pytest.mark.usefixtures("uncompiled_kernels")
+def test_forms_that_cannot_run_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    causal = bench_data.Case("causal", 64, flexmasks.get_mask("causal"))
+    monkeypatch.setattr(bench_data.forms, "why_inexact", lambda call: "it overflows")
+    (row,) = _data_rows(causal)
+    assert (row["who"], row["left_out"], row["difference"]) == ("data", {"function": "it overflows"}, None)
+
+    def too_large(*arguments: Any) -> None:
+        raise bench_data.TooLargeForData("too many bits")
+
+    monkeypatch.setattr(bench_data, "data_of", too_large)
+    (row,) = _data_rows(causal)
+    assert (row["who"], row["left_out"]) == ("", {"function": "it overflows", "data": "too many bits"})
+    monkeypatch.setattr(bench_data.forms, "why_inexact", lambda call: "")
+    (row,) = _data_rows(causal)
+    assert (row["who"], row["left_out"]) == ("function", {"data": "too many bits"})
+
+
+@pytest.mark.usefixtures("uncompiled_kernels")
+def test_different_outputs_of_both_forms_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_full = flexmasks.block_mask("strided", 64, block_size=32, stride=7)
+    monkeypatch.setattr(bench_data, "data_of", lambda given, *sizes: data_of(of_full, *sizes))
+    with pytest.raises(ValueError, match="the outputs by function and by data differ by"):
+        _data_rows(bench_data.Case("strided", 64, flexmasks.get_mask("strided", stride=9)))
+
+
+def test_the_table_of_both_forms() -> None:
+    def row(case: str, who: str, ms: float, backend: str = "triton", **more: Any) -> dict[str, Any]:
+        about = {"case": case, "shape": "1x8x8192x128", "dtype": "bfloat16", "backend": backend, "who": who}
+        about |= {"partial": 1234, "full": 5, "different": 6, "data_bytes": 2_100_000, "data_ms": 0.5}
+        return {**about, "forward_ms": ms, "backward_ms": 2 * ms, "first_s": 7.0, "difference": 0.001, **more}
+
+    nothing = {"case": "large", "shape": "1x8x99x128", "dtype": "bfloat16", "backend": "flash", "who": ""}
+    rows = [
+        row("causal", "function", 2.0), row("causal", "data", 3.0),
+        row("bits", "function", 2.0), row("bits", "data", 1.0),
+        row("bits", "data", 1.0, "flash", left_out={"function": "wrong"}, difference=None),
+        {**nothing, "partial": 1, "full": 0, "left_out": {"function": "wrong", "data": "too large"}},
+    ]  # fmt: skip
+    machine = {"device": "H0", "device_type": "cuda", "torch": "2.0", "flash": "flash-attn-4 1"}
+    text = bench_data.markdown({"machine": machine, "rows": rows})
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert lines[0] == "On one H0, torch 2.0, flash-attn-4 1, bfloat16; medians of interleaved runs."
+    for expected in (
+        "| causal | 1x8x8192x128 | 1,234 / 5 | 6 | 2.10 | 2 / 4 | 3 / 6 | 1.50 x | 7.0 / 7.0 | 0.5 |",
+        "| bits | 1x8x8192x128 | 1,234 / 5 | 6 | 2.10 | 2 / 4 | 1 / 2 | 0.50 x | 7.0 / 7.0 | 0.5 |",
+        "Data take 0.50 to 1.50 times as long as the function. The outputs of both forms differ by at most 0.001.",
+        "| bits | 1x8x8192x128 | 1,234 / 5 | 6 | 2.10 | left out | 1 / 2 | | - / 7.0 | 0.5 |",
+        "| large | 1x8x99x128 | 1 / 0 | | | left out | left out | | - / - | |",
+        "- bits, function: wrong",
+        "- large, data: too large",
+    ):
+        assert expected in lines, "\n".join(lines)

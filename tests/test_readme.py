@@ -22,6 +22,7 @@ import flexmasks
 from flexmasks.__main__ import main
 from flexmasks.bench import attention as bench_attention
 from flexmasks.bench import blocks as bench_blocks
+from flexmasks.bench import data as bench_data
 from flexmasks.bench import softmax as bench_softmax
 from flexmasks.bench import steps_tables
 from flexmasks.pictures.pages import page
@@ -114,6 +115,11 @@ def steps(name: str) -> str:
     return steps_tables.markdown(results(name)) if (RESULTS / f"{name}.json").exists() else "Not measured yet."
 
 
+def data(name: str) -> str:
+    """Return the tables of masks as functions and as data from a results file."""
+    return bench_data.markdown(results(name)) if (RESULTS / f"{name}.json").exists() else "Not measured yet."
+
+
 GENERATED: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"speed": speed},
     "flexmasks/masks/README.md": {"masks": lambda: own("mask")},
@@ -128,6 +134,7 @@ GENERATED: dict[str, dict[str, Callable[[], str]]] = {
     "recipes/results/steps.md": {
         name: functools.partial(steps, name) for name in ("steps_gpu", "steps_triton", "steps_cpu")
     },
+    "recipes/results/data.md": {name: functools.partial(data, name) for name in ("data_gpu", "data_cpu")},
 }
 
 

@@ -79,7 +79,8 @@ def measurements() -> str:
         "checks. With `--json recipes/results/NAME.json` it writes the figures, and `python tests/test_recipes.py` "
         "writes this page from them.",
         "The benchmarks of the library have pages of their own: [attention](attention.md), [every mask and "
-        "score](registry.md), [block masks](blocks.md), [steps with new tensors](steps.md), [the masked "
+        "score](registry.md), [block masks](blocks.md), [steps with new tensors](steps.md), [masks as "
+        "data](data.md), [the masked "
         "softmax](softmax.md).",
     ]
     for name in RECIPES:

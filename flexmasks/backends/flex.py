@@ -298,30 +298,40 @@ class CompiledCall:
         return self.runner.key
 
     @classmethod
-    def of(cls, call: Call, backend: str | None, more_options: dict[str, Any] | None = None) -> CompiledCall:
-        """Return a call for torch's `backend` name, with `more_options` besides its kernel options."""
+    def of(
+        cls,
+        call: Call,
+        backend: str | None,
+        more_options: dict[str, Any] | None = None,
+        as_data: bool | None = None,
+    ) -> CompiledCall:
+        """Return a call for torch's `backend` name, with `more_options` besides its kernel options.
+
+        as_data: whether the kernel reads the mask as data; by default `why_data` decides.
+        """
         block_mask, (of_mask, of_score), shapes = call.blocks().block_mask, call.kernel_key, call.shapes
         given = {**(call.kernel_options or {}), **(more_options or {})}
         chosen = options(call.q, call.k, backend, given, block_mask.BLOCK_SIZE, call.proven_options)
         kind = _kind(call, backend, chosen)
-        reason = why_data(call, backend, chosen)
         runs_left = None
-        if reason:
+        if as_data is None:
+            as_data = bool(why_data(call, backend, chosen))
+            if as_data and call.is_cuda and not forms.why_inexact(call):
+                runs_left = iter(range(_RUNS_AS_DATA))
+        if as_data:
             data = call.data()
             block_mask, of_mask = data.block_mask(for_flash=backend == "FLASH"), ("data", data.shapes)
             shapes = None if shapes is None else shapes[2:]
-            if call.is_cuda and not forms.why_inexact(call):
-                runs_left = iter(range(_RUNS_AS_DATA))
         return cls(
             runner=Runner((of_mask, of_score, *kind, *_lists_kind(block_mask)), shapes),
             score_mod=forms.compiled_score(call),
-            block_mask=block_mask if reason else forms.compiled_mask(call, block_mask),
+            block_mask=block_mask if as_data else forms.compiled_mask(call, block_mask),
             scale=call.scale,
             kernel_options=chosen or None,
             with_lse=call.with_lse,
             needs_grad=call.needs_grad,
             is_flash=backend == "FLASH",
-            is_data=bool(reason),
+            is_data=as_data,
             runs_left=runs_left,
         )
 

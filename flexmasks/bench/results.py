@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib.metadata
 import json
 import os
 import sys
@@ -37,6 +38,28 @@ def machine(device: torch.device) -> dict[str, str]:
 def machine_line(results: dict[str, Any]) -> str:
     """Return a line that names the machine, for the top of a table."""
     return ", ".join(text for name, text in results["machine"].items() if name != "device_type")
+
+
+def flash_version() -> str:
+    """Return the version of flash-attn-4, or that it is not installed."""
+    try:
+        return f"flash-attn-4 {importlib.metadata.version('flash-attn-4')}"
+    except importlib.metadata.PackageNotFoundError:
+        return "without flash-attn-4"
+
+
+def chosen_steps(
+    steps: Mapping[str, Callable[[], list[Row]]], only: Iterable[str]
+) -> dict[str, Callable[[], list[Row]]]:
+    """Return the steps that have one of the texts in their descriptions; without texts, all.
+
+    Raises ValueError if there are none.
+    """
+    only = list(only)
+    chosen = {name: step for name, step in steps.items() if not only or any(text in name for text in only)}
+    if not chosen:
+        raise ValueError(f"flexmasks bench: nothing to measure is named {only}; there are {'; '.join(steps)}.")
+    return chosen
 
 
 def check_mask_names(names: Iterable[str], cases: Iterable[str]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.metadata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -34,7 +33,7 @@ from flexmasks.bench.loops import (
     offsets_mod,
 )
 from flexmasks.bench.model import WAYS, Attend, Sizes, Training
-from flexmasks.bench.results import Row, choose_device, machine, run_steps
+from flexmasks.bench.results import Row, choose_device, chosen_steps, flash_version, machine, run_steps
 from flexmasks.bench.runner import MeasuredSteps, measure_steps
 from flexmasks.bench.steps_tables import OLD, OURS, PLAIN, table
 from flexmasks.cache import clear_caches
@@ -309,14 +308,10 @@ def steps(
         resume: keep the rows that the file has of an earlier run.
     """
     at = choose_device(device)
-    todo = _todo(at, quick)
-    only = list(only)
-    chosen = {name: step for name, step in todo.items() if not only or any(text in name for text in only)}
-    if not chosen:
-        raise ValueError(f"flexmasks bench: nothing to measure is named {only}; there are {'; '.join(todo)}.")
+    chosen = chosen_steps(_todo(at, quick), only)
     about = machine(at)
     if at.type == "cuda":
-        about["flash"] = _flash_version()
+        about["flash"] = flash_version()
     results: dict[str, Any] = {"benchmark": "steps", "machine": about, "rows": []}
     run_steps(results, chosen, file, resume)
     print(table(results))
@@ -361,10 +356,3 @@ def _todo(device: torch.device, quick: bool) -> dict[str, Callable[[], list[Row]
     for shape in shapes[1:]:  # the longest work comes last
         add_loops(shape)
     return todo
-
-
-def _flash_version() -> str:
-    try:
-        return f"flash-attn-4 {importlib.metadata.version('flash-attn-4')}"
-    except importlib.metadata.PackageNotFoundError:
-        return "without flash-attn-4"

@@ -48,6 +48,7 @@ class MaskData:
     lists: tuple[Tensor | None, ...]  # as in BlockMask
     words: Tensor  # int32 [blocks, queries, keys / 32], the bits of different blocks
     table: Tensor  # int32 [B, H, rows, columns], the place of each block's bits in `words`
+    different: int  # number of different partial blocks
 
     @property
     def nbytes(self) -> int:
@@ -87,13 +88,13 @@ def data_of(block_mask: BlockMask, batch: int, heads: int) -> MaskData:
     places = in_use(counts, indices).nonzero()
     blocks = places.clone()
     blocks[:, 3] = indices[tuple(places.unbind(1))]
-    words, number = _distinct_words(block_mask, blocks)
+    words, number, different = _distinct_words(block_mask, blocks)
     shape = (*counts.shape[:2], _power_of_2(rows), _power_of_2(columns))
     table = torch.zeros(shape, dtype=torch.int32, device=counts.device)
     table[tuple(blocks.unbind(1))] = number.int()
     table = table.expand(*sizes, -1, -1).contiguous()
     lists = [None if t is None else t.expand(*sizes, *t.shape[2:]).contiguous() for t in _lists(block_mask)]
-    return MaskData(lengths, block_size, tuple(lists), words, bounded(table, 0, len(words) - 1))
+    return MaskData(lengths, block_size, tuple(lists), words, bounded(table, 0, len(words) - 1), different)
 
 
 def _lists(block_mask: BlockMask) -> tuple[Tensor | None, ...]:
@@ -134,8 +135,8 @@ def _divided(words: Tensor, table: Tensor, block_size: tuple[int, int]) -> Calla
     return visible
 
 
-def _distinct_words(block_mask: BlockMask, blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the words of all different blocks, and the number of each block's words.
+def _distinct_words(block_mask: BlockMask, blocks: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Return the different blocks' words, each block's number, and how many differ.
 
     blocks: [n, (b, h, row, column)].
     """
@@ -161,9 +162,9 @@ def _distinct_words(block_mask: BlockMask, blocks: Tensor) -> tuple[Tensor, Tens
     capacity = next(n for n in _CAPACITIES if count * bytes_of_block <= n) // bytes_of_block
     words = torch.zeros((capacity, height, width // _BITS), dtype=torch.int32, device=blocks.device)
     if not parts:
-        return words, blocks[:, 0]
+        return words, blocks[:, 0], 0
     words[: len(parts[0])] = parts[0].view(-1, height, width // _BITS)
-    return words, numbers[0]
+    return words, numbers[0], len(parts[0])
 
 
 def _joined(parts: list[Tensor], numbers: list[Tensor], weights: Tensor) -> tuple[list[Tensor], list[Tensor]]:
