@@ -8,21 +8,21 @@ them.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexmasks import compat
 from flexmasks.backends.call import OUTCOMES, Call
-from flexmasks.backends.chained import with_one_index
 from flexmasks.backends.inexact import OVERFLOW, WHOLE, inexact
 from flexmasks.backends.operations import UNREADABLE
+from flexmasks.backends.rewritten import WAYS
 from flexmasks.cache import Cache
 from flexmasks.plans.data import FirstAsData, TooLargeForData, can_be_data
 
-CHAINED = "it is exact with chained indices read as one index"
 _FIRST_CALLS = "nothing is compiled for a new function while a kernel that reads data is there"
 # By kind of call: the first function that was compiled. Other functions start as data. An entry counts one byte.
 _FIRSTS: Cache[Hashable] = Cache("first_functions", max_bytes=1024)
@@ -35,7 +35,7 @@ def refuses(call: Call) -> str | None:
         return None
     if call.score_mod is not None and not call.score_is_own:
         reason = _inexact(call, call.score_mod, is_score=True)
-        if reason not in ("", CHAINED):
+        if reason and reason not in WAYS:
             return f"it may compute the score otherwise than Python does: {reason}"
     reason = why_inexact(call)
     if not reason:
@@ -71,15 +71,16 @@ def refuses_traced(call: Call) -> str | None:
 def why_inexact(call: Call) -> str:
     """Return why Inductor may compute the mask otherwise than Python does, or ""."""
     reason = "" if call.mask_is_own else _inexact(call, call.mask_mod, is_score=False)
-    return "" if reason == CHAINED else reason
+    return "" if reason in WAYS else reason
 
 
 def compiled_mask(call: Call, block_mask: BlockMask) -> BlockMask:
     """Return a call's BlockMask with its function as kernels can compute it."""
-    if call.mask_is_own or call.is_traced or _inexact(call, call.mask_mod, is_score=False) != CHAINED:
+    way = "" if call.mask_is_own or call.is_traced else _inexact(call, call.mask_mod, is_score=False)
+    if way not in WAYS:
         return block_mask
     rewritten = copy.copy(block_mask)
-    rewritten.mask_mod = cast(Callable[..., Tensor], with_one_index(block_mask.mask_mod))
+    rewritten.mask_mod = cast(Callable[..., Tensor], WAYS[way](block_mask.mask_mod))
     return rewritten
 
 
@@ -87,8 +88,8 @@ def compiled_score(call: Call) -> Callable[..., Tensor] | None:
     """Return a call's score change as kernels can compute it."""
     if call.score_mod is None or call.score_is_own or call.is_traced:
         return None if call.score_mod is None else call.score_mod()
-    score_mod = call.score_mod()
-    return with_one_index(score_mod) if _inexact(call, call.score_mod, is_score=True) == CHAINED else score_mod
+    score_mod, way = call.score_mod(), _inexact(call, call.score_mod, is_score=True)
+    return WAYS[way](score_mod) if way in WAYS else score_mod
 
 
 def why_data(call: Call, kind: Hashable, is_compiled: bool) -> str:
@@ -125,13 +126,26 @@ def note_run(call: Call, kind: Hashable, is_data: bool) -> None:
         _FIRSTS.put(kind, (), call.kernel_key, 1)
 
 
+def _way_to_rewrite(
+    function: Callable[..., Tensor], device: torch.device, sizes: Sequence[int], is_score: bool
+) -> str | None:
+    """Return the first of WAYS in which Inductor computes a function as Python does."""
+    for way, rewrite in WAYS.items():
+        rewritten = rewrite(function)
+        if rewritten is not None and inexact(rewritten, device, sizes, is_score) is None:
+            return way
+    return None
+
+
 def _power_of_2(n: int) -> int:
     """Return the least power of 2 that is at least n."""
     return 1 << (n - 1).bit_length() if n else 0
 
 
 def _inexact(call: Call, function: Callable[[], Callable[..., Tensor]], is_score: bool) -> str:
-    """Look at a function, once for all calls of its kind.
+    """Return why a function may be computed otherwise, one of WAYS, or "".
+
+    All calls of a kind are looked at once.
 
     Sizes, and where queries start, count as the next powers of 2, because decoding changes them at each step.
     """
@@ -144,10 +158,8 @@ def _inexact(call: Call, function: Callable[[], Callable[..., Tensor]], is_score
     reason = None if call.shapes is None else OUTCOMES.get(kind)
     if reason is None:
         reason = inexact(function(), device, sizes, is_score) or ""
-        if reason == WHOLE:
-            rewritten = with_one_index(function())
-            if rewritten is not None and inexact(rewritten, device, sizes, is_score) is None:
-                reason = CHAINED
+        if reason in (WHOLE, OVERFLOW):
+            reason = _way_to_rewrite(function(), device, sizes, is_score) or reason
         # Whether a function can be traced may depend on the calling code.
         if call.shapes is not None and not reason.startswith(UNREADABLE):
             OUTCOMES.put(kind, (), reason, 1)

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from flexmasks.backends.operations import (
     COMPARISONS,
-    INTEGERS_IN_TENSORS,
     KEEP_VALUES,
     MAKE_CONSTANTS,
     UNBOUNDED,
@@ -59,6 +58,7 @@ _READABLE = {
     torch.float16, torch.bfloat16, torch.float32, torch.float64,
 }  # fmt: skip
 _EXACT_INTEGERS = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float64: 53}  # bits
+_IN_LARGE_TENSORS: Bounds = (-(2.0**62), 2.0**62)  # assumed of captured 64-bit tensors
 _ORDER = {"lt", "le", "gt", "ge"}
 _SELECTIONS = {
     "abs",
@@ -184,10 +184,9 @@ class _Trace(Trace):
             bounds = self.bounds_or_any(source)
             return (0, 1) if source.dtype == torch.bool else UNBOUNDED if source.is_floating_point() else bounds
         if name == "index":
-            known = getattr(args[0], "bounds", None)
             info = torch.iinfo(out.dtype)
-            low, high = INTEGERS_IN_TENSORS if info.bits >= 32 else (info.min, info.max)
-            return known or (low, high)
+            every: Bounds = _IN_LARGE_TENSORS if info.bits == 64 else (info.min, info.max)
+            return getattr(args[0], "bounds", None) or every
         if name in ("zeros", "zeros_like", "new_zeros"):
             return 0, 0
         if name in ("ones", "ones_like", "new_ones"):

@@ -61,15 +61,13 @@ def over_indices(function: _Function, prefix: tuple[int, ...] = ()) -> Callable[
 def dependence_by_vmap(mask_mod: MaskMod, batch: int, heads: int, device: torch.device) -> tuple[int, int]:
     """Return a mask's batch and head size, as vmap shows them.
 
-    A size is 1 where the function does not depend on that index: vmap's result then has a stride of 0 along it.
+    A size is 1 where the function does not depend on that index: vmap's result then has a stride of 0 along it. All
+    indices go through vmap, as in `over_indices`, because torch promotes dtypes otherwise without it.
     """
-    sizes = []
-    for n, in_dims in ((batch, (0, None, None, None)), (heads, (None, 0, None, None))):
-        indices = (torch.zeros(() if d is None else n, dtype=torch.int64, device=device) for d in in_dims)
-        with _IndexingByNumbers():
-            visible = torch.vmap(mask_mod, in_dims=in_dims)(*indices)
-        sizes.append(1 if n == 1 or boolean(visible, 1).stride(0) == 0 else n)
-    return sizes[0], sizes[1]
+    indices = (torch.zeros(n, dtype=torch.int64, device=device) for n in (batch, heads, 1, 1))
+    visible = boolean(over_indices(mask_mod)(*indices), 4)
+    of_batch, of_heads = (1 if visible.stride(dim) == 0 else visible.shape[dim] for dim in (0, 1))
+    return of_batch, of_heads
 
 
 def boolean(visible: Tensor, dims: int) -> Tensor:

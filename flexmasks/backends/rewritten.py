@@ -1,6 +1,6 @@
-"""Chained indexing, `table[q][kv]`, read as one index, `table[q, kv]`.
+"""Functions rewritten so that kernels compute them as Python does.
 
-Kernels cannot hold the row `table[q]`.
+Kernels cannot hold the row `table[q]` of chained indexing, and they count positions in 32 bits.
 """
 
 from __future__ import annotations
@@ -37,3 +37,25 @@ def with_one_index(function: Callable[..., Tensor]) -> Callable[..., Tensor] | N
         return Refilled(function, tables)([_Rows(t) for t in tables]) if tables else None
     except Opaque:
         return None
+
+
+def with_wide_positions(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a mask_mod or score_mod that computes with indices of 64 bits, as Python does."""
+
+    def wide(*arguments: Tensor) -> Tensor:
+        return function(*arguments[:-4], *[x.long() for x in arguments[-4:]])
+
+    return wide
+
+
+def _both(function: Callable[..., Tensor]) -> Callable[..., Tensor] | None:
+    chained = with_one_index(function)
+    return None if chained is None else with_wide_positions(chained)
+
+
+# Ways to rewrite a function, cheapest first.
+WAYS: dict[str, Callable[[Callable[..., Tensor]], Callable[..., Tensor] | None]] = {
+    "with chained indices as one index": with_one_index,
+    "with positions of 64 bits": with_wide_positions,
+    "with chained indices as one index, and positions of 64 bits": _both,
+}
