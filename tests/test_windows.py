@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ from flexmasks.spec.parameters import Size
 
 
 def _size(batch: int, q_len: int, kv_len: int, offset: int = 0) -> Size:
-    return Size(batch, 2, q_len, kv_len, torch.device("cpu"), q_offset=offset)
+    return Size(batch, 2, q_len, kv_len, torch.device("cpu"), q_offset=offset, may_read=False)
 
 
 def _shown_by_window(window: Window, q_len: int, kv_len: int) -> Tensor:
@@ -87,88 +86,12 @@ def _shown_in_sequences(window: Window, sequences: Sequences, total: int, kv_tot
     shown = torch.zeros(total, kv_total, dtype=torch.bool)
     starts, kv_starts = sequences.q.tolist(), sequences.kv.tolist()
     assert sequences.q.dtype == sequences.kv.dtype == torch.int32
-    assert sequences.used in (None, (starts[-1], kv_starts[-1]))
+    assert (starts[-1], kv_starts[-1]) == (total, kv_total)
     lengths = [(b - a, d - c) for a, b, c, d in zip(starts, starts[1:], kv_starts, kv_starts[1:], strict=False)]
-    if sequences.used is not None:
-        assert sequences.longest == (max(n for n, _ in lengths), max(n for _, n in lengths))
     for (n, m), start, kv_start in zip(lengths, starts, kv_starts, strict=False):
         alone = Window(window.left, window.right, m - n, (0, m), None)  # kernels align the ends
         shown[start : start + n, kv_start : kv_start + m] = _shown_by_window(alone, n, m)
     return shown
-
-
-def _check_sequences(mask: flexmasks.Mask, batch: int, length: int) -> bool:
-    """Return whether the mask is one of sequences, and check that the sequences show the same pairs."""
-    window = window_of(mask, _size(batch, length, length))
-    assert window is not None
-    assert window.sequences is not None
-    sequences = window.sequences()
-    if sequences is None:
-        return False
-    want = flexmasks.dense_mask(mask, length, batch=batch).expand(batch, 1, length, length)[:, 0].int()
-    total = batch * length
-    assert torch.equal(_shown_in_sequences(window, sequences, total, total), torch.block_diag(*want).bool())
-    assert sequences.used is not None
-    if sequences.used[0] == total:
-        heads = torch.block_diag(*want.repeat_interleave(3, 0)).bool()
-        assert torch.equal(_shown_in_sequences(window, sequences.of_heads(3, length), 3 * total, 3 * total), heads)
-    return True
-
-
-@given(st.data())
-def test_documents_as_sequences(data: st.DataObject) -> None:
-    batch, length = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 9))
-    dtype = data.draw(st.sampled_from([torch.int64, torch.int8, torch.uint8]))
-    info = torch.iinfo(dtype)
-    number = st.integers(0, 3) | st.sampled_from([info.min, info.min // 3, info.max // 2, info.max])
-    row = st.lists(number, min_size=length, max_size=length)
-    ids = torch.tensor(data.draw(st.lists(row, min_size=batch, max_size=batch)), dtype=dtype)
-    if data.draw(st.booleans()):
-        ids = ids.sort(-1).values
-    if data.draw(st.booleans()):
-        ids = ids[0]
-    mask = flexmasks.get_mask("document", document_ids=ids)
-    if data.draw(st.booleans()):
-        mask = flexmasks.get_mask("sliding_window", window=data.draw(st.integers(0, 9))) & mask
-    rows = ids.reshape(-1, length).tolist()
-    assert _check_sequences(mask, batch, length) == all(row == sorted(row) for row in rows)
-
-
-@given(st.data())
-def test_packed_masks_as_sequences(data: st.DataObject) -> None:
-    batch, count = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 3))
-    lengths = data.draw(st.lists(st.integers(0, 4), min_size=count, max_size=count))
-    total = sum(lengths) + data.draw(st.integers(0, 2)) or 1
-    name, earlier = data.draw(st.sampled_from(["full", "causal", "sliding_window"])), data.draw(st.integers(0, 4))
-    inner = flexmasks.get_mask(name, **({"window": earlier} if name == "sliding_window" else {}))
-    offsets = torch.tensor([0, *lengths]).cumsum(0)
-    assert _check_sequences(flexmasks.packed(inner, offsets), batch, total) == (batch == 1 or sum(lengths) == total)
-
-
-@given(st.data())
-def test_packed_masks_of_other_keys_as_sequences(data: st.DataObject) -> None:
-    """Check that only masks that align the ends of queries and keys are windows, as in kernels."""
-    count = data.draw(st.integers(1, 3))
-    lengths, more = (data.draw(st.lists(st.integers(0, 4), min_size=count, max_size=count)) for _ in range(2))
-    name, earlier = data.draw(st.sampled_from(["full", "causal", "sliding_window"])), data.draw(st.integers(0, 4))
-    inner = flexmasks.get_mask(name, **({"window": earlier} if name == "sliding_window" else {}))
-    start = [n + data.draw(st.sampled_from([0, 0, 0, 1])) for n in more]
-    offsets = torch.tensor([0, *lengths]).cumsum(0)
-    kv_offsets = offsets + torch.tensor([0, *more]).cumsum(0)
-    q_len, kv_len = int(offsets[-1]) or 1, int(kv_offsets[-1]) or 1
-    mask = flexmasks.packed(inner, offsets, kv_offsets, q_start=start)
-    window = window_of(mask, _size(1, q_len, kv_len))
-    assert window is not None
-    assert window.sequences is not None
-    sequences = window.sequences()
-    aligned = all(s == m or n == 0 for s, m, n in zip(start, more, lengths, strict=True))
-    assert (sequences is not None) == (aligned or name == "full")
-    if sequences is not None:
-        want = flexmasks.dense_mask(mask, q_len, kv_len)[0, 0]
-        assert torch.equal(_shown_in_sequences(window, sequences, q_len, kv_len), want)
-
-
-# --- sequences whose offsets may not be read ---
 
 
 def _draw_offsets(data: st.DataObject, count: int) -> Tensor:
@@ -176,19 +99,9 @@ def _draw_offsets(data: st.DataObject, count: int) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0)
 
 
-def _unread(mask: flexmasks.Mask, batch: int, q_len: int, kv_len: int) -> Window | None:
-    """Return the window of a mask whose tensors may not be read."""
-    window = window_of(mask, replace(_size(batch, q_len, kv_len), may_read=False))
-    assert window is None or window.sequences is not None
-    return window
-
-
-def _sequences(window: Window | None) -> Sequences:
-    assert window is not None
+def _sequences(window: Window) -> Sequences:
     assert window.sequences is not None
-    sequences = window.sequences()
-    assert sequences is not None
-    return sequences
+    return window.sequences()
 
 
 def _used(offsets: Tensor, batch: int, length: int) -> Tensor:
@@ -206,11 +119,11 @@ def test_sequences_without_reading_offsets(data: st.DataObject) -> None:
     inner = flexmasks.get_mask(name, **({"window": earlier} if name == "sliding_window" else {}))
     bound = data.draw(st.none() | st.integers(int(offsets.diff().max()), 12))
     mask = flexmasks.packed(inner, offsets, max_length=bound)
-    window = _unread(mask, batch, length, length)
+    if data.draw(st.booleans()):
+        mask = flexmasks.get_mask("sliding_window", window=data.draw(st.integers(0, 9))) & mask
+    window = window_of(mask, _size(batch, length, length))
     assert window is not None
     sequences = _sequences(window)
-    assert sequences.used is None
-    assert sequences.counts is not None
     assert sequences.counts[0].tolist() == [int(offsets[-1])]
     want = flexmasks.dense_mask(mask, length, batch=batch).expand(batch, 1, length, length)[:, 0].int()
     for laid, copies in ((sequences, 1), (sequences.of_heads(heads, length), heads)):
@@ -228,9 +141,15 @@ def test_sequences_of_other_keys_without_reading_offsets(data: st.DataObject) ->
     batch, count = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 3))
     offsets, kv_offsets = _draw_offsets(data, count), _draw_offsets(data, count)
     q_len, kv_len = (max(1, int(x[-1]) + data.draw(st.integers(0, 5))) for x in (offsets, kv_offsets))
-    mask = flexmasks.packed("full", offsets, kv_offsets, max_length=data.draw(st.none() | st.integers(4, 12)))
-    window = _unread(mask, batch, q_len, kv_len)
-    assert window is not None
+    name, earlier = data.draw(st.sampled_from(["full", "causal", "sliding_window"])), data.draw(st.integers(0, 4))
+    inner = flexmasks.get_mask(name, **({"window": earlier} if name == "sliding_window" else {}))
+    start = data.draw(st.just(0) | st.lists(st.integers(0, 4), min_size=count, max_size=count))
+    bound = data.draw(st.none() | st.integers(4, 12))
+    mask = flexmasks.packed(inner, offsets, kv_offsets, q_start=start, max_length=bound)
+    window = window_of(mask, _size(batch, q_len, kv_len))
+    assert (window is None) == (name != "full")  # only values could say whether the ends are aligned, as in kernels
+    if window is None:
+        return
     each = flexmasks.dense_mask(mask, q_len, kv_len, batch=batch).expand(batch, -1, -1, -1)[:, 0].int()
     want = torch.block_diag(*each).bool()
     used, kv_used = _used(offsets, batch, q_len), _used(kv_offsets, batch, kv_len)
@@ -247,8 +166,9 @@ def test_windows_that_only_values_decide() -> None:
         flexmasks.packed("causal", offsets, q_start=1),
         flexmasks.get_mask("document", document_ids=torch.zeros(6, dtype=torch.int64)),
     ):
-        assert _unread(mask, 1, 6, 6) is None
-    assert _unread(flexmasks.packed("full", offsets, offsets, q_start=torch.tensor([0, 2])), 1, 6, 6) is not None
+        assert window_of(mask, _size(1, 6, 6)) is None
+    mask = flexmasks.packed("full", offsets, offsets, q_start=torch.tensor([0, 2]))
+    assert window_of(mask, _size(1, 6, 6)) is not None
 
 
 def _attend_in_sequences(
@@ -288,7 +208,7 @@ def test_fa4_hides_padding(layout: str, bound: int | None, batch: int, monkeypat
     others = [exact(x) for x in (q, k, v)]
     for x in (q, k, v):
         x.requires_grad_()
-    window = _unread(mask, batch, q_len, kv_len)
+    window = window_of(mask, _size(batch, q_len, kv_len))
     assert window is not None
     sequences = _sequences(window)
     by_head = sequences.of_heads(2, q_len) if layout == "heads" else None
@@ -307,18 +227,17 @@ def test_fa4_hides_padding(layout: str, bound: int | None, batch: int, monkeypat
 
 def test_masks_that_are_no_window() -> None:
     get = flexmasks.get_mask
-    ids = torch.zeros(6, dtype=torch.int64)
     for mask in (
         ~get("causal"),
-        get("causal") | get("document", document_ids=ids),
+        get("causal") | get("full"),
         get("causal") & get("padding", seq_lens=[3]),
-        get("document", document_ids=ids) & get("document", document_ids=ids),
+        flexmasks.packed("full", [0, 6]) & flexmasks.packed("full", [0, 6]),
         get("sliding_window", window=torch.tensor(3)),
         flexmasks.packed(get("grouped_tril", seq_lens=[5]), [0, 6]),
         get(lambda b, h, q, kv: q >= kv),
     ):
         assert window_of(mask, _size(1, 6, 6)) is None
-    assert window_of(get("document", document_ids=torch.zeros(9, dtype=torch.int64)), _size(1, 6, 6, 3)) is None
+    assert window_of(flexmasks.packed("full", [0, 9]), _size(1, 6, 9, offset=3)) is None
 
 
 @pytest.mark.parametrize(

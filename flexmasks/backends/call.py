@@ -105,7 +105,7 @@ class Call:
 
     @functools.cached_property
     def sequences(self) -> Sequences | None:
-        """The window's sequences; finding them reads tensors."""
+        """The window's sequences, or None; they are computed once."""
         window = self.window()
         return None if window is None or window.sequences is None else window.sequences()
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from flexmasks import compat
@@ -74,10 +73,6 @@ def refuses(call: Call) -> str | None:
         return "it does not split the keys among processors, which few queries need"
     if not call.is_traced and (compat.transforms_active() or transformed()):
         return "it does not run inside transforms of torch.func"
-    if window.sequences is not None and call.sequences is None:
-        return (
-            "the documents are not laid end to end with rising numbers, or the ends of queries and keys are not aligned"
-        )
     return None
 
 
@@ -121,11 +116,10 @@ class DirectCall:
         sequences = call.sequences
         batch, heads, length, _ = call.q.shape
         by_head = None
-        if sequences is not None and batch > 1 and heads == call.k.shape[1]:
-            covers_all = sequences.used is None or sequences.used[0] == batch * length
+        if sequences is not None and sequences.q is sequences.kv and batch > 1 and heads == call.k.shape[1]:
             # Reading head by head copies nothing. But FlashAttention searches the list of sequences for every tile.
-            if sequences.q is sequences.kv and covers_all and heads * len(sequences.q) <= _MAX_SEARCHED_SEQUENCES:
-                by_head = sequences.of_heads(heads, length)
+            is_searched_fast = heads * len(sequences.q) <= _MAX_SEARCHED_SEQUENCES
+            by_head = sequences.of_heads(heads, length) if is_searched_fast else None
         window = cast(Window, call.window())
         return cls(window, sequences, call.scale, call.cap, call.with_lse, by_head, call.is_traced)
 
@@ -140,14 +134,12 @@ class DirectCall:
         return out, lse if self.with_lse else None
 
     def _in_sequences(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
-        if sequences.counts is not None and sequences.q is not sequences.kv:
+        if sequences.q is not sequences.kv:
             # Keys in padding that meet no query may get no gradient at all.
             k, v = (hide_padding(x, 2, sequences.counts[1], 0.0) for x in (k, v))
         out, lse = self._over_all_tokens(q, k, v, sequences)
-        if sequences.counts is not None:
-            out = hide_padding(out, 2, sequences.counts[0], 0.0)
-            lse = hide_padding(lse, 2, sequences.counts[0], -torch.inf)
-        return out, lse
+        count = sequences.counts[0]
+        return hide_padding(out, 2, count, 0.0), hide_padding(lse, 2, count, -torch.inf)
 
     def _over_all_tokens(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
         """Return output and lse of sequences that may include padding."""
@@ -158,14 +150,7 @@ class DirectCall:
         flat = [
             x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)
         ]  # [tokens, H, D], copied if a view cannot have this shape
-        padding = 0
-        if sequences.used is not None:
-            q_used, kv_used = sequences.used
-            flat = [x[:n] if n < len(x) else x for x, n in zip(flat, (q_used, kv_used, kv_used), strict=True)]
-            padding = batch * q_len - q_used
         out, lse = self._attend(sequences, *flat)
-        if padding:
-            out, lse = F.pad(out, (0, 0, 0, 0, 0, padding)), F.pad(lse, (0, padding), value=-torch.inf)
         return out.view(batch, q_len, heads, size).transpose(1, 2), lse.view(heads, batch, q_len).transpose(0, 1)
 
     def _attend(self, sequences: Sequences | None, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,14 +2,10 @@ from typing import Annotated, Any
 
 from torch import Tensor
 
-from flexmasks.spec import Band, Size, at, check_covers_queries, in_runs, register_mask
+from flexmasks.spec import Size, at, check_covers_queries, register_mask
 
 
-def _band(size: Size, *, document_ids: Tensor) -> Band | None:
-    return in_runs(document_ids, size)
-
-
-@register_mask(example=lambda length: {"document_ids": [i * 5 // length for i in range(length)]}, band=_band)
+@register_mask(example=lambda length: {"document_ids": [i * 5 // length for i in range(length)]})
 def document(
     b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, document_ids: Annotated[Tensor, "int[S] | int[B, S]"]
 ) -> Tensor:

@@ -66,8 +66,10 @@ def _with_implied_band(mask: Mask, size: Size, mask_mod: MaskMod) -> MaskMod:
     is that of their tokens, which ranges of positions do not show.
     """
     band = band_of(mask, size)
-    sequences = None if band is None or band.sequences is None else band.sequences()
-    if band is None or sequences is None or sequences.q is not sequences.kv:
+    if band is None or band.sequences is None:
+        return mask_mod
+    sequences = band.sequences()
+    if sequences.q is not sequences.kv:
         return mask_mod
     left, right = band.left, band.right
 

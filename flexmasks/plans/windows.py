@@ -25,7 +25,7 @@ class Window:
     right: int | None
     offset: int
     keys: tuple[int, int]  # first, stop: all other keys are hidden from all queries
-    sequences: Callable[[], Sequences | None] | None
+    sequences: Callable[[], Sequences] | None
 
     def cut(self, x: Tensor) -> Tensor:
         """Return the part of keys or values [B, H, KV, D] that some query sees."""

@@ -7,7 +7,6 @@ from flexmasks.spec.arguments import get_mask as get_mask
 from flexmasks.spec.arguments import get_score as get_score
 from flexmasks.spec.bands import Band as Band
 from flexmasks.spec.bands import band_of as band_of
-from flexmasks.spec.bands import in_runs as in_runs
 from flexmasks.spec.bands import in_sequences as in_sequences
 from flexmasks.spec.indexing import always as always
 from flexmasks.spec.indexing import at as at
