@@ -238,6 +238,10 @@ def test_masks_that_are_no_window() -> None:
     ):
         assert window_of(mask, _size(1, 6, 6)) is None
     assert window_of(flexmasks.packed("full", [0, 9]), _size(1, 6, 9, offset=3)) is None
+    # Outside the sequences, distances are those of tokens.
+    other_keys = flexmasks.packed("full", [0, 3, 6], [0, 5, 9])
+    assert window_of(get("causal") & other_keys, _size(1, 6, 9)) is None
+    assert window_of(get("full") & other_keys, _size(1, 6, 9)) is not None
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ Some kernels compute windows, also inside sequences, and soft-caps without any f
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -56,11 +57,13 @@ class Band:
 
     left, right: numbers of keys before and after the query's position, both included.
     sequences: a function that returns the sequences; None in its place for one sequence of all tokens.
+    has_other_keys: whether the keys of sequences start elsewhere than their queries.
     """
 
     left: int | None = None
     right: int | None = None
     sequences: Callable[[], Sequences] | None = None
+    has_other_keys: bool = False
 
 
 def band_of(mask: Mask, size: Size) -> Band | None:
@@ -81,14 +84,16 @@ def cap_of(score: Score, size: Size) -> float | None:
 def intersection(bands: list[Band]) -> Band | None:
     """Return the band of pairs that all bands show.
 
-    The result is None if more than one band has sequences.
+    The result is None if more than one band has sequences, or if the keys of sequences start elsewhere than their
+    queries and another band has a bound: distances inside sequences are then not those of positions.
     """
     lefts = [b.left for b in bands if b.left is not None]
     rights = [b.right for b in bands if b.right is not None]
-    with_sequences = [b.sequences for b in bands if b.sequences is not None]
-    if len(with_sequences) > 1:
+    with_sequences = [b for b in bands if b.sequences is not None]
+    if len(with_sequences) > 1 or (with_sequences and with_sequences[0].has_other_keys and (lefts or rights)):
         return None
-    return Band(min(lefts, default=None), min(rights, default=None), next(iter(with_sequences), None))
+    of_all = with_sequences[0] if with_sequences else Band()
+    return replace(of_all, left=min(lefts, default=None), right=min(rights, default=None))
 
 
 def in_sequences(
@@ -115,7 +120,8 @@ def in_sequences(
     ends_are_aligned = kv_offsets is None and isinstance(q_start, int) and q_start == 0
     if (band.left, band.right) != (None, None) and not ends_are_aligned:
         return None
-    return replace(band, sequences=lambda: _with_padding(size, offsets, kv_offsets, max_length))
+    sequences = functools.partial(_with_padding, size, offsets, kv_offsets, max_length)
+    return replace(band, sequences=sequences, has_other_keys=kv_offsets is not None)
 
 
 def _with_padding(size: Size, offsets: Tensor, kv_offsets: Tensor | None, max_length: int | None) -> Sequences:
