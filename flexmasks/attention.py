@@ -49,7 +49,7 @@ def attention(
             change.
             A function that torch's compiler may compute otherwise than Python does goes to the kernel as data: the
             bits of its different partial blocks, at most 256 MB, 2 KB for each block of 128 x 128; `explain` says so.
-            Whole numbers in captured 64-bit tensors are taken to be between -2**62 and 2**62.
+            Whole numbers in captured 64-bit tensors are taken to be between -2**60 and 2**60.
             Other functions of yours may go as data at first: if a kernel that reads data was compiled for such
             calls already, until the function's tensors have new values, or on a GPU for 32 calls; on a CPU always, if
             it has no tensors. Data needs no compilation, but each change of tensors then takes some milliseconds.

@@ -58,7 +58,7 @@ _READABLE = {
     torch.float16, torch.bfloat16, torch.float32, torch.float64,
 }  # fmt: skip
 _EXACT_INTEGERS = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float64: 53}  # bits
-_IN_LARGE_TENSORS: Bounds = (-(2.0**62), 2.0**62)  # assumed of captured 64-bit tensors
+_IN_LARGE_TENSORS: Bounds = (-(2.0**60), 2.0**60)  # assumed of captured 64-bit tensors
 _ORDER = {"lt", "le", "gt", "ge"}
 _SELECTIONS = {
     "abs",
