@@ -104,6 +104,11 @@ class Call:
         return self.kernel_key, q.dtype, q.device, q.shape[-1], self.needs_grad, q.shape[1] == self.k.shape[1]
 
     @functools.cached_property
+    def looks(self) -> dict[bool, str]:
+        """Findings of looks at the functions, see `forms`: the mask's by False, the score's by True."""
+        return {}
+
+    @functools.cached_property
     def sequences(self) -> Sequences | None:
         """The window's sequences, or None; they are computed once."""
         window = self.window()

@@ -61,6 +61,11 @@ def run(call: Call) -> Result:
     return flex.run(call, _FLASH)
 
 
+def why_data(call: Call) -> str:
+    """Return why the kernel reads the mask as data, or ""."""
+    return flex.why_data(call, _FLASH)
+
+
 def compiles(call: Call) -> str:
     """Say whether the call would compile."""
     return flex.compiles(call, _FLASH)

@@ -149,6 +149,8 @@ def _inexact(call: Call, function: Callable[[], Callable[..., Tensor]], is_score
 
     Sizes, and where queries start, count as the next powers of 2, because decoding changes them at each step.
     """
+    if is_score in call.looks:
+        return call.looks[is_score]
     device, sizes = call.q.device, [_power_of_2(n) for n in (*call.q.shape[:3], call.k.shape[2])]
     shapes: tuple[Any, ...] = ()
     if call.shapes is not None:
@@ -163,4 +165,5 @@ def _inexact(call: Call, function: Callable[[], Callable[..., Tensor]], is_score
         # Whether a function can be traced may depend on the calling code.
         if call.shapes is not None and not reason.startswith(UNREADABLE):
             OUTCOMES.put(kind, (), reason, 1)
+    call.looks[is_score] = reason
     return reason

@@ -50,8 +50,8 @@ _WHOLE_NUMBERS = {
 }  # fmt: skip
 _OF_SCORES = {
     "atan", "ceil", "cos", "erf", "exp", "exp2", "expm1", "floor", "isinf", "isnan", "log", "log1p", "log2", "pow",
-    "reciprocal", "relu",
-    "round", "rsqrt", "sigmoid", "sign", "sin", "sqrt", "square", "tan", "tanh", "tanh_approx", "trunc",
+    "reciprocal", "relu", "round", "rsqrt", "sigmoid", "sign", "sin", "sqrt", "square", "tan", "tanh", "tanh_approx",
+    "trunc",
 }  # fmt: skip
 _READABLE = {
     torch.bool, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64,
@@ -60,17 +60,8 @@ _READABLE = {
 _EXACT_INTEGERS = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float64: 53}  # bits
 _IN_LARGE_TENSORS: Bounds = (-(2.0**60), 2.0**60)  # assumed of captured 64-bit tensors
 _ORDER = {"lt", "le", "gt", "ge"}
-_SELECTIONS = {
-    "abs",
-    "clamp",
-    "clamp_max",
-    "clamp_min",
-    "neg",
-    "maximum",
-    "minimum",
-    "where",
-    "index",
-}  # operations that do not round
+# Operations that do not round.
+_SELECTIONS = {"abs", "clamp", "clamp_max", "clamp_min", "index", "maximum", "minimum", "neg", "where"}
 
 
 def inexact(

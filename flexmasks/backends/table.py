@@ -43,7 +43,7 @@ BACKENDS = {
     for b in (
         Backend("fa4", fa4.refuses, fa4.run, fa4.compiles, _FA4_RECOMPILES_ON),
         Backend("sdpa", sdpa.refuses, sdpa.run),
-        Backend("flash", flash.refuses, flash.run, flash.compiles, _FLEX_RECOMPILES_ON),
+        Backend("flash", flash.refuses, flash.run, flash.compiles, _FLEX_RECOMPILES_ON, flash.why_data),
         Backend("triton", triton.refuses, triton.run, triton.compiles, _FLEX_RECOMPILES_ON, flex.why_data),
         Backend("cpu", cpu.refuses, cpu.run, cpu.compiles, _FLEX_RECOMPILES_ON, flex.why_data),
         Backend("reference", reference.refuses, reference.run),
