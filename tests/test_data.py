@@ -381,6 +381,19 @@ def test_positions_of_64_bits() -> None:
     assert form(window(starts)) == form(product(torch.ones(BATCH, LENGTH, dtype=torch.int64))) == "its function"
 
 
+def test_masks_of_many_divisions_are_read() -> None:
+    def read(mask: str, **params: Any) -> bool:
+        explanation = flexmasks.explain(*qkv(), mask=mask, **params)
+        assert (
+            error(flexmasks.attention(*qkv(), mask=mask, **params), expected(flexmasks.get_mask(mask, **params)))
+            < (TOLERANCE[torch.float32])
+        )
+        return explanation.mask.startswith("data: reading it takes less time")
+
+    assert read("natten", kernel=3, height=10, width=10)
+    assert not read("strided", stride=7)
+
+
 def test_too_much_data(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data, "_CAPACITIES", (1 << 10,))
     table = torch.rand(LENGTH, LENGTH) > 0.5

@@ -21,7 +21,8 @@ HALF_DTYPES = (torch.float16, torch.bfloat16)
 TRANSFORMED = "it supports neither torch.func.vmap nor forward derivatives"
 # Outcomes by kind of call. With a backend's name: why it failed, so that "auto" does not try it again. With "proven":
 # "" once gradients have worked. With "miscompiled": why FLASH would miscompile the functions, "" if it would not. With
-# "inexact": why Inductor may compute a function otherwise than Python does, "" if it does not.
+# "inexact": why Inductor may compute a function otherwise than Python does, "" if it does not. With "divisions": their
+# number in a mask's function.
 OUTCOMES: Cache[str] = Cache("outcomes", max_bytes=1024)  # an entry counts one byte
 
 
@@ -105,7 +106,7 @@ class Call:
 
     @functools.cached_property
     def looks(self) -> dict[bool, str]:
-        """Findings of looks at the functions, see `forms`: the mask's by False, the score's by True."""
+        """Findings about the mask's function, by False, and the score's, by True; see `forms`."""
         return {}
 
     @functools.cached_property

@@ -76,6 +76,13 @@ def inexact(
     return follow(_Trace(is_score), function, device, sizes, is_score)[0]
 
 
+def divisions(function: Callable[..., Tensor], device: torch.device, sizes: Sequence[int]) -> int:
+    """Return the number of divisions and remainders in a mask_mod, 0 if it cannot be traced."""
+    trace = _Trace(is_score=False)
+    follow(trace, function, device, sizes, is_score=False)
+    return trace.divisions
+
+
 class _Trace(Trace):
     """Follows the operations of a function as Inductor sees them."""
 

@@ -21,6 +21,7 @@ MAKE_CONSTANTS = {"full", "zeros", "ones", "scalar_tensor", "full_like", "zeros_
 MAKE_CONSTANTS |= {"new_full", "new_zeros", "new_ones", "lift_fresh", "lift_fresh_copy"}
 KEEP_VALUES = {"_to_copy", "alias", "clone", "convert_element_type", "detach", "expand", "view"}
 _SAME = {"__rshift__": "bitwise_right_shift", "__lshift__": "bitwise_left_shift"}  # two names of one operation
+_DIVISIONS = {"div", "floor_divide", "remainder"}
 COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"}
 
 Bounds = tuple[float, float]
@@ -41,6 +42,7 @@ class Trace(compat.TorchDispatchMode):
         super().__init__()
         self.is_score = is_score
         self.errors: dict[str, None] = {}  # in the order met
+        self.divisions = 0  # divisions and remainders
         self._bounds: dict[int, Bounds] = {}
         self._constants: set[int] = set()
         self._comparisons: dict[int, tuple[str, Any, Any]] = {}
@@ -88,6 +90,7 @@ class Trace(compat.TorchDispatchMode):
         out = func(*args, **kwargs)
         name = func.__name__.partition(".")[0]
         name = _SAME.get(name, name)
+        self.divisions += name in _DIVISIONS
         if func._schema.is_mutable or not self.is_known(name, args) or not isinstance(out, Tensor):
             self.errors[f"{self.compiler} is not known to compile `{name}` correctly"] = None
         else:
