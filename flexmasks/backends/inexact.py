@@ -77,7 +77,10 @@ def inexact(
 
 
 def divisions(function: Callable[..., Tensor], device: torch.device, sizes: Sequence[int]) -> int:
-    """Return the number of divisions and remainders in a mask_mod, 0 if it cannot be traced."""
+    """Return the number of divisions and remainders in a mask_mod.
+
+    Those before an operation that cannot be traced count.
+    """
     trace = _Trace(is_score=False)
     follow(trace, function, device, sizes, is_score=False)
     return trace.divisions
