@@ -21,7 +21,7 @@ from flexmasks.backends.inexact import OVERFLOW, WHOLE, divisions, inexact
 from flexmasks.backends.operations import UNREADABLE
 from flexmasks.backends.rewritten import WAYS
 from flexmasks.cache import Cache
-from flexmasks.plans.data import FirstAsData, TooLargeForData, can_be_data
+from flexmasks.plans.data import FirstAsData, TooLargeForData, can_be_data, next_power_of_2
 
 _MANY_DIVISIONS = 4  # from this many on, data take 0.2 to 0.7 of the function's time on a CPU; up to 3, 0.9 to 1.2
 _DEAR = "reading it takes less time than the divisions of its function"
@@ -126,7 +126,7 @@ def _is_dear(call: Call) -> bool:
     """Return whether kernels read the mask sooner than they compute it."""
     if call.first_as_data is not FirstAsData.ALL or not can_be_data(call.blocks().block_mask.BLOCK_SIZE):
         return False
-    sizes = [_power_of_2(n) for n in (*call.q.shape[:3], call.k.shape[2])]
+    sizes = [next_power_of_2(n) for n in (*call.q.shape[:3], call.k.shape[2])]
     kind = "divisions", call.kernel_key, *sizes
     known = OUTCOMES.get(kind)
     if known is None:
@@ -160,11 +160,6 @@ def _way_to_rewrite(
     return None
 
 
-def _power_of_2(n: int) -> int:
-    """Return the least power of 2 that is at least n."""
-    return 1 << (n - 1).bit_length() if n else 0
-
-
 def _inexact(call: Call, function: Callable[[], Callable[..., Tensor]], is_score: bool) -> str:
     """Return why a function may be computed otherwise, one of WAYS, or "".
 
@@ -174,11 +169,11 @@ def _inexact(call: Call, function: Callable[[], Callable[..., Tensor]], is_score
     """
     if is_score in call.looks:
         return call.looks[is_score]
-    device, sizes = call.q.device, [_power_of_2(n) for n in (*call.q.shape[:3], call.k.shape[2])]
+    device, sizes = call.q.device, [next_power_of_2(n) for n in (*call.q.shape[:3], call.k.shape[2])]
     shapes: tuple[Any, ...] = ()
     if call.shapes is not None:
         offset, *shapes_of_tensors = call.shapes
-        shapes = (None if offset is None else _power_of_2(offset), *shapes_of_tensors)
+        shapes = (None if offset is None else next_power_of_2(offset), *shapes_of_tensors)
     kind = "inexact", is_score, call.kernel_key, shapes, device.type, *sizes
     reason = None if call.shapes is None else OUTCOMES.get(kind)
     if reason is None:

@@ -89,7 +89,7 @@ def data_of(block_mask: BlockMask, batch: int, heads: int) -> MaskData:
     blocks = places.clone()
     blocks[:, 3] = indices[tuple(places.unbind(1))]
     words, number, different = _distinct_words(block_mask, blocks)
-    shape = (*counts.shape[:2], _power_of_2(rows), _power_of_2(columns))
+    shape = (*counts.shape[:2], next_power_of_2(rows), next_power_of_2(columns))
     table = torch.zeros(shape, dtype=torch.int32, device=counts.device)
     table[tuple(blocks.unbind(1))] = number.int()
     table = table.expand(*sizes, -1, -1).contiguous()
@@ -105,8 +105,9 @@ def _lists(block_mask: BlockMask) -> tuple[Tensor | None, ...]:
     )  # fmt: skip
 
 
-def _power_of_2(n: int) -> int:
-    return 1 << (n - 1).bit_length()
+def next_power_of_2(n: int) -> int:
+    """Return the least power of 2 that is at least n, and 0 for 0."""
+    return 1 << (n - 1).bit_length() if n else 0
 
 
 def _shifted(words: Tensor, table: Tensor, block_size: tuple[int, int]) -> Callable[..., Tensor]:
