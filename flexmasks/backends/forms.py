@@ -107,24 +107,29 @@ def why_data(call: Call, kind: Hashable, is_compiled: bool) -> str:
     reason = why_inexact(call)
     if reason:
         return reason
-    if is_compiled or not can_be_data(call.blocks().block_mask.BLOCK_SIZE):
-        return ""
-    if call.first_as_data is FirstAsData.NONE:
+    if is_compiled or call.first_as_data is FirstAsData.NONE:
         return ""
     if call.first_as_data is FirstAsData.FIRST:
         is_first = _FIRSTS.get(kind) in (None, call.kernel_key)
         if is_first or _STARTED.get((kind, call.kernel_key)) is not None:
             return ""
+    return _FIRST_CALLS if _can_be_read(call) else ""
+
+
+def _can_be_read(call: Call) -> bool:
+    """Return whether the mask can be data."""
+    if not can_be_data(call.blocks().block_mask.BLOCK_SIZE):
+        return False
     try:
         call.data()
     except TooLargeForData:
-        return ""
-    return _FIRST_CALLS
+        return False
+    return True
 
 
 def _is_dear(call: Call) -> bool:
     """Return whether kernels read the mask sooner than they compute it."""
-    if call.first_as_data is not FirstAsData.ALL or not can_be_data(call.blocks().block_mask.BLOCK_SIZE):
+    if call.first_as_data is not FirstAsData.ALL:
         return False
     sizes = [next_power_of_2(n) for n in (*call.q.shape[:3], call.k.shape[2])]
     kind = "divisions", call.kernel_key, *sizes
@@ -132,13 +137,7 @@ def _is_dear(call: Call) -> bool:
     if known is None:
         known = str(divisions(call.mask_mod(), call.q.device, sizes))
         OUTCOMES.put(kind, (), known, 1)
-    if int(known) < _MANY_DIVISIONS:
-        return False
-    try:
-        call.data()
-    except TooLargeForData:
-        return False
-    return True
+    return int(known) >= _MANY_DIVISIONS and _can_be_read(call)
 
 
 def note_run(call: Call, kind: Hashable, is_data: bool) -> None:

@@ -20,7 +20,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from flexmasks.attention import attention, block_mask, dense_mask, explain
 from flexmasks.backends.flex import separate
-from flexmasks.bench.results import Row, check_mask_names, choose_device, machine, machine_line, run_steps
+from flexmasks.bench.results import Row, check_mask_names, choose_device, machine, run_steps, text_table
 from flexmasks.bench.runner import attention_tflops, measure_passes
 from flexmasks.spec.arguments import get_mask, get_score
 from flexmasks.spec.definitions import definition, is_own
@@ -153,9 +153,7 @@ def table(results: dict[str, Any]) -> str:
         ("backward ms", "backward_ms"), ("TFLOP/s", "backward_tflops"),
         ("first call s", "first_s"), ("peak MB", "peak_mb"),
     )  # fmt: skip
-    rows = [[r.get(key) for _, key in columns] for r in results["rows"]]
-    header = [name for name, _ in columns]
-    return f"{machine_line(results)}\n{tabulate(rows, headers=header, floatfmt='.4g', missingval='')}"
+    return text_table(results, columns)
 
 
 # Columns of the table: the heading, and the implementations. A case has at most one of these.

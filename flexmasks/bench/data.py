@@ -18,7 +18,16 @@ from flexmasks.backends import fa4, flash, flex, forms
 from flexmasks.backends.call import Call
 from flexmasks.bench.clock import wall_milliseconds
 from flexmasks.bench.console import progress
-from flexmasks.bench.results import Row, choose_device, chosen_steps, flash_version, machine, machine_line, run_steps
+from flexmasks.bench.results import (
+    Row,
+    choose_device,
+    chosen_steps,
+    flash_version,
+    machine,
+    measured_on,
+    run_steps,
+    text_table,
+)
 from flexmasks.bench.runner import measure_passes
 from flexmasks.cache import clear_caches
 from flexmasks.orders import tile_order
@@ -261,21 +270,15 @@ def table(results: dict[str, Any]) -> str:
         ("first call s", "first_s"), ("data ms", "data_ms"), ("partial", "partial"), ("full", "full"),
         ("different", "different"), ("data bytes", "data_bytes"), ("difference", "difference"),
     )  # fmt: skip
-    rows = [[r.get(key) for _, key in columns] for r in results["rows"]]
-    header = [name for name, _ in columns]
-    return f"{machine_line(results)}\n{tabulate(rows, headers=header, floatfmt='.4g', missingval='')}"
+    return text_table(results, columns)
 
 
 def markdown(results: dict[str, Any]) -> str:
     """Return the tables of one run, one for each backend."""
-    about = results["machine"]
-    device = about["device"] if about["device_type"] == "cpu" else f"one {about['device']}"
-    libraries = ", ".join([f"torch {about['torch']}", *([about["flash"]] if "flash" in about else [])])
-    dtypes = " and ".join(dict.fromkeys(r["dtype"] for r in results["rows"]))
     by_backend: dict[str, dict[tuple[str, str], dict[str, Row]]] = {}
     for r in results["rows"]:
         by_backend.setdefault(r["backend"], {}).setdefault((r["case"], r["shape"]), {})[r["who"]] = r
-    parts = [f"On {device}, {libraries}, {dtypes}; medians of interleaved runs."]
+    parts = [f"{measured_on(results)}; medians of interleaved runs."]
     parts += [_backend_markdown(backend, by_case) for backend, by_case in by_backend.items()]
     return "\n\n".join(parts)
 

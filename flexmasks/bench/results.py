@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tabulate import tabulate
 
 from flexmasks.bench.console import device_name, progress
 from flexmasks.spec.registry import list_masks
@@ -60,6 +61,22 @@ def chosen_steps(
     if not chosen:
         raise ValueError(f"flexmasks bench: nothing to measure is named {only}; there are {'; '.join(steps)}.")
     return chosen
+
+
+def measured_on(results: dict[str, Any]) -> str:
+    """Return the beginning of a sentence: the machine, libraries and dtypes of a run."""
+    about = results["machine"]
+    device = about["device"] if about["device_type"] == "cpu" else f"one {about['device']}"
+    libraries = ", ".join([f"torch {about['torch']}", *([about["flash"]] if "flash" in about else [])])
+    dtypes = " and ".join(dict.fromkeys(r["dtype"] for r in results["rows"]))
+    return f"On {device}, {libraries}, {dtypes}"
+
+
+def text_table(results: dict[str, Any], columns: Iterable[tuple[str, str]]) -> str:
+    """Return the figures of one run as text; columns are headers and keys of rows."""
+    header, keys = zip(*columns, strict=True)
+    rows = [[r.get(key) for key in keys] for r in results["rows"]]
+    return f"{machine_line(results)}\n{tabulate(rows, headers=header, floatfmt='.4g', missingval='')}"
 
 
 def check_mask_names(names: Iterable[str], cases: Iterable[str]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from tabulate import tabulate
 
 from flexmasks.bench.loops import CALLS
-from flexmasks.bench.results import Row, machine_line
+from flexmasks.bench.results import Row, measured_on, text_table
 
 OURS, OLD, PLAIN = "flexmasks", "flexmasks, old tensors", "flex_attention"  # who runs the steps
 
@@ -21,18 +21,12 @@ def table(results: dict[str, Any]) -> str:
         ("first s", "first_s"), ("compiles later", "compilations"), ("longest ms", "longest_ms"),
         ("waits", "synchronizations"), ("difference", "difference"),
     )  # fmt: skip
-    rows = [[r.get(key) for _, key in columns] for r in results["rows"]]
-    header = [name for name, _ in columns]
-    return f"{machine_line(results)}\n{tabulate(rows, headers=header, floatfmt='.4g', missingval='')}"
+    return text_table(results, columns)
 
 
 def markdown(results: dict[str, Any]) -> str:
     """Return the tables of one run."""
-    about = results["machine"]
-    device = about["device"] if about["device_type"] == "cpu" else f"one {about['device']}"
-    libraries = ", ".join([f"torch {about['torch']}", *([about["flash"]] if "flash" in about else [])])
-    dtypes = " and ".join(dict.fromkeys(r["dtype"] for r in results["rows"]))
-    parts = [f"On {device}, {libraries}, {dtypes}; medians."]
+    parts = [f"{measured_on(results)}; medians."]
     for kind, make in (("plan", _plan_table), ("loop", _loop_table), ("training", _training_table)):
         cases = _cases(results, kind)
         if cases:
