@@ -94,7 +94,10 @@ class _Kernel:
         return shapes in self.shapes_run or self.takes_any_length(shapes)
 
     def takes_any_length(self, shapes: _Shapes) -> bool:
-        """Return whether torch should have symbolic lengths for such shapes, as it has after the first few."""
+        """Return whether torch should have symbolic lengths for such shapes.
+
+        It has them after the first few lengths.
+        """
         return not self.is_static and sum(other.specialized == shapes.specialized for other in self.shapes_run) >= 3
 
     def why_compiled(self, shapes: _Shapes) -> str:
