@@ -78,7 +78,9 @@ def attention(
         kernel_options: passed on to torch's flex_attention.
         **params: the parameters of the mask and the score that are given by name. Tensors and lists are inputs of the
             compiled kernel and change freely. Numbers are constants of the kernel, so each value compiles a kernel of
-            its own; a number that may also be a tensor becomes an input after six different values.
+            its own, as do numbers that a function captures. After six values the numbers of a score, and those of a
+            mask that may also be tensors, become inputs; for other numbers the mask goes as data. A warning says so
+            where neither can be: numbers by which a score decides with `if`, and global variables that it reads.
 
     Returns:
         The output, [B, H, Q, D] in q's dtype, or (output, lse). Under torch.autocast q, k and v are first cast to its

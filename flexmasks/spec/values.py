@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flexmasks.blocks.counts import Blocks
 from flexmasks.cache import identity
-from flexmasks.spec.captures import Aliases, Opaque, Readable, Reader
+from flexmasks.spec.captures import Aliases, Opaque, Place, Readable, Reader
 from flexmasks.spec.definitions import AND, NOT, OR, Definition, define, definition
 from flexmasks.spec.parameters import Size, describe, freeze, implied_size
 
@@ -140,7 +140,7 @@ class Modifier(Readable):
             elif inner := _modifiers_in(value):
                 pairs.append((name, *(m.read(reader, lift, contents) for m in inner)))
             else:
-                pairs.append((name, reader.key(value)))
+                pairs.append((name, reader.slot(Place(id(self), "parameter", name), value)))
         if self.definition.own:
             return self.kind, self.definition.name, *pairs
         return self.kind, *map(reader.key, self.definition.functions), *pairs
