@@ -333,6 +333,10 @@ class MaskPlan(Plan):
         prepared = self._prepared
         return prepared.layout.block_mask(shifted_mask(*self._bind(prepared)))
 
+    def mask_mod(self, resolved: dict[str, Any]) -> Callable[..., Tensor]:
+        """Return the function of the BlockMask, given what `Modifier.resolve` returned."""
+        return shifted_mask(*self._bind(_Prepared(resolved, self._offset_tensor())))
+
     @property
     def is_recorded(self) -> bool:
         """Return whether a recorded plan made the blocks."""
