@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexmasks import calls
 from flexmasks.plans.explanation import Explanation
-from flexmasks.plans.lengths import Lengths, materialize_mask, plan_mask
+from flexmasks.plans.lengths import Lengths, block_mask_of, materialize_mask
 from flexmasks.request import Request
 from flexmasks.spec.arguments import MaskLike, ScoreLike, get_mask
 
@@ -242,6 +242,12 @@ def block_mask(
     It equals torch's create_block_mask, without evaluating the mask at all Q x KV pairs, and works in torch's
     flex_attention too.
 
+    It can be copied, pickled, saved by torch.save, and sent from a DataLoader's worker, and so can masks and scores.
+    `.to(device)` moves the tensors among its mask's parameters, too. A pickle holds a function of yours by its name and
+    that of its module: lambdas, and functions inside functions, cannot be pickled, except with `as_data`. torch.load
+    with weights_only=True, the default, loads masks that are given by name; for functions of yours, pass them to
+    torch.serialization.add_safe_globals.
+
     Args:
         mask: a name, a Mask, or a function (b, h, q, kv) -> bool of index tensors.
         q_len, kv_len: numbers of queries and keys, above 0; kv_len is q_len by default.
@@ -265,8 +271,7 @@ def block_mask(
         [0, 1, 2, 3]
     """
     lengths = Lengths(q_len, kv_len, batch, heads, device, q_offset, block_size)
-    plan = plan_mask("flexmasks.block_mask", get_mask(mask, **params), lengths)
-    return plan.data_alone().block_mask() if as_data else plan.block_mask()
+    return block_mask_of("flexmasks.block_mask", get_mask(mask, **params), lengths, as_data)
 
 
 def dense_mask(

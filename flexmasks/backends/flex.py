@@ -389,7 +389,10 @@ def _lists_kind(block_mask: BlockMask) -> tuple[Hashable, ...]:
 
 
 def _is_one(batch: int) -> bool:
-    """Return whether torch compiles a kernel for this batch size alone; other batch sizes may share a kernel."""
+    """Return whether torch compiles a kernel for this batch size alone.
+
+    Other batch sizes may share a kernel.
+    """
     return batch == 1
 
 

@@ -184,7 +184,7 @@ def _way_to_rewrite(
 
 
 def _inexact(call: Call, function: Callable[[], Callable[..., Tensor]], is_score: bool) -> str:
-    """Return why a call's mask or score may be computed otherwise, one of WAYS, or ""."""
+    """Return why a call's function may be computed otherwise, one of WAYS, or ""."""
     if is_score not in call.looks:
         call.looks[is_score] = _look(call, function, call.kernel_key[is_score], is_score)
     return call.looks[is_score]

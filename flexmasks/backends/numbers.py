@@ -56,7 +56,10 @@ def note_compiled(call: Call, is_score: bool) -> None:
 
 
 def score_with_inputs(call: Call) -> tuple[Callable[..., Tensor], Hashable] | None:
-    """Return the score change with tensors in place of numbers that vary, and its key; None if that cannot be."""
+    """Return the score change with tensors for the numbers that vary, and its key.
+
+    The result is None if numbers must be constants.
+    """
     known, _ = _known(call, is_score=True)
     if call.score_mod is None or known.why_constant or is_captured(call.q.device):
         return None

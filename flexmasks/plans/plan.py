@@ -123,7 +123,7 @@ class Plan:
         return self.value.capture([], contents=False)
 
     def numbers(self) -> tuple[Hashable, list[Number]]:
-        """Return the key of what a compiled kernel depends on, without values of numbers, and the numbers.
+        """Return the key of a compiled kernel without values of numbers, and the numbers.
 
         Raises Opaque if the plan is opaque.
         """
@@ -340,6 +340,10 @@ class MaskPlan(Plan):
         """Return the BlockMask; its mask_mod is bound to the user's own tensors, or their aliases."""
         prepared = self._prepared
         return prepared.layout.block_mask(shifted_mask(*self._bind(prepared)))
+
+    def mask_mod(self, resolved: dict[str, Any]) -> Callable[..., Tensor]:
+        """Return the function of the BlockMask, given what `Modifier.resolve` returned."""
+        return shifted_mask(*self._bind(_Prepared(resolved, self._offset_tensor())))
 
     @property
     def is_recorded(self) -> bool:

@@ -32,7 +32,10 @@ class Number(NamedTuple):
 
     @property
     def kind(self) -> Hashable:
-        """The values that a kernel may take as one input have equal kinds: floats, positive ints, other ints."""
+        """Kind of the values that a kernel may take as one input.
+
+        The kinds are floats, positive ints and other ints: the sign of a divisor matters.
+        """
         return float if isinstance(self.value, float) else (int, self.value > 0)
 
     def tensor(self, dtype: torch.dtype, device: torch.device) -> Tensor:
