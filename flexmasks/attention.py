@@ -14,8 +14,10 @@ from flexmasks.plans.explanation import Explanation
 from flexmasks.plans.lengths import Lengths, block_mask_of, materialize_mask
 from flexmasks.request import Request
 from flexmasks.spec.arguments import MaskLike, ScoreLike, get_mask
+from flexmasks.spec.by_name import named, says_what_to_write
 
 
+@says_what_to_write()
 def attention(
     q: Tensor,
     k: Tensor,
@@ -88,6 +90,7 @@ def attention(
 
     Raises:
         ValueError, TypeError: an input does not fit; the message says what to pass.
+        MemoryError: the lists of the mask's blocks need more memory than is free on the device.
         RuntimeError: a backend chosen by name failed to compile the call.
 
     Source: Dong et al., Flex Attention, 2024; Dao et al., FlashAttention, 2022.
@@ -105,6 +108,7 @@ def attention(
     return (out, lse) if return_lse else out
 
 
+@says_what_to_write()
 def varlen_attention(
     q: Tensor,
     k: Tensor,
@@ -159,6 +163,7 @@ def varlen_attention(
     return (out, lse) if return_lse else out
 
 
+@says_what_to_write()
 def paged_attention(
     q: Tensor,
     k_cache: Tensor,
@@ -224,6 +229,7 @@ def paged_attention(
     return (out, lse) if return_lse else out
 
 
+@says_what_to_write()
 def block_mask(
     mask: MaskLike,
     q_len: int,
@@ -264,6 +270,7 @@ def block_mask(
 
     Raises:
         ValueError, TypeError: an input does not fit; the message says what to pass.
+        MemoryError: the lists of blocks need more memory than is free on the device.
 
     Example:
         >>> import flexmasks
@@ -274,6 +281,7 @@ def block_mask(
     return block_mask_of("flexmasks.block_mask", get_mask(mask, **params), lengths, as_data)
 
 
+@says_what_to_write()
 def dense_mask(
     mask: MaskLike,
     q_len: int,
@@ -302,6 +310,7 @@ def dense_mask(
     return materialize_mask("flexmasks.dense_mask", get_mask(mask, **params), lengths)
 
 
+@says_what_to_write(lambda *given: named(given[3], [name for name in Request._fields if name != "params"]))
 def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Explanation:
     """Explain how a call of `attention` would run.
 

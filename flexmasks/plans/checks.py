@@ -53,7 +53,14 @@ def check_qkv(q: Any, k: Any, v: Any) -> None:
     if not q.shape[0] == k.shape[0] == v.shape[0]:
         wrong("q, k and v must have one batch size")
     if not q.shape[3] == k.shape[3] == v.shape[3]:
-        wrong("q, k and v must have one head size D")
+        advice = ""
+        if q.shape[3] == k.shape[3]:
+            more = f"torch.nn.functional.pad(x, (0, {abs(q.shape[3] - v.shape[3])}))"
+            if q.shape[3] > v.shape[3]:
+                advice = f": pad v with zeros, {more}, and take out[..., :{v.shape[3]}]"
+            else:
+                advice = f": pad q and k with zeros, {more}, and pass scale={q.shape[3]}**-0.5"
+        wrong(f"q, k and v must have one head size D{advice}")
     if k.shape[1] != v.shape[1]:
         wrong("k and v must have the same number of heads")
     if k.shape[2] != v.shape[2]:

@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from flexmasks.blocks.build import materialize
 from flexmasks.blocks.counts import Blocks
 from flexmasks.plans.checks import check_offset, fail
-from flexmasks.plans.plan import MaskPlan, check_open_extents, naming, sized
+from flexmasks.plans.plan import MAX_POSITIONS, MaskPlan, check_open_extents, naming, sized
 from flexmasks.plans.portable import OfData, OfMask, PortableBlockMask
 from flexmasks.plans.shifted import shifted_mask
 from flexmasks.spec.parameters import Size
@@ -42,6 +42,8 @@ class Lengths:
             is_open = n is None and name in ("batch", "heads")
             if not is_open and (type(n) is not int or n < 1):
                 fail(f"`{name}` must be an int of at least 1, got {n!r}.", call=call)
+            if not is_open and n > MAX_POSITIONS:
+                fail(f"`{name}` must be at most 2**31 = {MAX_POSITIONS}, got {n}.", call=call)
         implied = mask.batch_size()
         if not implied and isinstance(self.q_offset, Tensor) and self.q_offset.ndim:
             implied = len(self.q_offset)

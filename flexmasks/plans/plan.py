@@ -35,7 +35,7 @@ from flexmasks.spec.values import Mask, Modifier, Score
 
 BLOCK_SIZE = (128, 128)
 _CPU_BLOCK_SIZES = ((1 << 10, 32), (1 << 15, 64))  # longest length, and the block size that is fastest up to it
-_MAX_POSITIONS = 1 << 31  # kernels count positions in 32 bits
+MAX_POSITIONS = 1 << 31  # kernels count positions in 32 bits
 _UNKNOWN_FRACTION = 0.5  # assumed fraction of pairs that is computed
 _MAX_WIDTH = 1.25  # the most blocks of bounds, in exact blocks, with which bounds are used
 _FIRST = "these are the first tensors of their shapes"
@@ -578,7 +578,7 @@ def sized(size: Size, offset: Offset) -> Size:
     least, most = (offset, offset) if isinstance(offset, int) else torch.stack(torch.aminmax(offset)).tolist()
     if least < 0:
         raise ValueError(f"flexmasks: `q_offset` must be at least 0, got values from {least} to {most}.")
-    if most + size.q_len > _MAX_POSITIONS:
+    if most + size.q_len > MAX_POSITIONS:
         raise ValueError(
             f"flexmasks: `q_offset` must be at most 2**31 - {size.q_len} for {size.q_len} queries, got {most}."
         )

@@ -192,7 +192,7 @@ class Modifier(Readable):
                 if size is None and device is not None:  # `prepare` made tensors of numbers on the CPU
                     arguments = {n: _moved(v, given, device) for n, v in arguments.items()}
         except (ValueError, TypeError) as error:
-            raise type(error)(f"flexmasks {self.kind} {self.name!r}: {error}") from None
+            raise self.named(error) from None
         if lift:
             for n, p in parameters.items():
                 if type(arguments.get(n)) is int and p.takes_tensor(0):
@@ -220,6 +220,11 @@ class Modifier(Readable):
             ):
                 resolved[n] = value
         return resolved | {n: _Absent for n in self.params if n not in arguments}
+
+    def named(self, error: Exception) -> Exception:
+        """Return a hook's error with the name of the mask or score before it."""
+        is_named = str(error).startswith("flexmasks")
+        return error if is_named else type(error)(f"flexmasks {self.kind} {self.name!r}: {error}")
 
     def bind(self, resolved: Mapping[str, Any], heads: int | None = None) -> Callable[..., Tensor]:
         """Return the plain function of indices with its arguments bound, given what `resolve` returned.
