@@ -11,11 +11,13 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexmasks import calls
 from flexmasks.plans.explanation import Explanation
-from flexmasks.plans.lengths import Lengths, materialize_mask, plan_mask
+from flexmasks.plans.lengths import Lengths, block_mask_of, materialize_mask
 from flexmasks.request import Request
 from flexmasks.spec.arguments import MaskLike, ScoreLike, get_mask
+from flexmasks.spec.by_name import named, says_what_to_write
 
 
+@says_what_to_write()
 def attention(
     q: Tensor,
     k: Tensor,
@@ -78,7 +80,9 @@ def attention(
         kernel_options: passed on to torch's flex_attention.
         **params: the parameters of the mask and the score that are given by name. Tensors and lists are inputs of the
             compiled kernel and change freely. Numbers are constants of the kernel, so each value compiles a kernel of
-            its own; a number that may also be a tensor becomes an input after six different values.
+            its own, as do numbers that a function captures. After six values the numbers of a score, and those of a
+            mask that may also be tensors, become inputs; for other numbers the mask goes as data. A warning says so
+            where neither can be: numbers by which a score decides with `if`, and global variables that it reads.
 
     Returns:
         The output, [B, H, Q, D] in q's dtype, or (output, lse). Under torch.autocast q, k and v are first cast to its
@@ -86,6 +90,7 @@ def attention(
 
     Raises:
         ValueError, TypeError: an input does not fit; the message says what to pass.
+        MemoryError: the lists of the mask's blocks need more memory than is free on the device.
         RuntimeError: a backend chosen by name failed to compile the call.
 
     Source: Dong et al., Flex Attention, 2024; Dao et al., FlashAttention, 2022.
@@ -103,6 +108,7 @@ def attention(
     return (out, lse) if return_lse else out
 
 
+@says_what_to_write()
 def varlen_attention(
     q: Tensor,
     k: Tensor,
@@ -157,6 +163,7 @@ def varlen_attention(
     return (out, lse) if return_lse else out
 
 
+@says_what_to_write()
 def paged_attention(
     q: Tensor,
     k_cache: Tensor,
@@ -222,6 +229,7 @@ def paged_attention(
     return (out, lse) if return_lse else out
 
 
+@says_what_to_write()
 def block_mask(
     mask: MaskLike,
     q_len: int,
@@ -240,6 +248,12 @@ def block_mask(
     It equals torch's create_block_mask, without evaluating the mask at all Q x KV pairs, and works in torch's
     flex_attention too.
 
+    It can be copied, pickled, saved by torch.save, and sent from a DataLoader's worker, and so can masks and scores.
+    `.to(device)` moves the tensors among its mask's parameters, too. A pickle holds a function of yours by its name and
+    that of its module: lambdas, and functions inside functions, cannot be pickled, except with `as_data`. torch.load
+    with weights_only=True, the default, loads masks that are given by name; for functions of yours, pass them to
+    torch.serialization.add_safe_globals.
+
     Args:
         mask: a name, a Mask, or a function (b, h, q, kv) -> bool of index tensors.
         q_len, kv_len: numbers of queries and keys, above 0; kv_len is q_len by default.
@@ -256,6 +270,7 @@ def block_mask(
 
     Raises:
         ValueError, TypeError: an input does not fit; the message says what to pass.
+        MemoryError: the lists of blocks need more memory than is free on the device.
 
     Example:
         >>> import flexmasks
@@ -263,10 +278,10 @@ def block_mask(
         [0, 1, 2, 3]
     """
     lengths = Lengths(q_len, kv_len, batch, heads, device, q_offset, block_size)
-    plan = plan_mask("flexmasks.block_mask", get_mask(mask, **params), lengths)
-    return plan.data_alone().block_mask() if as_data else plan.block_mask()
+    return block_mask_of("flexmasks.block_mask", get_mask(mask, **params), lengths, as_data)
 
 
+@says_what_to_write()
 def dense_mask(
     mask: MaskLike,
     q_len: int,
@@ -295,6 +310,7 @@ def dense_mask(
     return materialize_mask("flexmasks.dense_mask", get_mask(mask, **params), lengths)
 
 
+@says_what_to_write(lambda *given: named(given[3], [name for name in Request._fields if name != "params"]))
 def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Explanation:
     """Explain how a call of `attention` would run.
 

@@ -326,6 +326,7 @@ def _planned(q: Tensor, k: Tensor, v: Tensor, request: Request) -> _Planned:
         with_lse=request.return_lse,
         kernel_options=request.kernel_options,
         kernel_key=(mask_plan.kernel_key, None if score_plan is None else score_plan.kernel_key),
+        numbers=(mask_plan.numbers, None if score_plan is None else score_plan.numbers),
         shapes=None if any(p.opaque for p in plans) else (number_offset, *(p.shapes for p in plans)),
         needs_grad=learns or needs_grad,
         learns=learns,

@@ -194,6 +194,7 @@ def _call_of(
         with_lse=with_lse,
         kernel_options={"given": True} if has_options else None,
         kernel_key=(("traced", data[:2]), score_data[:2]),
+        numbers=(_no_blocks, None),
         shapes=None if has_score and score is None else (),
         needs_grad=needs_grad,
         learns=learns,

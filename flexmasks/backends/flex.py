@@ -3,9 +3,9 @@
 So no two kinds of calls share a recompile limit.
 
 torch counts recompilations by code object and, at its limit, would run flex_attention unfused. Here every kind of call
-(the functions of mask and score with their constants, dtype, batch, heads, head size, options) has a code object of
-its own, in which only lengths vary; torch makes lengths symbolic after the first few. If torch reaches the limit for
-another reason, the code object is replaced, so nothing ever runs unfused.
+(the functions of mask and score with their constants, dtype, heads, head size, options) has a code object of its own,
+in which only batch size and lengths vary; torch makes them symbolic after the first few. If torch reaches the limit
+for another reason, the code object is replaced, so nothing ever runs unfused.
 
 A call that may compile holds a lock, so threads that make the same call at once compile one kernel.
 """
@@ -68,6 +68,7 @@ _TILES_DIVIDE = 128  # block sizes that these tiles fit in are multiples of this
 class _Shapes(NamedTuple):
     """Shapes for which torch may compile the same code again."""
 
+    batch: int
     q_len: int
     kv_len: int
     strides: tuple[tuple[int, ...], ...]  # of q, k and v
@@ -103,7 +104,9 @@ class _Kernel:
     def why_compiled(self, shapes: _Shapes) -> str:
         """Return why torch compiled for these shapes, given the shapes before."""
         others = self.shapes_run - {shapes}
-        if all(other[:2] != shapes[:2] for other in others):
+        if all(other.batch != shapes.batch for other in others):
+            return "no kernel had this batch size"
+        if all((other.q_len, other.kv_len) != (shapes.q_len, shapes.kv_len) for other in others):
             return "no kernel had these lengths"
         if all(other.captured != shapes.captured for other in others):
             return "no kernel had these shapes of tensors in mask or score"
@@ -286,7 +289,7 @@ def _why_new(key: Any) -> str:
 
 def _shapes(q: Tensor, k: Tensor, v: Tensor, captured: Hashable) -> _Shapes:
     strides, contiguous = _strides(q, k, v), tuple(x.is_contiguous() for x in (q, k, v))
-    return _Shapes(q.shape[2], k.shape[2], strides, contiguous, captured)
+    return _Shapes(q.shape[0], q.shape[2], k.shape[2], strides, contiguous, captured)
 
 
 def _strides(q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[int, ...], ...]:
@@ -395,7 +398,8 @@ class CompiledCall:
 
         as_data: whether the kernel reads the mask as data; by default `why_data` decides.
         """
-        block_mask, (of_mask, of_score), shapes = call.blocks().block_mask, call.kernel_key, call.shapes
+        block_mask, of_mask, shapes = call.blocks().block_mask, call.kernel_key[0], call.shapes
+        score_mod, of_score = forms.compiled_score(call, takes_inputs=backend != "FLASH")
         given = {**(call.kernel_options or {}), **(more_options or {})}
         chosen = options(call.q, call.k, backend, given, block_mask.BLOCK_SIZE, call.proven_options)
         kind = _kind(call, backend, chosen)
@@ -406,11 +410,13 @@ class CompiledCall:
                 runs_left = iter(range(_RUNS_AS_DATA))
         if as_data:
             data = call.data()
-            block_mask, of_mask = data.block_mask(for_flash=backend == "FLASH"), ("data", data.shapes)
+            words, table = data.shapes
+            of_mask = "data", words, _is_one(table[0]), table[1:]
+            block_mask = data.block_mask(for_flash=backend == "FLASH")
             shapes = None if shapes is None else shapes[2:]
         return cls(
             runner=Runner(call.what, (of_mask, of_score, *kind, *_lists_kind(block_mask)), shapes),
-            score_mod=forms.compiled_score(call),
+            score_mod=score_mod,
             block_mask=block_mask if as_data else forms.compiled_mask(call, block_mask),
             scale=call.scale,
             kernel_options=chosen or None,
@@ -457,9 +463,11 @@ def _kind(call: Call, backend: str | None, chosen: dict[str, Any]) -> tuple[Hash
     """Return what a kernel depends on besides the functions and the lists of blocks."""
     q, k = call.q, call.k
     learning = tuple(call.needs_grad and x.requires_grad for x in (q, k, call.v))
+    # torch's decoding kernel on CUDA divides its work by the batch size, and is not taken for a symbolic one.
+    may_decode = call.is_cuda and "BACKEND" not in chosen
     return (
-        backend, q.dtype, q.device, q.shape[0], q.shape[1], k.shape[1], q.shape[3], call.with_lse, call.scale,
-        repr(chosen), torch.is_grad_enabled(), *learning,
+        backend, q.dtype, q.device, q.shape[0] if may_decode else _is_one(q.shape[0]), q.shape[1], k.shape[1],
+        q.shape[3], call.with_lse, call.scale, repr(chosen), torch.is_grad_enabled(), *learning,
     )  # fmt: skip
 
 
@@ -467,26 +475,33 @@ def _kind(call: Call, backend: str | None, chosen: dict[str, Any]) -> tuple[Hash
 _KEY_PARTS = (
     "mask with its numbers", "score with its numbers", "backend", "dtype", "device", "batch size", "number of heads",
     "number of heads of k and v", "head size", "wish for an lse", "scale", "set of kernel options",
-    *["wish for gradients"] * 4, "block size", "size of block lists",
+    *["wish for gradients"] * 4, "block size", *["size of block lists"] * 2,
 )  # fmt: skip
 
 
 def _lists_kind(block_mask: BlockMask) -> tuple[Hashable, ...]:
-    return block_mask.BLOCK_SIZE, block_mask.kv_num_blocks.shape[:2]
+    batch, heads = block_mask.kv_num_blocks.shape[:2]
+    return block_mask.BLOCK_SIZE, _is_one(batch), heads
+
+
+def _is_one(batch: int) -> bool:
+    """Return whether torch compiles a kernel for this batch size alone.
+
+    Other batch sizes may share a kernel.
+    """
+    return batch == 1
 
 
 def why_data(call: Call, backend: str | None = None, chosen: dict[str, Any] | None = None) -> str:
     """Return why the kernel reads the mask as data, or ""."""
     if call.is_traced:
         return ""
-    if backend is not None:
-        return forms.why_inexact(call)
     block_mask = call.blocks().block_mask
     if chosen is None:
-        chosen = options(call.q, call.k, None, call.kernel_options, block_mask.BLOCK_SIZE, call.proven_options)
+        chosen = options(call.q, call.k, backend, call.kernel_options, block_mask.BLOCK_SIZE, call.proven_options)
     kind = _kind(call, backend, chosen)
     is_compiled = _KERNELS.get((*call.kernel_key, *kind, *_lists_kind(block_mask))) is not None
-    return forms.why_data(call, kind, is_compiled)
+    return forms.why_data(call, kind, is_compiled, for_flash=backend == "FLASH")
 
 
 def refuses_to_compile(call: Call) -> str | None:
@@ -509,8 +524,7 @@ def run(call: Call, backend: str | None = None) -> Result:
         compiled = CompiledCall.of(call, backend, more_options)
         try:
             result = proven(call, compiled)
-            if backend is None:
-                forms.note_run(call, _kind(call, backend, compiled.kernel_options or {}), compiled.is_data)
+            forms.note_run(call, _kind(call, backend, compiled.kernel_options or {}), compiled.is_data)
             return result
         except Unavailable as error:
             if more_options is attempts[-1] or "out of resource" not in str(error):

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flexmasks import compat
 from flexmasks.spec.parameters import Parameter, Size, parameters_of
+from flexmasks.spec.pickles import refused, why_not
 from flexmasks.spec.templates import Read, reads_of
 
 
@@ -73,7 +74,14 @@ class Definition:
     def __reduce__(self) -> Any:  # a registered definition is pickled by name, because its functions may be lambdas
         if self.registered:
             return from_pickle, (self.kind, self.name)
-        return _defined, (self.kind, self.function, self.name)
+        problem = why_not(self.function)
+        if problem:
+            return refused(
+                f"flexmasks: the {self.kind} {self.name!r} cannot be pickled, because pickles hold functions by name: "
+                f"{problem}. Define it at the top level of a module, with tensors and numbers as parameters after `*`, "
+                f"or register it with flexmasks.register_{self.kind}."
+            )
+        return loaded_function, (self.kind, self.function, self.name)
 
 
 def define(kind: str, function: Callable[..., Any], name: str | None = None, **hooks: Any) -> Definition:
@@ -153,7 +161,7 @@ def is_own(kind: str, name: str) -> bool:
     return known is not None and known.own
 
 
-def _defined(kind: str, function: Callable[..., Any], name: str) -> Definition:
+def loaded_function(kind: str, function: Callable[..., Any], name: str) -> Definition:
     """Return the definition of a function that a pickle stored."""
     return define(kind, function, name).with_reads()
 
