@@ -177,6 +177,7 @@ def _call_of(
         q=q,
         k=k,
         v=v,
+        what=repr(mask),
         window=lambda: window,
         cap=None if score is None else cap_of(score, size),
         blocks=_no_blocks,

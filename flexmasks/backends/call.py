@@ -66,6 +66,7 @@ class Call:
     q: Tensor
     k: Tensor
     v: Tensor
+    what: str  # the mask, and the score if there is one, as their authors call them
     window: Callable[[], Window | None]  # the mask as a window, if it is one
     cap: float | None  # the cap, if the score change is a soft-cap
     blocks: Callable[[], Blocks]

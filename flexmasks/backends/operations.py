@@ -193,6 +193,7 @@ def follow(
     """
     try:
         with contextlib.ExitStack() as stack:
+            stack.enter_context(compat.compile_lock)
             for context in (torch.no_grad(), compat.outside_transforms(), compat.without_dispatch_modes()):
                 stack.enter_context(context)
             stack.enter_context(compat.fake_mode())

@@ -115,6 +115,11 @@ class Plan:
                 self._bound_to = aliases.of((value, offset))
                 self.holds_aliases = True
 
+    @property
+    def what(self) -> str:
+        """The mask or score in words."""
+        return repr(self.value)
+
     @functools.cached_property
     def kernel_key(self) -> Hashable:
         """Key of what a compiled kernel depends on."""
@@ -517,6 +522,7 @@ class GivenPlan:
     window: Window | None = None
     holds_aliases = False
     is_own = False
+    what = "a given block mask"
 
     def __init__(self, block_mask: BlockMask) -> None:
         self._block_mask = block_mask

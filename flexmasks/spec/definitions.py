@@ -14,6 +14,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from flexmasks import compat
 from flexmasks.spec.parameters import Parameter, Size, parameters_of
 from flexmasks.spec.pickles import refused, why_not
 from flexmasks.spec.templates import Read, reads_of
@@ -58,7 +59,7 @@ class Definition:
 
     def with_reads(self) -> Definition:
         """Return the definition with ways to what its functions captured, which a user's torch.compile needs."""
-        if self.reads is not None or self.own or torch.compiler.is_compiling():
+        if self.reads is not None or self.own or compat.is_compiling():
             return self
         return replace(self, reads=reads_of(*self.functions))
 
@@ -94,7 +95,7 @@ def define(kind: str, function: Callable[..., Any], name: str | None = None, **h
     if name is None:
         inner = function.func if isinstance(function, functools.partial) else function
         name = getattr(inner, "__name__", type(inner).__name__)
-    if torch.compiler.is_compiling() and isinstance(function, types.FunctionType):
+    if compat.is_compiling() and isinstance(function, types.FunctionType):
         code = function.__code__
         if code.co_argcount == len(arguments) and not code.co_kwonlyargcount:  # torch cannot trace inspect.signature
             return Definition(kind, name, function, {}, **hooks)

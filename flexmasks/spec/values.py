@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
+from flexmasks import compat
 from flexmasks.blocks.counts import Blocks
 from flexmasks.cache import identity
 from flexmasks.spec.captures import Aliases, Opaque, Place, Readable, Reader
@@ -258,7 +259,7 @@ class Modifier(Readable):
         The function is kept until a tensor that it was prepared from changes.
         """
         known = self._bound.get(device)
-        if torch.compiler.is_compiling():  # torch can trace neither versions of tensors nor a cache
+        if compat.is_compiling():  # torch can trace neither versions of tensors nor a cache
             return self.bind(self.resolve(None, device=device)) if known is None else known[1]
         state = self._state() if self._has_preparation() else ()
         if known is None or state is None or known[0] != state:
