@@ -475,7 +475,7 @@ def _kind(call: Call, backend: str | None, chosen: dict[str, Any]) -> tuple[Hash
 _KEY_PARTS = (
     "mask with its numbers", "score with its numbers", "backend", "dtype", "device", "batch size", "number of heads",
     "number of heads of k and v", "head size", "wish for an lse", "scale", "set of kernel options",
-    *["wish for gradients"] * 4, "block size", *["size of block lists"] * 2,
+    *["wish for gradients"] * 4, "block size", "batch size of block lists", "number of heads of block lists",
 )  # fmt: skip
 
 

@@ -60,9 +60,10 @@ def over_indices(function: _Function, prefix: tuple[int, ...] = ()) -> Callable[
 
 
 class _ConstantsLikeIndices(TorchFunctionMode):
-    """Mode in which constants made by an index, as by `b.new_zeros(())`, do not depend on it.
+    """Mode in which constants that an index makes do not depend on it.
 
-    vmap gives them the index's dimension. torch's or_masks and and_masks start with such a constant.
+    `b.new_zeros(())` is such a constant, to which vmap gives the dimension of `b`. torch's or_masks and and_masks start
+    with one.
     """
 
     def __torch_function__(
