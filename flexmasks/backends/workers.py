@@ -1,4 +1,4 @@
-"""Threads that compute parts of a call on a CPU, and do not wait for each other.
+"""Threads that compute parts of a call on a CPU without waiting.
 
 torch divides each operation among its threads, which wait for each other at the end of the operation. Attention by
 tiles has hundreds of operations. Where other processes take the cores, each operation then lasts until the system runs
