@@ -20,6 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import flexmasks
 from flexmasks.backends import tiles
+from flexmasks.kernels import softmax_plain
 from flexmasks.plans import recorded
 
 THREADS = 8
@@ -336,3 +337,32 @@ def test_errors_in_threads_are_raised(three_threads: None) -> None:
     with torch.inference_mode():
         seen = flexmasks.attention(q, q, q, mask="causal", backend="reference")
     assert error(seen, flexmasks.attention(q, q, q, mask="causal").detach()) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 300, 300), (3, 2, 5, 9000), (1, 1, 700, 333), (40, 2, 30, 30), (2, 1, 8, 8)])
+def test_threads_that_share_a_softmax(
+    shape: tuple[int, ...], three_threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, weight = torch.randn(2, *shape, dtype=torch.float64)
+    x.requires_grad_()
+    threads: dict[int, set[int]] = {}
+    hidden = softmax_plain._hidden
+
+    def noted(*args: Any) -> Tensor | None:
+        threads.setdefault(threading.get_ident(), set()).add(torch.get_num_threads())
+        return hidden(*args)
+
+    def call() -> list[Tensor]:
+        y = flexmasks.masked_softmax(x, mask="causal")
+        (dx,) = torch.autograd.grad((y * weight).sum(), x, create_graph=True)
+        return [y, dx, *torch.autograd.grad(dx.square().sum(), x)]
+
+    monkeypatch.setattr(softmax_plain, "_hidden", noted)
+    got = call()
+    is_small = x.numel() < 1 << 15
+    assert set().union(*threads.values()) == ({3} if is_small else {1})
+    assert len(threads) == (1 if x.numel() < 1 << 17 else 3)
+    assert (threading.get_ident() in threads) == is_small
+    assert not any(y.requires_grad for y in call()[2:])
+    torch.set_num_threads(1)
+    assert all(torch.allclose(a, b, rtol=1e-9, atol=1e-9) for a, b in zip(got, call(), strict=True))

@@ -5,7 +5,7 @@ This is the fast way of the reference backend.
 A tile is some queries of some heads, against the keys that their blocks reach. Keys of empty blocks are left out. Of
 the other keys, only the run from the first to the last that may be hidden is masked. All tiles write their scores to
 the same buffers, so memory grows with Q + KV, not with Q x KV; the backward pass computes the scores again. On a CPU
-the tiles are dealt to a few threads, see `flexmasks.backends.workers`.
+the tiles are dealt to a few threads, see `flexmasks.workers`.
 
 Each step is a matrix product or an operation for which torch has vector instructions. Choosing by a boolean is not
 such an operation. A mask is therefore a tensor of integers as wide as the scores: all bits are set where a key is
@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexmasks.backends.workers import Workers
 from flexmasks.blocks.elements import Elements, over_indices
 from flexmasks.blocks.lists import of_block_mask
+from flexmasks.workers import Workers
 
 _MAX_SCORES = 1 << 21  # in a tile, so that they stay in a large cache and threads seldom wait for each other
 _MIN_QUERIES, _MAX_QUERIES = 32, 128  # in a tile; with fewer queries, keys are read too often

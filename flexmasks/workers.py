@@ -1,9 +1,9 @@
 """Threads that compute parts of a call on a CPU without waiting.
 
 torch divides each operation among its threads, which wait for each other at the end of the operation. Attention by
-tiles has hundreds of operations. Where other processes take the cores, each operation then lasts until the system runs
-the last of the threads again: some milliseconds, hundreds of times. Here each thread computes whole parts of a call by
-itself, and the threads meet once, at the end.
+tiles and the masked softmax have hundreds of operations. Where other processes take the cores, each operation then
+lasts until the system runs the last of the threads again: some milliseconds, hundreds of times. Here each thread
+computes whole parts of a call by itself, and the threads meet once, at the end.
 """
 
 from __future__ import annotations
