@@ -7,12 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 
-from flexmasks import calls
+from flexmasks import compat, later
 from flexmasks.plans.explanation import Explanation
-from flexmasks.plans.lengths import Lengths, materialize_mask, plan_mask
-from flexmasks.request import Request
 from flexmasks.spec.arguments import MaskLike, ScoreLike, get_mask
 
 
@@ -24,7 +21,7 @@ def attention(
     mask: MaskLike | None = None,
     score: ScoreLike | Sequence[ScoreLike] | None = None,
     scale: float | None = None,
-    block_mask: BlockMask | None = None,
+    block_mask: compat.BlockMask | None = None,
     q_offset: int | Tensor = 0,
     sink_logits: Tensor | None = None,
     return_lse: bool = False,
@@ -96,10 +93,10 @@ def attention(
         >>> flexmasks.attention(q, k, v, mask="grouped_tril", seq_lens=torch.tensor([100, 60])).shape
         torch.Size([2, 4, 100, 64])
     """
-    request = Request(
+    request = later.request.Request(
         mask, score, params, scale, block_mask, q_offset, sink_logits, return_lse, backend, kernel_options
     )
-    out, lse = calls.run(q, k, v, request)
+    out, lse = later.calls.run(q, k, v, request)
     return (out, lse) if return_lse else out
 
 
@@ -152,8 +149,10 @@ def varlen_attention(
         >>> flexmasks.varlen_attention(q, k, v, [0, 30, 100], mask="sliding_window", window=16).shape
         torch.Size([100, 4, 64])
     """
-    request = Request(mask, score, params, scale, None, q_offset, sink_logits, return_lse, backend, kernel_options)
-    out, lse = calls.run_varlen(q, k, v, offsets, kv_offsets, request)
+    request = later.request.Request(
+        mask, score, params, scale, None, q_offset, sink_logits, return_lse, backend, kernel_options
+    )
+    out, lse = later.calls.run_varlen(q, k, v, offsets, kv_offsets, request)
     return (out, lse) if return_lse else out
 
 
@@ -217,8 +216,8 @@ def paged_attention(
         >>> flexmasks.paged_attention(q, k_cache, v_cache, page_table, kv_lens, mask="causal").shape
         torch.Size([2, 4, 1, 64])
     """
-    request = Request(mask, score, params, scale, None, q_offset, sink_logits, return_lse, backend)
-    out, lse = calls.run_paged(q, k_cache, v_cache, page_table, kv_lens, request)
+    request = later.request.Request(mask, score, params, scale, None, q_offset, sink_logits, return_lse, backend)
+    out, lse = later.calls.run_paged(q, k_cache, v_cache, page_table, kv_lens, request)
     return (out, lse) if return_lse else out
 
 
@@ -234,7 +233,7 @@ def block_mask(
     q_offset: int | Tensor = 0,
     as_data: bool = False,
     **params: Any,
-) -> BlockMask:
+) -> compat.BlockMask:
     """Return the exact BlockMask of a mask: its empty, partial and full blocks.
 
     It equals torch's create_block_mask, without evaluating the mask at all Q x KV pairs, and works in torch's
@@ -262,8 +261,8 @@ def block_mask(
         >>> flexmasks.block_mask("causal", 512).full_kv_num_blocks[0, 0].tolist()
         [0, 1, 2, 3]
     """
-    lengths = Lengths(q_len, kv_len, batch, heads, device, q_offset, block_size)
-    plan = plan_mask("flexmasks.block_mask", get_mask(mask, **params), lengths)
+    lengths = later.lengths.Lengths(q_len, kv_len, batch, heads, device, q_offset, block_size)
+    plan = later.lengths.plan_mask("flexmasks.block_mask", get_mask(mask, **params), lengths)
     return plan.data_alone().block_mask() if as_data else plan.block_mask()
 
 
@@ -291,8 +290,8 @@ def dense_mask(
                 [0, 1, 1, 0],
                 [0, 0, 1, 1]], dtype=torch.int32)
     """
-    lengths = Lengths(q_len, kv_len, batch, heads, device, q_offset)
-    return materialize_mask("flexmasks.dense_mask", get_mask(mask, **params), lengths)
+    lengths = later.lengths.Lengths(q_len, kv_len, batch, heads, device, q_offset)
+    return later.lengths.materialize_mask("flexmasks.dense_mask", get_mask(mask, **params), lengths)
 
 
 def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Explanation:
@@ -308,5 +307,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Explanation:
         >>> explanation.backend, explanation.compiles
         ('sdpa', 'no: it runs without compiling')
     """
-    own = {name: arguments.pop(name) for name in Request._fields if name != "params" and name in arguments}
-    return calls.explain(q, k, v, Request(params=arguments, **own))
+    own = {
+        name: arguments.pop(name) for name in later.request.Request._fields if name != "params" and name in arguments
+    }
+    return later.calls.explain(q, k, v, later.request.Request(params=arguments, **own))

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from flexmasks import compat
 from flexmasks.backends import forms
@@ -31,7 +30,7 @@ from flexmasks.cache import Cache
 _log = logging.getLogger("flexmasks")
 _kernel_numbers = itertools.count()
 # Guards that are left out: torch checks at each call that its own modules have not changed, a tenth of a call's time.
-_GUARDS_OF_TORCH = ("G['flex_attention']", "G['__builtins_dict", "G['__import_torch_dot", "__import__('torch')")
+_GUARDS_OF_TORCH = ("G['compat']", "G['__builtins_dict", "G['__import_torch_dot", "__import__('torch')")
 _MAX_NOTED_SHAPES = 64  # shapes that one kernel remembers
 _RUNS_AS_DATA = 32  # runs on a GPU after which a function is compiled that could be compiled before
 _RUNS_BETWEEN_LOOKUPS = 64  # after this many runs a replay looks its kernel up again, which marks it as used
@@ -92,7 +91,7 @@ def flex(
     k: Tensor,
     v: Tensor,
     score_mod: Callable[..., Tensor] | None,
-    block_mask: BlockMask | None,
+    block_mask: compat.BlockMask | None,
     scale: float | None,
     kernel_options: Any,
     with_lse: bool,
@@ -103,7 +102,7 @@ def flex(
     """
     grouped = q.shape[1] != k.shape[1]
     if with_lse:
-        out, aux = flex_attention(
+        out, aux = compat.flex_attention(
             q,
             k,
             v,
@@ -112,10 +111,10 @@ def flex(
             scale,
             grouped,
             kernel_options=kernel_options,
-            return_aux=AuxRequest(lse=True),
+            return_aux=compat.AuxRequest(lse=True),
         )
         return out, aux.lse
-    return flex_attention(q, k, v, score_mod, block_mask, scale, grouped, kernel_options=kernel_options), None
+    return compat.flex_attention(q, k, v, score_mod, block_mask, scale, grouped, kernel_options=kernel_options), None
 
 
 def options(
@@ -151,7 +150,7 @@ def _tiles(q: Tensor, block_size: tuple[int, int]) -> dict[str, int]:
     return tiles if q.device.index is not None and _capability(q.device.index) == _TILES_ARE_FOR else {}
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@compat.constant_in_graphs
 def _capability(index: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)
 
@@ -377,7 +376,7 @@ def _kind(call: Call, backend: str | None, chosen: dict[str, Any]) -> tuple[Hash
     )  # fmt: skip
 
 
-def _lists_kind(block_mask: BlockMask) -> tuple[Hashable, ...]:
+def _lists_kind(block_mask: compat.BlockMask) -> tuple[Hashable, ...]:
     return block_mask.BLOCK_SIZE, block_mask.kv_num_blocks.shape[:2]
 
 

@@ -87,8 +87,6 @@ def materialize_mask(call: str, mask: Mask, lengths: Lengths) -> Tensor:
         return materialize(mask_mod, size.batch, size.heads, size.q_len, size.kv_len, size.device)
 
 
-def _count_blocks(mask: Mask, q_len: int, kv_len: int | None, **sizes: Any) -> Blocks:
+def count_blocks(mask: Mask, q_len: int, kv_len: int | None, **sizes: Any) -> Blocks:
+    """Return what `Mask.blocks` returns."""
     return plan_mask("Mask.blocks", mask, Lengths(q_len, kv_len, **sizes)).blocks()
-
-
-Mask.count_blocks = staticmethod(_count_blocks)

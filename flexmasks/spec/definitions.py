@@ -14,6 +14,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from flexmasks.compat import constant_in_graphs
 from flexmasks.spec.parameters import Parameter, Size, parameters_of
 from flexmasks.spec.templates import Read, reads_of
 
@@ -143,7 +144,7 @@ def _hint_of(kind: str, name: str) -> str:
     return f"flexmasks.list_{kind}s() names the {len(_NAMES[kind])} that exist."
 
 
-_hint: Callable[[str, str], str] = torch.compiler.assume_constant_result(_hint_of)  # torch cannot trace difflib
+_hint: Callable[[str, str], str] = constant_in_graphs(_hint_of)  # torch cannot trace difflib
 
 
 def is_own(kind: str, name: str) -> bool:
