@@ -11,8 +11,10 @@ from torch import Tensor
 from flexmasks import compat, later
 from flexmasks.plans.explanation import Explanation
 from flexmasks.spec.arguments import MaskLike, ScoreLike, get_mask
+from flexmasks.spec.by_name import named, says_what_to_write
 
 
+@says_what_to_write()
 def attention(
     q: Tensor,
     k: Tensor,
@@ -75,7 +77,9 @@ def attention(
         kernel_options: passed on to torch's flex_attention.
         **params: the parameters of the mask and the score that are given by name. Tensors and lists are inputs of the
             compiled kernel and change freely. Numbers are constants of the kernel, so each value compiles a kernel of
-            its own; a number that may also be a tensor becomes an input after six different values.
+            its own, as do numbers that a function captures. After six values the numbers of a score, and those of a
+            mask that may also be tensors, become inputs; for other numbers the mask goes as data. A warning says so
+            where neither can be: numbers by which a score decides with `if`, and global variables that it reads.
 
     Returns:
         The output, [B, H, Q, D] in q's dtype, or (output, lse). Under torch.autocast q, k and v are first cast to its
@@ -83,6 +87,7 @@ def attention(
 
     Raises:
         ValueError, TypeError: an input does not fit; the message says what to pass.
+        MemoryError: the lists of the mask's blocks need more memory than is free on the device.
         RuntimeError: a backend chosen by name failed to compile the call.
 
     Source: Dong et al., Flex Attention, 2024; Dao et al., FlashAttention, 2022.
@@ -100,6 +105,7 @@ def attention(
     return (out, lse) if return_lse else out
 
 
+@says_what_to_write()
 def varlen_attention(
     q: Tensor,
     k: Tensor,
@@ -156,6 +162,7 @@ def varlen_attention(
     return (out, lse) if return_lse else out
 
 
+@says_what_to_write()
 def paged_attention(
     q: Tensor,
     k_cache: Tensor,
@@ -221,6 +228,7 @@ def paged_attention(
     return (out, lse) if return_lse else out
 
 
+@says_what_to_write()
 def block_mask(
     mask: MaskLike,
     q_len: int,
@@ -239,6 +247,12 @@ def block_mask(
     It equals torch's create_block_mask, without evaluating the mask at all Q x KV pairs, and works in torch's
     flex_attention too.
 
+    It can be copied, pickled, saved by torch.save, and sent from a DataLoader's worker, and so can masks and scores.
+    `.to(device)` moves the tensors among its mask's parameters, too. A pickle holds a function of yours by its name and
+    that of its module: lambdas, and functions inside functions, cannot be pickled, except with `as_data`. torch.load
+    with weights_only=True, the default, loads masks that are given by name; for functions of yours, pass them to
+    torch.serialization.add_safe_globals.
+
     Args:
         mask: a name, a Mask, or a function (b, h, q, kv) -> bool of index tensors.
         q_len, kv_len: numbers of queries and keys, above 0; kv_len is q_len by default.
@@ -255,6 +269,7 @@ def block_mask(
 
     Raises:
         ValueError, TypeError: an input does not fit; the message says what to pass.
+        MemoryError: the lists of blocks need more memory than is free on the device.
 
     Example:
         >>> import flexmasks
@@ -262,10 +277,10 @@ def block_mask(
         [0, 1, 2, 3]
     """
     lengths = later.lengths.Lengths(q_len, kv_len, batch, heads, device, q_offset, block_size)
-    plan = later.lengths.plan_mask("flexmasks.block_mask", get_mask(mask, **params), lengths)
-    return plan.data_alone().block_mask() if as_data else plan.block_mask()
+    return later.lengths.block_mask_of("flexmasks.block_mask", get_mask(mask, **params), lengths, as_data)
 
 
+@says_what_to_write()
 def dense_mask(
     mask: MaskLike,
     q_len: int,
@@ -294,6 +309,12 @@ def dense_mask(
     return later.lengths.materialize_mask("flexmasks.dense_mask", get_mask(mask, **params), lengths)
 
 
+def _explained() -> list[str]:
+    """Return the names of the arguments of `explain`."""
+    return [name for name in later.request.Request._fields if name != "params"]
+
+
+@says_what_to_write(lambda *given: named(given[3], _explained()))
 def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Explanation:
     """Explain how a call of `attention` would run.
 
@@ -307,7 +328,5 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Explanation:
         >>> explanation.backend, explanation.compiles
         ('sdpa', 'no: it runs without compiling')
     """
-    own = {
-        name: arguments.pop(name) for name in later.request.Request._fields if name != "params" and name in arguments
-    }
+    own = {name: arguments.pop(name) for name in _explained() if name in arguments}
     return later.calls.explain(q, k, v, later.request.Request(params=arguments, **own))

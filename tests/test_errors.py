@@ -5,7 +5,12 @@ A good call after the error is right.
 
 from __future__ import annotations
 
+import inspect
+import math
+import pickle
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
 import pytest
@@ -14,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import flexmasks
+from flexmasks.blocks import build, limits
 
 torch.manual_seed(0)
 Q, K, V = torch.randn(3, 2, 4, 64, 16).unbind(0)
@@ -200,6 +206,19 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "sasa other canvas": (canvas("sasa", width=9, window=3), "8 * 9 = 72, the call has 64 keys"),
     "sasa window negative": (canvas("sasa", window=(-1, 2)), "got (-1, 2)"),
     # packed
+    "offsets of one value": (masked(flexmasks.packed("causal", [0])), "mask 'packed': `offsets` needs at least two"),
+    "q_start of a wrong length": (
+        masked(flexmasks.packed("causal", [0, 30, 64], q_start=[1])),
+        "mask 'packed': `q_start` has 1 values, `offsets` has 2 sequences",
+    ),
+    "q_start beyond 2**30": (
+        masked(flexmasks.packed("causal", [0, 64], q_start=2**31)),
+        "mask 'packed': positions must be at most 2**30, but `q_start` is 2147483648",
+    ),
+    "q_start of a score beyond 2**30": (
+        scored(flexmasks.packed(CHECKERBOARD, [0, 64], q_start=2**31)),
+        "score 'packed': positions must be at most 2**30",
+    ),
     "offsets not from 0": (packed([1, 64]), "mask 'packed': `offsets` must rise from 0 to at most the length 64"),
     "offsets decrease": (packed([0, 30, 20, 64]), "got 0, 30, 20, 64"),
     "offsets beyond the length": (packed([0, 65]), "got values from 0 to 65"),
@@ -242,6 +261,14 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "batch": (attending_to(Q[:1]), "one batch size; got q float32[1, 4, 64, 16]"),
     "dtype": (attending_to(Q.half()), "one dtype; got q float16"),
     "device": (attending_to(Q, K.to("meta")), "on one device; got"),
+    "smaller head size of v": (
+        attending_to(v=V[..., :10]),
+        "pad v with zeros, torch.nn.functional.pad(x, (0, 6)), and take out[..., :10]",
+    ),
+    "larger head size of v": (
+        attending_to(v=torch.randn(2, 4, 64, 20)),
+        "pad q and k with zeros, torch.nn.functional.pad(x, (0, 4)), and pass scale=16**-0.5",
+    ),
     "head size": (attending_to(Q[..., :8]), "one head size D; got q float32[2, 4, 64, 8]"),
     "heads that do not divide": (attending_to(Q, K[:, :3], V[:, :3]), "must be a multiple of the number of key heads"),
     "lengths of k and v": (attending_to(v=V[:, :, :5]), "k and v must have the same length"),
@@ -272,6 +299,13 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "q_offset huge": (masked(q_offset=2**70), "`q_offset` must be an int from 0"),
     "scale huge": (masked(scale=10**400), "`scale` must be a finite number"),
     "q strided nested": (attending_to(torch.nested.nested_tensor([Q[0], K[0]]), K, V), "jagged [B, H, jagged, D]"),
+    "dropout_p": (
+        masked(dropout_p=0.1),
+        "no dropout of attention weights: leave it out, and use torch.nn.",
+    ),
+    "dropout": (masked(dropout=0.0), "there is no dropout of attention weights"),
+    "softmax_scale": (masked(softmax_scale=1.0), "pass `scale`"),
+    "window_size": (masked(window_size=(3, 0)), 'pass mask="sliding_window", window=...'),
     "torch's name": (masked(is_causal=True), 'pass mask="causal"'),
     "q_offset negative tensor": (masked("causal", q_offset=torch.tensor([-1, 2])), "q_offset"),
     "kernel_options": (masked(kernel_options=3), "`kernel_options` must be a dict, got 3"),
@@ -411,6 +445,165 @@ def test_bad_input(name: str) -> None:
     assert len(message) < 500
     good = flexmasks.attention(Q, K, V, mask="causal", backend="reference")
     assert torch.allclose(good, WANT, atol=1e-5)
+
+
+# Arguments by position that need names: each call, and what its error says to write.
+BY_POSITION: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
+    "attention, name": (
+        flexmasks.attention,
+        (Q, K, V, "causal"),
+        'flexmasks.attention takes q, k, v by position; write mask="causal".',
+    ),
+    "attention, Mask": (flexmasks.attention, (Q, K, V, CAUSAL), "write `mask=` before the mask"),
+    "attention, Score": (flexmasks.attention, (Q, K, V, CHECKERBOARD), "write `score=` before the score"),
+    "attention, function": (flexmasks.attention, (Q, K, V, windowed), "write `mask=` before the mask"),
+    "attention, BlockMask": (
+        flexmasks.attention,
+        (Q, K, V, flexmasks.block_mask("causal", 64)),
+        "write `block_mask=` before the block mask",
+    ),
+    "attention, booleans": (flexmasks.attention, (Q, K, V, torch.ones(64, 64) > 0), 'mask="dense", visible=m'),
+    "attention, as SDPA": (flexmasks.attention, (Q, K, V, None, 0.0, True), "mask=, score=, scale=, block_mask="),
+    "explain": (flexmasks.explain, (Q, K, V, "causal"), 'write mask="causal"'),
+    "varlen_attention": (flexmasks.varlen_attention, (Q[0], K[0], V[0], [0, 4], None, "full"), 'write mask="full"'),
+    "paged_attention": (flexmasks.paged_attention, (Q, K, V, Q, Q, "causal"), 'write mask="causal"'),
+    "block_mask": (flexmasks.block_mask, ("causal", 8, 8, 1), "by position; write the names of the others: batch="),
+    "dense_mask": (flexmasks.dense_mask, ("causal", 8, 8, 1), "heads="),
+    "show": (flexmasks.show, ("causal", 8, 8, 1), "columns="),
+    "draw": (flexmasks.draw, ("causal", 8, 8, 1), "block_size="),
+    "masked_softmax": (flexmasks.masked_softmax, (Q, "causal"), 'takes x by position; write mask="causal"'),
+    "scaled_masked_softmax": (flexmasks.scaled_masked_softmax, (Q, Q > 0, 1.0, 2), "write x, mask and scale"),
+    "packed": (flexmasks.packed, ("causal", [0, 8], [0, 8], 0, 8), "max_length="),
+    "get_mask": (flexmasks.get_mask, ("causal", 5), "write get_mask('causal'), which takes no parameters"),
+    "get_mask, a parameter": (flexmasks.get_mask, ("sliding_window", 5), "write get_mask('sliding_window', window=5)"),
+    "get_mask, two": (flexmasks.get_mask, ("local", 5, 6), "write get_mask('local', left=5, right=6)"),
+    "get_mask, unknown": (flexmasks.get_mask, ("locl", 5), "did you mean 'local'"),
+    "get_score": (flexmasks.get_score, ("softcap", 30.0), "write get_score('softcap', cap=30.0)"),
+    "register_mask, a function": (flexmasks.register_mask, (windowed,), "write @flexmasks.register_mask(), with paren"),
+    "register_mask, a name": (flexmasks.register_mask, ("mine",), "write @flexmasks.register_mask(name='mine') above"),
+    "register_score": (flexmasks.register_score, (weighted,), "write @flexmasks.register_score(), with parentheses"),
+}
+
+
+@pytest.mark.parametrize("name", BY_POSITION)
+def test_arguments_by_position(name: str) -> None:
+    call, arguments, words = BY_POSITION[name]
+    with pytest.raises((TypeError, ValueError), match=re.escape(words)) as caught:
+        call(*arguments)
+    assert str(caught.value).startswith("flexmasks")
+
+
+def test_calls_keep_their_signatures() -> None:
+    parameters = inspect.signature(flexmasks.attention).parameters
+    assert list(parameters)[:5] == ["q", "k", "v", "mask", "score"]
+    assert parameters["mask"].kind is inspect.Parameter.KEYWORD_ONLY
+    for call, _, _ in BY_POSITION.values():
+        kinds = {p.kind for p in inspect.signature(call).parameters.values()}
+        assert inspect.Parameter.VAR_POSITIONAL not in kinds
+        assert pickle.loads(pickle.dumps(call)) is call
+
+
+def test_the_advice_for_head_sizes_is_right() -> None:
+    v = torch.randn(2, 4, 64, 20)
+    for values, size in ((V[..., :10], 16), (v, 20)):
+        q, k, padded = (F.pad(x, (0, size - x.shape[-1])) for x in (Q, K, values))
+        out = flexmasks.attention(q, k, padded, mask="causal", scale=16**-0.5)[..., : values.shape[-1]]
+        assert torch.allclose(out, F.scaled_dot_product_attention(Q, K, values, is_causal=True), atol=1e-5)
+
+
+# --- results that no memory holds ---
+
+LONG_QUERIES = torch.zeros(1, 1, 1, 16).expand(1, 1, 10**9, 16)
+TOO_LARGE: dict[str, tuple[Callable[[], Any], str]] = {
+    "block_mask": (lambda: flexmasks.block_mask("causal", 10**9), "1,464,843,750,000,000 bytes"),
+    "small blocks": (lambda: flexmasks.block_mask("causal", 1 << 20, block_size=1), "26,388,279,066,624 bytes"),
+    "many heads": (
+        lambda: flexmasks.block_mask(lambda b, h, q, kv: kv <= q + b * h, 1 << 19, batch=1000, heads=1000),
+        "402,653,184,000,000 bytes",
+    ),
+    "blocks of a Mask": (lambda: CAUSAL.blocks(10**9), "1,464,843,750,000,000 bytes"),
+    "dense_mask": (lambda: flexmasks.dense_mask("causal", 2**31), "4,611,686,018,427,387,904 bytes"),
+    "show": (lambda: flexmasks.show("causal", 10**9), "bytes"),
+    "attention": (attending_to(*[LONG_QUERIES] * 3, mask="sliding_window", window=9), "1,464,843,750,000,000 bytes"),
+    "explain": (lambda: flexmasks.explain(*[LONG_QUERIES] * 3, mask="sliding_window", window=9), "1,464,843,750,000"),
+    "attention, new tensors": (
+        attending_to(
+            *[LONG_QUERIES] * 3, mask=lambda b, h, q, kv: (q >= kv) & (torch.arange(10)[b] < 5), backend="cpu"
+        ),
+        "1,464,843,750,000,000 bytes",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TOO_LARGE)
+def test_results_that_no_memory_holds(name: str) -> None:
+    call, words = TOO_LARGE[name]
+    with pytest.raises(MemoryError, match=f"flexmasks: .* needs .*{words}.* are free on cpu. Ask for a part") as caught:
+        call()
+    assert "q_offset" in str(caught.value)
+
+
+@pytest.mark.parametrize("part", ["exact", "bounds", "dense"])
+def test_what_is_free_decides(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "_UNCHECKED_BYTES", 0)
+    size = 512
+    needed = size**2 if part == "dense" else 24 * 16
+
+    def call(seed: int) -> Any:
+        if part == "dense":
+            return flexmasks.dense_mask("causal", size)
+        if part == "exact":
+            return flexmasks.block_mask(lambda b, h, q, kv: q - kv > seed, size)
+        ids = torch.full((size,), seed)
+        x = torch.randn(1, 1, size, 16, dtype=torch.float64)
+        return [flexmasks.attention(x, x, x, mask="document", document_ids=ids + n) for n in range(3)]
+
+    if part == "bounds":  # on a CPU the blocks of float64 calls are smaller
+        needed = 24 * 16 * 16
+    monkeypatch.setattr(limits, "free_memory", lambda device: needed - 1)
+    flexmasks.clear_caches()
+    with pytest.raises(MemoryError, match=f"needs {needed:,} bytes, and {needed - 1:,} are free on cpu"):
+        call(1)
+    monkeypatch.setattr(limits, "free_memory", lambda device: needed)
+    call(2)
+
+
+def test_free_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
+    assert 1 << 20 < limits.free_memory(cpu) < 1 << 50
+    (tmp_path / "meminfo").write_text("MemTotal:  9000 kB\nMemFree:  10 kB\nMemAvailable:    700 kB\nCached: 3 kB\n")
+    monkeypatch.setattr(limits, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(limits, "_CONTAINER", tmp_path)
+    assert limits.free_memory(cpu) == 700 * 1024
+    (tmp_path / "memory.current").write_text("5000\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert limits.free_memory(cpu) == 700 * 1024
+    (tmp_path / "memory.max").write_text("65000\n")
+    assert limits.free_memory(cpu) == 60000
+    (tmp_path / "meminfo").unlink()
+    (tmp_path / "memory.max").unlink()
+    assert limits.free_memory(cpu) >= 1 << 29  # all memory of the machine
+    for name, value in {
+        "is_available": True,
+        "is_current_stream_capturing": False,
+        "memory_reserved": 50,
+        "memory_allocated": 20,
+        "mem_get_info": (1000, 4000),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *device, value=value: value)
+    assert limits.free_memory(gpu) == 1030
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert limits.free_memory(gpu) == math.inf
+    assert limits.free_memory(torch.device("meta")) == math.inf
+
+
+def test_a_dense_mask_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    mask = flexmasks.get_mask("padding", seq_lens=[50, 7]) & flexmasks.get_mask("causal")
+    whole = flexmasks.dense_mask(mask, 67, 80)
+    for pairs in (1, 500, 1000, 5000):
+        monkeypatch.setattr(build, "_PAIRS_AT_ONCE", pairs)
+        assert torch.equal(flexmasks.dense_mask(mask, 67, 80), whole)
+    assert whole.shape == (2, 1, 67, 80)
 
 
 def test_nothing_was_registered() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 import textwrap
 from abc import ABC, abstractmethod
@@ -61,25 +62,20 @@ class Picture(ABC):
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draw with matplotlib on `ax`, or on a new figure.
 
-        Raises ImportError if matplotlib is missing; `pip install 'flexmasks[plot]'` installs it.
+        Raises ImportError if matplotlib is missing; `pip install matplotlib` installs it.
         """
 
     def save(self, path: str | Path) -> Path:
         """Write a .svg, .html or .txt file, or with matplotlib .pdf or .png."""
         path = Path(path)
-        kind = path.suffix.lower()
-        if kind in (".svg", ".html", ".txt"):
-            writers: dict[str, Callable[[], str]] = {
-                ".svg": self.svg,
-                ".html": lambda: f"<!doctype html>\n<meta charset='utf-8'>\n{self._repr_html_()}\n",
-                ".txt": lambda: self.text() + "\n",
-            }
-            path.write_text(writers[kind](), encoding="utf-8")
-        elif kind in (".pdf", ".png"):
+        kind = check_kind(path)
+        if kind in (".pdf", ".png"):
             figure: Any = self.plot().figure
             figure.savefig(path, bbox_inches="tight", dpi=200)
+        elif kind == ".html":
+            path.write_text(f"<!doctype html>\n<meta charset='utf-8'>\n<div>{self.svg()}</div>\n", encoding="utf-8")
         else:
-            raise ValueError(f"flexmasks: a picture is saved as .svg, .html, .txt, .pdf or .png, got {str(path)!r}.")
+            path.write_text(self.svg() if kind == ".svg" else f"{self.text()}\n", encoding="utf-8")
         return path
 
     def __repr__(self) -> str:
@@ -92,10 +88,8 @@ class Picture(ABC):
         return f"<div>{self.svg()}</div>"
 
     def _text_width(self, columns: int | None) -> int:
-        columns = columns or self.columns or min(shutil.get_terminal_size().columns, _WIDEST_TEXT)
-        if type(columns) is not int or columns < 1:
-            raise ValueError(f"{CALL}: `columns` must be an int above 0, got {columns!r}.")
-        return columns
+        columns = self.columns if columns is None else columns
+        return text_width() if columns is None else check_columns(columns)
 
 
 class MaskPicture(Picture):
@@ -237,6 +231,44 @@ class ScorePicture(Picture):
         return "added to each score" if self._cells.kind == "bias" else "added to a score of 1; depends on the score"
 
 
+def text_width() -> int:
+    """Return the terminal's width in characters, at most 80."""
+    return min(shutil.get_terminal_size().columns, _WIDEST_TEXT)
+
+
+def check_columns(columns: Any) -> int:
+    """Return a width of text, or raise ValueError."""
+    if type(columns) is not int or columns < 1:
+        raise ValueError(f"{CALL}: `columns` must be an int above 0, got {columns!r}.")
+    return columns
+
+
+def check_kind(path: Path) -> str:
+    """Return the suffix of a picture's file.
+
+    Raises ValueError for another kind of file, and ImportError if it needs matplotlib, which is missing.
+    """
+    kind = path.suffix.lower()
+    if kind not in (".svg", ".html", ".txt", ".pdf", ".png"):
+        raise ValueError(f"flexmasks: a picture is saved as .svg, .html, .txt, .pdf or .png, got {str(path)!r}.")
+    if kind in (".pdf", ".png") and importlib.util.find_spec("matplotlib") is None:
+        raise ImportError(
+            f"flexmasks: a {kind} file needs matplotlib: `pip install matplotlib`; .svg, .html and .txt need nothing."
+        )
+    return kind
+
+
+def check_writable(path: Path) -> None:
+    """Raise OSError if a file cannot be written.
+
+    Ask before the work whose result the file will hold. A file that exists keeps its contents, no new file stays.
+    """
+    existed = path.exists()
+    path.open("ab").close()
+    if not existed:
+        path.unlink()
+
+
 def _text_grid(cells: MaskCells | ScoreCells, columns: int) -> Grid:
     """Return cells for text, where a character is twice as tall as wide."""
     keys = max(-(-cells.kv_len // columns), -(-cells.q_len // (2 * _WIDEST_TEXT)))  # of a character
@@ -323,7 +355,7 @@ def _axes(ax: Axes | None) -> Axes:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("flexmasks: `plot` needs matplotlib; pip install 'flexmasks[plot]' installs it.") from error
+        raise ImportError("flexmasks: `plot` needs matplotlib; `pip install matplotlib` installs it.") from error
     return Figure(layout="constrained").add_subplot()
 
 

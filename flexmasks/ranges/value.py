@@ -354,7 +354,9 @@ def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         args = (args[1], args[0], *args[2:]) if len(args) > 1 else args
     makes_constant = name.startswith("new_") or name in _LIKE_FUNCTIONS  # with an index's dtype and device
     if makes_constant and not any(isinstance(x, Range) for x in (*args[1:], *kwargs.values())):
-        like = torch.zeros(args[0].shape, dtype=args[0].dtype, device=args[0].device)
+        # The index's own dtype, which may not be certain, counts only if the call gives none.
+        dtype = args[0].known_dtype if kwargs.get("dtype") is not None else args[0].dtype
+        like = torch.zeros(args[0].shape, dtype=dtype, device=args[0].device)
         return func(like, *args[1:], **kwargs)
     evaluation = current_evaluation.get()
     if evaluation is None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flexmasks.cache import clear_caches
 from flexmasks.spec.bands import Band
+from flexmasks.spec.by_name import says_what_to_write
 from flexmasks.spec.definitions import Definition, add, define, names
 from flexmasks.spec.parameters import Size
 
@@ -28,6 +29,18 @@ class Entry:
     peers: str  # its names in other libraries, or ""
 
 
+def _how_to_register(kind: str) -> Callable[..., str]:
+    """Return what to write in place of a decorator that got an argument by position."""
+
+    def hint(given: Any, *more: Any) -> str:
+        if isinstance(given, str):
+            return f"@flexmasks.register_{kind}(name={given!r}) above the function"
+        return f"@flexmasks.register_{kind}(), with parentheses, above the function"
+
+    return hint
+
+
+@says_what_to_write(_how_to_register("mask"))
 def register_mask(
     *,
     name: str | None = None,
@@ -77,6 +90,7 @@ def register_mask(
     return _register("mask", name, example=example, prepare=prepare, inner_size=inner_size, native=band or dense)
 
 
+@says_what_to_write(_how_to_register("score"))
 def register_score(
     *,
     name: str | None = None,
