@@ -38,9 +38,13 @@ def attention(
     may hold anything, NaN too. Hidden values must be finite. In the backward pass, hidden keys and queries that see
     nothing must be finite too. The reference backend has neither limit.
 
+    Queries of padding are rows like all others: 0 where they see nothing, as with `grouped_tril`, and an average of
+    real values where they see real keys, as with `padding` and `key_padding`. There is no dropout of attention weights.
+
     Args:
         q: queries, [B, H, Q, D], floating; or a jagged nested tensor [B, H, jagged, D], and k and v likewise.
-        k, v: keys and values, [B, Hkv, KV, D]; H must be a multiple of Hkv (grouped-query attention).
+        k, v: keys and values, [B, Hkv, KV, D]; H must be a multiple of Hkv (grouped-query attention). For values of
+            another size pad the smaller with zeros: v, and cut the output, or q and k, and pass `scale`.
         mask: a registered mask's name, a Mask, or a function (b, h, q, kv) -> bool of index tensors, True = visible.
             By default everything is visible. Tensors that a function captures are inputs of the kernel. A change of
             such a tensor, also in place, is noticed, unless torch does not count it: a change through
@@ -95,8 +99,17 @@ def attention(
     Example:
         >>> import torch, flexmasks
         >>> q, k, v = torch.randn(3, 2, 4, 100, 64)
-        >>> flexmasks.attention(q, k, v, mask="grouped_tril", seq_lens=torch.tensor([100, 60])).shape
+        >>> flexmasks.attention(q, k, v, mask="causal").shape
         torch.Size([2, 4, 100, 64])
+
+        Texts packed end to end, and a padded batch:
+
+        >>> document_ids = torch.arange(100) // 30
+        >>> packed = flexmasks.get_mask("causal") & flexmasks.get_mask("document", document_ids=document_ids)
+        >>> out = flexmasks.attention(q, k, v, mask=packed)
+        >>> out = flexmasks.attention(q, k, v, mask="grouped_tril", seq_lens=torch.tensor([100, 60]))
+        >>> bool((out[1, :, 60:] == 0).all())
+        True
     """
     request = later.request.Request(
         mask, score, params, scale, block_mask, q_offset, sink_logits, return_lse, backend, kernel_options

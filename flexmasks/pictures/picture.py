@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 CALL = "flexmasks.show"  # the call that error messages name
 _WIDEST_TEXT = 80  # characters
+_TITLE_COLUMNS = 44  # characters of a title's line, drawn by matplotlib
 _MASK_CELLS = 256  # along the longer side of a picture
 _SCORE_CELLS = 96  # along the longer side of a score's SVG, where fewer cells merge
 _FEWEST_CELLS = 32  # an SVG that is too long gets fewer cells, down to this number
@@ -33,7 +34,7 @@ _LEVEL_SYMBOLS = "█▓▒░·+*#@"  # levels of the numbers added by a score 
 class Picture(ABC):
     """A picture of a mask or a score change.
 
-    `flexmasks.show` and `flexmasks.draw` make it. In Jupyter it shows itself as SVG, light or dark as the page is;
+    `flexmasks.show` and `flexmasks.draw` make it. In Jupyter it shows itself as SVG, light or dark as the system is;
     printed, it is text.
 
     Example:
@@ -83,9 +84,6 @@ class Picture(ABC):
 
     def _repr_svg_(self) -> str:
         return self.svg()
-
-    def _repr_html_(self) -> str:
-        return f"<div>{self.svg()}</div>"
 
     def _text_width(self, columns: int | None) -> int:
         columns = self.columns if columns is None else columns
@@ -218,7 +216,7 @@ class ScorePicture(Picture):
             scores, changed = cells.curve
             ax.plot(scores.numpy(), changed.numpy(), color=svg.LIGHT["k3"])
             ax.plot(scores.numpy(), scores.numpy(), color=svg.LIGHT["line"], linestyle="--", linewidth=1)
-            ax.set(title=cells.name, xlabel="score", ylabel="what becomes of it")
+            ax.set(title=_plot_title(cells), xlabel="score", ylabel="what becomes of it")
             return ax
         grid = cells.grid(_MASK_CELLS, _MASK_CELLS)
         largest = _largest_finite(grid.values)
@@ -359,6 +357,10 @@ def _axes(ax: Axes | None) -> Axes:
     return Figure(layout="constrained").add_subplot()
 
 
+def _plot_title(cells: MaskCells | ScoreCells) -> str:
+    return "\n".join(line for line, _ in svg.title_lines(cells.name, _TITLE_COLUMNS))
+
+
 def _plot_cells(ax: Axes, cells: MaskCells | ScoreCells, grid: Grid, colors: Any, limits: tuple[float, float]) -> Any:
     """Draw a grid in colors between two limits, and return matplotlib's image."""
     rows, columns = grid.values.shape
@@ -366,7 +368,7 @@ def _plot_cells(ax: Axes, cells: MaskCells | ScoreCells, grid: Grid, colors: Any
     low, high = limits
     image = ax.imshow(grid.values.numpy(), colors, vmin=low, vmax=high, extent=extent, interpolation="nearest")
     x_limits, y_limits = (0, cells.kv_len), (cells.q_len, 0)
-    ax.set(title=cells.name, xlabel="keys (tokens)", ylabel="queries (tokens)", xlim=x_limits, ylim=y_limits)
+    ax.set(title=_plot_title(cells), xlabel="keys (tokens)", ylabel="queries (tokens)", xlim=x_limits, ylim=y_limits)
     ax.xaxis.set_label_position("top")
     ax.xaxis.tick_top()
     if not 0.2 < cells.q_len / cells.kv_len < 5:

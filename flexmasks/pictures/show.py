@@ -136,7 +136,7 @@ def html_of(value: Any) -> str:
     If there is no picture, the HTML is the repr and the reason.
     """
     try:
-        return draw(value)._repr_html_()
+        return f"<div>{draw(value).svg()}</div>"
     except Exception as error:
         reason = f"no picture: {error or type(error).__name__}"
         try:
