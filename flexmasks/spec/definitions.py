@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-import torch
 from torch import Tensor
 
 from flexmasks import compat
@@ -152,7 +151,7 @@ def _hint_of(kind: str, name: str) -> str:
     return f"flexmasks.list_{kind}s() names the {len(_NAMES[kind])} that exist."
 
 
-_hint: Callable[[str, str], str] = torch.compiler.assume_constant_result(_hint_of)  # torch cannot trace difflib
+_hint: Callable[[str, str], str] = compat.constant_in_graphs(_hint_of)  # torch cannot trace difflib
 
 
 def is_own(kind: str, name: str) -> bool:
