@@ -349,6 +349,8 @@ def _levels(values: Tensor, steps: int) -> Tensor:
 def _axes(ax: Axes | None) -> Axes:
     """Return `ax`, or the axes of a new figure."""
     if ax is not None:
+        if not hasattr(ax, "imshow"):
+            raise TypeError(f"flexmasks: `ax` must be matplotlib's Axes, or None for a new figure, got {ax!r}.")
         return ax
     try:
         from matplotlib.figure import Figure

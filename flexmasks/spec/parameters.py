@@ -27,13 +27,14 @@ import functools
 import inspect
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 from flexmasks import compat
 
@@ -202,6 +203,8 @@ class Parameter:
         else:
             raise self._error(ValueError, what, _with_type(value), sizes)
         sizes.update(new_sizes)
+        if value.layout != torch.strided:
+            raise self._error(ValueError, what, f"a tensor of {value.layout}; use `.to_dense()`", sizes)
         if value.device != size.device:
             raise self._error(ValueError, what, f"a tensor on {value.device} in a call on {size.device}", sizes)
         low, high = _bound(alternative.low, sizes), _bound(alternative.high, sizes)
@@ -304,6 +307,19 @@ def implied_size(dimension: str, parameters: Mapping[str, Parameter], values: Ma
     return None
 
 
+_LONGEST_SHOWN = 80  # characters of a wrong value in a message
+
+
+def in_message(value: Any) -> str:
+    """Return a wrong value as one short line of a message."""
+    if isinstance(value, np.ndarray):
+        return f"a NumPy array {value.dtype}{list(value.shape)}"
+    if isinstance(value, BlockMask):
+        return "a BlockMask"
+    text = " ".join(describe(value).split())
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
+
+
 _SHOWN_ELEMENTS = 64  # the longest sequence that `describe` writes out
 
 
@@ -379,4 +395,7 @@ def _is_dtype(dtype: torch.dtype, kind: str) -> bool:
 
 
 def _with_type(value: Any) -> str:
-    return describe(value) if isinstance(value, Tensor) else f"{value!r} ({type(value).__name__})"
+    if isinstance(value, Tensor):
+        return describe(value)
+    hint = "; pass a list or a tensor" if isinstance(value, Iterable) and not isinstance(value, tuple | str) else ""
+    return f"{in_message(value)} ({type(value).__name__}){hint}"
