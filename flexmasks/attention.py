@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexmasks import calls
 from flexmasks.plans.explanation import Explanation
-from flexmasks.plans.lengths import Lengths, materialize_mask, plan_mask
+from flexmasks.plans.lengths import Lengths, block_mask_of, materialize_mask
 from flexmasks.request import Request
 from flexmasks.spec.arguments import MaskLike, ScoreLike, get_mask
 from flexmasks.spec.by_name import named, says_what_to_write
@@ -84,7 +84,9 @@ def attention(
         kernel_options: passed on to torch's flex_attention.
         **params: the parameters of the mask and the score that are given by name. Tensors and lists are inputs of the
             compiled kernel and change freely. Numbers are constants of the kernel, so each value compiles a kernel of
-            its own; a number that may also be a tensor becomes an input after six different values.
+            its own, as do numbers that a function captures. After six values the numbers of a score, and those of a
+            mask that may also be tensors, become inputs; for other numbers the mask goes as data. A warning says so
+            where neither can be: numbers by which a score decides with `if`, and global variables that it reads.
 
     Returns:
         The output, [B, H, Q, D] in q's dtype, or (output, lse). Under torch.autocast q, k and v are first cast to its
@@ -259,6 +261,12 @@ def block_mask(
     It equals torch's create_block_mask, without evaluating the mask at all Q x KV pairs, and works in torch's
     flex_attention too.
 
+    It can be copied, pickled, saved by torch.save, and sent from a DataLoader's worker, and so can masks and scores.
+    `.to(device)` moves the tensors among its mask's parameters, too. A pickle holds a function of yours by its name and
+    that of its module: lambdas, and functions inside functions, cannot be pickled, except with `as_data`. torch.load
+    with weights_only=True, the default, loads masks that are given by name; for functions of yours, pass them to
+    torch.serialization.add_safe_globals.
+
     Args:
         mask: a name, a Mask, or a function (b, h, q, kv) -> bool of index tensors.
         q_len, kv_len: numbers of queries and keys, above 0; kv_len is q_len by default.
@@ -285,8 +293,7 @@ def block_mask(
     if not isinstance(as_data, bool):
         raise TypeError(f"flexmasks.block_mask: `as_data` must be True or False, got {as_data!r}.")
     lengths = Lengths(q_len, kv_len, batch, heads, device, q_offset, block_size)
-    plan = plan_mask("flexmasks.block_mask", get_mask(mask, **params), lengths)
-    return plan.data_alone().block_mask() if as_data else plan.block_mask()
+    return block_mask_of("flexmasks.block_mask", get_mask(mask, **params), lengths, as_data)
 
 
 @says_what_to_write()

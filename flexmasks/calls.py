@@ -68,7 +68,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tens
 
 
 def _run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tensor | None]:
-    if not torch.compiler.is_compiling():
+    if not compat.is_compiling():
         return run_eagerly(q, k, v, request)
     with _under_autocast(q, k, v) as (q, k, v):
         if not any_nested(q, k, v):
@@ -309,6 +309,7 @@ def _planned(q: Tensor, k: Tensor, v: Tensor, request: Request) -> _Planned:
         q=q,
         k=k,
         v=v,
+        what=mask_plan.what if score is None else f"{mask_plan.what} with score {score!r}",
         window=lambda: mask_plan.window,
         cap=None if score is None else cap_of(score, size),
         blocks=mask_plan.blocks,
@@ -325,6 +326,7 @@ def _planned(q: Tensor, k: Tensor, v: Tensor, request: Request) -> _Planned:
         with_lse=request.return_lse,
         kernel_options=request.kernel_options,
         kernel_key=(mask_plan.kernel_key, None if score_plan is None else score_plan.kernel_key),
+        numbers=(mask_plan.numbers, None if score_plan is None else score_plan.numbers),
         shapes=None if any(p.opaque for p in plans) else (number_offset, *(p.shapes for p in plans)),
         needs_grad=learns or needs_grad,
         learns=learns,
@@ -374,7 +376,7 @@ def _laid_end_to_end(q: Any, k: Any, v: Any, request: Request) -> tuple[Tensor, 
     for name, x in (("q", q), ("k", k), ("v", v)):
         is_jagged = isinstance(x, Tensor) and x.is_nested and x.layout == torch.jagged
         # While torch traces, every size is an int for `isinstance`.
-        is_transposed = torch.compiler.is_compiling() or (is_jagged and not isinstance(x.shape[2], int))
+        is_transposed = compat.is_compiling() or (is_jagged and not isinstance(x.shape[2], int))
         if not is_jagged or x.dim() != 4 or not is_transposed:
             fail(
                 f"with nested tensors, q, k and v must all be jagged [B, H, jagged, D]; `{name}` is "
@@ -383,7 +385,7 @@ def _laid_end_to_end(q: Any, k: Any, v: Any, request: Request) -> tuple[Tensor, 
         if cast(Any, x).lengths() is not None:
             fail(f"`{name}` is a jagged nested tensor with holes; make it contiguous.")
     starts, kv_starts, v_starts = (x.offsets() for x in (q, k, v))
-    may_read = not torch.compiler.is_compiling()
+    may_read = not compat.is_compiling()
     if kv_starts is not v_starts and may_read and not torch.equal(kv_starts, v_starts):
         fail("the sequences of k and v have different lengths.")
     if q.shape[0] != k.shape[0]:
@@ -397,8 +399,8 @@ def _laid_end_to_end(q: Any, k: Any, v: Any, request: Request) -> tuple[Tensor, 
 
 def _as_nested(q: Tensor, out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Return dense output and lse as nested tensors of q's lengths."""
-    to_nested, starts = torch.nested.nested_tensor_from_jagged, cast(Any, q).offsets()
-    return to_nested(out[0], starts, jagged_dim=2), None if lse is None else to_nested(lse[0], starts, jagged_dim=2)
+    starts = cast(Any, q).offsets()
+    return compat.nested(out[0], starts, 2), None if lse is None else compat.nested(lse[0], starts, 2)
 
 
 def _inside_sequences(request: Request, starts: Tensor, kv_starts: Tensor | None) -> Request:
@@ -415,7 +417,7 @@ def _offset_of_last(kv_lens: Tensor, q_len: int) -> Tensor:
 
     Equal arguments return the same tensor, so that a later call finds the replay of an earlier one.
     """
-    if torch.compiler.is_compiling():  # values cannot be read, and torch keeps equal results by itself
+    if compat.is_compiling():  # values cannot be read, and torch keeps equal results by itself
         return (kv_lens.long() - q_len).clamp(min=0)
     captured = is_captured(kv_lens.device)
     offset = None if captured else _OFFSETS.get(q_len, [kv_lens])

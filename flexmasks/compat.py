@@ -17,21 +17,19 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex as TransformGetItemToIndex
+from torch._dynamo.convert_frame import compile_lock as _compile_lock
 from torch._dynamo.eval_frame import remove_from_cache
 from torch._dynamo.exc import FailOnRecompileLimitHit as FailOnRecompileLimitHit
 from torch._dynamo.exc import TorchDynamoException as TorchDynamoException
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._functorch.utils import enable_single_level_autograd_function
+from torch._guards import TracingContext
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.exc import InductorError as InductorError
 from torch._subclasses import FakeTensor as FakeTensor
 from torch.autograd.function import _SingleLevelFunction
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._python_dispatch import (
-    _disable_current_modes,
-    is_in_any_mode_without_ignore_compile_internals,
-    is_in_torch_dispatch_mode,
-)
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 # The classes among these imports are used as they are. If torch moves one of them, importing flexmasks fails.
 # FailOnRecompileLimitHit, TorchDynamoException, InductorError: errors of a failed compilation, which another backend
@@ -67,11 +65,6 @@ is_batched_gradient: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_ba
 # Leaves the active transforms for a block of code, so that what it computes may be cached. No public equivalent.
 outside_transforms: Callable[[], contextlib.AbstractContextManager[Any]] = temporarily_clear_interpreter_stack
 
-# Whether a TorchDispatchMode is active, and whether one is active that is not torch.compile's own. No public
-# equivalents.
-in_dispatch_mode: Callable[[], bool] = is_in_torch_dispatch_mode
-in_foreign_dispatch_mode: Callable[[], bool] = is_in_any_mode_without_ignore_compile_internals
-
 # Leaves the active dispatch modes, and the active TorchFunctionModes, for a block of code. No public equivalents.
 without_dispatch_modes: Any = _disable_current_modes
 without_torch_function: Any = torch._C.DisableTorchFunction
@@ -88,6 +81,22 @@ autocast_anywhere: Callable[[], bool] = torch._C._is_any_autocast_enabled
 forward_derivatives: Callable[[bool], contextlib.AbstractContextManager[Any]] = (
     torch.autograd.forward_ad._set_fwd_grad_enabled
 )
+
+
+def in_dispatch_mode() -> bool:
+    """Return whether a TorchDispatchMode is active in this thread.
+
+    torch's own function `is_in_torch_dispatch_mode` answers for all threads at once. No public equivalent.
+    """
+    return bool(torch._C._len_torch_dispatch_stack())
+
+
+def in_foreign_dispatch_mode() -> bool:
+    """Return whether this thread is in a mode where torch compiles nothing.
+
+    No public equivalent.
+    """
+    return in_dispatch_mode() and not all(m.ignore_compile_internals() for m in _get_current_dispatch_mode_stack())
 
 
 def in_vmap() -> bool:
@@ -113,6 +122,28 @@ single_level_autograd: Any = enable_single_level_autograd_function
 SingleLevelFunction: Any = _SingleLevelFunction
 
 # --- torch.compile ---
+
+# Lock that a thread holds while torch compiles. Tracing holds it too: torch keeps what it knows about compilation and
+# dispatch modes in variables of the whole process, and a thread that traces changes them for a thread that compiles.
+# Its loss is an ImportError. No public equivalent.
+compile_lock: contextlib.AbstractContextManager[Any] = _compile_lock
+
+
+def is_compiling() -> bool:
+    """Return whether torch.compile or torch.export traces the code of this thread.
+
+    torch.compiler.is_compiling is public. In torch 2.13 it is also True while another thread compiles.
+    """
+    if not torch.compiler.is_compiling():
+        return False
+    # While Dynamo traces, the next function is constant, and Dynamo looks no further.
+    return torch.compiler.is_dynamo_compiling() or TracingContext.try_get() is not None or in_dispatch_mode()
+
+
+def is_refused_for_tracing(error: RuntimeError) -> bool:
+    """Return whether a compiled function refused to run because some thread traces. No public equivalent."""
+    return str(error).startswith("Detected that you are using FX to symbolically trace")
+
 
 # Decorator of functions that torch.compile does not look into, but whose operations on tensors enter the graph. Its
 # loss is an AttributeError at import. torch.compiler.nonstrict_trace is public from torch 2.14 on.
@@ -144,7 +175,9 @@ def copy_all(places: list[torch.Tensor], values: list[torch.Tensor]) -> None:
 
 def keeps_results() -> bool:
     """Return whether a mode such as selective checkpointing watches. No public equivalent."""
-    return is_in_torch_dispatch_mode(include_infra_modes=False) and not in_foreign_dispatch_mode()
+    if not in_dispatch_mode() or in_foreign_dispatch_mode():
+        return False
+    return not all(mode.is_infra_mode() for mode in _get_current_dispatch_mode_stack())
 
 
 def raw_stream(device: torch.device) -> int:
@@ -243,6 +276,23 @@ def lower_to_instruction(op: Any, instruction: str, fallback: str, cute: str) ->
 
     lowering.register_lowering(op, type_promotion_kind=None)(lowered)
     setattr(CuteDSLOpOverrides, "inline_asm_elementwise", staticmethod(for_cute))  # noqa: B010
+
+
+# --- nested tensors ---
+
+
+def nested(values: Tensor, offsets: Tensor, jagged_dim: int) -> Tensor:
+    """Return a jagged nested tensor.
+
+    The public torch.nested.nested_tensor_from_jagged logs a warning about tracing, and fails while another thread
+    traces.
+    """
+    if is_compiling():
+        return torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=jagged_dim)
+    from torch.nested._internal.nested_tensor import nested_view_from_values_offsets_lengths
+
+    result: Tensor = nested_view_from_values_offsets_lengths(values, offsets, None, ragged_idx=jagged_dim)
+    return result
 
 
 # --- scaled_dot_product_attention ---

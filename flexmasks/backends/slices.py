@@ -81,12 +81,12 @@ def attend_by_slices(
         functions = OverIndices(over_indices(block_mask.mask_mod), of_scores)
     shared = _Shared(partial, full, block_mask.BLOCK_SIZE, functions, scale, all_finite)
     outs, lses = [], []
-    parts = _traced_slices(q, k) if torch.compiler.is_compiling() else _slices(shared, q, k, traced)
+    parts = _traced_slices(q, k) if compat.is_compiling() else _slices(shared, q, k, traced)
     for part in parts:
         keys = slice(part.kv_start, part.kv_stop)
         inputs = q[:, :, part.q_start : part.q_stop], k[:, :, keys], v[:, :, keys]
         # One slice alone needs no more memory if it is kept.
-        if torch.is_grad_enabled() and (not traced or (torch.compiler.is_compiling() and len(parts) > 1)):
+        if torch.is_grad_enabled() and (not traced or (compat.is_compiling() and len(parts) > 1)):
             out, lse = checkpoint(
                 functools.partial(_attend_slice, part=part, shared=shared),
                 *inputs,
@@ -105,7 +105,7 @@ def is_traced_or_transformed() -> bool:
 
     No tensor's value can be read then.
     """
-    return torch.compiler.is_compiling() or compat.innermost_transform() is not None
+    return compat.is_compiling() or compat.innermost_transform() is not None
 
 
 def _slices(shared: _Shared, q: Tensor, k: Tensor, traced: bool) -> list[_Slice]:

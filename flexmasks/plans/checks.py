@@ -14,7 +14,7 @@ from flexmasks.spec.parameters import Size, describe, in_message
 
 ATTENTION, VARLEN, PAGED = "flexmasks.attention", "flexmasks.varlen_attention", "flexmasks.paged_attention"
 _MAX_SCALE = torch.finfo(torch.float32).max
-_INT_DTYPES = (torch.int8, torch.int16, torch.int32, torch.int64)
+INT_DTYPES = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def fail(message: str, kind: type[Exception] = ValueError, call: str = ATTENTION) -> NoReturn:
@@ -100,7 +100,7 @@ def check_cache(q: Any, k_cache: Any, v_cache: Any, page_table: Any, kv_lens: An
                 call=PAGED,
             )
     for name, t, dims in (("page_table", page_table, "[B, P]"), ("kv_lens", kv_lens, "[B]")):
-        fits = isinstance(t, Tensor) and t.dtype in _INT_DTYPES and t.ndim == dims.count(",") + 1 and len(t) == len(q)
+        fits = isinstance(t, Tensor) and t.dtype in INT_DTYPES and t.ndim == dims.count(",") + 1 and len(t) == len(q)
         if not fits or t.device != q.device:
             fail(
                 f"`{name}` must be an integer tensor {dims} with B = {len(q)} on {q.device}, got {described(t)}.",
@@ -156,7 +156,7 @@ def check_offset(call: str, q_offset: Any, batch: int, device: torch.device) -> 
     """Check where the queries start: an int, or an integer tensor [batch]."""
     wanted = f"`q_offset` must be an int from 0 to 2**31 - 1 or an integer tensor [B] = [{batch}] on {device}"
     if isinstance(q_offset, Tensor):
-        if q_offset.dtype not in _INT_DTYPES or q_offset.shape != (batch,) or q_offset.device != device:
+        if q_offset.dtype not in INT_DTYPES or q_offset.shape != (batch,) or q_offset.device != device:
             fail(f"{wanted}, got {described(q_offset)}.", call=call)
     elif isinstance(q_offset, bool) or not isinstance(q_offset, int):
         fail(f"{wanted}, got {q_offset!r}.", TypeError, call)
@@ -180,7 +180,7 @@ def sequence_offsets(name: str, given: Any, device: torch.device) -> Tensor:
         offsets = given if isinstance(given, Tensor) else torch.tensor(given, device=device)
     except (TypeError, ValueError, RuntimeError):
         offsets = None
-    fits = offsets is not None and offsets.dtype in _INT_DTYPES and offsets.ndim == 1 and len(offsets) >= 2
+    fits = offsets is not None and offsets.dtype in INT_DTYPES and offsets.ndim == 1 and len(offsets) >= 2
     if offsets is None or not fits or offsets.device != device:
         got = described(given) if isinstance(given, Tensor) else repr(given)
         fail(

@@ -21,7 +21,7 @@ from flexmasks.blocks.counts import visible_in_blocks
 from flexmasks.blocks.lists import in_use
 from flexmasks.spec.indexing import bounded
 
-_BITS = 32  # of a word
+BITS = 32  # of a word
 # Sizes of the table of words, in bytes. Few sizes need few kernels, because a kernel is compiled for each size.
 _CAPACITIES = (1 << 18, 1 << 21, 1 << 24, 1 << 26, 1 << 28)
 _MAX_LISTS = 1 << 24  # bytes of block lists that may be repeated for each batch element and head
@@ -70,7 +70,7 @@ class MaskData:
 
 def can_be_data(block_size: tuple[int, int]) -> bool:
     """Return whether blocks of this size can be data: powers of 2 from 32 on."""
-    return all(n >= _BITS and n & (n - 1) == 0 for n in block_size)
+    return all(n >= BITS and n & (n - 1) == 0 for n in block_size)
 
 
 def data_of(block_mask: BlockMask, batch: int, heads: int) -> MaskData:
@@ -127,7 +127,7 @@ def _divided(words: Tensor, table: Tensor, block_size: tuple[int, int]) -> Calla
     """Return a mask_mod that reads bits by divisions, for FLASH's compiler, which knows no shifts."""
     height, width = block_size
     has_batch, has_heads = table.shape[0] > 1, table.shape[1] > 1
-    bits = torch.ones(_BITS, dtype=torch.int32, device=words.device) << torch.arange(_BITS, device=words.device).int()
+    bits = torch.ones(BITS, dtype=torch.int32, device=words.device) << torch.arange(BITS, device=words.device).int()
 
     def visible(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         number = table[b if has_batch else b % 1, h if has_heads else h % 1, q // height, kv // width]
@@ -142,7 +142,7 @@ def _distinct_words(block_mask: BlockMask, blocks: Tensor) -> tuple[Tensor, Tens
     blocks: [n, (b, h, row, column)].
     """
     lengths, (height, width) = block_mask.seq_lengths, block_mask.BLOCK_SIZE
-    weights = torch.randint(-(1 << 62), 1 << 62, (height * width // _BITS,), generator=torch.Generator().manual_seed(0))
+    weights = torch.randint(-(1 << 62), 1 << 62, (height * width // BITS,), generator=torch.Generator().manual_seed(0))
     weights = (weights | 1).to(blocks.device)
     parts: list[Tensor] = []
     numbers: list[Tensor] = []
@@ -161,10 +161,10 @@ def _distinct_words(block_mask: BlockMask, blocks: Tensor) -> tuple[Tensor, Tens
         parts, numbers = _joined(parts, numbers, weights)
     bytes_of_block = height * width // 8
     capacity = next(n for n in _CAPACITIES if count * bytes_of_block <= n) // bytes_of_block
-    words = torch.zeros((capacity, height, width // _BITS), dtype=torch.int32, device=blocks.device)
+    words = torch.zeros((capacity, height, width // BITS), dtype=torch.int32, device=blocks.device)
     if not parts:
         return words, blocks[:, 0], 0
-    words[: len(parts[0])] = parts[0].view(-1, height, width // _BITS)
+    words[: len(parts[0])] = parts[0].view(-1, height, width // BITS)
     return words, numbers[0], len(parts[0])
 
 
@@ -176,8 +176,8 @@ def _joined(parts: list[Tensor], numbers: list[Tensor], weights: Tensor) -> tupl
 
 def _packed(visible: Tensor) -> Tensor:
     """Return booleans [n, queries, keys] as words [n, queries * keys / 32]."""
-    places = torch.arange(_BITS, dtype=torch.int32, device=visible.device)
-    bits = visible.view(len(visible), -1, _BITS).int() << places
+    places = torch.arange(BITS, dtype=torch.int32, device=visible.device)
+    bits = visible.view(len(visible), -1, BITS).int() << places
     return bits.sum(-1, dtype=torch.int32)
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 from flexmasks.blocks.build import materialize
 from flexmasks.blocks.counts import Blocks
 from flexmasks.plans.checks import check_offset, fail
 from flexmasks.plans.plan import MAX_POSITIONS, MaskPlan, check_open_extents, naming, sized
+from flexmasks.plans.portable import OfData, OfMask, PortableBlockMask
 from flexmasks.plans.shifted import shifted_mask
 from flexmasks.spec.parameters import Size
 from flexmasks.spec.values import Mask
@@ -83,6 +85,21 @@ def plan_mask(call: str, mask: Mask, lengths: Lengths) -> MaskPlan:
     return MaskPlan(mask, size, lengths.q_offset, block_size=block_size, open_extents=open_extents)
 
 
+def block_mask_of(call: str, mask: Mask, lengths: Lengths, as_data: bool) -> BlockMask:
+    """Return the BlockMask of a mask over lengths that a user gave to `call`."""
+    plan = plan_mask(call, mask, lengths)
+    return _portable_data(plan) if as_data else _portable(plan, plan.block_mask())
+
+
+def _portable(plan: MaskPlan, block_mask: BlockMask) -> PortableBlockMask:
+    return PortableBlockMask.of(block_mask, OfMask(plan.mask, plan.size.batch, plan.size.heads, plan.offset))
+
+
+def _portable_data(plan: MaskPlan) -> PortableBlockMask:
+    data = plan.data_alone()
+    return PortableBlockMask.of(data.block_mask(), OfData(data.words, data.table))
+
+
 def materialize_mask(call: str, mask: Mask, lengths: Lengths) -> Tensor:
     """Return a mask over the lengths given to `call`, as booleans.
 
@@ -96,7 +113,9 @@ def materialize_mask(call: str, mask: Mask, lengths: Lengths) -> Tensor:
 
 
 def _count_blocks(mask: Mask, q_len: int, kv_len: int | None, **sizes: Any) -> Blocks:
-    return plan_mask("flexmasks.Mask.blocks", mask, Lengths(q_len, kv_len, **sizes)).blocks()
+    plan = plan_mask("flexmasks.Mask.blocks", mask, Lengths(q_len, kv_len, **sizes))
+    blocks = plan.blocks()
+    return replace(blocks, block_mask=_portable(plan, blocks.block_mask))
 
 
 Mask.count_blocks = staticmethod(_count_blocks)

@@ -29,12 +29,12 @@ from flexmasks.plans.shifted import Offset, shifted_mask, shifted_score
 from flexmasks.plans.windows import Window, window_of
 from flexmasks.spec.captures import Aliases, Opaque, capture
 from flexmasks.spec.indexing import bounded
+from flexmasks.spec.numbers import MAX_COMPILED_VALUES, Number, NumberReader, numbers_in
 from flexmasks.spec.parameters import Size, describe
 from flexmasks.spec.values import Mask, Modifier, Score
 
 BLOCK_SIZE = (128, 128)
 _CPU_BLOCK_SIZES = ((1 << 10, 32), (1 << 15, 64))  # longest length, and the block size that is fastest up to it
-_MAX_COMPILED_VALUES = 6  # values of a mask's numbers to compile in, before the numbers become inputs
 MAX_POSITIONS = 1 << 31  # kernels count positions in 32 bits
 _UNKNOWN_FRACTION = 0.5  # assumed fraction of pairs that is computed
 _MAX_WIDTH = 1.25  # the most blocks of bounds, in exact blocks, with which bounds are used
@@ -115,12 +115,25 @@ class Plan:
                 self._bound_to = aliases.of((value, offset))
                 self.holds_aliases = True
 
+    @property
+    def what(self) -> str:
+        """The mask or score in words."""
+        return repr(self.value)
+
     @functools.cached_property
     def kernel_key(self) -> Hashable:
         """Key of what a compiled kernel depends on."""
         if self.opaque:
             return "opaque", self.value.name, getattr(self.value.definition.function, "__code__", None)
         return self.value.capture([], contents=False)
+
+    def numbers(self) -> tuple[Hashable, list[Number]]:
+        """Return the key of a compiled kernel without values of numbers, and the numbers.
+
+        Raises Opaque if the plan is opaque.
+        """
+        reader = NumberReader()
+        return reader.finish(self.value.read(reader, self.lifted, contents=False)), reader.numbers
 
     @property
     def is_own(self) -> bool:
@@ -146,7 +159,7 @@ class Plan:
     def _lift(self) -> bool:
         """Return whether numbers become inputs of the kernel.
 
-        They do once `_MAX_COMPILED_VALUES` values of them have been compiled in.
+        They do once `MAX_COMPILED_VALUES` values of them have been compiled in.
         """
         key_without_numbers = self.value.capture([], lift=True, contents=False)
         if key_without_numbers == self.kernel_key:
@@ -156,7 +169,7 @@ class Plan:
             seen = set()
             _NUMBERS.put(key_without_numbers, (), seen, 1)
         if self.kernel_key not in seen:
-            if len(seen) >= _MAX_COMPILED_VALUES:
+            if len(seen) >= MAX_COMPILED_VALUES:
                 self.kernel_key = key_without_numbers
                 return True
             seen.add(self.kernel_key)
@@ -333,6 +346,10 @@ class MaskPlan(Plan):
         prepared = self._prepared
         return prepared.layout.block_mask(shifted_mask(*self._bind(prepared)))
 
+    def mask_mod(self, resolved: dict[str, Any]) -> Callable[..., Tensor]:
+        """Return the function of the BlockMask, given what `Modifier.resolve` returned."""
+        return shifted_mask(*self._bind(_Prepared(resolved, self._offset_tensor())))
+
     @property
     def is_recorded(self) -> bool:
         """Return whether a recorded plan made the blocks."""
@@ -505,6 +522,7 @@ class GivenPlan:
     window: Window | None = None
     holds_aliases = False
     is_own = False
+    what = "a given block mask"
 
     def __init__(self, block_mask: BlockMask) -> None:
         self._block_mask = block_mask
@@ -519,6 +537,10 @@ class GivenPlan:
     @property
     def has_number_tensors(self) -> bool:
         return any(not shape for shape in self.shapes)
+
+    def numbers(self) -> tuple[Hashable, list[Number]]:
+        """Return a key of the function without its numbers, and the numbers, see `Plan.numbers`."""
+        return numbers_in(self._block_mask.mask_mod)
 
     def blocks(self) -> Blocks:
         return Blocks(self._block_mask)

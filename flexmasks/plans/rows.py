@@ -61,7 +61,7 @@ def rows_of(mask: Any, params: dict[str, Any], x: Tensor) -> Rows:
     x: the scores, [B, H, Q, KV].
     mask, params: the mask and its parameters as a user passes them to a call.
     """
-    if torch.compiler.is_compiling():
+    if compat.is_compiling():
         return _compiled_rows(mask, params, x)
     tensors: list[Tensor] = []
     key = _cache_key(mask, params, x, tensors)

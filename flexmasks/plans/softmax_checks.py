@@ -72,7 +72,7 @@ def _check_mask(call: str, x: Tensor, mask: Any, dtypes: tuple[torch.dtype, ...]
     if mask.device != x.device:
         raise ValueError(f"{call}: `mask` is on {mask.device}, `x` on {x.device}; use mask.to({str(x.device)!r}).")
     sizes = zip(reversed(mask.shape), reversed(x.shape), strict=False)
-    fits = _broadcasts if torch.compiler.is_compiling() else lambda m, n: m in (1, n)
+    fits = _broadcasts if compat.is_compiling() else lambda m, n: m in (1, n)
     if mask.ndim > x.ndim or not all(fits(m, n) for m, n in sizes):
         raise ValueError(
             f"{call}: `mask` must broadcast to x's shape {list(x.shape)}: each size, from the last, that of x or 1; "

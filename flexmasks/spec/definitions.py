@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from flexmasks import compat
 from flexmasks.spec.parameters import Parameter, Size, in_message, parameters_of
+from flexmasks.spec.pickles import refused, why_not
 from flexmasks.spec.templates import Read, reads_of
 
 
@@ -59,7 +61,7 @@ class Definition:
 
     def with_reads(self) -> Definition:
         """Return the definition with ways to what its functions captured, which a user's torch.compile needs."""
-        if self.reads is not None or self.own or torch.compiler.is_compiling():
+        if self.reads is not None or self.own or compat.is_compiling():
             return self
         return replace(self, reads=reads_of(*self.functions))
 
@@ -74,7 +76,14 @@ class Definition:
     def __reduce__(self) -> Any:  # a registered definition is pickled by name, because its functions may be lambdas
         if self.registered:
             return from_pickle, (self.kind, self.name)
-        return _defined, (self.kind, self.function, self.name)
+        problem = why_not(self.function)
+        if problem:
+            return refused(
+                f"flexmasks: the {self.kind} {self.name!r} cannot be pickled, because pickles hold functions by name: "
+                f"{problem}. Define it at the top level of a module, with tensors and numbers as parameters after `*`, "
+                f"or register it with flexmasks.register_{self.kind}."
+            )
+        return loaded_function, (self.kind, self.function, self.name)
 
 
 def define(kind: str, function: Callable[..., Any], name: str | None = None, **hooks: Any) -> Definition:
@@ -89,7 +98,7 @@ def define(kind: str, function: Callable[..., Any], name: str | None = None, **h
     if name is None:
         inner = function.func if isinstance(function, functools.partial) else function
         name = getattr(inner, "__name__", type(inner).__name__)
-    if torch.compiler.is_compiling() and isinstance(function, types.FunctionType):
+    if compat.is_compiling() and isinstance(function, types.FunctionType):
         code = function.__code__
         if code.co_argcount == len(arguments) and not code.co_kwonlyargcount:  # torch cannot trace inspect.signature
             return Definition(kind, name, function, {}, **hooks)
@@ -168,7 +177,7 @@ def is_own(kind: str, name: str) -> bool:
     return known is not None and known.own
 
 
-def _defined(kind: str, function: Callable[..., Any], name: str) -> Definition:
+def loaded_function(kind: str, function: Callable[..., Any], name: str) -> Definition:
     """Return the definition of a function that a pickle stored."""
     return define(kind, function, name).with_reads()
 

@@ -274,7 +274,7 @@ def can_be_read(tensor: Tensor) -> bool:
 
     They cannot be read while torch traces, if the tensor has no memory, or under torch.vmap.
     """
-    if torch.compiler.is_compiling():
+    if compat.is_compiling():
         return False
     while compat.is_wrapped(tensor):
         if compat.is_batched(tensor):

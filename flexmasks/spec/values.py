@@ -15,11 +15,13 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
+from flexmasks import compat
 from flexmasks.blocks.counts import Blocks
 from flexmasks.cache import identity
-from flexmasks.spec.captures import Aliases, Opaque, Readable, Reader
-from flexmasks.spec.definitions import AND, NOT, OR, Definition, define, definition
+from flexmasks.spec.captures import Aliases, Opaque, Place, Readable, Reader
+from flexmasks.spec.definitions import AND, NOT, OR, Definition, define, definition, from_pickle, loaded_function
 from flexmasks.spec.parameters import Size, describe, freeze, implied_size
+from flexmasks.spec.pickles import refused, why_not
 
 
 class Modifier(Readable):
@@ -140,7 +142,7 @@ class Modifier(Readable):
             elif inner := _modifiers_in(value):
                 pairs.append((name, *(m.read(reader, lift, contents) for m in inner)))
             else:
-                pairs.append((name, reader.key(value)))
+                pairs.append((name, reader.slot(Place(id(self), "parameter", name), value)))
         if self.definition.own:
             return self.kind, self.definition.name, *pairs
         return self.kind, *map(reader.key, self.definition.functions), *pairs
@@ -257,7 +259,7 @@ class Modifier(Readable):
         The function is kept until a tensor that it was prepared from changes.
         """
         known = self._bound.get(device)
-        if torch.compiler.is_compiling():  # torch can trace neither versions of tensors nor a cache
+        if compat.is_compiling():  # torch can trace neither versions of tensors nor a cache
             return self.bind(self.resolve(None, device=device)) if known is None else known[1]
         state = self._state() if self._has_preparation() else ()
         if known is None or state is None or known[0] != state:
@@ -281,8 +283,18 @@ class Modifier(Readable):
         states = [identity(t) for t in tensors]
         return None if None in states else (key, *states)
 
+    def to(self, device: torch.device | str) -> Self:
+        """Return the same mask or score with the tensors among its parameters on a device.
+
+        Tensors that a user's function captured stay where they are.
+        """
+        return type(self)(self.definition, {n: _on(v, device) for n, v in self.params.items()})
+
     def __reduce__(self) -> Any:
-        return type(self), (self.definition, dict(self.params))
+        problem = why_not(tuple(v for v in self.params.values() if not _modifiers_in(v)))
+        if problem:
+            return refused(f"flexmasks: the {self.kind} {self!r} cannot be pickled: {problem}.")
+        return loaded, (self.kind, self.definition, dict(self.params))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Modifier):
@@ -407,6 +419,22 @@ class Score(Modifier):
         return self._standalone(_device_of(self, q))(score, b, h, q, kv)
 
 
+def loaded(kind: str, definition: Definition, params: dict[str, Any]) -> Modifier:
+    """Return the mask or score that a pickle stored.
+
+    torch.load(weights_only=True) calls this function with what a file says, so the arguments may be anything. Nothing
+    is computed here, and the functions of the library get numbers, strings, tensors, masks and scores only.
+
+    Raises TypeError for other arguments.
+    """
+    if not isinstance(definition, Definition) or definition.kind != kind or not isinstance(params, dict):
+        raise TypeError(f"flexmasks: a pickle of a {kind} is damaged.")
+    cls = Mask if kind == "mask" else Score
+    if definition.own and not all(map(_is_plain, params.values())):
+        raise TypeError(f"flexmasks: a pickle of the {kind} {definition.name!r} has parameters of unknown types.")
+    return cls.of(definition, params)
+
+
 def to_mask(value: Any) -> Mask:
     """Return a mask, a name or a function as a Mask.
 
@@ -504,6 +532,19 @@ def _modifiers_in(value: Any) -> list[Modifier]:
     return [v for v in values if isinstance(v, Modifier)]
 
 
+def _is_plain(value: Any) -> bool:
+    """Return whether a parameter's value is made of numbers, strings, tensors, masks and scores only."""
+    if isinstance(value, tuple | list):
+        return all(map(_is_plain, value))
+    return isinstance(value, Tensor | Modifier | str | int | float | None)
+
+
+def _on(value: Any, device: torch.device | str) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_on(v, device) for v in value)
+    return value.to(device) if isinstance(value, Tensor | Modifier) else value
+
+
 def _same(a: Any, b: Any) -> bool:
     if a is b:
         return True
@@ -520,3 +561,8 @@ def _hashable(value: Any) -> Hashable:
     if isinstance(value, tuple):
         return tuple(_hashable(v) for v in value)
     return value if isinstance(value, Hashable) else type(value).__name__
+
+
+# Functions that torch.load(weights_only=True) may call. They find definitions by their registered names, or take
+# functions that the user has allowed, and call neither.
+torch.serialization.add_safe_globals([loaded, from_pickle, loaded_function])

@@ -1,0 +1,180 @@
+"""Block masks that can be pickled, copied and moved, because they know their mask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, noop_mask
+
+from flexmasks.plans.checks import INT_DTYPES
+from flexmasks.plans.data import BITS, MaskData, can_be_data
+from flexmasks.plans.plan import MaskPlan, sized
+from flexmasks.plans.shifted import Offset
+from flexmasks.spec.parameters import Size
+from flexmasks.spec.values import Mask
+
+_LISTS = (
+    "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices",
+    "q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices",
+)  # fmt: skip
+_MAX_LENGTH = 1 << 31
+
+
+@dataclass(frozen=True, eq=False)
+class OfMask:
+    """A mask with its sizes: where the function of a block mask comes from."""
+
+    mask: Mask
+    batch: int
+    heads: int
+    q_offset: Offset
+
+    def mask_mod(self, block_mask: BlockMask) -> Callable[..., Tensor]:
+        """Return the function of a block mask, its parameters checked against the sizes."""
+        q_len, kv_len = block_mask.seq_lengths
+        size = Size(self.batch, self.heads, q_len, kv_len, block_mask.kv_num_blocks.device)
+        return MaskPlan(self.mask, size, self.q_offset).mask_mod(self.mask.resolve(sized(size, self.q_offset)))
+
+    def to(self, device: torch.device | str) -> OfMask:
+        """Return the same with tensors on a device."""
+        q_offset = self.q_offset.to(device) if isinstance(self.q_offset, Tensor) else self.q_offset
+        return OfMask(self.mask.to(device), self.batch, self.heads, q_offset)
+
+    def state(self) -> tuple[Any, ...]:
+        """Return what a pickle holds."""
+        return "mask", self.mask, self.batch, self.heads, self.q_offset
+
+
+@dataclass(frozen=True, eq=False)
+class OfData:
+    """The bits of a mask: where the function of a block mask comes from."""
+
+    words: Tensor
+    table: Tensor
+
+    def mask_mod(self, block_mask: BlockMask) -> Callable[..., Tensor]:
+        """Return the function of a block mask, which reads the bits."""
+        lists = tuple(getattr(block_mask, name) for name in _LISTS)
+        data = MaskData(block_mask.seq_lengths, block_mask.BLOCK_SIZE, lists, self.words, self.table, 0)
+        return data.block_mask().mask_mod
+
+    def to(self, device: torch.device | str) -> OfData:
+        """Return the same with tensors on a device."""
+        return OfData(self.words.to(device), self.table.to(device))
+
+    def state(self) -> tuple[Any, ...]:
+        """Return what a pickle holds."""
+        return "data", self.words, self.table
+
+
+class PortableBlockMask(BlockMask):
+    """A BlockMask that `flexmasks.block_mask` made.
+
+    Pickles hold its index tensors and its mask, by name or as a function of a module.
+    """
+
+    source: OfMask | OfData
+
+    @classmethod
+    def of(cls, block_mask: BlockMask, source: OfMask | OfData) -> PortableBlockMask:
+        """Return a BlockMask together with the source of its function."""
+        made = cls.__new__(cls)
+        vars(made).update(vars(block_mask), source=source)
+        return made
+
+    def to(self, device: torch.device | str) -> PortableBlockMask:
+        """Return the block mask on a device, with the tensors among its mask's parameters."""
+        moved = PortableBlockMask.of(super().to(device), self.source.to(device))
+        moved.mask_mod = moved.source.mask_mod(moved)
+        return moved
+
+    def __copy__(self) -> PortableBlockMask:
+        return PortableBlockMask.of(self, self.source)
+
+    def __reduce__(self) -> Any:
+        lists = tuple(getattr(self, name) for name in _LISTS)
+        return loaded_block_mask, (lists, tuple(self.seq_lengths), tuple(self.BLOCK_SIZE), self.source.state())
+
+
+def loaded_block_mask(lists: Any, lengths: Any, block_size: Any, state: Any) -> PortableBlockMask:
+    """Return the block mask that a pickle stored.
+
+    torch.load(weights_only=True) calls this function with what a file says, so the arguments may be anything. Kernels
+    read memory at the places that the lists and the bits name, so all of them are checked here.
+
+    Raises ValueError if the arguments are not those of a block mask.
+    """
+    for pair in (lengths, block_size):
+        if not (_is_tuple(pair, 2) and all(type(n) is int and 0 < n < _MAX_LENGTH for n in pair)):
+            _damaged("lengths")
+    if not (_is_tuple(lists, len(_LISTS)) and isinstance(lists[0], Tensor) and lists[0].ndim == 3):
+        _damaged("lists of blocks")
+    rows, columns = (-(-length // size) for length, size in zip(lengths, block_size, strict=True))
+    sizes, device = tuple(lists[0].shape[:2]), lists[0].device
+    for place in range(0, len(_LISTS), 2):
+        counts, indices = lists[place : place + 2]
+        shape = (rows, columns) if place < len(_LISTS) // 2 else (columns, rows)
+        _check(counts, (*sizes, shape[0]), shape[1], device)
+        _check(indices, (*sizes, *shape), shape[1] - 1, device)
+    if _is_tuple(state, 5) and state[0] == "mask":
+        _, mask, batch, heads, q_offset = state
+        source: OfMask | OfData = _of_mask(mask, batch, heads, q_offset, sizes, device)
+    elif _is_tuple(state, 3) and state[0] == "data" and can_be_data(block_size):
+        _, words, table = state
+        source = _of_data(words, table, sizes, (rows, columns), block_size, device)
+    else:
+        _damaged("mask")
+    arguments: Any = (lengths, *lists, block_size, noop_mask)  # the function needs the lists
+    made = PortableBlockMask.of(BlockMask(*arguments), source)
+    made.mask_mod = source.mask_mod(made)
+    return made
+
+
+def _of_mask(mask: Any, batch: Any, heads: Any, q_offset: Any, sizes: tuple[int, ...], device: torch.device) -> OfMask:
+    for given, size in zip((batch, heads), sizes, strict=True):
+        if type(given) is not int or not 0 < given < _MAX_LENGTH or size not in (1, given):
+            _damaged("sizes")
+    is_tensor = isinstance(q_offset, Tensor) and q_offset.dtype in INT_DTYPES and q_offset.shape == (batch,)
+    is_on_device = is_tensor and q_offset.device == device
+    if not isinstance(mask, Mask) or not (is_on_device or type(q_offset) is int):
+        _damaged("mask")
+    return OfMask(mask, batch, heads, q_offset)
+
+
+def _of_data(
+    words: Any,
+    table: Any,
+    sizes: tuple[int, ...],
+    blocks: tuple[int, int],
+    block_size: tuple[int, int],
+    device: torch.device,
+) -> OfData:
+    if not isinstance(words, Tensor) or words.ndim != 3 or not len(words) or words.dtype != torch.int32:
+        _damaged("bits")
+    is_bits = tuple(words.shape[1:]) == (block_size[0], block_size[1] // BITS) and words.device == device
+    if not is_bits or not isinstance(table, Tensor) or table.ndim != 4 or any(map(int.__lt__, table.shape[2:], blocks)):
+        _damaged("bits")
+    _check(table, (*sizes, *table.shape[2:]), len(words) - 1, device)
+    return OfData(words, table)
+
+
+def _check(x: Any, shape: tuple[int, ...], most: int, device: torch.device) -> None:
+    """Check an int32 tensor's shape, and that its values are from 0 to `most`."""
+    is_right = isinstance(x, Tensor) and x.dtype == torch.int32 and tuple(x.shape) == shape and x.device == device
+    if not is_right or x.layout != torch.strided or not 0 <= int(x.min()) <= int(x.max()) <= most:
+        _damaged("lists of blocks")
+
+
+def _is_tuple(value: Any, length: int) -> bool:
+    return isinstance(value, tuple) and len(value) == length
+
+
+def _damaged(part: str) -> NoReturn:
+    raise ValueError(f"flexmasks: the pickle of a block mask is damaged: its {part} do not fit.")
+
+
+torch.serialization.add_safe_globals([loaded_block_mask])

@@ -1,0 +1,295 @@
+"""Pickles of masks, scores and block masks: copies, files, workers of a DataLoader."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+import pickle
+import zipfile
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from oracles import attend
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.utils.data import DataLoader, IterableDataset
+
+import flexmasks
+from flexmasks import Mask, Score, get_mask, get_score
+from flexmasks.plans.portable import loaded_block_mask
+
+LENGTH, BATCH, HEADS = 70, 2, 2
+IDS = torch.arange(LENGTH).expand(BATCH, -1) // torch.tensor([[20], [33]])
+LENS = torch.tensor([LENGTH, 40])
+LISTS = (
+    "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices",
+    "q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices",
+)  # fmt: skip
+
+
+def near(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, reach: Tensor) -> Tensor:
+    return (q - kv).abs() <= reach[h]
+
+
+def third(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return (q - kv) % 3 == 0
+
+
+def named_masks() -> dict[str, Mask]:
+    """Return masks of the library's own functions, with and without tensors."""
+    documents = get_mask("document", document_ids=IDS)
+    return {
+        "causal": get_mask("causal"),
+        "window": get_mask("sliding_window", window=9),
+        "number in a tensor": get_mask("sliding_window", window=torch.tensor(9)),
+        "documents": documents,
+        "lengths": get_mask("grouped_tril", seq_lens=LENS),
+        "composed": get_mask("causal") & documents | ~get_mask("padding", seq_lens=LENS),
+        "packed": flexmasks.packed("causal", torch.tensor([0, 20, LENGTH])),
+        "paged": flexmasks.paged(
+            "causal", torch.tensor([[3, 0, 2, 1, 4], [5, 6, -1, -1, -1]]), torch.tensor([70, 20]), 14
+        ),
+    }  # fmt: skip
+
+
+def users_masks() -> dict[str, Mask]:
+    """Return masks of functions of this module."""
+    return {"parameter": get_mask(near, reach=torch.tensor([3, 30])), "plain": get_mask(third) & get_mask("causal")}
+
+
+MASKS = named_masks() | users_masks()
+KEYS = {"paged": 98}  # the keys of all pages
+
+
+def block_mask_of(name: str) -> BlockMask:
+    q_offset = {"lengths": torch.tensor([4, 0]), "window": 5}.get(name, 0)
+    q_len = LENGTH - 5 * (name in ("lengths", "window"))
+    sizes = {"batch": BATCH, "heads": HEADS, "q_offset": q_offset, "block_size": 32}
+    return flexmasks.block_mask(MASKS[name], q_len, KEYS.get(name, LENGTH), **sizes)
+
+
+def by_pickle(value: Any) -> Any:
+    return pickle.loads(pickle.dumps(value))
+
+
+def by_file(value: Any, **how: Any) -> Any:
+    file = io.BytesIO()
+    torch.save({"value": value, "weights": torch.ones(3)}, file)
+    file.seek(0)
+    return torch.load(file, **how)["value"]
+
+
+WAYS: dict[str, Callable[[Any], Any]] = {
+    "pickle": by_pickle,
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "file": lambda value: by_file(value, weights_only=False),
+    "file of weights": by_file,
+}
+
+
+@pytest.fixture
+def allowed() -> Iterator[None]:
+    """Allow the functions of this module in files of weights."""
+    with torch.serialization.safe_globals([near, third]):
+        yield
+
+
+@pytest.mark.usefixtures("allowed")
+@pytest.mark.parametrize(("name", "way"), [*itertools.product(MASKS, WAYS)])
+def test_masks_travel(name: str, way: str) -> None:
+    mask, keys = MASKS[name], KEYS.get(name, LENGTH)
+    other = WAYS[way](mask)
+    assert type(other) is Mask
+    assert repr(other) == repr(mask)
+    sizes = {"batch": BATCH, "heads": HEADS}
+    want = flexmasks.dense_mask(mask, LENGTH, keys, **sizes)
+    assert torch.equal(flexmasks.dense_mask(other, LENGTH, keys, **sizes), want)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_scores_travel(way: str) -> None:
+    score = get_score("softcap", cap=3.0)
+    scores = [
+        score,
+        get_score("alibi", slopes=torch.rand(HEADS)),
+        flexmasks.packed(score, [0, 9, LENGTH]),
+    ]
+    q, k, v = torch.randn(3, BATCH, HEADS, LENGTH, 8)
+    for one in scores:
+        other = WAYS[way](one)
+        assert type(other) is Score
+        want = flexmasks.attention(q, k, v, score=one, backend="reference")
+        assert torch.equal(flexmasks.attention(q, k, v, score=other, backend="reference"), want)
+
+
+def check_block_mask(got: BlockMask, want: BlockMask) -> None:
+    """Check that a block mask has the same lists, and attends as the other one's function says element by element."""
+    for name in LISTS:
+        x, y = getattr(got, name), getattr(want, name)
+        assert x.dtype == y.dtype
+        assert torch.equal(x, y)
+    assert (got.seq_lengths, got.BLOCK_SIZE) == (want.seq_lengths, want.BLOCK_SIZE)
+    q_len, kv_len = want.seq_lengths
+    q, k, v = (torch.randn(BATCH, HEADS, n, 8) for n in (q_len, kv_len, kv_len))
+    indices = torch.meshgrid(*(torch.arange(n) for n in (BATCH, HEADS, q_len, kv_len)), indexing="ij")
+    expected, _ = attend(q.double(), k.double(), v.double(), want.mask_mod(*indices))
+    assert torch.allclose(
+        flexmasks.attention(q, k, v, block_mask=got, backend="reference").double(), expected, atol=1e-5
+    )
+
+
+@pytest.mark.usefixtures("allowed")
+@pytest.mark.parametrize(("name", "way"), [*itertools.product(MASKS, WAYS)])
+def test_block_masks_travel(name: str, way: str) -> None:
+    block_mask = block_mask_of(name)
+    check_block_mask(WAYS[way](block_mask), block_mask)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_block_masks_as_data_travel(way: str) -> None:
+    block_mask = flexmasks.block_mask(lambda b, h, q, kv: (q - kv) % (h + 3) == 0, LENGTH, heads=HEADS, as_data=True)
+    check_block_mask(WAYS[way](block_mask), block_mask)
+
+
+def test_a_loaded_block_mask_compiles() -> None:
+    q, k, v = torch.randn(3, BATCH, HEADS, LENGTH, 8)
+    block_mask = by_file(block_mask_of("composed"))
+    want = flexmasks.attention(q, k, v, mask=MASKS["composed"], backend="reference")
+    assert torch.allclose(flexmasks.attention(q, k, v, block_mask=block_mask, backend="cpu"), want, atol=1e-5)
+
+
+def test_counted_blocks_travel() -> None:
+    blocks = by_pickle(get_mask("causal").blocks(512))
+    assert (blocks.partial, blocks.full, blocks.undecided) == (4, 6, 4)
+
+
+def test_to_moves_the_tensors_of_the_mask() -> None:
+    moved = block_mask_of("documents").to("meta")
+    (ids,) = moved.source.mask.tensors()  # type: ignore[attr-defined]
+    assert moved.kv_indices.is_meta
+    assert ids.is_meta
+
+
+# --- what cannot be pickled ---
+
+LAMBDAS: dict[str, Callable[[], Any]] = {
+    "mask": lambda: get_mask(lambda b, h, q, kv: q >= kv),
+    "score": lambda: get_score(lambda score, b, h, q, kv: score + q),
+    "inside": lambda: flexmasks.packed(get_mask(lambda b, h, q, kv: q >= kv) & get_mask("causal"), [0, 9, LENGTH]),
+    "block mask": lambda: flexmasks.block_mask(lambda b, h, q, kv: (q >= kv) & IDS[b, kv] > 0, LENGTH, batch=2),
+}
+
+
+@pytest.mark.parametrize("name", LAMBDAS)
+def test_lambdas_are_refused(name: str) -> None:
+    value = LAMBDAS[name]()
+    with pytest.raises(
+        pickle.PicklingError, match=r"flexmasks: the (mask|score) '<lambda>' cannot be pickled.*top level"
+    ):
+        pickle.dumps(value)
+    with pytest.raises(pickle.PicklingError, match="cannot be pickled"):
+        torch.save(value, io.BytesIO())
+    copy.copy(value), copy.deepcopy(value)
+
+
+class Source(IterableDataset[Any]):
+    """Values that a worker makes: of the masks above, or one that cannot be sent."""
+
+    def __init__(self, refused: str | None) -> None:
+        self.refused = refused
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.refused == "graph":
+            yield get_score("alibi", slopes=torch.rand(HEADS, requires_grad=True) * 2)
+        elif self.refused is not None:
+            yield LAMBDAS[self.refused]()
+        else:
+            yield {name: (mask, block_mask_of(name)) for name, mask in MASKS.items()}
+
+
+def received(method: str, refused: str | None = None) -> Any:
+    loader = DataLoader(Source(refused), batch_size=None, num_workers=1, multiprocessing_context=method, timeout=100)
+    return next(iter(loader))
+
+
+METHODS = ["fork", *(pytest.param(m, marks=pytest.mark.campaign) for m in ("spawn", "forkserver"))]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_workers_send_masks_and_block_masks(method: str) -> None:
+    values = received(method)
+    for name, (mask, block_mask) in values.items():
+        assert repr(mask) == repr(MASKS[name])
+        check_block_mask(block_mask, block_mask_of(name))
+
+
+@pytest.mark.parametrize(
+    ("refused", "method"),
+    [*((n, "fork") for n in (*LAMBDAS, "graph")), pytest.param("block mask", "spawn", marks=pytest.mark.campaign)],
+)
+def test_workers_send_the_error_of_what_cannot_be_pickled(refused: str, method: str) -> None:
+    with pytest.raises(pickle.PicklingError, match=r"flexmasks: .* cannot be pickled"):
+        received(method, refused)
+
+
+# --- files from strangers ---
+
+
+def test_files_of_weights_call_no_function_of_a_stranger() -> None:
+    with pytest.raises(pickle.UnpicklingError, match=r"add_safe_globals\(\[test_pickles.near\]\)"):
+        by_file(MASKS["parameter"])
+    file = io.BytesIO()
+    torch.save(block_mask_of("composed"), file)
+    file.seek(0)
+    assert not torch.serialization.get_unsafe_globals_in_checkpoint(file)
+    with zipfile.ZipFile(file) as archive:
+        (name,) = (n for n in archive.namelist() if n.endswith("data.pkl"))
+        assert b"flexmasks.spec.values loaded" in archive.read(name).replace(b"\n", b" ")
+
+
+@pytest.mark.parametrize("params", [{"window": print}, {"window": {}}, {"windows": 3}, {}, None])
+def test_damaged_pickles_of_masks(params: Any) -> None:
+    mask = get_mask("sliding_window", window=3)
+    loaded, (kind, definition, _) = mask.__reduce__()
+    for changed in ((kind, definition, params), (kind, mask, {"window": 3}), ("score", definition, {"window": 3})):
+        with pytest.raises(TypeError, match="flexmasks"):
+            loaded(*changed)
+
+
+def _with(values: tuple[Any, ...], place: int, value: Any) -> tuple[Any, ...]:
+    return (*values[:place], value, *values[place + 1 :])
+
+
+def test_damaged_pickles_of_block_masks() -> None:
+    """Kernels would read memory outside of their tensors."""
+    of_mask, of_data = (
+        flexmasks.block_mask(MASKS["documents"], LENGTH, as_data=data).__reduce__()[1] for data in (0, 1)
+    )
+    loaded_block_mask(*of_mask), loaded_block_mask(*of_data)
+    lists, lengths, size, state = of_mask
+    for place in range(8):
+        for wrong in (lists[place] + 9, -1 - lists[place], lists[place].long(), lists[place][:1], None, "text"):
+            with pytest.raises(ValueError, match="damaged"):
+                loaded_block_mask(_with(lists, place, wrong), lengths, size, state)
+    for wrong in ((LENGTH, 5000), (LENGTH,), (0, LENGTH), (LENGTH, 70.0), None):
+        with pytest.raises(ValueError, match="damaged"):
+            loaded_block_mask(lists, wrong, size, state)
+    for place, wrong in ((0, "other"), (1, near), (2, 7), (3, 0), (4, print), (4, torch.tensor([1]))):
+        with pytest.raises(ValueError, match="damaged"):
+            loaded_block_mask(lists, lengths, size, _with(state, place, wrong))
+    short = get_mask("document", document_ids=IDS[:, :9])
+    with pytest.raises(ValueError, match="document_ids"):
+        loaded_block_mask(lists, lengths, size, _with(state, 1, short))
+    words, table = of_data[3][1:]
+    for place, wrong in ((1, words[:, :1]), (1, words.long()), (2, table + len(words)), (2, table - 1), (2, table[:1])):
+        with pytest.raises(ValueError, match="damaged"):
+            loaded_block_mask(*of_data[:3], _with(of_data[3], place, wrong))
+
+
+def test_block_masks_of_torch_are_left_alone() -> None:
+    block_mask = create_block_mask(third, 1, 1, 128, 128, device="cpu")
+    assert type(by_pickle(block_mask)) is BlockMask
