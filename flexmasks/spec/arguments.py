@@ -134,7 +134,8 @@ def _problem(name: str, targets: list[tuple[Definition, Mapping[str, Any]]], tak
         for d, given in targets
     )
     hint = _KEYWORDS_ELSEWHERE.get(name, takes or "no mask or score is given by name")
-    near = "" if name in _KEYWORDS_ELSEWHERE else _nearest(name)
+    is_known = name in _KEYWORDS_ELSEWHERE or torch.compiler.is_compiling()  # torch cannot trace difflib
+    near = "" if is_known else _nearest_argument(name)
     return f"no parameter is named `{name}`; {hint}{near}"
 
 
@@ -142,9 +143,6 @@ def _nearest_argument(name: str) -> str:
     """Return the end of a sentence that names the nearest argument of `attention`."""
     near = [] if name in _ARGUMENTS else difflib.get_close_matches(name, _ARGUMENTS, n=1, cutoff=0.7)
     return "".join(f"; or is it the argument `{n}`" for n in near)
-
-
-_nearest: Callable[[str], str] = torch.compiler.assume_constant_result(_nearest_argument)  # torch cannot trace difflib
 
 
 def functions_of(kind: str, value: Any) -> Any:

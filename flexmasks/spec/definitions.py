@@ -11,13 +11,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 
 from flexmasks import compat
-from flexmasks.spec.parameters import Parameter, Size, in_message, parameters_of
+from flexmasks.spec.parameters import Parameter, Size, in_message, is_array, is_block_mask, parameters_of
 from flexmasks.spec.pickles import refused, why_not
 from flexmasks.spec.templates import Read, reads_of
 
@@ -119,9 +117,9 @@ def define(kind: str, function: Callable[..., Any], name: str | None = None, **h
 
 def hint_for(kind: str, value: Any) -> str:
     """Return the end of a sentence that says what to write instead of a value."""
-    if isinstance(value, BlockMask):
+    if is_block_mask(value):
         return "; pass it as `block_mask=`, or to torch's flex_attention"
-    if isinstance(value, Tensor | np.ndarray):
+    if isinstance(value, Tensor) or is_array(value):
         if kind == "mask":
             return "; a dense mask `m` is mask='dense', visible=m"
         return "; a bias `m` is score=lambda score, b, h, q, kv: score + m[b, h, q, kv]"

@@ -34,7 +34,6 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 
 from flexmasks import compat
 
@@ -310,11 +309,21 @@ def implied_size(dimension: str, parameters: Mapping[str, Parameter], values: Ma
 _LONGEST_SHOWN = 80  # characters of a wrong value in a message
 
 
+def is_array(value: Any) -> bool:
+    """Return whether a value is a NumPy array."""
+    return isinstance(value, np.ndarray)
+
+
+def is_block_mask(value: Any) -> bool:
+    """Return whether a value is torch's BlockMask, without importing torch's module."""
+    return any(base.__name__ == "BlockMask" for base in type(value).__mro__)
+
+
 def in_message(value: Any) -> str:
     """Return a wrong value as one short line of a message."""
-    if isinstance(value, np.ndarray):
+    if is_array(value):
         return f"a NumPy array {value.dtype}{list(value.shape)}"
-    if isinstance(value, BlockMask):
+    if is_block_mask(value):
         return "a BlockMask"
     text = " ".join(describe(value).split())
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
