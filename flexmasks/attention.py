@@ -7,12 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 
-from flexmasks import calls
+from flexmasks import compat, later
 from flexmasks.plans.explanation import Explanation
-from flexmasks.plans.lengths import Lengths, block_mask_of, materialize_mask
-from flexmasks.request import Request
 from flexmasks.spec.arguments import MaskLike, ScoreLike, get_mask
 from flexmasks.spec.by_name import named, says_what_to_write
 
@@ -26,7 +23,7 @@ def attention(
     mask: MaskLike | None = None,
     score: ScoreLike | Sequence[ScoreLike] | None = None,
     scale: float | None = None,
-    block_mask: BlockMask | None = None,
+    block_mask: compat.BlockMask | None = None,
     q_offset: int | Tensor = 0,
     sink_logits: Tensor | None = None,
     return_lse: bool = False,
@@ -114,10 +111,10 @@ def attention(
         >>> bool((out[1, :, 60:] == 0).all())
         True
     """
-    request = Request(
+    request = later.request.Request(
         mask, score, params, scale, block_mask, q_offset, sink_logits, return_lse, backend, kernel_options
     )
-    out, lse = calls.run(q, k, v, request)
+    out, lse = later.calls.run(q, k, v, request)
     return (out, lse) if return_lse else out
 
 
@@ -171,8 +168,10 @@ def varlen_attention(
         >>> flexmasks.varlen_attention(q, k, v, [0, 30, 100], mask="sliding_window", window=16).shape
         torch.Size([100, 4, 64])
     """
-    request = Request(mask, score, params, scale, None, q_offset, sink_logits, return_lse, backend, kernel_options)
-    out, lse = calls.run_varlen(q, k, v, offsets, kv_offsets, request)
+    request = later.request.Request(
+        mask, score, params, scale, None, q_offset, sink_logits, return_lse, backend, kernel_options
+    )
+    out, lse = later.calls.run_varlen(q, k, v, offsets, kv_offsets, request)
     return (out, lse) if return_lse else out
 
 
@@ -237,8 +236,8 @@ def paged_attention(
         >>> flexmasks.paged_attention(q, k_cache, v_cache, page_table, kv_lens, mask="causal").shape
         torch.Size([2, 4, 1, 64])
     """
-    request = Request(mask, score, params, scale, None, q_offset, sink_logits, return_lse, backend)
-    out, lse = calls.run_paged(q, k_cache, v_cache, page_table, kv_lens, request)
+    request = later.request.Request(mask, score, params, scale, None, q_offset, sink_logits, return_lse, backend)
+    out, lse = later.calls.run_paged(q, k_cache, v_cache, page_table, kv_lens, request)
     return (out, lse) if return_lse else out
 
 
@@ -255,7 +254,7 @@ def block_mask(
     q_offset: int | Tensor = 0,
     as_data: bool = False,
     **params: Any,
-) -> BlockMask:
+) -> compat.BlockMask:
     """Return the exact BlockMask of a mask: its empty, partial and full blocks.
 
     It equals torch's create_block_mask, without evaluating the mask at all Q x KV pairs, and works in torch's
@@ -292,8 +291,8 @@ def block_mask(
     """
     if not isinstance(as_data, bool):
         raise TypeError(f"flexmasks.block_mask: `as_data` must be True or False, got {as_data!r}.")
-    lengths = Lengths(q_len, kv_len, batch, heads, device, q_offset, block_size)
-    return block_mask_of("flexmasks.block_mask", get_mask(mask, **params), lengths, as_data)
+    lengths = later.lengths.Lengths(q_len, kv_len, batch, heads, device, q_offset, block_size)
+    return later.lengths.block_mask_of("flexmasks.block_mask", get_mask(mask, **params), lengths, as_data)
 
 
 @says_what_to_write()
@@ -321,11 +320,16 @@ def dense_mask(
                 [0, 1, 1, 0],
                 [0, 0, 1, 1]], dtype=torch.int32)
     """
-    lengths = Lengths(q_len, kv_len, batch, heads, device, q_offset)
-    return materialize_mask("flexmasks.dense_mask", get_mask(mask, **params), lengths)
+    lengths = later.lengths.Lengths(q_len, kv_len, batch, heads, device, q_offset)
+    return later.lengths.materialize_mask("flexmasks.dense_mask", get_mask(mask, **params), lengths)
 
 
-@says_what_to_write(lambda *given: named(given[3], [name for name in Request._fields if name != "params"]))
+def _explained() -> list[str]:
+    """Return the names of the arguments of `explain`."""
+    return [name for name in later.request.Request._fields if name != "params"]
+
+
+@says_what_to_write(lambda *given: named(given[3], _explained()))
 def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Explanation:
     """Explain how a call of `attention` would run.
 
@@ -339,5 +343,5 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Explanation:
         >>> explanation.backend, explanation.compiles
         ('sdpa', 'no: it runs without compiling')
     """
-    own = {name: arguments.pop(name) for name in Request._fields if name != "params" and name in arguments}
-    return calls.explain(q, k, v, Request(params=arguments, **own))
+    own = {name: arguments.pop(name) for name in _explained() if name in arguments}
+    return later.calls.explain(q, k, v, later.request.Request(params=arguments, **own))

@@ -34,6 +34,7 @@ ORDER = {
             ["request"],
             ["inside_compile"],
             ["calls"],
+            ["later"],
             ["attention", "softmax"],
             ["pictures"],
             ["bench"],

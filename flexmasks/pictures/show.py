@@ -167,6 +167,3 @@ def _defines(kind: str, function: Any) -> bool:
     except TypeError:
         return False
     return True
-
-
-Modifier.to_html = staticmethod(html_of)

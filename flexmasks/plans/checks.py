@@ -8,8 +8,8 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 
+from flexmasks import compat
 from flexmasks.spec.parameters import Size, describe, in_message
 
 ATTENTION, VARLEN, PAGED = "flexmasks.attention", "flexmasks.varlen_attention", "flexmasks.paged_attention"
@@ -192,7 +192,7 @@ def sequence_offsets(name: str, given: Any, device: torch.device) -> Tensor:
 
 def check_block_mask(block_mask: Any, size: Size) -> None:
     """Check that a BlockMask was made for the sizes of a call."""
-    if not isinstance(block_mask, BlockMask):
+    if not isinstance(block_mask, compat.BlockMask):
         fail(f"`block_mask` must be a BlockMask, got {type(block_mask).__name__}; pass masks as `mask`.", TypeError)
     made_for = (*block_mask.kv_num_blocks.shape[:2], *block_mask.seq_lengths)
     fits = made_for[0] in (1, size.batch) and made_for[1] in (1, size.heads)

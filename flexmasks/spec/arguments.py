@@ -6,9 +6,9 @@ import difflib
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
+from flexmasks import compat
 from flexmasks.spec.by_name import says_what_to_write
 from flexmasks.spec.definitions import CHAIN, Definition, define, definition, hint_for
 from flexmasks.spec.parameters import describe, in_message
@@ -134,7 +134,7 @@ def _problem(name: str, targets: list[tuple[Definition, Mapping[str, Any]]], tak
         for d, given in targets
     )
     hint = _KEYWORDS_ELSEWHERE.get(name, takes or "no mask or score is given by name")
-    is_known = name in _KEYWORDS_ELSEWHERE or torch.compiler.is_compiling()  # torch cannot trace difflib
+    is_known = name in _KEYWORDS_ELSEWHERE or compat.is_compiling()  # torch cannot trace difflib
     near = "" if is_known else _nearest_argument(name)
     return f"no parameter is named `{name}`; {hint}{near}"
 

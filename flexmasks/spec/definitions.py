@@ -11,11 +11,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-import torch
 from torch import Tensor
 
 from flexmasks import compat
-from flexmasks.spec.parameters import Parameter, Size, in_message, is_array, is_block_mask, parameters_of
+from flexmasks.spec.parameters import Parameter, Size, in_message, is_array, parameters_of
 from flexmasks.spec.pickles import refused, why_not
 from flexmasks.spec.templates import Read, reads_of
 
@@ -117,7 +116,7 @@ def define(kind: str, function: Callable[..., Any], name: str | None = None, **h
 
 def hint_for(kind: str, value: Any) -> str:
     """Return the end of a sentence that says what to write instead of a value."""
-    if is_block_mask(value):
+    if isinstance(value, compat.BlockMask):
         return "; pass it as `block_mask=`, or to torch's flex_attention"
     if isinstance(value, Tensor) or is_array(value):
         if kind == "mask":
@@ -166,7 +165,7 @@ def _hint_of(kind: str, name: str) -> str:
     return f"flexmasks.list_{kind}s() names the {len(_NAMES[kind])} that exist."
 
 
-_hint: Callable[[str, str], str] = torch.compiler.assume_constant_result(_hint_of)  # torch cannot trace difflib
+_hint: Callable[[str, str], str] = compat.constant_in_graphs(_hint_of)  # torch cannot trace difflib
 
 
 def is_own(kind: str, name: str) -> bool:

@@ -314,16 +314,11 @@ def is_array(value: Any) -> bool:
     return isinstance(value, np.ndarray)
 
 
-def is_block_mask(value: Any) -> bool:
-    """Return whether a value is torch's BlockMask, without importing torch's module."""
-    return any(base.__name__ == "BlockMask" for base in type(value).__mro__)
-
-
 def in_message(value: Any) -> str:
     """Return a wrong value as one short line of a message."""
     if is_array(value):
         return f"a NumPy array {value.dtype}{list(value.shape)}"
-    if is_block_mask(value):
+    if isinstance(value, compat.BlockMask):
         return "a BlockMask"
     text = " ".join(describe(value).split())
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
