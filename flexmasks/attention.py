@@ -377,6 +377,8 @@ def block_mask(
         >>> flexmasks.block_mask("causal", 512).full_kv_num_blocks[0, 0].tolist()
         [0, 1, 2, 3]
     """
+    if not isinstance(as_data, bool):
+        raise TypeError(f"flexmasks.block_mask: `as_data` must be True or False, got {as_data!r}.")
     lengths = later.lengths.Lengths(q_len, kv_len, batch, heads, device, q_offset, block_size)
     return later.lengths.block_mask_of("flexmasks.block_mask", get_mask(mask, **params), lengths, as_data)
 
