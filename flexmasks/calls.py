@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from flexmasks import compat, inside_compile
+from flexmasks import compat
 from flexmasks.backends.call import Call, Replay, Result, Unavailable, transformed
 from flexmasks.backends.renewal import Renewal
 from flexmasks.backends.table import BACKENDS, check, choose
@@ -70,6 +70,8 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tens
 def _run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tensor | None]:
     if not compat.is_compiling():
         return run_eagerly(q, k, v, request)
+    from flexmasks import inside_compile  # loads torch's compilers
+
     with _under_autocast(q, k, v) as (q, k, v):
         if not any_nested(q, k, v):
             return inside_compile.run(q, k, v, request)

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 
 from flexmasks import compat
 from flexmasks.backends import fa4, flex, forms, reference, sdpa
@@ -84,7 +83,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tens
         indices = _planned_blocks(data, q_offset, q.detach(), k.detach(), block_size_for(size))
         mask_mod = shifted_mask(_bound(mask, resolved, size, name), _copied(q_offset) if name == "cpu" else q_offset)
         lengths: Any = (size.q_len, size.kv_len)
-        block_mask = BlockMask(*(lengths, *indices, block_size_for(size), mask_mod))
+        block_mask = compat.BlockMask(*(lengths, *indices, block_size_for(size), mask_mod))
     score_mod = None
     if score is not None:
         bound = _bound(score, score.resolve(size), size, name)
@@ -149,7 +148,7 @@ def _number_of_chosen(backend: str, call: Call) -> int:
     return _NAMES.index(name)
 
 
-@torch.compiler.assume_constant_result
+@compat.constant_in_graphs
 def _reason(number: int) -> str:
     return _REASONS[-number - 1]
 
@@ -297,7 +296,7 @@ def _over_indices(
     q: Tensor,
     k: Tensor,
     q_offset: int | Tensor,
-    block_mask: BlockMask,
+    block_mask: compat.BlockMask,
     score_mod: Callable[..., Tensor] | None,
 ) -> OverIndices:
     """Return the functions of a call over vectors of indices.
@@ -392,7 +391,7 @@ def _name_and_captured(definition: Definition) -> tuple[str, list[Any]]:
     return name, captured
 
 
-@torch.compiler.assume_constant_result
+@compat.constant_in_graphs
 def _noted(*functions: Any) -> str:
     try:
         return noted(*functions)
@@ -400,7 +399,7 @@ def _noted(*functions: Any) -> str:
         return f"{_PROBLEM}{problem}"
 
 
-@torch.compiler.assume_constant_result
+@compat.constant_in_graphs
 def _noted_alone(function: Any) -> str:
     """Return the name of the template of a function that captures nothing."""
     reads = reads_of(function)

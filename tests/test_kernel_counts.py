@@ -226,6 +226,42 @@ def test_numbers_of_registered_masks_compile_few_kernels(backend: str) -> None:
     assert kernels_of(calls) == [1] * 7 + [0] * 3
 
 
+def generating(start: int, shown: Tensor) -> Callable[..., Tensor]:
+    """Return a mask in the way of transformers: closures around closures, with where the queries start as a number."""
+
+    def moved(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return causal(b, h, q + start, kv + 0)
+
+    def padded(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return shown[b, kv]
+
+    def both(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        result = q.new_ones((), dtype=torch.bool)
+        for mask in (moved, padded):
+            result = result & mask(b, h, q, kv)
+        return result
+
+    return both
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_generated_token_compiles_nothing(device: str) -> None:
+    """The prompt compiles a kernel, and so do two lengths of one query, and those again beyond 128 keys."""
+    cache = torch.randn(2, 2, 2, 150, 16, device=device)
+
+    def call(length: int, queries: int) -> None:
+        q, (k, v) = torch.randn(2, 4, queries, 16, device=device), cache[:, :, :, :length]
+        shown = torch.arange(length, device=device) >= torch.tensor([[5], [0]], device=device)
+        mask = generating(length - queries, shown)
+        with torch.no_grad():
+            out = flexmasks.attention(q, k, v, mask=mask)
+        visible = create_mask(mask, 2, 4, queries, length, device)
+        assert error(out, naive(q, k, v, visible.cpu())) < (TOLERANCE[torch.float32] if device == "cpu" else 2e-3)
+
+    calls = [functools.partial(call, 120, 120), *(functools.partial(call, n, 1) for n in range(121, 145))]
+    assert sum(kernels_of(calls)) <= 5
+
+
 # --- batch sizes and heads ---
 
 SIZES = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]

@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from flexmasks import compat
 from flexmasks.backends import forms
@@ -36,7 +35,7 @@ _log = logging.getLogger("flexmasks")
 _kernel_numbers = itertools.count()
 _this_thread = threading.local()  # `compilations` counts those of the thread
 # Guards that are left out: torch checks at each call that its own modules have not changed, a tenth of a call's time.
-_GUARDS_OF_TORCH = ("G['flex_attention']", "G['__builtins_dict", "G['__import_torch_dot", "__import__('torch')")
+_GUARDS_OF_TORCH = ("G['compat']", "G['__builtins_dict", "G['__import_torch_dot", "__import__('torch')")
 _MAX_NOTED_SHAPES = 64  # shapes that one kernel remembers
 _RUNS_AS_DATA = 32  # runs on a GPU after which a function is compiled that could be compiled before
 _RUNS_BETWEEN_LOOKUPS = 64  # after this many runs a replay looks its kernel up again, which marks it as used
@@ -123,7 +122,7 @@ def flex(
     k: Tensor,
     v: Tensor,
     score_mod: Callable[..., Tensor] | None,
-    block_mask: BlockMask | None,
+    block_mask: compat.BlockMask | None,
     scale: float | None,
     kernel_options: Any,
     with_lse: bool,
@@ -134,7 +133,7 @@ def flex(
     """
     grouped = q.shape[1] != k.shape[1]
     if with_lse:
-        out, aux = flex_attention(
+        out, aux = compat.flex_attention(
             q,
             k,
             v,
@@ -143,10 +142,10 @@ def flex(
             scale,
             grouped,
             kernel_options=kernel_options,
-            return_aux=AuxRequest(lse=True),
+            return_aux=compat.AuxRequest(lse=True),
         )
         return out, aux.lse
-    return flex_attention(q, k, v, score_mod, block_mask, scale, grouped, kernel_options=kernel_options), None
+    return compat.flex_attention(q, k, v, score_mod, block_mask, scale, grouped, kernel_options=kernel_options), None
 
 
 def options(
@@ -182,7 +181,7 @@ def _tiles(q: Tensor, block_size: tuple[int, int]) -> dict[str, int]:
     return tiles if q.device.index is not None and _capability(q.device.index) == _TILES_ARE_FOR else {}
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@compat.constant_in_graphs
 def _capability(index: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)
 
@@ -479,7 +478,7 @@ _KEY_PARTS = (
 )  # fmt: skip
 
 
-def _lists_kind(block_mask: BlockMask) -> tuple[Hashable, ...]:
+def _lists_kind(block_mask: compat.BlockMask) -> tuple[Hashable, ...]:
     batch, heads = block_mask.kv_num_blocks.shape[:2]
     return block_mask.BLOCK_SIZE, _is_one(batch), heads
 

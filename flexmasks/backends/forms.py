@@ -13,7 +13,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 
 from flexmasks import compat
 from flexmasks.backends import numbers
@@ -78,7 +77,7 @@ def why_inexact(call: Call) -> str:
     return "" if reason in WAYS else reason
 
 
-def compiled_mask(call: Call, block_mask: BlockMask) -> BlockMask:
+def compiled_mask(call: Call, block_mask: compat.BlockMask) -> compat.BlockMask:
     """Return a call's BlockMask with its function as kernels can compute it."""
     way = "" if call.mask_is_own or call.is_traced else _inexact(call, call.mask_mod, is_score=False)
     if way not in WAYS:

@@ -26,8 +26,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 
+from flexmasks import compat
 from flexmasks.blocks.elements import Elements, over_indices
 from flexmasks.blocks.lists import of_block_mask
 from flexmasks.workers import Workers
@@ -87,7 +87,7 @@ class Tiles:
         q: Tensor,
         k: Tensor,
         score_mod: Callable[..., Tensor] | None,
-        block_mask: BlockMask,
+        block_mask: compat.BlockMask,
         scale: float | None,
     ) -> None:
         self._batch, self._heads, self._q_len, size = q.shape

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 
+from flexmasks import compat
 from flexmasks.blocks import limits
 from flexmasks.blocks.decide import Axis, Decided, decide, dependence
 from flexmasks.blocks.elements import Elements, MaskMod, boolean, coordinates_of, over_indices
@@ -33,10 +33,10 @@ class Layout:
     undecided: int | None  # number of blocks looked at element by element, None for bounds
     not_understood: tuple[str, ...]  # names of operations that ranges do not know, or the reason why they gave up
 
-    def block_mask(self, mask_mod: MaskMod) -> BlockMask:
+    def block_mask(self, mask_mod: MaskMod) -> compat.BlockMask:
         """Return the BlockMask of these blocks and that function."""
         lengths: Any = (self.q_len, self.kv_len)
-        return BlockMask(*(lengths, *self.indices, self.block_size, mask_mod))
+        return compat.BlockMask(*(lengths, *self.indices, self.block_size, mask_mod))
 
 
 def build(

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from flexmasks.masks.block_sparse import block_sparse
 from flexmasks.masks.natten import check_canvas
-from flexmasks.spec import Size, register_mask
+from flexmasks.spec import Size, constant_in_graphs, register_mask
 
 
 def _prepare(
@@ -23,7 +23,7 @@ def _prepare(
     check_canvas(size, {"length": length})
     blocks = -(-length // block)
     edges = (min(global_blocks, (blocks + 1) // 2),) * 2 if both_ends else (min(global_blocks, blocks), 0)
-    layout = _layout(blocks, window, edges, random_blocks, seed, None if size is None else size.device)
+    layout = _layout(blocks, window, edges, min(random_blocks, blocks), seed, None if size is None else size.device)
     return {"layout": layout, "block": (block, block)}
 
 
@@ -55,7 +55,7 @@ def bigbird(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, layout: Tensor, bloc
 
 
 # Inside a user's torch.compile the table is a constant.
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_in_graphs
 def _layout(
     blocks: int, window: int, edges: tuple[int, int], count: int, seed: int, device: torch.device | None
 ) -> Tensor:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from flexmasks.pictures.cells import MaskCells, ScoreCells
 from flexmasks.pictures.lengths import accepted_lengths
-from flexmasks.pictures.picture import CALL, MaskPicture, Picture, ScorePicture, check_columns
+from flexmasks.pictures.output import CALL, check_columns
+from flexmasks.pictures.picture import MaskPicture, Picture, ScorePicture
 from flexmasks.plans.lengths import Lengths, plan_mask
 from flexmasks.spec.arguments import MaskLike, ScoreLike, get_mask, get_score
 from flexmasks.spec.by_name import says_what_to_write
@@ -136,7 +137,7 @@ def html_of(value: Any) -> str:
     If there is no picture, the HTML is the repr and the reason.
     """
     try:
-        return draw(value)._repr_html_()
+        return f"<div>{draw(value).svg()}</div>"
     except Exception as error:
         reason = f"no picture: {error or type(error).__name__}"
         try:
@@ -166,6 +167,3 @@ def _defines(kind: str, function: Any) -> bool:
     except TypeError:
         return False
     return True
-
-
-Modifier.to_html = staticmethod(html_of)

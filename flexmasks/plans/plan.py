@@ -14,7 +14,6 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 
 from flexmasks import compat
 from flexmasks.blocks.build import Layout, build, materialize
@@ -341,7 +340,7 @@ class MaskPlan(Plan):
             check_open_extents(self.mask, mask_mod, size, self.open_extents)
         return _PreparedMask(resolved, self._offset_tensor(), layout, {})
 
-    def block_mask(self) -> BlockMask:
+    def block_mask(self) -> compat.BlockMask:
         """Return the BlockMask; its mask_mod is bound to the user's own tensors, or their aliases."""
         prepared = self._prepared
         return prepared.layout.block_mask(shifted_mask(*self._bind(prepared)))
@@ -397,7 +396,7 @@ class MaskPlan(Plan):
         block_mask = self.block_mask()
         return self._as_data(block_mask, *block_mask.kv_num_blocks.shape[:2])
 
-    def _as_data(self, block_mask: BlockMask, batch: int, heads: int) -> MaskData:
+    def _as_data(self, block_mask: compat.BlockMask, batch: int, heads: int) -> MaskData:
         with naming(self.mask), torch.no_grad():
             return data_of(block_mask, batch, heads)
 
@@ -524,7 +523,7 @@ class GivenPlan:
     is_own = False
     what = "a given block mask"
 
-    def __init__(self, block_mask: BlockMask) -> None:
+    def __init__(self, block_mask: compat.BlockMask) -> None:
         self._block_mask = block_mask
         captured: list[Tensor] = []
         self.kernel_key: Hashable
@@ -609,7 +608,8 @@ def check_open_extents(mask: Mask, mask_mod: Callable[..., Tensor], size: Size, 
             with naming(mask):
                 materialize(mask_mod, size.batch, size.heads, 1, 1, size.device)
             raise ValueError(
-                f"flexmasks: the mask {mask!r} depends on its {extent} index; pass `{extent}`, the size of that index."
+                f"flexmasks: the mask {mask!r} depends on its {extent.removesuffix('s')} index; pass `{extent}`, the "
+                "size of that index."
             )
 
 

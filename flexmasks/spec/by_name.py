@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
+
+from flexmasks import compat
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -49,7 +50,7 @@ def named(value: Any, names: list[str]) -> str:
     if isinstance(value, str) and "mask" in names:
         return f'mask="{value}"'
     kind = getattr(value, "kind", "mask" if callable(value) else "")  # a Mask or Score says what it is
-    if isinstance(value, BlockMask):
+    if isinstance(value, compat.BlockMask):
         kind = "block_mask"
     if isinstance(value, Tensor) and "mask" in names and value.ndim >= 2:
         return 'mask="dense", visible=m for a boolean tensor m'
