@@ -289,17 +289,26 @@ def test_threads_that_share_the_tiles_give_what_one_gives(name: str, three_threa
 def test_no_operation_of_a_tile_waits_for_other_threads(three_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under load, each operation that is divided among threads waits until the last of them runs again."""
     threads: dict[int, set[int]] = {}  # torch's threads for an operation, in each thread
-    scores = tiles.Tiles._scores
+    parts: set[int] = set()
+    scores, tiles_of_part = tiles.Tiles._scores, tiles.Tiles._tiles
 
     def noted(self: Any, *args: Any) -> Tensor:
         threads.setdefault(threading.get_ident(), set()).add(torch.get_num_threads())
         return scores(self, *args)
 
+    def dealt(self: Any, part: int) -> Iterator[Any]:
+        for tile in tiles_of_part(self, part):
+            parts.add(part)
+            yield tile
+
     monkeypatch.setattr(tiles.Tiles, "_scores", noted)
+    monkeypatch.setattr(tiles.Tiles, "_tiles", dealt)
     for name in ("one head", "grouped heads", "many short", "by batch and head"):
         threads.clear()
+        parts.clear()
         _trained(*DIVIDED[name])
-        assert len(threads) == 3, name
+        assert parts == {0, 1, 2}, name
+        assert len(threads) <= 3, name  # a thread may take two parts
         assert set().union(*threads.values()) == {1}, name
         assert threading.get_ident() not in threads
     threads.clear()
@@ -361,7 +370,7 @@ def test_threads_that_share_a_softmax(
     got = call()
     is_small = x.numel() < 1 << 15
     assert set().union(*threads.values()) == ({3} if is_small else {1})
-    assert len(threads) == (1 if x.numel() < 1 << 17 else 3)
+    assert len(threads) <= (1 if x.numel() < 1 << 17 else 3)
     assert (threading.get_ident() in threads) == is_small
     assert not any(y.requires_grad for y in call()[2:])
     torch.set_num_threads(1)
