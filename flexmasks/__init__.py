@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from flexmasks.softmax import masked_softmax as masked_softmax
     from flexmasks.softmax import scaled_masked_softmax as scaled_masked_softmax
 
+__version__ = "0.1.0"
 __all__ = [
     "attention", "varlen_attention", "paged_attention", "masked_softmax", "scaled_masked_softmax",
     "block_mask", "dense_mask", "explain", "show", "draw", "Picture",

@@ -20,6 +20,7 @@ from typing import Any
 from tabulate import tabulate
 from torch import Tensor
 
+from flexmasks import __version__
 from flexmasks.pictures.output import check_kind, check_writable, text_width
 from flexmasks.pictures.pages import page
 from flexmasks.spec.arguments import get_mask, get_score
@@ -85,6 +86,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Attention masks and score changes for PyTorch FlexAttention.",
         epilog="`python -m flexmasks COMMAND --help` describes a command.",
     )
+    parser.add_argument("--version", action="version", version=f"flexmasks {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     parent = _import_parser()
     _add_command(commands, "demo", "compute attention on this machine, check it, time it and draw its mask")

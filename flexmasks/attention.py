@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, cast, overload
 
 import torch
 from torch import Tensor
@@ -12,6 +12,36 @@ from flexmasks import compat, later
 from flexmasks.plans.explanation import Explanation
 from flexmasks.spec.arguments import MaskLike, ScoreLike, get_mask
 from flexmasks.spec.by_name import named, says_what_to_write
+
+
+# fmt: off
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, mask: MaskLike | None = None,
+    score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
+    block_mask: compat.BlockMask | None = None, q_offset: int | Tensor = 0, sink_logits: Tensor | None = None,
+    return_lse: Literal[False] = False, backend: str = "auto", kernel_options: dict[str, Any] | None = None,
+    **params: Any,
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, mask: MaskLike | None = None,
+    score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
+    block_mask: compat.BlockMask | None = None, q_offset: int | Tensor = 0, sink_logits: Tensor | None = None,
+    return_lse: Literal[True], backend: str = "auto", kernel_options: dict[str, Any] | None = None, **params: Any,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, mask: MaskLike | None = None,
+    score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
+    block_mask: compat.BlockMask | None = None, q_offset: int | Tensor = 0, sink_logits: Tensor | None = None,
+    return_lse: bool, backend: str = "auto", kernel_options: dict[str, Any] | None = None, **params: Any,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+# fmt: on
 
 
 @says_what_to_write()
@@ -30,7 +60,7 @@ def attention(
     backend: str = "auto",
     kernel_options: dict[str, Any] | None = None,
     **params: Any,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Compute exact, differentiable attention under a mask, on the fastest possible backend.
 
     The result is softmax(score(q @ k^T * scale)) @ v over the keys that the mask lets each query see. A row that sees
@@ -115,7 +145,36 @@ def attention(
         mask, score, params, scale, block_mask, q_offset, sink_logits, return_lse, backend, kernel_options
     )
     out, lse = later.calls.run(q, k, v, request)
-    return (out, lse) if return_lse else out
+    return (out, cast(Tensor, lse)) if return_lse else out
+
+
+# fmt: off
+@overload
+def varlen_attention(
+    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor | Sequence[int], kv_offsets: Tensor | Sequence[int] | None = None,
+    *, mask: MaskLike | None = None, score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
+    q_offset: int | Tensor = 0, sink_logits: Tensor | None = None, return_lse: Literal[False] = False,
+    backend: str = "auto", kernel_options: dict[str, Any] | None = None, **params: Any,
+) -> Tensor: ...
+
+
+@overload
+def varlen_attention(
+    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor | Sequence[int], kv_offsets: Tensor | Sequence[int] | None = None,
+    *, mask: MaskLike | None = None, score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
+    q_offset: int | Tensor = 0, sink_logits: Tensor | None = None, return_lse: Literal[True], backend: str = "auto",
+    kernel_options: dict[str, Any] | None = None, **params: Any,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def varlen_attention(
+    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor | Sequence[int], kv_offsets: Tensor | Sequence[int] | None = None,
+    *, mask: MaskLike | None = None, score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
+    q_offset: int | Tensor = 0, sink_logits: Tensor | None = None, return_lse: bool, backend: str = "auto",
+    kernel_options: dict[str, Any] | None = None, **params: Any,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+# fmt: on
 
 
 @says_what_to_write()
@@ -135,7 +194,7 @@ def varlen_attention(
     backend: str = "auto",
     kernel_options: dict[str, Any] | None = None,
     **params: Any,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Compute `attention` inside each of several sequences laid end to end, without a batch axis.
 
     It equals `attention` under `flexmasks.packed(mask, offsets, kv_offsets, q_offset)`, for q, k and v in the layout
@@ -172,7 +231,36 @@ def varlen_attention(
         mask, score, params, scale, None, q_offset, sink_logits, return_lse, backend, kernel_options
     )
     out, lse = later.calls.run_varlen(q, k, v, offsets, kv_offsets, request)
-    return (out, lse) if return_lse else out
+    return (out, cast(Tensor, lse)) if return_lse else out
+
+
+# fmt: off
+@overload
+def paged_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, kv_lens: Tensor, *, mask: MaskLike | None = None,
+    score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
+    q_offset: int | Tensor | None = None, sink_logits: Tensor | None = None, return_lse: Literal[False] = False,
+    backend: str = "auto", **params: Any,
+) -> Tensor: ...
+
+
+@overload
+def paged_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, kv_lens: Tensor, *, mask: MaskLike | None = None,
+    score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
+    q_offset: int | Tensor | None = None, sink_logits: Tensor | None = None, return_lse: Literal[True],
+    backend: str = "auto", **params: Any,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def paged_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, kv_lens: Tensor, *, mask: MaskLike | None = None,
+    score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
+    q_offset: int | Tensor | None = None, sink_logits: Tensor | None = None, return_lse: bool, backend: str = "auto",
+    **params: Any,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+# fmt: on
 
 
 @says_what_to_write()
@@ -191,7 +279,7 @@ def paged_attention(
     return_lse: bool = False,
     backend: str = "auto",
     **params: Any,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Compute attention to keys and values in a paged KV cache.
 
     The cache is not copied, and it is laid out as vLLM and FlashAttention hold it. To mask and score, key j is the j-th
@@ -238,7 +326,7 @@ def paged_attention(
     """
     request = later.request.Request(mask, score, params, scale, None, q_offset, sink_logits, return_lse, backend)
     out, lse = later.calls.run_paged(q, k_cache, v_cache, page_table, kv_lens, request)
-    return (out, lse) if return_lse else out
+    return (out, cast(Tensor, lse)) if return_lse else out
 
 
 @says_what_to_write()

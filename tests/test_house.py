@@ -81,6 +81,8 @@ def test_imports_run_in_one_direction() -> None:
             target = file_of(name)
             if target is None or module == "flexmasks" or room_of(target) == room_of(module):
                 continue
+            if (room_of(module), target) == ("__main__", "flexmasks"):  # the command stands above the public names
+                continue
             allowed = room_of(target) and ORDER[room_of(target)] < ORDER[room_of(module)]
             if room_of(module) in ("masks", "scores"):
                 allowed = any(f"{target}.".startswith(f"{known}.") for known in FOR_DEFINITIONS)

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import functools
+import importlib.metadata
+import inspect
 import os
+import pydoc
+import re
 import subprocess
 import sys
+import typing
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+import flexmasks
 
 ROOT = Path(__file__).parent.parent
 # Modules that take long to import. `import torch` loads none of them, only a compilation, a GPU or a picture does.
@@ -61,6 +69,7 @@ START = {
     "a mask": "import flexmasks; flexmasks.get_mask('causal') & flexmasks.get_mask('document', document_ids=[0, 1])",
     "--help": command("--help"),
     "list": command("list"),
+    "--version": command("--version"),
 }
 
 
@@ -75,6 +84,57 @@ def test_the_time_of_the_import() -> None:
     """The bound has a factor of 2: other processes on the machine slow this one."""
     seconds = min(timed.__wrapped__("import flexmasks")[0] for _ in range(3))
     assert seconds < 2 * SECONDS
+
+
+PUBLIC = [
+    "Mask", "Picture", "Score", "attention", "block_mask", "cache_info", "clear_caches", "dense_mask", "draw",
+    "explain", "get_mask", "get_score", "list_masks", "list_scores", "masked_softmax", "masks", "orders", "packed",
+    "paged", "paged_attention", "register_mask", "register_score", "scaled_masked_softmax", "scores", "show",
+    "varlen_attention",
+]  # fmt: skip
+
+
+def test_public_names() -> None:
+    assert sorted(flexmasks.__all__) == PUBLIC
+    assert [name for name in dir(flexmasks) if not name.startswith("__")] == PUBLIC
+    names: dict[str, Any] = {}
+    exec("from flexmasks import *", names)
+    assert {name: names[name] for name in PUBLIC} == {name: getattr(flexmasks, name) for name in PUBLIC}
+    with pytest.raises(AttributeError, match="has no attribute 'atention'"):
+        flexmasks.atention  # noqa: B018
+    assert set(flexmasks._MODULES) <= set(PUBLIC)
+
+
+def test_the_names_of_a_new_process() -> None:
+    """No name depends on what was imported before."""
+    names = run("import flexmasks; print(*[n for n in dir(flexmasks) if not n.startswith('_')])").stdout.split()
+    assert names == PUBLIC
+
+
+@pytest.mark.parametrize("name", ["attention", "varlen_attention", "paged_attention", "block_mask", "masked_softmax"])
+def test_signatures(name: str) -> None:
+    function = getattr(flexmasks, name)
+    signature = inspect.signature(function)
+    assert {"mask", "params"} <= set(signature.parameters)
+    assert set(typing.get_type_hints(function)) == {*signature.parameters, "return"}
+    page = pydoc.render_doc(function, renderer=pydoc.plaintext)
+    assert f"{name}(" in page
+    assert function.__doc__.splitlines()[0] in page
+
+
+def test_version() -> None:
+    number = re.fullmatch(r"\d+\.\d+\.\d+\S*", flexmasks.__version__)
+    assert number
+    assert f"## {number[0]}" in (ROOT / "CHANGELOG.md").read_text()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "flexmasks", "--version"]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=300)
+    assert result.stdout == f"flexmasks {flexmasks.__version__}\n"
+    try:
+        installed = importlib.metadata.version("flexmasks")
+    except importlib.metadata.PackageNotFoundError:
+        return
+    assert installed == flexmasks.__version__
 
 
 FIRST_USES = {
