@@ -21,8 +21,8 @@ from tabulate import tabulate
 from torch import Tensor
 
 from flexmasks import __version__
+from flexmasks.pictures.output import check_kind, check_writable, text_width
 from flexmasks.pictures.pages import page
-from flexmasks.pictures.picture import check_kind, check_writable, text_width
 from flexmasks.spec.arguments import get_mask, get_score
 from flexmasks.spec.definitions import definition
 from flexmasks.spec.parameters import describe

@@ -140,6 +140,14 @@ def in_dispatch_mode() -> bool:
     return bool(torch._C._len_torch_dispatch_stack())
 
 
+def in_function_mode() -> bool:
+    """Return whether a TorchFunctionMode is active in this thread, such as a default device.
+
+    No public equivalent.
+    """
+    return bool(torch._C._len_torch_function_stack())
+
+
 def in_foreign_dispatch_mode() -> bool:
     """Return whether this thread is in a mode where torch compiles nothing.
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,7 @@ from torch import Tensor
 
 import flexmasks
 from flexmasks.blocks import build, limits
+from flexmasks.orders import inverse_order, morton_order, tile_order
 
 torch.manual_seed(0)
 Q, K, V = torch.randn(3, 2, 4, 64, 16).unbind(0)
@@ -445,6 +447,147 @@ def test_bad_input(name: str) -> None:
     assert len(message) < 500
     good = flexmasks.attention(Q, K, V, mask="causal", backend="reference")
     assert torch.allclose(good, WANT, atol=1e-5)
+
+
+SCORES = torch.randn(2, 4, 8, 8)
+TOKENS = torch.randn(10, 4, 16)
+ONES = torch.ones(64, 64) > 0
+BLOCKS = flexmasks.block_mask("causal", 64)
+
+
+def blocks(mask: Any, **params: Any) -> Callable[[], Any]:
+    """Return a call of block_mask over 64 positions."""
+    return lambda: flexmasks.block_mask(mask, 64, **params)
+
+
+def softmax(x: Any = SCORES, **arguments: Any) -> Callable[[], Any]:
+    return lambda: flexmasks.masked_softmax(x, **arguments)
+
+
+def varlen(offsets: Any, *more: Any, q: Any = TOKENS, **arguments: Any) -> Callable[[], Any]:
+    return lambda: flexmasks.varlen_attention(q, TOKENS, TOKENS, offsets, *more, **arguments)
+
+
+def registered(**hooks: Any) -> Callable[[], Any]:
+    return lambda: flexmasks.register_mask(**hooks)(windowed)
+
+
+# Wrong kinds of values. What the message must say, and that it is short and in one line.
+ODD: dict[str, tuple[Callable[[], Any], str]] = {
+    # masks and scores of wrong kinds
+    "mask a list": (masked(["causal", "full"]), "masks are combined with `&` and `|`, as values of flexmasks.get_mask"),
+    "mask an array": (masked(ONES.numpy()), "got a NumPy array bool[64, 64]; a dense mask `m` is mask='dense'"),
+    "mask a BlockMask": (masked(BLOCKS), "got a BlockMask; pass it as `block_mask=`"),
+    "mask of softmax a BlockMask": (softmax(mask=BLOCKS), "got a BlockMask"),
+    "mask a long list": (masked([0] * 10000), "got [0, 0, 0"),
+    "mask bytes": (masked(b"causal"), "got b'causal'"),
+    "mask capital": (masked("Causal"), "did you mean 'causal'"),
+    "mask with a hyphen": (masked("sliding-window", window=3), "did you mean 'sliding_window'"),
+    "score a tensor": (scored(torch.zeros(64, 64)), "a bias `m` is score=lambda score, b, h, q, kv: score + m[b, h"),
+    "score a BlockMask": (scored(BLOCKS), "got a BlockMask; pass it as `block_mask=`"),
+    "score among None": (scored(["alibi", None]), "`score` must be a name, a Score or a function, got None"),
+    "& tensor": (lambda: CAUSAL & ONES, "got bool[64, 64]; a dense mask `m` is mask='dense', visible=m"),
+    "& None": (lambda: CAUSAL & None, "got None"),  # type: ignore[operator]
+    "get_mask of a builtin": (lambda: flexmasks.get_mask(len), "must take (b, h, q, kv) by position"),
+    "a Mask of numbers": (lambda: CAUSAL(0, 0, 3, 2), "is called with index tensors, such as torch.tensor(3), got 3"),
+    "a Score of numbers": (lambda: CHECKERBOARD(1.0, 0, 0, 3, 2), "is called with index tensors"),
+    # other arguments
+    "scale a tensor": (masked(scale=torch.tensor(1.0)), "got float32[]; multiply q by a tensor instead"),
+    "scale of NumPy": (masked(scale=np.float32(0.5)), "pass float(...) of it"),
+    "q_offset a list": (masked(q_offset=[1, 2]), "an int from 0 to 2**31 - 1 or an integer tensor [B] = [2] on cpu"),
+    "q_offset of no dimension": (masked("causal", q_offset=torch.tensor(3)), "got int64[] on cpu"),
+    "q_offset beyond 2**31": (masked("causal", q_offset=torch.tensor([2**40, 1])), "at most 2**31 - 64"),
+    "misspelt argument": (
+        masked("causal", retrun_lse=True),
+        "mask 'causal' takes none; or is it the argument `retu",
+    ),
+    "misspelt mask": (lambda: flexmasks.explain(Q, K, V, maks="causal"), "or is it the argument `mask`"),
+    "sink_logits a list": (masked(sink_logits=[1.0] * 4), "`sink_logits` must be a floating tensor [H] = [4]"),
+    "return_lse 1": (masked(return_lse=1), "`return_lse` must be True or False, got 1"),
+    "backend in capitals": (masked(backend="CPU"), "must be 'auto' or one of 'fa4', 'sdpa'"),
+    "as_data a string": (blocks("causal", as_data="no"), "`as_data` must be True or False, got 'no'"),
+    "device unknown": (blocks("causal", device="gpu"), "`device` must be a torch device, got 'gpu'"),
+    "device a list": (blocks("causal", device=["cpu"]), "`device` must be a torch device, got ['cpu']"),
+    "device meta": (blocks("causal", device="meta"), "`device` must hold data, got meta"),
+    "device without backend": (blocks("causal", device="mps"), "`device` must be available, got mps, and torch says"),
+    "heads unknown": (blocks(lambda b, h, q, kv: (q >= kv) & (h < 1)), "depends on its head index; pass `heads`"),
+    "q_len of NumPy": (blocks_of("causal", q_len=np.int64(64)), "`q_len` must be an int of at least 1"),
+    "q_len a bool": (blocks_of("causal", q_len=True), "`q_len` must be an int of at least 1, got True"),
+    "q_len beyond 2**31": (blocks_of("causal", q_len=2**33), "`q_len` must be at most 2**31 = 2147483648"),
+    "kv_len beyond 2**31": (blocks_of("causal", kv_len=2**33), "`kv_len` must be at most 2**31"),
+    "block_size a string": (
+        blocks("causal", block_size="128"),
+        "`block_size` must be an int above 0 or a pair, got",
+    ),
+    "length of Mask.blocks": (lambda: CAUSAL.blocks("64"), "flexmasks.Mask.blocks: `q_len` must be an int"),
+    # parameters
+    "ids a range": (blocks("document", document_ids=range(64)), "(range); pass a list or a tensor"),
+    "ids a set": (blocks("document", document_ids={1, 2}), "got {1, 2} (set); pass a list or a tensor"),
+    "ids a generator": (blocks("document", document_ids=(i for i in [0])), "(generator); pass a list or a tensor"),
+    "ids strings": (blocks("document", document_ids=["a"] * 64), "a sequence that cannot be made a tensor"),
+    "ids None": (blocks("document", document_ids=[None] * 64), "a sequence that cannot be made a tensor"),
+    "ids huge": (blocks("document", document_ids=[2**70] * 64), "a sequence that cannot be made a tensor"),
+    "ids sparse": (
+        blocks("document", document_ids=torch.eye(64)[0].long().to_sparse()),
+        "got a tensor of torch.sparse_coo; use `.to_dense()`",
+    ),
+    "window NaN": (blocks("sliding_window", window=math.nan), "got nan (float)"),
+    "window a Mask": (blocks("sliding_window", window=CAUSAL), "got causal() (Mask)"),
+    "window a float tensor": (blocks("sliding_window", window=torch.tensor(3.0)), "got float32[]"),
+    "both_ends 1": (blocks("bigbird", length=64, block=8, both_ends=1), "`both_ends` must be bool, got 1 (int)"),
+    # the softmax
+    "scores a list": (softmax([[1.0]]), "got list; use torch.as_tensor"),
+    "q_offset of softmax": (
+        softmax(mask="causal", q_offset=3),
+        "no parameter is named `q_offset`; mask 'causal'",
+    ),
+    "dropout of softmax": (softmax(mask="causal", dropout_p=0.1), "there is no dropout"),
+    # sequences and pages
+    "offsets a string": (varlen("0,10"), "`offsets` must be int[N + 1] on cpu, the starts of N sequences"),
+    "offsets of two dimensions": (varlen([[0, 10]]), "`offsets` must be int[N + 1]"),
+    "kv_offsets missing": (varlen([0, 5], q=TOKENS[:5]), "pass `kv_offsets`"),
+    "block_mask of varlen": (varlen([0, 10], block_mask=BLOCKS), "only flexmasks.attention takes one"),
+    "max_seqlen": (varlen([0, 10], max_seqlen_q=10), "leave it out: the offsets say the lengths"),
+    "causal of FlashAttention": (varlen([0, 10], causal=True), 'pass mask="causal"'),
+    # registration
+    "example a dict": (
+        registered(name="wrong", example={"w": 1}),
+        "`example` must be a function, such as lambda",
+    ),
+    "prepare a number": (registered(name="wrong", prepare=3), "`prepare` must be a function, got 3"),
+    "band a number": (registered(name="wrong", band=3), "`band` must be a function, got 3"),
+    # pictures and orders
+    "columns 0": (lambda: flexmasks.show("causal", 8, columns=0), "`columns` must be an int above 0, got 0"),
+    "columns a float": (lambda: flexmasks.show("causal", 8, columns=8.0), "got 8.0"),  # type: ignore[arg-type]
+    "columns of a text": (lambda: flexmasks.draw("causal", 8).text(0), "`columns` must be an int above 0, got 0"),
+    "ax a number": (lambda: flexmasks.draw("causal", 8).plot(3), "`ax` must be matplotlib's Axes"),  # type: ignore[arg-type]
+    "canvas a number": (lambda: morton_order(8), "`canvas` must be a tuple of ints"),  # type: ignore[arg-type]
+    "canvas a string": (
+        lambda: tile_order("8x8", (2, 2)),
+        "`canvas` must be a tuple of ints, such as (48, 64)",
+    ),  # type: ignore[arg-type]
+    "order a list": (lambda: inverse_order([1, 0]), "`order` must be a tensor of one dimension"),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_values(name: str) -> None:
+    call, words = ODD[name]
+    with pytest.raises((ValueError, TypeError)) as caught:
+        call()
+    message = str(caught.value)
+    assert message.startswith("flexmasks")
+    assert words in message
+    assert "\n" not in message
+    assert len(message) < 500
+
+
+def test_random_blocks_beyond_all_blocks() -> None:
+    most, all_of_them = (
+        flexmasks.get_mask("bigbird", length=64, block=8, random_blocks=count) for count in (10**12, 8)
+    )
+    assert torch.equal(flexmasks.dense_mask(most, 64), flexmasks.dense_mask(all_of_them, 64))
+    assert flexmasks.dense_mask(most, 64).all()
 
 
 # Arguments by position that need names: each call, and what its error says to write.

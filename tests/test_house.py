@@ -23,7 +23,8 @@ ORDER = {
     for number, rooms in enumerate(
         [
             ["compat", "former"],
-            ["cache", "kernels"],
+            ["cache", "workers"],
+            ["kernels"],
             ["ranges"],
             ["blocks"],
             ["spec"],

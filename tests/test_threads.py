@@ -19,6 +19,8 @@ from torch._dynamo.utils import counters
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import flexmasks
+from flexmasks.backends import tiles
+from flexmasks.kernels import softmax_plain
 from flexmasks.plans import recorded
 
 THREADS = 8
@@ -229,3 +231,138 @@ def test_known_calls_run_while_another_thread_records_a_plan(monkeypatch: pytest
         while not planned.done():
             assert torch.equal(flexmasks.attention(q, k, v, mask="sliding_window", window=20), want)
         planned.result()
+
+
+# --- training on a CPU ---
+
+
+@pytest.fixture
+def three_threads() -> Iterator[None]:
+    """Give torch three threads, whatever the number of cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+def _by_batch(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return (q >= kv) & ((kv % 5 != b) | (h == 1))
+
+
+# sizes (batch, heads, heads of keys, queries, keys), and the mask and score
+DIVIDED: dict[str, tuple[tuple[int, int, int, int, int], dict[str, Any]]] = {
+    "one head": ((1, 1, 1, 700, 700), {"mask": "sliding_window", "window": 300}),
+    "grouped heads": ((1, 6, 2, 300, 400), {"mask": "causal", "score": "alibi"}),
+    "many short": ((9, 4, 4, 70, 70), {"mask": "causal"}),
+    "by batch and head": ((3, 4, 4, 200, 180), {"mask": _by_batch}),
+    "few queries": ((1, 2, 2, 20, 9000), {"mask": "sliding_window", "window": 8000, "q_offset": 8980}),
+    "small": ((1, 2, 1, 150, 150), {"mask": "causal", "score": "softcap", "cap": 3.0}),
+    "tiny": ((1, 1, 1, 20, 20), {"mask": "causal"}),
+}
+
+
+def _trained(sizes: tuple[int, int, int, int, int], call: dict[str, Any]) -> list[Tensor]:
+    """Return output, lse and all gradients of a call, with a learned table if it has no score."""
+    batch, heads, kv_heads, q_len, kv_len = sizes
+    generator = torch.Generator().manual_seed(1)
+    shapes = (batch, heads, q_len, 16), (batch, kv_heads, kv_len, 16), (batch, kv_heads, kv_len, 16), (heads, 33)
+    *leaves, table = (torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes)
+    if "score" not in call:
+        call = call | {"score": "relative_bias", "table": table}
+        leaves.append(table)
+    out, lse = flexmasks.attention(*leaves[:3], backend="reference", return_lse=True, **call)
+    weight = torch.randn(out.shape, generator=generator, dtype=torch.float64)
+    loss = (out * weight).sum() + lse[lse.isfinite()].square().sum()
+    return [out.detach(), lse.detach(), *torch.autograd.grad(loss, leaves)]
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+def test_threads_that_share_the_tiles_give_what_one_gives(name: str, three_threads: None) -> None:
+    got = _trained(*DIVIDED[name])
+    for x, y in zip(got, _trained(*DIVIDED[name]), strict=True):
+        assert torch.equal(x, y)  # the same in each run
+    torch.set_num_threads(1)
+    for x, want in zip(got, _trained(*DIVIDED[name]), strict=True):
+        assert torch.allclose(x, want, rtol=1e-9, atol=1e-9)
+
+
+def test_no_operation_of_a_tile_waits_for_other_threads(three_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under load, each operation that is divided among threads waits until the last of them runs again."""
+    threads: dict[int, set[int]] = {}  # torch's threads for an operation, in each thread
+    scores = tiles.Tiles._scores
+
+    def noted(self: Any, *args: Any) -> Tensor:
+        threads.setdefault(threading.get_ident(), set()).add(torch.get_num_threads())
+        return scores(self, *args)
+
+    monkeypatch.setattr(tiles.Tiles, "_scores", noted)
+    for name in ("one head", "grouped heads", "many short", "by batch and head"):
+        threads.clear()
+        _trained(*DIVIDED[name])
+        assert len(threads) == 3, name
+        assert set().union(*threads.values()) == {1}, name
+        assert threading.get_ident() not in threads
+    threads.clear()
+    _trained(*DIVIDED["small"])
+    assert [*threads.values()] == [{1}]  # in one thread alone
+    # Neither the caller nor a thread that starts later has fewer threads than before.
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(lambda: torch.ones(9).sum() and torch.get_num_threads()).result() == 3
+    assert torch.get_num_threads() == 3
+
+
+def test_calls_from_many_threads_share_the_tiles_threads(three_threads: None) -> None:
+    want = {name: _trained(*DIVIDED[name]) for name in DIVIDED}
+    before = threading.active_count()
+
+    def work(number: int) -> None:
+        torch.set_num_threads(3)
+        for name in [*DIVIDED][number % len(DIVIDED) :]:
+            assert all(map(torch.equal, _trained(*DIVIDED[name]), want[name])), name
+
+    in_threads(work)
+    assert threading.active_count() <= before
+
+
+def test_errors_in_threads_are_raised(three_threads: None) -> None:
+    q = torch.randn(1, 2, 512, 16, requires_grad=True)
+
+    def wrong(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        if threading.current_thread().name.startswith("flexmasks"):
+            raise ValueError("a fault of the function")
+        return score
+
+    with pytest.raises(ValueError, match="a fault of the function"):
+        flexmasks.attention(q, q, q, mask="causal", score=wrong)
+    with torch.inference_mode():
+        seen = flexmasks.attention(q, q, q, mask="causal", backend="reference")
+    assert error(seen, flexmasks.attention(q, q, q, mask="causal").detach()) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 300, 300), (3, 2, 5, 9000), (1, 1, 700, 333), (40, 2, 30, 30), (2, 1, 8, 8)])
+def test_threads_that_share_a_softmax(
+    shape: tuple[int, ...], three_threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, weight = torch.randn(2, *shape, dtype=torch.float64)
+    x.requires_grad_()
+    threads: dict[int, set[int]] = {}
+    hidden = softmax_plain._hidden
+
+    def noted(*args: Any) -> Tensor | None:
+        threads.setdefault(threading.get_ident(), set()).add(torch.get_num_threads())
+        return hidden(*args)
+
+    def call() -> list[Tensor]:
+        y = flexmasks.masked_softmax(x, mask="causal")
+        (dx,) = torch.autograd.grad((y * weight).sum(), x, create_graph=True)
+        return [y, dx, *torch.autograd.grad(dx.square().sum(), x)]
+
+    monkeypatch.setattr(softmax_plain, "_hidden", noted)
+    got = call()
+    is_small = x.numel() < 1 << 15
+    assert set().union(*threads.values()) == ({3} if is_small else {1})
+    assert len(threads) == (1 if x.numel() < 1 << 17 else 3)
+    assert (threading.get_ident() in threads) == is_small
+    assert not any(y.requires_grad for y in call()[2:])
+    torch.set_num_threads(1)
+    assert all(torch.allclose(a, b, rtol=1e-9, atol=1e-9) for a, b in zip(got, call(), strict=True))

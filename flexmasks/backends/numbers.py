@@ -52,7 +52,10 @@ def note_compiled(call: Call, is_score: bool) -> None:
         return
     known.compiled.add(values)
     if is_score and call.score_mod is not None:
-        known.in_functions.append(_values(numbers_in(call.score_mod())[1]))
+        try:
+            known.in_functions.append(_values(numbers_in(call.score_mod())[1]))
+        except Opaque as error:
+            known.why_constant = f"its function reads {error}"
 
 
 def score_with_inputs(call: Call) -> tuple[Callable[..., Tensor], Hashable] | None:

@@ -23,7 +23,7 @@ def _prepare(
     check_canvas(size, {"length": length})
     blocks = -(-length // block)
     edges = (min(global_blocks, (blocks + 1) // 2),) * 2 if both_ends else (min(global_blocks, blocks), 0)
-    layout = _layout(blocks, window, edges, random_blocks, seed, None if size is None else size.device)
+    layout = _layout(blocks, window, edges, min(random_blocks, blocks), seed, None if size is None else size.device)
     return {"layout": layout, "block": (block, block)}
 
 

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from flexmasks.attention import attention
 from flexmasks.pictures import svg
-from flexmasks.pictures.picture import MaskPicture, check_writable
+from flexmasks.pictures.output import check_writable
+from flexmasks.pictures.picture import MaskPicture
 from flexmasks.pictures.show import draw
 from flexmasks.spec.definitions import definition
 from flexmasks.spec.examples import SHORT, at_most, fitting

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import shutil
 import textwrap
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
@@ -15,12 +13,11 @@ from torch import Tensor
 
 from flexmasks.pictures import svg
 from flexmasks.pictures.cells import HIDDEN, PARTIAL, SKIPPED, VISIBLE, Grid, MaskCells, ScoreCells
+from flexmasks.pictures.output import WIDEST_TEXT, check_columns, check_kind, text_width
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-CALL = "flexmasks.show"  # the call that error messages name
-_WIDEST_TEXT = 80  # characters
 _TITLE_COLUMNS = 44  # characters of a title's line, drawn by matplotlib
 _MASK_CELLS = 256  # along the longer side of a picture
 _SCORE_CELLS = 96  # along the longer side of a score's SVG, where fewer cells merge
@@ -229,47 +226,9 @@ class ScorePicture(Picture):
         return "added to each score" if self._cells.kind == "bias" else "added to a score of 1; depends on the score"
 
 
-def text_width() -> int:
-    """Return the terminal's width in characters, at most 80."""
-    return min(shutil.get_terminal_size().columns, _WIDEST_TEXT)
-
-
-def check_columns(columns: Any) -> int:
-    """Return a width of text, or raise ValueError."""
-    if type(columns) is not int or columns < 1:
-        raise ValueError(f"{CALL}: `columns` must be an int above 0, got {columns!r}.")
-    return columns
-
-
-def check_kind(path: Path) -> str:
-    """Return the suffix of a picture's file.
-
-    Raises ValueError for another kind of file, and ImportError if it needs matplotlib, which is missing.
-    """
-    kind = path.suffix.lower()
-    if kind not in (".svg", ".html", ".txt", ".pdf", ".png"):
-        raise ValueError(f"flexmasks: a picture is saved as .svg, .html, .txt, .pdf or .png, got {str(path)!r}.")
-    if kind in (".pdf", ".png") and importlib.util.find_spec("matplotlib") is None:
-        raise ImportError(
-            f"flexmasks: a {kind} file needs matplotlib: `pip install matplotlib`; .svg, .html and .txt need nothing."
-        )
-    return kind
-
-
-def check_writable(path: Path) -> None:
-    """Raise OSError if a file cannot be written.
-
-    Ask before the work whose result the file will hold. A file that exists keeps its contents, no new file stays.
-    """
-    existed = path.exists()
-    path.open("ab").close()
-    if not existed:
-        path.unlink()
-
-
 def _text_grid(cells: MaskCells | ScoreCells, columns: int) -> Grid:
     """Return cells for text, where a character is twice as tall as wide."""
-    keys = max(-(-cells.kv_len // columns), -(-cells.q_len // (2 * _WIDEST_TEXT)))  # of a character
+    keys = max(-(-cells.kv_len // columns), -(-cells.q_len // (2 * WIDEST_TEXT)))  # of a character
     queries = keys if keys == 1 else 2 * keys
     return cells.grid(-(-cells.q_len // queries), columns)
 
@@ -349,6 +308,8 @@ def _levels(values: Tensor, steps: int) -> Tensor:
 def _axes(ax: Axes | None) -> Axes:
     """Return `ax`, or the axes of a new figure."""
     if ax is not None:
+        if not hasattr(ax, "imshow"):
+            raise TypeError(f"flexmasks: `ax` must be matplotlib's Axes, or None for a new figure, got {ax!r}.")
         return ax
     try:
         from matplotlib.figure import Figure

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from flexmasks.pictures.cells import MaskCells, ScoreCells
 from flexmasks.pictures.lengths import accepted_lengths
-from flexmasks.pictures.picture import CALL, MaskPicture, Picture, ScorePicture, check_columns
+from flexmasks.pictures.output import CALL, check_columns
+from flexmasks.pictures.picture import MaskPicture, Picture, ScorePicture
 from flexmasks.plans.lengths import Lengths, plan_mask
 from flexmasks.spec.arguments import MaskLike, ScoreLike, get_mask, get_score
 from flexmasks.spec.by_name import says_what_to_write

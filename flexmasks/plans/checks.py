@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from flexmasks import compat
-from flexmasks.spec.parameters import Size, describe
+from flexmasks.spec.parameters import Size, describe, in_message
 
 ATTENTION, VARLEN, PAGED = "flexmasks.attention", "flexmasks.varlen_attention", "flexmasks.paged_attention"
 _MAX_SCALE = torch.finfo(torch.float32).max
@@ -135,7 +136,9 @@ def check_scale(scale: Any) -> None:
         return
     is_number = isinstance(scale, int | float) and not isinstance(scale, bool)
     if not is_number or not -_MAX_SCALE <= scale <= _MAX_SCALE:
-        fail(f"`scale` must be a finite number, or None for 1 / sqrt(D), got {scale!r}.", TypeError)
+        hint = "; multiply q by a tensor instead" if isinstance(scale, Tensor) else ""
+        hint = "; pass float(...) of it" if isinstance(scale, np.number) else hint
+        fail(f"`scale` must be a finite number, or None for 1 / sqrt(D), got {in_message(scale)}{hint}.", TypeError)
 
 
 def check_sinks(q: Any, sink_logits: Any) -> None:

@@ -61,9 +61,15 @@ class Lengths:
         try:
             device = torch.device(device)
         except (RuntimeError, TypeError) as error:
-            fail(f"`device` must be a torch device, got {device!r} ({error}).", call=call)
-        if device.type == "meta" or (device.type == "cuda" and not torch.cuda.is_available()):
-            fail(f"`device` must be available and hold data, got {device}.", call=call)
+            fail(f"`device` must be a torch device, got {device!r} ({str(error).splitlines()[0][:150]}).", call=call)
+        if device.type != "cpu":
+            try:
+                torch.empty(0, device=device)
+            except (RuntimeError, AssertionError) as error:
+                reason = str(error).splitlines()[0][:150]
+                fail(f"`device` must be available, got {device}, and torch says: {reason}.", call=call)
+        if device.type == "meta":
+            fail(f"`device` must hold data, got {device}.", call=call)
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         return device
@@ -108,6 +114,6 @@ def materialize_mask(call: str, mask: Mask, lengths: Lengths) -> Tensor:
 
 def count_blocks(mask: Mask, q_len: int, kv_len: int | None, **sizes: Any) -> Blocks:
     """Return what `Mask.blocks` returns."""
-    plan = plan_mask("Mask.blocks", mask, Lengths(q_len, kv_len, **sizes))
+    plan = plan_mask("flexmasks.Mask.blocks", mask, Lengths(q_len, kv_len, **sizes))
     blocks = plan.blocks()
     return replace(blocks, block_mask=_portable(plan, blocks.block_mask))

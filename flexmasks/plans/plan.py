@@ -608,7 +608,8 @@ def check_open_extents(mask: Mask, mask_mod: Callable[..., Tensor], size: Size, 
             with naming(mask):
                 materialize(mask_mod, size.batch, size.heads, 1, 1, size.device)
             raise ValueError(
-                f"flexmasks: the mask {mask!r} depends on its {extent} index; pass `{extent}`, the size of that index."
+                f"flexmasks: the mask {mask!r} depends on its {extent.removesuffix('s')} index; pass `{extent}`, the "
+                "size of that index."
             )
 
 

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from torch import Tensor
 
+from flexmasks import compat
 from flexmasks.spec.by_name import says_what_to_write
-from flexmasks.spec.definitions import CHAIN, Definition, define, definition
-from flexmasks.spec.parameters import describe
+from flexmasks.spec.definitions import CHAIN, Definition, define, definition, hint_for
+from flexmasks.spec.parameters import describe, in_message
 from flexmasks.spec.values import Mask, Score
 
 MaskLike = str | Mask | Callable[..., Tensor]
 ScoreLike = str | Score | Callable[..., Tensor]
 _Value = TypeVar("_Value", Mask, Score)
+# Keyword arguments of `attention`, which may be misspelt.
+_ARGUMENTS = (
+    "mask", "score", "scale", "block_mask", "q_offset", "sink_logits", "return_lse", "backend", "kernel_options",
+)  # fmt: skip
 # Keyword arguments of torch and other libraries, and what to pass here instead.
 _KEYWORDS_ELSEWHERE = {
     "is_causal": 'pass mask="causal"',
@@ -30,6 +36,11 @@ _KEYWORDS_ELSEWHERE = {
     "sm_scale": "pass `scale`",
     "softcap": 'pass score="softcap", cap=...',
     "alibi_slopes": 'pass score="alibi", slopes=...',
+    "block_mask": "only flexmasks.attention takes one; pass `mask`",
+    "cu_seqlens": "pass them as `offsets` to flexmasks.varlen_attention",
+    "cu_seqlens_q": "pass them as `offsets` to flexmasks.varlen_attention",
+    "cu_seqlens_k": "pass them as `kv_offsets` to flexmasks.varlen_attention",
+    **dict.fromkeys(("max_seqlen", "max_seqlen_q", "max_seqlen_k"), "leave it out: the offsets say the lengths"),
     "window_size": 'pass mask="sliding_window", window=... or mask="local", left=..., right=...',
     **dict.fromkeys(
         ("dropout_p", "dropout"),
@@ -123,7 +134,15 @@ def _problem(name: str, targets: list[tuple[Definition, Mapping[str, Any]]], tak
         for d, given in targets
     )
     hint = _KEYWORDS_ELSEWHERE.get(name, takes or "no mask or score is given by name")
-    return f"no parameter is named `{name}`; {hint}"
+    is_known = name in _KEYWORDS_ELSEWHERE or compat.is_compiling()  # torch cannot trace difflib
+    near = "" if is_known else _nearest_argument(name)
+    return f"no parameter is named `{name}`; {hint}{near}"
+
+
+def _nearest_argument(name: str) -> str:
+    """Return the end of a sentence that names the nearest argument of `attention`."""
+    near = [] if name in _ARGUMENTS else difflib.get_close_matches(name, _ARGUMENTS, n=1, cutoff=0.7)
+    return "".join(f"; or is it the argument `{n}`" for n in near)
 
 
 def functions_of(kind: str, value: Any) -> Any:
@@ -154,10 +173,8 @@ def _definition_and_params(kind: str, value: Any) -> tuple[Definition, Mapping[s
             raise TypeError(f"flexmasks: {value!r} is a {value.kind}, pass it as `{value.kind}=`, not as `{kind}=`.")
         return value.definition, value.params
     if isinstance(value, bool) or not callable(value):
-        hint = "; a dense mask `m` is mask='dense', visible=m" if isinstance(value, Tensor) else ""
-        raise TypeError(
-            f"flexmasks: `{kind}` must be a name, a {kind.title()} or a function, got {describe(value)}{hint}."
-        )
+        got = f"{in_message(value)}{hint_for(kind, value)}"
+        raise TypeError(f"flexmasks: `{kind}` must be a name, a {kind.title()} or a function, got {got}.")
     return define(kind, value), {}
 
 

@@ -14,7 +14,7 @@ from typing import Any, Self
 from torch import Tensor
 
 from flexmasks import compat
-from flexmasks.spec.parameters import Parameter, Size, parameters_of
+from flexmasks.spec.parameters import Parameter, Size, in_message, is_array, parameters_of
 from flexmasks.spec.pickles import refused, why_not
 from flexmasks.spec.templates import Read, reads_of
 
@@ -90,7 +90,8 @@ def define(kind: str, function: Callable[..., Any], name: str | None = None, **h
     """
     arguments = ("b", "h", "q", "kv") if kind == "mask" else ("score", "b", "h", "q", "kv")
     if not callable(function) or isinstance(function, type | bool):
-        raise TypeError(f"flexmasks: a {kind} is a name, a {kind.title()} or a function, got {function!r}.")
+        got = f"{in_message(function)}{hint_for(kind, function)}"
+        raise TypeError(f"flexmasks: a {kind} is a name, a {kind.title()} or a function, got {got}.")
     if name is None:
         inner = function.func if isinstance(function, functools.partial) else function
         name = getattr(inner, "__name__", type(inner).__name__)
@@ -111,6 +112,19 @@ def define(kind: str, function: Callable[..., Any], name: str | None = None, **h
             f"its signature is {inspect.signature(function)}; parameters come after `*`."
         )
     return Definition(kind, name, function, parameters_of(hooks.get("prepare") or function), **hooks)
+
+
+def hint_for(kind: str, value: Any) -> str:
+    """Return the end of a sentence that says what to write instead of a value."""
+    if isinstance(value, compat.BlockMask):
+        return "; pass it as `block_mask=`, or to torch's flex_attention"
+    if isinstance(value, Tensor) or is_array(value):
+        if kind == "mask":
+            return "; a dense mask `m` is mask='dense', visible=m"
+        return "; a bias `m` is score=lambda score, b, h, q, kv: score + m[b, h, q, kv]"
+    if isinstance(value, list | tuple) and kind == "mask":
+        return "; masks are combined with `&` and `|`, as values of flexmasks.get_mask"
+    return ""
 
 
 # --- the table of names ---

@@ -150,6 +150,12 @@ def list_scores() -> list[Entry]:
 
 
 def _register(kind: str, name: str | None, **hooks: Any) -> Callable[[Function], Function]:
+    for hook, given in hooks.items():
+        if given is not None and not callable(given):
+            name_of_hook = ("band" if kind == "mask" else "cap") if hook == "native" else hook
+            such_as = ", such as lambda length: {...}" if hook == "example" else ""
+            raise TypeError(f"flexmasks.register_{kind}: `{name_of_hook}` must be a function{such_as}, got {given!r}.")
+
     def decorator(function: Function) -> Function:
         made = replace(define(kind, function, name, **hooks), registered=True).with_reads()
         if not isinstance(made.name, str) or not made.name.isidentifier():

@@ -314,6 +314,17 @@ class Modifier(Readable):
         return f"{self.name}({given})" if self.definition.registered or given else self.name
 
 
+def _device_of(value: Modifier, q: Tensor) -> torch.device:
+    """Return the device of the indices of a call."""
+    try:
+        return q.device
+    except AttributeError:
+        raise TypeError(
+            f"flexmasks: {value!r} is called with index tensors, such as torch.tensor(3), got {describe(q)}; "
+            "flexmasks.dense_mask gives a mask as booleans."
+        ) from None
+
+
 class Mask(Modifier):
     """The keys that each query sees, as a value.
 
@@ -335,7 +346,7 @@ class Mask(Modifier):
     count_blocks: ClassVar[Callable[..., Blocks]]  # set by flexmasks.plans
 
     def __call__(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        return self._standalone(q.device)(b, h, q, kv)
+        return self._standalone(_device_of(self, q))(b, h, q, kv)
 
     def __and__(self, other: str | Mask | Callable[..., Tensor]) -> Mask:
         return _combine(AND, self, other)
@@ -405,7 +416,7 @@ class Score(Modifier):
     kind = "score"
 
     def __call__(self, score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        return self._standalone(q.device)(score, b, h, q, kv)
+        return self._standalone(_device_of(self, q))(score, b, h, q, kv)
 
 
 def loaded(kind: str, definition: Definition, params: dict[str, Any]) -> Modifier:
