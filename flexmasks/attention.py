@@ -88,7 +88,8 @@ def attention(
             it has no tensors. Data needs no compilation, but each change of tensors then takes some milliseconds.
             Inside your own torch.compile(fullgraph=True), functions are compiled as they are, and the blocks of the
             mask are computed by your graph, from the tensors of each run. There, make a Mask of a function that
-            captures variables outside the compiled function, with `get_mask`. Values of tensors are not checked there.
+            captures variables outside the compiled function, with `get_mask`, and write `mask.__invert__()` for
+            `~mask`, which torch does not trace. Values of tensors are not checked there.
         score: a change of the scores: a name, a Score, a function (score, b, h, q, kv) -> score, or a list of them,
             applied in order.
             In half precision the gradient of a tensor that a score learns errs by the rounding of the output times

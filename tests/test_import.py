@@ -150,7 +150,9 @@ FIRST_USES = {
         "assert torch.allclose(compiled(q), want, atol=1e-5)\n"
         "from torch._dynamo.utils import counters\n"
         "compiled(q), compiled(q + 1)\n"
-        "assert counters['stats']['unique_graphs'] == 1, counters['stats']"
+        "assert counters['stats']['unique_graphs'] == 1, counters['stats']\n"
+        "softmax = torch.compile(lambda x: flexmasks.masked_softmax(x, mask='causal'), fullgraph=True, backend='eager')\n"
+        "assert softmax(torch.zeros(1, 1, 8, 8))[0, 0, 1, 1] == 0.5"
     ),
     "a module": (
         "from flexmasks.attention import varlen_attention\n"
