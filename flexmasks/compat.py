@@ -8,7 +8,9 @@ version. "No public equivalent" was checked on torch 2.11 and 2.13.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
+import functools
 import importlib.util
 import operator
 from collections.abc import Callable, Iterator
@@ -111,6 +113,24 @@ below_autograd: Any = torch._C._AutoDispatchBelowAutograd
 after_autograd_keys: Any = torch._C._after_autograd_keyset
 single_level_autograd: Any = enable_single_level_autograd_function
 SingleLevelFunction: Any = _SingleLevelFunction
+
+
+@functools.cache
+def _dispatch_of_new_threads() -> tuple[Any, Any]:
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        sets = torch._C._dispatch_tls_local_include_set, torch._C._dispatch_tls_local_exclude_set
+        included, excluded = (threads.submit(s).result() for s in sets)
+    return included, excluded
+
+
+def outside_operators() -> contextlib.AbstractContextManager[Any]:
+    """Let autograd and torch.vmap work inside an operator, below whose dispatch torch excludes them.
+
+    Its loss is an AttributeError at the first call. No public equivalent.
+    """
+    guard: contextlib.AbstractContextManager[Any] = torch._C._ForceDispatchKeyGuard(*_dispatch_of_new_threads())
+    return guard
+
 
 # --- torch.compile ---
 
