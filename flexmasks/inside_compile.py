@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexmasks import compat
-from flexmasks.backends import fa4, flex, forms, reference, sdpa, tiles_operator
+from flexmasks.backends import empty, fa4, flex, forms, reference, sdpa, tiles_operator
 from flexmasks.backends.call import Call
 from flexmasks.backends.slices import OverIndices
 from flexmasks.backends.table import BACKENDS, choose
@@ -55,10 +55,16 @@ _UNKNOWN = ("unknown", "")  # stands for a score that is not given, or whose fun
 def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tensor | None]:
     """Run a call by operations that torch can trace."""
     q_offset = cast(int | Tensor, request.q_offset)
+    if torch.compiler.is_exporting() and torch.compiler.is_dynamo_compiling():
+        fail(
+            "torch.export with strict=True cannot hold how blocks are planned; export with strict=False.", RuntimeError
+        )
     size = unread(checked(q, k, v, request), q_offset)
     mask, score = from_arguments(request.mask, request.score, request.params)
     learns = torch.is_grad_enabled() and score is not None and score.learns()
     needs_grad = learns or (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
+    if 0 in q.shape or 0 in k.shape:
+        return _without_pairs(q, k, v, mask, score, size, request.return_lse)
     if request.block_mask is not None:
         name, block_mask = _backend_of_block_mask(q, request, needs_grad), request.block_mask
     else:
@@ -75,6 +81,11 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tens
         if name in _DIRECT:
             direct = _run_directly(name, *arguments)
             return direct[0], direct[1] if request.return_lse else None
+        if name == "reference" and torch.compiler.is_exporting() and _runs_by_tiles(q, score, score_data):
+            # Blocks in the graph would tie it to a range of lengths.
+            call = ("mask", data, q_offset, ()), score_data, q_offset, (1, 1), value_data(request.scale, q.device)
+            result = _by_tiles(q, k, v, (), call)
+            return result[0], result[1] if request.return_lse else None
         indices = _planned_blocks(data, q_offset, q.detach(), k.detach(), block_size_for(size))
         mask_mod = shifted_mask(_bound(mask, resolved, size, name), _copied(q_offset) if name == "cpu" else q_offset)
         lengths: Any = (size.q_len, size.kv_len)
@@ -94,6 +105,17 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tens
     options = flex.options(q, k, backend, request.kernel_options, block_mask.BLOCK_SIZE)
     out, lse = flex.flex(q, k, v, score_mod, block_mask, request.scale, options, request.return_lse)
     return (flex.separate(out) if name == "cpu" else out), lse
+
+
+def _without_pairs(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, score: Score | None, size: Size, with_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return the result of a call that has no queries, no keys or no batch."""
+    if mask is not None:
+        mask.checked(size)
+    tensors = [] if score is None else [t for t in score.params.values() if isinstance(t, Tensor) and t.requires_grad]
+    out, lse = empty.attend(q, k, v, tensors)
+    return out, lse if with_lse else None
 
 
 # --- the choice of a backend ---
@@ -302,8 +324,7 @@ def _by_reference(
     q_offset = cast(int | Tensor, request.q_offset)
     visible = _visible(mask, block_mask, q_offset, q.device)
     score_data = _UNKNOWN if score is None or not is_readable(score) else data_of(score, q.device)
-    is_data = visible is not None and (score is None or score_data != _UNKNOWN)
-    if is_data and q.device.type == "cpu" and not compat.transforms_active():
+    if visible is not None and _runs_by_tiles(q, score, score_data):
         scale, blocks = value_data(request.scale, q.device), of_block_mask(block_mask)
         call = visible, score_data, q_offset, block_mask.BLOCK_SIZE, scale
         return cast(tuple[Tensor, Tensor], _by_tiles(q, k, v, blocks, call))
@@ -324,8 +345,15 @@ def _by_reference(
     return reference.attend(q, k, v, score_mod, block_mask, request.scale, OverIndices(of_mask, of_scores))
 
 
+def _runs_by_tiles(q: Tensor, score: Score | None, score_data: Any) -> bool:
+    return q.device.type == "cpu" and (score is None or score_data != _UNKNOWN) and not compat.transforms_active()
+
+
 def _visible(mask: Mask | None, block_mask: BlockMask, q_offset: int | Tensor, device: torch.device) -> Any:
-    """Return what queries see as `Described.visible` has it, or None for a function that torch must trace."""
+    """Return the keys that queries see as `Described.visible` has them.
+
+    The result is None for a function that torch must trace.
+    """
     sizes: tuple[int, ...] = ()
     if mask is None and isinstance(block_mask, PortableBlockMask):
         source = block_mask.source
@@ -338,7 +366,7 @@ def _visible(mask: Mask | None, block_mask: BlockMask, q_offset: int | Tensor, d
 
 
 @compat.nonstrict_trace
-def _by_tiles(q: Tensor, k: Tensor, v: Tensor, blocks: tuple[Tensor, Tensor], call: Any) -> tuple[Tensor, Tensor]:
+def _by_tiles(q: Tensor, k: Tensor, v: Tensor, blocks: tuple[Tensor, ...], call: Any) -> tuple[Tensor, Tensor]:
     visible, score, q_offset, block_size, scale = call
     score = None if score == _UNKNOWN else score
     described = tiles_operator.Described(visible, score, q_offset, block_size, value_of("score", scale))

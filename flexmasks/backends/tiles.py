@@ -61,7 +61,7 @@ class _Tile(NamedTuple):
 
 
 class Visible(NamedTuple):
-    """What each query sees."""
+    """The keys that each query sees: a function, and blocks."""
 
     mask_mod: Callable[..., Tensor]
     partial: Tensor  # bool[B or 1, H or 1, rows, columns] of blocks

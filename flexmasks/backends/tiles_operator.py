@@ -1,9 +1,9 @@
-"""Attention by tiles as an operator, torch.ops.flexmasks.attend, for graphs of torch.compile and torch.export.
+"""Attention by tiles as an operator for graphs, torch.ops.flexmasks.attend.
 
-A graph holds one node for the forward pass and one for the backward pass. Both read the values of tensors when they
-run, as `flexmasks.backends.tiles` must, which no traced operation may. The node holds the mask and the score as data,
-see `flexmasks.spec.as_data`: tensors, numbers, and a text that says how they belong together. The text is the same in
-every process, because graphs are kept in files.
+A graph of torch.compile or torch.export holds one node for the forward pass and one for the backward pass. Both read
+the values of tensors when they run, as `flexmasks.backends.tiles` must, which no traced operation may. The node holds
+the mask and the score as data, see `flexmasks.spec.as_data`: tensors, numbers, and a text that says how they belong
+together. The text is the same in every process, because graphs are kept in files.
 """
 
 from __future__ import annotations
@@ -11,18 +11,21 @@ from __future__ import annotations
 import ast
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 from flexmasks import compat
 from flexmasks.backends.tiles import Tiles, Visible, learned_by
-from flexmasks.plans.bounds import unread
+from flexmasks.plans.bounds import MaskKind, plan_bounds, unread
 from flexmasks.plans.data import reading_bits
+from flexmasks.plans.plan import block_size_for
 from flexmasks.plans.shifted import shifted_mask, shifted_score
 from flexmasks.spec.as_data import of_data
 from flexmasks.spec.parameters import Size
+from flexmasks.spec.values import Mask
 
 
 class Described(NamedTuple):
@@ -50,6 +53,16 @@ class Described(NamedTuple):
         mask = of_data("mask", data)
         return shifted_mask(mask.bind(mask.resolve(_size(q, k, q_offset, sizes))), q_offset)
 
+    def planned(self, q: Tensor, k: Tensor) -> Visible:
+        """Return what queries see, with blocks of the size that suits the lengths."""
+        _, data, q_offset, sizes = self.visible
+        size = _size(q, k, q_offset, sizes)
+        block_size = block_size_for(size)
+        kind = MaskKind(cast(Mask, of_data("mask", data)), q_offset, size, False, block_size)
+        indices = plan_bounds(kind).layout.indices
+        arguments: Any = ((size.q_len, size.kv_len), *indices, block_size, self.mask_mod(q, k))
+        return Visible.of(BlockMask(*arguments))
+
     def score_mod(self, q: Tensor, k: Tensor) -> Callable[..., Tensor] | None:
         """Return the score's function for queries and keys, or None."""
         if self.score is None:
@@ -65,14 +78,18 @@ def _size(q: Tensor, k: Tensor, q_offset: int | Tensor, sizes: tuple[int, ...] =
     return unread(Size(batch, heads, q.shape[2], k.shape[2], q.device, dtype=dtype), q_offset)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, blocks: tuple[Tensor, Tensor], call: Described) -> tuple[Tensor, Tensor]:
-    """Return the output and the log-sum-exp of a call, as `reference.attend` does, by one node of a graph.
+def attend(q: Tensor, k: Tensor, v: Tensor, blocks: tuple[Tensor, ...], call: Described) -> tuple[Tensor, Tensor]:
+    """Return the output and the log-sum-exp of a call, by one node of a graph.
 
-    blocks: which blocks are partial and which are full, bool [B or 1, H or 1, rows, columns].
+    They are those of `reference.attend`.
+
+    blocks: which blocks are partial and which are full, bool [B or 1, H or 1, rows, columns]; or nothing, and the
+        operator plans them.
     """
     leaves = _Leaves([], [], [])
     text = repr(leaves.text(tuple(call)))
-    return _attend(q, k, v, *blocks, *leaves, text)  # type: ignore[no-any-return]
+    partial, full = blocks or (torch.empty(0, dtype=torch.bool, device=q.device) for _ in range(2))
+    return _attend(q, k, v, partial, full, *leaves, text)  # type: ignore[no-any-return]
 
 
 class _Leaves(NamedTuple):
@@ -115,7 +132,8 @@ def _described(tensors: Sequence[Tensor], numbers: Sequence[int], floats: Sequen
 
 
 def _tiles(q: Tensor, k: Tensor, partial: Tensor, full: Tensor, call: Described, score_mod: Any) -> Tiles:
-    return Tiles(q, k, score_mod, Visible(call.mask_mod(q, k), partial, full, call.block_size), call.scale)
+    visible = Visible(call.mask_mod(q, k), partial, full, call.block_size) if partial.numel() else call.planned(q, k)
+    return Tiles(q, k, score_mod, visible, call.scale)
 
 
 @torch.library.custom_op("flexmasks::attend", mutates_args=())
