@@ -75,8 +75,8 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tens
 def _run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tensor | None]:
     if torch.jit.is_tracing():  # type: ignore[attr-defined] # public, and not listed
         fail(
-            "torch.jit.trace cannot hold it, because its values choose what is computed; use torch.export.export, or "
-            "torch.compile.",
+            "torch.jit.trace cannot hold it, because values choose what is computed; use torch.export.export or "
+            "torch.compile, and for ONNX torch.onnx.export with dynamo=True.",
             RuntimeError,
         )
     if not torch.compiler.is_compiling():

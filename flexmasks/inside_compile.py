@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexmasks import compat
-from flexmasks.backends import empty, fa4, flex, forms, reference, sdpa, tiles_operator
+from flexmasks.backends import empty, fa4, flex, forms, plain, reference, sdpa, tiles_operator
 from flexmasks.backends.call import Call
 from flexmasks.backends.slices import OverIndices
 from flexmasks.backends.table import BACKENDS, choose
@@ -65,6 +65,8 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tens
     needs_grad = learns or (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
     if 0 in q.shape or 0 in k.shape:
         return _without_pairs(q, k, v, mask, score, size, request.return_lse)
+    if plain.in_onnx_export():
+        return _in_plain_operations(q, k, v, request, mask, score, size)
     if request.block_mask is not None:
         name, block_mask = _backend_of_block_mask(q, request, needs_grad), request.block_mask
     else:
@@ -116,6 +118,21 @@ def _without_pairs(
     tensors = [] if score is None else [t for t in score.params.values() if isinstance(t, Tensor) and t.requires_grad]
     out, lse = empty.attend(q, k, v, tensors)
     return out, lse if with_lse else None
+
+
+def _in_plain_operations(
+    q: Tensor, k: Tensor, v: Tensor, request: Request, mask: Mask | None, score: Score | None, size: Size
+) -> tuple[Tensor, Tensor | None]:
+    """Return the result of a call in operations that ONNX has."""
+    q_offset = cast(int | Tensor, request.q_offset)
+    score_mod = None if score is None else shifted_score(score.bind(score.resolve(size)), q_offset)
+    if request.block_mask is not None:
+        mask_mod = request.block_mask.mask_mod
+    else:
+        mask = cast(Mask, from_arguments("full", None, {})[0] if mask is None else mask)
+        mask_mod = shifted_mask(mask.bind(mask.resolve(size)), q_offset)
+    out, lse = plain.attend(q, k, v, score_mod, mask_mod, request.scale)
+    return out, lse if request.return_lse else None
 
 
 # --- the choice of a backend ---

@@ -109,6 +109,31 @@ def test_strict_export() -> None:
         torch.export.export(Model(CALLS["window"]), inputs(), strict=True)
 
 
+@pytest.mark.parametrize("name", [*CALLS, *FIXED])
+def test_programs_for_onnx_hold_plain_operations(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.onnx.is_in_onnx_export", lambda: True)
+    model = Model((CALLS | FIXED)[name])
+    program = torch.export.export(model, inputs(), strict=False)
+    monkeypatch.undo()
+    called = {str(n.target) for n in program.graph.nodes if n.op == "call_function"}
+    assert called
+    assert not [name for name in called if "flex" in name]
+    check_program(program, model, *inputs())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_onnx() -> None:
+    reference = pytest.importorskip("onnx.reference")
+    pytest.importorskip("onnxscript")
+    model = Model(CALLS["lengths"])
+    program = torch.onnx.export(model, inputs(), dynamo=True, verbose=False)
+    evaluator = reference.ReferenceEvaluator(program.model_proto)
+    given = inputs()
+    names = [i.name for i in program.model_proto.graph.input]
+    (got,) = evaluator.run(None, {n: x.numpy() for n, x in zip(names, given, strict=True)})
+    torch.testing.assert_close(torch.tensor(got), model(*given), atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["causal", "window", "score", "varlen"])
 @pytest.mark.filterwarnings("ignore")
 def test_jit_trace_says_what_to_do(name: str) -> None:
