@@ -1,7 +1,15 @@
 """Attention masks and score changes for PyTorch FlexAttention: name a mask, get fast, exact attention."""
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from flexmasks import former as former
 from flexmasks import masks as masks
+from flexmasks import orders as orders
+from flexmasks import pictures as pictures
+from flexmasks import plans as plans
 from flexmasks import scores as scores
 from flexmasks.attention import attention as attention
 from flexmasks.attention import block_mask as block_mask
@@ -13,11 +21,6 @@ from flexmasks.cache import cache_info as cache_info
 from flexmasks.cache import clear_caches as clear_caches
 from flexmasks.masks.packed import packed as packed
 from flexmasks.masks.paged import paged as paged
-from flexmasks.pictures.picture import Picture as Picture
-from flexmasks.pictures.show import draw as draw
-from flexmasks.pictures.show import show as show
-from flexmasks.softmax import masked_softmax as masked_softmax
-from flexmasks.softmax import scaled_masked_softmax as scaled_masked_softmax
 from flexmasks.spec.arguments import get_mask as get_mask
 from flexmasks.spec.arguments import get_score as get_score
 from flexmasks.spec.registry import list_masks as list_masks
@@ -26,3 +29,39 @@ from flexmasks.spec.registry import register_mask as register_mask
 from flexmasks.spec.registry import register_score as register_score
 from flexmasks.spec.values import Mask as Mask
 from flexmasks.spec.values import Score as Score
+
+if TYPE_CHECKING:
+    from flexmasks.pictures.picture import Picture as Picture
+    from flexmasks.pictures.show import draw as draw
+    from flexmasks.pictures.show import show as show
+    from flexmasks.softmax import masked_softmax as masked_softmax
+    from flexmasks.softmax import scaled_masked_softmax as scaled_masked_softmax
+
+__version__ = "0.1.0"
+__all__ = [
+    "attention", "varlen_attention", "paged_attention", "masked_softmax", "scaled_masked_softmax",
+    "block_mask", "dense_mask", "explain", "show", "draw", "Picture",
+    "get_mask", "get_score", "packed", "paged", "Mask", "Score",
+    "list_masks", "list_scores", "register_mask", "register_score", "cache_info", "clear_caches",
+    "masks", "orders", "scores",
+]  # fmt: skip
+# Names that are imported at their first use, with their modules: processes that only make masks do not need them.
+_MODULES = {
+    "Picture": "flexmasks.pictures.picture",
+    "draw": "flexmasks.pictures.show",
+    "show": "flexmasks.pictures.show",
+    "masked_softmax": "flexmasks.softmax",
+    "scaled_masked_softmax": "flexmasks.softmax",
+}
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted(name for name in globals() if name.startswith("__")) + sorted(__all__)

@@ -6,16 +6,37 @@ import argparse
 import ast
 import difflib
 import importlib
+import itertools
 import os
+import re
+import reprlib
+import shutil
 import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from tabulate import tabulate
+from torch import Tensor
 
+from flexmasks import __version__
+from flexmasks.pictures.output import check_kind, check_writable, text_width
 from flexmasks.pictures.pages import page
 from flexmasks.spec.arguments import get_mask, get_score
 from flexmasks.spec.definitions import definition
+from flexmasks.spec.parameters import describe
 from flexmasks.spec.registry import list_masks, list_scores
+
+_BENCHMARKS = {
+    "blocks": "finding block masks, against create_block_mask",
+    "softmax": "the masked softmax, against torch",
+    "attention": "masks and scores, against flex_attention, SDPA and other libraries",
+    "steps": "loops whose masks have new tensors at every step, against torch",
+    "data": "masks as functions and as data, in the same kernels",
+}
+_HINT = "`python -m flexmasks show NAME` draws one; `list --long` says more of each."
+_LONG_LIST = 160  # characters of `list --long` where there is no terminal
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -33,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
 
             demo()
         elif arguments.command == "list":
-            print(tables(arguments.markdown))
+            print(tables(arguments.markdown, arguments.long))
         elif arguments.command == "bench":
             status = 1 if _bench(parser, arguments).get("failed") else 0
         elif arguments.command == "gallery":
@@ -43,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
         else:
             _show(arguments, _parameters(rest))
         sys.stdout.flush()
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, MemoryError, ImportError) as error:
         print(error, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -51,15 +72,61 @@ def main(argv: list[str] | None = None) -> int:
         return 130
     except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"flexmasks: {error.filename}: {error.strerror}.", file=sys.stderr)
+        return 2
     return status
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m flexmasks", description="Attention masks for FlexAttention.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("demo", help="run, check, time and draw grouped_tril attention on this machine")
-    import_parser = argparse.ArgumentParser(add_help=False)
-    import_parser.add_argument(
+    parser = argparse.ArgumentParser(
+        prog="python -m flexmasks",
+        description="Attention masks and score changes for PyTorch FlexAttention.",
+        epilog="`python -m flexmasks COMMAND --help` describes a command.",
+    )
+    parser.add_argument("--version", action="version", version=f"flexmasks {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    parent = _import_parser()
+    _add_command(commands, "demo", "compute attention on this machine, check it, time it and draw its mask")
+    list_parser = _add_command(commands, "list", "list the names and meanings of all masks and scores", parent)
+    columns = list_parser.add_mutually_exclusive_group()
+    columns.add_argument("--long", action="store_true", help="also list parameters, sources and names in libraries")
+    columns.add_argument(
+        "--markdown", action="store_true", help="print everything as Markdown, as on the pages of masks and scores"
+    )
+    show_parser = _add_command(commands, "show", "draw a mask or a score, and print its documentation", parent)
+    show_parser.usage = "python -m flexmasks show NAME [options] [--PARAMETER VALUE ...]"
+    show_parser.epilog = (
+        "Parameters of the mask or score are given by their names, with values as in Python: --window 64, "
+        "--seq-lens [300,100], --causal True. By default they are those of an example."
+    )
+    show_parser.add_argument("name", metavar="NAME", help="the name of a mask or a score; `list` names all")
+    show_parser.add_argument(
+        "--length", metavar="N", type=_positive, help="number of queries (default: what the parameters suggest or 4096)"
+    )
+    show_parser.add_argument(
+        "--kv-length", metavar="N", type=_positive, help="number of keys (default: the number of queries)"
+    )
+    show_parser.add_argument(
+        "--block-size", metavar="N", type=_positive, help="positions in a block (default: 128, or 1 for short lengths)"
+    )
+    show_parser.add_argument("-b", metavar="N", type=int, default=0, help="the batch element to draw (default: 0)")
+    show_parser.add_argument("--head", metavar="N", type=int, default=0, help="the head to draw (default: 0)")
+    show_parser.add_argument(
+        "--save", metavar="FILE", help="also write the picture to a file: .svg, .html, .txt; with matplotlib .pdf, .png"
+    )
+    gallery_parser = _add_command(commands, "gallery", "write a page with pictures of all masks and scores", parent)
+    gallery_parser.add_argument("out", metavar="OUT", help="the .html file to write, or a folder for index.html")
+    _add_bench_arguments(_add_command(commands, "bench", "measure the speed of this machine", parent))
+    return parser
+
+
+def _import_parser() -> argparse.ArgumentParser:
+    """Return a parser of the option that several commands share."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument(
         "--import",
         dest="modules",
         metavar="MODULE",
@@ -67,50 +134,27 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         help="first import a module that registers your own masks or scores; may be repeated",
     )
-    list_parser = commands.add_parser("list", help="list the masks and scores", parents=[import_parser])
-    list_parser.add_argument("--markdown", action="store_true", help="as Markdown: the pages of masks and scores")
-    show_parser = commands.add_parser(
-        "show",
-        help="draw a mask or a score, with its documentation",
-        parents=[import_parser],
-        epilog="Parameters of the mask or score are given as --name value, with the value as in Python: --window 64, "
-        "--seq-lens [300,100], --causal True. By default they are those of an example.",
-    )
-    show_parser.add_argument("name", help="name of a mask or a score")
-    show_parser.add_argument(
-        "--length", type=int, help="number of queries (default: as the parameters suggest, or 4096)"
-    )
-    show_parser.add_argument("--kv-length", type=int, help="number of keys (default: the number of queries)")
-    show_parser.add_argument("--block-size", type=int, help="default: 128, or 1 for short lengths")
-    show_parser.add_argument("-b", type=int, default=0, help="the batch element to draw")
-    show_parser.add_argument("--head", type=int, default=0, help="the head to draw")
-    show_parser.add_argument(
-        "--save", metavar="FILE", help="write the picture to a .svg, .html, .txt, .pdf or .png file"
-    )
-    gallery_parser = commands.add_parser(
-        "gallery", help="write a page of all masks and scores", parents=[import_parser]
-    )
-    gallery_parser.add_argument("out", metavar="OUT", help="the file to write, or a folder for index.html")
-    _add_bench_arguments(commands.add_parser("bench", help="measure this machine", parents=[import_parser]))
+    return parser
+
+
+def _add_command(commands: Any, name: str, does: str, *parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add a command, described alike in its own help and in the list."""
+    description = f"{does[0].upper()}{does[1:]}."
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=does, description=description, parents=parents)
     return parser
 
 
 def _add_bench_arguments(bench_parser: argparse.ArgumentParser) -> None:
-    bench_parser.add_argument(
-        "what",
-        choices=["blocks", "softmax", "attention", "steps", "data"],
-        help="blocks: finding block masks, against create_block_mask; softmax: the masked softmax, against torch; "
-        "attention: masks and scores, against flex_attention, SDPA and other installed libraries; steps: loops and "
-        "training whose masks have new tensors at every step, against compiled torch; data: masks as functions and as "
-        "data, in the same kernels",
-    )
+    bench_parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    bench_parser.usage = "python -m flexmasks bench WHAT [options]"
+    bench_parser.epilog = "\n".join(["what can be measured:", *(f"  {w:11}{text}" for w, text in _BENCHMARKS.items())])
+    bench_parser.add_argument("what", metavar="WHAT", choices=_BENCHMARKS, help=", ".join(_BENCHMARKS))
     several: dict[str, Any] = {"nargs": "+", "default": []}
     bench_parser.add_argument(
         "--masks",
         **several,
         metavar="NAME",
-        help="with blocks and attention: only these masks, names of the usual table or of registered masks, "
-        "which are measured at their examples",
+        help="with blocks and attention: only these masks, of the usual table or registered, at their examples",
     )
     bench_parser.add_argument(
         "--scores", **several, metavar="NAME", help="with attention: registered scores, under the causal mask"
@@ -137,22 +181,30 @@ def _add_bench_arguments(bench_parser: argparse.ArgumentParser) -> None:
     )
 
 
-def tables(markdown: bool = False) -> str:
+def tables(markdown: bool = False, long: bool = False) -> str:
     """Return the tables of masks and scores.
 
-    The tables are text, or the Markdown of the pages of masks and scores.
+    They are as wide as the terminal: the names and meanings, or with `long` also parameters, sources and names in other
+    libraries. As Markdown they are the pages of masks and scores.
     """
     listed = (("mask", list_masks()), ("score", list_scores()))
     if markdown:
         return "\n\n".join(page(kind, entries) for kind, entries in listed)
-    return "\n\n".join(
-        tabulate(
-            [(entry.signature, entry.summary, entry.source, entry.peers) for entry in entries],
-            headers=[kind, "meaning", "source", "in other libraries"],
-            maxcolwidths=[30, 50, 30, 40],
-        )
-        for kind, entries in listed
+    rows: list[list[tuple[str, ...]]]
+    if long:
+        rows = [[(e.signature, e.summary, e.source, e.peers) for e in entries] for _, entries in listed]
+        width = shutil.get_terminal_size((_LONG_LIST, 0)).columns - 6  # two spaces between columns
+        widths = [max(8, width * part // 15) for part in (3, 5, 3, 4)]
+    else:
+        rows = [[(e.name, e.summary) for e in entries] for _, entries in listed]
+        names = max(len(name) for name, *_ in itertools.chain(*rows))
+        widths = [names, max(20, text_width() - names - 2)]
+    headers = ["meaning", "source", "in other libraries"][: len(widths) - 1]
+    text = "\n\n".join(
+        tabulate(part, headers=[kind, *headers], maxcolwidths=widths, break_on_hyphens=False)
+        for (kind, _), part in zip(listed, rows, strict=True)
     )
+    return text if long else f"{text}\n\n{_HINT}"
 
 
 def _bench(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -191,10 +243,9 @@ def _bench(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> di
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
-    return number
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text}")
+    return int(text)
 
 
 def _import(modules: list[str]) -> None:
@@ -209,17 +260,22 @@ def _import(modules: list[str]) -> None:
 def _show(arguments: argparse.Namespace, given: dict[str, Any]) -> None:
     from flexmasks.pictures.show import draw
 
-    name, length = arguments.name, arguments.length or 4096
+    name, length, width = arguments.name, arguments.length or 4096, text_width()
     entries = [("mask", m) for m in list_masks()] + [("score", s) for s in list_scores()]
     named = [(kind, e) for kind, e in entries if e.name == name]  # a mask and a score may share a name
     if not named:
         definition("score" if difflib.get_close_matches(name, [s.name for s in list_scores()]) else "mask", name)
+    if arguments.save:
+        check_kind(Path(arguments.save))
+        check_writable(Path(arguments.save))
     for kind, entry in named:
         defined = definition(kind, name)
         complete = all(n in given for n, p in defined.parameters.items() if p.required) and given
         params = given if complete or not defined.example else {**defined.example(length), **given}
-        shown = ", ".join(f"{n}={v!r:.60}" for n, v in params.items())
-        print(f"{kind} {entry.signature}\n\n{defined.doc}\n\nhere {name}({shown})\n")
+        shown = ", ".join(f"{n}={_SHOWN.repr(v)}" for n, v in params.items())
+        print(_filled(f"{kind} {entry.signature}", width), end="\n\n")
+        print(*_wrapped_doc(defined.doc, width), sep="\n")
+        print(_filled(f"here {name}({shown})", width), end="\n\n")
         picture = draw(
             get_mask(name, **params) if kind == "mask" else get_score(name, **params),
             arguments.length or (None if complete else length),
@@ -231,6 +287,55 @@ def _show(arguments: argparse.Namespace, given: dict[str, Any]) -> None:
         print(f"{picture}\n")
         if arguments.save and (kind, entry) == named[0]:
             print(f"written to {picture.save(arguments.save)}\n")
+
+
+class _Shown(reprlib.Repr):
+    """Values as short text.
+
+    Long lists end with `...` and their length, and tensors are their dtype and shape.
+
+    The methods bear the names of the types, as reprlib asks.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlist, self.maxtuple, self.maxlevel, self.maxother = 8, 8, 3, 200
+
+    def repr_list(self, x: list[Any], level: int) -> str:
+        text = super().repr_list(x, level)
+        return f"{text[:-1]} {len(x)} values]" if len(x) > self.maxlist and level > 0 else text
+
+    def repr_tuple(self, x: tuple[Any, ...], level: int) -> str:
+        text = super().repr_tuple(x, level)
+        return f"{text[:-1]} {len(x)} values)" if len(x) > self.maxtuple and level > 0 else text
+
+    def repr_Tensor(self, x: Tensor, level: int) -> str:
+        return describe(x)
+
+
+_SHOWN = _Shown()
+
+
+def _wrapped_doc(doc: str, width: int) -> Iterator[str]:
+    """Yield the lines of a docstring, wrapped at words.
+
+    A paragraph whose lines all fit stays as it is.
+
+    A line `name: text` starts an item, whose further lines are indented.
+    """
+    for paragraph in doc.split("\n\n"):
+        if all(len(line) <= width for line in paragraph.splitlines()):
+            yield from paragraph.splitlines()
+        else:
+            items = re.split(r"\n(?=[\w, ]+: )", paragraph)
+            yield from (_filled(item, width, "    " if re.match(r"[\w, ]+: ", item) else "") for item in items)
+        yield ""
+
+
+def _filled(text: str, width: int, indent: str = "    ") -> str:
+    """Return text wrapped at words, with further lines indented."""
+    words = " ".join(text.split())
+    return textwrap.fill(words, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def _parameters(words: list[str]) -> dict[str, Any]:

@@ -3,19 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, cast, overload
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 
-from flexmasks import calls
+from flexmasks import compat, later
 from flexmasks.plans.explanation import Explanation
-from flexmasks.plans.lengths import Lengths, block_mask_of, materialize_mask
-from flexmasks.request import Request
 from flexmasks.spec.arguments import MaskLike, ScoreLike, get_mask
+from flexmasks.spec.by_name import named, says_what_to_write
 
 
+# fmt: off
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, mask: MaskLike | None = None,
+    score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
+    block_mask: compat.BlockMask | None = None, q_offset: int | Tensor = 0, sink_logits: Tensor | None = None,
+    return_lse: Literal[False] = False, backend: str = "auto", kernel_options: dict[str, Any] | None = None,
+    **params: Any,
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, mask: MaskLike | None = None,
+    score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
+    block_mask: compat.BlockMask | None = None, q_offset: int | Tensor = 0, sink_logits: Tensor | None = None,
+    return_lse: Literal[True], backend: str = "auto", kernel_options: dict[str, Any] | None = None, **params: Any,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, mask: MaskLike | None = None,
+    score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
+    block_mask: compat.BlockMask | None = None, q_offset: int | Tensor = 0, sink_logits: Tensor | None = None,
+    return_lse: bool, backend: str = "auto", kernel_options: dict[str, Any] | None = None, **params: Any,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+# fmt: on
+
+
+@says_what_to_write()
 def attention(
     q: Tensor,
     k: Tensor,
@@ -24,14 +53,14 @@ def attention(
     mask: MaskLike | None = None,
     score: ScoreLike | Sequence[ScoreLike] | None = None,
     scale: float | None = None,
-    block_mask: BlockMask | None = None,
+    block_mask: compat.BlockMask | None = None,
     q_offset: int | Tensor = 0,
     sink_logits: Tensor | None = None,
     return_lse: bool = False,
     backend: str = "auto",
     kernel_options: dict[str, Any] | None = None,
     **params: Any,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Compute exact, differentiable attention under a mask, on the fastest possible backend.
 
     The result is softmax(score(q @ k^T * scale)) @ v over the keys that the mask lets each query see. A row that sees
@@ -39,9 +68,13 @@ def attention(
     may hold anything, NaN too. Hidden values must be finite. In the backward pass, hidden keys and queries that see
     nothing must be finite too. The reference backend has neither limit.
 
+    Queries of padding are rows like all others: 0 where they see nothing, as with `grouped_tril`, and an average of
+    real values where they see real keys, as with `padding` and `key_padding`. There is no dropout of attention weights.
+
     Args:
         q: queries, [B, H, Q, D], floating; or a jagged nested tensor [B, H, jagged, D], and k and v likewise.
-        k, v: keys and values, [B, Hkv, KV, D]; H must be a multiple of Hkv (grouped-query attention).
+        k, v: keys and values, [B, Hkv, KV, D]; H must be a multiple of Hkv (grouped-query attention). For values of
+            another size pad the smaller with zeros: v, and cut the output, or q and k, and pass `scale`.
         mask: a registered mask's name, a Mask, or a function (b, h, q, kv) -> bool of index tensors, True = visible.
             By default everything is visible. Tensors that a function captures are inputs of the kernel. A change of
             such a tensor, also in place, is noticed, unless torch does not count it: a change through
@@ -55,7 +88,8 @@ def attention(
             it has no tensors. Data needs no compilation, but each change of tensors then takes some milliseconds.
             Inside your own torch.compile(fullgraph=True), functions are compiled as they are, and the blocks of the
             mask are computed by your graph, from the tensors of each run. There, make a Mask of a function that
-            captures variables outside the compiled function, with `get_mask`. Values of tensors are not checked there.
+            captures variables outside the compiled function, with `get_mask`, and write `mask.__invert__()` for
+            `~mask`, which torch does not trace. Values of tensors are not checked there.
             The same holds for torch.export.export(strict=False). A program that was exported on a CPU with gradients
             holds the operator torch.ops.flexmasks.attend, so import flexmasks where it is loaded; exported under
             torch.no_grad, it holds torch's flex_attention, whose blocks suit a range of lengths.
@@ -81,7 +115,9 @@ def attention(
         kernel_options: passed on to torch's flex_attention.
         **params: the parameters of the mask and the score that are given by name. Tensors and lists are inputs of the
             compiled kernel and change freely. Numbers are constants of the kernel, so each value compiles a kernel of
-            its own; a number that may also be a tensor becomes an input after six different values.
+            its own, as do numbers that a function captures. After six values the numbers of a score, and those of a
+            mask that may also be tensors, become inputs; for other numbers the mask goes as data. A warning says so
+            where neither can be: numbers by which a score decides with `if`, and global variables that it reads.
 
     Returns:
         The output, [B, H, Q, D] in q's dtype, or (output, lse). B, Q and KV may be 0: without keys, the output is 0
@@ -91,6 +127,7 @@ def attention(
 
     Raises:
         ValueError, TypeError: an input does not fit; the message says what to pass.
+        MemoryError: the lists of the mask's blocks need more memory than is free on the device.
         RuntimeError: a backend chosen by name failed to compile the call.
 
     Source: Dong et al., Flex Attention, 2024; Dao et al., FlashAttention, 2022.
@@ -98,16 +135,55 @@ def attention(
     Example:
         >>> import torch, flexmasks
         >>> q, k, v = torch.randn(3, 2, 4, 100, 64)
-        >>> flexmasks.attention(q, k, v, mask="grouped_tril", seq_lens=torch.tensor([100, 60])).shape
+        >>> flexmasks.attention(q, k, v, mask="causal").shape
         torch.Size([2, 4, 100, 64])
+
+        Texts packed end to end, and a padded batch:
+
+        >>> document_ids = torch.arange(100) // 30
+        >>> packed = flexmasks.get_mask("causal") & flexmasks.get_mask("document", document_ids=document_ids)
+        >>> out = flexmasks.attention(q, k, v, mask=packed)
+        >>> out = flexmasks.attention(q, k, v, mask="grouped_tril", seq_lens=torch.tensor([100, 60]))
+        >>> bool((out[1, :, 60:] == 0).all())
+        True
     """
-    request = Request(
+    request = later.request.Request(
         mask, score, params, scale, block_mask, q_offset, sink_logits, return_lse, backend, kernel_options
     )
-    out, lse = calls.run(q, k, v, request)
-    return (out, lse) if return_lse else out
+    out, lse = later.calls.run(q, k, v, request)
+    return (out, cast(Tensor, lse)) if return_lse else out
 
 
+# fmt: off
+@overload
+def varlen_attention(
+    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor | Sequence[int], kv_offsets: Tensor | Sequence[int] | None = None,
+    *, mask: MaskLike | None = None, score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
+    q_offset: int | Tensor = 0, sink_logits: Tensor | None = None, return_lse: Literal[False] = False,
+    backend: str = "auto", kernel_options: dict[str, Any] | None = None, **params: Any,
+) -> Tensor: ...
+
+
+@overload
+def varlen_attention(
+    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor | Sequence[int], kv_offsets: Tensor | Sequence[int] | None = None,
+    *, mask: MaskLike | None = None, score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
+    q_offset: int | Tensor = 0, sink_logits: Tensor | None = None, return_lse: Literal[True], backend: str = "auto",
+    kernel_options: dict[str, Any] | None = None, **params: Any,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def varlen_attention(
+    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor | Sequence[int], kv_offsets: Tensor | Sequence[int] | None = None,
+    *, mask: MaskLike | None = None, score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
+    q_offset: int | Tensor = 0, sink_logits: Tensor | None = None, return_lse: bool, backend: str = "auto",
+    kernel_options: dict[str, Any] | None = None, **params: Any,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+# fmt: on
+
+
+@says_what_to_write()
 def varlen_attention(
     q: Tensor,
     k: Tensor,
@@ -124,7 +200,7 @@ def varlen_attention(
     backend: str = "auto",
     kernel_options: dict[str, Any] | None = None,
     **params: Any,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Compute `attention` inside each of several sequences laid end to end, without a batch axis.
 
     It equals `attention` under `flexmasks.packed(mask, offsets, kv_offsets, q_offset)`, for q, k and v in the layout
@@ -157,11 +233,43 @@ def varlen_attention(
         >>> flexmasks.varlen_attention(q, k, v, [0, 30, 100], mask="sliding_window", window=16).shape
         torch.Size([100, 4, 64])
     """
-    request = Request(mask, score, params, scale, None, q_offset, sink_logits, return_lse, backend, kernel_options)
-    out, lse = calls.run_varlen(q, k, v, offsets, kv_offsets, request)
-    return (out, lse) if return_lse else out
+    request = later.request.Request(
+        mask, score, params, scale, None, q_offset, sink_logits, return_lse, backend, kernel_options
+    )
+    out, lse = later.calls.run_varlen(q, k, v, offsets, kv_offsets, request)
+    return (out, cast(Tensor, lse)) if return_lse else out
 
 
+# fmt: off
+@overload
+def paged_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, kv_lens: Tensor, *, mask: MaskLike | None = None,
+    score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
+    q_offset: int | Tensor | None = None, sink_logits: Tensor | None = None, return_lse: Literal[False] = False,
+    backend: str = "auto", **params: Any,
+) -> Tensor: ...
+
+
+@overload
+def paged_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, kv_lens: Tensor, *, mask: MaskLike | None = None,
+    score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
+    q_offset: int | Tensor | None = None, sink_logits: Tensor | None = None, return_lse: Literal[True],
+    backend: str = "auto", **params: Any,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def paged_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, kv_lens: Tensor, *, mask: MaskLike | None = None,
+    score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
+    q_offset: int | Tensor | None = None, sink_logits: Tensor | None = None, return_lse: bool, backend: str = "auto",
+    **params: Any,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+# fmt: on
+
+
+@says_what_to_write()
 def paged_attention(
     q: Tensor,
     k_cache: Tensor,
@@ -177,7 +285,7 @@ def paged_attention(
     return_lse: bool = False,
     backend: str = "auto",
     **params: Any,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Compute attention to keys and values in a paged KV cache.
 
     The cache is not copied, and it is laid out as vLLM and FlashAttention hold it. To mask and score, key j is the j-th
@@ -222,11 +330,12 @@ def paged_attention(
         >>> flexmasks.paged_attention(q, k_cache, v_cache, page_table, kv_lens, mask="causal").shape
         torch.Size([2, 4, 1, 64])
     """
-    request = Request(mask, score, params, scale, None, q_offset, sink_logits, return_lse, backend)
-    out, lse = calls.run_paged(q, k_cache, v_cache, page_table, kv_lens, request)
-    return (out, lse) if return_lse else out
+    request = later.request.Request(mask, score, params, scale, None, q_offset, sink_logits, return_lse, backend)
+    out, lse = later.calls.run_paged(q, k_cache, v_cache, page_table, kv_lens, request)
+    return (out, cast(Tensor, lse)) if return_lse else out
 
 
+@says_what_to_write()
 def block_mask(
     mask: MaskLike,
     q_len: int,
@@ -239,7 +348,7 @@ def block_mask(
     q_offset: int | Tensor = 0,
     as_data: bool = False,
     **params: Any,
-) -> BlockMask:
+) -> compat.BlockMask:
     """Return the exact BlockMask of a mask: its empty, partial and full blocks.
 
     It equals torch's create_block_mask, without evaluating the mask at all Q x KV pairs, and works in torch's
@@ -267,16 +376,20 @@ def block_mask(
 
     Raises:
         ValueError, TypeError: an input does not fit; the message says what to pass.
+        MemoryError: the lists of blocks need more memory than is free on the device.
 
     Example:
         >>> import flexmasks
         >>> flexmasks.block_mask("causal", 512).full_kv_num_blocks[0, 0].tolist()
         [0, 1, 2, 3]
     """
-    lengths = Lengths(q_len, kv_len, batch, heads, device, q_offset, block_size)
-    return block_mask_of("flexmasks.block_mask", get_mask(mask, **params), lengths, as_data)
+    if not isinstance(as_data, bool):
+        raise TypeError(f"flexmasks.block_mask: `as_data` must be True or False, got {as_data!r}.")
+    lengths = later.lengths.Lengths(q_len, kv_len, batch, heads, device, q_offset, block_size)
+    return later.lengths.block_mask_of("flexmasks.block_mask", get_mask(mask, **params), lengths, as_data)
 
 
+@says_what_to_write()
 def dense_mask(
     mask: MaskLike,
     q_len: int,
@@ -301,10 +414,16 @@ def dense_mask(
                 [0, 1, 1, 0],
                 [0, 0, 1, 1]], dtype=torch.int32)
     """
-    lengths = Lengths(q_len, kv_len, batch, heads, device, q_offset)
-    return materialize_mask("flexmasks.dense_mask", get_mask(mask, **params), lengths)
+    lengths = later.lengths.Lengths(q_len, kv_len, batch, heads, device, q_offset)
+    return later.lengths.materialize_mask("flexmasks.dense_mask", get_mask(mask, **params), lengths)
 
 
+def _explained() -> list[str]:
+    """Return the names of the arguments of `explain`."""
+    return [name for name in later.request.Request._fields if name != "params"]
+
+
+@says_what_to_write(lambda *given: named(given[3], _explained()))
 def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Explanation:
     """Explain how a call of `attention` would run.
 
@@ -318,5 +437,5 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Explanation:
         >>> explanation.backend, explanation.compiles
         ('sdpa', 'no: it runs without compiling')
     """
-    own = {name: arguments.pop(name) for name in Request._fields if name != "params" and name in arguments}
-    return calls.explain(q, k, v, Request(params=arguments, **own))
+    own = {name: arguments.pop(name) for name in _explained() if name in arguments}
+    return later.calls.explain(q, k, v, later.request.Request(params=arguments, **own))

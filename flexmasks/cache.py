@@ -56,7 +56,7 @@ class Cache(Generic[Value]):
 
     def __init__(self, name: str, max_bytes: int) -> None:
         self._lock = _LOCK  # an attribute too: a tensor may die after the interpreter has cleared this module
-        self._entries: OrderedDict[Hashable, _Entry[Value]] = OrderedDict()
+        self._entries: OrderedDict[tuple[Hashable, ...], _Entry[Value]] = OrderedDict()
         self._bytes = self._hits = self._misses = 0
         self._max_bytes = max_bytes
         _CACHES[name] = self
@@ -100,11 +100,16 @@ class Cache(Generic[Value]):
             self._entries[full_key] = _Entry(value, nbytes, list(zip(refs, identities, strict=True)))
             self._bytes += nbytes
 
+    def known_keys(self) -> list[Any]:
+        """Return the keys of all entries, oldest first, without tensors."""
+        with self._lock:
+            return [full_key[0] for full_key in self._entries]
+
     def drop(self, key: Hashable) -> None:
         """Forget the value that was put under a key without tensors."""
         self._forget(_with_ids(key, ()))
 
-    def _forget(self, full_key: Hashable) -> None:
+    def _forget(self, full_key: tuple[Hashable, ...]) -> None:
         with self._lock:
             entry = self._entries.pop(full_key, None)
             if entry is not None:
@@ -163,6 +168,6 @@ def identity(tensor: Tensor) -> Hashable | None:
         return None
 
 
-def _with_ids(key: Hashable, tensors: Sequence[Tensor]) -> Hashable:
+def _with_ids(key: Hashable, tensors: Sequence[Tensor]) -> tuple[Hashable, ...]:
     """Return the key of an entry, with its tensors and inference mode."""
     return key, torch.is_inference_mode_enabled(), *map(id, tensors)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from flexmasks import compat, inside_compile
+from flexmasks import compat
 from flexmasks.backends.call import Call, Replay, Result, Unavailable, transformed
 from flexmasks.backends.empty import attend as attend_nothing
 from flexmasks.backends.empty import computes_nothing
@@ -79,8 +79,10 @@ def _run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Ten
             "torch.compile, and for ONNX torch.onnx.export with dynamo=True.",
             RuntimeError,
         )
-    if not torch.compiler.is_compiling():
+    if not compat.is_compiling():
         return run_eagerly(q, k, v, request)
+    from flexmasks import inside_compile  # loads torch's compilers
+
     with _under_autocast(q, k, v) as (q, k, v):
         if not any_nested(q, k, v):
             return inside_compile.run(q, k, v, request)
@@ -344,6 +346,7 @@ def _planned(q: Tensor, k: Tensor, v: Tensor, request: Request) -> _Planned:
         q=q,
         k=k,
         v=v,
+        what=mask_plan.what if score is None else f"{mask_plan.what} with score {score!r}",
         window=lambda: mask_plan.window,
         cap=None if score is None else cap_of(score, size),
         blocks=mask_plan.blocks,
@@ -360,6 +363,7 @@ def _planned(q: Tensor, k: Tensor, v: Tensor, request: Request) -> _Planned:
         with_lse=request.return_lse,
         kernel_options=request.kernel_options,
         kernel_key=(mask_plan.kernel_key, None if score_plan is None else score_plan.kernel_key),
+        numbers=(mask_plan.numbers, None if score_plan is None else score_plan.numbers),
         shapes=None if any(p.opaque for p in plans) else (number_offset, *(p.shapes for p in plans)),
         needs_grad=learns or needs_grad,
         learns=learns,
@@ -409,7 +413,7 @@ def _laid_end_to_end(q: Any, k: Any, v: Any, request: Request) -> tuple[Tensor, 
     for name, x in (("q", q), ("k", k), ("v", v)):
         is_jagged = isinstance(x, Tensor) and x.is_nested and x.layout == torch.jagged
         # While torch traces, every size is an int for `isinstance`.
-        is_transposed = torch.compiler.is_compiling() or (is_jagged and not isinstance(x.shape[2], int))
+        is_transposed = compat.is_compiling() or (is_jagged and not isinstance(x.shape[2], int))
         if not is_jagged or x.dim() != 4 or not is_transposed:
             fail(
                 f"with nested tensors, q, k and v must all be jagged [B, H, jagged, D]; `{name}` is "
@@ -432,8 +436,8 @@ def _laid_end_to_end(q: Any, k: Any, v: Any, request: Request) -> tuple[Tensor, 
 
 def _as_nested(q: Tensor, out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Return dense output and lse as nested tensors of q's lengths."""
-    to_nested, starts = torch.nested.nested_tensor_from_jagged, cast(Any, q).offsets()
-    return to_nested(out[0], starts, jagged_dim=2), None if lse is None else to_nested(lse[0], starts, jagged_dim=2)
+    starts = cast(Any, q).offsets()
+    return compat.nested(out[0], starts, 2), None if lse is None else compat.nested(lse[0], starts, 2)
 
 
 def _inside_sequences(request: Request, starts: Tensor, kv_starts: Tensor | None) -> Request:

@@ -11,36 +11,82 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import functools
+import importlib
 import importlib.util
 import operator
+import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex as TransformGetItemToIndex
-from torch._dynamo.eval_frame import remove_from_cache
-from torch._dynamo.exc import FailOnRecompileLimitHit as FailOnRecompileLimitHit
-from torch._dynamo.exc import TorchDynamoException as TorchDynamoException
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._functorch.utils import enable_single_level_autograd_function
-from torch._inductor.decomposition import select_decomp_table
-from torch._inductor.exc import InductorError as InductorError
+from torch._guards import TracingContext
 from torch._subclasses import FakeTensor as FakeTensor
 from torch.autograd.function import _SingleLevelFunction
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._python_dispatch import (
-    _disable_current_modes,
-    is_in_any_mode_without_ignore_compile_internals,
-    is_in_torch_dispatch_mode,
-)
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
-# The classes among these imports are used as they are. If torch moves one of them, importing flexmasks fails.
+if TYPE_CHECKING:
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex as TransformGetItemToIndex
+    from torch._dynamo.convert_frame import compile_lock as compile_lock
+    from torch._dynamo.exc import FailOnRecompileLimitHit as FailOnRecompileLimitHit
+    from torch._dynamo.exc import TorchDynamoException as TorchDynamoException
+    from torch._inductor.exc import InductorError as InductorError
+    from torch.fx.experimental.symbolic_shapes import guard_or_false as guard_or_false
+    from torch.fx.experimental.symbolic_shapes import guard_or_true as guard_or_true
+    from torch.fx.experimental.symbolic_shapes import statically_known_true as statically_known_true
+    from torch.nn.attention.flex_attention import AuxRequest as AuxRequest
+    from torch.nn.attention.flex_attention import BlockMask as BlockMask
+    from torch.nn.attention.flex_attention import flex_attention as flex_attention
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+# The classes among these imports are used as they are. If torch moves one of them, importing flexmasks fails, or the
+# first use of a name that is imported later.
 # FailOnRecompileLimitHit, TorchDynamoException, InductorError: errors of a failed compilation, which another backend
 #   may answer. No public equivalent.
 # FakeTensor: tensors without data, which tracing makes; their values must not be read. No public equivalent.
 # TorchDispatchMode: base of a mode that sees every operation of a function. No public equivalent.
+# compile_lock: the lock that a thread holds while torch compiles. Tracing holds it too: torch keeps what it knows about
+#   compilation and dispatch modes in variables of the whole process, and a thread that traces changes them for a thread
+#   that compiles. No public equivalent.
 # TransformGetItemToIndex: traces indexing by a number as flex_attention does, as an operation. No public equivalent.
+
+# --- names that are imported at their first use ---
+
+# Torch's compilers and SymPy take longer to import than the rest of torch. Many processes only make or draw masks, so
+# these names are read as `compat.NAME`, which imports a module at the first use. The names of flex_attention (which
+# needs SymPy from torch 2.15 on) and of symbolic_shapes are public.
+_MODULES = {
+    "AuxRequest": "torch.nn.attention.flex_attention",
+    "BlockMask": "torch.nn.attention.flex_attention",
+    "FailOnRecompileLimitHit": "torch._dynamo.exc",
+    "InductorError": "torch._inductor.exc",
+    "TorchDynamoException": "torch._dynamo.exc",
+    "TransformGetItemToIndex": "torch._dynamo._trace_wrapped_higher_order_op",
+    "compile_lock": "torch._dynamo.convert_frame",
+    "flex_attention": "torch.nn.attention.flex_attention",
+    "guard_or_false": "torch.fx.experimental.symbolic_shapes",
+    "guard_or_true": "torch.fx.experimental.symbolic_shapes",
+    "statically_known_true": "torch.fx.experimental.symbolic_shapes",
+}
+
+# Held while these modules are imported. They import each other: threads that began at different ones would find some of
+# them half done.
+_IMPORTING = threading.RLock()
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        with _IMPORTING:
+            value = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
+        return value
+
 
 # --- tensors ---
 
@@ -69,11 +115,6 @@ is_batched_gradient: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_ba
 # Leaves the active transforms for a block of code, so that what it computes may be cached. No public equivalent.
 outside_transforms: Callable[[], contextlib.AbstractContextManager[Any]] = temporarily_clear_interpreter_stack
 
-# Whether a TorchDispatchMode is active, and whether one is active that is not torch.compile's own. No public
-# equivalents.
-in_dispatch_mode: Callable[[], bool] = is_in_torch_dispatch_mode
-in_foreign_dispatch_mode: Callable[[], bool] = is_in_any_mode_without_ignore_compile_internals
-
 # Leaves the active dispatch modes, and the active TorchFunctionModes, for a block of code. No public equivalents.
 without_dispatch_modes: Any = _disable_current_modes
 without_torch_function: Any = torch._C.DisableTorchFunction
@@ -90,6 +131,30 @@ autocast_anywhere: Callable[[], bool] = torch._C._is_any_autocast_enabled
 forward_derivatives: Callable[[bool], contextlib.AbstractContextManager[Any]] = (
     torch.autograd.forward_ad._set_fwd_grad_enabled
 )
+
+
+def in_dispatch_mode() -> bool:
+    """Return whether a TorchDispatchMode is active in this thread.
+
+    torch's own function `is_in_torch_dispatch_mode` answers for all threads at once. No public equivalent.
+    """
+    return bool(torch._C._len_torch_dispatch_stack())
+
+
+def in_function_mode() -> bool:
+    """Return whether a TorchFunctionMode is active in this thread, such as a default device.
+
+    No public equivalent.
+    """
+    return bool(torch._C._len_torch_function_stack())
+
+
+def in_foreign_dispatch_mode() -> bool:
+    """Return whether this thread is in a mode where torch compiles nothing.
+
+    No public equivalent.
+    """
+    return in_dispatch_mode() and not all(m.ignore_compile_internals() for m in _get_current_dispatch_mode_stack())
 
 
 def in_vmap() -> bool:
@@ -134,19 +199,69 @@ def outside_operators() -> contextlib.AbstractContextManager[Any]:
 
 # --- torch.compile ---
 
-# Decorator of functions that torch.compile does not look into, but whose operations on tensors enter the graph. Its
-# loss is an AttributeError at import. torch.compiler.nonstrict_trace is public from torch 2.14 on.
-nonstrict_trace: Any = getattr(torch.compiler, "nonstrict_trace", None) or torch._dynamo.nonstrict_trace
 
-# Frees the code that torch compiled for a code object. Without it, compiled code accumulates. No public equivalent.
-forget_code: Callable[[Any], None] = remove_from_cache
+def is_compiling() -> bool:
+    """Return whether torch.compile or torch.export traces the code of this thread.
 
-# The decompositions of operators that FLASH's compiler applies. No public equivalent.
-inductor_decompositions: Any = select_decomp_table
+    torch.compiler.is_compiling is public. In torch 2.13 it is also True while another thread compiles.
+    """
+    if not torch.compiler.is_compiling():
+        return False
+    # While Dynamo traces, the next function is constant, and Dynamo looks no further.
+    return torch.compiler.is_dynamo_compiling() or TracingContext.try_get() is not None or in_dispatch_mode()
 
-# Whether torch's FLASH compiler reads captured tensors by vectors, as torch 2.13 does: GPUs of capability 10 and above
-# then read some tensors wrongly.
-FLASH_READS_VECTORS = importlib.util.find_spec("torch._inductor.codegen.cutedsl.lane_analysis") is not None
+
+def is_refused_for_tracing(error: RuntimeError) -> bool:
+    """Return whether a compiled function refused to run because some thread traces. No public equivalent."""
+    return str(error).startswith("Detected that you are using FX to symbolically trace")
+
+
+def constant_in_graphs(function: _Function) -> _Function:
+    """Let torch.compile call a function while it traces, and take the result as a constant.
+
+    Without it torch.compile would trace the function, and fail. torch.compiler.assume_constant_result is public, and
+    imports torch's compilers.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def nonstrict_trace(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let torch.compile not look into a function, whose operations on tensors enter the graph.
+
+    torch.compiler.nonstrict_trace is public from torch 2.14 on.
+    """
+    with _IMPORTING:
+        from torch import _dynamo
+    mark: Callable[..., Callable[..., Any]] = _dynamo.nonstrict_trace
+    return mark(function)
+
+
+def forget_code(code: Any) -> None:
+    """Free what torch compiled for a code object. No public equivalent.
+
+    Without it, compiled code accumulates.
+    """
+    with _IMPORTING:
+        from torch._dynamo.eval_frame import remove_from_cache
+    remove_from_cache(code)
+
+
+def inductor_decompositions() -> Any:
+    """Return the decompositions of operators that FLASH's compiler applies. No public equivalent."""
+    with _IMPORTING:
+        from torch._inductor.decomposition import select_decomp_table
+    return select_decomp_table()
+
+
+@functools.cache
+def flash_reads_vectors() -> bool:
+    """Return whether torch's FLASH compiler reads captured tensors by vectors, as torch 2.13 does.
+
+    GPUs of capability 10 and above then read some tensors wrongly.
+    """
+    with _IMPORTING:
+        return importlib.util.find_spec("torch._inductor.codegen.cutedsl.lane_analysis") is not None
 
 
 def size_hint(n: Any) -> int:
@@ -164,7 +279,9 @@ def copy_all(places: list[torch.Tensor], values: list[torch.Tensor]) -> None:
 
 def keeps_results() -> bool:
     """Return whether a mode such as selective checkpointing watches. No public equivalent."""
-    return is_in_torch_dispatch_mode(include_infra_modes=False) and not in_foreign_dispatch_mode()
+    if not in_dispatch_mode() or in_foreign_dispatch_mode():
+        return False
+    return not all(mode.is_infra_mode() for mode in _get_current_dispatch_mode_stack())
 
 
 def raw_stream(device: torch.device) -> int:
@@ -174,15 +291,15 @@ def raw_stream(device: torch.device) -> int:
 
 def compiled_graphs() -> int:
     """Return how many graphs this process has compiled, for the log. No public equivalent."""
-    from torch._dynamo.utils import counters
-
+    with _IMPORTING:
+        from torch._dynamo.utils import counters
     return int(counters["stats"]["unique_graphs"])
 
 
 def inductor_graphs() -> int:
     """Return how many graphs Inductor has compiled or loaded, for benchmarks. No public equivalent."""
-    from torch._dynamo.utils import counters
-
+    with _IMPORTING:
+        from torch._dynamo.utils import counters
     return sum(int(counters["inductor"][f"fxgraph_cache_{outcome}"]) for outcome in ("hit", "miss", "bypass"))
 
 
@@ -191,15 +308,17 @@ def empty_compile_cache() -> contextlib.AbstractContextManager[Any]:
 
     The environment variable TORCHINDUCTOR_CACHE_DIR is public, but what is in memory would still be found.
     """
-    from torch._inductor.utils import fresh_cache
-
+    with _IMPORTING:
+        from torch._inductor.utils import fresh_cache
     cache: contextlib.AbstractContextManager[Any] = fresh_cache()
     return cache
 
 
 def compiler_is_off() -> bool:
     """Return whether torch.compile is switched off for the process. No public equivalent."""
-    return bool(torch._dynamo.config.disable)
+    with _IMPORTING:
+        from torch._dynamo import config
+    return bool(config.disable)
 
 
 @contextlib.contextmanager
@@ -208,7 +327,8 @@ def donated_buffers_off() -> Iterator[None]:
 
     Benchmarks time the backward pass that way. No public equivalent.
     """
-    config = torch._functorch.config
+    with _IMPORTING:
+        from torch._functorch import config
     kept = config.donated_buffer
     config.donated_buffer = False
     try:
@@ -237,9 +357,10 @@ def lower_to_instruction(op: Any, instruction: str, fallback: str, cute: str) ->
         fallback: name of Inductor's operation on other devices, such as "tanh".
         cute: CuTe expression of `{x}`, for FLASH's kernels.
     """
-    from torch._inductor import ir, lowering
-    from torch._inductor.codegen.cutedsl.cutedsl_op_overrides import CuteDSLOpOverrides
-    from torch._inductor.virtualized import ops
+    with _IMPORTING:
+        from torch._inductor import ir, lowering
+        from torch._inductor.codegen.cutedsl.cutedsl_op_overrides import CuteDSLOpOverrides
+        from torch._inductor.virtualized import ops
 
     if op in lowering.lowerings:
         return
@@ -263,6 +384,23 @@ def lower_to_instruction(op: Any, instruction: str, fallback: str, cute: str) ->
 
     lowering.register_lowering(op, type_promotion_kind=None)(lowered)
     setattr(CuteDSLOpOverrides, "inline_asm_elementwise", staticmethod(for_cute))  # noqa: B010
+
+
+# --- nested tensors ---
+
+
+def nested(values: Tensor, offsets: Tensor, jagged_dim: int) -> Tensor:
+    """Return a jagged nested tensor.
+
+    The public torch.nested.nested_tensor_from_jagged logs a warning about tracing, and fails while another thread
+    traces.
+    """
+    if is_compiling():
+        return torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=jagged_dim)
+    from torch.nested._internal.nested_tensor import nested_view_from_values_offsets_lengths
+
+    result: Tensor = nested_view_from_values_offsets_lengths(values, offsets, None, ragged_idx=jagged_dim)
+    return result
 
 
 # --- scaled_dot_product_attention ---

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 
 from flexmasks import compat
 from flexmasks.backends import empty, fa4, flex, forms, plain, reference, sdpa, tiles_operator
@@ -91,7 +90,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tens
         indices = _planned_blocks(data, q_offset, q.detach(), k.detach(), block_size_for(size))
         mask_mod = shifted_mask(_bound(mask, resolved, size, name), _copied(q_offset) if name == "cpu" else q_offset)
         lengths: Any = (size.q_len, size.kv_len)
-        block_mask = BlockMask(*(lengths, *indices, block_size_for(size), mask_mod))
+        block_mask = compat.BlockMask(*(lengths, *indices, block_size_for(size), mask_mod))
     score_mod = None
     if score is not None:
         bound = _bound(score, score.resolve(size), size, name)
@@ -181,7 +180,7 @@ def _number_of_chosen(backend: str, call: Call) -> int:
     return _NAMES.index(name)
 
 
-@torch.compiler.assume_constant_result
+@compat.constant_in_graphs
 def _reason(number: int) -> str:
     return _REASONS[-number - 1]
 
@@ -209,6 +208,7 @@ def _call_of(
         q=q,
         k=k,
         v=v,
+        what=repr(mask),
         window=lambda: window,
         cap=None if score is None else cap_of(score, size),
         blocks=_no_blocks,
@@ -225,6 +225,7 @@ def _call_of(
         with_lse=with_lse,
         kernel_options={"given": True} if has_options else None,
         kernel_key=(("traced", data[:2]), score_data[:2]),
+        numbers=(_no_blocks, None),
         shapes=None if has_score and score is None else (),
         needs_grad=needs_grad,
         learns=learns,
@@ -331,7 +332,7 @@ def _by_reference(
     request: Request,
     mask: Mask | None,
     score: Score | None,
-    block_mask: BlockMask,
+    block_mask: compat.BlockMask,
     score_mod: Callable[..., Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
     """Return output and lse: by tiles, as one operator, or by slices, which torch traces.
@@ -366,7 +367,7 @@ def _runs_by_tiles(q: Tensor, score: Score | None, score_data: Any) -> bool:
     return q.device.type == "cpu" and (score is None or score_data != _UNKNOWN) and not compat.transforms_active()
 
 
-def _visible(mask: Mask | None, block_mask: BlockMask, q_offset: int | Tensor, device: torch.device) -> Any:
+def _visible(mask: Mask | None, block_mask: compat.BlockMask, q_offset: int | Tensor, device: torch.device) -> Any:
     """Return the keys that queries see as `Described.visible` has them.
 
     The result is None for a function that torch must trace.

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +35,7 @@ def tile_order(canvas: Sequence[int], tile: Sequence[int]) -> Tensor:
         >>> tile_order((2, 4), (2, 2))
         tensor([0, 1, 4, 5, 2, 3, 6, 7])
     """
+    _check_axes(canvas=canvas, tile=tile)
     if len(canvas) != len(tile) or min(*canvas, *tile) < 1:
         raise ValueError(
             f"flexmasks: `canvas` and `tile` must have the same number of axes, all at least 1, got {canvas}, {tile}."
@@ -55,6 +57,7 @@ def morton_order(canvas: Sequence[int]) -> Tensor:
         >>> morton_order((2, 4))
         tensor([0, 1, 4, 5, 2, 3, 6, 7])
     """
+    _check_axes(canvas=canvas)
     if not canvas or min(canvas) < 1 or sum((n - 1).bit_length() for n in canvas) > 62:
         raise ValueError(
             f"flexmasks: `canvas` must have axes of at least 1, and fewer than 2**62 pixels, got {canvas}."
@@ -80,9 +83,18 @@ def inverse_order(order: Tensor) -> Tensor:
         >>> inverse_order(torch.tensor([2, 0, 1]))
         tensor([1, 2, 0])
     """
+    if not isinstance(order, Tensor) or order.ndim != 1:
+        raise TypeError(f"flexmasks: `order` must be a tensor of one dimension, got {order!r}.")
     inverse = torch.empty_like(order, dtype=torch.int64)
     inverse[order.long()] = torch.arange(len(order), device=order.device)
     return inverse
+
+
+def _check_axes(**given: Any) -> None:
+    """Raise TypeError unless each argument is a sequence of ints."""
+    for name, axes in given.items():
+        if not isinstance(axes, list | tuple | torch.Size) or not all(type(n) is int for n in axes):
+            raise TypeError(f"flexmasks: `{name}` must be a tuple of ints, such as (48, 64), got {axes!r}.")
 
 
 def coordinates(pixel: Tensor, canvas: Sequence[int]) -> list[Tensor]:

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 
+from flexmasks import compat
 from flexmasks.backends.table import BACKENDS
 from flexmasks.plans.checks import ATTENTION, check_block_mask, check_offset, check_qkv, check_scale, fail
 from flexmasks.spec.parameters import Size
@@ -22,7 +22,7 @@ class Request(NamedTuple):
     score: Any = None
     params: Mapping[str, Any] = MappingProxyType({})
     scale: float | None = None
-    block_mask: BlockMask | None = None
+    block_mask: compat.BlockMask | None = None
     q_offset: int | Tensor | None = 0
     sink_logits: Tensor | None = None
     return_lse: bool = False

@@ -16,8 +16,10 @@ from flexmasks.kernels.softmax_operator import masked_softmax as softmax_operato
 from flexmasks.plans.rows import Rows, rows_of
 from flexmasks.plans.softmax_checks import ARRAYS, check_hidden, check_scores, check_visible
 from flexmasks.spec.arguments import MaskLike, from_arguments
+from flexmasks.spec.by_name import says_what_to_write
 
 
+@says_what_to_write()
 def masked_softmax(x: Tensor, *, mask: MaskLike | Tensor | None = None, scale: float = 1.0, **params: Any) -> Tensor:
     """Return softmax(x * scale) over visible columns, and 0 elsewhere.
 
@@ -71,6 +73,7 @@ def masked_softmax(x: Tensor, *, mask: MaskLike | Tensor | None = None, scale: f
     return softmax_operator(x, rows.bounds, rows.bits, rows.seen, True, torch.sym_float(scale))
 
 
+@says_what_to_write(lambda *given: "x, mask and scale")
 def scaled_masked_softmax(x: Tensor, mask: Tensor, scale: float = 1.0) -> Tensor:
     """Return softmax(x * scale) over unmasked columns, and 0 elsewhere.
 

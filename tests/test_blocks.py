@@ -28,7 +28,14 @@ from helpers import DEVICES, arguments, check_equal_block_masks, label
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
+from torch.nn.attention.flex_attention import (
+    BlockMask,
+    and_masks,
+    create_block_mask,
+    create_mask,
+    noop_mask,
+    or_masks,
+)
 
 import flexmasks
 from flexmasks.blocks import Elements, Layout, dependence, limits, materialize, of_block_mask
@@ -697,3 +704,103 @@ def test_positions_that_32_bits_do_not_hold(offset: int | Tensor) -> None:
     with pytest.raises(ValueError, match="`q_offset` must be at most 2\\*\\*31 - 5"):
         flexmasks.attention(q, k, k, mask="causal", q_offset=offset)
     assert flexmasks.attention(q[:, :, :3], k, k, mask="causal", q_offset=2**31 - 4).shape == (1, 1, 3, 16)
+
+
+# --- masks without sizes of batch and heads ---
+
+_LENGTH = 192
+
+
+def _causal(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return q >= kv
+
+
+def _near(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return (q - kv).abs() <= 9
+
+
+def _inside_documents(inner: Callable[..., Tensor], offsets: Tensor) -> Callable[..., Tensor]:
+    """Return a mask inside documents, whose positions are counted from the start of each, as attention-gym makes it."""
+    counts = offsets.diff()
+    ids = torch.repeat_interleave(torch.arange(len(counts), dtype=torch.int32), counts)
+
+    def mask(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return (ids[q] == ids[kv]) & inner(b, h, q - offsets[ids[q]], kv - offsets[ids[kv]])
+
+    return mask
+
+
+def _without_sizes(dtype: torch.dtype) -> dict[str, Callable[..., Tensor]]:
+    """Return masks in the forms of attention-gym's generators, which depend neither on the batch nor on the head."""
+    offsets = torch.tensor([0, 37, 100, 160, _LENGTH], dtype=dtype)
+    ids = torch.repeat_interleave(torch.arange(4, dtype=torch.int32), offsets.diff())
+    prefixes = torch.tensor([0, 0, 2, 2])
+    is_global = torch.arange(_LENGTH) % 50 == 3
+    ancestors = torch.eye(_LENGTH, dtype=torch.bool).cummax(0).values & (torch.rand(_LENGTH, _LENGTH) < 0.1)
+    prefix_lm = or_masks(lambda b, h, q, kv: kv < 5, _causal)
+    window = and_masks(_near, _causal)
+
+    def shared_prefix(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        own, prefix = ids[q], prefixes[ids[q]]
+        inside = (kv >= offsets[own]) & _causal(b, h, q, kv)
+        return inside | ((own != prefix) & (kv >= offsets[prefix]) & (kv < offsets[prefix + 1]))
+
+    def in_groups(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return (q // 50 == kv // 50) & prefix_lm(b, h, q % 50, kv % 50)
+
+    def tree(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        node = (kv - 8).clamp(min=0, max=_LENGTH - 1)
+        return (kv < 8) | ((kv >= 8) & ancestors[q, node])
+
+    def near_in_frames(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        near = torch.abs((q - 10) % 40 - (kv - 10) % 40) < 7
+        return (q < 10) | (kv < 10) | near
+
+    def neighborhood(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        row = (q // 16).clamp(2, 9)
+        return ((row - kv // 16).abs() <= 2) & (((q % 16).clamp(2, 13) - kv % 16).abs() <= 2)
+
+    return {
+        "causal": _inside_documents(_causal, offsets),
+        "window": _inside_documents(window, offsets),
+        "prefix LM": _inside_documents(prefix_lm, offsets),
+        "everything": _inside_documents(noop_mask, offsets),
+        "neighbors": _inside_documents(_near, offsets),
+        "neighbors in groups": _inside_documents(in_groups, offsets),
+        "global and near": or_masks(_near, lambda b, h, q, kv: is_global[q] | is_global[kv]),
+        "unknown to ranges": or_masks(_near, lambda b, h, q, kv: torch.sin(q * 1.0) > torch.cos(kv * 1.0)),
+        "changed in place": lambda b, h, q, kv: torch.zeros_like(q).add_(q) % 7 == kv % 5,
+        "shared prefix": shared_prefix,
+        "tree": tree,
+        "near in frames": near_in_frames,
+        "neighborhood": neighborhood,
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("name", _without_sizes(torch.int32))
+def test_masks_need_no_sizes_of_indices_that_they_do_not_read(name: str, dtype: torch.dtype) -> None:
+    mask = _without_sizes(dtype)[name]
+    got = flexmasks.dense_mask(mask, _LENGTH)
+    assert got.shape == (1, 1, _LENGTH, _LENGTH)
+    assert torch.equal(got, create_mask(mask, 1, 1, _LENGTH, _LENGTH, device="cpu"))
+    made = flexmasks.block_mask(mask, _LENGTH, block_size=64)
+    check_equal_block_masks(made, create_block_mask(mask, None, None, _LENGTH, _LENGTH, "cpu", BLOCK_SIZE=64))
+    assert dependence(mask, 2, 2, CPU) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        lambda b, h, q, kv: q >= kv + b,
+        lambda b, h, q, kv: q >= kv + b.new_full((), 2) * b,
+        or_masks(_near, lambda b, h, q, kv: kv == b),
+    ],
+)
+def test_masks_that_read_the_batch_need_its_size(inner: Callable[..., Tensor]) -> None:
+    mask = _inside_documents(inner, torch.tensor([0, 90, _LENGTH], dtype=torch.int32))
+    for call in (flexmasks.dense_mask, flexmasks.block_mask):
+        with pytest.raises(ValueError, match="depends on its batch index; pass `batch`"):
+            call(mask, _LENGTH)
+    want = create_mask(mask, 3, 1, _LENGTH, _LENGTH, device="cpu")
+    assert torch.equal(flexmasks.dense_mask(mask, _LENGTH, batch=3), want)

@@ -5,15 +5,23 @@ A good call after the error is right.
 
 from __future__ import annotations
 
+import inspect
+import math
+import pickle
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 import flexmasks
+from flexmasks.blocks import build, limits
+from flexmasks.orders import inverse_order, morton_order, tile_order
 
 torch.manual_seed(0)
 Q, K, V = torch.randn(3, 2, 4, 64, 16).unbind(0)
@@ -200,6 +208,19 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "sasa other canvas": (canvas("sasa", width=9, window=3), "8 * 9 = 72, the call has 64 keys"),
     "sasa window negative": (canvas("sasa", window=(-1, 2)), "got (-1, 2)"),
     # packed
+    "offsets of one value": (masked(flexmasks.packed("causal", [0])), "mask 'packed': `offsets` needs at least two"),
+    "q_start of a wrong length": (
+        masked(flexmasks.packed("causal", [0, 30, 64], q_start=[1])),
+        "mask 'packed': `q_start` has 1 values, `offsets` has 2 sequences",
+    ),
+    "q_start beyond 2**30": (
+        masked(flexmasks.packed("causal", [0, 64], q_start=2**31)),
+        "mask 'packed': positions must be at most 2**30, but `q_start` is 2147483648",
+    ),
+    "q_start of a score beyond 2**30": (
+        scored(flexmasks.packed(CHECKERBOARD, [0, 64], q_start=2**31)),
+        "score 'packed': positions must be at most 2**30",
+    ),
     "offsets not from 0": (packed([1, 64]), "mask 'packed': `offsets` must rise from 0 to at most the length 64"),
     "offsets decrease": (packed([0, 30, 20, 64]), "got 0, 30, 20, 64"),
     "offsets beyond the length": (packed([0, 65]), "got values from 0 to 65"),
@@ -242,6 +263,14 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "batch": (attending_to(Q[:1]), "one batch size; got q float32[1, 4, 64, 16]"),
     "dtype": (attending_to(Q.half()), "one dtype; got q float16"),
     "device": (attending_to(Q, K.to("meta")), "on one device; got"),
+    "smaller head size of v": (
+        attending_to(v=V[..., :10]),
+        "pad v with zeros, torch.nn.functional.pad(x, (0, 6)), and take out[..., :10]",
+    ),
+    "larger head size of v": (
+        attending_to(v=torch.randn(2, 4, 64, 20)),
+        "pad q and k with zeros, torch.nn.functional.pad(x, (0, 4)), and pass scale=16**-0.5",
+    ),
     "head size": (attending_to(Q[..., :8]), "one head size D; got q float32[2, 4, 64, 8]"),
     "heads that do not divide": (attending_to(Q, K[:, :3], V[:, :3]), "must be a multiple of the number of key heads"),
     "lengths of k and v": (attending_to(v=V[:, :, :5]), "k and v must have the same length"),
@@ -270,6 +299,13 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "q_offset huge": (masked(q_offset=2**70), "`q_offset` must be an int from 0"),
     "scale huge": (masked(scale=10**400), "`scale` must be a finite number"),
     "q strided nested": (attending_to(torch.nested.nested_tensor([Q[0], K[0]]), K, V), "jagged [B, H, jagged, D]"),
+    "dropout_p": (
+        masked(dropout_p=0.1),
+        "no dropout of attention weights: leave it out, and use torch.nn.",
+    ),
+    "dropout": (masked(dropout=0.0), "there is no dropout of attention weights"),
+    "softmax_scale": (masked(softmax_scale=1.0), "pass `scale`"),
+    "window_size": (masked(window_size=(3, 0)), 'pass mask="sliding_window", window=...'),
     "torch's name": (masked(is_causal=True), 'pass mask="causal"'),
     "q_offset negative tensor": (masked("causal", q_offset=torch.tensor([-1, 2])), "q_offset"),
     "kernel_options": (masked(kernel_options=3), "`kernel_options` must be a dict, got 3"),
@@ -409,6 +445,306 @@ def test_bad_input(name: str) -> None:
     assert len(message) < 500
     good = flexmasks.attention(Q, K, V, mask="causal", backend="reference")
     assert torch.allclose(good, WANT, atol=1e-5)
+
+
+SCORES = torch.randn(2, 4, 8, 8)
+TOKENS = torch.randn(10, 4, 16)
+ONES = torch.ones(64, 64) > 0
+BLOCKS = flexmasks.block_mask("causal", 64)
+
+
+def blocks(mask: Any, **params: Any) -> Callable[[], Any]:
+    """Return a call of block_mask over 64 positions."""
+    return lambda: flexmasks.block_mask(mask, 64, **params)
+
+
+def softmax(x: Any = SCORES, **arguments: Any) -> Callable[[], Any]:
+    return lambda: flexmasks.masked_softmax(x, **arguments)
+
+
+def varlen(offsets: Any, *more: Any, q: Any = TOKENS, **arguments: Any) -> Callable[[], Any]:
+    return lambda: flexmasks.varlen_attention(q, TOKENS, TOKENS, offsets, *more, **arguments)
+
+
+def registered(**hooks: Any) -> Callable[[], Any]:
+    return lambda: flexmasks.register_mask(**hooks)(windowed)
+
+
+# Wrong kinds of values. What the message must say, and that it is short and in one line.
+ODD: dict[str, tuple[Callable[[], Any], str]] = {
+    # masks and scores of wrong kinds
+    "mask a list": (masked(["causal", "full"]), "masks are combined with `&` and `|`, as values of flexmasks.get_mask"),
+    "mask an array": (masked(ONES.numpy()), "got a NumPy array bool[64, 64]; a dense mask `m` is mask='dense'"),
+    "mask a BlockMask": (masked(BLOCKS), "got a BlockMask; pass it as `block_mask=`"),
+    "mask of softmax a BlockMask": (softmax(mask=BLOCKS), "got a BlockMask"),
+    "mask a long list": (masked([0] * 10000), "got [0, 0, 0"),
+    "mask bytes": (masked(b"causal"), "got b'causal'"),
+    "mask capital": (masked("Causal"), "did you mean 'causal'"),
+    "mask with a hyphen": (masked("sliding-window", window=3), "did you mean 'sliding_window'"),
+    "score a tensor": (scored(torch.zeros(64, 64)), "a bias `m` is score=lambda score, b, h, q, kv: score + m[b, h"),
+    "score a BlockMask": (scored(BLOCKS), "got a BlockMask; pass it as `block_mask=`"),
+    "score among None": (scored(["alibi", None]), "`score` must be a name, a Score or a function, got None"),
+    "& tensor": (lambda: CAUSAL & ONES, "got bool[64, 64]; a dense mask `m` is mask='dense', visible=m"),
+    "& None": (lambda: CAUSAL & None, "got None"),  # type: ignore[operator]
+    "get_mask of a builtin": (lambda: flexmasks.get_mask(len), "must take (b, h, q, kv) by position"),
+    "a Mask of numbers": (lambda: CAUSAL(0, 0, 3, 2), "is called with index tensors, such as torch.tensor(3), got 3"),
+    "a Score of numbers": (lambda: CHECKERBOARD(1.0, 0, 0, 3, 2), "is called with index tensors"),
+    # other arguments
+    "scale a tensor": (masked(scale=torch.tensor(1.0)), "got float32[]; multiply q by a tensor instead"),
+    "scale of NumPy": (masked(scale=np.float32(0.5)), "pass float(...) of it"),
+    "q_offset a list": (masked(q_offset=[1, 2]), "an int from 0 to 2**31 - 1 or an integer tensor [B] = [2] on cpu"),
+    "q_offset of no dimension": (masked("causal", q_offset=torch.tensor(3)), "got int64[] on cpu"),
+    "q_offset beyond 2**31": (masked("causal", q_offset=torch.tensor([2**40, 1])), "at most 2**31 - 64"),
+    "misspelt argument": (
+        masked("causal", retrun_lse=True),
+        "mask 'causal' takes none; or is it the argument `retu",
+    ),
+    "misspelt mask": (lambda: flexmasks.explain(Q, K, V, maks="causal"), "or is it the argument `mask`"),
+    "sink_logits a list": (masked(sink_logits=[1.0] * 4), "`sink_logits` must be a floating tensor [H] = [4]"),
+    "return_lse 1": (masked(return_lse=1), "`return_lse` must be True or False, got 1"),
+    "backend in capitals": (masked(backend="CPU"), "must be 'auto' or one of 'fa4', 'sdpa'"),
+    "as_data a string": (blocks("causal", as_data="no"), "`as_data` must be True or False, got 'no'"),
+    "device unknown": (blocks("causal", device="gpu"), "`device` must be a torch device, got 'gpu'"),
+    "device a list": (blocks("causal", device=["cpu"]), "`device` must be a torch device, got ['cpu']"),
+    "device meta": (blocks("causal", device="meta"), "`device` must hold data, got meta"),
+    "device without backend": (blocks("causal", device="mps"), "`device` must be available, got mps, and torch says"),
+    "heads unknown": (blocks(lambda b, h, q, kv: (q >= kv) & (h < 1)), "depends on its head index; pass `heads`"),
+    "q_len of NumPy": (blocks_of("causal", q_len=np.int64(64)), "`q_len` must be an int of at least 1"),
+    "q_len a bool": (blocks_of("causal", q_len=True), "`q_len` must be an int of at least 1, got True"),
+    "q_len beyond 2**31": (blocks_of("causal", q_len=2**33), "`q_len` must be at most 2**31 = 2147483648"),
+    "kv_len beyond 2**31": (blocks_of("causal", kv_len=2**33), "`kv_len` must be at most 2**31"),
+    "block_size a string": (
+        blocks("causal", block_size="128"),
+        "`block_size` must be an int above 0 or a pair, got",
+    ),
+    "length of Mask.blocks": (lambda: CAUSAL.blocks("64"), "flexmasks.Mask.blocks: `q_len` must be an int"),
+    # parameters
+    "ids a range": (blocks("document", document_ids=range(64)), "(range); pass a list or a tensor"),
+    "ids a set": (blocks("document", document_ids={1, 2}), "got {1, 2} (set); pass a list or a tensor"),
+    "ids a generator": (blocks("document", document_ids=(i for i in [0])), "(generator); pass a list or a tensor"),
+    "ids strings": (blocks("document", document_ids=["a"] * 64), "a sequence that cannot be made a tensor"),
+    "ids None": (blocks("document", document_ids=[None] * 64), "a sequence that cannot be made a tensor"),
+    "ids huge": (blocks("document", document_ids=[2**70] * 64), "a sequence that cannot be made a tensor"),
+    "ids sparse": (
+        blocks("document", document_ids=torch.eye(64)[0].long().to_sparse()),
+        "got a tensor of torch.sparse_coo; use `.to_dense()`",
+    ),
+    "window NaN": (blocks("sliding_window", window=math.nan), "got nan (float)"),
+    "window a Mask": (blocks("sliding_window", window=CAUSAL), "got causal() (Mask)"),
+    "window a float tensor": (blocks("sliding_window", window=torch.tensor(3.0)), "got float32[]"),
+    "both_ends 1": (blocks("bigbird", length=64, block=8, both_ends=1), "`both_ends` must be bool, got 1 (int)"),
+    # the softmax
+    "scores a list": (softmax([[1.0]]), "got list; use torch.as_tensor"),
+    "q_offset of softmax": (
+        softmax(mask="causal", q_offset=3),
+        "no parameter is named `q_offset`; mask 'causal'",
+    ),
+    "dropout of softmax": (softmax(mask="causal", dropout_p=0.1), "there is no dropout"),
+    # sequences and pages
+    "offsets a string": (varlen("0,10"), "`offsets` must be int[N + 1] on cpu, the starts of N sequences"),
+    "offsets of two dimensions": (varlen([[0, 10]]), "`offsets` must be int[N + 1]"),
+    "kv_offsets missing": (varlen([0, 5], q=TOKENS[:5]), "pass `kv_offsets`"),
+    "block_mask of varlen": (varlen([0, 10], block_mask=BLOCKS), "only flexmasks.attention takes one"),
+    "max_seqlen": (varlen([0, 10], max_seqlen_q=10), "leave it out: the offsets say the lengths"),
+    "causal of FlashAttention": (varlen([0, 10], causal=True), 'pass mask="causal"'),
+    # registration
+    "example a dict": (
+        registered(name="wrong", example={"w": 1}),
+        "`example` must be a function, such as lambda",
+    ),
+    "prepare a number": (registered(name="wrong", prepare=3), "`prepare` must be a function, got 3"),
+    "band a number": (registered(name="wrong", band=3), "`band` must be a function, got 3"),
+    # pictures and orders
+    "columns 0": (lambda: flexmasks.show("causal", 8, columns=0), "`columns` must be an int above 0, got 0"),
+    "columns a float": (lambda: flexmasks.show("causal", 8, columns=8.0), "got 8.0"),  # type: ignore[arg-type]
+    "columns of a text": (lambda: flexmasks.draw("causal", 8).text(0), "`columns` must be an int above 0, got 0"),
+    "ax a number": (lambda: flexmasks.draw("causal", 8).plot(3), "`ax` must be matplotlib's Axes"),  # type: ignore[arg-type]
+    "canvas a number": (lambda: morton_order(8), "`canvas` must be a tuple of ints"),  # type: ignore[arg-type]
+    "canvas a string": (
+        lambda: tile_order("8x8", (2, 2)),
+        "`canvas` must be a tuple of ints, such as (48, 64)",
+    ),  # type: ignore[arg-type]
+    "order a list": (lambda: inverse_order([1, 0]), "`order` must be a tensor of one dimension"),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_values(name: str) -> None:
+    call, words = ODD[name]
+    with pytest.raises((ValueError, TypeError)) as caught:
+        call()
+    message = str(caught.value)
+    assert message.startswith("flexmasks")
+    assert words in message
+    assert "\n" not in message
+    assert len(message) < 500
+
+
+def test_random_blocks_beyond_all_blocks() -> None:
+    most, all_of_them = (
+        flexmasks.get_mask("bigbird", length=64, block=8, random_blocks=count) for count in (10**12, 8)
+    )
+    assert torch.equal(flexmasks.dense_mask(most, 64), flexmasks.dense_mask(all_of_them, 64))
+    assert flexmasks.dense_mask(most, 64).all()
+
+
+# Arguments by position that need names: each call, and what its error says to write.
+BY_POSITION: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
+    "attention, name": (
+        flexmasks.attention,
+        (Q, K, V, "causal"),
+        'flexmasks.attention takes q, k, v by position; write mask="causal".',
+    ),
+    "attention, Mask": (flexmasks.attention, (Q, K, V, CAUSAL), "write `mask=` before the mask"),
+    "attention, Score": (flexmasks.attention, (Q, K, V, CHECKERBOARD), "write `score=` before the score"),
+    "attention, function": (flexmasks.attention, (Q, K, V, windowed), "write `mask=` before the mask"),
+    "attention, BlockMask": (
+        flexmasks.attention,
+        (Q, K, V, flexmasks.block_mask("causal", 64)),
+        "write `block_mask=` before the block mask",
+    ),
+    "attention, booleans": (flexmasks.attention, (Q, K, V, torch.ones(64, 64) > 0), 'mask="dense", visible=m'),
+    "attention, as SDPA": (flexmasks.attention, (Q, K, V, None, 0.0, True), "mask=, score=, scale=, block_mask="),
+    "explain": (flexmasks.explain, (Q, K, V, "causal"), 'write mask="causal"'),
+    "varlen_attention": (flexmasks.varlen_attention, (Q[0], K[0], V[0], [0, 4], None, "full"), 'write mask="full"'),
+    "paged_attention": (flexmasks.paged_attention, (Q, K, V, Q, Q, "causal"), 'write mask="causal"'),
+    "block_mask": (flexmasks.block_mask, ("causal", 8, 8, 1), "by position; write the names of the others: batch="),
+    "dense_mask": (flexmasks.dense_mask, ("causal", 8, 8, 1), "heads="),
+    "show": (flexmasks.show, ("causal", 8, 8, 1), "columns="),
+    "draw": (flexmasks.draw, ("causal", 8, 8, 1), "block_size="),
+    "masked_softmax": (flexmasks.masked_softmax, (Q, "causal"), 'takes x by position; write mask="causal"'),
+    "scaled_masked_softmax": (flexmasks.scaled_masked_softmax, (Q, Q > 0, 1.0, 2), "write x, mask and scale"),
+    "packed": (flexmasks.packed, ("causal", [0, 8], [0, 8], 0, 8), "max_length="),
+    "get_mask": (flexmasks.get_mask, ("causal", 5), "write get_mask('causal'), which takes no parameters"),
+    "get_mask, a parameter": (flexmasks.get_mask, ("sliding_window", 5), "write get_mask('sliding_window', window=5)"),
+    "get_mask, two": (flexmasks.get_mask, ("local", 5, 6), "write get_mask('local', left=5, right=6)"),
+    "get_mask, unknown": (flexmasks.get_mask, ("locl", 5), "did you mean 'local'"),
+    "get_score": (flexmasks.get_score, ("softcap", 30.0), "write get_score('softcap', cap=30.0)"),
+    "register_mask, a function": (flexmasks.register_mask, (windowed,), "write @flexmasks.register_mask(), with paren"),
+    "register_mask, a name": (flexmasks.register_mask, ("mine",), "write @flexmasks.register_mask(name='mine') above"),
+    "register_score": (flexmasks.register_score, (weighted,), "write @flexmasks.register_score(), with parentheses"),
+}
+
+
+@pytest.mark.parametrize("name", BY_POSITION)
+def test_arguments_by_position(name: str) -> None:
+    call, arguments, words = BY_POSITION[name]
+    with pytest.raises((TypeError, ValueError), match=re.escape(words)) as caught:
+        call(*arguments)
+    assert str(caught.value).startswith("flexmasks")
+
+
+def test_calls_keep_their_signatures() -> None:
+    parameters = inspect.signature(flexmasks.attention).parameters
+    assert list(parameters)[:5] == ["q", "k", "v", "mask", "score"]
+    assert parameters["mask"].kind is inspect.Parameter.KEYWORD_ONLY
+    for call, _, _ in BY_POSITION.values():
+        kinds = {p.kind for p in inspect.signature(call).parameters.values()}
+        assert inspect.Parameter.VAR_POSITIONAL not in kinds
+        assert pickle.loads(pickle.dumps(call)) is call
+
+
+def test_the_advice_for_head_sizes_is_right() -> None:
+    v = torch.randn(2, 4, 64, 20)
+    for values, size in ((V[..., :10], 16), (v, 20)):
+        q, k, padded = (F.pad(x, (0, size - x.shape[-1])) for x in (Q, K, values))
+        out = flexmasks.attention(q, k, padded, mask="causal", scale=16**-0.5)[..., : values.shape[-1]]
+        assert torch.allclose(out, F.scaled_dot_product_attention(Q, K, values, is_causal=True), atol=1e-5)
+
+
+# --- results that no memory holds ---
+
+LONG_QUERIES = torch.zeros(1, 1, 1, 16).expand(1, 1, 10**9, 16)
+TOO_LARGE: dict[str, tuple[Callable[[], Any], str]] = {
+    "block_mask": (lambda: flexmasks.block_mask("causal", 10**9), "1,464,843,750,000,000 bytes"),
+    "small blocks": (lambda: flexmasks.block_mask("causal", 1 << 20, block_size=1), "26,388,279,066,624 bytes"),
+    "many heads": (
+        lambda: flexmasks.block_mask(lambda b, h, q, kv: kv <= q + b * h, 1 << 19, batch=1000, heads=1000),
+        "402,653,184,000,000 bytes",
+    ),
+    "blocks of a Mask": (lambda: CAUSAL.blocks(10**9), "1,464,843,750,000,000 bytes"),
+    "dense_mask": (lambda: flexmasks.dense_mask("causal", 2**31), "4,611,686,018,427,387,904 bytes"),
+    "show": (lambda: flexmasks.show("causal", 10**9), "bytes"),
+    "attention": (attending_to(*[LONG_QUERIES] * 3, mask="sliding_window", window=9), "1,464,843,750,000,000 bytes"),
+    "explain": (lambda: flexmasks.explain(*[LONG_QUERIES] * 3, mask="sliding_window", window=9), "1,464,843,750,000"),
+    "attention, new tensors": (
+        attending_to(
+            *[LONG_QUERIES] * 3, mask=lambda b, h, q, kv: (q >= kv) & (torch.arange(10)[b] < 5), backend="cpu"
+        ),
+        "1,464,843,750,000,000 bytes",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TOO_LARGE)
+def test_results_that_no_memory_holds(name: str) -> None:
+    call, words = TOO_LARGE[name]
+    with pytest.raises(MemoryError, match=f"flexmasks: .* needs .*{words}.* are free on cpu. Ask for a part") as caught:
+        call()
+    assert "q_offset" in str(caught.value)
+
+
+@pytest.mark.parametrize("part", ["exact", "bounds", "dense"])
+def test_what_is_free_decides(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "_UNCHECKED_BYTES", 0)
+    size = 512
+    needed = size**2 if part == "dense" else 24 * 16
+
+    def call(seed: int) -> Any:
+        if part == "dense":
+            return flexmasks.dense_mask("causal", size)
+        if part == "exact":
+            return flexmasks.block_mask(lambda b, h, q, kv: q - kv > seed, size)
+        ids = torch.full((size,), seed)
+        x = torch.randn(1, 1, size, 16, dtype=torch.float64)
+        return [flexmasks.attention(x, x, x, mask="document", document_ids=ids + n) for n in range(3)]
+
+    if part == "bounds":  # on a CPU the blocks of float64 calls are smaller
+        needed = 24 * 16 * 16
+    monkeypatch.setattr(limits, "free_memory", lambda device: needed - 1)
+    flexmasks.clear_caches()
+    with pytest.raises(MemoryError, match=f"needs {needed:,} bytes, and {needed - 1:,} are free on cpu"):
+        call(1)
+    monkeypatch.setattr(limits, "free_memory", lambda device: needed)
+    call(2)
+
+
+def test_free_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
+    assert 1 << 20 < limits.free_memory(cpu) < 1 << 50
+    (tmp_path / "meminfo").write_text("MemTotal:  9000 kB\nMemFree:  10 kB\nMemAvailable:    700 kB\nCached: 3 kB\n")
+    monkeypatch.setattr(limits, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(limits, "_CONTAINER", tmp_path)
+    assert limits.free_memory(cpu) == 700 * 1024
+    (tmp_path / "memory.current").write_text("5000\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert limits.free_memory(cpu) == 700 * 1024
+    (tmp_path / "memory.max").write_text("65000\n")
+    assert limits.free_memory(cpu) == 60000
+    (tmp_path / "meminfo").unlink()
+    (tmp_path / "memory.max").unlink()
+    assert limits.free_memory(cpu) >= 1 << 29  # all memory of the machine
+    for name, value in {
+        "is_available": True,
+        "is_current_stream_capturing": False,
+        "memory_reserved": 50,
+        "memory_allocated": 20,
+        "mem_get_info": (1000, 4000),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *device, value=value: value)
+    assert limits.free_memory(gpu) == 1030
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert limits.free_memory(gpu) == math.inf
+    assert limits.free_memory(torch.device("meta")) == math.inf
+
+
+def test_a_dense_mask_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    mask = flexmasks.get_mask("padding", seq_lens=[50, 7]) & flexmasks.get_mask("causal")
+    whole = flexmasks.dense_mask(mask, 67, 80)
+    for pairs in (1, 500, 1000, 5000):
+        monkeypatch.setattr(build, "_PAIRS_AT_ONCE", pairs)
+        assert torch.equal(flexmasks.dense_mask(mask, 67, 80), whole)
+    assert whole.shape == (2, 1, 67, 80)
 
 
 def test_nothing_was_registered() -> None:

@@ -328,6 +328,9 @@ _COMPOSED: dict[str, _Call] = {
     "made inside": lambda q, k, v, _: flexmasks.attention(
         q, k, v, mask=flexmasks.get_mask("causal") & flexmasks.get_mask("document", document_ids=DOCUMENTS)
     ) + _.sum(),
+    "inverse made inside": lambda q, k, v, _: flexmasks.attention(
+        q, k, v, mask=flexmasks.get_mask("causal") & flexmasks.get_mask("document", document_ids=DOCUMENTS).__invert__()
+    ) + _.sum(),
     "function inside": lambda q, k, v, _: flexmasks.attention(q, k, v, mask=lambda b, h, q, kv: q - kv < 9) + _.sum(),
     "checkpoint": lambda q, k, v, _: _in_checkpoint(q, k, v) + _.sum(),
     "causal": lambda q, k, v, _: flexmasks.attention(q, k, v, mask="causal") + _.sum(),

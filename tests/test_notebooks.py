@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+import flexmasks
+
 nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
@@ -36,10 +38,6 @@ def executed(path: Path) -> Any:
             os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)  # the times of the run
-        for output in cell.get("outputs", []):
-            data = output.get("data", {})
-            if "image/svg+xml" in data:  # the HTML holds the same picture
-                data.pop("text/html", None)
     notebook.metadata = {
         "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
         "language_info": {"name": "python"},
@@ -74,6 +72,32 @@ def test_the_stored_outputs_are_what_comes_out(path: Path, monkeypatch: pytest.M
             assert bool(old.outputs) == bool(new.outputs), f"cell {number} has no stored output"
         elif stored.metadata.get("torch") == TORCH:  # other versions of torch print other graphs and errors
             assert shown(old) == shown(new), f"cell {number} is stale; `python tests/test_notebooks.py` updates it"
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_picture_is_stored_once(path: Path) -> None:
+    for cell in nbformat.read(path, as_version=4).cells:
+        for output in cell.get("outputs", []):
+            forms = [kind for kind, data in output.get("data", {}).items() if "<svg" in data]
+            assert len(forms) <= 1
+
+
+def test_jupyter_gets_a_picture_in_one_form() -> None:
+    formatters = pytest.importorskip("IPython.core.formatters")
+    for shown in (flexmasks.draw("causal", 64), flexmasks.get_mask("causal"), flexmasks.get_score("alibi")):
+        data, _ = formatters.DisplayFormatter().format(shown)
+        assert [kind for kind, text in data.items() if "<svg" in text] in (["image/svg+xml"], ["text/html"])
+        assert "text/plain" in data
+
+
+def test_notebooks_list_every_mask_and_fit_their_columns() -> None:
+    names = [entry.name for entry in flexmasks.list_masks()]
+    first, second = (nbformat.read(path, as_version=4) for path in NOTEBOOKS[:2])
+    listed = next(c for c in first.cells if "flexmasks.list_masks()" in c.source)
+    lines = shown(listed).splitlines()
+    assert [re.split(" {2,}", line, maxsplit=1)[0] for line in lines] == names
+    counted = next(c for c in second.cells if "flexmasks.list_masks()" in c.source)
+    assert [line.split()[0] for line in shown(counted).splitlines()[2:]] == names
 
 
 def test_there_are_notebooks() -> None:

@@ -199,6 +199,56 @@ def test_buckets_of_transformers() -> None:
             assert theirs.tolist() == [t5_bucket(d, buckets, furthest, bidirectional) for d in distances]
 
 
+# --- DeepSpeed: layouts as its documentation of SparsityConfig describes them ---
+
+
+def bigbird_of_deepspeed(blocks: int, window_blocks: int, global_blocks: int, causal: bool) -> list[list[bool]]:
+    """A window around each block, and global rows and columns from index 0 on; if causal, none after the diagonal."""
+    half = window_blocks // 2
+    return [
+        [
+            (abs(i - j) <= half or i < global_blocks or j < global_blocks) and (j <= i or not causal)
+            for j in range(blocks)
+        ]
+        for i in range(blocks)
+    ]
+
+
+def fixed_of_deepspeed(blocks: int, local_blocks: int) -> list[list[bool]]:
+    """Blocks up to the diagonal in windows, and the last block of each window in all rows from its own on."""
+    layout = [[False] * blocks for _ in range(blocks)]
+    for start in range(0, blocks, local_blocks):
+        window = range(start, min(start + local_blocks, blocks))
+        for i in window:
+            for j in range(start, i + 1):
+                layout[i][j] = True
+        for i in range(window[-1], blocks):
+            layout[i][window[-1]] = True
+    return layout
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window_blocks", [1, 3, 4, 5])
+@pytest.mark.parametrize("global_blocks", [0, 1, 2, 7])
+def test_big_bird_of_deepspeed(window_blocks: int, global_blocks: int, causal: bool) -> None:
+    for blocks, block in ((7, 2), (16, 3), (33, 1)):
+        mask = flexmasks.get_mask(
+            "bigbird", length=blocks * block, block=block, window=window_blocks // 2, global_blocks=global_blocks,
+            random_blocks=0, both_ends=False,
+        )  # fmt: skip
+        mask = mask & flexmasks.get_mask("block_causal", block=block) if causal else mask
+        layout = torch.tensor(bigbird_of_deepspeed(blocks, window_blocks, global_blocks, causal))
+        want = layout.repeat_interleave(block, 0).repeat_interleave(block, 1)
+        assert torch.equal(flexmasks.dense_mask(mask, blocks * block)[0, 0], want)
+
+
+@pytest.mark.parametrize("local_blocks", [1, 2, 4, 7])
+def test_fixed_of_deepspeed(local_blocks: int) -> None:
+    for blocks in (3, 8, 29):
+        got = flexmasks.dense_mask("fixed", blocks, stride=local_blocks, summary=1)[0, 0]
+        assert got.tolist() == fixed_of_deepspeed(blocks, local_blocks)
+
+
 # --- NATTEN ---
 
 

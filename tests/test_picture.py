@@ -185,6 +185,38 @@ def test_svg_is_xml_and_its_areas_are_right(name: str) -> None:
         assert any("head 2" in word for word in words)
 
 
+@pytest.mark.parametrize("name", ["bigbird", "bsr", "cross_document", "natten3d", "alibi", "causal"])
+@pytest.mark.parametrize("length", [8192, 128])
+def test_titles_are_whole_and_fit(name: str, length: int) -> None:
+    entry = next(e for e in [*flexmasks.list_masks(), *flexmasks.list_scores()] if e.name == name)
+    picture = flexmasks.draw(entry.example(length), length)
+    title, width = title_of(parsed(picture.svg()))
+    assert "".join(title) == picture._cells.name
+    # A bold letter of 13 pixels is 8 pixels wide on average in wide fonts.
+    assert max(len(line.rstrip()) * 8 for line in title) <= width - 24
+
+
+def title_of(root: ET.Element) -> tuple[list[str], float]:
+    """Return the lines of a picture's title, with the spaces between them, and the picture's width."""
+    lines = [t for t in root.iter(f"{SVG}text") if t.attrib.get("font-weight") == "600"]
+    texts = ["".join(t.itertext()) for t in lines]
+    return [f"{text} " for text in texts[:-1]] + texts[-1:], float(root.attrib["width"])
+
+
+def test_a_title_that_is_too_long_has_a_tooltip() -> None:
+    many = flexmasks.get_mask("causal")
+    for n in range(20):
+        many = many & ~flexmasks.get_mask("sliding_window", window=n)
+    picture = flexmasks.draw(many, 64)
+    root = parsed(picture.svg())
+    lines = [t for t in root.iter(f"{SVG}text") if t.attrib.get("font-weight") == "600"]
+    assert len(lines) == 3
+    assert all(line[0].tag == f"{SVG}title" and line[0].text == repr(many) for line in lines)
+    assert (lines[-1][0].tail or "").endswith(" …")
+    assert "".join((line[0].tail or "") for line in lines).startswith("causal() & ~sliding_window(window=0)")
+    assert repr(many) in root.attrib["aria-label"]
+
+
 def test_svg_stays_small_whatever_the_mask() -> None:
     noise = torch.rand(256, 256) < 0.5
     parsed(flexmasks.draw(lambda b, h, q, kv: noise[q, kv], 256, block_size=1).svg())
@@ -216,7 +248,7 @@ print(time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF).ru_m
 flexmasks.draw("causal", 8).plot()
 """
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert "ImportError: flexmasks: `plot` needs matplotlib; pip install 'flexmasks[plot]' installs it." in ran.stderr
+    assert "ImportError: flexmasks: `plot` needs matplotlib; `pip install matplotlib` installs it." in ran.stderr
     assert ran.stdout.startswith("█·······")
     causal, window, documents, cost = ran.stdout.splitlines()[-4:]
     assert causal == f"8192 {8192 * 8191 // 2}"
@@ -239,7 +271,7 @@ def test_show_prints_in_scripts_and_returns_what_sessions_display(
     picture = flexmasks.show("causal", 8)
     assert capsys.readouterr().out == ""
     assert repr(picture).startswith("█·······\n██······")
-    assert picture._repr_html_() == f"<div>{picture._repr_svg_()}</div>"
+    assert picture._repr_svg_() == picture.svg()
 
 
 @pytest.mark.parametrize("length", [256, 1024, 2048])
@@ -444,6 +476,10 @@ def test_plots(tmp_path: Path) -> None:
         assert picture.save(tmp_path / "mask.png").read_bytes()[:4] == b"\x89PNG"
         assert picture.save(tmp_path / "mask.pdf").read_bytes()[:4] == b"%PDF"
     assert axes[0].get_xlim() == (0, 999)
+    bigbird = flexmasks.draw("bigbird", 256, length=256, block=8, random_blocks=2, seed=11, both_ends=False)
+    title = bigbird.plot().get_title()
+    assert title.replace("\n", " ") == bigbird._cells.name  # type: ignore[attr-defined]
+    assert max(map(len, title.split("\n"))) <= 44
     assert axes[0].get_ylim() == (999, 0)
 
 

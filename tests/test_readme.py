@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import flexmasks
 from flexmasks.__main__ import main
@@ -210,6 +211,21 @@ def test_the_text_picture_is_what_show_prints(capsys: pytest.CaptureFixture[str]
     assert shown is not None
     exec(shown[1], {"flexmasks": flexmasks})
     assert capsys.readouterr().out == shown[2]
+
+
+def test_what_padded_queries_give() -> None:
+    q, k, v = torch.randn(3, 2, 4, 100, 16, dtype=torch.float64)
+    lens = torch.tensor([100, 60])
+    out = flexmasks.attention(q, k, v, mask="grouped_tril", seq_lens=lens)
+    assert torch.equal(out[1, :, 60:], torch.zeros(4, 40, 16, dtype=torch.float64))
+    kept = (torch.arange(100) < lens[:, None]).int()
+    averages = F.scaled_dot_product_attention(q[1, :, 60:], k[1, :, :60], v[1, :, :60])
+    for mask in (
+        flexmasks.get_mask("padding", seq_lens=lens),
+        flexmasks.get_mask("key_padding", attention_mask=kept),
+        flexmasks.get_mask("causal") & flexmasks.get_mask("key_padding", attention_mask=kept),
+    ):
+        assert torch.allclose(flexmasks.attention(q, k, v, mask=mask)[1, :, 60:], averages)
 
 
 def test_the_masks_that_the_readme_recommends_exist() -> None:

@@ -19,7 +19,7 @@ from tabulate import tabulate
 
 FOLDER = Path(__file__).parent.parent / "recipes"
 RECIPES = sorted(path.name for path in FOLDER.glob("[!_]*.py"))
-# Recipes that compile few kernels; the others run in the campaigns, which CI runs too.
+# Recipes that compile few kernels; the others run in the campaigns, `.ci/campaigns`.
 QUICK = {
     "flash_attention_explained.py", "flash_attention_triton.py", "grouped_tril_softmax.py", "long_softmax_triton.py",
     "sliding_window.py", "softmax_in_training.py",

@@ -16,6 +16,7 @@ from flexmasks.cache import Cache
 from flexmasks.plans.data import FirstAsData, MaskData
 from flexmasks.plans.windows import Window
 from flexmasks.spec.bands import Sequences
+from flexmasks.spec.numbers import Number
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 TRANSFORMED = "it supports neither torch.func.vmap nor forward derivatives"
@@ -65,6 +66,7 @@ class Call:
     q: Tensor
     k: Tensor
     v: Tensor
+    what: str  # the mask, and the score if there is one, as their authors call them
     window: Callable[[], Window | None]  # the mask as a window, if it is one
     cap: float | None  # the cap, if the score change is a soft-cap
     blocks: Callable[[], Blocks]
@@ -81,6 +83,8 @@ class Call:
     with_lse: bool
     kernel_options: dict[str, Any] | None
     kernel_key: tuple[Hashable, Hashable]  # keys of the functions of mask and score, with their constants
+    # For mask and score: the same keys without the values of numbers, and the numbers.
+    numbers: tuple[Callable[[], tuple[Hashable, list[Number]]], Callable[[], tuple[Hashable, list[Number]]] | None]
     # Shapes of captured tensors, and q_offset if it is a number; None if they cannot be read.
     shapes: tuple[Any, ...] | None
     needs_grad: bool  # q, k, v or a captured tensor needs a gradient

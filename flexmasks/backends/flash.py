@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flexmasks import compat
-from flexmasks.backends import fa4, flex, forms
+from flexmasks.backends import fa4, flex, forms, numbers
 from flexmasks.backends.call import OUTCOMES, Call, Result
 from flexmasks.backends.miscompiled import NO_BLOCKS, miscompiled
 from flexmasks.backends.operations import UNREADABLE
@@ -29,6 +29,8 @@ def refuses(call: Call) -> str | None:
     is_grouped = call.q.shape[1] != call.k.shape[1]
     if is_grouped and call.needs_grad and call.score_mod is not None and call.cap is None:
         return "its backward pass calls score changes with wrong heads if heads are grouped"
+    if call.score_mod is not None and numbers.are_many(call, is_score=True):
+        return "its compiler takes no numbers of score changes as inputs, and kernels for other values are compiled"
     return forms.refuses(call) or _refuses_functions(call)
 
 
@@ -44,6 +46,8 @@ def _refuses_functions(call: Call) -> str | None:
         of_score = None if call.score_mod is None else miscompiled(call.score_mod(), device, sizes, is_score=True)
         return of_score or miscompiled(call.mask_mod(), device, sizes)
     is_data = bool(forms.why_inexact(call))
+    if not is_data and numbers.are_many(call, is_score=False):  # otherwise its blocks are not needed here
+        is_data = bool(flex.why_data(call, _FLASH))
     kind = "miscompiled", is_data, call.kernel_key, call.shapes, device.type, *sizes
     reason = OUTCOMES.get(kind)
     if reason is None:

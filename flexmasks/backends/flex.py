@@ -3,15 +3,19 @@
 So no two kinds of calls share a recompile limit.
 
 torch counts recompilations by code object and, at its limit, would run flex_attention unfused. Here every kind of call
-(the functions of mask and score with their constants, dtype, batch, heads, head size, options) has a code object of
-its own, in which only lengths vary; torch makes lengths symbolic after the first few. If torch reaches the limit for
-another reason, the code object is replaced, so nothing ever runs unfused.
+(the functions of mask and score with their constants, dtype, heads, head size, options) has a code object of its own,
+in which only batch size and lengths vary; torch makes them symbolic after the first few. If torch reaches the limit
+for another reason, the code object is replaced, so nothing ever runs unfused.
+
+A call that may compile holds a lock, so threads that make the same call at once compile one kernel.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
+import threading
 import time
 import types
 import weakref
@@ -21,7 +25,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from flexmasks import compat
 from flexmasks.backends import forms
@@ -30,8 +33,9 @@ from flexmasks.cache import Cache
 
 _log = logging.getLogger("flexmasks")
 _kernel_numbers = itertools.count()
+_this_thread = threading.local()  # `compilations` counts those of the thread
 # Guards that are left out: torch checks at each call that its own modules have not changed, a tenth of a call's time.
-_GUARDS_OF_TORCH = ("G['flex_attention']", "G['__builtins_dict", "G['__import_torch_dot", "__import__('torch')")
+_GUARDS_OF_TORCH = ("G['compat']", "G['__builtins_dict", "G['__import_torch_dot", "__import__('torch')")
 _MAX_NOTED_SHAPES = 64  # shapes that one kernel remembers
 _RUNS_AS_DATA = 32  # runs on a GPU after which a function is compiled that could be compiled before
 _RUNS_BETWEEN_LOOKUPS = 64  # after this many runs a replay looks its kernel up again, which marks it as used
@@ -63,8 +67,10 @@ _TILES_DIVIDE = 128  # block sizes that these tiles fit in are multiples of this
 class _Shapes(NamedTuple):
     """Shapes for which torch may compile the same code again."""
 
+    batch: int
     q_len: int
     kv_len: int
+    strides: tuple[tuple[int, ...], ...]  # of q, k and v
     contiguous: tuple[bool, ...]  # whether q, k and v are
     captured: Hashable  # shapes of the tensors that mask and score captured
 
@@ -83,6 +89,30 @@ class _Kernel:
     is_static: bool  # compiled for each length separately
     shapes_run: set[_Shapes] = field(default_factory=set)
 
+    def is_ready(self, shapes: _Shapes) -> bool:
+        """Return whether torch should have the code for these shapes."""
+        return shapes in self.shapes_run or self.takes_any_length(shapes)
+
+    def takes_any_length(self, shapes: _Shapes) -> bool:
+        """Return whether torch should have symbolic lengths for such shapes.
+
+        It has them after the first few lengths.
+        """
+        return not self.is_static and sum(other.specialized == shapes.specialized for other in self.shapes_run) >= 3
+
+    def why_compiled(self, shapes: _Shapes) -> str:
+        """Return why torch compiled for these shapes, given the shapes before."""
+        others = self.shapes_run - {shapes}
+        if all(other.batch != shapes.batch for other in others):
+            return "no kernel had this batch size"
+        if all((other.q_len, other.kv_len) != (shapes.q_len, shapes.kv_len) for other in others):
+            return "no kernel had these lengths"
+        if all(other.captured != shapes.captured for other in others):
+            return "no kernel had these shapes of tensors in mask or score"
+        if all(other.strides != shapes.strides for other in others):
+            return "no kernel had this memory layout of q, k and v"
+        return "torch's guards ask for it"
+
 
 _KERNELS: Cache[_Kernel] = Cache("kernels", max_bytes=256)  # an entry counts one byte
 
@@ -92,7 +122,7 @@ def flex(
     k: Tensor,
     v: Tensor,
     score_mod: Callable[..., Tensor] | None,
-    block_mask: BlockMask | None,
+    block_mask: compat.BlockMask | None,
     scale: float | None,
     kernel_options: Any,
     with_lse: bool,
@@ -103,7 +133,7 @@ def flex(
     """
     grouped = q.shape[1] != k.shape[1]
     if with_lse:
-        out, aux = flex_attention(
+        out, aux = compat.flex_attention(
             q,
             k,
             v,
@@ -112,10 +142,10 @@ def flex(
             scale,
             grouped,
             kernel_options=kernel_options,
-            return_aux=AuxRequest(lse=True),
+            return_aux=compat.AuxRequest(lse=True),
         )
         return out, aux.lse
-    return flex_attention(q, k, v, score_mod, block_mask, scale, grouped, kernel_options=kernel_options), None
+    return compat.flex_attention(q, k, v, score_mod, block_mask, scale, grouped, kernel_options=kernel_options), None
 
 
 def options(
@@ -151,7 +181,7 @@ def _tiles(q: Tensor, block_size: tuple[int, int]) -> dict[str, int]:
     return tiles if q.device.index is not None and _capability(q.device.index) == _TILES_ARE_FOR else {}
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@compat.constant_in_graphs
 def _capability(index: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)
 
@@ -173,43 +203,96 @@ def _(x: Tensor) -> Tensor:
 # --- kernels by kind of call ---
 
 
-def _run_kernel(key: Hashable, captured: Hashable, *args: Any) -> tuple[Tensor, Tensor | None]:
+def _run_kernel(what: str, key: Hashable, captured: Hashable, *args: Any) -> tuple[Tensor, Tensor | None]:
     """Run `flex(*args)`, compiled by the code object of `key`.
 
-    `captured` has the shapes of captured tensors. Errors of torch's compilation are raised unchanged.
+    `what` describes the functions, for the log. `captured` has the shapes of captured tensors. Errors of torch's
+    compilation are raised unchanged.
     """
+    q, k, v = args[:3]
+    shapes = _shapes(q, k, v, captured)
     kernel = _KERNELS.get(key)
-    shapes = _shapes(args[0], args[1], args[2], captured)
-    if kernel is None:
-        kernel = _new_kernel(key)
-        _log.info("compiling attention for q %s, the first of its kind: this takes some seconds", list(args[0].shape))
-    graphs_before = compat.compiled_graphs()
-    start = time.perf_counter()
-    try:
-        result = kernel.compiled(*args)
-    except compat.FailOnRecompileLimitHit:
-        result = _new_kernel(key, kernel.is_static).compiled(*args)
-    except compat.InductorError:
-        if kernel.is_static or args[0].is_cuda:
+    if kernel is not None and kernel.is_ready(shapes):
+        with contextlib.suppress(_Retry):
+            return _run_compiled(kernel, *args)
+    with compat.compile_lock:
+        before, start, why = _compilations(), time.perf_counter(), ""
+        kernel = _KERNELS.get(key)  # another thread may have made it
+        if kernel is None:
+            why = _why_new(key)
+            kernel = _new_kernel(key)
+        try:
+            result = kernel.compiled(*args)
+        except compat.FailOnRecompileLimitHit:
+            why = "torch's recompile limit was reached"
+            kernel = _new_kernel(key, kernel.is_static)
+            result = kernel.compiled(*args)
+        except compat.InductorError:
+            if kernel.is_static or q.is_cuda:
+                raise
+            # torch's compiler for the CPU fails for some kernels with symbolic lengths; each length then has a kernel.
+            why = "torch cannot compile it for any length"
+            kernel = _new_kernel(key, is_static=True)
+            result = kernel.compiled(*args)
+        except (torch.OutOfMemoryError, compat.TorchDynamoException):
             raise
-        # torch's compiler for the CPU fails for some kernels with symbolic lengths; each length then has a kernel.
-        result = _new_kernel(key, is_static=True).compiled(*args)
-    except (torch.OutOfMemoryError, compat.TorchDynamoException):
-        raise
-    except Exception:
-        _KERNELS.drop(key)  # torch may have marked the code as never to be compiled
-        raise
-    if shapes not in kernel.shapes_run and len(kernel.shapes_run) < _MAX_NOTED_SHAPES:
-        current = _KERNELS.get(key)
-        if current is not None:
-            current.shapes_run.add(shapes)
-    if compat.compiled_graphs() != graphs_before:
-        _log.info("compiled attention for q %s in %.1f s", list(args[0].shape), time.perf_counter() - start)
+        except Exception:
+            _KERNELS.drop(key)  # torch may have marked the code as never to be compiled
+            raise
+        if _compilations() != before:
+            _log.info(
+                "compiled attention in %.1f s: %s, %s, q %s, k %s: %s",
+                time.perf_counter() - start, what, str(q.dtype).removeprefix("torch."), list(q.shape), list(k.shape),
+                why or kernel.why_compiled(shapes),
+            )  # fmt: skip
+        if len(kernel.shapes_run) < _MAX_NOTED_SHAPES:
+            kernel.shapes_run.add(shapes)
     return result  # type: ignore[no-any-return] # torch.compile keeps no types
 
 
+class _Retry(Exception):
+    """A compiled kernel did not run, and may run under the lock."""
+
+
+def _run_compiled(kernel: _Kernel, *args: Any) -> tuple[Tensor, Tensor | None]:
+    """Run a compiled kernel without the lock.
+
+    Raises _Retry if torch must compile, or refuses to run the kernel now.
+    """
+    try:
+        return kernel.compiled(*args)  # type: ignore[no-any-return] # torch.compile keeps no types
+    except (compat.FailOnRecompileLimitHit, compat.InductorError) as error:
+        raise _Retry from error
+    except RuntimeError as error:
+        if not compat.is_refused_for_tracing(error):
+            raise
+        raise _Retry from error
+
+
+def _compilations() -> int:
+    """Return how many kernels this thread has compiled."""
+    return getattr(_this_thread, "compilations", 0)
+
+
+def _why_new(key: Any) -> str:
+    """Return why a kernel is needed beside the kernels that are there."""
+    differences: list[list[str]] = [
+        [name for name, mine, other in zip(_KEY_PARTS, key, known, strict=True) if mine != other]
+        for known in _KERNELS.known_keys()
+    ]
+    if not differences:
+        return "it is the first kernel"
+    nearest = min(differences, key=len)
+    return "no kernel had this " + ", ".join(dict.fromkeys(nearest))
+
+
 def _shapes(q: Tensor, k: Tensor, v: Tensor, captured: Hashable) -> _Shapes:
-    return _Shapes(q.shape[2], k.shape[2], tuple(x.is_contiguous() for x in (q, k, v)), captured)
+    strides, contiguous = _strides(q, k, v), tuple(x.is_contiguous() for x in (q, k, v))
+    return _Shapes(q.shape[0], q.shape[2], k.shape[2], strides, contiguous, captured)
+
+
+def _strides(q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[int, ...], ...]:
+    return q.stride(), k.stride(), v.stride()
 
 
 def _new_kernel(key: Hashable, is_static: bool = False) -> _Kernel:
@@ -226,6 +309,8 @@ def _new_kernel(key: Hashable, is_static: bool = False) -> _Kernel:
 
 
 def _needed_guards(guards: Sequence[Any]) -> list[bool]:
+    """Return which guards torch keeps; torch asks once in each compilation."""
+    _this_thread.compilations = _compilations() + 1
     return [not guard.name.startswith(_GUARDS_OF_TORCH) for guard in guards]
 
 
@@ -235,27 +320,30 @@ class Runner:
     Later runs skip the lookup of the kernel by key.
     """
 
-    def __init__(self, key: Hashable, captured: Hashable) -> None:
+    def __init__(self, what: str, key: Hashable, captured: Hashable) -> None:
         self.key = key
-        self._captured = captured
+        self._what, self._captured = what, captured
         self._kernel: Callable[[], _Kernel | None] = lambda: (
             None
         )  # a weak reference, so that the cache bounds the number of kernels
+        self._strides: set[Any] = set()  # strides of q, k and v that have run
         self._runs = 0
 
-    def __call__(self, *args: Any) -> tuple[Tensor, Tensor | None]:
-        kernel = self._kernel()
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor | None]:
+        kernel, strides = self._kernel(), _strides(q, k, v)
         self._runs += 1
-        if kernel is None or self._runs % _RUNS_BETWEEN_LOOKUPS == 0:
-            result = _run_kernel(self.key, self._captured, *args)
-            kernel = _KERNELS.get(self.key)
-            if kernel is not None:
-                self._kernel = weakref.ref(kernel)
-            return result
-        try:
-            return kernel.compiled(*args)  # type: ignore[no-any-return] # torch.compile keeps no types
-        except (compat.FailOnRecompileLimitHit, compat.InductorError):
-            return _run_kernel(self.key, self._captured, *args)
+        if kernel is not None and strides in self._strides and self._runs % _RUNS_BETWEEN_LOOKUPS:
+            try:  # cheaper than contextlib.suppress, on the way of every call
+                return _run_compiled(kernel, q, k, v, *args)
+            except _Retry:
+                pass
+        result = _run_kernel(self._what, self.key, self._captured, q, k, v, *args)
+        kernel = _KERNELS.get(self.key)
+        if kernel is not None:
+            self._kernel = weakref.ref(kernel)
+            if len(self._strides) < _MAX_NOTED_SHAPES:
+                self._strides.add(strides)
+        return result
 
     def compiles(self, q: Tensor, k: Tensor, v: Tensor) -> str:
         """Say whether a call with these tensors would compile."""
@@ -265,7 +353,7 @@ class Runner:
         shapes = _shapes(q, k, v, self._captured)
         if shapes in kernel.shapes_run:
             return "no: such a call has run before"
-        if kernel.is_static or sum(other.specialized == shapes.specialized for other in kernel.shapes_run) < 3:
+        if not kernel.takes_any_length(shapes):
             return "probably, some seconds: such calls have run, but not with these lengths, shapes or memory layouts"
         return "no: such a call has run at other lengths, by a kernel for any length"
 
@@ -309,7 +397,8 @@ class CompiledCall:
 
         as_data: whether the kernel reads the mask as data; by default `why_data` decides.
         """
-        block_mask, (of_mask, of_score), shapes = call.blocks().block_mask, call.kernel_key, call.shapes
+        block_mask, of_mask, shapes = call.blocks().block_mask, call.kernel_key[0], call.shapes
+        score_mod, of_score = forms.compiled_score(call, takes_inputs=backend != "FLASH")
         given = {**(call.kernel_options or {}), **(more_options or {})}
         chosen = options(call.q, call.k, backend, given, block_mask.BLOCK_SIZE, call.proven_options)
         kind = _kind(call, backend, chosen)
@@ -320,11 +409,13 @@ class CompiledCall:
                 runs_left = iter(range(_RUNS_AS_DATA))
         if as_data:
             data = call.data()
-            block_mask, of_mask = data.block_mask(for_flash=backend == "FLASH"), ("data", data.shapes)
+            words, table = data.shapes
+            of_mask = "data", words, _is_one(table[0]), table[1:]
+            block_mask = data.block_mask(for_flash=backend == "FLASH")
             shapes = None if shapes is None else shapes[2:]
         return cls(
-            runner=Runner((of_mask, of_score, *kind, *_lists_kind(block_mask)), shapes),
-            score_mod=forms.compiled_score(call),
+            runner=Runner(call.what, (of_mask, of_score, *kind, *_lists_kind(block_mask)), shapes),
+            score_mod=score_mod,
             block_mask=block_mask if as_data else forms.compiled_mask(call, block_mask),
             scale=call.scale,
             kernel_options=chosen or None,
@@ -371,28 +462,45 @@ def _kind(call: Call, backend: str | None, chosen: dict[str, Any]) -> tuple[Hash
     """Return what a kernel depends on besides the functions and the lists of blocks."""
     q, k = call.q, call.k
     learning = tuple(call.needs_grad and x.requires_grad for x in (q, k, call.v))
+    # torch's decoding kernel on CUDA divides its work by the batch size, and is not taken for a symbolic one.
+    may_decode = call.is_cuda and "BACKEND" not in chosen
     return (
-        backend, q.dtype, q.device, q.shape[0], q.shape[1], k.shape[1], q.shape[3], call.with_lse, call.scale,
-        repr(chosen), torch.is_grad_enabled(), *learning,
+        backend, q.dtype, q.device, q.shape[0] if may_decode else _is_one(q.shape[0]), q.shape[1], k.shape[1],
+        q.shape[3], call.with_lse, call.scale, repr(chosen), torch.is_grad_enabled(), *learning,
     )  # fmt: skip
 
 
-def _lists_kind(block_mask: BlockMask) -> tuple[Hashable, ...]:
-    return block_mask.BLOCK_SIZE, block_mask.kv_num_blocks.shape[:2]
+# The parts of a kernel's key in words, for the log.
+_KEY_PARTS = (
+    "mask with its numbers", "score with its numbers", "backend", "dtype", "device", "batch size", "number of heads",
+    "number of heads of k and v", "head size", "wish for an lse", "scale", "set of kernel options",
+    *["wish for gradients"] * 4, "block size", "batch size of block lists", "number of heads of block lists",
+)  # fmt: skip
+
+
+def _lists_kind(block_mask: compat.BlockMask) -> tuple[Hashable, ...]:
+    batch, heads = block_mask.kv_num_blocks.shape[:2]
+    return block_mask.BLOCK_SIZE, _is_one(batch), heads
+
+
+def _is_one(batch: int) -> bool:
+    """Return whether torch compiles a kernel for this batch size alone.
+
+    Other batch sizes may share a kernel.
+    """
+    return batch == 1
 
 
 def why_data(call: Call, backend: str | None = None, chosen: dict[str, Any] | None = None) -> str:
     """Return why the kernel reads the mask as data, or ""."""
     if call.is_traced:
         return ""
-    if backend is not None:
-        return forms.why_inexact(call)
     block_mask = call.blocks().block_mask
     if chosen is None:
-        chosen = options(call.q, call.k, None, call.kernel_options, block_mask.BLOCK_SIZE, call.proven_options)
+        chosen = options(call.q, call.k, backend, call.kernel_options, block_mask.BLOCK_SIZE, call.proven_options)
     kind = _kind(call, backend, chosen)
     is_compiled = _KERNELS.get((*call.kernel_key, *kind, *_lists_kind(block_mask))) is not None
-    return forms.why_data(call, kind, is_compiled)
+    return forms.why_data(call, kind, is_compiled, for_flash=backend == "FLASH")
 
 
 def refuses_to_compile(call: Call) -> str | None:
@@ -415,8 +523,7 @@ def run(call: Call, backend: str | None = None) -> Result:
         compiled = CompiledCall.of(call, backend, more_options)
         try:
             result = proven(call, compiled)
-            if backend is None:
-                forms.note_run(call, _kind(call, backend, compiled.kernel_options or {}), compiled.is_data)
+            forms.note_run(call, _kind(call, backend, compiled.kernel_options or {}), compiled.is_data)
             return result
         except Unavailable as error:
             if more_options is attempts[-1] or "out of resource" not in str(error):

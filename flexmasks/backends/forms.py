@@ -13,9 +13,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 
 from flexmasks import compat
+from flexmasks.backends import numbers
 from flexmasks.backends.call import OUTCOMES, Call
 from flexmasks.backends.inexact import OVERFLOW, WHOLE, divisions, inexact
 from flexmasks.backends.operations import UNREADABLE
@@ -25,6 +25,7 @@ from flexmasks.plans.data import FirstAsData, TooLargeForData, can_be_data, next
 
 _MANY_DIVISIONS = 4  # from this many on, data take 0.2 to 0.7 of the function's time on a CPU; up to 3, 0.9 to 1.2
 _DEAR = "reading it takes less time than the divisions of its function"
+_NUMBERS = "kernels for other values of its numbers are compiled, and not for these"
 _FIRST_CALLS = "nothing is compiled for a new function while a kernel that reads data is there"
 # By kind of call: the first function that was compiled. Other functions start as data. An entry counts one byte.
 _FIRSTS: Cache[Hashable] = Cache("first_functions", max_bytes=1024)
@@ -76,25 +77,39 @@ def why_inexact(call: Call) -> str:
     return "" if reason in WAYS else reason
 
 
-def compiled_mask(call: Call, block_mask: BlockMask) -> BlockMask:
+def compiled_mask(call: Call, block_mask: compat.BlockMask) -> compat.BlockMask:
     """Return a call's BlockMask with its function as kernels can compute it."""
     way = "" if call.mask_is_own or call.is_traced else _inexact(call, call.mask_mod, is_score=False)
     if way not in WAYS:
         return block_mask
     rewritten = copy.copy(block_mask)
-    rewritten.mask_mod = cast(Callable[..., Tensor], WAYS[way](block_mask.mask_mod))
+    rewritten.mask_mod = _rewritten(block_mask.mask_mod, way)
     return rewritten
 
 
-def compiled_score(call: Call) -> Callable[..., Tensor] | None:
-    """Return a call's score change as kernels can compute it."""
-    if call.score_mod is None or call.score_is_own or call.is_traced:
-        return None if call.score_mod is None else call.score_mod()
-    score_mod, way = call.score_mod(), _inexact(call, call.score_mod, is_score=True)
-    return WAYS[way](score_mod) if way in WAYS else score_mod
+def compiled_score(call: Call, takes_inputs: bool) -> tuple[Callable[..., Tensor] | None, Hashable]:
+    """Return a call's score change as kernels can compute it, and its key.
+
+    takes_inputs: whether kernels take 0-dimensional tensors in place of numbers.
+    """
+    key = call.kernel_key[1]
+    if call.score_mod is None or call.is_traced:
+        return None if call.score_mod is None else call.score_mod(), key
+    if takes_inputs and numbers.are_many(call, is_score=True):
+        made = numbers.score_with_inputs(call)
+        reason = "" if made is None else _look(call, lambda: made[0], made[1], is_score=True)
+        if made is not None and (not reason or reason in WAYS):
+            return _rewritten(made[0], reason), made[1]
+        numbers.warn(call, is_score=True, reason=reason)
+    way = "" if call.score_is_own else _inexact(call, call.score_mod, is_score=True)
+    return _rewritten(call.score_mod(), way), key
 
 
-def why_data(call: Call, kind: Hashable, is_compiled: bool) -> str:
+def _rewritten(function: Callable[..., Tensor], way: str) -> Callable[..., Tensor]:
+    return cast(Callable[..., Tensor], WAYS[way](function)) if way in WAYS else function
+
+
+def why_data(call: Call, kind: Hashable, is_compiled: bool, for_flash: bool = False) -> str:
     """Return why the mask goes as data, or "".
 
     kind: everything that a kernel depends on besides the functions.
@@ -102,12 +117,17 @@ def why_data(call: Call, kind: Hashable, is_compiled: bool) -> str:
     """
     if call.is_traced:
         return ""
-    if call.mask_is_own:
-        return _DEAR if _is_dear(call) else ""
     reason = why_inexact(call)
-    if reason:
+    if not reason and call.mask_is_own and not for_flash and _is_dear(call):
+        reason = _DEAR
+    if reason or is_compiled:
         return reason
-    if is_compiled or call.first_as_data is FirstAsData.NONE:
+    if numbers.are_many(call, is_score=False):
+        if _can_be_read(call):
+            return _NUMBERS
+        numbers.warn(call, is_score=False, reason="the mask has too many different blocks to go as data")
+        return ""
+    if for_flash or call.mask_is_own or call.first_as_data is FirstAsData.NONE:
         return ""
     if call.first_as_data is FirstAsData.FIRST:
         is_first = _FIRSTS.get(kind) in (None, call.kernel_key)
@@ -142,6 +162,9 @@ def _is_dear(call: Call) -> bool:
 
 def note_run(call: Call, kind: Hashable, is_data: bool) -> None:
     """Note that a call runs with the mask's function, or with its data."""
+    numbers.note_compiled(call, is_score=True)
+    if not is_data:
+        numbers.note_compiled(call, is_score=False)
     if is_data:
         _STARTED.put((kind, call.kernel_key), (), True, 1)
     elif _FIRSTS.get(kind) is None and not call.mask_is_own:
@@ -160,20 +183,25 @@ def _way_to_rewrite(
 
 
 def _inexact(call: Call, function: Callable[[], Callable[..., Tensor]], is_score: bool) -> str:
+    """Return why a call's function may be computed otherwise, one of WAYS, or ""."""
+    if is_score not in call.looks:
+        call.looks[is_score] = _look(call, function, call.kernel_key[is_score], is_score)
+    return call.looks[is_score]
+
+
+def _look(call: Call, function: Callable[[], Callable[..., Tensor]], key: Hashable, is_score: bool) -> str:
     """Return why a function may be computed otherwise, one of WAYS, or "".
 
-    All calls of a kind are looked at once.
+    All functions of a key are looked at once.
 
     Sizes, and where queries start, count as the next powers of 2, because decoding changes them at each step.
     """
-    if is_score in call.looks:
-        return call.looks[is_score]
     device, sizes = call.q.device, [next_power_of_2(n) for n in (*call.q.shape[:3], call.k.shape[2])]
     shapes: tuple[Any, ...] = ()
     if call.shapes is not None:
         offset, *shapes_of_tensors = call.shapes
         shapes = (None if offset is None else next_power_of_2(offset), *shapes_of_tensors)
-    kind = "inexact", is_score, call.kernel_key, shapes, device.type, *sizes
+    kind = "inexact", is_score, key, shapes, device.type, *sizes
     reason = None if call.shapes is None else OUTCOMES.get(kind)
     if reason is None:
         reason = inexact(function(), device, sizes, is_score) or ""
@@ -182,5 +210,4 @@ def _inexact(call: Call, function: Callable[[], Callable[..., Tensor]], is_score
         # Whether a function can be traced may depend on the calling code.
         if call.shapes is not None and not reason.startswith(UNREADABLE):
             OUTCOMES.put(kind, (), reason, 1)
-    call.looks[is_score] = reason
     return reason

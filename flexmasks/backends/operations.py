@@ -109,7 +109,10 @@ class Trace(compat.TorchDispatchMode):
 
     def bounds_or_any(self, x: Any) -> Bounds:
         """Return the bounds of an operand's values."""
-        return (x, x) if isinstance(x, int | float) else self._bounds.get(id(x), UNBOUNDED)
+        if isinstance(x, int | float):
+            return x, x
+        captured: Bounds = getattr(x, "bounds", UNBOUNDED)  # see spec.indexing.bounded
+        return self._bounds.get(id(x), captured)
 
     def bounds_of(self, name: str, out: Tensor, args: Any, kwargs: Any) -> Bounds:
         """Return the bounds of an operation's results."""
@@ -190,6 +193,7 @@ def follow(
     """
     try:
         with contextlib.ExitStack() as stack:
+            stack.enter_context(compat.compile_lock)
             for context in (torch.no_grad(), compat.outside_transforms(), compat.without_dispatch_modes()):
                 stack.enter_context(context)
             stack.enter_context(compat.fake_mode())

@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 
 from flexmasks import compat
 from flexmasks.backends.call import Call, Result
@@ -49,7 +48,7 @@ def attend(
     k: Tensor,
     v: Tensor,
     score_mod: Callable[..., Tensor] | None,
-    block_mask: BlockMask,
+    block_mask: compat.BlockMask,
     scale: float | None,
     functions: OverIndices | None = None,
 ) -> tuple[Tensor, Tensor]:

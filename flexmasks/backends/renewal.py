@@ -9,13 +9,11 @@ from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 
+from flexmasks import compat
 from flexmasks.backends.flex import CompiledCall
 from flexmasks.plans.plan import GivenPlan, MaskPlan, ScorePlan
 from flexmasks.spec.captures import Aliases, Opaque, Refilled
-
-_MAKE_BLOCK_MASK: Any = BlockMask  # its positional arguments have no types that fit
 
 
 class Renewal:
@@ -61,6 +59,7 @@ class Renewal:
         indices, made = self._recorded.renewed([tensors[n] for n in self._inputs])
         mask_mod, score_mod = self._functions([*[t.detach() for t in tensors], *made])
         call = copy.copy(self._call)  # at a third of the time of `replace`
-        block_mask = _MAKE_BLOCK_MASK(self._lengths, *indices, self._block_size, mask_mod)
+        make: Any = compat.BlockMask  # its positional arguments have no types that fit
+        block_mask = make(self._lengths, *indices, self._block_size, mask_mod)
         vars(call).update(block_mask=block_mask, score_mod=score_mod)
         return call

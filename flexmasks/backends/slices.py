@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.checkpoint import checkpoint
 
 from flexmasks import compat
@@ -63,7 +62,7 @@ def attend_by_slices(
     k: Tensor,
     v: Tensor,
     score_mod: Callable[..., Tensor] | None,
-    block_mask: BlockMask,
+    block_mask: compat.BlockMask,
     scale: float | None,
     functions: OverIndices | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -81,12 +80,12 @@ def attend_by_slices(
         functions = OverIndices(over_indices(block_mask.mask_mod), of_scores)
     shared = _Shared(partial, full, block_mask.BLOCK_SIZE, functions, scale, all_finite)
     outs, lses = [], []
-    parts = _traced_slices(q, k) if torch.compiler.is_compiling() else _slices(shared, q, k, traced)
+    parts = _traced_slices(q, k) if compat.is_compiling() else _slices(shared, q, k, traced)
     for part in parts:
         keys = slice(part.kv_start, part.kv_stop)
         inputs = q[:, :, part.q_start : part.q_stop], k[:, :, keys], v[:, :, keys]
         # One slice alone needs no more memory if it is kept.
-        if torch.is_grad_enabled() and (not traced or (torch.compiler.is_compiling() and len(parts) > 1)):
+        if torch.is_grad_enabled() and (not traced or (compat.is_compiling() and len(parts) > 1)):
             out, lse = checkpoint(
                 functools.partial(_attend_slice, part=part, shared=shared),
                 *inputs,
@@ -105,7 +104,7 @@ def is_traced_or_transformed() -> bool:
 
     No tensor's value can be read then.
     """
-    return torch.compiler.is_compiling() or compat.innermost_transform() is not None
+    return compat.is_compiling() or compat.innermost_transform() is not None
 
 
 def _slices(shared: _Shared, q: Tensor, k: Tensor, traced: bool) -> list[_Slice]:

@@ -15,9 +15,9 @@ from flexmasks.backends.call import OUTCOMES, Call, Result, Unavailable
 
 _log = logging.getLogger("flexmasks")
 _FLEX_RECOMPILES_ON = (
-    "another function of the mask or score, another number in them (up to six values of a mask's number, then it "
-    "becomes an input), scale, dtype, batch size, heads, head size, gradients or lse wanted or not; the first few new "
-    "lengths and memory layouts; never the values of tensors"
+    "another function of the mask or score, another number in them (up to six values, then the number is an input, or "
+    "the mask goes as data), scale, dtype, number of heads, head size, gradients or lse wanted or not; the first few "
+    "new batch sizes, lengths and memory layouts; never the values of tensors"
 )
 _FA4_RECOMPILES_ON = (
     "another dtype, head size or cap; the first use of causal, windows or sequences; never another number"

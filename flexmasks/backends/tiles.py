@@ -4,7 +4,8 @@ This is the fast way of the reference backend.
 
 A tile is some queries of some heads, against the keys that their blocks reach. Keys of empty blocks are left out. Of
 the other keys, only the run from the first to the last that may be hidden is masked. All tiles write their scores to
-the same buffers, so memory grows with Q + KV, not with Q x KV; the backward pass computes the scores again.
+the same buffers, so memory grows with Q + KV, not with Q x KV; the backward pass computes the scores again. On a CPU
+the tiles are dealt to a few threads, see `flexmasks.workers`.
 
 Each step is a matrix product or an operation for which torch has vector instructions. Choosing by a boolean is not
 such an operation. A mask is therefore a tensor of integers as wide as the scores: all bits are set where a key is
@@ -25,11 +26,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 
+from flexmasks import compat
 from flexmasks.blocks.elements import Elements, over_indices
 from flexmasks.blocks.lists import of_block_mask
 from flexmasks.spec.captures import Opaque, capture
+from flexmasks.workers import Workers
 
 _MAX_SCORES = 1 << 21  # in a tile, so that they stay in a large cache and threads seldom wait for each other
 _MIN_QUERIES, _MAX_QUERIES = 32, 128  # in a tile; with fewer queries, keys are read too often
@@ -69,8 +71,23 @@ class Visible(NamedTuple):
     block_size: tuple[int, int]  # queries, keys
 
     @classmethod
-    def of(cls, block_mask: BlockMask) -> Visible:
+    def of(cls, block_mask: compat.BlockMask) -> Visible:
         return cls(block_mask.mask_mod, *of_block_mask(block_mask), block_mask.BLOCK_SIZE)
+
+
+class _Backward(NamedTuple):
+    """Tensors that all parts of the backward pass share."""
+
+    q: Tensor
+    keys: Tensor
+    values: Tensor
+    finite_q: Tensor
+    finite_keys: Tensor
+    grad_out: Tensor
+    delta: Tensor
+    shift: Tensor
+    grad_q: Tensor
+    learned: Sequence[Tensor]
 
 
 class Tiles:
@@ -99,17 +116,49 @@ class Tiles:
         # Powers of 2 are cheaper than powers of e. Without a score_mod, scores are logarithms to base 2 from the start.
         self._base, self._to_base_2 = (_LOG2E, 1.0) if score_mod is None else (1.0, _LOG2E)
 
+    def _divide(self) -> None:
+        """Choose the threads of the next pass, and how large its tiles may be."""
+        groups, ranges_of_queries = self._batch * self._kv_heads, -(-self._q_len // _MAX_QUERIES)
+        scores = self._batch * self._heads * self._q_len * self._kv_len
+        self._workers = Workers.of(self._device, scores, groups * ranges_of_queries)
+        count = self._workers.count
+        self._max_scores = _MAX_SCORES // count
+        # If there are few queries, each thread has tiles only if a tile has few of the groups.
+        self._max_groups = groups if count == 1 else -(-groups // -(-2 * count // ranges_of_queries))
+
     # --- the forward and the backward pass ---
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return the output in q's dtype, and the natural log-sum-exp."""
-        keys, values = (self._by_group(_without_repeated_batch(x)) for x in (k, v))
-        finite_values = _zero_nonfinite(values)
-        nonfinite = None if finite_values is values else values.isfinite().logical_not_().to(self._dtype)
-        out = torch.zeros_like(q, memory_format=torch.contiguous_format)
-        lse = torch.full((*q.shape[:3], 1), -math.inf, dtype=self._dtype, device=self._device)
+        self._divide()
+
+        def prepared() -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
+            keys, values = (self._by_group(_without_repeated_batch(x)) for x in (k, v))
+            finite_values = _zero_nonfinite(values)
+            nonfinite = None if finite_values is values else values.isfinite().logical_not_().to(self._dtype)
+            out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+            lse = torch.full((*q.shape[:3], 1), -math.inf, dtype=self._dtype, device=self._device)
+            return keys, finite_values, nonfinite, out, lse
+
+        of_all_tiles = self._workers.one(prepared)
+        parts = range(self._workers.count)
+        self._workers.all([functools.partial(self._forward_part, part, q, *of_all_tiles) for part in parts])
+        *_, out, lse = of_all_tiles
+        return out, lse[..., 0]
+
+    def _forward_part(
+        self,
+        part: int,
+        q: Tensor,
+        keys: Tensor,
+        finite_values: Tensor,
+        nonfinite: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+    ) -> None:
+        """Write a thread's part of the output and lse."""
         (buffer,) = self._buffers(1)
-        for tile in self._tiles():
+        for tile in self._tiles(part):
             scores = self._scores(self._rows_of(q, tile), keys, tile, buffer)
             if self._score_mod is not None:
                 scores.copy_(self._changed(self._score_mod, scores, tile))
@@ -126,7 +175,6 @@ class Tiles:
             self._write(out, tile, tile_out)
             tile_lse = total.log2_().add_(peak).div_(_LOG2E)
             self._write(lse, tile, tile_lse.masked_fill_(sees_nothing, -math.inf))
-        return out, lse[..., 0]
 
     def backward(
         self,
@@ -143,18 +191,50 @@ class Tiles:
 
         Learned tensors are captured tensors of the score_mod that need a gradient.
         """
-        keys, values = self._by_group(k), self._by_group(v)
-        finite_q, finite_keys = _zero_nonfinite(q), _zero_nonfinite(keys)
-        grad_q = torch.zeros_like(q, memory_format=torch.contiguous_format)
+        self._divide()
+
+        def prepared() -> _Backward:
+            keys, values = self._by_group(k), self._by_group(v)
+            sees_something = (lse != -math.inf)[..., None]
+            rows = torch.where(sees_something, grad_out, 0.0)  # a row that sees nothing may have a gradient of NaN
+            return _Backward(
+                q=q,
+                keys=keys,
+                values=values,
+                finite_q=_zero_nonfinite(q),
+                finite_keys=_zero_nonfinite(keys),
+                grad_out=rows,
+                delta=(rows.to(self._dtype) * out).sum(-1, keepdim=True) - grad_lse[..., None],
+                shift=torch.where(sees_something, lse[..., None] * -_LOG2E, -math.inf),
+                grad_q=torch.zeros_like(q, memory_format=torch.contiguous_format),
+                learned=learned,
+            )
+
+        def summed(parts: list[list[Tensor]]) -> tuple[Tensor, ...]:
+            (grad_k, grad_v, *grad_learned), *others = parts
+            for part in others:
+                for total, x in zip((grad_k, grad_v, *grad_learned), part, strict=True):
+                    total.add_(x)
+            grad_k.mul_(self._scale)
+            grad_k, grad_v = (x.mT.reshape(k.shape).to(k.dtype) for x in (grad_k, grad_v))
+            return grad_k, grad_v, *(x.to(t.dtype) for x, t in zip(grad_learned, learned, strict=True))
+
+        shared = self._workers.one(prepared)
+        parts = range(self._workers.count)
+        gradients = self._workers.all([functools.partial(self._backward_part, part, shared) for part in parts])
+        return shared.grad_q, *self._workers.one(lambda: summed(gradients))
+
+    def _backward_part(self, part: int, shared: _Backward) -> list[Tensor]:
+        """Write a part of the gradient of q, and return its part of the others.
+
+        The others are the gradients of k, without the scale, of v, both [groups, D, keys], and of the learned tensors.
+        """
+        q, keys, values, finite_q, finite_keys, grad_out, delta, shift, grad_q, learned = shared
         # [groups, D, keys]: the products added to these then read both factors along their rows.
         grad_k, grad_v = (torch.zeros_like(x.mT, memory_format=torch.contiguous_format) for x in (keys, values))
         grad_learned = [torch.zeros_like(x, dtype=torch.promote_types(x.dtype, self._dtype)) for x in learned]
-        sees_something = (lse != -math.inf)[..., None]
-        grad_out = torch.where(sees_something, grad_out, 0.0)  # a row that sees nothing may have a gradient of NaN
-        delta = (grad_out.to(self._dtype) * out).sum(-1, keepdim=True) - grad_lse[..., None]
-        shift = torch.where(sees_something, lse[..., None] * -_LOG2E, -math.inf)
         buffers = self._buffers(2 if self._score_mod is None else 3)
-        for tile in self._tiles():
+        for tile in self._tiles(part):
             grad_rows = self._rows_of(grad_out, tile)
             scores = changed = weights = self._scores(self._rows_of(q, tile), keys, tile, buffers[0])
             if self._score_mod is not None:
@@ -172,9 +252,7 @@ class Tiles:
                 grads = self._before_score_mod(grads, scores, changed, learned, grad_learned, tile)
             self._write(grad_q, tile, (grads @ self._keys_of(finite_keys, tile)).mul_(self._scale))
             _add_product(grad_k[tile.groups], tile.keys.selection, self._rows_of(finite_q, tile).mT, grads)
-        grad_k.mul_(self._scale)
-        grad_k, grad_v = (x.mT.reshape(k.shape).to(k.dtype) for x in (grad_k, grad_v))
-        return grad_q, grad_k, grad_v, *(x.to(t.dtype) for x, t in zip(grad_learned, learned, strict=True))
+        return [grad_k, grad_v, *grad_learned]
 
     def _before_score_mod(
         self,
@@ -236,7 +314,7 @@ class Tiles:
         """Return `count` buffers, each with room for the scores of any tile."""
         scores_of_all_keys = self._batch * self._heads * min(self._q_len, _MAX_QUERIES) * self._kv_len
         scores_of_smallest_tile = _MIN_QUERIES * self._heads_per_group * self._kv_len
-        size = min(scores_of_all_keys, max(_MAX_SCORES, scores_of_smallest_tile))
+        size = min(scores_of_all_keys, max(self._max_scores, scores_of_smallest_tile))
         return [torch.empty(size, dtype=self._dtype, device=self._device) for _ in range(count)]
 
     def _scores_in(self, buffer: Tensor, tile: _Tile) -> Tensor:
@@ -271,21 +349,26 @@ class Tiles:
 
     # --- the tiles of a call ---
 
-    def _tiles(self) -> Iterator[_Tile]:
-        """Yield the tiles that cover all blocks in use."""
+    def _tiles(self, part: int) -> Iterator[_Tile]:
+        """Yield the tiles of a part of the call.
+
+        Tiles are dealt out in turn. All parts together cover all blocks in use.
+        """
+        numbers = itertools.count()
         start = 0
         while start < self._q_len:
             stop = min(start + _MAX_QUERIES, self._q_len)
             max_keys = len(_used_columns(*self._blocks(slice(start, stop)))) * self._block_size[1]
             if max_keys:
                 scores_per_query = self._heads_per_group * max_keys
-                stop = min(stop, start + max(_MIN_QUERIES, _MAX_SCORES // scores_per_query))
-                max_groups = max(1, _MAX_SCORES // (scores_per_query * (stop - start)))
-                yield from self._tiles_of(slice(start, stop), max_groups)
+                stop = min(stop, start + max(_MIN_QUERIES, self._max_scores // scores_per_query))
+                max_groups = max(1, self._max_scores // (scores_per_query * (stop - start)))
+                is_of_part = (n % self._workers.count == part for n in numbers)
+                yield from self._tiles_of(slice(start, stop), min(max_groups, self._max_groups), is_of_part)
             start = stop
 
-    def _tiles_of(self, queries: slice, max_groups: int) -> Iterator[_Tile]:
-        """Yield the tiles of some queries.
+    def _tiles_of(self, queries: slice, max_groups: int, is_of_part: Iterator[bool]) -> Iterator[_Tile]:
+        """Yield the tiles of some queries that are of the part.
 
         A tile has all groups of its batch elements, or some groups of one batch element.
         """
@@ -298,6 +381,8 @@ class Tiles:
             return self._reached_keys(slice(b, stop_b), slice(h, stop_h), queries)
 
         for b, kv_head in itertools.product(range(0, self._batch, max_batch), range(0, self._kv_heads, max_groups)):
+            if not next(is_of_part):
+                continue
             stop_b, stop_kv_head = min(b + max_batch, self._batch), min(kv_head + max_groups, self._kv_heads)
             h, stop_h = kv_head * self._heads_per_group, stop_kv_head * self._heads_per_group
             keys = cached_keys(*((b, stop_b) if by_batch else (0, 1)), *((h, stop_h) if by_head else (0, 1)))

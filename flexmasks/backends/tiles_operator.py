@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 
 from flexmasks import compat
 from flexmasks.backends.tiles import Tiles, Visible, learned_by
@@ -61,7 +60,7 @@ class Described(NamedTuple):
         kind = MaskKind(cast(Mask, of_data("mask", data)), q_offset, size, False, block_size)
         indices = plan_bounds(kind).layout.indices
         arguments: Any = ((size.q_len, size.kv_len), *indices, block_size, self.mask_mod(q, k))
-        return Visible.of(BlockMask(*arguments))
+        return Visible.of(compat.BlockMask(*arguments))
 
     def score_mod(self, q: Tensor, k: Tensor) -> Callable[..., Tensor] | None:
         """Return the score's function for queries and keys, or None."""

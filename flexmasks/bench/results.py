@@ -6,6 +6,7 @@ import difflib
 import importlib.metadata
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -21,8 +22,18 @@ Row = dict[str, Any]
 
 
 def choose_device(name: str | None) -> torch.device:
-    """Return the named device, by default a GPU if there is one."""
-    device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    """Return the named device, by default a GPU if there is one.
+
+    Raises ValueError for another kind of device, or for a GPU that the machine does not have.
+    """
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+        raise ValueError(f"flexmasks bench: `--device` must be cpu or cuda, got {name!r}.")
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("flexmasks bench: torch finds no GPU on this machine; `--device cpu` measures the CPU.")
+    if (device.index or 0) >= max(1, torch.cuda.device_count()):
+        raise ValueError(f"flexmasks bench: torch finds {torch.cuda.device_count()} GPUs, so no {name}.")
     return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
 
 

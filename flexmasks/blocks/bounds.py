@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from flexmasks import compat
+from flexmasks.blocks import limits
 from flexmasks.blocks.build import Layout
 from flexmasks.blocks.decide import Axis, decide
 from flexmasks.blocks.elements import MaskMod
@@ -31,6 +33,8 @@ def bounds(
     Raises ValueError or TypeError where the function is not a mask.
     """
     rows, columns = Axis(q_len, block_size[0]), Axis(kv_len, block_size[1])
+    if not compat.is_compiling():
+        limits.check_blocks(1, (q_len, kv_len), block_size, device)
     decided = decide(mask_mod, batch, heads, q_len, kv_len, device, block_size, reads_values=False)
     shape = (*decided.certain.shape[:2], rows.count, columns.count)
     full, possible = decided.certain.expand(shape), decided.possible.expand(shape)

@@ -8,13 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 
+from flexmasks import compat
 from flexmasks.blocks import limits
 from flexmasks.blocks.decide import Axis, Decided, decide, dependence
 from flexmasks.blocks.elements import Elements, MaskMod, boolean, coordinates_of, over_indices
 from flexmasks.blocks.lists import flat_nonzero, index_lists
 from flexmasks.blocks.undecided import look_at
+
+_PAIRS_AT_ONCE = 1 << 26  # pairs of a mask as booleans that are evaluated at once
 
 
 @dataclass(frozen=True)
@@ -31,10 +33,10 @@ class Layout:
     undecided: int | None  # number of blocks looked at element by element, None for bounds
     not_understood: tuple[str, ...]  # names of operations that ranges do not know, or the reason why they gave up
 
-    def block_mask(self, mask_mod: MaskMod) -> BlockMask:
+    def block_mask(self, mask_mod: MaskMod) -> compat.BlockMask:
         """Return the BlockMask of these blocks and that function."""
         lengths: Any = (self.q_len, self.kv_len)
-        return BlockMask(*(lengths, *self.indices, self.block_size, mask_mod))
+        return compat.BlockMask(*(lengths, *self.indices, self.block_size, mask_mod))
 
 
 def build(
@@ -50,11 +52,15 @@ def build(
 
     They are exactly those of torch's create_block_mask.
 
-    Raises ValueError or TypeError where the function is not a mask.
+    Raises ValueError or TypeError where the function is not a mask, and MemoryError if there are too many blocks.
     """
     rows, columns = Axis(q_len, block_size[0]), Axis(kv_len, block_size[1])
+    if batch * heads * rows.count * columns.count > limits.BLOCKS_AT_ONCE:
+        batch, heads = dependence(mask_mod, batch, heads, device) if batch * heads > 1 else (1, 1)
+        limits.check_blocks(batch * heads, (q_len, kv_len), block_size, device)
     decided = decide(mask_mod, batch, heads, q_len, kv_len, device, block_size)
     shape = (*decided.certain.shape[:2], rows.count, columns.count)
+    limits.check_blocks(shape[0] * shape[1], (q_len, kv_len), block_size, device)
     if math.prod(shape) > 4 * limits.BLOCKS_ON_CPU:
         decided = decided._replace(certain=decided.certain.to(device), possible=decided.possible.to(device))
     undecided = flat_nonzero((decided.possible ^ decided.certain).contiguous())
@@ -99,7 +105,22 @@ def _resolved(
 
 
 def materialize(mask_mod: MaskMod, batch: int, heads: int, q_len: int, kv_len: int, device: torch.device) -> Tensor:
-    """Return the mask: bool [batch or 1, heads or 1, q_len, kv_len]."""
+    """Return the mask: bool [batch or 1, heads or 1, q_len, kv_len].
+
+    Raises MemoryError if that is more than is free. What else is computed, such as distances, is bounded.
+    """
     batch, heads = dependence(mask_mod, batch, heads, device)
-    indices = (torch.arange(n, device=device) for n in (batch, heads, q_len, kv_len))
-    return boolean(over_indices(mask_mod)(*indices), 4)
+    limits.check_memory(
+        batch * heads * q_len * kv_len,
+        device,
+        f"the mask of {q_len:,} queries x {kv_len:,} keys as booleans",
+        "Ask for a part of the queries at a time, with `q_offset`, or for blocks: flexmasks.block_mask.",
+    )
+    b, h, q, kv = (torch.arange(n, device=device) for n in (batch, heads, q_len, kv_len))
+    rows = max(1, _PAIRS_AT_ONCE // (batch * heads * kv_len))
+    if rows >= q_len:
+        return boolean(over_indices(mask_mod)(b, h, q, kv), 4)
+    mask = torch.empty(batch, heads, q_len, kv_len, dtype=torch.bool, device=device)
+    for part, out in zip(q.split(rows), mask.split(rows, 2), strict=True):
+        out.copy_(boolean(over_indices(mask_mod)(b, h, part, kv), 4))
+    return mask

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 
+from flexmasks import compat
 from flexmasks.blocks.elements import Elements, MaskMod
 from flexmasks.blocks.lists import in_use
 
@@ -75,7 +75,7 @@ class Blocks:
         {'ROWS_GUARANTEED_SAFE': True, 'BLOCKS_ARE_CONTIGUOUS': True}
     """
 
-    block_mask: BlockMask  # for `attention`, or torch's flex_attention
+    block_mask: compat.BlockMask  # for `attention`, or torch's flex_attention
     undecided: int | None = None  # number of blocks looked at element by element, None if it is not known
     not_understood: tuple[str, ...] = ()  # names of operations that ranges do not know, or why they gave up
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from flexmasks.blocks import limits
 from flexmasks.ranges import GiveUp, Range, TooLarge
 from flexmasks.ranges.evaluate import evaluate
+from flexmasks.ranges.value import LIKE_FUNCTIONS
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 _Function = TypeVar("_Function", bound=Callable[..., Tensor])
@@ -58,14 +59,40 @@ def over_indices(function: _Function, prefix: tuple[int, ...] = ()) -> Callable[
     return evaluated
 
 
+class _ConstantsLikeIndices(TorchFunctionMode):
+    """Mode in which constants that an index makes do not depend on it.
+
+    `b.new_zeros(())` is such a constant, to which vmap gives the dimension of `b`. torch's or_masks and and_masks start
+    with one.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        values = (*args[1:], *kwargs.values())
+        if (name.startswith("new_") or name in LIKE_FUNCTIONS) and not any(isinstance(x, Tensor) for x in values):
+            args = torch.zeros(args[0].shape, dtype=args[0].dtype, device=args[0].device), *args[1:]
+        return func(*args, **kwargs)
+
+
 def dependence_by_vmap(mask_mod: MaskMod, batch: int, heads: int, device: torch.device) -> tuple[int, int]:
     """Return a mask's batch and head size, as vmap shows them.
 
     A size is 1 where the function does not depend on that index: vmap's result then has a stride of 0 along it. All
     indices go through vmap, as in `over_indices`, because torch promotes dtypes otherwise without it.
     """
-    indices = (torch.zeros(n, dtype=torch.int64, device=device) for n in (batch, heads, 1, 1))
-    visible = boolean(over_indices(mask_mod)(*indices), 4)
+
+    def visible_at(indices: Iterator[Tensor]) -> Tensor:
+        return boolean(over_indices(mask_mod)(*indices), 4)
+
+    indices = [torch.zeros(n, dtype=torch.int64, device=device) for n in (batch, heads, 1, 1)]
+    try:
+        with _ConstantsLikeIndices():
+            visible = visible_at(x.clone() for x in indices)
+    except Exception:  # such a constant cannot be changed in place by an index
+        visible = visible_at(iter(indices))
     of_batch, of_heads = (1 if visible.stride(dim) == 0 else visible.shape[dim] for dim in (0, 1))
     return of_batch, of_heads
 

@@ -1,6 +1,11 @@
-"""Limits on the work done at once, which bound memory."""
+"""Limits on the work done at once, and on the memory of results."""
 
 from __future__ import annotations
+
+import contextlib
+import math
+import os
+from pathlib import Path
 
 import torch
 
@@ -9,8 +14,60 @@ BLOCKS_AT_ONCE = 1 << 25  # blocks decided at once
 ELEMENTS_AT_ONCE_ON_GPU = 1 << 23  # elements of a mask evaluated at once
 ELEMENTS_AT_ONCE_ON_CPU = 1 << 19  # the same on a CPU: elements that fit its cache
 WIDE_ELEMENTS_AT_ONCE = 1 << 25  # elements of a mask times elements of the largest tensor that its function sees
+_BYTES_PER_BLOCK = 24  # at the peak: four lists of 4 bytes, and booleans
+_UNCHECKED_BYTES = 1 << 28  # results up to this size are made without asking how much memory is free
+_MEMINFO = Path("/proc/meminfo")
+_CONTAINER = Path("/sys/fs/cgroup")
 
 
 def elements_at_once(device: torch.device) -> int:
     """Return how many elements of a mask to evaluate at once."""
     return ELEMENTS_AT_ONCE_ON_CPU if device.type == "cpu" else ELEMENTS_AT_ONCE_ON_GPU
+
+
+def check_blocks(matrices: int, lengths: tuple[int, int], block_size: tuple[int, int], device: torch.device) -> None:
+    """Raise MemoryError if the blocks of this many masks need more memory than is free."""
+    rows, columns = (-(-n // size) for n, size in zip(lengths, block_size, strict=True))
+    check_memory(
+        _BYTES_PER_BLOCK * matrices * rows * columns,
+        device,
+        f"the list of the blocks of {lengths[0]:,} queries x {lengths[1]:,} keys",
+        "Ask for a part of the queries at a time, with `q_offset`, or for larger blocks: `block_size` of "
+        "flexmasks.block_mask.",
+    )
+
+
+def check_memory(nbytes: int, device: torch.device, what: str, advice: str) -> None:
+    """Raise MemoryError if a result needs more memory than is free on the device.
+
+    Without this check the system would end the process.
+
+    Args:
+        nbytes: the bytes that the result and the work on it need at once.
+        device: where they are needed.
+        what: the result, as the subject of a sentence.
+        advice: a sentence that says what needs less memory.
+    """
+    if nbytes <= _UNCHECKED_BYTES:
+        return
+    free = free_memory(device)
+    if nbytes > free:
+        raise MemoryError(f"flexmasks: {what} needs {nbytes:,} bytes, and {free:,} are free on {device}. {advice}")
+
+
+def free_memory(device: torch.device) -> int | float:
+    """Return how many bytes are free on a device, inf if that is unknown."""
+    if device.type == "cuda" and torch.cuda.is_available() and not torch.cuda.is_current_stream_capturing():
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    if device.type != "cpu":
+        return math.inf
+    free: list[int | float] = [math.inf]
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        free.append(1024 * int(_MEMINFO.read_text().partition("MemAvailable:")[2].split()[0]))
+    with contextlib.suppress(OSError, ValueError):  # the limit of a container, if it has one
+        limit, used = ((_CONTAINER / name).read_text() for name in ("memory.max", "memory.current"))
+        free.append(max(0, int(limit) - int(used)))
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        free.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    return min(free)

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined] # public, and not listed
 
+from flexmasks import compat
 from flexmasks.blocks import limits
 
 _WORDWISE_FROM = 1 << 22  # from this many booleans on, eight are searched at a time
@@ -18,7 +18,7 @@ _ALIGNMENT = 64  # kernels expect a tensor's offset in its memory to be a multip
 # --- reading ---
 
 
-def of_block_mask(block_mask: BlockMask) -> tuple[Tensor, Tensor]:
+def of_block_mask(block_mask: compat.BlockMask) -> tuple[Tensor, Tensor]:
     """Return which blocks of a BlockMask are partial and which are full.
 
     Both are booleans [B, H, query blocks, key blocks].

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flexmasks.blocks import limits
 from flexmasks.blocks.build import build
 from flexmasks.blocks.counts import pairs_in_blocks, visible_in_blocks
 from flexmasks.blocks.decide import decide
@@ -54,6 +55,7 @@ def count_in_strips(
     rows_of_strip = height * max(1, _BLOCKS_OF_STRIP // -(-kv_len // width))
     columns_of_part = width * max(1, rows_of_strip // width)
     shape = -(-q_len // rows_of_strip), -(-kv_len // columns_of_part)
+    limits.check_blocks(1, (q_len, kv_len), (rows_of_strip, columns_of_part), device)
     decided = decide(mask_mod, 1, 1, q_len, kv_len, device, (rows_of_strip, columns_of_part))
     certain, possible = (x[0, 0].cpu().expand(shape).clone() for x in (decided.certain, decided.possible))
     if q_len % height:  # blocks that the edge cuts are partial

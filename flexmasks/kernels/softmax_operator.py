@@ -64,7 +64,7 @@ def _gradient(dy: Tensor, y: Tensor, bounds: Tensor | None, scale: float) -> Ten
 def _is_plain(x: Tensor) -> bool:
     """Return whether a tensor is plain and no mode or transform watches the call."""
     return bool(
-        not torch.compiler.is_compiling()
+        not compat.is_compiling()
         and type(x) in (Tensor, torch.nn.Parameter)
         and not compat.transforms_active()
         and not compat.in_dispatch_mode()

@@ -5,12 +5,15 @@ It runs on a CPU, and on a GPU for float64.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
+
+from flexmasks.workers import Workers
 
 _PART_ELEMENTS = 1 << 20  # elements computed at once, which bounds the memory of float32 copies
 
@@ -21,7 +24,8 @@ def forward(
     """Return the softmax of x; the arguments are those of the operator flexmasks::masked_softmax."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     columns = torch.arange(x.shape[-1], device=x.device)
-    for part in _parts(x.shape):
+
+    def compute(part: tuple[slice, ...]) -> None:
         part_bounds, part_bits, part_mask = (None if t is None else _cut(t, part) for t in (bounds, bits, mask))
         hidden = _hidden(columns, part_bounds, part_bits, part_mask, visible)
         scores = _cut(x, part).to(_accumulator(x.dtype)) * scale
@@ -30,15 +34,20 @@ def forward(
         else:
             weights = scores.masked_fill(hidden, -math.inf).softmax(-1).masked_fill(hidden, 0)
         _cut(y, part).copy_(weights)
+
+    _for_parts(y, compute)
     return y
 
 
 def backward(dy: Tensor, y: Tensor, scale: float) -> Tensor:
     """Return the gradient of x, given the gradient of the softmax y."""
     dx = torch.empty(y.shape, dtype=y.dtype, device=y.device)
-    for part in _parts(y.shape):
+
+    def compute(part: tuple[slice, ...]) -> None:
         slopes = over_visible(lambda y, dy: scale * y * (dy - row_dot(y, dy)), _cut(y, part), _cut(dy, part))
         _cut(dx, part).copy_(slopes)
+
+    _for_parts(y, compute)
     return dx
 
 
@@ -76,15 +85,30 @@ def _hidden(
     return hidden
 
 
-def _parts(shape: torch.Size) -> Iterator[tuple[slice, ...]]:
+def _for_parts(x: Tensor, compute: Callable[[tuple[slice, ...]], None]) -> None:
+    """Call a function for all parts of a tensor, on a CPU in several threads."""
+    rows = x.numel() // max(1, x.shape[-1])
+    workers = Workers.of(x.device, x.numel(), rows)
+    count = workers.count
+    parts = list(_parts(x.shape, min(_PART_ELEMENTS, x.numel()) // (count if count == 1 else 2 * count)))
+
+    def compute_all(own: Sequence[tuple[slice, ...]]) -> None:
+        for part in own:
+            compute(part)
+
+    with torch.no_grad():
+        workers.all([functools.partial(compute_all, parts[n::count]) for n in range(count)])
+
+
+def _parts(shape: torch.Size, elements: int) -> Iterator[tuple[slice, ...]]:
     """Yield slices of the leading dimensions that cut a tensor into parts.
 
-    A part has at most _PART_ELEMENTS elements, or is a single row.
+    A part has at most that many elements, or is a single row.
     """
     *leading, size = shape
     steps: list[int] = []
     for n in reversed(leading):
-        steps.insert(0, max(1, min(n, _PART_ELEMENTS // max(1, size))))
+        steps.insert(0, max(1, min(n, elements // max(1, size))))
         size *= steps[0]
     starts = (range(0, n, step) for n, step in zip(leading, steps, strict=True))
     for part in itertools.product(*starts):

@@ -54,7 +54,7 @@ def tanh_approx(x: Tensor) -> Tensor:
 
 
 # torch.compile calls this function while it traces, and does not trace into it.
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@compat.constant_in_graphs
 def _register_lowering() -> None:
     """Register the instruction with Inductor, which writes the compiled kernels."""
     compat.lower_to_instruction(

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from flexmasks.masks.block_sparse import block_sparse
 from flexmasks.masks.natten import check_canvas
-from flexmasks.spec import Size, register_mask
+from flexmasks.spec import Size, constant_in_graphs, register_mask
 
 
 def _prepare(
@@ -18,11 +18,12 @@ def _prepare(
     global_blocks: Annotated[int, "int in 0.."] = 1,
     random_blocks: Annotated[int, "int in 0.."] = 3,
     seed: Annotated[int, "int in 0.."] = 0,
+    both_ends: Annotated[bool, "bool"] = True,
 ) -> dict[str, Any]:
     check_canvas(size, {"length": length})
     blocks = -(-length // block)
-    edges = min(global_blocks, (blocks + 1) // 2)
-    layout = _layout(blocks, window, edges, random_blocks, seed, None if size is None else size.device)
+    edges = (min(global_blocks, (blocks + 1) // 2),) * 2 if both_ends else (min(global_blocks, blocks), 0)
+    layout = _layout(blocks, window, edges, min(random_blocks, blocks), seed, None if size is None else size.device)
     return {"layout": layout, "block": (block, block)}
 
 
@@ -39,31 +40,38 @@ def bigbird(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, layout: Tensor, bloc
     random_blocks: number of further blocks that each block sees, drawn without repetition; all further blocks if there
         are fewer.
     seed: seed of the draw. The draw depends on the seed, the number of blocks and the numbers above, not on the device.
+    both_ends: False for global blocks at the front only.
 
     The mask is kept as a table of one byte for each pair of blocks.
 
     Source: Zaheer et al., Big Bird, 2020 (BigBird-ITC).
     Peers: Hugging Face BigBird with block_size=block and num_random_blocks=random_blocks, where window and
-        global_blocks are 1 and the draw is different; DeepSpeed
-        BigBirdSparsityConfig(num_sliding_window_blocks=2 * window + 1).
+        global_blocks are 1 and the draw is different; DeepSpeed BigBirdSparsityConfig(block=block,
+        num_sliding_window_blocks=2 * window + 1, num_global_blocks=global_blocks) is both_ends=False, and its
+        num_random_blocks are drawn among all blocks, those that are visible anyway included; with
+        attention="unidirectional" it is this & block_causal.
     """
     return block_sparse(b, h, q, kv, layout=layout, block=block)
 
 
 # Inside a user's torch.compile the table is a constant.
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _layout(blocks: int, window: int, edges: int, count: int, seed: int, device: torch.device | None) -> Tensor:
+@constant_in_graphs
+def _layout(
+    blocks: int, window: int, edges: tuple[int, int], count: int, seed: int, device: torch.device | None
+) -> Tensor:
     """Return the table of visible blocks, computed by NumPy because torch traces no draw."""
     row, column = np.arange(blocks)[:, None], np.arange(blocks)
     layout = abs(row - column) <= window
     for index in (row, column):
-        layout |= (index < edges) | (index >= blocks - edges)
+        layout |= (index < edges[0]) | (index >= blocks - edges[1])
     np.put_along_axis(layout, _draw(blocks, window, edges, count, seed), True, 1)
     return torch.tensor(layout, device=device)
 
 
-def _draw(blocks: int, window: int, edges: int, count: int, seed: int) -> Any:
+def _draw(blocks: int, window: int, edges: tuple[int, int], count: int, seed: int) -> Any:
     """Draw `count` blocks for each block that it does not see otherwise.
+
+    edges: numbers of global blocks at the front and at the end.
 
     Returns [blocks, count]. A block with fewer such blocks gets its own number in the remaining places.
 
@@ -71,9 +79,10 @@ def _draw(blocks: int, window: int, edges: int, count: int, seed: int) -> Any:
     and takes `top` if that block was drawn before.
     """
     row = np.arange(blocks)
-    near = (row - window).clip(edges, blocks - edges)  # first block of the window, without global blocks
-    width = (row + window + 1).clip(edges, blocks - edges) - near
-    free = blocks - 2 * edges - width
+    front, end = edges[0], blocks - edges[1]
+    near = (row - window).clip(front, end)  # first block of the window, without global blocks
+    width = (row + window + 1).clip(front, end) - near
+    free = end - front - width
     uniform = _uniform(blocks * count, seed).reshape(blocks, count)
     drawn = np.full((blocks, count), -1)
     for n in range(count):
@@ -81,7 +90,7 @@ def _draw(blocks: int, window: int, edges: int, count: int, seed: int) -> Any:
         choice = (uniform[:, n] * (top + 1)).astype(np.int64)
         choice = np.where((drawn[:, :n] == choice[:, None]).any(1), top, choice)
         drawn[:, n] = np.where(top < free, choice, -1)
-    among_all = drawn + edges
+    among_all = drawn + front
     among_all += (among_all >= near[:, None]) * width[:, None]
     return np.where(drawn < 0, row[:, None], among_all)
 

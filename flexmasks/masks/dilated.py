@@ -36,7 +36,7 @@ def strided(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, stride: Annotated[in
     stride: the reach of the near keys, and the distance between the far keys.
 
     Source: Child et al., Sparse Transformers, 2019, figure 3b (both of its heads in one).
-    Peers: DeepSpeed and xformers have block-sparse patterns of that name, which work on blocks: `block_sparse`.
+    Peers: OpenAI sparse_attention has both parts as attn_mode "local" and "strided" with local_attn_ctx=stride.
     """
     return (kv <= q) & ((q - kv <= stride) | ((q - kv) % stride == 0))
 
@@ -57,6 +57,7 @@ def fixed(
     summary: number of keys at the end of each block that all later queries see; the whole block from `stride` on.
 
     Source: Child et al., Sparse Transformers, 2019, figure 3c (both of its heads in one; summary is c, stride is l).
-    Peers: DeepSpeed FixedSparsityConfig(attention="unidirectional") counts both in blocks.
+    Peers: DeepSpeed FixedSparsityConfig(attention="unidirectional", num_local_blocks=stride) with one global block is
+        this with summary=1, in blocks for positions.
     """
     return (kv <= q) & ((q // stride == kv // stride) | (kv % stride >= stride - summary))

@@ -28,7 +28,8 @@ def global_tokens(
     Combine this mask by `|` with a mask of what the other tokens see.
 
     Source: Ainslie et al., ETC, 2020; Beltagy et al., Longformer, 2020.
-    Peers: Hugging Face Longformer global_attention_mask == 1; DeepSpeed VariableSparsityConfig global blocks.
+    Peers: Hugging Face Longformer global_attention_mask == 1; DeepSpeed VariableSparsityConfig(
+        horizontal_global_attention=True), global_block_indices, which count blocks.
     """
     return _is_global(tokens, b, q) | _is_global(tokens, b, kv)
 

@@ -15,6 +15,7 @@ from flexmasks.spec import (
     in_sequences,
     prepare_sequences,
     register_mask,
+    says_what_to_write,
     size_inside_sequences,
 )
 
@@ -64,6 +65,7 @@ def packed_mask(
     return (sequence == kv_sequence[kv]) & inside
 
 
+@says_what_to_write()
 def packed(
     inner: str | Mask | Score | Callable[..., Tensor],
     offsets: Tensor | Sequence[int],

@@ -12,6 +12,7 @@ from flexmasks.spec import (
     get_score,
     prepare_pages,
     register_mask,
+    says_what_to_write,
     size_inside_pages,
 )
 
@@ -53,6 +54,7 @@ def paged_mask(
     return (first >= 0) & (position < kv_lens[b]) & inner(b, h, q, position)
 
 
+@says_what_to_write()
 def paged(
     inner: str | Mask | Score | Callable[..., Tensor],
     page_table: Tensor | Sequence[Sequence[int]],

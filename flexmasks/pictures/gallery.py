@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flexmasks.attention import attention
 from flexmasks.pictures import svg
+from flexmasks.pictures.output import check_writable
 from flexmasks.pictures.picture import MaskPicture
 from flexmasks.pictures.show import draw
 from flexmasks.spec.definitions import definition
@@ -48,6 +49,7 @@ def gallery(out: str | Path) -> Path:
     if path.suffix.lower() not in (".html", ".htm"):
         path.mkdir(parents=True, exist_ok=True)
         path = path / "index.html"
+    check_writable(path)
     environment = jinja2.Environment(loader=jinja2.PackageLoader("flexmasks.pictures", "."), autoescape=True)
     environment.filters["prose"] = _prose
     sections = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import textwrap
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
@@ -14,12 +13,12 @@ from torch import Tensor
 
 from flexmasks.pictures import svg
 from flexmasks.pictures.cells import HIDDEN, PARTIAL, SKIPPED, VISIBLE, Grid, MaskCells, ScoreCells
+from flexmasks.pictures.output import WIDEST_TEXT, check_columns, check_kind, text_width
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-CALL = "flexmasks.show"  # the call that error messages name
-_WIDEST_TEXT = 80  # characters
+_TITLE_COLUMNS = 44  # characters of a title's line, drawn by matplotlib
 _MASK_CELLS = 256  # along the longer side of a picture
 _SCORE_CELLS = 96  # along the longer side of a score's SVG, where fewer cells merge
 _FEWEST_CELLS = 32  # an SVG that is too long gets fewer cells, down to this number
@@ -32,7 +31,7 @@ _LEVEL_SYMBOLS = "█▓▒░·+*#@"  # levels of the numbers added by a score 
 class Picture(ABC):
     """A picture of a mask or a score change.
 
-    `flexmasks.show` and `flexmasks.draw` make it. In Jupyter it shows itself as SVG, light or dark as the page is;
+    `flexmasks.show` and `flexmasks.draw` make it. In Jupyter it shows itself as SVG, light or dark as the system is;
     printed, it is text.
 
     Example:
@@ -61,25 +60,20 @@ class Picture(ABC):
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draw with matplotlib on `ax`, or on a new figure.
 
-        Raises ImportError if matplotlib is missing; `pip install 'flexmasks[plot]'` installs it.
+        Raises ImportError if matplotlib is missing; `pip install matplotlib` installs it.
         """
 
     def save(self, path: str | Path) -> Path:
         """Write a .svg, .html or .txt file, or with matplotlib .pdf or .png."""
         path = Path(path)
-        kind = path.suffix.lower()
-        if kind in (".svg", ".html", ".txt"):
-            writers: dict[str, Callable[[], str]] = {
-                ".svg": self.svg,
-                ".html": lambda: f"<!doctype html>\n<meta charset='utf-8'>\n{self._repr_html_()}\n",
-                ".txt": lambda: self.text() + "\n",
-            }
-            path.write_text(writers[kind](), encoding="utf-8")
-        elif kind in (".pdf", ".png"):
+        kind = check_kind(path)
+        if kind in (".pdf", ".png"):
             figure: Any = self.plot().figure
             figure.savefig(path, bbox_inches="tight", dpi=200)
+        elif kind == ".html":
+            path.write_text(f"<!doctype html>\n<meta charset='utf-8'>\n<div>{self.svg()}</div>\n", encoding="utf-8")
         else:
-            raise ValueError(f"flexmasks: a picture is saved as .svg, .html, .txt, .pdf or .png, got {str(path)!r}.")
+            path.write_text(self.svg() if kind == ".svg" else f"{self.text()}\n", encoding="utf-8")
         return path
 
     def __repr__(self) -> str:
@@ -88,14 +82,9 @@ class Picture(ABC):
     def _repr_svg_(self) -> str:
         return self.svg()
 
-    def _repr_html_(self) -> str:
-        return f"<div>{self.svg()}</div>"
-
     def _text_width(self, columns: int | None) -> int:
-        columns = columns or self.columns or min(shutil.get_terminal_size().columns, _WIDEST_TEXT)
-        if type(columns) is not int or columns < 1:
-            raise ValueError(f"{CALL}: `columns` must be an int above 0, got {columns!r}.")
-        return columns
+        columns = self.columns if columns is None else columns
+        return text_width() if columns is None else check_columns(columns)
 
 
 class MaskPicture(Picture):
@@ -224,7 +213,7 @@ class ScorePicture(Picture):
             scores, changed = cells.curve
             ax.plot(scores.numpy(), changed.numpy(), color=svg.LIGHT["k3"])
             ax.plot(scores.numpy(), scores.numpy(), color=svg.LIGHT["line"], linestyle="--", linewidth=1)
-            ax.set(title=cells.name, xlabel="score", ylabel="what becomes of it")
+            ax.set(title=_plot_title(cells), xlabel="score", ylabel="what becomes of it")
             return ax
         grid = cells.grid(_MASK_CELLS, _MASK_CELLS)
         largest = _largest_finite(grid.values)
@@ -239,7 +228,7 @@ class ScorePicture(Picture):
 
 def _text_grid(cells: MaskCells | ScoreCells, columns: int) -> Grid:
     """Return cells for text, where a character is twice as tall as wide."""
-    keys = max(-(-cells.kv_len // columns), -(-cells.q_len // (2 * _WIDEST_TEXT)))  # of a character
+    keys = max(-(-cells.kv_len // columns), -(-cells.q_len // (2 * WIDEST_TEXT)))  # of a character
     queries = keys if keys == 1 else 2 * keys
     return cells.grid(-(-cells.q_len // queries), columns)
 
@@ -319,12 +308,18 @@ def _levels(values: Tensor, steps: int) -> Tensor:
 def _axes(ax: Axes | None) -> Axes:
     """Return `ax`, or the axes of a new figure."""
     if ax is not None:
+        if not hasattr(ax, "imshow"):
+            raise TypeError(f"flexmasks: `ax` must be matplotlib's Axes, or None for a new figure, got {ax!r}.")
         return ax
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("flexmasks: `plot` needs matplotlib; pip install 'flexmasks[plot]' installs it.") from error
+        raise ImportError("flexmasks: `plot` needs matplotlib; `pip install matplotlib` installs it.") from error
     return Figure(layout="constrained").add_subplot()
+
+
+def _plot_title(cells: MaskCells | ScoreCells) -> str:
+    return "\n".join(line for line, _ in svg.title_lines(cells.name, _TITLE_COLUMNS))
 
 
 def _plot_cells(ax: Axes, cells: MaskCells | ScoreCells, grid: Grid, colors: Any, limits: tuple[float, float]) -> Any:
@@ -334,7 +329,7 @@ def _plot_cells(ax: Axes, cells: MaskCells | ScoreCells, grid: Grid, colors: Any
     low, high = limits
     image = ax.imshow(grid.values.numpy(), colors, vmin=low, vmax=high, extent=extent, interpolation="nearest")
     x_limits, y_limits = (0, cells.kv_len), (cells.q_len, 0)
-    ax.set(title=cells.name, xlabel="keys (tokens)", ylabel="queries (tokens)", xlim=x_limits, ylim=y_limits)
+    ax.set(title=_plot_title(cells), xlabel="keys (tokens)", ylabel="queries (tokens)", xlim=x_limits, ylim=y_limits)
     ax.xaxis.set_label_position("top")
     ax.xaxis.tick_top()
     if not 0.2 < cells.q_len / cells.kv_len < 5:

@@ -10,9 +10,11 @@ from torch import Tensor
 
 from flexmasks.pictures.cells import MaskCells, ScoreCells
 from flexmasks.pictures.lengths import accepted_lengths
-from flexmasks.pictures.picture import CALL, MaskPicture, Picture, ScorePicture
+from flexmasks.pictures.output import CALL, check_columns
+from flexmasks.pictures.picture import MaskPicture, Picture, ScorePicture
 from flexmasks.plans.lengths import Lengths, plan_mask
 from flexmasks.spec.arguments import MaskLike, ScoreLike, get_mask, get_score
+from flexmasks.spec.by_name import says_what_to_write
 from flexmasks.spec.definitions import define
 from flexmasks.spec.registry import list_masks, list_scores
 from flexmasks.spec.values import Mask, Modifier, Score
@@ -20,6 +22,7 @@ from flexmasks.spec.values import Mask, Modifier, Score
 _SINGLE_PAIRS_UP_TO = 128  # positions; longer pictures show blocks
 
 
+@says_what_to_write()
 def draw(
     mask: MaskLike | ScoreLike,
     q_len: int | None = None,
@@ -68,6 +71,7 @@ def draw(
     return MaskPicture(MaskCells(plan, b, h))
 
 
+@says_what_to_write()
 def show(
     mask: MaskLike | ScoreLike,
     q_len: int | None = None,
@@ -121,7 +125,7 @@ def show(
     """
     sizes: dict[str, Any] = {"b": b, "h": h, "batch": batch, "heads": heads, "block_size": block_size}
     picture = draw(mask, q_len, kv_len, **sizes, q_offset=q_offset, **params)
-    picture.columns = columns
+    picture.columns = None if columns is None else check_columns(columns)
     if not hasattr(sys, "ps1"):  # a session with a prompt displays the returned picture
         print(picture)
     return picture
@@ -133,7 +137,7 @@ def html_of(value: Any) -> str:
     If there is no picture, the HTML is the repr and the reason.
     """
     try:
-        return draw(value)._repr_html_()
+        return f"<div>{draw(value).svg()}</div>"
     except Exception as error:
         reason = f"no picture: {error or type(error).__name__}"
         try:
@@ -163,6 +167,3 @@ def _defines(kind: str, function: Any) -> bool:
     except TypeError:
         return False
     return True
-
-
-Modifier.to_html = staticmethod(html_of)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
@@ -23,6 +24,8 @@ STEPS = 8  # levels of a score change on either side of 0
 _LONGER_SIDE = 288  # pixels
 _SHORTER_SIDE = 56  # pixels, at least
 _MARGIN = 12  # pixels
+_TITLE_LETTER = 8.0  # pixels of a letter of titles, in the widest of the fonts
+_TITLE_LINES = 3  # at most
 _FONT = "font-family='system-ui,-apple-system,Segoe UI,Helvetica,Arial,sans-serif'"
 
 
@@ -106,8 +109,10 @@ class Canvas:
         self._parts: list[str] = []
         self._left = left
         self._width = max(left + width + _MARGIN + 16, 372)
-        self._y = 24
-        self._parts.append(_text(_MARGIN, self._y, _shortened(name, self._width - 2 * _MARGIN, 7.4), "text", 13, True))
+        self._y = 6
+        for line, tooltip in title_lines(name, int((self._width - 2 * _MARGIN) / _TITLE_LETTER)):
+            self._y += 18
+            self._parts.append(_text(_MARGIN, self._y, line, "text", 13, True, tooltip=tooltip))
         self._y += 18
         self._parts.append(_text(_MARGIN, self._y, _shortened(subtitle, self._width - 2 * _MARGIN, 5.9), "muted", 11))
 
@@ -241,11 +246,33 @@ def left_margin(labels: Iterable[str]) -> int:
     return _MARGIN + 26 + round(6.2 * max(map(len, labels)))
 
 
-def _text(x: float, y: float, text: str, name: str, size: int, bold: bool = False, at: str = "", more: str = "") -> str:
+def title_lines(name: str, columns: int) -> list[tuple[str, str]]:
+    """Return the lines of a title, each with its tooltip.
+
+    The title is wrapped at words. If it has too many lines, the last line ends with an ellipsis, and the tooltip of
+    every line is the whole title; otherwise tooltips are empty.
+    """
+    lines = textwrap.wrap(name, columns, break_on_hyphens=False, max_lines=_TITLE_LINES, placeholder=" …") or [""]
+    is_whole = "".join(name.split()) == "".join("".join(lines).split())
+    return [(line, "" if is_whole else name) for line in lines]
+
+
+def _text(
+    x: float,
+    y: float,
+    text: str,
+    name: str,
+    size: int,
+    bold: bool = False,
+    at: str = "",
+    more: str = "",
+    tooltip: str = "",
+) -> str:
     anchor = f" text-anchor='{at}'" if at else ""
     weight = " font-weight='600'" if bold else ""
     place = f"x='{x:.6g}' y='{y:.6g}'"
-    return f"<text {place} font-size='{size}'{weight}{anchor}{more}{_fill(name)}>{escape(text)}</text>"
+    shown = f"<title>{escape(tooltip)}</title>{escape(text)}" if tooltip else escape(text)
+    return f"<text {place} font-size='{size}'{weight}{anchor}{more}{_fill(name)}>{shown}</text>"
 
 
 def _shortened(text: str, width: int, letter_width: float) -> str:

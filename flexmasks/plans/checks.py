@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 
-from flexmasks.spec.parameters import Size, describe
+from flexmasks import compat
+from flexmasks.spec.parameters import Size, describe, in_message
 
 ATTENTION, VARLEN, PAGED = "flexmasks.attention", "flexmasks.varlen_attention", "flexmasks.paged_attention"
 _MAX_SCALE = torch.finfo(torch.float32).max
@@ -56,7 +57,14 @@ def check_qkv(q: Any, k: Any, v: Any) -> None:
     if not q.shape[0] == k.shape[0] == v.shape[0]:
         wrong("q, k and v must have one batch size")
     if not q.shape[3] == k.shape[3] == v.shape[3]:
-        wrong("q, k and v must have one head size D")
+        advice = ""
+        if q.shape[3] == k.shape[3]:
+            more = f"torch.nn.functional.pad(x, (0, {abs(q.shape[3] - v.shape[3])}))"
+            if q.shape[3] > v.shape[3]:
+                advice = f": pad v with zeros, {more}, and take out[..., :{v.shape[3]}]"
+            else:
+                advice = f": pad q and k with zeros, {more}, and pass scale={q.shape[3]}**-0.5"
+        wrong(f"q, k and v must have one head size D{advice}")
     if k.shape[1] != v.shape[1]:
         wrong("k and v must have the same number of heads")
     if k.shape[2] != v.shape[2]:
@@ -132,7 +140,9 @@ def check_scale(scale: Any) -> None:
         return
     is_number = isinstance(scale, int | float) and not isinstance(scale, bool)
     if not is_number or not -_MAX_SCALE <= scale <= _MAX_SCALE:
-        fail(f"`scale` must be a finite number, or None for 1 / sqrt(D), got {scale!r}.", TypeError)
+        hint = "; multiply q by a tensor instead" if isinstance(scale, Tensor) else ""
+        hint = "; pass float(...) of it" if isinstance(scale, np.number) else hint
+        fail(f"`scale` must be a finite number, or None for 1 / sqrt(D), got {in_message(scale)}{hint}.", TypeError)
 
 
 def check_sinks(q: Any, sink_logits: Any) -> None:
@@ -186,7 +196,7 @@ def sequence_offsets(name: str, given: Any, device: torch.device) -> Tensor:
 
 def check_block_mask(block_mask: Any, size: Size) -> None:
     """Check that a BlockMask was made for the sizes of a call."""
-    if not isinstance(block_mask, BlockMask):
+    if not isinstance(block_mask, compat.BlockMask):
         fail(f"`block_mask` must be a BlockMask, got {type(block_mask).__name__}; pass masks as `mask`.", TypeError)
     made_for = (*block_mask.kv_num_blocks.shape[:2], *block_mask.seq_lengths)
     fits = made_for[0] in (1, size.batch) and made_for[1] in (1, size.heads)

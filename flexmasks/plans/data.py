@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 
+from flexmasks import compat
 from flexmasks.blocks.counts import visible_in_blocks
 from flexmasks.blocks.lists import in_use
 from flexmasks.spec.indexing import bounded
@@ -59,13 +59,13 @@ class MaskData:
         """Shapes of the tensors with the bits, on which kernels depend."""
         return self.words.shape, self.table.shape
 
-    def block_mask(self, for_flash: bool = False) -> BlockMask:
+    def block_mask(self, for_flash: bool = False) -> compat.BlockMask:
         """Return the BlockMask, whose function reads the bits."""
         read = _divided if for_flash else reading_bits
         arguments: Any = (
             self.lengths, *self.lists, self.block_size, read(self.words, self.table, self.block_size),
         )  # fmt: skip
-        return BlockMask(*arguments)
+        return compat.BlockMask(*arguments)
 
 
 def can_be_data(block_size: tuple[int, int]) -> bool:
@@ -73,7 +73,7 @@ def can_be_data(block_size: tuple[int, int]) -> bool:
     return all(n >= BITS and n & (n - 1) == 0 for n in block_size)
 
 
-def data_of(block_mask: BlockMask, batch: int, heads: int) -> MaskData:
+def data_of(block_mask: compat.BlockMask, batch: int, heads: int) -> MaskData:
     """Return a BlockMask's blocks, and the bits of partial ones.
 
     batch, heads: sizes of a call. Small lists are repeated for each of them, so that all masks have the same kernel.
@@ -97,7 +97,7 @@ def data_of(block_mask: BlockMask, batch: int, heads: int) -> MaskData:
     return MaskData(lengths, block_size, tuple(lists), words, bounded(table, 0, len(words) - 1), different)
 
 
-def _lists(block_mask: BlockMask) -> tuple[Tensor | None, ...]:
+def _lists(block_mask: compat.BlockMask) -> tuple[Tensor | None, ...]:
     b = block_mask
     return (
         b.kv_num_blocks, b.kv_indices, b.full_kv_num_blocks, b.full_kv_indices,
@@ -136,7 +136,7 @@ def _divided(words: Tensor, table: Tensor, block_size: tuple[int, int]) -> Calla
     return visible
 
 
-def _distinct_words(block_mask: BlockMask, blocks: Tensor) -> tuple[Tensor, Tensor, int]:
+def _distinct_words(block_mask: compat.BlockMask, blocks: Tensor) -> tuple[Tensor, Tensor, int]:
     """Return the different blocks' words, each block's number, and how many differ.
 
     blocks: [n, (b, h, row, column)].

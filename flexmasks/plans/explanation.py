@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -18,7 +20,7 @@ _HTML = """<table>
 class Explanation:
     """Explanation of how a call of `attention` runs.
 
-    It prints as text, and Jupyter shows it as a table.
+    It prints as text, at most 80 characters wide, and Jupyter shows it as a table.
     """
 
     backend: str
@@ -38,7 +40,12 @@ class Explanation:
 
     def __str__(self) -> str:
         (name, backend), *rest = self._rows()
-        return "\n".join([f"{name}: {backend}", *(f"  {name}: {text}" for name, text in rest), str(self.blocks)])
+        lines = [f"{name}: {backend}", *(f"  {name}: {text}" for name, text in rest), *str(self.blocks).splitlines()]
+        width = max(24, min(shutil.get_terminal_size().columns, 80))
+        return "\n".join(
+            textwrap.fill(line, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+            for line in lines
+        )
 
     __repr__ = __str__
 

@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 
 from flexmasks import compat
 from flexmasks.blocks.build import materialize
 from flexmasks.blocks.counts import Blocks
 from flexmasks.plans.checks import check_offset, fail
-from flexmasks.plans.plan import MaskPlan, check_open_extents, naming, sized
+from flexmasks.plans.plan import MAX_POSITIONS, MaskPlan, check_open_extents, naming, sized
 from flexmasks.plans.portable import OfData, OfMask, PortableBlockMask
 from flexmasks.plans.shifted import shifted_mask
 from flexmasks.spec.parameters import Size
@@ -43,6 +42,8 @@ class Lengths:
             is_open = n is None and name in ("batch", "heads")
             if not is_open and (type(n) is not int or n < 1):
                 fail(f"`{name}` must be an int of at least 1, got {n!r}.", call=call)
+            if not is_open and n > MAX_POSITIONS:
+                fail(f"`{name}` must be at most 2**31 = {MAX_POSITIONS}, got {n}.", call=call)
         implied = mask.batch_size()
         if not implied and isinstance(self.q_offset, Tensor) and self.q_offset.ndim:
             implied = len(self.q_offset)
@@ -62,9 +63,15 @@ class Lengths:
         try:
             device = torch.device(device)
         except (RuntimeError, TypeError) as error:
-            fail(f"`device` must be a torch device, got {device!r} ({error}).", call=call)
-        if device.type == "meta" or (device.type == "cuda" and not torch.cuda.is_available()):
-            fail(f"`device` must be available and hold data, got {device}.", call=call)
+            fail(f"`device` must be a torch device, got {device!r} ({str(error).splitlines()[0][:150]}).", call=call)
+        if device.type != "cpu":
+            try:
+                torch.empty(0, device=device)
+            except (RuntimeError, AssertionError) as error:
+                reason = str(error).splitlines()[0][:150]
+                fail(f"`device` must be available, got {device}, and torch says: {reason}.", call=call)
+        if device.type == "meta":
+            fail(f"`device` must hold data, got {device}.", call=call)
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         return device
@@ -80,13 +87,13 @@ def plan_mask(call: str, mask: Mask, lengths: Lengths) -> MaskPlan:
     return MaskPlan(mask, size, lengths.q_offset, block_size=block_size, open_extents=open_extents)
 
 
-def block_mask_of(call: str, mask: Mask, lengths: Lengths, as_data: bool) -> BlockMask:
+def block_mask_of(call: str, mask: Mask, lengths: Lengths, as_data: bool) -> compat.BlockMask:
     """Return the BlockMask of a mask over lengths that a user gave to `call`."""
     plan = plan_mask(call, mask, lengths)
     return _portable_data(plan) if as_data else _portable(plan, plan.block_mask())
 
 
-def _portable(plan: MaskPlan, block_mask: BlockMask) -> PortableBlockMask:
+def _portable(plan: MaskPlan, block_mask: compat.BlockMask) -> PortableBlockMask:
     return PortableBlockMask.of(block_mask, OfMask(plan.mask, plan.size.batch, plan.size.heads, plan.offset))
 
 
@@ -107,10 +114,8 @@ def materialize_mask(call: str, mask: Mask, lengths: Lengths) -> Tensor:
         return materialize(mask_mod, size.batch, size.heads, size.q_len, size.kv_len, size.device)
 
 
-def _count_blocks(mask: Mask, q_len: int, kv_len: int | None, **sizes: Any) -> Blocks:
-    plan = plan_mask("Mask.blocks", mask, Lengths(q_len, kv_len, **sizes))
+def count_blocks(mask: Mask, q_len: int, kv_len: int | None, **sizes: Any) -> Blocks:
+    """Return what `Mask.blocks` returns."""
+    plan = plan_mask("flexmasks.Mask.blocks", mask, Lengths(q_len, kv_len, **sizes))
     blocks = plan.blocks()
     return replace(blocks, block_mask=_portable(plan, blocks.block_mask))
-
-
-Mask.count_blocks = staticmethod(_count_blocks)

@@ -14,7 +14,6 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 
 from flexmasks import compat
 from flexmasks.blocks.build import Layout, build, materialize
@@ -29,13 +28,13 @@ from flexmasks.plans.shifted import Offset, shifted_mask, shifted_score
 from flexmasks.plans.windows import Window, window_of
 from flexmasks.spec.captures import Aliases, Opaque, capture
 from flexmasks.spec.indexing import bounded
+from flexmasks.spec.numbers import MAX_COMPILED_VALUES, Number, NumberReader, numbers_in
 from flexmasks.spec.parameters import Size, describe
 from flexmasks.spec.values import Mask, Modifier, Score
 
 BLOCK_SIZE = (128, 128)
 _CPU_BLOCK_SIZES = ((1 << 10, 32), (1 << 15, 64))  # longest length, and the block size that is fastest up to it
-_MAX_COMPILED_VALUES = 6  # values of a mask's numbers to compile in, before the numbers become inputs
-_MAX_POSITIONS = 1 << 31  # kernels count positions in 32 bits
+MAX_POSITIONS = 1 << 31  # kernels count positions in 32 bits
 _UNKNOWN_FRACTION = 0.5  # assumed fraction of pairs that is computed
 _MAX_WIDTH = 1.25  # the most blocks of bounds, in exact blocks, with which bounds are used
 _FIRST = "these are the first tensors of their shapes"
@@ -115,12 +114,25 @@ class Plan:
                 self._bound_to = aliases.of((value, offset))
                 self.holds_aliases = True
 
+    @property
+    def what(self) -> str:
+        """The mask or score in words."""
+        return repr(self.value)
+
     @functools.cached_property
     def kernel_key(self) -> Hashable:
         """Key of what a compiled kernel depends on."""
         if self.opaque:
             return "opaque", self.value.name, getattr(self.value.definition.function, "__code__", None)
         return self.value.capture([], contents=False)
+
+    def numbers(self) -> tuple[Hashable, list[Number]]:
+        """Return the key of a compiled kernel without values of numbers, and the numbers.
+
+        Raises Opaque if the plan is opaque.
+        """
+        reader = NumberReader()
+        return reader.finish(self.value.read(reader, self.lifted, contents=False)), reader.numbers
 
     @property
     def is_own(self) -> bool:
@@ -146,7 +158,7 @@ class Plan:
     def _lift(self) -> bool:
         """Return whether numbers become inputs of the kernel.
 
-        They do once `_MAX_COMPILED_VALUES` values of them have been compiled in.
+        They do once `MAX_COMPILED_VALUES` values of them have been compiled in.
         """
         key_without_numbers = self.value.capture([], lift=True, contents=False)
         if key_without_numbers == self.kernel_key:
@@ -156,7 +168,7 @@ class Plan:
             seen = set()
             _NUMBERS.put(key_without_numbers, (), seen, 1)
         if self.kernel_key not in seen:
-            if len(seen) >= _MAX_COMPILED_VALUES:
+            if len(seen) >= MAX_COMPILED_VALUES:
                 self.kernel_key = key_without_numbers
                 return True
             seen.add(self.kernel_key)
@@ -328,7 +340,7 @@ class MaskPlan(Plan):
             check_open_extents(self.mask, mask_mod, size, self.open_extents)
         return _PreparedMask(resolved, self._offset_tensor(), layout, {})
 
-    def block_mask(self) -> BlockMask:
+    def block_mask(self) -> compat.BlockMask:
         """Return the BlockMask; its mask_mod is bound to the user's own tensors, or their aliases."""
         prepared = self._prepared
         return prepared.layout.block_mask(shifted_mask(*self._bind(prepared)))
@@ -384,7 +396,7 @@ class MaskPlan(Plan):
         block_mask = self.block_mask()
         return self._as_data(block_mask, *block_mask.kv_num_blocks.shape[:2])
 
-    def _as_data(self, block_mask: BlockMask, batch: int, heads: int) -> MaskData:
+    def _as_data(self, block_mask: compat.BlockMask, batch: int, heads: int) -> MaskData:
         with naming(self.mask), torch.no_grad():
             return data_of(block_mask, batch, heads)
 
@@ -509,8 +521,9 @@ class GivenPlan:
     window: Window | None = None
     holds_aliases = False
     is_own = False
+    what = "a given block mask"
 
-    def __init__(self, block_mask: BlockMask) -> None:
+    def __init__(self, block_mask: compat.BlockMask) -> None:
         self._block_mask = block_mask
         captured: list[Tensor] = []
         self.kernel_key: Hashable
@@ -523,6 +536,10 @@ class GivenPlan:
     @property
     def has_number_tensors(self) -> bool:
         return any(not shape for shape in self.shapes)
+
+    def numbers(self) -> tuple[Hashable, list[Number]]:
+        """Return a key of the function without its numbers, and the numbers, see `Plan.numbers`."""
+        return numbers_in(self._block_mask.mask_mod)
 
     def blocks(self) -> Blocks:
         return Blocks(self._block_mask)
@@ -566,7 +583,7 @@ def sized(size: Size, offset: Offset) -> Size:
     least, most = (offset, offset) if isinstance(offset, int) else torch.stack(torch.aminmax(offset)).tolist()
     if least < 0:
         raise ValueError(f"flexmasks: `q_offset` must be at least 0, got values from {least} to {most}.")
-    if most + size.q_len > _MAX_POSITIONS:
+    if most + size.q_len > MAX_POSITIONS:
         raise ValueError(
             f"flexmasks: `q_offset` must be at most 2**31 - {size.q_len} for {size.q_len} queries, got {most}."
         )
@@ -591,7 +608,8 @@ def check_open_extents(mask: Mask, mask_mod: Callable[..., Tensor], size: Size, 
             with naming(mask):
                 materialize(mask_mod, size.batch, size.heads, 1, 1, size.device)
             raise ValueError(
-                f"flexmasks: the mask {mask!r} depends on its {extent} index; pass `{extent}`, the size of that index."
+                f"flexmasks: the mask {mask!r} depends on its {extent.removesuffix('s')} index; pass `{extent}`, the "
+                "size of that index."
             )
 
 

@@ -42,7 +42,7 @@ class Recorded:
     """
 
     def __init__(self, function: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> None:
-        with _plain_tensors():
+        with _plain_tensors(), compat.compile_lock:
             graph_module = make_fx(torch.func.functionalize(function), tracing_mode="fake")(*inputs)
             _simplify(graph_module)
         self._run: Callable[..., list[Tensor]] = graph_module.forward

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from flexmasks import compat
 from flexmasks.blocks.decide import decide
@@ -61,7 +60,7 @@ def rows_of(mask: Any, params: dict[str, Any], x: Tensor) -> Rows:
     x: the scores, [B, H, Q, KV].
     mask, params: the mask and its parameters as a user passes them to a call.
     """
-    if torch.compiler.is_compiling():
+    if compat.is_compiling():
         return _compiled_rows(mask, params, x)
     tensors: list[Tensor] = []
     key = _cache_key(mask, params, x, tensors)
@@ -171,9 +170,9 @@ def trace(mask_mod: MaskMod, batch: int, heads: int, q_len: int, kv_len: int, de
     indices = (torch.arange(_at_least_one(n), device=device) for n in sizes)  # vmap fails on empty indices
     seen = boolean(over_indices(mask_mod)(*indices), 4)
     # Where the mask does not depend on an index, vmap's result has one element in memory for all of that index.
-    independent = [statically_known_true(seen.stride(dim) == 0) for dim in (0, 1, 2)]
+    independent = [compat.statically_known_true(seen.stride(dim) == 0) for dim in (0, 1, 2)]
     seen = seen[tuple(slice(0, 1 if is_same else n) for is_same, n in zip([*independent, False], sizes, strict=True))]
-    if not statically_known_true(kv_len > 0):  # without columns there is no first and no last one
+    if not compat.statically_known_true(kv_len > 0):  # without columns there is no first and no last one
         return Rows(seen=seen)
     column = torch.arange(kv_len, device=device)
     end = torch.where(seen, column + 1, 0).amax(-1)
@@ -182,6 +181,6 @@ def trace(mask_mod: MaskMod, batch: int, heads: int, q_len: int, kv_len: int, de
 
 
 def _at_least_one(n: int) -> Any:
-    if statically_known_true(n == 0):
+    if compat.statically_known_true(n == 0):
         return 1
-    return n if statically_known_true(n > 0) else torch.sym_max(n, 1)  # torch 2.11 traces sym_max of symbols only
+    return n if compat.statically_known_true(n > 0) else torch.sym_max(n, 1)

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import guard_or_false, guard_or_true
 
 from flexmasks import compat
 from flexmasks.spec.parameters import describe
@@ -72,7 +71,7 @@ def _check_mask(call: str, x: Tensor, mask: Any, dtypes: tuple[torch.dtype, ...]
     if mask.device != x.device:
         raise ValueError(f"{call}: `mask` is on {mask.device}, `x` on {x.device}; use mask.to({str(x.device)!r}).")
     sizes = zip(reversed(mask.shape), reversed(x.shape), strict=False)
-    fits = _broadcasts if torch.compiler.is_compiling() else lambda m, n: m in (1, n)
+    fits = _broadcasts if compat.is_compiling() else lambda m, n: m in (1, n)
     if mask.ndim > x.ndim or not all(fits(m, n) for m, n in sizes):
         raise ValueError(
             f"{call}: `mask` must broadcast to x's shape {list(x.shape)}: each size, from the last, that of x or 1; "
@@ -85,9 +84,9 @@ def _broadcasts(m: int, n: int) -> bool:
 
     Sizes that only a run of the graph will know count as equal, and the run checks that they are.
     """
-    if guard_or_false(m == 1) or guard_or_false(m == n):
+    if compat.guard_or_false(m == 1) or compat.guard_or_false(m == n):
         return True
-    if not guard_or_true(m == n):
+    if not compat.guard_or_true(m == n):
         return False
     compat.require(m == n, lambda: "flexmasks: a mask's sizes must be those of x, or 1")
     return True

@@ -27,7 +27,7 @@ from flexmasks.ranges.context import (
 
 BLOCK_DIMS = 4  # batch, heads, query blocks, key blocks
 _MAX_ELEMENTS = 1 << 24  # elements of a tensor with dimensions that a rule computes with
-_LIKE_FUNCTIONS = ("zeros_like", "ones_like", "full_like")
+LIKE_FUNCTIONS = ("zeros_like", "ones_like", "full_like")
 
 _AnyRule = TypeVar("_AnyRule", bound=Callable[..., Any])
 _RULES: dict[str, Callable[..., Any]] = {}
@@ -352,9 +352,11 @@ def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         raise GiveUp(f"{name} changes a tensor in place")
     if func is torch.Tensor.where:  # the method's condition comes second: a.where(condition, b)
         args = (args[1], args[0], *args[2:]) if len(args) > 1 else args
-    makes_constant = name.startswith("new_") or name in _LIKE_FUNCTIONS  # with an index's dtype and device
+    makes_constant = name.startswith("new_") or name in LIKE_FUNCTIONS  # with an index's dtype and device
     if makes_constant and not any(isinstance(x, Range) for x in (*args[1:], *kwargs.values())):
-        like = torch.zeros(args[0].shape, dtype=args[0].dtype, device=args[0].device)
+        # The index's own dtype, which may not be certain, counts only if the call gives none.
+        dtype = args[0].known_dtype if kwargs.get("dtype") is not None else args[0].dtype
+        like = torch.zeros(args[0].shape, dtype=dtype, device=args[0].device)
         return func(like, *args[1:], **kwargs)
     evaluation = current_evaluation.get()
     if evaluation is None:

@@ -4,7 +4,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from flexmasks.spec import Size, bounded, register_score
+from flexmasks.spec import Size, bounded, constant_in_graphs, register_score
 
 
 def t5_bucket(distance: int, buckets: int = 32, max_distance: int = 128, bidirectional: bool = True) -> int:
@@ -51,7 +51,7 @@ def _prepare(
 
 
 # Inside a user's torch.compile the table is a constant, computed once, and not a kernel.
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_in_graphs
 def _buckets(buckets: int, reach: int, bidirectional: bool, device: torch.device) -> Tensor:
     """Return the bucket of each distance from -reach to reach, computed on the device."""
     distance = torch.arange(-reach, reach + 1, dtype=torch.int32, device=device)

@@ -1,15 +1,15 @@
 from typing import Annotated, Any
 
-import torch
 from torch import Tensor
 
 from flexmasks.spec import Size, register_score
+from flexmasks.spec.parameters import can_be_read
 
 
 def _prepare(size: Size | None, *, temperatures: Annotated[Tensor, "float[H]"]) -> dict[str, Any]:
     # On FLASH a division at every pair takes twice as long as a multiplication. The reciprocal of a learned tensor
     # would belong to the autograd graph of a single call, and FLASH takes no learned tensors.
-    if size is None or temperatures.requires_grad or torch.compiler.is_compiling():
+    if size is None or temperatures.requires_grad or not can_be_read(temperatures):
         return {"by": temperatures, "divides": True}
     return {"by": 1 / temperatures.to(size.dtype), "divides": False}
 

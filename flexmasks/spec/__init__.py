@@ -3,11 +3,13 @@
 Mask and score files import what they need from here.
 """
 
+from flexmasks.compat import constant_in_graphs as constant_in_graphs
 from flexmasks.spec.arguments import get_mask as get_mask
 from flexmasks.spec.arguments import get_score as get_score
 from flexmasks.spec.bands import Band as Band
 from flexmasks.spec.bands import band_of as band_of
 from flexmasks.spec.bands import in_sequences as in_sequences
+from flexmasks.spec.by_name import says_what_to_write as says_what_to_write
 from flexmasks.spec.indexing import always as always
 from flexmasks.spec.indexing import at as at
 from flexmasks.spec.indexing import bounded as bounded

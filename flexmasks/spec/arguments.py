@@ -2,29 +2,67 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from torch import Tensor
 
-from flexmasks.spec.definitions import CHAIN, Definition, define, definition
-from flexmasks.spec.parameters import describe
+from flexmasks import compat
+from flexmasks.spec.by_name import says_what_to_write
+from flexmasks.spec.definitions import CHAIN, Definition, define, definition, hint_for
+from flexmasks.spec.parameters import describe, in_message
 from flexmasks.spec.values import Mask, Score
 
 MaskLike = str | Mask | Callable[..., Tensor]
 ScoreLike = str | Score | Callable[..., Tensor]
 _Value = TypeVar("_Value", Mask, Score)
-# Keyword arguments of torch's own functions, and what to pass here instead.
-_KEYWORDS_OF_TORCH = {
+# Keyword arguments of `attention`, which may be misspelt.
+_ARGUMENTS = (
+    "mask", "score", "scale", "block_mask", "q_offset", "sink_logits", "return_lse", "backend", "kernel_options",
+)  # fmt: skip
+# Keyword arguments of torch and other libraries, and what to pass here instead.
+_KEYWORDS_ELSEWHERE = {
     "is_causal": 'pass mask="causal"',
     "attn_mask": "pass `mask`, a name or function, or `block_mask`",
     "mask_mod": "pass `mask`",
     "score_mod": "pass `score`",
     "enable_gqa": "grouped heads are recognized from the shapes",
-    "dropout_p": "there is no dropout of attention weights",
+    "causal": 'pass mask="causal"',
+    "attn_bias": "pass `score`, a name or function",
+    "attention_mask": 'pass `mask`: for padding mask="key_padding", attention_mask=m',
+    "key_padding_mask": 'pass mask="key_padding", attention_mask=m, where 1 is a key that is visible',
+    "softmax_scale": "pass `scale`",
+    "sm_scale": "pass `scale`",
+    "softcap": 'pass score="softcap", cap=...',
+    "alibi_slopes": 'pass score="alibi", slopes=...',
+    "block_mask": "only flexmasks.attention takes one; pass `mask`",
+    "cu_seqlens": "pass them as `offsets` to flexmasks.varlen_attention",
+    "cu_seqlens_q": "pass them as `offsets` to flexmasks.varlen_attention",
+    "cu_seqlens_k": "pass them as `kv_offsets` to flexmasks.varlen_attention",
+    **dict.fromkeys(("max_seqlen", "max_seqlen_q", "max_seqlen_k"), "leave it out: the offsets say the lengths"),
+    "window_size": 'pass mask="sliding_window", window=... or mask="local", left=..., right=...',
+    **dict.fromkeys(
+        ("dropout_p", "dropout"),
+        "there is no dropout of attention weights: leave it out, and use torch.nn.functional.dropout on the output",
+    ),
 }
 
 
+def _with_names(kind: str) -> Callable[..., str]:
+    """Return what to write in place of parameters that have no names."""
+
+    def hint(name: Any, *given: Any) -> str:
+        known, bound = _definition_and_params(kind, name)
+        free = [parameter for parameter in known.parameters if parameter not in bound]
+        if not free:
+            return f"get_{kind}({known.name!r}), which takes no parameters"
+        return f"get_{kind}({known.name!r}, {', '.join(f'{p}={describe(v)}' for p, v in zip(free, given))})"  # noqa: B905
+
+    return hint
+
+
+@says_what_to_write(_with_names("mask"))
 def get_mask(name: MaskLike, /, **params: Any) -> Mask:
     """Return a mask by name, with its parameters.
 
@@ -40,6 +78,7 @@ def get_mask(name: MaskLike, /, **params: Any) -> Mask:
     return _get(Mask, name, params)
 
 
+@says_what_to_write(_with_names("score"))
 def get_score(name: ScoreLike, /, **params: Any) -> Score:
     """Return a score change by name, with its parameters.
 
@@ -94,8 +133,16 @@ def _problem(name: str, targets: list[tuple[Definition, Mapping[str, Any]]], tak
         f"{d.kind} {d.name!r} takes {', '.join(f'`{p}`' for p in d.parameters if p not in given) or 'none'}"
         for d, given in targets
     )
-    hint = _KEYWORDS_OF_TORCH.get(name, takes or "no mask or score is given by name")
-    return f"no parameter is named `{name}`; {hint}"
+    hint = _KEYWORDS_ELSEWHERE.get(name, takes or "no mask or score is given by name")
+    is_known = name in _KEYWORDS_ELSEWHERE or compat.is_compiling()  # torch cannot trace difflib
+    near = "" if is_known else _nearest_argument(name)
+    return f"no parameter is named `{name}`; {hint}{near}"
+
+
+def _nearest_argument(name: str) -> str:
+    """Return the end of a sentence that names the nearest argument of `attention`."""
+    near = [] if name in _ARGUMENTS else difflib.get_close_matches(name, _ARGUMENTS, n=1, cutoff=0.7)
+    return "".join(f"; or is it the argument `{n}`" for n in near)
 
 
 def functions_of(kind: str, value: Any) -> Any:
@@ -126,10 +173,8 @@ def _definition_and_params(kind: str, value: Any) -> tuple[Definition, Mapping[s
             raise TypeError(f"flexmasks: {value!r} is a {value.kind}, pass it as `{value.kind}=`, not as `{kind}=`.")
         return value.definition, value.params
     if isinstance(value, bool) or not callable(value):
-        hint = "; a dense mask `m` is mask='dense', visible=m" if isinstance(value, Tensor) else ""
-        raise TypeError(
-            f"flexmasks: `{kind}` must be a name, a {kind.title()} or a function, got {describe(value)}{hint}."
-        )
+        got = f"{in_message(value)}{hint_for(kind, value)}"
+        raise TypeError(f"flexmasks: `{kind}` must be a name, a {kind.title()} or a function, got {got}.")
     return define(kind, value), {}
 
 

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from flexmasks import compat
 from flexmasks.spec.captures import Opaque
 from flexmasks.spec.definitions import Definition, define, from_pickle
 from flexmasks.spec.templates import made, noted, read, reads_of
@@ -68,7 +69,7 @@ def _name_and_captured(definition: Definition) -> tuple[str, list[Any]]:
     return name, captured
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@compat.constant_in_graphs
 def _noted(*functions: Any) -> str:
     try:
         return noted(*functions)
@@ -76,7 +77,7 @@ def _noted(*functions: Any) -> str:
         return f"{_PROBLEM}{problem}"
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@compat.constant_in_graphs
 def _noted_alone(function: Any) -> str:
     """Return the name of the template of a function that captures nothing."""
     reads = reads_of(function)

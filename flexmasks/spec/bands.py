@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,14 +72,26 @@ def band_of(mask: Mask, size: Size) -> Band | None:
     if mask.definition is AND:
         bands = [band_of(m, size) for m in mask.params["masks"]]
         return None if None in bands else intersection([b for b in bands if b is not None])
-    hook = mask.definition.native
-    return None if hook is None else hook(size, **mask.checked(size))
+    band: Band | None = _native(mask, size)
+    return band
 
 
 def cap_of(score: Score, size: Size) -> float | None:
     """Return the cap of a soft-cap, or None for any other score."""
-    hook = score.definition.native
-    return None if hook is None else hook(size, **score.checked(size))
+    cap: float | None = _native(score, size)
+    return cap
+
+
+def _native(value: Mask | Score, size: Size) -> Any:
+    """Return the result of the hook for kernels, or None."""
+    hook = value.definition.native
+    if hook is None:
+        return None
+    arguments = value.checked(size)
+    try:
+        return hook(size, **arguments)
+    except (ValueError, TypeError) as error:
+        raise value.named(error) from None
 
 
 def intersection(bands: list[Band]) -> Band | None:

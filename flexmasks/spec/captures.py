@@ -17,7 +17,7 @@ import functools
 import operator
 import types
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,6 +31,14 @@ _CONSTANT_TYPES = frozenset(
 _LIBRARIES = {"torch", "math", "numpy", "operator", "functools", "builtins", "_operator", "_functools", "flexmasks"}
 # Names by which code can read any variable at all.
 _NAMES_OF_ANYTHING = {"globals", "locals", "vars", "eval", "exec", "open", "__import__", "__globals__", "__builtins__"}
+
+
+class Place(NamedTuple):
+    """The place of a value in a function, a dictionary or a functools.partial."""
+
+    holder: int  # its id
+    kind: str  # "variable" of a closure, "default", "global variable", "parameter" or "item"
+    name: str
 
 
 class Opaque(Exception):
@@ -142,31 +150,37 @@ class Aliases:
 class Refilled:
     """A value that is made again and again, with other tensors.
 
-        It holds none of the tensors that are replaced. Copies are those of `Aliases`, at a fifth of the time.
+    It holds none of the tensors that are replaced. Copies are those of `Aliases`, at a fifth of the time.
 
     replaced: the tensors that are replaced.
+    places: places whose values are replaced.
 
-    Raises Opaque for a value that cannot be copied, and for a function that refers to itself.
+    Raises Opaque for a value that cannot be copied, for a function that refers to itself, and for a place that no copy
+    reaches: globals, because torch looks them up in the module of the function.
     """
 
-    def __init__(self, value: Any, replaced: Sequence[Tensor]) -> None:
-        self._places = {id(t): n for n, t in enumerate(replaced)}
+    def __init__(self, value: Any, replaced: Sequence[Tensor], places: Sequence[Place] = ()) -> None:
+        self._tensors = {id(t): n for n, t in enumerate(replaced)}
+        self._places = {place: len(replaced) + n for n, place in enumerate(places)}
         self._entered: set[int] = set()
         self._make = self._maker(value)
-        self._places = {}
+        if self._places:
+            place = next(iter(self._places))
+            raise Opaque(f"`{place.name}`, a {place.kind} that no copy of the function can have otherwise")
+        self._tensors = {}
 
-    def __call__(self, tensors: Sequence[Any]) -> Any:
-        """Return the value with these tensors, or other values, in place of the replaced ones."""
-        return self._make(tensors)
+    def __call__(self, values: Sequence[Any]) -> Any:
+        """Return the value with these tensors, or other values, for the replaced tensors and places."""
+        return self._make(values)
 
-    def _maker(self, value: Any) -> Callable[[Sequence[Tensor]], Any]:
-        """Return a function from tensors to a copy of a value with these tensors."""
+    def _maker(self, value: Any) -> Callable[[Sequence[Any]], Any]:
+        """Return a function from values to a copy of a value with these values."""
         kind = type(value)
-        if id(value) in self._places:
-            return operator.itemgetter(self._places[id(value)])
+        if id(value) in self._tensors:
+            return operator.itemgetter(self._tensors[id(value)])
         if kind not in (tuple, list, dict, types.FunctionType, functools.partial):
             kept = Aliases().of(value)
-            return lambda tensors: kept
+            return lambda values: kept
         if id(value) in self._entered:
             raise Opaque("a function that refers to itself")
         self._entered.add(id(value))
@@ -175,26 +189,36 @@ class Refilled:
         finally:
             self._entered.discard(id(value))
 
-    def _maker_of_parts(self, value: Any, kind: type) -> Callable[[Sequence[Tensor]], Any]:
+    def _maker_in(self, place: Place, value: Any) -> Callable[[Sequence[Any]], Any]:
+        n = self._places.pop(place, None)
+        return self._maker(value) if n is None else operator.itemgetter(n)
+
+    def _maker_of_parts(self, value: Any, kind: type) -> Callable[[Sequence[Any]], Any]:
         if kind is dict:
-            parts = {n: self._maker(v) for n, v in value.items()}
-            return lambda tensors: {n: make(tensors) for n, make in parts.items()}
+            parts = {n: self._maker_in(Place(id(value), "item", str(n)), v) for n, v in value.items()}
+            return lambda values: {n: make(values) for n, make in parts.items()}
         if kind is not types.FunctionType and kind is not functools.partial:
             makers = [self._maker(v) for v in value]
-            return lambda tensors: kind([make(tensors) for make in makers])
+            return lambda values: kind([make(values) for make in makers])
         if kind is functools.partial:
-            function, args, keywords = map(self._maker, (value.func, value.args, value.keywords))
-            return lambda tensors: functools.partial(function(tensors), *args(tensors), **keywords(tensors))
-        if not (value.__closure__ or value.__defaults__ or value.__kwdefaults__ or value.__dict__):
-            return lambda tensors: value
-        code, variables, name = value.__code__, value.__globals__, value.__name__
-        cells = [self._maker(_cell_contents(c)) for c in value.__closure__ or ()]
-        others = [self._maker(v) for v in (value.__defaults__, value.__kwdefaults__, value.__dict__)]
+            function, keywords = self._maker(value.func), self._maker(value.keywords)
+            args = [self._maker_in(Place(id(value), "item", f"argument {n}"), v) for n, v in enumerate(value.args)]
+            return lambda values: functools.partial(
+                function(values), *[make(values) for make in args], **keywords(values)
+            )
+        return self._maker_of_function(value)
 
-        def make(tensors: Sequence[Tensor]) -> types.FunctionType:
-            defaults, keyword_defaults, attributes = (m(tensors) for m in others)
-            closure = tuple([types.CellType(cell(tensors)) for cell in cells])
-            made = types.FunctionType(code, variables, name, defaults, closure)
+    def _maker_of_function(self, value: types.FunctionType) -> Callable[[Sequence[Any]], Any]:
+        if not (value.__closure__ or value.__defaults__ or value.__kwdefaults__ or value.__dict__):
+            return lambda values: value
+        code, variables, name = value.__code__, value.__globals__, value.__name__
+        cells, defaults = ([self._maker_in(*p) for p in parts] for parts in (_variables(value), _defaults(value)))
+        others = [self._maker(v) for v in (value.__kwdefaults__, value.__dict__)]
+
+        def make(values: Sequence[Any]) -> types.FunctionType:
+            keyword_defaults, attributes = (m(values) for m in others)
+            closure = tuple([types.CellType(cell(values)) for cell in cells])
+            made = types.FunctionType(code, variables, name, tuple([d(values) for d in defaults]) or None, closure)
             if keyword_defaults:
                 made.__kwdefaults__ = keyword_defaults
             if attributes:
@@ -253,7 +277,7 @@ class Reader:
         if kind is types.FunctionType:
             return self._function(value)
         if kind is dict:
-            return kind, *[(self.key(k), self.key(v)) for k, v in value.items()]
+            return kind, *[(self.key(k), self.slot(Place(id(value), "item", str(k)), v)) for k, v in value.items()]
         if kind is tuple or kind is list:
             if value and type(value[0]) is int and set(map(type, value)) == {int}:
                 return kind, int, tuple(value)
@@ -265,7 +289,9 @@ class Reader:
         if kind is types.MethodType:
             return kind, self.key(value.__func__), self.key(value.__self__)
         if kind is functools.partial:
-            return kind, *map(self.key, (value.func, value.args, value.keywords, value.__dict__))
+            places = [Place(id(value), "item", f"argument {n}") for n in range(len(value.args))]
+            parts = [self.key(x) for x in (value.func, value.keywords, value.__dict__)]
+            return "partial", *parts, *map(self.slot, places, value.args)
         if isinstance(value, np.generic):
             return kind, value.tobytes()
         if isinstance(value, (types.ModuleType, type)):
@@ -279,6 +305,10 @@ class Reader:
             return kind, value.__name__, self.key(value.__self__)
         return self._refuse(f"an object of type {kind.__name__}", value)
 
+    def slot(self, place: Place, value: Any) -> Hashable:
+        """Return a key of the value in a place."""
+        return self.key(value)
+
     def _tensor(self, value: Tensor) -> Hashable:
         self._tensors.append(value)
         if type(value) not in (Tensor, torch.nn.Parameter):
@@ -291,15 +321,17 @@ class Reader:
         in_library = is_library(function.__globals__.get("__name__"))
         if in_library and function.__closure__ is None:
             return function
-        parts = [self.key(_cell_contents(c)) for c in function.__closure__ or ()]
-        for values in (function.__defaults__, function.__kwdefaults__, function.__dict__):
+        parts = [self.slot(place, value) for place, value in _variables(function)]
+        parts += [len(parts), *(self.slot(place, value) for place, value in _defaults(function))]
+        for values in (function.__kwdefaults__, function.__dict__):
             parts.append(self.key(values) if values else None)
         if not in_library:
             names, uncertainty = global_names(function.__code__)
             if uncertainty:
                 self._refuse(uncertainty.format(repr(function.__name__)))
             variables = function.__globals__
-            parts += [(n, self.key(variables[n])) for n in names if n in variables]
+            places = [Place(id(function), "global variable", n) for n in names if n in variables]
+            parts += [(place.name, self.slot(place, variables[place.name])) for place in places]
         return function.__code__, *parts
 
     def _refuse(self, what: str, value: Any = None) -> Hashable:
@@ -321,6 +353,19 @@ def _cell_contents(cell: types.CellType) -> Any:
         return cell.cell_contents
     except ValueError:  # a variable that has no value yet
         return None
+
+
+def _variables(function: types.FunctionType) -> list[tuple[Place, Any]]:
+    """Return the places and values of the variables in a function's closure."""
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    return [(Place(id(function), "variable", name), _cell_contents(cell)) for name, cell in cells]
+
+
+def _defaults(function: types.FunctionType) -> list[tuple[Place, Any]]:
+    """Return the places and values of the defaults of a function's positional arguments."""
+    defaults, code = function.__defaults__ or (), function.__code__
+    names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
+    return [(Place(id(function), "default", name), value) for name, value in zip(names, defaults, strict=True)]
 
 
 @functools.lru_cache(maxsize=1024)

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-import torch
 from torch import Tensor
 
-from flexmasks.spec.parameters import Parameter, Size, parameters_of
+from flexmasks import compat
+from flexmasks.spec.parameters import Parameter, Size, in_message, is_array, parameters_of
 from flexmasks.spec.pickles import refused, why_not
 from flexmasks.spec.templates import Read, reads_of
 
@@ -58,7 +58,7 @@ class Definition:
 
     def with_reads(self) -> Definition:
         """Return the definition with ways to what its functions captured, which a user's torch.compile needs."""
-        if self.reads is not None or self.own or torch.compiler.is_compiling():
+        if self.reads is not None or self.own or compat.is_compiling():
             return self
         return replace(self, reads=reads_of(*self.functions))
 
@@ -90,11 +90,12 @@ def define(kind: str, function: Callable[..., Any], name: str | None = None, **h
     """
     arguments = ("b", "h", "q", "kv") if kind == "mask" else ("score", "b", "h", "q", "kv")
     if not callable(function) or isinstance(function, type | bool):
-        raise TypeError(f"flexmasks: a {kind} is a name, a {kind.title()} or a function, got {function!r}.")
+        got = f"{in_message(function)}{hint_for(kind, function)}"
+        raise TypeError(f"flexmasks: a {kind} is a name, a {kind.title()} or a function, got {got}.")
     if name is None:
         inner = function.func if isinstance(function, functools.partial) else function
         name = getattr(inner, "__name__", type(inner).__name__)
-    if torch.compiler.is_compiling() and isinstance(function, types.FunctionType):
+    if compat.is_compiling() and isinstance(function, types.FunctionType):
         code = function.__code__
         if code.co_argcount == len(arguments) and not code.co_kwonlyargcount:  # torch cannot trace inspect.signature
             return Definition(kind, name, function, {}, **hooks)
@@ -111,6 +112,19 @@ def define(kind: str, function: Callable[..., Any], name: str | None = None, **h
             f"its signature is {inspect.signature(function)}; parameters come after `*`."
         )
     return Definition(kind, name, function, parameters_of(hooks.get("prepare") or function), **hooks)
+
+
+def hint_for(kind: str, value: Any) -> str:
+    """Return the end of a sentence that says what to write instead of a value."""
+    if isinstance(value, compat.BlockMask):
+        return "; pass it as `block_mask=`, or to torch's flex_attention"
+    if isinstance(value, Tensor) or is_array(value):
+        if kind == "mask":
+            return "; a dense mask `m` is mask='dense', visible=m"
+        return "; a bias `m` is score=lambda score, b, h, q, kv: score + m[b, h, q, kv]"
+    if isinstance(value, list | tuple) and kind == "mask":
+        return "; masks are combined with `&` and `|`, as values of flexmasks.get_mask"
+    return ""
 
 
 # --- the table of names ---
@@ -151,7 +165,7 @@ def _hint_of(kind: str, name: str) -> str:
     return f"flexmasks.list_{kind}s() names the {len(_NAMES[kind])} that exist."
 
 
-_hint: Callable[[str, str], str] = torch.compiler.assume_constant_result(_hint_of)  # torch cannot trace difflib
+_hint: Callable[[str, str], str] = compat.constant_in_graphs(_hint_of)  # torch cannot trace difflib
 
 
 def is_own(kind: str, name: str) -> bool:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from flexmasks import compat
 from flexmasks.spec.parameters import Size
 
 _DEVICES_OF_CONSTANT_INDICES = ("cpu",)  # devices whose compiled kernels take a Python number as an index
@@ -44,7 +44,7 @@ def bounded(table: Tensor, low: int, high: int) -> Tensor:
 
     From these bounds, the check of functions for FLASH knows that an index read from the table is not negative.
     """
-    if not torch.compiler.is_compiling():
+    if not compat.is_compiling():
         table.bounds = low, high  # type: ignore[attr-defined]
     return table
 

@@ -27,7 +27,7 @@ import functools
 import inspect
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
@@ -202,6 +202,8 @@ class Parameter:
         else:
             raise self._error(ValueError, what, _with_type(value), sizes)
         sizes.update(new_sizes)
+        if value.layout != torch.strided:
+            raise self._error(ValueError, what, f"a tensor of {value.layout}; use `.to_dense()`", sizes)
         if value.device != size.device:
             raise self._error(ValueError, what, f"a tensor on {value.device} in a call on {size.device}", sizes)
         low, high = _bound(alternative.low, sizes), _bound(alternative.high, sizes)
@@ -271,7 +273,7 @@ def can_be_read(tensor: Tensor) -> bool:
 
     They cannot be read while torch traces, if the tensor has no memory, or under torch.vmap.
     """
-    if torch.compiler.is_compiling():
+    if compat.is_compiling():
         return False
     while compat.is_wrapped(tensor):
         if compat.is_batched(tensor):
@@ -302,6 +304,24 @@ def implied_size(dimension: str, parameters: Mapping[str, Parameter], values: Ma
             if alternative.dims is not None and len(alternative.dims) == len(shape) and dimension in alternative.dims:
                 return shape[alternative.dims.index(dimension)]
     return None
+
+
+_LONGEST_SHOWN = 80  # characters of a wrong value in a message
+
+
+def is_array(value: Any) -> bool:
+    """Return whether a value is a NumPy array."""
+    return isinstance(value, np.ndarray)
+
+
+def in_message(value: Any) -> str:
+    """Return a wrong value as one short line of a message."""
+    if is_array(value):
+        return f"a NumPy array {value.dtype}{list(value.shape)}"
+    if isinstance(value, compat.BlockMask):
+        return "a BlockMask"
+    text = " ".join(describe(value).split())
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
 
 
 _SHOWN_ELEMENTS = 64  # the longest sequence that `describe` writes out
@@ -379,4 +399,7 @@ def _is_dtype(dtype: torch.dtype, kind: str) -> bool:
 
 
 def _with_type(value: Any) -> str:
-    return describe(value) if isinstance(value, Tensor) else f"{value!r} ({type(value).__name__})"
+    if isinstance(value, Tensor):
+        return describe(value)
+    hint = "; pass a list or a tensor" if isinstance(value, Iterable) and not isinstance(value, tuple | str) else ""
+    return f"{in_message(value)} ({type(value).__name__}){hint}"

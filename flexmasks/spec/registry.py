@@ -11,8 +11,11 @@ from torch import Tensor
 
 from flexmasks.cache import clear_caches
 from flexmasks.spec.bands import Band
+from flexmasks.spec.by_name import says_what_to_write
 from flexmasks.spec.definitions import Definition, add, define, names
+from flexmasks.spec.examples import example
 from flexmasks.spec.parameters import Size
+from flexmasks.spec.values import Mask, Score
 
 Function = TypeVar("Function", bound=Callable[..., Tensor])
 
@@ -26,8 +29,35 @@ class Entry:
     summary: str  # first line of the docstring
     source: str  # the paper or library that it comes from, or ""
     peers: str  # its names in other libraries, or ""
+    kind: str = "mask"  # or "score"
+
+    def example(self, length: int) -> Mask | Score:
+        """Return the mask or score with the parameters of its example.
+
+        length: of queries and keys, for which the parameters are made.
+
+        Raises ValueError if it needs parameters and was registered without an example.
+
+        Example:
+            >>> import flexmasks
+            >>> [entry.example(64) for entry in flexmasks.list_masks() if entry.name == "sliding_window"]
+            [sliding_window(window=16)]
+        """
+        return example(self.kind, self.name, length)
 
 
+def _how_to_register(kind: str) -> Callable[..., str]:
+    """Return what to write in place of a decorator that got an argument by position."""
+
+    def hint(given: Any, *more: Any) -> str:
+        if isinstance(given, str):
+            return f"@flexmasks.register_{kind}(name={given!r}) above the function"
+        return f"@flexmasks.register_{kind}(), with parentheses, above the function"
+
+    return hint
+
+
+@says_what_to_write(_how_to_register("mask"))
 def register_mask(
     *,
     name: str | None = None,
@@ -77,6 +107,7 @@ def register_mask(
     return _register("mask", name, example=example, prepare=prepare, inner_size=inner_size, native=band or dense)
 
 
+@says_what_to_write(_how_to_register("score"))
 def register_score(
     *,
     name: str | None = None,
@@ -119,6 +150,12 @@ def list_scores() -> list[Entry]:
 
 
 def _register(kind: str, name: str | None, **hooks: Any) -> Callable[[Function], Function]:
+    for hook, given in hooks.items():
+        if given is not None and not callable(given):
+            name_of_hook = ("band" if kind == "mask" else "cap") if hook == "native" else hook
+            such_as = ", such as lambda length: {...}" if hook == "example" else ""
+            raise TypeError(f"flexmasks.register_{kind}: `{name_of_hook}` must be a function{such_as}, got {given!r}.")
+
     def decorator(function: Function) -> Function:
         made = replace(define(kind, function, name, **hooks), registered=True).with_reads()
         if not isinstance(made.name, str) or not made.name.isidentifier():
@@ -143,6 +180,7 @@ def _entry(d: Definition) -> Entry:
         summary=d.doc.partition("\n")[0],
         source=_paragraph(d.doc, "Source"),
         peers=_paragraph(d.doc, "Peers"),
+        kind=d.kind,
     )
 
 

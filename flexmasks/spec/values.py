@@ -15,9 +15,10 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
+from flexmasks import compat
 from flexmasks.blocks.counts import Blocks
 from flexmasks.cache import identity
-from flexmasks.spec.captures import Aliases, Opaque, Readable, Reader
+from flexmasks.spec.captures import Aliases, Opaque, Place, Readable, Reader
 from flexmasks.spec.definitions import AND, NOT, OR, Definition, define, definition, from_pickle, loaded_function
 from flexmasks.spec.parameters import Size, describe, freeze, implied_size
 from flexmasks.spec.pickles import refused, why_not
@@ -141,7 +142,7 @@ class Modifier(Readable):
             elif inner := _modifiers_in(value):
                 pairs.append((name, *(m.read(reader, lift, contents) for m in inner)))
             else:
-                pairs.append((name, reader.key(value)))
+                pairs.append((name, reader.slot(Place(id(self), "parameter", name), value)))
         if self.definition.own:
             return self.kind, self.definition.name, *pairs
         return self.kind, *map(reader.key, self.definition.functions), *pairs
@@ -192,7 +193,7 @@ class Modifier(Readable):
                 if size is None and device is not None:  # `prepare` made tensors of numbers on the CPU
                     arguments = {n: _moved(v, given, device) for n, v in arguments.items()}
         except (ValueError, TypeError) as error:
-            raise type(error)(f"flexmasks {self.kind} {self.name!r}: {error}") from None
+            raise self.named(error) from None
         if lift:
             for n, p in parameters.items():
                 if type(arguments.get(n)) is int and p.takes_tensor(0):
@@ -220,6 +221,11 @@ class Modifier(Readable):
             ):
                 resolved[n] = value
         return resolved | {n: _Absent for n in self.params if n not in arguments}
+
+    def named(self, error: Exception) -> Exception:
+        """Return a hook's error with the name of the mask or score before it."""
+        is_named = str(error).startswith("flexmasks")
+        return error if is_named else type(error)(f"flexmasks {self.kind} {self.name!r}: {error}")
 
     def bind(self, resolved: Mapping[str, Any], heads: int | None = None) -> Callable[..., Tensor]:
         """Return the plain function of indices with its arguments bound, given what `resolve` returned.
@@ -253,7 +259,7 @@ class Modifier(Readable):
         The function is kept until a tensor that it was prepared from changes.
         """
         known = self._bound.get(device)
-        if torch.compiler.is_compiling():  # torch can trace neither versions of tensors nor a cache
+        if compat.is_compiling():  # torch can trace neither versions of tensors nor a cache
             return self.bind(self.resolve(None, device=device)) if known is None else known[1]
         state = self._state() if self._has_preparation() else ()
         if known is None or state is None or known[0] != state:
@@ -308,6 +314,17 @@ class Modifier(Readable):
         return f"{self.name}({given})" if self.definition.registered or given else self.name
 
 
+def _device_of(value: Modifier, q: Tensor) -> torch.device:
+    """Return the device of the indices of a call."""
+    try:
+        return q.device
+    except AttributeError:
+        raise TypeError(
+            f"flexmasks: {value!r} is called with index tensors, such as torch.tensor(3), got {describe(q)}; "
+            "flexmasks.dense_mask gives a mask as booleans."
+        ) from None
+
+
 class Mask(Modifier):
     """The keys that each query sees, as a value.
 
@@ -329,7 +346,7 @@ class Mask(Modifier):
     count_blocks: ClassVar[Callable[..., Blocks]]  # set by flexmasks.plans
 
     def __call__(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        return self._standalone(q.device)(b, h, q, kv)
+        return self._standalone(_device_of(self, q))(b, h, q, kv)
 
     def __and__(self, other: str | Mask | Callable[..., Tensor]) -> Mask:
         return _combine(AND, self, other)
@@ -399,7 +416,7 @@ class Score(Modifier):
     kind = "score"
 
     def __call__(self, score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        return self._standalone(q.device)(score, b, h, q, kv)
+        return self._standalone(_device_of(self, q))(score, b, h, q, kv)
 
 
 def loaded(kind: str, definition: Definition, params: dict[str, Any]) -> Modifier:

@@ -55,7 +55,7 @@ def fixed(b: int, h: int, q: int, kv: int, size: Case, stride: int, summary: int
 
 @functools.cache
 def _bigbird_blocks(
-    length: int, block: int, window: int, global_blocks: int, random_blocks: int, seed: int
+    length: int, block: int, window: int, global_blocks: int, random_blocks: int, seed: int, both_ends: bool
 ) -> list[set[int]]:
     """Return the blocks that each block sees, the random ones drawn by Floyd's algorithm.
 
@@ -66,7 +66,7 @@ def _bigbird_blocks(
         (blocks, random_blocks), dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
     ).tolist()
     everything = set(range(blocks))
-    edges = {i for i in range(blocks) if i < global_blocks or i >= blocks - global_blocks}
+    edges = {i for i in range(blocks) if i < global_blocks or (both_ends and i >= blocks - global_blocks)}
     visible_blocks = []
     for i in range(blocks):
         near = {j for j in everything if abs(i - j) <= window}
@@ -95,9 +95,11 @@ def bigbird(
     global_blocks: int = 1,
     random_blocks: int = 3,
     seed: int = 0,
+    both_ends: bool = True,
 ) -> bool:
     """Pairs where kv's block is near q's block, or drawn for it, or one block is global."""
-    return kv // block in _bigbird_blocks(length, block, window, global_blocks, random_blocks, seed)[q // block]
+    rows = _bigbird_blocks(length, block, window, global_blocks, random_blocks, seed, both_ends)
+    return kv // block in rows[q // block]
 
 
 @mask_oracle
@@ -150,6 +152,8 @@ CASES: list[Case] = [
     Case("bigbird", {"length": 40, "block": 5, "window": 2, "global_blocks": 2, "random_blocks": 9}),
     Case("bigbird", {"length": 30, "block": 4, "global_blocks": 50}, q_len=30, kv_len=30),
     Case("bigbird", {"length": 33, "block": 64}, q_len=33, kv_len=33),
+    Case("bigbird", {"length": 50, "block": 3, "global_blocks": 2, "both_ends": False}, q_len=50, kv_len=50),
+    Case("bigbird", {"length": 30, "block": 4, "global_blocks": 50, "both_ends": False}, q_len=30, kv_len=30),
     Case("bigbird", {"length": 200, "block": 16, "seed": 3}, batch=1, heads=1, q_len=200, kv_len=200),
     Case("block_sparse", {"layout": RANDOM.bools(0.4, 8, 8), "block": 5}),
     Case(

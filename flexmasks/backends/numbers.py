@@ -1,0 +1,147 @@
+"""Numbers that functions read: a few values are compiled in, later values reach kernels otherwise.
+
+A kernel is compiled for each of the first values of a number. From then on a score change gets the number as a tensor,
+and a mask goes as data. Where neither can be, each value compiles a kernel, and one warning says so.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from flexmasks.backends.call import Call
+from flexmasks.cache import Cache
+from flexmasks.plans.plan import is_captured
+from flexmasks.spec.captures import Opaque
+from flexmasks.spec.numbers import MAX_COMPILED_VALUES, Number, numbers_in, with_inputs
+
+_log = logging.getLogger("flexmasks")
+_SCORES = (-3.0, 0.5, 20.0)  # scores at which a function with inputs is compared with the function with numbers
+_Values = tuple[int | float, ...]
+
+
+@dataclass
+class _Known:
+    """Values that the numbers of one kind of function had."""
+
+    compiled: set[_Values] = field(default_factory=set)
+    in_functions: list[_Values] = field(default_factory=list)  # of all numbers in the functions that kernels got
+    checked: set[Hashable] = field(default_factory=set)  # keys of functions with inputs
+    why_constant: str = ""  # why numbers cannot be inputs
+    has_warned: bool = False
+
+
+_KNOWN: Cache[_Known] = Cache("numbers_in_functions", max_bytes=1024)  # an entry counts one byte
+
+
+def are_many(call: Call, is_score: bool) -> bool:
+    """Return whether enough other values of a function's numbers are compiled in."""
+    known, numbers = _known(call, is_score)
+    return len(known.compiled) >= MAX_COMPILED_VALUES and _values(numbers) not in known.compiled
+
+
+def note_compiled(call: Call, is_score: bool) -> None:
+    """Note that a kernel with the values of a function's numbers is compiled."""
+    known, numbers = _known(call, is_score)
+    values = _values(numbers)
+    if not numbers or values in known.compiled or len(known.compiled) >= MAX_COMPILED_VALUES:
+        return
+    known.compiled.add(values)
+    if is_score and call.score_mod is not None:
+        try:
+            known.in_functions.append(_values(numbers_in(call.score_mod())[1]))
+        except Opaque as error:
+            known.why_constant = f"its function reads {error}"
+
+
+def score_with_inputs(call: Call) -> tuple[Callable[..., Tensor], Hashable] | None:
+    """Return the score change with tensors for the numbers that vary, and its key.
+
+    The result is None if numbers must be constants.
+    """
+    known, _ = _known(call, is_score=True)
+    if call.score_mod is None or known.why_constant or is_captured(call.q.device):
+        return None
+    function = call.score_mod()
+    try:
+        kind, numbers = numbers_in(function)
+        inputs = _varying(known, _values(numbers))
+        varying, constants = [numbers[n] for n in inputs], [n for k, n in enumerate(numbers) if k not in inputs]
+        key = "inputs", kind, inputs, _values(constants)
+        dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
+        made = with_inputs(function, varying, [n.tensor(dtype, call.q.device) for n in varying])
+    except Opaque as error:
+        known.why_constant = f"its function reads {error}"
+        return None
+    if key not in known.checked:
+        known.why_constant = _difference(call, function, made)
+        known.checked.add(key)
+    return None if known.why_constant else (made, key)
+
+
+def warn(call: Call, is_score: bool, reason: str = "") -> None:
+    """Warn once that each value of a function's numbers compiles a kernel.
+
+    reason: why the numbers cannot be inputs, if it is not known yet.
+    """
+    known, numbers = _known(call, is_score)
+    if known.has_warned:
+        return
+    known.has_warned = True
+    values = [*known.compiled, _values(numbers)]
+    names = sorted({n.name for k, n in enumerate(numbers) if len({v[k] for v in values}) > 1})
+    _log.warning(
+        "%s, read by a %s function, had more than %d values, and each compiles a kernel of its own, because %s; "
+        "pass what changes often as a tensor",
+        ", ".join(f"`{name}`" for name in names), "score" if is_score else "mask", MAX_COMPILED_VALUES,
+        reason or known.why_constant,
+    )  # fmt: skip
+
+
+def _known(call: Call, is_score: bool) -> tuple[_Known, list[Number]]:
+    read = call.numbers[is_score]
+    if read is None or call.shapes is None or call.is_traced:
+        return _Known(), []
+    kind, numbers = read()
+    key = is_score, kind, call.q.device.type
+    known = _KNOWN.get(key)
+    if known is None:
+        known = _Known()
+        _KNOWN.put(key, (), known, 1)
+    return known, numbers
+
+
+def _values(numbers: Sequence[Number]) -> _Values:
+    return tuple(n.value for n in numbers)
+
+
+def _varying(known: _Known, values: _Values) -> tuple[int, ...]:
+    """Return the places of numbers that had several values.
+
+    Raises Opaque if the functions had different numbers of them.
+    """
+    if any(len(values) != len(other) for other in known.in_functions):
+        raise Opaque("other numbers at each call")
+    first = known.in_functions[0]
+    varying = {k for other in (*known.in_functions, values) for k, n in enumerate(other) if n != first[k]}
+    if any(n != first[k] for k, n in enumerate(values)) and len(known.in_functions) < 2 * MAX_COMPILED_VALUES:
+        known.in_functions.append(values)
+    return tuple(sorted(varying))
+
+
+def _difference(call: Call, function: Callable[..., Tensor], made: Callable[..., Tensor]) -> str:
+    """Return how a score change with inputs differs from the same with numbers, or ""."""
+    sizes = *call.q.shape[:3], call.k.shape[2]
+    with torch.no_grad():
+        for score in _SCORES:
+            for last in (False, True):
+                indices = [torch.tensor(n - 1 if last else 0, device=call.q.device) for n in sizes]
+                start = torch.tensor(score, device=call.q.device)
+                want, got = function(start, *indices), made(start, *indices)
+                if got.shape != want.shape or not torch.allclose(got, want.to(got.dtype), 1e-4, 1e-5, equal_nan=True):
+                    return "its function computes otherwise with tensors in their places"
+    return ""

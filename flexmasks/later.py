@@ -1,0 +1,24 @@
+"""Modules that are imported at the first call: `later.calls` is `flexmasks.calls`.
+
+The public functions of `attention` read them here, so that processes that only make masks do not import them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flexmasks import calls as calls
+    from flexmasks import request as request
+    from flexmasks.plans import lengths as lengths
+
+_MODULES = {"calls": "flexmasks.calls", "lengths": "flexmasks.plans.lengths", "request": "flexmasks.request"}
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        module = globals()[name] = importlib.import_module(_MODULES[name])
+        return module

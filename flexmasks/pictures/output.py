@@ -1,0 +1,49 @@
+"""The terminal and the files that pictures and tables are written to."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from pathlib import Path
+from typing import Any
+
+CALL = "flexmasks.show"  # the call that error messages name
+WIDEST_TEXT = 80  # characters
+
+
+def text_width() -> int:
+    """Return the terminal's width in characters, at most 80."""
+    return min(shutil.get_terminal_size().columns, WIDEST_TEXT)
+
+
+def check_columns(columns: Any) -> int:
+    """Return a width of text, or raise ValueError."""
+    if type(columns) is not int or columns < 1:
+        raise ValueError(f"{CALL}: `columns` must be an int above 0, got {columns!r}.")
+    return columns
+
+
+def check_kind(path: Path) -> str:
+    """Return the suffix of a picture's file.
+
+    Raises ValueError for another kind of file, and ImportError if it needs matplotlib, which is missing.
+    """
+    kind = path.suffix.lower()
+    if kind not in (".svg", ".html", ".txt", ".pdf", ".png"):
+        raise ValueError(f"flexmasks: a picture is saved as .svg, .html, .txt, .pdf or .png, got {str(path)!r}.")
+    if kind in (".pdf", ".png") and importlib.util.find_spec("matplotlib") is None:
+        raise ImportError(
+            f"flexmasks: a {kind} file needs matplotlib: `pip install matplotlib`; .svg, .html and .txt need nothing."
+        )
+    return kind
+
+
+def check_writable(path: Path) -> None:
+    """Raise OSError if a file cannot be written.
+
+    Ask before the work whose result the file will hold. A file that exists keeps its contents, no new file stays.
+    """
+    existed = path.exists()
+    path.open("ab").close()
+    if not existed:
+        path.unlink()

@@ -1,0 +1,213 @@
+"""The command line: what it prints fits the terminal, and each mistake takes one line on stderr."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import flexmasks
+from flexmasks.__main__ import main
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+ENTRIES = [*flexmasks.list_masks(), *flexmasks.list_scores()]
+
+
+def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """Return what a command prints, which must succeed."""
+    assert main(list(words)) == 0
+    return capsys.readouterr().out
+
+
+def as_words(text: str) -> str:
+    return " ".join(text.split())
+
+
+@pytest.mark.parametrize("columns", [45, 61, 80, 200])
+def test_the_list_fits_the_terminal(
+    columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    listed = printed(capsys, "list")
+    assert max(map(len, listed.rstrip().splitlines()[:-1])) <= min(columns, 80)
+    rows = [re.split(" {2,}", line) for line in listed.splitlines()]
+    assert {row[0] for row in rows} >= {entry.name for entry in ENTRIES}
+    meanings = as_words(" ".join(row[-1] for row in rows))
+    assert all(entry.summary in meanings for entry in ENTRIES)
+    assert all(entry.source not in listed for entry in ENTRIES if entry.source)
+
+
+@pytest.mark.parametrize("columns", [80, 120, 200])
+def test_the_long_list_has_all_columns(
+    columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    listed = printed(capsys, "list", "--long")
+    assert max(map(len, listed.splitlines())) <= columns
+    for header in ("mask", "score", "meaning", "source", "in other libraries"):
+        assert header in listed
+    for text in ("Vaswani", "Press", "causal()", "FlashMask"):
+        assert text in listed
+
+
+def test_what_a_pipe_gets_does_not_depend_on_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    piped = [printed(capsys, *words) for words in (["list"], ["list", "--long"], ["show", "bsr"])]
+    monkeypatch.setenv("COLUMNS", "80")
+    assert piped[::2] == [printed(capsys, *words) for words in (["list"], ["show", "bsr"])]
+    monkeypatch.setenv("COLUMNS", "160")
+    assert piped[1] == printed(capsys, "list", "--long")
+
+
+@pytest.mark.parametrize("columns", [50, 80, 200])
+def test_show_breaks_lines_at_words_and_cuts_lists(
+    columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for entry in ENTRIES:
+        shown = printed(capsys, "show", entry.name, "--length", "256")
+        text = shown.partition("\nhere ")[0]
+        long = [line for line in shown.splitlines() if len(line) > min(columns, 80)]
+        assert all(" " not in line.strip() for line in long), long  # a word that is wider than the terminal
+        for kind in ("mask", "score"):
+            if entry.name in flexmasks.spec.definitions.names(kind) and text.startswith(kind):
+                doc = flexmasks.spec.definitions.definition(kind, entry.name).doc
+                assert as_words(doc) in as_words(text)
+    here = as_words(printed(capsys, "show", "bsr").partition("\nhere ")[2].partition("\n\n")[0])
+    assert here == (
+        "bsr(crow_indices=[0, 1, 3, 6, 9, 12, 15, 18, ... 17 values], "
+        "col_indices=[0, 0, 1, 0, 1, 2, 0, 1, ... 45 values], block=256)"
+    )
+
+
+CALLS: dict[str, dict[str, Any]] = {
+    "native": {"mask": "causal"},
+    "compiled": {"mask": "grouped_tril", "seq_lens": torch.tensor([300, 200])},
+    "a score": {"mask": "sliding_window", "window": 40, "score": "alibi"},
+    "not understood": {"mask": lambda b, h, q, kv: torch.sin(q * 1.0) > torch.erf(kv * 1.0)},
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("columns", [40, 80, 300])
+def test_explain_breaks_lines_at_words(name: str, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    q, k, v = torch.randn(3, 2, 4, 300, 64)
+    explanation = flexmasks.explain(q, k, v, **CALLS[name])
+    text = str(explanation)
+    assert max(map(len, text.splitlines())) <= min(columns, 80)
+    assert f"backend: {explanation.backend}" in text
+    for part in (*explanation.others.values(), explanation.compiles, explanation.plan, explanation.recompiles_on):
+        assert as_words(part) in as_words(text)
+        assert part == "" or part in explanation._repr_html_().replace("&#39;", "'")
+
+
+HELP = {
+    "": ["demo", "list", "show", "gallery", "bench", "COMMAND --help"],
+    "demo": ["Compute attention on this machine"],
+    "list": ["List the names and meanings", "--long", "--markdown", "--import"],
+    "show": ["show NAME [options] [--PARAMETER VALUE ...]", "--save FILE", "--seq-lens [300,100]"],
+    "gallery": ["Write a page", "OUT"],
+    "bench": ["bench WHAT [options]", "what can be measured:", "blocks", "softmax", "attention", "steps", "data"],
+}
+
+
+@pytest.mark.parametrize("command", HELP)
+def test_help(command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as left:
+        main([*command.split(), "--help"])
+    assert left.value.code == 0
+    text = capsys.readouterr().out
+    assert all(part in text for part in HELP[command]), text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+BAD: dict[str, tuple[list[str], str]] = {
+    "no folder": (["show", "causal", "--save", "/no/such/x.svg"], "/no/such/x.svg: No such file or directory"),
+    "a folder": (["show", "causal", "--save", "FOLDER.svg"], "FOLDER.svg: Is a directory"),
+    "suffix": (["show", "causal", "--save", "x.gif"], "saved as .svg, .html, .txt, .pdf or .png, got 'x.gif'"),
+    "gallery in no folder": (["gallery", "/no/such/x.html"], "/no/such/x.html: No such file or directory"),
+    "gallery in a file": (["gallery", "FILE"], "FILE: File exists"),
+    "bench": (["bench", "blocks", "--device", "cpu", "--json", "/no/such/x.json"], "/no/such/x.json cannot be written"),
+    "bench softmax": (["bench", "softmax", "--device", "cpu", "--json", "/no/x.json"], "/no/x.json cannot be written"),
+    "device": (["bench", "blocks", "--device", "gpu"], "`--device` must be cpu or cuda, got 'gpu'"),
+    "parameter without value": (["show", "sliding_window", "--window"], "given as --name value, got '--window'"),
+    "negative element": (["show", "causal", "-b", "-1"], "`b` must be an int from 0, got -1"),
+    "too long": (["show", "causal", "--length", "99999999999"], "`q_len` must be at most"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_mistakes_take_one_line(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "FOLDER.svg").mkdir()
+    (tmp_path / "FILE").write_text("kept")
+    words, message = BAD[name]
+    words = [str(tmp_path / word) if word in ("FOLDER.svg", "FILE") else word for word in words]
+    assert main(words) == 2
+    out, err = capsys.readouterr()
+    assert message in err
+    assert err.count("\n") == 1
+    assert "blocks of 128" not in out  # nothing was drawn before
+    assert (tmp_path / "FILE").read_text() == "kept"
+
+
+@pytest.mark.parametrize(
+    "wrong", [["--length", "0"], ["--length", "abc"], ["--kv-length", "-3"], ["--block-size", "0"]]
+)
+def test_numbers_that_must_be_positive(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["show", "causal", *wrong])
+    assert left.value.code == 2
+    assert f"must be a whole number of at least 1, got {wrong[1]}" in capsys.readouterr().err
+
+
+def test_a_machine_without_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["bench", "blocks", "--device", "cuda"]) == 2
+    assert "torch finds no GPU on this machine" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["png", "pdf"])
+def test_pictures_without_matplotlib(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "matplotlib" else found(name, *a))
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main(["show", "causal", "--length", "256", "--save", str(tmp_path / f"x.{kind}")]) == 2
+    out, err = capsys.readouterr()
+    assert "pip install matplotlib" in err
+    assert err.count("\n") == 1
+    assert out == ""
+    with pytest.raises(ImportError, match="pip install matplotlib"):
+        flexmasks.draw("causal", 256).save(tmp_path / f"x.{kind}")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_saved_file_is_replaced_only_when_the_picture_exists(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "x.svg"
+    file.write_text("kept")
+    assert main(["show", "sliding_window", "--windw", "3", "--save", str(file)]) == 2
+    assert file.read_text() == "kept"
+    assert main(["show", "sliding_window", "--window", "3", "--save", str(file)]) == 0
+    assert file.read_text().startswith("<svg")
+    capsys.readouterr()
+
+
+def test_the_width_of_a_text_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    flexmasks.show("causal", 4096)
+    assert max(map(len, sys.stdout.getvalue().splitlines())) <= 80  # type: ignore[attr-defined]

@@ -1,0 +1,310 @@
+"""Kernels that changing numbers, batch sizes and heads compile: few, with right results."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from helpers import DEVICES, TOLERANCE, error
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.nn.attention.flex_attention import create_mask
+
+import flexmasks
+from flexmasks.backends import numbers
+from flexmasks.cache import clear_caches
+from flexmasks.spec.captures import Opaque
+from flexmasks.spec.numbers import numbers_in, with_inputs
+
+
+@pytest.fixture(
+    params=["cpu", pytest.param("triton", marks=pytest.mark.gpu), pytest.param("flash", marks=pytest.mark.gpu)]
+)
+def backend(request: pytest.FixtureRequest) -> str:
+    if request.param == "flash":
+        pytest.importorskip("flash_attn.cute")
+    return str(request.param)
+
+
+@pytest.fixture(autouse=True)
+def nothing_known() -> Iterator[None]:
+    clear_caches()
+    yield
+    clear_caches()
+
+
+def naive(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, change: Callable[..., Tensor] | None = None) -> Tensor:
+    """Return softmax(change(q @ k^T / sqrt(D))) @ v in float64, with keys repeated for grouped heads."""
+    q, k, v = (x.double().cpu() for x in (q, k, v))
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    if change is not None:
+        b, h, i, j = torch.meshgrid(*map(torch.arange, scores.shape), indexing="ij")
+        scores = change(scores, b, h, i, j)
+    weights = scores.masked_fill(~visible, -math.inf).softmax(-1).nan_to_num(0.0)
+    return weights @ v
+
+
+def kernels_of(calls: Sequence[Callable[[], None]]) -> list[int]:
+    """Return how many kernels each call compiles."""
+    counts = []
+    for call in calls:
+        start = counters["stats"]["unique_graphs"]
+        call()
+        counts.append(counters["stats"]["unique_graphs"] - start)
+    return counts
+
+
+def check(
+    backend: str,
+    shape: tuple[int, int, int, int],
+    mask: Any,
+    visible: Tensor | None = None,
+    change: Callable[..., Tensor] | None = None,
+    kv_heads: int | None = None,
+    **arguments: Any,
+) -> None:
+    """Compare a call with the naive result; `visible` is torch's own mask of a function by default."""
+    device = "cpu" if backend == "cpu" else "cuda"
+    dtype = torch.float32 if backend == "cpu" else torch.bfloat16
+    batch, heads, length, size = shape
+    q, k, v = (
+        torch.randn(batch, n, length, size, device=device, dtype=dtype) for n in (heads, *[kv_heads or heads] * 2)
+    )
+    with torch.no_grad():
+        out = flexmasks.attention(q, k, v, mask=mask, backend=backend, **arguments)
+    if visible is None:
+        visible = create_mask(mask, batch, heads, length, length, device).cpu()
+    assert error(out, naive(q, k, v, visible, change)) < TOLERANCE[dtype]
+
+
+def causal(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return q >= kv
+
+
+# --- numbers of scores ---
+
+
+def scaled(n: float) -> Callable[..., Tensor]:
+    return lambda score, b, h, q, kv: score * n - (q - kv) * 0.1
+
+
+def by_default(n: float) -> Callable[..., Tensor]:
+    def change(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, n: float = n) -> Tensor:
+        return score + n * (h + 1)
+
+    return change
+
+
+def by_partial(n: float) -> Callable[..., Tensor]:
+    def change(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, n: int) -> Tensor:
+        return torch.where((q - kv) % n == 0, score, score - 1)
+
+    return functools.partial(change, n=int(n))
+
+
+FACTOR = 1
+
+
+def reads_a_global(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return score - kv % FACTOR
+
+
+def by_global(n: float) -> Callable[..., Tensor]:
+    global FACTOR
+    FACTOR = int(n)
+    return reads_a_global
+
+
+def nested(n: float) -> Callable[..., Tensor]:
+    inner = scaled(n)
+    return lambda score, b, h, q, kv: torch.tanh(inner(score, b, h, q, kv))
+
+
+@pytest.mark.parametrize("make", [scaled, by_default, by_partial, nested])
+def test_numbers_of_scores_become_inputs(make: Callable[..., Any], backend: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr(numbers, "MAX_COMPILED_VALUES", 2)
+
+    def call(n: float) -> None:
+        change = make(n)
+        check(backend, (1, 2, 160, 16), causal, change=change, score=change)
+
+    made = [functools.partial(call, n) for n in (2.0, 3.0, 4.0, 5.0, 2.0, 7.0)]
+    if backend == "flash":
+        with pytest.raises(ValueError, match="takes no numbers of score changes as inputs"):
+            kernels_of(made)
+    else:
+        assert kernels_of(made) == [1, 1, 1, 0, 0, 0]
+
+
+def test_twelve_caps_compile_seven_kernels(backend: str) -> None:
+    calls = [
+        functools.partial(
+            check, backend, (1, 2, 160, 16), causal,
+            change=lambda score, b, h, q, kv, cap=cap: cap * torch.tanh(score / cap), score="softcap", cap=cap,
+        )
+        for cap in (0.5 + 0.25 * n for n in range(7 if backend == "flash" else 12))
+    ]  # fmt: skip
+    if backend == "flash":
+        with pytest.raises(ValueError, match="takes no numbers of score changes as inputs"):
+            kernels_of(calls)
+    else:
+        assert kernels_of(calls) == [1] * 7 + [0] * 5
+
+
+def decides(n: float) -> Callable[..., Tensor]:
+    return lambda score, b, h, q, kv: score * n if n > 3 else score + n
+
+
+def by_type(n: float) -> Callable[..., Tensor]:
+    return lambda score, b, h, q, kv: score * n if isinstance(n, float) else score
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [(decides, "cannot be traced"), (by_type, "computes otherwise"), (by_global, "reads `FACTOR`, a global variable")],
+)
+def test_numbers_that_cannot_be_inputs_are_right_and_warned_of_once(
+    make: Callable[..., Any], reason: str, backend: str, monkeypatch: Any, caplog: Any
+) -> None:
+    if backend == "flash":
+        pytest.skip("flash leaves such calls to triton")
+    monkeypatch.setattr(numbers, "MAX_COMPILED_VALUES", 2)
+    with caplog.at_level(logging.WARNING, "flexmasks"):
+        for n in (2.0, 3.0, 4.0, 5.0):
+            change = make(n)
+            check(backend, (1, 2, 160, 16), causal, change=change, score=change)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "`, read by a score function, had more than 2 values" in caplog.text
+    assert reason in caplog.text
+
+
+def test_tensors_in_places_of_numbers() -> None:
+    """Each kind of place is found and filled; a place that no copy reaches is an error."""
+    arguments = torch.tensor(1.5), *torch.tensor([0, 1, 5, 3])
+    for make in (scaled, by_default, by_partial, nested):
+        key, after = numbers_in(make(9.0))
+        want = make(9.0)(*arguments)
+        function = make(4.0)
+        assert numbers_in(function)[0] == key
+        varying = [a for a, b in zip(numbers_in(function)[1], after, strict=True) if a.value != b.value]
+        assert [n.name for n in varying] == ["n"]
+        inputs = [n.tensor(torch.float32, torch.device("cpu")) + 5 for n in varying]
+        assert torch.allclose(with_inputs(function, varying, inputs)(*arguments), want)
+    assert numbers_in(scaled(4.0))[0] != numbers_in(scaled(4))[0]
+    assert numbers_in(by_partial(4))[0] != numbers_in(by_partial(-4))[0]  # the sign of a divisor matters
+    with pytest.raises(Opaque, match="`FACTOR`, a global variable"):
+        with_inputs(reads_a_global, numbers_in(reads_a_global)[1], [torch.tensor(3)])
+
+
+# --- numbers of masks ---
+
+
+def test_a_number_that_changes_with_the_tensors_compiles_few_kernels(backend: str) -> None:
+    """After six values of the number a mask goes as data, also where its tensors have new values."""
+
+    def call(n: int) -> None:
+        shown = torch.rand(2, 160, device="cpu" if backend == "cpu" else "cuda") > 0.1
+        check(backend, (2, 2, 160, 16), lambda b, h, q, kv: (q + n >= kv) & shown[b, kv])
+
+    counts = kernels_of([functools.partial(call, n) for n in [*range(9), *range(9), *range(9)]])
+    assert sum(counts) <= 8  # six values, the data, and torch's second look at a size
+    assert sum(counts[18:]) == 0
+
+
+def test_numbers_of_registered_masks_compile_few_kernels(backend: str) -> None:
+    def call(chunk: int) -> None:
+        mask = flexmasks.get_mask("chunked", chunk=chunk)
+        check(backend, (1, 2, 160, 16), mask, visible=flexmasks.dense_mask(mask, 160))
+
+    calls = [functools.partial(call, n) for n in range(1, 11)]
+    assert kernels_of(calls) == [1] * 7 + [0] * 3
+
+
+def generating(start: int, shown: Tensor) -> Callable[..., Tensor]:
+    """Return a mask in the way of transformers: closures around closures, with where the queries start as a number."""
+
+    def moved(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return causal(b, h, q + start, kv + 0)
+
+    def padded(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return shown[b, kv]
+
+    def both(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        result = q.new_ones((), dtype=torch.bool)
+        for mask in (moved, padded):
+            result = result & mask(b, h, q, kv)
+        return result
+
+    return both
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_generated_token_compiles_nothing(device: str) -> None:
+    """The prompt compiles a kernel, and so do two lengths of one query, and those again beyond 128 keys."""
+    cache = torch.randn(2, 2, 2, 150, 16, device=device)
+
+    def call(length: int, queries: int) -> None:
+        q, (k, v) = torch.randn(2, 4, queries, 16, device=device), cache[:, :, :, :length]
+        shown = torch.arange(length, device=device) >= torch.tensor([[5], [0]], device=device)
+        mask = generating(length - queries, shown)
+        with torch.no_grad():
+            out = flexmasks.attention(q, k, v, mask=mask)
+        visible = create_mask(mask, 2, 4, queries, length, device)
+        assert error(out, naive(q, k, v, visible.cpu())) < (TOLERANCE[torch.float32] if device == "cpu" else 2e-3)
+
+    calls = [functools.partial(call, 120, 120), *(functools.partial(call, n, 1) for n in range(121, 145))]
+    assert sum(kernels_of(calls)) <= 5
+
+
+# --- batch sizes and heads ---
+
+SIZES = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]
+
+
+def test_eleven_batch_sizes_of_a_paged_cache_compile_three_kernels(backend: str) -> None:
+    device, dtype = ("cpu", torch.float32) if backend == "cpu" else ("cuda", torch.bfloat16)
+    k_cache, v_cache = torch.randn(2, 64, 16, 2, 16, device=device, dtype=dtype)
+
+    def call(batch: int) -> None:
+        tables = torch.stack([torch.randperm(64)[:8] for _ in range(batch)]).int().to(device)
+        lengths = torch.randint(1, 128, (batch,), device=device)
+        q = torch.randn(batch, 4, 1, 16, device=device, dtype=dtype)
+        with torch.no_grad():
+            out = flexmasks.paged_attention(q, k_cache, v_cache, tables, lengths, mask="causal", backend=backend)
+        k, v = (x[tables.long()].flatten(1, 2).transpose(1, 2) for x in (k_cache, v_cache))
+        visible = (torch.arange(128, device=device) < lengths[:, None]).cpu()[:, None, None]
+        assert error(out, naive(q, k, v, visible)) < TOLERANCE[dtype]
+
+    counts = kernels_of([functools.partial(call, n) for n in SIZES])
+    if backend == "cpu":
+        assert counts == [1, 1, 1] + [0] * 8  # one sequence, two, and any number
+    else:
+        assert sum(counts) <= len(SIZES)  # torch's decoding kernel on a GPU needs the batch size
+
+
+def test_eleven_batch_sizes_compile_three_kernels(backend: str) -> None:
+    device = "cpu" if backend == "cpu" else "cuda"
+
+    def call(batch: int) -> None:
+        lengths = torch.randint(1, 160, (batch,), device=device)
+        visible = flexmasks.dense_mask("grouped_tril", 160, batch=batch, seq_lens=lengths).cpu()
+        check(backend, (batch, 4, 160, 16), "grouped_tril", visible, kv_heads=2, seq_lens=lengths)
+
+    assert kernels_of([functools.partial(call, n) for n in SIZES]) == [1, 1, 1] + [0] * 8
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_explain_says_what_stays_constant(device: str) -> None:
+    q, k, v = torch.randn(3, 2, 2, 160, 16, device=device)
+    with torch.no_grad():
+        backend = "cpu" if device == "cpu" else "triton"
+        text = str(flexmasks.explain(q, k, v, mask="grouped_tril", seq_lens=[160, 3], backend=backend))
+    words = " ".join(text.split())
+    assert "the first few new batch sizes, lengths and memory layouts" in words
+    assert "number of heads" in words

@@ -1,0 +1,377 @@
+"""Tests of calls in many threads at once: what is compiled, what is logged, and that no thread disturbs another."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from helpers import TOLERANCE, error
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import flexmasks
+from flexmasks.backends import tiles
+from flexmasks.kernels import softmax_plain
+from flexmasks.plans import recorded
+
+THREADS = 8
+LENGTH = 160
+STARTS = [0, 60, 160]
+
+pytestmark = pytest.mark.usefixtures("one_thread", "cold")
+
+
+@pytest.fixture
+def cold() -> Iterator[None]:
+    """Forget all kernels before and after a test."""
+    flexmasks.clear_caches()
+    yield
+    flexmasks.clear_caches()
+
+
+class Lines(logging.Handler):
+    """The lines that a logger writes."""
+
+    def __init__(self, level: int) -> None:
+        super().__init__(level)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+@pytest.fixture
+def logged(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[str], list[str]]]:
+    """The lines of flexmasks from level INFO on, and torch's warnings: of its loggers, and of Python's module."""
+    ours, theirs = Lines(logging.INFO), Lines(logging.WARNING)
+    loggers = {"flexmasks": ours}
+    loggers |= {name: theirs for name in logging.root.manager.loggerDict if name.split(".")[0] == "torch"}
+    monkeypatch.setattr(logging.getLogger("flexmasks"), "level", logging.INFO)
+    for name, handler in loggers.items():
+        logging.getLogger(name).addHandler(handler)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield ours.lines, theirs.lines
+    for name, handler in loggers.items():
+        logging.getLogger(name).removeHandler(handler)
+    hidden = DeprecationWarning, PendingDeprecationWarning  # Python does not show these
+    shown = [str(w.message) for w in caught if not issubclass(w.category, hidden)]
+    # torch warns when the test itself makes a nested tensor
+    assert [message for message in shown if "nested tensors is in prototype" not in message] == []
+
+
+def in_threads(work: Callable[[int], None]) -> None:
+    """Call `work` in all threads at once, and raise what it raises."""
+    barrier = threading.Barrier(THREADS)
+
+    def started(number: int) -> None:
+        barrier.wait()
+        work(number)
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        for done in [pool.submit(started, n) for n in range(THREADS)]:
+            done.result()
+
+
+def jagged(x: Tensor) -> Tensor:
+    """Return [H, total, D] as a jagged tensor [B, H, jagged, D] of the sequences."""
+    parts = [x[:, a:b].transpose(0, 1) for a, b in itertools.pairwise(STARTS)]
+    return torch.nested.nested_tensor(parts, layout=torch.jagged).transpose(1, 2)
+
+
+def test_cold_calls_at_once_compile_each_kernel_once(logged: tuple[list[str], list[str]]) -> None:
+    q, k, v = torch.randn(3, 1, 2, LENGTH, 16)
+    ends_to_end = [x[0].transpose(0, 1) for x in (q, k, v)]
+    nested = [jagged(x[0]) for x in (q, k, v)]
+    ids = torch.arange(LENGTH) // 50
+
+    def own(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return (q >= kv) & (kv % 7 != 3)
+
+    def trained(mask: Any, **params: Any) -> Tensor:
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = flexmasks.attention(*leaves, mask=mask, **params)
+        return torch.cat([out.detach(), *torch.autograd.grad(out.square().sum(), leaves)])
+
+    def calls(backend: str) -> list[Callable[[], Tensor]]:
+        return [
+            lambda: flexmasks.attention(q, k, v, mask="sliding_window", window=20, backend=backend),
+            lambda: flexmasks.attention(q, k, v, mask=own, backend=backend),
+            lambda: flexmasks.attention(q, k, v, mask="document", document_ids=ids.clone(), backend=backend),
+            lambda: flexmasks.varlen_attention(*ends_to_end, STARTS, mask="sliding_window", window=9, backend=backend),
+            lambda: flexmasks.attention(*nested, mask="sliding_window", window=9, backend=backend).values(),
+            lambda: trained("sliding_window", window=20),
+            lambda: trained(own),
+        ]
+
+    want = [call() for call in calls("reference")]
+    ours, theirs = logged
+    for expected in (
+        # The nested tensors do not share their offsets. Calls that need gradients compile nothing on a CPU.
+        [
+            "sliding_window(window=20), float32",
+            "own, float32",
+            "document(document_ids=int64[160]), float32",
+            "packed(inner=sliding_window(window=9), offsets=int64[3]), float32",
+            "packed(inner=sliding_window(window=9), offsets=int64[3], kv_offsets=int64[3]), float32",
+        ],
+        [],
+    ):
+        ours.clear()
+        graphs = counters["stats"]["unique_graphs"]
+
+        def work(number: int) -> None:
+            made = calls("auto")
+            for i in range(len(made)):
+                n = (number + i) % len(made)
+                assert error(made[n](), want[n].detach()) < 2 * TOLERANCE[torch.float32], n
+
+        in_threads(work)
+        assert counters["stats"]["unique_graphs"] - graphs == len(expected), ours
+        assert len(ours) == len(expected), ours
+        for name in expected:
+            (line,) = [line for line in ours if name in line]
+            assert "compiled attention in" in line
+            assert "float32, q [1, 2, 160, 16]" in line
+            assert "the first kernel" in line or "no kernel had this mask" in line
+        assert theirs == []
+
+
+def test_one_cold_call_in_all_threads(logged: tuple[list[str], list[str]]) -> None:
+    """All threads wait for one compilation; each new length, layout and dtype is compiled once, with its reason."""
+    q, k, v = torch.randn(3, 1, 2, LENGTH, 16)
+    turned = q.transpose(2, 3).contiguous().transpose(2, 3)
+    ours, theirs = logged
+    for reason, tensors in (
+        ("it is the first kernel", (q, k, v)),
+        ("no kernel had these lengths", (q[:, :, 1:], k, v)),
+        ("no kernel had this memory layout of q, k and v", (turned, k, v)),
+        ("no kernel had this dtype", (q.double().half(), k.half(), v.half())),
+    ):
+        ours.clear()
+        outs: dict[int, Tensor] = {}
+
+        def work(number: int, tensors: Any = tensors, outs: dict[int, Tensor] = outs) -> None:
+            outs[number] = flexmasks.attention(*tensors, mask="sliding_window", window=20)
+
+        in_threads(work)
+        assert [line.partition("]: ")[2] for line in ours] == [reason]
+        want = flexmasks.attention(*(x.float() for x in tensors), mask="sliding_window", window=20, backend="reference")
+        assert all(error(out, want) < TOLERANCE[out.dtype] for out in outs.values())
+    assert theirs == []
+
+
+def test_known_calls_run_while_another_thread_compiles() -> None:
+    """A compilation in another thread neither blocks known calls nor sends them another way."""
+    q, k, v = torch.randn(3, 1, 2, LENGTH, 16)
+    compiles, goes_on = threading.Event(), threading.Event()
+
+    def slow_compiler(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        compiles.set()
+        assert goes_on.wait(60)
+        return graph.forward
+
+    def calls() -> list[Tensor]:
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        trained = flexmasks.attention(*leaves, mask="causal", score="alibi")
+        return [
+            flexmasks.attention(q, k, v, mask="sliding_window", window=20),
+            flexmasks.attention(q, k, v, mask="causal"),
+            *torch.autograd.grad(trained.sum(), leaves),
+            flexmasks.masked_softmax(q @ k.mT, mask="causal"),
+            flexmasks.dense_mask("sliding_window", LENGTH, window=30),
+        ]
+
+    want = calls()
+    user_code = torch.compile(lambda x: x.sin() + 1, backend=slow_compiler)
+    with ThreadPoolExecutor(2) as pool:
+        compiled = pool.submit(user_code, q)
+        try:
+            assert compiles.wait(60)
+            hits = flexmasks.cache_info()["calls"].hits
+            got = pool.submit(calls).result(60)
+            assert flexmasks.cache_info()["calls"].hits > hits
+        finally:
+            goes_on.set()
+        assert torch.equal(compiled.result(), q.sin() + 1)
+    assert all(map(torch.equal, got, want))
+
+
+def test_known_calls_run_while_another_thread_records_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While torch traces in one thread, it refuses compiled calls in all threads."""
+    q, k, v = torch.randn(3, 1, 2, LENGTH, 16)
+    records = threading.Event()
+
+    def make_slowly(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        def slow(*inputs: Tensor) -> Any:
+            records.set()
+            time.sleep(0.5)
+            return function(*inputs)
+
+        return make_fx(slow, **options)
+
+    def plan() -> None:
+        for size in (30, 40):  # the second plan of a kind is recorded
+            flexmasks.attention(q, k, v, mask="document", document_ids=torch.arange(LENGTH) // size)
+
+    monkeypatch.setattr(recorded, "make_fx", make_slowly)
+    want = flexmasks.attention(q, k, v, mask="sliding_window", window=20)
+    with ThreadPoolExecutor(1) as pool:
+        planned = pool.submit(plan)
+        assert records.wait(60)
+        while not planned.done():
+            assert torch.equal(flexmasks.attention(q, k, v, mask="sliding_window", window=20), want)
+        planned.result()
+
+
+# --- training on a CPU ---
+
+
+@pytest.fixture
+def three_threads() -> Iterator[None]:
+    """Give torch three threads, whatever the number of cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+def _by_batch(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return (q >= kv) & ((kv % 5 != b) | (h == 1))
+
+
+# sizes (batch, heads, heads of keys, queries, keys), and the mask and score
+DIVIDED: dict[str, tuple[tuple[int, int, int, int, int], dict[str, Any]]] = {
+    "one head": ((1, 1, 1, 700, 700), {"mask": "sliding_window", "window": 300}),
+    "grouped heads": ((1, 6, 2, 300, 400), {"mask": "causal", "score": "alibi"}),
+    "many short": ((9, 4, 4, 70, 70), {"mask": "causal"}),
+    "by batch and head": ((3, 4, 4, 200, 180), {"mask": _by_batch}),
+    "few queries": ((1, 2, 2, 20, 9000), {"mask": "sliding_window", "window": 8000, "q_offset": 8980}),
+    "small": ((1, 2, 1, 150, 150), {"mask": "causal", "score": "softcap", "cap": 3.0}),
+    "tiny": ((1, 1, 1, 20, 20), {"mask": "causal"}),
+}
+
+
+def _trained(sizes: tuple[int, int, int, int, int], call: dict[str, Any]) -> list[Tensor]:
+    """Return output, lse and all gradients of a call, with a learned table if it has no score."""
+    batch, heads, kv_heads, q_len, kv_len = sizes
+    generator = torch.Generator().manual_seed(1)
+    shapes = (batch, heads, q_len, 16), (batch, kv_heads, kv_len, 16), (batch, kv_heads, kv_len, 16), (heads, 33)
+    *leaves, table = (torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes)
+    if "score" not in call:
+        call = call | {"score": "relative_bias", "table": table}
+        leaves.append(table)
+    out, lse = flexmasks.attention(*leaves[:3], backend="reference", return_lse=True, **call)
+    weight = torch.randn(out.shape, generator=generator, dtype=torch.float64)
+    loss = (out * weight).sum() + lse[lse.isfinite()].square().sum()
+    return [out.detach(), lse.detach(), *torch.autograd.grad(loss, leaves)]
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+def test_threads_that_share_the_tiles_give_what_one_gives(name: str, three_threads: None) -> None:
+    got = _trained(*DIVIDED[name])
+    for x, y in zip(got, _trained(*DIVIDED[name]), strict=True):
+        assert torch.equal(x, y)  # the same in each run
+    torch.set_num_threads(1)
+    for x, want in zip(got, _trained(*DIVIDED[name]), strict=True):
+        assert torch.allclose(x, want, rtol=1e-9, atol=1e-9)
+
+
+def test_no_operation_of_a_tile_waits_for_other_threads(three_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under load, each operation that is divided among threads waits until the last of them runs again."""
+    threads: dict[int, set[int]] = {}  # torch's threads for an operation, in each thread
+    parts: set[int] = set()
+    scores, tiles_of_part = tiles.Tiles._scores, tiles.Tiles._tiles
+
+    def noted(self: Any, *args: Any) -> Tensor:
+        threads.setdefault(threading.get_ident(), set()).add(torch.get_num_threads())
+        return scores(self, *args)
+
+    def dealt(self: Any, part: int) -> Iterator[Any]:
+        for tile in tiles_of_part(self, part):
+            parts.add(part)
+            yield tile
+
+    monkeypatch.setattr(tiles.Tiles, "_scores", noted)
+    monkeypatch.setattr(tiles.Tiles, "_tiles", dealt)
+    for name in ("one head", "grouped heads", "many short", "by batch and head"):
+        threads.clear()
+        parts.clear()
+        _trained(*DIVIDED[name])
+        assert parts == {0, 1, 2}, name
+        assert len(threads) <= 3, name  # a thread may take two parts
+        assert set().union(*threads.values()) == {1}, name
+        assert threading.get_ident() not in threads
+    threads.clear()
+    _trained(*DIVIDED["small"])
+    assert [*threads.values()] == [{1}]  # in one thread alone
+    # Neither the caller nor a thread that starts later has fewer threads than before.
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(lambda: torch.ones(9).sum() and torch.get_num_threads()).result() == 3
+    assert torch.get_num_threads() == 3
+
+
+def test_calls_from_many_threads_share_the_tiles_threads(three_threads: None) -> None:
+    want = {name: _trained(*DIVIDED[name]) for name in DIVIDED}
+    before = threading.active_count()
+
+    def work(number: int) -> None:
+        torch.set_num_threads(3)
+        for name in [*DIVIDED][number % len(DIVIDED) :]:
+            assert all(map(torch.equal, _trained(*DIVIDED[name]), want[name])), name
+
+    in_threads(work)
+    assert threading.active_count() <= before
+
+
+def test_errors_in_threads_are_raised(three_threads: None) -> None:
+    q = torch.randn(1, 2, 512, 16, requires_grad=True)
+
+    def wrong(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        if threading.current_thread().name.startswith("flexmasks"):
+            raise ValueError("a fault of the function")
+        return score
+
+    with pytest.raises(ValueError, match="a fault of the function"):
+        flexmasks.attention(q, q, q, mask="causal", score=wrong)
+    with torch.inference_mode():
+        seen = flexmasks.attention(q, q, q, mask="causal", backend="reference")
+    assert error(seen, flexmasks.attention(q, q, q, mask="causal").detach()) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 300, 300), (3, 2, 5, 9000), (1, 1, 700, 333), (40, 2, 30, 30), (2, 1, 8, 8)])
+def test_threads_that_share_a_softmax(
+    shape: tuple[int, ...], three_threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, weight = torch.randn(2, *shape, dtype=torch.float64)
+    x.requires_grad_()
+    threads: dict[int, set[int]] = {}
+    hidden = softmax_plain._hidden
+
+    def noted(*args: Any) -> Tensor | None:
+        threads.setdefault(threading.get_ident(), set()).add(torch.get_num_threads())
+        return hidden(*args)
+
+    def call() -> list[Tensor]:
+        y = flexmasks.masked_softmax(x, mask="causal")
+        (dx,) = torch.autograd.grad((y * weight).sum(), x, create_graph=True)
+        return [y, dx, *torch.autograd.grad(dx.square().sum(), x)]
+
+    monkeypatch.setattr(softmax_plain, "_hidden", noted)
+    got = call()
+    is_small = x.numel() < 1 << 15
+    assert set().union(*threads.values()) == ({3} if is_small else {1})
+    assert len(threads) <= (1 if x.numel() < 1 << 17 else 3)
+    assert (threading.get_ident() in threads) == is_small
+    assert not any(y.requires_grad for y in call()[2:])
+    torch.set_num_threads(1)
+    assert all(torch.allclose(a, b, rtol=1e-9, atol=1e-9) for a, b in zip(got, call(), strict=True))
