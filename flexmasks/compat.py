@@ -211,6 +211,17 @@ def is_compiling() -> bool:
     return torch.compiler.is_dynamo_compiling() or TracingContext.try_get() is not None or in_dispatch_mode()
 
 
+# Whether Dynamo tells torch.export from torch.compile: torch 2.11 takes all that it traces for an export.
+_DYNAMO_KNOWS_EXPORTS = tuple(int(n) for n in torch.__version__.split(".")[:2]) >= (2, 13)
+
+
+def is_exporting() -> bool:
+    """Return whether torch.export traces the code; with strict=True only if Dynamo knows."""
+    if torch.compiler.is_dynamo_compiling() and not _DYNAMO_KNOWS_EXPORTS:
+        return False
+    return torch.compiler.is_exporting()
+
+
 def is_refused_for_tracing(error: RuntimeError) -> bool:
     """Return whether a compiled function refused to run because some thread traces. No public equivalent."""
     return str(error).startswith("Detected that you are using FX to symbolically trace")

@@ -54,7 +54,7 @@ _UNKNOWN = ("unknown", "")  # stands for a score that is not given, or whose fun
 def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tensor | None]:
     """Run a call by operations that torch can trace."""
     q_offset = cast(int | Tensor, request.q_offset)
-    if torch.compiler.is_exporting() and torch.compiler.is_dynamo_compiling():
+    if compat.is_exporting() and torch.compiler.is_dynamo_compiling():
         fail(
             "torch.export with strict=True cannot hold how blocks are planned; export with strict=False.", RuntimeError
         )
@@ -82,7 +82,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tens
         if name in _DIRECT:
             direct = _run_directly(name, *arguments)
             return direct[0], direct[1] if request.return_lse else None
-        if name == "reference" and torch.compiler.is_exporting() and _runs_by_tiles(q, score, score_data):
+        if name == "reference" and compat.is_exporting() and _runs_by_tiles(q, score, score_data):
             # Blocks in the graph would tie it to a range of lengths.
             call = ("mask", data, q_offset, ()), score_data, q_offset, (1, 1), value_data(request.scale, q.device)
             result = _by_tiles(q, k, v, (), call)

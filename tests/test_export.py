@@ -105,7 +105,8 @@ def test_an_exported_program_learns() -> None:
 def test_strict_export() -> None:
     program = torch.export.export(Model(CALLS["softmax"]), inputs(), strict=True)
     assert program.module()(*inputs()).shape == (BATCH, HEADS, LENGTH, LENGTH)
-    with pytest.raises(Exception, match="with strict=False"):
+    message = "TreeSpec" if torch.__version__.startswith("2.11") else "with strict=False"  # where torch says it itself
+    with pytest.raises(Exception, match=message):
         torch.export.export(Model(CALLS["window"]), inputs(), strict=True)
 
 
