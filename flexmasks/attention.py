@@ -90,6 +90,9 @@ def attention(
             mask are computed by your graph, from the tensors of each run. There, make a Mask of a function that
             captures variables outside the compiled function, with `get_mask`, and write `mask.__invert__()` for
             `~mask`, which torch does not trace. Values of tensors are not checked there.
+            The same holds for torch.export.export(strict=False). A program that was exported on a CPU with gradients
+            holds the operator torch.ops.flexmasks.attend, so import flexmasks where it is loaded; exported under
+            torch.no_grad, it holds torch's flex_attention, whose blocks suit a range of lengths.
         score: a change of the scores: a name, a Score, a function (score, b, h, q, kv) -> score, or a list of them,
             applied in order.
             In half precision the gradient of a tensor that a score learns errs by the rounding of the output times
@@ -117,8 +120,10 @@ def attention(
             where neither can be: numbers by which a score decides with `if`, and global variables that it reads.
 
     Returns:
-        The output, [B, H, Q, D] in q's dtype, or (output, lse). Under torch.autocast q, k and v are first cast to its
-        dtype, as for torch's scaled_dot_product_attention. Jagged inputs give jagged outputs.
+        The output, [B, H, Q, D] in q's dtype, or (output, lse). B, Q and KV may be 0: without keys, the output is 0
+        and the lse -inf. Tensors on the meta device or of a FakeTensorMode give outputs without data. Under
+        torch.autocast q, k and v are first cast to its dtype, as for torch's scaled_dot_product_attention. Jagged
+        inputs give jagged outputs.
 
     Raises:
         ValueError, TypeError: an input does not fit; the message says what to pass.

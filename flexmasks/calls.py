@@ -20,17 +20,21 @@ from torch import Tensor
 
 from flexmasks import compat
 from flexmasks.backends.call import Call, Replay, Result, Unavailable, transformed
+from flexmasks.backends.empty import attend as attend_nothing
+from flexmasks.backends.empty import computes_nothing
 from flexmasks.backends.renewal import Renewal
 from flexmasks.backends.table import BACKENDS, check, choose
 from flexmasks.backends.table import run as run_on_backend
 from flexmasks.cache import ENTRY, Cache
 from flexmasks.masks.packed import packed
 from flexmasks.masks.paged import paged
+from flexmasks.plans.bounds import unread
 from flexmasks.plans.checks import (
     ATTENTION,
     PAGED,
     VARLEN,
     any_nested,
+    autocasts,
     check_cache,
     check_offset,
     check_sinks,
@@ -46,6 +50,7 @@ from flexmasks.spec.arguments import from_arguments, functions_of, get_mask
 from flexmasks.spec.bands import cap_of
 from flexmasks.spec.captures import Aliases, Opaque, Reader, capture_plainly
 from flexmasks.spec.definitions import is_own
+from flexmasks.spec.parameters import can_be_read
 from flexmasks.spec.values import Mask
 
 _REPLAYS: Cache[Replay] = Cache("calls", max_bytes=5 << 28)  # replays share most index tensors with the cache "blocks"
@@ -68,6 +73,12 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tens
 
 
 def _run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tensor | None]:
+    if torch.jit.is_tracing():  # type: ignore[attr-defined] # public, and not listed
+        fail(
+            "torch.jit.trace cannot hold it, because values choose what is computed; use torch.export.export or "
+            "torch.compile, and for ONNX torch.onnx.export with dynamo=True.",
+            RuntimeError,
+        )
     if not compat.is_compiling():
         return run_eagerly(q, k, v, request)
     from flexmasks import inside_compile  # loads torch's compilers
@@ -118,6 +129,8 @@ def explain(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Explanation:
     with _under_autocast(q, k, v) as (q, k, v):
         if any_nested(q, k, v):
             q, k, v, request = _laid_end_to_end(q, k, v, request)
+        if computes_nothing(q, k, v):
+            fail("`explain` needs q, k and v with data, on a real device, and at least one query and key.")
         planned = _planned(q, k, v, request)
         call = planned.call
         check(call, request.backend)
@@ -200,7 +213,7 @@ def _key_and_tensors(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple
     if type(scale) not in (float, int, type(None)) or transformed():
         return None
     device, grad = q.device, torch.is_grad_enabled()
-    if compat.autocast_anywhere() and torch.is_autocast_enabled(device.type):  # the check of all devices is fast
+    if compat.autocast_anywhere() and autocasts(device.type):  # the check of all devices is fast
         return None
     tensors: list[Tensor] = []
     functions = _simple_key(request, tensors)
@@ -282,10 +295,32 @@ def _run_first_time(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[
     """
     with _under_autocast(q, k, v) as (q, k, v):
         if not any_nested(q, k, v):
-            planned = _planned(q, k, v, request)
-            return run_on_backend(planned.call, request.backend), planned
-        out, lse, _ = run_on_backend(_planned(*_laid_end_to_end(q, k, v, request)).call, request.backend)
-    return Result(*_as_nested(q, out, lse)), None
+            return _run_dense(q, k, v, request)
+        result, _ = _run_dense(*_laid_end_to_end(q, k, v, request))
+    return Result(*_as_nested(q, result.out, result.lse)), None
+
+
+def _run_dense(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Result, _Planned | None]:
+    if computes_nothing(q, k, v):
+        return Result(*_run_nothing(q, k, v, request)), None
+    planned = _planned(q, k, v, request)
+    return run_on_backend(planned.call, request.backend), planned
+
+
+def _run_nothing(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tensor | None]:
+    """Return the result of a call that computes nothing.
+
+    Its mask and score are checked, but for the values of tensors.
+    """
+    size = unread(checked(q, k, v, request), cast(int | Tensor, request.q_offset))
+    values = from_arguments(request.mask, request.score, request.params)
+    for value in values:
+        if value is not None:
+            value.checked(size)
+    score = values[1]
+    learned = [] if score is None else [t for t in score.tensors() if t.requires_grad]
+    out, lse = attend_nothing(q, k, v, learned)
+    return out, lse if request.return_lse else None
 
 
 def _planned(q: Tensor, k: Tensor, v: Tensor, request: Request) -> _Planned:
@@ -356,7 +391,7 @@ def with_sinks(out: Tensor, lse: Tensor, sink_logits: Tensor, return_lse: bool) 
 def _under_autocast(q: Any, k: Any, v: Any) -> Iterator[tuple[Any, Any, Any]]:
     """Yield the tensors as torch.autocast casts them, and cast nothing else inside."""
     device = q.device.type if isinstance(q, Tensor) else "cpu"
-    if not torch.is_autocast_enabled(device):
+    if not autocasts(device):
         yield q, k, v
         return
     dtype = torch.get_autocast_dtype(device)
@@ -387,7 +422,7 @@ def _laid_end_to_end(q: Any, k: Any, v: Any, request: Request) -> tuple[Tensor, 
         if cast(Any, x).lengths() is not None:
             fail(f"`{name}` is a jagged nested tensor with holes; make it contiguous.")
     starts, kv_starts, v_starts = (x.offsets() for x in (q, k, v))
-    may_read = not compat.is_compiling()
+    may_read = can_be_read(kv_starts) and can_be_read(v_starts)
     if kv_starts is not v_starts and may_read and not torch.equal(kv_starts, v_starts):
         fail("the sequences of k and v have different lengths.")
     if q.shape[0] != k.shape[0]:
@@ -419,7 +454,7 @@ def _offset_of_last(kv_lens: Tensor, q_len: int) -> Tensor:
 
     Equal arguments return the same tensor, so that a later call finds the replay of an earlier one.
     """
-    if compat.is_compiling():  # values cannot be read, and torch keeps equal results by itself
+    if not can_be_read(kv_lens):  # while torch traces, it keeps equal results by itself
         return (kv_lens.long() - q_len).clamp(min=0)
     captured = is_captured(kv_lens.device)
     offset = None if captured else _OFFSETS.get(q_len, [kv_lens])
@@ -443,6 +478,6 @@ def _slots(cache: Tensor, batch: int) -> Tensor:
 
     The view is [B, Hkv, slots, D].
     """
-    if torch.is_autocast_enabled(cache.device.type):
+    if autocasts(cache.device.type):
         cache = _cast(cache, torch.get_autocast_dtype(cache.device.type))
     return cache.flatten(0, 1).transpose(0, 1).expand(batch, -1, -1, -1)

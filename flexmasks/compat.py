@@ -8,6 +8,7 @@ version. "No public equivalent" was checked on torch 2.11 and 2.13.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import functools
 import importlib
@@ -178,6 +179,24 @@ after_autograd_keys: Any = torch._C._after_autograd_keyset
 single_level_autograd: Any = enable_single_level_autograd_function
 SingleLevelFunction: Any = _SingleLevelFunction
 
+
+@functools.cache
+def _dispatch_of_new_threads() -> tuple[Any, Any]:
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        sets = torch._C._dispatch_tls_local_include_set, torch._C._dispatch_tls_local_exclude_set
+        included, excluded = (threads.submit(s).result() for s in sets)
+    return included, excluded
+
+
+def outside_operators() -> contextlib.AbstractContextManager[Any]:
+    """Let autograd and torch.vmap work inside an operator, below whose dispatch torch excludes them.
+
+    Its loss is an AttributeError at the first call. No public equivalent.
+    """
+    guard: contextlib.AbstractContextManager[Any] = torch._C._ForceDispatchKeyGuard(*_dispatch_of_new_threads())
+    return guard
+
+
 # --- torch.compile ---
 
 
@@ -190,6 +209,17 @@ def is_compiling() -> bool:
         return False
     # While Dynamo traces, the next function is constant, and Dynamo looks no further.
     return torch.compiler.is_dynamo_compiling() or TracingContext.try_get() is not None or in_dispatch_mode()
+
+
+# Whether Dynamo tells torch.export from torch.compile: torch 2.11 takes all that it traces for an export.
+_DYNAMO_KNOWS_EXPORTS = tuple(int(n) for n in torch.__version__.split(".")[:2]) >= (2, 13)
+
+
+def is_exporting() -> bool:
+    """Return whether torch.export traces the code; with strict=True only if Dynamo knows."""
+    if torch.compiler.is_dynamo_compiling() and not _DYNAMO_KNOWS_EXPORTS:
+        return False
+    return torch.compiler.is_exporting()
 
 
 def is_refused_for_tracing(error: RuntimeError) -> bool:

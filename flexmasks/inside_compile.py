@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import types
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
@@ -19,24 +18,25 @@ import torch
 from torch import Tensor
 
 from flexmasks import compat
-from flexmasks.backends import fa4, flex, forms, reference, sdpa
+from flexmasks.backends import empty, fa4, flex, forms, plain, reference, sdpa, tiles_operator
 from flexmasks.backends.call import Call
 from flexmasks.backends.slices import OverIndices
 from flexmasks.backends.table import BACKENDS, choose
 from flexmasks.blocks.elements import over_indices
+from flexmasks.blocks.lists import of_block_mask
 from flexmasks.plans.bounds import MaskKind, plan_bounds, unread
 from flexmasks.plans.checks import fail
 from flexmasks.plans.data import FirstAsData
 from flexmasks.plans.plan import block_size_for, naming
+from flexmasks.plans.portable import OfData, PortableBlockMask
 from flexmasks.plans.shifted import shifted_mask, shifted_score
 from flexmasks.plans.windows import window_of
 from flexmasks.request import Request, checked
 from flexmasks.spec.arguments import from_arguments
+from flexmasks.spec.as_data import data_of, is_readable, of_data, value_data, value_of
 from flexmasks.spec.bands import cap_of
-from flexmasks.spec.captures import Aliases, Opaque
-from flexmasks.spec.definitions import Definition, define, from_pickle
+from flexmasks.spec.captures import Aliases
 from flexmasks.spec.parameters import Size
-from flexmasks.spec.templates import made, noted, read, reads_of
 from flexmasks.spec.values import Mask, Modifier, ResolvedInner, Score
 
 _log = logging.getLogger("flexmasks")
@@ -49,30 +49,32 @@ _DIRECT: dict[str, Callable[[Call], Callable[..., tuple[Tensor, Tensor | None]]]
 _COMPILED = ("flash", "triton", "cpu")  # backends that compile the functions of mask and score
 _REASONS: list[str] = []  # reasons of refused backends, for errors
 _UNKNOWN = ("unknown", "")  # stands for a score that is not given, or whose function torch must trace
-_NONE = "none"
-_MAKE_IT_OUTSIDE = (
-    "make a Mask of it outside the compiled function, with flexmasks.get_mask(function), and pass the Mask."
-)
-_PASS_TENSORS = "let it read plain tensors and numbers, and make a Mask of it with flexmasks.get_mask(function)."
-_PROBLEM = "problem: "  # begins the name of a template that cannot be made
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tensor | None]:
     """Run a call by operations that torch can trace."""
     q_offset = cast(int | Tensor, request.q_offset)
+    if compat.is_exporting() and torch.compiler.is_dynamo_compiling():
+        fail(
+            "torch.export with strict=True cannot hold how blocks are planned; export with strict=False.", RuntimeError
+        )
     size = unread(checked(q, k, v, request), q_offset)
     mask, score = from_arguments(request.mask, request.score, request.params)
     learns = torch.is_grad_enabled() and score is not None and score.learns()
     needs_grad = learns or (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
+    if 0 in q.shape or 0 in k.shape:
+        return _without_pairs(q, k, v, mask, score, size, request.return_lse)
+    if plain.in_onnx_export():
+        return _in_plain_operations(q, k, v, request, mask, score, size)
     if request.block_mask is not None:
         name, block_mask = _backend_of_block_mask(q, request, needs_grad), request.block_mask
     else:
         mask = cast(Mask, from_arguments("full", None, {})[0] if mask is None else mask)
         resolved = mask.resolve(size)  # raises errors of parameters, which torch would not show if they came later
-        data = _data_of(mask, q.device)
-        score_data = _UNKNOWN if score is None or not _can_be_data(score) else _data_of(score, q.device)
+        data = data_of(mask, q.device)
+        score_data = _UNKNOWN if score is None or not is_readable(score) else data_of(score, q.device)
         facts = _Facts(score is not None, needs_grad, learns, request.return_lse, bool(request.kernel_options))
-        arguments = data, score_data, q_offset, q, k, v, _value_data(request.scale, q.device), tuple(facts)
+        arguments = data, score_data, q_offset, q, k, v, value_data(request.scale, q.device), tuple(facts)
         number = _chosen(request.backend, *arguments)
         if number < 0:
             fail(f"backend {request.backend!r} cannot run this call inside torch.compile: {_reason(number)}.")
@@ -80,6 +82,11 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tens
         if name in _DIRECT:
             direct = _run_directly(name, *arguments)
             return direct[0], direct[1] if request.return_lse else None
+        if name == "reference" and compat.is_exporting() and _runs_by_tiles(q, score, score_data):
+            # Blocks in the graph would tie it to a range of lengths.
+            call = ("mask", data, q_offset, ()), score_data, q_offset, (1, 1), value_data(request.scale, q.device)
+            result = _by_tiles(q, k, v, (), call)
+            return result[0], result[1] if request.return_lse else None
         indices = _planned_blocks(data, q_offset, q.detach(), k.detach(), block_size_for(size))
         mask_mod = shifted_mask(_bound(mask, resolved, size, name), _copied(q_offset) if name == "cpu" else q_offset)
         lengths: Any = (size.q_len, size.kv_len)
@@ -89,8 +96,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tens
         bound = _bound(score, score.resolve(size), size, name)
         score_mod = shifted_score(bound, _copied(q_offset) if name == "cpu" else q_offset)
     if name == "reference":
-        functions = _over_indices(mask, score, q, k, q_offset, block_mask, score_mod)
-        result = reference.attend(q, k, v, score_mod, block_mask, request.scale, functions)
+        result = _by_reference(q, k, v, request, mask, score, block_mask, score_mod)
         return result[0], result[1] if request.return_lse else None
     if not needs_grad:
         q, k, v = q.detach(), k.detach(), v.detach()
@@ -100,6 +106,32 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tens
     options = flex.options(q, k, backend, request.kernel_options, block_mask.BLOCK_SIZE)
     out, lse = flex.flex(q, k, v, score_mod, block_mask, request.scale, options, request.return_lse)
     return (flex.separate(out) if name == "cpu" else out), lse
+
+
+def _without_pairs(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, score: Score | None, size: Size, with_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return the result of a call that has no queries, no keys or no batch."""
+    if mask is not None:
+        mask.checked(size)
+    tensors = [] if score is None else [t for t in score.params.values() if isinstance(t, Tensor) and t.requires_grad]
+    out, lse = empty.attend(q, k, v, tensors)
+    return out, lse if with_lse else None
+
+
+def _in_plain_operations(
+    q: Tensor, k: Tensor, v: Tensor, request: Request, mask: Mask | None, score: Score | None, size: Size
+) -> tuple[Tensor, Tensor | None]:
+    """Return the result of a call in operations that ONNX has."""
+    q_offset = cast(int | Tensor, request.q_offset)
+    score_mod = None if score is None else shifted_score(score.bind(score.resolve(size)), q_offset)
+    if request.block_mask is not None:
+        mask_mod = request.block_mask.mask_mod
+    else:
+        mask = cast(Mask, from_arguments("full", None, {})[0] if mask is None else mask)
+        mask_mod = shifted_mask(mask.bind(mask.resolve(size)), q_offset)
+    out, lse = plain.attend(q, k, v, score_mod, mask_mod, request.scale)
+    return out, lse if request.return_lse else None
 
 
 # --- the choice of a backend ---
@@ -167,8 +199,8 @@ def _call_of(
     """Return a call that backends can be asked about while torch traces."""
     has_score, needs_grad, learns, with_lse, has_options = facts
     size = unread(_size(q, k), q_offset)
-    mask = cast(Mask, _of_data("mask", data))
-    score = None if score_data == _UNKNOWN else cast(Score, _of_data("score", score_data))
+    mask = cast(Mask, of_data("mask", data))
+    score = None if score_data == _UNKNOWN else cast(Score, of_data("score", score_data))
     tensors = [t for value in (mask, score) if value is not None for t in value.tensors()]
     window = window_of(mask, size) if isinstance(q_offset, int) else None
     pairs = size.q_len * size.kv_len
@@ -189,7 +221,7 @@ def _call_of(
         first_as_data=FirstAsData.NONE,
         score_mod=None if not has_score else lambda: _as_kernels_see(cast(Score, score), size, q_offset),
         score_is_own=score is not None and score.is_own(),
-        scale=_value_of("mask", scale),
+        scale=value_of("mask", scale),
         with_lse=with_lse,
         kernel_options={"given": True} if has_options else None,
         kernel_key=(("traced", data[:2]), score_data[:2]),
@@ -263,7 +295,7 @@ def _planned_blocks(
 ) -> tuple[Tensor, ...]:
     """Return the index tensors of a mask's blocks.
 
-    data: the mask as `_data_of` returns it.
+    data: the mask as `data_of` returns it.
     """
     with _errors_logged():
         return _blocks_of(data, q_offset, q, k, block_size)
@@ -282,7 +314,7 @@ def _errors_logged() -> Iterator[None]:
 def _blocks_of(
     data: Any, q_offset: int | Tensor, q: Tensor, k: Tensor, block_size: tuple[int, int]
 ) -> tuple[Tensor, ...]:
-    mask, size = cast(Mask, _of_data("mask", data)), _size(q, k)
+    mask, size = cast(Mask, of_data("mask", data)), _size(q, k)
     with torch.no_grad(), naming(mask):
         layout = plan_bounds(MaskKind(mask, q_offset, size, False, block_size)).layout
     if q.is_cuda:
@@ -290,149 +322,90 @@ def _blocks_of(
     return tuple(flex.separate(x) for x in layout.indices)  # torch's CPU kernel fails if two lists share their memory
 
 
-def _over_indices(
-    mask: Mask | None,
-    score: Score | None,
+# --- the reference backend ---
+
+
+def _by_reference(
     q: Tensor,
     k: Tensor,
-    q_offset: int | Tensor,
+    v: Tensor,
+    request: Request,
+    mask: Mask | None,
+    score: Score | None,
     block_mask: compat.BlockMask,
     score_mod: Callable[..., Tensor] | None,
-) -> OverIndices:
-    """Return the functions of a call over vectors of indices.
+) -> tuple[Tensor, Tensor]:
+    """Return output and lse: by tiles, as one operator, or by slices, which torch traces.
 
-    torch.compile can trace vmap only where no checkpoint is around, so the functions run behind its back if they can.
+    The operator runs on the CPU, where reading the values of tensors waits for nothing, and knows no transforms.
     """
+    q_offset = cast(int | Tensor, request.q_offset)
+    visible = _visible(mask, block_mask, q_offset, q.device)
+    score_data = _UNKNOWN if score is None or not is_readable(score) else data_of(score, q.device)
+    if visible is not None and _runs_by_tiles(q, score, score_data):
+        scale, blocks = value_data(request.scale, q.device), of_block_mask(block_mask)
+        call = visible, score_data, q_offset, block_mask.BLOCK_SIZE, scale
+        return cast(tuple[Tensor, Tensor], _by_tiles(q, k, v, blocks, call))
     of_mask = over_indices(block_mask.mask_mod)
     of_scores = None if score_mod is None else over_indices(score_mod, (0,))
     like_q, like_k = q.detach(), k.detach()
-    if mask is not None:
-        mask_data = _data_of(mask, q.device)
+    # torch.compile can trace vmap only where no checkpoint is around, so functions run behind its back if they can.
+    if visible is not None:
 
         def of_mask(*indices: Tensor) -> Tensor:
-            return cast(Tensor, _masked(mask_data, q_offset, like_q, like_k, *indices))
+            return cast(Tensor, _masked(visible, block_mask.BLOCK_SIZE, like_q, like_k, *indices))
 
-    if score is not None and _can_be_data(score):
-        score_data = _data_of(score, q.device)
+    if score_data != _UNKNOWN:
 
         def of_scores(scores: Tensor, *indices: Tensor) -> Tensor:
             return cast(Tensor, _scored(score_data, q_offset, like_q, like_k, scores, *indices))
 
-    return OverIndices(of_mask, of_scores)
+    return reference.attend(q, k, v, score_mod, block_mask, request.scale, OverIndices(of_mask, of_scores))
+
+
+def _runs_by_tiles(q: Tensor, score: Score | None, score_data: Any) -> bool:
+    return q.device.type == "cpu" and (score is None or score_data != _UNKNOWN) and not compat.transforms_active()
+
+
+def _visible(mask: Mask | None, block_mask: compat.BlockMask, q_offset: int | Tensor, device: torch.device) -> Any:
+    """Return the keys that queries see as `Described.visible` has them.
+
+    The result is None for a function that torch must trace.
+    """
+    sizes: tuple[int, ...] = ()
+    if mask is None and isinstance(block_mask, PortableBlockMask):
+        source = block_mask.source
+        if isinstance(source, OfData):
+            return "bits", source.words, source.table
+        mask, q_offset, sizes = source.mask, source.q_offset, (source.batch, source.heads)
+        if not is_readable(mask):
+            return None
+    return None if mask is None else ("mask", data_of(mask, device), q_offset, sizes)
 
 
 @compat.nonstrict_trace
-def _masked(data: Any, q_offset: int | Tensor, q: Tensor, k: Tensor, *indices: Tensor) -> Tensor:
+def _by_tiles(q: Tensor, k: Tensor, v: Tensor, blocks: tuple[Tensor, ...], call: Any) -> tuple[Tensor, Tensor]:
+    visible, score, q_offset, block_size, scale = call
+    score = None if score == _UNKNOWN else score
+    described = tiles_operator.Described(visible, score, q_offset, block_size, value_of("score", scale))
+    return tiles_operator.attend(q, k, v, blocks, described)
+
+
+@compat.nonstrict_trace
+def _masked(visible: Any, block_size: tuple[int, int], q: Tensor, k: Tensor, *indices: Tensor) -> Tensor:
     """Return a mask over vectors of indices."""
-    mask = _of_data("mask", data)
     with torch.no_grad():
-        resolved = mask.resolve(unread(_size(q, k), q_offset))
-        return over_indices(shifted_mask(mask.bind(resolved), q_offset))(*indices)
+        call = tiles_operator.Described(visible, None, 0, block_size, None)
+        return over_indices(call.mask_mod(q, k))(*indices)
 
 
 @compat.nonstrict_trace
 def _scored(data: Any, q_offset: int | Tensor, q: Tensor, k: Tensor, scores: Tensor, *indices: Tensor) -> Tensor:
     """Return the changed scores over vectors of indices."""
-    score = _of_data("score", data)
-    resolved = score.resolve(unread(_size(q, k), q_offset))
-    return over_indices(shifted_score(score.bind(resolved), q_offset), (0,))(scores, *indices)
+    score_mod = tiles_operator.Described((), data, q_offset, (1, 1), None).score_mod(q, k)
+    return over_indices(cast(Callable[..., Tensor], score_mod), (0,))(scores, *indices)
 
 
 def _size(q: Tensor, k: Tensor) -> Size:
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return Size(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device, dtype=dtype)
-
-
-# --- masks as data: strings, numbers and tensors in tuples ---
-
-
-def _data_of(mask: Modifier, device: torch.device) -> Any:
-    """Return a mask as data. torch traces this function."""
-    definition = mask.definition
-    name: str = definition.name
-    captured: list[Any] = []
-    if not definition.own:
-        name, captured = _name_and_captured(definition)
-    params = []
-    for key, value in mask.params.items():
-        parameter = definition.parameters[key]
-        if parameter.is_sequence(value) and not isinstance(value[0] if value else None, Modifier):
-            value = parameter.tensor(value, device)
-        params.append((key, _value_data(value, device)))
-    return definition.own, name, tuple(captured), tuple(params)
-
-
-def _can_be_data(value: Modifier) -> bool:
-    """Return whether all functions of a mask or score were looked into outside."""
-    if not (value.definition.own or isinstance(value.definition.reads, tuple)):
-        return False
-    for parameter in value.params.values():
-        for inner in parameter if isinstance(parameter, tuple) else (parameter,):
-            if isinstance(inner, Modifier) and not _can_be_data(inner):
-                return False
-    return True
-
-
-def _name_and_captured(definition: Definition) -> tuple[str, list[Any]]:
-    """Return the name of the template of a user's functions, and what they captured."""
-    function, reads, what = definition.function, definition.reads, f"the {definition.kind} function {definition.name!r}"
-    if isinstance(reads, str):
-        fail(f"{what} reads {reads}, which torch.compile cannot follow; {_PASS_TENSORS}")
-    if not isinstance(function, types.FunctionType):
-        fail(f"{what} is a {type(function).__name__}, which torch.compile cannot follow; pass a plain function.")
-    if reads is not None:
-        name, captured = f"{_noted(*definition.functions)}", read(reads)
-    elif function.__code__.co_freevars:  # not a Mask made outside
-        fail(f"{what} captures variables; {_MAKE_IT_OUTSIDE}")
-    else:
-        name, captured = f"{_noted_alone(function)}", []
-    if name.startswith(_PROBLEM):
-        fail(f"{what} reads {name.removeprefix(_PROBLEM)}; {_MAKE_IT_OUTSIDE}")
-    return name, captured
-
-
-@compat.constant_in_graphs
-def _noted(*functions: Any) -> str:
-    try:
-        return noted(*functions)
-    except Opaque as problem:
-        return f"{_PROBLEM}{problem}"
-
-
-@compat.constant_in_graphs
-def _noted_alone(function: Any) -> str:
-    """Return the name of the template of a function that captures nothing."""
-    reads = reads_of(function)
-    if reads:
-        return f"{_PROBLEM}{reads if isinstance(reads, str) else 'tensors or numbers among its variables'}"
-    return noted(function, None, None, None)
-
-
-def _definition_of(kind: str, template: str, captured: Any) -> Definition:
-    """Return the definition of a user's functions."""
-    function, prepare, inner_size, native = made(template, captured)
-    return define(kind, function, prepare=prepare, inner_size=inner_size, native=native)
-
-
-def _value_data(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Modifier):
-        return "inner", _data_of(value, device)
-    if isinstance(value, tuple):
-        return "tuple", tuple([_value_data(v, device) for v in value])
-    return (_NONE,) if value is None else ("value", value)
-
-
-def _of_data(kind: str, data: Any) -> Modifier:
-    """Return the mask or score that `_data_of` turned into data."""
-    own, name, captured, params = data
-    definition = from_pickle(kind, name) if own else _definition_of(kind, name, captured)
-    cls = Mask if kind == "mask" else Score
-    return cls(definition, {key: _value_of(kind, value) for key, value in params})
-
-
-def _value_of(kind: str, data: Any) -> Any:
-    if data[0] == "inner":
-        return _of_data(kind, data[1])
-    if data[0] == "tuple":
-        return tuple(_value_of(kind, v) for v in data[1])
-    return None if data[0] == _NONE else data[1]

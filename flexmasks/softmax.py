@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexmasks.backends import plain
 from flexmasks.kernels.softmax_operator import masked_softmax as softmax_operator
 from flexmasks.plans.rows import Rows, rows_of
 from flexmasks.plans.softmax_checks import ARRAYS, check_hidden, check_scores, check_visible
@@ -45,7 +46,8 @@ def masked_softmax(x: Tensor, *, mask: MaskLike | Tensor | None = None, scale: f
     It is differentiable in x: all of torch's transforms know it, in derivatives of any order, forward and reverse.
     Where values cannot be read (inside torch.compile, torch.export and make_fx, of fake and meta tensors, under
     torch.vmap over tensors of the mask) a mask that is no tensor becomes a boolean tensor, with only the dimensions on
-    which it depends. Visible places at which the softmax underflows to 0 pass on no gradient.
+    which it depends. torch.onnx.export(dynamo=True) gets plain operations. Visible places at which the softmax
+    underflows to 0 pass on no gradient.
 
     Source: Milakov and Gimelshein, Online normalizer calculation for softmax, 2018.
 
@@ -58,12 +60,16 @@ def masked_softmax(x: Tensor, *, mask: MaskLike | Tensor | None = None, scale: f
                 [0.0000, 0.0000, 0.0000, 0.0000]])
     """
     check_scores("flexmasks.masked_softmax", x, scale, ndim=4)
+    if plain.in_onnx_export() and torch.jit.is_tracing():  # type: ignore[attr-defined] # public, and not listed
+        raise RuntimeError("flexmasks.masked_softmax: torch.onnx.export needs dynamo=True.")
     if mask is None or isinstance(mask, (Tensor, *ARRAYS)):
         from_arguments(None, None, params)  # raises for any parameter: only a mask given by name takes parameters
         check_visible("flexmasks.masked_softmax", x, mask)
         rows = Rows(seen=mask)
     else:
         rows = rows_of(mask, params, x)
+    if plain.in_onnx_export():
+        return plain.softmax(x, None if rows.seen is None else ~rows.seen, scale)
     return softmax_operator(x, rows.bounds, rows.bits, rows.seen, True, torch.sym_float(scale))
 
 
@@ -97,4 +103,6 @@ def scaled_masked_softmax(x: Tensor, mask: Tensor, scale: float = 1.0) -> Tensor
     """
     check_scores("flexmasks.scaled_masked_softmax", x, scale)
     check_hidden("flexmasks.scaled_masked_softmax", x, mask)
+    if plain.in_onnx_export():
+        return plain.softmax(x, mask.bool(), scale)
     return softmax_operator(x, None, None, mask, False, torch.sym_float(scale))

@@ -282,9 +282,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "None": (attending_to(v=None), "`v` must be a tensor"),
     "NumPy": (attending_to(Q.numpy()), "got q ndarray"),
     "sparse": (attending_to(Q.to_sparse(), K.to_sparse(), V.to_sparse()), "`q`"),
-    "no queries": (attending_to(Q[:, :, :0]), "`q` is empty"),
-    "no keys": (attending_to(Q, K[:, :, :0], V[:, :, :0]), "`k` is empty"),
-    "no batch": (attending_to(Q[:0], K[:0], V[:0]), "`q` is empty"),
+    "no heads": (attending_to(Q[:, :0], K[:, :0], V[:, :0]), "`q` is empty"),
     "no head size": (attending_to(Q[..., :0], K[..., :0], V[..., :0]), "`q` is empty"),
     # other arguments
     "scale NaN": (masked(scale=float("nan")), "`scale` must be a finite number, or None for 1 / sqrt(D), got nan"),

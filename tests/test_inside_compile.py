@@ -283,6 +283,39 @@ _FUNCTIONS = {
     "parameters": flexmasks.get_mask(_with_tables, ids=DOCUMENTS, window=9),
     "plain": _plain,
 }
+_TABLE = torch.arange(128)
+_BLOCK_MASKS: dict[str, _Call] = {
+    "documents": lambda: flexmasks.block_mask(_CAUSAL_DOCUMENTS, LENGTH, batch=BATCH),
+    "offset": lambda: flexmasks.block_mask("sliding_window", LENGTH, LENGTH, window=9, q_offset=5),
+    "function": lambda: flexmasks.block_mask(lambda b, h, q, kv: (q >= kv) & (_TABLE[q] - kv < 20), LENGTH),
+    "data": lambda: flexmasks.block_mask(
+        lambda b, h, q, kv: (q - kv) % (h + 3) == 0, LENGTH, heads=HEADS, as_data=True
+    ),
+}
+
+
+@pytest.mark.parametrize("name", _BLOCK_MASKS)
+@pytest.mark.parametrize("in_checkpoint", [False, True])
+def test_block_masks_train(name: str, in_checkpoint: bool) -> None:
+    block_mask = _BLOCK_MASKS[name]()
+
+    def block(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
+        out: Tensor = flexmasks.attention(q.sin(), k, v, block_mask=block_mask, score="alibi", slopes=slopes)
+        return out
+
+    def call(*tensors: Tensor) -> Tensor:
+        return checkpoint(block, *tensors, use_reentrant=False) if in_checkpoint else block(*tensors)
+
+    seen = block_mask.mask_mod(*torch.meshgrid(*map(torch.arange, (BATCH, HEADS, LENGTH, LENGTH)), indexing="ij"))
+
+    def want(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
+        distance = torch.arange(LENGTH) - torch.arange(LENGTH)[:, None]
+        return attend(q.sin(), k, v, seen, lambda scores: scores + slopes[:, None, None] * distance)[0]
+
+    check(call, *leaves(), torch.rand(HEADS), want=want, tolerance=1e-4)
+    assert graphs() == 1
+
+
 _COMPOSED: dict[str, _Call] = {
     "score": lambda q, k, v, slopes: flexmasks.attention(
         q, k, v, mask="document", document_ids=DOCUMENTS, score=["alibi", "softcap"], slopes=slopes, cap=3.0

@@ -267,7 +267,7 @@ def _with(values: tuple[Any, ...], place: int, value: Any) -> tuple[Any, ...]:
 def test_damaged_pickles_of_block_masks() -> None:
     """Kernels would read memory outside of their tensors."""
     of_mask, of_data = (
-        flexmasks.block_mask(MASKS["documents"], LENGTH, as_data=data).__reduce__()[1] for data in (0, 1)
+        flexmasks.block_mask(MASKS["documents"], LENGTH, as_data=data).__reduce__()[1] for data in (False, True)
     )
     loaded_block_mask(*of_mask), loaded_block_mask(*of_data)
     lists, lengths, size, state = of_mask

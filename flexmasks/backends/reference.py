@@ -6,10 +6,11 @@ Tests compare the kernels with it, and on a CPU it runs the calls that need a gr
 computes a call in one of two ways, with equal results:
 
 - By tiles (`flexmasks.backends.tiles`): the fast way, with a forward and a backward pass written by hand. torch sees
-  one operation with a gradient, and can neither look inside it nor differentiate its backward pass.
+  one operation with a gradient, and can neither look inside it nor differentiate its backward pass. In a user's
+  torch.compile it is the operator of `flexmasks.backends.tiles_operator`.
 - By slices (`flexmasks.backends.slices`): the slower way, made of operations that torch differentiates. It runs where
-  torch must look inside: in transforms of torch.func, in a user's torch.compile, for derivatives of gradients, for
-  batches of gradients, and where it cannot be known which tensors a score_mod learns.
+  torch must look inside: in transforms of torch.func, in a user's torch.compile on a GPU, for derivatives of
+  gradients, for batches of gradients, and where it cannot be known which tensors a score_mod learns.
 
 Nothing hidden reaches an output or a gradient, not even NaN or infinity: the products run over finite values, and the
 rows that do see a value that is not finite become NaN.
@@ -28,9 +29,7 @@ from torch import Tensor
 from flexmasks import compat
 from flexmasks.backends.call import Call, Result
 from flexmasks.backends.slices import OverIndices, attend_by_slices, is_traced_or_transformed
-from flexmasks.backends.tiles import Tiles
-from flexmasks.blocks.elements import over_indices
-from flexmasks.spec.captures import Opaque, capture
+from flexmasks.backends.tiles import Tiles, Visible, learned_by
 
 
 def refuses(call: Call) -> str | None:
@@ -62,12 +61,12 @@ def attend(
     by_slices = functools.partial(
         attend_by_slices, score_mod=score_mod, block_mask=block_mask, scale=scale, functions=functions
     )
-    learned = None if is_traced_or_transformed() else _learned(score_mod, q.device)
+    learned = None if is_traced_or_transformed() else learned_by(score_mod, q.device)
     if learned is None:
         return by_slices(q, k, v)
     # Selective checkpointing keeps the results of single operations, which tiles overwrite.
     with compat.without_dispatch_modes() if compat.keeps_results() else contextlib.nullcontext():
-        tiles = Tiles(q, k, score_mod, block_mask, scale)
+        tiles = Tiles(q, k, score_mod, Visible.of(block_mask), scale)
         if not torch.is_grad_enabled():
             return tiles.forward(q, k, v)
         return _AttendByTiles.apply(tiles, by_slices, q, k, v, *learned)  # type: ignore[no-any-return]
@@ -101,19 +100,3 @@ class _AttendByTiles(torch.autograd.Function):
             outputs = ctx.by_slices(*tensors[:3])
         gradients = iter(torch.autograd.grad(outputs, inputs, grads, create_graph=differentiable, allow_unused=True))
         return None, None, *(next(gradients) if need else None for need in needed)
-
-
-def _learned(score_mod: Callable[..., Tensor] | None, device: torch.device) -> list[Tensor] | None:
-    """Return the captured tensors of a score_mod that need a gradient, or None if unknown."""
-    if score_mod is None or not torch.is_grad_enabled():
-        return []
-    tensors: list[Tensor] = []
-    try:
-        capture(score_mod, tensors)
-    except Opaque:
-        # If the result for one score needs no gradient, the variables that cannot be read learn nothing.
-        index = torch.zeros(1, dtype=torch.int64, device=device)
-        score = torch.zeros((1, 1, 1, 1), device=device)
-        if over_indices(score_mod, (0,))(score, index, index, index, index).requires_grad:
-            return None
-    return [t for t in tensors if t.requires_grad]

@@ -30,6 +30,7 @@ from torch import Tensor
 from flexmasks import compat
 from flexmasks.blocks.elements import Elements, over_indices
 from flexmasks.blocks.lists import of_block_mask
+from flexmasks.spec.captures import Opaque, capture
 from flexmasks.workers import Workers
 
 _MAX_SCORES = 1 << 21  # in a tile, so that they stay in a large cache and threads seldom wait for each other
@@ -61,6 +62,19 @@ class _Tile(NamedTuple):
     keys: _ReachedKeys
 
 
+class Visible(NamedTuple):
+    """The keys that each query sees: a function, and blocks."""
+
+    mask_mod: Callable[..., Tensor]
+    partial: Tensor  # bool[B or 1, H or 1, rows, columns] of blocks
+    full: Tensor
+    block_size: tuple[int, int]  # queries, keys
+
+    @classmethod
+    def of(cls, block_mask: compat.BlockMask) -> Visible:
+        return cls(block_mask.mask_mod, *of_block_mask(block_mask), block_mask.BLOCK_SIZE)
+
+
 class _Backward(NamedTuple):
     """Tensors that all parts of the backward pass share."""
 
@@ -87,7 +101,7 @@ class Tiles:
         q: Tensor,
         k: Tensor,
         score_mod: Callable[..., Tensor] | None,
-        block_mask: compat.BlockMask,
+        visible: Visible,
         scale: float | None,
     ) -> None:
         self._batch, self._heads, self._q_len, size = q.shape
@@ -96,9 +110,8 @@ class Tiles:
         self._device = q.device
         self._dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
         self._integer = torch.int64 if q.dtype == torch.float64 else torch.int32  # as wide as a score
-        self._score_mod, self._elements = score_mod, Elements(block_mask.mask_mod, q.device)
-        self._block_size = block_mask.BLOCK_SIZE
-        self._partial, self._full = of_block_mask(block_mask)
+        self._score_mod, self._elements = score_mod, Elements(visible.mask_mod, q.device)
+        self._block_size, self._partial, self._full = visible.block_size, visible.partial, visible.full
         self._scale = 1 / math.sqrt(size) if scale is None else scale
         # Powers of 2 are cheaper than powers of e. Without a score_mod, scores are logarithms to base 2 from the start.
         self._base, self._to_base_2 = (_LOG2E, 1.0) if score_mod is None else (1.0, _LOG2E)
@@ -428,6 +441,22 @@ class Tiles:
 
     def _indices(self, *slices: slice) -> list[Tensor]:
         return [torch.arange(s.start, s.stop, device=self._device) for s in slices]
+
+
+def learned_by(score_mod: Callable[..., Tensor] | None, device: torch.device) -> list[Tensor] | None:
+    """Return the captured tensors of a score_mod that need a gradient, or None if unknown."""
+    if score_mod is None or not torch.is_grad_enabled():
+        return []
+    tensors: list[Tensor] = []
+    try:
+        capture(score_mod, tensors)
+    except Opaque:
+        # If the result for one score needs no gradient, the variables that cannot be read learn nothing.
+        index = torch.zeros(1, dtype=torch.int64, device=device)
+        score = torch.zeros((1, 1, 1, 1), device=device)
+        if over_indices(score_mod, (0,))(score, index, index, index, index).requires_grad:
+            return None
+    return [t for t in tensors if t.requires_grad]
 
 
 def _length(part: slice) -> int:

@@ -34,6 +34,11 @@ def any_nested(*tensors: Any) -> bool:
     return any(isinstance(x, Tensor) and x.is_nested for x in tensors)
 
 
+def autocasts(device_type: str) -> bool:
+    """Return whether torch.autocast is on for a type of device; the type "meta" has none."""
+    return device_type != "meta" and torch.is_autocast_enabled(device_type)
+
+
 def check_qkv(q: Any, k: Any, v: Any) -> None:
     """Check q [B, H, Q, D] against k and v [B, Hkv, KV, D]."""
 
@@ -49,8 +54,6 @@ def check_qkv(q: Any, k: Any, v: Any) -> None:
         wrong("q, k and v must have one dtype", TypeError)
     if not q.device == k.device == v.device:
         wrong("q, k and v must be on one device")
-    if q.device.type == "meta":
-        wrong("q, k and v have no data")
     if not q.shape[0] == k.shape[0] == v.shape[0]:
         wrong("q, k and v must have one batch size")
     if not q.shape[3] == k.shape[3] == v.shape[3]:
@@ -83,7 +86,7 @@ def check_cache(q: Any, k_cache: Any, v_cache: Any, page_table: Any, kv_lens: An
     _check_strided(wrong, q=(q, "[B, H, Q, D]"), k_cache=(k_cache, dims), v_cache=(v_cache, dims))
     if k_cache.shape != v_cache.shape:
         wrong("k_cache and v_cache must have one shape")
-    if not q.dtype == k_cache.dtype == v_cache.dtype and not torch.is_autocast_enabled(q.device.type):
+    if not q.dtype == k_cache.dtype == v_cache.dtype and not autocasts(q.device.type):
         wrong("q, k_cache and v_cache must have one dtype", TypeError)
     if not q.device == k_cache.device == v_cache.device:
         wrong("q, k_cache and v_cache must be on one device")
@@ -110,7 +113,7 @@ def check_cache(q: Any, k_cache: Any, v_cache: Any, page_table: Any, kv_lens: An
 
 
 def _check_strided(wrong: Callable[..., NoReturn], **tensors: tuple[Any, str]) -> None:
-    """Check that tensors are dense, of 4 dimensions, and not empty.
+    """Check that tensors are dense, of 4 dimensions, and have heads.
 
     tensors: each tensor by name, with its dimensions as text.
     """
@@ -121,8 +124,9 @@ def _check_strided(wrong: Callable[..., NoReturn], **tensors: tuple[Any, str]) -
             wrong(f"`{name}` must be a dense tensor, it is {x.layout}")
         if x.ndim != 4:
             wrong(f"`{name}` must have 4 dimensions, {dims}")
-        if 0 in x.shape:
-            wrong(f"`{name}` is empty; every dimension must be at least 1")
+        sizes = x.shape if "n_pages" in dims else (x.shape[1], x.shape[3])
+        if 0 in sizes:
+            wrong(f"`{name}` is empty; the heads, the head size and the pages must be at least 1")
 
 
 def _check_groups(wrong: Callable[..., NoReturn], heads: int, kv_heads: int) -> None:

@@ -61,7 +61,7 @@ class MaskData:
 
     def block_mask(self, for_flash: bool = False) -> compat.BlockMask:
         """Return the BlockMask, whose function reads the bits."""
-        read = _divided if for_flash else _shifted
+        read = _divided if for_flash else reading_bits
         arguments: Any = (
             self.lengths, *self.lists, self.block_size, read(self.words, self.table, self.block_size),
         )  # fmt: skip
@@ -110,7 +110,7 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length() if n else 0
 
 
-def _shifted(words: Tensor, table: Tensor, block_size: tuple[int, int]) -> Callable[..., Tensor]:
+def reading_bits(words: Tensor, table: Tensor, block_size: tuple[int, int]) -> Callable[..., Tensor]:
     """Return a mask_mod that reads bits by shifts."""
     (q_shift, kv_shift), (q_rest, kv_rest) = (n.bit_length() - 1 for n in block_size), (n - 1 for n in block_size)
     has_batch, has_heads = table.shape[0] > 1, table.shape[1] > 1

@@ -58,6 +58,8 @@ class Lengths:
         if device is None:
             tensors = [t for t in [*mask.tensors(), self.q_offset] if isinstance(t, Tensor)]
             device = tensors[0].device if tensors else "cpu"
+        if isinstance(torch.empty(0), compat.FakeTensor):
+            fail("blocks depend on values, which a FakeTensorMode does not have; call it outside.", call=call)
         try:
             device = torch.device(device)
         except (RuntimeError, TypeError) as error:

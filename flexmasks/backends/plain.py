@@ -1,0 +1,57 @@
+"""Attention and the masked softmax in plain operations, which ONNX has."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from flexmasks.blocks.elements import over_indices
+
+
+def in_onnx_export() -> bool:
+    """Return whether torch.onnx.export traces this code, other than by torch.compile."""
+    if torch.compiler.is_dynamo_compiling():
+        return False
+    is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined]
+    return is_traced and torch.onnx.is_in_onnx_export()
+
+
+def softmax(x: Tensor, hidden: Tensor | None, scale: float) -> Tensor:
+    """Return softmax(x * scale) over visible columns, and 0 elsewhere.
+
+    hidden: booleans that broadcast to x, True = hidden, or None.
+    """
+    scores = x.to(torch.promote_types(x.dtype, torch.float32)) * scale
+    if hidden is None:
+        return scores.softmax(-1).to(x.dtype)
+    weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
+    return weights.masked_fill(hidden, 0.0).to(x.dtype)  # the weights of a row that sees nothing are NaN
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    score_mod: Callable[..., Tensor] | None,
+    mask_mod: Callable[..., Tensor],
+    scale: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the output [B, H, Q, D] and the natural log-sum-exp [B, H, Q].
+
+    score_mod, mask_mod: the bound functions of the score, or None, and of the mask.
+    """
+    batch, heads, q_len, size = q.shape
+    precise = torch.float64 if q.dtype == torch.float64 else torch.float32
+    k, v = (x.to(precise).repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
+    indices = [torch.arange(n, device=q.device) for n in (batch, heads, q_len, k.shape[2])]
+    scores = (q.to(precise) * (1 / math.sqrt(size) if scale is None else scale)) @ k.transpose(-2, -1)
+    if score_mod is not None:
+        scores = over_indices(score_mod, (0,))(scores, *indices).to(precise)
+    hidden = ~over_indices(mask_mod)(*indices)
+    out = softmax(scores, hidden, 1.0) @ v
+    sees_nothing = hidden.all(-1).expand(scores.shape[:-1])
+    lse = scores.masked_fill(hidden, -math.inf).logsumexp(-1)
+    return out.to(q.dtype), lse.masked_fill(sees_nothing, -math.inf)

@@ -1,0 +1,218 @@
+"""Attention by tiles as an operator for graphs, torch.ops.flexmasks.attend.
+
+A graph of torch.compile or torch.export holds one node for the forward pass and one for the backward pass. Both read
+the values of tensors when they run, as `flexmasks.backends.tiles` must, which no traced operation may. The node holds
+the mask and the score as data, see `flexmasks.spec.as_data`: tensors, numbers, and a text that says how they belong
+together. The text is the same in every process, because graphs are kept in files.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from flexmasks import compat
+from flexmasks.backends.tiles import Tiles, Visible, learned_by
+from flexmasks.plans.bounds import MaskKind, plan_bounds, unread
+from flexmasks.plans.data import reading_bits
+from flexmasks.plans.plan import block_size_for
+from flexmasks.plans.shifted import shifted_mask, shifted_score
+from flexmasks.spec.as_data import of_data
+from flexmasks.spec.parameters import Size
+from flexmasks.spec.values import Mask
+
+
+class Described(NamedTuple):
+    """A call as data, without q, k and v and the blocks.
+
+    visible: ("mask", data, q_offset, sizes), with the batch size and the number of heads that the mask sees, or () for
+        those of the call; or ("bits", words, table), see `flexmasks.plans.data`.
+    score: the data of the score, or None.
+    q_offset: where the queries start, for the score.
+    """
+
+    visible: tuple[Any, ...]
+    score: Any
+    q_offset: int | Tensor
+    block_size: tuple[int, int]
+    scale: float | None
+
+    def mask_mod(self, q: Tensor, k: Tensor) -> Callable[..., Tensor]:
+        """Return the mask's function for queries and keys, which it reads no values of."""
+        kind, *parts = self.visible
+        if kind == "bits":
+            words, table = parts
+            return reading_bits(words, table, self.block_size)
+        data, q_offset, sizes = parts
+        mask = of_data("mask", data)
+        return shifted_mask(mask.bind(mask.resolve(_size(q, k, q_offset, sizes))), q_offset)
+
+    def planned(self, q: Tensor, k: Tensor) -> Visible:
+        """Return what queries see, with blocks of the size that suits the lengths."""
+        _, data, q_offset, sizes = self.visible
+        size = _size(q, k, q_offset, sizes)
+        block_size = block_size_for(size)
+        kind = MaskKind(cast(Mask, of_data("mask", data)), q_offset, size, False, block_size)
+        indices = plan_bounds(kind).layout.indices
+        arguments: Any = ((size.q_len, size.kv_len), *indices, block_size, self.mask_mod(q, k))
+        return Visible.of(compat.BlockMask(*arguments))
+
+    def score_mod(self, q: Tensor, k: Tensor) -> Callable[..., Tensor] | None:
+        """Return the score's function for queries and keys, or None."""
+        if self.score is None:
+            return None
+        score = of_data("score", self.score)
+        return shifted_score(score.bind(score.resolve(_size(q, k, self.q_offset))), self.q_offset)
+
+
+def _size(q: Tensor, k: Tensor, q_offset: int | Tensor, sizes: tuple[int, ...] = ()) -> Size:
+    """Return the sizes of a call, in which no value is read."""
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    batch, heads = sizes or q.shape[:2]
+    return unread(Size(batch, heads, q.shape[2], k.shape[2], q.device, dtype=dtype), q_offset)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, blocks: tuple[Tensor, ...], call: Described) -> tuple[Tensor, Tensor]:
+    """Return the output and the log-sum-exp of a call, by one node of a graph.
+
+    They are those of `reference.attend`.
+
+    blocks: which blocks are partial and which are full, bool [B or 1, H or 1, rows, columns]; or nothing, and the
+        operator plans them.
+    """
+    leaves = _Leaves([], [], [])
+    text = repr(leaves.text(tuple(call)))
+    partial, full = blocks or (torch.empty(0, dtype=torch.bool, device=q.device) for _ in range(2))
+    return _attend(q, k, v, partial, full, *leaves, text)  # type: ignore[no-any-return]
+
+
+class _Leaves(NamedTuple):
+    """The parts of a call that its text does not hold."""
+
+    tensors: list[Tensor]
+    numbers: list[int]  # symbolic ones
+    floats: list[float]
+
+    def text(self, value: Any) -> Any:
+        """Return a value with places of leaves in it, made of tuples, strings and numbers."""
+        if isinstance(value, tuple | list):
+            return "tuple", tuple(map(self.text, value))
+        if isinstance(value, Tensor):
+            return self._place("tensors", value)
+        if isinstance(value, torch.SymInt):
+            return self._place("numbers", value)
+        if isinstance(value, float | torch.SymFloat):
+            return self._place("floats", value)
+        return "constant", value
+
+    def _place(self, name: str, value: Any) -> tuple[str, int]:
+        leaves = getattr(self, name)
+        leaves.append(value)
+        return name, len(leaves) - 1
+
+    def value(self, text: Any) -> Any:
+        """Return the value of which `text` was made."""
+        kind, part = text
+        if kind == "tuple":
+            return tuple(map(self.value, part))
+        return part if kind == "constant" else getattr(self, kind)[part]
+
+
+_parsed = functools.lru_cache(maxsize=256)(ast.literal_eval)
+
+
+def _described(tensors: Sequence[Tensor], numbers: Sequence[int], floats: Sequence[float], text: str) -> Described:
+    return Described(*_Leaves(list(tensors), list(numbers), list(floats)).value(_parsed(text)))
+
+
+def _tiles(q: Tensor, k: Tensor, partial: Tensor, full: Tensor, call: Described, score_mod: Any) -> Tiles:
+    visible = Visible(call.mask_mod(q, k), partial, full, call.block_size) if partial.numel() else call.planned(q, k)
+    return Tiles(q, k, score_mod, visible, call.scale)
+
+
+@torch.library.custom_op("flexmasks::attend", mutates_args=())
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    partial: Tensor,
+    full: Tensor,
+    tensors: Sequence[Tensor],
+    numbers: Sequence[int],
+    floats: Sequence[float],
+    text: str,
+) -> tuple[Tensor, Tensor]:
+    with compat.outside_operators(), torch.no_grad():
+        call = _described(tensors, numbers, floats, text)
+        return _tiles(q, k, partial, full, call, call.score_mod(q, k)).forward(q, k, v)
+
+
+@_attend.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=dtype)
+
+
+@torch.library.custom_op("flexmasks::attend_backward", mutates_args=())
+def _attend_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor,
+    partial: Tensor,
+    full: Tensor,
+    tensors: Sequence[Tensor],
+    learned: Sequence[int],
+    numbers: Sequence[int],
+    floats: Sequence[float],
+    text: str,
+) -> list[Tensor]:
+    """Return the gradients of q, k, v and of the tensors at the places `learned`."""
+    given = [t.detach().requires_grad_(place in learned) for place, t in enumerate(tensors)]
+    leaves = [given[place] for place in learned]
+    with compat.outside_operators(), torch.no_grad():
+        call = _described(given, numbers, floats, text)
+        with torch.enable_grad():
+            score_mod = call.score_mod(q, k)
+            inner = learned_by(score_mod, q.device) or []
+        tiles = _tiles(q, k, partial, full, call, score_mod)
+        grad_q, grad_k, grad_v, *grads = tiles.backward(q, k, v, out, lse, grad_out, grad_lse, inner)
+        # The score's function reads tensors that were made of the user's.
+        found = torch.autograd.grad(inner, leaves, grads, allow_unused=True) if inner else [None] * len(leaves)
+    grads = [torch.zeros_like(x) if grad is None else grad for x, grad in zip(leaves, found, strict=True)]
+    return [x.detach().clone(memory_format=torch.contiguous_format) for x in (grad_q, grad_k, grad_v, *grads)]
+
+
+@_attend_backward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *more: Any) -> list[Tensor]:
+    tensors, learned = more[6:8]
+    return [x.new_empty(x.shape) for x in (q, k, v, *(tensors[place] for place in learned))]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, partial, full, tensors, *ctx.rest = inputs
+    ctx.learned = [place for place, t in enumerate(tensors) if t.requires_grad]
+    ctx.save_for_backward(q, k, v, *output, partial, full, *tensors)
+
+
+def _gradients(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Any, ...]:
+    q, k, v, out, lse, partial, full, *tensors = ctx.saved_tensors
+    more = partial, full, tensors, ctx.learned, *ctx.rest
+    grad_q, grad_k, grad_v, *grads = _attend_backward(q, k, v, out, lse, grad_out, grad_lse, *more)
+    of_tensors: list[Tensor | None] = [None] * len(tensors)
+    for place, grad in zip(ctx.learned, grads, strict=True):
+        of_tensors[place] = grad
+    # torch takes an empty list for one of tensors, and wants a list back.
+    of_numbers: list[list[Any] | None] = [None if part else [] for part in ctx.rest[:2]]
+    return grad_q, grad_k, grad_v, None, None, of_tensors, *of_numbers, None
+
+
+_attend.register_autograd(_gradients, setup_context=_save)

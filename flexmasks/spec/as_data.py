@@ -1,0 +1,122 @@
+"""Masks and scores as data that torch.compile can trace: strings, numbers and tensors in tuples.
+
+A user's function is the name of its template, see `flexmasks.spec.templates`, and what it captured.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Any, NoReturn
+
+import torch
+
+from flexmasks import compat
+from flexmasks.spec.captures import Opaque
+from flexmasks.spec.definitions import Definition, define, from_pickle
+from flexmasks.spec.templates import made, noted, read, reads_of
+from flexmasks.spec.values import Mask, Modifier, Score
+
+_NONE = "none"
+_MAKE_IT_OUTSIDE = (
+    "make a Mask of it outside the compiled function, with flexmasks.get_mask(function), and pass the Mask."
+)
+_PASS_TENSORS = "let it read plain tensors and numbers, and make a Mask of it with flexmasks.get_mask(function)."
+_PROBLEM = "problem: "  # begins the name of a template that cannot be made
+
+
+def data_of(mask: Modifier, device: torch.device) -> Any:
+    """Return a mask as data. torch traces this function."""
+    definition = mask.definition
+    name: str = definition.name
+    captured: list[Any] = []
+    if not definition.own:
+        name, captured = _name_and_captured(definition)
+    params = []
+    for key, value in mask.params.items():
+        parameter = definition.parameters[key]
+        if parameter.is_sequence(value) and not isinstance(value[0] if value else None, Modifier):
+            value = parameter.tensor(value, device)
+        params.append((key, value_data(value, device)))
+    return definition.own, name, tuple(captured), tuple(params)
+
+
+def is_readable(value: Modifier) -> bool:
+    """Return whether all functions of a mask or score were looked into outside."""
+    if not (value.definition.own or isinstance(value.definition.reads, tuple)):
+        return False
+    for parameter in value.params.values():
+        for inner in parameter if isinstance(parameter, tuple) else (parameter,):
+            if isinstance(inner, Modifier) and not is_readable(inner):
+                return False
+    return True
+
+
+def _name_and_captured(definition: Definition) -> tuple[str, list[Any]]:
+    """Return the name of the template of a user's functions, and what they captured."""
+    function, reads, what = definition.function, definition.reads, f"the {definition.kind} function {definition.name!r}"
+    if isinstance(reads, str):
+        _fail(f"{what} reads {reads}, which torch.compile cannot follow; {_PASS_TENSORS}")
+    if not isinstance(function, types.FunctionType):
+        _fail(f"{what} is a {type(function).__name__}, which torch.compile cannot follow; pass a plain function.")
+    if reads is not None:
+        name, captured = f"{_noted(*definition.functions)}", read(reads)
+    elif function.__code__.co_freevars:  # not a Mask made outside
+        _fail(f"{what} captures variables; {_MAKE_IT_OUTSIDE}")
+    else:
+        name, captured = f"{_noted_alone(function)}", []
+    if name.startswith(_PROBLEM):
+        _fail(f"{what} reads {name.removeprefix(_PROBLEM)}; {_MAKE_IT_OUTSIDE}")
+    return name, captured
+
+
+@compat.constant_in_graphs
+def _noted(*functions: Any) -> str:
+    try:
+        return noted(*functions)
+    except Opaque as problem:
+        return f"{_PROBLEM}{problem}"
+
+
+@compat.constant_in_graphs
+def _noted_alone(function: Any) -> str:
+    """Return the name of the template of a function that captures nothing."""
+    reads = reads_of(function)
+    if reads:
+        return f"{_PROBLEM}{reads if isinstance(reads, str) else 'tensors or numbers among its variables'}"
+    return noted(function, None, None, None)
+
+
+def _definition_of(kind: str, template: str, captured: Any) -> Definition:
+    """Return the definition of a user's functions."""
+    function, prepare, inner_size, native = made(template, captured)
+    return define(kind, function, prepare=prepare, inner_size=inner_size, native=native)
+
+
+def value_data(value: Any, device: torch.device) -> Any:
+    """Return a parameter's value as data. torch traces this function."""
+    if isinstance(value, Modifier):
+        return "inner", data_of(value, device)
+    if isinstance(value, tuple):
+        return "tuple", tuple([value_data(v, device) for v in value])
+    return (_NONE,) if value is None else ("value", value)
+
+
+def of_data(kind: str, data: Any) -> Modifier:
+    """Return the mask or score that `data_of` turned into data."""
+    own, name, captured, params = data
+    definition = from_pickle(kind, name) if own else _definition_of(kind, name, captured)
+    cls = Mask if kind == "mask" else Score
+    return cls(definition, {key: value_of(kind, value) for key, value in params})
+
+
+def value_of(kind: str, data: Any) -> Any:
+    """Return the parameter's value that `value_data` turned into data."""
+    if data[0] == "inner":
+        return of_data(kind, data[1])
+    if data[0] == "tuple":
+        return tuple(value_of(kind, v) for v in data[1])
+    return None if data[0] == _NONE else data[1]
+
+
+def _fail(message: str) -> NoReturn:
+    raise ValueError(f"flexmasks.attention: {message}")

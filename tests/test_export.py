@@ -1,0 +1,251 @@
+"""Calls that torch.export holds, calls of tensors without data, and calls that compute nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+
+import flexmasks
+from flexmasks import get_mask
+
+BATCH, HEADS, LENGTH, SIZE = 2, 2, 40, 8
+IDS = torch.arange(LENGTH) // 10
+WINDOW = get_mask("sliding_window", window=5)
+DOCUMENTS = get_mask("causal") & get_mask("document", document_ids=IDS)
+TABLE = torch.arange(LENGTH) % 7
+BLOCK_MASK = flexmasks.block_mask(DOCUMENTS, LENGTH, block_size=32)
+_Call = Callable[..., Tensor]
+
+CALLS: dict[str, _Call] = {
+    "causal": lambda q, k, v, lens: flexmasks.attention(q, k, v, mask="causal"),
+    "window": lambda q, k, v, lens: flexmasks.attention(q, k, v, mask=WINDOW),
+    "documents": lambda q, k, v, lens: flexmasks.attention(q, k, v, mask=DOCUMENTS),
+    "lengths": lambda q, k, v, lens: flexmasks.attention(q, k, v, mask="grouped_tril", seq_lens=lens),
+    "score": lambda q, k, v, lens: flexmasks.attention(q, k, v, mask="causal", score="alibi"),
+    "function": lambda q, k, v, lens: flexmasks.attention(q, k, v, mask=lambda b, h, q, kv: q - kv < 7),
+    "sinks": lambda q, k, v, lens: flexmasks.attention(q, k, v, mask=WINDOW, sink_logits=torch.ones(HEADS)),
+    "varlen": lambda q, k, v, lens: flexmasks.varlen_attention(
+        *(x[0].transpose(0, 1) for x in (q, k, v)), torch.tensor([0, 9, 30]), mask="causal"
+    ),
+    "softmax": lambda q, k, v, lens: flexmasks.masked_softmax(q @ k.mT, mask="grouped_tril", seq_lens=lens),
+}
+# Calls whose length is fixed by a tensor that the model holds.
+FIXED: dict[str, _Call] = {
+    "block mask": lambda q, k, v, lens: flexmasks.attention(q, k, v, block_mask=BLOCK_MASK),
+}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled() -> None:
+    torch._dynamo.reset()
+
+
+class Model(torch.nn.Module):
+    """A call between two weights, so that gradients are wanted."""
+
+    def __init__(self, call: _Call) -> None:
+        super().__init__()
+        self.call, self.weight = call, torch.nn.Parameter(torch.rand(SIZE))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, lens: Tensor) -> Tensor:
+        return self.call(q * self.weight, k, v, lens)
+
+
+def inputs(batch: int = BATCH, length: int = LENGTH) -> tuple[Tensor, ...]:
+    lens = torch.randint(1, length, (batch,))
+    return (*torch.randn(3, batch, HEADS, length, SIZE).unbind(), lens)
+
+
+def check_program(program: torch.export.ExportedProgram, model: Model, *given: Tensor) -> None:
+    torch.testing.assert_close(program.module()(*given), model(*given), atol=1e-5, rtol=1e-5)
+
+
+# --- torch.export ---
+
+
+@pytest.mark.parametrize("learns", [True, False])
+@pytest.mark.parametrize("name", [*CALLS, *FIXED])
+def test_export(name: str, learns: bool) -> None:
+    model = Model((CALLS | FIXED)[name])
+    with torch.set_grad_enabled(learns):
+        program = torch.export.export(model, inputs(), strict=False)
+        for _ in range(2):
+            check_program(program, model, *inputs())
+
+
+@pytest.mark.parametrize("learns", [True, False])
+@pytest.mark.parametrize("name", [n for n in CALLS if n not in ("documents", "varlen")])
+def test_export_with_any_batch_and_length(name: str, learns: bool) -> None:
+    batch: Any = torch.export.Dim("batch")
+    # A program without gradients is made for compiled kernels, whose blocks suit a range of lengths.
+    length: Any = torch.export.Dim("length", min=7) if learns else torch.export.Dim.AUTO
+    shapes = (*[{0: batch, 2: length}] * 3, {0: batch})
+    model = Model(CALLS[name])
+    with torch.set_grad_enabled(learns):
+        program = torch.export.export(model, inputs(), dynamic_shapes=shapes, strict=False)
+        for batch_size, n in ((BATCH, LENGTH), (3, 55), (5, 23 if learns else 300)):
+            check_program(program, model, *inputs(batch_size, n))
+
+
+def test_an_exported_program_learns() -> None:
+    model = Model(CALLS["score"])
+    given = inputs()
+    program = torch.export.export(model, given, strict=False).module()
+    for module in (model, program):
+        module(*given).sin().sum().backward()
+    torch.testing.assert_close(program.weight.grad, model.weight.grad)
+
+
+def test_strict_export() -> None:
+    program = torch.export.export(Model(CALLS["softmax"]), inputs(), strict=True)
+    assert program.module()(*inputs()).shape == (BATCH, HEADS, LENGTH, LENGTH)
+    message = "TreeSpec" if torch.__version__.startswith("2.11") else "with strict=False"  # where torch says it itself
+    with pytest.raises(Exception, match=message):
+        torch.export.export(Model(CALLS["window"]), inputs(), strict=True)
+
+
+@pytest.mark.parametrize("name", [*CALLS, *FIXED])
+def test_programs_for_onnx_hold_plain_operations(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.onnx.is_in_onnx_export", lambda: True)
+    model = Model((CALLS | FIXED)[name])
+    program = torch.export.export(model, inputs(), strict=False)
+    monkeypatch.undo()
+    called = {str(n.target) for n in program.graph.nodes if n.op == "call_function"}
+    assert called
+    assert not [name for name in called if "flex" in name]
+    check_program(program, model, *inputs())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_onnx() -> None:
+    reference = pytest.importorskip("onnx.reference")
+    pytest.importorskip("onnxscript")
+    model = Model(CALLS["lengths"])
+    program = torch.onnx.export(model, inputs(), dynamo=True, verbose=False)
+    evaluator = reference.ReferenceEvaluator(program.model_proto)
+    given = inputs()
+    names = [i.name for i in program.model_proto.graph.input]
+    (got,) = evaluator.run(None, {n: x.numpy() for n, x in zip(names, given, strict=True)})
+    torch.testing.assert_close(torch.tensor(got), model(*given), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["causal", "window", "score", "varlen"])
+@pytest.mark.filterwarnings("ignore")
+def test_jit_trace_says_what_to_do(name: str) -> None:
+    with pytest.raises(RuntimeError, match=r"torch\.jit\.trace cannot .* use torch\.export\.export"):
+        torch.jit.trace(Model(CALLS[name]), inputs())
+
+
+# --- tensors without data ---
+
+
+def _paged(q: Tensor, k: Tensor, v: Tensor, lens: Tensor) -> Tensor:
+    table = torch.arange(5, device=q.device).expand(len(q), 5)
+    caches = (x.new_zeros((9, 8, HEADS, SIZE)) for x in (k, v))
+    return flexmasks.paged_attention(q[:, :, :1], *caches, table, lens, mask="causal")  # type: ignore[no-any-return]
+
+
+WITHOUT_DATA = {n: c for n, c in CALLS.items() if n not in ("sinks", "varlen")} | {"paged": _paged}
+
+
+@pytest.mark.parametrize("name", WITHOUT_DATA)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fake_and_meta_tensors(name: str, dtype: torch.dtype) -> None:
+    call = WITHOUT_DATA[name]
+    given = [x.to(dtype).requires_grad_() if x.is_floating_point() else x for x in inputs()]
+    want = call(*given)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = [mode.from_tensor(x) for x in given]
+        results = [(call(*fake), fake)]
+    meta = [x.detach().to("meta").requires_grad_(x.requires_grad) for x in given]
+    results.append((call(*meta), meta))
+    for out, leaves in results:
+        assert (out.shape, out.dtype, out.device) == (want.shape, want.dtype, leaves[0].device)
+        with mode if leaves is fake else torch.enable_grad():
+            out.sum().backward()
+        assert leaves[0].grad is not None
+        assert leaves[0].grad.shape == given[0].shape
+
+
+def test_the_lse_of_fake_and_meta_tensors() -> None:
+    q, k, v, _ = (x.to("meta") for x in inputs())
+    out, lse = flexmasks.attention(q, k, v, mask="causal", return_lse=True, q_offset=3)
+    assert (lse.shape, lse.dtype, lse.device.type) == (q.shape[:3], torch.float32, "meta")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert flexmasks.attention(q, k, v, mask="causal").shape == out.shape
+        with FakeTensorMode() as mode:
+            assert flexmasks.attention(*map(mode.from_tensor, inputs()[:3])).dtype == torch.bfloat16
+
+
+def test_arguments_are_checked_without_data() -> None:
+    q, k, v, _ = (x.to("meta") for x in inputs())
+    with pytest.raises(ValueError, match="no mask is named"):
+        flexmasks.attention(q, k, v, mask="casual")
+    with pytest.raises(ValueError, match="seq_lens"):
+        flexmasks.attention(q, k, v, mask="grouped_tril", seq_lens=torch.zeros(5, dtype=torch.int64, device="meta"))
+    with pytest.raises(ValueError, match="same length"):
+        flexmasks.attention(q, k, v[:, :, :9])
+
+
+def test_what_needs_data_says_so() -> None:
+    q, k, v, lens = (x.to("meta") for x in inputs())
+    with pytest.raises(ValueError, match="`explain` needs q, k and v with data"):
+        flexmasks.explain(q, k, v, mask="causal")
+    for call in (flexmasks.block_mask, flexmasks.dense_mask):
+        with pytest.raises(ValueError, match="hold data"):
+            call("causal", LENGTH, device="meta")
+        with pytest.raises(ValueError, match="hold data"):
+            call("grouped_tril", LENGTH, seq_lens=lens)
+        with FakeTensorMode(), pytest.raises(ValueError, match="FakeTensorMode"):
+            call("causal", LENGTH)
+
+
+# --- calls that compute nothing ---
+
+EMPTY = {"no batch": (0, 9, 9), "no queries": (2, 0, 9), "no keys": (2, 9, 0), "nothing": (0, 0, 0)}
+
+
+def _slopes(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor]:
+    """Return output and lse of a call that learns its slopes."""
+    return flexmasks.attention(q, k, v, mask="causal", score="alibi", slopes=slopes, return_lse=True)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
+@pytest.mark.parametrize("sizes", EMPTY.values(), ids=EMPTY)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_empty(sizes: tuple[int, int, int], dtype: torch.dtype, compiled: bool) -> None:
+    batch, q_len, kv_len = sizes
+    q = torch.full((batch, HEADS, q_len, SIZE), math.nan, dtype=dtype, requires_grad=True)
+    k, v = (torch.randn(batch, 1, kv_len, SIZE, dtype=dtype, requires_grad=True) for _ in range(2))
+    slopes = torch.rand(HEADS, requires_grad=True)
+    call = torch.compile(_slopes, fullgraph=True, backend="aot_eager") if compiled else _slopes
+    out, lse = call(q, k, v, slopes)
+    assert torch.equal(out, torch.zeros(batch, HEADS, q_len, SIZE, dtype=dtype))
+    precise = torch.float64 if dtype == torch.float64 else torch.float32
+    assert torch.equal(lse, torch.full((batch, HEADS, q_len), -math.inf, dtype=precise))
+    (out.sum() + lse.nan_to_num(neginf=0.0).sum()).backward()
+    for x in (q, k, v, slopes):
+        assert x.grad is not None
+        assert torch.equal(x.grad, torch.zeros_like(x))
+
+
+def test_empty_in_other_layouts() -> None:
+    q, k, v = torch.randn(3, 0, HEADS, SIZE)
+    assert flexmasks.varlen_attention(q, k, v, [0, 0], mask="causal").shape == (0, HEADS, SIZE)
+    caches = torch.randn(2, 4, 8, HEADS, SIZE)
+    tables = torch.zeros((0, 3), dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
+    assert flexmasks.paged_attention(torch.randn(0, HEADS, 1, SIZE), *caches, *tables).shape == (0, HEADS, 1, SIZE)
+    sinks = torch.rand(HEADS)
+    q, k, v = torch.randn(2, HEADS, 9, SIZE), *torch.randn(2, 2, HEADS, 0, SIZE)
+    out, lse = flexmasks.attention(q, k, v, sink_logits=sinks, return_lse=True)
+    assert not out.any()
+    assert torch.equal(lse, sinks[None, :, None].expand(2, HEADS, 9))
+    lens = torch.zeros(0, dtype=torch.int64)
+    assert not len(flexmasks.attention(q[:0], q[:0], q[:0], mask="grouped_tril", seq_lens=lens))
+    assert not len(flexmasks.masked_softmax(torch.randn(0, HEADS, 3, 3), mask="causal"))
