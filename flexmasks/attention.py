@@ -91,8 +91,8 @@ def attention(
             captures variables outside the compiled function, with `get_mask`, and write `mask.__invert__()` for
             `~mask`, which torch does not trace. Values of tensors are not checked there.
             The same holds for torch.export.export(strict=False). A program that was exported on a CPU with gradients
-            holds the operator torch.ops.flexmasks.attend, so import flexmasks where it is loaded; exported under
-            torch.no_grad, it holds torch's flex_attention, whose blocks suit a range of lengths.
+            takes all lengths and can be saved; import flexmasks where it is loaded. Exported under torch.no_grad, it
+            holds torch's flex_attention, which torch compiles but does not save, for a range of lengths.
         score: a change of the scores: a name, a Score, a function (score, b, h, q, kv) -> score, or a list of them,
             applied in order.
             In half precision the gradient of a tensor that a score learns errs by the rounding of the output times

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -249,3 +252,26 @@ def test_empty_in_other_layouts() -> None:
     lens = torch.zeros(0, dtype=torch.int64)
     assert not len(flexmasks.attention(q[:0], q[:0], q[:0], mask="grouped_tril", seq_lens=lens))
     assert not len(flexmasks.masked_softmax(torch.randn(0, HEADS, 3, 3), mask="causal"))
+
+
+# --- saved programs ---
+
+_LOAD = """
+import sys, torch, flexmasks
+inputs, want = torch.load(sys.argv[2])
+loaded = torch.export.load(sys.argv[1]).module()
+out = loaded(*inputs)
+assert torch.allclose(out, want, atol=1e-6)
+out.sum().backward()
+assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in loaded.parameters())
+"""
+
+
+@pytest.mark.parametrize("name", ["lengths", "softmax"])
+def test_a_saved_program_needs_the_import_of_flexmasks_alone(name: str, tmp_path: Path) -> None:
+    model, given = Model(CALLS[name]), inputs()
+    torch.export.save(torch.export.export(model, given, strict=False), tmp_path / "program.pt2")
+    torch.save((given, model(*given).detach()), tmp_path / "results.pt")
+    paths = [str(tmp_path / file) for file in ("program.pt2", "results.pt")]
+    ran = subprocess.run([sys.executable, "-c", _LOAD, *paths], capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stderr

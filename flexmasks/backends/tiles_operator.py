@@ -1,4 +1,4 @@
-"""Attention by tiles as an operator for graphs, torch.ops.flexmasks.attend.
+"""Attention by tiles for the operator of graphs, torch.ops.flexmasks.attend, see `attend_operator`.
 
 A graph of torch.compile or torch.export holds one node for the forward pass and one for the backward pass. Both read
 the values of tensors when they run, as `flexmasks.backends.tiles` must, which no traced operation may. The node holds
@@ -88,7 +88,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, blocks: tuple[Tensor, ...], call: De
     leaves = _Leaves([], [], [])
     text = repr(leaves.text(tuple(call)))
     partial, full = blocks or (torch.empty(0, dtype=torch.bool, device=q.device) for _ in range(2))
-    return _attend(q, k, v, partial, full, *leaves, text)  # type: ignore[no-any-return]
+    return torch.ops.flexmasks.attend(q, k, v, partial, full, *leaves, text)  # type: ignore[no-any-return]
 
 
 class _Leaves(NamedTuple):
@@ -135,84 +135,32 @@ def _tiles(q: Tensor, k: Tensor, partial: Tensor, full: Tensor, call: Described,
     return Tiles(q, k, score_mod, visible, call.scale)
 
 
-@torch.library.custom_op("flexmasks::attend", mutates_args=())
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    partial: Tensor,
-    full: Tensor,
-    tensors: Sequence[Tensor],
-    numbers: Sequence[int],
-    floats: Sequence[float],
-    text: str,
-) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, partial: Tensor, full: Tensor, leaves: Any) -> tuple[Tensor, Tensor]:
+    """Compute the operator; `leaves` are its last arguments."""
     with compat.outside_operators(), torch.no_grad():
-        call = _described(tensors, numbers, floats, text)
+        call = _described(*leaves)
         return _tiles(q, k, partial, full, call, call.score_mod(q, k)).forward(q, k, v)
 
 
-@_attend.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=dtype)
-
-
-@torch.library.custom_op("flexmasks::attend_backward", mutates_args=())
-def _attend_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    grad_out: Tensor,
-    grad_lse: Tensor,
-    partial: Tensor,
-    full: Tensor,
-    tensors: Sequence[Tensor],
-    learned: Sequence[int],
-    numbers: Sequence[int],
-    floats: Sequence[float],
-    text: str,
+def backward(
+    made: Sequence[Tensor], partial: Tensor, full: Tensor, learned: Sequence[int], leaves: Any
 ) -> list[Tensor]:
-    """Return the gradients of q, k, v and of the tensors at the places `learned`."""
+    """Compute the gradients of q, k, v and of the tensors at the places `learned`.
+
+    made: q, k, v, the output, the log-sum-exp and their gradients.
+    """
+    q, k, v, out, lse, grad_out, grad_lse = made
+    tensors, *others = leaves
     given = [t.detach().requires_grad_(place in learned) for place, t in enumerate(tensors)]
-    leaves = [given[place] for place in learned]
+    roots = [given[place] for place in learned]
     with compat.outside_operators(), torch.no_grad():
-        call = _described(given, numbers, floats, text)
+        call = _described(given, *others)
         with torch.enable_grad():
             score_mod = call.score_mod(q, k)
             inner = learned_by(score_mod, q.device) or []
         tiles = _tiles(q, k, partial, full, call, score_mod)
         grad_q, grad_k, grad_v, *grads = tiles.backward(q, k, v, out, lse, grad_out, grad_lse, inner)
         # The score's function reads tensors that were made of the user's.
-        found = torch.autograd.grad(inner, leaves, grads, allow_unused=True) if inner else [None] * len(leaves)
-    grads = [torch.zeros_like(x) if grad is None else grad for x, grad in zip(leaves, found, strict=True)]
+        found = torch.autograd.grad(inner, roots, grads, allow_unused=True) if inner else [None] * len(roots)
+    grads = [torch.zeros_like(x) if grad is None else grad for x, grad in zip(roots, found, strict=True)]
     return [x.detach().clone(memory_format=torch.contiguous_format) for x in (grad_q, grad_k, grad_v, *grads)]
-
-
-@_attend_backward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *more: Any) -> list[Tensor]:
-    tensors, learned = more[6:8]
-    return [x.new_empty(x.shape) for x in (q, k, v, *(tensors[place] for place in learned))]
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, partial, full, tensors, *ctx.rest = inputs
-    ctx.learned = [place for place, t in enumerate(tensors) if t.requires_grad]
-    ctx.save_for_backward(q, k, v, *output, partial, full, *tensors)
-
-
-def _gradients(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Any, ...]:
-    q, k, v, out, lse, partial, full, *tensors = ctx.saved_tensors
-    more = partial, full, tensors, ctx.learned, *ctx.rest
-    grad_q, grad_k, grad_v, *grads = _attend_backward(q, k, v, out, lse, grad_out, grad_lse, *more)
-    of_tensors: list[Tensor | None] = [None] * len(tensors)
-    for place, grad in zip(ctx.learned, grads, strict=True):
-        of_tensors[place] = grad
-    # torch takes an empty list for one of tensors, and wants a list back.
-    of_numbers: list[list[Any] | None] = [None if part else [] for part in ctx.rest[:2]]
-    return grad_q, grad_k, grad_v, None, None, of_tensors, *of_numbers, None
-
-
-_attend.register_autograd(_gradients, setup_context=_save)
