@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +72,17 @@ def check_program(program: torch.export.ExportedProgram, model: Model, *given: T
 # --- torch.export ---
 
 
-@pytest.mark.parametrize("learns", [True, False])
-@pytest.mark.parametrize("name", [*CALLS, *FIXED])
+def pairs(names: Sequence[str], quick: set[tuple[str, bool]]) -> list[Any]:
+    """Return each name with and without gradients; the campaign tries those that are not quick."""
+    marks = pytest.mark.campaign
+    every = [(name, learns) for name in names for learns in (True, False)]
+    return [pair if pair in quick else pytest.param(*pair, marks=marks) for pair in every]
+
+
+@pytest.mark.parametrize(
+    ("name", "learns"),
+    pairs([*CALLS, *FIXED], {*((n, True) for n in (*CALLS, *FIXED)), ("lengths", False), ("block mask", False)}),
+)
 def test_export(name: str, learns: bool) -> None:
     model = Model((CALLS | FIXED)[name])
     with torch.set_grad_enabled(learns):
@@ -82,8 +91,13 @@ def test_export(name: str, learns: bool) -> None:
             check_program(program, model, *inputs())
 
 
-@pytest.mark.parametrize("learns", [True, False])
-@pytest.mark.parametrize("name", [n for n in CALLS if n not in ("documents", "varlen")])
+@pytest.mark.parametrize(
+    ("name", "learns"),
+    pairs(
+        [n for n in CALLS if n not in ("documents", "varlen")],
+        {("lengths", True), ("softmax", True), ("function", True), ("causal", False)},
+    ),
+)
 def test_export_with_any_batch_and_length(name: str, learns: bool) -> None:
     batch: Any = torch.export.Dim("batch")
     # A program without gradients is made for compiled kernels, whose blocks suit a range of lengths.
