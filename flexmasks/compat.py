@@ -222,6 +222,14 @@ def is_exporting() -> bool:
     return torch.compiler.is_exporting()
 
 
+def is_wrong_bound(error: RuntimeError) -> bool:
+    """Return whether a kernel for the CPU compared an index with the length of its own part of the keys or queries.
+
+    torch's CPU kernels for any length do so for some functions, tensors and lengths. No public equivalent.
+    """
+    return "index out of bounds" in str(error) and "SplitSize" in str(error)
+
+
 def is_refused_for_tracing(error: RuntimeError) -> bool:
     """Return whether a compiled function refused to run because some thread traces. No public equivalent."""
     return str(error).startswith("Detected that you are using FX to symbolically trace")

@@ -203,11 +203,17 @@ def _(x: Tensor) -> Tensor:
 # --- kernels by kind of call ---
 
 
-def _run_kernel(what: str, key: Hashable, captured: Hashable, *args: Any) -> tuple[Tensor, Tensor | None]:
+class NeedsData(Unavailable):
+    """Error of a mask's function that torch's compiler for the CPU gets wrong where lengths are symbolic."""
+
+
+def _run_kernel(
+    what: str, key: Hashable, captured: Hashable, may_be_data: bool, *args: Any
+) -> tuple[Tensor, Tensor | None]:
     """Run `flex(*args)`, compiled by the code object of `key`.
 
     `what` describes the functions, for the log. `captured` has the shapes of captured tensors. Errors of torch's
-    compilation are raised unchanged.
+    compilation are raised unchanged, but NeedsData is raised if the mask may go as data instead.
     """
     q, k, v = args[:3]
     shapes = _shapes(q, k, v, captured)
@@ -227,18 +233,22 @@ def _run_kernel(what: str, key: Hashable, captured: Hashable, *args: Any) -> tup
             why = "torch's recompile limit was reached"
             kernel = _new_kernel(key, kernel.is_static)
             result = kernel.compiled(*args)
-        except compat.InductorError:
-            if kernel.is_static or q.is_cuda:
+        except (torch.OutOfMemoryError, compat.TorchDynamoException):
+            raise
+        except Exception as error:
+            fails_for_any_length = isinstance(error, compat.InductorError) or _is_wrong_bound(error)
+            if not fails_for_any_length or kernel.is_static or q.is_cuda:
+                if not isinstance(error, compat.InductorError):
+                    _KERNELS.drop(key)  # torch may have marked the code as never to be compiled
                 raise
-            # torch's compiler for the CPU fails for some kernels with symbolic lengths; each length then has a kernel.
+            # torch's compiler for the CPU fails for some functions with symbolic lengths. Each length then has a
+            # kernel, unless the kernel that reads data can take the mask.
+            if may_be_data:
+                _KERNELS.drop(key)
+                raise NeedsData(first_line(error)) from error
             why = "torch cannot compile it for any length"
             kernel = _new_kernel(key, is_static=True)
             result = kernel.compiled(*args)
-        except (torch.OutOfMemoryError, compat.TorchDynamoException):
-            raise
-        except Exception:
-            _KERNELS.drop(key)  # torch may have marked the code as never to be compiled
-            raise
         if _compilations() != before:
             _log.info(
                 "compiled attention in %.1f s: %s, %s, q %s, k %s: %s",
@@ -264,9 +274,13 @@ def _run_compiled(kernel: _Kernel, *args: Any) -> tuple[Tensor, Tensor | None]:
     except (compat.FailOnRecompileLimitHit, compat.InductorError) as error:
         raise _Retry from error
     except RuntimeError as error:
-        if not compat.is_refused_for_tracing(error):
+        if not (compat.is_refused_for_tracing(error) or compat.is_wrong_bound(error)):
             raise
         raise _Retry from error
+
+
+def _is_wrong_bound(error: Exception) -> bool:
+    return isinstance(error, RuntimeError) and compat.is_wrong_bound(error)
 
 
 def _compilations() -> int:
@@ -320,9 +334,9 @@ class Runner:
     Later runs skip the lookup of the kernel by key.
     """
 
-    def __init__(self, what: str, key: Hashable, captured: Hashable) -> None:
+    def __init__(self, what: str, key: Hashable, captured: Hashable, may_be_data: bool) -> None:
         self.key = key
-        self._what, self._captured = what, captured
+        self._what, self._captured, self._may_be_data = what, captured, may_be_data
         self._kernel: Callable[[], _Kernel | None] = lambda: (
             None
         )  # a weak reference, so that the cache bounds the number of kernels
@@ -337,7 +351,7 @@ class Runner:
                 return _run_compiled(kernel, q, k, v, *args)
             except _Retry:
                 pass
-        result = _run_kernel(self._what, self.key, self._captured, q, k, v, *args)
+        result = _run_kernel(self._what, self.key, self._captured, self._may_be_data, q, k, v, *args)
         kernel = _KERNELS.get(self.key)
         if kernel is not None:
             self._kernel = weakref.ref(kernel)
@@ -414,7 +428,12 @@ class CompiledCall:
             block_mask = data.block_mask(for_flash=backend == "FLASH")
             shapes = None if shapes is None else shapes[2:]
         return cls(
-            runner=Runner(call.what, (of_mask, of_score, *kind, *_lists_kind(block_mask)), shapes),
+            runner=Runner(
+                call.what,
+                (of_mask, of_score, *kind, *_lists_kind(block_mask)),
+                shapes,
+                may_be_data=not (as_data or call.mask_is_own or shapes is None or forms.has_failed(call)),
+            ),
             score_mod=score_mod,
             block_mask=block_mask if as_data else forms.compiled_mask(call, block_mask),
             scale=call.scale,
@@ -447,7 +466,7 @@ class CompiledCall:
             out, lse = self.runner(
                 q, k, v, self.score_mod, self.block_mask, self.scale, self.kernel_options, self.with_lse
             )
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, NeedsData):
             raise
         except (compat.TorchDynamoException, compat.InductorError) as error:
             raise Unavailable(first_line(error)) from error
@@ -522,7 +541,12 @@ def run(call: Call, backend: str | None = None) -> Result:
     for more_options in attempts:
         compiled = CompiledCall.of(call, backend, more_options)
         try:
-            result = proven(call, compiled)
+            try:
+                result = proven(call, compiled)
+            except NeedsData:
+                forms.note_failed(call)
+                compiled = CompiledCall.of(call, backend, more_options)
+                result = proven(call, compiled)
             forms.note_run(call, _kind(call, backend, compiled.kernel_options or {}), compiled.is_data)
             return result
         except Unavailable as error:

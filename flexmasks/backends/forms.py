@@ -25,6 +25,7 @@ from flexmasks.plans.data import FirstAsData, TooLargeForData, can_be_data, next
 
 _MANY_DIVISIONS = 4  # from this many on, data take 0.2 to 0.7 of the function's time on a CPU; up to 3, 0.9 to 1.2
 _DEAR = "reading it takes less time than the divisions of its function"
+_FAILED = "torch's kernels for any length compute its function wrongly"
 _NUMBERS = "kernels for other values of its numbers are compiled, and not for these"
 _FIRST_CALLS = "nothing is compiled for a new function while a kernel that reads data is there"
 # By kind of call: the first function that was compiled. Other functions start as data. An entry counts one byte.
@@ -120,6 +121,8 @@ def why_data(call: Call, kind: Hashable, is_compiled: bool, for_flash: bool = Fa
     reason = why_inexact(call)
     if not reason and call.mask_is_own and not for_flash and _is_dear(call):
         reason = _DEAR
+    if not reason and not call.mask_is_own and has_failed(call):
+        reason = _FAILED if _can_be_read(call) else ""
     if reason or is_compiled:
         return reason
     if numbers.are_many(call, is_score=False):
@@ -158,6 +161,20 @@ def _is_dear(call: Call) -> bool:
         known = str(divisions(call.mask_mod(), call.q.device, sizes))
         OUTCOMES.put(kind, (), known, 1)
     return int(known) >= _MANY_DIVISIONS and _can_be_read(call)
+
+
+def note_failed(call: Call) -> None:
+    """Note that torch's compiler gets a mask's function wrong where lengths are symbolic."""
+    OUTCOMES.put(_kind_of_failures(call), (), _FAILED, 1)
+
+
+def has_failed(call: Call) -> bool:
+    """Return whether `note_failed` noted functions that differ from a call's in numbers only."""
+    return call.shapes is not None and OUTCOMES.get(_kind_of_failures(call)) is not None
+
+
+def _kind_of_failures(call: Call) -> Hashable:
+    return "failed", call.numbers[0]()[0], call.q.device.type
 
 
 def note_run(call: Call, kind: Hashable, is_data: bool) -> None:

@@ -37,6 +37,7 @@ _CPU_BLOCK_SIZES = ((1 << 10, 32), (1 << 15, 64))  # longest length, and the blo
 MAX_POSITIONS = 1 << 31  # kernels count positions in 32 bits
 _UNKNOWN_FRACTION = 0.5  # assumed fraction of pairs that is computed
 _MAX_WIDTH = 1.25  # the most blocks of bounds, in exact blocks, with which bounds are used
+_PLANS_TO_RECORD = 16  # plans that take about as long as recording one
 _FIRST = "these are the first tensors of their shapes"
 _PARTIAL_BLOCKS = 2  # full blocks for each partial block, below which a mask counts as mostly partial
 _MAX_TABLES, _SMALL_TABLES = 4, 1 << 16  # the most bytes of their tables, in bytes of exact ones, and at least
@@ -71,7 +72,13 @@ class _Kind:
     """State of all masks that differ in the values of tensors only."""
 
     why_exact: str  # why their plans must be exact, or ""
-    recorded: RecordedPlan | None = None  # made when the second mask is planned
+    is_first: bool = True  # no masks of other sizes came before
+    plans: int = 1
+    recorded: RecordedPlan | None = None  # made when the second mask is planned, later for other sizes than the first
+
+    def is_to_be_recorded(self) -> bool:
+        """Return whether the next plan is recorded; sizes that grow at every step never return."""
+        return not self.why_exact and self.recorded is None and (self.is_first or self.plans >= _PLANS_TO_RECORD)
 
 
 _P = TypeVar("_P", bound=_Prepared | MaskData)
@@ -269,18 +276,20 @@ class MaskPlan(Plan):
             if _KINDS.get(function) is None or not isinstance(self.offset, int):
                 prepared, kind = self._build_first_of_kind()
             else:
-                prepared, kind = self._build_by_bounds(), _Kind("")
+                prepared, kind = self._build_by_bounds(), _Kind("", is_first=False)
             _KINDS.put(key, (), kind, ENTRY + memory_of_capture(prepared.nbytes))
             if not kind.why_exact:
                 _KINDS.put(function, (), kind, ENTRY)
             return prepared
-        if not kind.why_exact and kind.recorded is None:
+        kind.plans += 1
+        if kind.is_to_be_recorded():
             try:
                 kind.recorded = RecordedPlan(self._mask_kind, inputs)
             except Exception as error:  # torch's tracing raises errors of any type
                 kind.why_exact = _cannot_record(error)
         if kind.recorded is None:
-            return replace(self._build_exactly(), why_exact=kind.why_exact)
+            by_bounds = not kind.why_exact
+            return self._build_by_bounds() if by_bounds else replace(self._build_exactly(), why_exact=kind.why_exact)
         self._check_values()
         arguments, layout = kind.recorded(inputs)
         return _PreparedMask(arguments, self._offset_tensor(), layout, {}, recorded=kind.recorded)
