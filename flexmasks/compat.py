@@ -223,9 +223,10 @@ def is_exporting() -> bool:
 
 
 def is_wrong_bound(error: RuntimeError) -> bool:
-    """Return whether a kernel for the CPU compared an index with the length of its own part of the keys or queries.
+    """Return whether a kernel for the CPU compared an index with a wrong bound.
 
-    torch's CPU kernels for any length do so for some functions, tensors and lengths. No public equivalent.
+    For some functions, tensors and lengths torch's CPU kernels for any length compare an index with the length of their
+    own part of the keys or queries. No public equivalent.
     """
     return "index out of bounds" in str(error) and "SplitSize" in str(error)
 

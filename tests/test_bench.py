@@ -290,7 +290,7 @@ def test_a_stopped_run_continues(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert "cannot be written" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["bench", "blocks", "--lengths", "0"])
-    assert "must be at least 1, got 0" in capsys.readouterr().err
+    assert "must be a whole number of at least 1, got 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("length", [4096, 8192, 1 << 20])

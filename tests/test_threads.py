@@ -50,12 +50,14 @@ class Lines(logging.Handler):
 
 
 @pytest.fixture
-def logged(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[str], list[str]]]:
+def logged() -> Iterator[tuple[list[str], list[str]]]:
     """The lines of flexmasks from level INFO on, and torch's warnings: of its loggers, and of Python's module."""
     ours, theirs = Lines(logging.INFO), Lines(logging.WARNING)
     loggers = {"flexmasks": ours}
     loggers |= {name: theirs for name in logging.root.manager.loggerDict if name.split(".")[0] == "torch"}
-    monkeypatch.setattr(logging.getLogger("flexmasks"), "level", logging.INFO)
+    logger = logging.getLogger("flexmasks")
+    level = logger.level
+    logger.setLevel(logging.INFO)
     for name, handler in loggers.items():
         logging.getLogger(name).addHandler(handler)
     with warnings.catch_warnings(record=True) as caught:
@@ -63,6 +65,7 @@ def logged(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[str], list[st
         yield ours.lines, theirs.lines
     for name, handler in loggers.items():
         logging.getLogger(name).removeHandler(handler)
+    logger.setLevel(level)
     hidden = DeprecationWarning, PendingDeprecationWarning  # Python does not show these
     shown = [str(w.message) for w in caught if not issubclass(w.category, hidden)]
     # torch warns when the test itself makes a nested tensor

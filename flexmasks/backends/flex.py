@@ -204,7 +204,7 @@ def _(x: Tensor) -> Tensor:
 
 
 class NeedsData(Unavailable):
-    """Error of a mask's function that torch's compiler for the CPU gets wrong where lengths are symbolic."""
+    """Error of a function that torch's kernels get wrong, whose mask may go as data."""
 
 
 def _run_kernel(

@@ -15,7 +15,7 @@ from flexmasks.plans.checks import check_offset, fail
 from flexmasks.plans.plan import MAX_POSITIONS, MaskPlan, check_open_extents, naming, sized
 from flexmasks.plans.portable import OfData, OfMask, PortableBlockMask
 from flexmasks.plans.shifted import shifted_mask
-from flexmasks.spec.parameters import Size
+from flexmasks.spec.parameters import Size, describe
 from flexmasks.spec.values import Mask
 
 
@@ -41,7 +41,8 @@ class Lengths:
         for name, n in (("q_len", self.q_len), ("kv_len", kv_len), ("batch", self.batch), ("heads", self.heads)):
             is_open = n is None and name in ("batch", "heads")
             if not is_open and (type(n) is not int or n < 1):
-                fail(f"`{name}` must be an int of at least 1, got {n!r}.", call=call)
+                advice = "; pass a length such as q.shape[2]" if isinstance(n, Tensor) and n.ndim > 1 else ""
+                fail(f"`{name}` must be an int of at least 1, got {describe(n)}{advice}.", call=call)
             if not is_open and n > MAX_POSITIONS:
                 fail(f"`{name}` must be at most 2**31 = {MAX_POSITIONS}, got {n}.", call=call)
         implied = mask.batch_size()

@@ -194,7 +194,8 @@ class Parameter:
         shape = tuple(value.shape)
         fits = [a for a in self.alternatives if a.dims is not None and _is_dtype(value.dtype, a.kind)]
         if not fits:
-            raise self._error(TypeError, what, _with_type(value), sizes)
+            advice = _advice_on_dtype({a.kind for a in self.alternatives if a.dims is not None}, value)
+            raise self._error(TypeError, what, _with_type(value) + advice, sizes)
         for alternative in fits:
             new_sizes = _match(alternative.dims or (), shape, sizes, size.at_most)
             if new_sizes is not None:
@@ -217,6 +218,15 @@ class Parameter:
         names = dict.fromkeys(re.findall(r"\b[A-Z]+\b", self.spec))
         here = ", ".join(f"{n}={sizes[n]}" for n in names if n in sizes)
         return kind(f"{what}: `{self.name}` must be {self.spec}{f' (here {here})' if here else ''}, got {got}.")
+
+
+def _advice_on_dtype(kinds: set[str], value: Tensor) -> str:
+    """Return what to write where a floating tensor stands for other values, or ""."""
+    if not value.is_floating_point() or "float" in kinds:
+        return ""
+    if "bool" in kinds:
+        return "; pass `x.bool()` if 1 is visible, or `x == 0` if 0 is visible and -inf hidden"
+    return "; pass `x.long()`" if "int" in kinds else ""
 
 
 def parameters_of(function: Callable[..., Any]) -> dict[str, Parameter]:

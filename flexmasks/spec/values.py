@@ -32,7 +32,9 @@ class Modifier(Readable):
     params: Mapping[str, Any]
     to_html: ClassVar[Callable[[Any], str]]  # set by flexmasks.pictures
 
-    def __init__(self, definition: Definition, params: Mapping[str, Any]) -> None:
+    def __init__(self, definition: Definition, params: Mapping[str, Any] | None = None) -> None:
+        if params is None or not isinstance(definition, Definition):
+            raise TypeError(f"flexmasks: a {type(self).__name__} is made by flexmasks.get_{self.kind}({definition!r}).")
         self.definition = definition
         self.params = {name: freeze(value) for name, value in params.items()}
         self._bound: dict[torch.device, tuple[Hashable, Callable[..., Tensor]]] = {}
