@@ -220,7 +220,7 @@ def _run_kernel(
     kernel = _KERNELS.get(key)
     if kernel is not None and kernel.is_ready(shapes):
         with contextlib.suppress(_Retry):
-            return _run_compiled(kernel, *args)
+            return _run_compiled(kernel, what, *args)
     with compat.compile_lock:
         before, start, why = _compilations(), time.perf_counter(), ""
         kernel = _KERNELS.get(key)  # another thread may have made it
@@ -250,11 +250,7 @@ def _run_kernel(
             kernel = _new_kernel(key, is_static=True)
             result = kernel.compiled(*args)
         if _compilations() != before:
-            _log.info(
-                "compiled attention in %.1f s: %s, %s, q %s, k %s: %s",
-                time.perf_counter() - start, what, str(q.dtype).removeprefix("torch."), list(q.shape), list(k.shape),
-                why or kernel.why_compiled(shapes),
-            )  # fmt: skip
+            _log_compiled(start, what, q, k, why or kernel.why_compiled(shapes))
         if len(kernel.shapes_run) < _MAX_NOTED_SHAPES:
             kernel.shapes_run.add(shapes)
     return result  # type: ignore[no-any-return] # torch.compile keeps no types
@@ -264,19 +260,30 @@ class _Retry(Exception):
     """A compiled kernel did not run, and may run under the lock."""
 
 
-def _run_compiled(kernel: _Kernel, *args: Any) -> tuple[Tensor, Tensor | None]:
+def _run_compiled(kernel: _Kernel, what: str, *args: Any) -> tuple[Tensor, Tensor | None]:
     """Run a compiled kernel without the lock.
 
-    Raises _Retry if torch must compile, or refuses to run the kernel now.
+    Raises _Retry if torch cannot compile, or refuses to run the kernel now.
     """
+    before, start = _compilations(), time.perf_counter()
     try:
-        return kernel.compiled(*args)  # type: ignore[no-any-return] # torch.compile keeps no types
+        result = kernel.compiled(*args)
     except (compat.FailOnRecompileLimitHit, compat.InductorError) as error:
         raise _Retry from error
     except RuntimeError as error:
         if not (compat.is_refused_for_tracing(error) or compat.is_wrong_bound(error)):
             raise
         raise _Retry from error
+    if _compilations() != before:
+        _log_compiled(start, what, args[0], args[1], "torch's guards ask for it")
+    return result  # type: ignore[no-any-return] # torch.compile keeps no types
+
+
+def _log_compiled(start: float, what: str, q: Tensor, k: Tensor, why: str) -> None:
+    _log.info(
+        "compiled attention in %.1f s: %s, %s, q %s, k %s: %s",
+        time.perf_counter() - start, what, str(q.dtype).removeprefix("torch."), list(q.shape), list(k.shape), why,
+    )  # fmt: skip
 
 
 def _is_wrong_bound(error: Exception) -> bool:
@@ -348,7 +355,7 @@ class Runner:
         self._runs += 1
         if kernel is not None and strides in self._strides and self._runs % _RUNS_BETWEEN_LOOKUPS:
             try:  # cheaper than contextlib.suppress, on the way of every call
-                return _run_compiled(kernel, q, k, v, *args)
+                return _run_compiled(kernel, self._what, q, k, v, *args)
             except _Retry:
                 pass
         result = _run_kernel(self._what, self.key, self._captured, self._may_be_data, q, k, v, *args)
