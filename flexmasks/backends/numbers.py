@@ -6,6 +6,7 @@ and a mask goes as data. Where neither can be, each value compiles a kernel, and
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -135,13 +136,14 @@ def _varying(known: _Known, values: _Values) -> tuple[int, ...]:
 
 def _difference(call: Call, function: Callable[..., Tensor], made: Callable[..., Tensor]) -> str:
     """Return how a score change with inputs differs from the same with numbers, or ""."""
-    sizes = *call.q.shape[:3], call.k.shape[2]
-    with torch.no_grad():
-        for score in _SCORES:
-            for last in (False, True):
-                indices = [torch.tensor(n - 1 if last else 0, device=call.q.device) for n in sizes]
-                start = torch.tensor(score, device=call.q.device)
-                want, got = function(start, *indices), made(start, *indices)
+    sizes, device = (*call.q.shape[:3], call.k.shape[2]), call.q.device
+    try:
+        with torch.no_grad():
+            for score, last in itertools.product(_SCORES, (False, True)):
+                indices = [torch.tensor(n - 1 if last else 0, device=device) for n in sizes]
+                want, got = (f(torch.tensor(score, device=device), *indices) for f in (function, made))
                 if got.shape != want.shape or not torch.allclose(got, want.to(got.dtype), 1e-4, 1e-5, equal_nan=True):
                     return "its function computes otherwise with tensors in their places"
+    except Exception as error:  # a user's function may raise anything
+        return f"its function fails with tensors in their places: {type(error).__name__}"
     return ""
