@@ -105,7 +105,7 @@ def is_mask(mask: Callable[..., Any], batch: int, heads: int, q_len: int, kv_len
     """Return whether torch's create_mask takes the function."""
     try:
         visible = create_mask(mask, batch, heads, q_len, kv_len, device="cpu")
-    except (RuntimeError, TypeError, ValueError, ArithmeticError, IndexError, AttributeError):
+    except (RuntimeError, TypeError, ValueError, ArithmeticError, IndexError, AttributeError, SystemError):
         return False
     return visible.dtype == torch.bool and visible.ndim == 4
 
