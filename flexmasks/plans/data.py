@@ -93,11 +93,12 @@ def data_of(block_mask: compat.BlockMask, batch: int, heads: int) -> MaskData:
     table = torch.zeros(shape, dtype=torch.int32, device=counts.device)
     table[tuple(blocks.unbind(1))] = number.int()
     table = table.expand(*sizes, -1, -1).contiguous()
-    lists = [None if t is None else t.expand(*sizes, *t.shape[2:]).contiguous() for t in _lists(block_mask)]
+    lists = [None if t is None else t.expand(*sizes, *t.shape[2:]).contiguous() for t in lists_of(block_mask)]
     return MaskData(lengths, block_size, tuple(lists), words, bounded(table, 0, len(words) - 1), different)
 
 
-def _lists(block_mask: compat.BlockMask) -> tuple[Tensor | None, ...]:
+def lists_of(block_mask: compat.BlockMask) -> tuple[Tensor | None, ...]:
+    """Return the lists of a BlockMask, in the order of its arguments."""
     b = block_mask
     return (
         b.kv_num_blocks, b.kv_indices, b.full_kv_num_blocks, b.full_kv_indices,

@@ -11,17 +11,13 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
 from flexmasks.plans.checks import INT_DTYPES
-from flexmasks.plans.data import BITS, MaskData, can_be_data
-from flexmasks.plans.plan import MaskPlan, sized
+from flexmasks.plans.data import BITS, can_be_data, lists_of, reading_bits
+from flexmasks.plans.plan import MAX_POSITIONS, MaskPlan, sized
 from flexmasks.plans.shifted import Offset
 from flexmasks.spec.parameters import Size
 from flexmasks.spec.values import Mask
 
-_LISTS = (
-    "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices",
-    "q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices",
-)  # fmt: skip
-_MAX_LENGTH = 1 << 31
+_LISTS = 8  # the number of lists in a BlockMask
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,9 +54,8 @@ class OfData:
 
     def mask_mod(self, block_mask: BlockMask) -> Callable[..., Tensor]:
         """Return the function of a block mask, which reads the bits."""
-        lists = tuple(getattr(block_mask, name) for name in _LISTS)
-        data = MaskData(block_mask.seq_lengths, block_mask.BLOCK_SIZE, lists, self.words, self.table, 0)
-        return data.block_mask().mask_mod
+        height, width = block_mask.BLOCK_SIZE
+        return reading_bits(self.words, self.table, (height, width))
 
     def to(self, device: torch.device | str) -> OfData:
         """Return the same with tensors on a device."""
@@ -96,8 +91,7 @@ class PortableBlockMask(BlockMask):
         return PortableBlockMask.of(self, self.source)
 
     def __reduce__(self) -> Any:
-        lists = tuple(getattr(self, name) for name in _LISTS)
-        return loaded_block_mask, (lists, tuple(self.seq_lengths), tuple(self.BLOCK_SIZE), self.source.state())
+        return loaded_block_mask, (lists_of(self), tuple(self.seq_lengths), tuple(self.BLOCK_SIZE), self.source.state())
 
 
 def loaded_block_mask(lists: Any, lengths: Any, block_size: Any, state: Any) -> PortableBlockMask:
@@ -109,15 +103,15 @@ def loaded_block_mask(lists: Any, lengths: Any, block_size: Any, state: Any) -> 
     Raises ValueError if the arguments are not those of a block mask.
     """
     for pair in (lengths, block_size):
-        if not (_is_tuple(pair, 2) and all(type(n) is int and 0 < n < _MAX_LENGTH for n in pair)):
+        if not (_is_tuple(pair, 2) and all(type(n) is int and 0 < n < MAX_POSITIONS for n in pair)):
             _damaged("lengths")
-    if not (_is_tuple(lists, len(_LISTS)) and isinstance(lists[0], Tensor) and lists[0].ndim == 3):
+    if not (_is_tuple(lists, _LISTS) and isinstance(lists[0], Tensor) and lists[0].ndim == 3):
         _damaged("lists of blocks")
     rows, columns = (-(-length // size) for length, size in zip(lengths, block_size, strict=True))
     sizes, device = tuple(lists[0].shape[:2]), lists[0].device
-    for place in range(0, len(_LISTS), 2):
+    for place in range(0, _LISTS, 2):
         counts, indices = lists[place : place + 2]
-        shape = (rows, columns) if place < len(_LISTS) // 2 else (columns, rows)
+        shape = (rows, columns) if place < _LISTS // 2 else (columns, rows)
         _check(counts, (*sizes, shape[0]), shape[1], device)
         _check(indices, (*sizes, *shape), shape[1] - 1, device)
     if _is_tuple(state, 5) and state[0] == "mask":
@@ -136,7 +130,7 @@ def loaded_block_mask(lists: Any, lengths: Any, block_size: Any, state: Any) -> 
 
 def _of_mask(mask: Any, batch: Any, heads: Any, q_offset: Any, sizes: tuple[int, ...], device: torch.device) -> OfMask:
     for given, size in zip((batch, heads), sizes, strict=True):
-        if type(given) is not int or not 0 < given < _MAX_LENGTH or size not in (1, given):
+        if type(given) is not int or not 0 < given < MAX_POSITIONS or size not in (1, given):
             _damaged("sizes")
     is_tensor = isinstance(q_offset, Tensor) and q_offset.dtype in INT_DTYPES and q_offset.shape == (batch,)
     is_on_device = is_tensor and q_offset.device == device
