@@ -55,6 +55,10 @@ NEW: dict[str, Callable[[str], dict[str, Any]]] = {
         "score": "alibi",
         "slopes": torch.rand(HEADS, device=device),
     },
+    "windows": lambda device: {
+        "mask": get_mask("sliding_window", window=torch.tensor(int(torch.randint(60, ())), device=device))
+        | get_mask("local", left=torch.tensor(int(torch.randint(9, ())), device=device), right=3)
+    },
     "packed": lambda device: {
         "mask": get_mask(
             "packed",
@@ -71,6 +75,7 @@ def on_cpu_too(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     """Renew calls on a CPU as on a GPU, or not."""
     if request.param == "renewed":
         monkeypatch.setattr(calls, "_RENEWED_ON", ("cpu", "cuda"))
+        monkeypatch.setattr(plan, "_SPREADS_ON", ("cpu", "cuda"))
 
 
 def qkv(device: str, requires_grad: bool = False) -> list[Tensor]:
@@ -290,6 +295,24 @@ def test_layouts_of_tensors_are_kinds_of_their_own() -> None:
             out = flexmasks.attention(q, q, q, **params)
             mask = flexmasks.dense_mask(params["mask"], 64)
             assert error(out, scaled_dot_product_attention(q, q, q, attn_mask=mask)) < 1e-5
+
+
+@pytest.mark.usefixtures("on_cpu_too")
+@pytest.mark.parametrize("device", DEVICES)
+def test_one_tensor_in_two_places(device: str) -> None:
+    """Two tensors come in its places at the next call."""
+    tensors = qkv(device)
+
+    def check(left: Tensor, right: Tensor) -> None:
+        params = {"mask": "local", "left": left, "right": right}
+        out = flexmasks.attention(*tensors, **params)
+        assert error(out, expected(tensors, params, device)) < TOLERANCE[tensors[0].dtype]
+
+    for n in (3, 50, 7):
+        same, *two = (torch.tensor(m, device=device) for m in (n, n + 1, 2 * n))
+        check(same, same)
+        check(two[0], two[1])
+        check(two[1], two[0])
 
 
 def test_planning_again_needs_a_call_of_the_kind(monkeypatch: pytest.MonkeyPatch) -> None:

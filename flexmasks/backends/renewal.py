@@ -14,6 +14,7 @@ from flexmasks import compat
 from flexmasks.backends.flex import CompiledCall
 from flexmasks.plans.plan import GivenPlan, MaskPlan, ScorePlan
 from flexmasks.spec.captures import Aliases, Opaque, Refilled
+from flexmasks.spec.values import Spread
 
 
 class Renewal:
@@ -21,17 +22,27 @@ class Renewal:
 
     They have the shapes of the tensors in whose places they come.
 
-    tensors: the tensors of the call that is renewed. It keeps none of them.
+    tensors: the tensors of the call that is renewed, all different. It keeps none of them.
+    spread: numbers that functions read for each head, see `Modifier.bind`.
     """
 
     def __init__(
-        self, call: CompiledCall, plan: MaskPlan, aliases: Aliases, tensors: Sequence[Tensor], inputs: Sequence[int]
+        self,
+        call: CompiledCall,
+        plan: MaskPlan,
+        aliases: Aliases,
+        tensors: Sequence[Tensor],
+        inputs: Sequence[int],
+        spread: Spread,
     ) -> None:
         self._recorded, made = plan.recorded
         self._inputs = inputs
-        # Functions hold aliases of the call's tensors, and the tensors that the plan made.
+        # Functions hold aliases of the call's tensors, the tensors that the plan made, and both for each head.
         held = [*(aliases.of(t) for t in tensors), *made]
-        self._functions = Refilled((call.block_mask.mask_mod, call.score_mod), held)
+        places = {id(t): n for n, t in enumerate(held)}
+        spread = [(number, t) for number, t in spread if id(number) in places]  # others are constants of the function
+        self._spread = [(places[id(number)], t.shape) for number, t in spread]
+        self._functions = Refilled((call.block_mask.mask_mod, call.score_mod), [*held, *(t for _, t in spread)])
         self._call = replace(call, block_mask=None, score_mod=None)
         self._lengths, self._block_size = call.block_mask.seq_lengths, call.block_mask.BLOCK_SIZE
 
@@ -48,16 +59,20 @@ class Renewal:
         if score is not None and score.prepares_tensors:
             return None
         places = {id(t): n for n, t in enumerate(tensors)}
-        if any(id(t) not in places for t in mask.inputs):
+        # One tensor in two places may be two tensors in the next call.
+        if len(places) < len(tensors) or any(id(t) not in places for t in mask.inputs):
             return None
+        spread = [*mask.spread, *([] if score is None else score.spread)]
         with contextlib.suppress(Opaque):
-            return cls(call, mask, aliases, tensors, [places[id(t)] for t in mask.inputs])
+            return cls(call, mask, aliases, tensors, [places[id(t)] for t in mask.inputs], spread)
         return None
 
     def __call__(self, tensors: Sequence[Tensor]) -> CompiledCall:
         """Return the call with these tensors."""
         indices, made = self._recorded.renewed([tensors[n] for n in self._inputs])
-        mask_mod, score_mod = self._functions([*[t.detach() for t in tensors], *made])
+        values = [*[t.detach() for t in tensors], *made]
+        values += [values[n].expand(shape) for n, shape in self._spread]
+        mask_mod, score_mod = self._functions(values)
         call = copy.copy(self._call)  # at a third of the time of `replace`
         make: Any = compat.BlockMask  # its positional arguments have no types that fit
         block_mask = make(self._lengths, *indices, self._block_size, mask_mod)

@@ -30,7 +30,7 @@ from flexmasks.spec.captures import Aliases, Opaque, capture
 from flexmasks.spec.indexing import bounded
 from flexmasks.spec.numbers import MAX_COMPILED_VALUES, Number, NumberReader, numbers_in
 from flexmasks.spec.parameters import Size, describe
-from flexmasks.spec.values import Mask, Modifier, Score
+from flexmasks.spec.values import Mask, Modifier, Score, Spread
 
 BLOCK_SIZE = (128, 128)
 _CPU_BLOCK_SIZES = ((1 << 10, 32), (1 << 15, 64))  # longest length, and the block size that is fastest up to it
@@ -38,6 +38,7 @@ MAX_POSITIONS = 1 << 31  # kernels count positions in 32 bits
 _UNKNOWN_FRACTION = 0.5  # assumed fraction of pairs that is computed
 _MAX_WIDTH = 1.25  # the most blocks of bounds, in exact blocks, with which bounds are used
 _PLANS_TO_RECORD = 16  # plans that take about as long as recording one
+_SPREADS_ON = ("cuda",)  # devices where a kernel may take no 0-dimensional tensors
 _FIRST = "these are the first tensors of their shapes"
 _PARTIAL_BLOCKS = 2  # full blocks for each partial block, below which a mask counts as mostly partial
 _MAX_TABLES, _SMALL_TABLES = 4, 1 << 16  # the most bytes of their tables, in bytes of exact ones, and at least
@@ -110,6 +111,7 @@ class Plan:
         self._bound_to: tuple[Any, Offset] = value, offset
         self.holds_aliases = False
         self.tensors: list[Tensor] = []
+        self.spread: Spread = []  # filled by `_bind`
         self.opaque = False  # the function reads something that may change unnoticed, so nothing is cached
         try:
             self._key = value.capture(self.tensors)
@@ -213,8 +215,9 @@ class Plan:
         The function is bound to the user's own tensors, or to their aliases.
         """
         value, offset = self._bound_to
-        heads = self.size.heads if self.size.device.type == "cuda" else None
-        return value.bind(prepared.resolved, heads), offset if prepared.offset is None else prepared.offset
+        heads = self.size.heads if self.size.device.type in _SPREADS_ON else None
+        bound = value.bind(prepared.resolved, heads, self.spread)
+        return bound, offset if prepared.offset is None else prepared.offset
 
 
 class MaskPlan(Plan):

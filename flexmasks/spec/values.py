@@ -24,6 +24,10 @@ from flexmasks.spec.parameters import Size, describe, freeze, implied_size
 from flexmasks.spec.pickles import refused, why_not
 
 
+# Pairs of a 0-dimensional tensor and the same number for each head.
+Spread = list[tuple[Tensor, Tensor]]
+
+
 class Modifier(Readable):
     """Base of Mask and Score: a definition and the values of its parameters."""
 
@@ -229,17 +233,20 @@ class Modifier(Readable):
         is_named = str(error).startswith("flexmasks")
         return error if is_named else type(error)(f"flexmasks {self.kind} {self.name!r}: {error}")
 
-    def bind(self, resolved: Mapping[str, Any], heads: int | None = None) -> Callable[..., Tensor]:
+    def bind(
+        self, resolved: Mapping[str, Any], heads: int | None = None, spread: Spread | None = None
+    ) -> Callable[..., Tensor]:
         """Return the plain function of indices with its arguments bound, given what `resolve` returned.
 
         With `heads`, the function reads 0-dimensional tensors by the head's index, because some kernels take no
-        0-dimensional tensors.
+        0-dimensional tensors. Each of them is appended to `spread`, with the tensor in its place.
         """
         arguments: dict[str, Any] = {}
         for name, value in {**self.params, **resolved}.items():
             if isinstance(value, ResolvedInner):
                 source = self.params[value.source]
-                mods = tuple(m.bind(r, heads) for m, r in zip(_modifiers_in(source), value.resolved, strict=True))
+                inner = zip(_modifiers_in(source), value.resolved, strict=True)
+                mods = tuple(m.bind(r, heads, spread) for m, r in inner)
                 arguments[name] = mods if isinstance(source, tuple) else mods[0]
             elif isinstance(value, _Given):
                 arguments[name] = self.params[value.parameter]
@@ -251,7 +258,10 @@ class Modifier(Readable):
         if heads:
             numbers = {n: v for n, v in arguments.items() if isinstance(v, Tensor) and v.ndim == 0}
             if numbers:
-                function = _by_head(function, numbers, heads)
+                over_heads = {n: v.expand(max(heads, 2)) for n, v in numbers.items()}
+                if spread is not None:
+                    spread += [(numbers[n], t) for n, t in over_heads.items()]
+                function = _by_head(function, over_heads)
                 arguments = {n: v for n, v in arguments.items() if n not in numbers}
         return _close(self.kind, function, arguments)
 
@@ -496,12 +506,8 @@ def _close(kind: str, function: Callable[..., Tensor], arguments: dict[str, Any]
     return score_mod
 
 
-def _by_head(function: Callable[..., Tensor], numbers: Mapping[str, Tensor], heads: int) -> Callable[..., Tensor]:
-    """Return the function with its numbers read by the head's index.
-
-    numbers: 0-dimensional tensors, which are spread over all heads.
-    """
-    over_heads = {n: v.expand(max(heads, 2)) for n, v in numbers.items()}
+def _by_head(function: Callable[..., Tensor], over_heads: Mapping[str, Tensor]) -> Callable[..., Tensor]:
+    """Return the function with some of its arguments read by the head's index."""
 
     def read(*args: Tensor, **arguments: Any) -> Tensor:
         h = args[-3]
