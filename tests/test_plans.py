@@ -9,14 +9,18 @@ import pytest
 import torch
 from helpers import DEVICES, TOLERANCE, error
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_mask
 from torch.nn.functional import scaled_dot_product_attention
 
 import flexmasks
 from flexmasks import Mask, calls, compat, get_mask
+from flexmasks.backends.flex import CompiledCall
+from flexmasks.backends.renewal import Renewal
 from flexmasks.plans import plan
 from flexmasks.plans.bounds import MaskKind, RecordedPlan, plan_bounds
 from flexmasks.plans.recorded import Recorded, _Pack
 from flexmasks.request import Request
+from flexmasks.spec.captures import Aliases
 from flexmasks.spec.examples import example, on_device
 from flexmasks.spec.parameters import Size
 
@@ -75,7 +79,6 @@ def on_cpu_too(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     """Renew calls on a CPU as on a GPU, or not."""
     if request.param == "renewed":
         monkeypatch.setattr(calls, "_RENEWED_ON", ("cpu", "cuda"))
-        monkeypatch.setattr(plan, "_SPREADS_ON", ("cpu", "cuda"))
 
 
 def qkv(device: str, requires_grad: bool = False) -> list[Tensor]:
@@ -308,11 +311,36 @@ def test_one_tensor_in_two_places(device: str) -> None:
         out = flexmasks.attention(*tensors, **params)
         assert error(out, expected(tensors, params, device)) < TOLERANCE[tensors[0].dtype]
 
-    for n in (3, 50, 7):
-        same, *two = (torch.tensor(m, device=device) for m in (n, n + 1, 2 * n))
-        check(same, same)
-        check(two[0], two[1])
-        check(two[1], two[0])
+    flexmasks.clear_caches()
+    for left, right in ((3, 3), (50, 50), (7, 7), (4, 60), (60, 4)):
+        left_tensor = torch.tensor(left, device=device)
+        check(left_tensor, left_tensor if left == right else torch.tensor(right, device=device))
+
+
+def test_numbers_by_head_are_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU functions read 0-dimensional tensors by the head's index."""
+    monkeypatch.setattr(plan, "_SPREADS_ON", ("cpu",))  # kernels for the CPU take no such tensors: none is run
+    flexmasks.clear_caches()
+    size = Size(batch=BATCH, heads=HEADS, q_len=LENGTH, kv_len=LENGTH, device=CPU)
+
+    def two_windows(n: int) -> tuple[Mask, list[Tensor]]:
+        numbers = [torch.tensor(n), torch.tensor(100 - n)]
+        return get_mask("sliding_window", window=numbers[0]) | get_mask("local", left=numbers[1], right=0), numbers
+
+    for n in (3, 4, 5):
+        mask, numbers = two_windows(n)
+        aliases = Aliases()
+        planned = plan.MaskPlan(mask, size, aliases=aliases, allows_bounds=True)
+        block_mask = planned.block_mask()
+    runner: Any = None
+    call = CompiledCall(runner, None, block_mask, None, None, with_lse=False, needs_grad=False, is_flash=False)
+    renewal = Renewal.of(call, planned, None, aliases, numbers)
+    assert renewal is not None
+    for n in (50, 7):
+        mask, numbers = two_windows(n)
+        renewed = renewal(numbers).block_mask.mask_mod
+        shape = BATCH, HEADS, LENGTH, LENGTH
+        assert torch.equal(create_mask(renewed, *shape, "cpu"), create_mask(mask, *shape, "cpu"))
 
 
 def test_planning_again_needs_a_call_of_the_kind(monkeypatch: pytest.MonkeyPatch) -> None:
