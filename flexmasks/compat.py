@@ -16,7 +16,7 @@ import importlib.util
 import operator
 import threading
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -355,6 +355,18 @@ def donated_buffers_off() -> Iterator[None]:
         yield
     finally:
         config.donated_buffer = kept
+
+
+def value_of_constant(x: torch.Tensor) -> float | None:
+    """Return the value of a fake tensor made of a number, or None.
+
+    No public equivalent.
+    """
+    constant = getattr(x, "constant", None)
+    if constant is None or constant.numel() != 1:
+        return None
+    with without_dispatch_modes():
+        return cast(float, constant.item())
 
 
 def fake_mode() -> Any:

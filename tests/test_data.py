@@ -21,12 +21,14 @@ from torch.nn.functional import embedding, scaled_dot_product_attention
 import flexmasks
 from flexmasks import calls, compat
 from flexmasks.backends import forms
-from flexmasks.backends.inexact import inexact
+from flexmasks.backends.inexact import NEGATIVE, inexact
 from flexmasks.backends.miscompiled import miscompiled
+from flexmasks.backends.rewritten import FROM_THE_FRONT
 from flexmasks.blocks.build import build
 from flexmasks.blocks.lists import of_block_mask
 from flexmasks.plans import data
 from flexmasks.plans.plan import MaskPlan, ScorePlan
+from flexmasks.request import Request
 from flexmasks.spec.captures import Aliases
 from flexmasks.spec.examples import example
 from flexmasks.spec.parameters import Size
@@ -133,6 +135,7 @@ def passing() -> dict[str, Function]:
         "causal": lambda b, h, q, kv: q >= kv,
         "documents": lambda b, h, q, kv: (q >= kv) & (ids[q] == ids[kv]),
         "table": lambda b, h, q, kv: table[q, kv],
+        "columns": lambda b, h, q, kv: (table[q, 0] | table[kv, 3]) & (q >= kv),
         "padding": lambda b, h, q, kv: of_batch[b, kv] | ~(q != kv),
         "remainder": lambda b, h, q, kv: (q - kv) % 7 != 3,
         "chunks": lambda b, h, q, kv: q // 16 >= kv // 16,
@@ -159,7 +162,7 @@ def failing() -> dict[str, Function]:
         torch.full((LENGTH,), torch.inf),
     )
     return {
-        "a row": lambda b, h, q, kv: vectors[q][0] > vectors[kv][1],
+        "a row": lambda b, h, q, kv: vectors[q].max() > vectors[kv][1],
         "reduction": lambda b, h, q, kv: (chosen[q] == kv).any(-1),
         "embedding": lambda b, h, q, kv: embedding(q, vectors)[0] > 0,
         "product": lambda b, h, q, kv: i32[q] * 100000000 > 0,
@@ -477,6 +480,53 @@ def test_functions_inside_torch_compile() -> None:
         assert error(got, expected(function)) < TOLERANCE[torch.float32]
 
 
+def negative() -> dict[str, Function]:
+    """Return functions with indices that count from the end."""
+    ids, table = torch.randint(0, 9, (LENGTH,)), torch.rand(LENGTH, LENGTH) > 0.5
+    return {
+        "before the query": lambda b, h, q, kv: ids[q - 5] > ids[kv],
+        "from the end": lambda b, h, q, kv: ids[-1 - kv] > ids[q],
+        "one after the other": lambda b, h, q, kv: table[q][kv - 30],
+        "the last": lambda b, h, q, kv: table[q, -1] | (q == kv),
+        "hidden": lambda b, h, q, kv: (q >= kv) & (ids[q - kv] > 2),
+        "found in a tensor": lambda b, h, q, kv: ids[ids[q]] > ids[kv],
+        "length": lambda b, h, q, kv: ids[q - ids.shape[0]] > ids[kv],
+    }
+
+
+@pytest.mark.parametrize("name", negative())
+def test_negative_indices(name: str) -> None:
+    """Kernels in Triton know none; those for the CPU do."""
+    function, sizes = negative()[name], (BATCH, HEADS, LENGTH, LENGTH)
+    on_cpu, on_gpu = (inexact(function, torch.device(device), sizes) for device in ("cpu", "cuda"))
+    assert on_cpu != NEGATIVE
+    assert on_gpu == NEGATIVE or "after" in name
+    way = forms._way_to_rewrite(function, torch.device("cuda"), sizes, is_score=False)
+    assert way in FROM_THE_FRONT
+    rewritten = FROM_THE_FRONT[way](function)
+    assert rewritten is not None
+    assert torch.equal(create_mask(rewritten, *sizes, "cpu"), create_mask(function, *sizes, "cpu"))
+
+
+BIAS = torch.randn(2 * LENGTH - 1)
+
+
+def test_negative_indices_at_other_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is negative only at the next power of 2 runs as it is."""
+    q, k, v = qkv()
+    planned = calls._planned(q, k, v, Request(score=lambda score, b, h, q, kv: score + BIAS[q - kv + LENGTH - 1]))
+    monkeypatch.setattr(
+        forms, "inexact", lambda function, device, *args: inexact(function, torch.device("cuda"), *args)
+    )
+    assert inexact(planned.call.score_mod(), torch.device("cuda"), (BATCH, HEADS, 128, 128), True) == NEGATIVE
+    assert forms.refuses(planned.call) is None
+    planned = calls._planned(q, k, v, Request(score=lambda score, b, h, q, kv: score + BIAS[q - kv]))
+    assert "let an enclosing function hold the tensor" in str(forms.refuses(planned.call))
+    table = BIAS
+    planned = calls._planned(q, k, v, Request(score=lambda score, b, h, q, kv: score + table[q - kv]))
+    assert forms.refuses(planned.call) is None
+
+
 def test_a_block_mask_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data, "_CAPACITIES", (1 << 10,))
     table = torch.rand(LENGTH, LENGTH) > 0.5
@@ -499,9 +549,10 @@ def test_data_on_a_gpu(name: str, backend: str) -> None:
     if backend == "flash":
         skip_unless_flash_takes(leaves, mask=mask)
     out = flexmasks.attention(*leaves, mask=mask, backend=backend)
-    assert flexmasks.explain(*leaves, mask=mask, backend=backend).mask.startswith("data: ")
+    is_data = flexmasks.explain(*leaves, mask=mask, backend=backend).mask.startswith("data: ")
+    assert is_data == (name != "positions")  # with 64 bits they are right
     upstream = torch.randn_like(out)
-    visible = create_mask(mask, BATCH, HEADS, length, length, "cuda")
+    visible = create_mask(mask, BATCH, HEADS, length, length, "cuda").cuda()
     others = [x.detach().double().requires_grad_() for x in leaves]
     want = scaled_dot_product_attention(*others, attn_mask=visible).nan_to_num(0.0)
     assert error(out, want.cpu()) < TOLERANCE[torch.bfloat16]
@@ -509,6 +560,21 @@ def test_data_on_a_gpu(name: str, backend: str) -> None:
     want_gradients = torch.autograd.grad(want, others, upstream.double())
     for got, expected_gradient in zip(got_gradients, want_gradients, strict=True):
         assert error(got, expected_gradient.nan_to_num(0.0).cpu()) < 2 * TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("queries", [LENGTH, 5])
+def test_indices_on_a_gpu(queries: int) -> None:
+    """Constant and negative indices, also in torch's kernel for few queries."""
+    for name, made in {**negative(), "columns": passing()["columns"]}.items():
+        mask = Aliases([(t, t.cuda()) for t in flexmasks.get_mask(made).tensors()]).of(made)
+        q, k, v = torch.randn(3, BATCH, HEADS, LENGTH, 64, device="cuda", dtype=torch.bfloat16).unbind()
+        q = q[:, :, :queries]
+        visible = create_mask(mask, BATCH, HEADS, queries, LENGTH, "cuda")
+        want = scaled_dot_product_attention(q.double(), k.double(), v.double(), attn_mask=visible).nan_to_num(0.0)
+        flexmasks.clear_caches()
+        assert flexmasks.explain(q, k, v, mask=mask, backend="triton").mask == "its function", name
+        assert error(flexmasks.attention(q, k, v, mask=mask, backend="triton"), want.cpu()) < 1.6e-2, name
 
 
 @pytest.mark.gpu

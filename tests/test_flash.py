@@ -314,11 +314,15 @@ def test_such_calls_are_right_on_a_gpu(name: str) -> None:
     few = [x[:, :, :256] for x in (q, k, v)]
     want = flexmasks.attention(*(x.double().cpu() for x in few), backend="reference", **call("cpu"))
     assert error(flexmasks.attention(*few, **call("cuda")), want) < 1.6e-2
-    # torch's compiler fails if two tensors that hold numbers are added to each other
-    assert flexmasks.explain(q, k, v, **call("cuda")).backend == ("reference" if name == "of each other" else "triton")
+    assert flexmasks.explain(q, k, v, **call("cuda")).backend == "triton"
     skip_unless_flash_takes((q, k, v), mask="causal")
-    with pytest.raises(ValueError, match="cannot run this call: its compiler"):
-        flexmasks.attention(q, k, v, backend="flash", **call("cuda"))
+    reason = flexmasks.explain(*few, **call("cuda")).others.get("flash", "")
+    if reason:
+        assert "its compiler" in reason
+    else:
+        out = flexmasks.attention(*few, backend="flash", **call("cuda"))
+        assert flexmasks.explain(*few, backend="flash", **call("cuda")).mask.startswith("data: ")
+        assert error(out, want) < 1.6e-2
 
 
 @pytest.mark.gpu
@@ -328,12 +332,11 @@ def test_blocks_without_a_function_on_a_gpu() -> None:
     counts = torch.ones(1, 1, 64, device="cuda", dtype=torch.int32)
     indices = torch.stack([(chunks + n) % 64 for n in range(64)], -1)[None, None]
     blocks = BlockMask.from_kv_blocks(counts * 0, indices, counts, indices, BLOCK_SIZE=128)
-    out = flexmasks.attention(q, k, v, block_mask=blocks)
     want = F.scaled_dot_product_attention(*(x.unflatten(2, (64, 128)).transpose(1, 2)[0] for x in (q, k, v)))
-    assert error(out[0], want.transpose(0, 1).flatten(1, 2).cpu()) < 1.6e-2
+    want = want.transpose(0, 1).flatten(1, 2).cpu()
+    assert error(flexmasks.attention(q, k, v, block_mask=blocks)[0], want) < 1.6e-2
     skip_unless_flash_takes((q, k, v), mask="causal")
-    with pytest.raises(ValueError, match="skips all blocks"):
-        flexmasks.attention(q, k, v, block_mask=blocks, backend="flash")
+    assert error(flexmasks.attention(q, k, v, block_mask=blocks, backend="flash")[0], want) < 1.6e-2
 
 
 @pytest.mark.gpu

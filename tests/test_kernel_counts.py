@@ -246,7 +246,10 @@ def generating(start: int, shown: Tensor) -> Callable[..., Tensor]:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_generated_token_compiles_nothing(device: str) -> None:
-    """The prompt compiles a kernel, and so do two lengths of one query, and those again beyond 128 keys."""
+    """The prompt compiles a kernel, and so do two lengths of one query, and those again beyond 128 keys.
+
+    On a GPU the first token compiles its function too.
+    """
     cache = torch.randn(2, 2, 2, 150, 16, device=device)
 
     def call(length: int, queries: int) -> None:
@@ -259,7 +262,7 @@ def test_a_generated_token_compiles_nothing(device: str) -> None:
         assert error(out, naive(q, k, v, visible.cpu())) < (TOLERANCE[torch.float32] if device == "cpu" else 2e-3)
 
     calls = [functools.partial(call, 120, 120), *(functools.partial(call, n, 1) for n in range(121, 145))]
-    assert sum(kernels_of(calls)) <= 5
+    assert sum(kernels_of(calls)) <= (5 if device == "cpu" else 6)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -37,7 +37,9 @@ _this_thread = threading.local()  # `compilations` counts those of the thread
 # Guards that are left out: torch checks at each call that its own modules have not changed, a tenth of a call's time.
 _GUARDS_OF_TORCH = ("G['compat']", "G['__builtins_dict", "G['__import_torch_dot", "__import__('torch')")
 _MAX_NOTED_SHAPES = 64  # shapes that one kernel remembers
-_RUNS_AS_DATA = 32  # runs on a GPU after which a function is compiled that could be compiled before
+# On a GPU a function that could be compiled is compiled after this many runs as data, or after runs over this many
+# pairs, in which data in Triton took as much more time as compiling does (forward and backward pass, H200).
+_RUNS_AS_DATA, _PAIRS_AS_DATA = 32, 1 << 37
 _RUNS_BETWEEN_LOOKUPS = 64  # after this many runs a replay looks its kernel up again, which marks it as used
 # Kernel options to try one after the other, for GPUs whose shared memory is too small for the earlier options.
 _SMALLER_KERNELS: tuple[dict[str, Any], ...] = (
@@ -419,7 +421,7 @@ class CompiledCall:
         as_data: whether the kernel reads the mask as data; by default `why_data` decides.
         """
         block_mask, of_mask, shapes = call.blocks().block_mask, call.kernel_key[0], call.shapes
-        score_mod, of_score = forms.compiled_score(call, takes_inputs=backend != "FLASH")
+        score_mod, of_score = forms.compiled_score(call, for_flash=backend == "FLASH")
         given = {**(call.kernel_options or {}), **(more_options or {})}
         chosen = options(call.q, call.k, backend, given, block_mask.BLOCK_SIZE, call.proven_options)
         kind = _kind(call, backend, chosen)
@@ -427,7 +429,8 @@ class CompiledCall:
         if as_data is None:
             as_data = bool(why_data(call, backend, chosen))
             if as_data and call.is_cuda and not forms.why_inexact(call):
-                runs_left = iter(range(_RUNS_AS_DATA))
+                pairs = call.q.shape[:3].numel() * call.k.shape[2]
+                runs_left = iter(range(min(_RUNS_AS_DATA, _PAIRS_AS_DATA // pairs + 1)))
         if as_data:
             data = call.data()
             words, table = data.shapes
@@ -442,7 +445,7 @@ class CompiledCall:
                 may_be_data=not (as_data or call.mask_is_own or shapes is None or forms.has_failed(call)),
             ),
             score_mod=score_mod,
-            block_mask=block_mask if as_data else forms.compiled_mask(call, block_mask),
+            block_mask=block_mask if as_data else forms.compiled_mask(call, block_mask, for_flash=backend == "FLASH"),
             scale=call.scale,
             kernel_options=chosen or None,
             with_lse=call.with_lse,

@@ -17,13 +17,14 @@ from torch import Tensor
 from flexmasks import compat
 from flexmasks.backends import numbers
 from flexmasks.backends.call import OUTCOMES, Call
-from flexmasks.backends.inexact import OVERFLOW, WHOLE, divisions, inexact
+from flexmasks.backends.inexact import NEGATIVE, OVERFLOW, WHOLE, divisions, inexact
 from flexmasks.backends.operations import UNREADABLE
-from flexmasks.backends.rewritten import WAYS
+from flexmasks.backends.rewritten import FROM_THE_FRONT, WAYS
 from flexmasks.cache import Cache
 from flexmasks.plans.data import FirstAsData, TooLargeForData, can_be_data, next_power_of_2
 
 _MANY_DIVISIONS = 4  # from this many on, data take 0.2 to 0.7 of the function's time on a CPU; up to 3, 0.9 to 1.2
+_HOW_NOT_NEGATIVE = "clamp the index, or let an enclosing function hold the tensor"
 _DEAR = "reading it takes less time than the divisions of its function"
 _FAILED = "torch's kernels for any length compute its function wrongly"
 _NUMBERS = "kernels for other values of its numbers are compiled, and not for these"
@@ -40,7 +41,8 @@ def refuses(call: Call) -> str | None:
     if call.score_mod is not None and not call.score_is_own:
         reason = _inexact(call, call.score_mod, is_score=True)
         if reason and reason not in WAYS:
-            return f"it may compute the score otherwise than Python does: {reason}"
+            hint = f"; {_HOW_NOT_NEGATIVE}" if reason == NEGATIVE else ""
+            return f"it may compute the score otherwise than Python does: {reason}{hint}"
     reason = why_inexact(call)
     if not reason:
         return None
@@ -78,32 +80,33 @@ def why_inexact(call: Call) -> str:
     return "" if reason in WAYS else reason
 
 
-def compiled_mask(call: Call, block_mask: compat.BlockMask) -> compat.BlockMask:
+def compiled_mask(call: Call, block_mask: compat.BlockMask, for_flash: bool) -> compat.BlockMask:
     """Return a call's BlockMask with its function as kernels can compute it."""
     way = "" if call.mask_is_own or call.is_traced else _inexact(call, call.mask_mod, is_score=False)
-    if way not in WAYS:
+    if way not in WAYS or (for_flash and way in FROM_THE_FRONT):
         return block_mask
     rewritten = copy.copy(block_mask)
     rewritten.mask_mod = _rewritten(block_mask.mask_mod, way)
     return rewritten
 
 
-def compiled_score(call: Call, takes_inputs: bool) -> tuple[Callable[..., Tensor] | None, Hashable]:
+def compiled_score(call: Call, for_flash: bool) -> tuple[Callable[..., Tensor] | None, Hashable]:
     """Return a call's score change as kernels can compute it, and its key.
 
-    takes_inputs: whether kernels take 0-dimensional tensors in place of numbers.
+    Kernels of FLASH take no 0-dimensional tensors in place of numbers.
     """
     key = call.kernel_key[1]
     if call.score_mod is None or call.is_traced:
         return None if call.score_mod is None else call.score_mod(), key
-    if takes_inputs and numbers.are_many(call, is_score=True):
+    if not for_flash and numbers.are_many(call, is_score=True):
         made = numbers.score_with_inputs(call)
         reason = "" if made is None else _look(call, lambda: made[0], made[1], is_score=True)
         if made is not None and (not reason or reason in WAYS):
             return _rewritten(made[0], reason), made[1]
         numbers.warn(call, is_score=True, reason=reason)
     way = "" if call.score_is_own else _inexact(call, call.score_mod, is_score=True)
-    return _rewritten(call.score_mod(), way), key
+    # FLASH is refused if an index may be negative at the call's own sizes.
+    return _rewritten(call.score_mod(), "" if for_flash and way in FROM_THE_FRONT else way), key
 
 
 def _rewritten(function: Callable[..., Tensor], way: str) -> Callable[..., Tensor]:
@@ -211,18 +214,34 @@ def _look(call: Call, function: Callable[[], Callable[..., Tensor]], key: Hashab
 
     All functions of a key are looked at once.
 
-    Sizes, and where queries start, count as the next powers of 2, because decoding changes them at each step.
+    Sizes, and where queries start, count as the next powers of 2, because decoding changes them at each step. Indices
+    that may be negative at these sizes are looked at again at the call's own.
     """
-    device, sizes = call.q.device, [next_power_of_2(n) for n in (*call.q.shape[:3], call.k.shape[2])]
+    reason = _look_at_sizes(call, function, key, is_score, next_power_of_2)
+    return _look_at_sizes(call, function, key, is_score, int) if reason == NEGATIVE else reason
+
+
+def _look_at_sizes(
+    call: Call,
+    function: Callable[[], Callable[..., Tensor]],
+    key: Hashable,
+    is_score: bool,
+    count: Callable[[int], int],
+) -> str:
+    """Return what `_look` returns.
+
+    count: a function from a size to the size that counts.
+    """
+    device, sizes = call.q.device, [count(n) for n in (*call.q.shape[:3], call.k.shape[2])]
     shapes: tuple[Any, ...] = ()
     if call.shapes is not None:
         offset, *shapes_of_tensors = call.shapes
-        shapes = (None if offset is None else next_power_of_2(offset), *shapes_of_tensors)
+        shapes = (None if offset is None else count(offset), *shapes_of_tensors)
     kind = "inexact", is_score, key, shapes, device.type, *sizes
     reason = None if call.shapes is None else OUTCOMES.get(kind)
     if reason is None:
         reason = inexact(function(), device, sizes, is_score) or ""
-        if reason in (WHOLE, OVERFLOW):
+        if reason in (WHOLE, OVERFLOW, NEGATIVE):
             reason = _way_to_rewrite(function(), device, sizes, is_score) or reason
         # Whether a function can be traced may depend on the calling code.
         if call.shapes is not None and not reason.startswith(UNREADABLE):

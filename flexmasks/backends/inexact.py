@@ -7,6 +7,7 @@ Inductor makes torch's kernels for CPUs and those in Triton. Known differences (
 - Floating sums and products may be fused or approximated; x * 0 is 0 though x is infinite.
 - A row of a captured tensor, and a reduction over one, ends the process or gives wrong results.
 - Operands without dimensions are promoted to other dtypes than in torch.vmap, which create_mask uses.
+- Kernels in Triton read memory before the tensor at a negative index.
 
 A truth value that depends on the last bit of a floating number differs, so masks compute with whole numbers only, and
 compare floating numbers as they are read. A score may differ by rounding.
@@ -36,6 +37,7 @@ _FLOATING = "kernels round floating numbers otherwise, which could change what i
 _MIXED = "kernels convert numbers of different types otherwise"
 _TRUTH = "kernels compute with truth values otherwise"
 WHOLE = "it takes rows of captured tensors, or changes them as a whole"
+NEGATIVE = "kernels read wrong memory at a negative index, and an index may be negative"
 _INDEX = "it takes indices that are no 32-bit or 64-bit numbers"
 _ZERO = "it may divide by 0"
 _SHIFT = "it may shift by less than 0 or more than 31 bits"
@@ -73,7 +75,7 @@ def inexact(
 
     sizes: batch, query heads, queries and keys.
     """
-    return follow(_Trace(is_score), function, device, sizes, is_score)[0]
+    return follow(_Trace(is_score, device), function, device, sizes, is_score)[0]
 
 
 def divisions(function: Callable[..., Tensor], device: torch.device, sizes: Sequence[int]) -> int:
@@ -81,7 +83,7 @@ def divisions(function: Callable[..., Tensor], device: torch.device, sizes: Sequ
 
     Those before an operation that cannot be traced count.
     """
-    trace = _Trace(is_score=False)
+    trace = _Trace(False, device)
     follow(trace, function, device, sizes, is_score=False)
     return trace.divisions
 
@@ -90,6 +92,10 @@ class _Trace(Trace):
     """Follows the operations of a function as Inductor sees them."""
 
     compiler = "torch's compiler"
+
+    def __init__(self, is_score: bool, device: torch.device) -> None:
+        super().__init__(is_score)
+        self._may_be_negative = device.type == "cpu"  # indices
 
     def is_known(self, name: str, args: Any) -> bool:
         return name in _WHOLE_NUMBERS or (self.is_score and name in _OF_SCORES)
@@ -129,6 +135,8 @@ class _Trace(Trace):
             self.errors[WHOLE] = None
         if any(i is None or i.ndim or i.dtype not in (torch.int32, torch.int64) for i in indices):
             self.errors[_INDEX] = None
+        elif not self._may_be_negative and any(self.bounds_or_any(i)[0] < 0 for i in indices):
+            self.errors[NEGATIVE] = None
 
     def _check_floating(self, name: str, out: Tensor, args: Any, floating: Sequence[Tensor]) -> None:
         """Note an error unless an operation only selects, compares or converts without rounding."""

@@ -106,6 +106,8 @@ class _Trace(Trace):
             self.errors["its compiler reads uint8 as signed"] = None
         if any(i is None or i.dtype == torch.bool or self.bounds_or_any(i)[0] < 0 for i in indices):
             self.errors[_INDEX] = None
+        if any(i is not None and not self.varies(i) for i in indices):
+            self.errors["its compiler takes no constant index"] = None
         if self.reads_vectors:
             self.errors[_VECTORS] = None
 

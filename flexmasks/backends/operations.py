@@ -123,6 +123,9 @@ class Trace(compat.TorchDispatchMode):
                 self.bounds_or_any(args[0]) if out.dtype not in (torch.int8, torch.uint8, torch.int16) else UNBOUNDED
             )
             return bounds if out.is_floating_point() else _rounded(*bounds)
+        if name in ("lift_fresh", "lift_fresh_copy"):
+            value = compat.value_of_constant(out)
+            return UNBOUNDED if value is None or math.isnan(value) else (value, value)
         if name in ("full", "full_like", "scalar_tensor"):
             return self.bounds_or_any(args[0 if name == "scalar_tensor" else 1])
         if name == "index":

@@ -1,40 +1,61 @@
 """Functions rewritten so that kernels compute them as Python does.
 
-Kernels cannot hold the row `table[q]` of chained indexing, and they count positions in 32 bits.
+Kernels cannot hold the row `table[q]` of chained indexing, they count positions in 32 bits, and in Triton they know no
+negative indices.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from flexmasks.spec.captures import Opaque, Refilled, capture
 
 
 class _Rows:
-    """A captured tensor, indexed so far by fewer indices than it has dimensions."""
+    """A captured tensor, indexed so far by fewer indices than it has dimensions.
 
-    def __init__(self, table: Tensor, indices: tuple[Any, ...] = ()) -> None:
-        self.table, self.indices = table, indices
+    from_the_front: whether negative indices, which count from the end, become others.
+    """
+
+    def __init__(self, table: Tensor, from_the_front: bool, indices: tuple[Any, ...] = ()) -> None:
+        self.table, self.from_the_front, self.indices = table, from_the_front, indices
 
     def __getitem__(self, index: Any) -> Any:
         indices = (*self.indices, *(index if isinstance(index, tuple) else (index,)))
-        return self.table[indices] if len(indices) == self.table.ndim else _Rows(self.table, indices)
+        if len(indices) < self.table.ndim:
+            return _Rows(self.table, self.from_the_front, indices)
+        if self.from_the_front:
+            indices = tuple([_from_the_front(i, n) for i, n in zip(indices, self.table.shape, strict=True)])
+        return self.table[indices]
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.table.shape[len(self.indices) :]
 
 
-def with_one_index(function: Callable[..., Tensor]) -> Callable[..., Tensor] | None:
+def _from_the_front(index: Any, length: int) -> Any:
+    if isinstance(index, Tensor):
+        return torch.where(index < 0, index + length, index).clamp(min=0)
+    return index + length if type(index) is int and index < 0 else index
+
+
+def with_one_index(function: Callable[..., Tensor], from_the_front: bool = False) -> Callable[..., Tensor] | None:
     """Return a function in which all indices of a captured tensor are one index.
 
-    The function fails if it does anything else with a tensor of more than one dimension. The result is None if no such
-    tensor can be replaced.
+    The function fails if it does anything else with such a tensor. The result is None if no tensor can be replaced.
+
+    from_the_front: whether no index is negative.
     """
     captured: list[Tensor] = []
     try:
         capture(function, captured)
-        tables = [t for t in captured if t.ndim > 1]
-        return Refilled(function, tables)([_Rows(t) for t in tables]) if tables else None
+        tables = [t for t in captured if t.ndim >= (1 if from_the_front else 2)]
+        return Refilled(function, tables)([_Rows(t, from_the_front) for t in tables]) if tables else None
     except Opaque:
         return None
 
@@ -48,8 +69,8 @@ def with_wide_positions(function: Callable[..., Tensor]) -> Callable[..., Tensor
     return wide
 
 
-def _both(function: Callable[..., Tensor]) -> Callable[..., Tensor] | None:
-    chained = with_one_index(function)
+def _both(function: Callable[..., Tensor], from_the_front: bool = False) -> Callable[..., Tensor] | None:
+    chained = with_one_index(function, from_the_front)
     return None if chained is None else with_wide_positions(chained)
 
 
@@ -59,3 +80,8 @@ WAYS: dict[str, Callable[[Callable[..., Tensor]], Callable[..., Tensor] | None]]
     "with positions of 64 bits": with_wide_positions,
     "with chained indices as one index, and positions of 64 bits": _both,
 }
+FROM_THE_FRONT = {
+    "with no negative index": functools.partial(with_one_index, from_the_front=True),
+    "with no negative index, and positions of 64 bits": functools.partial(_both, from_the_front=True),
+}
+WAYS |= FROM_THE_FRONT

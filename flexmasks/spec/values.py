@@ -23,7 +23,6 @@ from flexmasks.spec.definitions import AND, NOT, OR, Definition, define, definit
 from flexmasks.spec.parameters import Size, describe, freeze, implied_size
 from flexmasks.spec.pickles import refused, why_not
 
-
 # Pairs of a 0-dimensional tensor and the same number for each head.
 Spread = list[tuple[Tensor, Tensor]]
 
