@@ -84,8 +84,9 @@ def attention(
             bits of its different partial blocks, at most 256 MB, 2 KB for each block of 128 x 128; `explain` says so.
             Whole numbers in captured 64-bit tensors are taken to be between -2**60 and 2**60.
             Other functions of yours may go as data at first: if a kernel that reads data was compiled for such
-            calls already, until the function's tensors have new values, or on a GPU for 32 calls; on a CPU always, if
-            it has no tensors. Data needs no compilation, but each change of tensors then takes some milliseconds.
+            calls already, until the function's tensors have new values, or on a GPU for up to 32 calls, fewer of
+            large ones; on a CPU always, if it has no tensors. Data needs no compilation, but each change of tensors
+            then takes some milliseconds.
             Inside your own torch.compile(fullgraph=True), functions are compiled as they are, and the blocks of the
             mask are computed by your graph, from the tensors of each run. There, make a Mask of a function that
             captures variables outside the compiled function, with `get_mask`, and write `mask.__invert__()` for

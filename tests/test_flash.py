@@ -311,15 +311,14 @@ def test_such_calls_are_right_on_a_gpu(name: str) -> None:
         scores = wrong_scores()
         return {"mask": "causal", "score": scores[name]} if name in scores else {"mask": wrong_masks(device)[name]}
 
+    flexmasks.clear_caches()
     few = [x[:, :, :256] for x in (q, k, v)]
     want = flexmasks.attention(*(x.double().cpu() for x in few), backend="reference", **call("cpu"))
     assert error(flexmasks.attention(*few, **call("cuda")), want) < 1.6e-2
-    assert flexmasks.explain(q, k, v, **call("cuda")).backend == "triton"
+    assert flexmasks.explain(q, k, v, **call("cuda")).backend in ("triton", "flash")
     skip_unless_flash_takes((q, k, v), mask="causal")
     reason = flexmasks.explain(*few, **call("cuda")).others.get("flash", "")
-    if reason:
-        assert "its compiler" in reason
-    else:
+    if "its compiler" not in reason:
         out = flexmasks.attention(*few, backend="flash", **call("cuda"))
         assert flexmasks.explain(*few, backend="flash", **call("cuda")).mask.startswith("data: ")
         assert error(out, want) < 1.6e-2

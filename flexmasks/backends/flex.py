@@ -36,6 +36,7 @@ _kernel_numbers = itertools.count()
 _this_thread = threading.local()  # `compilations` counts those of the thread
 # Guards that are left out: torch checks at each call that its own modules have not changed, a tenth of a call's time.
 _GUARDS_OF_TORCH = ("G['compat']", "G['__builtins_dict", "G['__import_torch_dot", "__import__('torch')")
+_OUT_OF_RESOURCE = "out of resource"  # part of an error of Triton: smaller kernels may work
 _MAX_NOTED_SHAPES = 64  # shapes that one kernel remembers
 # On a GPU a function that could be compiled is compiled after this many runs as data, or after runs over this many
 # pairs, in which data in Triton took as much more time as compiling does (forward and backward pass, H200).
@@ -238,16 +239,17 @@ def _run_kernel(
         except (torch.OutOfMemoryError, compat.TorchDynamoException):
             raise
         except Exception as error:
-            fails_for_any_length = isinstance(error, compat.InductorError) or _is_wrong_bound(error)
-            if not fails_for_any_length or kernel.is_static or q.is_cuda:
-                if not isinstance(error, compat.InductorError):
-                    _KERNELS.drop(key)  # torch may have marked the code as never to be compiled
-                raise
-            # torch's compiler for the CPU fails for some functions with symbolic lengths. Each length then has a
-            # kernel, unless the kernel that reads data can take the mask.
-            if may_be_data:
+            is_of_compiler = isinstance(error, compat.InductorError)
+            may_need_data = (is_of_compiler or _is_wrong_bound(error)) and _OUT_OF_RESOURCE not in str(error)
+            # The kernel that reads data may take a mask whose function torch cannot compile, on a CPU only for any
+            # length.
+            if may_be_data and may_need_data and not kernel.is_static:
                 _KERNELS.drop(key)
                 raise NeedsData(first_line(error)) from error
+            if not may_need_data or kernel.is_static or q.is_cuda:
+                if not is_of_compiler:
+                    _KERNELS.drop(key)  # torch may have marked the code as never to be compiled
+                raise
             why = "torch cannot compile it for any length"
             kernel = _new_kernel(key, is_static=True)
             result = kernel.compiled(*args)
@@ -442,7 +444,8 @@ class CompiledCall:
                 call.what,
                 (of_mask, of_score, *kind, *_lists_kind(block_mask)),
                 shapes,
-                may_be_data=not (as_data or call.mask_is_own or shapes is None or forms.has_failed(call)),
+                may_be_data=not (as_data or call.mask_is_own or shapes is None or forms.has_failed(call))
+                and backend != "FLASH",  # triton may compile what FLASH cannot
             ),
             score_mod=score_mod,
             block_mask=block_mask if as_data else forms.compiled_mask(call, block_mask, for_flash=backend == "FLASH"),
@@ -560,7 +563,7 @@ def run(call: Call, backend: str | None = None) -> Result:
             forms.note_run(call, _kind(call, backend, compiled.kernel_options or {}), compiled.is_data)
             return result
         except Unavailable as error:
-            if more_options is attempts[-1] or "out of resource" not in str(error):
+            if more_options is attempts[-1] or _OUT_OF_RESOURCE not in str(error):
                 raise
             _log.info("the kernel takes too much shared memory: compiling it again, with smaller blocks")
     raise AssertionError("the last attempt returns or raises")

@@ -26,7 +26,7 @@ from flexmasks.plans.data import FirstAsData, TooLargeForData, can_be_data, next
 _MANY_DIVISIONS = 4  # from this many on, data take 0.2 to 0.7 of the function's time on a CPU; up to 3, 0.9 to 1.2
 _HOW_NOT_NEGATIVE = "clamp the index, or let an enclosing function hold the tensor"
 _DEAR = "reading it takes less time than the divisions of its function"
-_FAILED = "torch's kernels for any length compute its function wrongly"
+_FAILED = "torch's compiler fails for its function"
 _NUMBERS = "kernels for other values of its numbers are compiled, and not for these"
 _FIRST_CALLS = "nothing is compiled for a new function while a kernel that reads data is there"
 # By kind of call: the first function that was compiled. Other functions start as data. An entry counts one byte.

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from flexmasks import compat
-from flexmasks.backends import cpu, fa4, flash, flex, reference, sdpa, triton
+from flexmasks.backends import cpu, fa4, flash, flex, forms, reference, sdpa, triton
 from flexmasks.backends.call import OUTCOMES, Call, Result, Unavailable
 
 _log = logging.getLogger("flexmasks")
@@ -52,6 +52,7 @@ BACKENDS = {
 # A small call on a GPU takes the time that the host needs to launch it: least for sdpa, most for flash. These are the
 # floating-point operations of a forward pass, over the computed pairs, from which fa4 and flash are faster (H200).
 _FA4_MIN_FLOP, _FLASH_MIN_FLOP = 36e9, 100e9
+_DATA_ON_FLASH_MIN_FLOP = 20e9  # where the kernel reads data, flash takes 0.2 to 0.7 of triton's time
 
 
 def choose(call: Call) -> tuple[list[Backend], dict[str, str]]:
@@ -80,7 +81,8 @@ def _fastest_first(call: Call) -> list[Backend]:
             slow.append("fa4")
         # Where a tensor is read at every pair, a partial block costs flash 3.2 full blocks, and triton 1.4 of its own,
         # which are 1.5 of flash's (forward and backward pass, H200).
-        if flop < _FLASH_MIN_FLOP or (call.needs_grad and call.is_mostly_partial()):
+        is_data = flop >= _DATA_ON_FLASH_MIN_FLOP and not call.is_traced and bool(forms.why_inexact(call))
+        if not is_data and (flop < _FLASH_MIN_FLOP or (call.needs_grad and call.is_mostly_partial())):
             slow.append("flash")
     names = [name for name in BACKENDS if name not in slow]
     names[-1:-1] = slow  # before the reference
