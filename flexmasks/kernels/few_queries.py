@@ -142,10 +142,12 @@ def plain_attend_few(
     if page_table is not None:
         k, v = (_gathered(pool, page_table, by_batch) for pool in (k, v))
     key_heads = k.shape[1]
+    rows = heads // key_heads * queries  # that share a key head
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     k, v = (t.to(dtype).masked_fill(~by_batch[:, None, :, None], 0) for t in (k, v))
-    rows = q.to(dtype).reshape(batch, key_heads, -1, q.shape[-1])  # the heads of a key head, times queries
-    scores = (rows @ k.mT).view(batch, heads, queries, kv_len) * scale
+    scores = (q.to(dtype).reshape(batch, key_heads, rows, q.shape[-1]) @ k.mT).view(
+        batch, heads, queries, kv_len
+    ) * scale
     if cap is not None:
         scores = cap * torch.tanh(scores / cap)
     if factor is not None:
@@ -155,7 +157,7 @@ def plain_attend_few(
     scores = scores.masked_fill(~seen, -math.inf)
     lse = torch.logsumexp(scores, -1)
     weights = torch.exp(scores - lse.masked_fill(lse == -math.inf, 0)[..., None])
-    out = (weights.view(batch, key_heads, -1, kv_len) @ v).view(batch, heads, queries, v.shape[-1])
+    out = (weights.view(batch, key_heads, rows, kv_len) @ v).view(batch, heads, queries, v.shape[-1])
     return out.to(q.dtype), lse.float()
 
 

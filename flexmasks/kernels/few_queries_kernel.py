@@ -112,21 +112,32 @@ def _tanh(x):
 
 
 @triton.jit
-def _start_of(tiles, step, last, KEYS: tl.constexpr, STEPS: tl.constexpr):
-    """Return the first key of a step, 0 for steps past the last one."""
-    tile = tl.load(tiles + step // STEPS, mask=step < last, other=0)
+def _tile_of(tiles, step, last, STEPS: tl.constexpr):
+    """Return the tile of a step, 0 for steps past the last one."""
+    return tl.load(tiles + step // STEPS, mask=step < last, other=0)
+
+
+@triton.jit
+def _start_of(tile, step, KEYS: tl.constexpr, STEPS: tl.constexpr):
+    """Return the first key of a step."""
     return (tile * STEPS + step % STEPS) * KEYS
 
 
 @triton.jit
-def _pages_of(table, start, kv_len, KEYS: tl.constexpr, PAGE_SIZE: tl.constexpr):
-    """Return the page numbers of the keys of a step: one for all keys where a page holds them all."""
+def _pages_of(table, start, kv_len, KEYS: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_WORDS: tl.constexpr):
+    """Return the page numbers of the keys of a step: one for all keys where a page holds them all.
+
+    PAGE_WORDS: words of 32 bits in a number of the table. Only the lowest one is read, because Triton does not pipeline
+    a loop over numbers that it converts.
+    """
     if PAGE_SIZE == 0:
-        return start * 0
-    if PAGE_SIZE % KEYS == 0:
-        return tl.load(table + start // PAGE_SIZE, mask=start < kv_len, other=0).to(tl.int32)
-    key = start + tl.arange(0, KEYS)
-    return tl.load(table + key // PAGE_SIZE, mask=key < kv_len, other=0).to(tl.int32)
+        pages = start * 0
+    else:
+        key = start
+        if PAGE_SIZE % KEYS != 0:
+            key += tl.arange(0, KEYS)
+        pages = tl.load(table + key // PAGE_SIZE * PAGE_WORDS, mask=key < kv_len, other=0)
+    return pages
 
 
 @triton.jit
@@ -151,13 +162,13 @@ def _load_rows(
         slot = (start + place) % PAGE_SIZE
         offsets = (pages.to(tl.int64) * page_stride + slot.to(tl.int64) * key_stride) * GRAIN
     pointers = at + offsets[:, None] + column
-    if ALL:
-        if SIZE == WIDTH:
-            return tl.load(pointers)
-        return tl.load(pointers, mask=column < SIZE, other=0.0)
-    if SIZE == WIDTH:
-        return tl.load(pointers, mask=is_needed[:, None], other=0.0)
-    return tl.load(pointers, mask=is_needed[:, None] & (column < SIZE), other=0.0)
+    if ALL and SIZE == WIDTH:
+        rows = tl.load(pointers)
+    elif ALL:
+        rows = tl.load(pointers, mask=column < SIZE, other=0.0)
+    else:
+        rows = tl.load(pointers, mask=is_needed[:, None] & (column < SIZE), other=0.0)
+    return rows
 
 
 @triton.jit
@@ -166,7 +177,7 @@ def _attend_tiles(
     k_page, k_key, v_page, v_key,
     K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
     K_GRAIN: tl.constexpr, V_GRAIN: tl.constexpr, KEYS: tl.constexpr, STEPS: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, EVEN: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, PAGE_WORDS: tl.constexpr, EVEN: tl.constexpr, GRAIN: tl.constexpr,
     VISIBLE_KEY: tl.constexpr, FACTOR_KEY: tl.constexpr, BIAS_KEY: tl.constexpr, CAP: tl.constexpr,
     DOT: tl.constexpr, STAGES: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
@@ -174,18 +185,19 @@ def _attend_tiles(
 
     visible, factor, bias: pointers to the rows' first keys; `visible` is read in partial tiles only.
     """
-    start = _start_of(tiles, first, last, KEYS, STEPS)
-    next_start = _start_of(tiles, first + 1, last, KEYS, STEPS)
-    pages = _pages_of(table, start, kv_len, KEYS, PAGE_SIZE)
+    start = _start_of(_tile_of(tiles, first, last, STEPS), first, KEYS, STEPS)
+    next_tile = _tile_of(tiles, first + 1, last, STEPS)
+    pages = _pages_of(table, start, kv_len, KEYS, PAGE_SIZE, PAGE_WORDS)
     for step in tl.range(first, last, num_stages=STAGES):
         key = start + tl.arange(0, KEYS)
         exists = key < kv_len
         needed = exists
+        is_pair = is_row[:, None]
+        if not EVEN:
+            is_pair = is_pair & exists[None, :]
         if PARTIAL:
-            marks = tl.load(
-                visible[:, None] + key.to(tl.int64)[None, :] * VISIBLE_KEY,
-                mask=is_row[:, None] & exists[None, :], other=0,
-            ).to(tl.int32)  # fmt: skip
+            at = visible[:, None] + key.to(tl.int64)[None, :] * VISIBLE_KEY
+            marks = tl.load(at, mask=is_pair, other=0).to(tl.int32)
             needed = tl.max(marks, 0) != 0
         keys = _load_rows(
             k, start, pages, needed, k_page, k_key, K_SIZE, K_WIDTH, K_GRAIN, KEYS, PAGE_SIZE, EVEN and not PARTIAL
@@ -197,10 +209,10 @@ def _attend_tiles(
                 scores = cap * _tanh(scores / cap)
             if factor is not None:
                 at = factor[:, None] + key.to(tl.int64)[None, :] * FACTOR_KEY
-                scores *= tl.load(at, mask=is_row[:, None] & exists[None, :], other=0.0)
+                scores *= tl.load(at, mask=is_pair, other=0.0)
             if bias is not None:
                 at = bias[:, None] + key.to(tl.int64)[None, :] * BIAS_KEY
-                scores += tl.load(at, mask=is_row[:, None] & exists[None, :], other=0.0)
+                scores += tl.load(at, mask=is_pair, other=0.0)
             scores *= _LOG2_E
         else:
             scores *= scale * _LOG2_E
@@ -218,9 +230,9 @@ def _attend_tiles(
             v, start, pages, needed, v_page, v_key, V_SIZE, V_WIDTH, V_GRAIN, KEYS, PAGE_SIZE, EVEN and not PARTIAL
         )
         acc = tl.dot(weights.to(values.dtype).to(DOT), values.to(DOT), acc * kept[:, None], input_precision="ieee")
-        start = next_start
-        pages = _pages_of(table, start, kv_len, KEYS, PAGE_SIZE)
-        next_start = _start_of(tiles, step + 2, last, KEYS, STEPS)
+        start = _start_of(next_tile, step + 1, KEYS, STEPS)
+        pages = _pages_of(table, start, kv_len, KEYS, PAGE_SIZE, PAGE_WORDS)
+        next_tile = _tile_of(tiles, step + 2, last, STEPS)
     return row_max, total, acc
 
 
@@ -245,7 +257,8 @@ def attend_kernel(
     GROUP: tl.constexpr, LIST_HEADS: tl.constexpr, COUNTS: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr,
     K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
-    K_GRAIN: tl.constexpr, V_GRAIN: tl.constexpr, PAGE_SIZE: tl.constexpr, EVEN: tl.constexpr,
+    Q_GRAIN: tl.constexpr, K_GRAIN: tl.constexpr, V_GRAIN: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, PAGE_WORDS: tl.constexpr, EVEN: tl.constexpr, GRAIN: tl.constexpr,
     VISIBLE_KEY: tl.constexpr, FACTOR_KEY: tl.constexpr, BIAS_KEY: tl.constexpr, CAP: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Compute ROWS rows of a key head over one share of an element's tiles.
@@ -293,42 +306,43 @@ def attend_kernel(
             head = (key_head * GROUP + row // queries).to(tl.int64)
         query = (row % queries).to(tl.int64)
         column = tl.arange(0, K_WIDTH)
-        at = q + b * q_batch + head * q_head + query * q_query
+        at = q + (b * q_batch + head * q_head + query * q_query) * Q_GRAIN
         q_rows = tl.load(at[:, None] + column[None, :], mask=is_row[:, None] & (column < K_SIZE)[None, :], other=0.0)
         q_rows = q_rows.to(DOT)
 
         kv_head = key_head.to(tl.int64)
         k += (b * k_batch + kv_head * k_head) * K_GRAIN
         v += (b * v_batch + kv_head * v_head) * V_GRAIN
+        table_row = table
         if PAGE_SIZE > 0:
-            table += b * table_batch
+            table_row = (table + b * table_batch).to(tl.pointer_type(tl.int32), bitcast=True)
         partial += b * partial_batch + list_head * partial_head
         full += b * full_batch + list_head * full_head
-        visible_rows = visible + (b * visible_batch + head * visible_head + query * visible_query)
+        visible_rows = visible + (b * visible_batch + head * visible_head + query * visible_query) * GRAIN
         if factor is None:
             factor_rows: tl.constexpr = None
         else:
-            factor_rows = factor + (b * factor_batch + head * factor_head + query * factor_query)
+            factor_rows = factor + (b * factor_batch + head * factor_head + query * factor_query) * GRAIN
         if bias is None:
             bias_rows: tl.constexpr = None
         else:
-            bias_rows = bias + (b * bias_batch + head * bias_head + query * bias_query)
+            bias_rows = bias + (b * bias_batch + head * bias_head + query * bias_query) * GRAIN
 
         row_max = tl.full((ROWS,), float("-inf"), tl.float32)
         total = tl.zeros((ROWS,), tl.float32)
         acc = tl.zeros((ROWS, V_WIDTH), tl.float32)
         row_max, total, acc = _attend_tiles(
-            row_max, total, acc, q_rows, k, v, table, full,
+            row_max, total, acc, q_rows, k, v, table_row, full,
             tl.maximum(begin - n_partial, 0) * STEPS, tl.maximum(end - n_partial, 0) * STEPS,
             kv_len, is_row, visible_rows, factor_rows, bias_rows, scale, cap, k_page, k_key, v_page, v_key,
-            K_SIZE, V_SIZE, K_WIDTH, V_WIDTH, K_GRAIN, V_GRAIN, KEYS, STEPS, PAGE_SIZE, EVEN,
+            K_SIZE, V_SIZE, K_WIDTH, V_WIDTH, K_GRAIN, V_GRAIN, KEYS, STEPS, PAGE_SIZE, PAGE_WORDS, EVEN, GRAIN,
             VISIBLE_KEY, FACTOR_KEY, BIAS_KEY, CAP, DOT, STAGES, False,
         )  # fmt: skip
         row_max, total, acc = _attend_tiles(
-            row_max, total, acc, q_rows, k, v, table, partial,
+            row_max, total, acc, q_rows, k, v, table_row, partial,
             tl.minimum(begin, n_partial) * STEPS, tl.minimum(end, n_partial) * STEPS,
             kv_len, is_row, visible_rows, factor_rows, bias_rows, scale, cap, k_page, k_key, v_page, v_key,
-            K_SIZE, V_SIZE, K_WIDTH, V_WIDTH, K_GRAIN, V_GRAIN, KEYS, STEPS, PAGE_SIZE, EVEN,
+            K_SIZE, V_SIZE, K_WIDTH, V_WIDTH, K_GRAIN, V_GRAIN, KEYS, STEPS, PAGE_SIZE, PAGE_WORDS, EVEN, GRAIN,
             VISIBLE_KEY, FACTOR_KEY, BIAS_KEY, CAP, DOT, STAGES, True,
         )  # fmt: skip
 

@@ -20,6 +20,8 @@ from flexmasks.kernels.few_queries import TILE, check
 from flexmasks.kernels.few_queries_kernel import attend_kernel, join_kernel
 
 _MAX_LAUNCHES = 4096  # launches kept; when there are more, all are dropped
+_MAX_COUNTS = 1024  # counts of tiles that a program loads at a time
+_SHARED_MEMORY = 227 * 2**10  # of a processor of a Hopper GPU, in bytes
 _launches: dict[Hashable, _Launch] = {}
 
 
@@ -108,12 +110,14 @@ def _choice(
     width = max(k_width, v_width)
     # More rows than these would take the registers of a processor, for sums or for products without tensor cores.
     most_rows = 128 if itemsize < 4 and width <= 128 else 64 if itemsize < 4 else 16
-    program_rows = max(16, min(most_rows, triton.next_power_of_2(rows)))
+    least_rows = 16 if itemsize < 4 else 1  # tensor cores multiply 16 rows and more
+    program_rows = max(least_rows, min(most_rows, triton.next_power_of_2(rows)))
     keys = max(16, min(TILE, 2**14 // (width * itemsize)))  # 16 KB of keys
     warps = 8 if program_rows * width > 64 * 128 else 4
     stages = 3
     step_bytes = keys * (k_width + v_width) * itemsize
-    on_processor = max(1, min(4, 200 * 2**10 // ((stages - 1) * step_bytes + program_rows * k_width * itemsize)))
+    buffers = stages if program_rows >= 64 else stages - 1  # wgmma, for 64 rows and more, reads one more step
+    on_processor = max(1, min(3, _SHARED_MEMORY // (buffers * step_bytes + program_rows * k_width * itemsize)))
     programs = on_processor * processors  # that run at a time
     beside = key_heads * -(-rows // program_rows)  # programs of a share
     # Elements may have very different numbers of tiles: more shares than can run at a time even the times out.
@@ -147,9 +151,10 @@ def _launch(results: tuple[Tensor, Tensor], tensors: tuple[Any, ...], has_cap: b
     q, k, v, page_table, partial_counts, partial, full_counts, full, visible, factor, bias = tensors
     batch, heads, queries, k_size = q.shape
     v_size = v.shape[-1]
-    page_size, kv_len, key_heads = 0, k.shape[2], k.shape[1]
+    page_size, page_words, kv_len, key_heads = 0, 0, k.shape[2], k.shape[1]
     if page_table is not None:
         _, page_size, key_heads, _ = k.shape
+        page_words = page_table.element_size() // 4
         kv_len = page_table.shape[1] * page_size
     group = heads // key_heads
     list_heads = max(t.shape[1] for t in (partial_counts, partial, full_counts, full))
@@ -163,19 +168,27 @@ def _launch(results: tuple[Tensor, Tensor], tensors: tuple[Any, ...], has_cap: b
     choice = _choice(rows, k_size, v_size, q.element_size(), elements, key_heads, tiles, _processors(q.device))
     split = choice.shares > 0
     row_blocks = -(-rows // choice.rows)
-    k_grain, k_strides = _key_strides(k, page_size)
-    v_grain, v_strides = _key_strides(v, page_size)
+    q_grain, q_strides = _with_grain(_strides(q, 3))
+    k_grain, k_strides = _with_grain(_key_strides(k, page_size))
+    v_grain, v_strides = _with_grain(_key_strides(v, page_size))
     count_strides = (*_strides(partial_counts, 2), *_strides(full_counts, 2))
-    lists = (list_heads, min(1024, triton.next_power_of_2(elements)))  # counts that a program loads together
+    pair_grain, pair_strides = _with_grain([*_strides(visible, 3), *_strides(factor, 3), *_strides(bias, 3)])
+    lists = (list_heads, min(_MAX_COUNTS, triton.next_power_of_2(elements)))
     numbers = (
         *(kv_len, queries, elements, choice.shares, key_heads, row_blocks, rows),
-        *(*_strides(q, 3), *k_strides, *v_strides, *_strides(page_table, 1)),
+        *(*q_strides, *k_strides, *v_strides, *_strides(page_table, 1)),
         *(*count_strides, *_strides(partial, 2), *_strides(full, 2)),
-        *(*_strides(visible, 3), *_strides(factor, 3), *_strides(bias, 3)),
+        *pair_strides,
     )
     constants = (
         *(group, *lists, choice.rows, choice.keys, TILE // choice.keys, choice.stages, split),
-        *(k_size, v_size, _width(k_size), _width(v_size), k_grain, v_grain, page_size, kv_len % TILE == 0),
+        *(k_size, v_size, _width(k_size), _width(v_size), q_grain, k_grain, v_grain),
+        *(
+            page_size,
+            2 if page_table is not None and page_table.dtype == torch.int64 else 1,
+            kv_len % TILE == 0,
+            pair_grain,
+        ),
         *(_last_stride(visible), _last_stride(factor), _last_stride(bias), has_cap, _dot_type(q.dtype)),
     )
     programs = (choice.shares if split else elements) * key_heads * row_blocks
@@ -217,12 +230,13 @@ def _last_stride(tensor: Tensor | None) -> int:
     return 0 if tensor is None or tensor.shape[-1] == 1 else tensor.stride(-1)
 
 
-def _key_strides(keys: Tensor, page_size: int) -> tuple[int, list[int]]:
-    """Return the grain of keys or values, and their strides by batch element, head, page and key in its units.
-
-    The grain is the greatest power of two, up to 16, that divides the strides.
-    """
+def _key_strides(keys: Tensor, page_size: int) -> list[int]:
+    """Return the strides of keys or values by batch element, head, page and key; a page size of 0 means no pages."""
     one, two, three = _strides(keys, 3)
-    by_use = [0, three, one, two] if page_size else [one, two, 0, three]
-    grain = math.gcd(16, *by_use)
-    return grain, [stride // grain for stride in by_use]
+    return [0, three, one, two] if page_size else [one, two, 0, three]
+
+
+def _with_grain(strides: list[int]) -> tuple[int, list[int]]:
+    """Return the greatest power of two, up to 16, that divides some strides, and the strides divided by it."""
+    grain = math.gcd(16, *strides)
+    return grain, [stride // grain for stride in strides]
