@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from flexmasks import compat
+from flexmasks.backends import decode
 from flexmasks.backends.call import Call, Replay, Result, Unavailable, transformed
 from flexmasks.backends.empty import attend as attend_nothing
 from flexmasks.backends.empty import computes_nothing
@@ -50,7 +51,7 @@ from flexmasks.spec.arguments import from_arguments, functions_of, get_mask
 from flexmasks.spec.bands import cap_of
 from flexmasks.spec.captures import Aliases, Opaque, Reader, capture_plainly
 from flexmasks.spec.definitions import is_own
-from flexmasks.spec.parameters import can_be_read
+from flexmasks.spec.parameters import Size, can_be_read
 from flexmasks.spec.values import Mask
 
 _REPLAYS: Cache[Replay] = Cache("calls", max_bytes=5 << 28)  # replays share most index tensors with the cache "blocks"
@@ -115,11 +116,67 @@ def run_paged(
     check_cache(q, k_cache, v_cache, page_table, kv_lens)
     page_size = k_cache.shape[1]
     mask, score = from_arguments(request.mask, request.score, request.params)
-    mask = paged(get_mask("full") if mask is None else mask, page_table, kv_lens, page_size)
-    score = None if score is None else paged(score, page_table, kv_lens, page_size)
+    mask = get_mask("full") if mask is None else mask
     q_offset = _offset_of_last(kv_lens, q.shape[2]) if request.q_offset is None else request.q_offset
+    request = request._replace(mask=mask, score=score, params={}, q_offset=q_offset)
+    result = _decode_pages(q, k_cache, v_cache, page_table, kv_lens, request)
+    if result is not None:
+        return result
+    mask = paged(mask, page_table, kv_lens, page_size)
+    score = None if score is None else paged(score, page_table, kv_lens, page_size)
     k, v = (_slots(x, q.shape[0]) for x in (k_cache, v_cache))
-    return run(q, k, v, request._replace(mask=mask, score=score, params={}, q_offset=q_offset))
+    return run(q, k, v, request._replace(mask=mask, score=score))
+
+
+def _decode_pages(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, kv_lens: Tensor, request: Request
+) -> tuple[Tensor, Tensor | None] | None:
+    """Return output and lse (or None) of a call on backend "decode".
+
+    It reads each sequence's own keys only.
+
+    The result is None if that backend cannot run it.
+    """
+    page_size, length = k_cache.shape[1], page_table.shape[1] * k_cache.shape[1]
+    if not _may_decode_pages(q, k_cache, v_cache, length, request):
+        return None
+    if request.sink_logits is not None:
+        check_sinks(q, request.sink_logits)
+        result = _decode_pages(
+            q, k_cache, v_cache, page_table, kv_lens, request._replace(sink_logits=None, return_lse=True)
+        )
+        return (
+            None
+            if result is None
+            else with_sinks(result[0], cast(Tensor, result[1]), request.sink_logits, request.return_lse)
+        )
+    # Planning reads sizes of k and v only: these have the sizes of the keys of each sequence by themselves.
+    k, v = (x.as_strided((len(q), x.shape[2], length, x.shape[3]), (0, 0, 0, 1)) for x in (k_cache, v_cache))
+    request = request._replace(mask=request.mask & get_mask("padding", seq_lens=kv_lens))
+    known = _key_and_tensors(q, k, v, request)
+    key, tensors = (None, []) if known is None else (("pages", page_size, known[0]), [*known[1], page_table])
+    replay = None if known is None else _REPLAYS.get(key, tensors)
+    if replay is None:
+        pages = paged(get_mask("full"), page_table, kv_lens, page_size)  # it checks the table
+        pages.resolve(Size(len(q), q.shape[1], q.shape[2], len(k_cache) * page_size, q.device))
+        planned = _planned(q, k, v, request)
+        if decode.refuses(planned.call) is not None:
+            return None
+        replay = decode.DecodeCall.of(planned.call, decode.Pages(page_table.detach(), page_size))
+        if known is not None and planned.call.holds_aliases:
+            _REPLAYS.put(key, tensors, replay, ENTRY + replay.nbytes)
+    return replay(q, k_cache, v_cache)
+
+
+def _may_decode_pages(q: Tensor, k_cache: Tensor, v_cache: Tensor, length: int, request: Request) -> bool:
+    """Return whether backend "decode" may run a call, before it is planned."""
+    if q.device.type != "cpu" or compat.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined]
+        return False
+    if not all(type(x) is Tensor for x in (q, k_cache, v_cache)) or not (q.numel() and k_cache.numel() and length):
+        return False
+    learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k_cache, v_cache))
+    is_asked_for = request.backend in ("auto", "decode")
+    return is_asked_for and not learns and not autocasts("cpu") and decode.are_few(q.shape[2], length)
 
 
 def explain(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Explanation:
@@ -349,6 +406,7 @@ def _planned(q: Tensor, k: Tensor, v: Tensor, request: Request) -> _Planned:
         what=mask_plan.what if score is None else f"{mask_plan.what} with score {score!r}",
         window=lambda: mask_plan.window,
         cap=None if score is None else cap_of(score, size),
+        visible=mask_plan.visible,
         blocks=mask_plan.blocks,
         data=mask_plan.data,
         computed_fraction=mask_plan.computed_fraction,

@@ -69,6 +69,7 @@ class Call:
     what: str  # the mask, and the score if there is one, as their authors call them
     window: Callable[[], Window | None]  # the mask as a window, if it is one
     cap: float | None  # the cap, if the score change is a soft-cap
+    visible: Callable[[], Tensor] | None  # the whole mask, bool [B or 1, H or 1, Q, KV]; None for given blocks
     blocks: Callable[[], Blocks]
     data: Callable[[], MaskData]  # the mask as data
     computed_fraction: Callable[[], float]  # the approximate fraction of all pairs that is computed

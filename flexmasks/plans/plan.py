@@ -82,9 +82,10 @@ class _Kind:
         return not self.why_exact and self.recorded is None and (self.is_first or self.plans >= _PLANS_TO_RECORD)
 
 
-_P = TypeVar("_P", bound=_Prepared | MaskData)
+_P = TypeVar("_P", bound=_Prepared | MaskData | Tensor)
 _BLOCKS: Cache[_PreparedMask] = Cache("blocks", max_bytes=5 << 28)  # the blocks of a million tokens take 1.07 GB
 _KINDS: Cache[_Kind] = Cache("plans", max_bytes=1 << 30)
+_VISIBLE: Cache[Tensor] = Cache("visible", max_bytes=1 << 28)
 _DATA: Cache[MaskData] = Cache("data", max_bytes=1 << 30)
 # Facts about the first masks and scores of their kinds. An entry counts one byte.
 _MOSTLY_PARTIAL: Cache[bool] = Cache("mostly_partial", max_bytes=1024)
@@ -386,6 +387,16 @@ class MaskPlan(Plan):
             return FirstAsData.NONE
         return FirstAsData.FIRST if self.inputs or self.size.device.type != "cpu" else FirstAsData.ALL
 
+    def visible(self) -> Tensor:
+        """Return the whole mask: bool [B or 1, H or 1, Q, KV]."""
+        return self._cached(_VISIBLE, self._build_visible)
+
+    def _build_visible(self) -> Tensor:
+        size = sized(self.size, self.offset)
+        mask_mod = shifted_mask(self.mask.bind(self.mask.resolve(size, self.lifted)), self.offset)
+        with naming(self.mask), torch.no_grad():
+            return materialize(mask_mod, size.batch, size.heads, size.q_len, size.kv_len, size.device)
+
     def data(self) -> MaskData:
         """Return the mask as data: its blocks, and the bits of partial ones.
 
@@ -531,6 +542,7 @@ class GivenPlan:
     tensors: tuple[Tensor, ...] = ()
     first_as_data = FirstAsData.NONE
     window: Window | None = None
+    visible = None
     holds_aliases = False
     is_own = False
     what = "a given block mask"

@@ -1,0 +1,426 @@
+"""Triton kernels of attention for few queries.
+
+The first kernel reads the keys and values of all listed tiles once, and is as fast as the memory. With S bytes of keys
+and values behind the tiles it moves S bytes, a byte for each query and key of partial tiles, and 4 bytes for each
+factor and bias. Where an element's tiles are shared out, programs write 4 (size of values + 1) bytes for each row and
+share, which the second kernel reads.
+
+A row is one query of one query head. An element is what a list of tiles belongs to: a batch element, or with lists by
+head a query head of it. A program takes a share of one element's tiles, one key head, and up to ROWS rows. All shares
+have about the same number of tiles, whatever the numbers of tiles of the elements are: each program finds its element
+and tiles from the counts of all elements.
+
+A step of the loop takes KEYS keys of a tile. Numbers of tiles and pages are loaded one or two steps ahead, so that the
+loop can be pipelined: their loads then do not stand between the loads of keys and values. Strides come divided by a
+GRAIN, a power of two; multiplying them by it proves their alignment to the compiler.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+_LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _counts(
+    partial_counts, full_counts, element, elements,
+    partial_batch, partial_head, full_batch, full_head, LIST_HEADS: tl.constexpr,
+):  # fmt: skip
+    """Return the numbers of partial and of full tiles of elements, 0 beyond the last element."""
+    b = (element // LIST_HEADS).to(tl.int64)
+    h = (element % LIST_HEADS).to(tl.int64)
+    is_element = element < elements
+    partial = tl.load(partial_counts + b * partial_batch + h * partial_head, mask=is_element, other=0)
+    full = tl.load(full_counts + b * full_batch + h * full_head, mask=is_element, other=0)
+    return partial, full
+
+
+@triton.jit
+def _tiles_of_share(
+    partial_counts, full_counts, elements, shares,
+    partial_batch, partial_head, full_batch, full_head,
+    LIST_HEADS: tl.constexpr, COUNTS: tl.constexpr,
+):  # fmt: skip
+    """Return the most tiles of a share.
+
+    An element with n tiles has ceil(n / most) shares. Together these are at most `shares`.
+    """
+    total = tl.zeros((), tl.int32)
+    for start in range(0, elements, COUNTS):
+        partial, full = _counts(
+            partial_counts, full_counts, start + tl.arange(0, COUNTS), elements,
+            partial_batch, partial_head, full_batch, full_head, LIST_HEADS,
+        )  # fmt: skip
+        total += tl.sum(partial + full)
+    return tl.maximum(tl.cdiv(total, shares - elements), 1)
+
+
+@triton.jit
+def _element_of_share(
+    partial_counts, full_counts, share, most, elements,
+    partial_batch, partial_head, full_batch, full_head,
+    LIST_HEADS: tl.constexpr, COUNTS: tl.constexpr,
+):  # fmt: skip
+    """Return the element of a share and the element's first share.
+
+    The element of a share without work is `elements`.
+    """
+    element = tl.zeros((), tl.int32)
+    first = tl.zeros((), tl.int32)
+    before = tl.zeros((), tl.int32)
+    for start in range(0, elements, COUNTS):
+        place = start + tl.arange(0, COUNTS)
+        partial, full = _counts(
+            partial_counts, full_counts, place, elements,
+            partial_batch, partial_head, full_batch, full_head, LIST_HEADS,
+        )  # fmt: skip
+        end = before + tl.cumsum(tl.cdiv(partial + full, most), 0)  # shares of elements up to this one
+        is_earlier = (end <= share) & (place < elements)
+        element += tl.sum(is_earlier.to(tl.int32))
+        first = tl.maximum(first, tl.max(tl.where(is_earlier, end, 0)))
+        before = tl.max(end)
+    return element, first
+
+
+@triton.jit
+def _shares_before(
+    partial_counts, full_counts, element, most, elements,
+    partial_batch, partial_head, full_batch, full_head,
+    LIST_HEADS: tl.constexpr, COUNTS: tl.constexpr,
+):  # fmt: skip
+    """Return the number of shares of all elements before one."""
+    before = tl.zeros((), tl.int32)
+    for start in range(0, element, COUNTS):
+        partial, full = _counts(
+            partial_counts, full_counts, start + tl.arange(0, COUNTS), element,
+            partial_batch, partial_head, full_batch, full_head, LIST_HEADS,
+        )  # fmt: skip
+        before += tl.sum(tl.cdiv(partial + full, most))
+    return before
+
+
+@triton.jit
+def _tanh(x):
+    """Return tanh(x), with a small relative error near 0 too."""
+    square = x * x
+    series = x * (1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))))
+    size = 1 - 2 / (tl.exp2(tl.abs(x) * (2 * _LOG2_E)) + 1)
+    return tl.where(square < 1 / 16, series, tl.where(x < 0, -size, size))
+
+
+@triton.jit
+def _tile_of(tiles, step, last, STEPS: tl.constexpr):
+    """Return the tile of a step, 0 for steps past the last one."""
+    return tl.load(tiles + step // STEPS, mask=step < last, other=0)
+
+
+@triton.jit
+def _start_of(tile, step, KEYS: tl.constexpr, STEPS: tl.constexpr):
+    """Return the first key of a step."""
+    return (tile * STEPS + step % STEPS) * KEYS
+
+
+@triton.jit
+def _pages_of(table, start, kv_len, KEYS: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_WORDS: tl.constexpr):
+    """Return the page numbers of the keys of a step: one for all keys where a page holds them all.
+
+    PAGE_WORDS: words of 32 bits in a number of the table. Only the lowest one is read, because Triton does not pipeline
+    a loop over numbers that it converts.
+    """
+    if PAGE_SIZE == 0:
+        pages = start * 0
+    else:
+        key = start
+        if PAGE_SIZE % KEYS != 0:
+            key += tl.arange(0, KEYS)
+        pages = tl.load(table + key // PAGE_SIZE * PAGE_WORDS, mask=key < kv_len, other=0)
+    return pages
+
+
+@triton.jit
+def _load_rows(
+    at, start, pages, is_needed, page_stride, key_stride,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, GRAIN: tl.constexpr, KEYS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, ALL: tl.constexpr,
+):  # fmt: skip
+    """Return keys or values [KEYS, WIDTH] of a step; those not needed, and columns from SIZE on, are 0.
+
+    ALL: all keys are needed.
+    """
+    place = tl.arange(0, KEYS)
+    column = tl.arange(0, WIDTH)[None, :]
+    if PAGE_SIZE == 0:
+        at += start.to(tl.int64) * key_stride * GRAIN
+        offsets = place.to(tl.int64) * key_stride * GRAIN
+    elif PAGE_SIZE % KEYS == 0:
+        at += (pages.to(tl.int64) * page_stride + (start % PAGE_SIZE).to(tl.int64) * key_stride) * GRAIN
+        offsets = place.to(tl.int64) * key_stride * GRAIN
+    else:
+        slot = (start + place) % PAGE_SIZE
+        offsets = (pages.to(tl.int64) * page_stride + slot.to(tl.int64) * key_stride) * GRAIN
+    pointers = at + offsets[:, None] + column
+    if ALL and SIZE == WIDTH:
+        rows = tl.load(pointers)
+    elif ALL:
+        rows = tl.load(pointers, mask=column < SIZE, other=0.0)
+    else:
+        rows = tl.load(pointers, mask=is_needed[:, None] & (column < SIZE), other=0.0)
+    return rows
+
+
+@triton.jit
+def _attend_tiles(
+    row_max, total, acc, q, k, v, table, tiles, first, last, kv_len, is_row, visible, factor, bias, scale, cap,
+    k_page, k_key, v_page, v_key,
+    K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+    K_GRAIN: tl.constexpr, V_GRAIN: tl.constexpr, KEYS: tl.constexpr, STEPS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, PAGE_WORDS: tl.constexpr, EVEN: tl.constexpr, GRAIN: tl.constexpr,
+    VISIBLE_KEY: tl.constexpr, FACTOR_KEY: tl.constexpr, BIAS_KEY: tl.constexpr, CAP: tl.constexpr,
+    DOT: tl.constexpr, STAGES: tl.constexpr, PARTIAL: tl.constexpr,
+):  # fmt: skip
+    """Add the tiles of steps first..last - 1 to a running softmax, in base 2.
+
+    visible, factor, bias: pointers to the rows' first keys; `visible` is read in partial tiles only.
+    """
+    start = _start_of(_tile_of(tiles, first, last, STEPS), first, KEYS, STEPS)
+    next_tile = _tile_of(tiles, first + 1, last, STEPS)
+    pages = _pages_of(table, start, kv_len, KEYS, PAGE_SIZE, PAGE_WORDS)
+    for step in tl.range(first, last, num_stages=STAGES):
+        key = start + tl.arange(0, KEYS)
+        exists = key < kv_len
+        needed = exists
+        is_pair = is_row[:, None]
+        if not EVEN:
+            is_pair = is_pair & exists[None, :]
+        if PARTIAL:
+            at = visible[:, None] + key.to(tl.int64)[None, :] * VISIBLE_KEY
+            marks = tl.load(at, mask=is_pair, other=0).to(tl.int32)
+            needed = tl.max(marks, 0) != 0
+        keys = _load_rows(
+            k, start, pages, needed, k_page, k_key, K_SIZE, K_WIDTH, K_GRAIN, KEYS, PAGE_SIZE, EVEN and not PARTIAL
+        )
+        scores = tl.dot(q, tl.trans(keys.to(DOT)), input_precision="ieee")
+        if CAP or factor is not None or bias is not None:
+            scores *= scale
+            if CAP:
+                scores = cap * _tanh(scores / cap)
+            if factor is not None:
+                at = factor[:, None] + key.to(tl.int64)[None, :] * FACTOR_KEY
+                scores *= tl.load(at, mask=is_pair, other=0.0)
+            if bias is not None:
+                at = bias[:, None] + key.to(tl.int64)[None, :] * BIAS_KEY
+                scores += tl.load(at, mask=is_pair, other=0.0)
+            scores *= _LOG2_E
+        else:
+            scores *= scale * _LOG2_E
+        if PARTIAL:
+            scores = tl.where(marks != 0, scores, float("-inf"))
+        elif not EVEN:
+            scores = tl.where(exists[None, :], scores, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(scores, 1))
+        base = tl.where(new_max == float("-inf"), 0.0, new_max)  # rows that have seen nothing
+        weights = tl.exp2(scores - base[:, None])
+        kept = tl.exp2(row_max - base)
+        total = total * kept + tl.sum(weights, 1)
+        row_max = new_max
+        values = _load_rows(
+            v, start, pages, needed, v_page, v_key, V_SIZE, V_WIDTH, V_GRAIN, KEYS, PAGE_SIZE, EVEN and not PARTIAL
+        )
+        acc = tl.dot(weights.to(values.dtype).to(DOT), values.to(DOT), acc * kept[:, None], input_precision="ieee")
+        start = _start_of(next_tile, step + 1, KEYS, STEPS)
+        pages = _pages_of(table, start, kv_len, KEYS, PAGE_SIZE, PAGE_WORDS)
+        next_tile = _tile_of(tiles, step + 2, last, STEPS)
+    return row_max, total, acc
+
+
+# Sizes and strides: if Triton specialized them, each value would compile another kernel.
+_NUMBERS = ["kv_len", "queries", "elements", "shares", "key_heads", "row_blocks", "rows", "table_batch"] + [
+    f"{tensor}_{dim}"
+    for tensor in ("q", "k", "v", "visible", "factor", "bias", "partial_count", "full_count", "partial", "full")
+    for dim in ("batch", "head", "query", "page", "key")
+]
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def attend_kernel(
+    out, lse, shared_out, shared_lse, q, k, v, table, partial_counts, partial, full_counts, full, visible, factor, bias,
+    scale, cap,
+    kv_len, queries, elements, shares, key_heads, row_blocks, rows,
+    q_batch, q_head, q_query, k_batch, k_head, k_page, k_key, v_batch, v_head, v_page, v_key, table_batch,
+    partial_count_batch, partial_count_head, full_count_batch, full_count_head,
+    partial_batch, partial_head, full_batch, full_head,
+    visible_batch, visible_head, visible_query, factor_batch, factor_head, factor_query,
+    bias_batch, bias_head, bias_query,
+    GROUP: tl.constexpr, LIST_HEADS: tl.constexpr, COUNTS: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr,
+    K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+    Q_GRAIN: tl.constexpr, K_GRAIN: tl.constexpr, V_GRAIN: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, PAGE_WORDS: tl.constexpr, EVEN: tl.constexpr, GRAIN: tl.constexpr,
+    VISIBLE_KEY: tl.constexpr, FACTOR_KEY: tl.constexpr, BIAS_KEY: tl.constexpr, CAP: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Compute ROWS rows of a key head over one share of an element's tiles.
+
+    Writes the result, or with SPLIT the share's result.
+    """
+    # Programs of the same keys follow each other: row blocks, then the key heads, whose keys often are neighbors.
+    program = tl.program_id(0)
+    row_block = program % row_blocks
+    key_head = program // row_blocks % key_heads
+    share = program // row_blocks // key_heads
+    element = share
+    most = 0
+    first_share = 0
+    if SPLIT:
+        most = _tiles_of_share(
+            partial_counts, full_counts, elements, shares,
+            partial_count_batch, partial_count_head, full_count_batch, full_count_head, LIST_HEADS, COUNTS,
+        )  # fmt: skip
+        element, first_share = _element_of_share(
+            partial_counts, full_counts, share, most, elements,
+            partial_count_batch, partial_count_head, full_count_batch, full_count_head, LIST_HEADS, COUNTS,
+        )  # fmt: skip
+    if element < elements:
+        n_partial, n_full = _counts(
+            partial_counts, full_counts, element, elements,
+            partial_count_batch, partial_count_head, full_count_batch, full_count_head, LIST_HEADS,
+        )  # fmt: skip
+        begin = 0
+        end = n_partial + n_full
+        if SPLIT:
+            in_share = tl.cdiv(end, tl.cdiv(end, most))
+            begin = (share - first_share) * in_share
+            end = tl.minimum(end, begin + in_share)
+
+        b = (element // LIST_HEADS).to(tl.int64)
+        list_head = (element % LIST_HEADS).to(tl.int64)
+        if LIST_HEADS > 1:  # one query head a program
+            key_head = element % LIST_HEADS // GROUP
+        row = row_block * ROWS + tl.arange(0, ROWS)
+        is_row = row < rows
+        if LIST_HEADS > 1:
+            head = list_head + row * 0
+        else:
+            head = (key_head * GROUP + row // queries).to(tl.int64)
+        query = (row % queries).to(tl.int64)
+        column = tl.arange(0, K_WIDTH)
+        at = q + (b * q_batch + head * q_head + query * q_query) * Q_GRAIN
+        q_rows = tl.load(at[:, None] + column[None, :], mask=is_row[:, None] & (column < K_SIZE)[None, :], other=0.0)
+        q_rows = q_rows.to(DOT)
+
+        kv_head = key_head.to(tl.int64)
+        k += (b * k_batch + kv_head * k_head) * K_GRAIN
+        v += (b * v_batch + kv_head * v_head) * V_GRAIN
+        table_row = table
+        if PAGE_SIZE > 0:
+            table_row = (table + b * table_batch).to(tl.pointer_type(tl.int32), bitcast=True)
+        partial += b * partial_batch + list_head * partial_head
+        full += b * full_batch + list_head * full_head
+        visible_rows = visible + (b * visible_batch + head * visible_head + query * visible_query) * GRAIN
+        if factor is None:
+            factor_rows: tl.constexpr = None
+        else:
+            factor_rows = factor + (b * factor_batch + head * factor_head + query * factor_query) * GRAIN
+        if bias is None:
+            bias_rows: tl.constexpr = None
+        else:
+            bias_rows = bias + (b * bias_batch + head * bias_head + query * bias_query) * GRAIN
+
+        row_max = tl.full((ROWS,), float("-inf"), tl.float32)
+        total = tl.zeros((ROWS,), tl.float32)
+        acc = tl.zeros((ROWS, V_WIDTH), tl.float32)
+        row_max, total, acc = _attend_tiles(
+            row_max, total, acc, q_rows, k, v, table_row, full,
+            tl.maximum(begin - n_partial, 0) * STEPS, tl.maximum(end - n_partial, 0) * STEPS,
+            kv_len, is_row, visible_rows, factor_rows, bias_rows, scale, cap, k_page, k_key, v_page, v_key,
+            K_SIZE, V_SIZE, K_WIDTH, V_WIDTH, K_GRAIN, V_GRAIN, KEYS, STEPS, PAGE_SIZE, PAGE_WORDS, EVEN, GRAIN,
+            VISIBLE_KEY, FACTOR_KEY, BIAS_KEY, CAP, DOT, STAGES, False,
+        )  # fmt: skip
+        row_max, total, acc = _attend_tiles(
+            row_max, total, acc, q_rows, k, v, table_row, partial,
+            tl.minimum(begin, n_partial) * STEPS, tl.minimum(end, n_partial) * STEPS,
+            kv_len, is_row, visible_rows, factor_rows, bias_rows, scale, cap, k_page, k_key, v_page, v_key,
+            K_SIZE, V_SIZE, K_WIDTH, V_WIDTH, K_GRAIN, V_GRAIN, KEYS, STEPS, PAGE_SIZE, PAGE_WORDS, EVEN, GRAIN,
+            VISIBLE_KEY, FACTOR_KEY, BIAS_KEY, CAP, DOT, STAGES, True,
+        )  # fmt: skip
+
+        is_empty = total == 0  # NaN is not empty
+        acc = tl.where(is_empty[:, None], 0.0, acc / total[:, None])
+        row_lse = tl.where(is_empty, float("-inf"), row_max + tl.log2(total))
+        v_column = tl.arange(0, V_WIDTH)
+        written = is_row[:, None] & (v_column < V_SIZE)[None, :]
+        if SPLIT:
+            line = program.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+            tl.store(shared_out + line[:, None] * V_SIZE + v_column[None, :], acc, mask=written)
+            tl.store(shared_lse + line, row_lse, mask=is_row)
+        else:
+            heads = key_heads * GROUP
+            if LIST_HEADS > 1:
+                heads = LIST_HEADS
+            line = (b * heads + head) * queries + query
+            tl.store(out + line[:, None] * V_SIZE + v_column[None, :], acc.to(out.dtype.element_ty), mask=written)
+            tl.store(lse + line, row_lse * _LN_2, mask=is_row)
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def join_kernel(
+    out, lse, shared_out, shared_lse, partial_counts, full_counts,
+    queries, elements, shares, key_heads, row_blocks,
+    partial_count_batch, partial_count_head, full_count_batch, full_count_head,
+    GROUP: tl.constexpr, LIST_HEADS: tl.constexpr, COUNTS: tl.constexpr,
+    ROWS: tl.constexpr, V_SIZE: tl.constexpr, V_WIDTH: tl.constexpr, SHARES: tl.constexpr,
+):  # fmt: skip
+    """Join the shares of one row."""
+    line = tl.program_id(0)
+    query = line % queries
+    if LIST_HEADS > 1:
+        element = line // queries
+        key_head = 0
+        row = query
+    else:
+        heads = key_heads * GROUP
+        element = line // queries // heads
+        head = line // queries % heads
+        key_head = head // GROUP
+        row = head % GROUP * queries + query
+    most = _tiles_of_share(
+        partial_counts, full_counts, elements, shares,
+        partial_count_batch, partial_count_head, full_count_batch, full_count_head, LIST_HEADS, COUNTS,
+    )  # fmt: skip
+    first = _shares_before(
+        partial_counts, full_counts, element, most, elements,
+        partial_count_batch, partial_count_head, full_count_batch, full_count_head, LIST_HEADS, COUNTS,
+    )  # fmt: skip
+    n_partial, n_full = _counts(
+        partial_counts, full_counts, element, elements,
+        partial_count_batch, partial_count_head, full_count_batch, full_count_head, LIST_HEADS,
+    )  # fmt: skip
+    n_shares = tl.cdiv(n_partial + n_full, most)
+
+    column = tl.arange(0, V_WIDTH)
+    largest = tl.full((), float("-inf"), tl.float32)
+    total = tl.zeros((), tl.float32)
+    acc = tl.zeros((V_WIDTH,), tl.float32)
+    for start in range(0, n_shares, SHARES):
+        share = start + tl.arange(0, SHARES)
+        is_share = share < n_shares
+        at = (((first + share).to(tl.int64) * key_heads + key_head) * row_blocks + row // ROWS) * ROWS + row % ROWS
+        share_lse = tl.load(shared_lse + at, mask=is_share, other=float("-inf"))
+        parts = tl.load(
+            shared_out + at[:, None] * V_SIZE + column[None, :],
+            mask=is_share[:, None] & (column < V_SIZE)[None, :], other=0.0,
+        )  # fmt: skip
+        new_largest = tl.maximum(largest, tl.max(share_lse, 0))
+        base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+        weights = tl.exp2(share_lse - base)
+        kept = tl.exp2(largest - base)
+        total = total * kept + tl.sum(weights, 0)
+        acc = acc * kept + tl.sum(weights[:, None] * parts, 0)
+        largest = new_largest
+    is_empty = total == 0
+    acc = tl.where(is_empty, 0.0, acc / total)
+    at = line.to(tl.int64)
+    tl.store(out + at * V_SIZE + column, acc.to(out.dtype.element_ty), mask=column < V_SIZE)
+    tl.store(lse + at, tl.where(is_empty, float("-inf"), (largest + tl.log2(total)) * _LN_2))

@@ -1,0 +1,242 @@
+"""Launches of the Triton kernels of attention for few queries.
+
+The first call of a layout checks the arguments, chooses tile sizes and compiles the kernels. Its launch is kept, so
+later calls of the same layout only pass their tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple, cast
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flexmasks.kernels.few_queries import TILE, check
+from flexmasks.kernels.few_queries_kernel import attend_kernel, join_kernel
+
+_MAX_LAUNCHES = 4096  # launches kept; when there are more, all are dropped
+_MAX_COUNTS = 1024  # counts of tiles that a program loads at a time
+_SHARED_MEMORY = 227 * 2**10  # of a processor of a Hopper GPU, in bytes
+_launches: dict[Hashable, _Launch] = {}
+
+
+class _Launch(NamedTuple):
+    """What a call of some layout passes to the kernels besides tensors."""
+
+    attend: Callable[..., Any]  # takes the tensors, numbers and constants
+    attend_numbers: tuple[int, ...]
+    attend_constants: tuple[Any, ...]
+    join: Callable[..., Any] | None  # None if programs write the result themselves
+    join_numbers: tuple[int, ...]
+    join_constants: tuple[Any, ...]
+    lines: int  # rows of all shares
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, page_table: Tensor | None,
+    partial_counts: Tensor, partial: Tensor, full_counts: Tensor, full: Tensor, visible: Tensor,
+    factor: Tensor | None, bias: Tensor | None, scale: float, cap: float | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return output and lse; the arguments are those of the operator flexmasks::attend_few."""
+    out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+    tensors = (q, k, v, page_table, partial_counts, partial, full_counts, full, visible, factor, bias)
+    key = (cap is None, q.device.index, *[_layout(t) for t in tensors])
+    launch = _launches.get(key)
+    if launch is None:
+        if not out.numel():
+            return out, lse
+        launch = _launch((out, lse), tensors, cap is not None)
+        if len(_launches) >= _MAX_LAUNCHES:
+            _launches.clear()
+        _launches[key] = launch
+    shared_out = shared_lse = out
+    if launch.join is not None:
+        shared = torch.empty(launch.lines * (v.shape[-1] + 1), dtype=torch.float32, device=q.device)
+        shared_out, shared_lse = shared[launch.lines :], shared[: launch.lines]
+    launch.attend(
+        out, lse, shared_out, shared_lse, *tensors, scale, cap or 0.0, *launch.attend_numbers, *launch.attend_constants
+    )
+    if launch.join is not None:
+        launch.join(
+            out, lse, shared_out, shared_lse, partial_counts, full_counts, *launch.join_numbers, *launch.join_constants
+        )
+    return out, lse
+
+
+def _layout(tensor: Tensor | None) -> Hashable:
+    """Return all properties of a tensor on which a launch depends."""
+    if tensor is None:
+        return None
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr() % 16 == 0
+
+
+# --- sizes ---
+
+
+class _Choice(NamedTuple):
+    """Sizes of a launch.
+
+    rows, keys: rows of a program, and keys of a step.
+    warps, stages: of the kernel; up to stages - 1 steps are loaded ahead.
+    shares: shares of all elements together; 0 if a program takes all tiles of an element.
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+    shares: int
+
+
+def _choice(
+    rows: int, k_size: int, v_size: int, itemsize: int, elements: int, key_heads: int, tiles: int, processors: int
+) -> _Choice:
+    """Return the sizes of a launch.
+
+    rows: queries times query heads that share a key head.
+    k_size, v_size: head sizes of keys and of values.
+    itemsize: bytes of a number in q, k and v.
+    elements, tiles: what the lists of tiles belong to, and the most tiles of one.
+    key_heads: key heads of an element.
+    processors: of the GPU.
+    """
+    k_width, v_width = _width(k_size), _width(v_size)
+    width = max(k_width, v_width)
+    # More rows than these would take the registers of a processor, for sums or for products without tensor cores.
+    most_rows = 128 if itemsize < 4 and width <= 128 else 64 if itemsize < 4 else 16
+    least_rows = 16 if itemsize < 4 else 1  # tensor cores multiply 16 rows and more
+    program_rows = max(least_rows, min(most_rows, triton.next_power_of_2(rows)))
+    keys = max(16, min(TILE, 2**14 // (width * itemsize)))  # 16 KB of keys
+    warps = 8 if program_rows * width > 64 * 128 else 4
+    stages = 3
+    step_bytes = keys * (k_width + v_width) * itemsize
+    buffers = stages if program_rows >= 64 else stages - 1  # wgmma, for 64 rows and more, reads one more step
+    on_processor = max(1, min(3, _SHARED_MEMORY // (buffers * step_bytes + program_rows * k_width * itemsize)))
+    programs = on_processor * processors  # that run at a time
+    beside = key_heads * -(-rows // program_rows)  # programs of a share
+    # Elements may have very different numbers of tiles: more shares than can run at a time even the times out.
+    rounds = 2 if elements == 1 else 4
+    shares = min(rounds * programs // beside, elements * tiles)
+    if tiles == 1 or shares <= elements:
+        return _Choice(program_rows, keys, warps, stages, 0)
+    return _Choice(program_rows, keys, warps, stages, shares + elements)
+
+
+def _width(size: int) -> int:
+    """Return the numbers of a row in a kernel, where sizes are powers of two."""
+    return max(16, int(triton.next_power_of_2(size)))
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 2
+
+
+# --- a launch ---
+
+
+def _launch(results: tuple[Tensor, Tensor], tensors: tuple[Any, ...], has_cap: bool) -> _Launch:
+    """Compile the kernels for the layout of some arguments, and return their launch.
+
+    Raises ValueError for arguments that the operator does not take.
+    """
+    check(*tensors)
+    out, lse = results
+    q, k, v, page_table, partial_counts, partial, full_counts, full, visible, factor, bias = tensors
+    batch, heads, queries, k_size = q.shape
+    v_size = v.shape[-1]
+    page_size, page_words, kv_len, key_heads = 0, 0, k.shape[2], k.shape[1]
+    if page_table is not None:
+        _, page_size, key_heads, _ = k.shape
+        page_words = page_table.element_size() // 4
+        kv_len = page_table.shape[1] * page_size
+    group = heads // key_heads
+    list_heads = max(t.shape[1] for t in (partial_counts, partial, full_counts, full))
+    elements = batch * list_heads
+    rows = queries
+    if list_heads == 1:  # the query heads of a key head share its tiles
+        rows *= group
+    else:
+        key_heads = 1
+    tiles = max(1, min(-(-kv_len // TILE), partial.shape[-1] + full.shape[-1]))
+    choice = _choice(rows, k_size, v_size, q.element_size(), elements, key_heads, tiles, _processors(q.device))
+    split = choice.shares > 0
+    row_blocks = -(-rows // choice.rows)
+    q_grain, q_strides = _with_grain(_strides(q, 3))
+    k_grain, k_strides = _with_grain(_key_strides(k, page_size))
+    v_grain, v_strides = _with_grain(_key_strides(v, page_size))
+    count_strides = (*_strides(partial_counts, 2), *_strides(full_counts, 2))
+    pair_grain, pair_strides = _with_grain([*_strides(visible, 3), *_strides(factor, 3), *_strides(bias, 3)])
+    lists = (list_heads, min(_MAX_COUNTS, triton.next_power_of_2(elements)))
+    numbers = (
+        *(kv_len, queries, elements, choice.shares, key_heads, row_blocks, rows),
+        *(*q_strides, *k_strides, *v_strides, *_strides(page_table, 1)),
+        *(*count_strides, *_strides(partial, 2), *_strides(full, 2)),
+        *pair_strides,
+    )
+    constants = (
+        *(group, *lists, choice.rows, choice.keys, TILE // choice.keys, choice.stages, split),
+        *(k_size, v_size, _width(k_size), _width(v_size), q_grain, k_grain, v_grain),
+        *(
+            page_size,
+            2 if page_table is not None and page_table.dtype == torch.int64 else 1,
+            kv_len % TILE == 0,
+            pair_grain,
+        ),
+        *(_last_stride(visible), _last_stride(factor), _last_stride(bias), has_cap, _dot_type(q.dtype)),
+    )
+    programs = (choice.shares if split else elements) * key_heads * row_blocks
+    attend = _compiled(
+        attend_kernel, programs, choice.warps, (out, lse, lse, lse, *tensors, 1.0, 1.0, *numbers, *constants)
+    )
+    if not split:
+        return _Launch(attend, numbers, constants, None, (), (), 0)
+    join_numbers = (queries, elements, choice.shares, key_heads, row_blocks, *count_strides)
+    join_constants = (group, *lists, choice.rows, v_size, _width(v_size), 16)
+    arguments = (out, lse, lse, lse, partial_counts, full_counts, *join_numbers, *join_constants)
+    join = _compiled(join_kernel, batch * heads * queries, 4, arguments)
+    return _Launch(attend, numbers, constants, join, join_numbers, join_constants, programs * choice.rows)
+
+
+def _compiled(kernel: Any, programs: int, warps: int, arguments: tuple[Any, ...]) -> Callable[..., Any]:
+    """Compile a kernel for arguments like these, and return a function that launches it."""
+    if not isinstance(kernel, triton.JITFunction):  # Triton's interpreter compiles nothing
+        return cast(Callable[..., Any], kernel[(programs,)])
+    compiled = kernel.warmup(*arguments, grid=(programs,), num_warps=warps)
+    return cast(Callable[..., Any], compiled[(programs, 1, 1)])
+
+
+def _dot_type(dtype: torch.dtype) -> tl.dtype:
+    """Return the type of the operands of matrix products."""
+    if dtype == torch.bfloat16 and not isinstance(attend_kernel, triton.JITFunction):
+        return tl.float32  # Triton's interpreter multiplies the bits of bfloat16 as if they were integers
+    return {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}[dtype]
+
+
+def _strides(tensor: Tensor | None, dims: int) -> list[int]:
+    """Return the strides of the first dimensions; 0 for dimensions of size 1, which broadcast."""
+    if tensor is None:
+        return [0] * dims
+    return [0 if n == 1 else stride for n, stride in zip(tensor.shape[:dims], tensor.stride()[:dims], strict=True)]
+
+
+def _last_stride(tensor: Tensor | None) -> int:
+    return 0 if tensor is None or tensor.shape[-1] == 1 else tensor.stride(-1)
+
+
+def _key_strides(keys: Tensor, page_size: int) -> list[int]:
+    """Return the strides of keys or values by batch element, head, page and key; a page size of 0 means no pages."""
+    one, two, three = _strides(keys, 3)
+    return [0, three, one, two] if page_size else [one, two, 0, three]
+
+
+def _with_grain(strides: list[int]) -> tuple[int, list[int]]:
+    """Return the greatest power of two, up to 16, that divides some strides, and the strides divided by it."""
+    grain = math.gcd(16, *strides)
+    return grain, [stride // grain for stride in strides]

@@ -1,0 +1,432 @@
+"""Attention of few queries against float64, its plain version on a CPU, its Triton kernels on a GPU.
+
+With TRITON_INTERPRET=1 Triton's interpreter runs the kernels on a CPU. The interpreter must be chosen before Triton is
+imported. Hence the last test runs this file in a process of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from helpers import DEVICES, TOLERANCE, check_lse, error, label, try_examples
+from hypothesis import strategies as st
+from torch import Tensor
+
+from flexmasks.kernels import few_queries
+from flexmasks.kernels.few_queries import attend_few
+
+triton = pytest.importorskip("triton")
+launch = pytest.importorskip("flexmasks.kernels.few_queries_launch")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+NAN = math.nan
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+
+on_devices = pytest.mark.parametrize("device", ["cpu"] if INTERPRETED else DEVICES)
+pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning")] if INTERPRETED else []  # NumPy warns of 0 / 0
+
+
+def in_short(kept: Sequence[Any], *lists: Sequence[Any]) -> list[Any]:
+    """Return all combinations of values; by the interpreter those not kept are left to campaigns, for their time."""
+    every = [combined if len(lists) > 1 else combined[0] for combined in itertools.product(*lists)]
+    assert set(kept) <= set(every)
+    late = pytest.mark.campaign if INTERPRETED else ()
+    return [pytest.param(*(c if len(lists) > 1 else (c,)), marks=() if c in kept else late) for c in every]
+
+
+# --- cases and the oracle ---
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call with random numbers.
+
+    visible, lists: sizes of the first two dimensions of `visible` and of the lists of tiles.
+    share: of the keys that a query sees in partial tiles; full tiles and empty tiles are as frequent.
+    page_size: 0 without pages.
+    layout: "plain", "keys first" in memory, "strided", or "one" for keys that all batch elements share.
+    """
+
+    batch: int = 2
+    heads: int = 4
+    key_heads: int = 2
+    queries: int = 1
+    kv_len: int = 300
+    k_size: int = 16
+    v_size: int = 16
+    dtype: torch.dtype = FP32
+    visible: tuple[int, int] = (2, 1)
+    lists: tuple[int, int] = (2, 1)
+    page_size: int = 0
+    table: torch.dtype = torch.int32
+    layout: str = "plain"
+    cap: float | None = None
+    factor: tuple[int, int, int] | None = None
+    bias: tuple[int, int, int] | None = None
+    kinds: str = "epf"  # of tiles: empty, partial, full
+    seed: int = 0
+
+
+@dataclass
+class Made:
+    """The arguments of a call, and what it must return."""
+
+    arguments: list[Any]
+    out: Tensor = field(default_factory=Tensor)
+    lse: Tensor = field(default_factory=Tensor)
+
+
+def made(call: Call) -> Made:
+    """Return a call's arguments, with NaN and garbage in all places that must not be read, and its results."""
+    generator = torch.Generator().manual_seed(call.seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(call.dtype)
+
+    def number(most: int, *shape: int) -> Tensor:
+        return torch.randint(most, shape, generator=generator)
+
+    kv_len = call.kv_len if not call.page_size else -(-call.kv_len // call.page_size) * call.page_size
+    n_tiles = -(-kv_len // 128)
+
+    # Outside of partial tiles `visible` holds random values that nobody may read.
+    kinds = number(len(call.kinds), *call.lists, n_tiles)
+    is_full = by_key(torch.tensor([k == "f" for k in call.kinds])[kinds], kv_len)
+    is_partial = by_key(torch.tensor([k == "p" for k in call.kinds])[kinds], kv_len)
+    visible = torch.rand(*call.visible, call.queries, kv_len, generator=generator) < 0.4
+    visible &= torch.rand(*call.visible, call.queries, 1, generator=generator) < 0.8  # some queries see nothing
+    mask = (is_full | (is_partial & visible)).expand(call.batch, call.heads, call.queries, kv_len)
+    lists = []
+    for kind in "pf":
+        counts = torch.zeros(call.lists, dtype=torch.int32)
+        tiles = torch.full((*call.lists, n_tiles), 2**31 - 1, dtype=torch.int32)
+        for b in range(call.lists[0]):
+            for h in range(call.lists[1]):
+                of_kind = [t for t in range(n_tiles) if call.kinds[kinds[b, h, t]] == kind]
+                counts[b, h] = len(of_kind)
+                tiles[b, h, : len(of_kind)] = torch.tensor(of_kind, dtype=torch.int32)[torch.randperm(len(of_kind))]
+        lists += [counts, tiles]
+
+    q = normal(call.batch, call.heads, call.queries, call.k_size)
+    is_read = mask.any(2).any(1)  # [B, KV]
+    table = None
+    if call.page_size:
+        per_sequence = kv_len // call.page_size
+        n_pages = call.batch * per_sequence + 3
+        shape = n_pages, call.page_size, call.key_heads
+        k_pool, v_pool = normal(*shape, call.k_size), normal(*shape, call.v_size)
+        table = torch.randperm(n_pages, generator=generator)[: call.batch * per_sequence].view(call.batch, -1)
+        table[:, 0] = table[0, 0]  # a page that all sequences share
+        slots = (table[..., None] * call.page_size + torch.arange(call.page_size)).flatten(1)  # [B, KV]
+        used = torch.zeros(n_pages * call.page_size, dtype=torch.bool)
+        used[slots[is_read]] = True
+        k, v = (pool.flatten(0, 1)[slots].transpose(1, 2) for pool in (k_pool, v_pool))
+        for pool in (k_pool, v_pool):
+            pool.flatten(0, 1)[~used] = NAN
+        page_is_read = is_read.view(call.batch, per_sequence, call.page_size).any(-1)
+        most = 2**31 - 1 if call.table == torch.int32 else 2**40
+        garbage = torch.tensor([-1, most, n_pages])[number(3, *table.shape)]
+        table = torch.where(page_is_read, table, garbage).to(call.table)
+        given = k_pool, v_pool
+        if call.layout == "keys first":  # a pool of [pages, heads, page size, size] in memory
+            given = tuple(t.transpose(1, 2).contiguous().transpose(1, 2) for t in given)
+        elif call.layout == "strided":
+            given = tuple(torch.cat([t, t], 1)[:, : call.page_size] for t in given)
+    else:
+        k = normal(call.batch, call.key_heads, kv_len, call.k_size)
+        v = normal(call.batch, call.key_heads, kv_len, call.v_size)
+        if call.layout == "one":
+            k, v = k[:1].expand(k.shape), v[:1].expand(v.shape)
+            is_read = is_read.any(0, True)
+        given = tuple(torch.where(is_read[:, None, :, None], t, NAN) for t in (k, v))
+        if call.layout == "keys first":
+            given = tuple(t.transpose(1, 2).contiguous().transpose(1, 2) for t in given)
+        elif call.layout == "strided":
+            given = tuple(torch.cat([t, t], -1)[..., : t.shape[-1]] for t in given)
+            q = torch.cat([q, q], 1)[:, : call.heads]
+        elif call.layout == "one":
+            given = tuple(t[:1].expand(call.batch, -1, -1, -1) for t in given)
+
+    def change(sizes: tuple[int, int, int] | None) -> Tensor | None:
+        if sizes is None:
+            return None
+        return torch.randn(*sizes, kv_len, generator=generator)
+
+    factor, bias = change(call.factor), change(call.bias)
+    out, lse = oracle(q, k, v, mask, 0.3, call.cap, factor, bias)
+    return Made([q, *given, table, *lists, visible, factor, bias, 0.3, call.cap], out, lse)
+
+
+def by_key(of_tile: Tensor, kv_len: int) -> Tensor:
+    """Return a property of tiles [b, h, tiles] as one of keys, [b, h, 1, KV]."""
+    return of_tile[..., torch.arange(kv_len) // 128][:, :, None]
+
+
+def oracle(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, cap: float | None,
+    factor: Tensor | None, bias: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Textbook attention in float64."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (t.double().repeat_interleave(group, 1) for t in (k, v))
+    scores = torch.einsum("bhqd,bhkd->bhqk", q.double(), k) * scale
+    if cap is not None:
+        scores = torch.tanh(scores / cap) * cap
+    if factor is not None:
+        scores = scores * factor.double()
+    if bias is not None:
+        scores = scores + bias.double()
+    weights = torch.where(mask, scores, -math.inf).exp()
+    total = weights.sum(-1)
+    out = torch.einsum("bhqk,bhkd->bhqd", weights / total.clamp(min=1e-300)[..., None], v)
+    return out, total.log()
+
+
+def run(arguments: list[Any], device: str) -> tuple[Tensor, Tensor]:
+    """Return output and lse of the kernels on a GPU or by the interpreter, else of the plain version."""
+    there = [a.to(device) if isinstance(a, Tensor) else a for a in arguments]
+    for n in (0, 1, 2):  # moving to another device keeps strides only of tensors without holes
+        if isinstance(arguments[n], Tensor) and device != "cpu":
+            there[n] = strided_like(there[n], arguments[n])
+    return launch.attend(*there) if INTERPRETED else attend_few(*there)
+
+
+def strided_like(tensor: Tensor, other: Tensor) -> Tensor:
+    result = torch.empty_strided(other.shape, other.stride(), dtype=tensor.dtype, device=tensor.device)
+    return result.copy_(tensor) if 0 not in other.stride() else tensor[:1].expand(tensor.shape)
+
+
+def check(call: Call, device: str = "cpu") -> None:
+    """Check a call against the oracle, and in the interpreter the kernels against the plain version."""
+    want = made(call)
+    out, lse = run(want.arguments, device)
+    assert out.dtype == call.dtype
+    assert lse.dtype == torch.float32
+    assert error(out, want.out) < TOLERANCE[call.dtype]
+    check_lse(lse, want.lse, 1e-4 if call.dtype == FP32 else TOLERANCE[call.dtype])
+    assert torch.all(out.cpu()[want.lse == -math.inf] == 0)
+    if INTERPRETED:
+        plain_out, plain_lse = few_queries.plain_attend_few(*want.arguments)
+        assert error(out, plain_out.double()) < TOLERANCE[call.dtype]
+        check_lse(lse, plain_lse.double(), 1e-5 if call.dtype == FP32 else 1e-3)
+
+
+# --- results ---
+
+
+@on_devices
+@pytest.mark.parametrize(
+    ("queries", "page_size"),
+    in_short([(1, 0), (1, 7), (1, 16), (4, 64), (17, 128), (64, 256)], [1, 4, 17, 64], [0, 7, 16, 64, 128, 256]),
+)
+def test_queries_and_pages(queries: int, page_size: int, device: str) -> None:
+    check(Call(queries=queries, page_size=page_size, kv_len=400), device)
+
+
+@on_devices
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    in_short(
+        [(16, BF16), (64, FP16), (80, BF16), (80, FP32), (128, BF16), (256, FP16)],
+        [16, 64, 80, 128, 256], [FP32, FP16, BF16],
+    ),
+    ids=label,
+)  # fmt: skip
+def test_sizes(size: int, dtype: torch.dtype, device: str) -> None:
+    check(Call(k_size=size, v_size=size, dtype=dtype, queries=3), device)
+
+
+@on_devices
+@pytest.mark.parametrize(("k_size", "v_size", "page_size"), [(64, 16, 0), (24, 80, 16), (192, 128, 16)])
+def test_values_of_another_size(k_size: int, v_size: int, page_size: int, device: str) -> None:
+    check(Call(k_size=k_size, v_size=v_size, page_size=page_size, kv_len=200), device)
+
+
+@on_devices
+@pytest.mark.parametrize(
+    ("heads", "by_head", "page_size"),
+    in_short(
+        [((1, 1), "", 0), ((4, 4), "both", 16), ((6, 2), "lists", 0), ((6, 2), "both", 16), ((8, 1), "visible", 16)],
+        [(1, 1), (4, 4), (6, 2), (8, 1)], ["", "lists", "visible", "both"], [0, 16],
+    ),
+    ids=str,
+)  # fmt: skip
+def test_heads(heads: tuple[int, int], by_head: str, page_size: int, device: str) -> None:
+    """Grouped heads share programs, unless lists differ by head."""
+    of_lists = heads[0] if by_head in ("lists", "both") else 1
+    of_visible = heads[0] if by_head in ("visible", "both") else 1
+    check(
+        Call(
+            heads=heads[0], key_heads=heads[1], lists=(2, of_lists), visible=(2, of_visible), queries=2,
+            page_size=page_size,
+        ),
+        device,
+    )  # fmt: skip
+
+
+@on_devices
+@pytest.mark.parametrize(
+    ("lists", "visible", "layout"),
+    in_short(
+        [(1, 1, "plain"), (1, 3, "keys first"), (3, 1, "strided"), (3, 3, "one")],
+        [1, 3], [1, 3], ["plain", "keys first", "strided", "one"],
+    ),
+)  # fmt: skip
+def test_broadcasting_and_layouts(lists: int, visible: int, layout: str, device: str) -> None:
+    check(Call(batch=3, kv_len=200, lists=(lists, 1), visible=(visible, 1), layout=layout), device)
+
+
+@on_devices
+@pytest.mark.parametrize(
+    ("page_size", "layout"),
+    in_short([(16, "keys first"), (128, "strided")], [16, 128], ["keys first", "strided"]),
+)
+def test_layouts_of_pools(page_size: int, layout: str, device: str) -> None:
+    check(Call(page_size=page_size, layout=layout, dtype=FP16), device)
+
+
+@on_devices
+@pytest.mark.parametrize("page_size", [7, 16, 256])
+def test_wide_page_numbers(page_size: int, device: str) -> None:
+    check(Call(page_size=page_size, table=torch.int64, queries=2), device)
+
+
+CHANGES = {
+    "none": {},
+    "both": {"factor": (2, 4, 5), "bias": (1, 4, 1)},
+    "factor": {"factor": (1, 1, 1), "page_size": 16},
+    "bias": {"bias": (2, 1, 5)},
+}
+
+
+@on_devices
+@pytest.mark.parametrize(
+    ("change", "cap"),
+    in_short([("none", 0.7), ("both", None), ("both", 1000.0), ("factor", 30.0), ("bias", None)],
+        list(CHANGES), [None, 0.7, 30.0, 1000.0]),
+)  # fmt: skip
+def test_scores(change: str, cap: float | None, device: str) -> None:
+    check(Call(queries=5, cap=cap, kv_len=200, **CHANGES[change]), device)
+
+
+@on_devices
+@pytest.mark.parametrize(
+    ("kinds", "page_size"),
+    in_short(
+        [("e", 0), ("p", 16), ("f", 128), ("ep", 128), ("ef", 16)], ["e", "p", "f", "ep", "ef"], [0, 16, 128]
+    ),
+)  # fmt: skip
+def test_kinds_of_tiles(kinds: str, page_size: int, device: str) -> None:
+    """Only empty tiles, which makes sequences without keys, only partial ones, and only full ones."""
+    check(Call(kinds=kinds, page_size=page_size, kv_len=384, batch=3, lists=(3, 1), visible=(3, 1)), device)
+
+
+@on_devices
+def test_scores_of_minus_infinity(device: str) -> None:
+    """A bias may hide all keys of a query, in full tiles too."""
+    call = made(Call(kinds="f", bias=(2, 4, 1)))
+    call.arguments[10][0, 1] = -math.inf
+    out, lse = run(call.arguments, device)
+    assert torch.all(out[0, 1] == 0)
+    assert torch.all(lse[0, 1] == -math.inf)
+    assert error(out[1], call.out[1]) < 1e-5
+
+
+@on_devices
+def test_nan_is_not_hidden(device: str) -> None:
+    """Queries, and keys that are seen, make NaN of NaN."""
+    call = made(Call(kinds="f"))
+    call.arguments[0][1, 2] = NAN
+    call.arguments[1][0, 1, 7] = NAN
+    out, lse = run(call.arguments, device)
+    assert torch.all(out[1, 2].isnan())
+    assert torch.all(lse[1, 2].isnan())
+    assert torch.all(out[0, 2:].isnan())
+    assert bool(out[0, :2].isfinite().all())
+    assert bool(out[1, :2].isfinite().all())
+
+
+@on_devices
+def test_nothing_to_compute(device: str) -> None:
+    for call in (Call(batch=0, visible=(1, 1), lists=(1, 1)), Call(queries=0)):
+        arguments = made(replace(call, batch=2, queries=1)).arguments
+        q = torch.empty(call.batch, call.heads, call.queries, 16)
+        k, v = (t[: call.batch] for t in arguments[1:3])
+        visible = arguments[8][:1, :, : call.queries]
+        lists = [t[:1] for t in arguments[4:8]]
+        out, lse = run([q, k, v, None, *lists, visible, *arguments[9:]], device)
+        assert out.shape == q.shape
+        assert lse.shape == q.shape[:-1]
+    none = made(Call()).arguments
+    none[1:3] = [t[:, :, :0] for t in none[1:3]]
+    none[5], none[7], none[8] = none[5][..., :0], none[7][..., :0], none[8][..., :0]
+    none[4].zero_()
+    none[6].zero_()
+    out, lse = run(none, device)
+    assert torch.all(out == 0)
+    assert torch.all(lse == -math.inf)
+
+
+def calls() -> st.SearchStrategy[Call]:
+    """Return random calls."""
+
+    @st.composite
+    def one(draw: Callable[[Any], Any]) -> Call:
+        batch, group, key_heads = draw(st.integers(1, 3)), draw(st.integers(1, 5)), draw(st.integers(1, 3))
+        queries = draw(st.sampled_from([1, 2, 3, 8, 33]))
+        heads = group * key_heads
+
+        def sizes(n: int) -> tuple[int, ...]:
+            return tuple(draw(st.sampled_from([1, most])) for most in (batch, heads, queries)[:n])
+
+        page_size = draw(st.sampled_from([0, 0, 1, 5, 16, 48, 128, 512]))
+        return Call(
+            batch, heads, key_heads, queries, draw(st.sampled_from([1, 100, 128, 300, 513])),
+            draw(st.sampled_from([8, 16, 40])), draw(st.sampled_from([8, 16, 40])),
+            draw(st.sampled_from([FP32, FP16, BF16])),
+            sizes(2), sizes(2), page_size, draw(st.sampled_from([torch.int32, torch.int64])),
+            draw(st.sampled_from(["plain", "keys first", "strided"])), draw(st.sampled_from([None, 2.0])),
+            draw(st.one_of(st.none(), st.just(sizes(3)))), draw(st.one_of(st.none(), st.just(sizes(3)))),
+            draw(st.sampled_from(["epf", "epp", "eef", "p", "f"])), draw(st.integers(0, 1000)),
+        )  # fmt: skip
+
+    return one()
+
+
+@on_devices
+def test_random_calls(device: str) -> None:
+    try_examples(6 if INTERPRETED else 40, lambda call: check(call, device), calls())
+
+
+@on_devices
+@pytest.mark.campaign
+def test_many_random_calls(device: str) -> None:
+    try_examples(150, lambda call: check(call, device), calls())
+
+
+@on_devices
+@pytest.mark.parametrize("processors", [1, 40])
+def test_shares(processors: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One program for all tiles of an element, and a share for nearly each tile, of few and of very many elements."""
+    monkeypatch.setattr(launch, "_processors", lambda device: processors)
+    monkeypatch.setattr(launch, "_launches", {})
+    check(Call(batch=3, heads=1, key_heads=1, kv_len=1500, lists=(3, 1), visible=(1, 1), seed=1), device)
+    if not INTERPRETED:
+        check(Call(batch=150, kv_len=700, heads=8, key_heads=8, lists=(150, 8), visible=(150, 1)), device)
+
+
+def test_shares_cover_all_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many elements: their counts are read in parts."""
+    if not INTERPRETED:
+        pytest.skip("test_shares has as many")
+    monkeypatch.setattr(launch, "_processors", lambda device: 1000)
+    monkeypatch.setattr(launch, "_launches", {})
+    monkeypatch.setattr(launch, "_MAX_COUNTS", 4)
+    check(Call(batch=11, heads=1, key_heads=1, kv_len=400, lists=(11, 1), visible=(1, 1), seed=3))
