@@ -134,7 +134,7 @@ def time_caches() -> list[Row]:
         check(f"{who}: agrees, at the size that is timed", out, outputs["with room"])
     used = float(lens.sum()) / (batch * room)
     read = 2 * int(lens.sum()) * kv_heads * size * k.element_size()
-    print(f"{batch} sequences of up to {room} keys, {used:.0%} of the room in use, {read / 1e6:.0f} MB to be read\n")
+    print(f"{batch} sequences of up to {room} keys, {used:.0%} of the room in use, {read / 1e6:.0f} MB to be read")
     return [
         {"a step of decoding": who, "ms": float(f"{ms:.4g}"), "GB/s": float(f"{read / ms / 1e6:.4g}")}
         for who, (ms, *_) in times.items()
@@ -174,7 +174,7 @@ class Sizes(NamedTuple):
 
 
 # The pools are smaller than slots x pages_each: few sequences are as long as the longest.
-CHECKED = Sizes(96, 256, 4, 2, 2, requests=40, prompt=70, answer=30, slots=16, chunk=32, page_size=16, pages=50)
+CHECKED = Sizes(96, 256, 4, 2, 2, requests=24, prompt=100, answer=30, slots=8, chunk=16, page_size=16, pages=42)
 TIMED = (
     Sizes(512, 2048, 16, 4, 8, requests=192, prompt=3072, answer=512, slots=64, chunk=512, page_size=128, pages=1201)
     if ON_GPU
@@ -391,7 +391,7 @@ class Served(NamedTuple):
 
 def make_requests(sizes: Sizes) -> list[Request]:
     """Draw requests of random lengths."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(2)  # the best two scores of a token then are never close
 
     def draw(least: int, most: int, count: int) -> list[int]:
         return torch.randint(least, most + 1, (count,), generator=generator).tolist()
@@ -480,9 +480,9 @@ if ON_GPU:
 def check_loop() -> None:
     """Compare each answer of the loop with that of its sequence alone.
 
-    The answers are the same if rounding never changes which score is the best. Here it does not: the best two scores
-    are always 5e-4 apart or more, and scores in float32 are wrong by about 1e-5. On a CPU the loop runs in float64,
-    which compiles nothing.
+    The loop runs in float32. Its answers are the same if rounding never changes which score is the best, and here it
+    does not: scores of random weights do not tie, and rounding changes them by 1e-5, much less than the difference
+    between the best two.
     """
     requests, exact = make_requests(CHECKED), make_model(CHECKED, torch.float64)
     answers: list[list[int]] = []
@@ -496,11 +496,11 @@ def check_loop() -> None:
     progress("")
     early = sum(answer[-1] == END for answer in answers)
     print(f"\n{len(answers)} answers of {sum(map(len, answers))} tokens, {early} of them to the end token")
-    print(f"check: the best two scores of each token are {min(gaps):.1e} apart or more (allowed 1e-04)")
-    assert min(gaps) > 1e-4, "rounding may change the text: take another seed"
-    dtype = torch.float32 if ON_GPU else torch.float64
+    print(f"check: the best two scores of each token are {min(gaps):.1e} apart or more (allowed 1e-03)")
+    assert min(gaps) > 1e-3, "rounding may change the text: draw the requests from another seed"
+    model = make_model(CHECKED, torch.float32)
     for name, (cache, in_graph) in LOOPS.items():
-        server = Server(make_model(CHECKED, dtype), cache(CHECKED, dtype), in_graph)
+        server = Server(model, cache(CHECKED, torch.float32), in_graph)
         served = serve(server, requests, END)
         wrong = [n for n in range(len(requests)) if served.answers[n] != answers[n]]
         print(f"check: {name}: {len(wrong)} answers differ from those without a cache (allowed 0)")
@@ -533,14 +533,15 @@ def time_loop() -> list[Row]:
     return rows
 
 
-# %% Check first, then measure.
+# %% Each part is checked first, then measured.
 def main() -> None:
-    """Check and time attention to both caches and the loop."""
+    """Check and time attention to both caches, then the loop."""
     file = start(__doc__)
     with torch.no_grad():
         check_caches()
+        rows = time_caches()
         check_loop()
-        rows = time_caches() + time_loop()
+        rows += time_loop()
     note = (
         "GB/s counts the keys and values of the sequences; the blocks of such a step were planned before. A step of "
         "the\nloop is one of the whole model. Its tokens are those of the answers; prompts count in the time only."
