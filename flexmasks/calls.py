@@ -21,6 +21,7 @@ from torch import Tensor
 from flexmasks import compat
 from flexmasks.backends import decode
 from flexmasks.backends.call import Call, Replay, Result, Unavailable, transformed
+from flexmasks.backends.decode_gpu import DecodeRenewal, GpuDecode
 from flexmasks.backends.empty import attend as attend_nothing
 from flexmasks.backends.empty import computes_nothing
 from flexmasks.backends.renewal import Renewal
@@ -55,9 +56,10 @@ from flexmasks.spec.parameters import Size, can_be_read
 from flexmasks.spec.values import Mask
 
 _REPLAYS: Cache[Replay] = Cache("calls", max_bytes=5 << 28)  # replays share most index tensors with the cache "blocks"
-_RENEWALS: Cache[Renewal] = Cache("renewals", max_bytes=1 << 24)
+_RENEWALS: Cache[Renewal | DecodeRenewal] = Cache("renewals", max_bytes=1 << 24)
 # On a CPU new tensors are planned from the start, which checks their values: reading them costs nothing there.
 _RENEWED_ON = ("cuda",)
+_DECODES_PAGES_ON = ("cpu",)  # without being asked for by name
 _OFFSETS: Cache[Tensor] = Cache("offsets", max_bytes=1 << 22)
 
 
@@ -155,28 +157,30 @@ def _decode_pages(
     request = request._replace(mask=request.mask & get_mask("padding", seq_lens=kv_lens))
     known = _key_and_tensors(q, k, v, request)
     key, tensors = (None, []) if known is None else (("pages", page_size, known[0]), [*known[1], page_table])
-    replay = None if known is None else _REPLAYS.get(key, tensors)
+    is_kept = known is not None and not is_captured(q.device)
+    replay: Replay | None = _known_replay(key, tensors, q.device) if is_kept else None
     if replay is None:
-        pages = paged(get_mask("full"), page_table, kv_lens, page_size)  # it checks the table
-        pages.resolve(Size(len(q), q.shape[1], q.shape[2], len(k_cache) * page_size, q.device))
+        if not is_captured(q.device):  # the values of the table are checked
+            pages = paged(get_mask("full"), page_table, kv_lens, page_size)
+            pages.resolve(Size(len(q), q.shape[1], q.shape[2], len(k_cache) * page_size, q.device))
         planned = _planned(q, k, v, request)
         if decode.refuses(planned.call) is not None:
             return None
-        replay = decode.DecodeCall.of(planned.call, decode.Pages(page_table.detach(), page_size))
-        if known is not None and planned.call.holds_aliases:
-            _REPLAYS.put(key, tensors, replay, ENTRY + replay.nbytes)
+        replay = decode.replay_of(planned.call, page_table, page_size)
+        if is_kept:
+            _keep(key, tensors, replay, planned)
     return replay(q, k_cache, v_cache)
 
 
 def _may_decode_pages(q: Tensor, k_cache: Tensor, v_cache: Tensor, length: int, request: Request) -> bool:
     """Return whether backend "decode" may run a call, before it is planned."""
-    if q.device.type != "cpu" or compat.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined]
+    if q.device.type not in ("cpu", "cuda") or compat.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined]
         return False
     if not all(type(x) is Tensor for x in (q, k_cache, v_cache)) or not (q.numel() and k_cache.numel() and length):
         return False
     learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k_cache, v_cache))
-    is_asked_for = request.backend in ("auto", "decode")
-    return is_asked_for and not learns and not autocasts("cpu") and decode.are_few(q.shape[2], length)
+    is_asked_for = request.backend == "decode" or (request.backend == "auto" and q.device.type in _DECODES_PAGES_ON)
+    return is_asked_for and not learns and not autocasts(q.device.type) and decode.are_few(q.shape[2], length)
 
 
 def explain(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Explanation:
@@ -222,12 +226,23 @@ def run_eagerly(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tens
         except Unavailable:
             pass
     result, planned = _run_first_time(q, k, v, request)
-    if result.replay is not None and planned is not None and planned.call.holds_aliases and not is_captured(q.device):
-        _REPLAYS.put(key, tensors, result.replay, ENTRY + result.replay.nbytes)
-        renewal = Renewal.of(result.replay, planned.mask, planned.score, planned.aliases, tensors) if tensors else None
-        if renewal is not None:
-            _RENEWALS.put((key, *_layouts(tensors)), (), renewal, ENTRY)
+    if result.replay is not None and planned is not None and not is_captured(q.device):
+        _keep(key, tensors, result.replay, planned)
     return result.out, result.lse
+
+
+def _keep(key: Hashable, tensors: list[Tensor], replay: Replay, planned: _Planned) -> None:
+    """Keep a call's replay for calls with the same tensors, and its renewal for calls with other tensors."""
+    if not planned.call.holds_aliases:
+        return
+    _REPLAYS.put(key, tensors, replay, ENTRY + replay.nbytes)
+    renewal: Renewal | DecodeRenewal | None
+    if isinstance(replay, GpuDecode):
+        renewal = DecodeRenewal.of(replay, planned.mask, planned.score, tensors)
+    else:
+        renewal = Renewal.of(replay, planned.mask, planned.score, planned.aliases, tensors)
+    if tensors and renewal is not None:
+        _RENEWALS.put((key, *_layouts(tensors)), (), renewal, ENTRY)
 
 
 def plan_again(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Replay | None:
@@ -407,6 +422,8 @@ def _planned(q: Tensor, k: Tensor, v: Tensor, request: Request) -> _Planned:
         window=lambda: mask_plan.window,
         cap=None if score is None else cap_of(score, size),
         visible=mask_plan.visible,
+        whole=None if isinstance(mask_plan, GivenPlan) else lambda: mask_plan.whole[0],
+        added=None if score_plan is None else lambda: score_plan.added[0],
         blocks=mask_plan.blocks,
         data=mask_plan.data,
         computed_fraction=mask_plan.computed_fraction,

@@ -212,6 +212,8 @@ def _call_of(
         window=lambda: window,
         cap=None if score is None else cap_of(score, size),
         visible=None,
+        whole=None,
+        added=None,
         blocks=_no_blocks,
         data=_no_blocks,
         computed_fraction=lambda: 0.5 if window is None or tensors else window.pairs(size.q_len) / pairs,

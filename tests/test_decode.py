@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,17 +16,28 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_mask
 
 import flexmasks
-from flexmasks import compat
-from flexmasks.backends import decode
+from flexmasks import calls, compat
+from flexmasks.backends import decode, decode_cpu
 from flexmasks.backends.added import is_added
 from flexmasks.calls import _planned
 from flexmasks.request import Request
 from flexmasks.spec.examples import example, on_device
 
 BATCH, HEADS, KV_HEADS, LENGTH = 3, 4, 2, 160
-CPU = torch.device("cpu")
 MASKS = [e.name for e in flexmasks.list_masks()]
 HALF = [torch.float16, torch.bfloat16]
+
+
+@pytest.fixture(params=["cpu", "cpu, as on a GPU", pytest.param("cuda", marks=pytest.mark.gpu)], autouse=True)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Where calls run; "as on a GPU", the operator of the kernels runs in plain torch, and calls are renewed."""
+    if request.param == "cpu, as on a GPU":
+        monkeypatch.setattr(decode, "_ON_GPU", ("cpu", "cuda"))
+        monkeypatch.setattr(calls, "_RENEWED_ON", ("cpu", "cuda"))
+    flexmasks.clear_caches()
+    with torch.device(request.param.partition(",")[0]):
+        yield request.param
+    flexmasks.clear_caches()
 
 
 def tensors(q_len: int, kv_len: int = LENGTH, dtype: torch.dtype = torch.float32, **sizes: int) -> list[Tensor]:
@@ -56,7 +67,7 @@ def check(
     bias: the scores [B, H, Q, KV] after a score change, from the scores.
     """
     q, k, v = qkv
-    visible = create_mask(moved(flexmasks.get_mask(mask), offset), len(q), q.shape[1], q.shape[2], k.shape[2], "cpu")
+    visible = create_mask(moved(flexmasks.get_mask(mask), offset), len(q), q.shape[1], q.shape[2], k.shape[2], q.device)
     groups = q.shape[1] // k.shape[1]
     exact_q, exact_k, exact_v = q.double(), *(x.double().repeat_interleave(groups, 1) for x in (k, v))
     scores = exact_q @ exact_k.mT * call.get("scale", q.shape[3] ** -0.5)
@@ -65,8 +76,8 @@ def check(
     want = (scores - want_lse.clamp(min=-1e30)[..., None]).exp() @ exact_v
     out, lse = flexmasks.attention(*qkv, mask=mask, q_offset=offset, backend="decode", return_lse=True, **call)
     assert out.dtype == q.dtype
-    assert error(out, want) < TOLERANCE[q.dtype]
-    check_lse(lse, want_lse, 1e-5 if q.dtype == torch.float32 else 2e-2)
+    assert error(out, want.cpu()) < TOLERANCE[q.dtype]
+    check_lse(lse, want_lse.cpu(), 1e-5 if q.dtype == torch.float32 else 2e-2)
     again = flexmasks.attention(*qkv, mask=mask, q_offset=offset, backend="decode", **call)
     assert torch.equal(again, out)
 
@@ -75,7 +86,7 @@ def of_name(name: str, q_len: int) -> flexmasks.Mask:
     """Return the example of a registered mask."""
     if name == "packed":
         return flexmasks.packed("causal", [0, q_len // 2, q_len], [0, 60, LENGTH])
-    return on_device(example("mask", name, LENGTH), CPU)
+    return on_device(example("mask", name, LENGTH), torch.get_default_device())
 
 
 @pytest.mark.parametrize("q_len", [1, 4, 17])
@@ -116,8 +127,8 @@ def test_every_mask_in_pages(name: str, page_size: int) -> None:
     want, want_lse = flexmasks.attention(
         q, k, v, mask=whole, q_offset=(lens - 3).clamp(min=0), return_lse=True, backend="reference"
     )
-    assert error(out, want.double()) < TOLERANCE[torch.float32]
-    check_lse(lse, want_lse.double(), 1e-5)
+    assert error(out, want.double().cpu()) < TOLERANCE[torch.float32]
+    check_lse(lse, want_lse.double().cpu(), 1e-5)
     assert of_one or not out[0].any()
 
 
@@ -128,36 +139,39 @@ def test_shared_pages() -> None:
     pool = [pages_of(x, table.long(), 16) for x in (k, v)]
     out = flexmasks.paged_attention(q, *pool, table, torch.tensor([64, 50]), mask="causal", backend="decode")
     want = flexmasks.attention(q, k, v, mask="causal", q_offset=torch.tensor([63, 49]), backend="reference")
-    assert error(out, want.double()) < TOLERANCE[torch.float32]
+    assert error(out, want.double().cpu()) < TOLERANCE[torch.float32]
 
 
 # --- scores ---
 
 
-TABLE = torch.randn(HEADS, LENGTH)
-BY_HEAD = torch.rand(HEADS)
-# Score changes that add, with what they do to scores [B, H, Q, KV] of queries from position 40 on.
-ADDED: dict[str, tuple[Any, Callable[[Tensor], Tensor]]] = {
-    "alibi": (
-        flexmasks.get_score("alibi", slopes=BY_HEAD),
-        lambda s: s - BY_HEAD[:, None, None] * _distances(s).abs(),
-    ),
-    "table": (lambda score, b, h, q, kv: score + TABLE[h, kv], lambda s: s + TABLE[:, None]),
-    "before": (lambda score, b, h, q, kv: TABLE[h, kv] + score - 1, lambda s: s + TABLE[:, None] - 1),
-    "some": (lambda score, b, h, q, kv: score + torch.where(q > kv, 0.5, -torch.inf), lambda s: s + _before(s)),
-}
-OTHERS: dict[str, tuple[Any, Callable[[Tensor], Tensor]]] = {
-    "cap": (flexmasks.get_score("softcap", cap=2.0, exact=True), lambda s: 2 * (s / 2).tanh()),
-    "factor": (lambda score, b, h, q, kv: score * BY_HEAD[h], lambda s: s * BY_HEAD[:, None, None]),
-    "taken away": (lambda score, b, h, q, kv: TABLE[h, kv] - score, lambda s: TABLE[:, None] - s),
-    "twice": (lambda score, b, h, q, kv: score + score, lambda s: 2 * s),
-    "chosen": (
-        lambda score, b, h, q, kv: torch.where(q > kv, score, -1.0),
-        lambda s: torch.where(_distances(s) > 0, s, -1.0),
-    ),
-    "alpha": (lambda score, b, h, q, kv: torch.add(TABLE[h, kv], score, alpha=2), lambda s: TABLE[:, None] + 2 * s),
-    "added to a product": (lambda score, b, h, q, kv: score * 2 + 1, lambda s: 2 * s + 1),
-}
+Scores = dict[str, tuple[Any, Callable[[Tensor], Tensor]]]
+NAMES = ("alibi", "table", "before", "some", "cap", "factor", "taken away", "twice", "chosen", "alpha", "sum")
+ADDED = NAMES[:4]
+
+
+def scores() -> Scores:
+    """Return score changes, with what they do to scores [B, H, Q, KV] of queries from position 40 on."""
+    table, by_head = torch.randn(HEADS, LENGTH), torch.rand(HEADS)
+    return {
+        "alibi": (
+            flexmasks.get_score("alibi", slopes=by_head),
+            lambda s: s - by_head[:, None, None] * _distances(s).abs(),
+        ),
+        "table": (lambda score, b, h, q, kv: score + table[h, kv], lambda s: s + table[:, None]),
+        "before": (lambda score, b, h, q, kv: table[h, kv] + score - 1, lambda s: s + table[:, None] - 1),
+        "some": (lambda score, b, h, q, kv: score + torch.where(q > kv, 0.5, -torch.inf), lambda s: s + _before(s)),
+        "cap": (flexmasks.get_score("softcap", cap=2.0), lambda s: 2 * (s / 2).tanh()),
+        "factor": (lambda score, b, h, q, kv: score * by_head[h], lambda s: s * by_head[:, None, None]),
+        "taken away": (lambda score, b, h, q, kv: table[h, kv] - score, lambda s: table[:, None] - s),
+        "twice": (lambda score, b, h, q, kv: score + score, lambda s: 2 * s),
+        "chosen": (
+            lambda score, b, h, q, kv: torch.where(q > kv, score, -1.0),
+            lambda s: torch.where(_distances(s) > 0, s, -1.0),
+        ),
+        "alpha": (lambda score, b, h, q, kv: torch.add(table[h, kv], score, alpha=2), lambda s: table[:, None] + 2 * s),
+        "sum": (lambda score, b, h, q, kv: score * 2 + 1, lambda s: 2 * s + 1),
+    }
 
 
 def _distances(scores: Tensor) -> Tensor:
@@ -169,24 +183,28 @@ def _before(scores: Tensor) -> Tensor:
     return torch.where(_distances(scores) > 0, 0.5, -math.inf)
 
 
-@pytest.mark.parametrize("name", [*ADDED, *OTHERS])
-def test_scores(name: str) -> None:
-    score, change = {**ADDED, **OTHERS}[name]
-    check(tensors(5), "causal", 40, change, score=score)
+@pytest.mark.parametrize("name", NAMES)
+def test_scores(name: str, way: str) -> None:
+    score, change = scores()[name]
     q, k, v = tensors(5)
     call = _planned(q, k, v, Request(flexmasks.get_mask("causal"), flexmasks.get_score(score), q_offset=40)).call
     assert is_added(call) == (name in ADDED)
+    if way == "cpu" or name in (*ADDED, "cap"):
+        check([q, k, v], "causal", 40, change, score=score)
+    else:
+        with pytest.raises(ValueError, match="only soft-caps and score changes that add"):
+            flexmasks.attention(q, k, v, mask="causal", q_offset=40, score=score, backend="decode")
 
 
 @pytest.mark.parametrize("dtype", HALF)
-def test_half_precision(dtype: torch.dtype) -> None:
-    for name in ADDED:
-        score, change = ADDED[name]
+def test_half_precision(dtype: torch.dtype, way: str) -> None:
+    changes = scores()
+    for name in ADDED if way == "cpu" else (*ADDED, "cap"):
+        score, change = changes[name]
         check(tensors(2, dtype=dtype), "causal", 40, change, score=score)
     check(tensors(2, dtype=dtype), "causal", 40)
-    q, k, v = tensors(2, dtype=dtype)
-    with pytest.raises(ValueError, match="only score changes that add"):
-        flexmasks.attention(q, k, v, mask="causal", score="softcap", cap=2.0, backend="decode")
+    with pytest.raises(ValueError, match="score changes that add"):
+        flexmasks.attention(*tensors(2, dtype=dtype), mask="causal", score=changes["factor"][0], backend="decode")
 
 
 def test_sinks_and_scales() -> None:
@@ -200,8 +218,8 @@ def test_sinks_and_scales() -> None:
         flexmasks.attention(q, k, v, backend="decode", return_lse=True, **call),
         flexmasks.paged_attention(q, *pool, table, lens, backend="decode", return_lse=True, **call),
     ):
-        assert error(out, want.double()) < TOLERANCE[torch.float32]
-        check_lse(lse, want_lse.double(), 1e-5)
+        assert error(out, want.double().cpu()) < TOLERANCE[torch.float32]
+        check_lse(lse, want_lse.double().cpu(), 1e-5)
 
 
 # --- what lies in memory ---
@@ -210,7 +228,7 @@ def test_sinks_and_scales() -> None:
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 def test_hidden_keys_may_hold_anything(poison: float) -> None:
     """Also between visible keys, and behind the end of some sequences."""
-    for score in (None, OTHERS["cap"][0]):
+    for score in (None, scores()["cap"][0]):
         q, k, v = tensors(2)
         visible = torch.rand(BATCH, LENGTH) < 0.5
         visible[0, 100:], visible[1] = False, False
@@ -222,7 +240,7 @@ def test_hidden_keys_may_hold_anything(poison: float) -> None:
             out = flexmasks.attention(
                 q, k, v, mask="key_padding", attention_mask=visible, score=score, backend="decode"
             )
-            assert error(out, want.double()) < TOLERANCE[torch.float32]
+            assert error(out, want.double().cpu()) < TOLERANCE[torch.float32]
 
 
 def test_layouts() -> None:
@@ -240,7 +258,7 @@ def test_batch_elements_one_by_one() -> None:
     ends = torch.tensor([3990, 5, 60, 7])
     check([q, k, v], flexmasks.get_mask("sliding_window", window=9), ends)
     call = _planned(q, k, v, Request(flexmasks.get_mask("sliding_window", window=9), q_offset=ends)).call
-    parts = decode.DecodeCall.of(call).parts
+    parts = decode_cpu.CpuDecode.of(call).parts
     assert [(p.keys.start, p.keys.stop) for p in parts] == [(3981, 3991), (0, 6), (51, 61), (0, 8)]
 
 
@@ -253,29 +271,33 @@ def test_changes_in_place_are_seen() -> None:
         want = flexmasks.attention(q, k, v, mask="padding", seq_lens=lens, backend="reference")
         for _ in range(2):
             for out in (
-                flexmasks.attention(q, k, v, mask="padding", seq_lens=lens),
-                flexmasks.paged_attention(q, *pool, table, lens),
+                flexmasks.attention(q, k, v, mask="padding", seq_lens=lens, backend="decode"),
+                flexmasks.paged_attention(q, *pool, table, lens, backend="decode"),
             ):
-                assert error(out, want.double()) < TOLERANCE[torch.float32]
+                assert error(out, want.double().cpu()) < TOLERANCE[torch.float32]
         lens += 9
     order = torch.randperm(len(pool[0]))
     inverse = order.argsort()
     pool = [x[order] for x in pool]
     table.copy_(inverse[table])
-    assert error(flexmasks.paged_attention(q, *pool, table, lens - 9), want.double()) < TOLERANCE[torch.float32]
+    assert (
+        error(flexmasks.paged_attention(q, *pool, table, lens - 9, backend="decode"), want.double().cpu())
+        < TOLERANCE[torch.float32]
+    )
 
 
 # --- the choice of the backend ---
 
 
-def test_decoding_compiles_nothing() -> None:
+def test_decoding_compiles_nothing(way: str) -> None:
     """New lengths, new functions, new numbers, batch sizes: there is nothing to compile."""
     before = compat.compiled_graphs()
     for n, batch in itertools.product((1, 2, 30), (1, 3)):
         q, k, v = tensors(1, 100 + n, batch=batch)
         for mask in ("causal", lambda b, h, q, kv, n=n: q + n >= kv):
-            assert flexmasks.explain(q, k, v, mask=mask).backend == "decode"
-            flexmasks.attention(q, k, v, mask=mask, score="alibi", q_offset=torch.full((batch,), 99))
+            assert way == "cuda" or flexmasks.explain(q, k, v, mask=mask).backend == "decode"
+            offset = torch.full((batch,), 99)
+            flexmasks.attention(q, k, v, mask=mask, score="alibi", q_offset=offset, backend="decode")
     assert compat.compiled_graphs() == before
 
 
@@ -294,7 +316,7 @@ def test_what_is_refused() -> None:
     assert "takes a mask" in reason(*tensors(2), block_mask=flexmasks.block_mask("causal", 2, LENGTH))
     assert "no kernel_options" in reason(*tensors(2), kernel_options={"num_stages": 1})
     with torch.no_grad():
-        assert flexmasks.explain(q, k, v, mask="causal").backend == "decode"
+        flexmasks.attention(q, k, v, mask="causal", backend="decode")
 
 
 @short_and_campaign(40, 1000)
@@ -302,7 +324,7 @@ def test_random_calls(examples: int) -> None:
     sizes = st.tuples(
         st.integers(1, 4), st.integers(1, 90), st.integers(1, 3), st.sampled_from([(1, 1), (4, 2), (6, 6)])
     )
-    try_examples(examples, _check_call, sizes, st.sampled_from([8, 20, 64]), st.floats(0.0, 1.0), st.booleans())
+    try_examples(examples, _check_call, sizes, st.sampled_from([8, 24, 64]), st.floats(0.0, 1.0), st.booleans())
 
 
 def _check_call(sizes: tuple[int, int, int, tuple[int, int]], size: int, share: float, by_head: bool) -> None:

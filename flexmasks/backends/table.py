@@ -73,7 +73,7 @@ def choose(call: Call) -> tuple[list[Backend], dict[str, str]]:
 
 def _fastest_first(call: Call) -> list[Backend]:
     """Return all backends in the order of their speed for a call, the reference last."""
-    slow: list[str] = []
+    slow: list[str] = ["decode"] if call.is_cuda else []
     if call.is_cuda and fa4.refuses_package(call) is None:
         window = call.window()
         batch, heads, q_len, size = call.q.shape
