@@ -202,13 +202,19 @@ class Layer(nn.Module):
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs of elements of x [B, H, Q, D] by the angles of their positions, [B, 1, Q, D/2]."""
+    """Rotate pairs of elements by the angles of their positions.
+
+    x: [B, H, Q, D]; cos, sin: [B, 1, Q, D/2].
+    """
     left, right = x.chunk(2, -1)
     return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
 
 
 class Model(nn.Module):
-    """A transformer from tokens and their positions, both int64[B, Q], to the scores of the next token."""
+    """A transformer from tokens to the scores of the tokens that follow them.
+
+    tokens, positions: integers [B, Q]; the scores are [B, Q, vocabulary].
+    """
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -247,9 +253,9 @@ def make_model(sizes: Sizes, dtype: torch.dtype) -> Model:
 # with these tokens. Tokens from a length on belong to no sequence: idle slots have a length of 0, and the last chunk of
 # a prompt is padded. Their keys and values go to a place that no sequence looks at.
 class PagedCache:
-    """Keys and values of all layers in one pool of pages; page 0 belongs to no sequence.
+    """Keys and values of all layers in one pool of pages.
 
-    A sequence gets all its pages when it starts, so it never has to stop for want of a page.
+    Page 0 belongs to no sequence. A sequence gets all its pages when it starts, so it never waits for one later.
     """
 
     def __init__(self, sizes: Sizes, dtype: torch.dtype) -> None:
@@ -260,7 +266,7 @@ class PagedCache:
         self.held: dict[int, list[int]] = {}
 
     def take(self, slot: int, length: int) -> bool:
-        """Give a slot the pages for a sequence, or return False if too few pages are free."""
+        """Give a slot the pages for a sequence; return False if too few are free."""
         count = -(-length // self.k.shape[2])
         if count > len(self.free):
             return False
@@ -273,7 +279,7 @@ class PagedCache:
         self.free += self.held.pop(slot)
 
     def attention(self, slots: slice, starts: Tensor, positions: Tensor, lens: Tensor) -> Attend:
-        """Return attention of some slots, which first stores the keys and values of the new tokens."""
+        """Return attention of some slots, which first stores new keys and values."""
         table, page_size = self.table[slots], self.k.shape[2]
         pages = table.gather(1, (positions // page_size).clamp(max=table.shape[1] - 1))
         places = torch.where(positions < lens[:, None], pages * page_size + positions % page_size, 0).flatten()
@@ -289,9 +295,9 @@ class PagedCache:
 
 
 class RoomCache:
-    """The same without flexmasks: room for the longest sequence in each slot, SDPA, and a mask as a tensor.
+    """The same without flexmasks: SDPA, with a mask as a tensor.
 
-    The last place of each slot belongs to no sequence.
+    Each slot has room for the longest sequence, and a last place that belongs to no sequence.
     """
 
     def __init__(self, sizes: Sizes, dtype: torch.dtype) -> None:
@@ -322,7 +328,7 @@ class RoomCache:
 
 # %% A server reads prompts in chunks, and decodes one token for all running sequences at once.
 class Server:
-    """A model, a cache, and the last token and the length of the sequence in each slot.
+    """A model, a cache, and the last token and length of each sequence.
 
     The length is that of the sequence in the cache, and 0 for a slot that is idle or still reads its prompt.
     """
@@ -348,7 +354,7 @@ class Server:
         return scores[0, len(chunk) - 1].argmax()
 
     def scores(self, slots: slice, tokens: Tensor, starts: Tensor, lens: Tensor) -> Tensor:
-        """Return the scores of the tokens that follow tokens [B, Q] of the sequences in some slots."""
+        """Return the scores of what follows tokens [B, Q] of some slots."""
         positions = starts[:, None] + torch.arange(tokens.shape[1], device=DEVICE)
         scores: Tensor = self.model(tokens, positions, self.cache.attention(slots, starts, positions, lens))
         return scores
@@ -373,18 +379,18 @@ def captured(step: Callable[[], None]) -> Callable[[], None]:
 
 # %% Continuous batching: each turn fills the free slots, reads a chunk of each new prompt, and decodes a token.
 class Request(NamedTuple):
-    """A prompt, and the length of its answer if the model does not end it before."""
+    """A prompt, and the greatest length of its answer."""
 
     prompt: list[int]
     answer: int
 
 
 class Served(NamedTuple):
-    """The answers, the seconds that they took, the seconds of each step of decoding, and what happened."""
+    """The answers to all requests, and what happened in the loop."""
 
     answers: list[list[int]]
     seconds: float
-    steps: list[float]
+    steps: list[float]  # seconds of each step of decoding
     most_running: int
     waits: int  # turns in which a slot was free, and too few pages for the next request
 
@@ -452,7 +458,7 @@ def serve(server: Server, requests: list[Request], end: int | None = None) -> Se
 
 # %% The reference has no cache: each sequence by itself, with a whole forward pass in float64 for each token.
 def answer_alone(model: Model, request: Request) -> tuple[list[int], float]:
-    """Return an answer, and the least difference between the scores of a token and of the second best."""
+    """Return an answer, and the least difference between the best two scores."""
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         own_k, own_v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
@@ -513,7 +519,7 @@ def check_loop() -> None:
 
 # %% Time the loop. All answers have their full length here: the work then is the same, whatever rounding does.
 def time_loop() -> list[Row]:
-    """Return the median time of a step, and the tokens per second over all requests, prompts included."""
+    """Return the median time of a step, and the tokens of answers per second."""
     model, requests = make_model(TIMED, DTYPE), make_requests(TIMED)
     prompts, tokens = sum(len(r.prompt) for r in requests), sum(r.answer for r in requests)
     print(
