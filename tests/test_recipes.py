@@ -22,7 +22,7 @@ RECIPES = sorted(path.name for path in FOLDER.glob("[!_]*.py"))
 # Recipes that compile few kernels; the others run in the campaigns, `.ci/campaigns`.
 QUICK = {
     "flash_attention_explained.py", "flash_attention_triton.py", "grouped_tril_softmax.py", "long_softmax_triton.py",
-    "sliding_window.py", "softmax_in_training.py",
+    "serving.py", "sliding_window.py", "softmax_in_training.py",
 }  # fmt: skip
 SECONDS = 60  # limit of processor time, which other work on the machine does not change; compilation takes up to 20
 
