@@ -421,7 +421,6 @@ def _planned(q: Tensor, k: Tensor, v: Tensor, request: Request) -> _Planned:
         what=mask_plan.what if score is None else f"{mask_plan.what} with score {score!r}",
         window=lambda: mask_plan.window,
         cap=None if score is None else cap_of(score, size),
-        visible=mask_plan.visible,
         whole=None if isinstance(mask_plan, GivenPlan) else lambda: mask_plan.whole[0],
         added=None if score_plan is None else lambda: score_plan.added[0],
         blocks=mask_plan.blocks,

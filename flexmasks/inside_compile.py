@@ -211,7 +211,6 @@ def _call_of(
         what=repr(mask),
         window=lambda: window,
         cap=None if score is None else cap_of(score, size),
-        visible=None,
         whole=None,
         added=None,
         blocks=_no_blocks,

@@ -70,8 +70,7 @@ class Call:
     what: str  # the mask, and the score if there is one, as their authors call them
     window: Callable[[], Window | None]  # the mask as a window, if it is one
     cap: float | None  # the cap, if the score change is a soft-cap
-    visible: Callable[[], Tensor] | None  # the whole mask, bool [B or 1, H or 1, Q, KV]; None for given blocks
-    whole: Callable[[], Whole] | None  # the same with its tiles of keys, without a value read on the host
+    whole: Callable[[], Whole] | None  # the whole mask, made without a value read on the host; None for given blocks
     added: Callable[[], Tensor] | None  # what the score change adds, float32 [B, H, Q, KV]; only if it only adds
     blocks: Callable[[], Blocks]
     data: Callable[[], MaskData]  # the mask as data

@@ -20,7 +20,7 @@ def refuses(call: Call) -> str | None:
         return f"it does not run on {device}"
     if call.is_traced:
         return "torch.compile does not trace it"
-    if call.visible is None:
+    if call.whole is None:
         return "it takes a mask, not blocks"
     (batch, heads, q_len, _), kv_len = call.q.shape, call.k.shape[2]
     if not are_few(q_len, kv_len):

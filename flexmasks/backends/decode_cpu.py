@@ -19,6 +19,7 @@ from flexmasks import compat
 from flexmasks.backends.added import is_added
 from flexmasks.backends.call import HALF_DTYPES, Call
 from flexmasks.blocks.elements import over_indices
+from flexmasks.plans.whole import Whole
 from flexmasks.workers import Workers
 
 # Batch elements are computed one by one if together they would read this many times as many keys. Many calls of a
@@ -97,17 +98,16 @@ class CpuDecode:
         With `pages`, it is called with whole caches in place of k and v.
         """
         q, k = call.q, call.k
-        visible = cast(Callable[[], Tensor], call.visible)()
+        visible = cast(Callable[[], Whole], call.whole)().visible
         score_mod = None if call.score_mod is None else call.score_mod()
         added = torch.zeros((), device=q.device)
-        if score_mod is not None and is_added(call):
-            indices = _indices(slice(0, q.shape[0]), q.shape[1], q.shape[2], slice(0, k.shape[2]))
-            added, score_mod = over_indices(score_mod, (None,))(added, *indices), None
+        if call.added is not None and is_added(call):
+            added, score_mod = call.added(), None
         sees = visible.any(-1)
         return cls(
             visible=visible,
             sees=None if bool(sees.all()) else sees,
-            added=_grouped(torch.where(visible, added.float(), -math.inf), q.shape[1], k.shape[1]),
+            added=_grouped(torch.where(visible, added, -math.inf), q.shape[1], k.shape[1]),
             score_mod=score_mod,
             parts=_parts(visible, k, pages is not None),
             scale=call.scale,

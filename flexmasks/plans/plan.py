@@ -88,7 +88,6 @@ class _Kind:
 _P = TypeVar("_P", bound=_Prepared | MaskData | Tensor | Whole)
 _BLOCKS: Cache[_PreparedMask] = Cache("blocks", max_bytes=5 << 28)  # the blocks of a million tokens take 1.07 GB
 _KINDS: Cache[_Kind] = Cache("plans", max_bytes=1 << 30)
-_VISIBLE: Cache[Tensor] = Cache("visible", max_bytes=1 << 28)
 _WHOLE: Cache[Whole] = Cache("whole", max_bytes=1 << 28)
 _ADDED: Cache[Tensor] = Cache("added", max_bytes=1 << 28)
 _DATA: Cache[MaskData] = Cache("data", max_bytes=1 << 30)
@@ -432,10 +431,6 @@ class MaskPlan(Plan):
             return FirstAsData.NONE
         return FirstAsData.FIRST if self.inputs or self.size.device.type != "cpu" else FirstAsData.ALL
 
-    def visible(self) -> Tensor:
-        """Return the whole mask: bool [B or 1, H or 1, Q, KV]."""
-        return self._cached(_VISIBLE, self._build_visible)
-
     @functools.cached_property
     def whole(self) -> tuple[Whole, Recorded | None]:
         """The whole mask, and the recorded operations that made it.
@@ -445,6 +440,7 @@ class MaskPlan(Plan):
         made: list[Recorded | None] = [None]
 
         def build() -> Whole:
+            self._check_values()
             tensors, made[0] = self._recorded_tensors("whole", self._whole_of)
             return Whole(*tensors)
 
@@ -454,12 +450,6 @@ class MaskPlan(Plan):
     def _whole_of(self, mask: Mask, offset: Offset) -> list[Tensor]:
         with naming(self.mask), torch.no_grad():
             return list(whole_of(self._mask_kind._replace(mask=mask, offset=offset)))
-
-    def _build_visible(self) -> Tensor:
-        size = sized(self.size, self.offset)
-        mask_mod = shifted_mask(self.mask.bind(self.mask.resolve(size, self.lifted)), self.offset)
-        with naming(self.mask), torch.no_grad():
-            return materialize(mask_mod, size.batch, size.heads, size.q_len, size.kv_len, size.device)
 
     def data(self) -> MaskData:
         """Return the mask as data: its blocks, and the bits of partial ones.
@@ -625,7 +615,6 @@ class GivenPlan:
     tensors: tuple[Tensor, ...] = ()
     first_as_data = FirstAsData.NONE
     window: Window | None = None
-    visible = None
     holds_aliases = False
     is_own = False
     what = "a given block mask"
