@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexmasks.kernels.few_queries import TILE, check
 from flexmasks.kernels.few_queries_kernel import attend_kernel, join_kernel
+from flexmasks.kernels.few_queries_plain import TILE, check
 
 _MAX_LAUNCHES = 4096  # launches kept; when there are more, all are dropped
 _MAX_COUNTS = 1024  # counts of tiles that a program loads at a time
@@ -58,7 +58,8 @@ def attend(
     shared_out = shared_lse = out
     if launch.join is not None:
         shared = torch.empty(launch.lines * (v.shape[-1] + 1), dtype=torch.float32, device=q.device)
-        shared_out, shared_lse = shared[launch.lines :], shared[: launch.lines]
+        n_out = launch.lines * v.shape[-1]
+        shared_out, shared_lse = shared[:n_out], shared[n_out:]  # both are aligned, since head sizes are multiples of 8
     launch.attend(
         out, lse, shared_out, shared_lse, *tensors, scale, cap or 0.0, *launch.attend_numbers, *launch.attend_constants
     )
@@ -185,7 +186,7 @@ def _launch(results: tuple[Tensor, Tensor], tensors: tuple[Any, ...], has_cap: b
         *(k_size, v_size, _width(k_size), _width(v_size), q_grain, k_grain, v_grain),
         *(
             page_size,
-            2 if page_table is not None and page_table.dtype == torch.int64 else 1,
+            page_words,
             kv_len % TILE == 0,
             pair_grain,
         ),
