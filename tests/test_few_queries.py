@@ -384,7 +384,7 @@ def calls() -> st.SearchStrategy[Call]:
     @st.composite
     def one(draw: Callable[[Any], Any]) -> Call:
         batch, group, key_heads = draw(st.integers(1, 3)), draw(st.integers(1, 5)), draw(st.integers(1, 3))
-        queries = draw(st.sampled_from([1, 2, 3, 8, 33]))
+        queries = draw(st.sampled_from([1, 2, 3, 8] if INTERPRETED else [1, 2, 3, 8, 33]))
         heads = group * key_heads
 
         def sizes(n: int) -> tuple[int, ...]:
@@ -456,6 +456,14 @@ def test_inside_compile(dynamic: bool) -> None:
         check_lse(lse, call.lse, 1e-4)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_no_derivatives(device: str) -> None:
+    arguments = [a.to(device) if isinstance(a, Tensor) else a for a in made(Call()).arguments]
+    out, _ = attend_few(arguments[0].requires_grad_(), *arguments[1:])
+    with pytest.raises(NotImplementedError, match=r"attend_few has no derivatives; flexmasks\.attention takes"):
+        out.sum().backward()
+
+
 def test_float64() -> None:
     """The plain version computes in the dtype of double queries."""
     call = Call(queries=3, cap=3.0, page_size=16)
@@ -508,7 +516,7 @@ def test_calls_are_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
     sys.setprofile(None)
     assert launched == ["attend_kernel", "join_kernel"] * 2
     assert len(launch._launches) == 1
-    assert count < 70  # about five for each of eleven tensors
+    assert count < 60  # three for each of eleven tensors, and some
     launch.attend(*made(Call(queries=2)).arguments)
     assert len(launch._launches) == 2
 

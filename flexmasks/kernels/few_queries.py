@@ -1,4 +1,4 @@
-"""The operator torch.ops.flexmasks.attend_few: attention of few queries, which reads visible keys and values once.
+"""The operator torch.ops.flexmasks.attend_few: attention of few queries to many keys.
 
 attend_few(q, k, v, page_table, partial_counts, partial, full_counts, full, visible, factor, bias, scale, cap) is the
 output [B, H, Q, V], in the dtype of q, and the log-sum-exp of the visible scores, float32 [B, H, Q]. A query that sees
@@ -22,7 +22,7 @@ included; the values of keys that some queries see must be finite for the others
 
 Triton kernels run the operator on a GPU in float16, bfloat16 and float32 with head sizes that are multiples of 8 up to
 256, and plain torch runs it elsewhere. No value is read on the host: a CUDA graph can capture the operator. It has no
-derivatives.
+derivatives: a backward pass raises NotImplementedError.
 
 Example, one query that sees the first 200 of 256 keys, thus all keys of tile 0 and some keys of tile 1:
 
@@ -35,6 +35,8 @@ Example, one query that sees the first 200 of 256 keys, thus all keys of tile 0 
 """
 
 from __future__ import annotations
+
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -53,12 +55,15 @@ _library.define(
 attend_few = torch.ops.flexmasks.attend_few.default
 
 
-def _attend_few(
+def attend(
     q: Tensor, k: Tensor, v: Tensor, page_table: Tensor | None,
     partial_counts: Tensor, partial: Tensor, full_counts: Tensor, full: Tensor, visible: Tensor,
     factor: Tensor | None, bias: Tensor | None, scale: float, cap: float | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Run the operator; see the top of the file."""
+    """Run the operator without torch's dispatcher, which takes 20 microseconds.
+
+    Only for plain tensors that need no gradients, where no compiler, mode or transform of torch watches.
+    """
     arguments = (
         q, k, v, page_table, partial_counts, partial, full_counts, full, visible, factor, bias, scale, cap,
     )  # fmt: skip
@@ -71,7 +76,7 @@ def _attend_few(
 
 
 def runs_on_triton(dtype: torch.dtype, k_size: int, v_size: int) -> bool:
-    """Return whether the Triton kernels take a dtype, and the head sizes of keys and of values."""
+    """Return whether the Triton kernels take a dtype and head sizes."""
     return dtype in _TRITON_DTYPES and all(0 < n <= _LARGEST_SIZE and n % 8 == 0 for n in (k_size, v_size))
 
 
@@ -79,5 +84,10 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, page_table: Tensor | None, *_: object
     return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
-_library.impl("attend_few", _attend_few, "CompositeExplicitAutograd")
+def _no_backward(_ctx: Any, *_: Any) -> NoReturn:
+    raise NotImplementedError("attend_few has no derivatives; flexmasks.attention takes q, k and v that need gradients")
+
+
+_library.impl("attend_few", attend, "CompositeExplicitAutograd")
 torch.library.register_fake("flexmasks::attend_few", _fake, lib=_library)
+torch.library.register_autograd("flexmasks::attend_few", _no_backward, lib=_library)

@@ -29,7 +29,7 @@ def _counts(
     partial_counts, full_counts, element, elements,
     partial_batch, partial_head, full_batch, full_head, LIST_HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Return the numbers of partial and of full tiles of elements, 0 beyond the last element."""
+    """Return the numbers of partial and of full tiles; 0 beyond the last element."""
     b = (element // LIST_HEADS).to(tl.int64)
     h = (element % LIST_HEADS).to(tl.int64)
     is_element = element < elements
@@ -125,7 +125,9 @@ def _start_of(tile, step, KEYS: tl.constexpr, STEPS: tl.constexpr):
 
 @triton.jit
 def _pages_of(table, start, kv_len, KEYS: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_WORDS: tl.constexpr):
-    """Return the page numbers of the keys of a step: one for all keys where a page holds them all.
+    """Return the page numbers of the keys of a step.
+
+    It is one number if pages hold all keys of a step.
 
     PAGE_WORDS: words of 32 bits in a number of the table. Only the lowest one is read, because Triton does not pipeline
     a loop over numbers that it converts.
@@ -146,9 +148,9 @@ def _load_rows(
     SIZE: tl.constexpr, WIDTH: tl.constexpr, GRAIN: tl.constexpr, KEYS: tl.constexpr,
     PAGE_SIZE: tl.constexpr, ALL: tl.constexpr,
 ):  # fmt: skip
-    """Return keys or values [KEYS, WIDTH] of a step; those not needed, and columns from SIZE on, are 0.
+    """Return the keys or values [KEYS, WIDTH] of a step.
 
-    ALL: all keys are needed.
+    Keys that are not needed, and columns from SIZE on, are 0. ALL: all keys are needed.
     """
     place = tl.arange(0, KEYS)
     column = tl.arange(0, WIDTH)[None, :]

@@ -26,7 +26,7 @@ _launches: dict[Hashable, _Launch] = {}
 
 
 class _Launch(NamedTuple):
-    """What a call of some layout passes to the kernels besides tensors."""
+    """Arguments of the kernels besides tensors, for calls of one layout."""
 
     attend: Callable[..., Any]  # takes the tensors, numbers and constants
     attend_numbers: tuple[int, ...]
@@ -199,7 +199,8 @@ def _launch(results: tuple[Tensor, Tensor], tensors: tuple[Any, ...], has_cap: b
     if not split:
         return _Launch(attend, numbers, constants, None, (), (), 0)
     join_numbers = (queries, elements, choice.shares, key_heads, row_blocks, *count_strides)
-    join_constants = (group, *lists, choice.rows, v_size, _width(v_size), 16)
+    together = min(triton.next_power_of_2(2 * choice.shares // elements), 2**13 // _width(v_size))  # shares of a step
+    join_constants = (group, *lists, choice.rows, v_size, _width(v_size), together)
     arguments = (out, lse, lse, lse, partial_counts, full_counts, *join_numbers, *join_constants)
     join = _compiled(join_kernel, batch * heads * queries, 4, arguments)
     return _Launch(attend, numbers, constants, join, join_numbers, join_constants, programs * choice.rows)
@@ -232,12 +233,18 @@ def _last_stride(tensor: Tensor | None) -> int:
 
 
 def _key_strides(keys: Tensor, page_size: int) -> list[int]:
-    """Return the strides of keys or values by batch element, head, page and key; a page size of 0 means no pages."""
+    """Return the strides of keys or values by batch element, head, page and key.
+
+    A page size of 0 means no pages.
+    """
     one, two, three = _strides(keys, 3)
     return [0, three, one, two] if page_size else [one, two, 0, three]
 
 
 def _with_grain(strides: list[int]) -> tuple[int, list[int]]:
-    """Return the greatest power of two, up to 16, that divides some strides, and the strides divided by it."""
+    """Return the grain of some strides, and the strides divided by it.
+
+    The grain is the greatest power of two, up to 16, that divides them.
+    """
     grain = math.gcd(16, *strides)
     return grain, [stride // grain for stride in strides]

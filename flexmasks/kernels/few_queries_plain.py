@@ -59,8 +59,9 @@ def plain_attend_few(
     partial_counts: Tensor, partial: Tensor, full_counts: Tensor, full: Tensor, visible: Tensor,
     factor: Tensor | None, bias: Tensor | None, scale: float, cap: float | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return what the operator returns, by torch's own operations, in float32 or in float64 if q is.
+    """Return the results of the operator, by torch's own operations.
 
+    They are computed in float32, or in float64 if q is float64.
     It takes memory for H x Q x KV scores of each batch element.
     """
     check(q, k, v, page_table, partial_counts, partial, full_counts, full, visible, factor, bias)
@@ -92,7 +93,7 @@ def plain_attend_few(
 
 
 def _of_keys(counts: Tensor, tiles: Tensor, kv_len: int) -> Tensor:
-    """Return which keys are in listed tiles, bool [1 or B, 1 or H, 1, KV]."""
+    """Return the places of keys in listed tiles, bool [1 or B, 1 or H, 1, KV]."""
     n_tiles = -(-kv_len // TILE)
     places = torch.arange(tiles.shape[-1], device=tiles.device)
     listed = torch.where(places < counts[..., None], tiles, n_tiles).clamp(0, n_tiles).long()
@@ -102,7 +103,10 @@ def _of_keys(counts: Tensor, tiles: Tensor, kv_len: int) -> Tensor:
 
 
 def _gathered(pool: Tensor, page_table: Tensor, seen: Tensor) -> Tensor:
-    """Return the keys or values [B, heads, KV, size] behind a page table, of page 0 where no key of a page is seen."""
+    """Return the keys or values [B, heads, KV, size] behind a page table.
+
+    They are those of page 0 where no key of a page is seen.
+    """
     batch, n_pages = page_table.shape
     is_needed = seen.view(batch, n_pages, pool.shape[1]).any(-1)
     pages = torch.where(is_needed, page_table, 0)
