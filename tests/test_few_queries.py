@@ -406,7 +406,7 @@ def calls() -> st.SearchStrategy[Call]:
 
 @on_devices
 def test_random_calls(device: str) -> None:
-    try_examples(6 if INTERPRETED else 40, lambda call: check(call, device), calls())
+    try_examples({"cpu": 6 if INTERPRETED else 40, "cuda": 15}[device], lambda call: check(call, device), calls())
 
 
 @on_devices
@@ -432,6 +432,7 @@ def test_shares_cover_all_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("test_shares has as many")
     monkeypatch.setattr(launch, "_processors", lambda device: 1000)
     monkeypatch.setattr(launch, "_launches", {})
+    monkeypatch.setattr(launch, "_FEW_COUNTS", 2)
     monkeypatch.setattr(launch, "_MAX_COUNTS", 4)
     check(Call(batch=11, heads=1, key_heads=1, kv_len=400, lists=(11, 1), visible=(1, 1), seed=3))
 
@@ -522,6 +523,32 @@ def test_calls_are_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # --- what is compiled ---
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+def test_growing_caches_compile_few_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lengths and numbers of sequences are no constants of the kernels."""
+    kernels = set()
+
+    def compiled(kernel: Any, _programs: int, warps: int, arguments: tuple[Any, ...]) -> Callable[..., None]:
+        constants = [a for p, a in zip(kernel.params, arguments, strict=True) if p.is_constexpr]
+        specialized = [
+            p.name
+            for p, a in zip(kernel.params, arguments, strict=True)
+            if isinstance(a, int) and not p.is_constexpr and not p.do_not_specialize
+        ]
+        assert not specialized
+        kernels.add((kernel.__name__, warps, *constants))
+        return lambda *_: None
+
+    monkeypatch.setattr(launch, "_launches", {})
+    monkeypatch.setattr(launch, "_compiled", compiled)
+    for kv_len in [*range(200, 300, 3), 256, 384, 1000, 1024]:
+        launch.attend(*made(Call(kv_len=kv_len)).arguments)
+    assert len(kernels) <= 4  # lengths that are multiples of 128, of 8, and others; and the kernel that joins shares
+    for batch in range(2, 9):
+        launch.attend(*made(Call(batch=batch, kv_len=1024, lists=(batch, 1), visible=(batch, 1))).arguments)
+    assert len(kernels) <= 4
 
 
 def compiled_for_hopper(kernel: Any, _programs: int, warps: int, arguments: tuple[Any, ...]) -> Any:

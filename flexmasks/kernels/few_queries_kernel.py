@@ -12,7 +12,7 @@ and tiles from the counts of all elements.
 
 A step of the loop takes KEYS keys of a tile. Numbers of tiles and pages are loaded one or two steps ahead, so that the
 loop can be pipelined: their loads then do not stand between the loads of keys and values. Strides come divided by a
-GRAIN, a power of two; multiplying them by it proves their alignment to the compiler.
+GRAIN; multiplying them by it proves their alignment to the compiler.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from flexmasks.kernels.few_queries_kernel import attend_kernel, join_kernel
 from flexmasks.kernels.few_queries_plain import TILE, check
 
 _MAX_LAUNCHES = 4096  # launches kept; when there are more, all are dropped
-_MAX_COUNTS = 1024  # counts of tiles that a program loads at a time
+_FEW_COUNTS, _MAX_COUNTS = 64, 1024  # counts of tiles that a program loads at a time
 _SHARED_MEMORY = 227 * 2**10  # of a processor of a Hopper GPU, in bytes
 _launches: dict[Hashable, _Launch] = {}
 
@@ -55,7 +55,7 @@ def attend(
         if len(_launches) >= _MAX_LAUNCHES:
             _launches.clear()
         _launches[key] = launch
-    shared_out = shared_lse = out
+    shared_out = shared_lse = lse  # not used by programs that write the result themselves
     if launch.join is not None:
         shared = torch.empty(launch.lines * (v.shape[-1] + 1), dtype=torch.float32, device=q.device)
         n_out = launch.lines * v.shape[-1]
@@ -174,7 +174,7 @@ def _launch(results: tuple[Tensor, Tensor], tensors: tuple[Any, ...], has_cap: b
     v_grain, v_strides = _with_grain(_key_strides(v, page_size))
     count_strides = (*_strides(partial_counts, 2), *_strides(full_counts, 2))
     pair_grain, pair_strides = _with_grain([*_strides(visible, 3), *_strides(factor, 3), *_strides(bias, 3)])
-    lists = (list_heads, min(_MAX_COUNTS, triton.next_power_of_2(elements)))
+    lists = (list_heads, _FEW_COUNTS if elements <= _FEW_COUNTS else _MAX_COUNTS)
     numbers = (
         *(kv_len, queries, elements, choice.shares, key_heads, row_blocks, rows),
         *(*q_strides, *k_strides, *v_strides, *_strides(page_table, 1)),
@@ -199,7 +199,7 @@ def _launch(results: tuple[Tensor, Tensor], tensors: tuple[Any, ...], has_cap: b
     if not split:
         return _Launch(attend, numbers, constants, None, (), (), 0)
     join_numbers = (queries, elements, choice.shares, key_heads, row_blocks, *count_strides)
-    together = min(triton.next_power_of_2(2 * choice.shares // elements), 2**13 // _width(v_size))  # shares of a step
+    together = 8 if choice.shares <= 8 * elements else 2**13 // _width(v_size)  # shares of a step
     join_constants = (group, *lists, choice.rows, v_size, _width(v_size), together)
     arguments = (out, lse, lse, lse, partial_counts, full_counts, *join_numbers, *join_constants)
     join = _compiled(join_kernel, batch * heads * queries, 4, arguments)
@@ -244,7 +244,8 @@ def _key_strides(keys: Tensor, page_size: int) -> list[int]:
 def _with_grain(strides: list[int]) -> tuple[int, list[int]]:
     """Return the grain of some strides, and the strides divided by it.
 
-    The grain is the greatest power of two, up to 16, that divides them.
+    The grain is 8 if it divides them all, which is enough for loads of 16 bytes, else 1: other grains would compile
+    more kernels while a cache grows.
     """
-    grain = math.gcd(16, *strides)
+    grain = 8 if math.gcd(8, *strides) == 8 else 1
     return grain, [stride // grain for stride in strides]

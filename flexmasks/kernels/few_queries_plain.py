@@ -93,7 +93,10 @@ def plain_attend_few(
 
 
 def _of_keys(counts: Tensor, tiles: Tensor, kv_len: int) -> Tensor:
-    """Return the places of keys in listed tiles, bool [1 or B, 1 or H, 1, KV]."""
+    """Return a mask of the keys in listed tiles.
+
+    It is bool [1 or B, 1 or H, 1, KV].
+    """
     n_tiles = -(-kv_len // TILE)
     places = torch.arange(tiles.shape[-1], device=tiles.device)
     listed = torch.where(places < counts[..., None], tiles, n_tiles).clamp(0, n_tiles).long()
