@@ -34,7 +34,9 @@ _BENCHMARKS = {
     "attention": "masks and scores, against flex_attention, SDPA and other libraries",
     "steps": "loops whose masks have new tensors at every step, against torch",
     "data": "masks as functions and as data, in the same kernels",
+    "serve": "decoding and chunks of prompts with new lengths at every step, against torch",
 }
+_BY_STEPS = ("steps", "data", "serve")  # benchmarks that take --only and --quick
 _HINT = "`python -m flexmasks show NAME` draws one; `list --long` says more of each."
 _LONG_LIST = 160  # characters of `list --long` where there is no terminal
 
@@ -171,9 +173,9 @@ def _add_bench_arguments(bench_parser: argparse.ArgumentParser) -> None:
         "--only",
         **several,
         metavar="TEXT",
-        help="with steps and data: only what has one of these texts in its description",
+        help="with steps, data and serve: only what has one of these texts in its description",
     )
-    bench_parser.add_argument("--quick", action="store_true", help="with steps and data: few and small steps")
+    bench_parser.add_argument("--quick", action="store_true", help="with steps, data and serve: few and small steps")
     bench_parser.add_argument("--device", help="cuda or cpu (default: a GPU if the machine has one)")
     bench_parser.add_argument("--json", metavar="FILE", help="write the figures to a file, after each step")
     bench_parser.add_argument(
@@ -213,17 +215,19 @@ def _bench(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> di
         parser.error("--all takes no --masks and no --scores")
     if arguments.resume and arguments.json is None:
         parser.error("--resume continues a FILE: pass --json FILE")
-    if (arguments.only or arguments.quick) and arguments.what not in ("steps", "data"):
+    if (arguments.only or arguments.quick) and arguments.what not in _BY_STEPS:
         parser.error(f"bench {arguments.what} takes no --only and no --quick")
     where: dict[str, Any] = {"device": arguments.device, "file": arguments.json}
-    if arguments.what in ("steps", "data"):
+    if arguments.what in _BY_STEPS:
         from flexmasks.bench.data import data
+        from flexmasks.bench.serve import serve
         from flexmasks.bench.steps import steps
 
         if arguments.masks or arguments.scores or arguments.all or arguments.lengths:
             parser.error(f"bench {arguments.what} takes no --masks, --scores, --all and --lengths")
-        measure = steps if arguments.what == "steps" else data
-        return measure(arguments.only, quick=arguments.quick, resume=arguments.resume, **where)
+        return {"steps": steps, "data": data, "serve": serve}[arguments.what](
+            arguments.only, quick=arguments.quick, resume=arguments.resume, **where
+        )
     if arguments.what == "softmax":
         from flexmasks.bench.softmax import softmax
 

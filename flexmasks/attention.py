@@ -111,8 +111,8 @@ def attention(
             `varlen_attention` takes it.
         return_lse: also return the natural logarithm of each row's sum of exponentials, [B, H, Q], float32 (float64
             for float64), -inf for a row that sees nothing; differentiable.
-        backend: "auto" to choose a backend, or the name of one: "fa4", "sdpa", "flash", "triton", "cpu", "reference".
-            A named backend that cannot run the call raises an error.
+        backend: "auto" to choose a backend, or the name of one: "fa4", "decode", "sdpa", "flash", "triton",
+            "cpu", "reference". A named backend that cannot run the call raises an error.
         kernel_options: passed on to torch's flex_attention.
         **params: the parameters of the mask and the score that are given by name. Tensors and lists are inputs of the
             compiled kernel and change freely. Numbers are constants of the kernel, so each value compiles a kernel of
@@ -289,15 +289,16 @@ def paged_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute attention to keys and values in a paged KV cache.
 
-    The cache is not copied, and it is laid out as vLLM and FlashAttention hold it. To mask and score, key j is the j-th
-    key of its own sequence, wherever its page lies, as if the cache were contiguous. Decoding, prefill in chunks and
-    prefill are the same call with one, some and all queries.
+    The cache is never copied as a whole, and it is laid out as vLLM and FlashAttention hold it. To mask and score, key
+    j is the j-th key of its own sequence, wherever its page lies, as if the cache were contiguous. Decoding, prefill in
+    chunks and prefill are the same call with one, some and all queries.
 
     A step that changes `page_table` or `kv_lens` plans its blocks again; the other layers of the step find the plan.
-    Blocks have 128 keys (on a CPU 32 or 64 if the cache is small), and a block that holds a page of a sequence is
-    computed for that sequence. Pages of a multiple of 128 keys therefore waste nothing; pages of 16 keys that lie
-    apart from each other cost up to eight times as much. The gradient of a cache takes B times the memory of
-    the cache.
+    On a CPU, up to 64 queries compile nothing: the pages of one sequence after the other are copied to a place of
+    their own, and no other key is read. Otherwise blocks have 128 keys (on a CPU 32 or 64 if the cache is small), and a
+    block that holds a page of a sequence is computed for that sequence. Pages of a multiple of 128 keys therefore waste
+    nothing; pages of 16 keys that lie apart from each other cost up to eight times as much. The gradient of a cache
+    takes B times the memory of the cache.
 
     Args:
         q: queries, [B, H, Q, D], the last Q of each sequence unless `q_offset` says otherwise.

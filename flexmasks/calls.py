@@ -19,7 +19,9 @@ import torch
 from torch import Tensor
 
 from flexmasks import compat
+from flexmasks.backends import decode
 from flexmasks.backends.call import Call, Replay, Result, Unavailable, transformed
+from flexmasks.backends.decode_gpu import DecodeRenewal, GpuDecode
 from flexmasks.backends.empty import attend as attend_nothing
 from flexmasks.backends.empty import computes_nothing
 from flexmasks.backends.renewal import Renewal
@@ -50,13 +52,14 @@ from flexmasks.spec.arguments import from_arguments, functions_of, get_mask
 from flexmasks.spec.bands import cap_of
 from flexmasks.spec.captures import Aliases, Opaque, Reader, capture_plainly
 from flexmasks.spec.definitions import is_own
-from flexmasks.spec.parameters import can_be_read
+from flexmasks.spec.parameters import Size, can_be_read
 from flexmasks.spec.values import Mask
 
 _REPLAYS: Cache[Replay] = Cache("calls", max_bytes=5 << 28)  # replays share most index tensors with the cache "blocks"
-_RENEWALS: Cache[Renewal] = Cache("renewals", max_bytes=1 << 24)
+_RENEWALS: Cache[Renewal | DecodeRenewal] = Cache("renewals", max_bytes=1 << 24)
 # On a CPU new tensors are planned from the start, which checks their values: reading them costs nothing there.
 _RENEWED_ON = ("cuda",)
+_DECODES_PAGES_ON = ("cpu",)  # without being asked for by name
 _OFFSETS: Cache[Tensor] = Cache("offsets", max_bytes=1 << 22)
 
 
@@ -115,11 +118,69 @@ def run_paged(
     check_cache(q, k_cache, v_cache, page_table, kv_lens)
     page_size = k_cache.shape[1]
     mask, score = from_arguments(request.mask, request.score, request.params)
-    mask = paged(get_mask("full") if mask is None else mask, page_table, kv_lens, page_size)
-    score = None if score is None else paged(score, page_table, kv_lens, page_size)
+    mask = get_mask("full") if mask is None else mask
     q_offset = _offset_of_last(kv_lens, q.shape[2]) if request.q_offset is None else request.q_offset
+    request = request._replace(mask=mask, score=score, params={}, q_offset=q_offset)
+    result = _decode_pages(q, k_cache, v_cache, page_table, kv_lens, request)
+    if result is not None:
+        return result
+    mask = paged(mask, page_table, kv_lens, page_size)
+    score = None if score is None else paged(score, page_table, kv_lens, page_size)
     k, v = (_slots(x, q.shape[0]) for x in (k_cache, v_cache))
-    return run(q, k, v, request._replace(mask=mask, score=score, params={}, q_offset=q_offset))
+    return run(q, k, v, request._replace(mask=mask, score=score))
+
+
+def _decode_pages(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, kv_lens: Tensor, request: Request
+) -> tuple[Tensor, Tensor | None] | None:
+    """Return output and lse (or None) of a call on backend "decode".
+
+    It reads each sequence's own keys only.
+
+    The result is None if that backend cannot run it.
+    """
+    page_size, length = k_cache.shape[1], page_table.shape[1] * k_cache.shape[1]
+    if not _may_decode_pages(q, k_cache, v_cache, length, request):
+        return None
+    if request.sink_logits is not None:
+        check_sinks(q, request.sink_logits)
+        result = _decode_pages(
+            q, k_cache, v_cache, page_table, kv_lens, request._replace(sink_logits=None, return_lse=True)
+        )
+        return (
+            None
+            if result is None
+            else with_sinks(result[0], cast(Tensor, result[1]), request.sink_logits, request.return_lse)
+        )
+    # Planning reads sizes of k and v only: these have the sizes of the keys of each sequence by themselves.
+    k, v = (x.as_strided((len(q), x.shape[2], length, x.shape[3]), (0, 0, 0, 1)) for x in (k_cache, v_cache))
+    request = request._replace(mask=request.mask & get_mask("padding", seq_lens=kv_lens))
+    known = _key_and_tensors(q, k, v, request)
+    key, tensors = (None, []) if known is None else (("pages", page_size, known[0]), [*known[1], page_table])
+    is_kept = known is not None and not is_captured(q.device)
+    replay: Replay | None = _known_replay(key, tensors, q.device) if is_kept else None
+    if replay is None:
+        if not is_captured(q.device):  # the values of the table are checked
+            pages = paged(get_mask("full"), page_table, kv_lens, page_size)
+            pages.resolve(Size(len(q), q.shape[1], q.shape[2], len(k_cache) * page_size, q.device))
+        planned = _planned(q, k, v, request)
+        if decode.refuses(planned.call) is not None:
+            return None
+        replay = decode.replay_of(planned.call, page_table, page_size)
+        if is_kept:
+            _keep(key, tensors, replay, planned)
+    return replay(q, k_cache, v_cache)
+
+
+def _may_decode_pages(q: Tensor, k_cache: Tensor, v_cache: Tensor, length: int, request: Request) -> bool:
+    """Return whether backend "decode" may run a call, before it is planned."""
+    if q.device.type not in ("cpu", "cuda") or compat.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined]
+        return False
+    if not all(type(x) is Tensor for x in (q, k_cache, v_cache)) or not (q.numel() and k_cache.numel() and length):
+        return False
+    learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k_cache, v_cache))
+    is_asked_for = request.backend == "decode" or (request.backend == "auto" and q.device.type in _DECODES_PAGES_ON)
+    return is_asked_for and not learns and not autocasts(q.device.type) and decode.are_few(q.shape[2], length)
 
 
 def explain(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Explanation:
@@ -165,12 +226,23 @@ def run_eagerly(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tens
         except Unavailable:
             pass
     result, planned = _run_first_time(q, k, v, request)
-    if result.replay is not None and planned is not None and planned.call.holds_aliases and not is_captured(q.device):
-        _REPLAYS.put(key, tensors, result.replay, ENTRY + result.replay.nbytes)
-        renewal = Renewal.of(result.replay, planned.mask, planned.score, planned.aliases, tensors) if tensors else None
-        if renewal is not None:
-            _RENEWALS.put((key, *_layouts(tensors)), (), renewal, ENTRY)
+    if result.replay is not None and planned is not None and not is_captured(q.device):
+        _keep(key, tensors, result.replay, planned)
     return result.out, result.lse
+
+
+def _keep(key: Hashable, tensors: list[Tensor], replay: Replay, planned: _Planned) -> None:
+    """Keep a call's replay for calls with the same tensors, and its renewal for calls with other tensors."""
+    if not planned.call.holds_aliases:
+        return
+    _REPLAYS.put(key, tensors, replay, ENTRY + replay.nbytes)
+    renewal: Renewal | DecodeRenewal | None
+    if isinstance(replay, GpuDecode):
+        renewal = DecodeRenewal.of(replay, planned.mask, planned.score, tensors)
+    else:
+        renewal = Renewal.of(replay, planned.mask, planned.score, planned.aliases, tensors)
+    if tensors and renewal is not None:
+        _RENEWALS.put((key, *_layouts(tensors)), (), renewal, ENTRY)
 
 
 def plan_again(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Replay | None:
@@ -349,6 +421,9 @@ def _planned(q: Tensor, k: Tensor, v: Tensor, request: Request) -> _Planned:
         what=mask_plan.what if score is None else f"{mask_plan.what} with score {score!r}",
         window=lambda: mask_plan.window,
         cap=None if score is None else cap_of(score, size),
+        visible=mask_plan.visible,
+        whole=None if isinstance(mask_plan, GivenPlan) else lambda: mask_plan.whole[0],
+        added=None if score_plan is None else lambda: score_plan.added[0],
         blocks=mask_plan.blocks,
         data=mask_plan.data,
         computed_fraction=mask_plan.computed_fraction,

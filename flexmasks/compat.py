@@ -357,6 +357,19 @@ def donated_buffers_off() -> Iterator[None]:
         config.donated_buffer = kept
 
 
+def flash_attention_on_cpu(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, added: torch.Tensor, scale: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return output and lse [B, H, Q] of torch's kernel for the CPU.
+
+    The public function gives no lse.
+    """
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, False, attn_mask=added, scale=scale
+    )
+    return out, lse
+
+
 def value_of_constant(x: torch.Tensor) -> float | None:
     """Return the value of a fake tensor made of a number, or None.
 

@@ -24,6 +24,7 @@ from flexmasks.bench import attention as bench_attention
 from flexmasks.bench import blocks as bench_blocks
 from flexmasks.bench import data as bench_data
 from flexmasks.bench import loops, steps_tables
+from flexmasks.bench import serve as bench_serve
 from flexmasks.bench import steps as bench_steps
 from flexmasks.bench.clock import interleaved, wall_milliseconds
 from flexmasks.bench.memory import peak_bytes
@@ -119,7 +120,7 @@ def test_registered_masks_and_scores_are_measured_and_the_failed_named(
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The steps of the benchmarks, which do not run."""
     descriptions: list[str] = []
-    for module in (bench_blocks, bench_attention, bench_steps, bench_data):
+    for module in (bench_blocks, bench_attention, bench_steps, bench_data, bench_serve):
         monkeypatch.setattr(module, "run_steps", lambda results, todo, file, resume: descriptions.extend(todo))
     return descriptions
 
@@ -163,6 +164,36 @@ def test_the_masks_in_both_forms(steps: list[str], capsys: pytest.CaptureFixture
         with pytest.raises(SystemExit) as stopped:
             main(["bench", "data", *wrong])
         assert stopped.value.code == 2
+
+
+def test_the_cases_of_a_serving_loop(steps: list[str]) -> None:
+    assert main(["bench", "serve", "--device", "cpu"]) == 0
+    assert steps[:2] == ["decoding, 8 x 32 x 8 x 64 x 4096", "decoding, 1 x 32 x 8 x 64 x 32768"]
+    for name in ("window of 1024", "ALiBi", "soft-cap", "sinks", "4 drafted tokens", "chunks of 512"):
+        assert sum(name in step for step in steps) == 1
+    steps.clear()
+    assert main(["bench", "serve", "--device", "cpu", "--quick", "--only", "window"]) == 0
+    assert steps == ["decoding, window of 16, 1 x 4 x 2 x 16 x 512"]
+
+
+def test_figures_of_a_serving_loop(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Outputs agree with SDPA's, and the roof is that of the keys that a step sees."""
+    file = tmp_path / "serve.json"
+    command = ["bench", "serve", "--device", "cpu", "--quick", "--json", str(file), "--only", "window", "drafted"]
+    assert main(command) == 0, capsys.readouterr().err
+    printed = capsys.readouterr().out
+    results = json.loads(file.read_text())
+    who = ["flexmasks", "flexmasks, pages of 16", "flexmasks, pages of 128", "SDPA + mask"]
+    assert [r["who"] for r in results["rows"]] == who * 2
+    assert all(r["difference"] < 1e-5 and r["ms"] > 0 and r["compilations"] == 0 for r in results["rows"])
+    assert results["rows"][0]["backend"] == "decode"
+    assert "decoding, window of 16" in printed
+    page = bench_serve.markdown(results)
+    assert page.count("| flexmasks, pages of 128 |") == 2
+    case = bench_serve.Case("", bench_serve.Room(3, 4, 2, 16, 64), q_len=2, window=5)
+    serving = bench_serve.Serving(case, CPU, torch.float32)
+    seen = [sum(min(n, 7) for n in lens) for lens in serving.lens.tolist()]
+    assert serving.bytes_to_read == pytest.approx(sum(seen) / len(seen) * 2 * 2 * 16 * 4)
 
 
 def test_all_is_every_registered_mask_and_score(steps: list[str]) -> None:

@@ -24,6 +24,7 @@ from flexmasks.__main__ import main
 from flexmasks.bench import attention as bench_attention
 from flexmasks.bench import blocks as bench_blocks
 from flexmasks.bench import data as bench_data
+from flexmasks.bench import serve as bench_serve
 from flexmasks.bench import softmax as bench_softmax
 from flexmasks.bench import steps_tables
 from flexmasks.pictures.pages import page
@@ -121,6 +122,11 @@ def data(name: str) -> str:
     return bench_data.markdown(results(name)) if (RESULTS / f"{name}.json").exists() else "Not measured yet."
 
 
+def serve(name: str) -> str:
+    """Return the tables of a serving loop from a results file."""
+    return bench_serve.markdown(results(name)) if (RESULTS / f"{name}.json").exists() else "Not measured yet."
+
+
 GENERATED: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"speed": speed},
     "flexmasks/masks/README.md": {"masks": lambda: own("mask")},
@@ -135,6 +141,7 @@ GENERATED: dict[str, dict[str, Callable[[], str]]] = {
     "recipes/results/steps.md": {
         name: functools.partial(steps, name) for name in ("steps_gpu", "steps_triton", "steps_cpu")
     },
+    "recipes/results/serve.md": {name: functools.partial(serve, name) for name in ("serve_gpu", "serve_cpu")},
     "recipes/results/data.md": {name: functools.partial(data, name) for name in ("data_gpu", "data_cpu")},
 }
 

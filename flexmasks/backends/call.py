@@ -14,6 +14,7 @@ from flexmasks import compat
 from flexmasks.blocks.counts import Blocks
 from flexmasks.cache import Cache
 from flexmasks.plans.data import FirstAsData, MaskData
+from flexmasks.plans.whole import Whole
 from flexmasks.plans.windows import Window
 from flexmasks.spec.bands import Sequences
 from flexmasks.spec.numbers import Number
@@ -69,6 +70,9 @@ class Call:
     what: str  # the mask, and the score if there is one, as their authors call them
     window: Callable[[], Window | None]  # the mask as a window, if it is one
     cap: float | None  # the cap, if the score change is a soft-cap
+    visible: Callable[[], Tensor] | None  # the whole mask, bool [B or 1, H or 1, Q, KV]; None for given blocks
+    whole: Callable[[], Whole] | None  # the same with its tiles of keys, without a value read on the host
+    added: Callable[[], Tensor] | None  # what the score change adds, float32 [B, H, Q, KV]; only if it only adds
     blocks: Callable[[], Blocks]
     data: Callable[[], MaskData]  # the mask as data
     computed_fraction: Callable[[], float]  # the approximate fraction of all pairs that is computed

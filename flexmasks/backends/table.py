@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from flexmasks import compat
-from flexmasks.backends import cpu, fa4, flash, flex, forms, reference, sdpa, triton
+from flexmasks.backends import cpu, decode, fa4, flash, flex, forms, reference, sdpa, triton
 from flexmasks.backends.call import OUTCOMES, Call, Result, Unavailable
 
 _log = logging.getLogger("flexmasks")
@@ -42,6 +42,7 @@ BACKENDS = {
     b.name: b
     for b in (
         Backend("fa4", fa4.refuses, fa4.run, fa4.compiles, _FA4_RECOMPILES_ON),
+        Backend("decode", decode.refuses, decode.run),
         Backend("sdpa", sdpa.refuses, sdpa.run),
         Backend("flash", flash.refuses, flash.run, flash.compiles, _FLEX_RECOMPILES_ON, flash.why_data),
         Backend("triton", triton.refuses, triton.run, triton.compiles, _FLEX_RECOMPILES_ON, flex.why_data),
@@ -72,7 +73,7 @@ def choose(call: Call) -> tuple[list[Backend], dict[str, str]]:
 
 def _fastest_first(call: Call) -> list[Backend]:
     """Return all backends in the order of their speed for a call, the reference last."""
-    slow: list[str] = []
+    slow: list[str] = ["decode"] if call.is_cuda else []
     if call.is_cuda and fa4.refuses_package(call) is None:
         window = call.window()
         batch, heads, q_len, size = call.q.shape

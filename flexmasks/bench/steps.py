@@ -56,7 +56,7 @@ class Pace(NamedTuple):
     seconds: float
 
 
-_USUAL, _QUICK = Pace(8, 25, 2, 6.0), Pace(2, 2, 1, 1.0)
+USUAL, QUICK = Pace(8, 25, 2, 6.0), Pace(2, 2, 1, 1.0)
 
 
 class _Planning:
@@ -91,7 +91,7 @@ def _plan_rows(shape: Shape, device: torch.device, dtype: torch.dtype, pace: Pac
         OURS: _Planning(q, draws),
         PLAIN: lambda: create(documents_mod(their_draws.new()), batch, length, device).kv_num_blocks,
     }
-    rows = _measured_rows("plan", "documents", shape, dtype, _measure(implementations, device, pace, cold=False))
+    rows = measured_rows("plan", "documents", shape, dtype, measure(implementations, device, pace, cold=False))
     rows[0]["backend"] = explain(q, q, q, mask=documents(draws.new())).backend
     return rows
 
@@ -108,8 +108,8 @@ def _loop_rows(loop: Loop, shape: Shape, device: torch.device, dtype: torch.dtyp
         OLD: lambda: chain.run(by_flexmasks(loop), old.old()),
         PLAIN: lambda: chain.run(theirs, plain.new()),
     }
-    measured = _measure(implementations, device, pace, cold)
-    rows = _measured_rows("loop", loop.name, shape, dtype, measured)
+    measured = measure(implementations, device, pace, cold)
+    rows = measured_rows("loop", loop.name, shape, dtype, measured)
     backend = chain.backend(new.new())
     rows = [row if row["who"] == PLAIN else {**row, "backend": backend} for row in rows]
     if PLAIN in measured.figures:
@@ -126,8 +126,8 @@ def _graph_rows(loop: Loop, shape: Shape, device: torch.device, dtype: torch.dty
         eager, replayed = Draws(chain.drawn), Draws(chain.drawn)
         implementations[who] = functools.partial(in_place, chain, prepare, eager)
         implementations[f"{who}, replayed"] = Replayed(chain, prepare, replayed)
-    measured = _measure(implementations, device, pace, cold=False)
-    rows = _measured_rows("graph", loop.name, shape, dtype, measured)
+    measured = measure(implementations, device, pace, cold=False)
+    rows = measured_rows("graph", loop.name, shape, dtype, measured)
     for row in rows:
         row["difference"] = measured.difference(row["who"], OURS)
     rows[0]["backend"] = chain.backend(eager.new())
@@ -144,10 +144,10 @@ def _training_rows(
         for who, kind in kinds.items()
         if who != _DENSE
     }
-    measured = _measure(implementations, device, pace, cold, required=())
+    measured = measure(implementations, device, pace, cold, required=())
     shape = (sizes.batch, sizes.heads, sizes.length, sizes.width // sizes.heads)
     about = {"model": way, "layers": sizes.layers, "width": sizes.width}
-    return [{**row, **about} for row in _measured_rows("training", packing, shape, dtype, measured)]
+    return [{**row, **about} for row in measured_rows("training", packing, shape, dtype, measured)]
 
 
 def _losses_rows(packing: str, way: str, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> list[Row]:
@@ -182,7 +182,7 @@ def _losses_rows(packing: str, way: str, sizes: Sizes, device: torch.device, dty
     return rows
 
 
-class _Measurement(NamedTuple):
+class Measurement(NamedTuple):
     """Figures of all implementations of a case."""
 
     figures: dict[str, MeasuredSteps]
@@ -194,22 +194,23 @@ class _Measurement(NamedTuple):
         return float((self.figures[who].output.float() - self.figures[other].output.float()).abs().max())
 
 
-def _measure(
+def measure(
     implementations: Mapping[str, Callable[[], Tensor]],
     device: torch.device,
     pace: Pace,
     cold: bool,
     required: Sequence[str] = (OURS,),
-) -> _Measurement:
+) -> Measurement:
     """Measure steps; cold ones find no compiled code, in memory or on the disk."""
     torch.compiler.reset()
     clear_caches()
     with compat.empty_compile_cache() if cold else contextlib.nullcontext():
         figures, left_out = measure_steps(implementations, device, required=required, **pace._asdict())
-    return _Measurement(figures, left_out, cold)
+    return Measurement(figures, left_out, cold)
 
 
-def _measured_rows(kind: str, case: str, shape: Shape, dtype: torch.dtype, measured: _Measurement) -> list[Row]:
+def measured_rows(kind: str, case: str, shape: tuple[int, ...], dtype: torch.dtype, measured: Measurement) -> list[Row]:
+    """Return a row of figures for each implementation of a case."""
     rows: list[Row] = []
     for who, figures in measured.figures.items():
         row: Row = {"kind": kind, "case": case, "shape": "x".join(map(str, shape)), "dtype": _name(dtype), "who": who}
@@ -322,7 +323,7 @@ def _todo(device: torch.device, quick: bool) -> dict[str, Callable[[], list[Row]
     """Return what to measure, by descriptions."""
     is_cuda = device.type == "cuda"
     dtype = torch.bfloat16 if is_cuda else torch.float32
-    pace = _QUICK if quick else _USUAL
+    pace = QUICK if quick else USUAL
     plans: list[Shape] = [(8, 16, 4096, 64), (1, 16, 32768, 64), (1, 1, 262144, 64)]
     shapes: list[Shape] = [(8, 16, 4096, 64), (2, 16, 16384, 64), (1, 16, 32768, 128)]
     model, small = Sizes(), Sizes(width=256, heads=4, layers=2, batch=2, length=1024)

@@ -41,10 +41,11 @@ class _IndexingByNumbers(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def over_indices(function: _Function, prefix: tuple[int, ...] = ()) -> Callable[..., Tensor]:
+def over_indices(function: _Function, prefix: tuple[int | None, ...] = ()) -> Callable[..., Tensor]:
     """Return a mask_mod as a function of four index vectors.
 
-    prefix: vmap's dimensions for arguments before the indices: (0,) for a score_mod, which takes a score [b, h, q, kv].
+    prefix: vmap's dimensions for arguments before the indices: (0,) for a score_mod, which takes a score [b, h, q, kv],
+        and (None,) for a score_mod of one number.
 
     The result is [b, h, q, kv]. The function sees tensors without dimensions, as in torch's create_mask.
     """

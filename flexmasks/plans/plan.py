@@ -23,8 +23,9 @@ from flexmasks.blocks.elements import over_indices
 from flexmasks.cache import ENTRY, Cache
 from flexmasks.plans.bounds import MaskKind, RecordedPlan, plan_bounds, tensors_in, unread
 from flexmasks.plans.data import FirstAsData, MaskData, can_be_data, data_of
-from flexmasks.plans.recorded import memory_of_capture
+from flexmasks.plans.recorded import Recorded, memory_of_capture
 from flexmasks.plans.shifted import Offset, shifted_mask, shifted_score
+from flexmasks.plans.whole import Whole, added_of, whole_of
 from flexmasks.plans.windows import Window, window_of
 from flexmasks.spec.captures import Aliases, Opaque, capture
 from flexmasks.spec.indexing import bounded
@@ -75,16 +76,21 @@ class _Kind:
     why_exact: str  # why their plans must be exact, or ""
     is_first: bool = True  # no masks of other sizes came before
     plans: int = 1
-    recorded: RecordedPlan | None = None  # made when the second mask is planned, later for other sizes than the first
+    # Made when the second mask is planned, later for other sizes than the first. A kind of `_recorded_tensors` has
+    # operations of its own.
+    recorded: Any = None
 
     def is_to_be_recorded(self) -> bool:
         """Return whether the next plan is recorded; sizes that grow at every step never return."""
         return not self.why_exact and self.recorded is None and (self.is_first or self.plans >= _PLANS_TO_RECORD)
 
 
-_P = TypeVar("_P", bound=_Prepared | MaskData)
+_P = TypeVar("_P", bound=_Prepared | MaskData | Tensor | Whole)
 _BLOCKS: Cache[_PreparedMask] = Cache("blocks", max_bytes=5 << 28)  # the blocks of a million tokens take 1.07 GB
 _KINDS: Cache[_Kind] = Cache("plans", max_bytes=1 << 30)
+_VISIBLE: Cache[Tensor] = Cache("visible", max_bytes=1 << 28)
+_WHOLE: Cache[Whole] = Cache("whole", max_bytes=1 << 28)
+_ADDED: Cache[Tensor] = Cache("added", max_bytes=1 << 28)
 _DATA: Cache[MaskData] = Cache("data", max_bytes=1 << 30)
 # Facts about the first masks and scores of their kinds. An entry counts one byte.
 _MOSTLY_PARTIAL: Cache[bool] = Cache("mostly_partial", max_bytes=1024)
@@ -202,6 +208,51 @@ class Plan:
                 cache.put(key, tensors, prepared, prepared.nbytes)
         return prepared
 
+    @functools.cached_property
+    def _kind_key(self) -> Hashable:
+        """Key of the plans that differ in the values of tensors only; None if there are no others."""
+        if self.opaque or not self.inputs or any(t.requires_grad for t in self.inputs):
+            return None  # a tensor that learns belongs to an autograd graph
+        key = self.value.capture([], contents=False)
+        return key if key == self._key else None  # a sequence of numbers is no input of a recorded plan
+
+    def _kind_of(self, *more_key: Hashable) -> Hashable:
+        """Return the key of the state of all plans of a kind, for tensors of these layouts."""
+        layouts = tuple((t.shape, t.stride(), t.dtype, t.device) for t in self.inputs)
+        offset = self.offset if isinstance(self.offset, int) else "tensor"
+        return self._kind_key, offset, self.size, self.lifted, torch.get_default_dtype(), layouts, *more_key
+
+    def _recorded_tensors(
+        self, what: str, make: Callable[[Any, Offset], list[Tensor]]
+    ) -> tuple[list[Tensor], Recorded | None]:
+        """Return tensors, and the recorded operations that made them, if they are recorded.
+
+        make: makes the tensors from a value like the plan's, and an offset, without reading what tensors hold. Its
+            operations are recorded when it is to make them the second time for a kind.
+        """
+        if self._kind_key is None:
+            return make(self.value, self.offset), None
+        captured, inputs = is_captured(self.size.device), self.inputs
+        kind_key = self._kind_of(what)
+        kind = _KINDS.get(kind_key)
+        if kind is None and not captured:
+            self.value.resolve(sized(self.size, self.offset), self.lifted)  # checks the values once
+            tensors = make(self.value, self.offset)
+            _KINDS.put(kind_key, (), _Kind(""), ENTRY + memory_of_capture(sum(t.nbytes for t in tensors)))
+            return tensors, None
+        if kind is not None and not captured and kind.recorded is None and not kind.why_exact:
+
+            def run(*tensors: Tensor) -> list[Tensor]:
+                return make(*Aliases(zip(inputs, tensors, strict=True)).of((self.value, self.offset)))
+
+            try:
+                kind.recorded = Recorded(run, inputs)
+            except Exception as error:  # torch's tracing raises errors of any type
+                kind.why_exact = _cannot_record(error)
+        if kind is None or kind.recorded is None:
+            return make(self.value, self.offset), None
+        return kind.recorded(inputs), kind.recorded
+
     def _offset_tensor(self) -> Tensor | None:
         if not isinstance(self.offset, int) or self.offset == 0:
             return None
@@ -241,12 +292,7 @@ class MaskPlan(Plan):
     ) -> None:
         super().__init__(mask, size, offset, lift, aliases)
         self.mask, self.block_size, self.open_extents = mask, block_size, open_extents
-        inputs = self.inputs
-        # A tensor that learns belongs to an autograd graph, and a sequence of numbers is no input of a recorded plan.
-        self._kind_key = None if self.opaque else mask.capture([], contents=False)
-        is_readable = not self.opaque and self._kind_key == self._key
-        learns = any(t.requires_grad for t in inputs)
-        self._allows_bounds = allows_bounds and bool(inputs) and is_readable and not learns
+        self._allows_bounds = allows_bounds and self._kind_key is not None
 
     @functools.cached_property
     def window(self) -> Window | None:
@@ -266,10 +312,7 @@ class MaskPlan(Plan):
         if not self._allows_bounds:
             reason = "the function reads variables that may change" if self.opaque else "lists, or tensors that learn"
             return replace(self._build_exactly(), why_exact=reason)
-        layouts = tuple((t.shape, t.stride(), t.dtype, t.device) for t in inputs)
-        offset = self.offset if isinstance(self.offset, int) else "tensor"
-        size, default_dtype = self.size, torch.get_default_dtype()
-        key = self._kind_key, offset, size, self.lifted, self.block_size, default_dtype, layouts
+        size, key = self.size, self._kind_of(self.block_size)
         kind = _KINDS.get(key)
         if captured and (kind is None or kind.recorded is None):
             return self._build_by_bounds()
@@ -386,6 +429,32 @@ class MaskPlan(Plan):
             return FirstAsData.NONE
         return FirstAsData.FIRST if self.inputs or self.size.device.type != "cpu" else FirstAsData.ALL
 
+    def visible(self) -> Tensor:
+        """Return the whole mask: bool [B or 1, H or 1, Q, KV]."""
+        return self._cached(_VISIBLE, self._build_visible)
+
+    @functools.cached_property
+    def whole(self) -> tuple[Whole, Recorded | None]:
+        """The whole mask, without a value read on the host, and the recorded operations that made it."""
+        made: list[Recorded | None] = [None]
+
+        def build() -> Whole:
+            tensors, made[0] = self._recorded_tensors("whole", self._whole_of)
+            return Whole(*tensors)
+
+        whole = self._cached(_WHOLE, build)
+        return whole, made[0]
+
+    def _whole_of(self, mask: Mask, offset: Offset) -> list[Tensor]:
+        with naming(self.mask), torch.no_grad():
+            return list(whole_of(self._mask_kind._replace(mask=mask, offset=offset)))
+
+    def _build_visible(self) -> Tensor:
+        size = sized(self.size, self.offset)
+        mask_mod = shifted_mask(self.mask.bind(self.mask.resolve(size, self.lifted)), self.offset)
+        with naming(self.mask), torch.no_grad():
+            return materialize(mask_mod, size.batch, size.heads, size.q_len, size.kv_len, size.device)
+
     def data(self) -> MaskData:
         """Return the mask as data: its blocks, and the bits of partial ones.
 
@@ -490,6 +559,25 @@ class ScorePlan(Plan):
     def _prepared(self) -> _Prepared:
         return self._cached(_SCORES, self._build)
 
+    @functools.cached_property
+    def added(self) -> tuple[Tensor, Recorded | None]:
+        """What the score change adds, if it only adds, and the recorded operations that made it.
+
+        The tensor is float32 [B, H, Q, KV].
+        """
+        made: list[Recorded | None] = [None]
+
+        def build() -> Tensor:
+            (added,), made[0] = self._recorded_tensors("added", self._added_of)
+            return added
+
+        added = self._cached(_ADDED, build)
+        return added, made[0]
+
+    def _added_of(self, score: Score, offset: Offset) -> list[Tensor]:
+        with naming(self.score), torch.no_grad():
+            return [added_of(score, offset, self.size)]
+
     @property
     def prepares_tensors(self) -> bool:
         """Return whether the function needs tensors that are made from the user's tensors."""
@@ -531,6 +619,7 @@ class GivenPlan:
     tensors: tuple[Tensor, ...] = ()
     first_as_data = FirstAsData.NONE
     window: Window | None = None
+    visible = None
     holds_aliases = False
     is_own = False
     what = "a given block mask"

@@ -1,0 +1,69 @@
+"""Score changes that only add a number to the score, such as biases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from flexmasks.backends.call import OUTCOMES, Call
+from flexmasks.backends.operations import KEEP_VALUES, Trace, follow
+
+_ADDED = "added"
+
+
+def is_added(call: Call) -> bool:
+    """Return whether a score change only adds a number to the score.
+
+    The number does not depend on the score.
+
+    All functions of a kind are looked at once. A function that cannot be traced, or is not known to add, does not.
+    """
+    if call.score_mod is None:
+        return False
+    sizes = [*call.q.shape[:3], call.k.shape[2]]
+    kind = "added", call.kernel_key[1], call.q.device.type
+    known = None if call.shapes is None else OUTCOMES.get(kind)
+    if known is None:
+        trace = _Sum()
+        error, value = follow(trace, trace.noting(call.score_mod()), call.q.device, sizes, is_score=True)
+        known = _ADDED if error is None and trace.is_sum(value) else ""
+        if call.shapes is not None:
+            OUTCOMES.put(kind, (), known, 1)
+    return known == _ADDED
+
+
+class _Sum(Trace):
+    """Follows the score through a function, as long as numbers are added to it."""
+
+    def __init__(self) -> None:
+        super().__init__(is_score=True)
+        self._sums: set[int] = set()  # ids of the score, and of the score with something added
+        self._others: set[int] = set()  # ids of what depends on the score otherwise
+
+    def noting(self, score_mod: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Return the function, with the score noted as it comes in."""
+
+        def noted(score: Tensor, *indices: Tensor) -> Tensor:
+            self._sums.add(id(score))
+            return score_mod(score, *indices)
+
+        return noted
+
+    def is_sum(self, value: Any) -> bool:
+        return id(value) in self._sums
+
+    def is_known(self, name: str, args: Any) -> bool:
+        return True
+
+    def find_errors(self, name: str, out: Tensor, args: Any, kwargs: Any) -> None:
+        sums = [n for n, x in enumerate(args) if id(x) in self._sums]
+        is_other = any(id(x) in self._others for x in args)
+        if not sums and not is_other:
+            return
+        is_added = (name == "add" and len(sums) == 1) or (name == "sub" and sums == [0])
+        keeps = name in KEEP_VALUES and out.is_floating_point() and out.dtype.itemsize >= 4
+        # With alpha the second operand is multiplied.
+        is_sum = (is_added and (sums == [0] or kwargs.get("alpha", 1) == 1)) or keeps
+        (self._sums if is_sum and not is_other else self._others).add(id(out))

@@ -1,0 +1,232 @@
+"""A few queries on a CPU, by torch's own kernel, with the mask as a tensor.
+
+The mask of a few queries is smaller than the keys of one head, so it is computed as a whole: no lists of blocks are
+needed, and nothing is compiled. Grouped heads are rows of one product. Keys before the first and after the last that a
+batch element sees are not read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from flexmasks import compat
+from flexmasks.backends.added import is_added
+from flexmasks.backends.call import HALF_DTYPES, Call
+from flexmasks.blocks.elements import over_indices
+from flexmasks.workers import Workers
+
+# Batch elements are computed one by one if together they would read this many times as many keys. Many calls of a
+# kernel wait for each other where other processes take the cores.
+_MANY_TIMES = 3
+
+
+def refuses(call: Call) -> str | None:
+    """Return why a call of a few queries cannot run here, or None."""
+    if call.q.dtype not in (*HALF_DTYPES, torch.float32):
+        return f"it takes float16, bfloat16 and float32, not {call.dtype}"
+    if call.q.dtype in HALF_DTYPES and call.score_mod is not None and not is_added(call):
+        return f"in {call.dtype} it takes only score changes that add to the score"
+    return None
+
+
+class _Part(NamedTuple):
+    """Batch elements that are computed together, and their keys.
+
+    The keys are those from the first to the last that one of the batch elements sees.
+    """
+
+    batch: slice
+    keys: slice
+
+
+class Pages(NamedTuple):
+    """Places of each batch element's keys in a paged cache."""
+
+    table: Tensor  # int[B, P], the page with the keys from p * size on
+    size: int  # keys in a page
+
+    def room_for(self, cache: Tensor, parts: list[_Part]) -> Tensor:
+        """Return a tensor that the pages of any part fit in."""
+        most = max(len(range(*self._columns(part))) for part in parts)
+        return cache.new_empty(most, *cache.shape[1:])
+
+    def keys_of(self, cache: Tensor, part: _Part, room: Tensor) -> Tensor:
+        """Return a copy of a part's keys or values: [1, Hkv, keys, D].
+
+        cache: [n_pages, size, Hkv, D].
+        part: it has one batch element.
+        """
+        first, stop = self._columns(part)
+        numbers = self.table[part.batch.start, first:stop].int()
+        pages = torch.index_select(cache, 0, numbers, out=room[: stop - first])
+        skipped = first * self.size
+        return pages.flatten(0, 1)[part.keys.start - skipped : part.keys.stop - skipped].transpose(0, 1)[None]
+
+    def _columns(self, part: _Part) -> tuple[int, int]:
+        """Return the first and the last column of a part's keys, plus 1."""
+        return part.keys.start // self.size, -(-part.keys.stop // self.size)
+
+
+@dataclass(frozen=True)
+class CpuDecode:
+    """A call of a few queries without q, k and v."""
+
+    visible: Tensor  # bool [B or 1, H or 1, Q, KV]
+    sees: Tensor | None  # bool [B or 1, H or 1, Q]: whether a query sees a key; None if all do
+    added: Tensor  # float32 [B or 1, Hkv or 1, grouped heads * Q, KV]: what is added to scores, -inf where hidden
+    score_mod: Callable[..., Tensor] | None  # a score change that is more than `added`
+    parts: list[_Part]
+    scale: float | None
+    with_lse: bool
+    pages: Pages | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.visible.nbytes + self.added.nbytes
+
+    @classmethod
+    def of(cls, call: Call, pages: Pages | None = None) -> CpuDecode:
+        """Return the call.
+
+        With `pages`, it is called with whole caches in place of k and v.
+        """
+        q, k = call.q, call.k
+        visible = cast(Callable[[], Tensor], call.visible)()
+        score_mod = None if call.score_mod is None else call.score_mod()
+        added = torch.zeros((), device=q.device)
+        if score_mod is not None and is_added(call):
+            indices = _indices(slice(0, q.shape[0]), q.shape[1], q.shape[2], slice(0, k.shape[2]))
+            added, score_mod = over_indices(score_mod, (None,))(added, *indices), None
+        sees = visible.any(-1)
+        return cls(
+            visible=visible,
+            sees=None if bool(sees.all()) else sees,
+            added=_grouped(torch.where(visible, added.float(), -math.inf), q.shape[1], k.shape[1]),
+            score_mod=score_mod,
+            parts=_parts(visible, k, pages is not None),
+            scale=call.scale,
+            with_lse=call.with_lse,
+            pages=pages,
+        )
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
+        q, k, v = q.detach(), k.detach(), v.detach()
+        results = self._results(q, k, v)
+        out, lse = results[0] if len(results) == 1 else (torch.cat(xs) for xs in zip(*results, strict=True))
+        if self.sees is not None:
+            out = torch.where(self.sees[..., None], out, 0)
+            lse = torch.where(self.sees, lse, -math.inf)
+        return out, lse if self.with_lse else None
+
+    def _results(self, q: Tensor, k: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return output and lse of each part.
+
+        Each of a few threads takes the next part that is left.
+        """
+        keys = sum(part.keys.stop - part.keys.start for part in self.parts)
+        workers = Workers.of(q.device, keys * q.shape[1] * q.shape[2] * q.shape[3], len(self.parts))
+        results: dict[int, tuple[Tensor, Tensor]] = {}
+        numbers = iter(range(len(self.parts)))
+
+        def compute() -> None:
+            rooms = [] if self.pages is None else [self.pages.room_for(x, self.parts) for x in (k, v)]
+            for n in numbers:
+                part = self.parts[n]
+                own = self._keys_of(part, (k, v), rooms)
+                results[n] = self._attend(q[part.batch], *own, part)
+
+        if len(self.parts) == 1:
+            compute()
+        else:
+            workers.all([compute] * workers.count)
+        return [results[n] for n in range(len(self.parts))]
+
+    def _keys_of(self, part: _Part, caches: tuple[Tensor, Tensor], rooms: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        if self.pages is None:
+            k, v = (x[part.batch, :, part.keys] for x in caches)
+        else:
+            k, v = (self.pages.keys_of(x, part, room) for x, room in zip(caches, rooms, strict=True))
+        return k, v
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, part: _Part) -> tuple[Tensor, Tensor]:
+        """Return output and lse of a part, right where a query sees a key."""
+        (batch, heads, q_len, size), kv_heads = q.shape, k.shape[1]
+        if not k.shape[2]:
+            return torch.zeros_like(q), q.new_zeros(q.shape[:3], dtype=torch.float32)
+        rows = q.reshape(batch, kv_heads, -1, size)
+        if self.score_mod is None:
+            added = _of_part(self.added, part)
+            k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k, v))  # what torch's kernel takes for granted
+            out, lse = compat.flash_attention_on_cpu(rows, k, v, added, self.scale)
+            if not bool(out.isnan().any()):  # a hidden key may hold anything
+                return out.reshape(q.shape), lse.reshape(batch, heads, q_len)
+        return self._attend_in_steps(q, rows, k, v, part)
+
+    def _attend_in_steps(self, q: Tensor, rows: Tensor, k: Tensor, v: Tensor, part: _Part) -> tuple[Tensor, Tensor]:
+        """Attend by operations of torch, in float32; hidden scores are replaced, whatever they are."""
+        scale = q.shape[3] ** -0.5 if self.scale is None else self.scale
+        scores = (rows.float() @ k.float().mT).mul_(scale)
+        if self.score_mod is None:
+            scores += _of_part(self.added, part)
+        scores = scores.view(*q.shape[:3], -1)
+        if self.score_mod is not None:
+            scores = over_indices(self.score_mod, (0,))(
+                scores, *_indices(part.batch, q.shape[1], q.shape[2], part.keys)
+            )
+        scores = scores.masked_fill(~_of_part(self.visible, part), -math.inf)
+        lse = scores.logsumexp(-1)
+        weights = (scores - lse.clamp(min=-1e30)[..., None]).exp_()  # 0 where every score is -inf
+        out = weights.view(*rows.shape[:3], -1) @ v.float()
+        return out.view(*q.shape[:3], -1).to(q.dtype), lse
+
+
+def _indices(batch: slice, heads: int, q_len: int, keys: slice) -> list[Tensor]:
+    """Return the index vectors of a part."""
+    return [torch.arange(*n) for n in ((batch.start, batch.stop), (0, heads), (0, q_len), (keys.start, keys.stop))]
+
+
+def _of_part(x: Tensor, part: _Part) -> Tensor:
+    """Return the part of a tensor [B or 1, ..., KV]."""
+    return (x if len(x) == 1 else x[part.batch])[..., part.keys]
+
+
+def _grouped(x: Tensor, heads: int, kv_heads: int) -> Tensor:
+    """Return a tensor with grouped heads as rows.
+
+    [B or 1, H or 1, Q, KV] becomes [B or 1, Hkv or 1, grouped heads * Q, KV].
+    """
+    groups = heads // kv_heads
+    if x.shape[1] > 1:
+        return x.reshape(len(x), kv_heads, groups * x.shape[2], -1)
+    return x.expand(-1, groups, -1, -1).reshape(len(x), 1, groups * x.shape[2], -1)
+
+
+def _parts(visible: Tensor, k: Tensor, one_by_one: bool) -> list[_Part]:
+    """Return the batch elements that are computed together, with their keys.
+
+    Each batch element is a part of its own if that leaves out most keys.
+    """
+    batch, kv_len = k.shape[0], k.shape[2]
+    seen = visible.any(1).any(1).byte()  # [B or 1, KV]
+    firsts, lasts = seen.argmax(1).tolist(), (kv_len - seen.flip(1).argmax(1)).tolist()
+    spans = [
+        (first, last) if any_seen else (0, 0)
+        for first, last, any_seen in zip(firsts, lasts, seen.any(1).tolist(), strict=True)
+    ]
+    filled = [span for span in spans if span[1]] or [(0, 0)]
+    first, last = min(a for a, _ in filled), max(b for _, b in filled)
+    together = [_Part(slice(0, batch), slice(first, last))]
+    if one_by_one:
+        spans = spans if len(spans) == batch else spans * batch
+        return [_Part(slice(n, n + 1), slice(*span)) for n, span in enumerate(spans)]
+    if len(spans) == 1:
+        return together
+    if batch * (last - first) <= _MANY_TIMES * sum(b - a for a, b in spans):
+        return together
+    return [_Part(slice(n, n + 1), slice(a, b)) for n, (a, b) in enumerate(spans)]

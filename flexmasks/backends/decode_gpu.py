@@ -1,0 +1,138 @@
+"""A few queries on a GPU, by the library's own kernels, with the mask as a tensor.
+
+The kernels read the tiles of keys that some query sees, and no other keys. Nothing is compiled for a mask: the whole
+mask of a few queries is an input.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from flexmasks.backends.added import is_added
+from flexmasks.backends.call import Call
+from flexmasks.kernels.few_queries import attend_few, runs_on_triton
+from flexmasks.plans.plan import GivenPlan, MaskPlan, ScorePlan, is_captured
+from flexmasks.plans.recorded import Recorded
+from flexmasks.plans.whole import Whole
+
+
+def refuses(call: Call) -> str | None:
+    """Return why a call of a few queries cannot run here, or None."""
+    size = call.q.shape[3]
+    if not runs_on_triton(call.q.dtype, size, size):
+        return (
+            "on a GPU it takes float16, bfloat16 and float32 with head sizes that 8 divides, up to 256, not "
+            f"{call.dtype} with {size}"
+        )
+    if call.score_mod is not None and call.cap is None and not is_added(call):
+        return "on a GPU it takes only soft-caps and score changes that add to the score"
+    return None
+
+
+@dataclass(frozen=True)
+class GpuDecode:
+    """A call of a few queries without q, k and v.
+
+    With a page table, it is called with whole caches in place of k and v.
+    """
+
+    whole: Whole
+    added: Tensor | None  # float32 [B, H, Q, KV], what the score change adds
+    cap: float | None
+    scale: float | None
+    with_lse: bool
+    table: Tensor | None
+
+    @property
+    def nbytes(self) -> int:
+        return self.whole.nbytes + (0 if self.added is None else self.added.nbytes)
+
+    @classmethod
+    def of(cls, call: Call, table: Tensor | None = None) -> GpuDecode:
+        """Return the call."""
+        whole = cast(Callable[[], Whole], call.whole)()
+        added = None if call.added is None or call.cap is not None else call.added()
+        return cls(whole, added, call.cap, call.scale, call.with_lse, None if table is None else _as_table(table))
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
+        visible, counts, tiles = self.whole
+        q, k, v = (x.detach() if x.stride(3) == 1 else x.detach().contiguous() for x in (q, k, v))
+        scale = q.shape[3] ** -0.5 if self.scale is None else self.scale
+        out, lse = attend_few(
+            q, k, v, self.table, counts, tiles, *_no_tiles(q.device), visible, None, self.added, scale, self.cap
+        )
+        return out, lse if self.with_lse else None
+
+
+def _as_table(table: Tensor) -> Tensor:
+    table = table.detach() if table.dtype in (torch.int32, torch.int64) else table.int()
+    return table if table.stride(1) == 1 else table.contiguous()
+
+
+def _no_tiles(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the count and the list of no full tiles; tiles that count as partial may be full."""
+    # What is made in the capture of a CUDA graph holds nothing before the graph runs.
+    return _make_no_tiles(device) if is_captured(device) else _kept_no_tiles(device)
+
+
+def _make_no_tiles(device: torch.device) -> tuple[Tensor, Tensor]:
+    with torch.inference_mode(False):
+        none = torch.zeros(1, 1, 1, dtype=torch.int32, device=device)
+    return none[0], none
+
+
+_kept_no_tiles = functools.lru_cache(maxsize=16)(_make_no_tiles)
+
+
+class DecodeRenewal:
+    """A call of a few queries that is made again with other tensors, which have the same layouts.
+
+    whole, added: recorded operations, and the places of their inputs among the tensors.
+    table: the place of the page table, or None.
+    """
+
+    def __init__(
+        self,
+        call: GpuDecode,
+        whole: tuple[Recorded, Sequence[int]],
+        added: tuple[Recorded, Sequence[int]] | None,
+        table: int | None,
+    ) -> None:
+        self._call = replace(call, whole=cast(Any, None), added=None, table=None)
+        self._whole, self._added, self._table = whole, added, table
+
+    @classmethod
+    def of(
+        cls, call: GpuDecode, mask: MaskPlan | GivenPlan, score: ScorePlan | None, tensors: Sequence[Tensor]
+    ) -> DecodeRenewal | None:
+        """Return the renewal of a call, or None if it does not come from recorded operations."""
+        places = {id(t): n for n, t in enumerate(tensors)}
+        if isinstance(mask, GivenPlan) or len(places) < len(tensors):
+            return None
+        recorded = [mask.whole[1]]
+        plans: list[MaskPlan | ScorePlan] = [mask]
+        if call.added is not None and score is not None:
+            recorded.append(score.added[1])
+            plans.append(score)
+        if any(r is None for r in recorded) or any(id(t) not in places for p in plans for t in p.inputs):
+            return None
+        whole, *added = (
+            (cast(Recorded, r), [places[id(t)] for t in p.inputs]) for r, p in zip(recorded, plans, strict=True)
+        )
+        return cls(call, whole, added[0] if added else None, None if call.table is None else len(tensors) - 1)
+
+    def __call__(self, tensors: Sequence[Tensor]) -> GpuDecode:
+        """Return the call with these tensors."""
+        whole, places = self._whole
+        added = None
+        if self._added is not None:
+            run, inputs = self._added
+            (added,) = run([tensors[n] for n in inputs])
+        table = None if self._table is None else _as_table(tensors[self._table])
+        return replace(self._call, whole=Whole(*whole([tensors[n] for n in places])), added=added, table=table)

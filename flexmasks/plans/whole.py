@@ -1,0 +1,57 @@
+"""Whole masks of a few queries: the keys that each query sees, and the tiles of keys that some query sees."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flexmasks.blocks.decide import dependence
+from flexmasks.blocks.elements import boolean, over_indices
+from flexmasks.kernels.index_lists import index_lists
+from flexmasks.plans.bounds import MaskKind, unread
+from flexmasks.plans.shifted import Offset, shifted_mask, shifted_score
+from flexmasks.spec.parameters import Size
+from flexmasks.spec.values import Score
+
+TILE = 128  # keys
+
+
+class Whole(NamedTuple):
+    """A whole mask, and its tiles of `TILE` keys."""
+
+    visible: Tensor  # bool [B or 1, H or 1, Q, KV]
+    counts: Tensor  # int32 [B or 1, H or 1], the number of tiles with a key that some query sees
+    tiles: Tensor  # int32 [B or 1, H or 1, tiles], these tiles first
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self)
+
+
+def whole_of(kind: MaskKind) -> Whole:
+    """Return the whole mask, by operations of fixed shapes.
+
+    The host reads no value of a tensor. Raises what the mask's own function raises.
+    """
+    size = unread(kind.size, kind.offset)
+    mask_mod = shifted_mask(kind.mask.bind(kind.mask.resolve(size, kind.lifted)), kind.offset)
+    batch, heads = dependence(mask_mod, size.batch, size.heads, size.device, reads_values=False)
+    indices = (torch.arange(n, device=size.device) for n in (batch, heads, size.q_len, size.kv_len))
+    visible = boolean(over_indices(mask_mod)(*indices), 4).clone(memory_format=torch.contiguous_format)
+    seen = F.pad(visible.any(2), (0, -size.kv_len % TILE)).unflatten(-1, (-1, TILE)).any(-1)[:, :, None]
+    counts, tiles, *_ = index_lists(seen, torch.zeros_like(seen))
+    return Whole(visible, counts[..., 0], tiles[:, :, 0])
+
+
+def added_of(score: Score, offset: Offset, size: Size) -> Tensor:
+    """Return what a score change adds: float32 [B, H, Q, KV].
+
+    The score change only adds to the score. The host reads no value of a tensor.
+    """
+    score_mod = shifted_score(score.bind(score.resolve(unread(size, offset))), offset)
+    indices = (torch.arange(n, device=size.device) for n in (size.batch, size.heads, size.q_len, size.kv_len))
+    added = over_indices(score_mod, (None,))(torch.zeros((), device=size.device), *indices)
+    return added.float().clone(memory_format=torch.contiguous_format)

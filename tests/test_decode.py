@@ -1,0 +1,335 @@
+"""Few queries on a CPU: backend "decode", compared with torch's create_mask and attention in float64."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from functions import short_and_campaign
+from helpers import TOLERANCE, check_lse, error, try_examples
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_mask
+
+import flexmasks
+from flexmasks import calls, compat
+from flexmasks.backends import decode, decode_cpu
+from flexmasks.backends.added import is_added
+from flexmasks.calls import _planned
+from flexmasks.request import Request
+from flexmasks.spec.examples import example, on_device
+
+BATCH, HEADS, KV_HEADS, LENGTH = 3, 4, 2, 160
+MASKS = [e.name for e in flexmasks.list_masks()]
+HALF = [torch.float16, torch.bfloat16]
+
+
+@pytest.fixture(params=["cpu", "cpu, as on a GPU", pytest.param("cuda", marks=pytest.mark.gpu)], autouse=True)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Where calls run; "as on a GPU", the operator of the kernels runs in plain torch, and calls are renewed."""
+    if request.param == "cpu, as on a GPU":
+        monkeypatch.setattr(decode, "_ON_GPU", ("cpu", "cuda"))
+        monkeypatch.setattr(calls, "_RENEWED_ON", ("cpu", "cuda"))
+    flexmasks.clear_caches()
+    with torch.device(request.param.partition(",")[0]):
+        yield request.param
+    flexmasks.clear_caches()
+
+
+def tensors(q_len: int, kv_len: int = LENGTH, dtype: torch.dtype = torch.float32, **sizes: int) -> list[Tensor]:
+    """Return q, k and v, which lie in memory as caches do: [B, S, H, D]."""
+    heads, kv_heads = sizes.get("heads", HEADS), sizes.get("kv_heads", KV_HEADS)
+    size, batch = sizes.get("size", 16), sizes.get("batch", BATCH)
+    shapes = [(q_len, heads, size), (kv_len, kv_heads, size), (kv_len, kv_heads, size)]
+    return [torch.randn(batch, *shape).to(dtype).transpose(1, 2) for shape in shapes]
+
+
+def moved(mask_mod: Callable[..., Tensor], offset: int | Tensor) -> Callable[..., Tensor]:
+    """Return a mask_mod whose first query is at a position, one for each batch element if it is a tensor."""
+    if isinstance(offset, int):
+        return lambda b, h, q, kv: mask_mod(b, h, q + offset, kv)
+    return lambda b, h, q, kv: mask_mod(b, h, q + offset[b], kv)
+
+
+def check(
+    qkv: list[Tensor],
+    mask: Any,
+    offset: int | Tensor = 0,
+    bias: Callable[[Tensor], Tensor] | None = None,
+    **call: Any,
+) -> None:
+    """Compare output and lse with attention in float64.
+
+    bias: the scores [B, H, Q, KV] after a score change, from the scores.
+    """
+    q, k, v = qkv
+    visible = create_mask(moved(flexmasks.get_mask(mask), offset), len(q), q.shape[1], q.shape[2], k.shape[2], q.device)
+    groups = q.shape[1] // k.shape[1]
+    exact_q, exact_k, exact_v = q.double(), *(x.double().repeat_interleave(groups, 1) for x in (k, v))
+    scores = exact_q @ exact_k.mT * call.get("scale", q.shape[3] ** -0.5)
+    scores = (scores if bias is None else bias(scores)).masked_fill(~visible, -math.inf)
+    want_lse = scores.logsumexp(-1)
+    want = (scores - want_lse.clamp(min=-1e30)[..., None]).exp() @ exact_v
+    out, lse = flexmasks.attention(*qkv, mask=mask, q_offset=offset, backend="decode", return_lse=True, **call)
+    assert out.dtype == q.dtype
+    assert error(out, want.cpu()) < TOLERANCE[q.dtype]
+    check_lse(lse, want_lse.cpu(), 1e-5 if q.dtype == torch.float32 else 2e-2)
+    again = flexmasks.attention(*qkv, mask=mask, q_offset=offset, backend="decode", **call)
+    assert torch.equal(again, out)
+
+
+def of_name(name: str, q_len: int) -> flexmasks.Mask:
+    """Return the example of a registered mask."""
+    if name == "packed":
+        return flexmasks.packed("causal", [0, q_len // 2, q_len], [0, 60, LENGTH])
+    return on_device(example("mask", name, LENGTH), torch.get_default_device())
+
+
+@pytest.mark.parametrize("q_len", [1, 4, 17])
+@pytest.mark.parametrize("name", MASKS)
+def test_every_mask(name: str, q_len: int) -> None:
+    """Each at several places of the queries, which are the same or not in each batch element."""
+    mask = of_name(name, q_len)
+    batch = BATCH if name == "packed" else flexmasks.block_mask(mask, LENGTH).shape[0]
+    offsets = [0] if name == "packed" else [0, 90, torch.randint(0, LENGTH - q_len + 1, (batch,))]
+    for offset in offsets:
+        check(tensors(q_len, batch=batch), mask, offset)
+
+
+def pages_of(cache: Tensor, table: Tensor, page_size: int) -> Tensor:
+    """Return keys or values [B, Hkv, KV, D] in pages, which lie as the table says; others are NaN."""
+    pages = cache.transpose(1, 2).reshape(-1, page_size, *cache.shape[1::2])
+    pool = torch.full((int(table.max()) + 2, *pages.shape[1:]), math.nan, dtype=cache.dtype)
+    pool[table.flatten()] = pages
+    return pool
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 40])
+@pytest.mark.parametrize("name", [n for n in MASKS if n not in ("packed", "paged")])
+def test_every_mask_in_pages(name: str, page_size: int) -> None:
+    """Pages give what the same keys give side by side, and a sequence may have no keys."""
+    mask = of_name(name, 3)
+    of_one = name in ("grouped_tril", "key_padding", "padding")  # their examples have one batch element
+    batch = 1 if of_one else max(2, flexmasks.block_mask(mask, LENGTH).shape[0])
+    q, k, v = tensors(3, batch=batch)
+    table = torch.randperm(batch * LENGTH // page_size + 9)[: batch * LENGTH // page_size].view(batch, -1)
+    lens = torch.randint(3, LENGTH + 1, (batch,))
+    lens[0] = 100 if of_one else 0
+    pool = [pages_of(x, table, page_size) for x in (k, v)]
+    used = torch.arange(0, LENGTH, page_size) < lens[:, None]
+    noise = torch.where(used, table, -7)
+    out, lse = flexmasks.paged_attention(q, *pool, noise, lens, mask=mask, return_lse=True, backend="decode")
+    whole = mask & flexmasks.get_mask("padding", seq_lens=lens)
+    want, want_lse = flexmasks.attention(
+        q, k, v, mask=whole, q_offset=(lens - 3).clamp(min=0), return_lse=True, backend="reference"
+    )
+    assert error(out, want.double().cpu()) < TOLERANCE[torch.float32]
+    check_lse(lse, want_lse.double().cpu(), 1e-5)
+    assert of_one or not out[0].any()
+
+
+def test_shared_pages() -> None:
+    q, k, v = tensors(1, 64, batch=2)
+    k[1, :, :32], v[1, :, :32] = k[0, :, :32], v[0, :, :32]
+    table = torch.tensor([[5, 2, 0, 7], [5, 2, 6, 1]], dtype=torch.int32)
+    pool = [pages_of(x, table.long(), 16) for x in (k, v)]
+    out = flexmasks.paged_attention(q, *pool, table, torch.tensor([64, 50]), mask="causal", backend="decode")
+    want = flexmasks.attention(q, k, v, mask="causal", q_offset=torch.tensor([63, 49]), backend="reference")
+    assert error(out, want.double().cpu()) < TOLERANCE[torch.float32]
+
+
+# --- scores ---
+
+
+Scores = dict[str, tuple[Any, Callable[[Tensor], Tensor]]]
+NAMES = ("alibi", "table", "before", "some", "cap", "factor", "taken away", "twice", "chosen", "alpha", "sum")
+ADDED = NAMES[:4]
+
+
+def scores() -> Scores:
+    """Return score changes, with what they do to scores [B, H, Q, KV] of queries from position 40 on."""
+    table, by_head = torch.randn(HEADS, LENGTH), torch.rand(HEADS)
+    return {
+        "alibi": (
+            flexmasks.get_score("alibi", slopes=by_head),
+            lambda s: s - by_head[:, None, None] * _distances(s).abs(),
+        ),
+        "table": (lambda score, b, h, q, kv: score + table[h, kv], lambda s: s + table[:, None]),
+        "before": (lambda score, b, h, q, kv: table[h, kv] + score - 1, lambda s: s + table[:, None] - 1),
+        "some": (lambda score, b, h, q, kv: score + torch.where(q > kv, 0.5, -torch.inf), lambda s: s + _before(s)),
+        "cap": (flexmasks.get_score("softcap", cap=2.0), lambda s: 2 * (s / 2).tanh()),
+        "factor": (lambda score, b, h, q, kv: score * by_head[h], lambda s: s * by_head[:, None, None]),
+        "taken away": (lambda score, b, h, q, kv: table[h, kv] - score, lambda s: table[:, None] - s),
+        "twice": (lambda score, b, h, q, kv: score + score, lambda s: 2 * s),
+        "chosen": (
+            lambda score, b, h, q, kv: torch.where(q > kv, score, -1.0),
+            lambda s: torch.where(_distances(s) > 0, s, -1.0),
+        ),
+        "alpha": (lambda score, b, h, q, kv: torch.add(table[h, kv], score, alpha=2), lambda s: table[:, None] + 2 * s),
+        "sum": (lambda score, b, h, q, kv: score * 2 + 1, lambda s: 2 * s + 1),
+    }
+
+
+def _distances(scores: Tensor) -> Tensor:
+    q_len, kv_len = scores.shape[2:]
+    return torch.arange(40, 40 + q_len)[:, None] - torch.arange(kv_len)
+
+
+def _before(scores: Tensor) -> Tensor:
+    return torch.where(_distances(scores) > 0, 0.5, -math.inf)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_scores(name: str, way: str) -> None:
+    score, change = scores()[name]
+    q, k, v = tensors(5)
+    call = _planned(q, k, v, Request(flexmasks.get_mask("causal"), flexmasks.get_score(score), q_offset=40)).call
+    assert is_added(call) == (name in ADDED)
+    if way == "cpu" or name in (*ADDED, "cap"):
+        check([q, k, v], "causal", 40, change, score=score)
+    else:
+        with pytest.raises(ValueError, match="only soft-caps and score changes that add"):
+            flexmasks.attention(q, k, v, mask="causal", q_offset=40, score=score, backend="decode")
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_half_precision(dtype: torch.dtype, way: str) -> None:
+    changes = scores()
+    for name in ADDED if way == "cpu" else (*ADDED, "cap"):
+        score, change = changes[name]
+        check(tensors(2, dtype=dtype), "causal", 40, change, score=score)
+    check(tensors(2, dtype=dtype), "causal", 40)
+    with pytest.raises(ValueError, match="score changes that add"):
+        flexmasks.attention(*tensors(2, dtype=dtype), mask="causal", score=changes["factor"][0], backend="decode")
+
+
+def test_sinks_and_scales() -> None:
+    q, k, v = tensors(3)
+    call: dict[str, Any] = {"mask": "causal", "q_offset": 50, "sink_logits": torch.randn(HEADS), "scale": 0.7}
+    table = torch.arange(BATCH * LENGTH // 16).view(BATCH, -1)
+    pool = [pages_of(x, table, 16) for x in (k, v)]
+    want, want_lse = flexmasks.attention(q, k, v, backend="reference", return_lse=True, **call)
+    lens = torch.full((BATCH,), LENGTH)
+    for out, lse in (
+        flexmasks.attention(q, k, v, backend="decode", return_lse=True, **call),
+        flexmasks.paged_attention(q, *pool, table, lens, backend="decode", return_lse=True, **call),
+    ):
+        assert error(out, want.double().cpu()) < TOLERANCE[torch.float32]
+        check_lse(lse, want_lse.double().cpu(), 1e-5)
+
+
+# --- what lies in memory ---
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+def test_hidden_keys_may_hold_anything(poison: float) -> None:
+    """Also between visible keys, and behind the end of some sequences."""
+    for score in (None, scores()["cap"][0]):
+        q, k, v = tensors(2)
+        visible = torch.rand(BATCH, LENGTH) < 0.5
+        visible[0, 100:], visible[1] = False, False
+        want = flexmasks.attention(
+            q, k, v, mask="key_padding", attention_mask=visible, score=score, backend="reference"
+        )
+        k = torch.where(visible[:, None, :, None], k, poison)
+        for _ in range(2):
+            out = flexmasks.attention(
+                q, k, v, mask="key_padding", attention_mask=visible, score=score, backend="decode"
+            )
+            assert error(out, want.double().cpu()) < TOLERANCE[torch.float32]
+
+
+def test_layouts() -> None:
+    """Heads of any grouping, and any strides."""
+    for sizes in ({"kv_heads": 1}, {"kv_heads": 4}, {"batch": 1}):
+        check(tensors(3, **sizes), "causal", 77)
+    q, k, v = tensors(3)
+    check([q, k.mT.contiguous().mT, v.mT.contiguous().mT], "causal", 77)
+    check([q, k[:1].expand_as(k), v[:1].expand_as(v)], "causal", 77)
+
+
+def test_batch_elements_one_by_one() -> None:
+    """Few keys of long caches: each element's own keys are read."""
+    q, k, v = tensors(1, 4000, batch=4)
+    ends = torch.tensor([3990, 5, 60, 7])
+    check([q, k, v], flexmasks.get_mask("sliding_window", window=9), ends)
+    call = _planned(q, k, v, Request(flexmasks.get_mask("sliding_window", window=9), q_offset=ends)).call
+    parts = decode_cpu.CpuDecode.of(call).parts
+    assert [(p.keys.start, p.keys.stop) for p in parts] == [(3981, 3991), (0, 6), (51, 61), (0, 8)]
+
+
+def test_changes_in_place_are_seen() -> None:
+    q, k, v = tensors(1)
+    lens = torch.tensor([1, 50, 100])
+    table = torch.arange(BATCH * LENGTH // 16).view(BATCH, -1)
+    pool = [pages_of(x, table, 16) for x in (k, v)]
+    for _ in range(3):
+        want = flexmasks.attention(q, k, v, mask="padding", seq_lens=lens, backend="reference")
+        for _ in range(2):
+            for out in (
+                flexmasks.attention(q, k, v, mask="padding", seq_lens=lens, backend="decode"),
+                flexmasks.paged_attention(q, *pool, table, lens, backend="decode"),
+            ):
+                assert error(out, want.double().cpu()) < TOLERANCE[torch.float32]
+        lens += 9
+    order = torch.randperm(len(pool[0]))
+    inverse = order.argsort()
+    pool = [x[order] for x in pool]
+    table.copy_(inverse[table])
+    assert (
+        error(flexmasks.paged_attention(q, *pool, table, lens - 9, backend="decode"), want.double().cpu())
+        < TOLERANCE[torch.float32]
+    )
+
+
+# --- the choice of the backend ---
+
+
+def test_decoding_compiles_nothing(way: str) -> None:
+    """New lengths, new functions, new numbers, batch sizes: there is nothing to compile."""
+    before = compat.compiled_graphs()
+    for n, batch in itertools.product((1, 2, 30), (1, 3)):
+        q, k, v = tensors(1, 100 + n, batch=batch)
+        for mask in ("causal", lambda b, h, q, kv, n=n: q + n >= kv):
+            assert way == "cuda" or flexmasks.explain(q, k, v, mask=mask).backend == "decode"
+            offset = torch.full((batch,), 99)
+            flexmasks.attention(q, k, v, mask=mask, score="alibi", q_offset=offset, backend="decode")
+    assert compat.compiled_graphs() == before
+
+
+def test_what_is_refused() -> None:
+    q, k, v = tensors(2)
+
+    def reason(*tensors: Tensor, **call: Any) -> str:
+        with pytest.raises(ValueError, match="backend 'decode' cannot run this call") as refused:
+            flexmasks.attention(*tensors, backend="decode", **call)
+        return str(refused.value)
+
+    assert "up to 64 queries" in reason(*tensors(65, 1000))
+    assert "8 times as many keys" in reason(*tensors(21))
+    assert "no gradients" in reason(q.requires_grad_(), k, v)
+    assert "not float64" in reason(*(x.detach().double() for x in (q, k, v)))
+    assert "takes a mask" in reason(*tensors(2), block_mask=flexmasks.block_mask("causal", 2, LENGTH))
+    assert "no kernel_options" in reason(*tensors(2), kernel_options={"num_stages": 1})
+    with torch.no_grad():
+        flexmasks.attention(q, k, v, mask="causal", backend="decode")
+
+
+@short_and_campaign(40, 1000)
+def test_random_calls(examples: int) -> None:
+    sizes = st.tuples(
+        st.integers(1, 4), st.integers(1, 90), st.integers(1, 3), st.sampled_from([(1, 1), (4, 2), (6, 6)])
+    )
+    try_examples(examples, _check_call, sizes, st.sampled_from([8, 24, 64]), st.floats(0.0, 1.0), st.booleans())
+
+
+def _check_call(sizes: tuple[int, int, int, tuple[int, int]], size: int, share: float, by_head: bool) -> None:
+    q_len, kv_len, batch, (heads, kv_heads) = sizes
+    visible = torch.rand(batch, heads if by_head else 1, q_len, kv_len) < share
+    table = visible.expand(batch, heads, -1, -1)
+    qkv = tensors(q_len, kv_len, batch=batch, heads=heads, kv_heads=kv_heads, size=size)
+    check(qkv, lambda b, h, q, kv: table[b, h, q, kv])
