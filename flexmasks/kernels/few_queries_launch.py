@@ -166,6 +166,7 @@ def _launch(results: tuple[Tensor, Tensor], tensors: tuple[Any, ...], has_cap: b
     else:
         key_heads = 1
     tiles = max(1, min(-(-kv_len // TILE), partial.shape[-1] + full.shape[-1]))
+    same = rows == 1 or (queries == 1 and visible.shape[1] == 1)  # all rows of a program see the same keys
     choice = _choice(rows, k_size, v_size, q.element_size(), elements, key_heads, tiles, _processors(q.device))
     split = choice.shares > 0
     row_blocks = -(-rows // choice.rows)
@@ -187,10 +188,10 @@ def _launch(results: tuple[Tensor, Tensor], tensors: tuple[Any, ...], has_cap: b
         *(
             page_size,
             page_words,
-            kv_len % TILE == 0,
+            kv_len > 0 and kv_len % TILE == 0,
             pair_grain,
         ),
-        *(_last_stride(visible), _last_stride(factor), _last_stride(bias), has_cap, _dot_type(q.dtype)),
+        *(_last_stride(visible), _last_stride(factor), _last_stride(bias), same, has_cap, _dot_type(q.dtype)),
     )
     programs = (choice.shares if split else elements) * key_heads * row_blocks
     attend = _compiled(
