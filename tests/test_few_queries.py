@@ -571,6 +571,7 @@ def compiled_for_hopper(kernel: Any, _programs: int, warps: int, arguments: tupl
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
 
 
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning")  # Triton 3.9
 @pytest.mark.skipif(INTERPRETED, reason="compiles")
 @pytest.mark.parametrize(
     "call",
@@ -602,6 +603,30 @@ def test_loads_are_wide_and_ahead(call: Call, monkeypatch: pytest.MonkeyPatch) -
     width = named["K_WIDTH"] + named["V_WIDTH"]
     in_step = named["KEYS"] * width * call.dtype.itemsize // (16 * 32 * warps)
     assert len(copies) >= 2 * 3 * in_step  # in each loop, and for two steps before it
+
+
+@pytest.mark.parametrize(
+    ("elements", "key_heads", "rows", "size", "kv_len"),
+    [
+        (64, 8, 4, 128, 8192),
+        (8, 8, 4, 128, 32768),
+        (1, 8, 4, 128, 131072),
+        (256, 16, 1, 64, 2048),
+        (1, 1, 1, 128, 131072),
+        (1, 8, 256, 128, 131072),
+        (4096, 1, 1, 64, 4096),
+    ],
+)
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_choices(elements: int, key_heads: int, rows: int, size: int, kv_len: int, itemsize: int) -> None:
+    """Programs fill a GPU once at least, and their shared memory fits a processor."""
+    tiles = kv_len // 128
+    choice = launch._choice(rows, size, size, itemsize, elements, key_heads, tiles, processors=132)
+    programs = (choice.shares or elements) * key_heads * -(-rows // choice.rows)
+    assert programs >= 132
+    assert choice.shares == 0 or elements < choice.shares <= elements * tiles + elements
+    assert choice.keys in (16, 32, 64, 128)
+    assert (choice.stages * 2 * choice.keys + choice.rows) * size * itemsize <= 227 * 2**10
 
 
 # --- on a GPU ---
