@@ -34,7 +34,7 @@ _BENCHMARKS = {
     "attention": "masks and scores, against flex_attention, SDPA and other libraries",
     "steps": "loops whose masks have new tensors at every step, against torch",
     "data": "masks as functions and as data, in the same kernels",
-    "serve": "decoding and chunks of prompts with new lengths at every step, against torch",
+    "serve": "decoding with new lengths at every step, against torch",
 }
 _BY_STEPS = ("steps", "data", "serve")  # benchmarks that take --only and --quick
 _HINT = "`python -m flexmasks show NAME` draws one; `list --long` says more of each."

@@ -232,7 +232,7 @@ def run_eagerly(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tens
 
 
 def _keep(key: Hashable, tensors: list[Tensor], replay: Replay, planned: _Planned) -> None:
-    """Keep a call's replay for calls with the same tensors, and its renewal for calls with other tensors."""
+    """Keep a call's replay, for the same tensors, and its renewal, for others."""
     if not planned.call.holds_aliases:
         return
     _REPLAYS.put(key, tensors, replay, ENTRY + replay.nbytes)

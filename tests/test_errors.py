@@ -380,7 +380,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "dense_mask": (lambda: flexmasks.dense_mask("causal", 4, q_offset=-1), "flexmasks.dense_mask: `q_offset` must be"),
     "explain": (lambda: flexmasks.explain(Q, K, V, mask="causal", window=3), "no parameter is named `window`"),
     # backends
-    "unknown backend": (masked(backend="tritn"), "`backend` must be 'auto' or one of 'fa4', 'sdpa', 'flash'"),
+    "unknown backend": (masked(backend="tritn"), "`backend` must be 'auto' or one of 'fa4', 'decode', 'sdpa'"),
     "backend None": (masked(backend=None), "got None"),
     "backend a list": (masked(backend=["cpu"]), "`backend`"),
     "sdpa with a window": (masked("sliding_window", window=3, backend="sdpa"), "backend 'sdpa' cannot run this call"),
@@ -507,7 +507,7 @@ ODD: dict[str, tuple[Callable[[], Any], str]] = {
     "misspelt mask": (lambda: flexmasks.explain(Q, K, V, maks="causal"), "or is it the argument `mask`"),
     "sink_logits a list": (masked(sink_logits=[1.0] * 4), "`sink_logits` must be a floating tensor [H] = [4]"),
     "return_lse 1": (masked(return_lse=1), "`return_lse` must be True or False, got 1"),
-    "backend in capitals": (masked(backend="CPU"), "must be 'auto' or one of 'fa4', 'sdpa'"),
+    "backend in capitals": (masked(backend="CPU"), "must be 'auto' or one of 'fa4', 'decode'"),
     "as_data a string": (blocks("causal", as_data="no"), "`as_data` must be True or False, got 'no'"),
     "device unknown": (blocks("causal", device="gpu"), "`device` must be a torch device, got 'gpu'"),
     "device a list": (blocks("causal", device=["cpu"]), "`device` must be a torch device, got ['cpu']"),

@@ -1,4 +1,4 @@
-"""Backend "decode": a few queries, such as those of decoding, with the mask as a tensor."""
+"""Backend "decode": a few queries, with the mask as a tensor."""
 
 from __future__ import annotations
 

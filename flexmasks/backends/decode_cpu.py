@@ -1,4 +1,4 @@
-"""A few queries on a CPU, by torch's own kernel, with the mask as a tensor.
+"""Few queries on a CPU, by torch's kernel.
 
 The mask of a few queries is smaller than the keys of one head, so it is computed as a whole: no lists of blocks are
 needed, and nothing is compiled. Grouped heads are rows of one product. Keys before the first and after the last that a

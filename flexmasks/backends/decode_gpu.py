@@ -1,4 +1,4 @@
-"""A few queries on a GPU, by the library's own kernels, with the mask as a tensor.
+"""Few queries on a GPU, by the library's own kernels.
 
 The kernels read the tiles of keys that some query sees, and no other keys. Nothing is compiled for a mask: the whole
 mask of a few queries is an input.
@@ -76,7 +76,10 @@ def _as_table(table: Tensor) -> Tensor:
 
 
 def _no_tiles(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the count and the list of no full tiles; tiles that count as partial may be full."""
+    """Return the count and the list of no full tiles.
+
+    Tiles that count as partial may be full.
+    """
     # What is made in the capture of a CUDA graph holds nothing before the graph runs.
     return _make_no_tiles(device) if is_captured(device) else _kept_no_tiles(device)
 
@@ -91,7 +94,9 @@ _kept_no_tiles = functools.lru_cache(maxsize=16)(_make_no_tiles)
 
 
 class DecodeRenewal:
-    """A call of a few queries that is made again with other tensors, which have the same layouts.
+    """A call of a few queries that is made again with other tensors.
+
+    They have the layouts of the tensors in whose places they come.
 
     whole, added: recorded operations, and the places of their inputs among the tensors.
     table: the place of the page table, or None.
@@ -111,7 +116,10 @@ class DecodeRenewal:
     def of(
         cls, call: GpuDecode, mask: MaskPlan | GivenPlan, score: ScorePlan | None, tensors: Sequence[Tensor]
     ) -> DecodeRenewal | None:
-        """Return the renewal of a call, or None if it does not come from recorded operations."""
+        """Return the renewal of a call.
+
+        The result is None if the call does not come from recorded operations.
+        """
         places = {id(t): n for n, t in enumerate(tensors)}
         if isinstance(mask, GivenPlan) or len(places) < len(tensors):
             return None

@@ -1,4 +1,4 @@
-"""`python -m flexmasks bench serve`: attention of a serving loop, with new lengths at every step."""
+"""`python -m flexmasks bench serve`: attention of a serving loop."""
 
 from __future__ import annotations
 
@@ -65,7 +65,10 @@ _SMALL = [Room(2, 4, 2, 16, 256), Room(1, 4, 2, 16, 512)]
 
 
 def cases(caches: list[Room], device: torch.device) -> list[Case]:
-    """Return all cases: decoding from each cache, and the first or a long cache with more in the call."""
+    """Return all cases.
+
+    They are decoding from each cache, and calls with more in them from the first or the longest.
+    """
     first, longest = caches[0], max(caches, key=lambda c: c.room)
     slopes, sinks = torch.tensor(alibi_slopes(first.heads), device=device), torch.zeros(first.heads, device=device)
     window = longest.room // 32
@@ -144,7 +147,10 @@ class Serving:
 
 
 class _Replayed:
-    """A call in a CUDA graph, captured at the first step, whose lengths change in place."""
+    """A call in a CUDA graph, captured at the first step.
+
+    Its lengths change in place.
+    """
 
     def __init__(self, call: Callable[[Tensor], Tensor], draws: Draws) -> None:
         self._call, self._draws = call, draws
@@ -203,7 +209,7 @@ def serve(
     file: str | None = None,
     resume: bool = False,
 ) -> dict[str, Any]:
-    """Measure attention of a serving loop, print a table, and write the figures to a file.
+    """Measure a serving loop, print a table, and write the figures to a file.
 
     Args:
         only: measure only what has one of these texts in its description.

@@ -210,14 +210,17 @@ class Plan:
 
     @functools.cached_property
     def _kind_key(self) -> Hashable:
-        """Key of the plans that differ in the values of tensors only; None if there are no others."""
+        """Key of all plans that differ in the values of tensors only.
+
+        It is None if there can be no others.
+        """
         if self.opaque or not self.inputs or any(t.requires_grad for t in self.inputs):
             return None  # a tensor that learns belongs to an autograd graph
         key = self.value.capture([], contents=False)
         return key if key == self._key else None  # a sequence of numbers is no input of a recorded plan
 
     def _kind_of(self, *more_key: Hashable) -> Hashable:
-        """Return the key of the state of all plans of a kind, for tensors of these layouts."""
+        """Return the key of the state of a kind, for tensors of these layouts."""
         layouts = tuple((t.shape, t.stride(), t.dtype, t.device) for t in self.inputs)
         offset = self.offset if isinstance(self.offset, int) else "tensor"
         return self._kind_key, offset, self.size, self.lifted, torch.get_default_dtype(), layouts, *more_key
@@ -435,7 +438,10 @@ class MaskPlan(Plan):
 
     @functools.cached_property
     def whole(self) -> tuple[Whole, Recorded | None]:
-        """The whole mask, without a value read on the host, and the recorded operations that made it."""
+        """The whole mask, and the recorded operations that made it.
+
+        The host reads no value of a tensor.
+        """
         made: list[Recorded | None] = [None]
 
         def build() -> Whole:
@@ -561,9 +567,9 @@ class ScorePlan(Plan):
 
     @functools.cached_property
     def added(self) -> tuple[Tensor, Recorded | None]:
-        """What the score change adds, if it only adds, and the recorded operations that made it.
+        """The numbers that the score change adds, and the recorded operations that made them.
 
-        The tensor is float32 [B, H, Q, KV].
+        They are float32 [B, H, Q, KV]. The score change must only add.
         """
         made: list[Recorded | None] = [None]
 

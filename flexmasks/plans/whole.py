@@ -1,4 +1,4 @@
-"""Whole masks of a few queries: the keys that each query sees, and the tiles of keys that some query sees."""
+"""Whole masks of a few queries, with the tiles of keys that some query sees."""
 
 from __future__ import annotations
 
