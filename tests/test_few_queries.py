@@ -9,8 +9,12 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,8 +23,8 @@ from helpers import DEVICES, TOLERANCE, check_lse, error, label, try_examples
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flexmasks.kernels import few_queries
 from flexmasks.kernels.few_queries import attend_few
+from flexmasks.kernels.few_queries_plain import plain_attend_few
 
 triton = pytest.importorskip("triton")
 launch = pytest.importorskip("flexmasks.kernels.few_queries_launch")
@@ -213,7 +217,7 @@ def check(call: Call, device: str = "cpu") -> None:
     check_lse(lse, want.lse, 1e-4 if call.dtype == FP32 else TOLERANCE[call.dtype])
     assert torch.all(out.cpu()[want.lse == -math.inf] == 0)
     if INTERPRETED:
-        plain_out, plain_lse = few_queries.plain_attend_few(*want.arguments)
+        plain_out, plain_lse = plain_attend_few(*want.arguments)
         assert error(out, plain_out.double()) < TOLERANCE[call.dtype]
         check_lse(lse, plain_lse.double(), 1e-5 if call.dtype == FP32 else 1e-3)
 
@@ -380,7 +384,7 @@ def calls() -> st.SearchStrategy[Call]:
     @st.composite
     def one(draw: Callable[[Any], Any]) -> Call:
         batch, group, key_heads = draw(st.integers(1, 3)), draw(st.integers(1, 5)), draw(st.integers(1, 3))
-        queries = draw(st.sampled_from([1, 2, 3, 8, 33]))
+        queries = draw(st.sampled_from([1, 2, 3, 8] if INTERPRETED else [1, 2, 3, 8, 33]))
         heads = group * key_heads
 
         def sizes(n: int) -> tuple[int, ...]:
@@ -402,7 +406,7 @@ def calls() -> st.SearchStrategy[Call]:
 
 @on_devices
 def test_random_calls(device: str) -> None:
-    try_examples(6 if INTERPRETED else 40, lambda call: check(call, device), calls())
+    try_examples({"cpu": 6 if INTERPRETED else 40, "cuda": 15}[device], lambda call: check(call, device), calls())
 
 
 @on_devices
@@ -428,5 +432,270 @@ def test_shares_cover_all_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("test_shares has as many")
     monkeypatch.setattr(launch, "_processors", lambda device: 1000)
     monkeypatch.setattr(launch, "_launches", {})
+    monkeypatch.setattr(launch, "_FEW_COUNTS", 2)
     monkeypatch.setattr(launch, "_MAX_COUNTS", 4)
     check(Call(batch=11, heads=1, key_heads=1, kv_len=400, lists=(11, 1), visible=(1, 1), seed=3))
+
+
+# --- the operator ---
+
+
+@pytest.mark.skipif(INTERPRETED, reason="runs the plain version")
+@pytest.mark.parametrize("call", [Call(), Call(page_size=16, cap=2.0, factor=(1, 1, 1), bias=(2, 4, 1), dtype=BF16)])
+def test_opcheck(call: Call) -> None:
+    torch.library.opcheck(attend_few, made(call).arguments)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="runs the plain version")
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_inside_compile(dynamic: bool) -> None:
+    compiled = torch.compile(lambda *a: attend_few(*a), fullgraph=True, backend="eager", dynamic=dynamic)
+    for kv_len in (300, 500):
+        call = made(Call(page_size=16, kv_len=kv_len))
+        out, lse = compiled(*call.arguments)
+        assert error(out, call.out) < 1e-5
+        check_lse(lse, call.lse, 1e-4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_no_derivatives(device: str) -> None:
+    arguments = [a.to(device) if isinstance(a, Tensor) else a for a in made(Call()).arguments]
+    out, _ = attend_few(arguments[0].requires_grad_(), *arguments[1:])
+    with pytest.raises(NotImplementedError, match=r"attend_few has no derivatives; flexmasks\.attention takes"):
+        out.sum().backward()
+
+
+def test_float64() -> None:
+    """The plain version computes in the dtype of double queries."""
+    call = Call(queries=3, cap=3.0, page_size=16)
+    single = made(call).arguments
+    double = [a.double() if n < 3 else a for n, a in enumerate(single)]
+    want, _ = plain_attend_few(*single)
+    out, _ = attend_few(*double)
+    assert out.dtype == torch.float64
+    assert 0 < error(want, out) < 1e-5
+
+
+WRONG: dict[str, Callable[[list[Any]], Any]] = {
+    "k must be": lambda a: [*a[:1], a[1].half(), *a[2:]],
+    "v must be": lambda a: [*a[:2], a[2][:, :, :-1], *a[3:]],
+    "page_table must be": lambda a: [*a[:3], torch.zeros(3, 2, dtype=torch.int32), *a[4:]],
+    "partial_counts must be": lambda a: [*a[:4], a[4].long(), *a[5:]],
+    "full must be": lambda a: [*a[:7], a[7][:, 0], *a[8:]],
+    "visible must be": lambda a: [*a[:8], a[8][..., :-1], *a[9:]],
+    "factor must be": lambda a: [*a[:9], torch.zeros(2, 1, 1, 1), *a[10:]],
+    "heads of q, 3, must be a multiple of the heads of k, 2": lambda a: [a[0][:, :3], *a[1:]],
+    "last stride of k must be 1": lambda a: [*a[:1], a[1].transpose(2, 3).contiguous().transpose(2, 3), *a[2:]],
+}
+
+
+@on_devices
+@pytest.mark.parametrize("message", WRONG)
+def test_errors(message: str, device: str) -> None:
+    arguments = WRONG[message](made(Call()).arguments)
+    there = [a.to(device) if isinstance(a, Tensor) else a for a in arguments]
+    with pytest.raises(ValueError, match=message):
+        (launch.attend if INTERPRETED else attend_few)(*there)
+
+
+def test_calls_are_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host makes few calls for a layout that it knows: decoding calls the operator in each layer of each token."""
+    launched: list[str] = []
+    monkeypatch.setattr(launch, "_launches", {})
+    monkeypatch.setattr(launch, "_compiled", lambda kernel, *_: lambda *_: launched.append(kernel.__name__))
+    arguments = made(Call(page_size=16, kv_len=2000, cap=3.0, factor=(1, 1, 1), bias=(1, 1, 1))).arguments
+    count = 0
+
+    def counted(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    launch.attend(*arguments)
+    again = [a.clone() if isinstance(a, Tensor) else a for a in arguments]
+    sys.setprofile(counted)
+    launch.attend(*again)
+    sys.setprofile(None)
+    assert launched == ["attend_kernel", "join_kernel"] * 2
+    assert len(launch._launches) == 1
+    assert count < 60  # three for each of eleven tensors, and some
+    launch.attend(*made(Call(queries=2)).arguments)
+    assert len(launch._launches) == 2
+
+
+# --- what is compiled ---
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+def test_growing_caches_compile_few_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lengths and numbers of sequences are no constants of the kernels."""
+    kernels = set()
+
+    def compiled(kernel: Any, _programs: int, warps: int, arguments: tuple[Any, ...]) -> Callable[..., None]:
+        constants = [a for p, a in zip(kernel.params, arguments, strict=True) if p.is_constexpr]
+        specialized = [
+            p.name
+            for p, a in zip(kernel.params, arguments, strict=True)
+            if isinstance(a, int) and not p.is_constexpr and not p.do_not_specialize
+        ]
+        assert not specialized
+        kernels.add((kernel.__name__, warps, *constants))
+        return lambda *_: None
+
+    monkeypatch.setattr(launch, "_launches", {})
+    monkeypatch.setattr(launch, "_compiled", compiled)
+    for kv_len in [*range(200, 300, 3), 256, 384, 1000, 1024]:
+        launch.attend(*made(Call(kv_len=kv_len)).arguments)
+    assert len(kernels) <= 4  # lengths that are multiples of 128, of 8, and others; and the kernel that joins shares
+    for batch in range(2, 9):
+        launch.attend(*made(Call(batch=batch, kv_len=1024, lists=(batch, 1), visible=(batch, 1))).arguments)
+    assert len(kernels) <= 4
+
+
+def compiled_for_hopper(kernel: Any, _programs: int, warps: int, arguments: tuple[Any, ...]) -> Any:
+    """Compile a kernel for a Hopper GPU, where no GPU is needed."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = {FP16: "*fp16", BF16: "*bf16", FP32: "*fp32", torch.int32: "*i32", torch.int64: "*i64", torch.bool: "*i1"}
+    signature, constants, attributes = {}, {}, {}
+    for n, (parameter, argument) in enumerate(zip(kernel.params, arguments, strict=True)):
+        if parameter.is_constexpr or argument is None:
+            signature[parameter.name] = "constexpr"
+            constants[(n,)] = argument
+        elif isinstance(argument, Tensor):
+            signature[parameter.name] = names[argument.dtype]
+            attributes[(n,)] = [["tt.divisibility", 16]]
+        else:
+            signature[parameter.name] = "fp32" if isinstance(argument, float) else "i32"
+    source = ASTSource(kernel, signature, constants, attributes)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning")  # Triton 3.9
+@pytest.mark.skipif(INTERPRETED, reason="compiles")
+@pytest.mark.parametrize(
+    "call",
+    [
+        Call(8, 32, 8, kv_len=8192, k_size=128, v_size=128, dtype=BF16),
+        Call(8, 8, 8, kv_len=1000, k_size=72, v_size=72, dtype=FP16, page_size=8),
+        Call(8, 8, 1, kv_len=8192, k_size=128, v_size=128, dtype=BF16, page_size=16, bias=(1, 8, 1), cap=30.0),
+        Call(8, 32, 8, 17, 8192, k_size=128, v_size=128, dtype=BF16, page_size=256, table=torch.int64),
+        Call(8, 4, 4, kv_len=8192, k_size=64, v_size=64, dtype=FP32),
+    ],
+    ids=["contiguous", "pages-of-8", "pages-of-16", "pages-of-256", "float32"],
+)
+def test_loads_are_wide_and_ahead(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys and values come by asynchronous copies of 16 bytes, two steps ahead, in both loops."""
+    made_kernels = []
+
+    def compiled(kernel: Any, programs: int, warps: int, arguments: tuple[Any, ...]) -> Callable[..., None]:
+        named = dict(zip([p.name for p in kernel.params], arguments, strict=True))
+        made_kernels.append((compiled_for_hopper(kernel, programs, warps, arguments).asm["ptx"], named, warps))
+        return lambda *_: None
+
+    monkeypatch.setattr(launch, "_launches", {})
+    monkeypatch.setattr(launch, "_processors", lambda device: 132)
+    monkeypatch.setattr(launch, "_compiled", compiled)
+    launch.attend(*made(replace(call, batch=2, kv_len=call.kv_len // 8)).arguments)  # the same layout but for sizes
+    text, named, warps = made_kernels[0]
+    copies = re.findall(r"cp\.async\.c[ag]\.shared\.global[^;]*?, (0x[0-9a-f]+|\d+)", text)
+    assert {int(n, 0) for n in copies} == {16}
+    width = named["K_WIDTH"] + named["V_WIDTH"]
+    in_step = named["KEYS"] * width * call.dtype.itemsize // (16 * 32 * warps)
+    assert len(copies) >= 2 * 3 * in_step  # in each loop, and for two steps before it
+
+
+@pytest.mark.parametrize(
+    ("elements", "key_heads", "rows", "size", "kv_len"),
+    [
+        (64, 8, 4, 128, 8192),
+        (8, 8, 4, 128, 32768),
+        (1, 8, 4, 128, 131072),
+        (256, 16, 1, 64, 2048),
+        (1, 1, 1, 128, 131072),
+        (1, 8, 256, 128, 131072),
+        (4096, 1, 1, 64, 4096),
+    ],
+)
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_choices(elements: int, key_heads: int, rows: int, size: int, kv_len: int, itemsize: int) -> None:
+    """Programs fill a GPU once at least, and their shared memory fits a processor."""
+    tiles = kv_len // 128
+    choice = launch._choice(rows, size, size, itemsize, elements, key_heads, tiles, processors=132)
+    programs = (choice.shares or elements) * key_heads * -(-rows // choice.rows)
+    assert programs >= 132
+    assert choice.shares == 0 or elements < choice.shares <= elements * tiles + elements
+    assert choice.keys in (16, 32, 64, 128)
+    assert (choice.stages * 2 * choice.keys + choice.rows) * size * itemsize <= 227 * 2**10
+
+
+# --- on a GPU ---
+
+
+@pytest.mark.gpu
+def test_captured_in_a_graph() -> None:
+    """A replay reads the counts, lists, tables and masks of its time."""
+    first, second = (
+        [a.cuda() if isinstance(a, Tensor) else a for a in made(Call(page_size=16, kv_len=3000, seed=n)).arguments]
+        for n in (1, 2)
+    )
+    attend_few(*first)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = attend_few(*first)
+    for a, b in zip(first, second, strict=True):
+        if isinstance(a, Tensor):
+            a.copy_(b)
+    graph.replay()
+    want = made(Call(page_size=16, kv_len=3000, seed=2))
+    assert error(out, want.out) < 1e-5
+    check_lse(lse, want.lse, 1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_size", [0, 16, 128])
+def test_beyond_2_to_the_31(page_size: int) -> None:
+    """The last tiles of a cache with more than 2**31 numbers."""
+    kv_len, size = 2**24 + 4096, 128
+    k = torch.zeros(1, 1, kv_len, size, dtype=FP16, device="cuda")
+    v = torch.zeros_like(k)
+    q = torch.randn(1, 1, 1, size, dtype=FP16, device="cuda")
+    k[:, :, -128:].normal_()
+    v[:, :, -128:].normal_()
+    want, want_lse = oracle(
+        *(t.cpu() for t in (q, k[:, :, -128:], v[:, :, -128:])), torch.tensor(True), 0.1, None, None, None
+    )
+    table = None
+    if page_size:
+        k, v = (t.view(-1, page_size, 1, size) for t in (k, v))
+        table = torch.arange(kv_len // page_size, dtype=torch.int32, device="cuda")[None]
+    for is_full in (False, True):
+        one = torch.ones(1, 1, dtype=torch.int32, device="cuda")
+        tile = (one * (kv_len // 128 - 1))[..., None]
+        visible = torch.ones(1, device="cuda", dtype=torch.bool).expand(1, 1, 1, kv_len)
+        counts = [0 * one, one] if is_full else [one, 0 * one]
+        out, lse = attend_few(q, k, v, table, counts[0], tile, counts[1], tile, visible, None, None, 0.1, None)
+        assert error(out, want) < TOLERANCE[FP16]
+        check_lse(lse, want_lse, TOLERANCE[FP16])
+
+
+# --- by the interpreter ---
+
+
+@pytest.mark.skipif(INTERPRETED, reason="Triton is interpreted in this process already")
+@pytest.mark.skipif(
+    tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7),
+    reason="the interpreter of Triton 3.6 has no loops over loaded numbers with a new NumPy",
+)
+@pytest.mark.parametrize("selection", ["not campaign", pytest.param("campaign", marks=pytest.mark.campaign)])
+def test_kernels_by_the_interpreter(selection: str) -> None:
+    """The tests of this file, in a process that chose Triton's interpreter before it was imported."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", selection, __file__]
+    ran = subprocess.run(
+        command,
+        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+    )
+    assert ran.returncode == 0, ran.stdout.decode()[-4000:]
+    assert " passed" in ran.stdout.decode()

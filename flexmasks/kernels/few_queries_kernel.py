@@ -10,9 +10,10 @@ head a query head of it. A program takes a share of one element's tiles, one key
 have about the same number of tiles, whatever the numbers of tiles of the elements are: each program finds its element
 and tiles from the counts of all elements.
 
-A step of the loop takes KEYS keys of a tile. Numbers of tiles and pages are loaded one or two steps ahead, so that the
-loop can be pipelined: their loads then do not stand between the loads of keys and values. Strides come divided by a
-GRAIN, a power of two; multiplying them by it proves their alignment to the compiler.
+A step of the loop takes KEYS keys of a tile. Numbers of tiles and pages and `visible` are loaded one or two steps
+ahead, so that the loop can be pipelined: keys and values are loaded two steps ahead of their use, without waiting for
+the numbers that say where they are. Strides come divided by a
+GRAIN; multiplying them by it proves their alignment to the compiler.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def _counts(
     partial_counts, full_counts, element, elements,
     partial_batch, partial_head, full_batch, full_head, LIST_HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Return the numbers of partial and of full tiles of elements, 0 beyond the last element."""
+    """Return the numbers of partial and of full tiles; 0 beyond the last element."""
     b = (element // LIST_HEADS).to(tl.int64)
     h = (element % LIST_HEADS).to(tl.int64)
     is_element = element < elements
@@ -125,10 +126,11 @@ def _start_of(tile, step, KEYS: tl.constexpr, STEPS: tl.constexpr):
 
 @triton.jit
 def _pages_of(table, start, kv_len, KEYS: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_WORDS: tl.constexpr):
-    """Return the page numbers of the keys of a step: one for all keys where a page holds them all.
+    """Return the page numbers of the keys of a step.
 
-    PAGE_WORDS: words of 32 bits in a number of the table. Only the lowest one is read, because Triton does not pipeline
-    a loop over numbers that it converts.
+    It is one number if pages hold all keys of a step.
+
+    PAGE_WORDS: words of 32 bits in a number of the table. The lowest one is read.
     """
     if PAGE_SIZE == 0:
         pages = start * 0
@@ -141,14 +143,38 @@ def _pages_of(table, start, kv_len, KEYS: tl.constexpr, PAGE_SIZE: tl.constexpr,
 
 
 @triton.jit
+def _marks_of(
+    visible, start, kv_len, is_row,
+    KEYS: tl.constexpr, EVEN: tl.constexpr, VISIBLE_KEY: tl.constexpr, SAME: tl.constexpr,
+):  # fmt: skip
+    """Return the visible keys of a step.
+
+    They are [KEYS] if they are the same for all rows, else [rows, KEYS].
+    """
+    key = start + tl.arange(0, KEYS)
+    offsets = key.to(tl.int64) * VISIBLE_KEY
+    if SAME and EVEN:
+        marks = tl.load(visible + offsets)
+    elif SAME:
+        marks = tl.load(visible + offsets, mask=key < kv_len, other=0)
+    elif EVEN:
+        marks = tl.load(visible[:, None] + offsets[None, :], mask=is_row[:, None], other=0)
+    else:
+        marks = tl.load(
+            visible[:, None] + offsets[None, :], mask=is_row[:, None] & (key < kv_len)[None, :], other=0
+        )  # fmt: skip
+    return marks
+
+
+@triton.jit
 def _load_rows(
     at, start, pages, is_needed, page_stride, key_stride,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, GRAIN: tl.constexpr, KEYS: tl.constexpr,
     PAGE_SIZE: tl.constexpr, ALL: tl.constexpr,
 ):  # fmt: skip
-    """Return keys or values [KEYS, WIDTH] of a step; those not needed, and columns from SIZE on, are 0.
+    """Return the keys or values [KEYS, WIDTH] of a step.
 
-    ALL: all keys are needed.
+    Keys that are not needed, and columns from SIZE on, are 0. ALL: all keys are needed.
     """
     place = tl.arange(0, KEYS)
     column = tl.arange(0, WIDTH)[None, :]
@@ -178,16 +204,20 @@ def _attend_tiles(
     K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
     K_GRAIN: tl.constexpr, V_GRAIN: tl.constexpr, KEYS: tl.constexpr, STEPS: tl.constexpr,
     PAGE_SIZE: tl.constexpr, PAGE_WORDS: tl.constexpr, EVEN: tl.constexpr, GRAIN: tl.constexpr,
-    VISIBLE_KEY: tl.constexpr, FACTOR_KEY: tl.constexpr, BIAS_KEY: tl.constexpr, CAP: tl.constexpr,
+    VISIBLE_KEY: tl.constexpr, FACTOR_KEY: tl.constexpr, BIAS_KEY: tl.constexpr, SAME: tl.constexpr, CAP: tl.constexpr,
     DOT: tl.constexpr, STAGES: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """Add the tiles of steps first..last - 1 to a running softmax, in base 2.
 
-    visible, factor, bias: pointers to the rows' first keys; `visible` is read in partial tiles only.
+    visible, factor, bias: pointers to the rows' first keys; `visible` is read in partial tiles only. With SAME it is
+    one pointer for all rows. Its bytes are carried through the loop as they are: Triton does not pipeline a loop over
+    values that it converts after loading them.
     """
     start = _start_of(_tile_of(tiles, first, last, STEPS), first, KEYS, STEPS)
     next_tile = _tile_of(tiles, first + 1, last, STEPS)
     pages = _pages_of(table, start, kv_len, KEYS, PAGE_SIZE, PAGE_WORDS)
+    if PARTIAL:
+        marks = _marks_of(visible, start, kv_len, is_row, KEYS, EVEN, VISIBLE_KEY, SAME)
     for step in tl.range(first, last, num_stages=STAGES):
         key = start + tl.arange(0, KEYS)
         exists = key < kv_len
@@ -195,10 +225,12 @@ def _attend_tiles(
         is_pair = is_row[:, None]
         if not EVEN:
             is_pair = is_pair & exists[None, :]
-        if PARTIAL:
-            at = visible[:, None] + key.to(tl.int64)[None, :] * VISIBLE_KEY
-            marks = tl.load(at, mask=is_pair, other=0).to(tl.int32)
-            needed = tl.max(marks, 0) != 0
+        if PARTIAL and SAME:
+            needed = marks != 0
+            is_visible = needed[None, :]
+        elif PARTIAL:
+            needed = tl.max(marks.to(tl.int32), 0) != 0
+            is_visible = marks != 0
         keys = _load_rows(
             k, start, pages, needed, k_page, k_key, K_SIZE, K_WIDTH, K_GRAIN, KEYS, PAGE_SIZE, EVEN and not PARTIAL
         )
@@ -217,7 +249,7 @@ def _attend_tiles(
         else:
             scores *= scale * _LOG2_E
         if PARTIAL:
-            scores = tl.where(marks != 0, scores, float("-inf"))
+            scores = tl.where(is_visible, scores, float("-inf"))
         elif not EVEN:
             scores = tl.where(exists[None, :], scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1))
@@ -232,6 +264,8 @@ def _attend_tiles(
         acc = tl.dot(weights.to(values.dtype).to(DOT), values.to(DOT), acc * kept[:, None], input_precision="ieee")
         start = _start_of(next_tile, step + 1, KEYS, STEPS)
         pages = _pages_of(table, start, kv_len, KEYS, PAGE_SIZE, PAGE_WORDS)
+        if PARTIAL:
+            marks = _marks_of(visible, start, kv_len, is_row, KEYS, EVEN, VISIBLE_KEY, SAME)
         next_tile = _tile_of(tiles, step + 2, last, STEPS)
     return row_max, total, acc
 
@@ -259,7 +293,8 @@ def attend_kernel(
     K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
     Q_GRAIN: tl.constexpr, K_GRAIN: tl.constexpr, V_GRAIN: tl.constexpr,
     PAGE_SIZE: tl.constexpr, PAGE_WORDS: tl.constexpr, EVEN: tl.constexpr, GRAIN: tl.constexpr,
-    VISIBLE_KEY: tl.constexpr, FACTOR_KEY: tl.constexpr, BIAS_KEY: tl.constexpr, CAP: tl.constexpr, DOT: tl.constexpr,
+    VISIBLE_KEY: tl.constexpr, FACTOR_KEY: tl.constexpr, BIAS_KEY: tl.constexpr, SAME: tl.constexpr,
+    CAP: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Compute ROWS rows of a key head over one share of an element's tiles.
 
@@ -318,7 +353,12 @@ def attend_kernel(
             table_row = (table + b * table_batch).to(tl.pointer_type(tl.int32), bitcast=True)
         partial += b * partial_batch + list_head * partial_head
         full += b * full_batch + list_head * full_head
-        visible_rows = visible + (b * visible_batch + head * visible_head + query * visible_query) * GRAIN
+        visible_bytes = visible.to(tl.pointer_type(tl.int8), bitcast=True)
+        if SAME:
+            first_head = list_head if LIST_HEADS > 1 else key_head.to(tl.int64) * GROUP
+            visible_rows = visible_bytes + (b * visible_batch + first_head * visible_head) * GRAIN
+        else:
+            visible_rows = visible_bytes + (b * visible_batch + head * visible_head + query * visible_query) * GRAIN
         if factor is None:
             factor_rows: tl.constexpr = None
         else:
@@ -336,14 +376,14 @@ def attend_kernel(
             tl.maximum(begin - n_partial, 0) * STEPS, tl.maximum(end - n_partial, 0) * STEPS,
             kv_len, is_row, visible_rows, factor_rows, bias_rows, scale, cap, k_page, k_key, v_page, v_key,
             K_SIZE, V_SIZE, K_WIDTH, V_WIDTH, K_GRAIN, V_GRAIN, KEYS, STEPS, PAGE_SIZE, PAGE_WORDS, EVEN, GRAIN,
-            VISIBLE_KEY, FACTOR_KEY, BIAS_KEY, CAP, DOT, STAGES, False,
+            VISIBLE_KEY, FACTOR_KEY, BIAS_KEY, SAME, CAP, DOT, STAGES, False,
         )  # fmt: skip
         row_max, total, acc = _attend_tiles(
             row_max, total, acc, q_rows, k, v, table_row, partial,
             tl.minimum(begin, n_partial) * STEPS, tl.minimum(end, n_partial) * STEPS,
             kv_len, is_row, visible_rows, factor_rows, bias_rows, scale, cap, k_page, k_key, v_page, v_key,
             K_SIZE, V_SIZE, K_WIDTH, V_WIDTH, K_GRAIN, V_GRAIN, KEYS, STEPS, PAGE_SIZE, PAGE_WORDS, EVEN, GRAIN,
-            VISIBLE_KEY, FACTOR_KEY, BIAS_KEY, CAP, DOT, STAGES, True,
+            VISIBLE_KEY, FACTOR_KEY, BIAS_KEY, SAME, CAP, DOT, STAGES, True,
         )  # fmt: skip
 
         is_empty = total == 0  # NaN is not empty

@@ -16,17 +16,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexmasks.kernels.few_queries import TILE, check
 from flexmasks.kernels.few_queries_kernel import attend_kernel, join_kernel
+from flexmasks.kernels.few_queries_plain import TILE, check
 
 _MAX_LAUNCHES = 4096  # launches kept; when there are more, all are dropped
-_MAX_COUNTS = 1024  # counts of tiles that a program loads at a time
+_FEW_COUNTS, _MAX_COUNTS = 64, 1024  # counts of tiles that a program loads at a time
 _SHARED_MEMORY = 227 * 2**10  # of a processor of a Hopper GPU, in bytes
 _launches: dict[Hashable, _Launch] = {}
 
 
 class _Launch(NamedTuple):
-    """What a call of some layout passes to the kernels besides tensors."""
+    """Arguments of the kernels besides tensors, for calls of one layout."""
 
     attend: Callable[..., Any]  # takes the tensors, numbers and constants
     attend_numbers: tuple[int, ...]
@@ -55,10 +55,11 @@ def attend(
         if len(_launches) >= _MAX_LAUNCHES:
             _launches.clear()
         _launches[key] = launch
-    shared_out = shared_lse = out
+    shared_out = shared_lse = lse  # not used by programs that write the result themselves
     if launch.join is not None:
         shared = torch.empty(launch.lines * (v.shape[-1] + 1), dtype=torch.float32, device=q.device)
-        shared_out, shared_lse = shared[launch.lines :], shared[: launch.lines]
+        n_out = launch.lines * v.shape[-1]
+        shared_out, shared_lse = shared[:n_out], shared[n_out:]  # both are aligned, since head sizes are multiples of 8
     launch.attend(
         out, lse, shared_out, shared_lse, *tensors, scale, cap or 0.0, *launch.attend_numbers, *launch.attend_constants
     )
@@ -165,6 +166,7 @@ def _launch(results: tuple[Tensor, Tensor], tensors: tuple[Any, ...], has_cap: b
     else:
         key_heads = 1
     tiles = max(1, min(-(-kv_len // TILE), partial.shape[-1] + full.shape[-1]))
+    same = rows == 1 or (queries == 1 and visible.shape[1] == 1)  # all rows of a program see the same keys
     choice = _choice(rows, k_size, v_size, q.element_size(), elements, key_heads, tiles, _processors(q.device))
     split = choice.shares > 0
     row_blocks = -(-rows // choice.rows)
@@ -173,7 +175,7 @@ def _launch(results: tuple[Tensor, Tensor], tensors: tuple[Any, ...], has_cap: b
     v_grain, v_strides = _with_grain(_key_strides(v, page_size))
     count_strides = (*_strides(partial_counts, 2), *_strides(full_counts, 2))
     pair_grain, pair_strides = _with_grain([*_strides(visible, 3), *_strides(factor, 3), *_strides(bias, 3)])
-    lists = (list_heads, min(_MAX_COUNTS, triton.next_power_of_2(elements)))
+    lists = (list_heads, _FEW_COUNTS if elements <= _FEW_COUNTS else _MAX_COUNTS)
     numbers = (
         *(kv_len, queries, elements, choice.shares, key_heads, row_blocks, rows),
         *(*q_strides, *k_strides, *v_strides, *_strides(page_table, 1)),
@@ -185,11 +187,11 @@ def _launch(results: tuple[Tensor, Tensor], tensors: tuple[Any, ...], has_cap: b
         *(k_size, v_size, _width(k_size), _width(v_size), q_grain, k_grain, v_grain),
         *(
             page_size,
-            2 if page_table is not None and page_table.dtype == torch.int64 else 1,
-            kv_len % TILE == 0,
+            page_words,
+            kv_len > 0 and kv_len % TILE == 0,
             pair_grain,
         ),
-        *(_last_stride(visible), _last_stride(factor), _last_stride(bias), has_cap, _dot_type(q.dtype)),
+        *(_last_stride(visible), _last_stride(factor), _last_stride(bias), same, has_cap, _dot_type(q.dtype)),
     )
     programs = (choice.shares if split else elements) * key_heads * row_blocks
     attend = _compiled(
@@ -198,7 +200,8 @@ def _launch(results: tuple[Tensor, Tensor], tensors: tuple[Any, ...], has_cap: b
     if not split:
         return _Launch(attend, numbers, constants, None, (), (), 0)
     join_numbers = (queries, elements, choice.shares, key_heads, row_blocks, *count_strides)
-    join_constants = (group, *lists, choice.rows, v_size, _width(v_size), 16)
+    together = 8 if choice.shares <= 8 * elements else 2**13 // _width(v_size)  # shares of a step
+    join_constants = (group, *lists, choice.rows, v_size, _width(v_size), together)
     arguments = (out, lse, lse, lse, partial_counts, full_counts, *join_numbers, *join_constants)
     join = _compiled(join_kernel, batch * heads * queries, 4, arguments)
     return _Launch(attend, numbers, constants, join, join_numbers, join_constants, programs * choice.rows)
@@ -231,12 +234,19 @@ def _last_stride(tensor: Tensor | None) -> int:
 
 
 def _key_strides(keys: Tensor, page_size: int) -> list[int]:
-    """Return the strides of keys or values by batch element, head, page and key; a page size of 0 means no pages."""
+    """Return the strides of keys or values by batch element, head, page and key.
+
+    A page size of 0 means no pages.
+    """
     one, two, three = _strides(keys, 3)
     return [0, three, one, two] if page_size else [one, two, 0, three]
 
 
 def _with_grain(strides: list[int]) -> tuple[int, list[int]]:
-    """Return the greatest power of two, up to 16, that divides some strides, and the strides divided by it."""
-    grain = math.gcd(16, *strides)
+    """Return the grain of some strides, and the strides divided by it.
+
+    The grain is 8 if it divides them all, which is enough for loads of 16 bytes, else 1: other grains would compile
+    more kernels while a cache grows.
+    """
+    grain = 8 if math.gcd(8, *strides) == 8 else 1
     return grain, [stride // grain for stride in strides]
