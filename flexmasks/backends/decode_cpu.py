@@ -25,6 +25,7 @@ from flexmasks.workers import Workers
 # Batch elements are computed one by one if together they would read this many times as many keys. Many calls of a
 # kernel wait for each other where other processes take the cores.
 _MANY_TIMES = 3
+_SMALL = 1 << 20  # bytes of keys that are copied together
 
 
 def refuses(call: Call) -> str | None:
@@ -54,20 +55,20 @@ class Pages(NamedTuple):
 
     def room_for(self, cache: Tensor, parts: list[_Part]) -> Tensor:
         """Return a tensor that the pages of any part fit in."""
-        most = max(len(range(*self._columns(part))) for part in parts)
+        most = max(len(self.table[part.batch]) * len(range(*self._columns(part))) for part in parts)
         return cache.new_empty(most, *cache.shape[1:])
 
     def keys_of(self, cache: Tensor, part: _Part, room: Tensor) -> Tensor:
-        """Return a copy of a part's keys or values: [1, Hkv, keys, D].
+        """Return a copy of a part's keys or values: [B, Hkv, keys, D].
 
         cache: [n_pages, size, Hkv, D].
-        part: it has one batch element.
         """
         first, stop = self._columns(part)
-        numbers = self.table[part.batch.start, first:stop].int()
-        pages = torch.index_select(cache, 0, numbers, out=room[: stop - first])
+        numbers = self.table[part.batch, first:stop].long().clamp(0, len(cache) - 1)  # unused entries may be anything
+        pages = torch.index_select(cache, 0, numbers.flatten(), out=room[: numbers.numel()])
         skipped = first * self.size
-        return pages.flatten(0, 1)[part.keys.start - skipped : part.keys.stop - skipped].transpose(0, 1)[None]
+        keys = slice(part.keys.start - skipped, part.keys.stop - skipped)
+        return pages.view(len(numbers), -1, *cache.shape[2:])[:, keys].transpose(1, 2)
 
     def _columns(self, part: _Part) -> tuple[int, int]:
         """Return the first and the last column of a part's keys, plus 1."""
@@ -207,10 +208,10 @@ def _grouped(x: Tensor, heads: int, kv_heads: int) -> Tensor:
     return x.expand(-1, groups, -1, -1).reshape(len(x), 1, groups * x.shape[2], -1)
 
 
-def _parts(visible: Tensor, k: Tensor, one_by_one: bool) -> list[_Part]:
+def _parts(visible: Tensor, k: Tensor, are_copied: bool) -> list[_Part]:
     """Return the batch elements that are computed together, with their keys.
 
-    Each batch element is a part of its own if that leaves out most keys.
+    Each batch element is a part of its own if that leaves out most keys, and if pages are copied that are not small.
     """
     batch, kv_len = k.shape[0], k.shape[2]
     seen = visible.any(1).any(1).byte()  # [B or 1, KV]
@@ -222,10 +223,11 @@ def _parts(visible: Tensor, k: Tensor, one_by_one: bool) -> list[_Part]:
     filled = [span for span in spans if span[1]] or [(0, 0)]
     first, last = min(a for a, _ in filled), max(b for _, b in filled)
     together = [_Part(slice(0, batch), slice(first, last))]
-    if one_by_one:
+    bytes_together = batch * (last - first) * k[0, :, 0].numel() * k.element_size()
+    if are_copied and bytes_together > _SMALL:
         spans = spans if len(spans) == batch else spans * batch
         return [_Part(slice(n, n + 1), slice(*span)) for n, span in enumerate(spans)]
-    if len(spans) == 1:
+    if len(spans) == 1 or are_copied:
         return together
     if batch * (last - first) <= _MANY_TIMES * sum(b - a for a, b in spans):
         return together

@@ -14,9 +14,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from flexmasks import compat
 from flexmasks.backends.added import is_added
 from flexmasks.backends.call import Call
-from flexmasks.kernels.few_queries import attend_few, runs_on_triton
+from flexmasks.kernels.few_queries import attend, attend_few, runs_on_triton
 from flexmasks.plans.plan import GivenPlan, MaskPlan, ScorePlan, is_captured
 from flexmasks.plans.recorded import Recorded
 from flexmasks.plans.whole import Whole
@@ -64,7 +65,9 @@ class GpuDecode:
         visible, counts, tiles = self.whole
         q, k, v = (x.detach() if x.stride(3) == 1 else x.detach().contiguous() for x in (q, k, v))
         scale = q.shape[3] ** -0.5 if self.scale is None else self.scale
-        out, lse = attend_few(
+        is_plain = type(q) is type(k) is type(v) is Tensor and not compat.in_dispatch_mode()
+        run = attend if is_plain and not compat.in_function_mode() else attend_few
+        out, lse = run(
             q, k, v, self.table, counts, tiles, *_no_tiles(q.device), visible, None, self.added, scale, self.cap
         )
         return out, lse if self.with_lse else None

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flexmasks.blocks.decide import dependence
 from flexmasks.blocks.elements import boolean, over_indices
-from flexmasks.kernels.few_queries import TILE
+from flexmasks.kernels.few_queries_plain import TILE
 from flexmasks.kernels.index_lists import index_lists
 from flexmasks.plans.bounds import MaskKind, unread
 from flexmasks.plans.shifted import Offset, shifted_mask, shifted_score
