@@ -1,8 +1,7 @@
 """Triton kernels of attention for few queries.
 
-The first kernel reads the keys and values of all listed tiles once, and is as fast as the memory. With S bytes of keys
-and values behind the tiles it moves S bytes, a byte for each query and key of partial tiles, and 4 bytes for each
-factor and bias. Where an element's tiles are shared out, programs write 4 (size of values + 1) bytes for each row and
+The first kernel reads the keys and values of all listed tiles once. With S bytes of keys and values behind the tiles it
+moves S bytes, a byte for each query and key of partial tiles, and 4 bytes for each factor and bias. Where an element's tiles are shared out, programs write 4 (size of values + 1) bytes for each row and
 share, which the second kernel reads.
 
 A row is one query of one query head. An element is what a list of tiles belongs to: a batch element, or with lists by
@@ -12,8 +11,8 @@ and tiles from the counts of all elements.
 
 A step of the loop takes KEYS keys of a tile. Numbers of tiles and pages and `visible` are loaded one or two steps
 ahead, so that the loop can be pipelined: keys and values are loaded two steps ahead of their use, without waiting for
-the numbers that say where they are. Strides come divided by a
-GRAIN; multiplying them by it proves their alignment to the compiler.
+the numbers that say where they are. Strides come divided by a GRAIN; multiplying them by it proves their alignment to
+the compiler.
 """
 
 from __future__ import annotations
