@@ -219,15 +219,15 @@ def _bench(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> di
         parser.error(f"bench {arguments.what} takes no --only and no --quick")
     where: dict[str, Any] = {"device": arguments.device, "file": arguments.json}
     if arguments.what in _BY_STEPS:
-        from flexmasks.bench.data import data
-        from flexmasks.bench.serve import serve
-        from flexmasks.bench.steps import steps
+        from flexmasks.bench.data import DATA_FORMS
+        from flexmasks.bench.results import run_benchmark
+        from flexmasks.bench.serve import SERVE
+        from flexmasks.bench.steps import STEPS
 
         if arguments.masks or arguments.scores or arguments.all or arguments.lengths:
             parser.error(f"bench {arguments.what} takes no --masks, --scores, --all and --lengths")
-        return {"steps": steps, "data": data, "serve": serve}[arguments.what](
-            arguments.only, quick=arguments.quick, resume=arguments.resume, **where
-        )
+        benchmark = {"steps": STEPS, "data": DATA_FORMS, "serve": SERVE}[arguments.what]
+        return run_benchmark(benchmark, arguments.only, quick=arguments.quick, resume=arguments.resume, **where)
     if arguments.what == "softmax":
         from flexmasks.bench.softmax import softmax
 

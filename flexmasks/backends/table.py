@@ -73,7 +73,7 @@ def choose(call: Call) -> tuple[list[Backend], dict[str, str]]:
 
 
 def _fastest_first(call: Call) -> list[Backend]:
-    """Return the backends of "auto" in the order of their speed for a call, the reference last."""
+    """Return the backends of "auto" by their speed for a call, the reference last."""
     slow: list[str] = []
     if call.is_cuda and fa4.refuses_package(call) is None:
         window = call.window()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,16 +18,7 @@ from flexmasks.backends import fa4, flash, flex, forms
 from flexmasks.backends.call import Call
 from flexmasks.bench.clock import wall_milliseconds
 from flexmasks.bench.console import progress
-from flexmasks.bench.results import (
-    Row,
-    choose_device,
-    chosen_steps,
-    flash_version,
-    machine,
-    measured_on,
-    run_steps,
-    text_table,
-)
+from flexmasks.bench.results import Benchmark, Row, measured_on, text_table
 from flexmasks.bench.runner import measure_passes
 from flexmasks.cache import clear_caches
 from flexmasks.orders import tile_order
@@ -225,41 +216,18 @@ def _difference(outputs: dict[str, Tensor], dtype: torch.dtype) -> float | None:
 # --- the command ---
 
 
-def data(
-    only: Iterable[str] = (),
-    *,
-    quick: bool = False,
-    device: str | None = None,
-    file: str | None = None,
-    resume: bool = False,
-) -> dict[str, Any]:
-    """Measure masks in both forms, print a table, and write the figures to a file.
-
-    Args:
-        only: measure only what has one of these texts in its description.
-        quick: small masks and few runs, to try the benchmark itself.
-        device: cuda or cpu; by default a GPU if the machine has one.
-        file: the JSON file.
-        resume: keep the rows that the file has of an earlier run.
-    """
-    at = choose_device(device)
-    is_cuda = at.type == "cuda"
+def _todo(device: torch.device, quick: bool) -> dict[str, Callable[[], list[Row]]]:
+    """Return what to measure, by descriptions."""
+    is_cuda = device.type == "cuda"
     scale = _QUICK if quick else _GPU if is_cuda else _CPU
     backends = [name for name in ("triton", "flash") if name != "flash" or fa4.is_installed()] if is_cuda else ["cpu"]
-    todo = {
+    return {
         f"{case.name}, {case.length} tokens, {backend}": functools.partial(
-            _rows, case, backend, scale, at, _QUICK_RUNS if quick else _RUNS
+            _rows, case, backend, scale, device, _QUICK_RUNS if quick else _RUNS
         )
-        for case in cases(scale, at)
+        for case in cases(scale, device)
         for backend in backends
     }
-    about = machine(at)
-    if is_cuda:
-        about["flash"] = flash_version()
-    results: dict[str, Any] = {"benchmark": "data", "machine": about, "rows": []}
-    run_steps(results, chosen_steps(todo, only), file, resume)
-    print(table(results))
-    return results
 
 
 def table(results: dict[str, Any]) -> str:
@@ -322,3 +290,6 @@ def _figure(number: float) -> str:
 
 def _total(row: Row) -> float:
     return float(row["forward_ms"] + row.get("backward_ms", 0.0))
+
+
+DATA_FORMS = Benchmark("data", _todo, table)

@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tabulate import tabulate
@@ -135,6 +135,44 @@ def run_steps(
     progress("")
     for description, reason in results.get("failed", {}).items():
         print(f"{description} failed: {reason.splitlines()[0]}", file=sys.stderr)
+
+
+class Benchmark(NamedTuple):
+    """A benchmark that runs step by step."""
+
+    name: str
+    todo: Callable[[torch.device, bool], dict[str, Callable[[], list[Row]]]]  # by descriptions, given `quick` too
+    table: Callable[[dict[str, Any]], str]  # the figures of one run as text
+
+
+def run_benchmark(
+    benchmark: Benchmark,
+    only: Iterable[str] = (),
+    *,
+    quick: bool = False,
+    device: str | None = None,
+    file: str | None = None,
+    resume: bool = False,
+) -> dict[str, Any]:
+    """Run a benchmark, print a table, and write the figures to a file.
+
+    Args:
+        benchmark: what to measure.
+        only: measure only what has one of these texts in its description.
+        quick: few and small steps, to try the benchmark itself.
+        device: cuda or cpu; by default a GPU if the machine has one.
+        file: the JSON file.
+        resume: keep the rows that the file has of an earlier run.
+    """
+    at = choose_device(device)
+    chosen = chosen_steps(benchmark.todo(at, quick), only)
+    about = machine(at)
+    if at.type == "cuda":
+        about["flash"] = flash_version()
+    results: dict[str, Any] = {"benchmark": benchmark.name, "machine": about, "rows": []}
+    run_steps(results, chosen, file, resume)
+    print(benchmark.table(results))
+    return results
 
 
 def _earlier(results: dict[str, Any], file: str) -> dict[str, Any]:

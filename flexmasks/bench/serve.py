@@ -14,16 +14,7 @@ from torch import Tensor
 from flexmasks.attention import attention, explain, paged_attention
 from flexmasks.bench.clock import interleaved, wall_milliseconds
 from flexmasks.bench.loops import Draws
-from flexmasks.bench.results import (
-    Row,
-    choose_device,
-    chosen_steps,
-    flash_version,
-    machine,
-    measured_on,
-    run_steps,
-    text_table,
-)
+from flexmasks.bench.results import Benchmark, Row, measured_on, text_table
 from flexmasks.bench.steps import QUICK, USUAL, Pace, measure, measured_rows
 from flexmasks.bench.steps_tables import OURS
 from flexmasks.scores.alibi import alibi_slopes
@@ -201,39 +192,18 @@ def _copy_ms(device: torch.device) -> float:
 # --- the command ---
 
 
-def serve(
-    only: Iterable[str] = (),
-    *,
-    quick: bool = False,
-    device: str | None = None,
-    file: str | None = None,
-    resume: bool = False,
-) -> dict[str, Any]:
-    """Measure a serving loop, print a table, and write the figures to a file.
-
-    Args:
-        only: measure only what has one of these texts in its description.
-        quick: few and small steps, to try the benchmark itself.
-        device: cuda or cpu; by default a GPU if the machine has one.
-        file: the JSON file.
-        resume: keep the rows that the file has of an earlier run.
-    """
-    at = choose_device(device)
-    is_cuda = at.type == "cuda"
+def _todo(device: torch.device, quick: bool) -> dict[str, Callable[[], list[Row]]]:
+    """Return what to measure, by descriptions."""
+    is_cuda = device.type == "cuda"
     dtype, pace = torch.bfloat16 if is_cuda else torch.float32, QUICK if quick else USUAL
     caches = _SMALL if quick else _GPU if is_cuda else _CPU
     page_sizes = (16, 64, 128, 256) if is_cuda and not quick else (16, 128)
-    todo = {
-        f"{case.name}, {' x '.join(map(str, case.cache))}": functools.partial(_rows, case, page_sizes, at, dtype, pace)
-        for case in cases(caches, at)
+    return {
+        f"{case.name}, {' x '.join(map(str, case.cache))}": functools.partial(
+            _rows, case, page_sizes, device, dtype, pace
+        )
+        for case in cases(caches, device)
     }
-    about = machine(at)
-    if is_cuda:
-        about["flash"] = flash_version()
-    results: dict[str, Any] = {"benchmark": "serve", "machine": about, "rows": []}
-    run_steps(results, chosen_steps(todo, only), file, resume)
-    print(table(results))
-    return results
 
 
 def table(results: dict[str, Any]) -> str:
@@ -270,3 +240,6 @@ def markdown(results: dict[str, Any]) -> str:
     cells = [[row[i] for i in used] for row in rows]
     made = tabulate(cells, headers=[header[i] for i in used], tablefmt="github", disable_numparse=True)
     return f"{measured_on(results)}; medians.\n\n{made}"
+
+
+SERVE = Benchmark("serve", _todo, table)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +33,7 @@ from flexmasks.bench.loops import (
     offsets_mod,
 )
 from flexmasks.bench.model import WAYS, Attend, Sizes, Training
-from flexmasks.bench.results import Row, choose_device, chosen_steps, flash_version, machine, run_steps
+from flexmasks.bench.results import Benchmark, Row
 from flexmasks.bench.runner import MeasuredSteps, measure_steps
 from flexmasks.bench.steps_tables import OLD, OURS, PLAIN, table
 from flexmasks.cache import clear_caches
@@ -291,34 +291,6 @@ def _kinds(packing: str, sizes: Sizes, device: torch.device, way: str) -> tuple[
 # --- the command ---
 
 
-def steps(
-    only: Iterable[str] = (),
-    *,
-    quick: bool = False,
-    device: str | None = None,
-    file: str | None = None,
-    resume: bool = False,
-) -> dict[str, Any]:
-    """Measure steps with new tensors, print a table, and write the figures to a file.
-
-    Args:
-        only: measure only what has one of these texts in its description.
-        quick: few and small steps, to try the benchmark itself.
-        device: cuda or cpu; by default a GPU if the machine has one.
-        file: the JSON file.
-        resume: keep the rows that the file has of an earlier run.
-    """
-    at = choose_device(device)
-    chosen = chosen_steps(_todo(at, quick), only)
-    about = machine(at)
-    if at.type == "cuda":
-        about["flash"] = flash_version()
-    results: dict[str, Any] = {"benchmark": "steps", "machine": about, "rows": []}
-    run_steps(results, chosen, file, resume)
-    print(table(results))
-    return results
-
-
 def _todo(device: torch.device, quick: bool) -> dict[str, Callable[[], list[Row]]]:
     """Return what to measure, by descriptions."""
     is_cuda = device.type == "cuda"
@@ -357,3 +329,6 @@ def _todo(device: torch.device, quick: bool) -> dict[str, Callable[[], list[Row]
     for shape in shapes[1:]:  # the longest work comes last
         add_loops(shape)
     return todo
+
+
+STEPS = Benchmark("steps", _todo, table)

@@ -1,8 +1,8 @@
 """Triton kernels of attention for few queries.
 
 The first kernel reads the keys and values of all listed tiles once. With S bytes of keys and values behind the tiles it
-moves S bytes, a byte for each query and key of partial tiles, and 4 bytes for each factor and bias. Where an element's tiles are shared out, programs write 4 (size of values + 1) bytes for each row and
-share, which the second kernel reads.
+moves S bytes, a byte for each query and key of partial tiles, and 4 bytes for each factor and bias. Where an element's
+tiles are shared out, programs write 4 (size of values + 1) bytes for each row and share, which the second kernel reads.
 
 A row is one query of one query head. An element is what a list of tiles belongs to: a batch element, or with lists by
 head a query head of it. A program takes a share of one element's tiles, one key head, and up to ROWS rows. All shares
