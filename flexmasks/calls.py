@@ -236,12 +236,14 @@ def _keep(key: Hashable, tensors: list[Tensor], replay: Replay, planned: _Planne
     if not planned.call.holds_aliases:
         return
     _REPLAYS.put(key, tensors, replay, ENTRY + replay.nbytes)
+    if not tensors:
+        return
     renewal: Renewal | DecodeRenewal | None
     if isinstance(replay, GpuDecode):
         renewal = DecodeRenewal.of(replay, planned.mask, planned.score, tensors)
     else:
         renewal = Renewal.of(replay, planned.mask, planned.score, planned.aliases, tensors)
-    if tensors and renewal is not None:
+    if renewal is not None:
         _RENEWALS.put((key, *_layouts(tensors)), (), renewal, ENTRY)
 
 

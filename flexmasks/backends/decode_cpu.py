@@ -222,13 +222,11 @@ def _parts(visible: Tensor, k: Tensor, are_copied: bool) -> list[_Part]:
     ]
     filled = [span for span in spans if span[1]] or [(0, 0)]
     first, last = min(a for a, _ in filled), max(b for _, b in filled)
-    together = [_Part(slice(0, batch), slice(first, last))]
-    bytes_together = batch * (last - first) * k[0, :, 0].numel() * k.element_size()
-    if are_copied and bytes_together > _SMALL:
-        spans = spans if len(spans) == batch else spans * batch
-        return [_Part(slice(n, n + 1), slice(*span)) for n, span in enumerate(spans)]
-    if len(spans) == 1 or are_copied:
-        return together
-    if batch * (last - first) <= _MANY_TIMES * sum(b - a for a, b in spans):
-        return together
-    return [_Part(slice(n, n + 1), slice(a, b)) for n, (a, b) in enumerate(spans)]
+    if are_copied:
+        is_together = batch * (last - first) * k[0, :, 0].numel() * k.element_size() <= _SMALL
+    else:
+        is_together = len(spans) == 1 or batch * (last - first) <= _MANY_TIMES * sum(b - a for a, b in spans)
+    if is_together:
+        return [_Part(slice(0, batch), slice(first, last))]
+    spans = spans if len(spans) == batch else spans * batch
+    return [_Part(slice(n, n + 1), slice(*span)) for n, span in enumerate(spans)]

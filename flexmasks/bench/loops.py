@@ -222,10 +222,10 @@ def in_place(chain: Chain, prepare: Prepare, draws: Draws) -> Tensor:
 
 
 class Replayed:
-    """Steps of a chain by a CUDA graph, captured at the first step."""
+    """Steps by a CUDA graph, captured at the first step, whose tensor changes in place."""
 
-    def __init__(self, chain: Chain, prepare: Prepare, draws: Draws) -> None:
-        self._chain, self._prepare, self._draws = chain, prepare, draws
+    def __init__(self, step: Callable[[Tensor], Tensor], draws: Draws) -> None:
+        self._step, self._draws = step, draws
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(self) -> Tensor:
@@ -240,9 +240,9 @@ class Replayed:
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(3):
-                self._chain.run(self._prepare, place)
+                self._step(place)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            output = self._chain.run(self._prepare, place)
+            output = self._step(place)
         return graph, output

@@ -8,15 +8,14 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from tabulate import tabulate
 from torch import Tensor
 
 from flexmasks.attention import attention, explain, paged_attention
 from flexmasks.bench.clock import interleaved, wall_milliseconds
-from flexmasks.bench.loops import Draws
+from flexmasks.bench.loops import Draws, Replayed
 from flexmasks.bench.results import Benchmark, Row, measured_on, text_table
 from flexmasks.bench.steps import QUICK, USUAL, Pace, measure, measured_rows
-from flexmasks.bench.steps_tables import OURS
+from flexmasks.bench.steps_tables import OURS, github_table
 from flexmasks.scores.alibi import alibi_slopes
 from flexmasks.spec.arguments import get_mask
 
@@ -137,27 +136,6 @@ class Serving:
         return lambda x: x.transpose(1, 2).unflatten(1, (-1, page_size)).flatten(0, 1).contiguous()
 
 
-class _Replayed:
-    """A call in a CUDA graph, captured at the first step.
-
-    Its lengths change in place.
-    """
-
-    def __init__(self, call: Callable[[Tensor], Tensor], draws: Draws) -> None:
-        self._call, self._draws = call, draws
-        self._graph: torch.cuda.CUDAGraph | None = None
-
-    def __call__(self) -> Tensor:
-        lens = self._draws.in_place()
-        if self._graph is None:
-            self._call(lens)
-            self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph):
-                self._output = self._call(lens)
-        self._graph.replay()
-        return self._output
-
-
 def _rows(case: Case, page_sizes: Iterable[int], device: torch.device, dtype: torch.dtype, pace: Pace) -> list[Row]:
     """Return the figures of a case."""
     serving = Serving(case, device, dtype)
@@ -169,7 +147,7 @@ def _rows(case: Case, page_sizes: Iterable[int], device: torch.device, dtype: to
     for who, call in functions.items():
         steps[who] = functools.partial(lambda call, draws: call(draws.new()), call, Draws(serving.lens))
         if device.type == "cuda":
-            steps[f"{who}, replayed"] = _Replayed(call, Draws(serving.lens))
+            steps[f"{who}, replayed"] = Replayed(call, Draws(serving.lens))
     with torch.no_grad():
         measured = measure(steps, device, pace, cold=False)
         bytes_per_ms = _COPIED_BYTES[device.type] * 2 / _copy_ms(device)
@@ -236,10 +214,7 @@ def markdown(results: dict[str, Any]) -> str:
             ])  # fmt: skip
     header = ["case", "B x H x Hkv x D x room", "who", "backend", "ms", "roof", DENSE, "first, s", "compiles later"]
     header += ["longest later, ms", "waits"]
-    used = [i for i in range(len(header)) if any(row[i] for row in rows)]
-    cells = [[row[i] for i in used] for row in rows]
-    made = tabulate(cells, headers=[header[i] for i in used], tablefmt="github", disable_numparse=True)
-    return f"{measured_on(results)}; medians.\n\n{made}"
+    return f"{measured_on(results)}; medians.\n\n{github_table(rows, header)}"
 
 
 SERVE = Benchmark("serve", _todo, table)

@@ -125,7 +125,7 @@ def _graph_rows(loop: Loop, shape: Shape, device: torch.device, dtype: torch.dty
     for who, prepare in ((OURS, by_flexmasks(loop)), (PLAIN, theirs)):
         eager, replayed = Draws(chain.drawn), Draws(chain.drawn)
         implementations[who] = functools.partial(in_place, chain, prepare, eager)
-        implementations[f"{who}, replayed"] = Replayed(chain, prepare, replayed)
+        implementations[f"{who}, replayed"] = Replayed(functools.partial(chain.run, prepare), replayed)
     measured = measure(implementations, device, pace, cold=False)
     rows = measured_rows("graph", loop.name, shape, dtype, measured)
     for row in rows:

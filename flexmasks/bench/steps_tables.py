@@ -63,7 +63,7 @@ def _plan_table(cases: _Cases) -> str:
     header = ["B x H x S", "backend", "flexmasks, ms", "create_block_mask", "alone, ms", "create_block_mask", "waits"]
     return (
         "### Plans\n\nNew document ids are planned: what `attention` does before its kernel runs, against compiled "
-        f"`create_block_mask`.\n\n{_github(rows, header)}"
+        f"`create_block_mask`.\n\n{github_table(rows, header)}"
     )
 
 
@@ -91,7 +91,7 @@ def _loop_table(cases: _Cases) -> str:
     return (
         f"### Loops\n\nA step is {CALLS} attentions in a chain that share the mask and, on a GPU, one backward pass. "
         "Pairs of figures are of flexmasks / of compiled torch.\n\n"
-        f"{_github(rows, header)}"
+        f"{github_table(rows, header)}"
     )
 
 
@@ -107,7 +107,7 @@ def _training_table(cases: _Cases) -> str:
         f"### Training\n\nA training step of a model of {figures['layers']} layers of width {figures['width']} "
         f"(B x H x S x D {shape}, or all tokens in one row), with AdamW. New documents are packed at every step. Eager "
         "models call compiled `flex_attention`; layers and whole models are compiled without graph breaks.\n\n"
-        f"{_github(rows, header)}"
+        f"{github_table(rows, header)}"
     )
 
 
@@ -119,7 +119,7 @@ def _graph_table(cases: _Cases) -> str:
     header = ["loop", "B x H x S x D", "backend", "eager, ms", "replayed, ms", "compiled torch, ms", "replayed, ms"]
     return (
         "### CUDA graphs\n\nThe same steps; the tensor of the mask changes in place before each, and a replay plans "
-        f"again.\n\n{_github(rows, header)}"
+        f"again.\n\n{github_table(rows, header)}"
     )
 
 
@@ -132,7 +132,7 @@ def _about_losses(rows: Sequence[Row]) -> str:
     )
 
 
-def _github(rows: Sequence[Sequence[str]], header: Sequence[str]) -> str:
+def github_table(rows: Sequence[Sequence[str]], header: Sequence[str]) -> str:
     """Return a table without its empty columns."""
     used = [i for i in range(len(header)) if any(row[i] for row in rows)]
     cells = [[row[i] for i in used] for row in rows]
