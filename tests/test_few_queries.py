@@ -25,9 +25,11 @@ from torch import Tensor
 
 from flexmasks.kernels.few_queries import attend_few
 from flexmasks.kernels.few_queries_plain import plain_attend_few
+from flexmasks.kernels.visible_tiles import visible_tiles
 
 triton = pytest.importorskip("triton")
 launch = pytest.importorskip("flexmasks.kernels.few_queries_launch")
+tiles_of = pytest.importorskip("flexmasks.kernels.visible_tiles_kernel").tiles_of
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 NAN = math.nan
@@ -677,6 +679,36 @@ def test_beyond_2_to_the_31(page_size: int) -> None:
         out, lse = attend_few(q, k, v, table, counts[0], tile, counts[1], tile, visible, None, None, 0.1, None)
         assert error(out, want) < TOLERANCE[FP16]
         check_lse(lse, want_lse, TOLERANCE[FP16])
+
+
+# --- the tiles that queries see ---
+
+
+@on_devices
+@pytest.mark.parametrize("queries", [1, 3, 17, 64])
+@pytest.mark.parametrize("kv_len", [1, 128, 300, 9000, 600_000])
+def test_visible_tiles(queries: int, kv_len: int, device: str) -> None:
+    """Seen tiles come first and in order, then all others; long lines are listed by the last of several programs."""
+    if INTERPRETED and queries * kv_len > 30_000:
+        pytest.skip("the interpreter is slow")
+    visible = torch.zeros(3, 2, queries, kv_len, dtype=torch.bool)
+    share = torch.tensor([0.0, 0.4, 1.0])[:, None, None]
+    chosen = torch.rand(3, 2, -(-kv_len // 128)) < share
+    keys = (torch.arange(-(-kv_len // 128)) * 128 + 127).clamp(max=kv_len - 1)
+    for b, h, tile in chosen.nonzero().tolist():
+        visible[b, h, int(torch.randint(queries, ())), keys[tile]] = True
+    find = tiles_of if INTERPRETED else visible_tiles
+    for _ in range(3):
+        counts, tiles = (t.cpu() for t in find(visible.to(device)))
+        assert torch.equal(counts, chosen.sum(-1).int()) and counts.dtype == tiles.dtype == torch.int32
+        for b, h in itertools.product(range(3), range(2)):
+            seen, others = chosen[b, h].nonzero()[:, 0].tolist(), (~chosen[b, h]).nonzero()[:, 0].tolist()
+            assert tiles[b, h].tolist() == seen + others
+
+
+@pytest.mark.skipif(INTERPRETED, reason="runs the plain version")
+def test_opcheck_of_tiles() -> None:
+    torch.library.opcheck(torch.ops.flexmasks.visible_tiles, (torch.rand(2, 1, 3, 300) < 0.01,))
 
 
 # --- by the interpreter ---

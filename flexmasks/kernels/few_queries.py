@@ -70,7 +70,9 @@ def attend(
     if q.is_cuda and runs_on_triton(q.dtype, q.shape[-1], v.shape[-1]):
         from flexmasks.kernels import few_queries_launch  # Triton is not installed on every system
 
-        with torch.cuda.device(q.device):  # Triton launches on the current device
+        if q.device.index == torch.cuda.current_device():  # Triton launches on the current device
+            return few_queries_launch.attend(*arguments)
+        with torch.cuda.device(q.device):
             return few_queries_launch.attend(*arguments)
     return plain_attend_few(*arguments)
 
