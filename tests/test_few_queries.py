@@ -700,7 +700,8 @@ def test_visible_tiles(queries: int, kv_len: int, device: str) -> None:
     find = tiles_of if INTERPRETED else visible_tiles
     for _ in range(3):
         counts, tiles = (t.cpu() for t in find(visible.to(device)))
-        assert torch.equal(counts, chosen.sum(-1).int()) and counts.dtype == tiles.dtype == torch.int32
+        assert torch.equal(counts, chosen.sum(-1).int())
+        assert counts.dtype == tiles.dtype == torch.int32
         for b, h in itertools.product(range(3), range(2)):
             seen, others = chosen[b, h].nonzero()[:, 0].tolist(), (~chosen[b, h]).nonzero()[:, 0].tolist()
             assert tiles[b, h].tolist() == seen + others
