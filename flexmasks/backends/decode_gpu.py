@@ -6,7 +6,6 @@ mask of a few queries is an input.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -18,7 +17,7 @@ from flexmasks import compat
 from flexmasks.backends.added import is_added
 from flexmasks.backends.call import Call
 from flexmasks.kernels.few_queries import attend, attend_few, runs_on_triton
-from flexmasks.plans.plan import GivenPlan, MaskPlan, ScorePlan, is_captured
+from flexmasks.plans.plan import GivenPlan, MaskPlan, ScorePlan
 from flexmasks.plans.recorded import LOCK, Recorded
 from flexmasks.plans.shifted import offset_of_last
 from flexmasks.plans.whole import Whole
@@ -63,38 +62,18 @@ class GpuDecode:
         return cls(whole, added, call.cap, call.scale, call.with_lse, None if table is None else _as_table(table))
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
-        visible, counts, tiles = self.whole
+        visible, *tiles = self.whole
         q, k, v = (x.detach() if x.stride(3) == 1 else x.detach().contiguous() for x in (q, k, v))
         scale = q.shape[3] ** -0.5 if self.scale is None else self.scale
         is_plain = type(q) is type(k) is type(v) is Tensor and not compat.in_dispatch_mode()
         run = attend if is_plain and not compat.in_function_mode() else attend_few
-        out, lse = run(
-            q, k, v, self.table, counts, tiles, *_no_tiles(q.device), visible, None, self.added, scale, self.cap
-        )
+        out, lse = run(q, k, v, self.table, *tiles, visible, None, self.added, scale, self.cap)
         return out, lse if self.with_lse else None
 
 
 def _as_table(table: Tensor) -> Tensor:
     table = table.detach() if table.dtype in (torch.int32, torch.int64) else table.int()
     return table if table.stride(1) == 1 else table.contiguous()
-
-
-def _no_tiles(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the count and the list of no full tiles.
-
-    Tiles that count as partial may be full.
-    """
-    # What is made in the capture of a CUDA graph holds nothing before the graph runs.
-    return _make_no_tiles(device) if is_captured(device) else _kept_no_tiles(device)
-
-
-def _make_no_tiles(device: torch.device) -> tuple[Tensor, Tensor]:
-    with torch.inference_mode(False):
-        none = torch.zeros(1, 1, 1, dtype=torch.int32, device=device)
-    return none[0], none
-
-
-_kept_no_tiles = functools.lru_cache(maxsize=16)(_make_no_tiles)
 
 
 class DecodeRenewal:

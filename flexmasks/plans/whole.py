@@ -20,8 +20,11 @@ class Whole(NamedTuple):
     """A whole mask, and its tiles of 128 keys."""
 
     visible: Tensor  # bool [B or 1, H or 1, Q, KV]
-    counts: Tensor  # int32 [B or 1, H or 1], the number of tiles with a key that some query sees
-    tiles: Tensor  # int32 [B or 1, H or 1, tiles], these tiles first, in order
+    # The lists of `visible_tiles`: int32 [B or 1, H or 1], and with the tiles behind them.
+    partial_counts: Tensor
+    partial: Tensor
+    full_counts: Tensor
+    full: Tensor
 
     @property
     def nbytes(self) -> int:
