@@ -216,6 +216,35 @@ def test_recorded_operations_are_the_function() -> None:
             assert torch.equal(got, want)
 
 
+def test_recorded_operations_do_nothing_in_vain() -> None:
+    """Copies of what nothing else holds are left out, and so is a 0 that is added; others are kept."""
+
+    def function(x: Tensor) -> list[Tensor]:
+        both = x * 3
+        return [
+            (x + 1).view(1, 4).clone(),
+            torch.zeros(()) + x * 2,
+            x.clone(),
+            (x - 1).expand(2, 4).clone(),
+            both,
+            both.clone(),
+            torch.zeros(4) + x[:1],
+            torch.ones(()) + x,
+            torch.zeros((), dtype=torch.float64) + 5 * x.int(),
+        ]
+
+    inputs = [torch.randn(4) for _ in range(3)]
+    recorded = Recorded(function, inputs[:1])
+    clones = [n for n in recorded._run.__self__.graph.nodes if n.target is torch.ops.aten.clone.default]
+    assert len(clones) == 3
+    for x in inputs:
+        got = recorded([x])
+        for one, want in zip(got, function(x), strict=True):
+            assert torch.equal(one, want)
+            assert one.dtype == want.dtype
+        assert len({t.untyped_storage().data_ptr() for t in (x, *got)}) == len(got) + 1
+
+
 # --- CUDA graphs ---
 
 

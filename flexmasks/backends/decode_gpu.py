@@ -66,7 +66,8 @@ class GpuDecode:
         q, k, v = (x.detach() if x.stride(3) == 1 else x.detach().contiguous() for x in (q, k, v))
         scale = q.shape[3] ** -0.5 if self.scale is None else self.scale
         is_plain = type(q) is type(k) is type(v) is Tensor and not compat.in_dispatch_mode()
-        run = attend if is_plain and not compat.in_function_mode() else attend_few
+        is_plain = is_plain and not compat.in_function_mode()
+        run: Callable[..., tuple[Tensor, Tensor]] = attend if is_plain else attend_few
         out, lse = run(q, k, v, self.table, *tiles, visible, None, self.added, scale, self.cap)
         return out, lse if self.with_lse else None
 

@@ -12,7 +12,7 @@ import gc
 import logging
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -213,38 +213,51 @@ def _plain_tensors() -> Iterator[None]:
 def _simplify(graph_module: fx.GraphModule) -> None:
     """Compute constants, merge repeated operations, and drop the ones that do nothing."""
     graph = graph_module.graph
+    graph.eliminate_dead_code()  # a tensor with a dead use seems to be used twice
     constants = _Constants(graph_module)
     known: dict[Hashable, fx.Node] = {}
     for node in list(graph.nodes):
         if node.op not in ("call_function", "get_attr"):
             continue
-        if node.target in (torch.ops.aten.detach.default, torch.ops.aten.lift_fresh_copy.default):
-            node.replace_all_uses_with(node.args[0])
-            continue
-        if _copies_in_vain(node):
-            node.replace_all_uses_with(node.args[0])
-            continue
-        constants.keep(node)
-        if node.op == "call_function":
-            key = node.target, _key(node.args), _key(node.kwargs)
-            same = known.setdefault(key, node)
-            if same is not node:
-                node.replace_all_uses_with(same)
+        same = _same_as(node, constants)
+        if same is None:
+            constants.keep(node)
+            if node.op != "call_function":
+                continue
+            same = known.setdefault((node.target, _key(node.args), _key(node.kwargs)), node)
+        if same is not node:
+            node.replace_all_uses_with(same)
+            graph.erase_node(node)
     constants.insert()
     graph.eliminate_dead_code()
     graph_module.recompile()
 
 
-def _copies_in_vain(node: fx.Node) -> bool:
+def _same_as(node: fx.Node, constants: _Constants) -> fx.Node | None:
+    """Return the node whose value a node repeats, or None."""
+    if node.target in (torch.ops.aten.detach.default, torch.ops.aten.lift_fresh_copy.default):
+        return cast(fx.Node, node.args[0])
+    if node.target is torch.ops.aten.clone.default and _copies_in_vain(node):
+        return cast(fx.Node, node.args[0])
+    return cast(fx.Node, node.args[1]) if constants.adds_zero(node) else None
+
+
+def _copies_in_vain(clone: fx.Node) -> bool:
     """Return whether a node copies a new contiguous tensor that nothing else uses."""
-    if node.target is not torch.ops.aten.clone.default:
+    source: Any = clone.args[0]
+    value = source.meta.get("val")
+    keeps_layout = clone.kwargs.get("memory_format") in (None, torch.contiguous_format, torch.preserve_format)
+    if not keeps_layout or not isinstance(value, Tensor) or not value.is_contiguous():
         return False
-    source: Any = node.args[0]
-    schema = getattr(source.target, "_schema", None)
-    is_new = source.op == "call_function" and schema is not None and not any(r.alias_info for r in schema.returns)
-    is_single = isinstance(source.meta.get("val"), Tensor)
-    keeps_layout = node.kwargs.get("memory_format") in (None, torch.contiguous_format, torch.preserve_format)
-    return bool(is_new and is_single and keeps_layout and len(source.users) == 1 and source.meta["val"].is_contiguous())
+    while True:
+        if source.op != "call_function" or len(source.users) > 1 or not isinstance(source.meta.get("val"), Tensor):
+            return False
+        schema = getattr(source.target, "_schema", None)
+        if schema is None or source.meta["val"].numel() != value.numel():
+            return False
+        if not any(r.alias_info for r in schema.returns):
+            return True
+        source = source.args[0]  # what a view is of
 
 
 def _key(value: Any) -> Hashable:
@@ -274,6 +287,16 @@ class _Constants:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: self._values[n])
             target: Any = node.target
             self._values[node] = target(*args, **kwargs)
+
+    def adds_zero(self, node: fx.Node) -> bool:
+        """Return whether a node adds a tensor to a known 0, which changes nothing."""
+        if node.target is not torch.ops.aten.add.Tensor or node.kwargs or not isinstance(node.args[1], fx.Node):
+            return False
+        number, other = self._values.get(cast(fx.Node, node.args[0])), node.args[1].meta.get("val")
+        if not isinstance(number, Tensor) or number.ndim or not isinstance(other, Tensor):
+            return False
+        result = node.meta["val"]
+        return (result.shape, result.dtype) == (other.shape, other.dtype) and not bool(number)
 
     def insert(self) -> None:
         """Put the values in the places of their nodes, where other nodes need them."""
