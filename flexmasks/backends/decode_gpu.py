@@ -63,12 +63,14 @@ class GpuDecode:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
         visible, *tiles = self.whole
-        q, k, v = (x.detach() if x.stride(3) == 1 else x.detach().contiguous() for x in (q, k, v))
+        q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
         scale = q.shape[3] ** -0.5 if self.scale is None else self.scale
+        arguments: Any = (q, k, v, self.table, *tiles, visible, None, self.added, scale, self.cap)
         is_plain = type(q) is type(k) is type(v) is Tensor and not compat.in_dispatch_mode()
-        is_plain = is_plain and not compat.in_function_mode()
-        run: Callable[..., tuple[Tensor, Tensor]] = attend if is_plain else attend_few
-        out, lse = run(q, k, v, self.table, *tiles, visible, None, self.added, scale, self.cap)
+        if is_plain and not compat.in_function_mode():
+            return attend(*arguments, with_lse=self.with_lse)
+        with torch.no_grad():
+            out, lse = attend_few(*arguments)
         return out, lse if self.with_lse else None
 
 

@@ -401,7 +401,8 @@ def attend_kernel(
                 heads = LIST_HEADS
             line = (b * heads + head) * queries + query
             tl.store(out + line[:, None] * V_SIZE + v_column[None, :], acc.to(out.dtype.element_ty), mask=written)
-            tl.store(lse + line, row_lse * _LN_2, mask=is_row)
+            if lse is not None:
+                tl.store(lse + line, row_lse * _LN_2, mask=is_row)
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
@@ -463,4 +464,5 @@ def join_kernel(
     acc = tl.where(is_empty, 0.0, acc / total)
     at = line.to(tl.int64)
     tl.store(out + at * V_SIZE + column, acc.to(out.dtype.element_ty), mask=column < V_SIZE)
-    tl.store(lse + at, tl.where(is_empty, float("-inf"), (largest + tl.log2(total)) * _LN_2))
+    if lse is not None:
+        tl.store(lse + at, tl.where(is_empty, float("-inf"), (largest + tl.log2(total)) * _LN_2))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flexmasks.kernels.few_queries_plain import TILE
 
-_GROUP_KEYS = 2**13  # pairs of a query and a key that a program looks at together
+_GROUP_PAIRS = 2**15  # pairs of a query and a key that a program looks at together
 _MAX_TOGETHER = 16  # queries of these pairs
 _MAX_CHUNK = 4096  # tiles that are listed together
 
@@ -104,7 +104,7 @@ def tiles_of(visible: Tensor) -> list[Tensor]:
     shapes = 2 * [(batch, heads), (batch, heads, n_tiles)]
     lists = [torch.empty(shape, dtype=torch.int32, device=visible.device) for shape in shapes]
     together = min(_MAX_TOGETHER, triton.next_power_of_2(max(1, queries)))
-    group = _GROUP_KEYS // TILE // together
+    group = min(_GROUP_PAIRS // TILE // together, triton.next_power_of_2(max(1, n_tiles)))
     groups = max(1, -(-n_tiles // group))
     marks = arrived = lists[0]
     if groups > 1:
@@ -114,6 +114,6 @@ def tiles_of(visible: Tensor) -> list[Tensor]:
         tiles_kernel[batch * heads, groups](
             visible.view(torch.uint8), *lists, marks, arrived, queries, keys, n_tiles, groups,
             GROUP=group, TOGETHER=together, CHUNK=min(_MAX_CHUNK, triton.next_power_of_2(max(1, n_tiles))), TILE=TILE,
-            ALONE=groups == 1, num_warps=8,
+            ALONE=groups == 1, num_warps=max(1, min(16, group * together // 8)),
         )  # fmt: skip
     return lists

@@ -235,11 +235,26 @@ def _simplify(graph_module: fx.GraphModule) -> None:
 
 def _same_as(node: fx.Node, constants: _Constants) -> fx.Node | None:
     """Return the node whose value a node repeats, or None."""
-    if node.target in (torch.ops.aten.detach.default, torch.ops.aten.lift_fresh_copy.default):
+    aten = torch.ops.aten
+    if node.target in (aten.detach.default, aten.lift_fresh_copy.default):
         return cast(fx.Node, node.args[0])
-    if node.target is torch.ops.aten.clone.default and _copies_in_vain(node):
+    if node.target is aten.clone.default and _copies_in_vain(node):
         return cast(fx.Node, node.args[0])
-    return cast(fx.Node, node.args[1]) if constants.adds_zero(node) else None
+    if _is_given_out(node):  # a result may not be the memory of an input
+        return None
+    if node.target is aten.index.Tensor and constants.counts_up(node):
+        return cast(fx.Node, node.args[0])
+    return constants.added_to_zero(node) if node.target is aten.add.Tensor else None
+
+
+def _is_given_out(node: fx.Node) -> bool:
+    """Return whether a node, or a view of it, is a result of the graph."""
+    return any(user.op == "output" or (_is_view(user) and _is_given_out(user)) for user in node.users)
+
+
+def _is_view(node: Any) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(r.alias_info for r in schema.returns)
 
 
 def _copies_in_vain(clone: fx.Node) -> bool:
@@ -252,10 +267,9 @@ def _copies_in_vain(clone: fx.Node) -> bool:
     while True:
         if source.op != "call_function" or len(source.users) > 1 or not isinstance(source.meta.get("val"), Tensor):
             return False
-        schema = getattr(source.target, "_schema", None)
-        if schema is None or source.meta["val"].numel() != value.numel():
+        if not hasattr(source.target, "_schema") or source.meta["val"].numel() != value.numel():
             return False
-        if not any(r.alias_info for r in schema.returns):
+        if not _is_view(source):
             return True
         source = source.args[0]  # what a view is of
 
@@ -288,15 +302,25 @@ class _Constants:
             target: Any = node.target
             self._values[node] = target(*args, **kwargs)
 
-    def adds_zero(self, node: fx.Node) -> bool:
-        """Return whether a node adds a tensor to a known 0, which changes nothing."""
-        if node.target is not torch.ops.aten.add.Tensor or node.kwargs or not isinstance(node.args[1], fx.Node):
+    def added_to_zero(self, add: fx.Node) -> fx.Node | None:
+        """Return what a node adds to known zeros, if it is the node's value."""
+        result = add.meta["val"]
+        for zeros, other in (add.args, add.args[::-1]):
+            zeros = self._values.get(zeros) if isinstance(zeros, fx.Node) else None
+            value = other.meta.get("val") if isinstance(other, fx.Node) else None
+            if not isinstance(zeros, Tensor) or not isinstance(value, Tensor) or add.kwargs:
+                continue
+            if (result.shape, result.dtype) == (value.shape, value.dtype) and not bool(zeros.any()):
+                return cast(fx.Node, other)
+        return None
+
+    def counts_up(self, index: fx.Node) -> bool:
+        """Return whether a node reads all elements along the first dimension, in their order."""
+        value, (source, indices) = index.meta["val"], cast(Any, index.args)
+        places = self._values.get(indices[0]) if len(indices) == 1 else None
+        if not isinstance(places, Tensor) or source.meta["val"].shape != value.shape or places.ndim != 1:
             return False
-        number, other = self._values.get(cast(fx.Node, node.args[0])), node.args[1].meta.get("val")
-        if not isinstance(number, Tensor) or number.ndim or not isinstance(other, Tensor):
-            return False
-        result = node.meta["val"]
-        return (result.shape, result.dtype) == (other.shape, other.dtype) and not bool(number)
+        return bool((places == torch.arange(len(places), device=places.device)).all())
 
     def insert(self) -> None:
         """Put the values in the places of their nodes, where other nodes need them."""
