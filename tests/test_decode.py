@@ -347,6 +347,44 @@ def test_tensors_whose_elements_share_memory() -> None:
             check([q, k, v], lambda b, h, q, kv, table=table: table[b, h, q, kv])
 
 
+def test_a_serving_loop_waits_for_nothing_and_can_be_captured(way: str) -> None:
+    """After the first steps nothing is read on the host; a CUDA graph follows lengths and tables that change."""
+    if way != "cuda":
+        pytest.skip("needs a GPU")
+    q, k, v = tensors(2, dtype=torch.float16)
+    table = torch.arange(BATCH * LENGTH // 16).view(BATCH, -1)
+    pool = [pages_of(x, table, 16) for x in (k, v)]
+    lens, slopes = torch.full((BATCH,), 50), torch.rand(HEADS)
+
+    def step(lens: Tensor, table: Tensor) -> list[Tensor]:
+        calls: list[dict[str, Any]] = [{}, {"score": "alibi", "slopes": slopes}, {"score": "softcap", "cap": 2.0}]
+        outs = [flexmasks.paged_attention(q, *pool, table, lens, mask="causal", **call) for call in calls]
+        return [*outs, *(flexmasks.attention(q, k, v, mask="causal", q_offset=lens - 2, **call) for call in calls)]
+
+    def drawn() -> tuple[Tensor, Tensor]:
+        pages = [torch.randint(BATCH, ()).item() for _ in range(BATCH)]  # sequences that take over another's pages
+        return torch.randint(2, LENGTH + 1, (BATCH,)), table[pages]
+
+    for _ in range(4):
+        step(*drawn())
+    for lens_of_step, table_of_step in [drawn() for _ in range(5)]:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step(lens_of_step, table_of_step)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    held = table.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = step(lens, held)
+    for _ in range(50):
+        for place, new in zip((lens, held), drawn(), strict=True):
+            place.copy_(new)
+        graph.replay()
+        for out, want in zip(outs, step(lens.clone(), held.clone()), strict=True):
+            assert torch.equal(out, want)
+
+
 # --- the choice of the backend ---
 
 

@@ -96,7 +96,7 @@ def _fastest_first(call: Call) -> list[Backend]:
 
 
 def _is_decoding(call: Call) -> bool:
-    """Return whether a call on a GPU is faster on "decode" than on backends that look at blocks."""
+    """Return whether a call on a GPU has few queries that "decode" is best at."""
     if call.score_mod is not None and call.cap is None:
         batch, heads, q_len, _ = call.q.shape
         if batch * heads * q_len * call.k.shape[2] > _MAX_ADDED:
