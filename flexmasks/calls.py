@@ -485,6 +485,10 @@ def with_sinks(out: Tensor, lse: Tensor, sink_logits: Tensor, return_lse: bool) 
     A row that sees nothing has output 0 and lse -inf. The lse is clamped, because -inf minus a sink of -inf is NaN.
     """
     sinks = sink_logits.to(lse.dtype)[:, None]
+    is_plain = type(out) is type(lse) is type(sinks) is Tensor and not compat.transforms_active()
+    learns = torch.is_grad_enabled() and any(x.requires_grad for x in (out, lse, sinks))
+    if is_plain and not (return_lse or learns or compat.is_compiling()):  # in place, which a host launches sooner
+        return out.mul_(lse.clamp_(min=-1e30).sub_(sinks).sigmoid_()[..., None]), None
     finite_lse = lse.clamp(min=-1e30)
     out = (out * torch.sigmoid(finite_lse - sinks)[..., None]).to(out.dtype)
     return out, torch.where(lse == -math.inf, sinks, torch.logaddexp(finite_lse, sinks)) if return_lse else None
