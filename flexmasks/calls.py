@@ -198,7 +198,7 @@ def _may_decode_pages(q: Tensor, k_cache: Tensor, v_cache: Tensor, length: int, 
         return False
     learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k_cache, v_cache))
     is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined] # public, and not listed
-    return not learns and not is_traced and not autocasts(device) and decode.are_few(q.shape[2], length)
+    return not learns and not is_traced and not autocasts(device) and decode.are_few(q.shape[2], length, q.device)
 
 
 def explain(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Explanation:
