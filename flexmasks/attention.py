@@ -159,8 +159,9 @@ def attention(
 @overload
 def varlen_attention(
     q: Tensor, k: Tensor, v: Tensor, offsets: Tensor | Sequence[int], kv_offsets: Tensor | Sequence[int] | None = None,
-    *, mask: MaskLike | None = None, score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
-    q_offset: int | Tensor = 0, sink_logits: Tensor | None = None, return_lse: Literal[False] = False,
+    *, page_table: Tensor | None = None, kv_lens: Tensor | None = None, mask: MaskLike | None = None,
+    score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
+    q_offset: int | Tensor | None = None, sink_logits: Tensor | None = None, return_lse: Literal[False] = False,
     backend: str = "auto", kernel_options: dict[str, Any] | None = None, **params: Any,
 ) -> Tensor: ...
 
@@ -168,17 +169,19 @@ def varlen_attention(
 @overload
 def varlen_attention(
     q: Tensor, k: Tensor, v: Tensor, offsets: Tensor | Sequence[int], kv_offsets: Tensor | Sequence[int] | None = None,
-    *, mask: MaskLike | None = None, score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
-    q_offset: int | Tensor = 0, sink_logits: Tensor | None = None, return_lse: Literal[True], backend: str = "auto",
-    kernel_options: dict[str, Any] | None = None, **params: Any,
+    *, page_table: Tensor | None = None, kv_lens: Tensor | None = None, mask: MaskLike | None = None,
+    score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
+    q_offset: int | Tensor | None = None, sink_logits: Tensor | None = None, return_lse: Literal[True],
+    backend: str = "auto", kernel_options: dict[str, Any] | None = None, **params: Any,
 ) -> tuple[Tensor, Tensor]: ...
 
 
 @overload
 def varlen_attention(
     q: Tensor, k: Tensor, v: Tensor, offsets: Tensor | Sequence[int], kv_offsets: Tensor | Sequence[int] | None = None,
-    *, mask: MaskLike | None = None, score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
-    q_offset: int | Tensor = 0, sink_logits: Tensor | None = None, return_lse: bool, backend: str = "auto",
+    *, page_table: Tensor | None = None, kv_lens: Tensor | None = None, mask: MaskLike | None = None,
+    score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
+    q_offset: int | Tensor | None = None, sink_logits: Tensor | None = None, return_lse: bool, backend: str = "auto",
     kernel_options: dict[str, Any] | None = None, **params: Any,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 # fmt: on
@@ -192,10 +195,12 @@ def varlen_attention(
     offsets: Tensor | Sequence[int],
     kv_offsets: Tensor | Sequence[int] | None = None,
     *,
+    page_table: Tensor | None = None,
+    kv_lens: Tensor | None = None,
     mask: MaskLike | None = None,
     score: ScoreLike | Sequence[ScoreLike] | None = None,
     scale: float | None = None,
-    q_offset: int | Tensor = 0,
+    q_offset: int | Tensor | None = None,
     sink_logits: Tensor | None = None,
     return_lse: bool = False,
     backend: str = "auto",
@@ -237,7 +242,7 @@ def varlen_attention(
     request = later.request.Request(
         mask, score, params, scale, None, q_offset, sink_logits, return_lse, backend, kernel_options
     )
-    out, lse = later.calls.run_varlen(q, k, v, offsets, kv_offsets, request)
+    out, lse = later.calls.run_varlen(q, k, v, offsets, kv_offsets, page_table, kv_lens, request)
     return (out, cast(Tensor, lse)) if return_lse else out
 
 
