@@ -237,16 +237,16 @@ def _run_mixed(
     outs, lses = [q.new_zeros(1, *q.shape[1:])], []  # the result of queries of no sequence
     for rows in mixed.batches:
         own = _of_rows(inner, rows.sequences, mixed.firsts, mixed.lasts)._replace(q_offset=rows.q_offset)
-        own_q = q[rows.tokens].transpose(1, 2)
+        own_q = q.index_select(0, rows.tokens.flatten()).unflatten(0, rows.tokens.shape).transpose(1, 2)
         out, lse = _run_pages(own_q, k_cache, v_cache, rows.page_table, rows.kv_lens, own)
         outs.insert(-1, out.transpose(1, 2).flatten(0, 1))
         if lse is not None:
             lses.append(lse.transpose(0, 1).flatten(1))
-    out = torch.cat(outs)[mixed.places]
+    out = torch.cat(outs).index_select(0, mixed.places)
     if not inner.return_lse:
         return out, None
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    lse = torch.cat([*lses, q.new_full((q.shape[1], 1), -math.inf, dtype=dtype)], 1)[:, mixed.places]
+    lse = torch.cat([*lses, q.new_full((q.shape[1], 1), -math.inf, dtype=dtype)], 1).index_select(1, mixed.places)
     if request.sink_logits is None:
         return out, lse
     out, lse_with_sinks = with_sinks(out.transpose(0, 1), lse, request.sink_logits, request.return_lse)
