@@ -110,7 +110,7 @@ def run_varlen(
     if page_table is not None or kv_lens is not None:
         return _run_mixed(q, k, v, offsets, kv_offsets, page_table, kv_lens, request)
     request = request._replace(q_offset=0) if request.q_offset is None else request
-    check_varlen(q, k, v)
+    check_varlen(q=q, k=k, v=v)
     starts = sequence_offsets("offsets", offsets, q.device)
     kv_starts = None if kv_offsets is None else sequence_offsets("kv_offsets", kv_offsets, q.device)
     if kv_starts is None and len(q) != len(k):
@@ -144,7 +144,7 @@ def _with_values(request: Request) -> Request:
 def _run_pages(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, kv_lens: Tensor, request: Request
 ) -> tuple[Tensor, Tensor | None]:
-    """Return output and lse (or None) of a call with a checked paged cache, a Mask and a q_offset."""
+    """Return output and lse (or None) of a checked call with pages."""
     result = _decode_pages(q, k_cache, v_cache, page_table, kv_lens, request)
     if result is not None:
         return result
@@ -172,7 +172,10 @@ def _may_gather_pages(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
 def _run_gathered(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, kv_lens: Tensor, request: Request
 ) -> tuple[Tensor, Tensor | None]:
-    """Return output and lse (or None) of a call whose pages are copied, for a few sequences at a time."""
+    """Return output and lse (or None) of a call whose pages are copied.
+
+    Copies of a few sequences at a time bound the memory.
+    """
     starts = cast(int | Tensor, request.q_offset)
     given = [page_table, kv_lens, *([starts] if isinstance(starts, Tensor) else [])]
     key = "gathered", q.shape[2], k_cache.shape, k_cache.dtype, starts if isinstance(starts, int) else "tensor"
@@ -194,7 +197,7 @@ def _run_gathered(
 
 
 def _of_rows(request: Request, sequences: Tensor, firsts: Tensor, lasts: Tensor) -> Request:
-    """Return the request of a batch whose rows are parts of sequences, given a request for all sequences."""
+    """Return the request of a batch of rows, given a request for whole sequences."""
     mask = rows_of(request.mask, sequences, firsts, lasts)
     score = None if request.score is None else rows_of(request.score, sequences, firsts, lasts)
     return request._replace(mask=mask, score=score)
@@ -217,16 +220,15 @@ def _run_mixed(
     kv_lens: Tensor,
     request: Request,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return output and lse (or None) of a call of `varlen_attention` with a page table."""
+    """Return output and lse (or None) of a call of `varlen_attention` with pages."""
     if kv_offsets is not None:
         fail("pass `kv_offsets`, or `page_table` and `kv_lens`, not both.", TypeError, VARLEN)
     if page_table is None or kv_lens is None:
         missing = "page_table" if page_table is None else "kv_lens"
         fail(f"a paged cache needs both `page_table` and `kv_lens`; `{missing}` is missing.", TypeError, VARLEN)
-    check_cache(VARLEN, q, k_cache, v_cache, page_table, kv_lens)
+    check_varlen(q=q)
     starts = sequence_offsets("offsets", offsets, q.device)
-    if len(starts) != len(kv_lens) + 1:
-        fail(f"`offsets` has {len(starts) - 1} sequences, `kv_lens` has {len(kv_lens)}.", call=VARLEN)
+    check_cache(VARLEN, q, k_cache, v_cache, page_table, kv_lens, len(starts) - 1)
     if request.q_offset is not None:
         check_offset(VARLEN, request.q_offset, len(kv_lens), q.device)
     request = _with_values(request)
@@ -234,19 +236,23 @@ def _run_mixed(
         check_sinks(q[None].transpose(1, 2), request.sink_logits)
     inner = request._replace(sink_logits=None, return_lse=request.return_lse or request.sink_logits is not None)
     mixed = _mixed(q, starts, page_table, kv_lens, request.q_offset)
-    outs, lses = [q.new_zeros(1, *q.shape[1:])], []  # the result of queries of no sequence
+    outs: list[Tensor] = []
+    lses: list[Tensor] = []
     for rows in mixed.batches:
         own = _of_rows(inner, rows.sequences, mixed.firsts, mixed.lasts)._replace(q_offset=rows.q_offset)
-        own_q = q.index_select(0, rows.tokens.flatten()).unflatten(0, rows.tokens.shape).transpose(1, 2)
-        out, lse = _run_pages(own_q, k_cache, v_cache, rows.page_table, rows.kv_lens, own)
-        outs.insert(-1, out.transpose(1, 2).flatten(0, 1))
-        if lse is not None:
-            lses.append(lse.transpose(0, 1).flatten(1))
+        own_q = q.index_select(0, rows.tokens.flatten()).view(*rows.tokens.shape, *q.shape[1:]).transpose(1, 2)
+        own_out, own_lse = _run_pages(own_q, k_cache, v_cache, rows.page_table, rows.kv_lens, own)
+        outs.append(own_out.transpose(1, 2).flatten(0, 1))
+        if own_lse is not None:
+            lses.append(own_lse.transpose(0, 1).flatten(1))
+    # The last place is that of queries of no sequence.
+    outs.append((outs[0] if outs else q).new_zeros(1, *q.shape[1:]))
     out = torch.cat(outs).index_select(0, mixed.places)
     if not inner.return_lse:
         return out, None
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    lse = torch.cat([*lses, q.new_full((q.shape[1], 1), -math.inf, dtype=dtype)], 1).index_select(1, mixed.places)
+    lses.append(q.new_full((q.shape[1], 1), -math.inf, dtype=dtype))
+    lse = torch.cat(lses, 1).index_select(1, mixed.places)
     if request.sink_logits is None:
         return out, lse
     out, lse_with_sinks = with_sinks(out.transpose(0, 1), lse, request.sink_logits, request.return_lse)

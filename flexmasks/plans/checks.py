@@ -72,13 +72,15 @@ def check_qkv(q: Any, k: Any, v: Any) -> None:
     _check_groups(wrong, q.shape[1], k.shape[1])
 
 
-def check_cache(call: str, q: Any, k_cache: Any, v_cache: Any, page_table: Any, kv_lens: Any) -> None:
+def check_cache(
+    call: str, q: Any, k_cache: Any, v_cache: Any, page_table: Any, kv_lens: Any, batch: int | None = None
+) -> None:
     """Check q against a paged KV cache.
 
-    The caches are [n_pages, page_size, Hkv, D], page_table is [B, P] and kv_lens [B]; q is [B, H, Q, D], and [total, H,
-    D] for `varlen_attention`, whose first tensor of B lengths says how many sequences there are.
+    The caches are [n_pages, page_size, Hkv, D], page_table is [B, P] and kv_lens [B]. Without `batch`, the number of
+    sequences, q is [B, H, Q, D], else [total, H, D].
     """
-    dims_of_q = "[total, H, D]" if call == VARLEN else "[B, H, Q, D]"
+    dims_of_q = "[B, H, Q, D]" if batch is None else "[total, H, D]"
 
     def wrong(message: str, kind: type[Exception] = ValueError) -> NoReturn:
         got = f"q {described(q)}, k_cache {described(k_cache)}, v_cache {described(v_cache)}"
@@ -104,7 +106,7 @@ def check_cache(call: str, q: Any, k_cache: Any, v_cache: Any, page_table: Any, 
                 "[2, n_pages, page_size, Hkv, D].",
                 call=call,
             )
-    batch = len(kv_lens) if call == VARLEN and isinstance(kv_lens, Tensor) and kv_lens.ndim else len(q)
+    batch = len(q) if batch is None else batch
     for name, t, dims in (("page_table", page_table, "[B, P]"), ("kv_lens", kv_lens, "[B]")):
         fits = isinstance(t, Tensor) and t.dtype in INT_DTYPES and t.ndim == dims.count(",") + 1 and len(t) == batch
         if not fits or t.device != q.device:
@@ -171,9 +173,9 @@ def check_offset(call: str, q_offset: Any, batch: int, device: torch.device) -> 
         fail(f"{wanted}, got {q_offset}.", call=call)
 
 
-def check_varlen(q: Any, k: Any, v: Any) -> None:
-    """Check that q, k and v are [total, H, D]."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
+def check_varlen(**tensors: Any) -> None:
+    """Check that tensors, given by their names, are [total, H, D]."""
+    for name, x in tensors.items():
         if not isinstance(x, Tensor) or x.is_nested or x.ndim != 3:
             fail(f"`{name}` must be a tensor [total, H, D], got {described(x)}.", call=VARLEN)
 
@@ -198,7 +200,10 @@ def sequence_offsets(name: str, given: Any, device: torch.device) -> Tensor:
 
 
 def check_mixed(offsets: Tensor, total: int, kv_lens: Tensor | None) -> None:
-    """Check the values of offsets of queries against their number, and against numbers of keys if these are given.
+    """Check the values of offsets of queries.
+
+    total: the number of queries.
+    kv_lens: the numbers of keys that the queries are the last ones of, or None if they start anywhere.
 
     A sequence without keys is idle, and may have any number of queries.
     """

@@ -1,6 +1,7 @@
-"""Paged caches on a CPU for many queries: the pages of a few sequences at a time are copied side by side.
+"""Copies of the pages of a few sequences, for many queries on a CPU.
 
-Blocks of side by side keys belong to one sequence. In the pool a block has keys of several, and each computes all.
+In a copy the keys of a sequence lie side by side. In the pool a block has keys of several sequences, and it is computed
+for each of them.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ class Part:
         return sum(t.nbytes for t in (*self.pages, self.firsts, self.lasts, self.q_offset, self.kv_lens))
 
     def gathered(self, cache: Tensor) -> Tensor:
-        """Return a copy of the keys or values of each batch element: [G, Hkv, room, D].
+        """Return a copy of the keys or values of each batch element.
 
-        Places behind the last page in use hold 0 up to the end of a block, where kernels may read them, and then
-        anything.
+        The copy is [G, Hkv, room, D]. Places behind the last page in use hold 0 up to the end of a block, where kernels
+        may read them, and then anything.
 
         cache: [n_pages, page_size, Hkv, D].
         """

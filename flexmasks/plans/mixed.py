@@ -1,8 +1,8 @@
-"""Mixed batches: queries of sequences laid end to end, some of which decode while others take chunks of a prompt.
+"""Mixed batches: sequences that decode, and others that take chunks of a prompt.
 
-The queries become batches of rows, where a row has queries of one sequence only. On a CPU, sequences with equally many
-queries are one batch. On a GPU, where the host reads no number of queries, pieces of a fixed number of queries are one
-batch: its shape depends on the shapes of the call alone.
+Their queries are laid end to end. They become batches of rows, where a row has queries of one sequence only. On a CPU,
+sequences with equally many queries are one batch. On a GPU, where the host reads no number of queries, pieces of a
+fixed number of queries are one batch: its shape depends on the shapes of the call alone.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_FEWEST_ROWS, _MOST_ROWS = 16, 128  # queries in a piece: those of the smallest and of the largest tile of a kernel
+_FEWEST_ROWS, _MOST_ROWS = 16, 64  # queries in a piece: the smallest tile of a kernel, and the most of backend decode
 
 
 class Sequences(NamedTuple):
@@ -25,7 +25,10 @@ class Sequences(NamedTuple):
 
     @property
     def lasts(self) -> Tensor:
-        """The position of the last query of each sequence, int32[N]; 0 for a sequence without any."""
+        """The position of the last query of each sequence, int32[N].
+
+        A sequence without queries has 0 if it has no keys either.
+        """
         return (self.starts + self.offsets.diff() - 1).clamp(min=0).int()
 
 
@@ -85,6 +88,8 @@ def in_pieces(given: Sequences, total: int) -> Mixed:
     total: as for `by_number_of_queries`.
     """
     offsets, count, device = given.offsets, len(given.kv_lens), given.offsets.device
+    if not total:
+        return Mixed([], offsets[:0], given.starts.int(), given.lasts)
     n = _FEWEST_ROWS
     while n < _MOST_ROWS and n * count < total:
         n *= 2

@@ -1,6 +1,7 @@
-"""Masks and scores for rows of queries that are parts of sequences: some of the sequences, or pieces of their queries.
+"""Masks and scores for rows of queries that are parts of sequences.
 
-The functions see the sequence and the position that a query has there, as if all sequences were in the call.
+Rows are some of the sequences of a batch, or pieces of their queries. The functions see the sequence and the position
+that a query has there, as if all sequences were in the call.
 """
 
 from __future__ import annotations
