@@ -159,8 +159,9 @@ def attention(
 @overload
 def varlen_attention(
     q: Tensor, k: Tensor, v: Tensor, offsets: Tensor | Sequence[int], kv_offsets: Tensor | Sequence[int] | None = None,
-    *, mask: MaskLike | None = None, score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
-    q_offset: int | Tensor = 0, sink_logits: Tensor | None = None, return_lse: Literal[False] = False,
+    *, page_table: Tensor | None = None, kv_lens: Tensor | None = None, mask: MaskLike | None = None,
+    score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
+    q_offset: int | Tensor | None = None, sink_logits: Tensor | None = None, return_lse: Literal[False] = False,
     backend: str = "auto", kernel_options: dict[str, Any] | None = None, **params: Any,
 ) -> Tensor: ...
 
@@ -168,17 +169,19 @@ def varlen_attention(
 @overload
 def varlen_attention(
     q: Tensor, k: Tensor, v: Tensor, offsets: Tensor | Sequence[int], kv_offsets: Tensor | Sequence[int] | None = None,
-    *, mask: MaskLike | None = None, score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
-    q_offset: int | Tensor = 0, sink_logits: Tensor | None = None, return_lse: Literal[True], backend: str = "auto",
-    kernel_options: dict[str, Any] | None = None, **params: Any,
+    *, page_table: Tensor | None = None, kv_lens: Tensor | None = None, mask: MaskLike | None = None,
+    score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
+    q_offset: int | Tensor | None = None, sink_logits: Tensor | None = None, return_lse: Literal[True],
+    backend: str = "auto", kernel_options: dict[str, Any] | None = None, **params: Any,
 ) -> tuple[Tensor, Tensor]: ...
 
 
 @overload
 def varlen_attention(
     q: Tensor, k: Tensor, v: Tensor, offsets: Tensor | Sequence[int], kv_offsets: Tensor | Sequence[int] | None = None,
-    *, mask: MaskLike | None = None, score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
-    q_offset: int | Tensor = 0, sink_logits: Tensor | None = None, return_lse: bool, backend: str = "auto",
+    *, page_table: Tensor | None = None, kv_lens: Tensor | None = None, mask: MaskLike | None = None,
+    score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
+    q_offset: int | Tensor | None = None, sink_logits: Tensor | None = None, return_lse: bool, backend: str = "auto",
     kernel_options: dict[str, Any] | None = None, **params: Any,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 # fmt: on
@@ -192,10 +195,12 @@ def varlen_attention(
     offsets: Tensor | Sequence[int],
     kv_offsets: Tensor | Sequence[int] | None = None,
     *,
+    page_table: Tensor | None = None,
+    kv_lens: Tensor | None = None,
     mask: MaskLike | None = None,
     score: ScoreLike | Sequence[ScoreLike] | None = None,
     scale: float | None = None,
-    q_offset: int | Tensor = 0,
+    q_offset: int | Tensor | None = None,
     sink_logits: Tensor | None = None,
     return_lse: bool = False,
     backend: str = "auto",
@@ -208,14 +213,27 @@ def varlen_attention(
     of FlashAttention's varlen functions. To mask and score, the batch index is the number of the sequence, and
     positions start at 0 in each.
 
+    With `page_table` and `kv_lens`, k and v are a paged KV cache as in `paged_attention`, and q may be a mixed batch:
+    of some sequences the next token, of others a chunk of the prompt or a few drafted tokens, of others none.
+
+    On a CPU, sequences with equally many queries of a mixed batch are computed together, as by `paged_attention`.
+    Elsewhere, and inside torch.compile, the queries are cut into pieces of 16 to 64 of one sequence. Their number
+    depends on the shapes of q and kv_lens alone: with q padded to one length, steps with new offsets, lengths and pages
+    read nothing on the host and compile nothing, and a captured CUDA graph sees changes in place. There, a gradient of
+    the cache takes the memory of the cache for each piece.
+
     Args:
         q: queries, [total, H, D].
-        k, v: keys and values, [total of keys, Hkv, D].
+        k, v: keys and values, [total of keys, Hkv, D]; with pages, the caches [n_pages, page_size, Hkv, D].
         offsets: int[N + 1], the start of each of N sequences and the end of the last (cu_seqlens_q). Tokens past the
             end are padding, with output 0.
-        kv_offsets: the same for the keys (cu_seqlens_k), if they are packed differently.
+        kv_offsets: the same for the keys (cu_seqlens_k), if they are packed differently. Not with pages.
+        page_table: int[N, P], the pages of each sequence (block_table), as in `paged_attention`.
+        kv_lens: int[N], the number of keys of each sequence in its pages (seqused_k), with the keys of this call
+            included.
         q_offset: where the queries of each sequence start, as in `attention`: an int >= 0, or an integer tensor [N]. By
-            default query 0 of a sequence is at its key 0. FlashAttention aligns the ends instead, which is
+            default query 0 of a sequence is at its key 0, and with pages the queries are the last ones of the sequence:
+            `kv_lens - offsets.diff()`. FlashAttention aligns the ends without pages, too, which is
             `q_offset=kv_offsets.diff() - offsets.diff()`; both are the same if each sequence has as many queries as
             keys.
         mask, score, scale, sink_logits, return_lse, backend, kernel_options, **params: as in `attention`.
@@ -226,18 +244,27 @@ def varlen_attention(
     Raises:
         ValueError, TypeError: an input does not fit; the message says what to pass.
 
-    Source: Dao et al., FlashAttention, 2022 (flash_attn_varlen_func).
+    Source: Dao et al., FlashAttention, 2022 (flash_attn_varlen_func); Kwon et al., Efficient Memory Management for
+    Large Language Model Serving with PagedAttention, 2023.
 
     Example:
         >>> import torch, flexmasks
         >>> q, k, v = torch.randn(3, 100, 4, 64)
         >>> flexmasks.varlen_attention(q, k, v, [0, 30, 100], mask="sliding_window", window=16).shape
         torch.Size([100, 4, 64])
+
+        One sequence decodes, one has no query in this step, one takes 5 tokens of its prompt:
+
+        >>> k_cache, v_cache = torch.randn(2, 8, 16, 2, 64)  # 8 pages of 16 keys
+        >>> pages = {"page_table": torch.tensor([[3, 0, 6], [5, -1, -1], [1, 2, -1]])}
+        >>> pages["kv_lens"] = torch.tensor([40, 7, 25])
+        >>> flexmasks.varlen_attention(q[:6], k_cache, v_cache, [0, 1, 1, 6], mask="causal", **pages).shape
+        torch.Size([6, 4, 64])
     """
     request = later.request.Request(
         mask, score, params, scale, None, q_offset, sink_logits, return_lse, backend, kernel_options
     )
-    out, lse = later.calls.run_varlen(q, k, v, offsets, kv_offsets, request)
+    out, lse = later.calls.run_varlen(q, k, v, offsets, kv_offsets, page_table, kv_lens, request)
     return (out, cast(Tensor, lse)) if return_lse else out
 
 
@@ -294,11 +321,12 @@ def paged_attention(
     chunks and prefill are the same call with one, some and all queries.
 
     A step that changes `page_table` or `kv_lens` plans its blocks again; the other layers of the step find the plan.
-    On a CPU, up to 64 queries compile nothing: the pages of one sequence after the other are copied to a place of
-    their own, and no other key is read. Otherwise blocks have 128 keys (on a CPU 32 or 64 if the cache is small), and a
-    block that holds a page of a sequence is computed for that sequence. Pages of a multiple of 128 keys therefore waste
-    nothing; pages of 16 keys that lie apart from each other cost up to eight times as much. The gradient of a cache
-    takes B times the memory of the cache.
+    On a CPU, the pages of one sequence after the other are copied to a place of their own, and no other key is read, if
+    no gradient is wanted; up to 64 queries compile nothing. Otherwise blocks have 128 keys (on a CPU 32 or 64 if the
+    cache is small), and a block that holds a page of a sequence is computed for that sequence. Pages of a multiple of
+    128 keys therefore waste nothing; pages of 16 keys that lie apart from each other cost up to eight times as much.
+    The gradient of a cache takes B times the memory of the cache. For sequences with different numbers of queries there
+    is `varlen_attention`.
 
     Args:
         q: queries, [B, H, Q, D], the last Q of each sequence unless `q_offset` says otherwise.

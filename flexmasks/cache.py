@@ -130,9 +130,10 @@ class Cache(Generic[Value]):
 def cache_info() -> dict[str, CacheInfo]:
     """Return hits, misses, entries and bytes of each of the library's caches, by name.
 
-    `blocks`, `rows`, `scores`, `offsets` (of `paged_attention`), `calls` (of `attention`), `plans` (recorded, for new
-    tensors), `data` (masks as data), `whole` and `added` (masks and biases of a few queries) and `renewals` (of calls
-    with new tensors) are measured in bytes; calls share most of their blocks with `blocks`. In `kernels` (compiled
+    `blocks`, `rows`, `scores`, `offsets` and `layouts` (of `paged_attention` and mixed batches), `calls` (of
+    `attention`), `plans` (recorded, for new tensors), `data` (masks as data), `whole` and `added` (masks and biases of
+    a few queries) and `renewals` (of calls with new tensors) are measured in bytes; calls share most of their blocks
+    with `blocks`. In `kernels` (compiled
     code), `outcomes` (of backends), `numbers` (values of masks' numbers), `templates` (functions inside
     torch.compile), `mostly_partial`, `tried_scores`, `first_functions` and `started_as_data` (facts about kinds) an
     entry counts as one byte.

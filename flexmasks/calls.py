@@ -38,6 +38,7 @@ from flexmasks.plans.checks import (
     any_nested,
     autocasts,
     check_cache,
+    check_mixed,
     check_offset,
     check_sinks,
     check_varlen,
@@ -46,6 +47,8 @@ from flexmasks.plans.checks import (
     sequence_offsets,
 )
 from flexmasks.plans.explanation import Explanation
+from flexmasks.plans.gathered import parts_of
+from flexmasks.plans.mixed import Mixed, Sequences, by_number_of_queries, in_pieces
 from flexmasks.plans.plan import GivenPlan, MaskPlan, ScorePlan, block_size_for, is_captured
 from flexmasks.plans.shifted import offset_of_last
 from flexmasks.request import Request, checked
@@ -54,13 +57,17 @@ from flexmasks.spec.bands import cap_of
 from flexmasks.spec.captures import Aliases, Opaque, Reader, capture_plainly
 from flexmasks.spec.definitions import is_own
 from flexmasks.spec.parameters import Size, can_be_read
+from flexmasks.spec.rows import rows_of
 from flexmasks.spec.values import Mask
 
 _REPLAYS: Cache[Replay] = Cache("calls", max_bytes=5 << 28)  # replays share most index tensors with the cache "blocks"
 _RENEWALS: Cache[Renewal | DecodeRenewal] = Cache("renewals", max_bytes=1 << 24)
 # On a CPU new tensors are planned from the start, which checks their values: reading them costs nothing there.
 _RENEWED_ON = ("cuda",)
+_CUT_ON = ("cpu",)  # mixed batches are cut by their numbers of queries, which the host reads
+_GATHERS_ON = ("cpu",)
 _OFFSETS: Cache[Tensor] = Cache("offsets", max_bytes=1 << 22)
+_LAYOUTS: Cache[Any] = Cache("layouts", max_bytes=1 << 26)  # of mixed batches, and of pages that are copied
 
 
 # --- entry points of the public calls ---
@@ -94,10 +101,16 @@ def _run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Ten
 
 
 def run_varlen(
-    q: Tensor, k: Tensor, v: Tensor, offsets: Any, kv_offsets: Any, request: Request
+    q: Tensor, k: Tensor, v: Tensor, offsets: Any, kv_offsets: Any, page_table: Any, kv_lens: Any, request: Request
 ) -> tuple[Tensor, Tensor | None]:
-    """Return output and lse (or None) of a call of `varlen_attention`."""
-    check_varlen(q, k, v)
+    """Return output and lse (or None) of a call of `varlen_attention`.
+
+    A q_offset of None means the first key of each sequence, or, with a page table, that the queries are the last ones.
+    """
+    if page_table is not None or kv_lens is not None:
+        return _run_mixed(q, k, v, offsets, kv_offsets, page_table, kv_lens, request)
+    request = request._replace(q_offset=0) if request.q_offset is None else request
+    check_varlen(q=q, k=k, v=v)
     starts = sequence_offsets("offsets", offsets, q.device)
     kv_starts = None if kv_offsets is None else sequence_offsets("kv_offsets", kv_offsets, q.device)
     if kv_starts is None and len(q) != len(k):
@@ -120,40 +133,172 @@ def run_paged(
         without = request._replace(sink_logits=None, return_lse=True)
         out, lse = run_paged(q, k_cache, v_cache, page_table, kv_lens, without)
         return with_sinks(out, cast(Tensor, lse), request.sink_logits, request.return_lse)
-    known = _key_of_pages(q, k_cache, v_cache, page_table, kv_lens, request)
-    replay: Replay | None = None if known is None else _known_replay(*known, q.device)
+    known, replay = _known_pages(q, k_cache, v_cache, page_table, kv_lens, request)
     if replay is not None:
         return replay(q, k_cache, v_cache)
-    check_cache(q, k_cache, v_cache, page_table, kv_lens)
-    page_size = k_cache.shape[1]
+    check_cache(PAGED, q, k_cache, v_cache, page_table, kv_lens)
+    request = _with_values(request)
+    where_last = None
+    if request.q_offset is None:
+        where_last = _kept_offset_of_last(kv_lens, q.shape[2])
+        request = request._replace(q_offset=where_last)
+    return _run_pages(q, k_cache, v_cache, page_table, kv_lens, request, known, where_last)
+
+
+def _known_pages(
+    q: Any, k_cache: Any, v_cache: Any, page_table: Any, kv_lens: Any, request: Request
+) -> tuple[tuple[Hashable, list[Tensor]] | None, Replay | None]:
+    """Return the cache key of a decoding call with pages and its tensors, and its replay.
+
+    The last two tensors are kv_lens and the page table. Both results are None for what a call does not have.
+    """
+    if compat.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined] # public, and not listed
+        return None, None
+    if not type(q) is type(page_table) is type(kv_lens) is Tensor or vars(page_table) or vars(kv_lens):
+        return None, None
+    known = None if is_captured(q.device) else _key_and_tensors(q, k_cache, v_cache, request)
+    if known is None:
+        return None, None
+    known = ("pages", known[0]), [*known[1], kv_lens, page_table]
+    return known, _known_replay(*known, q.device)
+
+
+def _with_values(request: Request) -> Request:
+    """Return the request with a Mask, and a Score or None."""
     mask, score = from_arguments(request.mask, request.score, request.params)
-    mask = get_mask("full") if mask is None else mask
-    q_offset = _kept_offset_of_last(kv_lens, q.shape[2]) if request.q_offset is None else request.q_offset
-    is_last = request.q_offset is None
-    request = request._replace(mask=mask, score=score, params={}, q_offset=q_offset)
-    if _may_decode_pages(q, k_cache, v_cache, page_table.shape[1] * page_size, request):
-        replay = _decoding_of_pages(q, k_cache, v_cache, page_table, kv_lens, request, is_last, known)
+    return request._replace(mask=get_mask("full") if mask is None else mask, score=score, params={})
+
+
+def _run_pages(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    kv_lens: Tensor,
+    request: Request,
+    known: tuple[Hashable, list[Tensor]] | None,
+    where_last: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Return output and lse (or None) of a checked call with pages.
+
+    known: the call's key and tensors, if a replay may be kept.
+    where_last: where the queries start, if they are the last ones of each sequence.
+    """
+    if _may_decode_pages(q, k_cache, v_cache, page_table.shape[1] * k_cache.shape[1], request):
+        replay = _decoding_of_pages(q, k_cache, v_cache, page_table, kv_lens, request, known, where_last)
         if replay is not None:
             return replay(q, k_cache, v_cache)
-    mask = paged(mask, page_table, kv_lens, page_size)
-    score = None if score is None else paged(score, page_table, kv_lens, page_size)
+    if _may_gather_pages(q, k_cache, v_cache):
+        return _run_gathered(q, k_cache, v_cache, page_table, kv_lens, request)
+    page_size = k_cache.shape[1]
+    mask = paged(request.mask, page_table, kv_lens, page_size)
+    score = None if request.score is None else paged(request.score, page_table, kv_lens, page_size)
     k, v = (_slots(x, q.shape[0]) for x in (k_cache, v_cache))
     return run(q, k, v, request._replace(mask=mask, score=score))
 
 
-def _key_of_pages(
-    q: Any, k_cache: Any, v_cache: Any, page_table: Any, kv_lens: Any, request: Request
-) -> tuple[Hashable, list[Tensor]] | None:
-    """Return the cache key of a decoding call of `paged_attention`, and its tensors.
+def _may_gather_pages(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
+    """Return whether the pages of each sequence are copied to a place of their own.
 
-    The last two tensors are kv_lens and the page table. The result is None if the call cannot be cached.
+    There, blocks have keys of one sequence. Gradients of such copies would take more memory than the copies.
     """
-    if compat.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined] # public, and not listed
-        return None
-    if not type(q) is type(page_table) is type(kv_lens) is Tensor or vars(page_table) or vars(kv_lens):
-        return None
-    known = None if is_captured(q.device) else _key_and_tensors(q, k_cache, v_cache, request)
-    return None if known is None else (("pages", known[0]), [*known[1], kv_lens, page_table])
+    tensors = q, k_cache, v_cache
+    if q.device.type not in _GATHERS_ON or compat.is_compiling() or not all(type(x) is Tensor for x in tensors):
+        return False
+    learns = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    return not (learns or computes_nothing(*tensors) or compat.transforms_active() or compat.in_dispatch_mode())
+
+
+def _run_gathered(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, kv_lens: Tensor, request: Request
+) -> tuple[Tensor, Tensor | None]:
+    """Return output and lse (or None) of a call whose pages are copied.
+
+    Copies of a few sequences at a time bound the memory.
+    """
+    starts = cast(int | Tensor, request.q_offset)
+    given = [page_table, kv_lens, *([starts] if isinstance(starts, Tensor) else [])]
+    key = "gathered", q.shape[2], k_cache.shape, k_cache.dtype, starts if isinstance(starts, int) else "tensor"
+    parts = _LAYOUTS.get(key, given)
+    if parts is None:
+        _check_pages(q, k_cache, page_table, kv_lens)
+        parts = parts_of(page_table, kv_lens, starts, q.shape[2], k_cache)
+        _LAYOUTS.put(key, given, parts, ENTRY + sum(part.nbytes for part in parts))
+    if len(parts) == 1:
+        own = request._replace(mask=request.mask & get_mask("padding", seq_lens=kv_lens))
+        return run(q, parts[0].gathered(k_cache), parts[0].gathered(v_cache), own)
+    results = []
+    for part in parts:
+        own = _of_rows(request, part.sequences, part.firsts, part.lasts)
+        own = own._replace(mask=own.mask & get_mask("padding", seq_lens=part.kv_lens), q_offset=part.q_offset)
+        results.append(run(q[part.batch], part.gathered(k_cache), part.gathered(v_cache), own))
+    outs, lses = zip(*results, strict=True)
+    return torch.cat(outs), torch.cat(lses) if request.return_lse else None
+
+
+def _of_rows(request: Request, sequences: Tensor, firsts: Tensor, lasts: Tensor) -> Request:
+    """Return the request of a batch of rows, given a request for whole sequences."""
+    mask = rows_of(request.mask, sequences, firsts, lasts)
+    score = None if request.score is None else rows_of(request.score, sequences, firsts, lasts)
+    return request._replace(mask=mask, score=score)
+
+
+def _check_pages(q: Tensor, k_cache: Tensor, page_table: Tensor, kv_lens: Tensor) -> None:
+    """Check the values of a page table and of lengths."""
+    n_pages, page_size = k_cache.shape[:2]
+    pages = paged(get_mask("full"), page_table, kv_lens, page_size)
+    pages.resolve(Size(len(q), q.shape[1], q.shape[2], n_pages * page_size, q.device))
+
+
+def _run_mixed(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    offsets: Any,
+    kv_offsets: Any,
+    page_table: Tensor,
+    kv_lens: Tensor,
+    request: Request,
+) -> tuple[Tensor, Tensor | None]:
+    """Return output and lse (or None) of a call of `varlen_attention` with pages."""
+    if kv_offsets is not None:
+        fail("pass `kv_offsets`, or `page_table` and `kv_lens`, not both.", TypeError, VARLEN)
+    if page_table is None or kv_lens is None:
+        missing = "page_table" if page_table is None else "kv_lens"
+        fail(f"a paged cache needs both `page_table` and `kv_lens`; `{missing}` is missing.", TypeError, VARLEN)
+    check_varlen(q=q)
+    starts = sequence_offsets("offsets", offsets, q.device)
+    check_cache(VARLEN, q, k_cache, v_cache, page_table, kv_lens, len(starts) - 1)
+    if request.q_offset is not None:
+        check_offset(VARLEN, request.q_offset, len(kv_lens), q.device)
+    request = _with_values(request)
+    if request.sink_logits is not None:
+        check_sinks(q[None].transpose(1, 2), request.sink_logits)
+    inner = request._replace(sink_logits=None, return_lse=request.return_lse or request.sink_logits is not None)
+    mixed = _mixed(q, starts, page_table, kv_lens, request.q_offset)
+    outs: list[Tensor] = []
+    lses: list[Tensor] = []
+    for rows in mixed.batches:
+        own = _of_rows(inner, rows.sequences, mixed.firsts, mixed.lasts)._replace(q_offset=rows.q_offset)
+        own_q = q.index_select(0, rows.tokens.flatten()).view(*rows.tokens.shape, *q.shape[1:]).transpose(1, 2)
+        given = own_q, k_cache, v_cache, rows.page_table, rows.kv_lens, own
+        known, replay = _known_pages(*given)
+        own_out, own_lse = _run_pages(*given, known) if replay is None else replay(own_q, k_cache, v_cache)
+        outs.append(own_out.transpose(1, 2).flatten(0, 1))
+        if own_lse is not None:
+            lses.append(own_lse.transpose(0, 1).flatten(1))
+    # The last place is that of queries of no sequence.
+    outs.append((outs[0] if outs else q).new_zeros(1, *q.shape[1:]))
+    out = torch.cat(outs).index_select(0, mixed.places)
+    if not inner.return_lse:
+        return out, None
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    lses.append(q.new_full((q.shape[1], 1), -math.inf, dtype=dtype))
+    lse = torch.cat(lses, 1).index_select(1, mixed.places)
+    if request.sink_logits is None:
+        return out, lse
+    out, lse_with_sinks = with_sinks(out.transpose(0, 1), lse, request.sink_logits, request.return_lse)
+    return out.transpose(0, 1), lse_with_sinks
 
 
 def _decoding_of_pages(
@@ -163,29 +308,25 @@ def _decoding_of_pages(
     page_table: Tensor,
     kv_lens: Tensor,
     request: Request,
-    is_last: bool,
     known: tuple[Hashable, list[Tensor]] | None,
+    where_last: Tensor | None,
 ) -> Replay | None:
-    """Return a call of `paged_attention` as a call of backend "decode".
+    """Return a checked call with pages as a call of backend "decode".
 
-    It reads each sequence's own keys only. The result is None if that backend cannot run it.
-
-    is_last: the queries are the last ones of each sequence.
-    known: the call's key and tensors.
+    It reads each sequence's own keys only. The result is None if that backend cannot run it. See `_run_pages`.
     """
     page_size = k_cache.shape[1]
     length = page_table.shape[1] * page_size
     # Planning reads sizes of k and v only: these have the sizes of the keys of each sequence by themselves.
     k, v = (x.as_strided((len(q), x.shape[2], length, x.shape[3]), (0, 0, 0, 1)) for x in (k_cache, v_cache))
     if not is_captured(q.device):  # the values of the table are checked
-        pages = paged(get_mask("full"), page_table, kv_lens, page_size)
-        pages.resolve(Size(len(q), q.shape[1], q.shape[2], len(k_cache) * page_size, q.device))
+        _check_pages(q, k_cache, page_table, kv_lens)
     planned = _planned(q, k, v, request._replace(mask=request.mask & get_mask("padding", seq_lens=kv_lens)))
     if decode.refuses(planned.call) is not None:
         return None
     replay = decode.replay_of(planned.call, page_table, page_size)
     if known is not None:
-        _keep(*known, replay, planned, request.q_offset if is_last else None)
+        _keep(*known, replay, planned, where_last)
     return replay
 
 
@@ -554,6 +695,34 @@ def _inside_sequences(request: Request, starts: Tensor, kv_starts: Tensor | None
     mask = packed(get_mask("full") if mask is None else mask, *layout)
     score = None if score is None else packed(score, *layout)
     return request._replace(mask=mask, score=score, params={}, q_offset=0)
+
+
+def _mixed(q: Tensor, starts: Tensor, page_table: Tensor, kv_lens: Tensor, q_offset: int | Tensor | None) -> Mixed:
+    """Return the batches of a call of `varlen_attention` with pages.
+
+    Equal arguments return the same tensors, so that a later call finds the replay of an earlier one.
+    """
+    given = [starts, page_table, kv_lens, *([q_offset] if isinstance(q_offset, Tensor) else [])]
+    reads = all(can_be_read(t) for t in (q, *given)) and not compat.transforms_active()
+    is_kept = reads and not is_captured(q.device)
+    key = "mixed", q.device, len(q), len(kv_lens), "tensor" if isinstance(q_offset, Tensor) else q_offset
+    mixed = _LAYOUTS.get(key, given) if is_kept else None
+    if mixed is None:
+        offsets = starts.long()
+        counts = offsets.diff()
+        is_cut = reads and q.device.type in _CUT_ON
+        if is_cut or (is_kept and _LAYOUTS.get((*key, "checked"), []) is None):
+            check_mixed(offsets, len(q), kv_lens if q_offset is None else None)
+            _LAYOUTS.put((*key, "checked"), [], True, 1)
+        if q_offset is None:
+            firsts = (kv_lens.long() - counts).clamp(min=0)
+        else:
+            firsts = q_offset.long() if isinstance(q_offset, Tensor) else torch.full_like(counts, q_offset)
+        sequences = Sequences(offsets, firsts, page_table, kv_lens)
+        mixed = by_number_of_queries(sequences, len(q)) if is_cut else in_pieces(sequences, len(q))
+        if is_kept:
+            _LAYOUTS.put(key, given, mixed, ENTRY + mixed.nbytes)
+    return cast(Mixed, mixed)
 
 
 def _kept_offset_of_last(kv_lens: Tensor, q_len: int) -> Tensor:

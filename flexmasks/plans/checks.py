@@ -72,25 +72,29 @@ def check_qkv(q: Any, k: Any, v: Any) -> None:
     _check_groups(wrong, q.shape[1], k.shape[1])
 
 
-def check_cache(q: Any, k_cache: Any, v_cache: Any, page_table: Any, kv_lens: Any) -> None:
-    """Check q [B, H, Q, D] against a paged KV cache.
+def check_cache(
+    call: str, q: Any, k_cache: Any, v_cache: Any, page_table: Any, kv_lens: Any, batch: int | None = None
+) -> None:
+    """Check q against a paged KV cache.
 
-    The caches are [n_pages, page_size, Hkv, D], page_table is [B, P] and kv_lens [B].
+    The caches are [n_pages, page_size, Hkv, D], page_table is [B, P] and kv_lens [B]. Without `batch`, the number of
+    sequences, q is [B, H, Q, D], else [total, H, D].
     """
+    dims_of_q = "[B, H, Q, D]" if batch is None else "[total, H, D]"
 
     def wrong(message: str, kind: type[Exception] = ValueError) -> NoReturn:
         got = f"q {described(q)}, k_cache {described(k_cache)}, v_cache {described(v_cache)}"
-        fail(f"{message}; got {got}.", kind, PAGED)
+        fail(f"{message}; got {got}.", kind, call)
 
     dims = "[n_pages, page_size, Hkv, D]"
-    _check_strided(wrong, q=(q, "[B, H, Q, D]"), k_cache=(k_cache, dims), v_cache=(v_cache, dims))
+    _check_strided(wrong, q=(q, dims_of_q), k_cache=(k_cache, dims), v_cache=(v_cache, dims))
     if k_cache.shape != v_cache.shape:
         wrong("k_cache and v_cache must have one shape")
     if not q.dtype == k_cache.dtype == v_cache.dtype and not autocasts(q.device.type):
         wrong("q, k_cache and v_cache must have one dtype", TypeError)
     if not q.device == k_cache.device == v_cache.device:
         wrong("q, k_cache and v_cache must be on one device")
-    if q.shape[3] != k_cache.shape[3]:
+    if q.shape[-1] != k_cache.shape[3]:
         wrong("q, k_cache and v_cache must have one head size D")
     _check_groups(wrong, q.shape[1], k_cache.shape[2])
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
@@ -100,20 +104,21 @@ def check_cache(q: Any, k_cache: Any, v_cache: Any, page_table: Any, kv_lens: An
                 f"the pages of `{name}` must follow each other in memory, and D must be its last dimension there; its "
                 f"strides are {x.stride()}. Hold k_cache and v_cache as tensors of their own, or as one tensor "
                 "[2, n_pages, page_size, Hkv, D].",
-                call=PAGED,
+                call=call,
             )
+    batch = len(q) if batch is None else batch
     for name, t, dims in (("page_table", page_table, "[B, P]"), ("kv_lens", kv_lens, "[B]")):
-        fits = isinstance(t, Tensor) and t.dtype in INT_DTYPES and t.ndim == dims.count(",") + 1 and len(t) == len(q)
+        fits = isinstance(t, Tensor) and t.dtype in INT_DTYPES and t.ndim == dims.count(",") + 1 and len(t) == batch
         if not fits or t.device != q.device:
             fail(
-                f"`{name}` must be an integer tensor {dims} with B = {len(q)} on {q.device}, got {described(t)}.",
+                f"`{name}` must be an integer tensor {dims} with B = {batch} on {q.device}, got {described(t)}.",
                 ValueError if isinstance(t, Tensor) else TypeError,
-                PAGED,
+                call,
             )
 
 
 def _check_strided(wrong: Callable[..., NoReturn], **tensors: tuple[Any, str]) -> None:
-    """Check that tensors are dense, of 4 dimensions, and have heads.
+    """Check that tensors are dense, have as many dimensions as named, and have heads.
 
     tensors: each tensor by name, with its dimensions as text.
     """
@@ -122,9 +127,9 @@ def _check_strided(wrong: Callable[..., NoReturn], **tensors: tuple[Any, str]) -
             wrong(f"`{name}` must be a tensor {dims}", TypeError)
         if x.layout != torch.strided or x.is_nested:
             wrong(f"`{name}` must be a dense tensor, it is {x.layout}")
-        if x.ndim != 4:
-            wrong(f"`{name}` must have 4 dimensions, {dims}")
-        sizes = x.shape if "n_pages" in dims else (x.shape[1], x.shape[3])
+        if x.ndim != dims.count(",") + 1:
+            wrong(f"`{name}` must have {dims.count(',') + 1} dimensions, {dims}")
+        sizes = x.shape if "n_pages" in dims else (x.shape[1], x.shape[-1])
         if 0 in sizes:
             wrong(f"`{name}` is empty; the heads, the head size and the pages must be at least 1")
 
@@ -168,9 +173,9 @@ def check_offset(call: str, q_offset: Any, batch: int, device: torch.device) -> 
         fail(f"{wanted}, got {q_offset}.", call=call)
 
 
-def check_varlen(q: Any, k: Any, v: Any) -> None:
-    """Check that q, k and v are [total, H, D]."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
+def check_varlen(**tensors: Any) -> None:
+    """Check that tensors, given by their names, are [total, H, D]."""
+    for name, x in tensors.items():
         if not isinstance(x, Tensor) or x.is_nested or x.ndim != 3:
             fail(f"`{name}` must be a tensor [total, H, D], got {described(x)}.", call=VARLEN)
 
@@ -192,6 +197,30 @@ def sequence_offsets(name: str, given: Any, device: torch.device) -> Tensor:
             call=VARLEN,
         )
     return offsets
+
+
+def check_mixed(offsets: Tensor, total: int, kv_lens: Tensor | None) -> None:
+    """Check the values of offsets of queries.
+
+    total: the number of queries.
+    kv_lens: the numbers of keys that the queries are the last ones of, or None if they start anywhere.
+
+    A sequence without keys is idle, and may have any number of queries.
+    """
+    counts = offsets.diff()
+    first, last, least = torch.stack([offsets[0], offsets[-1], counts.min()]).tolist()
+    if first != 0 or last > total or least < 0:
+        fail(f"`offsets` must rise from 0 to at most the length {total}, got {offsets.tolist()[:8]}.", call=VARLEN)
+    if kv_lens is None:
+        return
+    is_short = (kv_lens > 0) & (kv_lens < counts)
+    if bool(is_short.any()):
+        s = int(is_short.nonzero()[0])
+        fail(
+            f"the queries are the last ones of each sequence, but sequence {s} has kv_lens = {int(kv_lens[s])} keys "
+            f"and {int(counts[s])} queries; pass `q_offset`, where the queries start.",
+            call=VARLEN,
+        )
 
 
 def check_block_mask(block_mask: Any, size: Size) -> None:

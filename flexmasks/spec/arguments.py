@@ -40,6 +40,8 @@ _KEYWORDS_ELSEWHERE = {
     "cu_seqlens": "pass them as `offsets` to flexmasks.varlen_attention",
     "cu_seqlens_q": "pass them as `offsets` to flexmasks.varlen_attention",
     "cu_seqlens_k": "pass them as `kv_offsets` to flexmasks.varlen_attention",
+    **dict.fromkeys(("seqused_k", "cache_seqlens"), "pass them as `kv_lens`, with `page_table`"),
+    "block_table": "pass it as `page_table`, with `kv_lens`",
     **dict.fromkeys(("max_seqlen", "max_seqlen_q", "max_seqlen_k"), "leave it out: the offsets say the lengths"),
     "window_size": 'pass mask="sliding_window", window=... or mask="local", left=..., right=...',
     **dict.fromkeys(

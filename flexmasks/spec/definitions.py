@@ -213,3 +213,9 @@ AND, OR, NOT = (
 )
 CHAIN = define("score", _chain, "chain", registered=True)
 _OPERATORS = {d.name: d for d in (AND, OR, NOT, CHAIN)}
+
+
+def add_operator(definition: Definition) -> Definition:
+    """Add an operator, which is found by its name but not listed, and return it."""
+    _OPERATORS[definition.name] = definition
+    return definition

@@ -1,0 +1,72 @@
+"""Copies of the pages of a few sequences, for many queries on a CPU.
+
+In a copy the keys of a sequence lie side by side. In the pool a block has keys of several sequences, and it is computed
+for each of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_MAX_BYTES = 1 << 26  # bytes of keys that are copied together, of more than one sequence
+_BLOCK = 128  # the sizes of all blocks divide it
+
+
+@dataclass(frozen=True)
+class Part:
+    """Batch elements whose pages are copied together."""
+
+    batch: slice
+    pages: list[Tensor]  # int64, the pages in use of each batch element
+    room: int  # keys that each batch element has room for
+    sequences: Tensor  # int32[G], the batch elements
+    firsts: Tensor  # int32[B], the positions of the first and the last query of each batch element of the call
+    lasts: Tensor
+    q_offset: Tensor  # int64[G]
+    kv_lens: Tensor  # int64[G]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in (*self.pages, self.firsts, self.lasts, self.q_offset, self.kv_lens))
+
+    def gathered(self, cache: Tensor) -> Tensor:
+        """Return a copy of the keys or values of each batch element.
+
+        The copy is [G, Hkv, room, D]. Places behind the last page in use hold 0 up to the end of a block, where kernels
+        may read them, and then anything.
+
+        cache: [n_pages, page_size, Hkv, D].
+        """
+        size = cache.shape[1]
+        keys = cache.new_empty(len(self.pages), self.room, *cache.shape[2:])
+        for own, pages in zip(keys, self.pages, strict=True):
+            end = len(pages) * size
+            torch.index_select(cache, 0, pages, out=own[:end].unflatten(0, (-1, size)))
+            own[end : -(-end // _BLOCK) * _BLOCK] = 0
+        return keys.transpose(1, 2)
+
+
+def parts_of(page_table: Tensor, kv_lens: Tensor, q_offset: int | Tensor, q_len: int, cache: Tensor) -> list[Part]:
+    """Return the parts of a batch.
+
+    Their copies of keys take bounded memory.
+
+    The host reads the lengths. None of the given tensors is kept.
+    """
+    batch, columns = page_table.shape
+    size = cache.shape[1]
+    lens = kv_lens.tolist()
+    together = max(1, _MAX_BYTES // (columns * cache[0].numel() * cache.element_size()))
+    starts = q_offset.long() if isinstance(q_offset, Tensor) else torch.full((batch,), q_offset)
+    firsts, lasts = starts.int(), (starts + q_len - 1).int()
+    parts = []
+    for first in range(0, batch, together):
+        members = slice(first, min(first + together, batch))
+        pages = [page_table[b, : -(-lens[b] // size)].long().clone() for b in range(members.start, members.stop)]
+        sequences = torch.arange(members.start, members.stop, dtype=torch.int32)
+        rows = starts[members].clone(), kv_lens[members].long().clone()
+        parts.append(Part(members, pages, columns * size, sequences, firsts, lasts, *rows))
+    return parts

@@ -1,0 +1,116 @@
+"""Mixed batches: sequences that decode, and others that take chunks of a prompt.
+
+Their queries are laid end to end. They become batches of rows, where a row has queries of one sequence only. On a CPU,
+sequences with equally many queries are one batch. On a GPU, where the host reads no number of queries, pieces of a
+fixed number of queries are one batch: its shape depends on the shapes of the call alone.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_FEWEST_ROWS, _MOST_ROWS = 16, 64  # queries in a piece: the smallest tile of a kernel, and the most of backend decode
+
+
+class Sequences(NamedTuple):
+    """The sequences of a mixed batch."""
+
+    offsets: Tensor  # int64[N + 1], the first query of each sequence, and the end of the last one
+    starts: Tensor  # int64[N], the position of the first query of each sequence
+    page_table: Tensor  # int[N, P]
+    kv_lens: Tensor  # int[N]
+
+    @property
+    def lasts(self) -> Tensor:
+        """The position of the last query of each sequence, int32[N].
+
+        A sequence without queries has 0 if it has no keys either.
+        """
+        return (self.starts + self.offsets.diff() - 1).clamp(min=0).int()
+
+
+class Rows(NamedTuple):
+    """A batch of rows, each with queries of one sequence."""
+
+    tokens: Tensor  # int64[B, n], the query in each place
+    sequences: Tensor  # int32[B]
+    q_offset: Tensor  # int64[B], the position of the first query
+    page_table: Tensor  # int[B, P]
+    kv_lens: Tensor  # int[B]
+
+
+class Mixed(NamedTuple):
+    """A mixed batch as batches of rows."""
+
+    batches: list[Rows]
+    places: Tensor  # int64[T], the place of each query among those of all rows; queries of no sequence are behind them
+    firsts: Tensor  # int32[N], the positions of the first and the last query of each sequence
+    lasts: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.places.nbytes + sum(t.nbytes for batch in self.batches for t in batch)
+
+
+def by_number_of_queries(given: Sequences, total: int) -> Mixed:
+    """Return batches of sequences with equally many queries.
+
+    The host reads the offsets.
+
+    total: the number T of queries, with those of no sequence.
+    """
+    by_count: dict[int, list[int]] = {}
+    for sequence, count in enumerate(given.offsets.diff().tolist()):
+        if count:
+            by_count.setdefault(count, []).append(sequence)
+    batches = []
+    places = torch.full((total,), int(given.offsets[-1]))
+    before = 0
+    for count, members in by_count.items():
+        chosen = torch.tensor(members)
+        tokens = given.offsets[chosen][:, None] + torch.arange(count)
+        places[tokens] = torch.arange(before, before + tokens.numel()).view_as(tokens)
+        before += tokens.numel()
+        rows = given.starts[chosen], given.page_table[chosen], given.kv_lens[chosen]
+        batches.append(Rows(tokens, chosen.int(), *rows))
+    return Mixed(batches, places, given.starts.int(), given.lasts)
+
+
+def in_pieces(given: Sequences, total: int) -> Mixed:
+    """Return one batch of pieces of the same number of queries.
+
+    The host reads no value. The last piece of a sequence has queries that count for nothing, and some pieces are empty:
+    there are as many as the sequences may need.
+
+    total: as for `by_number_of_queries`.
+    """
+    offsets, count, device = given.offsets, len(given.kv_lens), given.offsets.device
+    if not total:
+        return Mixed([], offsets[:0], given.starts.int(), given.lasts)
+    n = _FEWEST_ROWS
+    while n < _MOST_ROWS and n * count < total:
+        n *= 2
+    needed = (offsets.diff() + n - 1) // n
+    ends = needed.cumsum(0)
+    before = ends - needed
+    piece = torch.arange(total // n + count, device=device)
+    sequence = torch.searchsorted(ends, piece, right=True)
+    is_used = sequence < count
+    sequence = sequence.clamp(max=count - 1)
+    skipped = torch.where(is_used, (piece - before[sequence]) * n, 0)
+    tokens = (offsets[sequence] + skipped)[:, None] + torch.arange(n, device=device)
+    rows = Rows(
+        tokens.clamp(0, total - 1),
+        sequence.int(),
+        torch.where(is_used, given.starts[sequence] + skipped, 0),
+        given.page_table[sequence],
+        torch.where(is_used, given.kv_lens[sequence], 0),
+    )
+    token = torch.arange(total, device=device)
+    owner = (torch.searchsorted(offsets, token, right=True) - 1).clamp(0, count - 1)
+    place = before[owner] * n + token - offsets[owner]
+    places = torch.where(token < offsets[-1], place, len(piece) * n)
+    return Mixed([rows], places, given.starts.int(), given.lasts)
