@@ -148,7 +148,7 @@ def run_paged(
 def _known_pages(
     q: Any, k_cache: Any, v_cache: Any, page_table: Any, kv_lens: Any, request: Request
 ) -> tuple[tuple[Hashable, list[Tensor]] | None, Replay | None]:
-    """Return the cache key of a decoding call with pages and its tensors, and its replay.
+    """Return key and tensors of a decoding call with pages, and its replay.
 
     The last two tensors are kv_lens and the page table. Both results are None for what a call does not have.
     """
