@@ -20,7 +20,10 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
 
 import flexmasks
+from flexmasks import calls
 from flexmasks.backends import flex as kernels
+from flexmasks.plans import gathered
+from flexmasks.request import Request
 
 WHERE = [
     pytest.param("cpu", "cpu"),
@@ -444,6 +447,85 @@ def test_the_pool_is_not_copied_for_each_batch_element(queries: int, backend: st
             before = peak_memory()
             flexmasks.paged_attention(q, k_cache, v_cache, table, lens + turn, mask="causal", backend=backend)
     assert peak_memory() - before < 200e6
+
+
+def _chunks() -> tuple[Paged, Tensor]:
+    """Return sequences that share pages, with slots that hold anything, and 70 queries of each."""
+    cache = Paged([90, 130, 0, 75, 160], 16, 10)
+    cache.table[1, :3] = cache.table[0, :3]
+    return cache, torch.randn(5, 6, 70, 32)
+
+
+@pytest.mark.parametrize("max_bytes", [1, 160 * 2 * 32 * 4 * 2, 1 << 26])
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_chunks_of_a_few_sequences_at_a_time(backend: str, max_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of one, two and all sequences, with masks and scores by batch element, lse and sinks."""
+    monkeypatch.setattr(gathered, "_MAX_BYTES", max_bytes)
+    flexmasks.clear_caches()
+    cache, q = _chunks()
+    limits, slopes, sinks = torch.tensor([90, 100, 0, 70, 150]), torch.rand(5, 6), torch.randn(6)
+    mask = lambda b, h, q, kv: (kv <= q) & (kv < limits[b])  # noqa: E731
+    score = lambda score, b, h, q, kv: score - slopes[b, h] * (q - kv)  # noqa: E731
+
+    def seen(b: int, queries: int, keys: int) -> Tensor:
+        return last(b, queries, keys) & (torch.arange(keys) < limits[b])
+
+    def biased(scores: Tensor, b: int, keys: int) -> Tensor:
+        return scores - slopes[b].double()[:, None, None] * (torch.arange(70)[:, None] + keys - 70 - torch.arange(keys))
+
+    want, want_lse = cache.expected(q, seen, biased)
+    logits = sinks.double()[:, None]
+    with torch.no_grad():
+        for _ in range(2):
+            out = cache.attention(q, mask=mask, score=score, backend=backend)
+            assert error(out, want) < TOLERANCE[torch.float32]
+            call: dict[str, Any] = {"return_lse": True, "sink_logits": sinks, "backend": backend}
+            out, lse = cache.attention(q, mask=mask, score=score, **call)
+            assert error(out, want * torch.sigmoid(want_lse - logits)[..., None]) < TOLERANCE[torch.float32]
+            check_lse(lse, torch.logaddexp(want_lse, logits), 1e-5)
+
+
+def test_blocks_of_chunks_have_keys_of_one_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the pool each block of 64 slots has pages of four sequences, and would be computed for each of them."""
+    computed = []
+    run = calls.run
+
+    def noted(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Any:
+        blocks = flexmasks.explain(q, k, v, mask=request.mask, q_offset=request.q_offset).blocks
+        computed.append((blocks.partial + blocks.full) * math.prod(blocks.block_mask.BLOCK_SIZE))  # pairs
+        return run(q, k, v, request)
+
+    monkeypatch.setattr(calls, "run", noted)
+    batch, columns, page_size = 4, 64, 16
+    k_cache, v_cache = torch.randn(2, batch * columns, page_size, 2, 32)
+    table = torch.arange(batch * columns).view(columns, batch).T.contiguous()  # pages in turns
+    lens, q = torch.full((batch,), columns * page_size), torch.randn(batch, 2, 128, 32)
+    with torch.no_grad():
+        out = flexmasks.paged_attention(q, k_cache, v_cache, table, lens, mask="causal", backend="reference")
+        monkeypatch.setattr(calls, "_GATHERS_ON", ())
+        pool = flexmasks.paged_attention(q, k_cache, v_cache, table, lens, mask="causal", backend="reference")
+    assert torch.allclose(out, pool, atol=1e-5)
+    assert 3 * computed[0] < computed[1]
+
+
+def test_copies_of_chunks_take_bounded_memory() -> None:
+    batch, n_pages, page_size = 16, 1024, 64
+    k_cache, v_cache = torch.randn(2, n_pages, page_size, 2, 64)  # 34 MB each; all copies together take as much
+    table, lens = torch.randperm(n_pages).view(batch, -1), torch.full((batch,), 4000)
+    q = torch.randn(batch, 2, 70, 64)
+    parts = gathered.parts_of(table, lens, 0, 70, k_cache)
+    assert len(parts) == 1
+    parts = gathered.parts_of(table.repeat(8, 1), lens.repeat(8), 0, 70, k_cache)
+    rooms = [part.gathered(k_cache).nbytes for part in parts]
+    assert max(rooms) <= gathered._MAX_BYTES
+    assert sum(rooms) == 8 * k_cache.nbytes
+    with torch.no_grad():
+        out = flexmasks.paged_attention(q, k_cache, v_cache, table, lens, mask="causal", backend="reference")
+        before = peak_memory()
+        copies = [x.repeat(8, *[1] * (x.ndim - 1)) for x in (q, table, lens)]
+        again = flexmasks.paged_attention(copies[0], k_cache, v_cache, *copies[1:], mask="causal", backend="reference")
+        assert peak_memory() - before < 270e6  # copies of all sequences would take 537 MB
+    assert torch.allclose(again, out.repeat(8, 1, 1, 1), atol=1e-5)
 
 
 @pytest.mark.gpu
