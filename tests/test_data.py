@@ -95,9 +95,7 @@ def _check_data(expression: str, sizes: tuple[tuple[int, int], int, int]) -> Non
 
 def test_few_different_blocks_are_kept() -> None:
     def different(mask: Function, length: int) -> int:
-        block_mask = flexmasks.block_mask(mask, length)
-        places = torch.stack(torch.where(of_block_mask(block_mask)[0]), 1)
-        return len(data._distinct_words(block_mask, places)[1].unique())
+        return data.data_of(flexmasks.block_mask(mask, length), 1, 1).different
 
     assert different(lambda b, h, q, kv: q >= kv, 1024) == 1
     assert different(lambda b, h, q, kv: (q >= kv) & (q - kv <= 256), 2048) == 2

@@ -30,6 +30,7 @@ from flexmasks import compat
 from flexmasks.backends import forms
 from flexmasks.backends.call import HALF_DTYPES, TRANSFORMED, Call, Result, Unavailable, first_line, proven, transformed
 from flexmasks.cache import Cache
+from flexmasks.plans.data import FirstAsData
 
 _log = logging.getLogger("flexmasks")
 _kernel_numbers = itertools.count()
@@ -429,8 +430,9 @@ class CompiledCall:
         kind = _kind(call, backend, chosen)
         runs_left = None
         if as_data is None:
-            as_data = bool(why_data(call, backend, chosen))
-            if as_data and call.is_cuda and not forms.why_inexact(call):
+            starts = starts_as_data(call, backend, chosen)
+            as_data = starts or bool(why_data(call, backend, chosen))
+            if as_data and call.is_cuda and (starts or not forms.why_inexact(call)):
                 pairs = call.q.shape[:3].numel() * call.k.shape[2]
                 runs_left = iter(range(min(_RUNS_AS_DATA, _PAIRS_AS_DATA // pairs + 1)))
         if as_data:
@@ -527,12 +529,29 @@ def why_data(call: Call, backend: str | None = None, chosen: dict[str, Any] | No
     """Return why the kernel reads the mask as data, or ""."""
     if call.is_traced:
         return ""
+    kind, is_compiled = _kind_of_functions(call, backend, chosen)
+    return forms.why_data(call, kind, is_compiled, for_flash=backend == "FLASH")
+
+
+def starts_as_data(call: Call, backend: str | None = None, chosen: dict[str, Any] | None = None) -> bool:
+    """Return whether the kernel reads the mask as data, whatever the mask's function computes."""
+    if backend == "FLASH" or not forms.may_start_as_data(call):
+        return False
+    if call.first_as_data is FirstAsData.ALL and not any(key[:2] == call.kernel_key for key in _KERNELS.known_keys()):
+        return forms.starts_as_data(call, None)  # without blocks that come without their bits
+    kind, is_compiled = _kind_of_functions(call, backend, chosen)
+    return not is_compiled and forms.starts_as_data(call, kind)
+
+
+def _kind_of_functions(
+    call: Call, backend: str | None, chosen: dict[str, Any] | None
+) -> tuple[tuple[Hashable, ...], bool]:
+    """Return what else a kernel depends on, and whether the functions are compiled."""
     block_mask = call.blocks().block_mask
     if chosen is None:
         chosen = options(call.q, call.k, backend, call.kernel_options, block_mask.BLOCK_SIZE, call.proven_options)
     kind = _kind(call, backend, chosen)
-    is_compiled = _KERNELS.get((*call.kernel_key, *kind, *_lists_kind(block_mask))) is not None
-    return forms.why_data(call, kind, is_compiled, for_flash=backend == "FLASH")
+    return kind, _KERNELS.get((*call.kernel_key, *kind, *_lists_kind(block_mask))) is not None
 
 
 def refuses_to_compile(call: Call) -> str | None:
@@ -542,6 +561,11 @@ def refuses_to_compile(call: Call) -> str | None:
     if compat.compiler_is_off():
         return "torch.compile is switched off, by torch._dynamo.config.disable"
     return TRANSFORMED if transformed() else None
+
+
+def refuses(call: Call) -> str | None:
+    """Return why a call can be compiled in neither form of its mask, or None."""
+    return refuses_to_compile(call) or forms.refuses(call, starts_as_data)
 
 
 def run(call: Call, backend: str | None = None) -> Result:
