@@ -65,8 +65,9 @@ def words_of(elements: Elements, blocks: Tensor, rows: Axis, columns: Axis) -> T
 
 
 def _blocks_at_once(elements: Elements, size: int) -> int:
-    at_once = elements.blocks_at_once(size)
-    return at_once if elements.device.type != "cpu" else min(at_once, max(1, limits.ELEMENTS_OF_A_WORKER // size))
+    on_cpu = elements.device.type == "cpu"
+    at_once = limits.WHOLE_ELEMENTS_AT_ONCE_ON_CPU if on_cpu else limits.WHOLE_ELEMENTS_AT_ONCE_ON_GPU
+    return min(elements.blocks_at_once(size), max(1, at_once // size))
 
 
 def packed(visible: Tensor) -> Tensor:

@@ -296,8 +296,13 @@ class MaskPlan(Plan):
         super().__init__(mask, size, offset, lift, aliases)
         self.mask, self.block_size, self.open_extents = mask, block_size, open_extents
         self._allows_bounds = allows_bounds and self._kind_key is not None
-        self._wants_bits = False  # the mask goes as data
+        # On a GPU the first calls of a function go as data, and finding the bits costs little where they do not.
+        self._wants_bits = allows_bounds and self._starts_as_data_on_gpu
         self._bits: Bits | None = None  # bits of partial blocks, until they are data
+
+    @property
+    def _starts_as_data_on_gpu(self) -> bool:
+        return self.size.device.type == "cuda" and not (self.opaque or self.inputs or self.is_own)
 
     @functools.cached_property
     def window(self) -> Window | None:
@@ -392,7 +397,8 @@ class MaskPlan(Plan):
         try:
             with naming(self.mask):
                 sizes = batch, heads, size.q_len, size.kv_len
-                layout = build(mask_mod, *sizes, size.device, self.block_size, self._wants_bits)
+                with_bits = self._wants_bits and can_be_bits(self.block_size)
+                layout = build(mask_mod, *sizes, size.device, self.block_size, with_bits)
         except Exception:
             check_open_extents(self.mask, mask_mod, size, self.open_extents)
             raise
@@ -483,7 +489,7 @@ class MaskPlan(Plan):
 
         Blocks that are not known yet come with their bits.
         """
-        self._wants_bits = can_be_bits(self.block_size)
+        self._wants_bits = True
         block_mask = self.block_mask()
         bits, self._bits = self._bits, None
         with naming(self.mask), torch.no_grad():
