@@ -47,6 +47,7 @@ from flexmasks.plans.checks import (
 )
 from flexmasks.plans.explanation import Explanation
 from flexmasks.plans.plan import GivenPlan, MaskPlan, ScorePlan, block_size_for, is_captured
+from flexmasks.plans.shifted import offset_of_last
 from flexmasks.request import Request, checked
 from flexmasks.spec.arguments import from_arguments, functions_of, get_mask
 from flexmasks.spec.bands import cap_of
@@ -59,7 +60,6 @@ _REPLAYS: Cache[Replay] = Cache("calls", max_bytes=5 << 28)  # replays share mos
 _RENEWALS: Cache[Renewal | DecodeRenewal] = Cache("renewals", max_bytes=1 << 24)
 # On a CPU new tensors are planned from the start, which checks their values: reading them costs nothing there.
 _RENEWED_ON = ("cuda",)
-_DECODES_PAGES_ON = ("cpu",)  # without being asked for by name
 _OFFSETS: Cache[Tensor] = Cache("offsets", max_bytes=1 << 22)
 
 
@@ -115,72 +115,90 @@ def run_paged(
 
     A q_offset of None means that the queries are the last ones of each sequence.
     """
+    if request.sink_logits is not None:
+        check_sinks(q, request.sink_logits)
+        without = request._replace(sink_logits=None, return_lse=True)
+        out, lse = run_paged(q, k_cache, v_cache, page_table, kv_lens, without)
+        return with_sinks(out, cast(Tensor, lse), request.sink_logits, request.return_lse)
+    known = _key_of_pages(q, k_cache, v_cache, page_table, kv_lens, request)
+    replay: Replay | None = None if known is None else _known_replay(*known, q.device)
+    if replay is not None:
+        return replay(q, k_cache, v_cache)
     check_cache(q, k_cache, v_cache, page_table, kv_lens)
     page_size = k_cache.shape[1]
     mask, score = from_arguments(request.mask, request.score, request.params)
     mask = get_mask("full") if mask is None else mask
-    q_offset = _offset_of_last(kv_lens, q.shape[2]) if request.q_offset is None else request.q_offset
+    q_offset = _kept_offset_of_last(kv_lens, q.shape[2]) if request.q_offset is None else request.q_offset
+    is_last = request.q_offset is None
     request = request._replace(mask=mask, score=score, params={}, q_offset=q_offset)
-    result = _decode_pages(q, k_cache, v_cache, page_table, kv_lens, request)
-    if result is not None:
-        return result
+    if _may_decode_pages(q, k_cache, v_cache, page_table.shape[1] * page_size, request):
+        replay = _decoding_of_pages(q, k_cache, v_cache, page_table, kv_lens, request, is_last, known)
+        if replay is not None:
+            return replay(q, k_cache, v_cache)
     mask = paged(mask, page_table, kv_lens, page_size)
     score = None if score is None else paged(score, page_table, kv_lens, page_size)
     k, v = (_slots(x, q.shape[0]) for x in (k_cache, v_cache))
     return run(q, k, v, request._replace(mask=mask, score=score))
 
 
-def _decode_pages(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, kv_lens: Tensor, request: Request
-) -> tuple[Tensor, Tensor | None] | None:
-    """Return output and lse (or None) of a call on backend "decode".
+def _key_of_pages(
+    q: Any, k_cache: Any, v_cache: Any, page_table: Any, kv_lens: Any, request: Request
+) -> tuple[Hashable, list[Tensor]] | None:
+    """Return the cache key of a decoding call of `paged_attention`, and its tensors.
 
-    It reads each sequence's own keys only.
-
-    The result is None if that backend cannot run it.
+    The last two tensors are kv_lens and the page table. The result is None if the call cannot be cached.
     """
-    page_size, length = k_cache.shape[1], page_table.shape[1] * k_cache.shape[1]
-    if not _may_decode_pages(q, k_cache, v_cache, length, request):
+    if compat.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined] # public, and not listed
         return None
-    if request.sink_logits is not None:
-        check_sinks(q, request.sink_logits)
-        result = _decode_pages(
-            q, k_cache, v_cache, page_table, kv_lens, request._replace(sink_logits=None, return_lse=True)
-        )
-        return (
-            None
-            if result is None
-            else with_sinks(result[0], cast(Tensor, result[1]), request.sink_logits, request.return_lse)
-        )
+    if not type(q) is type(page_table) is type(kv_lens) is Tensor or vars(page_table) or vars(kv_lens):
+        return None
+    known = None if is_captured(q.device) else _key_and_tensors(q, k_cache, v_cache, request)
+    return None if known is None else (("pages", known[0]), [*known[1], kv_lens, page_table])
+
+
+def _decoding_of_pages(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    kv_lens: Tensor,
+    request: Request,
+    is_last: bool,
+    known: tuple[Hashable, list[Tensor]] | None,
+) -> Replay | None:
+    """Return a call of `paged_attention` as a call of backend "decode".
+
+    It reads each sequence's own keys only. The result is None if that backend cannot run it.
+
+    is_last: the queries are the last ones of each sequence.
+    known: the call's key and tensors.
+    """
+    page_size = k_cache.shape[1]
+    length = page_table.shape[1] * page_size
     # Planning reads sizes of k and v only: these have the sizes of the keys of each sequence by themselves.
     k, v = (x.as_strided((len(q), x.shape[2], length, x.shape[3]), (0, 0, 0, 1)) for x in (k_cache, v_cache))
-    request = request._replace(mask=request.mask & get_mask("padding", seq_lens=kv_lens))
-    known = _key_and_tensors(q, k, v, request)
-    key, tensors = (None, []) if known is None else (("pages", page_size, known[0]), [*known[1], page_table])
-    is_kept = known is not None and not is_captured(q.device)
-    replay: Replay | None = _known_replay(key, tensors, q.device) if is_kept else None
-    if replay is None:
-        if not is_captured(q.device):  # the values of the table are checked
-            pages = paged(get_mask("full"), page_table, kv_lens, page_size)
-            pages.resolve(Size(len(q), q.shape[1], q.shape[2], len(k_cache) * page_size, q.device))
-        planned = _planned(q, k, v, request)
-        if decode.refuses(planned.call) is not None:
-            return None
-        replay = decode.replay_of(planned.call, page_table, page_size)
-        if is_kept:
-            _keep(key, tensors, replay, planned)
-    return replay(q, k_cache, v_cache)
+    if not is_captured(q.device):  # the values of the table are checked
+        pages = paged(get_mask("full"), page_table, kv_lens, page_size)
+        pages.resolve(Size(len(q), q.shape[1], q.shape[2], len(k_cache) * page_size, q.device))
+    planned = _planned(q, k, v, request._replace(mask=request.mask & get_mask("padding", seq_lens=kv_lens)))
+    if decode.refuses(planned.call) is not None:
+        return None
+    replay = decode.replay_of(planned.call, page_table, page_size)
+    if known is not None:
+        _keep(*known, replay, planned, request.q_offset if is_last else None)
+    return replay
 
 
 def _may_decode_pages(q: Tensor, k_cache: Tensor, v_cache: Tensor, length: int, request: Request) -> bool:
     """Return whether backend "decode" may run a call, before it is planned."""
-    if q.device.type not in ("cpu", "cuda") or compat.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined]
+    device = q.device.type
+    if request.backend not in ("auto", "decode") or device not in ("cpu", "cuda") or compat.is_compiling():
         return False
     if not all(type(x) is Tensor for x in (q, k_cache, v_cache)) or not (q.numel() and k_cache.numel() and length):
         return False
     learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k_cache, v_cache))
-    is_asked_for = request.backend == "decode" or (request.backend == "auto" and q.device.type in _DECODES_PAGES_ON)
-    return is_asked_for and not learns and not autocasts(q.device.type) and decode.are_few(q.shape[2], length)
+    is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined] # public, and not listed
+    return not learns and not is_traced and not autocasts(device) and decode.are_few(q.shape[2], length)
 
 
 def explain(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Explanation:
@@ -231,8 +249,11 @@ def run_eagerly(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tens
     return result.out, result.lse
 
 
-def _keep(key: Hashable, tensors: list[Tensor], replay: Replay, planned: _Planned) -> None:
-    """Keep a call's replay, for the same tensors, and its renewal, for others."""
+def _keep(key: Hashable, tensors: list[Tensor], replay: Replay, planned: _Planned, where_last: Any = None) -> None:
+    """Keep a call's replay, for the same tensors, and its renewal, for others.
+
+    where_last: where queries start, a tensor, if they are the last ones of each sequence of a paged cache.
+    """
     if not planned.call.holds_aliases:
         return
     _REPLAYS.put(key, tensors, replay, ENTRY + replay.nbytes)
@@ -240,7 +261,7 @@ def _keep(key: Hashable, tensors: list[Tensor], replay: Replay, planned: _Planne
         return
     renewal: Renewal | DecodeRenewal | None
     if isinstance(replay, GpuDecode):
-        renewal = DecodeRenewal.of(replay, planned.mask, planned.score, tensors)
+        renewal = DecodeRenewal.of(replay, planned.mask, planned.score, tensors, where_last)
     else:
         renewal = Renewal.of(replay, planned.mask, planned.score, planned.aliases, tensors)
     if renewal is not None:
@@ -325,9 +346,15 @@ def _simple_key(request: Request, tensors: list[Tensor]) -> Hashable | None:
         mask, params = mask.name, mask.params
     mask_key = _simple_key_of("mask", mask, tensors)
     score_key = _simple_key_of("score", request.score, tensors)
-    if mask_key is None or score_key is None or type(request.q_offset) is not int:
+    offset: Any = request.q_offset
+    if type(offset) is Tensor and not vars(offset):
+        tensors.append(offset)
+        offset = "tensor"
+    elif type(offset) is not int and offset is not None:
         return None
-    key: list[Hashable] = [mask_key, score_key, request.q_offset]
+    if mask_key is None or score_key is None:
+        return None
+    key: list[Hashable] = [mask_key, score_key, offset]
     for name, value in params.items():
         kind: Any = type(value)
         if kind is Tensor and not vars(value):
@@ -525,13 +552,13 @@ def _inside_sequences(request: Request, starts: Tensor, kv_starts: Tensor | None
     return request._replace(mask=mask, score=score, params={}, q_offset=0)
 
 
-def _offset_of_last(kv_lens: Tensor, q_len: int) -> Tensor:
+def _kept_offset_of_last(kv_lens: Tensor, q_len: int) -> Tensor:
     """Return where the last queries of each sequence start.
 
     Equal arguments return the same tensor, so that a later call finds the replay of an earlier one.
     """
     if not can_be_read(kv_lens):  # while torch traces, it keeps equal results by itself
-        return (kv_lens.long() - q_len).clamp(min=0)
+        return offset_of_last(kv_lens, q_len)
     captured = is_captured(kv_lens.device)
     offset = None if captured else _OFFSETS.get(q_len, [kv_lens])
     if offset is None:
@@ -543,7 +570,7 @@ def _offset_of_last(kv_lens: Tensor, q_len: int) -> Tensor:
                 f"{int(kv_lens[b])} keys and q has {q_len} queries; pass `q_offset`, where the queries start.",
                 call=PAGED,
             )
-        offset = (kv_lens.long() - q_len).clamp(min=0)
+        offset = offset_of_last(kv_lens, q_len)
         if not captured:
             _OFFSETS.put(q_len, [kv_lens], offset, ENTRY + offset.nbytes)
     return offset

@@ -1,10 +1,10 @@
-"""Few queries on a CPU: backend "decode", compared with torch's create_mask and attention in float64."""
+"""Few queries: backend "decode", compared with torch's create_mask and attention in float64."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ from flexmasks import calls, compat
 from flexmasks.backends import decode, decode_cpu
 from flexmasks.backends.added import is_added
 from flexmasks.calls import _planned
+from flexmasks.plans import recorded
 from flexmasks.request import Request
 from flexmasks.spec.examples import example, on_device
 
@@ -28,12 +29,39 @@ MASKS = [e.name for e in flexmasks.list_masks()]
 HALF = [torch.float16, torch.bfloat16]
 
 
+class Played:
+    """Operations in the place of a CUDA graph: each run writes to the memory of the run before."""
+
+    raw_stream = 0
+
+    def __init__(self, run: Callable[..., list[Tensor]], inputs: Sequence[Tensor], lends: bool) -> None:
+        self._run, self._lends = run, lends
+        self._places = [recorded._Place(x) for x in inputs]
+        self._outputs = run(*inputs)
+
+    @classmethod
+    def of(cls, run: Callable[..., list[Tensor]], inputs: Sequence[Tensor], lends: bool) -> Played:
+        return cls(run, inputs, lends)
+
+    def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        for place, x in zip(self._places, inputs, strict=True):
+            place.fill(x)
+        for output, made in zip(self._outputs, self._run(*(p.tensor for p in self._places)), strict=True):
+            output.copy_(made)
+        return self._outputs if self._lends else [t.clone() for t in self._outputs]
+
+
 @pytest.fixture(params=["cpu", "cpu, as on a GPU", pytest.param("cuda", marks=pytest.mark.gpu)], autouse=True)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Where calls run; "as on a GPU", the operator of the kernels runs in plain torch, and calls are renewed."""
     if request.param == "cpu, as on a GPU":
         monkeypatch.setattr(decode, "_ON_GPU", ("cpu", "cuda"))
         monkeypatch.setattr(calls, "_RENEWED_ON", ("cpu", "cuda"))
+        monkeypatch.setattr(recorded, "_CAPTURED_ON", ("cpu", "cuda"))
+        monkeypatch.setattr(recorded, "_Captured", Played)
+        monkeypatch.setattr(recorded, "_is_current", lambda device: True)
+        monkeypatch.setattr(compat, "raw_stream", lambda device: 0)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     flexmasks.clear_caches()
     with torch.device(request.param.partition(",")[0]):
         yield request.param
@@ -286,6 +314,39 @@ def test_changes_in_place_are_seen() -> None:
     )
 
 
+def test_tensors_by_turns() -> None:
+    """Calls with some tensors are right after calls with others, without and with pages."""
+    q, k, v = tensors(2)
+    table = torch.arange(BATCH * LENGTH // 16).view(BATCH, -1)
+    pool = [pages_of(x, table, 16) for x in (k, v)]
+    rows = torch.randn(7, HEADS, LENGTH)
+    drawn = [torch.randint(2, LENGTH + 1, (BATCH,)) for _ in range(5)]
+    changes: list[Callable[..., Tensor] | None] = [
+        None if n % 2 else (lambda score, b, h, q, kv, row=row: score + row[h, kv]) for n, row in enumerate(rows[:5])
+    ]
+    want = [
+        flexmasks.attention(q, k, v, mask="causal", score=score, q_offset=lens - 2, backend="reference")
+        for lens, score in zip(drawn, changes, strict=True)
+    ]
+    for n in (0, 1, 2, 3, 4, 4, 0, 3, 1, 1, 2, 4, 0):
+        score, expected = changes[n], want[n].double().cpu()
+        out = flexmasks.attention(q, k, v, mask="causal", score=score, q_offset=drawn[n] - 2, backend="decode")
+        assert error(out, expected) < TOLERANCE[torch.float32]
+        for lens in (drawn[n], drawn[n].int()):
+            for _ in range(2):
+                out = flexmasks.paged_attention(q, *pool, table, lens, mask="causal", score=score, backend="decode")
+                assert error(out, expected) < TOLERANCE[torch.float32]
+
+
+def test_tensors_whose_elements_share_memory() -> None:
+    for _ in range(4):
+        q, k, v = tensors(2)
+        one = torch.rand(1, 1, 2, LENGTH) < 0.5
+        step = torch.rand(LENGTH + 1) < 0.5
+        for table in (one.expand(BATCH, HEADS, -1, -1), step.unfold(0, LENGTH, 1).expand(BATCH, HEADS, -1, -1)):
+            check([q, k, v], lambda b, h, q, kv, table=table: table[b, h, q, kv])
+
+
 # --- the choice of the backend ---
 
 
@@ -295,7 +356,7 @@ def test_decoding_compiles_nothing(way: str) -> None:
     for n, batch in itertools.product((1, 2, 30), (1, 3)):
         q, k, v = tensors(1, 100 + n, batch=batch)
         for mask in ("causal", lambda b, h, q, kv, n=n: q + n >= kv):
-            assert way == "cuda" or flexmasks.explain(q, k, v, mask=mask).backend == "decode"
+            assert flexmasks.explain(q, k, v, mask=mask).backend == "decode"
             offset = torch.full((batch,), 99)
             flexmasks.attention(q, k, v, mask=mask, score="alibi", q_offset=offset, backend="decode")
     assert compat.compiled_graphs() == before
@@ -313,7 +374,7 @@ def test_what_is_refused() -> None:
     assert "8 times as many keys" in reason(*tensors(21))
     assert "no gradients" in reason(q.requires_grad_(), k, v)
     assert "not float64" in reason(*(x.detach().double() for x in (q, k, v)))
-    assert "takes a mask" in reason(*tensors(2), block_mask=flexmasks.block_mask("causal", 2, LENGTH))
+    assert "takes a mask" in reason(*tensors(2), block_mask=flexmasks.block_mask("causal", 2, LENGTH, device=q.device))
     assert "no kernel_options" in reason(*tensors(2), kernel_options={"num_stages": 1})
     with torch.no_grad():
         flexmasks.attention(q, k, v, mask="causal", backend="decode")

@@ -25,9 +25,11 @@ from torch import Tensor
 
 from flexmasks.kernels.few_queries import attend_few
 from flexmasks.kernels.few_queries_plain import plain_attend_few
+from flexmasks.kernels.visible_tiles import visible_tiles
 
 triton = pytest.importorskip("triton")
 launch = pytest.importorskip("flexmasks.kernels.few_queries_launch")
+tiles_of = pytest.importorskip("flexmasks.kernels.visible_tiles_kernel").tiles_of
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 NAN = math.nan
@@ -677,6 +679,46 @@ def test_beyond_2_to_the_31(page_size: int) -> None:
         out, lse = attend_few(q, k, v, table, counts[0], tile, counts[1], tile, visible, None, None, 0.1, None)
         assert error(out, want) < TOLERANCE[FP16]
         check_lse(lse, want_lse, TOLERANCE[FP16])
+
+
+# --- the tiles that queries see ---
+
+
+@on_devices
+@pytest.mark.parametrize("queries", [1, 3, 17, 64])
+@pytest.mark.parametrize("kv_len", [1, 128, 300, 9000, 600_000])
+def test_visible_tiles(queries: int, kv_len: int, device: str) -> None:
+    """Partial and full tiles come first in their lists, and in order; several programs look at a long line."""
+    if INTERPRETED and queries * kv_len > 30_000:
+        pytest.skip("the interpreter is slow")
+    n_tiles = -(-kv_len // 128)
+    kinds = torch.randint(3, (3, 2, n_tiles))
+    kinds[0], kinds[1, 0], kinds[1, 1] = 0, 1, 2
+    visible = (kinds == 2).repeat_interleave(128, -1)[:, :, None, :kv_len].repeat(1, 1, queries, 1)
+    last_keys = (torch.arange(n_tiles) * 128 + 127).clamp(max=kv_len - 1)
+    first_keys = torch.arange(n_tiles) * 128
+    is_alone = (first_keys == last_keys) & (queries == 1)  # one pair is full or empty
+    kinds[(kinds == 1) & is_alone] = 0
+    for b, h, tile in (kinds == 1).nonzero().tolist():
+        query = int(torch.randint(queries, ()))
+        visible[b, h, query, last_keys[tile]] = True
+        if tile % 3 == 0:  # all pairs but one
+            visible[b, h, :, first_keys[tile] : last_keys[tile] + 1] = True
+            visible[b, h, query, first_keys[tile]] = False
+    find = tiles_of if INTERPRETED else visible_tiles
+    for _ in range(3):
+        found = [t.cpu() for t in find(visible.to(device))]
+        for kind, counts, tiles in ((1, *found[:2]), (2, *found[2:])):
+            assert counts.dtype == tiles.dtype == torch.int32
+            assert torch.equal(counts, (kinds == kind).sum(-1).int())
+            for b, h in itertools.product(range(3), range(2)):
+                of_kind, others = ((kinds[b, h] == kind) == is_it for is_it in (True, False))
+                assert tiles[b, h].tolist() == [*of_kind.nonzero()[:, 0].tolist(), *others.nonzero()[:, 0].tolist()]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="runs the plain version")
+def test_opcheck_of_tiles() -> None:
+    torch.library.opcheck(torch.ops.flexmasks.visible_tiles, (torch.rand(2, 1, 3, 300) < 0.01,))
 
 
 # --- by the interpreter ---

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -214,6 +215,43 @@ def test_recorded_operations_are_the_function() -> None:
     for n in (2, 3, 1):
         for got, want in zip(recorded([torch.tensor([n])]), function(torch.tensor([n])), strict=True):
             assert torch.equal(got, want)
+
+
+def test_recorded_operations_do_nothing_in_vain() -> None:
+    """Copies of what nothing else holds, zeros that are added, and indices that count up are left out."""
+
+    def function(x: Tensor) -> list[Tensor]:
+        both = x * 3
+        return [
+            (x + 1).view(1, 4).clone(),
+            -(torch.zeros(()) + x * 2),
+            (torch.zeros(()) + x).view(2, 2),
+            x.clone(),
+            (x - 1).expand(2, 4).clone(),
+            both,
+            both.clone(),
+            torch.zeros(4) + x[:1],
+            torch.ones(()) + x,
+            torch.zeros((), dtype=torch.float64) + 5 * x.int(),
+            -(x * 4)[torch.arange(4)],
+            x[torch.arange(4)].view(2, 2),
+            (x * 6)[torch.arange(3)],
+            (x * 7)[torch.arange(3, -1, -1)],
+            -(x * 8 + torch.zeros(4)),
+            (x * 9).view(4, 1) + torch.zeros(4),
+        ]
+
+    inputs = [torch.randn(4) for _ in range(3)]
+    recorded = Recorded(function, inputs[:1])
+    counts = Counter(n.target for n in recorded._run.__self__.graph.nodes)
+    aten = torch.ops.aten
+    assert [counts[x] for x in (aten.clone.default, aten.index.Tensor, aten.mul.Tensor)] == [3, 3, 8]
+    for x in inputs:
+        got = recorded([x])
+        for one, want in zip(got, function(x), strict=True):
+            assert torch.equal(one, want)
+            assert one.dtype == want.dtype
+        assert len({t.untyped_storage().data_ptr() for t in (x, *got)}) == len(got) + 1
 
 
 # --- CUDA graphs ---

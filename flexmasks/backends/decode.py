@@ -11,6 +11,7 @@ _MAX_QUERIES, _ANY_LENGTH_UP_TO = 64, 4
 _KEYS_FOR_A_QUERY = 8  # with fewer keys for each query, other backends are as fast
 _ON_GPU = ("cuda",)
 _MAX_SCORES = {"cpu": 1 << 26, "cuda": 1 << 28}
+_MAX_PAIRS_ON_GPU = 1 << 26  # of queries and keys; the kernels hold no scores, but what is added to scores
 
 
 def refuses(call: Call) -> str | None:
@@ -28,7 +29,10 @@ def refuses(call: Call) -> str | None:
             f"it is for up to {_MAX_QUERIES} queries, which from {_ANY_LENGTH_UP_TO + 1} queries on have at least "
             f"{_KEYS_FOR_A_QUERY} times as many keys"
         )
-    if batch * heads * q_len * kv_len > _MAX_SCORES[device]:
+    if device in _ON_GPU and batch * q_len * kv_len > _MAX_PAIRS_ON_GPU:
+        return f"it takes at most {_MAX_PAIRS_ON_GPU:,} pairs of a query and a key"
+    holds_scores = device not in _ON_GPU or call.score_mod is not None
+    if holds_scores and batch * heads * q_len * kv_len > _MAX_SCORES[device]:
         return f"it computes at most {_MAX_SCORES[device]:,} scores"
     if call.needs_grad:
         return "it has no gradients"

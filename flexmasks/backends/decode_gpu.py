@@ -6,8 +6,7 @@ mask of a few queries is an input.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -18,8 +17,9 @@ from flexmasks import compat
 from flexmasks.backends.added import is_added
 from flexmasks.backends.call import Call
 from flexmasks.kernels.few_queries import attend, attend_few, runs_on_triton
-from flexmasks.plans.plan import GivenPlan, MaskPlan, ScorePlan, is_captured
-from flexmasks.plans.recorded import Recorded
+from flexmasks.plans.plan import GivenPlan, MaskPlan, ScorePlan
+from flexmasks.plans.recorded import LOCK, Recorded
+from flexmasks.plans.shifted import offset_of_last
 from flexmasks.plans.whole import Whole
 
 
@@ -62,14 +62,15 @@ class GpuDecode:
         return cls(whole, added, call.cap, call.scale, call.with_lse, None if table is None else _as_table(table))
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
-        visible, counts, tiles = self.whole
-        q, k, v = (x.detach() if x.stride(3) == 1 else x.detach().contiguous() for x in (q, k, v))
+        visible, *tiles = self.whole
+        q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
         scale = q.shape[3] ** -0.5 if self.scale is None else self.scale
+        arguments: Any = (q, k, v, self.table, *tiles, visible, None, self.added, scale, self.cap)
         is_plain = type(q) is type(k) is type(v) is Tensor and not compat.in_dispatch_mode()
-        run = attend if is_plain and not compat.in_function_mode() else attend_few
-        out, lse = run(
-            q, k, v, self.table, counts, tiles, *_no_tiles(q.device), visible, None, self.added, scale, self.cap
-        )
+        if is_plain and not compat.in_function_mode():
+            return attend(*arguments, with_lse=self.with_lse)
+        with torch.no_grad():
+            out, lse = attend_few(*arguments)
         return out, lse if self.with_lse else None
 
 
@@ -78,31 +79,16 @@ def _as_table(table: Tensor) -> Tensor:
     return table if table.stride(1) == 1 else table.contiguous()
 
 
-def _no_tiles(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the count and the list of no full tiles.
-
-    Tiles that count as partial may be full.
-    """
-    # What is made in the capture of a CUDA graph holds nothing before the graph runs.
-    return _make_no_tiles(device) if is_captured(device) else _kept_no_tiles(device)
-
-
-def _make_no_tiles(device: torch.device) -> tuple[Tensor, Tensor]:
-    with torch.inference_mode(False):
-        none = torch.zeros(1, 1, 1, dtype=torch.int32, device=device)
-    return none[0], none
-
-
-_kept_no_tiles = functools.lru_cache(maxsize=16)(_make_no_tiles)
-
-
 class DecodeRenewal:
     """A call of a few queries that is made again with other tensors.
 
     They have the layouts of the tensors in whose places they come.
 
+    With pages, the last two tensors are the lengths of the sequences and the page table.
+
     whole, added: recorded operations, and the places of their inputs among the tensors.
-    table: the place of the page table, or None.
+    q_len: the number of queries if they are the last ones of each sequence; where they start is then one more input,
+        behind the tensors.
     """
 
     def __init__(
@@ -110,21 +96,29 @@ class DecodeRenewal:
         call: GpuDecode,
         whole: tuple[Recorded, Sequence[int]],
         added: tuple[Recorded, Sequence[int]] | None,
-        table: int | None,
+        q_len: int | None,
     ) -> None:
         self._call = replace(call, whole=cast(Any, None), added=None, table=None)
-        self._whole, self._added, self._table = whole, added, table
+        self._whole, self._added, self._q_len, self._has_pages = whole, added, q_len, call.table is not None
 
     @classmethod
     def of(
-        cls, call: GpuDecode, mask: MaskPlan | GivenPlan, score: ScorePlan | None, tensors: Sequence[Tensor]
+        cls,
+        call: GpuDecode,
+        mask: MaskPlan | GivenPlan,
+        score: ScorePlan | None,
+        tensors: Sequence[Tensor],
+        where_last: Tensor | None,
     ) -> DecodeRenewal | None:
         """Return the renewal of a call.
 
+        where_last: where the queries start, if they are the last ones of each sequence.
+
         The result is None if the call does not come from recorded operations.
         """
-        places = {id(t): n for n, t in enumerate(tensors)}
-        if isinstance(mask, GivenPlan) or len(places) < len(tensors):
+        held = tensors if where_last is None else [*tensors, where_last]
+        places = {id(t): n for n, t in enumerate(held)}
+        if isinstance(mask, GivenPlan) or len(places) < len(held):
             return None
         recorded = [mask.whole[1]]
         plans: list[MaskPlan | ScorePlan] = [mask]
@@ -136,14 +130,48 @@ class DecodeRenewal:
         whole, *added = (
             (cast(Recorded, r), [places[id(t)] for t in p.inputs]) for r, p in zip(recorded, plans, strict=True)
         )
-        return cls(call, whole, added[0] if added else None, None if call.table is None else len(tensors) - 1)
+        return cls(call, whole, added[0] if added else None, None if where_last is None else mask.size.q_len)
 
-    def __call__(self, tensors: Sequence[Tensor]) -> GpuDecode:
+    def __call__(self, tensors: Sequence[Tensor]) -> RenewedDecode:
         """Return the call with these tensors."""
-        whole, places = self._whole
+        return RenewedDecode(self, [t.detach() for t in tensors])
+
+    def turn(self, device: torch.device) -> Hashable:
+        """Return what changes when the tensors that were lent last may change."""
+        added = 0 if self._added is None else self._added[0].turn
+        return self._whole[0].turn, added, compat.raw_stream(device) if device.type == "cuda" else 0
+
+    def lend(self, tensors: Sequence[Tensor]) -> GpuDecode:
+        """Return the call with these tensors, until another one is lent; the caller holds LOCK."""
+        table = _as_table(tensors[-1]) if self._has_pages else None
+        if self._q_len is not None:
+            tensors = [*tensors, offset_of_last(tensors[-2], self._q_len)]
+        whole, inputs = self._whole
+        visible = Whole(*whole.lend([tensors[n] for n in inputs]))
         added = None
         if self._added is not None:
-            run, inputs = self._added
-            (added,) = run([tensors[n] for n in inputs])
-        table = None if self._table is None else _as_table(tensors[self._table])
-        return replace(self._call, whole=Whole(*whole([tensors[n] for n in places])), added=added, table=table)
+            change, inputs = self._added
+            (added,) = change.lend([tensors[n] for n in inputs])
+        call = self._call
+        return GpuDecode(visible, added, call.cap, call.scale, call.with_lse, table)
+
+
+class RenewedDecode:
+    """A call of a few queries whose mask lies in lent memory.
+
+    The mask is made when the call runs, if another mask has been made there since.
+    """
+
+    nbytes = 0
+
+    def __init__(self, renewal: DecodeRenewal, tensors: Sequence[Tensor]) -> None:
+        self._renewal, self._tensors = renewal, tensors
+        self._call: GpuDecode | None = None
+        self._turn: Hashable = None
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
+        with LOCK:
+            if self._call is None or self._turn != self._renewal.turn(q.device):
+                self._call = self._renewal.lend(self._tensors)
+                self._turn = self._renewal.turn(q.device)
+            return self._call(q, k, v)

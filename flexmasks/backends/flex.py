@@ -237,17 +237,19 @@ def _run_kernel(
             why = "torch's recompile limit was reached"
             kernel = _new_kernel(key, kernel.is_static)
             result = kernel.compiled(*args)
-        except (torch.OutOfMemoryError, compat.TorchDynamoException):
+        except torch.OutOfMemoryError:
             raise
         except Exception as error:
             is_of_compiler = isinstance(error, compat.InductorError)
+            if isinstance(error, compat.TorchDynamoException) and not is_of_compiler:
+                raise
             may_need_data = (is_of_compiler or _is_wrong_bound(error)) and _OUT_OF_RESOURCE not in str(error)
             # The kernel that reads data may take a mask whose function torch cannot compile, on a CPU only for any
             # length.
             if may_be_data and may_need_data and not kernel.is_static:
                 _KERNELS.drop(key)
                 raise NeedsData(first_line(error)) from error
-            if not may_need_data or kernel.is_static or q.is_cuda:
+            if is_of_compiler or not may_need_data or kernel.is_static or q.is_cuda:
                 if not is_of_compiler:
                     _KERNELS.drop(key)  # torch may have marked the code as never to be compiled
                 raise

@@ -53,7 +53,7 @@ BACKENDS = {
 # A small call on a GPU takes the time that the host needs to launch it: least for sdpa, most for flash. These are the
 # floating-point operations of a forward pass, over the computed pairs, from which fa4 and flash are faster (H200).
 _FA4_MIN_FLOP, _FLASH_MIN_FLOP = 36e9, 100e9
-_BY_NAME = "on a GPU it runs only where it is asked for by name"
+_MAX_QUERIES_OF_DECODE = 16  # on a GPU, from more on flash and triton are as fast
 _DATA_ON_FLASH_MIN_FLOP = 20e9  # where the kernel reads data, flash takes 0.2 to 0.7 of triton's time
 
 
@@ -62,7 +62,7 @@ def choose(call: Call) -> tuple[list[Backend], dict[str, str]]:
 
     Also returns the reasons against the other backends, by name.
     """
-    able, reasons = [], {"decode": _BY_NAME} if call.is_cuda else {}
+    able, reasons = [], {}
     for backend in _fastest_first(call):
         reason = _reason_against(backend, call)
         if reason is None:
@@ -86,7 +86,12 @@ def _fastest_first(call: Call) -> list[Backend]:
         is_data = flop >= _DATA_ON_FLASH_MIN_FLOP and not call.is_traced and bool(forms.why_inexact(call))
         if not is_data and (flop < _FLASH_MIN_FLOP or (call.needs_grad and call.is_mostly_partial())):
             slow.append("flash")
-    names = [name for name in BACKENDS if name not in slow and not (name == "decode" and call.is_cuda)]
+    if call.is_cuda and call.q.shape[2] > _MAX_QUERIES_OF_DECODE:
+        slow.append("decode")
+    names = [name for name in BACKENDS if name not in slow]
+    if call.is_cuda and "decode" in names:  # sdpa is launched sooner
+        names.remove("decode")
+        names.insert(names.index("sdpa") + 1, "decode")
     names[-1:-1] = slow  # before the reference
     return [BACKENDS[name] for name in names]
 

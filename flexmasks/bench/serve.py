@@ -49,6 +49,7 @@ _GPU = [
     Room(8, 32, 8, 128, 32768),
     Room(1, 32, 8, 128, 131072),
     Room(256, 16, 16, 64, 2048),
+    Room(8, 32, 8, 128, 2048),
 ]
 _CPU = [Room(8, 32, 8, 64, 4096), Room(1, 32, 8, 64, 32768)]
 _SMALL = [Room(2, 4, 2, 16, 256), Room(1, 4, 2, 16, 512)]
@@ -69,7 +70,10 @@ def cases(caches: list[Room], device: torch.device) -> list[Case]:
         Case("decoding, soft-cap", first, more={"score": "softcap", "cap": 50.0}),
         Case("decoding, sinks", first, more={"sink_logits": sinks}),
         Case("4 drafted tokens", first, q_len=4),
-        Case(f"chunks of {min(512, longest.room // 8)}", longest, q_len=min(512, longest.room // 8)),
+        *(
+            Case(f"chunks of {min(512, cache.room // 8)}", cache, q_len=min(512, cache.room // 8))
+            for cache in dict.fromkeys((longest, caches[1]))
+        ),
     ]
 
 

@@ -36,6 +36,7 @@ Example, one query that sees the first 200 of 256 keys, thus all keys of tile 0 
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NoReturn
 
 import torch
@@ -58,8 +59,8 @@ attend_few = torch.ops.flexmasks.attend_few.default
 def attend(
     q: Tensor, k: Tensor, v: Tensor, page_table: Tensor | None,
     partial_counts: Tensor, partial: Tensor, full_counts: Tensor, full: Tensor, visible: Tensor,
-    factor: Tensor | None, bias: Tensor | None, scale: float, cap: float | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    factor: Tensor | None, bias: Tensor | None, scale: float, cap: float | None, *, with_lse: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Run the operator without torch's dispatcher, which takes 20 microseconds.
 
     Only for plain tensors that need no gradients, where no compiler, mode or transform of torch watches.
@@ -70,9 +71,12 @@ def attend(
     if q.is_cuda and runs_on_triton(q.dtype, q.shape[-1], v.shape[-1]):
         from flexmasks.kernels import few_queries_launch  # Triton is not installed on every system
 
-        with torch.cuda.device(q.device):  # Triton launches on the current device
-            return few_queries_launch.attend(*arguments)
-    return plain_attend_few(*arguments)
+        if q.device.index == torch.cuda.current_device():  # Triton launches on the current device
+            return few_queries_launch.attend(*arguments, with_lse)
+        with torch.cuda.device(q.device):
+            return few_queries_launch.attend(*arguments, with_lse)
+    out, lse = plain_attend_few(*arguments)
+    return out, lse if with_lse else None
 
 
 def runs_on_triton(dtype: torch.dtype, k_size: int, v_size: int) -> bool:
@@ -88,6 +92,6 @@ def _no_backward(_ctx: Any, *_: Any) -> NoReturn:
     raise NotImplementedError("attend_few has no derivatives; flexmasks.attention takes q, k and v that need gradients")
 
 
-_library.impl("attend_few", attend, "CompositeExplicitAutograd")
+_library.impl("attend_few", functools.partial(attend, with_lse=True), "CompositeExplicitAutograd")
 torch.library.register_fake("flexmasks::attend_few", _fake, lib=_library)
 torch.library.register_autograd("flexmasks::attend_few", _no_backward, lib=_library)

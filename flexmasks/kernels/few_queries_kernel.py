@@ -270,7 +270,7 @@ def _attend_tiles(
 
 
 # Sizes and strides: if Triton specialized them, each value would compile another kernel.
-_NUMBERS = ["kv_len", "queries", "elements", "shares", "key_heads", "row_blocks", "rows", "table_batch"] + [
+_NUMBERS = ["kv_len", "queries", "elements", "shares", "key_heads", "row_blocks", "rows", "lines", "table_batch"] + [
     f"{tensor}_{dim}"
     for tensor in ("q", "k", "v", "visible", "factor", "bias", "partial_count", "full_count", "partial", "full")
     for dim in ("batch", "head", "query", "page", "key")
@@ -279,9 +279,9 @@ _NUMBERS = ["kv_len", "queries", "elements", "shares", "key_heads", "row_blocks"
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def attend_kernel(
-    out, lse, shared_out, shared_lse, q, k, v, table, partial_counts, partial, full_counts, full, visible, factor, bias,
+    out, lse, shared, q, k, v, table, partial_counts, partial, full_counts, full, visible, factor, bias,
     scale, cap,
-    kv_len, queries, elements, shares, key_heads, row_blocks, rows,
+    kv_len, queries, elements, shares, key_heads, row_blocks, rows, lines,
     q_batch, q_head, q_query, k_batch, k_head, k_page, k_key, v_batch, v_head, v_page, v_key, table_batch,
     partial_count_batch, partial_count_head, full_count_batch, full_count_head,
     partial_batch, partial_head, full_batch, full_head,
@@ -297,7 +297,8 @@ def attend_kernel(
 ):  # fmt: skip
     """Compute ROWS rows of a key head over one share of an element's tiles.
 
-    Writes the result, or with SPLIT the share's result.
+    Writes the result, or with SPLIT the share's result: `shared` has the rows of all shares, `lines` of them, and then
+    their log-sum-exps in base 2.
     """
     # Programs of the same keys follow each other: row blocks, then the key heads, whose keys often are neighbors.
     program = tl.program_id(0)
@@ -392,21 +393,22 @@ def attend_kernel(
         written = is_row[:, None] & (v_column < V_SIZE)[None, :]
         if SPLIT:
             line = program.to(tl.int64) * ROWS + tl.arange(0, ROWS)
-            tl.store(shared_out + line[:, None] * V_SIZE + v_column[None, :], acc, mask=written)
-            tl.store(shared_lse + line, row_lse, mask=is_row)
+            tl.store(shared + line[:, None] * V_SIZE + v_column[None, :], acc, mask=written)
+            tl.store(shared + lines.to(tl.int64) * V_SIZE + line, row_lse, mask=is_row)
         else:
             heads = key_heads * GROUP
             if LIST_HEADS > 1:
                 heads = LIST_HEADS
             line = (b * heads + head) * queries + query
             tl.store(out + line[:, None] * V_SIZE + v_column[None, :], acc.to(out.dtype.element_ty), mask=written)
-            tl.store(lse + line, row_lse * _LN_2, mask=is_row)
+            if lse is not None:
+                tl.store(lse + line, row_lse * _LN_2, mask=is_row)
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def join_kernel(
-    out, lse, shared_out, shared_lse, partial_counts, full_counts,
-    queries, elements, shares, key_heads, row_blocks,
+    out, lse, shared, partial_counts, full_counts,
+    queries, elements, shares, key_heads, row_blocks, lines,
     partial_count_batch, partial_count_head, full_count_batch, full_count_head,
     GROUP: tl.constexpr, LIST_HEADS: tl.constexpr, COUNTS: tl.constexpr,
     ROWS: tl.constexpr, V_SIZE: tl.constexpr, V_WIDTH: tl.constexpr, SHARES: tl.constexpr,
@@ -446,9 +448,9 @@ def join_kernel(
         share = start + tl.arange(0, SHARES)
         is_share = share < n_shares
         at = (((first + share).to(tl.int64) * key_heads + key_head) * row_blocks + row // ROWS) * ROWS + row % ROWS
-        share_lse = tl.load(shared_lse + at, mask=is_share, other=float("-inf"))
+        share_lse = tl.load(shared + lines.to(tl.int64) * V_SIZE + at, mask=is_share, other=float("-inf"))
         parts = tl.load(
-            shared_out + at[:, None] * V_SIZE + column[None, :],
+            shared + at[:, None] * V_SIZE + column[None, :],
             mask=is_share[:, None] & (column < V_SIZE)[None, :], other=0.0,
         )  # fmt: skip
         new_largest = tl.maximum(largest, tl.max(share_lse, 0))
@@ -462,4 +464,5 @@ def join_kernel(
     acc = tl.where(is_empty, 0.0, acc / total)
     at = line.to(tl.int64)
     tl.store(out + at * V_SIZE + column, acc.to(out.dtype.element_ty), mask=column < V_SIZE)
-    tl.store(lse + at, tl.where(is_empty, float("-inf"), (largest + tl.log2(total)) * _LN_2))
+    if lse is not None:
+        tl.store(lse + at, tl.where(is_empty, float("-inf"), (largest + tl.log2(total)) * _LN_2))

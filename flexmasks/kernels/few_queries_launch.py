@@ -40,13 +40,16 @@ class _Launch(NamedTuple):
 def attend(
     q: Tensor, k: Tensor, v: Tensor, page_table: Tensor | None,
     partial_counts: Tensor, partial: Tensor, full_counts: Tensor, full: Tensor, visible: Tensor,
-    factor: Tensor | None, bias: Tensor | None, scale: float, cap: float | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return output and lse; the arguments are those of the operator flexmasks::attend_few."""
+    factor: Tensor | None, bias: Tensor | None, scale: float, cap: float | None, with_lse: bool = True,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Return output and lse; the arguments are those of the operator flexmasks::attend_few.
+
+    with_lse: without it, the lse is None.
+    """
     out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
-    lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+    lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device) if with_lse else None
     tensors = (q, k, v, page_table, partial_counts, partial, full_counts, full, visible, factor, bias)
-    key = (cap is None, q.device.index, *[_layout(t) for t in tensors])
+    key = (cap is None, with_lse, q.device.index, *[_layout(t) for t in tensors])
     launch = _launches.get(key)
     if launch is None:
         if not out.numel():
@@ -55,18 +58,12 @@ def attend(
         if len(_launches) >= _MAX_LAUNCHES:
             _launches.clear()
         _launches[key] = launch
-    shared_out = shared_lse = lse  # not used by programs that write the result themselves
+    shared = None  # programs write the result themselves
     if launch.join is not None:
         shared = torch.empty(launch.lines * (v.shape[-1] + 1), dtype=torch.float32, device=q.device)
-        n_out = launch.lines * v.shape[-1]
-        shared_out, shared_lse = shared[:n_out], shared[n_out:]  # both are aligned, since head sizes are multiples of 8
-    launch.attend(
-        out, lse, shared_out, shared_lse, *tensors, scale, cap or 0.0, *launch.attend_numbers, *launch.attend_constants
-    )
+    launch.attend(out, lse, shared, *tensors, scale, cap or 0.0, *launch.attend_numbers, *launch.attend_constants)
     if launch.join is not None:
-        launch.join(
-            out, lse, shared_out, shared_lse, partial_counts, full_counts, *launch.join_numbers, *launch.join_constants
-        )
+        launch.join(out, lse, shared, partial_counts, full_counts, *launch.join_numbers, *launch.join_constants)
     return out, lse
 
 
@@ -113,7 +110,7 @@ def _choice(
     most_rows = 128 if itemsize < 4 and width <= 128 else 64 if itemsize < 4 else 16
     least_rows = 16 if itemsize < 4 else 1  # tensor cores multiply 16 rows and more
     program_rows = max(least_rows, min(most_rows, triton.next_power_of_2(rows)))
-    keys = max(16, min(TILE, 2**14 // (width * itemsize)))  # 16 KB of keys
+    keys = max(16, min(64, 2**14 // (width * itemsize)))  # up to 16 KB of keys; steps of 128 keys are slower (H200)
     warps = 8 if program_rows * width > 64 * 128 else 4
     stages = 3
     step_bytes = keys * (k_width + v_width) * itemsize
@@ -121,9 +118,10 @@ def _choice(
     on_processor = max(1, min(3, _SHARED_MEMORY // (buffers * step_bytes + program_rows * k_width * itemsize)))
     programs = on_processor * processors  # that run at a time
     beside = key_heads * -(-rows // program_rows)  # programs of a share
-    # Elements may have very different numbers of tiles: more shares than can run at a time even the times out.
-    rounds = 2 if elements == 1 else 4
-    shares = min(rounds * programs // beside, elements * tiles)
+    # All shares run at a time, if they are enough for elements with very different numbers of tiles; else more shares
+    # than can run at a time even their times out.
+    at_once = programs // beside - elements
+    shares = min(at_once if at_once >= max(8, 2 * elements) else 4 * programs // beside, elements * tiles)
     if tiles == 1 or shares <= elements:
         return _Choice(program_rows, keys, warps, stages, 0)
     return _Choice(program_rows, keys, warps, stages, shares + elements)
@@ -142,7 +140,7 @@ def _processors(device: torch.device) -> int:
 # --- a launch ---
 
 
-def _launch(results: tuple[Tensor, Tensor], tensors: tuple[Any, ...], has_cap: bool) -> _Launch:
+def _launch(results: tuple[Tensor, Tensor | None], tensors: tuple[Any, ...], has_cap: bool) -> _Launch:
     """Compile the kernels for the layout of some arguments, and return their launch.
 
     Raises ValueError for arguments that the operator does not take.
@@ -170,6 +168,9 @@ def _launch(results: tuple[Tensor, Tensor], tensors: tuple[Any, ...], has_cap: b
     choice = _choice(rows, k_size, v_size, q.element_size(), elements, key_heads, tiles, _processors(q.device))
     split = choice.shares > 0
     row_blocks = -(-rows // choice.rows)
+    programs = (choice.shares if split else elements) * key_heads * row_blocks
+    lines = programs * choice.rows
+    shared = torch.empty(1, device=q.device) if split else None
     q_grain, q_strides = _with_grain(_strides(q, 3))
     k_grain, k_strides = _with_grain(_key_strides(k, page_size))
     v_grain, v_strides = _with_grain(_key_strides(v, page_size))
@@ -177,7 +178,7 @@ def _launch(results: tuple[Tensor, Tensor], tensors: tuple[Any, ...], has_cap: b
     pair_grain, pair_strides = _with_grain([*_strides(visible, 3), *_strides(factor, 3), *_strides(bias, 3)])
     lists = (list_heads, _FEW_COUNTS if elements <= _FEW_COUNTS else _MAX_COUNTS)
     numbers = (
-        *(kv_len, queries, elements, choice.shares, key_heads, row_blocks, rows),
+        *(kv_len, queries, elements, choice.shares, key_heads, row_blocks, rows, lines),
         *(*q_strides, *k_strides, *v_strides, *_strides(page_table, 1)),
         *(*count_strides, *_strides(partial, 2), *_strides(full, 2)),
         *pair_strides,
@@ -193,18 +194,17 @@ def _launch(results: tuple[Tensor, Tensor], tensors: tuple[Any, ...], has_cap: b
         ),
         *(_last_stride(visible), _last_stride(factor), _last_stride(bias), same, has_cap, _dot_type(q.dtype)),
     )
-    programs = (choice.shares if split else elements) * key_heads * row_blocks
     attend = _compiled(
-        attend_kernel, programs, choice.warps, (out, lse, lse, lse, *tensors, 1.0, 1.0, *numbers, *constants)
+        attend_kernel, programs, choice.warps, (out, lse, shared, *tensors, 1.0, 1.0, *numbers, *constants)
     )
     if not split:
         return _Launch(attend, numbers, constants, None, (), (), 0)
-    join_numbers = (queries, elements, choice.shares, key_heads, row_blocks, *count_strides)
+    join_numbers = (queries, elements, choice.shares, key_heads, row_blocks, lines, *count_strides)
     together = 8 if choice.shares <= 8 * elements else 2**13 // _width(v_size)  # shares of a step
     join_constants = (group, *lists, choice.rows, v_size, _width(v_size), together)
-    arguments = (out, lse, lse, lse, partial_counts, full_counts, *join_numbers, *join_constants)
+    arguments = (out, lse, shared, partial_counts, full_counts, *join_numbers, *join_constants)
     join = _compiled(join_kernel, batch * heads * queries, 4, arguments)
-    return _Launch(attend, numbers, constants, join, join_numbers, join_constants, programs * choice.rows)
+    return _Launch(attend, numbers, constants, join, join_numbers, join_constants, lines)
 
 
 def _compiled(kernel: Any, programs: int, warps: int, arguments: tuple[Any, ...]) -> Callable[..., Any]:

@@ -231,7 +231,7 @@ class Plan:
         """Return tensors, and the recorded operations that made them, if they are recorded.
 
         make: makes the tensors from a value like the plan's, and an offset, without reading what tensors hold. Its
-            operations are recorded when it is to make them the second time for a kind.
+            operations are recorded when it is to make them the second time for a kind; they lend their outputs.
         """
         if self._kind_key is None:
             return make(self.value, self.offset), None
@@ -249,7 +249,7 @@ class Plan:
                 return make(*Aliases(zip(inputs, tensors, strict=True)).of((self.value, self.offset)))
 
             try:
-                kind.recorded = Recorded(run, inputs)
+                kind.recorded = Recorded(run, inputs, lends=True)
             except Exception as error:  # torch's tracing raises errors of any type
                 kind.why_exact = _cannot_record(error)
         if kind is None or kind.recorded is None:

@@ -12,7 +12,7 @@ import gc
 import logging
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -23,7 +23,9 @@ from flexmasks import compat
 _log = logging.getLogger("flexmasks")
 _MAX_KEPT_ELEMENTS = 1 << 18  # larger constants are computed at each run
 _MAX_CAPTURED_ELEMENTS = 1 << 25  # elements of the outputs, up to which a CUDA graph holds memory of its own
-_LOCK = threading.Lock()
+# Held from a run whose outputs are lent until they are used: no run of another thread may come between.
+LOCK = threading.RLock()
+_CAPTURED_ON = ("cuda",)
 _NO_CONTEXT = contextlib.nullcontext()
 _ALIGNMENT = 64  # kernels expect a tensor to begin at a multiple of this many elements of its memory
 
@@ -37,35 +39,48 @@ class Recorded:
     """Operations of a function from tensors to a list of tensors.
 
     inputs: tensors like those of all later calls, in shape, strides, dtype and device.
+    lends: most outputs are lent, see `lend`.
+    turn: the number of the last run.
 
     Raises what the function raises, and torch's error where the function reads a tensor's value.
     """
 
-    def __init__(self, function: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> None:
+    def __init__(self, function: Callable[..., list[Tensor]], inputs: Sequence[Tensor], *, lends: bool = False) -> None:
         with _plain_tensors(), compat.compile_lock:
             graph_module = make_fx(torch.func.functionalize(function), tracing_mode="fake")(*inputs)
             _simplify(graph_module)
         self._run: Callable[..., list[Tensor]] = graph_module.forward
         self._captured: _Captured | None = None
-        self._runs = 0
+        self._lends = lends
+        self.turn = 0
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Return the outputs, which no later run changes."""
+        if not self._lends:
+            return self.lend(inputs)
+        with LOCK:
+            return [t.clone() for t in self.lend(inputs)]
+
+    def lend(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Return the outputs, which the next run may change if this object lends its outputs.
+
+        The caller then holds LOCK until it has used them, on the current stream.
+        """
         with _plain_tensors() if torch.is_inference_mode_enabled() else _NO_CONTEXT:
-            self._runs += 1
+            self.turn += 1
             device = inputs[0].device
-            if device.type != "cuda" or self._runs == 1 or torch.cuda.is_current_stream_capturing():
+            if device.type not in _CAPTURED_ON or self.turn == 1 or torch.cuda.is_current_stream_capturing():
                 return self._run(*inputs)
-            with _LOCK, _NO_CONTEXT if self._is_current(device) else torch.cuda.device(device):
-                if self._captured is None and self._runs == 2:
-                    self._captured = _Captured.of(self._run, inputs)
+            with LOCK, _NO_CONTEXT if _is_current(device) else torch.cuda.device(device):
+                if self._captured is None and self.turn == 2:
+                    self._captured = _Captured.of(self._run, inputs, self._lends)
                 if self._captured is None or self._captured.raw_stream != compat.raw_stream(device):
                     return self._run(*inputs)
                 return self._captured(inputs)
 
-    @staticmethod
-    def _is_current(device: torch.device) -> bool:
-        return device.index == torch.cuda.current_device()
+
+def _is_current(device: torch.device) -> bool:
+    return device.index == torch.cuda.current_device()
 
 
 class _Captured:
@@ -74,23 +89,24 @@ class _Captured:
     It runs on one stream only, so that no run overtakes another.
     """
 
-    def __init__(self, run: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> None:
+    def __init__(self, run: Callable[..., list[Tensor]], inputs: Sequence[Tensor], lends: bool) -> None:
         stream = torch.cuda.current_stream()
         self.raw_stream = stream.cuda_stream
-        self._inputs = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in inputs]
+        self._places = [_Place(x) for x in inputs]
         self._graph = torch.cuda.CUDAGraph()
         side = torch.cuda.Stream()
         side.wait_stream(stream)
         with torch.cuda.stream(side):
             self._graph.capture_begin(capture_error_mode="thread_local")
             try:
-                self._packs = [_Pack(tensors) for tensors in _by_dtype(run(*self._inputs))]
+                self._outputs = run(*(p.tensor for p in self._places))
+                self._packs = [] if lends else [_Pack(tensors) for tensors in _by_dtype(self._outputs)]
             finally:
                 self._graph.capture_end()
         stream.wait_stream(side)
 
     @classmethod
-    def of(cls, run: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> _Captured | None:
+    def of(cls, run: Callable[..., list[Tensor]], inputs: Sequence[Tensor], lends: bool) -> _Captured | None:
         """Return the captured operations, or None.
 
         None if they take too much memory or cannot be captured.
@@ -100,21 +116,55 @@ class _Captured:
         was_collecting = gc.isenabled()
         gc.disable()  # what dies in a capture may wait for the GPU, which ends the capture
         try:
-            captured = cls(run, inputs)
+            captured = cls(run, inputs, lends)
         except RuntimeError as error:  # such as an operation that no graph can hold
             _log.warning("a plan cannot be captured in a CUDA graph, and takes more of the host's time: %s", error)
             return None
         finally:
             if was_collecting:
                 gc.enable()
-        return captured if sum(len(p.memory) for p in captured._packs) <= _MAX_CAPTURED_ELEMENTS else None
+        return captured if sum(t.numel() for t in captured._outputs) <= _MAX_CAPTURED_ELEMENTS else None
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        for place, x in zip(self._inputs, inputs, strict=True):
-            place.copy_(x)
+        for place, x in zip(self._places, inputs, strict=True):
+            place.fill(x)
         self._graph.replay()
+        if not self._packs:
+            return self._outputs
         outputs = {place: output for pack in self._packs for place, output in pack.copies()}
         return [outputs[place] for place in range(len(outputs))]
+
+
+class _Place:
+    """A fixed place of an input, with the input's layout.
+
+    tensor: its elements may lie in each other's places, as those of an expanded tensor do.
+    """
+
+    def __init__(self, like: Tensor) -> None:
+        self._span: int | None = None
+        if like.numel() and _shares_places(like):  # torch fills no such tensor
+            self._span = 1 + sum((n - 1) * stride for n, stride in zip(like.shape, like.stride(), strict=True))
+            self._memory = like.new_empty(self._span)
+            self.tensor = self._memory.as_strided(like.shape, like.stride())
+        else:
+            self.tensor = self._memory = torch.empty_strided(
+                like.shape, like.stride(), dtype=like.dtype, device=like.device
+            )
+
+    def fill(self, x: Tensor) -> None:
+        """Copy a tensor into the place."""
+        self._memory.copy_(x if self._span is None else x.as_strided((self._span,), (1,)))
+
+
+def _shares_places(tensor: Tensor) -> bool:
+    """Return whether elements of a tensor may lie in each other's places."""
+    end = 1  # of the dimensions with smaller strides
+    for stride, n in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
+        if stride < end:
+            return True
+        end = stride * (n - 1) + end
+    return False
 
 
 class _Pack:
@@ -163,23 +213,65 @@ def _plain_tensors() -> Iterator[None]:
 def _simplify(graph_module: fx.GraphModule) -> None:
     """Compute constants, merge repeated operations, and drop the ones that do nothing."""
     graph = graph_module.graph
+    graph.eliminate_dead_code()  # a tensor with a dead use seems to be used twice
     constants = _Constants(graph_module)
     known: dict[Hashable, fx.Node] = {}
     for node in list(graph.nodes):
         if node.op not in ("call_function", "get_attr"):
             continue
-        if node.target in (torch.ops.aten.detach.default, torch.ops.aten.lift_fresh_copy.default):
-            node.replace_all_uses_with(node.args[0])
-            continue
-        constants.keep(node)
-        if node.op == "call_function":
-            key = node.target, _key(node.args), _key(node.kwargs)
-            same = known.setdefault(key, node)
-            if same is not node:
-                node.replace_all_uses_with(same)
+        same = _same_as(node, constants)
+        if same is None:
+            constants.keep(node)
+            if node.op != "call_function":
+                continue
+            same = known.setdefault((node.target, _key(node.args), _key(node.kwargs)), node)
+        if same is not node:
+            node.replace_all_uses_with(same)
+            graph.erase_node(node)
     constants.insert()
     graph.eliminate_dead_code()
     graph_module.recompile()
+
+
+def _same_as(node: fx.Node, constants: _Constants) -> fx.Node | None:
+    """Return the node whose value a node repeats, or None."""
+    aten = torch.ops.aten
+    if node.target in (aten.detach.default, aten.lift_fresh_copy.default):
+        return cast(fx.Node, node.args[0])
+    if node.target is aten.clone.default and _copies_in_vain(node):
+        return cast(fx.Node, node.args[0])
+    if _is_given_out(node):  # a result may not be the memory of an input
+        return None
+    if node.target is aten.index.Tensor and constants.counts_up(node):
+        return cast(fx.Node, node.args[0])
+    return constants.added_to_zero(node) if node.target is aten.add.Tensor else None
+
+
+def _is_given_out(node: fx.Node) -> bool:
+    """Return whether a node, or a view of it, is a result of the graph."""
+    return any(user.op == "output" or (_is_view(user) and _is_given_out(user)) for user in node.users)
+
+
+def _is_view(node: Any) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(r.alias_info for r in schema.returns)
+
+
+def _copies_in_vain(clone: fx.Node) -> bool:
+    """Return whether a node copies a new contiguous tensor that nothing else uses."""
+    source: Any = clone.args[0]
+    value = source.meta.get("val")
+    keeps_layout = clone.kwargs.get("memory_format") in (None, torch.contiguous_format, torch.preserve_format)
+    if not keeps_layout or not isinstance(value, Tensor) or not value.is_contiguous():
+        return False
+    while True:
+        if source.op != "call_function" or len(source.users) > 1 or not isinstance(source.meta.get("val"), Tensor):
+            return False
+        if not hasattr(source.target, "_schema") or source.meta["val"].numel() != value.numel():
+            return False
+        if not _is_view(source):
+            return True
+        source = source.args[0]  # what a view is of
 
 
 def _key(value: Any) -> Hashable:
@@ -209,6 +301,26 @@ class _Constants:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: self._values[n])
             target: Any = node.target
             self._values[node] = target(*args, **kwargs)
+
+    def added_to_zero(self, add: fx.Node) -> fx.Node | None:
+        """Return what a node adds to known zeros, if it is the node's value."""
+        result = add.meta["val"]
+        for zeros, other in (add.args, add.args[::-1]):
+            zeros = self._values.get(zeros) if isinstance(zeros, fx.Node) else None
+            value = other.meta.get("val") if isinstance(other, fx.Node) else None
+            if not isinstance(zeros, Tensor) or not isinstance(value, Tensor) or add.kwargs:
+                continue
+            if (result.shape, result.dtype) == (value.shape, value.dtype) and not bool(zeros.any()):
+                return cast(fx.Node, other)
+        return None
+
+    def counts_up(self, index: fx.Node) -> bool:
+        """Return whether a node reads all elements along the first dimension, in their order."""
+        value, (source, indices) = index.meta["val"], cast(Any, index.args)
+        places = self._values.get(indices[0]) if len(indices) == 1 else None
+        if not isinstance(places, Tensor) or source.meta["val"].shape != value.shape or places.ndim != 1:
+            return False
+        return bool((places == torch.arange(len(places), device=places.device)).all())
 
     def insert(self) -> None:
         """Put the values in the places of their nodes, where other nodes need them."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 Offset = int | Tensor
@@ -25,3 +26,13 @@ def shifted_score(score_mod: Callable[..., Tensor], offset: Offset) -> Callable[
     if isinstance(offset, int) or offset.ndim == 0:
         return lambda score, b, h, q, kv: score_mod(score, b, h, q + offset, kv)
     return lambda score, b, h, q, kv: score_mod(score, b, h, q + offset[b].to(q.dtype), kv)
+
+
+def offset_of_last(lengths: Tensor, q_len: int) -> Tensor:
+    """Return where the last queries of sequences start.
+
+    It is 0 for sequences without keys.
+    """
+    if lengths.dtype not in (torch.int32, torch.int64):
+        lengths = lengths.long()
+    return (lengths - q_len).clamp(min=0)

@@ -5,13 +5,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from flexmasks.blocks.decide import dependence
 from flexmasks.blocks.elements import boolean, over_indices
-from flexmasks.kernels.few_queries_plain import TILE
-from flexmasks.kernels.index_lists import index_lists
+from flexmasks.kernels.visible_tiles import visible_tiles
 from flexmasks.plans.bounds import MaskKind, unread
 from flexmasks.plans.shifted import Offset, shifted_mask, shifted_score
 from flexmasks.spec.parameters import Size
@@ -19,11 +17,14 @@ from flexmasks.spec.values import Score
 
 
 class Whole(NamedTuple):
-    """A whole mask, and its tiles of `TILE` keys."""
+    """A whole mask, and its tiles of 128 keys."""
 
     visible: Tensor  # bool [B or 1, H or 1, Q, KV]
-    counts: Tensor  # int32 [B or 1, H or 1], the number of tiles with a key that some query sees
-    tiles: Tensor  # int32 [B or 1, H or 1, tiles], these tiles first
+    # The lists of `visible_tiles`: int32 [B or 1, H or 1], and with the tiles behind them.
+    partial_counts: Tensor
+    partial: Tensor
+    full_counts: Tensor
+    full: Tensor
 
     @property
     def nbytes(self) -> int:
@@ -40,9 +41,7 @@ def whole_of(kind: MaskKind) -> Whole:
     batch, heads = dependence(mask_mod, size.batch, size.heads, size.device, reads_values=False)
     indices = (torch.arange(n, device=size.device) for n in (batch, heads, size.q_len, size.kv_len))
     visible = boolean(over_indices(mask_mod)(*indices), 4).clone(memory_format=torch.contiguous_format)
-    seen = F.pad(visible.any(2), (0, -size.kv_len % TILE)).unflatten(-1, (-1, TILE)).any(-1)[:, :, None]
-    counts, tiles, *_ = index_lists(seen, torch.zeros_like(seen))
-    return Whole(visible, counts[..., 0], tiles[:, :, 0])
+    return Whole(visible, *visible_tiles(visible))
 
 
 def added_of(score: Score, offset: Offset, size: Size) -> Tensor:

@@ -61,10 +61,10 @@ def alibi(
     Peers: attention-gym generate_alibi_bias(heads) has other slopes if the number of heads is no power of two;
         FlashAttention alibi_slopes (bidirectional); xformers LowerTriangularMaskWithTensorBias.
     """
-    distance = q - kv
+    behind = kv - q
     if bidirectional:
-        distance = torch.where(distance < 0, -distance, distance)
-    return score - (_slope(h, heads, score.dtype) if slopes is None else slopes[h]) * distance
+        behind = torch.where(behind > 0, -behind, behind)
+    return score + (_slope(h, heads, score.dtype) if slopes is None else slopes[h]) * behind
 
 
 def _slope(h: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
