@@ -25,6 +25,7 @@ from flexmasks.backends.inexact import NEGATIVE, inexact
 from flexmasks.backends.miscompiled import miscompiled
 from flexmasks.backends.rewritten import FROM_THE_FRONT
 from flexmasks.blocks.build import build
+from flexmasks.blocks.elements import Elements
 from flexmasks.blocks.lists import of_block_mask
 from flexmasks.plans import data
 from flexmasks.plans.plan import MaskPlan, ScorePlan
@@ -84,13 +85,46 @@ def _check_data(expression: str, sizes: tuple[tuple[int, int], int, int]) -> Non
         block_mask = build(function, 2, 2, q_len, kv_len, CPU, block_size).block_mask(function)
     except Exception:
         reject()  # a division by 0, say
-    made = data.data_of(block_mask, 2, 2).block_mask()
-    for got, want in zip(of_block_mask(made), of_block_mask(block_mask), strict=True):
-        assert torch.equal(got, want.expand_as(got))
-    partial = of_block_mask(made)[0].repeat_interleave(block_size[0], 2).repeat_interleave(block_size[1], 3)
-    partial = partial[..., :q_len, :kv_len]
-    read = create_mask(made.mask_mod, 2, 2, q_len, kv_len, "cpu")
-    assert torch.equal(read & partial, visible & partial)
+    whole = build(function, 2, 2, q_len, kv_len, CPU, block_size, with_bits=True)
+    for bits in (None, whole.bits):
+        made = data.data_of(block_mask if bits is None else whole.block_mask(function), 2, 2, bits).block_mask()
+        for got, want in zip(of_block_mask(made), of_block_mask(block_mask), strict=True):
+            assert torch.equal(got, want.expand_as(got))
+        partial = of_block_mask(made)[0].repeat_interleave(block_size[0], 2).repeat_interleave(block_size[1], 3)
+        partial = partial[..., :q_len, :kv_len]
+        read = create_mask(made.mask_mod, 2, 2, q_len, kv_len, "cpu")
+        assert torch.equal(read & partial, visible & partial)
+
+
+@pytest.mark.parametrize("block_size", [(32, 32), (64, 128)])
+@pytest.mark.parametrize("lengths", [(256, 256), (300, 170), (20, 700)])
+def test_bits_of_partial_blocks(lengths: tuple[int, int], block_size: tuple[int, int]) -> None:
+    """They are found with the blocks, for masks that see all indices or some."""
+    q_len, kv_len = lengths
+    keep = torch.rand(BATCH, max(lengths)) > 0.3
+    masks: list[Function] = [
+        lambda b, h, q, kv: (q >= kv) & ((q - kv) % 7 != 1),
+        lambda b, h, q, kv: kv % 5 < 3 + 0 * b,
+        lambda b, h, q, kv: (q + h) % 64 < 40,
+        lambda b, h, q, kv: keep[b, kv] | (q == kv),
+        lambda b, h, q, kv: (q - kv).abs() < 40,
+        lambda b, h, q, kv: q < 1000,  # partial only where the edge cuts
+        lambda b, h, q, kv: (keep[b, q] == keep[b, kv]).long().cumsum(-1) > 0,  # not by ranges
+    ]
+    for mask in masks:
+        layout = build(mask, BATCH, HEADS, *lengths, CPU, block_size, with_bits=True)
+        plain = build(mask, BATCH, HEADS, *lengths, CPU, block_size)
+        assert all(map(torch.equal, layout.indices, plain.indices))
+        bits, visible = layout.bits, create_mask(mask, BATCH, HEADS, q_len, kv_len, "cpu")
+        assert bits is not None
+        partial = of_block_mask(layout.block_mask(mask))[0]
+        assert bits.shape == partial.shape
+        assert torch.equal(bits.places, partial.flatten().nonzero()[:, 0])
+        for (b, h, row, column), words in zip(partial.nonzero().tolist(), bits.words.tolist(), strict=True):
+            for q, of_query in enumerate(words, row * block_size[0]):
+                for kv in range(column * block_size[1], (column + 1) * block_size[1], 7):
+                    is_set = of_query[kv % block_size[1] // 32] >> kv % 32 & 1
+                    assert is_set == (q < q_len and kv < kv_len and bool(visible[b, h, q, kv]))
 
 
 def test_few_different_blocks_are_kept() -> None:
@@ -296,6 +330,25 @@ def test_new_functions_compile_nothing() -> None:
     for mask in failing().values():
         check_attention(mask)
     assert compat.compiled_graphs() == graphs
+
+
+def test_first_calls_evaluate_each_element_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody looks at their function, and undecided blocks are evaluated once, for the lists and for the data."""
+    evaluated: list[int] = []
+
+    def counted(self: Elements, *indices: Tensor) -> Tensor:
+        visible = of_elements(self, *indices)
+        evaluated.append(visible.numel())
+        return visible
+
+    of_elements = Elements.__call__
+    length = 300
+    check_attention(lambda b, h, q, kv: (q >= kv) & ((q - kv) % 3 != 1), length)
+    monkeypatch.setattr(Elements, "__call__", counted)
+    monkeypatch.setattr(forms, "inexact", lambda *args: pytest.fail("a function is looked at"))
+    check_attention(lambda b, h, q, kv: (q >= kv) & ((q - kv) % 5 != 1), length)
+    rows = -(-length // 32)
+    assert sum(evaluated) == rows * (rows + 1) // 2 * 32 * 32
 
 
 def test_new_tensors_compile_the_function() -> None:
@@ -587,3 +640,33 @@ def test_new_functions_are_quick_on_a_gpu() -> None:
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
     assert statistics.median(seconds[10:]) < 0.02
+
+
+@pytest.mark.gpu
+def test_new_functions_allocate_nothing_new() -> None:
+    """The GPU's allocator serves new functions from memory that it has, and none of the first waits for it."""
+    q, k, v = torch.randn(3, 1, 8, 8192, 64, device="cuda", dtype=torch.bfloat16).unbind()
+    seconds, allocations = [], []
+    for n in range(40):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        flexmasks.attention(q, k, v, mask=lambda b, h, q, kv, n=n: (q >= kv) & ((q - kv) % (n + 2) != 1))
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+        allocations.append(torch.cuda.memory_stats()["num_device_alloc"])
+    assert allocations[-1] - allocations[9] <= 5
+    assert statistics.median(seconds[3:]) < 0.02
+
+
+@pytest.mark.gpu
+def test_bits_on_a_gpu() -> None:
+    """The bits of blocks are the same as on a CPU, whether the blocks are decided there or on the GPU."""
+    for length in (300, 128 * 256):
+        made = []
+        for device in ("cpu", "cuda"):
+            mask: Function = lambda b, h, q, kv: ((q - kv).abs() < 100) & ((q - kv) % 5 != 1)  # noqa: E731
+            bits = build(mask, 1, 1, length, length, torch.device(device), with_bits=True).bits
+            assert bits is not None
+            assert bits.words.device.type == device
+            made.append([x.cpu() for x in (bits.places, bits.words)])
+        assert all(map(torch.equal, *made))
