@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
@@ -488,6 +489,16 @@ def test_a_kind_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         ids = torch.randint(0, 9, (LENGTH,))
         flexmasks.attention(*qkv(), mask=lambda b, h, q, kv: ids[q] == ids[kv])  # noqa: B023
     assert len(looks) == 1
+
+
+def test_functions_that_read_context_variables() -> None:
+    """The threads that evaluate a mask see the variables of the caller's thread."""
+    limit: ContextVar[int] = ContextVar("limit", default=0)
+    length = 600
+    table = torch.rand(length, length) > 0.5
+    for value in (5, 300):
+        limit.set(value)
+        check_attention(lambda b, h, q, kv: table[q].any() & (q - kv <= limit.get()), length)
 
 
 @pytest.mark.parametrize("sizes", [(1, 1), (BATCH, HEADS)])
