@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_mask, flex_attention
 from torch.nn.functional import embedding, scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import flexmasks
 from flexmasks import calls, compat
@@ -25,6 +26,7 @@ from flexmasks.backends import forms
 from flexmasks.backends.inexact import NEGATIVE, inexact
 from flexmasks.backends.miscompiled import miscompiled
 from flexmasks.backends.rewritten import FROM_THE_FRONT
+from flexmasks.blocks import limits
 from flexmasks.blocks.build import build
 from flexmasks.blocks.elements import Elements
 from flexmasks.blocks.lists import of_block_mask
@@ -350,6 +352,36 @@ def test_first_calls_evaluate_each_element_once(monkeypatch: pytest.MonkeyPatch)
     check_attention(lambda b, h, q, kv: (q >= kv) & ((q - kv) % 5 != 1), length)
     rows = -(-length // 32)
     assert sum(evaluated) == rows * (rows + 1) // 2 * 32 * 32
+
+
+class Work(TorchDispatchMode):
+    """Counts operations, and records the bytes of the largest tensor that one makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations, self.largest = 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.operations += 1
+        made = [x for x in (out if isinstance(out, tuple | list) else [out]) if isinstance(x, Tensor)]
+        self.largest = max([self.largest, *(x.untyped_storage().nbytes() for x in made)])
+        return out
+
+
+def test_data_take_few_operations_and_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limits of a GPU on a CPU: an operation takes 5 to 10 microseconds to start there."""
+    on_gpu = limits.WHOLE_ELEMENTS_AT_ONCE_ON_GPU
+    monkeypatch.setattr(limits, "WHOLE_ELEMENTS_AT_ONCE_ON_CPU", on_gpu)
+    monkeypatch.setattr(limits, "elements_at_once", lambda device: limits.ELEMENTS_AT_ONCE_ON_GPU)
+    length = 8192
+    mask = flexmasks.get_mask(lambda b, h, q, kv: (q >= kv) & ((q - kv) % 7 != 1))
+    plan = MaskPlan(mask, Size(1, 8, length, length, CPU), lift=True, block_size=(128, 128), allows_bounds=True)
+    with Work() as work:
+        made = plan.data()
+    assert made.different == 8
+    assert work.largest <= 1 << 25
+    assert work.operations < 700
 
 
 def test_new_tensors_compile_the_function() -> None:
