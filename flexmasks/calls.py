@@ -198,7 +198,7 @@ def _may_decode_pages(q: Tensor, k_cache: Tensor, v_cache: Tensor, length: int, 
         return False
     learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k_cache, v_cache))
     is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined] # public, and not listed
-    return not learns and not is_traced and not autocasts(device) and decode.are_few(q.shape[2], length)
+    return not learns and not is_traced and not autocasts(device) and decode.are_few(q.shape[2], length, q.device)
 
 
 def explain(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Explanation:
@@ -485,6 +485,10 @@ def with_sinks(out: Tensor, lse: Tensor, sink_logits: Tensor, return_lse: bool) 
     A row that sees nothing has output 0 and lse -inf. The lse is clamped, because -inf minus a sink of -inf is NaN.
     """
     sinks = sink_logits.to(lse.dtype)[:, None]
+    is_plain = type(out) is type(lse) is type(sinks) is Tensor and not compat.transforms_active()
+    learns = torch.is_grad_enabled() and any(x.requires_grad for x in (out, lse, sinks))
+    if is_plain and not (return_lse or learns or compat.is_compiling()):  # in place, which a host launches sooner
+        return out.mul_(lse.clamp_(min=-1e30).sub_(sinks).sigmoid_()[..., None]), None
     finite_lse = lse.clamp(min=-1e30)
     out = (out * torch.sigmoid(finite_lse - sinks)[..., None]).to(out.dtype)
     return out, torch.where(lse == -math.inf, sinks, torch.logaddexp(finite_lse, sinks)) if return_lse else None

@@ -170,6 +170,29 @@ def test_shared_pages() -> None:
     assert error(out, want.double().cpu()) < TOLERANCE[torch.float32]
 
 
+@pytest.mark.parametrize("q_len", [65, 200, 512])
+def test_chunks(q_len: int, way: str) -> None:
+    """Chunks of a prompt behind a long cache, on a GPU, without and with pages."""
+    if way == "cpu":
+        pytest.skip("on a CPU chunks have another way")
+    kv_len = 8 * q_len + 16 - 8 * q_len % 16
+    q, k, v = tensors(q_len, kv_len, batch=2)
+    lens = torch.tensor([kv_len - 5, q_len])
+    table = torch.randperm(2 * kv_len // 16).view(2, -1)
+    pool = [pages_of(x, table, 16) for x in (k, v)]
+    masks = [
+        flexmasks.get_mask("causal"),
+        flexmasks.get_mask("sliding_window", window=100),
+        flexmasks.get_mask("block_causal", block=64),
+    ]
+    for mask in [*masks, flexmasks.get_mask(lambda b, h, q, kv: (q >= kv) & ((q + h) % 3 != kv % 5))]:
+        check([q, k, v], mask, lens - q_len)
+        seen = mask & flexmasks.get_mask("padding", seq_lens=lens)
+        want = flexmasks.attention(q, k, v, mask=seen, q_offset=lens - q_len, backend="reference")
+        out = flexmasks.paged_attention(q, *pool, table, lens, mask=mask)
+        assert error(out, want.double().cpu()) < TOLERANCE[torch.float32]
+
+
 # --- scores ---
 
 
@@ -347,6 +370,44 @@ def test_tensors_whose_elements_share_memory() -> None:
             check([q, k, v], lambda b, h, q, kv, table=table: table[b, h, q, kv])
 
 
+def test_a_serving_loop_waits_for_nothing_and_can_be_captured(way: str) -> None:
+    """After the first steps nothing is read on the host; a CUDA graph follows lengths and tables that change."""
+    if way != "cuda":
+        pytest.skip("needs a GPU")
+    q, k, v = tensors(2, dtype=torch.float16)
+    table = torch.arange(BATCH * LENGTH // 16).view(BATCH, -1)
+    pool = [pages_of(x, table, 16) for x in (k, v)]
+    lens, slopes = torch.full((BATCH,), 50), torch.rand(HEADS)
+
+    def step(lens: Tensor, table: Tensor) -> list[Tensor]:
+        calls: list[dict[str, Any]] = [{}, {"score": "alibi", "slopes": slopes}, {"score": "softcap", "cap": 2.0}]
+        outs = [flexmasks.paged_attention(q, *pool, table, lens, mask="causal", **call) for call in calls]
+        return [*outs, *(flexmasks.attention(q, k, v, mask="causal", q_offset=lens - 2, **call) for call in calls)]
+
+    def drawn() -> tuple[Tensor, Tensor]:
+        pages = [torch.randint(BATCH, ()).item() for _ in range(BATCH)]  # sequences that take over another's pages
+        return torch.randint(2, LENGTH + 1, (BATCH,)), table[pages]
+
+    for _ in range(4):
+        step(*drawn())
+    for lens_of_step, table_of_step in [drawn() for _ in range(5)]:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step(lens_of_step, table_of_step)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    held = table.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = step(lens, held)
+    for _ in range(50):
+        for place, new in zip((lens, held), drawn(), strict=True):
+            place.copy_(new)
+        graph.replay()
+        for out, want in zip(outs, step(lens.clone(), held.clone()), strict=True):
+            assert torch.equal(out, want)
+
+
 # --- the choice of the backend ---
 
 
@@ -362,7 +423,7 @@ def test_decoding_compiles_nothing(way: str) -> None:
     assert compat.compiled_graphs() == before
 
 
-def test_what_is_refused() -> None:
+def test_what_is_refused(way: str) -> None:
     q, k, v = tensors(2)
 
     def reason(*tensors: Tensor, **call: Any) -> str:
@@ -370,7 +431,8 @@ def test_what_is_refused() -> None:
             flexmasks.attention(*tensors, backend="decode", **call)
         return str(refused.value)
 
-    assert "up to 64 queries" in reason(*tensors(65, 1000))
+    most = 64 if way == "cpu" else 2048
+    assert f"up to {most:,} queries" in reason(*tensors(most + 1, 8 * most + 8))
     assert "8 times as many keys" in reason(*tensors(21))
     assert "no gradients" in reason(q.requires_grad_(), k, v)
     assert "not float64" in reason(*(x.detach().double() for x in (q, k, v)))

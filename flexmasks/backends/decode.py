@@ -2,38 +2,37 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from flexmasks.backends import decode_cpu, decode_gpu
 from flexmasks.backends.call import TRANSFORMED, Call, Result, transformed
+from flexmasks.blocks.decide import dependence
 
-_MAX_QUERIES, _ANY_LENGTH_UP_TO = 64, 4
+_MAX_QUERIES, _MAX_QUERIES_ON_GPU = 64, 2048
+_ANY_LENGTH_UP_TO = 4
 _KEYS_FOR_A_QUERY = 8  # with fewer keys for each query, other backends are as fast
 _ON_GPU = ("cuda",)
-_MAX_SCORES = {"cpu": 1 << 26, "cuda": 1 << 28}
-_MAX_PAIRS_ON_GPU = 1 << 26  # of queries and keys; the kernels hold no scores, but what is added to scores
+_MAX_SCORES, _MAX_SCORES_ON_GPU = 1 << 26, 1 << 28  # held at a time; on a GPU marks of visible keys count
 
 
 def refuses(call: Call) -> str | None:
     """Return why the call cannot run here, or None."""
     device = call.q.device.type
-    if device not in _MAX_SCORES:
+    if device not in ("cpu", *_ON_GPU):
         return f"it does not run on {device}"
     if call.is_traced:
         return "torch.compile does not trace it"
     if call.whole is None:
         return "it takes a mask, not blocks"
-    (batch, heads, q_len, _), kv_len = call.q.shape, call.k.shape[2]
-    if not are_few(q_len, kv_len):
+    if not are_few(call.q.shape[2], call.k.shape[2], call.q.device):
         return (
-            f"it is for up to {_MAX_QUERIES} queries, which from {_ANY_LENGTH_UP_TO + 1} queries on have at least "
-            f"{_KEYS_FOR_A_QUERY} times as many keys"
+            f"it is for up to {_max_queries(call.q.device):,} queries, which from {_ANY_LENGTH_UP_TO + 1} queries on "
+            f"have at least {_KEYS_FOR_A_QUERY} times as many keys"
         )
-    if device in _ON_GPU and batch * q_len * kv_len > _MAX_PAIRS_ON_GPU:
-        return f"it takes at most {_MAX_PAIRS_ON_GPU:,} pairs of a query and a key"
-    holds_scores = device not in _ON_GPU or call.score_mod is not None
-    if holds_scores and batch * heads * q_len * kv_len > _MAX_SCORES[device]:
-        return f"it computes at most {_MAX_SCORES[device]:,} scores"
+    most = _MAX_SCORES_ON_GPU if device in _ON_GPU else _MAX_SCORES
+    if _scores_held(call, most) > most:
+        return f"it holds at most {most:,} scores"
     if call.needs_grad:
         return "it has no gradients"
     if transformed():
@@ -43,9 +42,25 @@ def refuses(call: Call) -> str | None:
     return decode_gpu.refuses(call) if device in _ON_GPU else decode_cpu.refuses(call)
 
 
-def are_few(q_len: int, kv_len: int) -> bool:
+def are_few(q_len: int, kv_len: int, device: torch.device) -> bool:
     """Return whether queries are so few that their whole mask is small."""
-    return q_len <= _ANY_LENGTH_UP_TO or (q_len <= _MAX_QUERIES and kv_len >= _KEYS_FOR_A_QUERY * q_len)
+    return q_len <= _ANY_LENGTH_UP_TO or (q_len <= _max_queries(device) and kv_len >= _KEYS_FOR_A_QUERY * q_len)
+
+
+def _max_queries(device: torch.device) -> int:
+    return _MAX_QUERIES_ON_GPU if device.type in _ON_GPU else _MAX_QUERIES
+
+
+def _scores_held(call: Call, most: int) -> int:
+    """Return how many scores, or marks of visible keys, are in memory at a time.
+
+    Up to `most` it is a bound.
+    """
+    (batch, heads, q_len, _), kv_len = call.q.shape, call.k.shape[2]
+    adds = call.score_mod is not None and call.cap is None
+    if call.q.device.type in _ON_GPU and not adds and batch * heads * q_len * kv_len > most:
+        batch, heads = dependence(call.mask_mod(), batch, heads, call.q.device, reads_values=False)
+    return batch * heads * q_len * kv_len
 
 
 def run(call: Call) -> Result:

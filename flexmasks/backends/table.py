@@ -53,7 +53,7 @@ BACKENDS = {
 # A small call on a GPU takes the time that the host needs to launch it: least for sdpa, most for flash. These are the
 # floating-point operations of a forward pass, over the computed pairs, from which fa4 and flash are faster (H200).
 _FA4_MIN_FLOP, _FLASH_MIN_FLOP = 36e9, 100e9
-_MAX_QUERIES_OF_DECODE = 16  # on a GPU, from more on flash and triton are as fast
+_MAX_ADDED = 1 << 23  # scores, up to which reading what is added to them takes decode less time than triton's sums
 _DATA_ON_FLASH_MIN_FLOP = 20e9  # where the kernel reads data, flash takes 0.2 to 0.7 of triton's time
 
 
@@ -74,8 +74,12 @@ def choose(call: Call) -> tuple[list[Backend], dict[str, str]]:
 
 def _fastest_first(call: Call) -> list[Backend]:
     """Return the backends of "auto" by their speed for a call, the reference last."""
-    slow: list[str] = []
-    if call.is_cuda and fa4.refuses_package(call) is None:
+    if not call.is_cuda:
+        return list(BACKENDS.values())
+    if _is_decoding(call):  # without a look at blocks, which no other call of such a loop may need
+        return [BACKENDS[name] for name in ("sdpa", "decode", "fa4", "flash", "triton", "cpu", "reference")]
+    slow: list[str] = ["decode"]
+    if fa4.refuses_package(call) is None:
         window = call.window()
         batch, heads, q_len, size = call.q.shape
         flop = 4 * batch * heads * q_len * call.k.shape[2] * size * call.computed_fraction()
@@ -86,14 +90,18 @@ def _fastest_first(call: Call) -> list[Backend]:
         is_data = flop >= _DATA_ON_FLASH_MIN_FLOP and not call.is_traced and bool(forms.why_inexact(call))
         if not is_data and (flop < _FLASH_MIN_FLOP or (call.needs_grad and call.is_mostly_partial())):
             slow.append("flash")
-    if call.is_cuda and call.q.shape[2] > _MAX_QUERIES_OF_DECODE:
-        slow.append("decode")
     names = [name for name in BACKENDS if name not in slow]
-    if call.is_cuda and "decode" in names:  # sdpa is launched sooner
-        names.remove("decode")
-        names.insert(names.index("sdpa") + 1, "decode")
     names[-1:-1] = slow  # before the reference
     return [BACKENDS[name] for name in names]
+
+
+def _is_decoding(call: Call) -> bool:
+    """Return whether a call on a GPU has few queries that "decode" is best at."""
+    if call.score_mod is not None and call.cap is None:
+        batch, heads, q_len, _ = call.q.shape
+        if batch * heads * q_len * call.k.shape[2] > _MAX_ADDED:
+            return False
+    return decode.refuses(call) is None
 
 
 def _reason_against(backend: Backend, call: Call) -> str | None:
