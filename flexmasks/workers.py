@@ -8,6 +8,7 @@ computes whole parts of a call by itself, and the threads meet once, at the end.
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import os
 import threading
@@ -59,7 +60,10 @@ class Workers:
             return [work() for work in works]
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         pool = _pool(self.count, self.threads_each)
-        futures = [pool.submit(functools.partial(_in_modes, work, *modes)) for work in works]
+        # A user's function may read context variables of the caller's thread.
+        futures = [
+            pool.submit(contextvars.copy_context().run, functools.partial(_in_modes, work, *modes)) for work in works
+        ]
         return [future.result() for future in futures]
 
     def one(self, work: Callable[[], _Result]) -> _Result:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_mask, flex_attention
 from torch.nn.functional import embedding, scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import flexmasks
 from flexmasks import calls, compat
@@ -24,7 +26,9 @@ from flexmasks.backends import forms
 from flexmasks.backends.inexact import NEGATIVE, inexact
 from flexmasks.backends.miscompiled import miscompiled
 from flexmasks.backends.rewritten import FROM_THE_FRONT
+from flexmasks.blocks import limits
 from flexmasks.blocks.build import build
+from flexmasks.blocks.elements import Elements
 from flexmasks.blocks.lists import of_block_mask
 from flexmasks.plans import data
 from flexmasks.plans.plan import MaskPlan, ScorePlan
@@ -84,20 +88,51 @@ def _check_data(expression: str, sizes: tuple[tuple[int, int], int, int]) -> Non
         block_mask = build(function, 2, 2, q_len, kv_len, CPU, block_size).block_mask(function)
     except Exception:
         reject()  # a division by 0, say
-    made = data.data_of(block_mask, 2, 2).block_mask()
-    for got, want in zip(of_block_mask(made), of_block_mask(block_mask), strict=True):
-        assert torch.equal(got, want.expand_as(got))
-    partial = of_block_mask(made)[0].repeat_interleave(block_size[0], 2).repeat_interleave(block_size[1], 3)
-    partial = partial[..., :q_len, :kv_len]
-    read = create_mask(made.mask_mod, 2, 2, q_len, kv_len, "cpu")
-    assert torch.equal(read & partial, visible & partial)
+    whole = build(function, 2, 2, q_len, kv_len, CPU, block_size, with_bits=True)
+    for bits in (None, whole.bits):
+        made = data.data_of(block_mask if bits is None else whole.block_mask(function), 2, 2, bits).block_mask()
+        for got, want in zip(of_block_mask(made), of_block_mask(block_mask), strict=True):
+            assert torch.equal(got, want.expand_as(got))
+        partial = of_block_mask(made)[0].repeat_interleave(block_size[0], 2).repeat_interleave(block_size[1], 3)
+        partial = partial[..., :q_len, :kv_len]
+        read = create_mask(made.mask_mod, 2, 2, q_len, kv_len, "cpu")
+        assert torch.equal(read & partial, visible & partial)
+
+
+@pytest.mark.parametrize("block_size", [(32, 32), (64, 128)])
+@pytest.mark.parametrize("lengths", [(256, 256), (300, 170), (20, 700)])
+def test_bits_of_partial_blocks(lengths: tuple[int, int], block_size: tuple[int, int]) -> None:
+    """They are found with the blocks, for masks that see all indices or some."""
+    q_len, kv_len = lengths
+    keep = torch.rand(BATCH, max(lengths)) > 0.3
+    masks: list[Function] = [
+        lambda b, h, q, kv: (q >= kv) & ((q - kv) % 7 != 1),
+        lambda b, h, q, kv: kv % 5 < 3 + 0 * b,
+        lambda b, h, q, kv: (q + h) % 64 < 40,
+        lambda b, h, q, kv: keep[b, kv] | (q == kv),
+        lambda b, h, q, kv: (q - kv).abs() < 40,
+        lambda b, h, q, kv: q < 1000,  # partial only where the edge cuts
+        lambda b, h, q, kv: (keep[b, q] == keep[b, kv]).long().cumsum(-1) > 0,  # not by ranges
+    ]
+    for mask in masks:
+        layout = build(mask, BATCH, HEADS, *lengths, CPU, block_size, with_bits=True)
+        plain = build(mask, BATCH, HEADS, *lengths, CPU, block_size)
+        assert all(map(torch.equal, layout.indices, plain.indices))
+        bits, visible = layout.bits, create_mask(mask, BATCH, HEADS, q_len, kv_len, "cpu")
+        assert bits is not None
+        partial = of_block_mask(layout.block_mask(mask))[0]
+        assert bits.shape == partial.shape
+        assert torch.equal(bits.places, partial.flatten().nonzero()[:, 0])
+        for (b, h, row, column), words in zip(partial.nonzero().tolist(), bits.words.tolist(), strict=True):
+            for q, of_query in enumerate(words, row * block_size[0]):
+                for kv in range(column * block_size[1], (column + 1) * block_size[1], 7):
+                    is_set = of_query[kv % block_size[1] // 32] >> kv % 32 & 1
+                    assert is_set == (q < q_len and kv < kv_len and bool(visible[b, h, q, kv]))
 
 
 def test_few_different_blocks_are_kept() -> None:
     def different(mask: Function, length: int) -> int:
-        block_mask = flexmasks.block_mask(mask, length)
-        places = torch.stack(torch.where(of_block_mask(block_mask)[0]), 1)
-        return len(data._distinct_words(block_mask, places)[1].unique())
+        return data.data_of(flexmasks.block_mask(mask, length), 1, 1).different
 
     assert different(lambda b, h, q, kv: q >= kv, 1024) == 1
     assert different(lambda b, h, q, kv: (q >= kv) & (q - kv <= 256), 2048) == 2
@@ -300,6 +335,55 @@ def test_new_functions_compile_nothing() -> None:
     assert compat.compiled_graphs() == graphs
 
 
+def test_first_calls_evaluate_each_element_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody looks at their function, and undecided blocks are evaluated once, for the lists and for the data."""
+    evaluated: list[int] = []
+
+    def counted(self: Elements, *indices: Tensor) -> Tensor:
+        visible = of_elements(self, *indices)
+        evaluated.append(visible.numel())
+        return visible
+
+    of_elements = Elements.__call__
+    length = 300
+    check_attention(lambda b, h, q, kv: (q >= kv) & ((q - kv) % 3 != 1), length)
+    monkeypatch.setattr(Elements, "__call__", counted)
+    monkeypatch.setattr(forms, "inexact", lambda *args: pytest.fail("a function is looked at"))
+    check_attention(lambda b, h, q, kv: (q >= kv) & ((q - kv) % 5 != 1), length)
+    rows = -(-length // 32)
+    assert sum(evaluated) == rows * (rows + 1) // 2 * 32 * 32
+
+
+class Work(TorchDispatchMode):
+    """Counts operations, and records the bytes of the largest tensor that one makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations, self.largest = 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.operations += 1
+        made = [x for x in (out if isinstance(out, tuple | list) else [out]) if isinstance(x, Tensor)]
+        self.largest = max([self.largest, *(x.untyped_storage().nbytes() for x in made)])
+        return out
+
+
+def test_data_take_few_operations_and_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limits of a GPU on a CPU: an operation takes 5 to 10 microseconds to start there."""
+    on_gpu = limits.WHOLE_ELEMENTS_AT_ONCE_ON_GPU
+    monkeypatch.setattr(limits, "WHOLE_ELEMENTS_AT_ONCE_ON_CPU", on_gpu)
+    monkeypatch.setattr(limits, "elements_at_once", lambda device: limits.ELEMENTS_AT_ONCE_ON_GPU)
+    length = 8192
+    mask = flexmasks.get_mask(lambda b, h, q, kv: (q >= kv) & ((q - kv) % 7 != 1))
+    plan = MaskPlan(mask, Size(1, 8, length, length, CPU), lift=True, block_size=(128, 128), allows_bounds=True)
+    with Work() as work:
+        made = plan.data()
+    assert made.different == 8
+    assert work.largest <= 1 << 25
+    assert work.operations < 700
+
+
 def test_new_tensors_compile_the_function() -> None:
     """The first function is compiled at once, others when their tensors have new values."""
 
@@ -437,6 +521,16 @@ def test_a_kind_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         ids = torch.randint(0, 9, (LENGTH,))
         flexmasks.attention(*qkv(), mask=lambda b, h, q, kv: ids[q] == ids[kv])  # noqa: B023
     assert len(looks) == 1
+
+
+def test_functions_that_read_context_variables() -> None:
+    """The threads that evaluate a mask see the variables of the caller's thread."""
+    limit: ContextVar[int] = ContextVar("limit", default=0)
+    length = 600
+    table = torch.rand(length, length) > 0.5
+    for value in (5, 300):
+        limit.set(value)
+        check_attention(lambda b, h, q, kv: table[q].any() & (q - kv <= limit.get()), length)
 
 
 @pytest.mark.parametrize("sizes", [(1, 1), (BATCH, HEADS)])
@@ -589,3 +683,35 @@ def test_new_functions_are_quick_on_a_gpu() -> None:
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
     assert statistics.median(seconds[10:]) < 0.02
+
+
+@pytest.mark.gpu
+def test_new_functions_allocate_nothing_new() -> None:
+    """Each new function runs by the same kernel, in memory that the GPU's allocator has."""
+    q, k, v = torch.randn(3, 1, 8, 8192, 64, device="cuda", dtype=torch.bfloat16).unbind()
+    seconds, allocations, graphs = [], [], []
+    for n in range(40):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        flexmasks.attention(q, k, v, mask=lambda b, h, q, kv, n=n: (q >= kv) & ((q - kv) % (n + 2) != 1))
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+        allocations.append(torch.cuda.memory_stats()["num_device_alloc"])
+        graphs.append(compat.compiled_graphs())
+    assert graphs[-1] == graphs[2]
+    assert allocations[-1] - allocations[9] <= 5
+    assert statistics.median(seconds[3:]) < 0.02
+
+
+@pytest.mark.gpu
+def test_bits_on_a_gpu() -> None:
+    """The bits of blocks are the same as on a CPU, whether the blocks are decided there or on the GPU."""
+    for length in (300, 128 * 256):
+        made = []
+        for device in ("cpu", "cuda"):
+            mask: Function = lambda b, h, q, kv: ((q - kv).abs() < 100) & ((q - kv) % 5 != 1)  # noqa: E731
+            bits = build(mask, 1, 1, length, length, torch.device(device), with_bits=True).bits
+            assert bits is not None
+            assert bits.words.device.type == device
+            made.append([x.cpu() for x in (bits.places, bits.words)])
+        assert all(map(torch.equal, *made))

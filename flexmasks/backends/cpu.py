@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flexmasks.backends import flex, forms
+from flexmasks.backends import flex
 from flexmasks.backends.call import HALF_DTYPES, Call, Result
 
 
@@ -18,7 +18,7 @@ def refuses(call: Call) -> str | None:
         return "torch's compiled flex_attention has no gradients on the CPU"
     if call.with_lse:
         return "torch's compiled flex_attention gives no lse on the CPU"
-    return flex.refuses_to_compile(call) or forms.refuses(call)
+    return flex.refuses(call)
 
 
 def run(call: Call) -> Result:

@@ -30,6 +30,7 @@ from flexmasks import compat
 from flexmasks.backends import forms
 from flexmasks.backends.call import HALF_DTYPES, TRANSFORMED, Call, Result, Unavailable, first_line, proven, transformed
 from flexmasks.cache import Cache
+from flexmasks.plans.data import FirstAsData
 
 _log = logging.getLogger("flexmasks")
 _kernel_numbers = itertools.count()
@@ -426,13 +427,11 @@ class CompiledCall:
         """
         block_mask, of_mask, shapes = call.blocks().block_mask, call.kernel_key[0], call.shapes
         score_mod, of_score = forms.compiled_score(call, for_flash=backend == "FLASH")
-        given = {**(call.kernel_options or {}), **(more_options or {})}
-        chosen = options(call.q, call.k, backend, given, block_mask.BLOCK_SIZE, call.proven_options)
-        kind = _kind(call, backend, chosen)
         runs_left = None
         if as_data is None:
-            as_data = bool(why_data(call, backend, chosen))
-            if as_data and call.is_cuda and not forms.why_inexact(call):
+            starts = starts_as_data(call, backend, more_options)
+            as_data = starts or bool(why_data(call, backend, more_options))
+            if as_data and call.is_cuda and (starts or not forms.why_inexact(call)):
                 pairs = call.q.shape[:3].numel() * call.k.shape[2]
                 runs_left = iter(range(min(_RUNS_AS_DATA, _PAIRS_AS_DATA // pairs + 1)))
         if as_data:
@@ -441,10 +440,11 @@ class CompiledCall:
             of_mask = "data", words, _is_one(table[0]), table[1:]
             block_mask = data.block_mask(for_flash=backend == "FLASH")
             shapes = None if shapes is None else shapes[2:]
+        chosen = _options(call, backend, more_options, has_proven=not as_data)
         return cls(
             runner=Runner(
                 call.what,
-                (of_mask, of_score, *kind, *_lists_kind(block_mask)),
+                (of_mask, of_score, *_kind(call, backend, chosen), *_lists_kind(block_mask)),
                 shapes,
                 may_be_data=not (as_data or call.mask_is_own or shapes is None or forms.has_failed(call))
                 and backend != "FLASH",  # triton may compile what FLASH cannot
@@ -492,8 +492,22 @@ class CompiledCall:
         return out, None if lse is None else lse.float()
 
 
+def _options(call: Call, backend: str | None, more_options: dict[str, Any] | None, has_proven: bool) -> dict[str, Any]:
+    """Return the kernel options of a call, see `options`.
+
+    has_proven: whether options that are proven for the mask are among them. Kernels that read data have none: all masks
+        have the same kernel, and nothing is proven for a new one.
+    """
+    given = {**(call.kernel_options or {}), **(more_options or {})}
+    proven = call.proven_options if has_proven else dict
+    return options(call.q, call.k, backend, given, call.blocks().block_mask.BLOCK_SIZE, proven)
+
+
 def _kind(call: Call, backend: str | None, chosen: dict[str, Any]) -> tuple[Hashable, ...]:
-    """Return what a kernel depends on besides the functions and the lists of blocks."""
+    """Return what a kernel depends on besides the functions and the lists of blocks.
+
+    chosen: the kernel options.
+    """
     q, k = call.q, call.k
     learning = tuple(call.needs_grad and x.requires_grad for x in (q, k, call.v))
     # torch's decoding kernel on CUDA divides its work by the batch size, and is not taken for a symbolic one.
@@ -525,16 +539,34 @@ def _is_one(batch: int) -> bool:
     return batch == 1
 
 
-def why_data(call: Call, backend: str | None = None, chosen: dict[str, Any] | None = None) -> str:
+def why_data(call: Call, backend: str | None = None, more_options: dict[str, Any] | None = None) -> str:
     """Return why the kernel reads the mask as data, or ""."""
     if call.is_traced:
         return ""
-    block_mask = call.blocks().block_mask
-    if chosen is None:
-        chosen = options(call.q, call.k, backend, call.kernel_options, block_mask.BLOCK_SIZE, call.proven_options)
-    kind = _kind(call, backend, chosen)
-    is_compiled = _KERNELS.get((*call.kernel_key, *kind, *_lists_kind(block_mask))) is not None
+    kind, is_compiled = _kind_of_forms(call, backend, more_options), _is_compiled(call, backend, more_options)
     return forms.why_data(call, kind, is_compiled, for_flash=backend == "FLASH")
+
+
+def starts_as_data(call: Call, backend: str | None = None, more_options: dict[str, Any] | None = None) -> bool:
+    """Return whether the kernel reads the mask as data, whatever the mask's function computes."""
+    if backend == "FLASH" or not forms.may_start_as_data(call) or _is_compiled(call, backend, more_options):
+        return False
+    # Blocks that are found for the data come with their bits, so nothing else may ask for them before.
+    is_always = call.first_as_data is FirstAsData.ALL
+    return forms.starts_as_data(call, None if is_always else _kind_of_forms(call, backend, more_options))
+
+
+def _kind_of_forms(call: Call, backend: str | None, more_options: dict[str, Any] | None) -> Hashable:
+    """Return what the choice between function and data depends on besides the functions."""
+    return _kind(call, backend, _options(call, backend, more_options, has_proven=False))
+
+
+def _is_compiled(call: Call, backend: str | None, more_options: dict[str, Any] | None) -> bool:
+    """Return whether there is a kernel for the functions of mask and score."""
+    if not any(key[:2] == call.kernel_key for key in _KERNELS.known_keys()):
+        return False
+    kind = _kind(call, backend, _options(call, backend, more_options, has_proven=True))
+    return _KERNELS.get((*call.kernel_key, *kind, *_lists_kind(call.blocks().block_mask))) is not None
 
 
 def refuses_to_compile(call: Call) -> str | None:
@@ -544,6 +576,11 @@ def refuses_to_compile(call: Call) -> str | None:
     if compat.compiler_is_off():
         return "torch.compile is switched off, by torch._dynamo.config.disable"
     return TRANSFORMED if transformed() else None
+
+
+def refuses(call: Call) -> str | None:
+    """Return why a call can be compiled in neither form of its mask, or None."""
+    return refuses_to_compile(call) or forms.refuses(call, starts_as_data)
 
 
 def run(call: Call, backend: str | None = None) -> Result:
@@ -562,7 +599,7 @@ def run(call: Call, backend: str | None = None) -> Result:
                 forms.note_failed(call)
                 compiled = CompiledCall.of(call, backend, more_options)
                 result = proven(call, compiled)
-            forms.note_run(call, _kind(call, backend, compiled.kernel_options or {}), compiled.is_data)
+            forms.note_run(call, _kind_of_forms(call, backend, more_options), compiled.is_data)
             return result
         except Unavailable as error:
             if more_options is attempts[-1] or _OUT_OF_RESOURCE not in str(error):

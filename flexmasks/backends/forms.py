@@ -21,7 +21,7 @@ from flexmasks.backends.inexact import NEGATIVE, OVERFLOW, WHOLE, divisions, ine
 from flexmasks.backends.operations import UNREADABLE
 from flexmasks.backends.rewritten import FROM_THE_FRONT, WAYS
 from flexmasks.cache import Cache
-from flexmasks.plans.data import FirstAsData, TooLargeForData, can_be_data, next_power_of_2
+from flexmasks.plans.data import CannotBeData, FirstAsData, TooLargeForData, next_power_of_2
 
 _MANY_DIVISIONS = 4  # from this many on, data take 0.2 to 0.7 of the function's time on a CPU; up to 3, 0.9 to 1.2
 _HOW_NOT_NEGATIVE = "clamp the index, or let an enclosing function hold the tensor"
@@ -34,8 +34,11 @@ _FIRSTS: Cache[Hashable] = Cache("first_functions", max_bytes=1024)
 _STARTED: Cache[bool] = Cache("started_as_data", max_bytes=1024)  # functions that have run as data once
 
 
-def refuses(call: Call) -> str | None:
-    """Return why Inductor can compute neither functions nor data of a call, or None."""
+def refuses(call: Call, starts_as_data: Callable[[Call], bool] = lambda call: False) -> str | None:
+    """Return why Inductor can compute neither functions nor data of a call, or None.
+
+    starts_as_data: whether a call's mask goes as data, whatever its function computes. Then nobody looks at it.
+    """
     if call.is_traced:
         return None
     if call.score_mod is not None and not call.score_is_own:
@@ -43,17 +46,17 @@ def refuses(call: Call) -> str | None:
         if reason and reason not in WAYS:
             hint = f"; {_HOW_NOT_NEGATIVE}" if reason == NEGATIVE else ""
             return f"it may compute the score otherwise than Python does: {reason}{hint}"
-    reason = why_inexact(call)
+    reason = "" if starts_as_data(call) else why_inexact(call)
     if not reason:
         return None
     try:
-        if can_be_data(call.blocks().block_mask.BLOCK_SIZE):
-            call.data()
-            return None
-        too_large = "blocks can be data only if their sizes are powers of 2 from 32 on"
+        call.data()
+        return None
     except TooLargeForData as error:
-        too_large = f"{error}; write it with whole numbers that fit 32 bits, and one index for each tensor"
-    return f"it may compute the mask otherwise than Python does: {reason}; {too_large}"
+        why_no_data = f"{error}; write it with whole numbers that fit 32 bits, and one index for each tensor"
+    except CannotBeData as error:
+        why_no_data = str(error)
+    return f"it may compute the mask otherwise than Python does: {reason}; {why_no_data}"
 
 
 def refuses_traced(call: Call) -> str | None:
@@ -133,22 +136,33 @@ def why_data(call: Call, kind: Hashable, is_compiled: bool, for_flash: bool = Fa
             return _NUMBERS
         numbers.warn(call, is_score=False, reason="the mask has too many different blocks to go as data")
         return ""
-    if for_flash or call.mask_is_own or call.first_as_data is FirstAsData.NONE:
-        return ""
+    return _FIRST_CALLS if not for_flash and starts_as_data(call, kind) else ""
+
+
+def may_start_as_data(call: Call) -> bool:
+    """Return whether the first calls with a mask may go as data."""
+    return not call.is_traced and not call.mask_is_own and call.first_as_data is not FirstAsData.NONE
+
+
+def starts_as_data(call: Call, kind: Hashable) -> bool:
+    """Return whether a mask without a compiled kernel goes as data at its first calls.
+
+    kind: see `why_data`.
+    """
+    if not may_start_as_data(call):
+        return False
     if call.first_as_data is FirstAsData.FIRST:
         is_first = _FIRSTS.get(kind) in (None, call.kernel_key)
         if is_first or _STARTED.get((kind, call.kernel_key)) is not None:
-            return ""
-    return _FIRST_CALLS if _can_be_read(call) else ""
+            return False
+    return _can_be_read(call)
 
 
 def _can_be_read(call: Call) -> bool:
     """Return whether the mask can be data."""
-    if not can_be_data(call.blocks().block_mask.BLOCK_SIZE):
-        return False
     try:
         call.data()
-    except TooLargeForData:
+    except CannotBeData:
         return False
     return True
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flexmasks.backends import flex, forms
+from flexmasks.backends import flex
 from flexmasks.backends.call import HALF_DTYPES, Call, Result
 
 
@@ -14,7 +14,7 @@ def refuses(call: Call) -> str | None:
         return "it runs on CUDA only"
     if call.q.dtype not in (*HALF_DTYPES, torch.float32):
         return f"it takes float16, bfloat16 and float32, not {call.dtype}"
-    return flex.refuses_to_compile(call) or forms.refuses(call)
+    return flex.refuses(call)
 
 
 def run(call: Call) -> Result:

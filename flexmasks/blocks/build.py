@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flexmasks import compat
 from flexmasks.blocks import limits
+from flexmasks.blocks.bits import Bits, are_few, bits_of_partial, seen_in, words_of
 from flexmasks.blocks.decide import Axis, Decided, decide, dependence
 from flexmasks.blocks.elements import Elements, MaskMod, boolean, coordinates_of, over_indices
 from flexmasks.blocks.lists import flat_nonzero, index_lists
@@ -32,6 +33,7 @@ class Layout:
     indices: tuple[Tensor, ...]  # in BlockMask's order: kv, full_kv, q, full_q, each (counts, indices)
     undecided: int | None  # number of blocks looked at element by element, None for bounds
     not_understood: tuple[str, ...]  # names of operations that ranges do not know, or the reason why they gave up
+    bits: Bits | None = None  # bits of the partial blocks, if they were asked for and are few
 
     def block_mask(self, mask_mod: MaskMod) -> compat.BlockMask:
         """Return the BlockMask of these blocks and that function."""
@@ -47,10 +49,14 @@ def build(
     kv_len: int,
     device: torch.device,
     block_size: tuple[int, int] = (128, 128),
+    with_bits: bool = False,
 ) -> Layout:
     """Find a mask's empty, partial and full blocks.
 
     They are exactly those of torch's create_block_mask.
+
+    with_bits: whether undecided blocks are evaluated whole, and their bits kept. Sizes of blocks must allow it, see
+        `bits.can_be_bits`.
 
     Raises ValueError or TypeError where the function is not a mask, and MemoryError if there are too many blocks.
     """
@@ -66,7 +72,11 @@ def build(
     undecided = flat_nonzero((decided.possible ^ decided.certain).contiguous())
     # A GPU fills the ones while the host prepares the next operations.
     ones = torch.ones(4 * math.prod(shape), dtype=torch.int32, device=decided.certain.device)
-    any_visible, all_visible = _resolved(decided, undecided, Elements(mask_mod, device, decided.widest), rows, columns)
+    elements = Elements(mask_mod, device, decided.widest)
+    words = None
+    if with_bits and are_few(len(undecided), block_size):
+        words = words_of(elements, coordinates_of(undecided, decided.certain.shape).to(device), rows, columns)
+    any_visible, all_visible = _resolved(decided, undecided, words, elements, rows, columns)
     partial_and_full = torch.empty((2, *shape), dtype=torch.bool, device=decided.certain.device)
     partial, full = partial_and_full
     full.copy_(all_visible)
@@ -75,6 +85,9 @@ def build(
     if kv_len % block_size[1]:
         full[..., -1] = False
     torch.bitwise_xor(any_visible.expand(shape), full, out=partial)
+    bits = None
+    if words is not None:
+        bits = bits_of_partial(partial, undecided, decided.certain.shape, words, rows, columns)
     not_understood = decided.not_understood
     del decided, any_visible, all_visible  # frees their memory before the lists are made
     return Layout(
@@ -84,20 +97,26 @@ def build(
         indices=tuple(t.to(device) for t in index_lists(partial_and_full, ones)),
         undecided=len(undecided),
         not_understood=not_understood,
+        bits=bits,
     )
 
 
 def _resolved(
-    decided: Decided, undecided: Tensor, elements: Elements, rows: Axis, columns: Axis
+    decided: Decided, undecided: Tensor, words: Tensor | None, elements: Elements, rows: Axis, columns: Axis
 ) -> tuple[Tensor, Tensor]:
     """Return whether any, and whether all pairs of each block are visible.
 
     undecided: the undecided blocks, as indices into the flattened blocks.
+    words: their bits, or None.
     """
     certain = decided.certain
     if not len(undecided):
         return certain, certain
     any_visible, all_visible = (certain.clone(memory_format=torch.contiguous_format) for _ in range(2))
+    if words is not None:
+        seen = torch.stack(seen_in(words)).to(certain.device)
+        any_visible.view(-1)[undecided], all_visible.view(-1)[undecided] = seen
+        return any_visible, all_visible
     for places in undecided.split(limits.elements_at_once(certain.device) // 2):
         blocks = coordinates_of(places, certain.shape)
         any_visible.view(-1)[places], all_visible.view(-1)[places] = look_at(elements, blocks, rows, columns)

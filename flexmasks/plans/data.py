@@ -9,7 +9,8 @@ otherwise than Python does, never see the function.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,13 +18,14 @@ import torch
 from torch import Tensor
 
 from flexmasks import compat
-from flexmasks.blocks.counts import visible_in_blocks
+from flexmasks.blocks.bits import BITS, Bits, bits_in_parts, can_be_bits
+from flexmasks.blocks.elements import coordinates_of
 from flexmasks.blocks.lists import in_use
 from flexmasks.spec.indexing import bounded
 
-BITS = 32  # of a word
 # Sizes of the table of words, in bytes. Few sizes need few kernels, because a kernel is compiled for each size.
 _CAPACITIES = (1 << 18, 1 << 21, 1 << 24, 1 << 26, 1 << 28)
+_PRODUCTS_AT_ONCE = 1 << 22  # numbers of 64 bits
 _MAX_LISTS = 1 << 24  # bytes of block lists that may be repeated for each batch element and head
 
 
@@ -35,7 +37,11 @@ class FirstAsData(enum.Enum):
     ALL = enum.auto()
 
 
-class TooLargeForData(ValueError):
+class CannotBeData(ValueError):
+    """Error of a mask that cannot go as data."""
+
+
+class TooLargeForData(CannotBeData):
     """Error of a mask whose bits take too much memory."""
 
 
@@ -68,30 +74,32 @@ class MaskData:
         return compat.BlockMask(*arguments)
 
 
-def can_be_data(block_size: tuple[int, int]) -> bool:
-    """Return whether blocks of this size can be data: powers of 2 from 32 on."""
-    return all(n >= BITS and n & (n - 1) == 0 for n in block_size)
-
-
-def data_of(block_mask: compat.BlockMask, batch: int, heads: int) -> MaskData:
+def data_of(block_mask: compat.BlockMask, batch: int, heads: int, bits: Bits | None = None) -> MaskData:
     """Return a BlockMask's blocks, and the bits of partial ones.
 
     batch, heads: sizes of a call. Small lists are repeated for each of them, so that all masks have the same kernel.
+    bits: those of the BlockMask's partial blocks, if they are known.
 
-    Raises TooLargeForData. Raises what the mask's function raises.
+    Raises CannotBeData, and TooLargeForData for too many different blocks. Raises what the mask's function raises.
     """
     lengths, block_size = block_mask.seq_lengths, block_mask.BLOCK_SIZE
+    if not can_be_bits(block_size):
+        raise CannotBeData("blocks can be data only if their sizes are powers of 2 from 32 on")
     counts, indices = block_mask.kv_num_blocks, block_mask.kv_indices
     rows, columns = indices.shape[-2:]
     is_small = batch * heads * rows * columns * 4 <= _MAX_LISTS
     sizes = (batch, heads) if is_small else (counts.shape[0], counts.shape[1])
-    places = in_use(counts, indices).nonzero()
-    blocks = places.clone()
-    blocks[:, 3] = indices[tuple(places.unbind(1))]
-    words, number, different = _distinct_words(block_mask, blocks)
+    parts_of_words: Iterable[Tensor]
+    if bits is None:
+        blocks = in_use(counts, indices).nonzero()
+        blocks[:, 3] = indices[tuple(blocks.unbind(1))]
+        parts_of_words = bits_in_parts(block_mask.mask_mod, blocks, lengths, block_size)
+    else:
+        blocks, parts_of_words = coordinates_of(bits.places, bits.shape), [bits.words]
+    words, number, different = _distinct_words(parts_of_words, block_size, counts.device)
     shape = (*counts.shape[:2], next_power_of_2(rows), next_power_of_2(columns))
     table = torch.zeros(shape, dtype=torch.int32, device=counts.device)
-    table[tuple(blocks.unbind(1))] = number.int()
+    table.view(-1).scatter_(0, _flat(blocks, shape).to(counts.device), number.int())
     table = table.expand(*sizes, -1, -1).contiguous()
     lists = [None if t is None else t.expand(*sizes, *t.shape[2:]).contiguous() for t in lists_of(block_mask)]
     return MaskData(lengths, block_size, tuple(lists), words, bounded(table, 0, len(words) - 1), different)
@@ -104,6 +112,12 @@ def lists_of(block_mask: compat.BlockMask) -> tuple[Tensor | None, ...]:
         b.kv_num_blocks, b.kv_indices, b.full_kv_num_blocks, b.full_kv_indices,
         b.q_num_blocks, b.q_indices, b.full_q_num_blocks, b.full_q_indices,
     )  # fmt: skip
+
+
+def _flat(coordinates: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return the flat places of coordinates [n, dimensions]."""
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    return (coordinates * torch.tensor(strides, device=coordinates.device)).sum(1)
 
 
 def next_power_of_2(n: int) -> int:
@@ -137,34 +151,36 @@ def _divided(words: Tensor, table: Tensor, block_size: tuple[int, int]) -> Calla
     return visible
 
 
-def _distinct_words(block_mask: compat.BlockMask, blocks: Tensor) -> tuple[Tensor, Tensor, int]:
+def _distinct_words(
+    parts_of_words: Iterable[Tensor], block_size: tuple[int, int], device: torch.device
+) -> tuple[Tensor, Tensor, int]:
     """Return the different blocks' words, each block's number, and how many differ.
 
-    blocks: [n, (b, h, row, column)].
+    parts_of_words: int32 [n, queries, keys / 32] of all blocks, in parts.
     """
-    lengths, (height, width) = block_mask.seq_lengths, block_mask.BLOCK_SIZE
+    height, width = block_size
+    bytes_of_block = height * width // 8
     weights = torch.randint(-(1 << 62), 1 << 62, (height * width // BITS,), generator=torch.Generator().manual_seed(0))
-    weights = (weights | 1).to(blocks.device)
+    weights = (weights | 1).to(device)
     parts: list[Tensor] = []
     numbers: list[Tensor] = []
     count = 0
-    for visible in visible_in_blocks(block_mask.mask_mod, blocks, lengths, (height, width)):
-        distinct, number = _distinct(_packed(visible), weights)
+    for words in parts_of_words:
+        distinct, number = _distinct(words.flatten(1), weights)
         parts.append(distinct)
         numbers.append(number + count)
         count += len(distinct)
-        if count * height * width // 8 > _CAPACITIES[-1]:
+        if count * bytes_of_block > _CAPACITIES[-1]:
             parts, numbers = _joined(parts, numbers, weights)
             count = len(parts[0])
-        if count * height * width // 8 > _CAPACITIES[-1]:
+        if count * bytes_of_block > _CAPACITIES[-1]:
             raise TooLargeForData(f"the bits of its different partial blocks take more than {_CAPACITIES[-1] >> 20} MB")
     if len(parts) > 1:
         parts, numbers = _joined(parts, numbers, weights)
-    bytes_of_block = height * width // 8
     capacity = next(n for n in _CAPACITIES if count * bytes_of_block <= n) // bytes_of_block
-    words = torch.zeros((capacity, height, width // BITS), dtype=torch.int32, device=blocks.device)
+    words = torch.zeros((capacity, height, width // BITS), dtype=torch.int32, device=device)
     if not parts:
-        return words, blocks[:, 0], 0
+        return words, torch.zeros(0, dtype=torch.int64, device=device), 0
     words[: len(parts[0])] = parts[0].view(-1, height, width // BITS)
     return words, numbers[0], len(parts[0])
 
@@ -175,23 +191,24 @@ def _joined(parts: list[Tensor], numbers: list[Tensor], weights: Tensor) -> tupl
     return [distinct], [number[torch.cat(numbers)]]
 
 
-def _packed(visible: Tensor) -> Tensor:
-    """Return booleans [n, queries, keys] as words [n, queries * keys / 32]."""
-    places = torch.arange(BITS, dtype=torch.int32, device=visible.device)
-    bits = visible.view(len(visible), -1, BITS).int() << places
-    return bits.sum(-1, dtype=torch.int32)
-
-
 def _distinct(words: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """Return the different rows, and the number of each row among them.
 
     Rows are compared by their sums with random weights. If the sums of two different rows are equal, rows are sorted.
+    The host waits for the device once.
     """
-    _, number = torch.unique((words * weights).sum(1), return_inverse=True)
-    first = torch.full((len(words),), len(words), device=words.device)
-    first.scatter_reduce_(0, number, torch.arange(len(words), device=words.device), "amin")
-    distinct = words[first[: int(number.max()) + 1]] if len(words) else words
-    if torch.equal(distinct[number], words):
-        return distinct, number
+    if not len(words):
+        return words, torch.zeros(0, dtype=torch.int64, device=words.device)
+    at_once = max(1, _PRODUCTS_AT_ONCE // words.shape[1])
+    sums, order = torch.cat([(chunk * weights).sum(1) for chunk in words.split(at_once)]).sort()
+    is_first = torch.ones(len(words), dtype=torch.bool, device=words.device)
+    torch.ne(sums[1:], sums[:-1], out=is_first[1:])
+    number_in_order = is_first.cumsum(0) - 1
+    number = torch.empty_like(order).scatter_(0, order, number_in_order)
+    one_of_each = torch.empty_like(order).scatter_(0, number_in_order, order)  # one row of each sum, and then nothing
+    is_right = (words[one_of_each[number]] == words).all()
+    count, are_right = torch.stack([number_in_order[-1] + 1, is_right]).tolist()
+    if are_right:
+        return words[one_of_each[:count]], number
     distinct, number = torch.unique(words, dim=0, return_inverse=True)
     return distinct, number

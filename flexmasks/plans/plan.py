@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from flexmasks import compat
+from flexmasks.blocks.bits import Bits, can_be_bits
 from flexmasks.blocks.build import Layout, build, materialize
 from flexmasks.blocks.counts import Blocks
 from flexmasks.blocks.decide import dependence
 from flexmasks.blocks.elements import over_indices
 from flexmasks.cache import ENTRY, Cache
 from flexmasks.plans.bounds import MaskKind, RecordedPlan, plan_bounds, tensors_in, unread
-from flexmasks.plans.data import FirstAsData, MaskData, can_be_data, data_of
+from flexmasks.plans.data import FirstAsData, MaskData, data_of
 from flexmasks.plans.recorded import Recorded, memory_of_capture
 from flexmasks.plans.shifted import Offset, shifted_mask, shifted_score
 from flexmasks.plans.whole import Whole, added_of, whole_of
@@ -295,6 +296,13 @@ class MaskPlan(Plan):
         super().__init__(mask, size, offset, lift, aliases)
         self.mask, self.block_size, self.open_extents = mask, block_size, open_extents
         self._allows_bounds = allows_bounds and self._kind_key is not None
+        # On a GPU the first calls of a function go as data, and finding the bits costs little where they do not.
+        self._wants_bits = allows_bounds and self._starts_as_data_on_gpu
+        self._bits: Bits | None = None  # bits of partial blocks, until they are data
+
+    @property
+    def _starts_as_data_on_gpu(self) -> bool:
+        return self.size.device.type == "cuda" and not (self.opaque or self.inputs or self.is_own)
 
     @functools.cached_property
     def window(self) -> Window | None:
@@ -388,14 +396,17 @@ class MaskPlan(Plan):
         batch, heads = (n * (1 + (e in self.open_extents)) for n, e in ((size.batch, "batch"), (size.heads, "heads")))
         try:
             with naming(self.mask):
-                layout = build(mask_mod, batch, heads, size.q_len, size.kv_len, size.device, self.block_size)
+                sizes = batch, heads, size.q_len, size.kv_len
+                with_bits = self._wants_bits and can_be_bits(self.block_size)
+                layout = build(mask_mod, *sizes, size.device, self.block_size, with_bits)
         except Exception:
             check_open_extents(self.mask, mask_mod, size, self.open_extents)
             raise
         sizes_of_lists = layout.indices[0].shape
         if any(n > 1 and e in self.open_extents for n, e in zip(sizes_of_lists, ("batch", "heads"), strict=False)):
             check_open_extents(self.mask, mask_mod, size, self.open_extents)
-        return _PreparedMask(resolved, self._offset_tensor(), layout, {})
+        self._bits = layout.bits
+        return _PreparedMask(resolved, self._offset_tensor(), replace(layout, bits=None), {})
 
     def block_mask(self) -> compat.BlockMask:
         """Return the BlockMask; its mask_mod is bound to the user's own tensors, or their aliases."""
@@ -457,25 +468,33 @@ class MaskPlan(Plan):
         Raises TooLargeForData.
         """
         more_key = self.block_size, self.open_extents, self._allows_bounds
-        batch, heads = self.size.batch, self.size.heads
-        return self._cached(_DATA, lambda: self._as_data(self.block_mask(), batch, heads), *more_key)
+        return self._cached(_DATA, lambda: self._as_data((self.size.batch, self.size.heads)), *more_key)
 
     def data_alone(self) -> MaskData:
         """Return the mask as data, with lists only as large as the mask needs.
 
         Raises TooLargeForData, and ValueError for blocks that cannot be data.
         """
-        if not can_be_data(self.block_size):
+        if not can_be_bits(self.block_size):
             sizes = " x ".join(map(str, self.block_size))
             raise ValueError(
                 f"flexmasks.block_mask: with as_data the sizes of blocks must be powers of 2 from 32 on, got {sizes}."
             )
-        block_mask = self.block_mask()
-        return self._as_data(block_mask, *block_mask.kv_num_blocks.shape[:2])
+        return self._as_data()
 
-    def _as_data(self, block_mask: compat.BlockMask, batch: int, heads: int) -> MaskData:
+    def _as_data(self, sizes: tuple[int, int] | None = None) -> MaskData:
+        """Return the mask as data.
+
+        sizes: batch size and number of heads of its lists, by default those that the mask needs.
+
+        Blocks that are not known yet come with their bits.
+        """
+        self._wants_bits = True
+        block_mask = self.block_mask()
+        bits, self._bits = self._bits, None
         with naming(self.mask), torch.no_grad():
-            return data_of(block_mask, batch, heads)
+            batch, heads = sizes or block_mask.kv_num_blocks.shape[:2]
+            return data_of(block_mask, batch, heads, bits)
 
     def explained(self) -> str:
         """Return how the blocks are found, in words."""

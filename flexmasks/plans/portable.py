@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
+from flexmasks.blocks.bits import BITS, can_be_bits
 from flexmasks.plans.checks import INT_DTYPES
-from flexmasks.plans.data import BITS, can_be_data, lists_of, reading_bits
+from flexmasks.plans.data import lists_of, reading_bits
 from flexmasks.plans.plan import MAX_POSITIONS, MaskPlan, sized
 from flexmasks.plans.shifted import Offset
 from flexmasks.spec.parameters import Size
@@ -117,7 +118,7 @@ def loaded_block_mask(lists: Any, lengths: Any, block_size: Any, state: Any) -> 
     if _is_tuple(state, 5) and state[0] == "mask":
         _, mask, batch, heads, q_offset = state
         source: OfMask | OfData = _of_mask(mask, batch, heads, q_offset, sizes, device)
-    elif _is_tuple(state, 3) and state[0] == "data" and can_be_data(block_size):
+    elif _is_tuple(state, 3) and state[0] == "data" and can_be_bits(block_size):
         _, words, table = state
         source = _of_data(words, table, sizes, (rows, columns), block_size, device)
     else:

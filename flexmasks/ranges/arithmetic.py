@@ -228,7 +228,7 @@ def _remainder(rounding: Callable[[Tensor], Tensor]) -> Callable[[Any, Any], Ran
         plain = _is_plain_divisor(b, dtype)
         limit = abs(b) if plain else INF
         if x.exact and plain and x.limit < EXACT_LIMIT and not dtype.is_floating_point:
-            lo = x.lo - b * rounding(x.lo / b)
+            lo = rounding(x.lo / b).mul_(-b).add_(x.lo)  # in place: there may be many elements
             return fitted(lo, lo, dtype, limit, True)
         gap = 0.0 if dtype.is_floating_point else 1.0  # to y; a float's remainder may round up to y
         if rounding is torch.floor:

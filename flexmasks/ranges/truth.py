@@ -14,10 +14,14 @@ from flexmasks.ranges.value import Range, rule, truth_range
 
 
 def _comparison(
-    certain: Callable[[Range, Range], Tensor], possible: Callable[[Range, Range], Tensor], operator: str | None = None
+    exact: Callable[[Tensor, Tensor], Tensor],
+    certain: Callable[[Range, Range], Tensor],
+    possible: Callable[[Range, Range], Tensor],
+    operator: str | None = None,
 ) -> Callable[[Any, Any], Range]:
     """Return the rule of a comparison.
 
+    exact: the comparison of two single values.
     operator: "<" or "<=". The result then keeps the operator and the operands, which the rule of `where` reads.
     """
 
@@ -25,7 +29,7 @@ def _comparison(
         dtype = common_dtype(a, b)
         x, y = (as_number(v) if dtype == torch.bool else as_dtype(v, dtype) for v in (a, b))
         if x.exact and y.exact:
-            truth = certain(x, y)
+            truth = exact(x.lo, y.lo)
             return truth_range(truth, truth)
         result = truth_range(certain(_without_nan(x), _without_nan(y)), possible(x, y))
         if operator is not None and is_integer(dtype):
@@ -43,10 +47,11 @@ def _without_nan(r: Range) -> Range:
     return Range(torch.where(nan, math.nan, r.lo), torch.where(nan, math.nan, r.hi), r.dtype)
 
 
-less = rule("lt", "less")(_comparison(lambda x, y: x.hi < y.lo, lambda x, y: x.lo < y.hi, "<"))
-less_equal = rule("le", "less_equal")(_comparison(lambda x, y: x.hi <= y.lo, lambda x, y: x.lo <= y.hi, "<="))
+less = rule("lt", "less")(_comparison(torch.lt, lambda x, y: x.hi < y.lo, lambda x, y: x.lo < y.hi, "<"))
+less_equal = rule("le", "less_equal")(_comparison(torch.le, lambda x, y: x.hi <= y.lo, lambda x, y: x.lo <= y.hi, "<="))
 equal = rule("eq")(
     _comparison(
+        torch.eq,
         lambda x, y: (x.lo == x.hi) & (y.lo == y.hi) & (x.lo == y.lo),
         lambda x, y: (x.lo <= y.hi) & (y.lo <= x.hi),
     )
