@@ -320,11 +320,12 @@ def paged_attention(
     j is the j-th key of its own sequence, wherever its page lies, as if the cache were contiguous. Decoding, prefill in
     chunks and prefill are the same call with one, some and all queries.
 
-    A step that changes `page_table` or `kv_lens` plans its blocks again; the other layers of the step find the plan.
-    On a CPU, the pages of one sequence after the other are copied to a place of their own, and no other key is read, if
-    no gradient is wanted; up to 64 queries compile nothing. Otherwise blocks have 128 keys (on a CPU 32 or 64 if the
-    cache is small), and a block that holds a page of a sequence is computed for that sequence. Pages of a multiple of
-    128 keys therefore waste nothing; pages of 16 keys that lie apart from each other cost up to eight times as much.
+    Where no gradient is wanted, only the keys of each sequence are read, and pages of any size cost little more than a
+    contiguous cache: on a GPU for up to 2,048 queries, at most an eighth of the keys, and then nothing is compiled; on a
+    CPU for any number, by copies of the pages of one sequence after the other. Otherwise blocks have 128 keys, and a
+    block that holds a page of a sequence is computed for that sequence: pages of 16 keys that lie apart from each other
+    then cost up to eight times as much as pages of a multiple of 128 keys. A step that changes `page_table` or
+    `kv_lens` is planned again; the other layers of the step find the plan.
     The gradient of a cache takes B times the memory of the cache. For sequences with different numbers of queries there
     is `varlen_attention`.
 

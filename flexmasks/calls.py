@@ -278,6 +278,8 @@ def _run_mixed(
     mixed = _mixed(q, starts, page_table, kv_lens, request.q_offset)
     outs: list[Tensor] = []
     lses: list[Tensor] = []
+    if compat.is_compiling() and q.is_cuda:  # torch's kernel for few queries fails where tensors of masks are computed
+        inner = inner._replace(kernel_options={"FORCE_USE_FLEX_ATTENTION": True})
     for rows in mixed.batches:
         own = _of_rows(inner, rows.sequences, mixed.firsts, mixed.lasts)._replace(q_offset=rows.q_offset)
         own_q = q.index_select(0, rows.tokens.flatten()).view(*rows.tokens.shape, *q.shape[1:]).transpose(1, 2)

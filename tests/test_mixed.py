@@ -115,9 +115,9 @@ class Step:
                 return mask(torch.full_like(b, s), h, q + start, kv)
 
             def changed(scores: Tensor, s: int = s, start: int = start) -> Tensor:
-                _, heads, rows, columns = scores.shape
-                h, at_q, at_kv = torch.arange(heads)[:, None, None], torch.arange(rows)[:, None], torch.arange(columns)
-                return change(scores.to(self.q.device), s, h, at_q + start, at_kv).cpu()  # type: ignore[misc]
+                h, at_q, at_kv = (torch.arange(n, device=self.q.device) for n in scores.shape[1:])
+                indices = s, h[:, None, None], at_q[:, None] + start, at_kv
+                return change(scores.to(self.q.device), *indices).cpu()  # type: ignore[misc]
 
             seen = create_mask(visible, 1, HEADS, count, length, self.q.device).cpu()
             own = q[places.start : places.stop].transpose(0, 1)[None].double().cpu()

@@ -53,7 +53,7 @@ BACKENDS = {
 # A small call on a GPU takes the time that the host needs to launch it: least for sdpa, most for flash. These are the
 # floating-point operations of a forward pass, over the computed pairs, from which fa4 and flash are faster (H200).
 _FA4_MIN_FLOP, _FLASH_MIN_FLOP = 36e9, 100e9
-_MAX_ADDED = 1 << 23  # scores, up to which reading what is added to them takes decode less time than triton's sums
+_MAX_QUERIES_OF_DECODE = 32  # on a GPU; for more, triton is faster, but from pages
 _DATA_ON_FLASH_MIN_FLOP = 20e9  # where the kernel reads data, flash takes 0.2 to 0.7 of triton's time
 
 
@@ -97,11 +97,7 @@ def _fastest_first(call: Call) -> list[Backend]:
 
 def _is_decoding(call: Call) -> bool:
     """Return whether a call on a GPU has few queries that "decode" is best at."""
-    if call.score_mod is not None and call.cap is None:
-        batch, heads, q_len, _ = call.q.shape
-        if batch * heads * q_len * call.k.shape[2] > _MAX_ADDED:
-            return False
-    return decode.refuses(call) is None
+    return call.q.shape[2] <= _MAX_QUERIES_OF_DECODE and decode.refuses(call) is None
 
 
 def _reason_against(backend: Backend, call: Call) -> str | None:
