@@ -321,8 +321,8 @@ def paged_attention(
     chunks and prefill are the same call with one, some and all queries.
 
     Where no gradient is wanted, only the keys of each sequence are read, and pages of any size cost little more than a
-    contiguous cache: on a GPU for up to 2,048 queries, at most an eighth of the keys, and then nothing is compiled; on a
-    CPU for any number, by copies of the pages of one sequence after the other. Otherwise blocks have 128 keys, and a
+    contiguous cache: on a GPU for up to 2,048 queries, at most an eighth of the keys, and then nothing is compiled; on
+    a CPU for any number, by copies of the pages of one sequence after the other. Otherwise blocks have 128 keys, and a
     block that holds a page of a sequence is computed for that sequence: pages of 16 keys that lie apart from each other
     then cost up to eight times as much as pages of a multiple of 128 keys. A step that changes `page_table` or
     `kv_lens` is planned again; the other layers of the step find the plan.
