@@ -57,8 +57,8 @@ def speed() -> str:
     about = textwrap.fill(
         f"Milliseconds on one {made['device']} with torch {made['torch']}, medians; in brackets how many times as long "
         "torch takes. The first six rows are attention, forward and backward, bfloat16, batch 16, 16 heads, 8,192 "
-        "tokens, head size 128. The step of training is measured by the recipe `packed_language_model`; decoding is one "
-        "query for each of 64 sequences of up to 8,192 keys, 32 heads in groups of 4, new lengths at every step. "
+        "tokens, head size 128. The step of training is measured by the recipe `packed_language_model`; decoding is "
+        "one query for each of 64 sequences of up to 8,192 keys, 32 heads in groups of 4, new lengths at every step. "
         "Compiled torch is `flex_attention`, `create_block_mask` or a softmax under `torch.compile`. A mask as a "
         "tensor goes to SDPA or to an eager softmax.",
         COLUMNS,
