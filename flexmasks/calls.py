@@ -159,7 +159,7 @@ def _known_pages(
     known = None if is_captured(q.device) else _key_and_tensors(q, k_cache, v_cache, request)
     if known is None:
         return None, None
-    known = ("pages", known[0]), [*known[1], kv_lens, page_table]
+    known = ("pages", k_cache.stride(), v_cache.stride(), known[0]), [*known[1], kv_lens, page_table]
     return known, _known_replay(*known, q.device)
 
 

@@ -254,6 +254,20 @@ def test_recorded_operations_do_nothing_in_vain() -> None:
         assert len({t.untyped_storage().data_ptr() for t in (x, *got)}) == len(got) + 1
 
 
+@pytest.mark.parametrize("pick", [lambda t: t[torch.arange(16)], lambda t: torch.zeros(16, 16) + t])
+@pytest.mark.parametrize("view", [lambda t: t.reshape(-1), lambda t: t.as_strided((256,), (1,))])
+def test_recorded_operations_keep_layouts(pick: Callable[..., Tensor], view: Callable[..., Tensor]) -> None:
+    """What an operation does to strides matters to the views behind it."""
+
+    def function(x: Tensor) -> list[Tensor]:
+        return [view(pick(x)) * 2]
+
+    inputs = [torch.randn(16, 16).t() for _ in range(3)]
+    recorded = Recorded(function, inputs[:1])
+    for x in inputs:
+        assert torch.equal(recorded([x])[0], function(x)[0])
+
+
 # --- CUDA graphs ---
 
 

@@ -19,7 +19,8 @@ def index_lists(partial: Tensor, full: Tensor) -> list[Tensor]:
     if partial.is_cuda:
         from flexmasks.kernels.index_lists_kernel import lists_of  # needs Triton
 
-        return [*lists_of(partial, full, by_row=True), *lists_of(partial, full, by_row=False)]
+        with torch.cuda.device(partial.device):  # Triton launches on the current device
+            return [*lists_of(partial, full, by_row=True), *lists_of(partial, full, by_row=False)]
     return plain_index_lists(partial, full)
 
 

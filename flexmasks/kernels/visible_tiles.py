@@ -28,7 +28,8 @@ def visible_tiles(visible: Tensor) -> list[Tensor]:
     if visible.is_cuda:
         from flexmasks.kernels.visible_tiles_kernel import tiles_of  # needs Triton
 
-        return tiles_of(visible)
+        with torch.cuda.device(visible.device):  # Triton launches on the current device
+            return tiles_of(visible)
     more = -visible.shape[-1] % TILE
     seen = F.pad(visible.any(2), (0, more)).unflatten(-1, (-1, TILE)).any(-1)
     full = F.pad(visible.all(2), (0, more), value=True).unflatten(-1, (-1, TILE)).all(-1)

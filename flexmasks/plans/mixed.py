@@ -67,12 +67,13 @@ def by_number_of_queries(given: Sequences, total: int) -> Mixed:
         if count:
             by_count.setdefault(count, []).append(sequence)
     batches = []
-    places = torch.full((total,), int(given.offsets[-1]))
+    device = given.offsets.device
+    places = torch.full((total,), int(given.offsets[-1]), device=device)
     before = 0
     for count, members in by_count.items():
-        chosen = torch.tensor(members)
-        tokens = given.offsets[chosen][:, None] + torch.arange(count)
-        places[tokens] = torch.arange(before, before + tokens.numel()).view_as(tokens)
+        chosen = torch.tensor(members, device=device)
+        tokens = given.offsets[chosen][:, None] + torch.arange(count, device=device)
+        places[tokens] = torch.arange(before, before + tokens.numel(), device=device).view_as(tokens)
         before += tokens.numel()
         rows = given.starts[chosen], given.page_table[chosen], given.kv_lens[chosen]
         batches.append(Rows(tokens, chosen.int(), *rows))
@@ -89,7 +90,7 @@ def in_pieces(given: Sequences, total: int) -> Mixed:
     """
     offsets, count, device = given.offsets, len(given.kv_lens), given.offsets.device
     if not total:
-        return Mixed([], offsets[:0], given.starts.int(), given.lasts)
+        return Mixed([], offsets.new_empty(0), given.starts.int(), given.lasts)
     n = _FEWEST_ROWS
     while n < _MOST_ROWS and n * count < total:
         n *= 2

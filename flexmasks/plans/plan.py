@@ -23,7 +23,7 @@ from flexmasks.blocks.decide import dependence
 from flexmasks.blocks.elements import over_indices
 from flexmasks.cache import ENTRY, Cache
 from flexmasks.plans.bounds import MaskKind, RecordedPlan, plan_bounds, tensors_in, unread
-from flexmasks.plans.data import FirstAsData, MaskData, data_of
+from flexmasks.plans.data import FirstAsData, MaskData, TooLargeForData, data_of
 from flexmasks.plans.recorded import Recorded, memory_of_capture
 from flexmasks.plans.shifted import Offset, shifted_mask, shifted_score
 from flexmasks.plans.whole import Whole, added_of, whole_of
@@ -296,6 +296,7 @@ class MaskPlan(Plan):
         super().__init__(mask, size, offset, lift, aliases)
         self.mask, self.block_size, self.open_extents = mask, block_size, open_extents
         self._allows_bounds = allows_bounds and self._kind_key is not None
+        self._too_large = ""  # why the mask cannot be data, once that is known
         # On a GPU the first calls of a function go as data, and finding the bits costs little where they do not.
         self._wants_bits = allows_bounds and self._starts_as_data_on_gpu
         self._bits: Bits | None = None  # bits of partial blocks, until they are data
@@ -467,8 +468,14 @@ class MaskPlan(Plan):
 
         Raises TooLargeForData.
         """
+        if self._too_large:  # all bits were computed to find that out
+            raise TooLargeForData(self._too_large)
         more_key = self.block_size, self.open_extents, self._allows_bounds
-        return self._cached(_DATA, lambda: self._as_data((self.size.batch, self.size.heads)), *more_key)
+        try:
+            return self._cached(_DATA, lambda: self._as_data((self.size.batch, self.size.heads)), *more_key)
+        except TooLargeForData as error:
+            self._too_large = str(error)
+            raise
 
     def data_alone(self) -> MaskData:
         """Return the mask as data, with lists only as large as the mask needs.

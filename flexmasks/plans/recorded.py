@@ -39,7 +39,7 @@ class Recorded:
     """Operations of a function from tensors to a list of tensors.
 
     inputs: tensors like those of all later calls, in shape, strides, dtype and device.
-    lends: most outputs are lent, see `lend`.
+    lends: outputs are lent, see `lend`.
     turn: the number of the last run.
 
     Raises what the function raises, and torch's error where the function reads a tensor's value.
@@ -283,6 +283,10 @@ def _key(value: Any) -> Hashable:
     return value if isinstance(value, fx.Node) else (type(value), repr(value))
 
 
+def _layout(tensor: Tensor) -> Hashable:
+    return tensor.shape, tensor.stride(), tensor.dtype  # later views of a tensor depend on its strides
+
+
 class _Constants:
     """The nodes of a graph that depend on no input, with their values."""
 
@@ -310,7 +314,7 @@ class _Constants:
             value = other.meta.get("val") if isinstance(other, fx.Node) else None
             if not isinstance(zeros, Tensor) or not isinstance(value, Tensor) or add.kwargs:
                 continue
-            if (result.shape, result.dtype) == (value.shape, value.dtype) and not bool(zeros.any()):
+            if _layout(result) == _layout(value) and not bool(zeros.any()):
                 return cast(fx.Node, other)
         return None
 
@@ -318,7 +322,7 @@ class _Constants:
         """Return whether a node reads all elements along the first dimension, in their order."""
         value, (source, indices) = index.meta["val"], cast(Any, index.args)
         places = self._values.get(indices[0]) if len(indices) == 1 else None
-        if not isinstance(places, Tensor) or source.meta["val"].shape != value.shape or places.ndim != 1:
+        if not isinstance(places, Tensor) or places.ndim != 1 or _layout(source.meta["val"]) != _layout(value):
             return False
         return bool((places == torch.arange(len(places), device=places.device)).all())
 
