@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from types import FunctionType
 from typing import Any, NamedTuple, cast
 
@@ -50,7 +50,7 @@ from flexmasks.plans.explanation import Explanation
 from flexmasks.plans.gathered import parts_of
 from flexmasks.plans.mixed import Mixed, Sequences, by_number_of_queries, in_pieces
 from flexmasks.plans.plan import GivenPlan, MaskPlan, ScorePlan, block_size_for, is_captured
-from flexmasks.plans.shifted import offset_of_last
+from flexmasks.plans.shifted import offset_of_last, offsets_of
 from flexmasks.request import Request, checked
 from flexmasks.spec.arguments import from_arguments, functions_of, get_mask
 from flexmasks.spec.bands import cap_of
@@ -76,9 +76,7 @@ _LAYOUTS: Cache[Any] = Cache("layouts", max_bytes=1 << 26)  # of mixed batches, 
 def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tensor | None]:
     """Return output and lse (or None) of a call of `attention`."""
     if request.sink_logits is not None:
-        check_sinks(q, request.sink_logits)
-        out, lse = _run(q, k, v, request._replace(sink_logits=None, return_lse=True))
-        return with_sinks(out, cast(Tensor, lse), request.sink_logits, request.return_lse)
+        return _around_sinks(q, request, lambda without: _run(q, k, v, without))
     return _run(q, k, v, request)
 
 
@@ -129,10 +127,7 @@ def run_paged(
     A q_offset of None means that the queries are the last ones of each sequence.
     """
     if request.sink_logits is not None:
-        check_sinks(q, request.sink_logits)
-        without = request._replace(sink_logits=None, return_lse=True)
-        out, lse = run_paged(q, k_cache, v_cache, page_table, kv_lens, without)
-        return with_sinks(out, cast(Tensor, lse), request.sink_logits, request.return_lse)
+        return _around_sinks(q, request, lambda without: run_paged(q, k_cache, v_cache, page_table, kv_lens, without))
     known, replay = _known_pages(q, k_cache, v_cache, page_table, kv_lens, request)
     if replay is not None:
         return replay(q, k_cache, v_cache)
@@ -205,8 +200,9 @@ def _may_gather_pages(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
     tensors = q, k_cache, v_cache
     if q.device.type not in _GATHERS_ON or compat.is_compiling() or not all(type(x) is Tensor for x in tensors):
         return False
-    learns = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    return not (learns or computes_nothing(*tensors) or compat.transforms_active() or compat.in_dispatch_mode())
+    return not (
+        _learns(tensors) or computes_nothing(*tensors) or compat.transforms_active() or compat.in_dispatch_mode()
+    )
 
 
 def _run_gathered(
@@ -339,7 +335,7 @@ def _may_decode_pages(q: Tensor, k_cache: Tensor, v_cache: Tensor, length: int, 
         return False
     if not all(type(x) is Tensor for x in (q, k_cache, v_cache)) or not (q.numel() and k_cache.numel() and length):
         return False
-    learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k_cache, v_cache))
+    learns = _learns((q, k_cache, v_cache))
     is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined] # public, and not listed
     return not learns and not is_traced and not autocasts(device) and decode.are_few(q.shape[2], length, q.device)
 
@@ -583,8 +579,8 @@ def _planned(q: Tensor, k: Tensor, v: Tensor, request: Request) -> _Planned:
         )
     score_plan = None if score is None else ScorePlan(score, size, q_offset, aliases=aliases)
     plans = [mask_plan] if score_plan is None else [mask_plan, score_plan]
-    learns = torch.is_grad_enabled() and any(t.requires_grad for plan in plans for t in plan.tensors)
-    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    learns = _learns(t for plan in plans for t in plan.tensors)
+    needs_grad = _learns((q, k, v))
     number_offset = q_offset if isinstance(q_offset, int) else None
     call = Call(
         q=q,
@@ -622,6 +618,20 @@ def _planned(q: Tensor, k: Tensor, v: Tensor, request: Request) -> _Planned:
 # --- layouts, casts and sinks around a call ---
 
 
+def _learns(tensors: Iterable[Tensor]) -> bool:
+    """Return whether a gradient of some of the tensors is wanted."""
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+
+
+def _around_sinks(
+    q: Tensor, request: Request, call: Callable[[Request], tuple[Tensor, Tensor | None]]
+) -> tuple[Tensor, Tensor | None]:
+    """Run a call without its sinks, and fold them into its results."""
+    check_sinks(q, request.sink_logits)
+    out, lse = call(request._replace(sink_logits=None, return_lse=True))
+    return with_sinks(out, cast(Tensor, lse), cast(Tensor, request.sink_logits), request.return_lse)
+
+
 def with_sinks(out: Tensor, lse: Tensor, sink_logits: Tensor, return_lse: bool) -> tuple[Tensor, Tensor | None]:
     """Scale `out` by sigmoid(lse - sink) and fold the sinks into `lse`.
 
@@ -629,8 +639,8 @@ def with_sinks(out: Tensor, lse: Tensor, sink_logits: Tensor, return_lse: bool) 
     """
     sinks = sink_logits.to(lse.dtype)[:, None]
     is_plain = type(out) is type(lse) is type(sinks) is Tensor and not compat.transforms_active()
-    learns = torch.is_grad_enabled() and any(x.requires_grad for x in (out, lse, sinks))
-    if is_plain and not (return_lse or learns or compat.is_compiling()):  # in place, which a host launches sooner
+    may_change = is_plain and not (return_lse or _learns((out, lse, sinks)) or compat.is_compiling())
+    if may_change:  # in place, which a host launches sooner
         return out.mul_(lse.clamp_(min=-1e30).sub_(sinks).sigmoid_()[..., None]), None
     finite_lse = lse.clamp(min=-1e30)
     out = (out * torch.sigmoid(finite_lse - sinks)[..., None]).to(out.dtype)
@@ -716,10 +726,7 @@ def _mixed(q: Tensor, starts: Tensor, page_table: Tensor, kv_lens: Tensor, q_off
         if is_cut or (is_kept and _LAYOUTS.get((*key, "checked"), []) is None):
             check_mixed(offsets, len(q), kv_lens if q_offset is None else None)
             _LAYOUTS.put((*key, "checked"), [], True, 1)
-        if q_offset is None:
-            firsts = (kv_lens.long() - counts).clamp(min=0)
-        else:
-            firsts = q_offset.long() if isinstance(q_offset, Tensor) else torch.full_like(counts, q_offset)
+        firsts = offset_of_last(kv_lens, counts) if q_offset is None else offsets_of(q_offset, len(counts), q.device)
         sequences = Sequences(offsets, firsts, page_table, kv_lens)
         mixed = by_number_of_queries(sequences, len(q)) if is_cut else in_pieces(sequences, len(q))
         if is_kept:

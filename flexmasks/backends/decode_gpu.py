@@ -7,7 +7,7 @@ mask of a few queries is an input.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -98,7 +98,7 @@ class DecodeRenewal:
         added: tuple[Recorded, Sequence[int]] | None,
         q_len: int | None,
     ) -> None:
-        self._call = replace(call, whole=cast(Any, None), added=None, table=None)
+        self._fixed = call.cap, call.scale, call.with_lse
         self._whole, self._added, self._q_len, self._has_pages = whole, added, q_len, call.table is not None
 
     @classmethod
@@ -152,8 +152,7 @@ class DecodeRenewal:
         if self._added is not None:
             change, inputs = self._added
             (added,) = change.lend([tensors[n] for n in inputs])
-        call = self._call
-        return GpuDecode(visible, added, call.cap, call.scale, call.with_lse, table)
+        return GpuDecode(visible, added, *self._fixed, table)
 
 
 class RenewedDecode:

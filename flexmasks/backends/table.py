@@ -77,7 +77,8 @@ def _fastest_first(call: Call) -> list[Backend]:
     if not call.is_cuda:
         return list(BACKENDS.values())
     if _is_decoding(call):  # without a look at blocks, which no other call of such a loop may need
-        return [BACKENDS[name] for name in ("sdpa", "decode", "fa4", "flash", "triton", "cpu", "reference")]
+        first = ["sdpa", "decode"]
+        return [BACKENDS[name] for name in (*first, *(name for name in BACKENDS if name not in first))]
     slow: list[str] = ["decode"]
     if fa4.refuses_package(call) is None:
         window = call.window()

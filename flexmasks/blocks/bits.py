@@ -12,7 +12,7 @@ from torch import Tensor
 from flexmasks import compat
 from flexmasks.blocks import limits
 from flexmasks.blocks.decide import Axis
-from flexmasks.blocks.elements import Elements, MaskMod, coordinates_of
+from flexmasks.blocks.elements import Elements, MaskMod, coordinates_of, places_of
 from flexmasks.blocks.lists import flat_nonzero
 from flexmasks.workers import Workers
 
@@ -110,9 +110,7 @@ def bits_of_partial(
     """
     places = flat_nonzero(partial)
     coordinates = coordinates_of(places, partial.shape)
-    among = torch.zeros_like(places)
-    for dim, size in enumerate(compact):
-        among = among * size + (coordinates[:, dim] if size > 1 else 0)
+    among = places_of(coordinates, compact)
     if not torch.equal(among, undecided):
         number = torch.searchsorted(undecided, among).clamp_(max=max(0, len(undecided) - 1))
         full = words.new_full((1, *words.shape[1:]), -1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -188,3 +188,14 @@ def coordinates_of(places: Tensor, shape: torch.Size) -> Tensor:
         coordinates.append(places % size)
         places = places // size
     return torch.stack(coordinates[::-1], 1)
+
+
+def places_of(coordinates: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return the flat places of coordinates [n, dimensions].
+
+    A coordinate counts as 0 where a dimension has size 1.
+    """
+    places = torch.zeros_like(coordinates[:, 0])
+    for dim, size in enumerate(shape):
+        places = places * size + (coordinates[:, dim] if size > 1 else 0)
+    return places

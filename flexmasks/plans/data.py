@@ -9,8 +9,7 @@ otherwise than Python does, never see the function.
 from __future__ import annotations
 
 import enum
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from flexmasks import compat
 from flexmasks.blocks.bits import BITS, Bits, bits_in_parts, can_be_bits
-from flexmasks.blocks.elements import coordinates_of
+from flexmasks.blocks.elements import coordinates_of, places_of
 from flexmasks.blocks.lists import in_use
 from flexmasks.spec.indexing import bounded
 
@@ -99,7 +98,7 @@ def data_of(block_mask: compat.BlockMask, batch: int, heads: int, bits: Bits | N
     words, number, different = _distinct_words(parts_of_words, block_size, counts.device)
     shape = (*counts.shape[:2], next_power_of_2(rows), next_power_of_2(columns))
     table = torch.zeros(shape, dtype=torch.int32, device=counts.device)
-    table.view(-1).scatter_(0, _flat(blocks, shape).to(counts.device), number.int())
+    table.view(-1).scatter_(0, places_of(blocks, shape).to(counts.device), number.int())
     table = table.expand(*sizes, -1, -1).contiguous()
     lists = [None if t is None else t.expand(*sizes, *t.shape[2:]).contiguous() for t in lists_of(block_mask)]
     return MaskData(lengths, block_size, tuple(lists), words, bounded(table, 0, len(words) - 1), different)
@@ -112,12 +111,6 @@ def lists_of(block_mask: compat.BlockMask) -> tuple[Tensor | None, ...]:
         b.kv_num_blocks, b.kv_indices, b.full_kv_num_blocks, b.full_kv_indices,
         b.q_num_blocks, b.q_indices, b.full_q_num_blocks, b.full_q_indices,
     )  # fmt: skip
-
-
-def _flat(coordinates: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return the flat places of coordinates [n, dimensions]."""
-    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    return (coordinates * torch.tensor(strides, device=coordinates.device)).sum(1)
 
 
 def next_power_of_2(n: int) -> int:

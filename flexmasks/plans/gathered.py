@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flexmasks.plans.shifted import Offset, offsets_of
+
 _MAX_BYTES = 1 << 26  # bytes of keys that are copied together, of more than one sequence
 _BLOCK = 128  # the sizes of all blocks divide it
 
@@ -49,7 +51,7 @@ class Part:
         return keys.transpose(1, 2)
 
 
-def parts_of(page_table: Tensor, kv_lens: Tensor, q_offset: int | Tensor, q_len: int, cache: Tensor) -> list[Part]:
+def parts_of(page_table: Tensor, kv_lens: Tensor, q_offset: Offset, q_len: int, cache: Tensor) -> list[Part]:
     """Return the parts of a batch.
 
     Their copies of keys take bounded memory.
@@ -60,9 +62,7 @@ def parts_of(page_table: Tensor, kv_lens: Tensor, q_offset: int | Tensor, q_len:
     size = cache.shape[1]
     lens = kv_lens.tolist()
     together = max(1, _MAX_BYTES // (columns * cache[0].numel() * cache.element_size()))
-    starts = (
-        q_offset.long() if isinstance(q_offset, Tensor) else kv_lens.new_full((batch,), q_offset, dtype=torch.int64)
-    )
+    starts = offsets_of(q_offset, batch, kv_lens.device)
     firsts, lasts = starts.int(), (starts + q_len - 1).int()
     parts = []
     for first in range(0, batch, together):

@@ -28,10 +28,19 @@ def shifted_score(score_mod: Callable[..., Tensor], offset: Offset) -> Callable[
     return lambda score, b, h, q, kv: score_mod(score, b, h, q + offset[b].to(q.dtype), kv)
 
 
-def offset_of_last(lengths: Tensor, q_len: int) -> Tensor:
+def offsets_of(offset: Offset, count: int, device: torch.device) -> Tensor:
+    """Return where queries start for each of `count` batch elements, int64."""
+    if isinstance(offset, Tensor):
+        return offset.long()
+    return torch.full((count,), offset, dtype=torch.int64, device=device)
+
+
+def offset_of_last(lengths: Tensor, q_len: int | Tensor) -> Tensor:
     """Return where the last queries of sequences start.
 
     It is 0 for sequences without keys.
+
+    q_len: the number of queries, or of each sequence's queries.
     """
     if lengths.dtype not in (torch.int32, torch.int64):
         lengths = lengths.long()
