@@ -37,6 +37,21 @@ class LateMask(compat.BlockMask):
         """Batch, 1, queries, keys."""
         return self.sizes
 
+    # Models ask these questions of a mask that generate has made.
+
+    @property
+    def ndim(self) -> int:
+        """4."""
+        return len(self.sizes)
+
+    def dim(self) -> int:
+        """Return 4."""
+        return len(self.sizes)
+
+    def size(self, dim: int | None = None) -> Any:
+        """Return the shape, or one size."""
+        return self.sizes if dim is None else self.sizes[dim]
+
     def contiguous(self) -> LateMask:
         """Return the mask itself; generate calls this method."""
         return self

@@ -87,42 +87,50 @@ def recognized(function: Callable[..., Any], positions: Positions) -> Parts | No
 def _conjunction(expression: Expression, positions: Positions) -> Parts | None:
     """Return the masks of a chain of `and`."""
     interval = Interval(None, None)
+    equal: list[Mask] = []
     packing: list[Mask] = []
     others: list[Mask] = []
-    seen: list[Any] = []
+    seeing: list[Tensor] = []
     for factor in _operands(expression, "and_"):
-        sides = indices_in(factor)
-        own = _interval(factor, positions)
         if _is_constant(factor, True):
             continue
-        if _is_constant(factor, False):
-            others.append(get_mask("band", lower=1, upper=0))
-        elif own is not None:
+        sides, own = indices_in(factor), _interval(factor, positions)
+        mask: Mask | None = None
+        if own is not None:
             interval = _narrower(interval, own)
-        elif "h" in sides:
+            continue
+        if "h" in sides:
             return None
+        if "q" in sides and "k" not in sides:
+            seeing.append(_values(factor, positions).bool())
+            continue
+        if _is_constant(factor, False):
+            mask = get_mask("band", lower=1, upper=0)
         elif "q" not in sides:
-            others.append(get_mask("key_padding", attention_mask=_values(factor, positions, positions.key_stop).bool()))
-        elif "k" not in sides:
-            seen.append(_values(factor, positions).bool())
+            mask = get_mask("key_padding", attention_mask=_values(factor, positions, positions.key_stop).bool())
         elif factor.operation == "eq":
-            document = _of_equal(factor, positions)
-            if document is None:
-                return None
-            packing.append(document)
+            mask = _of_equal(factor, positions)
         elif factor.operation == "or_":
-            union = _union(factor, positions)
-            if union is None:
-                return None
-            others.append(union)
-        else:
+            mask = _union(factor, positions)
+        if mask is None:
             return None
-    if interval.remapped and not any(m.name == "document" for m in packing):
+        is_table = mask.name == "document" and all(x.operation == "getitem" for x in factor.operands)
+        (packing if is_table and positions.trusted else equal if mask.name == "document" else others).append(mask)
+    if interval.remapped and not packing:
         return None
-    for visible in seen:  # queries that see something
-        ones = torch.ones_like(visible, dtype=torch.int32)
-        others.append(get_mask("cross_document", q_document_ids=visible.int(), kv_document_ids=ones))
-    return Parts([*_of_interval(interval), *others], packing)
+    if seeing:
+        documents = packing or equal
+        others.append(_of_queries(seeing, documents.pop() if documents else None))
+    return Parts([*_of_interval(interval), *equal, *others], packing)
+
+
+def _of_queries(seeing: list[Tensor], document: Mask | None) -> Mask:
+    """Return the mask of some queries, which see everything, or the keys of their own document."""
+    visible = seeing[0]
+    for other in seeing[1:]:
+        visible = visible & other
+    ids = torch.zeros_like(visible, dtype=torch.int32) if document is None else document.params["document_ids"]
+    return get_mask("cross_document", q_document_ids=torch.where(visible, ids, ids.amin() - 1), kv_document_ids=ids)
 
 
 def _union(expression: Expression, positions: Positions) -> Mask | None:
@@ -169,9 +177,14 @@ def _spans(terms: list[Expression], positions: Positions) -> Tensor | None:
 
 def _joined(terms: list[Expression], positions: Positions) -> Interval | None:
     """Return the interval that two intervals without a gap make."""
-    intervals = [i for t in terms if (i := _interval_of_all(t, positions)) is not None and not i.remapped]
-    if len(terms) != 2 or len(intervals) != 2:
+    if len(terms) != 2:
         return None
+    intervals = []
+    for term in terms:
+        interval = _interval_of_all(term, positions)
+        if interval is None or interval.remapped:
+            return None
+        intervals.append(interval)
     one, other = [(-_FAR if i.low is None else i.low, _FAR if i.high is None else i.high) for i in intervals]
     if max(one[0], other[0]) > min(one[1], other[1]) + 1:
         return None
