@@ -139,11 +139,6 @@ def models(name: str) -> tuple[nn.Module, nn.Module]:
     return own, other
 
 
-def visible_part(padding: Tensor | None) -> Tensor:
-    """Return which tokens see something: eager averages all values for others."""
-    return torch.ones(BATCH, LENGTH, dtype=torch.bool) if padding is None else padding.cumsum(1) > 0
-
-
 # --- mask functions ---
 
 
@@ -298,3 +293,111 @@ def test_mask_functions_inside_compile(name: str) -> None:
         assert not out[~sees].any()
         if step == "all":
             assert ("dense" in names) == (expected is None), names
+
+
+# --- models: outputs and gradients ---
+
+IDS = torch.randint(3, WORDS, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
+REAL = {
+    "no padding": torch.ones(BATCH, LENGTH, dtype=torch.bool),
+    "right": torch.arange(LENGTH) < torch.tensor(LENGTHS)[:, None],
+    "left": torch.arange(LENGTH) >= LENGTH - torch.tensor(LENGTHS)[:, None],
+}
+PACKED = torch.cat([torch.arange(20), torch.arange(30)]).expand(BATCH, -1)
+
+
+def _inputs(name: str, layout: str) -> dict[str, Any]:
+    """Return the inputs of a text model."""
+    inputs: dict[str, Any] = {"input_ids": IDS}
+    if layout in ("right", "left"):
+        inputs["attention_mask"] = REAL[layout].long()
+    if layout == "packed":
+        inputs["position_ids"] = PACKED
+    if name in ("T5", "Bart"):
+        inputs["decoder_input_ids"] = IDS[:, :30]
+    if name in DECODERS:
+        inputs["use_cache"] = False
+    return inputs
+
+
+def _images_and_sounds(name: str) -> dict[str, Any]:
+    """Return the inputs of the other models."""
+    if name == "Whisper":
+        return {"input_features": torch.randn(BATCH, 8, 80), "decoder_input_ids": IDS[:, :20]}
+    if name == "Mllama":
+        return {
+            "input_ids": IDS[:, :20],
+            "attention_mask": REAL["left"][:, -20:].long(),
+            "pixel_values": torch.randn(BATCH, 1, 2, 3, 28, 28),
+            "aspect_ratio_ids": torch.tensor([[1], [3]]),
+            "aspect_ratio_mask": torch.tensor([[[1, 0]], [[1, 1]]]),
+            "cross_attention_mask": torch.tensor([[[[1, 0]]], [[[1, 1]]]]).expand(-1, 20, -1, -1).contiguous(),
+            "use_cache": False,
+        }
+    size = IMAGE["image_size"]
+    return {"pixel_values": torch.randn(BATCH, 3, size, size)}
+
+
+def _outputs(output: Any) -> list[Tensor]:
+    """Return the first output of a model, and what it pooled."""
+    pooled = getattr(output, "pooler_output", None)
+    return [output[0]] if pooled is None else [output[0], pooled]
+
+
+def check_model(name: str, inputs: dict[str, Any], real: Tensor | None = None, tolerance: float = TOLERANCE) -> None:
+    """Compare outputs, and the gradients of all parameters, with those of "eager".
+
+    real: the tokens that are no padding, if the output is one of tokens. Others may see nothing.
+    """
+    gradients = []
+    outputs = []
+    for model in models(name):
+        model.zero_grad()
+        own = _outputs(model(**inputs))
+        if real is not None and own[0].shape[1] == real.shape[1]:
+            own = [own[0][real]]  # what is pooled may be the output of padding
+        outputs.append([x.detach() for x in own])
+        sum((x * torch.arange(x.numel()).view(x.shape).cos()).sum() for x in own).backward()
+        gradients.append({n: p.grad for n, p in model.named_parameters()})
+    for x, y in zip(*outputs, strict=True):
+        assert torch.allclose(x, y, atol=tolerance, rtol=tolerance), float((x - y).abs().max())
+    learned = 0
+    for n, want in gradients[1].items():
+        got = gradients[0][n]
+        assert (got is None) == (want is None), n
+        if want is not None:
+            learned += bool(want.any())
+            unit = max(1.0, float(want.norm()))
+            assert float((got - want).norm()) <= 1e-4 * unit, (n, float((got - want).norm()), float(want.norm()))
+    assert learned > 5
+
+
+@pytest.mark.parametrize("layout", ["no padding", "right", "left", "packed"])
+@pytest.mark.parametrize("name", [*DECODERS, *ENCODERS])
+def test_text_models(name: str, layout: str) -> None:
+    if layout == "packed" and name in ENCODERS:
+        pytest.skip("transformers does not pack the rows of encoders")
+    check_model(name, _inputs(name, layout), REAL.get(layout))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_images_and_sounds(name: str) -> None:
+    torch.manual_seed(0)
+    inputs = _images_and_sounds(name)
+    check_model(name, inputs, REAL["left"][:, -20:] if name == "Mllama" else None)
+
+
+@pytest.mark.parametrize("name", ["Gemma2", "GptOss", "T5"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(name: str, reentrant: bool) -> None:
+    for model in models(name):
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+        model.train()
+    try:
+        check_model(name, _inputs(name, "right"), REAL["right"])
+    finally:
+        for model in models(name):
+            model.gradient_checkpointing_disable()
+            model.disable_input_require_grads()
+            model.eval()
