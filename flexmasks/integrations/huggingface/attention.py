@@ -162,8 +162,12 @@ def _may_read(x: Tensor) -> bool:
 
 
 def _row(mask: Tensor, batch: int) -> Tensor:
-    """Return the keys that all queries of each batch element see."""
-    return mask[:, 0, 0].expand(batch, -1).clone()
+    """Return the keys that all queries of each batch element see.
+
+    A cache of what was derived from a tensor must not keep the tensor itself alive.
+    """
+    row = mask[:, 0, 0].expand(batch, -1)
+    return row.clone() if _may_read(mask) else row
 
 
 def _visible(mask: Tensor) -> Tensor:
