@@ -196,6 +196,7 @@ FUNCTIONS: dict[str, tuple[Callable[[Any], Any], str | None]] = {
     "sliding": (lambda m: m.sliding_window_causal_mask_function(9), "sliding_window(window=8)"),
     "sliding on both sides": (lambda m: m.sliding_window_bidirectional_mask_function(6), "local(left=6, right=6)"),
     "sliding, otherwise": (lambda m: _left_and_right(5, 4), "local(left=4, right=3)"),
+    "sliding before": (lambda m: _left_and_right(5, 0), "sliding_window(window=4)"),
     "chunked": (
         lambda m: m.chunked_causal_mask_function(8, START),
         "causal() & chunked(chunk=8, start=int64[2])",
@@ -742,6 +743,11 @@ def test_attention_weights_are_refused() -> None:
 def test_other_masks_are_refused(mask: Any) -> None:
     with pytest.raises(ValueError, match=r"must be bool or floating, \[batch or 1, heads or 1, queries, keys\], got"):
         attend(Layer(), *_qkv(), mask)
+
+
+def test_masks_of_other_lengths_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"made for 10 queries and 10 keys, and the layer has 20 and 20.*hand on None"):
+        attend(Layer(), *_qkv(), _late(10, 10))
 
 
 @pytest.mark.parametrize("name", ["flash_masks", "my_sdpa", "", 3])

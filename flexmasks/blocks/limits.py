@@ -34,10 +34,15 @@ def check_blocks(matrices: int, lengths: tuple[int, int], block_size: tuple[int,
     check_memory(
         _BYTES_PER_BLOCK * matrices * rows * columns,
         device,
-        f"the list of the blocks of {lengths[0]:,} queries x {lengths[1]:,} keys",
+        f"the list of the blocks of {_grouped(lengths[0])} queries x {_grouped(lengths[1])} keys",
         "Ask for a part of the queries at a time, with `q_offset`, or for larger blocks: `block_size` of "
         "flexmasks.block_mask.",
     )
+
+
+def _grouped(n: int) -> str:
+    """Return a number with commas; a symbolic one of torch 2.11, which takes no format, as it is."""
+    return f"{n:,}" if isinstance(n, int) else str(n)
 
 
 def check_memory(nbytes: int, device: torch.device, what: str, advice: str) -> None:

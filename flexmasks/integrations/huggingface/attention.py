@@ -82,7 +82,7 @@ def attend(
             mask, q_offset = _as_rows(mask, query, key, q_offset), 0
         arguments = {"mask": mask, "q_offset": q_offset}
     scores = [get_score("softcap", cap=float(softcap))] if softcap else []
-    scores += [get_score("dense_bias", bias=_cut(x, query, key)) for x in (position_bias, bias) if x is not None]
+    scores += [get_score("dense_bias", bias=_with_rows(x, query)) for x in (position_bias, bias) if x is not None]
     if isinstance(scaling, Tensor):  # a learned scale
         query, scaling = query * scaling, 1.0
     arguments |= {"score": scores or None, "scale": scaling, "sink_logits": s_aux}
@@ -126,6 +126,13 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, arguments: dict[str, A
 def _of_mask(mask: Any, query: Tensor, key: Tensor) -> tuple[Any, int | Tensor, Tensor | None]:
     """Return a mask, where its queries start, and what to add to the scores."""
     if isinstance(mask, LateMask):
+        _, _, q_length, kv_length = mask.shape
+        if query.shape[2] != q_length or key.shape[2] > kv_length:
+            _fail(
+                f"the mask was made for {q_length} queries and {kv_length} keys, and the layer has {query.shape[2]} "
+                f"and {key.shape[2]}. Where sequences are spread over several processes, hand on None as the mask, and "
+                "the position_ids of whole sequences."
+            )
         return mask.mask, mask.q_offset, None
     if isinstance(mask, compat.BlockMask):
         return mask, 0, None
@@ -137,8 +144,8 @@ def _of_mask(mask: Any, query: Tensor, key: Tensor) -> tuple[Any, int | Tensor, 
     if mask.dtype == torch.bool:
         if mask.shape[1:3] == (1, 1):  # the same keys for all queries
             return get_mask("key_padding", attention_mask=_derived(_row, mask, query.shape[0])), 0, None
-        return get_mask("dense", visible=mask.expand(-1, -1, query.shape[2], -1)), 0, None
-    mask = mask.expand(-1, -1, query.shape[2], -1)
+        return get_mask("dense", visible=_with_rows(mask, query)), 0, None
+    mask = _with_rows(mask, query)
     return get_mask("dense", visible=_derived(_visible, mask)), 0, mask
 
 
@@ -184,10 +191,12 @@ def _documents(position_ids: Tensor) -> Tensor:
     return (position_ids.diff(dim=1, prepend=first) != 1).cumsum(1)
 
 
-def _cut(bias: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """Return the rows and columns of a bias that belong to these queries and keys."""
-    bias = bias if bias.shape[-1] == key.shape[2] else bias[..., : key.shape[2]]
-    return bias if bias.shape[2] == query.shape[2] else bias.expand(-1, -1, query.shape[2], -1)
+def _with_rows(table: Tensor, query: Tensor) -> Tensor:
+    """Return a table with a row for each query.
+
+    The layers of a step find each other's plans only by the same tensor object, so it is kept if it may be.
+    """
+    return table if table.shape[2] == query.shape[2] else table.expand(-1, -1, query.shape[2], -1)
 
 
 def _as_rows(mask: Mask, query: Tensor, key: Tensor, q_offset: int | Tensor) -> Mask:

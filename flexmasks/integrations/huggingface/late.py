@@ -133,9 +133,17 @@ def make_mask(
             mask_function, (batch_size, q_length, kv_length), q_offset, first_query, kv_offset, use_vmap, device
         )
     # The host waits for one value, as in transformers' "sdpa", because masks without padding have faster kernels.
-    if padding is not None and not (may_read and bool(padding.all())):
+    if attention_mask is not None and padding is not None and may_read:
+        is_real = attention_mask if _hides_keys_behind(attention_mask.shape[-1], query_stop, parts) else padding
+        padding = None if bool(is_real.all()) else padding
+    if padding is not None:
         parts.others.append(get_mask("key_padding", attention_mask=padding))
     return LateMask(parts, first_query, (batch_size, 1, q_length, kv_length))
+
+
+def _hides_keys_behind(length: int, query_stop: int, parts: Parts) -> bool:
+    """Return whether no query sees keys behind `length` tokens, as in a static cache."""
+    return length >= query_stop and any(m.name in ("causal", "sliding_window") for m in parts.others)
 
 
 def _padding(attention_mask: Tensor | None, first: int, length: int) -> Tensor | None:

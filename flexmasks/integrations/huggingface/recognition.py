@@ -185,6 +185,9 @@ def _joined(terms: list[Expression], positions: Positions) -> Interval | None:
         if interval is None or interval.remapped:
             return None
         intervals.append(interval)
+    for number, interval in enumerate(intervals):
+        if interval.low is not None and interval.high is not None and interval.low > interval.high:  # it is empty
+            return intervals[1 - number]
     one, other = [(-_FAR if i.low is None else i.low, _FAR if i.high is None else i.high) for i in intervals]
     if max(one[0], other[0]) > min(one[1], other[1]) + 1:
         return None
