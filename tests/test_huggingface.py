@@ -368,11 +368,12 @@ def check_model(name: str, inputs: dict[str, Any], real: Tensor | None = None, t
     learned = 0
     for n, want in gradients[1].items():
         got = gradients[0][n]
-        assert (got is None) == (want is None), n
-        if want is not None:
-            learned += bool(want.any())
-            unit = max(1.0, float(want.norm()))
-            assert float((got - want).norm()) <= 1e-4 * unit, (n, float((got - want).norm()), float(want.norm()))
+        if want is None:
+            assert got is None or not got.any(), n  # a compiled model has gradients of 0
+            continue
+        learned += bool(want.any())
+        unit = max(1.0, float(want.norm()))
+        assert float((got - want).norm()) <= 1e-4 * unit, (n, float((got - want).norm()), float(want.norm()))
     assert learned > 5
 
 

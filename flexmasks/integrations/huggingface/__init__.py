@@ -18,6 +18,9 @@ def register(name: str = "flexmasks") -> str:
     rows, windows, chunks, soft-caps, sinks and caches, also in `generate` and inside torch.compile. Rows that see no
     key give 0, where "eager" averages all values. Attention weights are never dropped, and never returned.
 
+    transformers' mask functions become masks of this library. Another function goes as it is; inside torch.compile its
+    values at all pairs of queries and keys become one tensor.
+
     Register before a model is made. To register a second time changes nothing.
 
     Args:
