@@ -469,7 +469,47 @@ def test_generate_compiled_with_a_static_cache(name: str) -> None:
         assert counters["stats"]["unique_graphs"] == 1
 
 
-# --- models: torch.compile ---
+@pytest.mark.campaign
+@pytest.mark.parametrize("name", ["Llama", "Gemma2"])
+def test_steps_with_a_static_cache_inside_compile(name: str) -> None:
+    """Check steps whose masks are made by the compiled model, as where a user compiles it."""
+    logits = []
+    for model in models(name):
+        torch._dynamo.reset()
+        step = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
+        cache, real = transformers.StaticCache(config=model.config, max_cache_len=40), REAL["left"][:, -24:].long()
+        with torch.no_grad():
+            parts = [
+                step(
+                    IDS[:, start:stop],
+                    attention_mask=real[:, :stop],
+                    past_key_values=cache,
+                    position_ids=torch.arange(start, stop)[None],
+                ).logits[:, -1]
+                for start, stop in [(0, 20), (20, 21), (21, 22), (22, 23), (23, 24)]
+            ]
+        logits.append(torch.stack(parts))
+    assert torch.allclose(*logits, atol=TOLERANCE)
+
+
+@pytest.mark.campaign
+def test_beam_search() -> None:
+    options = {"num_beams": 3, "max_new_tokens": 8, "do_sample": False}
+    tokens = [m.generate(IDS[:, :20], attention_mask=torch.ones_like(IDS[:, :20]), **options) for m in models("Llama")]
+    assert torch.equal(*tokens)
+
+
+# --- models: torch.compile and torch.export ---
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("name", ["Gemma2", "Bert"])
+def test_export(name: str) -> None:
+    own, other = models(name)
+    inputs = _inputs(name, "left")
+    program = torch.export.export(own, (), inputs, strict=False)
+    got, want = program.module()(**inputs)[0], other(**inputs)[0]
+    assert torch.allclose(got[REAL["left"]], want[REAL["left"]], atol=TOLERANCE)
 
 
 def _compiled_inputs(name: str, layout: str) -> dict[str, Any]:
@@ -772,6 +812,14 @@ def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ImportError, match=r"pip install 'flexmasks\[huggingface\]'"):
         huggingface.register()
+
+
+@pytest.mark.parametrize(("name", "given"), [("Bloom", {"n_head": 4}), ("Doge", {})])
+def test_models_without_an_attention_function_are_refused(name: str, given: dict[str, Any]) -> None:
+    cls = getattr(transformers, f"{name}Model")
+    model = cls._from_config(cls.config_class(**TEXT | given), attn_implementation="flexmasks")
+    with pytest.raises(ValueError, match=r'comput.* with .* mask.*use attn_implementation="eager"'):
+        model.eval()(IDS)
 
 
 def test_late_masks_answer_as_tensors_do() -> None:

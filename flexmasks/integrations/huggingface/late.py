@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -77,10 +77,23 @@ class LateMask(compat.BlockMask):
         batch, _, q_length, kv_length = self.sizes
         return self.to_dense().expand(batch, 1, q_length, kv_length)[index]
 
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        name = getattr(function, "__name__", function)
+        # torch's operators would turn a TypeError into one of their own.
+        raise ValueError(
+            f"flexmasks.integrations.huggingface: the model computes with its mask ({name}), so it takes no attention "
+            'function; use attn_implementation="eager".'
+        )
+
     def __repr__(self) -> str:
         return f"LateMask({self.mask!r}, shape={self.sizes})"
 
     __str__ = __repr__
+
+
+# Models that add a mask of their own to a tensor, and leave out a BlockMask in silence.
+_REFUSED = ("doge",)
 
 
 def _causal(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -116,6 +129,12 @@ def make_mask(
         device: the device of the model's tensors.
         others: arguments for other attention functions.
     """
+    model_type = getattr(others.get("config"), "model_type", None)
+    if model_type in _REFUSED:
+        raise ValueError(
+            f"flexmasks.integrations.huggingface: models of type {model_type!r} compute with their masks; use "
+            'attn_implementation="eager".'
+        )
     device = torch.device(device)
     padding = _padding(attention_mask, kv_offset, kv_length)
     first_query = q_offset - kv_offset
