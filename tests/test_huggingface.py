@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import create_block_mask
 
@@ -319,7 +320,7 @@ def _inputs(name: str, layout: str) -> dict[str, Any]:
         inputs["position_ids"] = PACKED
     if name in ("T5", "Bart"):
         inputs["decoder_input_ids"] = IDS[:, :30]
-    if name in DECODERS:
+    if name not in ("Bert", "ModernBert"):
         inputs["use_cache"] = False
     return inputs
 
@@ -327,7 +328,7 @@ def _inputs(name: str, layout: str) -> dict[str, Any]:
 def _images_and_sounds(name: str) -> dict[str, Any]:
     """Return the inputs of the other models."""
     if name == "Whisper":
-        return {"input_features": torch.randn(BATCH, 8, 80), "decoder_input_ids": IDS[:, :20]}
+        return {"input_features": torch.randn(BATCH, 8, 80), "decoder_input_ids": IDS[:, :20], "use_cache": False}
     if name == "Mllama":
         return {
             "input_ids": IDS[:, :20],
@@ -419,6 +420,14 @@ def _generated(model: Any, cache: str, padded: bool, **options: Any) -> Tensor:
     return model.generate(IDS[:, :30], attention_mask=mask, **options)
 
 
+def _generated_or_skipped(other: Any, cache: str, padded: bool) -> Tensor:
+    """Return the tokens of "eager"; skip the test where this release of transformers fails."""
+    try:
+        return _generated(other, cache, padded)
+    except TypeError as error:  # 5.17 fails with static caches of chunked attention
+        pytest.skip(f"transformers fails by itself: {error}")
+
+
 # A call without gradients may compile a kernel for the CPU, which takes seconds.
 QUICK = {("GptOss", "dynamic"), ("GptOss", "static"), ("Qwen3", "dynamic"), ("Llama", "static")}
 GENERATING = [(name, cache) for name in [*DECODERS, "T5", "Bart", "Whisper"] for cache in ("dynamic", "static")]
@@ -436,7 +445,7 @@ def test_generate(name: str, cache: str) -> None:
         assert torch.equal(own.generate(sounds, **given), other.generate(sounds, **given))
         return
     for padded in (False, True):
-        want = _generated(other, cache, padded)
+        want = _generated_or_skipped(other, cache, padded)
         assert want.shape[1] > 20
         assert torch.equal(_generated(own, cache, padded), want)
 
@@ -462,9 +471,10 @@ def test_generate_compiled_with_a_static_cache(name: str) -> None:
     torch._dynamo.reset()
     counters.clear()
     padded = name != "Llama"
+    want = _generated_or_skipped(other, "static", padded)
     tokens = _generated(own, "static", padded, compile_config=options)
     assert not counters["graph_break"]
-    assert torch.equal(tokens, _generated(other, "static", padded))
+    assert torch.equal(tokens, want)
     if name == "Llama":  # other models compile again for numbers in the cache, or compile a kernel for the prompt
         assert counters["stats"]["unique_graphs"] == 1
 
@@ -536,11 +546,15 @@ COMPILED_IN_CAMPAIGNS = [
 def test_compiled_forward_and_backward(name: str, layout: str, backend: str) -> None:
     torch.manual_seed(0)
     torch._dynamo.reset()
-    own = models(name)[0]
-    forward = own.forward
+    own, other = models(name)
+    forward, inputs = own.forward, _compiled_inputs(name, layout)
     own.forward = torch.compile(forward, fullgraph=True, backend=backend)
     try:
-        check_model(name, _compiled_inputs(name, layout), REAL.get(layout) if name not in OTHERS else None)
+        check_model(name, inputs, REAL.get(layout) if name not in OTHERS else None)
+    except TorchDynamoException:
+        with pytest.raises(TorchDynamoException):  # old releases of torch do not compile some experts
+            torch.compile(other.forward, fullgraph=True, backend=backend)(**inputs)
+        pytest.skip('torch does not compile this model, by "eager" neither')
     finally:
         own.forward = forward
 
