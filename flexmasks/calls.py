@@ -214,11 +214,12 @@ def _run_gathered(
     """
     starts = cast(int | Tensor, request.q_offset)
     given = [page_table, kv_lens, *([starts] if isinstance(starts, Tensor) else [])]
-    key = "gathered", q.shape[2], k_cache.shape, k_cache.dtype, starts if isinstance(starts, int) else "tensor"
+    larger = max(k_cache, v_cache, key=lambda cache: cache.shape[3])
+    key = "gathered", q.shape[2], larger.shape, larger.dtype, starts if isinstance(starts, int) else "tensor"
     parts = _LAYOUTS.get(key, given)
     if parts is None:
         _check_pages(q, k_cache, page_table, kv_lens)
-        parts = parts_of(page_table, kv_lens, starts, q.shape[2], k_cache)
+        parts = parts_of(page_table, kv_lens, starts, q.shape[2], larger)
         _LAYOUTS.put(key, given, parts, ENTRY + sum(part.nbytes for part in parts))
     if len(parts) == 1:
         own = request._replace(mask=request.mask & get_mask("padding", seq_lens=kv_lens))
@@ -286,7 +287,7 @@ def _run_mixed(
         if own_lse is not None:
             lses.append(own_lse.transpose(0, 1).flatten(1))
     # The last place is that of queries of no sequence.
-    outs.append((outs[0] if outs else q).new_zeros(1, *q.shape[1:]))
+    outs.append((outs[0] if outs else q).new_zeros(1, q.shape[1], v_cache.shape[3]))
     out = torch.cat(outs).index_select(0, mixed.places)
     if not inner.return_lse:
         return out, None

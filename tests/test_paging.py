@@ -50,10 +50,12 @@ class Paged:
         size: int = 32,
         device: str = "cpu",
         dtype: torch.dtype = torch.float32,
+        v_size: int | None = None,
     ) -> None:
+        sizes = size, size if v_size is None else v_size
         n_pages = len(lens) * columns + 3
         order = torch.randperm(n_pages).tolist()
-        self.k, self.v = torch.randn(2, n_pages, page_size, kv_heads, size).to(dtype).to(device)
+        self.k, self.v = (torch.randn(n_pages, page_size, kv_heads, n).to(device, dtype) for n in sizes)
         rows = []
         self.unused = torch.ones(n_pages, page_size, dtype=torch.bool)
         for length in lens:
@@ -89,7 +91,7 @@ class Paged:
         for b in range(len(q)):
             own_q, length = q[b : b + 1].detach().double().cpu(), int(self.lens[b])
             if not length:
-                outs.append(torch.zeros_like(own_q))
+                outs.append(own_q.new_zeros(*own_q.shape[:3], self.v.shape[3]))
                 lses.append(torch.full(own_q.shape[:3], -math.inf, dtype=torch.float64))
                 continue
             k, v = (self.sequence(x, b).double().cpu() for x in (self.k, self.v))
@@ -128,7 +130,8 @@ def everything(b: int, queries: int, keys: int) -> Tensor:
 @pytest.mark.parametrize(("page_size", "columns", "queries"), PAGES)
 def test_the_last_queries(page_size: int, columns: int, queries: int, device: str, backend: str) -> None:
     """Run the last queries of sequences as in `decoding`, with several page sizes and numbers of queries."""
-    cache = Paged([page_size * columns - 5, 0, 71, page_size * (columns - 1)], page_size, columns, device=device)
+    lens = [page_size * columns - 5, 0, 71, page_size * (columns - 1)]
+    cache = Paged(lens, page_size, columns, device=device, v_size=32 if page_size == 128 else 48)
     q = torch.randn(4, 6, queries, 32, device=device)
     with torch.no_grad():
         out = cache.attention(q, mask="causal", backend=backend)
@@ -142,7 +145,7 @@ def test_the_last_queries(page_size: int, columns: int, queries: int, device: st
 @pytest.mark.parametrize(("device", "backend"), WHERE)
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float16, marks=pytest.mark.campaign), torch.bfloat16], ids=label)
 def test_half_precision(dtype: torch.dtype, device: str, backend: str) -> None:
-    cache = Paged([300, 40, 129], 32, 10, size=64, device=device, dtype=dtype)
+    cache = Paged([300, 40, 129], 32, 10, size=64, device=device, dtype=dtype, v_size=32)
     q = torch.randn(3, 8, 3, 64, device=device).to(dtype)
     with torch.no_grad():
         out = cache.attention(q, mask="causal", backend=backend)
@@ -152,7 +155,7 @@ def test_half_precision(dtype: torch.dtype, device: str, backend: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_lse_sinks_scale_and_offsets(device: str) -> None:
-    cache = Paged([90, 33, 64], 16, 6, kv_heads=1, device=device)
+    cache = Paged([90, 33, 64], 16, 6, kv_heads=1, device=device, v_size=16)
     q, sinks = torch.randn(3, 2, 20, 32, device=device), torch.randn(2, device=device)
     starts = torch.tensor([10, 0, 50], dtype=torch.int32, device=device)
     out, lse = cache.attention(q, mask="causal", q_offset=starts, scale=0.3, sink_logits=sinks, return_lse=True)
@@ -570,10 +573,14 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "q a list": ({"q": [1.0]}, TypeError, "`q` must be a tensor \\[B, H, Q, D\\]; got q list"),
     "cache of 3 dimensions": ({"k_cache": K[0]}, ValueError, "4 dimensions, \\[n_pages, page_size, Hkv, D\\]"),
     "cache empty": ({"v_cache": K[:0]}, ValueError, "`v_cache` is empty"),
-    "caches of two shapes": ({"v_cache": K[:4]}, ValueError, "one shape; got q .*, v_cache float32\\[4, 16, 2, 16\\]"),
+    "caches of two shapes": (
+        {"v_cache": K[:4]},
+        ValueError,
+        "one shape but for the head size; got q .*, v_cache float32\\[4, 16, 2, 16\\]",
+    ),
     "dtypes": ({"q": Q.double()}, TypeError, "must have one dtype; got q float64"),
     "devices": ({"q": Q.to("meta")}, ValueError, "must be on one device"),
-    "head sizes": ({"q": Q[..., :8]}, ValueError, "one head size D"),
+    "head sizes": ({"q": Q[..., :8]}, ValueError, "q and k_cache must have one head size D"),
     "heads": ({"q": Q[:, :3]}, ValueError, "multiple of the number of key heads"),
     "pages apart": (
         {"k_cache": torch.randn(8, 2, 16, 2, 16)[:, 0]},

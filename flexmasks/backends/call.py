@@ -109,7 +109,8 @@ class Call:
     def kind(self) -> Hashable:
         """Key of what decides whether a backend can run the call."""
         q = self.q
-        return self.kernel_key, q.dtype, q.device, q.shape[-1], self.needs_grad, q.shape[1] == self.k.shape[1]
+        sizes = q.shape[3], self.v.shape[3]
+        return self.kernel_key, q.dtype, q.device, sizes, self.needs_grad, q.shape[1] == self.k.shape[1]
 
     @functools.cached_property
     def looks(self) -> dict[bool, str]:

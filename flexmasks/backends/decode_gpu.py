@@ -25,11 +25,12 @@ from flexmasks.plans.whole import Whole
 
 def refuses(call: Call) -> str | None:
     """Return why a call of a few queries cannot run here, or None."""
-    size = call.q.shape[3]
-    if not runs_on_triton(call.q.dtype, size, size):
+    size, v_size = call.q.shape[3], call.v.shape[3]
+    if not runs_on_triton(call.q.dtype, size, v_size):
+        sizes = f"{size}" if v_size == size else f"{size} and {v_size}"
         return (
             "on a GPU it takes float16, bfloat16 and float32 with head sizes that 8 divides, up to 256, not "
-            f"{call.dtype} with {size}"
+            f"{call.dtype} with {sizes}"
         )
     if call.score_mod is not None and call.cap is None and not is_added(call):
         return "on a GPU it takes only soft-caps and score changes that add to the score"

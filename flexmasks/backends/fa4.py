@@ -17,6 +17,8 @@ from flexmasks.spec.bands import Sequences
 
 _MIN_QUERIES = 128  # with fewer queries, kernels that split the keys are faster
 _MAX_SEARCHED_SEQUENCES = 2048
+# Different head sizes of q and of v that flash-attn-4 is tested with by its authors, and those tested with gradients.
+_V_SIZES, _V_SIZES_WITH_GRADIENTS = ((128, 64), (192, 128)), ((192, 128),)
 # Names of the kernel's arguments, in the order of the operators below.
 _ARGUMENTS = (
     "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k",
@@ -36,7 +38,7 @@ def is_installed() -> bool:
 
 def refuses_package(call: Call) -> str | None:
     """Return why flash-attn-4 cannot take the call, called directly or through flex_attention, or None."""
-    head_size = call.q.shape[-1]
+    head_size, v_size = call.q.shape[3], call.v.shape[3]
     if not call.is_cuda:
         return "it runs on CUDA only"
     if not is_installed():
@@ -47,6 +49,14 @@ def refuses_package(call: Call) -> str | None:
         return f"it takes float16 and bfloat16, not {call.dtype}"
     if head_size > 256 or head_size % 8:
         return f"it takes head sizes that are multiples of 8 up to 256, not {head_size}"
+    if v_size != head_size:
+        taken = _V_SIZES_WITH_GRADIENTS if call.needs_grad else _V_SIZES
+        if (head_size, v_size) not in taken:
+            sizes = " or ".join(f"{size} with {other}" for size, other in taken)
+            gradients = " and gradients" if call.needs_grad else ""
+            return f"with two head sizes{gradients} it takes {sizes} for v, not {head_size} with {v_size}"
+        if call.needs_grad and call.q.shape[1] != call.k.shape[1]:
+            return "its backward pass takes two head sizes only if heads are not grouped"
     if call.needs_grad and -head_size % 32 > 8:
         return f"its gradients are wrong for head sizes 8 or 16 past a multiple of 32, as {head_size} is"
     return None
@@ -124,7 +134,7 @@ class DirectCall:
         return cls(window, sequences, call.scale, call.cap, call.with_lse, by_head, call.is_traced)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the output [B, H, Q, D], and lse [B, H, Q] or None."""
+        """Return the output [B, H, Q, Dv], and lse [B, H, Q] or None."""
         k, v = self.window.cut(k), self.window.cut(v)
         if self.sequences is not None:
             out, lse = self._in_sequences(q, k, v, self.sequences)
@@ -143,18 +153,19 @@ class DirectCall:
 
     def _over_all_tokens(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
         """Return output and lse of sequences that may include padding."""
-        batch, heads, q_len, size = q.shape
+        batch, heads, q_len, _ = q.shape
+        v_size = v.shape[3]
         if self.by_head is not None and q.is_contiguous() and k.is_contiguous() and v.is_contiguous():
-            out, lse = self._attend(self.by_head, *(x.view(-1, 1, size) for x in (q, k, v)))
-            return out.view(q.shape), lse.view(q.shape[:3])
+            out, lse = self._attend(self.by_head, *(x.view(-1, 1, x.shape[3]) for x in (q, k, v)))
+            return out.view(batch, heads, q_len, v_size), lse.view(q.shape[:3])
         flat = [
             x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)
         ]  # [tokens, H, D], copied if a view cannot have this shape
         out, lse = self._attend(sequences, *flat)
-        return out.view(batch, q_len, heads, size).transpose(1, 2), lse.view(heads, batch, q_len).transpose(0, 1)
+        return out.view(batch, q_len, heads, v_size).transpose(1, 2), lse.view(heads, batch, q_len).transpose(0, 1)
 
     def _attend(self, sequences: Sequences | None, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return output and lse of q, k, v [B, S, H, D].
+        """Return output and lse of q, k [B, S, H, D] and v [B, S, H, Dv].
 
         With sequences, q, k and v are [tokens, H, D].
         """
@@ -195,9 +206,9 @@ def hide_padding(x: Tensor, dim: int, count: Tensor, value: float) -> Tensor:
 
 
 class _Attend(torch.autograd.Function):
-    """Attention of q, k, v [B, S, H, D], or [tokens, H, D].
+    """Attention of q, k [B, S, H, D] and v [B, S, H, Dv], or of tokens, [tokens, H, D or Dv].
 
-    The output has q's shape, the lse is [B, H, S], or [H, tokens].
+    The output is [B, S, H, Dv] or [tokens, H, Dv], the lse [B, H, S] or [H, tokens].
     """
 
     @staticmethod
@@ -305,7 +316,7 @@ def traced_forward(
 @traced_forward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     shape = (q.shape[0], q.shape[2], q.shape[1]) if q.ndim == 4 else (q.shape[1], q.shape[0])
-    return q.new_empty(q.shape), q.new_empty(shape, dtype=torch.float32)
+    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(shape, dtype=torch.float32)
 
 
 @torch.library.custom_op("flexmasks::fa4_backward", mutates_args=(), device_types="cuda")
