@@ -165,9 +165,9 @@ class DirectCall:
         return out.view(batch, q_len, heads, v_size).transpose(1, 2), lse.view(heads, batch, q_len).transpose(0, 1)
 
     def _attend(self, sequences: Sequences | None, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return output and lse of q, k [B, S, H, D] and v [B, S, H, Dv].
+        """Return output and lse of q, k and v [B, S, H, D or Dv].
 
-        With sequences, q, k and v are [tokens, H, D].
+        With sequences, q, k and v are [tokens, H, D or Dv].
         """
         arguments = self._arguments(q.shape[1], k.shape[1], sequences)
         if self.is_traced:
@@ -206,8 +206,9 @@ def hide_padding(x: Tensor, dim: int, count: Tensor, value: float) -> Tensor:
 
 
 class _Attend(torch.autograd.Function):
-    """Attention of q, k [B, S, H, D] and v [B, S, H, Dv], or of tokens, [tokens, H, D or Dv].
+    """Attention by the kernel.
 
+    q and k are [B, S, H, D] and v is [B, S, H, Dv], or they are [tokens, H, D] and [tokens, H, Dv].
     The output is [B, S, H, Dv] or [tokens, H, Dv], the lse [B, H, S] or [H, tokens].
     """
 

@@ -40,7 +40,10 @@ def autocasts(device_type: str) -> bool:
 
 
 def check_qkv(q: Any, k: Any, v: Any) -> None:
-    """Check q [B, H, Q, D] against k [B, Hkv, KV, D] and v [B, Hkv, KV, Dv]."""
+    """Check q against k and v.
+
+    q is [B, H, Q, D], k [B, Hkv, KV, D] and v [B, Hkv, KV, Dv].
+    """
 
     def wrong(message: str, kind: type[Exception] = ValueError) -> NoReturn:
         fail(f"{message}; got q {described(q)}, k {described(k)}, v {described(v)}.", kind)
