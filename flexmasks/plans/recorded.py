@@ -299,7 +299,7 @@ def _layout(tensor: Tensor) -> Hashable:
 
 
 def _give_out_factors(graph_module: fx.GraphModule) -> None:
-    """Replace a product with a tensor [..., 1], as the result of a graph, by its factors."""
+    """Replace a graph's result by its factors, if it is a product."""
     aten, graph = torch.ops.aten, graph_module.graph
     output: Any = graph.output_node()
     product: Any = output.args[0][0]
