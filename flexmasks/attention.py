@@ -328,7 +328,9 @@ def paged_attention(
     a CPU for any number, by copies of the pages of one sequence after the other. Otherwise blocks have 128 keys, and a
     block that holds a page of a sequence is computed for that sequence: pages of 16 keys that lie apart from each other
     then cost up to eight times as much as pages of a multiple of 128 keys. A step that changes `page_table` or
-    `kv_lens` is planned again; the other layers of the step find the plan.
+    `kv_lens` is planned again; the other layers of the step find the plan. With flash-attn-4 installed, chunks of 128
+    and more queries that are the last ones of each sequence run on FlashAttention 4, which reads the pages and plans
+    nothing, in float16 and bfloat16 and where the mask is a window, such as full, causal and sliding_window.
     The gradient of a cache takes B times the memory of the cache. For sequences with different numbers of queries there
     is `varlen_attention`.
 

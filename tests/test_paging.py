@@ -21,6 +21,7 @@ from torch.nn.attention.flex_attention import create_block_mask, create_mask, fl
 
 import flexmasks
 from flexmasks import calls
+from flexmasks.backends import fa4
 from flexmasks.backends import flex as kernels
 from flexmasks.plans import gathered
 from flexmasks.request import Request
@@ -563,6 +564,135 @@ def test_many_sequences_on_a_gpu() -> None:
     with torch.no_grad():
         out = cache.attention(q, mask="causal")
     assert error(out, cache.expected(q, last)[0]) < TOLERANCE[torch.bfloat16]
+
+
+# --- FlashAttention 4 ---
+
+WINDOWS: dict[str, tuple[Any, Callable[[int, int, int], Tensor]]] = {
+    "causal": ("causal", last),
+    "full": (None, everything),
+    "window": (
+        flexmasks.get_mask("sliding_window", window=50),
+        lambda b, queries, keys: last(b, queries, keys).triu(keys - queries - 50),
+    ),
+    "both sides": (
+        flexmasks.get_mask("local", left=30, right=9),
+        lambda b, queries, keys: everything(b, queries, keys).tril(keys - queries + 9).triu(keys - queries - 30),
+    ),
+}
+
+
+def chunks(page_size: int, device: str, dtype: torch.dtype) -> tuple[Paged, Tensor]:
+    """Return sequences in pages, one of them without keys, and their last 150 queries."""
+    cache = Paged([700, 160, 333, 0, 512, 170], page_size, -(-700 // page_size), 2, 64, device, dtype)
+    return cache, torch.randn(6, 6, 150, 64, device=device).to(dtype)
+
+
+def _attend_to_pages(
+    q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any], cap: float | None
+) -> tuple[Tensor, Tensor]:
+    """Compute what FlashAttention 4 documents for these arguments, in float64 and without flexmasks."""
+    table, lens = arguments["page_table"], arguments["seqused_k"]
+    assert table.dtype == lens.dtype == torch.int32
+    scale = arguments["softmax_scale"]
+    scaled = q.double() if scale is None else q.double() * scale * q.shape[-1] ** 0.5
+    outs, lses = [], []
+    for own_q, pages, length in zip(scaled, table.tolist(), lens.tolist(), strict=True):
+        needed = -(-length // k.shape[1])
+        own_k, own_v = (x[pages[:needed]].flatten(0, 1)[:length].double().transpose(0, 1)[None] for x in (k, v))
+        visible = torch.ones(len(own_q), length, dtype=torch.bool)
+        behind = length - len(own_q)
+        left, right = arguments.get("window_size_left"), arguments.get("window_size_right")
+        right = 0 if arguments.get("causal") else right
+        visible = visible if right is None else visible.tril(behind + right)
+        visible = visible if left is None else visible.triu(behind - left)
+        if length:
+            change = None if cap is None else lambda s: cap * torch.tanh(s / cap)
+            out, lse = attend(own_q.transpose(0, 1)[None], own_k, own_v, visible, change)
+        else:
+            out, lse = torch.zeros(1, *own_q.transpose(0, 1).shape), torch.full((1, *own_q.shape[1::-1]), -math.inf)
+        outs.append(out.transpose(1, 2))
+        lses.append(lse)
+    return torch.cat(outs).to(q.dtype), torch.cat(lses).float()
+
+
+@pytest.mark.parametrize("mask", WINDOWS)
+def test_fa4_reads_pages(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function takes the kernel's place."""
+    monkeypatch.setattr(fa4, "is_installed", lambda: True)
+    monkeypatch.setattr(fa4, "refuses_package", lambda call: None)
+    monkeypatch.setattr(fa4, "_forward", _attend_to_pages)
+    _check_fa4(mask, 32, "cpu", torch.float32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=label)
+@pytest.mark.parametrize("page_size", [1, 16, 40, 64, 128, 256])
+@pytest.mark.parametrize("mask", WINDOWS)
+def test_fa4_reads_pages_on_a_gpu(mask: str, page_size: int, dtype: torch.dtype) -> None:
+    pytest.importorskip("flash_attn.cute", reason="flash-attn-4 is not installed")
+    _check_fa4(mask, page_size, "cuda", dtype)
+
+
+def _check_fa4(name: str, page_size: int, device: str, dtype: torch.dtype) -> None:
+    cache, q = chunks(page_size, device, dtype)
+    mask, visible = WINDOWS[name]
+    with torch.no_grad():
+        for turn in range(3):  # later turns have other lengths and tables
+            cache.lens -= turn
+            cache.lens.clamp_(min=0)
+            cache.table = cache.table.long() if turn == 2 else cache.table.clone()
+            out, lse = cache.attention(q, mask=mask, return_lse=True, q_offset=None, backend="fa4")
+            want, want_lse = cache.expected(q, visible)
+            assert error(out, want) < TOLERANCE[dtype]
+            check_lse(lse, want_lse, 10 * TOLERANCE[dtype])
+            assert torch.all(out[3] == 0)
+        out = cache.attention(q, mask=mask, score="softcap", cap=2.0, scale=0.3, sink_logits=torch.zeros(6).to(q))
+        want, want_lse = cache.expected(q, visible, lambda s, b, n: 2 * torch.tanh(s * 0.3 * 8 / 2))
+        assert error(out, want * torch.sigmoid(want_lse)[..., None]) < TOLERANCE[dtype]
+
+
+@pytest.mark.gpu
+def test_fa4_in_pages_is_captured() -> None:
+    """Replays see lengths, tables and caches that change in place."""
+    pytest.importorskip("flash_attn.cute", reason="flash-attn-4 is not installed")
+    cache, q = chunks(64, "cuda", torch.bfloat16)
+    with torch.no_grad():
+        for _ in range(2):
+            cache.attention(q, mask="causal", backend="fa4")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = cache.attention(q, mask="causal", backend="fa4")
+        for turn in range(1, 4):
+            cache.lens.sub_(turn).clamp_(min=0)
+            q.normal_()
+            graph.replay()
+            assert error(out, cache.expected(q, last)[0]) < TOLERANCE[torch.bfloat16]
+
+
+def test_fa4_leaves_pages_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks that are no windows, queries elsewhere and calls that learn go another way, and so does a failure."""
+    monkeypatch.setattr(fa4, "is_installed", lambda: True)
+    monkeypatch.setattr(fa4, "refuses_package", lambda call: None)
+    calls_of_kernel: list[int] = []
+
+    def failing(*arguments: Any) -> Any:
+        calls_of_kernel.append(1)
+        raise TypeError("no such kernel")
+
+    monkeypatch.setattr(fa4, "_forward", failing)
+    cache, q = chunks(32, "cpu", torch.float32)
+    cache.k = cache.k.nan_to_num(0.0)
+    cache.v = cache.v.clamp(max=5.0)
+    for more in ({"mask": lambda b, h, q, kv: kv % 3 < 2}, {"mask": "causal", "q_offset": 5}):
+        cache.attention(q, **more)
+    cache.attention(q.clone().requires_grad_(), mask="causal")
+    assert not calls_of_kernel
+    want, _ = cache.expected(q, last)
+    for _ in range(2):
+        assert error(cache.attention(q, mask="causal"), want) < TOLERANCE[torch.float32]
+    assert len(calls_of_kernel) == 1
+    flexmasks.clear_caches()
 
 
 # --- errors ---

@@ -105,7 +105,7 @@ class CpuDecode:
         score_mod = None if call.score_mod is None else call.score_mod()
         added = torch.zeros((), device=q.device)
         if call.added is not None and is_added(call):
-            added, score_mod = call.added(), None
+            added, score_mod = call.added().product(), None
         sees = visible.any(-1)
         return cls(
             visible=visible,

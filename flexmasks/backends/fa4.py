@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from flexmasks import compat
 from flexmasks.backends.call import HALF_DTYPES, Call, Result, Unavailable, first_line, proven, transformed
 from flexmasks.plans.windows import Window
-from flexmasks.spec.bands import Sequences
+from flexmasks.spec.bands import Band, Sequences
 
 _MIN_QUERIES = 128  # with fewer queries, kernels that split the keys are faster
 _MAX_SEARCHED_SEQUENCES = 2048
@@ -67,16 +68,21 @@ def refuses(call: Call) -> str | None:
     reason = refuses_package(call)
     if reason is not None:
         return reason
-    if call.score_mod is not None and call.cap is None:
-        return "it has no score changes except the soft-cap"
-    if call.kernel_options:
-        return "it takes no kernel_options"
     window = call.window()
     if window is None:
         return (
             "it knows only windows, such as full and causal, and windows inside sequences laid end to end, given by "
             "offsets; it would have to read documents given by ids, and queries that start elsewhere"
         )
+    return _refuses_numbers(call)
+
+
+def _refuses_numbers(call: Call) -> str | None:
+    """Return why a call of a window cannot run here, or None."""
+    if call.score_mod is not None and call.cap is None:
+        return "it has no score changes except the soft-cap"
+    if call.kernel_options:
+        return "it takes no kernel_options"
     if call.scale is not None and call.scale <= 0:
         return "it takes scales above 0 only"
     if call.q.shape[2] < _MIN_QUERIES:
@@ -194,6 +200,76 @@ class DirectCall:
             arguments |= {"cu_seqlens_q": sequences.q, "cu_seqlens_k": sequences.kv}
             arguments |= {"max_seqlen_q": sequences.longest[0], "max_seqlen_k": sequences.longest[1]}
         return arguments
+
+
+# --- pages ---
+
+
+def refuses_pages(call: Call, band: Band | None) -> str | None:
+    """Return why a call cannot read pages here, or None.
+
+    Its queries are the last ones of each sequence. band: the mask inside a sequence.
+    """
+    if band is None or band.sequences is not None:
+        return "it knows only windows"
+    if call.needs_grad:
+        return "its kernel for pages has no gradients"
+    return refuses_package(call) or _refuses_numbers(call)
+
+
+@dataclass(frozen=True)
+class PagedCall:
+    """A call of FlashAttention 4 to pages, without q and the caches.
+
+    Its queries are the last ones of each sequence.
+
+    lens: number of keys of each sequence. They and the page table are int32.
+    """
+
+    left: int | None
+    right: int | None
+    scale: float | None
+    cap: float | None
+    with_lse: bool
+    lens: Tensor
+    table: Tensor
+
+    nbytes = 0
+
+    @classmethod
+    def of(cls, call: Call, band: Band, lens: Tensor, table: Tensor) -> PagedCall:
+        """Return the call."""
+        return cls(band.left, band.right, call.scale, call.cap, call.with_lse, *_in_int32(lens, table))
+
+    def renewed(self, tensors: Sequence[Tensor]) -> PagedCall:
+        """Return the call with the last two tensors as its lengths and page table."""
+        lens, table = _in_int32(*tensors[-2:])
+        return replace(self, lens=lens, table=table)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the output [B, H, Q, D], and lse [B, H, Q] or None.
+
+        k, v: caches [n_pages, page_size, Hkv, D].
+
+        Raises Unavailable if flash-attn-4 cannot compile the call.
+        """
+        arguments: dict[str, Any] = {"seqused_k": self.lens, "page_table": self.table, "softmax_scale": self.scale}
+        if self.left is None and self.right == 0:
+            arguments["causal"] = True
+        else:
+            arguments |= {"window_size_left": self.left, "window_size_right": self.right}
+        k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k.detach(), v.detach()))
+        try:
+            out, lse = _forward(q.detach().transpose(1, 2), k, v, arguments, self.cap)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # flash-attn-4 compiles at the first call, and raises errors of any type
+            raise Unavailable(first_line(error)) from error
+        return out.transpose(1, 2), lse if self.with_lse else None
+
+
+def _in_int32(*tensors: Tensor) -> list[Tensor]:
+    return [t.detach().int().contiguous() for t in tensors]
 
 
 def hide_padding(x: Tensor, dim: int, count: Tensor, value: float) -> Tensor:
