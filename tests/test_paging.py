@@ -582,10 +582,14 @@ WINDOWS: dict[str, tuple[Any, Callable[[int, int, int], Tensor]]] = {
 }
 
 
-def chunks(page_size: int, device: str, dtype: torch.dtype) -> tuple[Paged, Tensor]:
-    """Return sequences in pages, one of them without keys, and their last 150 queries."""
-    cache = Paged([700, 160, 333, 0, 512, 170], page_size, -(-700 // page_size), 2, 64, device, dtype)
-    return cache, torch.randn(6, 6, 150, 64, device=device).to(dtype)
+def chunks(page_size: int, device: str, dtype: torch.dtype, sizes: tuple[int, int] = (64, 64)) -> tuple[Paged, Tensor]:
+    """Return sequences in pages, one of them without keys, and their last 150 queries.
+
+    sizes: the head sizes of keys and of values.
+    """
+    size, v_size = sizes
+    cache = Paged([700, 160, 333, 0, 512, 170], page_size, -(-700 // page_size), 2, size, device, dtype, v_size)
+    return cache, torch.randn(6, 6, 150, size, device=device).to(dtype)
 
 
 def _attend_to_pages(
@@ -610,7 +614,8 @@ def _attend_to_pages(
             change = None if cap is None else lambda s: cap * torch.tanh(s / cap)
             out, lse = attend(own_q.transpose(0, 1)[None], own_k, own_v, visible, change)
         else:
-            out, lse = torch.zeros(1, *own_q.transpose(0, 1).shape), torch.full((1, *own_q.shape[1::-1]), -math.inf)
+            rows = own_q.shape[1::-1]
+            out, lse = torch.zeros(1, *rows, v.shape[3]), torch.full((1, *rows), -math.inf)
         outs.append(out.transpose(1, 2))
         lses.append(lse)
     return torch.cat(outs).to(q.dtype), torch.cat(lses).float()
@@ -622,20 +627,21 @@ def test_fa4_reads_pages(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fa4, "is_installed", lambda: True)
     monkeypatch.setattr(fa4, "refuses_package", lambda call: None)
     monkeypatch.setattr(fa4, "_forward", _attend_to_pages)
-    _check_fa4(mask, 32, "cpu", torch.float32)
+    _check_fa4(mask, 32, "cpu", torch.float32, (64, 48))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=label)
 @pytest.mark.parametrize("page_size", [1, 16, 40, 64, 128, 256])
+@pytest.mark.parametrize("sizes", [(64, 64), (192, 128)])
 @pytest.mark.parametrize("mask", WINDOWS)
-def test_fa4_reads_pages_on_a_gpu(mask: str, page_size: int, dtype: torch.dtype) -> None:
+def test_fa4_reads_pages_on_a_gpu(mask: str, sizes: tuple[int, int], page_size: int, dtype: torch.dtype) -> None:
     pytest.importorskip("flash_attn.cute", reason="flash-attn-4 is not installed")
-    _check_fa4(mask, page_size, "cuda", dtype)
+    _check_fa4(mask, page_size, "cuda", dtype, sizes)
 
 
-def _check_fa4(name: str, page_size: int, device: str, dtype: torch.dtype) -> None:
-    cache, q = chunks(page_size, device, dtype)
+def _check_fa4(name: str, page_size: int, device: str, dtype: torch.dtype, sizes: tuple[int, int]) -> None:
+    cache, q = chunks(page_size, device, dtype, sizes)
     mask, visible = WINDOWS[name]
     with torch.no_grad():
         for turn in range(3):  # later turns have other lengths and tables
@@ -648,7 +654,7 @@ def _check_fa4(name: str, page_size: int, device: str, dtype: torch.dtype) -> No
             check_lse(lse, want_lse, 10 * TOLERANCE[dtype])
             assert torch.all(out[3] == 0)
         out = cache.attention(q, mask=mask, score="softcap", cap=2.0, scale=0.3, sink_logits=torch.zeros(6).to(q))
-        want, want_lse = cache.expected(q, visible, lambda s, b, n: 2 * torch.tanh(s * 0.3 * 8 / 2))
+        want, want_lse = cache.expected(q, visible, lambda s, b, n: 2 * torch.tanh(s * 0.3 * sizes[0] ** 0.5 / 2))
         assert error(out, want * torch.sigmoid(want_lse)[..., None]) < TOLERANCE[dtype]
 
 

@@ -247,9 +247,9 @@ class PagedCall:
         return replace(self, lens=lens, table=table)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the output [B, H, Q, D], and lse [B, H, Q] or None.
+        """Return the output [B, H, Q, Dv], and lse [B, H, Q] or None.
 
-        k, v: caches [n_pages, page_size, Hkv, D].
+        k, v: caches [n_pages, page_size, Hkv, D] and [n_pages, page_size, Hkv, Dv].
 
         Raises Unavailable if flash-attn-4 cannot compile the call.
         """
