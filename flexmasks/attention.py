@@ -73,8 +73,8 @@ def attention(
 
     Args:
         q: queries, [B, H, Q, D], floating; or a jagged nested tensor [B, H, jagged, D], and k and v likewise.
-        k, v: keys and values, [B, Hkv, KV, D]; H must be a multiple of Hkv (grouped-query attention). For values of
-            another size pad the smaller with zeros: v, and cut the output, or q and k, and pass `scale`.
+        k, v: keys [B, Hkv, KV, D] and values [B, Hkv, KV, Dv]; H must be a multiple of Hkv (grouped-query attention).
+            Dv may be another head size than D, as in multi-head latent attention.
         mask: a registered mask's name, a Mask, or a function (b, h, q, kv) -> bool of index tensors, True = visible.
             By default everything is visible. Tensors that a function captures are inputs of the kernel. A change of
             such a tensor, also in place, is noticed, unless torch does not count it: a change through
@@ -121,7 +121,7 @@ def attention(
             where neither can be: numbers by which a score decides with `if`, and global variables that it reads.
 
     Returns:
-        The output, [B, H, Q, D] in q's dtype, or (output, lse). B, Q and KV may be 0: without keys, the output is 0
+        The output, [B, H, Q, Dv] in q's dtype, or (output, lse). B, Q and KV may be 0: without keys, the output is 0
         and the lse -inf. Tensors on the meta device or of a FakeTensorMode give outputs without data. Under
         torch.autocast q, k and v are first cast to its dtype, as for torch's scaled_dot_product_attention. Jagged
         inputs give jagged outputs.
@@ -138,6 +138,8 @@ def attention(
         >>> q, k, v = torch.randn(3, 2, 4, 100, 64)
         >>> flexmasks.attention(q, k, v, mask="causal").shape
         torch.Size([2, 4, 100, 64])
+        >>> flexmasks.attention(q, k, v[..., :48], mask="causal").shape
+        torch.Size([2, 4, 100, 48])
 
         Texts packed end to end, and a padded batch:
 
@@ -224,7 +226,8 @@ def varlen_attention(
 
     Args:
         q: queries, [total, H, D].
-        k, v: keys and values, [total of keys, Hkv, D]; with pages, the caches [n_pages, page_size, Hkv, D].
+        k, v: keys and values, [total of keys, Hkv, D] and [total of keys, Hkv, Dv]; with pages, the caches
+            [n_pages, page_size, Hkv, D] and [n_pages, page_size, Hkv, Dv].
         offsets: int[N + 1], the start of each of N sequences and the end of the last (cu_seqlens_q). Tokens past the
             end are padding, with output 0.
         kv_offsets: the same for the keys (cu_seqlens_k), if they are packed differently. Not with pages.
@@ -239,7 +242,7 @@ def varlen_attention(
         mask, score, scale, sink_logits, return_lse, backend, kernel_options, **params: as in `attention`.
 
     Returns:
-        The output, [total, H, D], or (output, lse [H, total]).
+        The output, [total, H, Dv], or (output, lse [H, total]).
 
     Raises:
         ValueError, TypeError: an input does not fit; the message says what to pass.
@@ -325,15 +328,17 @@ def paged_attention(
     a CPU for any number, by copies of the pages of one sequence after the other. Otherwise blocks have 128 keys, and a
     block that holds a page of a sequence is computed for that sequence: pages of 16 keys that lie apart from each other
     then cost up to eight times as much as pages of a multiple of 128 keys. A step that changes `page_table` or
-    `kv_lens` is planned again; the other layers of the step find the plan.
+    `kv_lens` is planned again; the other layers of the step find the plan. With flash-attn-4 installed, chunks of 128
+    and more queries that are the last ones of each sequence run on FlashAttention 4, which reads the pages and plans
+    nothing, in float16 and bfloat16 and where the mask is a window, such as full, causal and sliding_window.
     The gradient of a cache takes B times the memory of the cache. For sequences with different numbers of queries there
     is `varlen_attention`.
 
     Args:
         q: queries, [B, H, Q, D], the last Q of each sequence unless `q_offset` says otherwise.
-        k_cache, v_cache: [n_pages, page_size, Hkv, D], one pool for all sequences; the pages of each cache must
-            follow each other in memory. Unused slots of k_cache may hold anything, NaN too; unused slots of v_cache
-            must be finite.
+        k_cache, v_cache: [n_pages, page_size, Hkv, D] and [n_pages, page_size, Hkv, Dv], one pool for all sequences;
+            the pages of each cache must follow each other in memory. Unused slots of k_cache may hold anything, NaN
+            too; unused slots of v_cache must be finite.
         page_table: int[B, P], entry [b, p] is the page that holds the keys of batch element b from p * page_size on
             (block_table). Only the first ceil(kv_lens[b] / page_size) entries of a row are read. Sequences may share
             pages.
@@ -347,7 +352,7 @@ def paged_attention(
         scale, sink_logits, return_lse, backend, **params: as in `attention`.
 
     Returns:
-        The output, [B, H, Q, D] in q's dtype, or (output, lse).
+        The output, [B, H, Q, Dv] in q's dtype, or (output, lse).
 
     Raises:
         ValueError, TypeError: an input does not fit; the message says what to pass.

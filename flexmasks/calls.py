@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from types import FunctionType
@@ -19,8 +20,8 @@ import torch
 from torch import Tensor
 
 from flexmasks import compat
-from flexmasks.backends import decode
-from flexmasks.backends.call import Call, Replay, Result, Unavailable, transformed
+from flexmasks.backends import decode, fa4
+from flexmasks.backends.call import OUTCOMES, Call, Replay, Result, Unavailable, transformed
 from flexmasks.backends.decode_gpu import DecodeRenewal, GpuDecode
 from flexmasks.backends.empty import attend as attend_nothing
 from flexmasks.backends.empty import computes_nothing
@@ -53,17 +54,19 @@ from flexmasks.plans.plan import GivenPlan, MaskPlan, ScorePlan, block_size_for,
 from flexmasks.plans.shifted import offset_of_last, offsets_of
 from flexmasks.request import Request, checked
 from flexmasks.spec.arguments import from_arguments, functions_of, get_mask
-from flexmasks.spec.bands import cap_of
+from flexmasks.spec.bands import band_of, cap_of
 from flexmasks.spec.captures import Aliases, Opaque, Reader, capture_plainly
 from flexmasks.spec.definitions import is_own
 from flexmasks.spec.parameters import Size, can_be_read
 from flexmasks.spec.rows import rows_of
 from flexmasks.spec.values import Mask
 
+_log = logging.getLogger("flexmasks")
 _REPLAYS: Cache[Replay] = Cache("calls", max_bytes=5 << 28)  # replays share most index tensors with the cache "blocks"
-_RENEWALS: Cache[Renewal | DecodeRenewal] = Cache("renewals", max_bytes=1 << 24)
+_RENEWALS: Cache[Callable[[list[Tensor]], Replay]] = Cache("renewals", max_bytes=1 << 24)
 # On a CPU new tensors are planned from the start, which checks their values: reading them costs nothing there.
 _RENEWED_ON = ("cuda",)
+_OF_PAGES = 2  # the tensors of every call with pages: lengths and page table
 _CUT_ON = ("cpu",)  # mixed batches are cut by their numbers of queries, which the host reads
 _GATHERS_ON = ("cpu",)
 _OFFSETS: Cache[Tensor] = Cache("offsets", max_bytes=1 << 22)
@@ -179,10 +182,12 @@ def _run_pages(
     known: the call's key and tensors, if a replay may be kept.
     where_last: where the queries start, if they are the last ones of each sequence.
     """
-    if _may_decode_pages(q, k_cache, v_cache, page_table.shape[1] * k_cache.shape[1], request):
-        replay = _decoding_of_pages(q, k_cache, v_cache, page_table, kv_lens, request, known, where_last)
-        if replay is not None:
-            return replay(q, k_cache, v_cache)
+    if _may_read_pages(q, k_cache, v_cache, page_table.shape[1] * k_cache.shape[1], request):
+        replay, result = _run_in_pages(q, k_cache, v_cache, page_table, kv_lens, request, where_last)
+        if result is not None:
+            if known is not None and replay is not None:
+                _keep(*known, *replay, where_last)
+            return result
     if _may_gather_pages(q, k_cache, v_cache):
         return _run_gathered(q, k_cache, v_cache, page_table, kv_lens, request)
     page_size = k_cache.shape[1]
@@ -214,11 +219,12 @@ def _run_gathered(
     """
     starts = cast(int | Tensor, request.q_offset)
     given = [page_table, kv_lens, *([starts] if isinstance(starts, Tensor) else [])]
-    key = "gathered", q.shape[2], k_cache.shape, k_cache.dtype, starts if isinstance(starts, int) else "tensor"
+    larger = max(k_cache, v_cache, key=lambda cache: cache.shape[3])
+    key = "gathered", q.shape[2], larger.shape, larger.dtype, starts if isinstance(starts, int) else "tensor"
     parts = _LAYOUTS.get(key, given)
     if parts is None:
         _check_pages(q, k_cache, page_table, kv_lens)
-        parts = parts_of(page_table, kv_lens, starts, q.shape[2], k_cache)
+        parts = parts_of(page_table, kv_lens, starts, q.shape[2], larger)
         _LAYOUTS.put(key, given, parts, ENTRY + sum(part.nbytes for part in parts))
     if len(parts) == 1:
         own = request._replace(mask=request.mask & get_mask("padding", seq_lens=kv_lens))
@@ -286,7 +292,7 @@ def _run_mixed(
         if own_lse is not None:
             lses.append(own_lse.transpose(0, 1).flatten(1))
     # The last place is that of queries of no sequence.
-    outs.append((outs[0] if outs else q).new_zeros(1, *q.shape[1:]))
+    outs.append((outs[0] if outs else q).new_zeros(1, q.shape[1], v_cache.shape[3]))
     out = torch.cat(outs).index_select(0, mixed.places)
     if not inner.return_lse:
         return out, None
@@ -299,19 +305,18 @@ def _run_mixed(
     return out.transpose(0, 1), lse_with_sinks
 
 
-def _decoding_of_pages(
+def _run_in_pages(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
     page_table: Tensor,
     kv_lens: Tensor,
     request: Request,
-    known: tuple[Hashable, list[Tensor]] | None,
     where_last: Tensor | None,
-) -> Replay | None:
-    """Return a checked call with pages as a call of backend "decode".
+) -> tuple[tuple[Replay, _Planned] | None, tuple[Tensor, Tensor | None] | None]:
+    """Run a checked call by a kernel that reads each sequence's own pages only.
 
-    It reads each sequence's own keys only. The result is None if that backend cannot run it. See `_run_pages`.
+    Returns the replay with its plans, and output and lse. Both are None if no such kernel can run it. See `_run_pages`.
     """
     page_size = k_cache.shape[1]
     length = page_table.shape[1] * page_size
@@ -320,24 +325,40 @@ def _decoding_of_pages(
     if not is_captured(q.device):  # the values of the table are checked
         _check_pages(q, k_cache, page_table, kv_lens)
     planned = _planned(q, k, v, request._replace(mask=request.mask & get_mask("padding", seq_lens=kv_lens)))
-    if decode.refuses(planned.call) is not None:
-        return None
-    replay = decode.replay_of(planned.call, page_table, page_size)
-    if known is not None:
-        _keep(*known, replay, planned, where_last)
-    return replay
+    call, name = planned.call, request.backend
+    kind = "pages", call.kind
+    band = None
+    if (
+        where_last is not None
+        and isinstance(planned.mask, MaskPlan)
+        and name != "decode"
+        and fa4.refuses_package(call) is None
+    ):
+        band = band_of(cast(Mask, request.mask), unread(planned.mask.size, where_last))
+    if band is not None and fa4.refuses_pages(call, band) is None and OUTCOMES.get(kind) is None:
+        replay: Replay = fa4.PagedCall.of(call, band, kv_lens, page_table)
+        try:
+            return (replay, planned), replay(q, k_cache, v_cache)
+        except Unavailable as error:
+            OUTCOMES.put(kind, (), f"it failed before: {error}", 1)
+            _log.warning("FlashAttention 4 reads no pages and is left out for such calls: %s", error)
+    if name == "fa4" or decode.refuses(call) is not None:
+        return None, None
+    replay = decode.replay_of(call, page_table, page_size)
+    return (replay, planned), replay(q, k_cache, v_cache)
 
 
-def _may_decode_pages(q: Tensor, k_cache: Tensor, v_cache: Tensor, length: int, request: Request) -> bool:
-    """Return whether backend "decode" may run a call, before it is planned."""
+def _may_read_pages(q: Tensor, k_cache: Tensor, v_cache: Tensor, length: int, request: Request) -> bool:
+    """Return whether a kernel that reads pages may run a call, before it is planned."""
     device = q.device.type
-    if request.backend not in ("auto", "decode") or device not in ("cpu", "cuda") or compat.is_compiling():
+    if request.backend not in ("auto", "decode", "fa4") or device not in ("cpu", "cuda") or compat.is_compiling():
         return False
     if not all(type(x) is Tensor for x in (q, k_cache, v_cache)) or not (q.numel() and k_cache.numel() and length):
         return False
-    learns = _learns((q, k_cache, v_cache))
     is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined] # public, and not listed
-    return not learns and not is_traced and not autocasts(device) and decode.are_few(q.shape[2], length, q.device)
+    if _learns((q, k_cache, v_cache)) or is_traced or autocasts(device):
+        return False
+    return fa4.is_installed() or decode.are_few(q.shape[2], length, q.device)
 
 
 def explain(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Explanation:
@@ -398,8 +419,10 @@ def _keep(key: Hashable, tensors: list[Tensor], replay: Replay, planned: _Planne
     _REPLAYS.put(key, tensors, replay, ENTRY + replay.nbytes)
     if not tensors:
         return
-    renewal: Renewal | DecodeRenewal | None
-    if isinstance(replay, GpuDecode):
+    renewal: Callable[[list[Tensor]], Replay] | None
+    if isinstance(replay, fa4.PagedCall):
+        renewal = replay.renewed if len(tensors) == _OF_PAGES else None
+    elif isinstance(replay, GpuDecode):
         renewal = DecodeRenewal.of(replay, planned.mask, planned.score, tensors, where_last)
     else:
         renewal = Renewal.of(replay, planned.mask, planned.score, planned.aliases, tensors)

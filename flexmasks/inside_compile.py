@@ -103,7 +103,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tens
     if name == "cpu":  # torch's CPU kernel fails for views of tensors with other dimensions
         q, k, v = flex.separate(q), flex.separate(k), flex.separate(v)
     backend = "FLASH" if name == "flash" else None
-    options = flex.options(q, k, backend, request.kernel_options, block_mask.BLOCK_SIZE)
+    options = flex.options(q, k, v, backend, request.kernel_options, block_mask.BLOCK_SIZE)
     out, lse = flex.flex(q, k, v, score_mod, block_mask, request.scale, options, request.return_lse)
     return (flex.separate(out) if name == "cpu" else out), lse
 

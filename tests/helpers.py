@@ -49,11 +49,22 @@ def _parameters(params: dict[str, Any], device: str) -> dict[str, Any]:
     return moved
 
 
-def qkv(case: Case, dtype: torch.dtype, device: str = "cpu", grouped: bool = False, size: int = 32) -> list[Tensor]:
-    """Return random leaves q, k, v of a case's sizes; with `grouped`, one key head for all query heads."""
+def qkv(
+    case: Case,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    grouped: bool = False,
+    size: int = 32,
+    v_size: int | None = None,
+) -> list[Tensor]:
+    """Return random leaves q, k, v of a case's sizes; with `grouped`, one key head for all query heads.
+
+    v_size: the head size of v, by default `size`.
+    """
     kv_heads = 1 if grouped else case.heads
-    shapes = [(case.heads, case.q_len), (kv_heads, case.kv_len), (kv_heads, case.kv_len)]
-    return [torch.randn(case.batch, *s, size, dtype=torch.float32).to(device, dtype).requires_grad_() for s in shapes]
+    v_size = size if v_size is None else v_size
+    shapes = [(case.heads, case.q_len, size), (kv_heads, case.kv_len, size), (kv_heads, case.kv_len, v_size)]
+    return [torch.randn(case.batch, *s, dtype=torch.float32).to(device, dtype).requires_grad_() for s in shapes]
 
 
 def spread(cases: Sequence[Case], each: int) -> list[Case]:

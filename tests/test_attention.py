@@ -7,7 +7,8 @@ import gc
 import math
 import re
 import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
 import pytest
@@ -24,6 +25,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 import flexmasks
+from flexmasks.calls import _planned
+from flexmasks.request import Request
+from flexmasks.spec.examples import on_device
 
 BACKENDS = {"cpu": ["reference", "cpu"], "cuda": ["reference", "triton", "flash"]}
 WHERE = [
@@ -190,11 +194,11 @@ def calls(draw: st.DrawFn) -> tuple[flexmasks.Mask, tuple[int, int, int, int, in
     return mask, (batch, kv_heads * groups, kv_heads, q_len, kv_len), offset
 
 
-def _check(call: Any, backend: str) -> None:
+def _check(call: Any, v_size: int, backend: str) -> None:
     """Compare a call with torch's SDPA, whose mask torch makes of a plain function."""
     mask, (batch, heads, kv_heads, q_len, kv_len), offset = call
     q = torch.randn(batch, heads, q_len, 16)
-    k, v = torch.randn(2, batch, kv_heads, kv_len, 16)
+    k, v = (torch.randn(batch, kv_heads, kv_len, n) for n in (16, v_size))
     starts = offset if isinstance(offset, Tensor) else torch.full((batch,), offset)
     visible = create_mask(lambda b, h, i, j: mask(b, h, i + starts[b], j), batch, heads, q_len, kv_len, device="cpu")
     dense = flexmasks.dense_mask(mask, q_len, kv_len, batch=batch, heads=heads, q_offset=offset)
@@ -209,12 +213,131 @@ def _check(call: Any, backend: str) -> None:
 
 @short_and_campaign(50, campaign=500)
 def test_compositions_on_the_reference(examples: int) -> None:
-    try_examples(examples, _check, calls(), st.just("reference"))
+    try_examples(examples, _check, calls(), st.sampled_from([1, 16, 24]), st.just("reference"))
 
 
 @short_and_campaign(3, campaign=30)  # each example compiles a kernel, which takes seconds
 def test_compositions_compiled_cpu(examples: int) -> None:
-    try_examples(examples, _check, calls(), st.just("cpu"))
+    try_examples(examples, _check, calls(), st.sampled_from([8, 16, 24]), st.just("cpu"))
+
+
+# --- values of another head size ---
+
+_SLOPES = torch.tensor([2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8], dtype=torch.float64).view(4, 1, 1)
+
+
+class _Kind(NamedTuple):
+    """A mask and a score change, and the same as functions of places and of the distances between them."""
+
+    mask: Any
+    visible: Callable[[Tensor, Tensor], Tensor]
+    score: Any = None
+    changed: Callable[[Tensor, Tensor], Tensor] | None = None
+
+
+_KINDS = {
+    "causal": _Kind("causal", lambda q, kv: q >= kv),
+    "window": _Kind(
+        flexmasks.get_mask("sliding_window", window=30), lambda q, kv: (q >= kv) & (q - kv <= 30),
+        flexmasks.get_score("softcap", cap=3.0), lambda scores, distance: 3 * torch.tanh(scores / 3),
+    ),
+    "documents": _Kind(
+        flexmasks.get_mask("document", document_ids=torch.arange(140) // 50), lambda q, kv: q // 50 == kv // 50,
+        "alibi", lambda scores, distance: scores - _SLOPES * distance,
+    ),
+    "function": _Kind(
+        lambda b, h, q, kv: (q >= kv) & (kv % 7 != 3) & (q != 5), lambda q, kv: (q >= kv) & (kv % 7 != 3) & (q != 5)
+    ),
+}  # fmt: skip
+
+
+def _of_v_sizes() -> list[Any]:
+    """Return devices, backends and kinds; on a CPU, where kernels take seconds to compile, campaigns try some."""
+    cases = []
+    for device, backends in BACKENDS.items():
+        for backend in [*(b for b in backends if b != "flash"), "auto", *(["sdpa"] if device == "cuda" else [])]:
+            for kind in _KINDS if backend != "sdpa" else ["causal"]:
+                marks = [pytest.mark.gpu] if device == "cuda" else []
+                if backend == "cpu" and kind in ("window", "function"):
+                    marks.append(pytest.mark.campaign)
+                cases.append(pytest.param(device, backend, kind, marks=marks))
+    return cases
+
+
+@pytest.mark.parametrize(("device", "backend", "kind"), _of_v_sizes())
+@pytest.mark.parametrize(("size", "v_size"), [(16, 24), (32, 16), (192, 128)])
+def test_values_of_another_head_size(size: int, v_size: int, device: str, backend: str, kind: str) -> None:
+    """Output, lse and gradients are those of float64, with grouped heads, and with sinks."""
+    mask, visible, score, changed = _KINDS[kind]
+    mask = on_device(mask, torch.device(device)) if isinstance(mask, flexmasks.Mask) else mask
+    only_out = backend in ("cpu", "sdpa")  # these backends have no lse
+    learns = backend != "cpu"
+    dtype = torch.bfloat16 if device == "cuda" and (size, v_size) == (192, 128) else torch.float32
+    q = torch.randn(2, 4, 140, size, device=device).to(dtype).requires_grad_(learns)
+    kv_heads = 4 if backend == "sdpa" else 2
+    k, v = (torch.randn(2, kv_heads, 140, n, device=device).to(dtype).requires_grad_(learns) for n in (size, v_size))
+    others = [exact(x) for x in (q, k, v)]
+    at_q, at_kv = torch.arange(140)[:, None], torch.arange(140)
+    change = None if changed is None else lambda scores: changed(scores, at_q - at_kv)
+    want, want_lse = attend(*others, visible(at_q, at_kv), change)
+    call: dict[str, Any] = {"mask": mask, "score": score, "backend": backend}
+    for _ in range(2):  # the second call repeats the first
+        if only_out:
+            out = flexmasks.attention(q, k, v, **call)
+        else:
+            out, lse = flexmasks.attention(q, k, v, return_lse=True, **call)
+            check_lse(lse, want_lse, TOLERANCE[dtype])
+        assert out.shape == (2, 4, 140, v_size)
+        assert error(out, want) < TOLERANCE[dtype]
+    if not learns:
+        return
+    weight, lse_weight = torch.randn_like(out), torch.randn(2, 4, 140, device=device)
+    loss, want_loss = (out * weight).sum(), (want * weight.double().cpu()).sum()
+    if not only_out:
+        seen = ~want_lse.isinf()
+        loss = loss + (lse * lse_weight)[seen.to(device)].sum()
+        want_loss = want_loss + (want_lse * lse_weight.double().cpu())[seen].sum()
+    expected = torch.autograd.grad(want_loss, others, retain_graph=True)
+    for got, exactly, x in zip(torch.autograd.grad(loss, (q, k, v)), expected, (q, k, v), strict=True):
+        assert got.shape == x.shape
+        assert error(got, exactly) < 2 * TOLERANCE[dtype]
+    if only_out:
+        return
+    sinks = torch.randn(4, device=device)
+    logits = sinks.double().cpu()[:, None]
+    out = flexmasks.attention(q, k, v, sink_logits=sinks, **call)
+    assert error(out, want * torch.sigmoid(want_lse - logits)[..., None]) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("q_len", [1, 200])
+def test_values_that_are_a_part_of_the_keys(q_len: int, device: str) -> None:
+    """As in multi-head latent attention, whose cache holds the values as the first numbers of the keys."""
+    q, k = torch.randn(2, 8, q_len, 48, device=device), torch.randn(2, 1, 200, 48, device=device, requires_grad=True)
+    same = exact(k)
+    visible = torch.ones(q_len, 200, dtype=torch.bool).tril(200 - q_len)
+    want, _ = attend(q.double().cpu(), same, same[..., :32], visible)
+    call: dict[str, Any] = {"mask": "causal", "q_offset": 200 - q_len}
+    out = flexmasks.attention(q, k, k[..., :32], **call)
+    with torch.no_grad():
+        for got in (out, flexmasks.attention(q, k, k[..., :32], **call)):
+            assert error(got, want) < TOLERANCE[torch.float32]
+    weight = torch.randn_like(out)
+    (got_k,) = torch.autograd.grad(out, k, weight)
+    (want_k,) = torch.autograd.grad(want, same, weight.double().cpu())
+    assert error(got_k, want_k) < 2 * TOLERANCE[torch.float32]
+
+
+def test_calls_that_differ_in_the_head_size_of_v_alone() -> None:
+    """Neither a kept call nor a kept failure of one is another's."""
+    q, k = torch.randn(2, 1, 2, 90, 16)
+    kinds = set()
+    for v_size in (16, 8, 24, 16):
+        v = torch.randn(1, 2, 90, v_size)
+        want, _ = attend(*(x.double() for x in (q, k, v)), torch.ones(90, 90, dtype=torch.bool).tril())
+        assert error(flexmasks.attention(q, k, v, mask="causal"), want) < TOLERANCE[torch.float32]
+        kinds.add(_planned(q, k, v, Request("causal")).call.kind)
+    assert len(kinds) == 3
 
 
 # --- calls ---
@@ -230,7 +353,7 @@ def test_nothing_is_needed() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_lse_and_its_gradient(device: str) -> None:
-    q, k, v = (x.requires_grad_() for x in torch.randn(3, 2, 2, 150, 32, device=device))
+    q, k, v = (torch.randn(2, 2, 150, n, device=device, requires_grad=True) for n in (32, 32, 48))
     others = [exact(x) for x in (q, k, v)]
     mask = flexmasks.get_mask("sliding_window", window=20)
     out, lse = flexmasks.attention(q, k, v, mask=mask, return_lse=True)
@@ -334,22 +457,23 @@ def test_jagged(lengths: tuple[int, ...], device: str) -> None:
 def test_jagged_cross_attention_with_gradients_and_lse() -> None:
     queries = [torch.randn(n, 2, 16, dtype=torch.float64) for n in (3, 50, 20)]
     keys = [torch.randn(n, 2, 16, dtype=torch.float64) for n in (70, 0, 20)]
-    q = torch.nested.nested_tensor(queries, layout=torch.jagged, requires_grad=True)
-    k = torch.nested.nested_tensor(keys, layout=torch.jagged, requires_grad=True)
+    values = [torch.randn(n, 2, 24, dtype=torch.float64) for n in (70, 0, 20)]
+    q, k, v = (torch.nested.nested_tensor(x, layout=torch.jagged, requires_grad=True) for x in (queries, keys, values))
     out, lse = flexmasks.attention(
-        q.transpose(1, 2), k.transpose(1, 2), k.transpose(1, 2), score="alibi", return_lse=True
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), score="alibi", return_lse=True
     )
     out.values().sum().backward()
     assert q.grad.offsets() is q.offsets()
+    assert v.grad.values().shape == (90, 2, 24)
     slopes = torch.tensor([2.0**-4, 2.0**-8], dtype=torch.float64).view(1, 2, 1, 1)
-    for x, y, got, got_lse in zip(queries, keys, out.unbind(), lse.unbind(), strict=True):
+    for x, y, z, got, got_lse in zip(queries, keys, values, out.unbind(), lse.unbind(), strict=True):
         if not len(y):
             assert torch.all(got == 0)
             assert torch.all(got_lse == -math.inf)
             continue
-        x, y = (t.transpose(0, 1)[None] for t in (x, y))
+        x, y, z = (t.transpose(0, 1)[None] for t in (x, y, z))
         distance = torch.arange(x.shape[2])[:, None] - torch.arange(y.shape[2])
-        want, want_lse = attend(x, y, y, None, lambda s, d=distance: s - slopes * d)
+        want, want_lse = attend(x, y, z, None, lambda s, d=distance: s - slopes * d)
         assert torch.allclose(got, want[0])
         assert torch.allclose(got_lse, want_lse[0])
 
@@ -372,18 +496,18 @@ def test_varlen(case: str, dtype: torch.dtype, device: str) -> None:
     keys = lengths if keys is None else keys
     rest = 0 if case == "ends aligned" else 3
     q = torch.randn(sum(lengths) + rest, 4, 32).to(device, dtype).requires_grad_()
-    k, v = (torch.randn(sum(keys) + rest, 2, 32).to(device, dtype).requires_grad_() for _ in range(2))
+    k, v = (torch.randn(sum(keys) + rest, 2, n).to(device, dtype).requires_grad_() for n in (32, 16))
     offsets, kv_offsets = (torch.tensor([0, *n], device=device).cumsum(0) for n in (lengths, keys))
     starts = torch.tensor(keys) - torch.tensor(lengths) if start == "ends" else torch.tensor([start] * len(lengths))
-    upstream, lse_upstream = torch.randn_like(q), torch.randn(4, len(q), device=device)
+    upstream, lse_upstream = torch.randn_like(q)[..., :16], torch.randn(4, len(q), device=device)
     others = [exact(x) for x in (q, k, v)]
     out, lse = flexmasks.varlen_attention(
         q, k, v, offsets, None if keys is lengths else kv_offsets, mask="sliding_window", window=60, score="softcap",
         cap=3.0, q_offset=starts.to(device) if start == "ends" else start, return_lse=True,
     )  # fmt: skip
-    assert out.shape == q.shape
+    assert out.shape == (len(q), 4, 16)
     assert lse.shape == (4, len(q))
-    want, want_lse = torch.zeros_like(others[0]), torch.full((4, len(q)), -math.inf, dtype=torch.float64)
+    want, want_lse = torch.zeros_like(others[0][..., :16]), torch.full((4, len(q)), -math.inf, dtype=torch.float64)
     for i, first in enumerate(starts.tolist()):
         (a, b), (c, d) = offsets[i : i + 2].tolist(), kv_offsets[i : i + 2].tolist()
         if a == b or c == d:

@@ -405,13 +405,15 @@ def _options(
     cuda: bool = True,
     backend: str | None = None,
     size: int = 16,
+    v_size: int | None = None,
     block_size: tuple[int, int] = (128, 128),
     dtype: torch.dtype = torch.bfloat16,
     **given: Any,
 ) -> dict[str, Any]:
     q, k = (_Like(cuda, (1, n, q_len, size), dtype) for n in (heads, kv_heads))
+    v = _Like(cuda, (1, kv_heads, q_len, size if v_size is None else v_size), dtype)
     before = dict(given)
-    chosen = kernels.options(q, k, backend, given, block_size, lambda: {SAFE: True})  # type: ignore[arg-type]
+    chosen = kernels.options(q, k, v, backend, given, block_size, lambda: {SAFE: True})  # type: ignore[arg-type]
     assert given == before
     return chosen
 
@@ -437,7 +439,7 @@ def test_tiles_of_a_kernel(capability: tuple[int, int], monkeypatch: pytest.Monk
         assert _options(300, size=128, block_size=(256, 128)) == {**kernels._TILES[128], **plain}
     else:
         assert _options(300, size=64) == plain
-    for other in ({"size": 96}, {"dtype": torch.float32}, {"block_size": (128, 64)}, {"cuda": False}):
+    for other in ({"size": 96}, {"v_size": 128}, {"dtype": torch.float32}, {"block_size": (128, 64)}, {"cuda": False}):
         assert not _options(300, **({"size": 64} | other)).keys() & kernels._TILES[64].keys()
     assert _options(300, size=64, num_warps=8) == {**plain, "num_warps": 8}  # the user's options alone
     assert _options(300, size=64, backend="FLASH") == {"BACKEND": "FLASH"}

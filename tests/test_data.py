@@ -50,7 +50,8 @@ def _empty_caches() -> Iterator[None]:
 
 
 def qkv(length: int = LENGTH) -> list[Tensor]:
-    return list(torch.randn(3, BATCH, HEADS, length, 16, generator=torch.Generator().manual_seed(0)))
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(BATCH, HEADS, length, size, generator=generator) for size in (16, 16, 24)]
 
 
 def expected(mask: Function, length: int = LENGTH, bias: Tensor | None = None) -> Tensor:

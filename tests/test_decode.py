@@ -72,7 +72,7 @@ def tensors(q_len: int, kv_len: int = LENGTH, dtype: torch.dtype = torch.float32
     """Return q, k and v, which lie in memory as caches do: [B, S, H, D]."""
     heads, kv_heads = sizes.get("heads", HEADS), sizes.get("kv_heads", KV_HEADS)
     size, batch = sizes.get("size", 16), sizes.get("batch", BATCH)
-    shapes = [(q_len, heads, size), (kv_len, kv_heads, size), (kv_len, kv_heads, size)]
+    shapes = [(q_len, heads, size), (kv_len, kv_heads, size), (kv_len, kv_heads, sizes.get("v_size", size))]
     return [torch.randn(batch, *shape).to(dtype).transpose(1, 2) for shape in shapes]
 
 
@@ -143,7 +143,7 @@ def test_every_mask_in_pages(name: str, page_size: int) -> None:
     mask = of_name(name, 3)
     of_one = name in ("grouped_tril", "key_padding", "padding")  # their examples have one batch element
     batch = 1 if of_one else max(2, flexmasks.block_mask(mask, LENGTH).shape[0])
-    q, k, v = tensors(3, batch=batch)
+    q, k, v = tensors(3, batch=batch, v_size=24)
     table = torch.randperm(batch * LENGTH // page_size + 9)[: batch * LENGTH // page_size].view(batch, -1)
     lens = torch.randint(3, LENGTH + 1, (batch,))
     lens[0] = 100 if of_one else 0
@@ -254,6 +254,11 @@ def test_half_precision(dtype: torch.dtype, way: str) -> None:
         score, change = changes[name]
         check(tensors(2, dtype=dtype), "causal", 40, change, score=score)
     check(tensors(2, dtype=dtype), "causal", 40)
+    if way == "cpu":
+        with pytest.raises(ValueError, match="only values of q's head size"):
+            check(tensors(2, dtype=dtype, v_size=24), "causal", 40)
+    else:
+        check(tensors(2, dtype=dtype, v_size=24), "causal", 40)
     with pytest.raises(ValueError, match="score changes that add"):
         flexmasks.attention(*tensors(2, dtype=dtype), mask="causal", score=changes["factor"][0], backend="decode")
 
@@ -447,12 +452,16 @@ def test_random_calls(examples: int) -> None:
     sizes = st.tuples(
         st.integers(1, 4), st.integers(1, 90), st.integers(1, 3), st.sampled_from([(1, 1), (4, 2), (6, 6)])
     )
-    try_examples(examples, _check_call, sizes, st.sampled_from([8, 24, 64]), st.floats(0.0, 1.0), st.booleans())
+    head_sizes = st.tuples(st.sampled_from([8, 24, 64]), st.sampled_from([8, 24, 64]))
+    try_examples(examples, _check_call, sizes, head_sizes, st.floats(0.0, 1.0), st.booleans())
 
 
-def _check_call(sizes: tuple[int, int, int, tuple[int, int]], size: int, share: float, by_head: bool) -> None:
+def _check_call(
+    sizes: tuple[int, int, int, tuple[int, int]], head_sizes: tuple[int, int], share: float, by_head: bool
+) -> None:
     q_len, kv_len, batch, (heads, kv_heads) = sizes
     visible = torch.rand(batch, heads if by_head else 1, q_len, kv_len) < share
     table = visible.expand(batch, heads, -1, -1)
-    qkv = tensors(q_len, kv_len, batch=batch, heads=heads, kv_heads=kv_heads, size=size)
+    size, v_size = head_sizes
+    qkv = tensors(q_len, kv_len, batch=batch, heads=heads, kv_heads=kv_heads, size=size, v_size=v_size)
     check(qkv, lambda b, h, q, kv: table[b, h, q, kv])

@@ -263,15 +263,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "batch": (attending_to(Q[:1]), "one batch size; got q float32[1, 4, 64, 16]"),
     "dtype": (attending_to(Q.half()), "one dtype; got q float16"),
     "device": (attending_to(Q, K.to("meta")), "on one device; got"),
-    "smaller head size of v": (
-        attending_to(v=V[..., :10]),
-        "pad v with zeros, torch.nn.functional.pad(x, (0, 6)), and take out[..., :10]",
-    ),
-    "larger head size of v": (
-        attending_to(v=torch.randn(2, 4, 64, 20)),
-        "pad q and k with zeros, torch.nn.functional.pad(x, (0, 4)), and pass scale=16**-0.5",
-    ),
-    "head size": (attending_to(Q[..., :8]), "one head size D; got q float32[2, 4, 64, 8]"),
+    "head size": (attending_to(Q[..., :8]), "q and k must have one head size D; got q float32[2, 4, 64, 8]"),
     "heads that do not divide": (attending_to(Q, K[:, :3], V[:, :3]), "must be a multiple of the number of key heads"),
     "lengths of k and v": (attending_to(v=V[:, :, :5]), "k and v must have the same length"),
     "heads of k and v": (attending_to(k=K[:, :2]), "k and v must have the same number of heads"),
@@ -284,6 +276,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "sparse": (attending_to(Q.to_sparse(), K.to_sparse(), V.to_sparse()), "`q`"),
     "no heads": (attending_to(Q[:, :0], K[:, :0], V[:, :0]), "`q` is empty"),
     "no head size": (attending_to(Q[..., :0], K[..., :0], V[..., :0]), "`q` is empty"),
+    "no head size of v": (attending_to(v=V[..., :0]), "`v` is empty"),
     # other arguments
     "scale NaN": (masked(scale=float("nan")), "`scale` must be a finite number, or None for 1 / sqrt(D), got nan"),
     "scale a string": (masked(scale="1"), "got '1'"),

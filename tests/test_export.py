@@ -17,7 +17,7 @@ from torch._subclasses import FakeTensorMode
 import flexmasks
 from flexmasks import get_mask
 
-BATCH, HEADS, LENGTH, SIZE = 2, 2, 40, 8
+BATCH, HEADS, LENGTH, SIZE, V_SIZE = 2, 2, 40, 8, 12
 IDS = torch.arange(LENGTH) // 10
 WINDOW = get_mask("sliding_window", window=5)
 DOCUMENTS = get_mask("causal") & get_mask("document", document_ids=IDS)
@@ -62,7 +62,7 @@ class Model(torch.nn.Module):
 
 def inputs(batch: int = BATCH, length: int = LENGTH) -> tuple[Tensor, ...]:
     lens = torch.randint(1, length, (batch,))
-    return (*torch.randn(3, batch, HEADS, length, SIZE).unbind(), lens)
+    return (*(torch.randn(batch, HEADS, length, n) for n in (SIZE, SIZE, V_SIZE)), lens)
 
 
 def check_program(program: torch.export.ExportedProgram, model: Model, *given: Tensor) -> None:
@@ -164,7 +164,7 @@ def test_jit_trace_says_what_to_do(name: str) -> None:
 
 def _paged(q: Tensor, k: Tensor, v: Tensor, lens: Tensor) -> Tensor:
     table = torch.arange(5, device=q.device).expand(len(q), 5)
-    caches = (x.new_zeros((9, 8, HEADS, SIZE)) for x in (k, v))
+    caches = (x.new_zeros((9, 8, HEADS, x.shape[3])) for x in (k, v))
     return flexmasks.paged_attention(q[:, :, :1], *caches, table, lens, mask="causal")  # type: ignore[no-any-return]
 
 
@@ -239,11 +239,11 @@ def _slopes(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> tuple[Tensor, Te
 def test_empty(sizes: tuple[int, int, int], dtype: torch.dtype, compiled: bool) -> None:
     batch, q_len, kv_len = sizes
     q = torch.full((batch, HEADS, q_len, SIZE), math.nan, dtype=dtype, requires_grad=True)
-    k, v = (torch.randn(batch, 1, kv_len, SIZE, dtype=dtype, requires_grad=True) for _ in range(2))
+    k, v = (torch.randn(batch, 1, kv_len, n, dtype=dtype, requires_grad=True) for n in (SIZE, V_SIZE))
     slopes = torch.rand(HEADS, requires_grad=True)
     call = torch.compile(_slopes, fullgraph=True, backend="aot_eager") if compiled else _slopes
     out, lse = call(q, k, v, slopes)
-    assert torch.equal(out, torch.zeros(batch, HEADS, q_len, SIZE, dtype=dtype))
+    assert torch.equal(out, torch.zeros(batch, HEADS, q_len, V_SIZE, dtype=dtype))
     precise = torch.float64 if dtype == torch.float64 else torch.float32
     assert torch.equal(lse, torch.full((batch, HEADS, q_len), -math.inf, dtype=precise))
     (out.sum() + lse.nan_to_num(neginf=0.0).sum()).backward()

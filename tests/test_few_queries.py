@@ -74,7 +74,7 @@ class Call:
     table: torch.dtype = torch.int32
     layout: str = "plain"
     cap: float | None = None
-    factor: tuple[int, int, int] | None = None
+    weight: tuple[int, int, int] | None = None  # sizes of all dimensions but the last, as those of bias
     bias: tuple[int, int, int] | None = None
     kinds: str = "epf"  # of tiles: empty, partial, full
     seed: int = 0
@@ -160,14 +160,12 @@ def made(call: Call) -> Made:
         elif call.layout == "one":
             given = tuple(t[:1].expand(call.batch, -1, -1, -1) for t in given)
 
-    def change(sizes: tuple[int, int, int] | None) -> Tensor | None:
-        if sizes is None:
-            return None
-        return torch.randn(*sizes, kv_len, generator=generator)
+    def change(sizes: tuple[int, int, int] | None, last: int) -> Tensor | None:
+        return None if sizes is None else torch.randn(*sizes, last, generator=generator)
 
-    factor, bias = change(call.factor), change(call.bias)
-    out, lse = oracle(q, k, v, mask, 0.3, call.cap, factor, bias)
-    return Made([q, *given, table, *lists, visible, factor, bias, 0.3, call.cap], out, lse)
+    weight, bias = change(call.weight, 1), change(call.bias, kv_len)
+    out, lse = oracle(q, k, v, mask, 0.3, call.cap, weight, bias)
+    return Made([q, *given, table, *lists, visible, weight, bias, 0.3, call.cap], out, lse)
 
 
 def by_key(of_tile: Tensor, kv_len: int) -> Tensor:
@@ -177,7 +175,7 @@ def by_key(of_tile: Tensor, kv_len: int) -> Tensor:
 
 def oracle(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, cap: float | None,
-    factor: Tensor | None, bias: Tensor | None,
+    weight: Tensor | None, bias: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Textbook attention in float64."""
     group = q.shape[1] // k.shape[1]
@@ -185,10 +183,8 @@ def oracle(
     scores = torch.einsum("bhqd,bhkd->bhqk", q.double(), k) * scale
     if cap is not None:
         scores = torch.tanh(scores / cap) * cap
-    if factor is not None:
-        scores = scores * factor.double()
     if bias is not None:
-        scores = scores + bias.double()
+        scores = scores + (1 if weight is None else weight.double()) * bias.double()
     weights = torch.where(mask, scores, -math.inf).exp()
     total = weights.sum(-1)
     out = torch.einsum("bhqk,bhkd->bhqd", weights / total.clamp(min=1e-300)[..., None], v)
@@ -306,16 +302,19 @@ def test_wide_page_numbers(page_size: int, device: str) -> None:
 
 CHANGES = {
     "none": {},
-    "both": {"factor": (2, 4, 5), "bias": (1, 4, 1)},
-    "factor": {"factor": (1, 1, 1), "page_size": 16},
-    "bias": {"bias": (2, 1, 5)},
+    "by head": {"bias": (1, 4, 1)},
+    "by query": {"bias": (2, 1, 5)},
+    "weight of each row": {"weight": (2, 4, 5), "bias": (1, 4, 1)},
+    "weight of each head": {"weight": (1, 4, 1), "bias": (2, 1, 1), "page_size": 16},
+    "one weight": {"weight": (1, 1, 1), "bias": (2, 4, 5)},
 }
 
 
 @on_devices
 @pytest.mark.parametrize(
     ("change", "cap"),
-    in_short([("none", 0.7), ("both", None), ("both", 1000.0), ("factor", 30.0), ("bias", None)],
+    in_short([("none", 0.7), ("none", 1000.0), ("by query", None), ("weight of each row", 30.0),
+        ("weight of each head", None)],
         list(CHANGES), [None, 0.7, 30.0, 1000.0]),
 )  # fmt: skip
 def test_scores(change: str, cap: float | None, device: str) -> None:
@@ -393,13 +392,14 @@ def calls() -> st.SearchStrategy[Call]:
             return tuple(draw(st.sampled_from([1, most])) for most in (batch, heads, queries)[:n])
 
         page_size = draw(st.sampled_from([0, 0, 1, 5, 16, 48, 128, 512]))
+        bias = draw(st.one_of(st.none(), st.just(sizes(3))))
         return Call(
             batch, heads, key_heads, queries, draw(st.sampled_from([1, 100, 128, 300, 513])),
             draw(st.sampled_from([8, 16, 40])), draw(st.sampled_from([8, 16, 40])),
             draw(st.sampled_from([FP32, FP16, BF16])),
             sizes(2), sizes(2), page_size, draw(st.sampled_from([torch.int32, torch.int64])),
             draw(st.sampled_from(["plain", "keys first", "strided"])), draw(st.sampled_from([None, 2.0])),
-            draw(st.one_of(st.none(), st.just(sizes(3)))), draw(st.one_of(st.none(), st.just(sizes(3)))),
+            draw(st.one_of(st.none(), st.just(sizes(3)))) if bias else None, bias,
             draw(st.sampled_from(["epf", "epp", "eef", "p", "f"])), draw(st.integers(0, 1000)),
         )  # fmt: skip
 
@@ -443,7 +443,7 @@ def test_shares_cover_all_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(INTERPRETED, reason="runs the plain version")
-@pytest.mark.parametrize("call", [Call(), Call(page_size=16, cap=2.0, factor=(1, 1, 1), bias=(2, 4, 1), dtype=BF16)])
+@pytest.mark.parametrize("call", [Call(), Call(page_size=16, cap=2.0, weight=(1, 1, 1), bias=(2, 4, 1), dtype=BF16)])
 def test_opcheck(call: Call) -> None:
     torch.library.opcheck(attend_few, made(call).arguments)
 
@@ -485,7 +485,9 @@ WRONG: dict[str, Callable[[list[Any]], Any]] = {
     "partial_counts must be": lambda a: [*a[:4], a[4].long(), *a[5:]],
     "full must be": lambda a: [*a[:7], a[7][:, 0], *a[8:]],
     "visible must be": lambda a: [*a[:8], a[8][..., :-1], *a[9:]],
-    "factor must be": lambda a: [*a[:9], torch.zeros(2, 1, 1, 1), *a[10:]],
+    "bias must be": lambda a: [*a[:10], torch.zeros(2, 1, 1, 1), *a[11:]],
+    "weight must be": lambda a: [*a[:9], *[torch.zeros(2, 1, 1, 300)] * 2, *a[11:]],
+    "got no bias": lambda a: [*a[:9], torch.zeros(2, 1, 1, 1), *a[10:]],
     "heads of q, 3, must be a multiple of the heads of k, 2": lambda a: [a[0][:, :3], *a[1:]],
     "last stride of k must be 1": lambda a: [*a[:1], a[1].transpose(2, 3).contiguous().transpose(2, 3), *a[2:]],
 }
@@ -505,7 +507,7 @@ def test_calls_are_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[str] = []
     monkeypatch.setattr(launch, "_launches", {})
     monkeypatch.setattr(launch, "_compiled", lambda kernel, *_: lambda *_: launched.append(kernel.__name__))
-    arguments = made(Call(page_size=16, kv_len=2000, cap=3.0, factor=(1, 1, 1), bias=(1, 1, 1))).arguments
+    arguments = made(Call(page_size=16, kv_len=2000, cap=3.0, weight=(1, 1, 1), bias=(1, 1, 1))).arguments
     count = 0
 
     def counted(frame: Any, event: str, argument: Any) -> None:

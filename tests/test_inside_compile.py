@@ -26,7 +26,7 @@ import flexmasks
 from flexmasks import Mask
 from flexmasks.backends import fa4, table
 
-BATCH, HEADS, LENGTH, SIZE = 2, 2, 70, 8
+BATCH, HEADS, LENGTH, SIZE, V_SIZE = 2, 2, 70, 8, 12
 DOCUMENTS = torch.arange(LENGTH).expand(BATCH, -1) // torch.tensor([[20], [33]])
 OFFSETS = torch.tensor([0, 25, 60])  # two sequences, and ten tokens of padding
 _Call = Callable[..., Any]
@@ -66,8 +66,8 @@ def check(call: _Call, *tensors: Tensor, want: _Call | None = None, tolerance: f
     assert not counters["graph_break"]
 
 
-def leaves(count: int = 3, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
-    return torch.randn(count, BATCH, HEADS, LENGTH, SIZE, dtype=dtype).unbind()
+def leaves(dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+    return tuple(torch.randn(BATCH, HEADS, LENGTH, n, dtype=dtype) for n in (SIZE, SIZE, V_SIZE))
 
 
 # --- every mask ---
@@ -98,7 +98,7 @@ def test_every_mask_trains(case: Case) -> None:
     """In float64 by the reference, which honors the block lists."""
     given = {n: torch.tensor(v) if isinstance(v, list) and v else v for n, v in arguments(case).items()}
     names = [n for n, v in given.items() if isinstance(v, Tensor)]
-    q, k, v = (x.detach() for x in qkv(case, torch.float64, size=4))
+    q, k, v = (x.detach() for x in qkv(case, torch.float64, size=4, v_size=6))
 
     def call(q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor) -> Any:
         params = {**given, **dict(zip(names, tensors, strict=True))}
@@ -122,7 +122,7 @@ def test_kernels_for_the_cpu(name: str) -> None:
     given = arguments(case)
     compiled = torch.compile(functools.partial(flexmasks.attention, mask=name), fullgraph=True)
     with torch.no_grad():
-        q, k, v = (x.detach() for x in qkv(case, torch.float32))
+        q, k, v = (x.detach() for x in qkv(case, torch.float32, v_size=48))
         want, _ = attend(*(exact(x).detach() for x in (q, k, v)), dense(case))
         torch.testing.assert_close(compiled(q, k, v, **given).double(), want, atol=1e-5, rtol=1e-5)
 

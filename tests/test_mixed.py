@@ -23,7 +23,7 @@ from flexmasks.backends import decode
 from flexmasks.plans.mixed import Sequences, in_pieces
 from flexmasks.spec.examples import example, on_device
 
-HEADS, KV_HEADS, SIZE = 4, 2, 16
+HEADS, KV_HEADS, SIZE, V_SIZE = 4, 2, 16, 24
 MASKS = [e.name for e in flexmasks.list_masks() if e.name not in ("packed", "paged")]
 MaskMod = Callable[..., Tensor]
 
@@ -73,7 +73,7 @@ class Step:
             for n in range(length):
                 used[own[n // page_size], n % page_size] = True
             self.rows.append([*own, *[-1, 10**6, own[0] if own else 0] * columns][:columns])
-        self.k, self.v = torch.randn(2, n_pages, page_size, KV_HEADS, SIZE).to(dtype).unbind()
+        self.k, self.v = (torch.randn(n_pages, page_size, KV_HEADS, n).to(dtype) for n in (SIZE, V_SIZE))
         self.k[~used.to(self.k.device)] = math.nan
         self.v[~used.to(self.k.device)] = torch.finfo(dtype).max / 4
         self.q = torch.randn(sum(counts) + rest, HEADS, SIZE).to(dtype)
@@ -103,7 +103,7 @@ class Step:
         tensors: q, k and v in place of the step's own.
         """
         q, k, v = tensors or (self.q, self.k, self.v)
-        out = torch.zeros(q.shape, dtype=torch.float64, device="cpu")
+        out = torch.zeros(*q.shape[:2], V_SIZE, dtype=torch.float64, device="cpu")
         lse = torch.full((HEADS, len(q)), -math.inf, dtype=torch.float64, device="cpu")
         first = 0
         for s, (count, length, start) in enumerate(zip(self.counts, self.lens, self.starts, strict=True)):
@@ -144,7 +144,7 @@ def check(step: Step, mask: Any, mask_mod: MaskMod | None = None, **call: Any) -
     with torch.no_grad():
         out, lse = step.attention(mask=mask, return_lse=True, **call)
         want, want_lse = step.expected(flexmasks.get_mask(mask) if mask_mod is None else mask_mod)
-        assert out.shape == step.q.shape
+        assert out.shape == (*step.q.shape[:2], V_SIZE)
         assert out.dtype == step.q.dtype
         if not len(step.q):
             return
@@ -290,6 +290,7 @@ def test_gradients() -> None:
 
 def test_gradients_of_queries_alone_and_of_a_score() -> None:
     step, slopes = Step([1, 70], [90, 130]), torch.rand(HEADS, requires_grad=True)
+    step.k = step.k.nan_to_num(0.0)
     q = step.q.clone().requires_grad_()
     out = _called(step, score="alibi", slopes=slopes)(q, step.k, step.v)
     same = slopes.detach().double().requires_grad_()
@@ -446,7 +447,7 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "q of 4 dimensions": ({"q": torch.zeros(1, 4, 3, 16)}, ValueError, "`q` must be a tensor [total, H, D]"),
     "k end to end": ({"k": torch.zeros(20, 2, 16)}, ValueError, "4 dimensions, [n_pages, page_size, Hkv, D]"),
     "dtypes": ({"q": torch.zeros(3, 4, 16, dtype=torch.float64)}, TypeError, "must have one dtype; got q float64"),
-    "head sizes": ({"q": torch.zeros(3, 4, 8)}, ValueError, "one head size D"),
+    "head sizes": ({"q": torch.zeros(3, 4, 8)}, ValueError, "q and k_cache must have one head size D"),
     "heads": ({"q": torch.zeros(3, 3, 16)}, ValueError, "multiple of the number of key heads"),
     "table of other sequences": (
         {"page_table": torch.zeros(3, 2, dtype=torch.int64)},

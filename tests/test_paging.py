@@ -21,6 +21,7 @@ from torch.nn.attention.flex_attention import create_block_mask, create_mask, fl
 
 import flexmasks
 from flexmasks import calls
+from flexmasks.backends import fa4
 from flexmasks.backends import flex as kernels
 from flexmasks.plans import gathered
 from flexmasks.request import Request
@@ -50,10 +51,12 @@ class Paged:
         size: int = 32,
         device: str = "cpu",
         dtype: torch.dtype = torch.float32,
+        v_size: int | None = None,
     ) -> None:
+        sizes = size, size if v_size is None else v_size
         n_pages = len(lens) * columns + 3
         order = torch.randperm(n_pages).tolist()
-        self.k, self.v = torch.randn(2, n_pages, page_size, kv_heads, size).to(dtype).to(device)
+        self.k, self.v = (torch.randn(n_pages, page_size, kv_heads, n).to(device, dtype) for n in sizes)
         rows = []
         self.unused = torch.ones(n_pages, page_size, dtype=torch.bool)
         for length in lens:
@@ -89,7 +92,7 @@ class Paged:
         for b in range(len(q)):
             own_q, length = q[b : b + 1].detach().double().cpu(), int(self.lens[b])
             if not length:
-                outs.append(torch.zeros_like(own_q))
+                outs.append(own_q.new_zeros(*own_q.shape[:3], self.v.shape[3]))
                 lses.append(torch.full(own_q.shape[:3], -math.inf, dtype=torch.float64))
                 continue
             k, v = (self.sequence(x, b).double().cpu() for x in (self.k, self.v))
@@ -128,7 +131,8 @@ def everything(b: int, queries: int, keys: int) -> Tensor:
 @pytest.mark.parametrize(("page_size", "columns", "queries"), PAGES)
 def test_the_last_queries(page_size: int, columns: int, queries: int, device: str, backend: str) -> None:
     """Run the last queries of sequences as in `decoding`, with several page sizes and numbers of queries."""
-    cache = Paged([page_size * columns - 5, 0, 71, page_size * (columns - 1)], page_size, columns, device=device)
+    lens = [page_size * columns - 5, 0, 71, page_size * (columns - 1)]
+    cache = Paged(lens, page_size, columns, device=device, v_size=32 if page_size == 128 else 48)
     q = torch.randn(4, 6, queries, 32, device=device)
     with torch.no_grad():
         out = cache.attention(q, mask="causal", backend=backend)
@@ -142,7 +146,7 @@ def test_the_last_queries(page_size: int, columns: int, queries: int, device: st
 @pytest.mark.parametrize(("device", "backend"), WHERE)
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float16, marks=pytest.mark.campaign), torch.bfloat16], ids=label)
 def test_half_precision(dtype: torch.dtype, device: str, backend: str) -> None:
-    cache = Paged([300, 40, 129], 32, 10, size=64, device=device, dtype=dtype)
+    cache = Paged([300, 40, 129], 32, 10, size=64, device=device, dtype=dtype, v_size=32)
     q = torch.randn(3, 8, 3, 64, device=device).to(dtype)
     with torch.no_grad():
         out = cache.attention(q, mask="causal", backend=backend)
@@ -152,7 +156,7 @@ def test_half_precision(dtype: torch.dtype, device: str, backend: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_lse_sinks_scale_and_offsets(device: str) -> None:
-    cache = Paged([90, 33, 64], 16, 6, kv_heads=1, device=device)
+    cache = Paged([90, 33, 64], 16, 6, kv_heads=1, device=device, v_size=16)
     q, sinks = torch.randn(3, 2, 20, 32, device=device), torch.randn(2, device=device)
     starts = torch.tensor([10, 0, 50], dtype=torch.int32, device=device)
     out, lse = cache.attention(q, mask="causal", q_offset=starts, scale=0.3, sink_logits=sinks, return_lse=True)
@@ -562,6 +566,141 @@ def test_many_sequences_on_a_gpu() -> None:
     assert error(out, cache.expected(q, last)[0]) < TOLERANCE[torch.bfloat16]
 
 
+# --- FlashAttention 4 ---
+
+WINDOWS: dict[str, tuple[Any, Callable[[int, int, int], Tensor]]] = {
+    "causal": ("causal", last),
+    "full": (None, everything),
+    "window": (
+        flexmasks.get_mask("sliding_window", window=50),
+        lambda b, queries, keys: last(b, queries, keys).triu(keys - queries - 50),
+    ),
+    "both sides": (
+        flexmasks.get_mask("local", left=30, right=9),
+        lambda b, queries, keys: everything(b, queries, keys).tril(keys - queries + 9).triu(keys - queries - 30),
+    ),
+}
+
+
+def chunks(page_size: int, device: str, dtype: torch.dtype, sizes: tuple[int, int] = (64, 64)) -> tuple[Paged, Tensor]:
+    """Return sequences in pages, one of them without keys, and their last 150 queries.
+
+    sizes: the head sizes of keys and of values.
+    """
+    size, v_size = sizes
+    cache = Paged([700, 160, 333, 0, 512, 170], page_size, -(-700 // page_size), 2, size, device, dtype, v_size)
+    return cache, torch.randn(6, 6, 150, size, device=device).to(dtype)
+
+
+def _attend_to_pages(
+    q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any], cap: float | None
+) -> tuple[Tensor, Tensor]:
+    """Compute what FlashAttention 4 documents for these arguments, in float64 and without flexmasks."""
+    table, lens = arguments["page_table"], arguments["seqused_k"]
+    assert table.dtype == lens.dtype == torch.int32
+    scale = arguments["softmax_scale"]
+    scaled = q.double() if scale is None else q.double() * scale * q.shape[-1] ** 0.5
+    outs, lses = [], []
+    for own_q, pages, length in zip(scaled, table.tolist(), lens.tolist(), strict=True):
+        needed = -(-length // k.shape[1])
+        own_k, own_v = (x[pages[:needed]].flatten(0, 1)[:length].double().transpose(0, 1)[None] for x in (k, v))
+        visible = torch.ones(len(own_q), length, dtype=torch.bool)
+        behind = length - len(own_q)
+        left, right = arguments.get("window_size_left"), arguments.get("window_size_right")
+        right = 0 if arguments.get("causal") else right
+        visible = visible if right is None else visible.tril(behind + right)
+        visible = visible if left is None else visible.triu(behind - left)
+        if length:
+            change = None if cap is None else lambda s: cap * torch.tanh(s / cap)
+            out, lse = attend(own_q.transpose(0, 1)[None], own_k, own_v, visible, change)
+        else:
+            rows = own_q.shape[1::-1]
+            out, lse = torch.zeros(1, *rows, v.shape[3]), torch.full((1, *rows), -math.inf)
+        outs.append(out.transpose(1, 2))
+        lses.append(lse)
+    return torch.cat(outs).to(q.dtype), torch.cat(lses).float()
+
+
+@pytest.mark.parametrize("mask", WINDOWS)
+def test_fa4_reads_pages(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function takes the kernel's place."""
+    monkeypatch.setattr(fa4, "is_installed", lambda: True)
+    monkeypatch.setattr(fa4, "refuses_package", lambda call: None)
+    monkeypatch.setattr(fa4, "_forward", _attend_to_pages)
+    _check_fa4(mask, 32, "cpu", torch.float32, (64, 48))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=label)
+@pytest.mark.parametrize("page_size", [1, 16, 40, 64, 128, 256])
+@pytest.mark.parametrize("sizes", [(64, 64), (192, 128)])
+@pytest.mark.parametrize("mask", WINDOWS)
+def test_fa4_reads_pages_on_a_gpu(mask: str, sizes: tuple[int, int], page_size: int, dtype: torch.dtype) -> None:
+    pytest.importorskip("flash_attn.cute", reason="flash-attn-4 is not installed")
+    _check_fa4(mask, page_size, "cuda", dtype, sizes)
+
+
+def _check_fa4(name: str, page_size: int, device: str, dtype: torch.dtype, sizes: tuple[int, int]) -> None:
+    cache, q = chunks(page_size, device, dtype, sizes)
+    mask, visible = WINDOWS[name]
+    with torch.no_grad():
+        for turn in range(3):  # later turns have other lengths and tables
+            cache.lens -= turn
+            cache.lens.clamp_(min=0)
+            cache.table = cache.table.long() if turn == 2 else cache.table.clone()
+            out, lse = cache.attention(q, mask=mask, return_lse=True, q_offset=None, backend="fa4")
+            want, want_lse = cache.expected(q, visible)
+            assert error(out, want) < TOLERANCE[dtype]
+            check_lse(lse, want_lse, 10 * TOLERANCE[dtype])
+            assert torch.all(out[3] == 0)
+        out = cache.attention(q, mask=mask, score="softcap", cap=2.0, scale=0.3, sink_logits=torch.zeros(6).to(q))
+        want, want_lse = cache.expected(q, visible, lambda s, b, n: 2 * torch.tanh(s * 0.3 * sizes[0] ** 0.5 / 2))
+        assert error(out, want * torch.sigmoid(want_lse)[..., None]) < TOLERANCE[dtype]
+
+
+@pytest.mark.gpu
+def test_fa4_in_pages_is_captured() -> None:
+    """Replays see lengths, tables and caches that change in place."""
+    pytest.importorskip("flash_attn.cute", reason="flash-attn-4 is not installed")
+    cache, q = chunks(64, "cuda", torch.bfloat16)
+    with torch.no_grad():
+        for _ in range(2):
+            cache.attention(q, mask="causal", backend="fa4")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = cache.attention(q, mask="causal", backend="fa4")
+        for turn in range(1, 4):
+            cache.lens.sub_(turn).clamp_(min=0)
+            q.normal_()
+            graph.replay()
+            assert error(out, cache.expected(q, last)[0]) < TOLERANCE[torch.bfloat16]
+
+
+def test_fa4_leaves_pages_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks that are no windows, queries elsewhere and calls that learn go another way, and so does a failure."""
+    monkeypatch.setattr(fa4, "is_installed", lambda: True)
+    monkeypatch.setattr(fa4, "refuses_package", lambda call: None)
+    calls_of_kernel: list[int] = []
+
+    def failing(*arguments: Any) -> Any:
+        calls_of_kernel.append(1)
+        raise TypeError("no such kernel")
+
+    monkeypatch.setattr(fa4, "_forward", failing)
+    cache, q = chunks(32, "cpu", torch.float32)
+    cache.k = cache.k.nan_to_num(0.0)
+    cache.v = cache.v.clamp(max=5.0)
+    for more in ({"mask": lambda b, h, q, kv: kv % 3 < 2}, {"mask": "causal", "q_offset": 5}):
+        cache.attention(q, **more)
+    cache.attention(q.clone().requires_grad_(), mask="causal")
+    assert not calls_of_kernel
+    want, _ = cache.expected(q, last)
+    for _ in range(2):
+        assert error(cache.attention(q, mask="causal"), want) < TOLERANCE[torch.float32]
+    assert len(calls_of_kernel) == 1
+    flexmasks.clear_caches()
+
+
 # --- errors ---
 
 Q, K = torch.randn(2, 4, 3, 16), torch.randn(8, 16, 2, 16)
@@ -570,10 +709,14 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "q a list": ({"q": [1.0]}, TypeError, "`q` must be a tensor \\[B, H, Q, D\\]; got q list"),
     "cache of 3 dimensions": ({"k_cache": K[0]}, ValueError, "4 dimensions, \\[n_pages, page_size, Hkv, D\\]"),
     "cache empty": ({"v_cache": K[:0]}, ValueError, "`v_cache` is empty"),
-    "caches of two shapes": ({"v_cache": K[:4]}, ValueError, "one shape; got q .*, v_cache float32\\[4, 16, 2, 16\\]"),
+    "caches of two shapes": (
+        {"v_cache": K[:4]},
+        ValueError,
+        "one shape but for the head size; got q .*, v_cache float32\\[4, 16, 2, 16\\]",
+    ),
     "dtypes": ({"q": Q.double()}, TypeError, "must have one dtype; got q float64"),
     "devices": ({"q": Q.to("meta")}, ValueError, "must be on one device"),
-    "head sizes": ({"q": Q[..., :8]}, ValueError, "one head size D"),
+    "head sizes": ({"q": Q[..., :8]}, ValueError, "q and k_cache must have one head size D"),
     "heads": ({"q": Q[:, :3]}, ValueError, "multiple of the number of key heads"),
     "pages apart": (
         {"k_cache": torch.randn(8, 2, 16, 2, 16)[:, 0]},

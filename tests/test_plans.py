@@ -268,6 +268,44 @@ def test_recorded_operations_keep_layouts(pick: Callable[..., Tensor], view: Cal
         assert torch.equal(recorded([x])[0], function(x)[0])
 
 
+@pytest.mark.parametrize(
+    ("function", "shapes"),
+    [
+        (lambda rows, keys: rows * (2 * keys), [(3, 1, 1, 8), (1, 4, 1, 1)]),
+        (lambda rows, keys: torch.zeros(()) - (2 * keys) * rows, [(3, 1, 1, 8), (1, 4, 1, 1)]),
+        (lambda rows, keys: (3 + rows.view(4, 1, 1)) * keys[0].view(8), [(1, 1, 8), (4, 1, 1)]),
+        (lambda rows, keys: (2 * rows).expand(3, 4, 1, 1) * keys[:1], [(1, 1, 1, 8), (3, 4, 1, 1)]),
+        (lambda rows, keys: 2 * (rows * keys), [(3, 4, 1, 8)]),
+        (lambda rows, keys: rows * (2 * keys) + 1, [(3, 4, 1, 8)]),
+        (lambda rows, keys: torch.ones(()) - rows * (2 * keys), [(3, 4, 1, 8)]),
+        (lambda rows, keys: (rows * (2 * keys.double())).float(), [(3, 4, 1, 8)]),
+        (lambda rows, keys: (2 * keys).abs() * rows.int(), [(3, 4, 1, 8)]),
+    ],
+)
+def test_recorded_products_are_given_out_as_factors(
+    function: Callable[[Tensor, Tensor], Tensor], shapes: list[tuple[int, ...]]
+) -> None:
+    def inputs() -> list[Tensor]:
+        return [torch.randn(1, 4, 1, 1), torch.randn(3, 1, 1, 8)]
+
+    recorded = Recorded(lambda *tensors: [function(*tensors)], inputs(), factored=True)
+    for tensors in (inputs(), inputs()):
+        factors = recorded(tensors)
+        assert [tuple(t.shape) for t in factors] == shapes
+        assert torch.equal(factors[0] * (factors[1] if factors[1:] else 1), function(*tensors))
+
+
+def test_biases_of_alibi_take_no_memory_for_each_head() -> None:
+    """From the second lengths on, few queries have one row of numbers for all heads."""
+    flexmasks.clear_caches()
+    q, k = torch.randn(2, 8, 1, 16), torch.randn(2, 8, 1000, 16)
+    starts = [torch.tensor([499 + n, 899 + n]) for n in range(3)]
+    for start in starts:
+        flexmasks.attention(q, k, k, mask="causal", q_offset=start, score="alibi", backend="decode")
+    rows = 2 * 8 + 2 + 2  # of the first call, and of the two others
+    assert flexmasks.cache_info()["added"].bytes == 4 * (1000 * rows + 2 * 8)
+
+
 # --- CUDA graphs ---
 
 

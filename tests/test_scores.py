@@ -36,7 +36,7 @@ def test_every_score_has_an_oracle_and_three_cases() -> None:
 
 @pytest.mark.parametrize("case", SCORE_CASES, ids=label)
 def test_reference_in_float64_with_gradients(case: Case) -> None:
-    leaves = [exact(x) for x in qkv(case, torch.float32, size=8)]
+    leaves = [exact(x) for x in qkv(case, torch.float32, size=8, v_size=5)]
     others = [exact(x) for x in leaves]
     params = arguments(case)
     learned = {n: exact(t) for n, t in params.items() if isinstance(t, Tensor) and t.is_floating_point()}
@@ -59,7 +59,7 @@ _SUMMED_TOLERANCE = {dtype: 2 * tolerance for dtype, tolerance in TOLERANCE.item
 
 
 def _compiled(case: Case, dtype: torch.dtype, device: str, backend: str) -> None:
-    leaves = qkv(case, dtype, device)
+    leaves = qkv(case, dtype, device, v_size=32 if backend == "flash" or case.q_len % 2 else 16)
     others = [exact(x) for x in leaves]
     params = arguments(case, device)
     params |= {n: t.float() for n, t in params.items() if isinstance(t, Tensor) and t.is_floating_point()}

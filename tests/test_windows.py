@@ -188,7 +188,7 @@ def _attend_in_sequences(
             out.append(o[0].transpose(0, 1))
             lse.append(n[0])
         elif b > a:
-            out.append(torch.zeros_like(q[a:b]))
+            out.append(q.new_zeros(b - a, q.shape[1], v.shape[2]))
             lse.append(torch.full((q.shape[1], b - a), -math.inf, dtype=q.dtype))
     return torch.cat(out), torch.cat(lse, 1)
 
@@ -203,7 +203,8 @@ def test_fa4_hides_padding(layout: str, bound: int | None, batch: int, monkeypat
     mask, q_len, kv_len = flexmasks.packed("causal", offsets, max_length=bound), 20, 20
     if layout == "other keys":
         mask, q_len, kv_len = flexmasks.packed("full", offsets, kv_offsets, max_length=bound), 15, 24
-    leaves = [torch.randn(batch, n, 2, 4, dtype=torch.float64).transpose(1, 2) for n in (q_len, kv_len, kv_len)]
+    shapes = [(q_len, 2, 4), (kv_len, 2, 4), (kv_len, 2, 6)]
+    leaves = [torch.randn(batch, *shape, dtype=torch.float64).transpose(1, 2) for shape in shapes]
     q, k, v = (x.contiguous() if layout == "heads" else x for x in leaves)
     others = [exact(x) for x in (q, k, v)]
     for x in (q, k, v):
@@ -302,24 +303,31 @@ _CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", _CASES)
 @pytest.mark.parametrize(
-    ("dtype", "size", "grouped"), [(torch.bfloat16, 64, False), (torch.float16, 128, True), (torch.float16, 96, False)]
+    ("dtype", "size", "v_size", "grouped"),
+    [
+        (torch.bfloat16, 64, 64, False),
+        (torch.float16, 128, 128, True),
+        (torch.float16, 96, 96, False),
+        (torch.bfloat16, 192, 128, False),
+    ],
 )
-def test_fa4(case: str, dtype: torch.dtype, size: int, grouped: bool) -> None:
+def test_fa4(case: str, dtype: torch.dtype, size: int, v_size: int, grouped: bool) -> None:
     pytest.importorskip("flash_attn.cute", reason="flash-attn-4 is not installed")
     call = dict(_CASES[case], backend="fa4")
     batch, kv_len = call.pop("batch", 2), call.pop("kv_len", 300)
     call["mask"] = _on_gpu(call["mask"])
     q = torch.randn(batch, 4, 300, size, device="cuda", dtype=dtype, requires_grad=True)
     k, v = (
-        torch.randn(batch, 2 if grouped else 4, kv_len, size, device="cuda", dtype=dtype, requires_grad=True)
-        for _ in range(2)
+        torch.randn(batch, 2 if grouped else 4, kv_len, n, device="cuda", dtype=dtype, requires_grad=True)
+        for n in (size, v_size)
     )
     others = [exact(x) for x in (q, k, v)]
     lengths = {n: call[n] for n in ("q_offset", "window", "left", "right") if n in call}
     visible = flexmasks.dense_mask(call["mask"], 300, kv_len, batch=batch, device="cuda", **lengths).cpu()
     change = (lambda s: 3 * torch.tanh(s / 3)) if "score" in call else None
     want, want_lse = attend(*others, visible, change, call.get("scale"))
-    weight, lse_weight = torch.randn_like(q), torch.randn(batch, 4, 300, device="cuda")
+    weight = torch.randn(batch, 4, 300, v_size, device="cuda", dtype=dtype)
+    lse_weight = torch.randn(batch, 4, 300, device="cuda")
     seen = ~want_lse.isinf()
     expected = torch.autograd.grad(
         (want * weight.double().cpu()).sum() + (want_lse * lse_weight.double().cpu())[seen].sum(), others

@@ -14,7 +14,7 @@ from flexmasks import compat
 from flexmasks.blocks.counts import Blocks
 from flexmasks.cache import Cache
 from flexmasks.plans.data import FirstAsData, MaskData
-from flexmasks.plans.whole import Whole
+from flexmasks.plans.whole import Added, Whole
 from flexmasks.plans.windows import Window
 from flexmasks.spec.bands import Sequences
 from flexmasks.spec.numbers import Number
@@ -71,7 +71,7 @@ class Call:
     window: Callable[[], Window | None]  # the mask as a window, if it is one
     cap: float | None  # the cap, if the score change is a soft-cap
     whole: Callable[[], Whole] | None  # the whole mask, made without a value read on the host; None for given blocks
-    added: Callable[[], Tensor] | None  # what the score change adds, float32 [B, H, Q, KV]; only if it only adds
+    added: Callable[[], Added] | None  # what the score change adds; only if it only adds
     blocks: Callable[[], Blocks]
     data: Callable[[], MaskData]  # the mask as data
     computed_fraction: Callable[[], float]  # the approximate fraction of all pairs that is computed
@@ -109,7 +109,8 @@ class Call:
     def kind(self) -> Hashable:
         """Key of what decides whether a backend can run the call."""
         q = self.q
-        return self.kernel_key, q.dtype, q.device, q.shape[-1], self.needs_grad, q.shape[1] == self.k.shape[1]
+        sizes = q.shape[3], self.v.shape[3]
+        return self.kernel_key, q.dtype, q.device, sizes, self.needs_grad, q.shape[1] == self.k.shape[1]
 
     @functools.cached_property
     def looks(self) -> dict[bool, str]:

@@ -74,7 +74,7 @@ def replay_of(
 ) -> decode_cpu.CpuDecode | decode_gpu.GpuDecode:
     """Return a call without q, k and v.
 
-    With a page table, int [B, P], it is called with caches [n_pages, page_size, Hkv, D] in place of k and v.
+    With a page table, int [B, P], it is called with caches [n_pages, page_size, Hkv, D or Dv] in place of k and v.
     """
     if call.q.device.type in _ON_GPU:
         return decode_gpu.GpuDecode.of(call, table)

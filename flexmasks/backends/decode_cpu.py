@@ -32,6 +32,8 @@ def refuses(call: Call) -> str | None:
     """Return why a call of a few queries cannot run here, or None."""
     if call.q.dtype not in (*HALF_DTYPES, torch.float32):
         return f"it takes float16, bfloat16 and float32, not {call.dtype}"
+    if call.q.dtype in HALF_DTYPES and call.q.shape[3] != call.v.shape[3]:
+        return f"in {call.dtype} it takes only values of q's head size, as torch's kernel does"
     if call.q.dtype in HALF_DTYPES and call.score_mod is not None and not is_added(call):
         return f"in {call.dtype} it takes only score changes that add to the score"
     return None
@@ -103,7 +105,7 @@ class CpuDecode:
         score_mod = None if call.score_mod is None else call.score_mod()
         added = torch.zeros((), device=q.device)
         if call.added is not None and is_added(call):
-            added, score_mod = call.added(), None
+            added, score_mod = call.added().product(), None
         sees = visible.any(-1)
         return cls(
             visible=visible,
@@ -131,7 +133,7 @@ class CpuDecode:
         Each of a few threads takes the next part that is left.
         """
         keys = sum(part.keys.stop - part.keys.start for part in self.parts)
-        workers = Workers.of(q.device, keys * q.shape[1] * q.shape[2] * q.shape[3], len(self.parts))
+        workers = Workers.of(q.device, keys * q.shape[1] * q.shape[2] * max(q.shape[3], v.shape[3]), len(self.parts))
         results: dict[int, tuple[Tensor, Tensor]] = {}
         numbers = iter(range(len(self.parts)))
 
@@ -159,9 +161,9 @@ class CpuDecode:
         """Return output and lse of a part, right where a query sees a key."""
         (batch, heads, q_len, size), kv_heads = q.shape, k.shape[1]
         if not k.shape[2]:
-            return torch.zeros_like(q), q.new_zeros(q.shape[:3], dtype=torch.float32)
+            return q.new_zeros(*q.shape[:3], v.shape[3]), q.new_zeros(q.shape[:3], dtype=torch.float32)
         rows = q.reshape(batch, kv_heads, -1, size)
-        if self.score_mod is None:
+        if self.score_mod is None and size == v.shape[3]:
             added = _of_part(self.added, part)
             k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k, v))  # what torch's kernel takes for granted
             out, lse = compat.flash_attention_on_cpu(rows, k, v, added, self.scale)

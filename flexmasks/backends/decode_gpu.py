@@ -20,16 +20,17 @@ from flexmasks.kernels.few_queries import attend, attend_few, runs_on_triton
 from flexmasks.plans.plan import GivenPlan, MaskPlan, ScorePlan
 from flexmasks.plans.recorded import LOCK, Recorded
 from flexmasks.plans.shifted import offset_of_last
-from flexmasks.plans.whole import Whole
+from flexmasks.plans.whole import Added, Whole
 
 
 def refuses(call: Call) -> str | None:
     """Return why a call of a few queries cannot run here, or None."""
-    size = call.q.shape[3]
-    if not runs_on_triton(call.q.dtype, size, size):
+    size, v_size = call.q.shape[3], call.v.shape[3]
+    if not runs_on_triton(call.q.dtype, size, v_size):
+        sizes = f"{size}" if v_size == size else f"{size} and {v_size}"
         return (
             "on a GPU it takes float16, bfloat16 and float32 with head sizes that 8 divides, up to 256, not "
-            f"{call.dtype} with {size}"
+            f"{call.dtype} with {sizes}"
         )
     if call.score_mod is not None and call.cap is None and not is_added(call):
         return "on a GPU it takes only soft-caps and score changes that add to the score"
@@ -44,7 +45,7 @@ class GpuDecode:
     """
 
     whole: Whole
-    added: Tensor | None  # float32 [B, H, Q, KV], what the score change adds
+    added: Added | None  # what the score change adds
     cap: float | None
     scale: float | None
     with_lse: bool
@@ -65,7 +66,8 @@ class GpuDecode:
         visible, *tiles = self.whole
         q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
         scale = q.shape[3] ** -0.5 if self.scale is None else self.scale
-        arguments: Any = (q, k, v, self.table, *tiles, visible, None, self.added, scale, self.cap)
+        bias, weight = (None, None) if self.added is None else self.added
+        arguments: Any = (q, k, v, self.table, *tiles, visible, weight, bias, scale, self.cap)
         is_plain = type(q) is type(k) is type(v) is Tensor and not compat.in_dispatch_mode()
         if is_plain and not compat.in_function_mode():
             return attend(*arguments, with_lse=self.with_lse)
@@ -151,7 +153,7 @@ class DecodeRenewal:
         added = None
         if self._added is not None:
             change, inputs = self._added
-            (added,) = change.lend([tensors[n] for n in inputs])
+            added = Added(*change.lend([tensors[n] for n in inputs]))
         return GpuDecode(visible, added, *self._fixed, table)
 
 

@@ -23,14 +23,14 @@ def computes_nothing(*tensors: Any) -> bool:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, learned: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return output 0 [B, H, Q, D] and lse -inf [B, H, Q].
+    """Return output 0 [B, H, Q, Dv] and lse -inf [B, H, Q].
 
     A row that sees nothing has the same. All gradients are 0.
 
     learned: tensors of a score that require a gradient.
     """
     never = torch.zeros((), dtype=torch.bool, device=q.device)
-    joined = q + sum((x.sum() for x in learned), k.sum() + v.sum()).to(q.dtype)
-    out = torch.where(never, joined, 0.0).contiguous()
+    joined = sum((x.sum() for x in learned), q.sum() + k.sum() + v.sum()).to(q.dtype)
+    out = torch.where(never, joined, 0.0).expand(*q.shape[:3], v.shape[3]).contiguous()
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return out, torch.where(never, out.sum(-1).to(dtype), -math.inf)

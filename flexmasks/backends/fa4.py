@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -13,10 +14,12 @@ from torch import Tensor
 from flexmasks import compat
 from flexmasks.backends.call import HALF_DTYPES, Call, Result, Unavailable, first_line, proven, transformed
 from flexmasks.plans.windows import Window
-from flexmasks.spec.bands import Sequences
+from flexmasks.spec.bands import Band, Sequences
 
 _MIN_QUERIES = 128  # with fewer queries, kernels that split the keys are faster
 _MAX_SEARCHED_SEQUENCES = 2048
+# Different head sizes of q and of v that flash-attn-4 is tested with by its authors, and those tested with gradients.
+_V_SIZES, _V_SIZES_WITH_GRADIENTS = ((128, 64), (192, 128)), ((192, 128),)
 # Names of the kernel's arguments, in the order of the operators below.
 _ARGUMENTS = (
     "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k",
@@ -36,7 +39,7 @@ def is_installed() -> bool:
 
 def refuses_package(call: Call) -> str | None:
     """Return why flash-attn-4 cannot take the call, called directly or through flex_attention, or None."""
-    head_size = call.q.shape[-1]
+    head_size, v_size = call.q.shape[3], call.v.shape[3]
     if not call.is_cuda:
         return "it runs on CUDA only"
     if not is_installed():
@@ -47,6 +50,14 @@ def refuses_package(call: Call) -> str | None:
         return f"it takes float16 and bfloat16, not {call.dtype}"
     if head_size > 256 or head_size % 8:
         return f"it takes head sizes that are multiples of 8 up to 256, not {head_size}"
+    if v_size != head_size:
+        taken = _V_SIZES_WITH_GRADIENTS if call.needs_grad else _V_SIZES
+        if (head_size, v_size) not in taken:
+            sizes = " or ".join(f"{size} with {other}" for size, other in taken)
+            gradients = " and gradients" if call.needs_grad else ""
+            return f"with two head sizes{gradients} it takes {sizes} for v, not {head_size} with {v_size}"
+        if call.needs_grad and call.q.shape[1] != call.k.shape[1]:
+            return "its backward pass takes two head sizes only if heads are not grouped"
     if call.needs_grad and -head_size % 32 > 8:
         return f"its gradients are wrong for head sizes 8 or 16 past a multiple of 32, as {head_size} is"
     return None
@@ -57,16 +68,21 @@ def refuses(call: Call) -> str | None:
     reason = refuses_package(call)
     if reason is not None:
         return reason
-    if call.score_mod is not None and call.cap is None:
-        return "it has no score changes except the soft-cap"
-    if call.kernel_options:
-        return "it takes no kernel_options"
     window = call.window()
     if window is None:
         return (
             "it knows only windows, such as full and causal, and windows inside sequences laid end to end, given by "
             "offsets; it would have to read documents given by ids, and queries that start elsewhere"
         )
+    return _refuses_numbers(call)
+
+
+def _refuses_numbers(call: Call) -> str | None:
+    """Return why a call of a window cannot run here, or None."""
+    if call.score_mod is not None and call.cap is None:
+        return "it has no score changes except the soft-cap"
+    if call.kernel_options:
+        return "it takes no kernel_options"
     if call.scale is not None and call.scale <= 0:
         return "it takes scales above 0 only"
     if call.q.shape[2] < _MIN_QUERIES:
@@ -124,7 +140,7 @@ class DirectCall:
         return cls(window, sequences, call.scale, call.cap, call.with_lse, by_head, call.is_traced)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the output [B, H, Q, D], and lse [B, H, Q] or None."""
+        """Return the output [B, H, Q, Dv], and lse [B, H, Q] or None."""
         k, v = self.window.cut(k), self.window.cut(v)
         if self.sequences is not None:
             out, lse = self._in_sequences(q, k, v, self.sequences)
@@ -143,20 +159,21 @@ class DirectCall:
 
     def _over_all_tokens(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
         """Return output and lse of sequences that may include padding."""
-        batch, heads, q_len, size = q.shape
+        batch, heads, q_len, _ = q.shape
+        v_size = v.shape[3]
         if self.by_head is not None and q.is_contiguous() and k.is_contiguous() and v.is_contiguous():
-            out, lse = self._attend(self.by_head, *(x.view(-1, 1, size) for x in (q, k, v)))
-            return out.view(q.shape), lse.view(q.shape[:3])
+            out, lse = self._attend(self.by_head, *(x.view(-1, 1, x.shape[3]) for x in (q, k, v)))
+            return out.view(batch, heads, q_len, v_size), lse.view(q.shape[:3])
         flat = [
             x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)
         ]  # [tokens, H, D], copied if a view cannot have this shape
         out, lse = self._attend(sequences, *flat)
-        return out.view(batch, q_len, heads, size).transpose(1, 2), lse.view(heads, batch, q_len).transpose(0, 1)
+        return out.view(batch, q_len, heads, v_size).transpose(1, 2), lse.view(heads, batch, q_len).transpose(0, 1)
 
     def _attend(self, sequences: Sequences | None, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return output and lse of q, k, v [B, S, H, D].
+        """Return output and lse of q, k and v [B, S, H, D or Dv].
 
-        With sequences, q, k and v are [tokens, H, D].
+        With sequences, q, k and v are [tokens, H, D or Dv].
         """
         arguments = self._arguments(q.shape[1], k.shape[1], sequences)
         if self.is_traced:
@@ -185,6 +202,76 @@ class DirectCall:
         return arguments
 
 
+# --- pages ---
+
+
+def refuses_pages(call: Call, band: Band | None) -> str | None:
+    """Return why a call cannot read pages here, or None.
+
+    Its queries are the last ones of each sequence. band: the mask inside a sequence.
+    """
+    if band is None or band.sequences is not None:
+        return "it knows only windows"
+    if call.needs_grad:
+        return "its kernel for pages has no gradients"
+    return refuses_package(call) or _refuses_numbers(call)
+
+
+@dataclass(frozen=True)
+class PagedCall:
+    """A call of FlashAttention 4 to pages, without q and the caches.
+
+    Its queries are the last ones of each sequence.
+
+    lens: number of keys of each sequence. They and the page table are int32.
+    """
+
+    left: int | None
+    right: int | None
+    scale: float | None
+    cap: float | None
+    with_lse: bool
+    lens: Tensor
+    table: Tensor
+
+    nbytes = 0
+
+    @classmethod
+    def of(cls, call: Call, band: Band, lens: Tensor, table: Tensor) -> PagedCall:
+        """Return the call."""
+        return cls(band.left, band.right, call.scale, call.cap, call.with_lse, *_in_int32(lens, table))
+
+    def renewed(self, tensors: Sequence[Tensor]) -> PagedCall:
+        """Return the call with the last two tensors as its lengths and page table."""
+        lens, table = _in_int32(*tensors[-2:])
+        return replace(self, lens=lens, table=table)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the output [B, H, Q, Dv], and lse [B, H, Q] or None.
+
+        k, v: caches [n_pages, page_size, Hkv, D] and [n_pages, page_size, Hkv, Dv].
+
+        Raises Unavailable if flash-attn-4 cannot compile the call.
+        """
+        arguments: dict[str, Any] = {"seqused_k": self.lens, "page_table": self.table, "softmax_scale": self.scale}
+        if self.left is None and self.right == 0:
+            arguments["causal"] = True
+        else:
+            arguments |= {"window_size_left": self.left, "window_size_right": self.right}
+        k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k.detach(), v.detach()))
+        try:
+            out, lse = _forward(q.detach().transpose(1, 2), k, v, arguments, self.cap)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # flash-attn-4 compiles at the first call, and raises errors of any type
+            raise Unavailable(first_line(error)) from error
+        return out.transpose(1, 2), lse if self.with_lse else None
+
+
+def _in_int32(*tensors: Tensor) -> list[Tensor]:
+    return [t.detach().int().contiguous() for t in tensors]
+
+
 def hide_padding(x: Tensor, dim: int, count: Tensor, value: float) -> Tensor:
     """Return `x` with a value behind the first `count` places of a dimension.
 
@@ -195,9 +282,10 @@ def hide_padding(x: Tensor, dim: int, count: Tensor, value: float) -> Tensor:
 
 
 class _Attend(torch.autograd.Function):
-    """Attention of q, k, v [B, S, H, D], or [tokens, H, D].
+    """Attention by the kernel.
 
-    The output has q's shape, the lse is [B, H, S], or [H, tokens].
+    q and k are [B, S, H, D] and v is [B, S, H, Dv], or they are [tokens, H, D] and [tokens, H, Dv].
+    The output is [B, S, H, Dv] or [tokens, H, Dv], the lse [B, H, S] or [H, tokens].
     """
 
     @staticmethod
@@ -305,7 +393,7 @@ def traced_forward(
 @traced_forward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     shape = (q.shape[0], q.shape[2], q.shape[1]) if q.ndim == 4 else (q.shape[1], q.shape[0])
-    return q.new_empty(q.shape), q.new_empty(shape, dtype=torch.float32)
+    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(shape, dtype=torch.float32)
 
 
 @torch.library.custom_op("flexmasks::fa4_backward", mutates_args=(), device_types="cuda")

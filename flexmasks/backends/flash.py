@@ -18,6 +18,8 @@ def refuses(call: Call) -> str | None:
         return reason
     if not 16 <= call.q.shape[-1] <= 128:
         return f"with blocks it takes head sizes from 16 to 128, not {call.q.shape[-1]}"
+    if call.v.shape[-1] != call.q.shape[-1]:
+        return "with blocks it takes values of q's head size only"
     if call.learns:
         return "it gives no gradient to captured tensors of a mask or score"
     if call.with_lse:

@@ -155,6 +155,7 @@ def flex(
 def options(
     q: Tensor,
     k: Tensor,
+    v: Tensor,
     backend: str | None,
     given: dict[str, Any] | None,
     block_size: tuple[int, int],
@@ -172,14 +173,14 @@ def options(
     # Below 128 queries torch takes its decoding kernel, which finds no tile for more than 128 rows of a group.
     grouped_rows = q.shape[2] * (q.shape[1] // k.shape[1])
     if q.is_cuda and grouped_rows > 128 and not chosen.keys() & {"BACKEND", "FORCE_USE_FLEX_ATTENTION"}:
-        tiles = {} if chosen else _tiles(q, block_size)
+        tiles = {} if chosen else _tiles(q, v, block_size)
         return {**tiles, **proven(), **chosen, "BACKEND": "TRITON"}
     return chosen
 
 
-def _tiles(q: Tensor, block_size: tuple[int, int]) -> dict[str, int]:
+def _tiles(q: Tensor, v: Tensor, block_size: tuple[int, int]) -> dict[str, int]:
     """Return the options of faster tiles for torch's Triton kernel, if there are any."""
-    tiles = _TILES.get(q.shape[3])
+    tiles = _TILES.get(q.shape[3]) if q.shape[3] == v.shape[3] else None
     if tiles is None or q.dtype not in HALF_DTYPES or any(n % _TILES_DIVIDE for n in block_size):
         return {}
     return tiles if q.device.index is not None and _capability(q.device.index) == _TILES_ARE_FOR else {}
@@ -500,7 +501,7 @@ def _options(call: Call, backend: str | None, more_options: dict[str, Any] | Non
     """
     given = {**(call.kernel_options or {}), **(more_options or {})}
     proven = call.proven_options if has_proven else dict
-    return options(call.q, call.k, backend, given, call.blocks().block_mask.BLOCK_SIZE, proven)
+    return options(call.q, call.k, call.v, backend, given, call.blocks().block_mask.BLOCK_SIZE, proven)
 
 
 def _kind(call: Call, backend: str | None, chosen: dict[str, Any]) -> tuple[Hashable, ...]:
@@ -508,20 +509,20 @@ def _kind(call: Call, backend: str | None, chosen: dict[str, Any]) -> tuple[Hash
 
     chosen: the kernel options.
     """
-    q, k = call.q, call.k
-    learning = tuple(call.needs_grad and x.requires_grad for x in (q, k, call.v))
+    q, k, v = call.q, call.k, call.v
+    learning = tuple(call.needs_grad and x.requires_grad for x in (q, k, v))
     # torch's decoding kernel on CUDA divides its work by the batch size, and is not taken for a symbolic one.
     may_decode = call.is_cuda and "BACKEND" not in chosen
     return (
         backend, q.dtype, q.device, q.shape[0] if may_decode else _is_one(q.shape[0]), q.shape[1], k.shape[1],
-        q.shape[3], call.with_lse, call.scale, repr(chosen), torch.is_grad_enabled(), *learning,
+        q.shape[3], v.shape[3], call.with_lse, call.scale, repr(chosen), torch.is_grad_enabled(), *learning,
     )  # fmt: skip
 
 
 # The parts of a kernel's key in words, for the log.
 _KEY_PARTS = (
     "mask with its numbers", "score with its numbers", "backend", "dtype", "device", "batch size", "number of heads",
-    "number of heads of k and v", "head size", "wish for an lse", "scale", "set of kernel options",
+    "number of heads of k and v", "head size", "head size of v", "wish for an lse", "scale", "set of kernel options",
     *["wish for gradients"] * 4, "block size", "batch size of block lists", "number of heads of block lists",
 )  # fmt: skip
 

@@ -39,7 +39,7 @@ def attend(
     mask_mod: Callable[..., Tensor],
     scale: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the output [B, H, Q, D] and the natural log-sum-exp [B, H, Q].
+    """Return the output [B, H, Q, Dv] and the natural log-sum-exp [B, H, Q].
 
     score_mod, mask_mod: the bound functions of the score, or None, and of the mask.
     """

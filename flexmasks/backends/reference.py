@@ -52,7 +52,7 @@ def attend(
     scale: float | None,
     functions: OverIndices | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the output [B, H, Q, D] and the natural log-sum-exp [B, H, Q].
+    """Return the output [B, H, Q, Dv] and the natural log-sum-exp [B, H, Q].
 
     The output has q's dtype. The log-sum-exp is float32, or float64 if q is.
 

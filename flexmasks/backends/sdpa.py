@@ -38,7 +38,7 @@ def refuses(call: Call) -> str | None:
     if call.q.dtype == torch.float64 and call.needs_grad:
         return "it has no second derivative, which calls in float64 may need"
     if call.is_traced:  # torch cannot be asked for its kernel
-        return _NO_KERNEL if call.q.dtype == torch.float64 else None
+        return _NO_KERNEL if call.q.dtype == torch.float64 or call.q.shape[3] != call.v.shape[3] else None
     if not FusedCall(window, call.scale).has_kernel(call.q, call.k, call.v):
         return _NO_KERNEL
     return None

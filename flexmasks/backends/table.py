@@ -82,8 +82,8 @@ def _fastest_first(call: Call) -> list[Backend]:
     slow: list[str] = ["decode"]
     if fa4.refuses_package(call) is None:
         window = call.window()
-        batch, heads, q_len, size = call.q.shape
-        flop = 4 * batch * heads * q_len * call.k.shape[2] * size * call.computed_fraction()
+        sizes = call.q.shape[3] + call.v.shape[3]
+        flop = 2 * call.q.shape[:3].numel() * call.k.shape[2] * sizes * call.computed_fraction()
         if flop < _FA4_MIN_FLOP and (window is None or window.sequences is None):
             slow.append("fa4")
         # Where a tensor is read at every pair, a partial block costs flash 3.2 full blocks, and triton 1.4 of its own,

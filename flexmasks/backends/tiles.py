@@ -136,7 +136,7 @@ class Tiles:
             keys, values = (self._by_group(_without_repeated_batch(x)) for x in (k, v))
             finite_values = _zero_nonfinite(values)
             nonfinite = None if finite_values is values else values.isfinite().logical_not_().to(self._dtype)
-            out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+            out = q.new_zeros(*q.shape[:3], v.shape[3])
             lse = torch.full((*q.shape[:3], 1), -math.inf, dtype=self._dtype, device=self._device)
             return keys, finite_values, nonfinite, out, lse
 
@@ -216,7 +216,7 @@ class Tiles:
                 for total, x in zip((grad_k, grad_v, *grad_learned), part, strict=True):
                     total.add_(x)
             grad_k.mul_(self._scale)
-            grad_k, grad_v = (x.mT.reshape(k.shape).to(k.dtype) for x in (grad_k, grad_v))
+            grad_k, grad_v = (grad.mT.reshape(x.shape).to(x.dtype) for grad, x in ((grad_k, k), (grad_v, v)))
             return grad_k, grad_v, *(x.to(t.dtype) for x, t in zip(grad_learned, learned, strict=True))
 
         shared = self._workers.one(prepared)
@@ -227,10 +227,11 @@ class Tiles:
     def _backward_part(self, part: int, shared: _Backward) -> list[Tensor]:
         """Write a part of the gradient of q, and return its part of the others.
 
-        The others are the gradients of k, without the scale, of v, both [groups, D, keys], and of the learned tensors.
+        The others are the gradients of k, without the scale, [groups, D, keys], of v, [groups, Dv, keys], and of the
+        learned tensors.
         """
         q, keys, values, finite_q, finite_keys, grad_out, delta, shift, grad_q, learned = shared
-        # [groups, D, keys]: the products added to these then read both factors along their rows.
+        # The keys come last: the products added to these then read both factors along their rows.
         grad_k, grad_v = (torch.zeros_like(x.mT, memory_format=torch.contiguous_format) for x in (keys, values))
         grad_learned = [torch.zeros_like(x, dtype=torch.promote_types(x.dtype, self._dtype)) for x in learned]
         buffers = self._buffers(2 if self._score_mod is None else 3)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from flexmasks.attention import attention, explain, paged_attention
+from flexmasks.backends.fa4 import is_installed
 from flexmasks.bench.clock import interleaved, wall_milliseconds
 from flexmasks.bench.loops import Draws, Replayed
 from flexmasks.bench.results import Benchmark, Row, measured_on, text_table
@@ -19,7 +21,8 @@ from flexmasks.bench.steps_tables import OURS, github_table
 from flexmasks.scores.alibi import alibi_slopes
 from flexmasks.spec.arguments import get_mask
 
-DENSE = "SDPA + mask"
+DENSE, FA4 = "SDPA + mask", "FA4"
+_LEAST_QUERIES_OF_FA4 = 128  # FlashAttention 4 splits no keys on an H200, which few queries need
 _DRAWS = 8  # different lengths, which the steps take by turns
 _COPIED_BYTES = {"cuda": 1 << 31, "cpu": 1 << 28}
 
@@ -124,6 +127,20 @@ class Serving:
             seen &= keys >= places - self.case.window
         return F.scaled_dot_product_attention(self.q, self.k, self.v, attn_mask=seen[:, None], enable_gqa=True)
 
+    def fa4(self, lens: Tensor) -> Tensor:
+        """Return what FlashAttention 4 computes, called directly."""
+        window = (self.case.window, 0)
+        out, *_ = importlib.import_module("flash_attn.cute").flash_attn_varlen_func(
+            *(x.transpose(1, 2) for x in (self.q, self.k, self.v)), seqused_k=lens.int(), causal=True,
+            window_size=(None, None) if self.case.window is None else window,
+        )  # fmt: skip
+        return cast(Tensor, out).transpose(1, 2)
+
+    @property
+    def runs_fa4(self) -> bool:
+        is_few = self.case.q_len < _LEAST_QUERIES_OF_FA4
+        return self.device.type == "cuda" and not is_few and not self.case.more and is_installed()
+
     def backend(self) -> str:
         more = {n: x for n, x in self.case.more.items() if n != "sink_logits"}
         with torch.no_grad():
@@ -147,6 +164,8 @@ def _rows(case: Case, page_sizes: Iterable[int], device: torch.device, dtype: to
     functions |= {f"{OURS}, pages of {n}": serving.paged(n) for n in page_sizes}
     if not case.more:
         functions[DENSE] = serving.dense
+    if serving.runs_fa4:
+        functions[FA4] = serving.fa4
     steps: dict[str, Callable[[], Tensor]] = {}
     for who, call in functions.items():
         steps[who] = functools.partial(lambda call, draws: call(draws.new()), call, Draws(serving.lens))

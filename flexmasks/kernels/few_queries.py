@@ -1,6 +1,6 @@
 """The operator torch.ops.flexmasks.attend_few: attention of few queries to many keys.
 
-attend_few(q, k, v, page_table, partial_counts, partial, full_counts, full, visible, factor, bias, scale, cap) is the
+attend_few(q, k, v, page_table, partial_counts, partial, full_counts, full, visible, weight, bias, scale, cap) is the
 output [B, H, Q, V], in the dtype of q, and the log-sum-exp of the visible scores, float32 [B, H, Q]. A query that sees
 nothing has output 0 and lse -inf.
 
@@ -14,8 +14,9 @@ partial_counts, partial: int32 [1 or B, 1 or H] and [1 or B, 1 or H, ...], for e
 full_counts, full: the same of the tiles of which all queries see all keys. No other tile is read, and no key from KV
     on. No tile is in both lists.
 visible: bool [1 or B, 1 or H, Q, KV], the keys that each query sees. It is read in partial tiles only.
-factor, bias: None or float32 [1 or B, 1 or H, 1 or Q, KV]; a score becomes factor * score + bias.
-scale, cap: a score is scale * (q . k), and with a cap then cap * tanh(score / cap), before factor and bias.
+weight, bias: None or float32 [1 or B, 1 or H, 1 or Q, 1] and [1 or B, 1 or H, 1 or Q, KV]; weight * bias, or bias if
+    there is no weight, is added to the scores. So the biases of ALiBi take no memory for each head.
+scale, cap: a score is scale * (q . k), and with a cap then cap * tanh(score / cap), before anything is added.
 
 The last stride of q, k, v and page_table is 1, other strides are free. Keys that no query sees may hold anything, NaN
 included; the values of keys that some queries see must be finite for the others too.
@@ -49,7 +50,7 @@ _LARGEST_SIZE = 256  # of a head, for the Triton kernels
 _library = torch.library.Library("flexmasks", "FRAGMENT")
 _library.define(
     "attend_few(Tensor q, Tensor k, Tensor v, Tensor? page_table, Tensor partial_counts, Tensor partial, "
-    "Tensor full_counts, Tensor full, Tensor visible, Tensor? factor, Tensor? bias, float scale, float? cap) "
+    "Tensor full_counts, Tensor full, Tensor visible, Tensor? weight, Tensor? bias, float scale, float? cap) "
     "-> (Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
@@ -59,14 +60,14 @@ attend_few = torch.ops.flexmasks.attend_few.default
 def attend(
     q: Tensor, k: Tensor, v: Tensor, page_table: Tensor | None,
     partial_counts: Tensor, partial: Tensor, full_counts: Tensor, full: Tensor, visible: Tensor,
-    factor: Tensor | None, bias: Tensor | None, scale: float, cap: float | None, *, with_lse: bool,
+    weight: Tensor | None, bias: Tensor | None, scale: float, cap: float | None, *, with_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Run the operator without torch's dispatcher, which takes 20 microseconds.
 
     Only for plain tensors that need no gradients, where no compiler, mode or transform of torch watches.
     """
     arguments = (
-        q, k, v, page_table, partial_counts, partial, full_counts, full, visible, factor, bias, scale, cap,
+        q, k, v, page_table, partial_counts, partial, full_counts, full, visible, weight, bias, scale, cap,
     )  # fmt: skip
     if q.is_cuda and runs_on_triton(q.dtype, q.shape[-1], v.shape[-1]):
         from flexmasks.kernels import few_queries_launch  # Triton is not installed on every system

@@ -1,7 +1,7 @@
 """Triton kernels of attention for few queries.
 
 The first kernel reads the keys and values of all listed tiles once. With S bytes of keys and values behind the tiles it
-moves S bytes, a byte for each query and key of partial tiles, and 4 bytes for each factor and bias. Where an element's
+moves S bytes, a byte for each query and key of partial tiles, and 4 bytes for each bias. Where an element's
 tiles are shared out, programs write 4 (size of values + 1) bytes for each row and share, which the second kernel reads.
 
 A row is one query of one query head. An element is what a list of tiles belongs to: a batch element, or with lists by
@@ -166,6 +166,28 @@ def _marks_of(
 
 
 @triton.jit
+def _bias_of(
+    bias, start, kv_len, is_row,
+    KEYS: tl.constexpr, EVEN: tl.constexpr, BIAS_KEY: tl.constexpr, SAME_BIAS: tl.constexpr,
+):  # fmt: skip
+    """Return the biases of a step.
+
+    They are [1, KEYS] if they are the same for all rows, else [rows, KEYS].
+    """
+    key = (start + tl.arange(0, KEYS))[None, :]
+    at = bias + key.to(tl.int64) * BIAS_KEY if SAME_BIAS else bias[:, None] + key.to(tl.int64) * BIAS_KEY
+    if SAME_BIAS and EVEN:
+        biases = tl.load(at)
+    elif SAME_BIAS:
+        biases = tl.load(at, mask=key < kv_len, other=0.0)
+    elif EVEN:
+        biases = tl.load(at, mask=is_row[:, None], other=0.0)
+    else:
+        biases = tl.load(at, mask=is_row[:, None] & (key < kv_len), other=0.0)
+    return biases
+
+
+@triton.jit
 def _load_rows(
     at, start, pages, is_needed, page_stride, key_stride,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, GRAIN: tl.constexpr, KEYS: tl.constexpr,
@@ -198,32 +220,32 @@ def _load_rows(
 
 @triton.jit
 def _attend_tiles(
-    row_max, total, acc, q, k, v, table, tiles, first, last, kv_len, is_row, visible, factor, bias, scale, cap,
+    row_max, total, acc, q, k, v, table, tiles, first, last, kv_len, is_row, visible, weight, bias, scale, cap,
     k_page, k_key, v_page, v_key,
     K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
     K_GRAIN: tl.constexpr, V_GRAIN: tl.constexpr, KEYS: tl.constexpr, STEPS: tl.constexpr,
     PAGE_SIZE: tl.constexpr, PAGE_WORDS: tl.constexpr, EVEN: tl.constexpr, GRAIN: tl.constexpr,
-    VISIBLE_KEY: tl.constexpr, FACTOR_KEY: tl.constexpr, BIAS_KEY: tl.constexpr, SAME: tl.constexpr, CAP: tl.constexpr,
+    VISIBLE_KEY: tl.constexpr, BIAS_KEY: tl.constexpr, SAME: tl.constexpr, SAME_BIAS: tl.constexpr, CAP: tl.constexpr,
     DOT: tl.constexpr, STAGES: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """Add the tiles of steps first..last - 1 to a running softmax, in base 2.
 
-    visible, factor, bias: pointers to the rows' first keys; `visible` is read in partial tiles only. With SAME it is
-    one pointer for all rows. Its bytes are carried through the loop as they are: Triton does not pipeline a loop over
-    values that it converts after loading them.
+    visible, bias: pointers to the rows' first keys; `visible` is read in partial tiles only. With SAME, and with
+    SAME_BIAS, it is one pointer for all rows. Both are carried through the loop as they are: Triton does not pipeline
+    a loop over values that it converts after loading them.
+    weight: one number for each row, or None.
     """
     start = _start_of(_tile_of(tiles, first, last, STEPS), first, KEYS, STEPS)
     next_tile = _tile_of(tiles, first + 1, last, STEPS)
     pages = _pages_of(table, start, kv_len, KEYS, PAGE_SIZE, PAGE_WORDS)
     if PARTIAL:
         marks = _marks_of(visible, start, kv_len, is_row, KEYS, EVEN, VISIBLE_KEY, SAME)
+    if bias is not None:
+        biases = _bias_of(bias, start, kv_len, is_row, KEYS, EVEN, BIAS_KEY, SAME_BIAS)
     for step in tl.range(first, last, num_stages=STAGES):
         key = start + tl.arange(0, KEYS)
         exists = key < kv_len
         needed = exists
-        is_pair = is_row[:, None]
-        if not EVEN:
-            is_pair = is_pair & exists[None, :]
         if PARTIAL and SAME:
             needed = marks != 0
             is_visible = needed[None, :]
@@ -234,16 +256,14 @@ def _attend_tiles(
             k, start, pages, needed, k_page, k_key, K_SIZE, K_WIDTH, K_GRAIN, KEYS, PAGE_SIZE, EVEN and not PARTIAL
         )
         scores = tl.dot(q, tl.trans(keys.to(DOT)), input_precision="ieee")
-        if CAP or factor is not None or bias is not None:
+        if CAP or bias is not None:
             scores *= scale
             if CAP:
                 scores = cap * _tanh(scores / cap)
-            if factor is not None:
-                at = factor[:, None] + key.to(tl.int64)[None, :] * FACTOR_KEY
-                scores *= tl.load(at, mask=is_pair, other=0.0)
-            if bias is not None:
-                at = bias[:, None] + key.to(tl.int64)[None, :] * BIAS_KEY
-                scores += tl.load(at, mask=is_pair, other=0.0)
+            if weight is not None:
+                scores += weight[:, None] * biases
+            elif bias is not None:
+                scores += biases
             scores *= _LOG2_E
         else:
             scores *= scale * _LOG2_E
@@ -265,6 +285,8 @@ def _attend_tiles(
         pages = _pages_of(table, start, kv_len, KEYS, PAGE_SIZE, PAGE_WORDS)
         if PARTIAL:
             marks = _marks_of(visible, start, kv_len, is_row, KEYS, EVEN, VISIBLE_KEY, SAME)
+        if bias is not None:
+            biases = _bias_of(bias, start, kv_len, is_row, KEYS, EVEN, BIAS_KEY, SAME_BIAS)
         next_tile = _tile_of(tiles, step + 2, last, STEPS)
     return row_max, total, acc
 
@@ -272,27 +294,27 @@ def _attend_tiles(
 # Sizes and strides: if Triton specialized them, each value would compile another kernel.
 _NUMBERS = ["kv_len", "queries", "elements", "shares", "key_heads", "row_blocks", "rows", "lines", "table_batch"] + [
     f"{tensor}_{dim}"
-    for tensor in ("q", "k", "v", "visible", "factor", "bias", "partial_count", "full_count", "partial", "full")
+    for tensor in ("q", "k", "v", "visible", "weight", "bias", "partial_count", "full_count", "partial", "full")
     for dim in ("batch", "head", "query", "page", "key")
 ]
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def attend_kernel(
-    out, lse, shared, q, k, v, table, partial_counts, partial, full_counts, full, visible, factor, bias,
+    out, lse, shared, q, k, v, table, partial_counts, partial, full_counts, full, visible, weight, bias,
     scale, cap,
     kv_len, queries, elements, shares, key_heads, row_blocks, rows, lines,
     q_batch, q_head, q_query, k_batch, k_head, k_page, k_key, v_batch, v_head, v_page, v_key, table_batch,
     partial_count_batch, partial_count_head, full_count_batch, full_count_head,
     partial_batch, partial_head, full_batch, full_head,
-    visible_batch, visible_head, visible_query, factor_batch, factor_head, factor_query,
+    visible_batch, visible_head, visible_query, weight_batch, weight_head, weight_query,
     bias_batch, bias_head, bias_query,
     GROUP: tl.constexpr, LIST_HEADS: tl.constexpr, COUNTS: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr,
     K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
     Q_GRAIN: tl.constexpr, K_GRAIN: tl.constexpr, V_GRAIN: tl.constexpr,
     PAGE_SIZE: tl.constexpr, PAGE_WORDS: tl.constexpr, EVEN: tl.constexpr, GRAIN: tl.constexpr,
-    VISIBLE_KEY: tl.constexpr, FACTOR_KEY: tl.constexpr, BIAS_KEY: tl.constexpr, SAME: tl.constexpr,
+    VISIBLE_KEY: tl.constexpr, BIAS_KEY: tl.constexpr, SAME: tl.constexpr, SAME_BIAS: tl.constexpr,
     CAP: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Compute ROWS rows of a key head over one share of an element's tiles.
@@ -359,14 +381,17 @@ def attend_kernel(
             visible_rows = visible_bytes + (b * visible_batch + first_head * visible_head) * GRAIN
         else:
             visible_rows = visible_bytes + (b * visible_batch + head * visible_head + query * visible_query) * GRAIN
-        if factor is None:
-            factor_rows: tl.constexpr = None
-        else:
-            factor_rows = factor + (b * factor_batch + head * factor_head + query * factor_query) * GRAIN
         if bias is None:
             bias_rows: tl.constexpr = None
+        elif SAME_BIAS:
+            bias_rows = bias + b * bias_batch * GRAIN
         else:
             bias_rows = bias + (b * bias_batch + head * bias_head + query * bias_query) * GRAIN
+        if weight is None:
+            weights: tl.constexpr = None
+        else:
+            at = weight + (b * weight_batch + head * weight_head + query * weight_query)
+            weights = tl.load(at, mask=is_row, other=0.0)
 
         row_max = tl.full((ROWS,), float("-inf"), tl.float32)
         total = tl.zeros((ROWS,), tl.float32)
@@ -374,16 +399,16 @@ def attend_kernel(
         row_max, total, acc = _attend_tiles(
             row_max, total, acc, q_rows, k, v, table_row, full,
             tl.maximum(begin - n_partial, 0) * STEPS, tl.maximum(end - n_partial, 0) * STEPS,
-            kv_len, is_row, visible_rows, factor_rows, bias_rows, scale, cap, k_page, k_key, v_page, v_key,
+            kv_len, is_row, visible_rows, weights, bias_rows, scale, cap, k_page, k_key, v_page, v_key,
             K_SIZE, V_SIZE, K_WIDTH, V_WIDTH, K_GRAIN, V_GRAIN, KEYS, STEPS, PAGE_SIZE, PAGE_WORDS, EVEN, GRAIN,
-            VISIBLE_KEY, FACTOR_KEY, BIAS_KEY, SAME, CAP, DOT, STAGES, False,
+            VISIBLE_KEY, BIAS_KEY, SAME, SAME_BIAS, CAP, DOT, STAGES, False,
         )  # fmt: skip
         row_max, total, acc = _attend_tiles(
             row_max, total, acc, q_rows, k, v, table_row, partial,
             tl.minimum(begin, n_partial) * STEPS, tl.minimum(end, n_partial) * STEPS,
-            kv_len, is_row, visible_rows, factor_rows, bias_rows, scale, cap, k_page, k_key, v_page, v_key,
+            kv_len, is_row, visible_rows, weights, bias_rows, scale, cap, k_page, k_key, v_page, v_key,
             K_SIZE, V_SIZE, K_WIDTH, V_WIDTH, K_GRAIN, V_GRAIN, KEYS, STEPS, PAGE_SIZE, PAGE_WORDS, EVEN, GRAIN,
-            VISIBLE_KEY, FACTOR_KEY, BIAS_KEY, SAME, CAP, DOT, STAGES, True,
+            VISIBLE_KEY, BIAS_KEY, SAME, SAME_BIAS, CAP, DOT, STAGES, True,
         )  # fmt: skip
 
         is_empty = total == 0  # NaN is not empty

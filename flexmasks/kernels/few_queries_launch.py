@@ -40,7 +40,7 @@ class _Launch(NamedTuple):
 def attend(
     q: Tensor, k: Tensor, v: Tensor, page_table: Tensor | None,
     partial_counts: Tensor, partial: Tensor, full_counts: Tensor, full: Tensor, visible: Tensor,
-    factor: Tensor | None, bias: Tensor | None, scale: float, cap: float | None, with_lse: bool = True,
+    weight: Tensor | None, bias: Tensor | None, scale: float, cap: float | None, with_lse: bool = True,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Return output and lse; the arguments are those of the operator flexmasks::attend_few.
 
@@ -48,7 +48,7 @@ def attend(
     """
     out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device) if with_lse else None
-    tensors = (q, k, v, page_table, partial_counts, partial, full_counts, full, visible, factor, bias)
+    tensors = (q, k, v, page_table, partial_counts, partial, full_counts, full, visible, weight, bias)
     key = (cap is None, with_lse, q.device.index, *[_layout(t) for t in tensors])
     launch = _launches.get(key)
     if launch is None:
@@ -147,7 +147,7 @@ def _launch(results: tuple[Tensor, Tensor | None], tensors: tuple[Any, ...], has
     """
     check(*tensors)
     out, lse = results
-    q, k, v, page_table, partial_counts, partial, full_counts, full, visible, factor, bias = tensors
+    q, k, v, page_table, partial_counts, partial, full_counts, full, visible, weight, bias = tensors
     batch, heads, queries, k_size = q.shape
     v_size = v.shape[-1]
     page_size, page_words, kv_len, key_heads = 0, 0, k.shape[2], k.shape[1]
@@ -175,13 +175,16 @@ def _launch(results: tuple[Tensor, Tensor | None], tensors: tuple[Any, ...], has
     k_grain, k_strides = _with_grain(_key_strides(k, page_size))
     v_grain, v_strides = _with_grain(_key_strides(v, page_size))
     count_strides = (*_strides(partial_counts, 2), *_strides(full_counts, 2))
-    pair_grain, pair_strides = _with_grain([*_strides(visible, 3), *_strides(factor, 3), *_strides(bias, 3)])
+    pair_grain, (*visible_strides, bias_batch, bias_head, bias_query) = _with_grain(
+        [*_strides(visible, 3), *_strides(bias, 3)]
+    )
+    is_same_bias = bias_head == bias_query == 0
     lists = (list_heads, _FEW_COUNTS if elements <= _FEW_COUNTS else _MAX_COUNTS)
     numbers = (
         *(kv_len, queries, elements, choice.shares, key_heads, row_blocks, rows, lines),
         *(*q_strides, *k_strides, *v_strides, *_strides(page_table, 1)),
         *(*count_strides, *_strides(partial, 2), *_strides(full, 2)),
-        *pair_strides,
+        *(*visible_strides, *_strides(weight, 3), bias_batch, bias_head, bias_query),
     )
     constants = (
         *(group, *lists, choice.rows, choice.keys, TILE // choice.keys, choice.stages, split),
@@ -192,7 +195,7 @@ def _launch(results: tuple[Tensor, Tensor | None], tensors: tuple[Any, ...], has
             kv_len > 0 and kv_len % TILE == 0,
             pair_grain,
         ),
-        *(_last_stride(visible), _last_stride(factor), _last_stride(bias), same, has_cap, _dot_type(q.dtype)),
+        *(_last_stride(visible), _last_stride(bias), same, is_same_bias, has_cap, _dot_type(q.dtype)),
     )
     attend = _compiled(
         attend_kernel, programs, choice.warps, (out, lse, shared, *tensors, 1.0, 1.0, *numbers, *constants)

@@ -13,7 +13,7 @@ TILE = 128  # keys of a tile
 def check(
     q: Tensor, k: Tensor, v: Tensor, page_table: Tensor | None,
     partial_counts: Tensor, partial: Tensor, full_counts: Tensor, full: Tensor, visible: Tensor,
-    factor: Tensor | None, bias: Tensor | None,
+    weight: Tensor | None, bias: Tensor | None,
 ) -> None:  # fmt: skip
     """Raise ValueError for tensors that the operator does not take."""
     batch, heads, queries, k_size = q.shape
@@ -34,9 +34,12 @@ def check(
         _expect(f"{name}_counts", counts, (torch.int32,), by_batch, by_head)
         _expect(name, tiles, (torch.int32,), by_batch, by_head, None)
     _expect("visible", visible, (torch.bool,), by_batch, by_head, {queries}, {kv_len})
-    for name, change in {"factor": factor, "bias": bias}.items():
-        if change is not None:
-            _expect(name, change, (torch.float32,), by_batch, by_head, {1, queries}, {kv_len})
+    if bias is not None:
+        _expect("bias", bias, (torch.float32,), by_batch, by_head, {1, queries}, {kv_len})
+    if weight is not None:
+        _expect("weight", weight, (torch.float32,), by_batch, by_head, {1, queries}, {1})
+        if bias is None:
+            raise ValueError("attend_few: weight is multiplied with bias; got no bias")
     rows = {"q": q, "k": k, "v": v, "page_table": page_table, "partial": partial, "full": full}
     for name, tensor in rows.items():
         if tensor is not None and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
@@ -57,14 +60,14 @@ def _expect(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], *sizes: 
 def plain_attend_few(
     q: Tensor, k: Tensor, v: Tensor, page_table: Tensor | None,
     partial_counts: Tensor, partial: Tensor, full_counts: Tensor, full: Tensor, visible: Tensor,
-    factor: Tensor | None, bias: Tensor | None, scale: float, cap: float | None,
+    weight: Tensor | None, bias: Tensor | None, scale: float, cap: float | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the results of the operator, by torch's own operations.
 
     They are computed in float32, or in float64 if q is float64.
     It takes memory for H x Q x KV scores of each batch element.
     """
-    check(q, k, v, page_table, partial_counts, partial, full_counts, full, visible, factor, bias)
+    check(q, k, v, page_table, partial_counts, partial, full_counts, full, visible, weight, bias)
     batch, heads, queries, _ = q.shape
     kv_len = k.shape[2] if page_table is None else page_table.shape[1] * k.shape[1]
     seen = _of_keys(partial_counts, partial, kv_len) & visible | _of_keys(full_counts, full, kv_len)
@@ -81,10 +84,8 @@ def plain_attend_few(
     ) * scale
     if cap is not None:
         scores = cap * torch.tanh(scores / cap)
-    if factor is not None:
-        scores = scores * factor
     if bias is not None:
-        scores = scores + bias
+        scores = scores + (bias if weight is None else weight * bias)
     scores = scores.masked_fill(~seen, -math.inf)
     lse = torch.logsumexp(scores, -1)
     weights = torch.exp(scores - lse.masked_fill(lse == -math.inf, 0)[..., None])

@@ -40,7 +40,10 @@ def autocasts(device_type: str) -> bool:
 
 
 def check_qkv(q: Any, k: Any, v: Any) -> None:
-    """Check q [B, H, Q, D] against k and v [B, Hkv, KV, D]."""
+    """Check q against k and v.
+
+    q is [B, H, Q, D], k [B, Hkv, KV, D] and v [B, Hkv, KV, Dv].
+    """
 
     def wrong(message: str, kind: type[Exception] = ValueError) -> NoReturn:
         fail(f"{message}; got q {described(q)}, k {described(k)}, v {described(v)}.", kind)
@@ -56,15 +59,8 @@ def check_qkv(q: Any, k: Any, v: Any) -> None:
         wrong("q, k and v must be on one device")
     if not q.shape[0] == k.shape[0] == v.shape[0]:
         wrong("q, k and v must have one batch size")
-    if not q.shape[3] == k.shape[3] == v.shape[3]:
-        advice = ""
-        if q.shape[3] == k.shape[3]:
-            more = f"torch.nn.functional.pad(x, (0, {abs(q.shape[3] - v.shape[3])}))"
-            if q.shape[3] > v.shape[3]:
-                advice = f": pad v with zeros, {more}, and take out[..., :{v.shape[3]}]"
-            else:
-                advice = f": pad q and k with zeros, {more}, and pass scale={q.shape[3]}**-0.5"
-        wrong(f"q, k and v must have one head size D{advice}")
+    if q.shape[3] != k.shape[3]:
+        wrong("q and k must have one head size D")
     if k.shape[1] != v.shape[1]:
         wrong("k and v must have the same number of heads")
     if k.shape[2] != v.shape[2]:
@@ -77,8 +73,8 @@ def check_cache(
 ) -> None:
     """Check q against a paged KV cache.
 
-    The caches are [n_pages, page_size, Hkv, D], page_table is [B, P] and kv_lens [B]. Without `batch`, the number of
-    sequences, q is [B, H, Q, D], else [total, H, D].
+    The caches are [n_pages, page_size, Hkv, D] and [n_pages, page_size, Hkv, Dv], page_table is [B, P] and kv_lens [B].
+    Without `batch`, the number of sequences, q is [B, H, Q, D], else [total, H, D].
     """
     dims_of_q = "[B, H, Q, D]" if batch is None else "[total, H, D]"
 
@@ -88,14 +84,14 @@ def check_cache(
 
     dims = "[n_pages, page_size, Hkv, D]"
     _check_strided(wrong, q=(q, dims_of_q), k_cache=(k_cache, dims), v_cache=(v_cache, dims))
-    if k_cache.shape != v_cache.shape:
-        wrong("k_cache and v_cache must have one shape")
+    if k_cache.shape[:3] != v_cache.shape[:3]:
+        wrong("k_cache and v_cache must have one shape but for the head size")
     if not q.dtype == k_cache.dtype == v_cache.dtype and not autocasts(q.device.type):
         wrong("q, k_cache and v_cache must have one dtype", TypeError)
     if not q.device == k_cache.device == v_cache.device:
         wrong("q, k_cache and v_cache must be on one device")
     if q.shape[-1] != k_cache.shape[3]:
-        wrong("q, k_cache and v_cache must have one head size D")
+        wrong("q and k_cache must have one head size D")
     _check_groups(wrong, q.shape[1], k_cache.shape[2])
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
         has_gaps = len(x) > 1 and x.shape[1] > 1 and x.stride(0) != x.shape[1] * x.stride(1)

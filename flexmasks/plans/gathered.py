@@ -54,7 +54,7 @@ class Part:
 def parts_of(page_table: Tensor, kv_lens: Tensor, q_offset: Offset, q_len: int, cache: Tensor) -> list[Part]:
     """Return the parts of a batch.
 
-    Their copies of keys take bounded memory.
+    Their copies of keys or values, those of the given cache, take bounded memory.
 
     The host reads the lengths. None of the given tensors is kept.
     """

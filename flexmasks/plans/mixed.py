@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flexmasks import compat
+
 _FEWEST_ROWS, _MOST_ROWS = 16, 64  # queries in a piece: the smallest tile of a kernel, and the most of backend decode
 
 
@@ -114,4 +116,15 @@ def in_pieces(given: Sequences, total: int) -> Mixed:
     owner = (torch.searchsorted(offsets, token, right=True) - 1).clamp(0, count - 1)
     place = before[owner] * n + token - offsets[owner]
     places = torch.where(token < offsets[-1], place, len(piece) * n)
-    return Mixed([rows], places, given.starts.int(), given.lasts)
+    firsts, lasts = given.starts.int(), given.lasts
+    if compat.is_compiling():
+        rows, firsts, lasts = Rows(*map(_with_layout, rows)), _with_layout(firsts), _with_layout(lasts)
+    return Mixed([rows], places, firsts, lasts)
+
+
+def _with_layout(x: Tensor) -> Tensor:
+    """Return the same tensor for functions of masks that read it.
+
+    Where torch's compiler is free to choose the layout of a tensor, version 2.11 cannot compile such a function.
+    """
+    return x.as_strided(x.shape, x.stride())

@@ -26,7 +26,7 @@ from flexmasks.plans.bounds import MaskKind, RecordedPlan, plan_bounds, tensors_
 from flexmasks.plans.data import FirstAsData, MaskData, TooLargeForData, data_of
 from flexmasks.plans.recorded import Recorded, memory_of_capture
 from flexmasks.plans.shifted import Offset, shifted_mask, shifted_score
-from flexmasks.plans.whole import Whole, added_of, whole_of
+from flexmasks.plans.whole import Added, Whole, added_of, whole_of
 from flexmasks.plans.windows import Window, window_of
 from flexmasks.spec.captures import Aliases, Opaque, capture
 from flexmasks.spec.indexing import bounded
@@ -86,11 +86,11 @@ class _Kind:
         return not self.why_exact and self.recorded is None and (self.is_first or self.plans >= _PLANS_TO_RECORD)
 
 
-_P = TypeVar("_P", bound=_Prepared | MaskData | Tensor | Whole)
+_P = TypeVar("_P", bound=_Prepared | MaskData | Whole | Added)
 _BLOCKS: Cache[_PreparedMask] = Cache("blocks", max_bytes=5 << 28)  # the blocks of a million tokens take 1.07 GB
 _KINDS: Cache[_Kind] = Cache("plans", max_bytes=1 << 30)
 _WHOLE: Cache[Whole] = Cache("whole", max_bytes=1 << 28)
-_ADDED: Cache[Tensor] = Cache("added", max_bytes=1 << 28)
+_ADDED: Cache[Added] = Cache("added", max_bytes=1 << 28)
 _DATA: Cache[MaskData] = Cache("data", max_bytes=1 << 30)
 # Facts about the first masks and scores of their kinds. An entry counts one byte.
 _MOSTLY_PARTIAL: Cache[bool] = Cache("mostly_partial", max_bytes=1024)
@@ -226,12 +226,13 @@ class Plan:
         return self._kind_key, offset, self.size, self.lifted, torch.get_default_dtype(), layouts, *more_key
 
     def _recorded_tensors(
-        self, what: str, make: Callable[[Any, Offset], list[Tensor]]
+        self, what: str, make: Callable[[Any, Offset], list[Tensor]], factored: bool = False
     ) -> tuple[list[Tensor], Recorded | None]:
         """Return tensors, and the recorded operations that made them, if they are recorded.
 
         make: makes the tensors from a value like the plan's, and an offset, without reading what tensors hold. Its
             operations are recorded when it is to make them the second time for a kind; they lend their outputs.
+        factored: recorded operations may return the factors of what `make` returns.
         """
         if self._kind_key is None:
             return make(self.value, self.offset), None
@@ -249,7 +250,7 @@ class Plan:
                 return make(*Aliases(zip(inputs, tensors, strict=True)).of((self.value, self.offset)))
 
             try:
-                kind.recorded = Recorded(run, inputs, lends=True)
+                kind.recorded = Recorded(run, inputs, lends=True, factored=factored)
             except Exception as error:  # torch's tracing raises errors of any type
                 kind.why_exact = _cannot_record(error)
         if kind is None or kind.recorded is None:
@@ -582,16 +583,16 @@ class ScorePlan(Plan):
         return self._cached(_SCORES, self._build)
 
     @functools.cached_property
-    def added(self) -> tuple[Tensor, Recorded | None]:
+    def added(self) -> tuple[Added, Recorded | None]:
         """The numbers that the score change adds, and the recorded operations that made them.
 
-        They are float32 [B, H, Q, KV]. The score change must only add.
+        The score change must only add.
         """
         made: list[Recorded | None] = [None]
 
-        def build() -> Tensor:
-            (added,), made[0] = self._recorded_tensors("added", self._added_of)
-            return added
+        def build() -> Added:
+            tensors, made[0] = self._recorded_tensors("added", self._added_of, factored=True)
+            return Added(*tensors)
 
         added = self._cached(_ADDED, build)
         return added, made[0]

@@ -40,15 +40,26 @@ class Recorded:
 
     inputs: tensors like those of all later calls, in shape, strides, dtype and device.
     lends: outputs are lent, see `lend`.
+    factored: the function returns one tensor [..., KV] in float32. Where it is a product of a tensor [..., 1] with one
+        that has fewer elements than the product, these two are the outputs: first [..., KV], then [..., 1].
     turn: the number of the last run.
 
     Raises what the function raises, and torch's error where the function reads a tensor's value.
     """
 
-    def __init__(self, function: Callable[..., list[Tensor]], inputs: Sequence[Tensor], *, lends: bool = False) -> None:
+    def __init__(
+        self,
+        function: Callable[..., list[Tensor]],
+        inputs: Sequence[Tensor],
+        *,
+        lends: bool = False,
+        factored: bool = False,
+    ) -> None:
         with _plain_tensors(), compat.compile_lock:
             graph_module = make_fx(torch.func.functionalize(function), tracing_mode="fake")(*inputs)
             _simplify(graph_module)
+            if factored:
+                _give_out_factors(graph_module)
         self._run: Callable[..., list[Tensor]] = graph_module.forward
         self._captured: _Captured | None = None
         self._lends = lends
@@ -287,6 +298,43 @@ def _layout(tensor: Tensor) -> Hashable:
     return tensor.shape, tensor.stride(), tensor.dtype  # later views of a tensor depend on its strides
 
 
+def _give_out_factors(graph_module: fx.GraphModule) -> None:
+    """Replace a graph's result by its factors, if it is a product."""
+    aten, graph = torch.ops.aten, graph_module.graph
+    output: Any = graph.output_node()
+    product: Any = output.args[0][0]
+    ndim, size = product.meta["val"].ndim, product.meta["val"].numel()
+    is_negative = product.target is aten.sub.Tensor and not product.kwargs and _is_zero(product.args[0])
+    if is_negative:
+        product = product.args[1]
+    if product.target is not aten.mul.Tensor:
+        return
+    factors = [n for n in product.args if isinstance(n, fx.Node) and n.meta["val"].dtype == torch.float32]
+    if len(factors) < 2:
+        return
+    weight, numbers = sorted(factors, key=lambda n: n.meta["val"].shape[-1:] not in ((), (1,)))
+    if weight.meta["val"].shape[-1:] not in ((), (1,)) or numbers.meta["val"].numel() >= size:
+        return
+    with graph.inserting_before(output):
+        if is_negative:
+            negative = graph.call_function(aten.neg.default, (weight,))
+            negative.meta["val"] = weight.meta["val"]
+            weight = negative
+        shapes = [(1,) * (ndim - n.meta["val"].ndim) + n.meta["val"].shape for n in (numbers, weight)]
+        views = [
+            graph.call_function(aten.view.default, (n, shape))
+            for n, shape in zip((numbers, weight), shapes, strict=True)
+        ]
+    output.args = (views,)
+    graph.eliminate_dead_code()
+    graph_module.recompile()
+
+
+def _is_zero(node: Any) -> bool:
+    """Return whether a node is a constant of zeros."""
+    return isinstance(node, fx.Node) and node.op == "get_attr" and not node.meta["val"].any()
+
+
 class _Constants:
     """The nodes of a graph that depend on no input, with their values."""
 
@@ -334,4 +382,6 @@ class _Constants:
                 name = f"_constant_{number}"
                 self._module.register_buffer(name, value, persistent=False)
                 with graph.inserting_before(node):
-                    node.replace_all_uses_with(graph.get_attr(name))
+                    kept = graph.get_attr(name)
+                kept.meta["val"] = value
+                node.replace_all_uses_with(kept)

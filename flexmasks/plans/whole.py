@@ -31,6 +31,24 @@ class Whole(NamedTuple):
         return sum(t.nbytes for t in self)
 
 
+class Added(NamedTuple):
+    """Numbers that a score change adds to all scores.
+
+    They are weight * numbers, or numbers if there is no weight.
+    """
+
+    numbers: Tensor  # float32 [B or 1, H or 1, Q or 1, KV]
+    weight: Tensor | None = None  # float32 [B or 1, H or 1, Q or 1, 1]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self if t is not None)
+
+    def product(self) -> Tensor:
+        """Return the numbers as one tensor."""
+        return self.numbers if self.weight is None else self.weight * self.numbers
+
+
 def whole_of(kind: MaskKind) -> Whole:
     """Return the whole mask, by operations of fixed shapes.
 
