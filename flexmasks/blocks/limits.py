@@ -41,7 +41,10 @@ def check_blocks(matrices: int, lengths: tuple[int, int], block_size: tuple[int,
 
 
 def _grouped(n: int) -> str:
-    """Return a number with commas; a symbolic one of torch 2.11, which takes no format, as it is."""
+    """Return a number with commas.
+
+    Symbolic numbers of torch 2.11 take no format.
+    """
     return f"{n:,}" if isinstance(n, int) else str(n)
 
 

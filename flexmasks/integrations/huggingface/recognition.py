@@ -125,7 +125,7 @@ def _conjunction(expression: Expression, positions: Positions) -> Parts | None:
 
 
 def _of_queries(seeing: list[Tensor], document: Mask | None) -> Mask:
-    """Return the mask of some queries, which see everything, or the keys of their own document."""
+    """Return the mask of queries that see everything, or their own document."""
     visible = seeing[0]
     for other in seeing[1:]:
         visible = visible & other
