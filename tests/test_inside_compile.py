@@ -481,6 +481,17 @@ def test_errors_say_what_is_wrong(arguments: dict[str, Any], message: str) -> No
         compiled(*leaves(), **arguments)
 
 
+def test_sdpa_would_run_unfused_with_values_of_another_head_size() -> None:
+    """While torch traces, it cannot be asked for its kernel."""
+    call = functools.partial(flexmasks.attention, mask="causal", backend="sdpa")
+    q, k, v = leaves()
+    with torch.no_grad():
+        torch.compile(call, fullgraph=True, backend="eager")(q, k, v[..., :SIZE])
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match="torch has no fused kernel for this call"):
+            torch.compile(call, fullgraph=True, backend="eager")(q, k, v)
+
+
 def test_a_function_made_inside_may_not_capture() -> None:
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         ids = DOCUMENTS + 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -224,6 +225,26 @@ def test_fa4_hides_padding(layout: str, bound: int | None, batch: int, monkeypat
     expected = torch.autograd.grad((want * weight).sum() + (want_lse * lse_weight)[seen].sum(), others)
     for x, y in zip(got, expected, strict=True):
         assert torch.allclose(x, y)
+
+
+def test_head_sizes_of_fa4(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two different head sizes are taken as far as flash-attn-4 is tested with them by its authors."""
+    monkeypatch.setattr(fa4, "is_installed", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+
+    def reason(size: int, v_size: int, learns: bool = False, kv_heads: int = 4) -> str | None:
+        shapes = (4, size), (kv_heads, size), (kv_heads, v_size)
+        q, k, v = (torch.empty(1, h, 200, n, dtype=torch.bfloat16, device="meta") for h, n in shapes)
+        return fa4.refuses_package(SimpleNamespace(q=q, k=k, v=v, is_cuda=True, needs_grad=learns))  # type: ignore[arg-type]
+
+    for size, v_size in ((64, 64), (128, 128), (192, 128), (128, 64)):
+        assert reason(size, v_size) is None
+        assert reason(size, v_size, kv_heads=2) is None
+    assert reason(128, 128, learns=True, kv_heads=2) is None
+    assert reason(192, 128, learns=True) is None
+    assert "only if heads are not grouped" in str(reason(192, 128, learns=True, kv_heads=2))
+    assert "gradients it takes 192 with 128 for v, not 128 with 64" in str(reason(128, 64, learns=True))
+    assert "it takes 128 with 64 or 192 with 128 for v, not 64 with 128" in str(reason(64, 128))
 
 
 def test_masks_that_are_no_window() -> None:
