@@ -86,7 +86,8 @@ def attend(
     if isinstance(scaling, Tensor):  # a learned scale
         query, scaling = query * scaling, 1.0
     arguments |= {"score": scores or None, "scale": scaling, "sink_logits": s_aux}
-    return _attention(query, key, value, arguments).transpose(1, 2).contiguous(), None
+    out: Tensor = attention(query, key, value, **arguments)
+    return out.transpose(1, 2).contiguous(), None
 
 
 def _check(module: torch.nn.Module, dropout: float, others: dict[str, Any]) -> None:
@@ -105,19 +106,6 @@ def _check(module: torch.nn.Module, dropout: float, others: dict[str, Any]) -> N
 
 def _fail(message: str) -> NoReturn:
     raise ValueError(f"flexmasks.integrations.huggingface: {message}")
-
-
-def _attention(query: Tensor, key: Tensor, value: Tensor, arguments: dict[str, Any]) -> Tensor:
-    """Return the output of a call whose values may have another head size."""
-    size, value_size = query.shape[-1], value.shape[-1]
-    if value_size < size:
-        value = torch.nn.functional.pad(value, (0, size - value_size))
-    elif value_size > size:
-        if arguments["scale"] is None:
-            arguments = arguments | {"scale": size**-0.5}
-        query, key = [torch.nn.functional.pad(x, (0, value_size - size)) for x in (query, key)]
-    out: Tensor = attention(query, key, value, **arguments)
-    return out if value_size >= size else out[..., :value_size]
 
 
 # --- masks that are given ---
