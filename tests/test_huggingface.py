@@ -15,6 +15,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import create_block_mask
 
+import flexmasks
 from flexmasks.integrations import huggingface
 from flexmasks.integrations.huggingface.attention import attend
 from flexmasks.integrations.huggingface.late import LateMask, make_mask
@@ -453,7 +454,10 @@ def test_generate(name: str, cache: str) -> None:
     for padded in (False, True):
         want = _generated_or_skipped(other, cache, padded)
         assert want.shape[1] > 20
+        kernels = flexmasks.cache_info()["kernels"].entries
         assert torch.equal(_generated(own, cache, padded), want)
+        # At most one kernel for the prompt in each kind of layer: no number of a step is compiled.
+        assert flexmasks.cache_info()["kernels"].entries <= kernels + 3
 
 
 @pytest.mark.campaign
