@@ -21,8 +21,8 @@ def register(name: str = "flexmasks") -> str:
     transformers' mask functions become masks of this library. Another function goes as it is; inside torch.compile its
     values at all pairs of queries and keys become one tensor.
 
-    Where attention functions get no mask, as with DeepSpeed's Ulysses (`core_attn_implementation="flexmasks"`), it is made
-    of `position_ids`, `is_causal` and the layer's window or chunk.
+    Where attention functions get no mask, as with DeepSpeed's Ulysses (`core_attn_implementation="flexmasks"`), it is
+    made of `position_ids`, `is_causal` and the layer's window or chunk.
 
     Register before a model is made. To register a second time changes nothing.
 
