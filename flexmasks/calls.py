@@ -38,6 +38,7 @@ from flexmasks.plans.checks import (
     VARLEN,
     any_nested,
     autocasts,
+    check_are_last,
     check_cache,
     check_mixed,
     check_offset,
@@ -767,14 +768,8 @@ def _kept_offset_of_last(kv_lens: Tensor, q_len: int) -> Tensor:
     captured = is_captured(kv_lens.device)
     offset = None if captured else _OFFSETS.get(q_len, [kv_lens])
     if offset is None:
-        is_short = (kv_lens > 0) & (kv_lens < q_len)  # sequences without keys are idle
-        if kv_lens.device.type == "cpu" and bool(is_short.any()):  # elsewhere reading values takes time
-            b = int(is_short.nonzero()[0])
-            fail(
-                f"the queries are the last ones of each sequence, but batch element {b} has kv_lens = "
-                f"{int(kv_lens[b])} keys and q has {q_len} queries; pass `q_offset`, where the queries start.",
-                call=PAGED,
-            )
+        if kv_lens.device.type == "cpu":  # elsewhere reading values takes time
+            check_are_last(PAGED, kv_lens, q_len)
         offset = offset_of_last(kv_lens, q_len)
         if not captured:
             _OFFSETS.put(q_len, [kv_lens], offset, ENTRY + offset.nbytes)
