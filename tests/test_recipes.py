@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-import importlib
+import importlib.util
 import json
 import math
 import os
@@ -24,6 +24,8 @@ QUICK = {
     "flash_attention_explained.py", "flash_attention_triton.py", "grouped_tril_softmax.py", "long_softmax_triton.py",
     "serving.py", "sliding_window.py", "softmax_in_training.py",
 }  # fmt: skip
+# Packages that a recipe needs and this library does not.
+NEEDS = {"hugging_face_packing.py": ("transformers", "accelerate")}
 SECONDS = 60  # limit of processor time, which other work on the machine does not change; compilation takes up to 20
 
 
@@ -31,6 +33,9 @@ SECONDS = 60  # limit of processor time, which other work on the machine does no
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.campaign) for name in RECIPES]
 )
 def test_it_runs(name: str, tmp_path: Path) -> None:
+    for package in NEEDS.get(name, ()):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
     file = tmp_path / "figures.json"
     seconds_before = _processor_seconds()
     ran = subprocess.run(
@@ -49,6 +54,16 @@ def test_it_runs(name: str, tmp_path: Path) -> None:
         assert figures
         assert all(math.isfinite(f) and f >= 0 for f in figures), row
     assert _processor_seconds() - seconds_before < SECONDS
+
+
+@pytest.mark.parametrize(("name", "package"), [(name, package) for name in NEEDS for package in NEEDS[name]])
+def test_without_a_package_it_says_what_to_install(name: str, package: str) -> None:
+    code = f"import runpy, sys; sys.modules[{package!r}] = None; runpy.run_path({str(FOLDER / name)!r})"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, cwd=FOLDER)
+    assert ran.returncode == 1
+    assert "Traceback" not in ran.stderr
+    assert package in ran.stderr
+    assert "pip install -e '.[huggingface]'" in ran.stderr
 
 
 @pytest.mark.parametrize("name", RECIPES)
