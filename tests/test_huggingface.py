@@ -435,6 +435,12 @@ def _generated_or_skipped(other: Any, cache: str, padded: bool) -> Tensor:
         pytest.skip(f"transformers fails by itself: {error}")
 
 
+def _kernels() -> int:
+    """Return how many kernels were compiled."""
+    info = flexmasks.cache_info()
+    return info["kernels"].entries if "kernels" in info else 0
+
+
 # A call without gradients may compile a kernel for the CPU, which takes seconds.
 QUICK = {("GptOss", "dynamic"), ("GptOss", "static"), ("Qwen3", "dynamic"), ("Llama", "static")}
 GENERATING = [(name, cache) for name in [*DECODERS, "T5", "Bart", "Whisper"] for cache in ("dynamic", "static")]
@@ -454,10 +460,10 @@ def test_generate(name: str, cache: str) -> None:
     for padded in (False, True):
         want = _generated_or_skipped(other, cache, padded)
         assert want.shape[1] > 20
-        kernels = flexmasks.cache_info()["kernels"].entries
+        kernels = _kernels()
         assert torch.equal(_generated(own, cache, padded), want)
         # At most one kernel for the prompt in each kind of layer: no number of a step is compiled.
-        assert flexmasks.cache_info()["kernels"].entries <= kernels + 3
+        assert _kernels() <= kernels + 2
 
 
 @pytest.mark.campaign
