@@ -793,6 +793,17 @@ def test_a_model_whose_masks_do_not_arrive(monkeypatch: pytest.MonkeyPatch) -> N
     assert torch.allclose(got, want, atol=TOLERANCE)
 
 
+@torch.inference_mode()
+def test_inference_mode() -> None:
+    """Check that tensors of a mask count their changes, by which the second layer finds the plan of the first."""
+    packed = masking_utils.packed_sequence_mask_function(DOCUMENTS.clone())
+    for function in (masking_utils.causal_mask_function, masking_utils.and_masks(_every_third, packed)):
+        mask = _made(function, "all", PADDINGS["left"].clone(), make_mask)
+        assert mask.mask.tensors()
+        assert not any(t.is_inference() for t in mask.mask.tensors())
+        assert torch.equal(_dense(mask), _theirs(function, "all", PADDINGS["left"]))
+
+
 # --- bad use ---
 
 
