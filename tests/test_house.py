@@ -38,6 +38,7 @@ ORDER = {
             ["later"],
             ["attention", "softmax"],
             ["pictures"],
+            ["integrations"],
             ["bench"],
             ["__main__"],
         ]

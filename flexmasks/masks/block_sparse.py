@@ -3,8 +3,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from flexmasks.masks.dense import leading
-from flexmasks.spec import Size, may_read, pair, register_mask
+from flexmasks.spec import Size, leading, may_read, pair, register_mask
 
 Block = Annotated[int | tuple[int, int], "int in 1.. | int(2) in 1.."]
 

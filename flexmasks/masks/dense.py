@@ -3,7 +3,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from flexmasks.spec import Size, always, check_covers_queries, register_mask
+from flexmasks.spec import Size, check_covers_queries, leading, register_mask
 
 
 def _prepare(
@@ -34,14 +34,3 @@ def dense(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, visible: Tensor) -> Te
     Peers: torch SDPA attn_mask; xformers tensor biases; JAX splash NumpyMask; FlashInfer custom_mask.
     """
     return visible[*leading(visible, b, h, q), q, kv]
-
-
-def leading(table: Tensor, b: Tensor, h: Tensor, other: Tensor) -> tuple[Any, ...]:
-    """Return the indices of the batch and head dimensions of a table.
-
-    A table [queries, keys] has none. In a dimension of size 1 the index is always 0. This 0 is made from the index
-    `other`, so that the mask depends on b and h only if the table does.
-    """
-    if table.ndim == 2:
-        return ()
-    return tuple(i if n > 1 else always(0, other) for i, n in zip((b, h), table.shape, strict=False))

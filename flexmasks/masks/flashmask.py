@@ -2,8 +2,7 @@ from typing import Annotated, Any
 
 from torch import Tensor
 
-from flexmasks.masks.dense import leading
-from flexmasks.spec import Size, always, register_mask
+from flexmasks.spec import Size, always, leading, register_mask
 
 
 @register_mask(example=lambda length: {"evicted": [i + 1 + i * 37 % (length // 2) for i in range(length)]})

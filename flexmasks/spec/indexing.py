@@ -37,6 +37,17 @@ def always(n: int, index: Tensor) -> Tensor | int:
     return index % 1 + n if n else index % 1
 
 
+def leading(table: Tensor, b: Tensor, h: Tensor, other: Tensor) -> tuple[Any, ...]:
+    """Return the indices of the batch and head dimensions of a table.
+
+    A table [queries, keys] has none. In a dimension of size 1 the index is always 0. This 0 is made from the index
+    `other`, so that the mask depends on b and h only if the table does.
+    """
+    if table.ndim == 2:
+        return ()
+    return tuple(i if n > 1 else always(0, other) for i, n in zip((b, h), table.shape, strict=False))
+
+
 def bounded(table: Tensor, low: int, high: int) -> Tensor:
     """Note the bounds of a table's values, and return the table.
 

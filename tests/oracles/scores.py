@@ -118,6 +118,15 @@ def distance_bias(scores: Tensor, case: Case, table: Tensor, distances: Tensor) 
 
 
 @score_oracle
+def dense_bias(scores: Tensor, case: Case, bias: Tensor) -> Tensor:
+    """s + bias, of the rows from the first query on, for all batch elements and heads or for each."""
+    count = scores.shape[2]
+    bias = bias[None, None] if bias.ndim == 2 else bias
+    rows = [bias[min(b, len(bias) - 1), :, start : start + count] for b, start in enumerate(offsets(case))]
+    return scores + torch.stack(rows)
+
+
+@score_oracle
 def sandwich(scores: Tensor, case: Case, dims: int = 128, ratios: Tensor | None = None, positions: int = 0) -> Tensor:
     """s + ratio times the product of the embeddings of q and kv.
 
@@ -190,6 +199,10 @@ CASES: list[Case] = [
         q_len=9,
         kv_len=9,
     ),
+    Case("dense_bias", {"bias": RANDOM.floats(21, 30)}, q_len=21, kv_len=30),
+    Case("dense_bias", {"bias": RANDOM.floats(2, 3, 40, 17)}, heads=3, q_len=19, kv_len=17, q_offset=(21, 4)),
+    Case("dense_bias", {"bias": RANDOM.floats(1, 2, 23, 14)}, q_len=9, kv_len=14, q_offset=14),
+    Case("dense_bias", {"bias": RANDOM.floats(2, 1, 12, 33)}, q_len=12, kv_len=33),
     Case("sandwich", {}, q_len=23, kv_len=23),
     Case("sandwich", {"dims": 6}, heads=3, q_len=13, kv_len=30, q_offset=(17, 2)),
     Case("sandwich", {"dims": 64}, heads=8, q_len=12, kv_len=9),

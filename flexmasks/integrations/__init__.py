@@ -1,0 +1,1 @@
+"""Integrations: calls of other libraries come in, calls of the public functions go out."""

@@ -1,0 +1,49 @@
+"""Hugging Face transformers: models run by `attn_implementation="flexmasks"`."""
+
+from __future__ import annotations
+
+from flexmasks.integrations.huggingface.attention import attend
+from flexmasks.integrations.huggingface.late import LateMask as LateMask
+from flexmasks.integrations.huggingface.late import make_mask
+
+__all__ = ["register"]
+
+_OWN_WORDS = ("flash", "sdpa", "flex_attention", "eager", "paged")  # transformers finds its own by parts of a name
+
+
+def register(name: str = "flexmasks") -> str:
+    """Let transformers' models run by `attn_implementation="flexmasks"`, and return that name.
+
+    Every model that takes an attention function then attends by `flexmasks.attention`: exact under padding, packed
+    rows, windows, chunks, soft-caps, sinks and caches, also in `generate` and inside torch.compile. Rows that see no
+    key give 0, where "eager" averages all values. Attention weights are never dropped, and never returned.
+
+    Register before a model is made. To register a second time changes nothing.
+
+    Args:
+        name: what `attn_implementation` is to be.
+
+    Raises:
+        ImportError: transformers is not installed.
+        ValueError: transformers would take the name for one of its own.
+
+    Example:
+        >>> import flexmasks.integrations.huggingface as huggingface
+        >>> attn_implementation = huggingface.register()  # doctest: +SKIP
+        >>> model = AutoModel.from_pretrained(..., attn_implementation="flexmasks")  # doctest: +SKIP
+    """
+    if not isinstance(name, str) or not name or any(word in name for word in _OWN_WORDS):
+        words = ", ".join(map(repr, _OWN_WORDS))
+        raise ValueError(
+            f"flexmasks.integrations.huggingface.register: `name` must be a string without {words}, which transformers "
+            f"takes for implementations of its own, got {name!r}."
+        )
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface
+    except ImportError:
+        raise ImportError(
+            "flexmasks.integrations.huggingface needs transformers >= 5.17: pip install 'flexmasks[huggingface]'."
+        ) from None
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, make_mask)
+    return name

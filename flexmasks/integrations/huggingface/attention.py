@@ -1,0 +1,254 @@
+"""The attention function that transformers' models call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from flexmasks import compat
+from flexmasks.attention import attention, dense_mask
+from flexmasks.cache import ENTRY, Cache
+from flexmasks.integrations.huggingface.late import LateMask
+from flexmasks.integrations.huggingface.recognition import Parts
+from flexmasks.masks.packed import packed
+from flexmasks.plans.plan import is_captured
+from flexmasks.spec import Mask, get_mask, get_score
+
+_DERIVED: Cache[Tensor] = Cache("huggingface", max_bytes=1 << 28)  # what a step's layers compute from one tensor
+
+
+def attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Return the output of a layer's attention; transformers calls this function.
+
+    Args:
+        module: the layer.
+        query, key, value: [B or 1, H, Q, D], [B, Hkv, KV, D] and [B, Hkv, KV, Dv].
+        attention_mask: what `make_mask` returned; a torch BlockMask; a tensor [B or 1, H or 1, Q or 1, KV], bool
+            (True = visible) or float (added to the scores; the lowest number of the dtype, and -inf, hide); or None.
+            Without a mask it follows from `is_causal`, `sliding_window` and `position_ids`, as with sequence
+            parallelism, where models get no mask.
+        scaling, softcap, s_aux: `scale`, the cap of the score change "softcap", and `sink_logits` of
+            `flexmasks.attention`.
+        is_causal: by default the attribute of the module, else True.
+        sliding_window: the number of visible keys of a window, without a mask.
+        position_bias: [B or 1, H or 1, Q, KV], added to the scores. It gets a gradient.
+        cu_seq_lens_q, cu_seq_lens_k: int[N + 1], the starts of the sequences of a packed row and the end of the last.
+        position_ids: [B or 1, Q], the position of each token in its document.
+        dropout: must be 0.
+        others: arguments for other attention functions.
+
+    Returns:
+        The output [B, Q, H, Dv], and None in place of attention weights.
+
+    Raises:
+        ValueError: the call needs something that fused attention does not have; the message says what to use.
+    """
+    _check(module, dropout, others)
+    if query.shape[0] != key.shape[0]:  # learned queries, the same for all batch elements
+        query = query.expand(key.shape[0], -1, -1, -1)
+    mask, q_offset, bias = _of_mask(attention_mask, query, key) if attention_mask is not None else (None, 0, None)
+    if isinstance(mask, compat.BlockMask):
+        arguments: dict[str, Any] = {"block_mask": mask}
+    else:
+        if mask is None:
+            mask = _without_mask(module, query, key, is_causal, sliding_window, position_ids, cu_seq_lens_q is None)
+        elif cu_seq_lens_q is not None and isinstance(attention_mask, LateMask):
+            mask = attention_mask.parts.mask(with_packing=False)
+        if cu_seq_lens_q is not None:
+            own = packed(get_mask("full"), cu_seq_lens_q, None if cu_seq_lens_k is cu_seq_lens_q else cu_seq_lens_k)
+            mask = own if mask.name == "full" else mask & own
+        biases = [x for x in (position_bias, bias) if x is not None]
+        if biases and not (isinstance(q_offset, int) and q_offset == 0):  # the rows of a bias are those of the queries
+            mask, q_offset = _as_rows(mask, query, key, q_offset), 0
+        arguments = {"mask": mask, "q_offset": q_offset}
+    scores = [get_score("softcap", cap=float(softcap))] if softcap else []
+    scores += [get_score("dense_bias", bias=_cut(x, query, key)) for x in (position_bias, bias) if x is not None]
+    if isinstance(scaling, Tensor):  # a learned scale
+        query, scaling = query * scaling, 1.0
+    arguments |= {"score": scores or None, "scale": scaling, "sink_logits": s_aux}
+    return _attention(query, key, value, arguments).transpose(1, 2).contiguous(), None
+
+
+def _check(module: torch.nn.Module, dropout: float, others: dict[str, Any]) -> None:
+    """Raise ValueError for what fused attention does not have."""
+    if dropout:
+        _fail(
+            f"attention weights are never dropped, got dropout={dropout} in {type(module).__name__}. Set the attention "
+            "dropout of the model's config to 0 (`attention_dropout`, `attn_pdrop` or `attention_probs_dropout_prob`), "
+            'call `model.eval()`, or use attn_implementation="sdpa".'
+        )
+    if others.get("output_attentions"):
+        _fail('fused attention has no attention weights to return; use attn_implementation="eager".')
+    if others.get("cache") is not None:
+        _fail('continuous batching is not supported; use `model.generate`, or attn_implementation="paged|sdpa".')
+
+
+def _fail(message: str) -> NoReturn:
+    raise ValueError(f"flexmasks.integrations.huggingface: {message}")
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, arguments: dict[str, Any]) -> Tensor:
+    """Return the output of a call whose values may have another head size."""
+    size, value_size = query.shape[-1], value.shape[-1]
+    if value_size < size:
+        value = torch.nn.functional.pad(value, (0, size - value_size))
+    elif value_size > size:
+        if arguments["scale"] is None:
+            arguments = arguments | {"scale": size**-0.5}
+        query, key = [torch.nn.functional.pad(x, (0, value_size - size)) for x in (query, key)]
+    out: Tensor = attention(query, key, value, **arguments)
+    return out if value_size >= size else out[..., :value_size]
+
+
+# --- masks that are given ---
+
+
+def _of_mask(mask: Any, query: Tensor, key: Tensor) -> tuple[Any, int | Tensor, Tensor | None]:
+    """Return a mask, where its queries start, and what to add to the scores."""
+    if isinstance(mask, LateMask):
+        return mask.mask, mask.q_offset, None
+    if isinstance(mask, compat.BlockMask):
+        return mask, 0, None
+    if not isinstance(mask, Tensor) or mask.ndim != 4 or not (mask.is_floating_point() or mask.dtype == torch.bool):
+        what = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        _fail(f"a mask must be bool or floating, [batch or 1, heads or 1, queries, keys], got {what}.")
+    if mask.shape[-1] > key.shape[2]:
+        mask = mask[..., : key.shape[2]]
+    if mask.dtype == torch.bool:
+        if mask.shape[1:3] == (1, 1):  # the same keys for all queries
+            return get_mask("key_padding", attention_mask=_derived(_row, mask, query.shape[0])), 0, None
+        return get_mask("dense", visible=mask.expand(-1, -1, query.shape[2], -1)), 0, None
+    mask = mask.expand(-1, -1, query.shape[2], -1)
+    return get_mask("dense", visible=_derived(_visible, mask)), 0, mask
+
+
+def _derived(make: Callable[..., Tensor], given: Tensor, *sizes: int) -> Tensor:
+    """Return the result of `make`, which only the first layer of a step computes."""
+    if not _may_read(given):
+        return make(given, *sizes)
+    derived = _DERIVED.get((make, *sizes), [given])
+    if derived is None:
+        derived = make(given, *sizes)
+        _DERIVED.put((make, *sizes), [given], derived, ENTRY + derived.nbytes)
+    return derived
+
+
+def _may_read(x: Tensor) -> bool:
+    """Return whether the values of a tensor may be read and kept.
+
+    They may not if a graph is made of the call.
+    """
+    return not compat.is_compiling() and not is_captured(x.device)
+
+
+def _row(mask: Tensor, batch: int) -> Tensor:
+    """Return the keys that all queries of each batch element see.
+
+    A cache of what was derived from a tensor must not keep the tensor itself alive.
+    """
+    row = mask[:, 0, 0].expand(batch, -1)
+    return row.clone() if _may_read(mask) else row
+
+
+def _visible(mask: Tensor) -> Tensor:
+    """Return where a mask that is added to the scores hides nothing."""
+    return mask > torch.finfo(mask.dtype).min / 2
+
+
+def _documents(position_ids: Tensor) -> Tensor:
+    """Return the number of each token's document.
+
+    A document starts where positions do not go on by one.
+    """
+    first = position_ids[:, :1] - 1
+    return (position_ids.diff(dim=1, prepend=first) != 1).cumsum(1)
+
+
+def _cut(bias: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """Return the rows and columns of a bias that belong to these queries and keys."""
+    bias = bias if bias.shape[-1] == key.shape[2] else bias[..., : key.shape[2]]
+    return bias if bias.shape[2] == query.shape[2] else bias.expand(-1, -1, query.shape[2], -1)
+
+
+def _as_rows(mask: Mask, query: Tensor, key: Tensor, q_offset: int | Tensor) -> Mask:
+    """Return the mask with its queries at position 0."""
+    batch, heads, q_length, _ = query.shape
+    visible = dense_mask(mask, q_length, key.shape[2], batch=batch, heads=heads, device=query.device, q_offset=q_offset)
+    return get_mask("dense", visible=visible)
+
+
+# --- calls without a mask ---
+
+
+def _without_mask(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    is_causal: bool | None,
+    sliding_window: int | None,
+    position_ids: Tensor | None,
+    may_be_packed: bool,
+) -> Mask:
+    """Return the mask of a layer that gets none.
+
+    may_be_packed: whether the positions may say where documents start.
+    """
+    q_length, kv_length = query.shape[2], key.shape[2]
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    if not is_causal or q_length == 1:
+        if sliding_window is None or q_length == 1:
+            return get_mask("full")
+        return get_mask("local", left=sliding_window - 1, right=sliding_window - 1)
+    if sliding_window is None:
+        sliding_window = getattr(module, "sliding_window", None)
+    others = [get_mask("causal") if sliding_window is None else get_mask("sliding_window", window=sliding_window - 1)]
+    packing = []
+    chunk = _chunk_of(module)
+    # Other positions are those of a grid of pixels, or of some of the tokens only.
+    is_of_tokens = position_ids is not None and position_ids.ndim == 2 and position_ids.shape[1] == q_length
+    if position_ids is not None and may_be_packed and is_of_tokens and q_length == kv_length:
+        documents = _derived(_documents, position_ids)
+        if not _may_read(documents) or bool(_derived(_has_several, documents)):
+            if chunk is not None:
+                documents = documents * q_length + position_ids // chunk
+                chunk = None
+            packing.append(get_mask("document", document_ids=documents.expand(query.shape[0], -1)))
+    if chunk is not None:
+        others.append(get_mask("chunked", chunk=chunk))
+    return Parts(others, packing).mask()
+
+
+def _has_several(documents: Tensor) -> Tensor:
+    """Return whether some row has several documents, on the host."""
+    return documents[:, -1].any().cpu()
+
+
+def _chunk_of(module: torch.nn.Module) -> int | None:
+    """Return the length of the chunks in which a layer attends, or None."""
+    config = getattr(module, "config", None)
+    layer_types = getattr(config, "layer_types", None)
+    layer = getattr(module, "layer_idx", None)
+    if layer_types is None or layer is None or layer_types[layer] != "chunked_attention":
+        return None
+    return getattr(config, "attention_chunk_size", None)

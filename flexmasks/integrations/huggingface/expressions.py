@@ -1,0 +1,206 @@
+"""Mask functions as expressions of their indices.
+
+A function is called once, with expressions in place of indices, and what it does to them is written down. So closures
+are read without looking into them, also while torch.compile traces, where their variables cannot be read.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+
+class Expression:
+    """An operation on operands: other expressions, numbers and tensors.
+
+    operation: the name of a function of `operator`; "torch" for a function of torch, which is then the first operand;
+        "constant"; or the name of an index, "b", "h", "q" or "kv", which has no operands.
+    """
+
+    def __init__(self, operation: str, *operands: Any) -> None:
+        self.operation = operation
+        self.operands = operands
+
+    def __lt__(self, other: Any) -> Expression:
+        return Expression("lt", self, other)
+
+    def __le__(self, other: Any) -> Expression:
+        return Expression("le", self, other)
+
+    def __gt__(self, other: Any) -> Expression:
+        return Expression("gt", self, other)
+
+    def __ge__(self, other: Any) -> Expression:
+        return Expression("ge", self, other)
+
+    def __eq__(self, other: object) -> Expression:  # type: ignore[override] # as for tensors
+        return Expression("eq", self, other)
+
+    def __ne__(self, other: object) -> Expression:  # type: ignore[override] # as for tensors
+        return Expression("ne", self, other)
+
+    __hash__ = None  # type: ignore[assignment] # equality is an expression
+
+    def __bool__(self) -> bool:
+        raise TypeError("an index stands for many values at once, and has no truth value")
+
+    def __add__(self, other: Any) -> Expression:
+        return Expression("add", self, other)
+
+    def __radd__(self, other: Any) -> Expression:
+        return Expression("add", other, self)
+
+    def __sub__(self, other: Any) -> Expression:
+        return Expression("sub", self, other)
+
+    def __rsub__(self, other: Any) -> Expression:
+        return Expression("sub", other, self)
+
+    def __mul__(self, other: Any) -> Expression:
+        return Expression("mul", self, other)
+
+    def __rmul__(self, other: Any) -> Expression:
+        return Expression("mul", other, self)
+
+    def __floordiv__(self, other: Any) -> Expression:
+        return Expression("floordiv", self, other)
+
+    def __mod__(self, other: Any) -> Expression:
+        return Expression("mod", self, other)
+
+    def __and__(self, other: Any) -> Expression:
+        return Expression("and_", self, other)
+
+    def __rand__(self, other: Any) -> Expression:
+        return Expression("and_", other, self)
+
+    def __or__(self, other: Any) -> Expression:
+        return Expression("or_", self, other)
+
+    def __ror__(self, other: Any) -> Expression:
+        return Expression("or_", other, self)
+
+    def __neg__(self) -> Expression:
+        return Expression("neg", self)
+
+    def __invert__(self) -> Expression:
+        return Expression("inv", self)
+
+    def __abs__(self) -> Expression:
+        return Expression("abs", self)
+
+    def abs(self) -> Expression:
+        """Return the absolute value."""
+        return Expression("abs", self)
+
+    # Methods and properties of tensors that masks call on an index, or on a result.
+
+    def new_ones(self, *size: Any, **options: Any) -> Expression:
+        """Return True, which stands for a tensor of it."""
+        return Expression("constant", True)
+
+    def new_zeros(self, *size: Any, **options: Any) -> Expression:
+        """Return False, which stands for a tensor of it."""
+        return Expression("constant", False)
+
+    def to(self, *given: Any, **options: Any) -> Expression:
+        """Return the same: expressions have no device, and booleans stay booleans."""
+        return self
+
+    @property
+    def device(self) -> None:
+        """None: expressions have no device."""
+        return
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Expression:
+        if function is torch.Tensor.__getitem__:
+            return _item(*args)
+        return Expression("torch", function, args, kwargs or {})
+
+
+INDICES = tuple([Expression(name) for name in ("b", "h", "q", "kv")])
+
+
+class _IndexingByExpressions(TorchFunctionMode):
+    """Mode that sees `tensor[expression]`, which torch calls as an operation on the tensor."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function is torch.Tensor.__getitem__:
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if any(isinstance(i, Expression) for i in index):
+                return _item(*args)
+        return function(*args, **(kwargs or {}))
+
+
+def _item(table: Any, index: Any) -> Expression:
+    return Expression("getitem", table, *(index if isinstance(index, tuple) else (index,)))
+
+
+def expression_of(function: Callable[..., Any]) -> Expression | None:
+    """Return what a mask function computes, or None if it only runs on tensors.
+
+    torch.compile can trace this function.
+    """
+    try:
+        with _IndexingByExpressions():
+            result = function(*INDICES)
+    except Exception:
+        return None
+    return result if isinstance(result, Expression) else None
+
+
+def indices_in(value: Any) -> str:
+    """Return which of the letters b, h, q and k an expression depends on."""
+    if isinstance(value, list | tuple):
+        return "".join([indices_in(v) for v in value])
+    if isinstance(value, dict):
+        return indices_in(list(value.values()))
+    if not isinstance(value, Expression):
+        return ""
+    return indices_in(value.operands) if value.operands else value.operation[0]
+
+
+def are_same(a: Any, b: Any) -> bool:
+    """Return whether two expressions differ at most in a position, q or kv."""
+    if isinstance(a, Expression) and isinstance(b, Expression):
+        if not a.operands and not b.operands:
+            return a.operation == b.operation or {a.operation, b.operation} == {"q", "kv"}
+        return a.operation == b.operation and are_same(a.operands, b.operands)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(are_same(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return list(a) == list(b) and are_same(list(a.values()), list(b.values()))
+    if isinstance(a, Expression | Tensor) or isinstance(b, Expression | Tensor):
+        return a is b
+    return type(a) is type(b) and bool(a == b)
+
+
+def value_of(value: Any, batch: Tensor, position: Tensor) -> Any:
+    """Return an expression's value, for indices of batch elements and positions that broadcast."""
+    if isinstance(value, list | tuple):
+        return type(value)([value_of(v, batch, position) for v in value])
+    if isinstance(value, dict):
+        return {name: value_of(v, batch, position) for name, v in value.items()}
+    if not isinstance(value, Expression):
+        return value
+    if not value.operands:
+        return batch if value.operation == "b" else position
+    if value.operation == "constant":
+        return value.operands[0]
+    if value.operation == "torch":
+        function, args, kwargs = value.operands
+        return function(*value_of(args, batch, position), **value_of(kwargs, batch, position))
+    if value.operation == "getitem":
+        table, *index = value_of(value.operands, batch, position)
+        return table[tuple(index)]
+    return getattr(operator, value.operation)(*value_of(value.operands, batch, position))

@@ -1,0 +1,206 @@
+"""The mask of a step, from transformers' mask function to its attention function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexmasks import compat
+from flexmasks.attention import block_mask, dense_mask
+from flexmasks.integrations.huggingface.recognition import Parts, Positions, recognized
+from flexmasks.plans.plan import is_captured
+from flexmasks.spec import get_mask
+
+
+class LateMask(compat.BlockMask):
+    """A mask with the sizes of a step, which the first attention call plans.
+
+    It is planned for the backend that runs the call; the calls of other layers find the plan.
+
+    transformers hands on a tensor or a BlockMask with a shape of four dimensions, so it is a BlockMask.
+
+    shape: (batch, 1, queries, keys).
+    q_offset: the position of the first query, as in `flexmasks.attention`.
+    """
+
+    def __init__(self, parts: Parts, q_offset: int | Tensor, shape: tuple[int, int, int, int]) -> None:
+        self.parts = parts
+        self.mask = parts.mask()
+        self.q_offset = q_offset
+        self.sizes = shape
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Batch, 1, queries, keys."""
+        return self.sizes
+
+    # Models ask these questions of a mask that generate has made.
+
+    @property
+    def ndim(self) -> int:
+        """4."""
+        return len(self.sizes)
+
+    def dim(self) -> int:
+        """Return 4."""
+        return len(self.sizes)
+
+    def size(self, dim: int | None = None) -> Any:
+        """Return the shape, or one size."""
+        return self.sizes if dim is None else self.sizes[dim]
+
+    def contiguous(self) -> LateMask:
+        """Return the mask itself; generate calls this method."""
+        return self
+
+    def to(self, device: torch.device | str, *given: Any, **options: Any) -> LateMask:
+        """Return the mask with its tensors on a device."""
+        parts = Parts([m.to(device) for m in self.parts.others], [m.to(device) for m in self.parts.packing])
+        q_offset = self.q_offset.to(device) if isinstance(self.q_offset, Tensor) else self.q_offset
+        return LateMask(parts, q_offset, self.sizes)
+
+    def to_dense(self) -> Tensor:
+        """Return the mask as booleans, True = visible, [batch or 1, 1, queries, keys]."""
+        batch, _, q_length, kv_length = self.sizes
+        return dense_mask(self.mask, q_length, kv_length, batch=batch, heads=1, q_offset=self.q_offset)
+
+    def planned(self) -> compat.BlockMask:
+        """Return the blocks of the mask."""
+        batch, _, q_length, kv_length = self.sizes
+        return block_mask(self.mask, q_length, kv_length, batch=batch, heads=1, q_offset=self.q_offset)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return a part of the mask as booleans, for models that look into their mask."""
+        batch, _, q_length, kv_length = self.sizes
+        return self.to_dense().expand(batch, 1, q_length, kv_length)[index]
+
+    def __repr__(self) -> str:
+        return f"LateMask({self.mask!r}, shape={self.sizes})"
+
+    __str__ = __repr__
+
+
+def _causal(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return kv <= q
+
+
+def make_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = _causal,
+    attention_mask: Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    **others: Any,
+) -> LateMask | Tensor:
+    """Return the mask of a step; transformers calls this function.
+
+    A step of decoding with a static cache gets the only row of its mask, bool [batch, 1, 1, keys]: transformers makes
+    it outside of the compiled model, which would compile again for each new number in a mask.
+
+    Args:
+        batch_size, q_length, kv_length: the sizes of the step.
+        q_offset, kv_offset: the positions of the first query and of the first key. q_offset of a static cache is a
+            0-dimensional tensor.
+        mask_function: a function (b, h, q, kv) -> bool of positions.
+        attention_mask: bool [batch, tokens so far], False for padding; or None.
+        allow_is_causal_skip: False for steps of decoding with a static cache, and for masks that are not only causal.
+        use_vmap: whether `mask_function` takes only single indices.
+        device: the device of the model's tensors.
+        others: arguments for other attention functions.
+    """
+    device = torch.device(device)
+    padding = _padding(attention_mask, kv_offset, kv_length)
+    first_query = q_offset - kv_offset
+    if q_length == 1 and not allow_is_causal_skip:
+        visible = _evaluated(mask_function, (batch_size, 1, kv_length), q_offset, kv_offset, use_vmap, device)
+        return visible if padding is None else visible & padding[:, None, None]
+    may_read = not compat.is_compiling() and not is_captured(device)
+    if isinstance(first_query, Tensor):
+        first_query = int(first_query) if may_read else first_query.reshape(1).expand(batch_size)
+    query_stop = kv_offset + (kv_length if isinstance(first_query, Tensor) else first_query + q_length)
+    positions = Positions(batch_size, kv_offset, kv_offset + kv_length, query_stop, device, not use_vmap)
+    parts = recognized(mask_function, positions)
+    if parts is None:
+        parts, first_query = _of_unknown(
+            mask_function, (batch_size, q_length, kv_length), q_offset, first_query, kv_offset, use_vmap, device
+        )
+    # The host waits for one value, as in transformers' "sdpa", because masks without padding have faster kernels.
+    if padding is not None and not (may_read and bool(padding.all())):
+        parts.others.append(get_mask("key_padding", attention_mask=padding))
+    return LateMask(parts, first_query, (batch_size, 1, q_length, kv_length))
+
+
+def _padding(attention_mask: Tensor | None, first: int, length: int) -> Tensor | None:
+    """Return the padding of the keys of a step.
+
+    Keys of a static cache that are not written yet are padding, too.
+    """
+    if attention_mask is None:
+        return None
+    missing = first + length - attention_mask.shape[-1]
+    if missing > 0:
+        attention_mask = torch.nn.functional.pad(attention_mask, (0, missing))
+    if first == 0 and attention_mask.shape[-1] == length:
+        return attention_mask
+    return attention_mask[:, first : first + length]
+
+
+def _of_unknown(
+    function: Callable[..., Any],
+    sizes: tuple[int, int, int],
+    q_offset: int | Tensor,
+    first_query: int | Tensor,
+    kv_offset: int,
+    use_vmap: bool,
+    device: torch.device,
+) -> tuple[Parts, int | Tensor]:
+    """Return the mask of any function, and the position of its first query.
+
+    torch.compile cannot hand over a function that captures variables, so the function is evaluated there.
+    """
+    if compat.is_compiling():
+        visible = _evaluated(function, sizes, q_offset, kv_offset, use_vmap, device)
+        return Parts([get_mask("dense", visible=visible)], []), 0
+    if kv_offset:
+        function = _moved(function, torch.tensor(kv_offset, device=device))
+    return Parts([get_mask(function)], []), first_query
+
+
+def _moved(function: Callable[..., Any], first: Tensor) -> Callable[..., Any]:
+    """Return a function of positions that start at the first key."""
+
+    def moved(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Any:
+        return function(b, h, q + first, kv + first)
+
+    return moved
+
+
+def _evaluated(
+    function: Callable[..., Any],
+    sizes: tuple[int, int, int],
+    q_offset: int | Tensor,
+    kv_offset: int,
+    use_vmap: bool,
+    device: torch.device,
+) -> Tensor:
+    """Return all values of a mask function, [batch, 1, queries, keys]."""
+    batch, q_length, kv_length = sizes
+    b, h = torch.arange(batch, device=device), torch.arange(1, device=device)
+    q = torch.arange(q_length, device=device) + q_offset
+    kv = torch.arange(kv_length, device=device) + kv_offset
+    if use_vmap:
+        for axes in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
+            function = torch.vmap(function, in_dims=axes)
+        with compat.TransformGetItemToIndex():
+            visible: Tensor = function(b, h, q, kv)
+        return visible
+    visible = function(b[:, None, None, None], h[:, None, None], q[:, None], kv)
+    return visible.expand(batch, 1, q_length, kv_length)

@@ -1,0 +1,397 @@
+"""Mask functions of transformers as Masks of this library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexmasks.integrations.huggingface.expressions import (
+    Expression,
+    are_same,
+    expression_of,
+    indices_in,
+    value_of,
+)
+from flexmasks.spec import Mask, get_mask
+
+_FAR = 1 << 30  # farther than any key
+
+
+@dataclass(frozen=True)
+class Positions:
+    """The positions that a mask function is asked for.
+
+    Keys are at `first` .. `key_stop` - 1, and queries before `query_stop`, counted from the start of the text. To the
+    library, positions start at the first key.
+
+    trusted: whether all parts of the function are transformers' own.
+    """
+
+    batch: int
+    first: int
+    key_stop: int
+    query_stop: int
+    device: torch.device
+    trusted: bool
+
+
+class Interval(NamedTuple):
+    """The keys at distances `low` to `high` from a query, both included.
+
+    None is no limit.
+
+    remapped: whether positions are counted from the start of a document of a packed row.
+    """
+
+    low: int | None
+    high: int | None
+    remapped: bool = False
+
+
+@dataclass
+class Parts:
+    """Masks that must all show a pair.
+
+    packing: those that keep the documents of a packed row apart.
+    """
+
+    others: list[Mask]
+    packing: list[Mask]
+
+    def mask(self, with_packing: bool = True) -> Mask:
+        """Return the mask of all parts."""
+        masks = self.others + (self.packing if with_packing else [])
+        if not masks:
+            return get_mask("full")
+        mask = masks[0]
+        for other in masks[1:]:
+            mask = mask & other
+        return mask
+
+
+def recognized(function: Callable[..., Any], positions: Positions) -> Parts | None:
+    """Return a mask function as masks of this library.
+
+    The result is None if some part of it has no such mask.
+
+    torch.compile can trace this function.
+    """
+    expression = expression_of(function)
+    return None if expression is None else _conjunction(expression, positions)
+
+
+def _conjunction(expression: Expression, positions: Positions) -> Parts | None:
+    """Return the masks of a chain of `and`."""
+    interval = Interval(None, None)
+    equal: list[Mask] = []
+    packing: list[Mask] = []
+    others: list[Mask] = []
+    seeing: list[Tensor] = []
+    for factor in _operands(expression, "and_"):
+        if _is_constant(factor, True):
+            continue
+        sides, own = indices_in(factor), _interval(factor, positions)
+        mask: Mask | None = None
+        if own is not None:
+            interval = _narrower(interval, own)
+            continue
+        if "h" in sides:
+            return None
+        if "q" in sides and "k" not in sides:
+            seeing.append(_values(factor, positions).bool())
+            continue
+        if _is_constant(factor, False):
+            mask = get_mask("band", lower=1, upper=0)
+        elif "q" not in sides:
+            mask = get_mask("key_padding", attention_mask=_values(factor, positions, positions.key_stop).bool())
+        elif factor.operation == "eq":
+            mask = _of_equal(factor, positions)
+        elif factor.operation == "or_":
+            mask = _union(factor, positions)
+        if mask is None:
+            return None
+        is_table = mask.name == "document" and all(x.operation == "getitem" for x in factor.operands)
+        (packing if is_table and positions.trusted else equal if mask.name == "document" else others).append(mask)
+    if interval.remapped and not packing:
+        return None
+    if seeing:
+        documents = packing or equal
+        others.append(_of_queries(seeing, documents.pop() if documents else None))
+    return Parts([*_of_interval(interval), *equal, *others], packing)
+
+
+def _of_queries(seeing: list[Tensor], document: Mask | None) -> Mask:
+    """Return the mask of some queries, which see everything, or the keys of their own document."""
+    visible = seeing[0]
+    for other in seeing[1:]:
+        visible = visible & other
+    ids = torch.zeros_like(visible, dtype=torch.int32) if document is None else document.params["document_ids"]
+    return get_mask("cross_document", q_document_ids=torch.where(visible, ids, ids.amin() - 1), kv_document_ids=ids)
+
+
+def _union(expression: Expression, positions: Positions) -> Mask | None:
+    """Return the mask of a chain of `or`."""
+    terms = [t for t in _operands(expression, "or_") if not _is_constant(t, False)]
+    masks = []
+    for term in terms:
+        parts = _conjunction(term, positions)
+        if parts is None:
+            return None
+        masks.append(parts.mask())
+    if not masks:
+        return get_mask("band", lower=1, upper=0)
+    spans = _spans(terms, positions) if len(terms) == 2 else None
+    if spans is not None:
+        return get_mask("bidirectional_spans", span_ids=spans)
+    joined = _joined(terms, positions)
+    if joined is not None:
+        return (_of_interval(joined) or [get_mask("full")])[0]
+    mask = masks[0]
+    for other in masks[1:]:
+        mask = mask | other
+    return mask
+
+
+def _spans(terms: list[Expression], positions: Positions) -> Tensor | None:
+    """Return the span of each position, negative for none.
+
+    The result is None unless one of two terms is causal and the other one shows spans.
+    """
+    for text, spans in (terms, terms[::-1]):
+        interval = _interval_of_all(text, positions)
+        if interval is None or interval != (None, 0, False):
+            continue
+        factors = [f for f in _operands(spans, "and_") if not _is_constant(f, True)]
+        if len(factors) != 2 or factors[0].operation != "eq" or not are_same(*factors[0].operands):
+            continue
+        ids, test = factors[0].operands[0], factors[1]
+        is_not_negative = test.operation == "ge" and type(test.operands[1]) is int and test.operands[1] == 0
+        if is_not_negative and are_same(test.operands[0], ids) and "h" not in indices_in(ids):
+            return _values(ids, positions)
+    return None
+
+
+def _joined(terms: list[Expression], positions: Positions) -> Interval | None:
+    """Return the interval that two intervals without a gap make."""
+    if len(terms) != 2:
+        return None
+    intervals = []
+    for term in terms:
+        interval = _interval_of_all(term, positions)
+        if interval is None or interval.remapped:
+            return None
+        intervals.append(interval)
+    one, other = [(-_FAR if i.low is None else i.low, _FAR if i.high is None else i.high) for i in intervals]
+    if max(one[0], other[0]) > min(one[1], other[1]) + 1:
+        return None
+    low, high = min(one[0], other[0]), max(one[1], other[1])
+    return Interval(None if low == -_FAR else low, None if high == _FAR else high)
+
+
+def _interval_of_all(expression: Expression, positions: Positions) -> Interval | None:
+    """Return a chain of `and` as an interval, or None if it is none."""
+    interval = Interval(None, None)
+    for factor in _operands(expression, "and_"):
+        own = Interval(None, None) if _is_constant(factor, True) else _interval(factor, positions)
+        if own is None:
+            return None
+        interval = _narrower(interval, own)
+    return interval
+
+
+# --- intervals ---
+
+
+class _Linear(NamedTuple):
+    """A linear function of the positions of query and key.
+
+    q, kv: the factors of the positions.
+    remapped: as in Interval.
+    """
+
+    q: int
+    kv: int
+    constant: int
+    remapped: bool = False
+
+
+def _interval(factor: Any, positions: Positions) -> Interval | None:
+    """Return the interval of a comparison of distances, or None for anything else."""
+    if factor.operation not in ("lt", "le", "gt", "ge"):
+        return None
+    left, right = factor.operands
+    operation = factor.operation
+    if _is_absolute(right):
+        left, right = right, left
+        operation = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}[operation]
+    if _is_absolute(left):
+        distance = _linear(left.operands[0], positions)
+        if type(right) is not int or distance is None or operation not in ("lt", "le"):
+            return None
+        limit = right - (operation == "lt")
+        if (distance.q, distance.kv) not in ((1, -1), (-1, 1)) or distance.constant:
+            return None
+        return Interval(-limit, limit, distance.remapped)
+    one, other = _linear(left, positions), _linear(right, positions)
+    if one is None or other is None:
+        return None
+    q, kv, constant = one.q - other.q, one.kv - other.kv, one.constant - other.constant
+    if operation in ("gt", "ge"):
+        q, kv, constant = -q, -kv, -constant
+    limit = -constant - (operation in ("lt", "gt"))  # the distance times q, or kv, is at most this
+    remapped = one.remapped or other.remapped
+    if (q, kv) == (-1, 1):
+        return Interval(None, limit, remapped)
+    if (q, kv) == (1, -1):
+        return Interval(-limit, None, remapped)
+    if (q, kv) in ((-1, 0), (0, -1), (-1, -1)) and limit >= 0 and not remapped:  # positions are not negative
+        return Interval(None, None)
+    return None
+
+
+def _is_absolute(value: Any) -> bool:
+    return isinstance(value, Expression) and value.operation == "abs"
+
+
+def _linear(value: Any, positions: Positions) -> _Linear | None:
+    """Return a number as a linear function of positions, or None if it is none."""
+    if type(value) is int:
+        return _Linear(0, 0, value)
+    if not isinstance(value, Expression):
+        return None
+    if value.operation in ("q", "kv"):
+        return _Linear(int(value.operation == "q"), int(value.operation == "kv"), 0)
+    if value.operation == "getitem" and positions.trusted and len(value.operands) == 3:
+        # transformers itself compares only one table of positions: the position of each token in its document.
+        index = value.operands[2]
+        position = _linear(index, positions)
+        if position is None or position.constant or position.remapped or indices_in(value.operands[1]) != "b":
+            return None
+        return position._replace(remapped=True)
+    if value.operation == "neg":
+        inner = _linear(value.operands[0], positions)
+        return None if inner is None else _Linear(-inner.q, -inner.kv, -inner.constant, inner.remapped)
+    if value.operation not in ("add", "sub"):
+        return None
+    one, other = _linear(value.operands[0], positions), _linear(value.operands[1], positions)
+    if one is None or other is None:
+        return None
+    sign = 1 if value.operation == "add" else -1
+    return _Linear(
+        one.q + sign * other.q,
+        one.kv + sign * other.kv,
+        one.constant + sign * other.constant,
+        one.remapped or other.remapped,
+    )
+
+
+def _narrower(one: Interval, other: Interval) -> Interval:
+    """Return the intersection of two intervals."""
+    lows = [i.low for i in (one, other) if i.low is not None]
+    highs = [i.high for i in (one, other) if i.high is not None]
+    remapped = one.remapped or other.remapped
+    return Interval(max(lows) if lows else None, min(highs) if highs else None, remapped)
+
+
+def _of_interval(interval: Interval) -> list[Mask]:
+    """Return the mask of an interval, or none if it shows everything."""
+    low, high = interval.low, interval.high
+    if low is None and high is None:
+        return []
+    if low is None and high == 0:
+        return [get_mask("causal")]
+    if high == 0 and low is not None and low <= 0:
+        return [get_mask("sliding_window", window=-low)]
+    if low == 0 and high is None:
+        return [get_mask("inverse_causal")]
+    if low is not None and high is not None and low <= 0 <= high:
+        return [get_mask("local", left=-low, right=high)]
+    return [get_mask("band", lower=-_FAR if low is None else low, upper=_FAR if high is None else high)]
+
+
+# --- values of positions ---
+
+
+def _of_equal(factor: Expression, positions: Positions) -> Mask | None:
+    """Return the mask of equal values of a query and a key."""
+    one, other = factor.operands
+    if indices_in(one).count("k"):
+        one, other = other, one
+    if not isinstance(one, Expression) or not isinstance(other, Expression):
+        return None
+    if "k" in indices_in(one) or "q" in indices_in(other):
+        return None
+    if not are_same(one, other):
+        ids = {"q_document_ids": _values(one, positions), "kv_document_ids": _values(other, positions)}
+        return get_mask("cross_document", **ids)
+    chunk = _chunk(one)
+    if chunk is not None:
+        return get_mask("chunked", chunk=chunk[0], start=chunk[1] - positions.first)
+    return get_mask("document", document_ids=_values(one, positions))
+
+
+def _chunk(value: Expression) -> tuple[int, Any] | None:
+    """Return the length of chunks, and where the first one starts.
+
+    The result is None unless the value is the number of a position's chunk.
+    """
+    if value.operation != "floordiv" or type(value.operands[1]) is not int or value.operands[1] < 1:
+        return None
+    position = value.operands[0]
+    if not isinstance(position, Expression):
+        return None
+    if not position.operands:
+        return value.operands[1], 0
+    if position.operation != "sub" or not isinstance(position.operands[0], Expression) or position.operands[0].operands:
+        return None
+    start = position.operands[1]
+    if isinstance(start, Expression) and start.operation == "getitem":
+        table, *index = start.operands
+        if isinstance(table, Tensor) and table.ndim == 1 and indices_in(index) == "b" and not index[0].operands:
+            return value.operands[1], table
+    return None
+
+
+def _values(value: Any, positions: Positions, stop: int | None = None) -> Tensor:
+    """Return the values of an expression of one position, [batch, positions].
+
+    Positions go from the first key to `stop`.
+
+    stop: by default the end of the keys and queries.
+    """
+    if stop is None:
+        stop = max(positions.key_stop, positions.query_stop)
+    if value.operation == "getitem" and len(value.operands) == 3:
+        table, batch, position = value.operands
+        is_plain = isinstance(batch, Expression) and not (batch.operands or position.operands)
+        if is_plain and isinstance(table, Tensor) and table.ndim == 2 and table.shape[0] == positions.batch:
+            if positions.first == 0 and table.shape[1] == stop:
+                return table
+            return table[:, positions.first : stop]
+    batch = torch.arange(positions.batch, device=positions.device)[:, None]
+    position = torch.arange(positions.first, stop, device=positions.device)[None]
+    result = value_of(value, batch, position)
+    return torch.broadcast_to(torch.as_tensor(result, device=positions.device), (positions.batch, position.shape[1]))
+
+
+# --- forms of expressions ---
+
+
+def _operands(expression: Expression, operation: str) -> list[Any]:
+    """Return the operands of a chain of one operation."""
+    if expression.operation != operation:
+        return [expression]
+    operands = []
+    for operand in expression.operands:
+        if not isinstance(operand, Expression):
+            operand = Expression("constant", operand)
+        operands += _operands(operand, operation)
+    return operands
+
+
+def _is_constant(factor: Expression, value: bool) -> bool:
+    return factor.operation == "constant" and factor.operands[0] is value

@@ -1,0 +1,778 @@
+"""Hugging Face's models by attn_implementation="flexmasks", against "eager"; mask functions, one by one."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.nn.attention.flex_attention import create_block_mask
+
+from flexmasks.integrations import huggingface
+from flexmasks.integrations.huggingface.attention import attend
+from flexmasks.integrations.huggingface.late import LateMask, make_mask
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+masking_utils = pytest.importorskip("transformers.masking_utils")
+pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers' own code
+
+BATCH, LENGTH, WORDS = 2, 50, 99
+LENGTHS = (LENGTH, 31)  # of the texts of a padded batch
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _registered() -> None:
+    assert huggingface.register() == "flexmasks"
+
+
+# --- models ---
+
+TEXT = {
+    "vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": None,
+}  # fmt: skip
+LAYERS = ["sliding_attention", "full_attention"]
+IMAGE = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 30,
+    "patch_size": 5,
+}  # fmt: skip
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+SPEECH = {
+    "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "vocab_size": WORDS, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2, "decoder_start_token_id": 1,
+}  # fmt: skip
+
+DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama": ("LlamaForCausalLM", TEXT),
+    "Mistral": ("MistralForCausalLM", TEXT | {"sliding_window": 12}),
+    "Qwen3": ("Qwen3ForCausalLM", TEXT),
+    "Gemma2": (
+        "Gemma2ForCausalLM",
+        TEXT | {"sliding_window": 12, "attn_logit_softcapping": 3.0, "query_pre_attn_scalar": 8, "layer_types": LAYERS},
+    ),
+    "Gemma3": ("Gemma3ForCausalLM", TEXT | {"sliding_window": 12, "query_pre_attn_scalar": 8, "layer_types": LAYERS}),
+    "GptOss": (
+        "GptOssForCausalLM",
+        TEXT | {"sliding_window": 12, "num_local_experts": 2, "num_experts_per_tok": 1, "layer_types": LAYERS},
+    ),
+    "Llama4": (
+        "Llama4ForCausalLM",
+        TEXT
+        | {"attention_chunk_size": 16, "num_local_experts": 2, "intermediate_size_mlp": 48, "moe_layers": []}
+        | {"layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0]},
+    ),
+    "DeepseekV3": (
+        "DeepseekV3ForCausalLM",
+        {n: v for n, v in TEXT.items() if n != "head_dim"}
+        | {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8}
+        | {"qk_nope_head_dim": 8, "v_head_dim": 8, "n_routed_experts": 4, "n_group": 2, "topk_group": 1}
+        | {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1},
+    ),
+    "Phi3": ("Phi3ForCausalLM", TEXT | {"sliding_window": 12, "resid_pdrop": 0.0, "embd_pdrop": 0.0}),
+    "GPT2": (
+        "GPT2LMHeadModel",
+        {"vocab_size": WORDS, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256, "pad_token_id": 0}
+        | {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": None},
+    ),
+}
+ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Bert": ("BertModel", TEXT | NO_DROPOUT),
+    "ModernBert": (
+        "ModernBertModel",
+        TEXT | {"local_attention": 12, "global_attn_every_n_layers": 2, "attention_dropout": 0.0},
+    ),
+    "T5": (
+        "T5ForConditionalGeneration",
+        {"vocab_size": WORDS, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+        | {"dropout_rate": 0.0, "pad_token_id": 0, "eos_token_id": None, "decoder_start_token_id": 0},
+    ),
+    "Bart": (
+        "BartForConditionalGeneration",
+        SPEECH | {"max_position_embeddings": 256, "dropout": 0.0, "eos_token_id": 2, "forced_eos_token_id": None},
+    ),
+}
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Whisper": (
+        "WhisperForConditionalGeneration",
+        SPEECH | {"num_mel_bins": 8, "max_source_positions": 40, "max_target_positions": 60, "dropout": 0.0},
+    ),
+    "ViT": ("ViTModel", IMAGE | NO_DROPOUT),
+    "Siglip": ("SiglipVisionModel", IMAGE),  # its head has learned queries, the same for all images
+    "Mllama": (
+        "MllamaForConditionalGeneration",
+        {
+            "text_config": TEXT
+            | {"num_hidden_layers": 3, "cross_attention_layers": [1]}
+            | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+            "vision_config": {
+                "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_global_layers": 1,
+                "attention_heads": 2, "image_size": 28, "patch_size": 14, "max_num_tiles": 2, "vision_output_dim": 64,
+                "intermediate_layers_indices": [0], "supported_aspect_ratios": [[1, 1], [1, 2], [2, 1]],
+            },
+        },
+    ),
+}  # fmt: skip
+ALL = DECODERS | ENCODERS | OTHERS
+
+
+@functools.cache
+def models(name: str) -> tuple[nn.Module, nn.Module]:
+    """Return a tiny model by "flexmasks", and one with the same parameters by "eager"."""
+    class_name, given = ALL[name]
+    cls = getattr(transformers, class_name)
+    config = cls.config_class(**copy.deepcopy(given))
+    made = []
+    for implementation in ("flexmasks", "eager"):
+        torch.manual_seed(0)
+        made.append(cls._from_config(copy.deepcopy(config), attn_implementation=implementation).eval())
+    own, other = made
+    torch.manual_seed(1)
+    for parameter in own.parameters():  # sinks, biases and gates are not 0
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    other.load_state_dict(own.state_dict())
+    return own, other
+
+
+# --- mask functions ---
+
+
+START = torch.tensor([0, 7])
+SPANS = torch.tensor([[-1] * 9 + [0] * 11 + [-1] * 5 + [1] * 15, [2] * 13 + [-1] * 20 + [5] * 7])
+DOCUMENTS = torch.arange(40).expand(2, -1) // torch.tensor([[13], [21]])
+POSITIONS = torch.arange(40) - torch.tensor([[13], [21]]) * DOCUMENTS
+PADDINGS = {
+    "no padding": None,
+    "left": torch.arange(40) >= torch.tensor([[0], [7]]),
+    "right": torch.arange(40) < torch.tensor([[40], [29]]),
+}
+
+
+def _remapped(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function inside documents, as the installed transformers packs rows."""
+    if hasattr(masking_utils, "packed_sequence_compatibility_function"):
+        return masking_utils.packed_sequence_compatibility_function(function, POSITIONS, DOCUMENTS)
+    return masking_utils.and_masks(function, masking_utils.packed_sequence_mask_function(DOCUMENTS))
+
+
+def _left_and_right(left: int, right: int) -> Callable[..., Any]:
+    """Return a window as Gemma 3n's, T5Gemma 2's and Moonshine's encoders write it."""
+
+    def inner_mask(batch_idx: Any, head_idx: Any, q_idx: Any, kv_idx: Any) -> Any:
+        dist = q_idx - kv_idx
+        left_mask = (dist >= 0) & (dist < left)
+        right_mask = (dist < 0) & (-dist < right)
+        return left_mask | right_mask
+
+    return inner_mask
+
+
+def _token_types(types: Tensor) -> Callable[..., Any]:
+    """Return a prefix that sees all of itself, as PaliGemma's older releases write it."""
+
+    def inner_mask(batch_idx: Any, head_idx: Any, q_idx: Any, kv_idx: Any) -> Any:
+        safe = torch.where(kv_idx < types.shape[1], kv_idx, 0)
+        return (types[batch_idx, q_idx] == 0) & (types[batch_idx, safe] == 0)
+
+    return inner_mask
+
+
+def _every_third(batch_idx: Any, head_idx: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return (q_idx + kv_idx) % 3 != 1
+
+
+# The mask that each function becomes; None for a function that goes to the library as it is.
+FUNCTIONS: dict[str, tuple[Callable[[Any], Any], str | None]] = {
+    "causal": (lambda m: m.causal_mask_function, "causal()"),
+    "bidirectional": (lambda m: m.bidirectional_mask_function, "full()"),
+    "sliding": (lambda m: m.sliding_window_causal_mask_function(9), "sliding_window(window=8)"),
+    "sliding on both sides": (lambda m: m.sliding_window_bidirectional_mask_function(6), "local(left=6, right=6)"),
+    "sliding, otherwise": (lambda m: _left_and_right(5, 4), "local(left=4, right=3)"),
+    "chunked": (
+        lambda m: m.chunked_causal_mask_function(8, START),
+        "causal() & chunked(chunk=8, start=int64[2])",
+    ),
+    "packed": (lambda m: _remapped(m.causal_mask_function), "causal() & document(document_ids=int64[2, 40])"),
+    "packed, sliding": (
+        lambda m: _remapped(m.sliding_window_causal_mask_function(9)),
+        "sliding_window(window=8) & document(document_ids=int64[2, 40])",
+    ),
+    "packed, chunked": (lambda m: _remapped(m.chunked_causal_mask_function(8, START * 0)), "causal() & "),
+    "blockwise": (
+        lambda m: m.or_masks(m.causal_mask_function, m.blockwise_overlay(SPANS)),
+        "bidirectional_spans(span_ids=int64[2, 40])",
+    ),
+    "blockwise, sliding": (
+        lambda m: m.or_masks(m.sliding_window_causal_mask_function(9), m.blockwise_overlay(SPANS)),
+        "sliding_window(window=8) | cross_document(",
+    ),
+    "blockwise, packed": (
+        lambda m: m.or_masks(_remapped(m.causal_mask_function), m.blockwise_overlay(SPANS)),
+        "causal() & document(document_ids=int64[2, 40]) | cross_document(",
+    ),
+    "token types": (lambda m: m.or_masks(m.causal_mask_function, _token_types((SPANS < 0).long())), "causal() | "),
+    "padding": (lambda m: m.padding_mask_function(PADDINGS["left"]), "key_padding(attention_mask=bool[2, 40])"),
+    "own": (lambda m: m.and_masks(m.causal_mask_function, _every_third), None),
+}
+STEPS = {  # q_length, kv_length, q_offset, kv_offset
+    "all": (40, 40, 0, 0),
+    "last": (6, 40, 34, 0),
+    "one": (1, 40, 39, 0),
+    "static": (6, 40, torch.tensor(20), 0),
+    "sliding cache": (6, 14, 34, 26),
+}
+
+
+def _made(function: Any, step: str, padding: Tensor | None, make: Callable[..., Any]) -> Any:
+    q_length, kv_length, q_offset, kv_offset = STEPS[step]
+    return make(
+        batch_size=2, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
+        mask_function=function, attention_mask=padding, allow_is_causal_skip=step != "one",
+        use_vmap=function is _every_third, device=torch.device("cpu"),
+    )  # fmt: skip
+
+
+def _dense(mask: LateMask | Tensor) -> Tensor:
+    dense = mask.to_dense() if isinstance(mask, LateMask) else mask
+    return dense.expand(2, 1, *mask.shape[2:])
+
+
+def _theirs(function: Any, step: str, padding: Tensor | None) -> Tensor:
+    """Return the mask that transformers makes for "sdpa", which skips none."""
+    return _made(function, step, padding, lambda **a: masking_utils.sdpa_mask(**a | {"allow_is_causal_skip": False}))
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_mask_functions(name: str) -> None:
+    of, expected = FUNCTIONS[name]
+    function = of(masking_utils)
+    for step in STEPS:
+        if step != "all" and name.startswith("packed"):
+            continue  # rows are packed without a cache
+        for padding in PADDINGS.values():
+            mask = _made(function, step, padding, make_mask)
+            assert mask.shape == (2, 1, *STEPS[step][:2])
+            assert torch.equal(_dense(mask), _theirs(function, step, padding)), (step, padding)
+    late = _made(function, "all", None, make_mask)
+    if expected is None:
+        assert not late.mask.is_own()
+    else:
+        assert late.mask.is_own()
+        assert repr(late.mask).startswith(expected)
+
+
+FEW = {"causal", "packed", "blockwise, sliding", "own"}  # those that are compiled outside campaigns
+
+
+@pytest.mark.parametrize("name", [n if n in FEW else pytest.param(n, marks=pytest.mark.campaign) for n in FUNCTIONS])
+def test_mask_functions_inside_compile(name: str) -> None:
+    of, expected = FUNCTIONS[name]
+    torch._dynamo.reset()
+    for step in ("all", "static", "one"):
+        if step != "all" and (name.startswith("packed") or (name in FEW and name != "causal")):
+            continue
+        padding = PADDINGS["left"]
+        q_length, kv_length = STEPS[step][:2]
+        q, k, v = torch.randn(2, 2, q_length, 8), torch.randn(2, 2, kv_length, 8), torch.randn(2, 2, kv_length, 8)
+
+        def attended(*qkv: Tensor, padding: Tensor = padding, step: str = step) -> tuple[Tensor, Any]:
+            mask = _made(of(masking_utils), step, padding, make_mask)
+            names = [m.name for m in mask.parts.others + mask.parts.packing] if isinstance(mask, LateMask) else []
+            return attend(nn.Identity(), *qkv, mask)[0], names
+
+        out, names = torch.compile(attended, fullgraph=True, backend="aot_eager")(q, k, v)
+        visible = _theirs(of(masking_utils), step, padding)
+        want = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=visible).transpose(1, 2)
+        sees = visible.any(-1)[:, 0]
+        assert torch.allclose(out[sees], want[sees], atol=TOLERANCE)
+        assert not out[~sees].any()
+        if step == "all":
+            assert ("dense" in names) == (expected is None), names
+
+
+# --- models: outputs and gradients ---
+
+IDS = torch.randint(3, WORDS, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
+REAL = {
+    "no padding": torch.ones(BATCH, LENGTH, dtype=torch.bool),
+    "right": torch.arange(LENGTH) < torch.tensor(LENGTHS)[:, None],
+    "left": torch.arange(LENGTH) >= LENGTH - torch.tensor(LENGTHS)[:, None],
+}
+PACKED = torch.cat([torch.arange(20), torch.arange(30)]).expand(BATCH, -1)
+
+
+def _inputs(name: str, layout: str) -> dict[str, Any]:
+    """Return the inputs of a text model."""
+    inputs: dict[str, Any] = {"input_ids": IDS}
+    if layout in ("right", "left"):
+        inputs["attention_mask"] = REAL[layout].long()
+    if layout == "packed":
+        inputs["position_ids"] = PACKED
+    if name in ("T5", "Bart"):
+        inputs["decoder_input_ids"] = IDS[:, :30]
+    if name in DECODERS:
+        inputs["use_cache"] = False
+    return inputs
+
+
+def _images_and_sounds(name: str) -> dict[str, Any]:
+    """Return the inputs of the other models."""
+    if name == "Whisper":
+        return {"input_features": torch.randn(BATCH, 8, 80), "decoder_input_ids": IDS[:, :20]}
+    if name == "Mllama":
+        return {
+            "input_ids": IDS[:, :20],
+            "attention_mask": REAL["left"][:, -20:].long(),
+            "pixel_values": torch.randn(BATCH, 1, 2, 3, 28, 28),
+            "aspect_ratio_ids": torch.tensor([[1], [3]]),
+            "aspect_ratio_mask": torch.tensor([[[1, 0]], [[1, 1]]]),
+            "cross_attention_mask": torch.tensor([[[[1, 0]]], [[[1, 1]]]]).expand(-1, 20, -1, -1).contiguous(),
+            "use_cache": False,
+        }
+    size = IMAGE["image_size"]
+    return {"pixel_values": torch.randn(BATCH, 3, size, size)}
+
+
+def _outputs(output: Any) -> list[Tensor]:
+    """Return the first output of a model, and what it pooled."""
+    pooled = getattr(output, "pooler_output", None)
+    return [output[0]] if pooled is None else [output[0], pooled]
+
+
+def check_model(name: str, inputs: dict[str, Any], real: Tensor | None = None, tolerance: float = TOLERANCE) -> None:
+    """Compare outputs, and the gradients of all parameters, with those of "eager".
+
+    real: the tokens that are no padding, if the output is one of tokens. Others may see nothing.
+    """
+    gradients = []
+    outputs = []
+    for model in models(name):
+        model.zero_grad()
+        own = _outputs(model(**inputs))
+        if real is not None and own[0].shape[1] == real.shape[1]:
+            own = [own[0][real]]  # what is pooled may be the output of padding
+        outputs.append([x.detach() for x in own])
+        sum((x * torch.arange(x.numel()).view(x.shape).cos()).sum() for x in own).backward()
+        gradients.append({n: p.grad for n, p in model.named_parameters()})
+    for x, y in zip(*outputs, strict=True):
+        assert torch.allclose(x, y, atol=tolerance, rtol=tolerance), float((x - y).abs().max())
+    learned = 0
+    for n, want in gradients[1].items():
+        got = gradients[0][n]
+        assert (got is None) == (want is None), n
+        if want is not None:
+            learned += bool(want.any())
+            unit = max(1.0, float(want.norm()))
+            assert float((got - want).norm()) <= 1e-4 * unit, (n, float((got - want).norm()), float(want.norm()))
+    assert learned > 5
+
+
+@pytest.mark.parametrize("layout", ["no padding", "right", "left", "packed"])
+@pytest.mark.parametrize("name", [*DECODERS, *ENCODERS])
+def test_text_models(name: str, layout: str) -> None:
+    if layout == "packed" and name in ENCODERS:
+        pytest.skip("transformers does not pack the rows of encoders")
+    check_model(name, _inputs(name, layout), REAL.get(layout))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_images_and_sounds(name: str) -> None:
+    torch.manual_seed(0)
+    inputs = _images_and_sounds(name)
+    check_model(name, inputs, REAL["left"][:, -20:] if name == "Mllama" else None)
+
+
+@pytest.mark.parametrize("name", ["Gemma2", "GptOss", "T5"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(name: str, reentrant: bool) -> None:
+    for model in models(name):
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+        model.train()
+    try:
+        check_model(name, _inputs(name, "right"), REAL["right"])
+    finally:
+        for model in models(name):
+            model.gradient_checkpointing_disable()
+            model.disable_input_require_grads()
+            model.eval()
+
+
+# --- models: generation ---
+
+
+def _generated(model: Any, cache: str, padded: bool, **options: Any) -> Tensor:
+    """Return the tokens that a model generates greedily from prompts of 30 tokens, past its windows of 12."""
+    real = torch.arange(30) >= torch.tensor([0, 9])[:, None]
+    mask = real.long() if padded else torch.ones_like(real).long()
+    options = {"max_new_tokens": 20, "do_sample": False, "cache_implementation": cache} | options
+    return model.generate(IDS[:, :30], attention_mask=mask, **options)
+
+
+# A call without gradients may compile a kernel for the CPU, which takes seconds.
+QUICK = {("GptOss", "dynamic"), ("GptOss", "static"), ("Qwen3", "dynamic"), ("Llama", "static")}
+GENERATING = [(name, cache) for name in [*DECODERS, "T5", "Bart", "Whisper"] for cache in ("dynamic", "static")]
+
+
+@pytest.mark.parametrize(
+    ("name", "cache"), [g if g in QUICK else pytest.param(*g, marks=pytest.mark.campaign) for g in GENERATING]
+)
+def test_generate(name: str, cache: str) -> None:
+    own, other = models(name)
+    if name == "Whisper":
+        torch.manual_seed(0)
+        given = {"do_sample": False, "cache_implementation": cache, "max_new_tokens": 20}
+        sounds = torch.randn(BATCH, 8, 80)
+        assert torch.equal(own.generate(sounds, **given), other.generate(sounds, **given))
+        return
+    for padded in (False, True):
+        want = _generated(other, cache, padded)
+        assert want.shape[1] > 20
+        assert torch.equal(_generated(own, cache, padded), want)
+
+
+@pytest.mark.campaign
+def test_generate_with_images() -> None:
+    torch.manual_seed(0)
+    inputs = _images_and_sounds("Mllama") | {"use_cache": True}
+    inputs["cross_attention_mask"] = inputs["cross_attention_mask"][:, :20]
+    tokens = [m.generate(**inputs, do_sample=False, max_new_tokens=8) for m in models("Mllama")]
+    assert tokens[0].shape == (BATCH, 28)
+    assert torch.equal(*tokens)
+
+
+@pytest.mark.parametrize(
+    "name", ["Llama", *[pytest.param(n, marks=pytest.mark.campaign) for n in ("Gemma2", "GptOss", "Llama4", "T5")]]
+)
+def test_generate_compiled_with_a_static_cache(name: str) -> None:
+    """Check tokens, and that no graph breaks: a break raises an error with fullgraph=True."""
+    own, other = models(name)
+    options = transformers.CompileConfig(fullgraph=True, mode=None, backend="aot_eager")
+    options._compile_all_devices = True
+    torch._dynamo.reset()
+    counters.clear()
+    padded = name != "Llama"
+    tokens = _generated(own, "static", padded, compile_config=options)
+    assert not counters["graph_break"]
+    assert torch.equal(tokens, _generated(other, "static", padded))
+    if name == "Llama":  # other models compile again for numbers in the cache, or compile a kernel for the prompt
+        assert counters["stats"]["unique_graphs"] == 1
+
+
+# --- models: torch.compile ---
+
+
+def _compiled_inputs(name: str, layout: str) -> dict[str, Any]:
+    return _inputs(name, layout) if name not in OTHERS else _images_and_sounds(name)
+
+
+COMPILED = [
+    ("Llama", "packed", "aot_eager"),
+    ("Gemma2", "left", "aot_eager"),
+]
+COMPILED_IN_CAMPAIGNS = [
+    *[(name, layout, "aot_eager") for name in DECODERS for layout in ("no padding", "left", "packed")],
+    *[(name, "right", "aot_eager") for name in ENCODERS],
+    *[(name, "no padding", "aot_eager") for name in ("Whisper", "ViT", "Siglip")],
+    ("Llama", "packed", "inductor"),
+    ("GptOss", "left", "inductor"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "backend"),
+    [*COMPILED, *[pytest.param(*c, marks=pytest.mark.campaign) for c in COMPILED_IN_CAMPAIGNS if c not in COMPILED]],
+)
+def test_compiled_forward_and_backward(name: str, layout: str, backend: str) -> None:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    own = models(name)[0]
+    forward = own.forward
+    own.forward = torch.compile(forward, fullgraph=True, backend=backend)
+    try:
+        check_model(name, _compiled_inputs(name, layout), REAL.get(layout) if name not in OTHERS else None)
+    finally:
+        own.forward = forward
+
+
+# --- calls of the attention function ---
+
+
+class Layer(nn.Module):
+    """A layer with the attributes that an attention function reads."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__()
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+
+def _qkv(q_length: int = 20, kv_length: int = 20, size: int = 8, v_size: int = 8, batch: int = 2) -> list[Tensor]:
+    """Return q with 4 heads, and k and v with 2."""
+    shapes = [(batch, 4, q_length, size), (2, 2, kv_length, size), (2, 2, kv_length, v_size)]
+    return [torch.randn(shape).requires_grad_() for shape in shapes]
+
+
+def _plainly(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Tensor | bool = True,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    bias: Tensor | float = 0.0,
+) -> Tensor:
+    """Return attention written out, [batch, queries, heads, size]."""
+    k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = (scores + bias).masked_fill(~torch.as_tensor(visible), -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(*scores.shape[:3], 1)], -1)
+    weights = scores.softmax(-1)
+    return ((weights[..., :-1] if sinks is not None else weights) @ v).transpose(1, 2)
+
+
+def _causal(q_length: int = 20, kv_length: int = 20, window: int = 99) -> Tensor:
+    distance = torch.arange(q_length)[:, None] - torch.arange(kv_length)
+    return (distance >= 0) & (distance < window)
+
+
+def check_call(tensors: list[Tensor], mask: Any, want: Tensor, layer: nn.Module | None = None, **given: Any) -> None:
+    """Compare a call, and the gradients of all tensors that learn, with what was written out."""
+    out, weights = attend(layer or Layer(is_causal=True), *tensors, mask, **given)
+    assert weights is None
+    assert out.is_contiguous()
+    assert torch.allclose(out, want, atol=TOLERANCE), float((out - want).abs().max())
+    learning = [*tensors, *[x for x in (mask, *given.values()) if isinstance(x, Tensor) and x.requires_grad]]
+    weight = torch.randn_like(want)
+    for x, y in zip(
+        torch.autograd.grad((out * weight).sum(), learning),
+        torch.autograd.grad((want * weight).sum(), learning, retain_graph=True),
+        strict=True,
+    ):
+        assert torch.allclose(x, y, atol=TOLERANCE), float((x - y).abs().max())
+
+
+def _late(q_length: int, kv_length: int, q_offset: Any = 0, function: Any = None) -> LateMask:
+    function = masking_utils.causal_mask_function if function is None else function
+    return make_mask(2, q_length, kv_length, q_offset, mask_function=function, device=torch.device("cpu"))
+
+
+def test_scale_cap_sinks_and_bias() -> None:
+    tensors, sinks = _qkv(), torch.randn(4).requires_grad_()
+    bias = torch.randn(1, 4, 20, 20).requires_grad_()
+    late = _late(20, 20)
+    check_call(tensors, late, _plainly(*tensors, _causal(), 0.5, 2.0), scaling=0.5, softcap=2.0)
+    check_call(tensors, late, _plainly(*tensors, _causal(), sinks=sinks), s_aux=sinks)
+    check_call(tensors, late, _plainly(*tensors, _causal(), 1.0, bias=bias), position_bias=bias, scaling=1.0)
+    capped = _plainly(*tensors, _causal(), softcap=2.0, bias=bias)
+    check_call(tensors, late, capped, position_bias=bias, softcap=2.0)
+    scale = torch.tensor(0.3).requires_grad_()
+    check_call(tensors, late, _plainly(*tensors, _causal(), scale), scaling=scale)
+
+
+@pytest.mark.parametrize("q_offset", [15, torch.tensor(15)])
+def test_bias_of_the_last_queries(q_offset: Any) -> None:
+    tensors, bias = _qkv(5), torch.randn(1, 4, 5, 20).requires_grad_()
+    visible = _causal()[15:]
+    check_call(tensors, _late(5, 20, q_offset), _plainly(*tensors, visible, bias=bias), position_bias=bias)
+
+
+@pytest.mark.parametrize("v_size", [4, 12])
+def test_values_of_another_size(v_size: int) -> None:
+    tensors = _qkv(v_size=v_size)
+    check_call(tensors, _late(20, 20), _plainly(*tensors, _causal()))
+    check_call(tensors, _late(20, 20), _plainly(*tensors, _causal(), 0.7), scaling=0.7)
+
+
+def test_learned_queries_of_all_batch_elements() -> None:
+    tensors = _qkv(3, batch=1)
+    check_call(tensors, None, _plainly(*tensors), is_causal=False)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 20, 20), (1, 4, 20, 20), (2, 4, 20, 20), (2, 1, 1, 20), (1, 1, 1, 20)])
+def test_masks_of_users(shape: tuple[int, ...]) -> None:
+    tensors = _qkv()
+    visible = torch.rand(shape) < 0.6
+    visible[..., 3] = True
+    check_call(tensors, visible, _plainly(*tensors, visible))
+    longer = torch.cat([visible, visible], -1)  # made for the longest cache
+    check_call(tensors, longer, _plainly(*tensors, visible))
+    for hidden in (torch.finfo(torch.float32).min, -torch.inf):
+        bias = torch.randn(shape).requires_grad_()
+        additive = torch.where(visible, bias, hidden)
+        out = attend(Layer(), *tensors, additive)[0]
+        want = _plainly(*tensors, visible, bias=bias)
+        assert torch.allclose(out, want, atol=TOLERANCE)
+        for x, y in zip(
+            torch.autograd.grad(out.sin().sum(), [*tensors, bias]),
+            torch.autograd.grad(want.sin().sum(), [*tensors, bias]),
+            strict=True,
+        ):
+            assert torch.allclose(x, y, atol=TOLERANCE)
+
+
+def test_masks_that_change_in_place() -> None:
+    q, k, v = _qkv()
+    visible = torch.ones(2, 1, 1, 20, dtype=torch.bool)
+    additive = torch.zeros(2, 1, 20, 20)
+    for _ in range(2):
+        assert torch.allclose(attend(Layer(), q, k, v, visible)[0], _plainly(q, k, v, visible), atol=TOLERANCE)
+        want = _plainly(q, k, v, additive == 0)
+        assert torch.allclose(attend(Layer(), q, k, v, additive)[0], want, atol=TOLERANCE)
+        visible[:, :, :, 5:] = False
+        additive[:, :, :, 7:] = torch.finfo(torch.float32).min
+
+
+def test_block_masks_of_torch() -> None:
+    tensors = _qkv()
+    mask = create_block_mask(lambda b, h, q, kv: kv % 3 != q % 2, None, None, 20, 20, device="cpu")
+    visible = torch.arange(20) % 3 != torch.arange(20)[:, None] % 2
+    check_call(tensors, mask, _plainly(*tensors, visible))
+
+
+OFFSETS = torch.tensor([0, 7, 20], dtype=torch.int32)
+SAME = (torch.arange(20)[:, None] < 7) == (torch.arange(20) < 7)
+
+
+def test_packed_rows_by_cu_seq_lens() -> None:
+    tensors = [x[:1].detach().requires_grad_() for x in _qkv()]
+    given = {"cu_seq_lens_q": OFFSETS, "cu_seq_lens_k": OFFSETS, "max_length_q": 13, "max_length_k": 13}
+    causal = _plainly(*tensors, SAME & _causal())
+    plain = make_mask(1, 20, 20, mask_function=masking_utils.causal_mask_function)
+    check_call(tensors, plain, causal, **given)
+    check_call(tensors, None, causal, **given)
+    check_call(tensors, None, _plainly(*tensors, SAME & _causal(window=4)), sliding_window=4, **given)
+    check_call(tensors, None, _plainly(*tensors, SAME), is_causal=False, **given)
+    both = _remapped_row(masking_utils.causal_mask_function)
+    assert len(both.parts.packing) == 1
+    check_call(tensors, both, causal, **given)  # the documents are looked at once
+    chunk = masking_utils.chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int64))
+    chunks = torch.arange(20) // 4
+    late = make_mask(1, 20, 20, mask_function=chunk)
+    check_call(tensors, late, _plainly(*tensors, SAME & _causal() & (chunks[:, None] == chunks)), **given)
+
+
+def _remapped_row(function: Any) -> LateMask:
+    documents = (torch.arange(20) >= 7).long()[None]
+    packed = masking_utils.and_masks(function, masking_utils.packed_sequence_mask_function(documents))
+    return make_mask(1, 20, 20, mask_function=packed)
+
+
+def test_images_of_different_sizes_by_cu_seq_lens() -> None:
+    q, k, v = (x[:1].detach().requires_grad_() for x in _qkv(12))
+    given = {"cu_seq_lens_q": torch.tensor([0, 5, 12]), "cu_seq_lens_k": OFFSETS, "is_causal": False}
+    visible = (torch.arange(12)[:, None] < 5) == (torch.arange(20) < 7)
+    check_call([q, k, v], None, _plainly(q, k, v, visible), **given)
+
+
+POSITION_IDS = torch.cat([torch.arange(7), torch.arange(13)])
+
+
+def test_layers_that_get_no_mask() -> None:
+    """Masks do not arrive under sequence parallelism, but positions do."""
+    tensors = _qkv()
+    positions = POSITION_IDS.expand(2, -1)
+    check_call(tensors, None, _plainly(*tensors, _causal()))
+    check_call(tensors, None, _plainly(*tensors), Layer(is_causal=False))
+    check_call(tensors, None, _plainly(*tensors), is_causal=False)
+    check_call(tensors, None, _plainly(*tensors, _causal()), position_ids=torch.arange(20)[None])
+    check_call(tensors, None, _plainly(*tensors, SAME & _causal()), position_ids=positions)
+    check_call(tensors, None, _plainly(*tensors, SAME & _causal()), position_ids=POSITION_IDS[None])
+    visible = SAME & _causal(window=5)
+    check_call(tensors, None, _plainly(*tensors, visible), position_ids=positions, sliding_window=5)
+    check_call(tensors, None, _plainly(*tensors, visible), Layer(sliding_window=5), position_ids=positions)
+    config = transformers.Llama4TextConfig(
+        attention_chunk_size=4, num_hidden_layers=2, layer_types=["full_attention", "chunked_attention"]
+    )
+    chunks = POSITION_IDS // 4
+    visible = SAME & _causal() & (chunks[:, None] == chunks)
+    layer = Layer(config=config, layer_idx=1)
+    check_call(tensors, None, _plainly(*tensors, visible), layer, position_ids=positions)
+    chunks = torch.arange(20) // 4
+    check_call(tensors, None, _plainly(*tensors, _causal() & (chunks[:, None] == chunks)), layer)
+    check_call(tensors, None, _plainly(*tensors, _causal()), Layer(config=config, layer_idx=0))
+    one = _qkv(1)
+    check_call(one, None, _plainly(*one))  # decoding: the query is the last token
+
+
+def test_a_model_whose_masks_do_not_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check a model whose attention function gets None for every mask, as DeepSpeed's Ulysses calls it."""
+    own, other = models("Gemma2")
+    inputs = _inputs("Gemma2", "packed")
+    want = other(**inputs).logits
+
+    def without_mask(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **given: Any) -> Any:
+        return attend(module, q, k, v, None, **given)
+
+    monkeypatch.setitem(transformers.AttentionInterface._global_mapping, "flexmasks", without_mask)
+    got = own(**inputs).logits
+    assert torch.allclose(got, want, atol=TOLERANCE)
+
+
+# --- bad use ---
+
+
+def test_dropout_is_refused() -> None:
+    cls = transformers.LlamaForCausalLM
+    config = transformers.LlamaConfig(**TEXT, attention_dropout=0.1)
+    model = cls._from_config(config, attn_implementation="flexmasks")
+    with pytest.raises(ValueError, match=r"never dropped, got dropout=0.1 in LlamaAttention.*`attention_dropout`"):
+        model.train()(IDS)
+    model.eval()(IDS)
+
+
+def test_attention_weights_are_refused() -> None:
+    with pytest.raises(ValueError, match='use attn_implementation="eager"'):
+        attend(Layer(), *_qkv(), None, output_attentions=True)
+
+
+@pytest.mark.parametrize("mask", [torch.ones(2, 20), torch.ones(2, 1, 20, 20, dtype=torch.int64), "causal"])
+def test_other_masks_are_refused(mask: Any) -> None:
+    with pytest.raises(ValueError, match=r"must be bool or floating, \[batch or 1, heads or 1, queries, keys\], got"):
+        attend(Layer(), *_qkv(), mask)
+
+
+@pytest.mark.parametrize("name", ["flash_masks", "my_sdpa", "", 3])
+def test_names_of_transformers_are_refused(name: Any) -> None:
+    with pytest.raises(ValueError, match="which transformers takes for implementations of its own"):
+        huggingface.register(name)
+
+
+def test_registration() -> None:
+    assert huggingface.register("masks_of_mine") == huggingface.register("masks_of_mine") == "masks_of_mine"
+    config = transformers.LlamaConfig(**TEXT)
+    model = transformers.LlamaModel._from_config(config, attn_implementation="masks_of_mine").eval()
+    own, _ = models("Llama")
+    model.load_state_dict(own.model.state_dict())
+    assert torch.equal(model(IDS)[0], own.model(IDS)[0])
+    with pytest.raises(ValueError, match="not_registered"):
+        transformers.LlamaModel._from_config(transformers.LlamaConfig(**TEXT), attn_implementation="not_registered")
+
+
+def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match=r"pip install 'flexmasks\[huggingface\]'"):
+        huggingface.register()
+
+
+def test_late_masks_answer_as_tensors_do() -> None:
+    late = _late(20, 20, function=masking_utils.sliding_window_causal_mask_function(6))
+    assert (late.shape, late.ndim, late.dim(), late.size(3)) == ((2, 1, 20, 20), 4, 4, 20)
+    assert late.contiguous() is late
+    assert repr(late) == str(late) == "LateMask(sliding_window(window=5), shape=(2, 1, 20, 20))"
+    assert torch.equal(late.to_dense()[0, 0], _causal(window=6))
+    assert torch.equal(late[:, 0, 3:5], _causal(window=6)[3:5].expand(2, -1, -1))
+    assert torch.equal(late.planned().to_dense()[0, 0], torch.ones(1, 1))
+    assert torch.equal(late.to("cpu").to_dense(), late.to_dense())
