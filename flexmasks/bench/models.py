@@ -223,9 +223,9 @@ def table(results: dict[str, Any]) -> str:
 def markdown(results: dict[str, Any]) -> str:
     """Return the tables of one run."""
     parts = [
-        f"{measured_on(results)}, transformers {results['rows'][0]['transformers']}; medians. Training: whole steps with AdamW, a row of packed documents "
-        "of 600 tokens in the mean, new ones at each step. Generation: greedy, a static cache; a prompt of the middle "
-        "size, then as many tokens as the last size says. Vocabularies have 32,768 words."
+        f"{measured_on(results)}, transformers {results['rows'][0]['transformers']}; medians. Training: whole steps "
+        "with AdamW, a row of packed documents of 600 tokens in the mean, new ones at each step. Generation: greedy, "
+        "with a static cache; batch x tokens of the prompt x new tokens. The vocabulary has 32,768 words."
     ]
     for kind in ("training", "generation"):
         cases: dict[tuple[str, ...], list[Row]] = {}
