@@ -818,6 +818,14 @@ def test_attention_weights_are_refused() -> None:
         attend(Layer(), *_qkv(), None, output_attentions=True)
 
 
+def test_attention_weights_that_the_config_asks_for_are_refused() -> None:
+    config = transformers.LlamaConfig(**TEXT, output_attentions=True)
+    model = transformers.LlamaForCausalLM._from_config(config, attn_implementation="flexmasks")
+    with pytest.raises(ValueError, match='use attn_implementation="eager"'):
+        model(IDS)
+    assert model(IDS, output_attentions=False).attentions is None
+
+
 @pytest.mark.parametrize("mask", [torch.ones(2, 20), torch.ones(2, 1, 20, 20, dtype=torch.int64), "causal"])
 def test_other_masks_are_refused(mask: Any) -> None:
     with pytest.raises(ValueError, match=r"must be bool or floating, \[batch or 1, heads or 1, queries, keys\], got"):

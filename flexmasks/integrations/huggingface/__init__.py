@@ -24,7 +24,15 @@ def register(name: str = "flexmasks") -> str:
     Where attention functions get no mask, as with DeepSpeed's Ulysses (`core_attn_implementation="flexmasks"`), it is
     made of `position_ids`, `is_causal` and the layer's window or chunk.
 
-    Register before a model is made. To register a second time changes nothing.
+    Register in each process, before a model is made. To register a second time changes nothing. transformers does not
+    save the name with a model, so name it again at `from_pretrained`. A model that is made already takes it by
+    `model.set_attn_implementation("flexmasks")`, except T5 of transformers 5.17, which keeps its attention.
+
+    transformers accepts the name for every model. Models that take no attention function raise an error (Bloom, Falcon,
+    MPT), or keep their own attention without a message (DeBERTa, XLNet).
+
+    When texts are padded on the left, the last padding predicts the first word of a text. To train without that
+    prediction, whose row sees no key, give the first word the label -100.
 
     Args:
         name: what `attn_implementation` is to be.
@@ -48,7 +56,7 @@ def register(name: str = "flexmasks") -> str:
         from transformers import AttentionInterface, AttentionMaskInterface
     except ImportError:
         raise ImportError(
-            "flexmasks.integrations.huggingface needs transformers >= 5.17: pip install 'flexmasks[huggingface]'."
+            "flexmasks.integrations.huggingface needs transformers >= 5.17: `pip install 'transformers>=5.17'`."
         ) from None
     AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, make_mask)

@@ -95,10 +95,13 @@ def _check(module: torch.nn.Module, dropout: float, others: dict[str, Any]) -> N
     if dropout:
         _fail(
             f"attention weights are never dropped, got dropout={dropout} in {type(module).__name__}. Set the attention "
-            "dropout of the model's config to 0 (`attention_dropout`, `attn_pdrop` or `attention_probs_dropout_prob`), "
-            'call `model.eval()`, or use attn_implementation="sdpa".'
+            "dropout of the model's config to 0 (`attention_dropout`, `attn_pdrop` or `attention_probs_dropout_prob`; "
+            'T5 has only `dropout_rate`), call `model.eval()`, or use attn_implementation="sdpa" or "eager".'
         )
-    if others.get("output_attentions"):
+    wants_weights = others.get("output_attentions")
+    if wants_weights is None:
+        wants_weights = getattr(getattr(module, "config", None), "output_attentions", False)
+    if wants_weights:
         _fail('fused attention has no attention weights to return; use attn_implementation="eager".')
     if others.get("cache") is not None:
         _fail('continuous batching is not supported; use `model.generate`, or attn_implementation="paged|sdpa".')
