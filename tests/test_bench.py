@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import json
+import re
 import time
 from collections.abc import Hashable, Iterator
 from pathlib import Path
@@ -217,7 +218,7 @@ def test_figures_of_hugging_face_models(
     assert [r["who"] for r in results["rows"][4:]] == ["flexmasks", "sdpa"]
     assert all(r["ms"] > 0 and r["compilations"] == 0 for r in results["rows"])
     page = bench_models.markdown(results)
-    assert page.count("| flexmasks |") == 3
+    assert len(re.findall(r"\| flexmasks +\|", page)) == 3
     assert "tokens/s" in page
 
 
