@@ -91,7 +91,10 @@ def _transformers_version() -> str:
 
 
 class _Training:
-    """A model with its optimizer; a call is one training step on a row of packed documents, and returns the loss."""
+    """A model with its optimizer.
+
+    A call is one training step on a row of packed documents, and returns the loss.
+    """
 
     def __init__(
         self, shape: Shape, implementation: str, way: str, length: int, device: torch.device, dtype: torch.dtype
