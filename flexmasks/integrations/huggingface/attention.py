@@ -25,7 +25,7 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Any,
+    attention_mask: Any = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
