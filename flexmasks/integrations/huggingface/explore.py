@@ -48,7 +48,7 @@ class LayerMask:
 
     @property
     def sparsity(self) -> float:
-        """Return the share of all pairs that lie in blocks that kernels skip, from 0 to 1."""
+        """Return the share of all pairs in blocks that kernels skip, from 0 to 1."""
         return self.blocks.sparsity
 
     def draw(self, b: int = 0, h: int = 0, block_size: int | tuple[int, int] | None = None) -> Picture:
