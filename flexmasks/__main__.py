@@ -35,8 +35,9 @@ _BENCHMARKS = {
     "steps": "loops whose masks have new tensors at every step, against torch",
     "data": "masks as functions and as data, in the same kernels",
     "serve": "decoding with new lengths at every step, against torch",
+    "models": "Hugging Face models of real shapes in training and generation",
 }
-_BY_STEPS = ("steps", "data", "serve")  # benchmarks that take --only and --quick
+_BY_STEPS = ("steps", "data", "serve", "models")  # benchmarks that take --only and --quick
 _HINT = "`python -m flexmasks show NAME` draws one; `list --long` says more of each."
 _LONG_LIST = 160  # characters of `list --long` where there is no terminal
 
@@ -175,7 +176,9 @@ def _add_bench_arguments(bench_parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="with steps, data and serve: only what has one of these texts in its description",
     )
-    bench_parser.add_argument("--quick", action="store_true", help="with steps, data and serve: few and small steps")
+    bench_parser.add_argument(
+        "--quick", action="store_true", help="with steps, data, serve and models: few and small steps"
+    )
     bench_parser.add_argument("--device", help="cuda or cpu (default: a GPU if the machine has one)")
     bench_parser.add_argument("--json", metavar="FILE", help="write the figures to a file, after each step")
     bench_parser.add_argument(
@@ -220,13 +223,14 @@ def _bench(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> di
     where: dict[str, Any] = {"device": arguments.device, "file": arguments.json}
     if arguments.what in _BY_STEPS:
         from flexmasks.bench.data import DATA_FORMS
+        from flexmasks.bench.models import MODELS
         from flexmasks.bench.results import run_benchmark
         from flexmasks.bench.serve import SERVE
         from flexmasks.bench.steps import STEPS
 
         if arguments.masks or arguments.scores or arguments.all or arguments.lengths:
             parser.error(f"bench {arguments.what} takes no --masks, --scores, --all and --lengths")
-        benchmark = {"steps": STEPS, "data": DATA_FORMS, "serve": SERVE}[arguments.what]
+        benchmark = {"steps": STEPS, "data": DATA_FORMS, "serve": SERVE, "models": MODELS}[arguments.what]
         return run_benchmark(benchmark, arguments.only, quick=arguments.quick, resume=arguments.resume, **where)
     if arguments.what == "softmax":
         from flexmasks.bench.softmax import softmax

@@ -38,6 +38,7 @@ from flexmasks.plans.checks import (
     VARLEN,
     any_nested,
     autocasts,
+    check_are_last,
     check_cache,
     check_mixed,
     check_offset,
@@ -54,7 +55,7 @@ from flexmasks.plans.plan import GivenPlan, MaskPlan, ScorePlan, block_size_for,
 from flexmasks.plans.shifted import offset_of_last, offsets_of
 from flexmasks.request import Request, checked
 from flexmasks.spec.arguments import from_arguments, functions_of, get_mask
-from flexmasks.spec.bands import band_of, cap_of
+from flexmasks.spec.bands import Band, band_of, cap_of
 from flexmasks.spec.captures import Aliases, Opaque, Reader, capture_plainly
 from flexmasks.spec.definitions import is_own
 from flexmasks.spec.parameters import Size, can_be_read
@@ -322,27 +323,27 @@ def _run_in_pages(
     length = page_table.shape[1] * page_size
     # Planning reads sizes of k and v only: these have the sizes of the keys of each sequence by themselves.
     k, v = (x.as_strided((len(q), x.shape[2], length, x.shape[3]), (0, 0, 0, 1)) for x in (k_cache, v_cache))
-    if not is_captured(q.device):  # the values of the table are checked
-        _check_pages(q, k_cache, page_table, kv_lens)
     planned = _planned(q, k, v, request._replace(mask=request.mask & get_mask("padding", seq_lens=kv_lens)))
     call, name = planned.call, request.backend
     kind = "pages", call.kind
     band = None
-    if (
-        where_last is not None
-        and isinstance(planned.mask, MaskPlan)
-        and name != "decode"
-        and fa4.refuses_package(call) is None
-    ):
+    if where_last is not None and isinstance(planned.mask, MaskPlan) and name != "decode":
         band = band_of(cast(Mask, request.mask), unread(planned.mask.size, where_last))
-    if band is not None and fa4.refuses_pages(call, band) is None and OUTCOMES.get(kind) is None:
-        replay: Replay = fa4.PagedCall.of(call, band, kv_lens, page_table)
+    is_for_fa4 = fa4.refuses_pages(call, band) is None and OUTCOMES.get(kind) is None
+    is_for_decode = name != "fa4" and decode.refuses(call) is None
+    if not (is_for_fa4 or is_for_decode):
+        return None, None
+    if not is_captured(q.device):  # the values of the table are checked
+        _check_pages(q, k_cache, page_table, kv_lens)
+    replay: Replay
+    if is_for_fa4:
+        replay = fa4.PagedCall.of(call, cast(Band, band), kv_lens, page_table)
         try:
             return (replay, planned), replay(q, k_cache, v_cache)
         except Unavailable as error:
             OUTCOMES.put(kind, (), f"it failed before: {error}", 1)
             _log.warning("FlashAttention 4 reads no pages and is left out for such calls: %s", error)
-    if name == "fa4" or decode.refuses(call) is not None:
+    if not is_for_decode:
         return None, None
     replay = decode.replay_of(call, page_table, page_size)
     return (replay, planned), replay(q, k_cache, v_cache)
@@ -767,14 +768,8 @@ def _kept_offset_of_last(kv_lens: Tensor, q_len: int) -> Tensor:
     captured = is_captured(kv_lens.device)
     offset = None if captured else _OFFSETS.get(q_len, [kv_lens])
     if offset is None:
-        is_short = (kv_lens > 0) & (kv_lens < q_len)  # sequences without keys are idle
-        if kv_lens.device.type == "cpu" and bool(is_short.any()):  # elsewhere reading values takes time
-            b = int(is_short.nonzero()[0])
-            fail(
-                f"the queries are the last ones of each sequence, but batch element {b} has kv_lens = "
-                f"{int(kv_lens[b])} keys and q has {q_len} queries; pass `q_offset`, where the queries start.",
-                call=PAGED,
-            )
+        if kv_lens.device.type == "cpu":  # elsewhere reading values takes time
+            check_are_last(PAGED, kv_lens, q_len)
         offset = offset_of_last(kv_lens, q_len)
         if not captured:
             _OFFSETS.put(q_len, [kv_lens], offset, ENTRY + offset.nbytes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import json
+import re
 import time
 from collections.abc import Hashable, Iterator
 from pathlib import Path
@@ -24,6 +25,7 @@ from flexmasks.bench import attention as bench_attention
 from flexmasks.bench import blocks as bench_blocks
 from flexmasks.bench import data as bench_data
 from flexmasks.bench import loops, steps_tables
+from flexmasks.bench import models as bench_models
 from flexmasks.bench import results as bench_results
 from flexmasks.bench import serve as bench_serve
 from flexmasks.bench import steps as bench_steps
@@ -195,6 +197,29 @@ def test_figures_of_a_serving_loop(tmp_path: Path, capsys: pytest.CaptureFixture
     serving = bench_serve.Serving(case, CPU, torch.float32)
     seen = [sum(min(n, 7) for n in lens) for lens in serving.lens.tolist()]
     assert serving.bytes_to_read == pytest.approx(sum(seen) / len(seen) * 2 * 2 * 16 * 4)
+
+
+def test_figures_of_hugging_face_models(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All implementations start from the same weights and see the same rows."""
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(bench_models, "_VOCABULARY", 64)
+    file = tmp_path / "models.json"
+    command = ["bench", "models", "--device", "cpu", "--quick", "--json", str(file)]
+    assert main([*command, "--only", "training, Llama", "training, GPT", "generation"]) == 0, capsys.readouterr().err
+    capsys.readouterr()
+    results = json.loads(file.read_text())
+    training = [r for r in results["rows"] if r["kind"] == "training"]
+    assert [r["who"] for r in training] == ["flexmasks", "sdpa", "flexmasks", "eager"]
+    for ours, other in zip(training[::2], training[1::2], strict=True):
+        assert ours["loss"] == pytest.approx(other["loss"], abs=1e-4)
+        assert "flex_attention" in ours["left_out"]  # it has no gradients on a CPU
+    assert [r["who"] for r in results["rows"][4:]] == ["flexmasks", "sdpa"]
+    assert all(r["ms"] > 0 and r["compilations"] == 0 for r in results["rows"])
+    page = bench_models.markdown(results)
+    assert len(re.findall(r"\| flexmasks +\|", page)) == 3
+    assert "tokens/s" in page
 
 
 def test_all_is_every_registered_mask_and_score(steps: list[str]) -> None:

@@ -350,14 +350,16 @@ def _outputs(output: Any) -> list[Tensor]:
     return [output[0]] if pooled is None else [output[0], pooled]
 
 
-def check_model(name: str, inputs: dict[str, Any], real: Tensor | None = None, tolerance: float = TOLERANCE) -> None:
-    """Compare outputs, and the gradients of all parameters, with those of "eager".
+def check_models(
+    pair: tuple[nn.Module, nn.Module], inputs: dict[str, Any], real: Tensor | None = None, tolerance: float = TOLERANCE
+) -> None:
+    """Compare outputs, and the gradients of all parameters, of two models.
 
     real: the tokens that are no padding, if the output is one of tokens. Others may see nothing.
     """
     gradients = []
     outputs = []
-    for model in models(name):
+    for model in pair:
         model.zero_grad()
         own = _outputs(model(**inputs))
         if real is not None and own[0].shape[1] == real.shape[1]:
@@ -384,14 +386,14 @@ def check_model(name: str, inputs: dict[str, Any], real: Tensor | None = None, t
 def test_text_models(name: str, layout: str) -> None:
     if layout == "packed" and name in ENCODERS:
         pytest.skip("transformers does not pack the rows of encoders")
-    check_model(name, _inputs(name, layout), REAL.get(layout))
+    check_models(models(name), _inputs(name, layout), REAL.get(layout))
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_images_and_sounds(name: str) -> None:
     torch.manual_seed(0)
     inputs = _images_and_sounds(name)
-    check_model(name, inputs, REAL["left"][:, -20:] if name == "Mllama" else None)
+    check_models(models(name), inputs, REAL["left"][:, -20:] if name == "Mllama" else None)
 
 
 @pytest.mark.parametrize(
@@ -403,17 +405,12 @@ def test_images_and_sounds(name: str) -> None:
     ],
 )
 def test_gradient_checkpointing(name: str, reentrant: bool) -> None:
-    for model in models(name):
+    pair = copy.deepcopy(models(name))
+    for model in pair:
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         model.enable_input_require_grads()
         model.train()
-    try:
-        check_model(name, _inputs(name, "right"), REAL["right"])
-    finally:
-        for model in models(name):
-            model.gradient_checkpointing_disable()
-            model.disable_input_require_grads()
-            model.eval()
+    check_models(pair, _inputs(name, "right"), REAL["right"])
 
 
 # --- models: generation ---
@@ -566,7 +563,7 @@ def test_compiled_forward_and_backward(name: str, layout: str, backend: str) -> 
     forward, inputs = own.forward, _compiled_inputs(name, layout)
     own.forward = torch.compile(forward, fullgraph=True, backend=backend)
     try:
-        check_model(name, inputs, REAL.get(layout) if name not in OTHERS else None)
+        check_models(models(name), inputs, REAL.get(layout) if name not in OTHERS else None)
     except TorchDynamoException:
         with pytest.raises(TorchDynamoException):  # old releases of torch do not compile some experts
             torch.compile(other.forward, fullgraph=True, backend=backend)(**inputs)
@@ -791,6 +788,17 @@ def test_a_model_whose_masks_do_not_arrive(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(transformers.AttentionInterface._global_mapping, "flexmasks", without_mask)
     got = own(**inputs).logits
     assert torch.allclose(got, want, atol=TOLERANCE)
+
+
+@torch.inference_mode()
+def test_inference_mode() -> None:
+    """Check that tensors of a mask count their changes, by which the second layer finds the plan of the first."""
+    packed = masking_utils.packed_sequence_mask_function(DOCUMENTS.clone())
+    for function in (masking_utils.causal_mask_function, masking_utils.and_masks(_every_third, packed)):
+        mask = _made(function, "all", PADDINGS["left"].clone(), make_mask)
+        assert mask.mask.tensors()
+        assert not any(t.is_inference() for t in mask.mask.tensors())
+        assert torch.equal(_dense(mask), _theirs(function, "all", PADDINGS["left"]))
 
 
 # --- bad use ---

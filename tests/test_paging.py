@@ -736,7 +736,7 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "more queries than keys": (
         {"kv_lens": torch.tensor([32, 2])},
         ValueError,
-        "batch element 1 has kv_lens = 2 keys and q has 3 queries; pass `q_offset`",
+        "sequence 1 has kv_lens = 2 keys and 3 queries; pass `q_offset`",
     ),
     "unknown parameter": ({"window": 3}, TypeError, "no parameter is named `window`"),
     "a block mask": ({"block_mask": None}, TypeError, "no parameter is named `block_mask`"),

@@ -24,6 +24,7 @@ from flexmasks.__main__ import main
 from flexmasks.bench import attention as bench_attention
 from flexmasks.bench import blocks as bench_blocks
 from flexmasks.bench import data as bench_data
+from flexmasks.bench import models as bench_models
 from flexmasks.bench import serve as bench_serve
 from flexmasks.bench import softmax as bench_softmax
 from flexmasks.bench import steps_tables
@@ -130,6 +131,11 @@ def serve(name: str) -> str:
     return bench_serve.markdown(results(name)) if (RESULTS / f"{name}.json").exists() else "Not measured yet."
 
 
+def models(name: str) -> str:
+    """Return the tables of Hugging Face models from a results file."""
+    return bench_models.markdown(results(name)) if (RESULTS / f"{name}.json").exists() else "Not measured yet."
+
+
 GENERATED: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"speed": speed},
     "flexmasks/masks/README.md": {"masks": lambda: own("mask")},
@@ -145,6 +151,7 @@ GENERATED: dict[str, dict[str, Callable[[], str]]] = {
         name: functools.partial(steps, name) for name in ("steps_gpu", "steps_triton", "steps_cpu")
     },
     "recipes/results/serve.md": {name: functools.partial(serve, name) for name in ("serve_gpu", "serve_cpu")},
+    "recipes/results/models.md": {"models_gpu": functools.partial(models, "models_gpu")},
     "recipes/results/data.md": {name: functools.partial(data, name) for name in ("data_gpu", "data_cpu")},
 }
 

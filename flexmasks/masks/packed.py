@@ -1,5 +1,5 @@
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -65,6 +65,21 @@ def packed_mask(
     return (sequence == kv_sequence[kv]) & inside
 
 
+# fmt: off
+@overload
+def packed(  # type: ignore[overload-overlap] # a Score can be called, too
+    inner: Score, offsets: Tensor | Sequence[int], kv_offsets: Tensor | Sequence[int] | None = None,
+    q_start: int | Tensor | Sequence[int] = 0, *, max_length: int | None = None,
+) -> Score: ...
+@overload
+def packed(
+    inner: str | Mask | Callable[..., Tensor], offsets: Tensor | Sequence[int],
+    kv_offsets: Tensor | Sequence[int] | None = None, q_start: int | Tensor | Sequence[int] = 0, *,
+    max_length: int | None = None, **params: Any,
+) -> Mask: ...
+# fmt: on
+
+
 @says_what_to_write()
 def packed(
     inner: str | Mask | Score | Callable[..., Tensor],
@@ -74,7 +89,7 @@ def packed(
     *,
     max_length: int | None = None,
     **params: Any,
-) -> Any:
+) -> Mask | Score:
     """Return a mask (or Score) inside sequences laid end to end.
 
     The sequences do not see each other.

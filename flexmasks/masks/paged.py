@@ -1,5 +1,5 @@
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -54,13 +54,26 @@ def paged_mask(
     return (first >= 0) & (position < kv_lens[b]) & inner(b, h, q, position)
 
 
+# fmt: off
+@overload
+def paged(  # type: ignore[overload-overlap] # a Score can be called, too
+    inner: Score, page_table: Tensor | Sequence[Sequence[int]], kv_lens: Tensor | Sequence[int], page_size: int
+) -> Score: ...
+@overload
+def paged(
+    inner: str | Mask | Callable[..., Tensor], page_table: Tensor | Sequence[Sequence[int]],
+    kv_lens: Tensor | Sequence[int], page_size: int,
+) -> Mask: ...
+# fmt: on
+
+
 @says_what_to_write()
 def paged(
     inner: str | Mask | Score | Callable[..., Tensor],
     page_table: Tensor | Sequence[Sequence[int]],
     kv_lens: Tensor | Sequence[int],
     page_size: int,
-) -> Any:
+) -> Mask | Score:
     """Return a mask (or Score) over keys in pages of a paged KV cache.
 
     The cache is one pool of pages. Key n of the pool is slot n % page_size of page n // page_size. Inside, kv is the

@@ -207,15 +207,25 @@ def check_mixed(offsets: Tensor, total: int, kv_lens: Tensor | None) -> None:
     first, last, least = torch.stack([offsets[0], offsets[-1], counts.min()]).tolist()
     if first != 0 or last > total or least < 0:
         fail(f"`offsets` must rise from 0 to at most the length {total}, got {offsets.tolist()[:8]}.", call=VARLEN)
-    if kv_lens is None:
-        return
+    if kv_lens is not None:
+        check_are_last(VARLEN, kv_lens, counts)
+
+
+def check_are_last(call: str, kv_lens: Tensor, counts: int | Tensor) -> None:
+    """Check that queries may be the last ones of each sequence.
+
+    A sequence without keys is idle.
+
+    counts: the number of queries of each sequence, int[N], or one for all.
+    """
     is_short = (kv_lens > 0) & (kv_lens < counts)
     if bool(is_short.any()):
         s = int(is_short.nonzero()[0])
+        count = counts if isinstance(counts, int) else int(counts[s])
         fail(
             f"the queries are the last ones of each sequence, but sequence {s} has kv_lens = {int(kv_lens[s])} keys "
-            f"and {int(counts[s])} queries; pass `q_offset`, where the queries start.",
-            call=VARLEN,
+            f"and {count} queries; pass `q_offset`, where the queries start.",
+            call=call,
         )
 
 

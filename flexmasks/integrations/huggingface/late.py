@@ -12,7 +12,8 @@ from flexmasks import compat
 from flexmasks.attention import block_mask, dense_mask
 from flexmasks.integrations.huggingface.recognition import Parts, Positions, recognized
 from flexmasks.plans.plan import is_captured
-from flexmasks.spec import get_mask
+from flexmasks.spec import Mask, get_mask
+from flexmasks.spec.captures import Aliases, Opaque
 
 
 class LateMask(compat.BlockMask):
@@ -157,7 +158,23 @@ def make_mask(
         padding = None if bool(is_real.all()) else padding
     if padding is not None:
         parts.others.append(get_mask("key_padding", attention_mask=padding))
+    if may_read and torch.is_inference_mode_enabled():
+        parts = Parts([_with_versions(m) for m in parts.others], [_with_versions(m) for m in parts.packing])
     return LateMask(parts, first_query, (batch_size, 1, q_length, kv_length))
+
+
+def _with_versions(mask: Mask) -> Mask:
+    """Return the mask with copies of its tensors that count their changes.
+
+    Tensors of inference mode do not, so layers would not find each other's plans.
+    """
+    tensors = mask.tensors()
+    try:
+        with torch.inference_mode(False):
+            copied: Mask = Aliases(zip(tensors, [t.clone() for t in tensors], strict=True)).of(mask)
+    except Opaque:
+        return mask
+    return copied
 
 
 def _hides_keys_behind(length: int, query_stop: int, parts: Parts) -> bool:
