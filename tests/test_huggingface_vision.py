@@ -179,6 +179,20 @@ def test_a_tower_inside_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.allclose(*outputs, atol=TOLERANCE)
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_patched_tower_with_gradient_checkpointing(reentrant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, other = (tower.train() for tower in towers("Qwen2.5-VL", "flexmasks", "eager"))
+    huggingface.patch_vision(own)
+    own.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    shapes = _calls(monkeypatch)
+    for tower in (own, other):
+        _last(tower).square().sum().backward()
+    assert len(shapes) == 2 * 3  # each layer runs again in the backward pass
+    for (n, x), want in zip(own.named_parameters(), other.parameters(), strict=True):
+        if want.grad is not None and n.startswith("blocks"):
+            assert torch.allclose(x.grad, want.grad, atol=1e-4, rtol=1e-4), n
+
+
 def test_a_patched_layer_inside_compile() -> None:
     own, other = (tower.blocks[1].attn for tower in towers("Qwen2.5-VL", "flexmasks", "eager"))
     assert huggingface.patch_vision(own) == 1
