@@ -60,6 +60,8 @@ def shown(cell: Any) -> str:
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_the_stored_outputs_are_what_comes_out(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "hugging_face" in path.stem:
+        pytest.importorskip("transformers")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # other tests run at the same time
     stored = nbformat.read(path, as_version=4)
     rerun = executed(path)

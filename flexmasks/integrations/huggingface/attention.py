@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -19,13 +20,30 @@ from flexmasks.spec import Mask, get_mask, get_score
 
 _DERIVED: Cache[Tensor] = Cache("huggingface", max_bytes=1 << 28)  # what a step's layers compute from one tensor
 
+_Watch = Callable[[torch.nn.Module, Tensor, Tensor, dict[str, Any]], None]
+_WATCHING: list[_Watch] = []
+
+
+@contextlib.contextmanager
+def watched(watch: _Watch) -> Iterator[None]:
+    """Call `watch` at each call of a layer.
+
+    watch: a function of the layer, its queries and keys, and the arguments of `flexmasks.attention`: `mask` and
+        `q_offset`, or `block_mask`. It may add arguments.
+    """
+    _WATCHING.append(watch)
+    try:
+        yield
+    finally:
+        _WATCHING.remove(watch)
+
 
 def attend(
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Any,
+    attention_mask: Any = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
@@ -85,6 +103,8 @@ def attend(
     scores += [get_score("dense_bias", bias=_with_rows(x, query)) for x in (position_bias, bias) if x is not None]
     if isinstance(scaling, Tensor):  # a learned scale
         query, scaling = query * scaling, 1.0
+    for watch in _WATCHING:
+        watch(module, query, key, arguments)
     arguments |= {"score": scores or None, "scale": scaling, "sink_logits": s_aux}
     out: Tensor = attention(query, key, value, **arguments)
     return out.transpose(1, 2).contiguous(), None
