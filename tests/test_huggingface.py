@@ -856,7 +856,7 @@ def test_registration() -> None:
 
 def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ImportError, match=r"pip install 'flexmasks\[huggingface\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'transformers>=5.17'"):
         huggingface.register()
 
 
