@@ -183,7 +183,7 @@ def _run_pages(
     known: the call's key and tensors, if a replay may be kept.
     where_last: where the queries start, if they are the last ones of each sequence.
     """
-    if _may_read_pages(q, k_cache, v_cache, page_table.shape[1] * k_cache.shape[1], request):
+    if _may_read_pages(q, k_cache, v_cache, page_table.shape[1] * k_cache.shape[1], request, where_last is not None):
         replay, result = _run_in_pages(q, k_cache, v_cache, page_table, kv_lens, request, where_last)
         if result is not None:
             if known is not None and replay is not None:
@@ -349,8 +349,11 @@ def _run_in_pages(
     return (replay, planned), replay(q, k_cache, v_cache)
 
 
-def _may_read_pages(q: Tensor, k_cache: Tensor, v_cache: Tensor, length: int, request: Request) -> bool:
-    """Return whether a kernel that reads pages may run a call, before it is planned."""
+def _may_read_pages(q: Tensor, k_cache: Tensor, v_cache: Tensor, length: int, request: Request, are_last: bool) -> bool:
+    """Return whether a kernel that reads pages may run a call, before it is planned.
+
+    are_last: the queries are the last ones of each sequence.
+    """
     device = q.device.type
     if request.backend not in ("auto", "decode", "fa4") or device not in ("cpu", "cuda") or compat.is_compiling():
         return False
@@ -359,7 +362,7 @@ def _may_read_pages(q: Tensor, k_cache: Tensor, v_cache: Tensor, length: int, re
     is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined] # public, and not listed
     if _learns((q, k_cache, v_cache)) or is_traced or autocasts(device):
         return False
-    return fa4.is_installed() or decode.are_few(q.shape[2], length, q.device)
+    return (are_last and fa4.is_installed()) or decode.are_few(q.shape[2], length, q.device)
 
 
 def explain(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Explanation:

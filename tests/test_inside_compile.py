@@ -542,7 +542,7 @@ def test_windows_reach_flash_attention_4(call: dict[str, Any], monkeypatch: pyte
         launched.append(args)
         return _attend_plainly(*args)
 
-    for name, value in (("_forward", launch), ("_backward", _differentiate_plainly), ("_MIN_QUERIES", 16)):
+    for name, value in (("_forward", launch), ("_backward", _differentiate_plainly), ("MIN_QUERIES", 16)):
         monkeypatch.setattr(fa4, name, value)
     monkeypatch.setattr(fa4, "refuses_package", lambda call: None)
     monkeypatch.setattr(table, "_FA4_MIN_FLOP", 0)

@@ -16,7 +16,7 @@ from flexmasks.backends.call import HALF_DTYPES, Call, Result, Unavailable, firs
 from flexmasks.plans.windows import Window
 from flexmasks.spec.bands import Band, Sequences
 
-_MIN_QUERIES = 128  # with fewer queries, kernels that split the keys are faster
+MIN_QUERIES = 128  # with fewer queries, kernels that split the keys are faster
 _MAX_SEARCHED_SEQUENCES = 2048
 # Different head sizes of q and of v that flash-attn-4 is tested with by its authors, and those tested with gradients.
 _V_SIZES, _V_SIZES_WITH_GRADIENTS = ((128, 64), (192, 128)), ((192, 128),)
@@ -85,7 +85,7 @@ def _refuses_numbers(call: Call) -> str | None:
         return "it takes no kernel_options"
     if call.scale is not None and call.scale <= 0:
         return "it takes scales above 0 only"
-    if call.q.shape[2] < _MIN_QUERIES:
+    if call.q.shape[2] < MIN_QUERIES:
         return "it does not split the keys among processors, which few queries need"
     if not call.is_traced and (compat.transforms_active() or transformed()):
         return "it does not run inside transforms of torch.func"
@@ -187,15 +187,8 @@ class DirectCall:
         """Return the kernel's arguments; FlashAttention counts windows with the last query at the last key."""
         shift = 0 if sequences is not None else self.window.offset - (kv_len - q_len)
         left, right = self.window.left, self.window.right
-        arguments: dict[str, Any] = {"softmax_scale": self.scale}
-        if left is not None:
-            arguments["window_size_left"] = left - shift
-        if right is not None and right + shift == 0:
-            arguments["causal"] = True
-        elif right is not None:
-            arguments["window_size_right"] = right + shift
-        if "causal" in arguments and left is not None:
-            arguments = {**arguments, "causal": False, "window_size_right": 0}
+        left, right = None if left is None else left - shift, None if right is None else right + shift
+        arguments = {"softmax_scale": self.scale, **_window_arguments(left, right)}
         if sequences is not None:
             arguments |= {"cu_seqlens_q": sequences.q, "cu_seqlens_k": sequences.kv}
             arguments |= {"max_seqlen_q": sequences.longest[0], "max_seqlen_k": sequences.longest[1]}
@@ -253,11 +246,8 @@ class PagedCall:
 
         Raises Unavailable if flash-attn-4 cannot compile the call.
         """
-        arguments: dict[str, Any] = {"seqused_k": self.lens, "page_table": self.table, "softmax_scale": self.scale}
-        if self.left is None and self.right == 0:
-            arguments["causal"] = True
-        else:
-            arguments |= {"window_size_left": self.left, "window_size_right": self.right}
+        arguments = {"seqused_k": self.lens, "page_table": self.table, "softmax_scale": self.scale}
+        arguments |= _window_arguments(self.left, self.right)
         k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k.detach(), v.detach()))
         try:
             out, lse = _forward(q.detach().transpose(1, 2), k, v, arguments, self.cap)
@@ -270,6 +260,17 @@ class PagedCall:
 
 def _in_int32(*tensors: Tensor) -> list[Tensor]:
     return [t.detach().int().contiguous() for t in tensors]
+
+
+def _window_arguments(left: int | None, right: int | None) -> dict[str, Any]:
+    """Return the kernel's arguments for the keys at distances -left..right of a query.
+
+    None is no limit.
+    """
+    if left is None and right == 0:
+        return {"causal": True}
+    limits = {"window_size_left": left, "window_size_right": right}
+    return {name: limit for name, limit in limits.items() if limit is not None}
 
 
 def hide_padding(x: Tensor, dim: int, count: Tensor, value: float) -> Tensor:

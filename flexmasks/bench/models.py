@@ -10,14 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexmasks.bench.loops import Draws
+from flexmasks.bench.loops import Draws, draw_ids
 from flexmasks.bench.results import Benchmark, Row, measured_on, text_table
 from flexmasks.bench.steps import QUICK, Pace, measure, measured_rows
 from flexmasks.bench.steps_tables import OURS, github_table
 
 _PACE = Pace(5, 5, 1, 10.0)
-_DOCUMENT = 600  # mean number of tokens of a document
-_DRAWS = 8  # different rows of documents, which the steps take by turns
 _VOCABULARY = 32768
 
 
@@ -104,10 +102,9 @@ class _Training:
         self._run = torch.compile(self._model, dynamic=False) if way == "compiled" else self._model
         generator = torch.Generator(device).manual_seed(0)
         self._words = torch.randint(3, _VOCABULARY, (1, length), generator=generator, device=device)
-        cuts = torch.rand(_DRAWS, 1, length, generator=generator, device=device) < 1 / _DOCUMENT
-        cuts[..., 0] = True
-        places = torch.arange(length, device=device)
-        self._positions = Draws(places - torch.where(cuts, places, 0).cummax(-1).values)
+        ids, places = draw_ids(1, length, generator), torch.arange(length, device=device)
+        starts = torch.where(ids.diff(prepend=ids[..., :1]) != 0, places, 0).cummax(-1).values
+        self._positions = Draws(places - starts)
 
     def __call__(self) -> Tensor:
         loss: Tensor = self._run(

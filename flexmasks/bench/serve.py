@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flexmasks.attention import attention, explain, paged_attention
-from flexmasks.backends.fa4 import is_installed
+from flexmasks.backends.fa4 import MIN_QUERIES, is_installed
 from flexmasks.bench.clock import interleaved, wall_milliseconds
 from flexmasks.bench.loops import Draws, Replayed
 from flexmasks.bench.results import Benchmark, Row, measured_on, text_table
@@ -22,7 +22,6 @@ from flexmasks.scores.alibi import alibi_slopes
 from flexmasks.spec.arguments import get_mask
 
 DENSE, FA4 = "SDPA + mask", "FA4"
-_LEAST_QUERIES_OF_FA4 = 128  # FlashAttention 4 splits no keys on an H200, which few queries need
 _DRAWS = 8  # different lengths, which the steps take by turns
 _COPIED_BYTES = {"cuda": 1 << 31, "cpu": 1 << 28}
 
@@ -138,7 +137,7 @@ class Serving:
 
     @property
     def runs_fa4(self) -> bool:
-        is_few = self.case.q_len < _LEAST_QUERIES_OF_FA4
+        is_few = self.case.q_len < MIN_QUERIES
         return self.device.type == "cuda" and not is_few and not self.case.more and is_installed()
 
     def backend(self) -> str:

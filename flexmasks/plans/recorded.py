@@ -312,8 +312,8 @@ def _give_out_factors(graph_module: fx.GraphModule) -> None:
     factors = [n for n in product.args if isinstance(n, fx.Node) and n.meta["val"].dtype == torch.float32]
     if len(factors) < 2:
         return
-    weight, numbers = sorted(factors, key=lambda n: n.meta["val"].shape[-1:] not in ((), (1,)))
-    if weight.meta["val"].shape[-1:] not in ((), (1,)) or numbers.meta["val"].numel() >= size:
+    weight, numbers = sorted(factors, key=_has_columns)
+    if _has_columns(weight) or numbers.meta["val"].numel() >= size:
         return
     with graph.inserting_before(output):
         if is_negative:
@@ -328,6 +328,11 @@ def _give_out_factors(graph_module: fx.GraphModule) -> None:
     output.args = (views,)
     graph.eliminate_dead_code()
     graph_module.recompile()
+
+
+def _has_columns(node: fx.Node) -> bool:
+    """Return whether the last dimension of a tensor does not broadcast."""
+    return node.meta["val"].shape[-1:] not in ((), (1,))
 
 
 def _is_zero(node: Any) -> bool:

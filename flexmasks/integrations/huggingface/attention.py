@@ -12,10 +12,9 @@ from torch import Tensor
 from flexmasks import compat
 from flexmasks.attention import attention, dense_mask
 from flexmasks.cache import ENTRY, Cache
-from flexmasks.integrations.huggingface.late import LateMask
+from flexmasks.integrations.huggingface.late import LateMask, may_keep
 from flexmasks.integrations.huggingface.recognition import Parts
 from flexmasks.masks.packed import packed
-from flexmasks.plans.plan import is_captured
 from flexmasks.spec import Mask, get_mask, get_score
 
 _DERIVED: Cache[Tensor] = Cache("huggingface", max_bytes=1 << 28)  # what a step's layers compute from one tensor
@@ -162,7 +161,7 @@ def _of_mask(mask: Any, query: Tensor, key: Tensor) -> tuple[Any, int | Tensor, 
 
 def _derived(make: Callable[..., Tensor], given: Tensor, *sizes: int) -> Tensor:
     """Return the result of `make`, which only the first layer of a step computes."""
-    if not _may_read(given):
+    if not may_keep(given.device):
         return make(given, *sizes)
     derived = _DERIVED.get((make, *sizes), [given])
     if derived is None:
@@ -171,21 +170,13 @@ def _derived(make: Callable[..., Tensor], given: Tensor, *sizes: int) -> Tensor:
     return derived
 
 
-def _may_read(x: Tensor) -> bool:
-    """Return whether the values of a tensor may be read and kept.
-
-    They may not if a graph is made of the call.
-    """
-    return not compat.is_compiling() and not is_captured(x.device)
-
-
 def _row(mask: Tensor, batch: int) -> Tensor:
     """Return the keys that all queries of each batch element see.
 
     A cache of what was derived from a tensor must not keep the tensor itself alive.
     """
     row = mask[:, 0, 0].expand(batch, -1)
-    return row.clone() if _may_read(mask) else row
+    return row.clone() if may_keep(mask.device) else row
 
 
 def _visible(mask: Tensor) -> Tensor:
@@ -249,7 +240,7 @@ def _without_mask(
     is_of_tokens = position_ids is not None and position_ids.ndim == 2 and position_ids.shape[1] == q_length
     if position_ids is not None and may_be_packed and is_of_tokens and q_length == kv_length:
         documents = _derived(_documents, position_ids)
-        if not _may_read(documents) or bool(_derived(_has_several, documents)):
+        if not may_keep(documents.device) or bool(_derived(_has_several, documents)):
             if chunk is not None:
                 documents = documents * q_length + position_ids // chunk
                 chunk = None

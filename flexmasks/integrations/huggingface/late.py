@@ -142,7 +142,7 @@ def make_mask(
     if q_length == 1 and not allow_is_causal_skip:
         visible = _evaluated(mask_function, (batch_size, 1, kv_length), q_offset, kv_offset, use_vmap, device)
         return visible if padding is None else visible & padding[:, None, None]
-    may_read = not compat.is_compiling() and not is_captured(device)
+    may_read = may_keep(device)
     if isinstance(first_query, Tensor):
         first_query = int(first_query) if may_read else first_query.reshape(1).expand(batch_size)
     query_stop = kv_offset + (kv_length if isinstance(first_query, Tensor) else first_query + q_length)
@@ -175,6 +175,14 @@ def _with_versions(mask: Mask) -> Mask:
     except Opaque:
         return mask
     return copied
+
+
+def may_keep(device: torch.device) -> bool:
+    """Return whether the values of a device's tensors may be read and kept.
+
+    They may not if a graph is made of the call.
+    """
+    return not compat.is_compiling() and not is_captured(device)
 
 
 def _hides_keys_behind(length: int, query_stop: int, parts: Parts) -> bool:
