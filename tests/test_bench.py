@@ -211,11 +211,12 @@ def test_figures_of_hugging_face_models(
     capsys.readouterr()
     results = json.loads(file.read_text())
     training = [r for r in results["rows"] if r["kind"] == "training"]
-    assert [r["who"] for r in training] == ["flexmasks", "sdpa", "flexmasks", "eager"]
-    for ours, other in zip(training[::2], training[1::2], strict=True):
+    assert [r["who"] for r in training] == ["sdpa", "no attention", "flexmasks", "eager", "no attention", "flexmasks"]
+    for other, without, ours in zip(training[::3], training[1::3], training[2::3], strict=True):
         assert ours["loss"] == pytest.approx(other["loss"], abs=1e-4)
-        assert "flex_attention" in ours["left_out"]  # it has no gradients on a CPU
-    assert [r["who"] for r in results["rows"][4:]] == ["flexmasks", "sdpa"]
+        assert without["loss"] != ours["loss"]
+        assert "flex_attention" in other["left_out"]  # it has no gradients on a CPU
+    assert [r["who"] for r in results["rows"][6:]] == ["flexmasks", "sdpa"]
     assert all(r["ms"] > 0 and r["compilations"] == 0 for r in results["rows"])
     page = bench_models.markdown(results)
     assert len(re.findall(r"\| flexmasks +\|", page)) == 3

@@ -64,9 +64,12 @@ class Loop:
     is_varlen: bool = False  # q, k, v are [tokens, heads, head size], and the tensor has offsets
 
 
-def draw_ids(batch: int, length: int, generator: torch.Generator) -> Tensor:
-    """Return document ids, [draws, batch, length], with random cuts."""
-    cuts = torch.rand(_DRAWS, batch, length, generator=generator, device=generator.device) < 1 / _DOCUMENT
+def draw_ids(batch: int, length: int, generator: torch.Generator, document: int = _DOCUMENT) -> Tensor:
+    """Return document ids, [draws, batch, length], with random cuts.
+
+    document: the mean number of tokens of a document.
+    """
+    cuts = torch.rand(_DRAWS, batch, length, generator=generator, device=generator.device) < 1 / document
     return cuts.cumsum(-1)
 
 

@@ -63,6 +63,18 @@ _SMALL = {
     "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 20, "num_local_experts": 2, "num_experts_per_tok": 1,
 }  # fmt: skip
 _WAYS = ("eager", "compiled")
+_TRAINED = ((8192, 600), (32768, 600), (32768, 8192))  # tokens of a row, and of a document in the mean
+_NONE = "no attention"
+
+
+def _no_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+    """Return sums in place of attention, so that the rest of the model can be timed."""
+    added = (key + value).repeat_interleave(query.shape[1] // key.shape[1], 1)
+    return (query + added).transpose(1, 2).contiguous(), None
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    return None
 
 
 def _model(shape: Shape, implementation: str, device: torch.device, dtype: torch.dtype) -> Any:
@@ -75,7 +87,10 @@ def _model(shape: Shape, implementation: str, device: torch.device, dtype: torch
     config = make_config(
         vocab_size=_VOCABULARY, pad_token_id=0, bos_token_id=1, eos_token_id=2, attention_dropout=0.0, **shape.sizes
     )
-    config._attn_implementation = huggingface.register() if implementation == OURS else implementation
+    huggingface.register()
+    transformers.AttentionInterface.register(_NONE, _no_attention)
+    transformers.AttentionMaskInterface.register(_NONE, _no_mask)
+    config._attn_implementation = implementation
     with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
         torch.manual_seed(0)
         return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -95,14 +110,16 @@ class _Training:
     """
 
     def __init__(
-        self, shape: Shape, implementation: str, way: str, length: int, device: torch.device, dtype: torch.dtype
-    ) -> None:
+        self, shape: Shape, implementation: str, way: str, sizes: tuple[int, int], device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:  # fmt: skip
+        length, document = sizes
         self._model = _model(shape, implementation, device, dtype).train()
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-5, fused=True)
         self._run = torch.compile(self._model, dynamic=False) if way == "compiled" else self._model
         generator = torch.Generator(device).manual_seed(0)
         self._words = torch.randint(3, _VOCABULARY, (1, length), generator=generator, device=device)
-        ids, places = draw_ids(1, length, generator), torch.arange(length, device=device)
+        ids, places = draw_ids(1, length, generator, document), torch.arange(length, device=device)
         starts = torch.where(ids.diff(prepend=ids[..., :1]) != 0, places, 0).cummax(-1).values
         self._positions = Draws(places - starts)
 
@@ -117,15 +134,18 @@ class _Training:
 
 
 def _training_rows(
-    shape: Shape, way: str, length: int, device: torch.device, dtype: torch.dtype, pace: Pace
+    shape: Shape, way: str, sizes: tuple[int, int], device: torch.device, dtype: torch.dtype, pace: Pace
 ) -> list[Row]:
-    """Return the figures of training steps, a new row of documents at each."""
+    """Return the figures of training steps, a new row of documents at each.
+
+    sizes: tokens of a row, and of a document in the mean.
+    """
     steps: dict[str, Callable[[], Tensor]] = {}
-    for who in (OURS, *shape.peers):
-        steps[who] = _Late(functools.partial(_Training, shape, who, way, length, device, dtype))
-    measured = measure(steps, device, pace, cold=False, required=())
-    rows = measured_rows("training", shape.name, (1, length), dtype, measured)
-    about = {"model": way, "transformers": _transformers_version()}
+    for who in (*shape.peers, _NONE, OURS):  # flex_attention's first step makes the models before it compile again
+        steps[who] = _Late(functools.partial(_Training, shape, who, way, sizes, device, dtype))
+    measured = measure(steps, device, pace, cold=False)
+    rows = measured_rows("training", shape.name, (1, sizes[0]), dtype, measured)
+    about = {"model": way, "document": sizes[1], "transformers": _transformers_version()}
     return [{**row, **about, "loss": float(measured.figures[row["who"]].output)} for row in rows]
 
 
@@ -192,11 +212,11 @@ def _todo(device: torch.device, quick: bool) -> dict[str, Callable[[], list[Row]
     dtype, pace = torch.bfloat16 if device.type == "cuda" else torch.float32, _PACE if is_large else QUICK
     shapes = _MODELS if is_large else [s._replace(sizes=_sizes_like(s)) for s in _MODELS]
     todo: dict[str, Callable[[], list[Row]]] = {}
-    for length in (8192, 32768) if is_large else (256,):
+    for sizes in _TRAINED if is_large else ((256, 60),):
         for shape in shapes:
             for way in _WAYS if device.type == "cuda" else _WAYS[:1]:
-                call = functools.partial(_training_rows, shape, way, length, device, dtype, pace)
-                todo[f"training, {shape.name}, {length}, {way}"] = call
+                call = functools.partial(_training_rows, shape, way, sizes, device, dtype, pace)
+                todo[f"training, {shape.name}, {sizes[0]} in documents of {sizes[1]}, {way}"] = call
     few = Pace(2, 1, 1, 1.0)
     for batch in (1, 64) if is_large else (2,):
         lengths = (1024, 128) if is_large else (16, 4)
@@ -213,8 +233,8 @@ def _sizes_like(shape: Shape) -> dict[str, Any]:
 def table(results: dict[str, Any]) -> str:
     """Return the figures of one run as text."""
     columns = (
-        ("what", "kind"), ("model", "case"), ("batch x tokens", "shape"), ("way", "model"), ("attention", "who"),
-        ("ms", "ms"), ("IQR", "iqr"), ("tokens/s", "tokens_per_s"), ("first s", "first_s"),
+        ("what", "kind"), ("model", "case"), ("batch x tokens", "shape"), ("documents", "document"), ("way", "model"),
+        ("attention", "who"), ("ms", "ms"), ("IQR", "iqr"), ("tokens/s", "tokens_per_s"), ("first s", "first_s"),
         ("compiles later", "compilations"), ("waits", "synchronizations"), ("loss", "loss"),
     )  # fmt: skip
     return text_table(results, columns)
@@ -224,27 +244,28 @@ def markdown(results: dict[str, Any]) -> str:
     """Return the tables of one run."""
     parts = [
         f"{measured_on(results)}, transformers {results['rows'][0]['transformers']}; medians. Training: whole steps "
-        "with AdamW, a row of packed documents of 600 tokens in the mean, new ones at each step. Generation: greedy, "
-        "with a static cache; batch x tokens of the prompt x new tokens. The vocabulary has 32,768 words."
+        "with AdamW, a row of packed documents, new ones at each step; documents are their tokens in the mean. "
+        f"{_NONE!r}: sums of q, k and v in its place, so the rest of the step. Generation: greedy, with a static "
+        "cache; batch x tokens of the prompt x new tokens. The vocabulary has 32,768 words."
     ]
     for kind in ("training", "generation"):
         cases: dict[tuple[str, ...], list[Row]] = {}
         for r in results["rows"]:
             if r["kind"] == kind:
-                cases.setdefault((r["case"], r["shape"], r.get("model", "")), []).append(r)
+                labels = (r["case"], r["shape"], str(r.get("document", "")), r.get("model", ""))
+                cases.setdefault(labels, []).append(r)
         rows = []
-        for (case, shape, way), of_case in cases.items():
+        for labels, of_case in cases.items():
             ours = next(r["ms"] for r in of_case if r["who"] == OURS)
-            for r in of_case:
-                is_first = r is of_case[0]
+            for r in sorted(of_case, key=lambda row: bool(row["who"] != OURS)):
                 speed = f"{r['loss']:.4f}" if kind == "training" else f"{r['tokens_per_s']:.4g}"
                 rows.append([
-                    case if is_first else "", shape if is_first else "", way if is_first else "", r["who"],
-                    f"{r['ms']:.4g}", "" if r["who"] == OURS else f"{ours / r['ms']:.2f} x", speed,
-                    f"{r['first_s']:.1f}", str(r["compilations"]),
+                    *(labels if r["who"] == OURS else [""] * len(labels)), r["who"], f"{r['ms']:.4g}",
+                    "" if r["who"] == OURS else f"{ours / r['ms']:.2f} x", speed, f"{r['first_s']:.1f}",
+                    str(r["compilations"]),
                 ])  # fmt: skip
         last = "last loss" if kind == "training" else "tokens/s"
-        header = [kind, "batch x tokens", "way", "attention", "ms", "flexmasks takes", last, "first, s"]
+        header = [kind, "batch x tokens", "documents", "way", "attention", "ms", "flexmasks takes", last, "first, s"]
         if rows:
             parts.append(github_table(rows, [*header, "compiles later"]))
     return "\n\n".join(parts)
