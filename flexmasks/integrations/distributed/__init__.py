@@ -1,0 +1,15 @@
+"""Attention over sequences that several processes hold together, on torch.distributed.
+
+mesh = init_device_mesh("cuda", (8,))
+order = distributed.balance("causal", length, mesh)  # which parts of the sequence each process holds
+tokens = distributed.shard(tokens, order, mesh)
+...
+out = distributed.attention(q, k, v, mesh=mesh, mask="causal", order=order)  # in each layer
+"""
+
+from flexmasks.integrations.distributed.attention import attention as attention
+from flexmasks.integrations.distributed.balance import Order as Order
+from flexmasks.integrations.distributed.shards import shard as shard
+from flexmasks.integrations.distributed.shards import unshard as unshard
+
+__all__ = ["Order", "attention", "shard", "unshard"]
