@@ -1,4 +1,4 @@
-"""The command line: `python -m flexmasks demo`, `list`, `show`, `gallery` and `bench`."""
+"""The command line: `python -m flexmasks demo`, `list`, `show`, `gallery`, `plan` and `bench`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import ast
 import difflib
 import importlib
 import itertools
+import json
 import os
 import re
 import reprlib
@@ -24,7 +25,7 @@ from flexmasks import __version__
 from flexmasks.pictures.output import check_kind, check_writable, text_width
 from flexmasks.pictures.pages import page
 from flexmasks.spec.arguments import get_mask, get_score
-from flexmasks.spec.definitions import definition
+from flexmasks.spec.definitions import Definition, definition
 from flexmasks.spec.parameters import describe
 from flexmasks.spec.registry import list_masks, list_scores
 
@@ -46,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run a command and return the exit status."""
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
-    if rest and arguments.command != "show":
+    if rest and arguments.command not in ("show", "plan"):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     status = 0
     try:
@@ -64,6 +65,8 @@ def main(argv: list[str] | None = None) -> int:
             from flexmasks.pictures.gallery import gallery
 
             print(gallery(arguments.out))
+        elif arguments.command == "plan":
+            _plan(arguments, _parameters(rest))
         else:
             _show(arguments, _parameters(rest))
         sys.stdout.flush()
@@ -122,6 +125,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     gallery_parser = _add_command(commands, "gallery", "write a page with pictures of all masks and scores", parent)
     gallery_parser.add_argument("out", metavar="OUT", help="the .html file to write, or a folder for index.html")
+    does = "estimate on paper what attention over many GPUs exchanges and computes"
+    _add_plan_arguments(_add_command(commands, "plan", does, parent))
     _add_bench_arguments(_add_command(commands, "bench", "measure the speed of this machine", parent))
     return parser
 
@@ -145,6 +150,55 @@ def _add_command(commands: Any, name: str, does: str, *parents: argparse.Argumen
     description = f"{does[0].upper()}{does[1:]}."
     parser: argparse.ArgumentParser = commands.add_parser(name, help=does, description=description, parents=parents)
     return parser
+
+
+def _add_plan_arguments(plan_parser: argparse.ArgumentParser) -> None:
+    plan_parser.allow_abbrev = False  # a parameter of a mask may begin like an option
+    plan_parser.usage = (
+        "python -m flexmasks plan --ranks N --length N --mask NAME [options]\n"
+        "                                [--PARAMETER VALUE ...]"
+    )
+    plan_parser.epilog = (
+        "Parameters of masks are given by their names, with values as in Python: --window 4096. Each goes to all masks "
+        "that take it; the others are those of an example. All figures are sums over the masks. "
+        "flexmasks.integrations.distributed.plan says how they are computed."
+    )
+    count: dict[str, Any] = {"metavar": "N", "type": _positive}
+    plan_parser.add_argument("--ranks", **count, required=True, help="number of GPUs that hold the sequence together")
+    plan_parser.add_argument("--length", **count, required=True, help="number of tokens of the whole sequence")
+    plan_parser.add_argument(
+        "--mask",
+        dest="masks",
+        metavar="NAME",
+        action="append",
+        required=True,
+        help="the name of a mask; repeated, the masks of several layers",
+    )
+    plan_parser.add_argument("--balance", action="store_true", help="let all ranks compute equally many blocks")
+    plan_parser.add_argument("--batch", **count, help="number of sequences (default: 1)")
+    for name, default, text in (
+        ("--heads", 32, "number of query heads"),
+        ("--kv-heads", 8, "number of key heads"),
+        ("--head-size", 128, "size of a head"),
+        ("--dtype-bytes", 2, "bytes of a number"),
+    ):
+        plan_parser.add_argument(
+            name, metavar="N", type=_positive, default=default, help=f"{text} (default: {default})"
+        )
+    rates: dict[str, Any] = {"metavar": "X", "type": float}
+    plan_parser.add_argument(
+        "--bandwidth", **rates, default=50.0, help="GB that a rank receives in a second (default: 50)"
+    )
+    plan_parser.add_argument(
+        "--tflops", **rates, default=400.0, help="1e12 operations that a rank computes in a second (default: 400)"
+    )
+    plan_parser.add_argument(
+        "--block-size",
+        metavar="N",
+        type=_positive,
+        help="queries and keys of a block (default: 128 to 4,194,304 tokens)",
+    )
+    plan_parser.add_argument("--json", metavar="FILE", help="also write all figures and the parts of ranks to a file")
 
 
 def _add_bench_arguments(bench_parser: argparse.ArgumentParser) -> None:
@@ -278,8 +332,8 @@ def _show(arguments: argparse.Namespace, given: dict[str, Any]) -> None:
         check_writable(Path(arguments.save))
     for kind, entry in named:
         defined = definition(kind, name)
-        complete = all(n in given for n, p in defined.parameters.items() if p.required) and given
-        params = given if complete or not defined.example else {**defined.example(length), **given}
+        complete = given and _is_complete(defined, given)
+        params = _with_example(defined, given, length)
         shown = ", ".join(f"{n}={_SHOWN.repr(v)}" for n, v in params.items())
         print(_filled(f"{kind} {entry.signature}", width), end="\n\n")
         print(*_wrapped_doc(defined.doc, width), sep="\n")
@@ -295,6 +349,50 @@ def _show(arguments: argparse.Namespace, given: dict[str, Any]) -> None:
         print(f"{picture}\n")
         if arguments.save and (kind, entry) == named[0]:
             print(f"written to {picture.save(arguments.save)}\n")
+
+
+def _plan(arguments: argparse.Namespace, given: dict[str, Any]) -> None:
+    from flexmasks.integrations.distributed.paper import plan
+
+    if arguments.json:
+        check_writable(Path(arguments.json))
+    takes = {name: definition("mask", name).parameters for name in arguments.masks}
+    for parameter in given:
+        if not any(parameter in parameters for parameters in takes.values()):
+            known = ", ".join(dict.fromkeys(f"`{n}`" for parameters in takes.values() for n in parameters)) or "none"
+            raise ValueError(f"flexmasks: no mask has the parameter `{parameter}`; they take {known}.")
+    masks = []
+    for name in arguments.masks:
+        own = {n: value for n, value in given.items() if n in takes[name]}
+        masks.append(get_mask(name, **_with_example(definition("mask", name), own, arguments.length)))
+    paper = plan(
+        masks,
+        arguments.length,
+        arguments.ranks,
+        order="balanced" if arguments.balance else None,
+        batch=arguments.batch,
+        q_heads=arguments.heads,
+        kv_heads=arguments.kv_heads,
+        head_size=arguments.head_size,
+        dtype_bytes=arguments.dtype_bytes,
+        bandwidth=arguments.bandwidth * 1e9,
+        flops=arguments.tflops * 1e12,
+        block_size=arguments.block_size,
+    )
+    print(paper)
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(paper.as_dict(), indent=1) + "\n")
+
+
+def _with_example(defined: Definition, given: dict[str, Any], length: int) -> dict[str, Any]:
+    """Return the given parameters if they are complete, else those of an example, changed by them."""
+    if (given and _is_complete(defined, given)) or not defined.example:
+        return given
+    return {**defined.example(length), **given}
+
+
+def _is_complete(defined: Definition, given: dict[str, Any]) -> bool:
+    return all(name in given for name, parameter in defined.parameters.items() if parameter.required)
 
 
 class _Shown(reprlib.Repr):

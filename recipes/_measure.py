@@ -14,10 +14,10 @@ from tabulate import tabulate
 from torch import Tensor
 
 from flexmasks import Mask, attention, dense_mask
-from flexmasks.bench.console import progress
 from flexmasks.bench.results import Row as Row
 from flexmasks.bench.results import machine
 from flexmasks.bench.runner import attention_tflops, measure_passes
+from flexmasks.pictures.output import progress
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda", torch.cuda.current_device()) if ON_GPU else torch.device("cpu")

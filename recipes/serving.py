@@ -32,7 +32,8 @@ from torch import Tensor, nn
 
 import flexmasks
 from flexmasks.bench.clock import interleaved
-from flexmasks.bench.console import progress, synchronize
+from flexmasks.bench.console import synchronize
+from flexmasks.pictures.output import progress
 
 # batch, heads, key heads, room, head size
 CHECKED_SHAPE = (3, 4, 2, 512, 64)

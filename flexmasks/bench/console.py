@@ -1,18 +1,8 @@
-"""Progress on the console, and the device that a command runs on."""
+"""The device that a command runs on."""
 
 from __future__ import annotations
 
-import sys
-
 import torch
-
-
-def progress(message: str) -> None:
-    """Show a message; in a terminal it replaces the last message."""
-    if sys.stderr.isatty():
-        print(f"\r\033[K{message}", end="", file=sys.stderr, flush=True)
-    elif message:
-        print(f"... {message}", file=sys.stderr, flush=True)
 
 
 def synchronize(device: torch.device) -> None:

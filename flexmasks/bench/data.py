@@ -17,11 +17,11 @@ from flexmasks import calls, compat
 from flexmasks.backends import fa4, flash, flex, forms
 from flexmasks.backends.call import Call
 from flexmasks.bench.clock import wall_milliseconds
-from flexmasks.bench.console import progress
 from flexmasks.bench.results import Benchmark, Row, measured_on, text_table
 from flexmasks.bench.runner import measure_passes
 from flexmasks.cache import clear_caches
 from flexmasks.orders import tile_order
+from flexmasks.pictures.output import progress
 from flexmasks.plans.data import MaskData, TooLargeForData, data_of
 from flexmasks.request import Request
 from flexmasks.spec.arguments import get_mask

@@ -11,8 +11,9 @@ from tabulate import tabulate
 from torch import Tensor
 
 from flexmasks.attention import attention, block_mask, dense_mask, explain
-from flexmasks.bench.console import device_name, progress, synchronize
+from flexmasks.bench.console import device_name, synchronize
 from flexmasks.bench.runner import measure_passes
+from flexmasks.pictures.output import progress
 from flexmasks.pictures.show import draw
 
 _RUNS = 5

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from tabulate import tabulate
 
-from flexmasks.bench.console import device_name, progress
+from flexmasks.bench.console import device_name
+from flexmasks.pictures.output import progress
 from flexmasks.spec.registry import list_masks
 
 Row = dict[str, Any]

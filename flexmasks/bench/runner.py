@@ -13,8 +13,9 @@ from torch import Tensor
 
 from flexmasks import compat
 from flexmasks.bench.clock import WARMUP_RUNS, Clock, device_milliseconds, interleaved, wall_milliseconds
-from flexmasks.bench.console import progress, synchronize
+from flexmasks.bench.console import synchronize
 from flexmasks.bench.memory import peak_bytes
+from flexmasks.pictures.output import progress
 
 _STEPS_BEFORE_TIMING = 4  # plans of new tensors are exact at first, then recorded, then captured
 _COUNTED_STEPS = 3  # steps in which synchronizations are counted

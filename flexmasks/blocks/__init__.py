@@ -16,3 +16,4 @@ from flexmasks.blocks.decide import dependence as dependence
 from flexmasks.blocks.elements import Elements as Elements
 from flexmasks.blocks.lists import of_block_mask as of_block_mask
 from flexmasks.blocks.strips import count_in_strips as count_in_strips
+from flexmasks.blocks.strips import visible_in_strips as visible_in_strips

@@ -101,6 +101,29 @@ def build(
     )
 
 
+def any_visible(
+    mask_mod: MaskMod,
+    batch: int,
+    heads: int,
+    q_len: int,
+    kv_len: int,
+    device: torch.device,
+    block_size: tuple[int, int],
+) -> Tensor:
+    """Return whether any pair of each block is visible: bool [B, H, rows, columns].
+
+    Kernels compute these blocks, whether partial or full. B and H are 1 if the mask does not depend on the index.
+
+    Raises ValueError or TypeError where the function is not a mask.
+    """
+    rows, columns = Axis(q_len, block_size[0]), Axis(kv_len, block_size[1])
+    decided = decide(mask_mod, batch, heads, q_len, kv_len, device, block_size)
+    undecided = flat_nonzero((decided.possible ^ decided.certain).contiguous())
+    elements = Elements(mask_mod, device, decided.widest)
+    visible = _resolved(decided, undecided, None, elements, rows, columns)[0]
+    return visible.expand(*visible.shape[:2], rows.count, columns.count)
+
+
 def _resolved(
     decided: Decided, undecided: Tensor, words: Tensor | None, elements: Elements, rows: Axis, columns: Axis
 ) -> tuple[Tensor, Tensor]:

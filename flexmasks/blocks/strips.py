@@ -1,19 +1,22 @@
-"""Blocks counted in strips of queries, in bounded memory."""
+"""Blocks found and counted in strips of queries, in bounded memory."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from flexmasks.blocks import limits
-from flexmasks.blocks.build import build
+from flexmasks.blocks.build import any_visible, build
 from flexmasks.blocks.counts import pairs_in_blocks, visible_in_blocks
-from flexmasks.blocks.decide import decide
+from flexmasks.blocks.decide import decide, dependence
 from flexmasks.blocks.elements import MaskMod
 
 _BLOCKS_OF_STRIP = 1 << 22  # blocks of a strip, over all keys
+_VISIBLE_OF_STRIP = 1 << 24  # blocks of a strip of `visible_in_strips`, over all keys, one byte each
+_RUNS = 8  # the most runs of undecided parts of a strip that are looked at one by one
 _SAMPLED_PAIRS = 1 << 24  # pairs in partial blocks that are evaluated to measure the share of hidden ones
 
 
@@ -76,6 +79,59 @@ def count_in_strips(
             sampled_blocks = max(1, _SAMPLED_PAIRS // shape[0] // (height * width))
             strips.append(_count_part(_moved(mask_mod, *start), size, block_size, device, sampled_blocks))
     return _total(strips, lengths, block_size)
+
+
+def visible_in_strips(
+    mask_mod: MaskMod,
+    batch: int,
+    heads: int,
+    rows: tuple[int, int],
+    kv_len: int,
+    block_size: tuple[int, int],
+    device: torch.device,
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield which blocks have visible pairs, in strips of queries.
+
+    Each strip is the position of its first query and booleans [B, H, rows, columns]. B and H are 1 if the mask does not
+    depend on the index.
+
+    rows: the first query and the end of the queries. Blocks of queries start at the first one, blocks of keys at key 0.
+
+    Raises ValueError or TypeError where the function is not a mask.
+    """
+    (start, stop), (height, width) = rows, block_size
+    batch, heads = dependence(mask_mod, batch, heads, device) if batch * heads > 1 else (1, 1)
+    columns = -(-kv_len // width)
+    rows_of_strip = min(max(1, _VISIBLE_OF_STRIP // (batch * heads * columns)), -(-(stop - start) // height))
+    tall, wide = rows_of_strip * height, rows_of_strip * width  # a strip is cut into parts of this width
+    decided = decide(_moved(mask_mod, start, 0), batch, heads, stop - start, kv_len, device, (tall, wide))
+    shape = (*decided.certain.shape[:2], -(-(stop - start) // tall), -(-kv_len // wide))
+    certain, possible = (x.expand(shape).cpu() for x in (decided.certain, decided.possible))
+    undecided = (possible & ~certain).flatten(0, 1).any(0)
+    for strip, first in enumerate(range(start, stop, tall)):
+        q_len = min(tall, stop - first)
+        parts = certain[:, :, strip, None].repeat_interleave(rows_of_strip, 3)[..., :columns]
+        visible = parts.expand(-1, -1, -(-q_len // height), -1).to(device, copy=True)
+        for part, end in _runs(undecided[strip].nonzero()[:, 0].tolist()):
+            kv_end = min(kv_len, end * wide)
+            part_mod = _moved(mask_mod, first, part * wide)
+            seen = any_visible(part_mod, batch, heads, q_len, kv_end - part * wide, device, block_size)
+            visible[..., part * rows_of_strip : end * rows_of_strip] = seen.to(device)
+        yield first, visible
+
+
+def _runs(places: list[int]) -> list[tuple[int, int]]:
+    """Return the runs of rising places, as pairs of the first place and the end.
+
+    Many runs become one, because each costs a search of its own.
+    """
+    runs: list[tuple[int, int]] = []
+    for place in places:
+        if runs and runs[-1][1] == place:
+            runs[-1] = runs[-1][0], place + 1
+        else:
+            runs.append((place, place + 1))
+    return runs if len(runs) <= _RUNS else [(runs[0][0], runs[-1][1])]
 
 
 def _moved(mask_mod: MaskMod, q_start: int, kv_start: int) -> MaskMod:

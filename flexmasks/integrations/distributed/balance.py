@@ -1,0 +1,257 @@
+"""Orders of a sequence over ranks, in which all ranks compute the same number of blocks."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from flexmasks.integrations.distributed.counts import Parts, check_int, computed_blocks, fail, merged
+from flexmasks.spec.arguments import MaskLike, get_mask
+from flexmasks.spec.parameters import describe
+from flexmasks.spec.values import Mask
+
+_EVEN = 1.02  # the busiest rank's blocks over the mean, at which ranks count as balanced
+_MOST_PIECES = 16  # pieces of a rank
+_MOST_ROWS = 1 << 13  # rows of blocks that are counted by default
+
+
+@dataclass(frozen=True)
+class Order:
+    """The parts of a sequence that each rank holds.
+
+    length: the number of tokens of the whole sequence.
+    parts: for each rank its parts (start, stop) of the sequence. They are sorted, and parts that meet become one.
+        Together they hold each token once. A rank may hold none.
+
+    Raises:
+        ValueError: the parts do not hold each token once.
+
+    Example:
+        >>> from flexmasks.integrations.distributed import Order
+        >>> order = Order(8, (((0, 2), (6, 8)), ((2, 6),)))
+        >>> order.sizes, order.tokens().tolist()
+        ((4, 4), [0, 1, 6, 7, 2, 3, 4, 5])
+    """
+
+    length: int
+    parts: tuple[Parts, ...]
+
+    def __post_init__(self) -> None:
+        check_int("Order", "length", self.length)
+        if not self.parts:
+            fail("Order", "`parts` must have an entry for each rank, got none.")
+        for part in (part for own in self.parts for part in own):
+            if not 0 <= part[0] <= part[1] <= self.length:
+                fail("Order", f"a part must be (start, stop) with 0 <= start <= stop <= {self.length}, got {part}.")
+        covered = 0
+        for start, stop in sorted(part for own in self.parts for part in own if part[0] < part[1]):
+            if start != covered:
+                problem = "more than once" if start < covered else "never"
+                fail("Order", f"`parts` must hold each token once, but token {min(start, covered)} is held {problem}.")
+            covered = stop
+        if covered < self.length:
+            fail("Order", f"`parts` must hold each token once, but token {covered} is held never.")
+        object.__setattr__(self, "parts", tuple(merged(own) for own in self.parts))
+
+    @classmethod
+    def natural(cls, length: int, ranks: int) -> Order:
+        """Return the order of the sequence itself, cut as torch.chunk cuts.
+
+        The last ranks may hold less than others, or nothing.
+        """
+        check_int("Order.natural", "length", length)
+        check_int("Order.natural", "ranks", ranks)
+        size = -(-length // ranks)
+        starts = [min(length, rank * size) for rank in range(ranks + 1)]
+        return cls(length, tuple(((a, b),) for a, b in itertools.pairwise(starts)))
+
+    @property
+    def ranks(self) -> int:
+        """Return the number of ranks."""
+        return len(self.parts)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Return the number of tokens of each rank."""
+        return tuple(sum(stop - start for start, stop in own) for own in self.parts)
+
+    @property
+    def is_natural(self) -> bool:
+        """Return whether the ranks hold the sequence one after the other."""
+        parts = [part for own in self.parts for part in own]
+        return parts == sorted(parts)
+
+    def tokens(self, device: torch.device | str | None = None) -> Tensor:
+        """Return the positions of the tokens that the ranks hold, rank after rank: int64 [length]."""
+        return torch.cat([torch.arange(*part, device=device) for own in self.parts for part in own])
+
+
+def balance(
+    masks: MaskLike | Sequence[MaskLike],
+    length: int,
+    mesh: DeviceMesh | int,
+    *,
+    block_size: int | None = None,
+    batch: int | None = None,
+    heads: int | None = None,
+) -> Order:
+    """Return the order in which all ranks compute nearly the same number of blocks.
+
+    The blocks are counted from the masks, and summed over masks, batch elements and heads. Each rank gets the same
+    number of pieces of the sequence: one, or two, four, eight, at most 16, the least number with which the busiest rank
+    computes at most 1.02 times the mean. If there is none, the number that comes closest. Pieces that meet become one
+    part. Even masks such as `full` and `sliding_window` keep the order of the sequence; for `causal` rank r of n gets
+    the pieces r and 2n - 1 - r of 2n.
+
+    Ranks get the same number of tokens if their number divides `length`, else numbers that differ by one; in the order
+    of the sequence itself, numbers as torch.chunk gives. All ranks that call this get the same order.
+
+    Args:
+        masks: the mask, or the masks of all layers of a model. A mask that occurs several times counts as often.
+        length: the number of tokens.
+        mesh: the ranks, as a DeviceMesh of one dimension, or their number.
+        block_size: queries and keys of a block. By default 128, for more than 1,048,576 tokens the least multiple by a
+            power of 2 with which there are at most 8,192 rows of blocks. Pieces start at multiples of it if they are
+            long enough.
+        batch, heads: numbers of batch elements and heads, by default those of the masks' tensors, or 1.
+
+    Raises:
+        ValueError, TypeError: an input does not fit.
+
+    Example:
+        >>> from flexmasks.integrations.distributed import balance
+        >>> balance("causal", 65536, 4).parts[0]
+        ((0, 8192), (57344, 65536))
+    """
+    check_int("balance", "length", length)
+    ranks = ranks_of("balance", mesh)
+    counted = counted_masks("balance", masks)
+    block_size = block_size_for(length, _MOST_ROWS) if block_size is None else block_size
+    check_int("balance", "block_size", block_size)
+    batch = batch or batch_of(counted)
+    rows = np.zeros(-(-length // block_size), dtype=np.int64)
+    for mask, times in counted.items():
+        rows += times * computed_blocks(mask, length, block_size=block_size, batch=batch, heads=heads).numpy()
+    ends = np.minimum(np.arange(len(rows) + 1) * block_size, length)
+    work = _Work(ends, np.concatenate([[0], np.cumsum(rows)]))
+    best = Order.natural(length, ranks)
+    least = _unevenness(np.array([sum(work.of(np.array(part))[0] for part in own) for own in best.parts]))
+    count = 2
+    while least > _EVEN and count <= _MOST_PIECES and length >= ranks * count:
+        cuts, kinds = _cut(length, ranks, count, block_size)
+        costs = work.of(cuts)
+        owners = _assign(costs, kinds, ranks, count)
+        unevenness = _unevenness(np.bincount(owners, costs, ranks))
+        if unevenness < least:
+            pieces = list(itertools.pairwise(cuts.tolist()))
+            own = [[pieces[i] for i in np.flatnonzero(owners == rank)] for rank in range(ranks)]
+            best, least = Order(length, tuple(map(tuple, own))), unevenness
+        count *= 2
+    return best
+
+
+# --- arguments that `balance` and `plan` share ---
+
+
+def ranks_of(call: str, mesh: Any) -> int:
+    """Return the number of ranks of a mesh, or the number itself."""
+    if isinstance(mesh, DeviceMesh):
+        if mesh.ndim != 1:
+            fail(call, f"`mesh` must have one dimension, got {mesh.ndim}; pass the number of ranks instead.")
+        return mesh.size()
+    if type(mesh) is not int or mesh < 1:
+        fail(call, f"`mesh` must be a DeviceMesh or the number of ranks, got {describe(mesh)}.")
+    return mesh
+
+
+def counted_masks(call: str, masks: Any) -> Counter[Mask]:
+    """Return each mask with the number of times that it occurs."""
+    masks = list(masks) if isinstance(masks, Iterable) and not isinstance(masks, str | Mask) else [masks]
+    if not masks:
+        fail(call, "`masks` must hold at least one mask, got none.")
+    return Counter(get_mask(mask) for mask in masks)
+
+
+def batch_of(masks: Iterable[Mask]) -> int | None:
+    """Return the number of batch elements that the masks' tensors imply, or None."""
+    return max((mask.batch_size() or 0 for mask in masks), default=0) or None
+
+
+def block_size_for(length: int, most_rows: int) -> int:
+    """Return 128, or the least multiple by a power of 2 that gives at most so many rows of blocks."""
+    block_size = 128
+    while block_size * most_rows < length:
+        block_size *= 2
+    return block_size
+
+
+# --- pieces ---
+
+
+class _Work(NamedTuple):
+    """Blocks computed before each end of a row of blocks."""
+
+    ends: np.ndarray
+    before: np.ndarray
+
+    def of(self, cuts: np.ndarray) -> np.ndarray:
+        """Return the blocks between cuts; a cut row of blocks counts in proportion."""
+        return np.diff(np.interp(cuts, self.ends, self.before))
+
+
+def _unevenness(loads: np.ndarray) -> float:
+    """Return the busiest rank's load over the mean."""
+    return float(loads.max() / loads.mean()) if loads.any() else 1.0
+
+
+def _cut(length: int, ranks: int, count: int, block_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the cuts of `count` pieces for each rank, and the kind of each piece.
+
+    Kind 1 are the last pieces, one for each rank, if they are longer than the pieces of kind 0, which are all equal.
+    """
+    size = length // ranks // count
+    if size >= 4 * count * block_size:  # then the last pieces are at most a quarter longer
+        size -= size % block_size
+    firsts = size * np.arange((count - 1) * ranks)
+    last, longer = divmod(length - (count - 1) * ranks * size, ranks)
+    sizes = last + (np.arange(ranks) < longer)
+    cuts = np.concatenate([firsts, length - np.cumsum(sizes[::-1])[::-1], [length]])
+    kinds = np.repeat([0, int(longer > 0 or last != size)], [(count - 1) * ranks, ranks])
+    return cuts, kinds
+
+
+def _assign(costs: np.ndarray, kinds: np.ndarray, ranks: int, count: int) -> np.ndarray:
+    """Return each piece's rank; every rank gets `count` pieces, and as many of each kind as the others.
+
+    The heaviest piece goes to the least loaded rank that has room for it. Swaps of two pieces then relieve the busiest
+    rank, until none helps.
+    """
+    owners, loads = np.zeros(len(costs), dtype=np.int64), np.zeros(ranks)
+    room = np.repeat(np.bincount(kinds, minlength=2)[:, None] // ranks, ranks, 1)
+    for piece in np.lexsort((np.arange(len(costs)), -costs)):
+        free = room[kinds[piece]]
+        rank = int(np.argmin(np.where(free > 0, loads, np.inf)))
+        owners[piece] = rank
+        loads[rank] += costs[piece]
+        free[rank] -= 1
+    for _ in range(4 * ranks):
+        busiest = int(np.argmax(loads))
+        own, others = np.flatnonzero(owners == busiest), np.flatnonzero(owners != busiest)
+        relief = costs[own, None] - costs[others]
+        after = np.maximum(loads[busiest] - relief, loads[owners[others]] + relief)
+        after[kinds[own, None] != kinds[others]] = np.inf
+        if not len(others) or after.min() >= loads[busiest] * (1 - 1e-9):
+            break
+        give, take = np.unravel_index(int(np.argmin(after)), after.shape)
+        loads[busiest] -= relief[give, take]
+        loads[owners[others[take]]] += relief[give, take]
+        owners[own[give]], owners[others[take]] = owners[others[take]], busiest
+    return owners

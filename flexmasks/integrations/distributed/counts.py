@@ -1,0 +1,210 @@
+"""Blocks that parts of a sequence compute, and keys that they see, counted from the mask."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from flexmasks.blocks import visible_in_strips
+from flexmasks.pictures.output import Share
+from flexmasks.plans.lengths import Lengths
+from flexmasks.plans.plan import check_open_extents, naming
+from flexmasks.spec.arguments import MaskLike, get_mask
+from flexmasks.spec.bands import band_of
+from flexmasks.spec.parameters import describe
+from flexmasks.spec.values import Mask
+
+WHERE = "flexmasks.integrations.distributed"
+_MOST_SPANS = 32  # each costs a pass over the mask's tensors
+Parts = tuple[tuple[int, int], ...]  # parts of a sequence, (start, stop), ascending
+
+
+def fail(call: str, message: str, error: type[Exception] = ValueError) -> NoReturn:
+    """Raise an error that names the call."""
+    raise error(f"{WHERE}.{call}: {message}")
+
+
+def check_int(call: str, name: str, value: Any) -> None:
+    """Raise ValueError if an argument is no int above 0."""
+    if type(value) is not int or value < 1:
+        fail(call, f"`{name}` must be an int above 0, got {describe(value)}.")
+
+
+def merged(parts: Sequence[tuple[int, int]]) -> Parts:
+    """Return parts in ascending order; parts that touch or overlap become one, empty ones none."""
+    result: list[tuple[int, int]] = []
+    for start, stop in sorted(parts):
+        if result and start <= result[-1][1]:
+            result[-1] = result[-1][0], max(stop, result[-1][1])
+        elif start < stop:
+            result.append((start, stop))
+    return tuple(result)
+
+
+class OfParts(NamedTuple):
+    """What each rank computes and sees."""
+
+    blocks: Tensor  # computed blocks, int64 [ranks, heads or 1], summed over batch elements
+    seen: list[Parts]  # keys that each rank's queries see
+
+
+class CountedMask:
+    """A mask over a sequence of some length, whose blocks are counted strip by strip.
+
+    call: the name of the function that errors name.
+    """
+
+    def __init__(
+        self, call: str, mask: MaskLike, length: int, block_size: int, batch: int | None, heads: int | None
+    ) -> None:
+        check_int(call, "length", length)
+        check_int(call, "block_size", block_size)
+        self.mask: Mask = get_mask(mask)
+        lengths = Lengths(length, batch=batch, heads=heads, block_size=block_size)
+        self.size, open_extents = lengths.check(f"{WHERE}.{call}", self.mask)
+        self.length, self.block_size = length, block_size
+        self._mask_mod = self.mask.bind(self.mask.resolve(self.size))
+        check_open_extents(self.mask, self._mask_mod, self.size, open_extents)
+
+    def strips(self, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, Tensor]]:
+        """Yield strips of the computed blocks of some rows, as `flexmasks.blocks.visible_in_strips` does."""
+        share, total, done = Share(f"counting the blocks of {self.mask!r}"), sum(b - a for a, b in spans), 0
+        size = self.size
+        for start, stop in spans:
+            blocks = (self.block_size, self.block_size)
+            with naming(self.mask):
+                strips = visible_in_strips(
+                    self._mask_mod, size.batch, size.heads, (start, stop), self.length, blocks, size.device
+                )
+                for first, visible in strips:
+                    yield first, visible
+                    share((done + first - start) / total)
+            done += stop - start
+        share.end()
+
+    @functools.cached_property
+    def band(self) -> tuple[int | None, int | None] | None:
+        """Return how far each query sees to the left and right, None if the mask is no window."""
+        band = band_of(self.mask, self.size)
+        return None if band is None or band.sequences is not None else (band.left, band.right)
+
+    def of_band(self, rows: tuple[int, int]) -> tuple[int, int]:
+        """Return the keys that rows see through a window."""
+        left, right = self.band or (None, None)
+        first = 0 if left is None else max(0, rows[0] - left)
+        return first, self.length if right is None else max(first, min(self.length, rows[1] + right))
+
+    def of_parts(self, parts: Sequence[Parts]) -> OfParts:
+        """Return what each rank computes and sees, given its parts of the sequence.
+
+        Blocks of queries start where a part starts. Parts that meet at a whole number of blocks are counted together. If
+        more than 32 counts would be needed, blocks of queries start at multiples of the block size, and a row of blocks
+        that is cut counts for both parts.
+        """
+        bounds = sorted((start, stop, rank) for rank, own in enumerate(parts) for start, stop in own)
+        spans: list[tuple[int, int]] = []
+        for start, stop, _ in bounds:
+            if spans and start == spans[-1][1] and (start - spans[-1][0]) % self.block_size == 0:
+                spans[-1] = spans[-1][0], stop
+            else:
+                spans.append((start, stop))
+        if len(spans) > _MOST_SPANS:
+            spans = [(0, self.length)]
+        columns = -(-self.length // self.block_size)
+        seen = torch.zeros(len(parts), columns, dtype=torch.bool)
+        blocks = torch.zeros(len(parts), 1, dtype=torch.int64)
+        at = 0
+        for first, visible in self.strips(spans):
+            copies = self.size.batch // visible.shape[0]
+            end = first + visible.shape[2] * self.block_size
+            while bounds[at][1] <= first:
+                at += 1
+            for start, stop, rank in bounds[at:]:
+                if start >= end:
+                    break
+                rows = slice(max(0, start - first) // self.block_size, -(-(stop - first) // self.block_size))
+                own = visible[:, :, rows]
+                if blocks.shape[1] != own.shape[1]:
+                    blocks = blocks.expand(-1, own.shape[1]).clone()
+                blocks[rank] += own.sum((0, 2, 3)).cpu() * copies
+                if self.band is None:
+                    seen[rank] |= own.flatten(0, 2).any(0).cpu()
+        if self.band is not None:
+            return OfParts(blocks, [merged([self.of_band(part) for part in own]) for own in parts])
+        return OfParts(blocks, [self._ranges(row) for row in seen])
+
+    def _ranges(self, seen: Tensor) -> Parts:
+        """Return the keys in columns of blocks, bool [columns], as ranges."""
+        edges = torch.nn.functional.pad(seen.to(torch.int8), (1, 1)).diff().nonzero()[:, 0] * self.block_size
+        starts, stops = edges.clamp(max=self.length).view(-1, 2).unbind(1)
+        return tuple(zip(starts.tolist(), stops.tolist(), strict=True))
+
+
+def computed_blocks(
+    mask: MaskLike, length: int, *, block_size: int = 128, batch: int | None = None, heads: int | None = None
+) -> Tensor:
+    """Return how many blocks each row of blocks computes: int64 [rows], summed over batch elements and heads.
+
+    Computed blocks are partial and full blocks. They are counted in strips of rows, in bounded memory.
+
+    Args:
+        mask: a name, a Mask, or a function (b, h, q, kv) -> bool of index tensors.
+        length: the number of queries, and of keys.
+        block_size: queries and keys of a block.
+        batch, heads: numbers of batch elements and heads, by default those of the mask's tensors, or 1.
+
+    Raises:
+        ValueError, TypeError: an input does not fit.
+
+    Example:
+        >>> from flexmasks.integrations.distributed import computed_blocks
+        >>> computed_blocks("causal", 512).tolist()
+        [1, 2, 3, 4]
+    """
+    counted = CountedMask("computed_blocks", mask, length, block_size, batch, heads)
+    rows = []
+    for _, visible in counted.strips([(0, length)]):
+        copies = counted.size.batch * counted.size.heads // visible.shape[:2].numel()
+        rows.append(visible.sum((0, 1, 3)).cpu() * copies)
+    return torch.cat(rows)
+
+
+def seen_by(
+    mask: MaskLike,
+    rows: tuple[int, int],
+    length: int,
+    *,
+    block_size: int = 128,
+    batch: int | None = None,
+    heads: int | None = None,
+) -> Parts:
+    """Return the keys that some queries see, as ranges (start, stop), ascending and apart.
+
+    For windows (causal, sliding_window, ...) the ranges are exact. For other masks they are whole blocks of keys, of
+    which the last one may be cut by the end of the sequence. They cover what any batch element and head sees.
+
+    Args:
+        rows: (start, stop), the queries, from 0 to at most `length`.
+        mask, length, block_size, batch, heads: as in `computed_blocks`.
+
+    Raises:
+        ValueError, TypeError: an input does not fit.
+
+    Example:
+        >>> from flexmasks.integrations.distributed import seen_by
+        >>> seen_by(flexmasks.get_mask("sink_window", window=100, sinks=4), (2048, 3072), 4096)
+        ((0, 128), (1920, 3072))
+    """
+    counted = CountedMask("seen_by", mask, length, block_size, batch, heads)
+    start, stop = rows
+    if not 0 <= start <= stop <= length:
+        fail("seen_by", f"`rows` must be (start, stop) with 0 <= start <= stop <= {length}, got {rows}.")
+    if start == stop:
+        return ()
+    if counted.band is not None:
+        return merged([counted.of_band(rows)])
+    return counted.of_parts([((start, stop),)]).seen[0]
