@@ -1,4 +1,4 @@
-"""Plans on paper: bytes, blocks and seconds of attention over many ranks, without any of them."""
+"""Plans on paper: bytes, blocks and seconds of attention over many ranks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class PerRank:
 
 @dataclass(frozen=True)
 class Way:
-    """What one way of exchange costs, summed over masks.
+    """Costs of one way of exchange, summed over masks.
 
     name: "heads", "gather", "seen", or "heads x gather" of two dimensions.
     refusal: why this way cannot be, else None. Then there are no figures.
@@ -160,9 +160,9 @@ def plan(
     flops: float = 400e12,
     block_size: int | None = None,
 ) -> Plan:
-    """Return what attention over many ranks would exchange and compute, from the blocks of the masks.
+    """Return what attention over many ranks would exchange and compute.
 
-    No rank, process group or GPU is needed. `print` shows a table of these ways:
+    It is computed from the blocks of the masks: no process group and no GPU is needed. `print` shows a table of these ways:
 
     - "heads": each rank gets all tokens of some heads of q, k and v, and gives back the output of the others' tokens.
     - "gather": each rank gets all keys and values.
@@ -195,10 +195,12 @@ def plan(
         ValueError, TypeError: an input does not fit.
 
     Example:
+        >>> import flexmasks
         >>> from flexmasks.integrations.distributed import plan
         >>> paper = plan(flexmasks.get_mask("sliding_window", window=4096), 262144, 64)
-        >>> paper.fastest.name, paper.way("seen").received.busiest / paper.way("gather").received.busiest
-        ('seen', 0.015873015873015872)
+        >>> seen, gathered = paper.way("seen"), paper.way("gather")
+        >>> paper.fastest.name, gathered.received.busiest / seen.received.busiest
+        ('seen', 63.0)
     """
     sizes = {"length": length, "ranks": ranks, "q_heads": q_heads, "kv_heads": kv_heads, "head_size": head_size}
     for name, n in {**sizes, "dtype_bytes": dtype_bytes}.items():
@@ -247,7 +249,7 @@ def plan(
 
 @dataclass(frozen=True)
 class _Figures:
-    """Figures of all ranks: bytes received in the forward and in the backward pass, and computed blocks."""
+    """Bytes that ranks receive in the two passes, and blocks that they compute."""
 
     received: np.ndarray
     received_in_backward: np.ndarray
@@ -268,9 +270,9 @@ class _Paper:
     kv_heads: int
 
     def heads(self, group: int, blocks: np.ndarray) -> _Figures:
-        """Return the figures if groups of neighbors exchange heads, and gather keys and values from other groups.
+        """Return the figures if groups of neighbors exchange heads.
 
-        With a group of one rank, keys and values are gathered, and with one group, heads are exchanged alone.
+        Keys and values are gathered from other groups. A group may be one rank, or all ranks.
         """
         own = np.array(self.order.sizes, dtype=np.float64)
         of_group = own.reshape(-1, group).sum(1).repeat(group)
