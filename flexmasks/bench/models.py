@@ -255,12 +255,12 @@ def markdown(results: dict[str, Any]) -> str:
                 labels = (r["case"], r["shape"], str(r.get("document", "")), r.get("model", ""))
                 cases.setdefault(labels, []).append(r)
         rows = []
-        for labels, of_case in cases.items():
+        for names, of_case in cases.items():
             ours = next(r["ms"] for r in of_case if r["who"] == OURS)
             for r in sorted(of_case, key=lambda row: bool(row["who"] != OURS)):
                 speed = f"{r['loss']:.4f}" if kind == "training" else f"{r['tokens_per_s']:.4g}"
                 rows.append([
-                    *(labels if r["who"] == OURS else [""] * len(labels)), r["who"], f"{r['ms']:.4g}",
+                    *(names if r["who"] == OURS else [""] * len(names)), r["who"], f"{r['ms']:.4g}",
                     "" if r["who"] == OURS else f"{ours / r['ms']:.2f} x", speed, f"{r['first_s']:.1f}",
                     str(r["compilations"]),
                 ])  # fmt: skip
