@@ -32,7 +32,8 @@ def progress(message: str) -> None:
 class Share:
     """The share of a work that is done, shown every two seconds.
 
-    It is shown more and more rarely where stderr is no terminal. Of several processes of torch.distributed only the first one shows it.
+    It is shown more and more rarely where stderr is no terminal. Of several processes of torch.distributed only the
+    first one shows it.
     """
 
     def __init__(self, work: str) -> None:

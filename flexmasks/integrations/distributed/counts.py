@@ -149,7 +149,8 @@ def computed_blocks(
 ) -> Tensor:
     """Return the number of computed blocks in each row of blocks: int64 [rows].
 
-    Computed blocks are partial and full blocks, summed over batch elements and heads. They are counted in strips of rows, in bounded memory.
+    Computed blocks are partial and full blocks, summed over batch elements and heads. They are counted in strips of
+    rows, in bounded memory.
 
     Args:
         mask: a name, a Mask, or a function (b, h, q, kv) -> bool of index tensors.

@@ -162,7 +162,8 @@ def plan(
 ) -> Plan:
     """Return what attention over many ranks would exchange and compute.
 
-    It is computed from the blocks of the masks: no process group and no GPU is needed. `print` shows a table of these ways:
+    It is computed from the blocks of the masks; no process group and no GPU is needed. `print` shows a table of these
+    ways:
 
     - "heads": each rank gets all tokens of some heads of q, k and v, and gives back the output of the others' tokens.
     - "gather": each rank gets all keys and values.
