@@ -74,7 +74,9 @@ def attention(
     Args:
         q: queries, [B, H, Q, D], floating; or a jagged nested tensor [B, H, jagged, D], and k and v likewise.
         k, v: keys [B, Hkv, KV, D] and values [B, Hkv, KV, Dv]; H must be a multiple of Hkv (grouped-query attention).
-            Dv may be another head size than D, as in multi-head latent attention.
+            Dv may be another head size than D, as in multi-head latent attention. q, k and v may be DTensors that are
+            sharded alike over batch elements and heads, and then so is the output; for a sharded sequence there is
+            `flexmasks.integrations.distributed.attention`.
         mask: a registered mask's name, a Mask, or a function (b, h, q, kv) -> bool of index tensors, True = visible.
             By default everything is visible. Tensors that a function captures are inputs of the kernel. A change of
             such a tensor, also in place, is noticed, unless torch does not count it: a change through
@@ -153,7 +155,9 @@ def attention(
     request = later.request.Request(
         mask, score, params, scale, block_mask, q_offset, sink_logits, return_lse, backend, kernel_options
     )
-    out, lse = later.calls.run(q, k, v, request)
+    is_sharded = hasattr(q, "device_mesh") or hasattr(k, "device_mesh")
+    run = later.sharded.run if is_sharded else later.calls.run
+    out, lse = run(cast(Any, q), cast(Any, k), cast(Any, v), request)
     return (out, cast(Tensor, lse)) if return_lse else out
 
 

@@ -457,3 +457,13 @@ def fused_sdp_choice(*args: Any, **keywords: Any) -> int:
     Without it a call that torch would run unfused would go unnoticed.
     """
     return int(torch._fused_sdp_choice(*args, **keywords))
+
+
+# `ProcessGroup._get_backend` and `Options._timeout`: how long a process group waits, so that a second group of the
+# same processes waits as long. No public equivalent; without them the second group has torch's default.
+def group_timeout(group: Any) -> Any:
+    """Return how long a process group waits for its processes, or None."""
+    for device in ("cuda", "cpu"):
+        with contextlib.suppress(RuntimeError, AttributeError):
+            return group._get_backend(torch.device(device)).options._timeout
+    return None

@@ -11,9 +11,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flexmasks import calls as calls
     from flexmasks import request as request
+    from flexmasks import sharded as sharded
     from flexmasks.plans import lengths as lengths
 
-_MODULES = {"calls": "flexmasks.calls", "lengths": "flexmasks.plans.lengths", "request": "flexmasks.request"}
+_MODULES = {
+    "calls": "flexmasks.calls",
+    "lengths": "flexmasks.plans.lengths",
+    "request": "flexmasks.request",
+    "sharded": "flexmasks.sharded",
+}
 
 if not TYPE_CHECKING:
 

@@ -35,6 +35,7 @@ ORDER = {
             ["request"],
             ["inside_compile"],
             ["calls"],
+            ["sharded"],
             ["later"],
             ["attention", "softmax"],
             ["pictures"],

@@ -1,0 +1,491 @@
+"""Attention over a sequence that several processes hold together."""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Callable, Sequence
+from types import FunctionType
+from typing import Any, Literal, NamedTuple, NoReturn, cast, overload
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from flexmasks import compat
+from flexmasks.attention import attention as attention_of_one
+from flexmasks.integrations.distributed.balance import Order
+from flexmasks.integrations.distributed.counts import CountedMask, Parts, fail, merged
+from flexmasks.integrations.distributed.exchange import (
+    Difference,
+    arranged,
+    compare,
+    gathered,
+    heads_for_sequence,
+    joined,
+    rank_in,
+    rearranged,
+    received,
+    sequence_for_heads,
+    submesh,
+)
+from flexmasks.sharded import Place, as_sharded, check_placements, place_of, sinks_of, whole
+from flexmasks.spec import Mask, Score, get_mask
+from flexmasks.spec.arguments import MaskLike, ScoreLike, from_arguments
+from flexmasks.spec.bands import Band, band_of
+from flexmasks.spec.by_name import says_what_to_write
+from flexmasks.spec.parameters import Size, describe
+from flexmasks.spec.parts import part_of
+from flexmasks.spec.values import Modifier
+
+_WAYS = ("auto", "heads", "gather", "seen")
+_BLOCK = 128  # queries and keys of a block
+_SAVES_MUCH = 0.5  # "seen" is taken if processes then receive at most this share of what they would receive otherwise
+_HASHED = 1 << 20  # bytes of a tensor on the CPU that processes compare
+
+
+# fmt: off
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, mesh: DeviceMesh | None = None, mask: MaskLike | None = None,
+    score: ScoreLike | Sequence[ScoreLike] | None = None, how: str = "auto", order: Order | None = None,
+    scale: float | None = None, sink_logits: Tensor | None = None, return_lse: Literal[False] = False,
+    backend: str = "auto", kernel_options: dict[str, Any] | None = None, check: bool = True, **params: Any,
+) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, mesh: DeviceMesh | None = None, mask: MaskLike | None = None,
+    score: ScoreLike | Sequence[ScoreLike] | None = None, how: str = "auto", order: Order | None = None,
+    scale: float | None = None, sink_logits: Tensor | None = None, return_lse: Literal[True],
+    backend: str = "auto", kernel_options: dict[str, Any] | None = None, check: bool = True, **params: Any,
+) -> tuple[Tensor, Tensor]: ...
+# fmt: on
+
+
+@says_what_to_write()
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mesh: DeviceMesh | None = None,
+    mask: MaskLike | None = None,
+    score: ScoreLike | Sequence[ScoreLike] | None = None,
+    how: str = "auto",
+    order: Order | None = None,
+    scale: float | None = None,
+    sink_logits: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+    kernel_options: dict[str, Any] | None = None,
+    check: bool = True,
+    **params: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Compute `flexmasks.attention` over a sequence that the processes of a mesh hold together.
+
+    Each process passes its part of the sequence and gets its part of the output, which is what `flexmasks.attention`
+    computes of the whole sequence. Mask and score are those of the whole sequence: their positions, heads, tensors and
+    parameters. All processes make the call.
+
+    Args:
+        q: the process's queries, [B, H, S of the part, D]. Parts may have different lengths, 0 too.
+        k, v: its keys [B, Hkv, S of the part, D] and values [B, Hkv, S of the part, Dv]. Or q, k and v are DTensors of
+            the whole sequence, sharded alike: over the sequence (`Shard(2)`), perhaps over batch elements and heads.
+        mesh: the processes; left out for DTensors. The sequence lies over all its dimensions, at most two, the last one
+            the fastest.
+        mask, score, scale, sink_logits, return_lse, backend, kernel_options, **params: as in `flexmasks.attention`.
+            Tensors are equal on all processes; `sink_logits` and tensors over heads have all heads. DTensors are taken,
+            too.
+        how: what processes exchange.
+            "heads": each gets all positions of some heads, and gives its part of the sequence for them. The number of
+            key heads must be a multiple of the number of processes along the last dimension of the mesh; along the
+            first of two dimensions keys and values are gathered.
+            "gather": each gets all keys and values.
+            "seen": each gets the keys and values that its queries see, in whole blocks of 128. The mask is planned for
+            all processes, which reads its tensors.
+            "auto": "heads" if it can be; else "gather". "seen" instead of them if the mask has no tensors, and
+            processes then receive at most half as much.
+        order: which parts of the sequence each process holds, see `balance`. By default the parts follow each other.
+        check: whether processes compare their calls before they exchange anything, by small messages between the hosts.
+            Without this, and inside torch.compile, a different call of some process may hang or give wrong results;
+            there, parts without an `order` must have equal lengths.
+
+    Returns:
+        The output [B, H, S of the part, Dv], or (output, lse [B, H, S of the part]); DTensors sharded as q is, if q is
+        one. Gradients of q, k and v are whole. A plain tensor among the parameters, or `sink_logits`, gets the part of
+        its gradient that comes from the process's own queries or heads, as all weights of a model do whose sequence is
+        sharded; FSDP2 and DistributedDataParallel add them up. A DTensor's gradient is whole.
+
+    Raises:
+        ValueError, TypeError: an input does not fit, or processes make different calls; all processes raise.
+        RuntimeError: a process has failed, or has not called within the timeout of the process group.
+
+    Source: Jacobs et al., DeepSpeed Ulysses, 2023 ("heads"); Llama Team, The Llama 3 Herd of Models, 2024, 3.3.2
+        ("gather").
+
+    Example:
+        >>> from torch.distributed.device_mesh import init_device_mesh
+        >>> from flexmasks.integrations import distributed
+        >>> mesh = init_device_mesh("cuda", (8,))  # doctest: +SKIP
+        >>> out = distributed.attention(q, k, v, mesh=mesh, mask="causal")  # doctest: +SKIP
+    """
+    if isinstance(q, DTensor):
+        if mesh is not None and mesh != q.device_mesh:
+            _fail("`mesh` must be left out for DTensors, which have their own.")
+        check_placements(q, k, v)
+        dims = [dim for dim, placement in enumerate(q.placements) if placement.is_shard(2)]
+        mesh = _mesh_of(q.device_mesh, dims) if dims else None
+        order = order or (_order_of(q.shape[2], mesh) if mesh else None)
+        q_part, k_part, v_part = (x.to_local() for x in (q, cast(DTensor, k), cast(DTensor, v)))
+        place: Place | None = place_of(q)
+    else:
+        if mesh is None:
+            _fail("pass `mesh`, the processes that hold the sequence, or DTensors.", TypeError)
+        q_part, k_part, v_part, place = q, k, v, None
+    options: dict[str, Any] = {"scale": scale, "backend": backend, "kernel_options": kernel_options}
+    if mesh is None:  # only batch elements or heads are sharded
+        options |= {"mask": mask, "score": score, "sink_logits": sink_logits, **params}
+        return cast(Tensor, attention_of_one(q, k, v, return_lse=return_lse, **options))
+    problem: Exception | None = None
+    call: _Call | None = None
+    try:
+        like = q if isinstance(q, DTensor) else None
+        of_mask, of_score = (whole(x, like) for x in from_arguments(mask, score, params))
+        sinks = whole(sink_logits, like)
+        call = _checked(q_part, k_part, v_part, mesh, place, of_mask, of_score, sinks, how, order)
+    except (ValueError, TypeError) as error:
+        problem = error
+    lengths = _lengths(q_part, k_part, v_part, mesh, call, order, options, check, problem)
+    if problem is not None:
+        raise problem
+    call = cast(_Call, call)
+    out, lse = _run(q_part, k_part, v_part, call._replace(parts=_parts(lengths, order)), options, return_lse)
+    if isinstance(q, DTensor):
+        out = as_sharded(out, q, (*q.shape[:3], v.shape[3]))
+        lse = None if lse is None else as_sharded(lse, q, q.shape[:3])
+    return out if lse is None else (out, lse)
+
+
+class _Call(NamedTuple):
+    """A checked call of one process."""
+
+    mesh: DeviceMesh
+    place: Place
+    mask: Mask | None
+    score: Score | None
+    sinks: Tensor | None
+    how: str
+    parts: tuple[Parts, ...] = ()  # of all processes
+
+    @property
+    def length(self) -> int:
+        return sum(stop - start for part in self.parts for start, stop in part)
+
+
+def _fail(message: str, error: type[Exception] = ValueError) -> NoReturn:
+    fail("attention", message, error)
+
+
+# --- checks ---
+
+
+def _checked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mesh: DeviceMesh,
+    place: Place | None,
+    mask: Mask | None,
+    score: Score | None,
+    sinks: Tensor | None,
+    how: str,
+    order: Order | None,
+) -> _Call:
+    """Check what a process can check alone."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor) or x.ndim != 4:
+            _fail(f"`{name}` must be a tensor [batch, heads, tokens, head size], got {describe(x)}.")
+    if not q.shape[2] == k.shape[2] == v.shape[2]:
+        _fail(f"a process needs as many keys as queries, got {q.shape[2]}, {k.shape[2]} and {v.shape[2]} of q, k, v.")
+    if q.shape[0] != k.shape[0] or k.shape[:2] != v.shape[:2] or not k.shape[1] or q.shape[1] % k.shape[1]:
+        _fail(f"the shapes of q, k and v do not fit: {list(q.shape)}, {list(k.shape)}, {list(v.shape)}.")
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim > 2 or mesh.get_coordinate() is None:
+        _fail(f"`mesh` must be a DeviceMesh of one or two dimensions that holds this process, got {mesh!r}.")
+    if how not in _WAYS:
+        _fail(f"`how` must be one of {', '.join(map(repr, _WAYS))}, got {how!r}.")
+    last = mesh.size(mesh.ndim - 1)
+    if how == "heads" and k.shape[1] % last:
+        _fail(
+            f'how="heads" gives each of {last} processes as many of the {k.shape[1]} heads of k, which cannot be; use '
+            '"gather", or a mesh of two dimensions whose last one divides the number of heads.'
+        )
+    if order is not None:
+        if not isinstance(order, Order) or order.ranks != mesh.size():
+            _fail(f"`order` must be an Order of the {mesh.size()} processes of the mesh, got {order!r}.")
+        rank = rank_in(mesh)
+        if q.shape[2] != order.sizes[rank]:
+            _fail(f"by `order` this process has {order.sizes[rank]} tokens, but q has {q.shape[2]}.")
+    place = place or Place(q.shape[0], q.shape[1])
+    if sinks is not None and (not isinstance(sinks, Tensor) or sinks.shape != (place.heads,)):
+        _fail(f"`sink_logits` must be a tensor [{place.heads}], one for each head, got {describe(sinks)}.")
+    return _Call(mesh, place, mask, score, sinks, how)
+
+
+def _lengths(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mesh: DeviceMesh,
+    call: _Call | None,
+    order: Order | None,
+    options: dict[str, Any],
+    check: bool,
+    problem: Exception | None,
+) -> list[int]:
+    """Return the lengths of all parts; if `check`, all processes must make the same call."""
+    if not check or compat.is_compiling():
+        return list(order.sizes) if order is not None else [q.shape[2]] * mesh.size()
+    own = q.shape[2] if isinstance(q, Tensor) and q.ndim == 4 else 0
+    told: dict[str, Any] = dict.fromkeys(("q, k, v", "mask", "score", "sink_logits", "how", "order", *options))
+    if call is not None:
+        shapes = [(*x.shape[:2], x.shape[3], x.dtype, x.requires_grad) for x in (q, k, v)]
+        told |= {"q, k, v": (*shapes, call.place.batch, call.place.heads), "mask": call.mask, "score": call.score}
+        told |= {"sink_logits": call.sinks is not None, "how": call.how, "order": order, **options}
+    arguments = [Difference(name, _number(value), repr(value)) for name, value in told.items()]
+    return compare(mesh, own, arguments, problem is not None)
+
+
+def _number(value: Any) -> int:
+    """Return a number that differs, nearly always, for different values.
+
+    Contents of large tensors, and of tensors that are not on the CPU, are left out.
+    """
+    number = zlib.crc32(repr(value).encode())
+    if isinstance(value, Modifier):
+        for function in _functions(value):
+            code = function.__code__
+            number = zlib.crc32(code.co_code + repr(code.co_names).encode(), number)
+        for tensor in value.tensors():
+            if (
+                tensor.device.type == "cpu"
+                and 0 < tensor.nbytes <= _HASHED
+                and not isinstance(tensor, compat.FakeTensor)
+            ):
+                copy = tensor.detach().clone(memory_format=torch.contiguous_format)  # `numpy` makes storage rigid
+                number = zlib.crc32(copy.reshape(-1).view(torch.uint8).numpy().tobytes(), number)
+    return number
+
+
+def _functions(value: Modifier) -> list[FunctionType]:
+    """Return the functions of a user's mask or score."""
+    own = value.definition.function
+    inner = [f for x in value.params.values() for m in (x if isinstance(x, tuple) else (x,))
+             if isinstance(m, Modifier) for f in _functions(m)]  # fmt: skip
+    return ([own] if isinstance(own, FunctionType) and not value.definition.own else []) + inner
+
+
+# --- places ---
+
+
+def _parts(lengths: Sequence[int], order: Order | None) -> tuple[Parts, ...]:
+    if order is not None:
+        return order.parts
+    stops = [sum(lengths[: i + 1]) for i in range(len(lengths))]
+    return tuple(((stop - n, stop),) if n else () for n, stop in zip(lengths, stops, strict=True))
+
+
+def _mesh_of(mesh: DeviceMesh, dims: Sequence[int]) -> DeviceMesh:
+    """Return the mesh of some of the dimensions."""
+    if len(dims) == mesh.ndim:
+        return mesh
+    if len(dims) == 1:
+        return submesh(mesh, dims[0])
+    if mesh.mesh_dim_names is None:
+        _fail("a mesh whose sequence lies over some of its dimensions needs `mesh_dim_names`.")
+    return mesh[tuple(mesh.mesh_dim_names[dim] for dim in dims)]
+
+
+def _order_of(length: int, mesh: DeviceMesh) -> Order:
+    """Return the parts of a DTensor that is sharded over all dimensions of a mesh, as torch.chunk cuts."""
+    parts = [(0, length)]
+    for dim in range(mesh.ndim):
+        cut = []
+        for start, stop in parts:
+            step = -(-(stop - start) // mesh.size(dim))
+            cut += [(min(start + i * step, stop), min(start + (i + 1) * step, stop)) for i in range(mesh.size(dim))]
+        parts = cut
+    return Order(length, tuple(((start, stop),) if stop > start else () for start, stop in parts))
+
+
+def _size(parts: Parts) -> int:
+    return sum(stop - start for start, stop in parts)
+
+
+# --- the call ---
+
+
+def _run(
+    q: Tensor, k: Tensor, v: Tensor, call: _Call, options: dict[str, Any], return_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Exchange what is needed, and attend."""
+    mesh, parts, place = call.mesh, call.parts, call.place
+    last = submesh(mesh, mesh.ndim - 1)
+    row = rank_in(mesh) // last.size()  # processes that exchange heads hold neighboring parts
+    rows = [parts[i : i + last.size()] for i in range(0, mesh.size(), last.size())]
+    way, wanted = _way(q, k, v, call)
+    lengths = [_size(part) for part in rows[row]]
+    own: Parts = parts[rank_in(mesh)]
+    if way == "heads":
+        q, k, v = (heads_for_sequence(x, last, lengths) for x in (q, k, v))
+        place = place._replace(first_head=place.first_head + last.get_local_rank() * q.shape[1])
+        own = sum(rows[row], ())
+        if mesh.ndim == 2:
+            of_rows = [_size(sum(r, ())) for r in rows]
+            k, v = (gathered(x, submesh(mesh, 0), of_rows) for x in (k, v))
+        keys: Parts = sum(parts, ())
+    elif way == "seen":
+        k, v = (received(x, mesh, parts, wanted) for x in (k, v))
+        keys = wanted[rank_in(mesh)]
+    else:
+        k, v = (gathered(x, last, lengths) for x in (k, v))
+        if mesh.ndim == 2:
+            of_rows = [_size(sum(r, ())) for r in rows]
+            k, v = (gathered(x, submesh(mesh, 0), of_rows) for x in (k, v))
+        keys = sum(parts, ())
+    k, v = (arranged(x, keys) for x in (k, v))
+    call = call._replace(place=place)
+    results = _attend(arranged(q, own), k, v, own, merged(keys), call, {**options, "return_lse": return_lse})
+    results = [rearranged(x, own) for x in joined(results, (q, k, v))]
+    if way == "heads":
+        out, *lse = results
+        results = [sequence_for_heads(out, last, lengths)]
+        results += [sequence_for_heads(x[..., None], last, lengths)[..., 0] for x in lse]
+    return results[0], results[1] if return_lse else None
+
+
+def _way(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[str, tuple[Parts, ...]]:
+    """Return "heads", "gather" or "seen", and for the last one what each process wants."""
+    how, mesh, parts = call.how, call.mesh, call.parts
+    if how == "seen":
+        if mesh.ndim == 2:
+            _fail('how="seen" needs a mesh of one dimension.')
+        if compat.is_compiling():
+            _fail('how="seen" plans the mask on the host, which torch.compile cannot trace; use "gather" or "heads".')
+        return how, _wanted(call)
+    if how != "auto":
+        return how, ()
+    last = mesh.size(mesh.ndim - 1)
+    other = "gather" if k.shape[1] % last else "heads"
+    band = _distances(call, q)
+    has_tensors = band is None and call.mask is not None and bool(call.mask.tensors())
+    can_be_planned = mesh.ndim == 1 and not has_tensors and not compat.is_compiling()
+    if not can_be_planned or (band is None and other == "heads"):  # only windows are planned without counting blocks
+        return other, ()
+    wanted = _wanted(call)
+    kv = k.shape[1] * (k.shape[3] + v.shape[3])
+    most = max(_size(w) - _size(_within(w, own)) for w, own in zip(wanted, parts, strict=True)) * kv
+    share = (mesh.size() - 1) / mesh.size() * call.length
+    everything = share * (kv + q.shape[1] * (q.shape[3] + v.shape[3])) / last if other == "heads" else share * kv
+    return ("seen", wanted) if most <= _SAVES_MUCH * everything else (other, ())
+
+
+def _within(parts: Parts, others: Parts) -> Parts:
+    both = ((max(a, c), min(b, d)) for a, b in parts for c, d in others)
+    return tuple((start, stop) for start, stop in both if start < stop)
+
+
+def _wanted(call: _Call) -> tuple[Parts, ...]:
+    """Return the keys that each process's queries see."""
+    mask = get_mask("full") if call.mask is None else call.mask
+    plan = _plan if mask.tensors() else _kept_plan
+    return plan(mask, call.length, call.parts, call.place.batch, call.place.heads)
+
+
+def _plan(mask: Mask, length: int, parts: tuple[Parts, ...], batch: int, heads: int) -> tuple[Parts, ...]:
+    counted = CountedMask("attention", mask, length, _BLOCK, batch, heads)
+    if counted.band is None:
+        return tuple(counted.of_parts(parts).seen)
+    return tuple(merged([counted.of_band(part) for part in own]) for own in parts)
+
+
+_kept_plan = functools.lru_cache(maxsize=64)(_plan)
+
+
+def _of_band(band: Band, start: int, stop: int, length: int) -> tuple[int, int]:
+    """Return the keys that queries start..stop see."""
+    first = 0 if band.left is None else max(0, start - band.left)
+    end = length if band.right is None else min(length, stop + band.right)
+    return first, max(first, end)
+
+
+def _distances(call: _Call, q: Tensor) -> Band | None:
+    """Return the mask as a band of distances, or None."""
+    if call.mask is None:
+        return Band()
+    if _holds(call.mask, lambda value: any(isinstance(x, Tensor) for x in value.params.values())):
+        return None
+    band = band_of(call.mask, Size(*call.place[:2], call.length, call.length, q.device))
+    return None if band is None or band.sequences is not None else band
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, own: Parts, keys: Parts, call: _Call, options: dict[str, Any]
+) -> list[Tensor]:
+    """Return the output, and lse if it is wanted, of a process's queries with the keys that it has.
+
+    q: the queries at the positions `own`, in their natural order.
+    keys: the positions of k and v, ascending.
+    """
+    band, sinks = _distances(call, q), sinks_of(call.sinks, call.place, q.shape[1])
+    results, at = [], 0
+    for start, stop in merged(own) or ((0, 0),):
+        rows = q.narrow(2, at, stop - start)
+        at += stop - start
+        of_rows, k_rows, v_rows = _keys_of(band, start, stop, keys), k, v
+        if of_rows != keys:
+            first = of_rows[0][0] - keys[0][0]
+            k_rows, v_rows = (x.narrow(2, first, _size(of_rows)) for x in (k, v))
+        mask, score, offset = _local(call, q, start, of_rows, is_band=band is not None)
+        arguments = {"mask": mask, "score": score, "q_offset": offset, "sink_logits": sinks, **options}
+        result = attention_of_one(rows, k_rows, v_rows, **arguments)
+        results.append((result,) if isinstance(result, Tensor) else result)
+    return list(results[0]) if len(results) == 1 else [torch.cat(parts, 2) for parts in zip(*results, strict=True)]
+
+
+def _keys_of(band: Band | None, start: int, stop: int, keys: Parts) -> Parts:
+    """Return the keys that rows are computed with: for windows only those that they may see."""
+    if band is None or len(keys) != 1 or keys[0][0] > start:
+        return keys
+    first, end = _of_band(band, start, stop, keys[0][1])
+    first = min(max(first, keys[0][0]), start)
+    return ((first, max(first, end)),)
+
+
+def _local(call: _Call, q: Tensor, start: int, keys: Parts, is_band: bool) -> tuple[Mask | None, Score | None, int]:
+    """Return mask and score for the rows of a process and its keys, and the rows' `q_offset`."""
+    place, length = call.place, call.length
+    first = keys[0][0] if len(keys) == 1 else 0
+    if len(keys) == 1 and first <= start:
+        part, offset = place.part(length, first_position=first), start - first
+    else:
+        positions = torch.cat([torch.arange(a, b, device=q.device) for a, b in keys] or [torch.arange(0)])
+        part, offset = place.part(length, key_positions=positions.to(q.device)), start
+    is_whole = place.is_whole(q) and keys == ((0, length),)
+    mask, score = call.mask, call.score
+    if mask is not None and not (is_band and part.key_positions is None) and not (is_whole and not _prepares(mask)):
+        mask = part_of(mask, part)
+    if score is not None and not (is_whole and not _prepares(score)):
+        score = part_of(score, part)
+    return mask, score, offset
+
+
+def _prepares(value: Modifier) -> bool:
+    """Return whether a mask or score makes tensors for the lengths of a call."""
+    return _holds(value, lambda v: v.definition.prepare is not None or v.definition.inner_size is not None)
+
+
+def _holds(value: Modifier, condition: Callable[[Modifier], bool]) -> bool:
+    """Return whether a condition holds for a mask or score, or for one inside it."""
+    inner = [m for x in value.params.values() for m in (x if isinstance(x, tuple) else (x,)) if isinstance(m, Modifier)]
+    return condition(value) or any(_holds(m, condition) for m in inner)

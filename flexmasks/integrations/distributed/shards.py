@@ -1,0 +1,67 @@
+"""The parts of tensors that processes hold by an order of tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from flexmasks.integrations.distributed.balance import Order
+from flexmasks.integrations.distributed.counts import fail
+from flexmasks.integrations.distributed.exchange import arranged, gathered, rank_in, submesh
+
+
+def shard(x: Tensor, order: Order, mesh: DeviceMesh, dim: int = 1) -> Tensor:
+    """Return this process's part of a tensor that each process holds whole.
+
+    Labels and position ids are made of the whole sequence and sharded as its tokens are, because neighbors in a part
+    need not be neighbors in the sequence.
+
+    Args:
+        x: a tensor with `order.length` tokens along `dim`, such as token ids [B, S].
+        order: which parts of the sequence each process holds, see `balance`.
+        mesh: the processes, in the order of `order`; the last dimension is the fastest.
+        dim: the dimension of the tokens: 1 for [B, S] and [B, S, D], 2 for [B, H, S, D].
+
+    Returns:
+        The tensor with `order.sizes[rank]` tokens along `dim`.
+
+    Raises:
+        ValueError: x has another number of tokens, or mesh another number of processes.
+
+    Example:
+        >>> from flexmasks.integrations import distributed
+        >>> order = distributed.balance("causal", length=65536, mesh=mesh)  # doctest: +SKIP
+        >>> tokens = distributed.shard(tokens, order, mesh)  # doctest: +SKIP
+    """
+    _check("shard", x, order, mesh, order.length, dim)
+    parts = [x.narrow(dim, start, stop - start) for start, stop in order.parts[rank_in(mesh)]]
+    return torch.cat(parts, dim) if parts else x.narrow(dim, 0, 0)
+
+
+def unshard(x: Tensor, order: Order, mesh: DeviceMesh, dim: int = 1) -> Tensor:
+    """Return the whole tensor whose parts the processes hold, in its natural order, on each process.
+
+    The gradient of a part is the sum over all processes.
+
+    Arguments and errors are those of `shard`; x has this process's part.
+    """
+    _check("unshard", x, order, mesh, order.sizes[rank_in(mesh)], dim)
+    dim %= x.ndim
+    sizes = list(order.sizes)
+    for mesh_dim in reversed(range(mesh.ndim)):
+        ranks = mesh.size(mesh_dim)
+        groups = [sizes[i : i + ranks] for i in range(0, len(sizes), ranks)]
+        x = gathered(x, submesh(mesh, mesh_dim), groups[rank_in(mesh, mesh_dim)], dim)
+        sizes = [sum(group) for group in groups]
+    return arranged(x, sum(order.parts, ()), dim)
+
+
+def _check(name: str, x: Any, order: Any, mesh: DeviceMesh, length: int, dim: int) -> None:
+    if not isinstance(order, Order) or order.ranks != mesh.size():
+        fail(name, f"`order` must be an Order of the {mesh.size()} processes of the mesh, got {order!r}.")
+    if not isinstance(x, Tensor) or not -x.ndim <= dim < x.ndim or x.shape[dim] != length:
+        got = list(x.shape) if isinstance(x, Tensor) else repr(x)
+        fail(name, f"`x` must have {length} tokens along dimension {dim}, got {got}.")

@@ -1,0 +1,143 @@
+"""Calls whose tensors are DTensors that hold some of the batch elements, or some of the heads.
+
+Each process computes its own part: no process needs anything of another one.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from flexmasks import calls
+from flexmasks.plans.checks import fail
+from flexmasks.request import Request
+from flexmasks.spec.arguments import from_arguments
+from flexmasks.spec.parts import Part, part_of
+from flexmasks.spec.values import Mask, Modifier, Score
+
+_DIMENSIONS = "batch elements", "heads", "sequence", "head size"
+
+
+class Place(NamedTuple):
+    """The batch elements and heads of a process among those of a call."""
+
+    batch: int
+    heads: int
+    first_batch: int = 0
+    first_head: int = 0
+
+    def part(self, length: int, **keys: Any) -> Part:
+        """Return the part of a call with `length` positions."""
+        return Part(self.batch, self.heads, length, self.first_batch, self.first_head, **keys)
+
+    def is_whole(self, q: Tensor) -> bool:
+        """Return whether q has all batch elements and heads."""
+        return (self.batch, self.heads) == q.shape[:2]
+
+
+def run(q: DTensor, k: DTensor, v: DTensor, request: Request) -> tuple[Tensor, Tensor | None]:
+    """Return the output and lse (or None) of a call of `attention` as DTensors that are sharded as q is."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if isinstance(x, DTensor) and any(p.is_shard(2) for p in x.placements):
+            fail(
+                f"`{name}` is sharded over the sequence ({x.placements}), so processes need keys of each other; "
+                "use flexmasks.integrations.distributed.attention."
+            )
+    check_placements(q, k, v)
+    if request.block_mask is not None or isinstance(request.q_offset, Tensor):
+        fail("DTensors take `mask` and a number as `q_offset`, no `block_mask` and no tensor `q_offset`.")
+    place = place_of(q)
+    mask, score = (whole(x, q) for x in from_arguments(request.mask, request.score, dict(request.params)))
+    q_part, k_part, v_part = (x.to_local() for x in (q, k, v))
+    if not place.is_whole(q_part):
+        length = max(k.shape[2], int(request.q_offset or 0) + q.shape[2])
+        part = place.part(length)
+        mask, score = (None if x is None else part_of(x, part) for x in (mask, score))
+    sinks = sinks_of(whole(request.sink_logits, q), place, q_part.shape[1])
+    out, lse = calls.run(q_part, k_part, v_part, request._replace(mask=mask, score=score, params={}, sink_logits=sinks))
+    return as_sharded(out, q, (*q.shape[:3], v.shape[3])), lse if lse is None else as_sharded(lse, q, q.shape[:3])
+
+
+def check_placements(q: Any, k: Any, v: Any) -> None:
+    """Raise ValueError unless q, k and v are DTensors that are sharded alike."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, DTensor):
+            fail(f"q, k and v must all be DTensors, or none of them; `{name}` is none.", TypeError)
+        if x.device_mesh != q.device_mesh or x.placements != q.placements:
+            fail(f"q, k and v must be sharded alike, got {q.placements} for `q` and {x.placements} for `{name}`.")
+        for placement in x.placements:
+            if not (placement.is_replicate() or (type(placement) is Shard and placement.dim < 3)):
+                fail(
+                    f"DTensors must be replicated, or sharded over {', '.join(_DIMENSIONS[:-1])} (dimensions 0, 1, 2), "
+                    f"got {x.placements} for `{name}`."
+                )
+    for placement, ranks in zip(q.placements, q.device_mesh.shape, strict=True):
+        if placement.is_shard(1) and k.shape[1] % ranks:
+            fail(f"the {k.shape[1]} heads of k must be a multiple of the {ranks} ranks that they are sharded over.")
+
+
+def place_of(q: DTensor) -> Place:
+    """Return the place of a process's part of q."""
+    (first_batch, _), (first_head, _) = (own_range(q, dim) for dim in (0, 1))
+    return Place(q.shape[0], q.shape[1], first_batch, first_head)
+
+
+def own_range(x: DTensor, dim: int) -> tuple[int, int]:
+    """Return where a process's part of a dimension starts and stops, as torch.chunk cuts."""
+    start, stop = 0, x.shape[dim]
+    for mesh_dim, placement in enumerate(x.placements):
+        if placement.is_shard(dim):
+            mesh = x.device_mesh
+            step = -(-(stop - start) // mesh.size(mesh_dim))
+            start = min(start + step * mesh.get_local_rank(mesh_dim), stop)
+            stop = min(start + step, stop)
+    return start, stop
+
+
+def whole(value: Any, q: DTensor | None = None) -> Any:
+    """Return a tensor, or a mask or score with its tensors, without DTensors.
+
+    The gradient of a DTensor is the sum over all processes.
+
+    q: the queries, if they are a DTensor: processes that hold the same queries have the same gradients, which are not
+        added up.
+    """
+    if isinstance(value, DTensor):
+        mesh = value.device_mesh
+        gradients: list[Any] = [Partial()] * mesh.ndim
+        if q is not None and q.device_mesh == mesh:
+            gradients = [Replicate() if p.is_replicate() else Partial() for p in q.placements]
+        return value.redistribute(placements=[Replicate()] * mesh.ndim).to_local(grad_placements=gradients)
+    if isinstance(value, tuple):
+        return tuple(whole(x, q) for x in value)
+    if isinstance(value, Mask | Score) and any(map(_has_dtensors, value.params.values())):
+        return type(value)(value.definition, {name: whole(x, q) for name, x in value.params.items()})
+    return value
+
+
+def _has_dtensors(value: Any) -> bool:
+    values = value if isinstance(value, tuple) else (value,)
+    return any(
+        isinstance(x, DTensor) or (isinstance(x, Modifier) and any(map(_has_dtensors, x.params.values())))
+        for x in values
+    )
+
+
+def sinks_of(sinks: Tensor | None, place: Place, heads: int) -> Tensor | None:
+    """Return the logits of a process's heads."""
+    if sinks is None or sinks.shape != (place.heads,):  # `attention` says what is wrong
+        return sinks
+    return sinks.narrow(0, place.first_head, heads)
+
+
+def as_sharded(x: Tensor, q: DTensor, shape: tuple[int, ...] | torch.Size) -> DTensor:
+    """Return a process's part of an output as a DTensor that is sharded as q is."""
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.insert(0, strides[0] * size)
+    return DTensor.from_local(
+        x.contiguous(), q.device_mesh, q.placements, run_check=False, shape=torch.Size(shape), stride=tuple(strides)
+    )

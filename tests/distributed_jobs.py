@@ -1,0 +1,346 @@
+"""What the processes of tests/test_distributed.py run; each function runs in all processes of a group."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import flexmasks
+from flexmasks.integrations import distributed
+from flexmasks.spec.examples import example
+
+LENGTH = 128
+WAYS = ("heads", "gather", "seen", "auto")
+Parts = tuple[tuple[tuple[int, int], ...], ...]
+
+
+def mesh_of(ndim: int = 1) -> DeviceMesh:
+    """Return a mesh of all processes."""
+    count = dist.get_world_size()
+    return init_device_mesh("cpu", (count,) if ndim == 1 else (2, count // 2), mesh_dim_names=("rows", "ranks")[:ndim])
+
+
+def uneven(length: int, generator: random.Random) -> distributed.Order:
+    """Return parts that follow each other, of any lengths, some of them perhaps 0."""
+    cuts = sorted(generator.randint(0, length) for _ in range(dist.get_world_size() - 1))
+    ends = zip([0, *cuts], [*cuts, length], strict=True)
+    return distributed.Order(length, tuple(((a, b),) if a < b else () for a, b in ends))
+
+
+def scattered(length: int, generator: random.Random) -> distributed.Order:
+    """Return an order that gives each process several pieces, of different lengths."""
+    cuts = sorted(generator.sample(range(1, length), min(9, length - 1)))
+    pieces = list(zip([0, *cuts], [*cuts, length], strict=True))
+    count = dist.get_world_size()
+    owners = [generator.randrange(count) for _ in pieces]
+    parts = (merged([p for p, owner in zip(pieces, owners, strict=True) if owner == rank]) for rank in range(count))
+    return distributed.Order(length, tuple(parts))
+
+
+def merged(pieces: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Return pieces with those that touch as one."""
+    out: list[tuple[int, int]] = []
+    for start, stop in pieces:
+        if out and out[-1][1] == start:
+            start = out.pop()[0]
+        out.append((start, stop))
+    return tuple(out)
+
+
+def own_tokens(order: distributed.Order) -> Tensor:
+    """Return the positions that this process holds."""
+    parts = [torch.arange(start, stop) for start, stop in order.parts[dist.get_rank()]]
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+
+
+class Trial:
+    """A call of one process, with its gradients, that others are held against."""
+
+    def __init__(self, q_heads: int, kv_heads: int, batch: int, length: int = LENGTH, **call: Any) -> None:
+        torch.manual_seed(0)
+        self.call = call
+        self.inputs = [
+            torch.randn(batch, heads, length, size, dtype=torch.float64)
+            for heads, size in ((q_heads, 8), (kv_heads, 8), (kv_heads, 6))
+        ]
+        self.inputs.append(torch.randn(q_heads, dtype=torch.float64))
+        self.weights = torch.randn(batch, q_heads, length, 6, dtype=torch.float64)
+        self.whole = self._run(self._leaves(slice(None)), slice(None), flexmasks.attention)
+
+    def _leaves(self, tokens: Any) -> list[Tensor]:
+        q, k, v, sinks = self.inputs
+        return [x.clone().requires_grad_() for x in (*(x[:, :, tokens] for x in (q, k, v)), sinks)]
+
+    def _run(self, leaves: list[Tensor], tokens: Any, attention: Callable[..., Any], **how: Any) -> list[Tensor]:
+        """Return output, lse, and the gradients of q, k, v, sinks and learned tensors."""
+        q, k, v, sinks = leaves
+        learned = [t for value in self.call.values() if hasattr(value, "tensors") for t in value.tensors()]
+        learned = [t for t in learned if t.requires_grad]
+        call = {**self.call, **how, "backend": "reference", "return_lse": True, "sink_logits": sinks}
+        out, lse = attention(q, k, v, **call)
+        weights = self.weights[:, :, tokens]
+        loss = (out * weights).sum() + (lse * weights[..., 0]).sum()
+        gradients = torch.autograd.grad(loss, [*leaves, *learned], allow_unused=False)
+        return [out.detach(), lse.detach(), *gradients]
+
+    def error(self, order: distributed.Order, **how: Any) -> float:
+        """Return the largest difference of this process's part from the whole call."""
+        tokens = own_tokens(order)
+        is_natural = order.tokens().equal(torch.arange(order.length))
+        how = how if is_natural else {**how, "order": order}
+        results = self._run(self._leaves(tokens), tokens, distributed.attention, **how)
+        for gradient in results[5:]:  # those of sinks and learned tensors are parts of sums
+            dist.all_reduce(gradient)
+        wanted = [x[:, :, tokens] for x in self.whole[:5]] + self.whole[5:]
+        pairs = zip(results, wanted, strict=True)
+        return max((float((a - b).abs().max()) for a, b in pairs if a.numel()), default=0.0)
+
+
+def orders(generator: random.Random, length: int = LENGTH) -> Iterator[distributed.Order]:
+    """Yield equal, uneven and scattered parts."""
+    yield distributed.Order.natural(length, dist.get_world_size())
+    yield uneven(length, generator)
+    yield scattered(length, generator)
+
+
+def registered(kind: str, names: Sequence[str], ndim: int = 1) -> dict[str, float]:
+    """Return the largest error for each name and way."""
+    errors: dict[str, float] = {}
+    mesh, generator = mesh_of(ndim), random.Random(1)
+    for name in names:
+        value = example(kind, name, LENGTH)
+        heads = value.implied_size("H") or 4
+        kv_heads = heads if heads % 2 or dist.get_world_size() > 2 else heads // 2
+        trial = Trial(heads, kv_heads, value.batch_size() or 2, **{kind: value})
+        for order in orders(generator):
+            for how in WAYS:
+                if (how == "heads" and kv_heads % mesh.size(mesh.ndim - 1)) or (how == "seen" and ndim == 2):
+                    continue
+                errors[f"{name} {how} {order.parts}"] = trial.error(order, mesh=mesh, how=how)
+    return errors
+
+
+def composed(seed: int, count: int) -> dict[str, float]:
+    """Return the errors of random compositions, lengths and heads."""
+    errors: dict[str, float] = {}
+    mesh, generator = mesh_of(), random.Random(seed)
+    names = [e.name for e in flexmasks.list_masks()]
+    for _ in range(count):
+        length = generator.randint(1, 150)
+        hidden = torch.tensor([generator.random() < 0.2 for _ in range(length)])
+        mask = flexmasks.get_mask(lambda b, h, q, kv, hidden=hidden: ~hidden[kv] | (kv == q - h))
+        for _ in range(generator.randint(0, 2)):
+            other = example("mask", generator.choice(names), LENGTH)
+            if other.implied_size("H") or other.batch_size() or other.tensors() or generator.random() < 0.3:
+                other = flexmasks.get_mask("sliding_window", window=generator.randint(0, 40))
+            try:
+                flexmasks.dense_mask(other, length)
+            except ValueError:  # its parameters do not fit the length
+                continue
+            mask = mask & other if generator.random() < 0.6 else ~mask | other
+        kv_heads = generator.choice([1, 2, 4])
+        trial = Trial(4, kv_heads, 2, length, mask=mask)
+        for order in orders(generator, length):
+            how = generator.choice([w for w in WAYS if w != "heads" or kv_heads % mesh.size() == 0])
+            errors[f"{mask} {how} {length} {order.parts}"] = trial.error(order, mesh=mesh, how=how)
+    return errors
+
+
+def learned() -> dict[str, float]:
+    """Return the errors with tensors that scores learn."""
+    generator = random.Random(5)
+    mesh = mesh_of()
+    table = torch.randn(32, 4, dtype=torch.float64, requires_grad=True)
+    slopes = torch.rand(4, dtype=torch.float64, requires_grad=True)
+    scale = torch.rand(4, dtype=torch.float64, requires_grad=True)
+    scores = {
+        "t5": flexmasks.get_score("t5_bias", table=table),
+        "alibi": flexmasks.get_score("alibi", slopes=slopes),
+        "own": flexmasks.get_score(lambda score, b, h, q, kv: score * scale[h] + q * 0.01),
+    }
+    errors = {}
+    for name, score in scores.items():
+        for mask in (None, "causal"):
+            trial = Trial(4, 4, 2, score=score, mask=None if mask is None else flexmasks.get_mask(mask))
+            for order in orders(generator):
+                for how in WAYS:
+                    errors[f"{name} {mask} {how} {order.parts}"] = trial.error(order, mesh=mesh, how=how)
+    return errors
+
+
+def dtensors() -> dict[str, float]:
+    """Return errors of calls whose tensors are DTensors."""
+    torch.manual_seed(0)
+    mesh = mesh_of()
+    q, k, v = (torch.randn(2, 4, 101, 8, dtype=torch.float64) for _ in range(3))
+    slopes = torch.rand(4, dtype=torch.float64)
+    sinks = torch.randn(4, dtype=torch.float64)
+    weights = torch.randn_like(q)
+    ids = torch.arange(101) // 30
+
+    def run(attention: Callable[..., Any], place: Callable[..., Any], **how: Any) -> list[Any]:
+        leaves = [
+            place(x.clone(), kind).requires_grad_() for x, kind in ((q, 1), (k, 1), (v, 1), (slopes, 0), (sinks, 0))
+        ]
+        mask = flexmasks.get_mask("document", document_ids=ids) & flexmasks.get_mask("causal")
+        call = {"mask": mask, "score": "alibi", "slopes": leaves[3], "sink_logits": leaves[4], "return_lse": True}
+        out, lse = attention(*leaves[:3], **call, backend="reference", **how)
+        whole = [x.full_tensor() if isinstance(x, DTensor) else x for x in (out, lse)]
+        out.backward(place(weights.clone(), 1))
+        gradients = [x.grad.full_tensor() if isinstance(x.grad, DTensor) else x.grad for x in leaves]
+        return [*whole, *gradients]
+
+    wanted = run(flexmasks.attention, lambda x, kind: x)
+    errors = {}
+    for placement, attention in ((Shard(0), flexmasks.attention), (Shard(1), flexmasks.attention),
+                                 (Replicate(), flexmasks.attention), (Shard(2), distributed.attention),
+                                 (Shard(1), distributed.attention)):  # fmt: skip
+        for how in (
+            ({},) if attention is flexmasks.attention or placement.is_shard(1) else tuple({"how": w} for w in WAYS)
+        ):
+
+            def place(x: Tensor, kind: int, placement: Any = placement) -> DTensor:
+                return distribute(x, mesh, [placement if kind else Replicate()])
+
+            got = run(attention, place, **how)
+            errors[f"{placement} {how}"] = max(float((a - b).abs().max()) for a, b in zip(got, wanted, strict=True))
+    if dist.get_world_size() == 4:
+        square = mesh_of(2)
+        for placements in ([Shard(2), Shard(1)], [Shard(0), Shard(2)], [Shard(2), Shard(2)], [Shard(1), Shard(2)]):
+            got = run(
+                distributed.attention,
+                lambda x, kind, p=placements: distribute(x, square, p if kind else [Replicate()] * 2),
+            )
+            errors[f"{placements}"] = max(float((a - b).abs().max()) for a, b in zip(got, wanted, strict=True))
+    return errors
+
+
+def distribute(x: Tensor, mesh: DeviceMesh, placements: Sequence[Any]) -> DTensor:
+    """Return a DTensor of a tensor that all processes hold whole."""
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(x, mesh, placements)
+
+
+class Layer(nn.Module):
+    """A layer of attention over the part of a sequence."""
+
+    def __init__(self, mesh: DeviceMesh | None, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.qkv = nn.Linear(32, 96)
+        self.slopes = nn.Parameter(torch.rand(4))
+        self.mesh, self.how = mesh, how
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
+        mask = flexmasks.get_mask("causal") & flexmasks.get_mask("document", document_ids=ids)
+        if self.mesh is None:
+            out = flexmasks.attention(q, k, v, mask=mask, score="alibi", slopes=self.slopes)
+        else:
+            out = distributed.attention(
+                q, k, v, mesh=self.mesh, how=self.how, mask=mask, score="alibi", slopes=self.slopes
+            )
+        return x + out.transpose(1, 2).flatten(2)
+
+
+def compiled(how: str, checkpointed: bool) -> float:
+    """Return the largest error of a compiled layer's output and gradients against one process's."""
+    mesh, length = mesh_of(), 96
+    torch.manual_seed(0)
+    x = torch.randn(2, length, 32)
+    ids = torch.arange(length) // 37
+    part = length // dist.get_world_size()
+    own = slice(dist.get_rank() * part, (dist.get_rank() + 1) * part)
+    one, layer = Layer(None, ""), Layer(mesh, how)
+    wanted = one(x, ids)
+    wanted.square().sum().backward()
+
+    def run(given: Tensor) -> Tensor:
+        if checkpointed:
+            return torch.utils.checkpoint.checkpoint(layer, given, ids, use_reentrant=False)
+        return layer(given, ids)
+
+    step = run if checkpointed else torch.compile(run, fullgraph=True)
+    out = step(x[:, own])
+    out.square().sum().backward()
+    errors = [(out - wanted[:, own]).abs().max()]
+    for a, b in zip(layer.parameters(), one.parameters(), strict=True):
+        dist.all_reduce(a.grad)
+        errors.append((a.grad - b.grad).abs().max() / b.grad.abs().max())
+    return float(max(errors))
+
+
+def sharded_model() -> float:
+    """Return the largest relative difference of parameters that FSDP2 trains from those of one process."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh, length = mesh_of(), 90
+    torch.manual_seed(0)
+    x = torch.randn(2, length, 32)
+    ids = torch.arange(length) // 37
+    order = distributed.Order.natural(length, dist.get_world_size())
+    own = own_tokens(order)
+    one, layer = Layer(None, ""), Layer(mesh, "heads")
+    fully_shard(layer, mesh=mesh)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (one, layer)]
+    for _ in range(3):
+        one(x, ids).square().mean().backward()
+        # FSDP2 averages gradients; the sum over a part, times the number of processes, is a mean over all tokens.
+        (layer(x[:, own], ids).square().sum() / x.numel() * dist.get_world_size()).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    pairs = zip(layer.parameters(), one.parameters(), strict=True)
+    return max(float((a.full_tensor() - b).abs().max() / b.abs().max()) for a, b in pairs)
+
+
+def shards() -> bool:
+    """Return whether parts put together again are the whole."""
+    generator = random.Random(7)
+    for ndim in (1, 2) if dist.get_world_size() == 4 else (1,):
+        mesh = mesh_of(ndim)
+        for order in orders(generator):
+            x = torch.randn(2, LENGTH, 3, generator=torch.Generator().manual_seed(0))
+            part = distributed.shard(x, order, mesh)
+            if not part.equal(x[:, own_tokens(order)]) or not distributed.unshard(part, order, mesh).equal(x):
+                return False
+            words = torch.arange(LENGTH).expand(2, -1)
+            if not distributed.unshard(distributed.shard(words, order, mesh, dim=-1), order, mesh, dim=-1).equal(words):
+                return False
+    return True
+
+
+def different(what: str) -> None:
+    """Make a call that differs on the last process."""
+    mesh, is_last = mesh_of(), dist.get_rank() == dist.get_world_size() - 1
+    heads = 2 if is_last and what == "heads" else 4
+    q, k, v = torch.randn(3, 1, heads, 16, 8).unbind()
+    mask = "full" if is_last and what == "mask" else "causal"
+    call: dict[str, Any] = {"mask": mask}
+    if what == "window":
+        call = {"mask": "sliding_window", "window": 5 if is_last else 4}
+    if what == "function":
+        call = {"mask": (lambda b, h, q, kv: q > kv) if is_last else (lambda b, h, q, kv: q >= kv)}
+    if what == "ids":
+        call = {"mask": "document", "document_ids": torch.arange(32) // (5 if is_last else 4)}
+    if what == "error":
+        call = {"mask": "sliding_window"} if is_last else {"mask": "causal"}
+    if what == "gradient" and is_last:
+        k.requires_grad_()
+    distributed.attention(q, k, v, mesh=mesh, **call)
+
+
+def fails_alone() -> None:
+    """Fail on the last process before the call."""
+    if dist.get_rank() == dist.get_world_size() - 1:
+        raise KeyError("this process has failed")
+    q = torch.randn(1, 4, 16, 8)
+    distributed.attention(q, q, q, mesh=mesh_of(), mask="causal")

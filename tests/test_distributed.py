@@ -1,0 +1,134 @@
+"""Attention over a sequence of several processes, held against one process in float64."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+
+import flexmasks
+
+if not dist.is_available() or not dist.is_gloo_available():
+    pytest.skip("torch was built without gloo", allow_module_level=True)
+
+import distributed_jobs as jobs
+from processes import Processes
+
+MASKS = [e.name for e in flexmasks.list_masks()]
+SCORES = [e.name for e in flexmasks.list_scores()]
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Processes]:
+    processes = Processes(2)
+    yield processes
+    processes.close()
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Processes]:
+    processes = Processes(4)
+    yield processes
+    processes.close()
+
+
+def check(results: list[dict[str, float]], tolerance: float = 1e-12) -> None:
+    for errors in results:
+        assert errors
+        wrong = {case: error for case, error in errors.items() if not error <= tolerance}
+        assert not wrong, wrong
+
+
+@pytest.mark.parametrize("first", range(0, len(MASKS), 16))
+def test_every_mask_over_two_processes(two: Processes, first: int) -> None:
+    check(two.run(jobs.registered, "mask", MASKS[first : first + 16]))
+
+
+def test_every_score_over_two_processes(two: Processes) -> None:
+    check(two.run(jobs.registered, "score", SCORES))
+
+
+def test_random_masks_lengths_and_heads(two: Processes) -> None:
+    check(two.run(jobs.composed, 1, 12))
+
+
+def test_learned_tensors(two: Processes) -> None:
+    check(two.run(jobs.learned))
+
+
+def test_dtensors(two: Processes) -> None:
+    check(two.run(jobs.dtensors))
+
+
+def test_parts_put_together_are_the_whole(two: Processes) -> None:
+    assert two.run(jobs.shards) == [True, True]
+
+
+@pytest.mark.parametrize("how", ["heads", "gather"])
+def test_a_compiled_layer(two: Processes, how: str) -> None:
+    assert max(two.run(jobs.compiled, how, False)) < 1e-4
+
+
+def test_activation_checkpointing(two: Processes) -> None:
+    assert max(two.run(jobs.compiled, "gather", True)) < 1e-4
+
+
+def test_a_model_under_fsdp2(two: Processes) -> None:
+    assert max(two.run(jobs.sharded_model)) < 1e-5
+
+
+def test_four_processes(four: Processes) -> None:
+    names = ["causal", "packed", "sliding_window", "prefix_lm", "key_eviction"]
+    check(four.run(jobs.registered, "mask", names))
+    check(four.run(jobs.registered, "mask", names, 2))
+    check(four.run(jobs.registered, "score", ["alibi", "t5_bias"], 2))
+    check(four.run(jobs.composed, 2, 3))
+    check(four.run(jobs.dtensors))
+    assert four.run(jobs.shards) == [True] * 4
+
+
+@pytest.mark.campaign
+def test_every_mask_and_score_over_four_processes(four: Processes) -> None:
+    for ndim in (1, 2):
+        check(four.run(jobs.registered, "mask", MASKS, ndim))
+        check(four.run(jobs.registered, "score", SCORES, ndim))
+
+
+@pytest.mark.campaign
+def test_many_random_masks(two: Processes, four: Processes) -> None:
+    check(two.run(jobs.composed, 11, 300))
+    check(four.run(jobs.composed, 12, 150))
+
+
+# --- what goes wrong ---
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("heads", "has another `q, k, v` than this process"),
+        ("mask", "has another `mask` than this process"),
+        ("window", "has another `mask` than this process"),
+        ("function", "has another `mask` than this process"),
+        ("ids", "has another `mask` than this process"),
+        ("gradient", "has another `q, k, v` than this process"),
+        ("error", "rank 1 of the mesh has raised an error in this call"),
+    ],
+)
+def test_calls_that_differ_fail_everywhere(two: Processes, what: str, message: str) -> None:
+    results = two.try_run(jobs.different, what)
+    assert message in results[0][1]
+    assert ("needs `window`" if what == "error" else message.replace("rank 1", "rank 0")) in results[1][1]
+    assert two.run(jobs.shards) == [True, True]  # the processes are as before
+
+
+def test_a_process_that_fails_stops_the_others() -> None:
+    processes = Processes(2, timeout=5)
+    start = time.monotonic()
+    results = processes.try_run(jobs.fails_alone)
+    assert time.monotonic() - start < 40
+    assert "this process has failed" in results[1][1]
+    assert "could not exchange their calls. One of them has failed" in results[0][1]
+    processes.close()
