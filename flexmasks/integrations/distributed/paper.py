@@ -176,7 +176,8 @@ def plan(
 
     The expected seconds are those of the busiest rank, exchange and computation one after the other. A computed block
     counts with all its pairs, 4 x head size operations each in the forward pass, 2.5 times as many in the backward
-    pass. Where a cut between ranks is inside a block, the blocks on both sides count.
+    pass. Where a cut between ranks is inside a block, the blocks on both sides count. Padding is left out, which
+    "heads" and "gather" send if ranks have different numbers of tokens, and the detour that "heads" takes on CPUs.
 
     Args:
         masks: the mask, or the masks of all layers of a model, whose figures are summed.
