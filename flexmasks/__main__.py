@@ -388,7 +388,7 @@ def _plan(arguments: argparse.Namespace, given: dict[str, Any]) -> None:
 
 
 def _with_example(defined: Definition, given: dict[str, Any], length: int) -> dict[str, Any]:
-    """Return the given parameters if they are complete, else those of an example, changed by them."""
+    """Return the given parameters; if some are missing, an example's with the given ones."""
     if (given and _is_complete(defined, given)) or not defined.example:
         return given
     return {**defined.example(length), **given}
