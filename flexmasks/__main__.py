@@ -37,7 +37,7 @@ _BENCHMARKS = {
     "data": "masks as functions and as data, in the same kernels",
     "serve": "decoding with new lengths at every step, against torch",
     "models": "Hugging Face models of real shapes in training and generation",
-    "ranks": "a sequence over several GPUs, against one GPU and torch's context parallelism",
+    "ranks": "a sequence over several GPUs, against one and against torch",
 }
 _BY_STEPS = ("steps", "data", "serve", "models", "ranks")  # benchmarks that take --only and --quick
 _HINT = "`python -m flexmasks show NAME` draws one; `list --long` says more of each."

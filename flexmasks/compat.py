@@ -475,7 +475,7 @@ def group_timeout(group: Any) -> Any:
 def flex_over_processes(
     mask_mod: Callable[..., Tensor], length: int, mesh: Any, device: torch.device, is_balanced: bool
 ) -> Callable[..., Tensor]:
-    """Return a function of q, k and v that attends by torch's flex_attention over the processes of a mesh.
+    """Return torch's flex_attention over the processes of a mesh, as a function.
 
     is_balanced: whether each process holds a piece of the first half of the sequence, and one of the second half.
     """

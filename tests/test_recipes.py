@@ -95,7 +95,8 @@ def measurements() -> str:
         "writes this page from them.",
         "The benchmarks of the library have pages of their own: [attention](attention.md), [every mask and "
         "score](registry.md), [block masks](blocks.md), [steps with new tensors](steps.md), [masks as "
-        "data](data.md), [a serving loop](serve.md), [Hugging Face models](models.md), [the masked "
+        "data](data.md), [a serving loop](serve.md), [Hugging Face models](models.md), [sequences over several "
+        "GPUs](ranks.md), [the masked "
         "softmax](softmax.md).",
     ]
     for name in RECIPES:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import datetime
 import os
 import queue
+import shutil
 import tempfile
 import traceback
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +20,9 @@ TIMEOUT = 60.0  # seconds that a process waits for the others
 
 
 class Processes:
-    """Processes of one group: gloo on a CPU, and NCCL with a GPU for each on a machine with GPUs.
+    """Processes of one group.
+
+    They use gloo on a CPU, and NCCL with a GPU for each on GPUs.
 
     device_type: "cpu" or "cuda".
     timeout: seconds that a process of the group waits for the others.
@@ -27,10 +31,11 @@ class Processes:
     def __init__(self, count: int, device_type: str = "cpu", timeout: float = TIMEOUT) -> None:
         self.count = count
         context = mp.get_context("spawn")
-        self._folder = tempfile.TemporaryDirectory()
+        folder = tempfile.mkdtemp()
+        self._remove_folder = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         self._jobs = [context.Queue() for _ in range(count)]
         self._results = [context.Queue() for _ in range(count)]
-        store = f"file://{self._folder.name}/store"
+        store = f"file://{folder}/store"
         self._processes = [
             context.Process(
                 target=_work,
@@ -80,7 +85,7 @@ class Processes:
         for process in self._processes:
             process.join(10)
             process.kill()
-        self._folder.cleanup()
+        self._remove_folder()
 
 
 def _work(rank: int, count: int, device_type: str, store: str, timeout: float, jobs: Any, results: Any) -> None:

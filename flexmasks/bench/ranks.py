@@ -1,4 +1,4 @@
-"""`python -m flexmasks bench ranks`: attention over a sequence that several GPUs hold, against one GPU and torch."""
+"""`python -m flexmasks bench ranks`: attention over sequences that several GPUs hold."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ from flexmasks.spec import Mask, get_mask
 
 ONE, RING, FLEX = "flexmasks on one", "torch context_parallel", "flex_attention, _ContextParallel"
 _BALANCED = f"{OURS}, gathered, balanced"
-_WHO = (OURS, _BALANCED, ONE, RING, FLEX)
 _SECONDS, _MOST_STEPS, _LEAST_STEPS = 1.5, 20, 3
 
 
@@ -71,9 +70,9 @@ def _masked(name: str, length: int, device: torch.device) -> _Masked:
 
 
 def _measured(name: str, shape: Shape, who: str, device_type: str) -> dict[str, Any] | None:
-    """Return the time of a step, forward and backward, its peak memory and part of its output.
+    """Return the times of steps, their peak memory, and part of the output.
 
-    The result is None in processes that do nothing.
+    A step is a forward and a backward pass. The result is None in processes that do nothing.
     """
     count, rank = dist.get_world_size(), dist.get_rank()
     device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
@@ -177,12 +176,19 @@ class _Pool:
             raise
 
 
+def _contenders(name: str, device_type: str) -> tuple[str, ...]:
+    """Return who can run a case; torch's own ways have no gradients on a CPU."""
+    if device_type == "cpu":
+        return OURS, _BALANCED, ONE
+    return (OURS, _BALANCED, ONE, RING, FLEX) if name == "causal" else (OURS, _BALANCED, ONE, FLEX)
+
+
 def _rows(name: str, shape: Shape, pool: _Pool) -> list[Row]:
     """Return the figures of all contenders of a case."""
     rows: list[Row] = []
     left_out: dict[str, str] = {}
     outputs: dict[str, Tensor] = {}
-    for who in _WHO if name == "causal" else tuple(w for w in _WHO if w != RING):
+    for who in _contenders(name, pool.device_type):
         progress(f"{name}, {shape.length} tokens: {who}")
         try:
             found = pool.run(name, shape, who)
@@ -214,9 +220,7 @@ def _todo(device: torch.device, quick: bool) -> dict[str, Callable[[], list[Row]
     is_large = device.type == "cuda" and not quick
     count = torch.cuda.device_count() if device.type == "cuda" else 2
     if count < 2:
-        raise ValueError(
-            "flexmasks bench ranks: this machine has one GPU; `--device cpu` takes two CPU processes."
-        )
+        raise ValueError("flexmasks bench ranks: this machine has one GPU; `--device cpu` takes two CPU processes.")
     pool = _Pool(count, device.type)
     todo: dict[str, Callable[[], list[Row]]] = {}
     for length in _GPU if is_large else (1024,):

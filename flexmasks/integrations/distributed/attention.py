@@ -307,7 +307,7 @@ def _mesh_of(mesh: DeviceMesh, dims: Sequence[int]) -> DeviceMesh:
 
 
 def _order_of(length: int, mesh: DeviceMesh) -> Order:
-    """Return the parts of a DTensor that is sharded over all dimensions of a mesh, as torch.chunk cuts."""
+    """Return the parts of a DTensor that is sharded over a whole mesh."""
     parts = [(0, length)]
     for dim in range(mesh.ndim):
         cut = []
@@ -432,7 +432,7 @@ def _distances(call: _Call, q: Tensor) -> Band | None:
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, own: Parts, keys: Parts, call: _Call, options: dict[str, Any]
 ) -> list[Tensor]:
-    """Return the output, and lse if it is wanted, of a process's queries with the keys that it has.
+    """Return the output of a process's queries, and lse if it is wanted.
 
     q: the queries at the positions `own`, in their natural order.
     keys: the positions of k and v, ascending.
@@ -454,7 +454,10 @@ def _attend(
 
 
 def _keys_of(band: Band | None, start: int, stop: int, keys: Parts) -> Parts:
-    """Return the keys that rows are computed with: for windows only those that they may see."""
+    """Return the keys that rows are computed with.
+
+    For windows they are only those that the rows may see.
+    """
     if band is None or len(keys) != 1 or keys[0][0] > start:
         return keys
     first, end = _of_band(band, start, stop, keys[0][1])
@@ -463,7 +466,7 @@ def _keys_of(band: Band | None, start: int, stop: int, keys: Parts) -> Parts:
 
 
 def _local(call: _Call, q: Tensor, start: int, keys: Parts, is_band: bool) -> tuple[Mask | None, Score | None, int]:
-    """Return mask and score for the rows of a process and its keys, and the rows' `q_offset`."""
+    """Return mask, score and `q_offset` for rows and keys of a process."""
     place, length = call.place, call.length
     first = keys[0][0] if len(keys) == 1 else 0
     if len(keys) == 1 and first <= start:
