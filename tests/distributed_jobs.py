@@ -209,6 +209,22 @@ def dtensors() -> dict[str, float]:
     return errors
 
 
+def under_autocast() -> list[str]:
+    """Return the dtypes of outputs, and how they compare with one process's."""
+    torch.manual_seed(0)
+    order = distributed.Order.natural(64, dist.get_world_size())
+    q, k, v = torch.randn(3, 1, 4, 64, 8).unbind()
+    found = []
+    for how in ("heads", "gather", "seen"):
+        with torch.autocast("cpu", torch.bfloat16):
+            whole = flexmasks.attention(q, k, v, mask="causal")
+            parts = (x[:, :, own_tokens(order)] for x in (q, k, v))
+            out = distributed.attention(*parts, mesh=mesh_of(), mask="causal", how=how)
+        error = float((out - whole[:, :, own_tokens(order)]).abs().max())
+        found.append(f"{out.dtype} {error <= 2e-2}")
+    return found
+
+
 def sharded_over_the_sequence() -> None:
     """Hand a DTensor over the sequence to the call of one process."""
     x = distribute_tensor(torch.randn(1, 2, 16, 8), mesh_of(), [Shard(2)])

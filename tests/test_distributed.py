@@ -67,9 +67,13 @@ def test_parts_put_together_are_the_whole(two: Processes) -> None:
     assert two.run(jobs.shards) == [True, True]
 
 
-@pytest.mark.parametrize("how", ["heads", "gather"])
+@pytest.mark.parametrize("how", ["heads", "gather", "auto"])
 def test_a_compiled_layer(two: Processes, how: str) -> None:
     assert max(two.run(jobs.compiled, how, False)) < 1e-4
+
+
+def test_autocast(two: Processes) -> None:
+    assert two.run(jobs.under_autocast) == [["torch.bfloat16 True"] * 3] * 2
 
 
 def test_activation_checkpointing(two: Processes) -> None:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from flexmasks import compat
 from flexmasks.attention import attention as attention_of_one
+from flexmasks.calls import under_autocast
 from flexmasks.integrations.distributed.balance import Order
 from flexmasks.integrations.distributed.counts import CountedMask, Parts, fail, merged
 from flexmasks.integrations.distributed.exchange import (
@@ -159,8 +160,9 @@ def attention(
     lengths = _lengths(q_part, k_part, v_part, mesh, call, order, options, check, problem)
     if problem is not None:
         raise problem
-    call = cast(_Call, call)
-    out, lse = _run(q_part, k_part, v_part, call._replace(parts=_parts(lengths, order)), options, return_lse)
+    call = cast(_Call, call)._replace(parts=_parts(lengths, order))
+    with under_autocast(q_part, k_part, v_part) as cast_parts:  # processes exchange what the kernel takes
+        out, lse = _run(*cast_parts, call, options, return_lse)
     if isinstance(q, DTensor):
         out = as_sharded(out, q, (*q.shape[:3], v.shape[3]))
         lse = None if lse is None else as_sharded(lse, q, q.shape[:3])
@@ -377,11 +379,10 @@ def _way(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[str, tuple[Parts
         return how, ()
     last = mesh.size(mesh.ndim - 1)
     other = "gather" if k.shape[1] % last else "heads"
-    band = _distances(call, q)
-    has_tensors = band is None and call.mask is not None and bool(call.mask.tensors())
-    can_be_planned = mesh.ndim == 1 and not has_tensors and not compat.is_compiling()
-    if not can_be_planned or (band is None and other == "heads"):  # only windows are planned without counting blocks
+    if mesh.ndim == 2 or compat.is_compiling():
         return other, ()
+    if _distances(call, q) is None and (other == "heads" or (call.mask is not None and call.mask.tensors())):
+        return other, ()  # blocks are counted only where that saves most and is done once
     wanted = _wanted(call)
     kv = k.shape[1] * (k.shape[3] + v.shape[3])
     most = max(_size(w) - _size(_within(w, own)) for w, own in zip(wanted, parts, strict=True)) * kv
@@ -472,8 +473,7 @@ def _local(call: _Call, q: Tensor, start: int, keys: Parts, is_band: bool) -> tu
     if len(keys) == 1 and first <= start:
         part, offset = place.part(length, first_position=first), start - first
     else:
-        positions = torch.cat([torch.arange(a, b, device=q.device) for a, b in keys] or [torch.arange(0)])
-        part, offset = place.part(length, key_positions=positions.to(q.device)), start
+        part, offset = place.part(length, key_positions=_positions(keys, q.device)), start
     is_whole = place.is_whole(q) and keys == ((0, length),)
     mask, score = call.mask, call.score
     if mask is not None and not (is_band and part.key_positions is None) and not (is_whole and not _prepares(mask)):
@@ -481,6 +481,12 @@ def _local(call: _Call, q: Tensor, start: int, keys: Parts, is_band: bool) -> tu
     if score is not None and not (is_whole and not _prepares(score)):
         score = part_of(score, part)
     return mask, score, offset
+
+
+@functools.lru_cache(maxsize=8)
+def _positions(keys: Parts, device: torch.device) -> Tensor:
+    """Return the positions of keys; calls find each other's plans by this tensor."""
+    return torch.cat([torch.arange(start, stop) for start, stop in keys] or [torch.arange(0)]).to(device)
 
 
 def _prepares(value: Modifier) -> bool:
