@@ -38,7 +38,7 @@ class Processes:
     def run(self, job: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Return what all processes return, or raise the first of their errors."""
         results = self.try_run(job, *arguments)
-        for rank, (result, error) in enumerate(results):
+        for rank, (_, error) in enumerate(results):
             if error:
                 raise AssertionError(f"rank {rank}: {error}")
         return [result for result, _ in results]
