@@ -14,7 +14,8 @@ if not dist.is_available() or not dist.is_gloo_available():
     pytest.skip("torch was built without gloo", allow_module_level=True)
 
 import distributed_jobs as jobs
-from processes import Processes
+
+from flexmasks.bench.processes import Processes
 
 MASKS = [e.name for e in flexmasks.list_masks()]
 SCORES = [e.name for e in flexmasks.list_scores()]
@@ -122,6 +123,14 @@ def test_calls_that_differ_fail_everywhere(two: Processes, what: str, message: s
     assert message in results[0][1]
     assert ("needs `window`" if what == "error" else message.replace("rank 1", "rank 0")) in results[1][1]
     assert two.run(jobs.shards) == [True, True]  # the processes are as before
+
+
+def test_dtensors_that_one_process_cannot_take(two: Processes) -> None:
+    for job, message in (
+        (jobs.sharded_over_the_sequence, "use flexmasks.integrations.distributed.attention"),
+        (jobs.sharded_differently, "q, k and v must be sharded alike"),
+    ):
+        assert all(message in error for _, error in two.try_run(job))
 
 
 def test_a_process_that_fails_stops_the_others() -> None:
