@@ -22,7 +22,7 @@ RECIPES = sorted(path.name for path in FOLDER.glob("[!_]*.py"))
 # Recipes that compile few kernels; the others run in the campaigns, `.ci/campaigns`.
 QUICK = {
     "flash_attention_explained.py", "flash_attention_triton.py", "grouped_tril_softmax.py", "long_softmax_triton.py",
-    "serving.py", "sliding_window.py", "softmax_in_training.py",
+    "sequence_over_processes.py", "serving.py", "sliding_window.py", "softmax_in_training.py",
 }  # fmt: skip
 # Packages that a recipe needs and this library does not.
 NEEDS = {"hugging_face_packing.py": ("transformers", "accelerate")}
