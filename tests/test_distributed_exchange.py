@@ -16,6 +16,7 @@ if not dist.is_available() or not dist.is_gloo_available():
     pytest.skip("torch was built without gloo", allow_module_level=True)
 
 import exchange_jobs as jobs
+
 from flexmasks.bench.processes import Processes
 
 LENGTH = 1024
