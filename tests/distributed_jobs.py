@@ -225,6 +225,38 @@ def under_autocast() -> list[str]:
     return found
 
 
+def on_gpus() -> dict[str, float]:
+    """Return relative errors in bfloat16 on GPUs against float32 of one process, for output and gradients."""
+    count, device = dist.get_world_size(), torch.device("cuda", dist.get_rank())
+    mesh = init_device_mesh("cuda", (count,))
+    generator = random.Random(3)
+    errors = {}
+    ids = (torch.arange(1000) // 300).to(device)
+    masks = {
+        "causal": flexmasks.get_mask("causal"),
+        "window": flexmasks.get_mask("sliding_window", window=100),
+        "documents": flexmasks.get_mask("causal") & flexmasks.get_mask("document", document_ids=ids),
+        "own": flexmasks.get_mask(lambda b, h, q, kv: (q >= kv) & ((kv + h) % 7 != 0)),
+    }
+    for name, mask in masks.items():
+        torch.manual_seed(0)
+        q, k, v, upstream = torch.randn(4, 2, 4, 1000, 64, device=device)
+        leaves = [x.clone().requires_grad_() for x in (q, k[:, :2], v[:, :2])]
+        whole = flexmasks.attention(*leaves, mask=mask, score="alibi", backend="reference")
+        wanted = [whole, *torch.autograd.grad(whole, leaves, upstream)]
+        for order in orders(generator, 1000):
+            for how in WAYS:
+                tokens = own_tokens(order).to(device)
+                parts = [x.detach()[:, :, tokens].bfloat16().requires_grad_() for x in leaves]
+                out = distributed.attention(*parts, mesh=mesh, mask=mask, score="alibi", how=how, order=order)
+                got = [out, *torch.autograd.grad(out, parts, upstream[:, :, tokens].bfloat16())]
+                pairs = [(a.float(), b[:, :, tokens]) for a, b in zip(got, wanted, strict=True)]
+                errors[f"{name} {how} {order.parts}"] = max(
+                    (float((a - b).norm() / b.norm()) for a, b in pairs if b.numel()), default=0.0
+                )
+    return errors
+
+
 def sharded_over_the_sequence() -> None:
     """Hand a DTensor over the sequence to the call of one process."""
     x = distribute_tensor(torch.randn(1, 2, 16, 8), mesh_of(), [Shard(2)])

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import flexmasks
@@ -105,6 +106,14 @@ def test_every_mask_and_score_over_four_processes(four: Processes) -> None:
 def test_many_random_masks(two: Processes, four: Processes) -> None:
     check(two.run(jobs.composed, 11, 300))
     check(four.run(jobs.composed, 12, 150))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus() -> None:
+    processes = Processes(2, "cuda", timeout=120)
+    check(processes.run(jobs.on_gpus), 2e-2)
+    processes.close()
 
 
 # --- what goes wrong ---
