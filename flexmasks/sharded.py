@@ -5,13 +5,14 @@ Each process computes its own part: no process needs anything of another one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from flexmasks import calls
+from flexmasks import calls, compat
 from flexmasks.plans.checks import fail
 from flexmasks.request import Request
 from flexmasks.spec.arguments import from_arguments
@@ -57,8 +58,11 @@ def run(q: DTensor, k: DTensor, v: DTensor, request: Request) -> tuple[Tensor, T
         part = place.part(length)
         mask, score = (None if x is None else part_of(x, part) for x in (mask, score))
     sinks = sinks_of(whole(request.sink_logits, q), place, q_part.shape[1])
-    out, lse = calls.run(q_part, k_part, v_part, request._replace(mask=mask, score=score, params={}, sink_logits=sinks))
-    return as_sharded(out, q, (*q.shape[:3], v.shape[3])), lse if lse is None else as_sharded(lse, q, q.shape[:3])
+    request = request._replace(mask=mask, score=score, params={}, sink_logits=sinks)
+    results = [x for x in calls.run(q_part, k_part, v_part, request) if x is not None]
+    out, *lse = joined(results, [q_part, k_part, v_part, *learned(mask, score, sinks)])
+    sharded_out = as_sharded(out, q, (*q.shape[:3], v.shape[3]))
+    return sharded_out, as_sharded(lse[0], q, q.shape[:3]) if lse else None
 
 
 def check_placements(q: Any, k: Any, v: Any) -> None:
@@ -141,3 +145,35 @@ def as_sharded(x: Tensor, q: DTensor, shape: tuple[int, ...] | torch.Size) -> DT
     return DTensor.from_local(
         x.contiguous(), q.device_mesh, q.placements, run_check=False, shape=torch.Size(shape), stride=tuple(strides)
     )
+
+
+class _Joined(torch.autograd.Function):
+    """Values whose backward pass runs that of other tensors, too."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.others = len(tensors) - count
+        return tuple(x.view_as(x) for x in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, *gradients, *[None] * ctx.others)
+
+
+def joined(results: list[Tensor], exchanged: Sequence[Tensor]) -> list[Tensor]:
+    """Return results whose backward pass exchanges the gradients of `exchanged`.
+
+    Other processes wait for it, also where the results do not depend on them because no key is visible.
+    """
+    exchanged = [x for x in exchanged if x.requires_grad]
+    if compat.is_compiling() or not torch.is_grad_enabled() or not exchanged:
+        return results
+    return list(_Joined.apply(len(results), *results, *exchanged))
+
+
+def learned(*values: Mask | Score | Tensor | None) -> list[Tensor]:
+    """Return the tensors of a call's mask, score and sinks that require gradients."""
+    if compat.is_compiling():
+        return []
+    tensors = [t for x in values if x is not None for t in ([x] if isinstance(x, Tensor) else x.tensors())]
+    return [t for t in tensors if t.requires_grad]

@@ -24,14 +24,13 @@ from flexmasks.integrations.distributed.exchange import (
     compare,
     gathered,
     heads_for_sequence,
-    joined,
     rank_in,
     rearranged,
     received,
     sequence_for_heads,
     submesh,
 )
-from flexmasks.sharded import Place, as_sharded, check_placements, place_of, sinks_of, whole
+from flexmasks.sharded import Place, as_sharded, check_placements, joined, learned, place_of, sinks_of, whole
 from flexmasks.spec import Mask, Score, get_mask
 from flexmasks.spec.arguments import MaskLike, ScoreLike, from_arguments
 from flexmasks.spec.bands import Band, band_of
@@ -358,7 +357,8 @@ def _run(
     k, v = (arranged(x, keys) for x in (k, v))
     call = call._replace(place=place)
     results = _attend(arranged(q, own), k, v, own, merged(keys), call, {**options, "return_lse": return_lse})
-    results = [rearranged(x, own) for x in joined(results, (q, k, v))]
+    results = joined(results, [q, k, v, *learned(call.mask, call.score, call.sinks)])
+    results = [rearranged(x, own) for x in results]
     if way == "heads":
         out, *lse = results
         results = [sequence_for_heads(out, last, lengths)]

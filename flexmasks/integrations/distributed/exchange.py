@@ -10,7 +10,7 @@ import contextlib
 import functools
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -92,29 +92,6 @@ def _host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 # --- tensors ---
-
-
-class _Joined(torch.autograd.Function):
-    """Values whose backward pass runs that of other tensors, too."""
-
-    @staticmethod
-    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.others = len(tensors) - count
-        return tuple(x.view_as(x) for x in tensors[:count])
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, *gradients, *[None] * ctx.others)
-
-
-def joined(results: list[Tensor], exchanged: Sequence[Tensor]) -> list[Tensor]:
-    """Return results whose backward pass exchanges the gradients of `exchanged`.
-
-    Other processes wait for it, also where the results do not depend on them because no key is visible.
-    """
-    if compat.is_compiling() or not torch.is_grad_enabled() or not any(x.requires_grad for x in exchanged):
-        return results
-    return list(_Joined.apply(len(results), *results, *exchanged))
 
 
 def rank_in(mesh: DeviceMesh, ndim: int | None = None) -> int:
