@@ -1,0 +1,128 @@
+"""What the processes of tests/test_huggingface_sharded.py run; each function runs in all processes of a group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from flexmasks.integrations import distributed, huggingface
+from flexmasks.integrations.distributed.balance import balance
+
+BATCH, LENGTH, WORDS = 2, 96, 99
+TEXT = {
+    "vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": None,
+}  # fmt: skip
+LAYERS = ["sliding_attention", "full_attention"]
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama": ("LlamaForCausalLM", TEXT),
+    "Mistral": ("MistralForCausalLM", TEXT | {"sliding_window": 12}),
+    "Gemma2": (
+        "Gemma2ForCausalLM",
+        TEXT | {"sliding_window": 12, "attn_logit_softcapping": 3.0, "query_pre_attn_scalar": 8, "layer_types": LAYERS},
+    ),
+    "GptOss": (
+        "GptOssForCausalLM",
+        TEXT | {"sliding_window": 12, "num_local_experts": 2, "num_experts_per_tok": 2, "layer_types": LAYERS},
+    ),
+    "Llama4": (
+        "Llama4ForCausalLM",
+        TEXT
+        | {"attention_chunk_size": 16, "num_local_experts": 2, "intermediate_size_mlp": 48, "moe_layers": []}
+        | {"layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0]},
+    ),
+    "GPT2": (
+        "GPT2LMHeadModel",
+        {"vocab_size": WORDS, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256, "pad_token_id": 0}
+        | {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": None},
+    ),
+    "Bert": ("BertForMaskedLM", TEXT | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}),
+    "ModernBert": (
+        "ModernBertForMaskedLM",
+        TEXT | {"local_attention": 12, "global_attn_every_n_layers": 2, "attention_dropout": 0.0},
+    ),
+}
+STARTS = ((0, 20, 55, 90), (0, 48))  # of the documents of packed rows; in both, one spans several parts
+
+
+def mesh_of() -> DeviceMesh:
+    """Return a mesh of all processes."""
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def order_of(name: str) -> distributed.Order:
+    """Return parts of equal lengths, of different lengths, or those that balance the work."""
+    if name == "natural":
+        return distributed.Order.natural(LENGTH, dist.get_world_size())
+    if name == "uneven":
+        return distributed.Order(LENGTH, (((0, 37),), ((37, LENGTH),)))
+    return balance("causal", LENGTH, mesh_of(), block_size=8)
+
+
+def model_of(name: str, **options: Any) -> nn.Module:
+    """Return a tiny model in training mode, the same in all processes."""
+    huggingface.register()
+    class_name, given = MODELS[name]
+    cls = getattr(transformers, class_name)
+    torch.manual_seed(0)
+    # A model in training draws no random numbers: all rates of dropout are 0.
+    model: nn.Module = cls._from_config(cls.config_class(**given, **options), attn_implementation="flexmasks")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    return model.train()
+
+
+def inputs_of(kind: str) -> dict[str, Tensor]:
+    """Return ids, positions and padding of whole rows: "rows", "packed", "left" or "right"."""
+    torch.manual_seed(1)
+    positions = torch.arange(LENGTH).repeat(BATCH, 1)
+    inputs = {"input_ids": torch.randint(3, WORDS, (BATCH, LENGTH))}
+    if kind == "packed":
+        for row, starts in zip(positions, STARTS, strict=True):
+            for start in starts:
+                row[start:] = torch.arange(LENGTH - start)
+    if kind in ("left", "right"):
+        lengths = torch.tensor([[LENGTH], [40]])
+        inputs["attention_mask"] = (positions < lengths if kind == "right" else positions >= LENGTH - lengths).long()
+        positions = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    return inputs | {"position_ids": positions}
+
+
+def run(model: nn.Module, inputs: dict[str, Tensor], weights: Tensor, **options: Any) -> tuple[Tensor, list[Tensor]]:
+    """Return the logits, and the gradients of all parameters."""
+    model.zero_grad()
+    logits = model(**inputs, **options).logits
+    real = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))[..., None]
+    (logits * weights * real).sum().backward()
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+    return (logits * real).detach(), grads
+
+
+def compare(name: str, kind: str, order_name: str = "natural", how: str = "auto", checkpointed: bool = False) -> float:
+    """Return the greatest error of a model over all processes against one process.
+
+    Gradients are divided by the greatest one of the model, if that is more than 1.
+    """
+    mesh, order, inputs = mesh_of(), order_of(order_name), inputs_of(kind)
+    model = model_of(name)
+    options = {} if "Bert" in name else {"use_cache": False}
+    weights = torch.randn(BATCH, LENGTH, WORDS) / LENGTH
+    expected, expected_grads = run(model, inputs, weights, **options)
+    if checkpointed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    parts = {key: distributed.shard(x, order, mesh) for key, x in inputs.items()}
+    with huggingface.sharded(mesh, None if order_name in ("natural", "uneven") else order, how):
+        logits, grads = run(model, parts, distributed.shard(weights, order, mesh), **options)
+    for grad in grads:
+        dist.all_reduce(grad)
+    scale = max(1.0, *(float(g.abs().max()) for g in expected_grads))
+    errors = [float((distributed.unshard(logits, order, mesh) - expected).abs().max())]
+    errors += [float((a - b).abs().max()) / scale for a, b in zip(grads, expected_grads, strict=True)]
+    return max(errors)
