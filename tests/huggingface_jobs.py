@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import transformers
+from accelerate import big_modeling
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.experimental import context_parallel
+from transformers import masking_utils
 
 from flexmasks.integrations import distributed, huggingface
+from flexmasks.integrations.distributed import shards
 from flexmasks.integrations.distributed.balance import balance
 
 BATCH, LENGTH, WORDS = 2, 96, 99
@@ -46,6 +52,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "ModernBert": (
         "ModernBertForMaskedLM",
         TEXT | {"local_attention": 12, "global_attn_every_n_layers": 2, "attention_dropout": 0.0},
+    ),
+    "T5": (
+        "T5ForConditionalGeneration",
+        {"vocab_size": WORDS, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+        | {"dropout_rate": 0.0, "pad_token_id": 0, "eos_token_id": None, "decoder_start_token_id": 0},
     ),
 }
 STARTS = ((0, 20, 55, 90), (0, 48))  # of the documents of packed rows; in both, one spans several parts
@@ -126,3 +137,103 @@ def compare(name: str, kind: str, order_name: str = "natural", how: str = "auto"
     errors = [float((distributed.unshard(logits, order, mesh) - expected).abs().max())]
     errors += [float((a - b).abs().max()) / scale for a, b in zip(grads, expected_grads, strict=True)]
     return max(errors)
+
+
+def own_parts(inputs: dict[str, Tensor], order: distributed.Order | None = None) -> dict[str, Tensor]:
+    """Return this process's parts of whole inputs."""
+    mesh = mesh_of()
+    return {key: distributed.shard(x, order or order_of("natural"), mesh) for key, x in inputs.items()}
+
+
+def gathers(name: str, kind: str) -> int:
+    """Return how often a step of a model of six layers gathers a tensor of the whole sequence."""
+    layers = {"layer_types": LAYERS * 3} if name == "Gemma2" else {}
+    model = model_of(name, num_hidden_layers=6, **layers)
+    made = []
+    unshard = shards.unshard
+    with mock.patch.object(shards, "unshard", lambda *given: made.append(given) or unshard(*given)):
+        with huggingface.sharded(mesh_of()):
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model(**own_parts(inputs_of(kind)), use_cache=False).logits.sum().backward()
+    return len(made)
+
+
+def without_masks(kind: str) -> float:
+    """Return the greatest error of layers that get no mask, as accelerate's context parallelism leaves them."""
+    mesh, order, inputs = mesh_of(), order_of("balanced"), inputs_of(kind)
+    model = model_of("Llama").eval()
+    with torch.no_grad():
+        expected = model(**inputs, use_cache=False).logits
+        big_modeling._attach_context_parallel_hooks(model)
+        with huggingface.sharded(mesh, order):
+            logits = model(**own_parts(inputs, order), use_cache=False).logits
+    return float((distributed.unshard(logits, order, mesh) - expected).abs().max())
+
+
+def torch_buffers() -> float:
+    """Return the greatest error of a model whose inputs torch's context_parallel cuts."""
+    mesh, inputs, length = mesh_of(), inputs_of("packed"), 512
+    inputs = {"input_ids": torch.randint(3, WORDS, (BATCH, length)), "position_ids": torch.arange(length) % 200}
+    inputs["position_ids"] = inputs["position_ids"].repeat(BATCH, 1)
+    order = balance("causal", length, mesh)
+    model = model_of("Mistral", max_position_embeddings=length).eval()
+    with torch.no_grad():
+        expected = model(**inputs, use_cache=False).logits
+        buffers = [x.clone() for x in inputs.values()]
+        with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1, 1]), huggingface.sharded(mesh, order):
+            logits = model(**dict(zip(inputs, buffers, strict=True)), use_cache=False).logits
+    return float((distributed.unshard(logits, order, mesh) - expected).abs().max())
+
+
+def other_ways(way: str) -> float:
+    """Return the greatest error of a model without gradients, by inference mode, torch.compile, or without checks."""
+    mesh, order, inputs = mesh_of(), order_of("balanced"), inputs_of("packed")
+    model = model_of("Gemma2").eval()
+    with torch.inference_mode() if way == "inference" else torch.no_grad():
+        expected = model(**inputs, use_cache=False).logits
+        call = torch.compile(model, backend="eager") if way == "compile" else model
+        with huggingface.sharded(mesh, order, check=way != "unchecked"):
+            parts = own_parts(inputs, order)
+            for _ in range(2):
+                logits = call(**parts, use_cache=False).logits
+                parts["position_ids"] = parts["position_ids"].clone() if dist.get_rank() else parts["position_ids"]
+    return float((distributed.unshard(logits, order, mesh) - expected).abs().max())
+
+
+def wrong(what: str) -> None:
+    """Make a call that cannot be."""
+    mesh, order, inputs = mesh_of(), order_of("natural"), inputs_of("left" if what == "padding" else "rows")
+    parts = own_parts(inputs)
+    name = "T5" if what == "bias" else "Bert" if what == "table" else "Llama"
+    model, options = model_of(name), {"use_cache": False}
+    if what == "positions" or what == "generate":
+        del parts["position_ids"]
+    if what == "whole padding":
+        parts["attention_mask"] = torch.ones(BATCH, LENGTH)
+    if what == "padding" and dist.get_rank() == 1:
+        del parts["attention_mask"]
+    if what == "mask":
+        parts["attention_mask"] = torch.ones(BATCH, 1, LENGTH // 2, LENGTH // 2, dtype=torch.bool)
+    if what == "one mask" and dist.get_rank() == 1:
+        parts["attention_mask"] = torch.ones(BATCH, 1, LENGTH // 2, LENGTH // 2, dtype=torch.bool)
+    if what == "order":
+        order = distributed.Order(LENGTH, (((0, 40),), ((40, LENGTH),)))
+    if what == "table":
+        parts, options = {"input_ids": parts["input_ids"]}, {}
+    if what == "bias":
+        parts, options = {"input_ids": parts["input_ids"], "decoder_input_ids": parts["input_ids"]}, {}
+    with huggingface.sharded(mesh, order):
+        if what == "table":
+            table = torch.rand(LENGTH, LENGTH) < 0.5
+            make = masking_utils.create_bidirectional_mask
+            own = functools.partial(make, and_mask_function=lambda b, h, q, kv: table[q, kv])
+            with mock.patch("transformers.models.bert.modeling_bert.create_bidirectional_mask", own):
+                model(**parts)
+        elif what == "masks":
+            huggingface.masks(model, **parts, **options)
+        elif what == "generate":
+            model.generate(**parts, max_new_tokens=3)
+        elif what == "packed":
+            model(**parts, cu_seq_lens_q=torch.tensor([0, 5]), cu_seq_lens_k=torch.tensor([0, 5]), **options)
+        else:
+            model(**parts, **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -52,3 +53,54 @@ def two() -> Iterator[Processes]:
 )
 def test_a_model_equals_that_of_one_process(two: Processes, name: str, kind: str, order: str) -> None:
     assert max(two.run(jobs.compare, name, kind, order)) < TOLERANCE
+
+
+@pytest.mark.parametrize("how", ["heads", "gather", "seen"])
+def test_each_way_with_gradient_checkpointing(two: Processes, how: str) -> None:
+    assert max(two.run(jobs.compare, "Gemma2", "packed", "balanced", how, True)) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "count"), [("Llama", "packed", 1), ("Llama", "left", 1), ("Gemma2", "packed", 1)]
+)
+def test_a_step_gathers_once(two: Processes, name: str, kind: str, count: int) -> None:
+    assert two.run(jobs.gathers, name, kind) == [count, count]
+
+
+@pytest.mark.parametrize("kind", ["rows", "packed"])
+def test_layers_without_masks(two: Processes, kind: str) -> None:
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    assert max(two.run(jobs.without_masks, kind)) < TOLERANCE
+
+
+def test_inputs_cut_by_torch(two: Processes) -> None:
+    assert max(two.run(jobs.torch_buffers)) < TOLERANCE
+
+
+@pytest.mark.parametrize("way", ["inference", "compile", "unchecked"])
+def test_other_ways_to_run_a_model(two: Processes, way: str) -> None:
+    assert max(two.run(jobs.other_ways, way)) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("positions", "position_ids of each process count from 0"),
+        ("generate", ""),
+        ("whole padding", "must be this process's part"),
+        ("padding", "another `attention_mask or position_ids`"),
+        ("mask", "got a mask between the tokens of its own part"),
+        ("one mask", "got a mask between the tokens of its own part|rank 1 of the mesh has raised an error"),
+        ("order", "has 40 tokens, but the model got 48|has 56 tokens, but the model got 48"),
+        ("table", "has tensors that each process knows only for its own part"),
+        ("bias", "adds a bias between the tokens of its own part"),
+        ("masks", "call it outside of `sharded`"),
+        ("packed", "leave out cu_seq_lens_q"),
+    ],
+)
+def test_errors_on_every_process(two: Processes, what: str, message: str) -> None:
+    for _, error in two.try_run(jobs.wrong, what):
+        last = error.strip().splitlines()[-1]
+        assert "ValueError" in last
+        assert re.search(message, last), last
+    assert max(two.run(jobs.compare, "Llama", "rows")) < TOLERANCE  # the processes are as before
