@@ -83,7 +83,7 @@ def model_of(name: str, **options: Any) -> nn.Module:
     cls = getattr(transformers, class_name)
     torch.manual_seed(0)
     # A model in training draws no random numbers: all rates of dropout are 0.
-    model: nn.Module = cls._from_config(cls.config_class(**given, **options), attn_implementation="flexmasks")
+    model: nn.Module = cls._from_config(cls.config_class(**given | options), attn_implementation="flexmasks")
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.05)

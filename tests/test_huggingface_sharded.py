@@ -20,7 +20,7 @@ TOLERANCE = 1e-5
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[Processes]:
-    processes = Processes(2)
+    processes = Processes(2, timeout=15)
     yield processes
     processes.close()
 

@@ -171,8 +171,9 @@ class Sharding:
         if order is not None and length != order.sizes[rank_in(self.mesh)]:
             tokens = order.sizes[rank_in(self.mesh)]
             problem = problem or f"by `order` this process has {tokens} tokens, but the model got {length}."
-        is_new = self._whole is None or part is not self._part or part is None or identity(part) != self._identity
-        is_new = is_new or self._identity is None
+        # Without checks a process cannot know whether others have kept their parts, too.
+        is_kept = self.check and part is not None and part is self._part and self._identity is not None
+        is_new = not (is_kept and identity(cast(Tensor, part)) == self._identity)
         lengths = [length] * self.mesh.size()
         if self.check:
             counts_from_0 = is_new and not problem and _counts_from_0(position_ids, length)
