@@ -9,7 +9,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import transformers
-from accelerate import big_modeling
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
@@ -151,37 +150,37 @@ def gathers(name: str, kind: str) -> int:
     model = model_of(name, num_hidden_layers=6, **layers)
     made = []
     unshard = shards.unshard
-    with mock.patch.object(shards, "unshard", lambda *given: made.append(given) or unshard(*given)):
-        with huggingface.sharded(mesh_of()):
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-            model(**own_parts(inputs_of(kind)), use_cache=False).logits.sum().backward()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    counted = mock.patch.object(shards, "unshard", lambda *given: made.append(given) or unshard(*given))
+    with counted, huggingface.sharded(mesh_of()):
+        model(**own_parts(inputs_of(kind)), use_cache=False).logits.sum().backward()
     return len(made)
 
 
 def without_masks(kind: str) -> float:
     """Return the greatest error of layers that get no mask, as accelerate's context parallelism leaves them."""
+    from accelerate import big_modeling
+
     mesh, order, inputs = mesh_of(), order_of("balanced"), inputs_of(kind)
     model = model_of("Llama").eval()
-    with torch.no_grad():
-        expected = model(**inputs, use_cache=False).logits
-        big_modeling._attach_context_parallel_hooks(model)
-        with huggingface.sharded(mesh, order):
-            logits = model(**own_parts(inputs, order), use_cache=False).logits
+    expected = model(**inputs, use_cache=False).logits
+    big_modeling._attach_context_parallel_hooks(model)
+    with huggingface.sharded(mesh, order):
+        logits = model(**own_parts(inputs, order), use_cache=False).logits
     return float((distributed.unshard(logits, order, mesh) - expected).abs().max())
 
 
 def torch_buffers() -> float:
     """Return the greatest error of a model whose inputs torch's context_parallel cuts."""
-    mesh, inputs, length = mesh_of(), inputs_of("packed"), 512
+    mesh, length = mesh_of(), 512
     inputs = {"input_ids": torch.randint(3, WORDS, (BATCH, length)), "position_ids": torch.arange(length) % 200}
     inputs["position_ids"] = inputs["position_ids"].repeat(BATCH, 1)
     order = balance("causal", length, mesh)
     model = model_of("Mistral", max_position_embeddings=length).eval()
-    with torch.no_grad():
-        expected = model(**inputs, use_cache=False).logits
-        buffers = [x.clone() for x in inputs.values()]
-        with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1, 1]), huggingface.sharded(mesh, order):
-            logits = model(**dict(zip(inputs, buffers, strict=True)), use_cache=False).logits
+    expected = model(**inputs, use_cache=False).logits
+    buffers = [x.clone() for x in inputs.values()]
+    with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1, 1]), huggingface.sharded(mesh, order):
+        logits = model(**dict(zip(inputs, buffers, strict=True)), use_cache=False).logits
     return float((distributed.unshard(logits, order, mesh) - expected).abs().max())
 
 
@@ -189,7 +188,7 @@ def other_ways(way: str) -> float:
     """Return the greatest error of a model without gradients, by inference mode, torch.compile, or without checks."""
     mesh, order, inputs = mesh_of(), order_of("balanced"), inputs_of("packed")
     model = model_of("Gemma2").eval()
-    with torch.inference_mode() if way == "inference" else torch.no_grad():
+    with torch.inference_mode(way == "inference"):
         expected = model(**inputs, use_cache=False).logits
         call = torch.compile(model, backend="eager") if way == "compile" else model
         with huggingface.sharded(mesh, order, check=way != "unchecked"):
@@ -206,7 +205,7 @@ def wrong(what: str) -> None:
     parts = own_parts(inputs)
     name = "T5" if what == "bias" else "Bert" if what == "table" else "Llama"
     model, options = model_of(name), {"use_cache": False}
-    if what == "positions" or what == "generate":
+    if what in ("positions", "generate"):
         del parts["position_ids"]
     if what == "whole padding":
         parts["attention_mask"] = torch.ones(BATCH, LENGTH)
@@ -232,7 +231,10 @@ def wrong(what: str) -> None:
         elif what == "masks":
             huggingface.masks(model, **parts, **options)
         elif what == "generate":
-            model.generate(**parts, max_new_tokens=3)
+            model.eval().generate(**parts, max_new_tokens=3)
+        elif what == "cache":
+            cache = model(**parts).past_key_values
+            model(**parts, past_key_values=cache)
         elif what == "packed":
             model(**parts, cu_seq_lens_q=torch.tensor([0, 5]), cu_seq_lens_k=torch.tensor([0, 5]), **options)
         else:

@@ -94,7 +94,7 @@ def attend(
     if sharding is not None:
         given = (attention_mask, is_causal, sliding_window, position_bias, cu_seq_lens_q, position_ids)
         mask, whole = _of_whole(sharding, module, query, key, *given)
-        out = sharding.attention(query, key, value, whole.order, mask=mask, score=scores or None, **options)
+        out: Tensor = sharding.attention(query, key, value, whole.order, mask=mask, score=scores or None, **options)
         return out.transpose(1, 2).contiguous(), None
     mask, q_offset, bias = _of_mask(attention_mask, query, key) if attention_mask is not None else (None, 0, None)
     if isinstance(mask, compat.BlockMask):

@@ -147,6 +147,7 @@ class Sharding:
         position_ids, self.position_ids = self.position_ids, None
         return position_ids
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attention(self, query: Tensor, key: Tensor, value: Tensor, order: Order, **arguments: Any) -> Tensor:
         """Return the output of this process's queries."""
         from flexmasks.integrations.distributed import attention
