@@ -188,8 +188,8 @@ def other_ways(way: str) -> float:
     """Return the greatest error of a model without gradients, by inference mode, torch.compile, or without checks."""
     mesh, order, inputs = mesh_of(), order_of("balanced"), inputs_of("packed")
     model = model_of("Gemma2").eval()
+    expected = model(**inputs, use_cache=False).logits.detach()
     with torch.inference_mode(way == "inference"):
-        expected = model(**inputs, use_cache=False).logits
         call = torch.compile(model, backend="eager") if way == "compile" else model
         with huggingface.sharded(mesh, order, check=way != "unchecked"):
             parts = own_parts(inputs, order)

@@ -268,7 +268,7 @@ def _is_of_tokens(position_ids: Tensor | None, length: int) -> bool:
 
 
 def _several_documents(position_ids: Tensor) -> Tensor | None:
-    """Return the number of each token's document, or None if each row is known to be one document."""
+    """Return the number of each token's document, or None without packed rows."""
     documents = _derived(_documents, position_ids)
     if may_keep(documents.device) and not bool(_derived(_has_several, documents)):
         return None

@@ -95,7 +95,7 @@ class LateMask(compat.BlockMask):
 
 
 class ShardedMask(LateMask):
-    """A mask of a process's part of a sequence, which the first attention call makes one of the whole sequence.
+    """A mask that the first attention call makes one of the whole sequence.
 
     The sizes, and the tensors of `parts`, are those of the part.
 
@@ -223,7 +223,7 @@ def _of_part(
     use_vmap: bool,
     device: torch.device,
 ) -> ShardedMask:
-    """Return the mask of a step in which this process has a part of the sequence."""
+    """Return the mask of a step in which processes share a sequence."""
     batch, _, length, kv_length = sizes
     call = "flexmasks.integrations.huggingface.sharded"
     if any(isinstance(x, Tensor) or x for x in offsets):

@@ -27,14 +27,15 @@ def active() -> Sharding | None:
 
 @contextlib.contextmanager
 def sharded(mesh: DeviceMesh, order: Order | None = None, how: str = "auto", *, check: bool = True) -> Iterator[None]:
-    """Run models by "flexmasks" whose sequence the processes of a mesh hold together.
+    """Run models by "flexmasks" whose sequence several processes hold together.
 
     Each process calls the model with its part of `input_ids`, `position_ids` and `labels`, and of a two-dimensional
     `attention_mask` if there is padding; `distributed.shard` makes the parts of the whole tensors. Inside, each layer
     attends to the whole sequence by `distributed.attention`, with its own mask: causal, windows, chunks, bidirectional,
-    packed rows, padding on the left or right; with sinks, soft-caps and scales. Processes gather the ids and the
-    padding once for each mask of a step, not in each layer. Both the forward and the backward pass belong inside, for
-    gradient checkpointing runs layers a second time. All processes run the same model.
+    packed rows, padding on the left or right; with sinks, soft-caps and scales. In packed rows chunks are counted from
+    the start of each document. Processes gather the ids or the padding at most once for each mask of a step, not in
+    each layer. Both the forward and the backward pass belong inside, for gradient checkpointing runs layers a second
+    time. All processes run the same model.
 
     `position_ids` are those of the whole sequence, because a model would count those of each part from 0. As in one
     process, they also say where documents of packed rows start, if there is no `attention_mask`, and with
@@ -156,7 +157,9 @@ class Sharding:
         return cast(Tensor, attention(query, key, value, **how, **arguments))
 
     def whole(self, name: str, part: Tensor | None, position_ids: Tensor | None, length: int, problem: str) -> Whole:
-        """Return the whole of a tensor [B or 1, tokens], which is on all processes, or on none.
+        """Return the whole of a tensor [B or 1, tokens], and the parts of the processes.
+
+        All processes have a part of the tensor, or none has.
 
         All processes make the call equally often.
 
