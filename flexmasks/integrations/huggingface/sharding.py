@@ -157,7 +157,7 @@ class Sharding:
         return cast(Tensor, attention(query, key, value, **how, **arguments))
 
     def whole(self, name: str, part: Tensor | None, position_ids: Tensor | None, length: int, problem: str) -> Whole:
-        """Return the whole of a tensor [B or 1, tokens], and the parts of the processes.
+        """Return a whole tensor [B or 1, tokens], and the parts of the processes.
 
         All processes have a part of the tensor, or none has.
 
