@@ -37,8 +37,9 @@ _BENCHMARKS = {
     "data": "masks as functions and as data, in the same kernels",
     "serve": "decoding with new lengths at every step, against torch",
     "models": "Hugging Face models of real shapes in training and generation",
+    "ranks": "a sequence over several GPUs, against one and against torch",
 }
-_BY_STEPS = ("steps", "data", "serve", "models")  # benchmarks that take --only and --quick
+_BY_STEPS = ("steps", "data", "serve", "models", "ranks")  # benchmarks that take --only and --quick
 _HINT = "`python -m flexmasks show NAME` draws one; `list --long` says more of each."
 _LONG_LIST = 160  # characters of `list --long` where there is no terminal
 
@@ -278,13 +279,15 @@ def _bench(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> di
     if arguments.what in _BY_STEPS:
         from flexmasks.bench.data import DATA_FORMS
         from flexmasks.bench.models import MODELS
+        from flexmasks.bench.ranks import RANKS
         from flexmasks.bench.results import run_benchmark
         from flexmasks.bench.serve import SERVE
         from flexmasks.bench.steps import STEPS
 
         if arguments.masks or arguments.scores or arguments.all or arguments.lengths:
             parser.error(f"bench {arguments.what} takes no --masks, --scores, --all and --lengths")
-        benchmark = {"steps": STEPS, "data": DATA_FORMS, "serve": SERVE, "models": MODELS}[arguments.what]
+        benchmarks = (STEPS, DATA_FORMS, SERVE, MODELS, RANKS)
+        benchmark = next(b for b in benchmarks if b.name == arguments.what)
         return run_benchmark(benchmark, arguments.only, quick=arguments.quick, resume=arguments.resume, **where)
     if arguments.what == "softmax":
         from flexmasks.bench.softmax import softmax
@@ -385,7 +388,7 @@ def _plan(arguments: argparse.Namespace, given: dict[str, Any]) -> None:
 
 
 def _with_example(defined: Definition, given: dict[str, Any], length: int) -> dict[str, Any]:
-    """Return the given parameters if they are complete, else those of an example, changed by them."""
+    """Return the given parameters; if some are missing, an example's with the given ones."""
     if (given and _is_complete(defined, given)) or not defined.example:
         return given
     return {**defined.example(length), **given}

@@ -95,7 +95,7 @@ def _run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Ten
         return run_eagerly(q, k, v, request)
     from flexmasks import inside_compile  # loads torch's compilers
 
-    with _under_autocast(q, k, v) as (q, k, v):
+    with under_autocast(q, k, v) as (q, k, v):
         if not any_nested(q, k, v):
             return inside_compile.run(q, k, v, request)
         out, lse = inside_compile.run(*_laid_end_to_end(q, k, v, request))
@@ -369,7 +369,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Explanation:
     """Explain how a call of `attention` would run."""
     if request.sink_logits is not None:
         request = request._replace(sink_logits=None, return_lse=True)
-    with _under_autocast(q, k, v) as (q, k, v):
+    with under_autocast(q, k, v) as (q, k, v):
         if any_nested(q, k, v):
             q, k, v, request = _laid_end_to_end(q, k, v, request)
         if computes_nothing(q, k, v):
@@ -560,7 +560,7 @@ def _run_first_time(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[
 
     Returns the result, and the plans if the replay may be cached.
     """
-    with _under_autocast(q, k, v) as (q, k, v):
+    with under_autocast(q, k, v) as (q, k, v):
         if not any_nested(q, k, v):
             return _run_dense(q, k, v, request)
         result, _ = _run_dense(*_laid_end_to_end(q, k, v, request))
@@ -675,7 +675,7 @@ def with_sinks(out: Tensor, lse: Tensor, sink_logits: Tensor, return_lse: bool) 
 
 
 @contextlib.contextmanager
-def _under_autocast(q: Any, k: Any, v: Any) -> Iterator[tuple[Any, Any, Any]]:
+def under_autocast(q: Any, k: Any, v: Any) -> Iterator[tuple[Any, Any, Any]]:
     """Yield the tensors as torch.autocast casts them, and cast nothing else inside."""
     device = q.device.type if isinstance(q, Tensor) else "cpu"
     if not autocasts(device):

@@ -467,3 +467,33 @@ def group_timeout(group: Any) -> Any:
         with contextlib.suppress(RuntimeError, AttributeError):
             return group._get_backend(torch.device(device)).options._timeout
     return None
+
+
+# `_ContextParallel`, `_create_cp_block_mask` and `_HeadTailLoadBalancer`: torch's own flex_attention over a sequence of
+# several processes, which the benchmark "ranks" runs against. No public equivalent; without them the benchmark leaves
+# it out.
+def flex_over_processes(
+    mask_mod: Callable[..., Tensor], length: int, mesh: Any, device: torch.device, is_balanced: bool
+) -> Callable[..., Tensor]:
+    """Return torch's flex_attention over the processes of a mesh, as a function.
+
+    is_balanced: whether each process holds a piece of the first half of the sequence, and one of the second half.
+    """
+    from torch.distributed.tensor.experimental._context_parallel import _attention as experimental
+    from torch.distributed.tensor.experimental._context_parallel import _load_balancer as balancers
+    from torch.distributed.tensor.parallel import parallelize_module
+    from torch.nn.attention.flex_attention import flex_attention
+
+    class Flex(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.run = torch.compile(flex_attention)
+
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, block_mask: Any) -> Tensor:
+            return self.run(q, k, v, block_mask=block_mask)
+
+    style = experimental._ContextParallel
+    module = parallelize_module(Flex(), mesh, style(seq_dim=2, attention_type=style.AttentionType.FLEX))
+    balancer = balancers._HeadTailLoadBalancer(length, mesh.size(), device) if is_balanced else None
+    block_mask = experimental._create_cp_block_mask(mask_mod, 1, 1, length, length, mesh, load_balancer=balancer)
+    return lambda q, k, v: cast(Tensor, module(q, k, v, block_mask))

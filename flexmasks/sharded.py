@@ -1,4 +1,4 @@
-"""Calls whose tensors are DTensors that hold some of the batch elements, or some of the heads.
+"""Calls whose tensors are DTensors, sharded over batch elements or heads.
 
 Each process computes its own part: no process needs anything of another one.
 """
@@ -39,7 +39,7 @@ class Place(NamedTuple):
 
 
 def run(q: DTensor, k: DTensor, v: DTensor, request: Request) -> tuple[Tensor, Tensor | None]:
-    """Return the output and lse (or None) of a call of `attention` as DTensors that are sharded as q is."""
+    """Return the output and lse (or None) of a call, sharded as q is."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if isinstance(x, DTensor) and any(p.is_shard(2) for p in x.placements):
             fail(
@@ -134,7 +134,7 @@ def sinks_of(sinks: Tensor | None, place: Place, heads: int) -> Tensor | None:
 
 
 def as_sharded(x: Tensor, q: DTensor, shape: tuple[int, ...] | torch.Size) -> DTensor:
-    """Return a process's part of an output as a DTensor that is sharded as q is."""
+    """Return a process's part of an output as a DTensor, sharded as q is."""
     strides = [1]
     for size in reversed(shape[1:]):
         strides.insert(0, strides[0] * size)

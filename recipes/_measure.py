@@ -31,23 +31,23 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 4e-3, torc
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def start(text: str | None) -> Path | None:
+def start(text: str | None, device: torch.device = DEVICE) -> Path | None:
     """Print what a recipe shows, and return the file of `--json FILE` or None."""
     text = text or ""
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the table's figures to a file")
     file: Path | None = parser.parse_known_args()[0].json  # a notebook's kernel has arguments of its own
-    about = machine(DEVICE)
+    about = machine(device)
     print(f"{text.strip()}\n\nThis run: {about['device']}, torch {about['torch']}.\n")
     torch.manual_seed(0)
     return file
 
 
-def finish(rows: list[Row], file: Path | None, note: str = "") -> None:
+def finish(rows: list[Row], file: Path | None, note: str = "", device: torch.device = DEVICE) -> None:
     """Print the rows as a table, and write them to the file if one is given."""
     print(f"\n{tabulate(rows, headers='keys', floatfmt='.4g', missingval='')}\n{note}".rstrip())
     if file is not None:
-        file.write_text(json.dumps({"machine": machine(DEVICE), "rows": rows}, indent=1) + "\n")
+        file.write_text(json.dumps({"machine": machine(device), "rows": rows}, indent=1) + "\n")
 
 
 def check(what: str, got: Tensor, want: Tensor, tolerance: float | None = None) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import flexmasks
 from flexmasks.integrations import distributed
@@ -178,55 +178,95 @@ def learned() -> dict[str, float]:
 def dtensors() -> dict[str, float]:
     """Return errors of calls whose tensors are DTensors."""
     torch.manual_seed(0)
+    given = [*(torch.randn(2, 4, 101, 8, dtype=torch.float64) for _ in range(3)), *torch.rand(2, 4).double()]
+    weights = torch.randn(2, 4, 101, 8, dtype=torch.float64)
+    mask = flexmasks.get_mask("document", document_ids=torch.arange(101) // 30) & flexmasks.get_mask("causal")
+
+    def run(attention: Callable[..., Any], place: Callable[[Tensor], Tensor], **how: Any) -> list[Tensor]:
+        """Return output, lse and all gradients as whole tensors."""
+        q, k, v, slopes, sinks = leaves = [place(x.clone()).requires_grad_() for x in given]
+        call = {"mask": mask, "score": "alibi", "slopes": slopes, "sink_logits": sinks, "backend": "reference"}
+        out, lse = attention(q, k, v, return_lse=True, **call, **how)
+        out.backward(place(weights))
+        return [x.full_tensor() if isinstance(x, DTensor) else x for x in (out, lse, *(x.grad for x in leaves))]
+
+    wanted = run(flexmasks.attention, lambda x: x)
+
+    def error(attention: Callable[..., Any], mesh: DeviceMesh, placements: Sequence[Any], **how: Any) -> float:
+        def place(x: Tensor) -> DTensor:  # slopes and sinks are the same everywhere
+            return distribute_tensor(x, mesh, placements if x.ndim == 4 else [Replicate()] * mesh.ndim)
+
+        got = run(attention, place, **how)
+        return max(float((a - b).abs().max()) for a, b in zip(got, wanted, strict=True))
+
     mesh = mesh_of()
-    q, k, v = (torch.randn(2, 4, 101, 8, dtype=torch.float64) for _ in range(3))
-    slopes = torch.rand(4, dtype=torch.float64)
-    sinks = torch.randn(4, dtype=torch.float64)
-    weights = torch.randn_like(q)
-    ids = torch.arange(101) // 30
-
-    def run(attention: Callable[..., Any], place: Callable[..., Any], **how: Any) -> list[Any]:
-        leaves = [
-            place(x.clone(), kind).requires_grad_() for x, kind in ((q, 1), (k, 1), (v, 1), (slopes, 0), (sinks, 0))
-        ]
-        mask = flexmasks.get_mask("document", document_ids=ids) & flexmasks.get_mask("causal")
-        call = {"mask": mask, "score": "alibi", "slopes": leaves[3], "sink_logits": leaves[4], "return_lse": True}
-        out, lse = attention(*leaves[:3], **call, backend="reference", **how)
-        whole = [x.full_tensor() if isinstance(x, DTensor) else x for x in (out, lse)]
-        out.backward(place(weights.clone(), 1))
-        gradients = [x.grad.full_tensor() if isinstance(x.grad, DTensor) else x.grad for x in leaves]
-        return [*whole, *gradients]
-
-    wanted = run(flexmasks.attention, lambda x, kind: x)
-    errors = {}
-    for placement, attention in ((Shard(0), flexmasks.attention), (Shard(1), flexmasks.attention),
-                                 (Replicate(), flexmasks.attention), (Shard(2), distributed.attention),
-                                 (Shard(1), distributed.attention)):  # fmt: skip
-        for how in (
-            ({},) if attention is flexmasks.attention or placement.is_shard(1) else tuple({"how": w} for w in WAYS)
-        ):
-
-            def place(x: Tensor, kind: int, placement: Any = placement) -> DTensor:
-                return distribute(x, mesh, [placement if kind else Replicate()])
-
-            got = run(attention, place, **how)
-            errors[f"{placement} {how}"] = max(float((a - b).abs().max()) for a, b in zip(got, wanted, strict=True))
+    errors = {f"{p}": error(flexmasks.attention, mesh, [p]) for p in (Shard(0), Shard(1), Replicate())}
+    errors["over heads"] = error(distributed.attention, mesh, [Shard(1)])
+    errors |= {how: error(distributed.attention, mesh, [Shard(2)], how=how) for how in WAYS}
     if dist.get_world_size() == 4:
-        square = mesh_of(2)
-        for placements in ([Shard(2), Shard(1)], [Shard(0), Shard(2)], [Shard(2), Shard(2)], [Shard(1), Shard(2)]):
-            got = run(
-                distributed.attention,
-                lambda x, kind, p=placements: distribute(x, square, p if kind else [Replicate()] * 2),
-            )
-            errors[f"{placements}"] = max(float((a - b).abs().max()) for a, b in zip(got, wanted, strict=True))
+        for p in ([Shard(2), Shard(1)], [Shard(0), Shard(2)], [Shard(2), Shard(2)], [Shard(1), Shard(2)]):
+            errors[f"{p}"] = error(distributed.attention, mesh_of(2), p)
     return errors
 
 
-def distribute(x: Tensor, mesh: DeviceMesh, placements: Sequence[Any]) -> DTensor:
-    """Return a DTensor of a tensor that all processes hold whole."""
-    from torch.distributed.tensor import distribute_tensor
+def under_autocast() -> list[str]:
+    """Return the dtypes of outputs, and how they compare with one process's."""
+    torch.manual_seed(0)
+    order = distributed.Order.natural(64, dist.get_world_size())
+    q, k, v = torch.randn(3, 1, 4, 64, 8).unbind()
+    found = []
+    for how in ("heads", "gather", "seen"):
+        with torch.autocast("cpu", torch.bfloat16):
+            whole = flexmasks.attention(q, k, v, mask="causal")
+            parts = (x[:, :, own_tokens(order)] for x in (q, k, v))
+            out = distributed.attention(*parts, mesh=mesh_of(), mask="causal", how=how)
+        error = float((out - whole[:, :, own_tokens(order)]).abs().max())
+        found.append(f"{out.dtype} {error <= 2e-2}")
+    return found
 
-    return distribute_tensor(x, mesh, placements)
+
+def on_gpus() -> dict[str, float]:
+    """Return relative errors in bfloat16 on GPUs against float32 of one process, for output and gradients."""
+    count, device = dist.get_world_size(), torch.device("cuda", dist.get_rank())
+    mesh = init_device_mesh("cuda", (count,))
+    generator = random.Random(3)
+    errors = {}
+    ids = (torch.arange(1000) // 300).to(device)
+    masks = {
+        "causal": flexmasks.get_mask("causal"),
+        "window": flexmasks.get_mask("sliding_window", window=100),
+        "documents": flexmasks.get_mask("causal") & flexmasks.get_mask("document", document_ids=ids),
+        "own": flexmasks.get_mask(lambda b, h, q, kv: (q >= kv) & ((kv + h) % 7 != 0)),
+    }
+    for name, mask in masks.items():
+        torch.manual_seed(0)
+        q, k, v, upstream = torch.randn(4, 2, 4, 1000, 64, device=device)
+        leaves = [x.clone().requires_grad_() for x in (q, k[:, :2], v[:, :2])]
+        whole = flexmasks.attention(*leaves, mask=mask, score="alibi", backend="reference")
+        wanted = [whole, *torch.autograd.grad(whole, leaves, upstream)]
+        for order in orders(generator, 1000):
+            for how in WAYS:
+                tokens = own_tokens(order).to(device)
+                parts = [x.detach()[:, :, tokens].bfloat16().requires_grad_() for x in leaves]
+                out = distributed.attention(*parts, mesh=mesh, mask=mask, score="alibi", how=how, order=order)
+                got = [out, *torch.autograd.grad(out, parts, upstream[:, :, tokens].bfloat16())]
+                pairs = [(a.float(), b[:, :, tokens]) for a, b in zip(got, wanted, strict=True)]
+                errors[f"{name} {how} {order.parts}"] = max(
+                    (float((a - b).norm() / b.norm()) for a, b in pairs if b.numel()), default=0.0
+                )
+    return errors
+
+
+def sharded_over_the_sequence() -> None:
+    """Hand a DTensor over the sequence to the call of one process."""
+    x = distribute_tensor(torch.randn(1, 2, 16, 8), mesh_of(), [Shard(2)])
+    flexmasks.attention(x, x, x, mask="causal")
+
+
+def sharded_differently() -> None:
+    """Hand over queries and keys that are sharded differently."""
+    q, k = (distribute_tensor(torch.randn(2, 2, 16, 8), mesh_of(), [Shard(dim)]) for dim in (0, 1))
+    flexmasks.attention(q, k, k, mask="causal")
 
 
 class Layer(nn.Module):

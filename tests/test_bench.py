@@ -26,6 +26,7 @@ from flexmasks.bench import blocks as bench_blocks
 from flexmasks.bench import data as bench_data
 from flexmasks.bench import loops, steps_tables
 from flexmasks.bench import models as bench_models
+from flexmasks.bench import ranks as bench_ranks
 from flexmasks.bench import results as bench_results
 from flexmasks.bench import serve as bench_serve
 from flexmasks.bench import steps as bench_steps
@@ -221,6 +222,23 @@ def test_figures_of_hugging_face_models(
     page = bench_models.markdown(results)
     assert len(re.findall(r"\| flexmasks +\|", page)) == 3
     assert "tokens/s" in page
+
+
+def test_figures_of_several_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The output of several processes is that of one."""
+    file = tmp_path / "ranks.json"
+    assert (
+        main(["bench", "ranks", "--device", "cpu", "--quick", "--json", str(file), "--only", "window", "prefix"]) == 0
+    )
+    capsys.readouterr()
+    results = json.loads(file.read_text())
+    assert [(r["who"], r["ranks"]) for r in results["rows"][:3]] == [
+        ("flexmasks", 2), ("flexmasks, gathered, balanced", 2), ("flexmasks on one", 1)
+    ]  # fmt: skip
+    assert len(results["rows"]) == 6
+    assert all(r["difference"] < 1e-5 for r in results["rows"][::3])
+    assert all(r["ms"] > 0 and r["steps"] >= 3 for r in results["rows"])
+    assert bench_ranks.markdown(results).count("| flexmasks on one ") == 2
 
 
 def test_all_is_every_registered_mask_and_score(steps: list[str]) -> None:

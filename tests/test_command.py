@@ -111,11 +111,12 @@ def test_explain_breaks_lines_at_words(name: str, columns: int, monkeypatch: pyt
 
 
 HELP = {
-    "": ["demo", "list", "show", "gallery", "bench", "COMMAND --help"],
+    "": ["demo", "list", "show", "gallery", "plan", "bench", "COMMAND --help"],
     "demo": ["Compute attention on this machine"],
     "list": ["List the names and meanings", "--long", "--markdown", "--import"],
     "show": ["show NAME [options] [--PARAMETER VALUE ...]", "--save FILE", "--seq-lens [300,100]"],
     "gallery": ["Write a page", "OUT"],
+    "plan": ["Estimate on paper", "--ranks N", "[--PARAMETER VALUE ...]", "--window 4096", "--balance", "--json FILE"],
     "bench": ["bench WHAT [options]", "what can be measured:", "blocks", "softmax", "attention", "steps", "data"],
 }
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import flexmasks
@@ -14,7 +15,8 @@ if not dist.is_available() or not dist.is_gloo_available():
     pytest.skip("torch was built without gloo", allow_module_level=True)
 
 import distributed_jobs as jobs
-from processes import Processes
+
+from flexmasks.bench.processes import Processes
 
 MASKS = [e.name for e in flexmasks.list_masks()]
 SCORES = [e.name for e in flexmasks.list_scores()]
@@ -66,9 +68,13 @@ def test_parts_put_together_are_the_whole(two: Processes) -> None:
     assert two.run(jobs.shards) == [True, True]
 
 
-@pytest.mark.parametrize("how", ["heads", "gather"])
+@pytest.mark.parametrize("how", ["heads", "gather", "auto"])
 def test_a_compiled_layer(two: Processes, how: str) -> None:
     assert max(two.run(jobs.compiled, how, False)) < 1e-4
+
+
+def test_autocast(two: Processes) -> None:
+    assert two.run(jobs.under_autocast) == [["torch.bfloat16 True"] * 3] * 2
 
 
 def test_activation_checkpointing(two: Processes) -> None:
@@ -102,6 +108,14 @@ def test_many_random_masks(two: Processes, four: Processes) -> None:
     check(four.run(jobs.composed, 12, 150))
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus() -> None:
+    processes = Processes(2, "cuda", timeout=120)
+    check(processes.run(jobs.on_gpus), 2e-2)
+    processes.close()
+
+
 # --- what goes wrong ---
 
 
@@ -122,6 +136,14 @@ def test_calls_that_differ_fail_everywhere(two: Processes, what: str, message: s
     assert message in results[0][1]
     assert ("needs `window`" if what == "error" else message.replace("rank 1", "rank 0")) in results[1][1]
     assert two.run(jobs.shards) == [True, True]  # the processes are as before
+
+
+def test_dtensors_that_one_process_cannot_take(two: Processes) -> None:
+    for job, message in (
+        (jobs.sharded_over_the_sequence, "use flexmasks.integrations.distributed.attention"),
+        (jobs.sharded_differently, "q, k and v must be sharded alike"),
+    ):
+        assert all(message in error for _, error in two.try_run(job))
 
 
 def test_a_process_that_fails_stops_the_others() -> None:

@@ -25,6 +25,7 @@ from flexmasks.bench import attention as bench_attention
 from flexmasks.bench import blocks as bench_blocks
 from flexmasks.bench import data as bench_data
 from flexmasks.bench import models as bench_models
+from flexmasks.bench import ranks as bench_ranks
 from flexmasks.bench import serve as bench_serve
 from flexmasks.bench import softmax as bench_softmax
 from flexmasks.bench import steps_tables
@@ -33,7 +34,7 @@ from flexmasks.spec.definitions import is_own
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "recipes/results"
-LINES, COLUMNS = 220, 120  # the most that the README may have
+LINES, COLUMNS = 235, 120  # the most that the README may have
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md"]
 PAGES += [file for folder in ("flexmasks", "recipes") for file in sorted((ROOT / folder).rglob("*.md"))]
 NAMES = [str(file.relative_to(ROOT)) for file in PAGES]
@@ -136,6 +137,11 @@ def models(name: str) -> str:
     return bench_models.markdown(results(name)) if (RESULTS / f"{name}.json").exists() else "Not measured yet."
 
 
+def ranks(name: str) -> str:
+    """Return the table of sequences over several GPUs from a results file."""
+    return bench_ranks.markdown(results(name)) if (RESULTS / f"{name}.json").exists() else "Not measured yet."
+
+
 GENERATED: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"speed": speed},
     "flexmasks/masks/README.md": {"masks": lambda: own("mask")},
@@ -152,6 +158,7 @@ GENERATED: dict[str, dict[str, Callable[[], str]]] = {
     },
     "recipes/results/serve.md": {name: functools.partial(serve, name) for name in ("serve_gpu", "serve_cpu")},
     "recipes/results/models.md": {"models_gpu": functools.partial(models, "models_gpu")},
+    "recipes/results/ranks.md": {"ranks_gpu": functools.partial(ranks, "ranks_gpu")},
     "recipes/results/data.md": {name: functools.partial(data, name) for name in ("data_gpu", "data_cpu")},
 }
 

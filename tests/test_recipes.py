@@ -22,7 +22,7 @@ RECIPES = sorted(path.name for path in FOLDER.glob("[!_]*.py"))
 # Recipes that compile few kernels; the others run in the campaigns, `.ci/campaigns`.
 QUICK = {
     "flash_attention_explained.py", "flash_attention_triton.py", "grouped_tril_softmax.py", "long_softmax_triton.py",
-    "serving.py", "sliding_window.py", "softmax_in_training.py",
+    "sequence_over_processes.py", "serving.py", "sliding_window.py", "softmax_in_training.py",
 }  # fmt: skip
 # Packages that a recipe needs and this library does not.
 NEEDS = {"hugging_face_packing.py": ("transformers", "accelerate")}
@@ -95,7 +95,8 @@ def measurements() -> str:
         "writes this page from them.",
         "The benchmarks of the library have pages of their own: [attention](attention.md), [every mask and "
         "score](registry.md), [block masks](blocks.md), [steps with new tensors](steps.md), [masks as "
-        "data](data.md), [a serving loop](serve.md), [Hugging Face models](models.md), [the masked "
+        "data](data.md), [a serving loop](serve.md), [Hugging Face models](models.md), [sequences over several "
+        "GPUs](ranks.md), [the masked "
         "softmax](softmax.md).",
     ]
     for name in RECIPES:

@@ -68,7 +68,7 @@ _NONE = "no attention"
 
 
 def _no_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
-    """Return sums in place of attention, so that the rest of the model can be timed."""
+    """Return sums in place of attention, to time the rest of a model."""
     added = (key + value).repeat_interleave(query.shape[1] // key.shape[1], 1)
     return (query + added).transpose(1, 2).contiguous(), None
 

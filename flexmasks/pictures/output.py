@@ -30,19 +30,21 @@ def progress(message: str) -> None:
 
 
 class Share:
-    """The share of a work that is done, as progress every two seconds.
+    """The share of a work that is done, shown every two seconds.
 
-    Of several processes of torch.distributed only the first one shows it.
+    It is shown more and more rarely where stderr is no terminal. Of several processes of torch.distributed only the
+    first one shows it.
     """
 
     def __init__(self, work: str) -> None:
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         self._is_shown = not distributed or torch.distributed.get_rank() == 0
-        self._work, self._last, self._has_shown = work, time.monotonic(), False
+        self._work, self._last, self._wait, self._has_shown = work, time.monotonic(), _SECONDS, False
 
     def __call__(self, share: float) -> None:
-        if self._is_shown and time.monotonic() - self._last > _SECONDS:
+        if self._is_shown and time.monotonic() - self._last > self._wait:
             progress(f"{self._work}: {share:.0%}")
+            self._wait *= 1 if sys.stderr.isatty() else 2
             self._last, self._has_shown = time.monotonic(), True
 
     def end(self) -> None:

@@ -41,7 +41,7 @@ class Part:
 
 
 def part_of(value: _Value, part: Part) -> _Value:
-    """Return a mask or score of the whole call for a call of a part of it."""
+    """Return a mask or score of a whole call for a part of it."""
     params = {"inner": value, "batch": part.batch, "heads": part.heads, "length": part.length}
     firsts = {name: getattr(part, name) for name in ("first_batch", "first_head", "first_position")}
     params |= {name: first for name, first in firsts.items() if first}

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from flexmasks import compat
 from flexmasks.attention import attention as attention_of_one
+from flexmasks.calls import under_autocast
 from flexmasks.integrations.distributed.balance import Order
 from flexmasks.integrations.distributed.counts import CountedMask, Parts, fail, merged
 from flexmasks.integrations.distributed.exchange import (
@@ -159,8 +160,9 @@ def attention(
     lengths = _lengths(q_part, k_part, v_part, mesh, call, order, options, check, problem)
     if problem is not None:
         raise problem
-    call = cast(_Call, call)
-    out, lse = _run(q_part, k_part, v_part, call._replace(parts=_parts(lengths, order)), options, return_lse)
+    call = cast(_Call, call)._replace(parts=_parts(lengths, order))
+    with under_autocast(q_part, k_part, v_part) as cast_parts:  # processes exchange what the kernel takes
+        out, lse = _run(*cast_parts, call, options, return_lse)
     if isinstance(q, DTensor):
         out = as_sharded(out, q, (*q.shape[:3], v.shape[3]))
         lse = None if lse is None else as_sharded(lse, q, q.shape[:3])
@@ -307,7 +309,7 @@ def _mesh_of(mesh: DeviceMesh, dims: Sequence[int]) -> DeviceMesh:
 
 
 def _order_of(length: int, mesh: DeviceMesh) -> Order:
-    """Return the parts of a DTensor that is sharded over all dimensions of a mesh, as torch.chunk cuts."""
+    """Return the parts of a DTensor that is sharded over a whole mesh."""
     parts = [(0, length)]
     for dim in range(mesh.ndim):
         cut = []
@@ -377,11 +379,10 @@ def _way(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[str, tuple[Parts
         return how, ()
     last = mesh.size(mesh.ndim - 1)
     other = "gather" if k.shape[1] % last else "heads"
-    band = _distances(call, q)
-    has_tensors = band is None and call.mask is not None and bool(call.mask.tensors())
-    can_be_planned = mesh.ndim == 1 and not has_tensors and not compat.is_compiling()
-    if not can_be_planned or (band is None and other == "heads"):  # only windows are planned without counting blocks
+    if mesh.ndim == 2 or compat.is_compiling():
         return other, ()
+    if _distances(call, q) is None and (other == "heads" or (call.mask is not None and call.mask.tensors())):
+        return other, ()  # blocks are counted only where that saves most and is done once
     wanted = _wanted(call)
     kv = k.shape[1] * (k.shape[3] + v.shape[3])
     most = max(_size(w) - _size(_within(w, own)) for w, own in zip(wanted, parts, strict=True)) * kv
@@ -432,7 +433,7 @@ def _distances(call: _Call, q: Tensor) -> Band | None:
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, own: Parts, keys: Parts, call: _Call, options: dict[str, Any]
 ) -> list[Tensor]:
-    """Return the output, and lse if it is wanted, of a process's queries with the keys that it has.
+    """Return the output of a process's queries, and lse if it is wanted.
 
     q: the queries at the positions `own`, in their natural order.
     keys: the positions of k and v, ascending.
@@ -454,7 +455,10 @@ def _attend(
 
 
 def _keys_of(band: Band | None, start: int, stop: int, keys: Parts) -> Parts:
-    """Return the keys that rows are computed with: for windows only those that they may see."""
+    """Return the keys that rows are computed with.
+
+    For windows they are only those that the rows may see.
+    """
     if band is None or len(keys) != 1 or keys[0][0] > start:
         return keys
     first, end = _of_band(band, start, stop, keys[0][1])
@@ -463,14 +467,13 @@ def _keys_of(band: Band | None, start: int, stop: int, keys: Parts) -> Parts:
 
 
 def _local(call: _Call, q: Tensor, start: int, keys: Parts, is_band: bool) -> tuple[Mask | None, Score | None, int]:
-    """Return mask and score for the rows of a process and its keys, and the rows' `q_offset`."""
+    """Return mask, score and `q_offset` for rows and keys of a process."""
     place, length = call.place, call.length
     first = keys[0][0] if len(keys) == 1 else 0
     if len(keys) == 1 and first <= start:
         part, offset = place.part(length, first_position=first), start - first
     else:
-        positions = torch.cat([torch.arange(a, b, device=q.device) for a, b in keys] or [torch.arange(0)])
-        part, offset = place.part(length, key_positions=positions.to(q.device)), start
+        part, offset = place.part(length, key_positions=_positions(keys, q.device)), start
     is_whole = place.is_whole(q) and keys == ((0, length),)
     mask, score = call.mask, call.score
     if mask is not None and not (is_band and part.key_positions is None) and not (is_whole and not _prepares(mask)):
@@ -478,6 +481,12 @@ def _local(call: _Call, q: Tensor, start: int, keys: Parts, is_band: bool) -> tu
     if score is not None and not (is_whole and not _prepares(score)):
         score = part_of(score, part)
     return mask, score, offset
+
+
+@functools.lru_cache(maxsize=8)
+def _positions(keys: Parts, device: torch.device) -> Tensor:
+    """Return the positions of keys; calls find each other's plans by this tensor."""
+    return torch.cat([torch.arange(start, stop) for start, stop in keys] or [torch.arange(0)]).to(device)
 
 
 def _prepares(value: Modifier) -> bool:

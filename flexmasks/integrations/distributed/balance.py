@@ -1,4 +1,4 @@
-"""Orders of a sequence over ranks, in which all ranks compute the same number of blocks."""
+"""Orders of a sequence in which all ranks compute equally many blocks."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def batch_of(masks: Iterable[Mask]) -> int | None:
 
 
 def block_size_for(length: int, most_rows: int) -> int:
-    """Return 128, or the least multiple by a power of 2 that gives at most so many rows of blocks."""
+    """Return 128, doubled until there are at most so many rows of blocks."""
     block_size = 128
     while block_size * most_rows < length:
         block_size *= 2
@@ -229,7 +229,9 @@ def _cut(length: int, ranks: int, count: int, block_size: int) -> tuple[np.ndarr
 
 
 def _assign(costs: np.ndarray, kinds: np.ndarray, ranks: int, count: int) -> np.ndarray:
-    """Return each piece's rank; every rank gets `count` pieces, and as many of each kind as the others.
+    """Return each piece's rank.
+
+    Every rank gets `count` pieces, and as many of each kind as the others.
 
     The heaviest piece goes to the least loaded rank that has room for it. Swaps of two pieces then relieve the busiest
     rank, until none helps.

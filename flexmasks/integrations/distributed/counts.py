@@ -1,4 +1,4 @@
-"""Blocks that parts of a sequence compute, and keys that they see, counted from the mask."""
+"""Blocks that parts of a sequence compute, and keys that they see."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from flexmasks.spec.parameters import describe
 from flexmasks.spec.values import Mask
 
 WHERE = "flexmasks.integrations.distributed"
+_MOST_SPANS = 32  # each costs a pass over the mask's tensors
 Parts = tuple[tuple[int, int], ...]  # parts of a sequence, (start, stop), ascending
 
 
@@ -45,7 +46,7 @@ def merged(parts: Sequence[tuple[int, int]]) -> Parts:
 
 
 class OfParts(NamedTuple):
-    """What each rank computes and sees."""
+    """Counts of blocks, and keys that are seen, of each rank."""
 
     blocks: Tensor  # computed blocks, int64 [ranks, heads or 1], summed over batch elements
     seen: list[Parts]  # keys that each rank's queries see
@@ -81,13 +82,13 @@ class CountedMask:
                 )
                 for first, visible in strips:
                     yield first, visible
-                    share((done + first - start) / total)
+                    share((done + min(stop, first + visible.shape[2] * self.block_size) - start) / total)
             done += stop - start
         share.end()
 
     @functools.cached_property
     def band(self) -> tuple[int | None, int | None] | None:
-        """Return how far each query sees to the left and right, None if the mask is no window."""
+        """Return how far queries see to the left and right, None for other masks."""
         band = band_of(self.mask, self.size)
         return None if band is None or band.sequences is not None else (band.left, band.right)
 
@@ -101,6 +102,8 @@ class CountedMask:
         """Return what each rank computes and sees, given its parts of the sequence.
 
         Blocks of queries start where a part starts. Parts that meet at a whole number of blocks are counted together.
+        If more than 32 counts would be needed, blocks of queries start at multiples of the block size, and a row of
+        blocks that is cut counts for both parts.
         """
         bounds = sorted((start, stop, rank) for rank, own in enumerate(parts) for start, stop in own)
         spans: list[tuple[int, int]] = []
@@ -109,6 +112,8 @@ class CountedMask:
                 spans[-1] = spans[-1][0], stop
             else:
                 spans.append((start, stop))
+        if len(spans) > _MOST_SPANS:
+            spans = [(0, self.length)]
         columns = -(-self.length // self.block_size)
         seen = torch.zeros(len(parts), columns, dtype=torch.bool)
         blocks = torch.zeros(len(parts), 1, dtype=torch.int64)
@@ -142,9 +147,10 @@ class CountedMask:
 def computed_blocks(
     mask: MaskLike, length: int, *, block_size: int = 128, batch: int | None = None, heads: int | None = None
 ) -> Tensor:
-    """Return how many blocks each row of blocks computes: int64 [rows], summed over batch elements and heads.
+    """Return the number of computed blocks in each row of blocks: int64 [rows].
 
-    Computed blocks are partial and full blocks. They are counted in strips of rows, in bounded memory.
+    Computed blocks are partial and full blocks, summed over batch elements and heads. They are counted in strips of
+    rows, in bounded memory.
 
     Args:
         mask: a name, a Mask, or a function (b, h, q, kv) -> bool of index tensors.
@@ -190,6 +196,7 @@ def seen_by(
         ValueError, TypeError: an input does not fit.
 
     Example:
+        >>> import flexmasks
         >>> from flexmasks.integrations.distributed import seen_by
         >>> seen_by(flexmasks.get_mask("sink_window", window=100, sinks=4), (2048, 3072), 4096)
         ((0, 128), (1920, 3072))

@@ -1,4 +1,4 @@
-"""What processes exchange: their calls, to compare them, and the parts of tensors that others need.
+"""Exchanges between processes: calls, to compare them, and parts of tensors.
 
 Tensors travel by DTensor's `redistribute` and torch's all-to-all, which are differentiable. A sequence lies over the
 dimensions of a mesh, the last dimension the fastest.
@@ -108,7 +108,7 @@ class _Joined(torch.autograd.Function):
 
 
 def joined(results: list[Tensor], exchanged: Sequence[Tensor]) -> list[Tensor]:
-    """Return the results of a process so that its backward pass exchanges the gradients of `exchanged`.
+    """Return results whose backward pass exchanges the gradients of `exchanged`.
 
     Other processes wait for it, also where the results do not depend on them because no key is visible.
     """
@@ -118,7 +118,10 @@ def joined(results: list[Tensor], exchanged: Sequence[Tensor]) -> list[Tensor]:
 
 
 def rank_in(mesh: DeviceMesh, ndim: int | None = None) -> int:
-    """Return the place of this process in the first `ndim` dimensions of a mesh, the last one the fastest."""
+    """Return the number of this process in the first `ndim` dimensions of a mesh.
+
+    The last dimension is the fastest.
+    """
     dims = range(mesh.ndim if ndim is None else ndim)
     return functools.reduce(lambda rank, dim: rank * mesh.size(dim) + mesh.get_local_rank(dim), dims, 0)
 
@@ -148,7 +151,10 @@ def gathered(x: Tensor, mesh: DeviceMesh, lengths: Sequence[int], dim: int = 2) 
 
 
 def heads_for_sequence(x: Tensor, mesh: DeviceMesh, lengths: Sequence[int]) -> Tensor:
-    """Return some heads of all parts in place of all heads of a part: [B, H / ranks, S, D]."""
+    """Return some heads of all parts in place of all heads of a part.
+
+    The result is [B, H / ranks, S, D].
+    """
     longest = max(lengths)
     local = DTensor.from_local(_padded(x, 2, longest), mesh, [Shard(2)], run_check=False)
     with exchanging("heads for parts of the sequence"):
@@ -157,7 +163,10 @@ def heads_for_sequence(x: Tensor, mesh: DeviceMesh, lengths: Sequence[int]) -> T
 
 
 def sequence_for_heads(x: Tensor, mesh: DeviceMesh, lengths: Sequence[int]) -> Tensor:
-    """Return all heads of a part in place of some heads of all parts: [B, H, S of the part, D]."""
+    """Return all heads of a part in place of some heads of all parts.
+
+    The result is [B, H, S of the part, D].
+    """
     longest = max(lengths)
     padded = torch.cat([_padded(part, 2, longest) for part in x.split(list(lengths), 2)], 2)
     local = DTensor.from_local(padded, mesh, [Shard(1)], run_check=False)
@@ -207,7 +216,10 @@ def received(x: Tensor, mesh: DeviceMesh, parts: Sequence[Parts], wanted: Sequen
 
 
 def _common(parts: Parts, wanted: Parts) -> list[tuple[int, int, int]]:
-    """Return what is in both, as (index of the part, start, stop), in the order of the parts."""
+    """Return what is in both, in the order of the parts.
+
+    The results are (index of the part, start, stop).
+    """
     both = ((i, max(a, c), min(b, d)) for i, (a, b) in enumerate(parts) for c, d in wanted)
     return [(i, start, stop) for i, start, stop in both if start < stop]
 
@@ -218,7 +230,10 @@ def _starts(parts: Parts) -> list[int]:
 
 
 def arranged(x: Tensor, parts: Parts, dim: int = 2) -> Tensor:
-    """Return parts of a sequence that lie one after the other along `dim` in their natural order."""
+    """Return parts of a sequence in their natural order.
+
+    They lie one after the other along `dim`.
+    """
     if list(parts) == sorted(parts):
         return x
     pieces = x.split([stop - start for start, stop in parts], dim)
@@ -226,7 +241,7 @@ def arranged(x: Tensor, parts: Parts, dim: int = 2) -> Tensor:
 
 
 def rearranged(x: Tensor, parts: Parts) -> Tensor:
-    """Return parts of a sequence from their natural order in the order of `parts`, along dimension 2."""
+    """Return a sequence in the order of `parts`, the inverse of `arranged` along dimension 2."""
     if list(parts) == sorted(parts):
         return x
     order = sorted(range(len(parts)), key=lambda i: parts[i])

@@ -42,9 +42,9 @@ def shard(x: Tensor, order: Order, mesh: DeviceMesh, dim: int = 1) -> Tensor:
 
 
 def unshard(x: Tensor, order: Order, mesh: DeviceMesh, dim: int = 1) -> Tensor:
-    """Return the whole tensor whose parts the processes hold, in its natural order, on each process.
+    """Return the whole tensor whose parts the processes hold.
 
-    The gradient of a part is the sum over all processes.
+    Each process gets it, in its natural order. The gradient of a part is the sum over all processes.
 
     Arguments and errors are those of `shard`; x has this process's part.
     """

@@ -1,0 +1,260 @@
+"""`python -m flexmasks bench ranks`: attention over sequences that several GPUs hold."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from flexmasks import compat
+from flexmasks.attention import attention
+from flexmasks.bench.console import synchronize
+from flexmasks.bench.processes import Processes
+from flexmasks.bench.results import Benchmark, Row, measured_on, text_table
+from flexmasks.bench.steps_tables import OURS, github_table
+from flexmasks.integrations import distributed
+from flexmasks.pictures.output import progress
+from flexmasks.spec import Mask, get_mask
+
+ONE, RING, FLEX = "flexmasks on one", "torch context_parallel", "flex_attention, _ContextParallel"
+_BALANCED = f"{OURS}, gathered, balanced"
+_SECONDS, _MOST_STEPS, _LEAST_STEPS = 1.5, 20, 3
+
+
+class Shape(NamedTuple):
+    """Sizes of a call."""
+
+    heads: int
+    length: int
+    size: int
+
+
+_GPU = (65536, 262144, 1048576)
+_LONG_CAUSAL = 524288  # from here on a step without empty blocks takes too long
+
+
+class _Masked(NamedTuple):
+    """The mask of a case, for flexmasks and for torch."""
+
+    mask: Mask
+    mask_mod: Callable[..., Tensor]
+
+
+def _masked(name: str, length: int, device: torch.device) -> _Masked:
+    if name == "window":
+        window = min(4096, length // 8)
+        return _Masked(get_mask("sliding_window", window=window), lambda b, h, q, kv: (kv <= q) & (q - kv <= window))
+    if name == "prefix_lm":
+        prefix = length // 4
+        return _Masked(
+            get_mask("prefix_lm", prefix_len=torch.tensor([prefix], device=device)),
+            lambda b, h, q, kv: (kv <= q) | (kv < prefix),
+        )
+    if name == "documents":
+        cuts = torch.rand(length, generator=torch.Generator().manual_seed(0)) < 8 / length
+        ids = cuts.cumsum(0).to(device)
+        mask = get_mask("causal") & get_mask("document", document_ids=ids)
+        return _Masked(mask, lambda b, h, q, kv: (kv <= q) & (ids[q] == ids[kv]))
+    return _Masked(get_mask("causal"), lambda b, h, q, kv: kv <= q)
+
+
+# --- what each process runs ---
+
+
+def _measured(name: str, shape: Shape, who: str, device_type: str) -> dict[str, Any] | None:
+    """Return the times of steps, their peak memory, and part of the output.
+
+    A step is a forward and a backward pass. The result is None in processes that do nothing.
+    """
+    count, rank = dist.get_world_size(), dist.get_rank()
+    device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
+    mesh = init_device_mesh(device_type, (count,))
+    dtype = torch.bfloat16 if device_type == "cuda" else torch.float32
+    order = distributed.Order.natural(shape.length, count)
+    if who == _BALANCED:
+        order = distributed.balance(_masked(name, shape.length, torch.device("cpu")).mask, shape.length, mesh)
+    generator = torch.Generator(device).manual_seed(0)
+    whole = [
+        torch.randn(1, shape.heads, shape.length, shape.size, device=device, dtype=dtype, generator=generator)
+        for _ in range(4)
+    ]
+    is_idle = who == ONE and rank > 0
+    if not is_idle:
+        tensors = whole if who == ONE else [distributed.shard(x, order, mesh, dim=2).clone() for x in whole]
+        *leaves, upstream = tensors
+        del whole
+        leaves = [x.requires_grad_() for x in leaves]
+        call = _call_of(name, shape, who, mesh, order, device)
+        figures = _timed(lambda: _step(call, leaves, upstream), mesh if who != ONE else None, device)
+        figures["output"] = call(*leaves).detach()[0, 0, :: max(1, shape.length // 64)].float().cpu()
+    dist.barrier()
+    return None if is_idle else figures
+
+
+def _step(call: Callable[..., Tensor], leaves: list[Tensor], upstream: Tensor) -> None:
+    for leaf in leaves:
+        leaf.grad = None
+    call(*leaves).backward(upstream)
+
+
+def _call_of(
+    name: str, shape: Shape, who: str, mesh: DeviceMesh, order: distributed.Order, device: torch.device
+) -> Callable[..., Tensor]:
+    mask, mask_mod = _masked(name, shape.length, device)
+    if who == ONE:
+        return functools.partial(attention, mask=mask)
+    if who == OURS:
+        return functools.partial(distributed.attention, mesh=mesh, mask=mask)
+    if who == _BALANCED:
+        return functools.partial(distributed.attention, mesh=mesh, mask=mask, how="gather", order=order)
+    if who == RING:
+        return functools.partial(_ring, mesh)
+    return compat.flex_over_processes(mask_mod, shape.length, mesh, device, is_balanced=name != "window")
+
+
+def _ring(mesh: DeviceMesh, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attend by torch's own context parallelism, which computes causal attention in a ring."""
+    from torch.distributed.tensor.experimental import context_parallel
+
+    buffer = torch.empty(2 * mesh.size(), device=q.device)  # it wants a tensor to cut
+    with context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[0], no_restore_buffers={buffer}):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def _timed(step: Callable[[], None], mesh: DeviceMesh | None, device: torch.device) -> dict[str, Any]:
+    """Time steps that all processes begin together."""
+    start = time.perf_counter()
+    step()
+    synchronize(device)
+    first = time.perf_counter() - start
+    start = time.perf_counter()
+    step()
+    synchronize(device)
+    seconds = torch.tensor(time.perf_counter() - start)
+    if mesh is not None:
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    times = []
+    for _ in range(min(max(int(_SECONDS / float(seconds)), _LEAST_STEPS), _MOST_STEPS)):
+        if mesh is not None:
+            dist.all_reduce(torch.zeros(()))
+        start = time.perf_counter()
+        step()
+        synchronize(device)
+        times.append(time.perf_counter() - start)
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    return {"times": times, "first_s": first, "peak": peak}
+
+
+# --- the command ---
+
+
+class _Pool:
+    """Processes that are started again after one of them has failed."""
+
+    def __init__(self, count: int, device_type: str) -> None:
+        self.count, self.device_type = count, device_type
+        self._processes: Processes | None = None
+
+    def run(self, *arguments: Any) -> list[dict[str, Any]]:
+        """Return the figures of the processes that have some."""
+        self._processes = self._processes or Processes(self.count, self.device_type, timeout=240)
+        try:
+            return [x for x in self._processes.run(_measured, *arguments, self.device_type) if x is not None]
+        except RuntimeError:
+            self._processes.close()
+            self._processes = None
+            raise
+
+
+def _contenders(name: str, device_type: str) -> tuple[str, ...]:
+    """Return who can run a case; torch's own ways have no gradients on a CPU."""
+    if device_type == "cpu":
+        return OURS, _BALANCED, ONE
+    return (OURS, _BALANCED, ONE, RING, FLEX) if name == "causal" else (OURS, _BALANCED, ONE, FLEX)
+
+
+def _rows(name: str, shape: Shape, pool: _Pool) -> list[Row]:
+    """Return the figures of all contenders of a case."""
+    rows: list[Row] = []
+    left_out: dict[str, str] = {}
+    outputs: dict[str, Tensor] = {}
+    for who in _contenders(name, pool.device_type):
+        progress(f"{name}, {shape.length} tokens: {who}")
+        try:
+            found = pool.run(name, shape, who)
+        except RuntimeError as error:
+            left_out[who] = str(error).strip().splitlines()[-1][:200]
+            continue
+        # A step takes as long as it takes the slowest process.
+        steps = [1e3 * max(times) for times in zip(*(x["times"] for x in found), strict=True)]
+        quarters = statistics.quantiles(steps, n=4)
+        row: Row = {"case": name, "shape": "x".join(map(str, shape)), "who": who, "ranks": len(found)}
+        row |= {"dtype": "bfloat16" if pool.device_type == "cuda" else "float32"}
+        row |= {"ms": float(f"{quarters[1]:.4g}"), "iqr": float(f"{quarters[2] - quarters[0]:.4g}")}
+        row |= {"first_s": round(max(x["first_s"] for x in found), 2), "steps": len(steps)}
+        if pool.device_type == "cuda":
+            row["peak_gib"] = float(f"{max(x['peak'] for x in found) / 2**30:.3g}")
+        outputs[who] = found[0]["output"]
+        rows.append(row)
+    if OURS not in outputs:
+        raise RuntimeError(f"flexmasks could not be measured: {left_out[OURS]}")
+    if ONE in outputs:  # the first process holds the first tokens
+        rows[0]["difference"] = float((outputs[OURS] - outputs[ONE][: len(outputs[OURS])]).abs().max())
+    if left_out:
+        rows[0]["left_out"] = left_out
+    return rows
+
+
+def _todo(device: torch.device, quick: bool) -> dict[str, Callable[[], list[Row]]]:
+    """Return what to measure, by descriptions."""
+    is_large = device.type == "cuda" and not quick
+    count = torch.cuda.device_count() if device.type == "cuda" else 2
+    if count < 2:
+        raise ValueError("flexmasks bench ranks: this machine has one GPU; `--device cpu` takes two CPU processes.")
+    pool = _Pool(count, device.type)
+    todo: dict[str, Callable[[], list[Row]]] = {}
+    for length in _GPU if is_large else (1024,):
+        for name in ("causal", "documents", "window", "prefix_lm"):
+            if length > _LONG_CAUSAL and name in ("causal", "prefix_lm"):
+                continue
+            shape = Shape(16, length, 128) if is_large else Shape(4, length, 32)
+            todo[f"{name}, {length} tokens"] = functools.partial(_rows, name, shape, pool)
+    return todo
+
+
+def table(results: dict[str, Any]) -> str:
+    """Return the figures of one run as text."""
+    columns = (
+        ("mask", "case"), ("heads x tokens x head size", "shape"), ("who", "who"), ("processes", "ranks"), ("ms", "ms"),
+        ("IQR", "iqr"), ("first s", "first_s"), ("GiB at most", "peak_gib"),
+    )  # fmt: skip
+    return text_table(results, columns)
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """Return the table of one run."""
+    rows = []
+    alone = {(r["case"], r["shape"]): r["ms"] for r in results["rows"] if r["who"] == ONE}
+    for r in results["rows"]:
+        is_first = r["who"] == OURS
+        one = alone.get((r["case"], r["shape"]))
+        rows.append([
+            r["case"] if is_first else "", r["shape"] if is_first else "", r["who"], str(r["ranks"]), f"{r['ms']:.4g}",
+            "" if one is None or r["who"] == ONE else f"{one / r['ms']:.2f} x", f"{r.get('peak_gib', '')}",
+        ])  # fmt: skip
+    header = ["mask", "heads x tokens x head size", "who", "processes", "ms", "as fast as one", "GiB for each"]
+    about = f"{measured_on(results)}; forward and backward of one call, batch 1, medians of wall times."
+    return f"{about}\n\n{github_table(rows, header)}"
+
+
+RANKS = Benchmark("ranks", _todo, table)

@@ -1,0 +1,318 @@
+"""A language model trained on packed documents, with its sequence over several processes.
+
+No process computes more than its part of the sequence: embeddings, layers and loss take the process's own tokens, and
+only attention needs those of others. `distributed.attention` takes the mask of the whole sequence and exchanges either
+heads or keys. FSDP2 shards the weights and adds up their gradients. The losses are those of one process.
+
+Processes use NCCL and one GPU each, up to 8; without two GPUs there are 2 processes on the CPU, with gloo. They import
+this file, so run it as a script; the cells cannot run one by one.
+"""
+
+# %%
+from __future__ import annotations
+
+import functools
+import gc
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from _measure import Row, check, finish, start
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.multiprocessing.spawn import spawn
+
+import flexmasks
+from flexmasks.bench.console import synchronize
+from flexmasks.integrations import distributed
+from flexmasks.pictures.output import Share
+
+ON_GPUS = torch.cuda.device_count() >= 2
+PROCESSES = min(torch.cuda.device_count(), 8) if ON_GPUS else 2
+
+
+class Sizes(NamedTuple):
+    """Sizes of the model and its batches."""
+
+    vocabulary: int
+    width: int
+    heads: int
+    layers: int
+    batch: int
+    length: int  # packed tokens in a row of the batch
+    longest: int  # tokens of the longest document
+    steps: int
+
+
+SIZES = Sizes(64, 1024, 8, 6, 1, 65536, 16384, 60) if ON_GPUS else Sizes(16, 32, 2, 2, 1, 512, 60, 40)
+
+
+# %% Code generates the text. A document has one of four languages, in which every word has a word that mostly comes
+# next. A batch is made whole, because the word that follows the last word of a part may lie in another part.
+class Batch(NamedTuple):
+    """Packed documents, [batch, length] each: a word, its document, its place there, and the word that follows."""
+
+    words: Tensor
+    documents: Tensor
+    places: Tensor
+    following: Tensor  # -100 at the end of a document, where nothing is predicted
+
+
+def make_batch(generator: torch.Generator) -> Batch:
+    """Make a batch of random documents, the same on all processes whose generators are in the same state."""
+    words = SIZES.vocabulary
+    rules = torch.stack([torch.randperm(words, generator=torch.Generator().manual_seed(n)) for n in range(4)])
+    rows = []
+    for _ in range(SIZES.batch):
+        documents: list[Batch] = []
+        room = SIZES.length
+        while room:
+            n = min(room, int(torch.randint(SIZES.longest // 8, SIZES.longest + 1, (), generator=generator)))
+            rule = rules[int(torch.randint(4, (), generator=generator))].tolist()
+            text = torch.randint(words, (n,), generator=generator).tolist()
+            strays = (torch.rand(n, generator=generator) < 0.1).tolist()
+            for place in range(1, n):
+                text[place] = text[place] if strays[place] else rule[text[place - 1]]
+            number = torch.full((n,), len(documents))
+            documents.append(Batch(torch.tensor(text), number, torch.arange(n), torch.tensor([*text[1:], -100])))
+            room -= n
+        rows.append([torch.cat(column) for column in zip(*documents, strict=True)])
+    return Batch(*(torch.stack(column) for column in zip(*rows, strict=True)))
+
+
+# %% A transformer, which does not know that it sees a part of a sequence: `attend` does.
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Layer(nn.Module):
+    """Attention and a feed-forward network, each with a residual connection."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor, attend: Attention) -> Tensor:
+        q, k, v = self.qkv(self.before(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        x = x + self.out(attend(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.narrow(F.gelu(self.wide(self.between(x))))  # type: ignore[no-any-return]
+
+
+class Model(nn.Module):
+    """A transformer from words and their places in documents to the losses of the next words, added up."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.word = nn.Embedding(sizes.vocabulary, sizes.width)
+        self.place = nn.Embedding(sizes.longest, sizes.width)
+        self.layers = nn.ModuleList(Layer(sizes.width, sizes.heads) for _ in range(sizes.layers))
+        self.last, self.scores = nn.LayerNorm(sizes.width), nn.Linear(sizes.width, sizes.vocabulary)
+
+    def forward(self, batch: Batch, attend: Attention) -> Tensor:
+        x = self.word(batch.words) + self.place(batch.places)
+        for layer in self.layers:
+            x = layer(x, attend)
+        scores = self.scores(self.last(x)).flatten(0, 1).float()
+        return F.cross_entropy(scores, batch.following.flatten(), reduction="sum")
+
+
+# %% What one process does and several do differently. The order says which parts of the sequence each process holds. It
+# is that of a causal mask, because the documents of coming steps are not known. It gives each process early and late
+# parts, so that even one document as long as the sequence gives all processes the same work. The order matters where
+# keys are gathered; where heads are exchanged each process attends over the whole sequence, for its share of the heads.
+class Alone:
+    """One process, which holds the whole sequence."""
+
+    processes = 1
+
+    def part(self, batch: Batch) -> Batch:
+        return batch
+
+    def attention(self, documents: Tensor) -> Attention:
+        return functools.partial(flexmasks.attention, mask=mask_of(documents))
+
+    def split(self, model: Model) -> None:
+        pass
+
+    def whole(self, gradient: Tensor) -> Tensor:
+        return gradient
+
+    def reduce(self, x: Tensor, how: dist.ReduceOp.RedOpType) -> Tensor:
+        return x
+
+
+class Together:
+    """One of several processes, which hold parts of the sequence."""
+
+    def __init__(self, mesh: DeviceMesh, how: str) -> None:
+        self.mesh, self.how, self.processes = mesh, how, mesh.size()
+        self.order = distributed.balance("causal", SIZES.length, mesh)
+
+    def part(self, batch: Batch) -> Batch:
+        return Batch(*(distributed.shard(x, self.order, self.mesh) for x in batch))
+
+    def attention(self, documents: Tensor) -> Attention:
+        return functools.partial(
+            distributed.attention, mesh=self.mesh, order=self.order, how=self.how, mask=mask_of(documents)
+        )
+
+    def split(self, model: Model) -> None:
+        for module in (*model.layers, model):
+            fully_shard(module, mesh=self.mesh)
+
+    def whole(self, gradient: Tensor) -> Tensor:
+        return gradient.full_tensor()  # type: ignore[attr-defined, no-any-return]
+
+    def reduce(self, x: Tensor, how: dist.ReduceOp.RedOpType) -> Tensor:
+        dist.all_reduce(x, how)
+        return x
+
+
+def mask_of(documents: Tensor) -> flexmasks.Mask:
+    """Return the mask of the whole sequence."""
+    return flexmasks.get_mask("causal") & flexmasks.get_mask("document", document_ids=documents)
+
+
+# %% Training is the same for one process and for several. Each makes the whole batch and takes its part.
+class Run(NamedTuple):
+    """Loss and seconds of each step, gradient of all weights at the first step, and peak memory in bytes."""
+
+    losses: list[float]
+    seconds: list[float]
+    gradient: Tensor
+    peak: int  # of the process that needs most; 0 on a CPU
+
+
+def train(who: str, way: Alone | Together, device: torch.device) -> Run:
+    """Train a model; all start from the same weights and see the same batches."""
+    torch.manual_seed(0)
+    model = Model(SIZES).to(device)
+    way.split(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4 if ON_GPUS else 1e-2)
+    generator = torch.Generator().manual_seed(0)
+    losses, seconds, gradient, share = [], [], torch.empty(0), Share(f"training, {who}")
+    if ON_GPUS:
+        gc.collect()  # modules of an earlier training refer to each other in circles
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    for step in range(SIZES.steps):
+        batch = Batch(*(x.to(device) for x in make_batch(generator)))
+        synchronize(device)
+        begin = time.perf_counter()
+        predicted = (batch.following >= 0).sum()  # in all parts together
+        with torch.autocast(device.type, torch.bfloat16, enabled=ON_GPUS):
+            loss = model(way.part(batch), way.attention(batch.documents)) / predicted
+        optimizer.zero_grad()
+        (loss * way.processes).backward()  # FSDP2 takes the mean of all gradients; times their number it is the sum
+        if step == 0:
+            gradient = torch.cat([way.whole(p.grad).flatten() for p in model.parameters() if p.grad is not None]).cpu()
+        optimizer.step()
+        losses.append(way.reduce(loss.detach(), dist.ReduceOp.SUM).item())
+        synchronize(device)
+        seconds.append(time.perf_counter() - begin)
+        share((step + 1) / SIZES.steps)
+    share.end()
+    peak = torch.tensor(torch.cuda.max_memory_allocated() if ON_GPUS else 0, device=device)
+    return Run(losses, seconds, gradient, int(way.reduce(peak, dist.ReduceOp.MAX)))
+
+
+# %% The processes. If one fails, `spawn` ends the others and raises its error.
+def device_of(rank: int) -> torch.device:
+    """Return the device of a process."""
+    return torch.device("cuda", rank) if ON_GPUS else torch.device("cpu")
+
+
+def work(rank: int, ways: list[str], folder: str) -> None:
+    """Be one of the processes; the first one writes what came out to a file."""
+    device = device_of(rank)
+    if ON_GPUS:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    backend, store = "nccl" if ON_GPUS else "gloo", Path(folder, "store").as_uri()
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=PROCESSES)
+    mesh = init_device_mesh(device.type, (PROCESSES,))
+    runs = {how: tuple(train(f"{PROCESSES} processes, {how}", Together(mesh, how), device)) for how in ways}
+    if rank == 0:
+        torch.save(runs, Path(folder, "runs"))
+    dist.destroy_process_group()
+
+
+def train_together(ways: list[str]) -> dict[str, Run]:
+    """Start the processes, and return what came out of each way to exchange."""
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(work, (ways, folder), PROCESSES)
+        return {how: Run(*run) for how, run in torch.load(Path(folder, "runs")).items()}
+
+
+# %% Compare the losses, and time a step.
+def print_balance() -> None:
+    """Print how evenly orders share the work of ten batches: a word sees as many words as its place says."""
+    generator = torch.Generator().manual_seed(0)
+    batches = [(make_batch(generator).places + 1).sum(0) for _ in range(10)]
+    orders = {
+        "of a causal mask": distributed.balance("causal", SIZES.length, PROCESSES),
+        "of the sequence": distributed.Order.natural(SIZES.length, PROCESSES),
+    }
+    print("the busiest process's pairs of words over the mean, in ten batches and in one document of full length:")
+    for name, order in orders.items():
+        shares = []
+        for pairs in (*batches, torch.arange(SIZES.length) + 1):
+            of_processes = torch.stack([x.sum() for x in pairs[order.tokens()].split(order.sizes)]).double()
+            shares.append(float(of_processes.max() / of_processes.mean()))
+        print(f"  order {name}: {min(shares[:-1]):.2f} to {max(shares[:-1]):.2f}, and {shares[-1]:.2f}")
+    print()
+
+
+def main() -> None:
+    """Train with one process and with several, and compare."""
+    if not ON_GPUS:
+        torch.set_num_threads(1)  # one core for a process, whether there are several or not
+    file = start(__doc__, device_of(0))
+    backend = "GPUs, NCCL" if ON_GPUS else "CPU, gloo"
+    print(f"{PROCESSES} processes ({backend}); a batch: {SIZES.batch} x {SIZES.length} tokens\n")
+    print_balance()
+    alone = train("1 process", Alone(), device_of(0))
+    if ON_GPUS:
+        gc.collect()
+        torch.cuda.empty_cache()  # the first process uses the same GPU
+    together = train_together(["gather"] if SIZES.heads % PROCESSES else ["heads", "gather"])
+    for how, run in together.items():
+        check(f"the gradient of all weights, step 1, {how}", run.gradient, alone.gradient, 3e-2 if ON_GPUS else 1e-5)
+        got, want = torch.tensor(run.losses), torch.tensor(alone.losses)
+        check(f"the losses of all {SIZES.steps} steps, {how}", got, want, 5e-2 if ON_GPUS else 1e-5)
+    shown = range(0, SIZES.steps, SIZES.steps // 5)
+    print("loss: " + ", ".join(f"step {n + 1}: {alone.losses[n]:.3f}" for n in (*shown, SIZES.steps - 1)))
+    assert alone.losses[-1] < alone.losses[0] * 0.75, "the loss does not fall"
+
+    runs = {"1 process": alone} | {f"{PROCESSES} processes, {how}": run for how, run in together.items()}
+    rows: list[Row] = []
+    for who, run in runs.items():
+        middle = sorted(run.seconds[SIZES.steps // 2 :])[SIZES.steps // 4]
+        row: Row = {
+            "": who,
+            "ms for a step": float(f"{middle * 1e3:.4g}"),
+            "tokens a second": round(SIZES.batch * SIZES.length / middle),
+            "first step, s": round(run.seconds[0], 2),
+            "last loss": round(run.losses[-1], 4),
+        }
+        rows.append(row | {"peak MB of a process": round(run.peak / 1e6)} if ON_GPUS else row)
+    note = "heads: each process attends for some heads of the whole sequence. gather: its part sees the keys of all."
+    if not ON_GPUS:
+        note += (
+            "\nA process has one core. At this size several are slower than one: they exchange more than they compute."
+            "\nOn GPUs this recipe trains on a sequence of 65,536 tokens."
+        )
+    finish(rows, file, note, device_of(0))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""Plans on paper, held against the bytes that processes really exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import flexmasks
+from flexmasks.integrations.distributed import Order, balance, plan
+
+if not dist.is_available() or not dist.is_gloo_available():
+    pytest.skip("torch was built without gloo", allow_module_level=True)
+
+import exchange_jobs as jobs
+
+from flexmasks.bench.processes import Processes
+
+LENGTH = 1024
+MASKS: dict[str, Any] = {
+    "causal": "causal",
+    "window": flexmasks.get_mask("sliding_window", window=100),
+    "sinks": flexmasks.get_mask("sink_window", window=100, sinks=3),
+    "documents": flexmasks.get_mask("document", document_ids=torch.arange(LENGTH) // 150),
+}
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def processes(request: pytest.FixtureRequest) -> Iterator[Processes]:
+    processes = Processes(request.param)
+    yield processes
+    processes.close()
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+@pytest.mark.parametrize("name", MASKS)
+def test_processes_receive_what_the_plan_says(processes: Processes, name: str, balanced: bool) -> None:
+    mask, count = MASKS[name], processes.count
+    order = balance("causal", LENGTH, count) if balanced else Order.natural(LENGTH, count)
+    shape = batch, q_heads, kv_heads, head_size = 2, 8, 4 if balanced else 2, 16
+    paper = plan(
+        mask, LENGTH, count, order=order, batch=batch, q_heads=q_heads, kv_heads=kv_heads, head_size=head_size,
+        dtype_bytes=4,
+    )  # fmt: skip
+    for way in paper.ways:
+        if way.refusal is not None:
+            continue
+        how, rows = way.name, None
+        if " x " in way.name:
+            how, rows = "heads", int(way.name.split()[-1])
+        figures = processes.run(jobs.received, how, mask, order.parts, shape, rows)
+        forward, backward = torch.tensor(figures, dtype=torch.float64).unbind(1)
+        for got, want in ((forward, way.received), (backward, way.received_in_backward)):
+            assert (float(got.max()), float(got.mean())) == (want.busiest, want.mean), way.name
