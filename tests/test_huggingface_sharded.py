@@ -13,7 +13,8 @@ if not dist.is_available() or not dist.is_gloo_available():
     pytest.skip("torch was built without gloo", allow_module_level=True)
 
 import huggingface_jobs as jobs
-from processes import Processes
+
+from flexmasks.bench.processes import Processes
 
 TOLERANCE = 1e-5
 
