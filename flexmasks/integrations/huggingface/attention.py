@@ -12,12 +12,15 @@ from torch import Tensor
 from flexmasks import compat
 from flexmasks.attention import attention, dense_mask
 from flexmasks.cache import ENTRY, Cache
-from flexmasks.integrations.huggingface.late import LateMask, may_keep
+from flexmasks.integrations.huggingface.late import LateMask, ShardedMask, may_keep, with_versions
 from flexmasks.integrations.huggingface.recognition import Parts
+from flexmasks.integrations.huggingface.sharding import Sharding, Whole, active
 from flexmasks.masks.packed import packed
 from flexmasks.spec import Mask, get_mask, get_score
 
 _DERIVED: Cache[Tensor] = Cache("huggingface", max_bytes=1 << 28)  # what a step's layers compute from one tensor
+
+_CAUSAL = ("causal", "sliding_window")
 
 _Watch = Callable[[torch.nn.Module, Tensor, Tensor, dict[str, Any]], None]
 _WATCHING: list[_Watch] = []
@@ -83,6 +86,16 @@ def attend(
     _check(module, dropout, others)
     if query.shape[0] != key.shape[0]:  # learned queries, the same for all batch elements
         query = query.expand(key.shape[0], -1, -1, -1)
+    scores = [get_score("softcap", cap=float(softcap))] if softcap else []
+    if isinstance(scaling, Tensor):  # a learned scale
+        query, scaling = query * scaling, 1.0
+    options: dict[str, Any] = {"scale": scaling, "sink_logits": s_aux}
+    sharding = attention_mask.sharding if isinstance(attention_mask, ShardedMask) else active()
+    if sharding is not None:
+        given = (attention_mask, is_causal, sliding_window, position_bias, cu_seq_lens_q, position_ids)
+        mask, whole = _of_whole(sharding, module, query, key, *given)
+        out: Tensor = sharding.attention(query, key, value, whole.order, mask=mask, score=scores or None, **options)
+        return out.transpose(1, 2).contiguous(), None
     mask, q_offset, bias = _of_mask(attention_mask, query, key) if attention_mask is not None else (None, 0, None)
     if isinstance(mask, compat.BlockMask):
         arguments: dict[str, Any] = {"block_mask": mask}
@@ -98,14 +111,11 @@ def attend(
         if biases and not (isinstance(q_offset, int) and q_offset == 0):  # the rows of a bias are those of the queries
             mask, q_offset = _as_rows(mask, query, key, q_offset), 0
         arguments = {"mask": mask, "q_offset": q_offset}
-    scores = [get_score("softcap", cap=float(softcap))] if softcap else []
     scores += [get_score("dense_bias", bias=_with_rows(x, query)) for x in (position_bias, bias) if x is not None]
-    if isinstance(scaling, Tensor):  # a learned scale
-        query, scaling = query * scaling, 1.0
     for watch in _WATCHING:
         watch(module, query, key, arguments)
-    arguments |= {"score": scores or None, "scale": scaling, "sink_logits": s_aux}
-    out: Tensor = attention(query, key, value, **arguments)
+    arguments |= {"score": scores or None, **options}
+    out = attention(query, key, value, **arguments)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -225,6 +235,19 @@ def _without_mask(
     may_be_packed: whether the positions may say where documents start.
     """
     q_length, kv_length = query.shape[2], key.shape[2]
+    one = _of_one_document(module, is_causal, sliding_window, q_length)
+    if one.name not in _CAUSAL:
+        return one
+    documents = None
+    if may_be_packed and q_length == kv_length and position_ids is not None and _is_of_tokens(position_ids, q_length):
+        documents = _several_documents(position_ids)
+    return _of_documents([one], _chunk_of(module), documents, position_ids, query.shape[0])
+
+
+def _of_one_document(
+    module: torch.nn.Module, is_causal: bool | None, sliding_window: int | None, q_length: int
+) -> Mask:
+    """Return the mask of a layer inside a document, without chunks."""
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     if not is_causal or q_length == 1:
@@ -233,20 +256,46 @@ def _without_mask(
         return get_mask("local", left=sliding_window - 1, right=sliding_window - 1)
     if sliding_window is None:
         sliding_window = getattr(module, "sliding_window", None)
-    others = [get_mask("causal") if sliding_window is None else get_mask("sliding_window", window=sliding_window - 1)]
+    return get_mask("causal") if sliding_window is None else get_mask("sliding_window", window=sliding_window - 1)
+
+
+def _is_of_tokens(position_ids: Tensor | None, length: int) -> bool:
+    """Return whether there are positions of all tokens.
+
+    Others are those of a grid of pixels, or of some of the tokens only.
+    """
+    return position_ids is not None and position_ids.ndim == 2 and position_ids.shape[1] == length
+
+
+def _several_documents(position_ids: Tensor) -> Tensor | None:
+    """Return the number of each token's document, or None without packed rows."""
+    documents = _derived(_documents, position_ids)
+    if may_keep(documents.device) and not bool(_derived(_has_several, documents)):
+        return None
+    return documents
+
+
+def _of_documents(
+    others: list[Mask],
+    chunk: int | None,
+    documents: Tensor | None,
+    position_ids: Tensor | None,
+    batch: int,
+    chunk_start: Tensor | None = None,
+) -> Mask:
+    """Return the mask of rows of documents, in which chunks start anew.
+
+    chunk_start: int[B], the position of the first chunk where each row is one document; by default 0.
+    """
     packing = []
-    chunk = _chunk_of(module)
-    # Other positions are those of a grid of pixels, or of some of the tokens only.
-    is_of_tokens = position_ids is not None and position_ids.ndim == 2 and position_ids.shape[1] == q_length
-    if position_ids is not None and may_be_packed and is_of_tokens and q_length == kv_length:
-        documents = _derived(_documents, position_ids)
-        if not may_keep(documents.device) or bool(_derived(_has_several, documents)):
-            if chunk is not None:
-                documents = documents * q_length + position_ids // chunk
-                chunk = None
-            packing.append(get_mask("document", document_ids=documents.expand(query.shape[0], -1)))
+    if documents is not None and position_ids is not None:
+        if chunk is not None:
+            documents = documents * documents.shape[1] + position_ids // chunk
+            chunk = None
+        packing.append(get_mask("document", document_ids=documents.expand(batch, -1)))
     if chunk is not None:
-        others.append(get_mask("chunked", chunk=chunk))
+        start = {} if chunk_start is None else {"start": chunk_start}
+        others = [*others, get_mask("chunked", chunk=chunk, **start)]
     return Parts(others, packing).mask()
 
 
@@ -263,3 +312,93 @@ def _chunk_of(module: torch.nn.Module) -> int | None:
     if layer_types is None or layer is None or layer_types[layer] != "chunked_attention":
         return None
     return getattr(config, "attention_chunk_size", None)
+
+
+# --- sequences of several processes ---
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _of_whole(
+    sharding: Sharding,
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    given: Any,
+    is_causal: bool | None,
+    sliding_window: int | None,
+    position_bias: Tensor | None,
+    cu_seq_lens: Tensor | None,
+    position_ids: Tensor | None,
+) -> tuple[Mask, Whole]:
+    """Return a layer's mask of the whole sequence, and the parts of the processes.
+
+    given: the mask of this process's part.
+    """
+    if isinstance(given, ShardedMask) and given.of_whole is not None:
+        return given.of_whole
+    length, padding = query.shape[2], None
+    problem = _problem(module, query, key, given, position_bias, cu_seq_lens)
+    if isinstance(given, ShardedMask):
+        masks, padding, packing = given.parts.others, given.padding, given.position_ids
+        chunk = next((m.params["chunk"] for m in masks if m.name == "chunked"), None)
+        others = [m for m in masks if m.name != "chunked"]  # where chunks start is known to all processes together
+        if any(m.tensors() for m in others) and not problem:
+            problem = (
+                f"the mask of {type(module).__name__} has tensors that each process knows only for its own part: "
+                f"{Parts(others, []).mask()!r}. Only position_ids and a two-dimensional attention_mask are made whole; "
+                "for other masks call `flexmasks.integrations.distributed.attention` in the layer."
+            )
+    else:
+        chunk = _chunk_of(module)
+        others = [_of_one_document(module, is_causal, sliding_window, q_length=0)]
+        packing = position_ids if others[0].name in _CAUSAL and _is_of_tokens(position_ids, length) else None
+    known = packing if packing is not None else position_ids if _is_of_tokens(position_ids, length) else None
+    if padding is not None:
+        whole = sharding.whole("attention_mask", padding, known, length, problem)
+    else:
+        whole = sharding.whole("position_ids of rows that may be packed", packing, known, length, problem)
+    documents: Tensor | None = None
+    start: Tensor | None = None
+    if whole.tensor is not None and padding is None:
+        documents = _several_documents(whole.tensor)
+        if documents is not None and not all(m.definition.own for m in others):
+            _fail("a mask function of another origin cannot be applied to packed rows of a sharded sequence.")
+    elif whole.tensor is not None and not (may_keep(whole.tensor.device) and bool(whole.tensor.all())):
+        others.append(get_mask("key_padding", attention_mask=whole.tensor))
+        start = (whole.tensor.cumsum(1) == 0).sum(1)  # transformers' chunks start behind the padding on the left
+    mask = _of_documents(others, chunk, documents, whole.tensor, query.shape[0], start)
+    if torch.is_inference_mode_enabled():
+        mask = with_versions(mask)
+    if isinstance(given, ShardedMask):
+        given.of_whole = mask, whole
+    return mask, whole
+
+
+def _problem(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    given: Any,
+    position_bias: Tensor | None,
+    cu_seq_lens: Tensor | None,
+) -> str:
+    """Return why a layer cannot attend to a sequence of several processes, or ""."""
+    layer = type(module).__name__
+    if position_bias is not None:
+        return f"{layer} adds a bias between the tokens of its own part to the scores, which is unknown to others."
+    if cu_seq_lens is not None:
+        return "leave out cu_seq_lens_q and cu_seq_lens_k: position_ids say where the documents of packed rows start."
+    if given is not None and not isinstance(given, ShardedMask):
+        kind = f"{given.dtype} {list(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
+        return (
+            f"{layer} got a mask between the tokens of its own part, {kind}. Pass a two-dimensional attention_mask "
+            "[batch, tokens] for padding, and position_ids for packed rows; the mask must be made inside of `sharded`."
+        )
+    if query.shape[2] != key.shape[2]:
+        return (
+            f"{layer} has {query.shape[2]} queries and {key.shape[2]} keys. A sharded sequence has no key-value cache, "
+            "and no cross-attention to another sequence."
+        )
+    if _WATCHING:
+        return "`huggingface.masks` shows the masks of whole sequences; call it outside of `sharded`."
+    return ""

@@ -11,6 +11,7 @@ from torch import Tensor
 from flexmasks import compat
 from flexmasks.attention import block_mask, dense_mask
 from flexmasks.integrations.huggingface.recognition import Parts, Positions, recognized
+from flexmasks.integrations.huggingface.sharding import Sharding, Whole, active
 from flexmasks.plans.plan import is_captured
 from flexmasks.spec import Mask, get_mask
 from flexmasks.spec.captures import Aliases, Opaque
@@ -93,6 +94,49 @@ class LateMask(compat.BlockMask):
     __str__ = __repr__
 
 
+class ShardedMask(LateMask):
+    """A mask that the first attention call makes one of the whole sequence.
+
+    The sizes, and the tensors of `parts`, are those of the part.
+
+    sharding: how the sequence is sharded.
+    padding: bool [batch, tokens of the part], False for padding; or None.
+    position_ids: [batch, tokens of the part], if they say where documents start; or None.
+    of_whole: the mask of the whole sequence, and the parts of the processes, once they are known.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        shape: tuple[int, int, int, int],
+        sharding: Sharding,
+        padding: Tensor | None,
+        position_ids: Tensor | None,
+    ) -> None:
+        super().__init__(parts, 0, shape)
+        self.sharding = sharding
+        self.padding = padding
+        self.position_ids = position_ids
+        self.of_whole: tuple[Mask, Whole] | None = None
+
+    def to(self, device: torch.device | str, *given: Any, **options: Any) -> ShardedMask:
+        """Return the mask with its tensors on a device."""
+        moved = super().to(device)
+        inputs = (None if x is None else x.to(device) for x in (self.padding, self.position_ids))
+        return ShardedMask(moved.parts, self.sizes, self.sharding, *inputs)
+
+    def to_dense(self) -> Tensor:
+        """Raise ValueError, because a part of a sequence has no mask of its own."""
+        raise ValueError(
+            "flexmasks.integrations.huggingface.sharded: the model computes with its mask, which no process has whole."
+        )
+
+    def planned(self) -> NoReturn:
+        """Raise ValueError, because a part of a sequence has no mask of its own."""
+        self.to_dense()
+        raise AssertionError
+
+
 # Models that add a mask of their own to a tensor, and leave out a BlockMask in silence.
 _REFUSED = ("doge",)
 
@@ -137,6 +181,12 @@ def make_mask(
             'attn_implementation="eager".'
         )
     device = torch.device(device)
+    sharding = active()
+    if sharding is not None:
+        sizes = (batch_size, 1, q_length, kv_length)
+        offsets = (q_offset, kv_offset)
+        of_part: ShardedMask = _of_part(sharding, sizes, offsets, mask_function, attention_mask, use_vmap, device)
+        return of_part
     padding = _padding(attention_mask, kv_offset, kv_length)
     first_query = q_offset - kv_offset
     if q_length == 1 and not allow_is_causal_skip:
@@ -159,11 +209,41 @@ def make_mask(
     if padding is not None:
         parts.others.append(get_mask("key_padding", attention_mask=padding))
     if may_read and torch.is_inference_mode_enabled():
-        parts = Parts([_with_versions(m) for m in parts.others], [_with_versions(m) for m in parts.packing])
+        parts = Parts([with_versions(m) for m in parts.others], [with_versions(m) for m in parts.packing])
     return LateMask(parts, first_query, (batch_size, 1, q_length, kv_length))
 
 
-def _with_versions(mask: Mask) -> Mask:
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _of_part(
+    sharding: Sharding,
+    sizes: tuple[int, int, int, int],
+    offsets: tuple[int | Tensor, int],
+    function: Callable[..., Any],
+    attention_mask: Tensor | None,
+    use_vmap: bool,
+    device: torch.device,
+) -> ShardedMask:
+    """Return the mask of a step in which processes share a sequence."""
+    batch, _, length, kv_length = sizes
+    call = "flexmasks.integrations.huggingface.sharded"
+    if any(isinstance(x, Tensor) or x for x in offsets):
+        raise ValueError(
+            f"{call}: the model goes on with a key-value cache, and a sharded sequence has none. Call the model with "
+            "whole texts and `use_cache=False`, and `generate` outside of `sharded`."
+        )
+    if attention_mask is not None and (attention_mask.ndim != 2 or attention_mask.shape[1] != kv_length):
+        raise ValueError(f"{call}: `attention_mask` must be [batch, tokens], got {list(attention_mask.shape)}.")
+    if length != kv_length:
+        raise ValueError(
+            f"{call}: the step has {length} queries and {kv_length} keys. `attention_mask` must be this process's "
+            "part of the whole one, `distributed.shard(attention_mask, order, mesh)`. Static caches cannot be used."
+        )
+    positions = Positions(batch, 0, length, length, device, not use_vmap)
+    parts = recognized(function, positions) or Parts([get_mask(function)], [])
+    return ShardedMask(parts, sizes, sharding, attention_mask, sharding.take_position_ids())
+
+
+def with_versions(mask: Mask) -> Mask:
     """Return the mask with copies of its tensors that count their changes.
 
     Tensors of inference mode do not, so layers would not find each other's plans.

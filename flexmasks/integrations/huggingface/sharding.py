@@ -1,0 +1,220 @@
+"""Models whose sequence several processes hold together."""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
+
+import torch
+from torch import Tensor
+
+from flexmasks.cache import identity
+
+if TYPE_CHECKING:  # torch may be built without torch.distributed
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from flexmasks.integrations.distributed import Order
+
+_ACTIVE: list[Sharding] = []
+
+
+def active() -> Sharding | None:
+    """Return how the sequence of the models that run is sharded, or None."""
+    return _ACTIVE[-1] if _ACTIVE else None
+
+
+@contextlib.contextmanager
+def sharded(mesh: DeviceMesh, order: Order | None = None, how: str = "auto", *, check: bool = True) -> Iterator[None]:
+    """Run models by "flexmasks" whose sequence several processes hold together.
+
+    Each process calls the model with its part of `input_ids`, `position_ids` and `labels`, and of a two-dimensional
+    `attention_mask` if there is padding; `distributed.shard` makes the parts of the whole tensors. Inside, each layer
+    attends to the whole sequence by `distributed.attention`, with its own mask: causal, windows, chunks, bidirectional,
+    packed rows, padding on the left or right; with sinks, soft-caps and scales. In packed rows chunks are counted from
+    the start of each document. Processes gather the ids or the padding at most once for each mask of a step, not in
+    each layer. Both the forward and the backward pass belong inside, for gradient checkpointing runs layers a second
+    time. All processes run the same model.
+
+    `position_ids` are those of the whole sequence, because a model would count those of each part from 0. As in one
+    process, they also say where documents of packed rows start, if there is no `attention_mask`, and with
+    `use_cache=False`. `labels` are shifted before they are sharded (`shift_labels` of transformers), because
+    the last token of a part predicts the first one of another. Gradients of the model's weights are the parts that come
+    from the process's tokens; FSDP2 and DistributedDataParallel average them, which is right for a loss that is the
+    mean over the process's tokens if all parts count equally many.
+
+    All layers that attend by "flexmasks" are taken to hold the sharded sequence, so towers of images and sounds need
+    another `attn_implementation`. Layers are not traced by torch.compile, which breaks its graph there.
+
+    Other tools for sharded sequences:
+
+    - torch's `context_parallel(mesh, buffers=...)` cuts the buffers, and replaces only SDPA, which "flexmasks" does not
+      call: use both. Its parts are those of `Order(length, parts)` where, of 2n pieces of equal length, rank r of n has
+      the pieces r and 2n - 1 - r; that is `balance("causal", length, mesh)` if 256 n divides the length.
+    - accelerate's `ParallelismConfig(cp_size=...)` with `maybe_context_parallel` is the same, with
+      `mesh=accelerator.torch_device_mesh["cp"]`. A model that `accelerator.prepare` got is causal without padding: its
+      layers get no masks, packed rows are known by their `position_ids`, and models with windows or chunks are refused
+      by accelerate. transformers' Trainer with `cp_size` refuses all but "sdpa". Shard by `distributed.shard` instead,
+      for any mask.
+    - DeepSpeed's Ulysses, also as accelerate's `sp_size`, needs no `sharded`: it exchanges heads itself and calls
+      "flexmasks" with whole sequences (`core_attn_implementation="flexmasks"`).
+
+    Args:
+        mesh: the processes, of one or two dimensions.
+        order: which parts of the sequence each process holds, see `distributed.balance`. By default they follow each
+            other, and may have different lengths.
+        how: what processes exchange, as in `distributed.attention`.
+        check: whether processes compare their calls, as in `distributed.attention`, and whether `position_ids` that
+            count from 0 in each part are an error. Without it, parts without an `order` must have equal lengths. It is
+            needed only where each part really is a document of its own.
+
+    Raises:
+        ValueError: the mask of a layer cannot be made one of the whole sequence: it has tensors other than
+            `position_ids` and a two-dimensional `attention_mask`, or a key-value cache is in use; or `position_ids` of
+            each part count from 0. All processes raise it.
+
+    Example:
+        >>> from flexmasks.integrations import distributed, huggingface
+        >>> order = distributed.balance("causal", length, mesh)  # doctest: +SKIP
+        >>> batch = {name: distributed.shard(x, order, mesh) for name, x in batch.items()}  # doctest: +SKIP
+        >>> with huggingface.sharded(mesh, order):  # doctest: +SKIP
+        ...     model(**batch, use_cache=False).loss.backward()
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from flexmasks.integrations.distributed import Order
+
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim > 2:
+        _fail(f"`mesh` must be a DeviceMesh of one or two dimensions, got {mesh!r}.", TypeError)
+    if order is not None and (not isinstance(order, Order) or order.ranks != mesh.size()):
+        _fail(f"`order` must be an Order of the {mesh.size()} processes of the mesh, got {order!r}.")
+    sharding = Sharding(mesh, order, how, check)
+    _ACTIVE.append(sharding)
+    try:
+        with _packing_left_to(sharding):
+            yield
+    finally:
+        _ACTIVE.remove(sharding)
+
+
+@contextlib.contextmanager
+def _packing_left_to(sharding: Sharding) -> Iterator[None]:
+    """Keep transformers from looking for packed rows in the part of one process.
+
+    transformers asks one function for the documents of a row, and then for the mask.
+    """
+    from transformers import masking_utils
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def keep(position_ids: Tensor) -> None:
+        sharding.position_ids = position_ids
+
+    own = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = keep
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = own
+
+
+def _fail(message: str, error: type[Exception] = ValueError) -> NoReturn:
+    raise error(f"flexmasks.integrations.huggingface.sharded: {message}")
+
+
+class Whole(NamedTuple):
+    """A tensor of the whole sequence, if any, and the parts of the processes."""
+
+    tensor: Tensor | None
+    order: Order
+
+
+class Sharding:
+    """The processes that hold a sequence together, and what they exchange."""
+
+    def __init__(self, mesh: DeviceMesh, order: Order | None, how: str, check: bool) -> None:
+        self.mesh = mesh
+        self.order = order
+        self.how = how
+        self.check = check
+        self.position_ids: Tensor | None = None  # of the mask that is made next
+        # The last part that was gathered. The part itself is kept, because each process must see it die alike.
+        self._part: Tensor | None = None
+        self._identity: Any = None
+        self._whole: Whole | None = None
+
+    def take_position_ids(self) -> Tensor | None:
+        """Return the position_ids of the mask that is made, if they say where documents start."""
+        position_ids, self.position_ids = self.position_ids, None
+        return position_ids
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def attention(self, query: Tensor, key: Tensor, value: Tensor, order: Order, **arguments: Any) -> Tensor:
+        """Return the output of this process's queries."""
+        from flexmasks.integrations.distributed import attention
+
+        how: dict[str, Any] = {"mesh": self.mesh, "how": self.how, "order": order, "check": self.check}
+        return cast(Tensor, attention(query, key, value, **how, **arguments))
+
+    def whole(self, name: str, part: Tensor | None, position_ids: Tensor | None, length: int, problem: str) -> Whole:
+        """Return a whole tensor [B or 1, tokens], and the parts of the processes.
+
+        All processes have a part of the tensor, or none has.
+
+        All processes make the call equally often.
+
+        part: this process's part.
+        position_ids: this process's positions, if they are known, for the check.
+        length: the number of this process's tokens.
+        problem: an error that this process has found. All processes raise one then.
+        """
+        from flexmasks.integrations.distributed.exchange import Difference, compare, rank_in
+        from flexmasks.integrations.distributed.shards import unshard
+
+        order = self.order
+        if order is not None and length != order.sizes[rank_in(self.mesh)]:
+            tokens = order.sizes[rank_in(self.mesh)]
+            problem = problem or f"by `order` this process has {tokens} tokens, but the model got {length}."
+        # Without checks a process cannot know whether others have kept their parts, too.
+        is_kept = self.check and part is not None and part is self._part and self._identity is not None
+        is_new = not (is_kept and identity(cast(Tensor, part)) == self._identity)
+        lengths = [length] * self.mesh.size()
+        if self.check:
+            counts_from_0 = is_new and not problem and _counts_from_0(position_ids, length)
+            told = f"{name} {part.dtype} of {part.shape[0]} rows" if part is not None else f"no {name}"
+            argument = Difference("attention_mask or position_ids", zlib.crc32(told.encode()), told)
+            state = 4 * length + 2 * is_new + counts_from_0
+            states = compare(self.mesh, state, [argument], bool(problem))
+            lengths = [s >> 2 for s in states]
+            is_new = any(s & 2 for s in states)
+            if sum(lengths) > max(lengths) and all(s & 1 or not s >> 2 for s in states) and not problem:
+                problem = (
+                    "the position_ids of each process count from 0, as models number tokens that come without. Pass "
+                    "the process's part of the whole position_ids: `distributed.shard(position_ids, order, mesh)`, or "
+                    "slices of them. If each part really is a document of its own, set `check=False`."
+                )
+        if problem:
+            _fail(problem)
+        if not is_new and self._whole is not None:
+            return self._whole
+        order = order or _following(lengths)
+        if part is None:
+            return Whole(None, order)
+        given = part.to(torch.uint8) if part.dtype == torch.bool else part
+        whole = unshard(given, order, self.mesh).to(part.dtype)
+        self._part, self._identity, self._whole = part, identity(part), Whole(whole, order)
+        return self._whole
+
+
+def _counts_from_0(position_ids: Tensor | None, length: int) -> bool:
+    if position_ids is None or position_ids.shape[-1] != length or not length:
+        return False
+    return bool((position_ids == torch.arange(length, device=position_ids.device)).all())
+
+
+def _following(lengths: list[int]) -> Order:
+    """Return the order of parts that follow each other."""
+    from flexmasks.integrations.distributed import Order
+
+    stops = [sum(lengths[: i + 1]) for i in range(len(lengths))]
+    return Order(stops[-1], tuple(((stop - n, stop),) for n, stop in zip(lengths, stops, strict=True)))
