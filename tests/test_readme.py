@@ -34,7 +34,7 @@ from flexmasks.spec.definitions import is_own
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "recipes/results"
-LINES, COLUMNS = 235, 120  # the most that the README may have
+LINES, COLUMNS = 236, 120  # the most that the README may have
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md"]
 PAGES += [file for folder in ("flexmasks", "recipes") for file in sorted((ROOT / folder).rglob("*.md"))]
 NAMES = [str(file.relative_to(ROOT)) for file in PAGES]
