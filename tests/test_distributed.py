@@ -59,6 +59,10 @@ def test_learned_tensors(two: Processes) -> None:
     check(two.run(jobs.learned))
 
 
+def test_masks_that_change_between_calls(two: Processes) -> None:
+    check(two.run(jobs.changing))
+
+
 def test_dtensors(two: Processes) -> None:
     check(two.run(jobs.dtensors))
 
@@ -118,6 +122,11 @@ def test_many_random_masks(two: Processes, four: Processes) -> None:
         ("window", "has another `mask` than this process"),
         ("function", "has another `mask` than this process"),
         ("ids", "has another `mask` than this process"),
+        ("constant", "has another `mask` than this process"),
+        ("variable", "has another `mask` than this process"),
+        ("default", "has another `score` than this process"),
+        ("list", "has another `mask` than this process"),
+        ("lse", "has another `return_lse` than this process"),
         ("gradient", "has another `q, k, v` than this process"),
         ("error", "rank 1 of the mesh has raised an error in this call"),
     ],
