@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import flexmasks
@@ -16,6 +17,7 @@ if not dist.is_available() or not dist.is_gloo_available():
 import distributed_jobs as jobs
 
 from flexmasks.bench.processes import Processes
+from flexmasks.integrations.distributed.exchange import exchanging
 
 MASKS = [e.name for e in flexmasks.list_masks()]
 SCORES = [e.name for e in flexmasks.list_scores()]
@@ -136,6 +138,11 @@ def test_calls_that_differ_fail_everywhere(two: Processes, what: str, message: s
     assert message in results[0][1]
     assert ("needs `window`" if what == "error" else message.replace("rank 1", "rank 0")) in results[1][1]
     assert two.run(jobs.shards) == [True, True]  # the processes are as before
+
+
+def test_lack_of_memory_keeps_its_type() -> None:
+    with pytest.raises(torch.OutOfMemoryError), exchanging("keys and values"):
+        raise torch.OutOfMemoryError("no memory")
 
 
 def test_dtensors_that_one_process_cannot_take(two: Processes) -> None:

@@ -114,7 +114,8 @@ def attention(
             and no objects that may change, and processes then receive at most half as much.
         order: which parts of the sequence each process holds, see `balance`. By default the parts follow each other.
         check: whether processes compare their calls before they exchange anything, by small messages between the hosts.
-            Without this, and inside torch.compile, a different call of some process may hang or give wrong results;
+            Not compared are tensors on GPUs or above 1 MB but for their shapes, and of functions all that they read
+            beside numbers and tensors. Without this, and inside torch.compile, a different call of some process may hang or give wrong results;
             there, parts without an `order` must have equal lengths.
 
     Returns:
