@@ -115,8 +115,8 @@ def attention(
         order: which parts of the sequence each process holds, see `balance`. By default the parts follow each other.
         check: whether processes compare their calls before they exchange anything, by small messages between the hosts.
             Not compared are tensors on GPUs or above 1 MB but for their shapes, and of functions all that they read
-            beside numbers and tensors. Without this, and inside torch.compile, a different call of some process may hang or give wrong results;
-            there, parts without an `order` must have equal lengths.
+            beside their own numbers and tensors. Without this, and inside torch.compile, a different call of some
+            process may hang or give wrong results; there, parts without an `order` must have equal lengths.
 
     Returns:
         The output [B, H, S of the part, Dv], or (output, lse [B, H, S of the part]); DTensors sharded as q is, if q is
