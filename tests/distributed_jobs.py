@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -359,6 +360,27 @@ def shards() -> bool:
     return True
 
 
+def changing() -> dict[str, float]:
+    """Return errors of calls in a row whose masks change what they read, and of an empty sequence."""
+    mesh, errors, length = mesh_of(), {}, 512
+    order = distributed.Order.natural(length, dist.get_world_size())
+    window, limits = 10, SimpleNamespace(window=10)
+    masks = {
+        "variable": flexmasks.get_mask(lambda b, h, q, kv: (q >= kv) & (q - kv < window)),
+        "object": flexmasks.get_mask(lambda b, h, q, kv: (q >= kv) & (q - kv < limits.window)),
+    }
+    for window in (10, 400):
+        limits.window = window
+        for name, mask in masks.items():
+            trial = Trial(2, 1, 1, length, mask=mask)
+            for how in ("seen", "auto"):
+                errors[f"{name} {how} {window}"] = trial.error(order, mesh=mesh, how=how)
+    nothing = torch.randn(1, 4, 0, 8)
+    for how in WAYS:
+        errors[f"empty {how}"] = distributed.attention(nothing, nothing, nothing, mesh=mesh, how=how).numel()
+    return errors
+
+
 def different(what: str) -> None:
     """Make a call that differs on the last process."""
     mesh, is_last = mesh_of(), dist.get_rank() == dist.get_world_size() - 1
@@ -370,6 +392,17 @@ def different(what: str) -> None:
         call = {"mask": "sliding_window", "window": 5 if is_last else 4}
     if what == "function":
         call = {"mask": (lambda b, h, q, kv: q > kv) if is_last else (lambda b, h, q, kv: q >= kv)}
+    if what == "constant":
+        call = {"mask": (lambda b, h, q, kv: q - kv < 4) if is_last else (lambda b, h, q, kv: q - kv < 5)}
+    if what == "variable":
+        window = 4 if is_last else 5
+        call = {"mask": lambda b, h, q, kv: q - kv < window}
+    if what == "default":
+        call = {"score": lambda score, b, h, q, kv, factor=2.0 + is_last: score * factor}
+    if what == "list":
+        call = {"mask": "document", "document_ids": [0] * 31 + [int(is_last)]}
+    if what == "lse":
+        call = {"return_lse": is_last, "how": "heads"}
     if what == "ids":
         call = {"mask": "document", "document_ids": torch.arange(32) // (5 if is_last else 4)}
     if what == "error":

@@ -17,6 +17,7 @@ if not dist.is_available() or not dist.is_gloo_available():
 import distributed_jobs as jobs
 
 from flexmasks.bench.processes import Processes
+from flexmasks.integrations.distributed.exchange import exchanging
 
 MASKS = [e.name for e in flexmasks.list_masks()]
 SCORES = [e.name for e in flexmasks.list_scores()]
@@ -58,6 +59,10 @@ def test_random_masks_lengths_and_heads(two: Processes) -> None:
 
 def test_learned_tensors(two: Processes) -> None:
     check(two.run(jobs.learned))
+
+
+def test_masks_that_change_between_calls(two: Processes) -> None:
+    check(two.run(jobs.changing))
 
 
 def test_dtensors(two: Processes) -> None:
@@ -127,6 +132,11 @@ def test_two_gpus() -> None:
         ("window", "has another `mask` than this process"),
         ("function", "has another `mask` than this process"),
         ("ids", "has another `mask` than this process"),
+        ("constant", "has another `mask` than this process"),
+        ("variable", "has another `mask` than this process"),
+        ("default", "has another `score` than this process"),
+        ("list", "has another `mask` than this process"),
+        ("lse", "has another `return_lse` than this process"),
         ("gradient", "has another `q, k, v` than this process"),
         ("error", "rank 1 of the mesh has raised an error in this call"),
     ],
@@ -136,6 +146,11 @@ def test_calls_that_differ_fail_everywhere(two: Processes, what: str, message: s
     assert message in results[0][1]
     assert ("needs `window`" if what == "error" else message.replace("rank 1", "rank 0")) in results[1][1]
     assert two.run(jobs.shards) == [True, True]  # the processes are as before
+
+
+def test_lack_of_memory_keeps_its_type() -> None:
+    with pytest.raises(torch.OutOfMemoryError), exchanging("keys and values"):
+        raise torch.OutOfMemoryError("no memory")
 
 
 def test_dtensors_that_one_process_cannot_take(two: Processes) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 import zlib
-from collections.abc import Callable, Sequence
-from types import FunctionType
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import CodeType, FunctionType
 from typing import Any, Literal, NamedTuple, NoReturn, cast, overload
 
 import torch
@@ -35,6 +38,7 @@ from flexmasks.spec import Mask, Score, get_mask
 from flexmasks.spec.arguments import MaskLike, ScoreLike, from_arguments
 from flexmasks.spec.bands import Band, band_of
 from flexmasks.spec.by_name import says_what_to_write
+from flexmasks.spec.captures import Opaque
 from flexmasks.spec.parameters import Size, describe
 from flexmasks.spec.parts import part_of
 from flexmasks.spec.values import Modifier
@@ -43,6 +47,7 @@ _WAYS = ("auto", "heads", "gather", "seen")
 _BLOCK = 128  # queries and keys of a block
 _SAVES_MUCH = 0.5  # "seen" is taken if processes then receive at most this share of what they would receive otherwise
 _HASHED = 1 << 20  # bytes of a tensor on the CPU that processes compare
+_ALIKE = (bool, int, float, str, bytes, tuple)  # constants in code that print alike in all processes
 
 
 # fmt: off
@@ -104,12 +109,13 @@ def attention(
             "gather": each gets all keys and values.
             "seen": each gets the keys and values that its queries see, in whole blocks of 128. The mask is planned for
             all processes, which reads its tensors.
-            "auto": "heads" if it can be; else "gather". "seen" instead of them if the mask has no tensors, and
-            processes then receive at most half as much.
+            "auto": "heads" if it can be; else "gather". "seen" instead of them if the mask reads no tensors
+            and no objects that may change, and processes then receive at most half as much.
         order: which parts of the sequence each process holds, see `balance`. By default the parts follow each other.
         check: whether processes compare their calls before they exchange anything, by small messages between the hosts.
-            Without this, and inside torch.compile, a different call of some process may hang or give wrong results;
-            there, parts without an `order` must have equal lengths.
+            Not compared are tensors on GPUs or above 1 MB but for their shapes, and of functions all that they read
+            beside their own numbers and tensors. Without this, and inside torch.compile, a different call of some
+            process may hang or give wrong results; there, parts without an `order` must have equal lengths.
 
     Returns:
         The output [B, H, S of the part, Dv], or (output, lse [B, H, S of the part]); DTensors sharded as q is, if q is
@@ -147,6 +153,8 @@ def attention(
     if mesh is None:  # only batch elements or heads are sharded
         options |= {"mask": mask, "score": score, "sink_logits": sink_logits, **params}
         return cast(Tensor, attention_of_one(q, k, v, return_lse=return_lse, **options))
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim > 2 or mesh.get_coordinate() is None:
+        _fail(f"`mesh` must be a DeviceMesh of one or two dimensions that holds this process, got {mesh!r}.")
     problem: Exception | None = None
     call: _Call | None = None
     try:
@@ -156,7 +164,8 @@ def attention(
         call = _checked(q_part, k_part, v_part, mesh, place, of_mask, of_score, sinks, how, order)
     except (ValueError, TypeError) as error:
         problem = error
-    lengths = _lengths(q_part, k_part, v_part, mesh, call, order, options, check, problem)
+    compared = {**options, "return_lse": return_lse}
+    lengths = _lengths(q_part, k_part, v_part, mesh, call, order, compared, check, problem)
     if problem is not None:
         raise problem
     call = cast(_Call, call)._replace(parts=_parts(lengths, order))
@@ -211,8 +220,6 @@ def _checked(
         _fail(f"a process needs as many keys as queries, got {q.shape[2]}, {k.shape[2]} and {v.shape[2]} of q, k, v.")
     if q.shape[0] != k.shape[0] or k.shape[:2] != v.shape[:2] or not k.shape[1] or q.shape[1] % k.shape[1]:
         _fail(f"the shapes of q, k and v do not fit: {list(q.shape)}, {list(k.shape)}, {list(v.shape)}.")
-    if not isinstance(mesh, DeviceMesh) or mesh.ndim > 2 or mesh.get_coordinate() is None:
-        _fail(f"`mesh` must be a DeviceMesh of one or two dimensions that holds this process, got {mesh!r}.")
     if how not in _WAYS:
         _fail(f"`how` must be one of {', '.join(map(repr, _WAYS))}, got {how!r}.")
     last = mesh.size(mesh.ndim - 1)
@@ -246,11 +253,14 @@ def _lengths(
 ) -> list[int]:
     """Return the lengths of all parts; if `check`, all processes must make the same call."""
     if not check or compat.is_compiling():
+        if problem is not None:
+            raise problem
         return list(order.sizes) if order is not None else [q.shape[2]] * mesh.size()
     own = q.shape[2] if isinstance(q, Tensor) and q.ndim == 4 else 0
     told: dict[str, Any] = dict.fromkeys(("q, k, v", "mask", "score", "sink_logits", "how", "order", *options))
     if call is not None:
-        shapes = [(*x.shape[:2], x.shape[3], x.dtype, x.requires_grad) for x in (q, k, v)]
+        learns = torch.is_grad_enabled()
+        shapes = [(*x.shape[:2], x.shape[3], x.dtype, learns and x.requires_grad) for x in (q, k, v)]
         told |= {"q, k, v": (*shapes, call.place.batch, call.place.heads), "mask": call.mask, "score": call.score}
         told |= {"sink_logits": call.sinks is not None, "how": call.how, "order": order, **options}
     arguments = [Difference(name, _number(value), repr(value)) for name, value in told.items()]
@@ -264,9 +274,12 @@ def _number(value: Any) -> int:
     """
     number = zlib.crc32(repr(value).encode())
     if isinstance(value, Modifier):
-        for function in _functions(value):
-            code = function.__code__
-            number = zlib.crc32(code.co_code + repr(code.co_names).encode(), number)
+        for inner in _inside(value):
+            lists = [x for x in inner.params.values() if isinstance(x, tuple) and not _modifiers([x])]
+            number = zlib.crc32(repr(lists).encode(), number)
+            function = inner.definition.function
+            if isinstance(function, FunctionType) and not inner.definition.own:
+                number = zlib.crc32(repr((_of_code(function.__code__), _read(function))).encode(), number)
         for tensor in value.tensors():
             if (
                 tensor.device.type == "cpu"
@@ -278,12 +291,19 @@ def _number(value: Any) -> int:
     return number
 
 
-def _functions(value: Modifier) -> list[FunctionType]:
-    """Return the functions of a user's mask or score."""
-    own = value.definition.function
-    inner = [f for x in value.params.values() for m in (x if isinstance(x, tuple) else (x,))
-             if isinstance(m, Modifier) for f in _functions(m)]  # fmt: skip
-    return ([own] if isinstance(own, FunctionType) and not value.definition.own else []) + inner
+def _of_code(code: CodeType) -> tuple[Any, ...]:
+    """Return what all processes have alike in the code of a function."""
+    constants = [_of_code(x) if isinstance(x, CodeType) else x for x in code.co_consts]
+    return code.co_code, code.co_names, [x for x in constants if isinstance(x, _ALIKE)]
+
+
+def _read(function: FunctionType) -> list[tuple[str, Any]]:
+    """Return the numbers that a function reads beyond its arguments."""
+    read = [(name, p.default) for name, p in inspect.signature(function).parameters.items()]
+    with contextlib.suppress(ValueError):  # a variable has no value
+        variables = inspect.getclosurevars(function)
+        read += sorted(variables.globals.items()) + sorted(variables.nonlocals.items())
+    return [(name, x) for name, x in read if isinstance(x, bool | int | float)]
 
 
 # --- places ---
@@ -381,7 +401,7 @@ def _way(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[str, tuple[Parts
     other = "gather" if k.shape[1] % last else "heads"
     if mesh.ndim == 2 or compat.is_compiling():
         return other, ()
-    if _distances(call, q) is None and (other == "heads" or (call.mask is not None and call.mask.tensors())):
+    if _distances(call, q) is None and (other == "heads" or _fixed(cast(Mask, call.mask)) is None):
         return other, ()  # blocks are counted only where that saves most and is done once
     wanted = _wanted(call)
     kv = k.shape[1] * (k.shape[3] + v.shape[3])
@@ -398,9 +418,29 @@ def _within(parts: Parts, others: Parts) -> Parts:
 
 def _wanted(call: _Call) -> tuple[Parts, ...]:
     """Return the keys that each process's queries see."""
+    if not call.length:
+        return call.parts
     mask = get_mask("full") if call.mask is None else call.mask
-    plan = _plan if mask.tensors() else _kept_plan
-    return plan(mask, call.length, call.parts, call.place.batch, call.place.heads)
+    fixed, sizes = _fixed(mask), (call.length, call.parts, call.place.batch, call.place.heads)
+    return _plan(mask, *sizes) if fixed is None else _kept_plan(fixed, *sizes)
+
+
+@dataclass(frozen=True)
+class _Fixed:
+    """A mask whose plan cannot change; masks that read the same are equal."""
+
+    key: Hashable
+    mask: Mask = field(compare=False)
+
+
+def _fixed(mask: Mask) -> _Fixed | None:
+    """Return a mask that reads neither tensors nor objects that may change, else None."""
+    tensors: list[Tensor] = []
+    try:
+        key = mask.capture(tensors)
+    except Opaque:
+        return None
+    return None if tensors else _Fixed(key, mask)
 
 
 def _plan(mask: Mask, length: int, parts: tuple[Parts, ...], batch: int, heads: int) -> tuple[Parts, ...]:
@@ -410,7 +450,9 @@ def _plan(mask: Mask, length: int, parts: tuple[Parts, ...], batch: int, heads: 
     return tuple(merged([counted.of_band(part) for part in own]) for own in parts)
 
 
-_kept_plan = functools.lru_cache(maxsize=64)(_plan)
+@functools.lru_cache(maxsize=64)
+def _kept_plan(fixed: _Fixed, *sizes: Any) -> tuple[Parts, ...]:
+    return _plan(fixed.mask, *sizes)
 
 
 def _of_band(band: Band, start: int, stop: int, length: int) -> tuple[int, int]:
@@ -496,5 +538,15 @@ def _prepares(value: Modifier) -> bool:
 
 def _holds(value: Modifier, condition: Callable[[Modifier], bool]) -> bool:
     """Return whether a condition holds for a mask or score, or for one inside it."""
-    inner = [m for x in value.params.values() for m in (x if isinstance(x, tuple) else (x,)) if isinstance(m, Modifier)]
-    return condition(value) or any(_holds(m, condition) for m in inner)
+    return any(map(condition, _inside(value)))
+
+
+def _inside(value: Modifier) -> Iterator[Modifier]:
+    """Yield a mask or score, and those inside it."""
+    yield value
+    for inner in _modifiers(value.params.values()):
+        yield from _inside(inner)
+
+
+def _modifiers(values: Iterable[Any]) -> list[Modifier]:
+    return [m for x in values for m in (x if isinstance(x, tuple) else (x,)) if isinstance(m, Modifier)]

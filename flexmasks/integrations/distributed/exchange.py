@@ -10,14 +10,13 @@ import contextlib
 import functools
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, chain
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.nn.functional import all_to_all_single
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from flexmasks import compat
@@ -32,6 +31,8 @@ def exchanging(what: str) -> Iterator[None]:
         return
     try:
         yield
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:  # torch's errors of process groups are RuntimeErrors
         raise RuntimeError(
             f"{WHERE}: the processes could not exchange {what}. One of them has failed, or has not made this call "
@@ -185,11 +186,25 @@ def received(x: Tensor, mesh: DeviceMesh, parts: Sequence[Parts], wanted: Sequen
     lines = [piece.permute(2, 0, 1, 3).reshape(piece.shape[2], width) for piece in pieces]
     come = [_common(own, wanted[rank]) for own in parts]  # from each process
     counts = [[sum(stop - start for _, start, stop in of_one) for of_one in way] for way in (come, sent)]
-    buffer = x.new_empty(sum(counts[0]), width)
     with exchanging("the keys and values that they see"):
-        buffer = all_to_all_single(buffer, torch.cat(lines), counts[0], counts[1], mesh.get_group())
+        buffer = cast(Tensor, _AllToAll.apply(torch.cat(lines), *counts, mesh.get_group()))
     rows = buffer.unflatten(1, (batch, heads, head_size)).permute(1, 2, 0, 3)
     return arranged(rows, tuple((start, stop) for _, start, stop in chain.from_iterable(come)))
+
+
+class _AllToAll(torch.autograd.Function):
+    """Rows of all processes; backwards, their gradients go back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, come: list[int], sent: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.back = sent, come, group
+        buffer = rows.new_empty(sum(come), rows.shape[1])
+        dist.all_to_all_single(buffer, rows, come, sent, group)
+        return buffer
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return _AllToAll.apply(gradient.contiguous(), *ctx.back), None, None, None
 
 
 def _common(parts: Parts, wanted: Parts) -> list[tuple[int, int, int]]:
