@@ -111,7 +111,17 @@ def orders(generator: random.Random, length: int = LENGTH) -> Iterator[distribut
     yield scattered(length, generator)
 
 
-def registered(kind: str, names: Sequence[str], ndim: int = 1) -> dict[str, float]:
+def layouts(
+    generator: random.Random, ways: Sequence[str], length: int = LENGTH, in_full: bool = False
+) -> Iterator[tuple[str, distributed.Order]]:
+    """Yield ways with orders: one of the orders for each way, or all."""
+    for how in ways:
+        every = list(orders(generator, length))
+        for order in every if in_full else [generator.choice(every)]:
+            yield how, order
+
+
+def registered(kind: str, names: Sequence[str], ndim: int = 1, in_full: bool = False) -> dict[str, float]:
     """Return the largest error for each name and way."""
     errors: dict[str, float] = {}
     mesh, generator = mesh_of(ndim), random.Random(1)
@@ -120,11 +130,9 @@ def registered(kind: str, names: Sequence[str], ndim: int = 1) -> dict[str, floa
         heads = value.implied_size("H") or 4
         kv_heads = heads if heads % 2 or dist.get_world_size() > 2 else heads // 2
         trial = Trial(heads, kv_heads, value.batch_size() or 2, **{kind: value})
-        for order in orders(generator):
-            for how in WAYS:
-                if (how == "heads" and kv_heads % mesh.size(mesh.ndim - 1)) or (how == "seen" and ndim == 2):
-                    continue
-                errors[f"{name} {how} {order.parts}"] = trial.error(order, mesh=mesh, how=how)
+        can_be = {"heads": kv_heads % mesh.size(mesh.ndim - 1) == 0, "seen": ndim == 1}
+        for how, order in layouts(generator, [w for w in WAYS if can_be.get(w, True)], in_full=in_full):
+            errors[f"{name} {how} {order.parts}"] = trial.error(order, mesh=mesh, how=how)
     return errors
 
 
@@ -170,9 +178,8 @@ def learned() -> dict[str, float]:
     for name, score in scores.items():
         for mask in (None, "causal"):
             trial = Trial(4, 4, 2, score=score, mask=None if mask is None else flexmasks.get_mask(mask))
-            for order in orders(generator):
-                for how in WAYS:
-                    errors[f"{name} {mask} {how} {order.parts}"] = trial.error(order, mesh=mesh, how=how)
+            for how, order in layouts(generator, WAYS):
+                errors[f"{name} {mask} {how} {order.parts}"] = trial.error(order, mesh=mesh, how=how)
     return errors
 
 
