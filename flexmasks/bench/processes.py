@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import faulthandler
 import os
 import queue
 import shutil
@@ -89,6 +90,7 @@ class Processes:
 
 
 def _work(rank: int, count: int, device_type: str, store: str, timeout: float, jobs: Any, results: Any) -> None:
+    faulthandler.enable()
     os.environ["LOCAL_RANK"] = str(rank)
     if device_type == "cuda":
         torch.cuda.set_device(rank)
