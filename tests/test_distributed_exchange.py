@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -27,10 +28,11 @@ MASKS: dict[str, Any] = {
 }
 
 
-@pytest.fixture(params=["two", "four"])
-def processes(request: pytest.FixtureRequest) -> Processes:
-    found: Processes = request.getfixturevalue(request.param)
-    return found
+@pytest.fixture(scope="module", params=[2, 4])
+def processes(request: pytest.FixtureRequest) -> Iterator[Processes]:
+    processes = Processes(request.param)
+    yield processes
+    processes.close()
 
 
 @pytest.mark.parametrize("balanced", [False, True])
