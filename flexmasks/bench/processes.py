@@ -7,6 +7,7 @@ import faulthandler
 import os
 import queue
 import shutil
+import sys
 import tempfile
 import traceback
 import weakref
@@ -20,6 +21,10 @@ import torch.multiprocessing as mp
 TIMEOUT = 60.0  # seconds that a process waits for the others
 
 
+class Crash(RuntimeError):
+    """A process of a group has ended in the middle of a job."""
+
+
 class Processes:
     """Processes of one group.
 
@@ -30,7 +35,11 @@ class Processes:
     """
 
     def __init__(self, count: int, device_type: str = "cpu", timeout: float = TIMEOUT) -> None:
-        self.count = count
+        self.count, self._device_type, self._timeout = count, device_type, timeout
+        self._start()
+
+    def _start(self) -> None:
+        count, device_type, timeout = self.count, self._device_type, self._timeout
         context = mp.get_context("spawn")
         folder = tempfile.mkdtemp()
         self._remove_folder = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
@@ -51,9 +60,17 @@ class Processes:
     def run(self, job: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Return what all processes return.
 
+        If a process crashes, which torch's gloo does now and then, all are started again, and the job once more.
+
         Raises RuntimeError with the traceback of the first process that fails.
         """
-        results = self.try_run(job, *arguments)
+        try:
+            results = self.try_run(job, *arguments)
+        except Crash as crash:
+            print(f"flexmasks: {crash}; the processes start again.", file=sys.stderr)
+            self.close()
+            self._start()
+            results = self.try_run(job, *arguments)
         for rank, (_, error) in enumerate(results):
             if error:
                 raise RuntimeError(f"rank {rank}: {error}")
@@ -62,7 +79,7 @@ class Processes:
     def try_run(self, job: Callable[..., Any], *arguments: Any) -> list[tuple[Any, str]]:
         """Return for each process what the job returns, and its traceback if it fails.
 
-        Raises RuntimeError if a process has ended.
+        Raises Crash if a process has ended.
         """
         for jobs in self._jobs:
             jobs.put((job, arguments))
@@ -75,7 +92,7 @@ class Processes:
             except queue.Empty:
                 if not self._processes[rank].is_alive():
                     code = self._processes[rank].exitcode
-                    raise RuntimeError(f"rank {rank}: the process has ended with code {code}") from None
+                    raise Crash(f"rank {rank}: the process has ended with code {code}") from None
             else:
                 return result
 
