@@ -20,7 +20,7 @@ from flexmasks import compat
 from flexmasks.attention import attention as attention_of_one
 from flexmasks.calls import under_autocast
 from flexmasks.integrations.distributed.balance import Order
-from flexmasks.integrations.distributed.counts import CountedMask, Parts, fail, merged
+from flexmasks.integrations.distributed.counts import CountedMask, Parts, fail, following, merged
 from flexmasks.integrations.distributed.exchange import (
     Difference,
     arranged,
@@ -168,7 +168,7 @@ def attention(
     lengths = _lengths(q_part, k_part, v_part, mesh, call, order, compared, check, problem)
     if problem is not None:
         raise problem
-    call = cast(_Call, call)._replace(parts=_parts(lengths, order))
+    call = cast(_Call, call)._replace(parts=following(lengths) if order is None else order.parts)
     with under_autocast(q_part, k_part, v_part) as cast_parts:  # processes exchange what the kernel takes
         out, lse = _run(*cast_parts, call, options, return_lse)
     if isinstance(q, DTensor):
@@ -309,13 +309,6 @@ def _read(function: FunctionType) -> list[tuple[str, Any]]:
 # --- places ---
 
 
-def _parts(lengths: Sequence[int], order: Order | None) -> tuple[Parts, ...]:
-    if order is not None:
-        return order.parts
-    stops = [sum(lengths[: i + 1]) for i in range(len(lengths))]
-    return tuple(((stop - n, stop),) if n else () for n, stop in zip(lengths, stops, strict=True))
-
-
 def _mesh_of(mesh: DeviceMesh, dims: Sequence[int]) -> DeviceMesh:
     """Return the mesh of some of the dimensions."""
     if len(dims) == mesh.ndim:
@@ -361,15 +354,12 @@ def _run(
         q, k, v = (heads_for_sequence(x, last, lengths) for x in (q, k, v))
         place = place._replace(first_head=place.first_head + last.get_local_rank() * q.shape[1])
         own = sum(rows[row], ())
-        if mesh.ndim == 2:
-            of_rows = [_size(sum(r, ())) for r in rows]
-            k, v = (gathered(x, submesh(mesh, 0), of_rows) for x in (k, v))
-        keys: Parts = sum(parts, ())
-    elif way == "seen":
+    elif way == "gather":
+        k, v = (gathered(x, last, lengths) for x in (k, v))
+    if way == "seen":
         k, v = (received(x, mesh, parts, wanted) for x in (k, v))
         keys = wanted[rank_in(mesh)]
     else:
-        k, v = (gathered(x, last, lengths) for x in (k, v))
         if mesh.ndim == 2:
             of_rows = [_size(sum(r, ())) for r in rows]
             k, v = (gathered(x, submesh(mesh, 0), of_rows) for x in (k, v))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -43,6 +44,12 @@ def merged(parts: Sequence[tuple[int, int]]) -> Parts:
         elif start < stop:
             result.append((start, stop))
     return tuple(result)
+
+
+def following(lengths: Sequence[int]) -> tuple[Parts, ...]:
+    """Return the parts of processes that hold a sequence one after the other."""
+    stops = itertools.accumulate(lengths)
+    return tuple(((stop - n, stop),) if n else () for n, stop in zip(lengths, stops, strict=True))
 
 
 class OfParts(NamedTuple):

@@ -215,6 +215,6 @@ def _counts_from_0(position_ids: Tensor | None, length: int) -> bool:
 def _following(lengths: list[int]) -> Order:
     """Return the order of parts that follow each other."""
     from flexmasks.integrations.distributed import Order
+    from flexmasks.integrations.distributed.counts import following
 
-    stops = [sum(lengths[: i + 1]) for i in range(len(lengths))]
-    return Order(stops[-1], tuple(((stop - n, stop),) for n, stop in zip(lengths, stops, strict=True)))
+    return Order(sum(lengths), following(lengths))
