@@ -472,6 +472,16 @@ def group_timeout(group: Any) -> Any:
 # `_ContextParallel`, `_create_cp_block_mask` and `_HeadTailLoadBalancer`: torch's own flex_attention over a sequence of
 # several processes, which the benchmark "ranks" runs against. No public equivalent; without them the benchmark leaves
 # it out.
+def all_to_all(rows: Tensor, come: list[int], sent: list[int], group: Any) -> Tensor:
+    """Return rows that come from the processes of a group, for the rows that go to them.
+
+    come, sent: numbers of rows for each process.
+    """
+    from torch.distributed import _functional_collectives as functional
+
+    return functional.all_to_all_single_autograd(rows, come, sent, group)
+
+
 def flex_over_processes(
     mask_mod: Callable[..., Tensor], length: int, mesh: Any, device: torch.device, is_balanced: bool
 ) -> Callable[..., Tensor]:

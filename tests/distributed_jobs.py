@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -162,6 +164,34 @@ def composed(seed: int, count: int) -> dict[str, float]:
     return errors
 
 
+def in_groups() -> tuple[dict[str, float], dict[str, int]]:
+    """Return errors, and groups of heads, of calls as if their tensors were large."""
+    of_calls = importlib.import_module("flexmasks.integrations.distributed.attention")
+    ids = torch.arange(LENGTH) // 30
+    calls: dict[str, dict[str, Any]] = {
+        "none": {},
+        "window": {
+            "mask": flexmasks.get_mask("sliding_window", window=9),
+            "score": flexmasks.get_score("softcap", cap=2),
+        },
+        "documents": {"mask": flexmasks.get_mask("causal") & flexmasks.get_mask("document", document_ids=ids)},
+        "of heads": {"mask": flexmasks.get_mask(lambda b, h, q, kv: (q + h >= kv) | (kv % 5 == h))},
+        "alibi": {"mask": flexmasks.get_mask("causal"), "score": flexmasks.get_score("alibi")},
+    }
+    errors: dict[str, float] = {}
+    groups: dict[str, int] = {}
+    with (
+        mock.patch.object(of_calls, "_SMALL", 0),
+        mock.patch.object(of_calls, "_by_heads", wraps=of_calls._by_heads) as run,
+    ):
+        for name, call in calls.items():
+            trial = Trial(16, 8, 2, **call)
+            for order in orders(random.Random(2)):
+                errors[f"{name} {order.parts}"] = trial.error(order, mesh=mesh_of(), how="heads")
+            groups[name] = run.call_args.args[-1]
+    return errors, groups
+
+
 def learned() -> dict[str, float]:
     """Return the errors with tensors that scores learn."""
     generator = random.Random(5)
@@ -239,31 +269,32 @@ def on_gpus() -> dict[str, float]:
     """Return relative errors in bfloat16 on GPUs against float32 of one process, for output and gradients."""
     count, device = dist.get_world_size(), torch.device("cuda", dist.get_rank())
     mesh = init_device_mesh("cuda", (count,))
-    generator = random.Random(3)
-    errors = {}
+    natural, in_lengths, in_pieces = orders(random.Random(3), 1000)
     ids = (torch.arange(1000) // 300).to(device)
-    masks = {
-        "causal": flexmasks.get_mask("causal"),
-        "window": flexmasks.get_mask("sliding_window", window=100),
-        "documents": flexmasks.get_mask("causal") & flexmasks.get_mask("document", document_ids=ids),
-        "own": flexmasks.get_mask(lambda b, h, q, kv: (q >= kv) & ((kv + h) % 7 != 0)),
-    }
-    for name, mask in masks.items():
+    documents = flexmasks.get_mask("causal") & flexmasks.get_mask("document", document_ids=ids)
+    own = flexmasks.get_mask(lambda b, h, q, kv: (q >= kv) & ((kv + h) % 7 != 0))
+    calls = [
+        (flexmasks.get_mask("causal"), "heads", in_lengths),
+        (flexmasks.get_mask("sliding_window", window=100), "auto", natural),
+        (documents, "heads", natural),
+        (documents, "gather", in_pieces),
+        (own, "seen", in_lengths),
+    ]
+    errors = {}
+    for mask, how, order in calls:
         torch.manual_seed(0)
         q, k, v, upstream = torch.randn(4, 2, 4, 1000, 64, device=device)
         leaves = [x.clone().requires_grad_() for x in (q, k[:, :2], v[:, :2])]
         whole = flexmasks.attention(*leaves, mask=mask, score="alibi", backend="reference")
         wanted = [whole, *torch.autograd.grad(whole, leaves, upstream)]
-        for order in orders(generator, 1000):
-            for how in WAYS:
-                tokens = own_tokens(order).to(device)
-                parts = [x.detach()[:, :, tokens].bfloat16().requires_grad_() for x in leaves]
-                out = distributed.attention(*parts, mesh=mesh, mask=mask, score="alibi", how=how, order=order)
-                got = [out, *torch.autograd.grad(out, parts, upstream[:, :, tokens].bfloat16())]
-                pairs = [(a.float(), b[:, :, tokens]) for a, b in zip(got, wanted, strict=True)]
-                errors[f"{name} {how} {order.parts}"] = max(
-                    (float((a - b).norm() / b.norm()) for a, b in pairs if b.numel()), default=0.0
-                )
+        tokens = own_tokens(order).to(device)
+        parts = [x.detach()[:, :, tokens].bfloat16().requires_grad_() for x in leaves]
+        out = distributed.attention(*parts, mesh=mesh, mask=mask, score="alibi", how=how, order=order)
+        got = [out, *torch.autograd.grad(out, parts, upstream[:, :, tokens].bfloat16())]
+        pairs = [(a.float(), b[:, :, tokens]) for a, b in zip(got, wanted, strict=True)]
+        errors[f"{mask} {how} {order.parts}"] = max(
+            (float((a - b).norm() / b.norm()) for a, b in pairs if b.numel()), default=0.0
+        )
     return errors
 
 

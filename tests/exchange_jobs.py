@@ -14,15 +14,11 @@ from flexmasks.integrations import distributed
 
 
 class Received(TorchDispatchMode):
-    """The bytes that this process receives from others by torch's collectives.
+    """The bytes that this process receives from others by torch's collectives."""
 
-    of_heads: the group that exchanges heads for parts of the sequence. On CPUs DTensor gathers all for that, and drops
-        all but what an all-to-all would bring, which alone is counted.
-    """
-
-    def __init__(self, of_heads: dist.ProcessGroup | None) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.bytes, self._of_heads = 0, of_heads
+        self.bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -30,8 +26,7 @@ class Received(TorchDispatchMode):
         if func.namespace not in ("c10d", "_c10d_functional") or name in ("wait_tensor", "_wrap_tensor_autograd"):
             return out
         if name == "all_gather_into_tensor":
-            is_of_heads = self._of_heads is not None and args[2] == self._of_heads.group_name
-            self.bytes += (out.nbytes - args[0].nbytes) // (args[1] if is_of_heads else 1)
+            self.bytes += out.nbytes - args[0].nbytes
         elif name == "reduce_scatter_tensor":  # each process sends its part of the sum
             self.bytes += args[0].nbytes - out.nbytes
         elif name == "all_to_all_single":
@@ -65,11 +60,10 @@ def received(
         torch.randn(batch, heads, size, head_size, requires_grad=True) for heads in (q_heads, kv_heads, kv_heads)
     )
     counts = []
-    of_heads = mesh.get_group(mesh.ndim - 1) if how == "heads" else None
-    with Received(of_heads) as seen:
+    with Received() as seen:
         out = distributed.attention(q, k, v, mesh=mesh, mask=mask, how=how, order=order, check=False)
     counts.append(seen.bytes)
-    with Received(of_heads) as seen:
+    with Received() as seen:
         out.sum().backward()
     counts.append(seen.bytes)
     return counts[0], counts[1]

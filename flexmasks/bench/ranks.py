@@ -26,7 +26,7 @@ from flexmasks.spec import Mask, get_mask
 
 ONE, RING, FLEX = "flexmasks on one", "torch context_parallel", "flex_attention, _ContextParallel"
 _BALANCED = f"{OURS}, gathered, balanced"
-_SECONDS, _MOST_STEPS, _LEAST_STEPS = 1.5, 20, 3
+_SECONDS, _LOOPS, _MOST_STEPS = 1.5, 5, 20  # of all loops; and of one
 
 
 class Shape(NamedTuple):
@@ -44,26 +44,30 @@ _LONG_CAUSAL = 524288  # from here on a step without empty blocks takes too long
 class _Masked(NamedTuple):
     """The mask of a case, for flexmasks and for torch."""
 
-    mask: Mask
+    make: Callable[[], Mask]  # new tensors at each call
     mask_mod: Callable[..., Tensor]
 
 
 def _masked(name: str, length: int, device: torch.device) -> _Masked:
     if name == "window":
         window = min(4096, length // 8)
-        return _Masked(get_mask("sliding_window", window=window), lambda b, h, q, kv: (kv <= q) & (q - kv <= window))
+        mask = get_mask("sliding_window", window=window)
+        return _Masked(lambda: mask, lambda b, h, q, kv: (kv <= q) & (q - kv <= window))
     if name == "prefix_lm":
         prefix = length // 4
+        prefixes = torch.tensor([prefix], device=device)
         return _Masked(
-            get_mask("prefix_lm", prefix_len=torch.tensor([prefix], device=device)),
-            lambda b, h, q, kv: (kv <= q) | (kv < prefix),
+            lambda: get_mask("prefix_lm", prefix_len=prefixes.clone()), lambda b, h, q, kv: (kv <= q) | (kv < prefix)
         )
     if name == "documents":
         cuts = torch.rand(length, generator=torch.Generator().manual_seed(0)) < 8 / length
         ids = cuts.cumsum(0).to(device)
-        mask = get_mask("causal") & get_mask("document", document_ids=ids)
-        return _Masked(mask, lambda b, h, q, kv: (kv <= q) & (ids[q] == ids[kv]))
-    return _Masked(get_mask("causal"), lambda b, h, q, kv: kv <= q)
+        return _Masked(
+            lambda: get_mask("causal") & get_mask("document", document_ids=ids.clone()),
+            lambda b, h, q, kv: (kv <= q) & (ids[q] == ids[kv]),
+        )
+    causal = get_mask("causal")
+    return _Masked(lambda: causal, lambda b, h, q, kv: kv <= q)
 
 
 # --- what each process runs ---
@@ -80,7 +84,7 @@ def _measured(name: str, shape: Shape, who: str, device_type: str) -> dict[str, 
     dtype = torch.bfloat16 if device_type == "cuda" else torch.float32
     order = distributed.Order.natural(shape.length, count)
     if who == _BALANCED:
-        order = distributed.balance(_masked(name, shape.length, torch.device("cpu")).mask, shape.length, mesh)
+        order = distributed.balance(_masked(name, shape.length, torch.device("cpu")).make(), shape.length, mesh)
     generator = torch.Generator(device).manual_seed(0)
     whole = [
         torch.randn(1, shape.heads, shape.length, shape.size, device=device, dtype=dtype, generator=generator)
@@ -108,13 +112,13 @@ def _step(call: Callable[..., Tensor], leaves: list[Tensor], upstream: Tensor) -
 def _call_of(
     name: str, shape: Shape, who: str, mesh: DeviceMesh, order: distributed.Order, device: torch.device
 ) -> Callable[..., Tensor]:
-    mask, mask_mod = _masked(name, shape.length, device)
+    make, mask_mod = _masked(name, shape.length, device)
     if who == ONE:
-        return functools.partial(attention, mask=mask)
+        return lambda q, k, v: attention(q, k, v, mask=make())
     if who == OURS:
-        return functools.partial(distributed.attention, mesh=mesh, mask=mask)
+        return lambda q, k, v: distributed.attention(q, k, v, mesh=mesh, mask=make())
     if who == _BALANCED:
-        return functools.partial(distributed.attention, mesh=mesh, mask=mask, how="gather", order=order)
+        return lambda q, k, v: distributed.attention(q, k, v, mesh=mesh, mask=make(), how="gather", order=order)
     if who == RING:
         return functools.partial(_ring, mesh)
     return compat.flex_over_processes(mask_mod, shape.length, mesh, device, is_balanced=name != "window")
@@ -130,7 +134,7 @@ def _ring(mesh: DeviceMesh, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _timed(step: Callable[[], None], mesh: DeviceMesh | None, device: torch.device) -> dict[str, Any]:
-    """Time steps that all processes begin together."""
+    """Time steps in loops that all processes begin together; the host waits for the GPU at the end of a loop."""
     start = time.perf_counter()
     step()
     synchronize(device)
@@ -143,16 +147,18 @@ def _timed(step: Callable[[], None], mesh: DeviceMesh | None, device: torch.devi
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
+    steps = min(max(int(_SECONDS / _LOOPS / float(seconds)), 1), _MOST_STEPS)
     times = []
-    for _ in range(min(max(int(_SECONDS / float(seconds)), _LEAST_STEPS), _MOST_STEPS)):
+    for _ in range(_LOOPS):
         if mesh is not None:
             dist.all_reduce(torch.zeros(()))
         start = time.perf_counter()
-        step()
+        for _ in range(steps):
+            step()
         synchronize(device)
-        times.append(time.perf_counter() - start)
+        times.append((time.perf_counter() - start) / steps)
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-    return {"times": times, "first_s": first, "peak": peak}
+    return {"times": times, "steps": steps * _LOOPS, "first_s": first, "peak": peak}
 
 
 # --- the command ---
@@ -195,13 +201,13 @@ def _rows(name: str, shape: Shape, pool: _Pool) -> list[Row]:
         except RuntimeError as error:
             left_out[who] = str(error).strip().splitlines()[-1][:200]
             continue
-        # A step takes as long as it takes the slowest process.
+        # A loop takes as long as it takes the slowest process.
         steps = [1e3 * max(times) for times in zip(*(x["times"] for x in found), strict=True)]
         quarters = statistics.quantiles(steps, n=4)
         row: Row = {"case": name, "shape": "x".join(map(str, shape)), "who": who, "ranks": len(found)}
         row |= {"dtype": "bfloat16" if pool.device_type == "cuda" else "float32"}
         row |= {"ms": float(f"{quarters[1]:.4g}"), "iqr": float(f"{quarters[2] - quarters[0]:.4g}")}
-        row |= {"first_s": round(max(x["first_s"] for x in found), 2), "steps": len(steps)}
+        row |= {"first_s": round(max(x["first_s"] for x in found), 2), "steps": found[0]["steps"]}
         if pool.device_type == "cuda":
             row["peak_gib"] = float(f"{max(x['peak'] for x in found) / 2**30:.3g}")
         outputs[who] = found[0]["output"]
@@ -253,7 +259,7 @@ def markdown(results: dict[str, Any]) -> str:
             "" if one is None or r["who"] == ONE else f"{one / r['ms']:.2f} x", f"{r.get('peak_gib', '')}",
         ])  # fmt: skip
     header = ["mask", "heads x tokens x head size", "who", "processes", "ms", "as fast as one", "GiB for each"]
-    about = f"{measured_on(results)}; forward and backward of one call, batch 1, medians of wall times."
+    about = f"{measured_on(results)}; forward and backward of one call after the other, batch 1, medians of wall times."
     return f"{about}\n\n{github_table(rows, header)}"
 
 

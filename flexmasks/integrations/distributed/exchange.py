@@ -1,14 +1,14 @@
 """Exchanges between processes: calls, to compare them, and parts of tensors.
 
-Tensors travel by DTensor's `redistribute` and torch's all-to-all, which are differentiable. A sequence lies over the
-dimensions of a mesh, the last dimension the fastest.
+Tensors travel by DTensor's `redistribute` and torch's all-to-all. A sequence lies over the dimensions of a mesh, the
+last dimension the fastest.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, chain
 from typing import Any, NamedTuple, cast
 
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -95,6 +96,10 @@ def _host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 # --- tensors ---
 
 
+Arriving = Callable[[], Tensor]  # waits for what other processes send
+_Piece = tuple[int, int, int]  # index of a part, start, stop
+
+
 def rank_in(mesh: DeviceMesh, ndim: int | None = None) -> int:
     """Return the number of this process in the first `ndim` dimensions of a mesh.
 
@@ -128,29 +133,42 @@ def gathered(x: Tensor, mesh: DeviceMesh, lengths: Sequence[int], dim: int = 2) 
     return _without_padding(full, dim, lengths, longest)
 
 
-def heads_for_sequence(x: Tensor, mesh: DeviceMesh, lengths: Sequence[int]) -> Tensor:
-    """Return some heads of all parts in place of all heads of a part.
+def heads_for_sequence(x: Tensor, mesh: DeviceMesh, lengths: Sequence[int], groups: int) -> list[Arriving]:
+    """Start to exchange all heads of a part for some heads of all parts, one group of these heads after the other.
 
-    The result is [B, H / ranks, S, D].
+    What arrives for a group is [B, H / ranks / groups, S, D]. In memory it is [S, B, H / ranks / groups, D].
     """
-    longest = max(lengths)
-    local = DTensor.from_local(_padded(x, 2, longest), mesh, [Shard(2)], run_check=False)
-    with exchanging("heads for parts of the sequence"):
-        heads = local.redistribute(placements=[Shard(1)]).to_local()
-    return _without_padding(heads, 2, lengths, longest)
+    batch, heads, size, head_size = x.shape
+    of_group, count = heads // mesh.size() // groups, mesh.size()
+    starts = []
+    for group in x.unflatten(1, (count, groups, of_group)).unbind(2):
+        rows = group.permute(1, 3, 0, 2, 4).reshape(count * size, batch * of_group * head_size)
+        starts.append(_started("heads for parts of the sequence", rows, lengths, [size] * count, mesh))
+
+    def arrived(rows: Arriving) -> Tensor:
+        return rows().view(sum(lengths), batch, of_group, head_size).permute(1, 2, 0, 3)
+
+    return [functools.partial(arrived, rows) for rows in starts]
 
 
-def sequence_for_heads(x: Tensor, mesh: DeviceMesh, lengths: Sequence[int]) -> Tensor:
-    """Return all heads of a part in place of some heads of all parts.
+def sequence_for_heads(x: Tensor, mesh: DeviceMesh, lengths: Sequence[int]) -> Arriving:
+    """Start to exchange some heads of all parts for all heads of a part.
 
-    The result is [B, H, S of the part, D].
+    What arrives is [S of the part, B, ranks, H / ranks, D].
     """
-    longest = max(lengths)
-    padded = torch.cat([_padded(part, 2, longest) for part in x.split(list(lengths), 2)], 2)
-    local = DTensor.from_local(padded, mesh, [Shard(1)], run_check=False)
-    with exchanging("parts of the sequence for heads"):
-        parts = local.redistribute(placements=[Shard(2)]).to_local()
-    return parts.narrow(2, 0, lengths[mesh.get_local_rank()])
+    batch, heads, _, head_size = x.shape
+    size, count = lengths[mesh.get_local_rank()], mesh.size()
+    rows = x.permute(2, 0, 1, 3).reshape(sum(lengths), batch * heads * head_size)
+    start = _started("parts of the sequence for heads", rows, [size] * count, lengths, mesh)
+    return lambda: start().view(count, size, batch, heads, head_size).permute(1, 2, 0, 3, 4)
+
+
+def all_heads(groups: Sequence[Tensor]) -> Tensor:
+    """Return all heads of a part, [B, H, S of the part, D], of groups that `sequence_for_heads` has brought.
+
+    In memory it is [S of the part, B, H, D].
+    """
+    return torch.stack(list(groups), 3).flatten(2, 4).permute(1, 2, 0, 3)
 
 
 def _padded(x: Tensor, dim: int, size: int) -> Tensor:
@@ -165,60 +183,112 @@ def _without_padding(x: Tensor, dim: int, lengths: Sequence[int], longest: int) 
     return torch.cat([part.narrow(dim, 0, n) for part, n in zip(parts, lengths, strict=True)], dim)
 
 
-def received(x: Tensor, mesh: DeviceMesh, parts: Sequence[Parts], wanted: Sequence[Parts]) -> Tensor:
-    """Return the positions of a sequence that this process wants, in their natural order.
+def received(x: Tensor, mesh: DeviceMesh, parts: Sequence[Parts], wanted: Sequence[Parts]) -> Arriving:
+    """Start to exchange the positions of a sequence that processes want.
 
-    The gradient of a part is the sum over all processes.
+    They arrive in their natural order. The gradient of a part is the sum over all processes.
 
     x: this process's part, [B, H, S of the part, D].
     parts, wanted: for each process the positions that it has, in its order, and those that it wants, ascending.
     """
     rank = mesh.get_local_rank()
-    starts = _starts(parts[rank])
-    sent = [_common(parts[rank], own) for own in wanted]  # to each process
-    # The first piece is empty: the sent rows depend on x also where nothing is sent.
-    pieces = [x.narrow(2, 0, 0)] + [
-        x.narrow(2, starts[index] + start - parts[rank][index][0], stop - start)
-        for index, start, stop in chain.from_iterable(sent)
-    ]
+    sent = [() if other == rank else _common(parts[rank], own) for other, own in enumerate(wanted)]  # to each process
+    come = [() if other == rank else _common(own, wanted[rank]) for other, own in enumerate(parts)]  # from each process
+    kept = _common(parts[rank], wanted[rank])
     batch, heads, _, head_size = x.shape
-    width = batch * heads * head_size
-    lines = [piece.permute(2, 0, 1, 3).reshape(piece.shape[2], width) for piece in pieces]
-    come = [_common(own, wanted[rank]) for own in parts]  # from each process
-    counts = [[sum(stop - start for _, start, stop in of_one) for of_one in way] for way in (come, sent)]
-    with exchanging("the keys and values that they see"):
-        buffer = cast(Tensor, _AllToAll.apply(torch.cat(lines), *counts, mesh.get_group()))
-    rows = buffer.unflatten(1, (batch, heads, head_size)).permute(1, 2, 0, 3)
-    return arranged(rows, tuple((start, stop) for _, start, stop in chain.from_iterable(come)))
+    # The first piece is empty: the sent rows depend on x also where nothing is sent.
+    pieces = [x.narrow(2, 0, 0), *_pieces(x, parts[rank], chain.from_iterable(sent))]
+    lines = [piece.permute(2, 0, 1, 3).reshape(piece.shape[2], batch * heads * head_size) for piece in pieces]
+    come_rows, sent_rows = ([sum(stop - start for _, start, stop in one) for one in way] for way in (come, sent))
+    start = _started("the keys and values that they see", torch.cat(lines), come_rows, sent_rows, mesh)
+
+    def arrived() -> Tensor:
+        rows = start().view(sum(come_rows), batch, heads, head_size).permute(1, 2, 0, 3)
+        places = tuple((start, stop) for _, start, stop in (*chain.from_iterable(come), *kept))
+        return arranged(torch.cat([rows, *_pieces(x, parts[rank], kept)], 2), places)
+
+    return arrived
 
 
-class _AllToAll(torch.autograd.Function):
-    """Rows of all processes; backwards, their gradients go back."""
+def _started(what: str, rows: Tensor, come: Sequence[int], sent: Sequence[int], mesh: DeviceMesh) -> Arriving:
+    """Start to exchange rows, by torch's all-to-all; while they travel the process may compute.
 
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, come: list[int], sent: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.back = sent, come, group
-        buffer = rows.new_empty(sum(come), rows.shape[1])
-        dist.all_to_all_single(buffer, rows, come, sent, group)
+    what: what the rows are, for errors.
+    come, sent: numbers of rows from and to each process.
+    """
+    if compat.is_compiling():
+        come_rows = compat.all_to_all(rows, list(come), list(sent), mesh.get_group())
+        return lambda: come_rows
+    travel = _Travel(what, list(come), list(sent), mesh.get_group())
+    ticket = _Start.apply(rows, travel)
+    return lambda: cast(Tensor, _Finish.apply(ticket, travel))
+
+
+class _Travel:
+    """Rows under way, one way at a time."""
+
+    def __init__(self, what: str, come: list[int], sent: list[int], group: dist.ProcessGroup) -> None:
+        self._what, self.come, self.sent, self._group = what, come, sent, group
+        self._under_way: tuple[Tensor, dist.Work] | None = None
+
+    def start(self, rows: Tensor, come: list[int], sent: list[int]) -> None:
+        with exchanging(self._what):
+            rows, buffer = rows.contiguous(), rows.new_empty(sum(come), rows.shape[1])
+            self._under_way = buffer, dist.all_to_all_single(buffer, rows, come, sent, self._group, async_op=True)
+
+    def finish(self) -> Tensor:
+        """Return the rows that came; on a GPU its later work waits for them, and the host does not."""
+        buffer, work = cast(tuple[Tensor, dist.Work], self._under_way)
+        self._under_way = None
+        with exchanging(self._what):
+            work.wait()
         return buffer
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return _AllToAll.apply(gradient.contiguous(), *ctx.back), None, None, None
 
+class _Start(torch.autograd.Function):
+    """Send rows off; backwards, wait for their gradients.
 
-def _common(parts: Parts, wanted: Parts) -> list[tuple[int, int, int]]:
-    """Return what is in both, in the order of the parts.
-
-    The results are (index of the part, start, stop).
+    The result stands for the rows in the graph and has no memory.
     """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, travel: _Travel) -> Tensor:
+        ctx.travel = travel
+        travel.start(rows, travel.come, travel.sent)
+        return rows.new_zeros(()).expand(rows.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.travel.finish(), None
+
+
+class _Finish(torch.autograd.Function):
+    """Wait for rows; backwards, send their gradients off."""
+
+    @staticmethod
+    def forward(ctx: Any, ticket: Tensor, travel: _Travel) -> Tensor:
+        ctx.travel, ctx.ticket_shape = travel, ticket.shape
+        return travel.finish()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        travel = ctx.travel
+        travel.start(gradient, travel.sent, travel.come)
+        return gradient.new_zeros(()).expand(ctx.ticket_shape), None
+
+
+def _pieces(x: Tensor, parts: Parts, places: Iterable[_Piece]) -> list[Tensor]:
+    """Return pieces of a process's part."""
+    starts = [0, *accumulate(stop - start for start, stop in parts)]
+    return [x.narrow(2, starts[i] + start - parts[i][0], stop - start) for i, start, stop in places]
+
+
+def _common(parts: Parts, wanted: Parts) -> list[_Piece]:
+    """Return what is in both, in the order of the parts."""
     both = ((i, max(a, c), min(b, d)) for i, (a, b) in enumerate(parts) for c, d in wanted)
     return [(i, start, stop) for i, start, stop in both if start < stop]
-
-
-def _starts(parts: Parts) -> list[int]:
-    """Return where each part starts in the tensor that holds them."""
-    return [0, *accumulate(stop - start for start, stop in parts)]
 
 
 def arranged(x: Tensor, parts: Parts, dim: int = 2) -> Tensor:
