@@ -181,7 +181,7 @@ def in_groups() -> tuple[dict[str, float], dict[str, int]]:
     errors: dict[str, float] = {}
     groups: dict[str, int] = {}
     with (
-        mock.patch.object(of_calls, "_SMALL", 0),
+        mock.patch.object(of_calls, "_GROUP", 1),
         mock.patch.object(of_calls, "_by_heads", wraps=of_calls._by_heads) as run,
     ):
         for name, call in calls.items():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import math
 import zlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -50,8 +49,8 @@ from flexmasks.spec.values import Modifier
 _WAYS = ("auto", "heads", "gather", "seen")
 _BLOCK = 128  # queries and keys of a block
 _SAVES_MUCH = 0.5  # "seen" is taken if processes then receive at most this share of what they would receive otherwise
-_SMALL = 1 << 25  # bytes of queries below which heads are exchanged at once
-_MOST_GROUPS = 4  # of heads that are exchanged one after the other
+_GROUP = 1 << 26  # bytes of queries, at least, in each group of heads that are exchanged one after the other
+_MOST_GROUPS = 4
 _HASHED = 1 << 20  # bytes of a tensor on the CPU that processes compare
 _READS_HEADS: Cache[bool] = Cache("reading_heads", max_bytes=1024)  # an entry counts one byte
 _ALIKE = (bool, int, float, str, bytes, tuple)  # constants in code that print alike in all processes
@@ -377,8 +376,7 @@ def _run(
         results = attend(q, k, v, place)
     else:
         keys = wanted[rank_in(mesh)]
-        arriving = [received(x, mesh, parts, wanted) for x in (k, v)]
-        k, v = (x() for x in arriving)
+        k, v = received((k, v), mesh, parts, wanted)()
         results = attend(q, k, v, place)
     return results[0], results[1] if return_lse else None
 
@@ -394,14 +392,14 @@ def _by_heads(
     groups: int,
 ) -> list[Tensor]:
     """Exchange heads, attend, and exchange them back; while a group of heads travels, others are computed."""
-    arriving = [heads_for_sequence(x, mesh, lengths, groups) for x in (q, k, v)]
     of_group = q.shape[1] // mesh.size() // groups
     leaving = []
-    for group, (q_rows, k_rows, v_rows) in enumerate(zip(*arriving, strict=True)):
+    for group, arriving in enumerate(heads_for_sequence((q, k, v), mesh, lengths, groups)):
         first_head = place.first_head + (mesh.get_local_rank() * groups + group) * of_group
-        out, *lse = attend(q_rows(), k_rows(), v_rows(), place._replace(first_head=first_head))
+        q, k, v = arriving()
+        out, *lse = attend(q, k, v, place._replace(first_head=first_head))
         leaving.append([sequence_for_heads(x, mesh, lengths) for x in (out, *(x[..., None] for x in lse))])
-    out, *lse = (all_heads([x() for x in results]) for results in zip(*leaving, strict=True))
+    out, *lse = (all_heads([x()[0] for x in of_groups]) for of_groups in zip(*leaving, strict=True))
     return [out, *(x[..., 0] for x in lse)]
 
 
@@ -410,7 +408,8 @@ def _groups(q: Tensor, k: Tensor, call: _Call, mesh: DeviceMesh) -> int:
 
     There is one for small calls, and for functions that may read the head: kernels are made for the first head.
     """
-    return 1 if q.nbytes < _SMALL or call.reads_heads else math.gcd(k.shape[1] // mesh.size(), _MOST_GROUPS)
+    most = 1 if call.reads_heads else min(q.nbytes // _GROUP, _MOST_GROUPS)
+    return max(n for n in range(1, max(most, 1) + 1) if k.shape[1] // mesh.size() % n == 0)
 
 
 def _reads_heads(call: _Call, q: Tensor) -> bool:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import accumulate, chain
+import math
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -96,7 +97,7 @@ def _host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 # --- tensors ---
 
 
-Arriving = Callable[[], Tensor]  # waits for what other processes send
+Arriving = Callable[[], list[Tensor]]  # waits for what other processes send
 _Piece = tuple[int, int, int]  # index of a part, start, stop
 
 
@@ -133,42 +134,46 @@ def gathered(x: Tensor, mesh: DeviceMesh, lengths: Sequence[int], dim: int = 2) 
     return _without_padding(full, dim, lengths, longest)
 
 
-def heads_for_sequence(x: Tensor, mesh: DeviceMesh, lengths: Sequence[int], groups: int) -> list[Arriving]:
+def heads_for_sequence(
+    tensors: Sequence[Tensor], mesh: DeviceMesh, lengths: Sequence[int], groups: int
+) -> list[Arriving]:
     """Start to exchange all heads of a part for some heads of all parts, one group of these heads after the other.
 
-    What arrives for a group is [B, H / ranks / groups, S, D]. In memory it is [S, B, H / ranks / groups, D].
+    What arrives for a group is [B, H / ranks / groups, S, D] for each tensor; in memory the sequence comes first.
     """
-    batch, heads, size, head_size = x.shape
-    of_group, count = heads // mesh.size() // groups, mesh.size()
-    starts = []
-    for group in x.unflatten(1, (count, groups, of_group)).unbind(2):
-        rows = group.permute(1, 3, 0, 2, 4).reshape(count * size, batch * of_group * head_size)
-        starts.append(_started("heads for parts of the sequence", rows, lengths, [size] * count, mesh))
+    count, size, batch = mesh.size(), tensors[0].shape[2], tensors[0].shape[0]
+    of_groups = zip(*(_in_groups(x, count, groups) for x in tensors), strict=True)
+    starts = [
+        _started("heads for parts of the sequence", group, (sum(lengths), batch), lengths, [size] * count, mesh)
+        for group in of_groups
+    ]
+    return [functools.partial(_permuted, start, (1, 2, 0, 3)) for start in starts]
 
-    def arrived(rows: Arriving) -> Tensor:
-        return rows().view(sum(lengths), batch, of_group, head_size).permute(1, 2, 0, 3)
 
-    return [functools.partial(arrived, rows) for rows in starts]
+def _in_groups(x: Tensor, count: int, groups: int) -> list[Tensor]:
+    """Return groups of heads for each process, [ranks, S of the part, B, H / ranks / groups, D]."""
+    of_groups = x.unflatten(1, (count, groups, -1)).unbind(2)
+    return [group.permute(1, 3, 0, 2, 4) for group in of_groups]
 
 
 def sequence_for_heads(x: Tensor, mesh: DeviceMesh, lengths: Sequence[int]) -> Arriving:
     """Start to exchange some heads of all parts for all heads of a part.
 
-    What arrives is [S of the part, B, ranks, H / ranks, D].
+    What arrives is [B, S of the part, ranks, H / ranks, D].
     """
-    batch, heads, _, head_size = x.shape
-    size, count = lengths[mesh.get_local_rank()], mesh.size()
-    rows = x.permute(2, 0, 1, 3).reshape(sum(lengths), batch * heads * head_size)
-    start = _started("parts of the sequence for heads", rows, [size] * count, lengths, mesh)
-    return lambda: start().view(count, size, batch, heads, head_size).permute(1, 2, 0, 3, 4)
+    size, count, batch = lengths[mesh.get_local_rank()], mesh.size(), x.shape[0]
+    rows = [x.permute(2, 0, 1, 3)]
+    start = _started("parts of the sequence for heads", rows, (count, size, batch), [size] * count, lengths, mesh)
+    return functools.partial(_permuted, start, (2, 1, 0, 3, 4))
+
+
+def _permuted(arriving: Arriving, order: tuple[int, ...]) -> list[Tensor]:
+    return [x.permute(order) for x in arriving()]
 
 
 def all_heads(groups: Sequence[Tensor]) -> Tensor:
-    """Return all heads of a part, [B, H, S of the part, D], of groups that `sequence_for_heads` has brought.
-
-    In memory it is [S of the part, B, H, D].
-    """
-    return torch.stack(list(groups), 3).flatten(2, 4).permute(1, 2, 0, 3)
+    """Return all heads of a part, [B, H, S of the part, D], of groups that `sequence_for_heads` has brought."""
+    return torch.stack(list(groups), 3).flatten(2, 4).transpose(1, 2)
 
 
 def _padded(x: Tensor, dim: int, size: int) -> Tensor:
@@ -183,58 +188,104 @@ def _without_padding(x: Tensor, dim: int, lengths: Sequence[int], longest: int) 
     return torch.cat([part.narrow(dim, 0, n) for part, n in zip(parts, lengths, strict=True)], dim)
 
 
-def received(x: Tensor, mesh: DeviceMesh, parts: Sequence[Parts], wanted: Sequence[Parts]) -> Arriving:
+def received(tensors: Sequence[Tensor], mesh: DeviceMesh, parts: Sequence[Parts], wanted: Sequence[Parts]) -> Arriving:
     """Start to exchange the positions of a sequence that processes want.
 
     They arrive in their natural order. The gradient of a part is the sum over all processes.
 
-    x: this process's part, [B, H, S of the part, D].
+    tensors: this process's part, [B, H, S of the part, D] each.
     parts, wanted: for each process the positions that it has, in its order, and those that it wants, ascending.
     """
-    rank = mesh.get_local_rank()
+    rank, batch = mesh.get_local_rank(), tensors[0].shape[0]
     sent = [() if other == rank else _common(parts[rank], own) for other, own in enumerate(wanted)]  # to each process
     come = [() if other == rank else _common(own, wanted[rank]) for other, own in enumerate(parts)]  # from each process
     kept = _common(parts[rank], wanted[rank])
-    batch, heads, _, head_size = x.shape
-    # The first piece is empty: the sent rows depend on x also where nothing is sent.
-    pieces = [x.narrow(2, 0, 0), *_pieces(x, parts[rank], chain.from_iterable(sent))]
-    lines = [piece.permute(2, 0, 1, 3).reshape(piece.shape[2], batch * heads * head_size) for piece in pieces]
     come_rows, sent_rows = ([sum(stop - start for _, start, stop in one) for one in way] for way in (come, sent))
-    start = _started("the keys and values that they see", torch.cat(lines), come_rows, sent_rows, mesh)
+    leaving, coming = list(chain.from_iterable(sent)), list(chain.from_iterable(come))
+    lines, left = [], []
+    for x in tensors:
+        empty, pieces = _cut(x, parts[rank], [*leaving, *kept])
+        # The empty piece makes the sent rows depend on x also where nothing is sent.
+        lines.append(torch.cat([empty, *chain.from_iterable(pieces[: len(leaving)])], 2).permute(2, 0, 1, 3))
+        left.append(pieces[len(leaving) :])
+    start = _started("the keys and values that they see", lines, (sum(come_rows), batch), come_rows, sent_rows, mesh)
 
-    def arrived() -> Tensor:
-        rows = start().view(sum(come_rows), batch, heads, head_size).permute(1, 2, 0, 3)
-        places = tuple((start, stop) for _, start, stop in (*chain.from_iterable(come), *kept))
-        return arranged(torch.cat([rows, *_pieces(x, parts[rank], kept)], 2), places)
+    begins = [begin for _, begin, _ in (*coming, *kept)]
+    in_order = sorted(range(len(begins)), key=begins.__getitem__)
+
+    def arrived() -> list[Tensor]:
+        results = []
+        for rows, pieces in zip(start(), left, strict=True):
+            came = rows.permute(1, 2, 0, 3).contiguous()  # `torch.cat` is slow where one tensor is not
+            split = [[x] for x in came.split([stop - begin for _, begin, stop in coming], 2)] if coming else []
+            of_places = [*split, *pieces]
+            results.append(torch.cat([came.narrow(2, 0, 0), *chain.from_iterable(of_places[i] for i in in_order)], 2))
+        return results
 
     return arrived
 
 
-def _started(what: str, rows: Tensor, come: Sequence[int], sent: Sequence[int], mesh: DeviceMesh) -> Arriving:
+def _started(
+    what: str,
+    tensors: Sequence[Tensor],
+    lead: Sequence[int],
+    come: Sequence[int],
+    sent: Sequence[int],
+    mesh: DeviceMesh,
+) -> Arriving:
     """Start to exchange rows, by torch's all-to-all; while they travel the process may compute.
 
     what: what the rows are, for errors.
+    tensors: the rows to be sent, [..., B, H, D] each, all but the last two sizes alike.
+    lead: the sizes [..., B] of what arrives.
     come, sent: numbers of rows from and to each process.
     """
+    here = _Layout(tensors[0].shape[:-2], tuple(x.shape[-2:] for x in tensors))
+    travel = _Travel(what, here, here._replace(lead=torch.Size(lead)), list(come), list(sent), mesh.get_group())
     if compat.is_compiling():
-        come_rows = compat.all_to_all(rows, list(come), list(sent), mesh.get_group())
-        return lambda: come_rows
-    travel = _Travel(what, list(come), list(sent), mesh.get_group())
-    ticket = _Start.apply(rows, travel)
-    return lambda: cast(Tensor, _Finish.apply(ticket, travel))
+        rows = compat.all_to_all(here.packed(tensors), travel.come, travel.sent, travel.group)
+        return lambda: travel.there.unpacked(rows)
+    ticket = _Start.apply(travel, *tensors)
+    return lambda: list(_Finish.apply(travel, ticket))
+
+
+class _Layout(NamedTuple):
+    """Sizes of tensors that travel side by side in rows: [..., B, H, D] each."""
+
+    lead: torch.Size  # [..., B]
+    sizes: tuple[torch.Size, ...]  # [H, D] of each tensor
+
+    def packed(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return the tensors as rows [N, numbers]."""
+        rows, at = tensors[0].new_empty(*self.lead, self._width), 0
+        for x, size in zip(tensors, self.sizes, strict=True):
+            rows.narrow(-1, at, size.numel()).unflatten(-1, size).copy_(x)
+            at += size.numel()
+        return rows.view(math.prod(self.lead[:-1]), self.lead[-1] * self._width)
+
+    def unpacked(self, rows: Tensor) -> list[Tensor]:
+        """Return the tensors, which share the memory of the rows."""
+        parts = rows.view(*self.lead, self._width).split([size.numel() for size in self.sizes], -1)
+        return [part.unflatten(-1, size) for part, size in zip(parts, self.sizes, strict=True)]
+
+    @property
+    def _width(self) -> int:
+        return sum(size.numel() for size in self.sizes)
 
 
 class _Travel:
-    """Rows under way, one way at a time."""
+    """Rows under way from here to there, or their gradients the other way."""
 
-    def __init__(self, what: str, come: list[int], sent: list[int], group: dist.ProcessGroup) -> None:
-        self._what, self.come, self.sent, self._group = what, come, sent, group
+    def __init__(
+        self, what: str, here: _Layout, there: _Layout, come: list[int], sent: list[int], group: dist.ProcessGroup
+    ) -> None:
+        self._what, self.here, self.there, self.come, self.sent, self.group = what, here, there, come, sent, group
         self._under_way: tuple[Tensor, dist.Work] | None = None
 
     def start(self, rows: Tensor, come: list[int], sent: list[int]) -> None:
         with exchanging(self._what):
-            rows, buffer = rows.contiguous(), rows.new_empty(sum(come), rows.shape[1])
-            self._under_way = buffer, dist.all_to_all_single(buffer, rows, come, sent, self._group, async_op=True)
+            buffer = rows.new_empty(sum(come), rows.shape[1])
+            self._under_way = buffer, dist.all_to_all_single(buffer, rows, come, sent, self.group, async_op=True)
 
     def finish(self) -> Tensor:
         """Return the rows that came; on a GPU its later work waits for them, and the host does not."""
@@ -248,41 +299,47 @@ class _Travel:
 class _Start(torch.autograd.Function):
     """Send rows off; backwards, wait for their gradients.
 
-    The result stands for the rows in the graph and has no memory.
+    The result stands for the rows in the graph.
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, travel: _Travel) -> Tensor:
+    def forward(ctx: Any, travel: _Travel, *tensors: Tensor) -> Tensor:
         ctx.travel = travel
-        travel.start(rows, travel.come, travel.sent)
-        return rows.new_zeros(()).expand(rows.shape)
+        travel.start(travel.here.packed(tensors), travel.come, travel.sent)
+        return tensors[0].new_zeros(())
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.travel.finish(), None
+    def backward(ctx: Any, ticket: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.travel.here.unpacked(ctx.travel.finish())
 
 
 class _Finish(torch.autograd.Function):
     """Wait for rows; backwards, send their gradients off."""
 
     @staticmethod
-    def forward(ctx: Any, ticket: Tensor, travel: _Travel) -> Tensor:
-        ctx.travel, ctx.ticket_shape = travel, ticket.shape
-        return travel.finish()
+    def forward(ctx: Any, travel: _Travel, ticket: Tensor) -> tuple[Tensor, ...]:
+        ctx.travel = travel
+        return tuple(travel.there.unpacked(travel.finish()))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
         travel = ctx.travel
-        travel.start(gradient, travel.sent, travel.come)
-        return gradient.new_zeros(()).expand(ctx.ticket_shape), None
+        travel.start(travel.there.packed(gradients), travel.sent, travel.come)
+        return None, gradients[0].new_zeros(())
 
 
-def _pieces(x: Tensor, parts: Parts, places: Iterable[_Piece]) -> list[Tensor]:
-    """Return pieces of a process's part."""
+def _cut(x: Tensor, parts: Parts, places: Sequence[_Piece]) -> tuple[Tensor, list[list[Tensor]]]:
+    """Return an empty piece of a process's part, and the pieces of each place.
+
+    All are cut at once, so that the backward pass puts their gradients together at once.
+    """
     starts = [0, *accumulate(stop - start for start, stop in parts)]
-    return [x.narrow(2, starts[i] + start - parts[i][0], stop - start) for i, start, stop in places]
+    local = [(starts[i] + start - parts[i][0], starts[i] + stop - parts[i][0]) for i, start, stop in places]
+    cuts = sorted({0, x.shape[2], *chain.from_iterable(local)})
+    empty, *pieces = x.split([0, *(stop - start for start, stop in pairwise(cuts))], 2)
+    return empty, [pieces[cuts.index(start) : cuts.index(stop)] for start, stop in local]
 
 
 def _common(parts: Parts, wanted: Parts) -> list[_Piece]:
