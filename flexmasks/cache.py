@@ -135,8 +135,7 @@ def cache_info() -> dict[str, CacheInfo]:
     a few queries) and `renewals` (of calls with new tensors) are measured in bytes; calls share most of their blocks
     with `blocks`. `huggingface` appears with that integration. In `kernels` (compiled code), `outcomes` (of backends),
     `numbers` (values of masks' numbers), `templates` (functions inside torch.compile), `mostly_partial`,
-    `tried_scores`, `first_functions`, `started_as_data` (facts about kinds) and `reading_heads` (the same, of calls
-    over several processes) an entry counts as one byte.
+    `tried_scores`, `first_functions` and `started_as_data` (facts about kinds) an entry counts as one byte.
 
     Example:
         >>> import flexmasks

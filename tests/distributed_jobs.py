@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import random
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -162,34 +160,6 @@ def composed(seed: int, count: int) -> dict[str, float]:
             how = generator.choice([w for w in WAYS if w != "heads" or kv_heads % mesh.size() == 0])
             errors[f"{mask} {how} {length} {order.parts}"] = trial.error(order, mesh=mesh, how=how)
     return errors
-
-
-def in_groups() -> tuple[dict[str, float], dict[str, int]]:
-    """Return errors, and groups of heads, of calls as if their tensors were large."""
-    of_calls = importlib.import_module("flexmasks.integrations.distributed.attention")
-    ids = torch.arange(LENGTH) // 30
-    calls: dict[str, dict[str, Any]] = {
-        "none": {},
-        "window": {
-            "mask": flexmasks.get_mask("sliding_window", window=9),
-            "score": flexmasks.get_score("softcap", cap=2),
-        },
-        "documents": {"mask": flexmasks.get_mask("causal") & flexmasks.get_mask("document", document_ids=ids)},
-        "of heads": {"mask": flexmasks.get_mask(lambda b, h, q, kv: (q + h >= kv) | (kv % 5 == h))},
-        "alibi": {"mask": flexmasks.get_mask("causal"), "score": flexmasks.get_score("alibi")},
-    }
-    errors: dict[str, float] = {}
-    groups: dict[str, int] = {}
-    with (
-        mock.patch.object(of_calls, "_GROUP", 1),
-        mock.patch.object(of_calls, "_by_heads", wraps=of_calls._by_heads) as run,
-    ):
-        for name, call in calls.items():
-            trial = Trial(16, 8, 2, **call)
-            for order in orders(random.Random(2)):
-                errors[f"{name} {order.parts}"] = trial.error(order, mesh=mesh_of(), how="heads")
-            groups[name] = run.call_args.args[-1]
-    return errors, groups
 
 
 def learned() -> dict[str, float]:

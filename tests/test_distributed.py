@@ -57,12 +57,6 @@ def test_random_masks_lengths_and_heads(two: Processes) -> None:
     check(two.run(jobs.composed, 1, 12))
 
 
-def test_heads_that_travel_in_groups(two: Processes) -> None:
-    for errors, groups in two.run(jobs.in_groups):
-        check([errors])
-        assert groups == {"none": 4, "window": 4, "documents": 4, "of heads": 1, "alibi": 1}
-
-
 def test_learned_tensors(two: Processes) -> None:
     check(two.run(jobs.learned))
 

@@ -18,14 +18,11 @@ from torch.distributed.tensor import DTensor
 
 from flexmasks import compat
 from flexmasks.attention import attention as attention_of_one
-from flexmasks.blocks.decide import dependence
-from flexmasks.cache import Cache
 from flexmasks.calls import under_autocast
 from flexmasks.integrations.distributed.balance import Order
-from flexmasks.integrations.distributed.counts import CountedMask, Parts, fail, following, merged
+from flexmasks.integrations.distributed.counts import CountedMask, Parts, common, fail, following, merged
 from flexmasks.integrations.distributed.exchange import (
     Difference,
-    all_heads,
     arranged,
     compare,
     gathered,
@@ -39,7 +36,7 @@ from flexmasks.integrations.distributed.exchange import (
 from flexmasks.sharded import Place, as_sharded, check_placements, joined, learned, place_of, sinks_of, whole
 from flexmasks.spec import Mask, Score, get_mask
 from flexmasks.spec.arguments import MaskLike, ScoreLike, from_arguments
-from flexmasks.spec.bands import Band, band_of, cap_of
+from flexmasks.spec.bands import Band, band_of
 from flexmasks.spec.by_name import says_what_to_write
 from flexmasks.spec.captures import Opaque
 from flexmasks.spec.parameters import Size, describe
@@ -49,10 +46,7 @@ from flexmasks.spec.values import Modifier
 _WAYS = ("auto", "heads", "gather", "seen")
 _BLOCK = 128  # queries and keys of a block
 _SAVES_MUCH = 0.5  # "seen" is taken if processes then receive at most this share of what they would receive otherwise
-_GROUP = 1 << 26  # bytes of queries, at least, in each group of heads that are exchanged one after the other
-_MOST_GROUPS = 4
 _HASHED = 1 << 20  # bytes of a tensor on the CPU that processes compare
-_READS_HEADS: Cache[bool] = Cache("reading_heads", max_bytes=1024)  # an entry counts one byte
 _ALIKE = (bool, int, float, str, bytes, tuple)  # constants in code that print alike in all processes
 
 
@@ -193,7 +187,6 @@ class _Call(NamedTuple):
     sinks: Tensor | None
     how: str
     parts: tuple[Parts, ...] = ()  # of all processes
-    reads_heads: bool = True  # whether mask or score may read the head's index
 
     @property
     def length(self) -> int:
@@ -350,88 +343,37 @@ def _run(
     q: Tensor, k: Tensor, v: Tensor, call: _Call, options: dict[str, Any], return_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Exchange what is needed, and attend."""
-    call = call._replace(reads_heads=_reads_heads(call, q))
     mesh, parts, place = call.mesh, call.parts, call.place
     last = submesh(mesh, mesh.ndim - 1)
     row = rank_in(mesh) // last.size()  # processes that exchange heads hold neighboring parts
     rows = [parts[i : i + last.size()] for i in range(0, mesh.size(), last.size())]
     way, wanted = _way(q, k, v, call)
     lengths = [_size(part) for part in rows[row]]
-    own, keys = (sum(rows[row], ()) if way == "heads" else parts[rank_in(mesh)]), sum(parts, ())
-    options = {**options, "return_lse": return_lse}
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, place: Place) -> list[Tensor]:
+    own: Parts = parts[rank_in(mesh)]
+    if way == "heads":
+        q, k, v = heads_for_sequence((q, k, v), last, lengths)
+        place = place._replace(first_head=place.first_head + last.get_local_rank() * q.shape[1])
+        own = sum(rows[row], ())
+    elif way == "gather":
+        k, v = (gathered(x, last, lengths) for x in (k, v))
+    if way == "seen":
+        k, v = received((k, v), mesh, parts, wanted)
+        keys = wanted[rank_in(mesh)]
+    else:
         if mesh.ndim == 2:
             of_rows = [_size(sum(r, ())) for r in rows]
             k, v = (gathered(x, submesh(mesh, 0), of_rows) for x in (k, v))
-        q, k, v = arranged(q, own), arranged(k, keys), arranged(v, keys)
-        results = _attend(q, k, v, own, merged(keys), call._replace(place=place), options)
-        results = joined(results, [q, k, v, *learned(call.mask, call.score, call.sinks)])
-        return [rearranged(x, own) for x in results]
-
+        keys = sum(parts, ())
+    k, v = (arranged(x, keys) for x in (k, v))
+    call = call._replace(place=place)
+    results = _attend(arranged(q, own), k, v, own, merged(keys), call, {**options, "return_lse": return_lse})
+    results = joined(results, [q, k, v, *learned(call.mask, call.score, call.sinks)])
+    results = [rearranged(x, own) for x in results]
     if way == "heads":
-        results = _by_heads(attend, q, k, v, place, last, lengths, _groups(q, k, call, last))
-    elif way == "gather":
-        k, v = (gathered(x, last, lengths) for x in (k, v))
-        results = attend(q, k, v, place)
-    else:
-        keys = wanted[rank_in(mesh)]
-        k, v = received((k, v), mesh, parts, wanted)()
-        results = attend(q, k, v, place)
+        out, *lse = results
+        results = [sequence_for_heads(out, last, lengths)]
+        results += [sequence_for_heads(x[..., None], last, lengths)[..., 0] for x in lse]
     return results[0], results[1] if return_lse else None
-
-
-def _by_heads(
-    attend: Callable[[Tensor, Tensor, Tensor, Place], list[Tensor]],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    place: Place,
-    mesh: DeviceMesh,
-    lengths: Sequence[int],
-    groups: int,
-) -> list[Tensor]:
-    """Exchange heads, attend, and exchange them back; while a group of heads travels, others are computed."""
-    of_group = q.shape[1] // mesh.size() // groups
-    leaving = []
-    for group, arriving in enumerate(heads_for_sequence((q, k, v), mesh, lengths, groups)):
-        first_head = place.first_head + (mesh.get_local_rank() * groups + group) * of_group
-        q, k, v = arriving()
-        out, *lse = attend(q, k, v, place._replace(first_head=first_head))
-        leaving.append([sequence_for_heads(x, mesh, lengths) for x in (out, *(x[..., None] for x in lse))])
-    out, *lse = (all_heads([x()[0] for x in of_groups]) for of_groups in zip(*leaving, strict=True))
-    return [out, *(x[..., 0] for x in lse)]
-
-
-def _groups(q: Tensor, k: Tensor, call: _Call, mesh: DeviceMesh) -> int:
-    """Return the number of groups of heads that are exchanged one after the other.
-
-    There is one for small calls, and for functions that may read the head: kernels are made for the first head.
-    """
-    most = 1 if call.reads_heads else min(q.nbytes // _GROUP, _MOST_GROUPS)
-    return max(n for n in range(1, max(most, 1) + 1) if k.shape[1] // mesh.size() % n == 0)
-
-
-def _reads_heads(call: _Call, q: Tensor) -> bool:
-    """Return whether a call's mask or score may read the head's index."""
-    if compat.is_compiling():
-        return True
-    size = Size(*call.place[:2], call.length, call.length, q.device)
-    if call.score is not None and cap_of(call.score, size) is None:
-        return True
-    if _distances(call, q) is not None:
-        return False
-    mask, tensors = cast(Mask, call.mask), list[Tensor]()
-    try:
-        key = (mask.capture(tensors), tuple((t.shape, t.stride(), t.dtype, t.device) for t in tensors), size)
-        reads = _READS_HEADS.get(key)
-        if reads is None:
-            mask_mod = mask.bind(mask.resolve(size))
-            reads = dependence(mask_mod, size.batch, size.heads, size.device, reads_values=False)[1] > 1
-            _READS_HEADS.put(key, (), reads, nbytes=1)
-    except (Opaque, ValueError, TypeError):  # the call itself says what is wrong
-        return True
-    return reads
 
 
 def _way(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[str, tuple[Parts, ...]]:
@@ -453,15 +395,10 @@ def _way(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[str, tuple[Parts
         return other, ()  # blocks are counted only where that saves most and is done once
     wanted = _wanted(call)
     kv = k.shape[1] * (k.shape[3] + v.shape[3])
-    most = max(_size(w) - _size(_within(w, own)) for w, own in zip(wanted, parts, strict=True)) * kv
+    most = max(_size(w) - _size(common(w, own)) for w, own in zip(wanted, parts, strict=True)) * kv
     share = (mesh.size() - 1) / mesh.size() * call.length
     everything = share * (kv + q.shape[1] * (q.shape[3] + v.shape[3])) / last if other == "heads" else share * kv
     return ("seen", wanted) if most <= _SAVES_MUCH * everything else (other, ())
-
-
-def _within(parts: Parts, others: Parts) -> Parts:
-    both = ((max(a, c), min(b, d)) for a, b in parts for c, d in others)
-    return tuple((start, stop) for start, stop in both if start < stop)
 
 
 def _wanted(call: _Call) -> tuple[Parts, ...]:
@@ -559,8 +496,6 @@ def _keys_of(band: Band | None, start: int, stop: int, keys: Parts) -> Parts:
 def _local(call: _Call, q: Tensor, start: int, keys: Parts, is_band: bool) -> tuple[Mask | None, Score | None, int]:
     """Return mask, score and `q_offset` for rows and keys of a process."""
     place, length = call.place, call.length
-    if not call.reads_heads:
-        place = place._replace(first_head=0)  # all groups of heads, and all processes, run the same kernels
     first = keys[0][0] if len(keys) == 1 else 0
     if len(keys) == 1 and first <= start:
         part, offset = place.part(length, first_position=first), start - first

@@ -52,6 +52,12 @@ def following(lengths: Sequence[int]) -> tuple[Parts, ...]:
     return tuple(((stop - n, stop),) if n else () for n, stop in zip(lengths, stops, strict=True))
 
 
+def common(parts: Parts, others: Parts) -> Parts:
+    """Return the positions that are in both, in the order of `parts`; no piece crosses an end of either."""
+    both = ((max(a, c), min(b, d)) for a, b in parts for c, d in others)
+    return tuple((start, stop) for start, stop in both if start < stop)
+
+
 class OfParts(NamedTuple):
     """Counts of blocks, and keys that are seen, of each rank."""
 

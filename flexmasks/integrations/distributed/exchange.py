@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate, chain, pairwise
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from flexmasks import compat
-from flexmasks.integrations.distributed.counts import WHERE, Parts
+from flexmasks.integrations.distributed.counts import WHERE, Parts, common
 
 
 @contextlib.contextmanager
@@ -97,10 +97,6 @@ def _host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 # --- tensors ---
 
 
-Arriving = Callable[[], list[Tensor]]  # waits for what other processes send
-_Piece = tuple[int, int, int]  # index of a part, start, stop
-
-
 def rank_in(mesh: DeviceMesh, ndim: int | None = None) -> int:
     """Return the number of this process in the first `ndim` dimensions of a mesh.
 
@@ -134,46 +130,27 @@ def gathered(x: Tensor, mesh: DeviceMesh, lengths: Sequence[int], dim: int = 2) 
     return _without_padding(full, dim, lengths, longest)
 
 
-def heads_for_sequence(
-    tensors: Sequence[Tensor], mesh: DeviceMesh, lengths: Sequence[int], groups: int
-) -> list[Arriving]:
-    """Start to exchange all heads of a part for some heads of all parts, one group of these heads after the other.
+def heads_for_sequence(tensors: Sequence[Tensor], mesh: DeviceMesh, lengths: Sequence[int]) -> list[Tensor]:
+    """Return some heads of all parts in place of all heads of a part, [B, H / ranks, S, D] for each tensor.
 
-    What arrives for a group is [B, H / ranks / groups, S, D] for each tensor; in memory the sequence comes first.
+    In memory the sequence comes first, and for each position the heads of all tensors lie side by side.
     """
-    count, size, batch = mesh.size(), tensors[0].shape[2], tensors[0].shape[0]
-    of_groups = zip(*(_in_groups(x, count, groups) for x in tensors), strict=True)
-    starts = [
-        _started("heads for parts of the sequence", group, (sum(lengths), batch), lengths, [size] * count, mesh)
-        for group in of_groups
-    ]
-    return [functools.partial(_permuted, start, (1, 2, 0, 3)) for start in starts]
+    count, batch, size = mesh.size(), tensors[0].shape[0], tensors[0].shape[2]
+    rows = [x.unflatten(1, (count, x.shape[1] // count)).permute(1, 3, 0, 2, 4) for x in tensors]
+    lead = torch.Size([sum(lengths), batch])
+    come = _exchanged("heads for parts of the sequence", rows, lead, lengths, [size] * count, mesh)
+    return [x.permute(1, 2, 0, 3) for x in come]
 
 
-def _in_groups(x: Tensor, count: int, groups: int) -> list[Tensor]:
-    """Return groups of heads for each process, [ranks, S of the part, B, H / ranks / groups, D]."""
-    of_groups = x.unflatten(1, (count, groups, -1)).unbind(2)
-    return [group.permute(1, 3, 0, 2, 4) for group in of_groups]
+def sequence_for_heads(x: Tensor, mesh: DeviceMesh, lengths: Sequence[int]) -> Tensor:
+    """Return all heads of a part in place of some heads of all parts, [B, H, S of the part, D].
 
-
-def sequence_for_heads(x: Tensor, mesh: DeviceMesh, lengths: Sequence[int]) -> Arriving:
-    """Start to exchange some heads of all parts for all heads of a part.
-
-    What arrives is [B, S of the part, ranks, H / ranks, D].
+    In memory the sequence comes before the heads.
     """
-    size, count, batch = lengths[mesh.get_local_rank()], mesh.size(), x.shape[0]
-    rows = [x.permute(2, 0, 1, 3)]
-    start = _started("parts of the sequence for heads", rows, (count, size, batch), [size] * count, lengths, mesh)
-    return functools.partial(_permuted, start, (2, 1, 0, 3, 4))
-
-
-def _permuted(arriving: Arriving, order: tuple[int, ...]) -> list[Tensor]:
-    return [x.permute(order) for x in arriving()]
-
-
-def all_heads(groups: Sequence[Tensor]) -> Tensor:
-    """Return all heads of a part, [B, H, S of the part, D], of groups that `sequence_for_heads` has brought."""
-    return torch.stack(list(groups), 3).flatten(2, 4).transpose(1, 2)
+    count, batch, size = mesh.size(), x.shape[0], lengths[mesh.get_local_rank()]
+    rows, lead = [x.permute(2, 0, 1, 3)], torch.Size([count, size, batch])
+    (come,) = _exchanged("parts of the sequence for heads", rows, lead, [size] * count, lengths, mesh)
+    return come.permute(2, 1, 0, 3, 4).flatten(2, 3).transpose(1, 2)
 
 
 def _padded(x: Tensor, dim: int, size: int) -> Tensor:
@@ -188,65 +165,17 @@ def _without_padding(x: Tensor, dim: int, lengths: Sequence[int], longest: int) 
     return torch.cat([part.narrow(dim, 0, n) for part, n in zip(parts, lengths, strict=True)], dim)
 
 
-def received(tensors: Sequence[Tensor], mesh: DeviceMesh, parts: Sequence[Parts], wanted: Sequence[Parts]) -> Arriving:
-    """Start to exchange the positions of a sequence that processes want.
+def received(
+    tensors: Sequence[Tensor], mesh: DeviceMesh, parts: Sequence[Parts], wanted: Sequence[Parts]
+) -> tuple[Tensor, ...]:
+    """Return the positions of a sequence that this process wants, in their natural order.
 
-    They arrive in their natural order. The gradient of a part is the sum over all processes.
+    The gradient of a part is the sum over all processes.
 
     tensors: this process's part, [B, H, S of the part, D] each.
     parts, wanted: for each process the positions that it has, in its order, and those that it wants, ascending.
     """
-    rank, batch = mesh.get_local_rank(), tensors[0].shape[0]
-    sent = [() if other == rank else _common(parts[rank], own) for other, own in enumerate(wanted)]  # to each process
-    come = [() if other == rank else _common(own, wanted[rank]) for other, own in enumerate(parts)]  # from each process
-    kept = _common(parts[rank], wanted[rank])
-    come_rows, sent_rows = ([sum(stop - start for _, start, stop in one) for one in way] for way in (come, sent))
-    leaving, coming = list(chain.from_iterable(sent)), list(chain.from_iterable(come))
-    lines, left = [], []
-    for x in tensors:
-        empty, pieces = _cut(x, parts[rank], [*leaving, *kept])
-        # The empty piece makes the sent rows depend on x also where nothing is sent.
-        lines.append(torch.cat([empty, *chain.from_iterable(pieces[: len(leaving)])], 2).permute(2, 0, 1, 3))
-        left.append(pieces[len(leaving) :])
-    start = _started("the keys and values that they see", lines, (sum(come_rows), batch), come_rows, sent_rows, mesh)
-
-    begins = [begin for _, begin, _ in (*coming, *kept)]
-    in_order = sorted(range(len(begins)), key=begins.__getitem__)
-
-    def arrived() -> list[Tensor]:
-        results = []
-        for rows, pieces in zip(start(), left, strict=True):
-            came = rows.permute(1, 2, 0, 3).contiguous()  # `torch.cat` is slow where one tensor is not
-            split = [[x] for x in came.split([stop - begin for _, begin, stop in coming], 2)] if coming else []
-            of_places = [*split, *pieces]
-            results.append(torch.cat([came.narrow(2, 0, 0), *chain.from_iterable(of_places[i] for i in in_order)], 2))
-        return results
-
-    return arrived
-
-
-def _started(
-    what: str,
-    tensors: Sequence[Tensor],
-    lead: Sequence[int],
-    come: Sequence[int],
-    sent: Sequence[int],
-    mesh: DeviceMesh,
-) -> Arriving:
-    """Start to exchange rows, by torch's all-to-all; while they travel the process may compute.
-
-    what: what the rows are, for errors.
-    tensors: the rows to be sent, [..., B, H, D] each, all but the last two sizes alike.
-    lead: the sizes [..., B] of what arrives.
-    come, sent: numbers of rows from and to each process.
-    """
-    here = _Layout(tensors[0].shape[:-2], tuple(x.shape[-2:] for x in tensors))
-    travel = _Travel(what, here, here._replace(lead=torch.Size(lead)), list(come), list(sent), mesh.get_group())
-    if compat.is_compiling():
-        rows = compat.all_to_all(here.packed(tensors), travel.come, travel.sent, travel.group)
-        return lambda: travel.there.unpacked(rows)
-    ticket = _Start.apply(travel, *tensors)
-    return lambda: list(_Finish.apply(travel, ticket))
+    return cast(tuple[Tensor, ...], _Received.apply(_Seen(mesh, parts, wanted), *tensors))
 
 
 class _Layout(NamedTuple):
@@ -276,79 +205,152 @@ class _Layout(NamedTuple):
         return sum(size.numel() for size in self.sizes)
 
 
-class _Travel:
-    """Rows under way from here to there, or their gradients the other way."""
+def _all_to_all(what: str, rows: Tensor, come: Sequence[int], sent: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """Return the rows that come from all processes, given those that go to them.
 
-    def __init__(
-        self, what: str, here: _Layout, there: _Layout, come: list[int], sent: list[int], group: dist.ProcessGroup
-    ) -> None:
-        self._what, self.here, self.there, self.come, self.sent, self.group = what, here, there, come, sent, group
-        self._under_way: tuple[Tensor, dist.Work] | None = None
-
-    def start(self, rows: Tensor, come: list[int], sent: list[int]) -> None:
-        with exchanging(self._what):
-            buffer = rows.new_empty(sum(come), rows.shape[1])
-            self._under_way = buffer, dist.all_to_all_single(buffer, rows, come, sent, self.group, async_op=True)
-
-    def finish(self) -> Tensor:
-        """Return the rows that came; on a GPU its later work waits for them, and the host does not."""
-        buffer, work = cast(tuple[Tensor, dist.Work], self._under_way)
-        self._under_way = None
-        with exchanging(self._what):
-            work.wait()
-        return buffer
-
-
-class _Start(torch.autograd.Function):
-    """Send rows off; backwards, wait for their gradients.
-
-    The result stands for the rows in the graph.
+    what: what the rows are, for errors.
+    come, sent: numbers of rows from and to each process.
     """
+    with exchanging(what):
+        if compat.is_compiling():
+            return compat.all_to_all(rows, list(come), list(sent), group)
+        buffer = rows.new_empty(sum(come), rows.shape[1])
+        dist.all_to_all_single(buffer, rows, list(come), list(sent), group)
+    return buffer
+
+
+class _Travel(NamedTuple):
+    """An exchange of rows: what they are, and their layout and numbers on both sides."""
+
+    what: str
+    here: _Layout
+    there: _Layout
+    come: Sequence[int]
+    sent: Sequence[int]
+    group: dist.ProcessGroup
+
+    def run(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        rows = _all_to_all(self.what, self.here.packed(tensors), self.come, self.sent, self.group)
+        return tuple(self.there.unpacked(rows))
+
+    def back(self) -> _Travel:
+        return _Travel(self.what, self.there, self.here, self.sent, self.come, self.group)
+
+
+def _exchanged(
+    what: str, tensors: Sequence[Tensor], lead: torch.Size, come: Sequence[int], sent: Sequence[int], mesh: DeviceMesh
+) -> tuple[Tensor, ...]:
+    """Return what comes for tensors [..., B, H, D], whose last two sizes it has too, after the sizes `lead`."""
+    here = _Layout(tensors[0].shape[:-2], tuple(x.shape[-2:] for x in tensors))
+    travel = _Travel(what, here, here._replace(lead=lead), come, sent, mesh.get_group())
+    if compat.is_compiling():
+        return travel.run(tensors)
+    return cast(tuple[Tensor, ...], _Exchanged.apply(travel, *tensors))
+
+
+class _Exchanged(torch.autograd.Function):
+    """Tensors that come; backwards, their gradients go back."""
 
     @staticmethod
-    def forward(ctx: Any, travel: _Travel, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, travel: _Travel, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.travel = travel
-        travel.start(travel.here.packed(tensors), travel.come, travel.sent)
-        return tensors[0].new_zeros(())
+        return travel.run(tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *_Exchanged.apply(ctx.travel.back(), *gradients)
+
+
+class _Seen:
+    """An exchange of the positions that each process wants."""
+
+    def __init__(self, mesh: DeviceMesh, parts: Sequence[Parts], wanted: Sequence[Parts]) -> None:
+        rank, self._group = mesh.get_local_rank(), mesh.get_group()
+        others = [other for other in range(mesh.size()) if other != rank]
+        sent = {other: common(parts[rank], wanted[other]) for other in others}
+        come = {other: common(parts[other], wanted[rank]) for other in others}
+        self._sent_rows, self._come_rows = (
+            [sum(stop - start for start, stop in way.get(other, ())) for other in range(mesh.size())]
+            for way in (sent, come)
+        )
+        kept = common(parts[rank], wanted[rank])
+        own, result = _Places(parts[rank]), _Places(wanted[rank])
+        self._sizes = own.size, result.size
+        self._leave = [own.of(*piece) for other in others for piece in sent[other]]  # from the part, in rows
+        self._arrive = [result.of(*piece) for other in others for piece in come[other]]  # in the result, in rows
+        self._keep = [(own.of(*piece), result.of(*piece)) for piece in kept]
+
+    def run(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        come = self._travel(tensors, self._leave, self._arrive, self._come_rows, self._sent_rows)
+        results = tuple(_with_length(x, self._sizes[1]) for x in tensors)
+        for x, rows, result in zip(tensors, come, results, strict=True):
+            for here, there in self._keep:
+                result[:, :, there].copy_(x[:, :, here])
+            for piece, there in zip(rows.split([_width(s) for s in self._arrive], 2), self._arrive, strict=True):
+                result[:, :, there].copy_(piece)
+        return results
+
+    def back(self, gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return the gradients of this process's part."""
+        come = self._travel(gradients, self._arrive, self._leave, self._sent_rows, self._come_rows)
+        results = tuple(_with_length(x, self._sizes[0]) for x in gradients)
+        is_whole = sum(_width(here) for here, _ in self._keep) == self._sizes[0]
+        for x, rows, result in zip(gradients, come, results, strict=True):
+            if not is_whole:
+                result.zero_()
+            for here, there in self._keep:
+                result[:, :, here].copy_(x[:, :, there])
+            for piece, here in zip(rows.split([_width(s) for s in self._leave], 2), self._leave, strict=True):
+                result[:, :, here].add_(piece)
+        return results
+
+    def _travel(
+        self, tensors: Sequence[Tensor], leave: list[slice], arrive: list[slice], come: list[int], sent: list[int]
+    ) -> list[Tensor]:
+        """Return the pieces that come, [B, H, positions, D] for each tensor."""
+        lead = torch.Size([sum(sent), tensors[0].shape[0]])
+        here = _Layout(lead, tuple(torch.Size([x.shape[1], x.shape[3]]) for x in tensors))
+        there = here._replace(lead=torch.Size([sum(come), lead[1]]))
+        lines = [torch.cat([x[:, :, :0], *(x[:, :, s] for s in leave)], 2).permute(2, 0, 1, 3) for x in tensors]
+        travel = _Travel("the keys and values that they see", here, there, come, sent, self._group)
+        return [x.permute(1, 2, 0, 3) for x in travel.run(lines)]
+
+
+class _Received(torch.autograd.Function):
+    """Positions that a process wants; backwards, their gradients go back and are added up."""
+
+    @staticmethod
+    def forward(ctx: Any, seen: _Seen, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.seen = seen
+        return seen.run(tensors)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, ticket: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.travel.here.unpacked(ctx.travel.finish())
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.seen.back(gradients)
 
 
-class _Finish(torch.autograd.Function):
-    """Wait for rows; backwards, send their gradients off."""
+class _Places:
+    """Where positions of a sequence lie in the tensor that holds some parts of it one after the other."""
 
-    @staticmethod
-    def forward(ctx: Any, travel: _Travel, ticket: Tensor) -> tuple[Tensor, ...]:
-        ctx.travel = travel
-        return tuple(travel.there.unpacked(travel.finish()))
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._starts = [0, *accumulate(stop - start for start, stop in parts)]
+        self.size = self._starts[-1]
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
-        travel = ctx.travel
-        travel.start(travel.there.packed(gradients), travel.sent, travel.come)
-        return None, gradients[0].new_zeros(())
-
-
-def _cut(x: Tensor, parts: Parts, places: Sequence[_Piece]) -> tuple[Tensor, list[list[Tensor]]]:
-    """Return an empty piece of a process's part, and the pieces of each place.
-
-    All are cut at once, so that the backward pass puts their gradients together at once.
-    """
-    starts = [0, *accumulate(stop - start for start, stop in parts)]
-    local = [(starts[i] + start - parts[i][0], starts[i] + stop - parts[i][0]) for i, start, stop in places]
-    cuts = sorted({0, x.shape[2], *chain.from_iterable(local)})
-    empty, *pieces = x.split([0, *(stop - start for start, stop in pairwise(cuts))], 2)
-    return empty, [pieces[cuts.index(start) : cuts.index(stop)] for start, stop in local]
+    def of(self, start: int, stop: int) -> slice:
+        """Return the place of positions that lie inside one part."""
+        index = next(i for i, (first, end) in enumerate(self._parts) if first <= start and stop <= end)
+        first = self._starts[index] + start - self._parts[index][0]
+        return slice(first, first + stop - start)
 
 
-def _common(parts: Parts, wanted: Parts) -> list[_Piece]:
-    """Return what is in both, in the order of the parts."""
-    both = ((i, max(a, c), min(b, d)) for i, (a, b) in enumerate(parts) for c, d in wanted)
-    return [(i, start, stop) for i, start, stop in both if start < stop]
+def _width(place: slice) -> int:
+    return int(place.stop - place.start)
+
+
+def _with_length(x: Tensor, length: int) -> Tensor:
+    return x.new_empty(*x.shape[:2], length, x.shape[3])
 
 
 def arranged(x: Tensor, parts: Parts, dim: int = 2) -> Tensor:
