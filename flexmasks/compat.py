@@ -473,9 +473,9 @@ def group_timeout(group: Any) -> Any:
 # several processes, which the benchmark "ranks" runs against. No public equivalent; without them the benchmark leaves
 # it out.
 def all_to_all(rows: Tensor, come: list[int], sent: list[int], group: Any) -> Tensor:
-    """Return rows that come from the processes of a group, for the rows that go to them.
+    """Exchange rows with the processes of a group.
 
-    come, sent: numbers of rows for each process.
+    come, sent: numbers of rows from and to each process.
     """
     from torch.distributed import _functional_collectives as functional
 

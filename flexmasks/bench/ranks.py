@@ -134,7 +134,10 @@ def _ring(mesh: DeviceMesh, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _timed(step: Callable[[], None], mesh: DeviceMesh | None, device: torch.device) -> dict[str, Any]:
-    """Time steps in loops that all processes begin together; the host waits for the GPU at the end of a loop."""
+    """Time steps in loops that all processes begin together.
+
+    The host waits for the GPU at the end of a loop.
+    """
     start = time.perf_counter()
     step()
     synchronize(device)
@@ -259,7 +262,8 @@ def markdown(results: dict[str, Any]) -> str:
             "" if one is None or r["who"] == ONE else f"{one / r['ms']:.2f} x", f"{r.get('peak_gib', '')}",
         ])  # fmt: skip
     header = ["mask", "heads x tokens x head size", "who", "processes", "ms", "as fast as one", "GiB for each"]
-    about = f"{measured_on(results)}; forward and backward of one call after the other, batch 1, medians of wall times."
+    count = str(max(r["ranks"] for r in results["rows"]))
+    about = f"{measured_on(results, count)}; forward and backward of one call after the other, batch 1, medians of wall times."
     return f"{about}\n\n{github_table(rows, header)}"
 
 

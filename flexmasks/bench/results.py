@@ -75,10 +75,10 @@ def chosen_steps(
     return chosen
 
 
-def measured_on(results: dict[str, Any]) -> str:
+def measured_on(results: dict[str, Any], gpus: str = "one") -> str:
     """Return the beginning of a sentence: the machine, libraries and dtypes of a run."""
     about = results["machine"]
-    device = about["device"] if about["device_type"] == "cpu" else f"one {about['device']}"
+    device = about["device"] if about["device_type"] == "cpu" else f"{gpus} {about['device']}"
     libraries = ", ".join([f"torch {about['torch']}", *([about["flash"]] if "flash" in about else [])])
     dtypes = " and ".join(dict.fromkeys(r["dtype"] for r in results["rows"]))
     return f"On {device}, {libraries}, {dtypes}"

@@ -53,7 +53,10 @@ def following(lengths: Sequence[int]) -> tuple[Parts, ...]:
 
 
 def common(parts: Parts, others: Parts) -> Parts:
-    """Return the positions that are in both, in the order of `parts`; no piece crosses an end of either."""
+    """Return the positions that are in both, in the order of `parts`.
+
+    No piece of them crosses an end of either.
+    """
     both = ((max(a, c), min(b, d)) for a, b in parts for c, d in others)
     return tuple((start, stop) for start, stop in both if start < stop)
 

@@ -131,9 +131,9 @@ def gathered(x: Tensor, mesh: DeviceMesh, lengths: Sequence[int], dim: int = 2) 
 
 
 def heads_for_sequence(tensors: Sequence[Tensor], mesh: DeviceMesh, lengths: Sequence[int]) -> list[Tensor]:
-    """Return some heads of all parts in place of all heads of a part, [B, H / ranks, S, D] for each tensor.
+    """Return some heads of all parts in place of all heads of a part.
 
-    In memory the sequence comes first, and for each position the heads of all tensors lie side by side.
+    The results are [B, H / ranks, S, D]. In memory the sequence comes first, and for each position the heads of all tensors lie side by side.
     """
     count, batch, size = mesh.size(), tensors[0].shape[0], tensors[0].shape[2]
     rows = [x.unflatten(1, (count, x.shape[1] // count)).permute(1, 3, 0, 2, 4) for x in tensors]
@@ -143,9 +143,9 @@ def heads_for_sequence(tensors: Sequence[Tensor], mesh: DeviceMesh, lengths: Seq
 
 
 def sequence_for_heads(x: Tensor, mesh: DeviceMesh, lengths: Sequence[int]) -> Tensor:
-    """Return all heads of a part in place of some heads of all parts, [B, H, S of the part, D].
+    """Return all heads of a part in place of some heads of all parts.
 
-    In memory the sequence comes before the heads.
+    The result is [B, H, S of the part, D]. In memory the sequence comes before the heads.
     """
     count, batch, size = mesh.size(), x.shape[0], lengths[mesh.get_local_rank()]
     rows, lead = [x.permute(2, 0, 1, 3)], torch.Size([count, size, batch])
@@ -240,7 +240,10 @@ class _Travel(NamedTuple):
 def _exchanged(
     what: str, tensors: Sequence[Tensor], lead: torch.Size, come: Sequence[int], sent: Sequence[int], mesh: DeviceMesh
 ) -> tuple[Tensor, ...]:
-    """Return what comes for tensors [..., B, H, D], whose last two sizes it has too, after the sizes `lead`."""
+    """Exchange tensors [..., B, H, D].
+
+    lead: the sizes of what comes but for the last two, which are those of the tensors.
+    """
     here = _Layout(tensors[0].shape[:-2], tuple(x.shape[-2:] for x in tensors))
     travel = _Travel(what, here, here._replace(lead=lead), come, sent, mesh.get_group())
     if compat.is_compiling():
@@ -331,7 +334,7 @@ class _Received(torch.autograd.Function):
 
 
 class _Places:
-    """Where positions of a sequence lie in the tensor that holds some parts of it one after the other."""
+    """A tensor that holds parts of a sequence one after the other."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
