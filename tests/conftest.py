@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 # Threads that wait for others leave the core to the other workers of pytest: half of the time on two cores. Torch's
 # threads read this when torch is imported.
@@ -16,6 +17,9 @@ import torch._inductor.codecache
 from hypothesis import settings
 
 from flexmasks.spec import definitions
+
+if TYPE_CHECKING:  # not all torch builds have process groups
+    from flexmasks.bench.processes import Processes
 
 settings.register_profile("flexmasks", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("flexmasks")
@@ -72,3 +76,23 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def two() -> Iterator[Processes]:
+    """Two processes of one group, which all modules share because they take seconds to start."""
+    yield from _processes(2)
+
+
+@pytest.fixture(scope="session")
+def four() -> Iterator[Processes]:
+    """Four processes of one group, as `two`."""
+    yield from _processes(4)
+
+
+def _processes(count: int) -> Iterator[Processes]:
+    from flexmasks.bench.processes import Processes
+
+    processes = Processes(count)
+    yield processes
+    processes.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -21,20 +20,6 @@ from flexmasks.integrations.distributed.exchange import exchanging
 
 MASKS = [e.name for e in flexmasks.list_masks()]
 SCORES = [e.name for e in flexmasks.list_scores()]
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    processes = Processes(2)
-    yield processes
-    processes.close()
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Processes]:
-    processes = Processes(4)
-    yield processes
-    processes.close()
 
 
 def check(results: list[dict[str, float]], tolerance: float = 1e-12) -> None:

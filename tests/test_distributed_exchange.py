@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -28,11 +27,10 @@ MASKS: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module", params=[2, 4])
-def processes(request: pytest.FixtureRequest) -> Iterator[Processes]:
-    processes = Processes(request.param)
-    yield processes
-    processes.close()
+@pytest.fixture(params=["two", "four"])
+def processes(request: pytest.FixtureRequest) -> Processes:
+    found: Processes = request.getfixturevalue(request.param)
+    return found
 
 
 @pytest.mark.parametrize("balanced", [False, True])

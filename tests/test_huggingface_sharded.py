@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
@@ -17,13 +16,6 @@ import huggingface_jobs as jobs
 from flexmasks.bench.processes import Processes
 
 TOLERANCE = 1e-5
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    processes = Processes(2)
-    yield processes
-    processes.close()
 
 
 @pytest.mark.parametrize(
