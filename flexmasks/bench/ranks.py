@@ -263,7 +263,8 @@ def markdown(results: dict[str, Any]) -> str:
         ])  # fmt: skip
     header = ["mask", "heads x tokens x head size", "who", "processes", "ms", "as fast as one", "GiB for each"]
     count = str(max(r["ranks"] for r in results["rows"]))
-    about = f"{measured_on(results, count)}; forward and backward of one call after the other, batch 1, medians of wall times."
+    what = "forward and backward of one call after the other, batch 1, medians of wall times"
+    about = f"{measured_on(results, count)}; {what}."
     return f"{about}\n\n{github_table(rows, header)}"
 
 

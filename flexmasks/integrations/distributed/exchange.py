@@ -133,7 +133,8 @@ def gathered(x: Tensor, mesh: DeviceMesh, lengths: Sequence[int], dim: int = 2) 
 def heads_for_sequence(tensors: Sequence[Tensor], mesh: DeviceMesh, lengths: Sequence[int]) -> list[Tensor]:
     """Return some heads of all parts in place of all heads of a part.
 
-    The results are [B, H / ranks, S, D]. In memory the sequence comes first, and for each position the heads of all tensors lie side by side.
+    The results are [B, H / ranks, S, D]. In memory the sequence comes first, and for each position the heads of all
+    tensors lie side by side.
     """
     count, batch, size = mesh.size(), tensors[0].shape[0], tensors[0].shape[2]
     rows = [x.unflatten(1, (count, x.shape[1] // count)).permute(1, 3, 0, 2, 4) for x in tensors]
