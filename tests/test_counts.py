@@ -432,7 +432,7 @@ def test_options_of_a_kernel() -> None:
 
 @pytest.mark.parametrize("capability", [(9, 0), (8, 0)])
 def test_tiles_of_a_kernel(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "_capability", lambda index: capability)
+    monkeypatch.setattr(kernels, "capability", lambda device: capability)
     plain = {SAFE: True, "BACKEND": "TRITON"}
     if capability == (9, 0):
         assert _options(300, size=64) == {**kernels._TILES[64], **plain}

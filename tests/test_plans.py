@@ -474,3 +474,47 @@ def test_other_lengths_need_no_exact_plan(monkeypatch: pytest.MonkeyPatch) -> No
     assert exact == [64]
     with pytest.raises(ValueError, match="seq_lens"):
         flexmasks.attention(q, q, q, mask="grouped_tril", seq_lens=torch.tensor([1, 97]))
+
+
+@pytest.mark.parametrize(
+    ("capability", "block_size"),
+    [((9, 0), (128, 128)), ((10, 0), (256, 128)), ((11, 0), (256, 128)), ((12, 0), (128, 128))],
+)
+def test_block_sizes_suit_the_gpu(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], block_size: tuple[int, int]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    size = Size(1, 1, 4096, 4096, torch.device("cuda", 0))
+    assert plan.block_size_for(size) == block_size
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("lengths", [(700, 700), (100, 900)])
+@pytest.mark.parametrize("kind", ["causal", "documents", "own"])
+def test_blocks_of_256_queries(
+    monkeypatch: pytest.MonkeyPatch, kind: str, lengths: tuple[int, int], device: str
+) -> None:
+    monkeypatch.setattr(calls, "block_size_for", lambda size: (256, 128))
+    flexmasks.clear_caches()
+    q_len, kv_len = lengths
+    ids = torch.arange(kv_len, device=device) // 230
+
+    def own(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return (q >= kv) & ((kv + h) % 3 != 0)
+
+    mask, mask_mod = {
+        "causal": (get_mask("causal"), lambda b, h, q, kv: q >= kv),
+        "documents": (
+            get_mask("cross_document", q_document_ids=ids[:q_len].clone(), kv_document_ids=ids.clone()),
+            lambda b, h, q, kv: ids[q] == ids[kv],
+        ),
+        "own": (get_mask(own), own),
+    }[kind]
+    q, k, v = (torch.randn(2, 2, n, 32, device=device, requires_grad=True) for n in (q_len, kv_len, kv_len))
+    out = flexmasks.attention(q, k, v, mask=mask)
+    seen = create_mask(mask_mod, 2, 2, q_len, kv_len, device=device)
+    wanted = scaled_dot_product_attention(q, k, v, attn_mask=seen)
+    upstream = torch.randn_like(out)
+    got, want = ([x, *torch.autograd.grad(x, (q, k, v), upstream)] for x in (out, wanted))
+    assert max(map(error, got, want)) < TOLERANCE[torch.float32]

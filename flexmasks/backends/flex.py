@@ -31,6 +31,7 @@ from flexmasks.backends import forms
 from flexmasks.backends.call import HALF_DTYPES, TRANSFORMED, Call, Result, Unavailable, first_line, proven, transformed
 from flexmasks.cache import Cache
 from flexmasks.plans.data import FirstAsData
+from flexmasks.plans.plan import capability
 
 _log = logging.getLogger("flexmasks")
 _kernel_numbers = itertools.count()
@@ -183,12 +184,7 @@ def _tiles(q: Tensor, v: Tensor, block_size: tuple[int, int]) -> dict[str, int]:
     tiles = _TILES.get(q.shape[3]) if q.shape[3] == v.shape[3] else None
     if tiles is None or q.dtype not in HALF_DTYPES or any(n % _TILES_DIVIDE for n in block_size):
         return {}
-    return tiles if q.device.index is not None and _capability(q.device.index) == _TILES_ARE_FOR else {}
-
-
-@compat.constant_in_graphs
-def _capability(index: int) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(index)
+    return tiles if capability(q.device) == _TILES_ARE_FOR else {}
 
 
 @torch.library.custom_op("flexmasks::separate", mutates_args=())

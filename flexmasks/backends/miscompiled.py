@@ -22,6 +22,7 @@ from torch import Tensor
 
 from flexmasks import compat
 from flexmasks.backends.operations import COMPARISONS, KEEP_VALUES, MAKE_CONSTANTS, Trace, follow
+from flexmasks.plans.plan import capability
 
 NO_BLOCKS = "it skips all blocks if the mask's function is a constant"
 _BOOLEANS = "its compiler makes booleans of torch.where between two numbers"
@@ -56,7 +57,7 @@ def miscompiled(
 
 
 def _is_blackwell(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 10
+    return device.type == "cuda" and capability(device)[0] >= 10
 
 
 class _Trace(Trace):

@@ -35,6 +35,7 @@ from flexmasks.spec.parameters import Size, describe
 from flexmasks.spec.values import Mask, Modifier, Score, Spread
 
 BLOCK_SIZE = (128, 128)
+_FLASH_BLOCK_SIZE = (256, 128)  # FLASH's kernels for compute capability 10 and 11 compute 256 queries at a time
 _CPU_BLOCK_SIZES = ((1 << 10, 32), (1 << 15, 64))  # longest length, and the block size that is fastest up to it
 MAX_POSITIONS = 1 << 31  # kernels count positions in 32 bits
 _UNKNOWN_FRACTION = 0.5  # assumed fraction of pairs that is computed
@@ -695,7 +696,18 @@ def block_size_for(size: Size) -> tuple[int, int]:
         for length, n in _CPU_BLOCK_SIZES:
             if max(size.q_len, size.kv_len) <= length:
                 return n, n
+    elif size.device.type == "cuda" and capability(size.device)[0] in (10, 11):
+        return _FLASH_BLOCK_SIZE
     return BLOCK_SIZE
+
+
+@compat.constant_in_graphs
+def capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of a GPU.
+
+    For fake tensors on a machine without a GPU the result is (0, 0).
+    """
+    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (0, 0)
 
 
 def sized(size: Size, offset: Offset) -> Size:
