@@ -113,7 +113,7 @@ def attention(
             `varlen_attention` takes it.
         return_lse: also return the natural logarithm of each row's sum of exponentials, [B, H, Q], float32 (float64
             for float64), -inf for a row that sees nothing; differentiable.
-        backend: "auto" to choose a backend, or the name of one: "fa4", "decode", "sdpa", "flash", "triton",
+        backend: "auto" to choose a backend, or the name of one: "fa4", "decode", "sdpa", "flash", "triton", "dense",
             "cpu", "reference". A named backend that cannot run the call raises an error.
         kernel_options: passed on to torch's flex_attention.
         **params: the parameters of the mask and the score that are given by name. Tensors and lists are inputs of the

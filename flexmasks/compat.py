@@ -370,6 +370,23 @@ def flash_attention_on_cpu(
     return out, lse
 
 
+def flash_attention_on_cpu_backward(
+    gradient: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    added: torch.Tensor,
+    scale: float | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of q, k and v of `flash_attention_on_cpu`."""
+    grad_q, grad_k, grad_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        gradient, q, k, v, out, lse, 0.0, False, attn_mask=added, scale=scale
+    )
+    return grad_q, grad_k, grad_v
+
+
 def value_of_constant(x: torch.Tensor) -> float | None:
     """Return the value of a fake tensor made of a number, or None.
 

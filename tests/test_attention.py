@@ -948,7 +948,7 @@ def test_explain_names_the_backend_and_the_reasons() -> None:
     assert "not flash: it runs on CUDA only" in text
     assert "empty 81, partial 19, full 0" in text
     text = str(flexmasks.explain(q.requires_grad_(), k, v, mask="sliding_window", window=4))
-    assert text.startswith("backend: reference")
+    assert text.startswith("backend: dense")
     assert "not cpu: torch's compiled flex_attention has no gradients" in text
 
 

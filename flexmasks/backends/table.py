@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from flexmasks import compat
-from flexmasks.backends import cpu, decode, fa4, flash, flex, forms, reference, sdpa, triton
+from flexmasks.backends import cpu, decode, dense, fa4, flash, flex, forms, reference, sdpa, triton
 from flexmasks.backends.call import OUTCOMES, Call, Result, Unavailable
 
 _log = logging.getLogger("flexmasks")
@@ -46,6 +46,7 @@ BACKENDS = {
         Backend("sdpa", sdpa.refuses, sdpa.run),
         Backend("flash", flash.refuses, flash.run, flash.compiles, _FLEX_RECOMPILES_ON, flash.why_data),
         Backend("triton", triton.refuses, triton.run, triton.compiles, _FLEX_RECOMPILES_ON, flex.why_data),
+        Backend("dense", dense.refuses, dense.run),
         Backend("cpu", cpu.refuses, cpu.run, cpu.compiles, _FLEX_RECOMPILES_ON, flex.why_data),
         Backend("reference", reference.refuses, reference.run),
     )
