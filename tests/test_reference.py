@@ -104,6 +104,7 @@ def check_says(page: Path, doc: str) -> None:
     assert not {HEADINGS.get(title, title) for title in titles} - set(headings)
     said = re.sub(r"^(Args|Returns|Raises|Source|Peers|Example):", "", said, flags=re.MULTILINE)
     assert not words(said) - words(text_of(page))
+    assert not re.search("<p>(Source|Peers|Example)</p>", page.read_text())  # a heading says it
     outside_code = html.unescape(re.sub(r"<pre.*?</pre>|<[^>]*>", "", page.read_text(), flags=re.DOTALL))
     outside_code = outside_code.partition("use strict")[0]
     assert "`" not in outside_code

@@ -68,7 +68,8 @@ def sections(doc: str, accepts: Mapping[str, str], link: Link) -> Iterator[Secti
             yield Section("Example", [], Markup().join(shown))
         elif section.kind is kinds.admonition:
             title = _TITLES.get(value.kind, value.kind.capitalize())
-            yield Section(title, [], _prose("\n\n".join(filter(None, (section.title, value.contents))), link))
+            own = section.title if section.title and section.title.lower() != value.kind else ""
+            yield Section(title, [], _prose(f"{own}\n\n{value.contents}", link))
         else:  # only docstrings of users have sections of other kinds
             items = [(getattr(part, "name", ""), part.description) for part in value]
             yield Section(section.kind.value.capitalize(), [_parameter(*item, accepts, link) for item in items])
