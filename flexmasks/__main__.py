@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import difflib
+import functools
 import importlib
 import itertools
 import json
@@ -41,12 +42,13 @@ _BENCHMARKS = {
 }
 _BY_STEPS = ("steps", "data", "serve", "models", "ranks")  # benchmarks that take --only and --quick
 _HINT = "`python -m flexmasks show NAME` draws one; `list --long` says more of each."
+_HELP_WIDTH = 80
 _LONG_LIST = 160  # characters of `list --long` where there is no terminal
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command and return the exit status."""
-    parser = _parser()
+    parser, commands = _parser()
     arguments, rest = parser.parse_known_args(argv)
     if rest and arguments.command not in ("show", "plan"):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -65,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
         elif arguments.command == "gallery":
             from flexmasks.pictures.gallery import gallery
 
-            print(gallery(arguments.out))
+            print(gallery(arguments.out, {name: _help(command) for name, command in commands.items()}))
         elif arguments.command == "plan":
             _plan(arguments, _parameters(rest))
         else:
@@ -87,7 +89,16 @@ def main(argv: list[str] | None = None) -> int:
     return status
 
 
-def _parser() -> argparse.ArgumentParser:
+def _help(command: Any) -> str:
+    """Return a command's help text, as wide as the pages of the reference."""
+    formatter, command.color = command.formatter_class, False  # Python 3.14 colors the text in a terminal
+    command.formatter_class = functools.partial(formatter, width=_HELP_WIDTH)
+    text: str = command.format_help()
+    return text
+
+
+def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """Return the parser of the command line, and those of its commands."""
     parser = argparse.ArgumentParser(
         prog="python -m flexmasks",
         description="Attention masks and score changes for PyTorch FlexAttention.",
@@ -124,12 +135,17 @@ def _parser() -> argparse.ArgumentParser:
     show_parser.add_argument(
         "--save", metavar="FILE", help="also write the picture to a file: .svg, .html, .txt; with matplotlib .pdf, .png"
     )
-    gallery_parser = _add_command(commands, "gallery", "write a page with pictures of all masks and scores", parent)
+    does = "write a page of all masks and scores, and a reference of all public names"
+    gallery_parser = _add_command(commands, "gallery", does, parent)
     gallery_parser.add_argument("out", metavar="OUT", help="the .html file to write, or a folder for index.html")
+    gallery_parser.epilog = (
+        "One search finds masks, scores and all public names. The reference stands in a folder beside the page, and "
+        "needs `pip install -e '.[docs]'`; without it only the page is written."
+    )
     does = "estimate on paper what attention over many GPUs exchanges and computes"
     _add_plan_arguments(_add_command(commands, "plan", does, parent))
     _add_bench_arguments(_add_command(commands, "bench", "measure the speed of this machine", parent))
-    return parser
+    return parser, commands.choices
 
 
 def _import_parser() -> argparse.ArgumentParser:

@@ -1,11 +1,14 @@
-"""`python -m flexmasks gallery OUT`: a page of all masks and scores."""
+"""`python -m flexmasks gallery OUT`: a page of all masks and scores, and the reference."""
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import itertools
 import re
+import sys
 import textwrap
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +17,8 @@ from markupsafe import Markup, escape
 from torch import Tensor
 
 from flexmasks.attention import attention
-from flexmasks.pictures import svg
-from flexmasks.pictures.output import check_writable
+from flexmasks.pictures import reference, svg
+from flexmasks.pictures.output import Share, check_writable, write_whole
 from flexmasks.pictures.picture import MaskPicture
 from flexmasks.pictures.show import draw
 from flexmasks.spec.definitions import definition
@@ -28,17 +31,23 @@ _LINE = 88  # characters of code
 _HEADS = 8
 
 
-def gallery(out: str | Path) -> Path:
-    """Write a page of every registered mask and score.
+def gallery(out: str | Path, commands: Mapping[str, str] | None = None) -> Path:
+    """Write a page of all masks and scores, and a reference of public names.
 
-    An entry has a picture, signature, meaning, source, sparsity and code. The page is one self-contained HTML file
-    with a search box. If an example fails, its entry says why.
+    An entry has a picture, signature, meaning, source, sparsity and code. If an example fails, its entry says why.
+    The reference has a page of each public name, in a folder beside the gallery: `reference`, or for a file `x.html`
+    `x-reference`. It needs the extra `docs`; without it only the gallery is written, and a line on stderr says so. One
+    search box finds masks, scores and names on all pages. They need no network.
+
+    Each file is replaced whole, the gallery after the reference, so a run that is stopped leaves pages that work. Other
+    files in the folders stay as they are.
 
     Args:
         out: the file to write, or a folder for `index.html`, which is made if it is missing.
+        commands: the help text of each command of the command line, by name, for the reference.
 
     Returns:
-        The file's path.
+        The gallery's path.
 
     Example:
         >>> import flexmasks.pictures.gallery
@@ -50,14 +59,31 @@ def gallery(out: str | Path) -> Path:
         path.mkdir(parents=True, exist_ok=True)
         path = path / "index.html"
     check_writable(path)
+    missing = [name for name in ("griffe", "pygments") if importlib.util.find_spec(name) is None]
+    folder = path.parent / ("reference" if path.name == "index.html" else f"{path.stem}-reference")
+    if not missing:
+        folder.mkdir(exist_ok=True)
+    else:
+        print(
+            f"flexmasks: no reference, it needs {' and '.join(missing)}: `pip install -e '.[docs]'`.", file=sys.stderr
+        )
     environment = jinja2.Environment(loader=jinja2.PackageLoader("flexmasks.pictures", "."), autoescape=True)
     environment.filters["prose"] = _prose
-    sections = [
-        (title, [_card(kind, entry) for entry in entries])
-        for kind, title, entries in (("mask", "Masks", list_masks()), ("score", "Scores", list_scores()))
-    ]
-    page = environment.get_template("gallery.html").render(style=Markup(svg.style()), length=LENGTH, sections=sections)
-    path.write_text(page, encoding="utf-8")
+    listed = {"Masks": list_masks(), "Scores": list_scores()}
+    share, count = Share("pictures"), sum(map(len, listed.values()))
+    sections: dict[str, list[dict[str, Any]]] = {title: [] for title in listed}
+    for title, entries in listed.items():
+        for entry in entries:
+            sections[title].append(_card(entry.kind, entry))
+            share(sum(map(len, sections.values())) / count)
+    share.end()
+    shown: dict[str, Any] = {"style": Markup(svg.style()), "length": LENGTH, "sections": sections.items()}
+    if not missing:
+        environment.globals["style"] = shown["style"]
+        cards = list(itertools.chain(*sections.values()))
+        reference.write(folder, f"../{path.name}", cards, commands or {}, environment)
+        shown |= {"folder": f"{folder.name}/", "names": f"{folder.name}/names.js"}
+    write_whole(path, environment.get_template("gallery.html").render(shown))
     return path
 
 
@@ -133,7 +159,8 @@ def _card(kind: str, entry: Entry) -> dict[str, Any]:
 
 def _prose(text: str) -> Markup:
     """Return text as HTML, with words in backticks as code."""
-    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text)))
+    # Parts of a Markup are joined by Markup, which would escape the new tags.
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
 
 
 def _literal(value: Any) -> str:

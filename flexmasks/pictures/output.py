@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 import sys
 import time
@@ -83,3 +84,18 @@ def check_writable(path: Path) -> None:
     path.open("ab").close()
     if not existed:
         path.unlink()
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file whole: a run that is killed leaves the old file.
+
+    A file with this text stays as it is.
+    """
+    if path.exists() and path.read_text(encoding="utf-8", errors="replace") == text:
+        return
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)

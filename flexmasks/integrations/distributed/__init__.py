@@ -1,10 +1,12 @@
 """Attention over sequences that several processes hold together, on torch.distributed.
 
-mesh = init_device_mesh("cuda", (8,))
-order = distributed.balance("causal", length, mesh)  # which parts of the sequence each process holds
-tokens = distributed.shard(tokens, order, mesh)
-...
-out = distributed.attention(q, k, v, mesh=mesh, mask="causal", order=order)  # in each layer
+All processes run the same program:
+
+    mesh = init_device_mesh("cuda", (8,))
+    order = distributed.balance("causal", length, mesh)  # which parts of the sequence each process holds
+    tokens = distributed.shard(tokens, order, mesh)
+    ...
+    out = distributed.attention(q, k, v, mesh=mesh, mask="causal", order=order)  # in each layer
 """
 
 from flexmasks.integrations.distributed.attention import attention as attention
