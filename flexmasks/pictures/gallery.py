@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flexmasks.attention import attention
 from flexmasks.pictures import svg
-from flexmasks.pictures.output import check_writable
+from flexmasks.pictures.output import check_writable, write
 from flexmasks.pictures.picture import MaskPicture
 from flexmasks.pictures.show import draw
 from flexmasks.spec.definitions import definition
@@ -57,7 +57,7 @@ def gallery(out: str | Path) -> Path:
         for kind, title, entries in (("mask", "Masks", list_masks()), ("score", "Scores", list_scores()))
     ]
     page = environment.get_template("gallery.html").render(style=Markup(svg.style()), length=LENGTH, sections=sections)
-    path.write_text(page, encoding="utf-8")
+    write(path, page)
     return path
 
 

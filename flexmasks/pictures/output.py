@@ -83,3 +83,24 @@ def check_writable(path: Path) -> None:
     path.open("ab").close()
     if not existed:
         path.unlink()
+
+
+def write(path: str | Path, content: str | bytes) -> None:
+    """Write a file whole: a process that is killed meanwhile leaves the old one.
+
+    The content goes to `path` with `.part` behind it, which then takes the file's place. Text is written as UTF-8. What
+    is no regular file, such as /dev/stdout, is written directly, and so is a file in a folder that takes no new ones.
+    """
+    content = content.encode() if isinstance(content, str) else content
+    path = Path(path).resolve()  # a link stays, and the file that it leads to is replaced
+    if path.exists() and not path.is_file():
+        path.write_bytes(content)
+        return
+    unfinished = path.with_name(f"{path.name}.part")
+    try:
+        unfinished.write_bytes(content)
+        if path.exists():
+            shutil.copymode(path, unfinished)
+        unfinished.replace(path)
+    except PermissionError:
+        path.write_bytes(content)
