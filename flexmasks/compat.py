@@ -249,8 +249,10 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
     `inner_exception` is what an error of torch's compilers wraps. No public equivalent; without it a backend would be
     left out for good after memory ran out while torch compiled.
     """
-    while error is not None:
+    known: set[int] = set()  # an inner error may have been raised from the outer one
+    while error is not None and id(error) not in known:
         yield error
+        known.add(id(error))
         error = getattr(error, "inner_exception", None) or error.__cause__
 
 

@@ -316,7 +316,7 @@ def _python(code: str, *args: str, **variables: str) -> subprocess.CompletedProc
     """Run code in a process of its own."""
     command = [sys.executable, "-c", textwrap.dedent(code), *args]
     folders = os.pathsep.join([str(Path(flexmasks.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": folders, **variables}
+    environment = {**os.environ, "PYTHONPATH": folders, "TORCHINDUCTOR_COMPILE_THREADS": "1", **variables}
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
 
@@ -325,7 +325,6 @@ _COMPILED = """
     import torch
     import flexmasks
     torch.set_num_threads(1)
-    torch._inductor.config.compile_threads = 1
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 1, 64, 16)
     call = {"mask": "sliding_window", "window": 9}
@@ -364,17 +363,15 @@ def _check_corrupted(fault: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["no folder", "read-only"])
 def test_a_cache_folder_that_cannot_be_written(kind: str, tmp_path: Path) -> None:
-    place, code = tmp_path / "place", _COMPILED
-    if kind == "no folder":
-        place.write_text("a file in the folder's place")
-    else:
-        place.mkdir(mode=0o555)
-        if os.geteuid() == 0:  # who may write everywhere; another user may not
-            tmp_path.chmod(0o755)
-            code = f"    import os, getpass\n    os.setgid(65534)\n    os.setuid(65534)\n{_COMPILED}"
-    done = _python(code, TORCHINDUCTOR_CACHE_DIR=str(place / "cache"), HOME=str(place), USER="nobody")
+    place = tmp_path / "place"
+    place.write_text("a file in the folder's place")
+    if kind == "read-only":
+        place = Path("/sys")  # a file system where nobody makes folders, not even root
+        if not place.is_dir():
+            pytest.skip("the system has no /sys")
+    done = _python(_COMPILED, TORCHINDUCTOR_CACHE_DIR=str(place / "cache"))
     assert (done.returncode, done.stdout) == (0, "reference\n"), done.stderr
-    assert "backend 'cpu' failed and is left out for such calls" in done.stderr
+    assert done.stderr.count("torch's compilers cannot be loaded") == 1
     assert "set TORCHINDUCTOR_CACHE_DIR and TRITON_CACHE_DIR to writable folders" in done.stderr
 
 

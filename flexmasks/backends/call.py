@@ -155,10 +155,8 @@ def raise_out_of_memory(error: Exception) -> None:
     It says nothing about a backend: the next call may have more memory.
     """
     missing = compat.out_of_memory(error)
-    if missing is error:
-        raise error
     if missing is not None:
-        raise missing from error
+        raise missing from None
 
 
 def proven(call: Call, replay: Any) -> Result:

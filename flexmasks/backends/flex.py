@@ -13,6 +13,7 @@ A call that may compile holds a lock, so threads that make the same call at once
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import threading
@@ -585,10 +586,28 @@ def _is_compiled(call: Call, backend: str | None, more_options: dict[str, Any] |
     return _KERNELS.get((*call.kernel_key, *kind, *_lists_kind(call.blocks().block_mask))) is not None
 
 
+@functools.cache
+def _why_not_loaded() -> str:
+    """Return why torch's compilers cannot be loaded, or "".
+
+    They make the folder of compiled code when they are loaded. A warning is logged once.
+    """
+    try:
+        compat.compiler_is_off()
+    except OSError as error:
+        why = f"torch's compilers cannot be loaded: {first_line(error)}"
+        _log.warning("%s; slower backends run the calls", why)
+        return why
+    return ""
+
+
 def refuses_to_compile(call: Call) -> str | None:
     """Return why nothing can be compiled where this call is made, or None."""
     if call.is_traced:  # the user's torch.compile compiles it
         return None
+    failed = _why_not_loaded()
+    if failed:
+        return failed
     if compat.compiler_is_off():
         return "torch.compile is switched off, by torch._dynamo.config.disable"
     return TRANSFORMED if transformed() else None
