@@ -28,6 +28,7 @@ TRANSFORMED = "it supports neither torch.func.vmap nor forward derivatives"
 OUTCOMES: Cache[str] = Cache("outcomes", max_bytes=1024)  # an entry counts one byte
 
 
+_DAMAGED = "; if the compiled code on the disk may be damaged, delete the folder that TORCHINDUCTOR_CACHE_DIR names"
 _FOLDERS = "; if compiled code cannot be written, set TORCHINDUCTOR_CACHE_DIR and TRITON_CACHE_DIR to writable folders"
 
 
@@ -142,11 +143,13 @@ def transformed() -> bool:
 def first_line(error: Exception) -> str:
     """Return an error's type and the first line of its message.
 
-    If a file cannot be written, the variables that name the folders follow.
+    If a file cannot be written, or torch's compiler failed, the variables that name its folders follow.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     line = f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
-    return f"{line}{_FOLDERS}" if compat.cannot_write(error) else line
+    if compat.cannot_write(error):
+        return f"{line}{_FOLDERS}"
+    return f"{line}{_DAMAGED}" if type(error).__name__ == "InductorError" else line
 
 
 def raise_out_of_memory(error: Exception) -> None:
