@@ -23,7 +23,7 @@ from tabulate import tabulate
 from torch import Tensor
 
 from flexmasks import __version__
-from flexmasks.pictures.output import check_kind, check_writable, text_width
+from flexmasks.pictures.output import check_kind, check_writable, text_width, write
 from flexmasks.pictures.pages import page
 from flexmasks.spec.arguments import get_mask, get_score
 from flexmasks.spec.definitions import Definition, definition
@@ -400,7 +400,7 @@ def _plan(arguments: argparse.Namespace, given: dict[str, Any]) -> None:
     )
     print(paper)
     if arguments.json:
-        Path(arguments.json).write_text(json.dumps(paper.as_dict(), indent=1) + "\n")
+        write(arguments.json, json.dumps(paper.as_dict(), indent=1) + "\n")
 
 
 def _with_example(defined: Definition, given: dict[str, Any], length: int) -> dict[str, Any]:

@@ -105,9 +105,9 @@ class Cache(Generic[Value]):
         with self._lock:
             return [full_key[0] for full_key in self._entries]
 
-    def drop(self, key: Hashable) -> None:
-        """Forget the value that was put under a key without tensors."""
-        self._forget(_with_ids(key, ()))
+    def drop(self, key: Hashable, tensors: Sequence[Tensor] = ()) -> None:
+        """Forget the value that was put under a key and these tensor objects."""
+        self._forget(_with_ids(key, tensors))
 
     def _forget(self, full_key: tuple[Hashable, ...]) -> None:
         with self._lock:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from flexmasks import compat
 from flexmasks.backends import decode, fa4
-from flexmasks.backends.call import OUTCOMES, Call, Replay, Result, Unavailable, transformed
+from flexmasks.backends.call import OUTCOMES, Call, Refused, Replay, Result, Unavailable, first_line, transformed
 from flexmasks.backends.decode_gpu import DecodeRenewal, GpuDecode
 from flexmasks.backends.empty import attend as attend_nothing
 from flexmasks.backends.empty import computes_nothing
@@ -70,6 +70,7 @@ _RENEWED_ON = ("cuda",)
 _OF_PAGES = 2  # the tensors of every call with pages: lengths and page table
 _CUT_ON = ("cpu",)  # mixed batches are cut by their numbers of queries, which the host reads
 _GATHERS_ON = ("cpu",)
+_FA4_ON = ("cuda",)
 _OFFSETS: Cache[Tensor] = Cache("offsets", max_bytes=1 << 22)
 _LAYOUTS: Cache[Any] = Cache("layouts", max_bytes=1 << 26)  # of mixed batches, and of pages that are copied
 
@@ -133,8 +134,9 @@ def run_paged(
     if request.sink_logits is not None:
         return _around_sinks(q, request, lambda without: run_paged(q, k_cache, v_cache, page_table, kv_lens, without))
     known, replay = _known_pages(q, k_cache, v_cache, page_table, kv_lens, request)
-    if replay is not None:
-        return replay(q, k_cache, v_cache)
+    result = None if known is None or replay is None else _replayed(*known, replay, q, k_cache, v_cache)
+    if result is not None:
+        return result
     check_cache(PAGED, q, k_cache, v_cache, page_table, kv_lens)
     request = _with_values(request)
     where_last = None
@@ -189,6 +191,13 @@ def _run_pages(
             if known is not None and replay is not None:
                 _keep(*known, *replay, where_last)
             return result
+    return _run_without_pages(q, k_cache, v_cache, page_table, kv_lens, request)
+
+
+def _run_without_pages(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, kv_lens: Tensor, request: Request
+) -> tuple[Tensor, Tensor | None]:
+    """Return output and lse (or None) of a checked call whose kernel reads no pages."""
     if _may_gather_pages(q, k_cache, v_cache):
         return _run_gathered(q, k_cache, v_cache, page_table, kv_lens, request)
     page_size = k_cache.shape[1]
@@ -288,7 +297,8 @@ def _run_mixed(
         own_q = q.index_select(0, rows.tokens.flatten()).view(*rows.tokens.shape, *q.shape[1:]).transpose(1, 2)
         given = own_q, k_cache, v_cache, rows.page_table, rows.kv_lens, own
         known, replay = _known_pages(*given)
-        own_out, own_lse = _run_pages(*given, known) if replay is None else replay(own_q, k_cache, v_cache)
+        again = None if known is None or replay is None else _replayed(*known, replay, own_q, k_cache, v_cache)
+        own_out, own_lse = _run_pages(*given, known) if again is None else again
         outs.append(own_out.transpose(1, 2).flatten(0, 1))
         if own_lse is not None:
             lses.append(own_lse.transpose(0, 1).flatten(1))
@@ -317,7 +327,8 @@ def _run_in_pages(
 ) -> tuple[tuple[Replay, _Planned] | None, tuple[Tensor, Tensor | None] | None]:
     """Run a checked call by a kernel that reads each sequence's own pages only.
 
-    Returns the replay with its plans, and output and lse. Both are None if no such kernel can run it. See `_run_pages`.
+    Returns the replay with its plans, and output and lse. Both are None if no such kernel can run it, and the replay is
+    None if the kernel failed and another backend ran the call. See `_run_pages`.
     """
     page_size = k_cache.shape[1]
     length = page_table.shape[1] * page_size
@@ -330,7 +341,8 @@ def _run_in_pages(
     if where_last is not None and isinstance(planned.mask, MaskPlan) and name != "decode":
         band = band_of(cast(Mask, request.mask), unread(planned.mask.size, where_last))
     is_for_fa4 = fa4.refuses_pages(call, band) is None and OUTCOMES.get(kind) is None
-    is_for_decode = name != "fa4" and decode.refuses(call) is None
+    decode_kind = "pages of decode", call.kind
+    is_for_decode = name != "fa4" and decode.refuses(call) is None and OUTCOMES.get(decode_kind) is None
     if not (is_for_fa4 or is_for_decode):
         return None, None
     if not is_captured(q.device):  # the values of the table are checked
@@ -345,8 +357,17 @@ def _run_in_pages(
             _log.warning("FlashAttention 4 reads no pages and is left out for such calls: %s", error)
     if not is_for_decode:
         return None, None
-    replay = decode.replay_of(call, page_table, page_size)
-    return (replay, planned), replay(q, k_cache, v_cache)
+    try:
+        replay = decode.replay_of(call, page_table, page_size)
+        return (replay, planned), replay(q, k_cache, v_cache)
+    except Exception as error:  # kernels raise errors of any type
+        if name != "auto" or compat.out_of_memory(error) is not None:
+            raise
+        result = _run_without_pages(q, k_cache, v_cache, page_table, kv_lens, request)  # raises if the call is wrong
+        why = first_line(error)
+        OUTCOMES.put(decode_kind, (), f"it failed before: {why}", 1)
+        _log.warning("backend 'decode' reads no pages and is left out for such calls: %s", why)
+        return None, result
 
 
 def _may_read_pages(q: Tensor, k_cache: Tensor, v_cache: Tensor, length: int, request: Request, are_last: bool) -> bool:
@@ -362,7 +383,7 @@ def _may_read_pages(q: Tensor, k_cache: Tensor, v_cache: Tensor, length: int, re
     is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined] # public, and not listed
     if _learns((q, k_cache, v_cache)) or is_traced or autocasts(device):
         return False
-    return (are_last and fa4.is_installed()) or decode.are_few(q.shape[2], length, q.device)
+    return (are_last and device in _FA4_ON and fa4.is_installed()) or decode.are_few(q.shape[2], length, q.device)
 
 
 def explain(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Explanation:
@@ -402,15 +423,30 @@ def run_eagerly(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tens
         return result.out, result.lse
     key, tensors = known
     replay = _known_replay(key, tensors, q.device)
-    if replay is not None:
-        try:  # cheaper than contextlib.suppress, on the way of every call
-            return replay(q, k, v)
-        except Unavailable:
-            pass
+    again = None if replay is None else _replayed(key, tensors, replay, q, k, v)
+    if again is not None:
+        return again
     result, planned = _run_first_time(q, k, v, request)
     if result.replay is not None and planned is not None and not is_captured(q.device):
         _keep(key, tensors, result.replay, planned)
     return result.out, result.lse
+
+
+def _replayed(
+    key: Hashable, tensors: list[Tensor], replay: Replay, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor | None] | None:
+    """Return output and lse of a replay, or None if it failed.
+
+    A call whose replay failed is planned again. Errors of missing memory are raised.
+    """
+    try:
+        return replay(q, k, v)
+    except Exception as error:  # kernels raise errors of any type
+        if isinstance(error, Refused) or compat.out_of_memory(error) is not None:
+            raise
+        _REPLAYS.drop(key, tensors)
+        _RENEWALS.drop((key, *_layouts(tensors)))
+        return None
 
 
 def _keep(key: Hashable, tensors: list[Tensor], replay: Replay, planned: _Planned, where_last: Any = None) -> None:

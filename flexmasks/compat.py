@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import errno
 import functools
 import importlib
 import importlib.util
@@ -234,6 +235,40 @@ def is_wrong_bound(error: RuntimeError) -> bool:
 def is_refused_for_tracing(error: RuntimeError) -> bool:
     """Return whether a compiled function refused to run because some thread traces. No public equivalent."""
     return str(error).startswith("Detected that you are using FX to symbolically trace")
+
+
+# Parts of messages about missing memory: of PyTorch's allocator for the CPU, cuBLAS, Triton and CuTe.
+_NO_MEMORY = "out of memory", "not enough memory", "can't allocate memory", "ALLOC_FAILED", "cudaErrorMemoryAllocation"
+# Numbers of errors of a folder that cannot be made or written, or of a full disk.
+_CANNOT_WRITE = errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOENT, errno.ENOSPC
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, and the errors that it was raised from.
+
+    `inner_exception` is what an error of torch's compilers wraps. No public equivalent; without it a backend would be
+    left out for good after memory ran out while torch compiled.
+    """
+    known: set[int] = set()  # an inner error may have been raised from the outer one
+    while error is not None and id(error) not in known:
+        yield error
+        known.add(id(error))
+        error = getattr(error, "inner_exception", None) or error.__cause__
+
+
+def out_of_memory(error: BaseException) -> BaseException | None:
+    """Return the innermost error of missing memory among an error and its causes, or None."""
+    found = None
+    for e in causes(error):
+        is_named = isinstance(e, torch.OutOfMemoryError | MemoryError)
+        if is_named or (isinstance(e, RuntimeError) and any(text in str(e) for text in _NO_MEMORY)):
+            found = e
+    return found
+
+
+def cannot_write(error: BaseException) -> bool:
+    """Return whether an error comes from a file or folder that cannot be written."""
+    return any(isinstance(e, OSError) and e.errno in _CANNOT_WRITE for e in causes(error))
 
 
 def constant_in_graphs(function: _Function) -> _Function:

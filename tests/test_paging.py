@@ -624,7 +624,8 @@ def _attend_to_pages(
 @pytest.mark.parametrize("mask", WINDOWS)
 def test_fa4_reads_pages(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A function takes the kernel's place."""
-    monkeypatch.setattr(fa4, "is_installed", lambda: True)
+    monkeypatch.setattr(fa4, "why_missing", lambda: "")
+    monkeypatch.setattr(calls, "_FA4_ON", ("cpu",))
     monkeypatch.setattr(fa4, "refuses_package", lambda call: None)
     monkeypatch.setattr(fa4, "_forward", _attend_to_pages)
     _check_fa4(mask, 32, "cpu", torch.float32, (64, 48))
@@ -678,7 +679,8 @@ def test_fa4_in_pages_is_captured() -> None:
 
 def test_fa4_leaves_pages_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Masks that are no windows, queries elsewhere and calls that learn go another way, and so does a failure."""
-    monkeypatch.setattr(fa4, "is_installed", lambda: True)
+    monkeypatch.setattr(fa4, "why_missing", lambda: "")
+    monkeypatch.setattr(calls, "_FA4_ON", ("cpu",))
     monkeypatch.setattr(fa4, "refuses_package", lambda call: None)
     calls_of_kernel: list[int] = []
 

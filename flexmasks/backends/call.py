@@ -28,8 +28,16 @@ TRANSFORMED = "it supports neither torch.func.vmap nor forward derivatives"
 OUTCOMES: Cache[str] = Cache("outcomes", max_bytes=1024)  # an entry counts one byte
 
 
+_DAMAGED = "; if the compiled code on the disk may be damaged, delete the folder that TORCHINDUCTOR_CACHE_DIR names"
+_FOLDERS = "; if compiled code cannot be written, set TORCHINDUCTOR_CACHE_DIR and TRITON_CACHE_DIR to writable folders"
+
+
 class Unavailable(Exception):
     """Error of a backend that cannot compile a call, or finds no kernel."""
+
+
+class Refused(RuntimeError):
+    """Error of a call that the next backend is not to run."""
 
 
 class Replay(Protocol):
@@ -133,28 +141,53 @@ def transformed() -> bool:
 
 
 def first_line(error: Exception) -> str:
-    """Return an error's type and the first line of its message."""
+    """Return an error's type and the first line of its message.
+
+    If a file cannot be written, or torch's compiler failed, the variables that name its folders follow.
+    """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
+    line = f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
+    if compat.cannot_write(error):
+        return f"{line}{_FOLDERS}"
+    return f"{line}{_DAMAGED}" if type(error).__name__ == "InductorError" else line
+
+
+def raise_out_of_memory(error: Exception) -> None:
+    """Raise the error of missing memory if an error was raised from one.
+
+    It says nothing about a backend: the next call may have more memory.
+    """
+    missing = compat.out_of_memory(error)
+    if missing is not None:
+        raise missing from None
 
 
 def proven(call: Call, replay: Any) -> Result:
     """Run a call, and differentiate the first call of its kind.
 
-    A failure of the gradient is then raised while another backend can still run the call.
+    A failure of the gradient is then raised while another backend can still run the call. If memory runs out meanwhile,
+    the next call of the kind is differentiated.
     """
     kind = "proven", replay.key, call.kind
     needs_proof = call.needs_grad and any(x.requires_grad for x in (call.q, call.k, call.v))
-    if needs_proof and OUTCOMES.get(kind) is None and not compat.transforms_active():
-        leaves = [x.detach().requires_grad_(x.requires_grad) for x in (call.q, call.k, call.v)]
-        outputs = [x for x in replay(*leaves) if x is not None]
-        try:
-            inputs = [x for x in leaves if x.requires_grad]
-            torch.autograd.grad(outputs, inputs, [torch.zeros_like(x) for x in outputs])
-        except torch.OutOfMemoryError:
-            pass
-        except Exception as error:
-            raise Unavailable(first_line(error)) from error
+    if needs_proof and OUTCOMES.get(kind) is None and not compat.transforms_active() and _has_gradients(call, replay):
         OUTCOMES.put(kind, (), "", 1)
     out, lse = replay(call.q, call.k, call.v)
     return Result(out, lse, replay)
+
+
+def _has_gradients(call: Call, replay: Any) -> bool:
+    """Differentiate a call; return False if memory runs out, and raise Unavailable for another error.
+
+    All tensors of it are free when the call itself runs.
+    """
+    leaves = [x.detach().requires_grad_(x.requires_grad) for x in (call.q, call.k, call.v)]
+    outputs = [x for x in replay(*leaves) if x is not None]
+    try:
+        inputs = [x for x in leaves if x.requires_grad]
+        torch.autograd.grad(outputs, inputs, [torch.zeros_like(x) for x in outputs])
+    except Exception as error:
+        if compat.out_of_memory(error) is not None:
+            return False
+        raise Unavailable(first_line(error)) from error
+    return True

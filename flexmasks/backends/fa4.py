@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import functools
+import importlib
+import importlib.metadata
 import importlib.util
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from flexmasks import compat
-from flexmasks.backends.call import HALF_DTYPES, Call, Result, Unavailable, first_line, proven, transformed
+from flexmasks.backends.call import (
+    HALF_DTYPES,
+    Call,
+    Result,
+    Unavailable,
+    first_line,
+    proven,
+    raise_out_of_memory,
+    transformed,
+)
 from flexmasks.plans.windows import Window
 from flexmasks.spec.bands import Band, Sequences
 
+_log = logging.getLogger("flexmasks")
 MIN_QUERIES = 128  # with fewer queries, kernels that split the keys are faster
 _MAX_SEARCHED_SEQUENCES = 2048
 # Different head sizes of q and of v that flash-attn-4 is tested with by its authors, and those tested with gradients.
@@ -25,16 +41,75 @@ _ARGUMENTS = (
     "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k",
     "softmax_scale", "window_size_left", "window_size_right", "causal",
 )  # fmt: skip
+# The arguments that the library gives to functions of flash-attn-4.
+_FOR_BOTH = (*_ARGUMENTS, "score_mod")
+_NEEDED = {
+    "_flash_attn_fwd": (*_FOR_BOTH, "seqused_k", "page_table", "return_lse"),
+    "_flash_attn_bwd": (*_FOR_BOTH, "score_mod_bwd", "dlse", "deterministic"),
+}
 _ONCE_ONLY = "flexmasks.attention: backend 'fa4' cannot be differentiated twice; pass backend='reference', which can."
 
 
-@functools.cache
 def is_installed() -> bool:
-    """Return whether flash-attn-4 can be imported."""
+    """Return whether flash-attn-4 is there, in a version that can be called."""
+    return not why_missing()
+
+
+@functools.cache
+def why_missing() -> str:
+    """Return why flash-attn-4 cannot be called, or "".
+
+    Its source is read instead of imported, which takes seconds. A package of another version is warned of once.
+    """
     try:
-        return importlib.util.find_spec("flash_attn.cute") is not None
+        spec = importlib.util.find_spec("flash_attn.cute")
     except ModuleNotFoundError:
-        return False
+        spec = None
+    except Exception as error:  # find_spec imports flash_attn, whose code may raise anything
+        return _warned(f"cannot be imported: {first_line(error)}")
+    if spec is None:
+        return "the package flash-attn-4 is not installed"
+    files = [Path(folder) / "interface.py" for folder in spec.submodule_search_locations or ()]
+    source = next((file.read_text(encoding="utf-8") for file in files if file.exists()), None)
+    if source is None:
+        return _warned("has no flash_attn.cute.interface")
+    try:
+        functions = {node.name: node.args for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
+    except SyntaxError as error:
+        return _warned(f"cannot be imported: {first_line(error)}")
+    for name, needed in _NEEDED.items():
+        if name not in functions:
+            return _warned(f"has no function {name}")
+        taken = functions[name]
+        names = {argument.arg for argument in (*taken.posonlyargs, *taken.args, *taken.kwonlyargs)}
+        lacking = [argument for argument in needed if argument not in names]
+        if lacking and taken.kwarg is None:
+            return _warned(f"has a function {name} without {', '.join(lacking)}")
+    return ""
+
+
+def _warned(what: str) -> str:
+    """Warn that flash-attn-4 is left out, and return why."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        what = f"{importlib.metadata.version('flash-attn-4')} {what}"
+    why = f"the package flash-attn-4 {what}"
+    _log.warning("%s, so other backends run its calls", why)
+    return why
+
+
+_import_failures: list[str] = []  # why importing flash-attn-4 failed
+
+
+def interface() -> Any:
+    """Return the module with flash-attn-4's functions.
+
+    Raises Unavailable if importing it fails; later calls of any kind then refuse it.
+    """
+    try:
+        return importlib.import_module("flash_attn.cute.interface")
+    except Exception as error:  # the code of another package may raise anything
+        _import_failures[:] = [f"the package flash-attn-4 cannot be imported: {first_line(error)}"]
+        raise Unavailable(_import_failures[0]) from error
 
 
 def refuses_package(call: Call) -> str | None:
@@ -42,8 +117,9 @@ def refuses_package(call: Call) -> str | None:
     head_size, v_size = call.q.shape[3], call.v.shape[3]
     if not call.is_cuda:
         return "it runs on CUDA only"
-    if not is_installed():
-        return "the package flash-attn-4 is not installed"
+    missing = why_missing() or next(iter(_import_failures), "")
+    if missing:
+        return missing
     if torch.cuda.get_device_capability(call.q.device)[0] < 9:
         return "it needs compute capability 9.0 or above"
     if call.q.dtype not in HALF_DTYPES:
@@ -97,9 +173,10 @@ def run(call: Call) -> Result:
     replay = DirectCall.of(call)
     try:
         return proven(call, replay)
-    except (torch.OutOfMemoryError, Unavailable):
+    except Unavailable:
         raise
     except Exception as error:  # flash-attn-4 compiles at the first call, and raises errors of any type
+        raise_out_of_memory(error)
         raise Unavailable(first_line(error)) from error
 
 
@@ -251,9 +328,10 @@ class PagedCall:
         k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k.detach(), v.detach()))
         try:
             out, lse = _forward(q.detach().transpose(1, 2), k, v, arguments, self.cap)
-        except torch.OutOfMemoryError:
+        except Unavailable:
             raise
         except Exception as error:  # flash-attn-4 compiles at the first call, and raises errors of any type
+            raise_out_of_memory(error)
             raise Unavailable(first_line(error)) from error
         return out.transpose(1, 2), lse if self.with_lse else None
 
@@ -312,10 +390,8 @@ class _Attend(torch.autograd.Function):
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any], cap: float | None) -> tuple[Tensor, Tensor]:
-    from flash_attn.cute.interface import _flash_attn_fwd
-
     score_functions = {} if cap is None else {"score_mod": _softcap(cap)[0]}
-    out, lse = _flash_attn_fwd(q, k, v, return_lse=True, **arguments, **score_functions)[:2]
+    out, lse = interface()._flash_attn_fwd(q, k, v, return_lse=True, **arguments, **score_functions)[:2]
     return out, lse
 
 
@@ -330,15 +406,16 @@ def _backward(
     arguments: dict[str, Any],
     cap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from flash_attn.cute.interface import _flash_attn_bwd
-
     score_functions = {}
     if cap is not None:
         score_functions = dict(zip(("score_mod", "score_mod_bwd"), _softcap(cap), strict=True))
     deterministic = torch.are_deterministic_algorithms_enabled()
     deterministic = deterministic and not torch.is_deterministic_algorithms_warn_only_enabled()
     tensors = (q, k, v, out, d_out, lse)
-    dq, dk, dv = _flash_attn_bwd(*tensors, **arguments, **score_functions, dlse=d_lse, deterministic=deterministic)[:3]
+    gradients = interface()._flash_attn_bwd(
+        *tensors, **arguments, **score_functions, dlse=d_lse, deterministic=deterministic
+    )
+    dq, dk, dv = gradients[:3]
     return dq, dk, dv
 
 

@@ -64,6 +64,7 @@ def _refuses_functions(call: Call) -> str | None:
 
 def run(call: Call) -> Result:
     """Run the call; raise Unavailable if it cannot be compiled."""
+    fa4.interface()  # what torch's kernel would import
     return flex.run(call, _FLASH)
 
 

@@ -13,6 +13,7 @@ A call that may compile holds a lock, so threads that make the same call at once
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import threading
@@ -28,7 +29,18 @@ from torch import Tensor
 
 from flexmasks import compat
 from flexmasks.backends import forms
-from flexmasks.backends.call import HALF_DTYPES, TRANSFORMED, Call, Result, Unavailable, first_line, proven, transformed
+from flexmasks.backends.call import (
+    HALF_DTYPES,
+    TRANSFORMED,
+    Call,
+    Refused,
+    Result,
+    Unavailable,
+    first_line,
+    proven,
+    raise_out_of_memory,
+    transformed,
+)
 from flexmasks.cache import Cache
 from flexmasks.plans.data import FirstAsData
 from flexmasks.plans.plan import capability
@@ -234,9 +246,11 @@ def _run_kernel(
             why = "torch's recompile limit was reached"
             kernel = _new_kernel(key, kernel.is_static)
             result = kernel.compiled(*args)
-        except torch.OutOfMemoryError:
-            raise
         except Exception as error:
+            if compat.out_of_memory(error) is not None:
+                if _compilations() != before:  # torch may have marked the code as never to be compiled
+                    _KERNELS.drop(key)
+                raise
             is_of_compiler = isinstance(error, compat.InductorError)
             if isinstance(error, compat.TorchDynamoException) and not is_of_compiler:
                 raise
@@ -470,7 +484,7 @@ class CompiledCall:
         if q is k or k is v or v is q:  # torch 2.11 has no CPU kernel for one tensor twice; other releases recompile
             k, v = k.view_as(k), v.view_as(v)
         if compat.in_foreign_dispatch_mode():  # torch would mark the code as never to be compiled
-            raise RuntimeError(
+            raise Refused(
                 "flexmasks.attention: torch compiles nothing inside a TorchDispatchMode of this kind, such as a "
                 'FlopCounterMode; pass backend="reference" there.'
             )
@@ -478,11 +492,13 @@ class CompiledCall:
             out, lse = self.runner(
                 q, k, v, self.score_mod, self.block_mask, self.scale, self.kernel_options, self.with_lse
             )
-        except (torch.OutOfMemoryError, NeedsData):
+        except NeedsData:
             raise
         except (compat.TorchDynamoException, compat.InductorError) as error:
+            raise_out_of_memory(error)
             raise Unavailable(first_line(error)) from error
         except Exception as error:  # FLASH compiles at the first call, and raises errors of any type
+            raise_out_of_memory(error)
             if not self.is_flash and not compat.compiler_is_off():
                 raise
             raise Unavailable(first_line(error)) from error
@@ -566,10 +582,28 @@ def _is_compiled(call: Call, backend: str | None, more_options: dict[str, Any] |
     return _KERNELS.get((*call.kernel_key, *kind, *_lists_kind(call.blocks().block_mask))) is not None
 
 
+@functools.cache
+def _why_not_loaded() -> str:
+    """Return why torch's compilers cannot be loaded, or "".
+
+    They make the folder of compiled code when they are loaded. A warning is logged once.
+    """
+    try:
+        compat.compiler_is_off()
+    except OSError as error:
+        why = f"torch's compilers cannot be loaded: {first_line(error)}"
+        _log.warning("%s; slower backends run the calls", why)
+        return why
+    return ""
+
+
 def refuses_to_compile(call: Call) -> str | None:
     """Return why nothing can be compiled where this call is made, or None."""
     if call.is_traced:  # the user's torch.compile compiles it
         return None
+    failed = _why_not_loaded()
+    if failed:
+        return failed
     if compat.compiler_is_off():
         return "torch.compile is switched off, by torch._dynamo.config.disable"
     return TRANSFORMED if transformed() else None

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from flexmasks import compat
 from flexmasks.backends import cpu, decode, dense, fa4, flash, flex, forms, reference, sdpa, triton
-from flexmasks.backends.call import OUTCOMES, Call, Result, Unavailable
+from flexmasks.backends.call import OUTCOMES, Call, Refused, Result, Unavailable, first_line
 
 _log = logging.getLogger("flexmasks")
 _FLEX_RECOMPILES_ON = (
@@ -115,23 +115,45 @@ def check(call: Call, name: str) -> None:
 
 
 def run(call: Call, name: str) -> Result:
-    """Run a call on a named backend, or for "auto" on the fastest one."""
+    """Run a call on a named backend, or for "auto" on the fastest one.
+
+    If a backend fails with "auto", the next one runs the call, and a warning is logged. An error of missing memory is
+    raised instead: another backend would hide it, and might take many times as long.
+    """
     check(call, name)
     if name != "auto":
         try:
             return BACKENDS[name].run(call)
         except Unavailable as error:
             raise RuntimeError(f"flexmasks.attention: backend {name!r} failed: {error}") from error
+    failures: dict[str, Exception] = {}
     for backend in _fastest_first(call):
         if _reason_against(backend, call) is not None:
             continue
         try:
-            return backend.run(call)
-        except Unavailable as error:
-            if not _is_special(call):
-                OUTCOMES.put((backend.name, call.kind), (), f"it failed before: {error}", 1)
-            _log.warning("backend %r failed and is left out for such calls: %s", backend.name, error)
-    raise RuntimeError("flexmasks.attention: no backend could run this call.")
+            result = backend.run(call)
+        except Exception as error:  # kernels raise errors of any type
+            if isinstance(error, Refused) or compat.out_of_memory(error) is not None:
+                raise
+            failures[backend.name] = error
+            continue
+        for name, failure in failures.items():
+            _leave_out(name, call, failure)
+        return result
+    # No backend can run the call, so it is itself wrong, such as by a function of the user's that raises.
+    for failure in failures.values():
+        if not isinstance(failure, Unavailable):
+            raise failure
+    reasons = "; ".join(f"{name}: {failure}" for name, failure in failures.items())
+    raise RuntimeError(f"flexmasks.attention: no backend could run this call. {reasons}")
+
+
+def _leave_out(name: str, call: Call, error: Exception) -> None:
+    """Leave a failed backend out for calls of a kind."""
+    why = str(error) if isinstance(error, Unavailable) else first_line(error)
+    if not _is_special(call):
+        OUTCOMES.put((name, call.kind), (), f"it failed before: {why}", 1)
+    _log.warning("backend %r failed and is left out for such calls: %s", name, why)
 
 
 def _is_special(call: Call) -> bool:

@@ -16,7 +16,7 @@ import torch
 from tabulate import tabulate
 
 from flexmasks.bench.console import device_name
-from flexmasks.pictures.output import progress
+from flexmasks.pictures.output import progress, write
 from flexmasks.spec.registry import list_masks
 
 Row = dict[str, Any]
@@ -130,9 +130,7 @@ def run_steps(
         except Exception as error:  # a user's mask may raise, or memory may run out
             results.setdefault("failed", {})[description] = f"{type(error).__name__}: {error}"[:2000]
         if file is not None:
-            unfinished = Path(f"{file}.part")
-            unfinished.write_text(json.dumps(results, indent=1) + "\n")
-            unfinished.replace(file)
+            write(file, json.dumps(results, indent=1) + "\n")
     progress("")
     for description, reason in results.get("failed", {}).items():
         print(f"{description} failed: {reason.splitlines()[0]}", file=sys.stderr)

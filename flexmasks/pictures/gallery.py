@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flexmasks.attention import attention
 from flexmasks.pictures import reference, svg
-from flexmasks.pictures.output import Share, check_writable, write_whole
+from flexmasks.pictures.output import Share, check_writable, write
 from flexmasks.pictures.picture import MaskPicture
 from flexmasks.pictures.show import draw
 from flexmasks.spec.definitions import definition
@@ -83,7 +83,7 @@ def gallery(out: str | Path, commands: Mapping[str, str] | None = None) -> Path:
         cards = list(itertools.chain(*sections.values()))
         reference.write(folder, f"../{path.name}", cards, commands or {}, environment)
         shown |= {"folder": f"{folder.name}/", "names": f"{folder.name}/names.js"}
-    write_whole(path, environment.get_template("gallery.html").render(shown))
+    write(path, environment.get_template("gallery.html").render(shown))
     return path
 
 

@@ -86,16 +86,25 @@ def check_writable(path: Path) -> None:
         path.unlink()
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file whole: a run that is killed leaves the old file.
+def write(path: str | Path, content: str | bytes) -> None:
+    """Write a file whole: a process that is killed meanwhile leaves the old one.
 
-    A file with this text stays as it is.
+    The content goes to `path` with `.part` behind it, which then takes the file's place. Text is written as UTF-8. What
+    is no regular file, such as /dev/stdout, is written directly, and so is a file in a folder that takes no new ones. A
+    file with this content stays as it is.
     """
-    if path.exists() and path.read_text(encoding="utf-8", errors="replace") == text:
+    content = content.encode() if isinstance(content, str) else content
+    path = Path(path).resolve()  # a link stays, and the file that it leads to is replaced
+    if path.exists() and not path.is_file():
+        path.write_bytes(content)
         return
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    if path.exists() and path.read_bytes() == content:
+        return
+    unfinished = path.with_name(f"{path.name}.part")
     try:
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
+        unfinished.write_bytes(content)
+        if path.exists():
+            shutil.copymode(path, unfinished)
+        unfinished.replace(path)
+    except PermissionError:
+        path.write_bytes(content)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import textwrap
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from flexmasks.pictures import svg
 from flexmasks.pictures.cells import HIDDEN, PARTIAL, SKIPPED, VISIBLE, Grid, MaskCells, ScoreCells
-from flexmasks.pictures.output import WIDEST_TEXT, check_columns, check_kind, text_width
+from flexmasks.pictures.output import WIDEST_TEXT, check_columns, check_kind, text_width, write
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -69,11 +70,13 @@ class Picture(ABC):
         kind = check_kind(path)
         if kind in (".pdf", ".png"):
             figure: Any = self.plot().figure
-            figure.savefig(path, bbox_inches="tight", dpi=200)
+            drawn = io.BytesIO()
+            figure.savefig(drawn, format=kind[1:], bbox_inches="tight", dpi=200)
+            write(path, drawn.getvalue())
         elif kind == ".html":
-            path.write_text(f"<!doctype html>\n<meta charset='utf-8'>\n<div>{self.svg()}</div>\n", encoding="utf-8")
+            write(path, f"<!doctype html>\n<meta charset='utf-8'>\n<div>{self.svg()}</div>\n")
         else:
-            path.write_text(self.svg() if kind == ".svg" else f"{self.text()}\n", encoding="utf-8")
+            write(path, self.svg() if kind == ".svg" else f"{self.text()}\n")
         return path
 
     def __repr__(self) -> str:

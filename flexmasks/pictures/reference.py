@@ -18,7 +18,7 @@ import jinja2
 from markupsafe import Markup
 
 from flexmasks.pictures.docstrings import Section, highlighted, sections
-from flexmasks.pictures.output import write_whole
+from flexmasks.pictures import output
 from flexmasks.spec.definitions import definition
 
 # Modules whose public names have pages, with the titles of their parts. A module's public names are those of its
@@ -154,10 +154,10 @@ def write(
     template = environment.get_template("reference.html")
     shared = {"home": home, "names": "names.js"}
     for page in (page for group in groups for page in group.pages):
-        write_whole(folder / page.file, template.render(page=page, **shared))
-    write_whole(folder / "names.js", f"const NAMES = {json.dumps(list(_searched(groups)), indent=0)};\n")
+        output.write(folder / page.file, template.render(page=page, **shared))
+    output.write(folder / "names.js", f"const NAMES = {json.dumps(list(_searched(groups)), indent=0)};\n")
     index = Page("Reference of all public names", "index", "", "index.html")
-    write_whole(folder / "index.html", template.render(page=index, groups=groups, **shared))
+    output.write(folder / "index.html", template.render(page=index, groups=groups, **shared))
 
 
 def _searched(groups: Sequence[Group]) -> Iterator[dict[str, Any]]:

@@ -1,0 +1,546 @@
+"""Faults: missing memory, failing backends, broken caches and packages, and processes killed while they write.
+
+The error is clear or the next backend runs the call, and later calls are right.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers import TOLERANCE, error
+from torch import Tensor
+
+import flexmasks
+from flexmasks import compat
+from flexmasks.backends import call as backends_call
+from flexmasks.backends import decode_cpu, fa4, flex, sdpa, table, tiles
+from flexmasks.pictures.output import write
+
+LENGTH = 160
+MISSING = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+
+pytestmark = pytest.mark.usefixtures("one_thread", "cold")
+
+
+@pytest.fixture
+def cold() -> Iterator[None]:
+    """Forget all kernels and failures before and after a test."""
+    flexmasks.clear_caches()
+    yield
+    flexmasks.clear_caches()
+
+
+def _qkv(learns: bool = False) -> list[Tensor]:
+    return [torch.randn(1, 2, LENGTH, 16, requires_grad=learns) for _ in range(3)]
+
+
+def _check(tensors: list[Tensor], call: dict[str, Any]) -> None:
+    """Assert that a call is right, with its gradients if the tensors need them."""
+    got, want = flexmasks.attention(*tensors, **call), flexmasks.attention(*tensors, **call, backend="reference")
+    assert error(got, want.detach()) < TOLERANCE[torch.float32]
+    if tensors[0].requires_grad:
+        gradients = (torch.autograd.grad(x.square().sum(), tensors) for x in (got, want))
+        for x, y in zip(*gradients, strict=True):
+            assert error(x, y) < 2 * TOLERANCE[torch.float32]
+
+
+def _fails(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, fault: Exception, at: int = 1) -> Callable[[], int]:
+    """Let a function raise at its n-th call, and from then on; return a function that counts its calls."""
+    function, calls = getattr(owner, name), 0
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls >= at:
+            raise fault
+        return function(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, failing)
+    return lambda: calls
+
+
+def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Return the library's warnings."""
+    records = [record for record in caplog.records if record.name == "flexmasks" and record.levelno >= logging.WARNING]
+    return [record.getMessage() for record in records]
+
+
+def _own(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return (q >= kv) & (kv % 7 != 3)
+
+
+# --- missing memory ---
+
+# backend, the function that runs out of memory, the call, and whether it learns
+OUT_OF_MEMORY: dict[str, tuple[str, Any, str, dict[str, Any], bool]] = {
+    "sdpa": ("sdpa", sdpa.F, "scaled_dot_product_attention", {"mask": "causal"}, False),
+    "compiled": ("cpu", flex, "_run_compiled", {"mask": "sliding_window", "window": 20}, False),
+    "forward": ("reference", tiles.Tiles, "forward", {"mask": "causal", "score": "alibi"}, True),
+    "backward": ("reference", tiles.Tiles, "backward", {"mask": "causal", "score": "alibi"}, True),
+    "plan": ("cpu", compat, "BlockMask", {"mask": "document", "document_ids": torch.arange(LENGTH) // 50}, False),
+}
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["first call", "later call"])
+@pytest.mark.parametrize("name", OUT_OF_MEMORY)
+def test_missing_memory_is_raised_as_it_is(
+    name: str, is_first: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend, owner, function, call, learns = OUT_OF_MEMORY[name]
+    tensors = _qkv(learns)
+
+    def run() -> None:
+        out = flexmasks.attention(*tensors, **call)
+        if learns:
+            torch.autograd.grad(out.sum(), tensors)
+
+    if name == "compiled" or not is_first:
+        run()
+        run()
+    if name == "plan" and not is_first:
+        call = call | {"document_ids": call["document_ids"] + 1}
+    with monkeypatch.context() as patched:
+        calls = _fails(patched, owner, function, MISSING)
+        with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate") as raised:
+            run()
+        assert raised.value is MISSING
+        assert calls() == 1  # nothing tried it again, nor another way
+    assert _warnings(caplog) == []
+    for _ in range(2):
+        _check(tensors, call)
+    explained = flexmasks.explain(*tensors, **call)
+    assert explained.backend == backend
+    assert not any("failed before" in reason for reason in explained.others.values())
+
+
+@pytest.mark.parametrize("fault", [MISSING, RuntimeError("DefaultCPUAllocator: can't allocate memory"), MemoryError()])
+def test_missing_memory_while_torch_compiles(fault: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch wraps the error; the kernel is compiled again at the next call, and runs fused."""
+    import torch._inductor.compile_fx as compiler
+
+    tensors, call = _qkv(), {"mask": _own, "backend": "auto"}
+    monkeypatch.setattr(table.forms, "may_start_as_data", lambda call: False)
+    with monkeypatch.context() as patched:
+        _fails(patched, compiler, "fx_codegen_and_compile", fault)
+        with pytest.raises(type(fault)) as raised:
+            flexmasks.attention(*tensors, **call)
+        assert raised.value is fault
+    graphs = compat.compiled_graphs()
+    del call["backend"]
+    _check(tensors, call)
+    assert compat.compiled_graphs() == graphs + 1
+    assert flexmasks.explain(*tensors, **call).backend == "cpu"
+
+
+class _Kernel:
+    """A replay whose gradient fails."""
+
+    key = "kernel"
+
+    def __init__(self, fault: Exception) -> None:
+        self.fault: Exception | None = fault
+        self.runs = 0
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
+        self.runs += 1
+        out = q + k + v
+        if self.fault is not None and q.requires_grad:
+            fault = self.fault
+
+            def fail(gradient: Tensor) -> Tensor:
+                raise fault
+
+            out.register_hook(fail)
+        return out, None
+
+
+def test_a_kernel_is_proven_only_when_its_gradient_had_memory() -> None:
+    q, k, v = _qkv(learns=True)
+    given: Any = SimpleNamespace(q=q, k=k, v=v, needs_grad=True, kind="kind")
+    kernel = _Kernel(MISSING)
+    for runs in (2, 4):  # each call tries the gradient, which finds no memory, and then runs
+        assert backends_call.proven(given, kernel).out.shape == q.shape
+        assert kernel.runs == runs
+    kernel.fault = ValueError("no such kernel")
+    with pytest.raises(backends_call.Unavailable, match="ValueError: no such kernel"):
+        backends_call.proven(given, kernel)
+    kernel.fault, kernel.runs = None, 0
+    for runs in (2, 3):
+        backends_call.proven(given, kernel)
+        assert kernel.runs == runs
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mask", ["causal", "document", "own"])
+def test_a_full_gpu(mask: str) -> None:
+    """Fill the memory, so that a forward and then a backward pass finds none."""
+    q, k, v = (torch.randn(4, 16, 8192, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    ids = torch.arange(8192, device="cuda") // 3000
+    call: dict[str, Any] = {
+        "causal": {"mask": "causal"},
+        "document": {"mask": "document", "document_ids": ids},
+        "own": {"mask": _own},
+    }[mask]
+    expected = flexmasks.attention(q, k, v, **call)
+    want = torch.autograd.grad(expected.sum(), (q, k, v), retain_graph=True)
+    backend = flexmasks.explain(q, k, v, **call).backend
+
+    def filled(left: int) -> list[Tensor]:
+        torch.cuda.empty_cache()
+        free = torch.cuda.mem_get_info()[0]
+        return [torch.empty(max(free - left, 1), device="cuda", dtype=torch.uint8)]
+
+    for _ in range(2):
+        full = filled(32 << 20)  # the output takes 64 MiB
+        with pytest.raises(torch.OutOfMemoryError):
+            flexmasks.attention(q, k, v, **call)
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.autograd.grad(expected.sum(), (q, k, v), retain_graph=True)
+        full.clear()
+        out = flexmasks.attention(q, k, v, **call)
+        assert error(out, expected.detach().cpu()) < TOLERANCE[torch.bfloat16]
+        for x, y in zip(torch.autograd.grad(out.sum(), (q, k, v)), want, strict=True):
+            assert error(x, y.cpu()) < 2 * TOLERANCE[torch.bfloat16]
+        assert flexmasks.explain(q, k, v, **call).backend == backend
+
+
+# --- backends that fail at run time ---
+
+FAILURES: dict[str, tuple[str, str, Any, str, dict[str, Any]]] = {
+    "sdpa": ("sdpa", "reference", sdpa.FusedCall, "_attend", {"mask": "causal"}),
+    "compiled": ("cpu", "reference", flex, "_run_kernel", {"mask": "sliding_window", "window": 20}),
+}
+
+
+@pytest.mark.parametrize("at", [1, 3], ids=["first call", "later call"])
+@pytest.mark.parametrize("name", FAILURES)
+def test_the_next_backend_runs_the_call(
+    name: str, at: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    failing, next_one, owner, function, call = FAILURES[name]
+    learns = name == "sdpa"  # with gradients nothing is compiled on a CPU
+    tensors, others = _qkv(learns), [x.detach()[:, :1].requires_grad_(learns) for x in _qkv()]
+    for _ in range(at - 1):
+        _check(tensors, call)
+    assert flexmasks.explain(*tensors, **call).backend == failing
+    if at > 1:  # kernels that ran are called without a lookup
+        owner, function = (owner, function) if name == "sdpa" else (flex.Runner, "__call__")
+    with monkeypatch.context() as patched:
+        calls = _fails(patched, owner, function, ValueError("the kernel broke"))
+        _check(tensors, call)
+        tried = calls()
+        assert 1 <= tried <= 2
+        _check(tensors, call)
+        assert calls() == tried or name == "compiled"
+    assert _warnings(caplog) == [
+        f"backend '{failing}' failed and is left out for such calls: ValueError: the kernel broke"
+    ]
+    for _ in range(2):
+        _check(tensors, call)
+    explained = flexmasks.explain(*tensors, **call)
+    assert explained.backend == next_one
+    assert explained.others[failing] == "it failed before: ValueError: the kernel broke"
+    assert flexmasks.explain(*others, **call).backend == next_one  # the kind knows no number of heads
+    assert flexmasks.explain(*(x.detach().half().requires_grad_(learns) for x in tensors), **call).backend == failing
+    flexmasks.clear_caches()
+    assert flexmasks.explain(*tensors, **call).backend == failing
+
+
+def test_an_asked_backend_raises_its_own_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = _qkv()
+    with monkeypatch.context() as patched:
+        _fails(patched, sdpa.FusedCall, "_attend", ValueError("the kernel broke"))
+        with pytest.raises(ValueError, match="the kernel broke"):
+            flexmasks.attention(*tensors, mask="causal", backend="sdpa")
+    assert flexmasks.explain(*tensors, mask="causal").backend == "sdpa"
+
+
+def test_errors_of_a_users_function_leave_no_backend_out(caplog: pytest.LogCaptureFixture) -> None:
+    is_wrong = True
+
+    def score(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        if is_wrong:
+            raise ValueError("a fault of the function")
+        return score * 2
+
+    tensors = [x[:, :, :n] for x, n in zip(_qkv(), (4, LENGTH, LENGTH), strict=True)]
+    with pytest.raises(ValueError, match="a fault of the function"):
+        flexmasks.attention(*tensors, mask="causal", score=score)
+    assert _warnings(caplog) == []
+    is_wrong = False
+    _check(tensors, {"mask": "causal", "score": score})
+    assert flexmasks.explain(*tensors, mask="causal", score=score).backend == "decode"
+
+
+@pytest.mark.parametrize("at", [1, 2], ids=["first call", "later call"])
+def test_pages_after_a_failure(at: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    q, cache = torch.randn(2, 2, 1, 16), torch.randn(9, 32, 2, 16)
+    pages, lens = torch.arange(8).view(2, 4), torch.tensor([100, 128])
+
+    def call(**more: Any) -> Tensor:
+        given: dict[str, Any] = {"mask": "causal", "q_offset": None, "return_lse": True} | more
+        return flexmasks.paged_attention(q, cache, cache, pages, lens, **given)[0]
+
+    want = call(backend="reference")
+    with monkeypatch.context() as patched:
+        _fails(patched, decode_cpu.CpuDecode, "__call__", RuntimeError("the kernel broke"), at)
+        for _ in range(3):
+            assert error(call(), want) < TOLERANCE[torch.float32]
+    messages = _warnings(caplog)
+    assert len(messages) == 2  # of pages, and of the copied keys and values
+    assert all("left out for such calls: RuntimeError: the kernel broke" in message for message in messages)
+    assert error(call(), want) < TOLERANCE[torch.float32]
+    with monkeypatch.context() as patched:
+        flexmasks.clear_caches()
+        calls = _fails(patched, decode_cpu.CpuDecode, "__call__", MISSING)
+        with pytest.raises(torch.OutOfMemoryError):
+            call()
+        assert calls() == 1
+    assert error(call(), want) < TOLERANCE[torch.float32]
+
+
+# --- processes with a broken surrounding ---
+
+
+def _python(code: str, *args: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run code in a process of its own."""
+    command = [sys.executable, "-c", textwrap.dedent(code), *args]
+    folders = os.pathsep.join([str(Path(flexmasks.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": folders, "TORCHINDUCTOR_COMPILE_THREADS": "1", **variables}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+
+
+_COMPILED = """
+    import logging
+    import torch
+    import flexmasks
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 1, 64, 16)
+    call = {"mask": "sliding_window", "window": 9}
+    want = flexmasks.attention(q, k, v, backend="reference", **call)
+    for _ in range(2):
+        assert torch.allclose(flexmasks.attention(q, k, v, **call), want, atol=1e-5)
+    print(flexmasks.explain(q, k, v, **call).backend)
+"""
+
+
+@pytest.mark.parametrize("fault", ["truncated", "garbage", "empty"])
+@pytest.mark.campaign
+def test_a_corrupted_cache_of_compiled_code(fault: str, tmp_path: Path) -> None:
+    _check_corrupted(fault, tmp_path)
+
+
+def _check_corrupted(fault: str, folder: Path) -> None:
+    first = _python(_COMPILED, TORCHINDUCTOR_CACHE_DIR=str(folder))
+    assert (first.returncode, first.stdout) == (0, "cpu\n"), first.stderr
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    assert any(file.suffix == ".so" for file in files)
+    for file in files:
+        data = file.read_bytes()
+        file.write_bytes({"truncated": data[: len(data) // 2], "garbage": os.urandom(len(data)), "empty": b""}[fault])
+    second = _python(_COMPILED, TORCHINDUCTOR_CACHE_DIR=str(folder))
+    assert second.returncode == 0, second.stderr
+    assert second.stdout in ("cpu\n", "reference\n")
+    if second.stdout == "reference\n":
+        assert "backend 'cpu' failed and is left out for such calls" in second.stderr
+        assert "TORCHINDUCTOR_CACHE_DIR" in second.stderr
+
+
+@pytest.mark.parametrize("kind", ["no folder", "read-only"])
+def test_a_cache_folder_that_cannot_be_written(kind: str, tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    place.write_text("a file in the folder's place")
+    if kind == "read-only":
+        place = Path("/sys")  # a file system where nobody makes folders, not even root
+        if not place.is_dir():
+            pytest.skip("the system has no /sys")
+    done = _python(_COMPILED, TORCHINDUCTOR_CACHE_DIR=str(place / "cache"))
+    assert (done.returncode, done.stdout) == (0, "reference\n"), done.stderr
+    assert done.stderr.count("torch's compilers cannot be loaded") == 1
+    assert "set TORCHINDUCTOR_CACHE_DIR and TRITON_CACHE_DIR to writable folders" in done.stderr
+
+
+# --- flash-attn-4 of another version ---
+
+_FORWARD = f"def _flash_attn_fwd(q, k, v, {', '.join(f'{n}=None' for n in fa4._NEEDED['_flash_attn_fwd'])}): 1 / 0\n"
+_BACKWARD = "def _flash_attn_bwd(*tensors, **arguments): 1 / 0\n"
+# the package's __init__.py, its cute/__init__.py and cute/interface.py (None: there is no such file), and the reason
+PACKAGES: dict[str, tuple[str, str | None, str | None, str]] = {
+    "none": ("", None, None, "the package flash-attn-4 is not installed"),
+    "no interface": ("", "", None, "has no flash_attn.cute.interface"),
+    "no function": ("", "", _FORWARD, "has no function _flash_attn_bwd"),
+    "no argument": ("", "", _FORWARD.replace("page_table=None, ", "") + _BACKWARD, "without page_table"),
+    "syntax": ("", "", "def _flash_attn_fwd(:", "cannot be imported: SyntaxError"),
+    "broken": ("raise OSError('no libcudart.so.11')", "", "", "cannot be imported: OSError: no libcudart.so.11"),
+    "right": ("", "", _FORWARD + _BACKWARD, ""),
+}
+
+
+@pytest.fixture
+def package(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Put a package flash_attn into the place of an installed one, and return why it cannot be called."""
+    files = PACKAGES[request.param]
+    (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
+    for name, text in zip(("__init__.py", "cute/__init__.py", "cute/interface.py"), files[:3], strict=True):
+        if text is not None:
+            (tmp_path / "flash_attn" / name).write_text(text)
+    if files[1] is None:
+        (tmp_path / "flash_attn" / "cute").rmdir()
+    for name in [name for name in sys.modules if name.split(".")[0] == "flash_attn"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(fa4, "_import_failures", [])
+    fa4.why_missing.cache_clear()
+    yield files[3]
+    fa4.why_missing.cache_clear()
+    for name in [name for name in sys.modules if name.split(".")[0] == "flash_attn"]:
+        del sys.modules[name]
+
+
+def _half_on_cuda() -> Any:
+    q = torch.empty(1, 4, 256, 64, dtype=torch.bfloat16, device="meta")
+    return SimpleNamespace(q=q, k=q, v=q, is_cuda=True, needs_grad=False)
+
+
+@pytest.mark.parametrize("package", PACKAGES, indirect=True)
+def test_another_flash_attention(package: str, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        reason = fa4.refuses_package(_half_on_cuda())
+        assert (package in reason) if package and reason else (reason is None and not package)
+    messages = _warnings(caplog)
+    is_silent = package in ("", "the package flash-attn-4 is not installed")
+    assert messages == ([] if is_silent else [f"{reason}, so other backends run its calls"])
+    assert fa4.is_installed() == (package == "")
+    q = torch.randn(1, 2, 4, 16)  # calls on a CPU do not look at the package
+    flexmasks.attention(q, q, q, mask="causal")
+    pages, lens = torch.arange(2).view(1, 2), torch.tensor([40])
+    cache = torch.randn(2, 32, 2, 16)
+    assert flexmasks.paged_attention(q, cache, cache, pages, lens, q_offset=None).shape == q.shape
+
+
+@pytest.mark.parametrize("package", ["right"], indirect=True)
+def test_a_flash_attention_that_fails_at_import(package: str, tmp_path: Path) -> None:
+    """The source is as it should be, and importing it fails; later calls know why."""
+    interface = tmp_path / "flash_attn" / "cute" / "interface.py"
+    interface.write_text(f"{interface.read_text()}\nimport a_library_that_is_missing\n")
+    assert fa4.refuses_package(_half_on_cuda()) is None
+    with pytest.raises(backends_call.Unavailable, match="cannot be imported: ModuleNotFoundError"):
+        fa4.interface()
+    assert "a_library_that_is_missing" in str(fa4.refuses_package(_half_on_cuda()))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("package", PACKAGES, indirect=True)
+@pytest.mark.parametrize("mask", ["causal", "document"])
+def test_calls_beside_another_flash_attention(mask: str, package: str, caplog: pytest.LogCaptureFixture) -> None:
+    q, k, v = (torch.randn(8, 16, 4096, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    ids = torch.arange(4096, device="cuda") // 1000
+    call: dict[str, Any] = {"mask": mask} | ({"document_ids": ids} if mask == "document" else {})
+    want = flexmasks.attention(q[:1], k[:1], v[:1], backend="reference", **call)
+    for _ in range(3):
+        assert error(flexmasks.attention(q, k, v, **call)[:1], want.cpu()) < TOLERANCE[torch.bfloat16]
+    explained = flexmasks.explain(q, k, v, **call)
+    assert explained.backend not in ("fa4", "flash")
+    assert package in explained.others["flash"]
+    assert len(_warnings(caplog)) <= (0 if "not installed" in package else 2)
+
+
+# --- processes killed while they write ---
+
+_KILLED = """
+    import itertools, os, random, signal, sys, time
+    from pathlib import Path
+    from markupsafe import Markup
+    from flexmasks.bench import results
+    from flexmasks.pictures import gallery, svg, output
+
+    kind, folder, way = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+    if way == "directly":  # as it must not be
+        direct = lambda path, content: Path(path).write_text(content)
+        gallery.write = results.write = direct
+    gallery.list_masks = gallery.list_scores = lambda: []
+    style = svg.style()
+    sizes = itertools.count()
+
+    def page():
+        text = style + "x" * 3_000_000
+        svg.style = lambda: text
+        gallery.gallery(folder / "page.html")
+
+    def figures():
+        row = {f"figure {n}": n for n in range(40_000)}
+        about = {"benchmark": "test", "machine": {}, "rows": []}
+        results.progress = lambda message: None
+        results.run_steps(about, {"one": lambda: [row]}, str(folder / "page.html"))
+
+    work = {"gallery": page, "results": figures}[kind]
+    work()
+    whole = (folder / "page.html").read_bytes()
+    torn = 0
+    random.seed(0)
+    start = time.perf_counter()
+    work()
+    lasts = time.perf_counter() - start
+    for n in range(40):
+        child = os.fork()
+        if child == 0:
+            while True:
+                work()
+        time.sleep(lasts * (0.5 + 2 * random.random()))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        torn += (folder / "page.html").read_bytes() != whole
+        if torn:
+            (folder / "page.html").write_bytes(whole)
+    print(torn)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system cannot fork a process")
+@pytest.mark.parametrize("kind", ["results", "gallery"])
+def test_a_killed_process_leaves_the_old_file(kind: str, tmp_path: Path) -> None:
+    done = _python(_KILLED, kind, str(tmp_path), "whole")
+    assert (done.returncode, done.stdout) == (0, "0\n"), done.stderr
+    assert {file.name for file in tmp_path.iterdir()} <= {"page.html", "page.html.part"}
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system cannot fork a process")
+@pytest.mark.campaign
+@pytest.mark.parametrize("kind", ["results", "gallery"])
+def test_the_test_of_killed_processes_sees_torn_files(kind: str, tmp_path: Path) -> None:
+    done = _python(_KILLED, kind, str(tmp_path), "directly")
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 0
+
+
+def test_files_are_written_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, link = tmp_path / "file", tmp_path / "link"
+    write(file, "é")
+    assert file.read_bytes() == "é".encode()
+    file.chmod(0o640)
+    link.symlink_to(file)
+    write(link, b"new")
+    assert link.is_symlink()
+    assert (file.read_bytes(), file.stat().st_mode & 0o777) == (b"new", 0o640)
+    write(os.devnull, "nothing")
+    assert Path(os.devnull).exists()
+    assert not Path(os.devnull).is_file()
+
+    def refused(self: Path, target: Any) -> None:
+        raise PermissionError("a folder that takes no new files")
+
+    monkeypatch.setattr(Path, "replace", refused)
+    write(file, "directly")
+    assert file.read_text() == "directly"
