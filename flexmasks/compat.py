@@ -4,6 +4,11 @@ If a torch release moves a symbol, only this file changes.
 
 Each entry says what the symbol is for, how its loss would show, and which public symbol replaces it from which torch
 version. "No public equivalent" was checked on torch 2.11 and 2.13.
+
+Two public ways of later versions were tried and are not taken. `torch.compile(isolate_recompiles=True)` (torch 2.13)
+gives each call its own recompile limit, but all calls on one function share a limit of 256 compilations, behind which
+torch 2.13 and 2.15 fail; a code object for each kernel, as `backends/flex.py` makes it, has no such limit. Block lists
+with fewer columns than there are blocks (`BlockMask.from_kv_blocks` in torch 2.15) are no way for the versions before.
 """
 
 from __future__ import annotations
@@ -284,11 +289,12 @@ def constant_in_graphs(function: _Function) -> _Function:
 def nonstrict_trace(function: Callable[..., Any]) -> Callable[..., Any]:
     """Let torch.compile not look into a function, whose operations on tensors enter the graph.
 
-    torch.compiler.nonstrict_trace is public from torch 2.14 on.
+    torch.compiler.nonstrict_trace is public from torch 2.14 on, and is taken there.
     """
     with _IMPORTING:
         from torch import _dynamo
-    mark: Callable[..., Callable[..., Any]] = _dynamo.nonstrict_trace
+    public = getattr(torch.compiler, "nonstrict_trace", None)
+    mark: Callable[..., Callable[..., Any]] = _dynamo.nonstrict_trace if public is None else public
     return mark(function)
 
 

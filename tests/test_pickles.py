@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import io
 import itertools
+import os
 import pickle
+import sys
+import types
 import zipfile
 from collections.abc import Callable, Iterator
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import pytest
 import torch
@@ -20,6 +25,7 @@ from torch.utils.data import DataLoader, IterableDataset
 import flexmasks
 from flexmasks import Mask, Score, get_mask, get_score
 from flexmasks.plans.portable import loaded_block_mask
+from flexmasks.spec.parameters import Size
 
 LENGTH, BATCH, HEADS = 70, 2, 2
 IDS = torch.arange(LENGTH).expand(BATCH, -1) // torch.tensor([[20], [33]])
@@ -249,6 +255,138 @@ def test_files_of_weights_call_no_function_of_a_stranger() -> None:
     with zipfile.ZipFile(file) as archive:
         (name,) = (n for n in archive.namelist() if n.endswith("data.pkl"))
         assert b"flexmasks.spec.values loaded" in archive.read(name).replace(b"\n", b" ")
+
+
+FLEXMASKS_CALLED = {("flexmasks.spec.values", "loaded"), ("flexmasks.spec.definitions", "from_pickle")}
+TORCH_CALLED = {
+    ("torch._utils", "_rebuild_tensor_v2"),
+    ("torch.storage", "_load_from_bytes"),
+    ("collections", "OrderedDict"),
+}
+
+
+class Named(pickle.Unpickler):
+    """Notes the names that a pickle asks for."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(io.BytesIO(data))
+        self.names: set[tuple[str, str]] = set()
+
+    def find_class(self, module: str, name: str) -> Any:
+        self.names.add((module, name))
+        return super().find_class(module, name)
+
+
+def definitions_called(run: Callable[[], Any]) -> set[str]:
+    """Return the names of the functions of masks and scores that run while a function runs."""
+    codes: set[types.CodeType] = set()
+    sys.setprofile(lambda frame, event, _: codes.add(frame.f_code) if event == "call" else None)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    package = Path(flexmasks.__file__).parent
+    assert str(package / "spec/values.py") in {code.co_filename for code in codes}
+    folders, users = (package / "masks", package / "scores"), (near.__code__, third.__code__)
+    return {code.co_name for code in codes if Path(code.co_filename).parent in folders or code in users}
+
+
+@pytest.mark.parametrize("name", named_masks())
+def test_pickles_of_masks_name_functions_that_rebuild_them_only(name: str) -> None:
+    loader = Named(pickle.dumps(MASKS[name]))
+    assert repr(loader.load()) == repr(MASKS[name])
+    assert loader.names >= FLEXMASKS_CALLED
+    assert loader.names <= FLEXMASKS_CALLED | TORCH_CALLED
+    loader = Named(pickle.dumps(block_mask_of(name)))
+    loader.load()
+    assert loader.names <= FLEXMASKS_CALLED | TORCH_CALLED | {("flexmasks.plans.portable", "loaded_block_mask")}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_unpickling_calls_no_function_of_a_mask(name: str) -> None:
+    data = pickle.dumps(MASKS[name])
+    assert not definitions_called(lambda: pickle.loads(data))
+    sizes = {"batch": BATCH, "heads": HEADS}
+    keys = KEYS.get(name, LENGTH)
+    assert definitions_called(lambda: flexmasks.dense_mask(pickle.loads(data), LENGTH, keys, **sizes))
+
+
+def test_unpickling_calls_no_hook_of_a_registered_mask() -> None:
+    calls: list[str] = []
+
+    def prepare(size: Size | None, *, reach: Annotated[int, "int in 0.."]) -> dict[str, Any]:
+        calls.append("prepare")
+        return {"reach": reach}
+
+    @flexmasks.register_mask(prepare=prepare)
+    def with_hooks(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, reach: int) -> Tensor:
+        """Keys at most `reach` before the query."""
+        calls.append("function")
+        return q - kv <= reach
+
+    data = pickle.dumps(get_mask("with_hooks", reach=3))
+    calls.clear()
+    mask = pickle.loads(data)
+    assert not calls
+    flexmasks.dense_mask(mask, 8)
+    assert {"prepare", "function"} <= set(calls)
+
+
+class Program:
+    """An object whose pickle makes a folder, in place of something worse."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.folder),)
+
+
+def test_what_a_pickle_of_a_stranger_runs(tmp_path: Path) -> None:
+    """SECURITY.md says it: files of weights run nothing, other pickles run what they ask for."""
+    loaded, (kind, definition, _) = get_mask("sliding_window", window=3).__reduce__()
+
+    class Changed:
+        def __reduce__(self) -> Any:
+            return loaded, (kind, definition, {"window": Program(tmp_path / "made")})
+
+    file = io.BytesIO()
+    torch.save(Changed(), file)
+    file.seek(0)
+    with pytest.raises(pickle.UnpicklingError, match=r"mkdir"):
+        torch.load(file)
+    assert not (tmp_path / "made").exists()
+    pickle.loads(pickle.dumps(Changed()))
+    assert (tmp_path / "made").is_dir()
+    assert "run **any code**" in (Path(__file__).parent.parent / "SECURITY.md").read_text()
+
+
+def test_unpickling_a_users_function_imports_its_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SECURITY.md says it; a file of weights imports nothing."""
+    (tmp_path / "of_a_stranger.py").write_text(
+        "from pathlib import Path\n"
+        "(Path(__file__).parent / 'imported').touch()\n"
+        "def causal_too(b, h, q, kv):\n"
+        "    (Path(__file__).parent / 'called').touch()\n"
+        "    return q >= kv\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = importlib.import_module("of_a_stranger")
+    mask = get_mask(module.causal_too)
+    data, file = pickle.dumps(mask), io.BytesIO()
+    torch.save(mask, file)
+    monkeypatch.delitem(sys.modules, "of_a_stranger")
+    for made in ("imported", "called"):
+        (tmp_path / made).unlink(missing_ok=True)
+    file.seek(0)
+    with pytest.raises(pickle.UnpicklingError, match=r"of_a_stranger"):
+        torch.load(file)
+    assert not (tmp_path / "imported").exists()
+    mask = pickle.loads(data)
+    assert (tmp_path / "imported").exists()
+    assert not (tmp_path / "called").exists()
+    assert flexmasks.dense_mask(mask, 2).tolist() == [[[[True, False], [True, True]]]]
+    assert (tmp_path / "called").exists()
 
 
 @pytest.mark.parametrize("params", [{"window": print}, {"window": {}}, {"windows": 3}, {}, None])

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tabulate import tabulate
 
 import flexmasks
 from flexmasks.__main__ import main
@@ -35,7 +36,7 @@ from flexmasks.spec.definitions import is_own
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "recipes/results"
 LINES, COLUMNS = 236, 120  # the most that the README may have
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md"]
+PAGES = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")]
 PAGES += [file for folder in ("flexmasks", "recipes") for file in sorted((ROOT / folder).rglob("*.md"))]
 NAMES = [str(file.relative_to(ROOT)) for file in PAGES]
 
@@ -142,6 +143,14 @@ def ranks(name: str) -> str:
     return bench_ranks.markdown(results(name)) if (RESULTS / f"{name}.json").exists() else "Not measured yet."
 
 
+def versions() -> str:
+    """Return the table of suites with other versions, from the file that `.ci/versions` writes."""
+    if not (RESULTS / "versions.json").exists():
+        return "Not run yet."
+    rows = [row | {"seconds": f"{row['seconds']:,}"} for row in results("versions")["rows"]]
+    return tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True)
+
+
 GENERATED: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"speed": speed},
     "flexmasks/masks/README.md": {"masks": lambda: own("mask")},
@@ -159,6 +168,7 @@ GENERATED: dict[str, dict[str, Callable[[], str]]] = {
     "recipes/results/serve.md": {name: functools.partial(serve, name) for name in ("serve_gpu", "serve_cpu")},
     "recipes/results/models.md": {"models_gpu": functools.partial(models, "models_gpu")},
     "recipes/results/ranks.md": {"ranks_gpu": functools.partial(ranks, "ranks_gpu")},
+    "recipes/results/versions.md": {"versions": versions},
     "recipes/results/data.md": {name: functools.partial(data, name) for name in ("data_gpu", "data_cpu")},
 }
 
