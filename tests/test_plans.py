@@ -295,8 +295,9 @@ def test_recorded_products_are_given_out_as_factors(
         assert torch.equal(factors[0] * (factors[1] if factors[1:] else 1), function(*tensors))
 
 
-def test_biases_of_alibi_take_no_memory_for_each_head() -> None:
-    """From the second lengths on, few queries have one row of numbers for all heads."""
+def test_biases_of_alibi_take_no_memory_for_each_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once the operations are recorded, few queries have one row of numbers for all heads."""
+    monkeypatch.setattr(plan, "_PLANS_TO_RECORD", 2)
     flexmasks.clear_caches()
     q, k = torch.randn(2, 8, 1, 16), torch.randn(2, 8, 1000, 16)
     starts = [torch.tensor([499 + n, 899 + n]) for n in range(3)]
@@ -304,6 +305,23 @@ def test_biases_of_alibi_take_no_memory_for_each_head() -> None:
         flexmasks.attention(q, k, k, mask="causal", q_offset=start, score="alibi", backend="decode")
     rows = 2 * 8 + 2 + 2  # of the first call, and of the two others
     assert flexmasks.cache_info()["added"].bytes == 4 * (1000 * rows + 2 * 8)
+
+
+def test_lengths_that_change_are_recorded_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recording takes as long as many plans, which would be lost where each step has another length."""
+    recordings = []
+    monkeypatch.setattr(plan, "Recorded", lambda *args, **kwargs: recordings.append(1) or Recorded(*args, **kwargs))
+    flexmasks.clear_caches()
+
+    def step(length: int) -> int:
+        q = torch.randn(1, 2, length, 16, requires_grad=True)
+        mask = get_mask("document", document_ids=torch.arange(length) // 7)
+        assert flexmasks.explain(q, q, q, mask=mask).backend == "dense"
+        flexmasks.attention(q, q, q, mask=mask)
+        return len(recordings)
+
+    assert [step(length) for length in range(100, 120)] == [0] * 20
+    assert [step(64) for _ in range(20)] == [0] * 15 + [1] * 5
 
 
 # --- CUDA graphs ---

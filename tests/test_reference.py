@@ -238,10 +238,10 @@ def test_a_mask_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "x.html"
-    output.write_whole(file, "old")
+    output.write(file, "old")
     monkeypatch.setattr(Path, "replace", lambda *paths: (_ for _ in ()).throw(OSError("full")))
     with pytest.raises(OSError, match="full"):
-        output.write_whole(file, "new")
+        output.write(file, "new")
     assert [f.name for f in tmp_path.iterdir()] == ["x.html"]
     assert file.read_text() == "old"
 

@@ -1,7 +1,7 @@
 """Backend "dense": short sequences with gradients on a CPU, by torch's kernel.
 
-The kernel takes the whole mask as a tensor. No list of blocks is made. A mask of a thousand queries is small, and one call of a kernel is faster than many tiles,
-even if it computes what is hidden.
+The kernel takes the whole mask as a tensor. No list of blocks is made. A mask of a thousand queries is small, and one
+call of a kernel is faster than many tiles, even if it computes what is hidden.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import shutil
 import sys
 import time
@@ -108,3 +107,5 @@ def write(path: str | Path, content: str | bytes) -> None:
         unfinished.replace(path)
     except PermissionError:
         path.write_bytes(content)
+    finally:
+        unfinished.unlink(missing_ok=True)

@@ -17,8 +17,8 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from flexmasks.pictures.docstrings import Section, highlighted, sections
 from flexmasks.pictures import output
+from flexmasks.pictures.docstrings import Section, highlighted, sections
 from flexmasks.spec.definitions import definition
 
 # Modules whose public names have pages, with the titles of their parts. A module's public names are those of its

@@ -232,7 +232,8 @@ class Plan:
         """Return tensors, and the recorded operations that made them, if they are recorded.
 
         make: makes the tensors from a value like the plan's, and an offset, without reading what tensors hold. Its
-            operations are recorded when it is to make them the second time for a kind; they lend their outputs.
+            operations are recorded when it is to make them the second time for a kind, on a CPU the 16th time, so
+            that lengths that change at every step cost no recording; they lend their outputs.
         factored: recorded operations may return the factors of what `make` returns.
         """
         if self._kind_key is None:
@@ -245,7 +246,10 @@ class Plan:
             tensors = make(self.value, self.offset)
             _KINDS.put(kind_key, (), _Kind(""), ENTRY + memory_of_capture(sum(t.nbytes for t in tensors)))
             return tensors, None
-        if kind is not None and not captured and kind.recorded is None and not kind.why_exact:
+        if kind is not None:
+            kind.plans += 1
+        pays = kind is not None and kind.plans >= (_PLANS_TO_RECORD if self.size.device.type == "cpu" else 2)
+        if kind is not None and pays and not captured and kind.recorded is None and not kind.why_exact:
 
             def run(*tensors: Tensor) -> list[Tensor]:
                 return make(*Aliases(zip(inputs, tensors, strict=True)).of((self.value, self.offset)))
