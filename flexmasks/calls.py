@@ -28,6 +28,7 @@ from flexmasks.backends.empty import computes_nothing
 from flexmasks.backends.renewal import Renewal
 from flexmasks.backends.table import BACKENDS, check, choose
 from flexmasks.backends.table import run as run_on_backend
+from flexmasks.blocks.lists import widened
 from flexmasks.cache import ENTRY, Cache
 from flexmasks.masks.packed import packed
 from flexmasks.masks.paged import paged
@@ -634,7 +635,7 @@ def _planned(q: Tensor, k: Tensor, v: Tensor, request: Request) -> _Planned:
     aliases = Aliases()
     mask_plan: MaskPlan | GivenPlan
     if request.block_mask is not None:
-        mask_plan = GivenPlan(request.block_mask)
+        mask_plan = GivenPlan(request.block_mask if size.device.type == "cuda" else widened(request.block_mask))
     else:
         mask = get_mask("full") if mask is None else mask
         mask_plan = MaskPlan(

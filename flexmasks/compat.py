@@ -5,10 +5,9 @@ If a torch release moves a symbol, only this file changes.
 Each entry says what the symbol is for, how its loss would show, and which public symbol replaces it from which torch
 version. "No public equivalent" was checked on torch 2.11 and 2.13.
 
-Two public ways of later versions were tried and are not taken. `torch.compile(isolate_recompiles=True)` (torch 2.13)
-gives each call its own recompile limit, but all calls on one function share a limit of 256 compilations, behind which
-torch 2.13 and 2.15 fail; a code object for each kernel, as `backends/flex.py` makes it, has no such limit. Block lists
-with fewer columns than there are blocks (`BlockMask.from_kv_blocks` in torch 2.15) are no way for the versions before.
+A public way of later versions was tried and is not taken. `torch.compile(isolate_recompiles=True)` (torch 2.13) gives
+each call its own recompile limit, but all calls on one function share a limit of 256 compilations, behind which torch
+2.13 and 2.15 fail; a code object for each kernel, as `backends/flex.py` makes it, has no such limit.
 """
 
 from __future__ import annotations
@@ -59,6 +58,14 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 #   compilation and dispatch modes in variables of the whole process, and a thread that traces changes them for a thread
 #   that compiles. No public equivalent.
 # TransformGetItemToIndex: traces indexing by a number as flex_attention does, as an operation. No public equivalent.
+
+# --- versions ---
+
+_TORCH = tuple(int(n) for n in torch.__version__.split(".")[:2])
+
+# Whether the lists of a BlockMask may have fewer places than there are blocks (pytorch#185687). Kernels on CPUs do not
+# take them: Inductor raises an AssertionError about the length of the keys.
+TAKES_NARROW_LISTS = _TORCH >= (2, 14)
 
 # --- names that are imported at their first use ---
 
@@ -218,7 +225,7 @@ def is_compiling() -> bool:
 
 
 # Whether Dynamo tells torch.export from torch.compile: torch 2.11 takes all that it traces for an export.
-_DYNAMO_KNOWS_EXPORTS = tuple(int(n) for n in torch.__version__.split(".")[:2]) >= (2, 13)
+_DYNAMO_KNOWS_EXPORTS = _TORCH >= (2, 13)
 
 
 def is_exporting() -> bool:

@@ -23,7 +23,7 @@ from flexmasks.backends.call import Call
 from flexmasks.backends.slices import OverIndices
 from flexmasks.backends.table import BACKENDS, choose
 from flexmasks.blocks.elements import over_indices
-from flexmasks.blocks.lists import of_block_mask
+from flexmasks.blocks.lists import of_block_mask, widened
 from flexmasks.plans.bounds import MaskKind, plan_bounds, unread
 from flexmasks.plans.checks import fail
 from flexmasks.plans.data import FirstAsData
@@ -67,7 +67,8 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tens
     if plain.in_onnx_export():
         return _in_plain_operations(q, k, v, request, mask, score, size)
     if request.block_mask is not None:
-        name, block_mask = _backend_of_block_mask(q, request, needs_grad), request.block_mask
+        name = _backend_of_block_mask(q, request, needs_grad)
+        block_mask = request.block_mask if q.is_cuda else widened(request.block_mask)
     else:
         mask = cast(Mask, from_arguments("full", None, {})[0] if mask is None else mask)
         resolved = mask.resolve(size)  # raises errors of parameters, which torch would not show if they came later

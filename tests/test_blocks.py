@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections.abc
 import functools
 import numbers
+import pickle
 import sys
 import typing
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from functions import (
     short_and_campaign,
     structured,
 )
-from helpers import DEVICES, arguments, check_equal_block_masks, label
+from helpers import DEVICES, TOLERANCE, arguments, check_equal_block_masks, error, label
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -33,15 +34,18 @@ from torch.nn.attention.flex_attention import (
     and_masks,
     create_block_mask,
     create_mask,
+    flex_attention,
     noop_mask,
     or_masks,
 )
 
 import flexmasks
+from flexmasks import compat
 from flexmasks.blocks import Elements, Layout, dependence, limits, materialize, of_block_mask
 from flexmasks.blocks.bounds import bounds
 from flexmasks.blocks.build import build
 from flexmasks.blocks.decide import decide
+from flexmasks.blocks.lists import index_lists, narrow_index_lists
 from flexmasks.blocks.undecided import look_at
 from flexmasks.ranges.evaluate import evaluate
 
@@ -804,3 +808,96 @@ def test_masks_that_read_the_batch_need_its_size(inner: Callable[..., Tensor]) -
             call(mask, _LENGTH)
     want = create_mask(mask, 3, 1, _LENGTH, _LENGTH, device="cpu")
     assert torch.equal(flexmasks.dense_mask(mask, _LENGTH, batch=3), want)
+
+
+# --- lists with fewer places than there are blocks ---
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_narrow_lists_are_the_first_places_of_wide_ones(data: st.DataObject) -> None:
+    sizes = (2, *(data.draw(st.integers(1, most)) for most in (2, 2, 40, 40)))
+    share = data.draw(st.sampled_from([0.0, 0.02, 0.2, 0.9, 1.0]))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1 << 20)))
+    marked = torch.rand(sizes, generator=generator) < share
+    marked[1] &= ~marked[0]  # no block is partial and full
+    wide = index_lists(marked, torch.ones(2 * marked.numel(), dtype=torch.int32))
+    narrow = narrow_index_lists(marked)
+    for counts, more_counts in zip(wide[::2], narrow[::2], strict=True):
+        assert torch.equal(counts, more_counts)
+    for counts, mine, theirs in zip(wide[::2], narrow[1::2], wide[1::2], strict=True):
+        assert mine.dtype == theirs.dtype
+        assert mine.is_contiguous()
+        assert max(int(counts.max()), 1) <= mine.shape[-1] <= min(int(counts.max()) + 16, theirs.shape[-1])
+        assert torch.equal(mine, theirs[..., : mine.shape[-1]])
+
+
+@pytest.fixture
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let all lists be narrow, on a CPU too, where torch's own kernels do not take them."""
+    if not compat.TAKES_NARROW_LISTS:
+        pytest.skip("torch takes narrow lists from 2.14 on")
+    monkeypatch.setattr(limits, "ENTRIES_OF_WIDE_LISTS", 0)
+    monkeypatch.setattr(limits, "NARROW_LISTS_ON", ("cpu", "cuda"))
+    flexmasks.clear_caches()
+
+
+def _window(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return (kv <= q) & (q - kv < 700)
+
+
+@pytest.mark.usefixtures("narrow")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("mask", [_window, "causal", "grouped_tril"])
+def test_attention_by_narrow_lists(mask: Any, device: str) -> None:
+    length = 2944
+    params = {"seq_lens": torch.tensor([length, 1700], device=device)} if mask == "grouped_tril" else {}
+    made = flexmasks.block_mask(mask, length, batch=2, heads=2, device=device, **params)
+    assert made.kv_indices.shape[-1] < 23
+    want = create_block_mask(made.mask_mod, *made.kv_num_blocks.shape[:2], length, length, device)
+    assert torch.equal(made.to_dense(), want.to_dense())
+    assert made.sparsity() == want.sparsity()
+    rebuilt = BlockMask.from_kv_blocks(
+        made.kv_num_blocks, made.kv_indices, made.full_kv_num_blocks, made.full_kv_indices,
+        made.BLOCK_SIZE, made.mask_mod, seq_lengths=(length, length),
+    )  # fmt: skip
+    assert torch.equal(rebuilt.q_num_blocks, made.q_num_blocks)
+    assert torch.equal(rebuilt.full_q_num_blocks, made.full_q_num_blocks)
+    q, k, v = (torch.randn(2, 2, length, 16, device=device, requires_grad=True) for _ in range(3))
+    expected = flexmasks.attention(q, k, v, mask=mask, backend="reference", **params)
+    gradients = torch.autograd.grad(expected.square().sum(), (q, k, v))
+    with torch.no_grad():
+        assert error(flexmasks.attention(q, k, v, block_mask=made), expected.cpu()) < TOLERANCE[torch.float32]
+    out = flexmasks.attention(q, k, v, block_mask=made)
+    for mine, theirs in zip(torch.autograd.grad(out.square().sum(), (q, k, v)), gradients, strict=True):
+        assert error(mine, theirs.cpu()) < 2 * TOLERANCE[torch.float32]
+    if device == "cuda":
+        out = torch.compile(flex_attention, fullgraph=True)(q, k, v, block_mask=made)
+        assert error(out, expected.detach().cpu()) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.usefixtures("narrow")
+@pytest.mark.parametrize("as_data", [False, True])
+def test_narrow_lists_in_pickles_and_compiled_calls(as_data: bool) -> None:
+    q, k, v = torch.randn(3, 1, 1, 2944, 16)
+    want = flexmasks.attention(q, k, v, mask="sliding_window", window=700, backend="reference")
+    made = flexmasks.block_mask("sliding_window", 2944, device="cpu", window=700, as_data=as_data)
+    assert made.kv_indices.shape[-1] < 23
+    loaded = pickle.loads(pickle.dumps(made))
+    check_equal_block_masks(loaded, made)
+    assert error(flexmasks.attention(q, k, v, block_mask=loaded), want) < TOLERANCE[torch.float32]
+    if not as_data:  # eager flex_attention would ask the function about full blocks too
+        compiled_attention = torch.compile(flexmasks.attention, fullgraph=True, backend="eager")
+        assert error(compiled_attention(q, k, v, block_mask=loaded), want) < TOLERANCE[torch.float32]
+    assert flexmasks.explain(q, k, v, block_mask=made).backend == "cpu"
+
+
+def test_lists_of_half_a_million_tokens_take_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "NARROW_LISTS_ON", ("cpu",))
+    monkeypatch.setattr(compat, "TAKES_NARROW_LISTS", True)
+    made = flexmasks.block_mask("sliding_window", 1 << 19, device="cpu", window=4096)
+    lists = [value for value in vars(made).values() if isinstance(value, Tensor)]
+    assert len(lists) == 8
+    assert sum(x.nbytes for x in lists) < 4 << 20  # wide lists would take 268 MB
+    assert int(made.kv_num_blocks.sum() + made.full_kv_num_blocks.sum()) == 4096 * 33 - 33 * 32 // 2
+    flexmasks.clear_caches()

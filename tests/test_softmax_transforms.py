@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -126,13 +128,23 @@ def test_second_derivatives_are_summed_in_float32(dtype: torch.dtype) -> None:
     assert error(got, want, float(want.norm()) / want.numel() ** 0.5) < 4 * TOLERANCE[dtype]
 
 
-def test_forward_mode_without_torch_func() -> None:
+def tangent(function: Callable[[Tensor], Tensor], x: Tensor, v: Tensor) -> Tensor | None:
+    """Return the tangent of a function's result, where `v` is that of `x`."""
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(function(forward_ad.make_dual(x, v))).tangent
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_forward_mode_without_torch_func(is_compiled: bool) -> None:
     x, v, _, call, naive = problem()
-    want = jvp(naive, (x,), (v,))[1]
-    for function in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
-        with forward_ad.dual_level():
-            tangent = forward_ad.unpack_dual(function(forward_ad.make_dual(x, v))).tangent
-        close(tangent, want)
+    if is_compiled:
+        compiled = functools.partial(torch.compile, fullgraph=True, backend="aot_eager")
+        try:
+            tangent(compiled(torch.sin), x, v)
+        except torch._dynamo.exc.Unsupported:
+            pytest.skip("torch.compile takes no tensors with tangents, from torch 2.15 on")
+        call = compiled(call)
+    close(tangent(call, x, v), jvp(naive, (x,), (v,))[1])
 
 
 def test_transforms_inside_a_compiled_function() -> None:

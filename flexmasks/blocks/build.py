@@ -14,7 +14,7 @@ from flexmasks.blocks import limits
 from flexmasks.blocks.bits import Bits, are_few, bits_of_partial, seen_in, words_of
 from flexmasks.blocks.decide import Axis, Decided, decide, dependence
 from flexmasks.blocks.elements import Elements, MaskMod, boolean, coordinates_of, over_indices
-from flexmasks.blocks.lists import flat_nonzero, index_lists
+from flexmasks.blocks.lists import flat_nonzero, index_lists, narrow_index_lists
 from flexmasks.blocks.undecided import look_at
 
 _PAIRS_AT_ONCE = 1 << 26  # pairs of a mask as booleans that are evaluated at once
@@ -50,6 +50,7 @@ def build(
     device: torch.device,
     block_size: tuple[int, int] = (128, 128),
     with_bits: bool = False,
+    may_be_narrow: bool = False,
 ) -> Layout:
     """Find a mask's empty, partial and full blocks.
 
@@ -57,21 +58,26 @@ def build(
 
     with_bits: whether undecided blocks are evaluated whole, and their bits kept. Sizes of blocks must allow it, see
         `bits.can_be_bits`.
+    may_be_narrow: whether lists of many blocks may have fewer places than there are blocks. It has an effect where
+        torch's kernels take such lists: on a GPU, from torch 2.14 on.
 
     Raises ValueError or TypeError where the function is not a mask, and MemoryError if there are too many blocks.
     """
     rows, columns = Axis(q_len, block_size[0]), Axis(kv_len, block_size[1])
+    may_be_narrow &= compat.TAKES_NARROW_LISTS and device.type in limits.NARROW_LISTS_ON
     if batch * heads * rows.count * columns.count > limits.BLOCKS_AT_ONCE:
         batch, heads = dependence(mask_mod, batch, heads, device) if batch * heads > 1 else (1, 1)
-        limits.check_blocks(batch * heads, (q_len, kv_len), block_size, device)
+        limits.check_blocks(batch * heads, (q_len, kv_len), block_size, device, has_wide_lists=not may_be_narrow)
     decided = decide(mask_mod, batch, heads, q_len, kv_len, device, block_size)
     shape = (*decided.certain.shape[:2], rows.count, columns.count)
-    limits.check_blocks(shape[0] * shape[1], (q_len, kv_len), block_size, device)
+    is_narrow = may_be_narrow and 4 * math.prod(shape) > limits.ENTRIES_OF_WIDE_LISTS
+    limits.check_blocks(shape[0] * shape[1], (q_len, kv_len), block_size, device, has_wide_lists=not is_narrow)
     if math.prod(shape) > 4 * limits.BLOCKS_ON_CPU:
         decided = decided._replace(certain=decided.certain.to(device), possible=decided.possible.to(device))
     undecided = flat_nonzero((decided.possible ^ decided.certain).contiguous())
-    # A GPU fills the ones while the host prepares the next operations.
-    ones = torch.ones(4 * math.prod(shape), dtype=torch.int32, device=decided.certain.device)
+    ones = None
+    if not is_narrow:  # a GPU fills the ones while the host prepares the next operations
+        ones = torch.ones(4 * math.prod(shape), dtype=torch.int32, device=decided.certain.device)
     elements = Elements(mask_mod, device, decided.widest)
     words = None
     if with_bits and are_few(len(undecided), block_size):
@@ -90,11 +96,12 @@ def build(
         bits = bits_of_partial(partial, undecided, decided.certain.shape, words, rows, columns)
     not_understood = decided.not_understood
     del decided, any_visible, all_visible  # frees their memory before the lists are made
+    lists = narrow_index_lists(partial_and_full) if ones is None else index_lists(partial_and_full, ones)
     return Layout(
         q_len=q_len,
         kv_len=kv_len,
         block_size=block_size,
-        indices=tuple(t.to(device) for t in index_lists(partial_and_full, ones)),
+        indices=tuple(t.to(device) for t in lists),
         undecided=len(undecided),
         not_understood=not_understood,
         bits=bits,

@@ -17,7 +17,14 @@ WHOLE_ELEMENTS_AT_ONCE_ON_GPU = 1 << 22  # elements of whole blocks: the host pr
 WHOLE_ELEMENTS_AT_ONCE_ON_CPU = 1 << 18  # the same on a CPU, where each thread evaluates elements of its own
 ELEMENTS_KEPT = 1 << 26  # elements of whole blocks whose bits are kept at once
 WIDE_ELEMENTS_AT_ONCE = 1 << 25  # elements of a mask times elements of the largest tensor that its function sees
-_BYTES_PER_BLOCK = 24  # at the peak: four lists of 4 bytes, and booleans
+ENTRIES_OF_WIDE_LISTS = 1 << 24  # in lists of more entries, each list is no longer than the fullest one
+NARROW_LISTS_ON = ("cuda",)  # kernels of other devices want a place for each block
+_BYTES_OF_LISTS = 16  # for each block: an entry of 4 bytes in each of four lists
+_BYTES_OF_BOOLEANS = 8  # for each block, at the peak
+_ADVICE = (
+    "Ask for a part of the queries at a time, with `q_offset`, or for larger blocks: `block_size` of "
+    "flexmasks.block_mask."
+)
 _UNCHECKED_BYTES = 1 << 28  # results up to this size are made without asking how much memory is free
 _MEMINFO = Path("/proc/meminfo")
 _CONTAINER = Path("/sys/fs/cgroup")
@@ -28,16 +35,29 @@ def elements_at_once(device: torch.device) -> int:
     return ELEMENTS_AT_ONCE_ON_CPU if device.type == "cpu" else ELEMENTS_AT_ONCE_ON_GPU
 
 
-def check_blocks(matrices: int, lengths: tuple[int, int], block_size: tuple[int, int], device: torch.device) -> None:
-    """Raise MemoryError if the blocks of this many masks need more memory than is free."""
+def check_blocks(
+    matrices: int,
+    lengths: tuple[int, int],
+    block_size: tuple[int, int],
+    device: torch.device,
+    has_wide_lists: bool = True,
+) -> None:
+    """Raise MemoryError if the blocks of this many masks need more memory than is free.
+
+    has_wide_lists: whether each list has a place for every block; `check_lists` checks others.
+    """
     rows, columns = (-(-n // size) for n, size in zip(lengths, block_size, strict=True))
     check_memory(
-        _BYTES_PER_BLOCK * matrices * rows * columns,
+        (_BYTES_OF_BOOLEANS + _BYTES_OF_LISTS * has_wide_lists) * matrices * rows * columns,
         device,
         f"the list of the blocks of {_grouped(lengths[0])} queries x {_grouped(lengths[1])} keys",
-        "Ask for a part of the queries at a time, with `q_offset`, or for larger blocks: `block_size` of "
-        "flexmasks.block_mask.",
+        _ADVICE,
     )
+
+
+def check_lists(entries: int, device: torch.device) -> None:
+    """Raise MemoryError if lists of blocks need more memory than is free."""
+    check_memory(4 * entries, device, "the list of the blocks", _ADVICE)
 
 
 def _grouped(n: int) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import itertools
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from flexmasks import compat
 from flexmasks.blocks import limits
 
 _WORDWISE_FROM = 1 << 22  # from this many booleans on, eight are searched at a time
+_WIDTHS = 16  # the widths of narrow lists are multiples of this
 _ALIGNMENT = 64  # kernels expect a tensor's offset in its memory to be a multiple of this many elements
 
 
@@ -23,10 +25,37 @@ def of_block_mask(block_mask: compat.BlockMask) -> tuple[Tensor, Tensor]:
 
     Both are booleans [B, H, query blocks, key blocks].
     """
-    partial = _listed(block_mask.kv_num_blocks, block_mask.kv_indices)
+    columns = -(-block_mask.seq_lengths[1] // block_mask.BLOCK_SIZE[1])
+    partial = _listed(block_mask.kv_num_blocks, block_mask.kv_indices, columns)
     if block_mask.full_kv_num_blocks is None or block_mask.full_kv_indices is None:
         return partial, torch.zeros_like(partial)
-    return partial, _listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+    return partial, _listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, columns)
+
+
+def are_narrow(block_mask: compat.BlockMask) -> bool:
+    """Return whether lists of a BlockMask have fewer places than there are blocks."""
+    columns = -(-block_mask.seq_lengths[1] // block_mask.BLOCK_SIZE[1])
+    return any(x is not None and x.shape[-1] < columns for x in (block_mask.kv_indices, block_mask.full_kv_indices))
+
+
+def widened(block_mask: compat.BlockMask) -> compat.BlockMask:
+    """Return a BlockMask whose lists have a place for each block.
+
+    torch's kernels on a CPU want them so.
+    """
+    if not are_narrow(block_mask):
+        return block_mask
+    rows, columns = (
+        -(-length // size) for length, size in zip(block_mask.seq_lengths, block_mask.BLOCK_SIZE, strict=True)
+    )
+    tensors = []
+    for name, width in (("kv", columns), ("full_kv", columns), ("q", rows), ("full_q", rows)):
+        indices = getattr(block_mask, f"{name}_indices")
+        if indices is not None:
+            indices = torch.nn.functional.pad(indices, (0, width - indices.shape[-1]))
+        tensors += [getattr(block_mask, f"{name}_num_blocks"), indices]
+    arguments: Any = (block_mask.seq_lengths, *tensors, block_mask.BLOCK_SIZE, block_mask.mask_mod)
+    return compat.BlockMask(*arguments)
 
 
 def in_use(counts: Tensor, indices: Tensor) -> Tensor:
@@ -34,8 +63,7 @@ def in_use(counts: Tensor, indices: Tensor) -> Tensor:
     return torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
 
 
-def _listed(counts: Tensor, indices: Tensor) -> Tensor:
-    columns = indices.shape[-1]
+def _listed(counts: Tensor, indices: Tensor, columns: int) -> Tensor:
     is_listed = in_use(counts, indices)
     table = torch.zeros((*indices.shape[:-1], columns + 1), dtype=torch.bool, device=indices.device)
     table.scatter_(-1, torch.where(is_listed, indices, columns).long(), True)  # unused entries mark one more column
@@ -59,12 +87,17 @@ def index_lists(partial_and_full: Tensor, ones: Tensor) -> list[Tensor]:
     rows, columns = partial_and_full.shape[-2:]
     matrices = partial_and_full[..., 0, 0].numel()
     runs = _runs(partial_and_full)
-    counts = torch.zeros(matrices * (rows + columns), dtype=torch.int64, device=ones.device)
-    counts.index_add_(0, runs.line, runs.end - runs.first)
+    counts = _counts(runs, matrices * (rows + columns))
     lists = [part.view(-1, n) for part, n in zip(ones.chunk(2), (columns, rows), strict=True)]
     for part in lists:
         part[:, 0] = 0
-    _add_jumps(ones, runs, counts, rows, columns)
+    list_length: int | Tensor = columns
+    list_start = runs.line * columns
+    if rows != columns:
+        is_column = runs.line >= matrices * rows
+        list_length = torch.where(is_column, rows, columns)
+        list_start = torch.where(is_column, runs.line * rows + matrices * rows * (columns - rows), list_start)
+    _add_jumps(ones, runs, counts, list_start, list_length)
     index_tensors = []
     counts_of = counts.int().split((matrices * rows, matrices * columns))
     for count_of_line, part in zip(counts_of, lists, strict=True):
@@ -72,6 +105,46 @@ def index_lists(partial_and_full: Tensor, ones: Tensor) -> list[Tensor]:
         for count, index in zip(count_of_line.chunk(2), part.chunk(2), strict=True):
             shape = (*partial_and_full.shape[1:-2], 2 * len(index) // matrices)
             index_tensors += [count.clone().view(shape), _with_own_storage(index).view(*shape, -1)]
+    return index_tensors
+
+
+def narrow_index_lists(partial_and_full: Tensor) -> list[Tensor]:
+    """Return the eight index tensors of a BlockMask, in narrow lists.
+
+    The lists are the first columns of those of `index_lists`, as many as the fullest list of a kind needs, so they take
+    less memory where few blocks are marked. The host reads how many that are. Raises MemoryError if there is too little
+    memory.
+
+    partial_and_full: bool [2, batch, heads, rows, columns], which blocks are partial and which are full.
+    """
+    rows, columns = partial_and_full.shape[-2:]
+    of_kind, device = partial_and_full[0, ..., 0, 0].numel(), partial_and_full.device
+    runs = _runs(partial_and_full)
+    lines = [of_kind * rows, of_kind * rows, of_kind * columns, of_kind * columns]
+    counts = _counts(runs, sum(lines))
+    fullest = torch.stack([count.max() for count in counts.split(lines)]).tolist()
+    # Widths are rounded up: kernels are compiled for some widths only.
+    widths = [
+        min(-(-max(n, 1) // _WIDTHS) * _WIDTHS, most)
+        for n, most in zip(fullest, (columns, columns, rows, rows), strict=True)
+    ]
+    sizes = [n * width for n, width in zip(lines, widths, strict=True)]
+    limits.check_lists(sum(sizes), device)
+    flat = torch.ones(sum(sizes), dtype=torch.int32, device=device)
+    lists = [part.view(-1, width) for part, width in zip(flat.split(sizes), widths, strict=True)]
+    for part in lists:
+        part[:, 0] = 0
+    width, first_line, first_place = torch.tensor(
+        [widths, *([0, *itertools.accumulate(numbers[:-1])] for numbers in (lines, sizes))], device=device
+    )
+    kind = torch.bucketize(runs.line, first_line[1:], right=True)
+    list_start = first_place[kind] + (runs.line - first_line[kind]) * width[kind]
+    _add_jumps(flat, runs, counts, list_start, width[kind])
+    index_tensors = []
+    for count, part in zip(counts.int().split(lines), lists, strict=True):
+        torch.cumsum(part, 1, dtype=torch.int32, out=part)
+        shape = (*partial_and_full.shape[1:-2], len(part) // of_kind)
+        index_tensors += [count.clone().view(shape), _with_own_storage(part).view(*shape, -1)]
     return index_tensors
 
 
@@ -103,10 +176,17 @@ def _runs(partial_and_full: Tensor) -> _Runs:
     return _Runs(line, first - line * width, end - line * width)
 
 
-def _add_jumps(lists: Tensor, runs: _Runs, counts: Tensor, rows: int, columns: int) -> None:
+def _counts(runs: _Runs, lines: int) -> Tensor:
+    """Return the number of marked places of each line."""
+    counts = torch.zeros(lines, dtype=torch.int64, device=runs.line.device)
+    return counts.index_add_(0, runs.line, runs.end - runs.first)
+
+
+def _add_jumps(lists: Tensor, runs: _Runs, counts: Tensor, list_start: Tensor, list_length: Tensor | int) -> None:
     """Add the jumps of all runs to the flat lists.
 
     counts: number of marked places of each line.
+    list_start, list_length: the first place and the length of the list of each run's line.
     """
     line, first, end = runs
     length = end - first
@@ -117,13 +197,6 @@ def _add_jumps(lists: Tensor, runs: _Runs, counts: Tensor, rows: int, columns: i
     torch.eq(line[1:], line[:-1], out=has_next_run[:-1])
     previous_end = torch.zeros_like(end)  # end of the run before it in the line, or 0
     torch.mul(end[:-1], has_next_run[:-1], out=previous_end[1:])
-    list_length: int | Tensor = columns
-    list_start = line * columns
-    if rows != columns:
-        matrices = len(counts) // (rows + columns)
-        is_column = line >= matrices * rows
-        list_length = torch.where(is_column, rows, columns)
-        list_start = torch.where(is_column, line * rows + matrices * rows * (columns - rows), list_start)
     # Each run causes three jumps: to the run, past the run when the gaps are listed, and back from the last run to the
     # first gap. A jump is added at its place in the list. The number added is one less than the distance, since the
     # list counts up by one as well.

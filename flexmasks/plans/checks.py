@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flexmasks import compat
+from flexmasks.blocks.lists import are_narrow
 from flexmasks.spec.parameters import Size, describe, in_message
 
 ATTENTION, VARLEN, PAGED = "flexmasks.attention", "flexmasks.varlen_attention", "flexmasks.paged_attention"
@@ -242,10 +243,11 @@ def check_block_mask(block_mask: Any, size: Size) -> None:
             f"{size.q_len}, {size.kv_len}, batch={size.batch}, heads={size.heads})."
         )
     columns = -(-size.kv_len // block_mask.BLOCK_SIZE[1])
-    if block_mask.kv_indices.shape[-1] != columns:
+    has_too_few = are_narrow(block_mask) and not compat.TAKES_NARROW_LISTS
+    if has_too_few or block_mask.kv_indices.shape[-1] > columns:
         fail(
             f"`block_mask` must list all {columns} key blocks in each row, the blocks in use first; its kv_indices "
-            f"are {list(block_mask.kv_indices.shape)}."
+            f"are {list(block_mask.kv_indices.shape)}. From torch 2.14 on, lists may be shorter."
         )
     if block_mask.kv_num_blocks.device != size.device:
         fail(f"`block_mask` is on {block_mask.kv_num_blocks.device}, q on {size.device}; use `.to({size.device!s})`.")

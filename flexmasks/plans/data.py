@@ -85,7 +85,7 @@ def data_of(block_mask: compat.BlockMask, batch: int, heads: int, bits: Bits | N
     if not can_be_bits(block_size):
         raise CannotBeData("blocks can be data only if their sizes are powers of 2 from 32 on")
     counts, indices = block_mask.kv_num_blocks, block_mask.kv_indices
-    rows, columns = indices.shape[-2:]
+    rows, columns = (-(-length // size) for length, size in zip(lengths, block_size, strict=True))
     is_small = batch * heads * rows * columns * 4 <= _MAX_LISTS
     sizes = (batch, heads) if is_small else (counts.shape[0], counts.shape[1])
     parts_of_words: Iterable[Tensor]

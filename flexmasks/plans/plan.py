@@ -405,7 +405,9 @@ class MaskPlan(Plan):
             with naming(self.mask):
                 sizes = batch, heads, size.q_len, size.kv_len
                 with_bits = self._wants_bits and can_be_bits(self.block_size)
-                layout = build(mask_mod, *sizes, size.device, self.block_size, with_bits)
+                # Lists of the masks of a kind have the same shapes, so that one kernel serves them all.
+                may_be_narrow = not (self.inputs and self._allows_bounds)
+                layout = build(mask_mod, *sizes, size.device, self.block_size, with_bits, may_be_narrow)
         except Exception:
             check_open_extents(self.mask, mask_mod, size, self.open_extents)
             raise

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
+from flexmasks import compat
 from flexmasks.blocks.bits import BITS, can_be_bits
+from flexmasks.blocks.lists import of_block_mask
 from flexmasks.plans.checks import INT_DTYPES
 from flexmasks.plans.data import lists_of, reading_bits
 from flexmasks.plans.plan import MAX_POSITIONS, MaskPlan, sized
@@ -88,6 +90,14 @@ class PortableBlockMask(BlockMask):
         moved.mask_mod = moved.source.mask_mod(moved)
         return moved
 
+    def to_dense(self) -> Tensor:
+        """Return which blocks are computed, int32 [B, H, query blocks, key blocks].
+
+        torch's own method takes no lists with fewer places than there are blocks.
+        """
+        partial, full = of_block_mask(self)
+        return (partial | full).int()
+
     def __copy__(self) -> PortableBlockMask:
         return PortableBlockMask.of(self, self.source)
 
@@ -113,8 +123,11 @@ def loaded_block_mask(lists: Any, lengths: Any, block_size: Any, state: Any) -> 
     for place in range(0, _LISTS, 2):
         counts, indices = lists[place : place + 2]
         shape = (rows, columns) if place < _LISTS // 2 else (columns, rows)
-        _check(counts, (*sizes, shape[0]), shape[1], device)
-        _check(indices, (*sizes, *shape), shape[1] - 1, device)
+        width = indices.shape[-1] if isinstance(indices, Tensor) and indices.ndim == 4 else shape[1]
+        if not (width == shape[1] or (compat.TAKES_NARROW_LISTS and 0 < width < shape[1])):
+            _damaged("lists of blocks")
+        _check(counts, (*sizes, shape[0]), width, device)
+        _check(indices, (*sizes, shape[0], width), shape[1] - 1, device)
     if _is_tuple(state, 5) and state[0] == "mask":
         _, mask, batch, heads, q_offset = state
         source: OfMask | OfData = _of_mask(mask, batch, heads, q_offset, sizes, device)
