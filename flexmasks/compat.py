@@ -97,8 +97,30 @@ if not TYPE_CHECKING:
         if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         with _IMPORTING:
+            if name == "compile_lock":  # whoever traces holds it
+                _keep_device_guard()
             value = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
         return value
+
+
+@functools.cache
+def _keep_device_guard() -> None:
+    """Install the device guard of machines without a GPU in a thread that never ends.
+
+    torch 2.11 and 2.12, built for CUDA, keep it in the thread that traces first. When that thread has ended, another
+    one that traces ends the process by a segmentation fault. torch 2.13 does not.
+    """
+    if _TORCH >= (2, 13) or torch.cuda.is_available():
+        return
+    is_installed = threading.Event()
+
+    def install() -> None:
+        torch._C._ensureCUDADeviceGuardSet()
+        is_installed.set()
+        threading.Event().wait()
+
+    threading.Thread(target=install, name="flexmasks-device-guard", daemon=True).start()
+    is_installed.wait()
 
 
 # --- tensors ---

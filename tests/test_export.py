@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._export.serde.serialize import SerializeError
 from torch._subclasses import FakeTensorMode
 
 import flexmasks
@@ -281,8 +283,24 @@ assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in loaded.paramet
 """
 
 
+class _Vmapped(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.vmap(torch.sin)(x)
+
+
+def _saves_vmap() -> bool:
+    """Return whether torch saves a program with vmap."""
+    try:
+        torch.export.save(torch.export.export(_Vmapped(), (torch.ones(2),), strict=False), io.BytesIO())
+    except SerializeError:
+        return False
+    return True
+
+
 @pytest.mark.parametrize("name", ["lengths", "softmax"])
 def test_a_saved_program_needs_the_import_of_flexmasks_alone(name: str, tmp_path: Path) -> None:
+    if name == "softmax" and not _saves_vmap():
+        pytest.skip("torch 2.11 saves no program with vmap, by which masks are computed there")
     model, given = Model(CALLS[name]), inputs()
     torch.export.save(torch.export.export(model, given, strict=False), tmp_path / "program.pt2")
     torch.save((given, model(*given).detach()), tmp_path / "results.pt")

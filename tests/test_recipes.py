@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.metadata
 import importlib.util
 import json
 import math
@@ -13,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tabulate import tabulate
@@ -36,6 +38,9 @@ def test_it_runs(name: str, tmp_path: Path) -> None:
     for package in NEEDS.get(name, ()):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
+    is_old = importlib.metadata.version("triton") < "3.7" and np.lib.NumpyVersion(np.__version__) >= "2.4.0"
+    if is_old and name in ("flash_attention_triton.py", "long_softmax_triton.py"):
+        pytest.skip("Triton 3.6's interpreter cannot loop to a number of the call with NumPy 2.4")
     file = tmp_path / "figures.json"
     seconds_before = _processor_seconds()
     ran = subprocess.run(
