@@ -625,6 +625,7 @@ def _attend_to_pages(
 def test_fa4_reads_pages(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A function takes the kernel's place."""
     monkeypatch.setattr(fa4, "why_missing", lambda: "")
+    monkeypatch.setattr(fa4, "_import_failures", [])
     monkeypatch.setattr(calls, "_FA4_ON", ("cpu",))
     monkeypatch.setattr(fa4, "refuses_package", lambda call: None)
     monkeypatch.setattr(fa4, "_forward", _attend_to_pages)
@@ -680,6 +681,7 @@ def test_fa4_in_pages_is_captured() -> None:
 def test_fa4_leaves_pages_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Masks that are no windows, queries elsewhere and calls that learn go another way, and so does a failure."""
     monkeypatch.setattr(fa4, "why_missing", lambda: "")
+    monkeypatch.setattr(fa4, "_import_failures", [])
     monkeypatch.setattr(calls, "_FA4_ON", ("cpu",))
     monkeypatch.setattr(fa4, "refuses_package", lambda call: None)
     calls_of_kernel: list[int] = []

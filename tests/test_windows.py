@@ -230,6 +230,7 @@ def test_fa4_hides_padding(layout: str, bound: int | None, batch: int, monkeypat
 def test_head_sizes_of_fa4(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two different head sizes are taken as far as flash-attn-4 is tested with them by its authors."""
     monkeypatch.setattr(fa4, "why_missing", lambda: "")
+    monkeypatch.setattr(fa4, "_import_failures", [])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
 
     def reason(size: int, v_size: int, learns: bool = False, kv_heads: int = 4) -> str | None:
