@@ -16,6 +16,7 @@ import torch
 import torch._inductor.codecache
 from hypothesis import settings
 
+import flexmasks
 from flexmasks.spec import definitions
 
 if TYPE_CHECKING:  # not all torch builds have process groups
@@ -71,6 +72,14 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def cold() -> Iterator[None]:
+    """Forget all kernels, plans and failures before and after a test."""
+    flexmasks.clear_caches()
+    yield
+    flexmasks.clear_caches()
 
 
 @pytest.fixture(autouse=True)

@@ -32,14 +32,6 @@ MISSING = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 Gi
 pytestmark = pytest.mark.usefixtures("one_thread", "cold")
 
 
-@pytest.fixture
-def cold() -> Iterator[None]:
-    """Forget all kernels and failures before and after a test."""
-    flexmasks.clear_caches()
-    yield
-    flexmasks.clear_caches()
-
-
 def _qkv(learns: bool = False) -> list[Tensor]:
     return [torch.randn(1, 2, LENGTH, 16, requires_grad=learns) for _ in range(3)]
 

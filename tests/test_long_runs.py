@@ -11,7 +11,7 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -32,14 +32,6 @@ STATM = Path("/proc/self/statm")
 PAGE = 4096
 
 pytestmark = pytest.mark.usefixtures("one_thread", "cold")
-
-
-@pytest.fixture
-def cold() -> Iterator[None]:
-    """Forget all kernels before and after a test."""
-    flexmasks.clear_caches()
-    yield
-    flexmasks.clear_caches()
 
 
 # --- the steps ---

@@ -30,14 +30,6 @@ STARTS = [0, 60, 160]
 pytestmark = pytest.mark.usefixtures("one_thread", "cold")
 
 
-@pytest.fixture
-def cold() -> Iterator[None]:
-    """Forget all kernels before and after a test."""
-    flexmasks.clear_caches()
-    yield
-    flexmasks.clear_caches()
-
-
 class Lines(logging.Handler):
     """The lines that a logger writes."""
 
