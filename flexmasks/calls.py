@@ -635,7 +635,7 @@ def _planned(q: Tensor, k: Tensor, v: Tensor, request: Request) -> _Planned:
     aliases = Aliases()
     mask_plan: MaskPlan | GivenPlan
     if request.block_mask is not None:
-        mask_plan = GivenPlan(request.block_mask if size.device.type == "cuda" else widened(request.block_mask))
+        mask_plan = GivenPlan(widened(request.block_mask))
     else:
         mask = get_mask("full") if mask is None else mask
         mask_plan = MaskPlan(

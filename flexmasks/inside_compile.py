@@ -67,8 +67,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tens
     if plain.in_onnx_export():
         return _in_plain_operations(q, k, v, request, mask, score, size)
     if request.block_mask is not None:
-        name = _backend_of_block_mask(q, request, needs_grad)
-        block_mask = request.block_mask if q.is_cuda else widened(request.block_mask)
+        name, block_mask = _backend_of_block_mask(q, request, needs_grad), widened(request.block_mask)
     else:
         mask = cast(Mask, from_arguments("full", None, {})[0] if mask is None else mask)
         resolved = mask.resolve(size)  # raises errors of parameters, which torch would not show if they came later

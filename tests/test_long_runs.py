@@ -11,7 +11,7 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -217,6 +217,13 @@ class Run:
             step(random, self.sizes, name, trains, self.steps % self.checked_every == 0)
             self.steps += 1
 
+    def look_at(self, places: Iterable[int], modes: tuple[bool, ...]) -> None:
+        """Run until each number of steps, and look there."""
+        for place in places:
+            self.until(lambda steps, place=place: steps < place, modes)  # type: ignore[misc]
+            self.look()
+            print(self.seen[-1], flush=True)
+
     def look(self) -> None:
         is_cuda = self.sizes.device == "cuda"
         if is_cuda:
@@ -245,9 +252,7 @@ needs_statm = pytest.mark.skipif(not STATM.exists(), reason="the system has no /
 @needs_statm
 def test_memory_and_caches_of_training_steps() -> None:
     run = Run(CPU)
-    for until in (150, 450):
-        run.until(lambda steps, until=until: steps < until, (True,))  # type: ignore[misc]
-        run.look()
+    run.look_at((150, 450), (True,))
     run.check(grows_by=4 << 20)
 
 
@@ -255,10 +260,7 @@ def test_memory_and_caches_of_training_steps() -> None:
 @pytest.mark.campaign
 def test_ten_thousand_training_steps() -> None:
     run = Run(CPU)
-    for until in range(1000, 11_001, 500):
-        run.until(lambda steps, until=until: steps < until, (True,))  # type: ignore[misc]
-        run.look()
-        print(run.seen[-1], flush=True)
+    run.look_at(range(1000, 11_001, 500), (True,))
     run.check(grows_by=8 << 20)
 
 
@@ -267,10 +269,7 @@ def test_ten_thousand_training_steps() -> None:
 def test_steps_that_train_and_evaluate() -> None:
     """Kernels are compiled for evaluation only, on a CPU."""
     run = Run(CPU)
-    for until in range(1000, 5001, 500):
-        run.until(lambda steps, until=until: steps < until, (True, False))  # type: ignore[misc]
-        run.look()
-        print(run.seen[-1], flush=True)
+    run.look_at(range(1000, 5001, 500), (True, False))
     run.check(grows_by=8 << 20)
 
 

@@ -20,12 +20,17 @@ _ALIGNMENT = 64  # kernels expect a tensor's offset in its memory to be a multip
 # --- reading ---
 
 
+def grid(lengths: tuple[int, int], block_size: tuple[int, int]) -> tuple[int, int]:
+    """Return the numbers of blocks of queries and of keys."""
+    return -(-lengths[0] // block_size[0]), -(-lengths[1] // block_size[1])
+
+
 def of_block_mask(block_mask: compat.BlockMask) -> tuple[Tensor, Tensor]:
     """Return which blocks of a BlockMask are partial and which are full.
 
     Both are booleans [B, H, query blocks, key blocks].
     """
-    columns = -(-block_mask.seq_lengths[1] // block_mask.BLOCK_SIZE[1])
+    _, columns = grid(block_mask.seq_lengths, block_mask.BLOCK_SIZE)
     partial = _listed(block_mask.kv_num_blocks, block_mask.kv_indices, columns)
     if block_mask.full_kv_num_blocks is None or block_mask.full_kv_indices is None:
         return partial, torch.zeros_like(partial)
@@ -34,20 +39,18 @@ def of_block_mask(block_mask: compat.BlockMask) -> tuple[Tensor, Tensor]:
 
 def are_narrow(block_mask: compat.BlockMask) -> bool:
     """Return whether lists of a BlockMask have fewer places than there are blocks."""
-    columns = -(-block_mask.seq_lengths[1] // block_mask.BLOCK_SIZE[1])
+    _, columns = grid(block_mask.seq_lengths, block_mask.BLOCK_SIZE)
     return any(x is not None and x.shape[-1] < columns for x in (block_mask.kv_indices, block_mask.full_kv_indices))
 
 
 def widened(block_mask: compat.BlockMask) -> compat.BlockMask:
     """Return a BlockMask whose lists have a place for each block.
 
-    torch's kernels on a CPU want them so.
+    torch's kernels on a CPU want such lists. A BlockMask on a GPU stays as it is.
     """
-    if not are_narrow(block_mask):
+    if block_mask.kv_indices.is_cuda or not are_narrow(block_mask):
         return block_mask
-    rows, columns = (
-        -(-length // size) for length, size in zip(block_mask.seq_lengths, block_mask.BLOCK_SIZE, strict=True)
-    )
+    rows, columns = grid(block_mask.seq_lengths, block_mask.BLOCK_SIZE)
     tensors = []
     for name, width in (("kv", columns), ("full_kv", columns), ("q", rows), ("full_q", rows)):
         indices = getattr(block_mask, f"{name}_indices")

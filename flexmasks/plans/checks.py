@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flexmasks import compat
-from flexmasks.blocks.lists import are_narrow
+from flexmasks.blocks.lists import are_narrow, grid
 from flexmasks.spec.parameters import Size, describe, in_message
 
 ATTENTION, VARLEN, PAGED = "flexmasks.attention", "flexmasks.varlen_attention", "flexmasks.paged_attention"
@@ -242,7 +242,7 @@ def check_block_mask(block_mask: Any, size: Size) -> None:
             f"{(size.batch, size.heads, size.q_len, size.kv_len)}; make it with flexmasks.block_mask(mask, "
             f"{size.q_len}, {size.kv_len}, batch={size.batch}, heads={size.heads})."
         )
-    columns = -(-size.kv_len // block_mask.BLOCK_SIZE[1])
+    _, columns = grid((size.q_len, size.kv_len), block_mask.BLOCK_SIZE)
     has_too_few = are_narrow(block_mask) and not compat.TAKES_NARROW_LISTS
     if has_too_few or block_mask.kv_indices.shape[-1] > columns:
         fail(

@@ -19,7 +19,7 @@ from torch import Tensor
 from flexmasks import compat
 from flexmasks.blocks.bits import BITS, Bits, bits_in_parts, can_be_bits
 from flexmasks.blocks.elements import coordinates_of, places_of
-from flexmasks.blocks.lists import in_use
+from flexmasks.blocks.lists import grid, in_use
 from flexmasks.spec.indexing import bounded
 
 # Sizes of the table of words, in bytes. Few sizes need few kernels, because a kernel is compiled for each size.
@@ -85,7 +85,7 @@ def data_of(block_mask: compat.BlockMask, batch: int, heads: int, bits: Bits | N
     if not can_be_bits(block_size):
         raise CannotBeData("blocks can be data only if their sizes are powers of 2 from 32 on")
     counts, indices = block_mask.kv_num_blocks, block_mask.kv_indices
-    rows, columns = (-(-length // size) for length, size in zip(lengths, block_size, strict=True))
+    rows, columns = grid(lengths, block_size)
     is_small = batch * heads * rows * columns * 4 <= _MAX_LISTS
     sizes = (batch, heads) if is_small else (counts.shape[0], counts.shape[1])
     parts_of_words: Iterable[Tensor]

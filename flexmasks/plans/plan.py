@@ -76,7 +76,7 @@ class _Kind:
     """State of all masks that differ in the values of tensors only."""
 
     why_exact: str  # why their plans must be exact, or ""
-    is_first: bool = True  # no masks of other sizes came before
+    records_soon: bool = True  # at the second plan, instead of after as many as take the time of recording
     plans: int = 1
     # Made when the second mask is planned, later for other sizes than the first. A kind of `_recorded_tensors` has
     # operations of its own.
@@ -84,7 +84,7 @@ class _Kind:
 
     def is_to_be_recorded(self) -> bool:
         """Return whether the next plan is recorded; sizes that grow at every step never return."""
-        return not self.why_exact and self.recorded is None and (self.is_first or self.plans >= _PLANS_TO_RECORD)
+        return not self.why_exact and self.recorded is None and (self.records_soon or self.plans >= _PLANS_TO_RECORD)
 
 
 _P = TypeVar("_P", bound=_Prepared | MaskData | Whole | Added)
@@ -244,12 +244,12 @@ class Plan:
         if kind is None and not captured:
             self.value.resolve(sized(self.size, self.offset), self.lifted)  # checks the values once
             tensors = make(self.value, self.offset)
-            _KINDS.put(kind_key, (), _Kind(""), ENTRY + memory_of_capture(sum(t.nbytes for t in tensors)))
+            kind = _Kind("", records_soon=self.size.device.type != "cpu")
+            _KINDS.put(kind_key, (), kind, ENTRY + memory_of_capture(sum(t.nbytes for t in tensors)))
             return tensors, None
         if kind is not None:
             kind.plans += 1
-        pays = kind is not None and kind.plans >= (_PLANS_TO_RECORD if self.size.device.type == "cpu" else 2)
-        if kind is not None and pays and not captured and kind.recorded is None and not kind.why_exact:
+        if kind is not None and not captured and kind.is_to_be_recorded():
 
             def run(*tensors: Tensor) -> list[Tensor]:
                 return make(*Aliases(zip(inputs, tensors, strict=True)).of((self.value, self.offset)))
@@ -339,7 +339,7 @@ class MaskPlan(Plan):
             if _KINDS.get(function) is None or not isinstance(self.offset, int):
                 prepared, kind = self._build_first_of_kind()
             else:
-                prepared, kind = self._build_by_bounds(), _Kind("", is_first=False)
+                prepared, kind = self._build_by_bounds(), _Kind("", records_soon=False)
             _KINDS.put(key, (), kind, ENTRY + memory_of_capture(prepared.nbytes))
             if not kind.why_exact:
                 _KINDS.put(function, (), kind, ENTRY)

@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
 from flexmasks import compat
 from flexmasks.blocks.bits import BITS, can_be_bits
-from flexmasks.blocks.lists import of_block_mask
+from flexmasks.blocks.lists import grid, of_block_mask
 from flexmasks.plans.checks import INT_DTYPES
 from flexmasks.plans.data import lists_of, reading_bits
 from flexmasks.plans.plan import MAX_POSITIONS, MaskPlan, sized
@@ -118,7 +118,7 @@ def loaded_block_mask(lists: Any, lengths: Any, block_size: Any, state: Any) -> 
             _damaged("lengths")
     if not (_is_tuple(lists, _LISTS) and isinstance(lists[0], Tensor) and lists[0].ndim == 3):
         _damaged("lists of blocks")
-    rows, columns = (-(-length // size) for length, size in zip(lengths, block_size, strict=True))
+    rows, columns = grid(lengths, block_size)
     sizes, device = tuple(lists[0].shape[:2]), lists[0].device
     for place in range(0, _LISTS, 2):
         counts, indices = lists[place : place + 2]
