@@ -87,7 +87,9 @@ class Cache(Generic[Value]):
         if None in identities or nbytes > self._max_bytes:
             return
         full_key = _with_ids(key, tensors)
+        dropped = []  # what dies with a value, such as a CUDA graph, dies without the lock
         with self._lock:
+            dropped.append(self._entries.get(full_key))
             self._forget(full_key)
             while self._bytes + nbytes > self._max_bytes:
                 oldest, entry = self._entries.popitem(last=False)
@@ -96,6 +98,7 @@ class Cache(Generic[Value]):
                     self._entries[oldest] = entry
                 else:
                     self._bytes -= entry.nbytes
+                    dropped.append(entry)
             refs = [weakref.ref(t, lambda _, key=full_key: self._forget(key)) for t in tensors]  # type: ignore[misc]
             self._entries[full_key] = _Entry(value, nbytes, list(zip(refs, identities, strict=True)))
             self._bytes += nbytes
@@ -118,8 +121,9 @@ class Cache(Generic[Value]):
     def clear(self) -> None:
         """Forget everything."""
         with self._lock:
-            self._entries.clear()
+            dropped, self._entries = self._entries, OrderedDict()
             self._bytes = self._hits = self._misses = 0
+        dropped.clear()
 
     def info(self) -> CacheInfo:
         """Return the cache's counts and sizes."""

@@ -480,13 +480,13 @@ def test_attention_with_proven_options(
 ) -> None:
     """An option that does not hold makes results wrong, forward or backward."""
     passed: list[dict[str, Any]] = []
-    options_of = kernels.options
+    run_kernel = kernels._run_kernel
 
-    def spy(*args: Any) -> dict[str, Any]:
-        passed.append(options_of(*args))
-        return passed[-1]
+    def spy(what: str, key: Any, captured: Any, may_be_data: bool, *args: Any) -> Any:
+        passed.append(args[6])  # after q, k, v, score_mod, block_mask and scale
+        return run_kernel(what, key, captured, may_be_data, *args)
 
-    monkeypatch.setattr(kernels, "options", spy)
+    monkeypatch.setattr(kernels, "_run_kernel", spy)
     leaves = [torch.randn(2, 2, length, 64, device="cuda", dtype=torch.float16, requires_grad=True) for _ in range(3)]
     out = flexmasks.attention(*leaves, mask=name, backend="triton", **params)
     proven = flexmasks.get_mask(name, **params).blocks(length).kernel_options

@@ -451,11 +451,15 @@ class CompiledCall:
             of_mask = "data", words, _is_one(table[0]), table[1:]
             block_mask = data.block_mask(for_flash=backend == "FLASH")
             shapes = None if shapes is None else shapes[2:]
-        chosen = _options(call, backend, more_options, has_proven=not as_data)
+        if as_data:
+            chosen = _options(call, backend, more_options, has_proven=False)
+            key = _key((of_mask, of_score), call, backend, chosen, block_mask)
+        else:
+            chosen, key = _kernel_for((of_mask, of_score), call, backend, more_options)
         return cls(
             runner=Runner(
                 call.what,
-                (of_mask, of_score, *_kind(call, backend, chosen), *_lists_kind(block_mask)),
+                key,
                 shapes,
                 may_be_data=not (as_data or call.mask_is_own or shapes is None or forms.has_failed(call))
                 and backend != "FLASH",  # triton may compile what FLASH cannot
@@ -516,6 +520,40 @@ def _options(call: Call, backend: str | None, more_options: dict[str, Any] | Non
     return options(call.q, call.k, call.v, backend, given, call.blocks().block_mask.BLOCK_SIZE, proven)
 
 
+def _kernel_for(
+    functions: tuple[Hashable, Hashable], call: Call, backend: str | None, more_options: dict[str, Any] | None
+) -> tuple[dict[str, Any], Hashable]:
+    """Return the options and the key of the kernel that computes a call's functions.
+
+    What is proven depends on the lengths: the blocks of causal attention are contiguous at every 128th length. A kernel
+    for any length that makes use of less runs such a call, too, so that nothing is compiled for a rare length.
+    functions: the keys of mask and score.
+    """
+    block_mask, shapes = call.blocks().block_mask, _shapes(call.q, call.k, call.v, call.shapes)
+    proven = _options(call, backend, more_options, has_proven=True)
+    plain = _options(call, backend, more_options, has_proven=False)
+    extra = [name for name in proven if name not in plain]
+    for count in range(len(extra) + 1):
+        for unused in itertools.combinations(extra, count):
+            chosen = {name: value for name, value in proven.items() if name not in unused}
+            key = _key(functions, call, backend, chosen, block_mask)
+            kernel = _KERNELS.get(key)
+            if kernel is not None and kernel.is_ready(shapes):
+                return chosen, key
+    return proven, _key(functions, call, backend, proven, block_mask)
+
+
+def _key(
+    functions: tuple[Hashable, Hashable], call: Call, backend: str | None, chosen: dict[str, Any], block_mask: Any
+) -> Hashable:
+    """Return the key of a kernel, whose parts `_KEY_PARTS` names.
+
+    functions: the keys of mask and score. chosen: the kernel options.
+    """
+    batch, heads = block_mask.kv_num_blocks.shape[:2]
+    return *functions, *_kind(call, backend, chosen), block_mask.BLOCK_SIZE, _is_one(batch), heads
+
+
 def _kind(call: Call, backend: str | None, chosen: dict[str, Any]) -> tuple[Hashable, ...]:
     """Return what a kernel depends on besides the functions and the lists of blocks.
 
@@ -537,11 +575,6 @@ _KEY_PARTS = (
     "number of heads of k and v", "head size", "head size of v", "wish for an lse", "scale", "set of kernel options",
     *["wish for gradients"] * 4, "block size", "batch size of block lists", "number of heads of block lists",
 )  # fmt: skip
-
-
-def _lists_kind(block_mask: compat.BlockMask) -> tuple[Hashable, ...]:
-    batch, heads = block_mask.kv_num_blocks.shape[:2]
-    return block_mask.BLOCK_SIZE, _is_one(batch), heads
 
 
 def _is_one(batch: int) -> bool:
@@ -578,8 +611,8 @@ def _is_compiled(call: Call, backend: str | None, more_options: dict[str, Any] |
     """Return whether there is a kernel for the functions of mask and score."""
     if not any(key[:2] == call.kernel_key for key in _KERNELS.known_keys()):
         return False
-    kind = _kind(call, backend, _options(call, backend, more_options, has_proven=True))
-    return _KERNELS.get((*call.kernel_key, *kind, *_lists_kind(call.blocks().block_mask))) is not None
+    _, key = _kernel_for(call.kernel_key, call, backend, more_options)
+    return _KERNELS.get(key) is not None
 
 
 @functools.cache
