@@ -29,6 +29,7 @@ from flexmasks.bench import models as bench_models
 from flexmasks.bench import ranks as bench_ranks
 from flexmasks.bench import results as bench_results
 from flexmasks.bench import serve as bench_serve
+from flexmasks.bench import softmax as bench_softmax
 from flexmasks.bench import steps as bench_steps
 from flexmasks.bench.clock import interleaved, wall_milliseconds
 from flexmasks.bench.memory import peak_bytes
@@ -61,7 +62,12 @@ def test_figures_are_written(device: str, tmp_path: Path, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize("device", ["cpu"])  # on a GPU it takes minutes
-def test_figures_of_the_softmax_are_written(device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("count", [2, pytest.param(8, marks=pytest.mark.campaign)])
+def test_figures_of_the_softmax_are_written(
+    device: str, count: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cases = bench_softmax.cases
+    monkeypatch.setattr(bench_softmax, "cases", lambda device: cases(device)[-count:])
     file = tmp_path / "softmax.json"
     assert main(["bench", "softmax", "--device", device, "--json", str(file)]) == 0
     printed = capsys.readouterr().out
@@ -72,9 +78,9 @@ def test_figures_of_the_softmax_are_written(device: str, tmp_path: Path, capsys:
         assert row["share"] == pytest.approx(row["tb_s"] / results["copy_tb_s"], rel=0.1)
         assert row["case"] in printed
     ours = [r for r in results["rows"] if r["who"] == "flexmasks"]
-    assert len(ours) == 2 * 8
+    assert len(ours) == 2 * count
     assert all(r["largest_error"] < 0.01 for r in ours if r["pass"] == "forward")
-    assert sum(r["who"] == "torch.compile" for r in results["rows"]) == 2 * 8
+    assert sum(r["who"] == "torch.compile" for r in results["rows"]) == 2 * count
 
 
 def test_figures_of_attention_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -144,9 +150,11 @@ def test_the_steps_with_new_tensors(steps: list[str], capsys: pytest.CaptureFixt
     named = [f"loop, {loop.name}, [1, 8, 4096, 64]" for loop in loops.LOOPS]
     ids, offsets = ["eager", "compiled layers", "compiled"], ["eager", "compiled"]
     losses = [*(f"losses, document ids, {way}" for way in ids), *(f"losses, offsets, {way}" for way in offsets)]
-    assert steps == ["plan, documents, [1, 8, 4096, 64]", *named, *losses]
+    shapes = "[4, 8, 256, 64]", "[4, 8, 512, 64]", "[2, 8, 1024, 64]", "[1, 8, 4096, 64]"
+    gradients = [f"gradients, {loop.name}, {shape}" for shape in shapes for loop in loops.WITH_GRADIENTS]
+    assert steps == ["plan, documents, [1, 8, 4096, 64]", *named, *gradients, *losses]
     steps.clear()
-    assert main(["bench", "steps", "--device", "cpu", "--quick", "--only", "plan", "ALiBi"]) == 0
+    assert main(["bench", "steps", "--device", "cpu", "--quick", "--only", "plan", "loop, documents, ALiBi"]) == 0
     assert steps == ["plan, documents, [2, 2, 256, 64]", "loop, documents, ALiBi, [2, 2, 256, 64]"]
     assert main(["bench", "steps", "--device", "cpu", "--only", "plam"]) == 2
     assert "nothing to measure is named ['plam']; there are plan, documents" in capsys.readouterr().err
@@ -395,13 +403,15 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_figures_of_steps_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "steps.json"
     command = ["bench", "steps", "--device", "cpu", "--quick", "--json", str(file)]
-    assert main([*command, "--only", "plan", "loop, grouped_tril"]) == 0
+    assert main([*command, "--only", "plan", "loop, grouped_tril", "gradients, documents"]) == 0
     printed = capsys.readouterr().out
     results = json.loads(file.read_text())
     assert [(r["kind"], r["who"]) for r in results["rows"]] == [
         ("plan", "flexmasks"), ("plan", "flex_attention"),
         ("loop", "flexmasks"), ("loop", "flexmasks, old tensors"), ("loop", "flex_attention"),
+        *[("gradients", "flexmasks"), ("gradients", "SDPA + mask")] * 2,
     ]  # fmt: skip
+    assert all(row["difference"] < 1e-5 for row in results["rows"][5::2])
     for row in results["rows"]:
         assert row["case"] in printed
         assert min(row["ms"], row["alone_ms"], row["longest_ms"], row["steps"]) > 0
@@ -412,9 +422,10 @@ def test_figures_of_steps_are_written(tmp_path: Path, capsys: pytest.CaptureFixt
     assert ours["backend"] == "cpu"
     text = steps_tables.markdown(results)
     assert "| grouped_tril | 2x2x256x64" in " ".join(text.split())
+    assert "| 2x2x256x64 | documents, ALiBi | dense |" in " ".join(text.split())
 
 
-@pytest.mark.parametrize("loop", loops.LOOPS, ids=lambda loop: loop.name)
+@pytest.mark.parametrize("loop", [*loops.LOOPS, *loops.WITH_GRADIENTS[:2]], ids=lambda loop: loop.name)
 def test_the_loops_of_flexmasks_and_torch_have_the_same_mask(loop: loops.Loop) -> None:
     batch, length = (1, 192) if loop.is_varlen else (2, 96)
     drawn = loop.draw(batch, length, torch.Generator().manual_seed(0))

@@ -143,7 +143,7 @@ def test_a_mask_of_ones_own_is_listed_shown_and_in_the_gallery(
     assert "no_such_module" in capsys.readouterr().err
 
 
-def test_a_mask_of_ones_own_is_measured(own: str, tmp_path: Path) -> None:
+def test_block_masks_of_a_mask_of_ones_own_are_measured(own: str, tmp_path: Path) -> None:
     file = tmp_path / "blocks.json"
     given = ["--device", "cpu", "--import", own, "--json"]
     names = ["--masks", "broken", "every_other", "without_example"]
@@ -153,7 +153,12 @@ def test_a_mask_of_ones_own_is_measured(own: str, tmp_path: Path) -> None:
         ("every_other", "every_other(window=16, dilation=2)", True)
     ]
     assert list(blocks["failed"]) == ["broken, example, 64 tokens", "without_example, example, 64 tokens"]
+
+
+@pytest.mark.campaign
+def test_attention_with_a_mask_of_ones_own_is_measured(own: str, tmp_path: Path) -> None:
     file = tmp_path / "attention.json"
+    given = ["--device", "cpu", "--import", own, "--json"]
     command = ["bench", "attention", "--masks", "every_other", "--lengths", "128", *given, str(file)]
     ran = subprocess.run(
         [sys.executable, "-m", "flexmasks", *command],

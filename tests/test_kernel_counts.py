@@ -142,7 +142,9 @@ def nested(n: float) -> Callable[..., Tensor]:
     return lambda score, b, h, q, kv: torch.tanh(inner(score, b, h, q, kv))
 
 
-@pytest.mark.parametrize("make", [scaled, by_default, by_partial, nested])
+@pytest.mark.parametrize(
+    "make", [scaled, by_partial, *(pytest.param(make, marks=pytest.mark.campaign) for make in (by_default, nested))]
+)
 def test_numbers_of_scores_become_inputs(make: Callable[..., Any], backend: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(numbers, "MAX_COMPILED_VALUES", 2)
 
@@ -183,7 +185,11 @@ def by_type(n: float) -> Callable[..., Tensor]:
 
 @pytest.mark.parametrize(
     ("make", "reason"),
-    [(decides, "cannot be traced"), (by_type, "computes otherwise"), (by_global, "reads `FACTOR`, a global variable")],
+    [
+        (by_global, "reads `FACTOR`, a global variable"),
+        pytest.param(decides, "cannot be traced", marks=pytest.mark.campaign),
+        pytest.param(by_type, "computes otherwise", marks=pytest.mark.campaign),
+    ],
 )
 def test_numbers_that_cannot_be_inputs_are_right_and_warned_of_once(
     make: Callable[..., Any], reason: str, backend: str, monkeypatch: Any, caplog: Any

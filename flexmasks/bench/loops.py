@@ -20,6 +20,7 @@ from flexmasks.spec.values import Mask
 
 CALLS = 4  # calls of attention in a step
 _DOCUMENT = 600  # mean number of tokens of a document
+_WINDOW = 128  # keys before a query that it sees
 _DRAWS = 8  # different tensors, which the steps take by turns
 Shape = tuple[int, int, int, int]  # batch, heads, length, head size
 Prepare = Callable[[Tensor], Attend]
@@ -135,6 +136,22 @@ LOOPS = [
 ]
 
 
+def _causal_mod(drawn: Tensor, length: int) -> Mod:
+    return lambda b, h, q, kv: q >= kv
+
+
+def _window_mod(drawn: Tensor, length: int) -> Mod:
+    return lambda b, h, q, kv: (q >= kv) & (q - kv <= _WINDOW)
+
+
+# Loops with gradients on a CPU. The first two masks are the same at every step, and leave the tensor alone.
+WITH_GRADIENTS = [
+    Loop("causal", draw_lengths, lambda _: {"mask": "causal"}, _causal_mod),
+    Loop("sliding_window", draw_lengths, lambda _: {"mask": "sliding_window", "window": _WINDOW}, _window_mod),
+    *(loop for loop in LOOPS if not loop.is_varlen),
+]
+
+
 def by_flexmasks(loop: Loop) -> Prepare:
     """Return attention as users of this library write it."""
 
@@ -172,6 +189,21 @@ def by_torch(loop: Loop, shape: Shape, device: torch.device) -> Prepare:
     return prepare
 
 
+def by_sdpa(loop: Loop, shape: Shape, device: torch.device) -> Prepare:
+    """Return attention by SDPA with the mask, or the bias, as a tensor that is made at each step."""
+    batch, heads, length, _ = shape
+    b, h, q, kv = (torch.arange(n, device=device) for n in (batch, heads, length, length))
+    b, h, q = b[:, None, None, None], h[:, None, None], q[:, None]
+    slopes = torch.tensor(alibi_slopes(heads), device=device)
+
+    def prepare(drawn: Tensor) -> Attend:
+        seen = loop.mask_mod(drawn, length)(b, h, q, kv)
+        mask = torch.where(seen, -slopes[h] * (q - kv), -torch.inf) if loop.has_alibi else seen
+        return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    return prepare
+
+
 def compiled_create() -> Callable[[Mod, int, int, torch.device], BlockMask]:
     """Return a compiled create_block_mask of a mask that does not depend on the head."""
     create = torch.compile(create_block_mask, dynamic=False)
@@ -184,12 +216,19 @@ def compiled_flex() -> Callable[..., Tensor]:
 
 
 class Chain:
-    """Attentions in a chain that share a mask, and on a GPU one backward pass."""
+    """Attentions in a chain that share a mask, and a backward pass.
 
-    def __init__(self, loop: Loop, shape: Shape, device: torch.device, dtype: torch.dtype) -> None:
+    calls: how many attentions; backward: whether there is a backward pass, by default on a GPU.
+    """
+
+    def __init__(
+        self, loop: Loop, shape: Shape, device: torch.device, dtype: torch.dtype, calls: int = CALLS,
+        backward: bool | None = None,
+    ) -> None:  # fmt: skip
         torch.manual_seed(0)
         batch, heads, length, size = shape
-        self._loop, self._backward = loop, device.type == "cuda"
+        self._loop, self._calls = loop, calls
+        self._backward = device.type == "cuda" if backward is None else backward
         self._q, self._k, self._v = (
             torch.randn(
                 (length, heads, size) if loop.is_varlen else shape,
@@ -205,7 +244,7 @@ class Chain:
     def run(self, prepare: Prepare, drawn: Tensor) -> Tensor:
         """Run one step, and return the last output."""
         attend, x = prepare(drawn), self._q
-        for _ in range(CALLS):
+        for _ in range(self._calls):
             x = attend(x, self._k, self._v)
         if self._backward:
             torch.autograd.grad(x, (self._q, self._k, self._v), self._upstream)

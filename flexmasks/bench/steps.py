@@ -16,12 +16,14 @@ from flexmasks import calls, compat
 from flexmasks.attention import attention, explain, varlen_attention
 from flexmasks.bench.loops import (
     LOOPS,
+    WITH_GRADIENTS,
     Chain,
     Draws,
     Loop,
     Replayed,
     Shape,
     by_flexmasks,
+    by_sdpa,
     by_torch,
     compiled_create,
     compiled_flex,
@@ -35,11 +37,10 @@ from flexmasks.bench.loops import (
 from flexmasks.bench.model import WAYS, Attend, Sizes, Training
 from flexmasks.bench.results import Benchmark, Row
 from flexmasks.bench.runner import MeasuredSteps, measure_steps
-from flexmasks.bench.steps_tables import OLD, OURS, PLAIN, table
+from flexmasks.bench.steps_tables import DENSE, OLD, OURS, PLAIN, table
 from flexmasks.cache import clear_caches
 from flexmasks.request import Request
 
-_DENSE = "SDPA + mask"  # what the losses are compared with
 # How documents are given to a model, and how it runs.
 _TRAINED = [*(("document ids", way) for way in WAYS), ("offsets", "eager"), ("offsets", "compiled")]
 _CALLS_BEFORE_PLANS = 4
@@ -134,6 +135,20 @@ def _graph_rows(loop: Loop, shape: Shape, device: torch.device, dtype: torch.dty
     return rows
 
 
+def _gradient_rows(loop: Loop, shape: Shape, device: torch.device, dtype: torch.dtype, pace: Pace) -> list[Row]:
+    """Return the figures of one attention with its gradients."""
+    chain = Chain(loop, shape, device, dtype, calls=1, backward=True)
+    new, theirs, sdpa = Draws(chain.drawn), Draws(chain.drawn), by_sdpa(loop, shape, device)
+    implementations: dict[str, Callable[[], Tensor]] = {
+        OURS: lambda: chain.run(by_flexmasks(loop), new.new()),
+        DENSE: lambda: chain.run(sdpa, theirs.new()),
+    }
+    measured = measure(implementations, device, pace, cold=False)
+    rows = measured_rows("gradients", loop.name, shape, dtype, measured)
+    rows[0] |= {"backend": chain.backend(new.new()), "difference": measured.difference(OURS, DENSE)}
+    return rows
+
+
 def _training_rows(
     packing: str, way: str, sizes: Sizes, device: torch.device, dtype: torch.dtype, pace: Pace, cold: bool
 ) -> list[Row]:
@@ -142,7 +157,7 @@ def _training_rows(
     implementations = {
         who: Training(sizes, kind.attend_of, kind.packing, device, dtype, way)
         for who, kind in kinds.items()
-        if who != _DENSE
+        if who != DENSE
     }
     measured = measure(implementations, device, pace, cold, required=())
     shape = (sizes.batch, sizes.heads, sizes.length, sizes.width // sizes.heads)
@@ -162,14 +177,14 @@ def _losses_rows(packing: str, way: str, sizes: Sizes, device: torch.device, dty
     if device.type == "cpu":
         del kinds[PLAIN]  # flex_attention has no gradients on a CPU
     for who, kind in kinds.items():
-        train = Training(small, kind.attend_of, kind.packing, device, dtype, "eager" if who == _DENSE else way)
+        train = Training(small, kind.attend_of, kind.packing, device, dtype, "eager" if who == DENSE else way)
         try:
             losses[who] = [float(train()) for _ in range(_CHECKED_STEPS)]
         except Exception as error:
             if who == OURS:
                 raise
             left_out[who] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-    expected = losses[_DENSE]
+    expected = losses[DENSE]
     rows: list[Row] = []
     for who, found in losses.items():
         difference = max(abs(a / b - 1) for a, b in zip(found, expected, strict=True))
@@ -284,7 +299,7 @@ def _kinds(packing: str, sizes: Sizes, device: torch.device, way: str) -> tuple[
             lambda block_mask: lambda q, k, v: flex(q, k, v, block_mask=block_mask),
             lambda: create(mod(plain.new(), length), batch, length, device),
         ),
-        _DENSE: _Kind(lambda visible: lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=visible), seen),
+        DENSE: _Kind(lambda visible: lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=visible), seen),
     }
 
 
@@ -317,6 +332,11 @@ def _todo(device: torch.device, quick: bool) -> dict[str, Callable[[], list[Row]
             todo[f"loop, {loop.name}, {list(shape)}"] = call
 
     add_loops(shapes[0])
+    trained: list[Shape] = [(4, 8, 256, 64), (4, 8, 512, 64), (2, 8, 1024, 64), (1, 8, 4096, 64)]
+    for shape in () if is_cuda else shapes if quick else trained:
+        for loop in WITH_GRADIENTS:
+            call = functools.partial(_gradient_rows, loop, shape, device, dtype, pace)
+            todo[f"gradients, {loop.name}, {list(shape)}"] = call
     for packing, way in _TRAINED:
         todo[f"losses, {packing}, {way}"] = functools.partial(_losses_rows, packing, way, small, device, dtype)
     for packing, way in _TRAINED if is_cuda else ():

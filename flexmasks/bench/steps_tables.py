@@ -10,7 +10,8 @@ from tabulate import tabulate
 from flexmasks.bench.loops import CALLS
 from flexmasks.bench.results import Row, measured_on, text_table
 
-OURS, OLD, PLAIN = "flexmasks", "flexmasks, old tensors", "flex_attention"  # who runs the steps
+# Who runs the steps.
+OURS, OLD, PLAIN, DENSE = "flexmasks", "flexmasks, old tensors", "flex_attention", "SDPA + mask"
 
 
 def table(results: dict[str, Any]) -> str:
@@ -27,7 +28,8 @@ def table(results: dict[str, Any]) -> str:
 def markdown(results: dict[str, Any]) -> str:
     """Return the tables of one run."""
     parts = [f"{measured_on(results)}; medians."]
-    for kind, make in (("plan", _plan_table), ("loop", _loop_table), ("training", _training_table)):
+    tables = {"plan": _plan_table, "loop": _loop_table, "gradients": _gradient_table, "training": _training_table}
+    for kind, make in tables.items():
         cases = _cases(results, kind)
         if cases:
             parts.append(make(cases))
@@ -92,6 +94,22 @@ def _loop_table(cases: _Cases) -> str:
         f"### Loops\n\nA step is {CALLS} attentions in a chain that share the mask and, on a GPU, one backward pass. "
         "Pairs of figures are of flexmasks / of compiled torch.\n\n"
         f"{github_table(rows, header)}"
+    )
+
+
+def _gradient_table(cases: _Cases) -> str:
+    rows = []
+    for (case, shape), by_who in cases.items():
+        ours, theirs = by_who[OURS], by_who[DENSE]
+        cells = [shape, case, ours["backend"], _figure(by_who, OURS), _figure(by_who, DENSE)]
+        rows.append(
+            [*cells, f"{ours['ms'] / theirs['ms']:.2f}", str(ours["compilations"]), f"{ours['longest_ms']:.0f}"]
+        )
+    header = ["B x H x S x D", "mask", "backend", "flexmasks, ms", "SDPA + mask, ms", "flexmasks / SDPA"]
+    header += ["compiles later", "longest later, ms"]
+    return (
+        "### Gradients\n\nA step is one attention, forward and backward. SDPA gets the mask as a tensor, which is made "
+        f"at each step; with ALiBi it is the bias.\n\n{github_table(rows, header)}"
     )
 
 
