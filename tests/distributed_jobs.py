@@ -359,7 +359,11 @@ def shards() -> bool:
     generator = random.Random(7)
     for ndim in (1, 2) if dist.get_world_size() == 4 else (1,):
         mesh = mesh_of(ndim)
-        for order in orders(generator):
+        balanced = distributed.balance("causal", LENGTH, mesh, block_size=4)
+        groups = distributed.balance("causal", LENGTH, mesh.size(0), block_size=4)
+        if balanced.ranks != mesh.size() or not balanced.tokens().equal(groups.tokens()):
+            return False
+        for order in [*orders(generator), balanced]:
             x = torch.randn(2, LENGTH, 3, generator=torch.Generator().manual_seed(0))
             part = distributed.shard(x, order, mesh)
             if not part.equal(x[:, own_tokens(order)]) or not distributed.unshard(part, order, mesh).equal(x):

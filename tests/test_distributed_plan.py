@@ -191,6 +191,17 @@ def test_parts_hold_each_token_once(examples: int) -> None:
     try_examples(examples, check, *sizes)
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_a_divided_order_has_the_tokens_of_each_rank(count: int) -> None:
+    order = Order(40, (((0, 3), (30, 40)), (), ((3, 10), (12, 13), (20, 30)), ((10, 12), (13, 20))))
+    divided = order.divided(count)
+    assert divided.tokens().tolist() == order.tokens().tolist()
+    for rank, size in enumerate(order.sizes):
+        shares = divided.sizes[rank * count : (rank + 1) * count]
+        assert sum(shares) == size
+        assert max(shares) - min(shares) <= 1
+
+
 def test_an_order_sorts_and_joins_its_parts() -> None:
     order = Order(8, (((6, 8), (0, 2), (2, 3)), (), ((3, 6),)))
     assert order.parts == (((0, 3), (6, 8)), (), ((3, 6),))

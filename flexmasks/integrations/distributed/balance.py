@@ -73,6 +73,23 @@ class Order:
         starts = [min(length, rank * size) for rank in range(ranks + 1)]
         return cls(length, tuple(((a, b),) for a, b in itertools.pairwise(starts)))
 
+    def divided(self, count: int) -> Order:
+        """Return the order of `count` times as many ranks, which divide the tokens of each rank among them.
+
+        The first get the first tokens of the rank. Their numbers differ by at most one.
+
+        Example:
+            >>> from flexmasks.integrations.distributed import Order
+            >>> Order(8, (((0, 2), (6, 8)), ((2, 6),))).divided(2).parts
+            (((0, 2),), ((6, 8),), ((2, 4),), ((4, 6),))
+        """
+        check_int("Order.divided", "count", count)
+        parts: list[Parts] = []
+        for own, size in zip(self.parts, self.sizes, strict=True):
+            cuts = [size * n // count for n in range(count + 1)]
+            parts += [_between(own, *ends) for ends in itertools.pairwise(cuts)]
+        return Order(self.length, tuple(parts))
+
     @property
     def ranks(self) -> int:
         """Return the number of ranks."""
@@ -117,7 +134,8 @@ def balance(
     Args:
         masks: the mask, or the masks of all layers of a model. A mask that occurs several times counts as often.
         length: the number of tokens.
-        mesh: the ranks, as a DeviceMesh of one dimension, or their number.
+        mesh: the ranks, as a DeviceMesh, or their number. With two dimensions, ranks along the last one exchange the
+            sequence for heads: balanced is what they hold together, which they divide.
         block_size: queries and keys of a block. By default 128, for more than 1,048,576 tokens the least multiple by a
             power of 2 with which there are at most 8,192 rows of blocks. Pieces start at multiples of it if they are
             long enough.
@@ -132,6 +150,9 @@ def balance(
         ((0, 8192), (57344, 65536))
     """
     check_int("balance", "length", length)
+    if isinstance(mesh, DeviceMesh) and mesh.ndim == 2:
+        of_groups = balance(masks, length, mesh.size(0), block_size=block_size, batch=batch, heads=heads)
+        return of_groups.divided(mesh.size(1))
     ranks = ranks_of("balance", mesh)
     counted = counted_masks("balance", masks)
     block_size = block_size_for(length, _MOST_ROWS) if block_size is None else block_size
@@ -158,6 +179,17 @@ def balance(
     return best
 
 
+def _between(own: Parts, first: int, last: int) -> Parts:
+    """Return the parts of a rank's tokens from the one numbered `first` to the one before `last`."""
+    found, before = [], 0  # `before`: how many tokens the parts before have
+    for start, stop in own:
+        low, high = max(start, start + first - before), min(stop, start + last - before)
+        if low < high:
+            found.append((low, high))
+        before += stop - start
+    return tuple(found)
+
+
 # --- arguments that `balance` and `plan` share ---
 
 
@@ -165,7 +197,7 @@ def ranks_of(call: str, mesh: Any) -> int:
     """Return the number of ranks of a mesh, or the number itself."""
     if isinstance(mesh, DeviceMesh):
         if mesh.ndim != 1:
-            fail(call, f"`mesh` must have one dimension, got {mesh.ndim}; pass the number of ranks instead.")
+            fail(call, f"`mesh` must not have {mesh.ndim} dimensions here; pass the number of ranks instead.")
         return mesh.size()
     if type(mesh) is not int or mesh < 1:
         fail(call, f"`mesh` must be a DeviceMesh or the number of ranks, got {describe(mesh)}.")
