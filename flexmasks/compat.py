@@ -99,8 +99,29 @@ if not TYPE_CHECKING:
         with _IMPORTING:
             if name == "compile_lock":  # whoever traces holds it
                 _keep_device_guard()
+            if name == "flex_attention":
+                _trace_gradients_in_this_thread()
             value = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
         return value
+
+
+@functools.cache
+def _trace_gradients_in_this_thread() -> None:
+    """Keep two threads that train on one GPU from waiting for each other without end.
+
+    A thread that compiles flex_attention holds torch's compile lock, traces the gradients of the score, and so waits
+    for the one thread that runs all backward passes of a GPU. That thread waits for the lock if it comes to a backward
+    pass that is not compiled yet. Where autograd uses no other threads, as in all other tracing of torch, the first
+    thread does not wait. Its loss is an AttributeError at the first use of flex_attention. Seen in torch 2.11 to 2.15.
+    """
+    operators = importlib.import_module("torch._higher_order_ops.flex_attention")
+    create = operators.create_fw_bw_graph
+
+    def create_fw_bw_graph(*args: Any, **kwargs: Any) -> Any:
+        with torch.autograd.set_multithreading_enabled(False):
+            return create(*args, **kwargs)
+
+    operators.create_fw_bw_graph = create_fw_bw_graph  # type: ignore[attr-defined]
 
 
 @functools.cache

@@ -6,6 +6,7 @@ Each test has a short form, which runs in the suite, and a long one.
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import gc
 import itertools
 import math
@@ -348,5 +349,9 @@ def test_eight_threads_for_two_minutes() -> None:
 @pytest.mark.gpu
 @pytest.mark.campaign
 def test_eight_threads_on_a_gpu() -> None:
-    runs = _threads_for(60, (True, False), GPU)
+    faulthandler.dump_traceback_later(300, exit=True)  # if threads wait for each other
+    try:
+        runs = _threads_for(90, (True, False), GPU)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
     assert all(run.steps > 0 for run in runs)

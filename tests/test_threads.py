@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import logging
+import subprocess
+import sys
+import textwrap
 import threading
 import time
 import warnings
@@ -163,6 +166,59 @@ def test_one_cold_call_in_all_threads(logged: tuple[list[str], list[str]]) -> No
         want = flexmasks.attention(*(x.float() for x in tensors), mask="sliding_window", window=20, backend="reference")
         assert all(error(out, want) < TOLERANCE[out.dtype] for out in outs.values())
     assert theirs == []
+
+
+_TWO_THREADS = """
+    import faulthandler, importlib, sys, threading
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+    from flexmasks import compat
+
+    faulthandler.dump_traceback_later(60, exit=True)
+    _setup_privateuseone_for_python_backend("npy")  # like a GPU, it has a thread of its own for backward passes
+    if sys.argv[1] == "mended":
+        compat.flex_attention
+    create = importlib.import_module("torch._higher_order_ops.flex_attention").create_fw_bw_graph
+    has_begun, lock = threading.Event(), compat.compile_lock
+
+    class CompiledLate(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, gradient):
+            has_begun.set()
+            with lock:
+                return gradient * 2
+
+    def train():
+        with FakeTensorMode():
+            x = torch.zeros((), device="npy:0", requires_grad=True)
+            torch.autograd.grad(CompiledLate.apply(x), x)
+
+    thread = threading.Thread(target=train, daemon=True)
+    with lock:
+        thread.start()
+        has_begun.wait()
+        if sys.argv[1] != "mended":  # torch by itself
+            faulthandler.dump_traceback_later(5, exit=True)
+        with FakeTensorMode():
+            score = torch.zeros((), device="npy:0", requires_grad=True)
+            indices = [torch.zeros((), dtype=torch.int, device="npy:0") for _ in range(4)]
+            create(lambda score, b, h, q, kv: score, (score, *indices), ())
+    thread.join()
+    print("both threads ended")
+"""
+
+
+@pytest.mark.parametrize("way", ["mended", pytest.param("by torch", marks=pytest.mark.campaign)])
+def test_a_thread_that_compiles_waits_for_no_backward_pass(way: str) -> None:
+    """Both threads would wait for each other: on a GPU one thread runs all backward passes."""
+    code = textwrap.dedent(_TWO_THREADS)
+    ran = subprocess.run([sys.executable, "-c", code, way], capture_output=True, text=True, timeout=120)
+    assert ("both threads ended" in ran.stdout) == (way == "mended"), ran.stderr
 
 
 def test_known_calls_run_while_another_thread_compiles() -> None:

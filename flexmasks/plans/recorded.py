@@ -62,6 +62,7 @@ class Recorded:
                 _give_out_factors(graph_module)
         self._run: Callable[..., list[Tensor]] = graph_module.forward
         self._captured: _Captured | None = None
+        self._may_capture = True  # until it is tried
         self._lends = lends
         self.turn = 0
 
@@ -83,7 +84,8 @@ class Recorded:
             if device.type not in _CAPTURED_ON or self.turn == 1 or torch.cuda.is_current_stream_capturing():
                 return self._run(*inputs)
             with LOCK, _NO_CONTEXT if _is_current(device) else torch.cuda.device(device):
-                if self._captured is None and self.turn == 2:
+                if self._may_capture:
+                    self._may_capture = False
                     self._captured = _Captured.of(self._run, inputs, self._lends)
                 if self._captured is None or self._captured.raw_stream != compat.raw_stream(device):
                     return self._run(*inputs)
