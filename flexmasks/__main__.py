@@ -140,7 +140,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     gallery_parser.add_argument("out", metavar="OUT", help="the .html file to write, or a folder for index.html")
     gallery_parser.epilog = (
         "One search finds masks, scores and all public names. The reference stands in a folder beside the page, and "
-        "needs `pip install -e '.[docs]'`; without it only the page is written."
+        "needs `pip install 'flexmasks[docs]'`; without it only the page is written."
     )
     does = "estimate on paper what attention over many GPUs exchanges and computes"
     _add_plan_arguments(_add_command(commands, "plan", does, parent))

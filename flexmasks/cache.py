@@ -154,6 +154,12 @@ def clear_caches() -> None:
 
     Call this after a change of a tensor that torch does not count. torch does not count changes through `tensor.data`,
     through memory shared with NumPy, or by a kernel of yours.
+
+    Example:
+        >>> import flexmasks
+        >>> flexmasks.clear_caches()
+        >>> flexmasks.cache_info()["blocks"].entries
+        0
     """
     for cache in _CACHES.values():
         cache.clear()

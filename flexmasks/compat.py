@@ -3,9 +3,11 @@
 If a torch release moves a symbol, only this file changes.
 
 Each entry says what the symbol is for, how its loss would show, and which public symbol replaces it from which torch
-version. "No public equivalent" was checked on torch 2.11 and 2.13.
+version. "No public equivalent" was checked on torch 2.11 and 2.13, and on versions up to 2.15 where a comment names them.
 
-A public way of later versions was tried and is not taken. `torch.compile(isolate_recompiles=True)` (torch 2.13) gives
+Two ways of later versions are not taken. FLASH gives a right lse from torch 2.13 on, a gradient of it from 2.14 on, and
+takes numbers of score changes as inputs from 2.14 on, by their sources: nobody has tried it on a GPU with this library.
+`torch.compile(isolate_recompiles=True)` (torch 2.13) gives
 each call its own recompile limit, but all calls on one function share a limit of 256 compilations, behind which torch
 2.13 and 2.15 fail; a code object for each kernel, as `backends/flex.py` makes it, has no such limit.
 """
@@ -383,9 +385,10 @@ def size_hint(n: Any) -> int:
 def copy_all(places: list[torch.Tensor], values: list[torch.Tensor]) -> None:
     """Copy tensors into others by one kernel. Without it: `copy_` of each.
 
-    The public torch.utils.foreach functions do not copy.
+    torch.foreach.copy_ is public from torch 2.15 on, and is taken there.
     """
-    torch._foreach_copy_(places, values)
+    public = getattr(torch, "foreach", None)
+    (torch._foreach_copy_ if public is None else public.copy_)(places, values)
 
 
 def keeps_results() -> bool:

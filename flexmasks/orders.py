@@ -98,7 +98,14 @@ def _check_axes(**given: Any) -> None:
 
 
 def coordinates(pixel: Tensor, canvas: Sequence[int]) -> list[Tensor]:
-    """Return the coordinates of pixels, one for each axis, from row-major numbers."""
+    """Return the coordinates of pixels, one for each axis, from row-major numbers.
+
+    Example:
+        >>> import torch
+        >>> from flexmasks import orders
+        >>> [x.tolist() for x in orders.coordinates(torch.tensor([0, 5, 11]), (3, 4))]
+        [[0, 1, 2], [0, 1, 3]]
+    """
     inner = []
     for n in reversed(canvas[1:]):
         inner.append(pixel % n)

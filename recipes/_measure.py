@@ -17,7 +17,7 @@ from flexmasks import Mask, attention, dense_mask
 from flexmasks.bench.results import Row as Row
 from flexmasks.bench.results import machine
 from flexmasks.bench.runner import attention_tflops, measure_passes
-from flexmasks.pictures.output import progress
+from flexmasks.pictures.output import progress, write
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda", torch.cuda.current_device()) if ON_GPU else torch.device("cpu")
@@ -47,7 +47,7 @@ def finish(rows: list[Row], file: Path | None, note: str = "", device: torch.dev
     """Print the rows as a table, and write them to the file if one is given."""
     print(f"\n{tabulate(rows, headers='keys', floatfmt='.4g', missingval='')}\n{note}".rstrip())
     if file is not None:
-        file.write_text(json.dumps({"machine": machine(device), "rows": rows}, indent=1) + "\n")
+        write(file, json.dumps({"machine": machine(device), "rows": rows}, indent=1) + "\n")
 
 
 def check(what: str, got: Tensor, want: Tensor, tolerance: float | None = None) -> None:

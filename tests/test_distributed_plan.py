@@ -217,8 +217,9 @@ def test_a_mesh_gives_the_number_of_ranks() -> None:
     try:
         mesh: DeviceMesh = init_device_mesh("cpu", (4,))
         assert balance("causal", 1024, mesh) == balance("causal", 1024, 4)
-        with pytest.raises(ValueError, match=r"distributed\.balance: `mesh` must have one dimension, got 2"):
-            balance("causal", 1024, init_device_mesh("cpu", (2, 2)))
+        assert balance("causal", 1024, init_device_mesh("cpu", (2, 2))) == balance("causal", 1024, 2).divided(2)
+        with pytest.raises(ValueError, match=r"distributed\.balance: `mesh` must not have 3 dimensions here"):
+            balance("causal", 1024, init_device_mesh("cpu", (2, 2, 1)))
     finally:
         torch.distributed.destroy_process_group()
 

@@ -17,6 +17,7 @@ from typing import Annotated, Any
 
 import pytest
 import torch
+from helpers import error
 from oracles import attend
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
@@ -25,7 +26,9 @@ from torch.utils.data import DataLoader, IterableDataset
 import flexmasks
 from flexmasks import Mask, Score, get_mask, get_score
 from flexmasks.plans.portable import loaded_block_mask
+from flexmasks.spec.definitions import from_pickle, loaded_function
 from flexmasks.spec.parameters import Size
+from flexmasks.spec.values import loaded
 
 LENGTH, BATCH, HEADS = 70, 2, 2
 IDS = torch.arange(LENGTH).expand(BATCH, -1) // torch.tensor([[20], [33]])
@@ -325,9 +328,12 @@ def test_unpickling_calls_no_hook_of_a_registered_mask() -> None:
         return q - kv <= reach
 
     data = pickle.dumps(get_mask("with_hooks", reach=3))
+    block_mask = pickle.dumps(flexmasks.block_mask("with_hooks", 8, reach=3))
     calls.clear()
     mask = pickle.loads(data)
     assert not calls
+    pickle.loads(block_mask)
+    assert set(calls) == {"prepare"}  # SECURITY.md says it
     flexmasks.dense_mask(mask, 8)
     assert {"prepare", "function"} <= set(calls)
 
@@ -398,8 +404,67 @@ def test_damaged_pickles_of_masks(params: Any) -> None:
             loaded(*changed)
 
 
+@pytest.mark.parametrize("operator", ["&", "|", "~", "chain"])
+def test_damaged_pickles_of_operators(operator: str) -> None:
+    mask, score = get_mask("causal"), get_score("alibi")
+    kind, name = ("score", "scores") if operator == "chain" else ("mask", "mask" if operator == "~" else "masks")
+    right = score if operator == "chain" else mask
+    definition = from_pickle(kind, operator)
+    assert loaded(kind, definition, {name: right if operator == "~" else (right, right)}).kind == kind
+    wrong = [3, "causal", (), (3,), (mask, score), (score, mask), [right], None]
+    for params in [{name: value} for value in wrong] + [{}, {name: (right,), "more": right}, {"other": (right,)}]:
+        with pytest.raises(TypeError, match=r"flexmasks: a pickle of the (mask|score) .* is damaged"):
+            loaded(kind, definition, params)
+
+
+def test_damaged_names() -> None:
+    tensor = torch.ones(2)
+    for arguments in (("evil", "causal"), (["mask"], "causal"), ("mask", ["causal"]), ("mask", tensor), (tensor, "&")):
+        with pytest.raises(TypeError, match="flexmasks: a pickle of a mask or score is damaged"):
+            from_pickle(*arguments)  # type: ignore[arg-type]
+    for given in (("evil", near, "near"), ("mask", 3, "near"), ("mask", near, tensor)):
+        with pytest.raises(TypeError, match="flexmasks: a pickle of a mask or score is damaged"):
+            loaded_function(*given)  # type: ignore[arg-type]
+
+
 def _with(values: tuple[Any, ...], place: int, value: Any) -> tuple[Any, ...]:
     return (*values[:place], value, *values[place + 1 :])
+
+
+@pytest.mark.parametrize("as_data", [False, True])
+def test_a_file_cannot_change_a_loaded_block_mask(as_data: bool) -> None:
+    """Files may name a tensor again, change it, and keep it."""
+    block_mask = flexmasks.block_mask(MASKS["documents"], LENGTH, as_data=as_data)
+    rebuild, (lists, lengths, size, state, checksum) = block_mask.__reduce__()
+    lists, state = ([x.clone() if isinstance(x, Tensor) else x for x in values] for values in (lists, state))
+    loaded = rebuild(tuple(lists), lengths, size, tuple(state), checksum)
+    before = [x.clone() for x in loaded.as_tuple() if isinstance(x, Tensor)]
+    for x in (*lists, *state):
+        if isinstance(x, Tensor):
+            x.fill_(-2_000_000)
+    after = [x for x in loaded.as_tuple() if isinstance(x, Tensor)]
+    assert all(x.equal(y) for x, y in zip(before, after, strict=True))
+    q = torch.randn(BATCH, HEADS, LENGTH, 16)
+    out = flexmasks.attention(q, q, q, block_mask=loaded, backend="reference")
+    assert error(out, flexmasks.attention(q, q, q, mask=MASKS["documents"], backend="reference")) < 1e-6
+
+
+def test_the_former_format_of_files() -> None:
+    """Its tensors have no contents yet while the file is read; masks without block lists do not mind."""
+    file = io.BytesIO()
+    torch.save(flexmasks.block_mask(MASKS["documents"], LENGTH), file, _use_new_zipfile_serialization=False)
+    file.seek(0)
+    with pytest.raises(ValueError, match="_use_new_zipfile_serialization=False"):
+        torch.load(file)
+    file = io.BytesIO()
+    torch.save(MASKS["documents"], file, _use_new_zipfile_serialization=False)
+    file.seek(0)
+    assert repr(torch.load(file)) == repr(MASKS["documents"])
+
+
+def test_pickles_of_block_masks_without_a_checksum() -> None:
+    block_mask = flexmasks.block_mask(MASKS["documents"], LENGTH)
+    assert loaded_block_mask(*block_mask.__reduce__()[1][:4]).to_dense().equal(block_mask.to_dense())
 
 
 def test_damaged_pickles_of_block_masks() -> None:
@@ -408,7 +473,9 @@ def test_damaged_pickles_of_block_masks() -> None:
         flexmasks.block_mask(MASKS["documents"], LENGTH, as_data=data).__reduce__()[1] for data in (False, True)
     )
     loaded_block_mask(*of_mask), loaded_block_mask(*of_data)
-    lists, lengths, size, state = of_mask
+    lists, lengths, size, state, checksum = of_mask
+    with pytest.raises(ValueError, match="damaged"):
+        loaded_block_mask(lists, lengths, size, state, checksum + 1)
     for place in range(8):
         for wrong in (lists[place] + 9, -1 - lists[place], lists[place].long(), lists[place][:1], None, "text"):
             with pytest.raises(ValueError, match="damaged"):

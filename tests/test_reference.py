@@ -218,7 +218,7 @@ def test_without_the_extra(tmp_path: Path, capsys: pytest.CaptureFixture[str], m
         importlib.util, "find_spec", lambda name, *more: None if name == "griffe" else find(name, *more)
     )
     assert main(["gallery", str(tmp_path)]) == 0
-    said = "flexmasks: no reference, it needs griffe: `pip install -e '.[docs]'`.\n"
+    said = "flexmasks: no reference, it needs griffe: `pip install 'flexmasks[docs]'`.\n"
     assert said in capsys.readouterr().err
     assert [file.name for file in tmp_path.iterdir()] == ["index.html"]
     assert "reference/" not in (tmp_path / "index.html").read_text()

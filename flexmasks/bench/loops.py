@@ -190,7 +190,7 @@ def by_torch(loop: Loop, shape: Shape, device: torch.device) -> Prepare:
 
 
 def by_sdpa(loop: Loop, shape: Shape, device: torch.device) -> Prepare:
-    """Return attention by SDPA with the mask, or the bias, as a tensor that is made at each step."""
+    """Return attention by SDPA, with the mask as a tensor made at each step."""
     batch, heads, length, _ = shape
     b, h, q, kv = (torch.arange(n, device=device) for n in (batch, heads, length, length))
     b, h, q = b[:, None, None, None], h[:, None, None], q[:, None]

@@ -65,7 +65,8 @@ def gallery(out: str | Path, commands: Mapping[str, str] | None = None) -> Path:
         folder.mkdir(exist_ok=True)
     else:
         print(
-            f"flexmasks: no reference, it needs {' and '.join(missing)}: `pip install -e '.[docs]'`.", file=sys.stderr
+            f"flexmasks: no reference, it needs {' and '.join(missing)}: `pip install 'flexmasks[docs]'`.",
+            file=sys.stderr,
         )
     environment = jinja2.Environment(loader=jinja2.PackageLoader("flexmasks.pictures", "."), autoescape=True)
     environment.filters["prose"] = _prose

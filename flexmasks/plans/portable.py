@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -102,17 +103,28 @@ class PortableBlockMask(BlockMask):
         return PortableBlockMask.of(self, self.source)
 
     def __reduce__(self) -> Any:
-        return loaded_block_mask, (lists_of(self), tuple(self.seq_lengths), tuple(self.BLOCK_SIZE), self.source.state())
+        lists, state = lists_of(self), self.source.state()
+        sizes = tuple(self.seq_lengths), tuple(self.BLOCK_SIZE)
+        return loaded_block_mask, (lists, *sizes, state, _checksum(lists, state))
 
 
-def loaded_block_mask(lists: Any, lengths: Any, block_size: Any, state: Any) -> PortableBlockMask:
+def loaded_block_mask(
+    lists: Any, lengths: Any, block_size: Any, state: Any, checksum: int | None = None
+) -> PortableBlockMask:
     """Return the block mask that a pickle stored.
 
     torch.load(weights_only=True) calls this function with what a file says, so the arguments may be anything. Kernels
-    read memory at the places that the lists and the bits name, so all of them are checked here.
+    read memory at the places that the lists and the bits name. So they are copied, because a file may change its own
+    tensors later, and the copies are checked.
+
+    checksum: that of the lists and bits, in pickles since 0.1. Files of torch's format before 1.6 have no contents yet
+        when this is called, and so another checksum.
 
     Raises ValueError if the arguments are not those of a block mask.
     """
+    lists, state = _copied(lists), _copied(state)
+    if checksum is not None and checksum != _checksum(lists, state):
+        _damaged("lists of blocks", ", or the file was saved with _use_new_zipfile_serialization=False")
     for pair in (lengths, block_size):
         if not (_is_tuple(pair, 2) and all(type(n) is int and 0 < n < MAX_POSITIONS for n in pair)):
             _damaged("lengths")
@@ -140,6 +152,23 @@ def loaded_block_mask(lists: Any, lengths: Any, block_size: Any, state: Any) -> 
     made = PortableBlockMask.of(BlockMask(*arguments), source)
     made.mask_mod = source.mask_mod(made)
     return made
+
+
+def _copied(values: Any) -> Any:
+    """Return a tuple with copies of its tensors; other values are returned as they are."""
+    if not isinstance(values, tuple):
+        return values
+    return tuple(x.detach().clone() if isinstance(x, Tensor) and not x.is_meta else x for x in values)
+
+
+def _checksum(lists: Any, state: Any) -> int:
+    """Return the checksum of the tensors in the lists and the state."""
+    found = 0
+    for x in (*lists, *state) if isinstance(lists, tuple) and isinstance(state, tuple) else ():
+        if isinstance(x, Tensor) and not x.is_meta and x.layout == torch.strided:
+            content: Any = x.detach().cpu().contiguous().numpy()
+            found = zlib.crc32(content, found)
+    return found
 
 
 def _of_mask(mask: Any, batch: Any, heads: Any, q_offset: Any, sizes: tuple[int, ...], device: torch.device) -> OfMask:
@@ -173,7 +202,7 @@ def _of_data(
 def _check(x: Any, shape: tuple[int, ...], most: int, device: torch.device) -> None:
     """Check an int32 tensor's shape, and that its values are from 0 to `most`."""
     is_right = isinstance(x, Tensor) and x.dtype == torch.int32 and tuple(x.shape) == shape and x.device == device
-    if not is_right or x.layout != torch.strided or not 0 <= int(x.min()) <= int(x.max()) <= most:
+    if not is_right or x.is_meta or x.layout != torch.strided or not 0 <= int(x.min()) <= int(x.max()) <= most:
         _damaged("lists of blocks")
 
 
@@ -181,8 +210,8 @@ def _is_tuple(value: Any, length: int) -> bool:
     return isinstance(value, tuple) and len(value) == length
 
 
-def _damaged(part: str) -> NoReturn:
-    raise ValueError(f"flexmasks: the pickle of a block mask is damaged: its {part} do not fit.")
+def _damaged(part: str, more: str = "") -> NoReturn:
+    raise ValueError(f"flexmasks: the pickle of a block mask is damaged: its {part} do not fit{more}.")
 
 
 torch.serialization.add_safe_globals([loaded_block_mask])

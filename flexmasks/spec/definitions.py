@@ -175,12 +175,22 @@ def is_own(kind: str, name: str) -> bool:
 
 
 def loaded_function(kind: str, function: Callable[..., Any], name: str) -> Definition:
-    """Return the definition of a function that a pickle stored."""
+    """Return the definition of a function that a pickle stored.
+
+    Raises TypeError for other arguments.
+    """
+    if not isinstance(kind, str) or kind not in _NAMES or not callable(function) or not isinstance(name, str):
+        raise TypeError("flexmasks: a pickle of a mask or score is damaged.")
     return define(kind, function, name).with_reads()
 
 
 def from_pickle(kind: str, name: str) -> Definition:
-    """Return the definition that a pickle stored by name."""
+    """Return the definition that a pickle stored by name.
+
+    Raises TypeError or ValueError if there is none.
+    """
+    if not isinstance(kind, str) or kind not in _NAMES or not isinstance(name, str):
+        raise TypeError("flexmasks: a pickle of a mask or score is damaged.")
     return _OPERATORS[name] if name in _OPERATORS else definition(kind, name)
 
 

@@ -129,6 +129,15 @@ def register_score(
 
     Raises:
         ValueError, TypeError: as `register_mask` does.
+
+    Example:
+        >>> import flexmasks
+        >>> @flexmasks.register_score(example=lambda length: {"factor": 0.5})
+        ... def scaled(score, b, h, q, kv, *, factor: float):
+        ...     '''All scores times a factor.'''
+        ...     return score * factor
+        >>> flexmasks.get_score("scaled", factor=2.0)
+        scaled(factor=2.0)
     """
     return _register("score", name, example=example, prepare=prepare, inner_size=inner_size, native=cap or dense)
 
@@ -145,7 +154,13 @@ def list_masks() -> list[Entry]:
 
 
 def list_scores() -> list[Entry]:
-    """Return the registered score changes, sorted by name."""
+    """Return the registered score changes, sorted by name.
+
+    Example:
+        >>> import flexmasks
+        >>> [s.signature for s in flexmasks.list_scores() if s.name == "softcap"]
+        ['softcap(cap, exact=False)']
+    """
     return [_entry(d) for _, d in sorted(names("score").items())]
 
 

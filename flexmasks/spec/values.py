@@ -19,9 +19,11 @@ from flexmasks import compat
 from flexmasks.blocks.counts import Blocks
 from flexmasks.cache import identity
 from flexmasks.spec.captures import Aliases, Opaque, Place, Readable, Reader
-from flexmasks.spec.definitions import AND, NOT, OR, Definition, define, definition, from_pickle, loaded_function
+from flexmasks.spec.definitions import AND, CHAIN, NOT, OR, Definition, define, definition, from_pickle, loaded_function
 from flexmasks.spec.parameters import Size, describe, freeze, implied_size
 from flexmasks.spec.pickles import refused, why_not
+
+_OPERANDS = {AND: "masks", OR: "masks", NOT: "mask", CHAIN: "scores"}  # the parameter of each operator
 
 # Pairs of a 0-dimensional tensor and the same number for each head.
 Spread = list[tuple[Tensor, Tensor]]
@@ -443,7 +445,18 @@ def loaded(kind: str, definition: Definition, params: dict[str, Any]) -> Modifie
     cls = Mask if kind == "mask" else Score
     if definition.own and not all(map(_is_plain, params.values())):
         raise TypeError(f"flexmasks: a pickle of the {kind} {definition.name!r} has parameters of unknown types.")
+    if definition in _OPERANDS and not _are_operands(definition, params):
+        raise TypeError(f"flexmasks: a pickle of the {kind} {definition.name!r} is damaged.")
     return cls.of(definition, params)
+
+
+def _are_operands(operator: Definition, params: dict[str, Any]) -> bool:
+    """Return whether these are parameters of an operator: masks or scores, at least one."""
+    name = _OPERANDS[operator]
+    operands = (params.get(name),) if operator is NOT else params.get(name)
+    cls = Score if operator is CHAIN else Mask
+    is_right = isinstance(operands, tuple) and all(isinstance(v, cls) for v in operands)
+    return is_right and bool(operands) and len(params) == 1
 
 
 def to_mask(value: Any) -> Mask:

@@ -74,9 +74,9 @@ class Order:
         return cls(length, tuple(((a, b),) for a, b in itertools.pairwise(starts)))
 
     def divided(self, count: int) -> Order:
-        """Return the order of `count` times as many ranks, which divide the tokens of each rank among them.
+        """Return the order of `count` times as many ranks, which share each rank's tokens.
 
-        The first get the first tokens of the rank. Their numbers differ by at most one.
+        The first of them get the first tokens. Their numbers differ by at most one.
 
         Example:
             >>> from flexmasks.integrations.distributed import Order
@@ -180,7 +180,7 @@ def balance(
 
 
 def _between(own: Parts, first: int, last: int) -> Parts:
-    """Return the parts of a rank's tokens from the one numbered `first` to the one before `last`."""
+    """Return the parts of a rank's tokens number `first` to `last`, without the last."""
     found, before = [], 0  # `before`: how many tokens the parts before have
     for start, stop in own:
         low, high = max(start, start + first - before), min(stop, start + last - before)

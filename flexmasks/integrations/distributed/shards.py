@@ -47,6 +47,11 @@ def unshard(x: Tensor, order: Order, mesh: DeviceMesh, dim: int = 1) -> Tensor:
     Each process gets it, in its natural order. The gradient of a part is the sum over all processes.
 
     Arguments and errors are those of `shard`; x has this process's part.
+
+    Example:
+        >>> from flexmasks.integrations import distributed
+        >>> order = distributed.balance("causal", length=65536, mesh=mesh)  # doctest: +SKIP
+        >>> logits = distributed.unshard(model(distributed.shard(tokens, order, mesh)), order, mesh)  # doctest: +SKIP
     """
     _check("unshard", x, order, mesh, order.sizes[rank_in(mesh)], dim)
     dim %= x.ndim
