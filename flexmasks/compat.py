@@ -3,7 +3,7 @@
 If a torch release moves a symbol, only this file changes.
 
 Each entry says what the symbol is for, how its loss would show, and which public symbol replaces it from which torch
-version. "No public equivalent" was checked on torch 2.11 and 2.13, and up to 2.15 where a comment names a later version.
+version. "No public equivalent" was checked on torch 2.11 and 2.13, and up to 2.15 where a comment names that version.
 
 Two ways of later versions are not taken. FLASH gives a right lse from torch 2.13 on, a gradient of it from 2.14 on, and
 takes numbers of score changes as inputs from 2.14 on, by their sources: nobody has tried it on a GPU with this library.
