@@ -150,9 +150,15 @@ def test_distributions_in_a_fresh_environment(clone: Path, tmp_path: Path) -> No
     assert flexmasks.__version__ in run("-m", "flexmasks", "--version")
     run("-m", "flexmasks", "gallery", str(tmp_path / "gallery"))
     assert "sliding_window" in (tmp_path / "gallery/index.html").read_text()
+    assert "attention" in (tmp_path / "gallery/reference/index.html").read_text()
     assert "causal" in run("-m", "flexmasks", "bench", "blocks", "--lengths", "1024", "--masks", "causal")
     files = ["tests/test_masks.py", "tests/test_scores.py", "tests/test_pickles.py", "tests/test_orders.py"]
     run("-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", *files, folder=source)
+
+    again = ("--force-reinstall", "--no-build-isolation")
+    run("-m", "pip", "install", "--no-deps", "--no-index", *again, str(sdist))
+    assert run("-c", where).split() == [str(site / "flexmasks/__init__.py"), flexmasks.__version__]
+    assert "skipped:" in run("-m", "flexmasks", "demo")
 
 
 # --- the table of versions ---
