@@ -155,6 +155,7 @@ def test_distributions_in_a_fresh_environment(clone: Path, tmp_path: Path) -> No
     files = ["tests/test_masks.py", "tests/test_scores.py", "tests/test_pickles.py", "tests/test_orders.py"]
     run("-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", *files, folder=source)
 
+    run("-m", "pip", "uninstall", "-y", "setuptools")  # a newer one comes from the environment of the tests
     again = ("--force-reinstall", "--no-build-isolation")
     run("-m", "pip", "install", "--no-deps", "--no-index", *again, str(sdist))
     assert run("-c", where).split() == [str(site / "flexmasks/__init__.py"), flexmasks.__version__]
