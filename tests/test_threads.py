@@ -63,8 +63,9 @@ def logged() -> Iterator[tuple[list[str], list[str]]]:
     logger.setLevel(level)
     hidden = DeprecationWarning, PendingDeprecationWarning  # Python does not show these
     shown = [str(w.message) for w in caught if not issubclass(w.category, hidden)]
-    # torch warns when the test itself makes a nested tensor
-    assert [message for message in shown if "nested tensors is in prototype" not in message] == []
+    # torch warns when the test itself makes a nested tensor, and of an early patch of Python 3.13.
+    expected = ("nested tensors is in prototype", "Guards may run slower on Python 3.13.0")
+    assert [message for message in shown if not any(text in message for text in expected)] == []
 
 
 def in_threads(work: Callable[[int], None]) -> None:
