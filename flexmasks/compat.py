@@ -382,13 +382,16 @@ def size_hint(n: Any) -> int:
     return int(n.node.hint) if isinstance(n, torch.SymInt) else int(n)
 
 
+_FOREACH: Any = getattr(torch, "foreach", None)
+_COPY_ALL: Callable[..., Any] = torch._foreach_copy_ if _FOREACH is None else _FOREACH.copy_
+
+
 def copy_all(places: list[torch.Tensor], values: list[torch.Tensor]) -> None:
     """Copy tensors into others by one kernel. Without it: `copy_` of each.
 
     torch.foreach.copy_ is public from torch 2.15 on, and is taken there.
     """
-    public = getattr(torch, "foreach", None)
-    (torch._foreach_copy_ if public is None else public.copy_)(places, values)
+    _COPY_ALL(places, values)
 
 
 def keeps_results() -> bool:

@@ -24,6 +24,8 @@ from flexmasks.cache import Cache, identity
 from flexmasks.spec.captures import Opaque, capture, capture_plainly
 from flexmasks.spec.definitions import _NAMES
 
+pytestmark = pytest.mark.usefixtures("cold")
+
 LENGTH, BLOCK = 64, 16
 WINDOW: Any = 0
 LIMITS: Any = None
@@ -41,13 +43,6 @@ def _registered() -> Iterator[None]:
     for kind, known in before.items():
         _NAMES[kind].clear()
         _NAMES[kind].update(known)
-
-
-@pytest.fixture(autouse=True)
-def _empty() -> Iterator[None]:
-    flexmasks.clear_caches()
-    yield
-    flexmasks.clear_caches()
 
 
 def blocks(mask: Any, **params: Any) -> Tensor:

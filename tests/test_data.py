@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
@@ -38,15 +38,10 @@ from flexmasks.spec.examples import example
 from flexmasks.spec.parameters import Size
 
 CPU = torch.device("cpu")
+pytestmark = pytest.mark.usefixtures("cold")
+
 LENGTH, BATCH, HEADS = 100, 2, 3
 Function = Callable[..., Tensor]
-
-
-@pytest.fixture(autouse=True)
-def _empty_caches() -> Iterator[None]:
-    flexmasks.clear_caches()
-    yield
-    flexmasks.clear_caches()
 
 
 def qkv(length: int = LENGTH) -> list[Tensor]:

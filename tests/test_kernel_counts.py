@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -17,9 +17,10 @@ from torch.nn.attention.flex_attention import create_mask
 
 import flexmasks
 from flexmasks.backends import flex, numbers
-from flexmasks.cache import clear_caches
 from flexmasks.spec.captures import Opaque
 from flexmasks.spec.numbers import numbers_in, with_inputs
+
+pytestmark = pytest.mark.usefixtures("cold")
 
 
 @pytest.fixture(
@@ -29,13 +30,6 @@ def backend(request: pytest.FixtureRequest) -> str:
     if request.param == "flash":
         pytest.importorskip("flash_attn.cute")
     return str(request.param)
-
-
-@pytest.fixture(autouse=True)
-def nothing_known() -> Iterator[None]:
-    clear_caches()
-    yield
-    clear_caches()
 
 
 def naive(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, change: Callable[..., Tensor] | None = None) -> Tensor:

@@ -451,7 +451,6 @@ class CompiledCall:
             of_mask = "data", words, _is_one(table[0]), table[1:]
             block_mask = data.block_mask(for_flash=backend == "FLASH")
             shapes = None if shapes is None else shapes[2:]
-        if as_data:
             chosen = _options(call, backend, more_options, has_proven=False)
             key = _key((of_mask, of_score), call, backend, chosen, block_mask)
         else:

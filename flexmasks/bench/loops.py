@@ -192,8 +192,7 @@ def by_torch(loop: Loop, shape: Shape, device: torch.device) -> Prepare:
 def by_sdpa(loop: Loop, shape: Shape, device: torch.device) -> Prepare:
     """Return attention by SDPA, with the mask as a tensor made at each step."""
     batch, heads, length, _ = shape
-    b, h, q, kv = (torch.arange(n, device=device) for n in (batch, heads, length, length))
-    b, h, q = b[:, None, None, None], h[:, None, None], q[:, None]
+    b, h, q, kv = indices(batch, heads, length, device)
     slopes = torch.tensor(alibi_slopes(heads), device=device)
 
     def prepare(drawn: Tensor) -> Attend:
@@ -202,6 +201,12 @@ def by_sdpa(loop: Loop, shape: Shape, device: torch.device) -> Prepare:
         return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
     return prepare
+
+
+def indices(batch: int, heads: int, length: int, device: torch.device) -> tuple[Tensor, ...]:
+    """Return indices b, h, q and kv that broadcast to [batch, heads, length, length]."""
+    b, h, q, kv = (torch.arange(n, device=device) for n in (batch, heads, length, length))
+    return b[:, None, None, None], h[:, None, None], q[:, None], kv
 
 
 def compiled_create() -> Callable[[Mod, int, int, torch.device], BlockMask]:

@@ -32,6 +32,7 @@ from flexmasks.bench.loops import (
     draw_ids,
     draw_offsets,
     in_place,
+    indices,
     offsets_mod,
 )
 from flexmasks.bench.model import WAYS, Attend, Sizes, Training
@@ -288,9 +289,7 @@ def _kinds(packing: str, sizes: Sizes, device: torch.device, way: str) -> tuple[
         return attend
 
     def seen() -> Tensor:
-        b, h, q, kv = (torch.arange(n, device=device) for n in (batch, 1, length, length))
-        mask_mod = mod(dense.new(), length)
-        return mask_mod(b[:, None, None, None], h, q[:, None], kv).expand(batch, 1, length, length)
+        return mod(dense.new(), length)(*indices(batch, 1, length, device)).expand(batch, 1, length, length)
 
     attend_of = attend_of_offsets if packing == "offsets" else attend_of_ids
     return sizes, {

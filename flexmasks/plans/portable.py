@@ -122,6 +122,8 @@ def loaded_block_mask(
 
     Raises ValueError if the arguments are not those of a block mask.
     """
+    if not (isinstance(lists, tuple) and isinstance(state, tuple)):
+        _damaged("lists of blocks and mask")
     lists, state = _copied(lists), _copied(state)
     if checksum is not None and checksum != _checksum(lists, state):
         _damaged("lists of blocks", ", or the file was saved with _use_new_zipfile_serialization=False")
@@ -154,17 +156,15 @@ def loaded_block_mask(
     return made
 
 
-def _copied(values: Any) -> Any:
-    """Return a tuple with copies of its tensors; other values are returned as they are."""
-    if not isinstance(values, tuple):
-        return values
+def _copied(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the values, with copies of the tensors among them."""
     return tuple(x.detach().clone() if isinstance(x, Tensor) and not x.is_meta else x for x in values)
 
 
-def _checksum(lists: Any, state: Any) -> int:
+def _checksum(lists: tuple[Any, ...], state: tuple[Any, ...]) -> int:
     """Return the checksum of the tensors in the lists and the state."""
     found = 0
-    for x in (*lists, *state) if isinstance(lists, tuple) and isinstance(state, tuple) else ():
+    for x in (*lists, *state):
         if isinstance(x, Tensor) and not x.is_meta and x.layout == torch.strided:
             content: Any = x.detach().cpu().contiguous().numpy()
             found = zlib.crc32(content, found)

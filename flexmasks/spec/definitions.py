@@ -179,8 +179,7 @@ def loaded_function(kind: str, function: Callable[..., Any], name: str) -> Defin
 
     Raises TypeError for other arguments.
     """
-    if not isinstance(kind, str) or kind not in _NAMES or not callable(function) or not isinstance(name, str):
-        raise TypeError("flexmasks: a pickle of a mask or score is damaged.")
+    _check_stored(kind, name, is_right=callable(function))
     return define(kind, function, name).with_reads()
 
 
@@ -189,9 +188,14 @@ def from_pickle(kind: str, name: str) -> Definition:
 
     Raises TypeError or ValueError if there is none.
     """
-    if not isinstance(kind, str) or kind not in _NAMES or not isinstance(name, str):
-        raise TypeError("flexmasks: a pickle of a mask or score is damaged.")
+    _check_stored(kind, name)
     return _OPERATORS[name] if name in _OPERATORS else definition(kind, name)
+
+
+def _check_stored(kind: Any, name: Any, is_right: bool = True) -> None:
+    """Raise TypeError unless a pickle stored a kind, a name, and what is right."""
+    if not (is_right and isinstance(kind, str) and kind in _NAMES and isinstance(name, str)):
+        raise TypeError("flexmasks: a pickle of a mask or score is damaged.")
 
 
 # --- operators: definitions whose parameters are masks or scores ---
