@@ -5,9 +5,8 @@ If a torch release moves a symbol, only this file changes.
 Each entry says what the symbol is for, how its loss would show, and which public symbol replaces it from which torch
 version. "No public equivalent" was checked on torch 2.11 and 2.13, and up to 2.15 where a comment names that version.
 
-Two ways of later versions are not taken. FLASH gives a right lse from torch 2.13 on, a gradient of it from 2.14 on, and
-takes numbers of score changes as inputs from 2.14 on, by their sources: nobody has tried it on a GPU with this library.
-`torch.compile(isolate_recompiles=True)` (torch 2.13) gives
+Two public ways of later versions are not taken. FLASH takes Python's numbers in score changes as inputs from torch 2.14
+on; nobody has tried it with this library. `torch.compile(isolate_recompiles=True)` (torch 2.13) gives
 each call its own recompile limit, but all calls on one function share a limit of 256 compilations, behind which torch
 2.13 and 2.15 fail; a code object for each kernel, as `backends/flex.py` makes it, has no such limit.
 """
@@ -68,6 +67,10 @@ _TORCH = tuple(int(n) for n in torch.__version__.split(".")[:2])
 # Whether the lists of a BlockMask may have fewer places than there are blocks (pytorch#185687). Kernels on CPUs do not
 # take them: Inductor raises an AssertionError about the length of the keys.
 TAKES_NARROW_LISTS = _TORCH >= (2, 14)
+
+# Whether FLASH gives the lse and its gradient: torch 2.11 and 2.12 multiply the lse by ln 2, and up to 2.13 it has no
+# gradient.
+FLASH_GIVES_LSE = _TORCH >= (2, 14)
 
 # --- names that are imported at their first use ---
 

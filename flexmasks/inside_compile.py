@@ -150,7 +150,9 @@ class _Facts(NamedTuple):
 def _backend_of_block_mask(q: Tensor, request: Request, needs_grad: bool) -> str:
     """Return the name of the backend for a user's own BlockMask."""
     if q.is_cuda:
-        if request.backend in ("sdpa", "cpu", "fa4") or (request.backend == "flash" and request.return_lse):
+        if request.backend in ("sdpa", "cpu", "fa4") or (
+            request.backend == "flash" and request.return_lse and not compat.FLASH_GIVES_LSE
+        ):
             fail(f"backend {request.backend!r} cannot run this call inside torch.compile; pass 'auto'.")
         return "triton" if request.backend == "auto" else request.backend
     needs_reference = needs_grad or request.return_lse or q.dtype == torch.float64

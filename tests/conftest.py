@@ -26,13 +26,23 @@ settings.register_profile("flexmasks", deadline=None, derandomize=True, print_bl
 settings.load_profile("flexmasks")
 
 
-def pytest_configure() -> None:
+class _EveryTest:
+    """Fixtures of all tests; those of a conftest.py would not reach the examples in docstrings of the package."""
+
+    @pytest.fixture(autouse=True)
+    def _registry_restored(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Remove after each test the masks and scores that it registered."""
+        monkeypatch.setattr(definitions, "_NAMES", {kind: dict(known) for kind, known in definitions._NAMES.items()})
+
+
+def pytest_configure(config: pytest.Config) -> None:
     """Divide the cores among pytest's workers, and compile kernels for the CPU in two thirds of the time.
 
     Each worker, and each process that it starts, computes on one thread; more threads would wait for each other. Most
     of the time of a compilation goes into reading headers. By default torch precompiles one header; here it precompiles
     all, which changes no kernel. A pool of compilers in each process would take seconds to start.
     """
+    config.pluginmanager.register(_EveryTest())
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
         os.environ["OMP_NUM_THREADS"] = "1"
@@ -54,12 +64,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device, none is here"))
-
-
-@pytest.fixture(autouse=True)
-def _registry_restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Remove after each test the masks and scores that it registered."""
-    monkeypatch.setattr(definitions, "_NAMES", {kind: dict(known) for kind, known in definitions._NAMES.items()})
 
 
 @pytest.fixture(scope="module")

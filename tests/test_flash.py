@@ -7,6 +7,7 @@ torch's CuteDSLOpOverrides and CuTe.
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from functions import compiled, expressions, short_and_campaign
-from helpers import error, skip_unless_flash_takes, traced, try_examples
+from helpers import TOLERANCE, error, skip_unless_flash_takes, traced, try_examples
 from hypothesis import event, reject
 from hypothesis import strategies as st
 from torch import Tensor
@@ -353,3 +354,36 @@ def test_gradients_of_scores_with_grouped_heads_on_a_gpu() -> None:
     skip_unless_flash_takes((q.detach(), k.detach(), v.detach()), mask="causal")
     with pytest.raises(ValueError, match="wrong heads"):
         flexmasks.attention(q, k, v, backend="flash", **call)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mask", ["prefix_lm", "documents", "grouped_tril", "function"])
+@pytest.mark.parametrize(("size", "kv_heads", "length"), [(64, 4, 512), (128, 2, 700)])
+def test_lse_and_its_gradient_on_a_gpu(mask: str, size: int, kv_heads: int, length: int) -> None:
+    """Torch has both from 2.14 on."""
+    heads = 4, kv_heads, kv_heads
+    q, k, v = (torch.randn(2, n, length, size, device="cuda", dtype=torch.bfloat16, requires_grad=True) for n in heads)
+    call: dict[str, Any] = {
+        "prefix_lm": {"mask": "prefix_lm", "prefix_len": 200},
+        "documents": {"mask": "document", "document_ids": (torch.arange(length, device="cuda") // 150).expand(2, -1)},
+        "grouped_tril": {"mask": "grouped_tril", "seq_lens": torch.tensor([length - 130, 90], device="cuda")},
+        "function": {"mask": lambda b, h, q, kv: (q >= kv) | ((q + kv) % 7 == 0)},
+    }[mask]
+    skip_unless_flash_takes((q, k, v), return_lse=True, **call)
+    out, lse = flexmasks.attention(q, k, v, return_lse=True, backend="flash", **call)
+    leaves = [x.detach().double().cpu().requires_grad_() for x in (q, k, v)]
+    arguments: dict[str, Any] = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in call.items()}
+    visible = flexmasks.dense_mask(arguments.pop("mask"), length, batch=2, **arguments)
+    exact_q, exact_k, exact_v = leaves[0], *(x.repeat_interleave(4 // kv_heads, 1) for x in leaves[1:])
+    scores = (exact_q @ exact_k.mT / math.sqrt(size)).masked_fill(~visible, -math.inf)
+    want, want_lse = scores.softmax(-1).nan_to_num(0.0) @ exact_v, scores.logsumexp(-1)
+    seen = want_lse.isfinite()
+    assert torch.equal(lse.isneginf().cpu(), ~seen)
+    assert error(out, want) < TOLERANCE[torch.bfloat16]
+    assert error(lse[seen.cuda()], want_lse[seen]) < 1e-5
+    weight, lse_weight = torch.randn_like(want), torch.randn_like(want_lse)
+    got = (out * weight.cuda()).sum() + (lse * lse_weight.cuda())[seen.cuda()].sum()
+    expected = (want * weight).sum() + (want_lse * lse_weight)[seen].sum()
+    pairs = zip(torch.autograd.grad(got, (q, k, v)), torch.autograd.grad(expected, leaves), strict=True)
+    for x, y in pairs:
+        assert error(x, y) < 2 * TOLERANCE[torch.bfloat16]

@@ -137,7 +137,7 @@ def nested(n: float) -> Callable[..., Tensor]:
 
 
 @pytest.mark.parametrize(
-    "make", [scaled, by_partial, *(pytest.param(make, marks=pytest.mark.campaign) for make in (by_default, nested))]
+    "make", [scaled, *(pytest.param(make, marks=pytest.mark.campaign) for make in (by_partial, by_default, nested))]
 )
 def test_numbers_of_scores_become_inputs(make: Callable[..., Any], backend: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(numbers, "MAX_COMPILED_VALUES", 2)
@@ -154,6 +154,7 @@ def test_numbers_of_scores_become_inputs(make: Callable[..., Any], backend: str,
         assert kernels_of(made) == [1, 1, 1, 0, 0, 0]
 
 
+@pytest.mark.campaign
 def test_twelve_caps_compile_seven_kernels(backend: str) -> None:
     calls = [
         functools.partial(
@@ -240,6 +241,26 @@ def test_numbers_of_registered_masks_compile_few_kernels(backend: str) -> None:
 
     calls = [functools.partial(call, n) for n in range(1, 11)]
     assert kernels_of(calls) == [1] * 7 + [0] * 3
+
+
+@pytest.mark.parametrize("of", ["mask", pytest.param("score", marks=pytest.mark.campaign)])
+def test_first_numbers_compile_nothing_where_later_numbers_run(
+    of: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first numbers have kernels of their own for one sequence only."""
+    if (of, backend) == ("score", "flash"):
+        pytest.skip("it takes no numbers of score changes as inputs")
+    monkeypatch.setattr(numbers, "MAX_COMPILED_VALUES", 2)
+
+    def call(batch: int, n: int) -> None:
+        if of == "mask":
+            mask = flexmasks.get_mask("chunked", chunk=n)
+            check(backend, (batch, 2, 160, 16), mask, visible=flexmasks.dense_mask(mask, 160))
+        else:
+            check(backend, (batch, 2, 160, 16), causal, change=scaled(n), score=scaled(n))
+
+    calls = [(1, 2), (1, 3), (1, 4), (2, 4), (2, 2), (2, 3), (1, 2), (1, 3), (2, 5)]
+    assert kernels_of([functools.partial(call, *numbers) for numbers in calls]) == [1, 1, 1, 1] + [0] * 5
 
 
 def generating(start: int, shown: Tensor) -> Callable[..., Tensor]:

@@ -164,7 +164,7 @@ def test_a_server_s_step(page_size: int, backend: str) -> None:
     check(server(page_size=page_size, columns=160 // page_size), "causal", causal, backend=backend)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.campaign)])
 def test_half_precision(dtype: torch.dtype) -> None:
     check(server(dtype=dtype), "causal", causal)
 

@@ -300,9 +300,9 @@ def test_the_oracle_is_what_python_computes() -> None:
     assert mixed > 0.9 * len(WRITTEN)
 
 
-@pytest.mark.parametrize("name", list(WRITTEN)[::3])
+@pytest.mark.parametrize("name", list(WRITTEN)[::5])
 def test_written_functions(name: str, judge: Judge) -> None:
-    """A third of the functions have one shape each; the campaign tries all of them in every shape."""
+    """A fifth of the functions have one shape each; the campaign tries all of them in every shape."""
     shape = list(SHAPES)[list(WRITTEN).index(name) % len(SHAPES)]
     judged = judge.judge(name, shape)
     if ".view(torch." in name and "Batching rule not implemented" in (judged.fault or ""):

@@ -22,8 +22,8 @@ def refuses(call: Call) -> str | None:
         return "with blocks it takes values of q's head size only"
     if call.learns:
         return "it gives no gradient to captured tensors of a mask or score"
-    if call.with_lse:
-        return "its lse has no gradient, and torch 2.11 multiplies it by ln 2"
+    if call.with_lse and not compat.FLASH_GIVES_LSE:
+        return "before torch 2.14 its lse has no gradient, and torch 2.11 multiplies it by ln 2"
     if call.has_number_tensors:
         return "its compiler takes no 0-dimensional captured tensors"
     if call.q.shape[2] == 1 and call.needs_grad:

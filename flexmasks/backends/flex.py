@@ -437,7 +437,8 @@ class CompiledCall:
         as_data: whether the kernel reads the mask as data; by default `why_data` decides.
         """
         block_mask, of_mask, shapes = call.blocks().block_mask, call.kernel_key[0], call.shapes
-        score_mod, of_score = forms.compiled_score(call, for_flash=backend == "FLASH")
+        is_compiled = functools.partial(_is_compiled, call, backend, more_options)
+        score_mod, of_score = forms.compiled_score(call, is_compiled, for_flash=backend == "FLASH")
         runs_left = None
         if as_data is None:
             starts = starts_as_data(call, backend, more_options)

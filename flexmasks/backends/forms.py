@@ -93,15 +93,18 @@ def compiled_mask(call: Call, block_mask: compat.BlockMask, for_flash: bool) -> 
     return rewritten
 
 
-def compiled_score(call: Call, for_flash: bool) -> tuple[Callable[..., Tensor] | None, Hashable]:
+def compiled_score(
+    call: Call, is_compiled: Callable[[], bool], for_flash: bool
+) -> tuple[Callable[..., Tensor] | None, Hashable]:
     """Return a call's score change as kernels can compute it, and its key.
 
     Kernels of FLASH take no 0-dimensional tensors in place of numbers.
+    is_compiled: whether there is a kernel for the functions of mask and score.
     """
     key = call.kernel_key[1]
     if call.score_mod is None or call.is_traced:
         return None if call.score_mod is None else call.score_mod(), key
-    if not for_flash and numbers.are_many(call, is_score=True):
+    if not for_flash and numbers.are_many(call, is_score=True, is_compiled=is_compiled):
         made = numbers.score_with_inputs(call)
         reason = "" if made is None else _look(call, lambda: made[0], made[1], is_score=True)
         if made is not None and (not reason or reason in WAYS):
@@ -131,7 +134,7 @@ def why_data(call: Call, kind: Hashable, is_compiled: bool, for_flash: bool = Fa
         reason = _FAILED if _can_be_read(call) else ""
     if reason or is_compiled:
         return reason
-    if numbers.are_many(call, is_score=False):
+    if numbers.are_many(call, is_score=False, is_compiled=lambda: False):
         if _can_be_read(call):
             return _NUMBERS
         numbers.warn(call, is_score=False, reason="the mask has too many different blocks to go as data")

@@ -1,7 +1,8 @@
 """Numbers that functions read: a few values are compiled in, later values reach kernels otherwise.
 
 A kernel is compiled for each of the first values of a number. From then on a score change gets the number as a tensor,
-and a mask goes as data. Where neither can be, each value compiles a kernel, and one warning says so.
+and a mask goes as data; the first values, too, where a call would need another kernel for them. Where neither can be,
+each value compiles a kernel, and one warning says so.
 """
 
 from __future__ import annotations
@@ -34,16 +35,26 @@ class _Known:
     in_functions: list[_Values] = field(default_factory=list)  # of all numbers in the functions that kernels got
     checked: set[Hashable] = field(default_factory=set)  # keys of functions with inputs
     why_constant: str = ""  # why numbers cannot be inputs
+    had_more: bool = False  # more values came than are compiled in
     has_warned: bool = False
 
 
 _KNOWN: Cache[_Known] = Cache("numbers_in_functions", max_bytes=1024)  # an entry counts one byte
 
 
-def are_many(call: Call, is_score: bool) -> bool:
-    """Return whether enough other values of a function's numbers are compiled in."""
+def are_many(call: Call, is_score: bool, is_compiled: Callable[[], bool] = lambda: True) -> bool:
+    """Return whether enough other values of a function's numbers are compiled in.
+
+    is_compiled: whether there is a kernel for the call's own values. If there is none, and other values than the first
+        ones came before, none is compiled for the first values either.
+    """
     known, numbers = _known(call, is_score)
-    return len(known.compiled) >= MAX_COMPILED_VALUES and _values(numbers) not in known.compiled
+    if len(known.compiled) < MAX_COMPILED_VALUES:
+        return False
+    if _values(numbers) not in known.compiled:
+        known.had_more = True
+        return True
+    return known.had_more and not is_compiled()
 
 
 def note_compiled(call: Call, is_score: bool) -> None:

@@ -37,6 +37,7 @@ from torch import Tensor
 
 from flexmasks import compat
 
+_SIZES = re.compile(r"\b[A-Z]+\b")  # torch traces no compilation of a pattern
 _BOUND = r"-?\d+(?:\.\d+)?(?:e-?\d+)?|[A-Z]+(?:-\d+)?"
 _ALTERNATIVE = re.compile(
     r"(?P<kind>int|float|bool|length)(?:\((?P<count>[1-9]\d*)\)|\[(?P<dims>[A-Z0-9, ]*)\])?"
@@ -215,7 +216,7 @@ class Parameter:
         return value
 
     def _error(self, kind: type[Exception], what: str, got: str, sizes: Mapping[str, int]) -> Exception:
-        names = dict.fromkeys(re.findall(r"\b[A-Z]+\b", self.spec))
+        names = dict.fromkeys(_SIZES.findall(self.spec))
         here = ", ".join(f"{n}={sizes[n]}" for n in names if n in sizes)
         return kind(f"{what}: `{self.name}` must be {self.spec}{f' (here {here})' if here else ''}, got {got}.")
 
