@@ -255,7 +255,7 @@ def _as_kernels_see(value: Mask | Score, size: Size, q_offset: int | Tensor) -> 
         known = replace(size, batch=batch, heads=heads, q_len=q_len, kv_len=kv_len, q_offset=q_end)
         alone = Aliases(zip(value.tensors(), zeros, strict=True)).of(value)
         offset = _zeros_like(q_offset) if isinstance(q_offset, Tensor) else compat.size_hint(q_offset)
-        mod = alone.bind(alone.resolve(known), heads)
+        mod = alone.bind(alone.resolve(known), heads, for_kernels=True)
         return shifted_mask(mod, offset) if value.kind == "mask" else shifted_score(mod, offset)
 
 
@@ -270,7 +270,7 @@ def _bound(value: Modifier, resolved: Any, size: Size, backend: str) -> Callable
     """Return the bound function of a mask or score, given what `resolve` returned."""
     if backend == "cpu":
         value, resolved = _in_own_memory(value), _copied(resolved)
-    return value.bind(resolved, size.heads if size.device.type == "cuda" else None)
+    return value.bind(resolved, size.heads if size.device.type == "cuda" else None, for_kernels=True)
 
 
 def _in_own_memory(value: Modifier) -> Modifier:

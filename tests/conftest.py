@@ -36,13 +36,17 @@ class _EveryTest:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(_EveryTest())
+    set_up_process()
+
+
+def set_up_process() -> None:
     """Divide the cores among pytest's workers, and compile kernels for the CPU in two thirds of the time.
 
     Each worker, and each process that it starts, computes on one thread; more threads would wait for each other. Most
     of the time of a compilation goes into reading headers. By default torch precompiles one header; here it precompiles
     all, which changes no kernel. A pool of compilers in each process would take seconds to start.
     """
-    config.pluginmanager.register(_EveryTest())
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
         os.environ["OMP_NUM_THREADS"] = "1"

@@ -473,8 +473,9 @@ def test_masks_of_many_divisions_are_read() -> None:
         )
         return explanation.mask.startswith("data: reading it takes less time")
 
-    assert read("natten", kernel=3, height=10, width=10)
+    assert read("natten1d", kernel=3, length=100, dilation=2, stride=2)
     assert not read("strided", stride=7)
+    assert not read("natten", kernel=3, height=10, width=10)  # kernels compute it without divisions
 
 
 def test_too_much_data(monkeypatch: pytest.MonkeyPatch) -> None:

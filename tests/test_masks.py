@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from functions import short_and_campaign
 from helpers import (
     DEVICES,
     TOLERANCE,
@@ -18,12 +21,16 @@ from helpers import (
     qkv,
     skip_unless_flash_takes,
     spread,
+    try_examples,
 )
+from hypothesis import strategies as st
 from oracles import MASK_CASES, MASKS, Case, attend, dense
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_mask, flex_attention
 
 import flexmasks
 from flexmasks import Mask, compat
+from flexmasks.masks.natten import seen_by_words, words_of
 from flexmasks.spec.definitions import definition
 
 
@@ -83,6 +90,86 @@ def test_shared_prefixes_in_small_whole_numbers() -> None:
 def test_nothing_in_lists() -> None:
     assert not flexmasks.dense_mask("bsr", 4, crow_indices=[0, 0, 0], col_indices=[], block=2).any()
     assert torch.equal(flexmasks.dense_mask("vertical_slash", 4, vertical=[], slash=[0])[0, 0], torch.eye(4).bool())
+
+
+# --- functions that kernels compute in place of a mask's own ---
+
+
+@pytest.mark.parametrize("case", [c for c in MASK_CASES if definition("mask", c.name).compiled], ids=label)
+def test_what_kernels_compute(case: Case) -> None:
+    sizes = case.batch, case.heads, case.q_len, case.kv_len
+    planned = flexmasks.block_mask(
+        case.name, case.q_len, case.kv_len, batch=case.batch, heads=case.heads, block_size=16, **arguments(case)
+    )
+    assert torch.equal(create_mask(planned.mask_mod, *sizes, "cpu"), dense(case))
+
+
+@st.composite
+def neighborhoods(draw: st.DrawFn) -> tuple[str, dict[str, Any], int]:
+    """Neighborhoods on small canvases, and the number of their pixels."""
+    canvas = draw(st.lists(st.integers(1, 7), min_size=2, max_size=3))
+    order = draw(st.none() | st.permutations(range(math.prod(canvas))))
+    params: dict[str, Any] = dict(zip(("depth", "height", "width")[-len(canvas) :], canvas, strict=True))
+    if len(canvas) == 2 and draw(st.booleans()):
+        window = tuple(draw(st.integers(0, 9)) for _ in canvas)
+        return "sasa", params | {"window": window, "order": order}, math.prod(canvas)
+    dilation = tuple(draw(st.integers(1, n)) for n in canvas)
+    kernel = tuple(draw(st.integers(1, n // d)) for n, d in zip(canvas, dilation, strict=True))
+    stride = tuple(draw(st.integers(1, k)) for k in kernel)
+    params |= {"dilation": dilation, "kernel": kernel, "stride": stride, "order": order}
+    params["causal"] = tuple(draw(st.booleans()) for _ in canvas)
+    return "natten" if len(canvas) == 2 else "natten3d", params, math.prod(canvas)
+
+
+def _check_neighborhood(drawn: tuple[str, dict[str, Any], int]) -> None:
+    name, params, tokens = drawn
+    planned = flexmasks.block_mask(name, tokens, block_size=16, **params)
+    got = create_mask(planned.mask_mod, 1, 1, tokens, tokens, "cpu")
+    assert torch.equal(got, flexmasks.dense_mask(name, tokens, **params))
+
+
+@short_and_campaign(50, 1000)
+def test_neighborhoods_as_kernels_compute_them(examples: int) -> None:
+    try_examples(examples, _check_neighborhood, neighborhoods())
+
+
+@pytest.mark.parametrize("count", [2**10, 2**13])
+def test_neighborhoods_that_fit_no_word(count: int) -> None:
+    """Coordinates and guard bits of 31 bits together fit in one word."""
+    axis = 2**10
+    fields = [(axis - 1, *[torch.arange(4, dtype=torch.int32)] * 3), (count // 2 - 1, *[torch.zeros(4).int()] * 3)]
+    fields.append((2**9 - 1, *[torch.zeros(4).int()] * 3))
+    words = words_of(fields)
+    assert (words is not None) == (count == 2**10)
+    if words is not None:
+        i = torch.arange(4)
+        assert torch.equal(seen_by_words(i[:, None], i[None], words), torch.eye(4, dtype=torch.bool))
+
+
+def test_a_users_function_for_kernels() -> None:
+    """Plans call the function, and kernels the one that is compiled."""
+
+    def every_other(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, step: int) -> Tensor:
+        return (q >= kv) & (kv % step == 0)
+
+    @flexmasks.register_mask(compiled=every_other)
+    def causal_by_step(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, step: int) -> Tensor:
+        return q >= kv
+
+    q, k, v = torch.randn(3, 1, 2, 30, 16)
+    mask = flexmasks.get_mask("causal_by_step", step=3)
+    causal = torch.ones(30, 30, dtype=torch.bool).tril()
+    assert torch.equal(flexmasks.dense_mask(mask, 30)[0, 0], causal)
+    want = F.scaled_dot_product_attention(q, k, v, attn_mask=causal & (torch.arange(30) % 3 == 0))
+    with torch.no_grad():
+        assert torch.allclose(
+            torch.compile(flex_attention)(q, k, v, block_mask=flexmasks.block_mask(mask, 30)), want, atol=1e-6
+        )
+        call = torch.compile(flexmasks.attention, fullgraph=True)
+        assert torch.allclose(call(q, k, v, mask=mask, backend="cpu"), want, atol=1e-6)
+
+
+# --- attention ---
 
 
 @pytest.mark.parametrize("case", MASK_CASES, ids=label)

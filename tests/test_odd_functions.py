@@ -186,7 +186,7 @@ def _serve(connection: Connection, filters: list[tuple[Any, ...]]) -> None:
     """Judge functions until None comes, in a process of its own."""
     import conftest
 
-    conftest.pytest_configure()
+    conftest.set_up_process()
     torch.set_num_threads(1)
     warnings.resetwarnings()
     for action, message, category, module, line in reversed(filters):

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 TIMEOUT = 60.0  # seconds that a process waits for the others
+_LONG = 600.0  # seconds after which a job says on stderr where it is
 
 
 class Crash(RuntimeError):
@@ -122,8 +123,10 @@ def _work(rank: int, count: int, device_type: str, store: str, timeout: float, j
     )
     while (job := jobs.get()) is not None:
         function, arguments = job
+        faulthandler.dump_traceback_later(_LONG)
         try:
             results.put((function(*arguments), ""))
         except Exception:
             results.put((None, traceback.format_exc()))
+        faulthandler.cancel_dump_traceback_later()
     dist.destroy_process_group()

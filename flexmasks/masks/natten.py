@@ -6,13 +6,14 @@ import torch
 from torch import Tensor
 
 from flexmasks.orders import coordinates
-from flexmasks.spec import Size, always, may_read, register_mask
+from flexmasks.spec import Size, always, bounded, may_read, register_mask
 
 Length = Annotated[int, "int in 1.."]
 Order = Annotated[Tensor | None, "int[KV] in 0..KV-1"]
 Kernel1 = Annotated[int, "int in 1.."]
 Kernel2 = Annotated[int | tuple[int, int], "int in 1.. | int(2) in 1.."]
 Kernel3 = Annotated[int | tuple[int, int, int], "int in 1.. | int(3) in 1.."]
+Words = tuple[Tensor, Tensor, Tensor, int]  # see `words_of`
 
 
 def _prepare1(
@@ -57,8 +58,20 @@ def _prepare3(
     return _prepare(size, canvas, kernel, dilation, stride, causal, order)
 
 
-@register_mask(prepare=_prepare2, example=lambda length: {"height": 16, "width": length // 16, "kernel": 7})
-def natten(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, axes: tuple[Any, ...], pixels: Tensor | None) -> Tensor:
+def _in_kernels(
+    b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, axes: tuple[Any, ...], pixels: Tensor | None, words: Words | None
+) -> Tensor:
+    return _neighborhood(q, kv, axes, pixels) if words is None else seen_by_words(q, kv, words)
+
+
+@register_mask(
+    prepare=_prepare2,
+    compiled=_in_kernels,
+    example=lambda length: {"height": 16, "width": length // 16, "kernel": 7},
+)
+def natten(
+    b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, axes: tuple[Any, ...], pixels: Tensor | None, words: Words | None
+) -> Tensor:
     """Neighborhood attention on an image: each pixel sees `kernel` pixels per axis.
 
     At an edge the window shifts inward, so that every pixel sees the same number of pixels.
@@ -83,7 +96,9 @@ def natten(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, axes: tuple[Any, ...]
 
 
 @register_mask(prepare=_prepare1, example=lambda length: {"length": length, "kernel": max(1, length // 8)})
-def natten1d(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, axes: tuple[Any, ...], pixels: None) -> Tensor:
+def natten1d(
+    b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, axes: tuple[Any, ...], pixels: None, words: Words | None
+) -> Tensor:
     """Neighborhood attention on a sequence: each token sees exactly `kernel` tokens.
 
     At an end the window shifts inward.
@@ -99,9 +114,12 @@ def natten1d(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, axes: tuple[Any, ..
 
 @register_mask(
     prepare=_prepare3,
+    compiled=_in_kernels,
     example=lambda length: {"depth": 4, "height": 8, "width": length // 32, "kernel": 3},
 )
-def natten3d(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, axes: tuple[Any, ...], pixels: Tensor | None) -> Tensor:
+def natten3d(
+    b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, axes: tuple[Any, ...], pixels: Tensor | None, words: Words | None
+) -> Tensor:
     """Neighborhood attention on a video: each voxel sees `kernel` voxels per axis.
 
     At an edge the window shifts inward.
@@ -137,7 +155,20 @@ def _prepare(
             )
         if s > k:
             raise ValueError(f"`stride` must be at most the kernel, {k} along `{name}`, got {s}.")
-    return {"axes": axes, "pixels": pixels_of(size, order, tuple(canvas.values()))}
+    pixels = pixels_of(size, order, tuple(canvas.values()))
+    words = None
+    if len(axes) > 1:  # one axis takes fewer operations without words
+        fields = []
+        for i, axis in zip(
+            pixels_in_order(list(canvas.values()), pixels, None if size is None else size.device), axes, strict=True
+        ):
+            length, _, dilation, *_ = axis
+            first, last = _limits(i, *axis)
+            fields.append(((length - 1) // dilation, i // dilation, torch.where(first < 0, 0, first), last))
+            if dilation > 1:
+                fields.append((dilation - 1, *[i % dilation] * 3))
+        words = words_of(fields)
+    return {"axes": axes, "pixels": pixels, "words": words}
 
 
 def check_canvas(size: Size | None, canvas: dict[str, int]) -> None:
@@ -193,23 +224,83 @@ def window(i: Tensor, j: Tensor, length: int, kernel: int, dilation: int, stride
 
     Dilation splits an axis into groups of every dilation-th pixel, and a window lies inside one group.
     """
-    last: int | Tensor = length - 1
+    first, last = _limits(i, length, kernel, dilation, stride, causal)
     same = None
     if dilation > 1:
-        group = i % dilation
-        same = j % dilation == group
-        last = (length - group + dilation - 1) // dilation - 1
-        i, j = i // dilation, j // dilation
+        same = j % dilation == i % dilation
+        j = j // dilation
+    one_comparison = (j - (first + kernel // 2)).abs() <= kernel // 2
+    seen = one_comparison if kernel % 2 and not causal else (j >= first) & (j <= last)
+    return seen if same is None else seen & same
+
+
+def _limits(i: Tensor, length: int, kernel: int, dilation: int, stride: int, causal: bool) -> tuple[Tensor, Tensor]:
+    """Return the first and the last pixel of i's window on one axis.
+
+    They are counted in i's dilation group. On a causal axis the first one may lie before the axis.
+    """
+    end: int | Tensor = length - 1
+    if dilation > 1:
+        end = (length - i % dilation + dilation - 1) // dilation - 1
+        i = i // dilation
     leader = i
     if stride > 1:
         leader = i // stride * stride + (stride - 1 if causal else stride // 2)
-        leader = torch.where(leader > last, last, leader)
+        leader = torch.where(leader > end, end, leader)
     if causal:
-        seen = (j <= i) & (leader - j < kernel)
-    else:
-        start = leader - kernel // 2
-        start = torch.where(start < 0, 0, start)  # some backends of FlexAttention lack clamp
-        start = torch.where(start > last + 1 - kernel, last + 1 - kernel, start)
-        middle = (j - (start + kernel // 2)).abs() <= kernel // 2  # one comparison is faster than two
-        seen = middle if kernel % 2 else (j >= start) & (j < start + kernel)
-    return seen if same is None else seen & same
+        return leader - (kernel - 1), i
+    start = leader - kernel // 2
+    start = torch.where(start < 0, 0, start)  # some backends of FlexAttention lack clamp
+    start = torch.where(start > end + 1 - kernel, end + 1 - kernel, start)
+    return start, start + (kernel - 1)
+
+
+# --- as kernels compute it ---
+
+
+def words_of(fields: Sequence[tuple[int, Tensor, Tensor, Tensor]]) -> Words | None:
+    """Return words of all coordinates, or None if they do not fit.
+
+    A word is an int32. There are words of keys, of the first pixels that queries see, and of the last pixels; with them
+    goes the word of all guard bits. Each coordinate has a field with a guard bit above it. Where the guard bits are set
+    in one word and not in the other, their difference has those guard bits whose coordinates are not less, and no field
+    borrows from the next. So kernels compare all axes at once. The guard bits are in the words of the last pixels, and
+    are subtracted from those of the first.
+
+    fields: for each coordinate the greatest one, and int32[tokens] of the tokens' coordinates, of the first and of the
+        last coordinate that they see.
+    """
+    bits = [most.bit_length() for most, *_ in fields]
+    if sum(bits) + len(bits) > 31:
+        return None
+    words = [torch.zeros_like(x) for x in fields[0][1:]]
+    place, guards = 1, 0
+    for count, (_, *coordinates_of) in zip(bits, fields, strict=True):
+        words = [word + place * x for word, x in zip(words, coordinates_of, strict=True)]
+        guards += place << count
+        place <<= 1 + count
+    at, first, last = words
+    most = place - 1 - guards
+    return (
+        bounded(at, 0, most),
+        bounded(first - guards, -guards, most - guards),
+        bounded(last + guards, guards, most + guards),
+        guards,
+    )
+
+
+def pixels_in_order(canvas: Sequence[int], pixels: Tensor | None, device: torch.device | None) -> Sequence[Tensor]:
+    """Return the coordinates of all tokens, int32[tokens] for each axis.
+
+    pixels: as `pixels_of` gives them, or None for row-major order on the device.
+    """
+    if pixels is not None:
+        return list(pixels)
+    return coordinates(torch.arange(math.prod(canvas), dtype=torch.int32, device=device), canvas)
+
+
+def seen_by_words(q: Tensor, kv: Tensor, words: Words) -> Tensor:
+    """Return whether all coordinates of keys lie inside the limits of queries."""
+    at, first, last, guards = words
+    at_key = at[kv]
+    return (at_key - first[q]) & (last[q] - at_key) & guards == guards

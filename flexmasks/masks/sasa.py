@@ -1,8 +1,9 @@
 from typing import Annotated, Any
 
+import torch
 from torch import Tensor
 
-from flexmasks.masks.natten import check_canvas, pixels_of, place
+from flexmasks.masks.natten import Words, check_canvas, pixels_in_order, pixels_of, place, seen_by_words, words_of
 from flexmasks.spec import Size, pair, register_mask
 
 
@@ -14,11 +15,40 @@ def _prepare(
     window: Annotated[int | tuple[int, int], "int in 0.. | int(2) in 0.."],
     order: Annotated[Tensor | None, "int[KV] in 0..KV-1"] = None,
 ) -> dict[str, Any]:
+    canvas = height, width
     check_canvas(size, {"height": height, "width": width})
-    return {"canvas": (height, width), "window": pair(window), "pixels": pixels_of(size, order, (height, width))}
+    pixels = pixels_of(size, order, canvas)
+    fields = []
+    for i, length, far in zip(
+        pixels_in_order(canvas, pixels, None if size is None else size.device), canvas, pair(window), strict=True
+    ):
+        far = min(far, length)
+        first, last = torch.where(i < far, 0, i - far), torch.where(i + far < length, i + far, length - 1)
+        fields.append((length - 1, i, first, last))
+    return {"canvas": canvas, "window": pair(window), "pixels": pixels, "words": words_of(fields)}
 
 
-@register_mask(prepare=_prepare, example=lambda length: {"height": 16, "width": length // 16, "window": 4})
+def _in_kernels(
+    b: Tensor,
+    h: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    *,
+    canvas: tuple[int, int],
+    window: tuple[int, int],
+    pixels: Tensor | None,
+    words: Words | None,
+) -> Tensor:
+    if words is None:
+        return sasa(b, h, q, kv, canvas=canvas, window=window, pixels=pixels, words=None)
+    return seen_by_words(q, kv, words)
+
+
+@register_mask(
+    prepare=_prepare,
+    compiled=_in_kernels,
+    example=lambda length: {"height": 16, "width": length // 16, "window": 4},
+)
 def sasa(
     b: Tensor,
     h: Tensor,
@@ -28,6 +58,7 @@ def sasa(
     canvas: tuple[int, int],
     window: tuple[int, int],
     pixels: Tensor | None,
+    words: Words | None,
 ) -> Tensor:
     """A window of rows and columns around each pixel, cut at the edges.
 

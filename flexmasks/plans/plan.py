@@ -276,7 +276,7 @@ class Plan:
         """
         value, offset = self._bound_to
         heads = self.size.heads if self.size.device.type in _SPREADS_ON else None
-        bound = value.bind(prepared.resolved, heads, self.spread)
+        bound = value.bind(prepared.resolved, heads, self.spread, for_kernels=True)
         return bound, offset if prepared.offset is None else prepared.offset
 
 

@@ -83,13 +83,13 @@ def _noted_alone(function: Any) -> str:
     reads = reads_of(function)
     if reads:
         return f"{_PROBLEM}{reads if isinstance(reads, str) else 'tensors or numbers among its variables'}"
-    return noted(function, None, None, None)
+    return noted(function, None, None, None, None)
 
 
 def _definition_of(kind: str, template: str, captured: Any) -> Definition:
     """Return the definition of a user's functions."""
-    function, prepare, inner_size, native = made(template, captured)
-    return define(kind, function, prepare=prepare, inner_size=inner_size, native=native)
+    function, *hooks = made(template, captured)
+    return define(kind, function, **dict(zip(("prepare", "inner_size", "native", "compiled"), hooks, strict=True)))
 
 
 def value_data(value: Any, device: torch.device) -> Any:

@@ -32,6 +32,7 @@ class Definition:
     example: Callable[[int], dict[str, Any]] | None = None
     inner_size: Callable[..., Size] | None = None
     native: Callable[..., Any] | None = None  # a mask's `band` hook, a score's `cap` hook
+    compiled: Callable[..., Any] | None = None  # a mask's function as kernels compute it, if it is not `function`
     template: str = ""  # how an operator is printed, such as " & "
     reads: tuple[Read, ...] | str | None = None  # captured values, or why they cannot be read; None if nobody looked
     # Whether this library, not a user, made the definition. Its functions capture nothing, so its name identifies them.
@@ -54,7 +55,7 @@ class Definition:
     @property
     def functions(self) -> tuple[Callable[..., Any] | None, ...]:
         """All functions that decide what the mask or score does."""
-        return self.function, self.prepare, self.inner_size, self.native
+        return self.function, self.prepare, self.inner_size, self.native, self.compiled
 
     def with_reads(self) -> Definition:
         """Return the definition with ways to what its functions captured, which a user's torch.compile needs."""

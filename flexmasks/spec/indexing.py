@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from flexmasks import compat
 from flexmasks.spec.parameters import Size
 
 _DEVICES_OF_CONSTANT_INDICES = ("cpu",)  # devices whose compiled kernels take a Python number as an index
@@ -53,9 +53,10 @@ def bounded(table: Tensor, low: int, high: int) -> Tensor:
 
     The values lie in low..high, both included.
 
-    From these bounds, the check of functions for FLASH knows that an index read from the table is not negative.
+    From these bounds, the checks of functions know that an index read from the table is not negative, and that sums of
+    its values fit their type.
     """
-    if not compat.is_compiling():
+    if not torch.compiler.is_dynamo_compiling():  # Dynamo knows no attributes of tensors
         table.bounds = low, high  # type: ignore[attr-defined]
     return table
 

@@ -65,6 +65,7 @@ def register_mask(
     prepare: Callable[..., dict[str, Any]] | None = None,
     inner_size: Callable[..., Size] | None = None,
     band: Callable[..., Band | None] | None = None,
+    compiled: Callable[..., Tensor] | None = None,
     dense: Callable[..., Band | None] | None = None,
 ) -> Callable[[Function], Function]:
     """Register a mask, one plain function of index tensors.
@@ -89,6 +90,9 @@ def register_mask(
         inner_size: for masks that hold masks: `inner_size(size, **parameters)` returns the Size that inner masks see.
         band: for masks that some kernels know natively: `band(size, **parameters)` returns the mask as a
             flexmasks.spec.Band, or None if it is no band with these parameters.
+        compiled: another function with the same arguments and the same values, which kernels compute for each pair in
+            its place, because it takes fewer operations there. Plans and pictures call the function itself, whose
+            arithmetic shows which blocks are visible.
         dense: the former name of `band`, still accepted.
 
     Raises:
@@ -104,7 +108,8 @@ def register_mask(
         >>> flexmasks.get_mask("every_nth", stride=2)
         every_nth(stride=2)
     """
-    return _register("mask", name, example=example, prepare=prepare, inner_size=inner_size, native=band or dense)
+    hooks = {"example": example, "prepare": prepare, "inner_size": inner_size, "native": band or dense}
+    return _register("mask", name, **hooks, compiled=compiled)
 
 
 @says_what_to_write(_how_to_register("score"))

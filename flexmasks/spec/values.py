@@ -235,25 +235,30 @@ class Modifier(Readable):
         return error if is_named else type(error)(f"flexmasks {self.kind} {self.name!r}: {error}")
 
     def bind(
-        self, resolved: Mapping[str, Any], heads: int | None = None, spread: Spread | None = None
+        self,
+        resolved: Mapping[str, Any],
+        heads: int | None = None,
+        spread: Spread | None = None,
+        for_kernels: bool = False,
     ) -> Callable[..., Tensor]:
         """Return the plain function of indices with its arguments bound, given what `resolve` returned.
 
         With `heads`, the function reads 0-dimensional tensors by the head's index, because some kernels take no
         0-dimensional tensors. Each of them is appended to `spread`, with the tensor in its place.
+        With `for_kernels`, the function is the one that kernels compute, see `register_mask(compiled=)`.
         """
         arguments: dict[str, Any] = {}
         for name, value in {**self.params, **resolved}.items():
             if isinstance(value, ResolvedInner):
                 source = self.params[value.source]
                 inner = zip(_modifiers_in(source), value.resolved, strict=True)
-                mods = tuple(m.bind(r, heads, spread) for m, r in inner)
+                mods = tuple(m.bind(r, heads, spread, for_kernels) for m, r in inner)
                 arguments[name] = mods if isinstance(source, tuple) else mods[0]
             elif isinstance(value, _Given):
                 arguments[name] = self.params[value.parameter]
             elif value is not _Absent:
                 arguments[name] = value
-        function = self.definition.function
+        function = (self.definition.compiled if for_kernels else None) or self.definition.function
         if not arguments:
             return function
         if heads:
