@@ -27,7 +27,7 @@ settings.load_profile("flexmasks")
 
 
 class _EveryTest:
-    """Fixtures of all tests; those of a conftest.py would not reach the examples in docstrings of the package."""
+    """Fixtures of all tests; fixtures of a conftest.py would not reach the examples in docstrings of the package."""
 
     @pytest.fixture(autouse=True)
     def _registry_restored(self, monkeypatch: pytest.MonkeyPatch) -> None:

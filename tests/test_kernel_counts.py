@@ -263,6 +263,22 @@ def test_first_numbers_compile_nothing_where_later_numbers_run(
     assert kernels_of([functools.partial(call, *numbers) for numbers in calls]) == [1, 1, 1, 1] + [0] * 5
 
 
+def test_first_numbers_keep_their_kernels_beside_other_forms(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mask that goes as data, or a score with inputs, needs no other kernels for first numbers of the other one."""
+    if backend == "flash":
+        pytest.skip("it takes no numbers of score changes as inputs")
+    monkeypatch.setattr(numbers, "MAX_COMPILED_VALUES", 2)
+
+    def call(chunk: int, factor: float) -> None:
+        mask = flexmasks.get_mask("chunked", chunk=chunk)
+        visible = flexmasks.dense_mask(mask, 160)
+        check(backend, (1, 2, 160, 16), mask, visible=visible, change=scaled(factor), score=scaled(factor))
+
+    calls = [(2, 1.5), (3, 1.5), (4, 1.5), (4, 2.5), (4, 3.5)]
+    counts = kernels_of([functools.partial(call, *numbers) for numbers in [*calls, *calls, (5, 4.5), (5, 1.5)]])
+    assert counts[5:] == [0] * 7
+
+
 def generating(start: int, shown: Tensor) -> Callable[..., Tensor]:
     """Return a mask in the way of transformers: closures around closures, with where the queries start as a number."""
 

@@ -31,6 +31,8 @@ from torch.nn.attention.flex_attention import create_mask, flex_attention
 import flexmasks
 from flexmasks import Mask, compat
 from flexmasks.masks.natten import seen_by_words, words_of
+from flexmasks.spec import Size
+from flexmasks.spec.captures import Aliases
 from flexmasks.spec.definitions import definition
 
 
@@ -139,7 +141,7 @@ def test_neighborhoods_that_fit_no_word(count: int) -> None:
     axis = 2**10
     fields = [(axis - 1, *[torch.arange(4, dtype=torch.int32)] * 3), (count // 2 - 1, *[torch.zeros(4).int()] * 3)]
     fields.append((2**9 - 1, *[torch.zeros(4).int()] * 3))
-    words = words_of(fields)
+    words = words_of(Size(1, 1, 4, 4, torch.device("cpu")), fields)
     assert (words is not None) == (count == 2**10)
     if words is not None:
         i = torch.arange(4)
@@ -167,6 +169,54 @@ def test_a_users_function_for_kernels() -> None:
         )
         call = torch.compile(flexmasks.attention, fullgraph=True)
         assert torch.allclose(call(q, k, v, mask=mask, backend="cpu"), want, atol=1e-6)
+
+
+def of_a_table(table: Tensor) -> Mask:
+    """Register a mask whose functions captured a tensor, and return it."""
+
+    def compiled(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return table[kv] & (kv <= q)
+
+    @flexmasks.register_mask(compiled=compiled)
+    def by_table(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return (kv <= q) & table[kv]
+
+    return flexmasks.get_mask("by_table")
+
+
+def test_a_function_for_kernels_that_captured_a_tensor() -> None:
+    """A mask that is registered again with another tensor is not computed with the former one."""
+    q, k, v = torch.randn(3, 1, 2, 30, 16)
+    index = torch.arange(30)
+    for n in range(4):
+        table = torch.rand(30) < 0.5
+        mask = of_a_table(table)
+        want = attend(*(exact(x) for x in (q, k, v)), (index <= index[:, None]) & table)[0]
+        with torch.no_grad():
+            assert error(flexmasks.attention(q, k, v, mask=mask, backend="cpu"), want) < TOLERANCE[torch.float32], n
+        blind = mask.aliased(Aliases([(table, torch.zeros(30, dtype=torch.bool))]))
+        assert not blind.bind(blind.resolve(None), for_kernels=True)(0, 0, index[:, None], index).any()
+
+
+def test_a_function_for_kernels_takes_the_same_arguments() -> None:
+    with pytest.raises(TypeError, match=r"mask 'near': `compiled` must take the arguments of the mask's function, \(b"):
+
+        @flexmasks.register_mask(compiled=lambda b, h, q, kv: q >= kv)
+        def near(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, window: int) -> Tensor:
+            return (q - kv).abs() <= window
+
+
+def test_a_sequence_that_is_longer_than_its_canvas() -> None:
+    """Lengths below a bound are not read. Kernels read nothing behind the canvas."""
+    offsets = torch.tensor([0, 32, 40])
+    mask = flexmasks.packed(flexmasks.get_mask("natten", height=4, width=4, kernel=3), offsets, max_length=64)
+    q, k, v = torch.randn(3, 1, 2, 40, 16)
+    for backend in ("reference", "cpu"):
+        with torch.no_grad():
+            out = flexmasks.attention(q, k, v, mask=mask, backend=backend)
+        seen = flexmasks.dense_mask(flexmasks.get_mask("natten", height=4, width=4, kernel=3), 16)
+        want = attend(*(exact(x[:, :, 32:]) for x in (q, k, v)), seen[:, :, :8, :8])[0]
+        assert error(out[:, :, 32:], want) < TOLERANCE[torch.float32]
 
 
 # --- attention ---

@@ -48,7 +48,8 @@ def _refuses_functions(call: Call) -> str | None:
         of_score = None if call.score_mod is None else miscompiled(call.score_mod(), device, sizes, is_score=True)
         return of_score or miscompiled(call.mask_mod(), device, sizes)
     is_data = bool(forms.why_inexact(call))
-    if not is_data and numbers.are_many(call, is_score=False):  # otherwise its blocks are not needed here
+    may_be_data = not is_data and numbers.are_many(call, is_score=False, has_kernel=lambda: False)
+    if may_be_data:  # otherwise its blocks are not needed here
         is_data = bool(flex.why_data(call, _FLASH))
     kind = "miscompiled", is_data, call.kernel_key, call.shapes, device.type, *sizes
     reason = OUTCOMES.get(kind)

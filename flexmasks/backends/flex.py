@@ -22,7 +22,7 @@ import types
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -437,8 +437,8 @@ class CompiledCall:
         as_data: whether the kernel reads the mask as data; by default `why_data` decides.
         """
         block_mask, of_mask, shapes = call.blocks().block_mask, call.kernel_key[0], call.shapes
-        is_compiled = functools.partial(_is_compiled, call, backend, more_options)
-        score_mod, of_score = forms.compiled_score(call, is_compiled, for_flash=backend == "FLASH")
+        has_kernel = functools.partial(_has_kernel_for, call, 1, backend, more_options)
+        score_mod, of_score = forms.compiled_score(call, has_kernel, for_flash=backend == "FLASH")
         runs_left = None
         if as_data is None:
             starts = starts_as_data(call, backend, more_options)
@@ -590,7 +590,8 @@ def why_data(call: Call, backend: str | None = None, more_options: dict[str, Any
     if call.is_traced:
         return ""
     kind, is_compiled = _kind_of_forms(call, backend, more_options), _is_compiled(call, backend, more_options)
-    return forms.why_data(call, kind, is_compiled, for_flash=backend == "FLASH")
+    has_kernel = functools.partial(_has_kernel_for, call, 0, backend, more_options)
+    return forms.why_data(call, kind, is_compiled, has_kernel, for_flash=backend == "FLASH")
 
 
 def starts_as_data(call: Call, backend: str | None = None, more_options: dict[str, Any] | None = None) -> bool:
@@ -613,6 +614,20 @@ def _is_compiled(call: Call, backend: str | None, more_options: dict[str, Any] |
         return False
     _, key = _kernel_for(call.kernel_key, call, backend, more_options)
     return _KERNELS.get(key) is not None
+
+
+def _has_kernel_for(call: Call, part: int, backend: str | None, more_options: dict[str, Any] | None) -> bool:
+    """Return whether a kernel for such calls has a part of a call's key.
+
+    The other part may have any form, and options that are proven and lists of blocks may differ.
+    part: 0 for the mask, 1 for the score change.
+    """
+    kind = _kind(call, backend, _options(call, backend, more_options, has_proven=False))
+    compared = [n for n in range(len(kind)) if _KEY_PARTS[2 + n] != "set of kernel options"]
+    return any(
+        key[part] == call.kernel_key[part] and all(key[2 + n] == kind[n] for n in compared)
+        for key in cast(list[tuple[Hashable, ...]], _KERNELS.known_keys())
+    )
 
 
 @functools.cache

@@ -94,17 +94,17 @@ def compiled_mask(call: Call, block_mask: compat.BlockMask, for_flash: bool) -> 
 
 
 def compiled_score(
-    call: Call, is_compiled: Callable[[], bool], for_flash: bool
+    call: Call, has_kernel: Callable[[], bool], for_flash: bool
 ) -> tuple[Callable[..., Tensor] | None, Hashable]:
     """Return a call's score change as kernels can compute it, and its key.
 
     Kernels of FLASH take no 0-dimensional tensors in place of numbers.
-    is_compiled: whether there is a kernel for the functions of mask and score.
+    has_kernel: whether a kernel for such calls has the score change with its numbers.
     """
     key = call.kernel_key[1]
     if call.score_mod is None or call.is_traced:
         return None if call.score_mod is None else call.score_mod(), key
-    if not for_flash and numbers.are_many(call, is_score=True, is_compiled=is_compiled):
+    if not for_flash and numbers.are_many(call, is_score=True, has_kernel=has_kernel):
         made = numbers.score_with_inputs(call)
         reason = "" if made is None else _look(call, lambda: made[0], made[1], is_score=True)
         if made is not None and (not reason or reason in WAYS):
@@ -119,11 +119,14 @@ def _rewritten(function: Callable[..., Tensor], way: str) -> Callable[..., Tenso
     return cast(Callable[..., Tensor], WAYS[way](function)) if way in WAYS else function
 
 
-def why_data(call: Call, kind: Hashable, is_compiled: bool, for_flash: bool = False) -> str:
+def why_data(
+    call: Call, kind: Hashable, is_compiled: bool, has_kernel: Callable[[], bool], for_flash: bool = False
+) -> str:
     """Return why the mask goes as data, or "".
 
     kind: everything that a kernel depends on besides the functions.
-    is_compiled: whether there is a kernel for the function.
+    is_compiled: whether there is a kernel for the functions of mask and score.
+    has_kernel: whether a kernel for such calls has the mask with its numbers.
     """
     if call.is_traced:
         return ""
@@ -134,7 +137,7 @@ def why_data(call: Call, kind: Hashable, is_compiled: bool, for_flash: bool = Fa
         reason = _FAILED if _can_be_read(call) else ""
     if reason or is_compiled:
         return reason
-    if numbers.are_many(call, is_score=False, is_compiled=lambda: False):
+    if numbers.are_many(call, is_score=False, has_kernel=has_kernel):
         if _can_be_read(call):
             return _NUMBERS
         numbers.warn(call, is_score=False, reason="the mask has too many different blocks to go as data")
@@ -199,9 +202,8 @@ def _kind_of_failures(call: Call) -> Hashable:
 
 def note_run(call: Call, kind: Hashable, is_data: bool) -> None:
     """Note that a call runs with the mask's function, or with its data."""
-    numbers.note_compiled(call, is_score=True)
-    if not is_data:
-        numbers.note_compiled(call, is_score=False)
+    numbers.note_run(call, is_score=True)
+    numbers.note_run(call, is_score=False, is_data=is_data)
     if is_data:
         _STARTED.put((kind, call.kernel_key), (), True, 1)
     elif _FIRSTS.get(kind) is None and not call.mask_is_own:

@@ -1,8 +1,8 @@
 """Numbers that functions read: a few values are compiled in, later values reach kernels otherwise.
 
 A kernel is compiled for each of the first values of a number. From then on a score change gets the number as a tensor,
-and a mask goes as data; the first values, too, where a call would need another kernel for them. Where neither can be,
-each value compiles a kernel, and one warning says so.
+and a mask goes as data. Where neither can be, each value compiles a kernel, and one warning says so. After a later
+value, calls with the first values, too, compile no other kernels.
 """
 
 from __future__ import annotations
@@ -42,26 +42,31 @@ class _Known:
 _KNOWN: Cache[_Known] = Cache("numbers_in_functions", max_bytes=1024)  # an entry counts one byte
 
 
-def are_many(call: Call, is_score: bool, is_compiled: Callable[[], bool] = lambda: True) -> bool:
-    """Return whether enough other values of a function's numbers are compiled in.
+def are_many(call: Call, is_score: bool, has_kernel: Callable[[], bool] = lambda: True) -> bool:
+    """Return whether no kernel is to be compiled for the values of a function's numbers.
 
-    is_compiled: whether there is a kernel for the call's own values. If there is none, and other values than the first
-        ones came before, none is compiled for the first values either.
+    has_kernel: whether a kernel for such calls has these values compiled in. It is asked for the first values if later
+        values came before.
     """
     known, numbers = _known(call, is_score)
     if len(known.compiled) < MAX_COMPILED_VALUES:
         return False
-    if _values(numbers) not in known.compiled:
-        known.had_more = True
-        return True
-    return known.had_more and not is_compiled()
+    return _values(numbers) not in known.compiled or (known.had_more and not has_kernel())
 
 
-def note_compiled(call: Call, is_score: bool) -> None:
-    """Note that a kernel with the values of a function's numbers is compiled."""
+def note_run(call: Call, is_score: bool, is_data: bool = False) -> None:
+    """Note that a call has run with the values of a function's numbers.
+
+    is_data: whether the mask went as data.
+    """
     known, numbers = _known(call, is_score)
     values = _values(numbers)
-    if not numbers or values in known.compiled or len(known.compiled) >= MAX_COMPILED_VALUES:
+    if not numbers or values in known.compiled:
+        return
+    if len(known.compiled) >= MAX_COMPILED_VALUES:
+        known.had_more = True
+        return
+    if is_data:
         return
     known.compiled.add(values)
     if is_score and call.score_mod is not None:

@@ -39,7 +39,8 @@ def _prepare2(
     causal: Annotated[bool | tuple[bool, bool], "bool | bool(2)"] = False,
     order: Order = None,
 ) -> dict[str, Any]:
-    return _prepare(size, {"height": height, "width": width}, kernel, dilation, stride, causal, order)
+    prepared = _prepare(size, {"height": height, "width": width}, kernel, dilation, stride, causal, order)
+    return _with_words(size, prepared)
 
 
 def _prepare3(
@@ -55,7 +56,7 @@ def _prepare3(
     order: Order = None,
 ) -> dict[str, Any]:
     canvas = {"depth": depth, "height": height, "width": width}
-    return _prepare(size, canvas, kernel, dilation, stride, causal, order)
+    return _with_words(size, _prepare(size, canvas, kernel, dilation, stride, causal, order))
 
 
 def _in_kernels(
@@ -96,9 +97,7 @@ def natten(
 
 
 @register_mask(prepare=_prepare1, example=lambda length: {"length": length, "kernel": max(1, length // 8)})
-def natten1d(
-    b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, axes: tuple[Any, ...], pixels: None, words: Words | None
-) -> Tensor:
+def natten1d(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, axes: tuple[Any, ...], pixels: None) -> Tensor:
     """Neighborhood attention on a sequence: each token sees exactly `kernel` tokens.
 
     At an end the window shifts inward.
@@ -155,20 +154,22 @@ def _prepare(
             )
         if s > k:
             raise ValueError(f"`stride` must be at most the kernel, {k} along `{name}`, got {s}.")
-    pixels = pixels_of(size, order, tuple(canvas.values()))
-    words = None
-    if len(axes) > 1:  # one axis takes fewer operations without words
-        fields = []
-        for i, axis in zip(
-            pixels_in_order(list(canvas.values()), pixels, None if size is None else size.device), axes, strict=True
-        ):
-            length, _, dilation, *_ = axis
-            first, last = _limits(i, *axis)
-            fields.append(((length - 1) // dilation, i // dilation, torch.where(first < 0, 0, first), last))
-            if dilation > 1:
-                fields.append((dilation - 1, *[i % dilation] * 3))
-        words = words_of(fields)
-    return {"axes": axes, "pixels": pixels, "words": words}
+    return {"axes": axes, "pixels": pixels_of(size, order, tuple(canvas.values()))}
+
+
+def _with_words(size: Size | None, prepared: dict[str, Any]) -> dict[str, Any]:
+    """Return prepared arguments with the words that kernels read."""
+    axes, pixels = prepared["axes"], prepared["pixels"]
+    if size is None:
+        return prepared | {"words": None}
+    fields = []
+    for i, axis in zip(all_coordinates(size, pixels, [axis[0] for axis in axes]), axes, strict=True):
+        length, _, dilation, *_ = axis
+        first, last = _limits(i, *axis)
+        fields.append(((length - 1) // dilation, i // dilation, torch.where(first < 0, 0, first), last))
+        if dilation > 1:
+            fields.append((dilation - 1, *[i % dilation] * 3))
+    return prepared | {"words": words_of(size, fields)}
 
 
 def check_canvas(size: Size | None, canvas: dict[str, int]) -> None:
@@ -229,9 +230,18 @@ def window(i: Tensor, j: Tensor, length: int, kernel: int, dilation: int, stride
     if dilation > 1:
         same = j % dilation == i % dilation
         j = j // dilation
-    one_comparison = (j - (first + kernel // 2)).abs() <= kernel // 2
-    seen = one_comparison if kernel % 2 and not causal else (j >= first) & (j <= last)
+    seen = _is_between(j, first, last, kernel // 2 if kernel % 2 and not causal else None)
     return seen if same is None else seen & same
+
+
+def _is_between(j: Tensor, first: Tensor, last: Tensor, half: int | None) -> Tensor:
+    """Return whether j lies between two pixels, both included.
+
+    half: half of their distance if it is whole and the same everywhere, or None.
+    """
+    if half is None:
+        return (j >= first) & (j <= last)
+    return (j - (first + half)).abs() <= half  # one comparison is faster than two
 
 
 def _limits(i: Tensor, length: int, kernel: int, dilation: int, stride: int, causal: bool) -> tuple[Tensor, Tensor]:
@@ -258,45 +268,48 @@ def _limits(i: Tensor, length: int, kernel: int, dilation: int, stride: int, cau
 # --- as kernels compute it ---
 
 
-def words_of(fields: Sequence[tuple[int, Tensor, Tensor, Tensor]]) -> Words | None:
+def words_of(size: Size, fields: Sequence[tuple[int, Tensor, Tensor, Tensor]]) -> Words | None:
     """Return words of all coordinates, or None if they do not fit.
 
     A word is an int32. There are words of keys, of the first pixels that queries see, and of the last pixels; with them
     goes the word of all guard bits. Each coordinate has a field with a guard bit above it. Where the guard bits are set
     in one word and not in the other, their difference has those guard bits whose coordinates are not less, and no field
-    borrows from the next. So kernels compare all axes at once. The guard bits are in the words of the last pixels, and
-    are subtracted from those of the first.
+    borrows from the next. So kernels compare all axes at once. The words of the last pixels have the guard bits, and
+    from the words of the first pixels the guard bits are subtracted.
 
     fields: for each coordinate the greatest one, and int32[tokens] of the tokens' coordinates, of the first and of the
         last coordinate that they see.
     """
-    bits = [most.bit_length() for most, *_ in fields]
+    bits = [greatest.bit_length() for greatest, *_ in fields]
     if sum(bits) + len(bits) > 31:
         return None
     words = [torch.zeros_like(x) for x in fields[0][1:]]
-    place, guards = 1, 0
-    for count, (_, *coordinates_of) in zip(bits, fields, strict=True):
-        words = [word + place * x for word, x in zip(words, coordinates_of, strict=True)]
-        guards += place << count
-        place <<= 1 + count
+    shift, guards = 0, 0
+    for count, (_, *of_field) in zip(bits, fields, strict=True):
+        words = [word + (x << shift) for word, x in zip(words, of_field, strict=True)]
+        shift += count + 1
+        guards += 1 << (shift - 1)
+    if size.at_most:  # a sequence that is too long for the canvas is not noticed, and must not be read past the end
+        more = size.positions - len(words[0])
+        words = [torch.cat([word, word[-1:].expand(more)]) if more > 0 else word for word in words]
     at, first, last = words
-    most = place - 1 - guards
+    others = (1 << shift) - 1 - guards  # all bits of coordinates
     return (
-        bounded(at, 0, most),
-        bounded(first - guards, -guards, most - guards),
-        bounded(last + guards, guards, most + guards),
+        bounded(at, 0, others),
+        bounded(first - guards, -guards, others - guards),
+        bounded(last + guards, guards, others + guards),
         guards,
     )
 
 
-def pixels_in_order(canvas: Sequence[int], pixels: Tensor | None, device: torch.device | None) -> Sequence[Tensor]:
+def all_coordinates(size: Size, pixels: Tensor | None, canvas: Sequence[int]) -> Sequence[Tensor]:
     """Return the coordinates of all tokens, int32[tokens] for each axis.
 
-    pixels: as `pixels_of` gives them, or None for row-major order on the device.
+    pixels: the coordinates of tokens in an order, as `pixels_of` gives them, or None for row-major order.
     """
     if pixels is not None:
         return list(pixels)
-    return coordinates(torch.arange(math.prod(canvas), dtype=torch.int32, device=device), canvas)
+    return coordinates(torch.arange(math.prod(canvas), dtype=torch.int32, device=size.device), canvas)
 
 
 def seen_by_words(q: Tensor, kv: Tensor, words: Words) -> Tensor:

@@ -3,7 +3,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from flexmasks.masks.natten import Words, check_canvas, pixels_in_order, pixels_of, place, seen_by_words, words_of
+from flexmasks.masks.natten import Words, all_coordinates, check_canvas, pixels_of, place, seen_by_words, words_of
 from flexmasks.spec import Size, pair, register_mask
 
 
@@ -18,14 +18,15 @@ def _prepare(
     canvas = height, width
     check_canvas(size, {"height": height, "width": width})
     pixels = pixels_of(size, order, canvas)
+    prepared = {"canvas": canvas, "window": pair(window), "pixels": pixels}
+    if size is None:
+        return prepared | {"words": None}
     fields = []
-    for i, length, far in zip(
-        pixels_in_order(canvas, pixels, None if size is None else size.device), canvas, pair(window), strict=True
-    ):
-        far = min(far, length)
+    for i, length, distance in zip(all_coordinates(size, pixels, canvas), canvas, pair(window), strict=True):
+        far = min(distance, length)
         first, last = torch.where(i < far, 0, i - far), torch.where(i + far < length, i + far, length - 1)
         fields.append((length - 1, i, first, last))
-    return {"canvas": canvas, "window": pair(window), "pixels": pixels, "words": words_of(fields)}
+    return prepared | {"words": words_of(size, fields)}
 
 
 def _in_kernels(

@@ -12,7 +12,7 @@ import torch
 
 from flexmasks import compat
 from flexmasks.spec.captures import Opaque
-from flexmasks.spec.definitions import Definition, define, from_pickle
+from flexmasks.spec.definitions import FUNCTIONS, Definition, define, from_pickle
 from flexmasks.spec.templates import made, noted, read, reads_of
 from flexmasks.spec.values import Mask, Modifier, Score
 
@@ -83,13 +83,13 @@ def _noted_alone(function: Any) -> str:
     reads = reads_of(function)
     if reads:
         return f"{_PROBLEM}{reads if isinstance(reads, str) else 'tensors or numbers among its variables'}"
-    return noted(function, None, None, None, None)
+    return noted(function, *[None] * (len(FUNCTIONS) - 1))
 
 
 def _definition_of(kind: str, template: str, captured: Any) -> Definition:
     """Return the definition of a user's functions."""
     function, *hooks = made(template, captured)
-    return define(kind, function, **dict(zip(("prepare", "inner_size", "native", "compiled"), hooks, strict=True)))
+    return define(kind, function, **dict(zip(FUNCTIONS[1:], hooks, strict=True)))
 
 
 def value_data(value: Any, device: torch.device) -> Any:

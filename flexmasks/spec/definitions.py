@@ -18,6 +18,9 @@ from flexmasks.spec.parameters import Parameter, Size, in_message, is_array, par
 from flexmasks.spec.pickles import refused, why_not
 from flexmasks.spec.templates import Read, reads_of
 
+# Fields of a definition that hold functions, which decide what the mask or score does.
+FUNCTIONS = ("function", "prepare", "inner_size", "native", "compiled")
+
 
 @dataclass(frozen=True, eq=False)
 class Definition:
@@ -55,7 +58,7 @@ class Definition:
     @property
     def functions(self) -> tuple[Callable[..., Any] | None, ...]:
         """All functions that decide what the mask or score does."""
-        return self.function, self.prepare, self.inner_size, self.native, self.compiled
+        return tuple([getattr(self, name) for name in FUNCTIONS])
 
     def with_reads(self) -> Definition:
         """Return the definition with ways to what its functions captured, which a user's torch.compile needs."""

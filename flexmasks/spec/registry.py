@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -180,6 +181,7 @@ def _register(kind: str, name: str | None, **hooks: Any) -> Callable[[Function],
         made = replace(define(kind, function, name, **hooks), registered=True).with_reads()
         if not isinstance(made.name, str) or not made.name.isidentifier():
             raise ValueError(f"flexmasks: a {kind} needs a name that is an identifier, got {made.name!r}.")
+        _check_compiled(made)
         known = names(kind).get(made.name)
         earlier = known.function if known is not None else function
         if (earlier.__module__, earlier.__qualname__) != (function.__module__, function.__qualname__):
@@ -190,6 +192,18 @@ def _register(kind: str, name: str | None, **hooks: Any) -> Callable[[Function],
         return function
 
     return decorator
+
+
+def _check_compiled(d: Definition) -> None:
+    """Raise TypeError if the function for kernels takes other arguments than the mask's own."""
+    if d.compiled is None:
+        return
+    mine, other = (inspect.signature(f).parameters for f in (d.function, d.compiled))
+    if list(mine) != list(other) or any(mine[n].kind != other[n].kind for n in mine):
+        raise TypeError(
+            f"flexmasks mask {d.name!r}: `compiled` must take the arguments of the mask's function, "
+            f"{inspect.signature(d.function)}, its signature is {inspect.signature(d.compiled)}."
+        )
 
 
 def _entry(d: Definition) -> Entry:

@@ -19,7 +19,18 @@ from flexmasks import compat
 from flexmasks.blocks.counts import Blocks
 from flexmasks.cache import identity
 from flexmasks.spec.captures import Aliases, Opaque, Place, Readable, Reader
-from flexmasks.spec.definitions import AND, CHAIN, NOT, OR, Definition, define, definition, from_pickle, loaded_function
+from flexmasks.spec.definitions import (
+    AND,
+    CHAIN,
+    FUNCTIONS,
+    NOT,
+    OR,
+    Definition,
+    define,
+    definition,
+    from_pickle,
+    loaded_function,
+)
 from flexmasks.spec.parameters import Size, describe, freeze, implied_size
 from flexmasks.spec.pickles import refused, why_not
 
@@ -156,8 +167,7 @@ class Modifier(Readable):
 
     def aliased(self, aliases: Aliases) -> Self:
         """Return the same value with aliases in place of tensors, see `captures.Aliases`."""
-        hooks = ("function", "prepare", "inner_size", "native")
-        definition = replace(self.definition, **{n: aliases.of(getattr(self.definition, n)) for n in hooks})
+        definition = replace(self.definition, **{n: aliases.of(getattr(self.definition, n)) for n in FUNCTIONS})
         return type(self)(definition, {n: aliases.of(v) for n, v in self.params.items()})
 
     def checked(self, size: Size) -> dict[str, Any]:
