@@ -209,13 +209,14 @@ def test_a_function_for_kernels_takes_the_same_arguments() -> None:
 def test_a_sequence_that_is_longer_than_its_canvas() -> None:
     """Lengths below a bound are not read. Kernels read nothing behind the canvas."""
     offsets = torch.tensor([0, 32, 40])
-    mask = flexmasks.packed(flexmasks.get_mask("natten", height=4, width=4, kernel=3), offsets, max_length=64)
+    inner = flexmasks.get_mask("natten", height=4, width=4, kernel=3)
+    mask = flexmasks.packed(inner, offsets, max_length=64)
     q, k, v = torch.randn(3, 1, 2, 40, 16)
+    seen = flexmasks.dense_mask(inner, 16)[:, :, :8, :8]
+    want = attend(*(exact(x[:, :, 32:]) for x in (q, k, v)), seen)[0]
     for backend in ("reference", "cpu"):
         with torch.no_grad():
             out = flexmasks.attention(q, k, v, mask=mask, backend=backend)
-        seen = flexmasks.dense_mask(flexmasks.get_mask("natten", height=4, width=4, kernel=3), 16)
-        want = attend(*(exact(x[:, :, 32:]) for x in (q, k, v)), seen[:, :, :8, :8])[0]
         assert error(out[:, :, 32:], want) < TOLERANCE[torch.float32]
 
 

@@ -22,7 +22,7 @@ import types
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -603,7 +603,7 @@ def starts_as_data(call: Call, backend: str | None = None, more_options: dict[st
     return forms.starts_as_data(call, None if is_always else _kind_of_forms(call, backend, more_options))
 
 
-def _kind_of_forms(call: Call, backend: str | None, more_options: dict[str, Any] | None) -> Hashable:
+def _kind_of_forms(call: Call, backend: str | None, more_options: dict[str, Any] | None) -> tuple[Hashable, ...]:
     """Return what the choice between function and data depends on besides the functions."""
     return _kind(call, backend, _options(call, backend, more_options, has_proven=False))
 
@@ -622,11 +622,11 @@ def _has_kernel_for(call: Call, part: int, backend: str | None, more_options: di
     The other part may have any form, and options that are proven and lists of blocks may differ.
     part: 0 for the mask, 1 for the score change.
     """
-    kind = _kind(call, backend, _options(call, backend, more_options, has_proven=False))
+    kind = _kind_of_forms(call, backend, more_options)
     compared = [n for n in range(len(kind)) if _KEY_PARTS[2 + n] != "set of kernel options"]
     return any(
         key[part] == call.kernel_key[part] and all(key[2 + n] == kind[n] for n in compared)
-        for key in cast(list[tuple[Hashable, ...]], _KERNELS.known_keys())
+        for key in _KERNELS.known_keys()
     )
 
 
