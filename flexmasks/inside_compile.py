@@ -24,7 +24,7 @@ from flexmasks.backends.slices import OverIndices
 from flexmasks.backends.table import BACKENDS, choose
 from flexmasks.blocks.elements import over_indices
 from flexmasks.blocks.lists import of_block_mask, widened
-from flexmasks.plans.bounds import MaskKind, plan_bounds, unread
+from flexmasks.plans.bounds import MaskKind, plan_bounds, reads_made_tensors, unread
 from flexmasks.plans.checks import fail
 from flexmasks.plans.data import FirstAsData
 from flexmasks.plans.plan import block_size_for, naming
@@ -218,7 +218,7 @@ def _call_of(
         blocks=_no_blocks,
         data=_no_blocks,
         computed_fraction=lambda: 0.5 if window is None or tensors else window.pairs(size.q_len) / pairs,
-        is_mostly_partial=lambda: bool(tensors),
+        is_mostly_partial=lambda: bool(tensors) or _reads_made_tensors(mask, size),
         proven_options=dict,
         mask_mod=lambda: _as_kernels_see(mask, size, q_offset),
         mask_is_own=mask.is_own(),
@@ -249,14 +249,28 @@ def _as_kernels_see(value: Mask | Score, size: Size, q_offset: int | Tensor) -> 
     The tensors that torch traces belong to its trace.
     """
     with compat.without_dispatch_modes():
-        zeros = [_zeros_like(t) for t in value.tensors()]
-        lengths = (size.batch, size.heads, size.q_len, size.kv_len, size.q_offset)
-        batch, heads, q_len, kv_len, q_end = map(compat.size_hint, lengths)
-        known = replace(size, batch=batch, heads=heads, q_len=q_len, kv_len=kv_len, q_offset=q_end)
-        alone = Aliases(zip(value.tensors(), zeros, strict=True)).of(value)
+        alone, known = _without_traced(value, size)
         offset = _zeros_like(q_offset) if isinstance(q_offset, Tensor) else compat.size_hint(q_offset)
-        mod = alone.bind(alone.resolve(known), heads, for_kernels=True)
+        mod = alone.bind(alone.resolve(known), known.heads, for_kernels=True)
         return shifted_mask(mod, offset) if value.kind == "mask" else shifted_score(mod, offset)
+
+
+def _reads_made_tensors(mask: Mask, size: Size) -> bool:
+    """Return whether kernels read tensors that the library makes for them."""
+    if not mask.has_other_function():
+        return False
+    with compat.without_dispatch_modes():
+        alone, known = _without_traced(mask, size)
+        return reads_made_tensors(alone, alone.resolve(known))
+
+
+def _without_traced(value: Mask | Score, size: Size) -> tuple[Mask | Score, Size]:
+    """Return a mask or score with tensors of zeros, and a size of numbers."""
+    zeros = [_zeros_like(t) for t in value.tensors()]
+    lengths = (size.batch, size.heads, size.q_len, size.kv_len, size.q_offset)
+    batch, heads, q_len, kv_len, q_end = map(compat.size_hint, lengths)
+    known = replace(size, batch=batch, heads=heads, q_len=q_len, kv_len=kv_len, q_offset=q_end)
+    return Aliases(zip(value.tensors(), zeros, strict=True)).of(value), known
 
 
 def _zeros_like(x: Tensor) -> Tensor:

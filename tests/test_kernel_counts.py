@@ -17,6 +17,8 @@ from torch.nn.attention.flex_attention import create_mask
 
 import flexmasks
 from flexmasks.backends import flex, numbers
+from flexmasks.plans.data import FirstAsData
+from flexmasks.plans.plan import MaskPlan
 from flexmasks.spec.captures import Opaque
 from flexmasks.spec.numbers import numbers_in, with_inputs
 
@@ -261,6 +263,30 @@ def test_first_numbers_compile_nothing_where_later_numbers_run(
 
     calls = [(1, 2), (1, 3), (1, 4), (2, 4), (2, 2), (2, 3), (1, 2), (1, 3), (2, 5)]
     assert kernels_of([functools.partial(call, *numbers) for numbers in calls]) == [1, 1, 1, 1] + [0] * 5
+
+
+def test_first_numbers_compile_nothing_at_other_lengths(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that has run a first number at one length compiles for no other one where later numbers run there."""
+    monkeypatch.setattr(numbers, "MAX_COMPILED_VALUES", 1)
+
+    def call(length: int, n: int) -> None:
+        mask = flexmasks.get_mask("sliding_window", window=n)
+        check(backend, (1, 2, length, 16), mask, visible=flexmasks.dense_mask(mask, length))
+
+    calls = [(160, 9), (160, 8), *[(n, 8) for n in (200, 230, 250)], (240, 9), (250, 9), (160, 9), (210, 8)]
+    counts = kernels_of([functools.partial(call, *numbers) for numbers in calls])
+    assert counts[:2] == [1, 1]
+    assert counts[5:] == [0] * 4
+
+
+def test_a_mask_is_not_new_with_another_number_in_the_score(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a new mask's first call goes as data, as on a GPU, it does not again for each number of a score change."""
+    monkeypatch.setattr(MaskPlan, "first_as_data", FirstAsData.FIRST)
+    monkeypatch.setattr(numbers, "MAX_COMPILED_VALUES", 1)
+    call = functools.partial(check, "cpu", mask=causal)
+    calls = [functools.partial(call, (batch, 2, 160, 16), change=scaled(n), score=scaled(n)) for batch, n in
+             [(1, 2), (1, 3), (2, 3), (2, 2), (2, 4)]]  # fmt: skip
+    assert kernels_of(calls) == [1, 1, 1, 0, 0]
 
 
 def test_first_numbers_keep_their_kernels_beside_other_forms(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,8 @@ from torch.nn.attention.flex_attention import create_mask, flex_attention
 import flexmasks
 from flexmasks import Mask, compat
 from flexmasks.masks.natten import seen_by_words, words_of
+from flexmasks.plans.bounds import reads_made_tensors
+from flexmasks.plans.plan import MaskPlan
 from flexmasks.spec import Size
 from flexmasks.spec.captures import Aliases
 from flexmasks.spec.definitions import definition
@@ -146,6 +148,30 @@ def test_neighborhoods_that_fit_no_word(count: int) -> None:
     if words is not None:
         i = torch.arange(4)
         assert torch.equal(seen_by_words(i[:, None], i[None], words), torch.eye(4, dtype=torch.bool))
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "has_words"),
+    [
+        ("natten3d", {"depth": 6, "height": 10, "width": 12, "kernel": 3}, True),
+        ("natten3d", {"depth": 6, "height": 8, "width": 16, "kernel": 3}, False),  # a GPU divides by shifts
+        ("natten3d", {"depth": 6, "height": 8, "width": 16, "kernel": 3, "dilation": (1, 2, 1)}, True),
+        ("natten", {"height": 10, "width": 12, "kernel": 3}, False),
+        ("natten", {"height": 10, "width": 12, "kernel": 3, "stride": 3}, True),
+        ("sasa", {"height": 10, "width": 12, "window": 3}, False),
+    ],
+)
+def test_neighborhoods_whose_coordinates_are_dear(name: str, params: dict[str, Any], has_words: bool) -> None:
+    """Which of them get words depends on the device; only there kernels are said to read tensors."""
+    tokens = math.prod(params.get(axis, 1) for axis in ("depth", "height", "width"))
+    size = Size(1, 1, tokens, tokens, torch.device("meta"), may_read=False)  # as a GPU, which may not be here
+    mask = flexmasks.get_mask(name, **params)
+    resolved = mask.resolve(size)
+    assert (resolved["words"] is not None) == has_words
+    assert reads_made_tensors(mask & "causal", (mask & "causal").resolve(size)) == has_words
+    on_cpu = MaskPlan(mask, Size(1, 1, tokens, tokens, torch.device("cpu")))
+    assert on_cpu.is_mostly_partial()
+    assert not MaskPlan(flexmasks.get_mask("causal"), Size(1, 1, 640, 640, torch.device("cpu"))).is_mostly_partial()
 
 
 def test_a_users_function_for_kernels() -> None:

@@ -83,7 +83,7 @@ class Call:
     blocks: Callable[[], Blocks]
     data: Callable[[], MaskData]  # the mask as data
     computed_fraction: Callable[[], float]  # the approximate fraction of all pairs that is computed
-    is_mostly_partial: Callable[[], bool]  # whether a mask with tensors has many partial blocks
+    is_mostly_partial: Callable[[], bool]  # whether kernels may read tensors in many partial blocks
     proven_options: Callable[[], dict[str, bool]]  # kernel options that hold whatever tensors contain
     mask_mod: Callable[[], Callable[..., Tensor]]
     mask_is_own: bool  # the library, not a user, wrote all functions of the mask

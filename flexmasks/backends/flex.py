@@ -106,9 +106,16 @@ class _Kernel:
     is_static: bool  # compiled for each length separately
     shapes_run: set[_Shapes] = field(default_factory=set)
 
-    def is_ready(self, shapes: _Shapes) -> bool:
-        """Return whether torch should have the code for these shapes."""
-        return shapes in self.shapes_run or self.takes_any_length(shapes)
+    def is_ready(self, shapes: _Shapes, is_mask_alike: bool = True) -> bool:
+        """Return whether torch should have the code for these shapes.
+
+        is_mask_alike: whether the mask has the same form, so that shapes of captured tensors can be compared.
+        """
+        if is_mask_alike:
+            return shapes in self.shapes_run or self.takes_any_length(shapes)
+        return self.takes_any_length(shapes) or any(
+            other._replace(captured=shapes.captured) == shapes for other in self.shapes_run
+        )
 
     def takes_any_length(self, shapes: _Shapes) -> bool:
         """Return whether torch should have symbolic lengths for such shapes.
@@ -522,7 +529,7 @@ def _options(call: Call, backend: str | None, more_options: dict[str, Any] | Non
 
 def _kernel_for(
     functions: tuple[Hashable, Hashable], call: Call, backend: str | None, more_options: dict[str, Any] | None
-) -> tuple[dict[str, Any], Hashable]:
+) -> tuple[dict[str, Any], tuple[Hashable, ...]]:
     """Return the options and the key of the kernel that computes a call's functions.
 
     What is proven depends on the lengths: the blocks of causal attention are contiguous at every 128th length. A kernel
@@ -530,22 +537,30 @@ def _kernel_for(
     functions: the keys of mask and score.
     """
     block_mask, shapes = call.blocks().block_mask, _shapes(call.q, call.k, call.v, call.shapes)
+    sets = _sets_of_options(call, backend, more_options)
+    for chosen in sets:
+        key = _key(functions, call, backend, chosen, block_mask)
+        kernel = _KERNELS.get(key)
+        if kernel is not None and kernel.is_ready(shapes):
+            return chosen, key
+    return sets[0], _key(functions, call, backend, sets[0], block_mask)
+
+
+def _sets_of_options(call: Call, backend: str | None, more_options: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """Return kernel options with all that is proven for the mask, then with less."""
     proven = _options(call, backend, more_options, has_proven=True)
     plain = _options(call, backend, more_options, has_proven=False)
     extra = [name for name in proven if name not in plain]
-    for count in range(len(extra) + 1):
-        for unused in itertools.combinations(extra, count):
-            chosen = {name: value for name, value in proven.items() if name not in unused}
-            key = _key(functions, call, backend, chosen, block_mask)
-            kernel = _KERNELS.get(key)
-            if kernel is not None and kernel.is_ready(shapes):
-                return chosen, key
-    return proven, _key(functions, call, backend, proven, block_mask)
+    return [
+        {name: value for name, value in proven.items() if name not in unused}
+        for count in range(len(extra) + 1)
+        for unused in itertools.combinations(extra, count)
+    ]
 
 
 def _key(
     functions: tuple[Hashable, Hashable], call: Call, backend: str | None, chosen: dict[str, Any], block_mask: Any
-) -> Hashable:
+) -> tuple[Hashable, ...]:
     """Return the key of a kernel, whose parts `_KEY_PARTS` names.
 
     functions: the keys of mask and score. chosen: the kernel options.
@@ -609,25 +624,26 @@ def _kind_of_forms(call: Call, backend: str | None, more_options: dict[str, Any]
 
 
 def _is_compiled(call: Call, backend: str | None, more_options: dict[str, Any] | None) -> bool:
-    """Return whether there is a kernel for the functions of mask and score."""
+    """Return whether a kernel for the functions of mask and score takes these lengths."""
     if not any(key[:2] == call.kernel_key for key in _KERNELS.known_keys()):
         return False
     _, key = _kernel_for(call.kernel_key, call, backend, more_options)
-    return _KERNELS.get(key) is not None
+    kernel = _KERNELS.get(key)
+    return kernel is not None and kernel.is_ready(_shapes(call.q, call.k, call.v, call.shapes))
 
 
 def _has_kernel_for(call: Call, part: int, backend: str | None, more_options: dict[str, Any] | None) -> bool:
-    """Return whether a kernel for such calls has a part of a call's key.
+    """Return whether a ready kernel runs a call with its own numbers in a part.
 
-    The other part may have any form, and options that are proven and lists of blocks may differ.
-    part: 0 for the mask, 1 for the score change.
+    The other part may have any form.
+    part: 0 for the mask, 1 for the score change, as in the kernel's key.
     """
-    kind = _kind_of_forms(call, backend, more_options)
-    compared = [n for n in range(len(kind)) if _KEY_PARTS[2 + n] != "set of kernel options"]
-    return any(
-        key[part] == call.kernel_key[part] and all(key[2 + n] == kind[n] for n in compared)
-        for key in _KERNELS.known_keys()
-    )
+    block_mask, shapes = call.blocks().block_mask, _shapes(call.q, call.k, call.v, call.shapes)
+    sets = _sets_of_options(call, backend, more_options)
+    ends = [_key(call.kernel_key, call, backend, chosen, block_mask)[2:] for chosen in sets]
+    alike = [k for k in _KERNELS.known_keys() if k[part] == call.kernel_key[part] and k[2:] in ends]
+    kernels = [kernel for key in alike if (kernel := _KERNELS.get(key)) is not None]
+    return any(kernel.is_ready(shapes, is_mask_alike=part == 0) for kernel in kernels)
 
 
 @functools.cache

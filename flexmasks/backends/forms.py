@@ -158,8 +158,8 @@ def starts_as_data(call: Call, kind: Hashable) -> bool:
     if not may_start_as_data(call):
         return False
     if call.first_as_data is FirstAsData.FIRST:
-        is_first = _FIRSTS.get(kind) in (None, call.kernel_key)
-        if is_first or _STARTED.get((kind, call.kernel_key)) is not None:
+        functions = _functions(call)
+        if _FIRSTS.get(kind) in (None, functions) or _STARTED.get((kind, functions)) is not None:
             return False
     return _can_be_read(call)
 
@@ -205,9 +205,19 @@ def note_run(call: Call, kind: Hashable, is_data: bool) -> None:
     numbers.note_run(call, is_score=True)
     numbers.note_run(call, is_score=False, is_data=is_data)
     if is_data:
-        _STARTED.put((kind, call.kernel_key), (), True, 1)
+        _STARTED.put((kind, _functions(call)), (), True, 1)
     elif _FIRSTS.get(kind) is None and not call.mask_is_own:
-        _FIRSTS.put(kind, (), call.kernel_key, 1)
+        _FIRSTS.put(kind, (), _functions(call), 1)
+
+
+def _functions(call: Call) -> Hashable:
+    """Return the key of a call's functions without the numbers of the score change.
+
+    A mask is no newer with another number there.
+    """
+    mask, score = call.kernel_key
+    read = None if call.shapes is None else call.numbers[1]
+    return mask, score if read is None else read()[0]
 
 
 def _way_to_rewrite(

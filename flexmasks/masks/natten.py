@@ -160,7 +160,8 @@ def _prepare(
 def _with_words(size: Size | None, prepared: dict[str, Any]) -> dict[str, Any]:
     """Return prepared arguments with the words that kernels read."""
     axes, pixels = prepared["axes"], prepared["pixels"]
-    if size is None:
+    canvas, _, dilations, strides, _ = zip(*axes, strict=True)
+    if size is None or not (max(dilations) > 1 or are_words_faster(size, canvas, pixels, strides)):
         return prepared | {"words": None}
     fields = []
     for i, axis in zip(all_coordinates(size, pixels, [axis[0] for axis in axes]), axes, strict=True):
@@ -266,6 +267,19 @@ def _limits(i: Tensor, length: int, kernel: int, dilation: int, stride: int, cau
 
 
 # --- as kernels compute it ---
+
+_MIN_DIVISIONS = 2  # with two, words take 0.57 of a forward pass's time, with one 0.99 (H200, FLASH)
+
+
+def are_words_faster(size: Size, canvas: Sequence[int], pixels: Tensor | None, strides: Sequence[int] = ()) -> bool:
+    """Return whether kernels read words sooner than they compute the coordinates of pixels.
+
+    A GPU divides by powers of 2 with a shift.
+    """
+    if size.device.type == "cpu" or pixels is not None:
+        return True
+    divisors = {math.prod(canvas[n:]) for n in range(1, len(canvas))} | set(strides)
+    return sum(n & (n - 1) != 0 for n in divisors) >= _MIN_DIVISIONS
 
 
 def words_of(size: Size, fields: Sequence[tuple[int, Tensor, Tensor, Tensor]]) -> Words | None:

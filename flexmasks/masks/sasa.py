@@ -3,7 +3,16 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from flexmasks.masks.natten import Words, all_coordinates, check_canvas, pixels_of, place, seen_by_words, words_of
+from flexmasks.masks.natten import (
+    Words,
+    all_coordinates,
+    are_words_faster,
+    check_canvas,
+    pixels_of,
+    place,
+    seen_by_words,
+    words_of,
+)
 from flexmasks.spec import Size, pair, register_mask
 
 
@@ -19,7 +28,7 @@ def _prepare(
     check_canvas(size, {"height": height, "width": width})
     pixels = pixels_of(size, order, canvas)
     prepared = {"canvas": canvas, "window": pair(window), "pixels": pixels}
-    if size is None:
+    if size is None or not are_words_faster(size, canvas, pixels):
         return prepared | {"words": None}
     fields = []
     for i, length, distance in zip(all_coordinates(size, pixels, canvas), canvas, pair(window), strict=True):

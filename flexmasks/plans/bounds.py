@@ -20,7 +20,7 @@ from flexmasks.plans.shifted import Offset, shifted_mask
 from flexmasks.spec.bands import band_of
 from flexmasks.spec.captures import Aliases
 from flexmasks.spec.parameters import Size
-from flexmasks.spec.values import Mask, ResolvedInner
+from flexmasks.spec.values import Mask, Modifier, ResolvedInner
 
 
 class Resolved(NamedTuple):
@@ -123,6 +123,11 @@ def tensors_in(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
     return [t for child in _children(value) for t in tensors_in(child)]
+
+
+def reads_made_tensors(value: Modifier, resolved: Any) -> bool:
+    """Return whether a function for kernels alone reads tensors, given what `resolve` returned."""
+    return value.has_other_function() and bool(tensors_in(resolved))
 
 
 def _with_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:

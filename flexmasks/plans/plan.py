@@ -22,7 +22,7 @@ from flexmasks.blocks.counts import Blocks
 from flexmasks.blocks.decide import dependence
 from flexmasks.blocks.elements import over_indices
 from flexmasks.cache import ENTRY, Cache
-from flexmasks.plans.bounds import MaskKind, RecordedPlan, plan_bounds, tensors_in, unread
+from flexmasks.plans.bounds import MaskKind, RecordedPlan, plan_bounds, reads_made_tensors, tensors_in, unread
 from flexmasks.plans.data import FirstAsData, MaskData, TooLargeForData, data_of
 from flexmasks.plans.recorded import Recorded, memory_of_capture
 from flexmasks.plans.shifted import Offset, shifted_mask, shifted_score
@@ -548,13 +548,13 @@ class MaskPlan(Plan):
         return cast(float, self._fact("fraction", lambda: 1 - self.blocks().sparsity))
 
     def is_mostly_partial(self) -> bool:
-        """Return whether a mask with tensors has many partial blocks.
+        """Return whether kernels may read tensors at many pairs: those of many partial blocks.
 
         There are at least half as many as full blocks.
 
         The first mask of a function decides for all: which backend is fastest must not change with what tensors hold.
         """
-        if not self.tensors or self.opaque:
+        if self.opaque or not (self.tensors or reads_made_tensors(self.value, self._prepared.resolved)):
             return False
         known = _MOSTLY_PARTIAL.get(self.kernel_key)
         if known is None and not is_captured(self.size.device):

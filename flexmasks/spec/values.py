@@ -95,6 +95,10 @@ class Modifier(Readable):
         """Return whether this library wrote all its functions, those of inner values included."""
         return self.definition.own and all(m.is_own() for m in self._inner())
 
+    def has_other_function(self) -> bool:
+        """Return whether kernels compute another function than the mask's own, see `register_mask(compiled=)`."""
+        return self.definition.compiled is not None or any(m.has_other_function() for m in self._inner())
+
     def batch_size(self) -> int | None:
         """Return the batch size that the parameters' shapes imply, or None."""
         return self.implied_size("B")
