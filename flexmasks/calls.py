@@ -30,6 +30,7 @@ from flexmasks.backends.table import BACKENDS, check, choose
 from flexmasks.backends.table import run as run_on_backend
 from flexmasks.blocks.lists import widened
 from flexmasks.cache import ENTRY, Cache
+from flexmasks.canvas import tiles_for
 from flexmasks.masks.packed import packed
 from flexmasks.masks.paged import paged
 from flexmasks.plans.bounds import unread
@@ -87,6 +88,11 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tens
 
 
 def _run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tensor | None]:
+    found = tiles_for(q, k, v, request)
+    if found is not None:
+        tiles, own = found
+        out, lse = _run(tiles.put(q, 2), tiles.put(k, 2), tiles.put(v, 2), own)
+        return tiles.back(out, 2), None if lse is None else tiles.back(lse, 2)
     if torch.jit.is_tracing():  # type: ignore[attr-defined] # public, and not listed
         fail(
             "torch.jit.trace cannot hold it, because values choose what is computed; use torch.export.export or "
@@ -396,6 +402,9 @@ def explain(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Explanation:
             q, k, v, request = _laid_end_to_end(q, k, v, request)
         if computes_nothing(q, k, v):
             fail("`explain` needs q, k and v with data, on a real device, and at least one query and key.")
+        found = tiles_for(q, k, v, request)
+        if found is not None:
+            q, k, v, request = *(found[0].put(x, 2) for x in (q, k, v)), found[1]
         planned = _planned(q, k, v, request)
         call = planned.call
         check(call, request.backend)
@@ -405,6 +414,8 @@ def explain(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Explanation:
         able_too = f"it can run the call, but {chosen.name} {'is faster here' if is_auto else 'was asked for'}"
         others = {b.name: reasons.get(b.name, able_too) for b in BACKENDS.values() if b is not chosen}
         compiles, plan = chosen.compiles(call), planned.mask.explained()
+        if found is not None:
+            plan = f"{plan}; the call takes its tokens into {found[0]}, and its output back into rows"
         as_data = chosen.why_data(call)
         form = f"data: {as_data}" if as_data else "its function"
         return Explanation(chosen.name, others, compiles, chosen.recompiles_on, plan, form, call.blocks())

@@ -33,6 +33,7 @@ ORDER = {
             ["plans"],
             ["backends"],
             ["request"],
+            ["canvas"],
             ["inside_compile"],
             ["calls"],
             ["sharded"],

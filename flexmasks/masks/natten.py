@@ -1,3 +1,4 @@
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -9,11 +10,12 @@ from flexmasks.orders import coordinates
 from flexmasks.spec import Size, always, bounded, may_read, register_mask
 
 Length = Annotated[int, "int in 1.."]
-Order = Annotated[Tensor | None, "int[KV] in 0..KV-1"]
+Order = Annotated[Tensor | str | None, "int[KV] in 0..KV-1 | 'auto'"]
 Kernel1 = Annotated[int, "int in 1.."]
 Kernel2 = Annotated[int | tuple[int, int], "int in 1.. | int(2) in 1.."]
 Kernel3 = Annotated[int | tuple[int, int, int], "int in 1.. | int(3) in 1.."]
 Words = tuple[Tensor, Tensor, Tensor, int]  # see `words_of`
+Place = tuple[Tensor, Tensor | None]  # of a pixel on an axis: its number in its dilation group, and the group's
 
 
 def _prepare1(
@@ -86,7 +88,9 @@ def natten(
         dilation, queries share a window only inside their dilation group.
     causal: a bool or (rows, columns). On a causal axis the window ends at the query, and an edge cuts it.
     order: the pixel of each token if tokens are not in row-major order, as flexmasks.orders gives it. With tokens in
-        tiles a window mostly touches fewer blocks.
+        tiles a window mostly touches fewer blocks. With "auto" tokens are in row-major order, and a call of `attention`
+        may take q, k and v into tiles and its output back, where it then computes clearly fewer blocks; with another
+        mask, a score or q_offset it does not.
 
     Source: Hassani et al., Neighborhood Attention Transformer, 2023; Dilated Neighborhood Attention, 2022; Generalized
         Neighborhood Attention, 2025; the definition is that of the NATTEN library.
@@ -141,7 +145,7 @@ def _prepare(
     dilation: Any,
     stride: Any,
     causal: Any,
-    order: Tensor | None,
+    order: Tensor | str | None,
 ) -> dict[str, Any]:
     check_canvas(size, canvas)
     each = [v if isinstance(v, tuple) else (v,) * len(canvas) for v in (kernel, dilation, stride, causal)]
@@ -154,7 +158,11 @@ def _prepare(
             )
         if s > k:
             raise ValueError(f"`stride` must be at most the kernel, {k} along `{name}`, got {s}.")
-    return {"axes": axes, "pixels": pixels_of(size, order, tuple(canvas.values()))}
+    pixels = pixels_of(size, order, tuple(canvas.values()))
+    if pixels is not None:  # blocks of a group are recognized by its number, and not by pixels far apart
+        places = [apart(i, axis[2]) for i, axis in zip(pixels, axes, strict=True)]
+        pixels = torch.stack([i for i, _ in places] + [group for _, group in places if group is not None])
+    return {"axes": axes, "pixels": pixels}
 
 
 def _with_words(size: Size | None, prepared: dict[str, Any]) -> dict[str, Any]:
@@ -164,12 +172,13 @@ def _with_words(size: Size | None, prepared: dict[str, Any]) -> dict[str, Any]:
     if size is None or not (max(dilations) > 1 or are_words_faster(size, canvas, pixels, strides)):
         return prepared | {"words": None}
     fields = []
-    for i, axis in zip(all_coordinates(size, pixels, [axis[0] for axis in axes]), axes, strict=True):
+    tokens = torch.arange(math.prod(canvas), dtype=torch.int32, device=size.device)
+    for (i, group), axis in zip(_places(tokens, axes, pixels), axes, strict=True):
         length, _, dilation, *_ = axis
-        first, last = _limits(i, *axis)
-        fields.append(((length - 1) // dilation, i // dilation, torch.where(first < 0, 0, first), last))
-        if dilation > 1:
-            fields.append((dilation - 1, *[i % dilation] * 3))
+        first, last = limits(i, group, *axis)
+        fields.append(((length - 1) // dilation, i, torch.where(first < 0, 0, first), last))
+        if group is not None:
+            fields.append((dilation - 1, *[group] * 3))
     return prepared | {"words": words_of(size, fields)}
 
 
@@ -187,12 +196,12 @@ def check_canvas(size: Size | None, canvas: dict[str, int]) -> None:
         )
 
 
-def pixels_of(size: Size | None, order: Tensor | None, canvas: Sequence[int]) -> Tensor | None:
-    """Return the coordinates of each token, [axes, tokens], or None without an order.
+def pixels_of(size: Size | None, order: Tensor | str | None, canvas: Sequence[int]) -> Tensor | None:
+    """Return the coordinates of each token, [axes, tokens], or None in row-major order.
 
     Raises ValueError if the order may be read and is no permutation.
     """
-    if order is None:
+    if not isinstance(order, Tensor):  # "auto" is for calls, which reorder the tokens themselves
         return None
     tokens = torch.arange(len(order), device=order.device)
     if may_read(size, order) and not torch.equal(order.long().sort().values, tokens):
@@ -210,12 +219,27 @@ def place(token: Tensor, canvas: Sequence[int], pixels: Tensor | None) -> list[T
     return [pixels[always(n, token), token] for n in range(len(canvas))]
 
 
+def _places(token: Tensor, axes: tuple[Any, ...], pixels: Tensor | None) -> list[Place]:
+    """Return the places of a token, one for each axis.
+
+    pixels: what `_prepare` makes of an order, or None for row-major order.
+    """
+    here = place(token, [axis[0] for axis in axes], pixels)
+    if pixels is None:
+        return [apart(i, axis[2]) for i, axis in zip(here, axes, strict=True)]
+    rows = itertools.count(len(axes))
+    groups = [pixels[always(next(rows), token), token] if axis[2] > 1 else None for axis in axes]
+    return list(zip(here, groups, strict=True))
+
+
+def apart(i: Tensor, dilation: int) -> Place:
+    """Return the place of a pixel of an axis."""
+    return (i // dilation, i % dilation) if dilation > 1 else (i, None)
+
+
 def _neighborhood(q: Tensor, kv: Tensor, axes: tuple[Any, ...], pixels: Tensor | None) -> Tensor:
-    canvas = [axis[0] for axis in axes]
-    seen = [
-        window(i, j, *axis)
-        for i, j, axis in zip(place(q, canvas, pixels), place(kv, canvas, pixels), axes, strict=True)
-    ]
+    places = zip(_places(q, axes, pixels), _places(kv, axes, pixels), axes, strict=True)
+    seen = [_sees(i, j, *axis) for i, j, axis in places]
     for more in seen[1:]:
         seen[0] = seen[0] & more
     return seen[0]
@@ -226,13 +250,13 @@ def window(i: Tensor, j: Tensor, length: int, kernel: int, dilation: int, stride
 
     Dilation splits an axis into groups of every dilation-th pixel, and a window lies inside one group.
     """
-    first, last = _limits(i, length, kernel, dilation, stride, causal)
-    same = None
-    if dilation > 1:
-        same = j % dilation == i % dilation
-        j = j // dilation
-    seen = _is_between(j, first, last, kernel // 2 if kernel % 2 and not causal else None)
-    return seen if same is None else seen & same
+    return _sees(apart(i, dilation), apart(j, dilation), length, kernel, dilation, stride, causal)
+
+
+def _sees(i: Place, j: Place, length: int, kernel: int, dilation: int, stride: int, causal: bool) -> Tensor:
+    first, last = limits(*i, length, kernel, dilation, stride, causal)
+    seen = _is_between(j[0], first, last, kernel // 2 if kernel % 2 and not causal else None)
+    return seen if j[1] is None else seen & (j[1] == i[1])
 
 
 def _is_between(j: Tensor, first: Tensor, last: Tensor, half: int | None) -> Tensor:
@@ -245,15 +269,14 @@ def _is_between(j: Tensor, first: Tensor, last: Tensor, half: int | None) -> Ten
     return (j - (first + half)).abs() <= half  # one comparison is faster than two
 
 
-def _limits(i: Tensor, length: int, kernel: int, dilation: int, stride: int, causal: bool) -> tuple[Tensor, Tensor]:
-    """Return the first and the last pixel of i's window on one axis.
+def limits(
+    i: Tensor, group: Tensor | None, length: int, kernel: int, dilation: int, stride: int, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the first and the last pixel of a place's window on one axis.
 
-    They are counted in i's dilation group. On a causal axis the first one may lie before the axis.
+    They are counted in the dilation group. On a causal axis the first one may lie before the axis.
     """
-    end: int | Tensor = length - 1
-    if dilation > 1:
-        end = (length - i % dilation + dilation - 1) // dilation - 1
-        i = i // dilation
+    end = length - 1 if group is None else (length - group + dilation - 1) // dilation - 1
     leader = i
     if stride > 1:
         leader = i // stride * stride + (stride - 1 if causal else stride // 2)
@@ -314,16 +337,6 @@ def words_of(size: Size, fields: Sequence[tuple[int, Tensor, Tensor, Tensor]]) -
         bounded(last + guards, guards, others + guards),
         guards,
     )
-
-
-def all_coordinates(size: Size, pixels: Tensor | None, canvas: Sequence[int]) -> Sequence[Tensor]:
-    """Return the coordinates of all tokens, int32[tokens] for each axis.
-
-    pixels: the coordinates of tokens in an order, as `pixels_of` gives them, or None for row-major order.
-    """
-    if pixels is not None:
-        return list(pixels)
-    return coordinates(torch.arange(math.prod(canvas), dtype=torch.int32, device=size.device), canvas)
 
 
 def seen_by_words(q: Tensor, kv: Tensor, words: Words) -> Tensor:

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from flexmasks.masks.natten import (
+    Order,
     Words,
-    all_coordinates,
     are_words_faster,
     check_canvas,
     pixels_of,
@@ -22,7 +22,7 @@ def _prepare(
     height: Annotated[int, "int in 1.."],
     width: Annotated[int, "int in 1.."],
     window: Annotated[int | tuple[int, int], "int in 0.. | int(2) in 0.."],
-    order: Annotated[Tensor | None, "int[KV] in 0..KV-1"] = None,
+    order: Order = None,
 ) -> dict[str, Any]:
     canvas = height, width
     check_canvas(size, {"height": height, "width": width})
@@ -31,11 +31,16 @@ def _prepare(
     if size is None or not are_words_faster(size, canvas, pixels):
         return prepared | {"words": None}
     fields = []
-    for i, length, distance in zip(all_coordinates(size, pixels, canvas), canvas, pair(window), strict=True):
-        far = min(distance, length)
-        first, last = torch.where(i < far, 0, i - far), torch.where(i + far < length, i + far, length - 1)
-        fields.append((length - 1, i, first, last))
+    tokens = torch.arange(height * width, dtype=torch.int32, device=size.device)
+    for i, length, distance in zip(place(tokens, canvas, pixels), canvas, pair(window), strict=True):
+        fields.append((length - 1, i, *reach(i, length, distance)))
     return prepared | {"words": words_of(size, fields)}
+
+
+def reach(i: Tensor, length: int, distance: int) -> tuple[Tensor, Tensor]:
+    """Return the first and the last pixel that i sees on one axis."""
+    far = min(distance, length)
+    return torch.where(i < far, 0, i - far), torch.where(i + far < length, i + far, length - 1)
 
 
 def _in_kernels(
@@ -75,7 +80,8 @@ def sasa(
     height, width: the canvas; token t is in row t // width and column t % width, and there are height * width keys.
     window: the greatest distance, one for both axes or (rows, columns); away from the edges 2 * window + 1 pixels per
         axis are visible.
-    order: the pixel of each token if tokens are not in row-major order, as flexmasks.orders gives it.
+    order: the pixel of each token if tokens are not in row-major order, as flexmasks.orders gives it, or "auto", as in
+        the mask `natten`.
 
     Source: Ramachandran et al., Stand-Alone Self-Attention in Vision Models, 2019.
     Peers: xformers local_2d_pattern(distance=window + 1, p=inf); `natten` shifts the window at the edges instead.

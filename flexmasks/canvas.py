@@ -1,0 +1,216 @@
+"""Tokens of images and videos in tiles for one call, asked for by `order="auto"`.
+
+In row-major order a block of tokens is a few rows, or part of one, and a window touches the blocks of all its rows. In
+tiles it touches its neighbors only. So a call may take q, k and v into tiles and its output back into rows: its result
+is that of row-major order.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from flexmasks import compat
+from flexmasks.cache import Cache
+from flexmasks.masks.natten import apart, limits
+from flexmasks.masks.sasa import reach
+from flexmasks.plans.plan import MaskPlan, block_size_for
+from flexmasks.request import Request
+from flexmasks.spec import pair
+from flexmasks.spec.arguments import get_mask
+from flexmasks.spec.parameters import Size
+from flexmasks.spec.values import Mask
+
+_MASKS = ("natten", "natten3d", "sasa")  # the masks whose order may be "auto"
+# Keys that each query must see fewer in computed blocks, so that tiles are worth the way into them and back. On a CPU
+# forward and backward passes with 256 to 1,254 keys fewer took 0.4 to 1.0 of the time, with 96 fewer up to 1.4. For a
+# GPU it is what the speed of its memory says: a token moves a row of q, k, v and output, a key costs 4 operations for
+# each number of a row.
+_MIN_SAVED_KEYS = {"cuda": 640, "cpu": 256}
+_Found = tuple[tuple[int, ...], tuple[int, ...]] | tuple[()]
+_FOUND: Cache[_Found] = Cache("tiles", max_bytes=1024)  # an entry counts one byte
+_ORDERS: Cache[Tensor] = Cache("orders_of_tiles", max_bytes=1 << 26)
+
+
+class Tiles(NamedTuple):
+    """A row-major canvas whose tokens go into tiles, one tile after the other."""
+
+    canvas: tuple[int, ...]
+    groups: tuple[int, ...]  # by axis: every groups-th pixel stands together
+    tile: tuple[int, ...]
+
+    def put(self, x: Tensor, dim: int) -> Tensor:
+        """Return a tensor with its tokens, the dimension `dim`, in tiles."""
+        axes = zip(self._counts(), self.tile, self.groups, strict=True)
+        return _permuted(x, dim, [n for axis in axes for n in axis], self._places())
+
+    def back(self, x: Tensor, dim: int) -> Tensor:
+        """Return a tensor with its tokens in rows again."""
+        places = self._places()
+        rows = [places.index(n) for n in range(len(places))]
+        return _permuted(x, dim, [*self.groups, *self._counts(), *self.tile], rows)
+
+    def order(self, device: torch.device) -> Tensor:
+        """Return the pixel of each token, as the functions of flexmasks.orders do."""
+        made = None if compat.is_compiling() else _ORDERS.get((self, device))
+        if made is None:
+            made = self.put(torch.arange(math.prod(self.canvas), dtype=torch.int32, device=device), 0)
+            if not compat.is_compiling():
+                _ORDERS.put((self, device), (), made, made.nbytes)
+        return made
+
+    def __str__(self) -> str:
+        """Return the tile in words."""
+        apart = "" if max(self.groups) == 1 else f" of every {' x '.join(map(str, self.groups))}th pixel"
+        return f"tiles of {' x '.join(map(str, self.tile))} pixels{apart}"
+
+    def _counts(self) -> list[int]:
+        """Return how many tiles of a group each axis has."""
+        return [n // (t * g) for n, t, g in zip(self.canvas, self.tile, self.groups, strict=True)]
+
+    def _places(self) -> list[int]:
+        """Return the parts of all axes in the order of tiles.
+
+        These are groups, numbers of tiles, and pixels in a tile. In rows the parts of an axis are number, pixel, group.
+        """
+        return [3 * axis + part for part in (2, 0, 1) for axis in range(len(self.canvas))]
+
+
+def _permuted(x: Tensor, dim: int, sizes: Sequence[int], places: Sequence[int]) -> Tensor:
+    """Return a tensor with a dimension split into parts, which are put in another order."""
+    parts: Tensor = x.unflatten(dim, sizes)
+    after = range(dim + len(sizes), parts.ndim)
+    parts = parts.permute(*range(dim), *[dim + n for n in places], *after)
+    return parts.flatten(dim, dim + len(sizes) - 1)
+
+
+def tiles_for(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tiles, Request] | None:
+    """Return tiles that a call takes its tokens into, and its request there.
+
+    The result is None for other calls. Tokens stay in rows where their positions mean more than pixels: in a
+    composition of masks, with a score change, and with q_offset.
+    """
+    given: Any = request.mask
+    params = given.params if isinstance(given, Mask) else request.params
+    order = params.get("order")
+    if not isinstance(order, str) or order != "auto":
+        return None
+    name = given.name if isinstance(given, Mask) else given
+    is_plain = request.score is None and isinstance(request.q_offset, int) and request.q_offset == 0
+    if not is_plain or name not in _MASKS or not (isinstance(given, str) or given.definition.own):
+        return None
+    if not all(isinstance(x, Tensor) and not x.is_nested and x.ndim == 4 for x in (q, k, v)):
+        return None
+    if q.device.type not in _MIN_SAVED_KEYS:
+        return None
+    numbers = tuple((n, value) for n, value in params.items() if n != "order")
+    canvas = tuple(params.get(axis) for axis in ("depth", "height", "width") if axis in params)
+    if any(type(n) is not int for n in canvas) or any(x.shape[2] != math.prod(cast(Any, canvas)) for x in (q, k, v)):
+        return None  # it is wrong, and the call says so
+    found = _found(name, numbers, q.device)
+    if found is None:
+        return None
+    tiles = Tiles(cast(Any, canvas), *found)
+    mask = get_mask(name, **dict(numbers), order=tiles.order(q.device))
+    return tiles, request._replace(mask=mask, params={})
+
+
+# --- which tiles ---
+
+
+@compat.constant_in_graphs
+def _found(
+    name: str, numbers: tuple[tuple[str, Any], ...], device: torch.device
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Return groups and tile for a mask, or None if its tokens stay in rows.
+
+    numbers: the mask's parameters without its order.
+    """
+    key = name, numbers, device
+    try:
+        known = _FOUND.get(key)
+    except TypeError:  # a parameter cannot be hashed, and the call says so
+        return None
+    if known is None:
+        try:
+            with compat.without_dispatch_modes():
+                known = _find(name, dict(numbers), device)
+        except (TypeError, ValueError):  # a parameter is wrong, and the call says so
+            return None
+        _FOUND.put(key, (), known, 1)
+    return known or None
+
+
+def _find(name: str, numbers: dict[str, Any], device: torch.device) -> _Found:
+    """Return what `_found` returns, or ()."""
+    rows = get_mask(name, **numbers)
+    axes = _axes(rows)
+    canvas = tuple(axis.length for axis in axes)
+    tokens = math.prod(canvas)
+    size = Size(1, 1, tokens, tokens, device)
+    block_size = block_size_for(size)
+    groups = tuple(axis.groups for axis in axes)
+    tiles = [
+        tile
+        for tile in itertools.product(*[_divisors(axis.length // axis.groups, block_size[1]) for axis in axes])
+        if block_size[1] % math.prod(tile) == 0
+    ]
+    # Where a block has several tiles, they stand side by side along the last axis.
+    costs = {
+        tile: math.prod(
+            axis.touched(n) for axis, n in zip(axes, (*tile[:-1], block_size[1] // math.prod(tile[:-1])), strict=True)
+        )
+        for tile in tiles
+    }
+    best = Tiles(canvas, groups, min(tiles, key=lambda tile: (costs[tile], -math.prod(tile), -tile[-1])))
+    in_tiles = get_mask(name, **numbers, order=best.order(device))
+    seen = [tokens * (1 - MaskPlan(mask, size, block_size=block_size).blocks().sparsity) for mask in (rows, in_tiles)]
+    return (best.groups, best.tile) if seen[0] - seen[1] >= _MIN_SAVED_KEYS[device.type] else ()
+
+
+class _Axis(NamedTuple):
+    """An axis of a canvas, and what its pixels see along it."""
+
+    length: int
+    groups: int
+    first: Tensor  # int[groups, pixels of a group]: the first visible pixel of the group
+    last: Tensor
+
+    def touched(self, size: int) -> int:
+        """Return how many pairs of tiles of this size have visible pixels."""
+        lows = torch.stack([part.amin(1) for part in self.first.split(size, 1)])
+        highs = torch.stack([part.amax(1) for part in self.last.split(size, 1)])
+        return int((highs // size - lows // size + 1).sum())
+
+
+def _axes(mask: Mask) -> list[_Axis]:
+    """Return the axes of a mask in row-major order."""
+    if mask.name == "sasa":
+        given = mask.params
+        each = zip((given["height"], given["width"]), pair(given["window"]), strict=True)
+        return [_axis(n, 1, *reach(torch.arange(n), n, window)) for n, window in each]
+    axes = mask.resolve(None)["axes"]
+    pixels = [apart(torch.arange(axis[0]), axis[2]) for axis in axes]
+    return [_axis(axis[0], axis[2], *limits(*i, *axis)) for i, axis in zip(pixels, axes, strict=True)]
+
+
+def _axis(length: int, dilation: int, first: Tensor, last: Tensor) -> _Axis:
+    """Return an axis, given the first and the last visible pixel of each pixel.
+
+    They are numbers in the pixel's group. The groups are those of the dilation, or one group if they are not equally
+    long.
+    """
+    first = first.clamp(min=0)
+    if length % dilation == 0:
+        return _Axis(length, dilation, *(x.view(-1, dilation).T for x in (first, last)))
+    group = torch.arange(length) % dilation
+    return _Axis(length, 1, *((x * dilation + group)[None] for x in (first, last)))
+
+
+def _divisors(length: int, most: int) -> list[int]:
+    return [n for n in range(1, min(length, most) + 1) if length % n == 0 and most % n == 0]

@@ -1,0 +1,202 @@
+"""Tokens in tiles for one call: `order="auto"` gives the results of row-major order."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from functions import short_and_campaign
+from helpers import error, try_examples
+from hypothesis import strategies as st
+from oracles import Case, attend, dense
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+import flexmasks
+from flexmasks import canvas, orders
+from flexmasks.plans.plan import MaskPlan
+from flexmasks.request import Request
+from flexmasks.spec import Size
+
+CPU = torch.device("cpu")
+LARGE = {"height": 64, "width": 64, "kernel": 15}  # wins in tiles
+
+
+@pytest.fixture
+def always_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take all tokens into tiles, however little it saves."""
+    monkeypatch.setattr(canvas, "_MIN_SAVED_KEYS", {"cpu": -math.inf})
+    flexmasks.clear_caches()
+
+
+def leaves(tokens: int, heads: int = 2, kv_heads: int = 2, size: int = 8, v_size: int = 8) -> list[Tensor]:
+    shapes = ((2, heads, tokens, size), (2, kv_heads, tokens, size), (2, kv_heads, tokens, v_size))
+    return [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes]
+
+
+def check(name: str, params: dict[str, Any], tensors: list[Tensor], **options: Any) -> None:
+    """Compare output, lse and gradients with the naive formula, by tokens in rows."""
+    tokens, heads = tensors[0].shape[2], tensors[0].shape[1]
+    seen = dense(Case(name, params, 2, heads, tokens, tokens))
+    out, lse = flexmasks.attention(*tensors, mask=name, order="auto", return_lse=True, **params, **options)
+    want = attend(*tensors, seen, scale=options.get("scale"))
+    weights = [torch.randn_like(x) for x in want]
+    for x, y in zip((out, lse), want, strict=True):
+        assert x.shape == y.shape
+        assert error(x, y) < 1e-12
+    got, wanted = (
+        torch.autograd.grad(sum((x * w).sum() for x, w in zip(results, weights, strict=True)), tensors)
+        for results in ((out, lse), want)
+    )
+    assert all(error(x, y) < 1e-12 for x, y in zip(got, wanted, strict=True))
+
+
+@st.composite
+def canvases(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
+    axes = draw(st.lists(st.sampled_from([1, 2, 3, 4, 6, 8]), min_size=2, max_size=3))
+    params: dict[str, Any] = dict(zip(("depth", "height", "width")[-len(axes) :], axes, strict=True))
+    if len(axes) == 2 and draw(st.booleans()):
+        return "sasa", params | {"window": tuple(draw(st.integers(0, 9)) for _ in axes)}
+    dilation = tuple(draw(st.integers(1, n)) for n in axes)
+    kernel = tuple(draw(st.integers(1, n // d)) for n, d in zip(axes, dilation, strict=True))
+    stride = tuple(draw(st.integers(1, k)) for k in kernel)
+    params |= {"dilation": dilation, "kernel": kernel, "stride": stride}
+    return "natten" if len(axes) == 2 else "natten3d", params | {"causal": tuple(draw(st.booleans()) for _ in axes)}
+
+
+@short_and_campaign(25, 300)
+@pytest.mark.usefixtures("always_in_tiles")
+def test_random_neighborhoods_in_tiles(examples: int) -> None:
+    def one(drawn: tuple[str, dict[str, Any]]) -> None:
+        name, params = drawn
+        check(name, params, leaves(math.prod(params.get(axis, 1) for axis in ("depth", "height", "width"))))
+
+    try_examples(examples, one, canvases())
+
+
+@pytest.mark.usefixtures("always_in_tiles")
+def test_grouped_heads_and_another_size_of_v() -> None:
+    check("natten", {"height": 6, "width": 8, "kernel": 3}, leaves(48, heads=4, kv_heads=2, v_size=4), scale=0.3)
+
+
+def test_tokens_go_into_tiles_and_back() -> None:
+    tiles = canvas.Tiles((4, 6), (1, 1), (2, 3))
+    assert tiles.order(CPU).equal(orders.tile_order((4, 6), (2, 3)).int())
+    of_groups = canvas.Tiles((4, 6, 4), (2, 1, 2), (1, 3, 2))
+    x = torch.arange(2 * 96).view(2, 96)
+    assert of_groups.put(x, 1).equal(x[:, of_groups.order(CPU).long()])
+    assert of_groups.back(of_groups.put(x, 1), 1).equal(x)
+    depth, _, width = orders.coordinates(of_groups.order(CPU), (4, 6, 4))
+    groups = (2 * (depth % 2) + width % 2).view(4, 24)
+    assert groups.equal(torch.arange(4, dtype=torch.int32)[:, None].expand(4, 24))  # one group after the other
+    assert str(of_groups) == "tiles of 1 x 3 x 2 pixels of every 2 x 1 x 2th pixel"
+
+
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [
+        ("natten", {"height": 64, "width": 128, "kernel": 7, "dilation": 4}),
+        ("natten", {"height": 64, "width": 64, "kernel": (9, 31)}),
+        ("natten", {"height": 56, "width": 56, "kernel": 7}),
+        ("natten", {"height": 48, "width": 96, "kernel": 16, "stride": 8}),
+        ("natten", {"height": 48, "width": 96, "kernel": 16, "stride": 8, "causal": True}),
+        ("natten3d", {"depth": 8, "height": 16, "width": 32, "kernel": (4, 8, 8)}),
+        ("sasa", {"height": 64, "width": 64, "window": (2, 20)}),
+    ],
+)
+def test_no_other_tile_computes_fewer_blocks(
+    name: str, params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all tiles that fit, in groups and not, the best was chosen, or rows if it saves too little."""
+    monkeypatch.setattr(canvas, "block_size_for", lambda size: (128, 128))
+    monkeypatch.setattr(canvas, "_MIN_SAVED_KEYS", {"cpu": 256})
+    flexmasks.clear_caches()
+    axes = canvas._axes(flexmasks.get_mask(name, **params))
+    lengths, groups = tuple(a.length for a in axes), tuple(a.groups for a in axes)
+    tokens = math.prod(lengths)
+    size = Size(1, 1, tokens, tokens, CPU)
+
+    def keys(order: Tensor | None) -> float:
+        plan = MaskPlan(flexmasks.get_mask(name, **params, order=order), size, block_size=(128, 128))
+        return tokens * (1 - plan.blocks().sparsity)
+
+    found = canvas._found(name, tuple(params.items()), CPU)
+    ways = [
+        canvas.Tiles(lengths, g, tile)
+        for g in {groups, (1,) * len(axes)}
+        for tile in itertools.product([2**n for n in range(8)], repeat=len(axes))
+        if math.prod(tile) == 128 and all(a % (t * n) == 0 for a, t, n in zip(lengths, tile, g, strict=True))
+    ]
+    least = min((keys(way.order(CPU)) for way in ways), default=math.inf)
+    rows = keys(None)
+    if found is None:
+        assert rows - least < 256
+    else:
+        assert keys(canvas.Tiles(lengths, *found).order(CPU)) <= min(least, rows - 256)
+
+
+def test_calls_in_which_tokens_stay_in_rows() -> None:
+    q = torch.randn(1, 1, 4096, 8)
+    auto = flexmasks.get_mask("natten", **LARGE, order="auto")
+
+    def is_in_tiles(**call: Any) -> bool:
+        return canvas.tiles_for(q, q, q, Request(**call)) is not None
+
+    assert is_in_tiles(mask=auto)
+    assert is_in_tiles(mask="natten", params={**LARGE, "order": "auto"})
+    assert not is_in_tiles(mask="natten", params=LARGE)
+    assert not is_in_tiles(mask=auto & "causal")
+    assert not is_in_tiles(mask=auto, score="alibi")
+    assert not is_in_tiles(mask=auto, q_offset=torch.zeros(1, dtype=torch.int64))
+    assert not is_in_tiles(mask=flexmasks.get_mask("natten", height=64, width=64, kernel=1, order="auto"))
+    rows = flexmasks.get_mask("natten", **LARGE)
+    for mask, same in ((auto, rows), (auto & "causal", rows & "causal"), (~auto, ~rows)):
+        assert flexmasks.dense_mask(mask, 4096).equal(flexmasks.dense_mask(same, 4096))
+        assert error(*(flexmasks.attention(q, q, q, mask=m) for m in (mask, same))) < 1e-5
+
+
+def test_what_explain_says_of_tiles() -> None:
+    q = torch.randn(1, 1, 4096, 8)
+    text = str(flexmasks.explain(q, q, q, mask="natten", **LARGE, order="auto"))
+    assert "takes its tokens into tiles of" in text
+    assert "tiles of" not in str(flexmasks.explain(q, q, q, mask="natten", **LARGE))
+
+
+def test_tiles_inside_torch_compile() -> None:
+    """A whole graph, in which the tiles are constants, with the gradients of eager calls in rows."""
+    tensors = [torch.randn(1, 2, 4096, 8, requires_grad=True) for _ in range(3)]
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flexmasks.attention(q, k, v, mask="natten", **LARGE, order="auto")
+
+    got = call(*tensors)
+    graphs = counters["stats"]["unique_graphs"]
+    call(*(x.detach().clone().requires_grad_() for x in tensors))
+    assert counters["stats"]["unique_graphs"] == graphs
+    want = flexmasks.attention(*tensors, mask="natten", **LARGE)
+    assert error(got, want) < 1e-5
+    weight = torch.randn_like(got)
+    for x, y in zip(*(torch.autograd.grad((o * weight).sum(), tensors) for o in (got, want)), strict=True):
+        assert error(x, y) < 1e-5
+
+
+def test_tiles_of_wrong_calls() -> None:
+    """They get the errors of calls with tokens in rows."""
+    q = torch.randn(1, 1, 64, 8)
+    for params, words in (
+        ({"height": 8, "width": 9, "kernel": 3}, "8 \\* 9 = 72, the call has 64 keys"),
+        ({"height": 8, "width": 8, "kernel": 9}, "the kernel does not fit"),
+        ({"height": 8, "width": 8, "kernel": [3, 3, 3]}, "`kernel` must be"),
+        ({"height": 8, "kernel": 3}, "needs `width`"),
+        ({"height": 8, "width": 8, "kernel": 3, "dilatation": 2}, "dilatation"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=words):
+            flexmasks.attention(q, q, q, mask="natten", order="auto", **params)
+    with pytest.raises(TypeError, match=r"`order` must be int\[KV\] in 0\.\.KV-1 \| 'auto'.*got 'tiles'"):
+        flexmasks.attention(q, q, q, mask="natten", height=8, width=8, kernel=3, order="tiles")
+    with pytest.raises(ValueError, match="must"):
+        flexmasks.attention(q, q, q[:, :, :-1], mask="natten", height=8, width=8, kernel=3, order="auto")
