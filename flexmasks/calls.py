@@ -88,17 +88,17 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tens
 
 
 def _run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tensor | None]:
-    found = tiles_for(q, k, v, request)
-    if found is not None:
-        tiles, own = found
-        out, lse = _run(tiles.put(q, 2), tiles.put(k, 2), tiles.put(v, 2), own)
-        return tiles.back(out, 2), None if lse is None else tiles.back(lse, 2)
     if torch.jit.is_tracing():  # type: ignore[attr-defined] # public, and not listed
         fail(
             "torch.jit.trace cannot hold it, because values choose what is computed; use torch.export.export or "
             "torch.compile, and for ONNX torch.onnx.export with dynamo=True.",
             RuntimeError,
         )
+    found = tiles_for(q, k, v, request)
+    if found is not None:
+        tiles, own = found
+        out, lse = _run(tiles.put(q, 2), tiles.put(k, 2), tiles.put(v, 2), own)
+        return tiles.back(out, 2), None if lse is None else tiles.back(lse, 2)
     if not compat.is_compiling():
         return run_eagerly(q, k, v, request)
     from flexmasks import inside_compile  # loads torch's compilers

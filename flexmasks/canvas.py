@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,13 +19,14 @@ from flexmasks import compat
 from flexmasks.cache import Cache
 from flexmasks.masks.natten import apart, limits
 from flexmasks.masks.sasa import reach
-from flexmasks.plans.plan import MaskPlan, block_size_for
+from flexmasks.plans.plan import MaskPlan, block_size_for, is_captured, outside_transforms
 from flexmasks.request import Request
 from flexmasks.spec import pair
 from flexmasks.spec.arguments import get_mask
-from flexmasks.spec.parameters import Size
+from flexmasks.spec.parameters import Size, freeze
 from flexmasks.spec.values import Mask
 
+_HOST = torch.device("cpu")  # where axes are looked at, whatever the default device is
 _MASKS = ("natten", "natten3d", "sasa")  # the masks whose order may be "auto"
 # Keys that each query must see fewer in computed blocks, so that tiles are worth the way into them and back. On a CPU
 # forward and backward passes with 256 to 1,254 keys fewer took 0.4 to 1.0 of the time, with 96 fewer up to 1.4. For a
@@ -56,12 +57,20 @@ class Tiles(NamedTuple):
         return _permuted(x, dim, [*self.groups, *self._counts(), *self.tile], rows)
 
     def order(self, device: torch.device) -> Tensor:
-        """Return the pixel of each token, as the functions of flexmasks.orders do."""
+        """Return the pixel of each token, as the functions of flexmasks.orders do.
+
+        Calls get the same tensor again, so that their plans are found again, except while a CUDA graph is captured.
+        """
+        pixels = math.prod(self.canvas)
         made = None if compat.is_compiling() else _ORDERS.get((self, device))
-        if made is None:
-            made = self.put(torch.arange(math.prod(self.canvas), dtype=torch.int32, device=device), 0)
-            if not compat.is_compiling():
-                _ORDERS.put((self, device), (), made, made.nbytes)
+        if made is not None:
+            return made
+        if compat.is_compiling():
+            return self.put(torch.arange(pixels, dtype=torch.int32, device=device), 0)
+        with compat.without_dispatch_modes(), outside_transforms(()), torch.no_grad():
+            made = self.put(torch.arange(pixels, dtype=torch.int32, device=device), 0)
+        if not is_captured(device):
+            _ORDERS.put((self, device), (), made, made.nbytes)
         return made
 
     def __str__(self) -> str:
@@ -96,26 +105,27 @@ def tiles_for(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tiles,
     composition of masks, with a score change, and with q_offset.
     """
     given: Any = request.mask
-    params = given.params if isinstance(given, Mask) else request.params
-    order = params.get("order")
-    if not isinstance(order, str) or order != "auto":
+    name, own = (given.name, given.params) if isinstance(given, Mask) else (given, {})
+    order = request.params.get("order", own.get("order"))
+    if not isinstance(order, str) or order != "auto" or not isinstance(name, str) or name not in _MASKS:
         return None
-    name = given.name if isinstance(given, Mask) else given
+    if own.keys() & request.params.keys() or (isinstance(given, Mask) and not given.definition.own):
+        return None  # a parameter is given twice, and the call says so; or the mask is another one of this name
     is_plain = request.score is None and isinstance(request.q_offset, int) and request.q_offset == 0
-    if not is_plain or name not in _MASKS or not (isinstance(given, str) or given.definition.own):
+    if not is_plain or request.block_mask is not None:
         return None
     if not all(isinstance(x, Tensor) and not x.is_nested and x.ndim == 4 for x in (q, k, v)):
         return None
     if q.device.type not in _MIN_SAVED_KEYS:
         return None
-    numbers = tuple((n, value) for n, value in params.items() if n != "order")
-    canvas = tuple(params.get(axis) for axis in ("depth", "height", "width") if axis in params)
-    if any(type(n) is not int for n in canvas) or any(x.shape[2] != math.prod(cast(Any, canvas)) for x in (q, k, v)):
-        return None  # it is wrong, and the call says so
+    numbers = tuple((n, freeze(value)) for n, value in {**own, **request.params}.items() if n != "order")
+    canvas = tuple(value for axis in ("depth", "height", "width") for n, value in numbers if n == axis)
+    if any(type(n) is not int for n in canvas) or any(x.shape[2] != math.prod(canvas) for x in (q, k, v)):
+        return None  # there are fewer queries than keys; or the canvas is wrong, and the call says so
     found = _found(name, numbers, q.device)
     if found is None:
         return None
-    tiles = Tiles(cast(Any, canvas), *found)
+    tiles = Tiles(canvas, *found)
     mask = get_mask(name, **dict(numbers), order=tiles.order(q.device))
     return tiles, request._replace(mask=mask, params={})
 
@@ -138,7 +148,7 @@ def _found(
         return None
     if known is None:
         try:
-            with compat.without_dispatch_modes():
+            with compat.without_dispatch_modes(), outside_transforms(()), torch.no_grad():
                 known = _find(name, dict(numbers), device)
         except (TypeError, ValueError):  # a parameter is wrong, and the call says so
             return None
@@ -193,9 +203,9 @@ def _axes(mask: Mask) -> list[_Axis]:
     if mask.name == "sasa":
         given = mask.params
         each = zip((given["height"], given["width"]), pair(given["window"]), strict=True)
-        return [_axis(n, 1, *reach(torch.arange(n), n, window)) for n, window in each]
+        return [_axis(n, 1, *reach(torch.arange(n, device=_HOST), n, window)) for n, window in each]
     axes = mask.resolve(None)["axes"]
-    pixels = [apart(torch.arange(axis[0]), axis[2]) for axis in axes]
+    pixels = [apart(torch.arange(axis[0], device=_HOST), axis[2]) for axis in axes]
     return [_axis(axis[0], axis[2], *limits(*i, *axis)) for i, axis in zip(pixels, axes, strict=True)]
 
 
@@ -208,7 +218,7 @@ def _axis(length: int, dilation: int, first: Tensor, last: Tensor) -> _Axis:
     first = first.clamp(min=0)
     if length % dilation == 0:
         return _Axis(length, dilation, *(x.view(-1, dilation).T for x in (first, last)))
-    group = torch.arange(length) % dilation
+    group = torch.arange(length, device=_HOST) % dilation
     return _Axis(length, 1, *((x * dilation + group)[None] for x in (first, last)))
 
 

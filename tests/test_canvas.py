@@ -6,10 +6,11 @@ import itertools
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from functions import short_and_campaign
-from helpers import error, try_examples
+from helpers import TOLERANCE, error, try_examples
 from hypothesis import strategies as st
 from oracles import Case, attend, dense
 from torch import Tensor
@@ -147,6 +148,8 @@ def test_calls_in_which_tokens_stay_in_rows() -> None:
 
     assert is_in_tiles(mask=auto)
     assert is_in_tiles(mask="natten", params={**LARGE, "order": "auto"})
+    assert is_in_tiles(mask="natten", params={**LARGE, "kernel": [15, np.int64(15)], "order": "auto"})
+    assert is_in_tiles(mask=flexmasks.get_mask("natten", **LARGE), params={"order": "auto"})
     assert not is_in_tiles(mask="natten", params=LARGE)
     assert not is_in_tiles(mask=auto & "causal")
     assert not is_in_tiles(mask=auto, score="alibi")
@@ -156,6 +159,33 @@ def test_calls_in_which_tokens_stay_in_rows() -> None:
     for mask, same in ((auto, rows), (auto & "causal", rows & "causal"), (~auto, ~rows)):
         assert flexmasks.dense_mask(mask, 4096).equal(flexmasks.dense_mask(same, 4096))
         assert error(*(flexmasks.attention(q, q, q, mask=m) for m in (mask, same))) < 1e-5
+
+
+def test_tiles_in_transforms_and_on_a_default_device() -> None:
+    """The first and later calls give the same, and the order that is kept is a plain tensor."""
+    q, k, v = torch.randn(3, 1, 1, 4096, 8)
+
+    def loss(q: Tensor, order: str | None = "auto") -> Tensor:
+        return flexmasks.attention(q, k, v, mask="natten", **LARGE, order=order).square().sum()
+
+    want = torch.autograd.grad(loss(q.requires_grad_(), None), q)[0]
+    q = q.detach()
+    for plain_first in (False, True):
+        flexmasks.clear_caches()
+        if plain_first:
+            loss(q)
+        assert error(torch.func.grad(loss)(q), want) < 1e-5
+        assert error(torch.autograd.grad(loss(leaf := q.clone().requires_grad_()), leaf)[0], want) < 1e-5
+    flexmasks.clear_caches()
+    with torch.device("meta"):
+        loss(q)
+        assert canvas.tiles_for(q, k, v, Request(mask="natten", params={**LARGE, "order": "auto"})) is not None
+    # What is given beside a mask belongs to it.
+    auto = flexmasks.get_mask("natten", **LARGE, order="auto")
+    dilated = flexmasks.attention(q, k, v, mask="natten", **LARGE, dilation=2)
+    assert error(flexmasks.attention(q, k, v, mask=auto, dilation=2), dilated) < 1e-5
+    with pytest.raises(TypeError, match="is_causal"):
+        flexmasks.attention(q, k, v, mask=auto, is_causal=True)
 
 
 def test_what_explain_says_of_tiles() -> None:
@@ -192,6 +222,7 @@ def test_tiles_of_wrong_calls() -> None:
         ({"height": 8, "width": 8, "kernel": 9}, "the kernel does not fit"),
         ({"height": 8, "width": 8, "kernel": [3, 3, 3]}, "`kernel` must be"),
         ({"height": 8, "kernel": 3}, "needs `width`"),
+        ({"height": 8, "width": 8.0, "kernel": 3}, "`width` must be int"),
         ({"height": 8, "width": 8, "kernel": 3, "dilatation": 2}, "dilatation"),
     ):
         with pytest.raises((TypeError, ValueError), match=words):
@@ -200,3 +231,29 @@ def test_tiles_of_wrong_calls() -> None:
         flexmasks.attention(q, q, q, mask="natten", height=8, width=8, kernel=3, order="tiles")
     with pytest.raises(ValueError, match="must"):
         flexmasks.attention(q, q, q[:, :, :-1], mask="natten", height=8, width=8, kernel=3, order="auto")
+    with pytest.raises(TypeError, match="given twice"):
+        flexmasks.attention(q, q, q, mask=flexmasks.get_mask("natten", **LARGE, order="auto"), order="auto")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dilation", [1, 4])
+def test_tiles_on_a_gpu(dilation: int, dtype: torch.dtype) -> None:
+    """Rows and tiles give the same, in CUDA graphs too."""
+    params = {"height": 96, "width": 128, "kernel": 23, "dilation": dilation}
+    tensors = [torch.randn(2, 2, 96 * 128, 64, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3)]
+    assert canvas.tiles_for(*tensors, Request(mask="natten", params={**params, "order": "auto"})) is not None
+    rows, tiled = (flexmasks.attention(*tensors, mask="natten", **params, order=order) for order in (None, "auto"))
+    assert error(tiled, rows) < TOLERANCE[dtype]
+    weight = torch.randn_like(rows)
+    grads = [torch.autograd.grad((out * weight).sum(), tensors) for out in (tiled, rows)]
+    assert all(error(x, y) < 2 * TOLERANCE[dtype] for x, y in zip(*grads, strict=True))
+    frozen = [x.detach() for x in tensors]
+    with torch.no_grad():
+        flexmasks.attention(*frozen, mask="natten", **params, order="auto")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = flexmasks.attention(*frozen, mask="natten", **params, order="auto")
+        frozen[0].copy_(torch.randn_like(frozen[0]))
+        graph.replay()
+        assert error(out, flexmasks.attention(*frozen, mask="natten", **params)) < TOLERANCE[dtype]

@@ -89,8 +89,8 @@ def natten(
     causal: a bool or (rows, columns). On a causal axis the window ends at the query, and an edge cuts it.
     order: the pixel of each token if tokens are not in row-major order, as flexmasks.orders gives it. With tokens in
         tiles a window mostly touches fewer blocks. With "auto" tokens are in row-major order, and a call of `attention`
-        may take q, k and v into tiles and its output back, where it then computes clearly fewer blocks; with another
-        mask, a score or q_offset it does not.
+        may take q, k and v into tiles and its output back, where it then computes clearly fewer blocks: a call with
+        this mask alone, without a score and q_offset, with as many queries as keys, on a CPU or an NVIDIA GPU.
 
     Source: Hassani et al., Neighborhood Attention Transformer, 2023; Dilated Neighborhood Attention, 2022; Generalized
         Neighborhood Attention, 2025; the definition is that of the NATTEN library.
