@@ -17,6 +17,7 @@ from torch.nn.attention.flex_attention import create_mask
 
 import flexmasks
 from flexmasks.backends import flex, numbers
+from flexmasks.plans import plan
 from flexmasks.plans.data import FirstAsData
 from flexmasks.plans.plan import MaskPlan
 from flexmasks.spec.captures import Opaque
@@ -272,6 +273,20 @@ def test_first_numbers_compile_nothing_at_other_lengths(backend: str, monkeypatc
     def call(length: int, n: int) -> None:
         mask = flexmasks.get_mask("sliding_window", window=n)
         check(backend, (1, 2, length, 16), mask, visible=flexmasks.dense_mask(mask, length))
+
+    calls = [(160, 9), (160, 8), *[(n, 8) for n in (200, 230, 250)], (240, 9), (250, 9), (160, 9), (210, 8)]
+    counts = kernels_of([functools.partial(call, *numbers) for numbers in calls])
+    assert counts[:2] == [1, 1]
+    assert counts[5:] == [0] * 4
+
+
+def test_first_parameters_compile_nothing_at_other_lengths(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a parameter of later calls is an input of the kernel, so is a first one at a length that it has not had."""
+    monkeypatch.setattr(plan, "MAX_COMPILED_VALUES", 1)
+
+    def call(length: int, window: int) -> None:
+        mask = flexmasks.get_mask("sliding_window", window=window)
+        check(backend, (2, 2, length, 16), mask, visible=flexmasks.dense_mask(mask, length))
 
     calls = [(160, 9), (160, 8), *[(n, 8) for n in (200, 230, 250)], (240, 9), (250, 9), (160, 9), (210, 8)]
     counts = kernels_of([functools.partial(call, *numbers) for numbers in calls])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
 import torch
@@ -41,6 +41,7 @@ MAX_POSITIONS = 1 << 31  # kernels count positions in 32 bits
 _UNKNOWN_FRACTION = 0.5  # assumed fraction of pairs that is computed
 _MAX_WIDTH = 1.25  # the most blocks of bounds, in exact blocks, with which bounds are used
 _PLANS_TO_RECORD = 16  # plans that take about as long as recording one
+_MAX_NOTED_SIZES = 64  # sizes that are noted for a value of a number
 _SPREADS_ON = ("cuda",)  # devices where a kernel may take no 0-dimensional tensors
 _FIRST = "these are the first tensors of their shapes"
 _PARTIAL_BLOCKS = 2  # full blocks for each partial block, below which a mask counts as mostly partial
@@ -87,6 +88,26 @@ class _Kind:
         return not self.why_exact and self.recorded is None and (self.records_soon or self.plans >= _PLANS_TO_RECORD)
 
 
+@dataclass
+class _SeenNumbers:
+    """Values that the numbers of one kind of mask or score had."""
+
+    sizes: dict[Hashable, set[Size]] = field(default_factory=dict)  # by kernel key of a first value: where it was met
+    had_more: bool = False  # more values came than are compiled in
+
+    def is_compiled_in(self, key: Hashable, size: Size) -> bool:
+        """Return whether a value, given by its kernel key, is a constant of kernels for this size."""
+        if key not in self.sizes:
+            self.had_more = self.had_more or len(self.sizes) >= MAX_COMPILED_VALUES
+            if self.had_more:
+                return False
+            self.sizes[key] = set()
+        sizes = self.sizes[key]
+        if not self.had_more and len(sizes) < _MAX_NOTED_SIZES:
+            sizes.add(size)
+        return size in sizes or not self.had_more
+
+
 _P = TypeVar("_P", bound=_Prepared | MaskData | Whole | Added)
 _BLOCKS: Cache[_PreparedMask] = Cache("blocks", max_bytes=5 << 28)  # the blocks of a million tokens take 1.07 GB
 _KINDS: Cache[_Kind] = Cache("plans", max_bytes=1 << 30)
@@ -97,9 +118,7 @@ _DATA: Cache[MaskData] = Cache("data", max_bytes=1 << 30)
 _MOSTLY_PARTIAL: Cache[bool] = Cache("mostly_partial", max_bytes=1024)
 _TRIED: Cache[bool] = Cache("tried_scores", max_bytes=1024)
 _SCORES: Cache[_Prepared] = Cache("scores", max_bytes=1 << 26)
-_NUMBERS: Cache[set[Hashable]] = Cache(
-    "numbers", max_bytes=1024
-)  # values that masks' numbers had; an entry counts one byte
+_NUMBERS: Cache[_SeenNumbers] = Cache("numbers", max_bytes=1024)  # an entry counts one byte
 
 
 class Plan:
@@ -174,20 +193,19 @@ class Plan:
     def _lift(self) -> bool:
         """Return whether numbers become inputs of the kernel.
 
-        They do once `MAX_COMPILED_VALUES` values of them have been compiled in.
+        They do once `MAX_COMPILED_VALUES` values of them have been compiled in. After a later value the first ones do,
+        too, at sizes that they have not had, so that no kernel is compiled for these.
         """
         key_without_numbers = self.value.capture([], lift=True, contents=False)
         if key_without_numbers == self.kernel_key:
             return False
         seen = _NUMBERS.get(key_without_numbers)
         if seen is None:
-            seen = set()
+            seen = _SeenNumbers()
             _NUMBERS.put(key_without_numbers, (), seen, 1)
-        if self.kernel_key not in seen:
-            if len(seen) >= MAX_COMPILED_VALUES:
-                self.kernel_key = key_without_numbers
-                return True
-            seen.add(self.kernel_key)
+        if not seen.is_compiled_in(self.kernel_key, self.size):
+            self.kernel_key = key_without_numbers
+            return True
         return False
 
     def _cached(self, cache: Cache[_P], build: Callable[[], _P], *more_key: Hashable) -> _P:
