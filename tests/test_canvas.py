@@ -96,6 +96,36 @@ def test_tokens_go_into_tiles_and_back() -> None:
     assert str(of_groups) == "tiles of 1 x 3 x 2 pixels of every 2 x 1 x 2th pixel"
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", ["plain", "transposed", "expanded", "unaligned", "narrow"])
+def test_wide_copies_are_those_of_single_numbers(
+    layout: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In every memory layout, with first and second derivatives, and of many gradients at once."""
+    monkeypatch.setattr(canvas, "_WIDE_ON", ("cpu",))
+    tiles = canvas.Tiles((4, 6), (1, 1), (2, 3))
+    size = 3 if layout == "narrow" else 16
+    x = torch.randn(2 * 24 * 3 * size + 1).to(dtype)
+    x = x[1:] if layout == "unaligned" else x[:-1]
+    x = x.view(2, 24, 3, size).mT.mT.transpose(1, 2) if layout == "transposed" else x.view(2, 3, 24, size)
+    x[..., 0, 0] = math.nan
+    x = x[:1].expand(2, 3, 24, size) if layout == "expanded" else x
+    order = tiles.order(CPU).long()
+    assert torch.equal(tiles.put(x, 2).nan_to_num(7.0), x[:, :, order].nan_to_num(7.0))
+    assert tiles.put(x[..., 0], 2).nan_to_num(7.0).equal(x[..., 0][:, :, order].nan_to_num(7.0))
+    y = torch.randn_like(x, requires_grad=True)
+    assert tiles.back(tiles.put(y, 2), 2).equal(y)
+    weight = torch.randn_like(x)
+    for move in (lambda x: tiles.put(x, 2), lambda x: x[:, :, order]):
+        (grad,) = torch.autograd.grad((move(y) ** 2 * weight).sum(), y, create_graph=True)
+        (second,) = torch.autograd.grad(grad.sum(), y)
+        assert grad.equal(2 * y * weight[:, :, order.argsort()])
+        assert second.equal(2 * weight[:, :, order.argsort()])
+        many = torch.stack([weight, 2 * weight])
+        (grads,) = torch.autograd.grad(move(y), y, many, is_grads_batched=True)
+        assert grads.equal(many[:, :, :, order.argsort()])
+
+
 @pytest.mark.parametrize(
     ("name", "params"),
     [
