@@ -58,7 +58,7 @@ from flexmasks.plans.shifted import offset_of_last, offsets_of
 from flexmasks.request import Request, checked
 from flexmasks.spec.arguments import from_arguments, functions_of, get_mask
 from flexmasks.spec.bands import Band, band_of, cap_of
-from flexmasks.spec.captures import Aliases, Opaque, Reader, capture_plainly
+from flexmasks.spec.captures import Aliases, Opaque, Reader, WithoutWrappers, capture_plainly
 from flexmasks.spec.definitions import is_own
 from flexmasks.spec.parameters import Size, can_be_read
 from flexmasks.spec.rows import rows_of
@@ -429,6 +429,8 @@ def run_eagerly(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tens
 
     A call that was made before goes straight to its kernel.
     """
+    if compat.transforms_active():
+        request = _with_plain_tensors(request)
     known = _key_and_tensors(q, k, v, request)
     if known is None or (known[1] and is_captured(q.device)):  # a captured call plans again at each replay
         result, _ = _run_first_time(q, k, v, request)
@@ -442,6 +444,21 @@ def run_eagerly(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tens
     if result.replay is not None and planned is not None and not is_captured(q.device):
         _keep(key, tensors, result.replay, planned)
     return result.out, result.lse
+
+
+def _with_plain_tensors(request: Request) -> Request:
+    """Return a request without the wrappers that torch.func.grad puts around whole numbers made inside it.
+
+    They have no gradients, and nobody can read the memory of a wrapped tensor.
+    """
+    plain = WithoutWrappers()
+    with contextlib.suppress(Opaque):
+        mask, score, params, offset = (
+            plain.of(x) for x in (request.mask, request.score, dict(request.params), request.q_offset)
+        )
+        if plain.has_unwrapped:
+            return request._replace(mask=mask, score=score, params=params, q_offset=offset)
+    return request
 
 
 def _replayed(

@@ -123,7 +123,7 @@ def _is_plain(x: Tensor) -> bool:
 
 
 def _in_wide_numbers(x: Tensor) -> Tensor:
-    """Return a tensor's memory as numbers of 16 bytes if that is possible, else the tensor.
+    """Return a tensor's memory as numbers of 16 bytes if possible, else the tensor.
 
     Torch moves numbers one by one, so copies of wide ones take less time on a GPU.
     """

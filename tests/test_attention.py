@@ -1178,3 +1178,36 @@ def test_a_sink_of_the_wrong_kind() -> None:
     for sink in (torch.zeros(3), torch.zeros(2, dtype=torch.int64), [0.0, 0.0], 1.0):
         with pytest.raises(TypeError, match=r"`sink_logits` must be a floating tensor \[H\] = \[2\]"):
             flexmasks.attention(q, k, v, sink_logits=sink)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("length", [64, 1100])  # of the backends "dense" and "reference"
+@pytest.mark.parametrize("kind", ["padding", "documents", "own function", "where queries start"])
+def test_whole_numbers_made_inside_torch_func_grad(kind: str, length: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Gradients are those of plain calls before and after, and no backend fails on the way."""
+    q, k, v = torch.randn(3, 2, 2, length, 8)
+    numbers = torch.randint(1, 20, (2, length)).sort().values
+    starts = torch.tensor([0, 3])
+
+    def loss(q: Tensor, numbers: Tensor, starts: Tensor) -> Tensor:
+        numbers, starts = numbers + 1, starts + 1  # new at each call, and wrapped inside a transform
+
+        def own(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+            return (q >= kv) & (numbers[b, q] == numbers[b, kv])
+
+        arguments: dict[str, dict[str, Any]] = {
+            "padding": {"mask": "padding", "seq_lens": numbers[:, -1]},
+            "documents": {"mask": "document", "document_ids": numbers},
+            "own function": {"mask": own},
+            "where queries start": {"mask": "causal", "q_offset": starts},
+        }
+        shorter = q[:, :, : length - 8] if kind == "where queries start" else q
+        return flexmasks.attention(shorter, k, v, **arguments[kind]).square().sum()
+
+    for _ in range(2):
+        leaf = q.clone().requires_grad_()
+        (want,) = torch.autograd.grad(loss(leaf, numbers, starts), leaf)
+        for _ in range(2):
+            assert error(torch.func.grad(loss)(q, numbers, starts), want) < 1e-5
+        many = torch.func.vmap(torch.func.grad(loss), in_dims=(0, None, None))(torch.stack([q, q]), numbers, starts)
+        assert error(many[1], want) < 1e-5
+    assert not [r for r in caplog.records if r.name == "flexmasks" and "failed" in r.message]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flexmasks import compat
 from flexmasks.backends.added import is_added
-from flexmasks.backends.call import HALF_DTYPES, TRANSFORMED, Call, Result, transformed
+from flexmasks.backends.call import HALF_DTYPES, Call, Result, transformed
 from flexmasks.backends.reference import attend
 from flexmasks.backends.slices import is_traced_or_transformed
 from flexmasks.plans.whole import Added, Whole
@@ -47,8 +47,8 @@ def refuses(call: Call) -> str | None:
         return "it takes only values of q's head size, as torch's kernel does"
     if call.with_lse:
         return "it gives no gradient of the lse"
-    if transformed():
-        return TRANSFORMED
+    if compat.transforms_active() or transformed():
+        return "it does not run inside transforms of torch.func"
     if call.kernel_options:
         return "it takes no kernel_options"
     if call.score_mod is not None and not is_added(call):

@@ -96,7 +96,10 @@ class _SeenNumbers:
     had_more: bool = False  # more values came than are compiled in
 
     def is_compiled_in(self, key: Hashable, size: Size) -> bool:
-        """Return whether a value, given by its kernel key, is a constant of kernels for this size."""
+        """Return whether a value is a constant of kernels for this size.
+
+        key: the kernel key that has the value.
+        """
         if key not in self.sizes:
             self.had_more = self.had_more or len(self.sizes) >= MAX_COMPILED_VALUES
             if self.had_more:
@@ -233,8 +236,8 @@ class Plan:
 
         It is None if there can be no others.
         """
-        if self.opaque or not self.inputs or any(t.requires_grad for t in self.inputs):
-            return None  # a tensor that learns belongs to an autograd graph
+        if self.opaque or not self.inputs or any(t.requires_grad or compat.is_wrapped(t) for t in self.inputs):
+            return None  # a tensor that learns belongs to an autograd graph, a wrapped one to a transform
         key = self.value.capture([], contents=False)
         return key if key == self._key else None  # a sequence of numbers is no input of a recorded plan
 

@@ -23,6 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flexmasks import compat
+
 # Types whose objects never change and stand for themselves in a key. float is no such type: 0.0 == -0.0.
 _CONSTANT_TYPES = frozenset(
     (type(None), bool, int, str, bytes, type(Ellipsis), torch.dtype, torch.device, torch.Size, torch.layout)
@@ -145,6 +147,26 @@ class Aliases:
         copied.__kwdefaults__ = self.of(function.__kwdefaults__)
         copied.__dict__.update(self.of(function.__dict__))
         return copied
+
+
+class WithoutWrappers(Aliases):
+    """Copies of values without torch.func's wrappers around whole numbers.
+
+    Gradients of torch.func wrap each tensor that is made inside. Batches of torch.func.vmap stay wrapped.
+    """
+
+    has_unwrapped = False
+
+    def _copy(self, value: Any, kind: type) -> Any:
+        if not isinstance(value, Tensor):
+            return super()._copy(value, kind)
+        plain = value
+        while compat.is_wrapped(plain):
+            if plain.is_floating_point() or plain.is_complex() or compat.is_batched(plain):
+                return value
+            plain = compat.unwrapped(plain)
+        self.has_unwrapped = self.has_unwrapped or plain is not value
+        return plain
 
 
 class Refilled:
