@@ -266,27 +266,16 @@ def test_first_numbers_compile_nothing_where_later_numbers_run(
     assert kernels_of([functools.partial(call, *numbers) for numbers in calls]) == [1, 1, 1, 1] + [0] * 5
 
 
-def test_first_numbers_compile_nothing_at_other_lengths(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("later", [pytest.param(numbers, id="as data"), pytest.param(plan, id="as inputs")])
+def test_first_numbers_compile_nothing_at_other_lengths(
+    later: Any, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A kernel that has run a first number at one length compiles for no other one where later numbers run there."""
-    monkeypatch.setattr(numbers, "MAX_COMPILED_VALUES", 1)
+    monkeypatch.setattr(later, "MAX_COMPILED_VALUES", 1)
 
     def call(length: int, n: int) -> None:
         mask = flexmasks.get_mask("sliding_window", window=n)
         check(backend, (1, 2, length, 16), mask, visible=flexmasks.dense_mask(mask, length))
-
-    calls = [(160, 9), (160, 8), *[(n, 8) for n in (200, 230, 250)], (240, 9), (250, 9), (160, 9), (210, 8)]
-    counts = kernels_of([functools.partial(call, *numbers) for numbers in calls])
-    assert counts[:2] == [1, 1]
-    assert counts[5:] == [0] * 4
-
-
-def test_first_parameters_compile_nothing_at_other_lengths(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a parameter of later calls is an input of the kernel, so is a first one at a length that it has not had."""
-    monkeypatch.setattr(plan, "MAX_COMPILED_VALUES", 1)
-
-    def call(length: int, window: int) -> None:
-        mask = flexmasks.get_mask("sliding_window", window=window)
-        check(backend, (2, 2, length, 16), mask, visible=flexmasks.dense_mask(mask, length))
 
     calls = [(160, 9), (160, 8), *[(n, 8) for n in (200, 230, 250)], (240, 9), (250, 9), (160, 9), (210, 8)]
     counts = kernels_of([functools.partial(call, *numbers) for numbers in calls])
