@@ -447,16 +447,15 @@ def run_eagerly(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tens
 
 
 def _with_plain_tensors(request: Request) -> Request:
-    """Return a request without the wrappers that torch.func.grad puts around whole numbers made inside it.
+    """Return a request without the wrappers of torch.func.grad around tensors that have no gradients.
 
-    They have no gradients, and nobody can read the memory of a wrapped tensor.
+    These are whole numbers, and all that a mask holds. Nobody can read the memory of a wrapped tensor.
     """
-    plain = WithoutWrappers()
+    in_mask, elsewhere = WithoutWrappers(floats=True), WithoutWrappers()
     with contextlib.suppress(Opaque):
-        mask, score, params, offset = (
-            plain.of(x) for x in (request.mask, request.score, dict(request.params), request.q_offset)
-        )
-        if plain.has_unwrapped:
+        mask = in_mask.of(request.mask)
+        score, params, offset = (elsewhere.of(x) for x in (request.score, dict(request.params), request.q_offset))
+        if in_mask.has_unwrapped or elsewhere.has_unwrapped:
             return request._replace(mask=mask, score=score, params=params, q_offset=offset)
     return request
 

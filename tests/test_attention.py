@@ -1181,8 +1181,8 @@ def test_a_sink_of_the_wrong_kind() -> None:
 
 
 @pytest.mark.parametrize("length", [64, 1100])  # of the backends "dense" and "reference"
-@pytest.mark.parametrize("kind", ["padding", "documents", "own function", "where queries start"])
-def test_whole_numbers_made_inside_torch_func_grad(kind: str, length: int, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("kind", ["padding", "documents", "own function", "of floats", "where queries start"])
+def test_what_masks_read_made_inside_torch_func_grad(kind: str, length: int, caplog: pytest.LogCaptureFixture) -> None:
     """Gradients are those of plain calls before and after, and no backend fails on the way."""
     q, k, v = torch.randn(3, 2, 2, length, 8)
     numbers = torch.randint(1, 20, (2, length)).sort().values
@@ -1190,14 +1190,19 @@ def test_whole_numbers_made_inside_torch_func_grad(kind: str, length: int, caplo
 
     def loss(q: Tensor, numbers: Tensor, starts: Tensor) -> Tensor:
         numbers, starts = numbers + 1, starts + 1  # new at each call, and wrapped inside a transform
+        halves = numbers / 2
 
         def own(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
             return (q >= kv) & (numbers[b, q] == numbers[b, kv])
+
+        def of_floats(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+            return (q >= kv) & (halves[b, kv] > 5.0)
 
         arguments: dict[str, dict[str, Any]] = {
             "padding": {"mask": "padding", "seq_lens": numbers[:, -1]},
             "documents": {"mask": "document", "document_ids": numbers},
             "own function": {"mask": own},
+            "of floats": {"mask": of_floats},
             "where queries start": {"mask": "causal", "q_offset": starts},
         }
         shorter = q[:, :, : length - 8] if kind == "where queries start" else q

@@ -153,16 +153,22 @@ class WithoutWrappers(Aliases):
     """Copies of values without torch.func's wrappers around whole numbers.
 
     Gradients of torch.func wrap each tensor that is made inside. Batches of torch.func.vmap stay wrapped.
+
+    floats: whether other numbers are unwrapped, too, as in masks, through which no gradient goes.
     """
 
-    has_unwrapped = False
+    def __init__(self, floats: bool = False) -> None:
+        super().__init__()
+        self.has_unwrapped = False
+        self._floats = floats
 
     def _copy(self, value: Any, kind: type) -> Any:
         if not isinstance(value, Tensor):
             return super()._copy(value, kind)
         plain = value
+        is_left = not self._floats and (value.is_floating_point() or value.is_complex())
         while compat.is_wrapped(plain):
-            if plain.is_floating_point() or plain.is_complex() or compat.is_batched(plain):
+            if is_left or compat.is_batched(plain):
                 return value
             plain = compat.unwrapped(plain)
         self.has_unwrapped = self.has_unwrapped or plain is not value
