@@ -145,10 +145,34 @@ def test_lengths(columns: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("rows", [1, 4])
 def test_windows(rows: int, halvings: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of every width, in kernels that halve the columns they hold."""
-    monkeypatch.setattr(launch, "config", lambda *_: launch.Config(rows, 1, halvings))
+    use(monkeypatch, launch.Config(1, 512, rows, halvings))
+    check_windows(500, monkeypatch)
+
+
+@runs_kernels
+@pytest.mark.parametrize("chunks", [1, 2, 4, 8])
+def test_rows_held_in_chunks(chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of every width, in kernels that hold the visible part of a row in chunks."""
+    use(monkeypatch, launch.Config(1, 512 // chunks, chunks=chunks))
+    check_windows(500, monkeypatch)
+    check_windows(512, monkeypatch)
+    x = torch.randn(6, 512) * 5
+    bits, inner = random_bits(random_bounds((6,), 512), 512)
+    with buffers_of_nan(monkeypatch):
+        check(x, inner, bits, scale=-0.3)
+        check(x, inner, mask=torch.rand(6, 512) < 0.5, visible=True)
+    check_extremes(512)
+
+
+def use(monkeypatch: pytest.MonkeyPatch, config: Any) -> None:
+    """Make the kernels compute every row in one way."""
+    monkeypatch.setattr(launch, "config", lambda *_: config)
     monkeypatch.setattr(launch, "_launches", {})
-    columns = 500
-    widths = [0, 1, 15, 16, 17, 47, 48, 49, 63, 64, 65, 100, 127, 128, 129, 241, 255, 256, 257, 400, 499, 500]
+
+
+def check_windows(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check rows of widths around multiples of 16 and of the columns held."""
+    widths = [0, 1, 15, 16, 17, 47, 48, 49, 63, 64, 65, 100, 127, 128, 129, 241, 255, 256, 257, 400, 499, columns]
     starts = torch.tensor([(37 * n) % (columns - w + 1) for n, w in enumerate(widths)])
     bounds = torch.stack([starts, starts + torch.tensor(widths)], -1).int()
     bounds[0] = 0
@@ -157,10 +181,10 @@ def test_windows(rows: int, halvings: int, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @runs_kernels
-@pytest.mark.parametrize(("halvings", "columns"), [(0, 384), (1, 300)])
-def test_long_rows(halvings: int, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows in chunks, a length that is a multiple of the chunk and one that is not."""
-    use_chunks(128, halvings, monkeypatch)
+@pytest.mark.parametrize("columns", [384, 300])
+def test_long_rows(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that are read twice, a length that is a multiple of the chunk and one that is not."""
+    use(monkeypatch, launch.Config(4, 128, is_long=True))
     x = torch.randn(12, columns) * 5
     bounds = random_bounds((12,), columns)
     bits, inner = random_bits(bounds, columns)
@@ -174,9 +198,8 @@ def test_long_rows(halvings: int, columns: int, monkeypatch: pytest.MonkeyPatch)
 @runs_kernels
 @pytest.mark.campaign
 @pytest.mark.parametrize("chunk", [64, 128])
-@pytest.mark.parametrize("halvings", [0, 1])
-def test_long_rows_of_every_kind(halvings: int, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_chunks(chunk, halvings, monkeypatch)
+def test_long_rows_of_every_kind(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, launch.Config(4, chunk, is_long=True))
     for columns in (300, 384):
         x = torch.randn(1, 2, 12, columns) * 5
         bounds = random_bounds((1, 1, 12), columns)
@@ -189,16 +212,10 @@ def test_long_rows_of_every_kind(halvings: int, chunk: int, monkeypatch: pytest.
         check_extremes(columns)
 
 
-def use_chunks(chunk: int, halvings: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the kernels read every row in chunks of the given number of columns."""
-    monkeypatch.setattr(launch, "config", lambda *_: launch.Config(1, 4, halvings, chunk))
-    monkeypatch.setattr(launch, "_launches", {})
-
-
 @runs_kernels
-@pytest.mark.parametrize("columns", [40, 40000])
+@pytest.mark.parametrize("columns", [40, 4000, 40000])
 def test_extremes(columns: int) -> None:
-    """The longer rows are read in chunks."""
+    """Registers hold the short rows whole and the middle ones in chunks; the long rows are read twice."""
     check_extremes(columns)
 
 
@@ -349,32 +366,32 @@ def assembly(kernel: Any, pointers: dict[str, str], constants: dict[str, Any], w
 
 
 @pytest.mark.skipif(INTERPRETED, reason="compiles")
-@pytest.mark.parametrize(("columns", "dtype"), [(1000, "fp32"), (4096, "bf16"), (2048, "fp16"), (40000, "fp32")])
+@pytest.mark.parametrize(("columns", "dtype"), [(1000, "fp32"), (4096, "bf16"), (1000, "fp16"), (40000, "fp32")])
 def test_loads_and_stores_are_wide(columns: int, dtype: str) -> None:
     """Loads and stores take 16 bytes, also for lengths that are no multiple of 16; only the bounds take 4."""
-    block = triton.next_power_of_2(columns)
     grain = math.gcd(16, columns)
     shared = {"GRAIN": grain, "INNER": False, "OUTER": 1}
+    configs = {n: launch.config(n, columns, {"fp32": 4}.get(dtype, 2), True) for n in ("forward", "backward")}
 
-    def options(kind: str, bounded: bool) -> tuple[dict[str, Any], int]:
-        chosen = launch.config(kind, columns, {"fp32": 4}.get(dtype, 2), bounded)
-        width = chosen.chunk or block
-        more = {"ROWS": chosen.rows, "BLOCK": width, "HALVINGS": chosen.halvings, "LONG": chosen.chunk > 0}
-        return shared | more, chosen.warps
+    def options(kind: str) -> tuple[dict[str, Any], int]:
+        chosen = configs[kind]
+        more = {"ROWS": chosen.rows, "BLOCK": chosen.block, "HALVINGS": chosen.halvings, "CHUNKS": chosen.chunks}
+        return shared | more | {"LONG": chosen.is_long}, chosen.warps
 
-    constants, warps = options("forward", True)
+    constants, warps = options("forward")
     constants |= {"MASK_GRAIN": 16, "X_COLUMN": 1, "MASK_COLUMN": 0, "VISIBLE": False, "SIGN": 1}
     constants |= {"bits": None, "mask": None}
     pointer = f"*{dtype}"
     forward = assembly(launch.forward_kernel, {"x": pointer, "y": pointer, "bounds": "*i32"}, constants, warps)
-    constants, warps = options("backward", True)
-    constants |= {"DY_COLUMN": 1, "Y_COLUMN": 1}
+    constants, warps = options("backward")
+    constants |= {"DY_COLUMN": 1, "Y_COLUMN": 1, "HIDES": True}
     pointers = {"dx": pointer, "dy": pointer, "y": pointer, "bounds": "*i32"}
     backward = assembly(launch.backward_kernel, pointers, constants, warps)
+    copies = 1 + max(max(c.chunks, c.halvings) for c in configs.values())  # of the code that a row may take
     for text in (forward, backward):
         for operation in ("ld", "st"):
             found = re.findall(operation + r"\.global[\w:.]*?(?:\.v(\d))?\.b(\d+)", text)
             widths = [int(count or 1) * int(bits) for count, bits in found]
             assert set(widths) <= {32, 128}
-            assert widths.count(32) <= 6 * (operation == "ld")  # only the two bounds, which rows with NaN read again
+            assert widths.count(32) <= 4 * copies * (operation == "ld")  # the two bounds, read again for rows of NaN
             assert widths.count(128) >= 2

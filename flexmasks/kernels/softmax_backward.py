@@ -2,7 +2,7 @@
 
 For N elements of s bytes, of which a fraction f is visible, the kernel moves N s (1 + 2 f) bytes: it reads y and dy
 where y is visible and writes dx. It reads no column before a row's first visible column, nor after its last. Registers
-hold a row; a row too long for registers is read twice.
+hold a row or its visible part; a row too long for registers is read twice.
 """
 
 from __future__ import annotations
@@ -11,14 +11,17 @@ import triton
 import triton.language as tl
 
 from flexmasks.kernels.softmax_tiles import (
+    as_loaded,
     chunks_to_read,
     clear,
     clear_around,
+    is_class,
+    load_chunk,
     program_position,
     readable,
     row_limits,
+    store_chunk,
     unspecialized,
-    widest_row_for,
 )
 
 
@@ -50,6 +53,37 @@ def _backward_tile(
     total = tl.sum(products, 1)[:, None]
     slopes = tl.where(weights == 0, 0.0, scale * (products - weights * total))
     tl.store(dx + column, slopes.to(dx.dtype.element_ty), mask=exists)
+
+
+@triton.jit
+def _backward_chunks(
+    dx, dy, y, columns, low, high, scale,
+    CHUNK: tl.constexpr, COUNT: tl.constexpr, Y_COLUMN: tl.constexpr, DY_COLUMN: tl.constexpr, HIDES: tl.constexpr,
+):  # fmt: skip
+    """Compute the gradients of a row of which registers hold the visible part.
+
+    They hold COUNT chunks from `low` on, of y and dy as they are loaded.
+    """
+    column = low + tl.arange(0, CHUNK)[None, :]
+    y += column * Y_COLUMN
+    dy += column * DY_COLUMN
+    weights = ()
+    slopes = ()
+    for n in tl.static_range(COUNT):
+        weights = weights + (load_chunk(y, column, high, n, COUNT, CHUNK, Y_COLUMN),)
+        slopes = slopes + (load_chunk(dy, column, high, n, COUNT, CHUNK, DY_COLUMN),)
+    clear(dx, columns * 0, low, CHUNK)
+    clear(dx, low + COUNT * CHUNK, columns, CHUNK)
+    totals = tl.zeros((1, CHUNK), tl.float32)
+    for n in tl.static_range(COUNT):
+        weight = weights[n].to(tl.float32)
+        totals += tl.where(weight == 0, 0.0, weight * slopes[n].to(tl.float32))
+    total = tl.sum(tl.sum(totals, 1), 0)
+    for n in tl.static_range(COUNT):
+        weight = as_loaded(weights[n], HIDES).to(tl.float32)
+        slope = as_loaded(slopes[n], HIDES).to(tl.float32)
+        slope = tl.where(weight == 0, 0.0, scale * (weight * (slope - total)))
+        store_chunk(dx + column, column, columns, slope, n, COUNT, CHUNK)
 
 
 @triton.jit
@@ -91,7 +125,8 @@ def backward_kernel(
     scale,
     GRAIN: tl.constexpr, DY_COLUMN: tl.constexpr, Y_COLUMN: tl.constexpr,
     INNER: tl.constexpr, OUTER: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, HALVINGS: tl.constexpr, LONG: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, HALVINGS: tl.constexpr, CHUNKS: tl.constexpr, LONG: tl.constexpr,
+    HIDES: tl.constexpr,
 ):  # fmt: skip
     """Write dx = scale * (y * dy - y * sum(y * dy)).
 
@@ -115,11 +150,12 @@ def backward_kernel(
         bounds += row * bounds_row + inner * bounds_inner + one * bounds_one + two * bounds_two
         _first, _end, low, high, width = row_limits(bounds, is_row, ROWS)
     if LONG:
-        for n in tl.static_range(0, HALVINGS + 1):
-            if ((n == 0) | (width <= widest_row_for(BLOCK >> n))) & (
-                (n == HALVINGS) | (width > widest_row_for(BLOCK >> (n + 1)))
-            ):
-                _backward_long(dx, dy, y, columns, low, high, scale, BLOCK >> n, Y_COLUMN, DY_COLUMN, BOUNDS)
+        _backward_long(dx, dy, y, columns, low, high, scale, BLOCK, Y_COLUMN, DY_COLUMN, BOUNDS)
+    elif CHUNKS > 0:
+        high = tl.minimum(high, columns)
+        for n in tl.static_range(1, CHUNKS + 1):
+            if is_class(tl.cdiv(width, BLOCK), n):
+                _backward_chunks(dx, dy, y, columns, low, high, scale, BLOCK, n, Y_COLUMN, DY_COLUMN, HIDES)
     else:
         for n in tl.static_range(0, HALVINGS + 1):
             if (HALVINGS == 0) | ((width <= BLOCK >> n) & (width > (BLOCK >> (n + 1) if n < HALVINGS else -1))):

@@ -1,8 +1,8 @@
 """Triton kernel of the masked softmax.
 
 For N elements of s bytes, of which a fraction f is visible, the kernel moves N s (1 + f) bytes: it reads x where x is
-visible and writes y. It reads no column before a row's first visible column, nor after its last. Registers hold a row;
-a row too long for registers is read twice.
+visible and writes y. It reads no column before a row's first visible column, nor after its last. Registers hold a row
+or its visible part; a row too long for registers is read twice.
 """
 
 from __future__ import annotations
@@ -14,12 +14,16 @@ from flexmasks.kernels.softmax_tiles import (
     chunks_to_read,
     clear,
     clear_around,
+    is_class,
+    load_chunk,
     program_position,
     readable,
     row_limits,
+    store_chunk,
     unspecialized,
-    widest_row_for,
 )
+
+_NAN_CHUNK = tl.constexpr(1024)
 
 
 @triton.jit
@@ -84,6 +88,28 @@ def _is_nan_row(row_max, total, first, end, BOUNDS: tl.constexpr):
 
 
 @triton.jit
+def _fill_nan(
+    y, bounds, bits, mask, columns, start, stop,
+    MASK_COLUMN: tl.constexpr, BOUNDS: tl.constexpr, VISIBLE: tl.constexpr,
+):  # fmt: skip
+    """Write NaN at the visible places of columns start..stop - 1.
+
+    The others become 0. Everything is read again here, so that no registers hold it for this rare case.
+    """
+    first = 0
+    end = columns
+    if BOUNDS:
+        first = tl.load(bounds)
+        end = tl.load(bounds + 1)
+    for chunk in range(start, stop, _NAN_CHUNK):
+        column = chunk + tl.arange(0, _NAN_CHUNK)[None, :]
+        exists = (column < columns) & (column < stop)
+        visible = _visible(bits, mask, column, exists, first, end, MASK_COLUMN, BOUNDS, VISIBLE)
+        values = tl.where(visible, float("nan"), 0.0)
+        tl.store(y + column, values.to(y.dtype.element_ty), mask=exists)
+
+
+@triton.jit
 def _forward_tile(
     y, x, bounds, bits, mask, columns, is_row, first, end, low, high, scale,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
@@ -94,8 +120,10 @@ def _forward_tile(
 
     The registers hold all columns, or WIDTH columns from `low` on if these include every visible column.
     """
+    start = columns * 0
     column = tl.arange(0, WIDTH)[None, :]
     if WIDTH < BLOCK:
+        start = low
         column = low + column
     exists, inside = readable(column, columns, is_row, low, high, ROWS, BOUNDS, WIDTH < BLOCK)
     scores, visible = _scores(
@@ -111,20 +139,68 @@ def _forward_tile(
         row_max = tl.max(tl.max(scores, 1), 0)
         weights = _weights(scores, tl.where(row_max == float("-inf"), 0.0, row_max), visible, scale, SIGN)
         total = tl.sum(tl.sum(weights, 1), 0)
-        weights = weights * tl.where(total == 0, 0.0, 1.0 / total)
-        tl.store(y + column, weights.to(y.dtype.element_ty), mask=exists)
         if _is_nan_row(row_max, total, first, end, BOUNDS):
-            if BOUNDS:  # read again, as the mask is below, so that no registers hold them for this rare case
-                first = tl.load(bounds)
-                end = tl.load(bounds + 1)
-            visible = _visible(bits, mask, column, inside, first, end, MASK_COLUMN, BOUNDS, VISIBLE)
-            weights = tl.where(visible, float("nan"), 0.0)
+            _fill_nan(y, bounds, bits, mask, columns, start, start + WIDTH, MASK_COLUMN, BOUNDS, VISIBLE)
+        else:
+            weights = weights * tl.where(total == 0, 0.0, 1.0 / total)
             tl.store(y + column, weights.to(y.dtype.element_ty), mask=exists)
 
 
 @triton.jit
+def _forward_chunks(
+    y, x, bounds, bits, mask, columns, first, end, low, high, scale,
+    CHUNK: tl.constexpr, COUNT: tl.constexpr, X_COLUMN: tl.constexpr, MASK_COLUMN: tl.constexpr,
+    VISIBLE: tl.constexpr, SIGN: tl.constexpr,
+):  # fmt: skip
+    """Compute a row of which registers hold the visible part.
+
+    They hold COUNT chunks from `low` on. Limits hide columns of the first and of the last chunk only.
+    """
+    column = low + tl.arange(0, CHUNK)[None, :]
+    x += column * X_COLUMN
+    loaded = ()
+    for n in tl.static_range(COUNT):
+        loaded = loaded + (load_chunk(x, column, high, n, COUNT, CHUNK, X_COLUMN),)
+    clear(y, columns * 0, low, CHUNK)
+    clear(y, low + COUNT * CHUNK, columns, CHUNK)
+    largest = tl.full((1, CHUNK), float("-inf"), tl.float32)
+    scores = ()
+    for n in tl.static_range(COUNT):
+        values = loaded[n].to(tl.float32)
+        if SIGN < 0:
+            values = -values
+        if (n == 0) | (n == COUNT - 1) | (bits is not None) | (mask is not None):
+            visible = _visible(
+                bits, mask, column + n * CHUNK, column + n * CHUNK < high, first, end, MASK_COLUMN, True, VISIBLE
+            )
+            values = tl.where(visible, values, float("-inf"))
+        largest = tl.maximum(largest, values)
+        scores = scores + (values,)
+    row_max = tl.max(tl.max(largest, 1), 0)
+    finite = tl.where(row_max == float("-inf"), 0.0, row_max)
+    totals = tl.zeros((1, CHUNK), tl.float32)
+    weights = ()
+    for n in tl.static_range(COUNT):
+        visible = True
+        if SIGN == 0:
+            visible = _visible(
+                bits, mask, column + n * CHUNK, column + n * CHUNK < high, first, end, MASK_COLUMN, True, VISIBLE
+            )
+        weight = _weights(scores[n], finite, visible, scale, SIGN)
+        totals += weight
+        weights = weights + (weight,)
+    total = tl.sum(tl.sum(totals, 1), 0)
+    if _is_nan_row(row_max, total, first, end, True):
+        _fill_nan(y, bounds, bits, mask, columns, low, low + COUNT * CHUNK, MASK_COLUMN, True, VISIBLE)
+    else:
+        factor = tl.where(total == 0, 0.0, 1.0 / total)
+        for n in tl.static_range(COUNT):
+            store_chunk(y + column, column, columns, weights[n] * factor, n, COUNT, CHUNK)
+
+
+@triton.jit
 def _forward_long(
-    y, x, bits, mask, columns, first, end, low, high, scale,
+    y, x, bounds, bits, mask, columns, first, end, low, high, scale,
     CHUNK: tl.constexpr, X_COLUMN: tl.constexpr, MASK_COLUMN: tl.constexpr,
     BOUNDS: tl.constexpr, VISIBLE: tl.constexpr, SIGN: tl.constexpr,
 ):  # fmt: skip
@@ -150,22 +226,18 @@ def _forward_long(
         total = total * tl.where(row_max == float("-inf"), 0.0, tl.exp2((row_max - new) * scale))
         total += tl.sum(tl.sum(weights, 1), 0)
         row_max = new
-    factor = tl.where(total == 0, 0.0, 1.0 / total)
-    finite = tl.where(row_max == float("-inf"), 0.0, row_max)
-    for n in range(n_chunks):
-        column = start + (n_chunks - 1 - n) * CHUNK + tl.arange(0, CHUNK)[None, :]
-        exists, inside = readable(column, columns, True, low, high, 1, BOUNDS, True)
-        scores, visible = _scores(
-            x, bits, mask, column, inside, first, end, X_COLUMN, MASK_COLUMN, BOUNDS, VISIBLE, SIGN, "evict_first"
-        )
-        weights = _weights(scores, finite, visible, scale, SIGN) * factor
-        tl.store(y + column, weights.to(y.dtype.element_ty), mask=exists)
     if _is_nan_row(row_max, total, first, end, BOUNDS):
+        _fill_nan(y, bounds, bits, mask, columns, start, start + n_chunks * CHUNK, MASK_COLUMN, BOUNDS, VISIBLE)
+    else:
+        factor = tl.where(total == 0, 0.0, 1.0 / total)
+        finite = tl.where(row_max == float("-inf"), 0.0, row_max)
         for n in range(n_chunks):
-            column = start + n * CHUNK + tl.arange(0, CHUNK)[None, :]
+            column = start + (n_chunks - 1 - n) * CHUNK + tl.arange(0, CHUNK)[None, :]
             exists, inside = readable(column, columns, True, low, high, 1, BOUNDS, True)
-            visible = _visible(bits, mask, column, inside, first, end, MASK_COLUMN, BOUNDS, VISIBLE)
-            weights = tl.where(visible, float("nan"), 0.0)
+            scores, visible = _scores(
+                x, bits, mask, column, inside, first, end, X_COLUMN, MASK_COLUMN, BOUNDS, VISIBLE, SIGN, "evict_first"
+            )
+            weights = _weights(scores, finite, visible, scale, SIGN) * factor
             tl.store(y + column, weights.to(y.dtype.element_ty), mask=exists)
 
 
@@ -181,7 +253,7 @@ def forward_kernel(
     scale,
     GRAIN: tl.constexpr, MASK_GRAIN: tl.constexpr, X_COLUMN: tl.constexpr, MASK_COLUMN: tl.constexpr,
     INNER: tl.constexpr, OUTER: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, HALVINGS: tl.constexpr, LONG: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, HALVINGS: tl.constexpr, CHUNKS: tl.constexpr, LONG: tl.constexpr,
     VISIBLE: tl.constexpr, SIGN: tl.constexpr,
 ):  # fmt: skip
     """Write y = softmax(x * scale) over the visible columns.
@@ -211,13 +283,17 @@ def forward_kernel(
     if mask is not None:
         mask += (row * mask_row + inner * mask_inner + one * mask_one + two * mask_two) * MASK_GRAIN
     if LONG:
-        for n in tl.static_range(0, HALVINGS + 1):
-            if ((n == 0) | (width <= widest_row_for(BLOCK >> n))) & (
-                (n == HALVINGS) | (width > widest_row_for(BLOCK >> (n + 1)))
-            ):
-                _forward_long(
-                    y, x, bits, mask, columns, first, end, low, high, scale,
-                    BLOCK >> n, X_COLUMN, MASK_COLUMN, BOUNDS, VISIBLE, SIGN,
+        _forward_long(
+            y, x, bounds, bits, mask, columns, first, end, low, high, scale,
+            BLOCK, X_COLUMN, MASK_COLUMN, BOUNDS, VISIBLE, SIGN,
+        )  # fmt: skip
+    elif CHUNKS > 0:
+        high = tl.minimum(high, columns)
+        for n in tl.static_range(1, CHUNKS + 1):
+            if is_class(tl.cdiv(width, BLOCK), n):
+                _forward_chunks(
+                    y, x, bounds, bits, mask, columns, first, end, low, high, scale,
+                    BLOCK, n, X_COLUMN, MASK_COLUMN, VISIBLE, SIGN,
                 )  # fmt: skip
     else:
         for n in tl.static_range(0, HALVINGS + 1):

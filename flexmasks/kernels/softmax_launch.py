@@ -23,6 +23,7 @@ from flexmasks.kernels.softmax_forward import forward_kernel
 _LOG2_E = math.log2(math.e)
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # kernels treat smaller factors as 0
 _MAX_REGISTER_COLUMNS = {"forward": 32768, "backward": 16384}  # columns of a row without limits that registers hold
+_MAX_COLUMNS_OF_8_WARPS = {"forward": 16384, "backward": 8192}
 _MAX_COLUMN_STRIDE = 4  # up to this stride between a row's elements, reading them is faster than copying first
 _MAX_OUTER_DIMS = 3  # dimensions around the rows that kernels support
 _MAX_LAUNCHES = 4096  # launches kept; when there are more, all are dropped
@@ -56,9 +57,7 @@ def forward(
     numbers = grid.numbers(x.shape[-1], (grain, grain, 1, 1, mask_grain))
     mask_stride = 0 if mask is None else _column_stride(mask)
     constants = (grain, mask_grain, _column_stride(x), mask_stride, *grid.constants, visible, sign)
-    compiled = forward_kernel[(grid.programs,)](
-        y, x, bounds, bits, mask, *numbers, factor, *constants, num_warps=grid.config.warps
-    )
+    compiled = forward_kernel[(grid.programs,)](y, x, bounds, bits, mask, *numbers, factor, *constants, **grid.options)
     _keep(key, compiled, grid.programs, numbers, constants)
     return y
 
@@ -81,10 +80,9 @@ def backward(dy: Tensor, y: Tensor, bounds: Tensor | None, scale: float) -> Tens
         return backward(dy.contiguous(), y.contiguous(), _expanded(bounds, y.shape[:-1]), scale)
     grain = _grain(grid.strides[:3], y.shape[-1])
     numbers = grid.numbers(y.shape[-1], (grain, grain, grain, 1))
-    constants = (grain, _column_stride(dy), _column_stride(y), *grid.constants)
-    compiled = backward_kernel[(grid.programs,)](
-        dx, dy, y, bounds, *numbers, scale, *constants, num_warps=grid.config.warps
-    )
+    compiles = isinstance(backward_kernel, triton.JITFunction)  # Triton's interpreter knows no assembly
+    constants = (grain, _column_stride(dy), _column_stride(y), *grid.constants, compiles)
+    compiled = backward_kernel[(grid.programs,)](dx, dy, y, bounds, *numbers, scale, *constants, **grid.options)
     _keep(key, compiled, grid.programs, numbers, constants)
     return dx
 
@@ -105,38 +103,58 @@ def _keep(key: Hashable, compiled: Any, programs: int, numbers: Any, constants: 
 class Config:
     """Settings of a kernel for rows of some length.
 
-    rows: rows of a program.
+    A program takes one of three ways: registers hold whole rows; or, with `chunks`, the visible part of a row with
+    limits; or with `is_long` a row is read twice.
+
     warps: warps of a program.
-    halvings: how often the width held in registers, or the chunk, may be halved for rows that see few columns; 0 if
-        rows have no limits.
-    chunk: columns that are read together if a row is read twice; 0 if registers hold the row.
+    block: columns that are read together: those of a row, rounded up to a power of two, or of a chunk.
+    rows: rows of a program, if registers hold whole rows.
+    halvings: how often the width held in registers may be halved for rows that see few columns; 0 if rows have no
+        limits.
+    chunks: most chunks that registers hold.
+    registers: most registers of a thread, or None for as many as the compiler takes.
     """
 
-    rows: int
     warps: int
-    halvings: int
-    chunk: int = 0
+    block: int
+    rows: int = 1
+    halvings: int = 0
+    chunks: int = 0
+    registers: int | None = None
+    is_long: bool = False
+
+
+# Warps, columns of a chunk, chunks and registers, by a kernel, the bytes of an element and the kilobytes of a row. With
+# fewer registers for a thread more programs run at once; with too few the compiler reads one chunk after the other.
+_IN_CHUNKS: dict[tuple[str, int], dict[int, tuple[int, int, int, int | None]]] = {
+    ("forward", 2): {4: (2, 1024, 2, 48), 8: (4, 1024, 4, 56), 16: (4, 1024, 8, 96), 32: (4, 2048, 8, 168)},
+    ("forward", 4): {4: (4, 512, 2, None), 8: (4, 512, 4, None), 16: (4, 1024, 4, 80)},
+    ("backward", 2): {4: (2, 1024, 2, 64), 8: (4, 1024, 4, 64), 16: (8, 2048, 4, 64), 32: (16, 4096, 4, 64)},
+    ("backward", 4): {4: (2, 512, 2, None), 8: (4, 512, 4, None), 16: (4, 1024, 4, None)},
+}
 
 
 def config(kind: str, columns: int, itemsize: int, bounded: bool) -> Config:
-    """Return the fastest configuration in a sweep on one H200.
+    """Return the fastest configuration in sweeps on one H200.
 
     kind: "forward" or "backward".
     columns, itemsize: length of the rows, and bytes of an element.
     bounded: whether the rows have limits.
     """
     block = triton.next_power_of_2(max(columns, 16))
-    if columns <= 2048:
-        return Config(max(1, min(64, 1024 // block)), 1, 1 if bounded and block >= 512 else 0)
-    if not bounded and columns <= _MAX_REGISTER_COLUMNS[kind]:
-        return Config(1, 4 if columns <= 4096 else 8 if columns <= 8192 else 16, 0)
     kilobytes = columns * itemsize / 1024
-    if kilobytes <= 8:
-        return Config(1, 2, 1, 1024) if kind == "forward" else Config(1, 4, 1, 2048)
+    if bounded and kilobytes > 2:
+        for up_to, (warps, chunk, chunks, registers) in _IN_CHUNKS[kind, itemsize].items():
+            if kilobytes <= up_to:
+                return Config(warps, chunk, chunks=chunks, registers=registers)
+    if columns <= 2048:
+        return Config(1, block, max(1, min(64, 1024 // block)), 1 if bounded and block >= 512 else 0)
+    if not bounded and columns <= _MAX_REGISTER_COLUMNS[kind]:
+        return Config(4 if columns <= 4096 else 8 if columns <= _MAX_COLUMNS_OF_8_WARPS[kind] else 16, block)
     for up_to, warps, chunk in ((16, 4, 2048), (32, 8, 4096), (64, 16, 4096)):
         if kilobytes <= up_to:
-            return Config(1, warps, 0, chunk)
-    return Config(1, 16, 0, 8192)
+            return Config(warps, chunk, is_long=True)
+    return Config(16, 8192, is_long=True)
 
 
 # --- leading dimensions over programs ---
@@ -157,6 +175,12 @@ class _Grid:
     strides: list[list[int]]  # for each tensor, along each of the four dimensions
     config: Config
     constants: tuple[Any, ...]
+
+    @property
+    def options(self) -> dict[str, int | None]:
+        """Options of the compiler."""
+        limit = {} if self.config.registers is None else {"maxnreg": self.config.registers}
+        return {"num_warps": self.config.warps, **limit}
 
     @property
     def blocks(self) -> int:
@@ -196,12 +220,19 @@ def _grid(
     order = (rows, inner, one, two)
     columns = output.shape[-1]
     chosen = config(kind, columns, output.element_size(), bounded)
-    block = chosen.chunk or triton.next_power_of_2(max(columns, 16))
     return _Grid(
         sizes=[dim.size for dim in order],
         strides=[[dim.strides[i] for dim in order] for i in range(len(tensors))],
         config=chosen,
-        constants=(inner is not absent, len(dims), chosen.rows, block, chosen.halvings, chosen.chunk > 0),
+        constants=(
+            inner is not absent,
+            len(dims),
+            chosen.rows,
+            chosen.block,
+            chosen.halvings,
+            chosen.chunks,
+            chosen.is_long,
+        ),
     )
 
 

@@ -1,6 +1,6 @@
 """Building blocks of the Triton kernels of the masked softmax.
 
-They compute where a program works, and what it reads and clears.
+They compute where a program works, and they load, store and clear what it works on.
 
 A tile is [rows, columns] of scores. Loads are masked by limits rounded to 16 elements and never by the mask itself,
 which would split them into single elements. Column counts and strides are passed divided by GRAIN, a power of two.
@@ -63,6 +63,55 @@ def row_limits(at, is_row, ROWS: tl.constexpr):
 
 
 @triton.jit
+def is_class(count, n: tl.constexpr):
+    """Return whether code for n chunks computes a row of `count` chunks.
+
+    A row that sees nothing counts as one chunk.
+    """
+    return (count == n) | ((n == 1) & (count < 1))
+
+
+@triton.jit
+def load_chunk(at, column, high, n: tl.constexpr, COUNT: tl.constexpr, CHUNK: tl.constexpr, STRIDE: tl.constexpr):
+    """Load chunk n of COUNT, the first of which is at `at`.
+
+    Only the last one may end behind `high`. It is read once. The distance is added to the addresses, since sums with `column` would take registers.
+    """
+    if n == COUNT - 1:
+        inside = column + n * CHUNK < high
+        return tl.load(at + n * CHUNK * STRIDE, mask=inside, other=0, eviction_policy="evict_first")
+    else:
+        return tl.load(at + n * CHUNK * STRIDE, eviction_policy="evict_first")
+
+
+@triton.jit
+def store_chunk(at, column, columns, values, n: tl.constexpr, COUNT: tl.constexpr, CHUNK: tl.constexpr):
+    """Store chunk n of COUNT, the first of which goes to `at`.
+
+    Only the last one may end behind the row.
+    """
+    values = values.to(at.dtype.element_ty)
+    if n == COUNT - 1:
+        tl.store(at + n * CHUNK, values, mask=column + n * CHUNK < columns)
+    else:
+        tl.store(at + n * CHUNK, values)
+
+
+@triton.jit
+def as_loaded(x, HIDES: tl.constexpr):
+    """Return x, and with HIDES let the compiler not know that it is x.
+
+    Otherwise registers keep what was computed of x for its second use, such as x in float32, rather than x itself.
+    """
+    if not HIDES:
+        return x
+    elif x.dtype.primitive_bitwidth == 16:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+    else:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1)
+
+
+@triton.jit
 def chunks_to_read(columns, low, high, CHUNK: tl.constexpr, BOUNDS: tl.constexpr):
     """Return the columns of a long row to read, and their chunks."""
     if BOUNDS:
@@ -72,15 +121,6 @@ def chunks_to_read(columns, low, high, CHUNK: tl.constexpr, BOUNDS: tl.constexpr
         start = columns * 0
         stop = columns
     return start, stop, tl.cdiv(stop - start, CHUNK)
-
-
-@triton.jit
-def widest_row_for(chunk: tl.constexpr):
-    """Return the width of rows up to which chunks of a size are best.
-
-    Rows a little wider than a chunk are not worth chunks of twice the size.
-    """
-    return chunk * 5 // 4
 
 
 @triton.jit
