@@ -368,7 +368,7 @@ def assembly(kernel: Any, pointers: dict[str, str], constants: dict[str, Any], w
 @pytest.mark.skipif(INTERPRETED, reason="compiles")
 @pytest.mark.parametrize(("columns", "dtype"), [(1000, "fp32"), (4096, "bf16"), (1000, "fp16"), (40000, "fp32")])
 def test_loads_and_stores_are_wide(columns: int, dtype: str) -> None:
-    """Loads and stores take 16 bytes, also for lengths that are no multiple of 16; only the bounds take 4."""
+    """Loads and stores take 16 bytes, also for lengths that are no multiple of 16, but for bounds."""
     grain = math.gcd(16, columns)
     shared = {"GRAIN": grain, "INNER": False, "OUTER": 1}
     configs = {n: launch.config(n, columns, {"fp32": 4}.get(dtype, 2), True) for n in ("forward", "backward")}
@@ -392,6 +392,7 @@ def test_loads_and_stores_are_wide(columns: int, dtype: str) -> None:
         for operation in ("ld", "st"):
             found = re.findall(operation + r"\.global[\w:.]*?(?:\.v(\d))?\.b(\d+)", text)
             widths = [int(count or 1) * int(bits) for count, bits in found]
-            assert set(widths) <= {32, 128}
-            assert widths.count(32) <= 4 * copies * (operation == "ld")  # the two bounds, read again for rows of NaN
+            assert max(widths) == 128
+            # The two bounds are short, apart or together. Rows of NaN read them again, and may write less than 16 bytes.
+            assert sum(width < 128 for width in widths) <= {"ld": 4, "st": 1}[operation] * copies
             assert widths.count(128) >= 2

@@ -75,7 +75,8 @@ def is_class(count, n: tl.constexpr):
 def load_chunk(at, column, high, n: tl.constexpr, COUNT: tl.constexpr, CHUNK: tl.constexpr, STRIDE: tl.constexpr):
     """Load chunk n of COUNT, the first of which is at `at`.
 
-    Only the last one may end behind `high`. It is read once. The distance is added to the addresses, since sums with `column` would take registers.
+    Only the last one may end behind `high`. It is read once. The distance is added to the addresses, since sums with
+    `column` would take registers.
     """
     if n == COUNT - 1:
         inside = column + n * CHUNK < high
