@@ -393,6 +393,6 @@ def test_loads_and_stores_are_wide(columns: int, dtype: str) -> None:
             found = re.findall(operation + r"\.global[\w:.]*?(?:\.v(\d))?\.b(\d+)", text)
             widths = [int(count or 1) * int(bits) for count, bits in found]
             assert max(widths) == 128
-            # The two bounds are short, apart or together. Rows of NaN read them again, and may write less than 16 bytes.
+            # The two bounds are short, apart or together. Rows of NaN read them again, and may write less.
             assert sum(width < 128 for width in widths) <= {"ld": 4, "st": 1}[operation] * copies
             assert widths.count(128) >= 2
