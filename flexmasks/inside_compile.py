@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
@@ -48,6 +49,11 @@ _DIRECT: dict[str, Callable[[Call], Callable[..., tuple[Tensor, Tensor | None]]]
 }
 _COMPILED = ("flash", "triton", "cpu")  # backends that compile the functions of mask and score
 _REASONS: list[str] = []  # reasons of refused backends, for errors
+# Masks that read a tensor for each token and are expected to have few partial blocks from a number of keys on. Marks of
+# padding follow each other. Documents of more than 1,400 tokens are faster on "flash", shorter ones on "triton" (H200);
+# if nothing is known of their lengths but that they are between 128 and the row's, most are longer in such rows. So are
+# those that matter, since attention takes more of a step.
+_CUT_LITTLE_FROM = {"key_padding": 0, "document": 16384}
 _UNKNOWN = ("unknown", "")  # stands for a score that is not given, or whose function torch must trace
 
 
@@ -218,7 +224,7 @@ def _call_of(
         blocks=_no_blocks,
         data=_no_blocks,
         computed_fraction=lambda: 0.5 if window is None or tensors else window.pairs(size.q_len) / pairs,
-        is_mostly_partial=lambda: bool(tensors) or _reads_made_tensors(mask, size),
+        is_mostly_partial=lambda: _may_be_mostly_partial(mask, size) or _reads_made_tensors(mask, size),
         proven_options=dict,
         mask_mod=lambda: _as_kernels_see(mask, size, q_offset),
         mask_is_own=mask.is_own(),
@@ -253,6 +259,22 @@ def _as_kernels_see(value: Mask | Score, size: Size, q_offset: int | Tensor) -> 
         offset = _zeros_like(q_offset) if isinstance(q_offset, Tensor) else compat.size_hint(q_offset)
         mod = alone.bind(alone.resolve(known), known.heads, for_kernels=True)
         return shifted_mask(mod, offset) if value.kind == "mask" else shifted_score(mod, offset)
+
+
+def _may_be_mostly_partial(mask: Mask, size: Size) -> bool:
+    """Return whether kernels may read tensors in many partial blocks.
+
+    The answer follows from names and shapes.
+    """
+    if not mask.is_own():
+        return bool(mask.tensors())
+    few, length = compat.size_hint(size.batch * size.heads), compat.size_hint(size.kv_len)
+    for inner in mask.inside():
+        tensors = [x for x in inner.params.values() if isinstance(x, Tensor)]
+        cuts_little = length >= _CUT_LITTLE_FROM.get(inner.name, math.inf)
+        if not cuts_little and any(math.prod(map(compat.size_hint, x.shape)) > few for x in tensors):
+            return True
+    return False
 
 
 def _reads_made_tensors(mask: Mask, size: Size) -> bool:

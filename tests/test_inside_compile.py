@@ -19,12 +19,14 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._subclasses import FakeTensorMode
 from torch.nn.attention.flex_attention import and_masks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import flexmasks
-from flexmasks import Mask
+from flexmasks import Mask, inside_compile
 from flexmasks.backends import fa4, table
+from flexmasks.spec.as_data import data_of, value_data
 
 BATCH, HEADS, LENGTH, SIZE, V_SIZE = 2, 2, 70, 8, 12
 DOCUMENTS = torch.arange(LENGTH).expand(BATCH, -1) // torch.tensor([[20], [33]])
@@ -557,3 +559,36 @@ def test_windows_reach_flash_attention_4(call: dict[str, Any], monkeypatch: pyte
             want=functools.partial(flexmasks.attention, backend="reference", **call),
         )
     assert launched
+
+
+@pytest.mark.parametrize(
+    ("mask", "length", "backend"),
+    [
+        (lambda n: flexmasks.get_mask("grouped_tril", seq_lens=torch.ones(4, dtype=torch.int64)), 8192, "flash"),
+        (lambda n: _causal_and("key_padding", attention_mask=torch.ones(4, n, dtype=torch.bool)), 8192, "flash"),
+        (lambda n: _causal_and("document", document_ids=torch.zeros(4, n, dtype=torch.int64)), 8192, "triton"),
+        (lambda n: _causal_and("document", document_ids=torch.zeros(4, n, dtype=torch.int64)), 32768, "flash"),
+        (lambda n: flexmasks.get_mask("key_eviction", evicted=torch.zeros(n, dtype=torch.int64)), 32768, "triton"),
+        (lambda n: _reading(torch.zeros(n, dtype=torch.int64)), 32768, "triton"),
+    ],
+    ids=["lengths", "padding", "documents", "long documents", "table", "function"],
+)
+def test_the_backend_for_gradients_follows_from_names_and_shapes(
+    mask: Callable[[int], Any], length: int, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fa4, "refuses_package", lambda call: None)
+    asked = mask(length)
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda:0"):
+        q, k, v = (torch.empty(4, 16, length, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+        facts = (False, True, False, False, False)
+        data = data_of(asked, q.device)
+        call = inside_compile._call_of(data, ("unknown", ""), 0, q, k, v, value_data(None, q.device), facts)
+        assert next(b.name for b in table._fastest_first(call) if b.name in ("flash", "triton")) == backend
+
+
+def _causal_and(name: str, **params: Tensor) -> flexmasks.Mask:
+    return flexmasks.get_mask("causal") & flexmasks.get_mask(name, **params)
+
+
+def _reading(ids: Tensor) -> flexmasks.Mask:
+    return flexmasks.get_mask(lambda b, h, q, kv: ids[q] == ids[kv])

@@ -8,7 +8,7 @@ torch traces. The result of `resolve` holds none of the user's tensors, so that 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -90,6 +90,12 @@ class Modifier(Readable):
     def _inner(self) -> list[Modifier]:
         """Return the masks or scores among the parameters."""
         return [m for value in self.params.values() for m in _modifiers_in(value)]
+
+    def inside(self) -> Iterator[Modifier]:
+        """Yield the value, and all masks or scores inside it."""
+        yield self
+        for inner in self._inner():
+            yield from inner.inside()
 
     def is_own(self) -> bool:
         """Return whether this library wrote all its functions, those of inner values included."""

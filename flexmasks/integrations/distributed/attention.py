@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import zlib
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType
 from typing import Any, Literal, NamedTuple, NoReturn, cast, overload
@@ -274,8 +274,9 @@ def _number(value: Any) -> int:
     """
     number = zlib.crc32(repr(value).encode())
     if isinstance(value, Modifier):
-        for inner in _inside(value):
-            lists = [x for x in inner.params.values() if isinstance(x, tuple) and not _modifiers([x])]
+        for inner in value.inside():
+            tuples = [x for x in inner.params.values() if isinstance(x, tuple)]
+            lists = [x for x in tuples if not any(isinstance(y, Modifier) for y in x)]
             number = zlib.crc32(repr(lists).encode(), number)
             function = inner.definition.function
             if isinstance(function, FunctionType) and not inner.definition.own:
@@ -523,15 +524,4 @@ def _prepares(value: Modifier) -> bool:
 
 def _holds(value: Modifier, condition: Callable[[Modifier], bool]) -> bool:
     """Return whether a condition holds for a mask or score, or for one inside it."""
-    return any(map(condition, _inside(value)))
-
-
-def _inside(value: Modifier) -> Iterator[Modifier]:
-    """Yield a mask or score, and those inside it."""
-    yield value
-    for inner in _modifiers(value.params.values()):
-        yield from _inside(inner)
-
-
-def _modifiers(values: Iterable[Any]) -> list[Modifier]:
-    return [m for x in values for m in (x if isinstance(x, tuple) else (x,)) if isinstance(m, Modifier)]
+    return any(map(condition, value.inside()))
