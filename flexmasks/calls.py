@@ -83,11 +83,7 @@ _LAYOUTS: Cache[Any] = Cache("layouts", max_bytes=1 << 26)  # of mixed batches, 
 def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tensor | None]:
     """Return output and lse (or None) of a call of `attention`."""
     if request.sink_logits is not None:
-        return _around_sinks(q, request, lambda without: _run(q, k, v, without))
-    return _run(q, k, v, request)
-
-
-def _run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tensor | None]:
+        check_sinks(q, request.sink_logits)
     if torch.jit.is_tracing():  # type: ignore[attr-defined] # public, and not listed
         fail(
             "torch.jit.trace cannot hold it, because values choose what is computed; use torch.export.export or "
@@ -97,10 +93,12 @@ def _run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Ten
     found = tiles_for(q, k, v, request)
     if found is not None:
         tiles, own = found
-        out, lse = _run(tiles.put(q, 2), tiles.put(k, 2), tiles.put(v, 2), own)
+        out, lse = run(tiles.put(q, 2), tiles.put(k, 2), tiles.put(v, 2), own)
         return tiles.back(out, 2), None if lse is None else tiles.back(lse, 2)
     if not compat.is_compiling():
         return run_eagerly(q, k, v, request)
+    if request.sink_logits is not None:
+        return _around_sinks(request, lambda without: run(q, k, v, without))
     from flexmasks import inside_compile  # loads torch's compilers
 
     with under_autocast(q, k, v) as (q, k, v):
@@ -139,7 +137,8 @@ def run_paged(
     A q_offset of None means that the queries are the last ones of each sequence.
     """
     if request.sink_logits is not None:
-        return _around_sinks(q, request, lambda without: run_paged(q, k_cache, v_cache, page_table, kv_lens, without))
+        check_sinks(q, request.sink_logits)
+        return _around_sinks(request, lambda without: run_paged(q, k_cache, v_cache, page_table, kv_lens, without))
     known, replay = _known_pages(q, k_cache, v_cache, page_table, kv_lens, request)
     result = None if known is None or replay is None else _replayed(*known, replay, q, k_cache, v_cache)
     if result is not None:
@@ -431,19 +430,23 @@ def run_eagerly(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tens
     """
     if compat.transforms_active():
         request = _with_plain_tensors(request)
+    sinks = None
+    if request.sink_logits is not None:  # backends that know no sinks give the lse, into which they are folded
+        sinks = _Sinks(request.sink_logits, request.return_lse)
+        request = request._replace(return_lse=True)
     known = _key_and_tensors(q, k, v, request)
     if known is None or (known[1] and is_captured(q.device)):  # a captured call plans again at each replay
         result, _ = _run_first_time(q, k, v, request)
-        return result.out, result.lse
+        return _with_sinks(result, sinks)
     key, tensors = known
     replay = _known_replay(key, tensors, q.device)
-    again = None if replay is None else _replayed(key, tensors, replay, q, k, v)
+    again = None if replay is None else _replayed(key, tensors, replay, q, k, v, sinks)
     if again is not None:
         return again
     result, planned = _run_first_time(q, k, v, request)
     if result.replay is not None and planned is not None and not is_captured(q.device):
         _keep(key, tensors, result.replay, planned)
-    return result.out, result.lse
+    return _with_sinks(result, sinks)
 
 
 def _with_plain_tensors(request: Request) -> Request:
@@ -461,14 +464,16 @@ def _with_plain_tensors(request: Request) -> Request:
 
 
 def _replayed(
-    key: Hashable, tensors: list[Tensor], replay: Replay, q: Tensor, k: Tensor, v: Tensor
+    key: Hashable, tensors: list[Tensor], replay: Replay, q: Tensor, k: Tensor, v: Tensor, sinks: _Sinks | None = None
 ) -> tuple[Tensor, Tensor | None] | None:
     """Return output and lse of a replay, or None if it failed.
 
     A call whose replay failed is planned again. Errors of missing memory are raised.
     """
     try:
-        return replay(q, k, v)
+        if sinks is not None and isinstance(replay, fa4.DirectCall):
+            return _with_sinks(Result(*replay(q, k, v, sinks.logits), has_sinks=True), sinks)
+        return _with_sinks(Result(*replay(q, k, v)), sinks)
     except Exception as error:  # kernels raise errors of any type
         if isinstance(error, Refused) or compat.out_of_memory(error) is not None:
             raise
@@ -702,6 +707,7 @@ def _planned(q: Tensor, k: Tensor, v: Tensor, request: Request) -> _Planned:
         learns=learns,
         has_number_tensors=any(p.has_number_tensors for p in plans),
         holds_aliases=all(p.holds_aliases for p in plans),
+        sinks=request.sink_logits,
     )
     return _Planned(call, mask_plan, score_plan, aliases)
 
@@ -714,11 +720,26 @@ def _learns(tensors: Iterable[Tensor]) -> bool:
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
+class _Sinks(NamedTuple):
+    """The sinks of a call, and whether it wants the lse."""
+
+    logits: Tensor
+    with_lse: bool
+
+
+def _with_sinks(result: Result, sinks: _Sinks | None) -> tuple[Tensor, Tensor | None]:
+    """Return output and lse (or None) of a call, into which its sinks are folded."""
+    if sinks is None:
+        return result.out, result.lse
+    if result.has_sinks:
+        return result.out, result.lse if sinks.with_lse else None
+    return with_sinks(result.out, cast(Tensor, result.lse), *sinks)
+
+
 def _around_sinks(
-    q: Tensor, request: Request, call: Callable[[Request], tuple[Tensor, Tensor | None]]
+    request: Request, call: Callable[[Request], tuple[Tensor, Tensor | None]]
 ) -> tuple[Tensor, Tensor | None]:
     """Run a call without its sinks, and fold them into its results."""
-    check_sinks(q, request.sink_logits)
     out, lse = call(request._replace(sink_logits=None, return_lse=True))
     return with_sinks(out, cast(Tensor, lse), cast(Tensor, request.sink_logits), request.return_lse)
 

@@ -58,11 +58,15 @@ class Replay(Protocol):
 
 
 class Result(NamedTuple):
-    """Output and lse of a call, and its replay if there is one."""
+    """Output and lse of a call, and its replay if there is one.
+
+    has_sinks: the kernel has folded the call's sinks into both.
+    """
 
     out: Tensor
     lse: Tensor | None
     replay: Replay | None = None
+    has_sinks: bool = False
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,8 @@ class Call:
     learns: bool  # a captured tensor of the mask or score needs a gradient
     has_number_tensors: bool  # a captured tensor is 0-dimensional
     holds_aliases: bool  # the functions hold aliases instead of the user's tensors, so that a replay may be cached
+    # Logits of attention sinks. A backend that knows none ignores them, and gives the lse, into which they are folded.
+    sinks: Tensor | None = None
     is_traced: bool = False  # torch.compile traces the call: tensors have no values, and lengths may be symbolic
 
     @property
@@ -162,27 +168,30 @@ def raise_out_of_memory(error: Exception) -> None:
         raise missing from None
 
 
-def proven(call: Call, replay: Any) -> Result:
+def proven(call: Call, replay: Any, *more: Tensor) -> Result:
     """Run a call, and differentiate the first call of its kind.
+
+    more: arguments of the replay behind q, k and v.
 
     A failure of the gradient is then raised while another backend can still run the call. If memory runs out meanwhile,
     the next call of the kind is differentiated.
     """
     kind = "proven", replay.key, call.kind
     needs_proof = call.needs_grad and any(x.requires_grad for x in (call.q, call.k, call.v))
-    if needs_proof and OUTCOMES.get(kind) is None and not compat.transforms_active() and _has_gradients(call, replay):
+    unproven = needs_proof and OUTCOMES.get(kind) is None and not compat.transforms_active()
+    if unproven and _has_gradients(call, replay, *more):
         OUTCOMES.put(kind, (), "", 1)
-    out, lse = replay(call.q, call.k, call.v)
+    out, lse = replay(call.q, call.k, call.v, *more)
     return Result(out, lse, replay)
 
 
-def _has_gradients(call: Call, replay: Any) -> bool:
+def _has_gradients(call: Call, replay: Any, *more: Tensor) -> bool:
     """Differentiate a call; return False if memory runs out, and raise Unavailable for another error.
 
     All tensors of it are free when the call itself runs.
     """
     leaves = [x.detach().requires_grad_(x.requires_grad) for x in (call.q, call.k, call.v)]
-    outputs = [x for x in replay(*leaves) if x is not None]
+    outputs = [x for x in replay(*leaves, *(x.detach() for x in more)) if x is not None]
     try:
         inputs = [x for x in leaves if x.requires_grad]
         torch.autograd.grad(outputs, inputs, [torch.zeros_like(x) for x in outputs])

@@ -44,8 +44,8 @@ _ARGUMENTS = (
 # The arguments that the library gives to functions of flash-attn-4.
 _FOR_BOTH = (*_ARGUMENTS, "score_mod")
 _NEEDED = {
-    "_flash_attn_fwd": (*_FOR_BOTH, "seqused_k", "page_table", "return_lse"),
-    "_flash_attn_bwd": (*_FOR_BOTH, "score_mod_bwd", "dlse", "deterministic"),
+    "_flash_attn_fwd": (*_FOR_BOTH, "seqused_k", "page_table", "return_lse", "learnable_sink"),
+    "_flash_attn_bwd": (*_FOR_BOTH, "score_mod_bwd", "dlse", "deterministic", "learnable_sink"),
 }
 _ONCE_ONLY = "flexmasks.attention: backend 'fa4' cannot be differentiated twice; pass backend='reference', which can."
 
@@ -172,7 +172,9 @@ def run(call: Call) -> Result:
     """Run the call; raise Unavailable if flash-attn-4 cannot compile it."""
     replay = DirectCall.of(call)
     try:
-        return proven(call, replay)
+        if call.sinks is None:
+            return proven(call, replay)
+        return proven(call, replay, call.sinks)._replace(has_sinks=True)
     except Unavailable:
         raise
     except Exception as error:  # flash-attn-4 compiles at the first call, and raises errors of any type
@@ -216,38 +218,48 @@ class DirectCall:
         window = cast(Window, call.window())
         return cls(window, sequences, call.scale, call.cap, call.with_lse, by_head, call.is_traced)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the output [B, H, Q, Dv], and lse [B, H, Q] or None."""
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Return the output [B, H, Q, Dv], and lse [B, H, Q] or None.
+
+        sinks: logits of attention sinks, [H].
+        """
         k, v = self.window.cut(k), self.window.cut(v)
+        sinks = None if sinks is None else sinks.float()
         if self.sequences is not None:
-            out, lse = self._in_sequences(q, k, v, self.sequences)
+            out, lse = self._in_sequences(q, k, v, sinks, self.sequences)
         else:
-            out, lse = self._attend(None, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+            out, lse = self._attend(None, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), sinks)
             out = out.transpose(1, 2)
         return out, lse if self.with_lse else None
 
-    def _in_sequences(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
+    def _in_sequences(
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, sequences: Sequences
+    ) -> tuple[Tensor, Tensor]:
         if sequences.q is not sequences.kv:
             # Keys in padding that meet no query may get no gradient at all.
             k, v = (hide_padding(x, 2, sequences.counts[1], 0.0) for x in (k, v))
-        out, lse = self._over_all_tokens(q, k, v, sequences)
+        out, lse = self._over_all_tokens(q, k, v, sinks, sequences)
         count = sequences.counts[0]
-        return hide_padding(out, 2, count, 0.0), hide_padding(lse, 2, count, -torch.inf)
+        lse_of_nothing = -torch.inf if sinks is None else sinks[:, None]
+        return hide_padding(out, 2, count, 0.0), hide_padding(lse, 2, count, lse_of_nothing)
 
-    def _over_all_tokens(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
+    def _over_all_tokens(
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, sequences: Sequences
+    ) -> tuple[Tensor, Tensor]:
         """Return output and lse of sequences that may include padding."""
         batch, heads, q_len, _ = q.shape
         v_size = v.shape[3]
-        if self.by_head is not None and q.is_contiguous() and k.is_contiguous() and v.is_contiguous():
+        has_heads_apart = self.by_head is not None and sinks is None  # where all heads count as one
+        if has_heads_apart and q.is_contiguous() and k.is_contiguous() and v.is_contiguous():
             out, lse = self._attend(self.by_head, *(x.view(-1, 1, x.shape[3]) for x in (q, k, v)))
             return out.view(batch, heads, q_len, v_size), lse.view(q.shape[:3])
-        flat = [
-            x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)
-        ]  # [tokens, H, D], copied if a view cannot have this shape
-        out, lse = self._attend(sequences, *flat)
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # [tokens, H, D], copied if no view can be so
+        out, lse = self._attend(sequences, q, k, v, sinks)
         return out.view(batch, q_len, heads, v_size).transpose(1, 2), lse.view(heads, batch, q_len).transpose(0, 1)
 
-    def _attend(self, sequences: Sequences | None, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def _attend(
+        self, sequences: Sequences | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return output and lse of q, k and v [B, S, H, D or Dv].
 
         With sequences, q, k and v are [tokens, H, D or Dv].
@@ -257,7 +269,7 @@ class DirectCall:
             in_order = [arguments.get(name) for name in _ARGUMENTS]
             out, lse = traced_forward(q, k, v, *in_order, self.cap, self.with_lse)
         else:
-            out, lse = _Attend.apply(q, k, v, arguments, self.cap)
+            out, lse = _Attend.apply(q, k, v, sinks, arguments, self.cap)
         return out, lse
 
     def _arguments(self, q_len: int, kv_len: int, sequences: Sequences | None) -> dict[str, Any]:
@@ -351,7 +363,7 @@ def _window_arguments(left: int | None, right: int | None) -> dict[str, Any]:
     return {name: limit for name, limit in limits.items() if limit is not None}
 
 
-def hide_padding(x: Tensor, dim: int, count: Tensor, value: float) -> Tensor:
+def hide_padding(x: Tensor, dim: int, count: Tensor, value: float | Tensor) -> Tensor:
     """Return `x` with a value behind the first `count` places of a dimension.
 
     The elements there get gradient 0. count: int64[1].
@@ -369,29 +381,38 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any], cap: float | None
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        arguments: dict[str, Any],
+        cap: float | None,
     ) -> tuple[Tensor, Tensor]:
-        out, lse = _forward(q, k, v, arguments, cap)
-        ctx.save_for_backward(q, k, v, out, lse)
+        out, lse = _forward(q, k, v, arguments, cap, sinks)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
         ctx.arguments, ctx.cap = arguments, cap
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, out, lse, sinks = ctx.saved_tensors
         if d_out is None and d_lse is None:
-            return None, None, None, None, None
+            return None, None, None, None, None, None
         d_out = torch.zeros_like(out) if d_out is None else d_out
-        gradients = _backward(q, k, v, out, lse, d_out, d_lse, ctx.arguments, ctx.cap)
+        gradients = _backward(q, k, v, out, lse, d_out, d_lse, ctx.arguments, ctx.cap, sinks)
         if torch.is_grad_enabled():
             gradients = _NotDifferentiable.apply(q, k, v, *gradients)
-        return *gradients, None, None
+        return *gradients, *([None] * (4 - len(gradients))), None, None
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any], cap: float | None) -> tuple[Tensor, Tensor]:
-    score_functions = {} if cap is None else {"score_mod": _softcap(cap)[0]}
-    out, lse = interface()._flash_attn_fwd(q, k, v, return_lse=True, **arguments, **score_functions)[:2]
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any], cap: float | None, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    functions = {} if cap is None else {"score_mod": _softcap(cap)[0]}
+    given = {} if sinks is None else {"learnable_sink": sinks}
+    out, lse = interface()._flash_attn_fwd(q, k, v, return_lse=True, **arguments, **functions, **given)[:2]
     return out, lse
 
 
@@ -405,18 +426,20 @@ def _backward(
     d_lse: Tensor | None,
     arguments: dict[str, Any],
     cap: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    score_functions = {}
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """Return the gradients of q, k and v, and of sinks if there are some."""
+    functions = {}
     if cap is not None:
-        score_functions = dict(zip(("score_mod", "score_mod_bwd"), _softcap(cap), strict=True))
+        functions = dict(zip(("score_mod", "score_mod_bwd"), _softcap(cap), strict=True))
+    given = {} if sinks is None else {"learnable_sink": sinks}
     deterministic = torch.are_deterministic_algorithms_enabled()
     deterministic = deterministic and not torch.is_deterministic_algorithms_warn_only_enabled()
     tensors = (q, k, v, out, d_out, lse)
     gradients = interface()._flash_attn_bwd(
-        *tensors, **arguments, **score_functions, dlse=d_lse, deterministic=deterministic
+        *tensors, **arguments, **functions, **given, dlse=d_lse, deterministic=deterministic
     )
-    dq, dk, dv = gradients[:3]
-    return dq, dk, dv
+    return tuple(gradients[: 3 if sinks is None else 4])
 
 
 class _NotDifferentiable(torch.autograd.Function):
@@ -426,10 +449,8 @@ class _NotDifferentiable(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, dq: Tensor, dk: Tensor, dv: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return dq, dk, dv
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *gradients: Tensor) -> tuple[Tensor, ...]:
+        return gradients
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
@@ -495,7 +516,8 @@ def traced_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v."""
     arguments = _given(q_starts, kv_starts, max_q_len, max_kv_len, scale, left, right, causal)
-    return _backward(q, k, v, out, lse, d_out, d_lse, arguments, cap)
+    dq, dk, dv = _backward(q, k, v, out, lse, d_out, d_lse, arguments, cap)
+    return dq, dk, dv
 
 
 @traced_backward.register_fake
