@@ -13,6 +13,8 @@ from torch import Tensor
 
 import flexmasks
 from flexmasks.plans.plan import ScorePlan, sized
+from flexmasks.spec import cap_of, definitions
+from flexmasks.spec.arguments import from_arguments
 from flexmasks.spec.parameters import Size
 
 
@@ -173,6 +175,66 @@ def test_packed_scores_are_those_of_each_sequence() -> None:
         own = [x[:, :, start:stop] for x in (q, k, v)]
         want, _ = attend(*own, distance >= 0, lambda s, d=distance, i=i: s * per_sequence[i] - 0.1 * d)
         assert torch.allclose(out[:, :, start:stop], want, atol=1e-12)
+
+
+_RELATIVE: dict[str, dict[str, Any]] = {
+    "alibi": {"slopes": torch.tensor([0.3, 0.1, 0.7])},
+    "checkerboard": {},
+    "relative_bias": {"table": torch.randn(3, 9)},
+    "softcap": {"cap": 2.0},
+    "t5_bias": {"table": torch.randn(8, 3), "max_distance": 6},
+    "temperature": {"temperatures": torch.tensor([0.5, 2.0, 3.0])},
+}
+
+
+@pytest.mark.parametrize("starts", ["alike", "queries later", "other keys"])
+@pytest.mark.parametrize("name", _RELATIVE)
+def test_packed_scores_of_distances_are_those_of_each_sequence(name: str, starts: str) -> None:
+    """Tables of sequences are made only where distances in them are not those of the call."""
+    params = {n: x.double() if isinstance(x, Tensor) else x for n, x in _RELATIVE[name].items()}
+    score = flexmasks.get_score(name, **params)
+    lengths = (7, 0, 30, 12)
+    key_lengths = (9, 4, 30, 20) if starts == "other keys" else lengths
+    start = 3 if starts == "queries later" else 0
+    offsets, kv_offsets = (torch.tensor([0, *n]).cumsum(0) for n in (lengths, key_lengths))
+    q = torch.randn(1, 3, int(offsets[-1]) + 5, 8, dtype=torch.float64)  # 5 tokens of padding
+    k, v = torch.randn(2, 1, 3, int(kv_offsets[-1]) + 5, 8, dtype=torch.float64)
+    places = (offsets, kv_offsets if starts == "other keys" else None, start)
+    packed = flexmasks.packed(score, *places)
+    resolved = packed.resolve(Size(1, 3, q.shape[2], k.shape[2], q.device))
+    assert (resolved["q_position"] is None) == (starts == "alike")
+    out = flexmasks.attention(q, k, v, mask=flexmasks.packed("causal", *places), score=packed)
+    for i, (n, m) in enumerate(zip(lengths, key_lengths, strict=True)):
+        own = (q[:, :, int(offsets[i]) :][:, :, :n], *(x[:, :, int(kv_offsets[i]) :][:, :, :m] for x in (k, v)))
+        want = flexmasks.attention(*own, mask="causal", score=score, q_offset=start)
+        assert torch.allclose(out[:, :, int(offsets[i]) :][:, :, :n], want, atol=1e-12)
+
+
+def test_a_relative_change_of_a_user_is_packed_without_tables() -> None:
+    @flexmasks.register_score(name="nearer_is_more", example=lambda length: {}, relative=True)
+    def nearer_is_more(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        """Scores minus a tenth of the distance."""
+        return score - 0.1 * (q - kv)
+
+    try:
+        size = Size(1, 2, 20, 20, torch.device("cpu"))
+        near = flexmasks.get_score("nearer_is_more")
+        both = from_arguments(None, ["softcap", near], {"cap": 3.0})[1]
+        by_place = from_arguments(None, ["softcap", lambda s, b, h, q, kv: s + q], {"cap": 3.0})[1]
+        for score, is_relative in ((near, True), (both, True), (by_place, False)):
+            tables = flexmasks.packed(score, [0, 5, 20]).resolve(size)
+            assert (tables["kv_position"] is None) == is_relative
+    finally:
+        definitions._NAMES["score"].pop("nearer_is_more")
+
+
+def test_a_packed_softcap_is_a_softcap() -> None:
+    score = flexmasks.packed(flexmasks.get_score("softcap", cap=30.0), [0, 5, 20])
+    assert cap_of(score, Size(1, 2, 20, 20, torch.device("cpu"))) == 30.0
+    assert (
+        cap_of(flexmasks.packed(flexmasks.get_score("alibi"), [0, 5, 20]), Size(1, 2, 20, 20, torch.device("cpu")))
+        is None
+    )
 
 
 def test_what_begins_to_learn_gets_its_gradient() -> None:

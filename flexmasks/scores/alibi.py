@@ -36,7 +36,7 @@ def _prepare(
     return {"slopes": None, "bidirectional": bidirectional, "heads": size.heads}
 
 
-@register_score(prepare=_prepare, example=lambda length: {})
+@register_score(prepare=_prepare, example=lambda length: {}, relative=True)
 def alibi(
     score: Tensor,
     b: Tensor,

@@ -3,7 +3,7 @@ from torch import Tensor
 from flexmasks.spec import register_score
 
 
-@register_score(example=lambda length: {})
+@register_score(example=lambda length: {}, relative=True)
 def checkerboard(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
     """Scores at even distance doubled, at odd distance halved.
 

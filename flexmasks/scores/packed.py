@@ -1,17 +1,41 @@
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
-from flexmasks.spec import get_score, prepare_sequences, register_score, size_inside_sequences
+from flexmasks.spec import Score, Size, cap_of, get_score, prepare_sequences, register_score, size_inside_sequences
+
+_TABLES = ("q_sequence", "q_position", "kv_sequence", "kv_position")
 
 
 def _example(length: int) -> dict[str, Any]:
     return {"inner": get_score("alibi"), "offsets": [0, length // 8, length // 2, length * 5 // 8, length]}
 
 
-@register_score(prepare=prepare_sequences, inner_size=size_inside_sequences, example=_example)
+def _prepare(
+    size: Size | None,
+    *,
+    inner: Any,
+    offsets: Annotated[Tensor, "int[N] in 0..S"],
+    kv_offsets: Annotated[Tensor | None, "int[M] in 0..S"] = None,
+    q_start: Annotated[int | Tensor, "int in 0.. | int[L] in 0.."] = 0,
+    max_length: Annotated[int | None, "length in 0.."] = None,
+) -> dict[str, Any]:
+    """Return what `prepare_sequences` does, without tables where distances inside a sequence are those of the call."""
+    places: dict[str, Any] = {"offsets": offsets, "kv_offsets": kv_offsets, "q_start": q_start}
+    prepared = prepare_sequences(size, inner=inner, **places, max_length=max_length)
+    starts_alike = kv_offsets is None and isinstance(q_start, int) and q_start == 0
+    if starts_alike and isinstance(inner, Score) and inner.is_relative():
+        prepared |= dict.fromkeys(_TABLES)
+    return prepared
+
+
+def _cap(size: Size, *, inner: Score, **places: Any) -> float | None:
+    return cap_of(inner, size_inside_sequences(size, inner=inner, **places))
+
+
+@register_score(prepare=_prepare, inner_size=size_inside_sequences, example=_example, cap=_cap)
 def packed(
     score: Tensor,
     b: Tensor,
@@ -20,10 +44,10 @@ def packed(
     kv: Tensor,
     *,
     inner: Callable[..., Tensor],
-    q_sequence: Tensor,
-    q_position: Tensor,
-    kv_sequence: Tensor,
-    kv_position: Tensor,
+    q_sequence: Tensor | None,
+    q_position: Tensor | None,
+    kv_sequence: Tensor | None,
+    kv_position: Tensor | None,
 ) -> Tensor:
     """Any score change inside each of several sequences laid end to end.
 
@@ -34,5 +58,7 @@ def packed(
 
     Source: FlexAttention: jagged sequences, Dong et al., 2024.
     """
+    if q_sequence is None or q_position is None or kv_position is None:  # the change needs distances alone
+        return inner(score, b, h, q, kv)
     sequence = q_sequence[q]
     return inner(score, torch.where(sequence < 0, 0, sequence), h, q_position[q], kv_position[kv])

@@ -16,7 +16,7 @@ def _example(length: int) -> dict[str, Any]:
     return {"table": [[-abs(d) / length for d in range(-length // 4, length // 4 + 1)]]}
 
 
-@register_score(prepare=_prepare, example=_example)
+@register_score(prepare=_prepare, example=_example, relative=True)
 def relative_bias(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, table: Tensor) -> Tensor:
     """Scores plus a learned bias for each head and distance.
 

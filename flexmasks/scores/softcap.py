@@ -19,7 +19,7 @@ def _cap(size: Size, *, cap: float, exact: bool) -> float | None:
     return None if exact or cap == 0 else float(cap)
 
 
-@register_score(prepare=_prepare, example=lambda length: {"cap": 30.0}, cap=_cap)
+@register_score(prepare=_prepare, example=lambda length: {"cap": 30.0}, cap=_cap, relative=True)
 def softcap(
     score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, cap: float, approximate: bool = False
 ) -> Tensor:

@@ -70,7 +70,7 @@ def _example(length: int) -> dict[str, Any]:
     return {"table": [[-(n % 16) / 8] for n in range(32)]}
 
 
-@register_score(prepare=_prepare, example=_example)
+@register_score(prepare=_prepare, example=_example, relative=True)
 def t5_bias(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, table: Tensor, buckets: Tensor) -> Tensor:
     """Scores plus T5's relative position bias, one value for each bucket of distances.
 

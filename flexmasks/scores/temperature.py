@@ -13,7 +13,7 @@ def _prepare(size: Size | None, *, temperatures: Annotated[Tensor, "float[H]"]) 
     return {"by": 1 / temperatures.to(size.dtype), "divides": False}
 
 
-@register_score(prepare=_prepare, example=lambda length: {"temperatures": [2.0]})
+@register_score(prepare=_prepare, example=lambda length: {"temperatures": [2.0]}, relative=True)
 def temperature(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, by: Tensor, divides: bool) -> Tensor:
     """Scores divided by a temperature of each head.
 

@@ -36,6 +36,7 @@ class Definition:
     inner_size: Callable[..., Size] | None = None
     native: Callable[..., Any] | None = None  # a mask's `band` hook, a score's `cap` hook
     compiled: Callable[..., Any] | None = None  # a mask's function as kernels compute it, if it is not `function`
+    relative: bool = False  # a score that depends on the head and on kv - q alone, and takes any distance
     template: str = ""  # how an operator is printed, such as " & "
     reads: tuple[Read, ...] | str | None = None  # captured values, or why they cannot be read; None if nobody looked
     # Whether this library, not a user, made the definition. Its functions capture nothing, so its name identifies them.
@@ -229,7 +230,7 @@ AND, OR, NOT = (
     define("mask", function, name, registered=True, template=template)
     for function, name, template in ((_all_of, "&", " & "), (_any_of, "|", " | "), (_inverse, "~", "~"))
 )
-CHAIN = define("score", _chain, "chain", registered=True)
+CHAIN = define("score", _chain, "chain", registered=True, relative=True)
 _OPERATORS = {d.name: d for d in (AND, OR, NOT, CHAIN)}
 
 

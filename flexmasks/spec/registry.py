@@ -109,7 +109,7 @@ def register_mask(
         >>> flexmasks.get_mask("every_nth", stride=2)
         every_nth(stride=2)
     """
-    hooks = {"example": example, "prepare": prepare, "inner_size": inner_size, "native": band or dense}
+    hooks: dict[str, Any] = {"example": example, "prepare": prepare, "inner_size": inner_size, "native": band or dense}
     return _register("mask", name, **hooks, compiled=compiled)
 
 
@@ -122,6 +122,7 @@ def register_score(
     inner_size: Callable[..., Size] | None = None,
     cap: Callable[..., float | None] | None = None,
     dense: Callable[..., float | None] | None = None,
+    relative: bool = False,
 ) -> Callable[[Function], Function]:
     """Register a score change, one plain function.
 
@@ -132,6 +133,8 @@ def register_score(
         cap: for soft-caps, which some kernels know natively: `cap(size, **parameters)` returns the cap, or None if
             the change is no soft-cap with these parameters.
         dense: the former name of `cap`, still accepted.
+        relative: True if the new score depends on the old one, on h and on kv - q alone, and the function takes any
+            distance. In sequences laid end to end, such a change reads no positions.
 
     Raises:
         ValueError, TypeError: as `register_mask` does.
@@ -145,7 +148,8 @@ def register_score(
         >>> flexmasks.get_score("scaled", factor=2.0)
         scaled(factor=2.0)
     """
-    return _register("score", name, example=example, prepare=prepare, inner_size=inner_size, native=cap or dense)
+    hooks: dict[str, Any] = {"example": example, "prepare": prepare, "inner_size": inner_size, "native": cap or dense}
+    return _register("score", name, relative=relative, **hooks)
 
 
 def list_masks() -> list[Entry]:
@@ -170,7 +174,7 @@ def list_scores() -> list[Entry]:
     return [_entry(d) for _, d in sorted(names("score").items())]
 
 
-def _register(kind: str, name: str | None, **hooks: Any) -> Callable[[Function], Function]:
+def _register(kind: str, name: str | None, *, relative: bool = False, **hooks: Any) -> Callable[[Function], Function]:
     for hook, given in hooks.items():
         if given is not None and not callable(given):
             name_of_hook = ("band" if kind == "mask" else "cap") if hook == "native" else hook
@@ -178,7 +182,7 @@ def _register(kind: str, name: str | None, **hooks: Any) -> Callable[[Function],
             raise TypeError(f"flexmasks.register_{kind}: `{name_of_hook}` must be a function{such_as}, got {given!r}.")
 
     def decorator(function: Function) -> Function:
-        made = replace(define(kind, function, name, **hooks), registered=True).with_reads()
+        made = replace(define(kind, function, name, **hooks), registered=True, relative=relative).with_reads()
         if not isinstance(made.name, str) or not made.name.isidentifier():
             raise ValueError(f"flexmasks: a {kind} needs a name that is an identifier, got {made.name!r}.")
         _check_compiled(made)

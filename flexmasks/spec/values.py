@@ -101,6 +101,10 @@ class Modifier(Readable):
         """Return whether this library wrote all its functions, those of inner values included."""
         return self.definition.own and all(m.is_own() for m in self._inner())
 
+    def is_relative(self) -> bool:
+        """Return whether a score depends on the head and on kv - q alone, see `register_score(relative=True)`."""
+        return self.definition.relative and all(m.is_relative() for m in self._inner())
+
     def has_other_function(self) -> bool:
         """Return whether kernels compute another function than the mask's own, see `register_mask(compiled=)`."""
         return self.definition.compiled is not None or any(m.has_other_function() for m in self._inner())
