@@ -57,7 +57,7 @@ def _arguments(case: str, ids: Any) -> dict[str, Any]:
     from flexmasks.spec import get_mask
 
     if case == "sliding_window & a lambda":
-        return {"mask": get_mask("sliding_window", window=WINDOW) & (lambda b, h, q, kv: q % 2 == kv % 2)}
+        return {"mask": get_mask("sliding_window", window=WINDOW) & (lambda b, h, q, kv: (kv < 64) | (q - kv < 128))}
     if case == "documents":
         return {"mask": get_mask("causal") & get_mask("document", document_ids=ids)}
     return {"mask": "causal", **({"score": "softcap", "cap": CAP} if case == "softcap" else {})}

@@ -89,7 +89,7 @@ def _sinks_table(cases: list[_ByWho]) -> str:
             f"{plain['inference_ms']:.3g}", f"{only_forward:.2f}", _ms(ours), _ms(plain), f"{both:.2f}",
         ])  # fmt: skip
     about = "Forward passes are without gradients at first, then with them, before a backward pass."
-    return f"{about} {_at_most(ratios, _SINKS_AT_MOST)}\n\n{github_table(rows, header)}"
+    return f"{about} Target: {_at_most(ratios, _SINKS_AT_MOST)}\n\n{github_table(rows, header)}"
 
 
 def _soft_cap_table(cases: list[_ByWho]) -> str:
@@ -132,9 +132,9 @@ def _head_sizes_table(cases: list[_ByWho]) -> str:
         rows.append([*cells, _ms(flex), f"{forward:.2f} x", f"{total:.2f} x"])
     about = "The last columns say how many times as long compiled `flex_attention` takes as flexmasks."
     if gains[True]:
-        about += f" On fa4 and flash: {_at_least(gains[True], _FLASH_AT_LEAST)}"
+        about += f" Target on fa4 and flash: {_at_least(gains[True], _FLASH_AT_LEAST)}"
     if gains[False]:
-        about += f" On other backends: {_at_least(gains[False], _OTHERS_AT_LEAST)}"
+        about += f" Target on other backends: {_at_least(gains[False], _OTHERS_AT_LEAST)}"
     return f"{about}\n\n{github_table(rows, header)}"
 
 
@@ -161,7 +161,9 @@ def _small_calls_table(cases: list[_ByWho]) -> str:
         "Wall times, at first of calls in a row without waiting, then of a call that the device starts and ends idle. "
         "Fastest other: how many times as long the fastest of the others takes as flexmasks."
     )
-    return f"{about} {_at_least(ratios, 1.0)}\n\n{github_table(rows, header)}"
+    if ratios:
+        about += f" Target: {_at_least(ratios, 1.0)}"
+    return f"{about}\n\n{github_table(rows, header)}"
 
 
 def _cell(by_who: _ByWho, who: str, key: str) -> str:
@@ -184,13 +186,13 @@ def _first_calls_table(cases: list[_ByWho]) -> str:
         for row in (cold, warm):
             cells += [f"{row['output_s']:.2f}", f"{row['gradient_s']:.2f}" if "gradient_s" in row else ""]
         name = f"{warm['case']}, {warm['backend']}"
-        warm_seconds[name] = float(warm.get("gradient_s", warm["output_s"]))
+        warm_seconds[name] = warm["gradient_s" if "gradient_s" in warm else "output_s"]
         rows.append([*cells, *(f"{cold[key]:.2f} / {warm[key]:.2f}" for key in ("import_s", "device_s"))])
     shapes = ", ".join(dict.fromkeys(row["shape"] for by_who in cases for row in by_who.values()))
     about = (
         f"Seconds from the beginning of the first call of a fresh process, B x H x S x D {shapes}. Calls that have "
         "gradients ask for them, so that the first output may wait for the backward pass's compilation. Pairs of "
-        "figures are cold / warm. Warm, until the last result, in seconds: "
+        "figures are cold / warm. Target for the last result of a warm process, in seconds: "
     )
     return f"{about}{_at_most(warm_seconds, _WARM_AT_MOST)}\n\n{github_table(rows, header)}"
 
@@ -231,16 +233,16 @@ def _total(row: Row) -> float:
 
 
 def _at_most(figures: Mapping[str, float], target: float) -> str:
-    """Return sentences that compare figures with the most that they should be."""
+    """Return the end of a sentence that compares figures with the most that they should be."""
     worst = max(figures, key=lambda name: figures[name])
     met = sum(figure <= target for figure in figures.values())
-    return f"At most {target:g} in {met} of {len(figures)}; the largest is {figures[worst]:.2f} ({worst})."
+    return f"at most {target:g}, met by {met} of {len(figures)} figures; the largest is {figures[worst]:.2f} ({worst})."
 
 
 def _at_least(figures: Mapping[str, float], target: float) -> str:
-    """Return sentences that compare figures with the least that they should be."""
-    if not figures:
-        return ""
+    """Return the end of a sentence that compares figures with the least that they should be."""
     worst = min(figures, key=lambda name: figures[name])
     met = sum(figure >= target for figure in figures.values())
-    return f"At least {target:g} in {met} of {len(figures)}; the smallest is {figures[worst]:.2f} ({worst})."
+    return (
+        f"at least {target:g}, met by {met} of {len(figures)} figures; the smallest is {figures[worst]:.2f} ({worst})."
+    )
