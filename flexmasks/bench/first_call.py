@@ -1,6 +1,6 @@
-"""The first call of a process, which `first_calls` runs as a script; it prints its figures as JSON.
+"""The first call of a process: a script that prints its times as JSON.
 
-At its top it imports nothing that a call of attention would import, so that the times are those of a user's process.
+`first_calls` runs it. At its top it imports nothing that a call of attention would import, so that the times are those of a user's process.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ NO_GRADIENTS = ("decode", "cpu")  # backends for calls without gradients
 
 
 def main(case: str, backend: str, device: str, shape: tuple[int, ...]) -> dict[str, float]:
-    """Return seconds until torch and flexmasks are imported, the device is ready, and a call has its results.
+    """Return the seconds of imports, of the device, and of a first call.
 
     The first output and the first gradient count from the beginning of the call.
 

@@ -50,7 +50,10 @@ def _is_there(backend: str) -> bool:
 
 
 def _rows(case: str, backend: str, device: torch.device, shape: tuple[int, ...]) -> list[Row]:
-    """Return the figures of a process with empty caches, and of one that finds the caches of the first."""
+    """Return the figures of a cold process and of a warm one.
+
+    The cold process starts with empty caches on the disk, which the warm one finds filled.
+    """
     about: Row = {"kind": KIND, "case": case, "shape": "x".join(map(str, shape)), "backend": backend}
     about["dtype"] = "bfloat16" if device.type == "cuda" else "float32"
     words = [case, backend, str(device), json.dumps(shape)]

@@ -229,7 +229,10 @@ def _window_name(window: int) -> str:
 
 
 def _sink_rows(name: str, mask: Mask, shape: Shape, device: torch.device, dtype: torch.dtype, runs: int) -> list[Row]:
-    """Return the figures of a call with sinks and without, also of a forward pass without gradients."""
+    """Return the figures of a call with sinks and without.
+
+    Forward passes are timed without gradients too, as in inference.
+    """
     inputs = [*shape.tensors(device, dtype, True), torch.randn(shape.heads, device=device, requires_grad=True)]
     implementations: dict[str, Callable[..., Tensor]] = {
         WITH_SINKS: lambda q, k, v, sinks: attention(q, k, v, mask=mask, sink_logits=sinks),
@@ -283,7 +286,10 @@ def _head_masks(scale: Scale, shape: Shape, device: torch.device) -> dict[str, C
 
 
 def _head_rows(name: str, make: Callable[[], Mask], kind: Kind, device: torch.device, runs: int) -> list[Row]:
-    """Return the figures of a dtype and shape; backward passes on a GPU only, as torch has no other."""
+    """Return the figures of a dtype and shape against compiled flex_attention.
+
+    Backward passes are timed on a GPU only: on a CPU, flex_attention has none.
+    """
     backward, shape, mask = device.type == "cuda", kind.shape, make()
     q, k, v = shape.tensors(device, kind.dtype, backward)
     implementations: dict[str, Callable[..., Tensor]] = {

@@ -106,7 +106,7 @@ def _soft_cap_table(cases: list[_ByWho]) -> str:
 
 
 def _backends(ours: Row, plain: Row) -> str:
-    """Return the backend of a call, and that of the call without sinks or soft-cap if it is another."""
+    """Return the backends of a call and of its plain call, if they differ."""
     if ours["backend"] == plain["backend"]:
         return str(ours["backend"])
     return f"{ours['backend']}; without: {plain['backend']}"
@@ -233,14 +233,14 @@ def _total(row: Row) -> float:
 
 
 def _at_most(figures: Mapping[str, float], target: float) -> str:
-    """Return the end of a sentence that compares figures with the most that they should be."""
+    """Compare figures with the most that they should be, in words."""
     worst = max(figures, key=lambda name: figures[name])
     met = sum(figure <= target for figure in figures.values())
     return f"at most {target:g}, met by {met} of {len(figures)} figures; the largest is {figures[worst]:.2f} ({worst})."
 
 
 def _at_least(figures: Mapping[str, float], target: float) -> str:
-    """Return the end of a sentence that compares figures with the least that they should be."""
+    """Compare figures with the least that they should be, in words."""
     worst = min(figures, key=lambda name: figures[name])
     met = sum(figure >= target for figure in figures.values())
     return (

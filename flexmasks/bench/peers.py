@@ -1,4 +1,7 @@
-"""Attention of other libraries, as functions of q, k and v; what they need of a mask is made before."""
+"""Attention of other libraries, as functions of q, k and v.
+
+What they need of a mask is made before the first call.
+"""
 
 from __future__ import annotations
 
