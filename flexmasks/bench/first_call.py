@@ -1,6 +1,7 @@
 """The first call of a process: a script that prints its times as JSON.
 
-`first_calls` runs it. At its top it imports nothing that a call of attention would import, so that the times are those of a user's process.
+`first_calls` runs it. At its top it imports nothing that a call of attention would import, so that the times are those
+of a user's process.
 """
 
 from __future__ import annotations
