@@ -39,8 +39,9 @@ _BENCHMARKS = {
     "serve": "decoding with new lengths at every step, against torch",
     "models": "Hugging Face models of real shapes in training and generation",
     "ranks": "a sequence over several GPUs, against one and against torch",
+    "limits": "sinks, head sizes, small and first calls, soft-caps, neighborhoods",
 }
-_BY_STEPS = ("steps", "data", "serve", "models", "ranks")  # benchmarks that take --only and --quick
+_BY_STEPS = ("steps", "data", "serve", "models", "ranks", "limits")  # benchmarks that take --only and --quick
 _HINT = "`python -m flexmasks show NAME` draws one; `list --long` says more of each."
 _HELP_WIDTH = 80
 _LONG_LIST = 160  # characters of `list --long` where there is no terminal
@@ -245,10 +246,10 @@ def _add_bench_arguments(bench_parser: argparse.ArgumentParser) -> None:
         "--only",
         **several,
         metavar="TEXT",
-        help="with steps, data and serve: only what has one of these texts in its description",
+        help="with steps, data, serve and limits: only what has one of these texts in its description",
     )
     bench_parser.add_argument(
-        "--quick", action="store_true", help="with steps, data, serve and models: few and small steps"
+        "--quick", action="store_true", help="with steps, data, serve, models and limits: few and small steps"
     )
     bench_parser.add_argument("--device", help="cuda or cpu (default: a GPU if the machine has one)")
     bench_parser.add_argument("--json", metavar="FILE", help="write the figures to a file, after each step")
@@ -294,6 +295,7 @@ def _bench(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> di
     where: dict[str, Any] = {"device": arguments.device, "file": arguments.json}
     if arguments.what in _BY_STEPS:
         from flexmasks.bench.data import DATA_FORMS
+        from flexmasks.bench.limits import LIMITS
         from flexmasks.bench.models import MODELS
         from flexmasks.bench.ranks import RANKS
         from flexmasks.bench.results import run_benchmark
@@ -302,7 +304,7 @@ def _bench(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> di
 
         if arguments.masks or arguments.scores or arguments.all or arguments.lengths:
             parser.error(f"bench {arguments.what} takes no --masks, --scores, --all and --lengths")
-        benchmarks = (STEPS, DATA_FORMS, SERVE, MODELS, RANKS)
+        benchmarks = (STEPS, DATA_FORMS, SERVE, MODELS, RANKS, LIMITS)
         benchmark = next(b for b in benchmarks if b.name == arguments.what)
         return run_benchmark(benchmark, arguments.only, quick=arguments.quick, resume=arguments.resume, **where)
     if arguments.what == "softmax":

@@ -24,7 +24,8 @@ from flexmasks.backends import flex
 from flexmasks.bench import attention as bench_attention
 from flexmasks.bench import blocks as bench_blocks
 from flexmasks.bench import data as bench_data
-from flexmasks.bench import loops, steps_tables
+from flexmasks.bench import first_calls, limits_tables, loops, peers, steps_tables
+from flexmasks.bench import limits as bench_limits
 from flexmasks.bench import models as bench_models
 from flexmasks.bench import ranks as bench_ranks
 from flexmasks.bench import results as bench_results
@@ -247,6 +248,132 @@ def test_figures_of_several_processes(tmp_path: Path, capsys: pytest.CaptureFixt
     assert all(r["difference"] < 1e-5 for r in results["rows"][::3])
     assert all(r["ms"] > 0 and r["steps"] >= 3 for r in results["rows"])
     assert bench_ranks.markdown(results).count("| flexmasks on one ") == 2
+
+
+def test_the_cases_of_limits(steps: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(["bench", "limits", "--device", "cpu", "--only", "small calls", "first calls, documents"]) == 0
+    names, ways = ("causal", "sliding_window 64", "prefix_lm", "ALiBi, causal"), ("forward", "forward + backward")
+    assert steps[:8] == [f"small calls, {name}, [1, 8, 8, 512, 64], {way}" for name in names for way in ways]
+    backends = ("dense", "cpu", "reference")
+    assert steps[16:] == [f"first calls, documents, {b}, [1, 8, 1024, 64]" for b in backends]
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(first_calls, "is_installed", lambda: True)
+    on_gpu = list(bench_limits._todo(cuda, quick=False))
+    assert len(on_gpu) == len(set(on_gpu)) == 4 + 2 + 4 + 24 + 36 + 15
+    assert "sinks, sliding_window 1,024, [4, 64, 8, 4096, 64]" in on_gpu
+    assert "head sizes, documents, float16, [4, 16, 16, 8192, 64]" in on_gpu
+    monkeypatch.setattr(first_calls, "is_installed", lambda: False)
+    assert len(on_gpu) - len(bench_limits._todo(cuda, quick=False)) == 6  # fa4 and flash
+
+
+@pytest.fixture
+def eager_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels of torch's flex_attention run without compilation, which takes long."""
+
+    def new_kernel(key: Hashable, is_static: bool = False) -> Any:
+        kernel = flex._Kernel(flex.flex, is_static)
+        flex._KERNELS.put(key, (), kernel, 1)
+        return kernel
+
+    monkeypatch.setattr(flex, "_new_kernel", new_kernel)
+    monkeypatch.setattr(peers, "compiled_flex", lambda: flex_attention)
+    yield
+    flexmasks.clear_caches()
+
+
+@pytest.mark.usefixtures("eager_kernels")
+def test_figures_of_limits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Outputs agree, and every kind of row has its table."""
+    file = tmp_path / "limits.json"
+    only = ["sinks", "soft-cap", "neighborhoods", "small calls", "head sizes", "first calls, softcap, reference"]
+    command = ["bench", "limits", "--device", "cpu", "--quick", "--json", str(file), "--only", *only]
+    assert main(command) == 0, capsys.readouterr().err
+    printed = capsys.readouterr().out
+    results = json.loads(file.read_text())
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for row in results["rows"]:
+        rows.setdefault(row["kind"], []).append(row)
+        assert row["kind"] in printed
+    assert {kind: len(of_kind) for kind, of_kind in rows.items()} == {
+        "sinks": 4, "soft-cap": 2, "neighborhoods": 8, "small calls": 20, "head sizes": 8, "first calls": 2
+    }  # fmt: skip
+    assert all(row.get("difference", 0) < 1e-5 for row in results["rows"])
+    for row in (*rows["sinks"], *rows["soft-cap"], *rows["neighborhoods"]):
+        assert min(row["forward_ms"], row["backward_ms"]) > 0
+        assert "difference" in row
+    assert all(row["inference_ms"] > 0 for row in rows["sinks"])
+    video = rows["neighborhoods"][0]
+    assert video["visible"] == pytest.approx(27 / 256, rel=1e-3)
+    assert video["visible"] < video["computed"] <= 1
+    assert all(min(row["ms"], row["alone_ms"]) > 0 and "difference" in row for row in rows["small calls"])
+    without = [row for row in rows["small calls"] if "flex_attention" in row.get("left_out", {})]
+    assert [row["passes"] for row in without] == ["forward + backward"] * 4  # torch has no gradients on a CPU
+    assert [row["who"] for row in rows["first calls"]] == ["cold", "warm"]
+    assert all(0 < row["output_s"] < row["gradient_s"] and row["import_s"] > 0 for row in rows["first calls"])
+    page = limits_tables.markdown(results)
+    assert page.count("### ") == 6
+    assert page.count("Target") == 4  # sinks, head sizes, small calls, first calls
+    assert "| fails " in page
+
+
+def test_a_first_call_that_fails_is_named() -> None:
+    shape = (1, 2, 128, 16)
+    with pytest.raises(RuntimeError, match=r"with code 1: ValueError: .* backend 'dense' cannot run this call"):
+        first_calls._rows("softcap", "dense", CPU, shape)
+
+
+def test_the_tables_of_limits() -> None:
+    about = {"shape": "4x16x16x8192x128", "dtype": "bfloat16", "difference": 0.01}
+
+    def row(kind: str, case: str, who: str, ms: float, backend: str = "", **more: Any) -> dict[str, Any]:
+        return {**about, "kind": kind, "case": case, "who": who, "backend": backend, "forward_ms": ms} | {
+            "backward_ms": 2 * ms, "inference_ms": ms, **more
+        }  # fmt: skip
+
+    rows = [
+        row("sinks", "causal", "with sinks", 1.04, "fa4"), row("sinks", "causal", "without", 1.0, "fa4"),
+        row("sinks", "window", "with sinks", 1.2, "triton"), row("sinks", "window", "without", 1.0, "fa4"),
+        row("soft-cap", "causal", "with a soft-cap", 1.3, "fa4"), row("soft-cap", "causal", "without", 1.0, "fa4"),
+        row("head sizes", "causal", "flexmasks", 1.0, "fa4"), row("head sizes", "causal", "flex_attention", 1.5),
+        row("head sizes", "prefix_lm", "flexmasks", 1.0, "triton"),
+        row("head sizes", "prefix_lm", "flex_attention", 0.9),
+        row("neighborhoods", "natten", "row-major", 1.0, "flash", visible=0.1, computed=0.4),
+        row("neighborhoods", "natten", "full attention", 2.0, "fa4"),
+    ]  # fmt: skip
+    small = {**about, "kind": "small calls", "case": "causal", "passes": "forward"}
+    rows += [
+        {**small, "who": "flexmasks", "backend": "sdpa", "ms": 1.0, "alone_ms": 2.0},
+        {**small, "who": "SDPA", "ms": 1.1, "alone_ms": 1.8},
+        {**small, "who": "FA4", "ms": 1.2, "alone_ms": 3.0},
+    ]
+    first = {**about, "kind": "first calls", "case": "causal", "import_s": 3.0, "device_s": 0.5}
+    rows += [
+        {**first, "backend": backend, "who": who, "output_s": seconds, **more}
+        for backend, more in (("fa4", {"gradient_s": 9.0}), ("decode", {}))
+        for who, seconds in (("cold", 4.0), ("warm", 1.25))
+    ]
+    machine = {"device": "H0", "device_type": "cuda", "torch": "2.0", "flash": "flash-attn-4 1"}
+    text = limits_tables.markdown({"machine": machine, "rows": rows})
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    for expected in (
+        "On one H0, torch 2.0, flash-attn-4 1, bfloat16; medians of interleaved runs.",
+        "| window | 4x16x16x8192x128 | triton; without: fa4 | 1.2 | 1 | 1.20 | 1.2 / 2.4 | 1 / 2 | 1.20 |",
+        "| 4x16x16x8192x128 | fa4 | 1.3 / 2.6 | 1 / 2 | 1.30 | at most 1.15 |",
+        "| bfloat16 | 4x16x16x8192x128 | prefix_lm | triton | 1 / 2 | 0.9 / 1.8 | 0.90 x | 0.90 x |",
+        "| causal | 4x16x16x8192x128 | forward | sdpa | 1 | 1.1 | 1.2 | 1.10 x | 2 | 1.8 | 3 | 0.90 x |",
+        "| causal | fa4 | 4.00 | 9.00 | 1.25 | 9.00 | 3.00 / 3.00 | 0.50 / 0.50 |",
+        "| causal | decode | 4.00 | | 1.25 | | 3.00 / 3.00 | 0.50 / 0.50 |",
+        "| natten | 4x16x16x8192x128 | row-major | flash | 1 / 2 | 2 / 4 (fa4) | 2.0 x | 2.0 x | 2.5 x | 10.0 x |",
+    ):
+        assert expected in lines, "\n".join(lines)
+    for sentence in (
+        "Target: at most 1.05, met by 2 of 4 figures; the largest is 1.20 (window, 4x16x16x8192x128, forward).",
+        "Target on fa4 and flash: at least 1.3, met by 2 of 2 figures; the smallest is 1.50",
+        "Target on other backends: at least 1, met by 0 of 2 figures; the smallest is 0.90",
+        "Target: at least 1, met by 1 of 2 figures; the smallest is 0.90 (causal, 4x16x16x8192x128, forward, alone).",
+        "in seconds: at most 1.5, met by 1 of 2 figures; the largest is 9.00 (causal, fa4).",
+    ):
+        assert sentence in text
 
 
 def test_all_is_every_registered_mask_and_score(steps: list[str]) -> None:

@@ -25,11 +25,11 @@ from flexmasks.__main__ import main
 from flexmasks.bench import attention as bench_attention
 from flexmasks.bench import blocks as bench_blocks
 from flexmasks.bench import data as bench_data
+from flexmasks.bench import limits_tables, steps_tables
 from flexmasks.bench import models as bench_models
 from flexmasks.bench import ranks as bench_ranks
 from flexmasks.bench import serve as bench_serve
 from flexmasks.bench import softmax as bench_softmax
-from flexmasks.bench import steps_tables
 from flexmasks.pictures.pages import page
 from flexmasks.spec.definitions import is_own
 
@@ -143,6 +143,11 @@ def ranks(name: str) -> str:
     return bench_ranks.markdown(results(name)) if (RESULTS / f"{name}.json").exists() else "Not measured yet."
 
 
+def limits(name: str) -> str:
+    """Return the tables of sinks, head sizes, small and first calls, soft-caps and neighborhoods, from a file."""
+    return limits_tables.markdown(results(name)) if (RESULTS / f"{name}.json").exists() else "Not measured yet."
+
+
 def versions() -> str:
     """Return the table of suites with other versions, from the file that `.ci/versions` writes."""
     if not (RESULTS / "versions.json").exists():
@@ -168,6 +173,7 @@ GENERATED: dict[str, dict[str, Callable[[], str]]] = {
     "recipes/results/serve.md": {name: functools.partial(serve, name) for name in ("serve_gpu", "serve_cpu")},
     "recipes/results/models.md": {"models_gpu": functools.partial(models, "models_gpu")},
     "recipes/results/ranks.md": {"ranks_gpu": functools.partial(ranks, "ranks_gpu")},
+    "recipes/results/limits.md": {name: functools.partial(limits, name) for name in ("limits_gpu", "limits_triton")},
     "recipes/results/versions.md": {"versions": versions},
     "recipes/results/data.md": {name: functools.partial(data, name) for name in ("data_gpu", "data_cpu")},
 }

@@ -101,7 +101,8 @@ def measurements() -> str:
         "The benchmarks of the library have pages of their own: [attention](attention.md), [every mask and "
         "score](registry.md), [block masks](blocks.md), [steps with new tensors](steps.md), [masks as "
         "data](data.md), [a serving loop](serve.md), [Hugging Face models](models.md), [sequences over several "
-        "GPUs](ranks.md), [the masked softmax](softmax.md). The tests ran with [these versions](versions.md).",
+        "GPUs](ranks.md), [sinks, head sizes, small and first calls, soft-caps, neighborhoods](limits.md), [the masked "
+        "softmax](softmax.md). The tests ran with [these versions](versions.md).",
     ]
     for name in RECIPES:
         summary = (ast.get_docstring(ast.parse((FOLDER / name).read_text())) or "").partition("\n")[0]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
-import inspect
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
@@ -15,11 +13,10 @@ import torch
 import torch.nn.functional as F
 from tabulate import tabulate
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention import SDPBackend
 
-from flexmasks.attention import attention, block_mask, dense_mask, explain
-from flexmasks.backends.flex import separate
+from flexmasks.attention import attention, explain
+from flexmasks.bench.peers import Attend, dense_sdpa, other_libraries, pinned, ready_flex
 from flexmasks.bench.results import Row, check_mask_names, choose_device, machine, run_steps, text_table
 from flexmasks.bench.runner import attention_tflops, measure_passes
 from flexmasks.spec.arguments import get_mask, get_score
@@ -30,7 +27,6 @@ from flexmasks.spec.registry import list_masks, list_scores
 from flexmasks.spec.values import Mask, Score
 
 _RUNS = 7
-_Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 _Shape = tuple[int, int, int, int]
 
 
@@ -298,12 +294,11 @@ def _rows(case: Case, shape: _Shape, dtype: torch.dtype, device: torch.device) -
             "shape": "x".join(map(str, shape)),
             "dtype": str(dtype).removeprefix("torch."),
             "who": who,
-            "first_s": round(figures.first_seconds, 2),
             "peak_mb": None if figures.peak_bytes is None else round(figures.peak_bytes / 1e6),
             "difference": float((figures.output.detach() - ours).abs().max()),
+            **figures.entries(),
         }
-        for which, (ms, iqr) in figures.milliseconds.items():
-            row[f"{which}_ms"], row[f"{which}_iqr"] = float(f"{ms:.5g}"), float(f"{iqr:.3g}")
+        for which, (ms, _) in figures.milliseconds.items():
             row[f"{which}_tflops"] = float(f"{attention_tflops(which, pairs, size, ms):.4g}")
         rows.append(row)
     rows[0]["backend"] = explain(q, k, v, mask=case.mask, score=case.score).backend
@@ -312,76 +307,21 @@ def _rows(case: Case, shape: _Shape, dtype: torch.dtype, device: torch.device) -
     return rows
 
 
-def _implementations(case: Case, shape: _Shape, device: torch.device) -> dict[str, _Attend]:
+def _implementations(case: Case, shape: _Shape, device: torch.device) -> dict[str, Attend]:
     """Return calls of flexmasks, flex_attention, SDPA and other libraries."""
-    batch, heads, length, _ = shape
-    made = block_mask(case.mask, length, batch=batch, heads=heads, device=device)
-    size = Size(batch, heads, length, length, device)
-    score_mod = None if case.score is None else case.score.bind(case.score.resolve(size))
-    compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
-    calls: dict[str, _Attend] = {
+    size = Size(shape[0], shape[1], shape[2], shape[2], device)
+    calls: dict[str, Attend] = {
         "flexmasks": lambda q, k, v: attention(q, k, v, mask=case.mask, score=case.score),
-        "flex_attention": lambda q, k, v: compiled(q, k, v, score_mod, made),
+        "flex_attention": ready_flex(case.mask, case.score, size),
     }
-    if device.type != "cuda":
-        calls["flex_attention"] = lambda q, k, v: separate(compiled(q, k, v, score_mod, made))
     if case.score is None and case.lengths is None:
-        visible = dense_mask(case.mask, length, batch=batch, heads=heads, device=device)
-        calls["SDPA + mask"] = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
+        calls["SDPA + mask"] = dense_sdpa(case.mask, None, size)
     if case.is_causal is not None:
         calls["SDPA"] = functools.partial(F.scaled_dot_product_attention, is_causal=case.is_causal)
     if device.type == "cuda":
         if case.is_causal is not None:
-            calls["SDPA, FA2"] = _pinned(SDPBackend.FLASH_ATTENTION, case.is_causal)
-            calls["SDPA, cuDNN"] = _pinned(SDPBackend.CUDNN_ATTENTION, case.is_causal)
+            calls["SDPA, FA2"] = pinned(SDPBackend.FLASH_ATTENTION, case.is_causal)
+            calls["SDPA, cuDNN"] = pinned(SDPBackend.CUDNN_ATTENTION, case.is_causal)
         if case.fa4 is not None:
-            calls |= _other_libraries(case.fa4, case.lengths)
+            calls |= other_libraries(case.fa4, case.lengths)
     return calls
-
-
-def _pinned(backend: SDPBackend, causal: bool) -> _Attend:
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
-
-    return attend
-
-
-def _other_libraries(fa4_arguments: dict[str, Any], lengths: Tensor | None) -> dict[str, _Attend]:
-    """Return FlashAttention 4 if installed, and torch's varlen attention of packed documents."""
-    try:
-        fa4 = importlib.import_module("flash_attn.cute")
-    except Exception:  # not installed, or not made for this machine
-        fa4 = None
-    if lengths is None:
-        return {} if fa4 is None else {"FA4": _by_token(functools.partial(fa4.flash_attn_func, **fa4_arguments))}
-    calls: dict[str, _Attend] = {}
-    starts = F.pad(lengths.cumsum(0), (1, 0)).int()
-    longest = int(lengths.max())
-    if fa4 is not None:
-        limits = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": longest, "max_seqlen_k": longest}
-        calls["FA4, varlen"] = _by_token(
-            functools.partial(fa4.flash_attn_varlen_func, causal=True, **limits), varlen=True
-        )
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return calls
-    by_window = "window_size" in inspect.signature(varlen_attn).parameters
-    causal: dict[str, Any] = {"window_size": (-1, 0)} if by_window else {"is_causal": True}
-    calls["torch varlen_attn"] = _by_token(
-        lambda q, k, v: varlen_attn(q, k, v, starts, starts, longest, longest, **causal), varlen=True
-    )
-    return calls
-
-
-def _by_token(call: Callable[..., Any], varlen: bool = False) -> _Attend:
-    """Adapt a call of [batch, length, heads, size], or [tokens, heads, size]."""
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        given = (x.transpose(1, 2) for x in (q, k, v))
-        returned = call(*(x[0] for x in given)) if varlen else call(*given)
-        out: Tensor = returned[0] if isinstance(returned, tuple) else returned
-        return (out[None] if varlen else out).transpose(1, 2)
-
-    return attend

@@ -172,10 +172,7 @@ def _rows(case: Case, backend: str, scale: Scale, device: torch.device, runs: in
     difference = _difference(outputs, dtype)
     rows: list[Row] = []
     for form, figures in measured.items():
-        row: Row = {**about, "who": form, "first_s": round(figures.first_seconds, 2), "difference": difference}
-        for which, (ms, iqr) in figures.milliseconds.items():
-            row[f"{which}_ms"], row[f"{which}_iqr"] = float(f"{ms:.5g}"), float(f"{iqr:.3g}")
-        rows.append(row)
+        rows.append({**about, "who": form, "difference": difference, **figures.entries()})
     rows = rows or [{**about, "who": ""}]
     if left_out:
         rows[0]["left_out"] = left_out

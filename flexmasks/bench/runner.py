@@ -35,6 +35,13 @@ class Measured:
     # By pass, "forward" or "backward": the median and the interquartile range.
     milliseconds: dict[str, tuple[float, float]] = field(default_factory=dict)
 
+    def entries(self) -> dict[str, float]:
+        """Return the times as entries of a row."""
+        entries = {"first_s": round(self.first_seconds, 2)}
+        for which, (ms, iqr) in self.milliseconds.items():
+            entries |= {f"{which}_ms": float(f"{ms:.5g}"), f"{which}_iqr": float(f"{iqr:.3g}")}
+        return entries
+
 
 def measure_passes(
     implementations: Mapping[str, Callable[..., Tensor]],
@@ -50,7 +57,8 @@ def measure_passes(
 
     Args:
         implementations: functions of the inputs, by name; the outputs have the first input's shape.
-        inputs: forward passes are timed on these as they are, backward passes on copies that require gradients.
+        inputs: forward passes are timed on these as they are, backward passes on copies that require gradients. An
+            implementation may leave some of them unused.
         runs: how many runs of each are timed, at least 2.
         required: names whose errors are raised; any other implementation that fails is left out.
         backward: time backward passes too.
@@ -78,7 +86,9 @@ def measure_passes(
             "forward": {name: functools.partial(implementations[name], *inputs) for name in measured}
         }
         if backward:
-            gradient = functools.partial(torch.autograd.grad, inputs=leaves, grad_outputs=upstream, retain_graph=True)
+            gradient = functools.partial(
+                torch.autograd.grad, inputs=leaves, grad_outputs=upstream, retain_graph=True, allow_unused=True
+            )
             passes["backward"] = {name: functools.partial(gradient, m.output) for name, m in measured.items()}
         for which, calls in passes.items():
             for name, figures in interleaved(calls, device, runs, clock).items():
@@ -199,12 +209,12 @@ def _first_run(call: Callable[..., Tensor], leaves: Sequence[Tensor], upstream: 
     start = time.perf_counter()
     output = call(*leaves)
     if upstream is not None:
-        torch.autograd.grad(output, leaves, upstream, retain_graph=True)
+        torch.autograd.grad(output, leaves, upstream, retain_graph=True, allow_unused=True)
     synchronize(device)
     seconds = time.perf_counter() - start
     peak = None
     if upstream is not None and device.type == "cuda":
-        peak = peak_bytes(lambda: torch.autograd.grad(call(*leaves), leaves, upstream), device)
+        peak = peak_bytes(lambda: torch.autograd.grad(call(*leaves), leaves, upstream, allow_unused=True), device)
     return Measured(output, seconds, peak)
 
 

@@ -1,0 +1,86 @@
+"""First calls of fresh processes, with empty and with filled caches of compiled code."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from flexmasks.backends.fa4 import is_installed
+from flexmasks.bench import first_call
+from flexmasks.bench.results import Row
+from flexmasks.pictures.output import progress
+
+KIND = "first calls"
+_CASES = ("causal", "sliding_window & a lambda", "softcap", "documents")
+# Backends, and the cases that each can run.
+_ON_GPU = {"sdpa": _CASES[:1], "fa4": ("causal", "softcap"), "decode": _CASES, "triton": _CASES, "flash": _CASES}
+_ON_CPU = {"dense": ("causal", "sliding_window & a lambda", "documents"), "cpu": _CASES, "reference": _CASES}
+# Environment variables that name folders of compiled code: of torch, of Triton, and of flash-attn-4's compiler.
+_FOLDERS = (
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TRITON_CACHE_DIR",
+    "CUTE_DSL_CACHE_DIR",
+    "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR",
+)
+_TIMEOUT = 300.0  # seconds for one process
+
+
+def steps(device: torch.device, quick: bool) -> dict[str, Callable[[], list[Row]]]:
+    """Return what to measure, by descriptions."""
+    is_cuda = device.type == "cuda"
+    shape = (1, 2, 256, 64) if quick else (2, 16, 4096, 64) if is_cuda else (1, 8, 1024, 64)
+    backends = {b: cases for b, cases in (_ON_GPU if is_cuda else _ON_CPU).items() if _is_there(b)}
+    return {
+        f"{KIND}, {case}, {backend}, {list(shape)}": functools.partial(_rows, case, backend, device, shape)
+        for backend, cases in backends.items()
+        for case in cases
+    }
+
+
+def _is_there(backend: str) -> bool:
+    return backend not in ("fa4", "flash") or is_installed()
+
+
+def _rows(case: str, backend: str, device: torch.device, shape: tuple[int, ...]) -> list[Row]:
+    """Return the figures of a cold process and of a warm one.
+
+    The cold process starts with empty caches on the disk, which the warm one finds filled.
+    """
+    about: Row = {"kind": KIND, "case": case, "shape": "x".join(map(str, shape)), "backend": backend}
+    about["dtype"] = "bfloat16" if device.type == "cuda" else "float32"
+    words = [case, backend, str(device), json.dumps(shape)]
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder:
+        caches = {name: str(Path(folder) / name) for name in _FOLDERS}
+        for state in ("cold", "warm"):
+            progress(f"{KIND}, {case}, {backend}: {state}")
+            seconds = {name: round(x, 3) for name, x in _in_a_process(words, caches).items()}
+            rows.append({**about, "who": state, **seconds})
+    return rows
+
+
+def _in_a_process(words: list[str], environment: dict[str, str]) -> dict[str, float]:
+    """Return what `first_call` prints in a new process."""
+    script = Path(first_call.__file__)
+    paths = [str(script.parent.parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    ended = subprocess.run(
+        [sys.executable, "-P", str(script), *words],
+        env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        timeout=_TIMEOUT,
+        check=False,
+    )
+    if ended.returncode:
+        last_line = "".join(ended.stderr.strip().splitlines()[-1:])
+        raise RuntimeError(f"the process ended with code {ended.returncode}: {last_line}")
+    seconds: dict[str, float] = json.loads(ended.stdout.splitlines()[-1])
+    return seconds
