@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -414,6 +414,7 @@ def package(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(fa4, "_import_failures", [])
+    monkeypatch.setenv(fa4._KEEPS, "0")  # so that its folder stays as it is
     fa4.why_missing.cache_clear()
     yield files[3]
     fa4.why_missing.cache_clear()
@@ -424,6 +425,26 @@ def package(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
 def _half_on_cuda() -> Any:
     q = torch.empty(1, 4, 256, 64, dtype=torch.bfloat16, device="meta")
     return SimpleNamespace(q=q, k=q, v=q, is_cuda=True, needs_grad=False)
+
+
+@pytest.mark.parametrize("state", ["new", "chosen", "not writable", "imported"])
+def test_flash_attention_keeps_its_kernels_on_disk(state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = {}
+    if state == "chosen":
+        kept = {fa4._FOLDER: "elsewhere"}
+    environ = {"XDG_CACHE_HOME": str(tmp_path), **kept}
+    monkeypatch.setattr(os, "environ", environ)
+    monkeypatch.delitem(sys.modules, "flash_attn.cute.cache_utils", raising=False)
+    if state == "not writable":
+        (tmp_path / "flexmasks").write_text("a file in the folder's place")
+    if state == "imported":
+        monkeypatch.setitem(sys.modules, "flash_attn.cute.cache_utils", ModuleType("cache_utils"))
+    fa4._keep_kernels_on_disk()
+    if state == "new":
+        folder = tmp_path / "flexmasks" / "flash-attn-4"
+        kept = {fa4._KEEPS: "1", fa4._FOLDER: str(folder)}
+        assert folder.stat().st_mode & 0o777 == 0o700
+    assert environ == {"XDG_CACHE_HOME": str(tmp_path), **kept}
 
 
 @pytest.mark.parametrize("package", PACKAGES, indirect=True)

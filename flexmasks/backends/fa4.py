@@ -9,6 +9,8 @@ import importlib
 import importlib.metadata
 import importlib.util
 import logging
+import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -47,6 +49,8 @@ _NEEDED = {
     "_flash_attn_fwd": (*_FOR_BOTH, "seqused_k", "page_table", "return_lse", "learnable_sink"),
     "_flash_attn_bwd": (*_FOR_BOTH, "score_mod_bwd", "dlse", "deterministic", "learnable_sink"),
 }
+# Variables of flash-attn-4: "1" if it keeps compiled kernels on the disk, and where.
+_KEEPS, _FOLDER = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
 _ONCE_ONLY = "flexmasks.attention: backend 'fa4' cannot be differentiated twice; pass backend='reference', which can."
 
 
@@ -85,7 +89,25 @@ def why_missing() -> str:
         lacking = [argument for argument in needed if argument not in names]
         if lacking and taken.kwarg is None:
             return _warned(f"has a function {name} without {', '.join(lacking)}")
+    _keep_kernels_on_disk()
     return ""
+
+
+def _keep_kernels_on_disk() -> None:
+    """Let flash-attn-4 keep its compiled kernels in a folder of the user's, so that later processes load them.
+
+    Nothing changes if the user has set one of its variables, if it is imported already, or if the folder cannot be
+    written.
+    """
+    if any(name in os.environ for name in (_KEEPS, _FOLDER)) or "flash_attn.cute.cache_utils" in sys.modules:
+        return
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flexmasks" / "flash-attn-4"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except (OSError, RuntimeError):  # a RuntimeError says that there is no home
+        return
+    if os.access(folder, os.W_OK | os.X_OK):
+        os.environ.update({_KEEPS: "1", _FOLDER: str(folder)})
 
 
 def _warned(what: str) -> str:
