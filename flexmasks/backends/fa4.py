@@ -94,7 +94,9 @@ def why_missing() -> str:
 
 
 def _keep_kernels_on_disk() -> None:
-    """Let flash-attn-4 keep its compiled kernels in a folder of the user's, so that later processes load them.
+    """Let flash-attn-4 keep its compiled kernels on the disk.
+
+    They lie in a folder of the user's, from which later processes load them.
 
     Nothing changes if the user has set one of its variables, if it is imported already, or if the folder cannot be
     written.

@@ -22,7 +22,10 @@ def _prepare(
     q_start: Annotated[int | Tensor, "int in 0.. | int[L] in 0.."] = 0,
     max_length: Annotated[int | None, "length in 0.."] = None,
 ) -> dict[str, Any]:
-    """Return what `prepare_sequences` does, without tables where distances inside a sequence are those of the call."""
+    """Find the sequence and the position of each query and key, as `prepare_sequences` does.
+
+    There are no tables of them where the change needs distances alone, and those inside a sequence are the call's.
+    """
     places: dict[str, Any] = {"offsets": offsets, "kv_offsets": kv_offsets, "q_start": q_start}
     prepared = prepare_sequences(size, inner=inner, **places, max_length=max_length)
     starts_alike = kv_offsets is None and isinstance(q_start, int) and q_start == 0
