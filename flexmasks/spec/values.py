@@ -102,7 +102,7 @@ class Modifier(Readable):
         return self.definition.own and all(m.is_own() for m in self._inner())
 
     def is_relative(self) -> bool:
-        """Return whether a score depends on the head and on kv - q alone, see `register_score(relative=True)`."""
+        """Return whether a score depends on heads and distances alone, see `register_score(relative=True)`."""
         return self.definition.relative and all(m.is_relative() for m in self._inner())
 
     def has_other_function(self) -> bool:
