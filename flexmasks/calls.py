@@ -365,7 +365,7 @@ def _run_in_pages(
     if not is_for_decode:
         return None, None
     try:
-        replay = decode.replay_of(call, page_table, page_size)
+        replay = decode.replay_of(call, page_table, page_size, are_last=where_last is not None)
         return (replay, planned), replay(q, k_cache, v_cache)
     except Exception as error:  # kernels raise errors of any type
         if name != "auto" or compat.out_of_memory(error) is not None:
@@ -679,6 +679,7 @@ def _planned(q: Tensor, k: Tensor, v: Tensor, request: Request) -> _Planned:
         v=v,
         what=mask_plan.what if score is None else f"{mask_plan.what} with score {score!r}",
         window=lambda: mask_plan.window,
+        intervals=lambda: mask_plan.intervals,
         cap=None if score is None else cap_of(score, size),
         whole=None if isinstance(mask_plan, GivenPlan) else lambda: mask_plan.whole[0],
         added=None if score_plan is None else lambda: score_plan.added[0],

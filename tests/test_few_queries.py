@@ -715,8 +715,25 @@ def compiled_for_hopper(kernel: Any, _programs: int, warps: int, arguments: tupl
         Call(8, 8, 1, kv_len=8192, k_size=128, v_size=128, dtype=BF16, page_size=16, bias=(1, 8, 1), cap=30.0),
         Call(8, 32, 8, 17, 8192, k_size=128, v_size=128, dtype=BF16, page_size=256, table=torch.int64),
         Call(8, 4, 4, kv_len=8192, k_size=64, v_size=64, dtype=FP32),
+        Call(8, 32, 8, kv_len=8192, k_size=128, v_size=128, dtype=BF16, band=(None, 0)),
+        Call(8, 32, 8, 4, 8192, k_size=128, v_size=128, dtype=BF16, band=(100, 0), page_size=16, has_lens=True),
+        Call(
+            8,
+            8,
+            1,
+            4,
+            8192,
+            k_size=64,
+            v_size=64,
+            dtype=FP16,
+            band=(None, 0),
+            page_size=256,
+            starts="last",
+            has_lens=True,
+            bias=(1, 8, 1),
+        ),
     ],
-    ids=["contiguous", "pages-of-8", "pages-of-16", "pages-of-256", "float32"],
+    ids=["contiguous", "pages-of-8", "pages-of-16", "pages-of-256", "float32", "band", "band-pages", "band-bias"],
 )
 def test_loads_are_wide_and_ahead(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys and values come by asynchronous copies of 16 bytes, two steps ahead, in both loops."""
@@ -730,7 +747,8 @@ def test_loads_are_wide_and_ahead(call: Call, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(launch, "_launches", {})
     monkeypatch.setattr(launch, "_processors", lambda device: 132)
     monkeypatch.setattr(launch, "_compiled", compiled)
-    launch.attend_few(*made(replace(call, batch=2, kv_len=call.kv_len // 8)).arguments)  # the same layout but for sizes
+    attend = launch.attend_few if call.band is None else launch.attend_band
+    attend(*made(replace(call, batch=2, kv_len=call.kv_len // 8)).arguments)  # the same layout but for sizes
     text, named, warps = made_kernels[0]
     copies = re.findall(r"cp\.async\.c[ag]\.shared\.global[^;]*?, (0x[0-9a-f]+|\d+)", text)
     assert {int(n, 0) for n in copies} == {16}

@@ -1,4 +1,4 @@
-"""Backend "decode": a few queries, with the mask as a tensor."""
+"""Backend "decode": a few queries, with the mask as a tensor, or on a GPU as an interval of keys for each query."""
 
 from __future__ import annotations
 
@@ -59,6 +59,8 @@ def _scores_held(call: Call, most: int) -> int:
     (batch, heads, q_len, _), kv_len = call.q.shape, call.k.shape[2]
     adds = call.score_mod is not None and call.cap is None
     if call.q.device.type in _ON_GPU and not adds and batch * heads * q_len * kv_len > most:
+        if call.intervals() is not None:
+            return 0
         batch, heads = dependence(call.mask_mod(), batch, heads, call.q.device, reads_values=False)
     return batch * heads * q_len * kv_len
 
@@ -70,12 +72,14 @@ def run(call: Call) -> Result:
 
 
 def replay_of(
-    call: Call, table: Tensor | None = None, page_size: int = 0
+    call: Call, table: Tensor | None = None, page_size: int = 0, are_last: bool = False
 ) -> decode_cpu.CpuDecode | decode_gpu.GpuDecode:
     """Return a call without q, k and v.
 
     With a page table, int [B, P], it is called with caches [n_pages, page_size, Hkv, D or Dv] in place of k and v.
+
+    are_last: the queries are the last ones of each sequence.
     """
     if call.q.device.type in _ON_GPU:
-        return decode_gpu.GpuDecode.of(call, table)
+        return decode_gpu.GpuDecode.of(call, table, are_last)
     return decode_cpu.CpuDecode.of(call, None if table is None else decode_cpu.Pages(table.detach(), page_size))

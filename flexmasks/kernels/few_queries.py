@@ -58,7 +58,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -83,6 +83,12 @@ attend_few = torch.ops.flexmasks.attend_few.default
 attend_band = torch.ops.flexmasks.attend_band.default
 
 
+_PLAIN: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+    "attend_few": plain_attend_few,
+    "attend_band": plain_attend_band,
+}
+
+
 def attend_directly(name: str, arguments: tuple[Any, ...], *, with_lse: bool) -> tuple[Tensor, Tensor | None]:
     """Run an operator without torch's dispatcher, which takes 20 microseconds.
 
@@ -95,19 +101,13 @@ def attend_directly(name: str, arguments: tuple[Any, ...], *, with_lse: bool) ->
     if q.is_cuda and runs_on_triton(q.dtype, q.shape[-1], v.shape[-1]):
         from flexmasks.kernels import few_queries_launch  # Triton is not installed on every system
 
-        launch = getattr(few_queries_launch, name)
+        launch: Callable[..., tuple[Tensor, Tensor | None]] = getattr(few_queries_launch, name)
         if q.device.index == torch.cuda.current_device():  # Triton launches on the current device
-            return cast(tuple[Tensor, Tensor | None], launch(*arguments, with_lse))
+            return launch(*arguments, with_lse)
         with torch.cuda.device(q.device):
-            return cast(tuple[Tensor, Tensor | None], launch(*arguments, with_lse))
+            return launch(*arguments, with_lse)
     out, lse = _PLAIN[name](*arguments)
     return out, lse if with_lse else None
-
-
-_PLAIN: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
-    "attend_few": plain_attend_few,
-    "attend_band": plain_attend_band,
-}
 
 
 def runs_on_triton(dtype: torch.dtype, k_size: int, v_size: int) -> bool:

@@ -91,7 +91,7 @@ class _Tensors(NamedTuple):
 
     @property
     def counts(self) -> tuple[Tensor | None, ...]:
-        """The tensors from which the kernels compute the numbers of tiles."""
+        """The tensors from which kernels compute the numbers of tiles."""
         return self.partial_counts, self.full_counts, self.q_starts, self.kv_lens
 
 
@@ -203,13 +203,14 @@ def _launch(results: tuple[Tensor, Tensor | None], tensors: _Tensors, has_cap: b
 
     Raises ValueError for arguments that the operator does not take.
     """
-    q, k, v, page_table, *lists, visible, q_starts, kv_lens, weight, bias = tensors
-    partial_counts, partial, full_counts, full = lists
+    q, k, v, page_table, *_, q_starts, kv_lens, weight, bias = tensors
+    listed: Any = tensors[4:9]
+    partial_counts, partial, full_counts, full, visible = listed
     is_band = visible is None
     if is_band:
         check_band(q, k, v, page_table, q_starts, kv_lens, weight, bias)
     else:
-        check(q, k, v, page_table, *lists, visible, weight, bias)
+        check(q, k, v, page_table, *listed, weight, bias)
     out, lse = results
     batch, heads, queries, k_size = q.shape
     v_size = v.shape[-1]
@@ -219,7 +220,7 @@ def _launch(results: tuple[Tensor, Tensor | None], tensors: _Tensors, has_cap: b
         page_words = page_table.element_size() // 4
         kv_len = page_table.shape[1] * page_size
     group = heads // key_heads
-    list_heads = 1 if is_band else max(t.shape[1] for t in lists)
+    list_heads = 1 if is_band else max(t.shape[1] for t in listed[:4])
     elements = batch * list_heads
     rows = queries
     if list_heads == 1:  # the query heads of a key head share its tiles
