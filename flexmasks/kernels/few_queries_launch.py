@@ -210,7 +210,7 @@ def _launch(results: tuple[Tensor, Tensor | None], tensors: _Tensors, has_cap: b
     if is_band:
         check_band(q, k, v, page_table, q_starts, kv_lens, weight, bias)
     else:
-        check(q, k, v, page_table, *listed, weight, bias)
+        check(q, k, v, page_table, partial_counts, partial, full_counts, full, visible, weight, bias)
     out, lse = results
     batch, heads, queries, k_size = q.shape
     v_size = v.shape[-1]
