@@ -65,6 +65,12 @@ def _scores_held(call: Call, most: int) -> int:
     return batch * heads * q_len * kv_len
 
 
+def finds_last_queries(call: Call) -> bool:
+    """Return whether the kernel finds the last queries of each sequence by itself, from the lengths of sequences."""
+    has_no_bias = call.score_mod is None or call.cap is not None
+    return call.q.device.type in _ON_GPU and has_no_bias and call.intervals() is not None
+
+
 def run(call: Call) -> Result:
     """Run the call."""
     replay = replay_of(call)

@@ -180,7 +180,7 @@ class DecodeRenewal:
     ) -> DecodeRenewal | None:
         """Return the renewal of a call.
 
-        where_last: where the queries start, if they are the last ones of each sequence.
+        where_last: where the queries start, if they are the last ones of each sequence and the plans read it.
 
         The result is None if the call comes neither from recorded operations nor from intervals.
         """
