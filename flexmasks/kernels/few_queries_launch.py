@@ -246,6 +246,7 @@ def _launch(results: tuple[Tensor, Tensor | None], tensors: _Tensors, has_cap: b
         [*_strides(visible, 3), *_strides(bias, 3)]
     )
     is_same_bias = bias_head == bias_query == 0
+    is_even = kv_len > 0 and kv_len % TILE == 0 and not (is_band and bias is None)  # a band alone makes no use of it
     lists = (list_heads, _FEW_COUNTS if elements <= _FEW_COUNTS else _MAX_COUNTS)
     numbers = (
         *(kv_len, queries, elements, choice.shares, key_heads, row_blocks, rows, lines),
@@ -257,7 +258,7 @@ def _launch(results: tuple[Tensor, Tensor | None], tensors: _Tensors, has_cap: b
     constants = (
         *(group, *lists, choice.rows, choice.keys, TILE // choice.keys, choice.stages, split),
         *(k_size, v_size, _width(k_size), _width(v_size), q_grain, k_grain, v_grain),
-        *(page_size, page_words, kv_len > 0 and kv_len % TILE == 0, pair_grain),
+        *(page_size, page_words, is_even, pair_grain),
         *(_last_stride(visible), _last_stride(bias), same, is_same_bias, has_cap, _dot_type(q.dtype), is_band),
     )
     arguments = (out, lse, shared, *tensors, 1.0, 1.0, *_NO_BAND, *numbers, *constants)
