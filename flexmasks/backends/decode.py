@@ -1,4 +1,7 @@
-"""Backend "decode": a few queries, with the mask as a tensor, or on a GPU as an interval of keys for each query."""
+"""Backend "decode": a few queries, with the mask as a tensor.
+
+On a GPU, a mask that is a band is no tensor: the kernel gets its numbers.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +69,7 @@ def _scores_held(call: Call, most: int) -> int:
 
 
 def finds_last_queries(call: Call) -> bool:
-    """Return whether the kernel finds the last queries of each sequence by itself, from the lengths of sequences."""
+    """Return whether the kernel finds the last queries of sequences by their lengths."""
     has_no_bias = call.score_mod is None or call.cap is not None
     return call.q.device.type in _ON_GPU and has_no_bias and call.intervals() is not None
 

@@ -214,7 +214,10 @@ class DecodeRenewal:
         return stream, *(recorded.turn for recorded in self._recorded)
 
     def lend(self, tensors: Sequence[Tensor]) -> GpuDecode:
-        """Return the call with these tensors, until another one is lent; the caller holds LOCK if anything is lent."""
+        """Return the call with these tensors.
+
+        If the call has recorded operations, it holds until another one is lent, and the caller holds LOCK.
+        """
         table = _as_table(tensors[-1]) if self._has_pages else None
         if self._q_len is not None:
             tensors = [*tensors, offset_of_last(tensors[-2], self._q_len)]

@@ -38,7 +38,10 @@ def _clipped(number, least, most):
 
 @triton.jit
 def _place_in_band(band, element, is_element):
-    """Return where the queries of an element start, and the number of its keys, both int64."""
+    """Return the position of an element's first query, and the number of its keys.
+
+    They are int64.
+    """
     q_starts, kv_lens, q_starts_stride, kv_lens_stride, q_start, _, _, kv_len, queries = band
     b = element.to(tl.int64)
     length = b * 0 + kv_len
@@ -54,7 +57,7 @@ def _place_in_band(band, element, is_element):
 
 @triton.jit
 def _keys_of_band(band, first_query, last_query, start, length):
-    """Return the keys that some of an element's queries see, the first one and the end."""
+    """Return the first key that some of an element's queries see, and the end of such keys."""
     _, _, _, _, _, left, right, _, _ = band
     first = _clipped(start + first_query - left, 0, length)
     end = _clipped(start + last_query + right + 1, first, length)

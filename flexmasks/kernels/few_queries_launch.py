@@ -29,7 +29,10 @@ _launches: dict[Hashable, _Launch] = {}
 
 
 class _Launch(NamedTuple):
-    """Arguments of the kernels for calls of one layout, but for tensors, scale, cap and band."""
+    """Arguments of the kernels for calls of one layout.
+
+    Tensors, scale, cap and band are not among them.
+    """
 
     attend: Callable[..., Any]  # takes all arguments
     attend_numbers: tuple[int, ...]

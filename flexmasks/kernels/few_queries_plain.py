@@ -127,7 +127,10 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, page_table: Tensor | None, seen: Tensor,
     weight: Tensor | None, bias: Tensor | None, scale: float, cap: float | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return output and lse of queries that see the keys marked in `seen`, [1 or B, 1 or H, 1 or Q, KV]."""
+    """Return output and lse of queries that see marked keys.
+
+    seen: bool [1 or B, 1 or H, 1 or Q, KV].
+    """
     batch, heads, queries, _ = q.shape
     kv_len = seen.shape[-1]
     seen = seen.expand(batch, heads, queries, kv_len)

@@ -1,6 +1,6 @@
-"""Masks whose queries see intervals of keys, in the form that kernels of few queries take.
+"""Masks whose queries see intervals of keys.
 
-Nothing is computed for such a mask: the kernels read where queries start and how many keys sequences have.
+Nothing is computed for such a mask of a few queries: kernels read where queries start and how many keys sequences have.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from flexmasks.spec.values import Mask
 
 @dataclass(frozen=True)
 class Intervals:
-    """A mask of the keys from `left` keys before to `right` keys after a query's position, both included.
+    """A mask of the keys around a query's position.
 
-    A bound of None means that there is none.
-
+    left, right: numbers of keys before and after the position, both included. None means that there is no bound.
     offset: the position of the first query, or of each batch element's; None if the queries are the last ones.
     lens: the number of keys of each batch element; None for all keys.
     """
@@ -40,9 +39,9 @@ class Intervals:
 
 
 def intervals_of(mask: Mask, size: Size, offset: Offset) -> Intervals | None:
-    """Return a mask as intervals, or None if it is no band, but for padding behind the keys.
+    """Return a mask as intervals, or None.
 
-    No value of a tensor is read.
+    It must be a band, and may hide the keys behind the lengths of sequences. No value of a tensor is read.
     """
     bands: list[Band] = []
     lens: Tensor | None = None
