@@ -57,7 +57,7 @@ def _place_in_band(band, element, is_element):
 
 @triton.jit
 def _keys_of_band(band, first_query, last_query, start, length):
-    """Return the first key that some of an element's queries see, and the end of such keys."""
+    """Return the first key that some of an element's queries see, and the end."""
     _, _, _, _, _, left, right, _, _ = band
     first = _clipped(start + first_query - left, 0, length)
     end = _clipped(start + last_query + right + 1, first, length)

@@ -67,10 +67,13 @@ def attend_band(
     with_lse: without it, the lse is None.
     """
     tensors = _Tensors(q, k, v, page_table, None, None, None, None, None, q_starts, kv_lens, weight, bias)
-    start = _LAST if q_start is None else q_start
-    most = _FARTHEST
-    band = start, most if left is None else min(left, most), most if right is None else min(right, most)
+    band = _LAST if q_start is None else q_start, _distance(left), _distance(right)
     return _run(tensors, scale, cap, band, with_lse)
+
+
+def _distance(bound: int | None) -> int:
+    """Return a bound of a band as an int32."""
+    return _FARTHEST if bound is None else max(-_FARTHEST, min(bound, _FARTHEST))
 
 
 class _Tensors(NamedTuple):
