@@ -381,9 +381,10 @@ def _planned_at_end(q: Tensor, k: Tensor, v: Tensor, request: Request, kv_lens: 
     Where they start is computed only for kernels that do not find the last queries themselves. In the plans of the
     other kernels, which read no offset, the lengths stand in its place.
     """
-    planned = _planned(q, k, v, request._replace(q_offset=kv_lens))
-    if decode.finds_last_queries(planned.call):
-        return planned
+    if decode.has_own_kernels(q.device):
+        planned = _planned(q, k, v, request._replace(q_offset=kv_lens))
+        if decode.finds_last_queries(planned.call):
+            return planned
     where_last = _kept_offset_of_last(kv_lens, q.shape[2])
     return _planned(q, k, v, request._replace(q_offset=where_last))._replace(where_last=where_last)
 

@@ -68,10 +68,15 @@ def _scores_held(call: Call, most: int) -> int:
     return batch * heads * q_len * kv_len
 
 
+def has_own_kernels(device: torch.device) -> bool:
+    """Return whether the library's own kernels run calls on a device."""
+    return device.type in _ON_GPU
+
+
 def finds_last_queries(call: Call) -> bool:
-    """Return whether the kernel finds the last queries of sequences by their lengths."""
+    """Return whether the library's own kernels find the last queries of sequences by their lengths."""
     has_no_bias = call.score_mod is None or call.cap is not None
-    return call.q.device.type in _ON_GPU and has_no_bias and call.intervals() is not None
+    return has_no_bias and call.intervals() is not None
 
 
 def run(call: Call) -> Result:

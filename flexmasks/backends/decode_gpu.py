@@ -121,7 +121,7 @@ class _Lent(NamedTuple):
         return self.recorded.lend([tensors[n] for n in self.inputs])
 
 
-class _Intervals(NamedTuple):
+class _RenewedIntervals(NamedTuple):
     """Intervals whose tensors are among a call's tensors.
 
     without_tensors: the intervals, with None in place of tensors.
@@ -133,7 +133,7 @@ class _Intervals(NamedTuple):
     lens: int | None
 
     @classmethod
-    def of(cls, intervals: Intervals, made_from: Intervals, places: dict[int, int]) -> _Intervals | None:
+    def of(cls, intervals: Intervals, made_from: Intervals, places: dict[int, int]) -> _RenewedIntervals | None:
         """Return None if a tensor is not among the call's tensors.
 
         made_from: the same intervals with the call's own tensors.
@@ -160,11 +160,13 @@ class DecodeRenewal:
     With pages, the last two tensors are the lengths of the sequences and the page table.
 
     mask, added: how the mask, and what the score change adds, come from a call's tensors.
-    q_len: the number of queries if they are the last ones of each sequence, and where they start is one more tensor
-        that is needed, behind the others.
+    q_len: the number of queries if recorded operations read where the last queries of each sequence start, from one
+        more tensor behind the others; else None.
     """
 
-    def __init__(self, call: GpuDecode, mask: _Lent | _Intervals, added: _Lent | None, q_len: int | None) -> None:
+    def __init__(
+        self, call: GpuDecode, mask: _Lent | _RenewedIntervals, added: _Lent | None, q_len: int | None
+    ) -> None:
         self._fixed = call.cap, call.scale, call.with_lse
         self._mask, self._added, self._q_len, self._has_pages = mask, added, q_len, call.table is not None
         self._recorded = [part.recorded for part in (mask, added) if isinstance(part, _Lent)]
@@ -188,9 +190,9 @@ class DecodeRenewal:
         places = {id(t): n for n, t in enumerate(held)}
         if isinstance(mask, GivenPlan) or len(places) < len(held):
             return None
-        own_mask: _Lent | _Intervals | None
+        own_mask: _Lent | _RenewedIntervals | None
         if isinstance(call.mask, Intervals):
-            own_mask = _Intervals.of(call.mask, cast(Intervals, mask.intervals), places)
+            own_mask = _RenewedIntervals.of(call.mask, cast(Intervals, mask.intervals), places)
         else:
             own_mask = _Lent.of(mask.whole[1], mask.inputs, places)
         added = None
@@ -200,8 +202,8 @@ class DecodeRenewal:
                 return None
         if own_mask is None:
             return None
-        is_needed = any(isinstance(part, _Lent) and len(tensors) in part.inputs for part in (own_mask, added))
-        return cls(call, own_mask, added, mask.size.q_len if is_needed else None)
+        reads_where_last = any(isinstance(part, _Lent) and len(tensors) in part.inputs for part in (own_mask, added))
+        return cls(call, own_mask, added, mask.size.q_len if reads_where_last else None)
 
     def __call__(self, tensors: Sequence[Tensor]) -> RenewedDecode | GpuDecode:
         """Return the call with these tensors."""
