@@ -571,8 +571,9 @@ def test_bands_compile_and_compute_nothing_later(way: str, monkeypatch: pytest.M
 
     def step(lens: Tensor, window: int) -> list[Tensor]:
         masks = ["causal", flexmasks.get_mask("sliding_window", window=window)]
-        outs = [flexmasks.attention(q, k, v, mask=mask, q_offset=lens) for mask in masks]
-        return [*outs, *(flexmasks.paged_attention(q, *pool, table, lens, mask=mask) for mask in masks)]
+        outs = [flexmasks.attention(q, k, v, mask=mask, q_offset=lens, backend="decode") for mask in masks]
+        paged = (flexmasks.paged_attention(q, *pool, table, lens, mask=mask, backend="decode") for mask in masks)
+        return [*outs, *paged]
 
     lens = [torch.randint(1, 4096, (BATCH,)) for _ in range(6)]
     for n in range(2):
