@@ -144,12 +144,7 @@ def run_paged(
     if result is not None:
         return result
     check_cache(PAGED, q, k_cache, v_cache, page_table, kv_lens)
-    request = _with_values(request)
-    where_last = None
-    if request.q_offset is None:
-        where_last = _kept_offset_of_last(kv_lens, q.shape[2])
-        request = request._replace(q_offset=where_last)
-    return _run_pages(q, k_cache, v_cache, page_table, kv_lens, request, known, where_last)
+    return _run_pages(q, k_cache, v_cache, page_table, kv_lens, _with_values(request), known)
 
 
 def _known_pages(
@@ -184,18 +179,18 @@ def _run_pages(
     kv_lens: Tensor,
     request: Request,
     known: tuple[Hashable, list[Tensor]] | None,
-    where_last: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return output and lse (or None) of a checked call with pages.
 
+    A q_offset of None means that the queries are the last ones of each sequence.
+
     known: the call's key and tensors, if a replay may be kept.
-    where_last: where the queries start, if they are the last ones of each sequence.
     """
-    if _may_read_pages(q, k_cache, v_cache, page_table.shape[1] * k_cache.shape[1], request, where_last is not None):
-        replay, result = _run_in_pages(q, k_cache, v_cache, page_table, kv_lens, request, where_last)
+    if _may_read_pages(q, k_cache, v_cache, page_table.shape[1] * k_cache.shape[1], request):
+        replay, result = _run_in_pages(q, k_cache, v_cache, page_table, kv_lens, request)
         if result is not None:
             if known is not None and replay is not None:
-                _keep(*known, *replay, where_last)
+                _keep(*known, *replay)
             return result
     return _run_without_pages(q, k_cache, v_cache, page_table, kv_lens, request)
 
@@ -204,6 +199,8 @@ def _run_without_pages(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, kv_lens: Tensor, request: Request
 ) -> tuple[Tensor, Tensor | None]:
     """Return output and lse (or None) of a checked call whose kernel reads no pages."""
+    if request.q_offset is None:
+        request = request._replace(q_offset=_kept_offset_of_last(kv_lens, q.shape[2]))
     if _may_gather_pages(q, k_cache, v_cache):
         return _run_gathered(q, k_cache, v_cache, page_table, kv_lens, request)
     page_size = k_cache.shape[1]
@@ -329,7 +326,6 @@ def _run_in_pages(
     page_table: Tensor,
     kv_lens: Tensor,
     request: Request,
-    where_last: Tensor | None,
 ) -> tuple[tuple[Replay, _Planned] | None, tuple[Tensor, Tensor | None] | None]:
     """Run a checked call by a kernel that reads each sequence's own pages only.
 
@@ -340,12 +336,14 @@ def _run_in_pages(
     length = page_table.shape[1] * page_size
     # Planning reads sizes of k and v only: these have the sizes of the keys of each sequence by themselves.
     k, v = (x.as_strided((len(q), x.shape[2], length, x.shape[3]), (0, 0, 0, 1)) for x in (k_cache, v_cache))
-    planned = _planned(q, k, v, request._replace(mask=request.mask & get_mask("padding", seq_lens=kv_lens)))
+    are_last = request.q_offset is None
+    own = request._replace(mask=request.mask & get_mask("padding", seq_lens=kv_lens))
+    planned = _planned_at_end(q, k, v, own, kv_lens) if are_last else _planned(q, k, v, own)
     call, name = planned.call, request.backend
     kind = "pages", call.kind
     band = None
-    if where_last is not None and isinstance(planned.mask, MaskPlan) and name != "decode":
-        band = band_of(cast(Mask, request.mask), unread(planned.mask.size, where_last))
+    if are_last and isinstance(planned.mask, MaskPlan) and name != "decode":
+        band = band_of(cast(Mask, request.mask), unread(planned.mask.size, kv_lens))
     is_for_fa4 = fa4.refuses_pages(call, band) is None and OUTCOMES.get(kind) is None
     decode_kind = "pages of decode", call.kind
     is_for_decode = name != "fa4" and decode.refuses(call) is None and OUTCOMES.get(decode_kind) is None
@@ -364,7 +362,7 @@ def _run_in_pages(
     if not is_for_decode:
         return None, None
     try:
-        replay = decode.replay_of(call, page_table, page_size)
+        replay = decode.replay_of(call, page_table, page_size, are_last)
         return (replay, planned), replay(q, k_cache, v_cache)
     except Exception as error:  # kernels raise errors of any type
         if name != "auto" or compat.out_of_memory(error) is not None:
@@ -376,11 +374,22 @@ def _run_in_pages(
         return None, result
 
 
-def _may_read_pages(q: Tensor, k_cache: Tensor, v_cache: Tensor, length: int, request: Request, are_last: bool) -> bool:
-    """Return whether a kernel that reads pages may run a call, before it is planned.
+def _planned_at_end(q: Tensor, k: Tensor, v: Tensor, request: Request, kv_lens: Tensor) -> _Planned:
+    """Plan a call whose queries are the last ones of each sequence.
 
-    are_last: the queries are the last ones of each sequence.
+    Where they start is computed only for kernels that do not find the last queries themselves. In the plans of the
+    other kernels, which read no offset, the lengths stand in its place.
     """
+    if decode.has_own_kernels(q.device):
+        planned = _planned(q, k, v, request._replace(q_offset=kv_lens))
+        if decode.finds_last_queries(planned.call):
+            return planned
+    where_last = _kept_offset_of_last(kv_lens, q.shape[2])
+    return _planned(q, k, v, request._replace(q_offset=where_last))._replace(where_last=where_last)
+
+
+def _may_read_pages(q: Tensor, k_cache: Tensor, v_cache: Tensor, length: int, request: Request) -> bool:
+    """Return whether a kernel that reads pages may run a call, before it is planned."""
     device = q.device.type
     if request.backend not in ("auto", "decode", "fa4") or device not in ("cpu", "cuda") or compat.is_compiling():
         return False
@@ -389,7 +398,9 @@ def _may_read_pages(q: Tensor, k_cache: Tensor, v_cache: Tensor, length: int, re
     is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined] # public, and not listed
     if _learns((q, k_cache, v_cache)) or is_traced or autocasts(device):
         return False
-    return (are_last and device in _FA4_ON and fa4.is_installed()) or decode.are_few(q.shape[2], length, q.device)
+    return (request.q_offset is None and device in _FA4_ON and fa4.is_installed()) or decode.are_few(
+        q.shape[2], length, q.device
+    )
 
 
 def explain(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Explanation:
@@ -482,11 +493,8 @@ def _replayed(
         return None
 
 
-def _keep(key: Hashable, tensors: list[Tensor], replay: Replay, planned: _Planned, where_last: Any = None) -> None:
-    """Keep a call's replay, for the same tensors, and its renewal, for others.
-
-    where_last: where queries start, a tensor, if they are the last ones of each sequence of a paged cache.
-    """
+def _keep(key: Hashable, tensors: list[Tensor], replay: Replay, planned: _Planned) -> None:
+    """Keep a call's replay, for the same tensors, and its renewal, for others."""
     if not planned.call.holds_aliases:
         return
     _REPLAYS.put(key, tensors, replay, ENTRY + replay.nbytes)
@@ -496,7 +504,7 @@ def _keep(key: Hashable, tensors: list[Tensor], replay: Replay, planned: _Planne
     if isinstance(replay, fa4.PagedCall):
         renewal = replay.renewed if len(tensors) == _OF_PAGES else None
     elif isinstance(replay, GpuDecode):
-        renewal = DecodeRenewal.of(replay, planned.mask, planned.score, tensors, where_last)
+        renewal = DecodeRenewal.of(replay, planned.mask, planned.score, tensors, planned.where_last)
     else:
         renewal = Renewal.of(replay, planned.mask, planned.score, planned.aliases, tensors)
     if renewal is not None:
@@ -622,6 +630,7 @@ class _Planned(NamedTuple):
     mask: MaskPlan | GivenPlan
     score: ScorePlan | None
     aliases: Aliases
+    where_last: Tensor | None = None  # where the last queries of each sequence start, if the plans read it
 
 
 def _run_first_time(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Result, _Planned | None]:
@@ -684,6 +693,7 @@ def _planned(q: Tensor, k: Tensor, v: Tensor, request: Request) -> _Planned:
         v=v,
         what=mask_plan.what if score is None else f"{mask_plan.what} with score {score!r}",
         window=lambda: mask_plan.window,
+        intervals=lambda: mask_plan.intervals,
         cap=None if score is None else cap_of(score, size),
         whole=None if isinstance(mask_plan, GivenPlan) else lambda: mask_plan.whole[0],
         added=None if score_plan is None else lambda: score_plan.added[0],

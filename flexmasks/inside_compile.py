@@ -218,6 +218,7 @@ def _call_of(
         v=v,
         what=repr(mask),
         window=lambda: window,
+        intervals=lambda: None,
         cap=None if score is None else cap_of(score, size),
         whole=None,
         added=None,

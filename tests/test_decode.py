@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -21,6 +23,8 @@ from flexmasks.backends import decode, decode_cpu
 from flexmasks.backends.added import is_added
 from flexmasks.calls import _planned
 from flexmasks.plans import recorded
+from flexmasks.plans.intervals import Intervals
+from flexmasks.plans.whole import Whole
 from flexmasks.request import Request
 from flexmasks.spec.examples import example, on_device
 
@@ -410,6 +414,216 @@ def test_a_serving_loop_waits_for_nothing_and_can_be_captured(way: str) -> None:
             place.copy_(new)
         graph.replay()
         for out, want in zip(outs, step(lens.clone(), held.clone()), strict=True):
+            assert torch.equal(out, want)
+
+
+# --- bands ---
+
+
+def bands() -> dict[str, flexmasks.Mask]:
+    """Return masks that kernels on a GPU take as intervals of keys."""
+    window = flexmasks.get_mask("sliding_window", window=30)
+    return {
+        "causal": flexmasks.get_mask("causal"),
+        "full": flexmasks.get_mask("full"),
+        "window": window,
+        "local": flexmasks.get_mask("local", left=20, right=9),
+        "both": flexmasks.get_mask("local", left=50, right=3) & "causal",
+        "padded": window & flexmasks.get_mask("padding", seq_lens=torch.tensor([0, 100, LENGTH])),
+    }
+
+
+def replay_of(qkv: list[Tensor], mask: Any, offset: int | Tensor = 0, **more: Any) -> Any:
+    call = _planned(*qkv, Request(flexmasks.get_mask(mask), q_offset=offset, backend="decode", **more)).call
+    assert decode.refuses(call) is None
+    return decode.replay_of(call)
+
+
+@pytest.mark.parametrize("q_len", [1, 4, 17])
+@pytest.mark.parametrize("name", ["causal", "full", "window", "local", "both", "padded"])
+def test_bands(name: str, q_len: int, way: str) -> None:
+    """Queries before the end of the keys, at it and behind it; no mask is computed."""
+    mask = bands()[name]
+    for n in range(4):
+        offsets = [torch.randint(0, 2 * LENGTH, (BATCH,)), torch.randint(0, LENGTH - q_len, (BATCH,)), 0, 100]
+        for dtype in (torch.float32, torch.float16):
+            check(tensors(q_len, dtype=dtype), mask, offsets[n])
+        if way != "cpu":
+            assert isinstance(replay_of(tensors(q_len), mask, offsets[n]).mask, Intervals)
+    if way != "cpu":
+        assert flexmasks.cache_info()["whole"].entries == 0
+
+
+@pytest.mark.parametrize("q_len", [1, 4, 17])
+@pytest.mark.parametrize("name", ["causal", "full", "window", "local", "both"])
+def test_bands_in_pages(name: str, q_len: int, way: str) -> None:
+    """The queries are the last ones of each sequence, or start elsewhere; a sequence may have no keys."""
+    mask = bands()[name]
+    table = torch.randperm(BATCH * LENGTH // 16).view(BATCH, -1)
+    q, k, v = tensors(q_len)
+    pool = [pages_of(x, table, 16) for x in (k, v)]
+    for _ in range(4):
+        lens = torch.randint(q_len, LENGTH + 1, (BATCH,))
+        lens[torch.randint(BATCH, ())] = 0
+        whole = mask & flexmasks.get_mask("padding", seq_lens=lens)
+        for offset in (None, (lens - q_len - 3).clamp(min=0), 5):
+            more: dict[str, Any] = {"return_lse": True}
+            out, lse = flexmasks.paged_attention(
+                q, *pool, table, lens, mask=mask, q_offset=offset, backend="decode", **more
+            )
+            starts = (lens - q_len).clamp(min=0) if offset is None else offset
+            want, want_lse = flexmasks.attention(q, k, v, mask=whole, q_offset=starts, backend="reference", **more)
+            assert error(out, want.double().cpu()) < TOLERANCE[torch.float32]
+            check_lse(lse, want_lse.double().cpu(), 1e-5)
+    if way != "cpu":
+        assert flexmasks.cache_info()["whole"].entries == 0
+
+
+def test_what_is_no_band(way: str) -> None:
+    """Other masks are tensors: windows of tensors, several paddings, and queries that see no key at all."""
+    if way == "cpu":
+        pytest.skip("on a CPU every mask is a tensor")
+    lens = torch.tensor([5, 100, LENGTH])
+    padding = flexmasks.get_mask("padding", seq_lens=lens)
+    masks: list[Any] = [
+        flexmasks.get_mask("sliding_window", window=torch.tensor(30)),
+        padding & flexmasks.get_mask("padding", seq_lens=lens - 1),
+        ~flexmasks.get_mask("causal"),
+        lambda b, h, q, kv: q >= kv,
+    ]
+    for mask in masks:
+        check(tensors(3), mask, 60)
+        assert isinstance(replay_of(tensors(3), mask, 60).mask, Whole)
+
+
+def test_values_of_bands_are_checked() -> None:
+    """For the first tensors of a kind on a GPU, and on a CPU for all."""
+    with pytest.raises(ValueError, match="`q_offset` must be at least 0"):
+        flexmasks.attention(*tensors(1), mask="causal", q_offset=torch.tensor([3, -1, 3]), backend="decode")
+    seq_lens = torch.tensor([3, LENGTH + 1, 3])
+    with pytest.raises(ValueError, match="seq_lens"):
+        flexmasks.attention(*tensors(1), mask="padding", seq_lens=seq_lens, backend="decode")
+
+
+def test_replays_of_bands_follow_their_tensors(way: str) -> None:
+    """New tensors at each step, tensors that change in place, and scores that are made for each of them."""
+    q, k, v = tensors(2)
+    slopes = torch.rand(HEADS)
+    window = flexmasks.get_mask("sliding_window", window=30)
+    offset = torch.tensor([7, 70, 140])
+    for n in range(5):
+        for mask in ("causal", window):
+            check([q, k, v], mask, offset)
+            check([q, k, v], mask, offset.int())
+            for _ in range(2):
+                own: dict[str, Any] = {"mask": mask, "q_offset": offset, "score": "alibi", "slopes": slopes}
+                want = flexmasks.attention(q, k, v, backend="reference", **own)
+                assert error(flexmasks.attention(q, k, v, backend="decode", **own), want.double().cpu()) < 1e-5
+        if n % 2:
+            offset.add_(1)
+        else:
+            offset = offset + 2
+
+
+def test_replays_hold_none_of_the_users_tensors() -> None:
+    offset, seq_lens = torch.tensor([7, 70, 140]), torch.tensor([10, 100, 150])
+    for _ in range(3):
+        offset, seq_lens = offset + 1, seq_lens + 1
+        mask = flexmasks.get_mask("causal") & flexmasks.get_mask("padding", seq_lens=seq_lens)
+        flexmasks.attention(*tensors(2), mask=mask, q_offset=offset, backend="decode")
+    refs = [weakref.ref(t) for t in (offset, seq_lens)]
+    del offset, seq_lens, mask
+    gc.collect()
+    assert [ref() for ref in refs] == [None, None]
+
+
+@short_and_campaign(40, 1000)
+def test_random_bands(examples: int) -> None:
+    bound = st.one_of(st.none(), st.integers(0, 100))
+    sizes = st.tuples(st.integers(1, 6), st.integers(1, 300), st.integers(1, 3), st.sampled_from([(1, 1), (6, 2)]))
+    try_examples(examples, _check_band, sizes, bound, bound, st.booleans(), st.integers(0, 3))
+
+
+def _check_band(
+    sizes: tuple[int, int, int, tuple[int, int]], left: int | None, right: int | None, is_padded: bool, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    q_len, kv_len, batch, (heads, kv_heads) = sizes
+    if q_len > 4 and kv_len < 8 * q_len:
+        return
+    mask = flexmasks.get_mask("full" if right is None else "causal")
+    if left is not None:
+        mask = flexmasks.get_mask("local", left=left, right=kv_len if right is None else right)
+    if is_padded:
+        mask &= flexmasks.get_mask("padding", seq_lens=torch.randint(0, kv_len + 1, (batch,)))
+    offset = torch.randint(0, kv_len + 50, (batch,))
+    check(tensors(q_len, kv_len, batch=batch, heads=heads, kv_heads=kv_heads), mask, offset)
+
+
+@pytest.mark.gpu
+def test_bands_compile_and_compute_nothing_later(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the first step, a step with new numbers launches the kernels of attention, and what the caller computes."""
+    if way != "cuda":
+        pytest.skip("needs a GPU")
+    q, k, v = tensors(1, 4096, dtype=torch.float16)
+    table = torch.arange(BATCH * 4096 // 16).view(BATCH, -1).int()
+    pool = [pages_of(x, table.long(), 16) for x in (k, v)]
+
+    def step(lens: Tensor, window: int) -> list[Tensor]:
+        masks = ["causal", flexmasks.get_mask("sliding_window", window=window)]
+        outs = [flexmasks.attention(q, k, v, mask=mask, q_offset=lens, backend="decode") for mask in masks]
+        paged = (flexmasks.paged_attention(q, *pool, table, lens, mask=mask, backend="decode") for mask in masks)
+        return [*outs, *paged]
+
+    lens = [torch.randint(1, 4096, (BATCH,)) for _ in range(6)]
+    for n in range(2):
+        step(lens[n], 100)
+
+    def compiled(*_: Any) -> None:
+        raise AssertionError("a kernel is compiled")
+
+    launch = pytest.importorskip("flexmasks.kernels.few_queries_launch")
+    monkeypatch.setattr(launch, "_compiled", compiled)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step(lens[2], 100)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    kernels = {e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA}
+    assert kernels == {"attend_kernel", "join_kernel"}
+    step(lens[3], 200)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("q_len", [1, 4])
+def test_bands_in_a_graph(q_len: int, way: str) -> None:
+    """A replay sees positions, lengths and tables that have changed in place."""
+    if way != "cuda":
+        pytest.skip("needs a GPU")
+    q, k, v = tensors(q_len, 4096, dtype=torch.float16)
+    table = torch.arange(BATCH * 4096 // 16).view(BATCH, -1).int()
+    pool = [pages_of(x, table.long(), 16) for x in (k, v)]
+    lens, starts = torch.full((BATCH,), 50), torch.full((BATCH,), 40)
+    window = flexmasks.get_mask("sliding_window", window=300)
+    slopes = torch.rand(HEADS)
+
+    def step(lens: Tensor, starts: Tensor) -> list[Tensor]:
+        more: list[dict[str, Any]] = [{"mask": "causal"}, {"mask": window, "score": "alibi", "slopes": slopes}]
+        outs = [flexmasks.attention(q, k, v, q_offset=starts, **m) for m in more]
+        padded = flexmasks.get_mask("causal") & flexmasks.get_mask("padding", seq_lens=lens)
+        outs.append(flexmasks.attention(q, k, v, q_offset=starts, mask=padded))
+        return [*outs, *(flexmasks.paged_attention(q, *pool, table, lens, **m) for m in more)]
+
+    step(lens, starts)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = step(lens, starts)
+    for _ in range(20):
+        lens.copy_(torch.randint(q_len, 4097, (BATCH,)))
+        starts.copy_(torch.randint(0, 4500, (BATCH,)))
+        graph.replay()
+        for out, want in zip(outs, step(lens.clone(), starts.clone()), strict=True):
             assert torch.equal(out, want)
 
 

@@ -23,8 +23,9 @@ from helpers import DEVICES, TOLERANCE, check_lse, error, label, try_examples
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flexmasks.kernels.few_queries import attend_few
-from flexmasks.kernels.few_queries_plain import plain_attend_few
+from flexmasks.kernels import few_queries
+from flexmasks.kernels.few_queries import attend_band, attend_few
+from flexmasks.kernels.few_queries_plain import plain_attend_band, plain_attend_few
 from flexmasks.kernels.visible_tiles import visible_tiles
 
 triton = pytest.importorskip("triton")
@@ -78,6 +79,9 @@ class Call:
     bias: tuple[int, int, int] | None = None
     kinds: str = "epf"  # of tiles: empty, partial, full
     seed: int = 0
+    band: tuple[int | None, int | None] | None = None  # left and right of a band, in place of lists of tiles
+    starts: int | str = "each"  # where the queries of a band start: a number, "each" its own, or "last"
+    has_lens: bool = False  # of a band: sequences have lengths of their own
 
 
 @dataclass
@@ -100,25 +104,10 @@ def made(call: Call) -> Made:
         return torch.randint(most, shape, generator=generator)
 
     kv_len = call.kv_len if not call.page_size else -(-call.kv_len // call.page_size) * call.page_size
-    n_tiles = -(-kv_len // 128)
-
-    # Outside of partial tiles `visible` holds random values that nobody may read.
-    kinds = number(len(call.kinds), *call.lists, n_tiles)
-    is_full = by_key(torch.tensor([k == "f" for k in call.kinds])[kinds], kv_len)
-    is_partial = by_key(torch.tensor([k == "p" for k in call.kinds])[kinds], kv_len)
-    visible = torch.rand(*call.visible, call.queries, kv_len, generator=generator) < 0.4
-    visible &= torch.rand(*call.visible, call.queries, 1, generator=generator) < 0.8  # some queries see nothing
-    mask = (is_full | (is_partial & visible)).expand(call.batch, call.heads, call.queries, kv_len)
-    lists = []
-    for kind in "pf":
-        counts = torch.zeros(call.lists, dtype=torch.int32)
-        tiles = torch.full((*call.lists, n_tiles), 2**31 - 1, dtype=torch.int32)
-        for b in range(call.lists[0]):
-            for h in range(call.lists[1]):
-                of_kind = [t for t in range(n_tiles) if call.kinds[kinds[b, h, t]] == kind]
-                counts[b, h] = len(of_kind)
-                tiles[b, h, : len(of_kind)] = torch.tensor(of_kind, dtype=torch.int32)[torch.randperm(len(of_kind))]
-        lists += [counts, tiles]
+    if call.band is None:
+        mask, seen = made_lists(call, kv_len, number, generator)
+    else:
+        mask, seen = made_band(call, kv_len, number)
 
     q = normal(call.batch, call.heads, call.queries, call.k_size)
     is_read = mask.any(2).any(1)  # [B, KV]
@@ -165,7 +154,57 @@ def made(call: Call) -> Made:
 
     weight, bias = change(call.weight, 1), change(call.bias, kv_len)
     out, lse = oracle(q, k, v, mask, 0.3, call.cap, weight, bias)
-    return Made([q, *given, table, *lists, visible, weight, bias, 0.3, call.cap], out, lse)
+    seen, numbers = (seen, []) if call.band is None else (seen[:2], seen[2:])
+    return Made([q, *given, table, *seen, weight, bias, 0.3, call.cap, *numbers], out, lse)
+
+
+def made_lists(
+    call: Call, kv_len: int, number: Callable[..., Tensor], generator: torch.Generator
+) -> tuple[Tensor, list[Any]]:
+    """Return a random mask [B, H, Q, KV], and its lists of tiles with `visible`."""
+    n_tiles = -(-kv_len // 128)
+    # Outside of partial tiles `visible` holds random values that nobody may read.
+    kinds = number(len(call.kinds), *call.lists, n_tiles)
+    is_full = by_key(torch.tensor([k == "f" for k in call.kinds])[kinds], kv_len)
+    is_partial = by_key(torch.tensor([k == "p" for k in call.kinds])[kinds], kv_len)
+    visible = torch.rand(*call.visible, call.queries, kv_len, generator=generator) < 0.4
+    visible &= torch.rand(*call.visible, call.queries, 1, generator=generator) < 0.8  # some queries see nothing
+    mask = (is_full | (is_partial & visible)).expand(call.batch, call.heads, call.queries, kv_len)
+    lists = []
+    for kind in "pf":
+        counts = torch.zeros(call.lists, dtype=torch.int32)
+        tiles = torch.full((*call.lists, n_tiles), 2**31 - 1, dtype=torch.int32)
+        for b in range(call.lists[0]):
+            for h in range(call.lists[1]):
+                of_kind = [t for t in range(n_tiles) if call.kinds[kinds[b, h, t]] == kind]
+                counts[b, h] = len(of_kind)
+                tiles[b, h, : len(of_kind)] = torch.tensor(of_kind, dtype=torch.int32)[torch.randperm(len(of_kind))]
+        lists += [counts, tiles]
+
+    return mask, [*lists, visible]
+
+
+def made_band(call: Call, kv_len: int, number: Callable[..., Tensor]) -> tuple[Tensor, list[Any]]:
+    """Return the mask [B, H, Q, KV] of a band, pair by pair, and the band's arguments."""
+    assert call.band is not None
+    (left, right), starts, lens = call.band, None, None
+    if call.has_lens:
+        lens = number(kv_len + 1, call.batch).int()
+        lens[0] = 0 if call.batch > 2 else kv_len
+    if call.starts == "each":
+        starts = number(kv_len + call.queries + 20, call.batch)
+    mask = torch.zeros(call.batch, 1, call.queries, kv_len, dtype=torch.bool)
+    for b in range(call.batch):
+        length = kv_len if lens is None else int(lens[b])
+        start = call.starts
+        if not isinstance(start, int):
+            start = max(0, length - call.queries) if starts is None else int(starts[b])
+        for i in range(call.queries):
+            low = 0 if left is None else max(0, start + i - left)
+            high = length if right is None else max(0, min(length, start + i + right + 1))
+            mask[b, 0, i, low:high] = True
+    start = call.starts if isinstance(call.starts, int) else None
+    return mask.expand(-1, call.heads, -1, -1), [starts, lens, start, left, right]
 
 
 def by_key(of_tile: Tensor, kv_len: int) -> Tensor:
@@ -197,7 +236,8 @@ def run(arguments: list[Any], device: str) -> tuple[Tensor, Tensor]:
     for n in (0, 1, 2):  # moving to another device keeps strides only of tensors without holes
         if isinstance(arguments[n], Tensor) and device != "cpu":
             there[n] = strided_like(there[n], arguments[n])
-    return launch.attend(*there) if INTERPRETED else attend_few(*there)
+    name = "attend_few" if isinstance(arguments[8], Tensor) and arguments[8].dtype == torch.bool else "attend_band"
+    return (getattr(launch, name) if INTERPRETED else getattr(few_queries, name))(*there)
 
 
 def strided_like(tensor: Tensor, other: Tensor) -> Tensor:
@@ -215,7 +255,8 @@ def check(call: Call, device: str = "cpu") -> None:
     check_lse(lse, want.lse, 1e-4 if call.dtype == FP32 else TOLERANCE[call.dtype])
     assert torch.all(out.cpu()[want.lse == -math.inf] == 0)
     if INTERPRETED:
-        plain_out, plain_lse = plain_attend_few(*want.arguments)
+        plain = plain_attend_few if call.band is None else plain_attend_band
+        plain_out, plain_lse = plain(*want.arguments)
         assert error(out, plain_out.double()) < TOLERANCE[call.dtype]
         check_lse(lse, plain_lse.double(), 1e-5 if call.dtype == FP32 else 1e-3)
 
@@ -439,21 +480,117 @@ def test_shares_cover_all_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     check(Call(batch=11, heads=1, key_heads=1, kv_len=400, lists=(11, 1), visible=(1, 1), seed=3))
 
 
-# --- the operator ---
+# --- bands ---
+
+CAUSAL, WINDOW, LOCAL, FULL = (None, 0), (100, 0), (130, 40), (None, None)
+
+
+@on_devices
+@pytest.mark.parametrize(
+    ("band", "queries", "starts", "page_size"),
+    in_short(
+        [(CAUSAL, 1, "each", 0), (CAUSAL, 4, "last", 16), (WINDOW, 1, "last", 16), (WINDOW, 17, "each", 7),
+         (LOCAL, 1, "each", 16), (LOCAL, 4, "last", 0), (FULL, 4, 0, 7), ((7, None), 4, "each", 16)],
+        [CAUSAL, WINDOW, LOCAL, FULL, (7, None)], [1, 4, 17], ["each", "last", 0, 250], [0, 7, 16],
+    ),
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("has_lens", [False, True])
+def test_bands(band: Any, queries: int, starts: int | str, page_size: int, has_lens: bool, device: str) -> None:
+    """Queries that start before, among and behind the keys, and sequences without keys."""
+    for seed in range(1 if INTERPRETED else 4):
+        call = Call(3, 4, 2, queries, 280, dtype=FP16, page_size=page_size, band=band, starts=starts, seed=seed)
+        check(replace(call, has_lens=has_lens), device)
+
+
+@on_devices
+@pytest.mark.parametrize("change", in_short(["none", "by query", "weight of each row"], list(CHANGES)))
+def test_scores_of_bands(change: str, device: str) -> None:
+    for has_lens in (False, True):
+        check(Call(queries=5, cap=30.0, kv_len=200, band=LOCAL, has_lens=has_lens, **CHANGES[change]), device)
+    check(Call(queries=5, kv_len=384, band=CAUSAL, **CHANGES[change]), device)
+
+
+@on_devices
+@pytest.mark.parametrize("processors", [1, 40, 1000])
+def test_shares_of_bands(processors: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_processors", lambda device: processors)
+    monkeypatch.setattr(launch, "_launches", {})
+    monkeypatch.setattr(launch, "_FEW_COUNTS", 2)
+    monkeypatch.setattr(launch, "_MAX_COUNTS", 4)
+    for starts in ("each", "last"):
+        call = Call(
+            7, 2, 1, 2, 700 if INTERPRETED else 1300, band=(300, 5), starts=starts, has_lens=True, seed=processors
+        )
+        check(call, device)
+
+
+@on_devices
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64])
+def test_numbers_of_bands(dtype: torch.dtype, device: str) -> None:
+    """Positions and lengths of any dtype and strides."""
+    call = made(Call(kv_len=100, band=CAUSAL, has_lens=True))
+    call.arguments[4:6] = [x.to(dtype).repeat_interleave(2)[::2] for x in call.arguments[4:6]]
+    out, lse = run(call.arguments, device)
+    assert error(out, call.out) < 1e-5
+    check_lse(lse, call.lse, 1e-4)
+
+
+@on_devices
+@pytest.mark.parametrize("starts", [0, 2**31 - 1, "each"])
+def test_large_numbers_of_bands(starts: int | str, device: str) -> None:
+    for band in ((2**31 - 1, 2**31 - 1), (2**40, 2**40), (2**31 - 150, 0)):
+        check(Call(kv_len=200, band=band, starts=starts), device)
+
+
+@on_devices
+def test_no_keys_of_bands(device: str) -> None:
+    call = made(Call(band=CAUSAL))
+    call.arguments[1:3] = [t[:, :, :0] for t in call.arguments[1:3]]
+    out, lse = run(call.arguments, device)
+    assert torch.all(out == 0)
+    assert torch.all(lse == -math.inf)
+    batch = [a[:0] if isinstance(a, Tensor) else a for a in call.arguments]
+    assert run(batch, device)[0].shape == (0, 4, 1, 16)
+
+
+def band_calls() -> st.SearchStrategy[Call]:
+    """Return random calls of bands."""
+    bounds = st.one_of(st.none(), st.sampled_from([0, 1, 50, 128, 1000]))
+    starts = st.sampled_from(["each", "each", "last", 0, 127, 128, 5000])
+    return st.builds(replace, calls(), band=st.tuples(bounds, bounds), starts=starts, has_lens=st.booleans())
+
+
+@on_devices
+def test_random_bands(device: str) -> None:
+    try_examples({"cpu": 8 if INTERPRETED else 60, "cuda": 20}[device], lambda call: check(call, device), band_calls())
+
+
+@on_devices
+@pytest.mark.campaign
+def test_many_random_bands(device: str) -> None:
+    try_examples(200, lambda call: check(call, device), band_calls())
+
+
+# --- the operators ---
 
 
 @pytest.mark.skipif(INTERPRETED, reason="runs the plain version")
 @pytest.mark.parametrize("call", [Call(), Call(page_size=16, cap=2.0, weight=(1, 1, 1), bias=(2, 4, 1), dtype=BF16)])
 def test_opcheck(call: Call) -> None:
     torch.library.opcheck(attend_few, made(call).arguments)
+    torch.library.opcheck(attend_band, made(replace(call, band=LOCAL, has_lens=True)).arguments)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="runs the plain version")
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_inside_compile(dynamic: bool) -> None:
-    compiled = torch.compile(lambda *a: attend_few(*a), fullgraph=True, backend="eager", dynamic=dynamic)
-    for kv_len in (300, 500):
-        call = made(Call(page_size=16, kv_len=kv_len))
+    functions = {
+        band: torch.compile(lambda *a, attend=attend: attend(*a), fullgraph=True, backend="eager", dynamic=dynamic)
+        for band, attend in ((None, attend_few), (CAUSAL, attend_band))
+    }
+    for kv_len, (band, compiled) in itertools.product((300, 500), functions.items()):
+        call = made(Call(page_size=16, kv_len=kv_len, band=band))
         out, lse = compiled(*call.arguments)
         assert error(out, call.out) < 1e-5
         check_lse(lse, call.lse, 1e-4)
@@ -461,10 +598,11 @@ def test_inside_compile(dynamic: bool) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_no_derivatives(device: str) -> None:
-    arguments = [a.to(device) if isinstance(a, Tensor) else a for a in made(Call()).arguments]
-    out, _ = attend_few(arguments[0].requires_grad_(), *arguments[1:])
-    with pytest.raises(NotImplementedError, match=r"attend_few has no derivatives; flexmasks\.attention takes"):
-        out.sum().backward()
+    for name, band in (("attend_few", None), ("attend_band", CAUSAL)):
+        arguments = [a.to(device) if isinstance(a, Tensor) else a for a in made(Call(band=band)).arguments]
+        out, _ = getattr(few_queries, name)(arguments[0].requires_grad_(), *arguments[1:])
+        with pytest.raises(NotImplementedError, match=rf"{name} has no derivatives; flexmasks\.attention takes"):
+            out.sum().backward()
 
 
 def test_float64() -> None:
@@ -494,12 +632,22 @@ WRONG: dict[str, Callable[[list[Any]], Any]] = {
 
 
 @on_devices
+@pytest.mark.parametrize(("name", "place"), [("q_starts", 4), ("kv_lens", 5)])
+def test_errors_of_bands(name: str, place: int, device: str) -> None:
+    arguments = made(Call(band=CAUSAL, has_lens=True)).arguments
+    for wrong in (torch.zeros(2), torch.zeros(3, dtype=torch.int32), torch.zeros(2, 1, dtype=torch.int32)):
+        arguments[place] = wrong
+        with pytest.raises(ValueError, match=f"{name} must be"):
+            run(arguments, device)
+
+
+@on_devices
 @pytest.mark.parametrize("message", WRONG)
 def test_errors(message: str, device: str) -> None:
     arguments = WRONG[message](made(Call()).arguments)
     there = [a.to(device) if isinstance(a, Tensor) else a for a in arguments]
     with pytest.raises(ValueError, match=message):
-        (launch.attend if INTERPRETED else attend_few)(*there)
+        (launch.attend_few if INTERPRETED else attend_few)(*there)
 
 
 def test_calls_are_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -514,16 +662,27 @@ def test_calls_are_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
         nonlocal count
         count += event in ("call", "c_call")
 
-    launch.attend(*arguments)
+    launch.attend_few(*arguments)
     again = [a.clone() if isinstance(a, Tensor) else a for a in arguments]
     sys.setprofile(counted)
-    launch.attend(*again)
+    launch.attend_few(*again)
     sys.setprofile(None)
     assert launched == ["attend_kernel", "join_kernel"] * 2
     assert len(launch._launches) == 1
     assert count < 60  # three for each of eleven tensors, and some
-    launch.attend(*made(Call(queries=2)).arguments)
+    launched.clear()
+    count = 0
+    banded = made(Call(page_size=16, kv_len=2000, cap=3.0, band=CAUSAL, has_lens=True)).arguments
+    launch.attend_band(*banded)
+    again = [a.clone() if isinstance(a, Tensor) else a for a in banded]
+    sys.setprofile(counted)
+    launch.attend_band(*again)
+    sys.setprofile(None)
+    assert launched == ["attend_kernel", "join_kernel"] * 2
     assert len(launch._launches) == 2
+    assert count < 60
+    launch.attend_few(*made(Call(queries=2)).arguments)
+    assert len(launch._launches) == 3
 
 
 # --- what is compiled ---
@@ -548,11 +707,18 @@ def test_growing_caches_compile_few_kernels(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(launch, "_launches", {})
     monkeypatch.setattr(launch, "_compiled", compiled)
     for kv_len in [*range(200, 300, 3), 256, 384, 1000, 1024]:
-        launch.attend(*made(Call(kv_len=kv_len)).arguments)
+        launch.attend_few(*made(Call(kv_len=kv_len)).arguments)
     assert len(kernels) <= 4  # lengths that are multiples of 128, of 8, and others; and the kernel that joins shares
     for batch in range(2, 9):
-        launch.attend(*made(Call(batch=batch, kv_len=1024, lists=(batch, 1), visible=(batch, 1))).arguments)
+        launch.attend_few(*made(Call(batch=batch, kv_len=1024, lists=(batch, 1), visible=(batch, 1))).arguments)
     assert len(kernels) <= 4
+    kernels.clear()
+    for n in (1, 100, 128, 200, 256, 1000, 1024):
+        for band in ((None, 0), (n, 0), (n, n), (None, None)):
+            launch.attend_band(*made(Call(batch=1 + n % 5, kv_len=n, band=band, has_lens=True)).arguments)
+            launch.attend_band(*made(Call(kv_len=n, band=band, has_lens=True, starts="last")).arguments)
+            launch.attend_band(*made(Call(kv_len=n, band=band, has_lens=True, starts=n)).arguments)
+    assert len(kernels) <= 4  # each kernel, and of the first one the form without shares
 
 
 def compiled_for_hopper(kernel: Any, _programs: int, warps: int, arguments: tuple[Any, ...]) -> Any:
@@ -585,8 +751,25 @@ def compiled_for_hopper(kernel: Any, _programs: int, warps: int, arguments: tupl
         Call(8, 8, 1, kv_len=8192, k_size=128, v_size=128, dtype=BF16, page_size=16, bias=(1, 8, 1), cap=30.0),
         Call(8, 32, 8, 17, 8192, k_size=128, v_size=128, dtype=BF16, page_size=256, table=torch.int64),
         Call(8, 4, 4, kv_len=8192, k_size=64, v_size=64, dtype=FP32),
+        Call(8, 32, 8, kv_len=8192, k_size=128, v_size=128, dtype=BF16, band=(None, 0)),
+        Call(8, 32, 8, 4, 8192, k_size=128, v_size=128, dtype=BF16, band=(100, 0), page_size=16, has_lens=True),
+        Call(
+            8,
+            8,
+            1,
+            4,
+            8192,
+            k_size=64,
+            v_size=64,
+            dtype=FP16,
+            band=(None, 0),
+            page_size=256,
+            starts="last",
+            has_lens=True,
+            bias=(1, 8, 1),
+        ),
     ],
-    ids=["contiguous", "pages-of-8", "pages-of-16", "pages-of-256", "float32"],
+    ids=["contiguous", "pages-of-8", "pages-of-16", "pages-of-256", "float32", "band", "band-pages", "band-bias"],
 )
 def test_loads_are_wide_and_ahead(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys and values come by asynchronous copies of 16 bytes, two steps ahead, in both loops."""
@@ -600,7 +783,8 @@ def test_loads_are_wide_and_ahead(call: Call, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(launch, "_launches", {})
     monkeypatch.setattr(launch, "_processors", lambda device: 132)
     monkeypatch.setattr(launch, "_compiled", compiled)
-    launch.attend(*made(replace(call, batch=2, kv_len=call.kv_len // 8)).arguments)  # the same layout but for sizes
+    attend = launch.attend_few if call.band is None else launch.attend_band
+    attend(*made(replace(call, batch=2, kv_len=call.kv_len // 8)).arguments)  # the same layout but for sizes
     text, named, warps = made_kernels[0]
     copies = re.findall(r"cp\.async\.c[ag]\.shared\.global[^;]*?, (0x[0-9a-f]+|\d+)", text)
     assert {int(n, 0) for n in copies} == {16}

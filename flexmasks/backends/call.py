@@ -14,6 +14,7 @@ from flexmasks import compat
 from flexmasks.blocks.counts import Blocks
 from flexmasks.cache import Cache
 from flexmasks.plans.data import FirstAsData, MaskData
+from flexmasks.plans.intervals import Intervals
 from flexmasks.plans.whole import Added, Whole
 from flexmasks.plans.windows import Window
 from flexmasks.spec.bands import Sequences
@@ -81,6 +82,7 @@ class Call:
     v: Tensor
     what: str  # the mask, and the score if there is one, as their authors call them
     window: Callable[[], Window | None]  # the mask as a window, if it is one
+    intervals: Callable[[], Intervals | None]  # the mask as intervals of keys, if it is a band with any offset
     cap: float | None  # the cap, if the score change is a soft-cap
     whole: Callable[[], Whole] | None  # the whole mask, made without a value read on the host; None for given blocks
     added: Callable[[], Added] | None  # what the score change adds; only if it only adds

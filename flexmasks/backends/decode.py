@@ -1,4 +1,7 @@
-"""Backend "decode": a few queries, with the mask as a tensor."""
+"""Backend "decode": a few queries, with the mask as a tensor.
+
+On a GPU, a mask that is a band is no tensor: the kernel gets its numbers.
+"""
 
 from __future__ import annotations
 
@@ -59,8 +62,21 @@ def _scores_held(call: Call, most: int) -> int:
     (batch, heads, q_len, _), kv_len = call.q.shape, call.k.shape[2]
     adds = call.score_mod is not None and call.cap is None
     if call.q.device.type in _ON_GPU and not adds and batch * heads * q_len * kv_len > most:
+        if call.intervals() is not None:
+            return 0
         batch, heads = dependence(call.mask_mod(), batch, heads, call.q.device, reads_values=False)
     return batch * heads * q_len * kv_len
+
+
+def has_own_kernels(device: torch.device) -> bool:
+    """Return whether the library's own kernels run calls on a device."""
+    return device.type in _ON_GPU
+
+
+def finds_last_queries(call: Call) -> bool:
+    """Return whether the library's own kernels find the last queries of sequences by their lengths."""
+    has_no_bias = call.score_mod is None or call.cap is not None
+    return has_no_bias and call.intervals() is not None
 
 
 def run(call: Call) -> Result:
@@ -70,12 +86,14 @@ def run(call: Call) -> Result:
 
 
 def replay_of(
-    call: Call, table: Tensor | None = None, page_size: int = 0
+    call: Call, table: Tensor | None = None, page_size: int = 0, are_last: bool = False
 ) -> decode_cpu.CpuDecode | decode_gpu.GpuDecode:
     """Return a call without q, k and v.
 
     With a page table, int [B, P], it is called with caches [n_pages, page_size, Hkv, D or Dv] in place of k and v.
+
+    are_last: the queries are the last ones of each sequence.
     """
     if call.q.device.type in _ON_GPU:
-        return decode_gpu.GpuDecode.of(call, table)
+        return decode_gpu.GpuDecode.of(call, table, are_last)
     return decode_cpu.CpuDecode.of(call, None if table is None else decode_cpu.Pages(table.detach(), page_size))

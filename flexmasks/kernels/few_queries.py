@@ -1,4 +1,4 @@
-"""The operator torch.ops.flexmasks.attend_few: attention of few queries to many keys.
+"""The operators torch.ops.flexmasks.attend_few and attend_band: attention of few queries to many keys.
 
 attend_few(q, k, v, page_table, partial_counts, partial, full_counts, full, visible, weight, bias, scale, cap) is the
 output [B, H, Q, V], in the dtype of q, and the log-sum-exp of the visible scores, float32 [B, H, Q]. A query that sees
@@ -14,6 +14,19 @@ partial_counts, partial: int32 [1 or B, 1 or H] and [1 or B, 1 or H, ...], for e
 full_counts, full: the same of the tiles of which all queries see all keys. No other tile is read, and no key from KV
     on. No tile is in both lists.
 visible: bool [1 or B, 1 or H, Q, KV], the keys that each query sees. It is read in partial tiles only.
+
+attend_band(q, k, v, page_table, q_starts, kv_lens, weight, bias, scale, cap, q_start, left, right) is the same for a
+mask that is a band: the query at position p sees the keys p - left..p + right. Nothing is computed for it before the
+kernel, which reads the positions.
+
+q_starts: None or integers [B], the position of each first query, which may lie before or behind all keys.
+q_start: the position for all batch elements if there are no q_starts; None if the queries are the last ones of each
+    sequence, the first of them at least at 0.
+kv_lens: None or integers [B], the number of keys of each sequence, if it is not KV. Later keys are not read.
+left, right: None for all keys on that side, or whole numbers of which the sum is at least 0.
+
+Both operators:
+
 weight, bias: None or float32 [1 or B, 1 or H, 1 or Q, 1] and [1 or B, 1 or H, 1 or Q, KV]; weight * bias, or bias if
     there is no weight, is added to the scores. So the biases of ALiBi take no memory for each head.
 scale, cap: a score is scale * (q . k), and with a cap then cap * tanh(score / cap), before anything is added.
@@ -21,9 +34,9 @@ scale, cap: a score is scale * (q . k), and with a cap then cap * tanh(score / c
 The last stride of q, k, v and page_table is 1, other strides are free. Keys that no query sees may hold anything, NaN
 included; the values of keys that some queries see must be finite for the others too.
 
-Triton kernels run the operator on a GPU in float16, bfloat16 and float32 with head sizes that are multiples of 8 up to
-256, and plain torch runs it elsewhere. No value is read on the host: a CUDA graph can capture the operator. It has no
-derivatives: a backward pass raises NotImplementedError.
+Triton kernels run the operators on a GPU in float16, bfloat16 and float32 with head sizes that are multiples of 8 up to
+256, and plain torch runs them elsewhere. No value is read on the host: a CUDA graph can capture the operators. They
+have no derivatives: a backward pass raises NotImplementedError.
 
 Example, one query that sees the first 200 of 256 keys, thus all keys of tile 0 and some keys of tile 1:
 
@@ -33,17 +46,24 @@ Example, one query that sees the first 200 of 256 keys, thus all keys of tile 0 
 >>> out, lse = attend_few(q, k, v, None, count, tile + 1, count, tile, visible, None, None, 0.25, None)
 >>> out.shape, lse.shape
 (torch.Size([1, 4, 1, 16]), torch.Size([1, 4, 1]))
+
+The same as a band:
+
+>>> same, _ = attend_band(q, k, v, None, torch.tensor([199]), None, None, None, 0.25, None, None, None, 0)
+>>> torch.allclose(same, out)
+True
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from flexmasks.kernels.few_queries_plain import plain_attend_few
+from flexmasks.kernels.few_queries_plain import plain_attend_band, plain_attend_few
 
 _TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _LARGEST_SIZE = 256  # of a head, for the Triton kernels
@@ -54,29 +74,39 @@ _library.define(
     "-> (Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
+_library.define(
+    "attend_band(Tensor q, Tensor k, Tensor v, Tensor? page_table, Tensor? q_starts, Tensor? kv_lens, "
+    "Tensor? weight, Tensor? bias, float scale, float? cap, int? q_start, int? left, int? right) -> (Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
 attend_few = torch.ops.flexmasks.attend_few.default
+attend_band = torch.ops.flexmasks.attend_band.default
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, page_table: Tensor | None,
-    partial_counts: Tensor, partial: Tensor, full_counts: Tensor, full: Tensor, visible: Tensor,
-    weight: Tensor | None, bias: Tensor | None, scale: float, cap: float | None, *, with_lse: bool,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Run the operator without torch's dispatcher, which takes 20 microseconds.
+_PLAIN: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+    "attend_few": plain_attend_few,
+    "attend_band": plain_attend_band,
+}
+
+
+def attend_directly(name: str, arguments: tuple[Any, ...], *, with_lse: bool) -> tuple[Tensor, Tensor | None]:
+    """Run an operator without torch's dispatcher, which takes 20 microseconds.
 
     Only for plain tensors that need no gradients, where no compiler, mode or transform of torch watches.
+
+    name: "attend_few" or "attend_band".
+    with_lse: without it, the lse is None.
     """
-    arguments = (
-        q, k, v, page_table, partial_counts, partial, full_counts, full, visible, weight, bias, scale, cap,
-    )  # fmt: skip
+    q, _, v, *_ = arguments
     if q.is_cuda and runs_on_triton(q.dtype, q.shape[-1], v.shape[-1]):
         from flexmasks.kernels import few_queries_launch  # Triton is not installed on every system
 
+        launch: Callable[..., tuple[Tensor, Tensor | None]] = getattr(few_queries_launch, name)
         if q.device.index == torch.cuda.current_device():  # Triton launches on the current device
-            return few_queries_launch.attend(*arguments, with_lse)
+            return launch(*arguments, with_lse)
         with torch.cuda.device(q.device):
-            return few_queries_launch.attend(*arguments, with_lse)
-    out, lse = plain_attend_few(*arguments)
+            return launch(*arguments, with_lse)
+    out, lse = _PLAIN[name](*arguments)
     return out, lse if with_lse else None
 
 
@@ -89,10 +119,15 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, page_table: Tensor | None, *_: object
     return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
-def _no_backward(_ctx: Any, *_: Any) -> NoReturn:
-    raise NotImplementedError("attend_few has no derivatives; flexmasks.attention takes q, k and v that need gradients")
+def _no_backward(name: str, _ctx: Any, *_: Any) -> NoReturn:
+    raise NotImplementedError(f"{name} has no derivatives; flexmasks.attention takes q, k and v that need gradients")
 
 
-_library.impl("attend_few", functools.partial(attend, with_lse=True), "CompositeExplicitAutograd")
-torch.library.register_fake("flexmasks::attend_few", _fake, lib=_library)
-torch.library.register_autograd("flexmasks::attend_few", _no_backward, lib=_library)
+def _run(name: str, *arguments: Any) -> tuple[Tensor, Tensor | None]:
+    return attend_directly(name, arguments, with_lse=True)
+
+
+for _name in _PLAIN:
+    _library.impl(_name, functools.partial(_run, _name), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"flexmasks::{_name}", _fake, lib=_library)
+    torch.library.register_autograd(f"flexmasks::{_name}", functools.partial(_no_backward, _name), lib=_library)

@@ -1,8 +1,11 @@
 """Triton kernels of attention for few queries.
 
-The first kernel reads the keys and values of all listed tiles once. With S bytes of keys and values behind the tiles it
-moves S bytes, a byte for each query and key of partial tiles, and 4 bytes for each bias. Where an element's
+The first kernel reads the keys and values of all tiles once. With S bytes of keys and values behind the tiles it moves
+S bytes, a byte for each query and key of partial tiles that are listed, and 4 bytes for each bias. Where an element's
 tiles are shared out, programs write 4 (size of values + 1) bytes for each row and share, which the second kernel reads.
+
+The mask comes in one of two forms: as lists of partial and full tiles, with a byte for each query and key, or with BAND
+as an interval of keys for each query. Programs compute the tiles of a band from its numbers.
 
 A row is one query of one query head. An element is what a list of tiles belongs to: a batch element, or with lists by
 head a query head of it. A program takes a share of one element's tiles, one key head, and up to ROWS rows. All shares
@@ -20,50 +23,101 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flexmasks.kernels import few_queries_plain
+
+_TILE: tl.constexpr = tl.constexpr(few_queries_plain.TILE)
 _LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 _LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def _counts(
-    partial_counts, full_counts, element, elements,
-    partial_batch, partial_head, full_batch, full_head, LIST_HEADS: tl.constexpr,
-):  # fmt: skip
-    """Return the numbers of partial and of full tiles; 0 beyond the last element."""
-    b = (element // LIST_HEADS).to(tl.int64)
-    h = (element % LIST_HEADS).to(tl.int64)
+def _clipped(number, least, most):
+    """Return a number as int32, after a clip."""
+    return tl.minimum(tl.maximum(number, least), most).to(tl.int32)
+
+
+@triton.jit
+def _place_in_band(band, element, is_element):
+    """Return the position of an element's first query, and the number of its keys.
+
+    They are int64.
+    """
+    q_starts, kv_lens, q_starts_stride, kv_lens_stride, q_start, _, _, kv_len, queries = band
+    b = element.to(tl.int64)
+    length = b * 0 + kv_len
+    if kv_lens is not None:
+        own_length = tl.load(kv_lens + b * kv_lens_stride, mask=is_element, other=0).to(tl.int64)
+        length = tl.maximum(tl.minimum(own_length, length), 0)
+    if q_starts is not None:
+        start = tl.load(q_starts + b * q_starts_stride, mask=is_element, other=0).to(tl.int64)
+    else:
+        start = tl.where(q_start < 0, tl.maximum(length - queries, 0), b * 0 + q_start)
+    return start, length
+
+
+@triton.jit
+def _keys_of_band(band, first_query, last_query, start, length):
+    """Return the first key that some of an element's queries see, and the end."""
+    _, _, _, _, _, left, right, _, _ = band
+    first = _clipped(start + first_query - left, 0, length)
+    end = _clipped(start + last_query + right + 1, first, length)
+    return first, end
+
+
+@triton.jit
+def _tiles_of_band(band, element, is_element):
+    """Return the tiles of an element.
+
+    They are the first tile, the first full tile, the end of the full tiles, and the end. Tiles before and behind the
+    full ones are partial. An element beyond the last one has none.
+    """
+    _, _, _, _, _, left, right, _, queries = band
+    start, length = _place_in_band(band, element, is_element)
+    first_key, end_key = _keys_of_band(band, 0, queries - 1, start, length)
+    first = first_key // _TILE
+    end = tl.where(is_element & (first_key < end_key), tl.cdiv(end_key, _TILE), first)
+    for_all = _clipped(start + queries - 1 - left, 0, length)  # the first key that all queries see
+    end_for_all = _clipped(start + right + 1, 0, length)
+    first_full = tl.minimum(tl.maximum(tl.cdiv(for_all, _TILE), first), end)
+    end_full = tl.minimum(tl.maximum(end_for_all // _TILE, first_full), end)
+    return first, first_full, end_full, end
+
+
+@triton.jit
+def _counts(tiles, element, elements, LIST_HEADS: tl.constexpr, BAND: tl.constexpr):
+    """Return the numbers of partial and of full tiles; 0 beyond the last element.
+
+    tiles: with BAND the band, else the counts of both lists and their strides.
+    """
     is_element = element < elements
-    partial = tl.load(partial_counts + b * partial_batch + h * partial_head, mask=is_element, other=0)
-    full = tl.load(full_counts + b * full_batch + h * full_head, mask=is_element, other=0)
+    if BAND:
+        first, first_full, end_full, end = _tiles_of_band(tiles, element, is_element)
+        full = end_full - first_full
+        partial = end - first - full
+    else:
+        partial_counts, full_counts, partial_batch, partial_head, full_batch, full_head = tiles
+        b = (element // LIST_HEADS).to(tl.int64)
+        h = (element % LIST_HEADS).to(tl.int64)
+        partial = tl.load(partial_counts + b * partial_batch + h * partial_head, mask=is_element, other=0)
+        full = tl.load(full_counts + b * full_batch + h * full_head, mask=is_element, other=0)
     return partial, full
 
 
 @triton.jit
-def _tiles_of_share(
-    partial_counts, full_counts, elements, shares,
-    partial_batch, partial_head, full_batch, full_head,
-    LIST_HEADS: tl.constexpr, COUNTS: tl.constexpr,
-):  # fmt: skip
+def _tiles_of_share(tiles, elements, shares, LIST_HEADS: tl.constexpr, COUNTS: tl.constexpr, BAND: tl.constexpr):
     """Return the most tiles of a share.
 
     An element with n tiles has ceil(n / most) shares. Together these are at most `shares`.
     """
     total = tl.zeros((), tl.int32)
     for start in range(0, elements, COUNTS):
-        partial, full = _counts(
-            partial_counts, full_counts, start + tl.arange(0, COUNTS), elements,
-            partial_batch, partial_head, full_batch, full_head, LIST_HEADS,
-        )  # fmt: skip
+        partial, full = _counts(tiles, start + tl.arange(0, COUNTS), elements, LIST_HEADS, BAND)
         total += tl.sum(partial + full)
     return tl.maximum(tl.cdiv(total, shares - elements), 1)
 
 
 @triton.jit
-def _element_of_share(
-    partial_counts, full_counts, share, most, elements,
-    partial_batch, partial_head, full_batch, full_head,
-    LIST_HEADS: tl.constexpr, COUNTS: tl.constexpr,
-):  # fmt: skip
+def _element_of_share(tiles, share, most, elements, LIST_HEADS: tl.constexpr, COUNTS: tl.constexpr, BAND: tl.constexpr):
     """Return the element of a share and the element's first share.
 
     The element of a share without work is `elements`.
@@ -73,10 +127,7 @@ def _element_of_share(
     before = tl.zeros((), tl.int32)
     for start in range(0, elements, COUNTS):
         place = start + tl.arange(0, COUNTS)
-        partial, full = _counts(
-            partial_counts, full_counts, place, elements,
-            partial_batch, partial_head, full_batch, full_head, LIST_HEADS,
-        )  # fmt: skip
+        partial, full = _counts(tiles, place, elements, LIST_HEADS, BAND)
         end = before + tl.cumsum(tl.cdiv(partial + full, most), 0)  # shares of elements up to this one
         is_earlier = (end <= share) & (place < elements)
         element += tl.sum(is_earlier.to(tl.int32))
@@ -86,18 +137,11 @@ def _element_of_share(
 
 
 @triton.jit
-def _shares_before(
-    partial_counts, full_counts, element, most, elements,
-    partial_batch, partial_head, full_batch, full_head,
-    LIST_HEADS: tl.constexpr, COUNTS: tl.constexpr,
-):  # fmt: skip
+def _shares_before(tiles, element, most, LIST_HEADS: tl.constexpr, COUNTS: tl.constexpr, BAND: tl.constexpr):
     """Return the number of shares of all elements before one."""
     before = tl.zeros((), tl.int32)
     for start in range(0, element, COUNTS):
-        partial, full = _counts(
-            partial_counts, full_counts, start + tl.arange(0, COUNTS), element,
-            partial_batch, partial_head, full_batch, full_head, LIST_HEADS,
-        )  # fmt: skip
+        partial, full = _counts(tiles, start + tl.arange(0, COUNTS), element, LIST_HEADS, BAND)
         before += tl.sum(tl.cdiv(partial + full, most))
     return before
 
@@ -112,9 +156,18 @@ def _tanh(x):
 
 
 @triton.jit
-def _tile_of(tiles, step, last, STEPS: tl.constexpr):
-    """Return the tile of a step, 0 for steps past the last one."""
-    return tl.load(tiles + step // STEPS, mask=step < last, other=0)
+def _tile_of(tiles, step, last, STEPS: tl.constexpr, BAND: tl.constexpr):
+    """Return the tile of a step, 0 for steps past the last one.
+
+    tiles: a pointer to a list, or with BAND the first tile, the number of tiles up to a gap, and the tiles in the gap.
+    """
+    if BAND:
+        first, leading, gap = tiles
+        place = step // STEPS
+        tile = tl.where(step < last, first + place + tl.where(place < leading, 0, gap), 0)
+    else:
+        tile = tl.load(tiles + step // STEPS, mask=step < last, other=0)
+    return tile
 
 
 @triton.jit
@@ -226,19 +279,25 @@ def _attend_tiles(
     K_GRAIN: tl.constexpr, V_GRAIN: tl.constexpr, KEYS: tl.constexpr, STEPS: tl.constexpr,
     PAGE_SIZE: tl.constexpr, PAGE_WORDS: tl.constexpr, EVEN: tl.constexpr, GRAIN: tl.constexpr,
     VISIBLE_KEY: tl.constexpr, BIAS_KEY: tl.constexpr, SAME: tl.constexpr, SAME_BIAS: tl.constexpr, CAP: tl.constexpr,
-    DOT: tl.constexpr, STAGES: tl.constexpr, PARTIAL: tl.constexpr,
+    DOT: tl.constexpr, STAGES: tl.constexpr, BAND: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """Add the tiles of steps first..last - 1 to a running softmax, in base 2.
 
+    tiles: see `_tile_of`.
     visible, bias: pointers to the rows' first keys; `visible` is read in partial tiles only. With SAME, and with
     SAME_BIAS, it is one pointer for all rows. Both are carried through the loop as they are: Triton does not pipeline
-    a loop over values that it converts after loading them.
+    a loop over values that it converts after loading them. With BAND, `visible` is the interval of keys that some query
+    sees, and the ones of the rows.
     weight: one number for each row, or None.
     """
-    start = _start_of(_tile_of(tiles, first, last, STEPS), first, KEYS, STEPS)
-    next_tile = _tile_of(tiles, first + 1, last, STEPS)
+    LISTED: tl.constexpr = PARTIAL and not BAND
+    ALL: tl.constexpr = (EVEN or BAND) and not PARTIAL  # all keys of the tiles exist: those of a band's full tiles do
+    start = _start_of(_tile_of(tiles, first, last, STEPS, BAND), first, KEYS, STEPS)
+    next_tile = _tile_of(tiles, first + 1, last, STEPS, BAND)
     pages = _pages_of(table, start, kv_len, KEYS, PAGE_SIZE, PAGE_WORDS)
-    if PARTIAL:
+    if BAND:
+        first_key, end_key, first_of_row, end_of_row = visible
+    if LISTED:
         marks = _marks_of(visible, start, kv_len, is_row, KEYS, EVEN, VISIBLE_KEY, SAME)
     if bias is not None:
         biases = _bias_of(bias, start, kv_len, is_row, KEYS, EVEN, BIAS_KEY, SAME_BIAS)
@@ -246,15 +305,18 @@ def _attend_tiles(
         key = start + tl.arange(0, KEYS)
         exists = key < kv_len
         needed = exists
-        if PARTIAL and SAME:
+        if BAND and PARTIAL:
+            needed = (key >= first_key) & (key < end_key)
+            is_visible = needed[None, :]
+            if not SAME:
+                is_visible = (key[None, :] >= first_of_row[:, None]) & (key[None, :] < end_of_row[:, None])
+        elif PARTIAL and SAME:
             needed = marks != 0
             is_visible = needed[None, :]
         elif PARTIAL:
             needed = tl.max(marks.to(tl.int32), 0) != 0
             is_visible = marks != 0
-        keys = _load_rows(
-            k, start, pages, needed, k_page, k_key, K_SIZE, K_WIDTH, K_GRAIN, KEYS, PAGE_SIZE, EVEN and not PARTIAL
-        )
+        keys = _load_rows(k, start, pages, needed, k_page, k_key, K_SIZE, K_WIDTH, K_GRAIN, KEYS, PAGE_SIZE, ALL)
         scores = tl.dot(q, tl.trans(keys.to(DOT)), input_precision="ieee")
         if CAP or bias is not None:
             scores *= scale
@@ -269,7 +331,7 @@ def _attend_tiles(
             scores *= scale * _LOG2_E
         if PARTIAL:
             scores = tl.where(is_visible, scores, float("-inf"))
-        elif not EVEN:
+        elif not ALL:
             scores = tl.where(exists[None, :], scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1))
         base = tl.where(new_max == float("-inf"), 0.0, new_max)  # rows that have seen nothing
@@ -277,22 +339,22 @@ def _attend_tiles(
         kept = tl.exp2(row_max - base)
         total = total * kept + tl.sum(weights, 1)
         row_max = new_max
-        values = _load_rows(
-            v, start, pages, needed, v_page, v_key, V_SIZE, V_WIDTH, V_GRAIN, KEYS, PAGE_SIZE, EVEN and not PARTIAL
-        )
+        values = _load_rows(v, start, pages, needed, v_page, v_key, V_SIZE, V_WIDTH, V_GRAIN, KEYS, PAGE_SIZE, ALL)
         acc = tl.dot(weights.to(values.dtype).to(DOT), values.to(DOT), acc * kept[:, None], input_precision="ieee")
         start = _start_of(next_tile, step + 1, KEYS, STEPS)
         pages = _pages_of(table, start, kv_len, KEYS, PAGE_SIZE, PAGE_WORDS)
-        if PARTIAL:
+        if LISTED:
             marks = _marks_of(visible, start, kv_len, is_row, KEYS, EVEN, VISIBLE_KEY, SAME)
         if bias is not None:
             biases = _bias_of(bias, start, kv_len, is_row, KEYS, EVEN, BIAS_KEY, SAME_BIAS)
-        next_tile = _tile_of(tiles, step + 2, last, STEPS)
+        next_tile = _tile_of(tiles, step + 2, last, STEPS, BAND)
     return row_max, total, acc
 
 
-# Sizes and strides: if Triton specialized them, each value would compile another kernel.
-_NUMBERS = ["kv_len", "queries", "elements", "shares", "key_heads", "row_blocks", "rows", "lines", "table_batch"] + [
+# Sizes, strides and bounds of bands: if Triton specialized them, each value would compile another kernel.
+_NUMBERS = ["kv_len", "queries", "elements", "shares", "key_heads", "row_blocks", "rows", "lines", "table_batch"]
+_NUMBERS += ["q_start", "left", "right", "q_starts_stride", "kv_lens_stride"]
+_NUMBERS += [
     f"{tensor}_{dim}"
     for tensor in ("q", "k", "v", "visible", "weight", "bias", "partial_count", "full_count", "partial", "full")
     for dim in ("batch", "head", "query", "page", "key")
@@ -301,23 +363,25 @@ _NUMBERS = ["kv_len", "queries", "elements", "shares", "key_heads", "row_blocks"
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def attend_kernel(
-    out, lse, shared, q, k, v, table, partial_counts, partial, full_counts, full, visible, weight, bias,
-    scale, cap,
+    out, lse, shared, q, k, v, table, partial_counts, partial, full_counts, full, visible, q_starts, kv_lens,
+    weight, bias, scale, cap, q_start, left, right,
     kv_len, queries, elements, shares, key_heads, row_blocks, rows, lines,
     q_batch, q_head, q_query, k_batch, k_head, k_page, k_key, v_batch, v_head, v_page, v_key, table_batch,
     partial_count_batch, partial_count_head, full_count_batch, full_count_head,
     partial_batch, partial_head, full_batch, full_head,
-    visible_batch, visible_head, visible_query, weight_batch, weight_head, weight_query,
-    bias_batch, bias_head, bias_query,
+    visible_batch, visible_head, visible_query, q_starts_stride, kv_lens_stride,
+    weight_batch, weight_head, weight_query, bias_batch, bias_head, bias_query,
     GROUP: tl.constexpr, LIST_HEADS: tl.constexpr, COUNTS: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr,
     K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
     Q_GRAIN: tl.constexpr, K_GRAIN: tl.constexpr, V_GRAIN: tl.constexpr,
     PAGE_SIZE: tl.constexpr, PAGE_WORDS: tl.constexpr, EVEN: tl.constexpr, GRAIN: tl.constexpr,
     VISIBLE_KEY: tl.constexpr, BIAS_KEY: tl.constexpr, SAME: tl.constexpr, SAME_BIAS: tl.constexpr,
-    CAP: tl.constexpr, DOT: tl.constexpr,
+    CAP: tl.constexpr, DOT: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
     """Compute ROWS rows of a key head over one share of an element's tiles.
+
+    q_start: where the queries of all elements start if there are no q_starts; -1 if they are the last ones.
 
     Writes the result, or with SPLIT the share's result: `shared` has the rows of all shares, `lines` of them, and then
     their log-sum-exps in base 2.
@@ -330,20 +394,17 @@ def attend_kernel(
     element = share
     most = 0
     first_share = 0
+    if BAND:
+        tiles = q_starts, kv_lens, q_starts_stride, kv_lens_stride, q_start, left, right, kv_len, queries
+    else:
+        tiles = (
+            partial_counts, full_counts, partial_count_batch, partial_count_head, full_count_batch, full_count_head
+        )  # fmt: skip
     if SPLIT:
-        most = _tiles_of_share(
-            partial_counts, full_counts, elements, shares,
-            partial_count_batch, partial_count_head, full_count_batch, full_count_head, LIST_HEADS, COUNTS,
-        )  # fmt: skip
-        element, first_share = _element_of_share(
-            partial_counts, full_counts, share, most, elements,
-            partial_count_batch, partial_count_head, full_count_batch, full_count_head, LIST_HEADS, COUNTS,
-        )  # fmt: skip
+        most = _tiles_of_share(tiles, elements, shares, LIST_HEADS, COUNTS, BAND)
+        element, first_share = _element_of_share(tiles, share, most, elements, LIST_HEADS, COUNTS, BAND)
     if element < elements:
-        n_partial, n_full = _counts(
-            partial_counts, full_counts, element, elements,
-            partial_count_batch, partial_count_head, full_count_batch, full_count_head, LIST_HEADS,
-        )  # fmt: skip
+        n_partial, n_full = _counts(tiles, element, elements, LIST_HEADS, BAND)
         begin = 0
         end = n_partial + n_full
         if SPLIT:
@@ -373,14 +434,23 @@ def attend_kernel(
         table_row = table
         if PAGE_SIZE > 0:
             table_row = (table + b * table_batch).to(tl.pointer_type(tl.int32), bitcast=True)
-        partial += b * partial_batch + list_head * partial_head
-        full += b * full_batch + list_head * full_head
-        visible_bytes = visible.to(tl.pointer_type(tl.int8), bitcast=True)
-        if SAME:
-            first_head = list_head if LIST_HEADS > 1 else key_head.to(tl.int64) * GROUP
-            visible_rows = visible_bytes + (b * visible_batch + first_head * visible_head) * GRAIN
+        if BAND:
+            first_tile, first_full, end_full, _ = _tiles_of_band(tiles, element, element < elements)
+            partial_tiles = first_tile, first_full - first_tile, end_full - first_full
+            full_tiles = first_full, n_full, 0
+            start, length = _place_in_band(tiles, element, element < elements)
+            first_key, end_key = _keys_of_band(tiles, 0, queries - 1, start, length)
+            first_of_row, end_of_row = _keys_of_band(tiles, query, query, start, length)
+            visible_rows = first_key, end_key, first_of_row, end_of_row
         else:
-            visible_rows = visible_bytes + (b * visible_batch + head * visible_head + query * visible_query) * GRAIN
+            partial_tiles = partial + b * partial_batch + list_head * partial_head
+            full_tiles = full + b * full_batch + list_head * full_head
+            visible_bytes = visible.to(tl.pointer_type(tl.int8), bitcast=True)
+            if SAME:
+                first_head = list_head if LIST_HEADS > 1 else key_head.to(tl.int64) * GROUP
+                visible_rows = visible_bytes + (b * visible_batch + first_head * visible_head) * GRAIN
+            else:
+                visible_rows = visible_bytes + (b * visible_batch + head * visible_head + query * visible_query) * GRAIN
         if bias is None:
             bias_rows: tl.constexpr = None
         elif SAME_BIAS:
@@ -397,18 +467,18 @@ def attend_kernel(
         total = tl.zeros((ROWS,), tl.float32)
         acc = tl.zeros((ROWS, V_WIDTH), tl.float32)
         row_max, total, acc = _attend_tiles(
-            row_max, total, acc, q_rows, k, v, table_row, full,
+            row_max, total, acc, q_rows, k, v, table_row, full_tiles,
             tl.maximum(begin - n_partial, 0) * STEPS, tl.maximum(end - n_partial, 0) * STEPS,
             kv_len, is_row, visible_rows, weights, bias_rows, scale, cap, k_page, k_key, v_page, v_key,
             K_SIZE, V_SIZE, K_WIDTH, V_WIDTH, K_GRAIN, V_GRAIN, KEYS, STEPS, PAGE_SIZE, PAGE_WORDS, EVEN, GRAIN,
-            VISIBLE_KEY, BIAS_KEY, SAME, SAME_BIAS, CAP, DOT, STAGES, False,
+            VISIBLE_KEY, BIAS_KEY, SAME, SAME_BIAS, CAP, DOT, STAGES, BAND, False,
         )  # fmt: skip
         row_max, total, acc = _attend_tiles(
-            row_max, total, acc, q_rows, k, v, table_row, partial,
+            row_max, total, acc, q_rows, k, v, table_row, partial_tiles,
             tl.minimum(begin, n_partial) * STEPS, tl.minimum(end, n_partial) * STEPS,
             kv_len, is_row, visible_rows, weights, bias_rows, scale, cap, k_page, k_key, v_page, v_key,
             K_SIZE, V_SIZE, K_WIDTH, V_WIDTH, K_GRAIN, V_GRAIN, KEYS, STEPS, PAGE_SIZE, PAGE_WORDS, EVEN, GRAIN,
-            VISIBLE_KEY, BIAS_KEY, SAME, SAME_BIAS, CAP, DOT, STAGES, True,
+            VISIBLE_KEY, BIAS_KEY, SAME, SAME_BIAS, CAP, DOT, STAGES, BAND, True,
         )  # fmt: skip
 
         is_empty = total == 0  # NaN is not empty
@@ -432,11 +502,11 @@ def attend_kernel(
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def join_kernel(
-    out, lse, shared, partial_counts, full_counts,
-    queries, elements, shares, key_heads, row_blocks, lines,
-    partial_count_batch, partial_count_head, full_count_batch, full_count_head,
+    out, lse, shared, partial_counts, full_counts, q_starts, kv_lens, q_start, left, right,
+    kv_len, queries, elements, shares, key_heads, row_blocks, lines,
+    partial_count_batch, partial_count_head, full_count_batch, full_count_head, q_starts_stride, kv_lens_stride,
     GROUP: tl.constexpr, LIST_HEADS: tl.constexpr, COUNTS: tl.constexpr,
-    ROWS: tl.constexpr, V_SIZE: tl.constexpr, V_WIDTH: tl.constexpr, SHARES: tl.constexpr,
+    ROWS: tl.constexpr, V_SIZE: tl.constexpr, V_WIDTH: tl.constexpr, SHARES: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
     """Join the shares of one row."""
     line = tl.program_id(0)
@@ -451,18 +521,15 @@ def join_kernel(
         head = line // queries % heads
         key_head = head // GROUP
         row = head % GROUP * queries + query
-    most = _tiles_of_share(
-        partial_counts, full_counts, elements, shares,
-        partial_count_batch, partial_count_head, full_count_batch, full_count_head, LIST_HEADS, COUNTS,
-    )  # fmt: skip
-    first = _shares_before(
-        partial_counts, full_counts, element, most, elements,
-        partial_count_batch, partial_count_head, full_count_batch, full_count_head, LIST_HEADS, COUNTS,
-    )  # fmt: skip
-    n_partial, n_full = _counts(
-        partial_counts, full_counts, element, elements,
-        partial_count_batch, partial_count_head, full_count_batch, full_count_head, LIST_HEADS,
-    )  # fmt: skip
+    if BAND:
+        tiles = q_starts, kv_lens, q_starts_stride, kv_lens_stride, q_start, left, right, kv_len, queries
+    else:
+        tiles = (
+            partial_counts, full_counts, partial_count_batch, partial_count_head, full_count_batch, full_count_head
+        )  # fmt: skip
+    most = _tiles_of_share(tiles, elements, shares, LIST_HEADS, COUNTS, BAND)
+    first = _shares_before(tiles, element, most, LIST_HEADS, COUNTS, BAND)
+    n_partial, n_full = _counts(tiles, element, elements, LIST_HEADS, BAND)
     n_shares = tl.cdiv(n_partial + n_full, most)
 
     column = tl.arange(0, V_WIDTH)

@@ -17,18 +17,24 @@ import triton.language as tl
 from torch import Tensor
 
 from flexmasks.kernels.few_queries_kernel import attend_kernel, join_kernel
-from flexmasks.kernels.few_queries_plain import TILE, check
+from flexmasks.kernels.few_queries_plain import TILE, check, check_band
 
 _MAX_LAUNCHES = 4096  # launches kept; when there are more, all are dropped
 _FEW_COUNTS, _MAX_COUNTS = 64, 1024  # counts of tiles that a program loads at a time
 _SHARED_MEMORY = 227 * 2**10  # of a processor of a Hopper GPU, in bytes
+_LAST = -1  # in place of where queries start: they are the last ones of each sequence
+_FARTHEST = 2**31 - 1  # all keys of a sequence are at most that far from any query
+_NO_BAND = (0, 0, 0)
 _launches: dict[Hashable, _Launch] = {}
 
 
 class _Launch(NamedTuple):
-    """Arguments of the kernels besides tensors, for calls of one layout."""
+    """Arguments of the kernels for calls of one layout.
 
-    attend: Callable[..., Any]  # takes the tensors, numbers and constants
+    Tensors, scale, cap and band are not among them.
+    """
+
+    attend: Callable[..., Any]  # takes all arguments
     attend_numbers: tuple[int, ...]
     attend_constants: tuple[Any, ...]
     join: Callable[..., Any] | None  # None if programs write the result themselves
@@ -37,7 +43,7 @@ class _Launch(NamedTuple):
     lines: int  # rows of all shares
 
 
-def attend(
+def attend_few(
     q: Tensor, k: Tensor, v: Tensor, page_table: Tensor | None,
     partial_counts: Tensor, partial: Tensor, full_counts: Tensor, full: Tensor, visible: Tensor,
     weight: Tensor | None, bias: Tensor | None, scale: float, cap: float | None, with_lse: bool = True,
@@ -46,9 +52,65 @@ def attend(
 
     with_lse: without it, the lse is None.
     """
+    lists = partial_counts, partial, full_counts, full, visible
+    tensors = _Tensors(q, k, v, page_table, *lists, None, None, weight, bias)
+    return _run(tensors, scale, cap, _NO_BAND, with_lse)
+
+
+def attend_band(
+    q: Tensor, k: Tensor, v: Tensor, page_table: Tensor | None,
+    q_starts: Tensor | None, kv_lens: Tensor | None, weight: Tensor | None, bias: Tensor | None,
+    scale: float, cap: float | None, q_start: int | None, left: int | None, right: int | None, with_lse: bool = True,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Return output and lse; the arguments are those of the operator flexmasks::attend_band.
+
+    with_lse: without it, the lse is None.
+    """
+    tensors = _Tensors(q, k, v, page_table, None, None, None, None, None, q_starts, kv_lens, weight, bias)
+    band = _LAST if q_start is None else q_start, _distance(left), _distance(right)
+    return _run(tensors, scale, cap, band, with_lse)
+
+
+def _distance(bound: int | None) -> int:
+    """Return a bound of a band as an int32."""
+    return _FARTHEST if bound is None else max(-_FARTHEST, min(bound, _FARTHEST))
+
+
+class _Tensors(NamedTuple):
+    """Tensors in the order of the kernel's arguments."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    page_table: Tensor | None
+    # The mask as lists of tiles:
+    partial_counts: Tensor | None
+    partial: Tensor | None
+    full_counts: Tensor | None
+    full: Tensor | None
+    visible: Tensor | None
+    # The tensors of a mask that is a band:
+    q_starts: Tensor | None
+    kv_lens: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+
+    @property
+    def counts(self) -> tuple[Tensor | None, ...]:
+        """The tensors from which kernels compute the numbers of tiles."""
+        return self.partial_counts, self.full_counts, self.q_starts, self.kv_lens
+
+
+def _run(
+    tensors: _Tensors, scale: float, cap: float | None, band: tuple[int, int, int], with_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return output and lse, or None in its place.
+
+    band: where the queries start, and the most keys to the left and to the right of a query.
+    """
+    q, v = tensors.q, tensors.v
     out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device) if with_lse else None
-    tensors = (q, k, v, page_table, partial_counts, partial, full_counts, full, visible, weight, bias)
     key = (cap is None, with_lse, q.device.index, *[_layout(t) for t in tensors])
     launch = _launches.get(key)
     if launch is None:
@@ -61,9 +123,11 @@ def attend(
     shared = None  # programs write the result themselves
     if launch.join is not None:
         shared = torch.empty(launch.lines * (v.shape[-1] + 1), dtype=torch.float32, device=q.device)
-    launch.attend(out, lse, shared, *tensors, scale, cap or 0.0, *launch.attend_numbers, *launch.attend_constants)
+    launch.attend(
+        out, lse, shared, *tensors, scale, cap or 0.0, *band, *launch.attend_numbers, *launch.attend_constants
+    )
     if launch.join is not None:
-        launch.join(out, lse, shared, partial_counts, full_counts, *launch.join_numbers, *launch.join_constants)
+        launch.join(out, lse, shared, *tensors.counts, *band, *launch.join_numbers, *launch.join_constants)
     return out, lse
 
 
@@ -140,14 +204,20 @@ def _processors(device: torch.device) -> int:
 # --- a launch ---
 
 
-def _launch(results: tuple[Tensor, Tensor | None], tensors: tuple[Any, ...], has_cap: bool) -> _Launch:
+def _launch(results: tuple[Tensor, Tensor | None], tensors: _Tensors, has_cap: bool) -> _Launch:
     """Compile the kernels for the layout of some arguments, and return their launch.
 
     Raises ValueError for arguments that the operator does not take.
     """
-    check(*tensors)
+    q, k, v, page_table, *_, q_starts, kv_lens, weight, bias = tensors
+    listed: Any = tensors[4:9]
+    partial_counts, partial, full_counts, full, visible = listed
+    is_band = visible is None
+    if is_band:
+        check_band(q, k, v, page_table, q_starts, kv_lens, weight, bias)
+    else:
+        check(q, k, v, page_table, partial_counts, partial, full_counts, full, visible, weight, bias)
     out, lse = results
-    q, k, v, page_table, partial_counts, partial, full_counts, full, visible, weight, bias = tensors
     batch, heads, queries, k_size = q.shape
     v_size = v.shape[-1]
     page_size, page_words, kv_len, key_heads = 0, 0, k.shape[2], k.shape[1]
@@ -156,15 +226,17 @@ def _launch(results: tuple[Tensor, Tensor | None], tensors: tuple[Any, ...], has
         page_words = page_table.element_size() // 4
         kv_len = page_table.shape[1] * page_size
     group = heads // key_heads
-    list_heads = max(t.shape[1] for t in (partial_counts, partial, full_counts, full))
+    list_heads = 1 if is_band else max(t.shape[1] for t in listed[:4])
     elements = batch * list_heads
     rows = queries
     if list_heads == 1:  # the query heads of a key head share its tiles
         rows *= group
     else:
         key_heads = 1
-    tiles = max(1, min(-(-kv_len // TILE), partial.shape[-1] + full.shape[-1]))
-    same = rows == 1 or (queries == 1 and visible.shape[1] == 1)  # all rows of a program see the same keys
+    tiles = -(-kv_len // TILE) if is_band else min(-(-kv_len // TILE), partial.shape[-1] + full.shape[-1])
+    tiles = max(1, tiles)
+    # All rows of a program see the same keys.
+    same = rows == 1 or (queries == 1 and (is_band or visible.shape[1] == 1))
     choice = _choice(rows, k_size, v_size, q.element_size(), elements, key_heads, tiles, _processors(q.device))
     split = choice.shares > 0
     row_blocks = -(-rows // choice.rows)
@@ -175,37 +247,37 @@ def _launch(results: tuple[Tensor, Tensor | None], tensors: tuple[Any, ...], has
     k_grain, k_strides = _with_grain(_key_strides(k, page_size))
     v_grain, v_strides = _with_grain(_key_strides(v, page_size))
     count_strides = (*_strides(partial_counts, 2), *_strides(full_counts, 2))
+    band_strides = (*_strides(q_starts, 1), *_strides(kv_lens, 1))
     pair_grain, (*visible_strides, bias_batch, bias_head, bias_query) = _with_grain(
         [*_strides(visible, 3), *_strides(bias, 3)]
     )
     is_same_bias = bias_head == bias_query == 0
+    is_even = kv_len > 0 and kv_len % TILE == 0 and not (is_band and bias is None)  # a band alone makes no use of it
     lists = (list_heads, _FEW_COUNTS if elements <= _FEW_COUNTS else _MAX_COUNTS)
     numbers = (
         *(kv_len, queries, elements, choice.shares, key_heads, row_blocks, rows, lines),
         *(*q_strides, *k_strides, *v_strides, *_strides(page_table, 1)),
         *(*count_strides, *_strides(partial, 2), *_strides(full, 2)),
-        *(*visible_strides, *_strides(weight, 3), bias_batch, bias_head, bias_query),
+        *(*visible_strides, *band_strides),
+        *(*_strides(weight, 3), bias_batch, bias_head, bias_query),
     )
     constants = (
         *(group, *lists, choice.rows, choice.keys, TILE // choice.keys, choice.stages, split),
         *(k_size, v_size, _width(k_size), _width(v_size), q_grain, k_grain, v_grain),
-        *(
-            page_size,
-            page_words,
-            kv_len > 0 and kv_len % TILE == 0,
-            pair_grain,
-        ),
-        *(_last_stride(visible), _last_stride(bias), same, is_same_bias, has_cap, _dot_type(q.dtype)),
+        *(page_size, page_words, is_even, pair_grain),
+        *(_last_stride(visible), _last_stride(bias), same, is_same_bias, has_cap, _dot_type(q.dtype), is_band),
     )
-    attend = _compiled(
-        attend_kernel, programs, choice.warps, (out, lse, shared, *tensors, 1.0, 1.0, *numbers, *constants)
-    )
+    arguments = (out, lse, shared, *tensors, 1.0, 1.0, *_NO_BAND, *numbers, *constants)
+    attend = _compiled(attend_kernel, programs, choice.warps, arguments)
     if not split:
         return _Launch(attend, numbers, constants, None, (), (), 0)
-    join_numbers = (queries, elements, choice.shares, key_heads, row_blocks, lines, *count_strides)
+    join_numbers = (
+        *(kv_len, queries, elements, choice.shares, key_heads, row_blocks, lines),
+        *(*count_strides, *band_strides),
+    )
     together = 8 if choice.shares <= 8 * elements else 2**13 // _width(v_size)  # shares of a step
-    join_constants = (group, *lists, choice.rows, v_size, _width(v_size), together)
-    arguments = (out, lse, shared, partial_counts, full_counts, *join_numbers, *join_constants)
+    join_constants = (group, *lists, choice.rows, v_size, _width(v_size), together, is_band)
+    arguments = (out, lse, shared, *tensors.counts, *_NO_BAND, *join_numbers, *join_constants)
     join = _compiled(join_kernel, batch * heads * queries, 4, arguments)
     return _Launch(attend, numbers, constants, join, join_numbers, join_constants, lines)
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 TILE = 128  # keys of a tile
+_INTS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 
 
 def check(
@@ -15,10 +16,34 @@ def check(
     partial_counts: Tensor, partial: Tensor, full_counts: Tensor, full: Tensor, visible: Tensor,
     weight: Tensor | None, bias: Tensor | None,
 ) -> None:  # fmt: skip
-    """Raise ValueError for tensors that the operator does not take."""
-    batch, heads, queries, k_size = q.shape
+    """Raise ValueError for tensors that the operator attend_few does not take."""
+    kv_len = _check_keys(q, k, v, page_table)
+    batch, heads, queries, _ = q.shape
     by_batch, by_head = {1, batch}, {1, heads}
     lists = {"partial": (partial_counts, partial), "full": (full_counts, full)}
+    for name, (counts, tiles) in lists.items():
+        _expect(f"{name}_counts", counts, (torch.int32,), by_batch, by_head)
+        _expect(name, tiles, (torch.int32,), by_batch, by_head, None)
+    _expect("visible", visible, (torch.bool,), by_batch, by_head, {queries}, {kv_len})
+    _check_bias(q, kv_len, weight, bias)
+    _check_last_strides(partial=partial, full=full)
+
+
+def check_band(
+    q: Tensor, k: Tensor, v: Tensor, page_table: Tensor | None, q_starts: Tensor | None, kv_lens: Tensor | None,
+    weight: Tensor | None, bias: Tensor | None,
+) -> None:  # fmt: skip
+    """Raise ValueError for tensors that the operator attend_band does not take."""
+    kv_len = _check_keys(q, k, v, page_table)
+    for name, numbers in (("q_starts", q_starts), ("kv_lens", kv_lens)):
+        if numbers is not None:
+            _expect(name, numbers, _INTS, {q.shape[0]})
+    _check_bias(q, kv_len, weight, bias)
+
+
+def _check_keys(q: Tensor, k: Tensor, v: Tensor, page_table: Tensor | None) -> int:
+    """Check queries, keys, values and pages, and return the number of keys."""
+    batch, heads, _, k_size = q.shape
     if page_table is None:
         _, key_heads, kv_len, _ = k.shape
         _expect("k", k, (q.dtype,), {batch}, None, None, {k_size})
@@ -29,21 +54,26 @@ def check(
         _expect("k", k, (q.dtype,), None, None, None, {k_size})
     _expect("v", v, (q.dtype,), *({n} for n in k.shape[:3]), None)
     if not key_heads or heads % key_heads:
-        raise ValueError(f"attend_few: the heads of q, {heads}, must be a multiple of the heads of k, {key_heads}")
-    for name, (counts, tiles) in lists.items():
-        _expect(f"{name}_counts", counts, (torch.int32,), by_batch, by_head)
-        _expect(name, tiles, (torch.int32,), by_batch, by_head, None)
-    _expect("visible", visible, (torch.bool,), by_batch, by_head, {queries}, {kv_len})
+        raise ValueError(f"few queries: the heads of q, {heads}, must be a multiple of the heads of k, {key_heads}")
+    _check_last_strides(q=q, k=k, v=v, page_table=page_table)
+    return kv_len
+
+
+def _check_bias(q: Tensor, kv_len: int, weight: Tensor | None, bias: Tensor | None) -> None:
+    batch, heads, queries, _ = q.shape
+    sizes = {1, batch}, {1, heads}, {1, queries}
     if bias is not None:
-        _expect("bias", bias, (torch.float32,), by_batch, by_head, {1, queries}, {kv_len})
+        _expect("bias", bias, (torch.float32,), *sizes, {kv_len})
     if weight is not None:
-        _expect("weight", weight, (torch.float32,), by_batch, by_head, {1, queries}, {1})
+        _expect("weight", weight, (torch.float32,), *sizes, {1})
         if bias is None:
-            raise ValueError("attend_few: weight is multiplied with bias; got no bias")
-    rows = {"q": q, "k": k, "v": v, "page_table": page_table, "partial": partial, "full": full}
-    for name, tensor in rows.items():
+            raise ValueError("few queries: weight is multiplied with bias; got no bias")
+
+
+def _check_last_strides(**tensors: Tensor | None) -> None:
+    for name, tensor in tensors.items():
         if tensor is not None and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-            raise ValueError(f"attend_few: the last stride of {name} must be 1, got strides {tensor.stride()}")
+            raise ValueError(f"few queries: the last stride of {name} must be 1, got strides {tensor.stride()}")
 
 
 def _expect(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], *sizes: set[int] | None) -> None:
@@ -52,7 +82,7 @@ def _expect(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], *sizes: 
     if tensor.dtype not in dtypes or not fits:
         shape = ", ".join("any" if s is None else " or ".join(map(str, sorted(s))) for s in sizes)
         raise ValueError(
-            f"attend_few: {name} must be {' or '.join(map(str, dtypes))} [{shape}], "
+            f"few queries: {name} must be {' or '.join(map(str, dtypes))} [{shape}], "
             f"got {tensor.dtype} {list(tensor.shape)}"
         )
 
@@ -62,15 +92,47 @@ def plain_attend_few(
     partial_counts: Tensor, partial: Tensor, full_counts: Tensor, full: Tensor, visible: Tensor,
     weight: Tensor | None, bias: Tensor | None, scale: float, cap: float | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return the results of the operator, by torch's own operations.
+    """Return the results of the operator attend_few, by torch's own operations.
 
     They are computed in float32, or in float64 if q is float64.
     It takes memory for H x Q x KV scores of each batch element.
     """
     check(q, k, v, page_table, partial_counts, partial, full_counts, full, visible, weight, bias)
-    batch, heads, queries, _ = q.shape
-    kv_len = k.shape[2] if page_table is None else page_table.shape[1] * k.shape[1]
+    kv_len = visible.shape[-1]
     seen = _of_keys(partial_counts, partial, kv_len) & visible | _of_keys(full_counts, full, kv_len)
+    return _attend(q, k, v, page_table, seen, weight, bias, scale, cap)
+
+
+def plain_attend_band(
+    q: Tensor, k: Tensor, v: Tensor, page_table: Tensor | None, q_starts: Tensor | None, kv_lens: Tensor | None,
+    weight: Tensor | None, bias: Tensor | None,
+    scale: float, cap: float | None, q_start: int | None, left: int | None, right: int | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return the results of the operator attend_band, as `plain_attend_few` does."""
+    check_band(q, k, v, page_table, q_starts, kv_lens, weight, bias)
+    kv_len = k.shape[2] if page_table is None else page_table.shape[1] * k.shape[1]
+    queries = q.shape[2]
+    lengths = torch.full((1,), kv_len, device=q.device) if kv_lens is None else kv_lens.long().clamp(0, kv_len)
+    starts = (lengths - queries).clamp(min=0) if q_start is None else torch.full_like(lengths, q_start)
+    starts = starts if q_starts is None else q_starts.long()
+    key = torch.arange(kv_len, device=q.device)
+    distance = key - (starts[:, None] + torch.arange(queries, device=q.device))[..., None]  # [B or 1, Q, KV]
+    seen = key < lengths[:, None, None]
+    seen = seen if left is None else seen & (distance >= -left)
+    seen = seen if right is None else seen & (distance <= right)
+    return _attend(q, k, v, page_table, seen[:, None], weight, bias, scale, cap)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, page_table: Tensor | None, seen: Tensor,
+    weight: Tensor | None, bias: Tensor | None, scale: float, cap: float | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return output and lse of queries that see marked keys.
+
+    seen: bool [1 or B, 1 or H, 1 or Q, KV].
+    """
+    batch, heads, queries, _ = q.shape
+    kv_len = seen.shape[-1]
     seen = seen.expand(batch, heads, queries, kv_len)
     by_batch = seen.any(2).any(1)  # [B, KV]
     if page_table is not None:

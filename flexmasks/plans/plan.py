@@ -24,6 +24,7 @@ from flexmasks.blocks.elements import over_indices
 from flexmasks.cache import ENTRY, Cache
 from flexmasks.plans.bounds import MaskKind, RecordedPlan, plan_bounds, reads_made_tensors, tensors_in, unread
 from flexmasks.plans.data import FirstAsData, MaskData, TooLargeForData, data_of
+from flexmasks.plans.intervals import Intervals, intervals_of
 from flexmasks.plans.recorded import Recorded, memory_of_capture
 from flexmasks.plans.shifted import Offset, shifted_mask, shifted_score
 from flexmasks.plans.whole import Added, Whole, added_of, whole_of
@@ -338,6 +339,30 @@ class MaskPlan(Plan):
         if self.opaque or not isinstance(self.offset, int):
             return None
         return window_of(self.mask, replace(sized(self.size, self.offset), may_read=False))
+
+    @functools.cached_property
+    def intervals(self) -> Intervals | None:
+        """The mask as intervals of keys, or None.
+
+        The host reads values of tensors only to check them, on a GPU for the first mask of a kind.
+        """
+        if self.opaque:
+            return None
+        intervals = intervals_of(self.mask, unread(self.size, self.offset), self.offset)
+        if intervals is not None:
+            self._check_values()
+            if self.size.device.type != "cpu":
+                self._check_first_values()
+        return intervals
+
+    def _check_first_values(self) -> None:
+        """Check the values of tensors if the mask is the first of its kind."""
+        if self._kind_key is None or is_captured(self.size.device):
+            return
+        key = self._kind_of("intervals")
+        if _KINDS.get(key) is None:
+            self.mask.resolve(sized(self.size, self.offset), self.lifted)
+            _KINDS.put(key, (), _Kind(""), ENTRY)
 
     @functools.cached_property
     def _prepared(self) -> _PreparedMask:
@@ -670,6 +695,7 @@ class GivenPlan:
     tensors: tuple[Tensor, ...] = ()
     first_as_data = FirstAsData.NONE
     window: Window | None = None
+    intervals: Intervals | None = None
     holds_aliases = False
     is_own = False
     what = "a given block mask"

@@ -13,6 +13,7 @@ from typing import Annotated, Any, TypeVar
 import torch
 from torch import Tensor
 
+from flexmasks.spec.bands import Band, band_of
 from flexmasks.spec.definitions import add_operator, define
 from flexmasks.spec.parameters import Size, may_read
 from flexmasks.spec.values import Mask, Score
@@ -55,6 +56,15 @@ def _inner_size(size: Size, *, inner: Any, sequences: Tensor, firsts: Tensor, la
     return replace(size, batch=len(lasts), q_len=q_len, q_offset=positions - q_len)
 
 
+def _band(size: Size, *, inner: Mask, **places: Tensor) -> Band | None:
+    """Return the band of a mask of distances, which is the same in each row.
+
+    It does not hold for queries behind the last one of a sequence, whose results nobody takes.
+    """
+    band = band_of(inner, _inner_size(size, inner=inner, **places))
+    return None if band is None or band.sequences is not None else band
+
+
 def _of_mask(
     b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, inner: Callable[..., Tensor], sequences: Tensor, lasts: Tensor
 ) -> Tensor:
@@ -80,7 +90,7 @@ def _of_score(
 
 
 _MASK_ROWS = add_operator(
-    define("mask", _of_mask, "mask_rows", registered=True, prepare=_prepare, inner_size=_inner_size)
+    define("mask", _of_mask, "mask_rows", registered=True, prepare=_prepare, inner_size=_inner_size, native=_band)
 )
 _SCORE_ROWS = add_operator(
     define("score", _of_score, "score_rows", registered=True, prepare=_prepare, inner_size=_inner_size)
