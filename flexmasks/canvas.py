@@ -17,6 +17,7 @@ from torch import Tensor
 
 from flexmasks import compat
 from flexmasks.cache import Cache
+from flexmasks.kernels.wide import in_wide_numbers, is_plain
 from flexmasks.masks.natten import apart, limits
 from flexmasks.masks.sasa import reach
 from flexmasks.plans.plan import MaskPlan, block_size_for, is_captured, outside_transforms
@@ -33,7 +34,6 @@ _MASKS = ("natten", "natten3d", "sasa")  # the masks whose order may be "auto"
 # H200 forward passes with 652 to 16,902 keys fewer took 0.55 to 0.92, with gradients 0.54 to 1.08; a forward pass with
 # 576 fewer took 1.42.
 _MIN_SAVED_KEYS = {"cuda": 640, "cpu": 256}
-_WIDE_ON = ("cuda",)  # devices where copies of 16 bytes at once are faster
 _Found = tuple[tuple[int, ...], tuple[int, ...]] | tuple[()]
 _FOUND: Cache[_Found] = Cache("tiles", max_bytes=1024)  # an entry counts one byte
 _ORDERS: Cache[Tensor] = Cache("orders_of_tiles", max_bytes=1 << 26)
@@ -96,12 +96,12 @@ class Tiles(NamedTuple):
 
 def _permuted(x: Tensor, dim: int, sizes: Sequence[int], places: Sequence[int]) -> Tensor:
     """Return a tensor with a dimension split into parts, which are put in another order."""
-    if x.device.type not in _WIDE_ON or not _is_plain(x):
+    if not is_plain(x):
         return _copied(x, dim, sizes, places)
     if x.requires_grad and torch.is_grad_enabled():
         moved: Tensor = _Move.apply(x, dim, sizes, places)
         return moved
-    wide = _in_wide_numbers(x) if x.ndim > dim + 1 else x
+    wide = in_wide_numbers(x) if x.ndim > dim + 1 else x
     return _copied(wide, dim, sizes, places).view(x.dtype)
 
 
@@ -110,27 +110,6 @@ def _copied(x: Tensor, dim: int, sizes: Sequence[int], places: Sequence[int]) ->
     parts = x.reshape(*before, *sizes, *after)
     parts = parts.permute(*range(dim), *[dim + n for n in places], *range(dim + len(sizes), parts.ndim))
     return parts.contiguous().reshape(*before, math.prod(sizes), *after)
-
-
-def _is_plain(x: Tensor) -> bool:
-    """Return whether a tensor's memory may be read as numbers of another type.
-
-    It may not in torch.compile, whose own copies are fast, and in torch.func's transforms and forward derivatives.
-    """
-    if type(x) not in (Tensor, torch.nn.Parameter) or compat.is_compiling() or compat.in_dispatch_mode():
-        return False
-    is_of_transform = compat.transforms_active() or compat.is_wrapped(x) or compat.is_batched_gradient(x)
-    return not (is_of_transform or compat.in_forward_derivative() or x.is_neg() or x.is_conj())
-
-
-def _in_wide_numbers(x: Tensor) -> Tensor:
-    """Return a tensor's memory as numbers of 16 bytes if possible, else the tensor.
-
-    Torch moves numbers one by one, so copies of wide ones take less time on a GPU.
-    """
-    rows = x.stride()[:-1]
-    is_aligned = not any(n * x.element_size() % 16 for n in (*rows, x.shape[-1])) and x.data_ptr() % 16 == 0
-    return x.detach().view(torch.complex128) if is_aligned and x.stride(-1) == 1 else x.detach()
 
 
 class _Move(torch.autograd.Function):

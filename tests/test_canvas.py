@@ -11,6 +11,7 @@ import pytest
 import torch
 from functions import short_and_campaign
 from helpers import TOLERANCE, error, try_examples
+from hypothesis import given
 from hypothesis import strategies as st
 from oracles import Case, attend, dense
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch._dynamo.utils import counters
 
 import flexmasks
 from flexmasks import canvas, orders
+from flexmasks.kernels import wide
 from flexmasks.plans.plan import MaskPlan
 from flexmasks.request import Request
 from flexmasks.spec import Size
@@ -102,7 +104,7 @@ def test_wide_copies_are_those_of_single_numbers(
     layout: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In every memory layout, with first and second derivatives, and of many gradients at once."""
-    monkeypatch.setattr(canvas, "_WIDE_ON", ("cpu",))
+    monkeypatch.setattr(wide, "_WIDE_ON", ("cpu",))
     tiles = canvas.Tiles((4, 6), (1, 1), (2, 3))
     size = 3 if layout == "narrow" else 16
     x = torch.randn(2 * 24 * 3 * size + 1).to(dtype)
@@ -287,3 +289,25 @@ def test_tiles_on_a_gpu(dilation: int, dtype: torch.dtype) -> None:
         frozen[0].copy_(torch.randn_like(frozen[0]))
         graph.replay()
         assert error(out, flexmasks.attention(*frozen, mask="natten", **params).cpu()) < TOLERANCE[dtype]
+
+
+@given(st.data())
+def test_wide_copies_between_any_layouts(data: st.DataObject) -> None:
+    def laid(shape: list[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor of this shape, as a part of a larger one with its dimensions in any order."""
+        places = data.draw(st.permutations(range(len(shape))))
+        if data.draw(st.booleans()):  # the last dimension stays the last one, as where copies are wide
+            places = [*(n for n in places if n != len(shape) - 1), len(shape) - 1]
+        more = [shape[n] + data.draw(st.sampled_from([0, 0, 1, 8])) for n in places]
+        first = data.draw(st.sampled_from([0, 0, 1]))
+        numbers = torch.zeros(first + math.prod(more), dtype=dtype)[first:].view(more)
+        return numbers.permute([places.index(n) for n in range(len(shape))])[tuple(slice(n) for n in shape)]
+
+    dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float32, torch.float64, torch.int64]))
+    shape = [*data.draw(st.lists(st.integers(0, 4), max_size=3)), data.draw(st.sampled_from([1, 6, 8, 16]))]
+    place, x = laid(shape, dtype), laid(shape, dtype)
+    x.copy_(torch.arange(1, 1 + x.numel()).view(shape))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wide, "_WIDE_ON", ("cpu",))
+        wide.copy(place, x)
+    assert place.equal(x)

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from flexmasks import compat
 from flexmasks.integrations.distributed.counts import WHERE, Parts, common
+from flexmasks.kernels.wide import copy
 
 
 @contextlib.contextmanager
@@ -150,7 +151,9 @@ def sequence_for_heads(x: Tensor, mesh: DeviceMesh, lengths: Sequence[int]) -> T
     """
     count, batch, size = mesh.size(), x.shape[0], lengths[mesh.get_local_rank()]
     rows, lead = [x.permute(2, 0, 1, 3)], torch.Size([count, size, batch])
-    (come,) = _exchanged("parts of the sequence for heads", rows, lead, [size] * count, lengths, mesh)
+    heads, d = x.shape[1], x.shape[3]
+    strides = heads * d, count * heads * d, size * count * heads * d, d, 1  # batch, sequence, all heads
+    (come,) = _exchanged("parts of the sequence for heads", rows, lead, [size] * count, lengths, mesh, strides)
     return come.permute(2, 1, 0, 3, 4).flatten(2, 3).transpose(1, 2)
 
 
@@ -192,7 +195,7 @@ class _Layout(NamedTuple):
         else:
             rows, at = tensors[0].new_empty(*self.lead, self._width), 0
             for x, size in zip(tensors, self.sizes, strict=True):
-                rows.narrow(-1, at, size.numel()).unflatten(-1, size).copy_(x)
+                copy(rows.narrow(-1, at, size.numel()).unflatten(-1, size), x)
                 at += size.numel()
         return rows.view(math.prod(self.lead[:-1]), self.lead[-1] * self._width)
 
@@ -221,7 +224,10 @@ def _all_to_all(what: str, rows: Tensor, come: Sequence[int], sent: Sequence[int
 
 
 class _Travel(NamedTuple):
-    """An exchange of rows: what they are, and their layout and numbers on both sides."""
+    """An exchange of rows: what they are, and their layout and numbers on both sides.
+
+    strides: those of each result, or None where it stays in the memory of the rows.
+    """
 
     what: str
     here: _Layout
@@ -229,24 +235,47 @@ class _Travel(NamedTuple):
     come: Sequence[int]
     sent: Sequence[int]
     group: dist.ProcessGroup
+    strides: Sequence[tuple[int, ...] | None]
 
     def run(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         rows = _all_to_all(self.what, self.here.packed(tensors), self.come, self.sent, self.group)
-        return tuple(self.there.unpacked(rows))
+        results = zip(self.there.unpacked(rows), self.strides, strict=True)
+        return tuple(x if strides is None or compat.is_compiling() else _laid(x, strides) for x, strides in results)
 
-    def back(self) -> _Travel:
-        return _Travel(self.what, self.there, self.here, self.sent, self.come, self.group)
+    def back(self, tensors: Sequence[Tensor]) -> _Travel:
+        """Return the way of the gradients of tensors, which get the layout of the tensors."""
+        strides = [_strides_to_fill(x) for x in tensors]
+        return _Travel(self.what, self.there, self.here, self.sent, self.come, self.group, strides)
+
+
+def _laid(x: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """Return a copy with these strides."""
+    place = torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
+    copy(place, x)
+    return place
+
+
+def _strides_to_fill(x: Tensor) -> tuple[int, ...] | None:
+    """Return the strides of a tensor that fills its memory; None for another one."""
+    return x.stride() if torch.empty_like(x, device="meta").stride() == x.stride() else None
 
 
 def _exchanged(
-    what: str, tensors: Sequence[Tensor], lead: torch.Size, come: Sequence[int], sent: Sequence[int], mesh: DeviceMesh
+    what: str,
+    tensors: Sequence[Tensor],
+    lead: torch.Size,
+    come: Sequence[int],
+    sent: Sequence[int],
+    mesh: DeviceMesh,
+    strides: tuple[int, ...] | None = None,
 ) -> tuple[Tensor, ...]:
     """Exchange tensors [..., B, H, D].
 
     lead: the sizes of what comes but for the last two, which are those of the tensors.
+    strides: those that what comes shall have; by default it lies as it has travelled.
     """
     here = _Layout(tensors[0].shape[:-2], tuple(x.shape[-2:] for x in tensors))
-    travel = _Travel(what, here, here._replace(lead=lead), come, sent, mesh.get_group())
+    travel = _Travel(what, here, here._replace(lead=lead), come, sent, mesh.get_group(), [strides] * len(tensors))
     if compat.is_compiling():
         return travel.run(tensors)
     return cast(tuple[Tensor, ...], _Exchanged.apply(travel, *tensors))
@@ -257,12 +286,12 @@ class _Exchanged(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, travel: _Travel, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.travel = travel
+        ctx.back = travel.back(tensors)
         return travel.run(tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *_Exchanged.apply(ctx.travel.back(), *gradients)
+        return None, *_Exchanged.apply(ctx.back, *gradients)
 
 
 class _Seen:
@@ -289,9 +318,9 @@ class _Seen:
         results = tuple(_with_length(x, self._sizes[1]) for x in tensors)
         for x, rows, result in zip(tensors, come, results, strict=True):
             for here, there in self._keep:
-                result[:, :, there].copy_(x[:, :, here])
+                copy(result[:, :, there], x[:, :, here])
             for piece, there in zip(rows.split([_width(s) for s in self._arrive], 2), self._arrive, strict=True):
-                result[:, :, there].copy_(piece)
+                copy(result[:, :, there], piece)
         return results
 
     def back(self, gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -303,7 +332,7 @@ class _Seen:
             if not is_whole:
                 result.zero_()
             for here, there in self._keep:
-                result[:, :, here].copy_(x[:, :, there])
+                copy(result[:, :, here], x[:, :, there])
             for piece, here in zip(rows.split([_width(s) for s in self._leave], 2), self._leave, strict=True):
                 result[:, :, here].add_(piece)
         return results
@@ -316,7 +345,8 @@ class _Seen:
         here = _Layout(lead, tuple(torch.Size([x.shape[1], x.shape[3]]) for x in tensors))
         there = here._replace(lead=torch.Size([sum(come), lead[1]]))
         lines = [torch.cat([x[:, :, :0], *(x[:, :, s] for s in leave)], 2).permute(2, 0, 1, 3) for x in tensors]
-        travel = _Travel("the keys and values that they see", here, there, come, sent, self._group)
+        what, strides = "the keys and values that they see", [None] * len(lines)
+        travel = _Travel(what, here, there, come, sent, self._group, strides)
         return [x.permute(1, 2, 0, 3) for x in travel.run(lines)]
 
 
