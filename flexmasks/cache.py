@@ -137,7 +137,8 @@ def cache_info() -> dict[str, CacheInfo]:
     `blocks`, `rows`, `scores`, `offsets` and `layouts` (of `paged_attention` and mixed batches), `calls` (of
     `attention`), `plans` (recorded, for new tensors), `data` (masks as data), `whole` and `added` (masks and biases of
     a few queries), `renewals` (of calls with new tensors) and `orders_of_tiles` (of tokens, for `order="auto"`) are
-    measured in bytes; calls share most of their blocks with `blocks`. `huggingface` appears with that integration. In
+    measured in bytes; calls share most of their blocks with `blocks`. `huggingface` and `seen` (what processes
+    exchange) appear with these integrations. In
     `kernels` (compiled code), `outcomes` (of backends), `numbers` (values of masks' numbers), `templates` (functions
     inside torch.compile), `mostly_partial`, `tried_scores`, `first_functions`, `started_as_data` and `tiles` (facts
     about kinds) an entry counts as one byte.

@@ -237,6 +237,22 @@ def under_autocast() -> list[str]:
     return found
 
 
+def planned_once() -> list[int]:
+    """Return how often what processes want was found again, after each of some calls."""
+    order = distributed.Order.natural(256, dist.get_world_size())
+    ids = torch.arange(256) // 60
+    q = torch.randn(1, 2, order.sizes[dist.get_rank()], 8)
+    flexmasks.clear_caches()
+    found = []
+    for _ in range(3):
+        mask = flexmasks.get_mask("causal") & flexmasks.get_mask("document", document_ids=ids)
+        for _ in range(2):  # layers of a step
+            distributed.attention(q, q, q, mesh=mesh_of(), mask=mask, how="seen")
+            found.append(flexmasks.cache_info()["seen"].hits)
+        ids += 1  # a change in place
+    return found
+
+
 def on_gpus() -> dict[str, float]:
     """Return relative errors in bfloat16 on GPUs against float32 of one process, for output and gradients."""
     count, device = dist.get_world_size(), torch.device("cuda", dist.get_rank())

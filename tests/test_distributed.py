@@ -50,6 +50,10 @@ def test_masks_that_change_between_calls(two: Processes) -> None:
     check(two.run(jobs.changing))
 
 
+def test_what_is_seen_is_planned_once_for_all_layers(two: Processes) -> None:
+    assert two.run(jobs.planned_once) == [[0, 1, 1, 2, 2, 3]] * 2
+
+
 def test_dtensors(two: Processes) -> None:
     check(two.run(jobs.dtensors))
 

@@ -7,7 +7,6 @@ import functools
 import inspect
 import zlib
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
 from types import CodeType, FunctionType
 from typing import Any, Literal, NamedTuple, NoReturn, cast, overload
 
@@ -18,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from flexmasks import compat
 from flexmasks.attention import attention as attention_of_one
+from flexmasks.cache import ENTRY, Cache
 from flexmasks.calls import under_autocast
 from flexmasks.integrations.distributed.balance import Order
 from flexmasks.integrations.distributed.counts import CountedMask, Parts, common, fail, following, merged
@@ -46,6 +46,8 @@ from flexmasks.spec.values import Modifier
 _WAYS = ("auto", "heads", "gather", "seen")
 _BLOCK = 128  # queries and keys of a block
 _SAVES_MUCH = 0.5  # "seen" is taken if processes then receive at most this share of what they would receive otherwise
+_WANTED: Cache[tuple[Parts, ...]] = Cache("seen", max_bytes=1 << 26)  # the keys that processes want
+_PIECE = 200  # bytes of a piece of a part, about
 _HASHED = 1 << 20  # bytes of a tensor on the CPU that processes compare
 _ALIKE = (bool, int, float, str, bytes, tuple)  # constants in code that print alike in all processes
 
@@ -392,7 +394,7 @@ def _way(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[str, tuple[Parts
     other = "gather" if k.shape[1] % last else "heads"
     if mesh.ndim == 2 or compat.is_compiling():
         return other, ()
-    if _distances(call, q) is None and (other == "heads" or _fixed(cast(Mask, call.mask)) is None):
+    if _distances(call, q) is None and (other == "heads" or not _is_fixed(cast(Mask, call.mask))):
         return other, ()  # blocks are counted only where that saves most and is done once
     wanted = _wanted(call)
     kv = k.shape[1] * (k.shape[3] + v.shape[3])
@@ -407,26 +409,33 @@ def _wanted(call: _Call) -> tuple[Parts, ...]:
     if not call.length:
         return call.parts
     mask = get_mask("full") if call.mask is None else call.mask
-    fixed, sizes = _fixed(mask), (call.length, call.parts, call.place.batch, call.place.heads)
-    return _plan(mask, *sizes) if fixed is None else _kept_plan(fixed, *sizes)
+    read, sizes = _key_of(mask), (call.length, call.parts, call.place.batch, call.place.heads)
+    if read is None:
+        return _plan(mask, *sizes)
+    key, tensors = (read[0], *sizes), read[1]
+    wanted = _WANTED.get(key, tensors)
+    if wanted is None:
+        wanted = _plan(mask, *sizes)
+        _WANTED.put(key, tensors, wanted, ENTRY + _PIECE * sum(map(len, wanted)))
+    return wanted
 
 
-@dataclass(frozen=True)
-class _Fixed:
-    """A mask whose plan cannot change; masks that read the same are equal."""
+def _key_of(mask: Mask) -> tuple[Hashable, list[Tensor]] | None:
+    """Return a key of all that a mask reads, and its tensors.
 
-    key: Hashable
-    mask: Mask = field(compare=False)
-
-
-def _fixed(mask: Mask) -> _Fixed | None:
-    """Return a mask that reads neither tensors nor objects that may change, else None."""
+    The result is None if it reads objects that may change.
+    """
     tensors: list[Tensor] = []
     try:
-        key = mask.capture(tensors)
+        return mask.capture(tensors), tensors
     except Opaque:
         return None
-    return None if tensors else _Fixed(key, mask)
+
+
+def _is_fixed(mask: Mask) -> bool:
+    """Return whether a mask reads neither tensors nor objects that may change."""
+    read = _key_of(mask)
+    return read is not None and not read[1]
 
 
 def _plan(mask: Mask, length: int, parts: tuple[Parts, ...], batch: int, heads: int) -> tuple[Parts, ...]:
@@ -434,11 +443,6 @@ def _plan(mask: Mask, length: int, parts: tuple[Parts, ...], batch: int, heads: 
     if counted.band is None:
         return tuple(counted.of_parts(parts).seen)
     return tuple(merged([counted.of_band(part) for part in own]) for own in parts)
-
-
-@functools.lru_cache(maxsize=64)
-def _kept_plan(fixed: _Fixed, *sizes: Any) -> tuple[Parts, ...]:
-    return _plan(fixed.mask, *sizes)
 
 
 def _of_band(band: Band, start: int, stop: int, length: int) -> tuple[int, int]:
