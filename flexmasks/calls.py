@@ -97,15 +97,15 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tens
         return tiles.back(out, 2), None if lse is None else tiles.back(lse, 2)
     if not compat.is_compiling():
         return run_eagerly(q, k, v, request)
-    if request.sink_logits is not None:
-        return _around_sinks(request, lambda without: run(q, k, v, without))
     from flexmasks import inside_compile  # loads torch's compilers
 
     with under_autocast(q, k, v) as (q, k, v):
         if not any_nested(q, k, v):
-            return inside_compile.run(q, k, v, request)
-        out, lse = inside_compile.run(*_laid_end_to_end(q, k, v, request))
-        return _as_nested(q, out, lse)
+            sinks = _sinks_of(request)
+            request = request if sinks is None else request._replace(return_lse=True)
+            return _with_sinks(inside_compile.run(q, k, v, request), sinks)
+        result = inside_compile.run(*_laid_end_to_end(q, k, v, request))
+        return _as_nested(q, result.out, result.lse)
 
 
 def run_varlen(
@@ -441,9 +441,8 @@ def run_eagerly(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tens
     """
     if compat.transforms_active():
         request = _with_plain_tensors(request)
-    sinks = None
-    if request.sink_logits is not None:  # backends that know no sinks give the lse, into which they are folded
-        sinks = _Sinks(request.sink_logits, request.return_lse)
+    sinks = _sinks_of(request)
+    if sinks is not None:
         request = request._replace(return_lse=True)
     known = _key_and_tensors(q, k, v, request)
     if known is None or (known[1] and is_captured(q.device)):  # a captured call plans again at each replay
@@ -735,6 +734,14 @@ class _Sinks(NamedTuple):
 
     logits: Tensor
     with_lse: bool
+
+
+def _sinks_of(request: Request) -> _Sinks | None:
+    """Return the sinks of a call, or None.
+
+    The call needs the lse then, because backends that know no sinks give it, and the sinks are folded into it.
+    """
+    return None if request.sink_logits is None else _Sinks(request.sink_logits, request.return_lse)
 
 
 def _with_sinks(result: Result, sinks: _Sinks | None) -> tuple[Tensor, Tensor | None]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from flexmasks import compat
 from flexmasks.backends import empty, fa4, flex, forms, plain, reference, sdpa, tiles_operator
-from flexmasks.backends.call import Call
+from flexmasks.backends.call import Call, Result
 from flexmasks.backends.slices import OverIndices
 from flexmasks.backends.table import BACKENDS, choose
 from flexmasks.blocks.elements import over_indices
@@ -57,8 +57,11 @@ _CUT_LITTLE_FROM = {"key_padding": 0, "document": 16384}
 _UNKNOWN = ("unknown", "")  # stands for a score that is not given, or whose function torch must trace
 
 
-def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tensor | None]:
-    """Run a call by operations that torch can trace."""
+def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
+    """Run a call by operations that torch can trace.
+
+    The result may or may not have the call's sinks, see Result.
+    """
     q_offset = cast(int | Tensor, request.q_offset)
     if compat.is_exporting() and torch.compiler.is_dynamo_compiling():
         fail(
@@ -69,9 +72,9 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tens
     learns = torch.is_grad_enabled() and score is not None and score.learns()
     needs_grad = learns or (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
     if 0 in q.shape or 0 in k.shape:
-        return _without_pairs(q, k, v, mask, score, size, request.return_lse)
+        return Result(*_without_pairs(q, k, v, mask, score, size, request.return_lse))
     if plain.in_onnx_export():
-        return _in_plain_operations(q, k, v, request, mask, score, size)
+        return Result(*_in_plain_operations(q, k, v, request, mask, score, size))
     if request.block_mask is not None:
         name, block_mask = _backend_of_block_mask(q, request, needs_grad), widened(request.block_mask)
     else:
@@ -86,13 +89,14 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tens
             fail(f"backend {request.backend!r} cannot run this call inside torch.compile: {_reason(number)}.")
         name = _NAMES[number]
         if name in _DIRECT:
-            direct = _run_directly(name, *arguments)
-            return direct[0], direct[1] if request.return_lse else None
+            sinks = () if request.sink_logits is None or name != "fa4" else (request.sink_logits,)
+            direct = _run_directly(name, sinks, *arguments)
+            return Result(direct[0], direct[1] if request.return_lse else None, has_sinks=bool(sinks))
         if name == "reference" and compat.is_exporting() and _runs_by_tiles(q, score, score_data):
             # Blocks in the graph would tie it to a range of lengths.
             call = ("mask", data, q_offset, ()), score_data, q_offset, (1, 1), value_data(request.scale, q.device)
             result = _by_tiles(q, k, v, (), call)
-            return result[0], result[1] if request.return_lse else None
+            return Result(result[0], result[1] if request.return_lse else None)
         indices = _planned_blocks(data, q_offset, q.detach(), k.detach(), block_size_for(size))
         mask_mod = shifted_mask(_bound(mask, resolved, size, name), _copied(q_offset) if name == "cpu" else q_offset)
         lengths: Any = (size.q_len, size.kv_len)
@@ -103,7 +107,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tens
         score_mod = shifted_score(bound, _copied(q_offset) if name == "cpu" else q_offset)
     if name == "reference":
         result = _by_reference(q, k, v, request, mask, score, block_mask, score_mod)
-        return result[0], result[1] if request.return_lse else None
+        return Result(result[0], result[1] if request.return_lse else None)
     if not needs_grad:
         q, k, v = q.detach(), k.detach(), v.detach()
     if name == "cpu":  # torch's CPU kernel fails for views of tensors with other dimensions
@@ -111,7 +115,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tens
     backend = "FLASH" if name == "flash" else None
     options = flex.options(q, k, v, backend, request.kernel_options, block_mask.BLOCK_SIZE)
     out, lse = flex.flex(q, k, v, score_mod, block_mask, request.scale, options, request.return_lse)
-    return (flex.separate(out) if name == "cpu" else out), lse
+    return Result(flex.separate(out) if name == "cpu" else out, lse)
 
 
 def _without_pairs(
@@ -194,10 +198,13 @@ def _reason(number: int) -> str:
 
 
 @compat.nonstrict_trace
-def _run_directly(name: str, *arguments: Any) -> tuple[Tensor, ...]:
-    """Return output, and lse if there is one, of a backend that takes windows."""
+def _run_directly(name: str, sinks: tuple[Tensor, ...], *arguments: Any) -> tuple[Tensor, ...]:
+    """Return output, and lse if there is one, of a backend that takes windows.
+
+    sinks: the logits of the call's sinks, if the backend's kernel folds them in.
+    """
     call = _call_of(*arguments)
-    out, lse = _DIRECT[name](call)(call.q, call.k, call.v)
+    out, lse = _DIRECT[name](call)(call.q, call.k, call.v, *sinks)
     return (out,) if lse is None else (out, lse)
 
 

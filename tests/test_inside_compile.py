@@ -507,26 +507,41 @@ def test_a_function_made_inside_may_not_capture() -> None:
 # --- FlashAttention 4, with its kernels replaced by plain torch ---
 
 
-def _attend_plainly(q: Tensor, k: Tensor, v: Tensor, arguments: Any, cap: float | None) -> tuple[Tensor, Tensor]:
+def _attend_plainly(
+    q: Tensor, k: Tensor, v: Tensor, arguments: Any, cap: float | None, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     distance = torch.arange(k.shape[1]) - torch.arange(q.shape[1])[:, None] - (k.shape[1] - q.shape[1])
     left, right = arguments.get("window_size_left"), arguments.get("window_size_right")
     right = 0 if arguments.get("causal") else right
     visible = (distance >= -(math.inf if left is None else left)) & (distance <= (math.inf if right is None else right))
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(q.shape[-1])
     scores = (scores if cap is None else cap * torch.tanh(scores / cap)).masked_fill(~visible, -math.inf)
+    if sinks is not None:  # one more key, without a value
+        scores = torch.cat([scores, sinks[:, None, None].expand(*scores.shape[:3], 1)], -1)
+        v = F.pad(v, (0, 0, 0, 0, 0, 1))
     return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v).contiguous(), scores.logsumexp(-1)
 
 
 def _differentiate_plainly(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Any, arguments: Any, cap: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    d_out: Tensor,
+    d_lse: Any,
+    arguments: Any,
+    cap: Any,
+    sinks: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    def outputs(*inputs: Tensor) -> Any:
-        out, lse = _attend_plainly(*inputs, arguments, cap)
+    def outputs(q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Any:
+        out, lse = _attend_plainly(q, k, v, arguments, cap, *sinks)
         return out if d_lse is None else (out, lse)
 
-    _, differentiate = torch.func.vjp(outputs, q, k, v)
+    inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
+    _, differentiate = torch.func.vjp(outputs, *inputs)
     gradients = differentiate(d_out if d_lse is None else (d_out, d_lse))
-    return tuple(torch.empty_like(x).copy_(g) for x, g in zip((q, k, v), gradients, strict=True))
+    return tuple(torch.empty_like(x).copy_(g) for x, g in zip(inputs, gradients, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -538,7 +553,10 @@ def _differentiate_plainly(
         {"mask": "sliding_window", "window": 9, "return_lse": True},
     ],
 )
-def test_windows_reach_flash_attention_4(call: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
+def test_windows_reach_flash_attention_4(
+    call: dict[str, Any], with_sinks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     launched = []
 
     def launch(*args: Any) -> tuple[Tensor, Tensor]:
@@ -553,12 +571,15 @@ def test_windows_reach_flash_attention_4(call: dict[str, Any], monkeypatch: pyte
     with torch.library._scoped_library("flexmasks", "FRAGMENT") as library:
         for operator in (fa4.traced_forward, fa4.traced_backward):
             library.impl(operator._opoverload, operator._init_fn, "CPU")
-        check(
-            functools.partial(flexmasks.attention, **call),
-            *leaves(),
-            want=functools.partial(flexmasks.attention, backend="reference", **call),
-        )
+        # Learned sinks are the fourth tensor.
+        tensors = [*leaves(), *([torch.tensor([0.5, -1.0])[:HEADS]] if with_sinks else [])]
+
+        def attention(q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor, **backend: Any) -> Any:
+            return flexmasks.attention(q, k, v, sink_logits=sinks[0] if sinks else None, **call, **backend)
+
+        check(attention, *tensors, want=functools.partial(attention, backend="reference"))
     assert launched
+    assert all((args[-1] is not None) == with_sinks for args in launched)
 
 
 @pytest.mark.parametrize(

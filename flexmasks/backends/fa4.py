@@ -291,7 +291,7 @@ class DirectCall:
         arguments = self._arguments(q.shape[1], k.shape[1], sequences)
         if self.is_traced:
             in_order = [arguments.get(name) for name in _ARGUMENTS]
-            out, lse = traced_forward(q, k, v, *in_order, self.cap, self.with_lse)
+            out, lse = traced_forward(q, k, v, sinks, *in_order, self.cap, self.with_lse)
         else:
             out, lse = _Attend.apply(q, k, v, sinks, arguments, self.cap)
         return out, lse
@@ -494,6 +494,7 @@ def traced_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    sinks: Tensor | None,
     q_starts: Tensor | None,
     kv_starts: Tensor | None,
     max_q_len: int | None,
@@ -510,7 +511,7 @@ def traced_forward(
     lse_may_learn: the gradient of the lse counts.
     """
     arguments = _given(q_starts, kv_starts, max_q_len, max_kv_len, scale, left, right, causal)
-    return _forward(q, k, v, arguments, cap)
+    return _forward(q, k, v, arguments, cap, sinks)
 
 
 @traced_forward.register_fake
@@ -526,6 +527,7 @@ def traced_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
+    sinks: Tensor | None,
     d_out: Tensor,
     d_lse: Tensor | None,
     q_starts: Tensor | None,
@@ -537,29 +539,32 @@ def traced_backward(
     right: int | None,
     causal: bool | None,
     cap: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k, v and sinks; without sinks the last one is empty."""
     arguments = _given(q_starts, kv_starts, max_q_len, max_kv_len, scale, left, right, causal)
-    dq, dk, dv = _backward(q, k, v, out, lse, d_out, d_lse, arguments, cap)
-    return dq, dk, dv
+    dq, dk, dv, *d_sinks = _backward(q, k, v, out, lse, d_out, d_lse, arguments, cap, sinks)
+    return dq, dk, dv, d_sinks[0] if d_sinks else lse.new_empty(0)
 
 
 @traced_backward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+def _(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None, *arguments: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    d_sinks = lse.new_empty(0) if sinks is None else torch.empty_like(sinks)
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), d_sinks
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, q_starts, kv_starts, *numbers, lse_may_learn = inputs
-    ctx.save_for_backward(q, k, v, *output, q_starts, kv_starts)
+    q, k, v, sinks, q_starts, kv_starts, *numbers, lse_may_learn = inputs
+    ctx.save_for_backward(q, k, v, *output, sinks, q_starts, kv_starts)
     ctx.numbers, ctx.lse_may_learn = numbers, lse_may_learn
 
 
 def _differentiate(ctx: Any, d_out: Tensor, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, out, lse, *starts = ctx.saved_tensors
+    q, k, v, out, lse, sinks, *starts = ctx.saved_tensors
     d_lse = d_lse if ctx.lse_may_learn else None
-    gradients = traced_backward(q, k, v, out, lse, d_out, d_lse, *starts, *ctx.numbers)
-    return *gradients, *[None] * 10
+    dq, dk, dv, d_sinks = traced_backward(q, k, v, out, lse, sinks, d_out, d_lse, *starts, *ctx.numbers)
+    return dq, dk, dv, None if sinks is None else d_sinks, *[None] * 10
 
 
 def _refuse_twice(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
