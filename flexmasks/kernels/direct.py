@@ -1,4 +1,7 @@
-"""What a call of an own kernel needs to go around torch's dispatcher, which takes 20 microseconds."""
+"""Calls of own kernels without torch's dispatcher.
+
+The dispatcher takes 20 microseconds.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +33,9 @@ def _has_readable_memory(x: Tensor) -> bool:
 
 
 def on(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Make a GPU the current one, on which Triton launches; the CPU is that of Triton's interpreter."""
+    """Make a device the current one, on which Triton launches.
+
+    Triton's interpreter launches on the CPU.
+    """
     is_current = device.type == "cpu" or torch.cuda.current_device() == device.index
     return _NO_CONTEXT if is_current else torch.cuda.device(device)

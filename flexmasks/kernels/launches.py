@@ -1,4 +1,4 @@
-"""What the launches of Triton kernels share: keys of layouts, and kernels that are compiled without running."""
+"""Helpers of launches: keys of layouts, and kernels compiled without running."""
 
 from __future__ import annotations
 

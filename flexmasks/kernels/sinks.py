@@ -27,8 +27,8 @@ _log = logging.getLogger("flexmasks")
 _ON_GPU = ("cuda",)
 _TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _LARGEST_SIZE = 1024  # of a head, for the Triton kernels
-# They take the place of an lse and of a sink of -inf, whose difference would be NaN. The lse is the lower one: of such a
-# row, nothing is the keys' share.
+# They take the place of an lse and a sink of -inf, whose difference would be NaN. The lse gets the lower number: keys of
+# a row that sees nothing have no share.
 _LOWEST, _LOWEST_SINK = -1e30, -1e29
 
 
@@ -82,7 +82,9 @@ def _warn(reason: str) -> None:
 
 
 def _launched(name: str, out: Tensor, *arguments: Any) -> Any:
-    """Launch kernels, and return None if Triton cannot compile them, for example without a C compiler.
+    """Launch kernels, or return None if Triton cannot compile them.
+
+    It cannot without a C compiler, for example.
 
     name: "fold" or "gradients".
     """

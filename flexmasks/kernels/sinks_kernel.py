@@ -41,7 +41,9 @@ def _position(heads, blocks, ROWS: tl.constexpr, HEADS_FIRST: tl.constexpr):
 
 @triton.jit
 def _shares(lse, sink):
-    """Return the keys' and the sink's share of the weights, and the lse of both: sigmoids of lse - sink and sink - lse.
+    """Return the shares of keys and sink in the weights, and their common lse.
+
+    The shares are the sigmoids of lse - sink and of sink - lse.
 
     A row that sees nothing has an lse of -inf. Then the sink has all the weight, and if it is -inf itself, none.
     """
@@ -65,9 +67,10 @@ def fold_kernel(
     out_batch, out_head, out_query, lse_batch, lse_head, lse_query, sink_stride,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, GRAIN: tl.constexpr, HEADS_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Write new_out = out * sigmoid(lse - sink), and new_lse = logaddexp(lse, sink) unless it is None.
+    """Write the output and the lse with a sink.
 
-    new_out may be out.
+    new_out = out * sigmoid(lse - sink), and it may be out itself.
+    new_lse = logaddexp(lse, sink), unless it is None.
     """
     batch, head, _block, row = _position(heads, blocks, ROWS, HEADS_FIRST)
     is_row = row < queries
@@ -93,11 +96,11 @@ def gradients_kernel(
     out_batch, out_head, out_query, lse_batch, lse_head, lse_query, sink_stride,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, GRAIN: tl.constexpr, HEADS_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of out and lse, and each program's part of the gradient of its head's sink.
+    """Write the gradients of out and lse, and parts of those of the sinks.
 
-    partial: float32 [heads, count], where count is the number of programs of a head.
+    partial: float32 [heads, count], a part of each of a head's programs, of which there are `count`.
 
-    Each of these three, and d_new_lse, may be None.
+    Any of d_out, d_lse, partial and d_new_lse may be None.
     """
     batch, head, block, row = _position(heads, blocks, ROWS, HEADS_FIRST)
     is_row = row < queries

@@ -47,7 +47,9 @@ def fold(out: Tensor, lse: Tensor, sinks: Tensor, with_lse: bool, in_place: bool
 def gradients(
     d_new_out: Tensor, d_new_lse: Tensor | None, out: Tensor, lse: Tensor, sinks: Tensor, wanted: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of out, lse and sinks, or None for a gradient that is not wanted.
+    """Return the gradients of out, lse and sinks.
+
+    A gradient that is not wanted is None.
 
     d_new_out, d_new_lse: gradients of the results of `fold`.
     """
@@ -88,7 +90,9 @@ def _kept(
     tensors: tuple[Tensor | None, ...],
     others: tuple[Any, ...],
 ) -> Callable[..., Any]:
-    """Compile a kernel, and keep and return a function that launches it on tensors of the same layouts.
+    """Compile a kernel, and keep and return its launch.
+
+    The launch takes tensors of the same layouts.
 
     others: the kernel's arguments behind the tensors.
     """
@@ -104,7 +108,7 @@ def _kept(
 
 
 class _Tiling(NamedTuple):
-    """How rows lie over programs."""
+    """Rows over programs."""
 
     numbers: tuple[int, int, int]  # heads, queries of a head, programs of a head and batch element
     programs: int
@@ -130,7 +134,10 @@ class _Tiling(NamedTuple):
         return cls((heads, queries, blocks), programs, _WARPS_OF_FEW if rows == _FEW else _WARPS, grain, constants)
 
     def strides(self, *tensors: Tensor | None) -> list[int]:
-        """Return the strides of tensors, of which those of rows and those of an lse alternate."""
+        """Return the strides of tensors.
+
+        Tensors with rows like the output and tensors like the lse alternate.
+        """
         grains = self.grain, 1
         return [s // grains[n % 2] for n, tensor in enumerate(tensors) for s in _strides(tensor, rows=n % 2 == 0)]
 
@@ -147,7 +154,9 @@ def _width(out: Tensor) -> int:
 
 
 def _strides(tensor: Tensor | None, *, rows: bool = True) -> list[int]:
-    """Return the strides of batch, head and query; 0 for dimensions of size 1 and for those that are missing.
+    """Return the strides of batch, head and query.
+
+    They are 0 for dimensions of size 1, and for missing dimensions.
 
     rows: whether the tensor has rows, thus one more dimension.
     """
