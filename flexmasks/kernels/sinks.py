@@ -27,9 +27,10 @@ _log = logging.getLogger("flexmasks")
 _ON_GPU = ("cuda",)
 _TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _LARGEST_SIZE = 1024  # of a head, for the Triton kernels
-# They take the place of an lse and a sink of -inf, whose difference would be NaN. The lse gets the lower number: keys of
-# a row that sees nothing have no share.
+# They take the place of an lse and a sink of -inf, whose difference would be NaN. The lse gets the lower number: keys
+# have no share of a row that sees nothing.
 _LOWEST, _LOWEST_SINK = -1e30, -1e29
+_failures: list[str] = []  # why Triton failed; then plain torch computes all
 
 
 def with_sinks(out: Tensor, lse: Tensor, sink_logits: Tensor, return_lse: bool) -> tuple[Tensor, Tensor | None]:
@@ -66,6 +67,7 @@ def _fits(out: Tensor, lse: Tensor, sinks: Tensor) -> bool:
         and out.numel() > 0
         and 0 not in out.stride()
         and is_plain(out, lse, sinks)
+        and not _failures
         and _has_triton()
     )
 
@@ -74,11 +76,6 @@ def _fits(out: Tensor, lse: Tensor, sinks: Tensor) -> bool:
 def _has_triton() -> bool:
     """Return whether Triton is installed, which it is not on every system."""
     return importlib.util.find_spec("triton") is not None
-
-
-@functools.cache
-def _warn(reason: str) -> None:
-    _log.warning("attention sinks run in plain torch, because Triton failed: %s", reason)
 
 
 def _launched(name: str, out: Tensor, *arguments: Any) -> Any:
@@ -96,7 +93,11 @@ def _launched(name: str, out: Tensor, *arguments: Any) -> Any:
     except Exception as error:  # Triton raises errors of any type
         if compat.out_of_memory(error) is not None:
             raise
-        _warn(f"{type(error).__name__}: {error}")
+        if not _failures:
+            _log.warning(
+                "attention sinks run in plain torch, because Triton failed: %s: %s", type(error).__name__, error
+            )
+        _failures.append(str(error))
         return None
 
 
@@ -115,7 +116,7 @@ class _Fold(compat.SingleLevelFunction):
         out, lse, sinks = ctx.saved_tensors
         found = None
         given = [x for x in (d_new_out, d_new_lse, out, lse, sinks) if x is not None]
-        if d_new_out is not None and not torch.is_grad_enabled() and is_plain(*given):
+        if d_new_out is not None and not torch.is_grad_enabled() and not _failures and is_plain(*given):
             found = _launched("gradients", d_new_out, d_new_lse, out, lse, sinks, ctx.needs_input_grad[:3])
         if found is None:
             found = _plain_gradients(d_new_out, d_new_lse, out, lse, sinks)
