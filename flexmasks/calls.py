@@ -31,6 +31,7 @@ from flexmasks.backends.table import run as run_on_backend
 from flexmasks.blocks.lists import widened
 from flexmasks.cache import ENTRY, Cache
 from flexmasks.canvas import tiles_for
+from flexmasks.kernels.sinks import with_sinks
 from flexmasks.masks.packed import packed
 from flexmasks.masks.paged import paged
 from flexmasks.plans.bounds import unread
@@ -759,21 +760,6 @@ def _around_sinks(
     """Run a call without its sinks, and fold them into its results."""
     out, lse = call(request._replace(sink_logits=None, return_lse=True))
     return with_sinks(out, cast(Tensor, lse), cast(Tensor, request.sink_logits), request.return_lse)
-
-
-def with_sinks(out: Tensor, lse: Tensor, sink_logits: Tensor, return_lse: bool) -> tuple[Tensor, Tensor | None]:
-    """Scale `out` by sigmoid(lse - sink) and fold the sinks into `lse`.
-
-    A row that sees nothing has output 0 and lse -inf. The lse is clamped, because -inf minus a sink of -inf is NaN.
-    """
-    sinks = sink_logits.to(lse.dtype)[:, None]
-    is_plain = type(out) is type(lse) is type(sinks) is Tensor and not compat.transforms_active()
-    may_change = is_plain and not (return_lse or _learns((out, lse, sinks)) or compat.is_compiling())
-    if may_change:  # in place, which a host launches sooner
-        return out.mul_(lse.clamp_(min=-1e30).sub_(sinks).sigmoid_()[..., None]), None
-    finite_lse = lse.clamp(min=-1e30)
-    out = (out * torch.sigmoid(finite_lse - sinks)[..., None]).to(out.dtype)
-    return out, torch.where(lse == -math.inf, sinks, torch.logaddexp(finite_lse, sinks)) if return_lse else None
 
 
 @contextlib.contextmanager

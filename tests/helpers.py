@@ -192,3 +192,30 @@ def traced(mod: Callable[..., Tensor], scored: bool = False) -> torch.fx.GraphMo
         module = tracing(*examples)
     constant_fold_uniform_value(module)
     return module
+
+
+# --- Triton ---
+
+
+def assembly(kernel: Any, pointers: dict[str, str], constants: dict[str, Any], warps: int) -> str:
+    """Return the PTX of a kernel for a Hopper GPU; no GPU is needed."""
+    import triton  # not installed on every system
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature: dict[str, str] = {}
+    constexprs: dict[tuple[int], Any] = {}
+    attributes: dict[tuple[int], list[list[Any]]] = {}
+    for n, parameter in enumerate(kernel.params):
+        name = parameter.name
+        if name in constants:
+            signature[name] = "constexpr"
+            constexprs[(n,)] = constants[name]
+        elif name in pointers:
+            signature[name] = pointers[name]
+            attributes[(n,)] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = "fp32" if name == "scale" else "i32"
+    source = ASTSource(kernel, signature, constexprs, attributes)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    return made.asm["ptx"]

@@ -583,7 +583,7 @@ def test_bands_compile_and_compute_nothing_later(way: str, monkeypatch: pytest.M
         raise AssertionError("a kernel is compiled")
 
     launch = pytest.importorskip("flexmasks.kernels.few_queries_launch")
-    monkeypatch.setattr(launch, "_compiled", compiled)
+    monkeypatch.setattr(launch, "compiled", compiled)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         torch.cuda.set_sync_debug_mode("error")
         try:

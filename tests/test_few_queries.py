@@ -654,7 +654,7 @@ def test_calls_are_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host makes few calls for a layout that it knows: decoding calls the operator in each layer of each token."""
     launched: list[str] = []
     monkeypatch.setattr(launch, "_launches", {})
-    monkeypatch.setattr(launch, "_compiled", lambda kernel, *_: lambda *_: launched.append(kernel.__name__))
+    monkeypatch.setattr(launch, "compiled", lambda kernel, *_: lambda *_: launched.append(kernel.__name__))
     arguments = made(Call(page_size=16, kv_len=2000, cap=3.0, weight=(1, 1, 1), bias=(1, 1, 1))).arguments
     count = 0
 
@@ -705,7 +705,7 @@ def test_growing_caches_compile_few_kernels(monkeypatch: pytest.MonkeyPatch) -> 
         return lambda *_: None
 
     monkeypatch.setattr(launch, "_launches", {})
-    monkeypatch.setattr(launch, "_compiled", compiled)
+    monkeypatch.setattr(launch, "compiled", compiled)
     for kv_len in [*range(200, 300, 3), 256, 384, 1000, 1024]:
         launch.attend_few(*made(Call(kv_len=kv_len)).arguments)
     assert len(kernels) <= 4  # lengths that are multiples of 128, of 8, and others; and the kernel that joins shares
@@ -782,7 +782,7 @@ def test_loads_are_wide_and_ahead(call: Call, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(launch, "_launches", {})
     monkeypatch.setattr(launch, "_processors", lambda device: 132)
-    monkeypatch.setattr(launch, "_compiled", compiled)
+    monkeypatch.setattr(launch, "compiled", compiled)
     attend = launch.attend_few if call.band is None else launch.attend_band
     attend(*made(replace(call, batch=2, kv_len=call.kv_len // 8)).arguments)  # the same layout but for sizes
     text, named, warps = made_kernels[0]

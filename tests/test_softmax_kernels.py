@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import TOLERANCE, error
+from helpers import TOLERANCE, assembly, error
 from softmax_oracle import softmax
 from torch import Tensor
 
@@ -340,29 +340,6 @@ def test_launches_are_kept() -> None:
 
 
 # --- what is compiled ---
-
-
-def assembly(kernel: Any, pointers: dict[str, str], constants: dict[str, Any], warps: int) -> str:
-    """Return the PTX of a kernel for a Hopper GPU; no GPU is needed."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    signature: dict[str, str] = {}
-    constexprs: dict[tuple[int], Any] = {}
-    attributes: dict[tuple[int], list[list[Any]]] = {}
-    for n, parameter in enumerate(kernel.params):
-        name = parameter.name
-        if name in constants:
-            signature[name] = "constexpr"
-            constexprs[(n,)] = constants[name]
-        elif name in pointers:
-            signature[name] = pointers[name]
-            attributes[(n,)] = [["tt.divisibility", 16]]
-        else:
-            signature[name] = "fp32" if name == "scale" else "i32"
-    source = ASTSource(kernel, signature, constexprs, attributes)
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
-    return made.asm["ptx"]
 
 
 @pytest.mark.skipif(INTERPRETED, reason="compiles")

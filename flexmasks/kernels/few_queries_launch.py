@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from flexmasks.kernels.few_queries_kernel import attend_kernel, join_kernel
 from flexmasks.kernels.few_queries_plain import TILE, check, check_band
+from flexmasks.kernels.launches import compiled, layout_of
 
 _MAX_LAUNCHES = 4096  # launches kept; when there are more, all are dropped
 _FEW_COUNTS, _MAX_COUNTS = 64, 1024  # counts of tiles that a program loads at a time
@@ -111,7 +112,7 @@ def _run(
     q, v = tensors.q, tensors.v
     out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device) if with_lse else None
-    key = (cap is None, with_lse, q.device.index, *[_layout(t) for t in tensors])
+    key = (cap is None, with_lse, q.device.index, *[layout_of(t) for t in tensors])
     launch = _launches.get(key)
     if launch is None:
         if not out.numel():
@@ -129,13 +130,6 @@ def _run(
     if launch.join is not None:
         launch.join(out, lse, shared, *tensors.counts, *band, *launch.join_numbers, *launch.join_constants)
     return out, lse
-
-
-def _layout(tensor: Tensor | None) -> Hashable:
-    """Return all properties of a tensor on which a launch depends."""
-    if tensor is None:
-        return None
-    return tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr() % 16 == 0
 
 
 # --- sizes ---
@@ -268,7 +262,7 @@ def _launch(results: tuple[Tensor, Tensor | None], tensors: _Tensors, has_cap: b
         *(_last_stride(visible), _last_stride(bias), same, is_same_bias, has_cap, _dot_type(q.dtype), is_band),
     )
     arguments = (out, lse, shared, *tensors, 1.0, 1.0, *_NO_BAND, *numbers, *constants)
-    attend = _compiled(attend_kernel, programs, choice.warps, arguments)
+    attend = compiled(attend_kernel, programs, choice.warps, arguments)
     if not split:
         return _Launch(attend, numbers, constants, None, (), (), 0)
     join_numbers = (
@@ -278,16 +272,8 @@ def _launch(results: tuple[Tensor, Tensor | None], tensors: _Tensors, has_cap: b
     together = 8 if choice.shares <= 8 * elements else 2**13 // _width(v_size)  # shares of a step
     join_constants = (group, *lists, choice.rows, v_size, _width(v_size), together, is_band)
     arguments = (out, lse, shared, *tensors.counts, *_NO_BAND, *join_numbers, *join_constants)
-    join = _compiled(join_kernel, batch * heads * queries, 4, arguments)
+    join = compiled(join_kernel, batch * heads * queries, 4, arguments)
     return _Launch(attend, numbers, constants, join, join_numbers, join_constants, lines)
-
-
-def _compiled(kernel: Any, programs: int, warps: int, arguments: tuple[Any, ...]) -> Callable[..., Any]:
-    """Compile a kernel for arguments like these, and return a function that launches it."""
-    if not isinstance(kernel, triton.JITFunction):  # Triton's interpreter compiles nothing
-        return cast(Callable[..., Any], kernel[(programs,)])
-    compiled = kernel.warmup(*arguments, grid=(programs,), num_warps=warps)
-    return cast(Callable[..., Any], compiled[(programs, 1, 1)])
 
 
 def _dot_type(dtype: torch.dtype) -> tl.dtype:

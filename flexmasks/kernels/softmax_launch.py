@@ -17,6 +17,7 @@ import torch
 import triton
 from torch import Tensor
 
+from flexmasks.kernels.launches import layout_of
 from flexmasks.kernels.softmax_backward import backward_kernel
 from flexmasks.kernels.softmax_forward import forward_kernel
 
@@ -39,7 +40,7 @@ def forward(
         return y
     factor = abs(scale) * _LOG2_E
     sign = 0 if factor < _SMALLEST_SCALE else 1 if scale > 0 else -1
-    key = (_layout(x), _layout(bounds), _layout(bits), _layout(mask), visible, sign, x.device.index)
+    key = (layout_of(x), layout_of(bounds), layout_of(bits), layout_of(mask), visible, sign, x.device.index)
     launch = _launches.get(key)
     if launch is not None:
         run, numbers, constants = launch
@@ -67,7 +68,7 @@ def backward(dy: Tensor, y: Tensor, bounds: Tensor | None, scale: float) -> Tens
     dx = torch.empty_like(y, memory_format=torch.contiguous_format)
     if not dx.numel():
         return dx
-    key = (_layout(dy), _layout(y), _layout(bounds), y.device.index)
+    key = (layout_of(dy), layout_of(y), layout_of(bounds), y.device.index)
     launch = _launches.get(key)
     if launch is not None:
         run, numbers, constants = launch
@@ -274,13 +275,6 @@ def _column_stride(tensor: Tensor) -> int:
 def _grain(strides: Sequence[Sequence[int]], columns: int) -> int:
     """Return the greatest power of two, up to 16, that divides columns and strides."""
     return math.gcd(16, columns, *(s for line in strides for s in line))
-
-
-def _layout(tensor: Tensor | None) -> Hashable:
-    """Return all properties of a tensor on which a launch depends."""
-    if tensor is None:
-        return None
-    return tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr() % 16 == 0
 
 
 def _expanded(tensor: Tensor | None, shape: Sequence[int]) -> Tensor | None:

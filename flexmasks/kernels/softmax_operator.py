@@ -26,10 +26,10 @@ from torch.autograd import forward_ad
 
 from flexmasks import compat
 from flexmasks.kernels import softmax_plain
+from flexmasks.kernels.direct import is_plain, on
 from flexmasks.kernels.softmax_plain import over_visible, row_dot
 
 _TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_NO_CONTEXT = contextlib.nullcontext()
 _library = torch.library.Library("flexmasks", "FRAGMENT")
 _library.define(
     "masked_softmax(Tensor x, Tensor? bounds, Tensor? bits, Tensor? mask, bool visible, Scalar scale) -> Tensor",
@@ -47,7 +47,7 @@ def masked_softmax(
     x: Tensor, bounds: Tensor | None, bits: Tensor | None, mask: Tensor | None, visible: bool, scale: float
 ) -> Tensor:
     """Run the operator, without the dispatcher where nothing needs it."""
-    if not _is_plain(x):
+    if not is_plain(x):
         return _forward_op(x, bounds, bits, mask, visible, scale)  # type: ignore[no-any-return]
     if x.requires_grad and torch.is_grad_enabled():
         return _Softmax.apply(x, bounds, bits, mask, visible, scale)  # type: ignore[no-any-return]
@@ -56,23 +56,9 @@ def masked_softmax(
 
 def _gradient(dy: Tensor, y: Tensor, bounds: Tensor | None, scale: float) -> Tensor:
     """Run the backward operator, without the dispatcher where nothing needs it."""
-    if _is_plain(y) and _is_plain(dy) and not torch.is_grad_enabled():
+    if is_plain(y, dy) and not torch.is_grad_enabled():
         return _backward(dy, y, bounds, scale)
     return _backward_op(dy, y, bounds, scale)  # type: ignore[no-any-return]
-
-
-def _is_plain(x: Tensor) -> bool:
-    """Return whether a tensor is plain and no mode or transform watches the call."""
-    return bool(
-        not compat.is_compiling()
-        and type(x) in (Tensor, torch.nn.Parameter)
-        and not compat.transforms_active()
-        and not compat.in_dispatch_mode()
-        and not compat.in_forward_derivative()
-        and not compat.is_batched_gradient(x)  # under torch.autograd.grad(is_grads_batched=True)
-        and not x.is_meta
-        and not x.is_neg()  # as z.conj().imag is: kernels read its memory, which lacks the sign
-    )
 
 
 # --- the computation ---
@@ -84,7 +70,7 @@ def _forward(
     if x.is_cuda and x.dtype in _TRITON_DTYPES:
         from flexmasks.kernels import softmax_launch  # Triton is not installed on every system
 
-        with _on(x.device):
+        with on(x.device):
             return softmax_launch.forward(x, bounds, bits, mask, visible, scale)
     return softmax_plain.forward(x, bounds, bits, mask, visible, scale)
 
@@ -93,14 +79,9 @@ def _backward(dy: Tensor, y: Tensor, bounds: Tensor | None, scale: float) -> Ten
     if y.is_cuda and y.dtype in _TRITON_DTYPES:
         from flexmasks.kernels import softmax_launch
 
-        with _on(y.device):
+        with on(y.device):
             return softmax_launch.backward(dy, y, bounds, scale)
     return softmax_plain.backward(dy, y, scale)
-
-
-def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Make a device the current one, on which Triton launches."""
-    return _NO_CONTEXT if torch.cuda.current_device() == device.index else torch.cuda.device(device)
 
 
 def _fake(x: Tensor, *_: Any) -> Tensor:
