@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flexmasks import compat
 from flexmasks.cache import Cache
-from flexmasks.kernels.wide import in_wide_numbers, is_plain
+from flexmasks.kernels.wide import in_wide_numbers, may_be_wide
 from flexmasks.masks.natten import apart, limits
 from flexmasks.masks.sasa import reach
 from flexmasks.plans.plan import MaskPlan, block_size_for, is_captured, outside_transforms
@@ -96,7 +96,7 @@ class Tiles(NamedTuple):
 
 def _permuted(x: Tensor, dim: int, sizes: Sequence[int], places: Sequence[int]) -> Tensor:
     """Return a tensor with a dimension split into parts, which are put in another order."""
-    if not is_plain(x):
+    if not may_be_wide(x):
         return _copied(x, dim, sizes, places)
     if x.requires_grad and torch.is_grad_enabled():
         moved: Tensor = _Move.apply(x, dim, sizes, places)

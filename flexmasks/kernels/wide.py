@@ -9,22 +9,18 @@ import torch
 from torch import Tensor
 
 from flexmasks import compat
+from flexmasks.kernels.direct import is_plain
 
 _WIDE_ON = ("cuda",)  # devices where copies of 16 bytes at once are faster
 _BYTES = 16
 
 
-def is_plain(x: Tensor) -> bool:
+def may_be_wide(x: Tensor) -> bool:
     """Return whether a tensor may be copied in wide numbers.
 
     It may not in torch.compile, whose own copies are fast, and in torch.func's transforms and forward derivatives.
     """
-    if x.device.type not in _WIDE_ON or type(x) not in (Tensor, torch.nn.Parameter):
-        return False
-    if compat.is_compiling() or compat.in_dispatch_mode():
-        return False
-    is_of_transform = compat.transforms_active() or compat.is_wrapped(x) or compat.is_batched_gradient(x)
-    return not (is_of_transform or compat.in_forward_derivative() or x.is_neg() or x.is_conj())
+    return x.device.type in _WIDE_ON and is_plain(x) and not (compat.is_wrapped(x) or x.is_conj())
 
 
 def in_wide_numbers(x: Tensor) -> Tensor:
@@ -38,7 +34,7 @@ def copy(place: Tensor, x: Tensor) -> None:
     Gradients are not followed.
     """
     place, x = place.detach(), x.detach()
-    if is_plain(x) and is_plain(place) and _is_aligned(x) and _is_aligned(place):
+    if may_be_wide(x) and may_be_wide(place) and _is_aligned(x) and _is_aligned(place):
         place, x = place.view(torch.complex128), x.view(torch.complex128)
     place.copy_(x)
 
