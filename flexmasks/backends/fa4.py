@@ -540,7 +540,7 @@ def traced_backward(
     causal: bool | None,
     cap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k, v and sinks; without sinks the last one is empty."""
+    """Return the gradients of q, k, v and sinks, the last one empty without sinks."""
     arguments = _given(q_starts, kv_starts, max_q_len, max_kv_len, scale, left, right, causal)
     dq, dk, dv, *d_sinks = _backward(q, k, v, out, lse, d_out, d_lse, arguments, cap, sinks)
     return dq, dk, dv, d_sinks[0] if d_sinks else lse.new_empty(0)
