@@ -91,7 +91,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
         if name in _DIRECT:
             sinks = () if request.sink_logits is None or name != "fa4" else (request.sink_logits,)
             direct = _run_directly(name, sinks, *arguments)
-            return Result(direct[0], direct[1] if request.return_lse else None, has_sinks=bool(sinks))
+            return Result(direct[0], direct[1] if request.return_lse else None, has_sinks=len(sinks) > 0)
         if name == "reference" and compat.is_exporting() and _runs_by_tiles(q, score, score_data):
             # Blocks in the graph would tie it to a range of lengths.
             call = ("mask", data, q_offset, ()), score_data, q_offset, (1, 1), value_data(request.scale, q.device)
