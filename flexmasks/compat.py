@@ -576,6 +576,18 @@ def fused_sdp_choice(*args: Any, **keywords: Any) -> int:
     return int(torch._fused_sdp_choice(*args, **keywords))
 
 
+def sdp_settings() -> tuple[Any, ...]:
+    """Return the settings of torch on which its choice of a kernel depends.
+
+    The order of kernels has no public equivalent. Without it, a new order would go unnoticed.
+    """
+    cuda = torch.backends.cuda
+    return (
+        cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled(), cuda.math_sdp_enabled(),
+        torch.are_deterministic_algorithms_enabled(), *torch._C._get_sdp_priority_order(),
+    )  # fmt: skip
+
+
 # `ProcessGroup._get_backend` and `Options._timeout`: how long a process group waits, so that a second group of the
 # same processes waits as long. No public equivalent; without them the second group has torch's default.
 def group_timeout(group: Any) -> Any:

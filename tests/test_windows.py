@@ -13,8 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracles import attend
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flexmasks
+from flexmasks import compat
 from flexmasks.backends import fa4
 from flexmasks.backends.fa4 import DirectCall
 from flexmasks.plans.windows import Window, window_of
@@ -542,3 +544,31 @@ def test_tanh_is_exact_elsewhere(dtype: torch.dtype) -> None:
     got = flexmasks.attention(q, k, v, score="softcap", cap=2.0)
     want, _ = attend(q.double(), k.double(), v.double(), None, lambda s: 2 * torch.tanh(s / 2))
     assert math.isclose(error(got, want), 0, abs_tol=1e-6 if dtype == torch.float32 else 1e-14)
+
+
+def test_sdpa_asks_for_a_kernel_once_for_each_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    flexmasks.clear_caches()
+    q, k, v = torch.randn(3, 1, 2, 40, 16, requires_grad=True).unbind()
+    other = k.transpose(1, 2).contiguous().transpose(1, 2)
+    asked, choice = [], compat.fused_sdp_choice
+
+    def counted(*args: Any, **keywords: Any) -> int:
+        asked.append(args)
+        return choice(*args, **keywords)
+
+    monkeypatch.setattr(compat, "fused_sdp_choice", counted)
+
+    def asks(*tensors: Tensor) -> int:
+        asked.clear()
+        assert flexmasks.explain(*tensors, mask="causal").backend in ("sdpa", "dense")
+        asked.clear()
+        flexmasks.attention(*tensors, mask="causal")
+        return len(asked)
+
+    assert asks(q, k, v) > 0
+    assert asks(q, k, v) == 0
+    assert asks(q, other, v) == 1
+    assert asks(q, other, v) == 0
+    with sdpa_kernel(SDPBackend.MATH):  # torch has no fused kernel for the call any more
+        assert asks(q, k, v) > 0
+        assert flexmasks.explain(q, k, v, mask="causal").backend == "dense"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -14,6 +14,7 @@ from flexmasks import compat
 from flexmasks.backends.call import TRANSFORMED, Call, Result, Unavailable, transformed
 from flexmasks.plans.windows import Window
 
+_MAX_CHECKED = 64
 _NO_KERNEL = "torch has no fused kernel for this call"
 
 
@@ -52,10 +53,14 @@ def run(call: Call) -> Result:
 
 @dataclass(frozen=True)
 class FusedCall:
-    """A call of scaled_dot_product_attention without q, k and v."""
+    """A call of scaled_dot_product_attention without q, k and v.
+
+    It is called with tensors of the same shapes, dtypes, devices and wishes for gradients.
+    """
 
     window: Window
     scale: float | None
+    checked: set[Any] = field(default_factory=set, compare=False)  # layouts and settings with a fused kernel
     nbytes = 0
 
     def has_kernel(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -66,8 +71,12 @@ class FusedCall:
         return compat.fused_sdp_choice(q, k, v, **self._keywords(q, k)) != SDPBackend.MATH.value
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
-        if not self.has_kernel(q, k, v):
-            raise Unavailable(_NO_KERNEL)
+        key = q.stride(), k.stride(), v.stride(), compat.sdp_settings()
+        if key not in self.checked:
+            if not self.has_kernel(q, k, v):
+                raise Unavailable(_NO_KERNEL)
+            if len(self.checked) < _MAX_CHECKED:
+                self.checked.add(key)
         return self._attend(q, k, v)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
