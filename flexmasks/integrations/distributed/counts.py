@@ -80,6 +80,8 @@ class CountedMask:
         check_int(call, "length", length)
         check_int(call, "block_size", block_size)
         self.mask: Mask = get_mask(mask)
+        if self.mask.is_own():  # the host decides strip by strip, and would wait for another device at each of them
+            self.mask = self.mask.to("cpu")
         lengths = Lengths(length, batch=batch, heads=heads, block_size=block_size)
         self.size, open_extents = lengths.check(f"{WHERE}.{call}", self.mask)
         self.length, self.block_size = length, block_size
