@@ -1,44 +1,21 @@
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flexmasks.spec import Score, Size, cap_of, get_score, prepare_sequences, register_score, size_inside_sequences
 
-_TABLES = ("q_sequence", "q_position", "kv_sequence", "kv_position")
-
 
 def _example(length: int) -> dict[str, Any]:
     return {"inner": get_score("alibi"), "offsets": [0, length // 8, length // 2, length * 5 // 8, length]}
-
-
-def _prepare(
-    size: Size | None,
-    *,
-    inner: Any,
-    offsets: Annotated[Tensor, "int[N] in 0..S"],
-    kv_offsets: Annotated[Tensor | None, "int[M] in 0..S"] = None,
-    q_start: Annotated[int | Tensor, "int in 0.. | int[L] in 0.."] = 0,
-    max_length: Annotated[int | None, "length in 0.."] = None,
-) -> dict[str, Any]:
-    """Find the sequence and the position of each query and key, as `prepare_sequences` does.
-
-    There are no tables of them where the change needs distances alone, and those inside a sequence are the call's.
-    """
-    places: dict[str, Any] = {"offsets": offsets, "kv_offsets": kv_offsets, "q_start": q_start}
-    prepared = prepare_sequences(size, inner=inner, **places, max_length=max_length)
-    starts_alike = kv_offsets is None and isinstance(q_start, int) and q_start == 0
-    if starts_alike and isinstance(inner, Score) and inner.is_relative():
-        prepared |= dict.fromkeys(_TABLES)
-    return prepared
 
 
 def _cap(size: Size, *, inner: Score, **places: Any) -> float | None:
     return cap_of(inner, size_inside_sequences(size, inner=inner, **places))
 
 
-@register_score(prepare=_prepare, inner_size=size_inside_sequences, example=_example, cap=_cap)
+@register_score(prepare=prepare_sequences, inner_size=size_inside_sequences, example=_example, cap=_cap)
 def packed(
     score: Tensor,
     b: Tensor,

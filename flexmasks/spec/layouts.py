@@ -29,8 +29,10 @@ def prepare_sequences(
 ) -> dict[str, Any]:
     """Find the sequence of each query and key, and its position there.
 
-    Queries past the last sequence get sequence -1, keys past it sequence -2.
+    Queries past the last sequence get sequence -1, keys past it sequence -2. A score change that depends on distances
+    alone gets no tables where those inside a sequence are those of the call.
     """
+    starts_alike = kv_offsets is None and isinstance(q_start, int) and q_start == 0
     if kv_offsets is None:
         kv_offsets = offsets
     elif len(kv_offsets) != len(offsets):
@@ -39,6 +41,8 @@ def prepare_sequences(
     q_position += q_start[q_sequence] * (q_sequence >= 0) if isinstance(q_start, Tensor) else q_start
     kv_sequence, kv_position = _unpack("kv_offsets", kv_offsets, size, None if size is None else size.kv_len, -2)
     max_position = _MAX_POSITION if isinstance(q_start, Tensor) else q_start + len(q_position)
+    if starts_alike and isinstance(inner, Score) and inner.is_relative():
+        return {"inner": inner, **dict.fromkeys(("q_sequence", "q_position", "kv_sequence", "kv_position"))}
     return {
         "inner": inner,
         "q_sequence": q_sequence,
