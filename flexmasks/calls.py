@@ -339,7 +339,12 @@ def _run_in_pages(
     k, v = (x.as_strided((len(q), x.shape[2], length, x.shape[3]), (0, 0, 0, 1)) for x in (k_cache, v_cache))
     are_last = request.q_offset is None
     own = request._replace(mask=request.mask & get_mask("padding", seq_lens=kv_lens))
-    planned = _planned_at_end(q, k, v, own, kv_lens) if are_last else _planned(q, k, v, own)
+    try:
+        planned = _planned_at_end(q, k, v, own, kv_lens) if are_last else _planned(q, k, v, own)
+    except (ValueError, TypeError):
+        if not is_captured(q.device):  # errors of the table and the lengths name the arguments of the call
+            _check_pages(q, k_cache, page_table, kv_lens)
+        raise
     call, name = planned.call, request.backend
     kind = "pages", call.kind
     band = None
@@ -482,7 +487,7 @@ def _replayed(
     A call whose replay failed is planned again. Errors of missing memory are raised.
     """
     try:
-        if sinks is not None and isinstance(replay, fa4.DirectCall):
+        if sinks is not None and isinstance(replay, fa4.DirectCall) and fa4.folds_sinks(q, k, v, sinks.logits):
             return _with_sinks(Result(*replay(q, k, v, sinks.logits), has_sinks=True), sinks)
         return _with_sinks(Result(*replay(q, k, v)), sinks)
     except Exception as error:  # kernels raise errors of any type
@@ -571,7 +576,7 @@ def _key_and_tensors(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple
     if grad and any(t.requires_grad for t in tensors):
         return None
     return (
-        functions, scale, with_lse, backend, grad, torch.get_default_dtype(),
+        functions, scale, with_lse, request.sink_logits is not None, backend, grad, torch.get_default_dtype(),
         q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, device, k.device, v.device,
         q.requires_grad, k.requires_grad, v.requires_grad,
     ), tensors  # fmt: skip
@@ -694,7 +699,7 @@ def _planned(q: Tensor, k: Tensor, v: Tensor, request: Request) -> _Planned:
         what=mask_plan.what if score is None else f"{mask_plan.what} with score {score!r}",
         window=lambda: mask_plan.window,
         intervals=lambda: mask_plan.intervals,
-        cap=None if score is None else cap_of(score, size),
+        cap=None if score is None else cap_of(score, unread(size, q_offset)),
         whole=None if isinstance(mask_plan, GivenPlan) else lambda: mask_plan.whole[0],
         added=None if score_plan is None else lambda: score_plan.added[0],
         blocks=mask_plan.blocks,

@@ -584,7 +584,8 @@ def sdp_settings() -> tuple[Any, ...]:
     cuda = torch.backends.cuda
     return (
         cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled(), cuda.math_sdp_enabled(),
-        torch.are_deterministic_algorithms_enabled(), *torch._C._get_sdp_priority_order(),
+        torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled(),
+        *torch._C._get_sdp_priority_order(),
     )  # fmt: skip
 
 

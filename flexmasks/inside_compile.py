@@ -89,7 +89,8 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
             fail(f"backend {request.backend!r} cannot run this call inside torch.compile: {_reason(number)}.")
         name = _NAMES[number]
         if name in _DIRECT:
-            sinks = () if request.sink_logits is None or name != "fa4" else (request.sink_logits,)
+            given = request.sink_logits
+            sinks = (given,) if given is not None and name == "fa4" and fa4.folds_sinks(q, k, v, given) else ()
             direct = _run_directly(name, sinks, *arguments)
             return Result(direct[0], direct[1] if request.return_lse else None, has_sinks=len(sinks) > 0)
         if name == "reference" and compat.is_exporting() and _runs_by_tiles(q, score, score_data):

@@ -253,6 +253,25 @@ def planned_once() -> list[int]:
     return found
 
 
+def packed_scores() -> dict[str, float]:
+    """Return errors of packed score changes, with keys that not all processes see."""
+    length, count = 1024, dist.get_world_size()
+    offsets = torch.arange(0, length + 1, 128)
+    mask, order = flexmasks.packed("causal", offsets), distributed.Order.natural(length, count)
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, length, 8, dtype=torch.float64).unbind()
+    tokens = own_tokens(order)
+    errors = {}
+    for inner in (flexmasks.get_score("alibi"), flexmasks.get_score("softcap", cap=2.0)):
+        score = flexmasks.packed(inner, offsets)
+        whole = flexmasks.attention(q, k, v, mask=mask, score=score)
+        for how in ("heads", "gather", "seen"):
+            parts = (x[:, :, tokens] for x in (q, k, v))
+            out = distributed.attention(*parts, mesh=mesh_of(), mask=mask, score=score, how=how)
+            errors[f"{inner} {how}"] = float((out - whole[:, :, tokens]).abs().max())
+    return errors
+
+
 def on_gpus() -> dict[str, float]:
     """Return relative errors in bfloat16 on GPUs against float32 of one process, for output and gradients."""
     count, device = dist.get_world_size(), torch.device("cuda", dist.get_rank())

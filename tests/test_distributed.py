@@ -50,6 +50,10 @@ def test_masks_that_change_between_calls(two: Processes) -> None:
     check(two.run(jobs.changing))
 
 
+def test_packed_scores_over_two_processes(two: Processes) -> None:
+    check(two.run(jobs.packed_scores))
+
+
 def test_what_is_seen_is_planned_once_for_all_layers(two: Processes) -> None:
     assert two.run(jobs.planned_once) == [[0, 1, 1, 2, 2, 3]] * 2
 

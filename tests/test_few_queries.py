@@ -642,6 +642,15 @@ def test_errors_of_bands(name: str, place: int, device: str) -> None:
 
 
 @on_devices
+@pytest.mark.parametrize("q_start", [-1, -5, 2**31])
+def test_errors_of_places(q_start: int, device: str) -> None:
+    arguments = made(Call(band=CAUSAL)).arguments
+    arguments[-3] = q_start
+    with pytest.raises(ValueError, match="q_start must be from 0 to"):
+        run(arguments, device)
+
+
+@on_devices
 @pytest.mark.parametrize("message", WRONG)
 def test_errors(message: str, device: str) -> None:
     arguments = WRONG[message](made(Call()).arguments)

@@ -566,6 +566,7 @@ def test_windows_reach_flash_attention_4(
     for name, value in (("_forward", launch), ("_backward", _differentiate_plainly), ("MIN_QUERIES", 16)):
         monkeypatch.setattr(fa4, name, value)
     monkeypatch.setattr(fa4, "refuses_package", lambda call: None)
+    monkeypatch.setattr(fa4, "_knows_sinks", lambda: True)
     monkeypatch.setattr(table, "_FA4_MIN_FLOP", 0)
     monkeypatch.setattr(table, "_FLASH_MIN_FLOP", math.inf)
     with torch.library._scoped_library("flexmasks", "FRAGMENT") as library:

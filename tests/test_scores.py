@@ -12,7 +12,10 @@ from oracles import SCORE_CASES, SCORES, Case, attend, dense
 from torch import Tensor
 
 import flexmasks
+from flexmasks import calls
+from flexmasks.plans import plan
 from flexmasks.plans.plan import ScorePlan, sized
+from flexmasks.request import Request
 from flexmasks.spec import cap_of, definitions
 from flexmasks.spec.arguments import from_arguments
 from flexmasks.spec.parameters import Size
@@ -226,6 +229,28 @@ def test_a_relative_change_of_a_user_is_packed_without_tables() -> None:
             assert (tables["kv_position"] is None) == is_relative
     finally:
         definitions._NAMES["score"].pop("nearer_is_more")
+
+
+@pytest.mark.parametrize("inner", ["alibi", "softcap"])
+def test_a_planned_call_reads_no_offsets_of_a_packed_score(inner: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU would have to finish its work first, and a CUDA graph could not be captured."""
+    offsets = torch.tensor([0, 5, 20])
+    score = flexmasks.packed(flexmasks.get_score(inner, **({"cap": 30.0} if inner == "softcap" else {})), offsets)
+    q = torch.randn(1, 2, 20, 8)
+    mask = flexmasks.get_mask("causal")
+    reads: list[Tensor] = []
+    to_list = Tensor.tolist
+    monkeypatch.setattr(plan, "is_captured", lambda device: True)  # values of tensors may then not be checked
+    monkeypatch.setattr(Tensor, "tolist", lambda x: (reads.append(x), to_list(x))[1])
+    request = Request(mask, score, {}, None, None, 0, None, False, "auto", None)
+    planned = calls._planned(q, q, q, request)
+    assert planned.call.cap == (30.0 if inner == "softcap" else None)
+    assert not reads
+
+
+def test_whether_a_score_is_relative_is_true_or_false() -> None:
+    with pytest.raises(TypeError, match="`relative` must be True or False, got 'no'"):
+        flexmasks.register_score(relative="no")  # type: ignore[arg-type]
 
 
 def test_a_packed_softcap_is_a_softcap() -> None:

@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flexmasks
-from flexmasks import compat
+from flexmasks import calls, compat
 from flexmasks.backends import fa4
 from flexmasks.backends.fa4 import DirectCall
 from flexmasks.plans.windows import Window, window_of
+from flexmasks.request import Request
 from flexmasks.spec.bands import Sequences
 from flexmasks.spec.examples import on_device
 from flexmasks.spec.parameters import Size
@@ -572,3 +573,39 @@ def test_sdpa_asks_for_a_kernel_once_for_each_layout(monkeypatch: pytest.MonkeyP
     with sdpa_kernel(SDPBackend.MATH):  # torch has no fused kernel for the call any more
         assert asks(q, k, v) > 0
         assert flexmasks.explain(q, k, v, mask="causal").backend == "dense"
+
+
+def _interface_with(*names: str) -> SimpleNamespace:
+    """Return an interface of flash-attn-4 whose functions take these arguments."""
+    parameters = ", ".join(("*tensors", *(f"{name}=None" for name in names)))
+    functions: dict[str, Any] = {}
+    for name in ("_flash_attn_fwd", "_flash_attn_bwd"):
+        exec(f"def {name}({parameters}): raise AssertionError", functions)
+    return SimpleNamespace(**{n: f for n, f in functions.items() if n.startswith("_flash")})
+
+
+def test_which_sinks_flash_attention_4_folds_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sinks that learn alone belong to a call that was chosen as one without gradients."""
+    q, sinks = torch.randn(1, 2, 4, 8), torch.zeros(2)
+    learning, learning_sinks = q.clone().requires_grad_(), sinks.clone().requires_grad_()
+    monkeypatch.setattr(fa4, "interface", lambda: _interface_with("learnable_sink"))
+    assert fa4.folds_sinks(q, q, q, sinks)
+    assert fa4.folds_sinks(q, learning, q, learning_sinks)
+    assert not fa4.folds_sinks(q, q, q, learning_sinks)
+    with torch.no_grad():
+        assert fa4.folds_sinks(q, q, q, learning_sinks)
+    monkeypatch.setattr(fa4, "interface", lambda: _interface_with("softmax_scale"))  # an earlier version
+    assert not fa4.folds_sinks(q, q, q, sinks)
+
+
+def test_a_call_with_sinks_is_another_kind() -> None:
+    """What fails with sinks may run without them."""
+    q = torch.randn(1, 2, 40, 8)
+    kinds, keys = set(), set()
+    for sinks in (None, torch.zeros(2)):
+        request = Request("causal", None, {}, None, None, 0, sinks, True, "auto", None)
+        kinds.add(calls._planned(q, q, q, request).call.kind)
+        known = calls._key_and_tensors(q, q, q, request)
+        assert known is not None
+        keys.add(known[0])
+    assert len(kinds) == len(keys) == 2

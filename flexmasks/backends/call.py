@@ -126,7 +126,8 @@ class Call:
         """Key of what decides whether a backend can run the call."""
         q = self.q
         sizes = q.shape[3], self.v.shape[3]
-        return self.kernel_key, q.dtype, q.device, sizes, self.needs_grad, q.shape[1] == self.k.shape[1]
+        has_sinks, is_grouped = self.sinks is not None, q.shape[1] != self.k.shape[1]
+        return self.kernel_key, q.dtype, q.device, sizes, self.needs_grad, has_sinks, is_grouped
 
     @functools.cached_property
     def looks(self) -> dict[bool, str]:

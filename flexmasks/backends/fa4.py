@@ -8,6 +8,7 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
+import inspect
 import logging
 import os
 import sys
@@ -46,8 +47,8 @@ _ARGUMENTS = (
 # The arguments that the library gives to functions of flash-attn-4.
 _FOR_BOTH = (*_ARGUMENTS, "score_mod")
 _NEEDED = {
-    "_flash_attn_fwd": (*_FOR_BOTH, "seqused_k", "page_table", "return_lse", "learnable_sink"),
-    "_flash_attn_bwd": (*_FOR_BOTH, "score_mod_bwd", "dlse", "deterministic", "learnable_sink"),
+    "_flash_attn_fwd": (*_FOR_BOTH, "seqused_k", "page_table", "return_lse"),
+    "_flash_attn_bwd": (*_FOR_BOTH, "score_mod_bwd", "dlse", "deterministic"),
 }
 # Variables of flash-attn-4: "1" if it keeps compiled kernels on the disk, and where.
 _KEEPS, _FOLDER = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
@@ -196,7 +197,7 @@ def run(call: Call) -> Result:
     """Run the call; raise Unavailable if flash-attn-4 cannot compile it."""
     replay = DirectCall.of(call)
     try:
-        if call.sinks is None:
+        if call.sinks is None or not folds_sinks(call.q, call.k, call.v, call.sinks):
             return proven(call, replay)
         return proven(call, replay, call.sinks)._replace(has_sinks=True)
     except Unavailable:
@@ -204,6 +205,22 @@ def run(call: Call) -> Result:
     except Exception as error:  # flash-attn-4 compiles at the first call, and raises errors of any type
         raise_out_of_memory(error)
         raise Unavailable(first_line(error)) from error
+
+
+def folds_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> bool:
+    """Return whether the kernel folds in the sinks of a call.
+
+    It does not where sinks alone learn: the call was then chosen as one without gradients.
+    """
+    only_sinks_learn = sinks.requires_grad and not any(x.requires_grad for x in (q, k, v))
+    return not (torch.is_grad_enabled() and only_sinks_learn) and _knows_sinks()
+
+
+@compat.constant_in_graphs
+def _knows_sinks() -> bool:
+    """Return whether flash-attn-4 takes sinks, with their gradient; earlier versions do not."""
+    functions = (getattr(interface(), name) for name in _NEEDED)
+    return all("learnable_sink" in inspect.signature(function).parameters for function in functions)
 
 
 def compiles(call: Call) -> str:
@@ -248,7 +265,7 @@ class DirectCall:
         sinks: logits of attention sinks, [H].
         """
         k, v = self.window.cut(k), self.window.cut(v)
-        sinks = None if sinks is None else sinks.float()
+        sinks = None if sinks is None else sinks.float().contiguous()
         if self.sequences is not None:
             out, lse = self._in_sequences(q, k, v, sinks, self.sequences)
         else:
@@ -390,7 +407,7 @@ def _window_arguments(left: int | None, right: int | None) -> dict[str, Any]:
 def hide_padding(x: Tensor, dim: int, count: Tensor, value: float | Tensor) -> Tensor:
     """Return `x` with a value behind the first `count` places of a dimension.
 
-    The elements there get gradient 0. count: int64[1].
+    The elements of x there get gradient 0. count: int64[1]. value: a number, or a tensor that broadcasts with x.
     """
     place = torch.arange(x.shape[dim], device=x.device)
     return torch.where((place < count).view(-1, *[1] * (x.ndim - dim - 1)), x, value)

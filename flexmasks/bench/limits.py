@@ -186,12 +186,12 @@ def _measured(
     inputs: Sequence[Tensor],
     runs: int,
     required: Collection[str],
-    backward: bool = True,
+    **options: Any,
 ) -> tuple[dict[str, Measured], dict[str, str]]:
     """Measure passes with nothing planned or compiled before."""
     torch.compiler.reset()
     clear_caches()
-    return measure_passes(implementations, inputs, runs=runs, required=required, backward=backward)
+    return measure_passes(implementations, inputs, runs=runs, required=required, **options)
 
 
 def _rows_of(
@@ -241,7 +241,7 @@ def _sink_rows(name: str, mask: Mask, shape: Shape, device: torch.device, dtype:
     inference, _ = _measured(
         implementations, [x.detach() for x in inputs], runs, required=implementations, backward=False
     )
-    measured, _ = _measured(implementations, inputs, runs, required=implementations)
+    measured, _ = _measured(implementations, inputs, runs, required=implementations, allow_unused=True)
     rows = _rows_of(measured, {}, {"kind": SINKS, "case": name}, shape, dtype)
     for row in rows:
         row["inference_ms"] = inference[row["who"]].entries()["forward_ms"]

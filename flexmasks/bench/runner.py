@@ -51,18 +51,19 @@ def measure_passes(
     required: Collection[str],
     backward: bool = True,
     reset_compiler: bool = False,
+    allow_unused: bool = False,
     clock: Clock = device_milliseconds,
 ) -> tuple[dict[str, Measured], dict[str, str]]:
     """Run each implementation once, then time all passes by turns.
 
     Args:
         implementations: functions of the inputs, by name; the outputs have the first input's shape.
-        inputs: forward passes are timed on these as they are, backward passes on copies that require gradients. An
-            implementation may leave some of them unused.
+        inputs: forward passes are timed on these as they are, backward passes on copies that require gradients.
         runs: how many runs of each are timed, at least 2.
         required: names whose errors are raised; any other implementation that fails is left out.
         backward: time backward passes too.
         reset_compiler: drop what torch.compile has compiled before each first run.
+        allow_unused: an implementation may leave inputs unused.
         clock: how a run is timed.
 
     Returns:
@@ -77,7 +78,7 @@ def measure_passes(
             if reset_compiler:
                 torch.compiler.reset()
             try:
-                measured[name] = _first_run(call, leaves, upstream if backward else None)
+                measured[name] = _first_run(call, leaves, upstream if backward else None, allow_unused)
             except Exception as error:
                 if name in required:
                     raise
@@ -87,7 +88,11 @@ def measure_passes(
         }
         if backward:
             gradient = functools.partial(
-                torch.autograd.grad, inputs=leaves, grad_outputs=upstream, retain_graph=True, allow_unused=True
+                torch.autograd.grad,
+                inputs=leaves,
+                grad_outputs=upstream,
+                retain_graph=True,
+                allow_unused=allow_unused,
             )
             passes["backward"] = {name: functools.partial(gradient, m.output) for name, m in measured.items()}
         for which, calls in passes.items():
@@ -203,18 +208,24 @@ def attention_tflops(which: str, pairs: float, head_size: int, milliseconds: flo
     return _PRODUCTS[which] * 2 * head_size * pairs / milliseconds / 1e9
 
 
-def _first_run(call: Callable[..., Tensor], leaves: Sequence[Tensor], upstream: Tensor | None) -> Measured:
+def _first_run(
+    call: Callable[..., Tensor], leaves: Sequence[Tensor], upstream: Tensor | None, allow_unused: bool
+) -> Measured:
     """Run a forward pass, and with an upstream gradient a backward pass."""
     device = leaves[0].device
     start = time.perf_counter()
     output = call(*leaves)
     if upstream is not None:
-        torch.autograd.grad(output, leaves, upstream, retain_graph=True, allow_unused=True)
+        torch.autograd.grad(output, leaves, upstream, retain_graph=True, allow_unused=allow_unused)
     synchronize(device)
     seconds = time.perf_counter() - start
     peak = None
     if upstream is not None and device.type == "cuda":
-        peak = peak_bytes(lambda: torch.autograd.grad(call(*leaves), leaves, upstream, allow_unused=True), device)
+
+        def both_passes() -> None:
+            torch.autograd.grad(call(*leaves), leaves, upstream, allow_unused=allow_unused)
+
+        peak = peak_bytes(both_passes, device)
     return Measured(output, seconds, peak)
 
 

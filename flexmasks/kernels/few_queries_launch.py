@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexmasks.kernels.few_queries_kernel import attend_kernel, join_kernel
-from flexmasks.kernels.few_queries_plain import TILE, check, check_band
+from flexmasks.kernels.few_queries_plain import TILE, check, check_band, check_place
 from flexmasks.kernels.launches import compiled, layout_of
 
 _MAX_LAUNCHES = 4096  # launches kept; when there are more, all are dropped
@@ -67,6 +67,7 @@ def attend_band(
 
     with_lse: without it, the lse is None.
     """
+    check_place(q_start)
     tensors = _Tensors(q, k, v, page_table, None, None, None, None, None, q_starts, kv_lens, weight, bias)
     band = _LAST if q_start is None else q_start, _distance(left), _distance(right)
     return _run(tensors, scale, cap, band, with_lse)

@@ -41,6 +41,12 @@ def check_band(
     _check_bias(q, kv_len, weight, bias)
 
 
+def check_place(q_start: int | None) -> None:
+    """Raise ValueError for a place of the first query that the operator attend_band does not take."""
+    if q_start is not None and not 0 <= q_start < 2**31:
+        raise ValueError(f"few queries: q_start must be from 0 to 2**31 - 1, got {q_start}")
+
+
 def _check_keys(q: Tensor, k: Tensor, v: Tensor, page_table: Tensor | None) -> int:
     """Check queries, keys, values and pages, and return the number of keys."""
     batch, heads, _, k_size = q.shape
@@ -110,6 +116,7 @@ def plain_attend_band(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the results of the operator attend_band, as `plain_attend_few` does."""
     check_band(q, k, v, page_table, q_starts, kv_lens, weight, bias)
+    check_place(q_start)
     kv_len = k.shape[2] if page_table is None else page_table.shape[1] * k.shape[1]
     queries = q.shape[2]
     lengths = torch.full((1,), kv_len, device=q.device) if kv_lens is None else kv_lens.long().clamp(0, kv_len)

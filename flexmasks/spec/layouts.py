@@ -30,9 +30,12 @@ def prepare_sequences(
     """Find the sequence of each query and key, and its position there.
 
     Queries past the last sequence get sequence -1, keys past it sequence -2. A score change that depends on distances
-    alone gets no tables where those inside a sequence are those of the call.
+    alone gets no tables where distances in a sequence equal distances in the call.
     """
     starts_alike = kv_offsets is None and isinstance(q_start, int) and q_start == 0
+    if starts_alike and isinstance(inner, Score) and inner.is_relative():
+        _length_of("offsets", offsets, size, None if size is None else size.positions_of_q)
+        return {"inner": inner, **dict.fromkeys(("q_sequence", "q_position", "kv_sequence", "kv_position"))}
     if kv_offsets is None:
         kv_offsets = offsets
     elif len(kv_offsets) != len(offsets):
@@ -41,8 +44,6 @@ def prepare_sequences(
     q_position += q_start[q_sequence] * (q_sequence >= 0) if isinstance(q_start, Tensor) else q_start
     kv_sequence, kv_position = _unpack("kv_offsets", kv_offsets, size, None if size is None else size.kv_len, -2)
     max_position = _MAX_POSITION if isinstance(q_start, Tensor) else q_start + len(q_position)
-    if starts_alike and isinstance(inner, Score) and inner.is_relative():
-        return {"inner": inner, **dict.fromkeys(("q_sequence", "q_position", "kv_sequence", "kv_position"))}
     return {
         "inner": inner,
         "q_sequence": q_sequence,
@@ -94,19 +95,26 @@ def size_inside_sequences(
 
 def _unpack(name: str, offsets: Tensor, size: Size | None, length: int | None, padding: int) -> tuple[Tensor, Tensor]:
     """Return each token's sequence (`padding` past the last one) and its position there, both int32[length]."""
-    offsets = offsets.long().contiguous()
+    length = _length_of(name, offsets, size, length)
+    offsets = offsets.contiguous().int()
+    token = torch.arange(length, dtype=torch.int32, device=offsets.device)
+    sequence = torch.searchsorted(offsets, token, right=True, out_int32=True) - 1
+    used = token < offsets[-1]
+    return torch.where(used, sequence, padding), torch.where(used, token - offsets[sequence], 0)
+
+
+def _length_of(name: str, offsets: Tensor, size: Size | None, length: int | None) -> int:
+    """Return the number of tokens, by default the end of the last sequence.
+
+    The values of the offsets are checked if they may be read.
+    """
+    offsets = offsets.long()
     if may_read(size, offsets):
         first, last, shortest = torch.stack([offsets[0], offsets[-1], offsets.diff().min()]).tolist()
         length = last if length is None else length
         if first != 0 or last > length or shortest < 0:
             raise ValueError(f"`{name}` must rise from 0 to at most the length {length}, got {_shortened(offsets)}.")
-    elif length is None:
-        length = int(offsets[-1])
-    offsets = offsets.int()
-    token = torch.arange(length, dtype=torch.int32, device=offsets.device)
-    sequence = torch.searchsorted(offsets, token, right=True, out_int32=True) - 1
-    used = token < offsets[-1]
-    return torch.where(used, sequence, padding), torch.where(used, token - offsets[sequence], 0)
+    return int(offsets[-1]) if length is None else length
 
 
 def _shortened(values: Tensor) -> str:

@@ -79,8 +79,8 @@ def _band(size: Size, *, inner: Mask, first_position: int, key_positions: Tensor
     return None if band is None or band.sequences is not None else band
 
 
-def _cap(size: Size, *, inner: Score, **others: Any) -> float | None:
-    return cap_of(inner, size)
+def _cap(size: Size, *, inner: Score, batch: int, heads: int, length: int, **others: Any) -> float | None:
+    return cap_of(inner, _inner_size(size, batch=batch, heads=heads, length=length))
 
 
 def _of_mask(

@@ -181,6 +181,9 @@ def _register(kind: str, name: str | None, *, relative: bool = False, **hooks: A
             such_as = ", such as lambda length: {...}" if hook == "example" else ""
             raise TypeError(f"flexmasks.register_{kind}: `{name_of_hook}` must be a function{such_as}, got {given!r}.")
 
+    if not isinstance(relative, bool):
+        raise TypeError(f"flexmasks.register_{kind}: `relative` must be True or False, got {relative!r}.")
+
     def decorator(function: Function) -> Function:
         made = replace(define(kind, function, name, **hooks), registered=True, relative=relative).with_reads()
         if not isinstance(made.name, str) or not made.name.isidentifier():

@@ -47,7 +47,7 @@ _WAYS = ("auto", "heads", "gather", "seen")
 _BLOCK = 128  # queries and keys of a block
 _SAVES_MUCH = 0.5  # "seen" is taken if processes then receive at most this share of what they would receive otherwise
 _WANTED: Cache[tuple[Parts, ...]] = Cache("seen", max_bytes=1 << 26)  # the keys that processes want
-_PIECE = 200  # bytes of a piece of a part, about
+_PIECE = 200  # bytes that a piece of a part takes in a cache, roughly
 _HASHED = 1 << 20  # bytes of a tensor on the CPU that processes compare
 _ALIKE = (bool, int, float, str, bytes, tuple)  # constants in code that print alike in all processes
 
