@@ -505,6 +505,15 @@ def test_values_of_bands_are_checked() -> None:
         flexmasks.attention(*tensors(1), mask="padding", seq_lens=seq_lens, backend="decode")
 
 
+@pytest.mark.parametrize("lens", [[-1, 5, 5], [LENGTH + 1, 5, 5]])
+def test_errors_of_pages_name_the_call_s_arguments(lens: list[int]) -> None:
+    table = torch.arange(BATCH * LENGTH // 16).view(BATCH, -1)
+    q, k, v = tensors(1)
+    pool = [pages_of(x, table, 16) for x in (k, v)]
+    with pytest.raises(ValueError, match="mask 'paged': `kv_lens` must be"):
+        flexmasks.paged_attention(q, *pool, table, torch.tensor(lens), mask="causal", backend="decode")
+
+
 def test_replays_of_bands_follow_their_tensors(way: str) -> None:
     """New tensors at each step, tensors that change in place, and scores that are made for each of them."""
     q, k, v = tensors(2)
