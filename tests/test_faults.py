@@ -414,7 +414,7 @@ def package(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(fa4, "_import_failures", [])
-    monkeypatch.setenv(fa4._KEEPS, "0")  # so that its folder stays as it is
+    monkeypatch.setenv(fa4.KEEPS_KERNELS, "0")  # so that its folder stays as it is
     fa4.why_missing.cache_clear()
     yield files[3]
     fa4.why_missing.cache_clear()
@@ -431,7 +431,7 @@ def _half_on_cuda() -> Any:
 def test_flash_attention_keeps_its_kernels_on_disk(state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = {}
     if state == "chosen":
-        kept = {fa4._FOLDER: "elsewhere"}
+        kept = {fa4.KERNEL_FOLDER: "elsewhere"}
     environ = {"XDG_CACHE_HOME": str(tmp_path), **kept}
     monkeypatch.setattr(os, "environ", environ)
     monkeypatch.delitem(sys.modules, "flash_attn.cute.cache_utils", raising=False)
@@ -442,7 +442,7 @@ def test_flash_attention_keeps_its_kernels_on_disk(state: str, tmp_path: Path, m
     fa4._keep_kernels_on_disk()
     if state == "new":
         folder = tmp_path / "flexmasks" / "flash-attn-4"
-        kept = {fa4._KEEPS: "1", fa4._FOLDER: str(folder)}
+        kept = {fa4.KEEPS_KERNELS: "1", fa4.KERNEL_FOLDER: str(folder)}
         assert folder.stat().st_mode & 0o777 == 0o700
     assert environ == {"XDG_CACHE_HOME": str(tmp_path), **kept}
 

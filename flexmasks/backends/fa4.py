@@ -51,7 +51,7 @@ _NEEDED = {
     "_flash_attn_bwd": (*_FOR_BOTH, "score_mod_bwd", "dlse", "deterministic"),
 }
 # Variables of flash-attn-4: "1" if it keeps compiled kernels on the disk, and where.
-_KEEPS, _FOLDER = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
+KEEPS_KERNELS, KERNEL_FOLDER = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
 _ONCE_ONLY = "flexmasks.attention: backend 'fa4' cannot be differentiated twice; pass backend='reference', which can."
 
 
@@ -102,7 +102,10 @@ def _keep_kernels_on_disk() -> None:
     Nothing changes if the user has set one of its variables, if it is imported already, or if the folder cannot be
     written.
     """
-    if any(name in os.environ for name in (_KEEPS, _FOLDER)) or "flash_attn.cute.cache_utils" in sys.modules:
+    if (
+        any(name in os.environ for name in (KEEPS_KERNELS, KERNEL_FOLDER))
+        or "flash_attn.cute.cache_utils" in sys.modules
+    ):
         return
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flexmasks" / "flash-attn-4"
@@ -110,7 +113,7 @@ def _keep_kernels_on_disk() -> None:
     except (OSError, RuntimeError):  # a RuntimeError says that there is no home
         return
     if os.access(folder, os.W_OK | os.X_OK):
-        os.environ.update({_KEEPS: "1", _FOLDER: str(folder)})
+        os.environ.update({KEEPS_KERNELS: "1", KERNEL_FOLDER: str(folder)})
 
 
 def _warned(what: str) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from flexmasks.backends.fa4 import is_installed
+from flexmasks.backends.fa4 import KEEPS_KERNELS, KERNEL_FOLDER, is_installed
 from flexmasks.bench import first_call
 from flexmasks.bench.results import Row
 from flexmasks.pictures.output import progress
@@ -28,9 +28,8 @@ _FOLDERS = (
     "TORCHINDUCTOR_CACHE_DIR",
     "TRITON_CACHE_DIR",
     "CUTE_DSL_CACHE_DIR",
-    "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR",
+    KERNEL_FOLDER,
 )
-_KEEPS = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"  # as flexmasks sets it if no folder is named
 _TIMEOUT = 300.0  # seconds for one process
 
 
@@ -60,7 +59,7 @@ def _rows(case: str, backend: str, device: torch.device, shape: tuple[int, ...])
     words = [case, backend, str(device), json.dumps(shape)]
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
-        caches = {_KEEPS: "1", **{name: str(Path(folder) / name) for name in _FOLDERS}}
+        caches = {KEEPS_KERNELS: "1", **{name: str(Path(folder) / name) for name in _FOLDERS}}
         for state in ("cold", "warm"):
             progress(f"{KIND}, {case}, {backend}: {state}")
             seconds = {name: round(x, 3) for name, x in _in_a_process(words, caches).items()}

@@ -63,6 +63,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from flexmasks.kernels.direct import on
 from flexmasks.kernels.few_queries_plain import plain_attend_band, plain_attend_few
 
 _TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -102,9 +103,7 @@ def attend_directly(name: str, arguments: tuple[Any, ...], *, with_lse: bool) ->
         from flexmasks.kernels import few_queries_launch  # Triton is not installed on every system
 
         launch: Callable[..., tuple[Tensor, Tensor | None]] = getattr(few_queries_launch, name)
-        if q.device.index == torch.cuda.current_device():  # Triton launches on the current device
-            return launch(*arguments, with_lse)
-        with torch.cuda.device(q.device):
+        with on(q.device):
             return launch(*arguments, with_lse)
     out, lse = _PLAIN[name](*arguments)
     return out, lse if with_lse else None
