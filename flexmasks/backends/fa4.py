@@ -102,10 +102,8 @@ def _keep_kernels_on_disk() -> None:
     Nothing changes if the user has set one of its variables, if it is imported already, or if the folder cannot be
     written.
     """
-    if (
-        any(name in os.environ for name in (KEEPS_KERNELS, KERNEL_FOLDER))
-        or "flash_attn.cute.cache_utils" in sys.modules
-    ):
+    is_chosen = KEEPS_KERNELS in os.environ or KERNEL_FOLDER in os.environ
+    if is_chosen or "flash_attn.cute.cache_utils" in sys.modules:
         return
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flexmasks" / "flash-attn-4"
