@@ -42,7 +42,7 @@ def check_band(
 
 
 def check_place(q_start: int | None) -> None:
-    """Raise ValueError for a place of the first query that the operator attend_band does not take."""
+    """Raise ValueError for a place of the first query that kernels do not take."""
     if q_start is not None and not 0 <= q_start < 2**31:
         raise ValueError(f"few queries: q_start must be from 0 to 2**31 - 1, got {q_start}")
 
