@@ -102,8 +102,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tens
 
     with under_autocast(q, k, v) as (q, k, v):
         if not any_nested(q, k, v):
-            sinks = _sinks_of(request)
-            request = request if sinks is None else request._replace(return_lse=True)
+            sinks, request = _sinks_of(request)
             return _with_sinks(inside_compile.run(q, k, v, request), sinks)
         result = inside_compile.run(*_laid_end_to_end(q, k, v, request))
         return _as_nested(q, result.out, result.lse)
@@ -139,7 +138,9 @@ def run_paged(
     """
     if request.sink_logits is not None:
         check_sinks(q, request.sink_logits)
-        return _around_sinks(request, lambda without: run_paged(q, k_cache, v_cache, page_table, kv_lens, without))
+        sinks, request = _sinks_of(request)
+        without = request._replace(sink_logits=None)
+        return _with_sinks(Result(*run_paged(q, k_cache, v_cache, page_table, kv_lens, without)), sinks)
     known, replay = _known_pages(q, k_cache, v_cache, page_table, kv_lens, request)
     result = None if known is None or replay is None else _replayed(*known, replay, q, k_cache, v_cache)
     if result is not None:
@@ -447,9 +448,7 @@ def run_eagerly(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tens
     """
     if compat.transforms_active():
         request = _with_plain_tensors(request)
-    sinks = _sinks_of(request)
-    if sinks is not None:
-        request = request._replace(return_lse=True)
+    sinks, request = _sinks_of(request)
     known = _key_and_tensors(q, k, v, request)
     if known is None or (known[1] and is_captured(q.device)):  # a captured call plans again at each replay
         result, _ = _run_first_time(q, k, v, request)
@@ -742,12 +741,14 @@ class _Sinks(NamedTuple):
     with_lse: bool
 
 
-def _sinks_of(request: Request) -> _Sinks | None:
-    """Return the sinks of a call, or None.
+def _sinks_of(request: Request) -> tuple[_Sinks | None, Request]:
+    """Return the sinks of a call or None, and the request for its backend.
 
-    The call needs the lse then, because backends that know no sinks give it, and the sinks are folded into it.
+    With sinks that asks for the lse: backends that know no sinks give it, and the sinks are folded into it.
     """
-    return None if request.sink_logits is None else _Sinks(request.sink_logits, request.return_lse)
+    if request.sink_logits is None:
+        return None, request
+    return _Sinks(request.sink_logits, request.return_lse), request._replace(return_lse=True)
 
 
 def _with_sinks(result: Result, sinks: _Sinks | None) -> tuple[Tensor, Tensor | None]:
@@ -757,14 +758,6 @@ def _with_sinks(result: Result, sinks: _Sinks | None) -> tuple[Tensor, Tensor | 
     if result.has_sinks:
         return result.out, result.lse if sinks.with_lse else None
     return with_sinks(result.out, cast(Tensor, result.lse), *sinks)
-
-
-def _around_sinks(
-    request: Request, call: Callable[[Request], tuple[Tensor, Tensor | None]]
-) -> tuple[Tensor, Tensor | None]:
-    """Run a call without its sinks, and fold them into its results."""
-    out, lse = call(request._replace(sink_logits=None, return_lse=True))
-    return with_sinks(out, cast(Tensor, lse), cast(Tensor, request.sink_logits), request.return_lse)
 
 
 @contextlib.contextmanager

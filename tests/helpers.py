@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import resource
+import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -219,3 +222,16 @@ def assembly(kernel: Any, pointers: dict[str, str], constants: dict[str, Any], w
     source = ASTSource(kernel, signature, constexprs, attributes)
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
     return made.asm["ptx"]
+
+
+def check_by_the_interpreter(file: str, *options: str) -> None:
+    """Run a file of tests in a process that chose Triton's interpreter before Triton was imported."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *options, file]
+    ran = subprocess.run(
+        command,
+        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        cwd=Path(file).parents[1],
+        capture_output=True,
+    )
+    assert ran.returncode == 0, ran.stdout.decode()[-4000:]
+    assert " passed" in ran.stdout.decode()

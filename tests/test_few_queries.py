@@ -10,16 +10,14 @@ import itertools
 import math
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers import DEVICES, TOLERANCE, check_lse, error, label, try_examples
+from helpers import DEVICES, TOLERANCE, check_by_the_interpreter, check_lse, error, label, try_examples
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -927,12 +925,4 @@ def test_opcheck_of_tiles() -> None:
 @pytest.mark.parametrize("selection", ["not campaign", pytest.param("campaign", marks=pytest.mark.campaign)])
 def test_kernels_by_the_interpreter(selection: str) -> None:
     """The tests of this file, in a process that chose Triton's interpreter before it was imported."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", selection, __file__]
-    ran = subprocess.run(
-        command,
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        cwd=Path(__file__).parents[1],
-        capture_output=True,
-    )
-    assert ran.returncode == 0, ran.stdout.decode()[-4000:]
-    assert " passed" in ran.stdout.decode()
+    check_by_the_interpreter(__file__, "-m", selection)

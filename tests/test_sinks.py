@@ -11,16 +11,13 @@ import logging
 import math
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers import DEVICES, TOLERANCE, assembly, check_lse, error, exact, try_examples
+from helpers import DEVICES, TOLERANCE, assembly, check_by_the_interpreter, check_lse, error, exact, try_examples
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -511,12 +508,4 @@ def test_the_same_bits_again() -> None:
 )
 def test_kernels_by_the_interpreter() -> None:
     """The tests of this file, in a process that chose Triton's interpreter before it was imported."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
-    ran = subprocess.run(
-        command,
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        cwd=Path(__file__).parents[1],
-        capture_output=True,
-    )
-    assert ran.returncode == 0, ran.stdout.decode()[-4000:]
-    assert " passed" in ran.stdout.decode()
+    check_by_the_interpreter(__file__)

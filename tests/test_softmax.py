@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import subprocess
-import sys
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ import pytest
 import torch
 import triton
 from functions import Drawn, drawn
-from helpers import DEVICES, TOLERANCE, arguments, error, label
+from helpers import DEVICES, TOLERANCE, arguments, check_by_the_interpreter, error, label
 from hypothesis import given, settings
 from oracles import MASK_CASES, Case
 from softmax_oracle import softmax
@@ -310,13 +308,4 @@ def test_a_module_is_a_mask() -> None:
 @pytest.mark.parametrize("selection", ["not campaign", pytest.param("campaign", marks=pytest.mark.campaign)])
 def test_kernels_by_the_interpreter(selection: str) -> None:
     """The kernels' own tests, in a process that chose Triton's interpreter before it was imported."""
-    file = Path(__file__).with_name("test_softmax_kernels.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", selection]
-    ran = subprocess.run(
-        [*command, str(file)],
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        cwd=file.parents[1],
-        capture_output=True,
-    )
-    assert ran.returncode == 0, ran.stdout.decode()[-4000:]
-    assert " passed" in ran.stdout.decode()
+    check_by_the_interpreter(str(Path(__file__).with_name("test_softmax_kernels.py")), "-m", selection)

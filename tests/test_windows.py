@@ -588,14 +588,17 @@ def test_which_sinks_flash_attention_4_folds_in(monkeypatch: pytest.MonkeyPatch)
     """Sinks that learn alone belong to a call that was chosen as one without gradients."""
     q, sinks = torch.randn(1, 2, 4, 8), torch.zeros(2)
     learning, learning_sinks = q.clone().requires_grad_(), sinks.clone().requires_grad_()
+    fa4._has_argument_of_sinks.cache_clear()
     monkeypatch.setattr(fa4, "interface", lambda: _interface_with("learnable_sink"))
     assert fa4.folds_sinks(q, q, q, sinks)
     assert fa4.folds_sinks(q, learning, q, learning_sinks)
     assert not fa4.folds_sinks(q, q, q, learning_sinks)
     with torch.no_grad():
         assert fa4.folds_sinks(q, q, q, learning_sinks)
+    fa4._has_argument_of_sinks.cache_clear()
     monkeypatch.setattr(fa4, "interface", lambda: _interface_with("softmax_scale"))  # an earlier version
     assert not fa4.folds_sinks(q, q, q, sinks)
+    fa4._has_argument_of_sinks.cache_clear()
 
 
 def test_a_call_with_sinks_is_another_kind() -> None:

@@ -220,6 +220,15 @@ def folds_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> bool:
 @compat.constant_in_graphs
 def _knows_sinks() -> bool:
     """Return whether flash-attn-4 takes sinks, with their gradient; earlier versions do not."""
+    return _has_argument_of_sinks()
+
+
+@functools.cache
+def _has_argument_of_sinks() -> bool:
+    """Return what `_knows_sinks` does, found once, because every call with sinks asks.
+
+    torch.compile cannot take the result of a function with a cache as a constant.
+    """
     functions = (getattr(interface(), name) for name in _NEEDED)
     return all("learnable_sink" in inspect.signature(function).parameters for function in functions)
 

@@ -103,7 +103,7 @@ class Modifier(Readable):
 
     def is_relative(self) -> bool:
         """Return whether a score depends on heads and distances alone, see `register_score(relative=True)`."""
-        return self.definition.relative and all(m.is_relative() for m in self._inner())
+        return all(m.definition.relative for m in self.inside())
 
     def has_other_function(self) -> bool:
         """Return whether kernels compute another function than the mask's own, see `register_mask(compiled=)`."""
