@@ -341,6 +341,18 @@ def constant_in_graphs(function: _Function) -> _Function:
     return function
 
 
+@constant_in_graphs
+def float32_is_exact() -> bool:
+    """Return whether torch multiplies float32 matrices on a GPU without rounding them to TF32.
+
+    Kernels of flex_attention are compiled by the same rule.
+    """
+    precision = torch.backends.cuda.matmul.fp32_precision
+    if precision == "none":
+        return torch.get_float32_matmul_precision() == "highest"
+    return bool(precision == "ieee")
+
+
 def nonstrict_trace(function: Callable[..., Any]) -> Callable[..., Any]:
     """Let torch.compile not look into a function, whose operations on tensors enter the graph.
 

@@ -21,6 +21,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, crea
 import flexmasks
 from flexmasks import compat
 from flexmasks.backends import flex as kernels
+from flexmasks.backends import kernel_tiles
 from flexmasks.blocks import Blocks, count_in_strips, strips
 from flexmasks.plans.plan import GivenPlan, MaskPlan
 from flexmasks.spec.parameters import Size
@@ -433,18 +434,53 @@ def test_options_of_a_kernel() -> None:
 
 @pytest.mark.parametrize("capability", [(9, 0), (8, 0)])
 def test_tiles_of_a_kernel(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "capability", lambda device: capability)
+    monkeypatch.setattr(kernel_tiles, "capability", lambda device: capability)
     plain = {SAFE: True, "BACKEND": "TRITON"}
-    if capability == (9, 0):
-        assert _options(300, size=64) == {**kernels._TILES[64], **plain}
-        assert _options(300, size=128, block_size=(256, 128)) == {**kernels._TILES[128], **plain}
-    else:
-        assert _options(300, size=64) == plain
-    for other in ({"size": 96}, {"v_size": 128}, {"dtype": torch.float32}, {"block_size": (128, 64)}, {"cuda": False}):
-        assert not _options(300, **({"size": 64} | other)).keys() & kernels._TILES[64].keys()
+
+    def chosen(**given: Any) -> dict[str, int]:
+        options = _options(300, **given)
+        assert plain.items() <= options.items()
+        return {name: value for name, value in options.items() if name not in plain}
+
+    for size in (64, 128, 160, 256):
+        assert bool(chosen(size=size, block_size=(256, 128))) == (capability == (9, 0))
+    for size in (32, 64, 96, 128, 256):
+        assert bool(chosen(size=size, dtype=torch.float32)) == (capability == (9, 0))
+    others: list[dict[str, Any]] = [{"size": 96}, {"v_size": 128}, {"dtype": torch.float64}, {"block_size": (128, 64)}]
+    for other in others:
+        assert not chosen(**({"size": 64} | other))
     assert _options(300, size=64, num_warps=8) == {**plain, "num_warps": 8}  # the user's options alone
     assert _options(300, size=64, backend="FLASH") == {"BACKEND": "FLASH"}
-    assert _options(1, size=64) == {}
+    assert _options(300, size=64, cuda=False) == _options(1, size=64) == {}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("precision", ["highest", "high"])
+def test_tiles_fit_in_blocks(dtype: torch.dtype, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The divisions are those that torch's kernels assert."""
+    monkeypatch.setattr(kernel_tiles, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(compat, "float32_is_exact", lambda: precision == "highest")
+    for size in range(8, 257, 8):
+        tiles = _options(300, size=size, dtype=dtype)
+        for name in ("fwd_BLOCK_M", "fwd_BLOCK_N", "bwd_BLOCK_M1", "bwd_BLOCK_N1", "bwd_BLOCK_M2", "bwd_BLOCK_N2"):
+            assert 128 % tiles.get(name, 128) == 0
+        if "bwd_BLOCK_M1" in tiles:
+            assert tiles["bwd_BLOCK_N1"] % tiles["bwd_BLOCK_M1"] == 0
+            assert tiles["bwd_BLOCK_M2"] % tiles["bwd_BLOCK_N2"] == 0
+
+
+def test_precision_of_float32() -> None:
+    """The rule is that of torch's own kernels, which imports Inductor and is read from there."""
+    from torch._inductor.kernel.flex import flex_attention as of_torch
+
+    before = torch.get_float32_matmul_precision()
+    try:
+        for precision in ("highest", "high", "medium"):
+            torch.set_float32_matmul_precision(precision)
+            assert compat.float32_is_exact() == (precision == "highest")
+            assert compat.float32_is_exact() == (of_torch.get_float32_precision() == "'ieee'")
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def test_options_are_proven_for_masks_without_tensors() -> None:

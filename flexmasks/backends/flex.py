@@ -30,7 +30,6 @@ from torch import Tensor
 from flexmasks import compat
 from flexmasks.backends import forms
 from flexmasks.backends.call import (
-    HALF_DTYPES,
     TRANSFORMED,
     Call,
     Refused,
@@ -41,9 +40,9 @@ from flexmasks.backends.call import (
     raise_out_of_memory,
     transformed,
 )
+from flexmasks.backends.kernel_tiles import faster_tiles
 from flexmasks.cache import Cache
 from flexmasks.plans.data import FirstAsData
-from flexmasks.plans.plan import capability
 
 _log = logging.getLogger("flexmasks")
 _kernel_numbers = itertools.count()
@@ -65,20 +64,6 @@ _SMALLER_KERNELS: tuple[dict[str, Any], ...] = (
         "bwd_BLOCK_M1": 32, "bwd_BLOCK_N1": 32, "bwd_BLOCK_M2": 32, "bwd_BLOCK_N2": 32,
     },
 )  # fmt: skip
-
-# Tiles for half precision, by head size, where they are faster than torch's own (H200, torch 2.11). A forward and a
-# backward pass of documents, of documents with ALiBi, and of padding (nearly all blocks full) take 0.75, 0.67 and 0.92
-# of the time at head size 64, and 0.97, 0.91 and 1.00 at head size 128.
-_TILES: dict[int, dict[str, int]] = {
-    64: {
-        "fwd_BLOCK_M": 128, "fwd_BLOCK_N": 64, "fwd_num_warps": 4, "fwd_num_stages": 3,
-        "bwd_BLOCK_M1": 64, "bwd_BLOCK_N1": 64, "bwd_BLOCK_M2": 64, "bwd_BLOCK_N2": 64,
-        "bwd_num_warps": 4, "bwd_num_stages": 3,
-    },
-    128: {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 64, "fwd_num_warps": 4, "fwd_num_stages": 3},
-}  # fmt: skip
-_TILES_ARE_FOR = (9, 0)  # the compute capability of the GPU where they were measured
-_TILES_DIVIDE = 128  # block sizes that these tiles fit in are multiples of this
 
 
 class _Shapes(NamedTuple):
@@ -193,17 +178,9 @@ def options(
     # Below 128 queries torch takes its decoding kernel, which finds no tile for more than 128 rows of a group.
     grouped_rows = q.shape[2] * (q.shape[1] // k.shape[1])
     if q.is_cuda and grouped_rows > 128 and not chosen.keys() & {"BACKEND", "FORCE_USE_FLEX_ATTENTION"}:
-        tiles = {} if chosen else _tiles(q, v, block_size)
+        tiles = {} if chosen else faster_tiles(q, v, block_size)
         return {**tiles, **proven(), **chosen, "BACKEND": "TRITON"}
     return chosen
-
-
-def _tiles(q: Tensor, v: Tensor, block_size: tuple[int, int]) -> dict[str, int]:
-    """Return the options of faster tiles for torch's Triton kernel, if there are any."""
-    tiles = _TILES.get(q.shape[3]) if q.shape[3] == v.shape[3] else None
-    if tiles is None or q.dtype not in HALF_DTYPES or any(n % _TILES_DIVIDE for n in block_size):
-        return {}
-    return tiles if capability(q.device) == _TILES_ARE_FOR else {}
 
 
 @torch.library.custom_op("flexmasks::separate", mutates_args=())
