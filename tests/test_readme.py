@@ -172,7 +172,7 @@ GENERATED: dict[str, dict[str, Callable[[], str]]] = {
     },
     "recipes/results/serve.md": {name: functools.partial(serve, name) for name in ("serve_gpu", "serve_cpu")},
     "recipes/results/models.md": {"models_gpu": functools.partial(models, "models_gpu")},
-    "recipes/results/ranks.md": {"ranks_gpu": functools.partial(ranks, "ranks_gpu")},
+    "recipes/results/ranks.md": {name: functools.partial(ranks, name) for name in ("ranks_gpu", "ranks_triton")},
     "recipes/results/limits.md": {name: functools.partial(limits, name) for name in ("limits_gpu", "limits_triton")},
     "recipes/results/versions.md": {"versions": versions},
     "recipes/results/data.md": {name: functools.partial(data, name) for name in ("data_gpu", "data_cpu")},

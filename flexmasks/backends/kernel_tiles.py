@@ -22,7 +22,7 @@ def _forward(m: int, n: int, warps: int, stages: int) -> dict[str, int]:
 
 
 def _backward(m: int, n: int, warps: int, stages: int) -> dict[str, int]:
-    """Return options of a backward pass: its two kernels have tiles m x n and n x m."""
+    """Return options of a backward pass, whose kernels have tiles of both sizes."""
     return {
         "bwd_BLOCK_M1": m, "bwd_BLOCK_N1": n, "bwd_BLOCK_M2": n, "bwd_BLOCK_N2": m,
         "bwd_num_warps": warps, "bwd_num_stages": stages,
