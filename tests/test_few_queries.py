@@ -461,7 +461,7 @@ def test_many_random_calls(device: str) -> None:
 def test_shares(processors: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One program for all tiles of an element, and a share for nearly each tile, of few and of very many elements."""
     monkeypatch.setattr(launch, "_processors", lambda device: processors)
-    monkeypatch.setattr(launch, "_launches", {})
+    monkeypatch.setattr(launch, "_launches", launch.Launches())
     check(Call(batch=3, heads=1, key_heads=1, kv_len=1500, lists=(3, 1), visible=(1, 1), seed=1), device)
     if not INTERPRETED:
         check(Call(batch=150, kv_len=700, heads=8, key_heads=8, lists=(150, 8), visible=(150, 1)), device)
@@ -472,7 +472,7 @@ def test_shares_cover_all_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     if not INTERPRETED:
         pytest.skip("test_shares has as many")
     monkeypatch.setattr(launch, "_processors", lambda device: 1000)
-    monkeypatch.setattr(launch, "_launches", {})
+    monkeypatch.setattr(launch, "_launches", launch.Launches())
     monkeypatch.setattr(launch, "_FEW_COUNTS", 2)
     monkeypatch.setattr(launch, "_MAX_COUNTS", 4)
     check(Call(batch=11, heads=1, key_heads=1, kv_len=400, lists=(11, 1), visible=(1, 1), seed=3))
@@ -513,7 +513,7 @@ def test_scores_of_bands(change: str, device: str) -> None:
 @pytest.mark.parametrize("processors", [1, 40, 1000])
 def test_shares_of_bands(processors: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_processors", lambda device: processors)
-    monkeypatch.setattr(launch, "_launches", {})
+    monkeypatch.setattr(launch, "_launches", launch.Launches())
     monkeypatch.setattr(launch, "_FEW_COUNTS", 2)
     monkeypatch.setattr(launch, "_MAX_COUNTS", 4)
     for starts in ("each", "last"):
@@ -660,7 +660,7 @@ def test_errors(message: str, device: str) -> None:
 def test_calls_are_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host makes few calls for a layout that it knows: decoding calls the operator in each layer of each token."""
     launched: list[str] = []
-    monkeypatch.setattr(launch, "_launches", {})
+    monkeypatch.setattr(launch, "_launches", launch.Launches())
     monkeypatch.setattr(launch, "compiled", lambda kernel, *_: lambda *_: launched.append(kernel.__name__))
     arguments = made(Call(page_size=16, kv_len=2000, cap=3.0, weight=(1, 1, 1), bias=(1, 1, 1))).arguments
     count = 0
@@ -711,7 +711,7 @@ def test_growing_caches_compile_few_kernels(monkeypatch: pytest.MonkeyPatch) -> 
         kernels.add((kernel.__name__, warps, *constants))
         return lambda *_: None
 
-    monkeypatch.setattr(launch, "_launches", {})
+    monkeypatch.setattr(launch, "_launches", launch.Launches())
     monkeypatch.setattr(launch, "compiled", compiled)
     for kv_len in [*range(200, 300, 3), 256, 384, 1000, 1024]:
         launch.attend_few(*made(Call(kv_len=kv_len)).arguments)
@@ -787,7 +787,7 @@ def test_loads_are_wide_and_ahead(call: Call, monkeypatch: pytest.MonkeyPatch) -
         made_kernels.append((compiled_for_hopper(kernel, programs, warps, arguments).asm["ptx"], named, warps))
         return lambda *_: None
 
-    monkeypatch.setattr(launch, "_launches", {})
+    monkeypatch.setattr(launch, "_launches", launch.Launches())
     monkeypatch.setattr(launch, "_processors", lambda device: 132)
     monkeypatch.setattr(launch, "compiled", compiled)
     attend = launch.attend_few if call.band is None else launch.attend_band

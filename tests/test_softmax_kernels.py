@@ -167,7 +167,7 @@ def test_rows_held_in_chunks(chunks: int, monkeypatch: pytest.MonkeyPatch) -> No
 def use(monkeypatch: pytest.MonkeyPatch, config: Any) -> None:
     """Make the kernels compute every row in one way."""
     monkeypatch.setattr(launch, "config", lambda *_: config)
-    monkeypatch.setattr(launch, "_launches", {})
+    monkeypatch.setattr(launch, "_launches", launch.Launches())
 
 
 def check_windows(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:

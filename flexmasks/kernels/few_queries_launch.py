@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -18,15 +18,13 @@ from torch import Tensor
 
 from flexmasks.kernels.few_queries_kernel import attend_kernel, join_kernel
 from flexmasks.kernels.few_queries_plain import TILE, check, check_band, check_place
-from flexmasks.kernels.launches import compiled, layout_of
+from flexmasks.kernels.launches import Launches, compiled, layout_of
 
-_MAX_LAUNCHES = 4096  # launches kept; when there are more, all are dropped
 _FEW_COUNTS, _MAX_COUNTS = 64, 1024  # counts of tiles that a program loads at a time
 _SHARED_MEMORY = 227 * 2**10  # of a processor of a Hopper GPU, in bytes
 _LAST = -1  # in place of where queries start: they are the last ones of each sequence
 _FARTHEST = 2**31 - 1  # all keys of a sequence are at most that far from any query
 _NO_BAND = (0, 0, 0)
-_launches: dict[Hashable, _Launch] = {}
 
 
 class _Launch(NamedTuple):
@@ -42,6 +40,9 @@ class _Launch(NamedTuple):
     join_numbers: tuple[int, ...]
     join_constants: tuple[Any, ...]
     lines: int  # rows of all shares
+
+
+_launches: Launches[_Launch] = Launches()
 
 
 def attend_few(
@@ -119,9 +120,7 @@ def _run(
         if not out.numel():
             return out, lse
         launch = _launch((out, lse), tensors, cap is not None)
-        if len(_launches) >= _MAX_LAUNCHES:
-            _launches.clear()
-        _launches[key] = launch
+        _launches.keep(key, launch)
     shared = None  # programs write the result themselves
     if launch.join is not None:
         shared = torch.empty(launch.lines * (v.shape[-1] + 1), dtype=torch.float32, device=q.device)

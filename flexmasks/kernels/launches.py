@@ -1,12 +1,25 @@
-"""Helpers of launches: keys of layouts, and kernels compiled without running."""
+"""Helpers of launches: keys of layouts, kernels compiled without running, and launches that are kept."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import triton
 from torch import Tensor
+
+_MAX_LAUNCHES = 4096
+_Launch = TypeVar("_Launch")
+
+
+class Launches(dict[Hashable, _Launch]):
+    """Launches by layouts of tensors."""
+
+    def keep(self, key: Hashable, launch: _Launch) -> None:
+        """Keep a launch; when there are too many, all others are dropped."""
+        if len(self) >= _MAX_LAUNCHES:
+            self.clear()
+        self[key] = launch
 
 
 def layout_of(tensor: Tensor | None) -> Hashable:

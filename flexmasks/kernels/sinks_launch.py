@@ -13,15 +13,14 @@ import torch
 import triton
 from torch import Tensor
 
-from flexmasks.kernels.launches import compiled, layout_of
+from flexmasks.kernels.launches import Launches, compiled, layout_of
 from flexmasks.kernels.sinks_kernel import fold_kernel, gradients_kernel, sum_kernel
 
 _ELEMENTS, _WARPS = 4096, 4  # of a program
 _FEW, _WARPS_OF_FEW = 8, 1  # rows of a program if a head has no more, as in decoding
 _MAX_ROWS = 256
 _CHUNK = 1024  # parts of a sum that are added together
-_MAX_LAUNCHES = 4096  # launches kept; when there are more, all are dropped
-_launches: dict[Hashable, Callable[..., Any]] = {}
+_launches: Launches[Callable[..., Any]] = Launches()
 
 
 def fold(out: Tensor, lse: Tensor, sinks: Tensor, with_lse: bool, in_place: bool) -> tuple[Tensor, Tensor | None]:
@@ -101,9 +100,7 @@ def _kept(
     def launch(*tensors: Tensor | None) -> None:
         run(*tensors, *others)
 
-    if len(_launches) >= _MAX_LAUNCHES:
-        _launches.clear()
-    _launches[key] = launch
+    _launches.keep(key, launch)
     return launch
 
 

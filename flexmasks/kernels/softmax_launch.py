@@ -17,7 +17,7 @@ import torch
 import triton
 from torch import Tensor
 
-from flexmasks.kernels.launches import layout_of
+from flexmasks.kernels.launches import Launches, layout_of
 from flexmasks.kernels.softmax_backward import backward_kernel
 from flexmasks.kernels.softmax_forward import forward_kernel
 
@@ -27,8 +27,7 @@ _MAX_REGISTER_COLUMNS = {"forward": 32768, "backward": 16384}  # columns of a ro
 _MAX_COLUMNS_OF_8_WARPS = {"forward": 16384, "backward": 8192}
 _MAX_COLUMN_STRIDE = 4  # up to this stride between a row's elements, reading them is faster than copying first
 _MAX_OUTER_DIMS = 3  # dimensions around the rows that kernels support
-_MAX_LAUNCHES = 4096  # launches kept; when there are more, all are dropped
-_launches: dict[Hashable, tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]] = {}
+_launches: Launches[tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]] = Launches()
 
 
 def forward(
@@ -90,11 +89,8 @@ def backward(dy: Tensor, y: Tensor, bounds: Tensor | None, scale: float) -> Tens
 
 def _keep(key: Hashable, compiled: Any, programs: int, numbers: Any, constants: Any) -> None:
     """Keep a launch for later calls of its layout."""
-    if compiled is None:  # Triton's interpreter compiles nothing
-        return
-    if len(_launches) >= _MAX_LAUNCHES:
-        _launches.clear()
-    _launches[key] = compiled[(programs, 1, 1)], numbers, constants
+    if compiled is not None:  # Triton's interpreter compiles nothing
+        _launches.keep(key, (compiled[(programs, 1, 1)], numbers, constants))
 
 
 # --- rows per program ---
