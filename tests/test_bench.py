@@ -310,6 +310,7 @@ def test_figures_of_limits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert [row["passes"] for row in without] == ["forward + backward"] * 4  # torch has no gradients on a CPU
     assert [row["who"] for row in rows["first calls"]] == ["cold", "warm"]
     assert all(0 < row["output_s"] < row["gradient_s"] and row["import_s"] > 0 for row in rows["first calls"])
+    assert ["modules_s" in row for row in rows["first calls"]] == [False, True]
     page = limits_tables.markdown(results)
     assert page.count("### ") == 6
     assert page.count("Target") == 4  # sinks, head sizes, small calls, first calls

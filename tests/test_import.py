@@ -20,11 +20,10 @@ import flexmasks
 
 ROOT = Path(__file__).parent.parent
 # Modules that take long to import. `import torch` loads none of them, only a compilation, a GPU or a picture does.
+COMPILERS = ["torch._dynamo", "torch._inductor", "triton"]
 HEAVY = [
-    "torch._dynamo",
-    "torch._inductor",
+    *COMPILERS,
     "torch.fx.experimental.symbolic_shapes",
-    "triton",
     "sympy",
     "mpmath",
     "networkx",
@@ -72,12 +71,37 @@ START = {
     "--version": command("--version"),
 }
 
+_TENSORS = "import torch, flexmasks; q, k, v = torch.randn(3, 2, 4, 300, 16, requires_grad=True); "
+_CAUSAL = "flexmasks.attention(q, k, v, mask='causal'"
+# First calls that compile nothing.
+CALLS = {
+    "sdpa": f"{_TENSORS}{_CAUSAL}, backend='sdpa').sum().backward()",
+    "dense": f"{_TENSORS}mask = flexmasks.get_mask('sliding_window', window=9); "
+    "flexmasks.attention(q, k, v, mask=mask, backend='dense').sum().backward()",
+    "reference": f"{_TENSORS}{_CAUSAL}, backend='reference').sum().backward()",
+    "decode": f"{_TENSORS}q = q[:, :, -1:].detach(); k = k.detach(); v = v.detach(); "
+    f"{_CAUSAL}, q_offset=torch.tensor([299, 30]), backend='decode')",
+    "sinks": f"{_TENSORS}{_CAUSAL}, sink_logits=torch.randn(4)).sum().backward()",
+    "softmax": f"{_TENSORS}flexmasks.masked_softmax(q, mask='causal').sum().backward()",
+    "block mask": "import flexmasks; flexmasks.block_mask('causal', 512)",
+}
 
-@pytest.mark.parametrize("code", START.values(), ids=START)
-def test_no_compiler_is_imported(code: str) -> None:
+
+def imported(code: str, names: list[str]) -> list[str]:
+    """Return the modules of packages that code imports in a new process."""
     _, modules = timed(code)
     assert "flexmasks.masks.causal" in modules
-    assert not {m for m in modules if any(m == heavy or m.startswith(f"{heavy}.") for heavy in HEAVY)}
+    return [m for m in modules if any(m == name or m.startswith(f"{name}.") for name in names)]
+
+
+@pytest.mark.parametrize("code", START.values(), ids=START)
+def test_the_start_is_light(code: str) -> None:
+    assert not imported(code, HEAVY)
+
+
+@pytest.mark.parametrize("code", CALLS.values(), ids=CALLS)
+def test_no_compiler_is_imported(code: str) -> None:
+    assert not imported(code, COMPILERS)
 
 
 def test_the_time_of_the_import() -> None:

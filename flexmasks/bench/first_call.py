@@ -6,21 +6,26 @@ of a user's process.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 WINDOW, CAP, DOCUMENT = 256, 30.0, 600
 NO_GRADIENTS = ("decode", "cpu")  # backends for calls without gradients
+IMPORTS = "imports"  # in place of a case: the modules of a former process are imported, and nothing is called
 
 
-def main(case: str, backend: str, device: str, shape: tuple[int, ...]) -> dict[str, float]:
+def main(case: str, backend: str, device: str, shape: tuple[int, ...], modules: Path) -> dict[str, float]:
     """Return the seconds of imports, of the device, and of a first call.
 
     The first output and the first gradient count from the beginning of the call.
 
     shape: batch, heads, length, head size.
+    modules: a file for the names of other packages' modules that the call imports.
     """
     start = time.perf_counter()
     import torch
@@ -43,6 +48,7 @@ def main(case: str, backend: str, device: str, shape: tuple[int, ...]) -> dict[s
         return time.perf_counter() - start
 
     seconds["device_s"] = wait()
+    before = set(sys.modules)
     start = time.perf_counter()
     offset = shape[2] - 1 if backend == "decode" else 0
     out = attention(q, k, v, backend=backend, q_offset=offset, **_arguments(case, ids))
@@ -50,7 +56,23 @@ def main(case: str, backend: str, device: str, shape: tuple[int, ...]) -> dict[s
     if learns:
         torch.autograd.grad(out, (q, k, v), upstream)
         seconds["gradient_s"] = wait()
+    imported = [name for name in sys.modules if name not in before and not name.startswith("flexmasks.")]
+    modules.write_text("\n".join(imported))
     return seconds
+
+
+def imports(modules: Path) -> dict[str, float]:
+    """Return the seconds in which a process with torch and flexmasks imports modules.
+
+    modules: a file with their names. Those that are made while a call runs cannot be imported, and are left out.
+    """
+    importlib.import_module("flexmasks.attention")
+    names = modules.read_text().split()
+    start = time.perf_counter()
+    for name in names:
+        with contextlib.suppress(Exception):  # a module may raise anything
+            importlib.import_module(name)
+    return {"modules_s": time.perf_counter() - start}
 
 
 def _arguments(case: str, ids: Any) -> dict[str, Any]:
@@ -65,5 +87,9 @@ def _arguments(case: str, ids: Any) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    _case, _backend, _device, _shape = sys.argv[1:]
-    print(json.dumps(main(_case, _backend, _device, tuple(json.loads(_shape)))))
+    _case, *_others, _modules = sys.argv[1:]
+    if _case == IMPORTS:
+        print(json.dumps(imports(Path(_modules))))
+    else:
+        _backend, _device, _shape = _others
+        print(json.dumps(main(_case, _backend, _device, tuple(json.loads(_shape)), Path(_modules))))

@@ -52,18 +52,22 @@ def _is_there(backend: str) -> bool:
 def _rows(case: str, backend: str, device: torch.device, shape: tuple[int, ...]) -> list[Row]:
     """Return the figures of a cold process and of a warm one.
 
-    The cold process starts with empty caches on the disk, which the warm one finds filled.
+    The cold process starts with empty caches on the disk, which the warm one finds filled. A third process imports what
+    the warm one has imported during its call, and does nothing else.
     """
     about: Row = {"kind": KIND, "case": case, "shape": "x".join(map(str, shape)), "backend": backend}
     about["dtype"] = "bfloat16" if device.type == "cuda" else "float32"
-    words = [case, backend, str(device), json.dumps(shape)]
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
+        modules = str(Path(folder) / "modules.txt")
+        words = [case, backend, str(device), json.dumps(shape), modules]
         caches = {KEEPS_KERNELS: "1", **{name: str(Path(folder) / name) for name in _FOLDERS}}
         for state in ("cold", "warm"):
             progress(f"{KIND}, {case}, {backend}: {state}")
             seconds = {name: round(x, 3) for name, x in _in_a_process(words, caches).items()}
             rows.append({**about, "who": state, **seconds})
+        alone = _in_a_process([first_call.IMPORTS, modules], caches)
+    rows[-1] |= {name: round(x, 3) for name, x in alone.items()}
     return rows
 
 

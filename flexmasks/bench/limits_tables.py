@@ -177,7 +177,7 @@ def _cell(by_who: _ByWho, who: str, key: str) -> str:
 
 def _first_calls_table(cases: list[_ByWho]) -> str:
     header = ["call", "backend", "cold: first output, s", "first gradient, s", "warm: first output, s"]
-    header += ["first gradient, s", "import, s", "device, s"]
+    header += ["first gradient, s", "modules, s", "import, s", "device, s"]
     rows: list[list[str]] = []
     warm_seconds: dict[str, float] = {}
     for by_who in cases:
@@ -185,14 +185,16 @@ def _first_calls_table(cases: list[_ByWho]) -> str:
         cells = [cold["case"], cold["backend"]]
         for row in (cold, warm):
             cells += [f"{row['output_s']:.2f}", f"{row['gradient_s']:.2f}" if "gradient_s" in row else ""]
+        cells.append(f"{warm['modules_s']:.2f}" if "modules_s" in warm else "")
         name = f"{warm['case']}, {warm['backend']}"
         warm_seconds[name] = warm["gradient_s" if "gradient_s" in warm else "output_s"]
         rows.append([*cells, *(f"{cold[key]:.2f} / {warm[key]:.2f}" for key in ("import_s", "device_s"))])
     shapes = ", ".join(dict.fromkeys(row["shape"] for by_who in cases for row in by_who.values()))
     about = (
         f"Seconds from the beginning of the first call of a fresh process, B x H x S x D {shapes}. Calls that have "
-        "gradients ask for them, so that the first output may wait for the backward pass's compilation. Pairs of "
-        "figures are cold / warm. Target for the last result of a warm process, in seconds: "
+        "gradients ask for them, so that the first output may wait for the backward pass's compilation. Modules: what "
+        "a process takes that only imports what the warm call imported of other packages, such as torch's compilers. "
+        "Pairs of figures are cold / warm. Target for the last result of a warm process, in seconds: "
     )
     return f"{about}{_at_most(warm_seconds, _WARM_AT_MOST)}\n\n{github_table(rows, header)}"
 

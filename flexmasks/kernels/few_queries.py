@@ -65,24 +65,10 @@ from torch import Tensor
 
 from flexmasks.kernels.direct import on
 from flexmasks.kernels.few_queries_plain import plain_attend_band, plain_attend_few
+from flexmasks.kernels.operators import NAMESPACE, define, library
 
 _TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _LARGEST_SIZE = 256  # of a head, for the Triton kernels
-_library = torch.library.Library("flexmasks", "FRAGMENT")
-_library.define(
-    "attend_few(Tensor q, Tensor k, Tensor v, Tensor? page_table, Tensor partial_counts, Tensor partial, "
-    "Tensor full_counts, Tensor full, Tensor visible, Tensor? weight, Tensor? bias, float scale, float? cap) "
-    "-> (Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_library.define(
-    "attend_band(Tensor q, Tensor k, Tensor v, Tensor? page_table, Tensor? q_starts, Tensor? kv_lens, "
-    "Tensor? weight, Tensor? bias, float scale, float? cap, int? q_start, int? left, int? right) -> (Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-attend_few = torch.ops.flexmasks.attend_few.default
-attend_band = torch.ops.flexmasks.attend_band.default
-
 
 _PLAIN: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "attend_few": plain_attend_few,
@@ -126,7 +112,18 @@ def _run(name: str, *arguments: Any) -> tuple[Tensor, Tensor | None]:
     return attend_directly(name, arguments, with_lse=True)
 
 
+attend_few = define(
+    "attend_few(Tensor q, Tensor k, Tensor v, Tensor? page_table, Tensor partial_counts, Tensor partial, "
+    "Tensor full_counts, Tensor full, Tensor visible, Tensor? weight, Tensor? bias, float scale, float? cap) "
+    "-> (Tensor, Tensor)",
+    functools.partial(_run, "attend_few"),
+    _fake,
+)
+attend_band = define(
+    "attend_band(Tensor q, Tensor k, Tensor v, Tensor? page_table, Tensor? q_starts, Tensor? kv_lens, "
+    "Tensor? weight, Tensor? bias, float scale, float? cap, int? q_start, int? left, int? right) -> (Tensor, Tensor)",
+    functools.partial(_run, "attend_band"),
+    _fake,
+)
 for _name in _PLAIN:
-    _library.impl(_name, functools.partial(_run, _name), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"flexmasks::{_name}", _fake, lib=_library)
-    torch.library.register_autograd(f"flexmasks::{_name}", functools.partial(_no_backward, _name), lib=_library)
+    torch.library.register_autograd(f"{NAMESPACE}::{_name}", functools.partial(_no_backward, _name), lib=library)

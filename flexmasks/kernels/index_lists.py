@@ -12,10 +12,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flexmasks.kernels.operators import define
 
-@torch.library.custom_op("flexmasks::index_lists", mutates_args=())
-def index_lists(partial: Tensor, full: Tensor) -> list[Tensor]:
-    """Run the operator; see the top of the file."""
+
+def _run(partial: Tensor, full: Tensor) -> list[Tensor]:
     if partial.is_cuda:
         from flexmasks.kernels.index_lists_kernel import lists_of  # needs Triton
 
@@ -24,8 +24,7 @@ def index_lists(partial: Tensor, full: Tensor) -> list[Tensor]:
     return plain_index_lists(partial, full)
 
 
-@index_lists.register_fake
-def _(partial: Tensor, full: Tensor) -> list[Tensor]:
+def _fake(partial: Tensor, full: Tensor) -> list[Tensor]:
     *outer, rows, columns = partial.shape
     by_row = [partial.new_empty(shape, dtype=torch.int32) for shape in ((*outer, rows), (*outer, rows, columns))]
     by_column = [partial.new_empty(shape, dtype=torch.int32) for shape in ((*outer, columns), (*outer, columns, rows))]
@@ -49,3 +48,6 @@ def _plain_lists(marked: Tensor) -> list[Tensor]:
     in_list = torch.where(marked, up_to_place - 1, counts[..., None] + places - up_to_place)
     lists = torch.empty_like(up_to_place).scatter_(-1, in_list.long(), places.expand(marked.shape))
     return [t.clone(memory_format=torch.contiguous_format) for n in range(2) for t in (counts[n], lists[n])]
+
+
+index_lists = define("index_lists(Tensor partial, Tensor full) -> Tensor[]", _run, _fake)

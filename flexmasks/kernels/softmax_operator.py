@@ -27,15 +27,15 @@ from torch.autograd import forward_ad
 from flexmasks import compat
 from flexmasks.kernels import softmax_plain
 from flexmasks.kernels.direct import is_plain, on
+from flexmasks.kernels.operators import library
 from flexmasks.kernels.softmax_plain import over_visible, row_dot
 
 _TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_library = torch.library.Library("flexmasks", "FRAGMENT")
-_library.define(
+library.define(
     "masked_softmax(Tensor x, Tensor? bounds, Tensor? bits, Tensor? mask, bool visible, Scalar scale) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-_library.define(
+library.define(
     "masked_softmax_backward(Tensor dy, Tensor y, Tensor? bounds, Scalar scale) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
@@ -192,10 +192,10 @@ def _register(op: Any, run: Callable[..., Tensor], function: Any, fake: Callable
     def vmapped(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Tensor, int]:
         return op(*_batched(info.batch_size, in_dims, args)), 0
 
-    _library.impl(name, run, "CompositeExplicitAutograd")
-    _library.impl(name, autograd, "Autograd", with_keyset=True)
-    torch.library.register_fake(name, fake, lib=_library)
-    torch.library.register_vmap(name, vmapped, lib=_library)
+    library.impl(name, run, "CompositeExplicitAutograd")
+    library.impl(name, autograd, "Autograd", with_keyset=True)
+    torch.library.register_fake(name, fake, lib=library)
+    torch.library.register_vmap(name, vmapped, lib=library)
 
 
 def _batched(size: int, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> list[Any]:

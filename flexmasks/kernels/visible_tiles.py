@@ -20,11 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flexmasks.kernels.few_queries_plain import TILE
+from flexmasks.kernels.operators import define
 
 
-@torch.library.custom_op("flexmasks::visible_tiles", mutates_args=())
-def visible_tiles(visible: Tensor) -> list[Tensor]:
-    """Run the operator; see the top of the file."""
+def _run(visible: Tensor) -> list[Tensor]:
     if visible.is_cuda:
         from flexmasks.kernels.visible_tiles_kernel import tiles_of  # needs Triton
 
@@ -36,8 +35,7 @@ def visible_tiles(visible: Tensor) -> list[Tensor]:
     return [*_listed(seen & ~full), *_listed(full)]
 
 
-@visible_tiles.register_fake
-def _(visible: Tensor) -> list[Tensor]:
+def _fake(visible: Tensor) -> list[Tensor]:
     batch, heads, _, keys = visible.shape
     shapes = 2 * [(batch, heads), (batch, heads, -(-keys // TILE))]
     return [visible.new_empty(shape, dtype=torch.int32) for shape in shapes]
@@ -45,3 +43,6 @@ def _(visible: Tensor) -> list[Tensor]:
 
 def _listed(marked: Tensor) -> list[Tensor]:
     return [marked.sum(-1, dtype=torch.int32), torch.argsort(~marked, dim=-1, stable=True).int()]
+
+
+visible_tiles = define("visible_tiles(Tensor visible) -> Tensor[]", _run, _fake)
