@@ -469,6 +469,26 @@ def test_tiles_fit_in_blocks(dtype: torch.dtype, precision: str, monkeypatch: py
             assert tiles["bwd_BLOCK_M2"] % tiles["bwd_BLOCK_N2"] == 0
 
 
+@pytest.mark.parametrize("size", [64, 96, 160])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_tiles_inside_compile(size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU torch.compile traces the choice."""
+
+    @compat.constant_in_graphs
+    def capability(device: torch.device) -> tuple[int, int]:
+        return 9, 0
+
+    monkeypatch.setattr(kernel_tiles, "capability", capability)
+
+    def chosen(q: Tensor) -> Tensor:
+        tiles = kernel_tiles.faster_tiles(q, q, (128, 128))
+        return q + tiles.get("fwd_BLOCK_M", 0) + 1000 * tiles.get("bwd_BLOCK_N1", 0)
+
+    q = torch.zeros(1, 1, 2, size, dtype=dtype)
+    assert torch.equal(torch.compile(chosen, fullgraph=True, backend="eager")(q), chosen(q))
+    assert bool(chosen(q).any()) == (size != 96 or dtype == torch.float32)
+
+
 def test_precision_of_float32() -> None:
     """The rule is that of torch's own kernels, which imports Inductor and is read from there."""
     from torch._inductor.kernel.flex import flex_attention as of_torch

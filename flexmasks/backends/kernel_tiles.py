@@ -52,10 +52,13 @@ _TF32: _Sizes = {
 def faster_tiles(q: Tensor, v: Tensor, block_size: tuple[int, int]) -> dict[str, int]:
     """Return the kernel options of faster tiles for a call, if there are any."""
     size = q.shape[3]
-    if size != v.shape[3] or any(n % _DIVIDE for n in block_size) or capability(q.device) != _MEASURED_ON:
+    if size != v.shape[3] or any(n % _DIVIDE for n in block_size):
         return {}
-    table = _table(q.dtype)
-    return next((tiles for (least, most), tiles in table.items() if least <= size <= most), {})
+    if capability(q.device) == _MEASURED_ON:  # torch 2.11 cannot trace `!=` with a constant of a graph
+        for (least, most), tiles in _table(q.dtype).items():
+            if least <= size <= most:
+                return tiles
+    return {}
 
 
 def _table(dtype: torch.dtype) -> _Sizes:
