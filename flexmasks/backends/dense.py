@@ -106,7 +106,8 @@ class DenseCall:
         rows, k, v = self._rows(q, k), _readable(k), _readable(v)
         out, lse = compat.flash_attention_on_cpu(rows, k, v, self.added, self.scale)
         if self.hidden_rows is not None:
-            out, lse = out.masked_fill(self.hidden_rows[..., None], 0), lse.masked_fill(self.hidden_rows, 0)
+            out.masked_fill_(self.hidden_rows[..., None], 0)
+            lse.masked_fill_(self.hidden_rows, 0)
         if not bool(out.sum(dtype=torch.float32).isfinite()):
             return self.by_reference(q, k, v), None
         return out.reshape(q.shape), lse
