@@ -63,7 +63,7 @@ from flexmasks.spec.captures import Aliases, Opaque, Reader, WithoutWrappers, ca
 from flexmasks.spec.definitions import is_own
 from flexmasks.spec.parameters import Size, can_be_read
 from flexmasks.spec.rows import rows_of
-from flexmasks.spec.values import Mask
+from flexmasks.spec.values import Mask, Score
 
 _log = logging.getLogger("flexmasks")
 _REPLAYS: Cache[Replay] = Cache("calls", max_bytes=5 << 28)  # replays share most index tensors with the cache "blocks"
@@ -307,8 +307,13 @@ def _run_mixed(
         outs.append(own_out.transpose(1, 2).flatten(0, 1))
         if own_lse is not None:
             lses.append(own_lse.transpose(0, 1).flatten(1))
+    if not outs:  # no sequence has queries, and the result keeps its dtype and its place in an autograd graph
+        with under_autocast(q, k_cache[:0], v_cache[:0]) as (own_q, own_k, own_v):
+            own_out, own_lse = attend_nothing(own_q.transpose(0, 1)[None], own_k, own_v, _learned_by(inner.score))
+        outs.append(own_out[0].transpose(0, 1))
+        lses.append(own_lse[0])
     # The last place is that of queries of no sequence.
-    outs.append((outs[0] if outs else q).new_zeros(1, q.shape[1], v_cache.shape[3]))
+    outs.append(outs[0].new_zeros(1, q.shape[1], v_cache.shape[3]))
     out = torch.cat(outs).index_select(0, mixed.places)
     if not inner.return_lse:
         return out, None
@@ -666,10 +671,12 @@ def _run_nothing(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Ten
     for value in values:
         if value is not None:
             value.checked(size)
-    score = values[1]
-    learned = [] if score is None else [t for t in score.tensors() if t.requires_grad]
-    out, lse = attend_nothing(q, k, v, learned)
+    out, lse = attend_nothing(q, k, v, _learned_by(values[1]))
     return out, lse if request.return_lse else None
+
+
+def _learned_by(score: Score | None) -> list[Tensor]:
+    return [] if score is None else [t for t in score.tensors() if t.requires_grad]
 
 
 def _planned(q: Tensor, k: Tensor, v: Tensor, request: Request) -> _Planned:

@@ -353,6 +353,16 @@ def float32_is_exact() -> bool:
     return bool(precision == "ieee")
 
 
+def as_constant(number: int | float) -> int | float:
+    """Return a number for which torch.compile, where it traces this, compiles anew when it changes.
+
+    Otherwise the number may be symbolic. No function of torch says that; range and float.hex need the value.
+    """
+    if isinstance(number, float):
+        return float.fromhex(number.hex())
+    return len(range(number)) if number >= 0 else -len(range(-number))
+
+
 def nonstrict_trace(function: Callable[..., Any]) -> Callable[..., Any]:
     """Let torch.compile not look into a function, whose operations on tensors enter the graph.
 

@@ -68,7 +68,11 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
             "torch.export with strict=True cannot hold how blocks are planned; export with strict=False.", RuntimeError
         )
     size = unread(checked(q, k, v, request), q_offset)
-    mask, score = from_arguments(request.mask, request.score, request.params)
+    if isinstance(q_offset, int) and _is_symbolic(q, q_offset):  # a tensor is planned like one that changes
+        q_offset = torch.full((q.shape[0],), q_offset, device=q.device)
+        request = request._replace(q_offset=q_offset)
+        size = unread(size, q_offset)
+    mask, score = map(_with_constants, from_arguments(request.mask, request.score, request.params))
     learns = torch.is_grad_enabled() and score is not None and score.learns()
     needs_grad = learns or (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
     if 0 in q.shape or 0 in k.shape:
@@ -173,6 +177,15 @@ def _backend_of_block_mask(q: Tensor, request: Request, needs_grad: bool) -> str
 
 
 @compat.nonstrict_trace
+def _is_symbolic(q: Tensor, number: int) -> bool:
+    """Return whether torch traces for any value of a number.
+
+    q: a tensor, because torch calls such a function with tensors only.
+    """
+    return not isinstance(number, int)
+
+
+@compat.nonstrict_trace
 def _chosen(backend: str, *arguments: Any) -> int:
     """Return the place of the chosen backend, or a negative number: that of a reason.
 
@@ -204,8 +217,9 @@ def _run_directly(name: str, sinks: tuple[Tensor, ...], *arguments: Any) -> tupl
 
     sinks: the logits of the call's sinks, if the backend's kernel folds them in.
     """
-    call = _call_of(*arguments)
-    out, lse = _DIRECT[name](call)(call.q, call.k, call.v, *sinks)
+    with _errors_logged():
+        call = _call_of(*arguments)
+        out, lse = _DIRECT[name](call)(call.q, call.k, call.v, *sinks)
     return (out,) if lse is None else (out, lse)
 
 
@@ -309,6 +323,27 @@ def _zeros_like(x: Tensor) -> Tensor:
 
 
 # --- the plan of a mask ---
+
+
+def _with_constants(value: Any) -> Any:
+    """Return a mask, score or value whose floats torch takes as constants.
+
+    Kernels of flex_attention take no symbolic floats.
+    """
+    if isinstance(value, float):
+        return compat.as_constant(value)
+    if not _holds_floats(value):
+        return value
+    if isinstance(value, Modifier):
+        return type(value)(value.definition, {n: _with_constants(v) for n, v in value.params.items()})
+    return tuple([_with_constants(v) for v in value])
+
+
+def _holds_floats(value: Any) -> bool:
+    if isinstance(value, float):
+        return True
+    inside = value.params.values() if isinstance(value, Modifier) else value if isinstance(value, tuple) else ()
+    return any(_holds_floats(v) for v in inside)
 
 
 def _bound(value: Modifier, resolved: Any, size: Size, backend: str) -> Callable[..., Tensor]:

@@ -309,7 +309,42 @@ def test_layouts() -> None:
         check(tensors(3, **sizes), "causal", 77)
     q, k, v = tensors(3)
     check([q, k.mT.contiguous().mT, v.mT.contiguous().mT], "causal", 77)
+    check([q.mT.contiguous().mT, k, v], "causal", 77)
+    check([q[..., :1].expand_as(q), k, v], "causal", 77)
     check([q, k[:1].expand_as(k), v[:1].expand_as(v)], "causal", 77)
+
+
+@pytest.mark.parametrize("v_size", [16, 8])
+@pytest.mark.parametrize("bias", [-math.inf, torch.finfo(torch.float32).min, -1e20])
+def test_large_biases(bias: float, v_size: int, way: str) -> None:
+    """A row whose scores are all -inf sees nothing; equal scores have equal weights, however low they are."""
+    q, k, v = tensors(3, 40, heads=KV_HEADS, v_size=v_size)
+    added = torch.zeros(3, 40)
+    added[1], added[2, 7:] = bias, bias
+    scores = q.double() @ k.double().mT / 4 + added.double()
+    want, want_lse = scores.softmax(-1).nan_to_num(0.0) @ v.double(), scores.logsumexp(-1)
+    function = lambda score, b, h, q, kv: torch.relu(score) - torch.relu(-score) + added[q, kv]  # noqa: E731
+    scores_by = [{"score": "dense_bias", "bias": added}, *([{"score": function}] if way == "cpu" else [])]
+    for backend in ("decode", "reference"):
+        for score in scores_by:
+            out, lse = flexmasks.attention(q, k, v, backend=backend, return_lse=True, **score)
+            assert error(out, want.cpu()) < TOLERANCE[torch.float32]
+            assert torch.allclose(lse.double(), want_lse, rtol=1e-6)
+
+
+def test_one_query_of_a_batch_that_sees_nothing() -> None:
+    """In torch's kernel for one query on a CPU the output is memory that nothing was written to."""
+    q, k, v = tensors(1, 640, torch.bfloat16, batch=1, size=64)
+    compiled = torch.compile(lambda *x: flexmasks.attention(*x[:3], mask="padding", seq_lens=x[3]), fullgraph=True)
+    for lens in (torch.tensor([600]), torch.tensor([0]), torch.tensor([0])):
+        left = [torch.full((n,), math.nan) for n in (64, 128, 256, 512, 1024, 2048, 4096) * 8]
+        del left  # memory that is free now holds NaN
+        with torch.no_grad():
+            outs = [
+                flexmasks.attention(q, k, v, mask="padding", seq_lens=lens, score="softcap", cap=30.0),
+                compiled(q.float(), k.float(), v.float(), lens),
+            ]
+        assert all(bool(out.any()) == bool(lens.any()) and bool(out.isfinite().all()) for out in outs)
 
 
 def test_batch_elements_one_by_one() -> None:

@@ -854,18 +854,29 @@ def test_registration() -> None:
         transformers.LlamaModel._from_config(transformers.LlamaConfig(**TEXT), attn_implementation="not_registered")
 
 
+@pytest.mark.parametrize("name", ["indices", "block_indices", "sinks"])
+def test_arguments_that_choose_keys_are_refused(name: str) -> None:
+    """Models with sparse attention hand them to attention functions, which would attend to all keys."""
+    q = torch.randn(1, 2, 5, 8)
+    attend = transformers.AttentionInterface()["flexmasks"]
+    assert attend(torch.nn.Identity(), q, q, q, **{name: None})[0].shape == (1, 5, 2, 8)
+    with pytest.raises(ValueError, match=rf"by `{name}` in Identity; use attn_implementation=.eager."):
+        attend(torch.nn.Identity(), q, q, q, **{name: torch.zeros(1, 5, 2, dtype=torch.int32)})
+
+
 def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ImportError, match=r"pip install 'transformers>=5.17'"):
         huggingface.register()
 
 
-@pytest.mark.parametrize(("name", "given"), [("Bloom", {"n_head": 4}), ("Doge", {})])
+@pytest.mark.parametrize(("name", "given"), [("Bloom", {"n_head": 4}), ("Doge", {}), ("XGLM", {})])
 def test_models_without_an_attention_function_are_refused(name: str, given: dict[str, Any]) -> None:
     cls = getattr(transformers, f"{name}Model")
-    model = cls._from_config(cls.config_class(**TEXT | given), attn_implementation="flexmasks")
-    with pytest.raises(ValueError, match=r'comput.* with .* mask.*use attn_implementation="eager"'):
-        model.eval()(IDS)
+    model = cls._from_config(cls.config_class(**TEXT | given), attn_implementation="flexmasks").eval()
+    for ids in (IDS, IDS[:, :1]):  # a mask of one query is a tensor, with which a model could compute
+        with pytest.raises(ValueError, match=r'comput.* with .* mask.*use attn_implementation="eager"'):
+            model(ids)
 
 
 def test_late_masks_answer_as_tensors_do() -> None:

@@ -614,3 +614,67 @@ def _causal_and(name: str, **params: Tensor) -> flexmasks.Mask:
 
 def _reading(ids: Tensor) -> flexmasks.Mask:
     return flexmasks.get_mask(lambda b, h, q, kv: ids[q] == ids[kv])
+
+
+# --- sizes and numbers that change ---
+
+
+def _naive(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+    scores = (q.double() @ k.double().mT / q.shape[3] ** 0.5).masked_fill(~visible, -math.inf)
+    return scores.softmax(-1) @ v.double()
+
+
+def _compiled(call: _Call = flexmasks.attention, **how: Any) -> _Call:
+    return torch.compile(call, fullgraph=True, backend="aot_eager", **how)
+
+
+@pytest.mark.parametrize("mask", ["causal", "document"])
+def test_batch_sizes_share_a_graph(mask: str) -> None:
+    compiled = _compiled()
+    for batch in range(2, 12):
+        q, k, v = torch.randn(3, batch, 2, 40, 8)
+        ids = torch.randint(0, 3, (batch, 40)).sort(-1).values
+        out = compiled(q, k, v, mask=mask, **({"document_ids": ids} if mask == "document" else {}))
+        of_documents = ids[:, None, :, None] == ids[:, None, None]
+        visible = of_documents if mask == "document" else torch.ones(40, 40, dtype=torch.bool).tril()
+        assert torch.allclose(out.double(), _naive(q, k, v, visible), atol=1e-5)
+    assert graphs() == 2
+
+
+@pytest.mark.parametrize("queries", [1, 5])
+def test_offsets_of_a_growing_cache_share_a_graph(queries: int) -> None:
+    compiled = _compiled()
+    for keys in range(40, 52):
+        q, (k, v) = torch.randn(2, 2, queries, 8), torch.randn(2, 2, 2, keys, 8)
+        out = compiled(q, k, v, mask="causal", q_offset=keys - queries)
+        visible = torch.arange(keys) <= torch.arange(keys - queries, keys)[:, None]
+        assert torch.allclose(out.double(), _naive(q, k, v, visible), atol=1e-5)
+    assert graphs() == 2
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_numbers_that_change(dynamic: bool | None) -> None:
+    """Each compiles a graph of its own."""
+    compiled = _compiled(dynamic=dynamic)
+    q, k, v = torch.randn(3, 2, 2, 40, 8)
+    distance = torch.arange(40)[:, None] - torch.arange(40)
+    for window in (5, 6, 7):
+        out = compiled(q, k, v, mask="sliding_window", window=window)
+        visible = (distance >= 0) & (distance <= window)
+        assert torch.allclose(out.double(), _naive(q, k, v, visible), atol=1e-5)
+    assert graphs() == 3
+    for cap in (3.5, 4.5):
+        out = compiled(q, k, v, mask="causal", score="softcap", cap=cap)
+        want = flexmasks.attention(q, k, v, mask="causal", score="softcap", cap=cap, backend="reference")
+        assert torch.allclose(out, want, atol=1e-5)
+    assert torch.allclose(compiled(q, k, v, mask="causal").double(), _naive(q, k, v, distance >= 0), atol=1e-5)
+
+
+def test_totals_of_packed_sequences_share_a_graph() -> None:
+    compiled = _compiled(functools.partial(flexmasks.varlen_attention, mask="causal"))
+    for total in range(60, 130, 7):
+        q, k, v = torch.randn(3, total, 2, 8)
+        offsets = torch.tensor([0, total // 3, total - 3])
+        want = flexmasks.varlen_attention(q, k, v, offsets, mask="causal", backend="reference")
+        assert torch.allclose(compiled(q, k, v, offsets), want, atol=1e-5)
+    assert graphs() == 2

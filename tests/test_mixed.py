@@ -288,6 +288,20 @@ def test_gradients() -> None:
         assert error(x, y.double().cpu()) < 2 * TOLERANCE[torch.float32]
 
 
+@pytest.mark.parametrize("rest", [0, 3])
+def test_gradients_of_a_step_without_queries(rest: int) -> None:
+    step = Step([0, 0], [20, 5], rest=rest)
+    step.k, step.v = step.k.nan_to_num(0.0), step.v.clamp(max=5.0)
+    tensors = step.q, step.k, step.v
+    assert not any(x.any() for x in gradients(_called(step), *tensors))
+    out, lse = step.attention(mask="causal", return_lse=True)
+    assert out.shape == (rest, HEADS, V_SIZE)
+    assert lse.shape == (HEADS, rest)
+    assert not out.any()
+    with torch.autocast(step.q.device.type, dtype=torch.bfloat16):
+        assert step.attention(mask="causal").dtype == torch.bfloat16
+
+
 def test_gradients_of_queries_alone_and_of_a_score() -> None:
     step, slopes = Step([1, 70], [90, 130]), torch.rand(HEADS, requires_grad=True)
     step.k, step.v = step.k.nan_to_num(0.0), step.v.clamp(max=5.0)

@@ -536,3 +536,23 @@ def test_blocks_of_256_queries(
     upstream = torch.randn_like(out)
     got, want = ([x, *torch.autograd.grad(x, (q, k, v), upstream)] for x in (out, wanted))
     assert max(error(x, y.cpu()) for x, y in zip(got, want, strict=True)) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("q_len", [4, 130])
+def test_an_offset_that_is_a_parameter_too(q_len: int) -> None:
+    """Calls with one tensor in both places are recorded for themselves; others have two tensors."""
+    batch, keys = 2, 300
+    q, (k, v) = torch.randn(batch, 2, q_len, 8), torch.randn(2, batch, 2, keys, 8)
+
+    def check(prefix_len: Tensor, starts: Tensor) -> None:
+        out = flexmasks.attention(q, k, v, mask="prefix_lm", prefix_len=prefix_len, q_offset=starts)
+        at_q = (starts[:, None] + torch.arange(q_len))[:, None, :, None]
+        visible = (torch.arange(keys) <= at_q) | (torch.arange(keys) < prefix_len[:, None, None, None])
+        assert error(out, scaled_dot_product_attention(q.double(), k.double(), v.double(), visible)) < 1e-5
+
+    for n in range(17):  # on a CPU, plans of few queries are recorded the 16th time
+        both = torch.tensor([n, 3 * n + 1])
+        check(both, both)
+    for n in range(17):
+        check(torch.tensor([200 - n, 20]), torch.tensor([10 + n, 100]))
+    check(both, both)

@@ -82,7 +82,7 @@ class CpuDecode:
     """A call of a few queries without q, k and v."""
 
     visible: Tensor  # bool [B or 1, H or 1, Q, KV]
-    sees: Tensor | None  # bool [B or 1, H or 1, Q]: whether a query sees a key; None if all do
+    sees: Tensor | None  # bool [B or 1, H or 1, Q]: whether a query sees a key with a score above -inf; None if all do
     added: Tensor  # float32 [B or 1, Hkv or 1, grouped heads * Q, KV]: what is added to scores, -inf where hidden
     score_mod: Callable[..., Tensor] | None  # a score change that is more than `added`
     parts: list[_Part]
@@ -106,11 +106,12 @@ class CpuDecode:
         added = torch.zeros((), device=q.device)
         if call.added is not None and is_added(call):
             added, score_mod = call.added().product(), None
-        sees = visible.any(-1)
+        added = torch.where(visible, added, -math.inf)
+        sees = (added != -math.inf).any(-1)
         return cls(
             visible=visible,
             sees=None if bool(sees.all()) else sees,
-            added=_grouped(torch.where(visible, added, -math.inf), q.shape[1], k.shape[1]),
+            added=_grouped(added, q.shape[1], k.shape[1]),
             score_mod=score_mod,
             parts=_parts(visible, k, pages is not None),
             scale=call.scale,
@@ -165,7 +166,8 @@ class CpuDecode:
         rows = q.reshape(batch, kv_heads, -1, size)
         if self.score_mod is None and size == v.shape[3]:
             added = _of_part(self.added, part)
-            k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k, v))  # what torch's kernel takes for granted
+            # torch's kernel takes for granted that the elements of a row lie together.
+            rows, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (rows, k, v))
             out, lse = compat.flash_attention_on_cpu(rows, k, v, added, self.scale)
             if not bool(out.isnan().any()):  # a hidden key may hold anything
                 return out.reshape(q.shape), lse.reshape(batch, heads, q_len)
@@ -183,10 +185,13 @@ class CpuDecode:
                 scores, *_indices(part.batch, q.shape[1], q.shape[2], part.keys)
             )
         scores = scores.masked_fill(~_of_part(self.visible, part), -math.inf)
-        lse = scores.logsumexp(-1)
-        weights = (scores - lse.clamp(min=-1e30)[..., None]).exp_()  # 0 where every score is -inf
+        peak = scores.amax(-1, keepdim=True)
+        peak.masked_fill_(peak == -math.inf, 0.0)  # every score is -inf
+        weights = (scores - peak).exp_()
+        total = weights.sum(-1, keepdim=True)
         out = weights.view(*rows.shape[:3], -1) @ v.float()
-        return out.view(*q.shape[:3], -1).to(q.dtype), lse
+        out = out.view(*q.shape[:3], -1) / total.masked_fill(total == 0, 1.0)
+        return out.to(q.dtype), (total.log() + peak)[..., 0]
 
 
 def _indices(batch: slice, heads: int, q_len: int, keys: slice) -> list[Tensor]:

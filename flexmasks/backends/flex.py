@@ -154,7 +154,13 @@ def flex(
             return_aux=compat.AuxRequest(lse=True),
         )
         return out, aux.lse
-    return compat.flex_attention(q, k, v, score_mod, block_mask, scale, grouped, kernel_options=kernel_options), None
+    out = compat.flex_attention(q, k, v, score_mod, block_mask, scale, grouped, kernel_options=kernel_options)
+    if q.device.type == "cpu" and q.shape[2] == 1 and block_mask is not None:
+        # torch's kernel for one query on a CPU leaves the output unwritten if there is no block at all.
+        full = block_mask.full_kv_num_blocks
+        has_blocks = block_mask.kv_num_blocks.any() if full is None else (block_mask.kv_num_blocks + full).any()
+        out = torch.where(has_blocks, separate(out), 0)
+    return out, None
 
 
 def options(

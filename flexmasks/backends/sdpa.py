@@ -86,7 +86,7 @@ class FusedCall:
         return F.scaled_dot_product_attention(q, k, v, **self._keywords(q, k)), None
 
     def _keywords(self, q: Tensor, k: Tensor) -> dict[str, Any]:
-        grouped = q.shape[1] != k.shape[1]
+        grouped = bool(q.shape[1] != k.shape[1])  # inside torch.compile(dynamic=True) it is no bool yet
         return {"is_causal": self.window.right is not None, "scale": self.scale, "enable_gqa": grouped}
 
 

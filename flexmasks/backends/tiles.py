@@ -113,8 +113,9 @@ class Tiles:
         self._score_mod, self._elements = score_mod, Elements(visible.mask_mod, q.device)
         self._block_size, self._partial, self._full = visible.block_size, visible.partial, visible.full
         self._scale = 1 / math.sqrt(size) if scale is None else scale
-        # Powers of 2 are cheaper than powers of e. Without a score_mod, scores are logarithms to base 2 from the start.
-        self._base, self._to_base_2 = (_LOG2E, 1.0) if score_mod is None else (1.0, _LOG2E)
+        # Powers of 2 are cheaper than powers of e. Without a score_mod, scores are logarithms to base 2 from the start;
+        # changed scores are not: rounding would part equal ones, such as a bias of -1e20, from each other.
+        self._base = _LOG2E if score_mod is None else 1.0
 
     def _divide(self) -> None:
         """Choose the threads of the next pass, and how large its tiles may be."""
@@ -164,8 +165,8 @@ class Tiles:
                 scores.copy_(self._changed(self._score_mod, scores, tile))
             self._set_hidden_to_minus_infinity(scores, tile)
             peak = scores.amax(-1, keepdim=True)
-            peak.masked_fill_(peak == -math.inf, 0.0).mul_(self._to_base_2)
-            weights = torch.add(-peak, scores, alpha=self._to_base_2, out=scores).exp2_()
+            peak.masked_fill_(peak == -math.inf, 0.0)
+            weights = self._exponentials(scores, -peak, scores)
             total = weights.sum(-1, keepdim=True)
             sees_nothing = total == 0  # False if the total is NaN
             total.masked_fill_(sees_nothing, 1.0)
@@ -173,7 +174,7 @@ class Tiles:
             if nonfinite is not None:
                 tile_out.masked_fill_(weights.sign() @ self._keys_of(nonfinite, tile) > 0, math.nan)
             self._write(out, tile, tile_out)
-            tile_lse = total.log2_().add_(peak).div_(_LOG2E)
+            tile_lse = total.log_().add_(peak, alpha=1 / self._base)
             self._write(lse, tile, tile_lse.masked_fill_(sees_nothing, -math.inf))
 
     def backward(
@@ -205,7 +206,7 @@ class Tiles:
                 finite_keys=_zero_nonfinite(keys),
                 grad_out=rows,
                 delta=(rows.to(self._dtype) * out).sum(-1, keepdim=True) - grad_lse[..., None],
-                shift=torch.where(sees_something, lse[..., None] * -_LOG2E, -math.inf),
+                shift=torch.where(sees_something, lse[..., None] * -self._base, -math.inf),
                 grad_q=torch.zeros_like(q, memory_format=torch.contiguous_format),
                 learned=learned,
             )
@@ -243,7 +244,7 @@ class Tiles:
                     scores = scores.detach().requires_grad_()
                     changed = self._changed(self._score_mod, scores, tile)
                 weights = self._scores_in(buffers[2], tile)
-            torch.add(self._rows_of(shift, tile), changed.detach(), alpha=self._to_base_2, out=weights).exp2_()
+            self._exponentials(changed.detach(), self._rows_of(shift, tile), weights)
             self._set_hidden_to_zero(weights, tile)
             _add_product(grad_v[tile.groups], tile.keys.selection, grad_rows.mT, weights)
             grads = torch.bmm(grad_rows, self._keys_of(values, tile).mT, out=self._scores_in(buffers[1], tile))
@@ -254,6 +255,11 @@ class Tiles:
             self._write(grad_q, tile, (grads @ self._keys_of(finite_keys, tile)).mul_(self._scale))
             _add_product(grad_k[tile.groups], tile.keys.selection, self._rows_of(finite_q, tile).mT, grads)
         return [grad_k, grad_v, *grad_learned]
+
+    def _exponentials(self, scores: Tensor, shift: Tensor, out: Tensor) -> Tensor:
+        """Write the exponentials of shifted scores; both are logarithms to the tiles' base."""
+        shifted = torch.add(shift, scores, out=out)
+        return (shifted if self._score_mod is None else shifted.mul_(_LOG2E)).exp2_()
 
     def _before_score_mod(
         self,

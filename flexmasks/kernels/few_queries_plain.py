@@ -156,10 +156,12 @@ def _attend(
     if bias is not None:
         scores = scores + (bias if weight is None else weight * bias)
     scores = scores.masked_fill(~seen, -math.inf)
-    lse = torch.logsumexp(scores, -1)
-    weights = torch.exp(scores - lse.masked_fill(lse == -math.inf, 0)[..., None])
+    peak = scores.amax(-1, keepdim=True) if kv_len else scores.new_zeros(*scores.shape[:-1], 1)
+    peak = peak.masked_fill(peak == -math.inf, 0)
+    weights = torch.exp(scores - peak)
+    total = weights.sum(-1, keepdim=True)
     out = (weights.view(batch, key_heads, rows, kv_len) @ v).view(batch, heads, queries, v.shape[-1])
-    return out.to(q.dtype), lse.float()
+    return (out / total.masked_fill(total == 0, 1)).to(q.dtype), (total.log() + peak)[..., 0].float()
 
 
 def _of_keys(counts: Tensor, tiles: Tensor, kv_len: int) -> Tensor:

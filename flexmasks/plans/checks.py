@@ -160,14 +160,19 @@ def check_sinks(q: Any, sink_logits: Any) -> None:
 
 def check_offset(call: str, q_offset: Any, batch: int, device: torch.device) -> None:
     """Check where the queries start: an int, or an integer tensor [batch]."""
-    wanted = f"`q_offset` must be an int from 0 to 2**31 - 1 or an integer tensor [B] = [{batch}] on {device}"
+
+    def wrong(got: str, kind: type[Exception] = ValueError) -> NoReturn:
+        # torch.compile compiles for each batch size alone if the size is formatted, so only an error does that.
+        wanted = f"an int from 0 to 2**31 - 1 or an integer tensor [B] = [{batch}] on {device}"
+        fail(f"`q_offset` must be {wanted}, got {got}.", kind, call)
+
     if isinstance(q_offset, Tensor):
         if q_offset.dtype not in INT_DTYPES or q_offset.shape != (batch,) or q_offset.device != device:
-            fail(f"{wanted}, got {described(q_offset)}.", call=call)
+            wrong(described(q_offset))
     elif isinstance(q_offset, bool) or not isinstance(q_offset, int):
-        fail(f"{wanted}, got {q_offset!r}.", TypeError, call)
+        wrong(repr(q_offset), TypeError)
     elif not 0 <= q_offset < 2**31:
-        fail(f"{wanted}, got {q_offset}.", call=call)
+        wrong(str(q_offset))
 
 
 def check_varlen(**tensors: Any) -> None:

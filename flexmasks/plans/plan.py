@@ -243,10 +243,15 @@ class Plan:
         return key if key == self._key else None  # a sequence of numbers is no input of a recorded plan
 
     def _kind_of(self, *more_key: Hashable) -> Hashable:
-        """Return the key of the state of a kind, for tensors of these layouts."""
+        """Return the key of the state of a kind, for tensors of these layouts.
+
+        An offset that is also a parameter has a kind of its own: what is recorded reads one tensor, not two.
+        """
         layouts = tuple((t.shape, t.stride(), t.dtype, t.device) for t in self.inputs)
+        ids = [id(t) for t in self.inputs]
+        places = tuple(ids.index(n) for n in ids)  # of each input, the first place of its tensor
         offset = self.offset if isinstance(self.offset, int) else "tensor"
-        return self._kind_key, offset, self.size, self.lifted, torch.get_default_dtype(), layouts, *more_key
+        return self._kind_key, offset, self.size, self.lifted, torch.get_default_dtype(), layouts, places, *more_key
 
     def _recorded_tensors(
         self, what: str, make: Callable[[Any, Offset], list[Tensor]], factored: bool = False

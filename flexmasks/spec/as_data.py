@@ -98,6 +98,8 @@ def value_data(value: Any, device: torch.device) -> Any:
         return "inner", data_of(value, device)
     if isinstance(value, tuple):
         return "tuple", tuple([value_data(v, device) for v in value])
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        value = compat.as_constant(value)  # numbers are parts of kernels
     return (_NONE,) if value is None else ("value", value)
 
 

@@ -38,18 +38,18 @@ def prepare_sequences(
         return {"inner": inner, **dict.fromkeys(("q_sequence", "q_position", "kv_sequence", "kv_position"))}
     if kv_offsets is None:
         kv_offsets = offsets
-    elif len(kv_offsets) != len(offsets):
-        raise ValueError(f"`offsets` has {len(offsets) - 1} sequences, `kv_offsets` has {len(kv_offsets) - 1}.")
+    elif kv_offsets.shape[0] != offsets.shape[0]:
+        raise ValueError(f"`offsets` has {offsets.shape[0] - 1} sequences, `kv_offsets` has {kv_offsets.shape[0] - 1}.")
     q_sequence, q_position = _unpack("offsets", offsets, size, None if size is None else size.positions_of_q, -1)
     q_position += q_start[q_sequence] * (q_sequence >= 0) if isinstance(q_start, Tensor) else q_start
     kv_sequence, kv_position = _unpack("kv_offsets", kv_offsets, size, None if size is None else size.kv_len, -2)
-    max_position = _MAX_POSITION if isinstance(q_start, Tensor) else q_start + len(q_position)
+    max_position = _MAX_POSITION if isinstance(q_start, Tensor) else q_start + q_position.shape[0]
     return {
         "inner": inner,
         "q_sequence": q_sequence,
         "q_position": bounded(q_position, 0, max_position),
         "kv_sequence": kv_sequence,
-        "kv_position": bounded(kv_position, 0, len(kv_position)),
+        "kv_position": bounded(kv_position, 0, kv_position.shape[0]),
     }
 
 
@@ -70,9 +70,9 @@ def size_inside_sequences(
     _check_inner(inner)
     if offsets.numel() < 2:
         raise ValueError("`offsets` needs at least two values: 0 and the total length.")
-    sequences = len(offsets) - 1
-    if isinstance(q_start, Tensor) and len(q_start) != sequences:
-        raise ValueError(f"`q_start` has {len(q_start)} values, `offsets` has {sequences} sequences.")
+    sequences = offsets.shape[0] - 1
+    if isinstance(q_start, Tensor) and q_start.shape[0] != sequences:
+        raise ValueError(f"`q_start` has {q_start.shape[0]} values, `offsets` has {sequences} sequences.")
     if not isinstance(q_start, Tensor) and q_start > _MAX_POSITION:
         raise ValueError(f"positions must be at most 2**30, but `q_start` is {q_start}.")
     if not may_read(size, offsets, *(x for x in (kv_offsets, q_start) if isinstance(x, Tensor))):

@@ -119,6 +119,14 @@ def attend(
     return out.transpose(1, 2).contiguous(), None
 
 
+# Arguments of models for attention functions that change the result, and are not supported.
+_UNKNOWN_ARGUMENTS = {
+    "indices": "the model chooses keys for each query, as sparse attention does",
+    "block_indices": "the model chooses blocks of keys for each query, as sparse attention does",
+    "sinks": "the model has sinks of each query",
+}
+
+
 def _check(module: torch.nn.Module, dropout: float, others: dict[str, Any]) -> None:
     """Raise ValueError for what fused attention does not have."""
     if dropout:
@@ -132,6 +140,9 @@ def _check(module: torch.nn.Module, dropout: float, others: dict[str, Any]) -> N
         wants_weights = getattr(getattr(module, "config", None), "output_attentions", False)
     if wants_weights:
         _fail('fused attention has no attention weights to return; use attn_implementation="eager".')
+    for name, what in _UNKNOWN_ARGUMENTS.items():
+        if others.get(name) is not None:
+            _fail(f'{what}, by `{name}` in {type(module).__name__}; use attn_implementation="eager".')
     if others.get("cache") is not None:
         _fail('continuous batching is not supported; use `model.generate`, or attn_implementation="paged|sdpa".')
 

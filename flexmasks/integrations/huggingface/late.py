@@ -137,8 +137,10 @@ class ShardedMask(LateMask):
         raise AssertionError
 
 
-# Models that add a mask of their own to a tensor, and leave out a BlockMask in silence.
-_REFUSED = ("doge",)
+# Models that compute with a tensor, which masks of one query are, and some that leave out a BlockMask in silence.
+_REFUSED = (
+    "doge", "bloom", "codegen", "xglm", "gpt_neox_japanese", "big_bird", "visual_bert", "longformer"
+)  # fmt: skip
 
 
 def _causal(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
