@@ -50,6 +50,7 @@ _this_thread = threading.local()  # `compilations` counts those of the thread
 # Guards that are left out: torch checks at each call that its own modules have not changed, a tenth of a call's time.
 _GUARDS_OF_TORCH = ("G['compat']", "G['__builtins_dict", "G['__import_torch_dot", "__import__('torch')")
 _OUT_OF_RESOURCE = "out of resource"  # part of an error of Triton: smaller kernels may work
+_CPP_FAILED = "CppCompileError"  # part of an error of Inductor
 _MAX_NOTED_SHAPES = 64  # shapes that one kernel remembers
 # On a GPU a function that could be compiled is compiled after this many runs as data, or after runs over this many
 # pairs, in which data in Triton took as much more time as compiling does (forward and backward pass, H200).
@@ -250,7 +251,9 @@ def _run_kernel(
             if may_be_data and may_need_data and not kernel.is_static:
                 _KERNELS.drop(key)
                 raise NeedsData(first_line(error)) from error
-            if is_of_compiler or not may_need_data or kernel.is_static or q.is_cuda:
+            # With ten symbolic sizes torch's C++ for the CPU is wrong: it replaces a name within a longer name.
+            may_be_static = not is_of_compiler or _CPP_FAILED in str(error)
+            if not may_be_static or not may_need_data or kernel.is_static or q.is_cuda:
                 if not is_of_compiler:
                     _KERNELS.drop(key)  # torch may have marked the code as never to be compiled
                 raise
