@@ -34,7 +34,8 @@ def register(name: str = "flexmasks") -> str:
     `model.set_attn_implementation("flexmasks")`, except T5 of transformers 5.17, which keeps its attention.
 
     transformers accepts the name for every model. Models that take no attention function raise an error (Bloom, Falcon,
-    MPT), or keep their own attention without a message (DeBERTa, XLNet).
+    MPT), or keep their own attention without a message (DeBERTa, XLNet). Models that choose keys for each query
+    (DeepSeek-V3.2, MiniMax-M3), or have sinks of each query (Inkling2), raise an error, too.
 
     When texts are padded on the left, the last padding predicts the first word of a text. To train without that
     prediction, whose row sees no key, give the first word the label -100.
