@@ -19,6 +19,7 @@ from flexmasks import compat
 from flexmasks.backends.added import is_added
 from flexmasks.backends.call import HALF_DTYPES, Call
 from flexmasks.blocks.elements import over_indices
+from flexmasks.kernels.few_queries_plain import exponentials
 from flexmasks.plans.whole import Whole
 from flexmasks.workers import Workers
 
@@ -166,8 +167,6 @@ class CpuDecode:
         rows = q.reshape(batch, kv_heads, -1, size)
         if self.score_mod is None and size == v.shape[3]:
             added = _of_part(self.added, part)
-            # torch's kernel takes for granted that the elements of a row lie together.
-            rows, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (rows, k, v))
             out, lse = compat.flash_attention_on_cpu(rows, k, v, added, self.scale)
             if not bool(out.isnan().any()):  # a hidden key may hold anything
                 return out.reshape(q.shape), lse.reshape(batch, heads, q_len)
@@ -185,13 +184,9 @@ class CpuDecode:
                 scores, *_indices(part.batch, q.shape[1], q.shape[2], part.keys)
             )
         scores = scores.masked_fill(~_of_part(self.visible, part), -math.inf)
-        peak = scores.amax(-1, keepdim=True)
-        peak.masked_fill_(peak == -math.inf, 0.0)  # every score is -inf
-        weights = (scores - peak).exp_()
-        total = weights.sum(-1, keepdim=True)
+        weights, total, lse = exponentials(scores)
         out = weights.view(*rows.shape[:3], -1) @ v.float()
-        out = out.view(*q.shape[:3], -1) / total.masked_fill(total == 0, 1.0)
-        return out.to(q.dtype), (total.log() + peak)[..., 0]
+        return (out.view(*q.shape[:3], -1) / total).to(q.dtype), lse
 
 
 def _indices(batch: slice, heads: int, q_len: int, keys: slice) -> list[Tensor]:

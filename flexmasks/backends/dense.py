@@ -103,7 +103,7 @@ class DenseCall:
 
         The lse is None if the output is not finite in all places, so that the reference has computed it.
         """
-        rows, k, v = self._rows(q, k), _readable(k), _readable(v)
+        rows = self._rows(q, k)
         out, lse = compat.flash_attention_on_cpu(rows, k, v, self.added, self.scale)
         if self.hidden_rows is not None:
             out.masked_fill_(self.hidden_rows[..., None], 0)
@@ -116,7 +116,7 @@ class DenseCall:
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, gradient: Tensor
     ) -> tuple[Tensor, ...] | None:
         """Return the gradients of q, k and v, None if one is not finite."""
-        rows, k, v = self._rows(q, k), _readable(k), _readable(v)
+        rows = self._rows(q, k)
         upstream, result = self._rows(gradient, k), self._rows(out, k)
         grads = compat.flash_attention_on_cpu_backward(upstream, rows, k, v, result, lse, self.added, self.scale)
         if not bool(torch.stack([x.sum(dtype=torch.float32) for x in grads]).isfinite().all()):
@@ -136,7 +136,7 @@ class DenseCall:
     @staticmethod
     def _rows(x: Tensor, k: Tensor) -> Tensor:
         """Return queries with grouped heads as rows, [B, Hkv, grouped heads * Q, D]."""
-        return _readable(x.reshape(len(x), k.shape[1], -1, x.shape[3]))
+        return x.reshape(len(x), k.shape[1], -1, x.shape[3])
 
 
 class _Attend(torch.autograd.Function):
@@ -166,11 +166,6 @@ class _Attend(torch.autograd.Function):
             again = ctx.call.by_reference(q, k, v)
         gradients = iter(torch.autograd.grad(again, inputs, gradient, create_graph=differentiable, allow_unused=True))
         return None, *(next(gradients) if need else None for need in needed)
-
-
-def _readable(x: Tensor) -> Tensor:
-    """Return a tensor as torch's kernel takes it for granted: the last dimension lies together."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _grouped(x: Tensor, groups: int) -> Tensor:
