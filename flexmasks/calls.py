@@ -23,6 +23,7 @@ from flexmasks import compat
 from flexmasks.backends import decode, fa4
 from flexmasks.backends.call import OUTCOMES, Call, Refused, Replay, Result, Unavailable, first_line, transformed
 from flexmasks.backends.decode_gpu import DecodeRenewal, GpuDecode
+from flexmasks.backends.dense_gpu import GpuDense, GpuDenseRenewal
 from flexmasks.backends.empty import attend as attend_nothing
 from flexmasks.backends.empty import computes_nothing
 from flexmasks.backends.renewal import Renewal
@@ -514,6 +515,8 @@ def _keep(key: Hashable, tensors: list[Tensor], replay: Replay, planned: _Planne
         renewal = replay.renewed if len(tensors) == _OF_PAGES else None
     elif isinstance(replay, GpuDecode):
         renewal = DecodeRenewal.of(replay, planned.mask, planned.score, tensors, planned.where_last)
+    elif isinstance(replay, GpuDense):
+        renewal = GpuDenseRenewal.of(replay, planned.mask, planned.score, tensors)
     else:
         renewal = Renewal.of(replay, planned.mask, planned.score, planned.aliases, tensors)
     if renewal is not None:
@@ -707,6 +710,7 @@ def _planned(q: Tensor, k: Tensor, v: Tensor, request: Request) -> _Planned:
         intervals=lambda: mask_plan.intervals,
         cap=None if score is None else cap_of(score, unread(size, q_offset)),
         whole=None if isinstance(mask_plan, GivenPlan) else lambda: mask_plan.whole[0],
+        spanned=None if isinstance(mask_plan, GivenPlan) else lambda: mask_plan.spanned[0],
         added=None if score_plan is None else lambda: score_plan.added[0],
         blocks=mask_plan.blocks,
         data=mask_plan.data,

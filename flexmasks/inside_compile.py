@@ -243,6 +243,7 @@ def _call_of(
         intervals=lambda: None,
         cap=None if score is None else cap_of(score, size),
         whole=None,
+        spanned=None,
         added=None,
         blocks=_no_blocks,
         data=_no_blocks,

@@ -224,6 +224,30 @@ def assembly(kernel: Any, pointers: dict[str, str], constants: dict[str, Any], w
     return made.asm["ptx"]
 
 
+def compiled_for_hopper(kernel: Any, _programs: int, warps: int, arguments: tuple[Any, ...]) -> Any:
+    """Compile a kernel for a Hopper GPU, where no GPU is needed."""
+    import triton  # not installed on every system
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = {
+        torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32",
+        torch.int32: "*i32", torch.int64: "*i64", torch.bool: "*i1",
+    }  # fmt: skip
+    signature, constants, attributes = {}, {}, {}
+    for n, (parameter, argument) in enumerate(zip(kernel.params, arguments, strict=True)):
+        if parameter.is_constexpr or argument is None:
+            signature[parameter.name] = "constexpr"
+            constants[(n,)] = argument
+        elif isinstance(argument, Tensor):
+            signature[parameter.name] = names[argument.dtype]
+            attributes[(n,)] = [["tt.divisibility", 16]]
+        else:
+            signature[parameter.name] = "fp32" if isinstance(argument, float) else "i32"
+    source = ASTSource(kernel, signature, constants, attributes)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+
+
 def check_by_the_interpreter(file: str, *options: str) -> None:
     """Run a file of tests in a process that chose Triton's interpreter before Triton was imported."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *options, file]

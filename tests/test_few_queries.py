@@ -17,7 +17,16 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import DEVICES, TOLERANCE, check_by_the_interpreter, check_lse, error, label, try_examples
+from helpers import (
+    DEVICES,
+    TOLERANCE,
+    check_by_the_interpreter,
+    check_lse,
+    compiled_for_hopper,
+    error,
+    label,
+    try_examples,
+)
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -726,26 +735,6 @@ def test_growing_caches_compile_few_kernels(monkeypatch: pytest.MonkeyPatch) -> 
             launch.attend_band(*made(Call(kv_len=n, band=band, has_lens=True, starts="last")).arguments)
             launch.attend_band(*made(Call(kv_len=n, band=band, has_lens=True, starts=n)).arguments)
     assert len(kernels) <= 4  # each kernel, and of the first one the form without shares
-
-
-def compiled_for_hopper(kernel: Any, _programs: int, warps: int, arguments: tuple[Any, ...]) -> Any:
-    """Compile a kernel for a Hopper GPU, where no GPU is needed."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    names = {FP16: "*fp16", BF16: "*bf16", FP32: "*fp32", torch.int32: "*i32", torch.int64: "*i64", torch.bool: "*i1"}
-    signature, constants, attributes = {}, {}, {}
-    for n, (parameter, argument) in enumerate(zip(kernel.params, arguments, strict=True)):
-        if parameter.is_constexpr or argument is None:
-            signature[parameter.name] = "constexpr"
-            constants[(n,)] = argument
-        elif isinstance(argument, Tensor):
-            signature[parameter.name] = names[argument.dtype]
-            attributes[(n,)] = [["tt.divisibility", 16]]
-        else:
-            signature[parameter.name] = "fp32" if isinstance(argument, float) else "i32"
-    source = ASTSource(kernel, signature, constants, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning")  # Triton 3.9

@@ -15,7 +15,7 @@ from flexmasks.blocks.counts import Blocks
 from flexmasks.cache import Cache
 from flexmasks.plans.data import FirstAsData, MaskData
 from flexmasks.plans.intervals import Intervals
-from flexmasks.plans.whole import Added, Whole
+from flexmasks.plans.whole import Added, Spanned, Whole
 from flexmasks.plans.windows import Window
 from flexmasks.spec.bands import Sequences
 from flexmasks.spec.numbers import Number
@@ -84,7 +84,9 @@ class Call:
     window: Callable[[], Window | None]  # the mask as a window, if it is one
     intervals: Callable[[], Intervals | None]  # the mask as intervals of keys, if it is a band with any offset
     cap: float | None  # the cap, if the score change is a soft-cap
-    whole: Callable[[], Whole] | None  # the whole mask, made without a value read on the host; None for given blocks
+    # The whole mask, for few queries and for many, made without a value read on the host; None for given blocks.
+    whole: Callable[[], Whole] | None
+    spanned: Callable[[], Spanned] | None
     added: Callable[[], Added] | None  # what the score change adds; only if it only adds
     blocks: Callable[[], Blocks]
     data: Callable[[], MaskData]  # the mask as data

@@ -19,7 +19,7 @@ from flexmasks.backends.call import Call
 from flexmasks.kernels.few_queries import attend_directly, runs_on_triton
 from flexmasks.plans.intervals import Intervals
 from flexmasks.plans.plan import GivenPlan, MaskPlan, ScorePlan
-from flexmasks.plans.recorded import LOCK, Recorded
+from flexmasks.plans.recorded import LOCK, Remade
 from flexmasks.plans.shifted import offset_of_last
 from flexmasks.plans.whole import Added, Whole
 
@@ -101,26 +101,6 @@ def _as_table(table: Tensor) -> Tensor:
     return table if table.stride(1) == 1 else table.contiguous()
 
 
-class _Lent(NamedTuple):
-    """Tensors that recorded operations make, in memory that the next run changes."""
-
-    recorded: Recorded
-    inputs: Sequence[int]  # places of the operations' inputs among a call's tensors
-
-    @classmethod
-    def of(cls, recorded: Recorded | None, inputs: Sequence[Tensor], places: dict[int, int]) -> _Lent | None:
-        """Return None if nothing is recorded, or if inputs are not among the call's tensors.
-
-        places: places of the call's tensors by their ids.
-        """
-        if recorded is None or any(id(t) not in places for t in inputs):
-            return None
-        return cls(recorded, [places[id(t)] for t in inputs])
-
-    def lend(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return self.recorded.lend([tensors[n] for n in self.inputs])
-
-
 class _RenewedIntervals(NamedTuple):
     """Intervals whose tensors are among a call's tensors.
 
@@ -165,11 +145,11 @@ class DecodeRenewal:
     """
 
     def __init__(
-        self, call: GpuDecode, mask: _Lent | _RenewedIntervals, added: _Lent | None, q_len: int | None
+        self, call: GpuDecode, mask: Remade | _RenewedIntervals, added: Remade | None, q_len: int | None
     ) -> None:
         self._fixed = call.cap, call.scale, call.with_lse
         self._mask, self._added, self._q_len, self._has_pages = mask, added, q_len, call.table is not None
-        self._recorded = [part.recorded for part in (mask, added) if isinstance(part, _Lent)]
+        self._recorded = [part.recorded for part in (mask, added) if isinstance(part, Remade)]
 
     @classmethod
     def of(
@@ -190,19 +170,19 @@ class DecodeRenewal:
         places = {id(t): n for n, t in enumerate(held)}
         if isinstance(mask, GivenPlan) or len(places) < len(held):
             return None
-        own_mask: _Lent | _RenewedIntervals | None
+        own_mask: Remade | _RenewedIntervals | None
         if isinstance(call.mask, Intervals):
             own_mask = _RenewedIntervals.of(call.mask, cast(Intervals, mask.intervals), places)
         else:
-            own_mask = _Lent.of(mask.whole[1], mask.inputs, places)
+            own_mask = Remade.of(mask.whole[1], mask.inputs, places)
         added = None
         if call.added is not None and score is not None:
-            added = _Lent.of(score.added[1], score.inputs, places)
+            added = Remade.of(score.added[1], score.inputs, places)
             if added is None:
                 return None
         if own_mask is None:
             return None
-        reads_where_last = any(isinstance(part, _Lent) and len(tensors) in part.inputs for part in (own_mask, added))
+        reads_where_last = any(isinstance(part, Remade) and len(tensors) in part.inputs for part in (own_mask, added))
         return cls(call, own_mask, added, mask.size.q_len if reads_where_last else None)
 
     def __call__(self, tensors: Sequence[Tensor]) -> RenewedDecode | GpuDecode:
@@ -223,7 +203,7 @@ class DecodeRenewal:
         table = _as_table(tensors[-1]) if self._has_pages else None
         if self._q_len is not None:
             tensors = [*tensors, offset_of_last(tensors[-2], self._q_len)]
-        mask = Whole(*self._mask.lend(tensors)) if isinstance(self._mask, _Lent) else self._mask.renewed(tensors)
+        mask = Whole(*self._mask.lend(tensors)) if isinstance(self._mask, Remade) else self._mask.renewed(tensors)
         added = None if self._added is None else Added(*self._added.lend(tensors))
         return GpuDecode(mask, added, *self._fixed, table)
 

@@ -54,6 +54,7 @@ BACKENDS = {
 # A small call on a GPU takes the time that the host needs to launch it: least for sdpa, most for flash. These are the
 # floating-point operations of a forward pass, over the computed pairs, from which fa4 and flash are faster (H200).
 _FA4_MIN_FLOP, _FLASH_MIN_FLOP = 36e9, 100e9
+_DENSE_MAX_FLOP = 40e9  # over all pairs
 _MAX_QUERIES_OF_DECODE = 32  # on a GPU; for more, triton is faster, but from pages
 _DATA_ON_FLASH_MIN_FLOP = 20e9  # where the kernel reads data, flash takes 0.2 to 0.7 of triton's time
 
@@ -80,7 +81,10 @@ def _fastest_first(call: Call) -> list[Backend]:
     if _is_decoding(call):  # without a look at blocks, which no other call of such a loop may need
         first = ["sdpa", "decode"]
         return [BACKENDS[name] for name in (*first, *(name for name in BACKENDS if name not in first))]
-    slow: list[str] = ["decode"]
+    if _is_small(call):  # nor here
+        first = ["sdpa", "dense"]
+        return [BACKENDS[name] for name in (*first, *(name for name in BACKENDS if name not in first))]
+    slow: list[str] = ["decode", "dense"]
     if fa4.refuses_package(call) is None:
         window = call.window()
         sizes = call.q.shape[3] + call.v.shape[3]
@@ -100,6 +104,13 @@ def _fastest_first(call: Call) -> list[Backend]:
 def _is_decoding(call: Call) -> bool:
     """Return whether a call on a GPU has few queries that "decode" is best at."""
     return call.q.shape[2] <= _MAX_QUERIES_OF_DECODE and decode.refuses(call) is None
+
+
+def _is_small(call: Call) -> bool:
+    """Return whether a call on a GPU is so small that the host's time decides."""
+    sizes = call.q.shape[3] + call.v.shape[3]
+    flop = 2 * call.q.shape[:3].numel() * call.k.shape[2] * sizes
+    return flop <= _DENSE_MAX_FLOP and dense.refuses(call) is None
 
 
 def _reason_against(backend: Backend, call: Call) -> str | None:

@@ -7,18 +7,16 @@ later calls of the same layout only pass their tensors.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from flexmasks.kernels.few_queries_kernel import attend_kernel, join_kernel
 from flexmasks.kernels.few_queries_plain import TILE, check, check_band, check_place
-from flexmasks.kernels.launches import Launches, compiled, layout_of
+from flexmasks.kernels.launches import Launches, compiled, dot_type, grain_of, layout_of, strides_of, width_of
 
 _FEW_COUNTS, _MAX_COUNTS = 64, 1024  # counts of tiles that a program loads at a time
 _SHARED_MEMORY = 227 * 2**10  # of a processor of a Hopper GPU, in bytes
@@ -162,7 +160,7 @@ def _choice(
     key_heads: key heads of an element.
     processors: of the GPU.
     """
-    k_width, v_width = _width(k_size), _width(v_size)
+    k_width, v_width = width_of(k_size), width_of(v_size)
     width = max(k_width, v_width)
     # More rows than these would take the registers of a processor, for sums or for products without tensor cores.
     most_rows = 128 if itemsize < 4 and width <= 128 else 64 if itemsize < 4 else 16
@@ -183,11 +181,6 @@ def _choice(
     if tiles == 1 or shares <= elements:
         return _Choice(program_rows, keys, warps, stages, 0)
     return _Choice(program_rows, keys, warps, stages, shares + elements)
-
-
-def _width(size: int) -> int:
-    """Return the numbers of a row in a kernel, where sizes are powers of two."""
-    return max(16, int(triton.next_power_of_2(size)))
 
 
 @functools.cache
@@ -237,29 +230,37 @@ def _launch(results: tuple[Tensor, Tensor | None], tensors: _Tensors, has_cap: b
     programs = (choice.shares if split else elements) * key_heads * row_blocks
     lines = programs * choice.rows
     shared = torch.empty(1, device=q.device) if split else None
-    q_grain, q_strides = _with_grain(_strides(q, 3))
+    q_grain, q_strides = _with_grain(strides_of(q, 3))
     k_grain, k_strides = _with_grain(_key_strides(k, page_size))
     v_grain, v_strides = _with_grain(_key_strides(v, page_size))
-    count_strides = (*_strides(partial_counts, 2), *_strides(full_counts, 2))
-    band_strides = (*_strides(q_starts, 1), *_strides(kv_lens, 1))
+    count_strides = (*strides_of(partial_counts, 2), *strides_of(full_counts, 2))
+    band_strides = (*strides_of(q_starts, 1), *strides_of(kv_lens, 1))
     pair_grain, (*visible_strides, bias_batch, bias_head, bias_query) = _with_grain(
-        [*_strides(visible, 3), *_strides(bias, 3)]
+        [*strides_of(visible, 3), *strides_of(bias, 3)]
     )
     is_same_bias = bias_head == bias_query == 0
     is_even = kv_len > 0 and kv_len % TILE == 0 and not (is_band and bias is None)  # a band alone makes no use of it
     lists = (list_heads, _FEW_COUNTS if elements <= _FEW_COUNTS else _MAX_COUNTS)
     numbers = (
         *(kv_len, queries, elements, choice.shares, key_heads, row_blocks, rows, lines),
-        *(*q_strides, *k_strides, *v_strides, *_strides(page_table, 1)),
-        *(*count_strides, *_strides(partial, 2), *_strides(full, 2)),
+        *(*q_strides, *k_strides, *v_strides, *strides_of(page_table, 1)),
+        *(*count_strides, *strides_of(partial, 2), *strides_of(full, 2)),
         *(*visible_strides, *band_strides),
-        *(*_strides(weight, 3), bias_batch, bias_head, bias_query),
+        *(*strides_of(weight, 3), bias_batch, bias_head, bias_query),
     )
     constants = (
         *(group, *lists, choice.rows, choice.keys, TILE // choice.keys, choice.stages, split),
-        *(k_size, v_size, _width(k_size), _width(v_size), q_grain, k_grain, v_grain),
+        *(k_size, v_size, width_of(k_size), width_of(v_size), q_grain, k_grain, v_grain),
         *(page_size, page_words, is_even, pair_grain),
-        *(_last_stride(visible), _last_stride(bias), same, is_same_bias, has_cap, _dot_type(q.dtype), is_band),
+        *(
+            _last_stride(visible),
+            _last_stride(bias),
+            same,
+            is_same_bias,
+            has_cap,
+            dot_type(q.dtype, attend_kernel),
+            is_band,
+        ),
     )
     arguments = (out, lse, shared, *tensors, 1.0, 1.0, *_NO_BAND, *numbers, *constants)
     attend = compiled(attend_kernel, programs, choice.warps, arguments)
@@ -269,25 +270,11 @@ def _launch(results: tuple[Tensor, Tensor | None], tensors: _Tensors, has_cap: b
         *(kv_len, queries, elements, choice.shares, key_heads, row_blocks, lines),
         *(*count_strides, *band_strides),
     )
-    together = 8 if choice.shares <= 8 * elements else 2**13 // _width(v_size)  # shares of a step
-    join_constants = (group, *lists, choice.rows, v_size, _width(v_size), together, is_band)
+    together = 8 if choice.shares <= 8 * elements else 2**13 // width_of(v_size)  # shares of a step
+    join_constants = (group, *lists, choice.rows, v_size, width_of(v_size), together, is_band)
     arguments = (out, lse, shared, *tensors.counts, *_NO_BAND, *join_numbers, *join_constants)
     join = compiled(join_kernel, batch * heads * queries, 4, arguments)
     return _Launch(attend, numbers, constants, join, join_numbers, join_constants, lines)
-
-
-def _dot_type(dtype: torch.dtype) -> tl.dtype:
-    """Return the type of the operands of matrix products."""
-    if dtype == torch.bfloat16 and not isinstance(attend_kernel, triton.JITFunction):
-        return tl.float32  # Triton's interpreter multiplies the bits of bfloat16 as if they were integers
-    return {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}[dtype]
-
-
-def _strides(tensor: Tensor | None, dims: int) -> list[int]:
-    """Return the strides of the first dimensions; 0 for dimensions of size 1, which broadcast."""
-    if tensor is None:
-        return [0] * dims
-    return [0 if n == 1 else stride for n, stride in zip(tensor.shape[:dims], tensor.stride()[:dims], strict=True)]
 
 
 def _last_stride(tensor: Tensor | None) -> int:
@@ -299,15 +286,11 @@ def _key_strides(keys: Tensor, page_size: int) -> list[int]:
 
     A page size of 0 means no pages.
     """
-    one, two, three = _strides(keys, 3)
+    one, two, three = strides_of(keys, 3)
     return [0, three, one, two] if page_size else [one, two, 0, three]
 
 
 def _with_grain(strides: list[int]) -> tuple[int, list[int]]:
-    """Return the grain of some strides, and the strides divided by it.
-
-    The grain is 8 if it divides them all, which is enough for loads of 16 bytes, else 1: other grains would compile
-    more kernels while a cache grows.
-    """
-    grain = 8 if math.gcd(8, *strides) == 8 else 1
+    """Return the grain of some strides, and the strides divided by it."""
+    grain = grain_of(strides)
     return grain, [stride // grain for stride in strides]

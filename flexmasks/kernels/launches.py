@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar, cast
 
+import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 _MAX_LAUNCHES = 4096
@@ -27,6 +30,38 @@ def layout_of(tensor: Tensor | None) -> Hashable:
     if tensor is None:
         return None
     return tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr() % 16 == 0
+
+
+def is_aligned(tensor: Tensor) -> bool:
+    """Return whether a tensor starts where loads of 16 bytes may."""
+    return tensor.data_ptr() % 16 == 0
+
+
+def strides_of(tensor: Tensor | None, dims: int) -> list[int]:
+    """Return the strides of the first dimensions; 0 for dimensions of size 1, which broadcast."""
+    if tensor is None:
+        return [0] * dims
+    return [0 if n == 1 else stride for n, stride in zip(tensor.shape[:dims], tensor.stride()[:dims], strict=True)]
+
+
+def grain_of(strides: list[int]) -> int:
+    """Return 8 if it divides all strides, which is enough for loads of 16 bytes, else 1.
+
+    Other grains would compile more kernels while a cache grows.
+    """
+    return 8 if math.gcd(8, *strides) == 8 else 1
+
+
+def width_of(size: int) -> int:
+    """Return the numbers of a row in a kernel, where sizes are powers of two."""
+    return max(16, int(triton.next_power_of_2(size)))
+
+
+def dot_type(dtype: torch.dtype, kernel: Any) -> tl.dtype:
+    """Return the type of the operands of a kernel's matrix products."""
+    if dtype == torch.bfloat16 and not isinstance(kernel, triton.JITFunction):
+        return tl.float32  # Triton's interpreter multiplies the bits of bfloat16 as if they were integers
+    return {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}[dtype]
 
 
 def compiled(kernel: Any, programs: int, warps: int, arguments: tuple[Any, ...]) -> Callable[..., Any]:

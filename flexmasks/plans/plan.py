@@ -27,7 +27,7 @@ from flexmasks.plans.data import FirstAsData, MaskData, TooLargeForData, data_of
 from flexmasks.plans.intervals import Intervals, intervals_of
 from flexmasks.plans.recorded import Recorded, memory_of_capture
 from flexmasks.plans.shifted import Offset, shifted_mask, shifted_score
-from flexmasks.plans.whole import Added, Whole, added_of, whole_of
+from flexmasks.plans.whole import Added, Spanned, Whole, added_of, spanned_of, whole_of
 from flexmasks.plans.windows import Window, window_of
 from flexmasks.spec.captures import Aliases, Opaque, capture
 from flexmasks.spec.indexing import bounded
@@ -43,6 +43,7 @@ _UNKNOWN_FRACTION = 0.5  # assumed fraction of pairs that is computed
 _MAX_WIDTH = 1.25  # the most blocks of bounds, in exact blocks, with which bounds are used
 _PLANS_TO_RECORD = 16  # plans that take about as long as recording one
 _MAX_NOTED_SIZES = 64  # sizes that are noted for a value of a number
+_FACTORED_ON = ("cuda",)  # devices whose kernels take the factors of what a score change adds
 _SPREADS_ON = ("cuda",)  # devices where a kernel may take no 0-dimensional tensors
 _FIRST = "these are the first tensors of their shapes"
 _PARTIAL_BLOCKS = 2  # full blocks for each partial block, below which a mask counts as mostly partial
@@ -112,10 +113,11 @@ class _SeenNumbers:
         return size in sizes or not self.had_more
 
 
-_P = TypeVar("_P", bound=_Prepared | MaskData | Whole | Added)
+_P = TypeVar("_P", bound=_Prepared | MaskData | Whole | Spanned | Added)
 _BLOCKS: Cache[_PreparedMask] = Cache("blocks", max_bytes=5 << 28)  # the blocks of a million tokens take 1.07 GB
 _KINDS: Cache[_Kind] = Cache("plans", max_bytes=1 << 30)
 _WHOLE: Cache[Whole] = Cache("whole", max_bytes=1 << 28)
+_SPANNED: Cache[Spanned] = Cache("spanned", max_bytes=1 << 28)
 _ADDED: Cache[Added] = Cache("added", max_bytes=1 << 28)
 _DATA: Cache[MaskData] = Cache("data", max_bytes=1 << 30)
 # Facts about the first masks and scores of their kinds. An entry counts one byte.
@@ -261,33 +263,47 @@ class Plan:
         make: makes the tensors from a value like the plan's, and an offset, without reading what tensors hold. Its
             operations are recorded when it is to make them the second time for a kind, on a CPU the 16th time, so
             that lengths that change at every step cost no recording; they lend their outputs.
-        factored: recorded operations may return the factors of what `make` returns.
+        factored: recorded operations may return the factors of what `make` returns. On a GPU they are recorded at the
+            first time.
         """
-        if self._kind_key is None:
-            return make(self.value, self.offset), None
         captured, inputs = is_captured(self.size.device), self.inputs
+        # A sum and its factors differ in their shapes, and a kernel is compiled for each.
+        records_first = factored and not captured and self.size.device.type in _FACTORED_ON
+        if self._kind_key is None:
+            made = None
+            if records_first and not (inputs or self.opaque):
+                made = self._recording(lambda: make(self.value, self.offset), [], factored)
+            return make(self.value, self.offset) if isinstance(made, str | None) else made([]), None
         kind_key = self._kind_of(what)
         kind = _KINDS.get(kind_key)
-        if kind is None and not captured:
-            self.value.resolve(sized(self.size, self.offset), self.lifted)  # checks the values once
-            tensors = make(self.value, self.offset)
+        is_first = kind is None
+        if kind is None:
             kind = _Kind("", records_soon=self.size.device.type != "cpu")
-            _KINDS.put(kind_key, (), kind, ENTRY + memory_of_capture(sum(t.nbytes for t in tensors)))
-            return tensors, None
-        if kind is not None:
+            if not captured:
+                self.value.resolve(sized(self.size, self.offset), self.lifted)  # checks the values once
+        else:
             kind.plans += 1
-        if kind is not None and not captured and kind.is_to_be_recorded():
+        if not captured and (records_first or not is_first) and kind.is_to_be_recorded():
 
             def run(*tensors: Tensor) -> list[Tensor]:
                 return make(*Aliases(zip(inputs, tensors, strict=True)).of((self.value, self.offset)))
 
-            try:
-                kind.recorded = Recorded(run, inputs, lends=True, factored=factored)
-            except Exception as error:  # torch's tracing raises errors of any type
-                kind.why_exact = _cannot_record(error)
-        if kind is None or kind.recorded is None:
-            return make(self.value, self.offset), None
-        return kind.recorded(inputs), kind.recorded
+            recorded = self._recording(run, inputs, factored)
+            if isinstance(recorded, str):
+                kind.why_exact = recorded
+            else:
+                kind.recorded = recorded
+        tensors = make(self.value, self.offset) if kind.recorded is None else kind.recorded(inputs)
+        if is_first and not captured:
+            _KINDS.put(kind_key, (), kind, ENTRY + memory_of_capture(sum(t.nbytes for t in tensors)))
+        return tensors, kind.recorded
+
+    def _recording(self, run: Callable[..., list[Tensor]], inputs: Sequence[Tensor], factored: bool) -> Recorded | str:
+        """Return recorded operations, or why they cannot be recorded."""
+        try:
+            return Recorded(run, inputs, lends=True, factored=factored)
+        except Exception as error:  # torch's tracing raises errors of any type
+            return _cannot_record(error)
 
     def _offset_tensor(self) -> Tensor | None:
         if not isinstance(self.offset, int) or self.offset == 0:
@@ -504,23 +520,43 @@ class MaskPlan(Plan):
 
     @functools.cached_property
     def whole(self) -> tuple[Whole, Recorded | None]:
-        """The whole mask, and the recorded operations that made it.
+        """The whole mask of a few queries, and the recorded operations that made it.
 
         The host reads no value of a tensor.
         """
         made: list[Recorded | None] = [None]
 
         def build() -> Whole:
-            self._check_values()
-            tensors, made[0] = self._recorded_tensors("whole", self._whole_of)
+            tensors, made[0] = self._whole_tensors("whole", whole_of)
             return Whole(*tensors)
 
-        whole = self._cached(_WHOLE, build)
-        return whole, made[0]
+        return self._cached(_WHOLE, build), made[0]
 
-    def _whole_of(self, mask: Mask, offset: Offset) -> list[Tensor]:
-        with naming(self.mask), torch.no_grad():
-            return list(whole_of(self._mask_kind._replace(mask=mask, offset=offset)))
+    @functools.cached_property
+    def spanned(self) -> tuple[Spanned, Recorded | None]:
+        """The whole mask of many queries, and the recorded operations that made it.
+
+        The host reads no value of a tensor, but of the first mask of a kind to check them.
+        """
+        made: list[Recorded | None] = [None]
+
+        def build() -> Spanned:
+            tensors, made[0] = self._whole_tensors("spanned", spanned_of)
+            return Spanned(*tensors)
+
+        return self._cached(_SPANNED, build), made[0]
+
+    def _whole_tensors(
+        self, what: str, make: Callable[[MaskKind], Whole | Spanned]
+    ) -> tuple[list[Tensor], Recorded | None]:
+        """Return the tensors of a whole mask, and the recorded operations that made them."""
+
+        def run(mask: Mask, offset: Offset) -> list[Tensor]:
+            with naming(self.mask), torch.no_grad():
+                return list(make(self._mask_kind._replace(mask=mask, offset=offset)))
+
+        self._check_values()
+        return self._recorded_tensors(what, run)
 
     def data(self) -> MaskData:
         """Return the mask as data: its blocks, and the bits of partial ones.

@@ -12,7 +12,7 @@ import gc
 import logging
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, fx
@@ -80,8 +80,10 @@ class Recorded:
         """
         with _plain_tensors() if torch.is_inference_mode_enabled() else _NO_CONTEXT:
             self.turn += 1
+            if not inputs or self.turn == 1 or inputs[0].device.type not in _CAPTURED_ON:
+                return self._run(*inputs)
             device = inputs[0].device
-            if device.type not in _CAPTURED_ON or self.turn == 1 or torch.cuda.is_current_stream_capturing():
+            if torch.cuda.is_current_stream_capturing():
                 return self._run(*inputs)
             with LOCK, _NO_CONTEXT if _is_current(device) else torch.cuda.device(device):
                 if self._may_capture:
@@ -90,6 +92,31 @@ class Recorded:
                 if self._captured is None or self._captured.raw_stream != compat.raw_stream(device):
                     return self._run(*inputs)
                 return self._captured(inputs)
+
+
+class Remade(NamedTuple):
+    """Tensors that recorded operations make again from a call's tensors."""
+
+    recorded: Recorded
+    inputs: Sequence[int]  # places of the operations' inputs among the call's tensors
+
+    @classmethod
+    def of(cls, recorded: Recorded | None, inputs: Sequence[Tensor], places: dict[int, int]) -> Remade | None:
+        """Return None if nothing is recorded, or if inputs are not among the call's tensors.
+
+        places: places of the call's tensors by their ids.
+        """
+        if recorded is None or any(id(t) not in places for t in inputs):
+            return None
+        return cls(recorded, [places[id(t)] for t in inputs])
+
+    def lend(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return what is made from a call's tensors, in memory that the next run changes."""
+        return self.recorded.lend([tensors[n] for n in self.inputs])
+
+    def made(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return what is made from a call's tensors."""
+        return self.recorded([tensors[n] for n in self.inputs])
 
 
 def _is_current(device: torch.device) -> bool:
@@ -306,6 +333,8 @@ def _give_out_factors(graph_module: fx.GraphModule) -> None:
     output: Any = graph.output_node()
     product: Any = output.args[0][0]
     ndim, size = product.meta["val"].ndim, product.meta["val"].numel()
+    while product.target in (aten.clone.default, aten.expand.default, aten.slice.Tensor):  # only of what broadcasts
+        product = product.args[0]
     is_negative = product.target is aten.sub.Tensor and not product.kwargs and _is_zero(product.args[0])
     if is_negative:
         product = product.args[1]

@@ -1,4 +1,4 @@
-"""Whole masks of a few queries, with the tiles of keys that some query sees."""
+"""Whole masks as tensors, with the tiles that hold all visible pairs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from flexmasks.blocks.decide import dependence
 from flexmasks.blocks.elements import boolean, over_indices
 from flexmasks.kernels.visible_tiles import visible_tiles
+from flexmasks.kernels.whole_mask import spans_of
 from flexmasks.plans.bounds import MaskKind, unread
 from flexmasks.plans.shifted import Offset, shifted_mask, shifted_score
 from flexmasks.spec.parameters import Size
@@ -25,6 +26,22 @@ class Whole(NamedTuple):
     partial: Tensor
     full_counts: Tensor
     full: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self)
+
+
+class Spanned(NamedTuple):
+    """A whole mask of many queries, and the spans of its tiles of 64 queries and 64 keys, see `kernels.whole_mask`."""
+
+    visible: Tensor  # bool [B or 1, H or 1, Q, KV]
+    key_spans: Tensor
+    query_spans: Tensor
+
+    @property
+    def spans(self) -> tuple[Tensor, Tensor]:
+        return self.key_spans, self.query_spans
 
     @property
     def nbytes(self) -> int:
@@ -50,7 +67,19 @@ class Added(NamedTuple):
 
 
 def whole_of(kind: MaskKind) -> Whole:
-    """Return the whole mask, by operations of fixed shapes.
+    """Return the whole mask of a few queries, see `_visible_of`."""
+    visible = _visible_of(kind)
+    return Whole(visible, *visible_tiles(visible))
+
+
+def spanned_of(kind: MaskKind) -> Spanned:
+    """Return the whole mask of many queries, see `_visible_of`."""
+    visible = _visible_of(kind)
+    return Spanned(visible, *spans_of(visible))
+
+
+def _visible_of(kind: MaskKind) -> Tensor:
+    """Return the pairs that are visible, by operations of fixed shapes.
 
     The host reads no value of a tensor. Raises what the mask's own function raises.
     """
@@ -58,16 +87,18 @@ def whole_of(kind: MaskKind) -> Whole:
     mask_mod = shifted_mask(kind.mask.bind(kind.mask.resolve(size, kind.lifted)), kind.offset)
     batch, heads = dependence(mask_mod, size.batch, size.heads, size.device, reads_values=False)
     indices = (torch.arange(n, device=size.device) for n in (batch, heads, size.q_len, size.kv_len))
-    visible = boolean(over_indices(mask_mod)(*indices), 4).clone(memory_format=torch.contiguous_format)
-    return Whole(visible, *visible_tiles(visible))
+    return boolean(over_indices(mask_mod)(*indices), 4).clone(memory_format=torch.contiguous_format)
 
 
 def added_of(score: Score, offset: Offset, size: Size) -> Tensor:
-    """Return what a score change adds: float32 [B, H, Q, KV].
+    """Return what a score change adds: float32 [B or 1, H or 1, Q or 1, KV].
 
     The score change only adds to the score. The host reads no value of a tensor.
     """
     score_mod = shifted_score(score.bind(score.resolve(unread(size, offset))), offset)
     indices = (torch.arange(n, device=size.device) for n in (size.batch, size.heads, size.q_len, size.kv_len))
     added = over_indices(score_mod, (None,))(torch.zeros((), device=size.device), *indices)
+    for dim in range(3):
+        if added.stride(dim) == 0:  # vmap has expanded what does not depend on this index
+            added = added.narrow(dim, 0, 1)
     return added.float().clone(memory_format=torch.contiguous_format)

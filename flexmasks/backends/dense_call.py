@@ -1,0 +1,100 @@
+"""Calls with the whole mask as a tensor, and their gradients."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexmasks import compat
+from flexmasks.backends.reference import attend
+from flexmasks.backends.slices import is_traced_or_transformed
+from flexmasks.plans.whole import Added
+
+
+@dataclass(frozen=True)
+class DenseCall:
+    """Base of calls without q, k and v."""
+
+    visible: Tensor  # bool [B or 1, H or 1, Q, KV]
+    bias: Added | None  # what a score change adds
+    scale: float | None
+    with_lse: bool
+    needs_grad: bool
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
+        if not self.needs_grad:
+            out, lse = self.forward(q, k, v)
+            return out, lse if self.with_lse else None
+        results = _Attend.apply(self, q, k, v)
+        return results if self.with_lse else (results, None)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the output, and the lse of its rows.
+
+        The lse is None if the reference is to compute the gradients.
+        """
+        raise NotImplementedError
+
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None
+    ) -> tuple[Tensor, ...] | None:
+        """Return the gradients of q, k and v, or None if the reference is to compute them."""
+        raise NotImplementedError
+
+    def by_reference(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return output and lse as the reference does, which reads nothing hidden."""
+        score_mod = None if self.bias is None else functools.partial(_added_to, self.bias.product())
+        one = torch.ones(1, 1, 1, dtype=torch.int32, device=q.device)
+        block_mask = compat.BlockMask.from_kv_blocks(
+            one, torch.zeros(1, 1, 1, 1, dtype=torch.int32, device=q.device), BLOCK_SIZE=(q.shape[2], k.shape[2]),
+            mask_mod=functools.partial(_read, self.visible), seq_lengths=(q.shape[2], k.shape[2]),
+        )  # fmt: skip
+        return attend(q, k, v, score_mod, block_mask, self.scale)
+
+
+class _Attend(torch.autograd.Function):
+    """Attention by a call's own passes.
+
+    The reference computes gradients where a call does not, and where torch looks inside.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, call: DenseCall, q: Tensor, k: Tensor, v: Tensor) -> Any:
+        out, lse = call.forward(q, k, v)
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return (out, lse) if call.with_lse else out
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        if d_out is None:
+            d_out = torch.zeros_like(out)
+        differentiable = torch.is_grad_enabled()  # the caller asks for derivatives of these gradients
+        upstream = [d_out] if d_lse is None else [d_out, d_lse]
+        looks_inside = differentiable or is_traced_or_transformed() or any(map(compat.is_batched_gradient, upstream))
+        grads = None if looks_inside or lse is None else ctx.call.backward(q, k, v, out, lse, d_out, d_lse)
+        if grads is not None:
+            return None, *grads
+        needed = ctx.needs_input_grad[1:]
+        inputs = [x for x, need in zip((q, k, v), needed, strict=True) if need]
+        with torch.enable_grad():
+            again = ctx.call.by_reference(q, k, v)[: len(upstream)]
+        gradients = iter(torch.autograd.grad(again, inputs, upstream, create_graph=differentiable, allow_unused=True))
+        return None, *(next(gradients) if need else None for need in needed)
+
+
+def _read(table: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    """Read a table [B or 1, H or 1, Q or 1, KV] by indices."""
+    sizes = table.shape[:3]
+    b, h, q = (i if size > 1 else torch.zeros_like(i) for i, size in zip((b, h, q), sizes, strict=True))
+    return table[b, h, q, kv]
+
+
+def _added_to(bias: Tensor, score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return score + _read(bias, b, h, q, kv)

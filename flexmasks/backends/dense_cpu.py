@@ -1,0 +1,108 @@
+"""Short sequences with gradients on a CPU, by torch's kernel with a mask."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from flexmasks import compat
+from flexmasks.backends.call import HALF_DTYPES, Call
+from flexmasks.backends.dense_call import DenseCall
+from flexmasks.plans.whole import Added, Whole
+
+MAX_LENGTH = 1024  # of queries, and of keys
+_MAX_MASK = 1 << 24  # elements
+
+
+def refuses(call: Call) -> str | None:
+    """Return why a call cannot run here, or None."""
+    (_, heads, q_len, size), (kv_heads, kv_len) = call.q.shape, call.k.shape[1:3]
+    if not call.needs_grad:
+        return "on a CPU it is for calls that need gradients"
+    if not 0 < max(q_len, kv_len) <= MAX_LENGTH:
+        return f"on a CPU it is for up to {MAX_LENGTH:,} queries and keys"
+    if call.q.dtype not in (*HALF_DTYPES, torch.float32):
+        return f"on a CPU it takes float16, bfloat16 and float32, not {call.dtype}"
+    if call.v.shape[3] != size:
+        return "on a CPU it takes only values of q's head size, as torch's kernel does"
+    if call.with_lse:
+        return "on a CPU it gives no gradient of the lse"
+    sizes = call.q.shape[:2] if call.score_mod is not None else (call.q.shape[0], heads // kv_heads)
+    if math.prod(sizes) * q_len * kv_len > _MAX_MASK:
+        return f"on a CPU it takes masks of at most {_MAX_MASK:,} elements"
+    return None
+
+
+@dataclass(frozen=True)
+class CpuDense(DenseCall):
+    """A call on a CPU without q, k and v."""
+
+    added: Tensor  # float32 [B or 1, Hkv or 1, grouped heads * Q, KV]: the bias, -inf where hidden
+    hidden_rows: Tensor | None  # bool [B or 1, Hkv or 1, grouped heads * Q]: queries that see nothing, if there are any
+
+    @classmethod
+    def of(cls, call: Call) -> CpuDense:
+        visible = cast(Callable[[], Whole], call.whole)().visible
+        bias = None if call.score_mod is None else cast(Callable[[], Added], call.added)()
+        numbers = torch.zeros(()) if bias is None else bias.product()
+        groups = call.q.shape[1] // call.k.shape[1]
+        hidden_rows = ~visible.any(-1)
+        return cls(
+            visible=visible,
+            bias=bias,
+            scale=call.scale,
+            with_lse=False,
+            needs_grad=True,
+            added=_grouped(torch.where(visible, numbers, -math.inf), groups),
+            hidden_rows=_grouped(hidden_rows[..., None], groups)[..., 0] if bool(hidden_rows.any()) else None,
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that keeping the call takes."""
+        return sum(x.nbytes for x in (self.visible, self.bias, self.added, self.hidden_rows) if x is not None)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return output and lse, see `DenseCall.forward`.
+
+        Where the output is not finite, the reference has computed it, so that nothing hidden was read.
+        """
+        rows = self._rows(q, k)
+        out, lse = compat.flash_attention_on_cpu(rows, k, v, self.added, self.scale)
+        if self.hidden_rows is not None:
+            out.masked_fill_(self.hidden_rows[..., None], 0)
+            lse.masked_fill_(self.hidden_rows, 0)
+        if not bool(out.sum(dtype=torch.float32).isfinite()):
+            return self.by_reference(q, k, v)[0], None
+        return out.reshape(q.shape), lse
+
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None
+    ) -> tuple[Tensor, ...] | None:
+        """Return the gradients of q, k and v, None if one is not finite."""
+        rows = self._rows(q, k)
+        upstream, result = self._rows(d_out, k), self._rows(out, k)
+        grads = compat.flash_attention_on_cpu_backward(upstream, rows, k, v, result, lse, self.added, self.scale)
+        if not bool(torch.stack([x.sum(dtype=torch.float32) for x in grads]).isfinite().all()):
+            return None
+        return grads[0].reshape(q.shape), grads[1], grads[2]
+
+    @staticmethod
+    def _rows(x: Tensor, k: Tensor) -> Tensor:
+        """Return queries with grouped heads as rows, [B, Hkv, grouped heads * Q, D]."""
+        return x.reshape(len(x), k.shape[1], -1, x.shape[3])
+
+
+def _grouped(x: Tensor, groups: int) -> Tensor:
+    """Return a tensor with grouped heads as rows.
+
+    [B or 1, H or 1, Q, N] becomes [B or 1, Hkv or 1, groups * Q, N].
+    """
+    if x.shape[1] > 1:
+        return x.unflatten(1, (-1, groups)).flatten(2, 3)  # type: ignore[no-any-return]
+    return x.expand(-1, groups, -1, -1).flatten(1, 2).unsqueeze(1)

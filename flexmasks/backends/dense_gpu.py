@@ -1,0 +1,144 @@
+"""Short sequences on a GPU, by the library's own kernels.
+
+The host's time decides there. A compiled kernel of torch takes a few tenths of a millisecond of it, with gradients, and
+seconds to compile for each function; these kernels take a tenth of that, and one set of them runs every mask.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from torch import Tensor
+
+from flexmasks.backends.call import HALF_DTYPES, Call, Unavailable
+from flexmasks.backends.dense_call import DenseCall
+from flexmasks.kernels.direct import is_plain
+from flexmasks.kernels.whole_mask import WholeMask
+from flexmasks.plans.plan import GivenPlan, MaskPlan, ScorePlan
+from flexmasks.plans.recorded import Remade
+from flexmasks.plans.whole import Added, Spanned
+
+_MAX_LENGTH = 4096  # of queries, and of keys
+_MAX_SIZE = 128  # of a head
+_MAX_PAIRS = 1 << 28  # of queries and keys of all heads: up to as many elements a mask may have
+_MAX_ADDED = 1 << 26  # up to as many numbers a score change may add
+
+
+def refuses(call: Call) -> str | None:
+    """Return why a call cannot run here, or None."""
+    sizes = {call.q.shape[3], call.v.shape[3]}
+    if max(call.q.shape[2], call.k.shape[2]) > _MAX_LENGTH:
+        return f"on a GPU it is for up to {_MAX_LENGTH:,} queries and keys"
+    if call.q.dtype not in HALF_DTYPES:
+        return f"on a GPU it takes float16 and bfloat16, not {call.dtype}"
+    if any(n % 8 or n > _MAX_SIZE for n in sizes):
+        return f"on a GPU it takes head sizes that 8 divides, up to {_MAX_SIZE}, not {' and '.join(map(str, sizes))}"
+    pairs = call.q.shape[:3].numel() * call.k.shape[2]
+    most = _MAX_PAIRS if call.score_mod is None else _MAX_ADDED
+    if pairs > most:
+        return f"on a GPU it is for at most {most:,} pairs of queries and keys, not {pairs:,}"
+    return None
+
+
+@dataclass(frozen=True)
+class GpuDense(DenseCall):
+    """A call on a GPU without q, k and v."""
+
+    spans: tuple[Tensor, Tensor]  # of the mask's tiles, see `kernels.whole_mask`
+    kernels: dict[Any, Any] = field(default_factory=dict, compare=False)  # by layouts of q, k and v
+    key = "dense"  # of its kernels
+
+    @classmethod
+    def of(cls, call: Call) -> GpuDense:
+        spanned = cast(Callable[[], Spanned], call.spanned)()
+        bias = None if call.score_mod is None else cast(Callable[[], Added], call.added)()
+        return cls(spanned.visible, bias, call.scale, call.with_lse, call.needs_grad, spanned.spans)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that keeping the call takes."""
+        tensors = self.visible, self.bias, *self.spans
+        return sum(x.nbytes for x in tensors if x is not None)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
+        if not is_plain(q, k, v):
+            raise Unavailable("its kernels take plain tensors, outside of modes and transforms of torch")
+        return super().__call__(q, k, v)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v = map(_with_rows_together, (q, k, v))
+        mask = self._mask(q)
+        out, lse = self._kernels(q, k, v, mask).forward(q, k, v, mask)
+        return out, lse
+
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        q, k, v, d_out = map(_with_rows_together, (q, k, v, d_out))
+        mask = self._mask(q)
+        d_lse = None if d_lse is None else d_lse.contiguous()
+        d_q, d_k, d_v = self._kernels(q, k, v, mask).backward(d_out, d_lse, q, k, v, out, lse, mask)
+        return d_q, d_k, d_v
+
+    def _mask(self, q: Tensor) -> WholeMask:
+        numbers, weight = (None, None) if self.bias is None else self.bias
+        scale = q.shape[3] ** -0.5 if self.scale is None else self.scale
+        return WholeMask(self.visible, *self.spans, weight, numbers, scale)
+
+    def _kernels(self, q: Tensor, k: Tensor, v: Tensor, mask: WholeMask) -> Any:
+        """Return the kernels of some tensors; those of tensors that were met before are found sooner."""
+        layout = q.stride(), k.stride(), v.stride(), q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16
+        kernels = self.kernels.get(layout)
+        if kernels is None:
+            from flexmasks.kernels.whole_mask_launch import kernels_of  # Triton is not installed on every system
+
+            kernels = self.kernels[layout] = kernels_of(q, k, v, mask)
+        return kernels
+
+
+def _with_rows_together(x: Tensor) -> Tensor:
+    return x if x.stride(3) == 1 else x.contiguous()
+
+
+class GpuDenseRenewal:
+    """A call that is made again with other tensors.
+
+    They have the layouts of the tensors in whose places they come.
+
+    mask, bias: how the mask, and what the score change adds, come from a call's tensors; or the mask and the numbers
+        themselves, which are made from no tensors.
+    """
+
+    def __init__(self, call: GpuDense, mask: Remade | Spanned, bias: Remade | Added | None) -> None:
+        self._call, self._mask, self._bias = copy.copy(call), mask, bias
+        vars(self._call).update(visible=None, bias=None, spans=None)
+
+    @classmethod
+    def of(
+        cls, call: GpuDense, mask: MaskPlan | GivenPlan, score: ScorePlan | None, tensors: Sequence[Tensor]
+    ) -> GpuDenseRenewal | None:
+        """Return the renewal of a call, or None if it does not come from recorded operations."""
+        places = {id(t): n for n, t in enumerate(tensors)}
+        if isinstance(mask, GivenPlan) or len(places) < len(tensors):
+            return None
+        own_mask: Remade | Spanned | None = mask.spanned[0]
+        if mask.inputs:
+            own_mask = Remade.of(mask.spanned[1], mask.inputs, places)
+        bias: Remade | Added | None = call.bias
+        if score is not None and score.inputs:
+            bias = Remade.of(score.added[1], score.inputs, places)
+            if bias is None:
+                return None
+        return None if own_mask is None else cls(call, own_mask, bias)
+
+    def __call__(self, tensors: Sequence[Tensor]) -> GpuDense:
+        """Return the call with these tensors."""
+        tensors = [t.detach() for t in tensors]
+        mask = Spanned(*self._mask.made(tensors)) if isinstance(self._mask, Remade) else self._mask
+        bias = Added(*self._bias.made(tensors)) if isinstance(self._bias, Remade) else self._bias
+        call = copy.copy(self._call)
+        vars(call).update(visible=mask.visible, bias=bias, spans=mask.spans)
+        return call

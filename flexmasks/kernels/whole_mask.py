@@ -1,0 +1,50 @@
+"""Whole masks of many queries, with the spans of tiles that hold all visible pairs."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+TILE = 64  # queries and keys of a tile
+
+
+class WholeMask(NamedTuple):
+    """A mask and what is added to scores, as the kernels take them.
+
+    visible: bool [B or 1, H or 1, Q, KV], contiguous.
+    key_spans, query_spans: what `spans_of` returns.
+    weight, bias: None or float32 [B or 1, H or 1, Q or 1, 1] and [B or 1, H or 1, Q or 1, KV]; weight * bias, or bias
+        if there is no weight, is added to the scores.
+    scale: number that q . k is multiplied by.
+    """
+
+    visible: Tensor
+    key_spans: Tensor
+    query_spans: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    scale: float
+
+
+def spans_of(visible: Tensor) -> tuple[Tensor, Tensor]:
+    """Return for each tile of queries the tiles of keys that one of them sees, and the same for each tile of keys.
+
+    Both are int32 [B or 1, H or 1, tiles, 2]: the first tile and the end. Where nothing is visible, the end is 0. The
+    host reads no value.
+
+    visible: bool [B or 1, H or 1, Q, KV].
+    """
+    queries, keys = visible.shape[-2:]
+    padded = F.pad(visible, (0, -keys % TILE, 0, -queries % TILE)) if queries % TILE or keys % TILE else visible
+    tiles = padded.unflatten(-1, (-1, TILE)).any(-1).unflatten(-2, (-1, TILE)).any(-2)
+    return _spans(tiles), _spans(tiles.transpose(-1, -2))
+
+
+def _spans(tiles: Tensor) -> Tensor:
+    place = torch.arange(tiles.shape[-1], dtype=torch.int32, device=tiles.device)
+    first = torch.where(tiles, place, tiles.shape[-1]).amin(-1)
+    end = torch.where(tiles, place + 1, 0).amax(-1)
+    return torch.stack([first, end], -1).int()

@@ -1,0 +1,277 @@
+"""Triton kernels of attention with its whole mask as a tensor: a forward pass and two backward passes.
+
+A program of the forward pass and of the gradient of queries takes some queries of one head, and goes over the keys from
+the first tile to the last that one of them sees. A program of the gradients of keys and values takes some keys of one
+key head, and goes over the queries of all its query heads. No program writes where another one does, so results are
+the same at each run.
+
+A byte of the mask is read for each pair in these tiles, and with a bias 4 more. Scores stay natural numbers, and are
+multiplied by log2(e) only after the largest score was subtracted: the product of a very low score would be infinite.
+
+Strides come divided by GRAIN; multiplying them by it proves their alignment to the compiler.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from flexmasks.kernels import whole_mask
+
+_TILE: tl.constexpr = tl.constexpr(whole_mask.TILE)
+_LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+_NUMBERS = (
+    "queries", "keys", "heads", "blocks", "span_count",
+    "q_batch", "q_head", "q_query", "k_batch", "k_head", "k_key", "v_batch", "v_head", "v_key",
+    "out_batch", "out_head", "out_query", "d_out_batch", "d_out_head", "d_out_query",
+    "d_q_batch", "d_q_head", "d_q_query", "d_k_batch", "d_k_head", "d_k_key", "d_v_batch", "d_v_head", "d_v_key",
+    "visible_batch", "visible_head", "visible_query", "span_batch", "span_head",
+    "weight_batch", "weight_head", "weight_query", "bias_batch", "bias_head", "bias_query",
+)  # fmt: skip
+
+
+@triton.jit
+def _rows_of(
+    x, position, stride, end, SIZE: tl.constexpr, WIDTH: tl.constexpr, GRAIN: tl.constexpr, EVEN: tl.constexpr,
+    DOT: tl.constexpr,
+):  # fmt: skip
+    """Return rows of a matrix, 0 behind its last row."""
+    column = tl.arange(0, WIDTH)
+    at = x + position.to(tl.int64)[:, None] * (stride * GRAIN) + column[None, :]
+    if EVEN and SIZE == WIDTH:
+        rows = tl.load(at)
+    elif EVEN:
+        rows = tl.load(at, mask=(column < SIZE)[None, :], other=0.0)
+    elif SIZE == WIDTH:
+        rows = tl.load(at, mask=(position < end)[:, None], other=0.0)
+    else:
+        rows = tl.load(at, mask=(position < end)[:, None] & (column < SIZE)[None, :], other=0.0)
+    return rows.to(DOT)
+
+
+@triton.jit
+def _store_rows(x, rows, position, stride, end, SIZE: tl.constexpr, WIDTH: tl.constexpr, GRAIN: tl.constexpr):
+    """Write rows of a matrix."""
+    column = tl.arange(0, WIDTH)
+    at = x + position.to(tl.int64)[:, None] * (stride * GRAIN) + column[None, :]
+    written = (position < end)[:, None] & (column < SIZE)[None, :]
+    tl.store(at, rows.to(x.dtype.element_ty), mask=written)
+
+
+@triton.jit
+def _span_of(spans, block, span_count, ROWS: tl.constexpr):
+    """Return the first position and the end of what the rows of a block see, or are seen by.
+
+    spans: for each tile of rows the first tile, and the end.
+    """
+    PARTS: tl.constexpr = ROWS // _TILE
+    part = block * PARTS + tl.arange(0, PARTS)
+    is_part = part < span_count
+    first = tl.load(spans + part * 2, mask=is_part, other=2**24)
+    end = tl.load(spans + part * 2 + 1, mask=is_part, other=0)
+    return tl.min(first) * _TILE, tl.max(end) * _TILE
+
+
+@triton.jit
+def _scores(
+    products, visible, query_row, query, key, queries, keys, scale, visible_query,
+    weight, weight_start, weight_query, bias, bias_start, bias_query, EVEN: tl.constexpr, GRAIN: tl.constexpr,
+):  # fmt: skip
+    """Return scores, -inf where hidden.
+
+    query_row, query, key: the queries in 64 bits and in 32, and the keys; they broadcast with the products.
+    weight_start, bias_start: where the numbers of the batch element and head start.
+    """
+    at = visible + query_row * (visible_query * GRAIN) + key
+    if EVEN:
+        marks = tl.load(at)
+    else:
+        marks = tl.load(at, mask=(query < queries) & (key < keys), other=0)
+    scores = products * scale
+    if bias is not None:
+        numbers = tl.load(bias + bias_start + query_row * bias_query + key, mask=marks != 0, other=0.0)
+        if weight is not None:
+            numbers *= tl.load(weight + weight_start + query_row * weight_query, mask=query < queries, other=0.0)
+        scores += numbers
+    return tl.where(marks != 0, scores, float("-inf"))
+
+
+@triton.jit
+def _bytes(visible):
+    """Return a pointer to bytes, given one to booleans."""
+    return visible.to(tl.pointer_type(tl.int8), bitcast=True)
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def forward_kernel(
+    out, lse, q, k, v, visible, key_spans, weight, bias, scale,
+    queries, keys, heads, blocks, span_count,
+    q_batch, q_head, q_query, k_batch, k_head, k_key, v_batch, v_head, v_key, out_batch, out_head, out_query,
+    visible_batch, visible_head, visible_query, span_batch, span_head,
+    weight_batch, weight_head, weight_query, bias_batch, bias_head, bias_query,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
+    K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+    GRAIN: tl.constexpr, MASK_GRAIN: tl.constexpr, EVEN: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Attend some queries of one head."""
+    program = tl.program_id(0)
+    block = blocks - 1 - program % blocks  # the last queries first: under causal masks they see the most keys
+    b = (program // blocks // heads).to(tl.int64)
+    h = (program // blocks % heads).to(tl.int64)
+    kv_head = h // GROUP
+    q += (b * q_batch + h * q_head) * GRAIN
+    k += (b * k_batch + kv_head * k_head) * GRAIN
+    v += (b * v_batch + kv_head * v_head) * GRAIN
+    out += (b * out_batch + h * out_head) * GRAIN
+    lse += (b * heads + h) * queries
+    marks = _bytes(visible) + (b * visible_batch + h * visible_head) * MASK_GRAIN
+    key_spans += b * span_batch + h * span_head
+    weight_start = b * weight_batch + h * weight_head
+    bias_start = b * bias_batch + h * bias_head
+    query = block * ROWS + tl.arange(0, ROWS)
+    query_row = query.to(tl.int64)
+    q_rows = _rows_of(q, query, q_query, queries, K_SIZE, K_WIDTH, GRAIN, EVEN, DOT)
+    first, end = _span_of(key_spans, block, span_count, ROWS)
+    row_max = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, V_WIDTH), tl.float32)
+    for start in tl.range(first, end, KEYS, num_stages=STAGES):
+        key = start + tl.arange(0, KEYS)
+        k_rows = _rows_of(k, key, k_key, keys, K_SIZE, K_WIDTH, GRAIN, EVEN, DOT)
+        v_rows = _rows_of(v, key, v_key, keys, V_SIZE, V_WIDTH, GRAIN, EVEN, DOT)
+        scores = _scores(
+            tl.dot(q_rows, tl.trans(k_rows)), marks, query_row[:, None], query[:, None], key[None, :], queries, keys,
+            scale, visible_query, weight, weight_start, weight_query, bias, bias_start, bias_query, EVEN, MASK_GRAIN,
+        )  # fmt: skip
+        new_max = tl.maximum(row_max, tl.max(scores, 1))
+        base = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weights = tl.exp2((scores - base[:, None]) * _LOG2_E)
+        kept = tl.exp2((row_max - base) * _LOG2_E)
+        total = total * kept + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(DOT), v_rows, acc * kept[:, None])
+        row_max = new_max
+    is_empty = total == 0  # NaN is not empty
+    acc = tl.where(is_empty[:, None], 0.0, acc / total[:, None])
+    row_lse = tl.where(is_empty, float("-inf"), row_max + tl.log(total))
+    tl.store(lse + query, row_lse, mask=query < queries)
+    _store_rows(out, acc, query, out_query, queries, V_SIZE, V_WIDTH, GRAIN)
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def query_gradient_kernel(
+    d_q, deltas, d_out, d_lse, out, lse, q, k, v, visible, key_spans, weight, bias, scale,
+    queries, keys, heads, blocks, span_count,
+    q_batch, q_head, q_query, k_batch, k_head, k_key, v_batch, v_head, v_key, out_batch, out_head, out_query,
+    d_out_batch, d_out_head, d_out_query, d_q_batch, d_q_head, d_q_query,
+    visible_batch, visible_head, visible_query, span_batch, span_head,
+    weight_batch, weight_head, weight_query, bias_batch, bias_head, bias_query,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
+    K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+    GRAIN: tl.constexpr, MASK_GRAIN: tl.constexpr, EVEN: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Compute the gradient of some queries of one head.
+
+    Also writes, for the other kernel, the sum of out * d_out of each query, less the gradient of its lse.
+    """
+    program = tl.program_id(0)
+    block = blocks - 1 - program % blocks
+    b = (program // blocks // heads).to(tl.int64)
+    h = (program // blocks % heads).to(tl.int64)
+    kv_head = h // GROUP
+    q += (b * q_batch + h * q_head) * GRAIN
+    d_q += (b * d_q_batch + h * d_q_head) * GRAIN
+    k += (b * k_batch + kv_head * k_head) * GRAIN
+    v += (b * v_batch + kv_head * v_head) * GRAIN
+    out += (b * out_batch + h * out_head) * GRAIN
+    d_out += (b * d_out_batch + h * d_out_head) * GRAIN
+    line = (b * heads + h) * queries
+    marks = _bytes(visible) + (b * visible_batch + h * visible_head) * MASK_GRAIN
+    key_spans += b * span_batch + h * span_head
+    weight_start = b * weight_batch + h * weight_head
+    bias_start = b * bias_batch + h * bias_head
+    query = block * ROWS + tl.arange(0, ROWS)
+    query_row = query.to(tl.int64)
+    is_query = query < queries
+    q_rows = _rows_of(q, query, q_query, queries, K_SIZE, K_WIDTH, GRAIN, EVEN, DOT)
+    upstream = _rows_of(d_out, query, d_out_query, queries, V_SIZE, V_WIDTH, GRAIN, EVEN, DOT)
+    results = _rows_of(out, query, out_query, queries, V_SIZE, V_WIDTH, GRAIN, EVEN, DOT)
+    delta = tl.sum(results.to(tl.float32) * upstream.to(tl.float32), 1)
+    if d_lse is not None:
+        delta -= tl.load(d_lse + line + query, mask=is_query, other=0.0)
+    tl.store(deltas + line + query, delta, mask=is_query)
+    row_lse = tl.load(lse + line + query, mask=is_query, other=0.0)
+    row_lse = tl.where(row_lse == float("-inf"), 0.0, row_lse)
+    first, end = _span_of(key_spans, block, span_count, ROWS)
+    acc = tl.zeros((ROWS, K_WIDTH), tl.float32)
+    for start in tl.range(first, end, KEYS, num_stages=STAGES):
+        key = start + tl.arange(0, KEYS)
+        k_rows = _rows_of(k, key, k_key, keys, K_SIZE, K_WIDTH, GRAIN, EVEN, DOT)
+        v_rows = _rows_of(v, key, v_key, keys, V_SIZE, V_WIDTH, GRAIN, EVEN, DOT)
+        scores = _scores(
+            tl.dot(q_rows, tl.trans(k_rows)), marks, query_row[:, None], query[:, None], key[None, :], queries, keys,
+            scale, visible_query, weight, weight_start, weight_query, bias, bias_start, bias_query, EVEN, MASK_GRAIN,
+        )  # fmt: skip
+        weights = tl.exp2((scores - row_lse[:, None]) * _LOG2_E)
+        d_weights = tl.dot(upstream, tl.trans(v_rows))
+        d_scores = weights * (d_weights - delta[:, None])
+        acc = tl.dot(d_scores.to(DOT), k_rows, acc)
+    _store_rows(d_q, acc * scale, query, d_q_query, queries, K_SIZE, K_WIDTH, GRAIN)
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def key_gradients_kernel(
+    d_k, d_v, deltas, d_out, lse, q, k, v, visible, query_spans, weight, bias, scale,
+    queries, keys, heads, blocks, span_count,
+    q_batch, q_head, q_query, k_batch, k_head, k_key, v_batch, v_head, v_key,
+    d_out_batch, d_out_head, d_out_query, d_k_batch, d_k_head, d_k_key, d_v_batch, d_v_head, d_v_key,
+    visible_batch, visible_head, visible_query, span_batch, span_head,
+    weight_batch, weight_head, weight_query, bias_batch, bias_head, bias_query,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
+    K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+    GRAIN: tl.constexpr, MASK_GRAIN: tl.constexpr, EVEN: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Compute the gradients of some keys of one key head, and of their values."""
+    program = tl.program_id(0)
+    block = program % blocks
+    kv_heads = heads // GROUP
+    b = (program // blocks // kv_heads).to(tl.int64)
+    kv_head = (program // blocks % kv_heads).to(tl.int64)
+    k += (b * k_batch + kv_head * k_head) * GRAIN
+    v += (b * v_batch + kv_head * v_head) * GRAIN
+    d_k += (b * d_k_batch + kv_head * d_k_head) * GRAIN
+    d_v += (b * d_v_batch + kv_head * d_v_head) * GRAIN
+    key = block * KEYS + tl.arange(0, KEYS)
+    k_rows = _rows_of(k, key, k_key, keys, K_SIZE, K_WIDTH, GRAIN, EVEN, DOT)
+    v_rows = _rows_of(v, key, v_key, keys, V_SIZE, V_WIDTH, GRAIN, EVEN, DOT)
+    k_acc = tl.zeros((KEYS, K_WIDTH), tl.float32)
+    v_acc = tl.zeros((KEYS, V_WIDTH), tl.float32)
+    for place in range(GROUP):
+        h = kv_head * GROUP + place
+        line = (b * heads + h) * queries
+        own_q = q + (b * q_batch + h * q_head) * GRAIN
+        own_d_out = d_out + (b * d_out_batch + h * d_out_head) * GRAIN
+        marks = _bytes(visible) + (b * visible_batch + h * visible_head) * MASK_GRAIN
+        weight_start = b * weight_batch + h * weight_head
+        bias_start = b * bias_batch + h * bias_head
+        first, end = _span_of(query_spans + b * span_batch + h * span_head, block, span_count, KEYS)
+        for start in tl.range(first, end, ROWS, num_stages=STAGES):
+            query = start + tl.arange(0, ROWS)
+            query_row = query.to(tl.int64)
+            is_query = query < queries
+            q_rows = _rows_of(own_q, query, q_query, queries, K_SIZE, K_WIDTH, GRAIN, EVEN, DOT)
+            upstream = _rows_of(own_d_out, query, d_out_query, queries, V_SIZE, V_WIDTH, GRAIN, EVEN, DOT)
+            row_lse = tl.load(lse + line + query, mask=is_query, other=0.0)
+            row_lse = tl.where(row_lse == float("-inf"), 0.0, row_lse)
+            delta = tl.load(deltas + line + query, mask=is_query, other=0.0)
+            scores = _scores(
+                tl.dot(k_rows, tl.trans(q_rows)), marks, query_row[None, :], query[None, :], key[:, None],
+                queries, keys, scale, visible_query,
+                weight, weight_start, weight_query, bias, bias_start, bias_query, EVEN, MASK_GRAIN,
+            )  # fmt: skip
+            weights = tl.exp2((scores - row_lse[None, :]) * _LOG2_E)
+            v_acc = tl.dot(weights.to(DOT), upstream, v_acc)
+            d_weights = tl.dot(v_rows, tl.trans(upstream))
+            d_scores = weights * (d_weights - delta[None, :])
+            k_acc = tl.dot(d_scores.to(DOT), q_rows, k_acc)
+    _store_rows(d_k, k_acc * scale, key, d_k_key, keys, K_SIZE, K_WIDTH, GRAIN)
+    _store_rows(d_v, v_acc, key, d_v_key, keys, V_SIZE, V_WIDTH, GRAIN)

@@ -1,0 +1,159 @@
+"""Launches of the Triton kernels of attention with a whole mask.
+
+The first call of a layout chooses tile sizes and compiles the kernels. Their launches are kept, so later calls of the
+same layout only pass their tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexmasks.kernels.direct import on
+from flexmasks.kernels.launches import (
+    Launches,
+    compiled,
+    dot_type,
+    grain_of,
+    is_aligned,
+    layout_of,
+    strides_of,
+    width_of,
+)
+from flexmasks.kernels.whole_mask import WholeMask
+from flexmasks.kernels.whole_mask_kernel import forward_kernel, key_gradients_kernel, query_gradient_kernel
+
+_LONGEST_BLOCK = 128  # queries or keys that a program takes
+_kernels: Launches[Kernels] = Launches()
+
+
+class Tiles(NamedTuple):
+    """Sizes of a kernel.
+
+    rows, keys: queries and keys of a program or of a step.
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+# By name of the kernel; for head sizes up to 64, and for larger ones; with a bias, and without. The fastest ones of
+# causal attention and a window in bfloat16 on an H100.
+_TILES = {
+    ("forward", False, False): Tiles(64, 64, 4, 3),
+    ("forward", False, True): Tiles(64, 64, 4, 2),
+    ("forward", True, False): Tiles(64, 64, 4, 2),
+    ("forward", True, True): Tiles(64, 64, 4, 2),
+    ("query", False, False): Tiles(64, 64, 4, 3),
+    ("query", False, True): Tiles(64, 64, 4, 2),
+    ("query", True, False): Tiles(64, 64, 4, 2),
+    ("query", True, True): Tiles(64, 32, 4, 3),
+    ("key", False, False): Tiles(64, 64, 4, 3),
+    ("key", False, True): Tiles(32, 64, 4, 3),
+    ("key", True, False): Tiles(64, 64, 4, 2),
+    ("key", True, True): Tiles(32, 64, 4, 2),
+}
+
+
+def kernels_of(q: Tensor, k: Tensor, v: Tensor, mask: WholeMask) -> Kernels:
+    """Return the kernels for the layouts of some tensors."""
+    tensors = q, k, v, mask.visible, mask.weight, mask.bias
+    key = (q.device.index, *map(layout_of, tensors))
+    kernels = _kernels.get(key)
+    if kernels is None:
+        kernels = Kernels(q, k, mask)
+        _kernels.keep(key, kernels)
+    return kernels
+
+
+class Kernels:
+    """The kernels for q, k, v and a mask of the same layouts.
+
+    q, k, v: float16 or bfloat16 [B, H, Q, D], [B, Hkv, KV, D] and [B, Hkv, KV, Dv]; H is a multiple of Hkv. The last
+        stride is 1.
+
+    Keys that a query does not see may hold anything; values that a query does not see must be finite. In the backward
+    pass q, k and v must be finite where something is hidden.
+    """
+
+    def __init__(self, q: Tensor, k: Tensor, mask: WholeMask) -> None:
+        self._sizes = q.shape[0], q.shape[1], k.shape[1]  # batch, query heads, key heads
+        self._lengths = q.shape[2], k.shape[2]
+        self._strides = [*strides_of(mask.weight, 3), *strides_of(mask.bias, 3)]
+        self._forward: Callable[..., Any] | None = None
+        self._backward: dict[Hashable, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: WholeMask) -> tuple[Tensor, Tensor]:
+        """Return output [B, H, Q, Dv] and lse, float32 [B, H, Q]."""
+        out = torch.empty_like(q) if q.shape[3] == v.shape[3] else q.new_empty((*q.shape[:3], v.shape[3]))
+        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+        visible, key_spans, _, *others = mask
+        arguments = out, lse, q, k, v, visible, key_spans, *others
+        with on(q.device):
+            if self._forward is None:
+                self._forward = self._compiled("forward", forward_kernel, arguments, mask, (q, k, v, out))
+            self._forward(*arguments)
+        return out, lse
+
+    def backward(
+        self, d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        mask: WholeMask,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Return the gradients of q, k and v, given those of output and lse."""
+        d_q, d_k, d_v, deltas = map(torch.empty_like, (q, k, v, lse))
+        visible, key_spans, query_spans, *others = mask
+        for_query = d_q, deltas, d_out, d_lse, out, lse, q, k, v, visible, key_spans, *others
+        for_keys = d_k, d_v, deltas, d_out, lse, q, k, v, visible, query_spans, *others
+        key = d_out.stride(), is_aligned(d_out), None if d_lse is None else is_aligned(d_lse)
+        with on(q.device):
+            launches = self._backward.get(key)
+            if launches is None:
+                rows = q, k, v, out, d_out, d_q
+                launches = (
+                    self._compiled("query", query_gradient_kernel, for_query, mask, rows),
+                    self._compiled("key", key_gradients_kernel, for_keys, mask, (*rows[:3], d_out, d_k, d_v)),
+                )
+                self._backward[key] = launches
+            launches[0](*for_query)
+            launches[1](*for_keys)
+        return d_q, d_k, d_v
+
+    def _compiled(
+        self, name: str, kernel: Any, arguments: tuple[Any, ...], mask: WholeMask, with_rows: Sequence[Tensor]
+    ) -> Callable[..., Any]:
+        """Compile a kernel, and return a function of these arguments that launches it.
+
+        with_rows: q, k, v, and the other tensors that have rows, in the order of the kernel's strides.
+        """
+        (batch, heads, key_heads), (queries, keys) = self._sizes, self._lengths
+        k_size, v_size = with_rows[0].shape[3], with_rows[2].shape[3]
+        widths = width_of(k_size), width_of(v_size)
+        tiles = _TILES[name, max(widths) > 64, mask.bias is not None]
+        spans = mask.query_spans if name == "key" else mask.key_spans
+        blocks = -(-keys // tiles.keys) if name == "key" else -(-queries // tiles.rows)
+        programs = batch * (key_heads if name == "key" else heads) * blocks
+        row_strides = [stride for x in with_rows for stride in strides_of(x, 3)]
+        mask_strides = strides_of(mask.visible, 3)
+        grain, mask_grain = grain_of(row_strides), grain_of(mask_strides)
+        numbers = (
+            *(queries, keys, heads, blocks, spans.shape[2]),
+            *(stride // grain for stride in row_strides),
+            *(stride // mask_grain for stride in mask_strides),
+            *strides_of(spans, 2), *self._strides,
+        )  # fmt: skip
+        is_even = queries % _LONGEST_BLOCK == 0 and keys % _LONGEST_BLOCK == 0
+        constants = (
+            *(heads // key_heads, tiles.rows, tiles.keys, tiles.stages, k_size, v_size, *widths),
+            *(grain, mask_grain, is_even, dot_type(with_rows[0].dtype, kernel)),
+        )
+        run = compiled(kernel, programs, tiles.warps, (*arguments, *numbers, *constants))
+
+        def launch(*arguments: Any) -> None:
+            run(*arguments, *numbers, *constants)
+
+        return launch

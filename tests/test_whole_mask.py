@@ -1,0 +1,321 @@
+"""Backend "dense" as on a GPU: kernels that take the whole mask as a tensor.
+
+With TRITON_INTERPRET=1 Triton's interpreter runs the kernels on a CPU. The interpreter must be chosen before Triton is
+imported, so `test_by_the_interpreter` runs this file in a process of its own.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from helpers import (
+    DEVICES,
+    TOLERANCE,
+    arguments,
+    check_by_the_interpreter,
+    compiled_for_hopper,
+    error,
+    exact,
+    label,
+    qkv,
+    try_examples,
+)
+from hypothesis import strategies as st
+from oracles import MASK_CASES, SCORE_CASES, SCORES, Case, attend
+from oracles import dense as dense_of
+from torch import Tensor
+
+import flexmasks
+from flexmasks import calls
+from flexmasks.backends import dense, table
+from flexmasks.kernels.whole_mask import TILE, WholeMask, spans_of
+from flexmasks.plans import plan
+
+launch = pytest.importorskip("flexmasks.kernels.whole_mask_launch")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+FP16, BF16 = torch.float16, torch.bfloat16
+
+on_devices = pytest.mark.parametrize("device", ["cpu"] if INTERPRETED else DEVICES[1:], indirect=True)
+pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning")] if INTERPRETED else []  # NumPy warns of 0 / 0
+
+
+@pytest.fixture
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The device of a test, which counts as a GPU."""
+    monkeypatch.setattr(dense, "_ON_GPU", ("cpu", "cuda"))
+    monkeypatch.setattr(calls, "_RENEWED_ON", ("cpu", "cuda"))
+    monkeypatch.setattr(plan, "_FACTORED_ON", ("cpu", "cuda"))
+    monkeypatch.setattr(plan, "_PLANS_TO_RECORD", 1)
+    flexmasks.clear_caches()
+    with torch.device(request.param):
+        yield request.param
+    flexmasks.clear_caches()
+
+
+def in_short(cases: list[Case], each: int) -> list[Any]:
+    """Return all cases; by the interpreter all but every n-th one are left to campaigns, for their time."""
+    late = pytest.mark.campaign if INTERPRETED else ()
+    return [pytest.param(c, marks=() if n % each == 0 else late) for n, c in enumerate(cases)]
+
+
+def results(leaves: list[Tensor], backend: str = "dense", **call: Any) -> list[Tensor]:
+    """Return output, lse and gradients, for upstream gradients that depend on the sizes only."""
+    out, lse = flexmasks.attention(*leaves, return_lse=True, backend=backend, **call)
+    seen = torch.where(lse == -math.inf, 0, lse)
+    generator = torch.Generator().manual_seed(out.numel())
+    d_out, d_lse = (torch.randn(x.shape, generator=generator).to(x) for x in (out, seen))
+    return [out, seen, *torch.autograd.grad([out, seen], leaves, [d_out, d_lse])]
+
+
+def expected(leaves: list[Tensor], visible: Tensor, change: Callable[[Tensor], Tensor] | None = None) -> list[Tensor]:
+    """Return the same from the oracle."""
+    others = [exact(x) for x in leaves]
+    out, lse = attend(*others, visible.cpu(), change) if change else attend(*others, visible.cpu())
+    seen = torch.where(lse == -math.inf, 0, lse)
+    generator = torch.Generator().manual_seed(out.numel())
+    d_out, d_lse = (torch.randn(x.shape, generator=generator).to(x) for x in (out, seen))
+    d_out = d_out.float().to(leaves[0].dtype).double()
+    return [out, seen, *torch.autograd.grad([out, seen], others, [d_out, d_lse.float().double()])]
+
+
+def check(got: list[Tensor], want: list[Tensor], dtype: torch.dtype) -> None:
+    assert max(map(error, got, want)) < 2 * TOLERANCE[dtype]
+    assert all(x.dtype == dtype for n, x in enumerate(got) if n != 1)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
+def test_by_the_interpreter() -> None:
+    check_by_the_interpreter(__file__)
+
+
+# --- exactness ---
+
+
+@on_devices
+@pytest.mark.parametrize("case", in_short(MASK_CASES, 16), ids=label)
+def test_every_mask(case: Case, device: str) -> None:
+    dtype = FP16 if case.kv_len % 3 else BF16
+    leaves = qkv(case, dtype, device, grouped=case.kv_len % 2 == 0)
+    check(results(leaves, mask=case.name, **arguments(case, device)), expected(leaves, dense_of(case)), dtype)
+
+
+@on_devices
+@pytest.mark.parametrize("case", in_short(SCORE_CASES, 3), ids=label)
+def test_scores_that_add(case: Case, device: str) -> None:
+    leaves = qkv(case, FP16, device)
+    call = {"mask": "causal", "score": case.name, **arguments(case, device)}
+    reason = flexmasks.explain(*leaves, **call).others.get("dense")
+    if reason is not None and "asked for" not in reason and "faster here" not in reason:
+        assert "score changes that add" in reason
+        return
+    seen = dense_of(Case("causal", {}, case.batch, case.heads, case.q_len, case.kv_len, case.q_offset))
+    want = expected(leaves, seen, lambda scores: SCORES[case.name](scores, case, **case.params))
+    check(results(leaves, **call), want, FP16)
+
+
+@on_devices
+def test_random_masks(device: str) -> None:
+    """Masks with empty rows, columns and tiles, for lengths and head sizes that nothing divides."""
+
+    def try_one(
+        batch: int, heads: tuple[int, int], lengths: tuple[int, int], sizes: tuple[int, int], by: tuple[bool, bool],
+        dtype: torch.dtype, seed: int,
+    ) -> None:  # fmt: skip
+        generator = torch.Generator().manual_seed(seed)
+        q_len, kv_len = lengths
+        shape = batch if by[0] else 1, heads[0] if by[1] else 1, q_len, kv_len
+        seen = torch.rand(shape, generator=generator) < 0.3
+        seen &= torch.rand(*shape[:3], 1, generator=generator) < 0.8
+        seen[..., q_len // 3 :, : kv_len // 2] = False
+        shapes = (heads[0], q_len, sizes[0]), (heads[1], kv_len, sizes[0]), (heads[1], kv_len, sizes[1])
+        leaves = [torch.randn(batch, *s, generator=generator).to(device, dtype).requires_grad_() for s in shapes]
+        marks = seen.to(device)
+
+        def mask(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+            return marks[b % len(marks), h % marks.shape[1], q, kv]
+
+        check(results(leaves, mask=mask), expected(leaves, seen), dtype)
+
+    lengths = st.tuples(st.integers(1, 150), st.integers(1, 150))
+    try_examples(
+        12 if INTERPRETED else 60, try_one, st.integers(1, 3), st.sampled_from([(1, 1), (4, 1), (4, 2), (3, 3)]),
+        lengths, st.sampled_from([(16, 16), (8, 40), (64, 64), (72, 128)]), st.tuples(st.booleans(), st.booleans()),
+        st.sampled_from([FP16, BF16]), st.integers(0, 2**31),
+    )  # fmt: skip
+
+
+@on_devices
+def test_hidden_keys_may_hold_anything(device: str) -> None:
+    q, k, v = torch.randn(3, 1, 2, 200, 16).to(device, BF16)
+    with torch.no_grad():
+        want = flexmasks.attention(q, k, v, mask="sliding_window", window=5, backend="dense")
+        k[:, :, 100] = math.nan
+        k[:, :, 150] = math.inf
+        got = flexmasks.attention(q, k, v, mask="sliding_window", window=5, backend="dense")
+    is_hidden = torch.ones(200, dtype=torch.bool)
+    is_hidden[100:106] = is_hidden[150:156] = False
+    assert torch.equal(got[:, :, is_hidden], want[:, :, is_hidden])
+    assert bool(got[:, :, 100:106].isnan().all())
+
+
+@on_devices
+@pytest.mark.parametrize("lowest", [-1e20, torch.finfo(torch.float32).min, -math.inf])
+def test_very_low_scores(lowest: float, device: str) -> None:
+    """A row whose scores are all very low is a row like others; one of -inf sees nothing."""
+    q, k, v = (torch.randn(1, 2, 70, 16).to(device, FP16).requires_grad_() for _ in range(3))
+    bias = torch.zeros(70, 70)
+    bias[10:20] = lowest
+
+    def score(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return score + bias[q, kv]
+
+    got = results([q, k, v], score=score)
+    want = results([q, k, v], "reference", score=score)
+    assert max(error(a, b.double().cpu()) for a, b in zip(got, want, strict=True)) < 2 * TOLERANCE[FP16]
+
+
+@on_devices
+def test_layouts(device: str) -> None:
+    """Rows may lie anywhere, and upstream gradients may be expanded or transposed."""
+    fused = torch.randn(2, 65, 3, 4, 24).to(device, FP16).requires_grad_()
+    plain = fused.detach().clone().requires_grad_()
+    for backend, x in (("dense", fused), ("reference", plain)):
+        q, k, v = x.unbind(2)
+        call = {"mask": "sliding_window", "window": 9, "backend": backend}
+        out = flexmasks.attention(*(t.transpose(1, 2) for t in (q, k, v)), **call)
+        (out.sum() + out.transpose(2, 3)[..., 1:].float().square().sum()).backward()
+    assert fused.grad is not None
+    assert plain.grad is not None
+    assert error(fused.grad, plain.grad.cpu()) < 2 * TOLERANCE[FP16]
+    q, k = torch.randn(2, 1, 2, 24, 40).to(device, FP16).transpose(3, 4)  # the last stride is not 1
+    v = torch.randn(1, 2, 41, 32).to(device, FP16)[:, :, 1:, 8:24]
+    q[:, :, 7] = 0
+    with torch.no_grad():
+        got, want = (flexmasks.attention(q, k, v, mask="causal", backend=b) for b in ("dense", "reference"))
+    assert error(got, want.cpu()) < TOLERANCE[FP16]
+
+
+@on_devices
+def test_sinks_and_gradients_of_some(device: str) -> None:
+    q, k, v = (torch.randn(2, 4, 50, 16).to(device, BF16) for _ in range(3))
+    sinks = torch.randn(4).to(device).requires_grad_()
+    k.requires_grad_()
+    grads = []
+    for backend in ("dense", "reference"):
+        call = {"mask": "sliding_window", "window": 9, "backend": backend}
+        out = flexmasks.attention(q, k, v, sink_logits=sinks, **call)
+        grads.append([out, *torch.autograd.grad(out.float().square().sum(), (k, sinks))])
+    assert max(error(a, b.cpu()) for a, b in zip(*grads, strict=True)) < 2 * TOLERANCE[BF16]
+    _, lse = flexmasks.attention(q, k, v, return_lse=True, mask="sliding_window", window=9, backend="dense")
+    assert torch.autograd.grad(lse.sum(), k)[0].isfinite().all()
+
+
+@on_devices
+def test_derivatives_of_gradients_and_batches_of_them(device: str) -> None:
+    q, k, v = (torch.randn(1, 2, 9, 8).to(device, FP16).requires_grad_() for _ in range(3))
+    found = []
+    for backend in ("dense", "reference"):
+        out = flexmasks.attention(q, k, v, mask="sliding_window", window=3, backend=backend)
+        (first,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+        second = torch.autograd.grad(first.square().sum(), (q, k, v), retain_graph=True)
+        units = torch.eye(out.numel()).to(FP16)[:3].view(3, *out.shape)
+        found.append([*second, *torch.autograd.grad(out, (q, k), units, is_grads_batched=True)])
+    assert max(error(a, b.cpu()) for a, b in zip(*found, strict=True)) < 0.02
+
+
+# --- new tensors ---
+
+
+@on_devices
+def test_new_tensors_at_every_step(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls with new tensors are renewed, compile nothing more, and see changes in place."""
+    compiled = launch.compiled
+    made: list[str] = []
+
+    def noted(kernel: Any, *others: Any) -> Any:
+        made.append(kernel.__name__)
+        return compiled(kernel, *others)
+
+    monkeypatch.setattr(launch, "compiled", noted)
+    monkeypatch.setattr(launch, "_kernels", launch.Launches())
+    q, k, v = (torch.randn(2, 2, 96, 16).to(device, FP16).requires_grad_() for _ in range(3))
+    for step in range(5):
+        ids = (torch.arange(96) // (5 + step)).to(device)
+        slopes = torch.rand(2).to(device)
+        mask = flexmasks.get_mask("causal") & flexmasks.get_mask("document", document_ids=ids)
+        call = {"mask": mask, "score": "alibi", "slopes": slopes}
+        for _ in range(2):
+            got, want = results([q, k, v], **call), results([q, k, v], "reference", **call)
+            assert max(error(a, b.double().cpu()) for a, b in zip(got, want, strict=True)) < 2 * TOLERANCE[FP16]
+            ids += (torch.arange(96) // 50).to(device)  # changed in place
+        if step == 1:
+            made.clear()
+    assert not made
+    assert flexmasks.cache_info()["renewals"].entries > 0
+
+
+# --- the choice, and sizes ---
+
+
+def test_spans_hold_all_visible_pairs() -> None:
+    def try_one(batch: int, heads: int, q_len: int, kv_len: int, share: float, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        visible = torch.rand(batch, heads, q_len, kv_len, generator=generator) < share
+        for spans, rows in zip(spans_of(visible), (visible, visible.transpose(2, 3)), strict=True):
+            assert spans.shape == (batch, heads, -(-rows.shape[2] // TILE), 2)
+            assert spans.dtype == torch.int32
+            for b, h, n in torch.cartesian_prod(*map(torch.arange, spans.shape[:3])).view(-1, 3).tolist():
+                places = rows[b, h, n * TILE : (n + 1) * TILE].any(0).nonzero().flatten().tolist()
+                first, end = spans[b, h, n].tolist()
+                assert not places or (first, end) == (places[0] // TILE, places[-1] // TILE + 1)
+                assert places or end == 0
+
+    sizes = st.integers(1, 200)
+    shares = st.sampled_from([0.0, 1e-4, 1e-3, 0.01, 1.0])
+    try_examples(40, try_one, st.integers(1, 2), st.integers(1, 2), sizes, sizes, shares, st.integers(0, 2**31))
+
+
+@pytest.mark.gpu
+def test_auto_takes_it_for_small_calls() -> None:
+    def backend(length: int, *, heads: int = 4, dtype: torch.dtype = BF16, size: int = 64, **call: Any) -> str:
+        q = torch.randn(1, heads, length, size, device="cuda", dtype=dtype)
+        return flexmasks.explain(q, q, q, **{"mask": "sliding_window", "window": 9, **call}).backend
+
+    assert backend(256) == backend(1024, score="alibi") == backend(300, return_lse=True) == "dense"
+    assert backend(256, mask="causal") == "sdpa"
+    others = "triton", "flash", "fa4"
+    assert backend(4096, heads=64) in others
+    assert backend(256, score="softcap", cap=3.0) in others
+    assert backend(256, dtype=torch.float32) == backend(256, size=256) == "triton"
+    assert table._DENSE_MAX_FLOP > 0
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_tiles_fit_a_hopper_gpu(size: int, has_bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shared memory fits a processor, matrix products take tensor cores, and rows come by copies of 16 bytes."""
+    texts = []
+
+    def compiled(kernel: Any, programs: int, warps: int, arguments: tuple[Any, ...]) -> Callable[..., None]:
+        made = compiled_for_hopper(kernel, programs, warps, arguments)
+        assert made.metadata.shared <= 227 * 2**10
+        texts.append(made.asm["ptx"])
+        return lambda *_: None
+
+    monkeypatch.setattr(launch, "compiled", compiled)
+    q, k, v, d_out = torch.empty(4, 1, 2, 256, size, dtype=BF16)
+    visible = torch.ones(1, 1, 256, 256, dtype=torch.bool)
+    bias = torch.zeros(1, 1, 256, 256) if has_bias else None
+    mask = WholeMask(visible, *spans_of(visible), torch.ones(1, 2, 1, 1) if has_bias else None, bias, 0.1)
+    kernels = launch.kernels_of(q, k, v, mask)
+    out, lse = kernels.forward(q, k, v, mask)
+    kernels.backward(d_out, None, q, k, v, out, lse, mask)
+    assert len(texts) == 3
+    assert all("wgmma.mma_async" in text and "cp.async" in text for text in texts)
