@@ -42,7 +42,10 @@ class DenseCall:
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None
     ) -> tuple[Tensor, ...] | None:
-        """Return the gradients of q, k and v, or None if the reference is to compute them."""
+        """Return the gradients of q, k and v.
+
+        The result is None if the reference is to compute them.
+        """
         raise NotImplementedError
 
     def by_reference(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -89,7 +89,7 @@ class GpuDense(DenseCall):
         return WholeMask(self.visible, *self.spans, weight, numbers, scale)
 
     def _kernels(self, q: Tensor, k: Tensor, v: Tensor, mask: WholeMask) -> Any:
-        """Return the kernels of some tensors; those of tensors that were met before are found sooner."""
+        """Return the kernels of some tensors, which are kept by layouts."""
         layout = q.stride(), k.stride(), v.stride(), q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16
         kernels = self.kernels.get(layout)
         if kernels is None:
@@ -120,7 +120,10 @@ class GpuDenseRenewal:
     def of(
         cls, call: GpuDense, mask: MaskPlan | GivenPlan, score: ScorePlan | None, tensors: Sequence[Tensor]
     ) -> GpuDenseRenewal | None:
-        """Return the renewal of a call, or None if it does not come from recorded operations."""
+        """Return the renewal of a call.
+
+        The result is None if the call does not come from recorded operations.
+        """
         places = {id(t): n for n, t in enumerate(tensors)}
         if isinstance(mask, GivenPlan) or len(places) < len(tensors):
             return None

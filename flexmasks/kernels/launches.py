@@ -45,9 +45,9 @@ def strides_of(tensor: Tensor | None, dims: int) -> list[int]:
 
 
 def grain_of(strides: list[int]) -> int:
-    """Return 8 if it divides all strides, which is enough for loads of 16 bytes, else 1.
+    """Return 8 if it divides all strides, else 1.
 
-    Other grains would compile more kernels while a cache grows.
+    8 numbers are enough for loads of 16 bytes. Other grains would compile more kernels while a cache grows.
     """
     return 8 if math.gcd(8, *strides) == 8 else 1
 

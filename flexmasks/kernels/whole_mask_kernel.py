@@ -1,4 +1,4 @@
-"""Triton kernels of attention with its whole mask as a tensor: a forward pass and two backward passes.
+"""Triton kernels of attention with a whole mask as a tensor, forward and backward.
 
 A program of the forward pass and of the gradient of queries takes some queries of one head, and goes over the keys from
 the first tile to the last that one of them sees. A program of the gradients of keys and values takes some keys of one
@@ -60,7 +60,7 @@ def _store_rows(x, rows, position, stride, end, SIZE: tl.constexpr, WIDTH: tl.co
 
 @triton.jit
 def _span_of(spans, block, span_count, ROWS: tl.constexpr):
-    """Return the first position and the end of what the rows of a block see, or are seen by.
+    """Return the first position and the end of what a block sees, or is seen by.
 
     spans: for each tile of rows the first tile, and the end.
     """

@@ -33,7 +33,7 @@ class Whole(NamedTuple):
 
 
 class Spanned(NamedTuple):
-    """A whole mask of many queries, and the spans of its tiles of 64 queries and 64 keys, see `kernels.whole_mask`."""
+    """A whole mask of many queries, and the spans of its tiles, see `kernels.whole_mask`."""
 
     visible: Tensor  # bool [B or 1, H or 1, Q, KV]
     key_spans: Tensor
@@ -91,7 +91,7 @@ def _visible_of(kind: MaskKind) -> Tensor:
 
 
 def added_of(score: Score, offset: Offset, size: Size) -> Tensor:
-    """Return what a score change adds: float32 [B or 1, H or 1, Q or 1, KV].
+    """Return what a score change adds, as float32 [B or 1, H or 1, Q or 1, KV].
 
     The score change only adds to the score. The host reads no value of a tensor.
     """
