@@ -33,8 +33,8 @@ def spans_of(visible: Tensor) -> tuple[Tensor, Tensor]:
     """Return the spans of tiles that see each other, for queries and for keys.
 
     The first are for each tile of queries the tiles of keys that one of them sees, the second the same for each tile of
-    keys. Both are int32 [B or 1, H or 1, tiles, 2]: the first tile and the end. Where nothing is visible, the end is 0. The
-    host reads no value.
+    keys. Both are int32 [B or 1, H or 1, tiles, 2]: the first tile and the end. Where nothing is visible, the end is 0.
+    The host reads no value.
 
     visible: bool [B or 1, H or 1, Q, KV].
     """

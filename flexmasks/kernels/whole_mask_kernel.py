@@ -60,7 +60,7 @@ def _store_rows(x, rows, position, stride, end, SIZE: tl.constexpr, WIDTH: tl.co
 
 @triton.jit
 def _span_of(spans, block, span_count, ROWS: tl.constexpr):
-    """Return the first position and the end of what a block sees, or is seen by.
+    """Return the start and the end of what a block of rows sees.
 
     spans: for each tile of rows the first tile, and the end.
     """
