@@ -93,7 +93,8 @@ def _visible_of(kind: MaskKind) -> Tensor:
 def added_of(score: Score, offset: Offset, size: Size) -> Tensor:
     """Return what a score change adds.
 
-    The result is float32 [B or 1, H or 1, Q or 1, KV]. The score change only adds to the score. The host reads no value of a tensor.
+    The result is float32 [B or 1, H or 1, Q or 1, KV]. The score change only adds to the score, and the host reads no
+    value of a tensor.
     """
     score_mod = shifted_score(score.bind(score.resolve(unread(size, offset))), offset)
     indices = (torch.arange(n, device=size.device) for n in (size.batch, size.heads, size.q_len, size.kv_len))
