@@ -466,6 +466,22 @@ def test_many_random_calls(device: str) -> None:
 
 
 @on_devices
+@pytest.mark.parametrize("lowest", [-1e20, torch.finfo(FP32).min, -math.inf])
+def test_very_low_scores(lowest: float, device: str) -> None:
+    """A row whose scores are all very low is a row like others, if one program takes all its keys.
+
+    In several shares, the shares of such a row weigh the same: an lse of -1e20 does not say how many keys there were.
+    """
+    arguments = made(Call(queries=3, kv_len=120, bias=(1, 1, 3))).arguments
+    bias = arguments[10]
+    bias[:, :, 1], bias[:, :, 2, 7:] = lowest, lowest
+    there = [a.to(device) if isinstance(a, Tensor) else a for a in arguments]
+    got, want = (launch.attend_few if INTERPRETED else attend_few)(*there), plain_attend_few(*arguments)
+    assert error(got[0], want[0]) < TOLERANCE[FP32]
+    assert torch.allclose(got[1].cpu(), want[1], rtol=1e-5, atol=1e-5)
+
+
+@on_devices
 @pytest.mark.parametrize("processors", [1, 40])
 def test_shares(processors: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One program for all tiles of an element, and a share for nearly each tile, of few and of very many elements."""

@@ -326,7 +326,6 @@ def _attend_tiles(
                 scores += weight[:, None] * biases
             elif bias is not None:
                 scores += biases
-            scores *= _LOG2_E
         else:
             scores *= scale * _LOG2_E
         if PARTIAL:
@@ -335,8 +334,12 @@ def _attend_tiles(
             scores = tl.where(exists[None, :], scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1))
         base = tl.where(new_max == float("-inf"), 0.0, new_max)  # rows that have seen nothing
-        weights = tl.exp2(scores - base[:, None])
-        kept = tl.exp2(row_max - base)
+        if CAP or bias is not None:  # the product of a very low score and log2(e) would be infinite
+            weights = tl.exp2((scores - base[:, None]) * _LOG2_E)
+            kept = tl.exp2((row_max - base) * _LOG2_E)
+        else:
+            weights = tl.exp2(scores - base[:, None])
+            kept = tl.exp2(row_max - base)
         total = total * kept + tl.sum(weights, 1)
         row_max = new_max
         values = _load_rows(v, start, pages, needed, v_page, v_key, V_SIZE, V_WIDTH, V_GRAIN, KEYS, PAGE_SIZE, ALL)
@@ -384,7 +387,7 @@ def attend_kernel(
     q_start: where the queries of all elements start if there are no q_starts; -1 if they are the last ones.
 
     Writes the result, or with SPLIT the share's result: `shared` has the rows of all shares, `lines` of them, and then
-    their log-sum-exps in base 2.
+    their log-sum-exps.
     """
     # Programs of the same keys follow each other: row blocks, then the key heads, whose keys often are neighbors.
     program = tl.program_id(0)
@@ -483,7 +486,10 @@ def attend_kernel(
 
         is_empty = total == 0  # NaN is not empty
         acc = tl.where(is_empty[:, None], 0.0, acc / total[:, None])
-        row_lse = tl.where(is_empty, float("-inf"), row_max + tl.log2(total))
+        if CAP or bias is not None:
+            row_lse = tl.where(is_empty, float("-inf"), row_max + tl.log(total))
+        else:
+            row_lse = tl.where(is_empty, float("-inf"), (row_max + tl.log2(total)) * _LN_2)
         v_column = tl.arange(0, V_WIDTH)
         written = is_row[:, None] & (v_column < V_SIZE)[None, :]
         if SPLIT:
@@ -497,7 +503,7 @@ def attend_kernel(
             line = (b * heads + head) * queries + query
             tl.store(out + line[:, None] * V_SIZE + v_column[None, :], acc.to(out.dtype.element_ty), mask=written)
             if lse is not None:
-                tl.store(lse + line, row_lse * _LN_2, mask=is_row)
+                tl.store(lse + line, row_lse, mask=is_row)
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
@@ -547,8 +553,8 @@ def join_kernel(
         )  # fmt: skip
         new_largest = tl.maximum(largest, tl.max(share_lse, 0))
         base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-        weights = tl.exp2(share_lse - base)
-        kept = tl.exp2(largest - base)
+        weights = tl.exp2((share_lse - base) * _LOG2_E)
+        kept = tl.exp2((largest - base) * _LOG2_E)
         total = total * kept + tl.sum(weights, 0)
         acc = acc * kept + tl.sum(weights[:, None] * parts, 0)
         largest = new_largest
@@ -557,4 +563,4 @@ def join_kernel(
     at = line.to(tl.int64)
     tl.store(out + at * V_SIZE + column, acc.to(out.dtype.element_ty), mask=column < V_SIZE)
     if lse is not None:
-        tl.store(lse + at, tl.where(is_empty, float("-inf"), (largest + tl.log2(total)) * _LN_2))
+        tl.store(lse + at, tl.where(is_empty, float("-inf"), largest + tl.log(total)))
