@@ -24,7 +24,7 @@ from torch import Tensor
 import flexmasks
 from flexmasks import compat
 from flexmasks.backends import call as backends_call
-from flexmasks.backends import decode_cpu, dense, fa4, flex, sdpa, table, tiles
+from flexmasks.backends import decode_cpu, dense_cpu, fa4, flex, sdpa, table, tiles
 from flexmasks.pictures.output import write
 
 LENGTH = 160
@@ -84,8 +84,8 @@ OUT_OF_MEMORY: dict[str, tuple[str, Any, str, dict[str, Any], bool]] = {
     "compiled": ("cpu", flex, "_run_compiled", {"mask": "sliding_window", "window": 20}, False),
     "forward": ("reference", tiles.Tiles, "forward", {"mask": "causal", "score": _cubed}, True),
     "backward": ("reference", tiles.Tiles, "backward", {"mask": "causal", "score": _cubed}, True),
-    "dense forward": ("dense", dense.DenseCall, "forward", {"mask": "causal", "score": "alibi"}, True),
-    "dense backward": ("dense", dense.DenseCall, "backward", {"mask": "causal", "score": "alibi"}, True),
+    "dense forward": ("dense", dense_cpu.CpuDense, "forward", {"mask": "causal", "score": "alibi"}, True),
+    "dense backward": ("dense", dense_cpu.CpuDense, "backward", {"mask": "causal", "score": "alibi"}, True),
     "plan": ("cpu", compat, "BlockMask", {"mask": "document", "document_ids": torch.arange(LENGTH) // 50}, False),
 }
 
@@ -229,7 +229,7 @@ def test_a_full_gpu(mask: str) -> None:
 
 FAILURES: dict[str, tuple[str, str, Any, str, dict[str, Any]]] = {
     "sdpa": ("sdpa", "dense", sdpa.FusedCall, "_attend", {"mask": "causal"}),
-    "dense": ("dense", "reference", dense.DenseCall, "__call__", {"mask": "sliding_window", "window": 20}),
+    "dense": ("dense", "reference", dense_cpu.CpuDense, "__call__", {"mask": "sliding_window", "window": 20}),
     "compiled": ("cpu", "reference", flex, "_run_kernel", {"mask": "sliding_window", "window": 20}),
 }
 
