@@ -159,6 +159,49 @@ def test_several_compose_in_order() -> None:
     assert not torch.allclose(out, other)
 
 
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("q_len", [40, 2])  # kernels for many queries and for few
+def test_tensors_in_float64_change_scores_in_float32(backend: str, q_len: int) -> None:
+    q, k, v = torch.randn(1, 3, q_len, 8), *torch.randn(2, 1, 3, 40, 8)
+    slopes = torch.rand(3, dtype=torch.float64)
+    bias = torch.randn(3, q_len, 40, dtype=torch.float64)
+    row, column, head = torch.arange(q_len)[:, None], torch.arange(40), torch.arange(3)[:, None, None]
+    steep = slopes[:, None, None]
+    changes: list[tuple[Any, Any]] = [
+        (flexmasks.get_score("alibi", slopes=slopes), lambda scores: scores - steep * (row - column)),
+        (flexmasks.get_score(lambda score, b, h, q, kv: score + bias[h, q, kv]), lambda scores: scores + bias),
+        (flexmasks.get_score(lambda score, b, h, q, kv: score * slopes[h]), lambda scores: scores * steep),
+        (
+            flexmasks.get_score(lambda score, b, h, q, kv: score + (h + kv).double() / 7),
+            lambda scores: scores + (head + column).double() / 7,
+        ),
+    ]
+    for score, change in changes:
+        want = change(q.double() @ k.double().mT / 8**0.5).softmax(-1) @ v.double()
+        for dtype in (torch.float32, torch.bfloat16):
+            out = flexmasks.attention(*(x.to(dtype) for x in (q, k, v)), score=score, backend=backend)
+            assert out.dtype == dtype
+            assert (out - want).abs().max() <= TOLERANCE[dtype], score
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_tensors_in_float64_inside_compile(needs_grad: bool) -> None:
+    q, k, v = torch.randn(3, 1, 2, 40, 8)
+    slopes = torch.rand(2, dtype=torch.float64, requires_grad=needs_grad)
+    distances = torch.arange(40)[:, None] - torch.arange(40)
+
+    def run(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
+        return flexmasks.attention(q, k, v, score="alibi", slopes=slopes)
+
+    out = torch.compile(run, fullgraph=True)(q, k, v, slopes)
+    scores = q.double() @ k.double().mT / 8**0.5 - slopes[:, None, None] * distances
+    want = scores.softmax(-1) @ v.double()
+    assert (out - want).abs().max() <= TOLERANCE[torch.float32]
+    if needs_grad:
+        got, wanted = (torch.autograd.grad(x.square().sum(), slopes)[0] for x in (out, want))
+        assert torch.allclose(got, wanted, rtol=1e-4)
+
+
 def test_packed_scores_are_those_of_each_sequence() -> None:
     lengths, heads = (7, 0, 30, 12), 3
     offsets = torch.tensor([0, *lengths]).cumsum(0)

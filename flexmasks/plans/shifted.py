@@ -20,12 +20,29 @@ def shifted_mask(mask_mod: Callable[..., Tensor], offset: Offset) -> Callable[..
 
 
 def shifted_score(score_mod: Callable[..., Tensor], offset: Offset) -> Callable[..., Tensor]:
-    """Return the score_mod with query i at position i + offset."""
+    """Return the score_mod with query i at position i + offset.
+
+    Its results are float32 where tensors in float64 change scores of another dtype.
+    """
+    changed = _without_float64(score_mod)
     if isinstance(offset, int) and offset == 0:
-        return score_mod
+        return changed
     if isinstance(offset, int) or offset.ndim == 0:
-        return lambda score, b, h, q, kv: score_mod(score, b, h, q + offset, kv)
-    return lambda score, b, h, q, kv: score_mod(score, b, h, q + offset[b].to(q.dtype), kv)
+        return lambda score, b, h, q, kv: changed(score, b, h, q + offset, kv)
+    return lambda score, b, h, q, kv: changed(score, b, h, q + offset[b].to(q.dtype), kv)
+
+
+def _without_float64(score_mod: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return the score_mod with results that kernels can take.
+
+    They take numbers of 64 bits for numbers of 32 bits, unless the scores have 64 bits, too.
+    """
+
+    def changed(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        result = score_mod(score, b, h, q, kv)
+        return result.float() if result.dtype == torch.float64 and score.dtype != torch.float64 else result
+
+    return changed
 
 
 def offsets_of(offset: Offset, count: int, device: torch.device) -> Tensor:
