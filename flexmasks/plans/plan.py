@@ -241,8 +241,7 @@ class Plan:
         """
         if self.opaque or not self.inputs or any(t.requires_grad or compat.is_wrapped(t) for t in self.inputs):
             return None  # a tensor that learns belongs to an autograd graph, a wrapped one to a transform
-        key = self.value.capture([], contents=False)
-        return key if key == self._key else None  # a sequence of numbers is no input of a recorded plan
+        return None if self.value.holds_lists() else self._key  # a list of numbers is no input of a recorded plan
 
     def _kind_of(self, *more_key: Hashable) -> Hashable:
         """Return the key of the state of a kind, for tensors of these layouts.

@@ -147,6 +147,12 @@ class Modifier(Readable):
         tensors = (v for v in self.params.values() if isinstance(v, Tensor))
         return any(t.requires_grad for t in tensors) or any(m.learns() for m in self._inner())
 
+    def holds_lists(self) -> bool:
+        """Return whether sequences stand for tensors among the parameters, inner ones included."""
+        of_parameters = self.definition.parameters
+        own = any(of_parameters[name].is_sequence(value) for name, value in self.params.items())
+        return own or any(m.holds_lists() for m in self._inner())
+
     def capture(self, tensors: list[Tensor], lift: bool = False, contents: bool = True) -> Hashable:
         """Return a key of everything but the contents of tensors.
 
