@@ -30,8 +30,8 @@ class Place(NamedTuple):
     first_batch: int = 0
     first_head: int = 0
 
-    def part(self, length: int, **keys: Any) -> Part:
-        """Return the part of a call with `length` positions."""
+    def part(self, length: int | None = None, **keys: Any) -> Part:
+        """Return the part of a call with `length` positions, by default those of the keys."""
         return Part(self.batch, self.heads, length, self.first_batch, self.first_head, **keys)
 
     def is_whole(self, q: Tensor) -> bool:

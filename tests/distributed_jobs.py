@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch._dynamo.testing
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -367,6 +368,76 @@ def compiled(how: str, checkpointed: bool) -> float:
     return float(max(errors))
 
 
+def lengths_inside_compile(
+    how: str, ndim: int, dynamic: bool | None, documents: bool = True, whole: bool = False
+) -> tuple[float, int]:
+    """Return the largest error of compiled calls whose lengths change, and the number of graphs that they took.
+
+    documents: whether the mask has documents, and is no window.
+    whole: whether the tensors are DTensors.
+    """
+    mesh, count = mesh_of(ndim), dist.get_world_size()
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    error = 0.0
+
+    def run(q: Tensor, k: Tensor, v: Tensor, ids: Tensor, order: distributed.Order | None) -> Tensor:
+        mask = flexmasks.get_mask("causal")
+        if documents:
+            mask = mask & flexmasks.get_mask("document", document_ids=ids)
+        given = None if whole else mesh
+        return distributed.attention(q, k, v, mesh=given, how=how, order=order, mask=mask, score="alibi")
+
+    step = torch.compile(run, fullgraph=True, backend=counter, dynamic=dynamic)
+    for own in (36, 44, 60):
+        length = own * count
+        ids = torch.arange(length) // (30 if documents else length)
+        apart = torch.arange(length)[:, None] - torch.arange(length)
+        visible = (apart >= 0) & (ids[:, None] == ids)
+        inputs = [
+            x.requires_grad_() for x in torch.randn(3, 1, 4, length, 8, generator=torch.Generator().manual_seed(own))
+        ]
+        q, k, v = (x.double() for x in inputs)
+        slopes = torch.tensor([0.25, 0.0625, 0.015625, 0.00390625]).view(4, 1, 1)
+        scores = (q @ k.mT / 8**0.5 - slopes * apart).masked_fill(~visible, -torch.inf)
+        want = scores.softmax(-1) @ v
+        tokens = own_tokens(distributed.Order.natural(length, count))
+        parts = [x.detach()[:, :, tokens] for x in inputs]
+        if whole:
+            parts = [DTensor.from_local(x, mesh, [Shard(2)]) for x in parts]
+        parts = [x.requires_grad_() for x in parts]
+        out = step(*parts, ids, None)
+        got = [out, *torch.autograd.grad(out.square().sum(), parts)]
+        wanted = [want, *torch.autograd.grad(want.square().sum(), inputs)]
+        got = [x.to_local() if isinstance(x, DTensor) else x for x in got]
+        pairs = zip(got, wanted, strict=True)
+        error = max(error, *(float((a - b[:, :, tokens]).abs().max()) for a, b in pairs))
+    return error, counter.frame_count
+
+
+def orders_inside_compile() -> float:
+    """Return the largest error of compiled calls with one order after the other."""
+    mesh, count = mesh_of(), dist.get_world_size()
+    error = 0.0
+
+    def run(x: Tensor, order: distributed.Order) -> Tensor:
+        return distributed.attention(x, x + 0, x + 1, mesh=mesh, how="gather", order=order, mask="causal")
+
+    torch._dynamo.reset()
+    step = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for length in (24, 40):
+        x = torch.randn(1, 4, length, 8, generator=torch.Generator().manual_seed(length))
+        scores = (x @ x.mT / 8**0.5).masked_fill(~torch.ones(length, length).tril().bool(), -torch.inf)
+        want = scores.softmax(-1) @ (x + 1)
+        for order in (
+            distributed.Order.natural(length, count),
+            distributed.balance("causal", length, count, block_size=4),
+        ):
+            tokens = own_tokens(order)
+            error = max(error, float((step(x[:, :, tokens], order) - want[:, :, tokens]).abs().max()))
+    return error
+
+
 def sharded_model() -> float:
     """Return the largest relative difference of parameters that FSDP2 trains from those of one process."""
     from torch.distributed.fsdp import fully_shard
@@ -458,6 +529,10 @@ def different(what: str) -> None:
         call = {"mask": "document", "document_ids": torch.arange(32) // (5 if is_last else 4)}
     if what == "error":
         call = {"mask": "sliding_window"} if is_last else {"mask": "causal"}
+    if what == "dtypes":
+        k = k.double()
+    if what == "nested":
+        q = k = v = torch.nested.as_nested_tensor([torch.randn(4, 3, 8)] * 2, layout=torch.jagged)
     if what == "gradient" and is_last:
         k.requires_grad_()
     distributed.attention(q, k, v, mesh=mesh, **call)

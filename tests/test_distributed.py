@@ -71,6 +71,28 @@ def test_a_compiled_layer(two: Processes, how: str) -> None:
     assert max(two.run(jobs.compiled, how, False)) < 1e-4
 
 
+@pytest.mark.parametrize(
+    ("how", "dynamic", "documents", "whole"),
+    [
+        ("gather", None, True, False),
+        ("gather", None, False, False),
+        ("gather", None, False, True),
+        ("heads", None, True, True),
+        ("heads", True, True, False),
+    ],
+)
+def test_lengths_that_change_inside_compile(
+    two: Processes, how: str, dynamic: bool | None, documents: bool, whole: bool
+) -> None:
+    for error, graphs in two.run(jobs.lengths_inside_compile, how, 1, dynamic, documents, whole):
+        assert error < 1e-4
+        assert graphs <= 2
+
+
+def test_orders_that_change_inside_compile(two: Processes) -> None:
+    assert max(two.run(jobs.orders_inside_compile)) < 1e-5
+
+
 def test_autocast(two: Processes) -> None:
     assert two.run(jobs.under_autocast) == [["torch.bfloat16 True"] * 3] * 2
 
@@ -90,6 +112,7 @@ def test_four_processes(four: Processes) -> None:
     check(four.run(jobs.registered, "score", ["alibi", "t5_bias"], 2))
     check(four.run(jobs.composed, 2, 3))
     check(four.run(jobs.dtensors))
+    assert all(error < 1e-4 for error, _ in four.run(jobs.lengths_inside_compile, "auto", 2, None))
     assert four.run(jobs.shards) == [True] * 4
 
 
@@ -139,6 +162,17 @@ def test_calls_that_differ_fail_everywhere(two: Processes, what: str, message: s
     assert message in results[0][1]
     assert ("needs `window`" if what == "error" else message.replace("rank 1", "rank 0")) in results[1][1]
     assert two.run(jobs.shards) == [True, True]  # the processes are as before
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("dtypes", "q, k and v must have one dtype, got torch.float32, torch.float64, torch.float32"),
+        ("nested", "`q` must be a tensor [batch, heads, tokens, head size]"),
+    ],
+)
+def test_calls_that_no_process_can_make(two: Processes, what: str, message: str) -> None:
+    assert all(message in error for _, error in two.try_run(jobs.different, what))
 
 
 def test_lack_of_memory_keeps_its_type() -> None:

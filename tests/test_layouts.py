@@ -23,6 +23,7 @@ from flexmasks.plans.plan import shifted_mask, shifted_score
 from flexmasks.spec import definitions
 from flexmasks.spec.examples import example, on_device
 from flexmasks.spec.parameters import Size
+from flexmasks.spec.parts import Part, part_of
 from flexmasks.spec.values import Modifier, ResolvedInner
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -327,6 +328,25 @@ def test_a_bound_of_lengths_is_no_part_of_a_kernel() -> None:
     assert keys[0] == keys[1]
     keys = [flexmasks.packed("causal", [0, 4], max_length=n).capture([]) for n in (4, 9)]
     assert keys[0] != keys[1]
+
+
+def test_the_sizes_of_a_whole_call_are_no_part_of_a_kernel() -> None:
+    mask, score = flexmasks.get_mask("causal"), flexmasks.get_score("alibi")
+    parts = [Part(batch, 4, length, first_position=3) for batch, length in ((1, None), (1, 96), (2, 104))]
+    for value in (mask, score):
+        assert len({part_of(value, part).capture([], contents=False) for part in parts}) == 1
+        assert len({part_of(value, part).capture([]) for part in parts}) == 3
+
+
+def test_sequences_with_a_bound_of_lengths_are_planned_without_a_read() -> None:
+    q = torch.randn(1, 2, 300, 8)
+    plans = []
+    for start in (100, 150, 170):
+        offsets = torch.tensor([0, start, 300])
+        mask = flexmasks.packed(lambda b, h, q, kv: (q >= kv) & (kv % 3 != b), offsets, max_length=200)
+        plans.append(flexmasks.explain(q, q, q, mask=mask).plan)
+    assert "these are the first tensors" in plans[0]
+    assert all(plan.startswith("bounds") for plan in plans[1:])
 
 
 def test_images_inside_sequences() -> None:

@@ -19,6 +19,7 @@ from flexmasks.spec.values import Mask, Score
 
 _Value = TypeVar("_Value", Mask, Score)
 _COUNT = "int in 0.."
+_LENGTH = "length in 0.."  # no kernel is compiled for a new one
 
 
 @dataclass(frozen=True)
@@ -28,12 +29,13 @@ class Part:
     first_batch, first_head: the indices of the first batch element and head of the part.
     first_position: added to the positions of queries, those of `q_offset` included, and of keys.
     key_positions: int[KV], the positions of the part's keys in the whole call, if they are no range; or None.
-    batch, heads, length: sizes of the whole call. Queries and keys have the same positions there.
+    batch, heads, length: sizes of the whole call. Queries and keys have the same positions there. A length of None
+        stands for the number of the part's keys.
     """
 
     batch: int
     heads: int
-    length: int
+    length: int | None
     first_batch: int = 0
     first_head: int = 0
     first_position: int = 0
@@ -42,7 +44,9 @@ class Part:
 
 def part_of(value: _Value, part: Part) -> _Value:
     """Return a mask or score of a whole call for a part of it."""
-    params = {"inner": value, "batch": part.batch, "heads": part.heads, "length": part.length}
+    params: dict[str, Any] = {"inner": value, "batch": part.batch, "heads": part.heads}
+    if part.length is not None:
+        params["length"] = part.length
     firsts = {name: getattr(part, name) for name in ("first_batch", "first_head", "first_position")}
     params |= {name: first for name, first in firsts.items() if first}
     if part.key_positions is not None:
@@ -54,9 +58,9 @@ def _prepare(
     size: Size | None,
     *,
     inner: Any,
-    batch: Annotated[int, _COUNT],
+    batch: Annotated[int, _LENGTH],
     heads: Annotated[int, _COUNT],
-    length: Annotated[int, _COUNT],
+    length: Annotated[int | None, _LENGTH] = None,
     first_batch: Annotated[int, _COUNT] = 0,
     first_head: Annotated[int, _COUNT] = 0,
     first_position: Annotated[int, _COUNT] = 0,
@@ -66,8 +70,9 @@ def _prepare(
     return {"inner": inner, **firsts, "key_positions": key_positions}
 
 
-def _inner_size(size: Size, *, batch: int, heads: int, length: int, **others: Any) -> Size:
+def _inner_size(size: Size, *, batch: int, heads: int, length: int | None, **others: Any) -> Size:
     """Return the sizes of the whole call."""
+    length = size.kv_len if length is None else length
     return replace(size, batch=batch, heads=heads, q_len=length, kv_len=length, q_offset=0)
 
 
@@ -79,7 +84,7 @@ def _band(size: Size, *, inner: Mask, first_position: int, key_positions: Tensor
     return None if band is None or band.sequences is not None else band
 
 
-def _cap(size: Size, *, inner: Score, batch: int, heads: int, length: int, **others: Any) -> float | None:
+def _cap(size: Size, *, inner: Score, batch: int, heads: int, length: int | None, **others: Any) -> float | None:
     return cap_of(inner, _inner_size(size, batch=batch, heads=heads, length=length))
 
 

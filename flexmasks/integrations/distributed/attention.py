@@ -100,7 +100,7 @@ def attention(
         k, v: its keys [B, Hkv, S of the part, D] and values [B, Hkv, S of the part, Dv]. Or q, k and v are DTensors of
             the whole sequence, sharded alike: over the sequence (`Shard(2)`), perhaps over batch elements and heads.
         mesh: the processes; left out for DTensors. The sequence lies over all its dimensions, at most two, the last one
-            the fastest.
+            the fastest. Inside torch.compile, two dimensions need names.
         mask, score, scale, sink_logits, return_lse, backend, kernel_options, **params: as in `flexmasks.attention`.
             Tensors are equal on all processes; `sink_logits` and tensors over heads have all heads. DTensors are taken,
             too.
@@ -117,7 +117,8 @@ def attention(
         check: whether processes compare their calls before they exchange anything, by small messages between the hosts.
             Not compared are tensors on GPUs or above 1 MB but for their shapes, and of functions all that they read
             beside their own numbers and tensors. Without this, and inside torch.compile, a different call of some
-            process may hang or give wrong results; there, parts without an `order` must have equal lengths.
+            process may hang or give wrong results; there, parts without an `order` must have equal lengths, and each
+            `order` compiles anew.
 
     Returns:
         The output [B, H, S of the part, Dv], or (output, lse [B, H, S of the part]); DTensors sharded as q is, if q is
@@ -126,7 +127,8 @@ def attention(
         sharded; FSDP2 and DistributedDataParallel add them up. A DTensor's gradient is whole.
 
     Raises:
-        ValueError, TypeError: an input does not fit, or processes make different calls; all processes raise.
+        ValueError, TypeError: an input does not fit, or processes make different calls; all processes raise. But a
+            backend named by hand may refuse the parts of some processes only, and the others then wait.
         RuntimeError: a process has failed, or has not called within the timeout of the process group.
 
     Source: Jacobs et al., DeepSpeed Ulysses, 2023 ("heads"); Llama Team, The Llama 3 Herd of Models, 2024, 3.3.2
@@ -170,8 +172,12 @@ def attention(
     lengths = _lengths(q_part, k_part, v_part, mesh, call, order, compared, check, problem)
     if problem is not None:
         raise problem
-    call = cast(_Call, call)._replace(parts=following(lengths) if order is None else order.parts)
+    parts = following(lengths) if order is None else _fixed(order.parts)
+    call = cast(_Call, call)._replace(parts=parts)
     with under_autocast(q_part, k_part, v_part) as cast_parts:  # processes exchange what the kernel takes
+        dtypes = [x.dtype for x in cast_parts]
+        if len(set(dtypes)) > 1:
+            _fail(f"q, k and v must have one dtype, got {', '.join(map(str, dtypes))}.", TypeError)
         out, lse = _run(*cast_parts, call, options, return_lse)
     if isinstance(q, DTensor):
         out = as_sharded(out, q, (*q.shape[:3], v.shape[3]))
@@ -216,7 +222,7 @@ def _checked(
 ) -> _Call:
     """Check what a process can check alone."""
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor) or x.ndim != 4:
+        if not isinstance(x, Tensor) or x.ndim != 4 or x.is_nested:
             _fail(f"`{name}` must be a tensor [batch, heads, tokens, head size], got {describe(x)}.")
     if not q.shape[2] == k.shape[2] == v.shape[2]:
         _fail(f"a process needs as many keys as queries, got {q.shape[2]}, {k.shape[2]} and {v.shape[2]} of q, k, v.")
@@ -224,7 +230,7 @@ def _checked(
         _fail(f"the shapes of q, k and v do not fit: {list(q.shape)}, {list(k.shape)}, {list(v.shape)}.")
     if how not in _WAYS:
         _fail(f"`how` must be one of {', '.join(map(repr, _WAYS))}, got {how!r}.")
-    last = mesh.size(mesh.ndim - 1)
+    last = mesh.shape[-1]
     if how == "heads" and k.shape[1] % last:
         _fail(
             f'how="heads" gives each of {last} processes as many of the {k.shape[1]} heads of k, which cannot be; use '
@@ -323,16 +329,30 @@ def _mesh_of(mesh: DeviceMesh, dims: Sequence[int]) -> DeviceMesh:
     return mesh[tuple(mesh.mesh_dim_names[dim] for dim in dims)]
 
 
-def _order_of(length: int, mesh: DeviceMesh) -> Order:
-    """Return the parts of a DTensor that is sharded over a whole mesh."""
+def _order_of(length: int, mesh: DeviceMesh) -> Order | None:
+    """Return the parts of a DTensor that is sharded over a whole mesh.
+
+    They are None inside torch.compile if they are equal, so that the length may be symbolic.
+    """
+    if compat.is_compiling():
+        if length % mesh.size() == 0:
+            return None
+        length = int(compat.as_constant(length))
     parts = [(0, length)]
-    for dim in range(mesh.ndim):
+    for dim in range(len(mesh.shape)):
         cut = []
         for start, stop in parts:
             step = -(-(stop - start) // mesh.size(dim))
             cut += [(min(start + i * step, stop), min(start + (i + 1) * step, stop)) for i in range(mesh.size(dim))]
         parts = cut
     return Order(length, tuple(((start, stop),) if stop > start else () for start, stop in parts))
+
+
+def _fixed(parts: tuple[Parts, ...]) -> tuple[Parts, ...]:
+    """Return parts that torch.compile takes as constants, so that each order compiles anew."""
+    if not compat.is_compiling():
+        return parts
+    return tuple([tuple([(int(compat.as_constant(a)), int(compat.as_constant(b))) for a, b in own]) for own in parts])
 
 
 def _size(parts: Parts) -> int:
@@ -347,7 +367,7 @@ def _run(
 ) -> tuple[Tensor, Tensor | None]:
     """Exchange what is needed, and attend."""
     mesh, parts, place = call.mesh, call.parts, call.place
-    last = submesh(mesh, mesh.ndim - 1)
+    last = submesh(mesh, len(mesh.shape) - 1)
     row = rank_in(mesh) // last.size()  # processes that exchange heads hold neighboring parts
     rows = [parts[i : i + last.size()] for i in range(0, mesh.size(), last.size())]
     way, wanted = _way(q, k, v, call)
@@ -390,7 +410,7 @@ def _way(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[str, tuple[Parts
         return how, _wanted(call)
     if how != "auto":
         return how, ()
-    last = mesh.size(mesh.ndim - 1)
+    last = mesh.shape[-1]
     other = "gather" if k.shape[1] % last else "heads"
     if mesh.ndim == 2 or compat.is_compiling():
         return other, ()
@@ -475,7 +495,7 @@ def _attend(
     for start, stop in merged(own) or ((0, 0),):
         rows = q.narrow(2, at, stop - start)
         at += stop - start
-        of_rows, k_rows, v_rows = _keys_of(band, start, stop, keys), k, v
+        of_rows, k_rows, v_rows = _keys_of(band, start, stop, keys, call.score is not None), k, v
         if of_rows != keys:
             first = of_rows[0][0] - keys[0][0]
             k_rows, v_rows = (x.narrow(2, first, _size(of_rows)) for x in (k, v))
@@ -486,12 +506,13 @@ def _attend(
     return list(results[0]) if len(results) == 1 else [torch.cat(parts, 2) for parts in zip(*results, strict=True)]
 
 
-def _keys_of(band: Band | None, start: int, stop: int, keys: Parts) -> Parts:
+def _keys_of(band: Band | None, start: int, stop: int, keys: Parts, has_score: bool) -> Parts:
     """Return the keys that rows are computed with.
 
-    For windows they are only those that the rows may see.
+    For windows they are only those that the rows may see, but not inside torch.compile with a score change, which would
+    have the positions of some keys as constants.
     """
-    if band is None or len(keys) != 1 or keys[0][0] > start:
+    if band is None or len(keys) != 1 or keys[0][0] > start or (has_score and compat.is_compiling()):
         return keys
     first, end = _of_band(band, start, stop, keys[0][1])
     first = min(max(first, keys[0][0]), start)
@@ -500,13 +521,14 @@ def _keys_of(band: Band | None, start: int, stop: int, keys: Parts) -> Parts:
 
 def _local(call: _Call, q: Tensor, start: int, keys: Parts, is_band: bool) -> tuple[Mask | None, Score | None, int]:
     """Return mask, score and `q_offset` for rows and keys of a process."""
-    place, length = call.place, call.length
+    place, has_all_keys = call.place, keys == ((0, call.length),)
+    length = None if has_all_keys else call.length  # torch.compile compiles for one length if it is a parameter
     first = keys[0][0] if len(keys) == 1 else 0
     if len(keys) == 1 and first <= start:
         part, offset = place.part(length, first_position=first), start - first
     else:
         part, offset = place.part(length, key_positions=_positions(keys, q.device)), start
-    is_whole = place.is_whole(q) and keys == ((0, length),)
+    is_whole = place.is_whole(q) and has_all_keys
     mask, score = call.mask, call.score
     if mask is not None and not (is_band and part.key_positions is None) and not (is_whole and not _prepares(mask)):
         mask = part_of(mask, part)

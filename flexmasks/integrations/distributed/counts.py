@@ -35,10 +35,18 @@ def check_int(call: str, name: str, value: Any) -> None:
         fail(call, f"`{name}` must be an int above 0, got {describe(value)}.")
 
 
+def are_ascending(parts: Sequence[tuple[int, int]]) -> bool:
+    """Return whether parts follow each other.
+
+    torch.compile traces this for symbolic lengths, which it cannot sort.
+    """
+    return all(before[0] <= after[0] for before, after in itertools.pairwise(parts))
+
+
 def merged(parts: Sequence[tuple[int, int]]) -> Parts:
     """Return parts in ascending order; parts that touch or overlap become one, empty ones none."""
     result: list[tuple[int, int]] = []
-    for start, stop in sorted(parts):
+    for start, stop in parts if are_ascending(parts) else sorted(parts):
         if result and start <= result[-1][1]:
             result[-1] = result[-1][0], max(stop, result[-1][1])
         elif start < stop:

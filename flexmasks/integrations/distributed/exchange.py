@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from flexmasks import compat
-from flexmasks.integrations.distributed.counts import WHERE, Parts, common
+from flexmasks.integrations.distributed.counts import WHERE, Parts, are_ascending, common
 from flexmasks.kernels.wide import copy
 
 
@@ -103,13 +103,19 @@ def rank_in(mesh: DeviceMesh, ndim: int | None = None) -> int:
 
     The last dimension is the fastest.
     """
-    dims = range(mesh.ndim if ndim is None else ndim)
+    dims = range(len(mesh.shape) if ndim is None else ndim)
     return functools.reduce(lambda rank, dim: rank * mesh.size(dim) + mesh.get_local_rank(dim), dims, 0)
 
 
 def submesh(mesh: DeviceMesh, dim: int) -> DeviceMesh:
     """Return the one-dimensional mesh of the processes along a dimension."""
-    return mesh if mesh.ndim == 1 else _of_group(mesh.get_group(dim), mesh.device_type)
+    if mesh.ndim == 1:
+        return mesh
+    if not compat.is_compiling():
+        return _of_group(mesh.get_group(dim), mesh.device_type)
+    if mesh.mesh_dim_names is None:
+        raise ValueError(f"{WHERE}: inside torch.compile a mesh of two dimensions needs `mesh_dim_names`.")
+    return mesh[mesh.mesh_dim_names[dim]]
 
 
 @functools.lru_cache(maxsize=64)
@@ -392,7 +398,7 @@ def arranged(x: Tensor, parts: Parts, dim: int = 2) -> Tensor:
 
     They lie one after the other along `dim`.
     """
-    if list(parts) == sorted(parts):
+    if are_ascending(parts):
         return x
     pieces = x.split([stop - start for start, stop in parts], dim)
     return torch.cat([pieces[i] for i in sorted(range(len(parts)), key=lambda i: parts[i])], dim)
@@ -400,7 +406,7 @@ def arranged(x: Tensor, parts: Parts, dim: int = 2) -> Tensor:
 
 def rearranged(x: Tensor, parts: Parts) -> Tensor:
     """Return a sequence in the order of `parts`, the inverse of `arranged` along dimension 2."""
-    if list(parts) == sorted(parts):
+    if are_ascending(parts):
         return x
     order = sorted(range(len(parts)), key=lambda i: parts[i])
     pieces = x.split([parts[i][1] - parts[i][0] for i in order], 2)
