@@ -409,7 +409,14 @@ def _with_example(defined: Definition, given: dict[str, Any], length: int) -> di
     """Return the given parameters; if some are missing, an example's with the given ones."""
     if (given and _is_complete(defined, given)) or not defined.example:
         return given
-    return {**defined.example(length), **given}
+    try:
+        example = defined.example(length)
+    except Exception as error:  # a user's function may raise anything
+        raise ValueError(
+            f"flexmasks: the example of {defined.kind} {defined.name!r} fails for length {length} "
+            f"({type(error).__name__}: {error}); pass another --length, or all parameters."
+        ) from error
+    return {**example, **given}
 
 
 def _is_complete(defined: Definition, given: dict[str, Any]) -> bool:

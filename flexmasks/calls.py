@@ -419,6 +419,7 @@ def _may_read_pages(q: Tensor, k_cache: Tensor, v_cache: Tensor, length: int, re
 def explain(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Explanation:
     """Explain how a call of `attention` would run."""
     if request.sink_logits is not None:
+        check_sinks(q, request.sink_logits)
         request = request._replace(sink_logits=None, return_lse=True)
     with under_autocast(q, k, v) as (q, k, v):
         if any_nested(q, k, v):

@@ -146,7 +146,9 @@ def tiles_for(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tiles,
         return None
     if q.device.type not in _MIN_SAVED_KEYS:
         return None
-    numbers = tuple((n, freeze(value)) for n, value in {**own, **request.params}.items() if n != "order")
+    numbers = tuple(
+        (n, compat.constants(freeze(value))) for n, value in {**own, **request.params}.items() if n != "order"
+    )
     canvas = tuple(value for axis in ("depth", "height", "width") for n, value in numbers if n == axis)
     if any(type(n) is not int for n in canvas) or any(x.shape[2] != math.prod(canvas) for x in (q, k, v)):
         return None  # there are fewer queries than keys; or the canvas is wrong, and the call says so

@@ -335,7 +335,7 @@ def constant_in_graphs(function: _Function) -> _Function:
     """Let torch.compile call a function while it traces, and take the result as a constant.
 
     Without it torch.compile would trace the function, and fail. torch.compiler.assume_constant_result is public, and
-    imports torch's compilers.
+    imports torch's compilers. Numbers that may be symbolic are passed through `constants`.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
@@ -361,6 +361,18 @@ def as_constant(number: int | float) -> int | float:
     if isinstance(number, float):
         return float.fromhex(number.hex())
     return len(range(number)) if number >= 0 else -len(range(-number))
+
+
+def constants(value: Any) -> Any:
+    """Return a value whose numbers, those of tuples included, are constants where torch.compile traces this.
+
+    The functions that `constant_in_graphs` marks take no symbolic numbers. Other values are returned as they are.
+    """
+    if not is_compiling():
+        return value
+    if isinstance(value, tuple):
+        return tuple([constants(v) for v in value])
+    return as_constant(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
 def nonstrict_trace(function: Callable[..., Any]) -> Callable[..., Any]:

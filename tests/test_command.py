@@ -144,6 +144,8 @@ BAD: dict[str, tuple[list[str], str]] = {
     "parameter without value": (["show", "sliding_window", "--window"], "given as --name value, got '--window'"),
     "negative element": (["show", "causal", "-b", "-1"], "`b` must be an int from 0, got -1"),
     "too long": (["show", "causal", "--length", "99999999999"], "`q_len` must be at most"),
+    "too short for the example": (["show", "multi_item", "--length", "7"], "'multi_item' fails for length 7 (ZeroDiv"),
+    "ragged": (["show", "document", "--document-ids", "[[0, 1], [0]]"], "`document_ids` must be int[S] | int[B, S]"),
 }
 
 

@@ -498,6 +498,10 @@ ODD: dict[str, tuple[Callable[[], Any], str]] = {
         "mask 'causal' takes none; or is it the argument `retu",
     ),
     "misspelt mask": (lambda: flexmasks.explain(Q, K, V, maks="causal"), "or is it the argument `mask`"),
+    "explain with sinks of other heads": (
+        lambda: flexmasks.explain(Q, K, V, sink_logits=torch.zeros(3)),
+        "`sink_logits` must be a floating tensor [H] = [4]",
+    ),
     "sink_logits a list": (masked(sink_logits=[1.0] * 4), "`sink_logits` must be a floating tensor [H] = [4]"),
     "return_lse 1": (masked(return_lse=1), "`return_lse` must be True or False, got 1"),
     "backend in capitals": (masked(backend="CPU"), "must be 'auto' or one of 'fa4', 'decode'"),

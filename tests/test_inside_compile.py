@@ -670,6 +670,25 @@ def test_numbers_that_change(dynamic: bool | None) -> None:
     assert torch.allclose(compiled(q, k, v, mask="causal").double(), _naive(q, k, v, distance >= 0), atol=1e-5)
 
 
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("kind", ["bigbird", "t5_bias", "tiles"])
+def test_numbers_of_tables_that_change(kind: str, dynamic: bool | None) -> None:
+    """Tables that are computed while torch traces take numbers that torch would make symbolic."""
+    compiled = _compiled(dynamic=dynamic)
+    for n in (4, 6, 8):
+        calls: dict[str, tuple[int, dict[str, Any]]] = {
+            "bigbird": (8 * n, {"mask": "bigbird", "length": 8 * n, "block": n, "random_blocks": 2}),
+            "t5_bias": (40, {"score": "t5_bias", "table": torch.randn(2 * n, 2), "max_distance": 4 * n}),
+            "tiles": (16 * n, {"mask": "natten", "height": 16, "width": n, "kernel": (5, n - 2), "order": "auto"}),
+        }
+        length, call = calls[kind]
+        q, k, v = torch.randn(3, 2, 2, length, 8)
+        want = flexmasks.attention(
+            q, k, v, backend="reference", **{**call, **({"order": None} if "order" in call else {})}
+        )
+        assert torch.allclose(compiled(q, k, v, **call), want, atol=1e-5)
+
+
 def test_totals_of_packed_sequences_share_a_graph() -> None:
     compiled = _compiled(functools.partial(flexmasks.varlen_attention, mask="causal"))
     for total in range(60, 130, 7):

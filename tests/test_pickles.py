@@ -119,6 +119,20 @@ def test_masks_travel(name: str, way: str) -> None:
     assert torch.equal(flexmasks.dense_mask(other, LENGTH, keys, **sizes), want)
 
 
+def test_registered_names_and_those_of_operators() -> None:
+    """A mask may have the name of an operator of scores; pickles would mix up two scores of one name."""
+
+    def ours(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return kv == q
+
+    flexmasks.register_mask(name="chain")(ours)
+    mask = get_mask("causal") & get_mask("chain")
+    for way in WAYS.values():
+        assert way(mask) == mask
+    with pytest.raises(ValueError, match=r"a score named 'chain' is registered already, by flexmasks\.spec"):
+        flexmasks.register_score(name="chain")(lambda score, b, h, q, kv: score)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_scores_travel(way: str) -> None:
     score = get_score("softcap", cap=3.0)

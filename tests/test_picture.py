@@ -373,6 +373,16 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "`b` must be an int from 0 to 1, got 2",
     ),
+    "batch 0": (
+        lambda: flexmasks.show("causal", 10, batch=0),
+        ValueError,
+        "`batch` must be an int of at least 1, got 0",
+    ),
+    "heads 0": (
+        lambda: flexmasks.show("causal", 10, heads=0),
+        ValueError,
+        "`heads` must be an int of at least 1, got 0",
+    ),
     "head": (lambda: flexmasks.show("causal", 10, heads=4, h=-1), ValueError, "`h` must be an int from 0 to 3, got -1"),
     "block size": (lambda: flexmasks.show("causal", 10, block_size=0), ValueError, "`block_size` must be"),
     "name": (lambda: flexmasks.show("sliding_windw", 10), ValueError, "did you mean 'sliding_window'"),

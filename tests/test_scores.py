@@ -39,6 +39,14 @@ def test_every_score_has_an_oracle_and_three_cases() -> None:
         assert sum(c.name == name for c in SCORE_CASES) >= 3
 
 
+def test_the_example_of_relative_bias_fits_any_length() -> None:
+    q = torch.zeros(1, 1, 1, 8)
+    for length in range(1, 12):
+        table = definitions.definition("score", "relative_bias").example(length)["table"]  # type: ignore[misc]
+        assert len(table[0]) == 2 * (length // 4) + 1
+        flexmasks.attention(q, q, q, score="relative_bias", table=table, backend="reference")
+
+
 @pytest.mark.parametrize("case", SCORE_CASES, ids=label)
 def test_reference_in_float64_with_gradients(case: Case) -> None:
     leaves = [exact(x) for x in qkv(case, torch.float32, size=8, v_size=5)]

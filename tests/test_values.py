@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import operator
 import pickle
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -457,6 +458,20 @@ def test_a_cell_that_runs_again_replaces_its_mask() -> None:
 
     with pytest.raises(ValueError, match="registered already"):
         flexmasks.register_mask()(of_a_cell)
+
+
+def test_arrays_of_numpy_beside_masks() -> None:
+    """NumPy takes no part of an array for a mask: the error tells of the whole array."""
+    causal, visible = flexmasks.get_mask("causal"), np.ones((4, 4), bool)
+    for combined in (operator.and_, operator.or_):
+        with pytest.raises(TypeError, match=r"got a NumPy array bool\[4, 4\]; a dense mask `m` is mask='dense'"):
+            combined(visible, causal)
+
+
+def test_a_bare_call_with_a_sequence_that_is_no_tensor() -> None:
+    index = torch.tensor(0)
+    with pytest.raises(ValueError, match="flexmasks mask 'document': `document_ids` cannot be made a tensor"):
+        get_mask("document", document_ids=[[0, 1], [0]])(index, index, index, index)
 
 
 def test_names_where_masks_are_combined() -> None:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from flexmasks.masks.block_sparse import block_sparse
 from flexmasks.masks.natten import check_canvas
-from flexmasks.spec import Size, constant_in_graphs, register_mask
+from flexmasks.spec import Size, constant_in_graphs, constants, register_mask
 
 
 def _prepare(
@@ -23,7 +23,8 @@ def _prepare(
     check_canvas(size, {"length": length})
     blocks = -(-length // block)
     edges = (min(global_blocks, (blocks + 1) // 2),) * 2 if both_ends else (min(global_blocks, blocks), 0)
-    layout = _layout(blocks, window, edges, min(random_blocks, blocks), seed, None if size is None else size.device)
+    blocks, window, edges, count, seed = constants((blocks, window, edges, min(random_blocks, blocks), seed))
+    layout = _layout(blocks, window, edges, count, seed, None if size is None else size.device)
     return {"layout": layout, "block": (block, block)}
 
 

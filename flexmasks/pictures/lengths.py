@@ -30,9 +30,9 @@ def accepted_lengths(value: Modifier, b: int, h: int) -> tuple[int, int]:
     suggested = suggested_lengths(value)
     device = next((t.device for t in value.tensors()), torch.device("cpu"))
     batch, heads = value.batch_size() or b + 1, value.implied_size("H") or h + 1
-    tensors = [torch.as_tensor(given) for parameter, given in _parameters(value) if _is_tensor(parameter, given)]
-    tables = [(t.shape[-min(t.ndim, 2)], suggested[1]) for t in tensors if t.ndim]  # a table has a row for each query
-    rows = [(t.shape[-1], suggested[1]) for t in tensors if t.ndim]
+    tensors = [t for parameter, given in _parameters(value) if (t := _tensor(parameter, given)) is not None and t.ndim]
+    tables = [(t.shape[-min(t.ndim, 2)], suggested[1]) for t in tensors]  # a table has a row for each query
+    rows = [(t.shape[-1], suggested[1]) for t in tensors]
     powers = [(1 << n, 1 << n) for n in range(6, 15)]
     for q_len, kv_len in (suggested, *tables, *rows, *powers):
         with contextlib.suppress(ValueError, TypeError):
@@ -54,8 +54,8 @@ def suggested_lengths(value: Modifier) -> tuple[int, int]:
     key_ends: list[int] = []
     numbers: list[int] = []
     for parameter, given in _parameters(value):
-        if _is_tensor(parameter, given):
-            tensor = torch.as_tensor(given)
+        tensor = _tensor(parameter, given)
+        if tensor is not None:
             # Numbers below the tensor's own length may belong to its positions, such as document ids.
             reached = [max(n, *tensor.shape[-1:]) for n in _largest_number(tensor)]
             (key_ends if parameter.name.startswith("kv_") else ends).extend(reached)
@@ -74,8 +74,17 @@ def suggested_lengths(value: Modifier) -> tuple[int, int]:
     return q_len, exact["S"] or exact["KV"] or max(key_ends, default=q_len)
 
 
-def _is_tensor(parameter: Parameter, given: Any) -> bool:
-    return isinstance(given, Tensor) or parameter.is_sequence(given)
+def _tensor(parameter: Parameter, given: Any) -> Tensor | None:
+    """Return a parameter's tensor, or None if it has none.
+
+    Numbers have none, and sequences that cannot be made a tensor.
+    """
+    if isinstance(given, Tensor) or not parameter.is_sequence(given):
+        return given if isinstance(given, Tensor) else None
+    try:
+        return parameter.tensor(given, None)
+    except (TypeError, ValueError, RuntimeError):  # the call says so
+        return None
 
 
 def _parameters(value: Modifier) -> Iterator[tuple[Parameter, Any]]:

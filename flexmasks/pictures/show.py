@@ -54,7 +54,7 @@ def draw(
         batch = value.batch_size() or (len(q_offset) if isinstance(q_offset, Tensor) and q_offset.ndim else None)
     heads = value.implied_size("H") if heads is None else heads
     for name, index, n in (("b", b, batch), ("h", h, heads)):
-        if type(index) is not int or index < 0 or (isinstance(n, int) and index >= n):
+        if type(index) is not int or index < 0 or (isinstance(n, int) and 0 < n <= index):
             raise ValueError(f"{CALL}: `{name}` must be an int from 0{f' to {n - 1}' if n else ''}, got {index!r}.")
     batch = b + 1 if batch is None else batch
     if isinstance(value, Score):

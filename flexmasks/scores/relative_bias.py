@@ -13,7 +13,7 @@ def _prepare(size: Size | None, *, table: Annotated[Tensor, "float[H, W]"]) -> d
 
 
 def _example(length: int) -> dict[str, Any]:
-    return {"table": [[-abs(d) / length for d in range(-length // 4, length // 4 + 1)]]}
+    return {"table": [[-abs(d) / length for d in range(-(length // 4), length // 4 + 1)]]}
 
 
 @register_score(prepare=_prepare, example=_example, relative=True)

@@ -4,7 +4,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from flexmasks.spec import Size, bounded, constant_in_graphs, register_score
+from flexmasks.spec import Size, bounded, constant_in_graphs, constants, register_score
 
 
 def t5_bucket(distance: int, buckets: int = 32, max_distance: int = 128, bidirectional: bool = True) -> int:
@@ -47,7 +47,8 @@ def _prepare(
             f"`max_distance` must be above {buckets // (4 if bidirectional else 2)}, the distances that have a bucket "
             f"of their own, got {max_distance}."
         )
-    return {"table": table, "buckets": _buckets(buckets, max_distance, bidirectional, table.device)}
+    buckets, reach = constants((buckets, max_distance))
+    return {"table": table, "buckets": _buckets(buckets, reach, bidirectional, table.device)}
 
 
 # Inside a user's torch.compile the table is a constant, computed once, and not a kernel.

@@ -194,7 +194,13 @@ def from_pickle(kind: str, name: str) -> Definition:
     Raises TypeError or ValueError if there is none.
     """
     _check_stored(kind, name)
-    return _OPERATORS[name] if name in _OPERATORS else definition(kind, name)
+    return operator_named(kind, name) or definition(kind, name)
+
+
+def operator_named(kind: str, name: str) -> Definition | None:
+    """Return the operator of a kind and a name, which pickles hold, or None."""
+    found = _OPERATORS.get(name)
+    return found if found is not None and found.kind == kind else None
 
 
 def _check_stored(kind: Any, name: Any, is_right: bool = True) -> None:

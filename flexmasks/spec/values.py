@@ -44,6 +44,7 @@ class Modifier(Readable):
     """Base of Mask and Score: a definition and the values of its parameters."""
 
     kind: ClassVar[str]
+    __array_ufunc__ = None  # NumPy's arrays leave `&` and `|` to masks, which say what to write
     definition: Definition
     params: Mapping[str, Any]
     to_html: ClassVar[Callable[[Any], str]]  # set by flexmasks.pictures
@@ -216,10 +217,7 @@ class Modifier(Readable):
             if self.kind == "score":
                 arguments = {n: _in_precision(v, size.dtype) for n, v in arguments.items()}
         else:
-            arguments = {
-                n: parameters[n].tensor(v, device) if parameters[n].is_sequence(v) else v
-                for n, v in self._values().items()
-            }
+            arguments = {n: self._unchecked(n, v, device) for n, v in self._values().items()}
         inner_size = size
         try:
             if self.definition.inner_size is not None and size is not None:
@@ -258,6 +256,16 @@ class Modifier(Readable):
             ):
                 resolved[n] = value
         return resolved | {n: _Absent for n in self.params if n not in arguments}
+
+    def _unchecked(self, name: str, value: Any, device: torch.device | None) -> Any:
+        """Return a parameter's value with a sequence as a tensor, for a call without sizes."""
+        parameter = self.definition.parameters[name]
+        if not parameter.is_sequence(value):
+            return value
+        try:
+            return parameter.tensor(value, device)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise self.named(ValueError(f"`{name}` cannot be made a tensor: {error}")) from error
 
     def named(self, error: Exception) -> Exception:
         """Return a hook's error with the name of the mask or score before it."""
@@ -378,10 +386,11 @@ class Mask(Modifier):
 
     `get_mask` makes a Mask, and so do `&`, `|` and `~` of masks and functions.
 
-    Called as `mask(b, h, q, kv)` a Mask is an ordinary FlexAttention mask_mod. Masks are equal when they have the same
-    function and equal given parameters. Lists and NumPy arrays are stored as tuples, and equal tuples of the same
-    elements. A tensor equals a tensor of the same dtype, device, shape and content, but no list. A parameter that is
-    given as its default does not equal a parameter that is left out.
+    Called as `mask(b, h, q, kv)` a Mask is an ordinary FlexAttention mask_mod. Inside torch.compile such a call takes
+    what the last call outside prepared, as `create_block_mask` makes it, if there was one. Masks are equal when they
+    have the same function and equal given parameters. Lists and NumPy arrays are stored as tuples, and equal tuples of
+    the same elements. A tensor equals a tensor of the same dtype, device, shape and content, but no list. A parameter
+    that is given as its default does not equal a parameter that is left out.
 
     Example:
         >>> import flexmasks
@@ -452,8 +461,9 @@ class Mask(Modifier):
 class Score(Modifier):
     """A change of the attention scores: a value made by `get_score`.
 
-    Called as `score_mod(score, b, h, q, kv)` a Score is an ordinary FlexAttention score_mod. A score that prepares its
-    tensors at the first call (`packed`) must be called once before torch.compile traces it.
+    Called as `score_mod(score, b, h, q, kv)` a Score is an ordinary FlexAttention score_mod. Call a score that prepares
+    tensors (`packed`) before torch.compile traces it, and after each change of a tensor that it was made from: compiled
+    code takes what the last call outside prepared. Calls of `attention` need neither.
 
     Example:
         >>> import flexmasks
