@@ -78,7 +78,8 @@ def check_placements(q: Any, k: Any, v: Any) -> None:
                     f"DTensors must be replicated, or sharded over {', '.join(_DIMENSIONS[:-1])} (dimensions 0, 1, 2), "
                     f"got {x.placements} for `{name}`."
                 )
-    for placement, ranks in zip(q.placements, q.device_mesh.shape, strict=True):
+    for mesh_dim, placement in enumerate(q.placements):
+        ranks = q.device_mesh.size(mesh_dim)  # torch 2.11 cannot trace the mesh's shape here
         if placement.is_shard(1) and k.shape[1] % ranks:
             fail(f"the {k.shape[1]} heads of k must be a multiple of the {ranks} ranks that they are sharded over.")
 
