@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
+from flexmasks import compat
 from flexmasks.backends.call import HALF_DTYPES, Call, Unavailable
 from flexmasks.backends.dense_call import DenseCall
 from flexmasks.kernels.direct import is_plain
@@ -69,7 +70,7 @@ class GpuDense(DenseCall):
         return super().__call__(q, k, v)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        q, k, v = map(_with_rows_together, (q, k, v))
+        q, k, v = map(compat.with_rows_together, (q, k, v))
         mask = self._mask(q)
         out, lse = self._kernels(q, k, v, mask).forward(q, k, v, mask)
         return out, lse
@@ -77,7 +78,7 @@ class GpuDense(DenseCall):
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None
     ) -> tuple[Tensor, ...]:
-        q, k, v, d_out = map(_with_rows_together, (q, k, v, d_out))
+        q, k, v, d_out = map(compat.with_rows_together, (q, k, v, d_out))
         mask = self._mask(q)
         d_lse = None if d_lse is None else d_lse.contiguous()
         d_q, d_k, d_v = self._kernels(q, k, v, mask).backward(d_out, d_lse, q, k, v, out, lse, mask)
@@ -97,10 +98,6 @@ class GpuDense(DenseCall):
 
             kernels = self.kernels[layout] = kernels_of(q, k, v, mask)
         return kernels
-
-
-def _with_rows_together(x: Tensor) -> Tensor:
-    return x if x.stride(3) == 1 else x.contiguous()
 
 
 class GpuDenseRenewal:

@@ -388,7 +388,7 @@ class PagedCall:
         """
         arguments = {"seqused_k": self.lens, "page_table": self.table, "softmax_scale": self.scale}
         arguments |= _window_arguments(self.left, self.right)
-        k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k.detach(), v.detach()))
+        k, v = (compat.with_rows_together(x.detach()) for x in (k, v))
         try:
             out, lse = _forward(q.detach().transpose(1, 2), k, v, arguments, self.cap)
         except Unavailable:

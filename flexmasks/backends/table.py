@@ -78,17 +78,14 @@ def _fastest_first(call: Call) -> list[Backend]:
     """Return the backends of "auto" by their speed for a call, the reference last."""
     if not call.is_cuda:
         return list(BACKENDS.values())
-    if _is_decoding(call):  # without a look at blocks, which no other call of such a loop may need
-        first = ["sdpa", "decode"]
-        return [BACKENDS[name] for name in (*first, *(name for name in BACKENDS if name not in first))]
-    if _is_small(call):  # nor here
-        first = ["sdpa", "dense"]
+    own = "decode" if _is_decoding(call) else "dense" if _is_small(call) else None
+    if own is not None:  # without a look at blocks, which no other such call may need
+        first = ["sdpa", own]
         return [BACKENDS[name] for name in (*first, *(name for name in BACKENDS if name not in first))]
     slow: list[str] = ["decode", "dense"]
     if fa4.refuses_package(call) is None:
         window = call.window()
-        sizes = call.q.shape[3] + call.v.shape[3]
-        flop = 2 * call.q.shape[:3].numel() * call.k.shape[2] * sizes * call.computed_fraction()
+        flop = _flop_of_all_pairs(call) * call.computed_fraction()
         if flop < _FA4_MIN_FLOP and (window is None or window.sequences is None):
             slow.append("fa4")
         # Where a tensor is read at every pair, a partial block costs flash 3.2 full blocks, and triton 1.4 of its own,
@@ -108,9 +105,12 @@ def _is_decoding(call: Call) -> bool:
 
 def _is_small(call: Call) -> bool:
     """Return whether a call on a GPU is so small that the host's time decides."""
-    sizes = call.q.shape[3] + call.v.shape[3]
-    flop = 2 * call.q.shape[:3].numel() * call.k.shape[2] * sizes
-    return flop <= _DENSE_MAX_FLOP and dense.refuses(call) is None
+    return _flop_of_all_pairs(call) <= _DENSE_MAX_FLOP and dense.refuses(call) is None
+
+
+def _flop_of_all_pairs(call: Call) -> int:
+    """Return the operations of a forward pass if nothing is hidden."""
+    return 2 * call.q.shape[:3].numel() * call.k.shape[2] * (call.q.shape[3] + call.v.shape[3])
 
 
 def _reason_against(backend: Backend, call: Call) -> str | None:

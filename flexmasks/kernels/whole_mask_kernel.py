@@ -73,15 +73,14 @@ def _span_of(spans, block, span_count, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _scores(
-    products, visible, query_row, query, key, queries, keys, scale, visible_query,
-    weight, weight_start, weight_query, bias, bias_start, bias_query, EVEN: tl.constexpr, GRAIN: tl.constexpr,
-):  # fmt: skip
+def _scores(products, pairs, query, key, EVEN: tl.constexpr, GRAIN: tl.constexpr):
     """Return scores, -inf where hidden.
 
-    query_row, query, key: the queries in 64 bits and in 32, and the keys; they broadcast with the products.
-    weight_start, bias_start: where the numbers of the batch element and head start.
+    pairs: the mask and the bias of a batch element and head, their strides of queries, and the lengths and scale.
+    query, key: positions, which broadcast with the products.
     """
+    visible, weight, bias, visible_query, weight_query, bias_query, queries, keys, scale = pairs
+    query_row = query.to(tl.int64)
     at = visible + query_row * (visible_query * GRAIN) + key
     if EVEN:
         marks = tl.load(at)
@@ -89,11 +88,32 @@ def _scores(
         marks = tl.load(at, mask=(query < queries) & (key < keys), other=0)
     scores = products * scale
     if bias is not None:
-        numbers = tl.load(bias + bias_start + query_row * bias_query + key, mask=marks != 0, other=0.0)
+        numbers = tl.load(bias + query_row * bias_query + key, mask=marks != 0, other=0.0)
         if weight is not None:
-            numbers *= tl.load(weight + weight_start + query_row * weight_query, mask=query < queries, other=0.0)
+            numbers *= tl.load(weight + query_row * weight_query, mask=query < queries, other=0.0)
         scores += numbers
     return tl.where(marks != 0, scores, float("-inf"))
+
+
+@triton.jit
+def _step(
+    start, q_rows, query, k, v, k_key, v_key, keys, pairs,
+    KEYS: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+    GRAIN: tl.constexpr, MASK_GRAIN: tl.constexpr, EVEN: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Return keys, values, and the scores of queries with these keys."""
+    key = start + tl.arange(0, KEYS)
+    k_rows = _rows_of(k, key, k_key, keys, K_SIZE, K_WIDTH, GRAIN, EVEN, DOT)
+    v_rows = _rows_of(v, key, v_key, keys, V_SIZE, V_WIDTH, GRAIN, EVEN, DOT)
+    products = tl.dot(q_rows, tl.trans(k_rows))
+    return k_rows, v_rows, _scores(products, pairs, query[:, None], key[None, :], EVEN, MASK_GRAIN)
+
+
+@triton.jit
+def _finite_lse(lse, at, is_query):
+    """Return the lse of queries, 0 for queries that see nothing."""
+    row_lse = tl.load(lse + at, mask=is_query, other=0.0)
+    return tl.where(row_lse == float("-inf"), 0.0, row_lse)
 
 
 @triton.jit
@@ -126,22 +146,21 @@ def forward_kernel(
     lse += (b * heads + h) * queries
     marks = _bytes(visible) + (b * visible_batch + h * visible_head) * MASK_GRAIN
     key_spans += b * span_batch + h * span_head
-    weight_start = b * weight_batch + h * weight_head
-    bias_start = b * bias_batch + h * bias_head
+    if bias is not None:
+        bias += b * bias_batch + h * bias_head
+        if weight is not None:
+            weight += b * weight_batch + h * weight_head
+    pairs = marks, weight, bias, visible_query, weight_query, bias_query, queries, keys, scale
     query = block * ROWS + tl.arange(0, ROWS)
-    query_row = query.to(tl.int64)
     q_rows = _rows_of(q, query, q_query, queries, K_SIZE, K_WIDTH, GRAIN, EVEN, DOT)
     first, end = _span_of(key_spans, block, span_count, ROWS)
     row_max = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, V_WIDTH), tl.float32)
     for start in tl.range(first, end, KEYS, num_stages=STAGES):
-        key = start + tl.arange(0, KEYS)
-        k_rows = _rows_of(k, key, k_key, keys, K_SIZE, K_WIDTH, GRAIN, EVEN, DOT)
-        v_rows = _rows_of(v, key, v_key, keys, V_SIZE, V_WIDTH, GRAIN, EVEN, DOT)
-        scores = _scores(
-            tl.dot(q_rows, tl.trans(k_rows)), marks, query_row[:, None], query[:, None], key[None, :], queries, keys,
-            scale, visible_query, weight, weight_start, weight_query, bias, bias_start, bias_query, EVEN, MASK_GRAIN,
+        _, v_rows, scores = _step(
+            start, q_rows, query, k, v, k_key, v_key, keys, pairs,
+            KEYS, K_SIZE, V_SIZE, K_WIDTH, V_WIDTH, GRAIN, MASK_GRAIN, EVEN, DOT,
         )  # fmt: skip
         new_max = tl.maximum(row_max, tl.max(scores, 1))
         base = tl.where(new_max == float("-inf"), 0.0, new_max)
@@ -187,10 +206,12 @@ def query_gradient_kernel(
     line = (b * heads + h) * queries
     marks = _bytes(visible) + (b * visible_batch + h * visible_head) * MASK_GRAIN
     key_spans += b * span_batch + h * span_head
-    weight_start = b * weight_batch + h * weight_head
-    bias_start = b * bias_batch + h * bias_head
+    if bias is not None:
+        bias += b * bias_batch + h * bias_head
+        if weight is not None:
+            weight += b * weight_batch + h * weight_head
+    pairs = marks, weight, bias, visible_query, weight_query, bias_query, queries, keys, scale
     query = block * ROWS + tl.arange(0, ROWS)
-    query_row = query.to(tl.int64)
     is_query = query < queries
     q_rows = _rows_of(q, query, q_query, queries, K_SIZE, K_WIDTH, GRAIN, EVEN, DOT)
     upstream = _rows_of(d_out, query, d_out_query, queries, V_SIZE, V_WIDTH, GRAIN, EVEN, DOT)
@@ -199,17 +220,13 @@ def query_gradient_kernel(
     if d_lse is not None:
         delta -= tl.load(d_lse + line + query, mask=is_query, other=0.0)
     tl.store(deltas + line + query, delta, mask=is_query)
-    row_lse = tl.load(lse + line + query, mask=is_query, other=0.0)
-    row_lse = tl.where(row_lse == float("-inf"), 0.0, row_lse)
+    row_lse = _finite_lse(lse, line + query, is_query)
     first, end = _span_of(key_spans, block, span_count, ROWS)
     acc = tl.zeros((ROWS, K_WIDTH), tl.float32)
     for start in tl.range(first, end, KEYS, num_stages=STAGES):
-        key = start + tl.arange(0, KEYS)
-        k_rows = _rows_of(k, key, k_key, keys, K_SIZE, K_WIDTH, GRAIN, EVEN, DOT)
-        v_rows = _rows_of(v, key, v_key, keys, V_SIZE, V_WIDTH, GRAIN, EVEN, DOT)
-        scores = _scores(
-            tl.dot(q_rows, tl.trans(k_rows)), marks, query_row[:, None], query[:, None], key[None, :], queries, keys,
-            scale, visible_query, weight, weight_start, weight_query, bias, bias_start, bias_query, EVEN, MASK_GRAIN,
+        k_rows, v_rows, scores = _step(
+            start, q_rows, query, k, v, k_key, v_key, keys, pairs,
+            KEYS, K_SIZE, V_SIZE, K_WIDTH, V_WIDTH, GRAIN, MASK_GRAIN, EVEN, DOT,
         )  # fmt: skip
         weights = tl.exp2((scores - row_lse[:, None]) * _LOG2_E)
         d_weights = tl.dot(upstream, tl.trans(v_rows))
@@ -251,23 +268,22 @@ def key_gradients_kernel(
         own_q = q + (b * q_batch + h * q_head) * GRAIN
         own_d_out = d_out + (b * d_out_batch + h * d_out_head) * GRAIN
         marks = _bytes(visible) + (b * visible_batch + h * visible_head) * MASK_GRAIN
-        weight_start = b * weight_batch + h * weight_head
-        bias_start = b * bias_batch + h * bias_head
+        own_weight, own_bias = weight, bias
+        if bias is not None:
+            own_bias = bias + b * bias_batch + h * bias_head
+            if weight is not None:
+                own_weight = weight + b * weight_batch + h * weight_head
+        pairs = marks, own_weight, own_bias, visible_query, weight_query, bias_query, queries, keys, scale
         first, end = _span_of(query_spans + b * span_batch + h * span_head, block, span_count, KEYS)
         for start in tl.range(first, end, ROWS, num_stages=STAGES):
             query = start + tl.arange(0, ROWS)
-            query_row = query.to(tl.int64)
             is_query = query < queries
             q_rows = _rows_of(own_q, query, q_query, queries, K_SIZE, K_WIDTH, GRAIN, EVEN, DOT)
             upstream = _rows_of(own_d_out, query, d_out_query, queries, V_SIZE, V_WIDTH, GRAIN, EVEN, DOT)
-            row_lse = tl.load(lse + line + query, mask=is_query, other=0.0)
-            row_lse = tl.where(row_lse == float("-inf"), 0.0, row_lse)
+            row_lse = _finite_lse(lse, line + query, is_query)
             delta = tl.load(deltas + line + query, mask=is_query, other=0.0)
-            scores = _scores(
-                tl.dot(k_rows, tl.trans(q_rows)), marks, query_row[None, :], query[None, :], key[:, None],
-                queries, keys, scale, visible_query,
-                weight, weight_start, weight_query, bias, bias_start, bias_query, EVEN, MASK_GRAIN,
-            )  # fmt: skip
+            products = tl.dot(k_rows, tl.trans(q_rows))
+            scores = _scores(products, pairs, query[None, :], key[:, None], EVEN, MASK_GRAIN)
             weights = tl.exp2((scores - row_lse[None, :]) * _LOG2_E)
             v_acc = tl.dot(weights.to(DOT), upstream, v_acc)
             d_weights = tl.dot(v_rows, tl.trans(upstream))

@@ -66,7 +66,7 @@ def kernels_of(q: Tensor, k: Tensor, v: Tensor, mask: WholeMask) -> Kernels:
     key = (q.device.index, *map(layout_of, tensors))
     kernels = _kernels.get(key)
     if kernels is None:
-        kernels = Kernels(q, k, mask)
+        kernels = Kernels()
         _kernels.keep(key, kernels)
     return kernels
 
@@ -81,10 +81,7 @@ class Kernels:
     pass q, k and v must be finite where something is hidden.
     """
 
-    def __init__(self, q: Tensor, k: Tensor, mask: WholeMask) -> None:
-        self._sizes = q.shape[0], q.shape[1], k.shape[1]  # batch, query heads, key heads
-        self._lengths = q.shape[2], k.shape[2]
-        self._strides = [*strides_of(mask.weight, 3), *strides_of(mask.bias, 3)]
+    def __init__(self) -> None:
         self._forward: Callable[..., Any] | None = None
         self._backward: dict[Hashable, tuple[Callable[..., Any], Callable[..., Any]]] = {}
 
@@ -123,15 +120,16 @@ class Kernels:
             launches[1](*for_keys)
         return d_q, d_k, d_v
 
+    @staticmethod
     def _compiled(
-        self, name: str, kernel: Any, arguments: tuple[Any, ...], mask: WholeMask, with_rows: Sequence[Tensor]
+        name: str, kernel: Any, arguments: tuple[Any, ...], mask: WholeMask, with_rows: Sequence[Tensor]
     ) -> Callable[..., Any]:
         """Compile a kernel, and return a function of these arguments that launches it.
 
         with_rows: q, k, v, and the other tensors that have rows, in the order of the kernel's strides.
         """
-        (batch, heads, key_heads), (queries, keys) = self._sizes, self._lengths
-        k_size, v_size = with_rows[0].shape[3], with_rows[2].shape[3]
+        q, k, v = with_rows[:3]
+        (batch, heads, queries, k_size), (key_heads, keys), v_size = q.shape, k.shape[1:3], v.shape[3]
         widths = width_of(k_size), width_of(v_size)
         tiles = _TILES[name, max(widths) > 64, mask.bias is not None]
         spans = mask.query_spans if name == "key" else mask.key_spans
@@ -144,12 +142,12 @@ class Kernels:
             *(queries, keys, heads, blocks, spans.shape[2]),
             *(stride // grain for stride in row_strides),
             *(stride // mask_grain for stride in mask_strides),
-            *strides_of(spans, 2), *self._strides,
+            *strides_of(spans, 2), *strides_of(mask.weight, 3), *strides_of(mask.bias, 3),
         )  # fmt: skip
         is_even = queries % _LONGEST_BLOCK == 0 and keys % _LONGEST_BLOCK == 0
         constants = (
             *(heads // key_heads, tiles.rows, tiles.keys, tiles.stages, k_size, v_size, *widths),
-            *(grain, mask_grain, is_even, dot_type(with_rows[0].dtype, kernel)),
+            *(grain, mask_grain, is_even, dot_type(q.dtype, kernel)),
         )
         run = compiled(kernel, programs, tiles.warps, (*arguments, *numbers, *constants))
 

@@ -114,6 +114,7 @@ class _SeenNumbers:
 
 
 _P = TypeVar("_P", bound=_Prepared | MaskData | Whole | Spanned | Added)
+_W = TypeVar("_W", Whole, Spanned)
 _BLOCKS: Cache[_PreparedMask] = Cache("blocks", max_bytes=5 << 28)  # the blocks of a million tokens take 1.07 GB
 _KINDS: Cache[_Kind] = Cache("plans", max_bytes=1 << 30)
 _WHOLE: Cache[Whole] = Cache("whole", max_bytes=1 << 28)
@@ -521,41 +522,31 @@ class MaskPlan(Plan):
     def whole(self) -> tuple[Whole, Recorded | None]:
         """The whole mask of a few queries, and the recorded operations that made it.
 
-        The host reads no value of a tensor.
+        The host reads no value of a tensor, but of the first mask of a kind to check them.
         """
-        made: list[Recorded | None] = [None]
-
-        def build() -> Whole:
-            tensors, made[0] = self._whole_tensors("whole", whole_of)
-            return Whole(*tensors)
-
-        return self._cached(_WHOLE, build), made[0]
+        return self._made_whole("whole", Whole, whole_of, _WHOLE)
 
     @functools.cached_property
     def spanned(self) -> tuple[Spanned, Recorded | None]:
-        """The whole mask of many queries, and the recorded operations that made it.
+        """The whole mask of many queries, and the recorded operations that made it, as `whole` has them."""
+        return self._made_whole("spanned", Spanned, spanned_of, _SPANNED)
 
-        The host reads no value of a tensor, but of the first mask of a kind to check them.
-        """
-        made: list[Recorded | None] = [None]
-
-        def build() -> Spanned:
-            tensors, made[0] = self._whole_tensors("spanned", spanned_of)
-            return Spanned(*tensors)
-
-        return self._cached(_SPANNED, build), made[0]
-
-    def _whole_tensors(
-        self, what: str, make: Callable[[MaskKind], Whole | Spanned]
-    ) -> tuple[list[Tensor], Recorded | None]:
-        """Return the tensors of a whole mask, and the recorded operations that made them."""
+    def _made_whole(
+        self, what: str, form: type[_W], make: Callable[[MaskKind], _W], cache: Cache[_W]
+    ) -> tuple[_W, Recorded | None]:
+        """Return a whole mask in a form, and the recorded operations that made it."""
+        recorded: list[Recorded | None] = [None]
 
         def run(mask: Mask, offset: Offset) -> list[Tensor]:
             with naming(self.mask), torch.no_grad():
                 return list(make(self._mask_kind._replace(mask=mask, offset=offset)))
 
-        self._check_values()
-        return self._recorded_tensors(what, run)
+        def build() -> _W:
+            self._check_values()
+            tensors, recorded[0] = self._recorded_tensors(what, run)
+            return form(*tensors)
+
+        return self._cached(cache, build), recorded[0]
 
     def data(self) -> MaskData:
         """Return the mask as data: its blocks, and the bits of partial ones.

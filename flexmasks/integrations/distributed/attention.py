@@ -172,7 +172,7 @@ def attention(
     lengths = _lengths(q_part, k_part, v_part, mesh, call, order, compared, check, problem)
     if problem is not None:
         raise problem
-    parts = following(lengths) if order is None else _fixed(order.parts)
+    parts = following(lengths) if order is None else compat.constants(order.parts)
     call = cast(_Call, call)._replace(parts=parts)
     with under_autocast(q_part, k_part, v_part) as cast_parts:  # processes exchange what the kernel takes
         dtypes = [x.dtype for x in cast_parts]
@@ -346,13 +346,6 @@ def _order_of(length: int, mesh: DeviceMesh) -> Order | None:
             cut += [(min(start + i * step, stop), min(start + (i + 1) * step, stop)) for i in range(mesh.size(dim))]
         parts = cut
     return Order(length, tuple(((start, stop),) if stop > start else () for start, stop in parts))
-
-
-def _fixed(parts: tuple[Parts, ...]) -> tuple[Parts, ...]:
-    """Return parts that torch.compile takes as constants, so that each order compiles anew."""
-    if not compat.is_compiling():
-        return parts
-    return tuple([tuple([(int(compat.as_constant(a)), int(compat.as_constant(b))) for a, b in own]) for own in parts])
 
 
 def _size(parts: Parts) -> int:
