@@ -528,7 +528,10 @@ class MaskPlan(Plan):
 
     @functools.cached_property
     def spanned(self) -> tuple[Spanned, Recorded | None]:
-        """The whole mask of many queries, and the recorded operations that made it, as `whole` has them."""
+        """The whole mask of many queries, and the recorded operations that made it.
+
+        The host reads values as for `whole`.
+        """
         return self._made_whole("spanned", Spanned, spanned_of, _SPANNED)
 
     def _made_whole(
