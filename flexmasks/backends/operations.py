@@ -155,7 +155,8 @@ class Trace(compat.TorchDispatchMode):
         if name == "bitwise_and" and max(a, c) >= 0:
             return 0, min(y for x, y in ((a, b), (c, d)) if x >= 0)
         if name == "pow":
-            return (0, math.inf) if args[1] % 2 == 0 else UNBOUNDED
+            is_even = isinstance(args[1], int | float) and args[1] % 2 == 0
+            return (0, math.inf) if is_even or a > 0 else UNBOUNDED
         if name in ("exp", "exp2"):
             return 0, (math.exp if name == "exp" else math.exp2)(min(b, 700.0))
         return UNBOUNDED
