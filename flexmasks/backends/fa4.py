@@ -388,7 +388,7 @@ class PagedCall:
         """
         arguments = {"seqused_k": self.lens, "page_table": self.table, "softmax_scale": self.scale}
         arguments |= _window_arguments(self.left, self.right)
-        k, v = (compat.with_rows_together(x.detach()) for x in (k, v))
+        k, v = compat.with_rows_together(k.detach(), v.detach())
         try:
             out, lse = _forward(q.detach().transpose(1, 2), k, v, arguments, self.cap)
         except Unavailable:
@@ -461,7 +461,12 @@ class _Attend(torch.autograd.Function):
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any], cap: float | None, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    functions = {} if cap is None else {"score_mod": _softcap(cap)[0]}
+    functions = {}
+    if cap is not None:
+        scale = arguments.get("softmax_scale")
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        arguments = {**arguments, "softmax_scale": scale / cap}
+        functions = {"score_mod": _softcap_of_share(cap)}
     given = {} if sinks is None else {"learnable_sink": sinks}
     out, lse = interface()._flash_attn_fwd(q, k, v, return_lse=True, **arguments, **functions, **given)[:2]
     return out, lse
@@ -600,6 +605,22 @@ def _refuse_twice(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
 
 traced_forward.register_autograd(_differentiate, setup_context=_save)
 traced_backward.register_autograd(_refuse_twice)
+
+
+@functools.lru_cache(maxsize=64)
+def _softcap_of_share(cap: float) -> Any:
+    """Return cap * tanh(share) as a function in CuTe, for shares score / cap.
+
+    The kernel's scale divides by the cap, which saves a multiplication of each pair. In the backward pass it would
+    enlarge the gradients that are kept in half precision.
+    """
+    import cutlass.cute as cute
+
+    @cute.jit
+    def softcap(share: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, seqlen_info: Any, aux_tensors: Any) -> Any:
+        return cap * cute.math.tanh(share, fastmath=True)
+
+    return softcap
 
 
 @functools.lru_cache(maxsize=64)
