@@ -38,6 +38,11 @@ class _Entry(Generic[Value]):
     made_from: list[tuple[weakref.ref[Tensor], Hashable]]  # tensors, and the `identity` that each had
     used: bool = False  # used since it became the newest entry
 
+    def is_of(self, tensors: Sequence[Tensor]) -> bool:
+        """Return whether the value was made from these tensors, and none has changed since."""
+        pairs = zip(self.made_from, tensors, strict=True)
+        return all(ref() is tensor and identity(tensor) == former for (ref, former), tensor in pairs)
+
 
 # One lock for all caches. It is re-entrant: a tensor may die on any line here, and call `_forget` of any cache.
 _LOCK = threading.RLock()
@@ -70,14 +75,11 @@ class Cache(Generic[Value]):
         with self._lock:
             entry = self._entries.get(full_key)
             if entry is not None:
-                for (ref, former_identity), tensor in zip(entry.made_from, tensors, strict=True):
-                    if ref() is not tensor or identity(tensor) != former_identity:
-                        self._forget(full_key)
-                        break
-                else:
+                if not tensors or entry.is_of(tensors):
                     entry.used = True
                     self._hits += 1
                     return entry.value
+                self._forget(full_key)
             self._misses += 1
             return None
 

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import logging
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from types import FunctionType
 from typing import Any, NamedTuple, cast
 
@@ -593,24 +593,39 @@ def _key_and_tensors(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple
 def _simple_key(request: Request, tensors: list[Tensor]) -> Hashable | None:
     """Return the key of a call with common arguments only, else None.
 
-    Common arguments are names of the library and plain functions, with numbers and tensors. This function takes a
-    third of the time of `captures.Reader`, which reads everything.
+    Common arguments are masks and scores of the library and plain functions, with numbers and tensors. This function
+    takes a third of the time of `captures.Reader`, which reads everything.
     """
-    mask: Any = request.mask
-    params = request.params
-    if type(mask) is Mask and mask.definition.own and not params:
-        mask, params = mask.name, mask.params
-    mask_key = _simple_key_of("mask", mask, tensors)
-    score_key = _simple_key_of("score", request.score, tensors)
     offset: Any = request.q_offset
+    key: list[Hashable] = [offset]
+    for kind, value in (("mask", request.mask), ("score", request.score)):
+        if value is None:
+            key.append(None)
+        elif type(value) is str and is_own(kind, value):
+            key.append(value)
+        elif type(value) is (Mask if kind == "mask" else Score) and value.definition.own:
+            key += [kind, value.name]
+            if not _add_parameters(key, value.params, tensors):
+                return None
+        else:
+            captured = capture_plainly(value, tensors) if type(value) is FunctionType else None
+            if captured is None:
+                return None
+            key.append(captured)
     if type(offset) is Tensor and not vars(offset):
         tensors.append(offset)
-        offset = "tensor"
+        key[0] = "tensor"
     elif type(offset) is not int and offset is not None:
         return None
-    if mask_key is None or score_key is None:
-        return None
-    key: list[Hashable] = [mask_key, score_key, offset]
+    key.append("params")
+    return tuple(key) if _add_parameters(key, request.params, tensors) else None
+
+
+def _add_parameters(key: list[Hashable], params: Mapping[str, Any], tensors: list[Tensor]) -> bool:
+    """Add parameters to a key, and their tensors to the tensors.
+
+    Returns whether all are numbers and plain tensors.
+    """
     for name, value in params.items():
         kind: Any = type(value)
         if kind is Tensor and not vars(value):
@@ -621,16 +636,8 @@ def _simple_key(request: Request, tensors: list[Tensor]) -> Hashable | None:
         elif kind is float:
             key += [name, repr(value)]  # 0.0 and -0.0 are equal, and differ in what they do
         else:
-            return None
-    return tuple(key)
-
-
-def _simple_key_of(kind: str, value: Any, tensors: list[Tensor]) -> Hashable | None:
-    if value is None:
-        return "none"
-    if type(value) is str:
-        return value if is_own(kind, value) else None
-    return capture_plainly(value, tensors) if type(value) is FunctionType else None
+            return False
+    return True
 
 
 # --- a call from the start: checks, plans, backend ---
@@ -713,6 +720,7 @@ def _planned(q: Tensor, k: Tensor, v: Tensor, request: Request) -> _Planned:
         whole=None if isinstance(mask_plan, GivenPlan) else lambda: mask_plan.whole[0],
         spanned=None if isinstance(mask_plan, GivenPlan) else lambda: mask_plan.spanned[0],
         added=None if score_plan is None else lambda: score_plan.added[0],
+        line=None if score_plan is None else score_plan.line,
         blocks=mask_plan.blocks,
         data=mask_plan.data,
         computed_fraction=mask_plan.computed_fraction,

@@ -60,7 +60,8 @@ class FusedCall:
 
     window: Window
     scale: float | None
-    checked: set[Any] = field(default_factory=set, compare=False)  # layouts and settings with a fused kernel
+    # By layouts and settings with a fused kernel: the keywords of torch's call, None if k and v are cut or repeated.
+    checked: dict[Any, dict[str, Any] | None] = field(default_factory=dict, compare=False)
     nbytes = 0
 
     def has_kernel(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -72,11 +73,15 @@ class FusedCall:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
         key = q.stride(), k.stride(), v.stride(), compat.sdp_settings()
+        keywords = self.checked.get(key)
+        if keywords is not None:
+            return F.scaled_dot_product_attention(q, k, v, **keywords), None
         if key not in self.checked:
             if not self.has_kernel(q, k, v):
                 raise Unavailable(_NO_KERNEL)
             if len(self.checked) < _MAX_CHECKED:
-                self.checked.add(key)
+                is_plain = self.window.cut(k) is k and self.window.cut(v) is v and not _needs_repeated_heads(q, k)
+                self.checked[key] = self._keywords(q, k) if is_plain else None
         return self._attend(q, k, v)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
