@@ -498,7 +498,7 @@ def flash_attention_on_cpu(
 
     The public function gives no lse.
     """
-    q, k, v = map(with_rows_together, (q, k, v))
+    q, k, v = with_rows_together(q, k, v)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, False, attn_mask=added, scale=scale
     )
@@ -516,16 +516,16 @@ def flash_attention_on_cpu_backward(
     scale: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of q, k and v of `flash_attention_on_cpu`."""
-    gradient, q, k, v, out = map(with_rows_together, (gradient, q, k, v, out))
+    gradient, q, k, v, out = with_rows_together(gradient, q, k, v, out)
     grad_q, grad_k, grad_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         gradient, q, k, v, out, lse, 0.0, False, attn_mask=added, scale=scale
     )
     return grad_q, grad_k, grad_v
 
 
-def with_rows_together(x: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whose last stride is 1, as kernels take for granted."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+def with_rows_together(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Return tensors whose last stride is 1, as kernels take for granted."""
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
 
 
 def value_of_constant(x: torch.Tensor) -> float | None:

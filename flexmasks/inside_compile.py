@@ -245,6 +245,7 @@ def _call_of(
         whole=None,
         spanned=None,
         added=None,
+        line=None,
         blocks=_no_blocks,
         data=_no_blocks,
         computed_fraction=lambda: 0.5 if window is None or tensors else window.pairs(size.q_len) / pairs,

@@ -224,7 +224,7 @@ def assembly(kernel: Any, pointers: dict[str, str], constants: dict[str, Any], w
     return made.asm["ptx"]
 
 
-def compiled_for_hopper(kernel: Any, _programs: int, warps: int, arguments: tuple[Any, ...]) -> Any:
+def compiled_for_hopper(kernel: Any, warps: int, arguments: tuple[Any, ...]) -> Any:
     """Compile a kernel for a Hopper GPU, where no GPU is needed."""
     import triton  # not installed on every system
     from triton.backends.compiler import GPUTarget

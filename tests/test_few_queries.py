@@ -725,7 +725,8 @@ def test_growing_caches_compile_few_kernels(monkeypatch: pytest.MonkeyPatch) -> 
     """Lengths and numbers of sequences are no constants of the kernels."""
     kernels = set()
 
-    def compiled(kernel: Any, _programs: int, warps: int, arguments: tuple[Any, ...]) -> Callable[..., None]:
+    def compiled(kernel: Any, _programs: int, warps: int, *given: tuple[Any, ...]) -> Callable[..., None]:
+        arguments = *given[0], *given[1]
         constants = [a for p, a in zip(kernel.params, arguments, strict=True) if p.is_constexpr]
         specialized = [
             p.name
@@ -787,9 +788,10 @@ def test_loads_are_wide_and_ahead(call: Call, monkeypatch: pytest.MonkeyPatch) -
     """Keys and values come by asynchronous copies of 16 bytes, two steps ahead, in both loops."""
     made_kernels = []
 
-    def compiled(kernel: Any, programs: int, warps: int, arguments: tuple[Any, ...]) -> Callable[..., None]:
+    def compiled(kernel: Any, _programs: int, warps: int, *given: tuple[Any, ...]) -> Callable[..., None]:
+        arguments = *given[0], *given[1]
         named = dict(zip([p.name for p in kernel.params], arguments, strict=True))
-        made_kernels.append((compiled_for_hopper(kernel, programs, warps, arguments).asm["ptx"], named, warps))
+        made_kernels.append((compiled_for_hopper(kernel, warps, arguments).asm["ptx"], named, warps))
         return lambda *_: None
 
     monkeypatch.setattr(launch, "_launches", launch.Launches())

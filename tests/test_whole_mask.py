@@ -33,8 +33,10 @@ from torch import Tensor
 import flexmasks
 from flexmasks import calls
 from flexmasks.backends import dense, table
-from flexmasks.kernels.whole_mask import TILE, WholeMask, spans_of
+from flexmasks.kernels.whole_mask import TILE, Line, WholeMask, spans_of
 from flexmasks.plans import plan
+from flexmasks.plans.whole import line_of
+from flexmasks.spec.parameters import Size
 
 launch = pytest.importorskip("flexmasks.kernels.whole_mask_launch")
 
@@ -116,6 +118,59 @@ def test_scores_that_add(case: Case, device: str) -> None:
     seen = dense_of(Case("causal", {}, case.batch, case.heads, case.q_len, case.kv_len, case.q_offset))
     want = expected(leaves, seen, lambda scores: SCORES[case.name](scores, case, **case.params))
     check(results(leaves, **call), want, FP16)
+
+
+@on_devices
+@pytest.mark.parametrize(
+    ("offset", "is_absolute", "factor"),
+    [(0, False, None), (3, True, None), (40, False, -0.1), (40, True, 3e-5), (0, True, 1.0)],
+)
+def test_lines_over_the_distance(
+    device: str, offset: int, is_absolute: bool, factor: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is a line over the distance is computed and not read, with a factor of each head and without."""
+    q_len, kv_len = 37, 70
+    distances = torch.arange(kv_len) - torch.arange(q_len)[:, None] - offset
+    distances = distances.abs() if is_absolute else distances
+
+    def line(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        far = (kv - q).abs() if is_absolute else kv - q
+        return score + ((2.0 ** -(h + 1.0)) * far if factor is None else far * factor + 2)
+
+    lines, kernels_of = [], launch.kernels_of
+
+    def noted(q: Tensor, k: Tensor, v: Tensor, mask: WholeMask) -> Any:
+        lines.append(mask.line)
+        assert mask.bias is None
+        return kernels_of(q, k, v, mask)
+
+    monkeypatch.setattr(launch, "kernels_of", noted)
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625], dtype=torch.float64)[:, None, None]
+    q, k, v = (torch.randn(2, 4, n, 16).to(device, FP16).requires_grad_() for n in (q_len, kv_len, kv_len))
+    got = results([q, k, v], mask="causal", score=line, q_offset=offset)
+    want = expected(
+        [q, k, v],
+        dense_of(Case("causal", {}, 2, 4, q_len, kv_len, offset)),
+        lambda scores: scores + (slopes * distances if factor is None else distances * factor + 2),
+    )
+    check(got, want, FP16)
+    assert len(lines) == 1
+    assert lines[0].is_absolute == is_absolute
+
+
+def test_what_is_no_line() -> None:
+    """Only numbers that a line gives back are one."""
+    size = Size(1, 1, 5, 7, torch.device("cpu"))
+    distance = (torch.arange(7) - torch.arange(5)[:, None]).float()[None, None]
+    assert line_of(3 * distance + 1, size, 0) == Line(3.0, 1.0, 0, False)
+    assert line_of(3 - distance.abs(), size, 0) == Line(-1.0, 3.0, 0, True)
+    bent = distance.clone()
+    bent[..., 4, 6] += 1e-5
+    key = torch.arange(7.0).expand(1, 1, 1, 7)
+    for numbers in (bent, distance**2, distance.abs() + distance, key, torch.full((1, 1, 5, 7), math.nan)):
+        assert line_of(numbers, size, 0) is None
+    assert line_of(distance.expand(1, 2, 5, 7), size, 0) is None
+    assert line_of(distance[..., :1], Size(1, 1, 5, 1, size.device), 0) is None
 
 
 @on_devices
@@ -302,13 +357,13 @@ def test_auto_takes_it_for_small_calls() -> None:
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 @pytest.mark.parametrize("size", [64, 128])
-@pytest.mark.parametrize("has_bias", [False, True])
-def test_tiles_fit_a_hopper_gpu(size: int, has_bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("added", ["nothing", "bias", "line"])
+def test_tiles_fit_a_hopper_gpu(size: int, added: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shared memory fits a processor, matrix products take tensor cores, and rows come by copies of 16 bytes."""
     texts = []
 
-    def compiled(kernel: Any, programs: int, warps: int, arguments: tuple[Any, ...]) -> Callable[..., None]:
-        made = compiled_for_hopper(kernel, programs, warps, arguments)
+    def compiled(kernel: Any, _programs: int, warps: int, *given: tuple[Any, ...]) -> Callable[..., None]:
+        made = compiled_for_hopper(kernel, warps, (*given[0], *given[1]))
         assert made.metadata.shared <= 227 * 2**10
         texts.append(made.asm["ptx"])
         return lambda *_: None
@@ -316,8 +371,10 @@ def test_tiles_fit_a_hopper_gpu(size: int, has_bias: bool, monkeypatch: pytest.M
     monkeypatch.setattr(launch, "compiled", compiled)
     q, k, v, d_out = torch.empty(4, 1, 2, 256, size, dtype=BF16)
     visible = torch.ones(1, 1, 256, 256, dtype=torch.bool)
-    bias = torch.zeros(1, 1, 256, 256) if has_bias else None
-    mask = WholeMask(visible, *spans_of(visible), torch.ones(1, 2, 1, 1) if has_bias else None, bias, 0.1)
+    weight = None if added == "nothing" else torch.ones(1, 2, 1, 1)
+    bias = torch.zeros(1, 1, 256, 256) if added == "bias" else None
+    line = Line(1.0, 0.0, 0, False) if added == "line" else None
+    mask = WholeMask(visible, *spans_of(visible), weight, bias, line, 0.1)
     kernels = launch.kernels_of(q, k, v, mask)
     out, lse = kernels.forward(q, k, v, mask)
     kernels.backward(d_out, None, q, k, v, out, lse, mask)

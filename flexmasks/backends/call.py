@@ -13,6 +13,7 @@ from torch import Tensor
 from flexmasks import compat
 from flexmasks.blocks.counts import Blocks
 from flexmasks.cache import Cache
+from flexmasks.kernels.whole_mask import Line
 from flexmasks.plans.data import FirstAsData, MaskData
 from flexmasks.plans.intervals import Intervals
 from flexmasks.plans.whole import Added, Spanned, Whole
@@ -88,6 +89,7 @@ class Call:
     whole: Callable[[], Whole] | None
     spanned: Callable[[], Spanned] | None
     added: Callable[[], Added] | None  # what the score change adds; only if it only adds
+    line: Callable[[], Line | None] | None  # the line that it adds over the distance of key and query, if it does
     blocks: Callable[[], Blocks]
     data: Callable[[], MaskData]  # the mask as data
     computed_fraction: Callable[[], float]  # the approximate fraction of all pairs that is computed

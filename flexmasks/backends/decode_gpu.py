@@ -74,7 +74,7 @@ class GpuDecode:
         return cls(mask, added, call.cap, call.scale, call.with_lse, table)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
-        q, k, v = map(compat.with_rows_together, (q, k, v))
+        q, k, v = compat.with_rows_together(q, k, v)
         scale = q.shape[3] ** -0.5 if self.scale is None else self.scale
         bias, weight = (None, None) if self.added is None else self.added
         change = weight, bias, scale, self.cap

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flexmasks import compat
+from flexmasks.backends.call import Unavailable
 from flexmasks.backends.reference import attend
 from flexmasks.backends.slices import is_traced_or_transformed
 from flexmasks.plans.whole import Added
@@ -26,6 +27,8 @@ class DenseCall:
     needs_grad: bool
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
+        if compat.transforms_active():
+            raise Unavailable("it does not run inside transforms of torch.func")
         if not self.needs_grad:
             out, lse = self.forward(q, k, v)
             return out, lse if self.with_lse else None
@@ -59,7 +62,7 @@ class DenseCall:
         return attend(q, k, v, score_mod, block_mask, self.scale)
 
 
-class _Attend(torch.autograd.Function):
+class _Attend(compat.SingleLevelFunction):
     """Attention by a call's own passes.
 
     The reference computes gradients where a call does not, and where torch looks inside.

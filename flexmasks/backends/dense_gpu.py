@@ -7,6 +7,7 @@ seconds to compile for each function; these kernels take a tenth of that, and on
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -17,7 +18,7 @@ from flexmasks import compat
 from flexmasks.backends.call import HALF_DTYPES, Call, Unavailable
 from flexmasks.backends.dense_call import DenseCall
 from flexmasks.kernels.direct import is_plain
-from flexmasks.kernels.whole_mask import WholeMask
+from flexmasks.kernels.whole_mask import Line, WholeMask
 from flexmasks.plans.plan import GivenPlan, MaskPlan, ScorePlan
 from flexmasks.plans.recorded import Remade
 from flexmasks.plans.whole import Added, Spanned
@@ -49,14 +50,18 @@ class GpuDense(DenseCall):
     """A call on a GPU without q, k and v."""
 
     spans: tuple[Tensor, Tensor]  # of the mask's tiles, see `kernels.whole_mask`
+    line: Line | None  # that the bias is, whatever tensors hold
     kernels: dict[Any, Any] = field(default_factory=dict, compare=False)  # by layouts of q, k and v
     key = "dense"  # of its kernels
 
     @classmethod
     def of(cls, call: Call) -> GpuDense:
         spanned = cast(Callable[[], Spanned], call.spanned)()
-        bias = None if call.score_mod is None else cast(Callable[[], Added], call.added)()
-        return cls(spanned.visible, bias, call.scale, call.with_lse, call.needs_grad, spanned.spans)
+        bias, line = None, None
+        if call.score_mod is not None:
+            bias, line = cast(Callable[[], Added], call.added)(), cast(Callable[[], Line | None], call.line)()
+        scale = call.q.shape[3] ** -0.5 if call.scale is None else call.scale
+        return cls(spanned.visible, bias, scale, call.with_lse, call.needs_grad, spanned.spans, line)
 
     @property
     def nbytes(self) -> int:
@@ -70,33 +75,34 @@ class GpuDense(DenseCall):
         return super().__call__(q, k, v)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        q, k, v = map(compat.with_rows_together, (q, k, v))
-        mask = self._mask(q)
-        out, lse = self._kernels(q, k, v, mask).forward(q, k, v, mask)
+        q, k, v = compat.with_rows_together(q, k, v)
+        out, lse = self._kernels(q, k, v).forward(q, k, v, self.mask)
         return out, lse
 
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None
     ) -> tuple[Tensor, ...]:
-        q, k, v, d_out = map(compat.with_rows_together, (q, k, v, d_out))
-        mask = self._mask(q)
+        q, k, v, d_out = compat.with_rows_together(q, k, v, d_out)
         d_lse = None if d_lse is None else d_lse.contiguous()
-        d_q, d_k, d_v = self._kernels(q, k, v, mask).backward(d_out, d_lse, q, k, v, out, lse, mask)
+        d_q, d_k, d_v = self._kernels(q, k, v).backward(d_out, d_lse, q, k, v, out, lse, self.mask)
         return d_q, d_k, d_v
 
-    def _mask(self, q: Tensor) -> WholeMask:
+    @functools.cached_property
+    def mask(self) -> WholeMask:
+        """The mask and what is added to scores, as kernels take them."""
         numbers, weight = (None, None) if self.bias is None else self.bias
-        scale = q.shape[3] ** -0.5 if self.scale is None else self.scale
-        return WholeMask(self.visible, *self.spans, weight, numbers, scale)
+        return WholeMask(
+            self.visible, *self.spans, weight, None if self.line else numbers, self.line, cast(float, self.scale)
+        )
 
-    def _kernels(self, q: Tensor, k: Tensor, v: Tensor, mask: WholeMask) -> Any:
+    def _kernels(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
         """Return the kernels of some tensors, which are kept by layouts."""
         layout = q.stride(), k.stride(), v.stride(), q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16
         kernels = self.kernels.get(layout)
         if kernels is None:
             from flexmasks.kernels.whole_mask_launch import kernels_of  # Triton is not installed on every system
 
-            kernels = self.kernels[layout] = kernels_of(q, k, v, mask)
+            kernels = self.kernels[layout] = kernels_of(q, k, v, self.mask)
         return kernels
 
 
@@ -112,6 +118,7 @@ class GpuDenseRenewal:
     def __init__(self, call: GpuDense, mask: Remade | Spanned, bias: Remade | Added | None) -> None:
         self._call, self._mask, self._bias = copy.copy(call), mask, bias
         vars(self._call).update(visible=None, bias=None, spans=None)
+        vars(self._call).pop("mask", None)
 
     @classmethod
     def of(

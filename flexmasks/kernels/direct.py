@@ -13,23 +13,25 @@ from torch import Tensor
 from flexmasks import compat
 
 _NO_CONTEXT = contextlib.nullcontext()
+_PLAIN = Tensor, torch.nn.Parameter
 
 
 def is_plain(*tensors: Tensor) -> bool:
-    """Return whether all tensors are plain, and no mode or transform watches the call."""
+    """Return whether all tensors are plain, and no mode or transform watches the call.
+
+    The memory of plain tensors holds their values.
+    """
     if compat.is_compiling() or compat.transforms_active() or compat.in_dispatch_mode():
         return False
-    return not compat.in_forward_derivative() and all(map(_has_readable_memory, tensors))
+    if compat.in_forward_derivative():
+        return False
+    return all(map(_has_readable_memory, tensors))
 
 
 def _has_readable_memory(x: Tensor) -> bool:
-    """Return whether the memory of a tensor holds its values."""
-    return bool(
-        type(x) in (Tensor, torch.nn.Parameter)
-        and not compat.is_batched_gradient(x)  # under torch.autograd.grad(is_grads_batched=True)
-        and not x.is_meta
-        and not x.is_neg()  # as z.conj().imag is: kernels read its memory, which lacks the sign
-    )
+    # Under torch.autograd.grad(is_grads_batched=True) a gradient is a batch of them. A tensor such as z.conj().imag is
+    # negative: kernels read its memory, which lacks the sign.
+    return type(x) in _PLAIN and not (compat.is_batched_gradient(x) or x.is_meta or x.is_neg())
 
 
 def on(device: torch.device) -> contextlib.AbstractContextManager[object]:

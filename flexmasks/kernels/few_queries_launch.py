@@ -7,7 +7,6 @@ later calls of the same layout only pass their tensors.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +15,17 @@ from torch import Tensor
 
 from flexmasks.kernels.few_queries_kernel import attend_kernel, join_kernel
 from flexmasks.kernels.few_queries_plain import TILE, check, check_band, check_place
-from flexmasks.kernels.launches import Launches, compiled, dot_type, grain_of, layout_of, strides_of, width_of
+from flexmasks.kernels.launches import (
+    Launch,
+    Launches,
+    compiled,
+    dot_type,
+    grain_of,
+    layout_of,
+    new,
+    strides_of,
+    width_of,
+)
 
 _FEW_COUNTS, _MAX_COUNTS = 64, 1024  # counts of tiles that a program loads at a time
 _SHARED_MEMORY = 227 * 2**10  # of a processor of a Hopper GPU, in bytes
@@ -31,12 +40,10 @@ class _Launch(NamedTuple):
     Tensors, scale, cap and band are not among them.
     """
 
-    attend: Callable[..., Any]  # takes all arguments
-    attend_numbers: tuple[int, ...]
-    attend_constants: tuple[Any, ...]
-    join: Callable[..., Any] | None  # None if programs write the result themselves
-    join_numbers: tuple[int, ...]
-    join_constants: tuple[Any, ...]
+    attend: Launch
+    attend_others: tuple[Any, ...]  # numbers and constants
+    join: Launch | None  # None if programs write the result themselves
+    join_others: tuple[Any, ...]
     lines: int  # rows of all shares
 
 
@@ -110,8 +117,8 @@ def _run(
     band: where the queries start, and the most keys to the left and to the right of a query.
     """
     q, v = tensors.q, tensors.v
-    out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
-    lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device) if with_lse else None
+    out = new((*q.shape[:-1], v.shape[-1]), q.dtype, q.device)
+    lse = new(q.shape[:-1], torch.float32, q.device) if with_lse else None
     key = (cap is None, with_lse, q.device.index, *[layout_of(t) for t in tensors])
     launch = _launches.get(key)
     if launch is None:
@@ -121,12 +128,10 @@ def _run(
         _launches.keep(key, launch)
     shared = None  # programs write the result themselves
     if launch.join is not None:
-        shared = torch.empty(launch.lines * (v.shape[-1] + 1), dtype=torch.float32, device=q.device)
-    launch.attend(
-        out, lse, shared, *tensors, scale, cap or 0.0, *band, *launch.attend_numbers, *launch.attend_constants
-    )
+        shared = new((launch.lines * (v.shape[-1] + 1),), torch.float32, q.device)
+    launch.attend((out, lse, shared, *tensors), (scale, cap or 0.0, *band, *launch.attend_others))
     if launch.join is not None:
-        launch.join(out, lse, shared, *tensors.counts, *band, *launch.join_numbers, *launch.join_constants)
+        launch.join((out, lse, shared, *tensors.counts), (*band, *launch.join_others))
     return out, lse
 
 
@@ -262,19 +267,23 @@ def _launch(results: tuple[Tensor, Tensor | None], tensors: _Tensors, has_cap: b
             is_band,
         ),
     )
-    arguments = (out, lse, shared, *tensors, 1.0, 1.0, *_NO_BAND, *numbers, *constants)
-    attend = compiled(attend_kernel, programs, choice.warps, arguments)
+    others = *numbers, *constants
+    attend = compiled(
+        attend_kernel, programs, choice.warps, (out, lse, shared, *tensors), (1.0, 1.0, *_NO_BAND, *others)
+    )
     if not split:
-        return _Launch(attend, numbers, constants, None, (), (), 0)
+        return _Launch(attend, others, None, (), 0)
     join_numbers = (
         *(kv_len, queries, elements, choice.shares, key_heads, row_blocks, lines),
         *(*count_strides, *band_strides),
     )
     together = 8 if choice.shares <= 8 * elements else 2**13 // width_of(v_size)  # shares of a step
     join_constants = (group, *lists, choice.rows, v_size, width_of(v_size), together, is_band)
-    arguments = (out, lse, shared, *tensors.counts, *_NO_BAND, *join_numbers, *join_constants)
-    join = compiled(join_kernel, batch * heads * queries, 4, arguments)
-    return _Launch(attend, numbers, constants, join, join_numbers, join_constants, lines)
+    join_others = *join_numbers, *join_constants
+    join = compiled(
+        join_kernel, batch * heads * queries, 4, (out, lse, shared, *tensors.counts), (*_NO_BAND, *join_others)
+    )
+    return _Launch(attend, others, join, join_others, lines)
 
 
 def _last_stride(tensor: Tensor | None) -> int:

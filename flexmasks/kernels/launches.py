@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Hashable
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import triton
@@ -12,17 +13,33 @@ import triton.language as tl
 from torch import Tensor
 
 _MAX_LAUNCHES = 4096
-_Launch = TypeVar("_Launch")
+_Kept = TypeVar("_Kept")
+Launch: TypeAlias = Callable[[Sequence[Tensor | None], tuple[Any, ...]], None]  # takes tensors, and the other arguments
 
 
-class Launches(dict[Hashable, _Launch]):
+class Launches(dict[Hashable, _Kept]):
     """Launches by layouts of tensors."""
 
-    def keep(self, key: Hashable, launch: _Launch) -> None:
+    def keep(self, key: Hashable, launch: _Kept) -> None:
         """Keep a launch; when there are too many, all others are dropped."""
         if len(self) >= _MAX_LAUNCHES:
             self.clear()
         self[key] = launch
+
+
+def new(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a contiguous tensor that holds anything.
+
+    torch.empty takes twice as long: it looks closer at its arguments.
+    """
+    return torch.empty_strided(*_strided(tuple(shape)), dtype=dtype, device=device)
+
+
+@functools.lru_cache(maxsize=_MAX_LAUNCHES)
+def _strided(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return a shape, and the strides of a contiguous tensor of this shape."""
+    sizes = [max(1, n) for n in shape]
+    return shape, tuple(math.prod(sizes[n + 1 :]) for n in range(len(sizes)))
 
 
 def layout_of(tensor: Tensor | None) -> Hashable:
@@ -64,9 +81,27 @@ def dot_type(dtype: torch.dtype, kernel: Any) -> tl.dtype:
     return {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}[dtype]
 
 
-def compiled(kernel: Any, programs: int, warps: int, arguments: tuple[Any, ...]) -> Callable[..., Any]:
-    """Compile a kernel for arguments like these, and return a function that launches it."""
+def compiled(
+    kernel: Any, programs: int, warps: int, tensors: Sequence[Tensor | None], others: tuple[Any, ...]
+) -> Launch:
+    """Compile a kernel for tensors like these, and return its launch.
+
+    others: the kernel's arguments behind the tensors, or values of their types.
+    """
     if not isinstance(kernel, triton.JITFunction):  # Triton's interpreter compiles nothing
-        return cast(Callable[..., Any], kernel[(programs,)])
-    made = kernel.warmup(*arguments, grid=(programs,), num_warps=warps)
-    return cast(Callable[..., Any], made[(programs, 1, 1)])
+        run = kernel[(programs,)]
+        return lambda tensors, others: run(*tensors, *others)
+    return launch_of(kernel.warmup(*tensors, *others, grid=(programs,), num_warps=warps), programs)
+
+
+def launch_of(made: Any, programs: int) -> Launch:
+    """Return the launch of a compiled kernel.
+
+    It passes on addresses: Triton asks the driver about each tensor, which takes as long as the rest of a launch.
+    """
+    run = made[(programs, 1, 1)]
+
+    def launch(tensors: Sequence[Tensor | None], others: tuple[Any, ...]) -> None:
+        run(*[None if x is None else x.data_ptr() for x in tensors], *others)
+
+    return launch

@@ -13,7 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
-from flexmasks.kernels.launches import Launches, compiled, layout_of
+from flexmasks.kernels.launches import Launches, compiled, layout_of, new
 from flexmasks.kernels.sinks_kernel import fold_kernel, gradients_kernel, sum_kernel
 
 _ELEMENTS, _WARPS = 4096, 4  # of a program
@@ -61,8 +61,8 @@ def gradients(
     heads, queries = lse.shape[-2:]
     count = lse.numel() // (heads * queries) * -(-queries // _rows(queries, _width(out)))
     if wanted[2]:
-        d_sinks = torch.empty(heads, dtype=sinks.dtype, device=sinks.device)
-        partial = torch.empty((heads, count), dtype=torch.float32, device=sinks.device)
+        d_sinks = new((heads,), sinks.dtype, sinks.device)
+        partial = new((heads, count), torch.float32, sinks.device)
     tensors = d_out, d_lse, partial, *given
     key = "gradients", *wanted, out.device.index, *map(layout_of, given)
     launch = _launches.get(key)
@@ -95,10 +95,10 @@ def _kept(
 
     others: the kernel's arguments behind the tensors.
     """
-    run = compiled(kernel, programs, warps, (*tensors, *others))
+    run = compiled(kernel, programs, warps, tensors, others)
 
     def launch(*tensors: Tensor | None) -> None:
-        run(*tensors, *others)
+        run(tensors, others)
 
     _launches.keep(key, launch)
     return launch

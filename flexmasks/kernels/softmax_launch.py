@@ -9,7 +9,7 @@ layout only pass their tensors.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ import torch
 import triton
 from torch import Tensor
 
-from flexmasks.kernels.launches import Launches, layout_of
+from flexmasks.kernels.launches import Launch, Launches, launch_of, layout_of
 from flexmasks.kernels.softmax_backward import backward_kernel
 from flexmasks.kernels.softmax_forward import forward_kernel
 
@@ -27,7 +27,7 @@ _MAX_REGISTER_COLUMNS = {"forward": 32768, "backward": 16384}  # columns of a ro
 _MAX_COLUMNS_OF_8_WARPS = {"forward": 16384, "backward": 8192}
 _MAX_COLUMN_STRIDE = 4  # up to this stride between a row's elements, reading them is faster than copying first
 _MAX_OUTER_DIMS = 3  # dimensions around the rows that kernels support
-_launches: Launches[tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]] = Launches()
+_launches: Launches[tuple[Launch, tuple[Any, ...], tuple[Any, ...]]] = Launches()
 
 
 def forward(
@@ -43,7 +43,7 @@ def forward(
     launch = _launches.get(key)
     if launch is not None:
         run, numbers, constants = launch
-        run(y, x, bounds, bits, mask, *numbers, factor, *constants)
+        run((y, x, bounds, bits, mask), (*numbers, factor, *constants))
         return y
     if _column_stride(x) > _MAX_COLUMN_STRIDE:
         return forward(x.contiguous(), bounds, bits, mask, visible, scale)
@@ -71,7 +71,7 @@ def backward(dy: Tensor, y: Tensor, bounds: Tensor | None, scale: float) -> Tens
     launch = _launches.get(key)
     if launch is not None:
         run, numbers, constants = launch
-        run(dx, dy, y, bounds, *numbers, scale, *constants)
+        run((dx, dy, y, bounds), (*numbers, scale, *constants))
         return dx
     if max(_column_stride(dy), _column_stride(y)) > _MAX_COLUMN_STRIDE:
         return backward(dy.contiguous(), y.contiguous(), bounds, scale)
@@ -90,7 +90,7 @@ def backward(dy: Tensor, y: Tensor, bounds: Tensor | None, scale: float) -> Tens
 def _keep(key: Hashable, compiled: Any, programs: int, numbers: Any, constants: Any) -> None:
     """Keep a launch for later calls of its layout."""
     if compiled is not None:  # Triton's interpreter compiles nothing
-        _launches.keep(key, (compiled[(programs, 1, 1)], numbers, constants))
+        _launches.keep(key, (launch_of(compiled, programs), numbers, constants))
 
 
 # --- rows per program ---

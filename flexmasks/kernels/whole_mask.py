@@ -9,6 +9,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 TILE = 64  # queries and keys of a tile
+NO_LINE, SIGNED, ABSOLUTE = 0, 1, 2  # kinds of a bias for kernels: a tensor or none, and lines over a distance
+
+
+class Line(NamedTuple):
+    """Numbers of pairs that are slope * distance + start.
+
+    The distance is key - query - shift, or its absolute value.
+    """
+
+    slope: float
+    start: float
+    shift: int
+    is_absolute: bool
 
 
 class WholeMask(NamedTuple):
@@ -18,6 +31,7 @@ class WholeMask(NamedTuple):
     key_spans, query_spans: what `spans_of` returns.
     weight, bias: None or float32 [B or 1, H or 1, Q or 1, 1] and [B or 1, H or 1, Q or 1, KV]; weight * bias, or bias
         if there is no weight, is added to the scores.
+    line: what stands in the place of a bias that is one.
     scale: number that q . k is multiplied by.
     """
 
@@ -26,6 +40,7 @@ class WholeMask(NamedTuple):
     query_spans: Tensor
     weight: Tensor | None
     bias: Tensor | None
+    line: Line | None
     scale: float
 
 

@@ -5,7 +5,8 @@ the first tile to the last that one of them sees. A program of the gradients of 
 key head, and goes over the queries of all its query heads. No program writes where another one does, so results are
 the same at each run.
 
-A byte of the mask is read for each pair in these tiles, and with a bias 4 more. Scores stay natural numbers, and are
+A byte of the mask is read for each pair in these tiles, and with a bias 4 more; a bias that is a line over the distance
+is computed. Scores stay natural numbers, and are
 multiplied by log2(e) only after the largest score was subtracted: the product of a very low score would be infinite.
 
 Strides come divided by GRAIN; multiplying them by it proves their alignment to the compiler.
@@ -26,8 +27,9 @@ _NUMBERS = (
     "out_batch", "out_head", "out_query", "d_out_batch", "d_out_head", "d_out_query",
     "d_q_batch", "d_q_head", "d_q_query", "d_k_batch", "d_k_head", "d_k_key", "d_v_batch", "d_v_head", "d_v_key",
     "visible_batch", "visible_head", "visible_query", "span_batch", "span_head",
-    "weight_batch", "weight_head", "weight_query", "bias_batch", "bias_head", "bias_query",
+    "weight_batch", "weight_head", "weight_query", "bias_batch", "bias_head", "bias_query", "shift",
 )  # fmt: skip
+_ABSOLUTE: tl.constexpr = tl.constexpr(whole_mask.ABSOLUTE)
 
 
 @triton.jit
@@ -73,13 +75,14 @@ def _span_of(spans, block, span_count, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _scores(products, pairs, query, key, EVEN: tl.constexpr, GRAIN: tl.constexpr):
+def _scores(products, pairs, query, key, EVEN: tl.constexpr, GRAIN: tl.constexpr, LINE: tl.constexpr):
     """Return scores, -inf where hidden.
 
-    pairs: the mask and the bias of a batch element and head, their strides of queries, and the lengths and scale.
+    pairs: the mask and the bias of a batch element and head, their strides of queries, the lengths, and the scale with
+        the numbers of a line.
     query, key: positions, which broadcast with the products.
     """
-    visible, weight, bias, visible_query, weight_query, bias_query, queries, keys, scale = pairs
+    visible, weight, bias, visible_query, weight_query, bias_query, queries, keys, scale, slope, begin, shift = pairs
     query_row = query.to(tl.int64)
     at = visible + query_row * (visible_query * GRAIN) + key
     if EVEN:
@@ -87,8 +90,12 @@ def _scores(products, pairs, query, key, EVEN: tl.constexpr, GRAIN: tl.constexpr
     else:
         marks = tl.load(at, mask=(query < queries) & (key < keys), other=0)
     scores = products * scale
-    if bias is not None:
-        numbers = tl.load(bias + query_row * bias_query + key, mask=marks != 0, other=0.0)
+    if LINE or bias is not None:
+        if LINE:
+            distance = (key - query - shift).to(tl.float32)
+            numbers = slope * (tl.abs(distance) if LINE == _ABSOLUTE else distance) + begin
+        else:
+            numbers = tl.load(bias + query_row * bias_query + key, mask=marks != 0, other=0.0)
         if weight is not None:
             numbers *= tl.load(weight + query_row * weight_query, mask=query < queries, other=0.0)
         scores += numbers
@@ -99,14 +106,14 @@ def _scores(products, pairs, query, key, EVEN: tl.constexpr, GRAIN: tl.constexpr
 def _step(
     start, q_rows, query, k, v, k_key, v_key, keys, pairs,
     KEYS: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
-    GRAIN: tl.constexpr, MASK_GRAIN: tl.constexpr, EVEN: tl.constexpr, DOT: tl.constexpr,
+    GRAIN: tl.constexpr, MASK_GRAIN: tl.constexpr, EVEN: tl.constexpr, DOT: tl.constexpr, LINE: tl.constexpr,
 ):  # fmt: skip
     """Return keys, values, and the scores of queries with these keys."""
     key = start + tl.arange(0, KEYS)
     k_rows = _rows_of(k, key, k_key, keys, K_SIZE, K_WIDTH, GRAIN, EVEN, DOT)
     v_rows = _rows_of(v, key, v_key, keys, V_SIZE, V_WIDTH, GRAIN, EVEN, DOT)
     products = tl.dot(q_rows, tl.trans(k_rows))
-    return k_rows, v_rows, _scores(products, pairs, query[:, None], key[None, :], EVEN, MASK_GRAIN)
+    return k_rows, v_rows, _scores(products, pairs, query[:, None], key[None, :], EVEN, MASK_GRAIN, LINE)
 
 
 @triton.jit
@@ -124,14 +131,14 @@ def _bytes(visible):
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def forward_kernel(
-    out, lse, q, k, v, visible, key_spans, weight, bias, scale,
+    out, lse, q, k, v, visible, key_spans, weight, bias, scale, slope, begin, shift,
     queries, keys, heads, blocks, span_count,
     q_batch, q_head, q_query, k_batch, k_head, k_key, v_batch, v_head, v_key, out_batch, out_head, out_query,
     visible_batch, visible_head, visible_query, span_batch, span_head,
     weight_batch, weight_head, weight_query, bias_batch, bias_head, bias_query,
     GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
     K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
-    GRAIN: tl.constexpr, MASK_GRAIN: tl.constexpr, EVEN: tl.constexpr, DOT: tl.constexpr,
+    GRAIN: tl.constexpr, MASK_GRAIN: tl.constexpr, EVEN: tl.constexpr, DOT: tl.constexpr, LINE: tl.constexpr,
 ):  # fmt: skip
     """Attend some queries of one head."""
     program = tl.program_id(0)
@@ -148,9 +155,9 @@ def forward_kernel(
     key_spans += b * span_batch + h * span_head
     if bias is not None:
         bias += b * bias_batch + h * bias_head
-        if weight is not None:
-            weight += b * weight_batch + h * weight_head
-    pairs = marks, weight, bias, visible_query, weight_query, bias_query, queries, keys, scale
+    if weight is not None:
+        weight += b * weight_batch + h * weight_head
+    pairs = marks, weight, bias, visible_query, weight_query, bias_query, queries, keys, scale, slope, begin, shift
     query = block * ROWS + tl.arange(0, ROWS)
     q_rows = _rows_of(q, query, q_query, queries, K_SIZE, K_WIDTH, GRAIN, EVEN, DOT)
     first, end = _span_of(key_spans, block, span_count, ROWS)
@@ -160,7 +167,7 @@ def forward_kernel(
     for start in tl.range(first, end, KEYS, num_stages=STAGES):
         _, v_rows, scores = _step(
             start, q_rows, query, k, v, k_key, v_key, keys, pairs,
-            KEYS, K_SIZE, V_SIZE, K_WIDTH, V_WIDTH, GRAIN, MASK_GRAIN, EVEN, DOT,
+            KEYS, K_SIZE, V_SIZE, K_WIDTH, V_WIDTH, GRAIN, MASK_GRAIN, EVEN, DOT, LINE,
         )  # fmt: skip
         new_max = tl.maximum(row_max, tl.max(scores, 1))
         base = tl.where(new_max == float("-inf"), 0.0, new_max)
@@ -178,7 +185,7 @@ def forward_kernel(
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def query_gradient_kernel(
-    d_q, deltas, d_out, d_lse, out, lse, q, k, v, visible, key_spans, weight, bias, scale,
+    d_q, deltas, d_out, d_lse, out, lse, q, k, v, visible, key_spans, weight, bias, scale, slope, begin, shift,
     queries, keys, heads, blocks, span_count,
     q_batch, q_head, q_query, k_batch, k_head, k_key, v_batch, v_head, v_key, out_batch, out_head, out_query,
     d_out_batch, d_out_head, d_out_query, d_q_batch, d_q_head, d_q_query,
@@ -186,7 +193,7 @@ def query_gradient_kernel(
     weight_batch, weight_head, weight_query, bias_batch, bias_head, bias_query,
     GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
     K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
-    GRAIN: tl.constexpr, MASK_GRAIN: tl.constexpr, EVEN: tl.constexpr, DOT: tl.constexpr,
+    GRAIN: tl.constexpr, MASK_GRAIN: tl.constexpr, EVEN: tl.constexpr, DOT: tl.constexpr, LINE: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of some queries of one head.
 
@@ -208,9 +215,9 @@ def query_gradient_kernel(
     key_spans += b * span_batch + h * span_head
     if bias is not None:
         bias += b * bias_batch + h * bias_head
-        if weight is not None:
-            weight += b * weight_batch + h * weight_head
-    pairs = marks, weight, bias, visible_query, weight_query, bias_query, queries, keys, scale
+    if weight is not None:
+        weight += b * weight_batch + h * weight_head
+    pairs = marks, weight, bias, visible_query, weight_query, bias_query, queries, keys, scale, slope, begin, shift
     query = block * ROWS + tl.arange(0, ROWS)
     is_query = query < queries
     q_rows = _rows_of(q, query, q_query, queries, K_SIZE, K_WIDTH, GRAIN, EVEN, DOT)
@@ -226,7 +233,7 @@ def query_gradient_kernel(
     for start in tl.range(first, end, KEYS, num_stages=STAGES):
         k_rows, v_rows, scores = _step(
             start, q_rows, query, k, v, k_key, v_key, keys, pairs,
-            KEYS, K_SIZE, V_SIZE, K_WIDTH, V_WIDTH, GRAIN, MASK_GRAIN, EVEN, DOT,
+            KEYS, K_SIZE, V_SIZE, K_WIDTH, V_WIDTH, GRAIN, MASK_GRAIN, EVEN, DOT, LINE,
         )  # fmt: skip
         weights = tl.exp2((scores - row_lse[:, None]) * _LOG2_E)
         d_weights = tl.dot(upstream, tl.trans(v_rows))
@@ -237,7 +244,7 @@ def query_gradient_kernel(
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def key_gradients_kernel(
-    d_k, d_v, deltas, d_out, lse, q, k, v, visible, query_spans, weight, bias, scale,
+    d_k, d_v, deltas, d_out, lse, q, k, v, visible, query_spans, weight, bias, scale, slope, begin, shift,
     queries, keys, heads, blocks, span_count,
     q_batch, q_head, q_query, k_batch, k_head, k_key, v_batch, v_head, v_key,
     d_out_batch, d_out_head, d_out_query, d_k_batch, d_k_head, d_k_key, d_v_batch, d_v_head, d_v_key,
@@ -245,7 +252,7 @@ def key_gradients_kernel(
     weight_batch, weight_head, weight_query, bias_batch, bias_head, bias_query,
     GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
     K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
-    GRAIN: tl.constexpr, MASK_GRAIN: tl.constexpr, EVEN: tl.constexpr, DOT: tl.constexpr,
+    GRAIN: tl.constexpr, MASK_GRAIN: tl.constexpr, EVEN: tl.constexpr, DOT: tl.constexpr, LINE: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of some keys of one key head, and of their values."""
     program = tl.program_id(0)
@@ -271,9 +278,22 @@ def key_gradients_kernel(
         own_weight, own_bias = weight, bias
         if bias is not None:
             own_bias = bias + b * bias_batch + h * bias_head
-            if weight is not None:
-                own_weight = weight + b * weight_batch + h * weight_head
-        pairs = marks, own_weight, own_bias, visible_query, weight_query, bias_query, queries, keys, scale
+        if weight is not None:
+            own_weight = weight + b * weight_batch + h * weight_head
+        pairs = (
+            marks,
+            own_weight,
+            own_bias,
+            visible_query,
+            weight_query,
+            bias_query,
+            queries,
+            keys,
+            scale,
+            slope,
+            begin,
+            shift,
+        )
         first, end = _span_of(query_spans + b * span_batch + h * span_head, block, span_count, KEYS)
         for start in tl.range(first, end, ROWS, num_stages=STAGES):
             query = start + tl.arange(0, ROWS)
@@ -283,7 +303,7 @@ def key_gradients_kernel(
             row_lse = _finite_lse(lse, line + query, is_query)
             delta = tl.load(deltas + line + query, mask=is_query, other=0.0)
             products = tl.dot(k_rows, tl.trans(q_rows))
-            scores = _scores(products, pairs, query[None, :], key[:, None], EVEN, MASK_GRAIN)
+            scores = _scores(products, pairs, query[None, :], key[:, None], EVEN, MASK_GRAIN, LINE)
             weights = tl.exp2((scores - row_lse[None, :]) * _LOG2_E)
             v_acc = tl.dot(weights.to(DOT), upstream, v_acc)
             d_weights = tl.dot(v_rows, tl.trans(upstream))

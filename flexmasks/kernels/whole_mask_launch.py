@@ -6,7 +6,7 @@ same layout only pass their tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,18 +14,21 @@ from torch import Tensor
 
 from flexmasks.kernels.direct import on
 from flexmasks.kernels.launches import (
+    Launch,
     Launches,
     compiled,
     dot_type,
     grain_of,
     is_aligned,
     layout_of,
+    new,
     strides_of,
     width_of,
 )
-from flexmasks.kernels.whole_mask import WholeMask
+from flexmasks.kernels.whole_mask import ABSOLUTE, NO_LINE, SIGNED, Line, WholeMask
 from flexmasks.kernels.whole_mask_kernel import forward_kernel, key_gradients_kernel, query_gradient_kernel
 
+_NOTHING = Line(0.0, 0.0, 0, False)
 _LONGEST_BLOCK = 128  # queries or keys that a program takes
 _kernels: Launches[Kernels] = Launches()
 
@@ -63,12 +66,22 @@ _TILES = {
 def kernels_of(q: Tensor, k: Tensor, v: Tensor, mask: WholeMask) -> Kernels:
     """Return the kernels for the layouts of some tensors."""
     tensors = q, k, v, mask.visible, mask.weight, mask.bias
-    key = (q.device.index, *map(layout_of, tensors))
+    key = (q.device.index, _kind_of(mask.line), *map(layout_of, tensors))
     kernels = _kernels.get(key)
     if kernels is None:
         kernels = Kernels()
         _kernels.keep(key, kernels)
     return kernels
+
+
+def _kind_of(line: Line | None) -> int:
+    return NO_LINE if line is None else ABSOLUTE if line.is_absolute else SIGNED
+
+
+def _split(mask: WholeMask) -> tuple[tuple[Tensor | None, Tensor | None], tuple[float, float, float, int]]:
+    """Return the tensors of what is added to scores, and the numbers before all strides."""
+    slope, start, shift, _ = mask.line or _NOTHING
+    return (mask.weight, mask.bias), (mask.scale, slope, start, shift)
 
 
 class Kernels:
@@ -82,19 +95,19 @@ class Kernels:
     """
 
     def __init__(self) -> None:
-        self._forward: Callable[..., Any] | None = None
-        self._backward: dict[Hashable, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+        self._forward: _Launch | None = None
+        self._backward: dict[Hashable, tuple[_Launch, _Launch]] = {}
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: WholeMask) -> tuple[Tensor, Tensor]:
         """Return output [B, H, Q, Dv] and lse, float32 [B, H, Q]."""
         out = torch.empty_like(q) if q.shape[3] == v.shape[3] else q.new_empty((*q.shape[:3], v.shape[3]))
-        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-        visible, key_spans, _, *others = mask
-        arguments = out, lse, q, k, v, visible, key_spans, *others
+        lse = new(q.shape[:3], torch.float32, q.device)
+        added, numbers = _split(mask)
+        tensors = out, lse, q, k, v, mask.visible, mask.key_spans, *added
         with on(q.device):
             if self._forward is None:
-                self._forward = self._compiled("forward", forward_kernel, arguments, mask, (q, k, v, out))
-            self._forward(*arguments)
+                self._forward = _Launch.of("forward", forward_kernel, tensors, mask, (q, k, v, out))
+            self._forward(tensors, numbers)
         return out, lse
 
     def backward(
@@ -103,28 +116,43 @@ class Kernels:
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Return the gradients of q, k and v, given those of output and lse."""
         d_q, d_k, d_v, deltas = map(torch.empty_like, (q, k, v, lse))
-        visible, key_spans, query_spans, *others = mask
-        for_query = d_q, deltas, d_out, d_lse, out, lse, q, k, v, visible, key_spans, *others
-        for_keys = d_k, d_v, deltas, d_out, lse, q, k, v, visible, query_spans, *others
+        added, numbers = _split(mask)
+        for_query = d_q, deltas, d_out, d_lse, out, lse, q, k, v, mask.visible, mask.key_spans, *added
+        for_keys = d_k, d_v, deltas, d_out, lse, q, k, v, mask.visible, mask.query_spans, *added
         key = d_out.stride(), is_aligned(d_out), None if d_lse is None else is_aligned(d_lse)
         with on(q.device):
             launches = self._backward.get(key)
             if launches is None:
                 rows = q, k, v, out, d_out, d_q
                 launches = (
-                    self._compiled("query", query_gradient_kernel, for_query, mask, rows),
-                    self._compiled("key", key_gradients_kernel, for_keys, mask, (*rows[:3], d_out, d_k, d_v)),
+                    _Launch.of("query", query_gradient_kernel, for_query, mask, rows),
+                    _Launch.of("key", key_gradients_kernel, for_keys, mask, (*rows[:3], d_out, d_k, d_v)),
                 )
                 self._backward[key] = launches
-            launches[0](*for_query)
-            launches[1](*for_keys)
+            launches[0](for_query, numbers)
+            launches[1](for_keys, numbers)
         return d_q, d_k, d_v
 
-    @staticmethod
-    def _compiled(
-        name: str, kernel: Any, arguments: tuple[Any, ...], mask: WholeMask, with_rows: Sequence[Tensor]
-    ) -> Callable[..., Any]:
-        """Compile a kernel, and return a function of these arguments that launches it.
+
+class _Launch(NamedTuple):
+    """A kernel, with its arguments behind those that change."""
+
+    run: Launch
+    others: tuple[Any, ...]
+
+    def __call__(self, tensors: Sequence[Tensor | None], numbers: tuple[Any, ...]) -> None:
+        self.run(tensors, numbers + self.others)
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        kernel: Any,
+        tensors: Sequence[Tensor | None],
+        mask: WholeMask,
+        with_rows: Sequence[Tensor],
+    ) -> _Launch:
+        """Compile a kernel for tensors like these.
 
         with_rows: q, k, v, and the other tensors that have rows, in the order of the kernel's strides.
         """
@@ -147,11 +175,7 @@ class Kernels:
         is_even = queries % _LONGEST_BLOCK == 0 and keys % _LONGEST_BLOCK == 0
         constants = (
             *(heads // key_heads, tiles.rows, tiles.keys, tiles.stages, k_size, v_size, *widths),
-            *(grain, mask_grain, is_even, dot_type(q.dtype, kernel)),
+            *(grain, mask_grain, is_even, dot_type(q.dtype, kernel), _kind_of(mask.line)),
         )
-        run = compiled(kernel, programs, tiles.warps, (*arguments, *numbers, *constants))
-
-        def launch(*arguments: Any) -> None:
-            run(*arguments, *numbers, *constants)
-
-        return launch
+        others = *numbers, *constants
+        return cls(compiled(kernel, programs, tiles.warps, tensors, (*_split(mask)[1], *others)), others)

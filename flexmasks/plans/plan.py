@@ -22,12 +22,13 @@ from flexmasks.blocks.counts import Blocks
 from flexmasks.blocks.decide import dependence
 from flexmasks.blocks.elements import over_indices
 from flexmasks.cache import ENTRY, Cache
+from flexmasks.kernels.whole_mask import Line
 from flexmasks.plans.bounds import MaskKind, RecordedPlan, plan_bounds, reads_made_tensors, tensors_in, unread
 from flexmasks.plans.data import FirstAsData, MaskData, TooLargeForData, data_of
 from flexmasks.plans.intervals import Intervals, intervals_of
 from flexmasks.plans.recorded import Recorded, memory_of_capture
 from flexmasks.plans.shifted import Offset, shifted_mask, shifted_score
-from flexmasks.plans.whole import Added, Spanned, Whole, added_of, spanned_of, whole_of
+from flexmasks.plans.whole import Added, Spanned, Whole, added_of, line_of, spanned_of, whole_of
 from flexmasks.plans.windows import Window, window_of
 from flexmasks.spec.captures import Aliases, Opaque, capture
 from flexmasks.spec.indexing import bounded
@@ -683,6 +684,18 @@ class ScorePlan(Plan):
 
         added = self._cached(_ADDED, build)
         return added, made[0]
+
+    def line(self) -> Line | None:
+        """Return the line that the added numbers are over the distance, or None.
+
+        Looking waits for the device. What tensors hold makes no line, and in a CUDA graph none is looked for.
+        """
+        if not isinstance(self.offset, int) or is_captured(self.size.device):
+            return None
+        added, recorded = self.added
+        if self.inputs and (recorded is None or recorded.varies[0]):
+            return None
+        return line_of(added.numbers, self.size, self.offset)
 
     def _added_of(self, score: Score, offset: Offset) -> list[Tensor]:
         with naming(self.score), torch.no_grad():

@@ -43,6 +43,7 @@ class Recorded:
     factored: the function returns one tensor [..., KV] in float32. Where it is a product of a tensor [..., 1] with one
         that has fewer elements than the product, these two are the outputs: first [..., KV], then [..., 1].
     turn: the number of the last run.
+    varies: for each output, whether it depends on an input.
 
     Raises what the function raises, and torch's error where the function reads a tensor's value.
     """
@@ -57,9 +58,10 @@ class Recorded:
     ) -> None:
         with _plain_tensors(), compat.compile_lock:
             graph_module = make_fx(torch.func.functionalize(function), tracing_mode="fake")(*inputs)
-            _simplify(graph_module)
+            _simplify(graph_module, keeps_results=not factored)
             if factored:
                 _give_out_factors(graph_module)
+        self.varies = _dependence(graph_module.graph)
         self._run: Callable[..., list[Tensor]] = graph_module.forward
         self._captured: _Captured | None = None
         self._may_capture = True  # until it is tried
@@ -250,11 +252,16 @@ def _plain_tensors() -> Iterator[None]:
 # --- fewer operations ---
 
 
-def _simplify(graph_module: fx.GraphModule) -> None:
-    """Compute constants, merge repeated operations, and drop the ones that do nothing."""
+def _simplify(graph_module: fx.GraphModule, keeps_results: bool) -> None:
+    """Compute constants, merge repeated operations, and drop the ones that do nothing.
+
+    keeps_results: also what is as large as a result may become a constant.
+    """
     graph = graph_module.graph
     graph.eliminate_dead_code()  # a tensor with a dead use seems to be used twice
-    constants = _Constants(graph_module)
+    results: Any = graph.output_node().args[0]
+    most = min(_MAX_KEPT_ELEMENTS if keeps_results else n.meta["val"].numel() - 1 for n in results)
+    constants = _Constants(graph_module, min(most, _MAX_KEPT_ELEMENTS))
     known: dict[Hashable, fx.Node] = {}
     for node in list(graph.nodes):
         if node.op not in ("call_function", "get_attr"):
@@ -361,6 +368,15 @@ def _give_out_factors(graph_module: fx.GraphModule) -> None:
     graph_module.recompile()
 
 
+def _dependence(graph: fx.Graph) -> list[bool]:
+    """Return for each result of a graph whether it depends on an input."""
+    depends: dict[fx.Node, bool] = {}
+    for node in graph.nodes:
+        depends[node] = node.op == "placeholder" or any(depends[n] for n in node.all_input_nodes)
+    results: Any = graph.output_node().args[0]
+    return [depends[n] for n in results]
+
+
 def _has_columns(node: fx.Node) -> bool:
     """Return whether the last dimension of a tensor does not broadcast."""
     return node.meta["val"].shape[-1:] not in ((), (1,))
@@ -374,8 +390,8 @@ def _is_zero(node: Any) -> bool:
 class _Constants:
     """The nodes of a graph that depend on no input, with their values."""
 
-    def __init__(self, graph_module: fx.GraphModule) -> None:
-        self._module = graph_module
+    def __init__(self, graph_module: fx.GraphModule, max_elements: int) -> None:
+        self._module, self._max_elements = graph_module, max_elements
         self._values: dict[fx.Node, Any] = {}
 
     def keep(self, node: fx.Node) -> None:
@@ -384,8 +400,8 @@ class _Constants:
             self._values[node] = getattr(self._module, str(node.target))
             return
         is_known = all(n in self._values for n in node.all_input_nodes)
-        size = getattr(node.meta.get("val"), "numel", lambda: _MAX_KEPT_ELEMENTS + 1)()
-        if is_known and size <= _MAX_KEPT_ELEMENTS:
+        size = getattr(node.meta.get("val"), "numel", lambda: self._max_elements + 1)()
+        if is_known and size <= self._max_elements:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: self._values[n])
             target: Any = node.target
             self._values[node] = target(*args, **kwargs)

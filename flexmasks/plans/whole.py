@@ -10,11 +10,13 @@ from torch import Tensor
 from flexmasks.blocks.decide import dependence
 from flexmasks.blocks.elements import boolean, over_indices
 from flexmasks.kernels.visible_tiles import visible_tiles
-from flexmasks.kernels.whole_mask import spans_of
+from flexmasks.kernels.whole_mask import Line, spans_of
 from flexmasks.plans.bounds import MaskKind, unread
 from flexmasks.plans.shifted import Offset, shifted_mask, shifted_score
 from flexmasks.spec.parameters import Size
 from flexmasks.spec.values import Score
+
+_ROUNDING = 2.0**-22  # of float32, of an operation or two
 
 
 class Whole(NamedTuple):
@@ -103,3 +105,26 @@ def added_of(score: Score, offset: Offset, size: Size) -> Tensor:
         if added.stride(dim) == 0:  # vmap has expanded what does not depend on this index
             added = added.narrow(dim, 0, 1)
     return added.float().clone(memory_format=torch.contiguous_format)
+
+
+def line_of(numbers: Tensor, size: Size, offset: int) -> Line | None:
+    """Return the line that added numbers are over the distance, or None.
+
+    The distance is that of key and query, as in ALiBi. The host waits for the device.
+
+    numbers: float32 [B or 1, H or 1, Q or 1, KV].
+    """
+    if numbers.shape != (1, 1, size.q_len, size.kv_len) or size.kv_len < 2:
+        return None
+    row, column = (torch.arange(n, dtype=torch.float32, device=size.device) for n in (size.q_len, size.kv_len))
+    distance = column - (row[:, None] + offset)
+    first_row = numbers[0, 0, 0].tolist()
+    for is_absolute in (False, True):
+        places = [abs(n) if is_absolute else n for n in range(-offset, size.kv_len - offset)]
+        near, far = (end(range(size.kv_len), key=places.__getitem__) for end in (min, max))
+        slope = (first_row[far] - first_row[near]) / (places[far] - places[near])
+        start = first_row[near] - slope * places[near]
+        on_line = slope * (distance.abs() if is_absolute else distance) + start
+        if bool(((numbers[0, 0] - on_line).abs() <= _ROUNDING * numbers.abs().max()).all()):
+            return Line(slope, start, offset, is_absolute)
+    return None
