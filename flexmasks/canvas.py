@@ -133,9 +133,13 @@ def tiles_for(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tiles,
     composition of masks, with a score change, and with q_offset.
     """
     given: Any = request.mask
-    name, own = (given.name, given.params) if isinstance(given, Mask) else (given, {})
+    is_value = isinstance(given, Mask)
+    name = given.name if is_value else given
+    if not isinstance(name, str) or name not in _MASKS:
+        return None
+    own = given.params if is_value else {}
     order = request.params.get("order", own.get("order"))
-    if not isinstance(order, str) or order != "auto" or not isinstance(name, str) or name not in _MASKS:
+    if not isinstance(order, str) or order != "auto":
         return None
     if own.keys() & request.params.keys() or (isinstance(given, Mask) and not given.definition.own):
         return None  # a parameter is given twice, and the call says so; or the mask is another one of this name

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flexmasks.compat import raw_stream
+
 _MAX_LAUNCHES = 4096
 _Kept = TypeVar("_Kept")
 Launch: TypeAlias = Callable[[Sequence[Tensor | None], tuple[Any, ...]], None]  # takes tensors, and the other arguments
@@ -95,13 +97,16 @@ def compiled(
 
 
 def launch_of(made: Any, programs: int) -> Launch:
-    """Return the launch of a compiled kernel.
+    """Return the launch of a compiled kernel on the current device.
 
-    It passes on addresses: Triton asks the driver about each tensor, which takes as long as the rest of a launch.
+    It does what made[(programs, 1, 1)] does, in half the host's time: it passes addresses, because Triton asks the
+    driver about each tensor, and calls no hooks of Triton's profiler.
     """
-    run = made[(programs, 1, 1)]
+    run, function, metadata = made.run, made.function, made.packed_metadata
+    device = torch.device("cuda", torch.cuda.current_device())
 
     def launch(tensors: Sequence[Tensor | None], others: tuple[Any, ...]) -> None:
-        run(*[None if x is None else x.data_ptr() for x in tensors], *others)
+        addresses = [None if x is None else x.data_ptr() for x in tensors]
+        run(programs, 1, 1, raw_stream(device), function, metadata, None, None, None, *addresses, *others)
 
     return launch
