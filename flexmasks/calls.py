@@ -21,7 +21,7 @@ from torch import Tensor
 
 from flexmasks import compat
 from flexmasks.backends import decode, fa4
-from flexmasks.backends.call import OUTCOMES, Call, Refused, Replay, Result, Unavailable, first_line, transformed
+from flexmasks.backends.call import OUTCOMES, Call, Refused, Replay, Result, Unavailable, first_line
 from flexmasks.backends.decode_gpu import DecodeRenewal, GpuDecode
 from flexmasks.backends.dense_gpu import GpuDense, GpuDenseRenewal
 from flexmasks.backends.empty import attend as attend_nothing
@@ -31,7 +31,7 @@ from flexmasks.backends.table import BACKENDS, check, choose
 from flexmasks.backends.table import run as run_on_backend
 from flexmasks.blocks.lists import widened
 from flexmasks.cache import ENTRY, Cache
-from flexmasks.canvas import tiles_for
+from flexmasks.canvas import Tiles, tiles_for
 from flexmasks.kernels.sinks import with_sinks
 from flexmasks.masks.packed import packed
 from flexmasks.masks.paged import paged
@@ -69,6 +69,7 @@ from flexmasks.spec.values import Mask, Score
 _log = logging.getLogger("flexmasks")
 _REPLAYS: Cache[Replay] = Cache("calls", max_bytes=5 << 28)  # replays share most index tensors with the cache "blocks"
 _RENEWALS: Cache[Callable[[list[Tensor]], Replay]] = Cache("renewals", max_bytes=1 << 24)
+_SCALES = float, int, type(None)
 # On a CPU new tensors are planned from the start, which checks their values: reading them costs nothing there.
 _RENEWED_ON = ("cuda",)
 _OF_PAGES = 2  # the tensors of every call with pages: lengths and page table
@@ -92,13 +93,11 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tens
             "torch.compile, and for ONNX torch.onnx.export with dynamo=True.",
             RuntimeError,
         )
-    found = tiles_for(q, k, v, request)
-    if found is not None:
-        tiles, own = found
-        out, lse = run(tiles.put(q, 2), tiles.put(k, 2), tiles.put(v, 2), own)
-        return tiles.back(out, 2), None if lse is None else tiles.back(lse, 2)
     if not compat.is_compiling():
         return run_eagerly(q, k, v, request)
+    found = tiles_for(q, k, v, request)
+    if found is not None:
+        return _run_in_tiles(q, k, v, *found)
     from flexmasks import inside_compile  # loads torch's compilers
 
     with under_autocast(q, k, v) as (q, k, v):
@@ -107,6 +106,15 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tens
             return _with_sinks(inside_compile.run(q, k, v, request), sinks)
         result = inside_compile.run(*_laid_end_to_end(q, k, v, request))
         return _as_nested(q, result.out, result.lse)
+
+
+def _run_in_tiles(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, own: Request) -> tuple[Tensor, Tensor | None]:
+    """Return output and lse (or None) of a call that takes its tokens into tiles.
+
+    own: the request there.
+    """
+    out, lse = run(tiles.put(q, 2), tiles.put(k, 2), tiles.put(v, 2), own)
+    return tiles.back(out, 2), None if lse is None else tiles.back(lse, 2)
 
 
 def run_varlen(
@@ -455,19 +463,19 @@ def run_eagerly(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tens
     """
     if compat.transforms_active():
         request = _with_plain_tensors(request)
-    sinks, request = _sinks_of(request)
-    known = _key_and_tensors(q, k, v, request)
-    if known is None or (known[1] and is_captured(q.device)):  # a captured call plans again at each replay
-        result, _ = _run_first_time(q, k, v, request)
-        return _with_sinks(result, sinks)
-    key, tensors = known
-    replay = _known_replay(key, tensors, q.device)
-    again = None if replay is None else _replayed(key, tensors, replay, q, k, v, sinks)
-    if again is not None:
-        return again
-    result, planned = _run_first_time(q, k, v, request)
-    if result.replay is not None and planned is not None and not is_captured(q.device):
-        _keep(key, tensors, result.replay, planned)
+    sinks, inner = (None, request) if request.sink_logits is None else _sinks_of(request)
+    known = _key_and_tensors(q, k, v, inner)
+    if known is not None and not (known[1] and is_captured(q.device)):  # a captured call plans again at each replay
+        replay = _known_replay(*known, q.device)
+        again = None if replay is None else _replayed(*known, replay, q, k, v, sinks)
+        if again is not None:
+            return again
+    found = tiles_for(q, k, v, request)
+    if found is not None:
+        return _run_in_tiles(q, k, v, *found)
+    result, planned = _run_first_time(q, k, v, inner)
+    if known is not None and result.replay is not None and planned is not None and not is_captured(q.device):
+        _keep(*known, result.replay, planned)
     return _with_sinks(result, sinks)
 
 
@@ -493,7 +501,9 @@ def _replayed(
     A call whose replay failed is planned again. Errors of missing memory are raised.
     """
     try:
-        if sinks is not None and isinstance(replay, fa4.DirectCall) and fa4.folds_sinks(q, k, v, sinks.logits):
+        if sinks is None:
+            return replay(q, k, v)
+        if isinstance(replay, fa4.DirectCall) and fa4.folds_sinks(q, k, v, sinks.logits):
             return _with_sinks(Result(*replay(q, k, v, sinks.logits), has_sinks=True), sinks)
         return _with_sinks(Result(*replay(q, k, v)), sinks)
     except Exception as error:  # kernels raise errors of any type
@@ -561,7 +571,7 @@ def _key_and_tensors(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple
         return None
     if request.block_mask is not None or request.kernel_options is not None or q.is_nested:
         return None
-    if type(scale) not in (float, int, type(None)) or transformed():
+    if type(scale) not in _SCALES or compat.in_forward_derivative() or compat.in_vmap():
         return None
     device, grad = q.device, torch.is_grad_enabled()
     if compat.autocast_anywhere() and autocasts(device.type):  # the check of all devices is fast

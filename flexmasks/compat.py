@@ -622,11 +622,12 @@ def sdp_settings() -> tuple[Any, ...]:
 
     The order of kernels has no public equivalent. Without it, a new order would go unnoticed.
     """
-    cuda = torch.backends.cuda
+    settings = torch._C  # torch.backends.cuda.flash_sdp_enabled() and its like take twice as long
     return (
-        cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled(), cuda.math_sdp_enabled(),
-        torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled(),
-        *torch._C._get_sdp_priority_order(),
+        settings._get_flash_sdp_enabled(), settings._get_mem_efficient_sdp_enabled(),
+        settings._get_cudnn_sdp_enabled(), settings._get_math_sdp_enabled(),
+        settings._get_deterministic_algorithms(), settings._get_deterministic_algorithms_warn_only(),
+        *settings._get_sdp_priority_order(),
     )  # fmt: skip
 
 
