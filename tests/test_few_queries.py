@@ -35,7 +35,6 @@ from flexmasks.kernels.few_queries import attend_band, attend_few
 from flexmasks.kernels.few_queries_plain import plain_attend_band, plain_attend_few
 from flexmasks.kernels.visible_tiles import visible_tiles
 
-triton = pytest.importorskip("triton")
 launch = pytest.importorskip("flexmasks.kernels.few_queries_launch")
 tiles_of = pytest.importorskip("flexmasks.kernels.visible_tiles_kernel").tiles_of
 
@@ -925,10 +924,6 @@ def test_opcheck_of_tiles() -> None:
 
 
 @pytest.mark.skipif(INTERPRETED, reason="Triton is interpreted in this process already")
-@pytest.mark.skipif(
-    tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7),
-    reason="the interpreter of Triton 3.6 has no loops over loaded numbers with a new NumPy",
-)
 @pytest.mark.parametrize("selection", ["not campaign", pytest.param("campaign", marks=pytest.mark.campaign)])
 def test_kernels_by_the_interpreter(selection: str) -> None:
     """The tests of this file, in a process that chose Triton's interpreter before it was imported."""

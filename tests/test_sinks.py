@@ -503,10 +503,6 @@ def test_the_same_bits_again() -> None:
 
 
 @pytest.mark.skipif(INTERPRETED, reason="Triton is interpreted in this process already")
-@pytest.mark.skipif(
-    tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7),
-    reason="the interpreter of Triton 3.6 has no loops over loaded numbers with a new NumPy",
-)
 def test_kernels_by_the_interpreter() -> None:
     """The tests of this file, in a process that chose Triton's interpreter before it was imported."""
     check_by_the_interpreter(__file__)

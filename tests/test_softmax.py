@@ -13,7 +13,6 @@ import numpy as np
 import oracles
 import pytest
 import torch
-import triton
 from functions import Drawn, drawn
 from helpers import DEVICES, TOLERANCE, arguments, check_by_the_interpreter, error, label
 from hypothesis import given, settings
@@ -301,10 +300,6 @@ def test_a_module_is_a_mask() -> None:
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="Triton is interpreted in this process already")
-@pytest.mark.skipif(
-    tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7),
-    reason="the interpreter of Triton 3.6 has no loops over loaded numbers with a new NumPy",
-)
 @pytest.mark.parametrize("selection", ["not campaign", pytest.param("campaign", marks=pytest.mark.campaign)])
 def test_kernels_by_the_interpreter(selection: str) -> None:
     """The kernels' own tests, in a process that chose Triton's interpreter before it was imported."""
