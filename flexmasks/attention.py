@@ -156,9 +156,9 @@ def attention(
         mask, score, params, scale, block_mask, q_offset, sink_logits, return_lse, backend, kernel_options
     )
     is_sharded = hasattr(q, "device_mesh") or hasattr(k, "device_mesh")
-    run = later.sharded.run if is_sharded else later.calls.run
-    out, lse = run(cast(Any, q), cast(Any, k), cast(Any, v), request)
-    return (out, cast(Tensor, lse)) if return_lse else out
+    run: Any = later.sharded.run if is_sharded else later.calls.run
+    out, lse = run(q, k, v, request)
+    return (out, lse) if return_lse else out
 
 
 # fmt: off
