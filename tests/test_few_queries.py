@@ -36,6 +36,8 @@ from flexmasks.kernels.few_queries_plain import plain_attend_band, plain_attend_
 from flexmasks.kernels.visible_tiles import visible_tiles
 
 launch = pytest.importorskip("flexmasks.kernels.few_queries_launch")
+launches = pytest.importorskip("flexmasks.kernels.launches")
+CompiledKernel = pytest.importorskip("triton.compiler").CompiledKernel
 tiles_of = pytest.importorskip("flexmasks.kernels.visible_tiles_kernel").tiles_of
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -679,6 +681,22 @@ def test_errors(message: str, device: str) -> None:
     there = [a.to(device) if isinstance(a, Tensor) else a for a in arguments]
     with pytest.raises(ValueError, match=message):
         (launch.attend_few if INTERPRETED else attend_few)(*there)
+
+
+def test_launches_pass_what_triton_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's launcher gets what `kernel[grid]` gives it, with addresses for tensors, and without hooks."""
+    seen: list[tuple[Any, ...]] = []
+    made = object.__new__(CompiledKernel)
+    vars(made).update(_run=lambda *a: seen.append(a), module=object(), function=11, packed_metadata=(4, 1, 0))
+    vars(made).update(name="kernel", src=None)  # of what hooks get
+    monkeypatch.setattr(launches, "raw_stream", lambda device: 7)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    x = torch.zeros(3)
+    launches.launch_of(made, 5)([x, None], (1.0, 3))
+    made[(5, 1, 1)](x, None, 1.0, 3, stream=7)
+    got, want = ([*arguments[:6], *arguments[9:]] for arguments in seen)  # the others are of hooks
+    assert got == [x.data_ptr() if a is x else a for a in want]
+    assert seen[0][6:9] == (None, None, None)
 
 
 def test_calls_are_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
