@@ -91,8 +91,10 @@ class Cache(Generic[Value]):
         full_key = _with_ids(key, tensors)
         dropped = []  # what dies with a value, such as a CUDA graph, dies without the lock
         with self._lock:
-            dropped.append(self._entries.get(full_key))
-            self._forget(full_key)
+            former = self._entries.pop(full_key, None)
+            if former is not None:
+                self._bytes -= former.nbytes
+                dropped.append(former)
             while self._bytes + nbytes > self._max_bytes:
                 oldest, entry = self._entries.popitem(last=False)
                 if entry.used:  # it has a second turn, as the newest entry

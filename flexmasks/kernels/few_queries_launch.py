@@ -21,7 +21,7 @@ from flexmasks.kernels.launches import (
     compiled,
     dot_type,
     grain_of,
-    layout_of,
+    layouts_of,
     new,
     strides_of,
     width_of,
@@ -119,7 +119,7 @@ def _run(
     q, v = tensors.q, tensors.v
     out = new((*q.shape[:-1], v.shape[-1]), q.dtype, q.device)
     lse = new(q.shape[:-1], torch.float32, q.device) if with_lse else None
-    key = (cap is None, with_lse, q.device.index, *[layout_of(t) for t in tensors])
+    key = (cap is None, with_lse, q.device.index, *layouts_of(*tensors))
     launch = _launches.get(key)
     if launch is None:
         if not out.numel():

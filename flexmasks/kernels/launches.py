@@ -44,11 +44,9 @@ def _strided(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return shape, tuple(math.prod(sizes[n + 1 :]) for n in range(len(sizes)))
 
 
-def layout_of(tensor: Tensor | None) -> Hashable:
-    """Return all properties of a tensor on which a launch depends."""
-    if tensor is None:
-        return None
-    return tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr() % 16 == 0
+def layouts_of(*tensors: Tensor | None) -> list[Hashable]:
+    """Return all properties of each tensor on which a launch depends."""
+    return [None if x is None else (x.dtype, x.shape, x.stride(), x.data_ptr() % 16 == 0) for x in tensors]
 
 
 def is_aligned(tensor: Tensor) -> bool:

@@ -13,7 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
-from flexmasks.kernels.launches import Launches, compiled, layout_of, new
+from flexmasks.kernels.launches import Launches, compiled, layouts_of, new
 from flexmasks.kernels.sinks_kernel import fold_kernel, gradients_kernel, sum_kernel
 
 _ELEMENTS, _WARPS = 4096, 4  # of a program
@@ -33,7 +33,7 @@ def fold(out: Tensor, lse: Tensor, sinks: Tensor, with_lse: bool, in_place: bool
     new_out = out if in_place else torch.empty_like(out)
     new_lse = torch.empty_like(lse) if with_lse else None
     tensors = new_out, new_lse, out, lse, sinks
-    key = "fold", with_lse, in_place, out.device.index, layout_of(out), layout_of(lse), layout_of(sinks)
+    key = "fold", with_lse, in_place, out.device.index, *layouts_of(out, lse, sinks)
     launch = _launches.get(key)
     if launch is None:
         tiling = _Tiling.of(out, lse, (new_out, out))
@@ -64,7 +64,7 @@ def gradients(
         d_sinks = new((heads,), sinks.dtype, sinks.device)
         partial = new((heads, count), torch.float32, sinks.device)
     tensors = d_out, d_lse, partial, *given
-    key = "gradients", *wanted, out.device.index, *map(layout_of, given)
+    key = "gradients", *wanted, out.device.index, *layouts_of(*given)
     launch = _launches.get(key)
     if launch is None:
         tiling = _Tiling.of(out, lse, (d_out, d_new_out, out))

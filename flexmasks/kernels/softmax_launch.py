@@ -17,7 +17,7 @@ import torch
 import triton
 from torch import Tensor
 
-from flexmasks.kernels.launches import Launch, Launches, launch_of, layout_of
+from flexmasks.kernels.launches import Launch, Launches, launch_of, layouts_of
 from flexmasks.kernels.softmax_backward import backward_kernel
 from flexmasks.kernels.softmax_forward import forward_kernel
 
@@ -39,7 +39,7 @@ def forward(
         return y
     factor = abs(scale) * _LOG2_E
     sign = 0 if factor < _SMALLEST_SCALE else 1 if scale > 0 else -1
-    key = (layout_of(x), layout_of(bounds), layout_of(bits), layout_of(mask), visible, sign, x.device.index)
+    key = (*layouts_of(x, bounds, bits, mask), visible, sign, x.device.index)
     launch = _launches.get(key)
     if launch is not None:
         run, numbers, constants = launch
@@ -67,7 +67,7 @@ def backward(dy: Tensor, y: Tensor, bounds: Tensor | None, scale: float) -> Tens
     dx = torch.empty_like(y, memory_format=torch.contiguous_format)
     if not dx.numel():
         return dx
-    key = (layout_of(dy), layout_of(y), layout_of(bounds), y.device.index)
+    key = (*layouts_of(dy, y, bounds), y.device.index)
     launch = _launches.get(key)
     if launch is not None:
         run, numbers, constants = launch

@@ -20,7 +20,7 @@ from flexmasks.kernels.launches import (
     dot_type,
     grain_of,
     is_aligned,
-    layout_of,
+    layouts_of,
     new,
     strides_of,
     width_of,
@@ -66,7 +66,7 @@ _TILES = {
 def kernels_of(q: Tensor, k: Tensor, v: Tensor, mask: WholeMask) -> Kernels:
     """Return the kernels for the layouts of some tensors."""
     tensors = q, k, v, mask.visible, mask.weight, mask.bias
-    key = (q.device.index, _kind_of(mask.line), *map(layout_of, tensors))
+    key = (q.device.index, _kind_of(mask.line), *layouts_of(*tensors))
     kernels = _kernels.get(key)
     if kernels is None:
         kernels = Kernels()
