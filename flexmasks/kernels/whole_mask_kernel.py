@@ -6,8 +6,8 @@ key head, and goes over the queries of all its query heads. No program writes wh
 the same at each run.
 
 A byte of the mask is read for each pair in these tiles, and with a bias 4 more; a bias that is a line over the distance
-is computed. Scores stay natural numbers, and are
-multiplied by log2(e) only after the largest score was subtracted: the product of a very low score would be infinite.
+is computed. Scores stay natural numbers, and are multiplied by log2(e) only after the largest score was subtracted: the
+product of a very low score would be infinite.
 
 Strides come divided by GRAIN; multiplying them by it proves their alignment to the compiler.
 """
