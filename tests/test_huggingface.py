@@ -692,6 +692,23 @@ def test_masks_of_users(shape: tuple[int, ...]) -> None:
             assert torch.allclose(x, y, atol=TOLERANCE)
 
 
+def test_masks_of_one_key_hold_for_all_keys() -> None:
+    """Check masks of BERT's step with a cache, which transformers makes for the tokens of the step alone."""
+    tensors = _qkv()
+    visible = torch.ones(2, 1, 1, 1, dtype=torch.bool)
+    check_call(tensors, visible, _plainly(*tensors, visible))
+    bias = torch.randn(2, 1, 20, 1)
+    check_call(tensors, bias, _plainly(*tensors, bias=bias))
+
+
+def test_keys_before_those_of_a_mask() -> None:
+    """Check the keys that prefix tuning adds, which a mask that shows all keys does not count."""
+    tensors = _qkv(20, 23)
+    check_call(tensors, _late(20, 20, function=masking_utils.bidirectional_mask_function), _plainly(*tensors))
+    with pytest.raises(ValueError, match="made for 20 queries and 20 keys, and the layer has 20 and 23"):
+        attend(Layer(), *tensors, _late(20, 20))
+
+
 def test_masks_that_change_in_place() -> None:
     q, k, v = _qkv()
     visible = torch.ones(2, 1, 1, 20, dtype=torch.bool)
