@@ -123,7 +123,31 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }  # fmt: skip
-ALL = DECODERS | ENCODERS | OTHERS
+# Models that compute with their masks, and still take an attention function; old releases do not have them.
+COMPUTING: dict[str, tuple[str, dict[str, Any]]] = {
+    "DeepseekV4": (
+        "DeepseekV4ForCausalLM",
+        {n: v for n, v in TEXT.items() if n not in ("intermediate_size", "num_key_value_heads")}
+        | {"sliding_window": 12, "q_lora_rank": 16, "qk_rope_head_dim": 8, "moe_intermediate_size": 16, "n_group": 1}
+        | {"n_routed_experts": 4, "num_experts_per_tok": 2, "mlp_layer_types": ["moe", "moe"]}
+        | {"layer_types": ["compressed_sparse_attention", "heavily_compressed_attention"]}
+        | {"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 16}},
+    ),
+    "Qwen4Exp": (
+        "Qwen4ExpForCausalLM",
+        TEXT
+        | {"layer_types": ["full_attention", "full_attention"], "num_experts": 4, "num_experts_per_tok": 2}
+        | {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "indexer_n_heads": 2}
+        | {"indexer_head_dim": 8, "indexer_kv_heads": 1, "indexer_budget": 8, "indexer_compress_ratio": 4},
+    ),
+    "Lasr": (
+        "LasrEncoder",
+        {n: v for n, v in TEXT.items() if n in ("hidden_size", "intermediate_size", "num_hidden_layers")}
+        | {"num_attention_heads": 4, "num_key_value_heads": 4, "num_mel_bins": 8, "subsampling_conv_channels": 8}
+        | {"dropout": 0.0, "dropout_positions": 0.0, "activation_dropout": 0.0, "attention_dropout": 0.0},
+    ),
+}
+ALL = DECODERS | ENCODERS | OTHERS | COMPUTING
 
 
 @functools.cache
@@ -387,6 +411,24 @@ def test_text_models(name: str, layout: str) -> None:
     if layout == "packed" and name in ENCODERS:
         pytest.skip("transformers does not pack the rows of encoders")
     check_models(models(name), _inputs(name, layout), REAL.get(layout))
+
+
+@pytest.mark.parametrize("name", ["DeepseekV4", "Lasr", pytest.param("Qwen4Exp", marks=pytest.mark.campaign)])
+def test_models_that_compute_with_their_masks(name: str) -> None:
+    if not hasattr(transformers, COMPUTING[name][0]):
+        pytest.skip(f"this release of transformers has no {name}")
+    if name == "Lasr":
+        real = torch.arange(80) < torch.tensor([[80], [50]])
+        check_models(models(name), {"input_features": torch.randn(BATCH, 80, 8), "attention_mask": real})
+        return
+    check_models(models(name), _inputs(name, "left"), REAL["left"])
+    with torch.no_grad():
+        steps = []
+        for model in models(name):
+            first = model(IDS[:, :29], use_cache=True)
+            rest = model(IDS[:, 29:], past_key_values=first.past_key_values)
+            steps.append(torch.cat([first.logits, rest.logits], 1))
+    assert torch.allclose(*steps, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -905,3 +947,8 @@ def test_late_masks_answer_as_tensors_do() -> None:
     assert torch.equal(late[:, 0, 3:5], _causal(window=6)[3:5].expand(2, -1, -1))
     assert torch.equal(late.planned().to_dense()[0, 0], torch.ones(1, 1))
     assert torch.equal(late.to("cpu").to_dense(), late.to_dense())
+    visible, other = late[...], torch.rand(2, 1, 20, 20) < 0.5
+    assert (late.dtype, late.device) == (torch.bool, torch.device("cpu"))
+    assert torch.equal(~late, ~visible)
+    assert torch.equal(late.logical_not(), ~visible)
+    assert torch.equal(late & other, visible & other)
