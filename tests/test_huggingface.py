@@ -123,7 +123,8 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }  # fmt: skip
-# Models that compute with their masks, and still take an attention function; old releases do not have them.
+# Models that compute with their masks, and take an attention function or are a part of a model that does. Old releases
+# of transformers do not have them.
 COMPUTING: dict[str, tuple[str, dict[str, Any]]] = {
     "DeepseekV4": (
         "DeepseekV4ForCausalLM",
@@ -139,6 +140,11 @@ COMPUTING: dict[str, tuple[str, dict[str, Any]]] = {
         | {"layer_types": ["full_attention", "full_attention"], "num_experts": 4, "num_experts_per_tok": 2}
         | {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "indexer_n_heads": 2}
         | {"indexer_head_dim": 8, "indexer_kv_heads": 1, "indexer_budget": 8, "indexer_compress_ratio": 4},
+    ),
+    "Gemma4Audio": (
+        "Gemma4AudioModel",
+        {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "output_proj_dims": 24}
+        | {"subsampling_conv_channels": (128, 4)},
     ),
     "Lasr": (
         "LasrEncoder",
@@ -413,13 +419,16 @@ def test_text_models(name: str, layout: str) -> None:
     check_models(models(name), _inputs(name, layout), REAL.get(layout))
 
 
-@pytest.mark.parametrize("name", ["DeepseekV4", "Lasr", pytest.param("Qwen4Exp", marks=pytest.mark.campaign)])
+@pytest.mark.parametrize(
+    "name", ["DeepseekV4", "Gemma4Audio", "Lasr", pytest.param("Qwen4Exp", marks=pytest.mark.campaign)]
+)
 def test_models_that_compute_with_their_masks(name: str) -> None:
     if not hasattr(transformers, COMPUTING[name][0]):
         pytest.skip(f"this release of transformers has no {name}")
-    if name == "Lasr":
+    if name in ("Gemma4Audio", "Lasr"):
         real = torch.arange(80) < torch.tensor([[80], [50]])
-        check_models(models(name), {"input_features": torch.randn(BATCH, 80, 8), "attention_mask": real})
+        sounds = torch.randn(BATCH, 80, 8 if name == "Lasr" else 128)
+        check_models(models(name), {"input_features": sounds, "attention_mask": real})
         return
     check_models(models(name), _inputs(name, "left"), REAL["left"])
     with torch.no_grad():

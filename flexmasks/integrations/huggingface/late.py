@@ -168,8 +168,9 @@ _REFUSED = (
     "doge", "bloom", "codegen", "xglm", "gpt_neox_japanese", "big_bird", "visual_bert", "longformer"
 )  # fmt: skip
 
-# Models that make the mask longer if it is a tensor, by what they add to the scores of further keys.
-_EXTENDED = ("deepseek_v4",)
+# Models that need numbers to add to scores. The first one appends those of further keys, and goes on with an attention
+# function; the other one is a part of models that do.
+_ADDED = ("deepseek_v4", "gemma4_audio")
 
 
 def _causal(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -212,7 +213,7 @@ def make_mask(
             'attn_implementation="eager".'
         )
     device = torch.device(device)
-    if model_type in _EXTENDED:
+    if model_type in _ADDED:
         visible = _evaluated(mask_function, (batch_size, q_length, kv_length), q_offset, kv_offset, use_vmap, device)
         return _added(visible, _padding(attention_mask, kv_offset, kv_length), others.get("dtype", torch.float32))
     sharding = active()
