@@ -961,3 +961,24 @@ def test_late_masks_answer_as_tensors_do() -> None:
     assert torch.equal(~late, ~visible)
     assert torch.equal(late.logical_not(), ~visible)
     assert torch.equal(late & other, visible & other)
+
+
+def test_rows_of_a_mask_inside_compile() -> None:
+    """Check rows that Gemma 4 cuts out of its mask, and a bias of the last queries, as T5 has in chunks of a prompt."""
+    function = masking_utils.sliding_window_causal_mask_function(6)
+    tensors, bias = _qkv(5), torch.randn(1, 4, 5, 20)
+
+    def rows(other: Tensor) -> tuple[Tensor, Tensor]:
+        late = _late(20, 20, function=function)
+        return late[:, :, slice(-3, None), :] & other, late.logical_not()
+
+    def biased(*given: Tensor) -> Tensor:
+        return attend(Layer(), *given, _late(5, 20, 15), position_bias=bias)[0]
+
+    other = torch.rand(2, 1, 3, 20) < 0.5
+    compiled = [torch.compile(f, fullgraph=True, backend="aot_eager") for f in (rows, biased)]
+    visible, hidden = compiled[0](other)
+    assert torch.equal(visible, _causal(window=6)[-3:] & other)
+    assert torch.equal(hidden, ~_causal(window=6).expand_as(hidden))
+    want = _plainly(*tensors, _causal()[15:], bias=bias)
+    assert torch.allclose(compiled[1](*tensors), want, atol=TOLERANCE)

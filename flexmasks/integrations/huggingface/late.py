@@ -93,8 +93,11 @@ class LateMask(compat.BlockMask):
     # Models may combine the mask with booleans of their own, and get booleans.
 
     def __invert__(self) -> Tensor:
-        """Return True for the hidden pairs."""
-        return ~cast(Tensor, self[...])
+        """Return True for the hidden pairs.
+
+        torch.compile does not trace this operator, but `logical_not`.
+        """
+        return self.logical_not()
 
     def __and__(self, other: Tensor) -> Tensor:
         """Return the pairs that a table of booleans shows, too."""
@@ -102,7 +105,7 @@ class LateMask(compat.BlockMask):
 
     def logical_not(self) -> Tensor:
         """Return True for the hidden pairs."""
-        return ~self
+        return ~cast(Tensor, self[...])
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
