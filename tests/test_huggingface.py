@@ -123,7 +123,37 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }  # fmt: skip
-ALL = DECODERS | ENCODERS | OTHERS
+# Models that compute with their masks, and take an attention function or are a part of a model that does. Old releases
+# of transformers do not have them.
+COMPUTING: dict[str, tuple[str, dict[str, Any]]] = {
+    "DeepseekV4": (
+        "DeepseekV4ForCausalLM",
+        {n: v for n, v in TEXT.items() if n not in ("intermediate_size", "num_key_value_heads")}
+        | {"sliding_window": 12, "q_lora_rank": 16, "qk_rope_head_dim": 8, "moe_intermediate_size": 16, "n_group": 1}
+        | {"n_routed_experts": 4, "num_experts_per_tok": 2, "mlp_layer_types": ["moe", "moe"]}
+        | {"layer_types": ["compressed_sparse_attention", "heavily_compressed_attention"]}
+        | {"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 16}},
+    ),
+    "Qwen4Exp": (
+        "Qwen4ExpForCausalLM",
+        TEXT
+        | {"layer_types": ["full_attention", "full_attention"], "num_experts": 4, "num_experts_per_tok": 2}
+        | {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "indexer_n_heads": 2}
+        | {"indexer_head_dim": 8, "indexer_kv_heads": 1, "indexer_budget": 8, "indexer_compress_ratio": 4},
+    ),
+    "Gemma4Audio": (
+        "Gemma4AudioModel",
+        {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "output_proj_dims": 24}
+        | {"subsampling_conv_channels": (128, 4)},
+    ),
+    "Lasr": (
+        "LasrEncoder",
+        {n: v for n, v in TEXT.items() if n in ("hidden_size", "intermediate_size", "num_hidden_layers")}
+        | {"num_attention_heads": 4, "num_key_value_heads": 4, "num_mel_bins": 8, "subsampling_conv_channels": 8}
+        | {"dropout": 0.0, "dropout_positions": 0.0, "activation_dropout": 0.0, "attention_dropout": 0.0},
+    ),
+}
+ALL = DECODERS | ENCODERS | OTHERS | COMPUTING
 
 
 @functools.cache
@@ -387,6 +417,27 @@ def test_text_models(name: str, layout: str) -> None:
     if layout == "packed" and name in ENCODERS:
         pytest.skip("transformers does not pack the rows of encoders")
     check_models(models(name), _inputs(name, layout), REAL.get(layout))
+
+
+@pytest.mark.parametrize(
+    "name", ["DeepseekV4", "Gemma4Audio", "Lasr", pytest.param("Qwen4Exp", marks=pytest.mark.campaign)]
+)
+def test_models_that_compute_with_their_masks(name: str) -> None:
+    if not hasattr(transformers, COMPUTING[name][0]):
+        pytest.skip(f"this release of transformers has no {name}")
+    if name in ("Gemma4Audio", "Lasr"):
+        real = torch.arange(80) < torch.tensor([[80], [50]])
+        sounds = torch.randn(BATCH, 80, 8 if name == "Lasr" else 128)
+        check_models(models(name), {"input_features": sounds, "attention_mask": real})
+        return
+    check_models(models(name), _inputs(name, "left"), REAL["left"])
+    with torch.no_grad():
+        steps = []
+        for model in models(name):
+            first = model(IDS[:, :29], use_cache=True)
+            rest = model(IDS[:, 29:], past_key_values=first.past_key_values)
+            steps.append(torch.cat([first.logits, rest.logits], 1))
+    assert torch.allclose(*steps, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -692,6 +743,23 @@ def test_masks_of_users(shape: tuple[int, ...]) -> None:
             assert torch.allclose(x, y, atol=TOLERANCE)
 
 
+def test_masks_of_one_key_hold_for_all_keys() -> None:
+    """Check masks of BERT's step with a cache, which transformers makes for the tokens of the step alone."""
+    tensors = _qkv()
+    visible = torch.ones(2, 1, 1, 1, dtype=torch.bool)
+    check_call(tensors, visible, _plainly(*tensors, visible))
+    bias = torch.randn(2, 1, 20, 1)
+    check_call(tensors, bias, _plainly(*tensors, bias=bias))
+
+
+def test_keys_before_those_of_a_mask() -> None:
+    """Check the keys that prefix tuning adds, which a mask that shows all keys does not count."""
+    tensors = _qkv(20, 23)
+    check_call(tensors, _late(20, 20, function=masking_utils.bidirectional_mask_function), _plainly(*tensors))
+    with pytest.raises(ValueError, match="made for 20 queries and 20 keys, and the layer has 20 and 23"):
+        attend(Layer(), *tensors, _late(20, 20))
+
+
 def test_masks_that_change_in_place() -> None:
     q, k, v = _qkv()
     visible = torch.ones(2, 1, 1, 20, dtype=torch.bool)
@@ -888,3 +956,29 @@ def test_late_masks_answer_as_tensors_do() -> None:
     assert torch.equal(late[:, 0, 3:5], _causal(window=6)[3:5].expand(2, -1, -1))
     assert torch.equal(late.planned().to_dense()[0, 0], torch.ones(1, 1))
     assert torch.equal(late.to("cpu").to_dense(), late.to_dense())
+    visible, other = late[...], torch.rand(2, 1, 20, 20) < 0.5
+    assert (late.dtype, late.device) == (torch.bool, torch.device("cpu"))
+    assert torch.equal(~late, ~visible)
+    assert torch.equal(late.logical_not(), ~visible)
+    assert torch.equal(late & other, visible & other)
+
+
+def test_rows_of_a_mask_inside_compile() -> None:
+    """Check rows that Gemma 4 cuts out of its mask, and a bias of the last queries, as T5 has in chunks of a prompt."""
+    function = masking_utils.sliding_window_causal_mask_function(6)
+    tensors, bias = _qkv(5), torch.randn(1, 4, 5, 20)
+
+    def rows(other: Tensor) -> tuple[Tensor, Tensor]:
+        late = _late(20, 20, function=function)
+        return late[:, :, slice(-3, None), :] & other, late.logical_not()
+
+    def biased(*given: Tensor) -> Tensor:
+        return attend(Layer(), *given, _late(5, 20, 15), position_bias=bias)[0]
+
+    other = torch.rand(2, 1, 3, 20) < 0.5
+    compiled = [torch.compile(f, fullgraph=True, backend="aot_eager") for f in (rows, biased)]
+    visible, hidden = compiled[0](other)
+    assert torch.equal(visible, _causal(window=6)[-3:] & other)
+    assert torch.equal(hidden, ~_causal(window=6).expand_as(hidden))
+    want = _plainly(*tensors, _causal()[15:], bias=bias)
+    assert torch.allclose(compiled[1](*tensors), want, atol=TOLERANCE)

@@ -158,6 +158,9 @@ def materialize(mask_mod: MaskMod, batch: int, heads: int, q_len: int, kv_len: i
 
     Raises MemoryError if that is more than is free. What else is computed, such as distances, is bounded.
     """
+    if compat.is_compiling():  # torch traces neither ranges nor questions about memory
+        indices = [torch.arange(n, device=device) for n in (batch, heads, q_len, kv_len)]
+        return boolean(over_indices(mask_mod)(*indices), 4)
     batch, heads = dependence(mask_mod, batch, heads, device)
     limits.check_memory(
         batch * heads * q_len * kv_len,

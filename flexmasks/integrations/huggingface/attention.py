@@ -63,7 +63,7 @@ def attend(
     Args:
         module: the layer.
         query, key, value: [B or 1, H, Q, D], [B, Hkv, KV, D] and [B, Hkv, KV, Dv].
-        attention_mask: what `make_mask` returned; a torch BlockMask; a tensor [B or 1, H or 1, Q or 1, KV], bool
+        attention_mask: what `make_mask` returned; a torch BlockMask; a tensor [B or 1, H or 1, Q or 1, KV or 1], bool
             (True = visible) or float (added to the scores; the lowest number of the dtype, and -inf, hide); or None.
             Without a mask it follows from `is_causal`, `sliding_window` and `position_ids`, as with sequence
             parallelism, where models get no mask.
@@ -158,7 +158,9 @@ def _of_mask(mask: Any, query: Tensor, key: Tensor) -> tuple[Any, int | Tensor, 
     """Return a mask, where its queries start, and what to add to the scores."""
     if isinstance(mask, LateMask):
         _, _, q_length, kv_length = mask.shape
-        if query.shape[2] != q_length or key.shape[2] > kv_length:
+        # A prefix of the keys, as PEFT adds, is visible where all keys are.
+        has_other_keys = key.shape[2] > kv_length and mask.mask.name != "full"
+        if query.shape[2] != q_length or has_other_keys:
             _fail(
                 f"the mask was made for {q_length} queries and {kv_length} keys, and the layer has {query.shape[2]} "
                 f"and {key.shape[2]}. Where sequences are spread over several processes, hand on None as the mask, and "
@@ -172,6 +174,8 @@ def _of_mask(mask: Any, query: Tensor, key: Tensor) -> tuple[Any, int | Tensor, 
         _fail(f"a mask must be bool or floating, [batch or 1, heads or 1, queries, keys], got {what}.")
     if mask.shape[-1] > key.shape[2]:
         mask = mask[..., : key.shape[2]]
+    if mask.shape[-1] == 1:  # the same for all keys
+        mask = mask.expand(-1, -1, -1, key.shape[2])
     if mask.dtype == torch.bool:
         if mask.shape[1:3] == (1, 1):  # the same keys for all queries
             return get_mask("key_padding", attention_mask=_derived(_row, mask, query.shape[0])), 0, None

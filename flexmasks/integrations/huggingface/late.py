@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -26,20 +26,29 @@ class LateMask(compat.BlockMask):
 
     shape: (batch, 1, queries, keys).
     q_offset: the position of the first query, as in `flexmasks.attention`.
+    device: the device of the model's tensors, and of the mask as booleans.
     """
 
-    def __init__(self, parts: Parts, q_offset: int | Tensor, shape: tuple[int, int, int, int]) -> None:
+    def __init__(
+        self, parts: Parts, q_offset: int | Tensor, shape: tuple[int, int, int, int], device: torch.device
+    ) -> None:
         self.parts = parts
         self.mask = parts.mask()
         self.q_offset = q_offset
         self.sizes = shape
+        self.device = device
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Batch, 1, queries, keys."""
         return self.sizes
 
-    # Models ask these questions of a mask that generate has made.
+    # Models ask these questions of a mask.
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """torch.bool, by which models know that True is visible."""
+        return torch.bool
 
     @property
     def ndim(self) -> int:
@@ -62,22 +71,41 @@ class LateMask(compat.BlockMask):
         """Return the mask with its tensors on a device."""
         parts = Parts([m.to(device) for m in self.parts.others], [m.to(device) for m in self.parts.packing])
         q_offset = self.q_offset.to(device) if isinstance(self.q_offset, Tensor) else self.q_offset
-        return LateMask(parts, q_offset, self.sizes)
+        return LateMask(parts, q_offset, self.sizes, torch.device(device))
 
     def to_dense(self) -> Tensor:
         """Return the mask as booleans, True = visible, [batch or 1, 1, queries, keys]."""
         batch, _, q_length, kv_length = self.sizes
-        return dense_mask(self.mask, q_length, kv_length, batch=batch, heads=1, q_offset=self.q_offset)
+        sizes: dict[str, Any] = {"batch": batch, "heads": 1, "device": self.device, "q_offset": self.q_offset}
+        return dense_mask(self.mask, q_length, kv_length, **sizes)
 
     def planned(self) -> compat.BlockMask:
         """Return the blocks of the mask."""
         batch, _, q_length, kv_length = self.sizes
-        return block_mask(self.mask, q_length, kv_length, batch=batch, heads=1, q_offset=self.q_offset)
+        sizes: dict[str, Any] = {"batch": batch, "heads": 1, "device": self.device, "q_offset": self.q_offset}
+        return block_mask(self.mask, q_length, kv_length, **sizes)
 
     def __getitem__(self, index: Any) -> Any:
         """Return a part of the mask as booleans, for models that look into their mask."""
         batch, _, q_length, kv_length = self.sizes
         return self.to_dense().expand(batch, 1, q_length, kv_length)[index]
+
+    # Models may combine the mask with booleans of their own, and get booleans.
+
+    def __invert__(self) -> Tensor:
+        """Return True for the hidden pairs.
+
+        torch.compile does not trace this operator, but `logical_not`.
+        """
+        return self.logical_not()
+
+    def __and__(self, other: Tensor) -> Tensor:
+        """Return the pairs that a table of booleans shows, too."""
+        return cast(Tensor, self[...]) & other
+
+    def logical_not(self) -> Tensor:
+        """Return True for the hidden pairs."""
+        return ~cast(Tensor, self[...])
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
@@ -109,11 +137,12 @@ class ShardedMask(LateMask):
         self,
         parts: Parts,
         shape: tuple[int, int, int, int],
+        device: torch.device,
         sharding: Sharding,
         padding: Tensor | None,
         position_ids: Tensor | None,
     ) -> None:
-        super().__init__(parts, 0, shape)
+        super().__init__(parts, 0, shape, device)
         self.sharding = sharding
         self.padding = padding
         self.position_ids = position_ids
@@ -123,7 +152,7 @@ class ShardedMask(LateMask):
         """Return the mask with its tensors on a device."""
         moved = super().to(device)
         inputs = (None if x is None else x.to(device) for x in (self.padding, self.position_ids))
-        return ShardedMask(moved.parts, self.sizes, self.sharding, *inputs)
+        return ShardedMask(moved.parts, self.sizes, moved.device, self.sharding, *inputs)
 
     def to_dense(self) -> Tensor:
         """Raise ValueError, because a part of a sequence has no mask of its own."""
@@ -141,6 +170,10 @@ class ShardedMask(LateMask):
 _REFUSED = (
     "doge", "bloom", "codegen", "xglm", "gpt_neox_japanese", "big_bird", "visual_bert", "longformer"
 )  # fmt: skip
+
+# Models that need numbers to add to scores. The first one appends those of further keys, and goes on with an attention
+# function; the other one is a part of models that do.
+_ADDED = ("deepseek_v4", "gemma4_audio")
 
 
 def _causal(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -183,6 +216,9 @@ def make_mask(
             'attn_implementation="eager".'
         )
     device = torch.device(device)
+    if model_type in _ADDED:
+        visible = _evaluated(mask_function, (batch_size, q_length, kv_length), q_offset, kv_offset, use_vmap, device)
+        return _added(visible, _padding(attention_mask, kv_offset, kv_length), others.get("dtype", torch.float32))
     sharding = active()
     if sharding is not None:
         sizes = (batch_size, 1, q_length, kv_length)
@@ -212,7 +248,13 @@ def make_mask(
         parts.others.append(get_mask("key_padding", attention_mask=padding))
     if may_read and torch.is_inference_mode_enabled():
         parts = Parts([with_versions(m) for m in parts.others], [with_versions(m) for m in parts.packing])
-    return LateMask(parts, first_query, (batch_size, 1, q_length, kv_length))
+    return LateMask(parts, first_query, (batch_size, 1, q_length, kv_length), device)
+
+
+def _added(visible: Tensor, padding: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return a mask as numbers that are added to scores, as "eager" does."""
+    visible = visible if padding is None else visible & padding[:, None, None]
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill(~visible, torch.finfo(dtype).min)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -242,7 +284,7 @@ def _of_part(
         )
     positions = Positions(batch, 0, length, length, device, not use_vmap)
     parts = recognized(function, positions) or Parts([get_mask(function)], [])
-    return ShardedMask(parts, sizes, sharding, attention_mask, sharding.take_position_ids())
+    return ShardedMask(parts, sizes, device, sharding, attention_mask, sharding.take_position_ids())
 
 
 def with_versions(mask: Mask) -> Mask:
