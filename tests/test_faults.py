@@ -228,7 +228,7 @@ def test_a_full_gpu(mask: str) -> None:
 # --- backends that fail at run time ---
 
 FAILURES: dict[str, tuple[str, str, Any, str, dict[str, Any]]] = {
-    "sdpa": ("sdpa", "dense", sdpa.FusedCall, "_attend", {"mask": "causal"}),
+    "sdpa": ("sdpa", "dense", sdpa.FusedCall, "__call__", {"mask": "causal"}),
     "dense": ("dense", "reference", dense_cpu.CpuDense, "__call__", {"mask": "sliding_window", "window": 20}),
     "compiled": ("cpu", "reference", flex, "_run_kernel", {"mask": "sliding_window", "window": 20}),
 }
@@ -271,7 +271,7 @@ def test_the_next_backend_runs_the_call(
 def test_an_asked_backend_raises_its_own_error(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = _qkv()
     with monkeypatch.context() as patched:
-        _fails(patched, sdpa.FusedCall, "_attend", ValueError("the kernel broke"))
+        _fails(patched, sdpa.FusedCall, "__call__", ValueError("the kernel broke"))
         with pytest.raises(ValueError, match="the kernel broke"):
             flexmasks.attention(*tensors, mask="causal", backend="sdpa")
     assert flexmasks.explain(*tensors, mask="causal").backend == "sdpa"
