@@ -463,7 +463,7 @@ def run_eagerly(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tens
     """
     if compat.transforms_active():
         request = _with_plain_tensors(request)
-    sinks, inner = (None, request) if request.sink_logits is None else _sinks_of(request)
+    sinks, inner = _sinks_of(request)
     known = _key_and_tensors(q, k, v, inner)
     if known is not None and not (known[1] and is_captured(q.device)):  # a captured call plans again at each replay
         replay = _known_replay(*known, q.device)

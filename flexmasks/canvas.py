@@ -141,7 +141,7 @@ def tiles_for(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tiles,
     order = request.params.get("order", own.get("order"))
     if not isinstance(order, str) or order != "auto":
         return None
-    if own.keys() & request.params.keys() or (isinstance(given, Mask) and not given.definition.own):
+    if own.keys() & request.params.keys() or (is_value and not given.definition.own):
         return None  # a parameter is given twice, and the call says so; or the mask is another one of this name
     is_plain = request.score is None and isinstance(request.q_offset, int) and request.q_offset == 0
     if not is_plain or request.block_mask is not None:

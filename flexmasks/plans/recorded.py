@@ -259,9 +259,8 @@ def _simplify(graph_module: fx.GraphModule, keeps_results: bool) -> None:
     """
     graph = graph_module.graph
     graph.eliminate_dead_code()  # a tensor with a dead use seems to be used twice
-    results: Any = graph.output_node().args[0]
-    most = min(_MAX_KEPT_ELEMENTS if keeps_results else n.meta["val"].numel() - 1 for n in results)
-    constants = _Constants(graph_module, min(most, _MAX_KEPT_ELEMENTS))
+    results: Any = [] if keeps_results else graph.output_node().args[0]
+    constants = _Constants(graph_module, min([_MAX_KEPT_ELEMENTS, *(n.meta["val"].numel() - 1 for n in results)]))
     known: dict[Hashable, fx.Node] = {}
     for node in list(graph.nodes):
         if node.op not in ("call_function", "get_attr"):

@@ -75,15 +75,16 @@ class LateMask(compat.BlockMask):
 
     def to_dense(self) -> Tensor:
         """Return the mask as booleans, True = visible, [batch or 1, 1, queries, keys]."""
-        batch, _, q_length, kv_length = self.sizes
-        sizes: dict[str, Any] = {"batch": batch, "heads": 1, "device": self.device, "q_offset": self.q_offset}
-        return dense_mask(self.mask, q_length, kv_length, **sizes)
+        return dense_mask(self.mask, **self._extents())
 
     def planned(self) -> compat.BlockMask:
         """Return the blocks of the mask."""
+        return block_mask(self.mask, **self._extents())
+
+    def _extents(self) -> dict[str, Any]:
         batch, _, q_length, kv_length = self.sizes
-        sizes: dict[str, Any] = {"batch": batch, "heads": 1, "device": self.device, "q_offset": self.q_offset}
-        return block_mask(self.mask, q_length, kv_length, **sizes)
+        lengths = {"q_len": q_length, "kv_len": kv_length}
+        return {**lengths, "batch": batch, "heads": 1, "device": self.device, "q_offset": self.q_offset}
 
     def __getitem__(self, index: Any) -> Any:
         """Return a part of the mask as booleans, for models that look into their mask."""
