@@ -374,7 +374,7 @@ def _run_in_pages(
         _check_pages(q, k_cache, page_table, kv_lens)
     replay: Replay
     if is_for_fa4:
-        replay = fa4.PagedCall.of(call, cast(Band, band), kv_lens, page_table)
+        replay = fa4.PagedCall.of(call, cast(Band, band), kv_lens, page_table, k_cache, v_cache)
         try:
             return (replay, planned), replay(q, k_cache, v_cache)
         except Unavailable as error:
@@ -524,6 +524,8 @@ def _keep(key: Hashable, tensors: list[Tensor], replay: Replay, planned: _Planne
     renewal: Callable[[list[Tensor]], Replay] | None
     if isinstance(replay, fa4.PagedCall):
         renewal = replay.renewed if len(tensors) == _OF_PAGES else None
+    elif isinstance(replay, fa4.StartedCall):
+        renewal = replay.renewed if len(tensors) == 1 else None
     elif isinstance(replay, GpuDecode):
         renewal = DecodeRenewal.of(replay, planned.mask, planned.score, tensors, planned.where_last)
     elif isinstance(replay, GpuDense):

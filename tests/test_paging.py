@@ -621,20 +621,28 @@ def _attend_to_pages(
     return torch.cat(outs).to(q.dtype), torch.cat(lses).float()
 
 
+@pytest.mark.parametrize("page_size", [32, 256])
 @pytest.mark.parametrize("mask", WINDOWS)
-def test_fa4_reads_pages(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A function takes the kernel's place."""
+def test_fa4_reads_pages(mask: str, page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function takes the kernel's place; it gets pages of 256 slots in two parts."""
     monkeypatch.setattr(fa4, "why_missing", lambda: "")
     monkeypatch.setattr(fa4, "_import_failures", [])
     monkeypatch.setattr(calls, "_FA4_ON", ("cpu",))
     monkeypatch.setattr(fa4, "refuses_package", lambda call: None)
-    monkeypatch.setattr(fa4, "_forward", _attend_to_pages)
-    _check_fa4(mask, 32, "cpu", torch.float32, (64, 48))
+    sizes = []
+
+    def attend(q: Tensor, k: Tensor, *more: Any) -> tuple[Tensor, Tensor]:
+        sizes.append(k.shape[1])
+        return _attend_to_pages(q, k, *more)
+
+    monkeypatch.setattr(fa4, "_forward", attend)
+    _check_fa4(mask, page_size, "cpu", torch.float32, (64, 48))
+    assert {*sizes} == {min(page_size, 128)}
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=label)
-@pytest.mark.parametrize("page_size", [1, 16, 40, 64, 128, 256])
+@pytest.mark.parametrize("page_size", [1, 16, 40, 64, 128, 256, 384])
 @pytest.mark.parametrize("sizes", [(64, 64), (192, 128)])
 @pytest.mark.parametrize("mask", WINDOWS)
 def test_fa4_reads_pages_on_a_gpu(mask: str, sizes: tuple[int, int], page_size: int, dtype: torch.dtype) -> None:

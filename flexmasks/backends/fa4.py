@@ -12,7 +12,7 @@ import inspect
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -31,12 +31,16 @@ from flexmasks.backends.call import (
     raise_out_of_memory,
     transformed,
 )
+from flexmasks.plans.intervals import Intervals
 from flexmasks.plans.windows import Window
 from flexmasks.spec.bands import Band, Sequences
 
 _log = logging.getLogger("flexmasks")
 MIN_QUERIES = 128  # with fewer queries, kernels that split the keys are faster
 _MAX_SEARCHED_SEQUENCES = 2048
+# Slots of a page that the kernel reads by the copies of whole tiles, up to a head size. It takes 0.86 of the time that it
+# takes with pages of 256 (H200).
+_FAST_PAGE, _MAX_SIZE_OF_FAST_PAGE = 128, 128
 # Different head sizes of q and of v that flash-attn-4 is tested with by its authors, and those tested with gradients.
 _V_SIZES, _V_SIZES_WITH_GRADIENTS = ((128, 64), (192, 128)), ((192, 128),)
 # Names of the kernel's arguments, in the order of the operators below.
@@ -170,13 +174,26 @@ def refuses(call: Call) -> str | None:
     reason = refuses_package(call)
     if reason is not None:
         return reason
-    window = call.window()
-    if window is None:
-        return (
-            "it knows only windows, such as full and causal, and windows inside sequences laid end to end, given by "
-            "offsets; it would have to read documents given by ids, and queries that start elsewhere"
-        )
+    if call.window() is None:
+        if not _has_start(call):
+            return (
+                "it knows only windows, such as full and causal, and windows inside sequences laid end to end, given "
+                "by offsets; it would have to read documents given by ids, and queries that start elsewhere"
+            )
+        if call.needs_grad:
+            return "it gives no gradients for queries that start where a tensor says"
     return _refuses_numbers(call)
+
+
+def _has_start(call: Call) -> bool:
+    """Return whether a call is a window with an end, whose queries start where a tensor says."""
+    intervals = call.intervals()
+    return (
+        intervals is not None
+        and isinstance(intervals.offset, Tensor)
+        and intervals.lens is None
+        and intervals.right is not None
+    )
 
 
 def _refuses_numbers(call: Call) -> str | None:
@@ -196,14 +213,27 @@ def _refuses_numbers(call: Call) -> str | None:
 
 def run(call: Call) -> Result:
     """Run the call; raise Unavailable if flash-attn-4 cannot compile it."""
+    if call.window() is None:
+        started = StartedCall.of(call)
+        return Result(*started(call.q, call.k, call.v), started)
     replay = DirectCall.of(call)
-    try:
+    with _failures_are_unavailable():
         if call.sinks is None or not folds_sinks(call.q, call.k, call.v, call.sinks):
             return proven(call, replay)
         return proven(call, replay, call.sinks)._replace(has_sinks=True)
+
+
+@contextlib.contextmanager
+def _failures_are_unavailable() -> Iterator[None]:
+    """Raise Unavailable in place of other errors, but for missing memory.
+
+    flash-attn-4 compiles at the first call, and raises errors of any type.
+    """
+    try:
+        yield
     except Unavailable:
         raise
-    except Exception as error:  # flash-attn-4 compiles at the first call, and raises errors of any type
+    except Exception as error:
         raise_out_of_memory(error)
         raise Unavailable(first_line(error)) from error
 
@@ -357,6 +387,7 @@ class PagedCall:
     Its queries are the last ones of each sequence.
 
     lens: number of keys of each sequence. They and the page table are int32.
+    parts: in how many pages the kernel reads each page of the caches.
     """
 
     left: int | None
@@ -366,18 +397,25 @@ class PagedCall:
     with_lse: bool
     lens: Tensor
     table: Tensor
+    parts: int
 
-    nbytes = 0
+    @property
+    def nbytes(self) -> int:
+        return self.table.nbytes if self.parts > 1 else 0
 
     @classmethod
-    def of(cls, call: Call, band: Band, lens: Tensor, table: Tensor) -> PagedCall:
-        """Return the call."""
-        return cls(band.left, band.right, call.scale, call.cap, call.with_lse, *_in_int32(lens, table))
+    def of(
+        cls, call: Call, band: Band, lens: Tensor, table: Tensor, k_cache: Tensor, v_cache: Tensor
+    ) -> PagedCall:
+        """Return the call for caches of these layouts."""
+        parts = _parts_of_pages(k_cache, v_cache)
+        numbers = band.left, band.right, call.scale, call.cap, call.with_lse
+        return cls(*numbers, _in_int32(lens), _in_parts(table, parts), parts)
 
     def renewed(self, tensors: Sequence[Tensor]) -> PagedCall:
         """Return the call with the last two tensors as its lengths and page table."""
-        lens, table = _in_int32(*tensors[-2:])
-        return replace(self, lens=lens, table=table)
+        lens, table = tensors[-2:]
+        return replace(self, lens=_in_int32(lens), table=_in_parts(table, self.parts))
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the output [B, H, Q, Dv], and lse [B, H, Q] or None.
@@ -389,18 +427,95 @@ class PagedCall:
         arguments = {"seqused_k": self.lens, "page_table": self.table, "softmax_scale": self.scale}
         arguments |= _window_arguments(self.left, self.right)
         k, v = compat.with_rows_together(k.detach(), v.detach())
-        try:
+        if self.parts > 1:
+            k, v = (x.view(-1, _FAST_PAGE, *x.shape[2:]) for x in (k, v))
+        with _failures_are_unavailable():
             out, lse = _forward(q.detach().transpose(1, 2), k, v, arguments, self.cap)
-        except Unavailable:
-            raise
-        except Exception as error:  # flash-attn-4 compiles at the first call, and raises errors of any type
-            raise_out_of_memory(error)
-            raise Unavailable(first_line(error)) from error
         return out.transpose(1, 2), lse if self.with_lse else None
 
 
-def _in_int32(*tensors: Tensor) -> list[Tensor]:
-    return [t.detach().int().contiguous() for t in tensors]
+def _parts_of_pages(k_cache: Tensor, v_cache: Tensor) -> int:
+    """Return in how many pages of `_FAST_PAGE` slots the kernel reads each page of the caches.
+
+    The result is 1 for pages that it reads as they are.
+    """
+    page_size = k_cache.shape[1]
+    has_fast_page = max(k_cache.shape[3], v_cache.shape[3]) <= _MAX_SIZE_OF_FAST_PAGE and page_size % _FAST_PAGE == 0
+    is_in_order = all(x.stride(0) == page_size * x.stride(1) for x in (k_cache, v_cache))
+    return page_size // _FAST_PAGE if has_fast_page and is_in_order else 1
+
+
+def _in_parts(table: Tensor, parts: int) -> Tensor:
+    """Return a table of pages as one of their parts, int32."""
+    table = _in_int32(table)
+    if parts == 1:
+        return table
+    return (table[:, :, None] * parts + torch.arange(parts, dtype=torch.int32, device=table.device)).flatten(1)
+
+
+def _in_int32(x: Tensor) -> Tensor:
+    return x.detach().int().contiguous()
+
+
+# --- queries that start where a tensor says ---
+
+
+@dataclass(frozen=True)
+class StartedCall:
+    """A call of FlashAttention 4 whose queries start where a tensor says, without q, k and v.
+
+    The kernel lays the last query at the last key, so it is told of as many keys as the last query sees. Where there
+    are not so many, it takes zeros for the missing ones, and a kernel of the library's own computes their queries.
+
+    starts: the position of the first query of each batch element, int32 or int64 [B].
+    """
+
+    left: int | None
+    right: int
+    scale: float | None
+    cap: float | None
+    with_lse: bool
+    starts: Tensor
+
+    nbytes = 0
+
+    @classmethod
+    def of(cls, call: Call) -> StartedCall:
+        """Return the call."""
+        intervals = cast(Intervals, call.intervals())
+        starts = _in_32_or_64_bits(cast(Tensor, intervals.offset))
+        return cls(intervals.left, cast(int, intervals.right), call.scale, call.cap, call.with_lse, starts)
+
+    def renewed(self, tensors: Sequence[Tensor]) -> StartedCall:
+        """Return the call with the only tensor as its starts."""
+        return replace(self, starts=_in_32_or_64_bits(tensors[0]))
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the output [B, H, Q, Dv], and lse [B, H, Q] or None.
+
+        Raises Unavailable if flash-attn-4 cannot compile the call.
+        """
+        from flexmasks.kernels.behind_keys import attend_behind_keys  # Triton is not installed on every system
+
+        q, k, v = compat.with_rows_together(q.detach(), k.detach(), v.detach())
+        (_, _, q_len, head_size), kv_len = q.shape, k.shape[2]
+        ends = (self.starts + (q_len + self.right)).clamp_(0, kv_len + q_len).int()
+        arguments = {"seqused_k": ends, "softmax_scale": self.scale}
+        arguments |= _window_arguments(None if self.left is None else self.left + self.right, 0)
+        scale = head_size**-0.5 if self.scale is None else self.scale
+        with _failures_are_unavailable():
+            out, lse = _forward(*(x.transpose(1, 2) for x in (q, k, v)), arguments, self.cap)
+            out = out.transpose(1, 2)
+            attend_behind_keys(out, lse, q, k, v, self.starts, (self.left, self.right), scale, self.cap)
+        return out, lse if self.with_lse else None
+
+
+def _in_32_or_64_bits(starts: Tensor) -> Tensor:
+    starts = starts.detach()
+    return starts if starts.dtype in (torch.int32, torch.int64) else starts.long()
+
+
+# --- arguments and results of the kernel ---
 
 
 def _window_arguments(left: int | None, right: int | None) -> dict[str, Any]:

@@ -147,7 +147,7 @@ def _shares_before(tiles, element, most, LIST_HEADS: tl.constexpr, COUNTS: tl.co
 
 
 @triton.jit
-def _tanh(x):
+def tanh(x):
     """Return tanh(x), with a small relative error near 0 too."""
     square = x * x
     series = x * (1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))))
@@ -321,7 +321,7 @@ def _attend_tiles(
         if CAP or bias is not None:
             scores *= scale
             if CAP:
-                scores = cap * _tanh(scores / cap)
+                scores = cap * tanh(scores / cap)
             if weight is not None:
                 scores += weight[:, None] * biases
             elif bias is not None:
