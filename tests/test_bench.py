@@ -6,6 +6,7 @@ import functools
 import gc
 import json
 import re
+import statistics
 import time
 from collections.abc import Hashable, Iterator
 from pathlib import Path
@@ -437,10 +438,14 @@ def test_peak_memory_is_seen() -> None:
 
 def test_calls_take_turns_and_warm_up() -> None:
     ran: list[str] = []
-    calls = {name: functools.partial(ran.append, name) for name in ("a", "b")}
-    times = interleaved(calls, torch.device("cpu"), 3, lambda call, device: call() or float(len(ran)))
-    assert ran == ["a", "b"] * 5  # the first two rounds warm up
-    assert times == {"a": (7.0, 4.0), "b": (8.0, 4.0)}  # the measured calls of a took 5, 7, 9, those of b 6, 8, 10
+    calls = {name: functools.partial(ran.append, name) for name in "abc"}
+    times = interleaved(calls, torch.device("cpu"), 9, lambda call, device: call() or float(len(ran)))
+    turns = ["".join(ran[n : n + 3]) for n in range(0, len(ran), 3)]
+    assert len(turns) == 11
+    assert all(sorted(turn) == list("abc") for turn in turns)
+    assert len({*turns}) > 3  # orders
+    measured = [n + 1 for n, name in enumerate(ran) if n >= 6 and name == "b"]  # the first two turns warm up
+    assert times["b"][0] == statistics.median(measured)
 
 
 def test_a_wall_time_is_the_mean_of_calls_in_a_row() -> None:

@@ -170,7 +170,9 @@ GENERATED: dict[str, dict[str, Callable[[], str]]] = {
     "recipes/results/steps.md": {
         name: functools.partial(steps, name) for name in ("steps_gpu", "steps_triton", "steps_cpu")
     },
-    "recipes/results/serve.md": {name: functools.partial(serve, name) for name in ("serve_gpu", "serve_cpu")},
+    "recipes/results/serve.md": {
+        name: functools.partial(serve, name) for name in ("serve_gpu", "serve_flash", "serve_cpu")
+    },
     "recipes/results/models.md": {"models_gpu": functools.partial(models, "models_gpu")},
     "recipes/results/ranks.md": {name: functools.partial(ranks, name) for name in ("ranks_gpu", "ranks_triton")},
     "recipes/results/limits.md": {name: functools.partial(limits, name) for name in ("limits_gpu", "limits_triton")},

@@ -38,8 +38,8 @@ from flexmasks.spec.bands import Band, Sequences
 _log = logging.getLogger("flexmasks")
 MIN_QUERIES = 128  # with fewer queries, kernels that split the keys are faster
 _MAX_SEARCHED_SEQUENCES = 2048
-# Slots of a page that the kernel reads by the copies of whole tiles, up to a head size. It takes 0.86 of the time that it
-# takes with pages of 256 (H200).
+# Slots of a page that the kernel copies as a whole tile, up to a head size: in 0.86 of the time that pages of 256 take
+# (H200).
 _FAST_PAGE, _MAX_SIZE_OF_FAST_PAGE = 128, 128
 # Different head sizes of q and of v that flash-attn-4 is tested with by its authors, and those tested with gradients.
 _V_SIZES, _V_SIZES_WITH_GRADIENTS = ((128, 64), (192, 128)), ((192, 128),)
@@ -186,7 +186,7 @@ def refuses(call: Call) -> str | None:
 
 
 def _has_start(call: Call) -> bool:
-    """Return whether a call is a window with an end, whose queries start where a tensor says."""
+    """Return whether queries start where a tensor says, and see a window with an end."""
     intervals = call.intervals()
     return (
         intervals is not None
@@ -404,9 +404,7 @@ class PagedCall:
         return self.table.nbytes if self.parts > 1 else 0
 
     @classmethod
-    def of(
-        cls, call: Call, band: Band, lens: Tensor, table: Tensor, k_cache: Tensor, v_cache: Tensor
-    ) -> PagedCall:
+    def of(cls, call: Call, band: Band, lens: Tensor, table: Tensor, k_cache: Tensor, v_cache: Tensor) -> PagedCall:
         """Return the call for caches of these layouts."""
         parts = _parts_of_pages(k_cache, v_cache)
         numbers = band.left, band.right, call.scale, call.cap, call.with_lse
@@ -435,9 +433,9 @@ class PagedCall:
 
 
 def _parts_of_pages(k_cache: Tensor, v_cache: Tensor) -> int:
-    """Return in how many pages of `_FAST_PAGE` slots the kernel reads each page of the caches.
+    """Return in how many parts the kernel reads each page of the caches.
 
-    The result is 1 for pages that it reads as they are.
+    Parts have `_FAST_PAGE` slots, or a page is read as it is.
     """
     page_size = k_cache.shape[1]
     has_fast_page = max(k_cache.shape[3], v_cache.shape[3]) <= _MAX_SIZE_OF_FAST_PAGE and page_size % _FAST_PAGE == 0
@@ -462,7 +460,7 @@ def _in_int32(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class StartedCall:
-    """A call of FlashAttention 4 whose queries start where a tensor says, without q, k and v.
+    """A call of FlashAttention 4 whose queries start where a tensor says.
 
     The kernel lays the last query at the last key, so it is told of as many keys as the last query sees. Where there
     are not so many, it takes zeros for the missing ones, and a kernel of the library's own computes their queries.
@@ -504,7 +502,7 @@ class StartedCall:
         arguments |= _window_arguments(None if self.left is None else self.left + self.right, 0)
         scale = head_size**-0.5 if self.scale is None else self.scale
         with _failures_are_unavailable():
-            out, lse = _forward(*(x.transpose(1, 2) for x in (q, k, v)), arguments, self.cap)
+            out, lse = _forward(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), arguments, self.cap)
             out = out.transpose(1, 2)
             attend_behind_keys(out, lse, q, k, v, self.starts, (self.left, self.right), scale, self.cap)
         return out, lse if self.with_lse else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -57,11 +58,16 @@ def device_milliseconds(call: Callable[[], object], device: torch.device) -> flo
 def interleaved(
     calls: Mapping[str, Callable[[], object]], device: torch.device, runs: int, clock: Clock = device_milliseconds
 ) -> dict[str, tuple[float, float]]:
-    """Return median milliseconds and the interquartile range of calls timed by turns."""
+    """Return median milliseconds and the interquartile range of calls timed by turns.
+
+    Each turn has another order, because a call may leave a device slower, or faster, for the next one.
+    """
     times: dict[str, list[float]] = {name: [] for name in calls}
     for run in range(WARMUP_RUNS + runs):
-        for name, call in calls.items():
-            milliseconds = clock(call, device)
+        names = list(calls)
+        random.Random(run).shuffle(names)
+        for name in names:
+            milliseconds = clock(calls[name], device)
             if run >= WARMUP_RUNS:
                 times[name].append(milliseconds)
     quartiles = {name: statistics.quantiles(values, n=4) for name, values in times.items()}

@@ -222,21 +222,25 @@ def markdown(results: dict[str, Any]) -> str:
     by_case: dict[tuple[str, str], list[Row]] = {}
     for r in results["rows"]:
         by_case.setdefault((r["case"], r["shape"]), []).append(r)
+    peers = [peer for peer in (DENSE, FA4) if any(r["who"] == peer for r in results["rows"])]
     rows = []
     for (case, shape), of_case in by_case.items():
         by_who = {r["who"]: r for r in of_case}
-        dense = by_who.get(DENSE)
         for who, r in by_who.items():
             is_first = who == OURS
             rows.append([
                 case if is_first else "", shape if is_first else "", who, r.get("backend", ""), f"{r['ms']:.3g}",
-                f"{r['ms'] / r['roof_ms']:.2f} x", f"{r['ms'] / dense['ms']:.2f} x" if dense else "",
+                f"{r['ms'] / r['roof_ms']:.2f} x", *(_share(r, by_who.get(peer)) for peer in peers),
                 f"{r['first_s']:.2f}", str(r["compilations"]), f"{r['longest_ms']:.3g}",
                 "" if r["synchronizations"] is None else f"{r['synchronizations']:g}",
             ])  # fmt: skip
-    header = ["case", "B x H x Hkv x D x room", "who", "backend", "ms", "roof", DENSE, "first, s", "compiles later"]
+    header = ["case", "B x H x Hkv x D x room", "who", "backend", "ms", "roof", *peers, "first, s", "compiles later"]
     header += ["longest later, ms", "waits"]
     return f"{measured_on(results)}; medians.\n\n{github_table(rows, header)}"
+
+
+def _share(row: Row, of: Row | None) -> str:
+    return "" if of is None else f"{row['ms'] / of['ms']:.2f} x"
 
 
 SERVE = Benchmark("serve", _todo, table)

@@ -1,7 +1,8 @@
-"""Attention of the queries whose keys would end behind the last key, written over what another kernel computed.
+"""Attention of the queries whose keys would end behind the last key.
 
-A kernel that counts the keys of each sequence from its last query is wrong for these queries if it is told of more keys
-than there are. Only the device knows whether there are such queries; where there are none, nothing is computed.
+It is written over what another kernel computed. A kernel that counts the keys of each sequence from its last query is
+wrong for these queries if it is told of more keys than there are. Only the device knows whether there are such queries;
+where there are none, nothing is computed.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ def attend_behind_keys(
     scale: float,
     cap: float | None,
 ) -> None:
-    """Compute the queries with no key at their position + right, and write output and lse in place.
+    """Write output and lse of the queries with no key at their position + right.
 
-    out, lse: [B, H, Q, Dv] and float32 [B, H, Q].
+    out, lse: [B, H, Q, Dv] and float32 [B, H, Q]; other queries keep theirs.
     q, k, v: [B, H, Q, D], [B, Hkv, KV, D] and [B, Hkv, KV, Dv]; the last stride is 1.
     starts: the position of the first query of each batch element, ints [B].
     window: how far back a query sees, None for all keys; and how far ahead it sees, negative for keys before it only.

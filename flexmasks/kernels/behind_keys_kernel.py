@@ -29,7 +29,7 @@ def behind_keys_kernel(
     K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
     GRAIN: tl.constexpr, DOT: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_CAP: tl.constexpr,
 ):  # fmt: skip
-    """Write output and lse of the queries at whose position + right there is no key any more.
+    """Write output and lse of the queries with no key at their position + right.
 
     They see all keys from their position - left on, or with HAS_LEFT off all keys.
     """
