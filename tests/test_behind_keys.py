@@ -27,10 +27,7 @@ behind_keys = pytest.importorskip("flexmasks.kernels.behind_keys")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning")] if INTERPRETED else []  # NumPy warns of 0 / 0
-needs_kernel = pytest.mark.skipif(
-    not INTERPRETED and not torch.cuda.is_available(), reason="the kernel needs a GPU or Triton's interpreter"
-)
-DEVICE = "cpu" if INTERPRETED else "cuda"
+on_device = pytest.mark.parametrize("device", ["cpu"] if INTERPRETED else [pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
 class Case(NamedTuple):
@@ -128,15 +125,15 @@ CASES = {
 }
 
 
-@needs_kernel
+@on_device
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", [FP32] if INTERPRETED else [FP16, BF16])
-def test_kernel(case: str, dtype: torch.dtype) -> None:
-    check_kernel(CASES[case]._replace(dtype=dtype), DEVICE)
+def test_kernel(case: str, dtype: torch.dtype, device: str) -> None:
+    check_kernel(CASES[case]._replace(dtype=dtype), device)
 
 
-@needs_kernel
-def test_random_calls_of_the_kernel() -> None:
+@on_device
+def test_random_calls_of_the_kernel(device: str) -> None:
     @st.composite
     def cases(draw: st.DrawFn) -> Case:
         kv_len, q_len = draw(st.integers(1, 150)), draw(st.integers(1, 150))
@@ -150,7 +147,7 @@ def test_random_calls_of_the_kernel() -> None:
             cut=draw(st.booleans()), seed=draw(st.integers(0, 1000)),
         )  # fmt: skip
 
-    try_examples(10 if INTERPRETED else 40, lambda case: check_kernel(case, DEVICE), cases())
+    try_examples(10 if INTERPRETED else 40, lambda case: check_kernel(case, device), cases())
 
 
 @pytest.mark.skipif(INTERPRETED, reason="compiles")
