@@ -21,8 +21,12 @@ from flexmasks.pictures.output import progress
 KIND = "first calls"
 _CASES = ("causal", "sliding_window & a lambda", "softcap", "documents")
 # Backends, and the cases that each can run.
-_ON_GPU = {"sdpa": _CASES[:1], "fa4": ("causal", "softcap"), "decode": _CASES, "triton": _CASES, "flash": _CASES}
-_ON_CPU = {"dense": ("causal", "sliding_window & a lambda", "documents"), "cpu": _CASES, "reference": _CASES}
+_WITHOUT_CAP = ("causal", "sliding_window & a lambda", "documents")
+_ON_GPU = {
+    "sdpa": _CASES[:1], "fa4": ("causal", "softcap"), "decode": _CASES, "dense": _WITHOUT_CAP,
+    "triton": _CASES, "flash": _CASES,
+}  # fmt: skip
+_ON_CPU = {"dense": _WITHOUT_CAP, "cpu": _CASES, "reference": _CASES}
 # Environment variables that name folders of compiled code: of torch, of Triton, and of flash-attn-4's compiler.
 _FOLDERS = (
     "TORCHINDUCTOR_CACHE_DIR",
