@@ -260,7 +260,7 @@ def test_the_cases_of_limits(steps: list[str], monkeypatch: pytest.MonkeyPatch) 
     cuda = torch.device("cuda")
     monkeypatch.setattr(first_calls, "is_installed", lambda: True)
     on_gpu = list(bench_limits._todo(cuda, quick=False))
-    assert len(on_gpu) == len(set(on_gpu)) == 4 + 2 + 4 + 24 + 36 + 15
+    assert len(on_gpu) == len(set(on_gpu)) == 4 + 2 + 4 + 24 + 36 + 18
     assert "sinks, sliding_window 1,024, [4, 64, 8, 4096, 64]" in on_gpu
     assert "head sizes, documents, float16, [4, 16, 16, 8192, 64]" in on_gpu
     monkeypatch.setattr(first_calls, "is_installed", lambda: False)
