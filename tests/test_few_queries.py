@@ -467,13 +467,13 @@ def test_many_random_calls(device: str) -> None:
 
 
 @on_devices
-@pytest.mark.parametrize("lowest", [-1e20, torch.finfo(FP32).min, -math.inf])
-def test_very_low_scores(lowest: float, device: str) -> None:
-    """A row whose scores are all very low is a row like others, if one program takes all its keys.
-
-    In several shares, the shares of such a row weigh the same: an lse of -1e20 does not say how many keys there were.
-    """
-    arguments = made(Call(queries=3, kv_len=120, bias=(1, 1, 3))).arguments
+@pytest.mark.parametrize("processors", [1, 40])
+@pytest.mark.parametrize("lowest", [-1e9, -1e20, torch.finfo(FP32).min, -math.inf])
+def test_very_low_scores(lowest: float, processors: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row whose scores are all very low is a row like others, also in several shares."""
+    monkeypatch.setattr(launch, "_processors", lambda device: processors)
+    monkeypatch.setattr(launch, "_launches", launch.Launches())
+    arguments = made(Call(queries=3, kv_len=460, bias=(1, 1, 3))).arguments
     bias = arguments[10]
     bias[:, :, 1], bias[:, :, 2, 7:] = lowest, lowest
     there = [a.to(device) if isinstance(a, Tensor) else a for a in arguments]

@@ -2,7 +2,7 @@
 
 The first kernel reads the keys and values of all tiles once. With S bytes of keys and values behind the tiles it moves
 S bytes, a byte for each query and key of partial tiles that are listed, and 4 bytes for each bias. Where an element's
-tiles are shared out, programs write 4 (size of values + 1) bytes for each row and share, which the second kernel reads.
+tiles are shared out, programs write 4 (size of values + 2) bytes for each row and share, which the second kernel reads.
 
 The mask comes in one of two forms: as lists of partial and full tiles, with a byte for each query and key, or with BAND
 as an interval of keys for each query. Programs compute the tiles of a band from its numbers.
@@ -386,8 +386,8 @@ def attend_kernel(
 
     q_start: where the queries of all elements start if there are no q_starts; -1 if they are the last ones.
 
-    Writes the result, or with SPLIT the share's result: `shared` has the rows of all shares, `lines` of them, and then
-    their log-sum-exps.
+    Writes the result, or with SPLIT the share's result: `shared` has the rows of all shares, `lines` of them, then their
+    largest scores, and then their sums of weights. One number for both would lose the sum beside a very low score.
     """
     # Programs of the same keys follow each other: row blocks, then the key heads, whose keys often are neighbors.
     program = tl.program_id(0)
@@ -486,16 +486,16 @@ def attend_kernel(
 
         is_empty = total == 0  # NaN is not empty
         acc = tl.where(is_empty[:, None], 0.0, acc / total[:, None])
-        if CAP or bias is not None:
-            row_lse = tl.where(is_empty, float("-inf"), row_max + tl.log(total))
-        else:
-            row_lse = tl.where(is_empty, float("-inf"), (row_max + tl.log2(total)) * _LN_2)
+        if not CAP and bias is None:
+            row_max *= _LN_2
         v_column = tl.arange(0, V_WIDTH)
         written = is_row[:, None] & (v_column < V_SIZE)[None, :]
         if SPLIT:
             line = program.to(tl.int64) * ROWS + tl.arange(0, ROWS)
             tl.store(shared + line[:, None] * V_SIZE + v_column[None, :], acc, mask=written)
-            tl.store(shared + lines.to(tl.int64) * V_SIZE + line, row_lse, mask=is_row)
+            behind_rows = shared + lines.to(tl.int64) * V_SIZE
+            tl.store(behind_rows + line, row_max, mask=is_row)
+            tl.store(behind_rows + lines + line, total, mask=is_row)
         else:
             heads = key_heads * GROUP
             if LIST_HEADS > 1:
@@ -503,6 +503,7 @@ def attend_kernel(
             line = (b * heads + head) * queries + query
             tl.store(out + line[:, None] * V_SIZE + v_column[None, :], acc.to(out.dtype.element_ty), mask=written)
             if lse is not None:
+                row_lse = tl.where(is_empty, float("-inf"), row_max + tl.log(total))
                 tl.store(lse + line, row_lse, mask=is_row)
 
 
@@ -546,14 +547,16 @@ def join_kernel(
         share = start + tl.arange(0, SHARES)
         is_share = share < n_shares
         at = (((first + share).to(tl.int64) * key_heads + key_head) * row_blocks + row // ROWS) * ROWS + row % ROWS
-        share_lse = tl.load(shared + lines.to(tl.int64) * V_SIZE + at, mask=is_share, other=float("-inf"))
+        behind_rows = shared + lines.to(tl.int64) * V_SIZE
+        share_max = tl.load(behind_rows + at, mask=is_share, other=float("-inf"))
+        share_total = tl.load(behind_rows + lines + at, mask=is_share, other=0.0)
         parts = tl.load(
             shared + at[:, None] * V_SIZE + column[None, :],
             mask=is_share[:, None] & (column < V_SIZE)[None, :], other=0.0,
         )  # fmt: skip
-        new_largest = tl.maximum(largest, tl.max(share_lse, 0))
+        new_largest = tl.maximum(largest, tl.max(share_max, 0))
         base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-        weights = tl.exp2((share_lse - base) * _LOG2_E)
+        weights = tl.exp2((share_max - base) * _LOG2_E) * share_total
         kept = tl.exp2((largest - base) * _LOG2_E)
         total = total * kept + tl.sum(weights, 0)
         acc = acc * kept + tl.sum(weights[:, None] * parts, 0)

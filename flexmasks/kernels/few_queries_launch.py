@@ -128,7 +128,7 @@ def _run(
         _launches.keep(key, launch)
     shared = None  # programs write the result themselves
     if launch.join is not None:
-        shared = new((launch.lines * (v.shape[-1] + 1),), torch.float32, q.device)
+        shared = new((launch.lines * (v.shape[-1] + 2),), torch.float32, q.device)
     launch.attend((out, lse, shared, *tensors), (scale, cap or 0.0, *band, *launch.attend_others))
     if launch.join is not None:
         launch.join((out, lse, shared, *tensors.counts), (*band, *launch.join_others))
