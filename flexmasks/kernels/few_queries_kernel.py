@@ -386,8 +386,8 @@ def attend_kernel(
 
     q_start: where the queries of all elements start if there are no q_starts; -1 if they are the last ones.
 
-    Writes the result, or with SPLIT the share's result: `shared` has the rows of all shares, `lines` of them, then their
-    largest scores, and then their sums of weights. One number for both would lose the sum beside a very low score.
+    Writes the result, or with SPLIT the share's result: `shared` has the rows of all shares, `lines` of them, then
+    their largest scores, and then their sums of weights. One number for both would lose a sum beside a low score.
     """
     # Programs of the same keys follow each other: row blocks, then the key heads, whose keys often are neighbors.
     program = tl.program_id(0)
