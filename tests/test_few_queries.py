@@ -6,6 +6,7 @@ imported. Hence the last test runs this file in a process of its own.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import os
@@ -685,14 +686,21 @@ def test_errors(message: str, device: str) -> None:
 
 def test_launches_pass_what_triton_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's launcher gets what `kernel[grid]` gives it, with addresses for tensors, and without hooks."""
+
+    class Loaded(CompiledKernel):  # type: ignore[misc]
+        def __del__(self) -> None:
+            """Unload nothing."""
+
     seen: list[tuple[Any, ...]] = []
-    made = object.__new__(CompiledKernel)
+    made = object.__new__(Loaded)
     vars(made).update(_run=lambda *a: seen.append(a), module=object(), function=11, packed_metadata=(4, 1, 0))
     vars(made).update(name="kernel", src=None)  # of what hooks get
     monkeypatch.setattr(launches, "raw_stream", lambda device: 7)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     x = torch.zeros(3)
-    launches.launch_of(made, 5)([x, None], (1.0, 3))
+    launch = launches.launch_of(made, 5)
+    launch([x, None], (1.0, 3))
+    assert any(held is made for held in gc.get_referents(vars(launch)))  # nothing else may hold it
     made[(5, 1, 1)](x, None, 1.0, 3, stream=7)
     got, want = ([*arguments[:6], *arguments[9:]] for arguments in seen)  # the others are of hooks
     assert got == [x.data_ptr() if a is x else a for a in want]

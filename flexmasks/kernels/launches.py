@@ -107,4 +107,5 @@ def launch_of(made: Any, programs: int) -> Launch:
         addresses = [None if x is None else x.data_ptr() for x in tensors]
         run(programs, 1, 1, raw_stream(device), function, metadata, None, None, None, *addresses, *others)
 
+    launch.made = made  # type: ignore[attr-defined] # from Triton 3.8 on, the function is unloaded when nothing has it
     return launch
