@@ -339,7 +339,7 @@ def _give_out_factors(graph_module: fx.GraphModule) -> None:
     output: Any = graph.output_node()
     product: Any = output.args[0][0]
     ndim, size = product.meta["val"].ndim, product.meta["val"].numel()
-    while product.target in (aten.clone.default, aten.expand.default, aten.slice.Tensor):  # only of what broadcasts
+    while _broadcasts(product):
         product = product.args[0]
     is_negative = product.target is aten.sub.Tensor and not product.kwargs and _is_zero(product.args[0])
     if is_negative:
@@ -365,6 +365,14 @@ def _give_out_factors(graph_module: fx.GraphModule) -> None:
     output.args = (views,)
     graph.eliminate_dead_code()
     graph_module.recompile()
+
+
+def _broadcasts(node: fx.Node) -> bool:
+    """Return whether a node behind a product only repeats it, or copies it."""
+    aten = torch.ops.aten
+    if node.target is aten.unsqueeze.default:
+        return bool(node.args[1] == 0)
+    return node.target in (aten.clone.default, aten.expand.default, aten.slice.Tensor)  # slices of what repeats
 
 
 def _dependence(graph: fx.Graph) -> list[bool]:
