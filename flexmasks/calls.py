@@ -445,7 +445,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Explanation:
         chosen = able[0] if is_auto else BACKENDS[request.backend]
         able_too = f"it can run the call, but {chosen.name} {'is faster here' if is_auto else 'was asked for'}"
         others = {b.name: reasons.get(b.name, able_too) for b in BACKENDS.values() if b is not chosen}
-        compiles, plan = chosen.compiles(call), planned.mask.explained()
+        compiles, plan = chosen.compiles(call), chosen.plan(call) or planned.mask.explained()
         if found is not None:
             plan = f"{plan}; the call takes its tokens into {found[0]}, and its output back into rows"
         as_data = chosen.why_data(call)
@@ -523,9 +523,9 @@ def _keep(key: Hashable, tensors: list[Tensor], replay: Replay, planned: _Planne
         return
     renewal: Callable[[list[Tensor]], Replay] | None
     if isinstance(replay, fa4.PagedCall):
-        renewal = replay.renewed if len(tensors) == _OF_PAGES else None
+        renewal = replay.renewal() if len(tensors) == _OF_PAGES else None
     elif isinstance(replay, fa4.StartedCall):
-        renewal = replay.renewed if len(tensors) == 1 else None
+        renewal = replay.renewal() if len(tensors) == 1 else None
     elif isinstance(replay, GpuDecode):
         renewal = DecodeRenewal.of(replay, planned.mask, planned.score, tensors, planned.where_last)
     elif isinstance(replay, GpuDense):
@@ -752,6 +752,7 @@ def _planned(q: Tensor, k: Tensor, v: Tensor, request: Request) -> _Planned:
         needs_grad=learns or needs_grad,
         learns=learns,
         has_number_tensors=any(p.has_number_tensors for p in plans),
+        has_start_tensor=number_offset is None,
         holds_aliases=all(p.holds_aliases for p in plans),
         sinks=request.sink_logits,
     )

@@ -265,6 +265,7 @@ def _call_of(
         needs_grad=needs_grad,
         learns=learns,
         has_number_tensors=any(t.ndim == 0 for t in tensors),
+        has_start_tensor=isinstance(q_offset, Tensor),
         holds_aliases=False,
         is_traced=True,
     )

@@ -7,8 +7,10 @@ process of its own.
 
 from __future__ import annotations
 
+import gc
 import math
 import os
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,6 +21,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import flexmasks
+from flexmasks import calls
 from flexmasks.backends import fa4
 
 pytest.importorskip("triton")
@@ -181,8 +184,9 @@ MASKS: dict[str, tuple[Any, tuple[int | None, int]]] = {
     "causal": ("causal", (None, 0)),
     "window": (flexmasks.get_mask("sliding_window", window=50), (50, 0)),
     "both sides": (flexmasks.get_mask("local", left=30, right=9), (30, 9)),
+    "ahead of all": (flexmasks.get_mask("local", left=30, right=2**31 - 1), (30, 2**31 - 1)),
 }
-STARTS = [(0, 300, 571), (700, 0, 640), (5, 6, 7), (565, 566, 2000)]
+STARTS = [(0, 300, 571), (700, 0, 640), (5, 100, 127), (565, 566, 2000)]
 
 
 def _attend_from_the_end(
@@ -191,6 +195,7 @@ def _attend_from_the_end(
     """Compute what FlashAttention 4 does for these arguments, with zeros for keys and values that do not exist."""
     lens = arguments["seqused_k"]
     assert lens.dtype == torch.int32
+    assert all(abs(arguments.get(f"window_size_{side}") or 0) < 2**31 for side in ("left", "right"))
     left, right = arguments.get("window_size_left"), 0 if arguments.get("causal") else arguments["window_size_right"]
     most = k.shape[1] + q.shape[1]
     assert torch.all((lens >= 0) & (lens <= most))
@@ -207,7 +212,7 @@ def check_call(name: str, dtype: torch.dtype, sizes: tuple[int, int], device: st
     size, v_size = sizes
     for turn, starts in enumerate(STARTS):
         case = Case(starts, 150, 720, 6, 2, size, v_size, window, dtype)
-        case = case._replace(of_starts=(torch.int64, torch.int32, torch.int16, torch.int64)[turn])
+        case = case._replace(of_starts=(torch.int64, torch.int32, torch.int8, torch.int64)[turn])
         q, k, v, begins = case.made(device)
         want, want_lse = case.expected(q, k, v, begins)
         seen = case.visible(begins).any(1)[:, None, :, None]
@@ -224,13 +229,63 @@ def check_call(name: str, dtype: torch.dtype, sizes: tuple[int, int], device: st
         assert error(out, want * torch.sigmoid(want_lse - logits.cpu()[:, None])[..., None]) < TOLERANCE[dtype]
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="the library's own kernel runs by the interpreter")
+def _takes_the_place_of_fa4(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a function compute what FlashAttention 4 does."""
+    monkeypatch.setattr(fa4, "refuses_package", lambda call: None)
+    monkeypatch.setattr(fa4, "_finds_zeros_behind_keys", lambda device: True)
+    monkeypatch.setattr(fa4, "_forward", _attend_from_the_end)
+    flexmasks.clear_caches()
+
+
+by_the_interpreter = pytest.mark.skipif(not INTERPRETED, reason="the library's own kernel runs by the interpreter")
+
+
+@by_the_interpreter
 @pytest.mark.parametrize("mask", MASKS)
 def test_call_in_parts(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A function takes FlashAttention 4's place."""
-    monkeypatch.setattr(fa4, "refuses_package", lambda call: None)
-    monkeypatch.setattr(fa4, "_forward", _attend_from_the_end)
+    _takes_the_place_of_fa4(monkeypatch)
     check_call(mask, FP32, (16, 24), "cpu")
+
+
+@by_the_interpreter
+def test_new_starts_are_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls with other starts are made from the first one, which is not kept alive."""
+    _takes_the_place_of_fa4(monkeypatch)
+    monkeypatch.setattr(calls, "_RENEWED_ON", ("cpu",))
+    plans: list[Any] = []
+    planned = calls._planned
+    monkeypatch.setattr(calls, "_planned", lambda *a: plans.append(a) or planned(*a))
+    case = Case((0, 300, 571), 150, 720)
+    q, k, v, starts = case.made("cpu")
+    for begins in STARTS:
+        starts = starts.new_tensor(begins)
+        out = flexmasks.attention(q, k, v, mask="causal", q_offset=starts, backend="fa4")
+        assert error(out, case.expected(q, k, v, starts)[0]) < TOLERANCE[FP32]
+    starts -= starts.clamp(max=50)  # in place
+    out = flexmasks.attention(q, k, v, mask="causal", q_offset=starts, backend="fa4")
+    assert error(out, case.expected(q, k, v, starts)[0]) < TOLERANCE[FP32]
+    assert len(plans) == 1
+    memory = weakref.ref(starts.untyped_storage())
+    del starts, begins
+    gc.collect()
+    assert memory() is None
+    flexmasks.clear_caches()
+
+
+@by_the_interpreter
+def test_long_windows_are_no_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window that is longer than the keys is causal to the kernel, whatever its number."""
+    _takes_the_place_of_fa4(monkeypatch)
+    given: list[dict[str, Any]] = []
+    forward = fa4._forward
+    monkeypatch.setattr(fa4, "_forward", lambda *a: given.append(a[3]) or forward(*a))
+    case = Case((0, 300, 700), 150, 720)
+    q, k, v, starts = case.made("cpu")
+    for window in (718, 719, 2**31):
+        mask = flexmasks.get_mask("sliding_window", window=window)
+        out = flexmasks.attention(q, k, v, mask=mask, q_offset=starts, backend="fa4")
+        assert error(out, case._replace(window=(window, 0)).expected(q, k, v, starts)[0]) < TOLERANCE[FP32]
+    assert [a.get("causal", False) for a in given] == [False, True, True]
 
 
 @pytest.mark.gpu
@@ -273,9 +328,8 @@ def test_new_starts_wait_for_nothing_and_are_captured() -> None:
             assert error(out, case.expected(q, k, v, starts)[0]) < TOLERANCE[BF16]
 
 
-def _refusal(monkeypatch: pytest.MonkeyPatch, **call: Any) -> str:
+def _refusal(**call: Any) -> str:
     """Return why FlashAttention 4 would not run a call of 150 queries and 720 keys, or ""."""
-    monkeypatch.setattr(fa4, "refuses_package", lambda call: None)
     case = Case((0, 300, 571), 150, 720)
     q, k, v, starts = case.made("cpu")
     learns = call.pop("learns", False)
@@ -285,13 +339,40 @@ def _refusal(monkeypatch: pytest.MonkeyPatch, **call: Any) -> str:
 
 @pytest.mark.skipif(INTERPRETED, reason="asks, and runs nothing")
 def test_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _refusal(monkeypatch, mask="causal") == ""
-    assert "no gradients" in _refusal(monkeypatch, mask="causal", learns=True)
+    _takes_the_place_of_fa4(monkeypatch)
+    assert _refusal(mask="causal") == ""
+    assert "no gradients" in _refusal(mask="causal", learns=True)
     lens = torch.tensor([700, 80, 720])
     causal_keys = flexmasks.get_mask("causal") & flexmasks.get_mask("padding", seq_lens=lens)
-    anything: Callable[..., Tensor] = lambda b, h, q, kv: kv % 3 < 2  # noqa: E731
-    for mask in (causal_keys, anything):
-        assert "it knows only windows" in _refusal(monkeypatch, mask=mask)
+    for mask in (causal_keys, "full"):
+        assert "without lengths" in _refusal(mask=mask)
+    assert "it knows only windows" in _refusal(mask=lambda b, h, q, kv: kv % 3 < 2)
+    monkeypatch.setattr(fa4, "_finds_zeros_behind_keys", lambda device: False)
+    assert "may read memory behind the keys" in _refusal(mask="causal")
+
+
+@pytest.mark.skipif(INTERPRETED, reason="nothing is computed")
+def test_a_failure_is_one_of_such_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls whose queries start elsewhere are a kind of their own."""
+    _takes_the_place_of_fa4(monkeypatch)
+
+    def failing(*arguments: Any) -> None:
+        raise RuntimeError("no compiler for Triton")
+
+    monkeypatch.setattr(behind_keys, "attend_behind_keys", failing)
+    q, k, v, starts = Case((0, 300, 571), 150, 720).made("cpu")
+    flexmasks.attention(q, k, v, mask="causal", q_offset=starts)
+    assert "no compiler for Triton" in _refusal(mask="causal")
+    assert flexmasks.explain(q, k, v, mask="causal").backend == "fa4"
+    flexmasks.clear_caches()
+
+
+@pytest.mark.skipif(INTERPRETED, reason="nothing is computed")
+def test_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    _takes_the_place_of_fa4(monkeypatch)
+    q, k, v, starts = Case((0, 300, 571), 150, 720).made("cpu")
+    assert "none:" in flexmasks.explain(q, k, v, mask="causal", q_offset=starts).plan
+    assert "none:" not in flexmasks.explain(q, k, v, mask="causal").plan
 
 
 # --- by the interpreter ---

@@ -640,6 +640,17 @@ def test_fa4_reads_pages(mask: str, page_size: int, monkeypatch: pytest.MonkeyPa
     assert {*sizes} == {min(page_size, 128)}
 
 
+def test_parts_of_pages() -> None:
+    """Pages are read in parts of 128 slots if they lie in order and head sizes are not above 128."""
+
+    def parts(page_size: int, size: int = 64, v_size: int = 64, cut: int = 0) -> int:
+        caches = (torch.empty(3, page_size + cut, 2, n)[:, :page_size] for n in (size, v_size))
+        return fa4._parts_of_pages(*caches)
+
+    assert [parts(n) for n in (64, 128, 192, 256, 384)] == [1, 1, 1, 2, 3]
+    assert [parts(256, 128, 128), parts(256, 192, 128), parts(256, 64, 256), parts(256, cut=16)] == [2, 1, 1, 1]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=label)
 @pytest.mark.parametrize("page_size", [1, 16, 40, 64, 128, 256, 384])

@@ -111,6 +111,7 @@ class Call:
     needs_grad: bool  # q, k, v or a captured tensor needs a gradient
     learns: bool  # a captured tensor of the mask or score needs a gradient
     has_number_tensors: bool  # a captured tensor is 0-dimensional
+    has_start_tensor: bool  # a tensor says where queries start
     holds_aliases: bool  # the functions hold aliases instead of the user's tensors, so that a replay may be cached
     # Logits of attention sinks. A backend that knows none ignores them, and gives the lse, into which they are folded.
     sinks: Tensor | None = None
@@ -130,8 +131,8 @@ class Call:
         """Key of what decides whether a backend can run the call."""
         q = self.q
         sizes = q.shape[3], self.v.shape[3]
-        has_sinks, is_grouped = self.sinks is not None, q.shape[1] != self.k.shape[1]
-        return self.kernel_key, q.dtype, q.device, sizes, self.needs_grad, has_sinks, is_grouped
+        flags = self.needs_grad, self.sinks is not None, q.shape[1] != self.k.shape[1], self.has_start_tensor
+        return self.kernel_key, q.dtype, q.device, sizes, flags
 
     @functools.cached_property
     def looks(self) -> dict[bool, str]:

@@ -79,6 +79,12 @@ def finds_last_queries(call: Call) -> bool:
     return has_no_bias and call.intervals() is not None
 
 
+def plan(call: Call) -> str:
+    """Say what takes the place of a plan of blocks, or "" if nothing does."""
+    reads_numbers = has_own_kernels(call.q.device) and call.intervals() is not None
+    return "none: the kernel computes the keys of each query from the numbers of the mask" if reads_numbers else ""
+
+
 def run(call: Call) -> Result:
     """Run the call."""
     replay = replay_of(call)

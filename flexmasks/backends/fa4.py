@@ -12,7 +12,7 @@ import inspect
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -32,6 +32,7 @@ from flexmasks.backends.call import (
     transformed,
 )
 from flexmasks.plans.intervals import Intervals
+from flexmasks.plans.plan import capability
 from flexmasks.plans.windows import Window
 from flexmasks.spec.bands import Band, Sequences
 
@@ -41,6 +42,8 @@ _MAX_SEARCHED_SEQUENCES = 2048
 # Slots of a page that the kernel copies as a whole tile, up to a head size: in 0.86 of the time that pages of 256 take
 # (H200).
 _FAST_PAGE, _MAX_SIZE_OF_FAST_PAGE = 128, 128
+# Major compute capabilities whose kernels load keys by the tensor memory accelerator.
+_ZEROS_BEHIND_KEYS_ON = (9, 10, 11)
 # Different head sizes of q and of v that flash-attn-4 is tested with by its authors, and those tested with gradients.
 _V_SIZES, _V_SIZES_WITH_GRADIENTS = ((128, 64), (192, 128)), ((192, 128),)
 # Names of the kernel's arguments, in the order of the operators below.
@@ -175,25 +178,41 @@ def refuses(call: Call) -> str | None:
     if reason is not None:
         return reason
     if call.window() is None:
-        if not _has_start(call):
-            return (
-                "it knows only windows, such as full and causal, and windows inside sequences laid end to end, given "
-                "by offsets; it would have to read documents given by ids, and queries that start elsewhere"
-            )
-        if call.needs_grad:
-            return "it gives no gradients for queries that start where a tensor says"
+        reason = _refuses_starts(call)
+        if reason is not None:
+            return reason
     return _refuses_numbers(call)
 
 
-def _has_start(call: Call) -> bool:
-    """Return whether queries start where a tensor says, and see a window with an end."""
+def _refuses_starts(call: Call) -> str | None:
+    """Return why a call that is no window from one position cannot run, or None."""
     intervals = call.intervals()
-    return (
-        intervals is not None
-        and isinstance(intervals.offset, Tensor)
-        and intervals.lens is None
-        and intervals.right is not None
-    )
+    if intervals is None or not isinstance(intervals.offset, Tensor):
+        return (
+            "it knows only windows, such as full and causal, and windows inside sequences laid end to end, given by "
+            "offsets; it would have to read documents given by ids"
+            f"{', and where queries start' if call.is_traced else ''}"
+        )
+    if intervals.lens is not None or intervals.right is None:
+        return (
+            "where queries start at positions of a tensor, it takes windows that end at or near a query's position, "
+            "without lengths of sequences"
+        )
+    if call.needs_grad:
+        return "it gives no gradients for queries that start at positions of a tensor"
+    if not _finds_zeros_behind_keys(call.q.device):
+        return "on this GPU it may read memory behind the keys if queries start at positions of a tensor"
+    return None
+
+
+def _finds_zeros_behind_keys(device: torch.device) -> bool:
+    """Return whether the kernel finds zeros behind the last key, and reads no memory there."""
+    return capability(device)[0] in _ZEROS_BEHIND_KEYS_ON
+
+
+def plan(call: Call) -> str:
+    """Say what takes the place of a plan of blocks, or "" if nothing does."""
+    return "" if call.window() is not None else "none: the kernel is told where the keys of each batch element end"
 
 
 def _refuses_numbers(call: Call) -> str | None:
@@ -406,14 +425,21 @@ class PagedCall:
     @classmethod
     def of(cls, call: Call, band: Band, lens: Tensor, table: Tensor, k_cache: Tensor, v_cache: Tensor) -> PagedCall:
         """Return the call for caches of these layouts."""
+        q_len, room = call.q.shape[2], call.k.shape[2]
+        left = None if band.left is None or band.left >= room - 1 else band.left
+        right = None if band.right is None or band.right >= q_len - 1 else band.right
         parts = _parts_of_pages(k_cache, v_cache)
-        numbers = band.left, band.right, call.scale, call.cap, call.with_lse
+        numbers = left, right, call.scale, call.cap, call.with_lse
         return cls(*numbers, _in_int32(lens), _in_parts(table, parts), parts)
 
-    def renewed(self, tensors: Sequence[Tensor]) -> PagedCall:
-        """Return the call with the last two tensors as its lengths and page table."""
-        lens, table = tensors[-2:]
-        return replace(self, lens=_in_int32(lens), table=_in_parts(table, self.parts))
+    def renewal(self) -> Callable[[Sequence[Tensor]], PagedCall]:
+        """Return a function that makes the call with the last two of other tensors.
+
+        They are the lengths and the page table. The function keeps no tensor.
+        """
+        empty = replace(self, lens=None, table=None)  # type: ignore[arg-type]
+        parts = self.parts
+        return lambda tensors: replace(empty, lens=_in_int32(tensors[-2]), table=_in_parts(tensors[-1], parts))
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the output [B, H, Q, Dv], and lse [B, H, Q] or None.
@@ -466,6 +492,7 @@ class StartedCall:
     are not so many, it takes zeros for the missing ones, and a kernel of the library's own computes their queries.
 
     starts: the position of the first query of each batch element, int32 or int64 [B].
+    ends: the number of keys that the kernel is told of, int32 [B].
     """
 
     left: int | None
@@ -473,44 +500,66 @@ class StartedCall:
     scale: float | None
     cap: float | None
     with_lse: bool
+    lengths: tuple[int, int]  # numbers of queries and of keys
     starts: Tensor
+    ends: Tensor
 
-    nbytes = 0
+    @property
+    def nbytes(self) -> int:
+        return self.ends.nbytes
 
     @classmethod
     def of(cls, call: Call) -> StartedCall:
         """Return the call."""
         intervals = cast(Intervals, call.intervals())
-        starts = _in_32_or_64_bits(cast(Tensor, intervals.offset))
-        return cls(intervals.left, cast(int, intervals.right), call.scale, call.cap, call.with_lse, starts)
+        right, lengths = cast(int, intervals.right), (call.q.shape[2], call.k.shape[2])
+        starts, ends = _starts_and_ends(cast(Tensor, intervals.offset), lengths, right)
+        return cls(intervals.left, right, call.scale, call.cap, call.with_lse, lengths, starts, ends)
 
-    def renewed(self, tensors: Sequence[Tensor]) -> StartedCall:
-        """Return the call with the only tensor as its starts."""
-        return replace(self, starts=_in_32_or_64_bits(tensors[0]))
+    def renewal(self) -> Callable[[Sequence[Tensor]], StartedCall]:
+        """Return a function that makes the call with the only tensor as its starts.
+
+        The function keeps no tensor.
+        """
+        empty = replace(self, starts=None, ends=None)  # type: ignore[arg-type]
+
+        def renewed(tensors: Sequence[Tensor]) -> StartedCall:
+            starts, ends = _starts_and_ends(tensors[0], empty.lengths, empty.right)
+            return replace(empty, starts=starts, ends=ends)
+
+        return renewed
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the output [B, H, Q, Dv], and lse [B, H, Q] or None.
 
-        Raises Unavailable if flash-attn-4 cannot compile the call.
+        Raises Unavailable if flash-attn-4 or Triton cannot compile the call.
         """
-        from flexmasks.kernels.behind_keys import attend_behind_keys  # Triton is not installed on every system
-
         q, k, v = compat.with_rows_together(q.detach(), k.detach(), v.detach())
-        (_, _, q_len, head_size), kv_len = q.shape, k.shape[2]
-        ends = (self.starts + (q_len + self.right)).clamp_(0, kv_len + q_len).int()
-        arguments = {"seqused_k": ends, "softmax_scale": self.scale}
-        arguments |= _window_arguments(None if self.left is None else self.left + self.right, 0)
-        scale = head_size**-0.5 if self.scale is None else self.scale
+        # The kernel's results count only for queries whose window ends before the last key.
+        shows_all_before = self.left is None or self.left + self.right >= self.lengths[1] - 1
+        arguments = {"seqused_k": self.ends, "softmax_scale": self.scale}
+        arguments |= _window_arguments(None if shows_all_before else cast(int, self.left) + self.right, 0)
+        scale = q.shape[3] ** -0.5 if self.scale is None else self.scale
         with _failures_are_unavailable():
+            from flexmasks.kernels.behind_keys import attend_behind_keys  # Triton is not installed on every system
+
             out, lse = _forward(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), arguments, self.cap)
             out = out.transpose(1, 2)
             attend_behind_keys(out, lse, q, k, v, self.starts, (self.left, self.right), scale, self.cap)
         return out, lse if self.with_lse else None
 
 
-def _in_32_or_64_bits(starts: Tensor) -> Tensor:
+def _starts_and_ends(starts: Tensor, lengths: tuple[int, int], right: int) -> tuple[Tensor, Tensor]:
+    """Return where queries start, and where the window of the last one ends.
+
+    Starts are int32 or int64, and ends are int32 numbers of keys.
+
+    lengths: numbers of queries and of keys.
+    """
+    q_len, kv_len = lengths
     starts = starts.detach()
-    return starts if starts.dtype in (torch.int32, torch.int64) else starts.long()
+    starts = starts if starts.dtype in (torch.int32, torch.int64) else starts.long()
+    return starts, (starts + (q_len + right)).clamp_(0, kv_len + q_len).int()
 
 
 # --- arguments and results of the kernel ---

@@ -20,7 +20,8 @@ _FLEX_RECOMPILES_ON = (
     "new batch sizes, lengths and memory layouts; never the values of tensors"
 )
 _FA4_RECOMPILES_ON = (
-    "another dtype, head size or cap; the first use of causal, windows or sequences; never another number"
+    "another dtype, head size or cap; the first use of causal, windows, sequences or a tensor `q_offset`; never "
+    "another number"
 )
 
 
@@ -36,13 +37,14 @@ class Backend:
     )  # whether a call would compile, in words
     recompiles_on: str = ""  # changes that make it compile again
     why_data: Callable[[Call], str] = lambda call: ""  # why a kernel reads the mask as data, or ""
+    plan: Callable[[Call], str] = lambda call: ""  # what takes the place of a plan of blocks, or ""
 
 
 BACKENDS = {
     b.name: b
     for b in (
-        Backend("fa4", fa4.refuses, fa4.run, fa4.compiles, _FA4_RECOMPILES_ON),
-        Backend("decode", decode.refuses, decode.run),
+        Backend("fa4", fa4.refuses, fa4.run, fa4.compiles, _FA4_RECOMPILES_ON, plan=fa4.plan),
+        Backend("decode", decode.refuses, decode.run, plan=decode.plan),
         Backend("sdpa", sdpa.refuses, sdpa.run),
         Backend("flash", flash.refuses, flash.run, flash.compiles, _FLEX_RECOMPILES_ON, flash.why_data),
         Backend("triton", triton.refuses, triton.run, triton.compiles, _FLEX_RECOMPILES_ON, flex.why_data),

@@ -60,7 +60,7 @@ def interleaved(
 ) -> dict[str, tuple[float, float]]:
     """Return median milliseconds and the interquartile range of calls timed by turns.
 
-    Each turn has another order, because a call may leave a device slower, or faster, for the next one.
+    Turns have random orders, because a call may leave a device slower, or faster, for the next one.
     """
     times: dict[str, list[float]] = {name: [] for name in calls}
     for run in range(WARMUP_RUNS + runs):

@@ -22,6 +22,7 @@ from flexmasks.scores.alibi import alibi_slopes
 from flexmasks.spec.arguments import get_mask
 
 DENSE, FA4 = "SDPA + mask", "FA4"
+_REPLAYED = ", replayed"
 _DRAWS = 8  # different lengths, which the steps take by turns
 _COPIED_BYTES = {"cuda": 1 << 31, "cpu": 1 << 28}
 
@@ -169,7 +170,7 @@ def _rows(case: Case, page_sizes: Iterable[int], device: torch.device, dtype: to
     for who, call in functions.items():
         steps[who] = functools.partial(lambda call, draws: call(draws.new()), call, Draws(serving.lens))
         if device.type == "cuda":
-            steps[f"{who}, replayed"] = Replayed(call, Draws(serving.lens))
+            steps[f"{who}{_REPLAYED}"] = Replayed(call, Draws(serving.lens))
     with torch.no_grad():
         measured = measure(steps, device, pace, cold=False)
         bytes_per_ms = _COPIED_BYTES[device.type] * 2 / _copy_ms(device)
@@ -227,10 +228,10 @@ def markdown(results: dict[str, Any]) -> str:
     for (case, shape), of_case in by_case.items():
         by_who = {r["who"]: r for r in of_case}
         for who, r in by_who.items():
-            is_first = who == OURS
+            is_first, way = who == OURS, _REPLAYED if who.endswith(_REPLAYED) else ""
             rows.append([
                 case if is_first else "", shape if is_first else "", who, r.get("backend", ""), f"{r['ms']:.3g}",
-                f"{r['ms'] / r['roof_ms']:.2f} x", *(_share(r, by_who.get(peer)) for peer in peers),
+                f"{r['ms'] / r['roof_ms']:.2f} x", *(_share(r, by_who.get(f"{peer}{way}")) for peer in peers),
                 f"{r['first_s']:.2f}", str(r["compilations"]), f"{r['longest_ms']:.3g}",
                 "" if r["synchronizations"] is None else f"{r['synchronizations']:g}",
             ])  # fmt: skip
