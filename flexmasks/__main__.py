@@ -116,6 +116,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
         "--markdown", action="store_true", help="print everything as Markdown, as on the pages of masks and scores"
     )
     show_parser = _add_command(commands, "show", "draw a mask or a score, and print its documentation", parent)
+    show_parser.allow_abbrev = False  # a parameter may begin like an option, as --block does
     show_parser.usage = "python -m flexmasks show NAME [options] [--PARAMETER VALUE ...]"
     show_parser.epilog = (
         "Parameters of the mask or score are given by their names, with values as in Python: --window 64, "

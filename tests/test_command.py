@@ -214,3 +214,8 @@ def test_the_width_of_a_text_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     flexmasks.show("causal", 4096)
     assert max(map(len, sys.stdout.getvalue().splitlines())) <= 80  # type: ignore[attr-defined]
+
+
+def test_parameters_that_begin_like_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "block_causal", "--length", "32", "--block", "8"]) == 0
+    assert "block_causal(block=8)" in capsys.readouterr().out

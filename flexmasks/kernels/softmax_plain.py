@@ -87,6 +87,8 @@ def _hidden(
 
 def _for_parts(x: Tensor, compute: Callable[[tuple[slice, ...]], None]) -> None:
     """Call a function for all parts of a tensor, on a CPU in several threads."""
+    if x.numel() == 0:
+        return
     rows = x.numel() // max(1, x.shape[-1])
     workers = Workers.of(x.device, x.numel(), rows)
     count = workers.count
