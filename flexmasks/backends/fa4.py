@@ -433,13 +433,17 @@ class PagedCall:
         return cls(*numbers, _in_int32(lens), _in_parts(table, parts), parts)
 
     def renewal(self) -> Callable[[Sequence[Tensor]], PagedCall]:
-        """Return a function that makes the call with the last two of other tensors.
+        """Return a function that makes the call with other lengths and another page table.
 
-        They are the lengths and the page table. The function keeps no tensor.
+        The function keeps no tensor.
         """
         empty = replace(self, lens=None, table=None)  # type: ignore[arg-type]
-        parts = self.parts
-        return lambda tensors: replace(empty, lens=_in_int32(tensors[-2]), table=_in_parts(tensors[-1], parts))
+
+        def renewed(tensors: Sequence[Tensor]) -> PagedCall:
+            lens, table = tensors
+            return replace(empty, lens=_in_int32(lens), table=_in_parts(table, empty.parts))
+
+        return renewed
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the output [B, H, Q, Dv], and lse [B, H, Q] or None.

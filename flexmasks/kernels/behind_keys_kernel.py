@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 
 from flexmasks.kernels.few_queries_kernel import tanh
+from flexmasks.kernels.whole_mask_kernel import output_and_lse, rows_of, with_scores
 
-_LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 _NUMBERS = (
     "queries", "keys", "heads", "blocks", "left", "right", "start_stride",
     "q_batch", "q_head", "q_query", "k_batch", "k_head", "k_key", "v_batch", "v_head", "v_key",
@@ -42,15 +42,8 @@ def behind_keys_kernel(
     if begin < tl.minimum((block + 1) * ROWS, queries):
         kv_head = h // GROUP
         query = block * ROWS + tl.arange(0, ROWS)
-        key_place = tl.arange(0, KEYS)
-        k_column = tl.arange(0, K_WIDTH)
-        v_column = tl.arange(0, V_WIDTH)
-        is_query = query < queries
-        q_rows = tl.load(
-            q + (b * q_batch + h * q_head + query.to(tl.int64)[:, None] * q_query) * GRAIN + k_column[None, :],
-            mask=is_query[:, None] & (k_column < K_SIZE)[None, :],
-            other=0.0,
-        ).to(DOT)
+        q += (b * q_batch + h * q_head) * GRAIN
+        q_rows = rows_of(q, query, q_query, queries, K_SIZE, K_WIDTH, GRAIN, False, DOT)
         k += (b * k_batch + kv_head * k_head) * GRAIN
         v += (b * v_batch + kv_head * v_head) * GRAIN
         first = start * 0
@@ -60,37 +53,21 @@ def behind_keys_kernel(
         total = tl.zeros((ROWS,), tl.float32)
         acc = tl.zeros((ROWS, V_WIDTH), tl.float32)
         for step in range(first, keys, KEYS):
-            key = step + key_place
-            is_key = key < keys
-            k_rows = tl.load(
-                k + key[:, None] * (k_key * GRAIN) + k_column[None, :],
-                mask=is_key[:, None] & (k_column < K_SIZE)[None, :],
-                other=0.0,
-            ).to(DOT)
+            key = step + tl.arange(0, KEYS)
+            k_rows = rows_of(k, key, k_key, keys, K_SIZE, K_WIDTH, GRAIN, False, DOT)
             scores = tl.dot(q_rows, tl.trans(k_rows)) * scale
             if HAS_CAP:
                 scores = cap * tanh(scores / cap)
-            is_seen = is_key[None, :]
+            is_seen = (key < keys)[None, :]
             if HAS_LEFT:
                 is_seen = is_seen & (key[None, :] >= query[:, None] + start - left)
             scores = tl.where(is_seen, scores, float("-inf"))
-            new_max = tl.maximum(row_max, tl.max(scores, 1))
-            base = tl.where(new_max == float("-inf"), 0.0, new_max)
-            weights = tl.exp2((scores - base[:, None]) * _LOG2_E)
-            kept = tl.exp2((row_max - base) * _LOG2_E)
-            total = total * kept + tl.sum(weights, 1)
-            v_rows = tl.load(
-                v + key[:, None] * (v_key * GRAIN) + v_column[None, :],
-                mask=is_key[:, None] & (v_column < V_SIZE)[None, :],
-                other=0.0,
-            ).to(DOT)
-            acc = tl.dot(weights.to(DOT), v_rows, acc * kept[:, None])
-            row_max = new_max
-        is_empty = total == 0  # NaN is not empty
-        acc = tl.where(is_empty[:, None], 0.0, acc / total[:, None])
-        row_lse = tl.where(is_empty, float("-inf"), row_max + tl.log(total))
-        is_written = is_query & (query >= begin)
+            v_rows = rows_of(v, key, v_key, keys, V_SIZE, V_WIDTH, GRAIN, False, DOT)
+            row_max, total, acc = with_scores(row_max, total, acc, scores, v_rows, DOT)
+        acc, row_lse = output_and_lse(row_max, total, acc)
+        is_written = (query < queries) & (query >= begin)
         row = query.to(tl.int64)
+        v_column = tl.arange(0, V_WIDTH)
         tl.store(
             out + (b * out_batch + h * out_head + row[:, None] * out_query) * GRAIN + v_column[None, :],
             acc.to(out.dtype.element_ty),

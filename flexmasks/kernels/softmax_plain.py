@@ -89,7 +89,7 @@ def _for_parts(x: Tensor, compute: Callable[[tuple[slice, ...]], None]) -> None:
     """Call a function for all parts of a tensor, on a CPU in several threads."""
     if x.numel() == 0:
         return
-    rows = x.numel() // max(1, x.shape[-1])
+    rows = x.numel() // x.shape[-1]
     workers = Workers.of(x.device, x.numel(), rows)
     count = workers.count
     parts = list(_parts(x.shape, min(_PART_ELEMENTS, x.numel()) // (count if count == 1 else 2 * count)))
@@ -110,7 +110,7 @@ def _parts(shape: torch.Size, elements: int) -> Iterator[tuple[slice, ...]]:
     *leading, size = shape
     steps: list[int] = []
     for n in reversed(leading):
-        steps.insert(0, max(1, min(n, elements // max(1, size))))
+        steps.insert(0, max(1, min(n, elements // size)))
         size *= steps[0]
     starts = (range(0, n, step) for n, step in zip(leading, steps, strict=True))
     for part in itertools.product(*starts):

@@ -33,7 +33,7 @@ _ABSOLUTE: tl.constexpr = tl.constexpr(whole_mask.ABSOLUTE)
 
 
 @triton.jit
-def _rows_of(
+def rows_of(
     x, position, stride, end, SIZE: tl.constexpr, WIDTH: tl.constexpr, GRAIN: tl.constexpr, EVEN: tl.constexpr,
     DOT: tl.constexpr,
 ):  # fmt: skip
@@ -110,10 +110,33 @@ def _step(
 ):  # fmt: skip
     """Return keys, values, and the scores of queries with these keys."""
     key = start + tl.arange(0, KEYS)
-    k_rows = _rows_of(k, key, k_key, keys, K_SIZE, K_WIDTH, GRAIN, EVEN, DOT)
-    v_rows = _rows_of(v, key, v_key, keys, V_SIZE, V_WIDTH, GRAIN, EVEN, DOT)
+    k_rows = rows_of(k, key, k_key, keys, K_SIZE, K_WIDTH, GRAIN, EVEN, DOT)
+    v_rows = rows_of(v, key, v_key, keys, V_SIZE, V_WIDTH, GRAIN, EVEN, DOT)
     products = tl.dot(q_rows, tl.trans(k_rows))
     return k_rows, v_rows, _scores(products, pairs, query[:, None], key[None, :], EVEN, MASK_GRAIN, LINE)
+
+
+@triton.jit
+def with_scores(row_max, total, acc, scores, v_rows, DOT: tl.constexpr):
+    """Return the state of a running softmax after more scores and their values.
+
+    The state is the largest score of each row, and the sums of weights and of weighted values. Hidden scores are -inf.
+    """
+    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    base = tl.where(new_max == float("-inf"), 0.0, new_max)
+    weights = tl.exp2((scores - base[:, None]) * _LOG2_E)
+    kept = tl.exp2((row_max - base) * _LOG2_E)
+    total = total * kept + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(DOT), v_rows, acc * kept[:, None])
+    return new_max, total, acc
+
+
+@triton.jit
+def output_and_lse(row_max, total, acc):
+    """Return the output of a running softmax, and the lse of its rows."""
+    is_empty = total == 0  # NaN is not empty
+    acc = tl.where(is_empty[:, None], 0.0, acc / total[:, None])
+    return acc, tl.where(is_empty, float("-inf"), row_max + tl.log(total))
 
 
 @triton.jit
@@ -159,7 +182,7 @@ def forward_kernel(
         weight += b * weight_batch + h * weight_head
     pairs = marks, weight, bias, visible_query, weight_query, bias_query, queries, keys, scale, slope, begin, shift
     query = block * ROWS + tl.arange(0, ROWS)
-    q_rows = _rows_of(q, query, q_query, queries, K_SIZE, K_WIDTH, GRAIN, EVEN, DOT)
+    q_rows = rows_of(q, query, q_query, queries, K_SIZE, K_WIDTH, GRAIN, EVEN, DOT)
     first, end = _span_of(key_spans, block, span_count, ROWS)
     row_max = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
@@ -169,16 +192,8 @@ def forward_kernel(
             start, q_rows, query, k, v, k_key, v_key, keys, pairs,
             KEYS, K_SIZE, V_SIZE, K_WIDTH, V_WIDTH, GRAIN, MASK_GRAIN, EVEN, DOT, LINE,
         )  # fmt: skip
-        new_max = tl.maximum(row_max, tl.max(scores, 1))
-        base = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weights = tl.exp2((scores - base[:, None]) * _LOG2_E)
-        kept = tl.exp2((row_max - base) * _LOG2_E)
-        total = total * kept + tl.sum(weights, 1)
-        acc = tl.dot(weights.to(DOT), v_rows, acc * kept[:, None])
-        row_max = new_max
-    is_empty = total == 0  # NaN is not empty
-    acc = tl.where(is_empty[:, None], 0.0, acc / total[:, None])
-    row_lse = tl.where(is_empty, float("-inf"), row_max + tl.log(total))
+        row_max, total, acc = with_scores(row_max, total, acc, scores, v_rows, DOT)
+    acc, row_lse = output_and_lse(row_max, total, acc)
     tl.store(lse + query, row_lse, mask=query < queries)
     _store_rows(out, acc, query, out_query, queries, V_SIZE, V_WIDTH, GRAIN)
 
@@ -220,9 +235,9 @@ def query_gradient_kernel(
     pairs = marks, weight, bias, visible_query, weight_query, bias_query, queries, keys, scale, slope, begin, shift
     query = block * ROWS + tl.arange(0, ROWS)
     is_query = query < queries
-    q_rows = _rows_of(q, query, q_query, queries, K_SIZE, K_WIDTH, GRAIN, EVEN, DOT)
-    upstream = _rows_of(d_out, query, d_out_query, queries, V_SIZE, V_WIDTH, GRAIN, EVEN, DOT)
-    results = _rows_of(out, query, out_query, queries, V_SIZE, V_WIDTH, GRAIN, EVEN, DOT)
+    q_rows = rows_of(q, query, q_query, queries, K_SIZE, K_WIDTH, GRAIN, EVEN, DOT)
+    upstream = rows_of(d_out, query, d_out_query, queries, V_SIZE, V_WIDTH, GRAIN, EVEN, DOT)
+    results = rows_of(out, query, out_query, queries, V_SIZE, V_WIDTH, GRAIN, EVEN, DOT)
     delta = tl.sum(results.to(tl.float32) * upstream.to(tl.float32), 1)
     if d_lse is not None:
         delta -= tl.load(d_lse + line + query, mask=is_query, other=0.0)
@@ -265,8 +280,8 @@ def key_gradients_kernel(
     d_k += (b * d_k_batch + kv_head * d_k_head) * GRAIN
     d_v += (b * d_v_batch + kv_head * d_v_head) * GRAIN
     key = block * KEYS + tl.arange(0, KEYS)
-    k_rows = _rows_of(k, key, k_key, keys, K_SIZE, K_WIDTH, GRAIN, EVEN, DOT)
-    v_rows = _rows_of(v, key, v_key, keys, V_SIZE, V_WIDTH, GRAIN, EVEN, DOT)
+    k_rows = rows_of(k, key, k_key, keys, K_SIZE, K_WIDTH, GRAIN, EVEN, DOT)
+    v_rows = rows_of(v, key, v_key, keys, V_SIZE, V_WIDTH, GRAIN, EVEN, DOT)
     k_acc = tl.zeros((KEYS, K_WIDTH), tl.float32)
     v_acc = tl.zeros((KEYS, V_WIDTH), tl.float32)
     for place in range(GROUP):
@@ -298,8 +313,8 @@ def key_gradients_kernel(
         for start in tl.range(first, end, ROWS, num_stages=STAGES):
             query = start + tl.arange(0, ROWS)
             is_query = query < queries
-            q_rows = _rows_of(own_q, query, q_query, queries, K_SIZE, K_WIDTH, GRAIN, EVEN, DOT)
-            upstream = _rows_of(own_d_out, query, d_out_query, queries, V_SIZE, V_WIDTH, GRAIN, EVEN, DOT)
+            q_rows = rows_of(own_q, query, q_query, queries, K_SIZE, K_WIDTH, GRAIN, EVEN, DOT)
+            upstream = rows_of(own_d_out, query, d_out_query, queries, V_SIZE, V_WIDTH, GRAIN, EVEN, DOT)
             row_lse = _finite_lse(lse, line + query, is_query)
             delta = tl.load(deltas + line + query, mask=is_query, other=0.0)
             products = tl.dot(k_rows, tl.trans(q_rows))
