@@ -13,6 +13,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from types import FunctionType
 from typing import Any, NamedTuple, cast
 
@@ -450,7 +451,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Explanation:
             plan = f"{plan}; the call takes its tokens into {found[0]}, and its output back into rows"
         as_data = chosen.why_data(call)
         form = f"data: {as_data}" if as_data else "its function"
-        return Explanation(chosen.name, others, compiles, chosen.recompiles_on, plan, form, call.blocks())
+        return Explanation(chosen.name, others, compiles, chosen.recompiles_on, plan, form, chosen.blocks(call))
 
 
 # --- a call that was made before ---
@@ -721,6 +722,11 @@ def _planned(q: Tensor, k: Tensor, v: Tensor, request: Request) -> _Planned:
     learns = _learns(t for plan in plans for t in plan.tensors)
     needs_grad = _learns((q, k, v))
     number_offset = q_offset if isinstance(q_offset, int) else None
+
+    def resized(block_size: tuple[int, int]) -> Call | None:
+        plan = mask_plan.resized(block_size)
+        return None if plan is None else replace(call, **_of_blocks(plan, score_plan))
+
     call = Call(
         q=q,
         k=k,
@@ -733,12 +739,7 @@ def _planned(q: Tensor, k: Tensor, v: Tensor, request: Request) -> _Planned:
         spanned=None if isinstance(mask_plan, GivenPlan) else lambda: mask_plan.spanned[0],
         added=None if score_plan is None else lambda: score_plan.added[0],
         line=None if score_plan is None else score_plan.line,
-        blocks=mask_plan.blocks,
-        data=mask_plan.data,
-        computed_fraction=mask_plan.computed_fraction,
-        is_mostly_partial=mask_plan.is_mostly_partial,
-        proven_options=functools.partial(mask_plan.proven_options, score_plan is not None),
-        mask_mod=lambda: mask_plan.blocks().block_mask.mask_mod,
+        **_of_blocks(mask_plan, score_plan),
         mask_is_own=mask_plan.is_own,
         first_as_data=mask_plan.first_as_data,
         score_mod=None if score_plan is None else score_plan.score_mod,
@@ -753,10 +754,23 @@ def _planned(q: Tensor, k: Tensor, v: Tensor, request: Request) -> _Planned:
         learns=learns,
         has_number_tensors=any(p.has_number_tensors for p in plans),
         has_start_tensor=number_offset is None,
+        resized=resized,
         holds_aliases=all(p.holds_aliases for p in plans),
         sinks=request.sink_logits,
     )
     return _Planned(call, mask_plan, score_plan, aliases)
+
+
+def _of_blocks(mask: MaskPlan | GivenPlan, score: ScorePlan | None) -> dict[str, Any]:
+    """Return the parts of a Call that depend on its blocks."""
+    return {
+        "blocks": mask.blocks,
+        "data": mask.data,
+        "computed_fraction": mask.computed_fraction,
+        "is_mostly_partial": mask.is_mostly_partial,
+        "proven_options": functools.partial(mask.proven_options, score is not None),
+        "mask_mod": lambda: mask.blocks().block_mask.mask_mod,
+    }
 
 
 # --- layouts, casts and sinks around a call ---

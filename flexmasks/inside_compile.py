@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from flexmasks import compat
-from flexmasks.backends import empty, fa4, flex, forms, plain, reference, sdpa, tiles_operator
+from flexmasks.backends import empty, fa4, flash, flex, forms, plain, reference, sdpa, tiles_operator
 from flexmasks.backends.call import Call, Result
 from flexmasks.backends.slices import OverIndices
 from flexmasks.backends.table import BACKENDS, choose
@@ -102,10 +102,11 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
             call = ("mask", data, q_offset, ()), score_data, q_offset, (1, 1), value_data(request.scale, q.device)
             result = _by_tiles(q, k, v, (), call)
             return Result(result[0], result[1] if request.return_lse else None)
-        indices = _planned_blocks(data, q_offset, q.detach(), k.detach(), block_size_for(size))
+        block_size = (flash.block_size(q.shape[3]) if name == "flash" else None) or block_size_for(size)
+        indices = _planned_blocks(data, q_offset, q.detach(), k.detach(), block_size)
         mask_mod = shifted_mask(_bound(mask, resolved, size, name), _copied(q_offset) if name == "cpu" else q_offset)
         lengths: Any = (size.q_len, size.kv_len)
-        block_mask = compat.BlockMask(*(lengths, *indices, block_size_for(size), mask_mod))
+        block_mask = compat.BlockMask(*(lengths, *indices, block_size, mask_mod))
     score_mod = None
     if score is not None:
         bound = _bound(score, score.resolve(size), size, name)
@@ -169,6 +170,9 @@ def _backend_of_block_mask(q: Tensor, request: Request, needs_grad: bool) -> str
             request.backend == "flash" and request.return_lse and not compat.FLASH_GIVES_LSE
         ):
             fail(f"backend {request.backend!r} cannot run this call inside torch.compile; pass 'auto'.")
+        wanted = flash.block_size(q.shape[3]) if request.backend == "flash" else None
+        if wanted not in (None, cast(compat.BlockMask, request.block_mask).BLOCK_SIZE):
+            fail(f"backend 'flash' cannot run this call: {flash.only_blocks_of(wanted)}.")
         return "triton" if request.backend == "auto" else request.backend
     needs_reference = needs_grad or request.return_lse or q.dtype == torch.float64
     if request.backend not in ("auto", "cpu", "reference") or (request.backend == "cpu" and needs_reference):
@@ -266,12 +270,13 @@ def _call_of(
         learns=learns,
         has_number_tensors=any(t.ndim == 0 for t in tensors),
         has_start_tensor=isinstance(q_offset, Tensor),
+        resized=_no_blocks,
         holds_aliases=False,
         is_traced=True,
     )
 
 
-def _no_blocks() -> Any:
+def _no_blocks(*_: Any) -> Any:
     raise AssertionError("the choice of a backend reads no blocks while torch traces")
 
 

@@ -415,9 +415,9 @@ def package(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(fa4, "_import_failures", [])
     monkeypatch.setenv(fa4.KEEPS_KERNELS, "0")  # so that its folder stays as it is
-    fa4.why_missing.cache_clear()
+    fa4._package.cache_clear()
     yield files[3]
-    fa4.why_missing.cache_clear()
+    fa4._package.cache_clear()
     for name in [name for name in sys.modules if name.split(".")[0] == "flash_attn"]:
         del sys.modules[name]
 

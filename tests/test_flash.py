@@ -20,12 +20,14 @@ from helpers import TOLERANCE, error, skip_unless_flash_takes, traced, try_examp
 from hypothesis import event, reject
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 import flexmasks
+from flexmasks import calls
 from flexmasks.backends import flash, forms
 from flexmasks.backends.miscompiled import miscompiled
 from flexmasks.calls import _planned
+from flexmasks.plans.plan import MaskPlan
 from flexmasks.request import Request
 
 CPU = torch.device("cpu")
@@ -387,3 +389,126 @@ def test_lse_and_its_gradient_on_a_gpu(mask: str, size: int, kv_heads: int, leng
     pairs = zip(torch.autograd.grad(got, (q, k, v)), torch.autograd.grad(expected, leaves), strict=True)
     for x, y in pairs:
         assert error(x, y) < 2 * TOLERANCE[torch.bfloat16]
+
+
+# --- head sizes above 128 ---
+
+
+def on_hopper(monkeypatch: pytest.MonkeyPatch, fits: bool = True, capability: tuple[int, int] = (9, 0)) -> None:
+    """Let the checks of head sizes see a GPU, and a flash-attn-4 that fits its tiles to blocks or does not."""
+    monkeypatch.setattr(flash, "capability", lambda device: capability)
+    monkeypatch.setattr(flash.fa4, "fits_tiles", lambda: fits)
+    monkeypatch.setattr(calls, "block_size_for", lambda size: (128, 128))
+
+
+@pytest.mark.parametrize(
+    ("size", "block_size"), [(128, (128, 128)), (136, (128, 96)), (192, (128, 96)), (256, (128, 64))]
+)
+def test_blocks_fit_the_head_size(monkeypatch: pytest.MonkeyPatch, size: int, block_size: tuple[int, int]) -> None:
+    on_hopper(monkeypatch)
+    ids = torch.arange(700) // 150
+    q = torch.randn(1, 2, 700, size)
+    masks: list[tuple[Any, Callable[..., Tensor]]] = [
+        (flexmasks.get_mask("causal"), lambda b, h, q, kv: q >= kv),
+        (flexmasks.get_mask("document", document_ids=ids), lambda b, h, q, kv: ids[q] == ids[kv]),
+        (lambda b, h, q, kv: (q + kv) // 200 == 3, lambda b, h, q, kv: (q + kv) // 200 == 3),
+    ]
+    for mask, mask_mod in masks:
+        call = _planned(q, q, q, Request(mask=mask)).call
+        assert flash._refuses_head_size(call) is None
+        want = create_block_mask(mask_mod, 1, 1, 700, 700, device="cpu", BLOCK_SIZE=block_size)
+        got = flash.blocks(call).block_mask
+        assert block_size == got.BLOCK_SIZE
+        assert torch.equal(got.to_dense(), want.to_dense())
+        assert call.blocks().block_mask.BLOCK_SIZE == (128, 128)  # other backends have their own
+
+
+def test_new_tensors_have_fitted_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_hopper(monkeypatch)
+    flexmasks.clear_caches()
+    q = torch.randn(1, 2, 700, 256)
+    for step in range(4):  # plans are recorded from the second one on
+        ids = (torch.rand(700) < 0.02).cumsum(0)
+        planned = _planned(q, q, q, Request(mask="document", params={"document_ids": ids}))
+        got = flash.blocks(planned.call).block_mask
+        seen = ids[:, None] == ids
+        want = create_block_mask(
+            lambda b, h, q, kv, s=seen: s[q, kv], 1, 1, 700, 700, device="cpu", BLOCK_SIZE=(128, 64)
+        )
+        missing = want.to_dense().bool() & ~got.to_dense().bool()
+        assert not missing.any(), step
+        assert isinstance(planned.mask, MaskPlan)
+        assert planned.mask.resized((128, 64)).is_recorded == (step > 0)
+
+
+def test_head_sizes_that_no_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    q = torch.randn(1, 2, 256, 256)
+    call = _planned(q, q, q, Request(mask="causal")).call
+    for fits, capability in ((False, (9, 0)), (True, (10, 0))):
+        on_hopper(monkeypatch, fits, capability)
+        assert "from 16 to 128 here, not 256" in str(flash._refuses_head_size(call))
+    on_hopper(monkeypatch)
+    assert flash._refuses_head_size(call) is None
+    for block_size, reason in ((128, "takes blocks of 128 queries x 64 keys only"), ((128, 64), "None")):
+        block_mask = flexmasks.block_mask("causal", 256, block_size=block_size)
+        call = _planned(q, q, q, Request(block_mask=block_mask)).call
+        assert reason in str(flash._refuses_head_size(call))
+
+
+def _large_heads(kind: str) -> tuple[tuple[int, int, int, int], dict[str, Any], Callable[[Tensor], Tensor]]:
+    """Return head sizes and numbers of heads, arguments of a call on a GPU, and the change of its scores."""
+    length, device = 900, "cuda"
+    ids = (torch.rand(2, length, device=device) < 1 / 200).cumsum(1)
+    table = torch.rand(length, device=device) < 0.7
+    causal = flexmasks.get_mask("causal")
+    documents = causal & flexmasks.get_mask("document", document_ids=ids)
+    lens = torch.tensor([length - 130, 0], device=device)
+    same: Callable[[Tensor], Tensor] = lambda scores: scores  # noqa: E731
+    return {
+        "256, documents, soft-cap, grouped": (
+            (256, 256, 4, 2),
+            {"mask": documents, "score": flexmasks.get_score("softcap", cap=5.0)},
+            lambda scores: 5.0 * torch.tanh(scores / 5.0),
+        ),
+        "256, a function": ((256, 256, 2, 2), {"mask": lambda b, h, q, kv: (q >= kv) & table[kv]}, same),
+        "248, prefix": ((248, 248, 2, 2), {"mask": "prefix_lm", "prefix_len": 300}, same),
+        "192, documents": ((192, 192, 2, 2), {"mask": documents}, same),
+        "192 and 128, documents": ((192, 128, 2, 2), {"mask": documents}, same),
+        "160, grouped_tril": ((160, 160, 4, 1), {"mask": "grouped_tril", "seq_lens": lens}, same),
+        "184, block": ((184, 184, 2, 2), {"mask": "block_causal", "block": 100}, same),
+    }[kind]
+
+
+LARGE_HEADS = (
+    "256, documents, soft-cap, grouped", "256, a function", "248, prefix", "192, documents", "192 and 128, documents",
+    "160, grouped_tril", "184, block",
+)  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("kind", LARGE_HEADS)
+def test_large_heads_on_a_gpu(kind: str, is_compiled: bool) -> None:
+    if is_compiled and kind not in LARGE_HEADS[::4]:
+        pytest.skip("two kinds are compiled")
+    attention = torch.compile(flexmasks.attention, fullgraph=True) if is_compiled else flexmasks.attention
+    for step in range(3):  # the first tensors are planned exactly, the next ones by bounds, and then renewed
+        torch.manual_seed(step)
+        (size, v_size, heads, kv_heads), call, change = _large_heads(kind)
+        sizes = (heads, size), (kv_heads, size), (kv_heads, v_size)
+        q, k, v = (torch.randn(2, n, 900, d, device="cuda", dtype=torch.bfloat16, requires_grad=True) for n, d in sizes)
+        if step == 0:
+            skip_unless_flash_takes((q, k, v), **call)
+        out = attention(q, k, v, backend="flash", **call)
+        arguments = {name: x for name, x in call.items() if name not in ("mask", "score")}
+        visible = flexmasks.dense_mask(call["mask"], 900, batch=2, heads=heads, device="cuda", **arguments)
+        leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
+        exact_k, exact_v = (x.repeat_interleave(heads // kv_heads, 1) for x in leaves[1:])
+        scores = change(leaves[0] @ exact_k.mT / math.sqrt(size)).masked_fill(~visible, -math.inf)
+        want = scores.softmax(-1).nan_to_num(0.0) @ exact_v
+        assert error(out, want.cpu()) < TOLERANCE[torch.bfloat16]
+        weight = torch.randn_like(out)
+        got = torch.autograd.grad(out, (q, k, v), weight)
+        expected = torch.autograd.grad(want, leaves, weight.double())
+        for x, y in zip(got, expected, strict=True):
+            assert error(x, y.cpu()) < 2 * TOLERANCE[torch.bfloat16]

@@ -112,6 +112,8 @@ class Call:
     learns: bool  # a captured tensor of the mask or score needs a gradient
     has_number_tensors: bool  # a captured tensor is 0-dimensional
     has_start_tensor: bool  # a tensor says where queries start
+    # The same call with blocks of another size; None for a user's own blocks, which have one size.
+    resized: Callable[[tuple[int, int]], Call | None]
     holds_aliases: bool  # the functions hold aliases instead of the user's tensors, so that a replay may be cached
     # Logits of attention sinks. A backend that knows none ignores them, and gives the lse, into which they are folded.
     sinks: Tensor | None = None

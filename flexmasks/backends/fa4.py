@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -57,6 +57,7 @@ _NEEDED = {
     "_flash_attn_fwd": (*_FOR_BOTH, "seqused_k", "page_table", "return_lse"),
     "_flash_attn_bwd": (*_FOR_BOTH, "score_mod_bwd", "dlse", "deterministic"),
 }
+_FITS_TILES = "_fit_sm90_fwd_tile_to_block_sparsity"  # the function of flash-attn-4 that fits tiles to smaller blocks
 # Variables of flash-attn-4: "1" if it keeps compiled kernels on the disk, and where.
 KEEPS_KERNELS, KERNEL_FOLDER = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
 _ONCE_ONLY = "flexmasks.attention: backend 'fa4' cannot be differentiated twice; pass backend='reference', which can."
@@ -67,11 +68,31 @@ def is_installed() -> bool:
     return not why_missing()
 
 
-@functools.cache
 def why_missing() -> str:
     """Return why flash-attn-4 cannot be called, or "".
 
-    Its source is read instead of imported, which takes seconds. A package of another version is warned of once.
+    A package of another version is warned of once.
+    """
+    return _package().why_missing
+
+
+def fits_tiles() -> bool:
+    """Return whether flash-attn-4 fits the tiles of its kernels to blocks that are smaller."""
+    return _package().fits_tiles
+
+
+class _Package(NamedTuple):
+    """Facts about the installed flash-attn-4."""
+
+    why_missing: str  # why it cannot be called, or ""
+    fits_tiles: bool = False
+
+
+@functools.cache
+def _package() -> _Package:
+    """Return facts about the installed flash-attn-4.
+
+    Its source is read instead of imported, which takes seconds.
     """
     try:
         spec = importlib.util.find_spec("flash_attn.cute")
@@ -80,7 +101,7 @@ def why_missing() -> str:
     except Exception as error:  # find_spec imports flash_attn, whose code may raise anything
         return _warned(f"cannot be imported: {first_line(error)}")
     if spec is None:
-        return "the package flash-attn-4 is not installed"
+        return _Package("the package flash-attn-4 is not installed")
     files = [Path(folder) / "interface.py" for folder in spec.submodule_search_locations or ()]
     source = next((file.read_text(encoding="utf-8") for file in files if file.exists()), None)
     if source is None:
@@ -98,7 +119,7 @@ def why_missing() -> str:
         if lacking and taken.kwarg is None:
             return _warned(f"has a function {name} without {', '.join(lacking)}")
     _keep_kernels_on_disk()
-    return ""
+    return _Package("", _FITS_TILES in functions)
 
 
 def _keep_kernels_on_disk() -> None:
@@ -121,13 +142,13 @@ def _keep_kernels_on_disk() -> None:
         os.environ.update({KEEPS_KERNELS: "1", KERNEL_FOLDER: str(folder)})
 
 
-def _warned(what: str) -> str:
-    """Warn that flash-attn-4 is left out, and return why."""
+def _warned(what: str) -> _Package:
+    """Warn that flash-attn-4 is left out, and return a package that cannot be called."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         what = f"{importlib.metadata.version('flash-attn-4')} {what}"
     why = f"the package flash-attn-4 {what}"
     _log.warning("%s, so other backends run its calls", why)
-    return why
+    return _Package(why)
 
 
 _import_failures: list[str] = []  # why importing flash-attn-4 failed

@@ -7,8 +7,31 @@ from flexmasks.backends import fa4, flex, forms, numbers
 from flexmasks.backends.call import OUTCOMES, Call, Result
 from flexmasks.backends.miscompiled import NO_BLOCKS, miscompiled
 from flexmasks.backends.operations import UNREADABLE
+from flexmasks.blocks.counts import Blocks
+from flexmasks.plans.plan import capability
 
 _FLASH = "FLASH"  # torch's name in kernel_options
+_MAX_SIZE_OF_ANY = 128  # the largest head size of kernels that take the block size of every other backend
+# On compute capability 9.0, by the largest head size: the blocks that tiles are fitted to, as large as fit into shared
+# memory in both passes.
+_FITTED_ON, _FITTED = (9, 0), {192: (128, 96), 256: (128, 64)}
+
+
+def block_size(head_size: int) -> tuple[int, int] | None:
+    """Return the block size of kernels for a head size, or None.
+
+    None stands for the block size of all other backends.
+    """
+    return next((fitted for most, fitted in _FITTED.items() if _MAX_SIZE_OF_ANY < head_size <= most), None)
+
+
+def _fitted(call: Call) -> Call:
+    """Return a call in blocks that the kernels take.
+
+    `refuses` says which calls have no such blocks.
+    """
+    wanted = None if call.is_traced else block_size(call.q.shape[3])
+    return call if wanted is None else call.resized(wanted) or call
 
 
 def refuses(call: Call) -> str | None:
@@ -16,10 +39,9 @@ def refuses(call: Call) -> str | None:
     reason = fa4.refuses_package(call) or flex.refuses_to_compile(call)
     if reason:
         return reason
-    if not 16 <= call.q.shape[-1] <= 128:
-        return f"with blocks it takes head sizes from 16 to 128, not {call.q.shape[-1]}"
-    if call.v.shape[-1] != call.q.shape[-1]:
-        return "with blocks it takes values of q's head size only"
+    reason = _refuses_head_size(call)
+    if reason:
+        return reason
     if call.learns:
         return "it gives no gradient to captured tensors of a mask or score"
     if call.with_lse and not compat.FLASH_GIVES_LSE:
@@ -33,7 +55,24 @@ def refuses(call: Call) -> str | None:
         return "its backward pass calls score changes with wrong heads if heads are grouped"
     if call.score_mod is not None and numbers.are_many(call, is_score=True):
         return "its compiler takes no numbers of score changes as inputs, and kernels for other values are compiled"
+    call = _fitted(call)
     return forms.refuses(call) or _refuses_functions(call)
+
+
+def _refuses_head_size(call: Call) -> str | None:
+    """Return why no kernel takes the call's head size, or None."""
+    size, wanted = call.q.shape[3], block_size(call.q.shape[3])
+    most = max(_FITTED) if fa4.fits_tiles() and capability(call.q.device) == _FITTED_ON else _MAX_SIZE_OF_ANY
+    if not 16 <= size <= most:
+        return f"with blocks it takes head sizes from 16 to {most} here, not {size}"
+    if wanted is not None and not call.is_traced and call.resized(wanted) is None:
+        return only_blocks_of(wanted)
+    return None
+
+
+def only_blocks_of(size: tuple[int, int]) -> str:
+    """Return why a user's own blocks of another size are refused."""
+    return f"with this head size it takes blocks of {size[0]} queries x {size[1]} keys only"
 
 
 def _refuses_functions(call: Call) -> str | None:
@@ -66,14 +105,19 @@ def _refuses_functions(call: Call) -> str | None:
 def run(call: Call) -> Result:
     """Run the call; raise Unavailable if it cannot be compiled."""
     fa4.interface()  # what torch's kernel would import
-    return flex.run(call, _FLASH)
+    return flex.run(_fitted(call), _FLASH)
 
 
 def why_data(call: Call) -> str:
     """Return why the kernel reads the mask as data, or ""."""
-    return flex.why_data(call, _FLASH)
+    return flex.why_data(_fitted(call), _FLASH)
+
+
+def blocks(call: Call) -> Blocks:
+    """Return the blocks that the kernel computes."""
+    return _fitted(call).blocks()
 
 
 def compiles(call: Call) -> str:
     """Say whether the call would compile."""
-    return flex.compiles(call, _FLASH)
+    return flex.compiles(_fitted(call), _FLASH)

@@ -54,7 +54,10 @@ class Renewal:
 
         None if the call is not compiled, has its mask as data, or is not planned by a recorded plan.
         """
-        if not isinstance(call, CompiledCall) or call.is_data or isinstance(mask, GivenPlan) or not mask.is_recorded:
+        if not isinstance(call, CompiledCall) or call.is_data or isinstance(mask, GivenPlan):
+            return None
+        mask = mask.resized(call.block_mask.BLOCK_SIZE)
+        if not mask.is_recorded:
             return None
         if score is not None and score.prepares_tensors:
             return None

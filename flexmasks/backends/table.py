@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from flexmasks import compat
 from flexmasks.backends import cpu, decode, dense, fa4, flash, flex, forms, reference, sdpa, triton
 from flexmasks.backends.call import OUTCOMES, Call, Refused, Result, Unavailable, first_line
+from flexmasks.blocks.counts import Blocks
 
 _log = logging.getLogger("flexmasks")
 _FLEX_RECOMPILES_ON = (
@@ -37,6 +38,7 @@ class Backend:
     )  # whether a call would compile, in words
     recompiles_on: str = ""  # changes that make it compile again
     why_data: Callable[[Call], str] = lambda call: ""  # why a kernel reads the mask as data, or ""
+    blocks: Callable[[Call], Blocks] = lambda call: call.blocks()  # blocks of the size that its kernel takes
     plan: Callable[[Call], str] = lambda call: ""  # what takes the place of a plan of blocks, or ""
 
 
@@ -46,7 +48,7 @@ BACKENDS = {
         Backend("fa4", fa4.refuses, fa4.run, fa4.compiles, _FA4_RECOMPILES_ON, plan=fa4.plan),
         Backend("decode", decode.refuses, decode.run, plan=decode.plan),
         Backend("sdpa", sdpa.refuses, sdpa.run),
-        Backend("flash", flash.refuses, flash.run, flash.compiles, _FLEX_RECOMPILES_ON, flash.why_data),
+        Backend("flash", flash.refuses, flash.run, flash.compiles, _FLEX_RECOMPILES_ON, flash.why_data, flash.blocks),
         Backend("triton", triton.refuses, triton.run, triton.compiles, _FLEX_RECOMPILES_ON, flex.why_data),
         Backend("dense", dense.refuses, dense.run),
         Backend("cpu", cpu.refuses, cpu.run, cpu.compiles, _FLEX_RECOMPILES_ON, flex.why_data),
@@ -91,9 +93,11 @@ def _fastest_first(call: Call) -> list[Backend]:
         if flop < _FA4_MIN_FLOP and (window is None or window.sequences is None):
             slow.append("fa4")
         # Where a tensor is read at every pair, a partial block costs flash 3.2 full blocks, and triton 1.4 of its own,
-        # which are 1.5 of flash's (forward and backward pass, H200).
+        # which are 1.5 of flash's (forward and backward pass, H200). In blocks for larger heads flash takes 0.5 of
+        # triton's time even where most blocks are partial (documents of 600 tokens, H100).
+        pays_for_partial = call.needs_grad and flash.block_size(call.q.shape[3]) is None
         is_data = flop >= _DATA_ON_FLASH_MIN_FLOP and not call.is_traced and bool(forms.why_inexact(call))
-        if not is_data and (flop < _FLASH_MIN_FLOP or (call.needs_grad and call.is_mostly_partial())):
+        if not is_data and (flop < _FLASH_MIN_FLOP or (pays_for_partial and call.is_mostly_partial())):
             slow.append("flash")
     names = [name for name in BACKENDS if name not in slow]
     names[-1:-1] = slow  # before the reference

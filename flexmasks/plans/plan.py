@@ -7,6 +7,7 @@ same lengths is planned once.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -350,6 +351,20 @@ class MaskPlan(Plan):
         # On a GPU the first calls of a function go as data, and finding the bits costs little where they do not.
         self._wants_bits = allows_bounds and self._starts_as_data_on_gpu
         self._bits: Bits | None = None  # bits of partial blocks, until they are data
+        self._resized: dict[tuple[int, int], MaskPlan] = {}
+
+    def resized(self, block_size: tuple[int, int]) -> MaskPlan:
+        """Return the plan of the same mask in blocks of another size.
+
+        It is made once.
+        """
+        if block_size == self.block_size:
+            return self
+        if block_size not in self._resized:
+            plan = self._resized[block_size] = copy.copy(self)
+            vars(plan).pop("_prepared", None)
+            plan.block_size, plan.spread, plan._bits, plan._too_large, plan._resized = block_size, [], None, "", {}
+        return self._resized[block_size]
 
     @property
     def _starts_as_data_on_gpu(self) -> bool:
@@ -756,6 +771,13 @@ class GivenPlan:
         except Opaque:
             self.kernel_key, self.opaque = ("opaque", getattr(block_mask.mask_mod, "__code__", None)), True
         self.shapes = tuple(t.shape for t in captured)
+
+    def resized(self, block_size: tuple[int, int]) -> GivenPlan | None:
+        """Return the plan if its blocks have this size.
+
+        A user's own blocks have no other.
+        """
+        return self if block_size == self._block_mask.BLOCK_SIZE else None
 
     @property
     def has_number_tensors(self) -> bool:
