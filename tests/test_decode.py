@@ -41,7 +41,7 @@ class Played:
     def __init__(self, run: Callable[..., list[Tensor]], inputs: Sequence[Tensor], lends: bool) -> None:
         self._run, self._lends = run, lends
         self._places = [recorded._Place(x) for x in inputs]
-        self._outputs = run(*inputs)
+        self._outputs = run(*(p.tensor for p in self._places))
 
     @classmethod
     def of(cls, run: Callable[..., list[Tensor]], inputs: Sequence[Tensor], lends: bool) -> Played:

@@ -519,6 +519,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         r"plan: `order` must be \"balanced\" or an O",
     ),
     "ranks": (lambda: plan("causal", 64, 0), r"plan: `ranks` must be an int above 0, got 0"),
+    "many ranks": (lambda: plan("causal", 1 << 20, 70_000), r"plan: it takes at most 16,384 ranks, got 70,000"),
     "flops": (lambda: plan("causal", 64, 4, flops=0), r"plan: `flops` must be a number above 0, got 0"),
     "heads": (
         lambda: balance(lambda b, h, q, kv: q >= kv * h, 64, 4),

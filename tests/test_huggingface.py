@@ -188,11 +188,21 @@ PADDINGS = {
 }
 
 
-def _remapped(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function inside documents, as the installed transformers packs rows."""
-    if hasattr(masking_utils, "packed_sequence_compatibility_function"):
-        return masking_utils.packed_sequence_compatibility_function(function, POSITIONS, DOCUMENTS)
-    return masking_utils.and_masks(function, masking_utils.packed_sequence_mask_function(DOCUMENTS))
+# From 5.24 on, transformers lets documents of a packed row cut overlays, too.
+CUTS_OVERLAYS = hasattr(masking_utils, "remap_positions_for_packed_sequence") and not hasattr(
+    masking_utils, "packed_sequence_compatibility_function"
+)
+
+
+def _remapped(function: Callable[..., Any], *overlays: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function inside documents, or an overlay, as the installed transformers packs rows."""
+    packed = masking_utils.packed_sequence_mask_function(DOCUMENTS)
+    if hasattr(masking_utils, "remap_positions_for_packed_sequence"):
+        function = masking_utils.remap_positions_for_packed_sequence(function, POSITIONS)
+    if CUTS_OVERLAYS:
+        return masking_utils.and_masks(masking_utils.or_masks(function, *overlays) if overlays else function, packed)
+    function = masking_utils.and_masks(packed, function)
+    return masking_utils.or_masks(function, *overlays) if overlays else function
 
 
 def _left_and_right(left: int, right: int) -> Callable[..., Any]:
@@ -248,8 +258,10 @@ FUNCTIONS: dict[str, tuple[Callable[[Any], Any], str | None]] = {
         "sliding_window(window=8) | cross_document(",
     ),
     "blockwise, packed": (
-        lambda m: m.or_masks(_remapped(m.causal_mask_function), m.blockwise_overlay(SPANS)),
-        "causal() & document(document_ids=int64[2, 40]) | cross_document(",
+        lambda m: _remapped(m.causal_mask_function, m.blockwise_overlay(SPANS)),
+        "causal() & document(document_ids=int64[2, 40]) | cross_document("
+        if not CUTS_OVERLAYS
+        else "bidirectional_spans(span_ids=int64[2, 40]) & document(document_ids=int64[2, 40])",
     ),
     "token types": (lambda m: m.or_masks(m.causal_mask_function, _token_types((SPANS < 0).long())), "causal() | "),
     "padding": (lambda m: m.padding_mask_function(PADDINGS["left"]), "key_padding(attention_mask=bool[2, 40])"),

@@ -516,3 +516,13 @@ def test_pictures_of_tensors_on_a_gpu() -> None:
         assert on_gpu.svg() == on_cpu.svg()
         assert on_gpu.text(60) == on_cpu.text(60)
     assert "no picture" not in flexmasks.get_mask("document", document_ids=ids)._repr_html_()
+
+
+def test_titles_with_characters_that_xml_does_not_know() -> None:
+    def mask(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return q >= kv
+
+    mask.__name__ = "bell\a & \x00 \ud800 \ufffe é 😀"
+    drawn = flexmasks.draw(mask, 8).svg()
+    titles = [text.text for text in ET.fromstring(drawn).iter() if text.tag.endswith("text")]
+    assert any("bell\N{REPLACEMENT CHARACTER} & " in str(title) and "é 😀" in str(title) for title in titles)

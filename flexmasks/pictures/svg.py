@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from html import escape
+from html import escape as escape_html
 
 from torch import Tensor
 
@@ -26,6 +27,7 @@ _SHORTER_SIDE = 56  # pixels, at least
 _MARGIN = 12  # pixels
 _TITLE_LETTER = 8.0  # pixels of a letter of titles, in the widest of the fonts
 _TITLE_LINES = 3  # at most
+_NOT_IN_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _FONT = "font-family='system-ui,-apple-system,Segoe UI,Helvetica,Arial,sans-serif'"
 
 
@@ -220,7 +222,7 @@ class Canvas:
         sheet = f"<style>{style()}</style>" if with_style else ""
         return (
             f"<svg xmlns='http://www.w3.org/2000/svg' class='flexmasks' role='img' width='{width}' height='{height}' "
-            f"viewBox='0 0 {width} {height}' aria-label='{escape(description)}' {_FONT} "
+            f"viewBox='0 0 {width} {height}' aria-label='{_escape(description)}' {_FONT} "
             f"style='max-width:100%;height:auto'>{sheet}"
             f"<rect width='{width}' height='{height}' rx='8'{_fill('card')}/>{''.join(self._parts)}</svg>"
         )
@@ -271,8 +273,13 @@ def _text(
     anchor = f" text-anchor='{at}'" if at else ""
     weight = " font-weight='600'" if bold else ""
     place = f"x='{x:.6g}' y='{y:.6g}'"
-    shown = f"<title>{escape(tooltip)}</title>{escape(text)}" if tooltip else escape(text)
+    shown = f"<title>{_escape(tooltip)}</title>{_escape(text)}" if tooltip else _escape(text)
     return f"<text {place} font-size='{size}'{weight}{anchor}{more}{_fill(name)}>{shown}</text>"
+
+
+def _escape(text: str) -> str:
+    """Return a text with replacements for what XML cannot hold."""
+    return escape_html(_NOT_IN_XML.sub("\N{REPLACEMENT CHARACTER}", text))
 
 
 def _shortened(text: str, width: int, letter_width: float) -> str:

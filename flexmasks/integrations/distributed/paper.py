@@ -26,6 +26,7 @@ from flexmasks.spec.arguments import MaskLike
 
 _BACKWARD = 2.5  # arithmetic of the backward pass over that of the forward pass: five matrix products, not two
 _MOST_ROWS = 1 << 15  # rows of blocks that are counted by default
+_MOST_RANKS = 1 << 14  # the tokens that each rank sees of each other one then take 2 GB
 
 
 @dataclass(frozen=True)
@@ -207,6 +208,8 @@ def plan(
     sizes = {"length": length, "ranks": ranks, "q_heads": q_heads, "kv_heads": kv_heads, "head_size": head_size}
     for name, n in {**sizes, "dtype_bytes": dtype_bytes}.items():
         check_int("plan", name, n)
+    if ranks > _MOST_RANKS:
+        fail("plan", f"it takes at most {_MOST_RANKS:,} ranks, got {ranks:,}: it counts tokens of each pair of ranks.")
     for name, x in (("bandwidth", bandwidth), ("flops", flops)):
         if isinstance(x, bool) or not isinstance(x, int | float) or not 0 < x < math.inf:
             fail("plan", f"`{name}` must be a number above 0, got {x!r}.")

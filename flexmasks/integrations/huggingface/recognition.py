@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +29,8 @@ class Positions:
     library, positions start at the first key.
 
     trusted: whether all parts of the function are transformers' own.
+    packed: whether another part of the function shows a query its own document of a packed row only. Counted from the
+        start of the document or of the text, a query and a key then have the same distance.
     """
 
     batch: int
@@ -37,6 +39,7 @@ class Positions:
     query_stop: int
     device: torch.device
     trusted: bool
+    packed: bool = False
 
 
 class Interval(NamedTuple):
@@ -91,7 +94,9 @@ def _conjunction(expression: Expression, positions: Positions) -> Parts | None:
     packing: list[Mask] = []
     others: list[Mask] = []
     seeing: list[Tensor] = []
-    for factor in _operands(expression, "and_"):
+    factors = _operands(expression, "and_")
+    is_packed = positions.packed or any(_keeps_documents_apart(factor, positions) for factor in factors)
+    for factor in factors:
         if _is_constant(factor, True):
             continue
         sides, own = indices_in(factor), _interval(factor, positions)
@@ -111,17 +116,24 @@ def _conjunction(expression: Expression, positions: Positions) -> Parts | None:
         elif factor.operation == "eq":
             mask = _of_equal(factor, positions)
         elif factor.operation == "or_":
-            mask = _union(factor, positions)
+            mask = _union(factor, replace(positions, packed=is_packed))
         if mask is None:
             return None
-        is_table = mask.name == "document" and all(x.operation == "getitem" for x in factor.operands)
-        (packing if is_table and positions.trusted else equal if mask.name == "document" else others).append(mask)
-    if interval.remapped and not packing:
+        is_packing = _keeps_documents_apart(factor, positions)
+        (packing if is_packing else equal if mask.name == "document" else others).append(mask)
+    if interval.remapped and not is_packed:
         return None
     if seeing:
         documents = packing or equal
         others.append(_of_queries(seeing, documents.pop() if documents else None))
     return Parts([*_of_interval(interval), *equal, *others], packing)
+
+
+def _keeps_documents_apart(factor: Expression, positions: Positions) -> bool:
+    """Return whether a part of a mask shows a query its own document of a packed row."""
+    if not positions.trusted or factor.operation != "eq" or not are_same(*factor.operands):
+        return False
+    return all(isinstance(x, Expression) and x.operation == "getitem" for x in factor.operands)
 
 
 def _of_queries(seeing: list[Tensor], document: Mask | None) -> Mask:
@@ -163,7 +175,7 @@ def _spans(terms: list[Expression], positions: Positions) -> Tensor | None:
     """
     for text, spans in (terms, terms[::-1]):
         interval = _interval_of_all(text, positions)
-        if interval is None or interval != (None, 0, False):
+        if interval is None or interval[:2] != (None, 0) or (interval.remapped and not positions.packed):
             continue
         factors = [f for f in _operands(spans, "and_") if not _is_constant(f, True)]
         if len(factors) != 2 or factors[0].operation != "eq" or not are_same(*factors[0].operands):
@@ -182,7 +194,7 @@ def _joined(terms: list[Expression], positions: Positions) -> Interval | None:
     intervals = []
     for term in terms:
         interval = _interval_of_all(term, positions)
-        if interval is None or interval.remapped:
+        if interval is None or (interval.remapped and not positions.packed):
             return None
         intervals.append(interval)
     for number, interval in enumerate(intervals):
