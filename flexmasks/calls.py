@@ -13,7 +13,6 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from types import FunctionType
 from typing import Any, NamedTuple, cast
 
@@ -723,9 +722,9 @@ def _planned(q: Tensor, k: Tensor, v: Tensor, request: Request) -> _Planned:
     needs_grad = _learns((q, k, v))
     number_offset = q_offset if isinstance(q_offset, int) else None
 
-    def resized(block_size: tuple[int, int]) -> Call | None:
+    def in_blocks_of(block_size: tuple[int, int]) -> dict[str, Any] | None:
         plan = mask_plan.resized(block_size)
-        return None if plan is None else replace(call, **_of_blocks(plan, score_plan))
+        return None if plan is None else _of_blocks(plan, score_plan)
 
     call = Call(
         q=q,
@@ -754,7 +753,7 @@ def _planned(q: Tensor, k: Tensor, v: Tensor, request: Request) -> _Planned:
         learns=learns,
         has_number_tensors=any(p.has_number_tensors for p in plans),
         has_start_tensor=number_offset is None,
-        resized=resized,
+        in_blocks_of=in_blocks_of,
         holds_aliases=all(p.holds_aliases for p in plans),
         sinks=request.sink_logits,
     )

@@ -270,7 +270,7 @@ def _call_of(
         learns=learns,
         has_number_tensors=any(t.ndim == 0 for t in tensors),
         has_start_tensor=isinstance(q_offset, Tensor),
-        resized=_no_blocks,
+        in_blocks_of=_no_blocks,
         holds_aliases=False,
         is_traced=True,
     )

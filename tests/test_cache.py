@@ -752,6 +752,28 @@ def test_bare_calls_keep_no_tensors_alive() -> None:
     assert alive() is None
 
 
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("learns", [False, True])
+def test_a_call_frees_its_tensors_at_once(backend: str, learns: bool) -> None:
+    """Nothing that a call makes refers to itself: its tensors would wait for Python's garbage collector."""
+    masks: list[Callable[[Tensor], Any]] = [
+        lambda ids: flexmasks.get_mask("document", document_ids=ids),
+        lambda ids: lambda b, h, q, kv: (q >= kv) & (ids[q] == ids[kv]),
+    ]
+    for make in masks:
+        for step in range(3):  # the first call may compile, of which torch leaves cycles
+            tensors = [torch.randn(2, 2, LENGTH, 16, requires_grad=learns) for _ in range(3)]
+            alive = [weakref.ref(x) for x in tensors]
+            gc.collect()
+            gc.disable()
+            try:
+                flexmasks.attention(*tensors, mask=make(torch.randint(3, (LENGTH,))), backend=backend)
+                del tensors
+                assert step == 0 or [x() for x in alive] == [None] * 3
+            finally:
+                gc.enable()
+
+
 def test_clear() -> None:
     blocks("causal")
     blocks("causal")

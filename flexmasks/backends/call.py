@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -112,8 +112,8 @@ class Call:
     learns: bool  # a captured tensor of the mask or score needs a gradient
     has_number_tensors: bool  # a captured tensor is 0-dimensional
     has_start_tensor: bool  # a tensor says where queries start
-    # The same call with blocks of another size; None for a user's own blocks, which have one size.
-    resized: Callable[[tuple[int, int]], Call | None]
+    # The parts of the call that change with the size of its blocks, for another size; None for a user's own blocks.
+    in_blocks_of: Callable[[tuple[int, int]], dict[str, Any] | None]
     holds_aliases: bool  # the functions hold aliases instead of the user's tensors, so that a replay may be cached
     # Logits of attention sinks. A backend that knows none ignores them, and gives the lse, into which they are folded.
     sinks: Tensor | None = None
@@ -135,6 +135,11 @@ class Call:
         sizes = q.shape[3], self.v.shape[3]
         flags = self.needs_grad, self.sinks is not None, q.shape[1] != self.k.shape[1], self.has_start_tensor
         return self.kernel_key, q.dtype, q.device, sizes, flags
+
+    def resized(self, block_size: tuple[int, int]) -> Call | None:
+        """Return the call with blocks of another size, or None for a user's own blocks."""
+        parts = self.in_blocks_of(block_size)
+        return None if parts is None else replace(self, **parts)
 
     @functools.cached_property
     def looks(self) -> dict[bool, str]:

@@ -130,7 +130,7 @@ def _conjunction(expression: Expression, positions: Positions) -> Parts | None:
 
 
 def _keeps_documents_apart(factor: Expression, positions: Positions) -> bool:
-    """Return whether a part of a mask shows a query its own document of a packed row."""
+    """Return whether a part of a mask shows queries their own documents."""
     if not positions.trusted or factor.operation != "eq" or not are_same(*factor.operands):
         return False
     return all(isinstance(x, Expression) and x.operation == "getitem" for x in factor.operands)
