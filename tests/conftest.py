@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 # Threads that wait for others leave the core to the other workers of pytest: half of the time on two cores. Torch's
 # threads read this when torch is imported.
@@ -56,6 +56,36 @@ def set_up_process() -> None:
     torch._inductor.config.compile_threads = 1
     headers = str(Path(__file__).parent / "kernel_headers.h")
     torch._inductor.codecache._get_cpp_prefix_header = lambda device: headers if device.startswith("cpu") else None
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        _look_through_the_language_once()
+
+
+def _look_through_the_language_once() -> None:
+    """Save half of the time of Triton's interpreter.
+
+    At each call of one function by another, it looks through Triton's language for functions to replace. From the
+    second call of a launch on, all are replaced.
+    """
+    from triton.runtime import interpreter
+
+    launch, replace = interpreter.GridExecutor.__call__, interpreter._patch_lang
+    is_replaced: dict[int, bool] = {}  # by the globals that a function sees the language in
+
+    def launched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        is_replaced.clear()
+        return launch(self, *args, **kwargs)
+
+    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+        place = id(self.fn.__globals__)
+        if place not in is_replaced:
+            replace(self.fn)
+            is_replaced[place] = True
+        try:
+            return self.rewrite()(*args, **kwargs)
+        except Exception as error:
+            raise interpreter.InterpreterError(repr(error)) from error
+
+    interpreter.GridExecutor.__call__, interpreter.InterpretedFunction.__call__ = launched, called
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
