@@ -26,6 +26,9 @@ settings.register_profile("flexmasks", deadline=None, derandomize=True, print_bl
 settings.load_profile("flexmasks")
 
 
+_LONGEST = "test_four_processes", "test_by_the_interpreter", "test_kernel_by_the_interpreter", "test_kernels_by_the"
+
+
 class _EveryTest:
     """Fixtures of all tests; fixtures of a conftest.py would not reach the examples in docstrings of the package."""
 
@@ -89,7 +92,12 @@ def _look_through_the_language_once() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out campaigns unless `-m` names them, and skip GPU tests without a GPU."""
+    """Choose tests and their order.
+
+    Campaigns are left out unless `-m` names them, and GPU tests are skipped without a GPU. The longest tests are the
+    first: at the end the other workers would wait for them.
+    """
+    items.sort(key=lambda item: not item.name.startswith(_LONGEST))
     if "campaign" not in config.option.markexpr:
         left_out = ["campaign" in item.keywords and "gpu" not in item.keywords for item in items]
         config.hook.pytest_deselected(items=[item for item, out in zip(items, left_out, strict=True) if out])

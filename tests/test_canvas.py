@@ -70,7 +70,7 @@ def canvases(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
     return "natten" if len(axes) == 2 else "natten3d", params | {"causal": tuple(draw(st.booleans()) for _ in axes)}
 
 
-@short_and_campaign(25, 300)
+@short_and_campaign(12, 300)
 @pytest.mark.usefixtures("always_in_tiles")
 def test_random_neighborhoods_in_tiles(examples: int) -> None:
     def one(drawn: tuple[str, dict[str, Any]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -652,7 +653,7 @@ def test_offsets_of_a_growing_cache_share_a_graph(queries: int) -> None:
     assert graphs() == 2
 
 
-@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=pytest.mark.campaign)])
 def test_numbers_that_change(dynamic: bool | None) -> None:
     """Each compiles a graph of its own."""
     compiled = _compiled(dynamic=dynamic)
@@ -670,8 +671,13 @@ def test_numbers_that_change(dynamic: bool | None) -> None:
     assert torch.allclose(compiled(q, k, v, mask="causal").double(), _naive(q, k, v, distance >= 0), atol=1e-5)
 
 
-@pytest.mark.parametrize("dynamic", [None, True])
-@pytest.mark.parametrize("kind", ["bigbird", "t5_bias", "tiles"])
+@pytest.mark.parametrize(
+    ("kind", "dynamic"),
+    [
+        pytest.param(kind, dynamic, marks=[pytest.mark.campaign] * (n % 2))
+        for n, (kind, dynamic) in enumerate(itertools.product(("bigbird", "t5_bias", "tiles"), (None, True)))
+    ],
+)
 def test_numbers_of_tables_that_change(kind: str, dynamic: bool | None) -> None:
     """Tables that are computed while torch traces take numbers that torch would make symbolic."""
     compiled = _compiled(dynamic=dynamic)

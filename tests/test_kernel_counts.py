@@ -225,6 +225,7 @@ def test_tensors_in_places_of_numbers() -> None:
 # --- numbers of masks ---
 
 
+@pytest.mark.campaign
 def test_a_number_that_changes_with_the_tensors_compiles_few_kernels(backend: str) -> None:
     """After six values of the number a mask goes as data, also where its tensors have new values."""
 
@@ -283,6 +284,7 @@ def test_first_numbers_compile_nothing_at_other_lengths(
     assert counts[5:] == [0] * 4
 
 
+@pytest.mark.campaign
 def test_a_mask_is_not_new_with_another_number_in_the_score(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a new mask's first call goes as data, as on a GPU, it does not again for each number of a score change."""
     monkeypatch.setattr(MaskPlan, "first_as_data", FirstAsData.FIRST)
@@ -293,6 +295,7 @@ def test_a_mask_is_not_new_with_another_number_in_the_score(monkeypatch: pytest.
     assert kernels_of(calls) == [1, 1, 1, 0, 0]
 
 
+@pytest.mark.campaign
 def test_first_numbers_keep_their_kernels_beside_other_forms(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mask that goes as data, or a score with inputs, needs no other kernels for first numbers of the other one."""
     if backend == "flash":
@@ -372,6 +375,7 @@ def test_decoding_with_a_slice_of_a_longer_padding_mask(device: str) -> None:
 SIZES = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]
 
 
+@pytest.mark.campaign
 def test_eleven_batch_sizes_of_a_paged_cache_compile_three_kernels(backend: str) -> None:
     device, dtype = ("cpu", torch.float32) if backend == "cpu" else ("cuda", torch.bfloat16)
     k_cache, v_cache = torch.randn(2, 64, 16, 2, 16, device=device, dtype=dtype)
