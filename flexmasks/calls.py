@@ -445,12 +445,14 @@ def explain(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Explanation:
         chosen = able[0] if is_auto else BACKENDS[request.backend]
         able_too = f"it can run the call, but {chosen.name} {'is faster here' if is_auto else 'was asked for'}"
         others = {b.name: reasons.get(b.name, able_too) for b in BACKENDS.values() if b is not chosen}
-        compiles, plan = chosen.compiles(call), chosen.plan(call) or planned.mask.explained()
+        compiles, blocks = chosen.compiles(call), chosen.blocks(call)
+        mask = planned.mask.resized(blocks.block_mask.BLOCK_SIZE) or planned.mask
+        plan = chosen.plan(call) or mask.explained()
         if found is not None:
             plan = f"{plan}; the call takes its tokens into {found[0]}, and its output back into rows"
         as_data = chosen.why_data(call)
         form = f"data: {as_data}" if as_data else "its function"
-        return Explanation(chosen.name, others, compiles, chosen.recompiles_on, plan, form, chosen.blocks(call))
+        return Explanation(chosen.name, others, compiles, chosen.recompiles_on, plan, form, blocks)
 
 
 # --- a call that was made before ---

@@ -102,7 +102,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
             call = ("mask", data, q_offset, ()), score_data, q_offset, (1, 1), value_data(request.scale, q.device)
             result = _by_tiles(q, k, v, (), call)
             return Result(result[0], result[1] if request.return_lse else None)
-        block_size = (flash.block_size(q.shape[3]) if name == "flash" else None) or block_size_for(size)
+        block_size = (flash.block_size(q.shape[3], q.device) if name == "flash" else None) or block_size_for(size)
         indices = _planned_blocks(data, q_offset, q.detach(), k.detach(), block_size)
         mask_mod = shifted_mask(_bound(mask, resolved, size, name), _copied(q_offset) if name == "cpu" else q_offset)
         lengths: Any = (size.q_len, size.kv_len)
@@ -170,8 +170,9 @@ def _backend_of_block_mask(q: Tensor, request: Request, needs_grad: bool) -> str
             request.backend == "flash" and request.return_lse and not compat.FLASH_GIVES_LSE
         ):
             fail(f"backend {request.backend!r} cannot run this call inside torch.compile; pass 'auto'.")
-        wanted = flash.block_size(q.shape[3]) if request.backend == "flash" else None
-        if wanted not in (None, cast(compat.BlockMask, request.block_mask).BLOCK_SIZE):
+        wanted = flash.block_size(q.shape[3], q.device) if request.backend == "flash" else None
+        # torch 2.13 gets `not in` with symbolic sizes wrong.
+        if wanted is not None and wanted != cast(compat.BlockMask, request.block_mask).BLOCK_SIZE:
             fail(f"backend 'flash' cannot run this call: {flash.only_blocks_of(wanted)}.")
         return "triton" if request.backend == "auto" else request.backend
     needs_reference = needs_grad or request.return_lse or q.dtype == torch.float64

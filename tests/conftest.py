@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,7 +60,7 @@ def set_up_process() -> None:
     torch._inductor.config.compile_threads = 1
     headers = str(Path(__file__).parent / "kernel_headers.h")
     torch._inductor.codecache._get_cpp_prefix_header = lambda device: headers if device.startswith("cpu") else None
-    if os.environ.get("TRITON_INTERPRET") == "1":
+    if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None:
         _look_through_the_language_once()
 
 
@@ -83,8 +84,9 @@ def _look_through_the_language_once() -> None:
         if place not in is_replaced:
             replace(self.fn)
             is_replaced[place] = True
+        function = self.rewrite()
         try:
-            return self.rewrite()(*args, **kwargs)
+            return function(*args, **kwargs)
         except Exception as error:
             raise interpreter.InterpreterError(repr(error)) from error
 

@@ -6,6 +6,7 @@ torch's CuteDSLOpOverrides and CuTe.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import re
@@ -23,12 +24,13 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 import flexmasks
-from flexmasks import calls
-from flexmasks.backends import flash, forms
+from flexmasks import calls, inside_compile
+from flexmasks.backends import flash, forms, numbers
 from flexmasks.backends.miscompiled import miscompiled
 from flexmasks.calls import _planned
 from flexmasks.plans.plan import MaskPlan
 from flexmasks.request import Request
+from flexmasks.spec.numbers import MAX_COMPILED_VALUES
 
 CPU = torch.device("cpu")
 SIZES = (2, 2, 5, 5)
@@ -423,13 +425,16 @@ def test_blocks_fit_the_head_size(monkeypatch: pytest.MonkeyPatch, size: int, bl
         assert call.blocks().block_mask.BLOCK_SIZE == (128, 128)  # other backends have their own
 
 
-def test_new_tensors_have_fitted_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("are_others_first", [False, True])
+def test_new_tensors_have_fitted_blocks(monkeypatch: pytest.MonkeyPatch, are_others_first: bool) -> None:
     on_hopper(monkeypatch)
     flexmasks.clear_caches()
     q = torch.randn(1, 2, 700, 256)
     for step in range(4):  # plans are recorded from the second one on
         ids = (torch.rand(700) < 0.02).cumsum(0)
         planned = _planned(q, q, q, Request(mask="document", params={"document_ids": ids}))
+        if are_others_first:
+            planned.call.blocks()
         got = flash.blocks(planned.call).block_mask
         seen = ids[:, None] == ids
         want = create_block_mask(
@@ -453,6 +458,49 @@ def test_head_sizes_that_no_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> Non
         block_mask = flexmasks.block_mask("causal", 256, block_size=block_size)
         call = _planned(q, q, q, Request(block_mask=block_mask)).call
         assert reason in str(flash._refuses_head_size(call))
+
+
+def test_numbers_of_masks_whose_blocks_are_no_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where later values of a number cannot go as data, other backends run them."""
+    on_hopper(monkeypatch)
+
+    def refused(size: int, n: int) -> bool:
+        q = torch.randn(1, 1, 64, size)
+        call = _planned(q, q, q, Request(mask=lambda b, h, q, kv: (q >= kv) & (q - kv < n))).call
+        reason = flash._refuses_numbers(call)
+        numbers.note_run(call, is_score=False, is_data=n > MAX_COMPILED_VALUES)
+        return reason is not None
+
+    for size, values in ((192, MAX_COMPILED_VALUES), (128, 20), (256, 20)):
+        flexmasks.clear_caches()
+        assert [refused(size, n) for n in range(1, 21)] == [n > values for n in range(1, 21)]
+
+
+class OnGPU:
+    """What the choice for a block mask reads of a tensor, as if it lay on a GPU."""
+
+    is_cuda = True
+
+    def __init__(self, x: Tensor) -> None:
+        self.shape, self.dtype, self.device = x.shape, x.dtype, x.device
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_own_blocks_inside_compile(monkeypatch: pytest.MonkeyPatch, dynamic: bool | None) -> None:
+    on_hopper(monkeypatch)
+
+    def chosen(x: Tensor, block_mask: BlockMask) -> Tensor:
+        q: Any = OnGPU(x)
+        inside_compile._backend_of_block_mask(q, Request(block_mask=block_mask, backend="flash"), False)
+        return x + 1
+
+    torch._dynamo.reset()
+    compiled = torch.compile(chosen, fullgraph=True, backend="eager", dynamic=dynamic)
+    of = functools.partial(flexmasks.block_mask, "causal", 256)
+    for size, block_size in ((192, (128, 96)), (256, (128, 64)), (128, (128, 128)), (192, (128, 96))):
+        compiled(torch.ones(1, 1, 2, size), of(block_size=block_size))
+    with pytest.raises(Exception, match="takes blocks of 128 queries x 96 keys only"):
+        chosen(torch.ones(1, 1, 2, 192), of(block_size=128))
 
 
 def _large_heads(kind: str) -> tuple[tuple[int, int, int, int], dict[str, Any], Callable[[Tensor], Tensor]]:

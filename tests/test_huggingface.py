@@ -317,6 +317,27 @@ def test_mask_functions(name: str) -> None:
 FEW = {"causal", "packed", "blockwise, sliding", "own"}  # those that are compiled outside campaigns
 
 
+@pytest.mark.skipif(
+    not hasattr(masking_utils, "remap_positions_for_packed_sequence"),
+    reason="positions of packed rows are not remapped",
+)
+def test_positions_in_documents_without_their_documents() -> None:
+    """Only inside the documents that they count in, positions stand for distances."""
+    m, other = masking_utils, SPANS.roll(5, 1)
+    remapped = m.remap_positions_for_packed_sequence(m.causal_mask_function, POSITIONS)
+    alone: list[Callable[..., Any]] = [
+        lambda b, h, q, kv: DOCUMENTS[b, q] == DOCUMENTS[b, q],
+        lambda b, h, q, kv: DOCUMENTS[b, kv] == DOCUMENTS[b, kv],
+        lambda b, h, q, kv: DOCUMENTS[b, 0] == DOCUMENTS[b, 0],
+        m.blockwise_overlay(SPANS),
+    ]
+    functions = [m.and_masks(one, remapped) for one in alone]
+    functions += [m.and_masks(one, m.or_masks(remapped, m.blockwise_overlay(other))) for one in alone]
+    for function in functions:
+        mask = _made(function, "all", None, make_mask)
+        assert torch.equal(_dense(mask), _theirs(function, "all", None))
+
+
 @pytest.mark.parametrize("name", [n if n in FEW else pytest.param(n, marks=pytest.mark.campaign) for n in FUNCTIONS])
 def test_mask_functions_inside_compile(name: str) -> None:
     of, expected = FUNCTIONS[name]

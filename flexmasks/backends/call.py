@@ -112,7 +112,7 @@ class Call:
     learns: bool  # a captured tensor of the mask or score needs a gradient
     has_number_tensors: bool  # a captured tensor is 0-dimensional
     has_start_tensor: bool  # a tensor says where queries start
-    # The parts of the call that change with the size of its blocks, for another size; None for a user's own blocks.
+    # The parts of the call that change with the size of its blocks, for a size; None for own blocks of another size.
     in_blocks_of: Callable[[tuple[int, int]], dict[str, Any] | None]
     holds_aliases: bool  # the functions hold aliases instead of the user's tensors, so that a replay may be cached
     # Logits of attention sinks. A backend that knows none ignores them, and gives the lse, into which they are folded.
@@ -137,9 +137,18 @@ class Call:
         return self.kernel_key, q.dtype, q.device, sizes, flags
 
     def resized(self, block_size: tuple[int, int]) -> Call | None:
-        """Return the call with blocks of another size, or None for a user's own blocks."""
-        parts = self.in_blocks_of(block_size)
-        return None if parts is None else replace(self, **parts)
+        """Return the call with blocks of a size, or None.
+
+        A user's own blocks have one size only. The call is made once.
+        """
+        if block_size not in self._resized:
+            parts = self.in_blocks_of(block_size)
+            self._resized[block_size] = None if parts is None else replace(self, **parts)
+        return self._resized[block_size]
+
+    @functools.cached_property
+    def _resized(self) -> dict[tuple[int, int], Call | None]:
+        return {}
 
     @functools.cached_property
     def looks(self) -> dict[bool, str]:

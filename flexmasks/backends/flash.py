@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import torch
+
 from flexmasks import compat
 from flexmasks.backends import fa4, flex, forms, numbers
 from flexmasks.backends.call import OUTCOMES, Call, Result
 from flexmasks.backends.miscompiled import NO_BLOCKS, miscompiled
 from flexmasks.backends.operations import UNREADABLE
+from flexmasks.blocks.bits import can_be_bits
 from flexmasks.blocks.counts import Blocks
 from flexmasks.plans.plan import capability
 
@@ -17,12 +20,20 @@ _MAX_SIZE_OF_ANY = 128  # the largest head size of kernels that take the block s
 _FITTED_ON, _FITTED = (9, 0), {192: (128, 96), 256: (128, 64)}
 
 
-def block_size(head_size: int) -> tuple[int, int] | None:
+def block_size(head_size: int, device: torch.device) -> tuple[int, int] | None:
     """Return the block size of kernels for a head size, or None.
 
     None stands for the block size of all other backends.
     """
-    return next((fitted for most, fitted in _FITTED.items() if _MAX_SIZE_OF_ANY < head_size <= most), None)
+    if head_size <= _MAX_SIZE_OF_ANY or not _fits_blocks(device):
+        return None
+    return next((fitted for most, fitted in _FITTED.items() if head_size <= most), None)
+
+
+@compat.constant_in_graphs
+def _fits_blocks(device: torch.device) -> bool:
+    """Return whether kernels for large heads have tiles that fit into blocks."""
+    return fa4.fits_tiles() and capability(device) == _FITTED_ON
 
 
 def _fitted(call: Call) -> Call:
@@ -30,7 +41,7 @@ def _fitted(call: Call) -> Call:
 
     `refuses` says which calls have no such blocks.
     """
-    wanted = None if call.is_traced else block_size(call.q.shape[3])
+    wanted = None if call.is_traced else block_size(call.q.shape[3], call.q.device)
     return call if wanted is None else call.resized(wanted) or call
 
 
@@ -56,15 +67,17 @@ def refuses(call: Call) -> str | None:
     if call.score_mod is not None and numbers.are_many(call, is_score=True):
         return "its compiler takes no numbers of score changes as inputs, and kernels for other values are compiled"
     call = _fitted(call)
-    return forms.refuses(call) or _refuses_functions(call)
+    return _refuses_numbers(call) or forms.refuses(call) or _refuses_functions(call)
 
 
 def _refuses_head_size(call: Call) -> str | None:
     """Return why no kernel takes the call's head size, or None."""
-    size, wanted = call.q.shape[3], block_size(call.q.shape[3])
-    most = max(_FITTED) if fa4.fits_tiles() and capability(call.q.device) == _FITTED_ON else _MAX_SIZE_OF_ANY
+    size, wanted = call.q.shape[3], block_size(call.q.shape[3], call.q.device)
+    most = max(_FITTED) if _fits_blocks(call.q.device) else _MAX_SIZE_OF_ANY
     if not 16 <= size <= most:
         return f"with blocks it takes head sizes from 16 to {most} here, not {size}"
+    if call.v.shape[3] != size and wanted is None:
+        return "with blocks it takes values of q's head size only, or of 128 for head size 192 on an H100 or H200"
     if wanted is not None and not call.is_traced and call.resized(wanted) is None:
         return only_blocks_of(wanted)
     return None
@@ -73,6 +86,19 @@ def _refuses_head_size(call: Call) -> str | None:
 def only_blocks_of(size: tuple[int, int]) -> str:
     """Return why a user's own blocks of another size are refused."""
     return f"with this head size it takes blocks of {size[0]} queries x {size[1]} keys only"
+
+
+def _refuses_numbers(call: Call) -> str | None:
+    """Return why a mask whose numbers change compiles too many kernels, or None.
+
+    For other block sizes such a mask goes as data.
+    """
+    wanted = None if call.is_traced else block_size(call.q.shape[3], call.q.device)
+    if wanted is None or can_be_bits(wanted):
+        return None
+    if not numbers.are_many(call, is_score=False, has_kernel=lambda: flex.has_kernel_for_mask(call, _FLASH)):
+        return None
+    return "kernels for other values of the mask's numbers are compiled, and its blocks for this head size are no data"
 
 
 def _refuses_functions(call: Call) -> str | None:

@@ -618,6 +618,11 @@ def _is_compiled(call: Call, backend: str | None, more_options: dict[str, Any] |
     return kernel is not None and kernel.is_ready(_shapes(call.q, call.k, call.v, call.shapes))
 
 
+def has_kernel_for_mask(call: Call, backend: str) -> bool:
+    """Return whether a ready kernel runs a call with the mask's own numbers."""
+    return _has_kernel_for(call, 0, backend, None)
+
+
 def _has_kernel_for(call: Call, part: int, backend: str | None, more_options: dict[str, Any] | None) -> bool:
     """Return whether a ready kernel runs a call with its own numbers in a part.
 

@@ -95,7 +95,7 @@ def _fastest_first(call: Call) -> list[Backend]:
         # Where a tensor is read at every pair, a partial block costs flash 3.2 full blocks, and triton 1.4 of its own,
         # which are 1.5 of flash's (forward and backward pass, H200). In blocks for larger heads flash takes 0.5 of
         # triton's time even where most blocks are partial (documents of 600 tokens, H100).
-        pays_for_partial = call.needs_grad and flash.block_size(call.q.shape[3]) is None
+        pays_for_partial = call.needs_grad and flash.block_size(call.q.shape[3], call.q.device) is None
         is_data = flop >= _DATA_ON_FLASH_MIN_FLOP and not call.is_traced and bool(forms.why_inexact(call))
         if not is_data and (flop < _FLASH_MIN_FLOP or (pays_for_partial and call.is_mostly_partial())):
             slow.append("flash")

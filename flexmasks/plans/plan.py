@@ -417,7 +417,7 @@ class MaskPlan(Plan):
         if captured and (kind is None or kind.recorded is None):
             return self._build_by_bounds()
         if kind is None:
-            function = "at other sizes", self._kind_key, size.device
+            function = "at other sizes", self._kind_key, size.device, self.block_size
             # How far queries reach by a tensor is read at the first call of each size.
             if _KINDS.get(function) is None or not isinstance(self.offset, int):
                 prepared, kind = self._build_first_of_kind()

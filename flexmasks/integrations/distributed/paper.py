@@ -26,7 +26,7 @@ from flexmasks.spec.arguments import MaskLike
 
 _BACKWARD = 2.5  # arithmetic of the backward pass over that of the forward pass: five matrix products, not two
 _MOST_ROWS = 1 << 15  # rows of blocks that are counted by default
-_MOST_RANKS = 1 << 14  # the tokens that each rank sees of each other one then take 2 GB
+_MOST_RANKS = 1 << 14  # counting what each rank sees of each other one then takes 6 GB
 
 
 @dataclass(frozen=True)

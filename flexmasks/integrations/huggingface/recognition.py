@@ -95,7 +95,10 @@ def _conjunction(expression: Expression, positions: Positions) -> Parts | None:
     others: list[Mask] = []
     seeing: list[Tensor] = []
     factors = _operands(expression, "and_")
-    is_packed = positions.packed or any(_keeps_documents_apart(factor, positions) for factor in factors)
+    # Spans of an overlay look like documents, but for another part, which only queries in spans fulfil.
+    shows_spans = any("q" in sides and "k" not in sides for sides in map(indices_in, factors))
+    is_packed = not shows_spans and any(_keeps_documents_apart(factor, positions) for factor in factors)
+    is_packed = is_packed or positions.packed
     for factor in factors:
         if _is_constant(factor, True):
             continue
@@ -133,7 +136,8 @@ def _keeps_documents_apart(factor: Expression, positions: Positions) -> bool:
     """Return whether a part of a mask shows queries their own documents."""
     if not positions.trusted or factor.operation != "eq" or not are_same(*factor.operands):
         return False
-    return all(isinstance(x, Expression) and x.operation == "getitem" for x in factor.operands)
+    sides = sorted("".join(s for s in "qk" if s in indices_in(x)) for x in factor.operands)
+    return sides == ["k", "q"] and all(x.operation == "getitem" for x in factor.operands)
 
 
 def _of_queries(seeing: list[Tensor], document: Mask | None) -> Mask:
