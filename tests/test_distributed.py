@@ -74,7 +74,7 @@ def test_a_compiled_layer(two: Processes, how: str) -> None:
 @pytest.mark.parametrize(
     ("how", "dynamic", "documents", "whole"),
     [
-        ("gather", None, True, False),
+        pytest.param("gather", None, True, False, marks=pytest.mark.campaign),
         pytest.param("gather", None, False, False, marks=pytest.mark.campaign),
         ("gather", None, False, True),
         pytest.param("heads", None, True, True, marks=pytest.mark.campaign),

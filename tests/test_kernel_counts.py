@@ -238,6 +238,7 @@ def test_a_number_that_changes_with_the_tensors_compiles_few_kernels(backend: st
     assert sum(counts[18:]) == 0
 
 
+@pytest.mark.campaign
 def test_numbers_of_registered_masks_compile_few_kernels(backend: str) -> None:
     def call(chunk: int) -> None:
         mask = flexmasks.get_mask("chunked", chunk=chunk)
