@@ -73,17 +73,17 @@ def _look_through_the_language_once() -> None:
     from triton.runtime import interpreter
 
     launch, replace = interpreter.GridExecutor.__call__, interpreter._patch_lang
-    is_replaced: dict[int, bool] = {}  # by the globals that a function sees the language in
+    replaced: set[int] = set()  # the globals that functions of this launch see the language in
 
     def launched(self: Any, *args: Any, **kwargs: Any) -> Any:
-        is_replaced.clear()
+        replaced.clear()
         return launch(self, *args, **kwargs)
 
     def called(self: Any, *args: Any, **kwargs: Any) -> Any:
         place = id(self.fn.__globals__)
-        if place not in is_replaced:
+        if place not in replaced:
             replace(self.fn)
-            is_replaced[place] = True
+            replaced.add(place)
         function = self.rewrite()
         try:
             return function(*args, **kwargs)

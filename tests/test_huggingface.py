@@ -188,21 +188,21 @@ PADDINGS = {
 }
 
 
+REMAPS = hasattr(masking_utils, "remap_positions_for_packed_sequence")
 # From 5.24 on, transformers lets documents of a packed row cut overlays, too.
-CUTS_OVERLAYS = hasattr(masking_utils, "remap_positions_for_packed_sequence") and not hasattr(
-    masking_utils, "packed_sequence_compatibility_function"
-)
+CUTS_OVERLAYS = REMAPS and not hasattr(masking_utils, "packed_sequence_compatibility_function")
 
 
 def _remapped(function: Callable[..., Any], *overlays: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function inside documents, or an overlay, as the installed transformers packs rows."""
     packed = masking_utils.packed_sequence_mask_function(DOCUMENTS)
-    if hasattr(masking_utils, "remap_positions_for_packed_sequence"):
+    if REMAPS:
         function = masking_utils.remap_positions_for_packed_sequence(function, POSITIONS)
-    if CUTS_OVERLAYS:
-        return masking_utils.and_masks(masking_utils.or_masks(function, *overlays) if overlays else function, packed)
-    function = masking_utils.and_masks(packed, function)
-    return masking_utils.or_masks(function, *overlays) if overlays else function
+    if not CUTS_OVERLAYS:
+        function = masking_utils.and_masks(packed, function)
+    if overlays:
+        function = masking_utils.or_masks(function, *overlays)
+    return masking_utils.and_masks(function, packed) if CUTS_OVERLAYS else function
 
 
 def _left_and_right(left: int, right: int) -> Callable[..., Any]:
@@ -317,10 +317,7 @@ def test_mask_functions(name: str) -> None:
 FEW = {"causal", "packed", "blockwise, sliding", "own"}  # those that are compiled outside campaigns
 
 
-@pytest.mark.skipif(
-    not hasattr(masking_utils, "remap_positions_for_packed_sequence"),
-    reason="positions of packed rows are not remapped",
-)
+@pytest.mark.skipif(not REMAPS, reason="positions of packed rows are not remapped")
 def test_positions_in_documents_without_their_documents() -> None:
     """Only inside the documents that they count in, positions stand for distances."""
     m, other = masking_utils, SPANS.roll(5, 1)

@@ -36,12 +36,20 @@ def _fits_blocks(device: torch.device) -> bool:
     return fa4.fits_tiles() and capability(device) == _FITTED_ON
 
 
+def _wanted(call: Call) -> tuple[int, int] | None:
+    """Return the block size that a call needs, or None.
+
+    A call that torch traces has no blocks yet.
+    """
+    return None if call.is_traced else block_size(call.q.shape[3], call.q.device)
+
+
 def _fitted(call: Call) -> Call:
     """Return a call in blocks that the kernels take.
 
     `refuses` says which calls have no such blocks.
     """
-    wanted = None if call.is_traced else block_size(call.q.shape[3], call.q.device)
+    wanted = _wanted(call)
     return call if wanted is None else call.resized(wanted) or call
 
 
@@ -72,13 +80,13 @@ def refuses(call: Call) -> str | None:
 
 def _refuses_head_size(call: Call) -> str | None:
     """Return why no kernel takes the call's head size, or None."""
-    size, wanted = call.q.shape[3], block_size(call.q.shape[3], call.q.device)
+    size, wanted = call.q.shape[3], _wanted(call)
     most = max(_FITTED) if _fits_blocks(call.q.device) else _MAX_SIZE_OF_ANY
     if not 16 <= size <= most:
         return f"with blocks it takes head sizes from 16 to {most} here, not {size}"
-    if call.v.shape[3] != size and wanted is None:
+    if call.v.shape[3] != size and size <= _MAX_SIZE_OF_ANY:
         return "with blocks it takes values of q's head size only, or of 128 for head size 192 on an H100 or H200"
-    if wanted is not None and not call.is_traced and call.resized(wanted) is None:
+    if wanted is not None and call.resized(wanted) is None:
         return only_blocks_of(wanted)
     return None
 
@@ -93,7 +101,7 @@ def _refuses_numbers(call: Call) -> str | None:
 
     For other block sizes such a mask goes as data.
     """
-    wanted = None if call.is_traced else block_size(call.q.shape[3], call.q.device)
+    wanted = _wanted(call)
     if wanted is None or can_be_bits(wanted):
         return None
     if not numbers.are_many(call, is_score=False, has_kernel=lambda: flex.has_kernel_for_mask(call, _FLASH)):

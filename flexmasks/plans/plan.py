@@ -345,13 +345,20 @@ class MaskPlan(Plan):
         allows_bounds: bool = False,
     ) -> None:
         super().__init__(mask, size, offset, lift, aliases)
-        self.mask, self.block_size, self.open_extents = mask, block_size, open_extents
+        self.mask, self.open_extents = mask, open_extents
         self._allows_bounds = allows_bounds and self._kind_key is not None
-        self._too_large = ""  # why the mask cannot be data, once that is known
         # On a GPU the first calls of a function go as data, and finding the bits costs little where they do not.
         self._wants_bits = allows_bounds and self._starts_as_data_on_gpu
+        self._start_in(block_size)
+
+    def _start_in(self, block_size: tuple[int, int]) -> None:
+        """Know nothing yet that depends on the size of blocks."""
+        self.block_size = block_size
+        self._too_large = ""  # why the mask cannot be data, once that is known
         self._bits: Bits | None = None  # bits of partial blocks, until they are data
         self._resized: dict[tuple[int, int], MaskPlan] = {}
+        self.spread = []
+        vars(self).pop("_prepared", None)
 
     def resized(self, block_size: tuple[int, int]) -> MaskPlan:
         """Return the plan of the same mask in blocks of another size.
@@ -362,8 +369,7 @@ class MaskPlan(Plan):
             return self
         if block_size not in self._resized:
             plan = self._resized[block_size] = copy.copy(self)
-            vars(plan).pop("_prepared", None)
-            plan.block_size, plan.spread, plan._bits, plan._too_large, plan._resized = block_size, [], None, "", {}
+            plan._start_in(block_size)
         return self._resized[block_size]
 
     @property

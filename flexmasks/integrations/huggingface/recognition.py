@@ -96,13 +96,14 @@ def _conjunction(expression: Expression, positions: Positions) -> Parts | None:
     seeing: list[Tensor] = []
     factors = _operands(expression, "and_")
     # Spans of an overlay look like documents, but for another part, which only queries in spans fulfil.
-    shows_spans = any("q" in sides and "k" not in sides for sides in map(indices_in, factors))
-    is_packed = not shows_spans and any(_keeps_documents_apart(factor, positions) for factor in factors)
-    is_packed = is_packed or positions.packed
-    for factor in factors:
+    indices = [indices_in(factor) for factor in factors]
+    shows_spans = any("q" in sides and "k" not in sides for sides in indices)
+    packs = [_keeps_documents_apart(factor, positions) for factor in factors]
+    is_packed = positions.packed or (any(packs) and not shows_spans)
+    for factor, sides, is_packing in zip(factors, indices, packs, strict=True):
         if _is_constant(factor, True):
             continue
-        sides, own = indices_in(factor), _interval(factor, positions)
+        own = _interval(factor, positions)
         mask: Mask | None = None
         if own is not None:
             interval = _narrower(interval, own)
@@ -122,7 +123,6 @@ def _conjunction(expression: Expression, positions: Positions) -> Parts | None:
             mask = _union(factor, replace(positions, packed=is_packed))
         if mask is None:
             return None
-        is_packing = _keeps_documents_apart(factor, positions)
         (packing if is_packing else equal if mask.name == "document" else others).append(mask)
     if interval.remapped and not is_packed:
         return None
