@@ -187,6 +187,43 @@ def learned() -> dict[str, float]:
     return errors
 
 
+def second_gradients() -> dict[str, float]:
+    """Return errors of second gradients, and of gradients under anomaly detection."""
+    generator, mesh, errors = random.Random(7), mesh_of(), {}
+    for mask in (flexmasks.get_mask("sliding_window", window=20), documents(generator)):
+        for order in orders(generator):
+            with torch.autograd.detect_anomaly(check_nan=True):
+                errors[f"{mask} {order.parts}"] = Trial(8, 4, 2, mask=mask).error(order, mesh=mesh, how="heads")
+            errors[f"{mask} {order.parts} twice"] = error_of_second_gradients(mask, order, mesh)
+    return errors
+
+
+def documents(generator: random.Random) -> flexmasks.Mask:
+    ids = torch.tensor(sorted(generator.randrange(5) for _ in range(LENGTH)))
+    return flexmasks.get_mask("causal") & flexmasks.get_mask("document", document_ids=ids)
+
+
+def error_of_second_gradients(mask: flexmasks.Mask, order: distributed.Order, mesh: DeviceMesh) -> float:
+    """Return the largest error of gradients of the squares of gradients, with a graph that is kept."""
+    torch.manual_seed(2)
+    given, weights, tokens = torch.randn(3, 1, 8, LENGTH, 4).double(), torch.randn(1, 8, LENGTH, 4), own_tokens(order)
+
+    def run(place: Callable[[Tensor], Tensor], attention: Callable[..., Tensor], **how: Any) -> list[Tensor]:
+        leaves = [place(x).clone().requires_grad_() for x in given]
+        out = attention(*leaves, mask=mask, backend="reference", **how)
+        loss = (out * place(weights)).sum()
+        first = torch.autograd.grad(loss, leaves, retain_graph=True)
+        again = torch.autograd.grad(loss, leaves, create_graph=True)
+        assert all(map(torch.allclose, first, again))
+        second = torch.autograd.grad(sum((x**2).sum() for x in again), leaves)
+        return [out.detach().add_(1), *(x.detach() for x in (*again, *second))]
+
+    got = run(lambda x: x[:, :, tokens], distributed.attention, mesh=mesh, how="heads", order=order)
+    wanted = run(lambda x: x, flexmasks.attention)
+    pairs = ((a, b[:, :, tokens]) for a, b in zip(got, wanted, strict=True))
+    return max((float((a - b).abs().max() / b.abs().max()) for a, b in pairs if a.numel()), default=0.0)
+
+
 def dtensors() -> dict[str, float]:
     """Return errors of calls whose tensors are DTensors."""
     torch.manual_seed(0)

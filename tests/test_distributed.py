@@ -42,6 +42,10 @@ def test_random_masks_lengths_and_heads(two: Processes) -> None:
     check(two.run(jobs.composed, 1, 12))
 
 
+def test_second_gradients(two: Processes) -> None:
+    check(two.run(jobs.second_gradients))
+
+
 def test_learned_tensors(two: Processes) -> None:
     check(two.run(jobs.learned))
 

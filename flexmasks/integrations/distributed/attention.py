@@ -484,9 +484,9 @@ def _attend(
     keys: the positions of k and v, ascending.
     """
     band, sinks = _distances(call, q), sinks_of(call.sinks, call.place, q.shape[1])
-    results, at = [], 0
-    for start, stop in merged(own) or ((0, 0),):
-        rows = q.narrow(2, at, stop - start)
+    results, at, parts = [], 0, merged(own) or ((0, 0),)
+    for start, stop in parts:
+        rows = q if len(parts) == 1 else q.narrow(2, at, stop - start)  # whose gradient is copied into zeros
         at += stop - start
         of_rows, k_rows, v_rows = _keys_of(band, start, stop, keys, call.score is not None), k, v
         if of_rows != keys:

@@ -155,11 +155,12 @@ def sequence_for_heads(x: Tensor, mesh: DeviceMesh, lengths: Sequence[int]) -> T
 
     The result is [B, H, S of the part, D]. In memory the sequence comes before the heads.
     """
-    count, batch, size = mesh.size(), x.shape[0], lengths[mesh.get_local_rank()]
+    count, (batch, heads, length, d), size = mesh.size(), x.shape, lengths[mesh.get_local_rank()]
     rows, lead = [x.permute(2, 0, 1, 3)], torch.Size([count, size, batch])
-    heads, d = x.shape[1], x.shape[3]
     strides = heads * d, count * heads * d, size * count * heads * d, d, 1  # batch, sequence, all heads
-    (come,) = _exchanged("parts of the sequence for heads", rows, lead, [size] * count, lengths, mesh, strides)
+    in_order = d, heads * length * d, length * d, 1  # of [B, H, S, D], which kernels take without a copy
+    what = "parts of the sequence for heads"
+    (come,) = _exchanged(what, rows, lead, [size] * count, lengths, mesh, strides, in_order)
     return come.permute(2, 1, 0, 3, 4).flatten(2, 3).transpose(1, 2)
 
 
@@ -198,6 +199,8 @@ class _Layout(NamedTuple):
         """Return the tensors as rows [N, numbers]."""
         if compat.is_compiling():  # Inductor fuses this; in eager mode it would copy twice
             rows = torch.cat([x.flatten(-2) for x in tensors], -1)
+        elif len(tensors) == 1 and tensors[0].is_contiguous():
+            rows = tensors[0].detach()
         else:
             rows, at = tensors[0].new_empty(*self.lead, self._width), 0
             for x, size in zip(tensors, self.sizes, strict=True):
@@ -233,6 +236,7 @@ class _Travel(NamedTuple):
     """An exchange of rows: what they are, and their layout and numbers on both sides.
 
     strides: those of each result, or None where it stays in the memory of the rows.
+    of_gradients: strides of the gradients; by default those of the tensors.
     """
 
     what: str
@@ -242,6 +246,7 @@ class _Travel(NamedTuple):
     sent: Sequence[int]
     group: dist.ProcessGroup
     strides: Sequence[tuple[int, ...] | None]
+    of_gradients: tuple[int, ...] | None = None
 
     def run(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         rows = _all_to_all(self.what, self.here.packed(tensors), self.come, self.sent, self.group)
@@ -249,8 +254,8 @@ class _Travel(NamedTuple):
         return tuple(x if strides is None or compat.is_compiling() else _laid(x, strides) for x, strides in results)
 
     def back(self, tensors: Sequence[Tensor]) -> _Travel:
-        """Return the way of the gradients of tensors, which get the layout of the tensors."""
-        strides = [_strides_to_fill(x) for x in tensors]
+        """Return the way of the gradients of tensors."""
+        strides = [self.of_gradients or _strides_to_fill(x) for x in tensors]
         return _Travel(self.what, self.there, self.here, self.sent, self.come, self.group, strides)
 
 
@@ -274,14 +279,17 @@ def _exchanged(
     sent: Sequence[int],
     mesh: DeviceMesh,
     strides: tuple[int, ...] | None = None,
+    of_gradients: tuple[int, ...] | None = None,
 ) -> tuple[Tensor, ...]:
     """Exchange tensors [..., B, H, D].
 
     lead: the sizes of what comes but for the last two, which are those of the tensors.
     strides: those that what comes shall have; by default it lies as it has travelled.
+    of_gradients: those that gradients shall have; by default those of the tensors.
     """
     here = _Layout(tensors[0].shape[:-2], tuple(x.shape[-2:] for x in tensors))
-    travel = _Travel(what, here, here._replace(lead=lead), come, sent, mesh.get_group(), [strides] * len(tensors))
+    there, group = here._replace(lead=lead), mesh.get_group()
+    travel = _Travel(what, here, there, come, sent, group, [strides] * len(tensors), of_gradients)
     if compat.is_compiling():
         return travel.run(tensors)
     return cast(tuple[Tensor, ...], _Exchanged.apply(travel, *tensors))
