@@ -831,6 +831,20 @@ def test_packed_rows_by_cu_seq_lens() -> None:
     check_call(tensors, late, _plainly(*tensors, SAME & _causal() & (chunks[:, None] == chunks)), **given)
 
 
+@pytest.mark.parametrize("name", ["GptOss", "Llama"])
+def test_models_with_packed_rows_by_cu_seq_lens(name: str) -> None:
+    """GPT-OSS makes its masks without position ids, so those alone leave the documents of a row together."""
+    torch.manual_seed(0)
+    model, _ = models(name)
+    words, starts = torch.randint(3, WORDS, (1, 40)), torch.tensor([0, 15, 40], dtype=torch.int32)
+    positions = torch.cat([torch.arange(15), torch.arange(25)])[None]
+    given = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 25, "max_length_k": 25}
+    row = model(input_ids=words, position_ids=positions, use_cache=False, **given).logits
+    for start, stop in ((0, 15), (15, 40)):
+        alone = model(input_ids=words[:, start:stop], use_cache=False).logits
+        assert torch.allclose(row[:, start:stop], alone, atol=TOLERANCE)
+
+
 def _remapped_row(function: Any) -> LateMask:
     documents = (torch.arange(20) >= 7).long()[None]
     packed = masking_utils.and_masks(function, masking_utils.packed_sequence_mask_function(documents))

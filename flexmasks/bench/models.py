@@ -140,13 +140,25 @@ def _training_rows(
 
     sizes: tokens of a row, and of a document in the mean.
     """
+    left_out = _too_large(shape, sizes[0], device)
     steps: dict[str, Callable[[], Tensor]] = {}
     for who in (*shape.peers, _NONE, OURS):  # flex_attention's first step makes the models before it compile again
-        steps[who] = _Late(functools.partial(_Training, shape, who, way, sizes, device, dtype))
+        if who not in left_out:
+            steps[who] = _Late(functools.partial(_Training, shape, who, way, sizes, device, dtype))
     measured = measure(steps, device, pace, cold=False)
+    measured = measured._replace(left_out={**left_out, **measured.left_out})
     rows = measured_rows("training", shape.name, (1, sizes[0]), dtype, measured)
     about = {"model": way, "document": sizes[1], "transformers": _transformers_version()}
     return [{**row, **about, "loss": float(measured.figures[row["who"]].output)} for row in rows]
+
+
+def _too_large(shape: Shape, length: int, device: torch.device) -> dict[str, str]:
+    """Return why "eager" is left out, if its scores and their softmax surely take more memory than there is."""
+    if device.type != "cuda":
+        return {}
+    pairs = shape.sizes["num_hidden_layers"] * shape.sizes["num_attention_heads"] * length**2
+    has_room = 2 * 2 * pairs <= torch.cuda.get_device_properties(device).total_memory  # two numbers of 2 bytes each
+    return {} if has_room else {"eager": "the scores of all layers take more memory than the GPU has"}
 
 
 class _Late:
