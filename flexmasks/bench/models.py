@@ -153,11 +153,11 @@ def _training_rows(
 
 
 def _too_large(shape: Shape, length: int, device: torch.device) -> dict[str, str]:
-    """Return why "eager" is left out, if its scores and their softmax surely take more memory than there is."""
+    """Return why "eager" is left out, if it surely runs out of memory."""
     if device.type != "cuda":
         return {}
     pairs = shape.sizes["num_hidden_layers"] * shape.sizes["num_attention_heads"] * length**2
-    has_room = 2 * 2 * pairs <= torch.cuda.get_device_properties(device).total_memory  # two numbers of 2 bytes each
+    has_room = 2 * 2 * pairs <= torch.cuda.get_device_properties(device).total_memory  # scores and their softmax
     return {} if has_room else {"eager": "the scores of all layers take more memory than the GPU has"}
 
 
