@@ -386,7 +386,7 @@ def _run_in_pages(
         replay = decode.replay_of(call, page_table, page_size, are_last)
         return (replay, planned), replay(q, k_cache, v_cache)
     except Exception as error:  # kernels raise errors of any type
-        if name != "auto" or compat.out_of_memory(error) is not None:
+        if name != "auto" or compat.passing_error(error) is not None:
             raise
         result = _run_without_pages(q, k_cache, v_cache, page_table, kv_lens, request)  # raises if the call is wrong
         why = first_line(error)
@@ -500,7 +500,7 @@ def _replayed(
 ) -> tuple[Tensor, Tensor | None] | None:
     """Return output and lse of a replay, or None if it failed.
 
-    A call whose replay failed is planned again. Errors of missing memory are raised.
+    A call whose replay failed is planned again. Errors that say nothing about it are raised.
     """
     try:
         if sinks is None:
@@ -509,7 +509,7 @@ def _replayed(
             return _with_sinks(Result(*replay(q, k, v, sinks.logits), has_sinks=True), sinks)
         return _with_sinks(Result(*replay(q, k, v)), sinks)
     except Exception as error:  # kernels raise errors of any type
-        if isinstance(error, Refused) or compat.out_of_memory(error) is not None:
+        if isinstance(error, Refused) or compat.passing_error(error) is not None:
             raise
         _REPLAYS.drop(key, tensors)
         _RENEWALS.drop((key, *_layouts(tensors)))

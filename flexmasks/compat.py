@@ -33,6 +33,7 @@ from torch._subclasses import FakeTensor as FakeTensor
 from torch.autograd.function import _SingleLevelFunction
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import _StopRecomputationError
 
 if TYPE_CHECKING:
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex as TransformGetItemToIndex
@@ -316,11 +317,16 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
         error = getattr(error, "inner_exception", None) or error.__cause__
 
 
-def out_of_memory(error: BaseException) -> BaseException | None:
-    """Return the innermost error of missing memory among an error and its causes, or None."""
+def passing_error(error: BaseException) -> BaseException | None:
+    """Return the error that says nothing about the code that raised it, or None.
+
+    It is the innermost one, among an error and its causes, of missing memory, or the end of what torch's activation
+    checkpointing computes again: once it has all tensors that were saved, it ends the computation by an error. That
+    error has no public name; without it a backend whose tensors are the last ones would seem to fail.
+    """
     found = None
     for e in causes(error):
-        is_named = isinstance(e, torch.OutOfMemoryError | MemoryError)
+        is_named = isinstance(e, torch.OutOfMemoryError | MemoryError | _StopRecomputationError)
         if is_named or (isinstance(e, RuntimeError) and any(text in str(e) for text in _NO_MEMORY)):
             found = e
     return found
@@ -385,6 +391,31 @@ def nonstrict_trace(function: Callable[..., Any]) -> Callable[..., Any]:
     public = getattr(torch.compiler, "nonstrict_trace", None)
     mark: Callable[..., Callable[..., Any]] = _dynamo.nonstrict_trace if public is None else public
     return mark(function)
+
+
+def kept_with_graph() -> dict[Any, Any] | None:
+    """Return what is kept as long as the graph that torch traces from a function; None if there is no such graph.
+
+    No public equivalent; without it each call in a graph plans its mask.
+    """
+    with _IMPORTING:
+        from torch.fx.experimental.proxy_tensor import get_proxy_mode
+    mode = get_proxy_mode()
+    return None if mode is None else mode.tracer.__dict__.setdefault("_flexmasks_kept", {})
+
+
+def value_in_graph(x: Tensor) -> tuple[tuple[int, ...], Any]:
+    """Return a key of the value that a tensor of a traced graph has now, and what must live as long as the key.
+
+    The value changes with each change in place. No public equivalent: without it changed tensors look alike.
+    """
+    with _IMPORTING:
+        from torch._subclasses.functional_tensor import FunctionalTensor
+    value = x
+    if isinstance(x, FunctionalTensor):
+        torch._sync(x)  # type: ignore[attr-defined]
+        value = torch._from_functional_tensor(x.elem)
+    return (id(x), x._version, id(value)), (x, value)
 
 
 def forget_code(code: Any) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -386,12 +386,39 @@ def _copied(value: Any) -> Any:
 def _planned_blocks(
     data: Any, q_offset: int | Tensor, q: Tensor, k: Tensor, block_size: tuple[int, int]
 ) -> tuple[Tensor, ...]:
-    """Return the index tensors of a mask's blocks.
+    """Return the index tensors of a mask's blocks, planned once for all calls in a graph that are alike.
+
+    torch merges equal operations in graphs of training only, and not after it has traced and lowered all of them.
 
     data: the mask as `data_of` returns it.
     """
     with _errors_logged():
-        return _blocks_of(data, q_offset, q, k, block_size)
+        kept = compat.kept_with_graph()
+        values: list[Any] = []
+        key = _key_of((data, q_offset, tuple(q.shape[:3]), tuple(k.shape[:3]), q.device, block_size), values)
+        if kept is None or key is None:
+            return _blocks_of(data, q_offset, q, k, block_size)
+        if key not in kept:
+            kept[key] = _blocks_of(data, q_offset, q, k, block_size), values
+        indices: tuple[Tensor, ...] = kept[key][0]
+        return indices
+
+
+def _key_of(value: Any, values: list[Any]) -> Hashable | None:
+    """Return a key of what a traced call hands on, or None.
+
+    values: gets what must live as long as the key.
+    """
+    if isinstance(value, tuple | list):
+        keys = [_key_of(x, values) for x in value]
+        return None if None in keys else tuple(keys)
+    if isinstance(value, Tensor):
+        key, alive = compat.value_in_graph(value)
+        values.append(alive)
+        return key
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return "symbolic", str(value)
+    return (type(value), value) if isinstance(value, Hashable) else None
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ import math
 import re
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
@@ -21,10 +22,16 @@ from oracles import attend
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
+)
 from torch.utils.flop_counter import FlopCounterMode
 
 import flexmasks
+from flexmasks.backends.call import proven
 from flexmasks.calls import _planned
 from flexmasks.request import Request
 from flexmasks.spec.examples import on_device
@@ -1063,6 +1070,72 @@ def test_the_reference_under_selective_checkpointing() -> None:
     got, want = torch.autograd.grad(loss, tensors), torch.autograd.grad(call(*tensors), tensors)
     for x, y in zip(got, want, strict=True):
         assert torch.equal(x, y)
+
+
+_IN_CHECKPOINTS: dict[str, Callable[..., Any]] = {
+    "documents": lambda q, k, v, ids: flexmasks.attention(q, k, v, mask="document", document_ids=ids),
+    "window": lambda q, k, v, ids: flexmasks.attention(q, k, v, mask="sliding_window", window=20),
+    "reference": lambda q, k, v, ids: flexmasks.attention(
+        q, k, v, mask="document", document_ids=ids, backend="reference"
+    ),
+    "sdpa": lambda q, k, v, ids: flexmasks.attention(q, k, v, mask="causal", backend="sdpa"),
+    "user": lambda q, k, v, ids: flexmasks.attention(q, k, v, mask=lambda b, h, q, kv: (ids[b, q] + kv - q) % 3 < 2),
+    "sinks": lambda q, k, v, ids: flexmasks.attention(
+        q, k, v, mask="document", document_ids=ids, sink_logits=v[0, :, 0, 0], return_lse=True
+    )[0],
+    "alibi": lambda q, k, v, ids: flexmasks.attention(q, k, v, mask="causal", score="alibi"),
+    "decoding": lambda q, k, v, ids: flexmasks.attention(q[:, :, :1], k, v, mask="causal", q_offset=9),
+}
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+@pytest.mark.parametrize("name", _IN_CHECKPOINTS)
+def test_activation_checkpointing(name: str, early_stop: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """A call may be the last of a region, which ends by an error when it is computed again."""
+    call = _IN_CHECKPOINTS[name]
+
+    def inner(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+        return call(q.sin(), k, v, ids)
+
+    def outer(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+        once = checkpoint(inner, q, k, v, ids, use_reentrant=False)
+        return call(once + q, k, v, ids)
+
+    for _ in range(3):
+        tensors = [torch.randn(2, 2, 150, 8, requires_grad=True) for _ in range(3)]
+        ids = torch.randint(0, 5, (2, 150)).sort(1).values
+        with set_checkpoint_early_stop(early_stop):
+            got = checkpoint(outer, *tensors, ids, use_reentrant=False)
+            got = torch.autograd.grad(got.square().sum(), tensors)
+        want = torch.autograd.grad(outer(*tensors, ids).square().sum(), tensors)
+        for x, y in zip(got, want, strict=True):
+            torch.testing.assert_close(x, y)
+    assert not [r for r in caplog.records if r.name == "flexmasks"]
+
+
+@pytest.mark.usefixtures("cold")
+def test_a_call_is_tried_out_beside_activation_checkpointing() -> None:
+    """What a backend saves to prove that it has gradients is not what the call saves."""
+
+    class Replay:
+        key = "tried out in a test"
+
+        def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
+            return (q.exp() @ k.mT.exp()) @ v.sin(), None
+
+    tensors, replay = [torch.randn(1, 2, 5, 3, requires_grad=True) for _ in range(3)], Replay()
+    calls = []
+
+    def region(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        call: Any = SimpleNamespace(q=q, k=k, v=v, needs_grad=True, kind="tried out")
+        calls.append(call)
+        return proven(call, replay).out.cos()
+
+    got = torch.autograd.grad(checkpoint(region, *tensors, use_reentrant=False).sum(), tensors)
+    want = torch.autograd.grad(replay(*tensors)[0].cos().sum(), tensors)
+    assert len(calls) == 2
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x, y)
 
 
 def test_gradients_of_the_reference_in_a_batch() -> None:

@@ -215,25 +215,80 @@ def test_a_sharded_model_trains(whole: bool) -> None:
         torch.distributed.destroy_process_group()
 
 
-def test_layers_share_one_plan_which_the_backward_pass_reuses() -> None:
+@pytest.mark.parametrize("learns", [True, False])
+@pytest.mark.parametrize("made", [_documents, lambda ids: flexmasks.get_mask("sliding_window", window=9)])
+def test_layers_share_one_plan_which_the_backward_pass_reuses(made: Callable[[Tensor], Mask], learns: bool) -> None:
+    forward, *backward = _counted(Model(3), made(DOCUMENTS), learns)
+    of_one, *_ = _counted(Model(1), made(DOCUMENTS), learns)
+    of_plan = ("aten.cumsum.default", "aten.scatter.src")
+    assert 0 < forward[of_plan[0]] <= 2
+    assert [forward[name] for name in of_plan] == [of_one[name] for name in of_plan]
+    assert [[x[name] for name in of_plan] for x in backward] == [[0, 0]] * learns
+
+
+def _counted(model: Model, mask: Mask, learns: bool) -> list[collections.Counter[str]]:
+    """Return how often each operation is in the graphs of a model's passes."""
     counted = []
 
-    def count(module: torch.fx.GraphModule, _: Any) -> Any:
-        counted.append(collections.Counter(str(n.target) for n in module.graph.nodes))
-        return module.forward
-
-    def boxed(module: torch.fx.GraphModule, inputs: Any) -> Any:
+    def boxed(module: torch.fx.GraphModule, _: Any) -> Any:
         from functorch.compile import make_boxed_func
 
-        return make_boxed_func(count(module, inputs))
+        counted.append(collections.Counter(str(n.target) for n in module.graph.nodes))
+        return make_boxed_func(module.forward)
 
-    backend = aot_autograd(fw_compiler=boxed, bw_compiler=boxed, partition_fn=min_cut_rematerialization_partition)
-    step = torch.compile(Model(3), fullgraph=True, backend=backend)
-    step(torch.randn(BATCH, LENGTH, 16), _documents(DOCUMENTS)).backward()
-    forward, backward = counted
-    of_plan = ("aten.cumsum.default", "aten.scatter.src")
-    assert [forward[name] for name in of_plan] == [1, 1]
-    assert [backward[name] for name in of_plan] == [0, 0]
+    backend = aot_autograd(
+        fw_compiler=boxed, bw_compiler=boxed, inference_compiler=boxed,
+        partition_fn=min_cut_rematerialization_partition,
+    )  # fmt: skip
+    with torch.set_grad_enabled(learns):
+        loss = torch.compile(model, fullgraph=True, backend=backend)(torch.randn(BATCH, LENGTH, 16), mask)
+    if learns:
+        loss.backward()
+    return counted
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_a_tensor_that_changes_inside_a_graph_is_planned_again(learns: bool) -> None:
+    """Layers of a graph share a plan only while the mask's tensors are the same."""
+
+    def call(q: Tensor, k: Tensor, v: Tensor, given: Tensor) -> Tensor:
+        ids = given.clone()
+        outputs = [flexmasks.attention(q, k, v, mask="document", document_ids=ids)]
+        ids = ids.clone() if learns else ids  # the backward pass reads the ids that a call has got
+        ids[:, 10:] += 3
+        outputs.append(flexmasks.attention(q, k, v, mask="document", document_ids=ids))
+        ids = ids.clone() if learns else ids
+        ids.view(-1)[-20:] += 3
+        outputs += [flexmasks.attention(q, k, v, mask=_documents(ids)) for _ in range(2)]
+        outputs += [flexmasks.attention(q, k, v, mask="sliding_window", window=n) for n in (1, 30, 1)]
+        return torch.stack(outputs)
+
+    tensors = *leaves(), DOCUMENTS
+    if learns:
+        check(call, *tensors)
+        return
+    for inference in (torch.no_grad, torch.inference_mode):
+        with inference():
+            got = torch.compile(call, fullgraph=True, backend="aot_eager")(*tensors)
+            torch.testing.assert_close(got, call(*tensors), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("selective", [True, False])
+def test_layers_in_checkpoints_that_share_a_plan(selective: bool) -> None:
+    more = {"context_fn": functools.partial(create_selective_checkpoint_contexts, _saved)} if selective else {}
+
+    def call(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+        mask, x = _documents(ids), q
+        for _ in range(3):
+            x = checkpoint(_two_kinds, x, k, v, mask, use_reentrant=False, **more)
+        return x
+
+    check(call, *(x[..., :SIZE] for x in leaves()), DOCUMENTS)
+
+
+def _two_kinds(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+    x = flexmasks.attention(q.sin(), k, v, mask=mask)
+    return flexmasks.attention(x.cos(), k, v, mask="sliding_window", window=9)
 
 
 # --- what a call may be made of ---

@@ -182,14 +182,14 @@ def first_line(error: Exception) -> str:
     return f"{line}{_DAMAGED}" if type(error).__name__ == "InductorError" else line
 
 
-def raise_out_of_memory(error: Exception) -> None:
-    """Raise the error of missing memory if an error was raised from one.
+def raise_passing_error(error: Exception) -> None:
+    """Raise the error that says nothing about a backend, if an error was raised from one.
 
-    It says nothing about a backend: the next call may have more memory.
+    The next call may have more memory, or torch's activation checkpointing has all that it needs.
     """
-    missing = compat.out_of_memory(error)
-    if missing is not None:
-        raise missing from None
+    passing = compat.passing_error(error)
+    if passing is not None:
+        raise passing from None
 
 
 def proven(call: Call, replay: Any, *more: Tensor) -> Result:
@@ -209,18 +209,23 @@ def proven(call: Call, replay: Any, *more: Tensor) -> Result:
     return Result(out, lse, replay)
 
 
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
 def _has_gradients(call: Call, replay: Any, *more: Tensor) -> bool:
     """Differentiate a call; return False if memory runs out, and raise Unavailable for another error.
 
     All tensors of it are free when the call itself runs.
     """
     leaves = [x.detach().requires_grad_(x.requires_grad) for x in (call.q, call.k, call.v)]
-    outputs = [x for x in replay(*leaves, *(x.detach() for x in more)) if x is not None]
+    with torch.autograd.graph.saved_tensors_hooks(_same, _same):  # activation checkpointing must not count its tensors
+        outputs = [x for x in replay(*leaves, *(x.detach() for x in more)) if x is not None]
     try:
         inputs = [x for x in leaves if x.requires_grad]
         torch.autograd.grad(outputs, inputs, [torch.zeros_like(x) for x in outputs])
     except Exception as error:
-        if compat.out_of_memory(error) is not None:
+        if compat.passing_error(error) is not None:
             return False
         raise Unavailable(first_line(error)) from error
     return True

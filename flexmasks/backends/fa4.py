@@ -28,7 +28,7 @@ from flexmasks.backends.call import (
     Unavailable,
     first_line,
     proven,
-    raise_out_of_memory,
+    raise_passing_error,
     transformed,
 )
 from flexmasks.plans.intervals import Intervals
@@ -274,7 +274,7 @@ def _failures_are_unavailable() -> Iterator[None]:
     except Unavailable:
         raise
     except Exception as error:
-        raise_out_of_memory(error)
+        raise_passing_error(error)
         raise Unavailable(first_line(error)) from error
 
 

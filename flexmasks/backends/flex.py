@@ -37,7 +37,7 @@ from flexmasks.backends.call import (
     Unavailable,
     first_line,
     proven,
-    raise_out_of_memory,
+    raise_passing_error,
     transformed,
 )
 from flexmasks.backends.kernel_tiles import faster_tiles
@@ -238,7 +238,7 @@ def _run_kernel(
             kernel = _new_kernel(key, kernel.is_static)
             result = kernel.compiled(*args)
         except Exception as error:
-            if compat.out_of_memory(error) is not None:
+            if compat.passing_error(error) is not None:
                 if _compilations() != before:  # torch may have marked the code as never to be compiled
                     _KERNELS.drop(key)
                 raise
@@ -492,10 +492,10 @@ class CompiledCall:
         except NeedsData:
             raise
         except (compat.TorchDynamoException, compat.InductorError) as error:
-            raise_out_of_memory(error)
+            raise_passing_error(error)
             raise Unavailable(first_line(error)) from error
         except Exception as error:  # FLASH compiles at the first call, and raises errors of any type
-            raise_out_of_memory(error)
+            raise_passing_error(error)
             if not self.is_flash and not compat.compiler_is_off():
                 raise
             raise Unavailable(first_line(error)) from error

@@ -135,7 +135,8 @@ def run(call: Call, name: str) -> Result:
     """Run a call on a named backend, or for "auto" on the fastest one.
 
     If a backend fails with "auto", the next one runs the call, and a warning is logged. An error of missing memory is
-    raised instead: another backend would hide it, and might take many times as long.
+    raised instead: another backend would hide it, and might take many times as long. So is the error by which torch's
+    activation checkpointing ends what it computes again.
     """
     check(call, name)
     if name != "auto":
@@ -150,7 +151,7 @@ def run(call: Call, name: str) -> Result:
         try:
             result = backend.run(call)
         except Exception as error:  # kernels raise errors of any type
-            if isinstance(error, Refused) or compat.out_of_memory(error) is not None:
+            if isinstance(error, Refused) or compat.passing_error(error) is not None:
                 raise
             failures[backend.name] = error
             continue

@@ -91,7 +91,7 @@ def _launched(name: str, out: Tensor, *arguments: Any) -> Any:
         with on(out.device):
             return getattr(sinks_launch, name)(out, *arguments)
     except Exception as error:  # Triton raises errors of any type
-        if compat.out_of_memory(error) is not None:
+        if compat.passing_error(error) is not None:
             raise
         if not _failures:
             _log.warning(

@@ -919,8 +919,8 @@ def _is_much_larger(exact: _PreparedMask, bounds: _PreparedMask) -> str:
 
 
 def _cannot_record(error: Exception) -> str:
-    """Return why a plan cannot be recorded; raise the error if memory ran out."""
-    if compat.out_of_memory(error) is not None:
+    """Return why a plan cannot be recorded; raise the error if it says nothing about that."""
+    if compat.passing_error(error) is not None:
         raise error
     first_line = next(iter(str(error).splitlines()), "")
     return f"its plan cannot be recorded, {type(error).__name__}: {first_line}"[:300]
