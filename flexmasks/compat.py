@@ -394,9 +394,10 @@ def nonstrict_trace(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def kept_with_graph() -> dict[Any, Any] | None:
-    """Return what is kept as long as the graph that torch traces from a function; None if there is no such graph.
+    """Return what is kept as long as the graph that torch traces now.
 
-    No public equivalent; without it each call in a graph plans its mask.
+    The result is None if torch traces no graph from a function. No public equivalent; without it each call in a graph
+    plans its mask.
     """
     with _IMPORTING:
         from torch.fx.experimental.proxy_tensor import get_proxy_mode
@@ -405,9 +406,10 @@ def kept_with_graph() -> dict[Any, Any] | None:
 
 
 def value_in_graph(x: Tensor) -> tuple[tuple[int, ...], Any]:
-    """Return a key of the value that a tensor of a traced graph has now, and what must live as long as the key.
+    """Return a key of the value that a tensor of a traced graph has now.
 
-    The value changes with each change in place. No public equivalent: without it changed tensors look alike.
+    Also returns what must live as long as the key. The value changes with each change in place. No public equivalent:
+    without it changed tensors look alike.
     """
     with _IMPORTING:
         from torch._subclasses.functional_tensor import FunctionalTensor

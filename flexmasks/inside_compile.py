@@ -386,9 +386,10 @@ def _copied(value: Any) -> Any:
 def _planned_blocks(
     data: Any, q_offset: int | Tensor, q: Tensor, k: Tensor, block_size: tuple[int, int]
 ) -> tuple[Tensor, ...]:
-    """Return the index tensors of a mask's blocks, planned once for all calls in a graph that are alike.
+    """Return the index tensors of a mask's blocks.
 
-    torch merges equal operations in graphs of training only, and not after it has traced and lowered all of them.
+    Calls of a graph that are alike share them: torch merges equal operations in graphs of training alone, and only
+    where they read the same constants.
 
     data: the mask as `data_of` returns it.
     """

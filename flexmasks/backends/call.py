@@ -183,7 +183,7 @@ def first_line(error: Exception) -> str:
 
 
 def raise_passing_error(error: Exception) -> None:
-    """Raise the error that says nothing about a backend, if an error was raised from one.
+    """Raise the error, among an error and its causes, that says nothing about a backend.
 
     The next call may have more memory, or torch's activation checkpointing has all that it needs.
     """

@@ -919,7 +919,10 @@ def _is_much_larger(exact: _PreparedMask, bounds: _PreparedMask) -> str:
 
 
 def _cannot_record(error: Exception) -> str:
-    """Return why a plan cannot be recorded; raise the error if it says nothing about that."""
+    """Return why a plan cannot be recorded, unless the error says nothing about that.
+
+    Then it is raised.
+    """
     if compat.passing_error(error) is not None:
         raise error
     first_line = next(iter(str(error).splitlines()), "")
