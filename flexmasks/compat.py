@@ -322,7 +322,7 @@ def passing_error(error: BaseException) -> BaseException | None:
 
     It is the innermost one, among an error and its causes, of missing memory, or the end of what torch's activation
     checkpointing computes again: once it has all tensors that were saved, it ends the computation by an error. That
-    error has no public name; without it a backend whose tensors are the last ones would seem to fail.
+    error has no public name; without it a backend that saves the last tensors would seem to have failed.
     """
     found = None
     for e in causes(error):
@@ -330,6 +330,22 @@ def passing_error(error: BaseException) -> BaseException | None:
         if is_named or (isinstance(e, RuntimeError) and any(text in str(e) for text in _NO_MEMORY)):
             found = e
     return found
+
+
+def beside_saved_tensors_hooks() -> contextlib.AbstractContextManager[None]:
+    """Let tensors be saved for a backward pass without the hooks of the code around.
+
+    Hooks of its own take their place, which keep a tensor without its history: with it, a result that a function saves
+    would keep itself alive. Whether the code around has forbidden all hooks has no public name; where it has, there are
+    none, and new ones would raise an error.
+    """
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+        return contextlib.nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, _kept)
+
+
+def _kept(x: Tensor) -> Tensor:
+    return x
 
 
 def cannot_write(error: BaseException) -> bool:
@@ -408,8 +424,9 @@ def kept_with_graph() -> dict[Any, Any] | None:
 def value_in_graph(x: Tensor) -> tuple[tuple[int, ...], Any]:
     """Return a key of the value that a tensor of a traced graph has now.
 
-    Also returns what must live as long as the key. The value changes with each change in place. No public equivalent:
-    without it changed tensors look alike.
+    Also returns what must live as long as the key. The value changes with each change in place: of the
+    version, or, where torch replaces values in place of changes, of the value inside. No public equivalent: without it
+    changed tensors look alike.
     """
     with _IMPORTING:
         from torch._subclasses.functional_tensor import FunctionalTensor

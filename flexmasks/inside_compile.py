@@ -388,8 +388,8 @@ def _planned_blocks(
 ) -> tuple[Tensor, ...]:
     """Return the index tensors of a mask's blocks.
 
-    Calls of a graph that are alike share them: torch merges equal operations in graphs of training alone, and only
-    where they read the same constants.
+    Calls of a graph that are alike share them: torch merges equal operations only in graphs of training, and only where
+    they read the same constants.
 
     data: the mask as `data_of` returns it.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import math
@@ -31,7 +32,7 @@ from torch.utils.checkpoint import (
 from torch.utils.flop_counter import FlopCounterMode
 
 import flexmasks
-from flexmasks.backends.call import proven
+from flexmasks.backends.call import Unavailable, proven
 from flexmasks.calls import _planned
 from flexmasks.request import Request
 from flexmasks.spec.examples import on_device
@@ -1072,6 +1073,7 @@ def test_the_reference_under_selective_checkpointing() -> None:
         assert torch.equal(x, y)
 
 
+_PARAMETER = torch.tensor([0.01, -0.02], requires_grad=True)
 _IN_CHECKPOINTS: dict[str, Callable[..., Any]] = {
     "documents": lambda q, k, v, ids: flexmasks.attention(q, k, v, mask="document", document_ids=ids),
     "window": lambda q, k, v, ids: flexmasks.attention(q, k, v, mask="sliding_window", window=20),
@@ -1084,6 +1086,9 @@ _IN_CHECKPOINTS: dict[str, Callable[..., Any]] = {
         q, k, v, mask="document", document_ids=ids, sink_logits=v[0, :, 0, 0], return_lse=True
     )[0],
     "alibi": lambda q, k, v, ids: flexmasks.attention(q, k, v, mask="causal", score="alibi"),
+    "parameter": lambda q, k, v, ids: flexmasks.attention(
+        q, k, v, mask=lambda b, h, i, j: torch.tanh(_PARAMETER[h] * (i - j)) < 0.5
+    ),
     "decoding": lambda q, k, v, ids: flexmasks.attention(q[:, :, :1], k, v, mask="causal", q_offset=9),
 }
 
@@ -1136,6 +1141,43 @@ def test_a_call_is_tried_out_beside_activation_checkpointing() -> None:
     assert len(calls) == 2
     for x, y in zip(got, want, strict=True):
         torch.testing.assert_close(x, y)
+
+
+@pytest.mark.usefixtures("cold")
+@pytest.mark.parametrize("fails", [torch.OutOfMemoryError, ValueError, None])
+@pytest.mark.parametrize("hooks_are_allowed", [True, False])
+def test_a_call_that_is_tried_out_is_forgotten(fails: type[Exception] | None, hooks_are_allowed: bool) -> None:
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            out = x.exp()
+            ctx.save_for_backward(x, out)
+            kept.append(weakref.ref(out.untyped_storage()))
+            return out
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            if fails is not None:
+                raise fails("for a test")
+            return gradient * ctx.saved_tensors[1]
+
+    class Replay:
+        key = "forgotten in a test"
+
+        def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
+            return Fails.apply(q + k + v), None
+
+    kept: list[Any] = []
+    call: Any = SimpleNamespace(**dict.fromkeys("qkv", torch.randn(3, requires_grad=True)), needs_grad=True, kind="?")
+    forbidden = torch.autograd.graph.disable_saved_tensors_hooks("none here")
+    with contextlib.nullcontext() if hooks_are_allowed else forbidden:
+        try:
+            proven(call, Replay())
+        except Unavailable:
+            assert fails is ValueError
+    gc.collect()
+    assert kept
+    assert all(ref() is None for ref in kept)
 
 
 def test_gradients_of_the_reference_in_a_batch() -> None:

@@ -185,7 +185,7 @@ def first_line(error: Exception) -> str:
 def raise_passing_error(error: Exception) -> None:
     """Raise the error, among an error and its causes, that says nothing about a backend.
 
-    The next call may have more memory, or torch's activation checkpointing has all that it needs.
+    Either memory ran out, or torch's activation checkpointing stops here because it has all that it needs.
     """
     passing = compat.passing_error(error)
     if passing is not None:
@@ -209,17 +209,13 @@ def proven(call: Call, replay: Any, *more: Tensor) -> Result:
     return Result(out, lse, replay)
 
 
-def _same(x: Tensor) -> Tensor:
-    return x
-
-
 def _has_gradients(call: Call, replay: Any, *more: Tensor) -> bool:
     """Differentiate a call; return False if memory runs out, and raise Unavailable for another error.
 
     All tensors of it are free when the call itself runs.
     """
     leaves = [x.detach().requires_grad_(x.requires_grad) for x in (call.q, call.k, call.v)]
-    with torch.autograd.graph.saved_tensors_hooks(_same, _same):  # activation checkpointing must not count its tensors
+    with compat.beside_saved_tensors_hooks():  # activation checkpointing must not count its tensors
         outputs = [x for x in replay(*leaves, *(x.detach() for x in more)) if x is not None]
     try:
         inputs = [x for x in leaves if x.requires_grad]

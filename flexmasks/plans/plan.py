@@ -484,6 +484,7 @@ class MaskPlan(Plan):
         prepared = replace(exact, resolved=arguments, why_exact=_FIRST)
         return prepared, _Kind("")
 
+    @torch.no_grad()  # activation checkpointing must not count tensors that a mask with parameters would save
     def _build_exactly(self) -> _PreparedMask:
         size = sized(self.size, self.offset)
         resolved = self.mask.resolve(size, self.lifted)

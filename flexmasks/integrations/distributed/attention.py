@@ -486,7 +486,7 @@ def _attend(
     band, sinks = _distances(call, q), sinks_of(call.sinks, call.place, q.shape[1])
     results, at, parts = [], 0, merged(own) or ((0, 0),)
     for start, stop in parts:
-        rows = q if len(parts) == 1 else q.narrow(2, at, stop - start)  # whose gradient is copied into zeros
+        rows = q if len(parts) == 1 else q.narrow(2, at, stop - start)  # a slice's gradient would be copied
         at += stop - start
         of_rows, k_rows, v_rows = _keys_of(band, start, stop, keys, call.score is not None), k, v
         if of_rows != keys:

@@ -155,12 +155,12 @@ def sequence_for_heads(x: Tensor, mesh: DeviceMesh, lengths: Sequence[int]) -> T
 
     The result is [B, H, S of the part, D]. In memory the sequence comes before the heads.
     """
-    count, (batch, heads, length, d), size = mesh.size(), x.shape, lengths[mesh.get_local_rank()]
-    rows, lead = [x.permute(2, 0, 1, 3)], torch.Size([count, size, batch])
-    strides = heads * d, count * heads * d, size * count * heads * d, d, 1  # batch, sequence, all heads
-    in_order = d, heads * length * d, length * d, 1  # of [B, H, S, D], which kernels take without a copy
+    count, (batch, heads, length, d), own_length = mesh.size(), x.shape, lengths[mesh.get_local_rank()]
+    rows, lead = [x.permute(2, 0, 1, 3)], torch.Size([count, own_length, batch])
+    strides = heads * d, count * heads * d, own_length * count * heads * d, d, 1  # batch, sequence, all heads
+    of_gradients = d, heads * length * d, length * d, 1  # those of [B, H, S, D], which kernels take without a copy
     what = "parts of the sequence for heads"
-    (come,) = _exchanged(what, rows, lead, [size] * count, lengths, mesh, strides, in_order)
+    (come,) = _exchanged(what, rows, lead, [own_length] * count, lengths, mesh, strides, of_gradients)
     return come.permute(2, 1, 0, 3, 4).flatten(2, 3).transpose(1, 2)
 
 
