@@ -344,6 +344,14 @@ def beside_saved_tensors_hooks() -> contextlib.AbstractContextManager[None]:
     return torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, _kept)
 
 
+def saves_by_hooks() -> bool:
+    """Return whether the code around has hooks for saved tensors, as activation checkpointing does.
+
+    No public equivalent.
+    """
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 def _kept(x: Tensor) -> Tensor:
     return x
 

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable
 from contextvars import ContextVar
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import flexmasks
 from flexmasks import calls, compat
 from flexmasks.backends import forms
+from flexmasks.backends.call import Unavailable
+from flexmasks.backends.flex import CompiledCall
 from flexmasks.backends.inexact import NEGATIVE, inexact
 from flexmasks.backends.miscompiled import miscompiled
 from flexmasks.backends.rewritten import FROM_THE_FRONT
@@ -329,6 +332,30 @@ def test_new_functions_compile_nothing() -> None:
     for mask in failing().values():
         check_attention(mask)
     assert compat.compiled_graphs() == graphs
+
+
+def test_masks_keep_their_form_under_activation_checkpointing() -> None:
+    """What is computed again must be saved again by the kernel that saved it before."""
+
+    def run(*_: Any) -> tuple[Tensor, None]:
+        return torch.zeros(()), None
+
+    call: Any = SimpleNamespace(is_traced=False, mask_is_own=False, first_as_data=data.FirstAsData.FIRST)
+    numbers: Any = dict.fromkeys(("score_mod", "block_mask", "scale", "kernel_options"))
+    x = torch.zeros(1, 1, 1, 1)
+    for needs_grad in (True, False):
+        call.needs_grad = needs_grad
+        more: Any = {**numbers, "with_lse": False, "needs_grad": needs_grad, "is_flash": False}
+        replay = CompiledCall(run, **more, runs_left=iter([0]))  # type: ignore[arg-type]
+        with torch.autograd.graph.save_on_cpu():
+            assert forms.may_start_as_data(call) != needs_grad
+            for _ in range(3 if needs_grad else 1):
+                replay(x, x.clone(), x.clone())
+        assert forms.may_start_as_data(call)
+        if needs_grad:
+            replay(x, x.clone(), x.clone())
+        with pytest.raises(Unavailable, match="compiled after its first calls"):
+            replay(x, x.clone(), x.clone())
 
 
 def test_first_calls_evaluate_each_element_once(monkeypatch: pytest.MonkeyPatch) -> None:

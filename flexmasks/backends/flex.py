@@ -22,7 +22,7 @@ import types
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -436,7 +436,8 @@ class CompiledCall:
         if as_data is None:
             starts = starts_as_data(call, backend, more_options)
             as_data = starts or bool(why_data(call, backend, more_options))
-            if as_data and call.is_cuda and (starts or not forms.why_inexact(call)):
+            may_change = call.is_cuda and forms.may_change(call.needs_grad)
+            if as_data and may_change and (starts or not forms.why_inexact(call)):
                 pairs = call.q.shape[:3].numel() * call.k.shape[2]
                 runs_left = iter(range(min(_RUNS_AS_DATA, _PAIRS_AS_DATA // pairs + 1)))
         if as_data:
@@ -473,7 +474,8 @@ class CompiledCall:
 
         Raises Unavailable if the call cannot be compiled, or if the mask's function is to be compiled now.
         """
-        if self.runs_left is not None and next(self.runs_left, None) is None:
+        counts = self.runs_left is not None and forms.may_change(self.needs_grad)
+        if counts and next(cast(Iterator[int], self.runs_left), None) is None:
             raise Unavailable("the function is compiled after its first calls")
         if not self.needs_grad and (q.requires_grad or k.requires_grad or v.requires_grad):
             # On the CPU torch refuses tensors that require a gradient, even under no_grad.

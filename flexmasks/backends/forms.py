@@ -147,7 +147,16 @@ def why_data(
 
 def may_start_as_data(call: Call) -> bool:
     """Return whether the first calls with a mask may go as data."""
-    return not call.is_traced and not call.mask_is_own and call.first_as_data is not FirstAsData.NONE
+    is_new = not call.is_traced and not call.mask_is_own and call.first_as_data is not FirstAsData.NONE
+    return is_new and may_change(call.needs_grad)
+
+
+def may_change(needs_grad: bool) -> bool:
+    """Return whether later calls with a mask may have another form.
+
+    Activation checkpointing computes a call again after others have run, and then needs what the same kernel saves.
+    """
+    return not (needs_grad and compat.saves_by_hooks())
 
 
 def starts_as_data(call: Call, kind: Hashable) -> bool:
