@@ -396,7 +396,8 @@ def _planned_blocks(
     with _errors_logged():
         kept = compat.kept_with_graph()
         values: list[Any] = []
-        key = _key_of((data, q_offset, tuple(q.shape[:3]), tuple(k.shape[:3]), q.device, block_size), values)
+        sizes = tuple(q.shape[:3]), tuple(k.shape[:3]), block_size
+        key = None if kept is None else _key_of((data, q_offset, q.device, *sizes), values)
         if kept is None or key is None:
             return _blocks_of(data, q_offset, q, k, block_size)
         if key not in kept:

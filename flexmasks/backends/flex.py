@@ -22,7 +22,7 @@ import types
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -474,8 +474,7 @@ class CompiledCall:
 
         Raises Unavailable if the call cannot be compiled, or if the mask's function is to be compiled now.
         """
-        counts = self.runs_left is not None and forms.may_change(self.needs_grad)
-        if counts and next(cast(Iterator[int], self.runs_left), None) is None:
+        if self.runs_left is not None and forms.may_change(self.needs_grad) and next(self.runs_left, None) is None:
             raise Unavailable("the function is compiled after its first calls")
         if not self.needs_grad and (q.requires_grad or k.requires_grad or v.requires_grad):
             # On the CPU torch refuses tensors that require a gradient, even under no_grad.
