@@ -14,7 +14,7 @@ import logging
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from types import FunctionType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -67,6 +67,7 @@ from flexmasks.spec.rows import rows_of
 from flexmasks.spec.values import Mask, Score
 
 _log = logging.getLogger("flexmasks")
+_Run = TypeVar("_Run", bound=Callable[..., Any])
 _REPLAYS: Cache[Replay] = Cache("calls", max_bytes=5 << 28)  # replays share most index tensors with the cache "blocks"
 _RENEWALS: Cache[Callable[[list[Tensor]], Replay]] = Cache("renewals", max_bytes=1 << 24)
 _SCALES = float, int, type(None)
@@ -78,6 +79,23 @@ _GATHERS_ON = ("cpu",)
 _FA4_ON = ("cuda",)
 _OFFSETS: Cache[Tensor] = Cache("offsets", max_bytes=1 << 22)
 _LAYOUTS: Cache[Any] = Cache("layouts", max_bytes=1 << 26)  # of mixed batches, and of pages that are copied
+
+
+def unseen(run: _Run) -> _Run:
+    """Decorate a call that selective activation checkpointing is not to look into.
+
+    The checkpointing keeps results of single operations, which kernels overwrite, and counts operations, of which plans
+    make some at their first call only. What is inside is computed again, but for torch's own attention.
+    """
+
+    @functools.wraps(run)
+    def call(*args: Any) -> Any:
+        if not compat.is_compiling() and compat.in_selective_checkpointing():
+            with compat.unseen_by_checkpointing():
+                return run(*args)
+        return run(*args)
+
+    return cast(_Run, call)
 
 
 # --- entry points of the public calls ---
@@ -138,6 +156,7 @@ def run_varlen(
     return out[0].transpose(0, 1), None if lse is None else lse[0]
 
 
+@unseen
 def run_paged(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, kv_lens: Tensor, request: Request
 ) -> tuple[Tensor, Tensor | None]:
@@ -276,6 +295,7 @@ def _check_pages(q: Tensor, k_cache: Tensor, page_table: Tensor, kv_lens: Tensor
     pages.resolve(Size(len(q), q.shape[1], q.shape[2], n_pages * page_size, q.device))
 
 
+@unseen
 def _run_mixed(
     q: Tensor,
     k_cache: Tensor,
@@ -458,6 +478,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Explanation:
 # --- a call that was made before ---
 
 
+@unseen
 def run_eagerly(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tensor | None]:
     """Run a call outside torch.compile.
 

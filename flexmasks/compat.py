@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import contextvars
 import errno
 import functools
 import importlib
@@ -32,8 +33,13 @@ from torch._guards import TracingContext
 from torch._subclasses import FakeTensor as FakeTensor
 from torch.autograd.function import _SingleLevelFunction
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
-from torch.utils.checkpoint import _StopRecomputationError
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode, _StopRecomputationError
 
 if TYPE_CHECKING:
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex as TransformGetItemToIndex
@@ -489,11 +495,53 @@ def copy_all(places: list[torch.Tensor], values: list[torch.Tensor]) -> None:
     _COPY_ALL(places, values)
 
 
-def keeps_results() -> bool:
-    """Return whether a mode such as selective checkpointing watches. No public equivalent."""
+# --- selective activation checkpointing ---
+
+_SELECTIVE = _CachingTorchDispatchMode, _CachedTorchDispatchMode
+_LEFT: contextvars.ContextVar[list[Any]] = contextvars.ContextVar("modes that were left", default=[])  # noqa: B039
+
+
+def in_selective_checkpointing() -> bool:
+    """Return whether selective activation checkpointing watches the operations of this thread.
+
+    It keeps their results, and counts those that it computes again. Its modes have no public names; without them their
+    loss is an ImportError at import.
+    """
     if not in_dispatch_mode() or in_foreign_dispatch_mode():
         return False
-    return not all(mode.is_infra_mode() for mode in _get_current_dispatch_mode_stack())
+    return any(isinstance(mode, _SELECTIVE) for mode in _get_current_dispatch_mode_stack())
+
+
+@contextlib.contextmanager
+def unseen_by_checkpointing() -> Iterator[None]:
+    """Leave the active dispatch modes, but for what runs in `seen_by_checkpointing`."""
+    with without_dispatch_modes() as modes:
+        token = _LEFT.set(modes)
+        try:
+            yield
+        finally:
+            _LEFT.reset(token)
+
+
+def is_unseen_by_checkpointing() -> bool:
+    """Return whether this code runs in `unseen_by_checkpointing`, and left modes."""
+    return bool(_LEFT.get())
+
+
+@contextlib.contextmanager
+def seen_by_checkpointing() -> Iterator[None]:
+    """Return to the modes that `unseen_by_checkpointing` has left. No public equivalent.
+
+    `with mode:` would begin to count anew.
+    """
+    modes = _LEFT.get()
+    for mode in reversed(modes):
+        _push_mode(mode)
+    try:
+        yield
+    finally:
+        for _ in modes:
+            _pop_mode()
 
 
 def raw_stream(device: torch.device) -> int:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from flexmasks import compat
-from flexmasks.backends import empty, fa4, flash, flex, forms, plain, reference, sdpa, tiles_operator
+from flexmasks.backends import cpu, empty, fa4, flash, flex, forms, plain, reference, sdpa, tiles_operator
 from flexmasks.backends.call import Call, Result
 from flexmasks.backends.slices import OverIndices
 from flexmasks.backends.table import BACKENDS, choose
@@ -175,7 +175,9 @@ def _backend_of_block_mask(q: Tensor, request: Request, needs_grad: bool) -> str
         if wanted is not None and wanted != cast(compat.BlockMask, request.block_mask).BLOCK_SIZE:
             fail(f"backend 'flash' cannot run this call: {flash.only_blocks_of(wanted)}.")
         return "triton" if request.backend == "auto" else request.backend
-    needs_reference = needs_grad or request.return_lse or q.dtype == torch.float64
+    block_mask = cast(compat.BlockMask, request.block_mask)
+    overruns = cpu.overruns(q.shape[3], block_mask.seq_lengths[1], block_mask.BLOCK_SIZE[1])
+    needs_reference = needs_grad or request.return_lse or q.dtype == torch.float64 or overruns
     if request.backend not in ("auto", "cpu", "reference") or (request.backend == "cpu" and needs_reference):
         fail(f"backend {request.backend!r} cannot run this call inside torch.compile; pass 'auto'.")
     return "reference" if needs_reference or request.backend == "reference" else "cpu"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import flexmasks
 from flexmasks.integrations import distributed
@@ -377,8 +379,12 @@ class Layer(nn.Module):
         return x + out.transpose(1, 2).flatten(2)
 
 
-def compiled(how: str, checkpointed: bool) -> float:
-    """Return the largest error of a compiled layer's output and gradients against one process's."""
+def compiled(how: str, checkpointed: bool, selective: bool = False) -> float:
+    """Return the largest error of a layer's output and gradients against one process's.
+
+    checkpointed: whether the layer is checkpointed, and not compiled.
+    selective: whether the checkpoint keeps the results of matrix products.
+    """
     mesh, length = mesh_of(), 96
     torch.manual_seed(0)
     x = torch.randn(2, length, 32)
@@ -391,9 +397,11 @@ def compiled(how: str, checkpointed: bool) -> float:
 
     def run(given: Tensor) -> Tensor:
         if checkpointed:
-            return torch.utils.checkpoint.checkpoint(layer, given, ids, use_reentrant=False)
+            return checkpoint(layer, given, ids, use_reentrant=False, **more)
         return layer(given, ids)
 
+    keeping = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    more: dict[str, Any] = {"context_fn": keeping} if selective else {}
     backend = "inductor" if how == "gather" else "aot_eager"  # kernels take seconds to compile
     step = run if checkpointed else torch.compile(run, fullgraph=True, backend=backend)
     out = step(x[:, own])

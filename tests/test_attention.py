@@ -467,9 +467,7 @@ def test_jagged_cross_attention_with_gradients_and_lse() -> None:
     keys = [torch.randn(n, 2, 16, dtype=torch.float64) for n in (70, 0, 20)]
     values = [torch.randn(n, 2, 24, dtype=torch.float64) for n in (70, 0, 20)]
     q, k, v = (torch.nested.nested_tensor(x, layout=torch.jagged, requires_grad=True) for x in (queries, keys, values))
-    out, lse = flexmasks.attention(
-        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), score="alibi", return_lse=True
-    )
+    out, lse = flexmasks.attention(q.transpose(1, 2), _slots(k), _slots(v), score="alibi", return_lse=True)
     out.values().sum().backward()
     assert q.grad.offsets() is q.offsets()
     assert v.grad.values().shape == (90, 2, 24)
@@ -1054,25 +1052,6 @@ def test_second_derivatives_of_the_reference() -> None:
     assert all(x.isfinite().all() for x in batched)
 
 
-@pytest.mark.filterwarnings("ignore:.*context_fn.*")
-def test_the_reference_under_selective_checkpointing() -> None:
-    """Matrix products that a policy saves may not be overwritten."""
-
-    def policy(_: Any, op: Any, *__: Any, **___: Any) -> CheckpointPolicy:
-        is_product = op == torch.ops.aten.bmm.default
-        return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
-
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return flexmasks.attention(q, k, v, mask="causal", score="alibi").square().sum()
-
-    tensors = [torch.randn(1, 2, 48, 8, requires_grad=True) for _ in range(3)]
-    saving = functools.partial(create_selective_checkpoint_contexts, policy)
-    loss = checkpoint(call, *tensors, use_reentrant=False, context_fn=saving)
-    got, want = torch.autograd.grad(loss, tensors), torch.autograd.grad(call(*tensors), tensors)
-    for x, y in zip(got, want, strict=True):
-        assert torch.equal(x, y)
-
-
 _PARAMETER = torch.tensor([0.01, -0.02], requires_grad=True)
 _IN_CHECKPOINTS: dict[str, Callable[..., Any]] = {
     "documents": lambda q, k, v, ids: flexmasks.attention(q, k, v, mask="document", document_ids=ids),
@@ -1116,6 +1095,66 @@ def test_activation_checkpointing(name: str, early_stop: bool, caplog: pytest.Lo
         for x, y in zip(got, want, strict=True):
             torch.testing.assert_close(x, y)
     assert not [r for r in caplog.records if r.name == "flexmasks"]
+
+
+def _slots(x: Tensor) -> Tensor:
+    """Return heads of a sequence as a paged cache whose pages hold 150 tokens."""
+    return x.transpose(1, 2).contiguous()
+
+
+_SELECTED = {**_IN_CHECKPOINTS}
+_SELECTED |= {
+    "offset": lambda q, k, v, ids: flexmasks.attention(q, k, v, mask="causal", q_offset=ids[:, -1] + 1),
+    "made inside": lambda q, k, v, ids: flexmasks.attention(q, k, v, mask="document", document_ids=ids + 1),
+    "grouped_tril": lambda q, k, v, ids: flexmasks.attention(q, k, v, mask="grouped_tril", seq_lens=ids[:, -1] * 20),
+    "natten": lambda q, k, v, ids: flexmasks.attention(
+        q, k, v, mask="natten", height=15, width=10, kernel=(5, 3), order="auto"
+    ),
+    "pages": lambda q, k, v, ids: flexmasks.paged_attention(
+        q[:, :, -20:], _slots(k), _slots(v), ids.new_tensor([[1], [0]]), ids[:, -1] + 140, mask="causal"
+    ),
+    "mixed": lambda q, k, v, ids: flexmasks.varlen_attention(
+        q[0, :, :20].transpose(0, 1), _slots(k), _slots(v), [0, 1, 20], mask="causal",
+        page_table=ids.new_tensor([[1], [0]]), kv_lens=ids[:, -1] + 140,
+    ),
+    "varlen": lambda q, k, v, ids: flexmasks.varlen_attention(
+        *(x[0].transpose(0, 1) for x in (q, k, v)), torch.stack([ids[0, 0], ids[0, -1] * 20]), mask="causal"
+    ),
+    "softmax": lambda q, k, v, ids: flexmasks.masked_softmax(
+        q @ k.mT, mask="grouped_tril", seq_lens=ids[:, -1] * 20
+    ) @ v,
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("cold")
+@pytest.mark.filterwarnings("ignore:.*context_fn.*")
+@pytest.mark.parametrize("saved", ["all", "products and attention", "none"])
+@pytest.mark.parametrize("name", _SELECTED)
+def test_selective_activation_checkpointing(name: str, saved: str, caplog: pytest.LogCaptureFixture) -> None:
+    """It counts operations and keeps results: it sees none of a plan, and nothing that it keeps is overwritten."""
+    seen = set()
+
+    def policy(_: Any, op: Any, *__: Any, **___: Any) -> CheckpointPolicy:
+        seen.add(str(op))
+        is_product = any(part in str(op) for part in ("mm", "attention"))
+        is_saved = saved == "all" or (saved == "products and attention" and is_product)
+        return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def call(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+        return _SELECTED[name](q.sin(), k, v, ids).square()
+
+    saving = functools.partial(create_selective_checkpoint_contexts, policy)
+    for _ in range(3):
+        tensors = [torch.randn(2, 2, 150, 8, requires_grad=True) for _ in range(3)]
+        ids = torch.randint(0, 5, (2, 150)).sort(1).values
+        got = checkpoint(call, *tensors, ids, use_reentrant=False, context_fn=saving)
+        got = torch.autograd.grad(got.sum(), tensors)
+        want = torch.autograd.grad(call(*tensors, ids).sum(), tensors)
+        for x, y in zip(got, want, strict=True):
+            torch.testing.assert_close(x, y)
+    assert not [r for r in caplog.records if r.name == "flexmasks"]
+    assert "aten.sin.default" in seen
+    assert any("attention" in op for op in seen) == (name in ("sdpa", "decoding"))  # which users name in their policies
 
 
 @pytest.mark.usefixtures("cold")

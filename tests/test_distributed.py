@@ -103,6 +103,8 @@ def test_autocast(two: Processes) -> None:
 
 def test_activation_checkpointing(two: Processes) -> None:
     assert max(two.run(jobs.compiled, "gather", True)) < 1e-4
+    for how in ("gather", "heads", "seen"):
+        assert max(two.run(jobs.compiled, how, True, True)) < 1e-4
 
 
 def test_a_model_under_fsdp2(two: Processes) -> None:

@@ -18,7 +18,6 @@ rows that do see a value that is not finite become NaN.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -64,12 +63,10 @@ def attend(
     learned = None if is_traced_or_transformed() else learned_by(score_mod, q.device)
     if learned is None:
         return by_slices(q, k, v)
-    # Selective checkpointing keeps the results of single operations, which tiles overwrite.
-    with compat.without_dispatch_modes() if compat.keeps_results() else contextlib.nullcontext():
-        tiles = Tiles(q, k, score_mod, Visible.of(block_mask), scale)
-        if not torch.is_grad_enabled():
-            return tiles.forward(q, k, v)
-        return _AttendByTiles.apply(tiles, by_slices, q, k, v, *learned)  # type: ignore[no-any-return]
+    tiles = Tiles(q, k, score_mod, Visible.of(block_mask), scale)
+    if not torch.is_grad_enabled():
+        return tiles.forward(q, k, v)
+    return _AttendByTiles.apply(tiles, by_slices, q, k, v, *learned)  # type: ignore[no-any-return]
 
 
 class _AttendByTiles(torch.autograd.Function):

@@ -75,7 +75,7 @@ class FusedCall:
         key = q.stride(), k.stride(), v.stride(), compat.sdp_settings()
         keywords = self.checked.get(key)
         if keywords is not None:
-            return F.scaled_dot_product_attention(q, k, v, **keywords), None
+            return _by_torch(q, k, v, keywords), None
         if key not in self.checked:
             if not self.has_kernel(q, k, v):
                 raise Unavailable(_NO_KERNEL)
@@ -88,11 +88,19 @@ class FusedCall:
         k, v = self.window.cut(k), self.window.cut(v)
         if _needs_repeated_heads(q, k):
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-        return F.scaled_dot_product_attention(q, k, v, **self._keywords(q, k)), None
+        return _by_torch(q, k, v, self._keywords(q, k)), None
 
     def _keywords(self, q: Tensor, k: Tensor) -> dict[str, Any]:
         grouped = bool(q.shape[1] != k.shape[1])  # inside torch.compile(dynamic=True) it is no bool yet
         return {"is_causal": self.window.right is not None, "scale": self.scale, "enable_gqa": grouped}
+
+
+def _by_torch(q: Tensor, k: Tensor, v: Tensor, keywords: dict[str, Any]) -> Tensor:
+    """Call torch's function; policies of selective activation checkpointing name its operations."""
+    if not compat.is_compiling() and compat.is_unseen_by_checkpointing():
+        with compat.seen_by_checkpointing():
+            return F.scaled_dot_product_attention(q, k, v, **keywords)
+    return F.scaled_dot_product_attention(q, k, v, **keywords)
 
 
 class TracedCall(FusedCall):
