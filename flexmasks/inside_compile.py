@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from flexmasks import compat
-from flexmasks.backends import cpu, empty, fa4, flash, flex, forms, plain, reference, sdpa, tiles_operator
+from flexmasks.backends import empty, fa4, flash, flex, forms, plain, reference, sdpa, tiles_operator
 from flexmasks.backends.call import Call, Result
 from flexmasks.backends.slices import OverIndices
 from flexmasks.backends.table import BACKENDS, choose
@@ -116,11 +116,13 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
         return Result(result[0], result[1] if request.return_lse else None)
     if not needs_grad:
         q, k, v = q.detach(), k.detach(), v.detach()
+    scale = request.scale
     if name == "cpu":  # torch's CPU kernel fails for views of tensors with other dimensions
+        q, k, scale = flex.widened(q, k, scale)
         q, k, v = flex.separate(q), flex.separate(k), flex.separate(v)
     backend = "FLASH" if name == "flash" else None
     options = flex.options(q, k, v, backend, request.kernel_options, block_mask.BLOCK_SIZE)
-    out, lse = flex.flex(q, k, v, score_mod, block_mask, request.scale, options, request.return_lse)
+    out, lse = flex.flex(q, k, v, score_mod, block_mask, scale, options, request.return_lse)
     return Result(flex.separate(out) if name == "cpu" else out, lse)
 
 
@@ -175,9 +177,7 @@ def _backend_of_block_mask(q: Tensor, request: Request, needs_grad: bool) -> str
         if wanted is not None and wanted != cast(compat.BlockMask, request.block_mask).BLOCK_SIZE:
             fail(f"backend 'flash' cannot run this call: {flash.only_blocks_of(wanted)}.")
         return "triton" if request.backend == "auto" else request.backend
-    block_mask = cast(compat.BlockMask, request.block_mask)
-    overruns = cpu.overruns(q.shape[3], block_mask.seq_lengths[1], block_mask.BLOCK_SIZE[1])
-    needs_reference = needs_grad or request.return_lse or q.dtype == torch.float64 or overruns
+    needs_reference = needs_grad or request.return_lse or q.dtype == torch.float64
     if request.backend not in ("auto", "cpu", "reference") or (request.backend == "cpu" and needs_reference):
         fail(f"backend {request.backend!r} cannot run this call inside torch.compile; pass 'auto'.")
     return "reference" if needs_reference or request.backend == "reference" else "cpu"

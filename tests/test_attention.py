@@ -647,6 +647,20 @@ def test_inside_compile_bad_block_masks_are_named() -> None:
         assert torch.allclose(call(q, k, v), F.scaled_dot_product_attention(q, k, v), atol=1e-6)
 
 
+@pytest.mark.parametrize(("size", "length"), [(8, 8), (8, 40), (16, 24), (16, 40)])
+def test_what_lies_behind_the_keys_of_small_heads(size: int, length: int) -> None:
+    """torch's kernel reads and writes whole tiles there, on CPUs without AVX-512."""
+    q, *rest = torch.randn(3, 1, 2, length + 8, size)
+    for x in rest:
+        x[:, :, length:] = 1e30
+    q, k, v = (x[:, :, :length] for x in (q, *rest))
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    for scale in (None, size**-0.5):
+        for _ in range(3):
+            got = flexmasks.attention(q, k, v, mask="causal", scale=scale, backend="cpu")
+            torch.testing.assert_close(got, want)
+
+
 def test_inside_compile_what_only_a_score_learns_gets_its_gradient() -> None:
     q, k, v = torch.randn(3, 1, 2, 40, 16)
     slopes = torch.rand(2, requires_grad=True)

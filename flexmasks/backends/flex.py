@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from flexmasks import compat
@@ -91,6 +92,13 @@ class _Kernel:
     compiled: Callable[..., Any]
     is_static: bool  # compiled for each length separately
     shapes_run: set[_Shapes] = field(default_factory=set)
+
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, score_mod: Any, block_mask: Any, scale: float | None, *others: Any
+    ) -> Any:
+        """Run `flex`."""
+        q, k, scale = widened(q, k, scale)
+        return self.compiled(q, k, v, score_mod, block_mask, scale, *others)
 
     def is_ready(self, shapes: _Shapes, is_mask_alike: bool = True) -> bool:
         """Return whether torch should have the code for these shapes.
@@ -204,6 +212,24 @@ def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
+# Head sizes below this one take another way through torch's kernel for CPUs, by vectors; a tile takes 16 keys.
+_SAFE_HEAD_SIZE, _SHORTEST_VECTOR = 24, 4
+_VECTORS_FILL_TILES = torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+
+def widened(q: Tensor, k: Tensor, scale: float | None) -> tuple[Tensor, Tensor, float | None]:
+    """Return q and k with a head size for which torch's kernel stays in its memory, and the scale.
+
+    On CPUs whose vectors do not fill a tile of keys, torch's kernel reads and writes whole tiles at the last keys of
+    small heads: seen with AVX2, in torch 2.11 and 2.13. What lies behind the keys then changes outputs.
+    """
+    size = q.shape[3]
+    if q.is_cuda or _VECTORS_FILL_TILES or size >= _SAFE_HEAD_SIZE or size % _SHORTEST_VECTOR:
+        return q, k, scale
+    missing = 0, _SAFE_HEAD_SIZE - size
+    return F.pad(q, missing), F.pad(k, missing), size**-0.5 if scale is None else scale
+
+
 # --- kernels by kind of call ---
 
 
@@ -232,11 +258,11 @@ def _run_kernel(
             why = _why_new(key)
             kernel = _new_kernel(key)
         try:
-            result = kernel.compiled(*args)
+            result = kernel.run(*args)
         except compat.FailOnRecompileLimitHit:
             why = "torch's recompile limit was reached"
             kernel = _new_kernel(key, kernel.is_static)
-            result = kernel.compiled(*args)
+            result = kernel.run(*args)
         except Exception as error:
             if compat.passing_error(error) is not None:
                 if _compilations() != before:  # torch may have marked the code as never to be compiled
@@ -259,7 +285,7 @@ def _run_kernel(
                 raise
             why = "torch cannot compile it for any length"
             kernel = _new_kernel(key, is_static=True)
-            result = kernel.compiled(*args)
+            result = kernel.run(*args)
         if _compilations() != before:
             _log_compiled(start, what, q, k, why or kernel.why_compiled(shapes))
         if len(kernel.shapes_run) < _MAX_NOTED_SHAPES:
@@ -278,7 +304,7 @@ def _run_compiled(kernel: _Kernel, what: str, *args: Any) -> tuple[Tensor, Tenso
     """
     before, start = _compilations(), time.perf_counter()
     try:
-        result = kernel.compiled(*args)
+        result = kernel.run(*args)
     except (compat.FailOnRecompileLimitHit, compat.InductorError) as error:
         raise _Retry from error
     except RuntimeError as error:
