@@ -218,7 +218,7 @@ _VECTORS_FILL_TILES = torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 def widened(q: Tensor, k: Tensor, scale: float | None) -> tuple[Tensor, Tensor, float | None]:
-    """Return q and k with a head size for which torch's kernel stays in its memory, and the scale.
+    """Return q and k with heads wide enough for torch's kernel, and the scale.
 
     On CPUs whose vectors do not fill a tile of keys, torch's kernel reads and writes whole tiles at the last keys of
     small heads: seen with AVX2, in torch 2.11 and 2.13. What lies behind the keys then changes outputs.
