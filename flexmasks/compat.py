@@ -201,6 +201,9 @@ forward_derivatives: Callable[[bool], contextlib.AbstractContextManager[Any]] = 
 )
 
 
+_SELECTIVE = _CachingTorchDispatchMode, _CachedTorchDispatchMode  # modes of selective activation checkpointing
+
+
 def in_dispatch_mode() -> bool:
     """Return whether a TorchDispatchMode is active in this thread.
 
@@ -276,7 +279,9 @@ def is_compiling() -> bool:
     if not torch.compiler.is_compiling():
         return False
     # While Dynamo traces, the next function is constant, and Dynamo looks no further.
-    return torch.compiler.is_dynamo_compiling() or TracingContext.try_get() is not None or in_dispatch_mode()
+    if torch.compiler.is_dynamo_compiling() or TracingContext.try_get() is not None:
+        return True
+    return in_dispatch_mode() and not all(isinstance(m, _SELECTIVE) for m in _get_current_dispatch_mode_stack())
 
 
 # Whether Dynamo tells torch.export from torch.compile: torch 2.11 takes all that it traces for an export.
@@ -497,7 +502,6 @@ def copy_all(places: list[torch.Tensor], values: list[torch.Tensor]) -> None:
 
 # --- selective activation checkpointing ---
 
-_SELECTIVE = _CachingTorchDispatchMode, _CachedTorchDispatchMode
 _LEFT: contextvars.ContextVar[list[Any]] = contextvars.ContextVar("modes that were left", default=[])  # noqa: B039
 
 
@@ -507,41 +511,50 @@ def in_selective_checkpointing() -> bool:
     It keeps their results, and counts those that it computes again. Its modes have no public names; without them their
     loss is an ImportError at import.
     """
-    if not in_dispatch_mode() or in_foreign_dispatch_mode():
-        return False
-    return any(isinstance(mode, _SELECTIVE) for mode in _get_current_dispatch_mode_stack())
+    return in_dispatch_mode() and any(isinstance(mode, _SELECTIVE) for mode in _get_current_dispatch_mode_stack())
 
 
 @contextlib.contextmanager
 def unseen_by_checkpointing() -> Iterator[None]:
-    """Leave the active dispatch modes, but for what runs in `seen_by_checkpointing`."""
-    with without_dispatch_modes() as modes:
-        token = _LEFT.set(modes)
-        try:
+    """Leave the modes of selective checkpointing, but for what runs in `seen_by_checkpointing`."""
+    modes = _get_current_dispatch_mode_stack()
+    token = _LEFT.set(modes)
+    try:
+        with _in_modes([mode for mode in modes if not isinstance(mode, _SELECTIVE)]):
             yield
-        finally:
-            _LEFT.reset(token)
+    finally:
+        _LEFT.reset(token)
 
 
 def is_unseen_by_checkpointing() -> bool:
-    """Return whether this code runs in `unseen_by_checkpointing`, and left modes."""
+    """Return whether this code runs in `unseen_by_checkpointing`."""
     return bool(_LEFT.get())
 
 
+def seen_by_checkpointing() -> contextlib.AbstractContextManager[None]:
+    """Return to the modes that `unseen_by_checkpointing` has left."""
+    return _in_modes(_LEFT.get())
+
+
 @contextlib.contextmanager
-def seen_by_checkpointing() -> Iterator[None]:
-    """Return to the modes that `unseen_by_checkpointing` has left. No public equivalent.
+def _in_modes(modes: list[Any]) -> Iterator[None]:
+    """Run in these dispatch modes alone, the oldest first. No public equivalent.
 
     `with mode:` would begin to count anew.
     """
-    modes = _LEFT.get()
-    for mode in reversed(modes):
-        _push_mode(mode)
+    before = _get_current_dispatch_mode_stack()
+    _replace_modes(modes)
     try:
         yield
     finally:
-        for _ in modes:
-            _pop_mode()
+        _replace_modes(before)
+
+
+def _replace_modes(modes: list[Any]) -> None:
+    while in_dispatch_mode():
+        _pop_mode()
+    for mode in modes:
+        _push_mode(mode)
 
 
 def raw_stream(device: torch.device) -> int:

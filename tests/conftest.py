@@ -101,7 +101,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     items.sort(key=lambda item: not item.name.startswith(_LONGEST))
     if "campaign" not in config.option.markexpr:
-        left_out = ["campaign" in item.keywords and "gpu" not in item.keywords for item in items]
+        left_out = ["campaign" in item.keywords for item in items]
         config.hook.pytest_deselected(items=[item for item, out in zip(items, left_out, strict=True) if out])
         items[:] = [item for item, out in zip(items, left_out, strict=True) if not out]
     if not torch.cuda.is_available():

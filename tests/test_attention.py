@@ -22,6 +22,8 @@ from hypothesis import strategies as st
 from oracles import attend
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -661,6 +663,14 @@ def test_what_lies_behind_the_keys_of_small_heads(size: int, length: int) -> Non
             torch.testing.assert_close(got, want)
 
 
+def test_small_heads_of_several_sizes_inside_compile() -> None:
+    call = torch.compile(lambda q, k, v: flexmasks.attention(q, k, v, mask="causal", backend="cpu"), fullgraph=True)
+    for size in (8, 16, 32):
+        q, k, v = torch.randn(3, 1, 2, 40, size)
+        want = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        torch.testing.assert_close(call(q, k, v), want)
+
+
 def test_inside_compile_what_only_a_score_learns_gets_its_gradient() -> None:
     q, k, v = torch.randn(3, 1, 2, 40, 16)
     slopes = torch.rand(2, requires_grad=True)
@@ -1169,6 +1179,44 @@ def test_selective_activation_checkpointing(name: str, saved: str, caplog: pytes
     assert not [r for r in caplog.records if r.name == "flexmasks"]
     assert "aten.sin.default" in seen
     assert any("attention" in op for op in seen) == (name in ("sdpa", "decoding"))  # which users name in their policies
+
+
+@pytest.mark.usefixtures("cold")
+@pytest.mark.filterwarnings("ignore:.*context_fn.*")
+@pytest.mark.parametrize("name", ["documents", "grouped", "alibi"])
+def test_selective_checkpointing_inside_other_modes(name: str) -> None:
+    """Only the modes of the checkpoint see nothing of a call."""
+
+    def policy(_: Any, op: Any, *__: Any, **___: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if "attention" in str(op) else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if name == "grouped":
+            return flexmasks.attention(q.sin(), k[:, :1], v[:, :1], mask="causal")
+        return _IN_CHECKPOINTS[name](q.sin(), k, v, ids)
+
+    def region(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        saving = functools.partial(create_selective_checkpoint_contexts, policy)
+        return checkpoint(call, q, k, v, use_reentrant=False, context_fn=saving)  # type: ignore[no-any-return]
+
+    def tensors() -> list[Tensor]:
+        return [torch.randn(2, 2, 150, 8, requires_grad=True) for _ in range(3)]
+
+    ids = torch.randint(0, 5, (2, 150)).sort(1).values
+    inputs = tensors()
+    out = region(*inputs)
+    with FlopCounterMode(display=False):
+        got = torch.autograd.grad(out.sum(), inputs)
+    want = torch.autograd.grad(call(*inputs).sum(), inputs)
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x, y)
+    if name != "documents":  # whose ids are real
+        with FakeTensorMode():
+            fakes = torch.autograd.grad(region(*(inputs := tensors())).sum(), inputs)
+        assert all(isinstance(x, FakeTensor) for x in fakes)
+    if name == "grouped":
+        graph, others = make_fx(region)(*tensors()), tensors()
+        torch.testing.assert_close(graph(*others), region(*others))
 
 
 @pytest.mark.usefixtures("cold")

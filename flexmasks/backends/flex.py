@@ -226,6 +226,7 @@ def widened(q: Tensor, k: Tensor, scale: float | None) -> tuple[Tensor, Tensor, 
     size = q.shape[3]
     if q.is_cuda or _VECTORS_FILL_TILES or size >= _SAFE_HEAD_SIZE or size % _SHORTEST_VECTOR:
         return q, k, scale
+    size = int(compat.as_constant(size))  # kernels take no symbolic scale
     missing = 0, _SAFE_HEAD_SIZE - size
     return F.pad(q, missing), F.pad(k, missing), size**-0.5 if scale is None else scale
 

@@ -26,6 +26,7 @@ _ON_GPU = {
     "sdpa": _CASES[:1], "fa4": ("causal", "softcap"), "decode": _CASES, "dense": _WITHOUT_CAP,
     "triton": _CASES, "flash": _CASES,
 }  # fmt: skip
+_LENGTH_ON_GPU, _SHORT = 4096, {"dense": 1024}  # numbers of tokens; the second ones are of backends for few
 _ON_CPU = {"dense": _WITHOUT_CAP, "cpu": _CASES, "reference": _CASES}
 # Environment variables that name folders of compiled code: of torch, of Triton, and of flash-attn-4's compiler.
 _FOLDERS = (
@@ -40,10 +41,17 @@ _TIMEOUT = 300.0  # seconds for one process
 def steps(device: torch.device, quick: bool) -> dict[str, Callable[[], list[Row]]]:
     """Return what to measure, by descriptions."""
     is_cuda = device.type == "cuda"
-    shape = (1, 2, 256, 64) if quick else (2, 16, 4096, 64) if is_cuda else (1, 8, 1024, 64)
+
+    def shape_of(backend: str) -> tuple[int, ...]:
+        if quick or not is_cuda:
+            return (1, 2, 256, 64) if quick else (1, 8, 1024, 64)
+        return 2, 16, _SHORT.get(backend, _LENGTH_ON_GPU), 64
+
     backends = {b: cases for b, cases in (_ON_GPU if is_cuda else _ON_CPU).items() if _is_there(b)}
     return {
-        f"{KIND}, {case}, {backend}, {list(shape)}": functools.partial(_rows, case, backend, device, shape)
+        f"{KIND}, {case}, {backend}, {list(shape_of(backend))}": functools.partial(
+            _rows, case, backend, device, shape_of(backend)
+        )
         for backend, cases in backends.items()
         for case in cases
     }
