@@ -652,7 +652,7 @@ def test_parts_of_pages() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=label)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.campaign)], ids=label)
 @pytest.mark.parametrize("page_size", [1, 16, 40, 64, 128, 256, 384])
 @pytest.mark.parametrize("sizes", [(64, 64), (192, 128)])
 @pytest.mark.parametrize("mask", WINDOWS)

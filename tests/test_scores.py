@@ -126,9 +126,16 @@ def test_compiled_half_cpu(case: Case, dtype: torch.dtype) -> None:
     _compiled(case, dtype, "cpu", "cpu")
 
 
+# Each score has three cases, and each of them one dtype; campaigns try it in the other dtypes.
+_ON_GPU = [
+    pytest.param(case, dtype, marks=[] if n % 3 == turn else pytest.mark.campaign)
+    for turn, dtype in enumerate(TOLERANCE)
+    for n, case in enumerate(spread(SCORE_CASES, 3))
+]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", list(TOLERANCE))
-@pytest.mark.parametrize("case", spread(SCORE_CASES, 3), ids=label)
+@pytest.mark.parametrize(("case", "dtype"), _ON_GPU, ids=label)
 def test_compiled_gpu(case: Case, dtype: torch.dtype) -> None:
     _compiled(case, dtype, "cuda", "triton")
 
