@@ -712,6 +712,12 @@ def _run_nothing(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Ten
 
     Its mask and score are checked, but for the values of tensors.
     """
+    if compat.in_tracing_mode() and any(isinstance(x, compat.FakeTensor) for x in (q, k, v)):
+        fail(
+            "make_fx cannot hold it with fake tensors, because blocks are planned; use torch.export.export, "
+            "torch.compile, or make_fx with tracing_mode='real'.",
+            RuntimeError,
+        )
     size = unread(checked(q, k, v, request), cast(int | Tensor, request.q_offset))
     values = from_arguments(request.mask, request.score, request.params)
     for value in values:

@@ -212,6 +212,11 @@ def in_dispatch_mode() -> bool:
     return bool(torch._C._len_torch_dispatch_stack())
 
 
+def in_tracing_mode() -> bool:
+    """Return whether make_fx records the operations of this thread. No public equivalent."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
 def in_function_mode() -> bool:
     """Return whether a TorchFunctionMode is active in this thread, such as a default device.
 

@@ -663,6 +663,20 @@ def test_what_lies_behind_the_keys_of_small_heads(size: int, length: int) -> Non
             torch.testing.assert_close(got, want)
 
 
+@pytest.mark.parametrize("mode", ["fake", "symbolic"])
+def test_make_fx_with_fake_tensors_is_refused(mode: str) -> None:
+    """Calls of fake tensors compute nothing, which no graph may hold."""
+    tensors = [torch.randn(1, 2, 40, 16) for _ in range(3)]
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flexmasks.attention(q, k, v, mask="causal")
+
+    with pytest.raises(RuntimeError, match="make_fx cannot hold it with fake tensors"):
+        make_fx(call, tracing_mode=mode)(*tensors)
+    graph, others = make_fx(call)(*tensors), [torch.randn(1, 2, 40, 16) for _ in range(3)]
+    torch.testing.assert_close(graph(*others), call(*others))
+
+
 def test_small_heads_of_several_sizes_inside_compile() -> None:
     call = torch.compile(lambda q, k, v: flexmasks.attention(q, k, v, mask="causal", backend="cpu"), fullgraph=True)
     for size in (8, 16, 32):
