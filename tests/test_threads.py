@@ -147,7 +147,7 @@ def test_cold_calls_at_once_compile_each_kernel_once(logged: tuple[list[str], li
 
 def test_one_cold_call_in_all_threads(logged: tuple[list[str], list[str]]) -> None:
     """All threads wait for one compilation; each new length, layout and dtype is compiled once, with its reason."""
-    q, k, v = torch.randn(3, 1, 2, LENGTH, 16)
+    q, k, v = torch.randn(3, 1, 2, LENGTH, 32)
     turned = q.transpose(2, 3).contiguous().transpose(2, 3)
     ours, theirs = logged
     for reason, tensors in (
