@@ -1090,6 +1090,25 @@ def test_second_derivatives_of_the_reference() -> None:
     assert all(x.isfinite().all() for x in batched)
 
 
+@pytest.mark.filterwarnings("ignore:.*context_fn.*")
+def test_the_reference_under_selective_checkpointing() -> None:
+    """Matrix products that a policy saves may not be overwritten."""
+
+    def policy(_: Any, op: Any, *__: Any, **___: Any) -> CheckpointPolicy:
+        is_product = op == torch.ops.aten.bmm.default
+        return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flexmasks.attention(q, k, v, mask="causal", score="alibi").square().sum()
+
+    tensors = [torch.randn(1, 2, 48, 8, requires_grad=True) for _ in range(3)]
+    saving = functools.partial(create_selective_checkpoint_contexts, policy)
+    loss = checkpoint(call, *tensors, use_reentrant=False, context_fn=saving)
+    got, want = torch.autograd.grad(loss, tensors), torch.autograd.grad(call(*tensors), tensors)
+    for x, y in zip(got, want, strict=True):
+        assert torch.equal(x, y)
+
+
 _PARAMETER = torch.tensor([0.01, -0.02], requires_grad=True)
 _IN_CHECKPOINTS: dict[str, Callable[..., Any]] = {
     "documents": lambda q, k, v, ids: flexmasks.attention(q, k, v, mask="document", document_ids=ids),
@@ -1140,8 +1159,8 @@ def _slots(x: Tensor) -> Tensor:
     return x.transpose(1, 2).contiguous()
 
 
-_SELECTED = {**_IN_CHECKPOINTS}
-_SELECTED |= {
+_SELECTED = {
+    **_IN_CHECKPOINTS,
     "offset": lambda q, k, v, ids: flexmasks.attention(q, k, v, mask="causal", q_offset=ids[:, -1] + 1),
     "made inside": lambda q, k, v, ids: flexmasks.attention(q, k, v, mask="document", document_ids=ids + 1),
     "grouped_tril": lambda q, k, v, ids: flexmasks.attention(q, k, v, mask="grouped_tril", seq_lens=ids[:, -1] * 20),
