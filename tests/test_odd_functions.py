@@ -354,7 +354,7 @@ def test_written_functions_on_a_gpu(name: str, backend: str, judge: Judge) -> No
 # --- new functions are quick ---
 
 GRAPHS = 4  # that 200 functions may compile together
-MEDIAN = 0.05  # seconds
+MEDIAN = 0.03  # seconds that the first call of a function takes longer than the second one
 LENGTH, HEADS = 1024, 4
 PLAIN = [
     *("q >= kv", "q - kv < {n}", "(q >= kv) & (q - kv <= {n})", "kv < {n}", "(q - kv) % {n} == 0", "ids[q] == ids[kv]"),
@@ -377,9 +377,10 @@ def _reaches(n: int) -> Mask:
 
 
 def first_calls() -> tuple[list[float], int]:
-    """Return the seconds of each function's first call, and the number of new graphs.
+    """Return the seconds that each function's first call takes longer than its second, and the number of new graphs.
 
-    Stop at too many graphs.
+    The attention itself takes most of both, and on some processors three times as long as on others. Stop at too many
+    graphs.
     """
     functions = many_functions()
     assert len(functions) == 200
@@ -389,7 +390,9 @@ def first_calls() -> tuple[list[float], int]:
     for number, mask in enumerate(functions):
         start = time.perf_counter()
         out = flexmasks.attention(q, k, v, mask=mask)
-        seconds.append(time.perf_counter() - start)
+        between = time.perf_counter()
+        flexmasks.attention(q, k, v, mask=mask)
+        seconds.append(2 * between - start - time.perf_counter())
         if number >= 100:  # query 0 sees the first keys, up to the captured number
             last = number - 100 + 1
             want = scaled_dot_product_attention(q[:, :, :1], k[:, :, :last], v[:, :, :last])
