@@ -13,6 +13,7 @@ each call its own recompile limit, but all calls on one function share a limit o
 
 from __future__ import annotations
 
+import ast
 import concurrent.futures
 import contextlib
 import contextvars
@@ -421,16 +422,72 @@ def constants(value: Any) -> Any:
     return as_constant(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
+def text_of(value: Any) -> str:
+    """Return constants, or tuples of them, as text. torch traces this function."""
+    return f"{_repr(value)}"  # torch has no guard for what `_repr` returns, and needs none for a string made of it
+
+
+@constant_in_graphs
+def _repr(value: Any) -> str:
+    return repr(value)
+
+
+value_of_text = functools.lru_cache(maxsize=1024)(ast.literal_eval)
+
+
 def nonstrict_trace(function: Callable[..., Any]) -> Callable[..., Any]:
     """Let torch.compile not look into a function, whose operations on tensors enter the graph.
 
-    torch.compiler.nonstrict_trace is public from torch 2.14 on, and is taken there.
+    torch.compiler.nonstrict_trace is public from torch 2.14 on, and is taken there. It traces how Python takes each
+    tuple among the arguments apart, which was most of the time of a model's first call. So tensors and numbers are
+    handed on one by one, and a text says where they belong.
+
+    function: takes tensors, numbers, strings, None and tuples of them.
     """
     with _IMPORTING:
         from torch import _dynamo
     public = getattr(torch.compiler, "nonstrict_trace", None)
     mark: Callable[..., Callable[..., Any]] = _dynamo.nonstrict_trace if public is None else public
-    return mark(function)
+
+    @mark
+    @functools.wraps(function)
+    def of_leaves(text: str, *leaves: Any) -> Any:
+        return function(*_filled(value_of_text(text), iter(leaves)))
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        leaves: list[Any] = []
+        return of_leaves(text_of(_places(args, leaves)), *leaves)
+
+    return call
+
+
+_PLACE = 0  # where a tensor or number belongs
+
+
+def _places(values: tuple[Any, ...], leaves: list[Any]) -> tuple[Any, ...]:
+    """Return values with places in place of tensors and numbers, and append these to `leaves`.
+
+    torch traces this function.
+    """
+    places: list[Any] = []
+    for value in values:
+        if isinstance(value, tuple):
+            places.append(_places(value, leaves))
+        elif value is None or isinstance(value, bool | str):
+            places.append(value)
+        else:
+            leaves.append(value)
+            places.append(_PLACE)
+    return tuple(places)
+
+
+def _filled(places: tuple[Any, ...], leaves: Iterator[Any]) -> tuple[Any, ...]:
+    """Return the values of which `_places` made places."""
+    return tuple(
+        _filled(place, leaves) if isinstance(place, tuple) else next(leaves) if place is _PLACE else place
+        for place in places
+    )
 
 
 def kept_with_graph() -> dict[Any, Any] | None:

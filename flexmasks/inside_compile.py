@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import has_static_value
 
 from flexmasks import compat
 from flexmasks.backends import empty, fa4, flash, flex, forms, plain, reference, sdpa, tiles_operator
@@ -34,7 +35,7 @@ from flexmasks.plans.shifted import shifted_mask, shifted_score
 from flexmasks.plans.windows import window_of
 from flexmasks.request import Request, checked
 from flexmasks.spec.arguments import from_arguments
-from flexmasks.spec.as_data import data_of, is_readable, of_data, value_data, value_of
+from flexmasks.spec.as_data import Data, data_of, is_readable, of_data
 from flexmasks.spec.bands import cap_of
 from flexmasks.spec.captures import Aliases
 from flexmasks.spec.parameters import Size
@@ -54,7 +55,7 @@ _REASONS: list[str] = []  # reasons of refused backends, for errors
 # if nothing is known of their lengths but that they are between 128 and the row's, most are longer in such rows. So are
 # those that matter, since attention takes more of a step.
 _CUT_LITTLE_FROM = {"key_padding": 0, "document": 16384}
-_UNKNOWN = ("unknown", "")  # stands for a score that is not given, or whose function torch must trace
+_UNKNOWN: Data = ("unknown",)  # stands for a score that is not given, or whose function torch must trace
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
@@ -68,7 +69,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
             "torch.export with strict=True cannot hold how blocks are planned; export with strict=False.", RuntimeError
         )
     size = unread(checked(q, k, v, request), q_offset)
-    if isinstance(q_offset, int) and _is_symbolic(q, q_offset):  # a tensor is planned like one that changes
+    if isinstance(q_offset, int) and not has_static_value(q_offset):  # a tensor is planned like one that changes
         q_offset = torch.full((q.shape[0],), q_offset, device=q.device)
         request = request._replace(q_offset=q_offset)
         size = unread(size, q_offset)
@@ -87,7 +88,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
         data = data_of(mask, q.device)
         score_data = _UNKNOWN if score is None or not is_readable(score) else data_of(score, q.device)
         facts = _Facts(score is not None, needs_grad, learns, request.return_lse, bool(request.kernel_options))
-        arguments = data, score_data, q_offset, q, k, v, value_data(request.scale, q.device), tuple(facts)
+        arguments = data, score_data, q_offset, q, k, v, compat.constants(request.scale), tuple(facts)
         number = _chosen(request.backend, *arguments)
         if number < 0:
             fail(f"backend {request.backend!r} cannot run this call inside torch.compile: {_reason(number)}.")
@@ -99,7 +100,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
             return Result(direct[0], direct[1] if request.return_lse else None, has_sinks=len(sinks) > 0)
         if name == "reference" and compat.is_exporting() and _runs_by_tiles(q, score, score_data):
             # Blocks in the graph would tie it to a range of lengths.
-            call = ("mask", data, q_offset, ()), score_data, q_offset, (1, 1), value_data(request.scale, q.device)
+            call = ("mask", data, q_offset, ()), score_data, q_offset, (1, 1), compat.constants(request.scale)
             result = _by_tiles(q, k, v, (), call)
             return Result(result[0], result[1] if request.return_lse else None)
         block_size = (flash.block_size(q.shape[3], q.device) if name == "flash" else None) or block_size_for(size)
@@ -184,15 +185,6 @@ def _backend_of_block_mask(q: Tensor, request: Request, needs_grad: bool) -> str
 
 
 @compat.nonstrict_trace
-def _is_symbolic(q: Tensor, number: int) -> bool:
-    """Return whether torch traces for any value of a number.
-
-    q: a tensor, because torch calls such a function with tensors only.
-    """
-    return not isinstance(number, int)
-
-
-@compat.nonstrict_trace
 def _chosen(backend: str, *arguments: Any) -> int:
     """Return the place of the chosen backend, or a negative number: that of a reason.
 
@@ -231,7 +223,14 @@ def _run_directly(name: str, sinks: tuple[Tensor, ...], *arguments: Any) -> tupl
 
 
 def _call_of(
-    data: Any, score_data: Any, q_offset: int | Tensor, q: Tensor, k: Tensor, v: Tensor, scale: Any, facts: Any
+    data: Data,
+    score_data: Data,
+    q_offset: int | Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    facts: tuple[bool, ...],
 ) -> Call:
     """Return a call that backends can be asked about while torch traces."""
     has_score, needs_grad, learns, with_lse, has_options = facts
@@ -263,10 +262,10 @@ def _call_of(
         first_as_data=FirstAsData.NONE,
         score_mod=None if not has_score else lambda: _as_kernels_see(cast(Score, score), size, q_offset),
         score_is_own=score is not None and score.is_own(),
-        scale=value_of("mask", scale),
+        scale=scale,
         with_lse=with_lse,
         kernel_options={"given": True} if has_options else None,
-        kernel_key=(("traced", data[:2]), score_data[:2]),
+        kernel_key=(("traced", data[0]), score_data[0]),
         numbers=(_no_blocks, None),
         shapes=None if has_score and score is None else (),
         needs_grad=needs_grad,
@@ -386,7 +385,7 @@ def _copied(value: Any) -> Any:
 
 @compat.nonstrict_trace
 def _planned_blocks(
-    data: Any, q_offset: int | Tensor, q: Tensor, k: Tensor, block_size: tuple[int, int]
+    data: Data, q_offset: int | Tensor, q: Tensor, k: Tensor, block_size: tuple[int, int]
 ) -> tuple[Tensor, ...]:
     """Return the index tensors of a mask's blocks.
 
@@ -436,7 +435,7 @@ def _errors_logged() -> Iterator[None]:
 
 
 def _blocks_of(
-    data: Any, q_offset: int | Tensor, q: Tensor, k: Tensor, block_size: tuple[int, int]
+    data: Data, q_offset: int | Tensor, q: Tensor, k: Tensor, block_size: tuple[int, int]
 ) -> tuple[Tensor, ...]:
     mask, size = cast(Mask, of_data("mask", data)), _size(q, k)
     with torch.no_grad(), naming(mask):
@@ -467,7 +466,7 @@ def _by_reference(
     visible = _visible(mask, block_mask, q_offset, q.device)
     score_data = _UNKNOWN if score is None or not is_readable(score) else data_of(score, q.device)
     if visible is not None and _runs_by_tiles(q, score, score_data):
-        scale, blocks = value_data(request.scale, q.device), of_block_mask(block_mask)
+        scale, blocks = compat.constants(request.scale), of_block_mask(block_mask)
         call = visible, score_data, q_offset, block_mask.BLOCK_SIZE, scale
         return cast(tuple[Tensor, Tensor], _by_tiles(q, k, v, blocks, call))
     of_mask = over_indices(block_mask.mask_mod)
@@ -487,7 +486,7 @@ def _by_reference(
     return reference.attend(q, k, v, score_mod, block_mask, request.scale, OverIndices(of_mask, of_scores))
 
 
-def _runs_by_tiles(q: Tensor, score: Score | None, score_data: Any) -> bool:
+def _runs_by_tiles(q: Tensor, score: Score | None, score_data: Data) -> bool:
     return q.device.type == "cpu" and (score is None or score_data != _UNKNOWN) and not compat.transforms_active()
 
 
@@ -511,7 +510,7 @@ def _visible(mask: Mask | None, block_mask: compat.BlockMask, q_offset: int | Te
 def _by_tiles(q: Tensor, k: Tensor, v: Tensor, blocks: tuple[Tensor, ...], call: Any) -> tuple[Tensor, Tensor]:
     visible, score, q_offset, block_size, scale = call
     score = None if score == _UNKNOWN else score
-    described = tiles_operator.Described(visible, score, q_offset, block_size, value_of("score", scale))
+    described = tiles_operator.Described(visible, score, q_offset, block_size, scale)
     return tiles_operator.attend(q, k, v, blocks, described)
 
 
@@ -524,7 +523,7 @@ def _masked(visible: Any, block_size: tuple[int, int], q: Tensor, k: Tensor, *in
 
 
 @compat.nonstrict_trace
-def _scored(data: Any, q_offset: int | Tensor, q: Tensor, k: Tensor, scores: Tensor, *indices: Tensor) -> Tensor:
+def _scored(data: Data, q_offset: int | Tensor, q: Tensor, k: Tensor, scores: Tensor, *indices: Tensor) -> Tensor:
     """Return the changed scores over vectors of indices."""
     score_mod = tiles_operator.Described((), data, q_offset, (1, 1), None).score_mod(q, k)
     return over_indices(cast(Callable[..., Tensor], score_mod), (0,))(scores, *indices)

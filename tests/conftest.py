@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -45,17 +46,21 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def set_up_process() -> None:
-    """Divide the cores among pytest's workers, and compile kernels for the CPU in two thirds of the time.
+    """Divide the cores among pytest's workers, and compile kernels for the CPU in half of the time.
 
-    Each worker, and each process that it starts, computes on one thread; more threads would wait for each other. Most
-    of the time of a compilation goes into reading headers. By default torch precompiles one header; here it precompiles
-    all, which changes no kernel. A pool of compilers in each process would take seconds to start.
+    Each worker, and each process that it starts, computes on one thread; more threads would wait for each other.
+
+    Torch traces functions most of the time, and makes millions of objects. Python's search for cycles among them takes
+    a fifth of that time if it comes at every 700th object. Most of the time of a C++ compiler goes into reading
+    headers. By default torch precompiles one header; here it precompiles all, which changes no kernel. A pool of
+    compilers in each process would take seconds to start.
     """
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
         os.environ["OMP_NUM_THREADS"] = "1"
     if torch.cuda.is_available():
         return
+    gc.set_threshold(100_000, 50, 100)
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # for the processes that tests start
     torch._inductor.config.compile_threads = 1
     headers = str(Path(__file__).parent / "kernel_headers.h")

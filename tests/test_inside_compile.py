@@ -27,7 +27,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import flexmasks
 from flexmasks import Mask, inside_compile
 from flexmasks.backends import fa4, table
-from flexmasks.spec.as_data import data_of, value_data
+from flexmasks.spec.as_data import data_of
 
 BATCH, HEADS, LENGTH, SIZE, V_SIZE = 2, 2, 70, 8, 12
 DOCUMENTS = torch.arange(LENGTH).expand(BATCH, -1) // torch.tensor([[20], [33]])
@@ -660,7 +660,7 @@ def test_the_backend_for_gradients_follows_from_names_and_shapes(
         q, k, v = (torch.empty(4, 16, length, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
         facts = (False, True, False, False, False)
         data = data_of(asked, q.device)
-        call = inside_compile._call_of(data, ("unknown", ""), 0, q, k, v, value_data(None, q.device), facts)
+        call = inside_compile._call_of(data, ("unknown",), 0, q, k, v, None, facts)
         assert next(b.name for b in table._fastest_first(call) if b.name in ("flash", "triton")) == backend
 
 
