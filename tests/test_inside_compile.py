@@ -18,6 +18,7 @@ from helpers import arguments, check_lse, exact, label, qkv, spread
 from oracles import MASK_CASES, Case, attend, dense
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.symbolic_convert import InliningInstructionTranslator
 from torch._dynamo.utils import counters
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._subclasses import FakeTensorMode
@@ -25,7 +26,7 @@ from torch.nn.attention.flex_attention import and_masks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import flexmasks
-from flexmasks import Mask, inside_compile
+from flexmasks import Mask, compat, inside_compile
 from flexmasks.backends import fa4, table
 from flexmasks.spec.as_data import data_of
 
@@ -213,6 +214,53 @@ def test_a_sharded_model_trains(whole: bool) -> None:
             torch.testing.assert_close(sharded.grad.full_tensor(), y.grad, atol=1e-6, rtol=1e-4)
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_torch_traces_few_calls_for_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tracing is most of a model's first call, and torch takes equally long for nearly every call of a function."""
+    calls, inline_call = [], InliningInstructionTranslator.inline_call
+    monkeypatch.setattr(
+        InliningInstructionTranslator,
+        "inline_call",
+        lambda *args, **more: calls.append(args) or inline_call(*args, **more),
+    )
+    numbers = []
+    for layers in (1, 3):
+        calls.clear()
+        torch.compile(Model(layers), fullgraph=True, backend="eager")(
+            torch.randn(BATCH, LENGTH, 16), _documents(DOCUMENTS)
+        )
+        numbers.append(len(calls))
+    assert 100 < (numbers[1] - numbers[0]) / 2 <= 480  # 1,250 before arguments of functions went flat
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_arguments_of_functions_that_are_not_traced_arrive_as_they_are(dynamic: bool) -> None:
+    seen: list[tuple[Any, ...]] = []
+
+    @compat.nonstrict_trace
+    def noted(*values: Any) -> Tensor:
+        seen.append(values)
+        tensors, number = values[2], values[3]
+        return tensors[0] * tensors[1][0] + number
+
+    def run(x: Tensor, n: int) -> Tensor:
+        return noted(None, (True, False, 'it\'s "0"', (), (None, (2.5, math.inf))), (x, (x.double(), "0")), n, 0, -0.0)
+
+    x = torch.randn(5)
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for n in (3, 4):
+        torch.testing.assert_close(compiled(x, n), x * x.double() + n)
+    for values in seen:
+        none, constants, tensors, number, zero, negative = values
+        assert none is None
+        assert constants == (True, False, 'it\'s "0"', (), (None, (2.5, math.inf)))
+        assert [type(c) for c in constants[:2]] == [bool, bool]
+        assert tensors[0].dtype == torch.float32
+        assert tensors[1][0].dtype == torch.float64
+        assert tensors[1][1] == "0"
+        assert number in (3, 4)
+        assert (zero, math.copysign(1, negative)) == (0, -1)
 
 
 @pytest.mark.parametrize("learns", [True, False])
