@@ -69,10 +69,13 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
             "torch.export with strict=True cannot hold how blocks are planned; export with strict=False.", RuntimeError
         )
     size = unread(checked(q, k, v, request), q_offset)
-    if isinstance(q_offset, int) and not has_static_value(q_offset):  # a tensor is planned like one that changes
-        q_offset = torch.full((q.shape[0],), q_offset, device=q.device)
+    if isinstance(q_offset, int):
+        if has_static_value(q_offset):
+            q_offset = cast(int, compat.as_constant(q_offset))  # a guard may have fixed a symbolic number
+        else:
+            q_offset = torch.full((q.shape[0],), q_offset, device=q.device)  # is planned like one that changes
+            size = unread(size, q_offset)
         request = request._replace(q_offset=q_offset)
-        size = unread(size, q_offset)
     mask, score = map(_with_constants, from_arguments(request.mask, request.score, request.params))
     learns = torch.is_grad_enabled() and score is not None and score.learns()
     needs_grad = learns or (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))

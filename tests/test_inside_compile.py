@@ -756,6 +756,20 @@ def test_offsets_of_a_growing_cache_share_a_graph(queries: int) -> None:
     assert graphs() == 2
 
 
+def test_a_symbolic_offset_that_a_guard_has_fixed() -> None:
+    def run(q: Tensor, k: Tensor, n: int) -> Tensor:
+        if n == 3:
+            q = q + 1
+        return flexmasks.attention(q, k, k, mask="causal", q_offset=n)
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=True)
+    q, k = torch.randn(1, 2, 40, 8), torch.randn(1, 2, 60, 8)
+    distance = torch.arange(40)[:, None] - torch.arange(60)
+    for n in (9, 3, 4):
+        want = _naive(q + 1 if n == 3 else q, k, k, distance + n >= 0)
+        assert torch.allclose(compiled(q, k, n).double(), want, atol=1e-5)
+
+
 @pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=pytest.mark.campaign)])
 def test_numbers_that_change(dynamic: bool | None) -> None:
     """Each compiles a graph of its own."""
