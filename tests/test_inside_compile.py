@@ -756,6 +756,19 @@ def test_offsets_of_a_growing_cache_share_a_graph(queries: int) -> None:
     assert graphs() == 2
 
 
+@pytest.mark.parametrize("given", [{"seen": torch.arange(LENGTH)}, torch.float64, torch.device("cpu"), math.inf])
+def test_parameters_of_unusual_types(given: Any) -> None:
+    @flexmasks.register_mask()
+    def unusual_types(b, h, q, kv, *, length: int, given):  # type: ignore[no-untyped-def]
+        return (q >= kv) & (kv != length)
+
+    q = torch.randn(1, 2, LENGTH, 8)
+    distance = torch.arange(LENGTH)
+    visible = (distance[:, None] >= distance) & (distance != 9)
+    out = _compiled()(q, q, q, mask="unusual_types", length=9, given=given)
+    assert torch.allclose(out.double(), _naive(q, q, q, visible), atol=1e-5)
+
+
 def test_a_symbolic_offset_that_a_guard_has_fixed() -> None:
     def run(q: Tensor, k: Tensor, n: int) -> Tensor:
         if n == 3:

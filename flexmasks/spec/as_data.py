@@ -62,10 +62,10 @@ def _part(value: Any, device: torch.device, leaves: list[Any]) -> tuple[Any, ...
         return "tuple", tuple([_part(v, device, leaves) for v in value])
     if isinstance(value, int | float) and not isinstance(value, bool):
         value = compat.as_constant(value)  # numbers are parts of kernels
-    if isinstance(value, float):  # infinity has no text that can be read back
-        leaves.append(value)
-        return (_LEAF,)
-    return "value", value
+    if value is None or isinstance(value, bool | int | str):
+        return "value", value
+    leaves.append(value)  # the text of others, such as infinity and dtypes, cannot be read back
+    return (_LEAF,)
 
 
 def is_readable(value: Modifier) -> bool:
