@@ -422,16 +422,6 @@ def constants(value: Any) -> Any:
     return as_constant(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
-def text_of(value: Any) -> str:
-    """Return constants, or tuples of them, as text. torch traces this function."""
-    return f"{_repr(value)}"  # torch has no guard for what `_repr` returns, and needs none for a string made of it
-
-
-@constant_in_graphs
-def _repr(value: Any) -> str:
-    return repr(value)
-
-
 value_of_text = functools.lru_cache(maxsize=1024)(ast.literal_eval)
 
 
@@ -457,9 +447,15 @@ def nonstrict_trace(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any) -> Any:
         leaves: list[Any] = []
-        return of_leaves(text_of(_places(args, leaves)), *leaves)
+        text = _repr(_places(args, leaves))
+        return of_leaves(f"{text}", *leaves)  # torch has no guard for what `_repr` returns; a string of it needs none
 
     return call
+
+
+@constant_in_graphs
+def _repr(value: Any) -> str:
+    return repr(value)
 
 
 _PLACE = 0  # where a tensor or number belongs

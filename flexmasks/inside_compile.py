@@ -35,7 +35,7 @@ from flexmasks.plans.shifted import shifted_mask, shifted_score
 from flexmasks.plans.windows import window_of
 from flexmasks.request import Request, checked
 from flexmasks.spec.arguments import from_arguments
-from flexmasks.spec.as_data import Data, data_of, is_readable, of_data
+from flexmasks.spec.as_data import data_of, is_readable, of_data
 from flexmasks.spec.bands import cap_of
 from flexmasks.spec.captures import Aliases
 from flexmasks.spec.parameters import Size
@@ -55,7 +55,7 @@ _REASONS: list[str] = []  # reasons of refused backends, for errors
 # if nothing is known of their lengths but that they are between 128 and the row's, most are longer in such rows. So are
 # those that matter, since attention takes more of a step.
 _CUT_LITTLE_FROM = {"key_padding": 0, "document": 16384}
-_UNKNOWN: Data = ("unknown",)  # stands for a score that is not given, or whose function torch must trace
+_UNKNOWN = ("unknown", "")  # stands for a score that is not given, or whose function torch must trace
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
@@ -226,8 +226,8 @@ def _run_directly(name: str, sinks: tuple[Tensor, ...], *arguments: Any) -> tupl
 
 
 def _call_of(
-    data: Data,
-    score_data: Data,
+    data: Any,
+    score_data: Any,
     q_offset: int | Tensor,
     q: Tensor,
     k: Tensor,
@@ -268,7 +268,7 @@ def _call_of(
         scale=scale,
         with_lse=with_lse,
         kernel_options={"given": True} if has_options else None,
-        kernel_key=(("traced", data[0]), score_data[0]),
+        kernel_key=(("traced", data[:2]), score_data[:2]),
         numbers=(_no_blocks, None),
         shapes=None if has_score and score is None else (),
         needs_grad=needs_grad,
@@ -388,7 +388,7 @@ def _copied(value: Any) -> Any:
 
 @compat.nonstrict_trace
 def _planned_blocks(
-    data: Data, q_offset: int | Tensor, q: Tensor, k: Tensor, block_size: tuple[int, int]
+    data: Any, q_offset: int | Tensor, q: Tensor, k: Tensor, block_size: tuple[int, int]
 ) -> tuple[Tensor, ...]:
     """Return the index tensors of a mask's blocks.
 
@@ -438,7 +438,7 @@ def _errors_logged() -> Iterator[None]:
 
 
 def _blocks_of(
-    data: Data, q_offset: int | Tensor, q: Tensor, k: Tensor, block_size: tuple[int, int]
+    data: Any, q_offset: int | Tensor, q: Tensor, k: Tensor, block_size: tuple[int, int]
 ) -> tuple[Tensor, ...]:
     mask, size = cast(Mask, of_data("mask", data)), _size(q, k)
     with torch.no_grad(), naming(mask):
@@ -489,7 +489,7 @@ def _by_reference(
     return reference.attend(q, k, v, score_mod, block_mask, request.scale, OverIndices(of_mask, of_scores))
 
 
-def _runs_by_tiles(q: Tensor, score: Score | None, score_data: Data) -> bool:
+def _runs_by_tiles(q: Tensor, score: Score | None, score_data: Any) -> bool:
     return q.device.type == "cpu" and (score is None or score_data != _UNKNOWN) and not compat.transforms_active()
 
 
@@ -526,7 +526,7 @@ def _masked(visible: Any, block_size: tuple[int, int], q: Tensor, k: Tensor, *in
 
 
 @compat.nonstrict_trace
-def _scored(data: Data, q_offset: int | Tensor, q: Tensor, k: Tensor, scores: Tensor, *indices: Tensor) -> Tensor:
+def _scored(data: Any, q_offset: int | Tensor, q: Tensor, k: Tensor, scores: Tensor, *indices: Tensor) -> Tensor:
     """Return the changed scores over vectors of indices."""
     score_mod = tiles_operator.Described((), data, q_offset, (1, 1), None).score_mod(q, k)
     return over_indices(cast(Callable[..., Tensor], score_mod), (0,))(scores, *indices)

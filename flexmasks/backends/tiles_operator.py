@@ -8,8 +8,6 @@ together. The text is the same in every process, because graphs are kept in file
 
 from __future__ import annotations
 
-import ast
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -123,11 +121,8 @@ class _Leaves(NamedTuple):
         return part if kind == "constant" else getattr(self, kind)[part]
 
 
-_parsed = functools.lru_cache(maxsize=256)(ast.literal_eval)
-
-
 def _described(tensors: Sequence[Tensor], numbers: Sequence[int], floats: Sequence[float], text: str) -> Described:
-    return Described(*_Leaves(list(tensors), list(numbers), list(floats)).value(_parsed(text)))
+    return Described(*_Leaves(list(tensors), list(numbers), list(floats)).value(compat.value_of_text(text)))
 
 
 def _tiles(q: Tensor, k: Tensor, partial: Tensor, full: Tensor, call: Described, score_mod: Any) -> Tiles:

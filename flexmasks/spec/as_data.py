@@ -1,17 +1,14 @@
-"""Masks and scores as data that torch.compile can trace: a text, then tensors and numbers.
+"""Masks and scores as data that torch.compile can trace: strings, numbers and tensors in tuples.
 
-The text says where these belong. A user's function is the name of its template, see `flexmasks.spec.templates`, and
-what it captured.
+A user's function is the name of its template, see `flexmasks.spec.templates`, and what it captured.
 """
 
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
 
 from flexmasks import compat
 from flexmasks.spec.captures import Opaque
@@ -19,53 +16,27 @@ from flexmasks.spec.definitions import FUNCTIONS, Definition, define, from_pickl
 from flexmasks.spec.templates import made, noted, read, reads_of
 from flexmasks.spec.values import Mask, Modifier, Score
 
-Data = tuple[Any, ...]  # the text, then the tensors and numbers
 _MAKE_IT_OUTSIDE = (
     "make a Mask of it outside the compiled function, with flexmasks.get_mask(function), and pass the Mask."
 )
 _PASS_TENSORS = "let it read plain tensors and numbers, and make a Mask of it with flexmasks.get_mask(function)."
-_LEAF = "leaf"
 _PROBLEM = "problem: "  # begins the name of a template that cannot be made
 
 
-def data_of(value: Modifier, device: torch.device) -> Data:
-    """Return a mask or score as data. torch traces this function."""
-    leaves: list[Any] = []
-    return compat.text_of(_described(value, device, leaves)), *leaves
-
-
-def _described(value: Modifier, device: torch.device, leaves: list[Any]) -> tuple[Any, ...]:
-    """Return a mask or score as tuples of constants, and append the rest to `leaves`."""
-    definition = value.definition
+def data_of(mask: Modifier, device: torch.device) -> Any:
+    """Return a mask as data. torch traces this function."""
+    definition = mask.definition
     name: str = definition.name
     captured: list[Any] = []
     if not definition.own:
         name, captured = _name_and_captured(definition)
-    leaves += captured
     params = []
-    for key, given in value.params.items():
+    for key, value in mask.params.items():
         parameter = definition.parameters[key]
-        if parameter.is_sequence(given) and not isinstance(given[0] if given else None, Modifier):
-            given = parameter.tensor(given, device)
-        params.append((key, _part(given, device, leaves)))
-    return definition.own, name, len(captured), tuple(params)
-
-
-def _part(value: Any, device: torch.device, leaves: list[Any]) -> tuple[Any, ...]:
-    """Return a parameter's value as constants, and append the rest to `leaves`."""
-    if isinstance(value, Tensor):
-        leaves.append(value)
-        return (_LEAF,)
-    if isinstance(value, Modifier):
-        return "inner", _described(value, device, leaves)
-    if isinstance(value, tuple):
-        return "tuple", tuple([_part(v, device, leaves) for v in value])
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        value = compat.as_constant(value)  # numbers are parts of kernels
-    if value is None or isinstance(value, bool | int | str):
-        return "value", value
-    leaves.append(value)  # the text of others, such as infinity and dtypes, cannot be read back
-    return (_LEAF,)
+        if parameter.is_sequence(value) and not isinstance(value[0] if value else None, Modifier):
+            value = parameter.tensor(value, device)
+        params.append((key, value_data(value, device)))
+    return definition.own, name, tuple(captured), tuple(params)
 
 
 def is_readable(value: Modifier) -> bool:
@@ -120,27 +91,32 @@ def _definition_of(kind: str, template: str, captured: Any) -> Definition:
     return define(kind, function, **dict(zip(FUNCTIONS[1:], hooks, strict=True)))
 
 
-def of_data(kind: str, data: Data) -> Modifier:
+def value_data(value: Any, device: torch.device) -> Any:
+    """Return a parameter's value as data. torch traces this function."""
+    if isinstance(value, Modifier):
+        return "inner", data_of(value, device)
+    if isinstance(value, tuple):
+        return "tuple", tuple([value_data(v, device) for v in value])
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        value = compat.as_constant(value)  # numbers are parts of kernels
+    return "value", value
+
+
+def of_data(kind: str, data: Any) -> Modifier:
     """Return the mask or score that `data_of` turned into data."""
-    text, *leaves = data
-    return _made(kind, compat.value_of_text(text), iter(leaves))
-
-
-def _made(kind: str, described: Any, leaves: Iterator[Any]) -> Modifier:
-    own, name, count, params = described
-    captured = [next(leaves) for _ in range(count)]
+    own, name, captured, params = data
     definition = from_pickle(kind, name) if own else _definition_of(kind, name, captured)
     cls = Mask if kind == "mask" else Score
-    return cls(definition, {key: _value(kind, value, leaves) for key, value in params})
+    return cls(definition, {key: value_of(kind, value) for key, value in params})
 
 
-def _value(kind: str, part: Any, leaves: Iterator[Any]) -> Any:
-    """Return the parameter's value that `_part` turned into constants."""
-    if part[0] == _LEAF:
-        return next(leaves)
-    if part[0] == "inner":
-        return _made(kind, part[1], leaves)
-    return tuple(_value(kind, v, leaves) for v in part[1]) if part[0] == "tuple" else part[1]
+def value_of(kind: str, data: Any) -> Any:
+    """Return the parameter's value that `value_data` turned into data."""
+    if data[0] == "inner":
+        return of_data(kind, data[1])
+    if data[0] == "tuple":
+        return tuple(value_of(kind, v) for v in data[1])
+    return data[1]
 
 
 def _fail(message: str) -> NoReturn:
