@@ -19,9 +19,12 @@ import contextlib
 import contextvars
 import errno
 import functools
+import hashlib
 import importlib
+import importlib.metadata
 import importlib.util
 import operator
+import pathlib
 import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -425,32 +428,71 @@ def constants(value: Any) -> Any:
 value_of_text = functools.lru_cache(maxsize=1024)(ast.literal_eval)
 
 
-def nonstrict_trace(function: Callable[..., Any]) -> Callable[..., Any]:
+def in_graph(function: Callable[..., Any]) -> Callable[..., Any]:
     """Let torch.compile not look into a function, whose operations on tensors enter the graph.
 
-    torch.compiler.nonstrict_trace is public from torch 2.14 on, and is taken there. It traces how Python takes each
-    tuple among the arguments apart, which was most of the time of a model's first call. So tensors and numbers are
-    handed on one by one, and a text says where they belong.
+    torch traces how Python takes each tuple among the arguments apart, which would be most of the time of a model's
+    first call. So tensors and numbers are handed on one by one, and a text says where they belong.
 
-    function: takes tensors, numbers, strings, None and tuples of them.
+    function: takes tensors, numbers, strings, None and tuples of them, and returns tensors, which follow from what the
+        arguments hold, the library and the device alone: torch keeps compiled graphs in files.
     """
+    name = f"{function.__module__}.{function.__qualname__}"
+    _IN_GRAPHS[name] = function
     with _IMPORTING:
-        from torch import _dynamo
-    public = getattr(torch.compiler, "nonstrict_trace", None)
-    mark: Callable[..., Callable[..., Any]] = _dynamo.nonstrict_trace if public is None else public
-
-    @mark
-    @functools.wraps(function)
-    def of_leaves(text: str, *leaves: Any) -> Any:
-        return function(*_filled(value_of_text(text), iter(leaves)))
+        torch.compiler.allow_in_graph(run_in_graph)
 
     @functools.wraps(function)
     def call(*args: Any) -> Any:
         leaves: list[Any] = []
         text = _repr(_places(args, leaves))
-        return of_leaves(f"{text}", *leaves)  # torch has no guard for what `_repr` returns; a string of it needs none
+        # torch has no guard for what `_repr` returns; a string of it needs none.
+        return run_in_graph(name, f"{text}", *leaves)
 
     return call
+
+
+_IN_GRAPHS: dict[str, Callable[..., Any]] = {}
+
+
+def run_in_graph(name: str, text: str, *leaves: Any) -> Any:
+    """Run a function that `in_graph` marked.
+
+    Graphs of torch.compile hold this function by its name, so it is public.
+    """
+    _let_torch_keep_graphs()
+    return _IN_GRAPHS[name](*_filled(value_of_text(text), map(_plain, leaves)))
+
+
+def _plain(value: Any) -> Any:
+    """Return a value without the kinds of dict and list that graphs hold."""
+    if isinstance(value, dict):
+        return {key: _plain(v) for key, v in value.items()}
+    return [_plain(v) for v in value] if isinstance(value, list) else value
+
+
+def _let_torch_keep_graphs() -> None:
+    """Let torch keep what it makes of graphs with `run_in_graph` in its cache on the disk.
+
+    Without it a new process differentiates and lowers each graph again, which takes most of a model's first call. The
+    setting is documented, in a private module; torch makes its value part of the keys of its cache.
+    """
+    with _IMPORTING:
+        from torch._inductor import config
+    name, key = f"{__name__}.{run_in_graph.__name__}", _key_of_library()
+    if config.unsafe_marked_cacheable_functions.get(name) != key:
+        config.unsafe_marked_cacheable_functions = config.unsafe_marked_cacheable_functions | {name: key}
+
+
+@functools.cache
+def _key_of_library() -> str:
+    """Return a text that differs for other sources of flexmasks, and for other versions of flash-attn-4."""
+    key = hashlib.sha256()
+    for path in sorted(pathlib.Path(__file__).parent.rglob("*.py")):
+        key.update(path.read_bytes())
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        key.update(importlib.metadata.version("flash-attn-4").encode())
+    return key.hexdigest()
 
 
 @constant_in_graphs

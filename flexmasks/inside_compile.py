@@ -92,10 +92,10 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
         score_data = _UNKNOWN if score is None or not is_readable(score) else data_of(score, q.device)
         facts = _Facts(score is not None, needs_grad, learns, request.return_lse, bool(request.kernel_options))
         arguments = data, score_data, q_offset, q, k, v, compat.constants(request.scale), tuple(facts)
-        number = _chosen(request.backend, *arguments)
-        if number < 0:
-            fail(f"backend {request.backend!r} cannot run this call inside torch.compile: {_reason(number)}.")
-        name = _NAMES[number]
+        place = _chosen(request.backend, *arguments).shape[0]
+        if place >= len(_NAMES):
+            fail(f"backend {request.backend!r} cannot run this call inside torch.compile: {_reason(place)}.")
+        name = _NAMES[place]
         if name in _DIRECT:
             given = request.sink_logits
             sinks = (given,) if given is not None and name == "fa4" and fa4.folds_sinks(q, k, v, given) else ()
@@ -187,33 +187,34 @@ def _backend_of_block_mask(q: Tensor, request: Request, needs_grad: bool) -> str
     return "reference" if needs_reference or request.backend == "reference" else "cpu"
 
 
-@compat.nonstrict_trace
-def _chosen(backend: str, *arguments: Any) -> int:
-    """Return the place of the chosen backend, or a negative number: that of a reason.
+@compat.in_graph
+def _chosen(backend: str, *arguments: Any) -> Tensor:
+    """Return a tensor whose length is the place of the chosen backend, or that of a reason behind all backends.
 
-    It depends on kinds and shapes alone. The comparisons of symbolic lengths made here become guards.
+    It has no elements: torch takes only tensors from such functions, and knows their lengths while it traces. The place
+    depends on kinds and shapes alone. The comparisons of symbolic lengths made here become guards.
     """
     with _errors_logged():
-        return _number_of_chosen(backend, _call_of(*arguments))
+        return torch.empty(_place_of_chosen(backend, _call_of(*arguments)), 0)
 
 
-def _number_of_chosen(backend: str, call: Call) -> int:
+def _place_of_chosen(backend: str, call: Call) -> int:
     reason = None if backend == "auto" else BACKENDS[backend].refuses(call)
     if reason is None:
         name = choose(call)[0][0].name if backend == "auto" else backend
         reason = forms.refuses_traced(call) if name in _COMPILED else None
     if reason is not None:
         _REASONS.append(reason)
-        return -len(_REASONS)
+        return len(_NAMES) + len(_REASONS) - 1
     return _NAMES.index(name)
 
 
 @compat.constant_in_graphs
-def _reason(number: int) -> str:
-    return _REASONS[-number - 1]
+def _reason(place: int) -> str:
+    return _REASONS[place - len(_NAMES)]
 
 
-@compat.nonstrict_trace
+@compat.in_graph
 def _run_directly(name: str, sinks: tuple[Tensor, ...], *arguments: Any) -> tuple[Tensor, ...]:
     """Return output, and lse if there is one, of a backend that takes windows.
 
@@ -386,7 +387,7 @@ def _copied(value: Any) -> Any:
     return tuple([_copied(v) for v in value]) if isinstance(value, tuple) else value
 
 
-@compat.nonstrict_trace
+@compat.in_graph
 def _planned_blocks(
     data: Any, q_offset: int | Tensor, q: Tensor, k: Tensor, block_size: tuple[int, int]
 ) -> tuple[Tensor, ...]:
@@ -509,7 +510,7 @@ def _visible(mask: Mask | None, block_mask: compat.BlockMask, q_offset: int | Te
     return None if mask is None else ("mask", data_of(mask, device), q_offset, sizes)
 
 
-@compat.nonstrict_trace
+@compat.in_graph
 def _by_tiles(q: Tensor, k: Tensor, v: Tensor, blocks: tuple[Tensor, ...], call: Any) -> tuple[Tensor, Tensor]:
     visible, score, q_offset, block_size, scale = call
     score = None if score == _UNKNOWN else score
@@ -517,7 +518,7 @@ def _by_tiles(q: Tensor, k: Tensor, v: Tensor, blocks: tuple[Tensor, ...], call:
     return tiles_operator.attend(q, k, v, blocks, described)
 
 
-@compat.nonstrict_trace
+@compat.in_graph
 def _masked(visible: Any, block_size: tuple[int, int], q: Tensor, k: Tensor, *indices: Tensor) -> Tensor:
     """Return a mask over vectors of indices."""
     with torch.no_grad():
@@ -525,7 +526,7 @@ def _masked(visible: Any, block_size: tuple[int, int], q: Tensor, k: Tensor, *in
         return over_indices(call.mask_mod(q, k))(*indices)
 
 
-@compat.nonstrict_trace
+@compat.in_graph
 def _scored(data: Any, q_offset: int | Tensor, q: Tensor, k: Tensor, scores: Tensor, *indices: Tensor) -> Tensor:
     """Return the changed scores over vectors of indices."""
     score_mod = tiles_operator.Described((), data, q_offset, (1, 1), None).score_mod(q, k)

@@ -6,6 +6,7 @@ import collections
 import functools
 import itertools
 import math
+import random
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -238,7 +239,7 @@ def test_torch_traces_few_calls_for_a_layer(monkeypatch: pytest.MonkeyPatch) -> 
 def test_arguments_of_functions_that_are_not_traced_arrive_as_they_are(dynamic: bool) -> None:
     seen: list[tuple[Any, ...]] = []
 
-    @compat.nonstrict_trace
+    @compat.in_graph
     def noted(*values: Any) -> Tensor:
         seen.append(values)
         tensors, number = values[2], values[3]
@@ -261,6 +262,29 @@ def test_arguments_of_functions_that_are_not_traced_arrive_as_they_are(dynamic: 
         assert tensors[1][1] == "0"
         assert number in (3, 4)
         assert (zero, math.copysign(1, negative)) == (0, -1)
+
+
+def test_torch_finds_compiled_graphs_on_the_disk() -> None:
+    """What is kept must be that of this mask: of its name, its numbers, and the code of its function."""
+    place = torch.arange(LENGTH)
+    distance = place[:, None] - place
+    masks = [
+        (flexmasks.get_mask("sliding_window", window=9), (distance >= 0) & (distance <= 9)),
+        (flexmasks.get_mask("sliding_window", window=5), (distance >= 0) & (distance <= 5)),
+        (flexmasks.get_mask(lambda b, h, q, kv: q >= kv - 2), distance >= -2),
+        (flexmasks.get_mask(lambda b, h, q, kv: q >= kv - 3), distance >= -3),
+    ]
+    scale = random.SystemRandom().random()  # graphs of this run alone
+    for is_second, (mask, visible) in itertools.product((False, True), masks):
+        torch._dynamo.reset()
+        flexmasks.clear_caches()
+        counters.clear()
+        call = functools.partial(flexmasks.attention, mask=mask, scale=scale)
+        want = functools.partial(_naive, visible=visible, scale=scale)
+        check(call, *leaves(), want=want, backend="inductor")
+        found = counters["aot_autograd"]
+        assert (found["autograd_cache_hit"], found["autograd_cache_miss"]) == (is_second, not is_second)
+        assert not found["autograd_cache_bypass"]
 
 
 @pytest.mark.parametrize("learns", [True, False])
@@ -723,8 +747,9 @@ def _reading(ids: Tensor) -> flexmasks.Mask:
 # --- sizes and numbers that change ---
 
 
-def _naive(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
-    scores = (q.double() @ k.double().mT / q.shape[3] ** 0.5).masked_fill(~visible, -math.inf)
+def _naive(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float | None = None) -> Tensor:
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    scores = (q.double() @ k.double().mT * scale).masked_fill(~visible, -math.inf)
     return scores.softmax(-1) @ v.double()
 
 
