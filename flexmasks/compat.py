@@ -472,7 +472,7 @@ def _plain(value: Any) -> Any:
 
 
 def _let_torch_keep_graphs() -> None:
-    """Let torch keep compiled graphs with `run_in_graph` on the disk.
+    """Let torch keep what it makes of graphs with `run_in_graph` in its cache on the disk.
 
     Without it a new process differentiates and lowers each graph again, which takes most of a model's first call. The
     setting is documented, in a private module; torch makes its value part of the keys of its cache.
@@ -486,7 +486,7 @@ def _let_torch_keep_graphs() -> None:
 
 @functools.cache
 def _key_of_library() -> str:
-    """Return a text that changes with the sources of flexmasks and the version of flash-attn-4."""
+    """Return a text that differs for other sources of flexmasks, and for other versions of flash-attn-4."""
     key = hashlib.sha256()
     for path in sorted(pathlib.Path(__file__).parent.rglob("*.py")):
         key.update(path.read_bytes())

@@ -189,11 +189,10 @@ def _backend_of_block_mask(q: Tensor, request: Request, needs_grad: bool) -> str
 
 @compat.in_graph
 def _chosen(backend: str, *arguments: Any) -> Tensor:
-    """Return the place of the chosen backend, as the length of a tensor.
+    """Return a tensor whose length is the place of the chosen backend, or that of a reason behind all backends.
 
-    Places behind all backends are those of reasons. torch takes only tensors from functions that it does not trace, and
-    knows their lengths while it traces. The place depends on kinds and shapes alone. The comparisons of symbolic
-    lengths made here become guards.
+    It has no elements: torch takes only tensors from such functions, and knows their lengths while it traces. The place
+    depends on kinds and shapes alone. The comparisons of symbolic lengths made here become guards.
     """
     with _errors_logged():
         return torch.empty(_place_of_chosen(backend, _call_of(*arguments)), 0)

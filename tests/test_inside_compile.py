@@ -9,15 +9,14 @@ import math
 import random
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.fsdp
 import torch.nn.functional as F
-from helpers import TOLERANCE, arguments, check_lse, error, exact, label, qkv, spread
-from oracles import MASK_CASES, SCORE_CASES, SCORES, Case, attend, dense
+from helpers import arguments, check_lse, exact, label, qkv, spread
+from oracles import MASK_CASES, Case, attend, dense
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.symbolic_convert import InliningInstructionTranslator
@@ -29,7 +28,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import flexmasks
 from flexmasks import Mask, compat, inside_compile
-from flexmasks.backends import fa4, kernel_tiles, table
+from flexmasks.backends import fa4, table
 from flexmasks.spec.as_data import data_of
 
 BATCH, HEADS, LENGTH, SIZE, V_SIZE = 2, 2, 70, 8, 12
@@ -131,40 +130,6 @@ def test_kernels_for_the_cpu(name: str) -> None:
         q, k, v = (x.detach() for x in qkv(case, torch.float32, v_size=48))
         want, _ = attend(*(exact(x).detach() for x in (q, k, v)), dense(case))
         torch.testing.assert_close(compiled(q, k, v, **given).double(), want, atol=1e-5, rtol=1e-5)
-
-
-def _on_large_heads(case: Case, size: int) -> Any:
-    return pytest.param(case, size, id=f"{label(case)}-{size}")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("case", "size"),
-    [_on_large_heads(case, size) for case in spread(MASK_CASES, 1) + spread(SCORE_CASES, 1) for size in (64, 128)],
-)
-def test_faster_tiles_gpu(case: Case, size: int) -> None:
-    """They take most of the shared memory, and torch.compile tries no smaller ones."""
-    q, k, v = qkv(case, torch.bfloat16, "cuda", size=size)
-    others = [exact(x) for x in (q, k, v)]
-    options = kernel_tiles.faster_tiles(q, k, v, (128, 128))
-    if not options:
-        pytest.skip("there are no tiles for this GPU")
-    params = arguments(case, "cuda")
-    mask, score, changed = case.name, None, None
-    if case in SCORE_CASES:
-        params |= {n: t.float() for n, t in params.items() if isinstance(t, Tensor) and t.is_floating_point()}
-        mask, score, changed = "causal", case.name, lambda x: SCORES[case.name](x, case, **case.params)
-    visible = dense(replace(case, name=mask, params={} if score else case.params))
-    compiled = torch.compile(flexmasks.attention, fullgraph=True)
-    kernel = {"backend": "triton", "kernel_options": {**options, "BACKEND": "TRITON"}}
-    out = compiled(q, k, v, mask=mask, score=score, **kernel, **params)
-    want, _ = attend(*others, visible, changed)
-    weight = torch.randn_like(out)
-    out.backward(weight)
-    want.backward(weight.double().cpu())
-    assert error(out, want) < TOLERANCE[torch.bfloat16]
-    for x, y in zip((q, k, v), others, strict=True):
-        assert error(x.grad, y.grad) < 2 * TOLERANCE[torch.bfloat16]
 
 
 # --- a model ---

@@ -60,7 +60,6 @@ _RUNS_BETWEEN_LOOKUPS = 64  # after this many runs a replay looks its kernel up 
 # Kernel options to try one after the other, for GPUs whose shared memory is too small for the earlier options.
 _SMALLER_KERNELS: tuple[dict[str, Any], ...] = (
     {},
-    {"fwd_num_stages": 2},
     {"num_stages": 1},
     {
         "num_stages": 1, "fwd_BLOCK_M": 64, "fwd_BLOCK_N": 32,
@@ -194,7 +193,7 @@ def options(
     # Below 128 queries torch takes its decoding kernel, which finds no tile for more than 128 rows of a group.
     grouped_rows = q.shape[2] * (q.shape[1] // k.shape[1])
     if q.is_cuda and grouped_rows > 128 and not chosen.keys() & {"BACKEND", "FORCE_USE_FLEX_ATTENTION"}:
-        tiles = {} if chosen else faster_tiles(q, k, v, block_size)
+        tiles = {} if chosen else faster_tiles(q, v, block_size)
         return {**tiles, **proven(), **chosen, "BACKEND": "TRITON"}
     return chosen
 

@@ -2,9 +2,6 @@
 
 They were measured on an H100 and an H200 with torch 2.11: forward and backward passes of documents, whose blocks are
 partial, and of causal attention, whose blocks are nearly all full, each also with ALiBi.
-
-TMA is the unit of a GPU that copies tiles into shared memory. Forward passes in half precision gain by it. Backward
-passes take longer with it, up to twice as long for documents.
 """
 
 from __future__ import annotations
@@ -32,22 +29,13 @@ def _backward(m: int, n: int, warps: int, stages: int) -> dict[str, int]:
     }  # fmt: skip
 
 
-_TMA: dict[str, int] = {"fwd_USE_TMA": True}
-_TMA_BYTES = 16  # rows of tensors that it copies begin at multiples of this
-
 # By smallest and largest head size. Comments give the time in shares of that of torch's own tiles: of documents, then
 # of causal attention; forward / backward.
 _Sizes = dict[tuple[int, int], dict[str, int]]
 _HALF: _Sizes = {
-    (64, 64): _forward(128, 64, 4, 3) | _backward(64, 64, 4, 3),  # 0.81 / 0.91, 1.00 to 1.10 / 0.95
+    (64, 64): _forward(128, 64, 4, 3) | _backward(64, 64, 4, 3),  # 0.81 / 0.91, 1.10 / 0.95
     (128, 128): _forward(64, 64, 4, 3),  # 0.93, 0.98
     (129, 256): _forward(128, 64, 8, 2) | _backward(64, 64, 8, 2),  # 0.82 to 0.96 / 0.72, 0.68 to 0.96 / 0.74
-}
-# Forward passes in half precision whose tensors TMA can copy.
-_BY_TMA: _Sizes = {
-    (64, 64): _forward(64, 128, 4, 3) | _TMA,  # 0.68 to 0.72, 0.97
-    (65, 128): _forward(128, 128, 8, 3) | _TMA,  # 0.9 to 0.99, 0.84 to 0.87 at 96 and 128
-    (129, 256): _forward(128, 64, 8, 2) | _TMA,  # 0.79 at 192, 0.59 at 256
 }
 _FLOAT32: _Sizes = {
     (32, 64): _forward(64, 64, 4, 2) | _backward(32, 32, 4, 2),  # 0.51 to 0.94 / 0.58, 0.72 to 0.99 / 0.56
@@ -61,29 +49,16 @@ _TF32: _Sizes = {
 }
 
 
-def faster_tiles(q: Tensor, k: Tensor, v: Tensor, block_size: tuple[int, int]) -> dict[str, int]:
+def faster_tiles(q: Tensor, v: Tensor, block_size: tuple[int, int]) -> dict[str, int]:
     """Return the kernel options of faster tiles for a call, if there are any."""
     size = q.shape[3]
     if size != v.shape[3] or any(n % _DIVIDE for n in block_size):
         return {}
     if capability(q.device) == _MEASURED_ON:  # torch 2.11 cannot trace `!=` with a constant of a graph
-        by_tma = q.dtype in HALF_DTYPES and _fits_tma(q) and _fits_tma(k) and _fits_tma(v)
-        return _of_size(_table(q.dtype), size) | (_of_size(_BY_TMA, size) if by_tma else {})
+        for (least, most), tiles in _table(q.dtype).items():
+            if least <= size <= most:
+                return tiles
     return {}
-
-
-def _of_size(sizes: _Sizes, size: int) -> dict[str, int]:
-    for (least, most), tiles in sizes.items():
-        if least <= size <= most:
-            return tiles
-    return {}
-
-
-def _fits_tma(x: Tensor) -> bool:
-    """Return whether TMA can copy tiles of a tensor; torch looks at its address."""
-    *outer, last = x.stride()
-    bytes_of = x.element_size()
-    return last == 1 and outer[2] > 0 and all(n * bytes_of % _TMA_BYTES == 0 for n in (*outer, x.shape[3]))
 
 
 def _table(dtype: torch.dtype) -> _Sizes:
