@@ -108,13 +108,13 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
             return Result(result[0], result[1] if request.return_lse else None)
         block_size = (flash.block_size(q.shape[3], q.device) if name == "flash" else None) or block_size_for(size)
         indices = _planned_blocks(data, q_offset, q.detach(), k.detach(), block_size)
-        mask_mod = shifted_mask(_bound(mask, resolved, size, name), _copied(q_offset) if name == "cpu" else q_offset)
+        mask_mod = shifted_mask(_bound(mask, resolved, size, name), _held(q_offset, name))
         lengths: Any = (size.q_len, size.kv_len)
         block_mask = compat.BlockMask(*(lengths, *indices, block_size, mask_mod))
     score_mod = None
     if score is not None:
         bound = _bound(score, score.resolve(size), size, name)
-        score_mod = shifted_score(bound, _copied(q_offset) if name == "cpu" else q_offset)
+        score_mod = shifted_score(bound, _held(q_offset, name))
     if name == "reference":
         result = _by_reference(q, k, v, request, mask, score, block_mask, score_mod)
         return Result(result[0], result[1] if request.return_lse else None)
@@ -362,29 +362,28 @@ def _holds_floats(value: Any) -> bool:
 
 def _bound(value: Modifier, resolved: Any, size: Size, backend: str) -> Callable[..., Tensor]:
     """Return the bound function of a mask or score, given what `resolve` returned."""
-    if backend == "cpu":
-        value, resolved = _in_own_memory(value), _copied(resolved)
-    return value.bind(resolved, size.heads if size.device.type == "cuda" else None, for_kernels=True)
+    held = cast(Modifier, _held(value, backend))
+    return held.bind(_held(resolved, backend), size.heads if size.device.type == "cuda" else None, for_kernels=True)
 
 
-def _in_own_memory(value: Modifier) -> Modifier:
-    """Return the value with copies of its tensors.
+def _held(value: Any, backend: str) -> Any:
+    """Return a value whose tensors torch's kernels can capture.
 
-    torch's CPU kernel fails if it captures a tensor that the same graph computes, other than by a custom operator.
+    torch's CPU kernel fails if it captures a tensor that the same graph computes, other than by a custom operator. Its
+    kernels for GPUs take a constant tensor in which the graph has set elements (`x = torch.zeros(n); x[i] = 1`) for the
+    constant, without the elements: seen with torch 2.11. They read a view as it is.
     """
-    return type(value)(value.definition, {n: _copied(v) for n, v in value.params.items()})
-
-
-def _copied(value: Any) -> Any:
+    if backend not in _COMPILED:
+        return value
     if isinstance(value, Tensor):
-        return flex.separate(value.detach())
+        return flex.separate(value.detach()) if backend == "cpu" else value.unsqueeze(0).select(0, 0)
     if isinstance(value, Modifier):
-        return _in_own_memory(value)
+        return type(value)(value.definition, {n: _held(v, backend) for n, v in value.params.items()})
     if isinstance(value, ResolvedInner):
-        return ResolvedInner(value.source, _copied(value.resolved))
+        return ResolvedInner(value.source, _held(value.resolved, backend))
     if isinstance(value, dict):
-        return {n: _copied(v) for n, v in value.items()}
-    return tuple([_copied(v) for v in value]) if isinstance(value, tuple) else value
+        return {n: _held(v, backend) for n, v in value.items()}
+    return tuple([_held(v, backend) for v in value]) if isinstance(value, tuple) else value
 
 
 @compat.in_graph

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed.fsdp
 import torch.nn.functional as F
-from helpers import arguments, check_lse, exact, label, qkv, spread
+from helpers import TOLERANCE, arguments, check_lse, error, exact, label, qkv, skip_unless_flash_takes, spread
 from oracles import MASK_CASES, Case, attend, dense
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
@@ -130,6 +130,59 @@ def test_kernels_for_the_cpu(name: str) -> None:
         q, k, v = (x.detach() for x in qkv(case, torch.float32, v_size=48))
         want, _ = attend(*(exact(x).detach() for x in (q, k, v)), dense(case))
         torch.testing.assert_close(compiled(q, k, v, **given).double(), want, atol=1e-5, rtol=1e-5)
+
+
+def _set(x: Tensor, places: Any, values: Any) -> Tensor:
+    x[places] = values
+    return x
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["triton", "flash"])
+@pytest.mark.parametrize("name", ["dense", "bsr", "document", "q_offset", "dense_bias"])
+def test_constants_in_which_the_graph_sets_elements_gpu(name: str, backend: str) -> None:
+    """torch's own compiled flex_attention takes them for the constants."""
+    length, device = 300, "cuda"
+    q, k, v = (torch.randn(2, 2, length, 64, device=device, dtype=torch.bfloat16) for _ in range(3))
+    places = torch.arange(0, length, 7, device=device)
+
+    def given(places: Tensor, values: Tensor) -> dict[str, Any]:
+        if name == "dense":
+            rows, columns = places[:, None], torch.arange(length, device=device)
+            visible = torch.zeros(length, length, dtype=torch.bool, device=device)
+            return {
+                "mask": "dense",
+                "visible": _set(visible, (rows, columns), torch.ones_like(columns, dtype=torch.bool)),
+            }
+        if name == "bsr":
+            return {"mask": "bsr", "crow_indices": places[:4] // 7, "col_indices": places[:3] // 7, "block": 100}
+        if name == "document":
+            return {
+                "mask": "document",
+                "document_ids": _set(torch.zeros(length, dtype=torch.long, device=device), places, places),
+            }
+        if name == "q_offset":
+            return {
+                "mask": "causal",
+                "q_offset": _set(torch.zeros(2, dtype=torch.long, device=device), places[:1], places[1:2]),
+            }
+        bias = torch.zeros(length, length, device=device)
+        return {"mask": "causal", "score": "dense_bias", "bias": _set(bias, (places[:, None], places), values)}
+
+    def run(q: Tensor, k: Tensor, v: Tensor, places: Tensor, values: Tensor) -> Any:
+        return flexmasks.attention(q, k, v, backend=backend, **given(places, values))
+
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    values = torch.randn(len(places), len(places), device=device)
+    if backend == "flash":
+        skip_unless_flash_takes(leaves, **given(places, values))
+    elif name == "dense_bias":
+        leaves.append(values.requires_grad_())
+    got, want = torch.compile(run, fullgraph=True)(q, k, v, places, values), run(q, k, v, places, values)
+    assert error(got, want.cpu()) < TOLERANCE[torch.bfloat16]
+    gradients = [torch.autograd.grad(x.float().square().sum(), leaves) for x in (got, want)]
+    for x, y in zip(*gradients, strict=True):
+        assert error(x, y.cpu()) < 2 * TOLERANCE[torch.bfloat16]
 
 
 # --- a model ---
