@@ -16,7 +16,7 @@ import torch
 import torch.distributed.fsdp
 import torch.nn.functional as F
 from helpers import TOLERANCE, arguments, check_lse, error, exact, label, qkv, skip_unless_flash_takes, spread
-from oracles import MASK_CASES, Case, attend, dense
+from oracles import MASK_CASES, SCORE_CASES, Case, attend, dense
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.symbolic_convert import InliningInstructionTranslator
@@ -29,7 +29,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import flexmasks
 from flexmasks import Mask, compat, inside_compile
 from flexmasks.backends import fa4, table
+from flexmasks.plans.bounds import unread
+from flexmasks.spec.arguments import from_arguments
 from flexmasks.spec.as_data import data_of
+from flexmasks.spec.parameters import Size
 
 BATCH, HEADS, LENGTH, SIZE, V_SIZE = 2, 2, 70, 8, 12
 DOCUMENTS = torch.arange(LENGTH).expand(BATCH, -1) // torch.tensor([[20], [33]])
@@ -117,6 +120,20 @@ def test_every_mask_trains(case: Case) -> None:
     for x, y in zip([got, *gradients], [want, *want_gradients], strict=True):
         torch.testing.assert_close(x, y, atol=1e-9, rtol=1e-9)
     assert graphs() == 1
+
+
+@pytest.mark.parametrize("case", spread(MASK_CASES, 3) + SCORE_CASES, ids=label)
+def test_functions_take_tensors_of_zeros(case: Case) -> None:
+    """A kernel is chosen before tensors have values. On a GPU an index out of range would end the process."""
+    given = {n: torch.tensor(v) if isinstance(v, list) and v else v for n, v in arguments(case).items()}
+    q_offset = given.pop("q_offset")
+    names = (case.name, None) if case in MASK_CASES else (None, case.name)
+    mask, score = from_arguments(*names, given)
+    size = unread(Size(case.batch, case.heads, case.q_len, case.kv_len, torch.device("cpu")), q_offset)
+    function = inside_compile._as_kernels_see(score if mask is None else mask, size, q_offset)
+    last = [torch.tensor(n - 1) for n in (case.batch, case.heads, case.q_len, case.kv_len)]
+    for indices in (last, [x * 0 for x in last]):
+        assert function(*[torch.zeros(())] * (mask is None), *indices).ndim == 0
 
 
 @pytest.mark.parametrize(

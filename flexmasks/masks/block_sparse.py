@@ -51,7 +51,9 @@ def _bsr_prepare(
                 f"`crow_indices` must rise from 0 to {stored}, the length of `col_indices`, got ends {ends}."
             )
     columns = _columns(size, "col_indices", col_indices, pair(block))
-    rows = torch.arange(len(counts), device=counts.device).repeat_interleave(counts, output_size=stored)
+    places = torch.arange(stored, device=counts.device)
+    # Indices that were not read may be anything; inside torch.compile, kernels are chosen over tensors of zeros.
+    rows = (torch.searchsorted(crow_indices.long(), places, right=True) - 1).clamp(max=len(counts) - 1)
     layout = torch.zeros((len(counts), columns), dtype=torch.bool, device=counts.device)
     visible = torch.ones_like(rows, dtype=torch.bool)  # not True, which is copied from the host
     layout.index_put_((rows, col_indices.long()), visible)
