@@ -439,6 +439,7 @@ def in_graph(function: Callable[..., Any]) -> Callable[..., Any]:
     """
     name = f"{function.__module__}.{function.__qualname__}"
     _IN_GRAPHS[name] = function
+    _key_of_library()  # before the files may change
     with _IMPORTING:
         torch.compiler.allow_in_graph(run_in_graph)
 
@@ -472,27 +473,33 @@ def _plain(value: Any) -> Any:
 
 
 def _let_torch_keep_graphs() -> None:
-    """Let torch keep what it makes of graphs with `run_in_graph` in its cache on the disk.
+    """Let torch keep compiled graphs with `run_in_graph` on the disk.
 
     Without it a new process differentiates and lowers each graph again, which takes most of a model's first call. The
     setting is documented, in a private module; torch makes its value part of the keys of its cache.
     """
     with _IMPORTING:
         from torch._inductor import config
-    name, key = f"{__name__}.{run_in_graph.__name__}", _key_of_library()
-    if config.unsafe_marked_cacheable_functions.get(name) != key:
+    # Torch 2.11 leaves the default dtype out of its keys.
+    name, key = f"{__name__}.{run_in_graph.__name__}", f"{_key_of_library()} {torch.get_default_dtype()}"
+    if _key_of_library() and config.unsafe_marked_cacheable_functions.get(name) != key:
         config.unsafe_marked_cacheable_functions = config.unsafe_marked_cacheable_functions | {name: key}
 
 
 @functools.cache
 def _key_of_library() -> str:
-    """Return a text that differs for other sources of flexmasks, and for other versions of flash-attn-4."""
-    key = hashlib.sha256()
-    for path in sorted(pathlib.Path(__file__).parent.rglob("*.py")):
-        key.update(path.read_bytes())
+    """Return a text that changes with the sources of flexmasks and the version of flash-attn-4.
+
+    It is empty if there are no sources.
+    """
+    key, folder = hashlib.sha256(), pathlib.Path(__file__).parent
+    paths = sorted(folder.rglob("*.py"))
+    for path in paths:
+        text = path.read_bytes()
+        key.update(f"{path.relative_to(folder)} {len(text)} ".encode() + text)
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         key.update(importlib.metadata.version("flash-attn-4").encode())
-    return key.hexdigest()
+    return key.hexdigest() if paths else ""
 
 
 @constant_in_graphs

@@ -64,10 +64,6 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
     The result may or may not have the call's sinks, see Result.
     """
     q_offset = cast(int | Tensor, request.q_offset)
-    if compat.is_exporting() and torch.compiler.is_dynamo_compiling():
-        fail(
-            "torch.export with strict=True cannot hold how blocks are planned; export with strict=False.", RuntimeError
-        )
     size = unread(checked(q, k, v, request), q_offset)
     if isinstance(q_offset, int):
         if has_static_value(q_offset):
@@ -189,10 +185,11 @@ def _backend_of_block_mask(q: Tensor, request: Request, needs_grad: bool) -> str
 
 @compat.in_graph
 def _chosen(backend: str, *arguments: Any) -> Tensor:
-    """Return a tensor whose length is the place of the chosen backend, or that of a reason behind all backends.
+    """Return the place of the chosen backend, as the length of a tensor.
 
-    It has no elements: torch takes only tensors from such functions, and knows their lengths while it traces. The place
-    depends on kinds and shapes alone. The comparisons of symbolic lengths made here become guards.
+    Places behind all backends are those of reasons. torch takes only tensors from functions that it does not trace, and
+    knows their lengths while it traces. The place depends on kinds and shapes alone. The comparisons of symbolic
+    lengths made here become guards.
     """
     with _errors_logged():
         return torch.empty(_place_of_chosen(backend, _call_of(*arguments)), 0)
@@ -383,7 +380,7 @@ def _held(value: Any, backend: str) -> Any:
         return ResolvedInner(value.source, _held(value.resolved, backend))
     if isinstance(value, dict):
         return {n: _held(v, backend) for n, v in value.items()}
-    return tuple([_held(v, backend) for v in value]) if isinstance(value, tuple) else value
+    return tuple([_held(v, backend) for v in value]) if isinstance(value, tuple | list) else value
 
 
 @compat.in_graph

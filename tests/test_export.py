@@ -121,12 +121,13 @@ def test_an_exported_program_learns() -> None:
     torch.testing.assert_close(program.weight.grad, model.weight.grad)
 
 
-def test_strict_export() -> None:
-    program = torch.export.export(Model(CALLS["softmax"]), inputs(), strict=True)
-    assert program.module()(*inputs()).shape == (BATCH, HEADS, LENGTH, LENGTH)
-    message = "TreeSpec" if torch.__version__.startswith(("2.11", "2.12")) else "with strict=False"
-    with pytest.raises(Exception, match=message):
-        torch.export.export(Model(CALLS["window"]), inputs(), strict=True)
+@pytest.mark.parametrize("learns", [True, False])
+@pytest.mark.parametrize("name", ["lengths", "function", "softmax"])
+def test_strict_export(name: str, learns: bool) -> None:
+    model = Model(CALLS[name])
+    with torch.set_grad_enabled(learns):
+        program = torch.export.export(model, inputs(), strict=True)
+        check_program(program, model, *inputs())
 
 
 @pytest.mark.parametrize("name", [*CALLS, *FIXED])

@@ -30,7 +30,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import flexmasks
 from flexmasks import Mask, compat, inside_compile
 from flexmasks.backends import fa4, kernel_tiles, table
+from flexmasks.masks import causal
 from flexmasks.plans.bounds import unread
+from flexmasks.spec import leading
 from flexmasks.spec.arguments import from_arguments
 from flexmasks.spec.as_data import data_of
 from flexmasks.spec.parameters import Size
@@ -389,6 +391,29 @@ def test_torch_finds_compiled_graphs_on_the_disk() -> None:
         found = counters["aot_autograd"]
         assert (found["autograd_cache_hit"], found["autograd_cache_miss"]) == (is_second, not is_second)
         assert not found["autograd_cache_bypass"]
+
+
+def test_graphs_on_the_disk_are_not_those_of_other_registrations() -> None:
+    """What a user has registered under a name may be another mask in the next process."""
+
+    def looked_up(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Any:
+        return flexmasks.get_mask("causal")(b, h, q, kv)
+
+    def helped(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return leading(q, b, h, q)[0] >= kv
+
+    names = [{data_of(flexmasks.get_mask(f), torch.device("cpu"))[1] for _ in range(2)} for f in (looked_up, helped)]
+    assert [len(n) for n in names] == [2, 1]
+
+    @functools.wraps(causal.causal)
+    def wrapped(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return q >= kv - 3
+
+    for name, function in (("another_causal", causal.causal), ("wrapped_causal", wrapped)):
+        flexmasks.register_mask(name=name)(function)
+        assert not flexmasks.get_mask(name).is_own()
+    assert flexmasks.packed("causal", [0, 9]).is_own()
+    assert flexmasks.get_mask("causal").is_own()
 
 
 @pytest.mark.parametrize("learns", [True, False])

@@ -51,13 +51,13 @@ def _bsr_prepare(
                 f"`crow_indices` must rise from 0 to {stored}, the length of `col_indices`, got ends {ends}."
             )
     columns = _columns(size, "col_indices", col_indices, pair(block))
-    places = torch.arange(stored, device=counts.device)
-    # Indices that were not read may be anything; inside torch.compile, kernels are chosen over tensors of zeros.
-    rows = (torch.searchsorted(crow_indices.long(), places, right=True) - 1).clamp(max=len(counts) - 1)
-    layout = torch.zeros((len(counts), columns), dtype=torch.bool, device=counts.device)
+    # Indices that were not read may be anything; inside torch.compile, kernels are chosen over tensors of zeros. So
+    # the table has a spare row, for columns outside of all rows.
+    rows = torch.searchsorted(crow_indices.long(), torch.arange(stored, device=counts.device), right=True) - 1
+    layout = torch.zeros((len(counts) + 1, columns), dtype=torch.bool, device=counts.device)
     visible = torch.ones_like(rows, dtype=torch.bool)  # not True, which is copied from the host
     layout.index_put_((rows, col_indices.long()), visible)
-    return _checked(size, layout, pair(block))
+    return _checked(size, layout[:-1], pair(block))
 
 
 def _bsr_example(length: int) -> dict[str, Any]:

@@ -50,11 +50,17 @@ class Definition:
         self.__post_init__()
 
     def _is_own(self) -> bool:
-        if not (self.registered or self.template):  # a user may pass one of the library's functions as their own
+        # A user may pass or register one of the library's functions, under another name, as their own.
+        has_its_name = self.registered and getattr(self.function, "__name__", "") in (
+            self.name,
+            f"{self.name}_{self.kind}",
+        )
+        if not (has_its_name or self.template):
             return False
         functions = [f for f in self.functions if f is not None]
         plain = all(isinstance(f, types.FunctionType) and f.__closure__ is None for f in functions)
-        return plain and all(str(f.__module__).startswith("flexmasks.") for f in functions)
+        # functools.wraps changes a function's `__module__`, but not its global variables.
+        return plain and all(str(f.__globals__.get("__name__")).startswith("flexmasks.") for f in functions)
 
     @property
     def functions(self) -> tuple[Callable[..., Any] | None, ...]:

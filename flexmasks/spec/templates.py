@@ -16,17 +16,20 @@ import hashlib
 import itertools
 import marshal
 import types
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from flexmasks import compat
 from flexmasks.cache import Cache
 from flexmasks.spec.captures import Opaque, Readable, capture, global_names, is_library
 
 _TEMPLATES: Cache[Any] = Cache("templates", max_bytes=4096)  # an entry counts one byte
 _NUMBERS = (int, float)  # captured numbers are inputs, because torch makes changing numbers symbolic
 
+_READ_NO_NAMES = ("flexmasks.spec.indexing", "flexmasks.spec.parameters")  # modules with help for masks of users
 _OF_EVERY_MODULE: tuple[str, ...] = ("__builtins__", "__name__")
 
 
@@ -73,12 +76,16 @@ def read(reads: Sequence[Read]) -> list[Any]:
 def noted(*functions: Any) -> str:
     """Note the template of functions in the table, and return its name there.
 
-    Equal names stand for equal templates, in every process.
+    Equal names stand for equal templates, in every process. What functions of this library return may follow from what
+    users have registered, so templates that call them get other names each time, except in exported programs.
     """
     holes = itertools.count()
     template = tuple(_Walk(lambda value, _: _Hole(next(holes))).copy(f, Read(f, None, ())) for f in functions)
     tensors: list[Tensor] = []
-    name = hashlib.sha256(_content(capture(template, tensors)).encode()).hexdigest()
+    key = capture(template, tensors)
+    name = hashlib.sha256(_content(key).encode()).hexdigest()
+    if _may_read_registry(key) and not compat.is_exporting():
+        name += uuid.uuid4().hex
     _TEMPLATES.put(name, (), template, 1)
     return name
 
@@ -214,6 +221,14 @@ def _reader_code(names: tuple[str, ...], globals_read: tuple[str, ...]) -> types
     exec(source, space)
     code: types.CodeType = space["outer"](*[None] * len(names)).__code__
     return code
+
+
+def _may_read_registry(key: Any) -> bool:
+    """Return whether a key holds code of this library that may look up names."""
+    if isinstance(key, tuple):
+        return any(map(_may_read_registry, key))
+    name = key.__name__ if isinstance(key, types.ModuleType) else getattr(key, "__module__", None)
+    return isinstance(name, str) and name.partition(".")[0] == "flexmasks" and name not in _READ_NO_NAMES
 
 
 def _content(key: Any) -> str:
