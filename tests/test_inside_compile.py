@@ -32,7 +32,7 @@ from flexmasks import Mask, compat, inside_compile
 from flexmasks.backends import fa4, kernel_tiles, table
 from flexmasks.masks import causal
 from flexmasks.plans.bounds import unread
-from flexmasks.spec import leading
+from flexmasks.spec import definitions, leading
 from flexmasks.spec.arguments import from_arguments
 from flexmasks.spec.as_data import data_of
 from flexmasks.spec.parameters import Size
@@ -413,6 +413,7 @@ def test_graphs_on_the_disk_are_not_those_of_other_registrations() -> None:
         flexmasks.register_mask(name=name)(function)
         assert not flexmasks.get_mask(name).is_own()
     assert flexmasks.packed("causal", [0, 9]).is_own()
+    assert all(d.own for d in definitions._OPERATORS.values())
     assert flexmasks.get_mask("causal").is_own()
 
 

@@ -51,11 +51,10 @@ class Definition:
 
     def _is_own(self) -> bool:
         # A user may pass or register one of the library's functions, under another name, as their own.
-        has_its_name = self.registered and getattr(self.function, "__name__", "") in (
-            self.name,
-            f"{self.name}_{self.kind}",
-        )
-        if not (has_its_name or self.template):
+        # The functions of operators, such as a mask's part, are private.
+        function = getattr(self.function, "__name__", "")
+        has_its_name = function in (self.name, f"{self.name}_{self.kind}") or function.startswith("_")
+        if not (self.registered and has_its_name):
             return False
         functions = [f for f in self.functions if f is not None]
         plain = all(isinstance(f, types.FunctionType) and f.__closure__ is None for f in functions)
