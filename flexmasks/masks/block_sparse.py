@@ -43,7 +43,8 @@ def _bsr_prepare(
     col_indices: Annotated[Tensor, "int[N] in 0.."],
     block: Block,
 ) -> dict[str, Any]:
-    counts, stored = crow_indices.long().diff(), len(col_indices)
+    starts, stored = crow_indices.long(), len(col_indices)
+    counts = starts.diff()
     if may_read(size, crow_indices):
         ends = torch.stack([crow_indices[0], crow_indices[-1]]).tolist() if len(crow_indices) else []
         if ends != [0, stored] or (len(counts) and int(counts.min()) < 0):
@@ -53,7 +54,7 @@ def _bsr_prepare(
     columns = _columns(size, "col_indices", col_indices, pair(block))
     # Indices that were not read may be anything; inside torch.compile, kernels are chosen over tensors of zeros. So
     # the table has a spare row, for columns outside of all rows.
-    rows = torch.searchsorted(crow_indices.long(), torch.arange(stored, device=counts.device), right=True) - 1
+    rows = torch.searchsorted(starts, torch.arange(stored, device=starts.device), right=True) - 1
     layout = torch.zeros((len(counts) + 1, columns), dtype=torch.bool, device=counts.device)
     visible = torch.ones_like(rows, dtype=torch.bool)  # not True, which is copied from the host
     layout.index_put_((rows, col_indices.long()), visible)
