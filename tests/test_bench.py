@@ -260,7 +260,7 @@ def test_the_cases_of_limits(steps: list[str], monkeypatch: pytest.MonkeyPatch) 
     cuda = torch.device("cuda")
     monkeypatch.setattr(first_calls, "is_installed", lambda: True)
     on_gpu = list(bench_limits._todo(cuda, quick=False))
-    assert len(on_gpu) == len(set(on_gpu)) == 4 + 2 + 4 + 24 + 36 + 18
+    assert len(on_gpu) == len(set(on_gpu)) == 4 + 2 + 5 + 24 + 36 + 18 + 4
     assert "sinks, sliding_window 1,024, [4, 64, 8, 4096, 64]" in on_gpu
     assert "head sizes, documents, float16, [4, 16, 16, 8192, 64]" in on_gpu
     monkeypatch.setattr(first_calls, "is_installed", lambda: False)
@@ -302,7 +302,7 @@ def test_figures_of_limits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     for row in (*rows["sinks"], *rows["soft-cap"], *rows["neighborhoods"]):
         assert min(row["forward_ms"], row["backward_ms"]) > 0
         assert "difference" in row
-    assert all(row["inference_ms"] > 0 for row in rows["sinks"])
+    assert all(row["inference_ms"] > 0 for row in (*rows["sinks"], *rows["neighborhoods"]))
     video = rows["neighborhoods"][0]
     assert video["visible"] == pytest.approx(27 / 256, rel=1e-3)
     assert video["visible"] < video["computed"] <= 1
@@ -318,10 +318,22 @@ def test_figures_of_limits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "| fails " in page
 
 
+@pytest.mark.campaign  # two processes compile a model
+def test_first_steps_of_a_compiled_model(tmp_path: Path) -> None:
+    file = tmp_path / "limits.json"
+    command = ["bench", "limits", "--device", "cpu", "--quick", "--json", str(file), "--only", "first steps"]
+    assert main(command) == 0
+    cold, warm = json.loads(file.read_text())["rows"]
+    assert (cold["who"], warm["who"]) == ("cold", "warm")
+    assert warm["modules_s"] > 0
+    for row in (cold, warm):
+        assert 0 < row["second_step_s"] < row["step_s"]
+
+
 def test_a_first_call_that_fails_is_named() -> None:
     shape = (1, 2, 128, 16)
     with pytest.raises(RuntimeError, match=r"with code 1: ValueError: .* backend 'dense' cannot run this call"):
-        first_calls._rows("softcap", "dense", CPU, shape)
+        first_calls._call_rows("softcap", "dense", CPU, shape)
 
 
 def test_the_tables_of_limits() -> None:
@@ -332,6 +344,7 @@ def test_the_tables_of_limits() -> None:
             "backward_ms": 2 * ms, "inference_ms": ms, **more
         }  # fmt: skip
 
+    fractions = {"visible": 0.1, "computed": 0.4, "first_s": 5.0, "inference_first_s": 2.0}
     rows = [
         row("sinks", "causal", "with sinks", 1.04, "fa4"), row("sinks", "causal", "without", 1.0, "fa4"),
         row("sinks", "window", "with sinks", 1.2, "triton"), row("sinks", "window", "without", 1.0, "fa4"),
@@ -339,8 +352,14 @@ def test_the_tables_of_limits() -> None:
         row("head sizes", "causal", "flexmasks", 1.0, "fa4"), row("head sizes", "causal", "flex_attention", 1.5),
         row("head sizes", "prefix_lm", "flexmasks", 1.0, "triton"),
         row("head sizes", "prefix_lm", "flex_attention", 0.9),
-        row("neighborhoods", "natten", "row-major", 1.0, "flash", visible=0.1, computed=0.4),
-        row("neighborhoods", "natten", "full attention", 2.0, "fa4"),
+        row("neighborhoods", "natten", "row-major", 1.0, "triton", inference_backend="flash", **fractions),
+        row("neighborhoods", "natten", "full attention", 2.0, "fa4", inference_backend="fa4"),
+        *(
+            row("neighborhoods", case, who, ms, "flash", inference_backend="flash", **fractions)
+            for case in ("natten3d 9", "natten3d 9, stride 3", "natten1d 9")
+            for who, ms in (("row-major", 2.0), ('order="auto"', 1.0), ("full attention", 2.0))
+            if not (case == "natten1d 9" and "auto" in who)
+        ),
     ]  # fmt: skip
     small = {**about, "kind": "small calls", "case": "causal", "passes": "forward"}
     rows += [
@@ -354,6 +373,18 @@ def test_the_tables_of_limits() -> None:
         for backend, more in (("fa4", {"gradient_s": 9.0}), ("decode", {}))
         for who, seconds in (("cold", 4.0), ("warm", 1.25))
     ]
+    steps = {
+        **about,
+        "kind": "first steps",
+        "case": "12 layers",
+        "backend": "flexmasks",
+        "import_s": 3,
+        "device_s": 0.5,
+    }
+    rows += [
+        {**steps, "who": "cold", "step_s": 20.0, "second_step_s": 0.25},
+        {**steps, "who": "warm", "step_s": 8.0, "second_step_s": 0.125, "modules_s": 5.0},
+    ]
     machine = {"device": "H0", "device_type": "cuda", "torch": "2.0", "flash": "flash-attn-4 1"}
     text = limits_tables.markdown({"machine": machine, "rows": rows})
     lines = [" ".join(line.split()) for line in text.splitlines()]
@@ -365,7 +396,19 @@ def test_the_tables_of_limits() -> None:
         "| causal | 4x16x16x8192x128 | forward | sdpa | 1 | 1.1 | 1.2 | 1.10 x | 2 | 1.8 | 3 | 0.90 x |",
         "| causal | fa4 | 4.00 | 9.00 | 1.25 | 9.00 | 3.00 / 3.00 | 0.50 / 0.50 |",
         "| causal | decode | 4.00 | | 1.25 | | 3.00 / 3.00 | 0.50 / 0.50 |",
-        "| natten | 4x16x16x8192x128 | row-major | flash | 1 / 2 | 2 / 4 (fa4) | 2.0 x | 2.0 x | 2.5 x | 10.0 x |",
+        "| 12 layers | 4x16x16x8192x128 | flexmasks | 20.00 | 0.25 | 8.00 | 0.12 | 5.00 | 3.00 / 3.00 | 0.50 / 0.50 |",
+        "| natten | 4x16x16x8192x128 | row-major | 2.00, 5.00 | 1 (flash) | 1 / 2 (triton) | 2 (fa4); 2 / 4 (fa4) "
+        "| 2.0 x | 2.0 x | 2.0 x | 2.5 x | 10.0 x | |",
+        *(
+            f"| {case} | 4x16x16x8192x128 | {tokens} | 2.00, 5.00 | {ms} (flash) | {ms} / {2 * ms} (flash) "
+            f"| 2 (flash); 2 / 4 (flash) | {' | '.join([f'{2 / ms:.1f} x'] * 3)} | 2.5 x | 10.0 x | {target}|"
+            for case, tokens, ms, target in (
+                ("natten3d 9", "row-major", 2, ""),
+                ("natten3d 9", 'order="auto"', 1, "2.0 x "),
+                ("natten3d 9, stride 3", 'order="auto"', 1, "8.7 x "),
+                ("natten1d 9", "row-major", 2, "12.0 x "),
+            )
+        ),
     ):
         assert expected in lines, "\n".join(lines)
     for sentence in (

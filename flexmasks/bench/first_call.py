@@ -1,4 +1,4 @@
-"""The first call of a process: a script that prints its times as JSON.
+"""The first call of a process, or a model's first training step: a script that prints its times as JSON.
 
 `first_calls` runs it. At its top it imports nothing that a call of attention would import, so that the times are those
 of a user's process.
@@ -17,9 +17,10 @@ from typing import Any
 WINDOW, CAP, DOCUMENT = 256, 30.0, 600
 NO_GRADIENTS = ("decode", "cpu")  # backends for calls without gradients
 IMPORTS = "imports"  # in place of a case: the modules of a former process are imported, and nothing is called
+MODEL = "model"  # in place of a case: a compiled model is trained for two steps
 
 
-def main(case: str, backend: str, device: str, shape: tuple[int, ...], modules: Path) -> dict[str, float]:
+def call(case: str, backend: str, device: str, shape: tuple[int, ...], modules: Path) -> dict[str, float]:
     """Return the seconds of imports, of the device, and of a first call.
 
     The first output and the first gradient count from the beginning of the call.
@@ -40,25 +41,62 @@ def main(case: str, backend: str, device: str, shape: tuple[int, ...], modules: 
     q = q[:, :, -1:] if backend == "decode" else q
     ids = torch.arange(shape[2], device=device) // DOCUMENT
     upstream = torch.ones_like(q)
-
-    def wait() -> float:
-        """Return the seconds since `start` when the device has finished its work."""
-        if device.startswith("cuda"):
-            torch.cuda.synchronize()
-        return time.perf_counter() - start
-
-    seconds["device_s"] = wait()
+    seconds["device_s"] = _seconds_since(start, device)
     before = set(sys.modules)
     start = time.perf_counter()
     offset = shape[2] - 1 if backend == "decode" else 0
     out = attention(q, k, v, backend=backend, q_offset=offset, **_arguments(case, ids))
-    seconds["output_s"] = wait()
+    seconds["output_s"] = _seconds_since(start, device)
     if learns:
         torch.autograd.grad(out, (q, k, v), upstream)
-        seconds["gradient_s"] = wait()
+        seconds["gradient_s"] = _seconds_since(start, device)
+    _keep_imports(before, modules)
+    return seconds
+
+
+def train(who: str, device: str, sizes: tuple[int, ...], modules: Path) -> dict[str, float]:
+    """Return the seconds of imports, of the device, and of a compiled model's first two training steps.
+
+    Each step has new documents. flex_attention gets its block mask from a compiled create_block_mask.
+
+    who: whose attention the model has, as in the benchmark of steps.
+    sizes: those of `model.Sizes`.
+    modules: a file for the names of other packages' modules that the steps import.
+    """
+    start = time.perf_counter()
+    import torch
+
+    from flexmasks.bench.model import Sizes, Training
+    from flexmasks.bench.steps import attention_kinds
+
+    seconds = {"import_s": time.perf_counter() - start}
+    start = time.perf_counter()
+    at, dtype = torch.device(device), torch.bfloat16 if device.startswith("cuda") else torch.float32
+    all_sizes, kinds = attention_kinds("document ids", Sizes(*sizes), at, "compiled")
+    step = Training(all_sizes, kinds[who].attend_of, kinds[who].packing, at, dtype, "compiled")
+    seconds["device_s"] = _seconds_since(start, device)
+    before = set(sys.modules)
+    for name in ("step_s", "second_step_s"):
+        start = time.perf_counter()
+        step()
+        seconds[name] = _seconds_since(start, device)
+    _keep_imports(before, modules)
+    return seconds
+
+
+def _seconds_since(start: float, device: str) -> float:
+    """Return the seconds since `start` when the device has finished its work."""
+    if device.startswith("cuda"):
+        import torch
+
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def _keep_imports(before: set[str], modules: Path) -> None:
+    """Write the names of other packages' modules imported since then to a file."""
     imported = [name for name in sys.modules if name not in before and not name.startswith("flexmasks.")]
     modules.write_text("\n".join(imported))
-    return seconds
 
 
 def imports(modules: Path) -> dict[str, float]:
@@ -91,5 +129,6 @@ if __name__ == "__main__":
     if _case == IMPORTS:
         print(json.dumps(imports(Path(_modules))))
     else:
-        _backend, _device, _shape = _others
-        print(json.dumps(main(_case, _backend, _device, tuple(json.loads(_shape)), Path(_modules))))
+        _who, _device, _sizes = _others
+        _arguments_of_all = _who, _device, tuple(json.loads(_sizes)), Path(_modules)
+        print(json.dumps(train(*_arguments_of_all) if _case == MODEL else call(_case, *_arguments_of_all)))

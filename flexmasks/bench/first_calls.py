@@ -1,4 +1,4 @@
-"""First calls of fresh processes, with empty and with filled caches of compiled code."""
+"""First calls and first training steps of fresh processes, with empty and with filled caches of compiled code."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ import torch
 
 from flexmasks.backends.fa4 import KEEPS_KERNELS, KERNEL_FOLDER, is_installed
 from flexmasks.bench import first_call
+from flexmasks.bench.model import Sizes
 from flexmasks.bench.results import Row
+from flexmasks.bench.steps_tables import OURS, PLAIN
 from flexmasks.pictures.output import progress
 
-KIND = "first calls"
+CALLS, STEPS = "first calls", "first steps"
 _CASES = ("causal", "sliding_window & a lambda", "softcap", "documents")
 # Backends, and the cases that each can run.
 _WITHOUT_CAP = ("causal", "sliding_window & a lambda", "documents")
@@ -48,12 +50,21 @@ def steps(device: torch.device, quick: bool) -> dict[str, Callable[[], list[Row]
         return 2, 16, _SHORT.get(backend, _LENGTH_ON_GPU), 64
 
     backends = {b: cases for b, cases in (_ON_GPU if is_cuda else _ON_CPU).items() if _is_there(b)}
-    return {
-        f"{KIND}, {case}, {backend}, {list(shape_of(backend))}": functools.partial(
-            _rows, case, backend, device, shape_of(backend)
+    todo: dict[str, Callable[[], list[Row]]] = {
+        f"{CALLS}, {case}, {backend}, {list(shape_of(backend))}": functools.partial(
+            _call_rows, case, backend, device, shape_of(backend)
         )
         for backend, cases in backends.items()
         for case in cases
+    }
+    models = (
+        [Sizes(), Sizes(layers=32)] if is_cuda else [Sizes(256, 256, 4, 2 if quick else 4, 1, 128 if quick else 1024)]
+    )
+    # flex_attention has no gradients on a CPU.
+    return todo | {
+        f"{STEPS}, {sizes.layers} layers, {who}": functools.partial(_step_rows, sizes, who, device)
+        for sizes in models
+        for who in ((OURS, PLAIN) if is_cuda else (OURS,))
     }
 
 
@@ -61,22 +72,36 @@ def _is_there(backend: str) -> bool:
     return backend not in ("fa4", "flash") or is_installed()
 
 
-def _rows(case: str, backend: str, device: torch.device, shape: tuple[int, ...]) -> list[Row]:
+def _call_rows(case: str, backend: str, device: torch.device, shape: tuple[int, ...]) -> list[Row]:
+    """Return the figures of the first call of a cold process and of a warm one."""
+    about: Row = {"kind": CALLS, "case": case, "shape": "x".join(map(str, shape)), "backend": backend}
+    return _rows(about, [case, backend, str(device), json.dumps(shape)])
+
+
+def _step_rows(sizes: Sizes, who: str, device: torch.device) -> list[Row]:
+    """Return the figures of the first steps of a cold process and of a warm one."""
+    shape = (sizes.batch, sizes.heads, sizes.length, sizes.width // sizes.heads)
+    about: Row = {"kind": STEPS, "case": f"{sizes.layers} layers", "shape": "x".join(map(str, shape)), "backend": who}
+    return _rows(about, [first_call.MODEL, who, str(device), json.dumps(sizes)])
+
+
+def _rows(about: Row, words: list[str]) -> list[Row]:
     """Return the figures of a cold process and of a warm one.
 
     The cold process starts with empty caches on the disk, which the warm one finds filled. A third process imports what
     the warm one has imported during its call, and does nothing else.
+
+    words: the arguments of `first_call`, but for the file of modules.
     """
-    about: Row = {"kind": KIND, "case": case, "shape": "x".join(map(str, shape)), "backend": backend}
-    about["dtype"] = "bfloat16" if device.type == "cuda" else "float32"
+    device = words[2]
+    about["dtype"] = "bfloat16" if device.startswith("cuda") else "float32"
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         modules = str(Path(folder) / "modules.txt")
-        words = [case, backend, str(device), json.dumps(shape), modules]
         caches = {KEEPS_KERNELS: "1", **{name: str(Path(folder) / name) for name in _FOLDERS}}
         for state in ("cold", "warm"):
-            progress(f"{KIND}, {case}, {backend}: {state}")
-            seconds = {name: round(x, 3) for name, x in _in_a_process(words, caches).items()}
+            progress(f"{about['kind']}, {about['case']}, {about['backend']}: {state}")
+            seconds = {name: round(x, 3) for name, x in _in_a_process([*words, modules], caches).items()}
             rows.append({**about, "who": state, **seconds})
         alone = _in_a_process([first_call.IMPORTS, modules], caches)
     rows[-1] |= {name: round(x, 3) for name, x in alone.items()}

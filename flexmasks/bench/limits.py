@@ -88,11 +88,15 @@ class Neighborhood(NamedTuple):
     batch: int
     heads: int
     size: int
+    stride: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
-        kernel, canvas = (" x ".join(f"{n:,}" for n in sizes) for sizes in (self.kernel, self.canvas))
-        return f"natten{'1d' if len(self.canvas) == 1 else '3d' if len(self.canvas) == 3 else ''} {kernel} of {canvas}"
+        kernel, canvas, stride = (
+            " x ".join(f"{n:,}" for n in sizes) for sizes in (self.kernel, self.canvas, self.stride)
+        )
+        name = f"natten{'1d' if len(self.canvas) == 1 else '3d' if len(self.canvas) == 3 else ''}"
+        return f"{name} {kernel} of {canvas}{f', stride {stride}' if stride else ''}"
 
     @property
     def visible(self) -> float:
@@ -104,11 +108,9 @@ class Neighborhood(NamedTuple):
         if len(self.canvas) == 1:
             return {ROWS: get_mask("natten1d", length=self.canvas[0], kernel=self.kernel[0])}
         name = "natten" if len(self.canvas) == 2 else "natten3d"
-        axes = dict(zip(("depth", "height", "width")[-len(self.canvas) :], self.canvas, strict=True))
-        return {
-            ROWS: get_mask(name, kernel=self.kernel, **axes),
-            AUTO: get_mask(name, kernel=self.kernel, order="auto", **axes),
-        }
+        parameters: dict[str, Any] = {"kernel": self.kernel, **({"stride": self.stride} if self.stride else {})}
+        parameters |= zip(("depth", "height", "width")[-len(self.canvas) :], self.canvas, strict=True)
+        return {ROWS: get_mask(name, **parameters), AUTO: get_mask(name, order="auto", **parameters)}
 
 
 class Scale(NamedTuple):
@@ -140,6 +142,7 @@ _GPU = Scale(
     ],
     neighborhoods=[
         Neighborhood((30, 48, 80), (18, 24, 24), 1, 8, 128),
+        Neighborhood((30, 48, 80), (18, 24, 24), 1, 8, 128, stride=(2, 8, 8)),
         Neighborhood((56, 56), (7, 7), 4, 16, 128),
         Neighborhood((64, 128), (7, 7), 4, 16, 128),
         Neighborhood((32768,), (2048,), 1, 16, 128),
@@ -306,7 +309,10 @@ def _head_rows(name: str, make: Callable[[], Mask], kind: Kind, device: torch.de
 
 
 def _neighborhood_rows(case: Neighborhood, device: torch.device, dtype: torch.dtype, runs: int) -> list[Row]:
-    """Return the figures of neighborhoods in each order of tokens, and of full attention."""
+    """Return the figures of neighborhoods in each order of tokens, and of full attention.
+
+    Forward passes are timed without gradients too, where other kernels may be faster.
+    """
     length = math.prod(case.canvas)
     shape = Shape(case.batch, case.heads, case.heads, length, case.size)
     inputs = shape.tensors(device, dtype, True)
@@ -314,10 +320,15 @@ def _neighborhood_rows(case: Neighborhood, device: torch.device, dtype: torch.dt
     implementations: dict[str, Callable[..., Tensor]] = {
         who: functools.partial(attention, mask=mask) for who, mask in masks.items()
     }
+    alone = [x.detach() for x in inputs]
+    inference, _ = _measured(implementations, alone, runs, required=implementations, backward=False)
     measured, _ = _measured(implementations, inputs, runs, required=implementations)
     rows = _rows_of(measured, {}, {"kind": NEIGHBORHOODS, "case": case.name}, shape, dtype)
     for row in rows:
         who = row["who"]
+        alone_of = inference[who].entries()
+        row |= {"inference_ms": alone_of["forward_ms"], "inference_first_s": alone_of["first_s"]}
+        row["inference_backend"] = explain(*alone, mask=masks[who]).backend
         explanation = explain(*inputs, mask=masks[who])
         row["backend"] = explanation.backend
         row["difference"] = _error(measured[who].output, inputs, mask=masks[who])

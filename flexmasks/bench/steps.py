@@ -154,7 +154,7 @@ def _training_rows(
     packing: str, way: str, sizes: Sizes, device: torch.device, dtype: torch.dtype, pace: Pace, cold: bool
 ) -> list[Row]:
     """Return the figures of training steps of a model that runs in one of WAYS."""
-    sizes, kinds = _kinds(packing, sizes, device, way)
+    sizes, kinds = attention_kinds(packing, sizes, device, way)
     implementations = {
         who: Training(sizes, kind.attend_of, kind.packing, device, dtype, way)
         for who, kind in kinds.items()
@@ -174,7 +174,7 @@ def _losses_rows(packing: str, way: str, sizes: Sizes, device: torch.device, dty
     torch.compiler.reset()
     losses: dict[str, list[float]] = {}
     left_out: dict[str, str] = {}
-    small, kinds = _kinds(packing, sizes, device, way)
+    small, kinds = attention_kinds(packing, sizes, device, way)
     if device.type == "cpu":
         del kinds[PLAIN]  # flex_attention has no gradients on a CPU
     for who, kind in kinds.items():
@@ -255,14 +255,16 @@ def _name(dtype: torch.dtype) -> str:
 # --- a model in training ---
 
 
-class _Kind(NamedTuple):
+class AttentionKind(NamedTuple):
     """A kind of attention of a model."""
 
     attend_of: Callable[[Any], Attend]  # inside the model, from the value of `packing`
     packing: Callable[[], Any]  # outside the model, once in a step
 
 
-def _kinds(packing: str, sizes: Sizes, device: torch.device, way: str) -> tuple[Sizes, dict[str, _Kind]]:
+def attention_kinds(
+    packing: str, sizes: Sizes, device: torch.device, way: str
+) -> tuple[Sizes, dict[str, AttentionKind]]:
     """Return the sizes, and the kinds of attention among packed documents.
 
     packing: "document ids", [batch, length], or "offsets" of sequences in one row of batch x length tokens.
@@ -293,12 +295,14 @@ def _kinds(packing: str, sizes: Sizes, device: torch.device, way: str) -> tuple[
 
     attend_of = attend_of_offsets if packing == "offsets" else attend_of_ids
     return sizes, {
-        OURS: _Kind(attend_of, ours.new),
-        PLAIN: _Kind(
+        OURS: AttentionKind(attend_of, ours.new),
+        PLAIN: AttentionKind(
             lambda block_mask: lambda q, k, v: flex(q, k, v, block_mask=block_mask),
             lambda: create(mod(plain.new(), length), batch, length, device),
         ),
-        DENSE: _Kind(lambda visible: lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=visible), seen),
+        DENSE: AttentionKind(
+            lambda visible: lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=visible), seen
+        ),
     }
 
 
