@@ -27,7 +27,7 @@ import operator
 import pathlib
 import threading
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -432,7 +432,8 @@ def in_graph(function: Callable[..., Any]) -> Callable[..., Any]:
     """Let torch.compile not look into a function, whose operations on tensors enter the graph.
 
     torch traces how Python takes each tuple among the arguments apart, which would be most of the time of a model's
-    first call. So tensors and numbers are handed on one by one, and a text says where they belong.
+    first call. So tensors and numbers are handed on one by one, and a text says where they belong. What is Flat already
+    needs no more work.
 
     function: takes tensors, numbers, strings, None and tuples of them, and returns tensors, which follow from what the
         arguments hold, the library and the device alone: torch keeps compiled graphs in files.
@@ -446,9 +447,8 @@ def in_graph(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any) -> Any:
         leaves: list[Any] = []
-        text = _repr(_places(args, leaves))
-        # torch has no guard for what `_repr` returns; a string of it needs none.
-        return run_in_graph(name, f"{text}", *leaves)
+        text = text_of(args, leaves)
+        return run_in_graph(name, text, *leaves)
 
     return call
 
@@ -462,7 +462,7 @@ def run_in_graph(name: str, text: str, *leaves: Any) -> Any:
     Graphs of torch.compile hold this function by its name, so it is public.
     """
     _let_torch_keep_graphs()
-    return _IN_GRAPHS[name](*_filled(value_of_text(text), map(_plain, leaves)))
+    return _IN_GRAPHS[name](*Flat(text, tuple(map(_plain, leaves))).values())
 
 
 def _plain(value: Any) -> Any:
@@ -508,31 +508,68 @@ def _repr(value: Any) -> str:
 
 
 _PLACE = 0  # where a tensor or number belongs
+_IN_TEXT = (bool, str, type(None))
+
+
+class Flat(NamedTuple):
+    """Nested tuples taken apart, for functions of `in_graph`, which get the tuples."""
+
+    text: str  # see `text_of`
+    leaves: tuple[Any, ...]
+
+    def values(self) -> tuple[Any, ...]:
+        """Return the nested tuples."""
+        return _filled(value_of_text(self.text), iter(self.leaves))
+
+
+def text_of(values: tuple[Any, ...], leaves: list[Any]) -> str:
+    """Return a text of nested tuples, and append their tensors and numbers to `leaves`.
+
+    The text is that of Python, with 0 for a leaf. torch traces this function.
+    """
+    # torch has no guard for what `_repr` returns; a string of it needs none.
+    return f"{_repr(_places(values, leaves))}"
+
+
+def text_of_value(value: Any, leaves: list[Any]) -> str:
+    """Return the text of a value that is no tuple. torch traces this function."""
+    if isinstance(value, _IN_TEXT):
+        return f"{value!r}"
+    leaves.append(value)
+    return f"{_PLACE}"
 
 
 def _places(values: tuple[Any, ...], leaves: list[Any]) -> tuple[Any, ...]:
     """Return values with places in place of tensors and numbers, and append these to `leaves`.
 
-    torch traces this function.
+    A list holds the text of what is flat already.
     """
     places: list[Any] = []
     for value in values:
-        if isinstance(value, tuple):
-            places.append(_places(value, leaves))
-        elif value is None or isinstance(value, bool | str):
+        if isinstance(value, _IN_TEXT):
             places.append(value)
-        else:
+        elif not isinstance(value, tuple):
             leaves.append(value)
             places.append(_PLACE)
+        elif isinstance(value, Flat):
+            leaves.extend(value.leaves)
+            places.append([value.text])
+        else:
+            places.append(_places(value, leaves))
     return tuple(places)
 
 
 def _filled(places: tuple[Any, ...], leaves: Iterator[Any]) -> tuple[Any, ...]:
     """Return the values of which `_places` made places."""
-    return tuple(
-        _filled(place, leaves) if isinstance(place, tuple) else next(leaves) if place is _PLACE else place
-        for place in places
-    )
+    return tuple([_filled_place(place, leaves) for place in places])
+
+
+def _filled_place(place: Any, leaves: Iterator[Any]) -> Any:
+    if isinstance(place, list):
+        return _filled(value_of_text(place[0]), leaves)
+    if isinstance(place, tuple):
+        return _filled(place, leaves)
+    return next(leaves) if place is _PLACE else place
 
 
 def kept_with_graph() -> dict[Any, Any] | None:

@@ -85,7 +85,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
         mask = cast(Mask, from_arguments("full", None, {})[0] if mask is None else mask)
         resolved = mask.resolve(size)  # raises errors of parameters, which torch would not show if they came later
         data = data_of(mask, q.device)
-        score_data = _UNKNOWN if score is None or not is_readable(score) else data_of(score, q.device)
+        score_data = _data_of_score(score, q.device)
         facts = _Facts(score is not None, needs_grad, learns, request.return_lse, bool(request.kernel_options))
         arguments = data, score_data, q_offset, q, k, v, compat.constants(request.scale), tuple(facts)
         place = _chosen(request.backend, *arguments).shape[0]
@@ -150,6 +150,11 @@ def _in_plain_operations(
         mask_mod = shifted_mask(mask.bind(mask.resolve(size)), q_offset)
     out, lse = plain.attend(q, k, v, score_mod, mask_mod, request.scale)
     return out, lse if request.return_lse else None
+
+
+def _data_of_score(score: Score | None, device: torch.device) -> compat.Flat | tuple[str, str]:
+    """Return a score as data, or `_UNKNOWN`."""
+    return _UNKNOWN if score is None or not is_readable(score) else data_of(score, device)
 
 
 # --- the choice of a backend ---
@@ -353,8 +358,10 @@ def _with_constants(value: Any) -> Any:
 def _holds_floats(value: Any) -> bool:
     if isinstance(value, float):
         return True
-    inside = value.params.values() if isinstance(value, Modifier) else value if isinstance(value, tuple) else ()
-    return any(_holds_floats(v) for v in inside)
+    for v in value.params.values() if isinstance(value, Modifier) else value if isinstance(value, tuple) else ():
+        if _holds_floats(v):
+            return True
+    return False
 
 
 def _bound(value: Modifier, resolved: Any, size: Size, backend: str) -> Callable[..., Tensor]:
@@ -464,7 +471,7 @@ def _by_reference(
     """
     q_offset = cast(int | Tensor, request.q_offset)
     visible = _visible(mask, block_mask, q_offset, q.device)
-    score_data = _UNKNOWN if score is None or not is_readable(score) else data_of(score, q.device)
+    score_data = _data_of_score(score, q.device)
     if visible is not None and _runs_by_tiles(q, score, score_data):
         scale, blocks = compat.constants(request.scale), of_block_mask(block_mask)
         call = visible, score_data, q_offset, block_mask.BLOCK_SIZE, scale
@@ -478,7 +485,7 @@ def _by_reference(
         def of_mask(*indices: Tensor) -> Tensor:
             return cast(Tensor, _masked(visible, block_mask.BLOCK_SIZE, like_q, like_k, *indices))
 
-    if score_data != _UNKNOWN:
+    if isinstance(score_data, compat.Flat):
 
         def of_scores(scores: Tensor, *indices: Tensor) -> Tensor:
             return cast(Tensor, _scored(score_data, q_offset, like_q, like_k, scores, *indices))
@@ -487,7 +494,11 @@ def _by_reference(
 
 
 def _runs_by_tiles(q: Tensor, score: Score | None, score_data: Any) -> bool:
-    return q.device.type == "cpu" and (score is None or score_data != _UNKNOWN) and not compat.transforms_active()
+    return (
+        q.device.type == "cpu"
+        and (score is None or isinstance(score_data, compat.Flat))
+        and not compat.transforms_active()
+    )
 
 
 def _visible(mask: Mask | None, block_mask: compat.BlockMask, q_offset: int | Tensor, device: torch.device) -> Any:

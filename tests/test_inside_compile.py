@@ -338,7 +338,7 @@ def test_torch_traces_few_calls_for_a_layer(monkeypatch: pytest.MonkeyPatch) -> 
             torch.randn(BATCH, LENGTH, 16), _documents(DOCUMENTS)
         )
         numbers.append(len(calls))
-    assert 100 < (numbers[1] - numbers[0]) / 2 <= 280  # 1,225 at first
+    assert 100 < (numbers[1] - numbers[0]) / 2 <= 230  # 1,225 at first
 
 
 @pytest.mark.parametrize("dynamic", [True, False])
@@ -402,7 +402,9 @@ def test_graphs_on_the_disk_are_not_those_of_other_registrations() -> None:
     def helped(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return leading(q, b, h, q)[0] >= kv
 
-    names = [{data_of(flexmasks.get_mask(f), torch.device("cpu"))[1] for _ in range(2)} for f in (looked_up, helped)]
+    names = [
+        {data_of(flexmasks.get_mask(f), torch.device("cpu")).values()[1] for _ in range(2)} for f in (looked_up, helped)
+    ]
     assert [len(n) for n in names] == [2, 1]
 
     @functools.wraps(causal.causal)
@@ -861,7 +863,7 @@ def test_the_backend_for_gradients_follows_from_names_and_shapes(
     with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda:0"):
         q, k, v = (torch.empty(4, 16, length, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
         facts = (False, True, False, False, False)
-        data = data_of(asked, q.device)
+        data = data_of(asked, q.device).values()
         call = inside_compile._call_of(data, ("unknown", ""), 0, q, k, v, None, facts)
         assert next(b.name for b in table._fastest_first(call) if b.name in ("flash", "triton")) == backend
 

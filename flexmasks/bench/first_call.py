@@ -1,7 +1,7 @@
-"""The first call of a process, or a model's first training step: a script that prints its times as JSON.
+"""A process's first call, or a model's first steps, in a script that prints times.
 
-`first_calls` runs it. At its top it imports nothing that a call of attention would import, so that the times are those
-of a user's process.
+The times are JSON. `first_calls` runs it. At its top it imports nothing that a call of attention would import, so that
+the times are those of a user's process.
 """
 
 from __future__ import annotations
@@ -55,9 +55,10 @@ def call(case: str, backend: str, device: str, shape: tuple[int, ...], modules: 
 
 
 def train(who: str, device: str, sizes: tuple[int, ...], modules: Path) -> dict[str, float]:
-    """Return the seconds of imports, of the device, and of a compiled model's first two training steps.
+    """Return the seconds of imports, of the device, and of a model's first steps.
 
-    Each step has new documents. flex_attention gets its block mask from a compiled create_block_mask.
+    The model is compiled, and trained for two steps. Each step has new documents. flex_attention gets its block mask
+    from a compiled create_block_mask.
 
     who: whose attention the model has, as in the benchmark of steps.
     sizes: those of `model.Sizes`.

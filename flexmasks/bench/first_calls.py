@@ -1,4 +1,7 @@
-"""First calls and first training steps of fresh processes, with empty and with filled caches of compiled code."""
+"""First calls and first training steps of fresh processes.
+
+Caches of compiled code are empty at first, and then filled.
+"""
 
 from __future__ import annotations
 
@@ -73,13 +76,13 @@ def _is_there(backend: str) -> bool:
 
 
 def _call_rows(case: str, backend: str, device: torch.device, shape: tuple[int, ...]) -> list[Row]:
-    """Return the figures of the first call of a cold process and of a warm one."""
+    """Return the figures of the first call of two processes."""
     about: Row = {"kind": CALLS, "case": case, "shape": "x".join(map(str, shape)), "backend": backend}
     return _rows(about, [case, backend, str(device), json.dumps(shape)])
 
 
 def _step_rows(sizes: Sizes, who: str, device: torch.device) -> list[Row]:
-    """Return the figures of the first steps of a cold process and of a warm one."""
+    """Return the figures of the first steps of two processes."""
     shape = (sizes.batch, sizes.heads, sizes.length, sizes.width // sizes.heads)
     about: Row = {"kind": STEPS, "case": f"{sizes.layers} layers", "shape": "x".join(map(str, shape)), "backend": who}
     return _rows(about, [first_call.MODEL, who, str(device), json.dumps(sizes)])

@@ -254,12 +254,12 @@ def _neighborhoods_table(cases: list[_ByWho]) -> str:
 
 
 def _neighborhood_times(row: Row) -> list[str]:
-    """Return the times of a forward pass without gradients, and of both passes, with the backends."""
+    """Return the times of a forward pass without gradients, and of both passes."""
     return [f"{row['inference_ms']:.3g} ({row['inference_backend']})", f"{_ms(row)} ({row['backend']})"]
 
 
 def _neighborhoods_target(row: Row) -> float | None:
-    """Return how many times as fast as full attention a neighborhood should be, if there is a target."""
+    """Return how many times as fast as full attention it should be, or None."""
     if "stride" in row["case"]:
         return float(1 / row["visible"] / _STRIDED_AT_MOST)
     if row["case"].startswith("natten3d"):

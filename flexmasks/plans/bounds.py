@@ -41,10 +41,13 @@ class MaskKind(NamedTuple):
 
 
 def unread(size: Size, offset: Offset) -> Size:
-    """Return the size without reading the offset; queries start among the keys."""
-    if isinstance(offset, int):
-        return replace(size, q_offset=offset, may_read=False)
-    return replace(size, q_offset=size.kv_len, may_read=False, at_most=("S",))
+    """Return the size without reading the offset; queries start among the keys.
+
+    torch traces this function, and takes dataclasses.replace apart at each call.
+    """
+    reached, at_most = (offset, size.at_most) if isinstance(offset, int) else (size.kv_len, ("S",))
+    lengths = size.batch, size.heads, size.q_len, size.kv_len
+    return Size(*lengths, size.device, reached, size.dtype, size.approximate, may_read=False, at_most=at_most)
 
 
 def plan_bounds(kind: MaskKind) -> Resolved:

@@ -23,20 +23,43 @@ _PASS_TENSORS = "let it read plain tensors and numbers, and make a Mask of it wi
 _PROBLEM = "problem: "  # begins the name of a template that cannot be made
 
 
-def data_of(mask: Modifier, device: torch.device) -> Any:
-    """Return a mask as data. torch traces this function."""
+def data_of(mask: Modifier, device: torch.device) -> compat.Flat:
+    """Return a mask as data, in the form in which graphs take it.
+
+    torch traces this function.
+    """
+    leaves: list[Any] = []
+    text = _text_of(mask, device, leaves)
+    return compat.Flat(text, tuple(leaves))
+
+
+def _text_of(mask: Modifier, device: torch.device, leaves: list[Any]) -> str:
     definition = mask.definition
-    name: str = definition.name
-    captured: list[Any] = []
+    name, captured = definition.name, "()"
     if not definition.own:
-        name, captured = _name_and_captured(definition)
-    params = []
+        name, values = _name_and_captured(definition)
+        captured = compat.text_of(tuple(values), leaves)
+    params = ""
     for key, value in mask.params.items():
         parameter = definition.parameters[key]
         if parameter.is_sequence(value) and not isinstance(value[0] if value else None, Modifier):
             value = parameter.tensor(value, device)
-        params.append((key, value_data(value, device)))
-    return definition.own, name, tuple(captured), tuple(params)
+        params += f"({key!r}, {_text_of_value(value, device, leaves)}),"
+    return f"({definition.own}, {name!r}, {captured}, ({params}))"
+
+
+def _text_of_value(value: Any, device: torch.device, leaves: list[Any]) -> str:
+    """Return the text of a parameter's value."""
+    if isinstance(value, Modifier):
+        return f"('inner', {_text_of(value, device, leaves)})"
+    if isinstance(value, tuple):
+        parts = ""
+        for v in value:
+            parts += f"{_text_of_value(v, device, leaves)},"
+        return f"('tuple', ({parts}))"
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        value = compat.as_constant(value)  # numbers are parts of kernels
+    return f"('value', {compat.text_of_value(value, leaves)})"
 
 
 def is_readable(value: Modifier) -> bool:
@@ -91,19 +114,11 @@ def _definition_of(kind: str, template: str, captured: Any) -> Definition:
     return define(kind, function, **dict(zip(FUNCTIONS[1:], hooks, strict=True)))
 
 
-def value_data(value: Any, device: torch.device) -> Any:
-    """Return a parameter's value as data. torch traces this function."""
-    if isinstance(value, Modifier):
-        return "inner", data_of(value, device)
-    if isinstance(value, tuple):
-        return "tuple", tuple([value_data(v, device) for v in value])
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        value = compat.as_constant(value)  # numbers are parts of kernels
-    return "value", value
-
-
 def of_data(kind: str, data: Any) -> Modifier:
-    """Return the mask or score that `data_of` turned into data."""
+    """Return the mask or score that `data_of` turned into data.
+
+    data: tuples, as functions of `compat.in_graph` get them.
+    """
     own, name, captured, params = data
     definition = from_pickle(kind, name) if own else _definition_of(kind, name, captured)
     cls = Mask if kind == "mask" else Score
@@ -111,7 +126,7 @@ def of_data(kind: str, data: Any) -> Modifier:
 
 
 def value_of(kind: str, data: Any) -> Any:
-    """Return the parameter's value that `value_data` turned into data."""
+    """Return a parameter's value of its data."""
     if data[0] == "inner":
         return of_data(kind, data[1])
     if data[0] == "tuple":
