@@ -352,7 +352,9 @@ def test_arguments_of_functions_that_are_not_traced_arrive_as_they_are(dynamic: 
         return tensors[0] * tensors[1][0] + number
 
     def run(x: Tensor, n: int) -> Tensor:
-        return noted(None, (True, False, 'it\'s "0"', (), (None, (2.5, math.inf))), (x, (x.double(), "0")), n, 0, -0.0)
+        flat = compat.Flat("('it\\'s', 0, (None, 0))", (x, n))
+        constant = (True, False, 'it\'s "0"', (), (None, (2.5, math.inf)))
+        return noted(None, constant, (x, (x.double(), "0"), flat), n, 0, -0.0)
 
     x = torch.randn(5)
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=dynamic)
@@ -366,6 +368,8 @@ def test_arguments_of_functions_that_are_not_traced_arrive_as_they_are(dynamic: 
         assert tensors[0].dtype == torch.float32
         assert tensors[1][0].dtype == torch.float64
         assert tensors[1][1] == "0"
+        assert (tensors[2][0], tensors[2][2]) == ("it's", (None, number))
+        assert tensors[2][1].dtype == torch.float32
         assert number in (3, 4)
         assert (zero, math.copysign(1, negative)) == (0, -1)
 
