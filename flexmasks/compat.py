@@ -531,14 +531,6 @@ def text_of(values: tuple[Any, ...], leaves: list[Any]) -> str:
     return f"{_repr(_places(values, leaves))}"
 
 
-def text_of_value(value: Any, leaves: list[Any]) -> str:
-    """Return the text of a value that is no tuple. torch traces this function."""
-    if isinstance(value, _IN_TEXT):
-        return f"{value!r}"
-    leaves.append(value)
-    return f"{_PLACE}"
-
-
 def _places(values: tuple[Any, ...], leaves: list[Any]) -> tuple[Any, ...]:
     """Return values with places in place of tensors and numbers, and append these to `leaves`.
 

@@ -7,6 +7,7 @@ the times are those of a user's process.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import json
 import sys
@@ -131,5 +132,5 @@ if __name__ == "__main__":
         print(json.dumps(imports(Path(_modules))))
     else:
         _who, _device, _sizes = _others
-        _arguments_of_all = _who, _device, tuple(json.loads(_sizes)), Path(_modules)
-        print(json.dumps(train(*_arguments_of_all) if _case == MODEL else call(_case, *_arguments_of_all)))
+        _run = train if _case == MODEL else functools.partial(call, _case)
+        print(json.dumps(_run(_who, _device, tuple(json.loads(_sizes)), Path(_modules))))

@@ -60,13 +60,12 @@ def steps(device: torch.device, quick: bool) -> dict[str, Callable[[], list[Row]
         for backend, cases in backends.items()
         for case in cases
     }
-    models = (
-        [Sizes(), Sizes(layers=32)] if is_cuda else [Sizes(256, 256, 4, 2 if quick else 4, 1, 128 if quick else 1024)]
-    )
+    tiny = Sizes(vocabulary=256, width=256, heads=4, layers=2, batch=1, length=128)
+    models = [Sizes(), Sizes(layers=32)] if is_cuda else [tiny._replace(layers=4, length=1024)]
     # flex_attention has no gradients on a CPU.
     return todo | {
         f"{STEPS}, {sizes.layers} layers, {who}": functools.partial(_step_rows, sizes, who, device)
-        for sizes in models
+        for sizes in ([tiny] if quick else models)
         for who in ((OURS, PLAIN) if is_cuda else (OURS,))
     }
 
@@ -77,34 +76,35 @@ def _is_there(backend: str) -> bool:
 
 def _call_rows(case: str, backend: str, device: torch.device, shape: tuple[int, ...]) -> list[Row]:
     """Return the figures of the first call of two processes."""
-    about: Row = {"kind": CALLS, "case": case, "shape": "x".join(map(str, shape)), "backend": backend}
-    return _rows(about, [case, backend, str(device), json.dumps(shape)])
+    return _rows({"kind": CALLS, "case": case}, case, backend, device, shape, shape)
 
 
 def _step_rows(sizes: Sizes, who: str, device: torch.device) -> list[Row]:
     """Return the figures of the first steps of two processes."""
-    shape = (sizes.batch, sizes.heads, sizes.length, sizes.width // sizes.heads)
-    about: Row = {"kind": STEPS, "case": f"{sizes.layers} layers", "shape": "x".join(map(str, shape)), "backend": who}
-    return _rows(about, [first_call.MODEL, who, str(device), json.dumps(sizes)])
+    about = {"kind": STEPS, "case": f"{sizes.layers} layers"}
+    return _rows(about, first_call.MODEL, who, device, sizes, sizes.shape)
 
 
-def _rows(about: Row, words: list[str]) -> list[Row]:
+def _rows(
+    about: Row, case: str, who: str, device: torch.device, sizes: tuple[int, ...], shape: tuple[int, ...]
+) -> list[Row]:
     """Return the figures of a cold process and of a warm one.
 
     The cold process starts with empty caches on the disk, which the warm one finds filled. A third process imports what
     the warm one has imported during its call, and does nothing else.
 
-    words: the arguments of `first_call`, but for the file of modules.
+    case, who, device, sizes: the arguments of `first_call`; `who` is a backend for calls.
     """
-    device = words[2]
-    about["dtype"] = "bfloat16" if device.startswith("cuda") else "float32"
+    about = {**about, "shape": "x".join(map(str, shape)), "backend": who}
+    about["dtype"] = "bfloat16" if device.type == "cuda" else "float32"
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         modules = str(Path(folder) / "modules.txt")
+        words = [case, who, str(device), json.dumps(sizes), modules]
         caches = {KEEPS_KERNELS: "1", **{name: str(Path(folder) / name) for name in _FOLDERS}}
         for state in ("cold", "warm"):
-            progress(f"{about['kind']}, {about['case']}, {about['backend']}: {state}")
-            seconds = {name: round(x, 3) for name, x in _in_a_process([*words, modules], caches).items()}
+            progress(f"{about['kind']}, {about['case']}, {who}: {state}")
+            seconds = {name: round(x, 3) for name, x in _in_a_process(words, caches).items()}
             rows.append({**about, "who": state, **seconds})
         alone = _in_a_process([first_call.IMPORTS, modules], caches)
     rows[-1] |= {name: round(x, 3) for name, x in alone.items()}

@@ -180,10 +180,17 @@ def _cell(by_who: _ByWho, who: str, key: str) -> str:
 
 # --- first calls ---
 
+_AROUND = ["modules, s", "import, s", "device, s"]  # seconds of a process beside its calls
+
+
+def _around(cold: Row, warm: Row) -> list[str]:
+    modules = f"{warm['modules_s']:.2f}" if "modules_s" in warm else ""
+    return [modules, *(f"{cold[key]:.2f} / {warm[key]:.2f}" for key in ("import_s", "device_s"))]
+
 
 def _first_calls_table(cases: list[_ByWho]) -> str:
     header = ["call", "backend", "cold: first output, s", "first gradient, s", "warm: first output, s"]
-    header += ["first gradient, s", "modules, s", "import, s", "device, s"]
+    header += ["first gradient, s", *_AROUND]
     rows: list[list[str]] = []
     warm_seconds: dict[str, float] = {}
     for by_who in cases:
@@ -191,10 +198,9 @@ def _first_calls_table(cases: list[_ByWho]) -> str:
         cells = [cold["case"], cold["backend"]]
         for row in (cold, warm):
             cells += [f"{row['output_s']:.2f}", f"{row['gradient_s']:.2f}" if "gradient_s" in row else ""]
-        cells.append(f"{warm['modules_s']:.2f}" if "modules_s" in warm else "")
         name = f"{warm['case']}, {warm['backend']}"
         warm_seconds[name] = warm["gradient_s" if "gradient_s" in warm else "output_s"]
-        rows.append([*cells, *(f"{cold[key]:.2f} / {warm[key]:.2f}" for key in ("import_s", "device_s"))])
+        rows.append([*cells, *_around(cold, warm)])
     shapes = ", ".join(dict.fromkeys(row["shape"] for by_who in cases for row in by_who.values()))
     about = (
         f"Seconds from the beginning of the first call of a fresh process, B x H x S x D {shapes}. Calls that have "
@@ -207,14 +213,13 @@ def _first_calls_table(cases: list[_ByWho]) -> str:
 
 def _first_steps_table(cases: list[_ByWho]) -> str:
     header = ["model", "B x H x S x D", "attention", "cold: first step, s", "second", "warm: first step, s", "second"]
-    header += ["modules, s", "import, s", "device, s"]
+    header += _AROUND
     rows: list[list[str]] = []
     for by_who in cases:
         cold, warm = by_who["cold"], by_who["warm"]
         cells = [cold["case"], cold["shape"], cold["backend"]]
         cells += [f"{row[key]:.2f}" for row in (cold, warm) for key in ("step_s", "second_step_s")]
-        cells.append(f"{warm['modules_s']:.2f}")
-        rows.append([*cells, *(f"{cold[key]:.2f} / {warm[key]:.2f}" for key in ("import_s", "device_s"))])
+        rows.append([*cells, *_around(cold, warm)])
     about = (
         "Seconds of the first two training steps of a compiled language model in a fresh process, with packed "
         "documents, new at each step, in each of its layers. With flex_attention, create_block_mask is compiled too."

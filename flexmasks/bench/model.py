@@ -23,6 +23,11 @@ class Sizes(NamedTuple):
     batch: int = 4
     length: int = 8192
 
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Batch, heads, length and head size of attention."""
+        return self.batch, self.heads, self.length, self.width // self.heads
+
 
 class Layer(nn.Module):
     """Attention and a feed-forward network, each with a residual connection."""

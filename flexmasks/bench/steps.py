@@ -161,9 +161,8 @@ def _training_rows(
         if who != DENSE
     }
     measured = measure(implementations, device, pace, cold, required=())
-    shape = (sizes.batch, sizes.heads, sizes.length, sizes.width // sizes.heads)
     about = {"model": way, "layers": sizes.layers, "width": sizes.width}
-    return [{**row, **about} for row in measured_rows("training", packing, shape, dtype, measured)]
+    return [{**row, **about} for row in measured_rows("training", packing, sizes.shape, dtype, measured)]
 
 
 def _losses_rows(packing: str, way: str, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> list[Row]:

@@ -59,7 +59,7 @@ def _text_of_value(value: Any, device: torch.device, leaves: list[Any]) -> str:
         return f"('tuple', ({parts}))"
     if isinstance(value, int | float) and not isinstance(value, bool):
         value = compat.as_constant(value)  # numbers are parts of kernels
-    return f"('value', {compat.text_of_value(value, leaves)})"
+    return compat.text_of(("value", value), leaves)
 
 
 def is_readable(value: Modifier) -> bool:
