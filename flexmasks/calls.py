@@ -21,7 +21,16 @@ from torch import Tensor
 
 from flexmasks import compat
 from flexmasks.backends import decode, fa4
-from flexmasks.backends.call import OUTCOMES, Call, Refused, Replay, Result, Unavailable, first_line
+from flexmasks.backends.call import (
+    OUTCOMES,
+    Call,
+    Refused,
+    Replay,
+    Result,
+    Unavailable,
+    first_line,
+    must_be_deterministic,
+)
 from flexmasks.backends.decode_gpu import DecodeRenewal, GpuDecode
 from flexmasks.backends.dense_gpu import GpuDense, GpuDenseRenewal
 from flexmasks.backends.empty import attend as attend_nothing
@@ -620,7 +629,7 @@ def _key_and_tensors(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple
         return None
     return (
         functions, scale, with_lse, request.sink_logits is not None, backend, grad, torch.get_default_dtype(),
-        q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, device, k.device, v.device,
+        must_be_deterministic(), q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, device, k.device, v.device,
         q.requires_grad, k.requires_grad, v.requires_grad,
     ), tensors  # fmt: skip
 

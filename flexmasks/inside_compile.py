@@ -21,9 +21,9 @@ from torch.fx.experimental.symbolic_shapes import has_static_value
 
 from flexmasks import compat
 from flexmasks.backends import empty, fa4, flash, flex, forms, plain, reference, sdpa, tiles_operator
-from flexmasks.backends.call import Call, Result
+from flexmasks.backends.call import Call, Result, must_be_deterministic
 from flexmasks.backends.slices import OverIndices
-from flexmasks.backends.table import BACKENDS, choose
+from flexmasks.backends.table import BACKENDS, choose, warn_of_order, why_not
 from flexmasks.blocks.elements import over_indices
 from flexmasks.blocks.lists import of_block_mask, widened
 from flexmasks.plans.bounds import MaskKind, plan_bounds, reads_made_tensors, unread
@@ -80,7 +80,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
     if plain.in_onnx_export():
         return Result(*_in_plain_operations(q, k, v, request, mask, score, size))
     if request.block_mask is not None:
-        name, block_mask = _backend_of_block_mask(q, request, needs_grad), widened(request.block_mask)
+        name, block_mask = _backend_of_block_mask(q, request, needs_grad, learns), widened(request.block_mask)
     else:
         mask = cast(Mask, from_arguments("full", None, {})[0] if mask is None else mask)
         resolved = mask.resolve(size)  # raises errors of parameters, which torch would not show if they came later
@@ -170,9 +170,16 @@ class _Facts(NamedTuple):
     has_options: bool
 
 
-def _backend_of_block_mask(q: Tensor, request: Request, needs_grad: bool) -> str:
+def _backend_of_block_mask(q: Tensor, request: Request, needs_grad: bool, learns: bool) -> str:
     """Return the name of the backend for a user's own BlockMask."""
     if q.is_cuda:
+        if must_be_deterministic() and (learns or (needs_grad and request.backend == "flash")):
+            if request.backend not in ("auto", "reference"):
+                fail(
+                    f"backend {request.backend!r} adds gradients in changing order here, which "
+                    "torch.use_deterministic_algorithms(True) forbids; pass 'auto'."
+                )
+            return "reference"
         if request.backend in ("sdpa", "cpu", "fa4") or (
             request.backend == "flash" and request.return_lse and not compat.FLASH_GIVES_LSE
         ):
@@ -201,10 +208,11 @@ def _chosen(backend: str, *arguments: Any) -> Tensor:
 
 
 def _place_of_chosen(backend: str, call: Call) -> int:
-    reason = None if backend == "auto" else BACKENDS[backend].refuses(call)
+    reason = None if backend == "auto" else why_not(backend, call)
     if reason is None:
         name = choose(call)[0][0].name if backend == "auto" else backend
         reason = forms.refuses_traced(call) if name in _COMPILED else None
+        warn_of_order(name, call)
     if reason is not None:
         _REASONS.append(reason)
         return len(_NAMES) + len(_REASONS) - 1

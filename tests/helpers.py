@@ -225,8 +225,8 @@ def assembly(kernel: Any, pointers: dict[str, str], constants: dict[str, Any], w
     return made.asm["ptx"]
 
 
-def compiled_for_hopper(kernel: Any, warps: int, arguments: tuple[Any, ...]) -> Any:
-    """Compile a kernel for a Hopper GPU, where no GPU is needed."""
+def compiled_for_hopper(kernel: Any, warps: int, arguments: tuple[Any, ...], arch: int = 90) -> Any:
+    """Compile a kernel for a Hopper GPU, or one of another compute capability; none is needed."""
     import triton  # not installed on every system
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -246,7 +246,7 @@ def compiled_for_hopper(kernel: Any, warps: int, arguments: tuple[Any, ...]) -> 
         else:
             signature[parameter.name] = "fp32" if isinstance(argument, float) else "i32"
     source = ASTSource(kernel, signature, constants, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps})
 
 
 def check_by_the_interpreter(file: str, *options: str) -> None:

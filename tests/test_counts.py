@@ -435,6 +435,7 @@ def test_options_of_a_kernel() -> None:
 @pytest.mark.parametrize("capability", [(9, 0), (8, 0)])
 def test_tiles_of_a_kernel(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_tiles, "capability", lambda device: capability)
+    monkeypatch.setattr(kernel_tiles, "shared_memory", lambda device: 1 << 20)
     plain = {SAFE: True, "BACKEND": "TRITON"}
 
     def chosen(**given: Any) -> dict[str, int]:
@@ -446,12 +447,33 @@ def test_tiles_of_a_kernel(capability: tuple[int, int], monkeypatch: pytest.Monk
         assert bool(chosen(size=size, block_size=(256, 128))) == (capability == (9, 0))
     for size in (32, 64, 96, 128, 256):
         assert bool(chosen(size=size, dtype=torch.float32)) == (capability == (9, 0))
-    others: list[dict[str, Any]] = [{"size": 96}, {"v_size": 128}, {"dtype": torch.float64}, {"block_size": (128, 64)}]
+    others: list[dict[str, Any]] = [{"size": 96}, {"v_size": 128}, {"dtype": torch.float64}, {"block_size": (128, 32)}]
     for other in others:
         assert not chosen(**({"size": 64} | other))
     assert _options(300, size=64, num_warps=8) == {**plain, "num_warps": 8}  # the user's options alone
     assert _options(300, size=64, backend="FLASH") == {"BACKEND": "FLASH"}
-    assert _options(300, size=64, cuda=False) == _options(1, size=64) == {}
+    assert _options(300, size=64, cuda=False) == {}
+    of_few = _options(1, size=64)  # torch's decoding kernel has tiles of its own, but not its backward pass
+    assert bool(of_few) == (capability == (9, 0))
+    assert all(name.startswith("bwd_") for name in of_few)
+
+
+@pytest.mark.parametrize(
+    ("memory", "half_from", "float32_from"), [(101_376, 1, 1), (166_912, 129, 65), (232_448, 257, 129)]
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_tiles_that_fit(
+    memory: int, half_from: int, float32_from: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With little shared memory, each head size has tiles where torch's own may not fit, and they divide the blocks."""
+    monkeypatch.setattr(kernel_tiles, "capability", lambda device: (8, 6))
+    monkeypatch.setattr(kernel_tiles, "shared_memory", lambda device: memory)
+    least = half_from if dtype == torch.bfloat16 else float32_from
+    for size in range(8, 257, 8):
+        tiles = _options(300, size=size, dtype=dtype, block_size=(128, 64))
+        assert ("fwd_BLOCK_M" in tiles) == ("bwd_BLOCK_M1" in tiles) == (size >= least)
+        assert bool(_options(1, size=size, dtype=dtype)) == (size >= least)
+        assert _options(300, size=size, v_size=8, dtype=dtype, block_size=(128, 64)) == tiles
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -481,7 +503,7 @@ def test_tiles_inside_compile(size: int, dtype: torch.dtype, monkeypatch: pytest
     monkeypatch.setattr(kernel_tiles, "capability", capability)
 
     def chosen(q: Tensor) -> Tensor:
-        tiles = kernel_tiles.faster_tiles(q, q, (128, 128))
+        tiles = kernel_tiles.chosen_tiles(q, q, (128, 128))
         return q + tiles.get("fwd_BLOCK_M", 0) + 1000 * tiles.get("bwd_BLOCK_N1", 0)
 
     q = torch.zeros(1, 1, 2, size, dtype=dtype)

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -461,6 +462,33 @@ def test_another_flash_attention(package: str, caplog: pytest.LogCaptureFixture)
     pages, lens = torch.arange(2).view(1, 2), torch.tensor([40])
     cache = torch.randn(2, 32, 2, 16)
     assert flexmasks.paged_attention(q, cache, cache, pages, lens, q_offset=None).shape == q.shape
+
+
+@pytest.mark.parametrize("package", ["right"], indirect=True)
+@pytest.mark.parametrize(
+    ("version", "is_right"),
+    [
+        ("4.0.0b25", False), ("4.0.0b9", False), ("4.0.0b26.dev3", False), ("4.0.0.dev12", False), ("4.0.0a1", False),
+        ("4.0.0b26", True), ("4.0.0b36", True), ("4.0.0b100+local", True), ("4.0.0", True), ("4.1.0b1", True),
+    ],
+)  # fmt: skip
+def test_a_flash_attention_with_a_race(
+    package: str, version: str, is_right: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before 4.0.0b26 its gradients are garbage in some launches."""
+    folder = tmp_path / f"flash_attn_4-{version}.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: flash-attn-4\nVersion: {version}\n")
+    reason = fa4.refuses_package(_half_on_cuda())
+    assert (reason is None) == is_right == fa4.is_installed()
+    if not is_right:
+        assert f"flash-attn-4 {version} may give garbage as gradients: before 4.0.0b26" in str(reason)
+        assert _warnings(caplog) == [f"{reason}, so other backends run its calls"]
+
+
+def test_the_extra_asks_for_a_flash_attention_without_the_race() -> None:
+    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())
+    assert project["project"]["optional-dependencies"]["flash"] == ["flash-attn-4>=4.0.0b26"]
 
 
 @pytest.mark.parametrize("package", ["right"], indirect=True)

@@ -173,7 +173,7 @@ def test_every_mask_trains_gpu(case: Case) -> None:
     if case in SCORE_CASES:
         params |= {n: t.float() for n, t in params.items() if isinstance(t, Tensor) and t.is_floating_point()}
         mask, score, changed = "causal", case.name, lambda x: SCORES[case.name](x, case, **case.params)
-    options = {**kernel_tiles.faster_tiles(q, v, (128, 128)), "BACKEND": "TRITON"}
+    options = {**kernel_tiles.chosen_tiles(q, v, (128, 128)), "BACKEND": "TRITON"}
     compiled = torch.compile(flexmasks.attention, fullgraph=True)
     out = compiled(q, k, v, mask=mask, score=score, backend="triton", kernel_options=options, **params)
     want, _ = attend(*others, dense(replace(case, name=mask, params={} if score else case.params)), changed)

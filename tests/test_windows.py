@@ -17,11 +17,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flexmasks
 from flexmasks import calls, compat
-from flexmasks.backends import fa4
+from flexmasks.backends import fa4, flash
 from flexmasks.backends.fa4 import DirectCall
 from flexmasks.plans.windows import Window, window_of
 from flexmasks.request import Request
-from flexmasks.spec.bands import Sequences
+from flexmasks.spec.bands import Band, Sequences
 from flexmasks.spec.examples import on_device
 from flexmasks.spec.parameters import Size
 
@@ -264,6 +264,57 @@ def test_head_sizes_of_fa4(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "only if heads are not grouped" in str(reason(192, 128, learns=True, kv_heads=2))
     assert "gradients it takes 192 with 128 for v, not 128 with 64" in str(reason(128, 64, learns=True))
     assert "it takes 128 with 64 or 192 with 128 for v, not 64 with 128" in str(reason(64, 128))
+
+
+_ON_12: dict[str, tuple[dict[str, Any], str]] = {
+    "causal": ({"needs_grad": True}, ""),
+    "a soft-cap": ({"cap": 30.0}, ""),
+    "a soft-cap that learns": ({"cap": 30.0, "needs_grad": True}, "its backward pass takes no score changes"),
+    "large heads": ({"size": 192}, "it takes head sizes up to 128, not 192"),
+}
+
+
+@pytest.mark.parametrize("case", _ON_12)
+def test_fa4_on_consumer_gpus(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On compute capability 12 flash-attn-4 has other kernels, which lack score changes with gradients, and pages."""
+    given, reason = _ON_12[case]
+    call = _call_on(monkeypatch, (12, 0), **given)
+    assert (fa4.refuses(call) or "") == (f"on compute capability 12 {reason}" if reason else "")
+    assert fa4.refuses_pages(call, Band(None, 0)) is not None
+    assert flash.refuses(call) is not None
+
+
+def test_fa4_on_other_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = (128, 192, 256)
+    reasons = {c: [fa4.refuses(_call_on(monkeypatch, c, size=n)) for n in sizes] for c in ((8, 0), (9, 0), (10, 0))}
+    assert reasons[8, 0] == ["it needs compute capability 9.0 or above"] * 3
+    assert reasons[9, 0] == [None] * 3
+    assert reasons[10, 0][0] is reasons[10, 0][2] is None
+    assert "up to 128, 192 with 128 for v, and 256" in str(reasons[10, 0][1])
+    assert flash.refuses(_call_on(monkeypatch, (12, 0), size=64)) == "on compute capability 12 it takes no blocks"
+    q, sinks = torch.zeros(1, 4, 200, 64), torch.zeros(4)
+    monkeypatch.setattr(fa4, "_knows_sinks", lambda: True)
+    for capability in ((9, 0), (12, 0)):
+        _call_on(monkeypatch, capability)
+        assert fa4.folds_sinks(q, q, q, sinks)
+        assert fa4.folds_sinks(q.requires_grad_(), q, q, sinks) == (capability == (9, 0))
+        q.requires_grad_(False)
+    for capability in ((8, 0), (8, 6), (8, 9)):
+        reason = flash.refuses(_call_on(monkeypatch, capability, score_mod=lambda: None, size=64))
+        assert reason == "it needs compute capability 9.0 or above"
+
+
+def _call_on(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], size: int = 64, **given: Any) -> Any:
+    """Return a double of a call of causal attention on a GPU with flash-attn-4."""
+    monkeypatch.setattr(fa4, "why_missing", lambda: "")
+    monkeypatch.setattr(fa4, "_import_failures", [])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    for module in (fa4, flash):
+        monkeypatch.setattr(module, "capability", lambda device: capability)
+    q = torch.empty(1, 4, 200, size, dtype=torch.bfloat16, device="meta")
+    call = {"needs_grad": False, "cap": None, "score_mod": None, "kernel_options": None, "scale": None, **given}
+    call |= {"is_cuda": True, "is_traced": False, "window": lambda: Window(None, 0, 0, (0, 200), None)}
+    return SimpleNamespace(q=q, k=q, v=q, **call)
 
 
 def test_masks_that_are_no_window() -> None:

@@ -170,6 +170,12 @@ def transformed() -> bool:
     return compat.in_forward_derivative() or compat.in_vmap()
 
 
+@compat.constant_in_graphs
+def must_be_deterministic() -> bool:
+    """Return whether torch forbids results that may differ from run to run, instead of only warning of them."""
+    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+
+
 def first_line(error: Exception) -> str:
     """Return an error's type and the first line of its message.
 

@@ -11,6 +11,7 @@ import importlib.util
 import inspect
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -44,6 +45,13 @@ _MAX_SEARCHED_SEQUENCES = 2048
 _FAST_PAGE, _MAX_SIZE_OF_FAST_PAGE = 128, 128
 # Major compute capabilities whose kernels load keys by the tensor memory accelerator.
 _ZEROS_BEHIND_KEYS_ON = (9, 10, 11)
+# Up to version 4.0.0b25 flash-attn-4 gives garbage as gradients in 0.1 to 1% of launches on compute capability 9.0: its
+# block-sparse backward pass has a race (flash-attention pull request 2756).
+_FIRST_RIGHT_BETA = 26
+# The major compute capability of consumer GPUs, with 100 KB of shared memory, for which flash-attn-4 has other kernels.
+_SMALL, _MAX_SIZE_ON_SMALL = 12, 128
+# Head sizes above 128 that flash-attn-4 takes on compute capability 10 and 11.
+_LARGE_SIZES_ABOVE_HOPPER = ((192, 128), (256, 256))
 # Different head sizes of q and of v that flash-attn-4 is tested with by its authors, and those tested with gradients.
 _V_SIZES, _V_SIZES_WITH_GRADIENTS = ((128, 64), (192, 128)), ((192, 128),)
 # Names of the kernel's arguments, in the order of the operators below.
@@ -118,8 +126,20 @@ def _package() -> _Package:
         lacking = [argument for argument in needed if argument not in names]
         if lacking and taken.kwarg is None:
             return _warned(f"has a function {name} without {', '.join(lacking)}")
+    if _has_race():
+        return _warned("may give garbage as gradients: before 4.0.0b26 its backward pass has a race")
     _keep_kernels_on_disk()
     return _Package("", _FITS_TILES in functions)
+
+
+def _has_race() -> bool:
+    """Return whether the version of flash-attn-4 is older than the first that is right; an unknown one is not."""
+    try:
+        version = importlib.metadata.version("flash-attn-4")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    beta = re.match(r"4\.0\.0\.?(?:b(\d+)(\.?dev)?|a|dev)", version)
+    return beta is not None and (int(beta[1] or 0), beta[2] is None) < (_FIRST_RIGHT_BETA, True)
 
 
 def _keep_kernels_on_disk() -> None:
@@ -174,12 +194,17 @@ def refuses_package(call: Call) -> str | None:
     missing = why_missing() or next(iter(_import_failures), "")
     if missing:
         return missing
-    if torch.cuda.get_device_capability(call.q.device)[0] < 9:
+    major = torch.cuda.get_device_capability(call.q.device)[0]
+    if major < 9:
         return "it needs compute capability 9.0 or above"
     if call.q.dtype not in HALF_DTYPES:
         return f"it takes float16 and bfloat16, not {call.dtype}"
     if head_size > 256 or head_size % 8:
         return f"it takes head sizes that are multiples of 8 up to 256, not {head_size}"
+    if major == _SMALL and max(head_size, v_size) > _MAX_SIZE_ON_SMALL:
+        return f"on compute capability {major} it takes head sizes up to {_MAX_SIZE_ON_SMALL}, not {head_size}"
+    if major in (10, 11) and head_size > 128 and (head_size, v_size) not in _LARGE_SIZES_ABOVE_HOPPER:
+        return f"on compute capability {major} it takes head sizes up to 128, 192 with 128 for v, and 256"
     if v_size != head_size:
         taken = _V_SIZES_WITH_GRADIENTS if call.needs_grad else _V_SIZES
         if (head_size, v_size) not in taken:
@@ -198,11 +223,25 @@ def refuses(call: Call) -> str | None:
     reason = refuses_package(call)
     if reason is not None:
         return reason
+    if _is_small(call.q.device) and call.needs_grad and call.cap is not None:
+        return f"on compute capability {_SMALL} its backward pass takes no score changes"
     if call.window() is None:
         reason = _refuses_starts(call)
         if reason is not None:
             return reason
     return _refuses_numbers(call)
+
+
+def _is_small(device: torch.device) -> bool:
+    return capability(device)[0] == _SMALL
+
+
+def adds_in_any_order(call: Call) -> str | None:
+    """Return what the kernel sums in an order that changes from run to run, or None.
+
+    In torch's deterministic mode it sums the gradients of queries in order, but not on each GPU.
+    """
+    return "the gradients of queries" if call.needs_grad and _is_small(call.q.device) else None
 
 
 def _refuses_starts(call: Call) -> str | None:
@@ -283,8 +322,9 @@ def folds_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> bool:
 
     It does not where sinks alone learn: the call was then chosen as one without gradients.
     """
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, sinks))
     only_sinks_learn = sinks.requires_grad and not any(x.requires_grad for x in (q, k, v))
-    return not (torch.is_grad_enabled() and only_sinks_learn) and _knows_sinks()
+    return not (needs_grad and (only_sinks_learn or _is_small(q.device))) and _knows_sinks()
 
 
 @compat.constant_in_graphs
@@ -417,6 +457,8 @@ def refuses_pages(call: Call, band: Band | None) -> str | None:
         return "it knows only windows"
     if call.needs_grad:
         return "its kernel for pages has no gradients"
+    if _is_small(call.q.device):
+        return f"on compute capability {_SMALL} it reads no pages"
     return refuses_package(call) or _refuses_numbers(call)
 
 
@@ -676,8 +718,7 @@ def _backward(
     if cap is not None:
         functions = dict(zip(("score_mod", "score_mod_bwd"), _softcap(cap), strict=True))
     given = {} if sinks is None else {"learnable_sink": sinks}
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    deterministic = deterministic and not torch.is_deterministic_algorithms_warn_only_enabled()
+    deterministic = torch.are_deterministic_algorithms_enabled() and not _is_small(q.device)
     tensors = (q, k, v, out, d_out, lse)
     gradients = interface()._flash_attn_bwd(
         *tensors, **arguments, **functions, **given, dlse=d_lse, deterministic=deterministic

@@ -58,7 +58,7 @@ def refuses(call: Call) -> str | None:
     reason = fa4.refuses_package(call) or flex.refuses_to_compile(call)
     if reason:
         return reason
-    reason = _refuses_head_size(call)
+    reason = _refuses_blocks_here(call) or _refuses_head_size(call)
     if reason:
         return reason
     if call.learns:
@@ -76,6 +76,11 @@ def refuses(call: Call) -> str | None:
         return "its compiler takes no numbers of score changes as inputs, and kernels for other values are compiled"
     call = _fitted(call)
     return _refuses_numbers(call) or forms.refuses(call) or _refuses_functions(call)
+
+
+def _refuses_blocks_here(call: Call) -> str | None:
+    """Return why flash-attn-4 takes no blocks on the call's GPU, or None."""
+    return "on compute capability 12 it takes no blocks" if capability(call.q.device)[0] == 12 else None
 
 
 def _refuses_head_size(call: Call) -> str | None:
@@ -134,6 +139,14 @@ def _refuses_functions(call: Call) -> str | None:
     if reason == NO_BLOCKS and call.window() is not None:  # a window whose function is constant shows all pairs
         return None
     return reason or None
+
+
+def adds_in_any_order(call: Call) -> str | None:
+    """Return what the kernel sums in an order that changes from run to run, or None.
+
+    torch knows an ordered sum on compute capability 10 only, for block masks with metadata that ours do not have.
+    """
+    return "the gradients of queries" if call.needs_grad else None
 
 
 def run(call: Call) -> Result:

@@ -41,7 +41,7 @@ from flexmasks.backends.call import (
     raise_passing_error,
     transformed,
 )
-from flexmasks.backends.kernel_tiles import faster_tiles
+from flexmasks.backends.kernel_tiles import chosen_tiles
 from flexmasks.cache import Cache
 from flexmasks.plans.data import FirstAsData
 
@@ -192,10 +192,11 @@ def options(
         return chosen
     # Below 128 queries torch takes its decoding kernel, which finds no tile for more than 128 rows of a group.
     grouped_rows = q.shape[2] * (q.shape[1] // k.shape[1])
+    tiles = chosen_tiles(q, v, block_size) if q.is_cuda and not chosen else {}
     if q.is_cuda and grouped_rows > 128 and not chosen.keys() & {"BACKEND", "FORCE_USE_FLEX_ATTENTION"}:
-        tiles = {} if chosen else faster_tiles(q, v, block_size)
         return {**tiles, **proven(), **chosen, "BACKEND": "TRITON"}
-    return chosen
+    # The backward pass of a decoding kernel is that of all others.
+    return chosen or {name: value for name, value in tiles.items() if name.startswith("bwd_")}
 
 
 @torch.library.custom_op("flexmasks::separate", mutates_args=())

@@ -1,7 +1,7 @@
-"""Tiles of torch's Triton kernels, where others than torch's own are faster.
+"""Tiles of torch's Triton kernels, where others than torch's own are faster, or torch's own do not fit.
 
-They were measured on an H100 and an H200 with torch 2.11: forward and backward passes of documents, whose blocks are
-partial, and of causal attention, whose blocks are nearly all full, each also with ALiBi.
+The faster ones were measured on an H100 and an H200 with torch 2.11: forward and backward passes of documents, whose
+blocks are partial, and of causal attention, whose blocks are nearly all full, each also with ALiBi.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from flexmasks.backends.call import HALF_DTYPES
 from flexmasks.plans.plan import capability
 
 _MEASURED_ON = (9, 0)  # the compute capability
-_DIVIDE = 128  # block sizes that all tiles fit in are multiples of this
 
 
 def _forward(m: int, n: int, warps: int, stages: int) -> dict[str, int]:
@@ -49,16 +48,63 @@ _TF32: _Sizes = {
 }
 
 
-def faster_tiles(q: Tensor, v: Tensor, block_size: tuple[int, int]) -> dict[str, int]:
-    """Return the kernel options of faster tiles for a call, if there are any."""
-    size = q.shape[3]
-    if size != v.shape[3] or any(n % _DIVIDE for n in block_size):
-        return {}
+# Tiles that fit into 100 KB of shared memory, the least that GPUs with compute capability 8.0 and above have (8.6, 8.9
+# and 12.x; torch's own tiles for them do not fit), also if a score change reads a number for each pair and learns it.
+# Compiled for 8.6 by Triton 3.6, such kernels take up to 82 KB; no such GPU has run them.
+_SMALL_HALF: _Sizes = {
+    (1, 64): _forward(128, 64, 4, 2) | _backward(64, 64, 4, 2),
+    (65, 128): _forward(64, 64, 4, 2) | _backward(64, 64, 4, 1),
+    (129, 256): _forward(64, 32, 4, 2) | _backward(32, 32, 4, 2),
+}
+_SMALL_FLOAT32: _Sizes = {
+    (1, 64): _forward(64, 32, 4, 2) | _backward(32, 32, 4, 1),
+    (65, 128): _forward(64, 32, 4, 2) | _backward(32, 32, 4, 1),
+    (129, 256): _forward(32, 16, 4, 2) | _backward(16, 16, 4, 1),
+}
+# Bytes of shared memory that a program may take, and the head sizes from which torch's own tiles may not fit into as
+# many: in half precision and in float32. torch has tiles for a few head sizes, and one choice for all others.
+_SMALL_FROM = ((101_376, 1, 1), (166_912, 129, 65), (232_448, 257, 129))
+
+
+def chosen_tiles(q: Tensor, v: Tensor, block_size: tuple[int, int]) -> dict[str, int]:
+    """Return the kernel options of tiles for a call, where torch's own are slower or do not fit."""
+    size = max(q.shape[3], v.shape[3])
     if capability(q.device) == _MEASURED_ON:  # torch 2.11 cannot trace `!=` with a constant of a graph
-        for (least, most), tiles in _table(q.dtype).items():
-            if least <= size <= most:
-                return tiles
+        sizes = _table(q.dtype) if q.shape[3] == v.shape[3] else {}
+    else:
+        sizes = _fitting(q.dtype, size, shared_memory(q.device))
+    for (least, most), tiles in sizes.items():
+        if least <= size <= most and _divide(tiles, block_size):
+            return tiles
     return {}
+
+
+def _divide(tiles: dict[str, int], block_size: tuple[int, int]) -> bool:
+    """Return whether blocks consist of whole tiles, as torch's kernels demand."""
+    queries = [tiles.get(name, 1) for name in ("fwd_BLOCK_M", "bwd_BLOCK_M1", "bwd_BLOCK_M2")]
+    keys = [tiles.get(name, 1) for name in ("fwd_BLOCK_N", "bwd_BLOCK_N1", "bwd_BLOCK_N2")]
+    return all(block_size[0] % n == 0 for n in queries) and all(block_size[1] % n == 0 for n in keys)
+
+
+def _fitting(dtype: torch.dtype, size: int, memory: int) -> _Sizes:
+    """Return tiles that fit into shared memory, if torch's own may not."""
+    is_half = dtype in HALF_DTYPES
+    for most, half_from, float32_from in _SMALL_FROM:
+        if memory <= most:
+            is_needed = size >= (half_from if is_half else float32_from)
+            return (_SMALL_HALF if is_half else _SMALL_FLOAT32) if is_needed else {}
+    return {}
+
+
+@compat.constant_in_graphs
+def shared_memory(device: torch.device) -> int:
+    """Return the bytes of shared memory that a program may take on a GPU.
+
+    For fake tensors on a machine without a GPU the result is that of a Hopper GPU.
+    """
+    if not torch.cuda.is_available():
+        return 232_448
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
 
 
 def _table(dtype: torch.dtype) -> _Sizes:

@@ -6,12 +6,23 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from flexmasks import compat
 from flexmasks.backends import cpu, decode, dense, fa4, flash, flex, forms, reference, sdpa, triton
-from flexmasks.backends.call import OUTCOMES, Call, Refused, Result, Unavailable, first_line
+from flexmasks.backends.call import (
+    OUTCOMES,
+    Call,
+    Refused,
+    Result,
+    Unavailable,
+    first_line,
+    must_be_deterministic,
+)
 from flexmasks.blocks.counts import Blocks
 
 _log = logging.getLogger("flexmasks")
@@ -33,6 +44,7 @@ class Backend:
     name: str
     refuses: Callable[[Call], str | None]  # why it cannot run a call, or None
     run: Callable[[Call], Result]
+    adds_in_any_order: Callable[[Call], str | None] = lambda call: None  # what it sums in changing order, or None
     compiles: Callable[[Call], str] = lambda call: (
         "no: it runs without compiling"
     )  # whether a call would compile, in words
@@ -45,16 +57,25 @@ class Backend:
 BACKENDS = {
     b.name: b
     for b in (
-        Backend("fa4", fa4.refuses, fa4.run, fa4.compiles, _FA4_RECOMPILES_ON, plan=fa4.plan),
+        Backend("fa4", fa4.refuses, fa4.run, fa4.adds_in_any_order, fa4.compiles, _FA4_RECOMPILES_ON, plan=fa4.plan),
         Backend("decode", decode.refuses, decode.run, plan=decode.plan),
         Backend("sdpa", sdpa.refuses, sdpa.run),
-        Backend("flash", flash.refuses, flash.run, flash.compiles, _FLEX_RECOMPILES_ON, flash.why_data, flash.blocks),
-        Backend("triton", triton.refuses, triton.run, triton.compiles, _FLEX_RECOMPILES_ON, flex.why_data),
+        Backend(
+            "flash", flash.refuses, flash.run, flash.adds_in_any_order, flash.compiles, _FLEX_RECOMPILES_ON,
+            flash.why_data, flash.blocks,
+        ),
+        Backend(
+            "triton", triton.refuses, triton.run, triton.adds_in_any_order, triton.compiles, _FLEX_RECOMPILES_ON,
+            flex.why_data,
+        ),
         Backend("dense", dense.refuses, dense.run),
-        Backend("cpu", cpu.refuses, cpu.run, cpu.compiles, _FLEX_RECOMPILES_ON, flex.why_data),
+        Backend(
+            "cpu", cpu.refuses, cpu.run, compiles=cpu.compiles, recompiles_on=_FLEX_RECOMPILES_ON,
+            why_data=flex.why_data,
+        ),
         Backend("reference", reference.refuses, reference.run),
     )
-}
+}  # fmt: skip
 # A small call on a GPU takes the time that the host needs to launch it: least for sdpa, most for flash. These are the
 # floating-point operations of a forward pass, over the computed pairs, from which fa4 and flash are faster (H200).
 _FA4_MIN_FLOP, _FLASH_MIN_FLOP = 36e9, 100e9
@@ -120,13 +141,33 @@ def _flop_of_all_pairs(call: Call) -> int:
 
 
 def _reason_against(backend: Backend, call: Call) -> str | None:
-    reason = backend.refuses(call)
+    reason = why_not(backend.name, call)
     return reason if reason or call.is_traced else OUTCOMES.get((backend.name, call.kind))
+
+
+def why_not(name: str, call: Call) -> str | None:
+    """Return why the backend of this name cannot run a call, be it for torch's deterministic mode, or None."""
+    backend = BACKENDS[name]
+    sums = backend.adds_in_any_order(call) if must_be_deterministic() else None
+    if sums is not None:
+        return f"it adds {sums} in changing order, which torch.use_deterministic_algorithms(True) forbids"
+    return backend.refuses(call)
+
+
+def warn_of_order(name: str, call: Call) -> None:
+    """Warn, as torch does in its deterministic mode with warn_only, of a result that may differ from run to run."""
+    sums = BACKENDS[name].adds_in_any_order(call) if torch.is_deterministic_algorithms_warn_only_enabled() else None
+    if sums is not None:
+        warnings.warn(
+            f"flexmasks.attention: backend {name!r} adds {sums} in changing order, so results may differ from run to "
+            "run, and torch.use_deterministic_algorithms(True, warn_only=True) is set.",
+            stacklevel=2,
+        )
 
 
 def check(call: Call, name: str) -> None:
     """Raise ValueError if the backend of this name cannot run a call."""
-    reason = None if name == "auto" else BACKENDS[name].refuses(call)
+    reason = None if name == "auto" else why_not(name, call)
     if reason is not None:
         raise ValueError(f"flexmasks.attention: backend {name!r} cannot run this call: {reason}.")
 
@@ -141,7 +182,9 @@ def run(call: Call, name: str) -> Result:
     check(call, name)
     if name != "auto":
         try:
-            return BACKENDS[name].run(call)
+            result = BACKENDS[name].run(call)
+            warn_of_order(name, call)
+            return result
         except Unavailable as error:
             raise RuntimeError(f"flexmasks.attention: backend {name!r} failed: {error}") from error
     failures: dict[str, Exception] = {}
@@ -157,6 +200,7 @@ def run(call: Call, name: str) -> Result:
             continue
         for name, failure in failures.items():
             _leave_out(name, call, failure)
+        warn_of_order(backend.name, call)
         return result
     # No backend can run the call, so it is itself wrong, such as by a function of the user's that raises.
     for failure in failures.values():

@@ -17,6 +17,11 @@ def refuses(call: Call) -> str | None:
     return flex.refuses(call)
 
 
+def adds_in_any_order(call: Call) -> str | None:
+    """Return what the kernel sums in an order that changes from run to run, or None."""
+    return "the gradients of tensors that the score or mask reads, by atomic operations," if call.learns else None
+
+
 def run(call: Call) -> Result:
     """Run the call; raise Unavailable if it cannot be compiled."""
     return flex.run(call)

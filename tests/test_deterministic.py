@@ -1,0 +1,200 @@
+"""torch.use_deterministic_algorithms: equal calls give equal bits, or the backend refuses."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers import skip_unless_flash_takes
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
+
+import flexmasks
+from flexmasks import calls, inside_compile
+from flexmasks.backends import fa4, table
+from flexmasks.request import Request
+
+
+@pytest.fixture
+def deterministic() -> Iterator[Callable[..., None]]:
+    """Switch torch's deterministic mode on; a later call may switch it otherwise."""
+    torch.use_deterministic_algorithms(True)
+    yield torch.use_deterministic_algorithms
+    torch.use_deterministic_algorithms(False)
+
+
+def _call(**given: Any) -> Any:
+    q = torch.empty(1, 4, 200, 64, dtype=torch.bfloat16, device="meta")
+    return SimpleNamespace(**{"q": q, "learns": False, "needs_grad": True, **given})
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "given", "sums"),
+    [
+        ("triton", (9, 0), {"learns": True}, "the gradients of tensors"),
+        ("triton", (9, 0), {}, None),
+        ("flash", (9, 0), {}, "the gradients of queries"),
+        ("flash", (9, 0), {"needs_grad": False}, None),
+        ("fa4", (9, 0), {}, None),
+        ("fa4", (12, 0), {}, "the gradients of queries"),
+        ("fa4", (12, 0), {"needs_grad": False}, None),
+        ("reference", (9, 0), {"learns": True}, None),
+    ],
+)
+def test_what_backends_refuse(
+    name: str,
+    capability: tuple[int, int],
+    given: dict[str, Any],
+    sums: str | None,
+    deterministic: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fa4, "capability", lambda device: capability)
+    backend = table.BACKENDS[name]
+    monkeypatch.setitem(table.BACKENDS, name, replace(backend, refuses=lambda call: None))
+    call = _call(**given)
+    reason = table.why_not(name, call)
+    assert (reason is None) if sums is None else (sums in str(reason) and "forbids" in str(reason))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        table.warn_of_order(name, call)
+    deterministic(True, warn_only=True)
+    assert table.why_not(name, call) is None
+    if sums is not None:
+        with pytest.warns(UserWarning, match=f"backend '{name}' adds {sums}.*warn_only=True"):
+            table.warn_of_order(name, call)
+    deterministic(False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        table.warn_of_order(name, call)
+
+
+def test_own_block_masks_inside_compile(deterministic: Callable[..., None]) -> None:
+    q: Any = SimpleNamespace(is_cuda=True)
+    chosen = inside_compile._backend_of_block_mask
+    assert chosen(q, Request(), needs_grad=True, learns=True) == "reference"
+    assert chosen(q, Request(), needs_grad=True, learns=False) == "triton"
+    for backend, learns in (("triton", True), ("flash", False)):
+        with pytest.raises(ValueError, match=f"backend '{backend}' adds gradients in changing order"):
+            chosen(q, Request(backend=backend), needs_grad=True, learns=learns)
+
+
+def test_calls_of_both_modes_are_kept_apart(deterministic: Callable[..., None]) -> None:
+    q = torch.zeros(1, 2, 8, 16)
+    strict = calls._key_and_tensors(q, q, q, Request(mask="causal"))
+    deterministic(False)
+    assert calls._key_and_tensors(q, q, q, Request(mask="causal")) != strict
+
+
+def _learned(device: str, length: int) -> dict[str, tuple[Tensor, Any]]:
+    """Return learned tensors, and scores that read each number for many pairs."""
+    bias = torch.randn(1, 4, length, length, device=device, requires_grad=True)
+    table_of = torch.randn(4, 2 * length, device=device, requires_grad=True)
+    slopes = torch.rand(4, device=device, requires_grad=True)
+    return {
+        "dense_bias": (bias, flexmasks.get_score("dense_bias", bias=bias)),
+        "a function": (table_of, lambda s, b, h, q, kv: s + table_of[h, q - kv + length]),
+        "alibi": (slopes, flexmasks.get_score("alibi", slopes=slopes)),
+    }
+
+
+def _gradients(call: Callable[..., Tensor], q: Tensor, learned: Tensor, score: Any, mask: Any) -> list[Tensor]:
+    leaves = [x.detach().requires_grad_() for x in (q, q, q)]
+    out = call(*leaves, mask=mask, score=score)
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
+    return [out.detach(), *torch.autograd.grad(out, [*leaves, learned], weight)]
+
+
+@pytest.mark.parametrize("score", ["dense_bias", "a function", "alibi"])
+def test_learned_scores(score: str, deterministic: Callable[..., None]) -> None:
+    learned, changed = _learned("cpu", 150)[score]
+    q = torch.randn(3, 4, 150, 16)
+    first = _gradients(flexmasks.attention, q, learned, changed, "causal")
+    for _ in range(2):
+        assert all(map(torch.equal, first, _gradients(flexmasks.attention, q, learned, changed, "causal")))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("score", ["dense_bias", "a function", "alibi"])
+def test_learned_scores_on_a_gpu(score: str, is_compiled: bool, deterministic: Callable[..., None]) -> None:
+    """torch's kernel would add their gradients by atomic operations."""
+    learned, changed = _learned("cuda", 700)[score]
+    q = torch.randn(4, 4, 700, 64, device="cuda", dtype=torch.bfloat16)
+    call: Any = torch.compile(flexmasks.attention) if is_compiled else flexmasks.attention
+    first = _gradients(call, q, learned, changed, "causal")
+    for _ in range(3):
+        assert all(map(torch.equal, first, _gradients(call, q, learned, changed, "causal")))
+    if not is_compiled:
+        with pytest.raises(ValueError, match="'triton' cannot run this call: it adds the gradients of tensors"):
+            flexmasks.attention(q, q, q, mask="causal", score=changed, backend="triton")
+        deterministic(True, warn_only=True)
+        with pytest.warns(UserWarning, match="adds the gradients of tensors"):
+            flexmasks.attention(q, q, q, mask="causal", score=changed)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("kind", ["causal", "window", "documents", "function", "block_mask"])
+def test_masks_on_a_gpu(kind: str, is_compiled: bool, deterministic: Callable[..., None]) -> None:
+    """Also after calls of the same kind outside the mode, whose kernels may add in changing order."""
+    ids = torch.arange(8192, device="cuda") // 700
+    mask: dict[str, Any] = {
+        "causal": {"mask": "causal"},
+        "window": {"mask": "sliding_window", "window": 300},
+        "documents": {"mask": "document", "document_ids": ids},
+        "function": {"mask": lambda b, h, q, kv: (q >= kv) & (kv % 5 != 2)},
+        "block_mask": {"block_mask": create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 8192, 8192)},
+    }[kind]
+    call: Any = torch.compile(flexmasks.attention) if is_compiled else flexmasks.attention
+    q, k, v = (torch.randn(2, 8, 8192, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    weight = torch.randn_like(q)
+
+    def gradients() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(call(q, k, v, **mask), (q, k, v), weight)
+
+    deterministic(False)
+    gradients()
+    deterministic(True)
+    first = gradients()
+    for _ in range(3):
+        assert all(map(torch.equal, first, gradients()))
+
+
+@pytest.mark.gpu
+def test_flash_is_not_taken_with_gradients(deterministic: Callable[..., None]) -> None:
+    q = torch.randn(2, 16, 8192, 64, device="cuda", dtype=torch.bfloat16)
+    mask: dict[str, Any] = {"mask": "prefix_lm", "prefix_len": 900}
+    deterministic(False)
+    skip_unless_flash_takes((q, q, q), **mask)
+    assert flexmasks.explain(q, q, q, **mask).backend == "flash"
+    deterministic(True)
+    assert flexmasks.explain(q, q, q, **mask).backend == "flash"  # without gradients nothing is added twice
+    leaves = [x.detach().requires_grad_() for x in (q, q, q)]
+    told = flexmasks.explain(*leaves, **mask)
+    assert told.backend == "triton"
+    assert "it adds the gradients of queries in changing order" in told.others["flash"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["sdpa", "fa4", "flash", "triton", "dense"])
+def test_a_sequence_does_not_depend_on_its_batch(backend: str) -> None:
+    """With a backend named by hand. "decode" is not among them: it shares out all keys of a batch."""
+    mask: Any = "causal" if backend in ("sdpa", "fa4") else lambda b, h, q, kv: (q >= kv) & (kv % 5 != 2)
+    length = 300 if backend == "dense" else 1024
+    q, k, v = (torch.randn(8, 8, length, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+
+    def attend(*tensors: Tensor) -> Tensor:
+        return flexmasks.attention(*tensors, mask=mask, backend=backend)
+
+    try:
+        whole = attend(q, k, v)
+    except ValueError as error:
+        pytest.skip(str(error))
+    alone = [attend(q[i : i + 1], k[i : i + 1], v[i : i + 1]) for i in range(8)]
+    assert torch.equal(whole, torch.cat(alone))
