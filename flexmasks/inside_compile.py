@@ -74,19 +74,21 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
         request = request._replace(q_offset=q_offset)
     mask, score = map(_with_constants, from_arguments(request.mask, request.score, request.params))
     learns = torch.is_grad_enabled() and score is not None and score.learns()
+    # The tensors that a function captures are not known here.
+    may_learn = learns or (torch.is_grad_enabled() and score is not None and not is_readable(score))
     needs_grad = learns or (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
     if 0 in q.shape or 0 in k.shape:
         return Result(*_without_pairs(q, k, v, mask, score, size, request.return_lse))
     if plain.in_onnx_export():
         return Result(*_in_plain_operations(q, k, v, request, mask, score, size))
     if request.block_mask is not None:
-        name, block_mask = _backend_of_block_mask(q, request, needs_grad, learns), widened(request.block_mask)
+        name, block_mask = _backend_of_block_mask(q, request, needs_grad, may_learn), widened(request.block_mask)
     else:
         mask = cast(Mask, from_arguments("full", None, {})[0] if mask is None else mask)
         resolved = mask.resolve(size)  # raises errors of parameters, which torch would not show if they came later
         data = data_of(mask, q.device)
         score_data = _data_of_score(score, q.device)
-        facts = _Facts(score is not None, needs_grad, learns, request.return_lse, bool(request.kernel_options))
+        facts = _Facts(score is not None, needs_grad, may_learn, request.return_lse, bool(request.kernel_options))
         arguments = data, score_data, q_offset, q, k, v, compat.constants(request.scale), tuple(facts)
         place = _chosen(request.backend, *arguments).shape[0]
         if place >= len(_NAMES):
@@ -165,7 +167,7 @@ class _Facts(NamedTuple):
 
     has_score: bool
     needs_grad: bool
-    learns: bool
+    learns: bool  # or may learn
     with_lse: bool
     has_options: bool
 

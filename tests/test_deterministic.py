@@ -134,8 +134,10 @@ def test_learned_scores_on_a_gpu(score: str, is_compiled: bool, deterministic: C
         with pytest.raises(ValueError, match="'triton' cannot run this call: it adds the gradients of tensors"):
             flexmasks.attention(q, q, q, mask="causal", score=changed, backend="triton")
         deterministic(True, warn_only=True)
-        with pytest.warns(UserWarning, match="adds the gradients of tensors"):
+        with warnings.catch_warnings(record=True) as told:  # other packages may warn, too
+            warnings.simplefilter("always")
             flexmasks.attention(q, q, q, mask="causal", score=changed)
+        assert any("adds the gradients of tensors" in str(w.message) for w in told)
 
 
 @pytest.mark.gpu

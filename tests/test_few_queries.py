@@ -832,6 +832,26 @@ def test_loads_are_wide_and_ahead(call: Call, monkeypatch: pytest.MonkeyPatch) -
     assert len(copies) >= 2 * 3 * in_step  # in each loop, and for two steps before it
 
 
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning")  # Triton 3.9
+@pytest.mark.skipif(INTERPRETED, reason="compiles")
+@pytest.mark.parametrize("size", [128, 256])
+def test_fits_a_small_gpu(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 100 KB of shared memory, on compute capability 8.6, 8.9 and 12.x; the largest kernel of each head size."""
+    made_kernels = []
+
+    def compiled(kernel: Any, _programs: int, warps: int, *given: tuple[Any, ...]) -> Callable[..., None]:
+        made_kernels.append(compiled_for_hopper(kernel, warps, (*given[0], *given[1]), arch=86))
+        return lambda *_: None
+
+    monkeypatch.setattr(launch, "_launches", launch.Launches())
+    monkeypatch.setattr(launch, "_processors", lambda device: 84)
+    monkeypatch.setattr(launch, "_memory", lambda device: 101_376)
+    monkeypatch.setattr(launch, "compiled", compiled)
+    call = Call(2, 128, 1, kv_len=1024, k_size=size, v_size=size, dtype=BF16, band=(None, 0), bias=(1, 128, 1))
+    launch.attend_band(*made(call).arguments)
+    assert max(made.metadata.shared for made in made_kernels) <= 101_376
+
+
 @pytest.mark.parametrize(
     ("elements", "key_heads", "rows", "size", "kv_len"),
     [

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import flexmasks
 from flexmasks.backends import flex, kernel_tiles
 
 pytestmark = pytest.mark.gpu
@@ -119,67 +118,3 @@ def test_kernels_of_torch_fit_everywhere(
     compiled_for: Any, capability: tuple[int, int], case: str, size: int, dtype: torch.dtype, precision: str
 ) -> None:
     _check(compiled_for, capability, size, dtype, precision, case)
-
-
-# --- the library's own kernels ---
-
-
-@pytest.fixture
-def own_kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Compile each kernel of the library that is launched for compute capability 8.6, too.
-
-    Returns the largest shared memory by the kernel's name.
-    """
-    import triton
-    from triton.backends.compiler import GPUTarget
-
-    found: dict[str, int] = {}
-    run = triton.JITFunction.run
-
-    def for_another(self: Any, *args: Any, **kwargs: Any) -> Any:
-        made = run(self, *args, **kwargs)
-        source, options = (
-            made.src,
-            {n: v for n, v in made.metadata._asdict().items() if n in ("num_warps", "num_stages")},
-        )
-        shared = int(triton.compile(source, target=GPUTarget("cuda", 86, 32), options=options).metadata.shared)
-        found[self.__name__] = max(shared, found.get(self.__name__, 0))
-        return made
-
-    monkeypatch.setattr(triton.JITFunction, "run", for_another)
-    flexmasks.clear_caches()
-    return found
-
-
-@pytest.mark.parametrize("size", [64, 128])
-@pytest.mark.parametrize("is_biased", [False, True])
-def test_dense_kernels_fit(own_kernels: dict[str, int], size: int, is_biased: bool) -> None:
-    q, k, v = (torch.randn(1, 2, 200, size, dtype=torch.bfloat16, device="cuda", requires_grad=True) for _ in range(3))
-    table = torch.randn(1, 2, 200, 200, device="cuda")
-    score = flexmasks.get_score("dense_bias", bias=table) if is_biased else None
-    flexmasks.attention(
-        q, k, v, mask=lambda b, h, i, j: (i >= j) & (j % 7 != 3), score=score, backend="dense"
-    ).sum().backward()
-    assert len(own_kernels) >= 3
-    assert max(own_kernels.values()) <= MEMORY, own_kernels
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("size", [64, 128, 256])
-@pytest.mark.parametrize("heads", [2, 32, 128])
-def test_kernels_for_few_queries_fit(own_kernels: dict[str, int], dtype: torch.dtype, size: int, heads: int) -> None:
-    q = torch.randn(2, heads, 1, size, dtype=dtype, device="cuda")
-    k, v = (torch.randn(2, 1, 3000, size, dtype=dtype, device="cuda") for _ in range(2))
-    for mask in ("causal", lambda b, h, i, j: j % 7 != 3):
-        flexmasks.attention(q, k, v, mask=mask, q_offset=2999, backend="decode")
-    assert own_kernels
-    assert max(own_kernels.values()) <= MEMORY, own_kernels
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("length", [1008, 4088, 20_008])
-def test_kernels_of_the_softmax_fit(own_kernels: dict[str, int], dtype: torch.dtype, length: int) -> None:
-    x = torch.randn(1, 1, 64, length, dtype=dtype, device="cuda", requires_grad=True)
-    flexmasks.masked_softmax(x, mask="causal").sum().backward()
-    assert own_kernels
-    assert max(own_kernels.values()) <= MEMORY, own_kernels

@@ -360,15 +360,28 @@ def test_auto_takes_it_for_small_calls() -> None:
 @pytest.mark.parametrize("added", ["nothing", "bias", "line"])
 def test_tiles_fit_a_hopper_gpu(size: int, added: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shared memory fits a processor, matrix products take tensor cores, and rows come by copies of 16 bytes."""
-    texts = []
+    texts = [made.asm["ptx"] for made in _compiled(size, added, 90, monkeypatch)]
+    assert all("wgmma.mma_async" in text and "cp.async" in text for text in texts)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+def test_tiles_fit_a_small_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 100 KB of shared memory, on compute capability 8.6, 8.9 and 12.x."""
+    _compiled(128, "bias", 86, monkeypatch)
+
+
+def _compiled(size: int, added: str, arch: int, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Return the kernels of both passes for a compute capability; their shared memory fits a program."""
+    found = []
 
     def compiled(kernel: Any, _programs: int, warps: int, *given: tuple[Any, ...]) -> Callable[..., None]:
-        made = compiled_for_hopper(kernel, warps, (*given[0], *given[1]))
-        assert made.metadata.shared <= 227 * 2**10
-        texts.append(made.asm["ptx"])
+        made = compiled_for_hopper(kernel, warps, (*given[0], *given[1]), arch)
+        assert made.metadata.shared <= {90: 227, 86: 99}[arch] * 2**10
+        found.append(made)
         return lambda *_: None
 
     monkeypatch.setattr(launch, "compiled", compiled)
+    monkeypatch.setattr(launch, "_kernels", launch.Launches())
     q, k, v, d_out = torch.empty(4, 1, 2, 256, size, dtype=BF16)
     visible = torch.ones(1, 1, 256, 256, dtype=torch.bool)
     weight = None if added == "nothing" else torch.ones(1, 2, 1, 1)
@@ -378,5 +391,5 @@ def test_tiles_fit_a_hopper_gpu(size: int, added: str, monkeypatch: pytest.Monke
     kernels = launch.kernels_of(q, k, v, mask)
     out, lse = kernels.forward(q, k, v, mask)
     kernels.backward(d_out, None, q, k, v, out, lse, mask)
-    assert len(texts) == 3
-    assert all("wgmma.mma_async" in text and "cp.async" in text for text in texts)
+    assert len(found) == 3
+    return found

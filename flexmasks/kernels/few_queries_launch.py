@@ -29,6 +29,7 @@ from flexmasks.kernels.launches import (
 
 _FEW_COUNTS, _MAX_COUNTS = 64, 1024  # counts of tiles that a program loads at a time
 _SHARED_MEMORY = 227 * 2**10  # of a processor of a Hopper GPU, in bytes
+_LITTLE_MEMORY = 2**17  # with less shared memory, programs take half of the rows
 _LAST = -1  # in place of where queries start: they are the last ones of each sequence
 _FARTHEST = 2**31 - 1  # all keys of a sequence are at most that far from any query
 _NO_BAND = (0, 0, 0)
@@ -154,7 +155,15 @@ class _Choice(NamedTuple):
 
 
 def _choice(
-    rows: int, k_size: int, v_size: int, itemsize: int, elements: int, key_heads: int, tiles: int, processors: int
+    rows: int,
+    k_size: int,
+    v_size: int,
+    itemsize: int,
+    elements: int,
+    key_heads: int,
+    tiles: int,
+    processors: int,
+    memory: int = _SHARED_MEMORY,
 ) -> _Choice:
     """Return the sizes of a launch.
 
@@ -164,11 +173,14 @@ def _choice(
     elements, tiles: what the lists of tiles belong to, and the most tiles of one.
     key_heads: key heads of an element.
     processors: of the GPU.
+    memory: of a processor, in bytes.
     """
     k_width, v_width = width_of(k_size), width_of(v_size)
     width = max(k_width, v_width)
     # More rows than these would take the registers of a processor, for sums or for products without tensor cores.
     most_rows = 128 if itemsize < 4 and width <= 128 else 64 if itemsize < 4 else 16
+    if itemsize < 4 and memory < _LITTLE_MEMORY:
+        most_rows //= 2
     least_rows = 16 if itemsize < 4 else 1  # tensor cores multiply 16 rows and more
     program_rows = max(least_rows, min(most_rows, triton.next_power_of_2(rows)))
     keys = max(16, min(64, 2**14 // (width * itemsize)))  # up to 16 KB of keys; steps of 128 keys are slower (H200)
@@ -176,7 +188,7 @@ def _choice(
     stages = 3
     step_bytes = keys * (k_width + v_width) * itemsize
     buffers = stages if program_rows >= 64 else stages - 1  # wgmma, for 64 rows and more, reads one more step
-    on_processor = max(1, min(3, _SHARED_MEMORY // (buffers * step_bytes + program_rows * k_width * itemsize)))
+    on_processor = max(1, min(3, memory // (buffers * step_bytes + program_rows * k_width * itemsize)))
     programs = on_processor * processors  # that run at a time
     beside = key_heads * -(-rows // program_rows)  # programs of a share
     # All shares run at a time, if they are enough for elements with very different numbers of tiles; else more shares
@@ -191,6 +203,13 @@ def _choice(
 @functools.cache
 def _processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 2
+
+
+@functools.cache
+def _memory(device: torch.device) -> int:
+    if device.type != "cuda":
+        return _SHARED_MEMORY
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
 
 
 # --- a launch ---
@@ -229,7 +248,9 @@ def _launch(results: tuple[Tensor, Tensor | None], tensors: _Tensors, has_cap: b
     tiles = max(1, tiles)
     # All rows of a program see the same keys.
     same = rows == 1 or (queries == 1 and (is_band or visible.shape[1] == 1))
-    choice = _choice(rows, k_size, v_size, q.element_size(), elements, key_heads, tiles, _processors(q.device))
+    choice = _choice(
+        rows, k_size, v_size, q.element_size(), elements, key_heads, tiles, _processors(q.device), _memory(q.device)
+    )
     split = choice.shares > 0
     row_blocks = -(-rows // choice.rows)
     programs = (choice.shares if split else elements) * key_heads * row_blocks
