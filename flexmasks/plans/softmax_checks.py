@@ -100,4 +100,6 @@ def _check_tensor(call: str, name: str, value: Any, dtypes: tuple[torch.dtype, .
         kind = "a nested one" if value.is_nested else f"one of layout {value.layout}"
         raise TypeError(f"{call}: `{name}` must be a dense tensor, got {kind}.")
     if value.dtype not in dtypes:
-        raise TypeError(f"{call}: `{name}` {expected}, got {describe(value)}.")
+        is_added = name == "mask" and value.is_floating_point()
+        hint = "; add it to `x` if it is added to scores, or pass its booleans" if is_added else ""
+        raise TypeError(f"{call}: `{name}` {expected}, got {describe(value)}{hint}.")

@@ -28,6 +28,7 @@ import functools
 import inspect
 import math
 import re
+import types
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
@@ -169,6 +170,9 @@ class Parameter:
         if not self.alternatives or (value is None and not self.required and self.default is None):
             return value
         if self.is_sequence(value):
+            if len(value) == 2 and not any(a.dims for a in self.alternatives):  # one number is meant, here are two
+                local = f"; with two sides it is mask='local', left={value[0]!r}, right={value[1]!r}"
+                raise self._error(TypeError, what, f"{in_message(value)}{local if self.name == 'window' else ''}", sizes)
             try:
                 value = self.tensor(value, size.device)
             except (TypeError, ValueError, RuntimeError) as error:
@@ -232,7 +236,10 @@ def _advice_on_dtype(kinds: set[str], value: Tensor) -> str:
     if not value.is_floating_point() or "float" in kinds:
         return ""
     if "bool" in kinds:
-        return "; pass `x.bool()` if 1 is visible, or `x == 0` if 0 is visible and -inf hidden"
+        return (
+            "; pass `x.bool()` if 1 is visible, `x == 0` if 0 is visible and -inf hidden, or score='dense_bias', bias=x "
+            "if it is added to the scores"
+        )
     return "; pass `x.long()`" if "int" in kinds else ""
 
 
@@ -337,8 +344,13 @@ def in_message(value: Any) -> str:
         return f"a NumPy array {value.dtype}{list(value.shape)}"
     if isinstance(value, compat.BlockMask):
         return "a BlockMask"
-    text = " ".join(describe(value).split())
-    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
+    if isinstance(value, types.ModuleType):
+        return value.__name__
+    return shortened(" ".join(describe(value).split()), _LONGEST_SHOWN)
+
+
+def shortened(text: str, length: int) -> str:
+    return text if len(text) <= length else f"{text[:length]}..."
 
 
 _SHOWN_ELEMENTS = 64  # the longest sequence that `describe` writes out

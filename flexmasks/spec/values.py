@@ -30,6 +30,7 @@ from flexmasks.spec.definitions import (
     definition,
     from_pickle,
     loaded_function,
+    owners_of,
 )
 from flexmasks.spec.parameters import Size, describe, freeze, implied_size
 from flexmasks.spec.pickles import refused, why_not
@@ -67,7 +68,8 @@ class Modifier(Readable):
         if unknown:
             takes = ", ".join(f"`{n}`" for n in known) or "no parameters"
             raise TypeError(
-                f"flexmasks: {cls.kind} {definition.name!r} has no parameter `{unknown[0]}`; takes {takes}."
+                f"flexmasks: {cls.kind} {definition.name!r} has no parameter `{unknown[0]}`; takes "
+                f"{takes}{owners_of(unknown[0])}."
             )
         missing = [p for name, p in known.items() if p.required and name not in params]
         if missing:
