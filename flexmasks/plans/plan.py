@@ -31,8 +31,8 @@ from flexmasks.plans.recorded import Recorded, memory_of_capture
 from flexmasks.plans.shifted import Offset, shifted_mask, shifted_score
 from flexmasks.plans.whole import Added, Spanned, Whole, added_of, line_of, spanned_of, whole_of
 from flexmasks.plans.windows import Window, window_of
-from flexmasks.spec.captures import Aliases, Opaque, capture
 from flexmasks.ranges.context import Refused
+from flexmasks.spec.captures import Aliases, Opaque, capture
 from flexmasks.spec.frames import of_user, place_of
 from flexmasks.spec.indexing import bounded
 from flexmasks.spec.numbers import MAX_COMPILED_VALUES, Number, NumberReader, numbers_in
@@ -914,7 +914,7 @@ def naming(value: Modifier) -> Iterator[None]:
             text = f"{what} failed on index tensors: {type(error).__name__}: {text[:300]}"
         place, trace = place_of(error.__traceback__, value.definition.function), of_user(error.__traceback__)
         named = (TypeError if isinstance(error, TypeError) else ValueError)(f"{text} ({place})" if place else text)
-        if is_refusal:  # the message says all that the error does
+        if is_refusal or (trace is None and isinstance(error, ValueError | TypeError)):  # the message says all
             raise named.with_traceback(trace) from None
         error.__suppress_context__ = True  # what this library tried before
         raise named from error.with_traceback(trace or error.__traceback__)

@@ -6,7 +6,6 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -30,7 +29,8 @@ def says_what_to_write(hint: Callable[..., str] | None = None) -> Callable[[_Fun
     """
 
     def decorate(function: _Function) -> _Function:
-        parameters = inspect.signature(function).parameters.values()
+        signature = inspect.signature(function)
+        parameters = signature.parameters.values()
         by_position = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         by_name = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
         most = len(by_position)
@@ -47,12 +47,12 @@ def says_what_to_write(hint: Callable[..., str] | None = None) -> Callable[[_Fun
             try:
                 return function(*args, **kwargs)
             except (ValueError, TypeError) as error:
-                trace = cast(TracebackType, error.__traceback__)
-                if trace.tb_next is None:  # Python did not even begin the call
-                    raise TypeError(_unfit(where, [*by_position, *by_name], args, kwargs, error)) from None
-                if not str(error).startswith("flexmasks"):
+                if str(error).startswith("flexmasks"):
+                    raise error.with_traceback(of_user(error.__traceback__)) from error.__cause__
+                problem = _unfit(where, signature, args, kwargs)
+                if not problem:
                     raise
-                raise error.with_traceback(of_user(trace))
+                raise TypeError(problem) from None
 
         return cast(_Function, call)
 
@@ -66,15 +66,20 @@ def _public_name(function: Callable[..., Any]) -> str:
     return ".".join([*(parts[:3] if is_elsewhere else parts[:1]), function.__name__])
 
 
-def _unfit(where: str, names: list[str], args: Any, kwargs: Mapping[str, Any], error: Exception) -> str:
-    """Return the message of a call whose arguments do not fit its signature."""
-    takes = f"it takes {', '.join(names)}" if names else "it takes none"
-    unknown = [name for name in kwargs if name not in names]
-    if unknown:
-        near = difflib.get_close_matches(unknown[0], names, n=1, cutoff=0.7)
-        hint = f"; did you mean `{near[0]}`" if near else owners_of(unknown[0])
-        return f"{where}: no argument is named `{unknown[0]}`; {takes}{hint}."
-    return f"{where}: {str(error).partition('() ')[2]}; {takes}."
+def _unfit(where: str, signature: inspect.Signature, args: Any, kwargs: Mapping[str, Any]) -> str:
+    """Return the message of a call whose arguments do not fit its signature, or ""."""
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        names = [p.name for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        takes = f"it takes {', '.join(names) or 'none'}"
+        unknown = next((name for name in kwargs if name not in names), None)
+        if unknown is None or "unexpected" not in str(error):
+            return f"{where}: {error}; {takes}."
+        near = difflib.get_close_matches(unknown, names, n=1, cutoff=0.7)
+        hint = f"; did you mean `{near[0]}`" if near else owners_of(unknown)
+        return f"{where}: no argument is named `{unknown}`; {takes}{hint}."
+    return ""
 
 
 def named(value: Any, names: list[str]) -> str:

@@ -158,7 +158,9 @@ def advice_on_tensor(kind: str, value: Any) -> str:
     shown = f"mask='dense', visible={_as_pairs(f'{m}.bool()', value)}{_as_padding(f'{m}.bool()', value)}"
     if "float" not in dtype:
         return f"a dense mask `m`, where 0 is hidden, is {shown}"
-    return f"what is added to scores is score='dense_bias', bias={_as_pairs(m, value)}; where 1 is visible, it is {shown}"
+    return (
+        f"what is added to scores is score='dense_bias', bias={_as_pairs(m, value)}; where 1 is visible, it is {shown}"
+    )
 
 
 _PAIRS = "[queries, keys] or [batch or 1, heads or 1, queries, keys]"
@@ -176,8 +178,8 @@ def _as_pairs(m: str, value: Any) -> str:
 
 
 def _as_padding(m: str, value: Any) -> str:
-    is_padding = value.ndim == 2 or value.ndim == 4 and tuple(value.shape[1:3]) == (1, 1)
-    of_keys = m if value.ndim == 2 else f"{m}[:, 0, 0]"
+    is_padding = value.ndim == 2 or (value.ndim == 4 and tuple(value.shape[1:3]) == (1, 1))
+    of_keys = m if value.ndim == 2 else f"{m}[:, 0, 0].expand(len(q), -1)"
     return f", or mask='key_padding', attention_mask={of_keys} if it is [batch, keys]" if is_padding else ""
 
 
@@ -236,7 +238,7 @@ _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _GENERIC = r"(?<=.)(?:[\W_]|(?<=[a-z]))(attention|mask|bias|mod|score)s?(?![a-z])"  # words that say no more
 _LONG = 5  # letters of a name that may stand inside a word of a docstring
 _MOST_ENTRIES = 3  # that a name finds; one that finds more says little
-_LONGEST_PEER = 130  # characters
+_LONGEST_PEER, _PEER_BEFORE = 130, 40  # characters that are shown of it, and before the name
 
 
 def _written(name: str) -> str:
@@ -263,9 +265,12 @@ def _by_peers(kind: str, pattern: str, titles: tuple[str, ...] = ("Peers",)) -> 
     found: dict[str, str] = {}
     for name, d in _NAMES[kind].items():
         clauses = [(t, c) for t in titles for c in (d.paragraph(t) if t else name).rstrip(".").split("; ")]
-        title, clause = next(((t, c) for t, c in clauses if re.search(pattern, c)), ("", ""))
-        if clause:
-            found[name] = f"{name!r} ({shortened(clause, _LONGEST_PEER)})" if title == "Peers" else repr(name)
+        for title, clause in clauses:
+            if match := re.search(pattern, clause):
+                first = max(0, match.start() - _PEER_BEFORE) if len(clause) > _LONGEST_PEER else 0
+                peer = f"{'...' if first else ''}{shortened(clause[first:], _LONGEST_PEER)}"
+                found[name] = f"{name!r} ({peer})" if title == "Peers" else repr(name)
+                break
     return found if len(found) <= _MOST_ENTRIES else {}
 
 
@@ -280,8 +285,8 @@ def _owners_of(parameter: str) -> str:
     return f"; `{parameter}` is a parameter {', and '.join(parts)}" if parts else ""
 
 
-# torch cannot trace difflib and patterns. `owners_of` returns the end of a sentence that names the masks and scores with
-# a parameter, or "".
+# torch cannot trace difflib and patterns. `owners_of` returns the end of a sentence that names the masks and scores
+# with a parameter, or "".
 _hint: Callable[[str, str], str] = compat.constant_in_graphs(_hint_of)
 owners_of: Callable[[str], str] = compat.constant_in_graphs(_owners_of)
 

@@ -172,7 +172,9 @@ class Parameter:
         if self.is_sequence(value):
             if len(value) == 2 and not any(a.dims for a in self.alternatives):  # one number is meant, here are two
                 local = f"; with two sides it is mask='local', left={value[0]!r}, right={value[1]!r}"
-                raise self._error(TypeError, what, f"{in_message(value)}{local if self.name == 'window' else ''}", sizes)
+                raise self._error(
+                    TypeError, what, f"{in_message(value)}{local if self.name == 'window' else ''}", sizes
+                )
             try:
                 value = self.tensor(value, size.device)
             except (TypeError, ValueError, RuntimeError) as error:
@@ -237,8 +239,8 @@ def _advice_on_dtype(kinds: set[str], value: Tensor) -> str:
         return ""
     if "bool" in kinds:
         return (
-            "; pass `x.bool()` if 1 is visible, `x == 0` if 0 is visible and -inf hidden, or score='dense_bias', bias=x "
-            "if it is added to the scores"
+            "; pass `x.bool()` if 1 is visible, `x == 0` if 0 is visible and -inf hidden, or, if x is added to scores, "
+            "score='dense_bias', bias=x"
         )
     return "; pass `x.long()`" if "int" in kinds else ""
 
@@ -289,6 +291,21 @@ def freeze(value: Any) -> Any:
         value = value.tolist()
     if isinstance(value, list | tuple):
         return tuple(freeze(v) for v in value)
+    return value
+
+
+def listed(value: Any, device: torch.device | None) -> Any:
+    """Return a list, a tuple or a NumPy array as a tensor, and NumPy's numbers as Python's.
+
+    Any other value is returned as it is, and what cannot be made a tensor, too: a check comes later.
+    """
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, list | tuple | np.ndarray):
+        try:
+            return torch.tensor(value, device=device)
+        except (TypeError, ValueError, RuntimeError):
+            return value
     return value
 
 
@@ -350,6 +367,7 @@ def in_message(value: Any) -> str:
 
 
 def shortened(text: str, length: int) -> str:
+    """Return the beginning of a text that is too long."""
     return text if len(text) <= length else f"{text[:length]}..."
 
 

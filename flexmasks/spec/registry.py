@@ -224,4 +224,3 @@ def _entry(d: Definition) -> Entry:
         peers=d.paragraph("Peers"),
         kind=d.kind,
     )
-

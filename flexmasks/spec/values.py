@@ -8,7 +8,7 @@ torch traces. The result of `resolve` holds none of the user's tensors, so that 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -431,7 +431,7 @@ class Mask(Modifier):
         heads: int | None = None,
         device: torch.device | str | None = None,
         block_size: int | tuple[int, int] = 128,
-        q_offset: int | Tensor = 0,
+        q_offset: int | Tensor | Sequence[int] = 0,
     ) -> Blocks:
         """Return the counts of empty, partial and full blocks over these lengths, and the BlockMask.
 

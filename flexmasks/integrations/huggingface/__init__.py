@@ -10,12 +10,14 @@ from flexmasks.integrations.huggingface.late import LateMask as LateMask
 from flexmasks.integrations.huggingface.late import make_mask
 from flexmasks.integrations.huggingface.sharding import sharded
 from flexmasks.integrations.huggingface.vision import patch_vision
+from flexmasks.spec.by_name import says_what_to_write
 
 __all__ = ["masks", "patch_vision", "register", "sharded"]
 
 _OWN_WORDS = ("flash", "sdpa", "flex_attention", "eager", "paged")  # transformers finds its own by parts of a name
 
 
+@says_what_to_write()
 def register(name: str = "flexmasks") -> str:
     """Let transformers' models run by `attn_implementation="flexmasks"`, and return that name.
 
