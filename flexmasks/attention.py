@@ -465,7 +465,7 @@ def dense_mask(
 
 
 def _on_device_of(q: Any, value: Any) -> Any:
-    """Return a list or a NumPy array as a tensor on q's device, any other value as it is."""
+    """Return a list or a NumPy array as a tensor on the device of q."""
     return value if type(value) is int or value is None else listed(value, getattr(q, "device", None))
 
 

@@ -1,4 +1,4 @@
-"""Errors of the public calls: arguments that do not fit, and tracebacks of the user's code."""
+"""Errors of the public calls: arguments that do not fit, and short tracebacks."""
 
 from __future__ import annotations
 

@@ -295,7 +295,7 @@ def freeze(value: Any) -> Any:
 
 
 def listed(value: Any, device: torch.device | None) -> Any:
-    """Return a list, a tuple or a NumPy array as a tensor, and NumPy's numbers as Python's.
+    """Return a sequence or a NumPy array as a tensor, and NumPy's numbers as Python's.
 
     Any other value is returned as it is, and what cannot be made a tensor, too: a check comes later.
     """
