@@ -435,3 +435,104 @@ def test_a_traceback_of_any_message_is_short() -> None:
         flexmasks.attention(Q, K, V, mask="sliding_window", window="3")
     assert [f.name for f in traceback.extract_tb(caught.value.__traceback__)][-1] == "call"
     assert len(traceback.extract_tb(caught.value.__traceback__)) <= 3
+
+
+# --- masks on other devices than the call ---
+
+
+class Model(torch.nn.Module):
+    """A model that holds masks and scores, as people write it at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        ids, table = torch.arange(S) // 4, torch.ones(S) > 0
+        self.weight = torch.nn.Parameter(torch.ones(H))
+        self.register_buffer("ids", torch.arange(S) // 4)
+        self.document = flexmasks.get_mask("causal") & flexmasks.get_mask("document", document_ids=ids)
+        self.window = flexmasks.get_mask("sliding_window", window=torch.tensor(3))
+        self.function = flexmasks.get_mask(lambda b, h, q, kv: (q >= kv) & table[kv])
+        self.packed = flexmasks.packed("causal", torch.arange(3) * 8)
+        self.alibi = flexmasks.get_score("alibi", slopes=torch.ones(H))
+        self.score = flexmasks.get_score(lambda score, b, h, q, kv: score + table[kv])
+
+
+NAMES_OF_TENSORS = {
+    "document": "`document_ids`",
+    "window": "`window`",
+    "function": "the variable `table` of the function",
+    "packed": "`offsets`",
+    "alibi": "`slopes`",
+    "score": "the variable `table` of the function",
+}
+
+
+def emptied() -> Model:
+    with torch.device("meta"):
+        return Model().to_empty(device="cpu")
+
+
+def assigned() -> Model:
+    with torch.device("meta"):
+        model = Model()
+    model.load_state_dict(Model().state_dict(), assign=True)
+    return model
+
+
+@pytest.mark.parametrize("make", [emptied, assigned])
+@pytest.mark.parametrize("name", NAMES_OF_TENSORS)
+def test_masks_that_a_module_left_on_meta(name: str, make: Callable[[], Model]) -> None:
+    value = getattr(make(), name)
+    is_score = isinstance(value, flexmasks.Score)
+    calls: list[Callable[[], Any]] = [
+        lambda backend=backend: flexmasks.attention(
+            Q, K, V, backend=backend, **{"score" if is_score else "mask": value}
+        )
+        for backend in ("auto", "reference")
+    ]
+    calls += [lambda: flexmasks.draw(value, S), lambda: value.to("cpu")]
+    if not is_score:
+        calls += [
+            lambda: flexmasks.block_mask(value, S),
+            lambda: flexmasks.block_mask(value, S, device="cpu"),
+            lambda: flexmasks.dense_mask(value, S),
+            lambda: value.blocks(S),
+            lambda: flexmasks.masked_softmax(torch.zeros(1, 1, S, S), mask=value),
+            lambda: distributed.balance(value, S, 2),
+        ]
+    for call in calls:
+        message = message_of(call)
+        assert NAMES_OF_TENSORS[name] in message
+        assert " on meta" in message
+        assert "`device`" not in message
+        assert "make the mask again, or in `forward`, of a buffer" in message
+
+
+def test_masks_of_buffers_move_with_their_module() -> None:
+    model = assigned()
+    mask = flexmasks.get_mask("document", document_ids=model.ids)
+    assert flexmasks.attention(Q, K, V, mask=mask, backend="reference").isfinite().all()
+
+
+def test_devices_that_a_user_asks_for_are_blamed() -> None:
+    assert "`device` must hold data, got meta" in message_of(flexmasks.block_mask, "causal", S, device="meta")
+    on_meta = flexmasks.block_mask("causal", S).to("meta")
+    assert "it has no data" in refused(block_mask=on_meta)
+    assert "it has no data" in message_of(
+        flexmasks.masked_softmax, torch.zeros(1, 1, S, S), mask=(torch.ones(S, S) > 0).to("meta")
+    )
+
+
+@pytest.mark.gpu
+def test_masks_on_another_device() -> None:
+    q, k, v = (x.cuda() for x in (Q, K, V))
+    model = Model()
+    for name in ("document", "window", "packed"):
+        value = getattr(model, name)
+        message = message_of(flexmasks.attention, q, k, v, mask=value)
+        assert NAMES_OF_TENSORS[name] in message
+        assert "got a tensor on cpu in a call on cuda:0; a module does not move the masks that it holds" in message
+        moved = value.to("cuda")
+        out = flexmasks.attention(q, k, v, mask=moved)
+        assert torch.allclose(out.cpu(), flexmasks.attention(Q, K, V, mask=value, backend="reference"), atol=1e-2)
+    message = message_of(flexmasks.attention, q, k, v, mask=model.function)
+    assert "the variable `table` of the function is on cpu" in message

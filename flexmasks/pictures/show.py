@@ -62,8 +62,7 @@ def draw(
     if isinstance(value, Score):
         if heads is None:
             heads = max(8, h + 1) if value.definition.registered else h + 1
-        device = next((t.device for t in value.tensors()), None)
-        size, _, offset = Lengths(q_len, kv_len, batch, heads, device, q_offset).check(CALL, get_mask("full"))
+        size, _, offset = Lengths(q_len, kv_len, batch, heads, None, q_offset).check(CALL, value)
         return ScorePicture(ScoreCells(value, size, offset, b, h))
     heads = h + 1 if heads is None else heads
     if block_size is None:

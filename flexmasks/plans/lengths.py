@@ -16,7 +16,7 @@ from flexmasks.plans.plan import MAX_POSITIONS, MaskPlan, check_open_extents, na
 from flexmasks.plans.portable import OfData, OfMask, PortableBlockMask
 from flexmasks.plans.shifted import shifted_mask
 from flexmasks.spec.parameters import Size, describe, listed
-from flexmasks.spec.values import Mask
+from flexmasks.spec.values import Mask, Modifier
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Lengths:
     q_offset: Any = 0
     block_size: Any = 128
 
-    def check(self, call: str, mask: Mask) -> tuple[Size, tuple[str, ...], int | Tensor]:
+    def check(self, call: str, mask: Modifier) -> tuple[Size, tuple[str, ...], int | Tensor]:
         """Return the size, which of "batch" and "heads" are open, and where queries start.
 
         An extent is open if neither the caller nor a parameter's shape gives it. Raises ValueError or TypeError in the
@@ -54,10 +54,11 @@ class Lengths:
         check_offset(call, q_offset, size.batch, size.device)
         return size, tuple(name for name, n in (("batch", batch), ("heads", self.heads)) if n is None), q_offset
 
-    def _device(self, call: str, mask: Mask) -> torch.device:
+    def _device(self, call: str, mask: Modifier) -> torch.device:
         """Return the device asked for, or the device of the parameters' tensors, or the CPU."""
         device = self.device
         if device is None:
+            mask.check_data(call)
             tensors = [t for t in [*mask.tensors(), self.q_offset] if isinstance(t, Tensor)]
             device = tensors[0].device if tensors else "cpu"
         if isinstance(torch.empty(0), compat.FakeTensor):

@@ -36,7 +36,7 @@ from flexmasks.spec.captures import Aliases, Opaque, capture
 from flexmasks.spec.frames import of_user, place_of
 from flexmasks.spec.indexing import bounded
 from flexmasks.spec.numbers import MAX_COMPILED_VALUES, Number, NumberReader, numbers_in
-from flexmasks.spec.parameters import Size, describe
+from flexmasks.spec.parameters import Size, describe, how_to_move
 from flexmasks.spec.values import Mask, Modifier, Score, Spread
 
 BLOCK_SIZE = (128, 128)
@@ -912,12 +912,21 @@ def naming(value: Modifier) -> Iterator[None]:
             )
         else:
             text = f"{what} failed on index tensors: {type(error).__name__}: {text[:300]}"
+        if "device" in text or " on meta" in text:
+            text = f"{text.rstrip('.')}{_whereabouts(value)}"
         place, trace = place_of(error.__traceback__, value.definition.function), of_user(error.__traceback__)
         named = (TypeError if isinstance(error, TypeError) else ValueError)(f"{text} ({place})" if place else text)
         if is_refusal or (trace is None and isinstance(error, ValueError | TypeError)):  # the message says all
             raise named.with_traceback(trace) from None
         error.__suppress_context__ = True  # what this library tried before
         raise named from error.with_traceback(trace or error.__traceback__)
+
+
+def _whereabouts(value: Modifier) -> str:
+    """Return the end of a message that says where the tensors are that a mask or score reads."""
+    named = value.named_tensors()
+    here = "".join(f"; {name} is on {tensor.device}" for name, tensor in named)
+    return here + next((f"; {how_to_move(t.device)}" for _, t in named if t.is_meta), "")
 
 
 def outside_transforms(tensors: Sequence[Tensor]) -> contextlib.AbstractContextManager[Any]:

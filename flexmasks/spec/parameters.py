@@ -219,7 +219,8 @@ class Parameter:
         if value.layout != torch.strided:
             raise self._error(ValueError, what, f"a tensor of {value.layout}; use `.to_dense()`", sizes)
         if value.device != size.device:
-            raise self._error(ValueError, what, f"a tensor on {value.device} in a call on {size.device}", sizes)
+            got = f"a tensor on {value.device} in a call on {size.device}; {how_to_move(value.device)}"
+            raise self._error(ValueError, what, got, sizes)
         low, high = _bound(alternative.low, sizes), _bound(alternative.high, sizes)
         if (low is not None or high is not None) and may_read(size, value) and value.numel():
             least, most = torch.stack(torch.aminmax(value.detach())).tolist()
@@ -231,6 +232,16 @@ class Parameter:
         names = dict.fromkeys(_SIZES.findall(self.spec))
         here = ", ".join(f"{n}={sizes[n]}" for n in names if n in sizes)
         return kind(f"{what}: `{self.name}` must be {self.spec}{f' (here {here})' if here else ''}, got {got}.")
+
+
+def how_to_move(device: torch.device) -> str:
+    """Return what to do about a mask's tensor on a wrong device."""
+    if device.type == "meta":
+        return (
+            "it has no data: `to_empty` and `load_state_dict(assign=True)` do not reach the masks that a module holds; "
+            "make the mask again, or in `forward`, of a buffer"
+        )
+    return "a module does not move the masks that it holds: use `mask.to(device)`, or make it in `forward`, of a buffer"
 
 
 def _advice_on_dtype(kinds: set[str], value: Tensor) -> str:
