@@ -40,8 +40,9 @@ def register(name: str = "flexmasks") -> str:
     (DeepSeek-V3.2, MiniMax-M3), or have sinks of each query (Inkling2), raise an error, too.
 
     A few models, such as GPT-OSS, make their masks without `position_ids`, so that these alone leave the documents of a
-    packed row together, with "eager" too. `DataCollatorWithFlattening(return_flash_attn_kwargs=True)` adds
-    `cu_seq_lens_q` and its like, by which the documents are kept apart here.
+    packed row together, with "eager" too. The same holds for all models if they get an `attention_mask`, too. A
+    warning says so once. `DataCollatorWithFlattening(return_flash_attn_kwargs=True)` adds `cu_seq_lens_q` and its like,
+    by which the documents are kept apart here.
 
     When texts are padded on the left, the last padding predicts the first word of a text. To train without that
     prediction, whose row sees no key, give the first word the label -100.
