@@ -6,6 +6,7 @@ Errors in a user's own function name its file and line, in a traceback of the us
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 import re
 import sys
@@ -21,7 +22,9 @@ import torch.nn.functional as F
 
 import flexmasks
 from flexmasks import orders
+from flexmasks.bench import demo
 from flexmasks.integrations import distributed
+from flexmasks.kernels import compiling
 
 B, H, S, D = 2, 4, 16, 8
 torch.manual_seed(50)
@@ -536,3 +539,41 @@ def test_masks_on_another_device() -> None:
         assert torch.allclose(out.cpu(), flexmasks.attention(Q, K, V, mask=value, backend="reference"), atol=1e-2)
     message = message_of(flexmasks.attention, q, k, v, mask=model.function)
     assert "the variable `table` of the function is on cpu" in message
+
+
+# --- lines before compilations; tests/test_threads.py has those of torch's kernels ---
+
+
+def test_own_kernels_are_announced_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    triton = pytest.importorskip("triton")
+    launches = pytest.importorskip("flexmasks.kernels.launches")
+
+    @triton.jit
+    def kernel(x):  # type: ignore[no-untyped-def]
+        pass
+
+    said: list[list[str]] = []
+
+    def warmup(*_: Any, **__: Any) -> None:
+        said.append([r.getMessage() for r in caplog.records])
+
+    monkeypatch.setattr(kernel, "warmup", warmup, raising=False)
+    monkeypatch.setattr(launches, "launch_of", lambda made, programs: None)
+    compiling.announce_once.cache_clear()
+    with caplog.at_level(logging.INFO, "flexmasks"):
+        for _ in range(3):
+            launches.compiled(kernel, 1, 4, [torch.zeros(1)], ())
+    line = "compiling test_messages.kernel: about 1 to 3 s (the least if it is on the disk)"
+    assert said == [[line]] * 3  # before the compilation
+
+
+def test_the_demo_shows_what_is_compiled(capsys: pytest.CaptureFixture[str]) -> None:
+    log = logging.getLogger("flexmasks")
+    handlers, level = list(log.handlers), log.level
+    try:
+        demo._show_log()
+        compiling.announce("attention", "cpu")
+    finally:
+        log.handlers[:], log.level = handlers, level
+        log.setLevel(level)
+    assert capsys.readouterr().out == "compiling attention: about 1 to 20 s (the least if it is on the disk)\n"

@@ -192,7 +192,7 @@ def _of_mask(mask: Any, query: Tensor, key: Tensor) -> tuple[Any, int | Tensor, 
 
 
 def _leaves_documents_together(module: torch.nn.Module, mask: LateMask, position_ids: Tensor | None) -> bool:
-    """Return whether positions start anew in a row, and the mask does not keep its documents apart.
+    """Return whether positions start anew in a row that the mask does not divide.
 
     Few calls of a first layer are looked at. Positions of padding may start anew, too.
     """
