@@ -238,8 +238,8 @@ def how_to_move(device: torch.device) -> str:
     """Return what to do about a mask's tensor on a wrong device."""
     if device.type == "meta":
         return (
-            "it has no data: `to_empty` and `load_state_dict(assign=True)` do not reach the masks that a module holds; "
-            "make the mask again, or in `forward`, of a buffer"
+            "`to_empty` and `load_state_dict(assign=True)` do not reach the masks that a module holds: make the mask "
+            "again, or in `forward`, of a buffer"
         )
     return "a module does not move the masks that it holds: use `mask.to(device)`, or make it in `forward`, of a buffer"
 

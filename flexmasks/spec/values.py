@@ -365,7 +365,8 @@ class Modifier(Readable):
         """Raise ValueError for a tensor on the meta device."""
         for name, tensor in self.named_tensors():
             if tensor.is_meta:
-                raise ValueError(f"{call}: {name} is {describe(tensor)} on meta; {how_to_move(tensor.device)}.")
+                advice = how_to_move(tensor.device)
+                raise ValueError(f"{call}: {name} must hold data, it is {describe(tensor)} on meta; {advice}.")
 
     def __reduce__(self) -> Any:
         problem = why_not(tuple(v for v in self.params.values() if not _modifiers_in(v)))
