@@ -10,8 +10,9 @@ from torch import Tensor
 
 from flexmasks import compat, later
 from flexmasks.plans.explanation import Explanation
-from flexmasks.spec.arguments import MaskLike, ScoreLike, get_mask
+from flexmasks.spec.arguments import Ints, MaskLike, Pages, ScoreLike, get_mask
 from flexmasks.spec.by_name import named, says_what_to_write
+from flexmasks.spec.parameters import listed
 
 
 # fmt: off
@@ -19,7 +20,7 @@ from flexmasks.spec.by_name import named, says_what_to_write
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, mask: MaskLike | None = None,
     score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
-    block_mask: compat.BlockMask | None = None, q_offset: int | Tensor = 0, sink_logits: Tensor | None = None,
+    block_mask: compat.BlockMask | None = None, q_offset: int | Ints = 0, sink_logits: Tensor | None = None,
     return_lse: Literal[False] = False, backend: str = "auto", kernel_options: dict[str, Any] | None = None,
     **params: Any,
 ) -> Tensor: ...
@@ -29,7 +30,7 @@ def attention(
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, mask: MaskLike | None = None,
     score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
-    block_mask: compat.BlockMask | None = None, q_offset: int | Tensor = 0, sink_logits: Tensor | None = None,
+    block_mask: compat.BlockMask | None = None, q_offset: int | Ints = 0, sink_logits: Tensor | None = None,
     return_lse: Literal[True], backend: str = "auto", kernel_options: dict[str, Any] | None = None, **params: Any,
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -38,7 +39,7 @@ def attention(
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, mask: MaskLike | None = None,
     score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
-    block_mask: compat.BlockMask | None = None, q_offset: int | Tensor = 0, sink_logits: Tensor | None = None,
+    block_mask: compat.BlockMask | None = None, q_offset: int | Ints = 0, sink_logits: Tensor | None = None,
     return_lse: bool, backend: str = "auto", kernel_options: dict[str, Any] | None = None, **params: Any,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 # fmt: on
@@ -54,7 +55,7 @@ def attention(
     score: ScoreLike | Sequence[ScoreLike] | None = None,
     scale: float | None = None,
     block_mask: compat.BlockMask | None = None,
-    q_offset: int | Tensor = 0,
+    q_offset: int | Ints = 0,
     sink_logits: Tensor | None = None,
     return_lse: bool = False,
     backend: str = "auto",
@@ -154,8 +155,9 @@ def attention(
         True
     """
     request = later.request.Request(
-        mask, score, params, scale, block_mask, q_offset, sink_logits, return_lse, backend, kernel_options
-    )
+        mask, score, params, scale, block_mask, _on_device_of(q, q_offset), sink_logits, return_lse, backend,
+        kernel_options,
+    )  # fmt: skip
     is_sharded = hasattr(q, "device_mesh") or hasattr(k, "device_mesh")
     run: Any = later.sharded.run if is_sharded else later.calls.run
     out, lse = run(q, k, v, request)
@@ -165,30 +167,30 @@ def attention(
 # fmt: off
 @overload
 def varlen_attention(
-    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor | Sequence[int], kv_offsets: Tensor | Sequence[int] | None = None,
-    *, page_table: Tensor | None = None, kv_lens: Tensor | None = None, mask: MaskLike | None = None,
+    q: Tensor, k: Tensor, v: Tensor, offsets: Ints, kv_offsets: Ints | None = None,
+    *, page_table: Pages | None = None, kv_lens: Ints | None = None, mask: MaskLike | None = None,
     score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
-    q_offset: int | Tensor | None = None, sink_logits: Tensor | None = None, return_lse: Literal[False] = False,
+    q_offset: int | Ints | None = None, sink_logits: Tensor | None = None, return_lse: Literal[False] = False,
     backend: str = "auto", kernel_options: dict[str, Any] | None = None, **params: Any,
 ) -> Tensor: ...
 
 
 @overload
 def varlen_attention(
-    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor | Sequence[int], kv_offsets: Tensor | Sequence[int] | None = None,
-    *, page_table: Tensor | None = None, kv_lens: Tensor | None = None, mask: MaskLike | None = None,
+    q: Tensor, k: Tensor, v: Tensor, offsets: Ints, kv_offsets: Ints | None = None,
+    *, page_table: Pages | None = None, kv_lens: Ints | None = None, mask: MaskLike | None = None,
     score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
-    q_offset: int | Tensor | None = None, sink_logits: Tensor | None = None, return_lse: Literal[True],
+    q_offset: int | Ints | None = None, sink_logits: Tensor | None = None, return_lse: Literal[True],
     backend: str = "auto", kernel_options: dict[str, Any] | None = None, **params: Any,
 ) -> tuple[Tensor, Tensor]: ...
 
 
 @overload
 def varlen_attention(
-    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor | Sequence[int], kv_offsets: Tensor | Sequence[int] | None = None,
-    *, page_table: Tensor | None = None, kv_lens: Tensor | None = None, mask: MaskLike | None = None,
+    q: Tensor, k: Tensor, v: Tensor, offsets: Ints, kv_offsets: Ints | None = None,
+    *, page_table: Pages | None = None, kv_lens: Ints | None = None, mask: MaskLike | None = None,
     score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
-    q_offset: int | Tensor | None = None, sink_logits: Tensor | None = None, return_lse: bool, backend: str = "auto",
+    q_offset: int | Ints | None = None, sink_logits: Tensor | None = None, return_lse: bool, backend: str = "auto",
     kernel_options: dict[str, Any] | None = None, **params: Any,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 # fmt: on
@@ -199,15 +201,15 @@ def varlen_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    offsets: Tensor | Sequence[int],
-    kv_offsets: Tensor | Sequence[int] | None = None,
+    offsets: Ints,
+    kv_offsets: Ints | None = None,
     *,
-    page_table: Tensor | None = None,
-    kv_lens: Tensor | None = None,
+    page_table: Pages | None = None,
+    kv_lens: Ints | None = None,
     mask: MaskLike | None = None,
     score: ScoreLike | Sequence[ScoreLike] | None = None,
     scale: float | None = None,
-    q_offset: int | Tensor | None = None,
+    q_offset: int | Ints | None = None,
     sink_logits: Tensor | None = None,
     return_lse: bool = False,
     backend: str = "auto",
@@ -270,8 +272,9 @@ def varlen_attention(
         torch.Size([6, 4, 64])
     """
     request = later.request.Request(
-        mask, score, params, scale, None, q_offset, sink_logits, return_lse, backend, kernel_options
+        mask, score, params, scale, None, _on_device_of(q, q_offset), sink_logits, return_lse, backend, kernel_options
     )
+    page_table, kv_lens = _on_device_of(q, page_table), _on_device_of(q, kv_lens)
     out, lse = later.calls.run_varlen(q, k, v, offsets, kv_offsets, page_table, kv_lens, request)
     return (out, cast(Tensor, lse)) if return_lse else out
 
@@ -279,27 +282,27 @@ def varlen_attention(
 # fmt: off
 @overload
 def paged_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, kv_lens: Tensor, *, mask: MaskLike | None = None,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Pages, kv_lens: Ints, *, mask: MaskLike | None = None,
     score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
-    q_offset: int | Tensor | None = None, sink_logits: Tensor | None = None, return_lse: Literal[False] = False,
+    q_offset: int | Ints | None = None, sink_logits: Tensor | None = None, return_lse: Literal[False] = False,
     backend: str = "auto", **params: Any,
 ) -> Tensor: ...
 
 
 @overload
 def paged_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, kv_lens: Tensor, *, mask: MaskLike | None = None,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Pages, kv_lens: Ints, *, mask: MaskLike | None = None,
     score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
-    q_offset: int | Tensor | None = None, sink_logits: Tensor | None = None, return_lse: Literal[True],
+    q_offset: int | Ints | None = None, sink_logits: Tensor | None = None, return_lse: Literal[True],
     backend: str = "auto", **params: Any,
 ) -> tuple[Tensor, Tensor]: ...
 
 
 @overload
 def paged_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, kv_lens: Tensor, *, mask: MaskLike | None = None,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Pages, kv_lens: Ints, *, mask: MaskLike | None = None,
     score: ScoreLike | Sequence[ScoreLike] | None = None, scale: float | None = None,
-    q_offset: int | Tensor | None = None, sink_logits: Tensor | None = None, return_lse: bool, backend: str = "auto",
+    q_offset: int | Ints | None = None, sink_logits: Tensor | None = None, return_lse: bool, backend: str = "auto",
     **params: Any,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 # fmt: on
@@ -310,13 +313,13 @@ def paged_attention(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    page_table: Tensor,
-    kv_lens: Tensor,
+    page_table: Pages,
+    kv_lens: Ints,
     *,
     mask: MaskLike | None = None,
     score: ScoreLike | Sequence[ScoreLike] | None = None,
     scale: float | None = None,
-    q_offset: int | Tensor | None = None,
+    q_offset: int | Ints | None = None,
     sink_logits: Tensor | None = None,
     return_lse: bool = False,
     backend: str = "auto",
@@ -371,6 +374,7 @@ def paged_attention(
         >>> flexmasks.paged_attention(q, k_cache, v_cache, page_table, kv_lens, mask="causal").shape
         torch.Size([2, 4, 1, 64])
     """
+    page_table, kv_lens, q_offset = (_on_device_of(q, x) for x in (page_table, kv_lens, q_offset))
     request = later.request.Request(mask, score, params, scale, None, q_offset, sink_logits, return_lse, backend)
     out, lse = later.calls.run_paged(q, k_cache, v_cache, page_table, kv_lens, request)
     return (out, cast(Tensor, lse)) if return_lse else out
@@ -386,7 +390,7 @@ def block_mask(
     heads: int | None = None,
     device: torch.device | str | None = None,
     block_size: int | tuple[int, int] = 128,
-    q_offset: int | Tensor = 0,
+    q_offset: int | Ints = 0,
     as_data: bool = False,
     **params: Any,
 ) -> compat.BlockMask:
@@ -440,7 +444,7 @@ def dense_mask(
     batch: int | None = None,
     heads: int | None = None,
     device: torch.device | str | None = None,
-    q_offset: int | Tensor = 0,
+    q_offset: int | Ints = 0,
     **params: Any,
 ) -> Tensor:
     """Return a mask as booleans, True = visible.
@@ -458,6 +462,11 @@ def dense_mask(
     """
     lengths = later.lengths.Lengths(q_len, kv_len, batch, heads, device, q_offset)
     return later.lengths.materialize_mask("flexmasks.dense_mask", get_mask(mask, **params), lengths)
+
+
+def _on_device_of(q: Any, value: Any) -> Any:
+    """Return a list or a NumPy array as a tensor on the device of q."""
+    return value if type(value) is int or value is None else listed(value, getattr(q, "device", None))
 
 
 def _explained() -> list[str]:
@@ -480,4 +489,6 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Explanation:
         ('sdpa', 'no: it runs without compiling')
     """
     own = {name: arguments.pop(name) for name in _explained() if name in arguments}
+    if "q_offset" in own:
+        own["q_offset"] = _on_device_of(q, own["q_offset"])
     return later.calls.explain(q, k, v, later.request.Request(params=arguments, **own))

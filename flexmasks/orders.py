@@ -24,7 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexmasks.spec.by_name import says_what_to_write as _says_what_to_write
 
+
+@_says_what_to_write()
 def tile_order(canvas: Sequence[int], tile: Sequence[int]) -> Tensor:
     """Return the order of tiles, row-major among tiles and inside each tile.
 
@@ -47,6 +50,7 @@ def tile_order(canvas: Sequence[int], tile: Sequence[int]) -> Tensor:
     return number.argsort(stable=True)
 
 
+@_says_what_to_write()
 def morton_order(canvas: Sequence[int]) -> Tensor:
     """Return Morton's Z-order: pixels sorted by the interleaved bits of their coordinates.
 
@@ -74,6 +78,7 @@ def morton_order(canvas: Sequence[int]) -> Tensor:
     return code.argsort()
 
 
+@_says_what_to_write()
 def inverse_order(order: Tensor) -> Tensor:
     """Return the inverse of an order: the token that each pixel is.
 

@@ -479,7 +479,7 @@ ODD: dict[str, tuple[Callable[[], Any], str]] = {
     "mask bytes": (masked(b"causal"), "got b'causal'"),
     "mask capital": (masked("Causal"), "did you mean 'causal'"),
     "mask with a hyphen": (masked("sliding-window", window=3), "did you mean 'sliding_window'"),
-    "score a tensor": (scored(torch.zeros(64, 64)), "a bias `m` is score=lambda score, b, h, q, kv: score + m[b, h"),
+    "score a tensor": (scored(torch.zeros(64, 64)), "a bias `m`, [queries, keys] or [batch or 1"),
     "score a BlockMask": (scored(BLOCKS), "got a BlockMask; pass it as `block_mask=`"),
     "score among None": (scored(["alibi", None]), "`score` must be a name, a Score or a function, got None"),
     "& tensor": (lambda: CAUSAL & ONES, "got bool[64, 64]; a dense mask `m` is mask='dense', visible=m"),
@@ -490,7 +490,7 @@ ODD: dict[str, tuple[Callable[[], Any], str]] = {
     # other arguments
     "scale a tensor": (masked(scale=torch.tensor(1.0)), "got float32[]; multiply q by a tensor instead"),
     "scale of NumPy": (masked(scale=np.float32(0.5)), "pass float(...) of it"),
-    "q_offset a list": (masked(q_offset=[1, 2]), "an int from 0 to 2**31 - 1 or an integer tensor [B] = [2] on cpu"),
+    "q_offset a set": (masked(q_offset={1, 2}), "an int from 0 to 2**31 - 1 or an integer tensor [B] = [2] on cpu"),
     "q_offset of no dimension": (masked("causal", q_offset=torch.tensor(3)), "got int64[] on cpu"),
     "q_offset beyond 2**31": (masked("causal", q_offset=torch.tensor([2**40, 1])), "at most 2**31 - 64"),
     "misspelt argument": (

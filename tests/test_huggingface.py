@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import flexmasks
 from flexmasks.integrations import huggingface
+from flexmasks.integrations.huggingface import attention as hf_attention
 from flexmasks.integrations.huggingface.attention import attend
 from flexmasks.integrations.huggingface.late import LateMask, make_mask
 
@@ -843,6 +845,38 @@ def test_models_with_packed_rows_by_cu_seq_lens(name: str) -> None:
     for start, stop in ((0, 15), (15, 40)):
         alone = model(input_ids=words[:, start:stop], use_cache=False).logits
         assert torch.allclose(row[:, start:stop], alone, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "warns"),
+    [
+        ("GptOss", {"position_ids": PACKED}, True),
+        ("GptOss", {}, False),
+        ("GptOss", {"attention_mask": REAL["left"].long()}, False),
+        ("GptOss", {"position_ids": PACKED[:1], "cu_seq_lens_q": True}, False),
+        ("Llama", {"position_ids": PACKED}, False),
+        ("Llama", {"position_ids": PACKED, "attention_mask": REAL["no padding"].long()}, True),
+    ],
+)
+def test_documents_that_see_each_other_are_told_of(
+    name: str, given: dict[str, Any], warns: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A change of the first document changes the second one exactly where the warning says so, as in "eager"."""
+    monkeypatch.setattr(hf_attention, "_LOOKS", itertools.count())
+    hf_attention._warn_of_documents.cache_clear()
+    torch.manual_seed(0)
+    words = IDS[:1] if "cu_seq_lens_q" in given else IDS
+    if "cu_seq_lens_q" in given:
+        starts = torch.tensor([0, 20, 50], dtype=torch.int32)
+        given = given | {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 30, "max_length_k": 30}
+    other = torch.cat([words[:, :20].flip(1), words[:, 20:]], 1)
+    for model in models(name)[: 1 if "cu_seq_lens_q" in given else 2]:  # "eager" knows no cu_seq_lens
+        rows = [model(input_ids=x, use_cache=False, **given).logits[:, 20:] for x in (words, other)]
+        if "position_ids" in given:
+            assert torch.allclose(rows[0], rows[1], atol=TOLERANCE) is not warns
+    told = [r.getMessage() for r in caplog.records if "see each other" in r.getMessage()]
+    assert len(told) == int(warns)
+    assert all(f"{name}Attention: " in t and "cu_seq_lens_q" in t for t in told)
 
 
 def _remapped_row(function: Any) -> LateMask:

@@ -32,6 +32,7 @@ from flexmasks.backends.call import (
     raise_passing_error,
     transformed,
 )
+from flexmasks.kernels.compiling import announce_once
 from flexmasks.plans.intervals import Intervals
 from flexmasks.plans.plan import capability
 from flexmasks.plans.windows import Window
@@ -292,6 +293,7 @@ def _refuses_numbers(call: Call) -> str | None:
 
 def run(call: Call) -> Result:
     """Run the call; raise Unavailable if flash-attn-4 cannot compile it."""
+    _announce(call)
     if call.window() is None:
         started = StartedCall.of(call)
         return Result(*started(call.q, call.k, call.v), started)
@@ -300,6 +302,23 @@ def run(call: Call) -> Result:
         if call.sinks is None or not folds_sinks(call.q, call.k, call.v, call.sinks):
             return proven(call, replay)
         return proven(call, replay, call.sinks)._replace(has_sinks=True)
+
+
+def _announce(call: Call, layout: str = "") -> None:
+    """Log, once for each kind of kernel, that flash-attn-4 compiles it."""
+    if call.is_traced:
+        return
+    q, window = call.q, call.window()
+    parts = [
+        str(q.dtype).removeprefix("torch."),
+        f"head sizes {q.shape[3]} and {call.v.shape[3]}",
+        "all keys" if window is not None and window.left is window.right is None else "a window",
+        layout or ("sequences" if call.sequences is not None else ""),
+        "a soft-cap" if call.cap is not None else "",
+        "sinks" if call.sinks is not None else "",
+        "gradients" if call.needs_grad else "",
+    ]
+    announce_once(f"attention for backend 'fa4': {', '.join(filter(None, parts))}", "fa4")
 
 
 @contextlib.contextmanager
@@ -493,6 +512,7 @@ class PagedCall:
         right = None if band.right is None or band.right >= q_len - 1 else band.right
         parts = _parts_of_pages(k_cache, v_cache)
         numbers = left, right, call.scale, call.cap, call.with_lse
+        _announce(call, "pages")
         return cls(*numbers, _in_int32(lens), _in_parts(table, parts), parts)
 
     def renewal(self) -> Callable[[Sequence[Tensor]], PagedCall]:

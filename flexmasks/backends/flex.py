@@ -43,13 +43,15 @@ from flexmasks.backends.call import (
 )
 from flexmasks.backends.kernel_tiles import chosen_tiles
 from flexmasks.cache import Cache
+from flexmasks.kernels.compiling import announce
 from flexmasks.plans.data import FirstAsData
 
 _log = logging.getLogger("flexmasks")
 _kernel_numbers = itertools.count()
-_this_thread = threading.local()  # `compilations` counts those of the thread
+# `compilations` counts those of the thread; `running` describes the call whose kernel it runs.
+_this_thread = threading.local()
 # Guards that are left out: torch checks at each call that its own modules have not changed, a tenth of a call's time.
-_GUARDS_OF_TORCH = ("G['compat']", "G['__builtins_dict", "G['__import_torch_dot", "__import__('torch')")
+_GUARDS_OF_TORCH = ("G['compat']", "G['_announce", "G['__builtins_dict", "G['__import_torch_dot", "__import__('torch')")
 _OUT_OF_RESOURCE = "out of resource"  # part of an error of Triton: smaller kernels may work
 _CPP_FAILED = "CppCompileError"  # part of an error of Inductor
 _MAX_NOTED_SHAPES = 64  # shapes that one kernel remembers
@@ -94,11 +96,26 @@ class _Kernel:
     shapes_run: set[_Shapes] = field(default_factory=set)
 
     def run(
-        self, q: Tensor, k: Tensor, v: Tensor, score_mod: Any, block_mask: Any, scale: float | None, *others: Any
+        self,
+        what: str,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        score_mod: Any,
+        block_mask: Any,
+        scale: float | None,
+        *others: Any,
     ) -> Any:
-        """Run `flex`."""
-        q, k, scale = widened(q, k, scale)
-        return self.compiled(q, k, v, score_mod, block_mask, scale, *others)
+        """Run `flex`.
+
+        what: describes the functions, for the log.
+        """
+        _this_thread.running = what, q, k, others[0]
+        try:
+            q, k, scale = widened(q, k, scale)
+            return self.compiled(q, k, v, score_mod, block_mask, scale, *others)
+        finally:
+            _this_thread.running = None
 
     def is_ready(self, shapes: _Shapes, is_mask_alike: bool = True) -> bool:
         """Return whether torch should have the code for these shapes.
@@ -135,6 +152,20 @@ class _Kernel:
 _KERNELS: Cache[_Kernel] = Cache("kernels", max_bytes=256)  # an entry counts one byte
 
 
+@compat.constant_in_graphs
+def _announce() -> bool:
+    """Log what the kernel that this thread runs is, before torch compiles it.
+
+    torch calls this while it traces `flex`, perhaps several times, and at no other time.
+    """
+    running, _this_thread.running = getattr(_this_thread, "running", None), None
+    if running is not None:
+        what, q, k, kernel_options = running
+        backend = "flash" if (kernel_options or {}).get("BACKEND") == "FLASH" else "triton" if q.is_cuda else "cpu"
+        announce(f"attention for backend {backend!r}, {_described(what, q, k)}", backend)
+    return True
+
+
 def flex(
     q: Tensor,
     k: Tensor,
@@ -149,6 +180,7 @@ def flex(
 
     Grouped heads are recognized from the shapes.
     """
+    _announce()
     grouped = q.shape[1] != k.shape[1]
     if with_lse:
         out, aux = compat.flex_attention(
@@ -260,11 +292,11 @@ def _run_kernel(
             why = _why_new(key)
             kernel = _new_kernel(key)
         try:
-            result = kernel.run(*args)
+            result = kernel.run(what, *args)
         except compat.FailOnRecompileLimitHit:
             why = "torch's recompile limit was reached"
             kernel = _new_kernel(key, kernel.is_static)
-            result = kernel.run(*args)
+            result = kernel.run(what, *args)
         except Exception as error:
             if compat.passing_error(error) is not None:
                 if _compilations() != before:  # torch may have marked the code as never to be compiled
@@ -287,7 +319,7 @@ def _run_kernel(
                 raise
             why = "torch cannot compile it for any length"
             kernel = _new_kernel(key, is_static=True)
-            result = kernel.run(*args)
+            result = kernel.run(what, *args)
         if _compilations() != before:
             _log_compiled(start, what, q, k, why or kernel.why_compiled(shapes))
         if len(kernel.shapes_run) < _MAX_NOTED_SHAPES:
@@ -306,7 +338,7 @@ def _run_compiled(kernel: _Kernel, what: str, *args: Any) -> tuple[Tensor, Tenso
     """
     before, start = _compilations(), time.perf_counter()
     try:
-        result = kernel.run(*args)
+        result = kernel.run(what, *args)
     except (compat.FailOnRecompileLimitHit, compat.InductorError) as error:
         raise _Retry from error
     except RuntimeError as error:
@@ -319,10 +351,11 @@ def _run_compiled(kernel: _Kernel, what: str, *args: Any) -> tuple[Tensor, Tenso
 
 
 def _log_compiled(start: float, what: str, q: Tensor, k: Tensor, why: str) -> None:
-    _log.info(
-        "compiled attention in %.1f s: %s, %s, q %s, k %s: %s",
-        time.perf_counter() - start, what, str(q.dtype).removeprefix("torch."), list(q.shape), list(k.shape), why,
-    )  # fmt: skip
+    _log.info("compiled attention in %.1f s: %s: %s", time.perf_counter() - start, _described(what, q, k), why)
+
+
+def _described(what: str, q: Tensor, k: Tensor) -> str:
+    return f"{what}, {str(q.dtype).removeprefix('torch.')}, q {list(q.shape)}, k {list(k.shape)}"
 
 
 def _is_wrong_bound(error: Exception) -> bool:

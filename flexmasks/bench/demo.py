@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 import time
 from collections.abc import Callable
 
@@ -30,13 +32,14 @@ def main() -> None:
     print(f"{call} on {device_name(device)}, torch {torch.__version__}")
     print(f"q, k, v [{batch}, {heads}, {length}, {size}] {str(dtype).removeprefix('torch.')}\n")
 
+    _show_log()
     torch.manual_seed(0)
     q, k, v = (torch.randn(batch, heads, length, size, device=device, dtype=dtype) for _ in range(3))
     seq_lens = torch.randint(length // 4, length + 1, (batch,), device=device)
 
     start = time.perf_counter()
     block_mask("grouped_tril", length, seq_lens=seq_lens)
-    progress(f"blocks found in {(time.perf_counter() - start) * 1e3:.1f} ms; compiling the kernel")
+    print(f"blocks found in {(time.perf_counter() - start) * 1e3:.1f} ms")
     start = time.perf_counter()
     out = attention(q, k, v, mask="grouped_tril", seq_lens=seq_lens)
     synchronize(device)
@@ -53,6 +56,13 @@ def main() -> None:
     print(times)
     print(f"\nof all {batch} batch elements:")
     print(explain(q, k, v, mask="grouped_tril", seq_lens=seq_lens))
+
+
+def _show_log() -> None:
+    """Print what the library logs: what is compiled, and about how long that takes."""
+    log = logging.getLogger("flexmasks")
+    log.addHandler(logging.StreamHandler(sys.stdout))
+    log.setLevel(logging.INFO)
 
 
 def _largest_error(out: Tensor, q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor) -> float:

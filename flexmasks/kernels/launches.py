@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexmasks.compat import raw_stream
+from flexmasks.kernels.compiling import announce_kernel
 
 _MAX_LAUNCHES = 4096
 _Kept = TypeVar("_Kept")
@@ -91,6 +92,7 @@ def compiled(
     if not isinstance(kernel, triton.JITFunction):  # Triton's interpreter compiles nothing
         run = kernel[(programs,)]
         return lambda tensors, others: run(*tensors, *others)
+    announce_kernel(kernel)
     return launch_of(kernel.warmup(*tensors, *others, grid=(programs,), num_warps=warps), programs)
 
 

@@ -11,8 +11,10 @@ def causal(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
     queries start; `q_offset=kv_len - q_len` is FlashAttention's bottom-right alignment.
 
     Source: Vaswani et al., Attention Is All You Need, 2017.
-    Peers: torch SDPA is_causal (top-left); FlashAttention causal (bottom-right since 2.1); xformers
-        LowerTriangularMask and LowerTriangularFromBottomRightMask; JAX splash CausalMask(offset=q_offset);
-        MagiAttention CAUSAL (bottom-right).
+    Peers: torch SDPA is_causal and causal_upper_left (top-left), causal_lower_right; FlashAttention causal
+        (bottom-right since 2.1); attention-gym causal_mask; Hugging Face causal_mask_function, create_causal_mask and
+        the layer type "full_attention" of language models; xformers LowerTriangularMask and
+        LowerTriangularFromBottomRightMask; JAX splash CausalMask(offset=q_offset), make_causal_mask; FlashMask Causal
+        Mask; MagiAttention CAUSAL (bottom-right).
     """
     return kv <= q

@@ -45,8 +45,9 @@ def chunked_causal(
     chunk, start: as in the mask `chunked`.
 
     Source: Llama 4, 2025 (iRoPE: attention_chunk_size).
-    Peers: Hugging Face chunked_causal_mask_function(chunk, left_padding=start); torchtitan fixed_block_size; vLLM
-        chunked local attention; JAX splash ChunkedCausalMask (start=0).
+    Peers: Hugging Face chunked_causal_mask_function(chunk, left_padding=start), create_chunked_causal_mask and the
+        layer type "chunked_attention"; torchtitan fixed_block_size; vLLM chunked local attention; JAX splash
+        ChunkedCausalMask (start=0).
     """
     return (kv <= q) & chunked(b, h, q, kv, chunk=chunk, start=start)
 

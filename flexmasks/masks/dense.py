@@ -31,6 +31,7 @@ def dense(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, visible: Tensor) -> Te
         itself, one byte for each pair.
 
     Source: the attn_mask of torch's scaled_dot_product_attention.
-    Peers: torch SDPA attn_mask; xformers tensor biases; JAX splash NumpyMask; FlashInfer custom_mask.
+    Peers: torch SDPA attn_mask; xformers tensor biases; TransformerEngine arbitrary; JAX splash NumpyMask; FlashInfer
+        custom_mask.
     """
     return visible[*leading(visible, b, h, q), q, kv]

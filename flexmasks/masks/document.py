@@ -19,7 +19,9 @@ def document(
 
     Source: Krell et al., Efficient Sequence Packing without Cross-contamination, 2021.
     Peers: attention-gym generate_doc_mask_mod; Hugging Face packed_sequence_mask_function; xformers BlockDiagonalMask;
-        FlashMask Document Mask; torchtitan `block_causal` is this and causal; JAX splash segment_ids.
+        FlashMask Document Mask; torchtitan `block_causal`, torchtune packed_block_causal_mask, attention-gym
+        generate_packed_causal_doc_mask_mod and FlashMask Causal Document Mask are this and causal; JAX splash
+        segment_ids.
     """
     return at(document_ids, b, q) == at(document_ids, b, kv)
 

@@ -22,7 +22,7 @@ def key_eviction(
         batch element and query head. A key with evicted[j] <= j is never seen.
 
     Source: Chen et al., NACL, 2024; Wang et al., FlashMask, 2024 (Random Eviction Mask).
-    Peers: FlashMask startend_row_indices[..., 0] with causal=True.
+    Peers: FlashMask startend_row_indices[..., 0] with causal=True, its Random Eviction Mask.
     """
     if evicted.ndim == 3:
         end = evicted[b, h if evicted.shape[1] > 1 else always(0, kv), kv]

@@ -16,6 +16,7 @@ def grouped_tril(
     seq_lens: number of real tokens of each batch element. Later rows give output 0.
 
     Source: the grouped lower-triangular masked softmax of jagged ranking models.
-    Peers: `causal` and FlashAttention varlen's cu_seqlens, where padding is not stored.
+    Peers: `causal` and FlashAttention varlen's cu_seqlens, where padding is not stored; TransformerEngine
+        padding_causal.
     """
     return (kv <= q) & (q < seq_lens[b]) & (kv < seq_lens[b])

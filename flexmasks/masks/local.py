@@ -24,8 +24,8 @@ def local(
     left, right: numbers of keys on each side; FlashAttention's window_size=(left, right).
 
     Source: Beltagy et al., Longformer, 2020 (its window w is left = right = w // 2).
-    Peers: FlashAttention window_size=(left, right); JAX splash LocalMask(window_size=(left, right)); xformers
-        LocalAttentionFromBottomRightMask(left, right); Hugging Face sliding_window_bidirectional_mask_function
-        (left = right = its window).
+    Peers: FlashAttention window_size=(left, right); JAX splash LocalMask(window_size=(left, right)),
+        make_local_attention_mask; xformers LocalAttentionFromBottomRightMask(left, right); Hugging Face
+        sliding_window_bidirectional_mask_function (left = right = its window).
     """
     return (q - kv <= left) & (kv - q <= right)

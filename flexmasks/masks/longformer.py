@@ -52,8 +52,8 @@ def longformer(
     tokens: the global tokens, as in the mask `global_tokens`.
 
     Source: Beltagy et al., Longformer, 2020 (its window size w is window = w // 2).
-    Peers: attention-gym generate_global_sliding_window(window, is_global=tokens); Hugging Face Longformer
-        attention_window=2 * window; DeepSpeed BSLongformerSparsityConfig works on blocks.
+    Peers: attention-gym generate_global_sliding_window(window, is_global=tokens); FlashMask Global + Sliding Window
+        Mask; Hugging Face Longformer attention_window=2 * window; DeepSpeed BSLongformerSparsityConfig works on blocks.
     """
     near = (q - kv <= window) & (kv - q <= window)
     return near | global_tokens(b, h, q, kv, tokens=tokens)

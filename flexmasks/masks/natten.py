@@ -94,8 +94,8 @@ def natten(
 
     Source: Hassani et al., Neighborhood Attention Transformer, 2023; Dilated Neighborhood Attention, 2022; Generalized
         Neighborhood Attention, 2025; the definition is that of the NATTEN library.
-    Peers: NATTEN na2d; attention-gym generate_natten, generate_tiled_natten and generate_morton_natten (order=) show
-        one key more for an even kernel.
+    Peers: NATTEN na2d and NeighborhoodAttention2D; attention-gym generate_natten, generate_tiled_natten and
+        generate_morton_natten (order=) show one key more for an even kernel.
     """
     return _neighborhood(q, kv, axes, pixels)
 
@@ -110,7 +110,7 @@ def natten1d(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, axes: tuple[Any, ..
     kernel, dilation, stride, causal: as in the mask `natten`, for one axis.
 
     Source: Hassani et al., Neighborhood Attention Transformer, 2023; the definition is that of the NATTEN library.
-    Peers: NATTEN na1d; `local` and `dilated_window` cut the window at the ends instead.
+    Peers: NATTEN na1d and NeighborhoodAttention1D; `local` and `dilated_window` cut the window at the ends instead.
     """
     return _neighborhood(q, kv, axes, pixels)
 
@@ -133,7 +133,7 @@ def natten3d(
 
     Source: Hassani et al., Neighborhood Attention Transformer, 2023; Generalized Neighborhood Attention, 2025; the
         definition is that of the NATTEN library.
-    Peers: NATTEN na3d.
+    Peers: NATTEN na3d and NeighborhoodAttention3D.
     """
     return _neighborhood(q, kv, axes, pixels)
 

@@ -56,9 +56,10 @@ def packed_mask(
 
     Source: FlexAttention: jagged sequences, Dong et al., 2024.
     Peers: attention-gym generate_doc_mask_mod(mask_mod, offsets); xformers BlockDiagonalMask and
-        BlockDiagonalCausalMask (BlockDiagonalCausalFromBottomRightMask by q_start); FlashAttention varlen
-        cu_seqlens_q, cu_seqlens_k, whose causal and windows align the ends; FlashMask Prefix LM Document Mask is a
-        prefix_lm inside.
+        BlockDiagonalCausalMask (BlockDiagonalCausalFromBottomRightMask by q_start); xformers
+        BlockDiagonalCausalLocalAttentionMask and BlockDiagonalCausalLocalAttentionFromBottomRightMask have a
+        sliding_window inside; FlashAttention varlen cu_seqlens_q, cu_seqlens_k, whose causal and windows align the
+        ends; FlashMask Prefix LM Document Mask is a prefix_lm inside.
     """
     sequence = q_sequence[q]
     inside = inner(torch.where(sequence < 0, 0, sequence), h, q_position[q], kv_position[kv])

@@ -14,8 +14,11 @@ def padding(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, seq_lens: Annotated[
     seq_lens: number of real keys of each batch element. Queries are not masked: a padded query gives some output.
 
     Source: the key padding mask of torch.nn.MultiheadAttention, which marks the hidden keys instead.
-    Peers: FlashAttention cache_seqlens, seqused_k; xformers BlockDiagonalPaddedKeysMask; Hugging Face's [B, S] masks of
-        ones and zeros are `key_padding`.
+    Peers: FlashAttention cache_seqlens, seqused_k; Hugging Face's [B, S] masks of ones and zeros are `key_padding`;
+        inside `packed`, with the starts of the keys as kv_offsets: xformers BlockDiagonalPaddedKeysMask and
+        BlockDiagonalGappyKeysMask, and with causal and q_start BlockDiagonalCausalWithOffsetPaddedKeysMask and
+        BlockDiagonalCausalWithOffsetGappyKeysMask; with a window xformers BlockDiagonalLocalAttentionPaddedKeysMask,
+        BlockDiagonalCausalLocalAttentionPaddedKeysMask and BlockDiagonalLocalAttentionFromBottomRightGappyKeysMask.
     """
     return (kv < seq_lens[b]) & (q >= 0)
 

@@ -47,7 +47,10 @@ def paged_mask(
 
     Source: Kwon et al., Efficient Memory Management for Large Language Model Serving with PagedAttention, 2023.
     Peers: torch PagedAttention.get_mask_mod; vLLM and FlashAttention block_table and cache_seqlens, which
-        `flexmasks.paged_attention` takes as they are.
+        `flexmasks.paged_attention` takes as they are; xformers PagedBlockDiagonalPaddedKeysMask and
+        PagedBlockDiagonalGappyKeysMask, with causal inside PagedBlockDiagonalCausalWithOffsetPaddedKeysMask and
+        PagedBlockDiagonalCausalWithOffsetGappyKeysMask, with sliding_window
+        PagedBlockDiagonalCausalLocalPaddedKeysMask.
     """
     first = first_positions[b, kv // page_size]
     position = torch.where(first < 0, 0, first) + kv % page_size

@@ -21,7 +21,7 @@ def sink_window(
     window: number of visible keys before the query, in addition to its own key, as in the mask `sliding_window`.
 
     Source: Xiao et al., StreamingLLM, 2024; Han et al., LM-Infinite, 2024; Jiang et al., MInference, 2024 (A-shape).
-    Peers: StreamingLLM start_size and recent_size; MInference streaming_forward(n_init, n_local); in TensorRT-LLM
-        sink_token_length with a window.
+    Peers: StreamingLLM start_size and recent_size; attention-gym generate_sink_mask; MInference
+        streaming_forward(n_init, n_local); in TensorRT-LLM sink_token_length with a window.
     """
     return (kv <= q) & ((kv < sinks) | (q - kv <= window))

@@ -20,7 +20,9 @@ def sliding_window(
 
     Source: Jiang et al., Mistral 7B, 2023; Child et al., Sparse Transformers, 2019.
     Peers: FlashAttention window_size=(window, 0); attention-gym generate_sliding_window(window); Hugging Face
-        sliding_window=window + 1; xformers LowerTriangularFromBottomRightMask().make_local_attention(window + 1);
-        FlashInfer window_left=window; JAX splash LocalMask(window_size=(window, 0)); FlashMask Sliding Window Mask.
+        sliding_window=window + 1, the layer type "sliding_attention", sliding_window_causal_mask_function and
+        create_sliding_window_causal_mask; xformers LowerTriangularFromBottomRightMask().make_local_attention(window +
+        1), which is LowerTriangularFromBottomRightLocalAttentionMask; FlashInfer window_left=window; JAX splash
+        LocalMask(window_size=(window, 0)); FlashMask Sliding Window Mask; SWA in papers on language models.
     """
     return (kv <= q) & (q - kv <= window)

@@ -13,9 +13,10 @@ from flexmasks.pictures.lengths import accepted_lengths
 from flexmasks.pictures.output import CALL, check_columns
 from flexmasks.pictures.picture import MaskPicture, Picture, ScorePicture
 from flexmasks.plans.lengths import Lengths, plan_mask
-from flexmasks.spec.arguments import MaskLike, ScoreLike, get_mask, get_score
+from flexmasks.spec.arguments import Ints, MaskLike, ScoreLike, get_mask, get_score
 from flexmasks.spec.by_name import says_what_to_write
 from flexmasks.spec.definitions import define
+from flexmasks.spec.parameters import listed
 from flexmasks.spec.registry import list_masks, list_scores
 from flexmasks.spec.values import Mask, Modifier, Score
 
@@ -33,7 +34,7 @@ def draw(
     batch: int | None = None,
     heads: int | None = None,
     block_size: int | tuple[int, int] | None = None,
-    q_offset: int | Tensor = 0,
+    q_offset: int | Ints = 0,
     **params: Any,
 ) -> Picture:
     """Return the picture of a mask or a score change without showing it.
@@ -51,7 +52,8 @@ def draw(
         accepted = accepted_lengths(value, b, h)
         q_len, kv_len = accepted[0], kv_len or accepted[1]
     if batch is None:
-        batch = value.batch_size() or (len(q_offset) if isinstance(q_offset, Tensor) and q_offset.ndim else None)
+        starts = listed(q_offset, None)
+        batch = value.batch_size() or (len(starts) if isinstance(starts, Tensor) and starts.ndim else None)
     heads = value.implied_size("H") if heads is None else heads
     for name, index, n in (("b", b, batch), ("h", h, heads)):
         if type(index) is not int or index < 0 or (isinstance(n, int) and 0 < n <= index):
@@ -60,9 +62,8 @@ def draw(
     if isinstance(value, Score):
         if heads is None:
             heads = max(8, h + 1) if value.definition.registered else h + 1
-        device = next((t.device for t in value.tensors()), None)
-        size = Lengths(q_len, kv_len, batch, heads, device, q_offset).check(CALL, get_mask("full"))[0]
-        return ScorePicture(ScoreCells(value, size, q_offset, b, h))
+        size, _, offset = Lengths(q_len, kv_len, batch, heads, None, q_offset).check(CALL, value)
+        return ScorePicture(ScoreCells(value, size, offset, b, h))
     heads = h + 1 if heads is None else heads
     if block_size is None:
         short = all(n is None or (type(n) is int and n <= _SINGLE_PAIRS_UP_TO) for n in (q_len, kv_len))
@@ -82,7 +83,7 @@ def show(
     batch: int | None = None,
     heads: int | None = None,
     block_size: int | tuple[int, int] | None = None,
-    q_offset: int | Tensor = 0,
+    q_offset: int | Ints = 0,
     columns: int | None = None,
     **params: Any,
 ) -> Picture:

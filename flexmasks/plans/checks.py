@@ -255,4 +255,6 @@ def check_block_mask(block_mask: Any, size: Size) -> None:
             f"are {list(block_mask.kv_indices.shape)}. From torch 2.14 on, lists may be shorter."
         )
     if block_mask.kv_num_blocks.device != size.device:
-        fail(f"`block_mask` is on {block_mask.kv_num_blocks.device}, q on {size.device}; use `.to({size.device!s})`.")
+        here = block_mask.kv_num_blocks.device
+        advice = "make it again, it has no data" if here.type == "meta" else f"use `.to({str(size.device)!r})`"
+        fail(f"`block_mask` is on {here}, q on {size.device}; {advice}.")

@@ -15,8 +15,8 @@ from flexmasks.plans.checks import check_offset, fail
 from flexmasks.plans.plan import MAX_POSITIONS, MaskPlan, check_open_extents, naming, sized
 from flexmasks.plans.portable import OfData, OfMask, PortableBlockMask
 from flexmasks.plans.shifted import shifted_mask
-from flexmasks.spec.parameters import Size, describe
-from flexmasks.spec.values import Mask
+from flexmasks.spec.parameters import Size, describe, listed
+from flexmasks.spec.values import Mask, Modifier
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Lengths:
     q_offset: Any = 0
     block_size: Any = 128
 
-    def check(self, call: str, mask: Mask) -> tuple[Size, tuple[str, ...]]:
-        """Return the size, and which of "batch" and "heads" are open.
+    def check(self, call: str, mask: Modifier) -> tuple[Size, tuple[str, ...], int | Tensor]:
+        """Return the size, which of "batch" and "heads" are open, and where queries start.
 
         An extent is open if neither the caller nor a parameter's shape gives it. Raises ValueError or TypeError in the
         name of `call`.
@@ -45,18 +45,20 @@ class Lengths:
                 fail(f"`{name}` must be an int of at least 1, got {describe(n)}{advice}.", call=call)
             if not is_open and n > MAX_POSITIONS:
                 fail(f"`{name}` must be at most 2**31 = {MAX_POSITIONS}, got {n}.", call=call)
-        implied = mask.batch_size()
-        if not implied and isinstance(self.q_offset, Tensor) and self.q_offset.ndim:
-            implied = len(self.q_offset)
+        implied, device = mask.batch_size(), self._device(call, mask)
+        q_offset = listed(self.q_offset, device)
+        if not implied and isinstance(q_offset, Tensor) and q_offset.ndim:
+            implied = len(q_offset)
         batch = self.batch or implied
-        size = Size(batch or 1, self.heads or 1, self.q_len, kv_len, self._device(call, mask))
-        check_offset(call, self.q_offset, size.batch, size.device)
-        return size, tuple(name for name, n in (("batch", batch), ("heads", self.heads)) if n is None)
+        size = Size(batch or 1, self.heads or 1, self.q_len, kv_len, device)
+        check_offset(call, q_offset, size.batch, size.device)
+        return size, tuple(name for name, n in (("batch", batch), ("heads", self.heads)) if n is None), q_offset
 
-    def _device(self, call: str, mask: Mask) -> torch.device:
+    def _device(self, call: str, mask: Modifier) -> torch.device:
         """Return the device asked for, or the device of the parameters' tensors, or the CPU."""
         device = self.device
         if device is None:
+            mask.check_data(call)
             tensors = [t for t in [*mask.tensors(), self.q_offset] if isinstance(t, Tensor)]
             device = tensors[0].device if tensors else "cpu"
         if isinstance(torch.empty(0), compat.FakeTensor):
@@ -84,8 +86,8 @@ def plan_mask(call: str, mask: Mask, lengths: Lengths) -> MaskPlan:
     block_size = tuple(given) if isinstance(given, tuple | list) else (given, given)
     if len(block_size) != 2 or not all(type(n) is int and n > 0 for n in block_size):
         fail(f"`block_size` must be an int above 0 or a pair, got {given!r}.", call=call)
-    size, open_extents = lengths.check(call, mask)
-    return MaskPlan(mask, size, lengths.q_offset, block_size=block_size, open_extents=open_extents)
+    size, open_extents, q_offset = lengths.check(call, mask)
+    return MaskPlan(mask, size, q_offset, block_size=block_size, open_extents=open_extents)
 
 
 def block_mask_of(call: str, mask: Mask, lengths: Lengths, as_data: bool) -> compat.BlockMask:
@@ -108,8 +110,8 @@ def materialize_mask(call: str, mask: Mask, lengths: Lengths) -> Tensor:
 
     The result is [batch or 1, heads or 1, q_len, kv_len].
     """
-    size, open_extents = lengths.check(call, mask)
-    mask_mod = shifted_mask(mask.bind(mask.resolve(sized(size, lengths.q_offset))), lengths.q_offset)
+    size, open_extents, q_offset = lengths.check(call, mask)
+    mask_mod = shifted_mask(mask.bind(mask.resolve(sized(size, q_offset))), q_offset)
     check_open_extents(mask, mask_mod, size, open_extents)
     with naming(mask):
         return materialize(mask_mod, size.batch, size.heads, size.q_len, size.kv_len, size.device)

@@ -25,16 +25,18 @@ from flexmasks.blocks.elements import over_indices
 from flexmasks.cache import ENTRY, Cache
 from flexmasks.kernels.whole_mask import Line
 from flexmasks.plans.bounds import MaskKind, RecordedPlan, plan_bounds, reads_made_tensors, tensors_in, unread
-from flexmasks.plans.data import FirstAsData, MaskData, TooLargeForData, data_of
+from flexmasks.plans.data import CannotBeData, FirstAsData, MaskData, TooLargeForData, data_of
 from flexmasks.plans.intervals import Intervals, intervals_of
 from flexmasks.plans.recorded import Recorded, memory_of_capture
 from flexmasks.plans.shifted import Offset, shifted_mask, shifted_score
 from flexmasks.plans.whole import Added, Spanned, Whole, added_of, line_of, spanned_of, whole_of
 from flexmasks.plans.windows import Window, window_of
+from flexmasks.ranges.context import Refused
 from flexmasks.spec.captures import Aliases, Opaque, capture
+from flexmasks.spec.frames import of_user, place_of
 from flexmasks.spec.indexing import bounded
 from flexmasks.spec.numbers import MAX_COMPILED_VALUES, Number, NumberReader, numbers_in
-from flexmasks.spec.parameters import Size, describe
+from flexmasks.spec.parameters import Size, describe, how_to_move
 from flexmasks.spec.values import Mask, Modifier, Score, Spread
 
 BLOCK_SIZE = (128, 128)
@@ -47,6 +49,9 @@ _PLANS_TO_RECORD = 16  # plans that take about as long as recording one
 _MAX_NOTED_SIZES = 64  # sizes that are noted for a value of a number
 _FACTORED_ON = ("cuda",)  # devices whose kernels take the factors of what a score change adds
 _SPREADS_ON = ("cuda",)  # devices where a kernel may take no 0-dimensional tensors
+_ERRORS_OF_FUNCTIONS = (
+    ValueError, TypeError, RuntimeError, LookupError, ArithmeticError, AttributeError, NameError, AssertionError,
+)  # fmt: skip
 _FIRST = "these are the first tensors of their shapes"
 _PARTIAL_BLOCKS = 2  # full blocks for each partial block, below which a mask counts as mostly partial
 _MAX_TABLES, _SMALL_TABLES = 4, 1 << 16  # the most bytes of their tables, in bytes of exact ones, and at least
@@ -591,14 +596,17 @@ class MaskPlan(Plan):
     def data_alone(self) -> MaskData:
         """Return the mask as data, with lists only as large as the mask needs.
 
-        Raises TooLargeForData, and ValueError for blocks that cannot be data.
+        Raises ValueError for blocks or masks that cannot be data.
         """
         if not can_be_bits(self.block_size):
             sizes = " x ".join(map(str, self.block_size))
             raise ValueError(
                 f"flexmasks.block_mask: with as_data the sizes of blocks must be powers of 2 from 32 on, got {sizes}."
             )
-        return self._as_data()
+        try:
+            return self._as_data()
+        except TooLargeForData as error:
+            raise ValueError(str(error)) from None
 
     def _as_data(self, sizes: tuple[int, int] | None = None) -> MaskData:
         """Return the mask as data.
@@ -879,23 +887,46 @@ def check_open_extents(mask: Mask, mask_mod: Callable[..., Tensor], size: Size, 
 
 @contextlib.contextmanager
 def naming(value: Modifier) -> Iterator[None]:
-    """Turn errors of a mask's or score's own function into errors that name it."""
+    """Turn errors of a mask's or score's own function into errors that name it.
+
+    They name the line of the user's code, and their tracebacks show that code alone.
+    """
     what = f"flexmasks {value.kind} {value!r}"
     try:
         yield
-    except (ValueError, TypeError) as error:
-        if str(error).startswith("flexmasks"):
-            raise
-        raise type(error)(f"{what}: {error}") from error
+    except CannotBeData as error:
+        raise type(error)(f"{what}: {error}") from None
     except torch.OutOfMemoryError:
         raise
-    except (RuntimeError, LookupError, ArithmeticError, AttributeError, NameError, AssertionError) as error:
-        if "data-dependent control flow" in str(error) or ".item()" in str(error):
-            raise ValueError(
+    except _ERRORS_OF_FUNCTIONS as error:
+        text, is_refusal = str(error), isinstance(error, Refused)
+        if isinstance(error, ValueError | TypeError):
+            if text.startswith("flexmasks"):
+                raise
+            text = f"{what}: {text}"
+        elif "data-dependent control flow" in text or ".item()" in text:
+            is_refusal = True
+            text = (
                 f"{what} may not decide by `if`, `and`, `or` or `not`, nor read the value of an index or score, "
                 "which stands for many values. Use torch.where, torch.minimum and torch.maximum, `&`, `|` and `~`."
-            ) from error
-        raise ValueError(f"{what} failed on index tensors: {type(error).__name__}: {str(error)[:300]}") from error
+            )
+        else:
+            text = f"{what} failed on index tensors: {type(error).__name__}: {text[:300]}"
+        if "device" in text or " on meta" in text:
+            text = f"{text.rstrip('.')}{_whereabouts(value)}"
+        place, trace = place_of(error.__traceback__, value.definition.function), of_user(error.__traceback__)
+        named = (TypeError if isinstance(error, TypeError) else ValueError)(f"{text} ({place})" if place else text)
+        if is_refusal or (trace is None and isinstance(error, ValueError | TypeError)):  # the message says all
+            raise named.with_traceback(trace) from None
+        error.__suppress_context__ = True  # what this library tried before
+        raise named from error.with_traceback(trace or error.__traceback__)
+
+
+def _whereabouts(value: Modifier) -> str:
+    """Return where a mask's or score's tensors are, as the end of a message."""
+    named = value.named_tensors()
+    here = "".join(f"; {name} is on {tensor.device}" for name, tensor in named)
+    return here + next((f"; {how_to_move(t.device)}" for _, t in named if t.is_meta), "")
 
 
 def outside_transforms(tensors: Sequence[Tensor]) -> contextlib.AbstractContextManager[Any]:

@@ -69,7 +69,8 @@ def _check_scale(call: str, scale: Any) -> None:
 def _check_mask(call: str, x: Tensor, mask: Any, dtypes: tuple[torch.dtype, ...], expected: str) -> None:
     _check_tensor(call, "mask", mask, dtypes, expected)
     if mask.device != x.device:
-        raise ValueError(f"{call}: `mask` is on {mask.device}, `x` on {x.device}; use mask.to({str(x.device)!r}).")
+        advice = "make it again, it has no data" if mask.is_meta else f"use mask.to({str(x.device)!r})"
+        raise ValueError(f"{call}: `mask` is on {mask.device}, `x` on {x.device}; {advice}.")
     sizes = zip(reversed(mask.shape), reversed(x.shape), strict=False)
     fits = _broadcasts if compat.is_compiling() else lambda m, n: m in (1, n)
     if mask.ndim > x.ndim or not all(fits(m, n) for m, n in sizes):
@@ -100,4 +101,6 @@ def _check_tensor(call: str, name: str, value: Any, dtypes: tuple[torch.dtype, .
         kind = "a nested one" if value.is_nested else f"one of layout {value.layout}"
         raise TypeError(f"{call}: `{name}` must be a dense tensor, got {kind}.")
     if value.dtype not in dtypes:
-        raise TypeError(f"{call}: `{name}` {expected}, got {describe(value)}.")
+        is_added = name == "mask" and value.is_floating_point()
+        hint = "; add it to `x` if it is added to scores, or pass its booleans" if is_added else ""
+        raise TypeError(f"{call}: `{name}` {expected}, got {describe(value)}{hint}.")

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor
 
 from flexmasks import compat
 from flexmasks.spec.by_name import says_what_to_write
-from flexmasks.spec.definitions import CHAIN, Definition, define, definition, hint_for
+from flexmasks.spec.definitions import CHAIN, Definition, advice_on_tensor, define, definition, hint_for, owners_of
 from flexmasks.spec.parameters import describe, in_message
 from flexmasks.spec.values import Mask, Score
 
 MaskLike = str | Mask | Callable[..., Tensor]
 ScoreLike = str | Score | Callable[..., Tensor]
+Ints = Tensor | Sequence[int]
+Pages = Tensor | Sequence[Sequence[int]]
 _Value = TypeVar("_Value", Mask, Score)
 # Keyword arguments of `attention`, which may be misspelt.
 _ARGUMENTS = (
@@ -49,6 +51,8 @@ _KEYWORDS_ELSEWHERE = {
         "there is no dropout of attention weights: leave it out, and use torch.nn.functional.dropout on the output",
     ),
 }
+# Keyword arguments of other libraries for tensors, and what they are here.
+_TENSORS_ELSEWHERE = {"attn_mask": "mask", "attn_bias": "score"}
 
 
 def _with_names(kind: str) -> Callable[..., str]:
@@ -109,7 +113,7 @@ def from_arguments(mask: Any, score: Any, params: Mapping[str, Any]) -> tuple[Ma
     for name, value in params.items():
         takers = [i for i, (d, given) in enumerate(targets) if name in d.parameters and name not in given]
         if len(takers) != 1:
-            raise TypeError(f"flexmasks: {_problem(name, targets, takers)}.")
+            raise TypeError(f"flexmasks: {_problem(name, value, targets, takers)}.")
         own_params[takers[0]][name] = value
     values = [
         (Mask if d.kind == "mask" else Score).of(d, {**given, **own})
@@ -121,7 +125,7 @@ def from_arguments(mask: Any, score: Any, params: Mapping[str, Any]) -> tuple[Ma
     return next(iter(masks), None), chained
 
 
-def _problem(name: str, targets: list[tuple[Definition, Mapping[str, Any]]], takers: list[int]) -> str:
+def _problem(name: str, value: Any, targets: list[tuple[Definition, Mapping[str, Any]]], takers: list[int]) -> str:
     """Say why a parameter has no owner, or more than one."""
     if takers:
         owners = " and ".join(f"{targets[i][0].kind} {targets[i][0].name!r}" for i in takers)
@@ -135,7 +139,9 @@ def _problem(name: str, targets: list[tuple[Definition, Mapping[str, Any]]], tak
         f"{d.kind} {d.name!r} takes {', '.join(f'`{p}`' for p in d.parameters if p not in given) or 'none'}"
         for d, given in targets
     )
-    hint = _KEYWORDS_ELSEWHERE.get(name, takes or "no mask or score is given by name")
+    if name in _TENSORS_ELSEWHERE and isinstance(value, Tensor):
+        return f"no parameter is named `{name}`; {advice_on_tensor(_TENSORS_ELSEWHERE[name], value)}"
+    hint = _KEYWORDS_ELSEWHERE.get(name) or f"{takes or 'no mask or score is given by name'}{owners_of(name)}"
     is_known = name in _KEYWORDS_ELSEWHERE or compat.is_compiling()  # torch cannot trace difflib
     near = "" if is_known else _nearest_argument(name)
     return f"no parameter is named `{name}`; {hint}{near}"

@@ -1,45 +1,85 @@
-"""Errors of calls that got an argument by position where it needs its name."""
+"""Errors of the public calls: arguments that do not fit, and short tracebacks."""
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
+import torch
 from torch import Tensor
 
 from flexmasks import compat
+from flexmasks.spec.definitions import advice_on_tensor, owners_of
+from flexmasks.spec.frames import of_user
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def says_what_to_write(hint: Callable[..., str] | None = None) -> Callable[[_Function], _Function]:
-    """Decorate a public call whose later arguments need names.
+    """Decorate a public call, so that its errors say what to write.
 
-    If such an argument is given by position, the call raises a TypeError that says what to write.
+    Arguments by position that need names, arguments that the call does not take and missing ones raise a TypeError that
+    says what to write. The traceback of an error of this library shows the user's code and the call alone.
 
     hint: takes all arguments that were given by position, and returns what to write, as the rest of a sentence after
         "write". By default the first argument that needs a name gets the name that fits its type.
     """
 
     def decorate(function: _Function) -> _Function:
-        parameters = inspect.signature(function).parameters.values()
+        signature = inspect.signature(function)
+        parameters = signature.parameters.values()
         by_position = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         by_name = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
         most = len(by_position)
+        where = _public_name(function)
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             if len(args) > most:
                 what = hint(*args) if hint is not None else named(args[most], by_name)
                 taken = f"takes {', '.join(by_position)} by position" if by_position else "takes nothing by position"
-                raise TypeError(f"flexmasks.{function.__name__} {taken}; write {what}.")
-            return function(*args, **kwargs)
+                raise TypeError(f"{where} {taken}; write {what}.")
+            if compat.is_compiling():  # torch traces no tracebacks
+                return function(*args, **kwargs)
+            try:
+                return function(*args, **kwargs)
+            except (ValueError, TypeError) as error:
+                if str(error).startswith("flexmasks"):
+                    raise error.with_traceback(of_user(error.__traceback__)) from error.__cause__
+                problem = _unfit(where, signature, args, kwargs)
+                if not problem:
+                    raise
+                raise TypeError(problem) from None
 
         return cast(_Function, call)
 
     return decorate
+
+
+def _public_name(function: Callable[..., Any]) -> str:
+    """Return the name by which users call a function."""
+    parts = function.__module__.split(".")
+    is_elsewhere = parts[1:2] in (["integrations"], ["orders"])
+    return ".".join([*(parts[:3] if is_elsewhere else parts[:1]), function.__name__])
+
+
+def _unfit(where: str, signature: inspect.Signature, args: Any, kwargs: Mapping[str, Any]) -> str:
+    """Return the message of a call whose arguments do not fit its signature, or ""."""
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        names = [p.name for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        takes = f"it takes {', '.join(names) or 'none'}"
+        unknown = next((name for name in kwargs if name not in names), None)
+        if unknown is None or "unexpected" not in str(error):
+            return f"{where}: {error}; {takes}."
+        near = difflib.get_close_matches(unknown, names, n=1, cutoff=0.7)
+        hint = f"; did you mean `{near[0]}`" if near else owners_of(unknown)
+        return f"{where}: no argument is named `{unknown}`; {takes}{hint}."
+    return ""
 
 
 def named(value: Any, names: list[str]) -> str:
@@ -53,7 +93,8 @@ def named(value: Any, names: list[str]) -> str:
     if isinstance(value, compat.BlockMask):
         kind = "block_mask"
     if isinstance(value, Tensor) and "mask" in names and value.ndim >= 2:
-        return 'mask="dense", visible=m for a boolean tensor m'
+        is_bool = value.dtype == torch.bool
+        return 'mask="dense", visible=m for a boolean tensor m' if is_bool else advice_on_tensor("mask", value)
     if kind in names:
         return f"`{kind}=` before the {kind.replace('_', ' ')}"
     return f"the names of the others: {', '.join(f'{name}=' for name in names)}"

@@ -376,6 +376,19 @@ class Reader:
         return None
 
 
+class NamedTensors(Reader):
+    """A walk that notes the places of tensors."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+        self.found: list[tuple[Place, Tensor]] = []
+
+    def slot(self, place: Place, value: Any) -> Hashable:
+        if isinstance(value, Tensor):
+            self.found.append((place, value))
+        return self.key(value)
+
+
 def _cell_contents(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents

@@ -6,15 +6,16 @@ import difflib
 import functools
 import inspect
 import operator
+import re
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from torch import Tensor
 
 from flexmasks import compat
-from flexmasks.spec.parameters import Parameter, Size, in_message, is_array, parameters_of
+from flexmasks.spec.parameters import Parameter, Size, in_message, is_array, parameters_of, shortened
 from flexmasks.spec.pickles import refused, why_not
 from flexmasks.spec.templates import Read, reads_of
 
@@ -77,6 +78,14 @@ class Definition:
         """The function's docstring, with indentation removed."""
         return inspect.cleandoc(self.function.__doc__ or "")
 
+    def paragraph(self, title: str) -> str:
+        """Return the docstring's paragraph `title: ...` on one line.
+
+        An empty line or another title ends it.
+        """
+        match = re.search(rf"^{title}: (.*?)(?=\n\s*\n|\n[A-Z]\w*:|\Z)", self.doc, re.MULTILINE | re.DOTALL)
+        return " ".join(match[1].split()) if match else ""
+
     def __deepcopy__(self, memo: Any) -> Self:
         return self  # a definition never changes and is compared by identity
 
@@ -129,12 +138,49 @@ def hint_for(kind: str, value: Any) -> str:
     if isinstance(value, compat.BlockMask):
         return "; pass it as `block_mask=`, or to torch's flex_attention"
     if isinstance(value, Tensor) or is_array(value):
-        if kind == "mask":
-            return "; a dense mask `m` is mask='dense', visible=m"
-        return "; a bias `m` is score=lambda score, b, h, q, kv: score + m[b, h, q, kv]"
+        return f"; {advice_on_tensor(kind, value)}"
+    if isinstance(value, types.ModuleType):
+        own = [f"{kind}={n!r}" for n, d in _NAMES[kind].items() if d.function.__module__ == value.__name__]
+        return f", a module; write {' or '.join(own) or f'the name of a {kind}, or a function of the module'}"
     if isinstance(value, list | tuple) and kind == "mask":
         return "; masks are combined with `&` and `|`, as values of flexmasks.get_mask"
     return ""
+
+
+def advice_on_tensor(kind: str, value: Any) -> str:
+    """Return what to write for a tensor `m`, or NumPy array, in place of itself."""
+    dtype, m = str(value.dtype), "torch.as_tensor(m)" if is_array(value) else "m"
+    if "bool" in dtype:
+        return f"a dense mask `m` is mask='dense', visible={_as_pairs(m, value)}{_as_padding(m, value)}"
+    if kind == "score":
+        bias = _as_pairs(m if "float" in dtype else f"{m}.float()", value)
+        return f"a bias `m`, {_PAIRS}, is score='dense_bias', bias={bias}"
+    shown = f"mask='dense', visible={_as_pairs(f'{m}.bool()', value)}{_as_padding(f'{m}.bool()', value)}"
+    if "float" not in dtype:
+        return f"a dense mask `m`, where 0 is hidden, is {shown}"
+    return (
+        f"what is added to scores is score='dense_bias', bias={_as_pairs(m, value)}; where 1 is visible, it is {shown}"
+    )
+
+
+_PAIRS = "[queries, keys] or [batch or 1, heads or 1, queries, keys]"
+
+
+def _as_pairs(m: str, value: Any) -> str:
+    """Return how a tensor of any shape is written as one of [queries, keys]."""
+    if value.ndim == 1:
+        return f"{m}.expand(q.shape[2], -1)"
+    if value.ndim == 3:
+        return f"{m}[None] if it is [heads, queries, keys], {m}[:, None] if [batch, queries, keys]"
+    if value.ndim == 4 and value.shape[2] == 1:
+        return f"{m}.expand(-1, -1, q.shape[2], -1)"
+    return m if value.ndim in (2, 4) else f"{m} as {_PAIRS}"
+
+
+def _as_padding(m: str, value: Any) -> str:
+    is_padding = value.ndim == 2 or (value.ndim == 4 and tuple(value.shape[1:3]) == (1, 1))
+    of_keys = m if value.ndim == 2 else f"{m}[:, 0, 0].expand(len(q), -1)"
+    return f", or mask='key_padding', attention_mask={of_keys} if it is [batch, keys]" if is_padding else ""
 
 
 # --- the table of names ---
@@ -169,13 +215,80 @@ def definition(kind: str, name: str) -> Definition:
 
 
 def _hint_of(kind: str, name: str) -> str:
-    near = difflib.get_close_matches(name, _NAMES[kind], n=3, cutoff=0.5)
-    if near:
-        return f"did you mean {' or '.join(repr(n) for n in near)}?"
-    return f"flexmasks.list_{kind}s() names the {len(_NAMES[kind])} that exist."
+    known, other = _NAMES[kind], "score" if kind == "mask" else "mask"
+    written = _written(name)
+    whole = rf"(?<!\w){written}(?!\w)"
+    part = written if len(name) >= _LONG else rf"(?<![^\W_]){written}(?![^\W_])"
+    plain = _written(re.sub(_GENERIC, "", name, flags=re.IGNORECASE))
+    hints = (
+        [repr(n) for n in known if re.fullmatch(written, n)],
+        {n: repr(n) for n in known if re.fullmatch(plain, n)} | _by_peers(kind, whole),
+        _spelled(name.lower(), known, 0.8),
+        {n: f"the {other} {hint}" for n, hint in _by_peers(other, whole).items()},
+        {n: hint for peer in _peer_near(kind, name) for n, hint in _by_peers(kind, rf"\b{peer}\b").items()},
+        _by_peers(kind, part, ("", "Peers", "Source")),
+        _spelled(name, known, 0.5),
+    )
+    found = next(filter(None, hints), ())
+    hint = " or ".join(found.values() if isinstance(found, dict) else found)
+    return f"did you mean {hint}?" if hint else f"flexmasks.list_{kind}s() names the {len(known)} that exist."
 
 
-_hint: Callable[[str, str], str] = compat.constant_in_graphs(_hint_of)  # torch cannot trace difflib
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
+_GENERIC = r"(?<=.)(?:[\W_]|(?<=[a-z]))(attention|mask|bias|mod|score)s?(?![a-z])"  # words that say no more
+_LONG = 5  # letters of a name that may stand inside a word of a docstring
+_MOST_ENTRIES = 3  # that a name finds; one that finds more says little
+_LONGEST_PEER, _PEER_BEFORE = 130, 40  # characters that are shown of it, and before the name
+
+
+def _written(name: str) -> str:
+    """Return a pattern for a name in any style: `sliding_window`, `SlidingWindow`, `sliding-window`."""
+    words = _WORD.findall(name)
+    return "(?i:" + r"[\W_]*".join(words) + ")" if words else "(?!)"
+
+
+def _spelled(name: str, names: Iterable[str], cutoff: float) -> list[str]:
+    return [repr(n) for n in difflib.get_close_matches(name, names, n=3, cutoff=cutoff)]
+
+
+def _peer_near(kind: str, name: str) -> list[str]:
+    """Return the other libraries' name that is nearest to a misspelt one, if any."""
+    peers = {w for d in _NAMES[kind].values() for w in re.findall(r"\w{8,}", d.paragraph("Peers"))}
+    return difflib.get_close_matches(name, peers, n=1, cutoff=0.85)
+
+
+def _by_peers(kind: str, pattern: str, titles: tuple[str, ...] = ("Peers",)) -> dict[str, str]:
+    """Return the masks or scores that have a name in other libraries, with these names.
+
+    titles: the paragraphs of their docstrings in which the pattern may be, "" for their own names.
+    """
+    found: dict[str, str] = {}
+    for name, d in _NAMES[kind].items():
+        clauses = [(t, c) for t in titles for c in (d.paragraph(t) if t else name).rstrip(".").split("; ")]
+        for title, clause in clauses:
+            if match := re.search(pattern, clause):
+                first = max(0, match.start() - _PEER_BEFORE) if len(clause) > _LONGEST_PEER else 0
+                peer = f"{'...' if first else ''}{shortened(clause[first:], _LONGEST_PEER)}"
+                found[name] = f"{name!r} ({peer})" if title == "Peers" else repr(name)
+                break
+    return found if len(found) <= _MOST_ENTRIES else {}
+
+
+def _owners_of(parameter: str) -> str:
+    parts = []
+    for kind, known in _NAMES.items():
+        owners = [(len(d.parameters), name) for name, d in known.items() if parameter in d.parameters]
+        if owners:
+            names = [name for _, name in sorted(owners)]
+            more, as_in = "s" * (len(names) > 1), f"{kind}=flexmasks.get_{kind}({names[0]!r}, {parameter}=...)"
+            parts.append(f"of the {kind}{more} {', '.join(map(repr, names))}, as in {as_in}")
+    return f"; `{parameter}` is a parameter {', and '.join(parts)}" if parts else ""
+
+
+# torch cannot trace difflib and patterns. `owners_of` returns the end of a sentence that names the masks and scores
+# with a parameter, or "".
+_hint: Callable[[str, str], str] = compat.constant_in_graphs(_hint_of)
+owners_of: Callable[[str], str] = compat.constant_in_graphs(_owners_of)
 
 
 def is_own(kind: str, name: str) -> bool:

@@ -28,6 +28,7 @@ import functools
 import inspect
 import math
 import re
+import types
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
@@ -169,6 +170,11 @@ class Parameter:
         if not self.alternatives or (value is None and not self.required and self.default is None):
             return value
         if self.is_sequence(value):
+            if len(value) == 2 and not any(a.dims for a in self.alternatives):  # one number is meant, here are two
+                local = f"; with two sides it is mask='local', left={value[0]!r}, right={value[1]!r}"
+                raise self._error(
+                    TypeError, what, f"{in_message(value)}{local if self.name == 'window' else ''}", sizes
+                )
             try:
                 value = self.tensor(value, size.device)
             except (TypeError, ValueError, RuntimeError) as error:
@@ -213,7 +219,8 @@ class Parameter:
         if value.layout != torch.strided:
             raise self._error(ValueError, what, f"a tensor of {value.layout}; use `.to_dense()`", sizes)
         if value.device != size.device:
-            raise self._error(ValueError, what, f"a tensor on {value.device} in a call on {size.device}", sizes)
+            got = f"a tensor on {value.device} in a call on {size.device}; {how_to_move(value.device)}"
+            raise self._error(ValueError, what, got, sizes)
         low, high = _bound(alternative.low, sizes), _bound(alternative.high, sizes)
         if (low is not None or high is not None) and may_read(size, value) and value.numel():
             least, most = torch.stack(torch.aminmax(value.detach())).tolist()
@@ -227,12 +234,25 @@ class Parameter:
         return kind(f"{what}: `{self.name}` must be {self.spec}{f' (here {here})' if here else ''}, got {got}.")
 
 
+def how_to_move(device: torch.device) -> str:
+    """Return what to do about a mask's tensor on a wrong device."""
+    if device.type == "meta":
+        return (
+            "`to_empty` and `load_state_dict(assign=True)` do not reach the masks that a module holds: make the mask "
+            "again, or in `forward`, of a buffer"
+        )
+    return "a module does not move the masks that it holds: use `mask.to(device)`, or make it in `forward`, of a buffer"
+
+
 def _advice_on_dtype(kinds: set[str], value: Tensor) -> str:
     """Return what to write where a floating tensor stands for other values, or ""."""
     if not value.is_floating_point() or "float" in kinds:
         return ""
     if "bool" in kinds:
-        return "; pass `x.bool()` if 1 is visible, or `x == 0` if 0 is visible and -inf hidden"
+        return (
+            "; pass `x.bool()` if 1 is visible, `x == 0` if 0 is visible and -inf hidden, or, if x is added to scores, "
+            "score='dense_bias', bias=x"
+        )
     return "; pass `x.long()`" if "int" in kinds else ""
 
 
@@ -282,6 +302,21 @@ def freeze(value: Any) -> Any:
         value = value.tolist()
     if isinstance(value, list | tuple):
         return tuple(freeze(v) for v in value)
+    return value
+
+
+def listed(value: Any, device: torch.device | None) -> Any:
+    """Return a sequence or a NumPy array as a tensor, and NumPy's numbers as Python's.
+
+    Any other value is returned as it is, and what cannot be made a tensor, too: a check comes later.
+    """
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, list | tuple | np.ndarray):
+        try:
+            return torch.tensor(value, device=device)
+        except (TypeError, ValueError, RuntimeError):
+            return value
     return value
 
 
@@ -337,8 +372,14 @@ def in_message(value: Any) -> str:
         return f"a NumPy array {value.dtype}{list(value.shape)}"
     if isinstance(value, compat.BlockMask):
         return "a BlockMask"
-    text = " ".join(describe(value).split())
-    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
+    if isinstance(value, types.ModuleType):
+        return value.__name__
+    return shortened(" ".join(describe(value).split()), _LONGEST_SHOWN)
+
+
+def shortened(text: str, length: int) -> str:
+    """Return the beginning of a text that is too long."""
+    return text if len(text) <= length else f"{text[:length]}..."
 
 
 _SHOWN_ELEMENTS = 64  # the longest sequence that `describe` writes out

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -152,6 +151,7 @@ def register_score(
     return _register("score", name, relative=relative, **hooks)
 
 
+@says_what_to_write()
 def list_masks() -> list[Entry]:
     """Return the registered masks, sorted by name.
 
@@ -163,6 +163,7 @@ def list_masks() -> list[Entry]:
     return [_entry(d) for _, d in sorted(names("mask").items())]
 
 
+@says_what_to_write()
 def list_scores() -> list[Entry]:
     """Return the registered score changes, sorted by name.
 
@@ -219,16 +220,7 @@ def _entry(d: Definition) -> Entry:
         name=d.name,
         signature=f"{d.name}({parameters})",
         summary=d.doc.partition("\n")[0],
-        source=_paragraph(d.doc, "Source"),
-        peers=_paragraph(d.doc, "Peers"),
+        source=d.paragraph("Source"),
+        peers=d.paragraph("Peers"),
         kind=d.kind,
     )
-
-
-def _paragraph(doc: str, title: str) -> str:
-    """Return a docstring's paragraph `title: ...` on one line.
-
-    An empty line or another title ends it.
-    """
-    match = re.search(rf"^{title}: (.*?)(?=\n\s*\n|\n[A-Z]\w*:|\Z)", doc, re.MULTILINE | re.DOTALL)
-    return " ".join(match[1].split()) if match else ""

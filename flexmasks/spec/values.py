@@ -8,7 +8,7 @@ torch traces. The result of `resolve` holds none of the user's tensors, so that 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from flexmasks import compat
 from flexmasks.blocks.counts import Blocks
 from flexmasks.cache import identity
-from flexmasks.spec.captures import Aliases, Opaque, Place, Readable, Reader
+from flexmasks.spec.captures import Aliases, NamedTensors, Opaque, Place, Readable, Reader
 from flexmasks.spec.definitions import (
     AND,
     CHAIN,
@@ -30,8 +30,9 @@ from flexmasks.spec.definitions import (
     definition,
     from_pickle,
     loaded_function,
+    owners_of,
 )
-from flexmasks.spec.parameters import Size, describe, freeze, implied_size
+from flexmasks.spec.parameters import Size, describe, freeze, how_to_move, implied_size
 from flexmasks.spec.pickles import refused, why_not
 
 _OPERANDS = {AND: "masks", OR: "masks", NOT: "mask", CHAIN: "scores"}  # the parameter of each operator
@@ -67,7 +68,8 @@ class Modifier(Readable):
         if unknown:
             takes = ", ".join(f"`{n}`" for n in known) or "no parameters"
             raise TypeError(
-                f"flexmasks: {cls.kind} {definition.name!r} has no parameter `{unknown[0]}`; takes {takes}."
+                f"flexmasks: {cls.kind} {definition.name!r} has no parameter `{unknown[0]}`; takes "
+                f"{takes}{owners_of(unknown[0])}."
             )
         missing = [p for name, p in known.items() if p.required and name not in params]
         if missing:
@@ -137,6 +139,17 @@ class Modifier(Readable):
         with contextlib.suppress(Opaque):
             self.capture(tensors)
         return tensors
+
+    def named_tensors(self) -> list[tuple[str, Tensor]]:
+        """Return the tensors that have names, with their names in words."""
+        reader, holders = NamedTensors(), {id(m): m for m in self.inside()}
+        self.read(reader)
+        named = []
+        for place, tensor in reader.found:
+            holder = holders.get(place.holder)
+            what = f"the {place.kind} `{place.name}` of the function"
+            named.append((what if holder is None else f"`{place.name}` of {holder.kind} {holder.name!r}", tensor))
+        return named
 
     def numbers(self) -> list[Tensor]:
         """Return the 0-dimensional tensors among the parameters, those of inner masks or scores included."""
@@ -344,7 +357,16 @@ class Modifier(Readable):
 
         Tensors that a user's function captured stay where they are.
         """
+        if torch.device(device).type != "meta":
+            self.check_data(f"flexmasks.{type(self).__name__}.to")
         return type(self)(self.definition, {n: _on(v, device) for n, v in self.params.items()})
+
+    def check_data(self, call: str) -> None:
+        """Raise ValueError for a tensor on the meta device."""
+        for name, tensor in self.named_tensors():
+            if tensor.is_meta:
+                advice = how_to_move(tensor.device)
+                raise ValueError(f"{call}: {name} must hold data, it is {describe(tensor)} on meta; {advice}.")
 
     def __reduce__(self) -> Any:
         problem = why_not(tuple(v for v in self.params.values() if not _modifiers_in(v)))
@@ -429,7 +451,7 @@ class Mask(Modifier):
         heads: int | None = None,
         device: torch.device | str | None = None,
         block_size: int | tuple[int, int] = 128,
-        q_offset: int | Tensor = 0,
+        q_offset: int | Tensor | Sequence[int] = 0,
     ) -> Blocks:
         """Return the counts of empty, partial and full blocks over these lengths, and the BlockMask.
 

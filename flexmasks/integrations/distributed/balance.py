@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flexmasks.integrations.distributed.counts import Parts, check_int, computed_blocks, fail, merged
 from flexmasks.spec.arguments import MaskLike, get_mask
+from flexmasks.spec.by_name import says_what_to_write
 from flexmasks.spec.parameters import describe
 from flexmasks.spec.values import Mask
 
@@ -111,6 +112,7 @@ class Order:
         return torch.cat([torch.arange(*part, device=device) for own in self.parts for part in own])
 
 
+@says_what_to_write()
 def balance(
     masks: MaskLike | Sequence[MaskLike],
     length: int,

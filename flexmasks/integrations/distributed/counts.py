@@ -16,6 +16,7 @@ from flexmasks.plans.lengths import Lengths
 from flexmasks.plans.plan import check_open_extents, naming
 from flexmasks.spec.arguments import MaskLike, get_mask
 from flexmasks.spec.bands import band_of
+from flexmasks.spec.by_name import says_what_to_write
 from flexmasks.spec.parameters import describe
 from flexmasks.spec.values import Mask
 
@@ -170,6 +171,7 @@ class CountedMask:
         return tuple(zip(starts.tolist(), stops.tolist(), strict=True))
 
 
+@says_what_to_write()
 def computed_blocks(
     mask: MaskLike, length: int, *, block_size: int = 128, batch: int | None = None, heads: int | None = None
 ) -> Tensor:
@@ -200,6 +202,7 @@ def computed_blocks(
     return torch.cat(rows)
 
 
+@says_what_to_write()
 def seen_by(
     mask: MaskLike,
     rows: tuple[int, int],

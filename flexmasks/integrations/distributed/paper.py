@@ -23,6 +23,7 @@ from flexmasks.integrations.distributed.balance import (
 from flexmasks.integrations.distributed.counts import CountedMask, Parts, check_int, fail
 from flexmasks.pictures.output import text_width
 from flexmasks.spec.arguments import MaskLike
+from flexmasks.spec.by_name import says_what_to_write
 
 _BACKWARD = 2.5  # arithmetic of the backward pass over that of the forward pass: five matrix products, not two
 _MOST_ROWS = 1 << 15  # rows of blocks that are counted by default
@@ -146,6 +147,7 @@ class Plan:
         return "\n".join([*head, "", table, "", *refused, f"fastest: {self.fastest.name}"])
 
 
+@says_what_to_write()
 def plan(
     masks: MaskLike | Sequence[MaskLike],
     length: int,

@@ -11,8 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from flexmasks.integrations.distributed.balance import Order
 from flexmasks.integrations.distributed.counts import fail
 from flexmasks.integrations.distributed.exchange import arranged, gathered, rank_in, submesh
+from flexmasks.spec.by_name import says_what_to_write
 
 
+@says_what_to_write()
 def shard(x: Tensor, order: Order, mesh: DeviceMesh, dim: int = 1) -> Tensor:
     """Return this process's part of a tensor that each process holds whole.
 
@@ -41,6 +43,7 @@ def shard(x: Tensor, order: Order, mesh: DeviceMesh, dim: int = 1) -> Tensor:
     return torch.cat(parts, dim) if parts else x.narrow(dim, 0, 0)
 
 
+@says_what_to_write()
 def unshard(x: Tensor, order: Order, mesh: DeviceMesh, dim: int = 1) -> Tensor:
     """Return the whole tensor whose parts the processes hold.
 

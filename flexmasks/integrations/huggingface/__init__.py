@@ -10,12 +10,14 @@ from flexmasks.integrations.huggingface.late import LateMask as LateMask
 from flexmasks.integrations.huggingface.late import make_mask
 from flexmasks.integrations.huggingface.sharding import sharded
 from flexmasks.integrations.huggingface.vision import patch_vision
+from flexmasks.spec.by_name import says_what_to_write
 
 __all__ = ["masks", "patch_vision", "register", "sharded"]
 
 _OWN_WORDS = ("flash", "sdpa", "flex_attention", "eager", "paged")  # transformers finds its own by parts of a name
 
 
+@says_what_to_write()
 def register(name: str = "flexmasks") -> str:
     """Let transformers' models run by `attn_implementation="flexmasks"`, and return that name.
 
@@ -38,8 +40,9 @@ def register(name: str = "flexmasks") -> str:
     (DeepSeek-V3.2, MiniMax-M3), or have sinks of each query (Inkling2), raise an error, too.
 
     A few models, such as GPT-OSS, make their masks without `position_ids`, so that these alone leave the documents of a
-    packed row together, with "eager" too. `DataCollatorWithFlattening(return_flash_attn_kwargs=True)` adds
-    `cu_seq_lens_q` and its like, by which the documents are kept apart here.
+    packed row together, with "eager" too. The same holds for all models if they get an `attention_mask`, too. A
+    warning says so once. `DataCollatorWithFlattening(return_flash_attn_kwargs=True)` adds `cu_seq_lens_q` and its like,
+    by which the documents are kept apart here.
 
     When texts are padded on the left, the last padding predicts the first word of a text. To train without that
     prediction, whose row sees no key, give the first word the label -100.

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
+import logging
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -21,6 +24,8 @@ from flexmasks.spec import Mask, get_mask, get_score
 _DERIVED: Cache[Tensor] = Cache("huggingface", max_bytes=1 << 28)  # what a step's layers compute from one tensor
 
 _CAUSAL = ("causal", "sliding_window")
+_log = logging.getLogger("flexmasks")
+_LOOKS = itertools.islice(itertools.count(), 100)  # at positions, to warn: each waits for the device
 
 _Watch = Callable[[torch.nn.Module, Tensor, Tensor, dict[str, Any]], None]
 _WATCHING: list[_Watch] = []
@@ -104,6 +109,8 @@ def attend(
             mask = _without_mask(module, query, key, is_causal, sliding_window, position_ids, cu_seq_lens_q is None)
         elif cu_seq_lens_q is not None and isinstance(attention_mask, LateMask):
             mask = attention_mask.parts.mask(with_packing=False)
+        elif isinstance(attention_mask, LateMask) and _leaves_documents_together(module, attention_mask, position_ids):
+            _warn_of_documents(type(module).__name__)
         if cu_seq_lens_q is not None:
             own = packed(get_mask("full"), cu_seq_lens_q, None if cu_seq_lens_k is cu_seq_lens_q else cu_seq_lens_k)
             mask = own if mask.name == "full" else mask & own
@@ -182,6 +189,33 @@ def _of_mask(mask: Any, query: Tensor, key: Tensor) -> tuple[Any, int | Tensor, 
         return get_mask("dense", visible=_with_rows(mask, query)), 0, None
     mask = _with_rows(mask, query)
     return get_mask("dense", visible=_derived(_visible, mask)), 0, mask
+
+
+def _leaves_documents_together(module: torch.nn.Module, mask: LateMask, position_ids: Tensor | None) -> bool:
+    """Return whether positions start anew in a row that the mask does not divide.
+
+    Few calls of a first layer are looked at. Positions of padding may start anew, too.
+    """
+    if not may_keep(mask.device) or getattr(module, "layer_idx", 0) or mask.parts.packing:
+        return False
+    _, _, q_length, kv_length = mask.shape
+    if q_length != kv_length or not _is_of_tokens(position_ids, q_length):
+        return False
+    if any(m.name == "key_padding" or not m.definition.own for m in mask.parts.others) or next(_LOOKS, None) is None:
+        return False
+    return _several_documents(cast(Tensor, position_ids)) is not None
+
+
+@functools.cache
+def _warn_of_documents(layer: str) -> None:
+    """Warn once that documents of a packed row see each other."""
+    _log.warning(
+        "%s: position_ids start anew inside of rows, but transformers made the mask without them, because the model "
+        "leaves them out, as GPT-OSS does, or got an attention_mask, too. So the documents of a packed row see each "
+        'other, as with attn_implementation="eager". To keep them apart, pass cu_seq_lens_q and cu_seq_lens_k, as '
+        "DataCollatorWithFlattening(return_flash_attn_kwargs=True) does.",
+        layer,
+    )
 
 
 def _derived(make: Callable[..., Tensor], given: Tensor, *sizes: int) -> Tensor:

@@ -18,6 +18,7 @@ from flexmasks.pictures.output import text_width
 from flexmasks.pictures.picture import Picture
 from flexmasks.pictures.show import draw
 from flexmasks.spec import Mask, get_mask
+from flexmasks.spec.by_name import says_what_to_write
 
 _CALL = "flexmasks.integrations.huggingface.masks"
 _TEXT_COLUMNS = 40  # of a picture among several
@@ -140,6 +141,7 @@ class LayerMasks(Mapping[str, LayerMask]):
         return f"<div>{''.join(parts)}</div>"
 
 
+@says_what_to_write()
 def masks(model: nn.Module, *args: Any, **inputs: Any) -> LayerMasks:
     """Return the mask of each attention layer of a model, with pictures.
 

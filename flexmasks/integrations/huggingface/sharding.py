@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flexmasks.cache import identity
+from flexmasks.spec.by_name import says_what_to_write
 
 if TYPE_CHECKING:  # torch may be built without torch.distributed
     from torch.distributed.device_mesh import DeviceMesh
@@ -25,6 +26,7 @@ def active() -> Sharding | None:
     return _ACTIVE[-1] if _ACTIVE else None
 
 
+@says_what_to_write()
 @contextlib.contextmanager
 def sharded(mesh: DeviceMesh, order: Order | None = None, how: str = "auto", *, check: bool = True) -> Iterator[None]:
     """Run models by "flexmasks" whose sequence several processes hold together.

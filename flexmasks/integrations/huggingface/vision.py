@@ -10,11 +10,13 @@ import torch
 from torch import nn
 
 from flexmasks.integrations.huggingface.attention import attend
+from flexmasks.spec.by_name import says_what_to_write
 
 _CALL = "flexmasks.integrations.huggingface.patch_vision"
 _MARK = "runs_all_images_at_once"  # an attribute of patched layers
 
 
+@says_what_to_write()
 def patch_vision(model: nn.Module) -> int:
     """Let vision towers attend to all images in one call.
 

@@ -1,0 +1,28 @@
+"""Lines in the log before compilations that take seconds."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+_log = logging.getLogger("flexmasks")
+# About how many seconds the first calls of fresh processes took, from those with code on the disk to those without: on
+# an H100 or H200, the page "limits" of the results, and on a CPU with two cores.
+_SECONDS = {"cpu": "1 to 20", "triton": "2 to 13", "flash": "4 to 26", "fa4": "2 to 18", "own": "1 to 3"}
+
+
+def announce(what: str, kind: str) -> None:
+    """Log what is compiled, and about how long it takes.
+
+    kind: the backend that compiles, or "own" for a Triton kernel of this library.
+    """
+    _log.info("compiling %s: about %s s (the least if it is on the disk)", what, _SECONDS[kind])
+
+
+announce_once = functools.lru_cache(maxsize=1024)(announce)
+
+
+def announce_kernel(kernel: Any) -> None:
+    """Log that a Triton kernel of this library is compiled, at its first compilation."""
+    announce_once(f"{kernel.__module__.rpartition('.')[2]}.{kernel.__name__}", "own")
