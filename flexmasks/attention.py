@@ -106,8 +106,8 @@ def attention(
         block_mask: in place of `mask`, a BlockMask that `flexmasks.block_mask` or torch has made.
         q_offset: where the queries start: query i is at position i + q_offset to mask and score, key j is at j. An
             int >= 0, or integers [B], a tensor or a list. Decoding has q_offset = KV - Q. With `block_mask`, which has
-            its own offset built in, q_offset moves the score only. A tensor's values should be at most KV: on a GPU only
-            the first call of a kind checks them.
+            its own offset built in, q_offset moves the score only. A tensor's values should be at most KV: on a GPU
+            only the first call of a kind checks them.
         sink_logits: logits of learned attention sinks, float [H], one per query head. The exponential of a head's
             logit joins each row's sum of exponentials and adds nothing to its output (gpt-oss; Xiao et al., Efficient
             Streaming Language Models with Attention Sinks, 2024). Differentiable; -inf for a head without a sink. The
