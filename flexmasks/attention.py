@@ -105,9 +105,9 @@ def attention(
         scale: factor of q @ k^T, 1 / sqrt(D) by default.
         block_mask: in place of `mask`, a BlockMask that `flexmasks.block_mask` or torch has made.
         q_offset: where the queries start: query i is at position i + q_offset to mask and score, key j is at j. An
-            int >= 0, or an integer tensor [B]. Decoding has q_offset = KV - Q. With `block_mask`, which has its own
-            offset built in, q_offset moves the score only. A tensor's values should be at most KV: on a GPU only the
-            first call of a kind checks them.
+            int >= 0, or integers [B], a tensor or a list. Decoding has q_offset = KV - Q. With `block_mask`, which has
+            its own offset built in, q_offset moves the score only. A tensor's values should be at most KV: on a GPU
+            only the first call of a kind checks them.
         sink_logits: logits of learned attention sinks, float [H], one per query head. The exponential of a head's
             logit joins each row's sum of exponentials and adds nothing to its output (gpt-oss; Xiao et al., Efficient
             Streaming Language Models with Attention Sinks, 2024). Differentiable; -inf for a head without a sink. The
@@ -241,7 +241,7 @@ def varlen_attention(
         page_table: int[N, P], the pages of each sequence (block_table), as in `paged_attention`.
         kv_lens: int[N], the number of keys of each sequence in its pages (seqused_k), with the keys of this call
             included.
-        q_offset: where the queries of each sequence start, as in `attention`: an int >= 0, or an integer tensor [N]. By
+        q_offset: where the queries of each sequence start, as in `attention`: an int >= 0, or integers [N]. By
             default query 0 of a sequence is at its key 0, and with pages the queries are the last ones of the sequence:
             `kv_lens - offsets.diff()`. FlashAttention aligns the ends without pages, too, which is
             `q_offset=kv_offsets.diff() - offsets.diff()`; both are the same if each sequence has as many queries as
@@ -274,8 +274,8 @@ def varlen_attention(
     request = later.request.Request(
         mask, score, params, scale, None, _on_device_of(q, q_offset), sink_logits, return_lse, backend, kernel_options
     )
-    page_table, kv_lens = _on_device_of(q, page_table), _on_device_of(q, kv_lens)
-    out, lse = later.calls.run_varlen(q, k, v, offsets, kv_offsets, page_table, kv_lens, request)
+    pages, lens = _on_device_of(q, page_table), _on_device_of(q, kv_lens)
+    out, lse = later.calls.run_varlen(q, k, v, offsets, kv_offsets, pages, lens, request)
     return (out, cast(Tensor, lse)) if return_lse else out
 
 
@@ -347,15 +347,15 @@ def paged_attention(
         k_cache, v_cache: [n_pages, page_size, Hkv, D] and [n_pages, page_size, Hkv, Dv], one pool for all sequences;
             the pages of each cache must follow each other in memory. Unused slots of k_cache may hold anything, NaN
             too; unused slots of v_cache must be finite.
-        page_table: int[B, P], entry [b, p] is the page that holds the keys of batch element b from p * page_size on
-            (block_table). Only the first ceil(kv_lens[b] / page_size) entries of a row are read. Sequences may share
-            pages.
+        page_table: int[B, P], a tensor or lists; entry [b, p] is the page that holds the keys of batch element b from
+            p * page_size on (block_table). Only the first ceil(kv_lens[b] / page_size) entries of a row are read.
+            Sequences may share pages.
         kv_lens: int[B], the number of keys of each sequence, from 0 to P * page_size, with the keys of this call
             included (cache_seqlens). A sequence without keys gives output 0.
         mask: as in `attention`: a name, a Mask or a function; "causal" for a language model. By default each query
             sees all keys of its sequence.
         score: as in `attention`.
-        q_offset: where the queries start in their sequences, an int >= 0 or an integer tensor [B]; kv_lens - Q by
+        q_offset: where the queries start in their sequences, an int >= 0 or integers [B]; kv_lens - Q by
             default.
         scale, sink_logits, return_lse, backend, **params: as in `attention`.
 
@@ -374,9 +374,11 @@ def paged_attention(
         >>> flexmasks.paged_attention(q, k_cache, v_cache, page_table, kv_lens, mask="causal").shape
         torch.Size([2, 4, 1, 64])
     """
-    page_table, kv_lens, q_offset = (_on_device_of(q, x) for x in (page_table, kv_lens, q_offset))
-    request = later.request.Request(mask, score, params, scale, None, q_offset, sink_logits, return_lse, backend)
-    out, lse = later.calls.run_paged(q, k_cache, v_cache, page_table, kv_lens, request)
+    request = later.request.Request(
+        mask, score, params, scale, None, _on_device_of(q, q_offset), sink_logits, return_lse, backend
+    )
+    pages, lens = _on_device_of(q, page_table), _on_device_of(q, kv_lens)
+    out, lse = later.calls.run_paged(q, k_cache, v_cache, pages, lens, request)
     return (out, cast(Tensor, lse)) if return_lse else out
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import Any
 
 _log = logging.getLogger("flexmasks")
 # About how many seconds the first calls of fresh processes took, from those with code on the disk to those without: on
@@ -21,8 +20,3 @@ def announce(what: str, kind: str) -> None:
 
 
 announce_once = functools.lru_cache(maxsize=1024)(announce)
-
-
-def announce_kernel(kernel: Any) -> None:
-    """Log that a Triton kernel of this library is compiled, at its first compilation."""
-    announce_once(f"{kernel.__module__.rpartition('.')[2]}.{kernel.__name__}", "own")

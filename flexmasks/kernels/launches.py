@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexmasks.compat import raw_stream
-from flexmasks.kernels.compiling import announce_kernel
+from flexmasks.kernels.compiling import announce_once
 
 _MAX_LAUNCHES = 4096
 _Kept = TypeVar("_Kept")
@@ -82,6 +82,12 @@ def dot_type(dtype: torch.dtype, kernel: Any) -> tl.dtype:
     return {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}[dtype]
 
 
+def announce(kernel: Any) -> None:
+    """Log that a kernel is compiled, at its first compilation."""
+    if isinstance(kernel, triton.JITFunction):  # Triton's interpreter compiles nothing
+        announce_once(f"{kernel.__module__.rpartition('.')[2]}.{kernel.__name__}", "own")
+
+
 def compiled(
     kernel: Any, programs: int, warps: int, tensors: Sequence[Tensor | None], others: tuple[Any, ...]
 ) -> Launch:
@@ -92,7 +98,7 @@ def compiled(
     if not isinstance(kernel, triton.JITFunction):  # Triton's interpreter compiles nothing
         run = kernel[(programs,)]
         return lambda tensors, others: run(*tensors, *others)
-    announce_kernel(kernel)
+    announce(kernel)
     return launch_of(kernel.warmup(*tensors, *others, grid=(programs,), num_warps=warps), programs)
 
 

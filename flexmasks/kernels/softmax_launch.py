@@ -17,8 +17,7 @@ import torch
 import triton
 from torch import Tensor
 
-from flexmasks.kernels.compiling import announce_kernel
-from flexmasks.kernels.launches import Launch, Launches, launch_of, layouts_of
+from flexmasks.kernels.launches import Launch, Launches, announce, launch_of, layouts_of
 from flexmasks.kernels.softmax_backward import backward_kernel
 from flexmasks.kernels.softmax_forward import forward_kernel
 
@@ -58,7 +57,7 @@ def forward(
     numbers = grid.numbers(x.shape[-1], (grain, grain, 1, 1, mask_grain))
     mask_stride = 0 if mask is None else _column_stride(mask)
     constants = (grain, mask_grain, _column_stride(x), mask_stride, *grid.constants, visible, sign)
-    announce_kernel(forward_kernel)
+    announce(forward_kernel)
     compiled = forward_kernel[(grid.programs,)](y, x, bounds, bits, mask, *numbers, factor, *constants, **grid.options)
     _keep(key, compiled, grid.programs, numbers, constants)
     return y
@@ -84,7 +83,7 @@ def backward(dy: Tensor, y: Tensor, bounds: Tensor | None, scale: float) -> Tens
     numbers = grid.numbers(y.shape[-1], (grain, grain, grain, 1))
     compiles = isinstance(backward_kernel, triton.JITFunction)  # Triton's interpreter knows no assembly
     constants = (grain, _column_stride(dy), _column_stride(y), *grid.constants, compiles)
-    announce_kernel(backward_kernel)
+    announce(backward_kernel)
     compiled = backward_kernel[(grid.programs,)](dx, dy, y, bounds, *numbers, scale, *constants, **grid.options)
     _keep(key, compiled, grid.programs, numbers, constants)
     return dx

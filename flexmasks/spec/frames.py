@@ -31,8 +31,8 @@ def place_of(trace: TracebackType | None, function: Any) -> str:
     if shown is not None:
         while shown.tb_next is not None:
             shown = shown.tb_next
-        code = shown.tb_frame.f_code
-        return f'File "{code.co_filename}", line {shown.tb_lineno}, in {code.co_name}'
+        raised = shown.tb_frame.f_code
+        return f'File "{raised.co_filename}", line {shown.tb_lineno}, in {raised.co_name}'
     code = getattr(function, "__code__", None)
     if code is None or _is_theirs(function.__module__):
         return ""

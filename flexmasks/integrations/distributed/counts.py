@@ -92,7 +92,7 @@ class CountedMask:
         if self.mask.is_own():  # the host decides strip by strip, and would wait for another device at each of them
             self.mask = self.mask.to("cpu")
         lengths = Lengths(length, batch=batch, heads=heads, block_size=block_size)
-        self.size, open_extents = lengths.check(f"{WHERE}.{call}", self.mask)
+        self.size, open_extents, _ = lengths.check(f"{WHERE}.{call}", self.mask)
         self.length, self.block_size = length, block_size
         self._mask_mod = self.mask.bind(self.mask.resolve(self.size))
         check_open_extents(self.mask, self._mask_mod, self.size, open_extents)

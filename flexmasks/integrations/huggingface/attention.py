@@ -196,7 +196,8 @@ def _leaves_documents_together(module: torch.nn.Module, mask: LateMask, position
 
     Few calls of a first layer are looked at. Positions of padding may start anew, too.
     """
-    if not may_keep(mask.device) or getattr(module, "layer_idx", 0) or mask.parts.packing:
+    layer = getattr(module, "layer_idx", None)
+    if not may_keep(mask.device) or layer or mask.parts.packing:
         return False
     _, _, q_length, kv_length = mask.shape
     if q_length != kv_length or not _is_of_tokens(position_ids, q_length):
