@@ -541,7 +541,7 @@ def _keep(key: Hashable, tensors: list[Tensor], replay: Replay, planned: _Planne
     """Keep a call's replay, for the same tensors, and its renewal, for others."""
     if not planned.call.holds_aliases:
         return
-    _REPLAYS.put(key, tensors, replay, ENTRY + replay.nbytes)
+    _REPLAYS.put(key, tensors, replay, ENTRY + replay.nbytes + planned.aliases.nbytes)
     if not tensors:
         return
     renewal: Callable[[list[Tensor]], Replay] | None

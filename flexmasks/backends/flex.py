@@ -265,9 +265,6 @@ def _run_kernel(
     compilation are raised unchanged, but NeedsData is raised if the mask may go as data instead.
     """
     q, k, v = args[:3]
-    if not q.is_cuda:
-        q, k, v = _laid_out(key, captured, q, k, v)
-        args = q, k, v, *args[3:]
     shapes = _shapes(q, k, v, captured)
     kernel = _KERNELS.get(key)
     if kernel is not None and kernel.is_ready(shapes):
@@ -451,12 +448,14 @@ class Runner:
                 return _run_compiled(kernel, self._what, q, k, v, *args)
             except _Retry:
                 pass
+        if not q.is_cuda:
+            q, k, v = _laid_out(self.key, self._captured, q, k, v)
         result = _run_kernel(self._what, self.key, self._captured, self._may_be_data, q, k, v, *args)
         kernel = _KERNELS.get(self.key)
         if kernel is not None:
             self._kernel = weakref.ref(kernel)
             if len(self._strides) < _MAX_NOTED_SHAPES:
-                self._strides.add(strides)
+                self._strides.add(_strides(q, k, v))
         return result
 
     def compiles(self, q: Tensor, k: Tensor, v: Tensor) -> str:
@@ -464,6 +463,8 @@ class Runner:
         kernel = _KERNELS.get(self.key)
         if kernel is None:
             return "yes, some seconds: it is the first call of its kind"
+        if not q.is_cuda:
+            q, k, v = _laid_out(self.key, self._captured, q, k, v)
         shapes = _shapes(q, k, v, self._captured)
         if shapes in kernel.shapes_run:
             return "no: such a call has run before"

@@ -31,7 +31,7 @@ from flexmasks.plans.recorded import Recorded, memory_of_capture
 from flexmasks.plans.shifted import Offset, shifted_mask, shifted_score
 from flexmasks.plans.whole import Added, Spanned, Whole, added_of, line_of, spanned_of, whole_of
 from flexmasks.plans.windows import Window, window_of
-from flexmasks.spec.captures import Aliases, Opaque, capture
+from flexmasks.spec.captures import Aliases, InOnePiece, Opaque, capture
 from flexmasks.spec.indexing import bounded
 from flexmasks.spec.numbers import MAX_COMPILED_VALUES, Number, NumberReader, numbers_in
 from flexmasks.spec.parameters import Size, describe
@@ -118,6 +118,7 @@ class _SeenNumbers:
 
 _P = TypeVar("_P", bound=_Prepared | MaskData | Whole | Spanned | Added)
 _W = TypeVar("_W", Whole, Spanned)
+_V = TypeVar("_V")
 _BLOCKS: Cache[_PreparedMask] = Cache("blocks", max_bytes=5 << 28)  # the blocks of a million tokens take 1.07 GB
 _KINDS: Cache[_Kind] = Cache("plans", max_bytes=1 << 30)
 _WHOLE: Cache[Whole] = Cache("whole", max_bytes=1 << 28)
@@ -158,6 +159,8 @@ class Plan:
             with contextlib.suppress(Opaque):
                 self._bound_to = aliases.of((value, offset))
                 self.holds_aliases = True
+        if aliases is not None and not self.holds_aliases:
+            self._bound_to = with_contiguous_tensors((value, offset), self.inputs)
 
     @property
     def what(self) -> str:
@@ -791,7 +794,6 @@ class GivenPlan:
     what = "a given block mask"
 
     def __init__(self, block_mask: compat.BlockMask) -> None:
-        self._block_mask = block_mask
         captured: list[Tensor] = []
         self.kernel_key: Hashable
         try:
@@ -799,6 +801,11 @@ class GivenPlan:
         except Opaque:
             self.kernel_key, self.opaque = ("opaque", getattr(block_mask.mask_mod, "__code__", None)), True
         self.shapes = tuple(t.shape for t in captured)
+        mask_mod = with_contiguous_tensors(block_mask.mask_mod, captured)
+        if mask_mod is not block_mask.mask_mod:
+            block_mask = copy.copy(block_mask)
+            block_mask.mask_mod = mask_mod
+        self._block_mask = block_mask
 
     def resized(self, block_size: tuple[int, int]) -> GivenPlan | None:
         """Return the plan if its blocks have this size.
@@ -833,6 +840,14 @@ class GivenPlan:
 
     def is_mostly_partial(self) -> bool:
         return False
+
+
+def with_contiguous_tensors(value: _V, tensors: Sequence[Tensor]) -> _V:
+    """Return a value with contiguous copies of the tensors that it reads, as far as it can be copied."""
+    if not all(t.is_contiguous() for t in tensors):
+        with contextlib.suppress(Opaque):
+            return cast(_V, InOnePiece().of(value))
+    return value
 
 
 def is_captured(device: torch.device) -> bool:
