@@ -377,7 +377,10 @@ def cannot_read(error: BaseException) -> bool:
     """Return whether an error comes from a file that is damaged: a pickle, a source or a library."""
     kinds = EOFError, ImportError, SyntaxError, UnicodeDecodeError, pickle.UnpicklingError
     # The system gives no number for a library that cannot be loaded.
-    return any(isinstance(e, kinds) or (isinstance(e, OSError) and e.errno is None) for e in causes(error))
+    return any(
+        (isinstance(e, kinds) and not isinstance(e, ModuleNotFoundError)) or (isinstance(e, OSError) and e.errno is None)
+        for e in causes(error)
+    )
 
 
 def _kept(x: Tensor) -> Tensor:
