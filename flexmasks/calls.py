@@ -21,16 +21,7 @@ from torch import Tensor
 
 from flexmasks import compat
 from flexmasks.backends import decode, fa4
-from flexmasks.backends.call import (
-    OUTCOMES,
-    Call,
-    Refused,
-    Replay,
-    Result,
-    Unavailable,
-    first_line,
-    must_be_deterministic,
-)
+from flexmasks.backends.call import OUTCOMES, Call, Refused, Replay, Result, Unavailable, first_line
 from flexmasks.backends.decode_gpu import DecodeRenewal, GpuDecode
 from flexmasks.backends.dense_gpu import GpuDense, GpuDenseRenewal
 from flexmasks.backends.empty import attend as attend_nothing
@@ -200,7 +191,7 @@ def _known_pages(
     known = None if is_captured(q.device) else _key_and_tensors(q, k_cache, v_cache, request)
     if known is None:
         return None, None
-    known = ("pages", k_cache.stride(), v_cache.stride(), known[0]), [*known[1], kv_lens, page_table]
+    known = ("pages", known[0]), [*known[1], kv_lens, page_table]
     return known, _known_replay(*known, q.device)
 
 
@@ -550,7 +541,7 @@ def _keep(key: Hashable, tensors: list[Tensor], replay: Replay, planned: _Planne
     """Keep a call's replay, for the same tensors, and its renewal, for others."""
     if not planned.call.holds_aliases:
         return
-    _REPLAYS.put(key, tensors, replay, ENTRY + replay.nbytes)
+    _REPLAYS.put(key, tensors, replay, ENTRY + replay.nbytes + planned.aliases.nbytes)
     if not tensors:
         return
     renewal: Callable[[list[Tensor]], Replay] | None
@@ -598,7 +589,8 @@ def _layouts(tensors: list[Tensor]) -> list[Hashable]:
 def _key_and_tensors(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Hashable, list[Tensor]] | None:
     """Return the cache key of a call and the tensors it reads.
 
-    The result is None if the call cannot be cached.
+    The result is None if the call cannot be cached. The key has all on which the choice of a backend depends, so that
+    no call takes the kernel of another one.
     """
     scale, with_lse, backend = request.scale, request.return_lse, request.backend
     if not (type(q) is type(k) is type(v) is Tensor and type(backend) is str and type(with_lse) is bool):
@@ -629,8 +621,9 @@ def _key_and_tensors(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple
         return None
     return (
         functions, scale, with_lse, request.sink_logits is not None, backend, grad, torch.get_default_dtype(),
-        must_be_deterministic(), q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, device, k.device, v.device,
-        q.requires_grad, k.requires_grad, v.requires_grad,
+        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
+        device, k.device, v.device, q.requires_grad, k.requires_grad, v.requires_grad,
+        compat.transforms_active(), compat.sdp_settings(),
     ), tensors  # fmt: skip
 
 

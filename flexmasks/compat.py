@@ -25,6 +25,7 @@ import importlib.metadata
 import importlib.util
 import operator
 import pathlib
+import pickle
 import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
@@ -370,6 +371,17 @@ def saves_by_hooks() -> bool:
     No public equivalent.
     """
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def cannot_read(error: BaseException) -> bool:
+    """Return whether an error comes from a file that is damaged: a pickle, a source or a library."""
+    kinds = EOFError, ImportError, SyntaxError, UnicodeDecodeError, pickle.UnpicklingError
+    # The system gives no number for a library that cannot be loaded.
+    return any(
+        (isinstance(e, kinds) and not isinstance(e, ModuleNotFoundError))
+        or (isinstance(e, OSError) and e.errno is None)
+        for e in causes(error)
+    )
 
 
 def _kept(x: Tensor) -> Tensor:
@@ -728,6 +740,16 @@ def compiler_is_off() -> bool:
     with _IMPORTING:
         from torch._dynamo import config
     return bool(config.disable)
+
+
+def recompile_limit() -> int:
+    """Return how many graphs torch compiles from one code object.
+
+    The setting is documented, in a private module.
+    """
+    with _IMPORTING:
+        from torch._dynamo import config
+    return int(config.recompile_limit)
 
 
 @contextlib.contextmanager

@@ -46,7 +46,7 @@ _NAMES = list(BACKENDS)
 # Backends that torch traces through: what makes a call without q, k and v of a Call.
 _DIRECT: dict[str, Callable[[Call], Callable[..., tuple[Tensor, Tensor | None]]]] = {
     "fa4": fa4.DirectCall.of,
-    "sdpa": sdpa.TracedCall.of,
+    "sdpa": sdpa.FusedCall.of,
 }
 _COMPILED = ("flash", "triton", "cpu")  # backends that compile the functions of mask and score
 _REASONS: list[str] = []  # reasons of refused backends, for errors

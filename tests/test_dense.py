@@ -153,3 +153,41 @@ def test_new_tensors_at_every_step() -> None:
         ids += torch.arange(64) // 50  # changed in place
         got, want = both([q, k, v], upstream, mask=mask)
         assert max(map(error, got, want)) < 1e-5
+
+
+def _cases_behind_keys(steps: list[tuple[int, int]]) -> list[Case]:
+    """Return masks and scores with tables as long as the positions, for queries that start at these offsets."""
+    cases = []
+    for offset in steps:
+        length = max(20, max(offset) + 5)
+        some = torch.arange(length) % 7 < 3
+        sizes: Any = {"q_len": 5, "kv_len": 20, "q_offset": offset}
+        cases += [
+            Case("document", {"document_ids": torch.arange(length) // 9 % 2}, **sizes),
+            Case("global_tokens", {"tokens": torch.stack([some, ~some])}, **sizes),
+            Case("vertical_slash", {"vertical": torch.tensor([1, 5]), "slash": torch.tensor([0, 11, 19])}, **sizes),
+            Case("vertical_slash", {"vertical": (1, 5), "slash": (0, 11, 19)}, **sizes),
+            Case("sandwich", {"dims": 8}, **sizes),
+        ]
+    return cases
+
+
+@pytest.mark.parametrize(
+    "steps", [[(46, 7)], [(3, 5), (60, 44), (4, 4)], [(n, 15) for n in range(17)] + [(20, 33)]], ids=["1", "3", "18"]
+)
+def test_queries_behind_the_last_key(steps: list[tuple[int, int]]) -> None:
+    """A tensor may say that queries start behind the keys, at the first step, later, or after the plan is recorded."""
+    flexmasks.clear_caches()
+    cases = _cases_behind_keys(steps)
+    for case in cases if len(steps) < 16 else cases[4::5]:
+        leaves = qkv(case, torch.float32, size=8)
+        others = [exact(x) for x in leaves]
+        kind = "score" if case.name in SCORES else "mask"
+        out = flexmasks.attention(*leaves, **{kind: case.name}, backend="dense", **arguments(case))
+        seen = dense_of(case if kind == "mask" else Case("full", {}, q_len=5, kv_len=20))
+        change = (lambda scores: SCORES[case.name](scores, case, **case.params)) if kind == "score" else None  # noqa: B023
+        want, _ = attend(*others, seen, change)
+        weight = torch.randn_like(out)
+        got = [out, *torch.autograd.grad(out, leaves, weight)]
+        wanted = [want, *torch.autograd.grad(want, others, weight.double())]
+        assert max(map(error, got, wanted)) < 2 * TOLERANCE[torch.float32]

@@ -21,6 +21,8 @@ import pytest
 import torch
 from helpers import TOLERANCE, error
 from torch import Tensor
+from torch._dynamo.exc import InternalTorchDynamoError
+from torch._inductor.exc import InductorError
 
 import flexmasks
 from flexmasks import compat
@@ -267,6 +269,115 @@ def test_the_next_backend_runs_the_call(
     assert flexmasks.explain(*(x.detach().half().requires_grad_(learns) for x in tensors), **call).backend == failing
     flexmasks.clear_caches()
     assert flexmasks.explain(*tensors, **call).backend == failing
+
+
+# --- kernels that torch cannot compile ---
+
+# what torch says of tensors that are one, of code that it cannot lower, and of C++ that it cannot compile
+CANNOT_COMPILE: dict[str, Exception] = {
+    "dynamo": InternalTorchDynamoError("AssertionError: sources must not be empty for symbol s47"),
+    "lowering": InductorError(AssertionError("All the buffers should be in input_buffers"), None),
+    "C++": InductorError(RuntimeError("CppCompileError: C++ compile error"), None),
+}
+
+
+class _Compiler:
+    """A double of torch.compile for the library's kernels, which are not compiled, and fail at some calls."""
+
+    def __init__(self, fault: Exception, *fault_at: int) -> None:
+        self.fault, self.fault_at = fault, fault_at
+        self.runs = 0
+        self.dynamic: list[bool | None] = []  # of each kernel
+        self.compile = torch.compile
+
+    def __call__(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        if not function.__name__.startswith("flexmasks_kernel"):
+            return self.compile(function, **options)
+        self.dynamic.append(options["dynamic"])
+
+        def run(*args: Any) -> Any:
+            self.runs += 1
+            if self.runs in self.fault_at:
+                raise self.fault
+            return function(*args)
+
+        return run
+
+
+def _one(length: int) -> list[Tensor]:
+    """Return q, k and v that are one tensor."""
+    return [torch.randn(1, 2, length, 16)] * 3
+
+
+@pytest.mark.parametrize("at", [1, 2])
+@pytest.mark.parametrize("name", CANNOT_COMPILE)
+@pytest.mark.parametrize(
+    "mask", [{"mask": "sink_window", "sinks": 2, "window": 5}, {"mask": "chunked_causal", "chunk": 7}]
+)
+def test_one_failed_compile_costs_no_backend(
+    mask: dict[str, Any], name: str, at: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is tried again, from the start, and after a second failure, or where C++ is wrong, for each length alone."""
+    compiler = _Compiler(CANNOT_COMPILE[name], at, *([] if name == "C++" else [at + 3]))
+    monkeypatch.setattr(torch, "compile", compiler)
+    for length in (17, 18, 77, 512):
+        _check(_one(length), mask)
+        assert flexmasks.explain(*_one(length), **mask).backend == "cpu"
+    assert compiler.dynamic == [None, False] if name == "C++" else [None, None, False]
+    assert not _warnings(caplog)
+
+
+def test_a_failure_leaves_out_its_own_lengths_and_layouts(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch, "compile", _Compiler(CANNOT_COMPILE["lowering"], 2, 3, 5, 6))
+    call = {"mask": "sink_window", "sinks": 2, "window": 5}
+
+    def backends() -> list[str]:
+        rows = [torch.randn(1, n, 2, 16).transpose(1, 2) for n in (18, 33)]
+        calls = [_one(17), _one(18), _one(33), *([x] * 3 for x in rows)]
+        return [flexmasks.explain(*tensors, **call).backend for tensors in calls]
+
+    _check(_one(17), call)
+    _check(_one(18), call)  # fails, and again
+    assert backends() == ["cpu", "reference", "cpu", "cpu", "cpu"]
+    _check(_one(17), call)
+    _check(_one(33), call)  # so does a second length: torch cannot compile the function
+    assert backends() == ["reference", "reference", "reference", "cpu", "cpu"]
+    assert len(_warnings(caplog)) == 2
+
+
+@pytest.mark.parametrize("cause", [None, OSError("lib.so: file too short"), EOFError(), SyntaxError("null bytes")])
+def test_only_damaged_files_are_called_damaged(cause: Exception | None) -> None:
+    """What torch's compiler cannot do is no fault of the disk."""
+    inner = AssertionError("All the buffers should be in input_buffers")
+    inner.__cause__ = cause
+    assert ("TORCHINDUCTOR_CACHE_DIR" in backends_call.first_line(InductorError(inner, None))) == (cause is not None)
+    assert "TORCHINDUCTOR" not in backends_call.first_line(
+        InductorError(ModuleNotFoundError("No module named 'x'"), None)
+    )
+
+
+def test_torch_reaches_no_limit(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """Before torch has as many graphs as it keeps for a function, another function takes its place."""
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda *args, **kwargs: compile_(*args, **kwargs, backend="eager"))
+    call = {"mask": "sliding_window", "window": 3}
+    with torch._dynamo.config.patch(recompile_limit=3):
+        for batch, q_len, kv_len in (
+            (2, 33, 33),
+            (2, 40, 33),
+            (1, 40, 40),
+            (2, 1, 40),
+            (2, 40, 1),
+            (3, 9, 33),
+            (2, 33, 33),
+        ):
+            q, k, v = (torch.randn(batch, 2, n, 16) for n in (q_len, kv_len, kv_len))
+            for threads in (1, 2, 1):  # torch compiles anew for another number of threads
+                torch.set_num_threads(threads)
+                _check([q, k, v], call)
+    assert "recompile_limit" not in capfd.readouterr().err
 
 
 def test_an_asked_backend_raises_its_own_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -845,7 +845,7 @@ def test_fits_a_small_gpu(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(launch, "_launches", launch.Launches())
     monkeypatch.setattr(launch, "_processors", lambda device: 84)
-    monkeypatch.setattr(launch, "_memory", lambda device: 101_376)
+    monkeypatch.setattr(launch, "shared_memory", lambda device: 101_376)
     monkeypatch.setattr(launch, "compiled", compiled)
     call = Call(2, 128, 1, kv_len=1024, k_size=size, v_size=size, dtype=BF16, band=(None, 0), bias=(1, 128, 1))
     launch.attend_band(*made(call).arguments)

@@ -134,7 +134,8 @@ class Call:
         q = self.q
         sizes = q.shape[3], self.v.shape[3]
         flags = self.needs_grad, self.sinks is not None, q.shape[1] != self.k.shape[1], self.has_start_tensor
-        return self.kernel_key, q.dtype, q.device, sizes, flags
+        layouts = tuple(map(_layout, (q, self.k, self.v)))
+        return self.kernel_key, q.dtype, q.device, sizes, flags, layouts
 
     def resized(self, block_size: tuple[int, int]) -> Call | None:
         """Return the call with blocks of a size, or None.
@@ -162,6 +163,14 @@ class Call:
         return None if window is None or window.sequences is None else window.sequences()
 
 
+def _layout(x: Tensor) -> Hashable:
+    """Return the order of a tensor's dimensions in memory, and which have steps of 0 and 1, as for any lengths."""
+    if x.is_contiguous():
+        return None
+    strides = x.stride()
+    return tuple(sorted(range(x.ndim), key=strides.__getitem__)), tuple(min(n, 2) for n in strides)
+
+
 def transformed() -> bool:
     """Return whether torch.func.vmap or a forward derivative is active.
 
@@ -179,13 +188,14 @@ def must_be_deterministic() -> bool:
 def first_line(error: Exception) -> str:
     """Return an error's type and the first line of its message.
 
-    If a file cannot be written, or torch's compiler failed, the variables that name its folders follow.
+    If a file cannot be written, or torch's compiler read a damaged one, the variables that name its folders follow.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     line = f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
     if compat.cannot_write(error):
         return f"{line}{_FOLDERS}"
-    return f"{line}{_DAMAGED}" if type(error).__name__ == "InductorError" else line
+    is_of_compiler = type(error).__name__ == "InductorError"
+    return f"{line}{_DAMAGED}" if is_of_compiler and compat.cannot_read(error) else line
 
 
 def raise_passing_error(error: Exception) -> None:

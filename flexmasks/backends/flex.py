@@ -4,7 +4,7 @@ So no two kinds of calls share a recompile limit.
 
 torch counts recompilations by code object and, at its limit, would run flex_attention unfused. Here every kind of call
 (the functions of mask and score with their constants, dtype, heads, head size, options) has a code object of its own,
-in which only batch size and lengths vary; torch makes them symbolic after the first few. If torch reaches the limit
+in which only batch size and lengths vary; torch makes them symbolic after the first few. Before torch reaches the limit
 for another reason, the code object is replaced, so nothing ever runs unfused.
 
 A call that may compile holds a lock, so threads that make the same call at once compile one kernel.
@@ -55,6 +55,7 @@ _GUARDS_OF_TORCH = ("G['compat']", "G['_announce", "G['__builtins_dict", "G['__i
 _OUT_OF_RESOURCE = "out of resource"  # part of an error of Triton: smaller kernels may work
 _CPP_FAILED = "CppCompileError"  # part of an error of Inductor
 _MAX_NOTED_SHAPES = 64  # shapes that one kernel remembers
+_MAX_COPIED = 1 << 28  # the most bytes of q, k and v that are copied for one call on a CPU
 # On a GPU a function that could be compiled is compiled after this many runs as data, or after runs over this many
 # pairs, in which data in Triton took as much more time as compiling does (forward and backward pass, H200).
 _RUNS_AS_DATA, _PAIRS_AS_DATA = 32, 1 << 37
@@ -76,7 +77,7 @@ class _Shapes(NamedTuple):
     batch: int
     q_len: int
     kv_len: int
-    strides: tuple[tuple[int, ...], ...]  # of q, k and v
+    strides: tuple[tuple[int, ...], ...]  # of q, k and v, empty for what is contiguous
     contiguous: tuple[bool, ...]  # whether q, k and v are
     captured: Hashable  # shapes of the tensors that mask and score captured
 
@@ -89,10 +90,20 @@ class _Shapes(NamedTuple):
         return self.q_len == 1, self.kv_len == 1, self.q_len == self.kv_len, self.contiguous
 
 
-@dataclass(frozen=True)
+@dataclass
+class _Graphs:
+    """The graphs that torch has compiled from one code object."""
+
+    count: int = 0
+    most: int = 8
+
+
+@dataclass(frozen=True, eq=False)
 class _Kernel:
     compiled: Callable[..., Any]
     is_static: bool  # compiled for each length separately
+    follows_failure: bool = False  # torch could not compile the kernel in whose place this one is
+    graphs: _Graphs = field(default_factory=_Graphs)
     shapes_run: set[_Shapes] = field(default_factory=set)
 
     def run(
@@ -116,6 +127,11 @@ class _Kernel:
             return self.compiled(q, k, v, score_mod, block_mask, scale, *others)
         finally:
             _this_thread.running = None
+
+    @property
+    def has_room(self) -> bool:
+        """Return whether torch may compile one more graph for other shapes, and one that its guards ask for."""
+        return self.graphs.count + 1 < self.graphs.most
 
     def is_ready(self, shapes: _Shapes, is_mask_alike: bool = True) -> bool:
         """Return whether torch should have the code for these shapes.
@@ -181,6 +197,8 @@ def flex(
     Grouped heads are recognized from the shapes.
     """
     _announce()
+    if q.device.type == "cpu":  # torch's kernel gives wrong numbers where all elements of a head are one
+        q, k, v = compat.with_rows_together(q, k, v)
     grouped = q.shape[1] != k.shape[1]
     if with_lse:
         out, aux = compat.flex_attention(
@@ -291,9 +309,12 @@ def _run_kernel(
         if kernel is None:
             why = _why_new(key)
             kernel = _new_kernel(key)
+        elif kernel.graphs.count and not (kernel.has_room or kernel.is_ready(shapes)):
+            why = f"torch keeps at most {kernel.graphs.most} graphs of a function"
+            kernel = _new_kernel(key, kernel.is_static)
         try:
             result = kernel.run(what, *args)
-        except compat.FailOnRecompileLimitHit:
+        except compat.FailOnRecompileLimitHit:  # other threads have compiled meanwhile
             why = "torch's recompile limit was reached"
             kernel = _new_kernel(key, kernel.is_static)
             result = kernel.run(what, *args)
@@ -303,28 +324,53 @@ def _run_kernel(
                     _KERNELS.drop(key)
                 raise
             is_of_compiler = isinstance(error, compat.InductorError)
-            if isinstance(error, compat.TorchDynamoException) and not is_of_compiler:
-                raise
-            may_need_data = (is_of_compiler or _is_wrong_bound(error)) and _OUT_OF_RESOURCE not in str(error)
+            may_be_shapes = (is_of_compiler or _is_wrong_bound(error)) and _OUT_OF_RESOURCE not in str(error)
             # The kernel that reads data may take a mask whose function torch cannot compile, on a CPU only for any
             # length.
-            if may_be_data and may_need_data and not kernel.is_static:
+            if may_be_data and may_be_shapes and not kernel.is_static:
                 _KERNELS.drop(key)
                 raise NeedsData(first_line(error)) from error
-            # With ten symbolic sizes torch's C++ for the CPU is wrong: it replaces a name within a longer name.
-            may_be_static = not is_of_compiler or _CPP_FAILED in str(error)
-            if not may_be_static or not may_need_data or kernel.is_static or q.is_cuda:
+            may_be_shapes = may_be_shapes or (isinstance(error, compat.TorchDynamoException) and not is_of_compiler)
+            if kernel.is_static or not may_be_shapes:
                 if not is_of_compiler:
                     _KERNELS.drop(key)  # torch may have marked the code as never to be compiled
                 raise
-            why = "torch cannot compile it for any length"
-            kernel = _new_kernel(key, is_static=True)
-            result = kernel.run(what, *args)
+            # The first graph of a kernel has no symbolic sizes. With ten of them torch's C++ for the CPU is wrong: it
+            # replaces a name within a longer name.
+            is_static = kernel.follows_failure or _CPP_FAILED in str(error) or _is_wrong_bound(error)
+            why = f"torch could not compile it for {'any length' if kernel.graphs.count else 'this call'}"
+            kernel = _new_kernel(key, is_static, follows_failure=True)
+            try:
+                result = kernel.run(what, *args)
+            except Exception:
+                _KERNELS.drop(key)
+                raise
         if _compilations() != before:
             _log_compiled(start, what, q, k, why or kernel.why_compiled(shapes))
         if len(kernel.shapes_run) < _MAX_NOTED_SHAPES:
             kernel.shapes_run.add(shapes)
     return result  # type: ignore[no-any-return] # torch.compile keeps no types
+
+
+def _laid_out(key: Hashable, captured: Hashable, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k and v on a CPU in layouts that need few kernels.
+
+    Torch compiles for each layout anew, which takes longer than copies of many calls. Tensors stay as they are if they
+    are contiguous as [B, H, S, D] or [B, S, H, D], unless there is a kernel for the first and none for the second.
+    Large tensors are not copied: one for all batch elements would take the memory of many.
+    """
+    given = q, k, v
+    if all(x.is_contiguous() for x in given):
+        return given
+    are_plain = [x.is_contiguous() or x.transpose(1, 2).is_contiguous() for x in given]
+    if sum(x.nelement() * x.element_size() for x in given if not x.is_contiguous()) > _MAX_COPIED:
+        return given
+    plain = [x if is_plain else x.contiguous() for x, is_plain in zip(given, are_plain, strict=True)]
+    kernel, shapes = _KERNELS.get(key), _shapes(plain[0], plain[1], plain[2], captured)
+    copied = shapes._replace(strides=((),) * 3, contiguous=(True,) * 3)
+    if kernel is not None and not kernel.is_ready(shapes) and kernel.is_ready(copied):
+        plain = [x.contiguous() for x in plain]
+    return plain[0], plain[1], plain[2]
 
 
 class _Retry(Exception):
@@ -346,6 +392,8 @@ def _run_compiled(kernel: _Kernel, what: str, *args: Any) -> tuple[Tensor, Tenso
             raise
         raise _Retry from error
     if _compilations() != before:
+        if not kernel.has_room:
+            kernel.shapes_run.clear()  # the next call makes a new kernel, which has room for more graphs
         _log_compiled(start, what, args[0], args[1], "torch's guards ask for it")
     return result  # type: ignore[no-any-return] # torch.compile keeps no types
 
@@ -380,7 +428,8 @@ def _why_new(key: Any) -> str:
 
 
 def _shapes(q: Tensor, k: Tensor, v: Tensor, captured: Hashable) -> _Shapes:
-    strides, contiguous = _strides(q, k, v), tuple(x.is_contiguous() for x in (q, k, v))
+    contiguous = tuple(x.is_contiguous() for x in (q, k, v))
+    strides = tuple(() if x.is_contiguous() else x.stride() for x in (q, k, v))
     return _Shapes(q.shape[0], q.shape[2], k.shape[2], strides, contiguous, captured)
 
 
@@ -388,23 +437,25 @@ def _strides(q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[int, ...], ...]:
     return q.stride(), k.stride(), v.stride()
 
 
-def _new_kernel(key: Hashable, is_static: bool = False) -> _Kernel:
+def _new_kernel(key: Hashable, is_static: bool = False, follows_failure: bool = False) -> _Kernel:
     name = f"flexmasks_kernel_{next(_kernel_numbers)}"
     code = flex.__code__.replace(co_name=name)
     function = types.FunctionType(code, flex.__globals__, name)
     # torch keeps compiled code, and with it the code object, until `forget_code` drops both.
     weakref.finalize(function, compat.forget_code, code).atexit = False
+    graphs = _Graphs(most=compat.recompile_limit())
+
+    def needed_guards(guards: Sequence[Any]) -> list[bool]:
+        """Return which guards torch keeps; torch asks once in each compilation."""
+        graphs.count += 1
+        _this_thread.compilations = _compilations() + 1
+        return [not guard.name.startswith(_GUARDS_OF_TORCH) for guard in guards]
+
     dynamic = False if is_static else None
-    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, options={"guard_filter_fn": _needed_guards})
-    kernel = _Kernel(compiled, is_static)
+    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, options={"guard_filter_fn": needed_guards})
+    kernel = _Kernel(compiled, is_static, follows_failure, graphs)
     _KERNELS.put(key, (), kernel, 1)
     return kernel
-
-
-def _needed_guards(guards: Sequence[Any]) -> list[bool]:
-    """Return which guards torch keeps; torch asks once in each compilation."""
-    _this_thread.compilations = _compilations() + 1
-    return [not guard.name.startswith(_GUARDS_OF_TORCH) for guard in guards]
 
 
 class Runner:
@@ -425,17 +476,20 @@ class Runner:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor | None]:
         kernel, strides = self._kernel(), _strides(q, k, v)
         self._runs += 1
-        if kernel is not None and strides in self._strides and self._runs % _RUNS_BETWEEN_LOOKUPS:
+        may_run = kernel is not None and kernel.has_room and strides in self._strides
+        if kernel is not None and may_run and self._runs % _RUNS_BETWEEN_LOOKUPS:
             try:  # cheaper than contextlib.suppress, on the way of every call
                 return _run_compiled(kernel, self._what, q, k, v, *args)
             except _Retry:
                 pass
+        if not q.is_cuda:
+            q, k, v = _laid_out(self.key, self._captured, q, k, v)
         result = _run_kernel(self._what, self.key, self._captured, self._may_be_data, q, k, v, *args)
         kernel = _KERNELS.get(self.key)
         if kernel is not None:
             self._kernel = weakref.ref(kernel)
             if len(self._strides) < _MAX_NOTED_SHAPES:
-                self._strides.add(strides)
+                self._strides.add(_strides(q, k, v))
         return result
 
     def compiles(self, q: Tensor, k: Tensor, v: Tensor) -> str:
@@ -443,6 +497,8 @@ class Runner:
         kernel = _KERNELS.get(self.key)
         if kernel is None:
             return "yes, some seconds: it is the first call of its kind"
+        if not q.is_cuda:
+            q, k, v = _laid_out(self.key, self._captured, q, k, v)
         shapes = _shapes(q, k, v, self._captured)
         if shapes in kernel.shapes_run:
             return "no: such a call has run before"
@@ -537,10 +593,11 @@ class CompiledCall:
         """
         if self.runs_left is not None and forms.may_change(self.needs_grad) and next(self.runs_left, None) is None:
             raise Unavailable("the function is compiled after its first calls")
-        if not self.needs_grad and (q.requires_grad or k.requires_grad or v.requires_grad):
-            # On the CPU torch refuses tensors that require a gradient, even under no_grad.
+        if not self.needs_grad:
+            # On the CPU torch refuses tensors that require a gradient, even under no_grad. For a view it makes symbols
+            # of its base's sizes, too, for which it may find no guard ("sources must not be empty for symbol").
             q, k, v = q.detach(), k.detach(), v.detach()
-        if q is k or k is v or v is q:  # torch 2.11 has no CPU kernel for one tensor twice; other releases recompile
+        elif q is k or k is v or v is q:  # torch compiles anew for one tensor twice, and torch 2.11 fails
             k, v = k.view_as(k), v.view_as(v)
         if compat.in_foreign_dispatch_mode():  # torch would mark the code as never to be compiled
             raise Refused(

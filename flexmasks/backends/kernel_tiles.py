@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flexmasks import compat
 from flexmasks.backends.call import HALF_DTYPES
+from flexmasks.kernels.direct import shared_memory
 from flexmasks.plans.plan import capability
 
 _MEASURED_ON = (9, 0)  # the compute capability
@@ -94,17 +95,6 @@ def _fitting(dtype: torch.dtype, size: int, memory: int) -> _Sizes:
             is_needed = size >= (half_from if is_half else float32_from)
             return (_SMALL_HALF if is_half else _SMALL_FLOAT32) if is_needed else {}
     return {}
-
-
-@compat.constant_in_graphs
-def shared_memory(device: torch.device) -> int:
-    """Return the bytes of shared memory that a program may take on a GPU.
-
-    For fake tensors on a machine without a GPU the result is that of a Hopper GPU.
-    """
-    if not torch.cuda.is_available():
-        return 232_448
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
 
 
 def _table(dtype: torch.dtype) -> _Sizes:

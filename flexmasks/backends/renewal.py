@@ -13,7 +13,7 @@ from torch import Tensor
 from flexmasks import compat
 from flexmasks.backends.flex import CompiledCall
 from flexmasks.plans.plan import GivenPlan, MaskPlan, ScorePlan
-from flexmasks.spec.captures import Aliases, Opaque, Refilled
+from flexmasks.spec.captures import Aliases, Opaque, Refilled, in_one_piece
 from flexmasks.spec.values import Spread
 
 
@@ -73,7 +73,7 @@ class Renewal:
     def __call__(self, tensors: Sequence[Tensor]) -> CompiledCall:
         """Return the call with these tensors."""
         indices, made = self._recorded.renewed([tensors[n] for n in self._inputs])
-        values = [*[t.detach() for t in tensors], *made]
+        values = [*[in_one_piece(t.detach()) for t in tensors], *made]
         values += [values[n].expand(shape) for n, shape in self._spread]
         mask_mod, score_mod = self._functions(values)
         call = copy.copy(self._call)  # at a third of the time of `replace`

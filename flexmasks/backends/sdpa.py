@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -11,10 +11,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from flexmasks import compat
-from flexmasks.backends.call import TRANSFORMED, Call, Result, Unavailable, transformed
+from flexmasks.backends.call import TRANSFORMED, Call, Result, transformed
 from flexmasks.plans.windows import Window
 
-_MAX_CHECKED = 64
 _NO_KERNEL = "torch has no fused kernel for this call"
 
 
@@ -40,14 +39,14 @@ def refuses(call: Call) -> str | None:
         return "it has no second derivative, which calls in float64 may need"
     if call.is_traced:  # torch cannot be asked for its kernel
         return _NO_KERNEL if call.q.dtype == torch.float64 or call.q.shape[3] != call.v.shape[3] else None
-    if not FusedCall(window, call.scale).has_kernel(call.q, call.k, call.v):
+    if not FusedCall.of(call).has_kernel(call.q, call.k, call.v):
         return _NO_KERNEL
     return None
 
 
 def run(call: Call) -> Result:
-    """Run the call; raise Unavailable if torch has no fused kernel for it."""
-    replay = FusedCall(cast(Window, call.window()), call.scale)
+    """Run the call."""
+    replay = FusedCall.of(call)
     return Result(*replay(call.q, call.k, call.v), replay)
 
 
@@ -55,14 +54,17 @@ def run(call: Call) -> Result:
 class FusedCall:
     """A call of scaled_dot_product_attention without q, k and v.
 
-    It is called with tensors of the same shapes, dtypes, devices and wishes for gradients.
+    It is called with tensors of the same shapes, layouts, dtypes, devices and wishes for gradients, and under the same
+    settings of torch, so that torch takes the same kernel.
     """
 
     window: Window
     scale: float | None
-    # By layouts and settings with a fused kernel: the keywords of torch's call, None if k and v are cut or repeated.
-    checked: dict[Any, dict[str, Any] | None] = field(default_factory=dict, compare=False)
     nbytes = 0
+
+    @classmethod
+    def of(cls, call: Call) -> FusedCall:
+        return cls(cast(Window, call.window()), call.scale)
 
     def has_kernel(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Return whether torch would use a fused kernel; asking copies nothing."""
@@ -72,19 +74,6 @@ class FusedCall:
         return compat.fused_sdp_choice(q, k, v, **self._keywords(q, k)) != SDPBackend.MATH.value
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
-        key = q.stride(), k.stride(), v.stride(), compat.sdp_settings()
-        keywords = self.checked.get(key)
-        if keywords is not None:
-            return _by_torch(q, k, v, keywords), None
-        if key not in self.checked:
-            if not self.has_kernel(q, k, v):
-                raise Unavailable(_NO_KERNEL)
-            if len(self.checked) < _MAX_CHECKED:
-                is_plain = self.window.cut(k) is k and self.window.cut(v) is v and not _needs_repeated_heads(q, k)
-                self.checked[key] = self._keywords(q, k) if is_plain else None
-        return self._attend(q, k, v)
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
         k, v = self.window.cut(k), self.window.cut(v)
         if _needs_repeated_heads(q, k):
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
@@ -101,17 +90,6 @@ def _by_torch(q: Tensor, k: Tensor, v: Tensor, keywords: dict[str, Any]) -> Tens
         with compat.seen_by_checkpointing():
             return F.scaled_dot_product_attention(q, k, v, **keywords)
     return F.scaled_dot_product_attention(q, k, v, **keywords)
-
-
-class TracedCall(FusedCall):
-    """A call that torch.compile traces, when torch cannot be asked for its kernel."""
-
-    @classmethod
-    def of(cls, call: Call) -> TracedCall:
-        return cls(cast(Window, call.window()), call.scale)
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
-        return self._attend(q, k, v)
 
 
 def _needs_repeated_heads(q: Tensor, k: Tensor) -> bool:

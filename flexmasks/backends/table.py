@@ -142,7 +142,10 @@ def _flop_of_all_pairs(call: Call) -> int:
 
 def _reason_against(backend: Backend, call: Call) -> str | None:
     reason = why_not(backend.name, call)
-    return reason if reason or call.is_traced else OUTCOMES.get((backend.name, call.kind))
+    if reason or call.is_traced:
+        return reason
+    kind = backend.name, call.kind
+    return OUTCOMES.get(kind) or OUTCOMES.get((*kind, *_lengths(call)))
 
 
 def why_not(name: str, call: Call) -> str | None:
@@ -211,11 +214,17 @@ def run(call: Call, name: str) -> Result:
 
 
 def _leave_out(name: str, call: Call, error: Exception) -> None:
-    """Leave a failed backend out for calls of a kind."""
+    """Leave a failed backend out for calls of a kind with these lengths, after a second failure with any lengths."""
     why = str(error) if isinstance(error, Unavailable) else first_line(error)
     if not _is_special(call):
-        OUTCOMES.put((name, call.kind), (), f"it failed before: {why}", 1)
+        kind, reason = (name, call.kind), f"it failed before: {why}"
+        OUTCOMES.put(kind, (), "" if OUTCOMES.get(kind) is None else reason, 1)
+        OUTCOMES.put((*kind, *_lengths(call)), (), reason, 1)
     _log.warning("backend %r failed and is left out for such calls: %s", name, why)
+
+
+def _lengths(call: Call) -> tuple[int, int]:
+    return call.q.shape[2], call.k.shape[2]
 
 
 def _is_special(call: Call) -> bool:

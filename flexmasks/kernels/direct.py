@@ -6,6 +6,7 @@ The dispatcher takes 20 microseconds.
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,3 +42,15 @@ def on(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """
     is_current = device.type == "cpu" or torch.cuda.current_device() == device.index
     return _NO_CONTEXT if is_current else torch.cuda.device(device)
+
+
+_HOPPER = 232_448  # bytes of shared memory
+
+
+@compat.constant_in_graphs
+def shared_memory(device: torch.device) -> int:
+    """Return the bytes of shared memory that a program may take; without a GPU those of a Hopper GPU."""
+    if not torch.cuda.is_available():
+        return _HOPPER
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)

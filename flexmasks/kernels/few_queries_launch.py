@@ -205,13 +205,6 @@ def _processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 2
 
 
-@functools.cache
-def _memory(device: torch.device) -> int:
-    if device.type != "cuda":
-        return _SHARED_MEMORY
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
-
-
 # --- a launch ---
 
 

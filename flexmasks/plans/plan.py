@@ -32,7 +32,7 @@ from flexmasks.plans.shifted import Offset, shifted_mask, shifted_score
 from flexmasks.plans.whole import Added, Spanned, Whole, added_of, line_of, spanned_of, whole_of
 from flexmasks.plans.windows import Window, window_of
 from flexmasks.ranges.context import Refused
-from flexmasks.spec.captures import Aliases, Opaque, capture
+from flexmasks.spec.captures import Aliases, InOnePiece, Opaque, capture
 from flexmasks.spec.frames import of_user, place_of
 from flexmasks.spec.indexing import bounded
 from flexmasks.spec.numbers import MAX_COMPILED_VALUES, Number, NumberReader, numbers_in
@@ -53,6 +53,7 @@ _ERRORS_OF_FUNCTIONS = (
     ValueError, TypeError, RuntimeError, LookupError, ArithmeticError, AttributeError, NameError, AssertionError,
 )  # fmt: skip
 _FIRST = "these are the first tensors of their shapes"
+_BEHIND_KEYS = "queries lie behind the last key"
 _PARTIAL_BLOCKS = 2  # full blocks for each partial block, below which a mask counts as mostly partial
 _MAX_TABLES, _SMALL_TABLES = 4, 1 << 16  # the most bytes of their tables, in bytes of exact ones, and at least
 
@@ -122,6 +123,7 @@ class _SeenNumbers:
 
 _P = TypeVar("_P", bound=_Prepared | MaskData | Whole | Spanned | Added)
 _W = TypeVar("_W", Whole, Spanned)
+_V = TypeVar("_V")
 _BLOCKS: Cache[_PreparedMask] = Cache("blocks", max_bytes=5 << 28)  # the blocks of a million tokens take 1.07 GB
 _KINDS: Cache[_Kind] = Cache("plans", max_bytes=1 << 30)
 _WHOLE: Cache[Whole] = Cache("whole", max_bytes=1 << 28)
@@ -162,6 +164,8 @@ class Plan:
             with contextlib.suppress(Opaque):
                 self._bound_to = aliases.of((value, offset))
                 self.holds_aliases = True
+        if aliases is not None and not self.holds_aliases:
+            self._bound_to = with_contiguous_tensors((value, offset), self.inputs)
 
     @property
     def what(self) -> str:
@@ -263,24 +267,28 @@ class Plan:
         return self._kind_key, offset, self.size, self.lifted, torch.get_default_dtype(), layouts, places, *more_key
 
     def _recorded_tensors(
-        self, what: str, make: Callable[[Any, Offset], list[Tensor]], factored: bool = False
+        self, what: str, make: Callable[[Any, Offset, Size], list[Tensor]], factored: bool = False
     ) -> tuple[list[Tensor], Recorded | None]:
         """Return tensors, and the recorded operations that made them, if they are recorded.
 
-        make: makes the tensors from a value like the plan's, and an offset, without reading what tensors hold. Its
-            operations are recorded when it is to make them the second time for a kind, on a CPU the 16th time, so
-            that lengths that change at every step cost no recording; they lend their outputs.
+        make: makes the tensors from a value like the plan's, an offset and the sizes, and reads no tensor's values
+            unless the sizes say that it may. Its operations are recorded when it is to make them the second time for a
+            kind, on a CPU the 16th time, so that lengths that change at every step cost no recording; they lend their
+            outputs.
         factored: recorded operations may return the factors of what `make` returns. On a GPU they are recorded at the
             first time.
         """
         captured, inputs = is_captured(self.size.device), self.inputs
+        if self._lies_behind_keys:
+            return make(self.value, self.offset, sized(self.size, self.offset)), None
+        size = unread(self.size, self.offset)
         # A sum and its factors differ in their shapes, and a kernel is compiled for each.
         records_first = factored and not captured and self.size.device.type in _FACTORED_ON
         if self._kind_key is None:
             made = None
             if records_first and not (inputs or self.opaque):
-                made = self._recording(lambda: make(self.value, self.offset), [], factored)
-            return make(self.value, self.offset) if isinstance(made, str | None) else made([]), None
+                made = self._recording(lambda: make(self.value, self.offset, size), [], factored)
+            return make(self.value, self.offset, size) if isinstance(made, str | None) else made([]), None
         kind_key = self._kind_of(what)
         kind = _KINDS.get(kind_key)
         is_first = kind is None
@@ -293,14 +301,14 @@ class Plan:
         if not captured and (records_first or not is_first) and kind.is_to_be_recorded():
 
             def run(*tensors: Tensor) -> list[Tensor]:
-                return make(*Aliases(zip(inputs, tensors, strict=True)).of((self.value, self.offset)))
+                return make(*Aliases(zip(inputs, tensors, strict=True)).of((self.value, self.offset)), size)
 
             recorded = self._recording(run, inputs, factored)
             if isinstance(recorded, str):
                 kind.why_exact = recorded
             else:
                 kind.recorded = recorded
-        tensors = make(self.value, self.offset) if kind.recorded is None else kind.recorded(inputs)
+        tensors = make(self.value, self.offset, size) if kind.recorded is None else kind.recorded(inputs)
         if is_first and not captured:
             _KINDS.put(kind_key, (), kind, ENTRY + memory_of_capture(sum(t.nbytes for t in tensors)))
         return tensors, kind.recorded
@@ -311,6 +319,23 @@ class Plan:
             return Recorded(run, inputs, lends=True, factored=factored)
         except Exception as error:  # torch's tracing raises errors of any type
             return _cannot_record(error)
+
+    @functools.cached_property
+    def _lies_behind_keys(self) -> bool:
+        """Return whether queries lie behind the last key, where a tensor says where they start.
+
+        Then plans are made for the offset's own values. On a CPU every offset is read; elsewhere, where reading waits
+        for the device, the first offset of a function and of sizes decides.
+        """
+        if isinstance(self.offset, int) or is_captured(self.size.device):
+            return False
+        key = "behind keys", self.kernel_key, self.size
+        kind = None if self.size.device.type == "cpu" else _KINDS.get(key)
+        if kind is None:
+            is_behind = sized(self.size, self.offset).positions > unread(self.size, self.offset).positions
+            kind = _Kind(_BEHIND_KEYS if is_behind else "")
+            _KINDS.put(key, (), kind, ENTRY)
+        return bool(kind.why_exact)
 
     def _offset_tensor(self) -> Tensor | None:
         if not isinstance(self.offset, int) or self.offset == 0:
@@ -420,6 +445,8 @@ class MaskPlan(Plan):
         inputs, captured = self.inputs, is_captured(self.size.device)
         if captured and not self._allows_bounds:
             return self._build_by_bounds()
+        if self._lies_behind_keys:
+            return replace(self._build_exactly(), why_exact=_BEHIND_KEYS)
         if not self._allows_bounds:
             reason = "the function reads variables that may change" if self.opaque else "lists, or tensors that learn"
             return replace(self._build_exactly(), why_exact=reason)
@@ -429,8 +456,7 @@ class MaskPlan(Plan):
             return self._build_by_bounds()
         if kind is None:
             function = "at other sizes", self._kind_key, size.device, self.block_size
-            # How far queries reach by a tensor is read at the first call of each size.
-            if _KINDS.get(function) is None or not isinstance(self.offset, int):
+            if _KINDS.get(function) is None:
                 prepared, kind = self._build_first_of_kind()
             else:
                 prepared, kind = self._build_by_bounds(), _Kind("", records_soon=False)
@@ -475,14 +501,11 @@ class MaskPlan(Plan):
         It says whether bounds can replace the exact blocks of later masks.
         """
         exact = self._build_exactly()
-        reach, most = sized(self.size, self.offset), unread(self.size, self.offset)
-        why_exact = "queries lie behind the last key" if reach.positions > most.positions else ""
-        if not why_exact:
-            try:
-                arguments, layout = plan_bounds(self._mask_kind)
-                why_exact = _is_much_larger(exact, _PreparedMask(arguments, None, layout, {}))
-            except Exception as error:  # a user's function may raise anything
-                why_exact = _cannot_record(error)
+        try:
+            arguments, layout = plan_bounds(self._mask_kind)
+            why_exact = _is_much_larger(exact, _PreparedMask(arguments, None, layout, {}))
+        except Exception as error:  # a user's function may raise anything
+            why_exact = _cannot_record(error)
         if why_exact:
             return replace(exact, why_exact=why_exact), _Kind(why_exact)
         # Later masks have these arguments: kernels compile again for tables of other shapes.
@@ -568,9 +591,9 @@ class MaskPlan(Plan):
         """Return a whole mask in a form, and the recorded operations that made it."""
         recorded: list[Recorded | None] = [None]
 
-        def run(mask: Mask, offset: Offset) -> list[Tensor]:
+        def run(mask: Mask, offset: Offset, size: Size) -> list[Tensor]:
             with naming(self.mask), torch.no_grad():
-                return list(make(self._mask_kind._replace(mask=mask, offset=offset)))
+                return list(make(self._mask_kind._replace(mask=mask, offset=offset, size=size)))
 
         def build() -> _W:
             self._check_values()
@@ -727,9 +750,9 @@ class ScorePlan(Plan):
             return None
         return line_of(added.numbers, self.size, self.offset)
 
-    def _added_of(self, score: Score, offset: Offset) -> list[Tensor]:
+    def _added_of(self, score: Score, offset: Offset, size: Size) -> list[Tensor]:
         with naming(self.score), torch.no_grad():
-            return [added_of(score, offset, self.size)]
+            return [added_of(score, offset, size)]
 
     @property
     def prepares_tensors(self) -> bool:
@@ -740,7 +763,8 @@ class ScorePlan(Plan):
         key = self.kernel_key, self.size, self.shapes
         is_known = not self.opaque and _TRIED.get(key) is not None
         # On a GPU the values are read for the first score of a kind only.
-        if is_captured(self.size.device) or (is_known and self.size.device.type != "cpu"):
+        reads = self.size.device.type == "cpu" or not is_known or self._lies_behind_keys
+        if is_captured(self.size.device) or not reads:
             return _Prepared(self.score.resolve(unread(self.size, self.offset)), self._offset_tensor())
         resolved = self.score.resolve(sized(self.size, self.offset))
         if not is_known:
@@ -778,7 +802,6 @@ class GivenPlan:
     what = "a given block mask"
 
     def __init__(self, block_mask: compat.BlockMask) -> None:
-        self._block_mask = block_mask
         captured: list[Tensor] = []
         self.kernel_key: Hashable
         try:
@@ -786,6 +809,11 @@ class GivenPlan:
         except Opaque:
             self.kernel_key, self.opaque = ("opaque", getattr(block_mask.mask_mod, "__code__", None)), True
         self.shapes = tuple(t.shape for t in captured)
+        mask_mod = with_contiguous_tensors(block_mask.mask_mod, captured)
+        if mask_mod is not block_mask.mask_mod:
+            block_mask = copy.copy(block_mask)
+            block_mask.mask_mod = mask_mod
+        self._block_mask = block_mask
 
     def resized(self, block_size: tuple[int, int]) -> GivenPlan | None:
         """Return the plan if its blocks have this size.
@@ -820,6 +848,14 @@ class GivenPlan:
 
     def is_mostly_partial(self) -> bool:
         return False
+
+
+def with_contiguous_tensors(value: _V, tensors: Sequence[Tensor]) -> _V:
+    """Return a value with contiguous copies of the tensors that it reads, as far as it can be copied."""
+    if not all(t.is_contiguous() for t in tensors):
+        with contextlib.suppress(Opaque):
+            return cast(_V, InOnePiece().of(value))
+    return value
 
 
 def is_captured(device: torch.device) -> bool:

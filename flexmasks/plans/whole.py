@@ -11,7 +11,7 @@ from flexmasks.blocks.decide import dependence
 from flexmasks.blocks.elements import boolean, over_indices
 from flexmasks.kernels.visible_tiles import visible_tiles
 from flexmasks.kernels.whole_mask import Line, spans_of
-from flexmasks.plans.bounds import MaskKind, unread
+from flexmasks.plans.bounds import MaskKind
 from flexmasks.plans.shifted import Offset, shifted_mask, shifted_score
 from flexmasks.spec.parameters import Size
 from flexmasks.spec.values import Score
@@ -83,9 +83,9 @@ def spanned_of(kind: MaskKind) -> Spanned:
 def _visible_of(kind: MaskKind) -> Tensor:
     """Return the pairs that are visible, by operations of fixed shapes.
 
-    The host reads no value of a tensor. Raises what the mask's own function raises.
+    The host reads no value of a tensor unless the sizes say that it may. Raises what the mask's own function raises.
     """
-    size = unread(kind.size, kind.offset)
+    size = kind.size
     mask_mod = shifted_mask(kind.mask.bind(kind.mask.resolve(size, kind.lifted)), kind.offset)
     batch, heads = dependence(mask_mod, size.batch, size.heads, size.device, reads_values=False)
     indices = (torch.arange(n, device=size.device) for n in (batch, heads, size.q_len, size.kv_len))
@@ -96,9 +96,9 @@ def added_of(score: Score, offset: Offset, size: Size) -> Tensor:
     """Return what a score change adds.
 
     The result is float32 [B or 1, H or 1, Q or 1, KV]. The score change only adds to the score, and the host reads no
-    value of a tensor.
+    value of a tensor unless the sizes say that it may.
     """
-    score_mod = shifted_score(score.bind(score.resolve(unread(size, offset))), offset)
+    score_mod = shifted_score(score.bind(score.resolve(size)), offset)
     indices = (torch.arange(n, device=size.device) for n in (size.batch, size.heads, size.q_len, size.kv_len))
     added = over_indices(score_mod, (None,))(torch.zeros((), device=size.device), *indices)
     for dim in range(3):

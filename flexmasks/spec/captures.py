@@ -86,13 +86,31 @@ def capture_plainly(function: types.FunctionType, tensors: list[Tensor]) -> Hash
     return tuple(key)
 
 
+_MAX_COPIED = 1 << 24  # the most bytes for which an expanded tensor is written out
+
+
+def in_one_piece(tensor: Tensor) -> Tensor:
+    """Return a tensor as compiled kernels take it: contiguous, or large and expanded from what is.
+
+    torch's compiler fails for some tensors with gaps, and compiles anew for each layout.
+    """
+    if tensor.is_contiguous():
+        return tensor
+    if tensor.nelement() * tensor.element_size() <= _MAX_COPIED:
+        return tensor.contiguous()
+    part = tensor
+    for dim, step in enumerate(tensor.stride()):
+        part = part if step else part.narrow(dim, 0, 1)
+    return part.contiguous().expand(tensor.shape)
+
+
 class Aliases:
     """Copies of values with an alias in place of each tensor.
 
     A cache may keep a copy without keeping the user's tensors.
 
-    An alias is a tensor object of its own that shares the tensor's memory. All copies made by one object have the
-    same alias for the same tensor.
+    An alias is a tensor object of its own that shares the tensor's memory, or has a copy of it if the tensor lies in
+    pieces. All copies made by one object have the same alias for the same tensor.
 
     replacements: pairs of a tensor and the tensor that copies have in its place, instead of an alias.
     """
@@ -100,6 +118,7 @@ class Aliases:
     def __init__(self, replacements: Iterable[tuple[Tensor, Tensor]] = ()) -> None:
         # Copies by the id of the original. The original is kept too, so that no other object gets its id.
         self._copies: dict[int, tuple[Any, Any]] = {id(old): (old, new) for old, new in replacements}
+        self.nbytes = 0  # bytes of the tensors that were copied
 
     def of(self, value: Any) -> Any:
         """Return a copy of a value, or the value itself if it holds no tensors.
@@ -117,7 +136,9 @@ class Aliases:
 
     def _copy(self, value: Any, kind: type) -> Any:
         if kind is Tensor and not value.requires_grad and not vars(value):
-            return value.detach()
+            alias = in_one_piece(value.detach())
+            self.nbytes += 0 if value.is_contiguous() else alias.untyped_storage().nbytes()
+            return alias
         if isinstance(value, Readable):
             return value.aliased(self)
         if kind in (tuple, list):
@@ -147,6 +168,13 @@ class Aliases:
         copied.__kwdefaults__ = self.of(function.__kwdefaults__)
         copied.__dict__.update(self.of(function.__dict__))
         return copied
+
+
+class InOnePiece(Aliases):
+    """Copies of values with contiguous tensors, through which gradients go."""
+
+    def _copy(self, value: Any, kind: type) -> Any:
+        return in_one_piece(value) if isinstance(value, Tensor) else super()._copy(value, kind)
 
 
 class WithoutWrappers(Aliases):

@@ -18,7 +18,7 @@ from torch import Tensor
 from flexmasks import compat
 from flexmasks.blocks.counts import Blocks
 from flexmasks.cache import identity
-from flexmasks.spec.captures import Aliases, NamedTensors, Opaque, Place, Readable, Reader
+from flexmasks.spec.captures import Aliases, NamedTensors, Opaque, Place, Readable, Reader, in_one_piece
 from flexmasks.spec.definitions import (
     AND,
     CHAIN,
@@ -267,7 +267,8 @@ class Modifier(Readable):
                 or n in self.params
                 or value is not self.definition.parameters[n].default
             ):
-                resolved[n] = value
+                may_be_view = isinstance(value, Tensor) and not compat.is_compiling()
+                resolved[n] = in_one_piece(value) if may_be_view else value
         return resolved | {n: _Absent for n in self.params if n not in arguments}
 
     def _unchecked(self, name: str, value: Any, device: torch.device | None) -> Any:

@@ -1,0 +1,209 @@
+"""Memory layouts of q, k and v, and of tensors that functions read: no call changes what another one runs."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers import DEVICES, TOLERANCE, error
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+import flexmasks
+from flexmasks import calls, compat
+from flexmasks.backends import flex, sdpa
+
+BATCH, HEADS, LENGTH, SIZE = 2, 2, 96, 32
+
+pytestmark = pytest.mark.usefixtures("one_thread", "cold")
+
+# Tensors [BATCH, HEADS, LENGTH, SIZE] in all kinds of layouts.
+LAYOUTS: dict[str, Callable[[Callable[..., Tensor]], Tensor]] = {
+    "contiguous": lambda randn: randn(BATCH, HEADS, LENGTH, SIZE),
+    "tokens first": lambda randn: randn(BATCH, LENGTH, HEADS, SIZE).transpose(1, 2),
+    "one for the batch": lambda randn: randn(1, HEADS, LENGTH, SIZE).expand(BATCH, -1, -1, -1),
+    "one for the heads": lambda randn: randn(BATCH, 1, LENGTH, SIZE).expand(-1, HEADS, -1, -1),
+    "one for all tokens": lambda randn: randn(BATCH, HEADS, 1, SIZE).expand(-1, -1, LENGTH, -1),
+    "one for the size": lambda randn: randn(BATCH, HEADS, LENGTH, 1).expand(-1, -1, -1, SIZE),
+    "of a buffer": lambda randn: randn(BATCH, HEADS, 2 * LENGTH, SIZE)[:, :, :LENGTH],
+    "every second token": lambda randn: randn(BATCH, HEADS, 2 * LENGTH, SIZE)[:, :, ::2],
+    "size first": lambda randn: randn(BATCH, HEADS, SIZE, LENGTH).transpose(2, 3),
+    "every second of the size": lambda randn: randn(BATCH, HEADS, LENGTH, 2 * SIZE)[..., ::2],
+    "one of q, k and v": lambda randn: randn(BATCH, LENGTH, 3, HEADS, SIZE).permute(2, 0, 3, 1, 4)[1],
+}
+
+
+def _window(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return (q >= kv) & (q - kv <= 20)
+
+
+def _attended(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+    return scaled_dot_product_attention(q.double(), k.double(), v.double(), attn_mask=visible)
+
+
+def _of_indices(mask: Callable[..., Tensor]) -> Tensor:
+    position = torch.arange(LENGTH)
+    zero = torch.zeros((), dtype=torch.int64)
+    return mask(zero, zero, position[:, None], position)
+
+
+def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+# --- q, k and v ---
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "one for the batch"])
+def test_one_kernel_serves_all_layouts(layout: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """On a CPU a kernel is compiled for the first call alone, and torch has nothing to say about a limit."""
+    visible, graphs = _of_indices(_window), compat.compiled_graphs()
+    for name in (layout, *LAYOUTS):
+        for places in ("k", "kv", "qkv") if name != layout else ("kv",):
+            tensors = [LAYOUTS[name if x in places else "contiguous"](torch.randn) for x in "qkv"]
+            for _ in range(2):
+                out = flexmasks.attention(*tensors, mask=_window, backend="cpu")
+                assert error(out, _attended(*tensors, visible)) < TOLERANCE[torch.float32]
+    assert compat.compiled_graphs() == graphs + 1
+    assert "no: such a call has run" in flexmasks.explain(*tensors, mask=_window, backend="cpu").compiles
+    assert "recompile_limit" not in capfd.readouterr().err
+
+
+def test_large_tensors_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One prompt for all batch elements would take the memory of many."""
+    q, k = (LAYOUTS[name](torch.randn) for name in ("contiguous", "one for the batch"))
+    assert all(x.is_contiguous() for x in flex._laid_out("key", (), q, k, k))
+    monkeypatch.setattr(flex, "_MAX_COPIED", 2 * k.nbytes - 1)
+    assert flex._laid_out("key", (), q, k, k) == (q, k, k)
+
+
+class _Calls:
+    """A double of a function that counts its calls."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function, self.count = function, 0
+
+    def __call__(self, *args: Any) -> Any:
+        self.count += 1
+        return self.function(*args)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("other", ["size first", "settings"])
+def test_a_call_runs_what_explain_says_whatever_ran_before(
+    other: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Causal attention with gradients takes torch's own kernel, but for what has none."""
+    by_torch = _Calls(sdpa._by_torch)
+    monkeypatch.setattr(sdpa, "_by_torch", by_torch)
+
+    def run(name: str) -> None:
+        randn = functools.partial(torch.randn, device=device)
+        q, k, v = (LAYOUTS["contiguous"](randn).requires_grad_() for _ in range(3))
+        if name in LAYOUTS:
+            q = LAYOUTS[name](randn).requires_grad_()
+        before = by_torch.count
+        with sdpa_kernel(SDPBackend.MATH if name == "settings" else list(SDPBackend.__members__.values())):
+            explained = flexmasks.explain(q, k, v, mask="causal").backend
+            out = flexmasks.attention(q, k, v, mask="causal")
+        assert (explained == "sdpa") == (by_torch.count == before + 1) == (name == "usual")
+        want = _attended(q, k, v, torch.ones(LENGTH, LENGTH, dtype=torch.bool, device=device).tril())
+        assert error(out, want.cpu()) < TOLERANCE[torch.float32]
+
+    for name in (other, "usual", other, "usual", "usual", other):
+        run(name)
+
+
+# --- tensors that functions read ---
+
+
+def _strided() -> dict[str, tuple[dict[str, Any], str, Tensor]]:
+    """Return calls by name: fixed arguments, and the name and a view for the tensor."""
+    ids = torch.arange(2 * LENGTH) // 23
+    return {
+        "ids": ({"mask": "document"}, "document_ids", ids[::2]),
+        "column": ({"mask": "document"}, "document_ids", ids[: LENGTH * 2].view(LENGTH, 2)[:, 0].expand(BATCH, -1)),
+        "lengths": ({"mask": "padding"}, "seq_lens", torch.tensor(77).expand(BATCH)),
+        "slopes": ({"mask": "causal", "score": "alibi"}, "slopes", torch.rand(2 * HEADS)[::2]),
+    }
+
+
+@pytest.mark.parametrize("name", ["lengths", "slopes"])
+def test_views_run_by_the_kernel_of_what_is_contiguous(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    q, k, v = (torch.randn(BATCH, HEADS, LENGTH, SIZE) for _ in range(3))
+    fixed, parameter, view = _strided()[name]
+    graphs = compat.compiled_graphs()
+    for tensor in (view, view.contiguous(), view.clone().repeat_interleave(2, 0)[::2]):
+        call = {**fixed, parameter: tensor}
+        out = flexmasks.attention(q, k, v, **call)
+        want = flexmasks.attention(q.double(), k.double(), v.double(), **call, backend="reference")
+        assert error(out, want) < TOLERANCE[torch.float32]
+        assert flexmasks.explain(q, k, v, **call).backend == "cpu"
+    assert compat.compiled_graphs() == graphs + 1
+    assert not _warnings(caplog)
+
+
+@pytest.mark.parametrize("learns", [False, True])
+def test_changes_of_views_are_noticed(learns: bool, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """A view changes with the tensor that it is of, also where a GPU would renew the call."""
+    monkeypatch.setattr(calls, "_RENEWED_ON", ("cpu",))
+    q, k, v = (torch.randn(1, HEADS, LENGTH, SIZE, requires_grad=learns) for _ in range(3))
+    ids = torch.arange(2 * LENGTH) // 23
+    view = ids[::2]
+    for _ in range(3):
+        out = flexmasks.attention(q, k, v, mask="document", document_ids=view)
+        assert error(out, _attended(q, k, v, view[:, None] == view)) < TOLERANCE[torch.float32]
+        ids += torch.arange(2 * LENGTH) // 61
+    assert not _warnings(caplog)
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_gradients_reach_what_a_view_is_of(backend: str) -> None:
+    q, k, v = (torch.randn(1, HEADS, LENGTH, SIZE, requires_grad=True) for _ in range(3))
+    table = torch.randn(2 * HEADS, 2 * LENGTH, requires_grad=True)
+    view = table[::2, ::2]
+    position = torch.arange(LENGTH)
+
+    def bias(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return score + view[h, (q - kv).clamp(min=0)]
+
+    out = flexmasks.attention(q, k, v, mask="causal", score=bias, backend=backend)
+    exact = table.detach().double().requires_grad_()
+    added = exact[::2, ::2][:, (position[:, None] - position).clamp(min=0)]
+    hidden = position[:, None] < position
+    want = _attended(q, k, v, added.masked_fill(hidden, -torch.inf))
+    weight = torch.randn_like(out)
+    (got,), (wanted,) = torch.autograd.grad(out, [table], weight), torch.autograd.grad(want, [exact], weight.double())
+    assert error(out, want) < TOLERANCE[torch.float32]
+    assert error(got, wanted) < 2 * TOLERANCE[torch.float32]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", _strided())
+@pytest.mark.parametrize("learns", [False, True])
+def test_views_on_a_gpu(name: str, learns: bool, caplog: pytest.LogCaptureFixture) -> None:
+    shape = BATCH, HEADS, LENGTH, SIZE
+    q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=learns) for _ in range(3))
+    fixed, parameter, view = _strided()[name]
+    for step in range(4):  # later steps renew the call
+        given = (view.cuda() + step).repeat_interleave(2, 0)[::2] if step else view.cuda()
+        call = {**fixed, parameter: given}
+        out = flexmasks.attention(q, k, v, **call, backend="triton")
+        want = flexmasks.attention(q.double(), k.double(), v.double(), **call, backend="reference")
+        assert error(out, want.cpu()) < TOLERANCE[torch.bfloat16]
+    assert not _warnings(caplog)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_on_a_gpu(name: str) -> None:
+    randn = functools.partial(torch.randn, device="cuda", dtype=torch.bfloat16)
+    q, k, v = (LAYOUTS[name](randn) for _ in range(3))
+    visible = _of_indices(_window).cuda()
+    out = flexmasks.attention(q, k, v, mask=_window, backend="triton")
+    assert error(out, _attended(q, k, v, visible).cpu()) < TOLERANCE[torch.bfloat16]
