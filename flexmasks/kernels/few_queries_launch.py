@@ -13,6 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
+from flexmasks.kernels.direct import shared_memory
 from flexmasks.kernels.few_queries_kernel import attend_kernel, join_kernel
 from flexmasks.kernels.few_queries_plain import TILE, check, check_band, check_place
 from flexmasks.kernels.launches import (
@@ -242,7 +243,15 @@ def _launch(results: tuple[Tensor, Tensor | None], tensors: _Tensors, has_cap: b
     # All rows of a program see the same keys.
     same = rows == 1 or (queries == 1 and (is_band or visible.shape[1] == 1))
     choice = _choice(
-        rows, k_size, v_size, q.element_size(), elements, key_heads, tiles, _processors(q.device), _memory(q.device)
+        rows,
+        k_size,
+        v_size,
+        q.element_size(),
+        elements,
+        key_heads,
+        tiles,
+        _processors(q.device),
+        shared_memory(q.device),
     )
     split = choice.shares > 0
     row_blocks = -(-rows // choice.rows)
