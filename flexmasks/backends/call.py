@@ -170,6 +170,14 @@ def transformed() -> bool:
     return compat.in_forward_derivative() or compat.in_vmap()
 
 
+def exports_any_length(q: Tensor, k: Tensor) -> bool:
+    """Return whether torch.export makes a program for more than one length.
+
+    Then no decision may rest on a comparison of lengths: it would hold for some of them only.
+    """
+    return compat.is_exporting() and not all(map(compat.has_static_value, (q.shape[2], k.shape[2])))
+
+
 def first_line(error: Exception) -> str:
     """Return an error's type and the first line of its message.
 
