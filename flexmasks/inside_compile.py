@@ -529,7 +529,9 @@ def _runs_by_tiles(q: Tensor, score: Score | None, score_data: Any) -> bool:
     )
 
 
-def _visible(mask: Mask | None, block_mask: compat.BlockMask | None, q_offset: int | Tensor, device: torch.device) -> Any:
+def _visible(
+    mask: Mask | None, block_mask: compat.BlockMask | None, q_offset: int | Tensor, device: torch.device
+) -> Any:
     """Return the keys that queries see as `Described.visible` has them.
 
     The result is None for a function that torch must trace.
