@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from torch._inductor.exc import InductorError as InductorError
     from torch.fx.experimental.symbolic_shapes import guard_or_false as guard_or_false
     from torch.fx.experimental.symbolic_shapes import guard_or_true as guard_or_true
+    from torch.fx.experimental.symbolic_shapes import has_static_value as has_static_value
     from torch.fx.experimental.symbolic_shapes import statically_known_true as statically_known_true
     from torch.nn.attention.flex_attention import AuxRequest as AuxRequest
     from torch.nn.attention.flex_attention import BlockMask as BlockMask
@@ -100,6 +101,7 @@ _MODULES = {
     "flex_attention": "torch.nn.attention.flex_attention",
     "guard_or_false": "torch.fx.experimental.symbolic_shapes",
     "guard_or_true": "torch.fx.experimental.symbolic_shapes",
+    "has_static_value": "torch.fx.experimental.symbolic_shapes",
     "statically_known_true": "torch.fx.experimental.symbolic_shapes",
 }
 

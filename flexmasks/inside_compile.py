@@ -17,11 +17,10 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import has_static_value
 
 from flexmasks import compat
 from flexmasks.backends import empty, fa4, flash, flex, forms, plain, reference, sdpa, tiles_operator
-from flexmasks.backends.call import Call, Result, must_be_deterministic
+from flexmasks.backends.call import Call, Result, exports_any_length, must_be_deterministic
 from flexmasks.backends.slices import OverIndices
 from flexmasks.backends.table import BACKENDS, choose, warn_of_order, why_not
 from flexmasks.blocks.elements import over_indices
@@ -66,7 +65,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
     q_offset = cast(int | Tensor, request.q_offset)
     size = unread(checked(q, k, v, request), q_offset)
     if isinstance(q_offset, int):
-        if has_static_value(q_offset):
+        if compat.has_static_value(q_offset):
             q_offset = cast(int, compat.as_constant(q_offset))  # a guard may have fixed a symbolic number
         else:
             q_offset = torch.full((q.shape[0],), q_offset, device=q.device)  # is planned like one that changes
@@ -81,11 +80,15 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
         return Result(*_without_pairs(q, k, v, mask, score, size, request.return_lse))
     if plain.in_onnx_export():
         return Result(*_in_plain_operations(q, k, v, request, mask, score, size))
-    if request.block_mask is not None:
-        name, block_mask = _backend_of_block_mask(q, request, needs_grad, may_learn), widened(request.block_mask)
+    block_mask = None if request.block_mask is None else widened(request.block_mask)
+    if block_mask is not None:
+        name, mask_mod = _backend_of_block_mask(q, request, needs_grad, may_learn), block_mask.mask_mod
     else:
         mask = cast(Mask, from_arguments("full", None, {})[0] if mask is None else mask)
-        resolved = mask.resolve(size)  # raises errors of parameters, which torch would not show if they came later
+        any_length = exports_any_length(q, k)
+        # Raises errors of parameters, which torch would not show if they came later. In a program for any length its
+        # comparisons would bind the lengths; `_chosen` raises those of the example.
+        resolved = None if any_length else mask.resolve(size)
         data = data_of(mask, q.device)
         score_data = _data_of_score(score, q.device)
         facts = _Facts(score is not None, needs_grad, may_learn, request.return_lse, bool(request.kernel_options))
@@ -99,22 +102,25 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
             sinks = (given,) if given is not None and name == "fa4" and fa4.folds_sinks(q, k, v, given) else ()
             direct = _run_directly(name, sinks, *arguments)
             return Result(direct[0], direct[1] if request.return_lse else None, has_sinks=len(sinks) > 0)
-        if name == "reference" and compat.is_exporting() and _runs_by_tiles(q, score, score_data):
+        by_tiles = name == "reference" and _runs_by_tiles(q, score, score_data)
+        if by_tiles and compat.is_exporting():
             # Blocks in the graph would tie it to a range of lengths.
             call = ("mask", data, q_offset, ()), score_data, q_offset, (1, 1), compat.constants(request.scale)
             result = _by_tiles(q, k, v, (), call)
             return Result(result[0], result[1] if request.return_lse else None)
-        block_size = (flash.block_size(q.shape[3], q.device) if name == "flash" else None) or block_size_for(size)
-        indices = _planned_blocks(data, q_offset, q.detach(), k.detach(), block_size)
+        resolved = mask.resolve(size) if resolved is None else resolved
         mask_mod = shifted_mask(_bound(mask, resolved, size, name), _held(q_offset, name))
-        lengths: Any = (size.q_len, size.kv_len)
-        block_mask = compat.BlockMask(*(lengths, *indices, block_size, mask_mod))
+        if name != "reference" or by_tiles:
+            block_size = (flash.block_size(q.shape[3], q.device) if name == "flash" else None) or block_size_for(size)
+            indices = _planned_blocks(data, q_offset, q.detach(), k.detach(), block_size)
+            lengths: Any = (size.q_len, size.kv_len)
+            block_mask = compat.BlockMask(*(lengths, *indices, block_size, mask_mod))
     score_mod = None
     if score is not None:
         bound = _bound(score, score.resolve(size), size, name)
         score_mod = shifted_score(bound, _held(q_offset, name))
     if name == "reference":
-        result = _by_reference(q, k, v, request, mask, score, block_mask, score_mod)
+        result = _by_reference(q, k, v, request, mask, score, block_mask, mask_mod, score_mod)
         return Result(result[0], result[1] if request.return_lse else None)
     if not needs_grad:
         q, k, v = q.detach(), k.detach(), v.detach()
@@ -123,6 +129,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
         q, k, scale = flex.widened(q, k, scale)
         q, k, v = flex.separate(q), flex.separate(k), flex.separate(v)
     backend = "FLASH" if name == "flash" else None
+    block_mask = cast(compat.BlockMask, block_mask)
     options = flex.options(q, k, v, backend, request.kernel_options, block_mask.BLOCK_SIZE)
     out, lse = flex.flex(q, k, v, score_mod, block_mask, scale, options, request.return_lse)
     return Result(flex.separate(out) if name == "cpu" else out, lse)
@@ -206,7 +213,24 @@ def _chosen(backend: str, *arguments: Any) -> Tensor:
     lengths made here become guards.
     """
     with _errors_logged():
+        data, _, q_offset, q, k, *_ = arguments
+        if exports_any_length(q, k):
+            _check_at_example(data, unread(_size(q, k), q_offset))
         return torch.empty(_place_of_chosen(backend, _call_of(*arguments)), 0)
+
+
+def _check_at_example(data: Any, size: Size) -> None:
+    """Raise the errors of a mask's parameters at the lengths of the example, without comparing symbolic ones."""
+    with compat.without_dispatch_modes():
+        alone, known = _without_traced(cast(Mask, of_data("mask", _with_hints(data))), size)
+        alone.resolve(known)
+
+
+def _with_hints(data: Any) -> Any:
+    """Return data with the present values of symbolic numbers."""
+    if isinstance(data, tuple):
+        return tuple(map(_with_hints, data))
+    return compat.size_hint(data) if isinstance(data, torch.SymInt) else data
 
 
 def _place_of_chosen(backend: str, call: Call) -> int:
@@ -472,28 +496,32 @@ def _by_reference(
     request: Request,
     mask: Mask | None,
     score: Score | None,
-    block_mask: compat.BlockMask,
+    block_mask: compat.BlockMask | None,
+    mask_mod: Callable[..., Tensor],
     score_mod: Callable[..., Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
     """Return output and lse: by tiles, as one operator, or by slices, which torch traces.
 
     The operator runs on the CPU, where reading the values of tensors waits for nothing, and knows no transforms.
+
+    block_mask: None for slices of a mask that the caller did not plan: while torch traces they reach all keys.
     """
     q_offset = cast(int | Tensor, request.q_offset)
     visible = _visible(mask, block_mask, q_offset, q.device)
     score_data = _data_of_score(score, q.device)
-    if visible is not None and _runs_by_tiles(q, score, score_data):
+    if visible is not None and block_mask is not None and _runs_by_tiles(q, score, score_data):
         scale, blocks = compat.constants(request.scale), of_block_mask(block_mask)
         call = visible, score_data, q_offset, block_mask.BLOCK_SIZE, scale
         return cast(tuple[Tensor, Tensor], _by_tiles(q, k, v, blocks, call))
-    of_mask = over_indices(block_mask.mask_mod)
+    of_mask = over_indices(mask_mod)
+    block_size = (1, 1) if block_mask is None else block_mask.BLOCK_SIZE
     of_scores = None if score_mod is None else over_indices(score_mod, (0,))
     like_q, like_k = q.detach(), k.detach()
     # torch.compile can trace vmap only where no checkpoint is around, so functions run behind its back if they can.
     if visible is not None:
 
         def of_mask(*indices: Tensor) -> Tensor:
-            return cast(Tensor, _masked(visible, block_mask.BLOCK_SIZE, like_q, like_k, *indices))
+            return cast(Tensor, _masked(visible, block_size, like_q, like_k, *indices))
 
     if isinstance(score_data, compat.Flat):
 
@@ -511,7 +539,9 @@ def _runs_by_tiles(q: Tensor, score: Score | None, score_data: Any) -> bool:
     )
 
 
-def _visible(mask: Mask | None, block_mask: compat.BlockMask, q_offset: int | Tensor, device: torch.device) -> Any:
+def _visible(
+    mask: Mask | None, block_mask: compat.BlockMask | None, q_offset: int | Tensor, device: torch.device
+) -> Any:
     """Return the keys that queries see as `Described.visible` has them.
 
     The result is None for a function that torch must trace.

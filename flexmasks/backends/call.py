@@ -185,6 +185,14 @@ def must_be_deterministic() -> bool:
     return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
+def exports_any_length(q: Tensor, k: Tensor) -> bool:
+    """Return whether torch.export makes a program for more than one length.
+
+    Then no decision may rest on a comparison of lengths: it would hold for some of them only.
+    """
+    return compat.is_exporting() and not all(map(compat.has_static_value, (q.shape[2], k.shape[2])))
+
+
 def first_line(error: Exception) -> str:
     """Return an error's type and the first line of its message.
 

@@ -47,7 +47,7 @@ def attend(
     k: Tensor,
     v: Tensor,
     score_mod: Callable[..., Tensor] | None,
-    block_mask: compat.BlockMask,
+    block_mask: compat.BlockMask | None,
     scale: float | None,
     functions: OverIndices | None = None,
 ) -> tuple[Tensor, Tensor]:

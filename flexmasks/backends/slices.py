@@ -10,13 +10,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from flexmasks import compat
+from flexmasks.backends.call import exports_any_length
 from flexmasks.blocks.elements import over_indices
 from flexmasks.blocks.lists import of_block_mask
 
@@ -34,12 +35,16 @@ class OverIndices(NamedTuple):
     score: Callable[..., Tensor] | None
 
 
+class _Blocks(NamedTuple):
+    partial: Tensor  # bool[B or 1, H or 1, rows, columns]
+    full: Tensor
+    size: tuple[int, int]  # queries, keys
+
+
 class _Shared(NamedTuple):
     """The common part of all slices of a call."""
 
-    partial: Tensor  # bool[B or 1, H or 1, rows, columns] of blocks
-    full: Tensor
-    block_size: tuple[int, int]  # queries, keys
+    blocks: _Blocks | None  # None: all keys are reached, and the mask's function is asked for each
     functions: OverIndices
     scale: float | None
     all_finite: bool  # q, k and v have neither NaN nor infinity
@@ -62,25 +67,26 @@ def attend_by_slices(
     k: Tensor,
     v: Tensor,
     score_mod: Callable[..., Tensor] | None,
-    block_mask: compat.BlockMask,
+    block_mask: compat.BlockMask | None,
     scale: float | None,
     functions: OverIndices | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return output and lse as `reference.attend` does, by operations that torch differentiates.
 
+    block_mask: may be None while torch traces, if the mask's function is among `functions`.
     functions: `score_mod` and the block mask's function over indices, if torch cannot trace how vmap makes them.
     """
     # While torch traces or transforms, no value can be read. Then every key counts as reached and any value as
     # possibly not finite, and torch decides what to keep for the backward pass.
     traced = is_traced_or_transformed()
     all_finite = not traced and bool(torch.stack([x.detach().isfinite().all() for x in (q, k, v)]).all())
-    partial, full = of_block_mask(block_mask)
+    blocks = None if block_mask is None else _Blocks(*of_block_mask(block_mask), block_mask.BLOCK_SIZE)
     if functions is None:
         of_scores = None if score_mod is None else over_indices(score_mod, (0,))
-        functions = OverIndices(over_indices(block_mask.mask_mod), of_scores)
-    shared = _Shared(partial, full, block_mask.BLOCK_SIZE, functions, scale, all_finite)
+        functions = OverIndices(over_indices(cast(compat.BlockMask, block_mask).mask_mod), of_scores)
+    shared = _Shared(blocks, functions, scale, all_finite)
     outs, lses = [], []
-    parts = _traced_slices(q, k) if compat.is_compiling() else _slices(shared, q, k, traced)
+    parts = _traced_slices(q, k) if compat.is_compiling() else _slices(cast(_Blocks, blocks), q, k, traced)
     for part in parts:
         keys = slice(part.kv_start, part.kv_stop)
         inputs = q[:, :, part.q_start : part.q_stop], k[:, :, keys], v[:, :, keys]
@@ -107,15 +113,15 @@ def is_traced_or_transformed() -> bool:
     return compat.is_compiling() or compat.innermost_transform() is not None
 
 
-def _slices(shared: _Shared, q: Tensor, k: Tensor, traced: bool) -> list[_Slice]:
+def _slices(blocks: _Blocks, q: Tensor, k: Tensor, traced: bool) -> list[_Slice]:
     """Return the slices of a call: rows of blocks, or parts of a row.
 
     A row is cut if it has more than `_MAX_SCORES` scores.
     """
     batch, heads, q_len, _ = q.shape
     kv_len = k.shape[2]
-    rows, columns = shared.block_size
-    used = (shared.partial | shared.full).any(0).any(0)  # bool[rows, columns] of blocks
+    rows, columns = blocks.size
+    used = (blocks.partial | blocks.full).any(0).any(0)  # bool[rows, columns] of blocks
     step = max(1, _MAX_SCORES // (batch * heads * rows * kv_len))  # rows of blocks taken together
     slices = []
     for first in range(0, used.shape[0], step):
@@ -133,10 +139,12 @@ def _traced_slices(q: Tensor, k: Tensor) -> list[_Slice]:
     """Return the slices of a call that torch.compile traces, which reach all keys.
 
     Only their number depends on the lengths, which may be symbolic: another length with as many slices is the same
-    graph.
+    graph. A program of torch.export for any length has one slice.
     """
     batch, heads, q_len, _ = q.shape
     kv_len = k.shape[2]
+    if exports_any_length(q, k):
+        return [_Slice(0, q_len, 0, kv_len)]
     count = min(q_len, -(-batch * heads * q_len * kv_len // _MAX_SCORES))
     step = -(-q_len // count)
     return [_Slice(n * step, min((n + 1) * step, q_len), 0, kv_len) for n in range(count) if n * step < q_len]
@@ -162,7 +170,7 @@ def _attend_slice(q: Tensor, k: Tensor, v: Tensor, part: _Slice, shared: _Shared
     if shared.functions.score is not None:
         b, h = (torch.arange(n, device=q.device) for n in (batch, heads))
         scores = shared.functions.score(scores, b, h, q_positions, kv_positions).to(precise)
-    visible = _visible(part, shared, q_positions, kv_positions)
+    visible = _visible(part, shared, (batch, heads), q_positions, kv_positions)
     if bad_q is not None and bad_k is not None:
         has_bad_factor = bad_q[..., None] | bad_k.repeat_interleave(heads_per_group, 1)[:, :, None]
         scores = torch.where(has_bad_factor, math.nan, scores)
@@ -182,14 +190,19 @@ def _attend_slice(q: Tensor, k: Tensor, v: Tensor, part: _Slice, shared: _Shared
     return out.to(dtype), lse
 
 
-def _visible(part: _Slice, shared: _Shared, q_positions: Tensor, kv_positions: Tensor) -> Tensor | None:
+def _visible(
+    part: _Slice, shared: _Shared, sizes: tuple[int, int], q_positions: Tensor, kv_positions: Tensor
+) -> Tensor | None:
     """Return which keys of a slice are visible, or None if all are.
 
-    The result is bool[B or 1, H or 1, queries, keys].
+    sizes: of batch and heads. The result is bool[B or 1, H or 1, queries, keys].
     """
-    rows, columns = shared.block_size
+    if shared.blocks is None:
+        b, h = (torch.arange(n, device=q_positions.device) for n in sizes)
+        return shared.functions.mask(b, h, q_positions, kv_positions)
+    rows, columns = shared.blocks.size
     first_row = part.q_start // rows
-    partial, full = (x[:, :, first_row : -(-part.q_stop // rows)] for x in (shared.partial, shared.full))
+    partial, full = (x[:, :, first_row : -(-part.q_stop // rows)] for x in shared.blocks[:2])
     row, column = q_positions // rows - first_row, kv_positions // columns
     if not is_traced_or_transformed() and not partial.any() and full[..., column].all():
         return None

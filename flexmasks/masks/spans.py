@@ -133,7 +133,7 @@ def _first_of_span(span_ids: Tensor) -> Tensor:
     if not ids.numel():
         return position.reshape(span_ids.shape).clone()
     ids, order = ids.sort(dim=1, stable=True)
-    changes = torch.nn.functional.pad(ids[:, 1:] != ids[:, :-1], (1, 0), value=True)
+    changes = (position == 0) | (ids != ids.roll(1, 1))
     # A span is a run of sorted ids, and the first token of a run is the first of its span, because the sort is stable.
     start = torch.where(changes, position, 0).cummax(1).values
     first = torch.where(ids < 0, order, order.gather(1, start))

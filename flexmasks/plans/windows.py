@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
 
+from flexmasks import compat
 from flexmasks.spec.bands import Sequences, band_of
 from flexmasks.spec.parameters import Size
 from flexmasks.spec.values import Mask
@@ -30,7 +33,7 @@ class Window:
     def cut(self, x: Tensor) -> Tensor:
         """Return the part of keys or values [B, H, KV, D] that some query sees."""
         first, stop = self.keys
-        return x if (first, stop) == (0, x.shape[2]) else x[:, :, first:stop]
+        return x if first == 0 and _holds(stop == x.shape[2]) else x[:, :, first:stop]
 
     def pairs(self, q_len: int) -> float:
         """Return the approximate number of visible pairs, ignoring sequences.
@@ -57,11 +60,18 @@ def window_of(mask: Mask, size: Size) -> Window | None:
         return None if size.q_offset else Window(band.left, band.right, 0, (0, size.kv_len), band.sequences)
     left, right, offset, end = band.left, band.right, size.q_offset, size.q_offset + size.q_len
     first = 0 if left is None else max(0, offset - left)
-    stop = size.kv_len if right is None else min(size.kv_len, end + right)
-    if left is not None and end - 1 - left >= size.kv_len:
+    stop = size.kv_len if right is None else torch.sym_min(size.kv_len, end + right)
+    if left is not None and not _holds(end - 1 - left < size.kv_len):
         return None  # the last queries see nothing, and native kernels do not handle such rows
-    if right is not None and offset + right >= stop - 1:
+    if right is not None and _holds(offset + right >= stop - 1):
         right = None
-    if left is not None and end - 1 - left <= first:
+    if left is not None and _holds(end - 1 - left <= first):
         left = None
     return Window(left, right, offset - first, (first, stop), None)
+
+
+def _holds(condition: Any) -> bool:
+    """Return whether a condition on lengths holds; while torch exports, whether it is known for all lengths."""
+    if isinstance(condition, torch.SymBool) and compat.is_exporting():
+        return compat.statically_known_true(condition)
+    return bool(condition)

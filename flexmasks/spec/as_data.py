@@ -57,7 +57,7 @@ def _text_of_value(value: Any, device: torch.device, leaves: list[Any]) -> str:
         for v in value:
             parts += f"{_text_of_value(v, device, leaves)},"
         return f"('tuple', ({parts}))"
-    if isinstance(value, int | float) and not isinstance(value, bool):
+    if isinstance(value, int | float) and not isinstance(value, bool) and not compat.is_exporting():
         value = compat.as_constant(value)  # numbers are parts of kernels
     return compat.text_of(("value", value), leaves)
 

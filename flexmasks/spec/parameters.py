@@ -445,7 +445,7 @@ def _is_number(value: Any, kind: str) -> bool:
         return isinstance(value, bool)
     if isinstance(value, bool):
         return False
-    return isinstance(value, int) or (kind == "float" and isinstance(value, float))
+    return isinstance(value, int | torch.SymInt) or (kind == "float" and isinstance(value, float))
 
 
 def _is_finite(n: int | float) -> bool:

@@ -19,7 +19,7 @@ from flexmasks import compat
 from flexmasks.attention import attention as attention_of_one
 from flexmasks.cache import ENTRY, Cache
 from flexmasks.calls import under_autocast
-from flexmasks.integrations.distributed.balance import Order
+from flexmasks.integrations.distributed.balance import Order, forgotten_order
 from flexmasks.integrations.distributed.counts import CountedMask, Parts, common, fail, following, merged
 from flexmasks.integrations.distributed.exchange import (
     Difference,
@@ -113,7 +113,9 @@ def attention(
             all processes, which reads its tensors.
             "auto": "heads" if it can be; else "gather". "seen" instead of them if the mask reads no tensors
             and no objects that may change, and processes then receive at most half as much.
-        order: which parts of the sequence each process holds, see `balance`. By default the parts follow each other.
+        order: which parts of the sequence each process holds, see `balance`. By default the parts follow each other;
+            parts as long as those of an order that `balance` or `shard` made for these processes, and that is still
+            held, are refused without it.
         check: whether processes compare their calls before they exchange anything, by small messages between the hosts.
             Not compared are tensors on GPUs or above 1 MB but for their shapes, and of functions all that they read
             beside their own numbers and tensors. Without this, and inside torch.compile, a different call of some
@@ -140,6 +142,7 @@ def attention(
         >>> mesh = init_device_mesh("cuda", (8,))  # doctest: +SKIP
         >>> out = distributed.attention(q, k, v, mesh=mesh, mask="causal")  # doctest: +SKIP
     """
+    has_order = order is not None
     if isinstance(q, DTensor):
         if mesh is not None and mesh != q.device_mesh:
             _fail("`mesh` must be left out for DTensors, which have their own.")
@@ -166,6 +169,8 @@ def attention(
         of_mask, of_score = (whole(x, like) for x in from_arguments(mask, score, params))
         sinks = whole(sink_logits, like)
         call = _checked(q_part, k_part, v_part, mesh, place, of_mask, of_score, sinks, how, order)
+        if not has_order and (advice := forgotten_order(mesh, rank_in(mesh), q_part.shape[2])):
+            _fail(advice)
     except (ValueError, TypeError) as error:
         problem = error
     compared = {**options, "return_lse": return_lse}
@@ -272,7 +277,7 @@ def _lengths(
         told |= {"q, k, v": (*shapes, call.place.batch, call.place.heads), "mask": call.mask, "score": call.score}
         told |= {"sink_logits": call.sinks is not None, "how": call.how, "order": order, **options}
     arguments = [Difference(name, _number(value), repr(value)) for name, value in told.items()]
-    return compare(mesh, own, arguments, problem is not None)
+    return compare("attention", mesh, own, arguments, problem is not None)
 
 
 def _number(value: Any) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from flexmasks import compat
 from flexmasks.integrations.distributed.counts import Parts, check_int, computed_blocks, fail, merged
 from flexmasks.spec.arguments import MaskLike, get_mask
 from flexmasks.spec.by_name import says_what_to_write
@@ -112,6 +114,37 @@ class Order:
         return torch.cat([torch.arange(*part, device=device) for own in self.parts for part in own])
 
 
+# Orders by which this process holds tokens, for as long as somebody holds the order, by the ranks of their mesh.
+_HELD: weakref.WeakValueDictionary[tuple[tuple[int, ...], int], Order] = weakref.WeakValueDictionary()
+
+
+def hold(order: Order, mesh: DeviceMesh) -> None:
+    """Note that processes hold tokens by an order, which calls without one then ask for."""
+    if not order.is_natural:
+        _HELD[_ranks_in(mesh), id(order)] = order
+
+
+def forgotten_order(mesh: DeviceMesh, rank: int, length: int) -> str:
+    """Return what to pass if a call without an order has as many tokens as an order that is held gives a rank, or ""."""
+    if not any([length == size for size in _held_sizes(mesh, rank)]):  # torch 2.13 gets `in` wrong for symbolic sizes
+        return ""
+    return (
+        f"pass `order`, the Order of these processes that `balance` made or `shard` took, by which this one has {length} "
+        "tokens. If its tokens follow those of the process before it, pass `order=Order.natural(length, ranks)`."
+    )
+
+
+@compat.constant_in_graphs
+def _held_sizes(mesh: DeviceMesh, rank: int) -> tuple[int, ...]:
+    """Return the numbers of tokens that a rank has by the orders that are held on a mesh."""
+    ranks = _ranks_in(mesh) if _HELD else ()
+    return tuple({order.sizes[rank] for (held, _), order in list(_HELD.items()) if held == ranks})
+
+
+def _ranks_in(mesh: DeviceMesh) -> tuple[int, ...]:
+    return tuple(mesh.mesh.flatten().tolist())
+
+
 @says_what_to_write()
 def balance(
     masks: MaskLike | Sequence[MaskLike],
@@ -132,6 +165,9 @@ def balance(
 
     Ranks get the same number of tokens if their number divides `length`, else numbers that differ by one; in the order
     of the sequence itself, numbers as torch.chunk gives. All ranks that call this get the same order.
+
+    While the order lives, or a part that `shard` made by it, `distributed.attention` on the same ranks refuses parts of
+    its lengths without an `order`: a forgotten one would give tokens the positions of others.
 
     Args:
         masks: the mask, or the masks of all layers of a model. A mask that occurs several times counts as often.
@@ -154,7 +190,9 @@ def balance(
     check_int("balance", "length", length)
     if isinstance(mesh, DeviceMesh) and mesh.ndim == 2:
         of_groups = balance(masks, length, mesh.size(0), block_size=block_size, batch=batch, heads=heads)
-        return of_groups.divided(mesh.size(1))
+        order = of_groups.divided(mesh.size(1))
+        hold(order, mesh)
+        return order
     ranks = ranks_of("balance", mesh)
     counted = counted_masks("balance", masks)
     block_size = block_size_for(length, _MOST_ROWS) if block_size is None else block_size
@@ -178,6 +216,8 @@ def balance(
             own = [[pieces[i] for i in np.flatnonzero(owners == rank)] for rank in range(ranks)]
             best, least = Order(length, tuple(map(tuple, own))), unevenness
         count *= 2
+    if isinstance(mesh, DeviceMesh):
+        hold(best, mesh)
     return best
 
 

@@ -54,9 +54,10 @@ class Difference(NamedTuple):
     text: str
 
 
-def compare(mesh: DeviceMesh, length: int, arguments: Sequence[Difference], failed: bool) -> list[int]:
+def compare(call: str, mesh: DeviceMesh, length: int, arguments: Sequence[Difference], failed: bool) -> list[int]:
     """Return the lengths of all processes' parts, if all processes make the same call.
 
+    call: its name, for errors.
     length: the tokens of this process.
     failed: whether this process has found an error, which it will raise. The others then raise an error, too.
 
@@ -72,13 +73,13 @@ def compare(mesh: DeviceMesh, length: int, arguments: Sequence[Difference], fail
             every = torch.cat(others)
     lengths, failures, *numbers = every.T.tolist()
     if any(failures) and not failed:
-        raise ValueError(f"{WHERE}.attention: rank {failures.index(1)} of the mesh has raised an error in this call.")
+        raise ValueError(f"{WHERE}.{call}: rank {failures.index(1)} of the mesh has raised an error in this call.")
     if not failed:
         for argument, values in zip(arguments, numbers, strict=True):
             if len(set(values)) > 1:
                 other = next(rank for rank, value in enumerate(values) if value != argument.number)
                 raise ValueError(
-                    f"{WHERE}.attention: the processes must make the same call, but rank {other} of the mesh has "
+                    f"{WHERE}.{call}: the processes must make the same call, but rank {other} of the mesh has "
                     f"another `{argument.name}` than this process: {argument.text}."
                 )
     return list(lengths)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from flexmasks.integrations.distributed.balance import Order
+from flexmasks import compat
+from flexmasks.integrations.distributed.balance import Order, hold
 from flexmasks.integrations.distributed.counts import fail
-from flexmasks.integrations.distributed.exchange import arranged, gathered, rank_in, submesh
+from flexmasks.integrations.distributed.exchange import Difference, arranged, compare, gathered, rank_in, submesh
 from flexmasks.spec.by_name import says_what_to_write
 
 
@@ -28,7 +30,7 @@ def shard(x: Tensor, order: Order, mesh: DeviceMesh, dim: int = 1) -> Tensor:
         dim: the dimension of the tokens: 1 for [B, S] and [B, S, D], 2 for [B, H, S, D].
 
     Returns:
-        The tensor with `order.sizes[rank]` tokens along `dim`.
+        The tensor with `order.sizes[rank]` tokens along `dim`. It keeps the order alive, see `balance`.
 
     Raises:
         ValueError: x has another number of tokens, or mesh another number of processes.
@@ -40,23 +42,38 @@ def shard(x: Tensor, order: Order, mesh: DeviceMesh, dim: int = 1) -> Tensor:
     """
     _check("shard", x, order, mesh, order.length, dim)
     parts = [x.narrow(dim, start, stop - start) for start, stop in order.parts[rank_in(mesh)]]
-    return torch.cat(parts, dim) if parts else x.narrow(dim, 0, 0)
+    part = torch.cat(parts, dim) if parts else x.narrow(dim, 0, 0)
+    if not compat.is_compiling():
+        hold(order, mesh)
+        part.order = order  # type: ignore[attr-defined]
+    return part
 
 
 @says_what_to_write()
-def unshard(x: Tensor, order: Order, mesh: DeviceMesh, dim: int = 1) -> Tensor:
+def unshard(x: Tensor, order: Order, mesh: DeviceMesh, dim: int = 1, *, check: bool = True) -> Tensor:
     """Return the whole tensor whose parts the processes hold.
 
     Each process gets it, in its natural order. The gradient of a part is the sum over all processes.
 
-    Arguments and errors are those of `shard`; x has this process's part.
+    Arguments and errors are those of `shard`; x has this process's part. With `check`, outside of torch.compile, the
+    processes compare their orders and shapes first, and all raise an error if they differ.
 
     Example:
         >>> from flexmasks.integrations import distributed
         >>> order = distributed.balance("causal", length=65536, mesh=mesh)  # doctest: +SKIP
         >>> logits = distributed.unshard(model(distributed.shard(tokens, order, mesh)), order, mesh)  # doctest: +SKIP
     """
-    _check("unshard", x, order, mesh, order.sizes[rank_in(mesh)], dim)
+    problem: ValueError | None = None
+    try:
+        _check("unshard", x, order, mesh, None, dim)
+    except ValueError as error:
+        problem = error
+    if check and not compat.is_compiling():
+        shape = "" if problem is not None else str(([*x.shape[:dim], *x.shape[dim:][1:]], x.dtype, dim))
+        told = [Difference(n, zlib.crc32(t.encode()), t) for n, t in (("order", repr(order)), ("x", shape))]
+        compare("unshard", mesh, 0, told, problem is not None)
+    if problem is not None:
+        raise problem
     dim %= x.ndim
     sizes = list(order.sizes)
     for mesh_dim in reversed(range(mesh.ndim)):
@@ -67,9 +84,14 @@ def unshard(x: Tensor, order: Order, mesh: DeviceMesh, dim: int = 1) -> Tensor:
     return arranged(x, sum(order.parts, ()), dim)
 
 
-def _check(name: str, x: Any, order: Any, mesh: DeviceMesh, length: int, dim: int) -> None:
+def _check(name: str, x: Any, order: Any, mesh: DeviceMesh, length: int | None, dim: int) -> None:
+    """Check the arguments.
+
+    length: the tokens that x must have, by default those of this process's part.
+    """
     if not isinstance(order, Order) or order.ranks != mesh.size():
         fail(name, f"`order` must be an Order of the {mesh.size()} processes of the mesh, got {order!r}.")
+    length = order.sizes[rank_in(mesh)] if length is None else length
     if not isinstance(x, Tensor) or not -x.ndim <= dim < x.ndim or x.shape[dim] != length:
         got = list(x.shape) if isinstance(x, Tensor) else repr(x)
         fail(name, f"`x` must have {length} tokens along dimension {dim}, got {got}.")

@@ -170,11 +170,14 @@ class Sharding:
         length: the number of this process's tokens.
         problem: an error that this process has found. All processes raise one then.
         """
+        from flexmasks.integrations.distributed.balance import forgotten_order
         from flexmasks.integrations.distributed.exchange import Difference, compare, rank_in
         from flexmasks.integrations.distributed.shards import unshard
 
         order = self.order
-        if order is not None and length != order.sizes[rank_in(self.mesh)]:
+        if order is None:
+            problem = problem or forgotten_order(self.mesh, rank_in(self.mesh), length)
+        elif length != order.sizes[rank_in(self.mesh)]:
             tokens = order.sizes[rank_in(self.mesh)]
             problem = problem or f"by `order` this process has {tokens} tokens, but the model got {length}."
         # Without checks a process cannot know whether others have kept their parts, too.
@@ -184,9 +187,10 @@ class Sharding:
         if self.check:
             counts_from_0 = is_new and not problem and _counts_from_0(position_ids, length)
             told = f"{name} {part.dtype} of {part.shape[0]} rows" if part is not None else f"no {name}"
-            argument = Difference("attention_mask or position_ids", zlib.crc32(told.encode()), told)
+            texts = {"attention_mask or position_ids": told, "order": repr(self.order)}
+            arguments = [Difference(n, zlib.crc32(text.encode()), text) for n, text in texts.items()]
             state = 4 * length + 2 * is_new + counts_from_0
-            states = compare(self.mesh, state, [argument], bool(problem))
+            states = compare("attention", self.mesh, state, arguments, bool(problem))
             lengths = [s >> 2 for s in states]
             is_new = any(s & 2 for s in states)
             if sum(lengths) > max(lengths) and all(s & 1 or not s >> 2 for s in states) and not problem:
@@ -203,7 +207,7 @@ class Sharding:
         if part is None:
             return Whole(None, order)
         given = part.to(torch.uint8) if part.dtype == torch.bool else part
-        whole = unshard(given, order, self.mesh).to(part.dtype)
+        whole = unshard(given, order, self.mesh, check=False).to(part.dtype)
         self._part, self._identity, self._whole = part, identity(part), Whole(whole, order)
         return self._whole
 
