@@ -60,7 +60,7 @@ from flexmasks.plans.shifted import offset_of_last, offsets_of
 from flexmasks.request import Request, checked
 from flexmasks.spec.arguments import from_arguments, functions_of, get_mask
 from flexmasks.spec.bands import Band, band_of, cap_of
-from flexmasks.spec.captures import Aliases, Opaque, Reader, WithoutWrappers, capture_plainly
+from flexmasks.spec.captures import Aliases, Frozen, Opaque, Reader, WithoutWrappers, capture_plainly
 from flexmasks.spec.definitions import is_own
 from flexmasks.spec.parameters import Size, can_be_read
 from flexmasks.spec.rows import rows_of
@@ -480,6 +480,33 @@ def explain(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Explanation:
 
 @unseen
 def run_eagerly(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tensor | None]:
+    """Run a call outside torch.compile."""
+    out, lse = _run_eagerly(q, k, v, request)
+    if out.requires_grad and compat.saves_by_hooks():
+        # Activation checkpointing reads the tensors of mask and score again, and checks no versions.
+        read = Frozen()
+        given = request.block_mask
+        read.of((request.mask, request.score, dict(request.params), request.q_offset, given and given.mask_mod))
+        out, lse = _Watched.apply(read.check, out, lse)
+    return out, lse
+
+
+class _Watched(torch.autograd.Function):
+    """Results of a call, whose backward pass first calls a function that checks what the forward pass read."""
+
+    @staticmethod
+    def forward(ctx: Any, check: Callable[[], None], *results: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.check = check
+        ctx.set_materialize_grads(False)
+        return tuple(None if x is None else x.view_as(x) for x in results)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.check()
+        return None, *gradients
+
+
+def _run_eagerly(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tensor | None]:
     """Run a call outside torch.compile.
 
     A call that was made before goes straight to its kernel.

@@ -16,6 +16,7 @@ import contextlib
 import functools
 import itertools
 import logging
+import math
 import threading
 import time
 import types
@@ -29,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flexmasks import compat
-from flexmasks.backends import forms
+from flexmasks.backends import forms, reference
 from flexmasks.backends.call import (
     TRANSFORMED,
     Call,
@@ -44,6 +45,7 @@ from flexmasks.backends.call import (
 from flexmasks.backends.kernel_tiles import faster_tiles
 from flexmasks.cache import Cache
 from flexmasks.plans.data import FirstAsData
+from flexmasks.spec.captures import tensors_of
 
 _log = logging.getLogger("flexmasks")
 _kernel_numbers = itertools.count()
@@ -52,6 +54,7 @@ _this_thread = threading.local()  # `compilations` counts those of the thread
 _GUARDS_OF_TORCH = ("G['compat']", "G['__builtins_dict", "G['__import_torch_dot", "__import__('torch')")
 _OUT_OF_RESOURCE = "out of resource"  # part of an error of Triton: smaller kernels may work
 _CPP_FAILED = "CppCompileError"  # part of an error of Inductor
+_LARGEST_PRODUCT = torch.finfo(torch.float32).max
 _MAX_NOTED_SHAPES = 64  # shapes that one kernel remembers
 # On a GPU a function that could be compiled is compiled after this many runs as data, or after runs over this many
 # pairs, in which data in Triton took as much more time as compiling does (forward and backward pass, H200).
@@ -210,6 +213,25 @@ def separate(x: Tensor) -> Tensor:
 @separate.register_fake
 def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
+
+
+def may_lose_nan(q: Tensor, k: Tensor) -> bool:
+    """Return whether torch's kernel for CPUs may hide that products of q and k are NaN or infinite.
+
+    It drops a block of keys from a row whose scores there have a NaN: the greatest score of such a block counts as
+    -inf. The row is then computed from its other blocks, or is 0.
+    """
+    largest = [0.0, 0.0]
+    for n, x in enumerate((q, k)):
+        if x.numel():
+            low, high = torch.aminmax(x[:1] if x.stride(0) == 0 else x)
+            largest[n] = max(-low.item(), high.item())
+    return not largest[0] * largest[1] * q.shape[3] < _LARGEST_PRODUCT  # True if it is NaN
+
+
+def hold_nan(tensors: Sequence[Tensor]) -> bool:
+    """Return whether tensors that a score change reads hold NaN or +inf, see `may_lose_nan`."""
+    return any(t.is_floating_point() and t.numel() > 0 and not t.amax() < math.inf for t in tensors)
 
 
 # Head sizes below this one take another way through torch's kernel for CPUs, by vectors; a tile takes 16 keys.
@@ -433,6 +455,7 @@ class CompiledCall:
     needs_grad: bool
     is_flash: bool
     is_data: bool = False  # the kernel reads the mask as data
+    reads_nan: bool = False  # on a CPU: the score change reads a tensor that holds NaN or +inf
     runs_left: Iterator[int] | None = None  # ends when the mask's function is to be compiled
 
     @property
@@ -493,6 +516,7 @@ class CompiledCall:
             needs_grad=call.needs_grad,
             is_flash=backend == "FLASH",
             is_data=as_data,
+            reads_nan=not call.is_cuda and score_mod is not None and hold_nan(tensors_of(score_mod)),
             runs_left=runs_left,
         )
 
@@ -506,6 +530,8 @@ class CompiledCall:
         if not self.needs_grad and (q.requires_grad or k.requires_grad or v.requires_grad):
             # On the CPU torch refuses tensors that require a gradient, even under no_grad.
             q, k, v = q.detach(), k.detach(), v.detach()
+        if q.device.type == "cpu" and (self.reads_nan or may_lose_nan(q, k)):
+            return reference.attend(q, k, v, self.score_mod, self.block_mask, self.scale)[0], None
         if q is k or k is v or v is q:  # torch 2.11 has no CPU kernel for one tensor twice; other releases recompile
             k, v = k.view_as(k), v.view_as(v)
         if compat.in_foreign_dispatch_mode():  # torch would mark the code as never to be compiled

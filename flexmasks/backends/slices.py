@@ -34,6 +34,19 @@ class OverIndices(NamedTuple):
     score: Callable[..., Tensor] | None
 
 
+class Visible(NamedTuple):
+    """The keys that each query sees: a function, and blocks."""
+
+    mask_mod: Callable[..., Tensor]
+    partial: Tensor  # bool[B or 1, H or 1, rows, columns] of blocks
+    full: Tensor
+    block_size: tuple[int, int]  # queries, keys
+
+    @classmethod
+    def of(cls, block_mask: compat.BlockMask) -> Visible:
+        return cls(block_mask.mask_mod, *of_block_mask(block_mask), block_mask.BLOCK_SIZE)
+
+
 class _Shared(NamedTuple):
     """The common part of all slices of a call."""
 
@@ -43,6 +56,7 @@ class _Shared(NamedTuple):
     functions: OverIndices
     scale: float | None
     all_finite: bool  # q, k and v have neither NaN nor infinity
+    check: Callable[[], None] | None  # raises an error if a tensor that the functions read was changed
 
 
 class _Slice(NamedTuple):
@@ -62,23 +76,25 @@ def attend_by_slices(
     k: Tensor,
     v: Tensor,
     score_mod: Callable[..., Tensor] | None,
-    block_mask: compat.BlockMask,
+    visible: Visible,
     scale: float | None,
     functions: OverIndices | None = None,
+    check: Callable[[], None] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return output and lse as `reference.attend` does, by operations that torch differentiates.
 
-    functions: `score_mod` and the block mask's function over indices, if torch cannot trace how vmap makes them.
+    functions: `score_mod` and the mask's function over indices, if torch cannot trace how vmap makes them.
+    check: called before these functions run, also when the backward pass computes scores again.
     """
     # While torch traces or transforms, no value can be read. Then every key counts as reached and any value as
     # possibly not finite, and torch decides what to keep for the backward pass.
     traced = is_traced_or_transformed()
     all_finite = not traced and bool(torch.stack([x.detach().isfinite().all() for x in (q, k, v)]).all())
-    partial, full = of_block_mask(block_mask)
+    mask_mod, partial, full, block_size = visible
     if functions is None:
         of_scores = None if score_mod is None else over_indices(score_mod, (0,))
-        functions = OverIndices(over_indices(block_mask.mask_mod), of_scores)
-    shared = _Shared(partial, full, block_mask.BLOCK_SIZE, functions, scale, all_finite)
+        functions = OverIndices(over_indices(mask_mod), of_scores)
+    shared = _Shared(partial, full, block_size, functions, scale, all_finite, check)
     outs, lses = [], []
     parts = _traced_slices(q, k) if compat.is_compiling() else _slices(shared, q, k, traced)
     for part in parts:
@@ -144,6 +160,8 @@ def _traced_slices(q: Tensor, k: Tensor) -> list[_Slice]:
 
 def _attend_slice(q: Tensor, k: Tensor, v: Tensor, part: _Slice, shared: _Shared) -> tuple[Tensor, Tensor]:
     """Return output and lse of a slice, given its queries, keys and values."""
+    if shared.check is not None:
+        shared.check()
     batch, heads, _, size = q.shape
     dtype = q.dtype
     precise = torch.float64 if dtype == torch.float64 else torch.float32

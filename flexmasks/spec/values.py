@@ -18,7 +18,7 @@ from torch import Tensor
 from flexmasks import compat
 from flexmasks.blocks.counts import Blocks
 from flexmasks.cache import identity
-from flexmasks.spec.captures import Aliases, Opaque, Place, Readable, Reader
+from flexmasks.spec.captures import Aliases, Opaque, Place, Readable, Reader, tensors_of
 from flexmasks.spec.definitions import (
     AND,
     CHAIN,
@@ -133,10 +133,7 @@ class Modifier(Readable):
 
         Variables that cannot be read are left out.
         """
-        tensors: list[Tensor] = []
-        with contextlib.suppress(Opaque):
-            self.capture(tensors)
-        return tensors
+        return tensors_of(self)
 
     def numbers(self) -> list[Tensor]:
         """Return the 0-dimensional tensors among the parameters, those of inner masks or scores included."""
