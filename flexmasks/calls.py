@@ -26,6 +26,7 @@ from flexmasks.backends.decode_gpu import DecodeRenewal, GpuDecode
 from flexmasks.backends.dense_gpu import GpuDense, GpuDenseRenewal
 from flexmasks.backends.empty import attend as attend_nothing
 from flexmasks.backends.empty import computes_nothing
+from flexmasks.backends.reference import frozen_functions
 from flexmasks.backends.renewal import Renewal
 from flexmasks.backends.table import BACKENDS, check, choose
 from flexmasks.backends.table import run as run_on_backend
@@ -60,7 +61,7 @@ from flexmasks.plans.shifted import offset_of_last, offsets_of
 from flexmasks.request import Request, checked
 from flexmasks.spec.arguments import from_arguments, functions_of, get_mask
 from flexmasks.spec.bands import Band, band_of, cap_of
-from flexmasks.spec.captures import Aliases, Frozen, Opaque, Reader, WithoutWrappers, capture_plainly
+from flexmasks.spec.captures import Aliases, Opaque, Reader, WithoutWrappers, capture_plainly
 from flexmasks.spec.definitions import is_own
 from flexmasks.spec.parameters import Size, can_be_read
 from flexmasks.spec.rows import rows_of
@@ -484,10 +485,10 @@ def run_eagerly(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tens
     out, lse = _run_eagerly(q, k, v, request)
     if out.requires_grad and compat.saves_by_hooks():
         # Activation checkpointing reads the tensors of mask and score again, and checks no versions.
-        read = Frozen()
-        given = request.block_mask
-        read.of((request.mask, request.score, dict(request.params), request.q_offset, given and given.mask_mod))
-        out, lse = _Watched.apply(read.check, out, lse)
+        mask, score = from_arguments(request.mask, request.score, request.params)
+        mask_mod = mask if request.block_mask is None else request.block_mask.mask_mod
+        *_, check = frozen_functions(mask_mod, score, q, request.q_offset)
+        out, lse = _Watched.apply(check, out, lse)
     return out, lse
 
 

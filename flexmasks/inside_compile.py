@@ -545,11 +545,11 @@ def _with_nan(
 ) -> Tensor:
     """Return the output of torch's kernel for CPUs with the NaN that it has lost, see `flex.may_lose_nan`.
 
-    A function that torch must trace cannot be computed anew.
+    Functions that torch must trace cannot run again: a mask's NaN then stay lost, and a score change counts as none.
     """
     q_offset = cast(int | Tensor, request.q_offset)
     visible, score_data = _visible(mask, block_mask, q_offset, q.device), _data_of_score(score, q.device)
-    if visible is None or not _runs_by_tiles(q, score, score_data):
+    if visible is None or compat.transforms_active():
         return flex.separate(out)
     blocks = of_block_mask(block_mask) if visible[0] == "bits" else ()
     call = visible, score_data, q_offset, block_mask.BLOCK_SIZE, compat.constants(request.scale)

@@ -150,6 +150,12 @@ def test_kernels_for_the_cpu(name: str) -> None:
         q, k, v = (x.detach() for x in qkv(case, torch.float32, v_size=48))
         want, _ = attend(*(exact(x).detach() for x in (q, k, v)), dense(case))
         torch.testing.assert_close(compiled(q, k, v, **given).double(), want, atol=1e-5, rtol=1e-5)
+        q[:, :, 0], k[:, :, 1] = math.nan, math.inf  # torch's own kernel would drop the blocks of keys with such scores
+        visible = dense(case).expand(case.batch, case.heads, -1, -1)
+        is_bad = visible[..., 1] | (visible.any(-1) & (torch.arange(case.q_len) == 0))
+        got = compiled(q, k, v, **given)
+        assert torch.equal(got.isnan().all(-1), is_bad)
+        torch.testing.assert_close(got[~is_bad].double(), want[~is_bad], atol=1e-5, rtol=1e-5)
 
 
 # On a GPU every mask is compiled in campaigns, and those that make tables of blocks always.

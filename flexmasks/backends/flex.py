@@ -530,8 +530,6 @@ class CompiledCall:
         if not self.needs_grad and (q.requires_grad or k.requires_grad or v.requires_grad):
             # On the CPU torch refuses tensors that require a gradient, even under no_grad.
             q, k, v = q.detach(), k.detach(), v.detach()
-        if q.device.type == "cpu" and (self.reads_nan or may_lose_nan(q, k)):
-            return reference.attend(q, k, v, self.score_mod, self.block_mask, self.scale)[0], None
         if q is k or k is v or v is q:  # torch 2.11 has no CPU kernel for one tensor twice; other releases recompile
             k, v = k.view_as(k), v.view_as(v)
         if compat.in_foreign_dispatch_mode():  # torch would mark the code as never to be compiled
@@ -553,6 +551,9 @@ class CompiledCall:
             if not self.is_flash and not compat.compiler_is_off():
                 raise
             raise Unavailable(first_line(error)) from error
+        if q.device.type == "cpu" and (self.reads_nan or may_lose_nan(q, k)):
+            again, _ = reference.attend(q, k, v, self.score_mod, self.block_mask, self.scale)
+            out = torch.where(again.isnan(), again, out)
         return out, None if lse is None else lse.float()
 
 

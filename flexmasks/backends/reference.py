@@ -71,7 +71,8 @@ def attend(
         return attend_by_slices(q, k, v, score_mod, visible, scale, functions)
     learned, check = learned_by(score_mod, q.device), None
     if torch.is_grad_enabled():
-        visible, score_mod, check = _frozen(visible, score_mod, q)
+        mask_mod, score_mod, check = frozen_functions(visible.mask_mod, score_mod, q)
+        visible = visible._replace(mask_mod=mask_mod)
     by_slices = functools.partial(
         attend_by_slices, score_mod=score_mod, visible=visible, scale=scale, functions=functions, check=check
     )
@@ -83,13 +84,16 @@ def attend(
     return _AttendByTiles.apply(tiles, by_slices, check, q, k, v, *learned)  # type: ignore[no-any-return]
 
 
-def _frozen(
-    visible: Visible, score_mod: Callable[..., Tensor] | None, q: Tensor
-) -> tuple[Visible, Callable[..., Tensor] | None, Callable[[], None]]:
-    """Return functions for a backward pass, and a function that checks the tensors that they read."""
+def frozen_functions(
+    mask_mod: Callable[..., Tensor] | None, score_mod: Callable[..., Tensor] | None, q: Tensor, others: Any = None
+) -> tuple[Callable[..., Tensor] | None, Callable[..., Tensor] | None, Callable[[], None]]:
+    """Return the functions of mask and score for a backward pass, and a check of the tensors that they read.
+
+    others: what else a call reads.
+    """
     frozen = Frozen()
-    given = visible.mask_mod, score_mod
-    mask_mod, score_mod = frozen.of(given)
+    given = mask_mod, score_mod
+    (mask_mod, score_mod), _ = frozen.of((given, others))
     if not frozen.is_whole:  # what objects hold shows when the functions run
         score = torch.zeros((), dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
         indices = [torch.zeros((), dtype=torch.int64, device=q.device) for _ in range(4)]
@@ -101,8 +105,8 @@ def _frozen(
         except Exception as error:  # torch's tracing raises errors of any type
             if compat.passing_error(error) is not None:
                 raise
-            _log.info("the backward pass reads the attributes of objects in a function: %s", first_line(error))
-    return visible._replace(mask_mod=mask_mod), score_mod, frozen.check
+            _log.info("a backward pass reads attributes of objects again: %s", first_line(error))
+    return mask_mod, score_mod, frozen.check
 
 
 def _operations_of(function: Callable[..., Tensor], arguments: list[Tensor], frozen: Frozen) -> Callable[..., Tensor]:
