@@ -493,7 +493,7 @@ def run_eagerly(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tens
 
 
 class _Watched(torch.autograd.Function):
-    """Results of a call, whose backward pass first calls a function that checks what the forward pass read."""
+    """Results of a call whose backward pass first checks what the forward pass read."""
 
     @staticmethod
     def forward(ctx: Any, check: Callable[[], None], *results: Tensor | None) -> tuple[Tensor | None, ...]:

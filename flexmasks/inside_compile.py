@@ -523,7 +523,10 @@ def _visible(mask: Mask | None, block_mask: compat.BlockMask, q_offset: int | Te
 def _by_tiles(
     q: Tensor, k: Tensor, v: Tensor, blocks: tuple[Tensor, ...], call: Any, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor] | Tensor:
-    """Return output and lse by tiles; or the output `out` of torch's kernel, with the NaN that it has lost."""
+    """Return output and lse by tiles.
+
+    With the output `out` of torch's kernel, return it with the NaN that the kernel has lost.
+    """
     visible, score, q_offset, block_size, scale = call
     score = None if score == _UNKNOWN else score
     described = tiles_operator.Described(visible, score, q_offset, block_size, scale)
@@ -543,9 +546,10 @@ def _with_nan(
     score: Score | None,
     block_mask: compat.BlockMask,
 ) -> Tensor:
-    """Return the output of torch's kernel for CPUs with the NaN that it has lost, see `flex.may_lose_nan`.
+    """Return the output of torch's kernel for CPUs with the NaN that it has lost.
 
-    Functions that torch must trace cannot run again: a mask's NaN then stay lost, and a score change counts as none.
+    See `flex.may_lose_nan`. Functions that torch must trace cannot run again: NaN that such a mask shows stay lost, and
+    such a score change counts as none.
     """
     q_offset = cast(int | Tensor, request.q_offset)
     visible, score_data = _visible(mask, block_mask, q_offset, q.device), _data_of_score(score, q.device)

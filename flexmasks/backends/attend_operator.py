@@ -49,7 +49,7 @@ def with_nan(
     floats: Sequence[float],
     text: str,
 ) -> Tensor:
-    """Return the output of torch's kernel for CPUs, with the NaN that the kernel has lost."""
+    """Return the output of torch's kernel for CPUs with the NaN that it has lost."""
     from flexmasks.backends import flex, tiles_operator
 
     if not (flex.may_lose_nan(q, k) or flex.hold_nan(tensors)):

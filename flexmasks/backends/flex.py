@@ -216,7 +216,7 @@ def _(x: Tensor) -> Tensor:
 
 
 def may_lose_nan(q: Tensor, k: Tensor) -> bool:
-    """Return whether torch's kernel for CPUs may hide that products of q and k are NaN or infinite.
+    """Return whether torch's kernel for CPUs may lose NaN and infinite scores.
 
     It drops a block of keys from a row whose scores there have a NaN: the greatest score of such a block counts as
     -inf. The row is then computed from its other blocks, or is 0.

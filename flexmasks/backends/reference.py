@@ -87,7 +87,9 @@ def attend(
 def frozen_functions(
     mask_mod: Callable[..., Tensor] | None, score_mod: Callable[..., Tensor] | None, q: Tensor, others: Any = None
 ) -> tuple[Callable[..., Tensor] | None, Callable[..., Tensor] | None, Callable[[], None]]:
-    """Return the functions of mask and score for a backward pass, and a check of the tensors that they read.
+    """Return the functions of mask and score for a backward pass.
+
+    Also returns a check of the tensors that they read.
 
     others: what else a call reads.
     """

@@ -58,7 +58,7 @@ def capture(value: Any, tensors: list[Tensor]) -> Hashable:
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """Return the tensors that a value or function reads, as far as they can be read."""
+    """Return the tensors that a function reads, as far as they show."""
     tensors: list[Tensor] = []
     with contextlib.suppress(Opaque):
         capture(value, tensors)
@@ -493,7 +493,7 @@ def _names_and_imports(code: types.CodeType) -> tuple[set[str], set[str]]:
 
 
 def _is_constant(value: Any) -> bool:
-    """Return whether a value is a module or class of a package that is taken as a constant."""
+    """Return whether a value is a module or class of `_LIBRARIES`."""
     if isinstance(value, types.ModuleType):
         return is_library(value.__name__)
     return isinstance(value, type) and is_library(value.__module__)
