@@ -116,7 +116,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
         return Result(result[0], result[1] if request.return_lse else None)
     if not needs_grad:
         q, k, v = q.detach(), k.detach(), v.detach()
-    scale, given = request.scale, (q, k, v)
+    scale, narrow = request.scale, (q, k, v)
     if name == "cpu":  # torch's CPU kernel fails for views of tensors with other dimensions
         q, k, scale = flex.widened(q, k, scale)
         q, k, v = flex.separate(q), flex.separate(k), flex.separate(v)
@@ -124,7 +124,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
     options = flex.options(q, k, v, backend, request.kernel_options, block_mask.BLOCK_SIZE)
     out, lse = flex.flex(q, k, v, score_mod, block_mask, scale, options, request.return_lse)
     if name == "cpu":
-        out = _with_nan(out, *given, request, mask, score, block_mask)
+        out = _with_nan(out, *narrow, request, mask, score, block_mask)
     return Result(out, lse)
 
 
@@ -554,7 +554,7 @@ def _with_nan(
     q_offset = cast(int | Tensor, request.q_offset)
     visible, score_data = _visible(mask, block_mask, q_offset, q.device), _data_of_score(score, q.device)
     if visible is None or compat.transforms_active():
-        return flex.separate(out)
+        return cast(Tensor, flex.separate(out))
     blocks = of_block_mask(block_mask) if visible[0] == "bits" else ()
     call = visible, score_data, q_offset, block_mask.BLOCK_SIZE, compat.constants(request.scale)
     return cast(Tensor, _by_tiles(q, k, v, blocks, call, out))

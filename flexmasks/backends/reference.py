@@ -24,7 +24,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -72,7 +72,7 @@ def attend(
     learned, check = learned_by(score_mod, q.device), None
     if torch.is_grad_enabled():
         mask_mod, score_mod, check = frozen_functions(visible.mask_mod, score_mod, q)
-        visible = visible._replace(mask_mod=mask_mod)
+        visible = visible._replace(mask_mod=cast(Callable[..., Tensor], mask_mod))
     by_slices = functools.partial(
         attend_by_slices, score_mod=score_mod, visible=visible, scale=scale, functions=functions, check=check
     )
@@ -117,7 +117,7 @@ def _operations_of(function: Callable[..., Tensor], arguments: list[Tensor], fro
         operations = make_fx(with_indexing_by_numbers(function))(*arguments)
     for node in operations.graph.find_nodes(op="get_attr"):
         setattr(operations, node.target, frozen.of(getattr(operations, node.target)))
-    return operations.forward  # type: ignore[no-any-return]
+    return operations.forward
 
 
 class _AttendByTiles(torch.autograd.Function):

@@ -153,7 +153,9 @@ class Aliases:
             return function
         cells = tuple(types.CellType() for _ in function.__closure__ or ())
         code, name = function.__code__, function.__name__
-        own = {n: variables[n] for n in ("__name__", "__builtins__") if n in variables} if names else variables
+        own: dict[str, Any] = variables
+        if names:
+            own = {n: variables[n] for n in ("__name__", "__builtins__") if n in variables}
         copied = types.FunctionType(code, own, name, self.of(function.__defaults__), cells)
         self._copies[id(function)] = function, copied  # known before its closure is copied, which may hold it
         own.update((n, self.of(variables[n])) for n in names)
