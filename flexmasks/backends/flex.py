@@ -516,7 +516,7 @@ class CompiledCall:
             needs_grad=call.needs_grad,
             is_flash=backend == "FLASH",
             is_data=as_data,
-            reads_nan=not call.is_cuda and score_mod is not None and hold_nan(tensors_of(score_mod)),
+            reads_nan=call.q.device.type == "cpu" and score_mod is not None and hold_nan(tensors_of(score_mod)),
             runs_left=runs_left,
         )
 
