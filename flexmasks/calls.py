@@ -26,6 +26,7 @@ from flexmasks.backends.decode_gpu import DecodeRenewal, GpuDecode
 from flexmasks.backends.dense_gpu import GpuDense, GpuDenseRenewal
 from flexmasks.backends.empty import attend as attend_nothing
 from flexmasks.backends.empty import computes_nothing
+from flexmasks.backends.reference import frozen_functions
 from flexmasks.backends.renewal import Renewal
 from flexmasks.backends.table import BACKENDS, check, choose
 from flexmasks.backends.table import run as run_on_backend
@@ -480,6 +481,33 @@ def explain(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Explanation:
 
 @unseen
 def run_eagerly(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tensor | None]:
+    """Run a call outside torch.compile."""
+    out, lse = _run_eagerly(q, k, v, request)
+    if out.requires_grad and compat.saves_by_hooks():
+        # Activation checkpointing reads the tensors of mask and score again, and checks no versions.
+        mask, score = from_arguments(request.mask, request.score, request.params)
+        mask_mod = mask if request.block_mask is None else request.block_mask.mask_mod
+        *_, check = frozen_functions(mask_mod, score, q, request.q_offset)
+        out, lse = _Watched.apply(check, out, lse)
+    return out, lse
+
+
+class _Watched(torch.autograd.Function):
+    """Results of a call whose backward pass first checks what the forward pass read."""
+
+    @staticmethod
+    def forward(ctx: Any, check: Callable[[], None], *results: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.check = check
+        ctx.set_materialize_grads(False)
+        return tuple(None if x is None else x.view_as(x) for x in results)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.check()
+        return None, *gradients
+
+
+def _run_eagerly(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tensor | None]:
     """Run a call outside torch.compile.
 
     A call that was made before goes straight to its kernel.

@@ -548,7 +548,7 @@ def forgotten(what: str) -> list[str]:
     order = distributed.balance("causal", length, mesh, block_size=4)
     part: Tensor | None = distributed.shard(q, order, mesh, dim=2)
     if what == "part":
-        kept, order = part, distributed.Order.natural(length, mesh.size())  # the part alone keeps its order alive
+        order = distributed.Order.natural(length, mesh.size())  # the part alone keeps its order alive
     x = distributed.shard(q, distributed.Order.natural(length, mesh.size()), mesh, dim=2)
     if what == "dtensor":
         x = DTensor.from_local(x, mesh, [Shard(2)])
@@ -564,7 +564,7 @@ def forgotten(what: str) -> list[str]:
     errors.append(
         error_of(lambda: attention(x[:, :, :9], x[:, :, :9], x[:, :, :9], mask="causal", **given)) if given else ""
     )
-    kept = part = order = None
+    part = order = None
     errors.append(error_of(lambda: attention(x, x, x, mask="causal", **given)))
     return errors
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import itertools
 import math
 import re
 import weakref
@@ -159,6 +160,60 @@ def test_the_reference_shows_poison_that_is_seen() -> None:
     assert out[0, 0, :5].isfinite().all()
     assert out[0, 0, 5:9, 3].isnan().all()
     assert out[0, 0, 9:].isnan().all()
+
+
+_POISONED: list[Callable[[Tensor, Tensor, Tensor], Tensor]] = [
+    lambda q, k, bias: q[:, :, 0],
+    lambda q, k, bias: k[:, :, 0],
+    lambda q, k, bias: k[:, :, 60],
+    lambda q, k, bias: k[:, :, 60, 3],
+    lambda q, k, bias: q,
+    lambda q, k, bias: bias[60],
+]
+_SEEN = [("cpu", 90, torch.float32), ("auto", 2, torch.float32), ("auto", 90, torch.float32)]
+_MORE_SEEN = [(b, n, t) for b in ("cpu", "auto") for n in (1, 2, 90) for t in TOLERANCE if (b, n, t) not in _SEEN]
+
+
+def _some_see_nothing(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return (kv <= q) & (q % 7 != 2)
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+@pytest.mark.parametrize(
+    ("backend", "q_len", "dtype"), [*_SEEN, *(pytest.param(*more, marks=pytest.mark.campaign) for more in _MORE_SEEN)]
+)
+def test_poison_that_is_seen(backend: str, q_len: int, dtype: torch.dtype, needs_grad: bool) -> None:
+    """Rows that see a score of NaN or inf are NaN, with the gradients of what they see; other rows are right."""
+    if needs_grad and backend == "cpu":
+        pytest.skip("it has no gradients")
+    keys, kv_heads = 150, 1
+    at = torch.arange(q_len)[:, None] + keys - q_len
+    visible = _some_see_nothing(at, at, at, torch.arange(keys))
+    for with_lse, value, poisoned in itertools.product((False, True), (math.nan, math.inf), _POISONED):
+        if with_lse and backend == "cpu":
+            continue
+        q, k, v = (torch.randn(2, n, m, 32).to(dtype) for n, m in ((2, q_len), (kv_heads, keys), (kv_heads, keys)))
+        bias = torch.zeros(keys)
+        poisoned(q, k, bias).fill_(value)
+        scores = (q.double() @ k.double().mT * 32**-0.5 + bias).masked_fill(~visible, -math.inf)
+        is_bad = (scores.isnan() | (scores == math.inf)).any(-1)
+        want = scores.softmax(-1).masked_fill(~visible, 0) @ v.double()
+        leaves = [x.requires_grad_(needs_grad) for x in (q, k, v)]
+        result = flexmasks.attention(
+            *leaves, mask=_some_see_nothing, q_offset=keys - q_len, backend=backend, return_lse=with_lse,
+            score=lambda s, b, h, q, kv, bias=bias: s + bias[kv],
+        )  # fmt: skip
+        out, lse = result if isinstance(result, tuple) else (result, None)
+        assert torch.equal(out.isnan().any(-1), is_bad)
+        assert torch.equal(out.isnan().all(-1), is_bad)
+        assert error(out[~is_bad], want[~is_bad]) < TOLERANCE[dtype]
+        assert lse is None or not lse[is_bad].isfinite().any()
+        if needs_grad:
+            d_q, d_k, d_v = torch.autograd.grad(out.sum(), leaves)
+            reached = (is_bad[..., None] & visible).any(1).any(1, keepdim=True)
+            assert torch.equal(d_q.isnan().any(-1), is_bad)
+            assert d_k.isnan().any(-1)[reached].all()
+            assert d_v.isnan().any(-1)[reached].all()
 
 
 # --- compositions ---

@@ -150,6 +150,12 @@ def test_kernels_for_the_cpu(name: str) -> None:
         q, k, v = (x.detach() for x in qkv(case, torch.float32, v_size=48))
         want, _ = attend(*(exact(x).detach() for x in (q, k, v)), dense(case))
         torch.testing.assert_close(compiled(q, k, v, **given).double(), want, atol=1e-5, rtol=1e-5)
+        q[:, :, 0], k[:, :, 1] = math.nan, math.inf  # torch's own kernel would drop the blocks of keys with such scores
+        visible = dense(case).expand(case.batch, case.heads, -1, -1)
+        is_bad = visible[..., 1] | (visible.any(-1) & (torch.arange(case.q_len) == 0))
+        got = compiled(q, k, v, **given)
+        assert torch.equal(got.isnan().all(-1), is_bad)
+        torch.testing.assert_close(got[~is_bad].double(), want[~is_bad], atol=1e-5, rtol=1e-5)
 
 
 # On a GPU every mask is compiled in campaigns, and those that make tables of blocks always.
@@ -994,3 +1000,69 @@ def test_totals_of_packed_sequences_share_a_graph() -> None:
         want = flexmasks.varlen_attention(q, k, v, offsets, mask="causal", backend="reference")
         assert torch.allclose(compiled(q, k, v, offsets), want, atol=1e-5)
     assert graphs() == 2
+
+
+def _rows(n: int, parts: int = 8) -> Tensor:
+    """Return numbers of parts, other ones for each batch element, [2, n]."""
+    return torch.arange(n) // torch.tensor([[max(1, n // parts)], [max(1, n // 3)]])
+
+
+_OF_LENGTHS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "padding": lambda n: {"seq_lens": torch.tensor([n, n // 2])},
+    "grouped_tril": lambda n: {"seq_lens": torch.tensor([n, n // 2])},
+    "prefix_lm": lambda n: {"prefix_len": torch.tensor([n // 3, 5])},
+    "key_padding": lambda n: {"attention_mask": torch.arange(n) < torch.tensor([[n], [n // 2]])},
+    "document": lambda n: {"document_ids": _rows(n)},
+    "causal": lambda n: {"q_offset": torch.tensor([0, 7])},
+    "sliding_window": lambda n: {"window": torch.tensor(20)},
+    "chunked_causal": lambda n: {"chunk": 50, "start": torch.tensor([0, 9])},
+    "bidirectional_spans": lambda n: {"span_ids": _rows(n) - 1},
+    "causal_blockwise": lambda n: {"block_ids": _rows(n)},
+    "cross_document": lambda n: {"q_document_ids": _rows(n), "kv_document_ids": _rows(n, 5)},
+    "dense": lambda n: {"visible": torch.rand(2, 1, n, n) < 0.3},
+    "dilated_window": lambda n: {"window": torch.tensor(20), "dilation": 2},
+    "flashmask": lambda n: {
+        "causal": True, "startend_row_indices": (torch.arange(n) + 40).clamp(max=n).int().view(n, 1).expand(2, 1, n, 1),
+    },
+    "global_tokens": lambda n: {"tokens": torch.rand(2, n) < 0.1},
+    "key_eviction": lambda n: {"evicted": torch.randint(1, 2 * n, (2, n))},
+    "longformer": lambda n: {"window": 9, "tokens": torch.rand(2, n) < 0.1},
+    "multi_item": lambda n: {"prefix_len": torch.tensor([9, 20]), "item_positions": _rows(n)},
+    "packed": lambda n: {"inner": flexmasks.get_mask("causal"), "offsets": torch.tensor([0, n // 3, n - 5])},
+    "shared_prefix": lambda n: {
+        "document_ids": _rows(n).clamp(max=7), "prefix_of": torch.tensor([-1, 0, 0, -1, 3, 3, -1, 6]),
+    },
+    "sink_window": lambda n: {"sinks": torch.tensor(3), "window": torch.tensor(20)},
+    "slices": lambda n: {
+        "q_ranges": torch.tensor([[0, n // 2], [n // 2, n]]), "kv_ranges": torch.tensor([[0, n // 2], [0, n]]),
+        "types": torch.tensor([1, 0]),
+    },
+    "tree": lambda n: {"parents": (torch.arange(n) - 1 - torch.arange(n) % 3 % 2).clamp(min=-1).expand(2, n)},
+    "vertical_slash": lambda n: {
+        "vertical": torch.tensor([[[1, 9]] * 2] * 2), "slash": torch.tensor([[[0, 30]] * 2] * 2),
+    },
+    "vision_cross": lambda n: {
+        "intervals": torch.tensor([[0, n // 2], [n // 2, n]]), "image_ids": _rows(n, 2).clamp(max=1),
+    },
+}  # fmt: skip
+_COMPILED = [("padding", True)]
+_MORE_COMPILED = [(name, how) for name in _OF_LENGTHS for how in (None, True) if (name, how) not in _COMPILED]
+
+
+@pytest.mark.parametrize(
+    ("name", "dynamic"), [*_COMPILED, *(pytest.param(*more, marks=pytest.mark.campaign) for more in _MORE_COMPILED)]
+)
+def test_compiled_training_at_other_lengths(name: str, dynamic: bool | None) -> None:
+    """By Inductor, which aot_eager leaves out, with a batch."""
+
+    def call(params: dict[str, Any], q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return flexmasks.attention(q, k, v, mask=name, **params)
+
+    compiled = torch.compile(call, fullgraph=True, dynamic=dynamic)
+    for n in (96, 160, 70):
+        q, k, v = torch.randn(3, 2, 2, n, 16)
+        params = _OF_LENGTHS[name](n)
+        got, want = (results(functools.partial(c, params), q, k, v) for c in (compiled, call))
+        for x, y in zip(got, want, strict=True):
+            torch.testing.assert_close(x, y, atol=2e-5, rtol=2e-5)
+    assert graphs() <= 3

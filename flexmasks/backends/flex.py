@@ -16,6 +16,7 @@ import contextlib
 import functools
 import itertools
 import logging
+import math
 import threading
 import time
 import types
@@ -29,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flexmasks import compat
-from flexmasks.backends import forms
+from flexmasks.backends import forms, reference
 from flexmasks.backends.call import (
     TRANSFORMED,
     Call,
@@ -45,6 +46,7 @@ from flexmasks.backends.kernel_tiles import chosen_tiles
 from flexmasks.cache import Cache
 from flexmasks.kernels.compiling import announce
 from flexmasks.plans.data import FirstAsData
+from flexmasks.spec.captures import tensors_of
 
 _log = logging.getLogger("flexmasks")
 _kernel_numbers = itertools.count()
@@ -54,6 +56,7 @@ _this_thread = threading.local()
 _GUARDS_OF_TORCH = ("G['compat']", "G['_announce", "G['__builtins_dict", "G['__import_torch_dot", "__import__('torch')")
 _OUT_OF_RESOURCE = "out of resource"  # part of an error of Triton: smaller kernels may work
 _CPP_FAILED = "CppCompileError"  # part of an error of Inductor
+_LARGEST_PRODUCT = torch.finfo(torch.float32).max
 _MAX_NOTED_SHAPES = 64  # shapes that one kernel remembers
 _MAX_COPIED = 1 << 28  # the most bytes of q, k and v that are copied for one call on a CPU
 # On a GPU a function that could be compiled is compiled after this many runs as data, or after runs over this many
@@ -261,6 +264,25 @@ def separate(x: Tensor) -> Tensor:
 @separate.register_fake
 def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
+
+
+def may_lose_nan(q: Tensor, k: Tensor) -> bool:
+    """Return whether torch's kernel for CPUs may lose NaN and infinite scores.
+
+    It drops a block of keys from a row whose scores there have a NaN: the greatest score of such a block counts as
+    -inf. The row is then computed from its other blocks, or is 0.
+    """
+    largest = [0.0, 0.0]
+    for n, x in enumerate((q, k)):
+        if x.numel():
+            low, high = torch.aminmax(x[:1] if x.stride(0) == 0 else x)
+            largest[n] = max(-low.item(), high.item())
+    return not largest[0] * largest[1] * q.shape[3] < _LARGEST_PRODUCT  # True if it is NaN
+
+
+def hold_nan(tensors: Sequence[Tensor]) -> bool:
+    """Return whether tensors that a score change reads hold NaN or +inf, see `may_lose_nan`."""
+    return any(t.is_floating_point() and t.numel() > 0 and not t.amax() < math.inf for t in tensors)
 
 
 # Head sizes below this one take another way through torch's kernel for CPUs, by vectors; a tile takes 16 keys.
@@ -523,6 +545,7 @@ class CompiledCall:
     needs_grad: bool
     is_flash: bool
     is_data: bool = False  # the kernel reads the mask as data
+    reads_nan: bool = False  # on a CPU: the score change reads a tensor that holds NaN or +inf
     runs_left: Iterator[int] | None = None  # ends when the mask's function is to be compiled
 
     @property
@@ -583,6 +606,7 @@ class CompiledCall:
             needs_grad=call.needs_grad,
             is_flash=backend == "FLASH",
             is_data=as_data,
+            reads_nan=call.q.device.type == "cpu" and score_mod is not None and hold_nan(tensors_of(score_mod)),
             runs_left=runs_left,
         )
 
@@ -618,6 +642,9 @@ class CompiledCall:
             if not self.is_flash and not compat.compiler_is_off():
                 raise
             raise Unavailable(first_line(error)) from error
+        if q.device.type == "cpu" and (self.reads_nan or may_lose_nan(q, k)):
+            again, _ = reference.attend(q, k, v, self.score_mod, self.block_mask, self.scale)
+            out = torch.where(again.isnan(), again, out)
         return out, None if lse is None else lse.float()
 
 

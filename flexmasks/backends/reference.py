@@ -14,21 +14,30 @@ computes a call in one of two ways, with equal results:
 
 Nothing hidden reaches an output or a gradient, not even NaN or infinity: the products run over finite values, and the
 rows that do see a value that is not finite become NaN.
+
+The backward pass calls the functions of mask and score again. They then compute what they computed in the forward pass,
+or torch's error of a tensor that was changed in place is raised.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from flexmasks import compat
-from flexmasks.backends.call import Call, Result
-from flexmasks.backends.slices import OverIndices, attend_by_slices, is_traced_or_transformed
-from flexmasks.backends.tiles import Tiles, Visible, learned_by
+from flexmasks.backends.call import Call, Result, first_line
+from flexmasks.backends.slices import OverIndices, Visible, attend_by_slices, is_traced_or_transformed
+from flexmasks.backends.tiles import Tiles, learned_by
+from flexmasks.blocks.elements import with_indexing_by_numbers
+from flexmasks.spec.captures import Frozen
+
+_log = logging.getLogger("flexmasks")
 
 
 def refuses(call: Call) -> str | None:
@@ -55,18 +64,60 @@ def attend(
 
     The output has q's dtype. The log-sum-exp is float32, or float64 if q is.
 
-    functions: as for `slices.attend_by_slices`.
+    block_mask, functions: as for `slices.attend_by_slices`.
     """
+    visible = None if block_mask is None else Visible.of(block_mask)
+    if visible is None or is_traced_or_transformed():
+        return attend_by_slices(q, k, v, score_mod, visible, scale, functions)
+    learned, check = learned_by(score_mod, q.device), None
+    if torch.is_grad_enabled():
+        mask_mod, score_mod, check = frozen_functions(visible.mask_mod, score_mod, q)
+        visible = visible._replace(mask_mod=cast(Callable[..., Tensor], mask_mod))
     by_slices = functools.partial(
-        attend_by_slices, score_mod=score_mod, block_mask=block_mask, scale=scale, functions=functions
+        attend_by_slices, score_mod=score_mod, visible=visible, scale=scale, functions=functions, check=check
     )
-    learned = None if is_traced_or_transformed() else learned_by(score_mod, q.device)
     if learned is None:
         return by_slices(q, k, v)
-    tiles = Tiles(q, k, score_mod, Visible.of(block_mask), scale)
-    if not torch.is_grad_enabled():
+    tiles = Tiles(q, k, score_mod, visible, scale)
+    if check is None:
         return tiles.forward(q, k, v)
-    return _AttendByTiles.apply(tiles, by_slices, q, k, v, *learned)  # type: ignore[no-any-return]
+    return _AttendByTiles.apply(tiles, by_slices, check, q, k, v, *learned)  # type: ignore[no-any-return]
+
+
+def frozen_functions(
+    mask_mod: Callable[..., Tensor] | None, score_mod: Callable[..., Tensor] | None, q: Tensor, others: Any = None
+) -> tuple[Callable[..., Tensor] | None, Callable[..., Tensor] | None, Callable[[], None]]:
+    """Return the functions of mask and score for a backward pass.
+
+    Also returns a check of the tensors that they read.
+
+    others: what else a call reads.
+    """
+    frozen = Frozen()
+    given = mask_mod, score_mod
+    (mask_mod, score_mod), _ = frozen.of((given, others))
+    if not frozen.is_whole:  # what objects hold shows when the functions run
+        score = torch.zeros((), dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+        indices = [torch.zeros((), dtype=torch.int64, device=q.device) for _ in range(4)]
+        try:
+            mask_mod, score_mod = (
+                None if f is None else _operations_of(f, [*scores, *indices], frozen)
+                for f, scores in zip(given, ([], [score]), strict=True)
+            )
+        except Exception as error:  # torch's tracing raises errors of any type
+            if compat.passing_error(error) is not None:
+                raise
+            _log.info("a backward pass reads attributes of objects again: %s", first_line(error))
+    return mask_mod, score_mod, frozen.check
+
+
+def _operations_of(function: Callable[..., Tensor], arguments: list[Tensor], frozen: Frozen) -> Callable[..., Tensor]:
+    """Return the operations of a function by themselves, with the tensors that they read."""
+    with torch.no_grad(), compat.compile_lock:
+        operations = make_fx(with_indexing_by_numbers(function))(*arguments)
+    for node in operations.graph.find_nodes(op="get_attr"):
+        setattr(operations, node.target, frozen.of(getattr(operations, node.target)))
+    return operations.forward
 
 
 class _AttendByTiles(torch.autograd.Function):
@@ -77,23 +128,28 @@ class _AttendByTiles(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tiles: Tiles, by_slices: Callable[..., tuple[Tensor, Tensor]], *tensors: Tensor
+        ctx: Any,
+        tiles: Tiles,
+        by_slices: Callable[..., tuple[Tensor, Tensor]],
+        check: Callable[[], None],
+        *tensors: Tensor,
     ) -> tuple[Tensor, Tensor]:
         out, lse = tiles.forward(*tensors[:3])
-        ctx.tiles, ctx.by_slices = tiles, by_slices
+        ctx.tiles, ctx.by_slices, ctx.check = tiles, by_slices, check
         ctx.save_for_backward(out, lse, *tensors)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.check()
         out, lse, *tensors = ctx.saved_tensors
         differentiable = torch.is_grad_enabled()  # the caller asks for derivatives of these gradients
         if not differentiable and not is_traced_or_transformed() and not any(map(compat.is_batched_gradient, grads)):
             q, k, v, *learned = tensors
-            return None, None, *ctx.tiles.backward(q, k, v, out, lse, *grads, learned)
-        needed = ctx.needs_input_grad[2:]
+            return None, None, None, *ctx.tiles.backward(q, k, v, out, lse, *grads, learned)
+        needed = ctx.needs_input_grad[3:]
         inputs = [x for x, need in zip(tensors, needed, strict=True) if need]
         with torch.enable_grad():
             outputs = ctx.by_slices(*tensors[:3])
         gradients = iter(torch.autograd.grad(outputs, inputs, grads, create_graph=differentiable, allow_unused=True))
-        return None, None, *(next(gradients) if need else None for need in needed)
+        return None, None, None, *(next(gradients) if need else None for need in needed)

@@ -35,19 +35,27 @@ class OverIndices(NamedTuple):
     score: Callable[..., Tensor] | None
 
 
-class _Blocks(NamedTuple):
-    partial: Tensor  # bool[B or 1, H or 1, rows, columns]
+class Visible(NamedTuple):
+    """The keys that each query sees: a function, and blocks."""
+
+    mask_mod: Callable[..., Tensor]
+    partial: Tensor  # bool[B or 1, H or 1, rows, columns] of blocks
     full: Tensor
-    size: tuple[int, int]  # queries, keys
+    block_size: tuple[int, int]  # queries, keys
+
+    @classmethod
+    def of(cls, block_mask: compat.BlockMask) -> Visible:
+        return cls(block_mask.mask_mod, *of_block_mask(block_mask), block_mask.BLOCK_SIZE)
 
 
 class _Shared(NamedTuple):
     """The common part of all slices of a call."""
 
-    blocks: _Blocks | None  # None: all keys are reached, and the mask's function is asked for each
+    visible: Visible | None  # None: all keys are reached, and the mask's function is asked for each
     functions: OverIndices
     scale: float | None
     all_finite: bool  # q, k and v have neither NaN nor infinity
+    check: Callable[[], None] | None  # raises an error if a tensor that the functions read was changed
 
 
 class _Slice(NamedTuple):
@@ -67,26 +75,27 @@ def attend_by_slices(
     k: Tensor,
     v: Tensor,
     score_mod: Callable[..., Tensor] | None,
-    block_mask: compat.BlockMask | None,
+    visible: Visible | None,
     scale: float | None,
     functions: OverIndices | None = None,
+    check: Callable[[], None] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return output and lse as `reference.attend` does, by operations that torch differentiates.
 
-    block_mask: may be None while torch traces, if the mask's function is among `functions`.
-    functions: `score_mod` and the block mask's function over indices, if torch cannot trace how vmap makes them.
+    visible: may be None while torch traces, if the mask's function is among `functions`.
+    functions: `score_mod` and the mask's function over indices, if torch cannot trace how vmap makes them.
+    check: called before these functions run, also when the backward pass computes scores again.
     """
     # While torch traces or transforms, no value can be read. Then every key counts as reached and any value as
     # possibly not finite, and torch decides what to keep for the backward pass.
     traced = is_traced_or_transformed()
     all_finite = not traced and bool(torch.stack([x.detach().isfinite().all() for x in (q, k, v)]).all())
-    blocks = None if block_mask is None else _Blocks(*of_block_mask(block_mask), block_mask.BLOCK_SIZE)
     if functions is None:
         of_scores = None if score_mod is None else over_indices(score_mod, (0,))
-        functions = OverIndices(over_indices(cast(compat.BlockMask, block_mask).mask_mod), of_scores)
-    shared = _Shared(blocks, functions, scale, all_finite)
+        functions = OverIndices(over_indices(cast(Visible, visible).mask_mod), of_scores)
+    shared = _Shared(visible, functions, scale, all_finite, check)
     outs, lses = [], []
-    parts = _traced_slices(q, k) if compat.is_compiling() else _slices(cast(_Blocks, blocks), q, k, traced)
+    parts = _traced_slices(q, k) if compat.is_compiling() else _slices(cast(Visible, visible), q, k, traced)
     for part in parts:
         keys = slice(part.kv_start, part.kv_stop)
         inputs = q[:, :, part.q_start : part.q_stop], k[:, :, keys], v[:, :, keys]
@@ -113,15 +122,15 @@ def is_traced_or_transformed() -> bool:
     return compat.is_compiling() or compat.innermost_transform() is not None
 
 
-def _slices(blocks: _Blocks, q: Tensor, k: Tensor, traced: bool) -> list[_Slice]:
+def _slices(visible: Visible, q: Tensor, k: Tensor, traced: bool) -> list[_Slice]:
     """Return the slices of a call: rows of blocks, or parts of a row.
 
     A row is cut if it has more than `_MAX_SCORES` scores.
     """
     batch, heads, q_len, _ = q.shape
     kv_len = k.shape[2]
-    rows, columns = blocks.size
-    used = (blocks.partial | blocks.full).any(0).any(0)  # bool[rows, columns] of blocks
+    rows, columns = visible.block_size
+    used = (visible.partial | visible.full).any(0).any(0)  # bool[rows, columns] of blocks
     step = max(1, _MAX_SCORES // (batch * heads * rows * kv_len))  # rows of blocks taken together
     slices = []
     for first in range(0, used.shape[0], step):
@@ -152,6 +161,8 @@ def _traced_slices(q: Tensor, k: Tensor) -> list[_Slice]:
 
 def _attend_slice(q: Tensor, k: Tensor, v: Tensor, part: _Slice, shared: _Shared) -> tuple[Tensor, Tensor]:
     """Return output and lse of a slice, given its queries, keys and values."""
+    if shared.check is not None:
+        shared.check()
     batch, heads, _, size = q.shape
     dtype = q.dtype
     precise = torch.float64 if dtype == torch.float64 else torch.float32
@@ -197,12 +208,14 @@ def _visible(
 
     sizes: of batch and heads. The result is bool[B or 1, H or 1, queries, keys].
     """
-    if shared.blocks is None:
+    if shared.visible is None:
         b, h = (torch.arange(n, device=q_positions.device) for n in sizes)
         return shared.functions.mask(b, h, q_positions, kv_positions)
-    rows, columns = shared.blocks.size
+    rows, columns = shared.visible.block_size
     first_row = part.q_start // rows
-    partial, full = (x[:, :, first_row : -(-part.q_stop // rows)] for x in shared.blocks[:2])
+    partial, full = (
+        x[:, :, first_row : -(-part.q_stop // rows)] for x in (shared.visible.partial, shared.visible.full)
+    )
     row, column = q_positions // rows - first_row, kv_positions // columns
     if not is_traced_or_transformed() and not partial.any() and full[..., column].all():
         return None

@@ -27,9 +27,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexmasks import compat
+from flexmasks.backends.slices import Visible
 from flexmasks.blocks.elements import Elements, over_indices
-from flexmasks.blocks.lists import of_block_mask
 from flexmasks.spec.captures import Opaque, capture
 from flexmasks.workers import Workers
 
@@ -60,19 +59,6 @@ class _Tile(NamedTuple):
     heads: slice  # query heads
     queries: slice
     keys: _ReachedKeys
-
-
-class Visible(NamedTuple):
-    """The keys that each query sees: a function, and blocks."""
-
-    mask_mod: Callable[..., Tensor]
-    partial: Tensor  # bool[B or 1, H or 1, rows, columns] of blocks
-    full: Tensor
-    block_size: tuple[int, int]  # queries, keys
-
-    @classmethod
-    def of(cls, block_mask: compat.BlockMask) -> Visible:
-        return cls(block_mask.mask_mod, *of_block_mask(block_mask), block_mask.BLOCK_SIZE)
 
 
 class _Backward(NamedTuple):

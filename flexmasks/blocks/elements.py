@@ -53,9 +53,15 @@ def over_indices(function: _Function, prefix: tuple[int | None, ...] = ()) -> Ca
     for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
         vmapped = torch.vmap(vmapped, in_dims=prefix + dims)
 
+    return with_indexing_by_numbers(vmapped)
+
+
+def with_indexing_by_numbers(function: _Function) -> Callable[..., Tensor]:
+    """Return a function in which `tensor[i]` with a tensor `i` without dimensions is a lookup."""
+
     def evaluated(*args: Tensor) -> Tensor:
         with _IndexingByNumbers():
-            return vmapped(*args)
+            return function(*args)
 
     return evaluated
 

@@ -70,7 +70,8 @@ def _listed(counts: Tensor, indices: Tensor, columns: int) -> Tensor:
     is_listed = in_use(counts, indices)
     table = torch.zeros((*indices.shape[:-1], columns + 1), dtype=torch.bool, device=indices.device)
     table.scatter_(-1, torch.where(is_listed, indices, columns).long(), True)  # unused entries mark one more column
-    return table[..., :columns]
+    # Contiguous, because Inductor cannot compare strides of symbolic sums of quotients: see pytorch issue 188323.
+    return table[..., :columns].contiguous()
 
 
 # --- making ---

@@ -57,6 +57,14 @@ def capture(value: Any, tensors: list[Tensor]) -> Hashable:
     return reader.finish(reader.key(value))
 
 
+def tensors_of(value: Any) -> list[Tensor]:
+    """Return the tensors that a function reads, as far as they show."""
+    tensors: list[Tensor] = []
+    with contextlib.suppress(Opaque):
+        capture(value, tensors)
+    return tensors
+
+
 def capture_plainly(function: types.FunctionType, tensors: list[Tensor]) -> Hashable | None:
     """Return a key of a function that reads only common kinds of values, else None.
 
@@ -151,17 +159,27 @@ class Aliases:
             copied = functools.partial(self.of(value.func), *map(self.of, value.args))
             copied.keywords.update({k: self.of(v) for k, v in value.keywords.items()})
             return copied
-        if kind is types.BuiltinFunctionType and value.__self__ is None:
+        if kind is types.BuiltinFunctionType and (value.__self__ is None or _is_constant(value.__self__)):
             return value
         raise Opaque(f"an object of type {kind.__name__}")
 
+    def _global_names(self, function: types.FunctionType) -> tuple[str, ...]:
+        """Return the names of the globals that a copy of a function has for itself."""
+        return ()
+
     def _function(self, function: types.FunctionType) -> types.FunctionType:
-        if not (function.__closure__ or function.__defaults__ or function.__kwdefaults__ or function.__dict__):
+        names, variables = self._global_names(function), function.__globals__
+        has_attributes = function.__defaults__ or function.__kwdefaults__ or function.__dict__
+        if not (names or function.__closure__ or has_attributes):
             return function
         cells = tuple(types.CellType() for _ in function.__closure__ or ())
         code, name = function.__code__, function.__name__
-        copied = types.FunctionType(code, function.__globals__, name, self.of(function.__defaults__), cells)
+        own: dict[str, Any] = variables
+        if names:
+            own = {n: variables[n] for n in ("__name__", "__builtins__") if n in variables}
+        copied = types.FunctionType(code, own, name, self.of(function.__defaults__), cells)
         self._copies[id(function)] = function, copied  # known before its closure is copied, which may hold it
+        own.update((n, self.of(variables[n])) for n in names)
         for cell, original in zip(cells, function.__closure__ or (), strict=True):
             with contextlib.suppress(ValueError):  # a variable that has no value yet
                 cell.cell_contents = self.of(original.cell_contents)
@@ -201,6 +219,57 @@ class WithoutWrappers(Aliases):
             plain = compat.unwrapped(plain)
         self.has_unwrapped = self.has_unwrapped or plain is not value
         return plain
+
+
+class Frozen(Aliases):
+    """Copies of functions that compute later, in a backward pass, what the functions compute now.
+
+    All their variables keep the values that they have now, globals too. Tensors keep their memory, so they may not be
+    changed in place meanwhile.
+
+    is_whole: whether nothing was left out, as the attributes of objects are.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_whole = True
+        self._versions: list[tuple[Tensor, int]] = []
+
+    def check(self) -> None:
+        """Raise torch's own error if a tensor was changed in place."""
+        for t, expected in self._versions:
+            if compat.version(t) != expected:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"[{t.type()} {list(t.shape)}] is at version {compat.version(t)}; expected version {expected} "
+                    "instead. The mask or the score of flexmasks.attention reads this tensor: change a copy of it."
+                )
+
+    def of(self, value: Any) -> Any:
+        """Return a copy of a value, or the value itself."""
+        if isinstance(value, (types.ModuleType, type)) and not _is_constant(value):
+            self.is_whole = False
+        return super().of(value)
+
+    def _copy(self, value: Any, kind: type) -> Any:
+        if isinstance(value, Tensor):
+            is_plain = kind is Tensor and not (value.requires_grad or vars(value))
+            kept = value.detach() if is_plain else value
+            if not kept.is_inference():
+                self._versions.append((kept, compat.version(kept)))
+            return kept
+        try:
+            return super()._copy(value, kind)
+        except Opaque:
+            self.is_whole = False
+            return value
+
+    def _global_names(self, function: types.FunctionType) -> tuple[str, ...]:
+        if is_library(function.__globals__.get("__name__")):
+            return ()
+        names, uncertainty = global_names(function.__code__)
+        self.is_whole = self.is_whole and not uncertainty
+        return () if uncertainty else tuple(n for n in names if n in function.__globals__)
 
 
 class Refilled:
@@ -351,8 +420,7 @@ class Reader:
         if isinstance(value, np.generic):
             return kind, value.tobytes()
         if isinstance(value, (types.ModuleType, type)):
-            module = value.__name__ if isinstance(value, types.ModuleType) else value.__module__
-            return value if is_library(module) else self._refuse(f"{value!r}, whose variables may change", value)
+            return value if _is_constant(value) else self._refuse(f"{value!r}, whose variables may change", value)
         if kind in (types.MethodDescriptorType, types.WrapperDescriptorType):  # torch.Tensor.add
             return kind, value.__name__, self.key(value.__objclass__)
         if kind in (types.BuiltinFunctionType, types.MethodWrapperType):  # math.exp, tensor.__getitem__
@@ -465,6 +533,13 @@ def _names_and_imports(code: types.CodeType) -> tuple[set[str], set[str]]:
             names.update(inner_names)
             imports.update(inner_imports)
     return names, imports
+
+
+def _is_constant(value: Any) -> bool:
+    """Return whether a value is a module or class of `_LIBRARIES`."""
+    if isinstance(value, types.ModuleType):
+        return is_library(value.__name__)
+    return isinstance(value, type) and is_library(value.__module__)
 
 
 def is_library(module: Any) -> bool:

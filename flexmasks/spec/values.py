@@ -18,7 +18,16 @@ from torch import Tensor
 from flexmasks import compat
 from flexmasks.blocks.counts import Blocks
 from flexmasks.cache import identity
-from flexmasks.spec.captures import Aliases, NamedTensors, Opaque, Place, Readable, Reader, in_one_piece
+from flexmasks.spec.captures import (
+    Aliases,
+    NamedTensors,
+    Opaque,
+    Place,
+    Readable,
+    Reader,
+    in_one_piece,
+    tensors_of,
+)
 from flexmasks.spec.definitions import (
     AND,
     CHAIN,
@@ -135,10 +144,7 @@ class Modifier(Readable):
 
         Variables that cannot be read are left out.
         """
-        tensors: list[Tensor] = []
-        with contextlib.suppress(Opaque):
-            self.capture(tensors)
-        return tensors
+        return tensors_of(self)
 
     def named_tensors(self) -> list[tuple[str, Tensor]]:
         """Return the tensors that have names, with their names in words."""

@@ -125,12 +125,13 @@ def hold(order: Order, mesh: DeviceMesh) -> None:
 
 
 def forgotten_order(mesh: DeviceMesh, rank: int, length: int) -> str:
-    """Return what to pass if a call without an order has as many tokens as an order that is held gives a rank, or ""."""
-    if not any([length == size for size in _held_sizes(mesh, rank)]):  # torch 2.13 gets `in` wrong for symbolic sizes
+    """Return what to pass if a rank without an order has as many tokens as an order that is held gives it, or ""."""
+    if not any(length == size for size in _held_sizes(mesh, rank)):  # torch 2.13 gets `in` wrong for symbolic sizes
         return ""
     return (
-        f"pass `order`, the Order of these processes that `balance` made or `shard` took, by which this one has {length} "
-        "tokens. If its tokens follow those of the process before it, pass `order=Order.natural(length, ranks)`."
+        "pass `order`, the Order of these processes that `balance` made or `shard` took, by which this one has "
+        f"{length} tokens. If its tokens follow those of the process before it, pass "
+        "`order=Order.natural(length, ranks)`."
     )
 
 
