@@ -378,12 +378,12 @@ def saves_by_hooks() -> bool:
 def cannot_read(error: BaseException) -> bool:
     """Return whether an error comes from a file that is damaged: a pickle, a source or a library."""
     kinds = EOFError, ImportError, SyntaxError, UnicodeDecodeError, pickle.UnpicklingError
-    # The system gives no number for a library that cannot be loaded.
-    return any(
-        (isinstance(e, kinds) and not isinstance(e, ModuleNotFoundError))
-        or (isinstance(e, OSError) and e.errno is None)
-        for e in causes(error)
-    )
+
+    def tells(e: BaseException) -> bool:
+        is_library = isinstance(e, OSError) and e.errno is None  # the system gives no number for one
+        return is_library or (isinstance(e, kinds) and not isinstance(e, ModuleNotFoundError))
+
+    return any(map(tells, causes(error)))
 
 
 def _kept(x: Tensor) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
 import os
 import re
@@ -9,7 +11,7 @@ import resource
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -91,6 +93,20 @@ def label(case: Any) -> str | None:
         return None
     params = ",".join(f"{n}={v}" for n, v in case.params.items() if isinstance(v, int | float | bool))
     return f"{case.name}({params})-{case.batch}x{case.heads}x{case.q_len}x{case.kv_len}"
+
+
+# --- messages ---
+
+
+@contextlib.contextmanager
+def torch_says(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Let `caplog` have what torch's compiler logs, which it shows on stderr by itself."""
+    logger = logging.getLogger("torch._dynamo")
+    logger.addHandler(caplog.handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(caplog.handler)
 
 
 # --- random tests ---

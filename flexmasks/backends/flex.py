@@ -414,7 +414,7 @@ def _run_compiled(kernel: _Kernel, what: str, *args: Any) -> tuple[Tensor, Tenso
             raise
         raise _Retry from error
     if _compilations() != before:
-        if not kernel.has_room:
+        if kernel.graphs.count >= kernel.graphs.most:
             kernel.shapes_run.clear()  # the next call makes a new kernel, which has room for more graphs
         _log_compiled(start, what, args[0], args[1], "torch's guards ask for it")
     return result  # type: ignore[no-any-return] # torch.compile keeps no types
