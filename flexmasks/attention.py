@@ -75,7 +75,10 @@ def attention(
     Args:
         q: queries, [B, H, Q, D], floating; or a jagged nested tensor [B, H, jagged, D], and k and v likewise.
         k, v: keys [B, Hkv, KV, D] and values [B, Hkv, KV, Dv]; H must be a multiple of Hkv (grouped-query attention).
-            Dv may be another head size than D, as in multi-head latent attention. q, k and v may be DTensors that are
+            Dv may be another head size than D, as in multi-head latent attention. Compiled kernels for the CPU get
+            copies of tensors that lie in memory neither as [B, H, S, D] nor as [B, S, H, D], up to 256 MiB a call: keys
+            that are expanded over the batch then take the memory of the whole batch. Larger ones are not copied, and
+            compile a kernel for their layout. q, k and v may be DTensors that are
             sharded alike over batch elements and heads, and then so is the output; for a sharded sequence there is
             `flexmasks.integrations.distributed.attention`.
         mask: a registered mask's name, a Mask, or a function (b, h, q, kv) -> bool of index tensors, True = visible.

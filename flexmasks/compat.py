@@ -376,7 +376,7 @@ def saves_by_hooks() -> bool:
 
 
 def cannot_read(error: BaseException) -> bool:
-    """Return whether an error comes from a file that is damaged: a pickle, a source or a library."""
+    """Return whether an error comes from a damaged pickle, source or library."""
     kinds = EOFError, ImportError, SyntaxError, UnicodeDecodeError, pickle.UnpicklingError
 
     def tells(e: BaseException) -> bool:

@@ -133,7 +133,7 @@ class _Kernel:
 
     @property
     def has_room(self) -> bool:
-        """Return whether torch may compile one more graph for other shapes, and one that its guards ask for."""
+        """Return whether torch may compile two more graphs: for new shapes, and by its guards."""
         return self.graphs.count + 1 < self.graphs.most
 
     def is_ready(self, shapes: _Shapes, is_mask_alike: bool = True) -> bool:

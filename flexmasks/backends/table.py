@@ -214,7 +214,10 @@ def run(call: Call, name: str) -> Result:
 
 
 def _leave_out(name: str, call: Call, error: Exception) -> None:
-    """Leave a failed backend out for calls of a kind with these lengths, after a second failure with any lengths."""
+    """Leave a failed backend out for calls of a kind with the same lengths.
+
+    After a second failure it is left out for any lengths.
+    """
     why = str(error) if isinstance(error, Unavailable) else first_line(error)
     if not _is_special(call):
         kind, reason = (name, call.kind), f"it failed before: {why}"

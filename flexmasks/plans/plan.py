@@ -301,7 +301,8 @@ class Plan:
         if not captured and (records_first or not is_first) and kind.is_to_be_recorded():
 
             def run(*tensors: Tensor) -> list[Tensor]:
-                return make(*Aliases(zip(inputs, tensors, strict=True)).of((self.value, self.offset)), size)
+                value, offset = Aliases(zip(inputs, tensors, strict=True)).of((self.value, self.offset))
+                return make(value, offset, size)
 
             recorded = self._recording(run, inputs, factored)
             if isinstance(recorded, str):
@@ -851,7 +852,7 @@ class GivenPlan:
 
 
 def with_contiguous_tensors(value: _V, tensors: Sequence[Tensor]) -> _V:
-    """Return a value with contiguous copies of the tensors that it reads, as far as it can be copied."""
+    """Return a value with contiguous copies of its tensors, if it can be copied."""
     if not all(t.is_contiguous() for t in tensors):
         with contextlib.suppress(Opaque):
             return cast(_V, InOnePiece().of(value))

@@ -98,9 +98,10 @@ _MAX_COPIED = 1 << 24  # the most bytes for which an expanded tensor is written 
 
 
 def in_one_piece(tensor: Tensor) -> Tensor:
-    """Return a tensor as compiled kernels take it: contiguous, or large and expanded from what is.
+    """Return a tensor as compiled kernels take it: contiguous, or expanded from what is contiguous.
 
-    torch's compiler fails for some tensors with gaps, and compiles anew for each layout.
+    torch's compiler fails for some tensors with gaps, and compiles anew for each layout. Only small tensors are written
+    out where they are expanded.
     """
     if tensor.is_contiguous():
         return tensor
