@@ -491,7 +491,7 @@ def test_own_blocks_inside_compile(monkeypatch: pytest.MonkeyPatch, dynamic: boo
 
     def chosen(x: Tensor, block_mask: BlockMask) -> Tensor:
         q: Any = OnGPU(x)
-        inside_compile._backend_of_block_mask(q, Request(block_mask=block_mask, backend="flash"), False)
+        inside_compile._backend_of_block_mask(q, Request(block_mask=block_mask, backend="flash"), False, False)
         return x + 1
 
     torch._dynamo.reset()

@@ -751,7 +751,7 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         "the pages of `v_cache` must",
     ),
-    "table a list": ({"page_table": TABLE.tolist()}, TypeError, "`page_table` must be an integer tensor \\[B, P\\]"),
+    "table a number": ({"page_table": 3}, TypeError, "`page_table` must be an integer tensor \\[B, P\\]"),
     "table of other batch": ({"page_table": TABLE[:1]}, ValueError, "with B = 2 on cpu, got int64\\[1, 2\\] on cpu"),
     "table of floats": ({"page_table": TABLE.float()}, ValueError, "got float32\\[2, 2\\]"),
     "lengths of other batch": ({"kv_lens": LENS[:1]}, ValueError, "`kv_lens` must be an integer tensor \\[B\\]"),

@@ -181,7 +181,7 @@ def transformed() -> bool:
 
 @compat.constant_in_graphs
 def must_be_deterministic() -> bool:
-    """Return whether torch forbids results that may differ from run to run, instead of only warning of them."""
+    """Return whether torch forbids results that may differ from run to run."""
     return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 

@@ -134,7 +134,7 @@ def _package() -> _Package:
 
 
 def _has_race() -> bool:
-    """Return whether the version of flash-attn-4 is older than the first that is right; an unknown one is not."""
+    """Return whether flash-attn-4 is known to be older than its first right version."""
     try:
         version = importlib.metadata.version("flash-attn-4")
     except importlib.metadata.PackageNotFoundError:
@@ -238,7 +238,7 @@ def _is_small(device: torch.device) -> bool:
 
 
 def adds_in_any_order(call: Call) -> str | None:
-    """Return what the kernel sums in an order that changes from run to run, or None.
+    """Return what the kernel adds in changing order, or None.
 
     In torch's deterministic mode it sums the gradients of queries in order, but not on each GPU.
     """

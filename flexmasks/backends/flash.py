@@ -142,7 +142,7 @@ def _refuses_functions(call: Call) -> str | None:
 
 
 def adds_in_any_order(call: Call) -> str | None:
-    """Return what the kernel sums in an order that changes from run to run, or None.
+    """Return what the kernel adds in changing order, or None.
 
     torch knows an ordered sum on compute capability 10 only, for block masks with metadata that ours do not have.
     """

@@ -1,4 +1,4 @@
-"""Tiles of torch's Triton kernels, where others than torch's own are faster, or torch's own do not fit.
+"""Tiles of torch's Triton kernels, where torch's own are slower or do not fit.
 
 The faster ones were measured on an H100 and an H200 with torch 2.11: forward and backward passes of documents, whose
 blocks are partial, and of causal attention, whose blocks are nearly all full, each also with ALiBi.
@@ -68,7 +68,7 @@ _SMALL_FROM = ((101_376, 1, 1), (166_912, 129, 65), (232_448, 257, 129))
 
 
 def chosen_tiles(q: Tensor, v: Tensor, block_size: tuple[int, int]) -> dict[str, int]:
-    """Return the kernel options of tiles for a call, where torch's own are slower or do not fit."""
+    """Return the kernel options of a call's tiles, or none for torch's own."""
     size = max(q.shape[3], v.shape[3])
     if capability(q.device) == _MEASURED_ON:  # torch 2.11 cannot trace `!=` with a constant of a graph
         sizes = _table(q.dtype) if q.shape[3] == v.shape[3] else {}

@@ -149,7 +149,7 @@ def _reason_against(backend: Backend, call: Call) -> str | None:
 
 
 def why_not(name: str, call: Call) -> str | None:
-    """Return why the backend of this name cannot run a call, be it for torch's deterministic mode, or None."""
+    """Return why a backend cannot run a call, torch's deterministic mode included, or None."""
     backend = BACKENDS[name]
     sums = backend.adds_in_any_order(call) if must_be_deterministic() else None
     if sums is not None:
@@ -158,7 +158,7 @@ def why_not(name: str, call: Call) -> str | None:
 
 
 def warn_of_order(name: str, call: Call) -> None:
-    """Warn, as torch does in its deterministic mode with warn_only, of a result that may differ from run to run."""
+    """Warn, as torch with warn_only, of results that may differ from run to run."""
     sums = BACKENDS[name].adds_in_any_order(call) if torch.is_deterministic_algorithms_warn_only_enabled() else None
     if sums is not None:
         warnings.warn(

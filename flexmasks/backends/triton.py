@@ -18,7 +18,7 @@ def refuses(call: Call) -> str | None:
 
 
 def adds_in_any_order(call: Call) -> str | None:
-    """Return what the kernel sums in an order that changes from run to run, or None."""
+    """Return what the kernel adds in changing order, or None."""
     return "the gradients of tensors that the score or mask reads, by atomic operations," if call.learns else None
 
 

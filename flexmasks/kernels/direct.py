@@ -49,7 +49,7 @@ _HOPPER = 232_448  # bytes of shared memory
 
 @compat.constant_in_graphs
 def shared_memory(device: torch.device) -> int:
-    """Return the bytes of shared memory that a program may take; without a GPU those of a Hopper GPU."""
+    """Return the bytes of shared memory for a program, without a GPU as on Hopper."""
     if not torch.cuda.is_available():
         return _HOPPER
     properties: Any = torch.cuda.get_device_properties(device)

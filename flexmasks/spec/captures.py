@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dis
 import functools
+import math
 import operator
 import types
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -146,7 +147,9 @@ class Aliases:
     def _copy(self, value: Any, kind: type) -> Any:
         if kind is Tensor and not value.requires_grad and not vars(value):
             alias = in_one_piece(value.detach())
-            self.nbytes += 0 if value.is_contiguous() else alias.untyped_storage().nbytes()
+            if not value.is_contiguous():
+                kept = (n for n, step in zip(alias.shape, alias.stride(), strict=True) if step)
+                self.nbytes += math.prod(kept) * alias.element_size()
             return alias
         if isinstance(value, Readable):
             return value.aliased(self)
