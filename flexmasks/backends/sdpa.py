@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from flexmasks import compat
-from flexmasks.backends.call import TRANSFORMED, Call, Result, Unavailable, transformed
+from flexmasks.backends.call import TRANSFORMED, Call, Result, Unavailable, exports_any_length, transformed
 from flexmasks.plans.windows import Window
 
 _MAX_CHECKED = 64
@@ -111,6 +111,8 @@ class TracedCall(FusedCall):
         return cls(cast(Window, call.window()), call.scale)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
+        if exports_any_length(q, k):  # torch hides the keys that would be cut, and a cut compares lengths
+            return replace(self, window=replace(self.window, keys=(0, k.shape[2])))._attend(q, k, v)
         return self._attend(q, k, v)
 
 
