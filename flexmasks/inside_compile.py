@@ -222,7 +222,10 @@ def _chosen(backend: str, *arguments: Any) -> Tensor:
 
 
 def _check_at_example(data: Any, size: Size) -> None:
-    """Raise the errors of a mask's parameters at the lengths of the example, without comparing symbolic ones."""
+    """Raise the errors of a mask's parameters at the lengths of the example.
+
+    No symbolic lengths are compared.
+    """
     with compat.without_dispatch_modes():
         alone, known = _without_traced(cast(Mask, of_data("mask", _with_hints(data))), size)
         alone.resolve(known)

@@ -528,45 +528,40 @@ def shards() -> bool:
 
 
 def forgotten(what: str) -> list[str]:
-    """Return the errors of calls without the order that the process holds, or with another one than the others."""
-    mesh, rank, length = mesh_of(), dist.get_rank(), 64
-    q = torch.randn(1, 2, length, 8)
-
-    def error_of(call: Callable[[], Any]) -> str:
-        try:
-            call()
-        except ValueError as error:
-            return str(error)
-        return ""
-
-    if what == "unshard":
-        order, other = (
-            distributed.Order(8, ((parts,), (others,))) for parts, others in (((0, 3), (3, 8)), ((3, 8), (0, 3)))
-        )
-        part, wrong = torch.arange(8)[None, :3], (order, other)[rank]
-        return [error_of(lambda: distributed.unshard(part, wrong, mesh))]
-    order = distributed.balance("causal", length, mesh, block_size=4)
-    part: Tensor | None = distributed.shard(q, order, mesh, dim=2)
-    if what == "part":
-        order = distributed.Order.natural(length, mesh.size())  # the part alone keeps its order alive
-    x = distributed.shard(q, distributed.Order.natural(length, mesh.size()), mesh, dim=2)
+    """Return the errors of calls without the order that the process holds."""
+    mesh, length = mesh_of(), 64
+    natural = distributed.Order.natural(length, mesh.size())
+    held: list[Any] = [distributed.balance("causal", length, mesh, block_size=4)]
+    x: Tensor = distributed.shard(torch.randn(1, 2, length, 8), natural, mesh, dim=2)
+    if what == "part":  # it alone keeps its order alive
+        held = [distributed.shard(torch.arange(length)[None], held[0], mesh)]
+    given: dict[str, Any] = {"mesh": mesh, "mask": "causal"}
     if what == "dtensor":
-        x = DTensor.from_local(x, mesh, [Shard(2)])
-    given = {} if what == "dtensor" else {"mesh": mesh}
+        x, given["mesh"] = DTensor.from_local(x, mesh, [Shard(2)]), None
     attention = distributed.attention
     if what == "compiled":
         attention = torch.compile(attention, backend="aot_eager", fullgraph=True)
-    errors = [error_of(lambda: attention(x, x, x, mask="causal", **given))]
-    if what == "compiled":
-        return errors
-    natural = distributed.Order.natural(length, mesh.size())
-    errors.append(error_of(lambda: attention(x, x, x, mask="causal", order=natural, **given)))
-    errors.append(
-        error_of(lambda: attention(x[:, :, :9], x[:, :, :9], x[:, :, :9], mask="causal", **given)) if given else ""
-    )
-    part = order = None
-    errors.append(error_of(lambda: attention(x, x, x, mask="causal", **given)))
+    errors = [error_of(lambda: attention(x, x, x, **given))]
+    if what != "compiled":
+        errors.append(error_of(lambda: attention(x, x, x, **given, order=natural)))
+        held.clear()
+        errors.append(error_of(lambda: attention(x, x, x, **given)))
     return errors
+
+
+def error_of(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except (ValueError, torch._dynamo.exc.Unsupported) as error:
+        return str(error)
+    return ""
+
+
+def unsharded_by_other_orders() -> str:
+    """Return the error of parts of one length that each process puts together by another order."""
+    pieces: Any = ((0, 4),), ((4, 8),)
+    order = distributed.Order(8, pieces if dist.get_rank() else pieces[::-1])
+    return error_of(lambda: distributed.unshard(torch.arange(4)[None], order, mesh_of()))
 
 
 def changing() -> dict[str, float]:

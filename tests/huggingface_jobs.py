@@ -201,7 +201,8 @@ def other_ways(way: str) -> float:
 
 def wrong(what: str) -> None:
     """Make a call that cannot be."""
-    mesh, order, inputs = mesh_of(), order_of("natural"), inputs_of("left" if what == "padding" else "rows")
+    mesh, inputs = mesh_of(), inputs_of("left" if what == "padding" else "rows")
+    order: distributed.Order | None = order_of("natural")
     parts = own_parts(inputs)
     name = "T5" if what == "bias" else "Bert" if what == "table" else "Llama"
     model, options = model_of(name), {"use_cache": False}
@@ -217,6 +218,11 @@ def wrong(what: str) -> None:
         parts["attention_mask"] = torch.ones(BATCH, 1, LENGTH // 2, LENGTH // 2, dtype=torch.bool)
     if what == "order":
         order = distributed.Order(LENGTH, (((0, 40),), ((40, LENGTH),)))
+    if what == "forgotten order":
+        held, order = order_of("balanced"), None
+        parts = own_parts(inputs, held)
+    if what == "another order" and dist.get_rank() == 1:
+        order = order_of("balanced")
     if what == "table":
         parts, options = {"input_ids": parts["input_ids"]}, {}
     if what == "bias":

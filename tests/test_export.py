@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._export.serde.serialize import SerializeError
 from torch._subclasses import FakeTensorMode
@@ -101,15 +102,200 @@ def test_export(name: str, learns: bool) -> None:
     ),
 )
 def test_export_with_any_batch_and_length(name: str, learns: bool) -> None:
-    batch: Any = torch.export.Dim("batch")
-    # A program without gradients is made for compiled kernels, whose blocks suit a range of lengths.
-    length: Any = torch.export.Dim("length", min=7) if learns else torch.export.Dim.AUTO
+    batch, length = torch.export.Dim("batch"), torch.export.Dim("length", min=1)
     shapes = (*[{0: batch, 2: length}] * 3, {0: batch})
     model = Model(CALLS[name])
     with torch.set_grad_enabled(learns):
         program = torch.export.export(model, inputs(), dynamic_shapes=shapes, strict=False)
-        for batch_size, n in ((BATCH, LENGTH), (3, 55), (5, 23 if learns else 300)):
+        for batch_size, n in ((BATCH, LENGTH), (3, 55), (5, 300), (1, 2)):
             check_program(program, model, *inputs(batch_size, n))
+
+
+# --- one program for all lengths ---
+
+LENGTHS = (1, 2, 3, 17, 127, 128, 129, 300)
+ENTRIES = {(e.kind, e.name): e for e in (*flexmasks.list_masks(), *flexmasks.list_scores())}
+CANVASES = ("natten", "natten3d", "sasa", "sliding_tile")  # for one length, 256 in their examples
+
+
+class Registered(torch.nn.Module):
+    """A call with a registered mask or score, whose tensors are inputs."""
+
+    def __init__(self, kind: str, name: str, fixed: dict[str, Any]) -> None:
+        super().__init__()
+        self.kind, self.name, self.fixed = kind, name, fixed
+        self.weight = torch.nn.Parameter(torch.rand(SIZE))
+
+    def made(self, length: int, tensors: dict[str, Tensor]) -> Any:
+        fixed = dict(self.fixed)
+        if "length" in fixed:
+            fixed["length"] = length // 2 if self.name in ("block_diffusion", "eagle3") else length
+        make = flexmasks.get_mask if self.kind == "mask" else flexmasks.get_score
+        return make(self.name, **fixed, **tensors)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tensors: dict[str, Tensor]) -> Tensor:
+        made: Any = {self.kind: self.made(q.shape[2], tensors)}
+        return flexmasks.attention(q * self.weight, k, v, **made)
+
+    def expected(self, q: Tensor, k: Tensor, v: Tensor, tensors: dict[str, Tensor]) -> Tensor:
+        n = q.shape[2]
+        if self.kind == "score":
+            made = self.made(n, tensors)
+            return flexmasks.attention(q * self.weight, k, v, score=made, backend="reference")
+        visible = flexmasks.dense_mask(self.made(n, tensors), n, batch=1, heads=1)
+        return F.scaled_dot_product_attention(q * self.weight, k, v, attn_mask=visible).nan_to_num()
+
+
+def tensors_of(entry: Any, length: int) -> dict[str, Tensor]:
+    value = entry.example(length)
+    known = value.definition.parameters
+    given = {n: x for n, x in value.params.items() if isinstance(x, Tensor) or known[n].is_sequence(x)}
+    return {n: x if isinstance(x, Tensor) else known[n].tensor(x, None) for n, x in given.items()}
+
+
+def check_all_lengths(kind: str, name: str, example: int, learns: bool, strict: bool) -> None:
+    """Export at one length, with all dimensions dynamic that follow the length, and run at all lengths."""
+    entry = ENTRIES[kind, name]
+    base = 256 if name in CANVASES else 64
+    example = base if name in CANVASES else example
+    tensors, longer = tensors_of(entry, base), tensors_of(entry, 2 * base)
+    follow = {
+        n: [d for d, size in enumerate(x.shape) if (size, longer[n].shape[d]) == (base, 2 * base)]
+        for n, x in tensors.items()
+    }
+
+    def given(n: int) -> tuple[Any, ...]:
+        cut = dict(tensors)
+        for key, dims in follow.items():
+            for dim in dims:
+                cut[key] = torch.cat([cut[key]] * -(-n // base), dim).narrow(dim, 0, n).contiguous()
+        return (*torch.randn(3, 1, 1, n, SIZE), cut)
+
+    params = entry.example(base).params
+    model = Registered(kind, name, {n: x for n, x in params.items() if n not in tensors})
+    length = torch.export.Dim("length", min=1, max=512)
+    shapes = (*[{2: length}] * 3, {n: dict.fromkeys(dims, length) for n, dims in follow.items()})
+    with torch.set_grad_enabled(learns):
+        program = torch.export.export(model, given(example), dynamic_shapes=shapes, strict=strict).module()
+        tried = 0
+        for n in (*LENGTHS, base):
+            call = given(n)
+            try:
+                want = model.expected(*call)
+            except ValueError:  # the mask is not for this length
+                if name in CANVASES:
+                    with pytest.raises(ValueError, match=f"flexmasks mask '{name}'"):
+                        program(*call)
+                continue
+            torch.testing.assert_close(program(*call), want, atol=1e-5, rtol=1e-5)
+            tried += 1
+        assert tried
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "example", "learns"),
+    [
+        ("mask", "sliding_window", 10, True),
+        ("mask", "sliding_window", 64, True),
+        ("mask", "sliding_window", 10, False),
+        ("mask", "local", 64, True),
+        ("mask", "bidirectional_spans", 64, False),
+        ("mask", "block_sparse", 64, True),
+        ("mask", "natten1d", 64, True),
+        ("mask", "sasa", 256, False),
+        ("mask", "multi_item", 64, False),
+        ("score", "dense_bias", 10, True),
+    ],
+)
+def test_one_program_for_all_lengths(kind: str, name: str, example: int, learns: bool) -> None:
+    check_all_lengths(kind, name, example, learns, strict=False)
+
+
+def test_one_strict_program_for_all_lengths() -> None:
+    check_all_lengths("mask", "sliding_window", 10, True, strict=True)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("learns", [False, True])
+@pytest.mark.parametrize(("kind", "name"), ENTRIES)
+def test_every_mask_and_score_in_one_program_for_all_lengths(kind: str, name: str, learns: bool, strict: bool) -> None:
+    for example in (64, 150):
+        check_all_lengths(kind, name, example, learns, strict)
+
+
+@pytest.mark.parametrize("lengths", [(10, 40), (40, 12)])
+@pytest.mark.parametrize("mask", ["causal", "full", WINDOW])
+def test_one_program_for_all_lengths_of_queries_and_keys(mask: Any, lengths: tuple[int, int]) -> None:
+    model = Model(lambda q, k, v, lens: flexmasks.attention(q, k, v, mask=mask))
+    batch, rows, columns = (torch.export.Dim(name, min=1, max=512) for name in ("batch", "rows", "columns"))
+    shapes = ({0: batch, 2: rows}, *[{0: batch, 2: columns}] * 2, {0: batch})
+
+    def given(batch: int, q_len: int, kv_len: int) -> tuple[Tensor, ...]:
+        return torch.randn(batch, HEADS, q_len, SIZE), *torch.randn(2, batch, HEADS, kv_len, SIZE), torch.ones(batch)
+
+    program = torch.export.export(model, given(2, *lengths), dynamic_shapes=shapes, strict=False).module()
+    for sizes in ((1, 1, 1), (3, 2, 2), (2, 129, 129), (1, 5, 130), (2, 130, 7)):
+        visible = flexmasks.dense_mask(mask, *sizes[1:])
+        q, k, v, lens = given(*sizes)
+        want = F.scaled_dot_product_attention(q * model.weight, k, v, attn_mask=visible).nan_to_num()
+        torch.testing.assert_close(program(q, k, v, lens), want, atol=1e-5, rtol=1e-5)
+
+
+class Biased(torch.nn.Module):
+    """A call whose score function captures a parameter, by the module or by itself."""
+
+    def __init__(self, by_module: bool) -> None:
+        super().__init__()
+        self.by_module, self.table = by_module, torch.nn.Parameter(torch.randn(HEADS, 64))
+
+    def forward(self, q: Tensor) -> Tensor:
+        table = self.table
+
+        def own(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return s + self.table[h, (i - j).clamp(-32, 31) + 32]
+
+        def captured(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return s + table[h, (i - j).clamp(-32, 31) + 32]
+
+        return flexmasks.attention(q, q, q, mask="causal", score=own if self.by_module else captured)
+
+    def expected(self, q: Tensor) -> Tensor:
+        i = torch.arange(q.shape[2])
+        bias = self.table[:, (i[:, None] - i).clamp(-32, 31) + 32]
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=bias.masked_fill(i[:, None] < i, -math.inf))
+
+
+@pytest.mark.parametrize(("by_module", "strict"), [(True, False), (False, False), (False, True)])
+@pytest.mark.parametrize("learns", [True, False])
+def test_a_score_function_that_captures_a_parameter(by_module: bool, strict: bool, learns: bool) -> None:
+    model, length = Biased(by_module), torch.export.Dim("length", min=2, max=512)
+    with torch.set_grad_enabled(learns):
+        exported = torch.export.export(
+            model, (torch.randn(1, HEADS, 10, SIZE),), dynamic_shapes=({2: length},), strict=strict
+        )
+        program = exported.module()
+        for n in LENGTHS[1:]:
+            q = torch.randn(1, HEADS, n, SIZE, requires_grad=learns)
+            out, want = program(q), model.expected(q)
+            torch.testing.assert_close(out, want, atol=1e-5, rtol=1e-5)
+            if learns:
+                got, expected = (
+                    torch.autograd.grad(x.sin().sum(), t)
+                    for x, t in ((out, (q, program.table)), (want, (q, model.table)))
+                )
+                torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_what_no_program_for_all_lengths_takes() -> None:
+    length = torch.export.Dim("length", min=1, max=512)
+    given, shapes = inputs(), (*[{2: length}] * 3, None)
+    wrong = Model(lambda q, k, v, lens: flexmasks.attention(q, k, v, mask="sliding_window", window=-1))
+    with pytest.raises(ValueError, match="`window` must be int in 0"):
+        torch.export.export(wrong, given, dynamic_shapes=shapes, strict=False)
+    named = Model(lambda q, k, v, lens: flexmasks.attention(q, k, v, mask=WINDOW, backend="cpu"))
+    with torch.no_grad(), pytest.raises(ValueError, match=r"'cpu' cannot run .* tie an exported program to a range"):
+        torch.export.export(named, given, dynamic_shapes=shapes, strict=False)
 
 
 def test_an_exported_program_learns() -> None:

@@ -87,6 +87,8 @@ def test_other_ways_to_run_a_model(two: Processes, way: str) -> None:
         ("mask", "got a mask between the tokens of its own part"),
         ("one mask", "got a mask between the tokens of its own part|rank 1 of the mesh has raised an error"),
         ("order", "has 40 tokens, but the model got 48|has 56 tokens, but the model got 48"),
+        ("forgotten order", "pass `order`, the Order of these processes"),
+        ("another order", "has another `order` than this process"),
         ("table", "has tensors that each process knows only for its own part"),
         ("bias", "adds a bias between the tokens of its own part"),
         ("masks", "call it outside of `sharded`"),

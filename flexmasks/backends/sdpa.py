@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from flexmasks import compat
-from flexmasks.backends.call import TRANSFORMED, Call, Result, transformed
+from flexmasks.backends.call import TRANSFORMED, Call, Result, exports_any_length, transformed
 from flexmasks.plans.windows import Window
 
 _NO_KERNEL = "torch has no fused kernel for this call"
@@ -64,7 +64,11 @@ class FusedCall:
 
     @classmethod
     def of(cls, call: Call) -> FusedCall:
-        return cls(cast(Window, call.window()), call.scale)
+        window = cast(Window, call.window())
+        if call.is_traced and exports_any_length(call.q, call.k):
+            # torch hides the keys that would be cut, and a cut compares lengths
+            window = replace(window, keys=(0, call.k.shape[2]))
+        return cls(window, call.scale)
 
     def has_kernel(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Return whether torch would use a fused kernel; asking copies nothing."""

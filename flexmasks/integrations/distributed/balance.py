@@ -125,19 +125,21 @@ def hold(order: Order, mesh: DeviceMesh) -> None:
 
 
 def forgotten_order(mesh: DeviceMesh, rank: int, length: int) -> str:
-    """Return what to pass if a rank without an order has as many tokens as an order that is held gives it, or ""."""
+    """Return what to pass in a call whose order was probably forgotten, or "".
+
+    It has as many tokens as an order that is held gives this rank.
+    """
     if not any(length == size for size in _held_sizes(mesh, rank)):  # torch 2.13 gets `in` wrong for symbolic sizes
         return ""
     return (
         "pass `order`, the Order of these processes that `balance` made or `shard` took, by which this one has "
-        f"{length} tokens. If its tokens follow those of the process before it, pass "
-        "`order=Order.natural(length, ranks)`."
+        f"{length} tokens. If its tokens follow those of the rank before it, pass `order=Order.natural(length, ranks)`."
     )
 
 
 @compat.constant_in_graphs
 def _held_sizes(mesh: DeviceMesh, rank: int) -> tuple[int, ...]:
-    """Return the numbers of tokens that a rank has by the orders that are held on a mesh."""
+    """Return the numbers of tokens that a rank has by the orders that are held."""
     ranks = _ranks_in(mesh) if _HELD else ()
     return tuple({order.sizes[rank] for (held, _), order in list(_HELD.items()) if held == ranks})
 

@@ -50,7 +50,7 @@ def shard(x: Tensor, order: Order, mesh: DeviceMesh, dim: int = 1) -> Tensor:
 
 
 @says_what_to_write()
-def unshard(x: Tensor, order: Order, mesh: DeviceMesh, dim: int = 1, *, check: bool = True) -> Tensor:
+def unshard(x: Tensor, order: Order, mesh: DeviceMesh, dim: int = 1, check: bool = True) -> Tensor:
     """Return the whole tensor whose parts the processes hold.
 
     Each process gets it, in its natural order. The gradient of a part is the sum over all processes.

@@ -207,7 +207,7 @@ class Sharding:
         if part is None:
             return Whole(None, order)
         given = part.to(torch.uint8) if part.dtype == torch.bool else part
-        whole = unshard(given, order, self.mesh, check=False).to(part.dtype)
+        whole = unshard(given, order, self.mesh, 1, False).to(part.dtype)
         self._part, self._identity, self._whole = part, identity(part), Whole(whole, order)
         return self._whole
 
