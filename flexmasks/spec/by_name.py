@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-import math
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
@@ -34,7 +34,7 @@ def says_what_to_write(hint: Callable[..., str] | None = None) -> Callable[[_Fun
         parameters = signature.parameters.values()
         by_position = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         by_name = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
-        most = math.inf if any(p.kind is p.VAR_POSITIONAL for p in parameters) else len(by_position)
+        most = sys.maxsize if any(p.kind is p.VAR_POSITIONAL for p in parameters) else len(by_position)
         where = _public_name(function)
 
         @functools.wraps(function)
