@@ -21,6 +21,7 @@ from torch import Tensor
 from flexmasks import compat
 from flexmasks.backends import empty, fa4, flash, flex, forms, plain, reference, sdpa, tiles_operator
 from flexmasks.backends.call import Call, Result, exports_any_length, must_be_deterministic
+from flexmasks.backends.rewritten import WAYS_IN_TRACE
 from flexmasks.backends.slices import OverIndices
 from flexmasks.backends.table import BACKENDS, choose, warn_of_order, why_not
 from flexmasks.blocks.elements import over_indices
@@ -48,6 +49,7 @@ _DIRECT: dict[str, Callable[[Call], Callable[..., tuple[Tensor, Tensor | None]]]
     "sdpa": sdpa.FusedCall.of,
 }
 _COMPILED = ("flash", "triton", "cpu")  # backends that compile the functions of mask and score
+_WAYS = tuple(WAYS_IN_TRACE.values())
 _REASONS: list[str] = []  # reasons of refused backends, for errors
 # Masks that read a tensor for each token and are expected to have few partial blocks from a number of keys on. Marks of
 # padding follow each other. Documents of more than 1,400 tokens are faster on "flash", shorter ones on "triton" (H200);
@@ -80,6 +82,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
         return Result(*_without_pairs(q, k, v, mask, score, size, request.return_lse))
     if plain.in_onnx_export():
         return Result(*_in_plain_operations(q, k, v, request, mask, score, size))
+    way_of_mask = way_of_score = 0
     block_mask = None if request.block_mask is None else widened(request.block_mask)
     if block_mask is not None:
         name, mask_mod = _backend_of_block_mask(q, request, needs_grad, may_learn), block_mask.mask_mod
@@ -93,7 +96,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
         score_data = _data_of_score(score, q.device)
         facts = _Facts(score is not None, needs_grad, may_learn, request.return_lse, bool(request.kernel_options))
         arguments = data, score_data, q_offset, q, k, v, compat.constants(request.scale), tuple(facts)
-        place = _chosen(request.backend, *arguments).shape[0]
+        place, way_of_mask, way_of_score, _ = _chosen(request.backend, *arguments).shape
         if place >= len(_NAMES):
             fail(f"backend {request.backend!r} cannot run this call inside torch.compile: {_reason(place)}.")
         name = _NAMES[place]
@@ -109,7 +112,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
             result = _by_tiles(q, k, v, (), call)
             return Result(result[0], result[1] if request.return_lse else None)
         resolved = mask.resolve(size) if resolved is None else resolved
-        mask_mod = shifted_mask(_bound(mask, resolved, size, name), _held(q_offset, name))
+        mask_mod = shifted_mask(_bound(mask, resolved, size, name, way_of_mask), _held(q_offset, name))
         if name != "reference" or by_tiles:
             block_size = (flash.block_size(q.shape[3], q.device) if name == "flash" else None) or block_size_for(size)
             indices = _planned_blocks(data, q_offset, q.detach(), k.detach(), block_size)
@@ -117,7 +120,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
             block_mask = compat.BlockMask(*(lengths, *indices, block_size, mask_mod))
     score_mod = None
     if score is not None:
-        bound = _bound(score, score.resolve(size), size, name)
+        bound = _bound(score, score.resolve(size), size, name, way_of_score)
         score_mod = shifted_score(bound, _held(q_offset, name))
     if name == "reference":
         result = _by_reference(q, k, v, request, mask, score, block_mask, mask_mod, score_mod)
@@ -208,17 +211,22 @@ def _backend_of_block_mask(q: Tensor, request: Request, needs_grad: bool, learns
 
 @compat.in_graph
 def _chosen(backend: str, *arguments: Any) -> Tensor:
-    """Return the place of the chosen backend, as the length of a tensor.
+    """Return the backend and the ways of mask and score, as a tensor's lengths.
 
-    Places behind all backends are those of reasons. torch takes only tensors from functions that it does not trace, and
-    knows their lengths while it traces. The place depends on kinds and shapes alone. The comparisons of symbolic
-    lengths made here become guards.
+    The backend is a place in _NAMES, and a way is what `_bound` takes. Places behind all backends are those of reasons.
+    torch takes only tensors from functions that it does not trace, and knows their lengths while it traces. The place
+    and the ways depend on kinds and shapes alone. The comparisons of symbolic lengths made here become guards.
     """
     with _errors_logged():
         data, _, q_offset, q, k, *_ = arguments
         if exports_any_length(q, k):
             _check_at_example(data, unread(_size(q, k), q_offset))
-        return torch.empty(_place_of_chosen(backend, _call_of(*arguments)), 0)
+        call = _call_of(*arguments)
+        place = _place_of_chosen(backend, call)
+        ways = [0, 0]
+        if place < len(_NAMES) and _NAMES[place] in _COMPILED:
+            ways = [("", *WAYS_IN_TRACE).index(forms.way_in_trace(call, is_score)) for is_score in (False, True)]
+        return torch.empty(place, *ways, 0)
 
 
 def _check_at_example(data: Any, size: Size) -> None:
@@ -242,12 +250,16 @@ def _place_of_chosen(backend: str, call: Call) -> int:
     reason = None if backend == "auto" else why_not(backend, call)
     if reason is None:
         name = choose(call)[0][0].name if backend == "auto" else backend
-        reason = forms.refuses_traced(call) if name in _COMPILED else None
-        warn_of_order(name, call)
-    if reason is not None:
-        _REASONS.append(reason)
-        return len(_NAMES) + len(_REASONS) - 1
-    return _NAMES.index(name)
+        refused = forms.refuses_traced(call) if name in _COMPILED else None
+        if refused is None:
+            warn_of_order(name, call)
+            return _NAMES.index(name)
+        reason, should_be_written_otherwise = refused
+        if backend == "auto" and not should_be_written_otherwise:
+            _log.warning('inside torch.compile, backend "reference" takes the place of %r: %s', name, reason)
+            return _NAMES.index("reference")
+    _REASONS.append(reason)
+    return len(_NAMES) + len(_REASONS) - 1
 
 
 @compat.constant_in_graphs
@@ -403,10 +415,15 @@ def _holds_floats(value: Any) -> bool:
     return False
 
 
-def _bound(value: Modifier, resolved: Any, size: Size, backend: str) -> Callable[..., Tensor]:
-    """Return the bound function of a mask or score, given what `resolve` returned."""
+def _bound(value: Modifier, resolved: Any, size: Size, backend: str, way: int) -> Callable[..., Tensor]:
+    """Return the bound function of a mask or score, given what `resolve` returned.
+
+    way: the place in _WAYS, counted from 1, of how it is rewritten, or 0.
+    """
     held = cast(Modifier, _held(value, backend))
-    return held.bind(_held(resolved, backend), size.heads if size.device.type == "cuda" else None, for_kernels=True)
+    heads = size.heads if size.device.type == "cuda" else None
+    bound = held.bind(_held(resolved, backend), heads, for_kernels=True)
+    return _WAYS[way - 1](bound) if way else bound
 
 
 def _held(value: Any, backend: str) -> Any:

@@ -119,6 +119,13 @@ def tables(generator: torch.Generator, batch: int, heads: int, q_len: int, kv_le
         "base": base,
         "cols": ints(-9, 9, n, 7),
         "row": ints(-9, 9, kv_len),
+        # of heads and batch elements, in narrow dtypes
+        "h8": ints(-128, 128, heads, dtype=torch.int8),
+        "h16": ints(-(2**15), 2**15, heads, dtype=torch.int16),
+        "h32": ints(-(2**31), 2**31, heads, dtype=torch.int32),
+        "hhalf": floats(heads, dtype=torch.float16),
+        "bu8": ints(0, 256, batch, dtype=torch.uint8),
+        "least": torch.where(torch.arange(n) % 5 == 3, -(2**63), ints(-9, 9, n)),
     }
     found = {name: x.to(device) for name, x in found.items()}
     # Views, made on the device: a copy to a device may change the strides.
@@ -954,14 +961,46 @@ TEMPLATES: dict[str, tuple[list[str], list[str]]] = {
 TEMPLATES |= {name: TEMPLATES[same] for name, same in {"y": "x", "g": "f", "d": "c", "j": "i"}.items()}
 
 
-def _code(chance: random.Random, kind: str, depth: int) -> str:
-    templates, leaves = TEMPLATES[kind]
+# Functions that mix what depends on q or kv with what depends on b or h, or on nothing.
+MIXED: dict[str, tuple[list[str], list[str]]] = {
+    "x": (
+        [
+            *("{x} + {y}", "{x} - {y}", "{x} * {y}", "{x} * {k}", "{x} + {k}", "{k} - {x}", "-({x})", "abs({x})"),
+            *("{x} // {n}", "{x} % {n}", "{x} // ({y} | 1)", "{x} % ({y} | 1)", "{x} << {s}", "{x} >> (h + {s})"),
+            *("{x} & {y}", "{x} | {y}", "{x} ^ {y}", "~{x}", "{x} << h", "torch.where({c}, {x}, {y})"),
+            *("torch.where({c}, {x}, {k})", "{x}.clamp(min={y})", "{x}.clamp(max={y})", "{x}.clamp(-9, 60)"),
+            *("torch.maximum({x}, {y})", "torch.minimum({x}, {y})", "{x}.int()", "{x}.long()", "{x}.short()"),
+            "{x}.to(q.dtype)",
+        ],
+        [
+            *("i8[q]", "i8[kv]", "u8[q]", "u8[kv]", "i16[q]", "i16[kv]", "i32[kv]", "near31[q]", "least[kv]"),
+            *("i8[q]", "i8[kv]", "u8[q]", "u8[kv]", "i16[q]", "i16[kv]", "i32[kv]", "q", "kv", "q - kv", "q.int()"),
+            *("h", "b", "h + 1", "h * 10", "b * 50", "h8[h]", "h16[h]", "h32[h]", "bu8[b]", "per_h[h]", "pair[b, h]"),
+            *("per_b[b]", "n0", "z8", "z16"),
+        ],
+    ),
+    "c": (
+        [
+            *("{x} < {y}", "{x} >= {y}", "{x} == {y}", "{x} != {y}", "{x} > {k}", "{x} <= {y}", "{x} < {y}"),
+            *("({c}) & ({d})", "({c}) | ({d})", "({c}) ^ ({d})", "~({c})", "torch.where({c}, {d}, {c})"),
+            *("{f} < {g}", "{f} == {g}", "torch.where({c}, {f}, {g}) > {f}", "torch.maximum({f}, {g}) > {f}"),
+        ],
+        ["q >= kv", "flag[kv]", "b == h", "(q - kv) % 3 == 1", "i8[kv] > 0", "q + (q.dtype == torch.int32) > kv"],
+    ),
+    "f": ([], ["f16[q]", "f16[kv]", "bf[kv]", "f32[q]", "f32[kv]", "hhalf[h]", "slope[h]", "zhalf", "ztenth", "zbf"]),
+    **{name: TEMPLATES[name] for name in "kns"},
+}  # fmt: skip
+MIXED |= {name: MIXED[same] for name, same in {"y": "x", "g": "f", "d": "c"}.items()}
+
+
+def _code(chance: random.Random, kind: str, depth: int, of: dict[str, tuple[list[str], list[str]]] = TEMPLATES) -> str:
+    templates, leaves = of[kind]
     template = chance.choice(templates if templates and depth > 0 else leaves)
     if kind in "ij" and chance.random() < 0.6:
         template = chance.choice(leaves)
 
     def filled(hole: re.Match[str]) -> str:
-        code = _code(chance, hole[1] or hole[2], depth - chance.choice([1, 1, 2]))
+        code = _code(chance, hole[1] or hole[2], depth - chance.choice([1, 1, 2]), of)
         return code if re.fullmatch(r"\w+(\[\w+(, \w+)?\])*", code) and not hole[1] else f"({code})"
 
     return re.sub(r"\({(\w)}\)|{(\w)}", filled, template)
@@ -977,3 +1016,30 @@ def generated(seed: int) -> tuple[Factory, str]:
     if chance.random() < 0.6:  # most of the others that are the same everywhere
         expression = f"({expression}) {chance.choice('^^^&|')} ({_code(chance, 'c', 0)})"
     return of_expression(expression), expression
+
+
+def mixed(seed: int) -> str:
+    """Return the expression of a random function of MIXED."""
+    chance = random.Random(seed)
+    return _code(chance, "c", chance.choice([2, 2, 3]), MIXED)
+
+
+def together(expressions: list[str]) -> Factory:
+    """Return the factory of a mask that is another function in each pair of batch elements."""
+
+    def factory(generator: torch.Generator, batch: int, *sizes: int, device: str = "cpu") -> Mask:
+        state = generator.get_state()
+        functions = []
+        for expression in expressions:
+            generator.set_state(state)
+            functions.append(of_expression(expression)(generator, 2, *sizes, device=device))
+
+        def mask(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+            visible = (b // 2 == 0) & functions[0](b % 2, h, q, kv)
+            for number in range(1, len(functions)):
+                visible = visible | ((b // 2 == number) & functions[number](b % 2, h, q, kv))
+            return visible
+
+        return mask
+
+    return factory

@@ -26,8 +26,9 @@ from flexmasks import calls, compat
 from flexmasks.backends import forms
 from flexmasks.backends.call import Unavailable
 from flexmasks.backends.flex import CompiledCall
-from flexmasks.backends.inexact import NEGATIVE, inexact
+from flexmasks.backends.inexact import NARROW, NEGATIVE, inexact
 from flexmasks.backends.miscompiled import miscompiled
+from flexmasks.backends.operations import DTYPE
 from flexmasks.backends.rewritten import FROM_THE_FRONT
 from flexmasks.blocks import limits
 from flexmasks.blocks.build import build
@@ -164,7 +165,7 @@ def test_given_block_mask(has_full_blocks: bool) -> None:
 def passing() -> dict[str, Function]:
     ids, small = torch.arange(LENGTH) // 9, torch.randint(-9, 9, (LENGTH,), dtype=torch.int32)
     table, real, of_batch = torch.rand(LENGTH, LENGTH) > 0.5, torch.randn(LENGTH), torch.rand(BATCH, LENGTH) > 0.5
-    number = torch.tensor(5)
+    number, i8, lengths = torch.tensor(5), torch.arange(LENGTH).to(torch.int8), torch.tensor([70, 50])
     return {
         "causal": lambda b, h, q, kv: q >= kv,
         "documents": lambda b, h, q, kv: (q >= kv) & (ids[q] == ids[kv]),
@@ -183,6 +184,9 @@ def passing() -> dict[str, Function]:
         "sum": lambda b, h, q, kv: ids[q] + small[kv] > ids[kv],
         "clamp": lambda b, h, q, kv: (q - 5).clamp(min=0) <= torch.clamp_max(kv, 60),
         "logical": lambda b, h, q, kv: torch.logical_and(q >= kv, q - kv < 9),
+        "types whose numbers fit": lambda b, h, q, kv: (i8[kv] == h) | (small[q] > h) | (kv < lengths[b]),
+        "narrow types": lambda b, h, q, kv: torch.where(q > kv, i8[q], 100) > i8[kv],
+        "difference": lambda b, h, q, kv: (ids[q] - ids[kv]).abs() < 3,
     }
 
 
@@ -195,6 +199,7 @@ def failing() -> dict[str, Function]:
         torch.tensor(0.1, dtype=torch.float64),
         torch.full((LENGTH,), torch.inf),
     )
+    least, far = torch.where(torch.arange(LENGTH) % 3 == 0, -(2**63), torch.arange(LENGTH)), torch.tensor(2**40)
     return {
         "a row": lambda b, h, q, kv: vectors[q].max() > vectors[kv][1],
         "reduction": lambda b, h, q, kv: (chosen[q] == kv).any(-1),
@@ -221,6 +226,12 @@ def failing() -> dict[str, Function]:
         "order of truth values": lambda b, h, q, kv: (q > 3) < (kv > 5),
         "a cast": lambda b, h, q, kv: (q * 3).to(torch.int8) > 0,
         "to a whole number": lambda b, h, q, kv: real[q].long() >= 0,
+        "a sum that fits": lambda b, h, q, kv: i8[kv] + torch.tensor(100) > 120,
+        "a captured number": lambda b, h, q, kv: i32[q] < number,
+        "a captured half": lambda b, h, q, kv: half[q] < fraction,
+        "clamp": lambda b, h, q, kv: i8[kv].clamp(max=torch.tensor(1000)) > kv,
+        "the least number": lambda b, h, q, kv: least[kv].abs() < 5,
+        "an index of 32 bits": lambda b, h, q, kv: q.int() < far,
     }
 
 
@@ -256,6 +267,64 @@ def test_scores() -> None:
         explanation = flexmasks.explain(*qkv(), score=function)
         assert explanation.backend == "reference"
         assert "otherwise than Python does" in explanation.others["cpu"]
+
+
+def scores_of_two_types() -> dict[str, Function]:
+    """Return score functions in which b and h, without dimensions in kernels, do not widen what is read at q or kv."""
+    i8, half, offsets = torch.arange(LENGTH).to(torch.int8) * 3, torch.randn(LENGTH).half(), torch.tensor([60, 100, 90])
+    slopes = torch.tensor([3e4, 0.1, 1e5])
+    return {
+        "product": lambda score, b, h, q, kv: score + i8[kv] * (h + 1) * 0.01,
+        "sum": lambda score, b, h, q, kv: score - (i8[kv] + offsets[h]) * 0.01,
+        "half": lambda score, b, h, q, kv: score + half[kv] * slopes[h] * half[q] * 1e-4,
+        "larger": lambda score, b, h, q, kv: torch.where(torch.maximum(i8[q], h * 300) > 200, score, score * 0.5),
+        "dtype": lambda score, b, h, q, kv: score - kv * 0.1 if q.dtype == torch.int64 else score,
+    }
+
+
+def test_scores_of_two_types() -> None:
+    """Each batch element of one compiled call has another score."""
+    functions = list(scores_of_two_types().values())
+    sizes = len(functions), HEADS, LENGTH, LENGTH
+    assert all(inexact(function, CPU, sizes, is_score=True) in (NARROW, DTYPE) for function in functions)
+
+    def every(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        changed = score
+        for n, function in enumerate(functions):
+            changed = torch.where(b == n, function(score, b, h, q, kv), changed)
+        return changed
+
+    q, k, v = torch.randn(3, len(functions), HEADS, LENGTH, 32)
+    got = flexmasks.attention(q, k, v, score=every, backend="cpu")
+    scores, indices = q @ k.mT / 32**0.5, [torch.arange(n) for n in sizes]
+    with compat.TransformGetItemToIndex():
+        for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
+            every = torch.vmap(every, in_dims=(0, *dims))
+        want = every(scores, *indices).softmax(-1) @ v
+    assert error(got, want) < TOLERANCE[torch.float32]
+
+
+def test_scores_that_kernels_do_not_compute() -> None:
+    """They choose by numbers in half precision, or mix types in a way that cannot be rewritten."""
+    real, half, number = torch.randn(LENGTH), torch.randn(LENGTH).half(), torch.tensor(0.1)
+    least = torch.where(torch.arange(LENGTH) % 3 == 0, -(2**63), torch.arange(LENGTH))
+    wrong: list[Function] = [
+        lambda score, b, h, q, kv: torch.where(real[q].bfloat16() == real[kv].bfloat16(), score, score - 3),
+        lambda score, b, h, q, kv: score + (half[q] * half[kv]).round(),
+        lambda score, b, h, q, kv: torch.where((q - kv).half() * number > 0.5, score, 0.0),
+        lambda score, b, h, q, kv: score + half[kv] * number,
+        lambda score, b, h, q, kv: torch.where(half[kv] < number, score, 0.0),
+        lambda score, b, h, q, kv: torch.where(least[kv].abs() < 5, score, 0.0),
+    ]
+    for function in wrong:
+        assert "otherwise than Python does" in flexmasks.explain(*qkv(), score=function).others["cpu"]
+    right: list[Function] = [
+        lambda score, b, h, q, kv: torch.where(half[q] == half[kv], score, score - 3),
+        lambda score, b, h, q, kv: score + half[q] * half[kv],
+        lambda score, b, h, q, kv: score * number + half[h] * (q - kv),
+    ]
+    for function in right:
+        assert inexact(function, CPU, (BATCH, HEADS, LENGTH, LENGTH), is_score=True) is None
 
 
 @pytest.mark.parametrize("kind", ["mask", "score"])
@@ -596,6 +665,24 @@ def test_functions_inside_torch_compile() -> None:
             compiled_attention(*qkv(), mask=mask)
         got = compiled_attention(*qkv(), mask=mask, backend="reference")
         assert error(got, expected(function)) < TOLERANCE[torch.float32]
+
+
+def test_functions_inside_torch_compile_that_the_reference_computes(caplog: pytest.LogCaptureFixture) -> None:
+    """Kernels compute in other types than Python, and the functions cannot be rewritten."""
+    i8, far, real = torch.arange(LENGTH).to(torch.int8), torch.tensor(2**40), torch.randn(LENGTH).bfloat16()
+    masks: list[Function] = [
+        lambda b, h, q, kv: i8[kv] + torch.tensor(100) > 120,
+        lambda b, h, q, kv: (q.int() < far) | (q >= kv),
+        lambda b, h, q, kv: real[q] * 3 == real[kv] * 3,
+    ]
+    compiled_attention = torch.compile(flexmasks.attention, fullgraph=True, backend="eager")
+    for function in masks:
+        got = compiled_attention(*qkv(), mask=flexmasks.get_mask(function))
+        assert error(got, expected(function)) < TOLERANCE[torch.float32]
+    score = flexmasks.get_score(lambda score, b, h, q, kv: torch.where(real[q] * 3 == real[kv] * 3, score, score - 3))
+    got, want = (call(*qkv(), score=score) for call in (compiled_attention, flexmasks.attention))
+    assert error(got, want) < TOLERANCE[torch.float32]
+    assert caplog.text.count('backend "reference" takes the place of') >= 4
 
 
 def negative() -> dict[str, Function]:

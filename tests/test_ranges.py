@@ -17,7 +17,10 @@ from functions import ARITHMETIC, BATCH, CAPTURED, HEADS, TRUTH, compiled, expre
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
+from flexmasks import compat
+from flexmasks.blocks.bounds import bounds
 from flexmasks.blocks.elements import over_indices
 from flexmasks.ranges import GiveUp, Range, value
 from flexmasks.ranges.context import Refused
@@ -463,3 +466,32 @@ def test_a_rule_registers_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     assert truth.lo.all()
     with pytest.raises(ValueError, match="'add' already has a range rule"):
         rule("add")(sinc)
+
+
+def _parity(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    bits = q ^ kv
+    odd = bits & 1
+    for n in range(1, 5):
+        odd = odd ^ ((bits >> n) & 1)
+    return odd == 0
+
+
+def _hashed(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    number = q * 7 + kv * 3
+    for n in range(4):
+        number = (number % 11 * 5 + number // 3 * kv) % (n + 50)
+    return number < 9
+
+
+@pytest.mark.parametrize("mask", [_parity, _hashed])
+def test_chains_are_compiled_in_time_that_grows_linearly(mask: Callable[..., Tensor], monkeypatch: Any) -> None:
+    """torch's compiler computes an operation again at each use, unless its result is stored."""
+    monkeypatch.setattr(compat, "is_compiling", lambda: True)
+    traced = make_fx(lambda: bounds(mask, 1, 1, 512, 512, torch.device("cpu")).indices)()
+    operations: dict[Any, int] = {}
+    for node in traced.graph.nodes:
+        computed = 1 + sum(operations[x] for x in node.all_input_nodes)
+        operations[node] = 1 if "as_strided" in str(node.target) else computed
+        assert computed < 2000, node
+    indices = bounds(mask, 1, 1, 512, 512, torch.device("cpu")).indices
+    assert all(torch.equal(x, y) for x, y in zip(traced(), indices, strict=True))

@@ -17,12 +17,13 @@ from torch import Tensor
 from flexmasks import compat
 from flexmasks.backends import numbers
 from flexmasks.backends.call import OUTCOMES, Call
-from flexmasks.backends.inexact import NEGATIVE, OVERFLOW, WHOLE, divisions, inexact
-from flexmasks.backends.operations import UNREADABLE
-from flexmasks.backends.rewritten import FROM_THE_FRONT, WAYS
+from flexmasks.backends.inexact import HALF, NARROW, NEGATIVE, OVERFLOW, WHOLE, divisions, inexact
+from flexmasks.backends.operations import DTYPE, UNREADABLE
+from flexmasks.backends.rewritten import FROM_THE_FRONT, WAYS, WAYS_IN_TRACE
 from flexmasks.cache import Cache
 from flexmasks.plans.data import CannotBeData, FirstAsData, TooLargeForData, next_power_of_2
 
+_WRONG = (WHOLE, OVERFLOW, DTYPE, NARROW, HALF)  # what is wrong by more than rounding
 _MANY_DIVISIONS = 4  # from this many on, data take 0.2 to 0.7 of the function's time on a CPU; up to 3, 0.9 to 1.2
 _HOW_NOT_NEGATIVE = "clamp the index, or let an enclosing function hold the tensor"
 _DEAR = "reading it takes less time than the divisions of its function"
@@ -59,22 +60,44 @@ def refuses(call: Call, starts_as_data: Callable[[Call], bool] = lambda call: Fa
     return f"it may compute the mask otherwise than Python does: {reason}; {why_no_data}"
 
 
-def refuses_traced(call: Call) -> str | None:
-    """Return why a function may not be compiled by the user's own torch.compile, or None.
+def refuses_traced(call: Call) -> tuple[str, bool] | None:
+    """Return why the user's own torch.compile may not compile a call's functions, or None.
 
-    Only what ends the process, or is wrong by more than rounding, is refused: there is no data in its place.
+    The second value says whether the user should write them otherwise. Only what ends the process, or is wrong by more
+    than rounding, is refused: there is no data in its place.
     """
-    if call.mask_is_own:
-        return None
+    reason = way_in_trace(call, is_score=False)
+    if reason in _WRONG:
+        why = f"it may compute the mask otherwise than Python does: {reason}; write one index for each tensor and "
+        why += "numbers that fit 32 bits, or make the blocks outside, with flexmasks.block_mask(..., as_data=True), "
+        return why + "and pass them as block_mask", reason in (WHOLE, OVERFLOW)
+    reason = way_in_trace(call, is_score=True)
+    return (f"it may compute the score otherwise than Python does: {reason}", False) if reason in _WRONG else None
+
+
+def way_in_trace(call: Call, is_score: bool) -> str:
+    """Return how the user's own torch.compile computes a function right, or why not.
+
+    A key of WAYS_IN_TRACE, or "" for the function as it is.
+    """
+    if is_score not in call.looks:
+        call.looks[is_score] = _look_in_trace(call, is_score)
+    return call.looks[is_score]
+
+
+def _look_in_trace(call: Call, is_score: bool) -> str:
+    function, is_own = (call.score_mod, call.score_is_own) if is_score else (call.mask_mod, call.mask_is_own)
+    if is_own or function is None or (is_score and call.shapes is None):
+        return ""
+    mod, device = function(), call.q.device
     sizes = [compat.size_hint(n) for n in (*call.q.shape[:3], call.k.shape[2])]
-    reason = inexact(call.mask_mod(), call.q.device, sizes)
-    if reason not in (WHOLE, OVERFLOW):
-        return None
-    return (
-        f"it may compute the mask otherwise than Python does: {reason}; write one index for each tensor and numbers "
-        "that fit 32 bits, or make the blocks outside, with flexmasks.block_mask(..., as_data=True), and pass them as "
-        "block_mask"
-    )
+    reason = inexact(mod, device, sizes, is_score, _WRONG)
+    if reason is None:
+        return ""
+    for way, rewrite in WAYS_IN_TRACE.items():
+        if inexact(rewrite(mod), device, sizes, is_score, _WRONG) is None:
+            return way
+    return reason
 
 
 def why_inexact(call: Call) -> str:
@@ -279,7 +302,7 @@ def _look_at_sizes(
     reason = None if call.shapes is None else OUTCOMES.get(kind)
     if reason is None:
         reason = inexact(function(), device, sizes, is_score) or ""
-        if reason in (WHOLE, OVERFLOW, NEGATIVE):
+        if reason in (WHOLE, OVERFLOW, NEGATIVE, DTYPE, NARROW):
             reason = _way_to_rewrite(function(), device, sizes, is_score) or reason
         # Whether a function can be traced may depend on the calling code.
         if call.shapes is not None and not reason.startswith(UNREADABLE):

@@ -4,20 +4,24 @@ Inductor makes torch's kernels for CPUs and those in Triton. Known differences (
 
 - Kernels count positions in 32 bits, Python in 64, and compilers of C++ assume that sums do not overflow.
 - Numbers of less than 32 bits are computed in 32 bits, and half precision in single precision.
+- On a CPU what depends on neither q nor kv has no dimensions, and does not widen an int8 beside it. In Python it does.
 - Floating sums and products may be fused or approximated; x * 0 is 0 though x is infinite.
 - A row of a captured tensor, and a reduction over one, ends the process or gives wrong results.
-- Operands without dimensions are promoted to other dtypes than in torch.vmap, which create_mask uses.
+- In comparisons, where and clamp, torch.vmap, which create_mask uses, lets captured tensors without dimensions widen
+  nothing.
 - Kernels in Triton read memory before the tensor at a negative index.
 
 A truth value that depends on the last bit of a floating number differs, so masks compute with whole numbers only, and
-compare floating numbers as they are read. A score may differ by rounding.
+compare floating numbers as they are read. A score may differ by rounding, but not choose by numbers that it rounded to
+half precision.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,8 +37,10 @@ from flexmasks.backends.operations import (
 )
 
 OVERFLOW = "a whole number may not fit the type that kernels compute it in"
-_FLOATING = "kernels round floating numbers otherwise, which could change what is visible"
+HALF = "it chooses by numbers in half precision, which kernels do not round to"
+NARROW = "of two types of numbers, kernels may not compute in the one that Python takes"
 _MIXED = "kernels convert numbers of different types otherwise"
+_FLOATING = "kernels round floating numbers otherwise, which could change what is visible"
 _TRUTH = "kernels compute with truth values otherwise"
 WHOLE = "it takes rows of captured tensors, or changes them as a whole"
 NEGATIVE = "kernels read wrong memory at a negative index, and an index may be negative"
@@ -62,20 +68,31 @@ _READABLE = {
 _EXACT_INTEGERS = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float64: 53}  # bits
 _IN_LARGE_TENSORS: Bounds = (-(2.0**60), 2.0**60)  # assumed of captured 64-bit tensors
 _ORDER = {"lt", "le", "gt", "ge"}
+_CHOICES = {
+    "ceil", "floor", "floor_divide", "fmod", "isinf", "isnan", "remainder", "round", "sign", "signbit", "trunc",
+    *COMPARISONS,
+}  # fmt: skip
+_HALF = (torch.float16, torch.bfloat16)
 # Operations that do not round.
 _SELECTIONS = {"abs", "clamp", "clamp_max", "clamp_min", "index", "maximum", "minimum", "neg", "where"}
 
 
 def inexact(
-    function: Callable[..., Tensor], device: torch.device, sizes: Sequence[int], is_score: bool = False
+    function: Callable[..., Tensor],
+    device: torch.device,
+    sizes: Sequence[int],
+    is_score: bool = False,
+    reasons: Collection[str] | None = None,
 ) -> str | None:
     """Return why Inductor may compute a function otherwise than Python does, or None.
 
     The function is a mask_mod, or a score_mod if `is_score`.
 
-    sizes: batch, query heads, queries and keys.
+    sizes: batch, query heads, queries and keys. reasons: those that count, by default all.
     """
-    return follow(_Trace(is_score, device), function, device, sizes, is_score)[0]
+    trace = _Trace(is_score, device)
+    first, _ = follow(trace, function, device, sizes, is_score)
+    return first if reasons is None else next((e for e in trace.errors if e in reasons), None)
 
 
 def divisions(function: Callable[..., Tensor], device: torch.device, sizes: Sequence[int]) -> int:
@@ -88,6 +105,14 @@ def divisions(function: Callable[..., Tensor], device: torch.device, sizes: Sequ
     return trace.divisions
 
 
+class _Type(NamedTuple):
+    """Properties of a tensor on which the promotion of dtypes depends."""
+
+    indices: frozenset[int]  # that a tensor depends on: places in b, h, q, kv
+    wide: torch.dtype  # in Python, where no tensor has dimensions
+    narrow: torch.dtype  # the least one in kernels and torch.vmap
+
+
 class _Trace(Trace):
     """Follows the operations of a function as Inductor sees them."""
 
@@ -95,7 +120,22 @@ class _Trace(Trace):
 
     def __init__(self, is_score: bool, device: torch.device) -> None:
         super().__init__(is_score)
-        self._may_be_negative = device.type == "cpu"  # indices
+        self._on_cpu = device.type == "cpu"
+        self._types: dict[int, _Type] = {}
+        self._halves: set[int] = set()  # of numbers that Python rounds to half precision and kernels do not
+
+    def start(self, scores: Sequence[Tensor], indices: Sequence[Tensor]) -> None:
+        for place, x in enumerate(indices):
+            self._types[id(x)] = _Type(frozenset([place]), torch.int64, torch.int64)
+        for x in scores:
+            self._types[id(x)] = _Type(frozenset(range(len(indices))), x.dtype, x.dtype)
+
+    def is_wider_in_python(self, x: Tensor) -> bool:
+        return self._type_of(x).wide != x.dtype
+
+    def meet(self, name: str, args: Any) -> None:
+        if name.startswith("clamp"):
+            self._check_operands(name, [x for x in args if isinstance(x, Tensor)])
 
     def is_known(self, name: str, args: Any) -> bool:
         return name in _WHOLE_NUMBERS or (self.is_score and name in _OF_SCORES)
@@ -113,6 +153,8 @@ class _Trace(Trace):
 
     def find_errors(self, name: str, out: Tensor, args: Any, kwargs: Any) -> None:
         tensors = [x for x in args if isinstance(x, Tensor)]
+        self._note_type(name, out, args)
+        self._check_choices(name, out, tensors, rounds_quotient=kwargs.get("rounding_mode") is not None)
         if name == "index":
             self._check_index(out, *args)
         elif any(x.ndim for x in (*tensors, out)):
@@ -129,13 +171,78 @@ class _Trace(Trace):
         if not out.is_floating_point() and out.dtype != torch.bool:
             self._check_whole(name, out, args, kwargs)
 
+    def _type_of(self, x: Tensor) -> _Type:
+        return self._types.get(id(x)) or _Type(frozenset(), x.dtype, x.dtype)
+
+    def _note_type(self, name: str, out: Tensor, args: Any) -> None:
+        """Note the type of a result, and errors of its operands."""
+        if name in MAKE_CONSTANTS:
+            return
+        sources = [x for x in (args[1] if name == "index" else args) if isinstance(x, Tensor)]
+        indices = frozenset[int]().union(*[self._type_of(x).indices for x in sources])
+        self._types[id(out)] = _Type(indices, out.dtype, out.dtype)
+        if name == "index":
+            return
+        operands = sources[1:] if name == "where" else sources
+        wide, narrow = self._check_operands(name, operands)
+        if out.dtype == functools.reduce(torch.promote_types, [x.dtype for x in operands]):
+            self._types[id(out)] = _Type(indices, wide, narrow)
+
+    def _check_operands(self, name: str, operands: Sequence[Tensor]) -> tuple[torch.dtype, torch.dtype]:
+        """Return the common dtype of operands in Python, and the narrowest in kernels.
+
+        Note an error if they do not fit the narrowest.
+        """
+        wide = functools.reduce(torch.promote_types, [self._type_of(x).wide for x in operands])
+        narrow = self._narrowest(name, [self._type_of(x) for x in operands])
+        if narrow.is_floating_point:
+            differs = narrow in _HALF or name in COMPARISONS
+        else:
+            differs = not all(_fits(self.bounds_or_any(x), narrow) for x in operands)
+        if narrow != wide and differs:
+            self.errors[NARROW] = None
+        return wide, narrow
+
+    def _narrowest(self, name: str, types: Sequence[_Type]) -> torch.dtype:
+        """Return the least dtype that kernels or torch.vmap may convert operands to.
+
+        Of one kind of numbers, tensors without dimensions do not widen those that have some. torch's CPU kernels give
+        dimensions to what depends on q or kv. For torch.vmap, captured tensors have none, which counts where its rule
+        of an operation does not take care of it.
+        """
+        found = every = functools.reduce(torch.promote_types, [t.narrow for t in types])
+        having = [{2, 3}] if self._on_cpu and name != "clamp" else []
+        selects = name == "where" or name.startswith("clamp")  # of floats, kernels then round less than Python does
+        if name in COMPARISONS or (selects and not every.is_floating_point):
+            having.append({0, 1, 2, 3})
+        for places in having:
+            dtypes = [t.narrow for t in types if t.indices & places]
+            if dtypes:
+                dtype = functools.reduce(torch.promote_types, dtypes)
+                if dtype != torch.bool and dtype.is_floating_point == every.is_floating_point:
+                    found = min(found, dtype, key=lambda d: d.itemsize)
+        return found
+
+    def _check_choices(self, name: str, out: Tensor, tensors: Sequence[Tensor], rounds_quotient: bool) -> None:
+        """Note an error of a choice by numbers that only Python rounds to half precision."""
+        from_half = any(id(x) in self._halves for x in tensors)
+        to_whole = name in KEEP_VALUES and not out.is_floating_point()
+        if from_half and (name in _CHOICES or name.startswith("logical") or to_whole or rounds_quotient):
+            self.errors[HALF] = None
+        if name in KEEP_VALUES:
+            rounds = not _converts_exactly(tensors[0].dtype, out.dtype, self.bounds_or_any(tensors[0]))
+        else:
+            rounds = name != "index" and name not in MAKE_CONSTANTS | _SELECTIONS
+        if out.is_floating_point() and (from_half or (rounds and out.dtype in _HALF)):
+            self._halves.add(id(out))
+
     def _check_index(self, out: Tensor, table: Tensor, indices: Sequence[Tensor | None]) -> None:
         is_whole = out.ndim or not self.is_captured(table) or len(indices) != table.ndim
         if is_whole or table.layout != torch.strided or table.is_neg() or table.is_conj():
             self.errors[WHOLE] = None
         if any(i is None or i.ndim or i.dtype not in (torch.int32, torch.int64) for i in indices):
             self.errors[_INDEX] = None
-        elif not self._may_be_negative and any(self.bounds_or_any(i)[0] < 0 for i in indices):
+        elif not self._on_cpu and any(self.bounds_or_any(i)[0] < 0 for i in indices):
             self.errors[NEGATIVE] = None
 
     def _check_floating(self, name: str, out: Tensor, args: Any, floating: Sequence[Tensor]) -> None:
@@ -169,13 +276,17 @@ class _Trace(Trace):
 
     def _check_whole(self, name: str, out: Tensor, args: Any, kwargs: Any) -> None:
         """Note an error of an operation whose result is a whole number."""
-        low, high = self.bounds_of(name, out, args, kwargs)
+        bounds = self.bounds_of(name, out, args, kwargs)
         info = torch.iinfo(out.dtype)
-        if not info.min <= low <= high <= info.max:
+        if not _fits(bounds, out.dtype):
             self.errors[OVERFLOW] = None
+        elif not _fits(bounds, self._type_of(out).narrow):
+            self.errors[NARROW] = None
         for x in args:
             if type(x) is int and not info.min <= x <= info.max:
                 self.errors[OVERFLOW] = None
+        if name == "abs" and self.bounds_or_any(args[0]) == _IN_LARGE_TENSORS:  # may hold -2**63, unlike differences
+            self.errors[OVERFLOW] = None
         if name in ("div", "floor_divide", "remainder"):
             least, most = self.bounds_or_any(args[1])
             if least <= 0 <= most:
@@ -246,6 +357,12 @@ class _Trace(Trace):
         if name == "bitwise_and" and any(low >= 0 for low, _ in bounds):
             return 0, min(high for low, high in bounds if low >= 0)
         return (0 if name != "bitwise_not" and all(low >= 0 for low, _ in bounds) else -power), power - 1
+
+
+def _fits(bounds: Bounds, dtype: torch.dtype) -> bool:
+    """Return whether a dtype of whole numbers, or bool, holds all values within bounds."""
+    least, largest = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    return least <= bounds[0] <= bounds[1] <= largest
 
 
 def _holds(number: float, dtype: torch.dtype) -> bool:

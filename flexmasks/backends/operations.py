@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from flexmasks import compat
 
 UNREADABLE = "its function cannot be traced"
+DTYPE = "it asks for the dtype of an index, which kernels count in 32 bits and Python in 64"
 MAKE_CONSTANTS = {"full", "zeros", "ones", "scalar_tensor", "full_like", "zeros_like", "ones_like"}
 MAKE_CONSTANTS |= {"new_full", "new_zeros", "new_ones", "lift_fresh", "lift_fresh_copy"}
 KEEP_VALUES = {"_to_copy", "alias", "clone", "convert_element_type", "detach", "expand", "view"}
@@ -26,6 +28,10 @@ COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"}
 
 Bounds = tuple[float, float]
 UNBOUNDED: Bounds = (-math.inf, math.inf)
+_TENSOR: Any = torch.Tensor
+# What a function calls to ask for a dtype, and casts, which do nothing if a tensor has the dtype already.
+_QUESTIONS = _TENSOR.dtype.__get__, _TENSOR.itemsize.__get__, _TENSOR.element_size, torch.result_type
+_CASTS = _TENSOR.int, _TENSOR.to, _TENSOR.type
 INTEGERS_IN_TENSORS: Bounds = (-(2.0**30), 2.0**30)  # assumed of captured tensors
 
 
@@ -59,6 +65,12 @@ class Trace(compat.TorchDispatchMode):
         """Note errors of an operation on the list."""
         raise NotImplementedError
 
+    def start(self, scores: Sequence[Tensor], indices: Sequence[Tensor]) -> None:
+        """Note what the function is called with: perhaps a score, and b, h, q, kv."""
+
+    def meet(self, name: str, args: Any) -> None:
+        """Note errors of an operation before the compiler takes it apart."""
+
     def check_result(self, value: Any) -> None:
         """Note errors that only show in what the function returns."""
 
@@ -68,6 +80,10 @@ class Trace(compat.TorchDispatchMode):
         low, high = bounds
         fits = x.is_floating_point() or -(2**31) <= low <= high < 2**31
         self._bounds[id(x)] = bounds if fits and not (math.isnan(low) or math.isnan(high)) else UNBOUNDED
+
+    def is_wider_in_python(self, x: Tensor) -> bool:
+        """Return whether a tensor has another dtype where indices have 64 bits."""
+        return False
 
     def varies(self, x: Any) -> bool:
         """Return whether the compiler sees a value that is not constant."""
@@ -79,8 +95,11 @@ class Trace(compat.TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        name = func.__name__.partition(".")[0]
+        name = _SAME.get(name, name)
         if func.namespace == "prim":  # not a computation: a query of a tensor's device, say
             return func(*args, **kwargs)
+        self.meet(name, args)
         for decomposed in (self._decompositions.get(func), func.decompose):
             if decomposed is not None:
                 with self:
@@ -88,8 +107,6 @@ class Trace(compat.TorchDispatchMode):
                 if out is not NotImplemented:
                     return out
         out = func(*args, **kwargs)
-        name = func.__name__.partition(".")[0]
-        name = _SAME.get(name, name)
         self.divisions += name in _DIVISIONS
         if func._schema.is_mutable or not self.is_known(name, args) or not isinstance(out, Tensor):
             self.errors[f"{self.compiler} is not known to compile `{name}` correctly"] = None
@@ -186,6 +203,23 @@ def _rounded(low: float, high: float) -> Bounds:
     return low if math.isinf(low) else math.floor(low), high if math.isinf(high) else math.ceil(high)
 
 
+class _Questions(TorchFunctionMode):
+    """Notes an error if a function asks for a dtype that differs in Python."""
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__()
+        self._trace = trace
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        asks = func in _QUESTIONS or (func in _CASTS and (out is args[0] or isinstance(out, str)))
+        if asks and any(isinstance(x, Tensor) and self._trace.is_wider_in_python(x) for x in args):
+            self._trace.errors[DTYPE] = None
+        return out
+
+
 def follow(
     trace: Trace, function: Callable[..., Tensor], device: torch.device, sizes: Sequence[int], is_score: bool
 ) -> tuple[str | None, Any]:
@@ -207,7 +241,8 @@ def follow(
             scores = [torch.zeros((), device=device)] if is_score else []
             for x in scores:
                 trace.learn(x, UNBOUNDED)
-            with compat.TransformGetItemToIndex(), trace:
+            trace.start(scores, indices)
+            with compat.TransformGetItemToIndex(), _Questions(trace), trace:
                 value = function(*scores, *indices)
     except Exception as error:
         return f"{UNREADABLE}: {type(error).__name__}", None

@@ -1,7 +1,7 @@
 """Functions rewritten so that kernels compute them as Python does.
 
-Kernels cannot hold the row `table[q]` of chained indexing, they count positions in 32 bits, and in Triton they know no
-negative indices.
+Kernels cannot hold the row `table[q]` of chained indexing, they count positions in 32 bits, in Triton they know no
+negative indices, and on a CPU what depends on b or h alone does not widen what depends on q or kv.
 """
 
 from __future__ import annotations
@@ -69,15 +69,33 @@ def with_wide_positions(function: Callable[..., Tensor]) -> Callable[..., Tensor
     return wide
 
 
+def with_wide_indices(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a function with 64-bit indices, which all have dimensions.
+
+    torch's CPU kernels give dimensions to q and kv only.
+    """
+
+    def wide(*arguments: Tensor) -> Tensor:
+        b, h, q, kv = [x.long() for x in arguments[-4:]]
+        return function(*arguments[:-4], torch.where(q < 0, q, b), torch.where(q < 0, q, h), q, kv)
+
+    return wide
+
+
 def _both(function: Callable[..., Tensor], from_the_front: bool = False) -> Callable[..., Tensor] | None:
     chained = with_one_index(function, from_the_front)
     return None if chained is None else with_wide_positions(chained)
 
 
+# Ways to rewrite a function so that torch can trace the new one.
+WAYS_IN_TRACE: dict[str, Callable[[Callable[..., Tensor]], Callable[..., Tensor]]] = {
+    "with positions of 64 bits": with_wide_positions,
+    "with b and h of as many dimensions as q": with_wide_indices,
+}
 # Ways to rewrite a function, cheapest first.
 WAYS: dict[str, Callable[[Callable[..., Tensor]], Callable[..., Tensor] | None]] = {
     "with chained indices as one index": with_one_index,
-    "with positions of 64 bits": with_wide_positions,
+    **WAYS_IN_TRACE,
     "with chained indices as one index, and positions of 64 bits": _both,
 }
 FROM_THE_FRONT = {

@@ -16,7 +16,7 @@ def shifted_mask(mask_mod: Callable[..., Tensor], offset: Offset) -> Callable[..
         return mask_mod
     if isinstance(offset, int) or offset.ndim == 0:
         return lambda b, h, q, kv: mask_mod(b, h, q + offset, kv)
-    return lambda b, h, q, kv: mask_mod(b, h, q + offset[b].to(q.dtype), kv)
+    return lambda b, h, q, kv: mask_mod(b, h, q + offset[b].type_as(q), kv)
 
 
 def shifted_score(score_mod: Callable[..., Tensor], offset: Offset) -> Callable[..., Tensor]:
@@ -29,7 +29,7 @@ def shifted_score(score_mod: Callable[..., Tensor], offset: Offset) -> Callable[
         return changed
     if isinstance(offset, int) or offset.ndim == 0:
         return lambda score, b, h, q, kv: changed(score, b, h, q + offset, kv)
-    return lambda score, b, h, q, kv: changed(score, b, h, q + offset[b].to(q.dtype), kv)
+    return lambda score, b, h, q, kv: changed(score, b, h, q + offset[b].type_as(q), kv)
 
 
 def _without_float64(score_mod: Callable[..., Tensor]) -> Callable[..., Tensor]:

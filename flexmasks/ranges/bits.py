@@ -96,7 +96,9 @@ def _bitwise(
         lo = operation(x.lo.long(), y.lo.long()).double()
         return fitted(lo, lo, dtype, limit, True)
     largest = torch.maximum(torch.maximum(x.hi, -1 - x.lo), torch.maximum(y.hi, -1 - y.lo)).clamp(min=0.0)
-    all_bits = torch.exp2(torch.frexp(largest).exponent.double()) - 1
+    # Not by frexp, whose exponent torch's compiler for CPUs gets wrong. Rounding gives large numbers one bit too many.
+    bits = torch.floor(torch.log2(largest.clamp(min=0.5)) + 1e-9) + 1
+    all_bits = torch.exp2(bits).round() - 1
     return fitted(*any_value_where(is_inexact(x, y), *ends_of(x, y, all_bits)), dtype, limit)
 
 

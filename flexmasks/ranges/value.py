@@ -29,6 +29,10 @@ BLOCK_DIMS = 4  # batch, heads, query blocks, key blocks
 _MAX_ELEMENTS = 1 << 24  # elements of a tensor with dimensions that a rule computes with
 LIKE_FUNCTIONS = ("zeros_like", "ones_like", "full_like")
 
+# Operations that use their operands once, if these are truth values or stored.
+_SINGLE_USES = {"and", "rand", "bitwise_and", "or", "ror", "bitwise_or", "invert", "bitwise_not"}
+_SINGLE_USES |= {"logical_and", "logical_or", "logical_not", "lt", "le", "gt", "ge", "eq", "ne"}
+
 _AnyRule = TypeVar("_AnyRule", bound=Callable[..., Any])
 _RULES: dict[str, Callable[..., Any]] = {}
 
@@ -382,6 +386,8 @@ def _result_of(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwarg
                     raise
                 result = None
             if result is not None:
+                if issubclass(type(result), Range) and compat.is_compiling() and not compat.is_exporting():
+                    _store(name, result)
                 return result
         evaluation = current_evaluation.get()
         if evaluation is not None:
@@ -391,6 +397,23 @@ def _result_of(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwarg
             if evaluation.mixed_dtypes:
                 raise GiveUp(f"{plain_name} of numbers that came from mixed dtypes")
         return _any_value(func, args, kwargs)
+
+
+def _store(name: str, result: Range) -> None:
+    """Make torch's compiler store the ends of an operation's result.
+
+    The compiler computes again at each use what it does not store, and a rule uses the ends of its operands many times:
+    the time to compile would grow exponentially with the length of a chain of operations. as_strided reads memory.
+    """
+    if name not in _SINGLE_USES or result.known_dtype != torch.bool:
+        lo, hi = result.lo, result.hi
+        result.lo = _stored_end(lo)
+        result.hi = result.lo if hi is lo else _stored_end(hi)
+
+
+def _stored_end(end: Tensor) -> Tensor:
+    end = end.clone(memory_format=torch.contiguous_format)
+    return end.as_strided(end.shape, end.stride())
 
 
 def _plain_name(name: str) -> str:
