@@ -164,7 +164,7 @@ class Call:
 
 
 def _layout(x: Tensor) -> Hashable:
-    """Return the order of a tensor's dimensions in memory, and their steps of 0 and 1."""
+    """Return the order of a tensor's dimensions, and their steps of 0 and 1."""
     if x.is_contiguous():
         return None
     strides = x.stride()
