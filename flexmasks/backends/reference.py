@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -63,7 +63,7 @@ def attend(
     learned = None if is_traced_or_transformed() else learned_by(score_mod, q.device)
     if learned is None:
         return by_slices(q, k, v)
-    tiles = Tiles(q, k, score_mod, Visible.of(block_mask), scale)
+    tiles = Tiles(q, k, score_mod, Visible.of(cast(compat.BlockMask, block_mask)), scale)
     if not torch.is_grad_enabled():
         return tiles.forward(q, k, v)
     return _AttendByTiles.apply(tiles, by_slices, q, k, v, *learned)  # type: ignore[no-any-return]
