@@ -71,7 +71,7 @@ def window_of(mask: Mask, size: Size) -> Window | None:
 
 
 def _holds(condition: Any) -> bool:
-    """Return whether a condition on lengths holds; in an export, for all lengths of its program."""
+    """Return whether a condition on lengths holds, in an export for all lengths."""
     if isinstance(condition, torch.SymBool) and compat.is_exporting():
         return compat.statically_known_true(condition)
     return bool(condition)
