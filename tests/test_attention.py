@@ -1411,7 +1411,7 @@ def test_explain_says_whether_a_call_compiles() -> None:
     assert explanation.compiles.startswith("no")
     assert flexmasks.explain(q[:, :, :30], k, v, **arguments).compiles.startswith("probably")
     other = q.transpose(1, 2).contiguous().transpose(1, 2)
-    assert flexmasks.explain(other, k, v, **arguments).compiles.startswith("probably")
+    assert flexmasks.explain(other, k, v, **arguments).compiles.startswith("no")  # a CPU copies it into that layout
     with torch.autocast("cpu", torch.bfloat16):
         assert flexmasks.explain(q, k, v, **arguments).compiles.startswith("yes")
     assert flexmasks.explain(q.bfloat16(), k.bfloat16(), v.bfloat16(), **arguments).compiles.startswith("yes")

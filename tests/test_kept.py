@@ -68,6 +68,7 @@ def given(case: Case, device: str = "cpu") -> tuple[dict[str, Any], list[Tensor]
     """Return the arguments of a case, with lists as tensors, and the tensors among them."""
     found = arguments(case, device)
     found = {n: torch.tensor(v, device=device) if isinstance(v, list) and v else v for n, v in found.items()}
+    found = {n: v.clone() if isinstance(v, Tensor) else v for n, v in found.items()}  # cases are shared by all tests
     return found, [v for v in found.values() if isinstance(v, Tensor)]
 
 
@@ -235,10 +236,14 @@ def test_tensors_that_change_in_place_gpu(name: str, in_checkpoint: bool, backen
     if backend == "flash":
         skip_unless_flash_takes(inputs, **params)
     call = functools.partial(flexmasks.attention, backend=backend, **params)
-    results = checkpoint(call, q, k, v, use_reentrant=False) if in_checkpoint else call(q, k, v)
 
-    def change() -> None:
-        held.ids.div_(2, rounding_mode="floor")
-        held.bias.mul_(2)
+    def run() -> Any:
+        return checkpoint(call, q, k, v, use_reentrant=False) if in_checkpoint else call(q, k, v)
 
-    is_kept(results, inputs, change)
+    want = differentiate(run(), inputs)  # compiled backward passes run once
+    results = run()
+    held.ids.div_(2, rounding_mode="floor")
+    held.bias.mul_(2)
+    with refused():
+        for x, y in zip(differentiate(results, inputs), want, strict=True):
+            torch.testing.assert_close(x, y, atol=2e-2, rtol=2e-2)

@@ -158,14 +158,14 @@ def test_cold_calls_at_once_compile_each_kernel_once(logged: tuple[list[str], li
 
 
 def test_one_cold_call_in_all_threads(logged: tuple[list[str], list[str]]) -> None:
-    """All threads wait for one compilation; each new length, layout and dtype is compiled once, with its reason."""
+    """All threads wait for one compilation; each new length and dtype is compiled once, with its reason."""
     q, k, v = torch.randn(3, 1, 2, LENGTH, 32)
     turned = q.transpose(2, 3).contiguous().transpose(2, 3)
     ours, theirs = logged
     for reason, tensors in (
         ("it is the first kernel", (q, k, v)),
         ("no kernel had these lengths", (q[:, :, 1:], k, v)),
-        ("no kernel had this memory layout of q, k and v", (turned, k, v)),
+        (None, (turned, k, v)),  # is copied into the layout of the first kernel
         ("no kernel had this dtype", (q.double().half(), k.half(), v.half())),
     ):
         ours.clear()
@@ -175,7 +175,7 @@ def test_one_cold_call_in_all_threads(logged: tuple[list[str], list[str]]) -> No
             outs[number] = flexmasks.attention(*tensors, mask="sliding_window", window=20)
 
         in_threads(work)
-        assert [line.partition("]: ")[2] for line in after_compilations(ours)] == [reason]
+        assert [line.partition("]: ")[2] for line in after_compilations(ours)] == [reason][: reason is not None]
         want = flexmasks.attention(*(x.float() for x in tensors), mask="sliding_window", window=20, backend="reference")
         assert all(error(out, want) < TOLERANCE[out.dtype] for out in outs.values())
     assert theirs == []
