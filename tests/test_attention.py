@@ -216,6 +216,24 @@ def test_poison_that_is_seen(backend: str, q_len: int, dtype: torch.dtype, needs
             assert d_v.isnan().any(-1)[reached].all()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+@pytest.mark.parametrize("q_len", [2, 90, 150])
+def test_poison_that_is_seen_on_a_gpu(backend: str, q_len: int) -> None:
+    at = torch.arange(q_len)[:, None] + 150 - q_len
+    visible = _some_see_nothing(at, at, at, torch.arange(150))
+    for where in ("q", "k"):
+        q, k, v = (torch.randn(2, 2, n, 64, device="cuda", dtype=torch.bfloat16) for n in (q_len, 150, 150))
+        (q if where == "q" else k)[0, 0, 1] = math.nan
+        want = (q.double() @ k.double().mT).cpu().masked_fill(~visible, -math.inf).logsumexp(-1)
+        out, lse = flexmasks.attention(
+            q, k, v, mask=_some_see_nothing, q_offset=150 - q_len, backend=backend, return_lse=True
+        )
+        assert torch.equal(out.isnan().all(-1).cpu(), want.isnan())
+        assert torch.equal(lse.isnan().cpu(), want.isnan())
+        assert torch.equal(lse.isneginf().cpu(), want.isneginf())
+
+
 # --- compositions ---
 
 

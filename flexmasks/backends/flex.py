@@ -56,6 +56,7 @@ _this_thread = threading.local()
 _GUARDS_OF_TORCH = ("G['compat']", "G['_announce", "G['__builtins_dict", "G['__import_torch_dot", "__import__('torch')")
 _OUT_OF_RESOURCE = "out of resource"  # part of an error of Triton: smaller kernels may work
 _CPP_FAILED = "CppCompileError"  # part of an error of Inductor
+_FEW_QUERIES = 128  # below which torch may take another kernel on a GPU
 _LARGEST_PRODUCT = torch.finfo(torch.float32).max
 _MAX_NOTED_SHAPES = 64  # shapes that one kernel remembers
 _MAX_COPIED = 1 << 28  # the most bytes of q, k and v that are copied for one call on a CPU
@@ -215,6 +216,9 @@ def flex(
             kernel_options=kernel_options,
             return_aux=compat.AuxRequest(lse=True),
         )
+        if q.device.type != "cpu" and q.shape[2] < _FEW_QUERIES:
+            # torch's kernel for few queries on a GPU gives rows that see NaN the lse of rows that see nothing.
+            return out, torch.where(aux.lse.isneginf() & out.isnan().any(-1), math.nan, aux.lse)
         return out, aux.lse
     out = compat.flex_attention(q, k, v, score_mod, block_mask, scale, grouped, kernel_options=kernel_options)
     if q.device.type == "cpu" and q.shape[2] == 1 and block_mask is not None:
@@ -243,7 +247,7 @@ def options(
     if backend is not None:
         chosen["BACKEND"] = backend
         return chosen
-    # Below 128 queries torch takes its decoding kernel, which finds no tile for more than 128 rows of a group.
+    # For few queries torch takes its decoding kernel, which finds no tile for more than 128 rows of a group.
     grouped_rows = q.shape[2] * (q.shape[1] // k.shape[1])
     tiles = chosen_tiles(q, v, block_size) if q.is_cuda and not chosen else {}
     if q.is_cuda and grouped_rows > 128 and not chosen.keys() & {"BACKEND", "FORCE_USE_FLEX_ATTENTION"}:
