@@ -121,7 +121,7 @@ class Evaluation:
         if key not in self._bounds:
             if values.ndim and values.device != self.device:
                 raise Refused(
-                    f"a mask function uses a tensor on another device, {values.device}, than its indices, {self.device}."
+                    f"a mask function uses a tensor on device {values.device}, but its indices are on {self.device}."
                 )
             is_copied_to_cpu = values.device != self.compute_device and self.compute_device.type == "cpu"
             if is_copied_to_cpu and values.numel() > _MAX_MOVED_ELEMENTS:
