@@ -606,7 +606,8 @@ def _known_replay(key: Hashable, tensors: list[Tensor], device: torch.device) ->
         renewal = _RENEWALS.get((key, *_layouts(tensors)))
         if renewal is not None:
             replay = renewal(tensors)
-            _REPLAYS.put(key, tensors, replay, ENTRY + replay.nbytes)
+            copied = sum(t.nbytes for t in tensors if not t.is_contiguous())
+            _REPLAYS.put(key, tensors, replay, ENTRY + replay.nbytes + copied)
     return replay
 
 

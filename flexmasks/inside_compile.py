@@ -127,7 +127,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
         return Result(result[0], result[1] if request.return_lse else None)
     if not needs_grad:
         q, k, v = q.detach(), k.detach(), v.detach()
-    scale, narrow = request.scale, (q, k, v)
+    scale = request.scale
     if name == "cpu":  # torch's CPU kernel fails for views of tensors with other dimensions
         q, k, scale = flex.widened(q, k, scale)
         q, k, v = flex.separate(q), flex.separate(k), flex.separate(v)
@@ -135,9 +135,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
     block_mask = cast(compat.BlockMask, block_mask)
     options = flex.options(q, k, v, backend, request.kernel_options, block_mask.BLOCK_SIZE)
     out, lse = flex.flex(q, k, v, score_mod, block_mask, scale, options, request.return_lse)
-    if name == "cpu":
-        out = _with_nan(out, *narrow, request, mask, score, block_mask)
-    return Result(out, lse)
+    return Result(flex.separate(out) if name == "cpu" else out, lse)
 
 
 def _without_pairs(
@@ -580,44 +578,11 @@ def _visible(
 
 
 @compat.in_graph
-def _by_tiles(
-    q: Tensor, k: Tensor, v: Tensor, blocks: tuple[Tensor, ...], call: Any, out: Tensor | None = None
-) -> tuple[Tensor, Tensor] | Tensor:
-    """Return output and lse by tiles.
-
-    With the output `out` of torch's kernel, return it with the NaN that the kernel has lost.
-    """
+def _by_tiles(q: Tensor, k: Tensor, v: Tensor, blocks: tuple[Tensor, ...], call: Any) -> tuple[Tensor, Tensor]:
     visible, score, q_offset, block_size, scale = call
     score = None if score == _UNKNOWN else score
     described = tiles_operator.Described(visible, score, q_offset, block_size, scale)
-    arguments = tiles_operator.arguments_of(described, blocks, q.device)
-    if out is None:
-        return torch.ops.flexmasks.attend(q, k, v, *arguments)  # type: ignore[no-any-return]
-    return torch.ops.flexmasks.with_nan(out, q, k, v, *arguments)  # type: ignore[no-any-return]
-
-
-def _with_nan(
-    out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    request: Request,
-    mask: Mask | None,
-    score: Score | None,
-    block_mask: compat.BlockMask,
-) -> Tensor:
-    """Return the output of torch's kernel for CPUs with the NaN that it has lost.
-
-    See `flex.may_lose_nan`. Functions that torch must trace cannot run again: NaN that such a mask shows stay lost, and
-    such a score change counts as none.
-    """
-    q_offset = cast(int | Tensor, request.q_offset)
-    visible, score_data = _visible(mask, block_mask, q_offset, q.device), _data_of_score(score, q.device)
-    if visible is None or compat.transforms_active():
-        return cast(Tensor, flex.separate(out))
-    blocks = of_block_mask(block_mask) if visible[0] == "bits" else ()
-    call = visible, score_data, q_offset, block_mask.BLOCK_SIZE, compat.constants(request.scale)
-    return cast(Tensor, _by_tiles(q, k, v, blocks, call, out))
+    return tiles_operator.attend(q, k, v, blocks, described)
 
 
 @compat.in_graph

@@ -216,6 +216,29 @@ def test_poison_that_is_seen(backend: str, q_len: int, dtype: torch.dtype, needs
             assert d_v.isnan().any(-1)[reached].all()
 
 
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_scores_that_make_nan(is_compiled: bool) -> None:
+    """Of finite numbers, also with blocks of a user's own."""
+    q, k, v = torch.randn(3, 1, 2, 96, 16)
+    bias = torch.randn(96)
+
+    def score(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return s + torch.log(torch.where(h == 0, bias[kv], 1.0))
+
+    of_mask: Any = lambda b, h, q, kv: (kv <= q) & (q % 7 != 2)  # noqa: E731
+    blocks = create_block_mask(of_mask, None, None, 96, 96, device="cpu", BLOCK_SIZE=32)
+    call: Any = torch.compile(flexmasks.attention, fullgraph=True) if is_compiled else flexmasks.attention
+    at = torch.arange(96)
+    visible = of_mask(0, 0, at[:, None], at)
+    is_bad = torch.stack([(visible & (bias < 0)).any(-1), torch.zeros(96).bool()])[None]
+    scores = (q @ k.mT / 4 + torch.log(torch.stack([bias, torch.ones(96)]))[:, None]).masked_fill(~visible, -math.inf)
+    want = scores.softmax(-1).masked_fill(~visible, 0) @ v
+    out = call(q, k, v, block_mask=blocks, score=score, backend="cpu")
+    assert torch.equal(out.isnan().all(-1), is_bad)
+    assert torch.equal(out.isnan().any(-1), is_bad)
+    assert error(out[~is_bad], want[~is_bad]) < TOLERANCE[torch.float32]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["auto", "triton"])
 @pytest.mark.parametrize("q_len", [2, 90, 150])

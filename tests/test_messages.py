@@ -416,13 +416,15 @@ def test_scores_that_decide_or_fail(score: Callable[..., Any]) -> None:
 
 
 def test_functions_in_other_files(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "masks_of_mine.py").write_text("def local(b, h, q, kv):\n    near = q - kv\n    return 0 <= near < 3\n")
+    (tmp_path / "masks_of_another_file.py").write_text(
+        "def local(b, h, q, kv):\n    near = q - kv\n    return 0 <= near < 3\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
-    import masks_of_mine
+    import masks_of_another_file
 
-    message = refused(mask=masks_of_mine.local)
-    assert f'(File "{tmp_path}/masks_of_mine.py", line 3, in local)' in message
-    sys.modules.pop("masks_of_mine")
+    message = refused(mask=masks_of_another_file.local)
+    assert f'(File "{tmp_path}/masks_of_another_file.py", line 3, in local)' in message
+    sys.modules.pop("masks_of_another_file")
 
 
 def test_errors_of_the_library_itself_name_no_line() -> None:

@@ -36,33 +36,6 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=dtype)
 
 
-@torch.library.custom_op("flexmasks::with_nan", mutates_args=())
-def with_nan(
-    out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    partial: Tensor,
-    full: Tensor,
-    tensors: Sequence[Tensor],
-    numbers: Sequence[int],
-    floats: Sequence[float],
-    text: str,
-) -> Tensor:
-    """Return the output of torch's kernel for CPUs with the NaN that it has lost."""
-    from flexmasks.backends import flex, tiles_operator
-
-    if not (flex.may_lose_nan(q, k) or flex.hold_nan(tensors)):
-        return out.clone()
-    again, _ = tiles_operator.forward(q, k, v, partial, full, (tensors, numbers, floats, text))
-    return torch.where(again.isnan(), again, out)
-
-
-@with_nan.register_fake
-def _(out: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(out)
-
-
 @torch.library.custom_op("flexmasks::attend_backward", mutates_args=())
 def _attend_backward(
     q: Tensor,

@@ -70,7 +70,8 @@ def attend(
     if visible is None or is_traced_or_transformed():
         return attend_by_slices(q, k, v, score_mod, visible, scale, functions)
     learned, check = learned_by(score_mod, q.device), None
-    if torch.is_grad_enabled():
+    may_learn = learned is None or len(learned) > 0 or any(x.requires_grad for x in (q, k, v))
+    if may_learn and torch.is_grad_enabled():
         mask_mod, score_mod, check = frozen_functions(visible.mask_mod, score_mod, q)
         visible = visible._replace(mask_mod=cast(Callable[..., Tensor], mask_mod))
     by_slices = functools.partial(

@@ -221,8 +221,9 @@ def _leave_out(name: str, call: Call, error: Exception) -> None:
     why = str(error) if isinstance(error, Unavailable) else first_line(error)
     if not _is_special(call):
         kind, reason = (name, call.kind), f"it failed before: {why}"
-        OUTCOMES.put(kind, (), "" if OUTCOMES.get(kind) is None else reason, 1)
-        OUTCOMES.put((*kind, *_lengths(call)), (), reason, 1)
+        if OUTCOMES.get((*kind, *_lengths(call))) is None:  # else another thread has failed with these lengths
+            OUTCOMES.put(kind, (), "" if OUTCOMES.get(kind) is None else reason, 1)
+            OUTCOMES.put((*kind, *_lengths(call)), (), reason, 1)
     _log.warning("backend %r failed and is left out for such calls: %s", name, why)
 
 

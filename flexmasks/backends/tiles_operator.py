@@ -76,16 +76,18 @@ def _size(q: Tensor, k: Tensor, q_offset: int | Tensor, sizes: tuple[int, ...] =
     return unread(Size(batch, heads, q.shape[2], k.shape[2], q.device, dtype=dtype), q_offset)
 
 
-def arguments_of(call: Described, blocks: tuple[Tensor, ...], device: torch.device) -> tuple[Any, ...]:
-    """Return a call, without q, k and v, as arguments of an operator.
+def attend(q: Tensor, k: Tensor, v: Tensor, blocks: tuple[Tensor, ...], call: Described) -> tuple[Tensor, Tensor]:
+    """Return the output and the log-sum-exp of a call, by one node of a graph.
+
+    They are those of `reference.attend`.
 
     blocks: which blocks are partial and which are full, bool [B or 1, H or 1, rows, columns]; or nothing, and the
         operator plans them.
     """
     leaves = _Leaves([], [], [])
     text = repr(leaves.text(tuple(call)))
-    partial, full = blocks or (torch.empty(0, dtype=torch.bool, device=device) for _ in range(2))
-    return partial, full, *leaves, text
+    partial, full = blocks or (torch.empty(0, dtype=torch.bool, device=q.device) for _ in range(2))
+    return torch.ops.flexmasks.attend(q, k, v, partial, full, *leaves, text)  # type: ignore[no-any-return]
 
 
 class _Leaves(NamedTuple):
