@@ -72,14 +72,17 @@ def attention(
     Queries of padding are rows like all others: 0 where they see nothing, as with `grouped_tril`, and an average of
     real values where they see real keys, as with `padding` and `key_padding`. There is no dropout of attention weights.
 
+    A tensor that the mask or score reads may not be changed in place before the backward pass: torch's own error says
+    so, in activation checkpoints too, but not with `use_reentrant=True`, where the changed tensor is read.
+
     Args:
         q: queries, [B, H, Q, D], floating; or a jagged nested tensor [B, H, jagged, D], and k and v likewise.
         k, v: keys [B, Hkv, KV, D] and values [B, Hkv, KV, Dv]; H must be a multiple of Hkv (grouped-query attention).
             Dv may be another head size than D, as in multi-head latent attention. Compiled kernels for the CPU get
             copies of tensors that lie in memory neither as [B, H, S, D] nor as [B, S, H, D], up to 256 MiB a call: keys
             that are expanded over the batch then take the memory of the whole batch. Larger ones are not copied, and
-            compile a kernel for their layout. q, k and v may be DTensors that are
-            sharded alike over batch elements and heads, and then so is the output; for a sharded sequence there is
+            compile a kernel for their layout. q, k and v may be DTensors that are sharded alike over batch elements and
+            heads, and then so is the output; for a sharded sequence there is
             `flexmasks.integrations.distributed.attention`.
         mask: a registered mask's name, a Mask, or a function (b, h, q, kv) -> bool of index tensors, True = visible.
             By default everything is visible. Tensors that a function captures are inputs of the kernel. A change of

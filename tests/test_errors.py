@@ -311,6 +311,10 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "returns integers": (masked(lambda b, h, q, kv: q - kv), "got one of int64; compare, as in `q >= kv`"),
     "returns a bool": (masked(lambda b, h, q, kv: True), "must return a boolean tensor, got True"),
     "returns None": (masked(lambda b, h, q, kv: None), "must return a boolean tensor, got None"),
+    "returns a table": (
+        masked(lambda b, h, q, kv: torch.ones(3, 5) > 0),
+        "mask <lambda>: a mask function must return one truth value for each b, h, q, kv",
+    ),
     "three arguments": (
         masked(lambda b, h, q: q > 0),
         "must take (b, h, q, kv) by position, its signature is (b, h, q)",

@@ -113,12 +113,12 @@ def boolean(visible: Tensor, dims: int) -> Tensor:
     """
     if visible.dtype != torch.bool:
         raise TypeError(
-            "flexmasks: a mask function must return a boolean tensor, "
+            "a mask function must return a boolean tensor, "
             f"got one of {str(visible.dtype).removeprefix('torch.')}; compare, as in `q >= kv`."
         )
     if visible.ndim != dims:
         raise ValueError(
-            "flexmasks: a mask function must return one truth value for each b, h, q, kv, all numbers; "
+            "a mask function must return one truth value for each b, h, q, kv, all numbers; "
             f"got a tensor of shape {list(visible.shape[dims:])}."
         )
     return visible
