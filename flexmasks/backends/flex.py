@@ -230,7 +230,7 @@ def flex(
 
 
 def _with_infinity_for_nan(score_mod: Callable[..., Tensor] | None) -> Callable[..., Tensor]:
-    """Return a score change for torch's kernel on a CPU, in which scores of NaN are infinite.
+    """Return a score change whose NaN are infinite, for torch's kernel on a CPU.
 
     A row that sees one is then NaN, as inf - inf is. The kernel would drop the keys of a block from a row whose scores
     there have a NaN: the greatest score of such a block counts as -inf. The change takes no measurable time.
