@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from flexmasks.backends.call import OUTCOMES, Call
 from flexmasks.backends.operations import KEEP_VALUES, Trace, follow
+from flexmasks.plans.whole import Added
 
 _ADDED = "added"
 
@@ -67,3 +70,12 @@ class _Sum(Trace):
         # With alpha the second operand is multiplied.
         is_sum = (is_added and (sums == [0] or kwargs.get("alpha", 1) == 1)) or keeps
         (self._sums if is_sum and not is_other else self._others).add(id(out))
+
+
+def for_cpu(added: Added) -> Tensor:
+    """Return what is added to scores, with NaN for infinity.
+
+    A row that sees either is NaN, and torch's kernels for CPUs lose infinity in half precision.
+    """
+    numbers = added.product()
+    return torch.where(numbers == math.inf, math.nan, numbers)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flexmasks import compat
-from flexmasks.backends.added import is_added
+from flexmasks.backends.added import for_cpu, is_added
 from flexmasks.backends.call import HALF_DTYPES, Call
 from flexmasks.blocks.elements import over_indices
 from flexmasks.kernels.few_queries_plain import exponentials
@@ -106,7 +106,7 @@ class CpuDecode:
         score_mod = None if call.score_mod is None else call.score_mod()
         added = torch.zeros((), device=q.device)
         if call.added is not None and is_added(call):
-            added, score_mod = call.added().product(), None
+            added, score_mod = for_cpu(call.added()), None
         added = torch.where(visible, added, -math.inf)
         sees = (added != -math.inf).any(-1)
         return cls(

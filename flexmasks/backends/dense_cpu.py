@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flexmasks import compat
+from flexmasks.backends.added import for_cpu
 from flexmasks.backends.call import HALF_DTYPES, Call
 from flexmasks.backends.dense_call import DenseCall
 from flexmasks.plans.whole import Added, Whole
@@ -49,7 +50,7 @@ class CpuDense(DenseCall):
     def of(cls, call: Call) -> CpuDense:
         visible = cast(Callable[[], Whole], call.whole)().visible
         bias = None if call.score_mod is None else cast(Callable[[], Added], call.added)()
-        numbers = torch.zeros(()) if bias is None else bias.product()
+        numbers = torch.zeros(()) if bias is None else for_cpu(bias)
         groups = call.q.shape[1] // call.k.shape[1]
         hidden_rows = ~visible.any(-1)
         return cls(
