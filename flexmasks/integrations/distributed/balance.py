@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import weakref
 from collections import Counter
@@ -129,7 +130,11 @@ def forgotten_order(mesh: DeviceMesh, rank: int, length: int) -> str:
 
     It has as many tokens as an order that is held gives this rank.
     """
-    if not any(length == size for size in _held_sizes(mesh, rank)):  # torch 2.13 gets `in` wrong for symbolic sizes
+    # Not `in`, which torch 2.13 gets wrong for symbolic sizes. An order that only a cycle holds, such as that of an
+    # exception and its frames, is nobody's.
+    if not any(length == size for size in _held_sizes(mesh, rank)) or not any(
+        length == size for size in _held_sizes(mesh, rank, collect=True)
+    ):
         return ""
     return (
         "pass `order`, the Order of these processes that `balance` made or `shard` took, by which this one has "
@@ -138,8 +143,10 @@ def forgotten_order(mesh: DeviceMesh, rank: int, length: int) -> str:
 
 
 @compat.constant_in_graphs
-def _held_sizes(mesh: DeviceMesh, rank: int) -> tuple[int, ...]:
-    """Return the numbers of tokens that a rank has by the orders that are held."""
+def _held_sizes(mesh: DeviceMesh, rank: int, collect: bool = False) -> tuple[int, ...]:
+    """Return the numbers of tokens that a rank has by the orders that are held, after a collection or without."""
+    if collect:
+        gc.collect()
     ranks = _ranks_in(mesh) if _HELD else ()
     return tuple({order.sizes[rank] for (held, _), order in list(_HELD.items()) if held == ranks})
 
