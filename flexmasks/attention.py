@@ -100,10 +100,10 @@ def attention(
             mask are computed by your graph, from the tensors of each run. There, make a Mask of a function that
             captures variables outside the compiled function, with `get_mask`, and write `mask.__invert__()` for
             `~mask`, which torch does not trace. Values of tensors are not checked there.
-            The same holds for torch.export.export, before torch 2.13 with strict=False. A program that was exported on
-            a CPU with gradients takes all lengths and can be saved; import flexmasks where it is loaded. Exported under
-            torch.no_grad, it holds torch's flex_attention, which torch compiles but does not save, for a range of
-            lengths.
+            The same holds for torch.export.export, before torch 2.13 with strict=False. A program with a dynamic length
+            takes all lengths, by PyTorch's operations in place of a block-sparse kernel; it can be saved; import
+            flexmasks where it is loaded. One for a fixed length that was exported under torch.no_grad, or on a GPU,
+            holds torch's flex_attention, which torch compiles but does not save.
         score: a change of the scores: a name, a Score, a function (score, b, h, q, kv) -> score, or a list of them,
             applied in order.
             In half precision the gradient of a tensor that a score learns errs by the rounding of the output times

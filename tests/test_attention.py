@@ -170,7 +170,12 @@ _POISONED: list[Callable[[Tensor, Tensor, Tensor], Tensor]] = [
     lambda q, k, bias: q,
     lambda q, k, bias: bias[60],
 ]
-_SEEN = [("cpu", 90, torch.float32), ("auto", 2, torch.float32), ("auto", 90, torch.float32)]
+_SEEN = [
+    ("cpu", 90, torch.float32),
+    ("auto", 2, torch.float32),
+    ("auto", 90, torch.float32),
+    ("auto", 90, torch.bfloat16),
+]
 _MORE_SEEN = [(b, n, t) for b in ("cpu", "auto") for n in (1, 2, 90) for t in TOLERANCE if (b, n, t) not in _SEEN]
 
 

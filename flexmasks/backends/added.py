@@ -6,12 +6,10 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from flexmasks.backends.call import OUTCOMES, Call
 from flexmasks.backends.operations import KEEP_VALUES, Trace, follow
-from flexmasks.plans.whole import Added
 
 _ADDED = "added"
 
@@ -72,10 +70,9 @@ class _Sum(Trace):
         (self._sums if is_sum and not is_other else self._others).add(id(out))
 
 
-def for_cpu(added: Added) -> Tensor:
-    """Return what is added to scores, with NaN for infinity.
+def shows(added: Tensor) -> bool:
+    """Return whether torch's kernels for CPUs show all of what is added to the scores of a row, -inf where hidden.
 
-    A row that sees either is NaN, and torch's kernels for CPUs lose infinity in half precision.
+    In half precision they take a block of keys whose scores are all NaN for a hidden one, and lose +inf.
     """
-    numbers = added.product()
-    return torch.where(numbers == math.inf, math.nan, numbers)
+    return not added.numel() or bool(added.amax() < math.inf)

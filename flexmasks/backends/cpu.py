@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flexmasks.backends import flex
-from flexmasks.backends.call import HALF_DTYPES, Call, Result, exports_any_length
+from flexmasks.backends.call import HALF_DTYPES, Call, Result
 
 
 def refuses(call: Call) -> str | None:
@@ -18,8 +18,6 @@ def refuses(call: Call) -> str | None:
         return "torch's compiled flex_attention has no gradients on the CPU"
     if call.with_lse:
         return "torch's compiled flex_attention gives no lse on the CPU"
-    if call.is_traced and exports_any_length(call.q, call.k):
-        return "its lists of blocks would tie an exported program to a range of lengths"
     return flex.refuses(call)
 
 

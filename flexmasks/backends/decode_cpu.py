@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flexmasks import compat
-from flexmasks.backends.added import for_cpu, is_added
+from flexmasks.backends.added import is_added, shows
 from flexmasks.backends.call import HALF_DTYPES, Call
 from flexmasks.blocks.elements import over_indices
 from flexmasks.kernels.few_queries_plain import exponentials
@@ -85,6 +85,7 @@ class CpuDecode:
     visible: Tensor  # bool [B or 1, H or 1, Q, KV]
     sees: Tensor | None  # bool [B or 1, H or 1, Q]: whether a query sees a key with a score above -inf; None if all do
     added: Tensor  # float32 [B or 1, Hkv or 1, grouped heads * Q, KV]: what is added to scores, -inf where hidden
+    shows: bool  # whether torch's kernel shows all of `added`
     score_mod: Callable[..., Tensor] | None  # a score change that is more than `added`
     parts: list[_Part]
     scale: float | None
@@ -106,13 +107,14 @@ class CpuDecode:
         score_mod = None if call.score_mod is None else call.score_mod()
         added = torch.zeros((), device=q.device)
         if call.added is not None and is_added(call):
-            added, score_mod = for_cpu(call.added()), None
+            added, score_mod = call.added().product(), None
         added = torch.where(visible, added, -math.inf)
         sees = (added != -math.inf).any(-1)
         return cls(
             visible=visible,
             sees=None if bool(sees.all()) else sees,
             added=_grouped(added, q.shape[1], k.shape[1]),
+            shows=shows(added),
             score_mod=score_mod,
             parts=_parts(visible, k, pages is not None),
             scale=call.scale,
@@ -165,10 +167,11 @@ class CpuDecode:
         if not k.shape[2]:
             return q.new_zeros(*q.shape[:3], v.shape[3]), q.new_zeros(q.shape[:3], dtype=torch.float32)
         rows = q.reshape(batch, kv_heads, -1, size)
-        if self.score_mod is None and size == v.shape[3]:
+        if self.score_mod is None and self.shows and size == v.shape[3]:
             added = _of_part(self.added, part)
             out, lse = compat.flash_attention_on_cpu(rows, k, v, added, self.scale)
-            if not bool(out.isnan().any()):  # a hidden key may hold anything
+            # A hidden key may hold anything. In half precision the output of a score of +inf may be finite.
+            if bool(lse.amax() < math.inf) and not bool(out.isnan().any()):
                 return out.reshape(q.shape), lse.reshape(batch, heads, q_len)
         return self._attend_in_steps(q, rows, k, v, part)
 

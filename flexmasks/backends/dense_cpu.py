@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flexmasks import compat
-from flexmasks.backends.added import for_cpu
+from flexmasks.backends.added import shows
 from flexmasks.backends.call import HALF_DTYPES, Call
 from flexmasks.backends.dense_call import DenseCall
 from flexmasks.plans.whole import Added, Whole
@@ -45,21 +45,24 @@ class CpuDense(DenseCall):
 
     added: Tensor  # float32 [B or 1, Hkv or 1, grouped heads * Q, KV]: the bias, -inf where hidden
     hidden_rows: Tensor | None  # bool [B or 1, Hkv or 1, grouped heads * Q]: queries that see nothing, if there are any
+    shows: bool  # whether torch's kernel shows all of `added`
 
     @classmethod
     def of(cls, call: Call) -> CpuDense:
         visible = cast(Callable[[], Whole], call.whole)().visible
         bias = None if call.score_mod is None else cast(Callable[[], Added], call.added)()
-        numbers = torch.zeros(()) if bias is None else for_cpu(bias)
+        numbers = torch.zeros(()) if bias is None else bias.product()
         groups = call.q.shape[1] // call.k.shape[1]
         hidden_rows = ~visible.any(-1)
+        added = torch.where(visible, numbers, -math.inf)
         return cls(
             visible=visible,
             bias=bias,
             scale=call.scale,
             with_lse=False,
             needs_grad=True,
-            added=_grouped(torch.where(visible, numbers, -math.inf), groups),
+            added=_grouped(added, groups),
+            shows=bias is None or shows(added),
             hidden_rows=_grouped(hidden_rows[..., None], groups)[..., 0] if bool(hidden_rows.any()) else None,
         )
 
@@ -71,14 +74,17 @@ class CpuDense(DenseCall):
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return output and lse, see `DenseCall.forward`.
 
-        Where the output is not finite, the reference has computed it, so that nothing hidden was read.
+        Where output or lse is not finite, the reference has computed it, so that nothing hidden was read.
         """
+        if not self.shows:
+            return self.by_reference(q, k, v)[0], None
         rows = self._rows(q, k)
         out, lse = compat.flash_attention_on_cpu(rows, k, v, self.added, self.scale)
         if self.hidden_rows is not None:
             out.masked_fill_(self.hidden_rows[..., None], 0)
             lse.masked_fill_(self.hidden_rows, 0)
-        if not bool(out.sum(dtype=torch.float32).isfinite()):
+        # In half precision the output of a score of +inf may be finite, the lse is not.
+        if not bool((out.sum(dtype=torch.float32) + lse.sum()).isfinite()):
             return self.by_reference(q, k, v)[0], None
         return out.reshape(q.shape), lse
 

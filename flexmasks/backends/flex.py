@@ -37,6 +37,7 @@ from flexmasks.backends.call import (
     Refused,
     Result,
     Unavailable,
+    exports_any_length,
     first_line,
     proven,
     raise_passing_error,
@@ -795,7 +796,8 @@ def _why_not_loaded() -> str:
 def refuses_to_compile(call: Call) -> str | None:
     """Return why nothing can be compiled where this call is made, or None."""
     if call.is_traced:  # the user's torch.compile compiles it
-        return None
+        any_length = exports_any_length(call.q, call.k)
+        return "lists of blocks would tie an exported program to a range of lengths" if any_length else None
     failed = _why_not_loaded()
     if failed:
         return failed
