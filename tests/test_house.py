@@ -135,20 +135,3 @@ def test_private_names_of_torch_stand_in_compat() -> None:
         for line, name in private_names(tree)
     ]
     assert not wrong, "\n".join(wrong)
-
-
-QUESTIONS = ("Whether", "What", "Which", "How", "Why", "Where", "Of", "As", "It", "See", "Also")
-LONGEST_LINE = 15  # the most words allowed; the aim is about 12
-
-
-def test_first_lines_of_docstrings() -> None:
-    """Check that a first line names a thing or an act, in one short sentence."""
-    wrong = []
-    for module, tree in TREES.items():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (doc := ast.get_docstring(node)):
-                line = doc.splitlines()[0]
-                words = line.split()
-                if words[0] in QUESTIONS or len(words) > LONGEST_LINE or not line.endswith((".", ".`")):
-                    wrong.append(f"{module}:{getattr(node, 'lineno', 1)} {line}")
-    assert not wrong, "\n".join(wrong)
