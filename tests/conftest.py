@@ -6,6 +6,7 @@ import gc
 import importlib.util
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -117,6 +118,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device, none is here"))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Write why tests were skipped: a line for each of the ten most frequent reasons."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    reasons = Counter(str(report.longrepr[2]).removeprefix("Skipped: ") for report in skipped)
+    for reason, count in reasons.most_common(10):
+        terminalreporter.write_line(f"{count} skipped: {reason}")
+    if len(reasons) > 10:
+        terminalreporter.write_line(f"{len(reasons) - 10} more reasons: `-rs` shows all")
 
 
 @pytest.fixture(scope="module")

@@ -37,6 +37,15 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2.5e-3, torch.bfloat16: 1.6e-2}
 
 
+def check_oracle(name: str, kind: str, oracles: dict[str, Any], cases: Sequence[Case]) -> None:
+    """Check that a mask or score has an oracle and three cases, and is registered."""
+    known = {entry.name for entry in (flexmasks.list_masks if kind == "mask" else flexmasks.list_scores)()}
+    assert name in known, f"tests/oracles has an oracle of {kind} {name!r}, which is not registered"
+    assert name in oracles, f"{kind} {name!r} has no oracle: write its definition in its file of tests/oracles"
+    found = len({repr(case) for case in cases if case.name == name})
+    assert found >= 3, f"{kind} {name!r} has {found} cases in tests/oracles, at least 3 are needed"
+
+
 # --- calls of cases ---
 
 

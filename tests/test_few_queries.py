@@ -458,7 +458,7 @@ def calls() -> st.SearchStrategy[Call]:
 
 @on_devices
 def test_random_calls(device: str) -> None:
-    try_examples({"cpu": 6 if INTERPRETED else 40, "cuda": 15}[device], lambda call: check(call, device), calls())
+    try_examples({"cpu": 5 if INTERPRETED else 40, "cuda": 15}[device], lambda call: check(call, device), calls())
 
 
 @on_devices
@@ -514,26 +514,27 @@ CAUSAL, WINDOW, LOCAL, FULL = (None, 0), (100, 0), (130, 40), (None, None)
 @pytest.mark.parametrize(
     ("band", "queries", "starts", "page_size"),
     in_short(
-        [(CAUSAL, 1, "each", 0), (CAUSAL, 4, "last", 16), (WINDOW, 1, "last", 16), (WINDOW, 17, "each", 7),
-         (LOCAL, 1, "each", 16), (LOCAL, 4, "last", 0), (FULL, 4, 0, 7), ((7, None), 4, "each", 16)],
+        [(CAUSAL, 1, "each", 0), (CAUSAL, 4, "last", 16), (WINDOW, 17, "each", 7), (LOCAL, 1, "each", 16),
+         (FULL, 4, 0, 7), ((7, None), 4, "each", 16)],
         [CAUSAL, WINDOW, LOCAL, FULL, (7, None)], [1, 4, 17], ["each", "last", 0, 250], [0, 7, 16],
     ),
     ids=str,
 )  # fmt: skip
-@pytest.mark.parametrize("has_lens", [False, True])
+@pytest.mark.parametrize("has_lens", [True] if INTERPRETED else [False, True])
 def test_bands(band: Any, queries: int, starts: int | str, page_size: int, has_lens: bool, device: str) -> None:
     """Queries that start before, among and behind the keys, and sequences without keys."""
     for seed in range(1 if INTERPRETED else 4):
-        call = Call(3, 4, 2, queries, 280, dtype=FP16, page_size=page_size, band=band, starts=starts, seed=seed)
+        call = Call(3, 2, 1, queries, 280, dtype=FP16, page_size=page_size, band=band, starts=starts, seed=seed)
         check(replace(call, has_lens=has_lens), device)
 
 
 @on_devices
-@pytest.mark.parametrize("change", in_short(["none", "by query", "weight of each row"], list(CHANGES)))
+@pytest.mark.parametrize("change", in_short(["by query", "weight of each row"], list(CHANGES)))
 def test_scores_of_bands(change: str, device: str) -> None:
-    for has_lens in (False, True):
+    for has_lens in (False,) if INTERPRETED else (False, True):
         check(Call(queries=5, cap=30.0, kv_len=200, band=LOCAL, has_lens=has_lens, **CHANGES[change]), device)
-    check(Call(queries=5, kv_len=384, band=CAUSAL, **CHANGES[change]), device)
+    if not INTERPRETED:
+        check(Call(queries=5, kv_len=384, band=CAUSAL, **CHANGES[change]), device)
 
 
 @on_devices
@@ -543,11 +544,9 @@ def test_shares_of_bands(processors: int, device: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(launch, "_launches", launch.Launches())
     monkeypatch.setattr(launch, "_FEW_COUNTS", 2)
     monkeypatch.setattr(launch, "_MAX_COUNTS", 4)
-    for starts in ("each", "last"):
-        call = Call(
-            7, 2, 1, 2, 700 if INTERPRETED else 1300, band=(300, 5), starts=starts, has_lens=True, seed=processors
-        )
-        check(call, device)
+    batch, kv_len = (3, 500) if INTERPRETED else (7, 1300)
+    for starts in ("each",) if INTERPRETED else ("each", "last"):
+        check(Call(batch, 2, 1, 2, kv_len, band=(300, 5), starts=starts, has_lens=True, seed=processors), device)
 
 
 @on_devices
@@ -562,7 +561,7 @@ def test_numbers_of_bands(dtype: torch.dtype, device: str) -> None:
 
 
 @on_devices
-@pytest.mark.parametrize("starts", [0, 2**31 - 1, "each"])
+@pytest.mark.parametrize("starts", in_short([2**31 - 1], [0, 2**31 - 1, "each"]))
 def test_large_numbers_of_bands(starts: int | str, device: str) -> None:
     for band in ((2**31 - 1, 2**31 - 1), (2**40, 2**40), (2**31 - 150, 0)):
         check(Call(kv_len=200, band=band, starts=starts), device)
@@ -588,7 +587,7 @@ def band_calls() -> st.SearchStrategy[Call]:
 
 @on_devices
 def test_random_bands(device: str) -> None:
-    try_examples({"cpu": 8 if INTERPRETED else 60, "cuda": 20}[device], lambda call: check(call, device), band_calls())
+    try_examples({"cpu": 5 if INTERPRETED else 60, "cuda": 20}[device], lambda call: check(call, device), band_calls())
 
 
 @on_devices

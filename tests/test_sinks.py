@@ -211,13 +211,14 @@ def cases(draw: st.DrawFn) -> Case:
 @pytest.mark.parametrize("dtype", [FP32, FP16, BF16], ids=["fp32", "fp16", "bf16"])
 @pytest.mark.parametrize(("queries", "size"), [(1, 64), (8, 72), (130, 128)])
 def test_layouts(layout: str, dtype: torch.dtype, queries: int, size: int, device: str) -> None:
-    check(Case(queries=queries, size=size, dtype=dtype, layout=layout), device)
+    rows = 70 if INTERPRETED and queries > 70 else queries  # more than a program has
+    check(Case(queries=rows, size=size, dtype=dtype, layout=layout), device)
 
 
 @on_devices
 def test_random_cases(device: str) -> None:
     options = st.sampled_from(["both", "out", "lse"]), st.sampled_from(["like out", "transposed", "one number"])
-    count = 25 if INTERPRETED else 60
+    count = 10 if INTERPRETED else 60
     try_examples(count, lambda case, uses, shape: check(case, device, uses, shape), cases(), *options)
 
 

@@ -196,9 +196,10 @@ def test_random_masks(device: str) -> None:
 
         check(results(leaves, mask=mask), expected(leaves, seen), dtype)
 
-    lengths = st.tuples(st.integers(1, 150), st.integers(1, 150))
+    longest = 90 if INTERPRETED else 150  # more than a tile
+    lengths = st.tuples(st.integers(1, longest), st.integers(1, longest))
     try_examples(
-        12 if INTERPRETED else 60, try_one, st.integers(1, 3), st.sampled_from([(1, 1), (4, 1), (4, 2), (3, 3)]),
+        6 if INTERPRETED else 60, try_one, st.integers(1, 3), st.sampled_from([(1, 1), (4, 1), (4, 2), (3, 3)]),
         lengths, st.sampled_from([(16, 16), (8, 40), (64, 64), (72, 128)]), st.tuples(st.booleans(), st.booleans()),
         st.sampled_from([FP16, BF16]), st.integers(0, 2**31),
     )  # fmt: skip
@@ -300,7 +301,7 @@ def test_new_tensors_at_every_step(device: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(launch, "compiled", noted)
     monkeypatch.setattr(launch, "_kernels", launch.Launches())
     q, k, v = (torch.randn(2, 2, 96, 16).to(device, FP16).requires_grad_() for _ in range(3))
-    for step in range(5):
+    for step in range(3 if INTERPRETED else 5):
         ids = (torch.arange(96) // (5 + step)).to(device)
         slopes = torch.rand(2).to(device)
         mask = flexmasks.get_mask("causal") & flexmasks.get_mask("document", document_ids=ids)
