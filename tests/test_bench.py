@@ -64,7 +64,8 @@ def test_figures_are_written(device: str, tmp_path: Path, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize("device", ["cpu"])  # on a GPU it takes minutes
-@pytest.mark.parametrize("count", [2, pytest.param(8, marks=pytest.mark.campaign)])
+@pytest.mark.campaign
+@pytest.mark.parametrize("count", [2, 8])
 def test_figures_of_the_softmax_are_written(
     device: str, count: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,6 +86,7 @@ def test_figures_of_the_softmax_are_written(
     assert sum(r["who"] == "torch.compile" for r in results["rows"]) == 2 * count
 
 
+@pytest.mark.campaign
 def test_figures_of_attention_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "attention.json"
     masks = ["causal", "sliding_window"]
@@ -104,6 +106,7 @@ def test_figures_of_attention_are_written(tmp_path: Path, capsys: pytest.Capture
     assert "no score is named 'alib'" in capsys.readouterr().err
 
 
+@pytest.mark.campaign
 def test_registered_masks_and_scores_are_measured_and_the_failed_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -210,6 +213,7 @@ def test_figures_of_a_serving_loop(tmp_path: Path, capsys: pytest.CaptureFixture
     assert serving.bytes_to_read == pytest.approx(sum(seen) / len(seen) * 2 * 2 * 16 * 4)
 
 
+@pytest.mark.campaign
 def test_figures_of_hugging_face_models(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,6 +238,7 @@ def test_figures_of_hugging_face_models(
     assert "tokens/s" in page
 
 
+@pytest.mark.campaign
 def test_figures_of_several_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The output of several processes is that of one."""
     file = tmp_path / "ranks.json"
@@ -282,6 +287,7 @@ def eager_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     flexmasks.clear_caches()
 
 
+@pytest.mark.campaign
 @pytest.mark.usefixtures("eager_kernels")
 def test_figures_of_limits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Outputs agree, and every kind of row has its table."""

@@ -14,6 +14,7 @@ import typing
 from pathlib import Path
 from typing import Any
 
+import fresh
 import pytest
 
 import flexmasks
@@ -41,16 +42,15 @@ print(seconds, *sorted(set(sys.modules) - before), file=sys.stderr)
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
-    """Run code in a new process."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=300
-    )
+    """Run code in a new process that has imported torch."""
+    ran = fresh.run(code)
+    assert not ran.returncode, ran.stderr
+    return ran
 
 
 @functools.cache
 def timed(code: str) -> tuple[float, set[str]]:
-    """Return the processor's seconds and the new modules of code in a process that has imported torch."""
+    """Return the processor's seconds and the new modules of code in a new process that has imported torch."""
     seconds, *modules = run(_TIMED.format(code=code)).stderr.splitlines()[-1].split()
     return float(seconds), set(modules)
 

@@ -59,7 +59,7 @@ def shown(cell: Any) -> str:
 
 
 # The others run in campaigns, since a notebook takes half a minute.
-_ALWAYS = ("01_first_steps", "06_masks_of_a_hugging_face_model")
+_ALWAYS = ("01_first_steps",)
 _RUN = [
     pytest.param(path, id=path.stem, marks=() if path.stem in _ALWAYS else pytest.mark.campaign) for path in NOTEBOOKS
 ]
