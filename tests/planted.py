@@ -204,7 +204,8 @@ class Trial:
                 break
         shutil.rmtree(place)
         if not found:
-            return row | {"by": "", "test": "", "seconds": spent[0]}
+            is_over = spent[0] >= self._options.limit
+            return row | {"by": "", "test": "", "seconds": spent[0], "is_over": is_over}
         return row | {"by": by if "::" in found else CRASH, "test": found, "seconds": spent[-1]}
 
     def _by_suite(self, place: Path, tests: Sequence[str]) -> str:
@@ -329,7 +330,7 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
             "change": _code(_change(row["old"], row["new"])),
             "found by": f"{'' if row['by'] == SUITE else row['by'] + ': '}{_code(row['test'].removeprefix('tests/'))}"
             if row["by"]
-            else f"nobody, {row['tests']} tests",
+            else f"nobody, {row['tests']} tests{', not all in the time' if row['is_over'] else ''}",
             "seconds": row["seconds"],
         }
         for row in rows
@@ -399,7 +400,7 @@ def main() -> int:
                     row = done.result()
                     rows.append(row)
                     write(rows)
-                    result = f"{row['by']}, {row['test']}" if row["by"] else f"not found by {row['tests']} tests"
+                    result = f"{row['by']}, {row['test']}" if row["by"] else f"not found by its {row['tests']} tests"
                     count = f"{len(rows)}/{len(chosen)}"
                     print(f"{count} {row['file']}:{row['line']} {row['seconds']} s: {result}", flush=True)
             except BaseException:
