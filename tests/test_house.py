@@ -1,4 +1,4 @@
-"""The house: the direction of imports, the place of private names of torch, and the first lines of docstrings."""
+"""The house: the direction of imports, the place of private names of torch, and the planted faults."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from planted_faults import FAULTS
 
 PACKAGE = Path(__file__).parent.parent / "flexmasks"
 FILES = {
@@ -135,3 +136,14 @@ def test_private_names_of_torch_stand_in_compat() -> None:
         for line, name in private_names(tree)
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_planted_faults_fit_the_source() -> None:
+    assert len(FAULTS) >= 80
+    assert len({fault[:3] for fault in FAULTS}) == len(FAULTS)
+    for fault in FAULTS:
+        source = (PACKAGE / fault.file).read_text()
+        assert source.count(fault.old) == 1, fault
+        changed = ast.parse(source.replace(fault.old, fault.new))
+        assert ast.dump(changed) != ast.dump(ast.parse(source)), fault
+        assert all((PACKAGE.parent / test.partition("::")[0]).exists() for test in fault.tests), fault

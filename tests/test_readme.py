@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import planted
 import pytest
 import torch
 import torch.nn.functional as F
@@ -156,6 +157,11 @@ def versions() -> str:
     return tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True)
 
 
+def faults() -> str:
+    """Return the table of planted faults, from the file that `tests/planted.py` writes."""
+    return planted.markdown(results("planted")["rows"]) if planted.TABLE.exists() else "Not run yet."
+
+
 GENERATED: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"speed": speed},
     "flexmasks/masks/README.md": {"masks": lambda: own("mask")},
@@ -177,6 +183,7 @@ GENERATED: dict[str, dict[str, Callable[[], str]]] = {
     "recipes/results/ranks.md": {name: functools.partial(ranks, name) for name in ("ranks_gpu", "ranks_triton")},
     "recipes/results/limits.md": {name: functools.partial(limits, name) for name in ("limits_gpu", "limits_triton")},
     "recipes/results/versions.md": {"versions": versions},
+    "recipes/results/planted.md": {"planted": faults},
     "recipes/results/data.md": {name: functools.partial(data, name) for name in ("data_gpu", "data_cpu")},
 }
 

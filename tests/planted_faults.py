@@ -1,0 +1,396 @@
+"""Small mistakes that `tests/planted.py` plants into the library, grouped by room."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Fault(NamedTuple):
+    """A change of one place in the source.
+
+    file: a path in the folder of the package.
+    old, new: the text, which occurs once in the file, and what takes its place.
+    tests: files or node ids of tests that run the place unseen by coverage: kernels by Triton's interpreter, code that
+        torch.compile traces, code in started processes.
+    """
+
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...] = ()
+
+
+_SOFTMAX = ("tests/test_softmax.py::test_kernels_by_the_interpreter",)
+_FEW_QUERIES = ("tests/test_few_queries.py::test_kernels_by_the_interpreter",)
+_SINKS = ("tests/test_sinks.py::test_kernels_by_the_interpreter",)
+_WHOLE_MASK = ("tests/test_whole_mask.py::test_by_the_interpreter",)
+_BEHIND_KEYS = ("tests/test_behind_keys.py::test_kernel_by_the_interpreter",)
+_COMPILED = ("tests/test_inside_compile.py",)
+_SOFTMAX_IN_TRANSFORMS = ("tests/test_softmax_transforms.py",)
+_EXPORTED = ("tests/test_export.py",)
+_DISTRIBUTED = ("tests/test_distributed.py",)
+_EXCHANGED = ("tests/test_distributed_exchange.py", "tests/test_distributed.py")
+
+FAULTS: list[Fault] = [
+    # --- ranges: bounds that are too narrow, so that visible blocks are empty or partial blocks are full ---
+    Fault("ranges/arithmetic.py", "lo = x.lo - y.hi\n", "lo = x.lo - y.lo\n"),
+    Fault("ranges/arithmetic.py", "torch.maximum(x.hi, -x.lo)\n    if", "torch.maximum(x.hi, x.lo)\n    if"),
+    Fault(
+        "ranges/arithmetic.py",
+        "    if dtype.is_floating_point:\n"
+        "        lo, hi = any_value_where(is_inexact(x, y), lo, hi)  # 0 * inf is NaN\n",
+        "",
+    ),
+    Fault("ranges/arithmetic.py", "b % steps.size == 0 and steps.first % steps.size == 0", "b % steps.size == 0"),
+    Fault(
+        "ranges/arithmetic.py",
+        "return any_value_where(_may_be_zero(y) | is_inexact(x, y), lo, hi)",
+        "return any_value_where(is_inexact(x, y), lo, hi)",
+    ),
+    Fault("ranges/arithmetic.py", " & (first == last)", ""),
+    Fault("ranges/arithmetic.py", "may_be_nan(x) | (x.lo < least), operation", "may_be_nan(x), operation"),
+    Fault("ranges/bits.py", "b & (b + 1) == 0, -b", "b & (b - 1) == 0, -b"),
+    Fault("ranges/bits.py", "torch.where(_have_same_sign(x, y), smaller, mixed)", "smaller"),
+    Fault(
+        "ranges/bits.py",
+        "torch.where(_have_same_sign(x, y), 0.0, -1 - all_bits)",
+        "torch.where(_have_same_sign(x, y), 0.0, -all_bits)",
+    ),
+    Fault("ranges/selection.py", "torch.minimum(x.lo, y.lo), y.lo", "torch.maximum(x.lo, y.lo), y.lo"),
+    Fault("ranges/selection.py", '_NEGATED = {"<": ">=",', '_NEGATED = {"<": ">",'),
+    Fault("ranges/truth.py", 'x.lo <= y.hi, "<="', 'x.lo < y.hi, "<="'),
+    Fault("ranges/truth.py", "certain = (x.lo & ~y.hi)", "certain = (x.lo & ~y.lo)"),
+    Fault("ranges/truth.py", "certain(_without_nan(x), _without_nan(y))", "certain(x, y)"),
+    Fault("ranges/reach.py", "last - (1 << level) + 1)", "last - (1 << level))"),
+    Fault("ranges/reach.py", "values.narrow(d, n - rest, rest)", "values.narrow(d, 0, rest)"),
+    Fault("ranges/lookup.py", 'right=right or side == "right"', "right=right"),
+    Fault("ranges/reductions.py", "a.shape[dim] - 1.0", "a.shape[dim] - 2.0"),
+    Fault("ranges/conversion.py", "x.lo.trunc(), x.hi.trunc()", "x.lo.floor(), x.hi.floor()"),
+    # --- blocks ---
+    Fault("blocks/decide.py", "decided.certain.shape[0], decided.certain.shape[1]", "decided.certain.shape[0], 1"),
+    Fault("blocks/build.py", "    if kv_len % block_size[1]:\n        full[..., -1] = False\n", ""),
+    Fault(
+        "blocks/build.py",
+        "any_visible, all_visible = (certain.clone(memory_format=torch.contiguous_format) for _ in range(2))",
+        "any_visible = all_visible = certain.clone(memory_format=torch.contiguous_format)",
+    ),
+    Fault("blocks/build.py", "(b, h, part, kv), 4))", "(b, h, q[: len(part)], kv), 4))"),
+    Fault("blocks/lists.py", "runs.line * rows + matrices * rows * (columns", "runs.line * rows + rows * (columns"),
+    Fault("blocks/lists.py", "first_line[1:], right=True)", "first_line[1:])"),
+    Fault("blocks/lists.py", "flat.numel() % 8 or flat.numel() <", "flat.numel() <"),
+    Fault("blocks/lists.py", "(0, width - indices.shape[-1])", "(width - indices.shape[-1], 0)"),
+    Fault("blocks/counts.py", "keys = min(_TILE, self._block_size[1])", "keys = self._block_size[1]"),
+    Fault("blocks/counts.py", "(self._partial, self._full, *of_columns)", "(self._partial, self._full)"),
+    Fault("blocks/counts.py", "        visible = visible & (kv < kv_len)[:, None, :]\n", ""),
+    Fault("blocks/undecided.py", "offsets.clamp(max=axis.block_size - 1)", "offsets"),
+    Fault("blocks/undecided.py", "(parts[is_first], parts[~is_first])", "(parts[is_first],)"),
+    Fault("blocks/strips.py", "decide(_moved(mask_mod, start, 0), batch", "decide(mask_mod, batch"),
+    Fault("blocks/strips.py", "[(runs[0][0], runs[-1][1])]", "[(runs[0][0], runs[-1][0])]"),
+    Fault("blocks/bits.py", "rows.block_size == 0 and columns", "rows.block_size == 0 or columns"),
+    Fault(
+        "blocks/bits.py",
+        "        if len(undecided):\n"
+        "            number = torch.where(undecided[number] == among, number, len(undecided))\n",
+        "",
+    ),
+    Fault("blocks/limits.py", "return min(free)", "return max(free)"),
+    Fault("blocks/elements.py", "x.clone().to(self.device) for x", "x.to(self.device) for x"),
+    # --- spec ---
+    Fault("spec/values.py", "else (key, *states)", "else key"),
+    Fault("spec/values.py", "a.dtype == b.dtype and a.shape", "a.shape"),
+    Fault("spec/values.py", "value.dtype in (torch.float16, torch.bfloat16)", "value.dtype == torch.float16"),
+    Fault("spec/values.py", 'inner_size is not None and dimension != "H"', "inner_size is not None"),
+    Fault("spec/values.py", "self.params.keys() == other.params.keys()", "self.params.keys() <= other.params.keys()"),
+    Fault("spec/values.py", " or any(m.learns() for m in self._inner())", ""),
+    Fault(
+        "spec/values.py",
+        "    if definition.own and not all(map(_is_plain, params.values())):\n"
+        '        raise TypeError(f"flexmasks: a pickle of the {kind} {definition.name!r} '
+        'has parameters of unknown types.")\n',
+        "",
+    ),
+    Fault("spec/parameters.py", "return max(self.positions_of_q, self.kv_len)", "return self.positions_of_q"),
+    Fault("spec/parameters.py", "high is None or n <= high", "high is None or n < high"),
+    Fault("spec/parameters.py", " and len(alternative.dims) == len(shape) and dimension", " and dimension"),
+    Fault(
+        "spec/parameters.py",
+        "    if isinstance(value, bool):\n        return False\n    return isinstance(value, int",
+        "    return isinstance(value, int",
+    ),
+    Fault("spec/bands.py", "left=min(lefts, default=None)", "left=max(lefts, default=None)"),
+    Fault("spec/bands.py", " or (with_sequences and with_sequences[0].has_other_keys and (lefts or rights))", ""),
+    Fault(
+        "spec/bands.py",
+        "kv_offsets is None and isinstance(q_start, int) and q_start == 0",
+        "kv_offsets is None",
+    ),
+    Fault("spec/bands.py", "starts // length * (heads - 1)", "starts // length * heads"),
+    Fault(
+        "spec/parts.py",
+        "inner(score, _shifted(b, first_batch), _shifted(h, first_head)",
+        "inner(score, _shifted(b, first_batch), h",
+        _DISTRIBUTED,
+    ),
+    Fault("spec/rows.py", "q_len=q_len, q_offset=positions - q_len", "q_len=q_len, q_offset=0"),
+    Fault("spec/numbers.py", "float if isinstance(self.value, float) else (int, self.value > 0)", "type(self.value)"),
+    Fault("spec/layouts.py", "inside = used & (page_table >= 0)", "inside = (page_table >= 0)"),
+    Fault("spec/layouts.py", "if max(q_len, kv_len) > max_length:", "if q_len > max_length:"),
+    Fault("spec/indexing.py", "count < size.positions_of_q:", "count < size.q_len:"),
+    Fault(
+        "spec/captures.py",
+        "            return kind, repr(value)\n        if id",
+        "            return kind, value\n        if id",
+    ),
+    # --- plans ---
+    Fault("plans/windows.py", "offset + right >= stop - 1", "offset + right >= stop - 2"),
+    Fault("plans/windows.py", "Window(left, right, offset - first,", "Window(left, right, offset,"),
+    Fault("plans/shifted.py", "(lengths - q_len).clamp(min=0)", "lengths - q_len"),
+    Fault("plans/gathered.py", "(starts + q_len - 1).int()", "(starts + q_len).int()"),
+    Fault("plans/rows.py", "return definition, x.shape, x.device,", "return definition, x.device,"),
+    Fault(
+        "plans/rows.py",
+        "torch.where(seen, column + 1, 0).amax(-1)",
+        "torch.where(seen, column, 0).amax(-1)",
+        _SOFTMAX_IN_TRANSFORMS,
+    ),
+    Fault("plans/lengths.py", "            implied = len(q_offset)\n", "            implied = 1\n"),
+    Fault(
+        "plans/checks.py",
+        '    if k.shape[2] != v.shape[2]:\n        wrong("k and v must have the same length")\n',
+        "",
+    ),
+    Fault("plans/checks.py", "(kv_lens > 0) & (kv_lens < counts)", "kv_lens < counts"),
+    Fault("plans/checks.py", " and made_for[1] in (1, size.heads)", ""),
+    Fault("plans/mixed.py", "torch.full((total,), int(given.offsets[-1]),", "torch.full((total,), 0,"),
+    Fault(
+        "plans/mixed.py", "torch.searchsorted(ends, piece, right=True)", "torch.searchsorted(ends, piece)", _COMPILED
+    ),
+    Fault(
+        "plans/plan.py",
+        "self.lifted, torch.get_default_dtype(), *more_key)\n        prepared",
+        "self.lifted, *more_key)\n        prepared",
+    ),
+    Fault("plans/plan.py", "layouts, places, *more_key", "layouts, *more_key"),
+    Fault("plans/bounds.py", "    if sequences.q is not sequences.kv:\n        return mask_mod\n", ""),
+    Fault("plans/data.py", "number[torch.cat(numbers)]", "number"),
+    # --- masks and scores ---
+    Fault("masks/bigbird.py", "min(global_blocks, (blocks + 1) // 2)", "min(global_blocks, blocks // 2)"),
+    Fault("masks/block_sparse.py", "have[0] < need[0] or have[1] < need[1]", "have[0] < need[0] and have[1] < need[1]"),
+    Fault("masks/dilated.py", "kv % stride >= stride - summary", "kv % stride > stride - summary"),
+    Fault("masks/tree.py", "while 2 ** len(ancestors) < count:", "while 2 ** len(ancestors) < count // 2:"),
+    Fault(
+        "masks/spans.py",
+        "torch.promote_types(document_ids.dtype, prefix_of.dtype)",
+        "prefix_of.dtype",
+    ),
+    Fault("masks/vertical_slash.py", "torch.where(index > rest, rest, index).int()", "index.int()"),
+    Fault("masks/padding.py", "kv < seq_lens[b]", "kv <= seq_lens[b]"),
+    Fault("masks/flashmask.py", "h if evicted.shape[1] > 1 else always(0, kv)", "h"),
+    Fault("masks/natten.py", "        leader = torch.where(leader > end, end, leader)\n", ""),
+    Fault("masks/sliding_tile.py", "any(w > n for w, n in", "any(w >= n for w, n in"),
+    Fault("masks/longformer.py", "shift = -tokens % frame", "shift = tokens % frame"),
+    Fault("scores/t5_bias.py", "far**steps >= max_distance", "far**steps > max_distance"),
+    Fault("scores/alibi.py", "2 * (h - below) + 1", "2 * (h - below)"),
+    Fault("scores/relative_bias.py", "distance < -reach, -reach, distance", "distance < -reach, -reach + 1, distance"),
+    # --- backends ---
+    Fault("backends/dense_call.py", " or any(map(compat.is_batched_gradient, upstream))", ""),
+    Fault(
+        "backends/dense_cpu.py",
+        '    if call.with_lse:\n        return "on a CPU it gives no gradient of the lse"\n',
+        "",
+    ),
+    Fault("backends/dense_cpu.py", "x.unflatten(1, (-1, groups))", "x.unflatten(1, (groups, -1))"),
+    Fault("backends/decode_cpu.py", "max(b for _, b in filled)", "min(b for _, b in filled)"),
+    Fault("backends/decode_cpu.py", ".long().clamp(0, len(cache) - 1)", ".long()"),
+    Fault("backends/decode_cpu.py", "(rows.float() @ k.float().mT).mul_", "(rows @ k.mT).float().mul_"),
+    Fault("backends/decode.py", '    if call.needs_grad:\n        return "it has no gradients"\n', ""),
+    Fault("backends/added.py", '(name == "sub" and sums == [0])', '(name == "sub" and len(sums) == 1)'),
+    Fault("backends/added.py", '(sums == [0] or kwargs.get("alpha", 1) == 1)', "True"),
+    Fault("backends/reference.py", "        ctx.check()\n        out, lse", "        out, lse"),
+    Fault("backends/sdpa.py", "(window.right, window.offset) != (0, 0)", "window.right != 0"),
+    Fault(
+        "backends/sdpa.py", "call.scale is not None and call.scale <= 0", "call.scale is not None and call.scale < 0"
+    ),
+    Fault(
+        "backends/sdpa.py",
+        "x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x",
+        "x.repeat(1, q.shape[1] // x.shape[1], 1, 1) for x",
+    ),
+    Fault("backends/slices.py", "        out = torch.where(bad_values > 0, math.nan, out)\n", ""),
+    Fault("backends/empty.py", "sum((x.sum() for x in learned), q.sum()", "(q.sum()"),
+    Fault("backends/plain.py", "weights.masked_fill(hidden, 0.0).to(x.dtype)", "weights.to(x.dtype)", _EXPORTED),
+    Fault(
+        "backends/tiles.py",
+        ".sum(-1, keepdim=True) - grad_lse[..., None]",
+        ".sum(-1, keepdim=True) + grad_lse[..., None]",
+    ),
+    Fault("backends/tiles.py", "rows = torch.where(sees_something, grad_out, 0.0)", "rows = grad_out"),
+    Fault(
+        "backends/tiles.py",
+        ".repeat(_length(tile.batch), 1, 1)",
+        ".repeat_interleave(_length(tile.batch), 0)",
+    ),
+    Fault(
+        "backends/tiles.py",
+        "            grads = of_scores.contiguous()\n            self._set_hidden_to_zero(grads, tile)\n",
+        "            grads = of_scores.contiguous()\n",
+    ),
+    Fault(
+        "backends/tiles.py",
+        "torch.zeros_like(x, dtype=torch.promote_types(x.dtype, self._dtype))",
+        "torch.zeros_like(x)",
+    ),
+    Fault(
+        "backends/tiles_operator.py",
+        "score_mod, visible, call.scale)",
+        "score_mod, visible, None)",
+        _COMPILED,
+    ),
+    Fault("backends/table.py", '"" if OUTCOMES.get(kind) is None else reason', "reason"),
+    Fault("backends/numbers.py", '"inputs", kind, inputs, _values(constants)', '"inputs", kind, inputs'),
+    Fault("backends/renewal.py", "len(places) < len(tensors) or any(id(t)", "any(id(t)"),
+    Fault("backends/forms.py", 'kind = "inexact", is_score, key, shapes,', 'kind = "inexact", is_score, key,'),
+    # --- kernels, which Triton's interpreter runs ---
+    Fault("kernels/softmax_forward.py", "    if SIGN < 0:\n        scores = -scores\n", "", _SOFTMAX),
+    Fault(
+        "kernels/softmax_forward.py", "is_nan = is_nan & (end > first)", "is_nan = is_nan & (end >= first)", _SOFTMAX
+    ),
+    Fault("kernels/softmax_forward.py", "tl.exp2((row_max - new) * scale)", "tl.exp2(row_max - new)", _SOFTMAX),
+    Fault("kernels/softmax_backward.py", "tl.where(weights == 0, 0.0, weights * slopes)", "weights * slopes", _SOFTMAX),
+    Fault("kernels/softmax_tiles.py", "high = (end + 15) // 16 * 16", "high = end // 16 * 16", _SOFTMAX),
+    Fault(
+        "kernels/few_queries_kernel.py",
+        "kept = tl.exp2((row_max - base) * _LOG2_E)",
+        "kept = tl.exp2(row_max - base)",
+        _FEW_QUERIES,
+    ),
+    Fault(
+        "kernels/few_queries_kernel.py", "_clipped(start + queries - 1 - left,", "_clipped(start - left,", _FEW_QUERIES
+    ),
+    Fault(
+        "kernels/few_queries_kernel.py",
+        "row = head % GROUP * queries + query",
+        "row = head * queries + query",
+        _FEW_QUERIES,
+    ),
+    Fault(
+        "kernels/few_queries_kernel.py",
+        "if not CAP and bias is None:\n            row_max",
+        "if not CAP:\n            row_max",
+        _FEW_QUERIES,
+    ),
+    Fault("kernels/whole_mask_kernel.py", "delta -= tl.load(d_lse", "delta += tl.load(d_lse", _WHOLE_MASK),
+    Fault(
+        "kernels/whole_mask_kernel.py",
+        "(key - query - shift).to(tl.float32)",
+        "(key - query).to(tl.float32)",
+        _WHOLE_MASK,
+    ),
+    Fault("kernels/whole_mask_kernel.py", "_store_rows(d_k, k_acc * scale,", "_store_rows(d_k, k_acc,", _WHOLE_MASK),
+    Fault("kernels/sinks_kernel.py", "to_sink += slope * of_sink", "to_sink += slope * of_keys", _SINKS),
+    Fault(
+        "kernels/sinks_kernel.py",
+        "both = tl.where(sees_nothing, sink, tl.maximum(lse, sink) + tl.log(total))",
+        "both = tl.maximum(lse, sink) + tl.log(total)",
+        _SINKS,
+    ),
+    Fault(
+        "kernels/behind_keys_kernel.py",
+        "tl.maximum(keys - right - start,",
+        "tl.maximum(keys - right - start + 1,",
+        _BEHIND_KEYS,
+    ),
+    Fault(
+        "kernels/behind_keys_kernel.py", "key[None, :] >= query[:, None]", "key[None, :] > query[:, None]", _BEHIND_KEYS
+    ),
+    # --- kernels in plain torch ---
+    Fault("kernels/sinks.py", "of_share, -of_share", "of_share, of_share"),
+    Fault("kernels/sinks.py", "may_change=not learns)", "may_change=True)"),
+    # --- the masked softmax ---
+    Fault("kernels/softmax_plain.py", "scale * y * (dy - row_dot(y, dy))", "y * (dy - row_dot(y, dy))"),
+    Fault("kernels/softmax_plain.py", "(columns >= bounds[..., 1:])", "(columns > bounds[..., 1:])"),
+    Fault(
+        "kernels/softmax_plain.py",
+        "return torch.float64 if dtype == torch.float64 else torch.float32",
+        "return torch.float32",
+    ),
+    Fault("kernels/softmax_plain.py", "t.to(wide).masked_fill(hidden, 0) for t", "t.to(wide) for t"),
+    Fault("kernels/softmax_operator.py", " or (n == 1 and len(args) == 4)", "", _SOFTMAX_IN_TRANSFORMS),
+    Fault("kernels/softmax_operator.py", "- dy * row_dot(d, y))", "+ dy * row_dot(d, y))", _SOFTMAX_IN_TRANSFORMS),
+    Fault("kernels/softmax_operator.py", "- y * row_dot(d_y, dy))", "- y * row_dot(dy, y))", _SOFTMAX_IN_TRANSFORMS),
+    Fault("plans/softmax_checks.py", "mask.ndim > x.ndim or not all", "not all"),
+    # --- Hugging Face transformers ---
+    Fault("integrations/huggingface/recognition.py", 'limit = right - (operation == "lt")', "limit = right"),
+    Fault("integrations/huggingface/recognition.py", "min(one[1], other[1]) + 1", "min(one[1], other[1]) + 2"),
+    Fault("integrations/huggingface/recognition.py", "start=chunk[1] - positions.first", "start=chunk[1]"),
+    Fault(
+        "integrations/huggingface/recognition.py",
+        "    if interval.remapped and not is_packed:\n        return None\n",
+        "",
+    ),
+    Fault("integrations/huggingface/late.py", "first_query = q_offset - kv_offset", "first_query = q_offset"),
+    Fault("integrations/huggingface/attention.py", "mask > torch.finfo(mask.dtype).min / 2", "mask == 0"),
+    Fault("integrations/huggingface/attention.py", "prepend=first) != 1)", "prepend=first) < 1)"),
+    Fault(
+        "integrations/huggingface/attention.py",
+        "left=sliding_window - 1, right=sliding_window - 1",
+        "left=sliding_window, right=sliding_window",
+    ),
+    Fault(
+        "integrations/huggingface/attention.py",
+        "documents * documents.shape[1] + position_ids // chunk",
+        "documents + position_ids // chunk",
+    ),
+    # --- sequences over several processes, and DTensors ---
+    Fault(
+        "integrations/distributed/exchange.py",
+        "result[:, :, here].add_(piece)",
+        "result[:, :, here].copy_(piece)",
+        _EXCHANGED,
+    ),
+    Fault(
+        "integrations/distributed/exchange.py",
+        "grad_placements=[Partial()]",
+        "grad_placements=[Replicate()]",
+        _EXCHANGED,
+    ),
+    Fault(
+        "integrations/distributed/counts.py", "min(self.length, rows[1] + right)", "min(self.length, rows[0] + right)"
+    ),
+    Fault("integrations/distributed/counts.py", "max(stop, result[-1][1])", "stop"),
+    Fault(
+        "integrations/distributed/attention.py",
+        "place.first_head + last.get_local_rank() * q.shape[1]",
+        "place.first_head",
+        _DISTRIBUTED,
+    ),
+    Fault("integrations/distributed/balance.py", "cuts = [size * n // count", "cuts = [size // count * n"),
+    Fault("sharded.py", "sinks.narrow(0, place.first_head, heads)", "sinks.narrow(0, 0, heads)", _DISTRIBUTED),
+    # --- calls, caches, canvases, threads, pictures ---
+    Fault("cache.py", "return version(tensor), tensor.data_ptr(),", "return version(tensor),"),
+    Fault("cache.py", "return key, torch.is_inference_mode_enabled(), *map", "return key, *map"),
+    Fault("calls.py", "key += [name, repr(value)]", "key += [name, value]"),
+    Fault(
+        "calls.py",
+        "    if grad and any(t.requires_grad for t in tensors):\n        return None\n    return (",
+        "    return (",
+    ),
+    Fault("calls.py", "q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()", "q.shape, k.shape, v.shape"),
+    Fault("request.py", "request.block_mask is not None and request.mask is not None", "False"),
+    Fault("canvas.py", "is_plain = request.score is None and isinstance", "is_plain = isinstance"),
+    Fault("orders.py", "number * -(-length // size)", "number * (length // size)"),
+    Fault(
+        "workers.py", "torch.inference_mode(inference), torch.set_grad_enabled(grad)", "torch.inference_mode(inference)"
+    ),
+    Fault(
+        "pictures/cells.py",
+        "if cell[dim] >= self.block_size[dim] and length",
+        "if cell[dim] > self.block_size[dim] and length",
+    ),
+    Fault(
+        "inside_compile.py",
+        "needs_reference = needs_grad or request.return_lse or",
+        "needs_reference = needs_grad or",
+        _COMPILED,
+    ),
+]
