@@ -110,8 +110,18 @@ def test_poison_in_hidden_places_leaves_the_forward_pass_alone(device: str, back
         assert torch.equal(flexmasks.attention(bad_q, bad_k, bad_v, **arguments), clean)
 
 
-@pytest.mark.parametrize(("device", "backend"), WHERE)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("device", "backend", "dtype"),
+    [
+        pytest.param(
+            *where.values,
+            dtype,
+            marks=pytest.mark.campaign if where.values[1] == "cpu" and dtype == torch.float32 else where.marks,
+        )
+        for where in WHERE
+        for dtype in (torch.bfloat16, torch.float32)
+    ],
+)
 def test_poison_while_decoding(device: str, backend: str, dtype: torch.dtype) -> None:
     """Each batch element has one query and a cache of its own length; what lies past that length is undefined."""
     _skip_unless_possible(backend, dtype)
