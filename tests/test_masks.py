@@ -329,7 +329,7 @@ _OF_DTYPE = {
     dtype: [_THREE[n + (n // 3 + turn) % 3] for n in range(0, len(_THREE), 3)] for turn, dtype in enumerate(TOLERANCE)
 }
 _ALONE = {
-    torch.float32: ("slices", "paged"), torch.float16: ("grouped_tril",), torch.bfloat16: ("flashmask",),
+    torch.float32: ("slices",), torch.float16: ("grouped_tril",), torch.bfloat16: ("flashmask",),
 }  # fmt: skip
 _ON_CPU = [
     pytest.param(case, dtype, marks=[] if case.name in _ALONE[dtype] else pytest.mark.campaign)
