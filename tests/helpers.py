@@ -20,7 +20,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis.strategies import SearchStrategy
-from oracles import Case
+from oracles import MASK_CASES, Case
 from torch import Tensor
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch._inductor.decomposition import select_decomp_table
@@ -92,6 +92,11 @@ def spread(cases: Sequence[Case], each: int) -> list[Case]:
         n = min(each, len(group))
         picked += [group[i * (len(group) - 1) // max(1, n - 1)] for i in range(n)]
     return picked
+
+
+# All cases of masks; the suite tries three of each mask, campaigns the others.
+_IN_THE_SUITE = set(spread(MASK_CASES, 3))
+THREE_OF_EACH = [pytest.param(case, marks=[] if case in _IN_THE_SUITE else pytest.mark.campaign) for case in MASK_CASES]
 
 
 def label(case: Any) -> str | None:

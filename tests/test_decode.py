@@ -121,8 +121,16 @@ def of_name(name: str, q_len: int) -> flexmasks.Mask:
     return on_device(example("mask", name, LENGTH), torch.get_default_device())
 
 
-@pytest.mark.parametrize("q_len", [1, 4, 17])
-@pytest.mark.parametrize("name", MASKS)
+def by_turns(names: list[str], numbers: list[int]) -> list[Any]:
+    """Return each name with each number; campaigns try all numbers of a name but one."""
+    return [
+        pytest.param(name, number, marks=[] if n % len(numbers) == turn else pytest.mark.campaign)
+        for n, name in enumerate(names)
+        for turn, number in enumerate(numbers)
+    ]
+
+
+@pytest.mark.parametrize(("name", "q_len"), by_turns(MASKS, [1, 4, 17]))
 def test_every_mask(name: str, q_len: int) -> None:
     """Each at several places of the queries, which are the same or not in each batch element."""
     mask = of_name(name, q_len)
@@ -140,8 +148,9 @@ def pages_of(cache: Tensor, table: Tensor, page_size: int) -> Tensor:
     return pool
 
 
-@pytest.mark.parametrize("page_size", [1, 16, 40])
-@pytest.mark.parametrize("name", [n for n in MASKS if n not in ("packed", "paged")])
+@pytest.mark.parametrize(
+    ("name", "page_size"), by_turns([n for n in MASKS if n not in ("packed", "paged")], [1, 16, 40])
+)
 def test_every_mask_in_pages(name: str, page_size: int) -> None:
     """Pages give what the same keys give side by side, and a sequence may have no keys."""
     mask = of_name(name, 3)
@@ -174,7 +183,7 @@ def test_shared_pages() -> None:
     assert error(out, want.double().cpu()) < TOLERANCE[torch.float32]
 
 
-@pytest.mark.parametrize("q_len", [65, 200, 512])
+@pytest.mark.parametrize("q_len", [65, 200, pytest.param(512, marks=pytest.mark.campaign)])
 def test_chunks(q_len: int, way: str) -> None:
     """Chunks of a prompt behind a long cache, on a GPU, without and with pages."""
     if way == "cpu":
@@ -332,7 +341,7 @@ def test_large_biases(bias: float, v_size: int, way: str) -> None:
             assert torch.allclose(lse.double(), want_lse, rtol=1e-6)
 
 
-def test_one_query_of_a_batch_that_sees_nothing() -> None:
+def test_one_query_of_a_batch_that_sees_nothing(way: str) -> None:
     """In torch's kernel for one query on a CPU the output is memory that nothing was written to."""
     q, k, v = tensors(1, 640, torch.bfloat16, batch=1, size=64)
     compiled = torch.compile(lambda *x: flexmasks.attention(*x[:3], mask="padding", seq_lens=x[3]), fullgraph=True)
@@ -340,10 +349,9 @@ def test_one_query_of_a_batch_that_sees_nothing() -> None:
         left = [torch.full((n,), math.nan) for n in (64, 128, 256, 512, 1024, 2048, 4096) * 8]
         del left  # memory that is free now holds NaN
         with torch.no_grad():
-            outs = [
-                flexmasks.attention(q, k, v, mask="padding", seq_lens=lens, score="softcap", cap=30.0),
-                compiled(q.float(), k.float(), v.float(), lens),
-            ]
+            outs = [flexmasks.attention(q, k, v, mask="padding", seq_lens=lens, score="softcap", cap=30.0)]
+            if way != "cpu, as on a GPU":  # it would compile the same
+                outs.append(compiled(q.float(), k.float(), v.float(), lens))
         assert all(bool(out.any()) == bool(lens.any()) and bool(out.isfinite().all()) for out in outs)
 
 
@@ -497,7 +505,7 @@ def test_bands_in_pages(name: str, q_len: int, way: str) -> None:
     table = torch.randperm(BATCH * LENGTH // 16).view(BATCH, -1)
     q, k, v = tensors(q_len)
     pool = [pages_of(x, table, 16) for x in (k, v)]
-    for _ in range(4):
+    for _ in range(2):
         lens = torch.randint(q_len, LENGTH + 1, (BATCH,))
         lens[torch.randint(BATCH, ())] = 0
         whole = mask & flexmasks.get_mask("padding", seq_lens=lens)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from functions import short_and_campaign
 from helpers import arguments, label, spread, try_examples
 from hypothesis import strategies as st
 from oracles import MASK_CASES, SCORE_CASES, Case, dense, offsets
@@ -198,7 +199,7 @@ def test_preparations_do_not_wait_for_the_gpu(kind: str, name: str) -> None:
 
 # --- random layouts, against the definitions ---
 
-COUNT = 25
+FEW_AND_MANY = short_and_campaign(12, 200)
 
 
 def check_case(data: st.DataObject, name: str, params: dict[str, Any], **sizes: Any) -> None:
@@ -220,7 +221,8 @@ def pairs_in_order(data: st.DataObject, high: int, count: int) -> Tensor:
     return numbers(data, 0, high, count, 2).sort(1).values
 
 
-def test_any_tree() -> None:
+@FEW_AND_MANY
+def test_any_tree(examples: int) -> None:
     def check(data: st.DataObject) -> None:
         count, batch, start = (data.draw(st.integers(*ends)) for ends in ((1, 9), (1, 2), (0, 4)))
         rows = [[data.draw(st.integers(-1, n - 1)) for n in range(count)] for _ in range(batch)]
@@ -230,10 +232,11 @@ def test_any_tree() -> None:
         sizes = {"batch": batch, "heads": 1, "q_len": length, "kv_len": length}
         check_case(data, "tree", {"parents": parents, "start": starts}, **sizes)
 
-    try_examples(COUNT, check, st.data())
+    try_examples(examples, check, st.data())
 
 
-def test_any_slices() -> None:
+@FEW_AND_MANY
+def test_any_slices(examples: int) -> None:
     def check(data: st.DataObject) -> None:
         count, q_len, kv_len = (data.draw(st.integers(*ends)) for ends in ((0, 5), (1, 12), (1, 12)))
         params = {"q_ranges": pairs_in_order(data, q_len, count), "kv_ranges": pairs_in_order(data, kv_len, count)}
@@ -241,10 +244,11 @@ def test_any_slices() -> None:
             params["types"] = numbers(data, 0, 3, count)
         check_case(data, "slices", params, batch=1, heads=1, q_len=q_len, kv_len=kv_len)
 
-    try_examples(COUNT, check, st.data())
+    try_examples(examples, check, st.data())
 
 
-def test_any_lines_and_blocks() -> None:
+@FEW_AND_MANY
+def test_any_lines_and_blocks(examples: int) -> None:
     def check(data: st.DataObject) -> None:
         count, q_len, kv_len, block = (data.draw(st.integers(*ends)) for ends in ((1, 4), (1, 9), (1, 9), (1, 4)))
         sizes = {"batch": 2, "heads": 2, "q_len": q_len, "kv_len": kv_len}
@@ -263,19 +267,21 @@ def test_any_lines_and_blocks() -> None:
         columns_of = numbers(data, 0, columns - 1, int(crow[-1]))
         check_case(data, "bsr", {"crow_indices": crow, "col_indices": columns_of, "block": block}, **sizes)
 
-    try_examples(COUNT, check, st.data())
+    try_examples(examples, check, st.data())
 
 
-def test_any_spans() -> None:
+@FEW_AND_MANY
+def test_any_spans(examples: int) -> None:
     def check(data: st.DataObject) -> None:
         length = data.draw(st.integers(1, 12))
         ids = numbers(data, -2, 3, *data.draw(st.sampled_from([(), (2,)])), length)
         check_case(data, "bidirectional_spans", {"span_ids": ids}, batch=2, heads=1, q_len=length, kv_len=length)
 
-    try_examples(COUNT, check, st.data())
+    try_examples(examples, check, st.data())
 
 
-def test_any_sequences() -> None:
+@FEW_AND_MANY
+def test_any_sequences(examples: int) -> None:
     def check(data: st.DataObject) -> None:
         count, more, kv_more = (data.draw(st.integers(*ends)) for ends in ((1, 4), (0, 3), (0, 3)))
         offsets, kv_offsets = (torch.tensor([0, *numbers(data, 0, 4, count).cumsum(0).tolist()]) for _ in range(2))
@@ -300,7 +306,7 @@ def test_any_sequences() -> None:
         bounded.params["max_length"] = data.draw(st.integers(4, 99))
         assert torch.equal(check_unread(bounded, size), got)
 
-    try_examples(COUNT, check, st.data())
+    try_examples(examples, check, st.data())
 
 
 # --- sizes inside sequences ---

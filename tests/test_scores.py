@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -120,6 +122,38 @@ def _add_rounding(want: Tensor, lse: Tensor, out: Tensor, weight: Tensor, learne
     torch.autograd.backward(lse, rounding, inputs=learned)
 
 
+_IN_TURN = [
+    ["softcap", "temperature", "checkerboard", "relative_bias", "distance_bias"],
+    ["alibi", "t5_bias", "dense_bias", "sandwich"],
+]
+
+
+@pytest.mark.parametrize("names", _IN_TURN, ids="-".join)
+def test_scores_that_share_a_kernel(names: list[str]) -> None:
+    """Each changes what the one before it made."""
+    first = {case.name: case for case in spread(SCORE_CASES, 1)}
+    assert first.keys() == {name for group in _IN_TURN for name in group}
+    cases = [replace(first[name], q_len=21, kv_len=30, q_offset=first["dense_bias"].q_offset) for name in names]
+    scores = []
+    for case in cases:
+        params = {
+            n: t.float() if isinstance(t, Tensor) and t.is_floating_point() else t for n, t in arguments(case).items()
+        }
+        offset = params.pop("q_offset")
+        scores.append(flexmasks.get_score(case.name, **params))
+    leaves = [x.detach() for x in qkv(cases[0], torch.float32, v_size=16)]
+    out = flexmasks.attention(*leaves, mask="causal", score=scores, q_offset=offset, backend="cpu")
+
+    def changed(x: Tensor) -> Tensor:
+        for case in cases:
+            x = SCORES[case.name](x, case, **case.params)
+        return x
+
+    want, _ = attend(*(exact(x) for x in leaves), _causal(cases[0]), changed)
+    assert error(out, want) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.campaign
 @pytest.mark.parametrize("case", spread(SCORE_CASES, 1), ids=label)
 def test_compiled_float32_cpu(case: Case) -> None:
     _compiled(case, torch.float32, "cpu", "cpu")
@@ -183,9 +217,18 @@ def test_several_compose_in_order() -> None:
     assert not torch.allclose(out, other)
 
 
-@pytest.mark.parametrize("backend", ["auto", "reference"])
-@pytest.mark.parametrize("q_len", [40, 2])  # kernels for many queries and for few
-def test_tensors_in_float64_change_scores_in_float32(backend: str, q_len: int) -> None:
+def _numbers_and_dtypes() -> list[Any]:
+    """Return backends, queries, numbers of changes and dtypes; campaigns try some for many queries, which compile."""
+    cases = []
+    for q_len in (40, 2):  # kernels for many queries and for few
+        for backend, n, dtype in itertools.product(["auto", "reference"], range(4), [torch.float32, torch.bfloat16]):
+            is_for_campaigns = backend == "auto" and q_len == 40 and (n % 2 == 0) != (dtype == torch.float32)
+            cases.append(pytest.param(backend, q_len, n, dtype, marks=[pytest.mark.campaign] * is_for_campaigns))
+    return cases
+
+
+@pytest.mark.parametrize(("backend", "q_len", "number", "dtype"), _numbers_and_dtypes(), ids=label)
+def test_tensors_in_float64_change_scores_in_float32(backend: str, q_len: int, number: int, dtype: torch.dtype) -> None:
     q, k, v = torch.randn(1, 3, q_len, 8), *torch.randn(2, 1, 3, 40, 8)
     slopes = torch.rand(3, dtype=torch.float64)
     bias = torch.randn(3, q_len, 40, dtype=torch.float64)
@@ -200,12 +243,11 @@ def test_tensors_in_float64_change_scores_in_float32(backend: str, q_len: int) -
             lambda scores: scores + (head + column).double() / 7,
         ),
     ]
-    for score, change in changes:
-        want = change(q.double() @ k.double().mT / 8**0.5).softmax(-1) @ v.double()
-        for dtype in (torch.float32, torch.bfloat16):
-            out = flexmasks.attention(*(x.to(dtype) for x in (q, k, v)), score=score, backend=backend)
-            assert out.dtype == dtype
-            assert (out - want).abs().max() <= TOLERANCE[dtype], score
+    score, change = changes[number]
+    want = change(q.double() @ k.double().mT / 8**0.5).softmax(-1) @ v.double()
+    out = flexmasks.attention(*(x.to(dtype) for x in (q, k, v)), score=score, backend=backend)
+    assert out.dtype == dtype
+    assert (out - want).abs().max() <= TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("needs_grad", [False, True])
@@ -217,7 +259,8 @@ def test_tensors_in_float64_inside_compile(needs_grad: bool) -> None:
     def run(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
         return flexmasks.attention(q, k, v, score="alibi", slopes=slopes)
 
-    out = torch.compile(run, fullgraph=True)(q, k, v, slopes)
+    backend = "aot_eager" if needs_grad else "inductor"  # on a CPU no kernel of flexmasks has gradients
+    out = torch.compile(run, fullgraph=True, backend=backend)(q, k, v, slopes)
     scores = q.double() @ k.double().mT / 8**0.5 - slopes[:, None, None] * distances
     want = scores.softmax(-1) @ v.double()
     assert (out - want).abs().max() <= TOLERANCE[torch.float32]
