@@ -215,7 +215,7 @@ def suspects(draw: st.DrawFn) -> str:
     return draw(st.sampled_from(forms))
 
 
-@short_and_campaign(50, 500)
+@short_and_campaign(15, 500)
 def test_whatever_is_wrong_is_found(examples: int) -> None:
     try_examples(examples, _check_wrong_is_found, suspects() | expressions("c", 3, odd=False))
 

@@ -158,19 +158,23 @@ def check(step: Step, mask: Any, mask_mod: MaskMod | None = None, **call: Any) -
 # --- compared with each sequence by itself ---
 
 
-@pytest.mark.parametrize("page_size", [1, 16, 40])
+@pytest.mark.parametrize(("page_size", "shared"), [(1, 0), (16, 4), (40, 1)])
 @pytest.mark.parametrize("backend", ["auto", "reference"])
-def test_a_server_s_step(page_size: int, backend: str) -> None:
-    check(server(page_size=page_size, columns=160 // page_size), "causal", causal, backend=backend)
+def test_a_server_s_step(page_size: int, shared: int, backend: str) -> None:
+    """Also of sequences that share their first pages."""
+    step = server(page_size=page_size, columns=160 // page_size, shared=shared)
+    check(step, "causal", causal, backend=backend)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.campaign)])
 def test_half_precision(dtype: torch.dtype) -> None:
+    check(Step([20, 30], [93, 160], rest=2, dtype=dtype), "causal", causal)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_server_s_step_in_half_precision(dtype: torch.dtype) -> None:
     check(server(dtype=dtype), "causal", causal)
-
-
-def test_sequences_that_share_pages() -> None:
-    check(Step([1, 1, 40, 3], [70, 90, 100, 33], shared=4), "causal", causal)
 
 
 def test_queries_that_are_not_the_last_ones() -> None:
@@ -244,7 +248,7 @@ def steps(draw: st.DrawFn) -> Step:
     return Step(counts, lens, page_size, columns, draw(st.integers(0, 9)), draw(st.integers(0, 3)), starts)
 
 
-@short_and_campaign(40, campaign=400)
+@short_and_campaign(20, campaign=400)
 def test_any_batch(examples: int) -> None:
     try_examples(examples, _check_any, steps(), st.sampled_from(["causal", "full", "window", "by sequence"]))
 
@@ -318,7 +322,18 @@ def test_gradients_of_queries_alone_and_of_a_score() -> None:
         assert error(x.grad, y.grad.double().cpu()) < 2 * TOLERANCE[torch.float32]
 
 
-@pytest.mark.parametrize("needs_gradients", [False, True])
+@pytest.mark.parametrize(
+    ("way", "needs_gradients"),
+    [
+        ("cpu", False),
+        ("cpu, as on a GPU", True),
+        pytest.param("cpu", True, marks=pytest.mark.campaign),
+        pytest.param("cpu, as on a GPU", False, marks=pytest.mark.campaign),
+        pytest.param("cuda", False, marks=pytest.mark.gpu),
+        pytest.param("cuda", True, marks=pytest.mark.gpu),
+    ],
+    indirect=["way"],
+)
 def test_inside_torch_compile(needs_gradients: bool, way: str) -> None:
     """One graph for every content of the tensors."""
     step = server()
