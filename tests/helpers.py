@@ -94,6 +94,20 @@ def spread(cases: Sequence[Case], each: int) -> list[Case]:
     return picked
 
 
+def by_turns(cases: Sequence[Case], sizes: Sequence[Any]) -> pytest.MarkDecorator:
+    """Parametrize `case` and `size`: each case has one of the sizes by turns; campaigns try it with the others too."""
+    return pytest.mark.parametrize(
+        ("case", "size"),
+        [
+            pytest.param(
+                case, size, id=f"{label(case)}-{size}", marks=() if n % len(sizes) == m else pytest.mark.campaign
+            )
+            for n, case in enumerate(cases)
+            for m, size in enumerate(sizes)
+        ],
+    )
+
+
 def label(case: Any) -> str | None:
     """Return a readable test id of a case or a dtype."""
     if isinstance(case, torch.dtype):
