@@ -79,7 +79,7 @@ def test_parts_put_together_are_the_whole(two: Processes) -> None:
     ],
 )
 def test_a_compiled_layer(two: Processes, how: str, backend: str) -> None:
-    assert max(two.run(jobs.compiled, how, backend=backend)) < 1e-4
+    assert max(two.run(jobs.compiled, how, False, False, backend)) < 1e-4
 
 
 @pytest.mark.parametrize(

@@ -74,10 +74,9 @@ def test_inputs_cut_by_torch(two: Processes) -> None:
 @pytest.mark.parametrize(
     ("way", "name", "layers"),
     [
-        ("inference", "Gemma2", 2),
         ("unchecked", "Gemma2", 2),
-        ("compile", "Mistral", 1),  # torch traces each layer for seconds
-        pytest.param("compile", "Gemma2", 2, marks=pytest.mark.campaign),
+        *((way, "Mistral", 1) for way in ("inference", "compile")),  # each kind of layer is compiled for seconds
+        *(pytest.param(way, "Gemma2", 2, marks=pytest.mark.campaign) for way in ("inference", "compile")),
     ],
 )
 def test_other_ways_to_run_a_model(two: Processes, way: str, name: str, layers: int) -> None:

@@ -274,7 +274,7 @@ def test_deep_copies_have_tensors_of_their_own() -> None:
 
 @pytest.mark.parametrize("name", MASKS)
 def test_masks_are_torch_mask_mods(name: str) -> None:
-    n = 64
+    n = 128
     mask = example("mask", name, n)
     for combined in (mask, ~mask | odd, get_mask("causal") & mask):
         want = truth(combined, n)
