@@ -8,12 +8,15 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Iterator
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 # Threads that wait for others leave the core to the other workers of pytest: half of the time on two cores. Torch's
 # threads read this when torch is imported.
 os.environ["OMP_WAIT_POLICY"] = "passive"
+# Some tests are drawn anew each day. The workers of pytest inherit the seed.
+os.environ.setdefault("FLEXMASKS_SEED", str(date.today().toordinal()))
 
 import pytest
 import torch
@@ -45,6 +48,10 @@ class _EveryTest:
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(_EveryTest())
     set_up_process(optimizes="campaign" in config.option.markexpr)
+
+
+def pytest_report_header() -> str:
+    return f"seed of the tests that are drawn anew each day: FLEXMASKS_SEED={os.environ['FLEXMASKS_SEED']}"
 
 
 def set_up_process(optimizes: bool = False) -> None:

@@ -99,6 +99,20 @@ _IN_THE_SUITE = set(spread(MASK_CASES, 3))
 THREE_OF_EACH = [pytest.param(case, marks=[] if case in _IN_THE_SUITE else pytest.mark.campaign) for case in MASK_CASES]
 
 
+def by_turns(cases: Sequence[Case], sizes: Sequence[Any]) -> pytest.MarkDecorator:
+    """Parametrize `case` and `size`: each case has one of the sizes by turns; campaigns try it with the others too."""
+    return pytest.mark.parametrize(
+        ("case", "size"),
+        [
+            pytest.param(
+                case, size, id=f"{label(case)}-{size}", marks=() if n % len(sizes) == m else pytest.mark.campaign
+            )
+            for n, case in enumerate(cases)
+            for m, size in enumerate(sizes)
+        ],
+    )
+
+
 def label(case: Any) -> str | None:
     """Return a readable test id of a case or a dtype."""
     if isinstance(case, torch.dtype):

@@ -184,10 +184,10 @@ def torch_buffers() -> float:
     return float((distributed.unshard(logits, order, mesh) - expected).abs().max())
 
 
-def other_ways(way: str) -> float:
+def other_ways(way: str, name: str, layers: int) -> float:
     """Return the greatest error of a model without gradients, by inference mode, torch.compile, or without checks."""
     mesh, order, inputs = mesh_of(), order_of("balanced"), inputs_of("packed")
-    model = model_of("Gemma2").eval()
+    model = model_of(name, num_hidden_layers=layers).eval()
     expected = model(**inputs, use_cache=False).logits.detach()
     with torch.inference_mode(way == "inference"):
         call = torch.compile(model, backend="eager") if way == "compile" else model

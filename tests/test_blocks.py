@@ -25,7 +25,7 @@ from functions import (
     short_and_campaign,
     structured,
 )
-from helpers import DEVICES, TOLERANCE, arguments, check_equal_block_masks, error, label
+from helpers import DEVICES, TOLERANCE, arguments, by_turns, check_equal_block_masks, error
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -124,7 +124,7 @@ def examples_by_device(short: int, campaign: int, cuda: int) -> pytest.MarkDecor
     return pytest.mark.parametrize(("device", "examples"), cases)
 
 
-@examples_by_device(short=150, campaign=2060, cuda=200)
+@examples_by_device(short=60, campaign=2060, cuda=200)
 def test_composed_functions(device: str, examples: int) -> None:
     """The campaign tries at least 2,000 functions, none counted twice."""
     tried: set[str] = set()
@@ -168,7 +168,7 @@ def test_random_functions(examples: int) -> None:
     assert len(tried) > examples // 2
 
 
-@examples_by_device(short=100, campaign=400, cuda=100)
+@examples_by_device(short=60, campaign=400, cuda=100)
 def test_structured_functions(device: str, examples: int) -> None:
     tried: set[str] = set()
 
@@ -281,22 +281,24 @@ def test_isin(device: str, blocks_on_cpu: int, monkeypatch: pytest.MonkeyPatch) 
     check(lambda b, h, q, kv: torch.isin(q - kv, few, invert=True) & (kv <= q), 1, 1, 80, 60, (32, 16), device)
 
 
-LIMITS = [
-    ("BLOCKS_AT_ONCE", 1),
-    ("BLOCKS_AT_ONCE", 8),
-    ("BLOCKS_AT_ONCE", 100),
-    ("ELEMENTS_AT_ONCE_ON_CPU", 999),
-    ("BLOCKS_ON_CPU", 0),
-]
+SEVERAL, ONE = (2, 3, 200, 150, (32, 16)), (1, 1, 200, 190, (16, 48))
+LIMITS = {
+    SEVERAL: [("BLOCKS_AT_ONCE", 8), ("ELEMENTS_AT_ONCE_ON_CPU", 999)],
+    ONE: [("BLOCKS_AT_ONCE", 1), ("BLOCKS_AT_ONCE", 100), ("BLOCKS_ON_CPU", 0)],
+}
 
 
+@pytest.mark.parametrize("turned", [False, pytest.param(True, marks=pytest.mark.campaign)])
 @pytest.mark.parametrize("name", HARD)
-def test_limits_make_no_difference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decide few rows, look at few elements, and list one matrix at a time."""
-    for sizes in ((2, 3, 200, 150, (32, 16)), (1, 1, 200, 190, (16, 48))):
+def test_limits_make_no_difference(name: str, turned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decide few rows, look at few elements, and list one matrix at a time.
+
+    turned: whether each of the two sizes has the limits of the other.
+    """
+    for sizes in (SEVERAL, ONE):
         want = check(HARD[name], *sizes).block_mask(HARD[name])
         *lengths, block_size = sizes
-        for limit, number in LIMITS:
+        for limit, number in LIMITS[(ONE if sizes is SEVERAL else SEVERAL) if turned else sizes]:
             with monkeypatch.context() as patched:
                 patched.setattr(limits, limit, number)
                 layout = build(HARD[name], *lengths, CPU, block_size)
@@ -314,25 +316,22 @@ def test_edges_of_blocks(q_len: int, kv_len: int) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("case", oracles.MASK_CASES, ids=label)
-def test_registered_masks(case: oracles.Case, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@by_turns(oracles.MASK_CASES, [(128, 128), (16, 32)])
+def test_registered_masks(
+    case: oracles.Case, size: tuple[int, int], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given = arguments(case, device)
-    sizes = {"batch": case.batch, "heads": case.heads}
-    for size in (128, (16, 32)):
-        got = flexmasks.block_mask(case.name, case.q_len, case.kv_len, block_size=size, device=device, **sizes, **given)
-        own_batch, own_heads = got.kv_num_blocks.shape[:2]
-        want = create_block_mask(
-            got.mask_mod, own_batch, own_heads, case.q_len, case.kv_len, device=device, BLOCK_SIZE=size
-        )
-        check_equal_block_masks(got, want)
-    want_whole = create_mask(got.mask_mod, case.batch, case.heads, case.q_len, case.kv_len, device=device)
-    assert torch.equal(want_whole[:own_batch, :own_heads].expand_as(want_whole), want_whole)
-    whole = flexmasks.dense_mask(case.name, case.q_len, case.kv_len, device=device, **sizes, **given)
+    sizes, lengths = {"batch": case.batch, "heads": case.heads}, (case.q_len, case.kv_len)
+    got = flexmasks.block_mask(case.name, *lengths, block_size=size, device=device, **sizes, **given)
+    own = got.kv_num_blocks.shape[:2]
+    check_equal_block_masks(got, create_block_mask(got.mask_mod, *own, *lengths, device=device, BLOCK_SIZE=size))
+    whole = flexmasks.dense_mask(case.name, *lengths, device=device, **sizes, **given)
     assert whole.dtype == torch.bool
-    assert whole.shape == (own_batch, own_heads, case.q_len, case.kv_len)
-    assert torch.equal(whole.expand_as(want_whole), want_whole)
+    assert whole.shape == (*own, *lengths)
     monkeypatch.setattr(limits, "BLOCKS_ON_CPU", 0)
-    check(got.mask_mod, case.batch, case.heads, case.q_len, case.kv_len, (32, 16), device)
+    check(got.mask_mod, case.batch, case.heads, *lengths, (32, 16), device)
+    plain = materialize(got.mask_mod, case.batch, case.heads, *lengths, whole.device)  # was compared in `check`
+    assert torch.equal(*(x.expand(case.batch, case.heads, *lengths) for x in (whole, plain)))
 
 
 # --- which blocks are looked at ---

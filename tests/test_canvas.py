@@ -26,6 +26,7 @@ from flexmasks.spec import Size
 
 CPU = torch.device("cpu")
 LARGE = {"height": 64, "width": 64, "kernel": 15}  # wins in tiles
+SMALL = {"height": 16, "width": 16, "kernel": 5}  # is quick, but goes into tiles only `always_in_tiles`
 
 
 @pytest.fixture
@@ -43,7 +44,7 @@ def leaves(tokens: int, heads: int = 2, kv_heads: int = 2, size: int = 8, v_size
 def check(name: str, params: dict[str, Any], tensors: list[Tensor], **options: Any) -> None:
     """Compare output, lse and gradients with the naive formula, by tokens in rows."""
     tokens, heads = tensors[0].shape[2], tensors[0].shape[1]
-    seen = dense(Case(name, params, 2, heads, tokens, tokens))
+    seen = dense(Case(name, params, 1, 1, tokens, tokens)).expand(2, heads, -1, -1)  # slow, and the same for all heads
     out, lse = flexmasks.attention(*tensors, mask=name, order="auto", return_lse=True, **params, **options)
     want = attend(*tensors, seen, scale=options.get("scale"))
     weights = [torch.randn_like(x) for x in want]
@@ -187,18 +188,28 @@ def test_calls_in_which_tokens_stay_in_rows() -> None:
     assert not is_in_tiles(mask=auto, score="alibi")
     assert not is_in_tiles(mask=auto, q_offset=torch.zeros(1, dtype=torch.int64))
     assert not is_in_tiles(mask=flexmasks.get_mask("natten", height=64, width=64, kernel=1, order="auto"))
-    rows = flexmasks.get_mask("natten", **LARGE)
+
+
+@pytest.mark.usefixtures("always_in_tiles")
+def test_masks_composed_of_one_in_tiles() -> None:
+    """They hold tokens in rows, as do all dense masks."""
+    q = torch.randn(1, 1, 256, 8)
+    auto, rows = (flexmasks.get_mask("natten", **SMALL, order=order) for order in ("auto", None))
+    assert canvas.tiles_for(q, q, q, Request(mask=auto)) is not None
     for mask, same in ((auto, rows), (auto & "causal", rows & "causal"), (~auto, ~rows)):
-        assert flexmasks.dense_mask(mask, 4096).equal(flexmasks.dense_mask(same, 4096))
-        assert error(*(flexmasks.attention(q, q, q, mask=m) for m in (mask, same))) < 1e-5
+        seen = flexmasks.dense_mask(same, 256)
+        assert flexmasks.dense_mask(mask, 256).equal(seen)
+        out = flexmasks.attention(q, q, q, mask=mask, backend="reference")
+        assert error(out, attend(q, q, q, seen)[0]) < 1e-5
 
 
+@pytest.mark.usefixtures("always_in_tiles")
 def test_tiles_in_transforms_and_on_a_default_device() -> None:
     """The first and later calls give the same, and the order that is kept is a plain tensor."""
-    q, k, v = torch.randn(3, 1, 1, 4096, 8)
+    q, k, v = torch.randn(3, 1, 1, 256, 8)
 
     def loss(q: Tensor, order: str | None = "auto") -> Tensor:
-        return flexmasks.attention(q, k, v, mask="natten", **LARGE, order=order).square().sum()
+        return flexmasks.attention(q, k, v, mask="natten", **SMALL, order=order).square().sum()
 
     want = torch.autograd.grad(loss(q.requires_grad_(), None), q)[0]
     q = q.detach()
@@ -211,10 +222,10 @@ def test_tiles_in_transforms_and_on_a_default_device() -> None:
     flexmasks.clear_caches()
     with torch.device("meta"):
         loss(q)
-        assert canvas.tiles_for(q, k, v, Request(mask="natten", params={**LARGE, "order": "auto"})) is not None
+        assert canvas.tiles_for(q, k, v, Request(mask="natten", params={**SMALL, "order": "auto"})) is not None
     # What is given beside a mask belongs to it.
-    auto = flexmasks.get_mask("natten", **LARGE, order="auto")
-    dilated = flexmasks.attention(q, k, v, mask="natten", **LARGE, dilation=2)
+    auto = flexmasks.get_mask("natten", **SMALL, order="auto")
+    dilated = flexmasks.attention(q, k, v, mask="natten", **SMALL, dilation=2)
     assert error(flexmasks.attention(q, k, v, mask=auto, dilation=2), dilated) < 1e-5
     with pytest.raises(TypeError, match="is_causal"):
         flexmasks.attention(q, k, v, mask=auto, is_causal=True)
@@ -227,19 +238,20 @@ def test_what_explain_says_of_tiles() -> None:
     assert "tiles of" not in str(flexmasks.explain(q, q, q, mask="natten", **LARGE))
 
 
+@pytest.mark.usefixtures("always_in_tiles")
 def test_tiles_inside_torch_compile() -> None:
     """A whole graph, in which the tiles are constants, with the gradients of eager calls in rows."""
-    tensors = [torch.randn(1, 2, 4096, 8, requires_grad=True) for _ in range(3)]
+    tensors = [torch.randn(1, 2, 256, 8, requires_grad=True) for _ in range(3)]
 
     @torch.compile(fullgraph=True, backend="aot_eager")
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return flexmasks.attention(q, k, v, mask="natten", **LARGE, order="auto")
+        return flexmasks.attention(q, k, v, mask="natten", **SMALL, order="auto")
 
     got = call(*tensors)
     graphs = counters["stats"]["unique_graphs"]
     call(*(x.detach().clone().requires_grad_() for x in tensors))
     assert counters["stats"]["unique_graphs"] == graphs
-    want = flexmasks.attention(*tensors, mask="natten", **LARGE)
+    want = flexmasks.attention(*tensors, mask="natten", **SMALL)
     assert error(got, want) < 1e-5
     weight = torch.randn_like(got)
     for x, y in zip(*(torch.autograd.grad((o * weight).sum(), tensors) for o in (got, want)), strict=True):

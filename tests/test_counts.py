@@ -13,7 +13,7 @@ import oracles
 import pytest
 import torch
 from functions import LONG_TABLES, Drawn, compiled, composed, drawn, short_and_campaign, structured
-from helpers import TOLERANCE, arguments, check_equal_block_masks, error, label
+from helpers import TOLERANCE, arguments, by_turns, check_equal_block_masks, error
 from hypothesis import given, settings
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
@@ -135,7 +135,7 @@ def check_facts(blocks: Blocks, whole: Tensor) -> None:
 # --- counts and facts ---
 
 
-@short_and_campaign(60, 300)
+@short_and_campaign(40, 300)
 @pytest.mark.parametrize("write", [structured, composed])
 def test_random_masks(write: Callable[..., str], examples: int) -> None:
     """Count blocks of the library, and those of torch's create_block_mask.
@@ -194,8 +194,7 @@ def test_hidden_pairs_are_estimated_from_some_blocks(monkeypatch: pytest.MonkeyP
     assert counts.hidden == pytest.approx(want.hidden)  # every partial block hides the same number of pairs
 
 
-@pytest.mark.parametrize("case", oracles.MASK_CASES, ids=label)
-@pytest.mark.parametrize("size", [(128, 128), (32, 16)])
+@by_turns(oracles.MASK_CASES, [(32, 16), (128, 128)])
 def test_registered_masks(case: oracles.Case, size: tuple[int, int]) -> None:
     given = arguments(case)
     offset = given.pop("q_offset")

@@ -70,9 +70,16 @@ def test_parts_put_together_are_the_whole(two: Processes) -> None:
     assert two.run(jobs.shards) == [True, True]
 
 
-@pytest.mark.parametrize("how", ["gather", pytest.param("auto", marks=pytest.mark.campaign)])  # "auto" is "heads" here
-def test_a_compiled_layer(two: Processes, how: str) -> None:
-    assert max(two.run(jobs.compiled, how, False)) < 1e-4
+@pytest.mark.parametrize(
+    ("how", "backend"),
+    [
+        ("gather", "aot_eager"),
+        pytest.param("gather", "inductor", marks=pytest.mark.campaign),
+        pytest.param("auto", "aot_eager", marks=pytest.mark.campaign),  # "auto" is "heads" here
+    ],
+)
+def test_a_compiled_layer(two: Processes, how: str, backend: str) -> None:
+    assert max(two.run(jobs.compiled, how, False, False, backend)) < 1e-4
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,7 @@ def test_missing_memory_is_raised_as_it_is(
 ) -> None:
     backend, owner, function, call, learns = OUT_OF_MEMORY[name]
     tensors = _qkv(learns)
+    monkeypatch.setattr(torch, "compile", _Compiler(MISSING))  # kernels need no compilation here
 
     def run() -> None:
         out = flexmasks.attention(*tensors, **call)
@@ -125,18 +126,18 @@ def test_missing_memory_is_raised_as_it_is(
     assert not any("failed before" in reason for reason in explained.others.values())
 
 
-@pytest.mark.parametrize("fault", [MISSING, RuntimeError("DefaultCPUAllocator: can't allocate memory"), MemoryError()])
-def test_missing_memory_while_torch_compiles(fault: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_memory_while_torch_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch wraps the error; the kernel is compiled again at the next call, and runs fused."""
     import torch._inductor.compile_fx as compiler
 
     tensors, call = _qkv(), {"mask": _own, "backend": "auto"}
     monkeypatch.setattr(table.forms, "may_start_as_data", lambda call: False)
-    with monkeypatch.context() as patched, torch._inductor.config.patch(force_disable_caches=True):
-        _fails(patched, compiler, "fx_codegen_and_compile", fault)
-        with pytest.raises(type(fault)) as raised:
-            flexmasks.attention(*tensors, **call)
-        assert raised.value is fault
+    for fault in (MISSING, RuntimeError("DefaultCPUAllocator: can't allocate memory"), MemoryError()):
+        with monkeypatch.context() as patched, torch._inductor.config.patch(force_disable_caches=True):
+            _fails(patched, compiler, "fx_codegen_and_compile", fault)
+            with pytest.raises(type(fault)) as raised:
+                flexmasks.attention(*tensors, **call)
+            assert raised.value is fault
     graphs = compat.compiled_graphs()
     del call["backend"]
     _check(tensors, call)
@@ -474,7 +475,7 @@ def _check_corrupted(fault: str, folder: Path) -> None:
         assert "TORCHINDUCTOR_CACHE_DIR" in second.stderr
 
 
-@pytest.mark.parametrize("kind", ["no folder", "read-only"])
+@pytest.mark.parametrize("kind", ["no folder", pytest.param("read-only", marks=pytest.mark.campaign)])
 def test_a_cache_folder_that_cannot_be_written(kind: str, tmp_path: Path) -> None:
     place = tmp_path / "place"
     place.write_text("a file in the folder's place")
@@ -682,7 +683,7 @@ _KILLED = """
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the system cannot fork a process")
-@pytest.mark.parametrize("kind", ["results", "gallery"])
+@pytest.mark.parametrize("kind", ["results", pytest.param("gallery", marks=pytest.mark.campaign)])
 def test_a_killed_process_leaves_the_old_file(kind: str, tmp_path: Path) -> None:
     done = _python(_KILLED, kind, str(tmp_path), "whole")
     assert (done.returncode, done.stdout) == (0, "0\n"), done.stderr

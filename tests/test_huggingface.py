@@ -522,7 +522,7 @@ def _kernels() -> int:
 
 
 # A call without gradients may compile a kernel for the CPU, which takes seconds.
-QUICK = {("GptOss", "dynamic"), ("GptOss", "static"), ("Qwen3", "dynamic"), ("Llama", "static")}
+QUICK = {("GptOss", "dynamic"), ("GptOss", "static"), ("Llama", "static")}
 GENERATING = [(name, cache) for name in [*DECODERS, "T5", "Bart", "Whisper"] for cache in ("dynamic", "static")]
 
 

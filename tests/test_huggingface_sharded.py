@@ -71,9 +71,16 @@ def test_inputs_cut_by_torch(two: Processes) -> None:
     assert max(two.run(jobs.torch_buffers)) < TOLERANCE
 
 
-@pytest.mark.parametrize("way", ["inference", "compile", "unchecked"])
-def test_other_ways_to_run_a_model(two: Processes, way: str) -> None:
-    assert max(two.run(jobs.other_ways, way)) < TOLERANCE
+@pytest.mark.parametrize(
+    ("way", "name", "layers"),
+    [
+        ("unchecked", "Gemma2", 2),
+        *((way, "Mistral", 1) for way in ("inference", "compile")),  # each kind of layer is compiled for seconds
+        *(pytest.param(way, "Gemma2", 2, marks=pytest.mark.campaign) for way in ("inference", "compile")),
+    ],
+)
+def test_other_ways_to_run_a_model(two: Processes, way: str, name: str, layers: int) -> None:
+    assert max(two.run(jobs.other_ways, way, name, layers)) < TOLERANCE
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,7 @@ def test_windows(rows: int, halvings: int, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @runs_kernels
-@pytest.mark.parametrize("chunks", [1, *(pytest.param(n, marks=late) for n in (2, 4)), 8])
+@pytest.mark.parametrize("chunks", [1, *(pytest.param(n, marks=late) for n in (2, 8)), 4])
 def test_rows_held_in_chunks(chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of every width, in kernels that hold the visible part of a row in chunks."""
     use(monkeypatch, launch.Config(1, 512 // chunks, chunks=chunks))
@@ -273,14 +273,15 @@ def test_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @runs_kernels
-def test_random_calls() -> None:
+@pytest.mark.parametrize("calls", [20 if INTERPRETED else 40, pytest.param(80, marks=pytest.mark.campaign)])
+def test_random_calls(calls: int) -> None:
     """Random shapes, broadcasting and arguments."""
     generator = torch.Generator().manual_seed(1)
 
     def pick(*choices: Any) -> Any:
         return choices[int(torch.randint(len(choices), (), generator=generator))]
 
-    for _ in range(40):
+    for _ in range(calls):
         shape = [pick(1, 2, 3, 5) for _ in range(pick(0, 1, 2, 3, 4))]
         columns = pick(1, 7, 16, 33, 64, 130)
         x = torch.randn(*shape, columns).to(pick(*DTYPES))
