@@ -88,18 +88,8 @@ def _has_tensors(case: Case) -> bool:
     return isinstance(case.q_offset, tuple) or any(isinstance(v, Tensor | list) for v in case.params.values())
 
 
-# Masks whose tensors are used in different ways: one case takes a second.
-_FEW_NAMES = (
-    "document",
-    "grouped_tril",
-    "packed",
-    "paged",
-    "slices",
-    "tree",
-    "flashmask",
-    "key_padding",
-    "block_sparse",
-)
+# Masks whose tensors are used in different ways, of those that no other test here trains: one case takes a second.
+_FEW_NAMES = ("packed", "slices", "tree", "flashmask", "key_padding", "block_sparse")
 FEW = spread([c for c in MASK_CASES if _has_tensors(c) and c.name in _FEW_NAMES], 1)
 MORE = [c for c in MASK_CASES if c not in FEW]
 
@@ -302,7 +292,7 @@ def test_a_model_trains_with_new_documents_at_every_step(made: Callable[[Tensor]
     assert graphs() == 1
 
 
-@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.campaign)])
 def test_a_sharded_model_trains(whole: bool) -> None:
     """FSDP2, of one process: layers compiled one by one, or the whole model."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
@@ -338,13 +328,13 @@ def test_torch_traces_few_calls_for_a_layer(monkeypatch: pytest.MonkeyPatch) -> 
         lambda *args, **more: calls.append(args) or inline_call(*args, **more),
     )
     numbers = []
-    for layers in (1, 3):
+    for layers in (1, 2):
         calls.clear()
         torch.compile(Model(layers), fullgraph=True, backend="eager")(
             torch.randn(BATCH, LENGTH, 16), _documents(DOCUMENTS)
         )
         numbers.append(len(calls))
-    assert 100 < (numbers[1] - numbers[0]) / 2 <= 230  # 1,225 at first
+    assert 100 < numbers[1] - numbers[0] <= 230  # 1,225 at first
 
 
 @pytest.mark.parametrize("dynamic", [True, False])
@@ -384,20 +374,25 @@ def test_torch_finds_compiled_graphs_on_the_disk() -> None:
     """What is kept must be that of this mask: of its name, its numbers, and the code of its function."""
     place = torch.arange(LENGTH)
     distance = place[:, None] - place
+    functions = (lambda b, h, q, kv: kv % 7 != 3), (lambda b, h, q, kv: kv % 7 != 4)
     masks = [
-        (flexmasks.get_mask("sliding_window", window=9), (distance >= 0) & (distance <= 9)),
-        (flexmasks.get_mask("sliding_window", window=5), (distance >= 0) & (distance <= 5)),
-        (flexmasks.get_mask(lambda b, h, q, kv: q >= kv - 2), distance >= -2),
-        (flexmasks.get_mask(lambda b, h, q, kv: q >= kv - 3), distance >= -3),
+        (
+            flexmasks.get_mask("sliding_window", window=window) & functions[n],
+            (distance >= 0) & (distance <= window) & (place % 7 != 3 + n),
+        )
+        for window, n in ((9, 0), (5, 0), (5, 1))
     ]
     scale = random.SystemRandom().random()  # graphs of this run alone
-    for is_second, (mask, visible) in itertools.product((False, True), masks):
+    q, k, v = leaves()
+    for is_second, (mask, visible) in [*((False, m) for m in masks), (True, masks[0]), (True, masks[2])]:
         torch._dynamo.reset()
         flexmasks.clear_caches()
         counters.clear()
-        call = functools.partial(flexmasks.attention, mask=mask, scale=scale)
-        want = functools.partial(_naive, visible=visible, scale=scale)
-        check(call, *leaves(), want=want, backend="inductor")
+        call = functools.partial(flexmasks.attention, mask=mask, scale=scale, backend="reference")
+        with torch.no_grad():
+            got = torch.compile(call, fullgraph=True)(q, k, v)
+        assert not counters["graph_break"]
+        torch.testing.assert_close(got.double(), _naive(q, k, v, visible, scale), atol=1e-5, rtol=1e-5)
         found = counters["aot_autograd"]
         assert (found["autograd_cache_hit"], found["autograd_cache_miss"]) == (is_second, not is_second)
         assert not found["autograd_cache_bypass"]
@@ -429,10 +424,20 @@ def test_graphs_on_the_disk_are_not_those_of_other_registrations() -> None:
     assert flexmasks.get_mask("causal").is_own()
 
 
-@pytest.mark.parametrize("learns", [True, False])
-@pytest.mark.parametrize("made", [_documents, lambda ids: flexmasks.get_mask("sliding_window", window=9)])
+def _window(ids: Tensor) -> Mask:
+    return flexmasks.get_mask("sliding_window", window=9)
+
+
+@pytest.mark.parametrize(
+    ("made", "learns"),
+    [
+        (_documents, True),
+        (_window, False),
+        *(pytest.param(*more, marks=pytest.mark.campaign) for more in ((_documents, False), (_window, True))),
+    ],
+)
 def test_layers_share_one_plan_which_the_backward_pass_reuses(made: Callable[[Tensor], Mask], learns: bool) -> None:
-    forward, *backward = _counted(Model(3), made(DOCUMENTS), learns)
+    forward, *backward = _counted(Model(2), made(DOCUMENTS), learns)
     of_one, *_ = _counted(Model(1), made(DOCUMENTS), learns)
     of_plan = ("aten.cumsum.default", "aten.scatter.src")
     lists = 1 if learns else 2  # flex_attention, which runs without gradients, takes lists of both directions
@@ -461,30 +466,46 @@ def _counted(model: Model, mask: Mask, learns: bool) -> list[collections.Counter
     return counted
 
 
-@pytest.mark.parametrize("learns", [True, False])
-def test_a_tensor_that_changes_inside_a_graph_is_planned_again(learns: bool) -> None:
+@pytest.mark.parametrize(
+    ("mode", "is_causal"), [(torch.enable_grad, True), (torch.no_grad, False), (torch.inference_mode, True)]
+)
+def test_a_tensor_that_changes_inside_a_graph_is_planned_again(mode: _Call, is_causal: bool) -> None:
     """Layers of a graph share a plan only while the mask's tensors are the same."""
+    learns = mode is torch.enable_grad
+    distance = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)
 
-    def call(q: Tensor, k: Tensor, v: Tensor, given: Tensor) -> Tensor:
+    def changed(given: Tensor) -> Iterator[Tensor]:
         ids = given.clone()
-        outputs = [flexmasks.attention(q, k, v, mask="document", document_ids=ids)]
+        yield ids
         ids = ids.clone() if learns else ids  # the backward pass reads the ids that a call has got
         ids[:, 10:] += 3
-        outputs.append(flexmasks.attention(q, k, v, mask="document", document_ids=ids))
+        yield ids
         ids = ids.clone() if learns else ids
         ids.view(-1)[-20:] += 3
-        outputs += [flexmasks.attention(q, k, v, mask=_documents(ids)) for _ in range(2)]
-        outputs += [flexmasks.attention(q, k, v, mask="sliding_window", window=n) for n in (1, 30, 1)]
+        yield ids
+
+    def call(q: Tensor, k: Tensor, v: Tensor, given: Tensor) -> Tensor:
+        made = _documents if is_causal else lambda ids: flexmasks.get_mask("document", document_ids=ids)
+        outputs = [flexmasks.attention(q, k, v, mask=made(ids)) for ids in changed(given)]
+        if learns:
+            outputs += [flexmasks.attention(q, k, v, mask="sliding_window", window=n) for n in (1, 30, 1)]
+        return torch.stack(outputs)
+
+    def want(q: Tensor, k: Tensor, v: Tensor, given: Tensor) -> Tensor:
+        least = 0 if is_causal else -LENGTH
+        same = [(ids[:, :, None] == ids[:, None])[:, None] & (distance >= least) for ids in changed(given)]
+        outputs = [_naive(q, k, v, visible) for visible in same]
+        if learns:
+            outputs += [_naive(q, k, v, (distance >= 0) & (distance <= n)) for n in (1, 30, 1)]
         return torch.stack(outputs)
 
     tensors = *leaves(), DOCUMENTS
     if learns:
-        check(call, *tensors)
+        check(call, *tensors, want=want)
         return
-    for inference in (torch.no_grad, torch.inference_mode):
-        with inference():
-            got = torch.compile(call, fullgraph=True, backend="aot_eager")(*tensors)
-            torch.testing.assert_close(got, call(*tensors), atol=1e-5, rtol=1e-5)
+    with mode():
+        got = torch.compile(call, fullgraph=True, backend="aot_eager")(*tensors)
+        torch.testing.assert_close(got.double(), want(*tensors), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("selective", [True, False])
@@ -493,7 +514,7 @@ def test_layers_in_checkpoints_that_share_a_plan(selective: bool) -> None:
 
     def call(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
         mask, x = _documents(ids), q
-        for _ in range(3):
+        for _ in range(2):
             x = checkpoint(_two_kinds, x, k, v, mask, use_reentrant=False, **more)
         return x
 
@@ -713,11 +734,12 @@ def test_cuda_graphs_of_torch_compile(needs_grad: bool) -> None:
 # --- what compiles again ---
 
 
-def test_changing_lengths_and_numbers_compile_a_bounded_number_of_graphs() -> None:
+def test_changing_lengths_and_batch_sizes_compile_a_bounded_number_of_graphs() -> None:
     compiled = torch.compile(flexmasks.attention, fullgraph=True, backend="aot_eager")
-    for n in (40, 50, 60, 70):
-        q, k, v = torch.randn(3, 1, 1, n, SIZE).unbind()
-        call = {"mask": "document", "document_ids": torch.arange(n) // n.bit_length(), "return_lse": True}
+    for batch, n in ((2, 40), (3, 50), (4, 60), (5, 70)):
+        q, k, v = torch.randn(3, batch, 1, n, SIZE).unbind()
+        ids = (torch.arange(n) // n.bit_length()).expand(batch, n)
+        call = {"mask": "document", "document_ids": ids, "return_lse": True}
         for x, y in zip(compiled(q, k, v, **call), flexmasks.attention(q, k, v, **call), strict=True):
             torch.testing.assert_close(x, y)
     assert graphs() <= 3
@@ -899,10 +921,10 @@ def _compiled(call: _Call = flexmasks.attention, **how: Any) -> _Call:
     return torch.compile(call, fullgraph=True, backend="aot_eager", **how)
 
 
-@pytest.mark.parametrize("mask", ["causal", "document"])
+@pytest.mark.parametrize("mask", ["causal", pytest.param("document", marks=pytest.mark.campaign)])
 def test_batch_sizes_share_a_graph(mask: str) -> None:
     compiled = _compiled()
-    for batch in range(2, 12):
+    for batch in range(2, 7):
         q, k, v = torch.randn(3, batch, 2, 40, 8)
         ids = torch.randint(0, 3, (batch, 40)).sort(-1).values
         out = compiled(q, k, v, mask=mask, **({"document_ids": ids} if mask == "document" else {}))
@@ -912,10 +934,10 @@ def test_batch_sizes_share_a_graph(mask: str) -> None:
     assert graphs() == 2
 
 
-@pytest.mark.parametrize("queries", [1, 5])
+@pytest.mark.parametrize("queries", [pytest.param(1, marks=pytest.mark.campaign), 5])
 def test_offsets_of_a_growing_cache_share_a_graph(queries: int) -> None:
     compiled = _compiled()
-    for keys in range(40, 52):
+    for keys in range(40, 46):
         q, (k, v) = torch.randn(2, 2, queries, 8), torch.randn(2, 2, 2, keys, 8)
         out = compiled(q, k, v, mask="causal", q_offset=keys - queries)
         visible = torch.arange(keys) <= torch.arange(keys - queries, keys)[:, None]
@@ -923,16 +945,16 @@ def test_offsets_of_a_growing_cache_share_a_graph(queries: int) -> None:
     assert graphs() == 2
 
 
-@pytest.mark.parametrize("given", [{"seen": torch.arange(LENGTH)}, torch.float64, torch.device("cpu"), math.inf])
-def test_parameters_of_unusual_types(given: Any) -> None:
+def test_parameters_of_unusual_types() -> None:
     @flexmasks.register_mask()
-    def unusual_types(b, h, q, kv, *, length: int, given):  # type: ignore[no-untyped-def]
+    def unusual_types(b, h, q, kv, *, length: int, tensors, dtype, device, number):  # type: ignore[no-untyped-def]
         return (q >= kv) & (kv != length)
 
     q = torch.randn(1, 2, LENGTH, 8)
     distance = torch.arange(LENGTH)
     visible = (distance[:, None] >= distance) & (distance != 9)
-    out = _compiled()(q, q, q, mask="unusual_types", length=9, given=given)
+    unusual = {"tensors": {"seen": distance}, "dtype": torch.float64, "device": torch.device("cpu"), "number": math.inf}
+    out = _compiled()(q, q, q, mask="unusual_types", length=9, **unusual)
     assert torch.allclose(out.double(), _naive(q, q, q, visible), atol=1e-5)
 
 
@@ -945,9 +967,8 @@ def test_a_symbolic_offset_that_a_guard_has_fixed() -> None:
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=True)
     q, k = torch.randn(1, 2, 40, 8), torch.randn(1, 2, 60, 8)
     distance = torch.arange(40)[:, None] - torch.arange(60)
-    for n in (9, 3, 4):
-        want = _naive(q + 1 if n == 3 else q, k, k, distance + n >= 0)
-        assert torch.allclose(compiled(q, k, n).double(), want, atol=1e-5)
+    want = _naive(q + 1, k, k, distance + 3 >= 0)
+    assert torch.allclose(compiled(q, k, 3).double(), want, atol=1e-5)
 
 
 @pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=pytest.mark.campaign)])
@@ -965,20 +986,19 @@ def test_numbers_that_change(dynamic: bool | None) -> None:
         out = compiled(q, k, v, mask="causal", score="softcap", cap=cap)
         want = flexmasks.attention(q, k, v, mask="causal", score="softcap", cap=cap, backend="reference")
         assert torch.allclose(out, want, atol=1e-5)
-    assert torch.allclose(compiled(q, k, v, mask="causal").double(), _naive(q, k, v, distance >= 0), atol=1e-5)
 
 
 @pytest.mark.parametrize(
     ("kind", "dynamic"),
     [
-        pytest.param(kind, dynamic, marks=[pytest.mark.campaign] * (n % 2))
-        for n, (kind, dynamic) in enumerate(itertools.product(("bigbird", "t5_bias", "tiles"), (None, True)))
+        pytest.param(kind, dynamic, marks=[] if dynamic else pytest.mark.campaign)
+        for kind, dynamic in itertools.product(("bigbird", "t5_bias", "tiles"), (None, True))
     ],
 )
 def test_numbers_of_tables_that_change(kind: str, dynamic: bool | None) -> None:
     """Tables that are computed while torch traces take numbers that torch would make symbolic."""
     compiled = _compiled(dynamic=dynamic)
-    for n in (4, 6, 8):
+    for n in (4, 6) if dynamic else (4, 6, 8):
         calls: dict[str, tuple[int, dict[str, Any]]] = {
             "bigbird": (8 * n, {"mask": "bigbird", "length": 8 * n, "block": n, "random_blocks": 2}),
             "t5_bias": (40, {"score": "t5_bias", "table": torch.randn(2 * n, 2), "max_distance": 4 * n}),
@@ -994,7 +1014,7 @@ def test_numbers_of_tables_that_change(kind: str, dynamic: bool | None) -> None:
 
 def test_totals_of_packed_sequences_share_a_graph() -> None:
     compiled = _compiled(functools.partial(flexmasks.varlen_attention, mask="causal"))
-    for total in range(60, 130, 7):
+    for total in (60, 67, 74, 126, 133):
         q, k, v = torch.randn(3, total, 2, 8)
         offsets = torch.tensor([0, total // 3, total - 3])
         want = flexmasks.varlen_attention(q, k, v, offsets, mask="causal", backend="reference")
@@ -1059,7 +1079,7 @@ def test_compiled_training_at_other_lengths(name: str, dynamic: bool | None) -> 
         return flexmasks.attention(q, k, v, mask=name, **params)
 
     compiled = torch.compile(call, fullgraph=True, dynamic=dynamic)
-    for n in (96, 160, 70):
+    for n in (160, 70) if (name, dynamic) in _COMPILED else (96, 160, 70):
         q, k, v = torch.randn(3, 2, 2, n, 16)
         params = _OF_LENGTHS[name](n)
         got, want = (results(functools.partial(c, params), q, k, v) for c in (compiled, call))

@@ -25,6 +25,8 @@ from flexmasks.spec.examples import example, on_device
 
 HEADS, KV_HEADS, SIZE, V_SIZE = 4, 2, 16, 24
 MASKS = [e.name for e in flexmasks.list_masks() if e.name not in ("packed", "paged")]
+# Masks with numbers of sequences, tables, and neither.
+ON_CPU = ["grouped_tril", "padding", "key_padding", "sliding_window", "document", "tree", "slices", "bsr", "dense"]
 MaskMod = Callable[..., Tensor]
 
 
@@ -185,7 +187,15 @@ def test_queries_that_are_not_the_last_ones() -> None:
     assert torch.equal(step.attention(mask="causal", backend="reference"), out)
 
 
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize(
+    ("way", "name"),
+    [
+        *(("cpu, as on a GPU", name) for name in MASKS),
+        *(pytest.param("cpu", n, marks=[] if n in ON_CPU else pytest.mark.campaign) for n in MASKS),
+        *(pytest.param("cuda", name, marks=pytest.mark.gpu) for name in MASKS),
+    ],
+    indirect=["way"],
+)
 def test_every_mask(name: str) -> None:
     """Each registered mask, with tables and numbers of its example, or of the sequences."""
     of_sequences: dict[str, dict[str, Any]] = {
