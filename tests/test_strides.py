@@ -54,7 +54,8 @@ def _of_indices(mask: Callable[..., Tensor]) -> Tensor:
 
 
 def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    messages = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    return [text for text in messages if "No CUDA runtime" not in text]  # of a torch with CUDA where no GPU is
 
 
 # --- q, k and v ---
