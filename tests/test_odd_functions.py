@@ -368,12 +368,12 @@ def test_written_functions_in_every_shape(shape: str, judge: Judge) -> None:
 @pytest.mark.parametrize(
     ("first", "count"),
     [
-        (TODAY.randrange(1000, 7000, 1000) + TODAY.randrange(80), 20),
-        *(pytest.param(n, 100, marks=pytest.mark.campaign) for n in range(1000, 7000, 1000)),
+        (TODAY.randrange(0, 7000, 1000) + TODAY.randrange(80), 20),
+        *(pytest.param(n, 100, marks=pytest.mark.campaign) for n in range(0, 7000, 1000)),
     ],
 )
 def test_generated_functions(first: int, count: int, judge: Judge) -> None:
-    """Functions that torch refuses are passed over; the campaign tries 600."""
+    """Functions that torch refuses are passed over; the campaign tries 700."""
     wrong = []
     taken = mixed = 0
     seed = first
@@ -489,7 +489,7 @@ def first_calls(length: int) -> tuple[list[float], int]:
     """
     functions = many_functions(length)
     assert len(functions) == 200
-    q, k, v = torch.randn(3, 1, HEADS, length, 64)
+    q, k, v = torch.randn(3, 1, HEADS, length, 16)  # small, because the kernels of the suite are slow
     seconds = []
     before = compat.compiled_graphs()
     for number, mask in enumerate(functions):
@@ -507,7 +507,7 @@ def first_calls(length: int) -> tuple[list[float], int]:
     return seconds, compat.compiled_graphs() - before
 
 
-@pytest.mark.parametrize("length", [256, pytest.param(1024, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("length", [128, pytest.param(1024, marks=pytest.mark.campaign)])
 def test_many_functions_compile_few_kernels(length: int) -> None:
     one = Judge()
     try:
