@@ -210,9 +210,7 @@ def check_call(name: str, dtype: torch.dtype, sizes: tuple[int, int], device: st
     """Check calls with other starts each time; hidden keys hold NaN."""
     mask, window = MASKS[name]
     size, v_size = sizes
-    turns = (1,) if INTERPRETED and name == "ahead of all" else range(2 if INTERPRETED else 4)
-    for turn in turns:
-        starts = STARTS[turn]
+    for turn, starts in enumerate(STARTS[:2] if INTERPRETED else STARTS):
         case = Case(starts, 150, 720, 6, 2, size, v_size, window, dtype)
         case = case._replace(of_starts=(torch.int64, torch.int32, torch.int8, torch.int64)[turn])
         q, k, v, begins = case.made(device)
@@ -243,7 +241,9 @@ by_the_interpreter = pytest.mark.skipif(not INTERPRETED, reason="the library's o
 
 
 @by_the_interpreter
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(
+    "mask", [n if n in ("causal", "window") else pytest.param(n, marks=pytest.mark.campaign) for n in MASKS]
+)
 def test_call_in_parts(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _takes_the_place_of_fa4(monkeypatch)
     check_call(mask, FP32, (16, 24), "cpu")
@@ -381,6 +381,7 @@ def test_explained(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(INTERPRETED, reason="Triton is interpreted in this process already")
-def test_kernel_by_the_interpreter() -> None:
+@pytest.mark.parametrize("selection", ["not campaign", pytest.param("campaign", marks=pytest.mark.campaign)])
+def test_kernel_by_the_interpreter(selection: str) -> None:
     """The tests of this file, in a process that chose Triton's interpreter before it was imported."""
-    check_by_the_interpreter(__file__)
+    check_by_the_interpreter(__file__, "-m", selection)

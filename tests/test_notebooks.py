@@ -58,14 +58,8 @@ def shown(cell: Any) -> str:
     return re.sub(r"0x[0-9a-f]{6,}", "0x", text)
 
 
-# The others run in campaigns, since a notebook takes half a minute.
-_ALWAYS = ("01_first_steps",)
-_RUN = [
-    pytest.param(path, id=path.stem, marks=() if path.stem in _ALWAYS else pytest.mark.campaign) for path in NOTEBOOKS
-]
-
-
-@pytest.mark.parametrize("path", _RUN)
+@pytest.mark.campaign  # a notebook takes half a minute
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_the_stored_outputs_are_what_comes_out(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if "hugging_face" in path.stem:
         pytest.importorskip("transformers")
