@@ -47,22 +47,24 @@ class _EveryTest:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(_EveryTest())
-    set_up_process(optimizes="campaign" in config.option.markexpr)
+    set_up_process()
+    if "campaign" not in config.option.markexpr:
+        _compile_without_optimization()
 
 
 def pytest_report_header() -> str:
     return f"seed of the tests that are drawn anew each day: FLEXMASKS_SEED={os.environ['FLEXMASKS_SEED']}"
 
 
-def set_up_process(optimizes: bool = False) -> None:
+def set_up_process() -> None:
     """Divide the cores among pytest's workers, and compile kernels for the CPU in half of the time.
 
     Each worker, and each process that it starts, computes on one thread; more threads would wait for each other.
 
     Torch traces functions most of the time, and makes millions of objects. Python's search for cycles among them takes
-    a fifth of that time if it comes at every 700th object. Most of the time of a C++ compiler goes into optimization,
-    which tests of a few rows do not need, and into reading headers, of which torch precompiles one, and here all; only
-    campaigns compile as users do. A pool of compilers in each process would take seconds to start.
+    a fifth of that time if it comes at every 700th object. Half of the time of a C++ compiler goes into reading
+    headers. By default torch precompiles one header; here it precompiles all, which changes no kernel. A pool of
+    compilers in each process would take seconds to start.
     """
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
@@ -74,11 +76,18 @@ def set_up_process(optimizes: bool = False) -> None:
     torch._inductor.config.compile_threads = 1
     headers = str(Path(__file__).parent / "kernel_headers.h")
     torch._inductor.codecache._get_cpp_prefix_header = lambda device: headers if device.startswith("cpu") else None
-    if not optimizes and "FLEXMASKS_CXX" not in os.environ and (compiler := shutil.which("g++")):
-        os.environ |= {"FLEXMASKS_CXX": compiler, "CXX": str(Path(__file__).parent / "compiler" / "g++")}
-        torch._inductor.config.cpp.cxx = (None, os.environ["CXX"])
     if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None:
         _look_through_the_language_once()
+
+
+def _compile_without_optimization() -> None:
+    """Leave out what takes a C++ compiler longest and tests of a few rows do not need.
+
+    The processes that this one starts inherit the compiler. Campaigns compile as users do.
+    """
+    if not torch.cuda.is_available() and "FLEXMASKS_CXX" not in os.environ and (compiler := shutil.which("g++")):
+        os.environ |= {"FLEXMASKS_CXX": compiler, "CXX": str(Path(__file__).parent / "compiler" / "g++")}
+        torch._inductor.config.cpp.cxx = (None, os.environ["CXX"])
 
 
 def _look_through_the_language_once() -> None:

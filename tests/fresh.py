@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -56,8 +57,6 @@ def _serve() -> None:
         os.environ |= variables
         sys.argv[1:] = arguments
         sys.path.pop(0)  # the folder of this file
-        import signal
-
         signal.alarm(SECONDS)
         status = 1
         try:

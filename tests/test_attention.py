@@ -9,7 +9,7 @@ import itertools
 import math
 import re
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
@@ -46,16 +46,15 @@ WHERE = [
     for device, backends in BACKENDS.items()
     for backend in backends
 ]
-# A kernel for the CPU takes seconds to compile: in float16 it is compiled in campaigns.
-OF_DTYPES = [
-    pytest.param(
-        *where.values,
-        dtype,
-        marks=pytest.mark.campaign if where.values[1] == "cpu" and dtype == torch.float16 else where.marks,
-    )
-    for where in WHERE
-    for dtype in TOLERANCE
-]
+
+
+def of_dtypes(dtypes: Sequence[torch.dtype], late: torch.dtype) -> pytest.MarkDecorator:
+    """Parametrize device, backend and dtype; campaigns compile the kernels of `late` for the CPU, each for seconds."""
+    cases = []
+    for where, dtype in itertools.product(WHERE, dtypes):
+        is_late = where.values[1] == "cpu" and dtype == late
+        cases.append(pytest.param(*where.values, dtype, marks=pytest.mark.campaign if is_late else where.marks))
+    return pytest.mark.parametrize(("device", "backend", "dtype"), cases)
 
 
 def _skip_unless_possible(backend: str, dtype: torch.dtype) -> None:
@@ -72,7 +71,7 @@ def _of_lengths(device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor
     return q, k, v, seq_lens, torch.arange(200, device=device) < seq_lens[:, None]
 
 
-@pytest.mark.parametrize(("device", "backend", "dtype"), OF_DTYPES)
+@of_dtypes(list(TOLERANCE), late=torch.float16)
 def test_rows_that_see_nothing(device: str, backend: str, dtype: torch.dtype) -> None:
     _skip_unless_possible(backend, dtype)
     q, k, v, seq_lens, real = _of_lengths(device, dtype)
@@ -96,7 +95,7 @@ def test_rows_that_see_nothing(device: str, backend: str, dtype: torch.dtype) ->
         assert torch.all(x.grad[hidden] == 0)
 
 
-@pytest.mark.parametrize(("device", "backend", "dtype"), OF_DTYPES)
+@of_dtypes(list(TOLERANCE), late=torch.float16)
 def test_poison_in_hidden_places_leaves_the_forward_pass_alone(device: str, backend: str, dtype: torch.dtype) -> None:
     _skip_unless_possible(backend, dtype)
     q, k, v, seq_lens, real = _of_lengths(device, dtype)
@@ -110,18 +109,7 @@ def test_poison_in_hidden_places_leaves_the_forward_pass_alone(device: str, back
         assert torch.equal(flexmasks.attention(bad_q, bad_k, bad_v, **arguments), clean)
 
 
-@pytest.mark.parametrize(
-    ("device", "backend", "dtype"),
-    [
-        pytest.param(
-            *where.values,
-            dtype,
-            marks=pytest.mark.campaign if where.values[1] == "cpu" and dtype == torch.float32 else where.marks,
-        )
-        for where in WHERE
-        for dtype in (torch.bfloat16, torch.float32)
-    ],
-)
+@of_dtypes([torch.bfloat16, torch.float32], late=torch.float32)
 def test_poison_while_decoding(device: str, backend: str, dtype: torch.dtype) -> None:
     """Each batch element has one query and a cache of its own length; what lies past that length is undefined."""
     _skip_unless_possible(backend, dtype)

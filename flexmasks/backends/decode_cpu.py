@@ -105,16 +105,17 @@ class CpuDecode:
         q, k = call.q, call.k
         visible = cast(Callable[[], Whole], call.whole)().visible
         score_mod = None if call.score_mod is None else call.score_mod()
+        bias = call.added if call.added is not None and is_added(call) else None
         added = torch.zeros((), device=q.device)
-        if call.added is not None and is_added(call):
-            added, score_mod = call.added().product(), None
+        if bias is not None:
+            added, score_mod = bias().product(), None
         added = torch.where(visible, added, -math.inf)
         sees = (added != -math.inf).any(-1)
         return cls(
             visible=visible,
             sees=None if bool(sees.all()) else sees,
             added=_grouped(added, q.shape[1], k.shape[1]),
-            shows=shows(added),
+            shows=bias is None or shows(added),
             score_mod=score_mod,
             parts=_parts(visible, k, pages is not None),
             scale=call.scale,

@@ -130,12 +130,10 @@ def forgotten_order(mesh: DeviceMesh, rank: int, length: int) -> str:
 
     It has as many tokens as an order that is held gives this rank.
     """
-    # Not `in`, which torch 2.13 gets wrong for symbolic sizes. An order that only a cycle holds, such as that of an
-    # exception and its frames, is nobody's.
-    if not any(length == size for size in _held_sizes(mesh, rank)) or not any(
-        length == size for size in _held_sizes(mesh, rank, collect=True)
-    ):
-        return ""
+    for collect in (False, True):  # an order that only a cycle holds, as of an exception and its frames, is nobody's
+        # Not `in`, which torch 2.13 gets wrong for symbolic sizes.
+        if not any(length == size for size in _held_sizes(mesh, rank, collect)):
+            return ""
     return (
         "pass `order`, the Order of these processes that `balance` made or `shard` took, by which this one has "
         f"{length} tokens. If its tokens follow those of the rank before it, pass `order=Order.natural(length, ranks)`."
@@ -143,7 +141,7 @@ def forgotten_order(mesh: DeviceMesh, rank: int, length: int) -> str:
 
 
 @compat.constant_in_graphs
-def _held_sizes(mesh: DeviceMesh, rank: int, collect: bool = False) -> tuple[int, ...]:
+def _held_sizes(mesh: DeviceMesh, rank: int, collect: bool) -> tuple[int, ...]:
     """Return the numbers of tokens that a rank has by the orders that are held, after a collection or without."""
     if collect:
         gc.collect()
