@@ -99,6 +99,22 @@ _IN_THE_SUITE = set(spread(MASK_CASES, 3))
 THREE_OF_EACH = [pytest.param(case, marks=[] if case in _IN_THE_SUITE else pytest.mark.campaign) for case in MASK_CASES]
 
 
+def one_in(turns: int, params: Sequence[Any]) -> list[Any]:
+    """Return values to parametrize a test with, of which the suite tries one in `turns`, and others the next day.
+
+    Campaigns try all. A tuple has the values of several arguments.
+    """
+    today = int(os.environ["FLEXMASKS_SEED"])
+    return [param if (n + today) % turns == 0 else in_campaigns(param) for n, param in enumerate(params)]
+
+
+def in_campaigns(param: Any) -> Any:
+    """Return values to parametrize a test with, which campaigns alone try."""
+    if not hasattr(param, "marks"):
+        param = pytest.param(*(param if type(param) is tuple else (param,)))
+    return pytest.param(*param.values, marks=[*param.marks, pytest.mark.campaign], id=param.id)
+
+
 def by_turns(cases: Sequence[Case], sizes: Sequence[Any]) -> pytest.MarkDecorator:
     """Parametrize `case` and `size`: each case has one of the sizes by turns; campaigns try it with the others too."""
     return pytest.mark.parametrize(

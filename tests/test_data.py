@@ -787,6 +787,7 @@ def test_indices_on_a_gpu(queries: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.campaign  # other processes would take time on the GPU
 def test_new_functions_are_quick_on_a_gpu() -> None:
     """The first output of a new function at 8,192 tokens takes at most 20 ms."""
     q, k, v = torch.randn(3, 1, 8, 8192, 64, device="cuda", dtype=torch.bfloat16).unbind()

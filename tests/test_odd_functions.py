@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 from functions_odd import UNLIKE_SINGLE_NUMBERS, WRITTEN, Mask, generated, mixed, of_expression, together
-from helpers import TOLERANCE, check_equal_block_masks, error, exact
+from helpers import TOLERANCE, check_equal_block_masks, error, exact, one_in
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 from torch.nn.functional import scaled_dot_product_attention
@@ -448,7 +448,7 @@ def test_compiled_functions_on_a_gpu(form: str, judge: Judge) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["triton", "auto"])
-@pytest.mark.parametrize("name", list(WRITTEN)[::10])
+@pytest.mark.parametrize("name", one_in(20, list(WRITTEN)))
 def test_written_functions_on_a_gpu(name: str, backend: str, judge: Judge) -> None:
     shape = list(SHAPES)[list(WRITTEN).index(name) // 10 % len(SHAPES)]
     judged = judge.judge(name, shape, "cuda", torch.bfloat16, backend, backward=True)

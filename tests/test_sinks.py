@@ -473,6 +473,7 @@ def test_kernels_of_a_call() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.campaign  # takes more memory than other processes may leave
 @pytest.mark.skipif(INTERPRETED, reason="needs a GPU")
 def test_beyond_2_to_the_31() -> None:
     out = torch.ones(2, 130, 2**16, 128, device="cuda", dtype=FP16)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import TOLERANCE, check_lse, error, exact
+from helpers import TOLERANCE, check_lse, error, exact, one_in
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles import attend
@@ -519,8 +519,9 @@ def _on_gpu(value: Any) -> Any:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["fa4", "flash"])
-@pytest.mark.parametrize("size", range(8, 129, 8))
+@pytest.mark.parametrize(
+    ("backend", "size"), one_in(3, [(backend, size) for size in range(8, 129, 8) for backend in ("fa4", "flash")])
+)
 def test_flash_head_sizes(backend: str, size: int) -> None:
     """Head sizes that the backend takes are right, with gradients; for some sizes its kernels are wrong."""
     pytest.importorskip("flash_attn.cute", reason="flash-attn-4 is not installed")
@@ -569,8 +570,9 @@ def test_fa4_has_no_second_derivative_and_says_so() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["triton", "flash", "fa4"])
-@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize(
+    ("backend", "size"), one_in(2, [(backend, size) for size in (64, 128) for backend in ("triton", "flash", "fa4")])
+)
 def test_the_cheap_tanh(backend: str, size: int) -> None:
     """Check that its error is at most twice that of the exact tanh, or below the rounding of outputs."""
     if backend != "triton":
