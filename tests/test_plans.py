@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from helpers import DEVICES, TOLERANCE, error
+from helpers import DEVICES, TOLERANCE, error, in_campaigns, one_in
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_mask
 from torch.nn.functional import scaled_dot_product_attention
@@ -75,7 +76,10 @@ NEW: dict[str, Callable[[str], dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(params=["from the start", "renewed"])
+TURNS = ("from the start", "renewed")
+
+
+@pytest.fixture(params=TURNS)
 def on_cpu_too(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Renew calls on a CPU as on a GPU, or not."""
     if request.param == "renewed":
@@ -106,9 +110,9 @@ def expected(tensors: list[Tensor], params: dict[str, Any], device: str) -> Tens
     return out.nan_to_num(0.0).cpu()
 
 
-@pytest.mark.usefixtures("on_cpu_too")
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", [pytest.param("documents", marks=pytest.mark.campaign), *list(NEW)[1:]])
+@pytest.mark.parametrize(("on_cpu_too", "kind"), one_in(4, list(product(TURNS, NEW))), indirect=["on_cpu_too"])
+@pytest.mark.usefixtures("on_cpu_too")
 def test_new_tensors_at_every_step(kind: str, device: str) -> None:
     """Nothing is compiled after the first step, and every step is right."""
     tensors = qkv(device)
@@ -179,7 +183,7 @@ def test_a_function_that_reads_values_is_planned_exactly() -> None:
     q = torch.randn(2, 1, 64, 16)
     for _ in range(3):
         mask = mask_of(lens)
-        out = flexmasks.attention(q, q, q, mask=mask)
+        out = flexmasks.attention(q, q, q, mask=mask, backend="reference")
         assert (
             error(out, scaled_dot_product_attention(q, q, q, attn_mask=flexmasks.dense_mask(mask, 64, batch=2))) < 1e-5
         )
@@ -192,7 +196,7 @@ def test_a_mask_that_ranges_hardly_understand_is_planned_exactly() -> None:
     for _ in range(3):
         ids = documents()[0]
         mask = get_mask(lambda b, h, q, kv, ids=ids: torch.fmod(ids[q].double() - ids[kv], 1e9).sin() == 0)
-        out = flexmasks.attention(q, q, q, mask=mask)
+        out = flexmasks.attention(q, q, q, mask=mask, backend="reference")
         assert error(out, scaled_dot_product_attention(q, q, q, attn_mask=flexmasks.dense_mask(mask, 512))) < 1e-5
     assert "blocks" in flexmasks.explain(q, q, q, mask=mask).plan
 
@@ -403,11 +407,12 @@ def test_layouts_of_tensors_are_kinds_of_their_own() -> None:
     for ids in (documents(64), documents(128)[:, ::2], documents(64).T.contiguous().T):
         for _ in range(3):
             params = {"mask": get_mask("document", document_ids=ids.clone(memory_format=torch.preserve_format))}
-            out = flexmasks.attention(q, q, q, **params)
+            out = flexmasks.attention(q, q, q, **params, backend="reference")
             mask = flexmasks.dense_mask(params["mask"], 64)
             assert error(out, scaled_dot_product_attention(q, q, q, attn_mask=mask)) < 1e-5
 
 
+@pytest.mark.parametrize("on_cpu_too", [in_campaigns("from the start"), "renewed"], indirect=True)
 @pytest.mark.usefixtures("on_cpu_too")
 @pytest.mark.parametrize("device", DEVICES)
 def test_one_tensor_in_two_places(device: str) -> None:
@@ -538,14 +543,14 @@ def test_blocks_of_256_queries(
     assert max(error(x, y.cpu()) for x, y in zip(got, want, strict=True)) < TOLERANCE[torch.float32]
 
 
-@pytest.mark.parametrize("q_len", [4, 130])
-def test_an_offset_that_is_a_parameter_too(q_len: int) -> None:
+@pytest.mark.parametrize(("q_len", "backend"), [(4, "auto"), (130, "reference")])
+def test_an_offset_that_is_a_parameter_too(q_len: int, backend: str) -> None:
     """Calls with one tensor in both places are recorded for themselves; others have two tensors."""
     batch, keys = 2, 300
     q, (k, v) = torch.randn(batch, 2, q_len, 8), torch.randn(2, batch, 2, keys, 8)
 
     def check(prefix_len: Tensor, starts: Tensor) -> None:
-        out = flexmasks.attention(q, k, v, mask="prefix_lm", prefix_len=prefix_len, q_offset=starts)
+        out = flexmasks.attention(q, k, v, mask="prefix_lm", prefix_len=prefix_len, q_offset=starts, backend=backend)
         at_q = (starts[:, None] + torch.arange(q_len))[:, None, :, None]
         visible = (torch.arange(keys) <= at_q) | (torch.arange(keys) < prefix_len[:, None, None, None])
         assert error(out, scaled_dot_product_attention(q.double(), k.double(), v.double(), visible)) < 1e-5
