@@ -14,14 +14,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import fresh
 import numpy as np
 import pytest
 import torch
+from helpers import in_campaigns, one_in
 from tabulate import tabulate
 
 FOLDER = Path(__file__).parent.parent / "recipes"
 RECIPES = sorted(path.name for path in FOLDER.glob("[!_]*.py"))
-# Recipes that compile few kernels; the others run in the campaigns, `.ci/campaigns`.
+# Recipes that compile few kernels. One runs each day; the others run in the campaigns, `.ci/campaigns`.
 QUICK = {
     "flash_attention_explained.py", "flash_attention_triton.py", "grouped_tril_softmax.py", "long_softmax_triton.py",
     "sequence_over_processes.py", "serving.py", "sliding_window.py", "softmax_in_training.py",
@@ -31,9 +33,7 @@ NEEDS = {"hugging_face_packing.py": ("transformers", "accelerate")}
 SECONDS = 60  # limit of processor time, which other work on the machine does not change; compilation takes up to 20
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.campaign) for name in RECIPES]
-)
+@pytest.mark.parametrize("name", [*one_in(len(QUICK), sorted(QUICK)), *map(in_campaigns, sorted(set(RECIPES) - QUICK))])
 def test_it_runs(name: str, tmp_path: Path) -> None:
     for package in NEEDS.get(name, ()):
         if importlib.util.find_spec(package) is None:
@@ -63,8 +63,16 @@ def test_it_runs(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "package"), [(name, package) for name in NEEDS for package in NEEDS[name]])
 def test_without_a_package_it_says_what_to_install(name: str, package: str) -> None:
-    code = f"import runpy, sys; sys.modules[{package!r}] = None; runpy.run_path({str(FOLDER / name)!r})"
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, cwd=FOLDER)
+    code = f"""
+import runpy, sys
+sys.path.insert(0, {str(FOLDER)!r})
+sys.modules[{package!r}] = None
+try:
+    runpy.run_path({str(FOLDER / name)!r})
+except SystemExit as end:
+    sys.exit(print(end.code, file=sys.stderr) or 1)
+"""
+    ran = fresh.run(code)
     assert ran.returncode == 1
     assert "Traceback" not in ran.stderr
     assert package in ran.stderr
