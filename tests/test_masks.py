@@ -199,7 +199,7 @@ def test_a_users_function_for_kernels() -> None:
         planned = flexmasks.block_mask(mask, 30)
         compiled = torch.compile(flex_attention, backend="aot_eager")
         assert torch.allclose(compiled(q, k, v, block_mask=planned), want, atol=1e-6)
-        call = torch.compile(flexmasks.attention, fullgraph=True)
+        call = torch.compile(flexmasks.attention, fullgraph=True, backend="aot_eager")
         assert torch.allclose(call(q, k, v, mask=mask, backend="cpu"), want, atol=1e-6)
 
 
@@ -383,7 +383,7 @@ def test_every_mask_is_in_a_kernel() -> None:
     assert {case.name for group in _GROUPS for case in group} == set(MASKS)
 
 
-@pytest.mark.parametrize("cases", _GROUPS, ids=lambda cases: f"{cases[0].name} to {cases[-1].name}")
+@pytest.mark.parametrize("cases", one_in(2, _GROUPS), ids=lambda cases: f"{cases[0].name} to {cases[-1].name}")
 def test_masks_that_share_a_kernel(cases: list[Case]) -> None:
     """A tensor chooses one of the masks. New tensors, of which it is one, compile nothing from the third call on."""
     leaves = [x.detach() for x in qkv(cases[0], torch.float32, grouped=len(cases) % 2 == 0, v_size=48)]
