@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import in_campaigns, one_in
 from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.utils import counters
@@ -353,7 +354,7 @@ def test_mask_functions_inside_compile(name: str) -> None:
             names = [m.name for m in mask.parts.others + mask.parts.packing] if isinstance(mask, LateMask) else []
             return attend(nn.Identity(), *qkv, mask)[0], names
 
-        out, names = torch.compile(attended, fullgraph=True, backend="aot_eager")(q, k, v)
+        out, names = torch.compile(attended, fullgraph=True, backend="eager")(q, k, v)
         visible = _theirs(of(masking_utils), step, padding)
         want = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=visible).transpose(1, 2)
         sees = visible.any(-1)[:, 0]
@@ -562,7 +563,7 @@ def test_generate_with_images() -> None:
 def test_generate_compiled_with_a_static_cache(name: str) -> None:
     """Check tokens, and that no graph breaks: a break raises an error with fullgraph=True."""
     own, other = models(name)
-    options = transformers.CompileConfig(fullgraph=True, mode=None, backend="aot_eager")
+    options = transformers.CompileConfig(fullgraph=True, mode=None, backend="eager")
     options._compile_all_devices = True
     torch._dynamo.reset()
     counters.clear()
@@ -622,10 +623,7 @@ def _compiled_inputs(name: str, layout: str) -> dict[str, Any]:
     return _inputs(name, layout) if name not in OTHERS else _images_and_sounds(name)
 
 
-COMPILED = [
-    ("Llama", "packed", "aot_eager"),
-    ("Gemma2", "left", "aot_eager"),
-]
+COMPILED = [("Llama", "packed", "aot_eager"), ("Gemma2", "left", "aot_eager")]
 COMPILED_IN_CAMPAIGNS = [
     *[(name, layout, "aot_eager") for name in DECODERS for layout in ("no padding", "left", "packed")],
     *[(name, "right", "aot_eager") for name in ENCODERS],
@@ -637,7 +635,7 @@ COMPILED_IN_CAMPAIGNS = [
 
 @pytest.mark.parametrize(
     ("name", "layout", "backend"),
-    [*COMPILED, *[pytest.param(*c, marks=pytest.mark.campaign) for c in COMPILED_IN_CAMPAIGNS if c not in COMPILED]],
+    [*one_in(2, COMPILED), *[in_campaigns(c) for c in COMPILED_IN_CAMPAIGNS if c not in COMPILED]],
 )
 def test_compiled_forward_and_backward(name: str, layout: str, backend: str) -> None:
     torch.manual_seed(0)
@@ -1054,7 +1052,7 @@ def test_rows_of_a_mask_inside_compile() -> None:
         return attend(Layer(), *given, _late(5, 20, 15), position_bias=bias)[0]
 
     other = torch.rand(2, 1, 3, 20) < 0.5
-    compiled = [torch.compile(f, fullgraph=True, backend="aot_eager") for f in (rows, biased)]
+    compiled = [torch.compile(f, fullgraph=True, backend="eager") for f in (rows, biased)]
     visible, hidden = compiled[0](other)
     assert torch.equal(visible, _causal(window=6)[-3:] & other)
     assert torch.equal(hidden, ~_causal(window=6).expand_as(hidden))
