@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -22,3 +24,11 @@ def quick_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     yield
     flexmasks.clear_caches()
+
+
+def in_cpp_on_day(day: int, of: int) -> Callable[[Any], Any]:
+    """Let a test take `quick_kernels`, and on one day `of` so many kernels in C++ too."""
+    is_today = (int(os.environ["FLEXMASKS_SEED"]) + day) % of == 0
+    in_cpp = pytest.param("in C++", marks=[] if is_today else pytest.mark.campaign)
+    kernels = pytest.mark.parametrize("quick_kernels", ["without C++", in_cpp], indirect=True)
+    return lambda test: pytest.mark.usefixtures("quick_kernels")(kernels(test))

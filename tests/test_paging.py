@@ -14,9 +14,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from functions import short_and_campaign
-from helpers import DEVICES, TOLERANCE, check_lse, error, label, peak_memory, try_examples
+from helpers import DEVICES, TOLERANCE, check_lse, error, label, one_in, peak_memory, try_examples
 from hypothesis import strategies as st
 from oracles import attend
+from quick_kernels import quick_kernels as quick_kernels
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
 
@@ -128,8 +129,13 @@ def everything(b: int, queries: int, keys: int) -> Tensor:
 # --- compared with keys gathered page by page ---
 
 
-@pytest.mark.parametrize(("device", "backend"), WHERE)
-@pytest.mark.parametrize(("page_size", "columns", "queries"), PAGES)
+@pytest.mark.parametrize(
+    ("page_size", "columns", "queries", "device", "backend"),
+    [
+        *one_in(3, [(*pages, "cpu", "cpu") for pages in PAGES]),
+        *(pytest.param(*n, *at.values, marks=at.marks) for n in PAGES for at in WHERE if at.values[1] != "cpu"),
+    ],
+)
 def test_the_last_queries(page_size: int, columns: int, queries: int, device: str, backend: str) -> None:
     """Run the last queries of sequences as in `decoding`, with several page sizes and numbers of queries."""
     lens = [page_size * columns - 5, 0, 71, page_size * (columns - 1)]
@@ -172,6 +178,7 @@ def test_lse_sinks_scale_and_offsets(device: str) -> None:
     assert error(out, want * torch.sigmoid(want_lse - logits)[..., None]) < TOLERANCE[torch.float32]
 
 
+@pytest.mark.usefixtures("quick_kernels")
 @pytest.mark.parametrize("device", DEVICES)
 def test_masks_of_all_kinds_count_positions_in_the_sequence(device: str) -> None:
     cache = Paged([90, 33, 60], 16, 6, device=device)
@@ -281,6 +288,7 @@ def _check_table(cache: tuple[Tensor, Tensor, int, int, int], inner: str, start:
 # --- compared with a whole prefill of contiguous keys and values ---
 
 
+@pytest.mark.usefixtures("quick_kernels")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     "params",
@@ -371,6 +379,7 @@ def test_gradients() -> None:
 # --- compared with torch's own paged attention ---
 
 
+@pytest.mark.usefixtures("quick_kernels")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("page_size", "lens"), [pytest.param(32, [96, 32, 128], marks=pytest.mark.campaign), (128, [200, 1, 384])]
@@ -440,7 +449,12 @@ def test_ranges_leave_open_what_is_partial(page_size: int) -> None:
 
 @pytest.mark.parametrize(
     ("queries", "backend"),
-    [(1, "cpu"), (1, "reference"), (40, "reference"), pytest.param(40, "cpu", marks=pytest.mark.campaign)],
+    [
+        (3, "cpu"),
+        *(pytest.param(n, "cpu", marks=pytest.mark.campaign) for n in (1, 40)),
+        (1, "reference"),
+        (40, "reference"),
+    ],
 )
 def test_the_pool_is_not_copied_for_each_batch_element(queries: int, backend: str) -> None:
     batch, n_pages, page_size = 64, 256, 64
@@ -468,7 +482,7 @@ def _chunks() -> tuple[Paged, Tensor]:
     ("backend", "max_bytes"),
     [
         *itertools.product(["reference"], [1, _TWO_COPIES, 1 << 26]),
-        *(("auto", 1), ("auto", 1 << 26), pytest.param("auto", _TWO_COPIES, marks=pytest.mark.campaign)),
+        *one_in(3, [("auto", 1), ("auto", _TWO_COPIES), ("auto", 1 << 26)]),
     ],
 )
 def test_chunks_of_a_few_sequences_at_a_time(backend: str, max_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -630,8 +644,10 @@ def _attend_to_pages(
     return torch.cat(outs).to(q.dtype), torch.cat(lses).float()
 
 
-@pytest.mark.parametrize("page_size", [32, 256])
-@pytest.mark.parametrize("mask", WINDOWS)
+@pytest.mark.parametrize(
+    ("mask", "page_size"),
+    one_in(2, [(mask, size) for n, mask in enumerate(WINDOWS) for size in ((32, 256) if n % 2 else (256, 32))]),
+)
 def test_fa4_reads_pages(mask: str, page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A function takes the kernel's place; it gets pages of 256 slots in two parts."""
     monkeypatch.setattr(fa4, "why_missing", lambda: "")
@@ -706,11 +722,13 @@ def test_fa4_in_pages_is_captured() -> None:
             assert error(out, cache.expected(q, last)[0]) < TOLERANCE[torch.bfloat16]
 
 
+@pytest.mark.usefixtures("quick_kernels")
 def test_fa4_leaves_pages_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Masks that are no windows, queries elsewhere and calls that learn go another way, and so does a failure."""
     monkeypatch.setattr(fa4, "why_missing", lambda: "")
     monkeypatch.setattr(fa4, "_import_failures", [])
     monkeypatch.setattr(calls, "_FA4_ON", ("cpu",))
+    monkeypatch.setattr(calls, "_GATHERS_ON", ())  # copies have anything in blocks that quick kernels read
     monkeypatch.setattr(fa4, "refuses_package", lambda call: None)
     calls_of_kernel: list[int] = []
 
@@ -719,7 +737,7 @@ def test_fa4_leaves_pages_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
         raise TypeError("no such kernel")
 
     monkeypatch.setattr(fa4, "_forward", failing)
-    cache, q = chunks(32, "cpu", torch.float32)
+    cache, q = Paged([210, 0, 170], 32, 7), torch.randn(3, 4, 150, 32)
     cache.k = cache.k.nan_to_num(0.0)
     cache.v = cache.v.clamp(max=5.0)
     for more in ({"mask": lambda b, h, q, kv: kv % 3 < 2}, {"mask": "causal", "q_offset": 5}):
