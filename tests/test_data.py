@@ -11,11 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from functions import compiled, expressions, short_and_campaign
 from helpers import TOLERANCE, error, skip_unless_flash_takes, try_examples
 from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import seed as seeded
 from hypothesis import strategies as st
+from quick_kernels import in_cpp_on_day
+from quick_kernels import quick_kernels as quick_kernels
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_mask, flex_attention
 from torch.nn.functional import embedding, scaled_dot_product_attention
@@ -123,11 +126,10 @@ def test_bits_of_partial_blocks(lengths: tuple[int, int], block_size: tuple[int,
         partial = of_block_mask(layout.block_mask(mask))[0]
         assert bits.shape == partial.shape
         assert torch.equal(bits.places, partial.flatten().nonzero()[:, 0])
-        for (b, h, row, column), words in zip(partial.nonzero().tolist(), bits.words.tolist(), strict=True):
-            for q, of_query in enumerate(words, row * block_size[0]):
-                for kv in range(column * block_size[1], (column + 1) * block_size[1], 7):
-                    is_set = of_query[kv % block_size[1] // 32] >> kv % 32 & 1
-                    assert is_set == (q < q_len and kv < kv_len and bool(visible[b, h, q, kv]))
+        padded = F.pad(visible, (0, -kv_len % block_size[1], 0, -q_len % block_size[0]))
+        blocks = padded.unflatten(3, (-1, block_size[1])).unflatten(2, (-1, block_size[0])).transpose(3, 4)
+        are_set = (bits.words[..., None] >> torch.arange(32, dtype=torch.int32)) & 1
+        assert torch.equal(are_set.flatten(-2).bool(), blocks[: partial.shape[0], : partial.shape[1]][partial.bool()])
 
 
 def test_few_different_blocks_are_kept() -> None:
@@ -241,6 +243,7 @@ def test_functions_that_kernels_may_compute(name: str) -> None:
     assert inexact(passing()[name], CPU, (BATCH, HEADS, LENGTH, LENGTH)) is None
 
 
+@pytest.mark.usefixtures("quick_kernels")
 @pytest.mark.parametrize("name", failing())
 def test_functions_that_go_as_data(name: str) -> None:
     """Also if they are the first; `test_new_functions_compile_nothing` computes the others."""
@@ -285,6 +288,7 @@ def scores_of_two_types() -> dict[str, Function]:
     }
 
 
+@in_cpp_on_day(2, of=3)
 def test_scores_of_two_types() -> None:
     """Each batch element of one compiled call has another score."""
     functions = list(scores_of_two_types().values())
@@ -416,11 +420,17 @@ def test_new_functions_compile_nothing() -> None:
     for mask in failing().values():
         check_attention(mask)
     assert compat.compiled_graphs() == graphs
-    check_attention(flexmasks.get_mask("natten1d", **DIVIDED))
     limit = Limit(3)
     for value in (3, 8, 50):
         limit.value = value
         check_attention(limit)
+
+
+@pytest.mark.usefixtures("quick_kernels")
+def test_a_mask_of_many_divisions_goes_as_data() -> None:
+    mask = flexmasks.get_mask("natten1d", **DIVIDED | {"length": 32})  # one block: quick kernels read data of all
+    assert flexmasks.explain(*qkv(32), mask=mask).mask.startswith("data: ")
+    check_attention(mask, 32)
 
 
 def test_masks_keep_their_form_under_activation_checkpointing() -> None:
@@ -496,14 +506,18 @@ def test_data_take_few_operations_and_little_memory(monkeypatch: pytest.MonkeyPa
     assert work.operations < 700
 
 
+@pytest.mark.usefixtures("quick_kernels")
 def test_new_tensors_compile_the_function() -> None:
-    """The first function is compiled at once, others when their tensors have new values."""
+    """The first function is compiled at once, others when their tensors have new values.
+
+    All blocks are partial, because quick kernels read data of all.
+    """
 
     def documents(ids: Tensor) -> Function:
-        return lambda b, h, q, kv: (q >= kv) & (ids[q] == ids[kv])
+        return lambda b, h, q, kv: ids[q] == ids[kv]
 
     def others(ids: Tensor) -> Function:
-        return lambda b, h, q, kv: (q >= kv) & (ids[q] >= ids[kv])
+        return lambda b, h, q, kv: ids[q] >= ids[kv]
 
     for make, first in ((documents, "its function"), (others, "data: nothing is compiled")):
         for step in range(3):
@@ -513,6 +527,7 @@ def test_new_tensors_compile_the_function() -> None:
             check_attention(mask)
 
 
+@pytest.mark.usefixtures("quick_kernels")
 @pytest.mark.parametrize("renews", [False, True])
 def test_new_tensors_in_data(renews: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if renews:
@@ -540,6 +555,7 @@ def test_offsets_in_data() -> None:
         assert error(got, scaled_dot_product_attention(q, k, v, attn_mask=visible)) < TOLERANCE[torch.float32]
 
 
+@in_cpp_on_day(0, of=3)
 def test_chained_indices() -> None:
     """They are read as one index where a function holds its tensors, and go as data elsewhere."""
 
@@ -559,6 +575,7 @@ def test_chained_indices() -> None:
     assert flexmasks.explain(*qkv(), score=score_of(bias)).backend == "cpu"
 
 
+@in_cpp_on_day(1, of=3)
 def test_positions_of_64_bits() -> None:
     """A sum of a position and a 32-bit number has 64 bits in Python, and not in kernels."""
     starts = torch.arange(LENGTH, dtype=torch.int32) // 10 * 10
@@ -606,6 +623,7 @@ def test_too_much_data(monkeypatch: pytest.MonkeyPatch) -> None:
         flexmasks.attention(*qkv(), mask=mask, backend="cpu")
 
 
+@pytest.mark.usefixtures("quick_kernels")
 def test_a_kind_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[int] = []
 
@@ -620,14 +638,18 @@ def test_a_kind_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(looks) == 1
 
 
+@pytest.mark.usefixtures("quick_kernels")
 def test_functions_that_read_context_variables() -> None:
-    """The threads that evaluate a mask see the variables of the caller's thread."""
+    """The threads that evaluate a mask see the variables of the caller's thread.
+
+    All blocks are partial, because quick kernels read data of all.
+    """
     limit: ContextVar[int] = ContextVar("limit", default=0)
     length = 600
     table = torch.rand(length, length) > 0.5
-    for value in (5, 300):
+    for value in (5, 30):
         limit.set(value)
-        check_attention(lambda b, h, q, kv: table[q].any() & (q - kv <= limit.get()), length)
+        check_attention(lambda b, h, q, kv: table[q].any() & ((q + kv) % limit.get() != 1), length)
 
 
 @pytest.mark.parametrize("sizes", [(1, 1), (BATCH, HEADS)])
