@@ -16,7 +16,19 @@ import pytest
 import torch
 import torch.distributed.fsdp
 import torch.nn.functional as F
-from helpers import TOLERANCE, arguments, check_lse, error, exact, label, one_in, qkv, skip_unless_flash_takes, spread
+from helpers import (
+    TOLERANCE,
+    arguments,
+    check_lse,
+    error,
+    exact,
+    in_campaigns,
+    label,
+    one_in,
+    qkv,
+    skip_unless_flash_takes,
+    spread,
+)
 from oracles import MASK_CASES, SCORE_CASES, SCORES, Case, attend, dense
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
@@ -386,7 +398,7 @@ def test_torch_finds_compiled_graphs_on_the_disk() -> None:
     ]
     scale = random.SystemRandom().random()  # graphs of this run alone
     q, k, v = leaves()
-    for is_second, (mask, visible) in [*((False, m) for m in masks), (True, masks[0]), (True, masks[2])]:
+    for is_second, (mask, visible) in [*((False, m) for m in masks), (True, masks[0])]:
         torch._dynamo.reset()
         flexmasks.clear_caches()
         counters.clear()
@@ -510,7 +522,7 @@ def test_a_tensor_that_changes_inside_a_graph_is_planned_again(mode: _Call, is_c
         torch.testing.assert_close(got.double(), want(*tensors), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("selective", [True, False])
+@pytest.mark.parametrize("selective", [True, in_campaigns(False)])
 def test_layers_in_checkpoints_that_share_a_plan(selective: bool) -> None:
     more = {"context_fn": functools.partial(create_selective_checkpoint_contexts, _saved)} if selective else {}
 
@@ -637,7 +649,7 @@ def test_composed(name: str) -> None:
     check(_COMPOSED[name], *leaves(), torch.rand(HEADS))
 
 
-@pytest.mark.parametrize("name", _FUNCTIONS)
+@pytest.mark.parametrize("name", one_in(2, list(_FUNCTIONS)))
 def test_users_functions(name: str) -> None:
     check(lambda q, k, v: flexmasks.attention(q, k, v, mask=_FUNCTIONS[name]), *leaves())
 
@@ -737,7 +749,7 @@ def test_cuda_graphs_of_torch_compile(needs_grad: bool) -> None:
 
 
 def test_changing_lengths_and_batch_sizes_compile_a_bounded_number_of_graphs() -> None:
-    compiled = torch.compile(flexmasks.attention, fullgraph=True, backend="aot_eager")
+    compiled = _compiled()
     for batch, n in ((2, 40), (3, 50), (4, 60), (5, 70)):
         q, k, v = torch.randn(3, batch, 1, n, SIZE).unbind()
         ids = (torch.arange(n) // n.bit_length()).expand(batch, n)
@@ -920,7 +932,8 @@ def _naive(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float | None
 
 
 def _compiled(call: _Call = flexmasks.attention, **how: Any) -> _Call:
-    return torch.compile(call, fullgraph=True, backend="aot_eager", **how)
+    """Return a compiled call without AOTAutograd, which takes half of the time and decides no guard of Dynamo's."""
+    return torch.compile(call, fullgraph=True, backend="eager", **how)
 
 
 @pytest.mark.parametrize("mask", ["causal", pytest.param("document", marks=pytest.mark.campaign)])
@@ -939,7 +952,7 @@ def test_batch_sizes_share_a_graph(mask: str) -> None:
 @pytest.mark.parametrize("queries", [pytest.param(1, marks=pytest.mark.campaign), 5])
 def test_offsets_of_a_growing_cache_share_a_graph(queries: int) -> None:
     compiled = _compiled()
-    for keys in range(40, 46):
+    for keys in range(40, 44):
         q, (k, v) = torch.randn(2, 2, queries, 8), torch.randn(2, 2, 2, keys, 8)
         out = compiled(q, k, v, mask="causal", q_offset=keys - queries)
         visible = torch.arange(keys) <= torch.arange(keys - queries, keys)[:, None]
@@ -966,7 +979,7 @@ def test_a_symbolic_offset_that_a_guard_has_fixed() -> None:
             q = q + 1
         return flexmasks.attention(q, k, k, mask="causal", q_offset=n)
 
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=True)
+    compiled = _compiled(run, dynamic=True)
     q, k = torch.randn(1, 2, 40, 8), torch.randn(1, 2, 60, 8)
     distance = torch.arange(40)[:, None] - torch.arange(60)
     want = _naive(q + 1, k, k, distance + 3 >= 0)
@@ -979,11 +992,11 @@ def test_numbers_that_change(dynamic: bool | None) -> None:
     compiled = _compiled(dynamic=dynamic)
     q, k, v = torch.randn(3, 2, 2, 40, 8)
     distance = torch.arange(40)[:, None] - torch.arange(40)
-    for window in (5, 6, 7):
+    for window in (5, 6):
         out = compiled(q, k, v, mask="sliding_window", window=window)
         visible = (distance >= 0) & (distance <= window)
         assert torch.allclose(out.double(), _naive(q, k, v, visible), atol=1e-5)
-    assert graphs() == 3
+    assert graphs() == 2
     for cap in (3.5, 4.5):
         out = compiled(q, k, v, mask="causal", score="softcap", cap=cap)
         want = flexmasks.attention(q, k, v, mask="causal", score="softcap", cap=cap, backend="reference")
@@ -1016,7 +1029,7 @@ def test_numbers_of_tables_that_change(kind: str, dynamic: bool | None) -> None:
 
 def test_totals_of_packed_sequences_share_a_graph() -> None:
     compiled = _compiled(functools.partial(flexmasks.varlen_attention, mask="causal"))
-    for total in (60, 67, 74, 126, 133):
+    for total in (60, 67, 126):
         q, k, v = torch.randn(3, total, 2, 8)
         offsets = torch.tensor([0, total // 3, total - 3])
         want = flexmasks.varlen_attention(q, k, v, offsets, mask="causal", backend="reference")
@@ -1067,21 +1080,23 @@ _OF_LENGTHS: dict[str, Callable[[int], dict[str, Any]]] = {
         "intervals": torch.tensor([[0, n // 2], [n // 2, n]]), "image_ids": _rows(n, 2).clamp(max=1),
     },
 }  # fmt: skip
-_COMPILED = [("padding", True)]
-_MORE_COMPILED = [(name, how) for name in _OF_LENGTHS for how in (None, True) if (name, how) not in _COMPILED]
 
 
 @pytest.mark.parametrize(
-    ("name", "dynamic"), [*_COMPILED, *(pytest.param(*more, marks=pytest.mark.campaign) for more in _MORE_COMPILED)]
+    ("name", "dynamic", "lengths"),
+    [
+        ("padding", None, (70,)),
+        *(in_campaigns((name, how, (96, 160, 70))) for name in _OF_LENGTHS for how in (None, True)),
+    ],
 )
-def test_compiled_training_at_other_lengths(name: str, dynamic: bool | None) -> None:
+def test_compiled_training_at_other_lengths(name: str, dynamic: bool | None, lengths: tuple[int, ...]) -> None:
     """By Inductor, which aot_eager leaves out, with a batch."""
 
     def call(params: dict[str, Any], q: Tensor, k: Tensor, v: Tensor) -> Any:
         return flexmasks.attention(q, k, v, mask=name, **params)
 
     compiled = torch.compile(call, fullgraph=True, dynamic=dynamic)
-    for n in (160, 70) if (name, dynamic) in _COMPILED else (96, 160, 70):
+    for n in lengths:
         q, k, v = torch.randn(3, 2, 2, n, 16)
         params = _OF_LENGTHS[name](n)
         got, want = (results(functools.partial(c, params), q, k, v) for c in (compiled, call))
