@@ -15,13 +15,16 @@ from helpers import (
     check_oracle,
     error,
     exact,
+    in_campaigns,
     label,
     not_for_flash,
+    one_in,
     qkv,
     skip_unless_flash_takes,
     spread,
 )
 from oracles import SCORE_CASES, SCORES, Case, attend, dense
+from quick_kernels import quick_kernels as quick_kernels
 from torch import Tensor
 
 import flexmasks
@@ -128,7 +131,12 @@ _IN_TURN = [
 ]
 
 
-@pytest.mark.parametrize("names", _IN_TURN, ids="-".join)
+@pytest.mark.parametrize(
+    ("quick_kernels", "names"),
+    [*(("without C++", names) for names in _IN_TURN), *one_in(2, [("in C++", names) for names in _IN_TURN])],
+    indirect=["quick_kernels"],
+)
+@pytest.mark.usefixtures("quick_kernels")
 def test_scores_that_share_a_kernel(names: list[str]) -> None:
     """Each changes what the one before it made."""
     first = {case.name: case for case in spread(SCORE_CASES, 1)}
@@ -160,8 +168,8 @@ def test_compiled_float32_cpu(case: Case) -> None:
 
 
 _HALF = [(case, (torch.float16, torch.bfloat16)[n % 2]) for n, case in enumerate(spread(SCORE_CASES, 3)[1::3])]
-# On a CPU a kernel takes seconds to compile: each half precision is tried with one score, campaigns try all scores.
-_HALF_ON_CPU = [*_HALF[:2], *(pytest.param(*pair, marks=pytest.mark.campaign) for pair in _HALF[2:])]
+# On a CPU a kernel takes seconds to compile: the half precisions take turns with one score each, campaigns try all.
+_HALF_ON_CPU = [*one_in(2, _HALF[:2]), *(pytest.param(*pair, marks=pytest.mark.campaign) for pair in _HALF[2:])]
 
 
 @pytest.mark.parametrize(("case", "dtype"), _HALF_ON_CPU, ids=label)
@@ -183,7 +191,7 @@ def test_compiled_gpu(case: Case, dtype: torch.dtype) -> None:
     _compiled(case, dtype, "cuda", "triton")
 
 
-@pytest.mark.parametrize("case", SCORE_CASES, ids=label)
+@pytest.mark.parametrize("case", one_in(2, SCORE_CASES), ids=label)
 def test_is_written_for_flash(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flexmasks.spec.indexing._DEVICES_OF_CONSTANT_INDICES", ())  # constants are made as on a GPU
     params = arguments(case)
@@ -218,16 +226,21 @@ def test_several_compose_in_order() -> None:
 
 
 def _numbers_and_dtypes() -> list[Any]:
-    """Return backends, queries, numbers of changes and dtypes; campaigns try some for many queries, which compile."""
-    cases = []
-    for q_len in (40, 2):  # kernels for many queries and for few
-        for backend, n, dtype in itertools.product(["auto", "reference"], range(4), [torch.float32, torch.bfloat16]):
-            is_for_campaigns = backend == "auto" and q_len == 40 and (n % 2 == 0) != (dtype == torch.float32)
-            cases.append(pytest.param(backend, q_len, n, dtype, marks=[pytest.mark.campaign] * is_for_campaigns))
-    return cases
+    """Return kernels, backends, queries, numbers of changes and dtypes; one kernel a day is compiled to C++."""
+    dtypes = [torch.float32, torch.bfloat16]
+    lengths = [40, 2]  # kernels for many queries and for few
+    cases = [("without C++", *case) for case in itertools.product(["auto", "reference"], lengths, range(4), dtypes)]
+    many, few = ([("in C++", "auto", *case) for case in itertools.product([n], range(4), dtypes)] for n in lengths)
+    return [*cases, *one_in(8, many), *map(in_campaigns, few)]
 
 
-@pytest.mark.parametrize(("backend", "q_len", "number", "dtype"), _numbers_and_dtypes(), ids=label)
+@pytest.mark.usefixtures("quick_kernels")
+@pytest.mark.parametrize(
+    ("quick_kernels", "backend", "q_len", "number", "dtype"),
+    _numbers_and_dtypes(),
+    ids=label,
+    indirect=["quick_kernels"],
+)
 def test_tensors_in_float64_change_scores_in_float32(backend: str, q_len: int, number: int, dtype: torch.dtype) -> None:
     q, k, v = torch.randn(1, 3, q_len, 8), *torch.randn(2, 1, 3, 40, 8)
     slopes = torch.rand(3, dtype=torch.float64)
@@ -250,8 +263,11 @@ def test_tensors_in_float64_change_scores_in_float32(backend: str, q_len: int, n
     assert (out - want).abs().max() <= TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("needs_grad", [False, True])
-def test_tensors_in_float64_inside_compile(needs_grad: bool) -> None:
+@pytest.mark.parametrize(
+    ("needs_grad", "backend"),  # on a CPU no kernel of flexmasks has gradients
+    [(False, "aot_eager"), (True, "aot_eager"), *one_in(3, [(False, "inductor")])],
+)
+def test_tensors_in_float64_inside_compile(needs_grad: bool, backend: str) -> None:
     q, k, v = torch.randn(3, 1, 2, 40, 8)
     slopes = torch.rand(2, dtype=torch.float64, requires_grad=needs_grad)
     distances = torch.arange(40)[:, None] - torch.arange(40)
@@ -259,7 +275,6 @@ def test_tensors_in_float64_inside_compile(needs_grad: bool) -> None:
     def run(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
         return flexmasks.attention(q, k, v, score="alibi", slopes=slopes)
 
-    backend = "aot_eager" if needs_grad else "inductor"  # on a CPU no kernel of flexmasks has gradients
     out = torch.compile(run, fullgraph=True, backend=backend)(q, k, v, slopes)
     scores = q.double() @ k.double().mT / 8**0.5 - slopes[:, None, None] * distances
     want = scores.softmax(-1) @ v.double()
@@ -372,6 +387,7 @@ def test_a_packed_softcap_is_a_softcap() -> None:
     )
 
 
+@pytest.mark.usefixtures("quick_kernels")
 def test_what_begins_to_learn_gets_its_gradient() -> None:
     q = torch.randn(1, 2, 16, 8)
     temperatures = torch.tensor([3.0, 7.0])
