@@ -14,6 +14,7 @@ from helpers import TOLERANCE, error, try_examples
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles import Case, attend, dense
+from quick_kernels import quick_kernels as quick_kernels
 from torch import Tensor
 from torch._dynamo.utils import counters
 
@@ -71,7 +72,7 @@ def canvases(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
     return "natten" if len(axes) == 2 else "natten3d", params | {"causal": tuple(draw(st.booleans()) for _ in axes)}
 
 
-@short_and_campaign(12, 300)
+@short_and_campaign(8, 300)
 @pytest.mark.usefixtures("always_in_tiles")
 def test_random_neighborhoods_in_tiles(examples: int) -> None:
     def one(drawn: tuple[str, dict[str, Any]]) -> None:
@@ -203,7 +204,7 @@ def test_masks_composed_of_one_in_tiles() -> None:
         assert error(out, attend(q, q, q, seen)[0]) < 1e-5
 
 
-@pytest.mark.usefixtures("always_in_tiles")
+@pytest.mark.usefixtures("always_in_tiles", "quick_kernels")
 def test_tiles_in_transforms_and_on_a_default_device() -> None:
     """The first and later calls give the same, and the order that is kept is a plain tensor."""
     q, k, v = torch.randn(3, 1, 1, 256, 8)

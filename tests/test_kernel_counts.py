@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import DEVICES, TOLERANCE, error
+from helpers import DEVICES, TOLERANCE, error, one_in
+from quick_kernels import quick_kernels as quick_kernels
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import create_mask
@@ -148,7 +149,7 @@ def nested(n: float) -> Callable[..., Tensor]:
     return lambda score, b, h, q, kv: torch.tanh(inner(score, b, h, q, kv))
 
 
-@pytest.mark.parametrize("backend", ["cpu", *ON_GPU], indirect=True)
+@pytest.mark.parametrize("backend", ["cpu without C++", *one_in(3, ["cpu"]), *ON_GPU], indirect=True)
 @pytest.mark.parametrize(
     "make", [scaled, *(pytest.param(make, marks=pytest.mark.campaign) for make in (by_partial, by_default, nested))]
 )
@@ -341,6 +342,7 @@ def generating(start: int, shown: Tensor) -> Callable[..., Tensor]:
     return both
 
 
+@pytest.mark.usefixtures("quick_kernels")
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_generated_token_compiles_nothing(device: str) -> None:
     """The prompt compiles a kernel, and so do two lengths of one query, and those again beyond 128 keys.

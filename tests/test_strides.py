@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import DEVICES, TOLERANCE, error, torch_says
+from quick_kernels import quick_kernels as quick_kernels
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -61,9 +62,20 @@ def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 # --- q, k and v ---
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "one for the batch"])
-def test_one_kernel_serves_all_layouts(layout: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.usefixtures("quick_kernels")
+@pytest.mark.parametrize(
+    ("layout", "quick_kernels"),
+    [
+        ("contiguous", "in C++"),
+        ("one for the batch", "without C++"),
+        pytest.param("one for the batch", "in C++", marks=pytest.mark.campaign),
+    ],
+    indirect=["quick_kernels"],
+)
+def test_one_kernel_serves_all_layouts(layout: str, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     """On a CPU a kernel is compiled for the first call alone, and torch has nothing to say about a limit."""
+    if layout != "contiguous":  # quick kernels take no heed of blocks: there is one
+        monkeypatch.setitem(globals(), "LENGTH", 30)
     visible, graphs = _of_indices(_window), compat.compiled_graphs()
     for name, places in ((layout, "kv"), *itertools.product(LAYOUTS, ("k", "kv", "qkv"))):
         with torch_says(caplog):
@@ -135,6 +147,7 @@ def _strided() -> dict[str, tuple[dict[str, Any], str, Tensor]]:
     }
 
 
+@pytest.mark.usefixtures("quick_kernels")
 @pytest.mark.parametrize("name", ["lengths", "slopes"])
 def test_views_run_by_the_kernel_of_what_is_contiguous(name: str, caplog: pytest.LogCaptureFixture) -> None:
     q, k, v = (torch.randn(BATCH, HEADS, LENGTH, SIZE) for _ in range(3))
@@ -150,6 +163,7 @@ def test_views_run_by_the_kernel_of_what_is_contiguous(name: str, caplog: pytest
     assert not _warnings(caplog)
 
 
+@pytest.mark.usefixtures("quick_kernels")
 @pytest.mark.parametrize("learns", [False, True])
 def test_changes_of_views_are_noticed(learns: bool, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     """A view changes with the tensor that it is of, also where a GPU would renew the call."""

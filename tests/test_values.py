@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from quick_kernels import quick_kernels as quick_kernels
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
 
@@ -296,6 +297,7 @@ def test_scores_are_torch_score_mods(name: str) -> None:
     assert torch.allclose(flex_attention(q, k, v, score_mod=score), want, atol=1e-5)
 
 
+@pytest.mark.usefixtures("quick_kernels")
 def test_compiled_by_torch() -> None:
     q, k, v = torch.randn(3, 2, 1, LENGTH, 16)
     mask = get_mask("sliding_window", window=20) & flexmasks.packed("causal", torch.tensor([0, 40, LENGTH]))
@@ -484,6 +486,7 @@ def test_names_where_masks_are_combined() -> None:
     assert flexmasks.packed("sliding_window", [0, 4, 10], window=3) == flexmasks.packed(window, [0, 4, 10])
 
 
+@pytest.mark.usefixtures("quick_kernels")
 def test_a_function_of_the_library_given_as_one_is_not_the_registered_mask() -> None:
     from flexmasks.masks.vertical_slash import vertical_slash
 
