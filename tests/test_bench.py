@@ -44,15 +44,23 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
 
 
+@pytest.fixture(autouse=True)
+def _objects_of_other_tests_stay() -> Iterator[None]:
+    """Benchmarks look for cycles of objects between calls, and those that are here already take them long."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_figures_are_written(device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "blocks.json"
     names = ["causal", "every 100th key"]
-    command = ["bench", "blocks", "--lengths", "1024", "2048", "--masks", *names, "--device", device]
+    command = ["bench", "blocks", "--lengths", "512", "1024", "--masks", *names, "--device", device]
     assert main([*command, "--json", str(file)]) == 0
     printed = capsys.readouterr().out
     results = json.loads(file.read_text())
-    assert [(r["mask"], r["length"]) for r in results["rows"]] == [(n, s) for n in names for s in (1024, 2048)]
+    assert [(r["mask"], r["length"]) for r in results["rows"]] == [(n, s) for n in names for s in (512, 1024)]
     for row in results["rows"]:
         assert row["equal"] is True
         assert row["blocks"] == (row["length"] // 128) ** 2
@@ -60,7 +68,7 @@ def test_figures_are_written(device: str, tmp_path: Path, capsys: pytest.Capture
         assert row["torch_ms"] > 0
         assert row["mask"] in printed
     assert results["machine"]["device_type"] == device
-    assert results["rows"][0]["undecided"] == 8
+    assert results["rows"][0]["undecided"] == 4
 
 
 @pytest.mark.parametrize("device", ["cpu"])  # on a GPU it takes minutes
