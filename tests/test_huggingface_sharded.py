@@ -12,6 +12,7 @@ if not dist.is_available() or not dist.is_gloo_available():
     pytest.skip("torch was built without gloo", allow_module_level=True)
 
 import huggingface_jobs as jobs
+from helpers import one_in
 
 from flexmasks.bench.processes import Processes
 
@@ -20,29 +21,32 @@ TOLERANCE = 1e-5
 
 @pytest.mark.parametrize(
     ("name", "kind", "order"),
-    [
-        ("Llama", "rows", "natural"),
-        ("Llama", "rows", "balanced"),
-        ("Llama", "packed", "natural"),
-        ("Llama", "packed", "balanced"),
-        ("Llama", "packed", "uneven"),
-        ("Llama", "left", "balanced"),
-        ("Llama", "right", "natural"),
-        ("Mistral", "rows", "natural"),
-        ("Mistral", "packed", "balanced"),
-        ("Gemma2", "packed", "natural"),
-        ("Gemma2", "left", "balanced"),
-        ("GptOss", "rows", "balanced"),
-        ("GptOss", "packed", "natural"),
-        ("Llama4", "rows", "balanced"),
-        ("Llama4", "packed", "balanced"),
-        ("Llama4", "left", "natural"),
-        ("GPT2", "rows", "natural"),
-        ("Bert", "rows", "natural"),
-        ("Bert", "right", "balanced"),
-        ("ModernBert", "rows", "balanced"),
-        ("ModernBert", "right", "natural"),
-    ],
+    one_in(
+        2,
+        [
+            ("Llama", "rows", "natural"),
+            ("Llama", "rows", "balanced"),
+            ("Llama", "packed", "natural"),
+            ("Llama", "packed", "balanced"),
+            ("Llama", "packed", "uneven"),
+            ("Llama", "left", "balanced"),
+            ("Llama", "right", "natural"),
+            ("Mistral", "rows", "natural"),
+            ("Mistral", "packed", "balanced"),
+            ("Gemma2", "packed", "natural"),
+            ("Gemma2", "left", "balanced"),
+            ("GptOss", "rows", "balanced"),
+            ("GptOss", "packed", "natural"),
+            ("Llama4", "rows", "balanced"),
+            ("Llama4", "packed", "balanced"),
+            ("Llama4", "left", "natural"),
+            ("GPT2", "rows", "natural"),
+            ("Bert", "rows", "natural"),
+            ("Bert", "right", "balanced"),
+            ("ModernBert", "rows", "balanced"),
+            ("ModernBert", "right", "natural"),
+        ],
+    ),
 )
 def test_a_model_equals_that_of_one_process(two: Processes, name: str, kind: str, order: str) -> None:
     remaps = hasattr(jobs.masking_utils, "remap_positions_for_packed_sequence")
