@@ -7,6 +7,7 @@ imported. Hence the last test runs this file in a process of its own.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import math
 import os
@@ -17,7 +18,17 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import DEVICES, TOLERANCE, assembly, check_by_the_interpreter, check_lse, error, exact, try_examples
+from helpers import (
+    DEVICES,
+    TOLERANCE,
+    assembly,
+    check_by_the_interpreter,
+    check_lse,
+    error,
+    exact,
+    one_in,
+    try_examples,
+)
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -207,10 +218,16 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 @on_devices
-@pytest.mark.parametrize("layout", ["plain", "heads last", "cut"])
-@pytest.mark.parametrize("dtype", [FP32, FP16, BF16], ids=["fp32", "fp16", "bf16"])
-@pytest.mark.parametrize(("queries", "size"), [(1, 64), (8, 72), (130, 128)])
-def test_layouts(layout: str, dtype: torch.dtype, queries: int, size: int, device: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "dtype", "sizes"),
+    one_in(
+        4 if INTERPRETED else 1,
+        list(itertools.product(["plain", "heads last", "cut"], [FP32, FP16, BF16], [(1, 64), (8, 72), (130, 128)])),
+    ),
+    ids=str,
+)
+def test_layouts(layout: str, dtype: torch.dtype, sizes: tuple[int, int], device: str) -> None:
+    queries, size = sizes
     rows = 70 if INTERPRETED and queries > 70 else queries  # more than a program has
     check(Case(queries=rows, size=size, dtype=dtype, layout=layout), device)
 

@@ -22,6 +22,7 @@ from helpers import (
     error,
     exact,
     label,
+    one_in,
     qkv,
     try_examples,
 )
@@ -59,10 +60,9 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     flexmasks.clear_caches()
 
 
-def in_short(cases: list[Case], each: int) -> list[Any]:
-    """Return all cases; by the interpreter all but every n-th one are left to campaigns, for their time."""
-    late = pytest.mark.campaign if INTERPRETED else ()
-    return [pytest.param(c, marks=() if n % each == 0 else late) for n, c in enumerate(cases)]
+def in_short(turns: int, cases: list[Any]) -> list[Any]:
+    """Return all cases; the interpreter, which is slow, tries one in `turns` each day, and all in campaigns."""
+    return one_in(turns, cases) if INTERPRETED else cases
 
 
 def results(leaves: list[Tensor], backend: str = "dense", **call: Any) -> list[Tensor]:
@@ -99,7 +99,7 @@ def test_by_the_interpreter() -> None:
 
 
 @on_devices
-@pytest.mark.parametrize("case", in_short(MASK_CASES, 16), ids=label)
+@pytest.mark.parametrize("case", in_short(40, MASK_CASES), ids=label)
 def test_every_mask(case: Case, device: str) -> None:
     dtype = FP16 if case.kv_len % 3 else BF16
     leaves = qkv(case, dtype, device, grouped=case.kv_len % 2 == 0)
@@ -107,7 +107,7 @@ def test_every_mask(case: Case, device: str) -> None:
 
 
 @on_devices
-@pytest.mark.parametrize("case", in_short(SCORE_CASES, 3), ids=label)
+@pytest.mark.parametrize("case", in_short(9, SCORE_CASES), ids=label)
 def test_scores_that_add(case: Case, device: str) -> None:
     leaves = qkv(case, FP16, device)
     call = {"mask": "causal", "score": case.name, **arguments(case, device)}
@@ -123,7 +123,7 @@ def test_scores_that_add(case: Case, device: str) -> None:
 @on_devices
 @pytest.mark.parametrize(
     ("offset", "is_absolute", "factor"),
-    [(0, False, None), (3, True, None), (40, False, -0.1), (40, True, 3e-5), (0, True, 1.0)],
+    in_short(2, [(0, False, None), (3, True, None), (40, False, -0.1), (40, True, 3e-5), (0, True, 1.0)]),
 )
 def test_lines_over_the_distance(
     device: str, offset: int, is_absolute: bool, factor: float | None, monkeypatch: pytest.MonkeyPatch
