@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 from functions_odd import UNLIKE_SINGLE_NUMBERS, WRITTEN, Mask, generated, mixed, of_expression, together
-from helpers import TOLERANCE, check_equal_block_masks, error, exact, one_in
+from helpers import TOLERANCE, check_equal_block_masks, error, exact, in_campaigns, one_in
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 from torch.nn.functional import scaled_dot_product_attention
@@ -421,13 +421,17 @@ def compiled_functions(first: int, count: int, device: str = "cpu") -> tuple[lis
 
 
 @pytest.mark.parametrize(
-    ("first", "count"), [(0, 4), *(pytest.param(n, 20, marks=pytest.mark.campaign) for n in range(10000, 20000, 1000))]
+    ("first", "count", "rewritten"),
+    [
+        *one_in(2, [(0, 4, False), (0, 4, True)]),
+        *(in_campaigns((n, 20, rewritten)) for n in range(10000, 20000, 1000) for rewritten in (False, True)),
+    ],
 )
-def test_compiled_functions(first: int, count: int, judge: Judge) -> None:
+def test_compiled_functions(first: int, count: int, rewritten: bool, judge: Judge) -> None:
     """What the look at functions lets through is right in a kernel that compiles many of them."""
-    for functions in compiled_functions(first, count):
-        judged = judge.judge(functions, Shape(2 * count, 3, 100, 75), backend="cpu", form="function")
-        assert not judged.fault, f"{judged.fault}: {functions}"
+    functions = compiled_functions(first, count)[rewritten]
+    judged = judge.judge(functions, Shape(2 * count, 3, 100, 75), backend="cpu", form="function")
+    assert not judged.fault, f"{judged.fault}: {functions}"
 
 
 def test_compiled_functions_inside_compile(judge: Judge) -> None:
