@@ -513,7 +513,7 @@ def first_calls(length: int, count: int) -> tuple[list[float], int]:
     return seconds, compat.compiled_graphs() - before
 
 
-@pytest.mark.parametrize(("length", "count"), [(128, 100), pytest.param(1024, 200, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize(("length", "count"), [(64, 100), pytest.param(1024, 200, marks=pytest.mark.campaign)])
 def test_many_functions_compile_few_kernels(length: int, count: int, judge: Judge) -> None:
     try:
         seconds, graphs = judge.first_calls(length, count)
