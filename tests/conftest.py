@@ -136,6 +136,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device, none is here"))
 
 
+def pytest_collection_finish() -> None:
+    """Leave what imports have made out of Python's searches for cycles, of which tests ask for hundreds."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Write why tests were skipped: a line for each of the ten most frequent reasons."""
     skipped = terminalreporter.stats.get("skipped", [])

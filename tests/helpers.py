@@ -115,18 +115,20 @@ def in_campaigns(param: Any) -> Any:
     return pytest.param(*param.values, marks=[*param.marks, pytest.mark.campaign], id=param.id)
 
 
-def by_turns(cases: Sequence[Case], sizes: Sequence[Any]) -> pytest.MarkDecorator:
-    """Parametrize `case` and `size`: each case has one of the sizes by turns; campaigns try it with the others too."""
+def by_turns(cases: Sequence[Case], sizes: Sequence[Any], turns: int = 1) -> pytest.MarkDecorator:
+    """Parametrize `case` and `size`: the suite tries one case in `turns`, each with one of the sizes; campaigns all."""
+    tried = one_in(turns, range(len(cases)))
     return pytest.mark.parametrize(
         ("case", "size"),
         [
             pytest.param(
-                case, size, id=f"{label(case)}-{size}", marks=() if n % len(sizes) == m else pytest.mark.campaign
+                case, size, id=f"{label(case)}-{size}",
+                marks=() if tried[n] == n and n // turns % len(sizes) == m else pytest.mark.campaign,
             )
             for n, case in enumerate(cases)
             for m, size in enumerate(sizes)
         ],
-    )
+    )  # fmt: skip
 
 
 def label(case: Any) -> str | None:

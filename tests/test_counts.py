@@ -194,7 +194,7 @@ def test_hidden_pairs_are_estimated_from_some_blocks(monkeypatch: pytest.MonkeyP
     assert counts.hidden == pytest.approx(want.hidden)  # every partial block hides the same number of pairs
 
 
-@by_turns(oracles.MASK_CASES, [(32, 16), (128, 128)])
+@by_turns(oracles.MASK_CASES, [(32, 16), (128, 128)], turns=2)
 def test_registered_masks(case: oracles.Case, size: tuple[int, int]) -> None:
     given = arguments(case)
     offset = given.pop("q_offset")
