@@ -104,8 +104,17 @@ def one_in(turns: int, params: Sequence[Any]) -> list[Any]:
 
     Campaigns try all. A tuple has the values of several arguments.
     """
-    today = int(os.environ["FLEXMASKS_SEED"])
-    return [param if (n + today) % turns == 0 else in_campaigns(param) for n, param in enumerate(params)]
+    return [param if is_turn(n, turns) else in_campaigns(param) for n, param in enumerate(params)]
+
+
+def is_turn(number: int, turns: int) -> bool:
+    """Return whether a number has its turn today, which comes each `turns` days."""
+    return (number + int(os.environ["FLEXMASKS_SEED"])) % turns == 0
+
+
+def on_day(day: int, of: int) -> Callable[[Any], Any]:
+    """Let the suite run a test on one day of so many, and campaigns always."""
+    return (lambda test: test) if is_turn(day, of) else pytest.mark.campaign
 
 
 def in_campaigns(param: Any) -> Any:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from helpers import TOLERANCE, check_by_the_interpreter, check_lse, compiled_for_hopper, error, try_examples
+from helpers import TOLERANCE, check_by_the_interpreter, check_lse, compiled_for_hopper, error, one_in, try_examples
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -241,9 +241,7 @@ by_the_interpreter = pytest.mark.skipif(not INTERPRETED, reason="the library's o
 
 
 @by_the_interpreter
-@pytest.mark.parametrize(
-    "mask", [n if n in ("causal", "window") else pytest.param(n, marks=pytest.mark.campaign) for n in MASKS]
-)
+@pytest.mark.parametrize("mask", one_in(len(MASKS), list(MASKS)))
 def test_call_in_parts(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _takes_the_place_of_fa4(monkeypatch)
     check_call(mask, FP32, (16, 24), "cpu")

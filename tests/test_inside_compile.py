@@ -24,6 +24,7 @@ from helpers import (
     exact,
     in_campaigns,
     label,
+    on_day,
     one_in,
     qkv,
     skip_unless_flash_takes,
@@ -106,7 +107,7 @@ FEW = spread([c for c in MASK_CASES if _has_tensors(c) and c.name in _FEW_NAMES]
 MORE = [c for c in MASK_CASES if c not in FEW]
 
 
-@pytest.mark.parametrize("case", [*FEW, *(pytest.param(c, marks=pytest.mark.campaign) for c in MORE)], ids=label)
+@pytest.mark.parametrize("case", [*one_in(2, FEW), *map(in_campaigns, MORE)], ids=label)
 def test_every_mask_trains(case: Case) -> None:
     """In float64 by the reference, which honors the block lists."""
     given = {n: torch.tensor(v) if isinstance(v, list) and v else v for n, v in arguments(case).items()}
@@ -384,6 +385,7 @@ def test_arguments_of_functions_that_are_not_traced_arrive_as_they_are(dynamic: 
         assert (zero, math.copysign(1, negative)) == (0, -1)
 
 
+@on_day(0, of=2)
 def test_torch_finds_compiled_graphs_on_the_disk() -> None:
     """What is kept must be that of this mask: of its name, its numbers, and the code of its function."""
     place = torch.arange(LENGTH)
@@ -444,11 +446,7 @@ def _window(ids: Tensor) -> Mask:
 
 @pytest.mark.parametrize(
     ("made", "learns"),
-    [
-        (_documents, True),
-        (_window, False),
-        *(pytest.param(*more, marks=pytest.mark.campaign) for more in ((_documents, False), (_window, True))),
-    ],
+    [*one_in(2, [(_documents, True), (_window, False)]), *map(in_campaigns, [(_documents, False), (_window, True)])],
 )
 def test_layers_share_one_plan_which_the_backward_pass_reuses(made: Callable[[Tensor], Mask], learns: bool) -> None:
     forward, *backward = _counted(Model(2), made(DOCUMENTS), learns)
@@ -481,7 +479,8 @@ def _counted(model: Model, mask: Mask, learns: bool) -> list[collections.Counter
 
 
 @pytest.mark.parametrize(
-    ("mode", "is_causal"), [(torch.enable_grad, True), (torch.no_grad, False), (torch.inference_mode, True)]
+    ("mode", "is_causal"),
+    [(torch.enable_grad, True), *one_in(2, [(torch.no_grad, False), (torch.inference_mode, True)])],
 )
 def test_a_tensor_that_changes_inside_a_graph_is_planned_again(mode: _Call, is_causal: bool) -> None:
     """Layers of a graph share a plan only while the mask's tensors are the same."""
@@ -644,7 +643,7 @@ _COMPOSED: dict[str, _Call] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", _COMPOSED)
+@pytest.mark.parametrize("name", one_in(2, list(_COMPOSED)))
 def test_composed(name: str) -> None:
     check(_COMPOSED[name], *leaves(), torch.rand(HEADS))
 
@@ -748,6 +747,7 @@ def test_cuda_graphs_of_torch_compile(needs_grad: bool) -> None:
 # --- what compiles again ---
 
 
+@on_day(1, of=2)
 def test_changing_lengths_and_batch_sizes_compile_a_bounded_number_of_graphs() -> None:
     compiled = _compiled()
     for batch, n in ((2, 40), (3, 50), (4, 60), (5, 70)):
@@ -1005,11 +1005,9 @@ def test_numbers_that_change(dynamic: bool | None) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "dynamic"),
-    [
-        pytest.param(kind, dynamic, marks=[] if dynamic else pytest.mark.campaign)
-        for kind, dynamic in itertools.product(("bigbird", "t5_bias", "tiles"), (None, True))
-    ],
-)
+    [*one_in(2, [("bigbird", True), ("t5_bias", True)]), ("tiles", True),
+     *map(in_campaigns, [("bigbird", None), ("t5_bias", None), ("tiles", None)])],
+)  # fmt: skip
 def test_numbers_of_tables_that_change(kind: str, dynamic: bool | None) -> None:
     """Tables that are computed while torch traces take numbers that torch would make symbolic."""
     compiled = _compiled(dynamic=dynamic)
@@ -1027,6 +1025,7 @@ def test_numbers_of_tables_that_change(kind: str, dynamic: bool | None) -> None:
         assert torch.allclose(compiled(q, k, v, **call), want, atol=1e-5)
 
 
+@on_day(0, of=2)
 def test_totals_of_packed_sequences_share_a_graph() -> None:
     compiled = _compiled(functools.partial(flexmasks.varlen_attention, mask="causal"))
     for total in (60, 67, 126):
@@ -1085,7 +1084,7 @@ _OF_LENGTHS: dict[str, Callable[[int], dict[str, Any]]] = {
 @pytest.mark.parametrize(
     ("name", "dynamic", "lengths"),
     [
-        ("padding", None, (70,)),
+        *one_in(2, [("padding", None, (70,))]),
         *(in_campaigns((name, how, (96, 160, 70))) for name in _OF_LENGTHS for how in (None, True)),
     ],
 )

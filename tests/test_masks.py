@@ -22,8 +22,10 @@ from helpers import (
     error,
     exact,
     in_campaigns,
+    is_turn,
     label,
     not_for_flash,
+    on_day,
     one_in,
     qkv,
     skip_unless_flash_takes,
@@ -330,11 +332,10 @@ _THREE = spread(MASK_CASES, 3)
 _OF_DTYPE = {
     dtype: [_THREE[n + (n // 3 + turn) % 3] for n in range(0, len(_THREE), 3)] for turn, dtype in enumerate(TOLERANCE)
 }
-_ALONE = {
-    torch.float32: ("slices",), torch.float16: ("grouped_tril",), torch.bfloat16: ("flashmask",),
-}  # fmt: skip
+_ALONE = ("slices", torch.float32), ("grouped_tril", torch.float16), ("flashmask", torch.bfloat16)
+_TODAY = [alone for n, alone in enumerate(_ALONE) if is_turn(n, len(_ALONE))]
 _ON_CPU = [
-    pytest.param(case, dtype, marks=[] if case.name in _ALONE[dtype] else pytest.mark.campaign)
+    (case, dtype) if (case.name, dtype) in _TODAY else in_campaigns((case, dtype))
     for dtype, cases in _OF_DTYPE.items()
     for case in cases
 ]
@@ -383,7 +384,7 @@ def test_every_mask_is_in_a_kernel() -> None:
     assert {case.name for group in _GROUPS for case in group} == set(MASKS)
 
 
-@pytest.mark.parametrize("cases", one_in(2, _GROUPS), ids=lambda cases: f"{cases[0].name} to {cases[-1].name}")
+@pytest.mark.parametrize("cases", one_in(4, _GROUPS), ids=lambda cases: f"{cases[0].name} to {cases[-1].name}")
 def test_masks_that_share_a_kernel(cases: list[Case]) -> None:
     """A tensor chooses one of the masks. New tensors, of which it is one, compile nothing from the third call on."""
     leaves = [x.detach() for x in qkv(cases[0], torch.float32, grouped=len(cases) % 2 == 0, v_size=48)]
@@ -545,6 +546,7 @@ def test_blocks_of_slices_are_those_of_documents() -> None:
         assert torch.equal(got.block_mask.to_dense(), want.block_mask.to_dense())
 
 
+@on_day(1, of=2)
 def test_slices_of_one_kernel_with_other_numbers_of_runs() -> None:
     q, k, v = torch.randn(3, 1, 2, 64, 16)
     for kv_ranges in ([[0, 64]] * 2, [[0, 10], [20, 30]], [[0, 10], [10, 30]]):

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 from functions_odd import UNLIKE_SINGLE_NUMBERS, WRITTEN, Mask, generated, mixed, of_expression, together
-from helpers import TOLERANCE, check_equal_block_masks, error, exact, in_campaigns, one_in
+from helpers import TOLERANCE, check_equal_block_masks, error, exact, in_campaigns, on_day, one_in
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 from torch.nn.functional import scaled_dot_product_attention
@@ -434,6 +434,7 @@ def test_compiled_functions(first: int, count: int, rewritten: bool, judge: Judg
     assert not judged.fault, f"{judged.fault}: {functions}"
 
 
+@on_day(1, of=2)
 def test_compiled_functions_inside_compile(judge: Judge) -> None:
     functions = [*compiled_functions(0, 2)[0], "(q & kv) == 0", "i8[kv] * (h + 1) < 120", "q + q.element_size() > kv"]
     judged = judge.judge(functions, Shape(2 * len(functions), 3, 100, 75), form="traced")
@@ -441,7 +442,7 @@ def test_compiled_functions_inside_compile(judge: Judge) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("form", ["function", "traced"])
+@pytest.mark.parametrize("form", one_in(2, ["function", "traced"]))
 def test_compiled_functions_on_a_gpu(form: str, judge: Judge) -> None:
     for functions in compiled_functions(0, 12, "cuda"):
         shape = Shape(2 * len(functions), 3, 100, 75)
@@ -453,7 +454,7 @@ def test_compiled_functions_on_a_gpu(form: str, judge: Judge) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["triton", "auto"])
-@pytest.mark.parametrize("name", one_in(20, list(WRITTEN)))
+@pytest.mark.parametrize("name", one_in(60, list(WRITTEN)))
 def test_written_functions_on_a_gpu(name: str, backend: str, judge: Judge) -> None:
     shape = list(SHAPES)[list(WRITTEN).index(name) // 10 % len(SHAPES)]
     judged = judge.judge(name, shape, "cuda", torch.bfloat16, backend, backward=True)
@@ -513,7 +514,7 @@ def first_calls(length: int, count: int) -> tuple[list[float], int]:
     return seconds, compat.compiled_graphs() - before
 
 
-@pytest.mark.parametrize(("length", "count"), [(64, 100), pytest.param(1024, 200, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize(("length", "count"), [*one_in(2, [(64, 100)]), in_campaigns((1024, 200))])
 def test_many_functions_compile_few_kernels(length: int, count: int, judge: Judge) -> None:
     try:
         seconds, graphs = judge.first_calls(length, count)

@@ -288,7 +288,6 @@ def _check_table(cache: tuple[Tensor, Tensor, int, int, int], inner: str, start:
 # --- compared with a whole prefill of contiguous keys and values ---
 
 
-@pytest.mark.usefixtures("quick_kernels")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     "params",
@@ -678,9 +677,10 @@ def test_parts_of_pages() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.campaign)], ids=label)
-@pytest.mark.parametrize("page_size", [1, 16, 40, 64, 128, 256, 384])
-@pytest.mark.parametrize("sizes", [(64, 64), (192, 128)])
-@pytest.mark.parametrize("mask", WINDOWS)
+@pytest.mark.parametrize(
+    ("mask", "sizes", "page_size"),
+    one_in(3, list(itertools.product(WINDOWS, [(64, 64), (192, 128)], [1, 16, 40, 64, 128, 256, 384]))),
+)
 def test_fa4_reads_pages_on_a_gpu(mask: str, sizes: tuple[int, int], page_size: int, dtype: torch.dtype) -> None:
     pytest.importorskip("flash_attn.cute", reason="flash-attn-4 is not installed")
     _check_fa4(mask, page_size, "cuda", dtype, sizes)

@@ -111,7 +111,7 @@ def expected(tensors: list[Tensor], params: dict[str, Any], device: str) -> Tens
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("on_cpu_too", "kind"), one_in(4, list(product(TURNS, NEW))), indirect=["on_cpu_too"])
+@pytest.mark.parametrize(("on_cpu_too", "kind"), one_in(8, list(product(TURNS, NEW))), indirect=["on_cpu_too"])
 @pytest.mark.usefixtures("on_cpu_too")
 def test_new_tensors_at_every_step(kind: str, device: str) -> None:
     """Nothing is compiled after the first step, and every step is right."""

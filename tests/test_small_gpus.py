@@ -105,7 +105,7 @@ def _check(start: Any, capability: tuple[int, int], size: int, dtype: torch.dtyp
 _PRECISIONS = [(torch.bfloat16, "highest"), (torch.float32, "highest"), (torch.float32, "high")]
 
 
-@pytest.mark.parametrize(("dtype", "precision", "size"), one_in(3, [(*p, size) for p in _PRECISIONS for size in SIZES]))
+@pytest.mark.parametrize(("dtype", "precision", "size"), one_in(5, [(*p, size) for p in _PRECISIONS for size in SIZES]))
 def test_kernels_of_torch_fit(compiled_for: Any, size: int, dtype: torch.dtype, precision: str) -> None:
     """With documents, a soft-cap and a learned table at once, each of which takes memory."""
     _check(compiled_for, (8, 6), size, dtype, precision, "all")

@@ -128,7 +128,7 @@ def check(
 
 
 @runs_kernels
-@pytest.mark.parametrize(("columns", "dtype"), one_in(2, CASES) if INTERPRETED else CASES, ids=str)
+@pytest.mark.parametrize(("columns", "dtype"), one_in(3, CASES) if INTERPRETED else CASES, ids=str)
 def test_lengths(columns: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     x = (torch.randn(2, 2, 3, columns) * 3).to(dtype)
     bounds = random_bounds((2, 1, 3), columns)
