@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from flexmasks import former as former
 from flexmasks import masks as masks
 from flexmasks import orders as orders
 from flexmasks import pictures as pictures

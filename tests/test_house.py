@@ -23,7 +23,7 @@ ORDER = {
     room: number
     for number, rooms in enumerate(
         [
-            ["compat", "former"],
+            ["compat"],
             ["cache", "workers"],
             ["kernels"],
             ["ranges"],

@@ -43,7 +43,7 @@ from flexmasks import Mask, compat
 from flexmasks.masks.natten import seen_by_words, words_of
 from flexmasks.plans.bounds import reads_made_tensors
 from flexmasks.plans.plan import MaskPlan
-from flexmasks.spec import Size
+from flexmasks.spec import Band, Size
 from flexmasks.spec.captures import Aliases
 from flexmasks.spec.definitions import definition
 
@@ -203,6 +203,33 @@ def test_a_users_function_for_kernels() -> None:
         assert torch.allclose(compiled(q, k, v, block_mask=planned), want, atol=1e-6)
         call = torch.compile(flexmasks.attention, fullgraph=True, backend="aot_eager")
         assert torch.allclose(call(q, k, v, mask=mask, backend="cpu"), want, atol=1e-6)
+
+
+def test_a_users_mask_that_holds_a_mask() -> None:
+    def halved(size: Size, **params: Any) -> Size:
+        return dataclasses.replace(size, q_len=size.q_len // 2, kv_len=size.kv_len // 2)
+
+    @flexmasks.register_mask(inner_size=halved)
+    def of_pairs(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, inner: Mask) -> Tensor:
+        """The inner mask at pairs of tokens."""
+        seen: Tensor = inner(b, h, q // 2, kv // 2)
+        return seen
+
+    mask = flexmasks.get_mask("of_pairs", inner=flexmasks.get_mask("document", document_ids=[0, 0, 1, 1]))
+    want = torch.block_diag(torch.ones(4, 4), torch.ones(4, 4)).bool()
+    assert torch.equal(flexmasks.dense_mask(mask, 8)[0, 0], want)
+
+
+def test_a_users_band() -> None:
+    @flexmasks.register_mask(band=lambda size: Band(right=0))
+    def up_to_here(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        """Keys up to the query."""
+        return q >= kv
+
+    q, k, v = torch.randn(3, 1, 2, 16, 8)
+    assert flexmasks.explain(q, k, v, mask="up_to_here").backend == "sdpa"
+    out = flexmasks.attention(q, k, v, mask="up_to_here")
+    assert torch.equal(out, flexmasks.attention(q, k, v, mask="causal"))
 
 
 def of_a_table(table: Tensor) -> Mask:

@@ -46,10 +46,6 @@ class Definition:
     def __post_init__(self) -> None:
         object.__setattr__(self, "own", self._is_own())
 
-    def __setstate__(self, state: dict[str, Any]) -> None:  # pickles of earlier versions do not hold `own`
-        vars(self).update(state)
-        self.__post_init__()
-
     def _is_own(self) -> bool:
         # A user may pass or register one of the library's functions, under another name, as their own.
         # The functions of operators, such as a mask's part, are private.

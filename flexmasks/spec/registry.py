@@ -66,7 +66,6 @@ def register_mask(
     inner_size: Callable[..., Size] | None = None,
     band: Callable[..., Band | None] | None = None,
     compiled: Callable[..., Tensor] | None = None,
-    dense: Callable[..., Band | None] | None = None,
 ) -> Callable[[Function], Function]:
     """Register a mask, one plain function of index tensors.
 
@@ -93,7 +92,6 @@ def register_mask(
         compiled: another function with the same arguments and the same values, which kernels compute for each pair in
             its place, because it takes fewer operations there. Plans and pictures call the function itself, whose
             arithmetic shows which blocks are visible.
-        dense: the former name of `band`, still accepted.
 
     Raises:
         ValueError: another function has this name, or the name is no identifier.
@@ -108,7 +106,7 @@ def register_mask(
         >>> flexmasks.get_mask("every_nth", stride=2)
         every_nth(stride=2)
     """
-    hooks: dict[str, Any] = {"example": example, "prepare": prepare, "inner_size": inner_size, "native": band or dense}
+    hooks: dict[str, Any] = {"example": example, "prepare": prepare, "inner_size": inner_size, "native": band}
     return _register("mask", name, **hooks, compiled=compiled)
 
 
@@ -120,7 +118,6 @@ def register_score(
     prepare: Callable[..., dict[str, Any]] | None = None,
     inner_size: Callable[..., Size] | None = None,
     cap: Callable[..., float | None] | None = None,
-    dense: Callable[..., float | None] | None = None,
     relative: bool = False,
 ) -> Callable[[Function], Function]:
     """Register a score change, one plain function.
@@ -131,7 +128,6 @@ def register_score(
         name, example, prepare, inner_size: as for `register_mask`.
         cap: for soft-caps, which some kernels know natively: `cap(size, **parameters)` returns the cap, or None if
             the change is no soft-cap with these parameters.
-        dense: the former name of `cap`, still accepted.
         relative: True if the new score depends on the old one, on h and on kv - q alone, and the function takes any
             distance. In sequences laid end to end, such a change reads no positions.
 
@@ -147,7 +143,7 @@ def register_score(
         >>> flexmasks.get_score("scaled", factor=2.0)
         scaled(factor=2.0)
     """
-    hooks: dict[str, Any] = {"example": example, "prepare": prepare, "inner_size": inner_size, "native": cap or dense}
+    hooks: dict[str, Any] = {"example": example, "prepare": prepare, "inner_size": inner_size, "native": cap}
     return _register("score", name, relative=relative, **hooks)
 
 
