@@ -109,7 +109,7 @@ class PortableBlockMask(BlockMask):
 
 
 def loaded_block_mask(
-    lists: Any, lengths: Any, block_size: Any, state: Any, checksum: Any
+    lists: Any, lengths: Any, block_size: Any, state: Any, checksum: int | None = None
 ) -> PortableBlockMask:
     """Return the block mask that a pickle stored.
 
@@ -117,15 +117,15 @@ def loaded_block_mask(
     read memory at the places that the lists and the bits name. So they are copied, because a file may change its own
     tensors later, and the copies are checked.
 
-    checksum: that of the lists and bits. Files of torch's format before 1.6 have no contents yet when this is called,
-        and so another checksum.
+    checksum: that of the lists and bits, None for no check of them. Files of torch's format before 1.6 have no contents
+        yet when this is called, and so another checksum.
 
     Raises ValueError if the arguments are not those of a block mask.
     """
     if not (isinstance(lists, tuple) and isinstance(state, tuple)):
         _damaged("lists of blocks and mask")
     lists, state = _copied(lists), _copied(state)
-    if checksum != _checksum(lists, state):
+    if checksum is not None and checksum != _checksum(lists, state):
         _damaged("lists of blocks", ", or the file was saved with _use_new_zipfile_serialization=False")
     for pair in (lengths, block_size):
         if not (_is_tuple(pair, 2) and all(type(n) is int and 0 < n < MAX_POSITIONS for n in pair)):
