@@ -8,8 +8,8 @@
     python tests/planted.py record -- tests/test_ranges.py    # record chosen tests
 
 A fault is planted in a temporary copy of the repository. There the tests run that reached its lines when they were
-recorded, the quickest first, until one fails. A test that also fails without the fault does not count. What the suite
-misses goes to the campaigns, and with --old to earlier tests. The rows are written into recipes/results/planted.json,
+recorded, the quickest first, until one fails. A test that also fails without the fault does not count. When the suite
+has tried all faults, what it misses goes to the campaigns, and with --old to earlier tests. The rows are written into recipes/results/planted.json,
 and `python tests/test_readme.py` writes recipes/results/planted.md from them. Rows of faults that were not tried stay.
 """
 
@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import ast
 import collections
+import contextlib
 import io
 import itertools
 import json
@@ -33,7 +34,7 @@ import tempfile
 import threading
 import time
 import xml.etree.ElementTree as ET
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -153,7 +154,7 @@ class Trial:
     """Copies of the repository, and runs of tests in them."""
 
     def __init__(self, folder: Path, options: argparse.Namespace) -> None:
-        self._folder, self._options = folder, options
+        self._folder, self._options, self._numbers = folder, options, itertools.count()
         self._clean = {old: self._copy(f"clean-{'old' if old else 'new'}", old) for old in (False, bool(options.old))}
         self._broken: dict[tuple[str, str], bool] = {}  # whether a test of a kind fails without a fault
         self._lock = threading.Lock()  # the clean copies are for one run at a time
@@ -185,28 +186,38 @@ class Trial:
         _, output = self._pytest(self._clean[False], [*files, "--collect-only"], math.inf)
         return set(output.splitlines())
 
-    def of(self, number: int, fault: Fault, tests: Sequence[str]) -> dict[str, Any]:
-        """Return the row of a fault."""
-        place = self._copy(f"fault-{number}")
+    def by_suite(self, fault: Fault, tests: Sequence[str]) -> dict[str, Any]:
+        """Return the row of a fault for which the suite alone was asked."""
+        row = {"file": fault.file, "line": line_of(fault), "old": fault.old, "new": fault.new, "tests": len(tests)}
+        with self._planted(fault) as place:
+            start = time.perf_counter()
+            found = self._by_suite(place, tests)
+        seconds = round(time.perf_counter() - start)
+        if not found:
+            return row | {"by": "", "test": "", "seconds": seconds, "is_over": seconds >= self._options.limit}
+        return row | {"by": SUITE if "::" in found else CRASH, "test": found, "seconds": seconds}
+
+    def by_others(self, fault: Fault, tests: Sequence[str], row: dict[str, Any]) -> dict[str, Any]:
+        """Return the row of a fault that the suite misses, for which campaigns and earlier tests were asked."""
+        files = sorted({test.partition("::")[0] for test in tests if test.startswith("tests/")})
+        with self._planted(fault) as place:
+            for by in (CAMPAIGNS, OLD)[: 2 if self._options.old else 1]:
+                if by == OLD:
+                    self._lay_old_tests(place)
+                    files = [name for name in files if (place / name).exists()]
+                start = time.perf_counter()
+                if found := self._first_failure(place, files or ["tests"], by):
+                    return row | {"by": by, "test": found, "seconds": round(time.perf_counter() - start)}
+        return row
+
+    @contextlib.contextmanager
+    def _planted(self, fault: Fault) -> Iterator[Path]:
+        """Yield a copy with a fault."""
+        place = self._copy(f"fault-{next(self._numbers)}")
         file = place / "flexmasks" / fault.file
         file.write_text(file.read_text().replace(fault.old, fault.new))
-        row = {"file": fault.file, "line": line_of(fault), "old": fault.old, "new": fault.new, "tests": len(tests)}
-        files = sorted({test.partition("::")[0] for test in tests if test.startswith("tests/")})
-        spent: list[int] = []
-        for by in (SUITE, CAMPAIGNS, OLD)[: 3 if self._options.old else 2]:
-            if by == OLD:
-                self._lay_old_tests(place)
-                files = [name for name in files if (place / name).exists()]
-            start = time.perf_counter()
-            found = self._by_suite(place, tests) if by == SUITE else self._first_failure(place, files or ["tests"], by)
-            spent.append(round(time.perf_counter() - start))
-            if found:
-                break
+        yield place
         shutil.rmtree(place)
-        if not found:
-            is_over = spent[0] >= self._options.limit
-            return row | {"by": "", "test": "", "seconds": spent[0], "is_over": is_over}
-        return row | {"by": by if "::" in found else CRASH, "test": found, "seconds": spent[-1]}
 
     def _by_suite(self, place: Path, tests: Sequence[str]) -> str:
         """Return the first test of the suite that fails, as `_first_failure` does."""
@@ -310,7 +321,7 @@ def _failed_in(place: Path) -> str:
 # --- the table ---
 
 
-def write(rows: Sequence[dict[str, Any]]) -> None:
+def write(rows: Iterable[dict[str, Any]]) -> None:
     """Put rows into the table, in the order of the faults; rows of faults that are no more go."""
     known = json.loads(TABLE.read_text())["rows"] if TABLE.exists() else []
     by_fault = {(row["file"], row["old"], row["new"]): row for row in [*known, *rows]}
@@ -384,30 +395,35 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a stopped run removes its folder
     chosen = [fault for fault in FAULTS if any(re.search(options.only, text) for text in fault[:3])]
     recorded = Recorded(options.folder)
-    tests_of = [recorded.tests_for(fault) for fault in chosen]
-    rows = []
+    tests_of = {fault: recorded.tests_for(fault) for fault in chosen}
     with tempfile.TemporaryDirectory(prefix="planted-", ignore_cleanup_errors=True) as folder:
         trial = Trial(Path(folder), options)
-        files = {test.partition("::")[0] for tests in tests_of for test in tests}
+        files = {test.partition("::")[0] for tests in tests_of.values() for test in tests}
         known = trial.collected(sorted(files)) | files  # some node ids may differ from run to run
-        with ThreadPoolExecutor(options.jobs) as pool:
-            trials = [
-                pool.submit(trial.of, number, fault, [test for test in tests if _is_among(test, known)])
-                for number, (fault, tests) in enumerate(zip(chosen, tests_of, strict=True))
-            ]
-            try:
-                for done in as_completed(trials):
-                    row = done.result()
-                    rows.append(row)
-                    write(rows)
-                    result = f"{row['by']}, {row['test']}" if row["by"] else f"not found by its {row['tests']} tests"
-                    count = f"{len(rows)}/{len(chosen)}"
-                    print(f"{count} {row['file']}:{row['line']} {row['seconds']} s: {result}", flush=True)
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                trial.stop()
-                raise
-    return 0 if all(row["by"] for row in rows) else 1
+        tests_of = {fault: [test for test in tests if _is_among(test, known)] for fault, tests in tests_of.items()}
+        rows = _tried(trial, options.jobs, {f: (trial.by_suite, f, tests) for f, tests in tests_of.items()})
+        missed = {f: (trial.by_others, f, tests_of[f], row) for f, row in rows.items() if not row["by"]}
+        rows |= _tried(trial, options.jobs, missed)
+    return 0 if all(row["by"] for row in rows.values()) else 1
+
+
+def _tried(trial: Trial, jobs: int, calls: dict[Fault, tuple[Any, ...]]) -> dict[Fault, dict[str, Any]]:
+    """Return the rows of calls, each a function and its arguments. Rows are written as they come."""
+    rows: dict[Fault, dict[str, Any]] = {}
+    with ThreadPoolExecutor(jobs) as pool:
+        trials = {pool.submit(*call): fault for fault, call in calls.items()}
+        try:
+            for done in as_completed(trials):
+                row = rows[trials[done]] = done.result()
+                write(rows.values())
+                result = f"{row['by']}, {row['test']}" if row["by"] else f"not found by its {row['tests']} tests"
+                count = f"{len(rows)}/{len(calls)}"
+                print(f"{count} {row['file']}:{row['line']} {row['seconds']} s: {result}", flush=True)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            trial.stop()
+            raise
+    return rows
 
 
 if __name__ == "__main__":
