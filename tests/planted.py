@@ -9,8 +9,9 @@
 
 A fault is planted in a temporary copy of the repository. There the tests run that reached its lines when they were
 recorded, the quickest first, until one fails. A test that also fails without the fault does not count. When the suite
-has tried all faults, what it misses goes to the campaigns, and with --old to earlier tests. The rows are written into recipes/results/planted.json,
-and `python tests/test_readme.py` writes recipes/results/planted.md from them. Rows of faults that were not tried stay.
+has tried all faults, what it misses goes to the campaigns, and with --old to earlier tests. The rows are written into
+recipes/results/planted.json, and `python tests/test_readme.py` writes recipes/results/planted.md from them. Rows of
+faults that were not tried stay.
 """
 
 from __future__ import annotations
