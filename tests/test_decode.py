@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import few_queries_plain
 import pytest
 import torch
 from functions import short_and_campaign
@@ -63,6 +64,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     """Where calls run; "as on a GPU", the operator of the kernels runs in plain torch, and calls are renewed."""
     if request.param == "cpu, as on a GPU":
         monkeypatch.setattr(decode, "_ON_GPU", ("cpu", "cuda"))
+        few_queries_plain.replace_kernels(monkeypatch)
         monkeypatch.setattr(calls, "_RENEWED_ON", ("cpu", "cuda"))
         monkeypatch.setattr(recorded, "_CAPTURED_ON", ("cpu", "cuda"))
         monkeypatch.setattr(recorded, "_Captured", Played)

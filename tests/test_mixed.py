@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import few_queries_plain
 import pytest
 import torch
 from functions import short_and_campaign
@@ -37,6 +38,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
         monkeypatch.setattr(calls, "_CUT_ON", ())
         monkeypatch.setattr(calls, "_GATHERS_ON", ())
         monkeypatch.setattr(decode, "_ON_GPU", ("cpu", "cuda"))
+        few_queries_plain.replace_kernels(monkeypatch)
         monkeypatch.setattr(calls, "_RENEWED_ON", ("cpu", "cuda"))
     flexmasks.clear_caches()
     with torch.device(request.param.partition(",")[0]):

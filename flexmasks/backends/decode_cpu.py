@@ -19,7 +19,6 @@ from flexmasks import compat
 from flexmasks.backends.added import is_added, shows
 from flexmasks.backends.call import HALF_DTYPES, Call
 from flexmasks.blocks.elements import over_indices
-from flexmasks.kernels.few_queries_plain import exponentials
 from flexmasks.plans.whole import Whole
 from flexmasks.workers import Workers
 
@@ -188,9 +187,22 @@ class CpuDecode:
                 scores, *_indices(part.batch, q.shape[1], q.shape[2], part.keys)
             )
         scores = scores.masked_fill(~_of_part(self.visible, part), -math.inf)
-        weights, total, lse = exponentials(scores)
+        weights, total, lse = _exponentials(scores)
         out = weights.view(*rows.shape[:3], -1) @ v.float()
         return (out.view(*q.shape[:3], -1) / total).to(q.dtype), lse
+
+
+def _exponentials(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return exponentials of scores [..., KV], what divides them [..., 1], and the lse [...].
+
+    The exponentials are those of distances from the highest score, so that equal scores have equal weights, however low
+    they are. All are 0 where every score is -inf.
+    """
+    peak = scores.amax(-1, keepdim=True) if scores.shape[-1] else scores.new_zeros(*scores.shape[:-1], 1)
+    peak = peak.masked_fill(peak == -math.inf, 0.0)
+    weights = (scores - peak).exp_()
+    total = weights.sum(-1, keepdim=True)
+    return weights, total.masked_fill(total == 0, 1.0), (total.log() + peak)[..., 0]
 
 
 def _indices(batch: slice, heads: int, q_len: int, keys: slice) -> list[Tensor]:

@@ -35,23 +35,8 @@ The last stride of q, k, v and page_table is 1, other strides are free. Keys tha
 included; the values of keys that some queries see must be finite for the others too.
 
 Triton kernels run the operators on a GPU in float16, bfloat16 and float32 with head sizes that are multiples of 8 up to
-256, and plain torch runs them elsewhere. No value is read on the host: a CUDA graph can capture the operators. They
-have no derivatives: a backward pass raises NotImplementedError.
-
-Example, one query that sees the first 200 of 256 keys, thus all keys of tile 0 and some keys of tile 1:
-
->>> q, k, v = torch.randn(1, 4, 1, 16), torch.randn(1, 2, 256, 16), torch.randn(1, 2, 256, 16)
->>> count, tile = torch.ones(1, 1, dtype=torch.int32), torch.tensor([[[0]]], dtype=torch.int32)
->>> visible = torch.arange(256).view(1, 1, 1, 256) < 200
->>> out, lse = attend_few(q, k, v, None, count, tile + 1, count, tile, visible, None, None, 0.25, None)
->>> out.shape, lse.shape
-(torch.Size([1, 4, 1, 16]), torch.Size([1, 4, 1]))
-
-The same as a band:
-
->>> same, _ = attend_band(q, k, v, None, torch.tensor([199]), None, None, None, 0.25, None, None, None, 0)
->>> torch.allclose(same, out)
-True
+256; other calls raise ValueError. No value is read on the host: a CUDA graph can capture the operators. They have no
+derivatives: a backward pass raises NotImplementedError.
 """
 
 from __future__ import annotations
@@ -64,16 +49,10 @@ import torch
 from torch import Tensor
 
 from flexmasks.kernels.direct import on
-from flexmasks.kernels.few_queries_plain import plain_attend_band, plain_attend_few
 from flexmasks.kernels.operators import NAMESPACE, define, library
 
 _TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _LARGEST_SIZE = 256  # of a head, for the Triton kernels
-
-_PLAIN: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
-    "attend_few": plain_attend_few,
-    "attend_band": plain_attend_band,
-}
 
 
 def attend_directly(name: str, arguments: tuple[Any, ...], *, with_lse: bool) -> tuple[Tensor, Tensor | None]:
@@ -85,14 +64,16 @@ def attend_directly(name: str, arguments: tuple[Any, ...], *, with_lse: bool) ->
     with_lse: without it, the lse is None.
     """
     q, _, v, *_ = arguments
-    if q.is_cuda and runs_on_triton(q.dtype, q.shape[-1], v.shape[-1]):
-        from flexmasks.kernels import few_queries_launch  # Triton is not installed on every system
+    if not (q.is_cuda and runs_on_triton(q.dtype, q.shape[-1], v.shape[-1])):
+        raise ValueError(
+            f"few queries: kernels run on a GPU, in float16, bfloat16 and float32, with head sizes that are multiples "
+            f"of 8 up to {_LARGEST_SIZE}; got {q.dtype} on {q.device.type}, head sizes {q.shape[-1]} and {v.shape[-1]}"
+        )
+    from flexmasks.kernels import few_queries_launch  # Triton is not installed on every system
 
-        launch: Callable[..., tuple[Tensor, Tensor | None]] = getattr(few_queries_launch, name)
-        with on(q.device):
-            return launch(*arguments, with_lse)
-    out, lse = _PLAIN[name](*arguments)
-    return out, lse if with_lse else None
+    launch: Callable[..., tuple[Tensor, Tensor | None]] = getattr(few_queries_launch, name)
+    with on(q.device):
+        return launch(*arguments, with_lse)
 
 
 def runs_on_triton(dtype: torch.dtype, k_size: int, v_size: int) -> bool:
@@ -125,5 +106,5 @@ attend_band = define(
     functools.partial(_run, "attend_band"),
     _fake,
 )
-for _name in _PLAIN:
+for _name in ("attend_few", "attend_band"):
     torch.library.register_autograd(f"{NAMESPACE}::{_name}", functools.partial(_no_backward, _name), lib=library)

@@ -23,9 +23,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flexmasks.kernels import few_queries_plain
+from flexmasks.kernels import few_queries_checks
 
-_TILE: tl.constexpr = tl.constexpr(few_queries_plain.TILE)
+_TILE: tl.constexpr = tl.constexpr(few_queries_checks.TILE)
 _LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 _LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 

@@ -14,8 +14,8 @@ import triton
 from torch import Tensor
 
 from flexmasks.kernels.direct import shared_memory
+from flexmasks.kernels.few_queries_checks import TILE, check, check_band, check_place
 from flexmasks.kernels.few_queries_kernel import attend_kernel, join_kernel
-from flexmasks.kernels.few_queries_plain import TILE, check, check_band, check_place
 from flexmasks.kernels.launches import (
     Launch,
     Launches,

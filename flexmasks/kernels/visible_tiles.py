@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flexmasks.kernels.few_queries_plain import TILE
+from flexmasks.kernels.few_queries_checks import TILE
 from flexmasks.kernels.operators import define
 
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexmasks.kernels.few_queries_plain import TILE
+from flexmasks.kernels.few_queries_checks import TILE
 
 _GROUP_PAIRS = 2**15  # pairs of a query and a key that a program looks at together
 _MAX_TOGETHER = 16  # queries of these pairs

@@ -1,99 +1,32 @@
-"""Attention of few queries by torch's own operations, and the checks of its arguments."""
+"""The operators attend_few and attend_band by torch's own operations, for tests of what calls them without a GPU."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
-TILE = 128  # keys of a tile
-_INTS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+from flexmasks.backends import decode_gpu
+from flexmasks.kernels import few_queries
+from flexmasks.kernels.few_queries_checks import TILE, check, check_band, check_place
 
 
-def check(
-    q: Tensor, k: Tensor, v: Tensor, page_table: Tensor | None,
-    partial_counts: Tensor, partial: Tensor, full_counts: Tensor, full: Tensor, visible: Tensor,
-    weight: Tensor | None, bias: Tensor | None,
-) -> None:  # fmt: skip
-    """Raise ValueError for tensors that the operator attend_few does not take."""
-    kv_len = _check_keys(q, k, v, page_table)
-    batch, heads, queries, _ = q.shape
-    by_batch, by_head = {1, batch}, {1, heads}
-    lists = {"partial": (partial_counts, partial), "full": (full_counts, full)}
-    for name, (counts, tiles) in lists.items():
-        _expect(f"{name}_counts", counts, (torch.int32,), by_batch, by_head)
-        _expect(name, tiles, (torch.int32,), by_batch, by_head, None)
-    _expect("visible", visible, (torch.bool,), by_batch, by_head, {queries}, {kv_len})
-    _check_bias(q, kv_len, weight, bias)
-    _check_last_strides(partial=partial, full=full)
+def replace_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the operators, and the calls that leave out torch's dispatcher, run these functions."""
+    functions = {"attend_few": attend_few, "attend_band": attend_band}
+
+    def attend_directly(name: str, arguments: tuple[Any, ...], *, with_lse: bool) -> tuple[Tensor, Tensor | None]:
+        out, lse = functions[name](*arguments)
+        return out, lse if with_lse else None
+
+    for module in (few_queries, decode_gpu):
+        monkeypatch.setattr(module, "attend_directly", attend_directly)
 
 
-def check_band(
-    q: Tensor, k: Tensor, v: Tensor, page_table: Tensor | None, q_starts: Tensor | None, kv_lens: Tensor | None,
-    weight: Tensor | None, bias: Tensor | None,
-) -> None:  # fmt: skip
-    """Raise ValueError for tensors that the operator attend_band does not take."""
-    kv_len = _check_keys(q, k, v, page_table)
-    for name, numbers in (("q_starts", q_starts), ("kv_lens", kv_lens)):
-        if numbers is not None:
-            _expect(name, numbers, _INTS, {q.shape[0]})
-    _check_bias(q, kv_len, weight, bias)
-
-
-def check_place(q_start: int | None) -> None:
-    """Raise ValueError for a place of the first query that kernels do not take."""
-    if q_start is not None and not 0 <= q_start < 2**31:
-        raise ValueError(f"few queries: q_start must be from 0 to 2**31 - 1, got {q_start}")
-
-
-def _check_keys(q: Tensor, k: Tensor, v: Tensor, page_table: Tensor | None) -> int:
-    """Check queries, keys, values and pages, and return the number of keys."""
-    batch, heads, _, k_size = q.shape
-    if page_table is None:
-        _, key_heads, kv_len, _ = k.shape
-        _expect("k", k, (q.dtype,), {batch}, None, None, {k_size})
-    else:
-        _, page_size, key_heads, _ = k.shape
-        kv_len = page_table.shape[-1] * page_size
-        _expect("page_table", page_table, (torch.int32, torch.int64), {batch}, None)
-        _expect("k", k, (q.dtype,), None, None, None, {k_size})
-    _expect("v", v, (q.dtype,), *({n} for n in k.shape[:3]), None)
-    if not key_heads or heads % key_heads:
-        raise ValueError(f"few queries: the heads of q, {heads}, must be a multiple of the heads of k, {key_heads}")
-    _check_last_strides(q=q, k=k, v=v, page_table=page_table)
-    return kv_len
-
-
-def _check_bias(q: Tensor, kv_len: int, weight: Tensor | None, bias: Tensor | None) -> None:
-    batch, heads, queries, _ = q.shape
-    sizes = {1, batch}, {1, heads}, {1, queries}
-    if bias is not None:
-        _expect("bias", bias, (torch.float32,), *sizes, {kv_len})
-    if weight is not None:
-        _expect("weight", weight, (torch.float32,), *sizes, {1})
-        if bias is None:
-            raise ValueError("few queries: weight is multiplied with bias; got no bias")
-
-
-def _check_last_strides(**tensors: Tensor | None) -> None:
-    for name, tensor in tensors.items():
-        if tensor is not None and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-            raise ValueError(f"few queries: the last stride of {name} must be 1, got strides {tensor.stride()}")
-
-
-def _expect(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], *sizes: set[int] | None) -> None:
-    """Raise ValueError for a tensor of other dtypes or sizes; None stands for any size."""
-    fits = tensor.ndim == len(sizes) and all(s is None or n in s for n, s in zip(tensor.shape, sizes, strict=True))
-    if tensor.dtype not in dtypes or not fits:
-        shape = ", ".join("any" if s is None else " or ".join(map(str, sorted(s))) for s in sizes)
-        raise ValueError(
-            f"few queries: {name} must be {' or '.join(map(str, dtypes))} [{shape}], "
-            f"got {tensor.dtype} {list(tensor.shape)}"
-        )
-
-
-def plain_attend_few(
+def attend_few(
     q: Tensor, k: Tensor, v: Tensor, page_table: Tensor | None,
     partial_counts: Tensor, partial: Tensor, full_counts: Tensor, full: Tensor, visible: Tensor,
     weight: Tensor | None, bias: Tensor | None, scale: float, cap: float | None,
@@ -101,7 +34,6 @@ def plain_attend_few(
     """Return the results of the operator attend_few, by torch's own operations.
 
     They are computed in float32, or in float64 if q is float64.
-    It takes memory for H x Q x KV scores of each batch element.
     """
     check(q, k, v, page_table, partial_counts, partial, full_counts, full, visible, weight, bias)
     kv_len = visible.shape[-1]
@@ -109,12 +41,12 @@ def plain_attend_few(
     return _attend(q, k, v, page_table, seen, weight, bias, scale, cap)
 
 
-def plain_attend_band(
+def attend_band(
     q: Tensor, k: Tensor, v: Tensor, page_table: Tensor | None, q_starts: Tensor | None, kv_lens: Tensor | None,
     weight: Tensor | None, bias: Tensor | None,
     scale: float, cap: float | None, q_start: int | None, left: int | None, right: int | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return the results of the operator attend_band, as `plain_attend_few` does."""
+    """Return the results of the operator attend_band, as `attend_few` does."""
     check_band(q, k, v, page_table, q_starts, kv_lens, weight, bias)
     check_place(q_start)
     kv_len = k.shape[2] if page_table is None else page_table.shape[1] * k.shape[1]
@@ -156,12 +88,12 @@ def _attend(
     if bias is not None:
         scores = scores + (bias if weight is None else weight * bias)
     scores = scores.masked_fill(~seen, -math.inf)
-    weights, total, lse = exponentials(scores)
+    weights, total, lse = _exponentials(scores)
     out = (weights.view(batch, key_heads, rows, kv_len) @ v).view(batch, heads, queries, v.shape[-1])
     return (out / total).to(q.dtype), lse.float()
 
 
-def exponentials(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _exponentials(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return exponentials of scores [..., KV], what divides them [..., 1], and the lse [...].
 
     The exponentials are those of distances from the highest score, so that equal scores have equal weights, however low
