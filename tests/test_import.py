@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import inspect
+import json
 import os
 import pydoc
 import re
@@ -102,6 +103,16 @@ def test_the_start_is_light(code: str) -> None:
 @pytest.mark.parametrize("code", CALLS.values(), ids=CALLS)
 def test_no_compiler_is_imported(code: str) -> None:
     assert not imported(code, COMPILERS)
+
+
+def test_a_torch_newer_than_the_tested_ones_is_logged() -> None:
+    start = "import logging, torch; logging.basicConfig(level='INFO'); "
+    later = "torch.__version__ = type(torch.__version__)('9.1.0+cpu'); "
+    tested = json.loads((ROOT / "recipes/results/versions.json").read_text())["rows"]
+    newest = max((row["torch"].rpartition(".")[0] for row in tested), key=lambda v: [*map(int, v.split("."))])
+    said = f"INFO:flexmasks:torch 9.1.0+cpu is newer than {newest}, the newest tested one\n"
+    assert run(start + later + "import flexmasks").stderr == said
+    assert run(start + "import flexmasks").stderr == ""
 
 
 def test_the_time_of_the_import() -> None:
