@@ -6,7 +6,9 @@ torch.vmap over all indices, as in torch's own create_mask.
 
 from __future__ import annotations
 
+import itertools
 import math
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +27,7 @@ from flexmasks.blocks.elements import over_indices
 from flexmasks.ranges import GiveUp, Range, value
 from flexmasks.ranges.context import Refused
 from flexmasks.ranges.evaluate import evaluate
-from flexmasks.ranges.value import rule
+from flexmasks.ranges.value import Steps, rule
 
 LENGTH = 24  # the length of q and kv; tables are longer
 
@@ -49,7 +51,7 @@ def _blocks(b_size: int, h_size: int, q_size: int, kv_size: int) -> list[Range]:
     for dim, (n, size) in enumerate(((BATCH, b_size), (HEADS, h_size), (LENGTH, q_size), (LENGTH, kv_size))):
         lo = torch.arange(0, n, size).view([-1 if d == dim else 1 for d in range(4)])
         hi = lo if size == 1 else (lo + (size - 1)).clamp(max=n - 1)
-        blocks.append(Range.of_indices(lo, hi, n - 1))
+        blocks.append(Range.of_indices(lo, hi, n - 1, Steps(0, size, n, dim)))
     return blocks
 
 
@@ -118,6 +120,20 @@ def test_each_operation_is_sound(template: str, examples: int) -> None:
         check_sound(expression, q_size, kv_size)
 
     is_sound()
+
+
+BOTH_SIGNS = [
+    "x & y", "x | y", "x ^ y", "x // y", "x % y", "torch.fmod(x, y)", "x * y", "x >> (y & 3)", "x << (y & 3)",
+    "x // 6", "y // 8", "(x * 4 + 1) // 8", "(x * 4 + 1) % 8", "(x * 4 + 2) // 4", "(x * 6 + 3) % 4",
+    "(x * 0.5).int()", "(x * 0.75).long()", "(x * 0.5).round()", "torch.div(x, y, rounding_mode='trunc')",
+    "(x * 1.0) * math_inf", "(x / 4) * (y * math_inf)", "torch.sqrt(x * 1.0) <= math_inf", "x * math_inf >= -math_inf",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("operation", BOTH_SIGNS)
+def test_operations_on_numbers_of_both_signs_are_sound(operation: str) -> None:
+    for first, second, sizes in itertools.product((0, 11, 24), (0, 12, 25), ((1, 1), (3, 4), (24, 5))):
+        check_sound(re.sub(r"\by\b", f"(kv - {second})", re.sub(r"\bx\b", f"(q - {first})", operation)), *sizes)
 
 
 @short_and_campaign(100, 400)
