@@ -88,22 +88,10 @@ def _attend(
     if bias is not None:
         scores = scores + (bias if weight is None else weight * bias)
     scores = scores.masked_fill(~seen, -math.inf)
-    weights, total, lse = _exponentials(scores)
+    lse = scores.logsumexp(-1)
+    weights = torch.where(lse[..., None] == -math.inf, 0.0, scores.softmax(-1))
     out = (weights.view(batch, key_heads, rows, kv_len) @ v).view(batch, heads, queries, v.shape[-1])
-    return (out / total).to(q.dtype), lse.float()
-
-
-def _exponentials(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return exponentials of scores [..., KV], what divides them [..., 1], and the lse [...].
-
-    The exponentials are those of distances from the highest score, so that equal scores have equal weights, however low
-    they are. All are 0 where every score is -inf.
-    """
-    peak = scores.amax(-1, keepdim=True) if scores.shape[-1] else scores.new_zeros(*scores.shape[:-1], 1)
-    peak = peak.masked_fill(peak == -math.inf, 0.0)
-    weights = (scores - peak).exp_()
-    total = weights.sum(-1, keepdim=True)
-    return weights, total.masked_fill(total == 0, 1.0), (total.log() + peak)[..., 0]
+    return out.to(q.dtype), lse.float()
 
 
 def _of_keys(counts: Tensor, tiles: Tensor, kv_len: int) -> Tensor:
