@@ -124,7 +124,8 @@ def test_each_operation_is_sound(template: str, examples: int) -> None:
 
 BOTH_SIGNS = [
     "x & y", "x | y", "x ^ y", "x // y", "x % y", "torch.fmod(x, y)", "x * y", "x >> (y & 3)", "x << (y & 3)",
-    "x // 6", "y // 8", "(x * 4 + 1) // 8", "(x * 4 + 1) % 8", "(x * 4 + 2) // 4", "(x * 6 + 3) % 4",
+    "x & 7", "x & 4", "x & -8", "y | 5", "x ^ 6", "x // 6", "y // 8",
+    "(x * 4 + 1) // 8", "(x * 4 + 1) % 8", "(x * 4 + 2) // 4", "(x * 6 + 3) % 4",
     "(x * 0.5).int()", "(x * 0.75).long()", "(x * 0.5).round()", "torch.div(x, y, rounding_mode='trunc')",
     "(x * 1.0) * math_inf", "(x / 4) * (y * math_inf)", "torch.sqrt(x * 1.0) <= math_inf", "x * math_inf >= -math_inf",
 ]  # fmt: skip
