@@ -495,3 +495,9 @@ def test_a_function_of_the_library_given_as_one_is_not_the_registered_mask() -> 
     flexmasks.attention(q, k, v, mask=flexmasks.get_mask(vertical_slash, **tables))
     with pytest.raises((ValueError, TypeError), match="vertical_slash"):
         flexmasks.attention(q, k, v, mask="vertical_slash", **tables)
+
+
+def test_a_value_learns_if_one_inside_it_does() -> None:
+    for learns in (False, True):
+        score = flexmasks.get_score("alibi", slopes=torch.rand(2, requires_grad=learns))
+        assert flexmasks.packed(score, [0, 4, 12]).learns() == learns
