@@ -79,8 +79,9 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 _TORCH = tuple(int(n) for n in torch.__version__.split(".")[:2])
 _NEWEST = (2, 15)  # that the tests ran with, see recipes/results/versions.md
 if _TORCH > _NEWEST:
-    _newest = ".".join(map(str, _NEWEST))
-    logging.getLogger("flexmasks").info("torch %s is newer than %s, the newest tested one", torch.__version__, _newest)
+    logging.getLogger("flexmasks").info(
+        "torch %s is newer than %d.%d, the newest tested one", torch.__version__, *_NEWEST
+    )
 
 # Whether the lists of a BlockMask may have fewer places than there are blocks (pytorch#185687). Kernels on CPUs do not
 # take them: Inductor raises an AssertionError about the length of the keys.
