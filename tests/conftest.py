@@ -6,6 +6,7 @@ import gc
 import importlib.util
 import os
 import shutil
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from datetime import date
@@ -48,6 +49,9 @@ class _EveryTest:
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(_EveryTest())
     set_up_process()
+    # The workers of pytest and other processes inherit the choice.
+    is_whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not config.option.keyword
+    os.environ.setdefault("FLEXMASKS_SLOW", "3" if is_whole else "1")
     if "campaign" not in config.option.markexpr:
         _compile_without_optimization()
 
@@ -119,12 +123,18 @@ def _look_through_the_language_once() -> None:
     interpreter.GridExecutor.__call__, interpreter.InterpretedFunction.__call__ = launched, called
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Choose tests and their order.
 
-    Campaigns are left out unless `-m` names them, and GPU tests are skipped without a GPU. The longest tests are the
-    first: at the end the other workers would wait for them.
+    Campaigns are left out unless `-m` names them, and GPU tests are skipped without a GPU. Of the slow tests a run of
+    the whole suite draws a third each day, and leaves the others to the campaigns; a run of named files takes all. The
+    longest tests are the first: at the end the other workers would wait for them.
     """
+    seed, turns = os.environ["FLEXMASKS_SEED"], int(os.environ["FLEXMASKS_SLOW"])
+    for item in items:
+        if "slow" in item.keywords and zlib.crc32(f"{seed} {item.nodeid}".encode()) % turns:
+            item.add_marker(pytest.mark.campaign)
     items.sort(key=lambda item: not item.name.startswith(_LONGEST))
     if "campaign" not in config.option.markexpr:
         left_out = ["campaign" in item.keywords for item in items]

@@ -112,11 +112,6 @@ def is_turn(number: int, turns: int) -> bool:
     return (number + int(os.environ["FLEXMASKS_SEED"])) % turns == 0
 
 
-def on_day(day: int, of: int) -> Callable[[Any], Any]:
-    """Let the suite run a test on one day of so many, and campaigns always."""
-    return (lambda test: test) if is_turn(day, of) else pytest.mark.campaign
-
-
 def in_campaigns(param: Any) -> Any:
     """Return values to parametrize a test with, which campaigns alone try."""
     if not hasattr(param, "marks"):

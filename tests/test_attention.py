@@ -127,6 +127,7 @@ def test_poison_in_hidden_places_leaves_the_forward_pass_alone(device: str, back
         assert torch.equal(flexmasks.attention(bad_q, bad_k, bad_v, **arguments), clean)
 
 
+@pytest.mark.slow
 @of_dtypes([torch.bfloat16, torch.float32], late=torch.float32)
 def test_poison_while_decoding(device: str, backend: str, dtype: torch.dtype) -> None:
     """Each batch element has one query and a cache of its own length; what lies past that length is undefined."""
@@ -202,6 +203,7 @@ def _some_see_nothing(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
     return (kv <= q) & (q % 7 != 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("needs_grad", [False, True])
 @pytest.mark.parametrize(
     ("backend", "q_len", "dtype"),
@@ -241,6 +243,7 @@ def test_poison_that_is_seen(backend: str, q_len: int, dtype: torch.dtype, needs
             assert d_v.isnan().any(-1)[reached].all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_compiled", one_in(2, [False, True]))
 def test_scores_that_make_nan(is_compiled: bool) -> None:
     """Of finite numbers, also with blocks of a user's own."""
@@ -342,6 +345,7 @@ def _check(call: Any, v_size: int, backend: str) -> None:
     assert error(out, want) < TOLERANCE[torch.float32]
 
 
+@pytest.mark.slow
 @short_and_campaign(30, campaign=500)
 def test_compositions_on_the_reference(examples: int) -> None:
     try_examples(examples, _check, calls(), st.sampled_from([1, 16, 24]), st.just("reference"))
@@ -352,6 +356,7 @@ def test_compositions_compiled_cpu() -> None:
     try_examples(30, _check, calls(), st.sampled_from([8, 16, 24]), st.just("cpu"))
 
 
+@pytest.mark.slow
 def test_a_composition_compiled_cpu() -> None:
     prefixes = flexmasks.get_mask("prefix_lm", prefix_len=torch.tensor([300, 0]))
     documents = flexmasks.get_mask("document", document_ids=torch.arange(450) // 90)
@@ -526,6 +531,7 @@ def test_decoding_step_by_step_equals_the_whole(device: str) -> None:
         assert counters["stats"]["unique_graphs"] == graphs  # later steps compile nothing
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("mask", "params"),
@@ -671,6 +677,7 @@ def test_varlen(case: str, dtype: torch.dtype, device: str) -> None:
         assert error(got, exactly) < 2 * tolerance
 
 
+@pytest.mark.slow
 def test_varlen_is_attention_with_packed() -> None:
     q, k, v = torch.randn(3, 90, 4, 32)
     lens = torch.tensor([20, 50])
@@ -734,6 +741,7 @@ def test_jagged_queries_that_start_later(device: str) -> None:
         assert torch.allclose(got.cpu(), want[0, :, -got.shape[1] :])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_kernels")
 @pytest.mark.parametrize("device", DEVICES)
 def test_inside_a_users_compile(device: str) -> None:
@@ -785,6 +793,7 @@ def test_inside_compile_bad_block_masks_are_named() -> None:
         assert torch.allclose(call(q, k, v), F.scaled_dot_product_attention(q, k, v), atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "length"),
     [*one_in(2, [(8, 8), (16, 40)]), *(pytest.param(*n, marks=pytest.mark.campaign) for n in ((8, 40), (16, 24)))],
@@ -816,6 +825,7 @@ def test_make_fx_with_fake_tensors_is_refused(mode: str) -> None:
     torch.testing.assert_close(graph(*others), call(*others))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(8,), pytest.param((8, 16, 32), marks=pytest.mark.campaign)])
 def test_small_heads_of_several_sizes_inside_compile(sizes: tuple[int, ...]) -> None:
     """In the suite the first size is symbolic at once, as later ones are."""
@@ -830,6 +840,7 @@ def test_small_heads_of_several_sizes_inside_compile(sizes: tuple[int, ...]) -> 
         torch.testing.assert_close(call(q, k, v), want)
 
 
+@pytest.mark.slow
 def test_inside_compile_what_only_a_score_learns_gets_its_gradient() -> None:
     q, k, v = torch.randn(3, 1, 2, 40, 16)
     slopes = torch.rand(2, requires_grad=True)
@@ -881,6 +892,7 @@ def test_a_block_mask_of_lists_alone_is_honored_by_the_reference() -> None:
     assert torch.allclose(out, F.scaled_dot_product_attention(q, k, v, attn_mask=visible), atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_kernels")
 @pytest.mark.parametrize("device", DEVICES)
 @short_and_campaign(30, campaign=200)
@@ -935,6 +947,7 @@ def test_one_tensor_as_queries_keys_and_values(device: str) -> None:
     assert len(graphs) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_kernels")
 def test_cleared_caches_free_the_compiled_code() -> None:
     from flexmasks.backends import flex as kernels
@@ -955,6 +968,7 @@ def test_cleared_caches_free_the_compiled_code() -> None:
     assert alive() is None
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_kernels")
 def test_lists_are_inputs_of_the_kernel_too() -> None:
     q, k, v = torch.randn(3, 2, 2, 130, 16)
@@ -989,6 +1003,7 @@ def test_what_prepare_computes_from_a_learned_tensor_is_computed_in_each_call() 
     assert torch.all(gradients[0] != 0)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_kernels")
 def test_many_lengths_where_torch_cannot_make_them_symbolic() -> None:
     """Use a score that captures a tensor [B, length]: torch compiles a CPU kernel for each length."""
@@ -1057,6 +1072,7 @@ def test_learned_tensors_in_half_precision_sum_their_gradients_in_float32(dtype:
         assert error(x, y) < TOLERANCE[dtype]
 
 
+@pytest.mark.slow
 def test_the_reference_under_torch_func_and_twice() -> None:
     q, k, v = (exact(x) for x in torch.randn(3, 1, 2, 6, 3))
     call = lambda q: flexmasks.attention(q, k, v, mask="causal", backend="reference")  # noqa: E731
@@ -1090,6 +1106,7 @@ def test_vmap_and_forward_derivatives(mask: Any) -> None:
     assert flexmasks.explain(q, k, v, mask=mask).backend == backend  # later calls run as before
 
 
+@pytest.mark.slow
 def test_a_kernel_is_compiled_outside_of_modes_in_which_nothing_compiles() -> None:
     flexmasks.clear_caches()
     q, k, v = torch.randn(3, 1, 2, 60, 16)
@@ -1122,6 +1139,7 @@ def test_a_default_device_elsewhere_changes_nothing() -> None:
 
 
 # Without C++ such kernels are counted in test_kernel_counts.py.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "lengths", [(100, 333, 77), pytest.param((100, 128, 200, 256, 333, 511, 77, 384), marks=pytest.mark.campaign)]
 )

@@ -240,6 +240,7 @@ def _takes_the_place_of_fa4(monkeypatch: pytest.MonkeyPatch) -> None:
 by_the_interpreter = pytest.mark.skipif(not INTERPRETED, reason="the library's own kernel runs by the interpreter")
 
 
+@pytest.mark.slow
 @by_the_interpreter
 @pytest.mark.parametrize("mask", one_in(len(MASKS), list(MASKS)))
 def test_call_in_parts(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,6 +248,7 @@ def test_call_in_parts(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check_call(mask, FP32, (16, 24), "cpu")
 
 
+@pytest.mark.slow
 @by_the_interpreter
 def test_new_starts_are_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls with other starts are made from the first one, which is not kept alive."""
@@ -272,6 +274,7 @@ def test_new_starts_are_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     flexmasks.clear_caches()
 
 
+@pytest.mark.slow
 @by_the_interpreter
 def test_long_windows_are_no_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """A window that is longer than the keys is causal to the kernel, whatever its number."""
@@ -351,6 +354,7 @@ def test_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "may read memory behind the keys" in _refusal(mask="causal")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="nothing is computed")
 def test_a_failure_is_one_of_such_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls whose queries start elsewhere are a kind of their own."""

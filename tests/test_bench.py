@@ -201,6 +201,7 @@ def test_the_cases_of_a_serving_loop(steps: list[str]) -> None:
     assert steps == ["decoding, window of 16, 1 x 4 x 2 x 16 x 512"]
 
 
+@pytest.mark.slow
 def test_figures_of_a_serving_loop(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Outputs agree with SDPA's, and the roof is that of the keys that a step sees."""
     file = tmp_path / "serve.json"
@@ -344,6 +345,7 @@ def test_first_steps_of_a_compiled_model(tmp_path: Path) -> None:
         assert 0 < row["second_step_s"] < row["step_s"]
 
 
+@pytest.mark.slow
 def test_a_first_call_that_fails_is_named() -> None:
     shape = (1, 2, 128, 16)
     with pytest.raises(RuntimeError, match=r"with code 1: ValueError: .* backend 'dense' cannot run this call"):
@@ -590,6 +592,7 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "attention", functools.partial(flexmasks.attention, backend="reference"))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("uncompiled")
 def test_figures_of_steps_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "steps.json"

@@ -124,6 +124,7 @@ def examples_by_device(short: int, campaign: int, cuda: int) -> pytest.MarkDecor
     return pytest.mark.parametrize(("device", "examples"), cases)
 
 
+@pytest.mark.slow
 @examples_by_device(short=60, campaign=2060, cuda=200)
 def test_composed_functions(device: str, examples: int) -> None:
     """The campaign tries at least 2,000 functions, none counted twice."""
@@ -144,6 +145,7 @@ def test_composed_functions(device: str, examples: int) -> None:
     assert mixed > len(tried) // 5  # masks with blocks of more than one kind
 
 
+@pytest.mark.slow
 @short_and_campaign(25, 100)
 def test_random_functions(examples: int) -> None:
     """Any operation and operand may occur.
@@ -168,6 +170,7 @@ def test_random_functions(examples: int) -> None:
     assert len(tried) > examples // 2
 
 
+@pytest.mark.slow
 @examples_by_device(short=60, campaign=400, cuda=100)
 def test_structured_functions(device: str, examples: int) -> None:
     tried: set[str] = set()

@@ -706,6 +706,7 @@ def test_functions_that_read_other_values_have_other_keys() -> None:
         assert capture_plainly(types.FunctionType(read.__code__, unknown), []) is None
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_cpp")
 def test_parameters_that_look_alike_are_distinguished() -> None:
     q = torch.randn(1, 1, 16, 8)
@@ -881,6 +882,7 @@ def test_inference_then_training() -> None:
 # --- threads ---
 
 
+@pytest.mark.slow
 def test_threads() -> None:
     q, k, v = torch.randn(3, 1, 1, LENGTH, 8)
     cases: list[dict[str, Any]] = [
@@ -940,6 +942,7 @@ def _wanted(q: Tensor, seen: Tensor, bias: Tensor | float = 0.0) -> Tensor:
     return scores.masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num() @ q
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_cpp")
 def test_a_repeated_call_sees_what_changed() -> None:
     """In one block: a mask that goes as data has any values in other blocks, which kernels in C++ do not ask for."""
@@ -990,6 +993,7 @@ def test_a_repeated_call_sees_what_changed() -> None:
         bias.mul_(-2)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_cpp")
 def test_a_repeated_call_is_checked_again() -> None:
     q = torch.randn(2, 1, 64, 16)
@@ -1014,6 +1018,7 @@ def test_a_repeated_call_is_checked_again() -> None:
     assert bias.grad is not None
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_cpp")
 def test_a_repeated_call_keeps_nothing_alive() -> None:
     q = torch.randn(2, 1, 64, 16)

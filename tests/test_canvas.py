@@ -72,6 +72,7 @@ def canvases(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
     return "natten" if len(axes) == 2 else "natten3d", params | {"causal": tuple(draw(st.booleans()) for _ in axes)}
 
 
+@pytest.mark.slow
 @short_and_campaign(8, 300)
 @pytest.mark.usefixtures("always_in_tiles")
 def test_random_neighborhoods_in_tiles(examples: int) -> None:
@@ -204,6 +205,7 @@ def test_masks_composed_of_one_in_tiles() -> None:
         assert error(out, attend(q, q, q, seen)[0]) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("always_in_tiles", "quick_kernels")
 def test_tiles_in_transforms_and_on_a_default_device() -> None:
     """The first and later calls give the same, and the order that is kept is a plain tensor."""
@@ -239,6 +241,7 @@ def test_what_explain_says_of_tiles() -> None:
     assert "tiles of" not in str(flexmasks.explain(q, q, q, mask="natten", **LARGE))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("always_in_tiles")
 def test_tiles_inside_torch_compile() -> None:
     """A whole graph, in which the tiles are constants, with the gradients of eager calls in rows."""

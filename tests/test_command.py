@@ -67,6 +67,7 @@ def test_what_a_pipe_gets_does_not_depend_on_the_terminal(
     assert piped[1] == printed(capsys, "list", "--long")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [50, 80, 200])
 def test_show_breaks_lines_at_words_and_cuts_lists(
     columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -135,6 +135,7 @@ def check_facts(blocks: Blocks, whole: Tensor) -> None:
 # --- counts and facts ---
 
 
+@pytest.mark.slow
 @short_and_campaign(40, 300)
 @pytest.mark.parametrize("write", [structured, composed])
 def test_random_masks(write: Callable[..., str], examples: int) -> None:
@@ -194,7 +195,7 @@ def test_hidden_pairs_are_estimated_from_some_blocks(monkeypatch: pytest.MonkeyP
     assert counts.hidden == pytest.approx(want.hidden)  # every partial block hides the same number of pairs
 
 
-@by_turns(oracles.MASK_CASES, [(32, 16), (128, 128)], turns=2)
+@by_turns(oracles.MASK_CASES, [(32, 16), (128, 128)], turns=4)
 def test_registered_masks(case: oracles.Case, size: tuple[int, int]) -> None:
     given = arguments(case)
     offset = given.pop("q_offset")

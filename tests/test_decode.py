@@ -353,6 +353,7 @@ def test_large_biases(bias: float, v_size: int, way: str) -> None:
             assert torch.allclose(lse.double(), want_lse, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_compiled", one_in(2, [False, True]))  # eight kernels together
 def test_one_query_of_a_batch_that_sees_nothing(is_compiled: bool, way: str) -> None:
     """In torch's kernel for one query on a CPU the output is memory that nothing was written to."""
@@ -599,6 +600,7 @@ def test_replays_of_bands_follow_their_tensors(way: str) -> None:
             offset = offset + 2
 
 
+@pytest.mark.slow
 def test_replays_hold_none_of_the_users_tensors() -> None:
     offset, seq_lens = torch.tensor([7, 70, 140]), torch.tensor([10, 100, 150])
     for _ in range(3):

@@ -30,27 +30,33 @@ def check(results: list[dict[str, float]], tolerance: float = 1e-12) -> None:
         assert not wrong, wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, len(MASKS), 16))
 def test_every_mask_over_two_processes(two: Processes, first: int) -> None:
     check(two.run(jobs.registered, "mask", MASKS[first : first + 16]))
 
 
+@pytest.mark.slow
 def test_every_score_over_two_processes(two: Processes) -> None:
     check(two.run(jobs.registered, "score", SCORES))
 
 
+@pytest.mark.slow
 def test_random_masks_lengths_and_heads(two: Processes) -> None:
     check(two.run(jobs.composed, 1, 12))
 
 
+@pytest.mark.slow
 def test_second_gradients(two: Processes) -> None:
     check(two.run(jobs.second_gradients))
 
 
+@pytest.mark.slow
 def test_learned_tensors(two: Processes) -> None:
     check(two.run(jobs.learned))
 
 
+@pytest.mark.slow
 def test_masks_that_change_between_calls(two: Processes) -> None:
     check(two.run(jobs.changing))
 
@@ -83,6 +89,7 @@ def test_a_compiled_layer(two: Processes, how: str, backend: str) -> None:
     assert max(two.run(jobs.compiled, how, False, False, backend)) < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "dynamic", "documents", "whole"),
     [
@@ -100,6 +107,7 @@ def test_lengths_that_change_inside_compile(
         assert graphs <= 2
 
 
+@pytest.mark.slow
 def test_orders_that_change_inside_compile(two: Processes) -> None:
     assert max(two.run(jobs.orders_inside_compile)) < 1e-5
 
@@ -108,6 +116,7 @@ def test_autocast(two: Processes) -> None:
     assert two.run(jobs.under_autocast) == [["torch.bfloat16 True"] * 3] * 2
 
 
+@pytest.mark.slow
 def test_activation_checkpointing(two: Processes) -> None:
     assert max(two.run(jobs.compiled, "gather", True)) < 1e-4
     for how in ("gather", "heads", "seen"):
@@ -118,6 +127,7 @@ def test_a_model_under_fsdp2(two: Processes) -> None:
     assert max(two.run(jobs.sharded_model)) < 1e-5
 
 
+@pytest.mark.slow
 def test_four_processes(four: Processes) -> None:
     names = ["causal", "packed", "sliding_window", "prefix_lm", "key_eviction"]
     check(four.run(jobs.registered, "mask", names))
@@ -217,6 +227,7 @@ def test_dtensors_that_one_process_cannot_take(two: Processes) -> None:
         assert all(message in error for _, error in two.try_run(job))
 
 
+@pytest.mark.slow
 def test_a_process_that_fails_stops_the_others(two: Processes) -> None:
     start = time.monotonic()
     results = two.try_run(jobs.fails_alone)

@@ -224,6 +224,7 @@ def test_a_mesh_gives_the_number_of_ranks() -> None:
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_a_million_tokens_take_seconds_and_little_memory() -> None:
     before = peak_memory()
     assert max(map(len, balance("causal", 1 << 20, 64).parts)) == 2
@@ -433,6 +434,7 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_command_plans_a_thousand_ranks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     text = printed(

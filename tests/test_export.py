@@ -214,6 +214,7 @@ def test_one_program_for_all_lengths(kind: str, name: str, example: int, learns:
     check_all_lengths(kind, name, example, learns, strict=False)
 
 
+@pytest.mark.slow
 def test_one_strict_program_for_all_lengths() -> None:
     check_all_lengths("mask", "sliding_window", 10, True, strict=True)
 
@@ -270,6 +271,7 @@ class Biased(torch.nn.Module):
         return F.scaled_dot_product_attention(q, q, q, attn_mask=bias.masked_fill(i[:, None] < i, -math.inf))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("by_module", "strict", "learns"),
     [
@@ -317,6 +319,7 @@ def test_an_exported_program_learns() -> None:
     torch.testing.assert_close(program.weight.grad, model.weight.grad)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "learns"),
     [
@@ -511,6 +514,7 @@ def _saves_vmap() -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_saved_programs_need_the_import_of_flexmasks_alone(tmp_path: Path) -> None:
     names = ["lengths", *(["softmax"] if _saves_vmap() else [])]  # torch 2.11 saves no vmap, which computes masks there
     for name in names:

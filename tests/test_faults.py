@@ -127,6 +127,7 @@ def test_missing_memory_is_raised_as_it_is(
     assert not any("failed before" in reason for reason in explained.others.values())
 
 
+@pytest.mark.slow
 def test_missing_memory_while_torch_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch wraps the error; the kernel is compiled again at the next call, and runs fused."""
     import torch._inductor.compile_fx as compiler
@@ -360,6 +361,7 @@ def test_only_damaged_files_are_called_damaged(cause: Exception | None) -> None:
     )
 
 
+@pytest.mark.slow
 def test_torch_reaches_no_limit(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Before torch has as many graphs as it keeps for a function, another function takes its place."""
     compile_ = torch.compile
@@ -476,6 +478,7 @@ def _check_corrupted(fault: str, folder: Path) -> None:
         assert "TORCHINDUCTOR_CACHE_DIR" in second.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["no folder", pytest.param("read-only", marks=pytest.mark.campaign)])
 def test_a_cache_folder_that_cannot_be_written(kind: str, tmp_path: Path) -> None:
     place = tmp_path / "place"
@@ -683,6 +686,7 @@ _KILLED = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the system cannot fork a process")
 @pytest.mark.parametrize(("kind", "kills"), [("results", 12), *map(in_campaigns, [("results", 40), ("gallery", 40)])])
 def test_a_killed_process_leaves_the_old_file(kind: str, kills: int, tmp_path: Path) -> None:

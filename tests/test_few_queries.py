@@ -276,6 +276,7 @@ def check(call: Call, device: str = "cpu") -> None:
 # --- results ---
 
 
+@pytest.mark.slow
 @on_devices
 @pytest.mark.parametrize(
     ("queries", "page_size"),
@@ -285,6 +286,7 @@ def test_queries_and_pages(queries: int, page_size: int, device: str) -> None:
     check(Call(queries=queries, page_size=page_size, kv_len=400), device)
 
 
+@pytest.mark.slow
 @on_devices
 @pytest.mark.parametrize(
     ("size", "dtype"),
@@ -304,6 +306,7 @@ def test_values_of_another_size(k_size: int, v_size: int, page_size: int, device
     check(Call(k_size=k_size, v_size=v_size, page_size=page_size, kv_len=200), device)
 
 
+@pytest.mark.slow
 @on_devices
 @pytest.mark.parametrize(
     ("heads", "by_head", "page_size"),
@@ -459,6 +462,7 @@ def calls() -> st.SearchStrategy[Call]:
     return one()
 
 
+@pytest.mark.slow
 @on_devices
 def test_random_calls(device: str) -> None:
     try_examples({"cpu": 5, "cuda": 15}[device], lambda call: check(call, device), calls())
@@ -496,6 +500,7 @@ def test_shares(processors: int, device: str, monkeypatch: pytest.MonkeyPatch) -
         check(Call(batch=150, kv_len=700, heads=8, key_heads=8, lists=(150, 8), visible=(150, 1)), device)
 
 
+@pytest.mark.slow
 def test_shares_cover_all_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many elements: their counts are read in parts."""
     if not INTERPRETED:
@@ -530,6 +535,7 @@ def test_bands(band: Any, queries: int, starts: int | str, page_size: int, has_l
         check(replace(call, has_lens=has_lens), device)
 
 
+@pytest.mark.slow
 @on_devices
 @pytest.mark.parametrize("change", in_short(["by query", "weight of each row"], list(CHANGES)))
 def test_scores_of_bands(change: str, device: str) -> None:
@@ -562,6 +568,7 @@ def test_numbers_of_bands(dtype: torch.dtype, device: str) -> None:
     check_lse(lse, call.lse, 1e-4)
 
 
+@pytest.mark.slow
 @on_devices
 @pytest.mark.parametrize("starts", in_short([2**31 - 1], [0, 2**31 - 1, "each"]))
 def test_large_numbers_of_bands(starts: int | str, device: str) -> None:
@@ -587,6 +594,7 @@ def band_calls() -> st.SearchStrategy[Call]:
     return st.builds(replace, calls(), band=st.tuples(bounds, bounds), starts=starts, has_lens=st.booleans())
 
 
+@pytest.mark.slow
 @on_devices
 def test_random_bands(device: str) -> None:
     try_examples({"cpu": 5, "cuda": 20}[device], lambda call: check(call, device), band_calls())
@@ -832,6 +840,7 @@ def test_loads_are_wide_and_ahead(call: Call, monkeypatch: pytest.MonkeyPatch) -
     assert len(copies) >= 2 * 3 * in_step  # in each loop, and for two steps before it
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning")  # Triton 3.9
 @pytest.mark.skipif(INTERPRETED, reason="compiles")
 @pytest.mark.parametrize("size", [128, 256])

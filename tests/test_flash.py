@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from functions import compiled, expressions, short_and_campaign
-from helpers import TOLERANCE, error, skip_unless_flash_takes, traced, try_examples
+from helpers import TOLERANCE, error, one_in, skip_unless_flash_takes, traced, try_examples
 from hypothesis import event, reject
 from hypothesis import strategies as st
 from torch import Tensor
@@ -215,6 +215,7 @@ def suspects(draw: st.DrawFn) -> str:
     return draw(st.sampled_from(forms))
 
 
+@pytest.mark.slow
 @short_and_campaign(15, 500)
 def test_whatever_is_wrong_is_found(examples: int) -> None:
     try_examples(examples, _check_wrong_is_found, suspects() | expressions("c", 3, odd=False))
@@ -535,7 +536,7 @@ LARGE_HEADS = (
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("is_compiled", [False, True])
-@pytest.mark.parametrize("kind", LARGE_HEADS)
+@pytest.mark.parametrize("kind", one_in(2, LARGE_HEADS))
 def test_large_heads_on_a_gpu(kind: str, is_compiled: bool) -> None:
     if is_compiled and kind not in LARGE_HEADS[::4]:
         pytest.skip("two kinds are compiled")

@@ -63,6 +63,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "masks_of_mine"
 
 
+@pytest.mark.slow
 def test_the_page_has_every_entry_and_needs_nothing_else(page: Path) -> None:
     text = page.read_text()
     parsed = Page(text)
@@ -91,6 +92,7 @@ def test_the_code_runs_as_it_stands(kind: str, name: str, page: Path, float64: N
     assert run(shown).dtype == torch.float64
 
 
+@pytest.mark.slow
 def test_the_code_runs_compiled() -> None:
     run(code("mask", "sliding_window"))
 
@@ -143,6 +145,7 @@ def test_a_mask_of_ones_own_is_listed_shown_and_in_the_gallery(
     assert "no_such_module" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_block_masks_of_a_mask_of_ones_own_are_measured(own: str, tmp_path: Path) -> None:
     file = tmp_path / "blocks.json"
     given = ["--device", "cpu", "--import", own, "--json"]

@@ -128,6 +128,7 @@ def private_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
             yield line, chain
 
 
+@pytest.mark.slow
 def test_private_names_of_torch_stand_in_compat() -> None:
     wrong = [
         f"{module}:{line} {name}"

@@ -338,6 +338,7 @@ def test_positions_in_documents_without_their_documents() -> None:
         assert torch.equal(_dense(mask), _theirs(function, "all", None))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n if n in FEW else pytest.param(n, marks=pytest.mark.campaign) for n in FUNCTIONS])
 def test_mask_functions_inside_compile(name: str) -> None:
     of, expected = FUNCTIONS[name]
@@ -527,6 +528,7 @@ QUICK = {("GptOss", "dynamic"), ("GptOss", "static"), ("Llama", "static")}
 GENERATING = [(name, cache) for name in [*DECODERS, "T5", "Bart", "Whisper"] for cache in ("dynamic", "static")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "cache"), [g if g in QUICK else pytest.param(*g, marks=pytest.mark.campaign) for g in GENERATING]
 )
@@ -560,6 +562,7 @@ def test_generate_with_images() -> None:
     assert torch.equal(*tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["Llama", *[pytest.param(n, marks=pytest.mark.campaign) for n in ("Gemma2", "GptOss", "Llama4", "T5")]]
 )
@@ -636,6 +639,7 @@ COMPILED_IN_CAMPAIGNS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "layout", "backend"),
     [*one_in(2, COMPILED), *[in_campaigns(c) for c in COMPILED_IN_CAMPAIGNS if c not in COMPILED]],
@@ -1042,6 +1046,7 @@ def test_late_masks_answer_as_tensors_do() -> None:
     assert torch.equal(late & other, visible & other)
 
 
+@pytest.mark.slow
 def test_rows_of_a_mask_inside_compile() -> None:
     """Check rows that Gemma 4 cuts out of its mask, and a bias of the last queries, as T5 has in chunks of a prompt."""
     function = masking_utils.sliding_window_causal_mask_function(6)

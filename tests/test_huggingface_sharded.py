@@ -19,6 +19,7 @@ from flexmasks.bench.processes import Processes
 TOLERANCE = 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind", "order"),
     one_in(
@@ -55,6 +56,7 @@ def test_a_model_equals_that_of_one_process(two: Processes, name: str, kind: str
     assert max(two.run(jobs.compare, name, kind, order)) < TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["heads", "gather", "seen"])
 def test_each_way_with_gradient_checkpointing(two: Processes, how: str) -> None:
     assert max(two.run(jobs.compare, "Gemma2", "packed", "balanced", how, True)) < TOLERANCE
@@ -75,6 +77,7 @@ def test_inputs_cut_by_torch(two: Processes) -> None:
     assert max(two.run(jobs.torch_buffers)) < TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "name", "layers"),
     [

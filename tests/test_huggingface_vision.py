@@ -195,6 +195,7 @@ def test_a_patched_tower_with_gradient_checkpointing(reentrant: bool, monkeypatc
             assert torch.allclose(x.grad, want.grad, atol=1e-4, rtol=1e-4), n
 
 
+@pytest.mark.slow
 def test_a_patched_layer_inside_compile() -> None:
     own, other = (tower.blocks[1].attn for tower in towers("Qwen2.5-VL", "flexmasks", "eager"))
     assert huggingface.patch_vision(own) == 1

@@ -115,6 +115,7 @@ def test_a_torch_newer_than_the_tested_ones_is_logged() -> None:
     assert run(start + "import flexmasks").stderr == ""
 
 
+@pytest.mark.slow
 def test_the_time_of_the_import() -> None:
     """The bound has a factor of 2: other processes on the machine slow this one."""
     seconds = min(timed.__wrapped__("import flexmasks")[0] for _ in range(3))
@@ -157,6 +158,7 @@ def test_signatures(name: str) -> None:
     assert function.__doc__.splitlines()[0] in page
 
 
+@pytest.mark.slow
 def test_version() -> None:
     number = re.fullmatch(r"\d+\.\d+\.\d+\S*", flexmasks.__version__)
     assert number
@@ -199,12 +201,14 @@ FIRST_USES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", FIRST_USES.values(), ids=FIRST_USES)
 def test_first_use(code: str) -> None:
     """Each use may be the first one of a process."""
     run(f"import torch, flexmasks\nq = torch.randn(1, 2, 20, 16)\n{code}")
 
 
+@pytest.mark.slow
 def test_first_uses_by_threads() -> None:
     """Threads import the same modules at once."""
     code = """

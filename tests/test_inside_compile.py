@@ -24,7 +24,6 @@ from helpers import (
     exact,
     in_campaigns,
     label,
-    on_day,
     one_in,
     qkv,
     skip_unless_flash_takes,
@@ -107,6 +106,7 @@ FEW = spread([c for c in MASK_CASES if _has_tensors(c) and c.name in _FEW_NAMES]
 MORE = [c for c in MASK_CASES if c not in FEW]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [*one_in(2, FEW), *map(in_campaigns, MORE)], ids=label)
 def test_every_mask_trains(case: Case) -> None:
     """In float64 by the reference, which honors the block lists."""
@@ -142,6 +142,7 @@ def test_functions_take_tensors_of_zeros(case: Case) -> None:
         assert function(*[torch.zeros(())] * (mask is None), *indices).ndim == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["grouped_tril", *(pytest.param(n, marks=pytest.mark.campaign) for n in ("document", "paged"))]
 )
@@ -287,6 +288,7 @@ def _users_documents(ids: Tensor) -> Mask:
     return flexmasks.get_mask(lambda b, h, q, kv: (q >= kv) & (ids[b, q] == ids[b, kv]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("made", "backend"),
     [(_users_documents, "aot_eager"), pytest.param(_documents, "inductor", marks=pytest.mark.campaign)],
@@ -307,6 +309,7 @@ def test_a_model_trains_with_new_documents_at_every_step(made: Callable[[Tensor]
     assert graphs() == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.campaign)])
 def test_a_sharded_model_trains(whole: bool) -> None:
     """FSDP2, of one process: layers compiled one by one, or the whole model."""
@@ -334,6 +337,7 @@ def test_a_sharded_model_trains(whole: bool) -> None:
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_torch_traces_few_calls_for_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tracing is most of a model's first call, and torch takes equally long for nearly every call of a function."""
     calls, inline_call = [], InliningInstructionTranslator.inline_call
@@ -385,7 +389,7 @@ def test_arguments_of_functions_that_are_not_traced_arrive_as_they_are(dynamic: 
         assert (zero, math.copysign(1, negative)) == (0, -1)
 
 
-@on_day(0, of=2)
+@pytest.mark.slow
 def test_torch_finds_compiled_graphs_on_the_disk() -> None:
     """What is kept must be that of this mask: of its name, its numbers, and the code of its function."""
     place = torch.arange(LENGTH)
@@ -444,6 +448,7 @@ def _window(ids: Tensor) -> Mask:
     return flexmasks.get_mask("sliding_window", window=9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("made", "learns"),
     [*one_in(2, [(_documents, True), (_window, False)]), *map(in_campaigns, [(_documents, False), (_window, True)])],
@@ -478,6 +483,7 @@ def _counted(model: Model, mask: Mask, learns: bool) -> list[collections.Counter
     return counted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "is_causal"),
     [(torch.enable_grad, True), *one_in(2, [(torch.no_grad, False), (torch.inference_mode, True)])],
@@ -521,6 +527,7 @@ def test_a_tensor_that_changes_inside_a_graph_is_planned_again(mode: _Call, is_c
         torch.testing.assert_close(got.double(), want(*tensors), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("selective", [True, in_campaigns(False)])
 def test_layers_in_checkpoints_that_share_a_plan(selective: bool) -> None:
     more = {"context_fn": functools.partial(create_selective_checkpoint_contexts, _saved)} if selective else {}
@@ -600,6 +607,7 @@ _BLOCK_MASKS: dict[str, _Call] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", _BLOCK_MASKS)
 @pytest.mark.parametrize("in_checkpoint", [False, True])
 def test_block_masks_train(name: str, in_checkpoint: bool) -> None:
@@ -643,11 +651,13 @@ _COMPOSED: dict[str, _Call] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", one_in(2, list(_COMPOSED)))
 def test_composed(name: str) -> None:
     check(_COMPOSED[name], *leaves(), torch.rand(HEADS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", one_in(2, list(_FUNCTIONS)))
 def test_users_functions(name: str) -> None:
     check(lambda q, k, v: flexmasks.attention(q, k, v, mask=_FUNCTIONS[name]), *leaves())
@@ -660,6 +670,7 @@ def test_offsets_in_a_tensor() -> None:
     check(call, *leaves(), torch.tensor([50, 3]))
 
 
+@pytest.mark.slow
 def test_varlen() -> None:
     def call(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, sinks: Tensor) -> Tensor:
         return flexmasks.varlen_attention(q, k, v, offsets, mask="causal", score="alibi", sink_logits=sinks)
@@ -667,6 +678,7 @@ def test_varlen() -> None:
     check(call, *torch.randn(3, LENGTH, HEADS, SIZE).unbind(), OFFSETS, torch.rand(HEADS))
 
 
+@pytest.mark.slow
 def test_paged() -> None:
     def call(q: Tensor, k: Tensor, v: Tensor, table: Tensor, lens: Tensor) -> Tensor:
         return flexmasks.paged_attention(q, k, v, table, lens, mask="causal")
@@ -675,22 +687,26 @@ def test_paged() -> None:
     check(call, torch.randn(BATCH, HEADS, 5, SIZE), *pool, torch.tensor([[0, 2, 4], [1, 3, 5]]), torch.tensor([40, 33]))
 
 
+@pytest.mark.slow
 def test_jagged() -> None:
     check(_jagged, *torch.randn(3, 60, HEADS, SIZE).unbind())
 
 
+@pytest.mark.slow
 def test_autocast() -> None:
     check(_inside_autocast, *leaves(), tolerance=0.05)
     with torch.autocast("cpu", torch.bfloat16):
         check(lambda q, k, v: flexmasks.attention(q, k, v, mask=_CAUSAL_DOCUMENTS), *leaves(), tolerance=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*context_fn.*")
 def test_selective_checkpoint() -> None:
     saving = functools.partial(create_selective_checkpoint_contexts, _saved)
     check(functools.partial(_in_checkpoint, context_fn=saving), *leaves(), want=_in_checkpoint)
 
 
+@pytest.mark.slow
 def test_many_scores_are_computed_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flexmasks.backends.slices._MAX_SCORES", 5000)
     check(lambda q, k, v: flexmasks.attention(q, k, v, mask=_CAUSAL_DOCUMENTS), *leaves())
@@ -747,7 +763,7 @@ def test_cuda_graphs_of_torch_compile(needs_grad: bool) -> None:
 # --- what compiles again ---
 
 
-@on_day(1, of=2)
+@pytest.mark.slow
 def test_changing_lengths_and_batch_sizes_compile_a_bounded_number_of_graphs() -> None:
     compiled = _compiled()
     for batch, n in ((2, 40), (3, 50), (4, 60), (5, 70)):
@@ -759,6 +775,7 @@ def test_changing_lengths_and_batch_sizes_compile_a_bounded_number_of_graphs() -
     assert graphs() <= 3
 
 
+@pytest.mark.slow
 def test_a_captured_number_that_changes_is_never_stale() -> None:
     q, k, v = leaves()
     compiled = torch.compile(flexmasks.attention, fullgraph=True, backend="aot_eager")
@@ -936,6 +953,7 @@ def _compiled(call: _Call = flexmasks.attention, **how: Any) -> _Call:
     return torch.compile(call, fullgraph=True, backend="eager", **how)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", ["causal", pytest.param("document", marks=pytest.mark.campaign)])
 def test_batch_sizes_share_a_graph(mask: str) -> None:
     compiled = _compiled()
@@ -949,6 +967,7 @@ def test_batch_sizes_share_a_graph(mask: str) -> None:
     assert graphs() == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("queries", [pytest.param(1, marks=pytest.mark.campaign), 5])
 def test_offsets_of_a_growing_cache_share_a_graph(queries: int) -> None:
     compiled = _compiled()
@@ -960,6 +979,7 @@ def test_offsets_of_a_growing_cache_share_a_graph(queries: int) -> None:
     assert graphs() == 2
 
 
+@pytest.mark.slow
 def test_parameters_of_unusual_types() -> None:
     @flexmasks.register_mask()
     def unusual_types(b, h, q, kv, *, length: int, tensors, dtype, device, number):  # type: ignore[no-untyped-def]
@@ -973,6 +993,7 @@ def test_parameters_of_unusual_types() -> None:
     assert torch.allclose(out.double(), _naive(q, q, q, visible), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_symbolic_offset_that_a_guard_has_fixed() -> None:
     def run(q: Tensor, k: Tensor, n: int) -> Tensor:
         if n == 3:
@@ -986,6 +1007,7 @@ def test_a_symbolic_offset_that_a_guard_has_fixed() -> None:
     assert torch.allclose(compiled(q, k, 3).double(), want, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=pytest.mark.campaign)])
 def test_numbers_that_change(dynamic: bool | None) -> None:
     """Each compiles a graph of its own."""
@@ -1003,6 +1025,7 @@ def test_numbers_that_change(dynamic: bool | None) -> None:
         assert torch.allclose(out, want, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "dynamic"),
     [*one_in(2, [("bigbird", True), ("t5_bias", True)]), ("tiles", True),
@@ -1025,7 +1048,7 @@ def test_numbers_of_tables_that_change(kind: str, dynamic: bool | None) -> None:
         assert torch.allclose(compiled(q, k, v, **call), want, atol=1e-5)
 
 
-@on_day(0, of=2)
+@pytest.mark.slow
 def test_totals_of_packed_sequences_share_a_graph() -> None:
     compiled = _compiled(functools.partial(flexmasks.varlen_attention, mask="causal"))
     for total in (60, 67, 126):

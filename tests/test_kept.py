@@ -81,6 +81,7 @@ _FEW = ("document", "packed", "tree", "key_padding", "alibi", "dense_bias")
 CASES = [c if c.name in _FEW else pytest.param(c, marks=pytest.mark.campaign) for c in _CASES]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=label)
 def test_tensors_of_every_mask_and_score(case: Case) -> None:
     params, tensors = given(case)

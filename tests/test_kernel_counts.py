@@ -94,6 +94,7 @@ def causal(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
     return q >= kv
 
 
+@pytest.mark.slow
 def test_lengths_for_which_more_is_proven(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Causal attention has contiguous blocks at multiples of 128 only."""
     if backend == "cpu":  # torch's kernel ignores the options, which only Triton's kernel gets
@@ -192,6 +193,7 @@ def by_type(n: float) -> Callable[..., Tensor]:
     return lambda score, b, h, q, kv: score * n if isinstance(n, float) else score
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
@@ -259,6 +261,7 @@ def test_numbers_of_registered_masks_compile_few_kernels(backend: str) -> None:
     assert kernels_of(calls) == [1] * 7 + [0] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("of", ["mask", pytest.param("score", marks=pytest.mark.campaign)])
 def test_first_numbers_compile_nothing_where_later_numbers_run(
     of: str, backend: str, monkeypatch: pytest.MonkeyPatch
@@ -279,6 +282,7 @@ def test_first_numbers_compile_nothing_where_later_numbers_run(
     assert kernels_of([functools.partial(call, *numbers) for numbers in calls]) == [1, 1, 1, 1] + [0] * 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("later", [pytest.param(numbers, id="as data"), pytest.param(plan, id="as inputs")])
 def test_first_numbers_compile_nothing_at_other_lengths(
     later: Any, backend: str, monkeypatch: pytest.MonkeyPatch
@@ -410,6 +414,7 @@ def test_eleven_batch_sizes_of_a_paged_cache_compile_three_kernels(backend: str)
         assert sum(counts) <= len(SIZES)  # torch's decoding kernel on a GPU needs the batch size
 
 
+@pytest.mark.slow
 def test_eleven_batch_sizes_compile_three_kernels(backend: str) -> None:
     device = "cpu" if backend == "cpu" else "cuda"
 

@@ -221,6 +221,7 @@ def pairs_in_order(data: st.DataObject, high: int, count: int) -> Tensor:
     return numbers(data, 0, high, count, 2).sort(1).values
 
 
+@pytest.mark.slow
 @FEW_AND_MANY
 def test_any_tree(examples: int) -> None:
     def check(data: st.DataObject) -> None:
@@ -235,6 +236,7 @@ def test_any_tree(examples: int) -> None:
     try_examples(examples, check, st.data())
 
 
+@pytest.mark.slow
 @FEW_AND_MANY
 def test_any_slices(examples: int) -> None:
     def check(data: st.DataObject) -> None:

@@ -257,6 +257,7 @@ class Run:
 needs_statm = pytest.mark.skipif(not STATM.exists(), reason="the system has no /proc/self/statm")
 
 
+@pytest.mark.slow
 @needs_statm
 def test_memory_and_caches_of_training_steps() -> None:
     run = Run(CPU, checked_every=5)
@@ -325,6 +326,7 @@ def _threads_for(seconds: float, modes: tuple[bool, ...], sizes: Sizes) -> list[
     return runs
 
 
+@pytest.mark.slow
 def test_eight_threads_train_at_once() -> None:
     runs = _threads_for(1.5, (True,), CPU)
     assert all(run.steps > 0 for run in runs)

@@ -25,7 +25,6 @@ from helpers import (
     is_turn,
     label,
     not_for_flash,
-    on_day,
     one_in,
     qkv,
     skip_unless_flash_takes,
@@ -140,6 +139,7 @@ def _check_neighborhood(drawn: tuple[str, dict[str, Any], int]) -> None:
     assert torch.equal(got, flexmasks.dense_mask(name, tokens, **params))
 
 
+@pytest.mark.slow
 @short_and_campaign(30, 1000)
 def test_neighborhoods_as_kernels_compute_them(examples: int) -> None:
     try_examples(examples, _check_neighborhood, neighborhoods())
@@ -182,6 +182,7 @@ def test_neighborhoods_whose_coordinates_are_dear(name: str, params: dict[str, A
     assert not MaskPlan(flexmasks.get_mask("causal"), Size(1, 1, 640, 640, torch.device("cpu"))).is_mostly_partial()
 
 
+@pytest.mark.slow
 def test_a_users_function_for_kernels() -> None:
     """Plans call the function, and kernels the one that is compiled."""
 
@@ -245,6 +246,7 @@ def of_a_table(table: Tensor) -> Mask:
     return flexmasks.get_mask("by_table")
 
 
+@pytest.mark.slow
 def test_a_function_for_kernels_that_captured_a_tensor() -> None:
     """A mask that is registered again with another tensor is not computed with the former one."""
     q, k, v = torch.randn(3, 1, 2, 30, 16)
@@ -267,6 +269,7 @@ def test_a_function_for_kernels_takes_the_same_arguments() -> None:
             return (q - kv).abs() <= window
 
 
+@pytest.mark.slow
 def test_a_sequence_that_is_longer_than_its_canvas() -> None:
     """Lengths below a bound are not read. Kernels read nothing behind the canvas."""
     offsets = torch.tensor([0, 32, 40])
@@ -380,6 +383,7 @@ def _by_turns(dtypes: list[torch.dtype]) -> list[Any]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "dtype"), _ON_CPU, ids=label)
 def test_compiled_cpu(case: Case, dtype: torch.dtype) -> None:
     _compiled(case, dtype, "cpu", "cpu")
@@ -589,7 +593,7 @@ def test_blocks_of_slices_are_those_of_documents() -> None:
         assert torch.equal(got.block_mask.to_dense(), want.block_mask.to_dense())
 
 
-@on_day(1, of=2)
+@pytest.mark.slow
 def test_slices_of_one_kernel_with_other_numbers_of_runs() -> None:
     q, k, v = torch.randn(3, 1, 2, 64, 16)
     for kv_ranges in ([[0, 64]] * 2, [[0, 10], [20, 30]], [[0, 10], [10, 30]]):

@@ -175,6 +175,7 @@ def test_a_server_s_step(page_size: int, shared: int, backend: str) -> None:
     check(step, "causal", causal, backend=backend)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.campaign)])
 def test_half_precision(dtype: torch.dtype) -> None:
     check(Step([30, 30], [93, 160], rest=2, dtype=dtype), "causal", causal)
@@ -339,6 +340,7 @@ def test_gradients_of_queries_alone_and_of_a_score() -> None:
         assert error(x.grad, y.grad.double().cpu()) < 2 * TOLERANCE[torch.float32]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "needs_gradients"),
     [

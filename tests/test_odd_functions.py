@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 from functions_odd import UNLIKE_SINGLE_NUMBERS, WRITTEN, Mask, generated, mixed, of_expression, together
-from helpers import TOLERANCE, check_equal_block_masks, error, exact, in_campaigns, on_day, one_in
+from helpers import TOLERANCE, check_equal_block_masks, error, exact, in_campaigns, one_in
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 from torch.nn.functional import scaled_dot_product_attention
@@ -348,7 +348,7 @@ def test_the_oracle_is_what_python_computes() -> None:
     assert mixed > 0.9 * len(WRITTEN)
 
 
-@pytest.mark.parametrize("name", TODAY.sample(list(WRITTEN), 10))
+@pytest.mark.parametrize("name", TODAY.sample(list(WRITTEN), 5))
 def test_written_functions(name: str, judge: Judge) -> None:
     """Each has one shape; the campaign tries all functions in every shape."""
     shape = list(SHAPES)[list(WRITTEN).index(name) % len(SHAPES)]
@@ -434,7 +434,7 @@ def test_compiled_functions(first: int, count: int, rewritten: bool, judge: Judg
     assert not judged.fault, f"{judged.fault}: {functions}"
 
 
-@on_day(1, of=2)
+@pytest.mark.slow
 def test_compiled_functions_inside_compile(judge: Judge) -> None:
     functions = [*compiled_functions(0, 2)[0], "(q & kv) == 0", "i8[kv] * (h + 1) < 120", "q + q.element_size() > kv"]
     judged = judge.judge(functions, Shape(2 * len(functions), 3, 100, 75), form="traced")

@@ -40,6 +40,7 @@ def test_orders(canvas: tuple[int, ...]) -> None:
         assert torch.equal(inverse_order(inverse_order(order)), order)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "canvas", "params"),
     [

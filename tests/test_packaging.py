@@ -61,6 +61,7 @@ def build(clone: Path, kind: str, out: Path) -> Path:
     return made
 
 
+@pytest.mark.slow
 def test_the_source_distribution_has_all_files(clone: Path, tmp_path: Path) -> None:
     with tarfile.open(build(clone, "sdist", tmp_path)) as archive:
         names = [member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()]
@@ -102,6 +103,7 @@ def check_metadata(text: str) -> None:
     assert all(re.match("triton>=3.6;", n) for n in metadata.get_all("Requires-Dist") if n.startswith("triton"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", ["the folder that holds the clone", "the clone"])
 def test_an_editable_install(clone: Path, tmp_path: Path, folder: str) -> None:
     """Python that starts next to the clone sees a folder named flexmasks, which must not hide the package."""

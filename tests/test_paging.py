@@ -288,6 +288,7 @@ def _check_table(cache: tuple[Tensor, Tensor, int, int, int], inner: str, start:
 # --- compared with a whole prefill of contiguous keys and values ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     "params",
@@ -348,6 +349,7 @@ def test_a_step_compiles_nothing(device: str, monkeypatch: pytest.MonkeyPatch) -
         assert error(out, cache.expected(q, last)[0]) < TOLERANCE[torch.float32]
 
 
+@pytest.mark.slow
 def test_inside_a_compiled_model() -> None:
     cache, q = decoding()
     call = torch.compile(lambda q: cache.attention(q * 2, mask="causal") + 1, fullgraph=True, backend="aot_eager")
@@ -446,6 +448,7 @@ def test_ranges_leave_open_what_is_partial(page_size: int) -> None:
     assert page_size < 128 or blocks.undecided <= batch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("queries", "backend"),
     [
@@ -477,6 +480,7 @@ def _chunks() -> tuple[Paged, Tensor]:
     return cache, torch.randn(5, 6, 70, 32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "max_bytes"),
     [
@@ -534,6 +538,7 @@ def test_blocks_of_chunks_have_keys_of_one_sequence(monkeypatch: pytest.MonkeyPa
     assert 3 * computed[0] < computed[1]
 
 
+@pytest.mark.slow
 def test_copies_of_chunks_take_bounded_memory() -> None:
     batch, n_pages, page_size = 16, 1024, 64
     k_cache, v_cache = torch.randn(2, n_pages, page_size, 2, 64)  # 34 MB each; all copies together take as much
@@ -722,6 +727,7 @@ def test_fa4_in_pages_is_captured() -> None:
             assert error(out, cache.expected(q, last)[0]) < TOLERANCE[torch.bfloat16]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_kernels")
 def test_fa4_leaves_pages_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Masks that are no windows, queries elsewhere and calls that learn go another way, and so does a failure."""

@@ -186,6 +186,7 @@ def test_spans_of_transformers(masking: Any) -> None:
     assert same(theirs, "bidirectional_spans", 40, span_ids=spans)
 
 
+@pytest.mark.slow
 def test_buckets_of_transformers() -> None:
     from flexmasks.scores.t5_bias import t5_bucket
 

@@ -178,6 +178,7 @@ def test_block_masks_as_data_travel(way: str) -> None:
     check_block_mask(WAYS[way](block_mask), block_mask)
 
 
+@pytest.mark.slow
 def test_a_loaded_block_mask_compiles() -> None:
     q, k, v = torch.randn(3, BATCH, HEADS, LENGTH, 8)
     block_mask = by_file(block_mask_of("composed"))

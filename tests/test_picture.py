@@ -229,6 +229,7 @@ def test_svg_stays_small_whatever_the_mask() -> None:
     parsed(named._repr_html_()[len("<div>") : -len("</div>")])
 
 
+@pytest.mark.slow
 def test_a_million_tokens_take_seconds_and_little_memory_and_no_matplotlib() -> None:
     """Draw in a fresh process in which matplotlib is missing."""
     code = """
@@ -331,6 +332,7 @@ def test_the_command_suggests_lengths_too(capsys: pytest.CaptureFixture[str]) ->
     assert "3 queries (down) x 4 keys" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_reader_that_closes_the_pipe() -> None:
     command = [sys.executable, "-m", "flexmasks", "show", "causal"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -474,6 +476,7 @@ def test_saved(tmp_path: Path) -> None:
     assert picture.save(tmp_path / "mask.txt").read_text().splitlines()[0][0] == "▒"
 
 
+@pytest.mark.slow
 def test_plots(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from matplotlib.figure import Figure

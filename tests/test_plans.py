@@ -412,6 +412,7 @@ def test_layouts_of_tensors_are_kinds_of_their_own() -> None:
             assert error(out, scaled_dot_product_attention(q, q, q, attn_mask=mask)) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_cpu_too", [in_campaigns("from the start"), "renewed"], indirect=True)
 @pytest.mark.usefixtures("on_cpu_too")
 @pytest.mark.parametrize("device", DEVICES)
@@ -456,6 +457,7 @@ def test_numbers_by_head_are_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(create_mask(renewed, *shape, "cpu"), create_mask(mask, *shape, "cpu"))
 
 
+@pytest.mark.slow
 def test_planning_again_needs_a_call_of_the_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "_RENEWED_ON", ("cpu", "cuda"))
     q = torch.randn(BATCH, HEADS, LENGTH, 32)

@@ -137,6 +137,7 @@ def test_operations_on_numbers_of_both_signs_are_sound(operation: str) -> None:
         check_sound(re.sub(r"\by\b", f"(kv - {second})", re.sub(r"\bx\b", f"(q - {first})", operation)), *sizes)
 
 
+@pytest.mark.slow
 @short_and_campaign(100, 400)
 def test_compositions_are_sound(examples: int) -> None:
     @settings(max_examples=examples)
@@ -500,6 +501,7 @@ def _hashed(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
     return number < 9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", [_parity, _hashed])
 def test_chains_are_compiled_in_time_that_grows_linearly(mask: Callable[..., Tensor], monkeypatch: Any) -> None:
     """torch's compiler computes an operation again at each use, unless its result is stored."""

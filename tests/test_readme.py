@@ -295,6 +295,7 @@ def test_the_house_names_every_room_and_module() -> None:
             assert f"`{path.name}`" in house
 
 
+@pytest.mark.slow
 def test_list_and_show(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list"]) == 0
     listed = capsys.readouterr().out

@@ -61,6 +61,7 @@ def test_it_runs(name: str, tmp_path: Path) -> None:
     assert _processor_seconds() - seconds_before < SECONDS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "package"), [(name, package) for name in NEEDS for package in NEEDS[name]])
 def test_without_a_package_it_says_what_to_install(name: str, package: str) -> None:
     code = f"""

@@ -131,6 +131,7 @@ _IN_TURN = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("quick_kernels", "names"),
     [*(("without C++", names) for names in _IN_TURN), *one_in(2, [("in C++", names) for names in _IN_TURN])],
@@ -172,6 +173,7 @@ _HALF = [(case, (torch.float16, torch.bfloat16)[n % 2]) for n, case in enumerate
 _HALF_ON_CPU = [*one_in(2, _HALF[:2]), *(pytest.param(*pair, marks=pytest.mark.campaign) for pair in _HALF[2:])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "dtype"), _HALF_ON_CPU, ids=label)
 def test_compiled_half_cpu(case: Case, dtype: torch.dtype) -> None:
     _compiled(case, dtype, "cpu", "cpu")
@@ -186,7 +188,7 @@ _ON_GPU = [
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("case", "dtype"), _ON_GPU, ids=label)
+@pytest.mark.parametrize(("case", "dtype"), one_in(2, _ON_GPU), ids=label)
 def test_compiled_gpu(case: Case, dtype: torch.dtype) -> None:
     _compiled(case, dtype, "cuda", "triton")
 
@@ -263,6 +265,7 @@ def test_tensors_in_float64_change_scores_in_float32(backend: str, q_len: int, n
     assert (out - want).abs().max() <= TOLERANCE[dtype]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("needs_grad", "backend"),  # on a CPU no kernel of flexmasks has gradients
     [(False, "aot_eager"), (True, "aot_eager"), *one_in(3, [(False, "inductor")])],

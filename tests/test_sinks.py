@@ -232,6 +232,7 @@ def test_layouts(layout: str, dtype: torch.dtype, sizes: tuple[int, int], device
     check(Case(queries=rows, size=size, dtype=dtype, layout=layout), device)
 
 
+@pytest.mark.slow
 @on_devices
 def test_random_cases(device: str) -> None:
     options = st.sampled_from(["both", "out", "lse"]), st.sampled_from(["like out", "transposed", "one number"])

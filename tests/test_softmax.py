@@ -278,6 +278,7 @@ def test_numbers_of_all_kinds(scale: Any) -> None:
     assert torch.equal(flexmasks.masked_softmax(x, scale=np.int64(2)), flexmasks.masked_softmax(x, scale=2))
 
 
+@pytest.mark.slow
 def test_a_module_is_a_mask() -> None:
     class Threshold(torch.nn.Module):
         def __init__(self) -> None:

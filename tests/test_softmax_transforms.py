@@ -74,6 +74,7 @@ def test_transforms() -> None:
     )
 
 
+@pytest.mark.slow
 def test_gradients_of_gradients() -> None:
     x, _, _, call, _ = problem()
     x.requires_grad_()
@@ -143,6 +144,7 @@ def test_forward_mode_without_torch_func(is_compiled: bool) -> None:
     close(tangent(call, x, v), jvp(naive, (x,), (v,))[1])
 
 
+@pytest.mark.slow
 def test_transforms_inside_a_compiled_function() -> None:
     x, v, _, call, naive = problem()
 
@@ -228,6 +230,7 @@ def operator_arguments(device: str = "cpu", heads: int = 3, q_len: int = 4) -> l
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_operators(device: str) -> None:
     for call_arguments in operator_arguments(device):
@@ -237,6 +240,7 @@ def test_operators(device: str) -> None:
     torch.library.opcheck(BACKWARD, (torch.randn_like(y).requires_grad_(), y, bounds, 0.7))
 
 
+@pytest.mark.slow
 def test_operators_are_differentiable() -> None:
     # Few elements, because the time grows with the square of their number.
     for x, *rest in operator_arguments(heads=1, q_len=3)[1:3]:
@@ -247,6 +251,7 @@ def test_operators_are_differentiable() -> None:
 # --- torch.compile, torch.export, make_fx, fake tensors ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("dynamic", "backend"),
@@ -279,6 +284,7 @@ def test_compiled(dynamic: bool, backend: str, device: str) -> None:
         assert torch.allclose(*(torch.autograd.grad(ys, x, directions)[0] for ys in (got, want)), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_exported() -> None:
     class Softmax(torch.nn.Module):
         def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -295,6 +301,7 @@ def test_exported() -> None:
                 assert torch.allclose(got, want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shape", "dynamic"), one_in(3, EMPTY_SHAPES))
 def test_compiled_with_nothing(shape: tuple[int, ...], dynamic: bool) -> None:
     torch._dynamo.reset()
@@ -309,6 +316,7 @@ def test_compiled_with_nothing(shape: tuple[int, ...], dynamic: bool) -> None:
         assert y.shape == shape
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dim", one_in(2, range(4)))
 def test_compiled_with_sizes_that_depend_on_data(dim: int) -> None:
     """One graph runs at sizes that only the run knows: how many of 8 elements are not 0."""
@@ -388,6 +396,7 @@ def test_fake_and_meta_tensors() -> None:
     assert torch.autograd.grad(y.sum(), x)[0].shape == (2, 3, 4)
 
 
+@pytest.mark.slow
 def test_errors_inside_a_compiled_function() -> None:
     for call, message in (
         (lambda x: flexmasks.masked_softmax(x, mask=lambda b, h, q, kv: q), "a boolean tensor, got one of int64"),
@@ -399,6 +408,7 @@ def test_errors_inside_a_compiled_function() -> None:
             torch.compile(call, fullgraph=True, backend="eager")(torch.zeros(2, 3, 4, 5))
 
 
+@pytest.mark.slow
 def test_a_scale_that_depends_on_a_shape_compiles_once() -> None:
     counted = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
 

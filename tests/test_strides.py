@@ -62,6 +62,7 @@ def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 # --- q, k and v ---
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_kernels")
 @pytest.mark.parametrize(
     ("layout", "quick_kernels"),

@@ -97,6 +97,7 @@ def jagged(x: Tensor) -> Tensor:
     return torch.nested.nested_tensor(parts, layout=torch.jagged).transpose(1, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", [3, pytest.param(5, marks=pytest.mark.campaign)])
 def test_cold_calls_at_once_compile_each_kernel_once(kernels: int, logged: tuple[list[str], list[str]]) -> None:
     q, k, v = torch.randn(3, 1, 2, LENGTH, 16)
@@ -156,6 +157,7 @@ def test_cold_calls_at_once_compile_each_kernel_once(kernels: int, logged: tuple
         assert theirs == []
 
 
+@pytest.mark.slow
 def test_one_cold_call_in_all_threads(logged: tuple[list[str], list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     """All threads wait for one compilation; each new length and dtype is compiled once, with its reason.
 
@@ -230,6 +232,7 @@ _TWO_THREADS = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["mended", pytest.param("by torch", marks=pytest.mark.campaign)])
 def test_a_thread_that_compiles_waits_for_no_backward_pass(way: str) -> None:
     """Both threads would wait for each other: on a GPU one thread runs all backward passes."""
@@ -237,6 +240,7 @@ def test_a_thread_that_compiles_waits_for_no_backward_pass(way: str) -> None:
     assert ("both threads ended" in ran.stdout) == (way == "mended"), ran.stderr
 
 
+@pytest.mark.slow
 def test_known_calls_run_while_another_thread_compiles() -> None:
     """A compilation in another thread neither blocks known calls nor sends them another way."""
     q, k, v = torch.randn(3, 1, 2, LENGTH, 16)
@@ -273,6 +277,7 @@ def test_known_calls_run_while_another_thread_compiles() -> None:
     assert all(map(torch.equal, got, want))
 
 
+@pytest.mark.slow
 def test_known_calls_run_while_another_thread_records_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """While torch traces in one thread, it refuses compiled calls in all threads."""
     q, k, v = torch.randn(3, 1, 2, LENGTH, 16)
@@ -387,6 +392,7 @@ def test_no_operation_of_a_tile_waits_for_other_threads(three_threads: None, mon
     assert torch.get_num_threads() == 3
 
 
+@pytest.mark.slow
 def test_calls_from_many_threads_share_the_tiles_threads(three_threads: None) -> None:
     want = {name: _trained(*DIVIDED[name]) for name in DIVIDED}
     before = threading.active_count()

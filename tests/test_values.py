@@ -94,6 +94,7 @@ def built(tree: Any) -> tuple[Any, Tensor]:
     return masks[0] | masks[1], values[0] | values[1]
 
 
+@pytest.mark.slow
 @given(trees())
 def test_algebra(tree: Any) -> None:
     mask, want = built(tree)
@@ -297,6 +298,7 @@ def test_scores_are_torch_score_mods(name: str) -> None:
     assert torch.allclose(flex_attention(q, k, v, score_mod=score), want, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_kernels")
 def test_compiled_by_torch() -> None:
     q, k, v = torch.randn(3, 2, 1, LENGTH, 16)
@@ -406,6 +408,7 @@ def test_what_a_function_may_be(function: Any, params: dict[str, Any]) -> None:
     assert torch.allclose(out, torch.nn.functional.scaled_dot_product_attention(q, k, v, want), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_default_tensor_is_not_kept_alive() -> None:
     import gc
     import weakref

@@ -106,6 +106,7 @@ def test_every_mask(case: Case, device: str) -> None:
     check(results(leaves, mask=case.name, **arguments(case, device)), expected(leaves, dense_of(case)), dtype)
 
 
+@pytest.mark.slow
 @on_devices
 @pytest.mark.parametrize("case", in_short(12, SCORE_CASES), ids=label)
 def test_scores_that_add(case: Case, device: str) -> None:
@@ -120,6 +121,7 @@ def test_scores_that_add(case: Case, device: str) -> None:
     check(results(leaves, **call), want, FP16)
 
 
+@pytest.mark.slow
 @on_devices
 @pytest.mark.parametrize(
     ("offset", "is_absolute", "factor"),
@@ -173,6 +175,7 @@ def test_what_is_no_line() -> None:
     assert line_of(distance[..., :1], Size(1, 1, 5, 1, size.device), 0) is None
 
 
+@pytest.mark.slow
 @on_devices
 def test_random_masks(device: str) -> None:
     """Masks with empty rows, columns and tiles, for lengths and head sizes that nothing divides."""
@@ -236,6 +239,7 @@ def test_very_low_scores(lowest: float, device: str) -> None:
     assert max(error(a, b.double().cpu()) for a, b in zip(got, want, strict=True)) < 2 * TOLERANCE[FP16]
 
 
+@pytest.mark.slow
 @on_devices
 def test_layouts(device: str) -> None:
     """Rows may lie anywhere, and upstream gradients may be expanded or transposed."""
@@ -257,6 +261,7 @@ def test_layouts(device: str) -> None:
     assert error(got, want.cpu()) < TOLERANCE[FP16]
 
 
+@pytest.mark.slow
 @on_devices
 def test_sinks_and_gradients_of_some(device: str) -> None:
     q, k, v = (torch.randn(2, 4, 50, 16).to(device, BF16) for _ in range(3))
@@ -288,6 +293,7 @@ def test_derivatives_of_gradients_and_batches_of_them(device: str) -> None:
 # --- new tensors ---
 
 
+@pytest.mark.slow
 @on_devices
 def test_new_tensors_at_every_step(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls with new tensors are renewed, compile nothing more, and see changes in place."""
