@@ -1,4 +1,4 @@
-"""The command line: `python -m flexmasks demo`, `list`, `show`, `gallery`, `plan` and `bench`."""
+"""The command line: `python -m flexmasks demo`, `list`, `show`, `bench` and `gallery`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import difflib
 import functools
 import importlib
 import itertools
-import json
 import os
 import re
 import reprlib
@@ -19,29 +18,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from tabulate import tabulate
 from torch import Tensor
 
 from flexmasks import __version__
-from flexmasks.pictures.output import check_kind, check_writable, text_width, write
+from flexmasks.pictures.output import check_kind, check_writable, text_width
 from flexmasks.pictures.pages import page
 from flexmasks.spec.arguments import get_mask, get_score
 from flexmasks.spec.definitions import Definition, definition
 from flexmasks.spec.parameters import describe
 from flexmasks.spec.registry import list_masks, list_scores
 
-_BENCHMARKS = {
-    "blocks": "finding block masks, against create_block_mask",
-    "softmax": "the masked softmax, against torch",
-    "attention": "masks and scores, against flex_attention, SDPA and other libraries",
-    "steps": "loops whose masks have new tensors at every step, against torch",
-    "data": "masks as functions and as data, in the same kernels",
-    "serve": "decoding with new lengths at every step, against torch",
-    "models": "Hugging Face models of real shapes in training and generation",
-    "ranks": "a sequence over several GPUs, against one and against torch",
-    "limits": "sinks, head sizes, small and first calls, soft-caps, neighborhoods",
-}
-_BY_STEPS = ("steps", "data", "serve", "models", "ranks", "limits")  # benchmarks that take --only and --quick
 _HINT = "`python -m flexmasks show NAME` draws one; `list --long` says more of each."
 _HELP_WIDTH = 80
 _LONG_LIST = 160  # characters of `list --long` where there is no terminal
@@ -51,9 +39,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run a command and return the exit status."""
     parser, commands = _parser()
     arguments, rest = parser.parse_known_args(argv)
-    if rest and arguments.command not in ("show", "plan"):
+    if rest and arguments.command not in ("show", "bench"):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    status = 0
     try:
         if getattr(arguments, "modules", None):
             _import(arguments.modules)
@@ -64,13 +51,11 @@ def main(argv: list[str] | None = None) -> int:
         elif arguments.command == "list":
             print(tables(arguments.markdown, arguments.long))
         elif arguments.command == "bench":
-            status = 1 if _bench(parser, arguments).get("failed") else 0
+            _bench(parser, arguments, _parameters(rest))
         elif arguments.command == "gallery":
             from flexmasks.pictures.gallery import gallery
 
             print(gallery(arguments.out, {name: _help(command) for name, command in commands.items()}))
-        elif arguments.command == "plan":
-            _plan(arguments, _parameters(rest))
         else:
             _show(arguments, _parameters(rest))
         sys.stdout.flush()
@@ -87,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
             raise
         print(f"flexmasks: {error.filename}: {error.strerror}.", file=sys.stderr)
         return 2
-    return status
+    return 0
 
 
 def _help(command: Any) -> str:
@@ -144,9 +129,8 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
         "One search finds masks, scores and all public names. The reference stands in a folder beside the page, and "
         "needs `pip install 'flexmasks[docs]'`; without it only the page is written."
     )
-    does = "estimate on paper what attention over many GPUs exchanges and computes"
-    _add_plan_arguments(_add_command(commands, "plan", does, parent))
-    _add_bench_arguments(_add_command(commands, "bench", "measure the speed of this machine", parent))
+    does = "time a call of yours on this machine, against flex_attention and SDPA"
+    _add_bench_arguments(_add_command(commands, "bench", does, parent))
     return parser, commands.choices
 
 
@@ -171,91 +155,26 @@ def _add_command(commands: Any, name: str, does: str, *parents: argparse.Argumen
     return parser
 
 
-def _add_plan_arguments(plan_parser: argparse.ArgumentParser) -> None:
-    plan_parser.allow_abbrev = False  # a parameter of a mask may begin like an option
-    plan_parser.usage = (
-        "python -m flexmasks plan --ranks N --length N --mask NAME [options]\n"
-        "                                [--PARAMETER VALUE ...]"
-    )
-    plan_parser.epilog = (
-        "Parameters of masks are given by their names, with values as in Python: --window 4096. Each goes to all masks "
-        "that take it; the others are those of an example. All figures are sums over the masks. "
-        "flexmasks.integrations.distributed.plan says how they are computed."
-    )
-    count: dict[str, Any] = {"metavar": "N", "type": _positive}
-    plan_parser.add_argument("--ranks", **count, required=True, help="number of GPUs that hold the sequence together")
-    plan_parser.add_argument("--length", **count, required=True, help="number of tokens of the whole sequence")
-    plan_parser.add_argument(
-        "--mask",
-        dest="masks",
-        metavar="NAME",
-        action="append",
-        required=True,
-        help="the name of a mask; repeated, the masks of several layers",
-    )
-    plan_parser.add_argument("--balance", action="store_true", help="let all ranks compute equally many blocks")
-    plan_parser.add_argument("--batch", **count, help="number of sequences (default: 1)")
-    for name, default, text in (
-        ("--heads", 32, "number of query heads"),
-        ("--kv-heads", 8, "number of key heads"),
-        ("--head-size", 128, "size of a head"),
-        ("--dtype-bytes", 2, "bytes of a number"),
-    ):
-        plan_parser.add_argument(
-            name, metavar="N", type=_positive, default=default, help=f"{text} (default: {default})"
-        )
-    rates: dict[str, Any] = {"metavar": "X", "type": float}
-    plan_parser.add_argument(
-        "--bandwidth", **rates, default=50.0, help="GB that a rank receives in a second (default: 50)"
-    )
-    plan_parser.add_argument(
-        "--tflops", **rates, default=400.0, help="1e12 operations that a rank computes in a second (default: 400)"
-    )
-    plan_parser.add_argument(
-        "--block-size",
-        metavar="N",
-        type=_positive,
-        help="queries and keys of a block (default: 128 to 4,194,304 tokens)",
-    )
-    plan_parser.add_argument("--json", metavar="FILE", help="also write all figures and the parts of ranks to a file")
-
-
 def _add_bench_arguments(bench_parser: argparse.ArgumentParser) -> None:
-    bench_parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    bench_parser.usage = "python -m flexmasks bench WHAT [options]"
-    bench_parser.epilog = "\n".join(["what can be measured:", *(f"  {w:11}{text}" for w, text in _BENCHMARKS.items())])
-    bench_parser.add_argument("what", metavar="WHAT", choices=_BENCHMARKS, help=", ".join(_BENCHMARKS))
-    several: dict[str, Any] = {"nargs": "+", "default": []}
+    bench_parser.allow_abbrev = False  # a parameter of a mask may begin like an option
+    bench_parser.usage = "python -m flexmasks bench --mask NAME --shape B,H,S,D [options]\n    [--PARAMETER VALUE ...]"
+    bench_parser.epilog = (
+        "Parameters of the mask and the score are given by their names, with values as in Python: --window 1024. By "
+        "default they are those of an example. Backward passes are timed on a GPU."
+    )
+    bench_parser.add_argument("--mask", metavar="NAME", required=True, help="the name of a mask; `list` names all")
     bench_parser.add_argument(
-        "--masks",
-        **several,
-        metavar="NAME",
-        help="with blocks and attention: only these masks, of the usual table or registered, at their examples",
+        "--shape", metavar="B,H,S,D", type=_shape, required=True, help="batch, query heads, tokens, and size of a head"
+    )
+    bench_parser.add_argument("--score", metavar="NAME", help="the name of a score modification")
+    bench_parser.add_argument("--kv-heads", metavar="N", type=_positive, help="key heads (default: the query heads)")
+    bench_parser.add_argument(
+        "--dtype",
+        choices=("float32", "float16", "bfloat16"),
+        help="of q, k and v (default: bfloat16 on a GPU, else float32)",
     )
     bench_parser.add_argument(
-        "--scores", **several, metavar="NAME", help="with attention: registered scores, under the causal mask"
-    )
-    bench_parser.add_argument(
-        "--all",
-        action="store_true",
-        help="with blocks and attention: every registered mask, and with attention every score, at its example",
-    )
-    bench_parser.add_argument(
-        "--lengths", **several, type=_positive, metavar="N", help="with blocks and attention: numbers of tokens"
-    )
-    bench_parser.add_argument(
-        "--only",
-        **several,
-        metavar="TEXT",
-        help="with steps, data, serve and limits: only what has one of these texts in its description",
-    )
-    bench_parser.add_argument(
-        "--quick", action="store_true", help="with steps, data, serve, models and limits: few and small steps"
-    )
-    bench_parser.add_argument("--device", help="cuda or cpu (default: a GPU if the machine has one)")
-    bench_parser.add_argument("--json", metavar="FILE", help="write the figures to a file, after each step")
-    bench_parser.add_argument(
-        "--resume", action="store_true", help="keep the figures of FILE, and measure the missing ones"
+        "--device", choices=("cuda", "cpu"), help="where to run (default: a GPU if the machine has one)"
     )
 
 
@@ -285,45 +204,37 @@ def tables(markdown: bool = False, long: bool = False) -> str:
     return text if long else f"{text}\n\n{_HINT}"
 
 
-def _bench(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Run a benchmark and return its results."""
-    if arguments.all and (arguments.masks or arguments.scores):
-        parser.error("--all takes no --masks and no --scores")
-    if arguments.resume and arguments.json is None:
-        parser.error("--resume continues a FILE: pass --json FILE")
-    if (arguments.only or arguments.quick) and arguments.what not in _BY_STEPS:
-        parser.error(f"bench {arguments.what} takes no --only and no --quick")
-    where: dict[str, Any] = {"device": arguments.device, "file": arguments.json}
-    if arguments.what in _BY_STEPS:
-        from flexmasks.bench.data import DATA_FORMS
-        from flexmasks.bench.limits import LIMITS
-        from flexmasks.bench.models import MODELS
-        from flexmasks.bench.ranks import RANKS
-        from flexmasks.bench.results import run_benchmark
-        from flexmasks.bench.serve import SERVE
-        from flexmasks.bench.steps import STEPS
+def _bench(parser: argparse.ArgumentParser, arguments: argparse.Namespace, given: dict[str, Any]) -> None:
+    from flexmasks.bench.compare import compare
 
-        if arguments.masks or arguments.scores or arguments.all or arguments.lengths:
-            parser.error(f"bench {arguments.what} takes no --masks, --scores, --all and --lengths")
-        benchmarks = (STEPS, DATA_FORMS, SERVE, MODELS, RANKS, LIMITS)
-        benchmark = next(b for b in benchmarks if b.name == arguments.what)
-        return run_benchmark(benchmark, arguments.only, quick=arguments.quick, resume=arguments.resume, **where)
-    if arguments.what == "softmax":
-        from flexmasks.bench.softmax import softmax
+    on_gpu = torch.cuda.is_available()
+    if arguments.device == "cuda" and not on_gpu:
+        parser.error("--device cuda: torch finds no GPU on this machine")
+    batch, heads, length, size = arguments.shape
+    kv_heads = arguments.kv_heads or heads
+    if heads % kv_heads:
+        parser.error(f"--kv-heads must divide the {heads} query heads, got {kv_heads}")
+    named = [("mask", arguments.mask), *([("score", arguments.score)] if arguments.score else [])]
+    defined = [definition(kind, name) for kind, name in named]
+    for parameter in given:
+        if not any(parameter in one.parameters for one in defined):
+            known = ", ".join(f"`{n}`" for one in defined for n in one.parameters) or "none"
+            raise ValueError(f"flexmasks: there is no parameter `{parameter}`; the parameters here are {known}.")
+    own = [{n: value for n, value in given.items() if n in one.parameters} for one in defined]
+    made = [_with_example(one, params, length) for one, params in zip(defined, own, strict=True)]
+    mask = get_mask(arguments.mask, **made[0])
+    score = get_score(arguments.score, **made[1]) if arguments.score else None
+    device = torch.device(arguments.device or ("cuda" if on_gpu else "cpu"))
+    dtype = getattr(torch, arguments.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
+    q, k, v = (torch.randn(batch, h, length, size, device=device, dtype=dtype) for h in (heads, kv_heads, kv_heads))
+    print(compare(mask, score, q, k, v))
 
-        if arguments.masks or arguments.scores or arguments.all or arguments.lengths or arguments.resume:
-            parser.error("bench softmax takes no --masks, --scores, --all, --lengths and --resume")
-        return softmax(**where)
-    where |= {"registry": arguments.all, "resume": arguments.resume}
-    if arguments.what == "attention":
-        from flexmasks.bench.attention import bench
 
-        return bench(arguments.masks, arguments.scores, lengths=arguments.lengths, **where)
-    from flexmasks.bench.blocks import blocks
-
-    if arguments.scores:
-        parser.error("bench blocks takes no --scores")
-    return blocks(arguments.lengths, arguments.masks, **where)
+def _shape(text: str) -> tuple[int, ...]:
+    sizes = tuple(_positive(size.strip()) for size in text.split(","))
+    if len(sizes) != 4:
+        raise argparse.ArgumentTypeError(f"must be four numbers B,H,S,D, got {text}")
+    return sizes
 
 
 def _positive(text: str) -> int:
@@ -371,39 +282,6 @@ def _show(arguments: argparse.Namespace, given: dict[str, Any]) -> None:
         print(f"{picture}\n")
         if arguments.save and (kind, entry) == named[0]:
             print(f"written to {picture.save(arguments.save)}\n")
-
-
-def _plan(arguments: argparse.Namespace, given: dict[str, Any]) -> None:
-    from flexmasks.integrations.distributed.paper import plan
-
-    if arguments.json:
-        check_writable(Path(arguments.json))
-    takes = {name: definition("mask", name).parameters for name in arguments.masks}
-    for parameter in given:
-        if not any(parameter in parameters for parameters in takes.values()):
-            known = ", ".join(dict.fromkeys(f"`{n}`" for parameters in takes.values() for n in parameters)) or "none"
-            raise ValueError(f"flexmasks: no mask has the parameter `{parameter}`; they take {known}.")
-    masks = []
-    for name in arguments.masks:
-        own = {n: value for n, value in given.items() if n in takes[name]}
-        masks.append(get_mask(name, **_with_example(definition("mask", name), own, arguments.length)))
-    paper = plan(
-        masks,
-        arguments.length,
-        arguments.ranks,
-        order="balanced" if arguments.balance else None,
-        batch=arguments.batch,
-        q_heads=arguments.heads,
-        kv_heads=arguments.kv_heads,
-        head_size=arguments.head_size,
-        dtype_bytes=arguments.dtype_bytes,
-        bandwidth=arguments.bandwidth * 1e9,
-        flops=arguments.tflops * 1e12,
-        block_size=arguments.block_size,
-    )
-    print(paper)
-    if arguments.json:
-        write(arguments.json, json.dumps(paper.as_dict(), indent=1) + "\n")
 
 
 def _with_example(defined: Definition, given: dict[str, Any], length: int) -> dict[str, Any]:

@@ -720,31 +720,6 @@ def raw_stream(device: torch.device) -> int:
     return int(torch._C._cuda_getCurrentRawStream(device.index))
 
 
-def compiled_graphs() -> int:
-    """Return how many graphs this process has compiled, for the log. No public equivalent."""
-    with _IMPORTING:
-        from torch._dynamo.utils import counters
-    return int(counters["stats"]["unique_graphs"])
-
-
-def inductor_graphs() -> int:
-    """Return how many graphs Inductor has compiled or loaded, for benchmarks. No public equivalent."""
-    with _IMPORTING:
-        from torch._dynamo.utils import counters
-    return sum(int(counters["inductor"][f"fxgraph_cache_{outcome}"]) for outcome in ("hit", "miss", "bypass"))
-
-
-def empty_compile_cache() -> contextlib.AbstractContextManager[Any]:
-    """Keep compiled code in an empty folder, so that every compilation is a cold one.
-
-    The environment variable TORCHINDUCTOR_CACHE_DIR is public, but what is in memory would still be found.
-    """
-    with _IMPORTING:
-        from torch._inductor.utils import fresh_cache
-    cache: contextlib.AbstractContextManager[Any] = fresh_cache()
-    return cache
-
-
 def compiler_is_off() -> bool:
     """Return whether torch.compile is switched off for the process. No public equivalent."""
     with _IMPORTING:
@@ -760,22 +735,6 @@ def recompile_limit() -> int:
     with _IMPORTING:
         from torch._dynamo import config
     return int(config.recompile_limit)
-
-
-@contextlib.contextmanager
-def donated_buffers_off() -> Iterator[None]:
-    """Let a compiled backward pass run more than once over one graph.
-
-    Benchmarks time the backward pass that way. No public equivalent.
-    """
-    with _IMPORTING:
-        from torch._functorch import config
-    kept = config.donated_buffer
-    config.donated_buffer = False
-    try:
-        yield
-    finally:
-        config.donated_buffer = kept
 
 
 def flash_attention_on_cpu(
@@ -928,9 +887,6 @@ def group_timeout(group: Any) -> Any:
     return None
 
 
-# `_ContextParallel`, `_create_cp_block_mask` and `_HeadTailLoadBalancer`: torch's own flex_attention over a sequence of
-# several processes, which the benchmark "ranks" runs against. No public equivalent; without them the benchmark leaves
-# it out.
 def all_to_all(rows: Tensor, come: list[int], sent: list[int], group: Any) -> Tensor:
     """Exchange rows with the processes of a group.
 
@@ -939,30 +895,3 @@ def all_to_all(rows: Tensor, come: list[int], sent: list[int], group: Any) -> Te
     from torch.distributed import _functional_collectives as functional
 
     return functional.all_to_all_single_autograd(rows, come, sent, group)
-
-
-def flex_over_processes(
-    mask_mod: Callable[..., Tensor], length: int, mesh: Any, device: torch.device, is_balanced: bool
-) -> Callable[..., Tensor]:
-    """Return torch's flex_attention over the processes of a mesh, as a function.
-
-    is_balanced: whether each process holds a piece of the first half of the sequence, and one of the second half.
-    """
-    from torch.distributed.tensor.experimental._context_parallel import _attention as experimental
-    from torch.distributed.tensor.experimental._context_parallel import _load_balancer as balancers
-    from torch.distributed.tensor.parallel import parallelize_module
-    from torch.nn.attention.flex_attention import flex_attention
-
-    class Flex(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.run = torch.compile(flex_attention)
-
-        def forward(self, q: Tensor, k: Tensor, v: Tensor, block_mask: Any) -> Tensor:
-            return self.run(q, k, v, block_mask=block_mask)
-
-    style = experimental._ContextParallel
-    module = parallelize_module(Flex(), mesh, style(seq_dim=2, attention_type=style.AttentionType.FLEX))
-    balancer = balancers._HeadTailLoadBalancer(length, mesh.size(), device) if is_balanced else None
-    block_mask = experimental._create_cp_block_mask(mask_mod, 1, 1, length, length, mesh, load_balancer=balancer)
-    return lambda q, k, v: cast(Tensor, module(q, k, v, block_mask))

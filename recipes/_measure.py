@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from tabulate import tabulate
 from torch import Tensor
 
+from benchmarks.results import Row as Row
+from benchmarks.results import machine
+from benchmarks.runner import attention_tflops, measure_passes
 from flexmasks import Mask, attention, dense_mask
-from flexmasks.bench.results import Row as Row
-from flexmasks.bench.results import machine
-from flexmasks.bench.runner import attention_tflops, measure_passes
 from flexmasks.pictures.output import progress, write
 
 ON_GPU = torch.cuda.is_available()

@@ -12,6 +12,9 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
+
+import flexmasks
 from _measure import (
     CHECKED_SHAPE,
     TIMED_SHAPE,
@@ -24,9 +27,6 @@ from _measure import (
     start,
     textbook,
 )
-from torch import Tensor
-
-import flexmasks
 
 
 # %% The same attention in two ways. FlexAttention runs both, because they are functions of our own. Given the name

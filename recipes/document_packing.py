@@ -13,6 +13,9 @@ import logging
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+
+import flexmasks
 from _measure import (
     CHECKED_SHAPE,
     DEVICE,
@@ -26,9 +29,6 @@ from _measure import (
     start,
     textbook,
 )
-from torch import Tensor
-
-import flexmasks
 
 
 def lengths_of_documents(total: int, longest: int) -> list[int]:

@@ -15,11 +15,11 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from _measure import DEVICE, DTYPE, ON_GPU, Row, check, finish, start
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flexmasks
+from _measure import DEVICE, DTYPE, ON_GPU, Row, check, finish, start
 from flexmasks.bench.clock import interleaved
 
 

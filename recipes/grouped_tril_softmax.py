@@ -13,10 +13,10 @@ import math
 from collections.abc import Callable
 
 import torch
-from _measure import DEVICE, ON_GPU, Row, check, finish, start
 from torch import Tensor
 
 import flexmasks
+from _measure import DEVICE, ON_GPU, Row, check, finish, start
 from flexmasks.bench.clock import interleaved
 
 

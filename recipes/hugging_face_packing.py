@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # Trainer spreads batches over all GPUs, and a batch has one row
 
 import torch
-from _measure import DEVICE, DTYPE, ON_GPU, Row, check, finish, start
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from _measure import DEVICE, DTYPE, ON_GPU, Row, check, finish, start
 from flexmasks.bench.console import synchronize
 from flexmasks.integrations import huggingface
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import flexmasks
 from _measure import (
     CHECKED_SHAPE,
     ON_GPU,
@@ -26,8 +27,6 @@ from _measure import (
     start,
     textbook,
 )
-
-import flexmasks
 
 
 # %% The references. SASA is a matter of distance.

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from _measure import DEVICE, DTYPE, ON_GPU, Attend, attention_rows, check, finish, start, textbook
 from torch import Tensor
 
 import flexmasks
+from _measure import DEVICE, DTYPE, ON_GPU, Attend, attention_rows, check, finish, start, textbook
 
 
 def random_lengths(sequences: int, longest: int) -> list[int]:

@@ -21,9 +21,9 @@ if not torch.cuda.is_available():
 
 import triton
 import triton.language as tl
-from _measure import DEVICE, ON_GPU, Row, check, finish, start
 from torch import Tensor
 
+from _measure import DEVICE, ON_GPU, Row, check, finish, start
 from flexmasks.bench.clock import interleaved
 
 LOG2_E = tl.constexpr(math.log2(math.e))  # exp(x) = 2 ** (x * log2 e), and powers of two are one instruction

@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from _measure import DEVICE, ON_GPU, Row, check, finish, start
 from torch import Tensor, nn
 
 import flexmasks
+from _measure import DEVICE, ON_GPU, Row, check, finish, start
 from flexmasks.bench.console import synchronize
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -9,6 +9,8 @@ of length P ends at key P - 1, and `kv <= P` would show the first generated toke
 from __future__ import annotations
 
 import torch
+
+import flexmasks
 from _measure import (
     CHECKED_SHAPE,
     DEVICE,
@@ -22,8 +24,6 @@ from _measure import (
     start,
     textbook,
 )
-
-import flexmasks
 
 
 # %% The reference is a list of the keys that a query sees.

@@ -13,6 +13,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+
+import flexmasks
 from _measure import (
     CHECKED_SHAPE,
     DEVICE,
@@ -27,9 +30,6 @@ from _measure import (
     start,
     textbook,
 )
-from torch import Tensor
-
-import flexmasks
 
 
 # %% ALiBi is a penalty for distance: score - slope * (q - kv). A plus would favor distant keys.

@@ -22,13 +22,13 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from _measure import Row, check, finish, start
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.spawn import spawn
 
 import flexmasks
+from _measure import Row, check, finish, start
 from flexmasks.bench.console import synchronize
 from flexmasks.integrations import distributed
 from flexmasks.pictures.output import Share

@@ -27,10 +27,10 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from _measure import DEVICE, DTYPE, ON_GPU, Row, check, finish, start, textbook
 from torch import Tensor, nn
 
 import flexmasks
+from _measure import DEVICE, DTYPE, ON_GPU, Row, check, finish, start, textbook
 from flexmasks.bench.clock import interleaved
 from flexmasks.bench.console import synchronize
 from flexmasks.pictures.output import progress

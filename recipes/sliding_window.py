@@ -8,6 +8,7 @@ FlashAttention's window_size=(w, 0). Hugging Face's sliding_window=W is window=W
 # %%
 from __future__ import annotations
 
+import flexmasks
 from _measure import (
     CHECKED_SHAPE,
     ON_GPU,
@@ -22,8 +23,6 @@ from _measure import (
     start,
     textbook,
 )
-
-import flexmasks
 
 
 # %% The reference is the definition for one query and one key: the query's own key and the `window` keys before it.

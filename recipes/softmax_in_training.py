@@ -14,11 +14,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from _measure import DEVICE, ON_GPU, Row, check, finish, start
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 import flexmasks
+from _measure import DEVICE, ON_GPU, Row, check, finish, start
 from flexmasks.bench.clock import interleaved
 from flexmasks.bench.console import synchronize
 

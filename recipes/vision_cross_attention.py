@@ -10,6 +10,8 @@ an image: its output is then 0, where SDPA gives NaN.
 from __future__ import annotations
 
 import torch
+
+import flexmasks
 from _measure import (
     CHECKED_SHAPE,
     DEVICE,
@@ -23,8 +25,6 @@ from _measure import (
     start,
     textbook,
 )
-
-import flexmasks
 
 
 # %% The reference is the definition in plain Python.

@@ -28,7 +28,7 @@ import flexmasks
 from flexmasks.spec import definitions
 
 if TYPE_CHECKING:  # not all torch builds have process groups
-    from flexmasks.bench.processes import Processes
+    from benchmarks.processes import Processes
 
 settings.register_profile("flexmasks", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("flexmasks")
@@ -200,7 +200,7 @@ def four() -> Iterator[Processes]:
 
 
 def _processes(count: int) -> Iterator[Processes]:
-    from flexmasks.bench.processes import Processes
+    from benchmarks.processes import Processes
 
     processes = Processes(count)
     yield processes

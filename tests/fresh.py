@@ -36,7 +36,11 @@ def run(code: str, *arguments: str, **variables: str) -> subprocess.CompletedPro
 @functools.cache
 def _source() -> subprocess.Popen[str]:
     """Return the process that is copied. It ends with this one, whose end closes its input."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'recipes'}",
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    }
     command = [sys.executable, __file__]
     return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 

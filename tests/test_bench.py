@@ -20,23 +20,23 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, crea
 from torch.nn.functional import scaled_dot_product_attention
 
 import flexmasks
-from flexmasks.__main__ import main
+from benchmark import main
+from benchmarks import attention as bench_attention
+from benchmarks import blocks as bench_blocks
+from benchmarks import data as bench_data
+from benchmarks import first_calls, limits_tables, loops, peers, steps_tables
+from benchmarks import limits as bench_limits
+from benchmarks import models as bench_models
+from benchmarks import ranks as bench_ranks
+from benchmarks import results as bench_results
+from benchmarks import serve as bench_serve
+from benchmarks import softmax as bench_softmax
+from benchmarks import steps as bench_steps
+from benchmarks.memory import peak_bytes
+from benchmarks.model import Sizes
+from benchmarks.runner import measure_passes, measure_steps
 from flexmasks.backends import flex
-from flexmasks.bench import attention as bench_attention
-from flexmasks.bench import blocks as bench_blocks
-from flexmasks.bench import data as bench_data
-from flexmasks.bench import first_calls, limits_tables, loops, peers, steps_tables
-from flexmasks.bench import limits as bench_limits
-from flexmasks.bench import models as bench_models
-from flexmasks.bench import ranks as bench_ranks
-from flexmasks.bench import results as bench_results
-from flexmasks.bench import serve as bench_serve
-from flexmasks.bench import softmax as bench_softmax
-from flexmasks.bench import steps as bench_steps
 from flexmasks.bench.clock import interleaved, wall_milliseconds
-from flexmasks.bench.memory import peak_bytes
-from flexmasks.bench.model import Sizes
-from flexmasks.bench.runner import measure_passes, measure_steps
 from flexmasks.blocks.lists import of_block_mask
 from flexmasks.plans.data import data_of
 
@@ -56,7 +56,7 @@ def _objects_of_other_tests_stay() -> Iterator[None]:
 def test_figures_are_written(device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "blocks.json"
     names = ["causal", "every 100th key"]
-    command = ["bench", "blocks", "--lengths", "512", "1024", "--masks", *names, "--device", device]
+    command = ["blocks", "--lengths", "512", "1024", "--masks", *names, "--device", device]
     assert main([*command, "--json", str(file)]) == 0
     printed = capsys.readouterr().out
     results = json.loads(file.read_text())
@@ -80,7 +80,7 @@ def test_figures_of_the_softmax_are_written(
     cases = bench_softmax.cases
     monkeypatch.setattr(bench_softmax, "cases", lambda device: cases(device)[-count:])
     file = tmp_path / "softmax.json"
-    assert main(["bench", "softmax", "--device", device, "--json", str(file)]) == 0
+    assert main(["softmax", "--device", device, "--json", str(file)]) == 0
     printed = capsys.readouterr().out
     results = json.loads(file.read_text())
     assert results["copy_tb_s"] > 0
@@ -99,7 +99,7 @@ def test_figures_of_attention_are_written(tmp_path: Path, capsys: pytest.Capture
     file = tmp_path / "attention.json"
     masks = ["causal", "sliding_window"]
     given = ["--device", "cpu", "--lengths", "512", "--json", str(file)]
-    assert main(["bench", "attention", *given, "--masks", *masks]) == 0
+    assert main(["attention", *given, "--masks", *masks]) == 0
     printed = capsys.readouterr().out
     rows = json.loads(file.read_text())["rows"]
     assert {(r["case"], r["who"]) for r in rows} >= {(m, w) for m in masks for w in ("flexmasks", "SDPA + mask")}
@@ -108,9 +108,9 @@ def test_figures_of_attention_are_written(tmp_path: Path, capsys: pytest.Capture
         assert row["forward_ms"] > 0
         assert row["case"] in printed
     assert [r["backend"] for r in rows if r["who"] == "flexmasks"] == ["sdpa", "cpu"]
-    assert main(["bench", "attention", "--masks", "causl"]) == 2
+    assert main(["attention", "--masks", "causl"]) == 2
     assert "no mask 'causl' to measure; did you mean 'causal'" in capsys.readouterr().err
-    assert main(["bench", "attention", "--scores", "alib"]) == 2
+    assert main(["attention", "--scores", "alib"]) == 2
     assert "no score is named 'alib'" in capsys.readouterr().err
 
 
@@ -124,7 +124,7 @@ def test_registered_masks_and_scores_are_measured_and_the_failed_named(
 
     file = tmp_path / "attention.json"
     names = ["--masks", "of_two", "--scores", "temperature"]
-    assert main(["bench", "attention", "--device", "cpu", "--lengths", "128", "--json", str(file), *names]) == 1
+    assert main(["attention", "--device", "cpu", "--lengths", "128", "--json", str(file), *names]) == 1
     printed = capsys.readouterr()
     results = json.loads(file.read_text())
     assert list(results["failed"]) == ["mask of_two, 128 tokens, head size 64"]
@@ -149,17 +149,17 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_the_usual_cases_are_the_default(steps: list[str]) -> None:
-    assert main(["bench", "blocks", "--device", "cpu"]) == 0
+    assert main(["blocks", "--device", "cpu"]) == 0
     lengths = bench_blocks.LENGTHS["cpu"]
     assert steps == [f"{name}, {n} tokens" for name in bench_blocks.masks(64, torch.device("cpu")) for n in lengths]
     steps.clear()
-    assert main(["bench", "attention", "--device", "cpu"]) == 0
+    assert main(["attention", "--device", "cpu"]) == 0
     cases = bench_attention.cases(1, 8, 4096, torch.device("cpu"))
     assert steps == [f"{case.name}, [1, 8, 4096, 64]" for case in cases if case.lengths is None]
 
 
 def test_the_steps_with_new_tensors(steps: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "steps", "--device", "cpu"]) == 0
+    assert main(["steps", "--device", "cpu"]) == 0
     named = [f"loop, {loop.name}, [1, 8, 4096, 64]" for loop in loops.LOOPS]
     ids, offsets = ["eager", "compiled layers", "compiled"], ["eager", "compiled"]
     losses = [*(f"losses, document ids, {way}" for way in ids), *(f"losses, offsets, {way}" for way in offsets)]
@@ -167,37 +167,37 @@ def test_the_steps_with_new_tensors(steps: list[str], capsys: pytest.CaptureFixt
     gradients = [f"gradients, {loop.name}, {shape}" for shape in shapes for loop in loops.WITH_GRADIENTS]
     assert steps == ["plan, documents, [1, 8, 4096, 64]", *named, *gradients, *losses]
     steps.clear()
-    assert main(["bench", "steps", "--device", "cpu", "--quick", "--only", "plan", "loop, documents, ALiBi"]) == 0
+    assert main(["steps", "--device", "cpu", "--quick", "--only", "plan", "loop, documents, ALiBi"]) == 0
     assert steps == ["plan, documents, [2, 2, 256, 64]", "loop, documents, ALiBi, [2, 2, 256, 64]"]
-    assert main(["bench", "steps", "--device", "cpu", "--only", "plam"]) == 2
+    assert main(["steps", "--device", "cpu", "--only", "plam"]) == 2
     assert "nothing to measure is named ['plam']; there are plan, documents" in capsys.readouterr().err
     for wrong in (["steps", "--masks", "causal"], ["blocks", "--quick"], ["attention", "--only", "causal"]):
         with pytest.raises(SystemExit):
-            main(["bench", *wrong])
+            main(wrong)
 
 
 def test_the_masks_in_both_forms(steps: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "data", "--device", "cpu"]) == 0
+    assert main(["data", "--device", "cpu"]) == 0
     assert steps == [f"{case.name}, 2048 tokens, cpu" for case in bench_data.cases(bench_data._CPU, CPU)]
     assert "natten3d 5 x 7 x 7 on 8 x 16 x 16, tiles of 2 x 4 x 8, 2048 tokens, cpu" in steps
     steps.clear()
-    assert main(["bench", "data", "--device", "cpu", "--quick", "--only", "causal", "256 bits"]) == 0
+    assert main(["data", "--device", "cpu", "--quick", "--only", "causal", "256 bits"]) == 0
     assert steps == ["causal, 256 tokens, cpu", "documents, causal, 256 tokens, cpu"]
-    assert main(["bench", "data", "--device", "cpu", "--only", "causl"]) == 2
+    assert main(["data", "--device", "cpu", "--only", "causl"]) == 2
     assert "nothing to measure is named ['causl']; there are natten3d" in capsys.readouterr().err
     for wrong in (["--masks", "causal"], ["--scores", "alibi"], ["--all"], ["--lengths", "64"], ["--resume"]):
         with pytest.raises(SystemExit) as stopped:
-            main(["bench", "data", *wrong])
+            main(["data", *wrong])
         assert stopped.value.code == 2
 
 
 def test_the_cases_of_a_serving_loop(steps: list[str]) -> None:
-    assert main(["bench", "serve", "--device", "cpu"]) == 0
+    assert main(["serve", "--device", "cpu"]) == 0
     assert steps[:2] == ["decoding, 8 x 32 x 8 x 64 x 4096", "decoding, 1 x 32 x 8 x 64 x 32768"]
     for name in ("window of 1024", "ALiBi", "soft-cap", "sinks", "4 drafted tokens", "chunks of 512"):
         assert sum(name in step for step in steps) == 1
     steps.clear()
-    assert main(["bench", "serve", "--device", "cpu", "--quick", "--only", "window"]) == 0
+    assert main(["serve", "--device", "cpu", "--quick", "--only", "window"]) == 0
     assert steps == ["decoding, window of 16, 1 x 4 x 2 x 16 x 512"]
 
 
@@ -205,7 +205,7 @@ def test_the_cases_of_a_serving_loop(steps: list[str]) -> None:
 def test_figures_of_a_serving_loop(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Outputs agree with SDPA's, and the roof is that of the keys that a step sees."""
     file = tmp_path / "serve.json"
-    command = ["bench", "serve", "--device", "cpu", "--quick", "--json", str(file), "--only", "window", "drafted"]
+    command = ["serve", "--device", "cpu", "--quick", "--json", str(file), "--only", "window", "drafted"]
     assert main(command) == 0, capsys.readouterr().err
     printed = capsys.readouterr().out
     results = json.loads(file.read_text())
@@ -230,7 +230,7 @@ def test_figures_of_hugging_face_models(
     pytest.importorskip("transformers")
     monkeypatch.setattr(bench_models, "_VOCABULARY", 64)
     file = tmp_path / "models.json"
-    command = ["bench", "models", "--device", "cpu", "--quick", "--json", str(file)]
+    command = ["models", "--device", "cpu", "--quick", "--json", str(file)]
     assert main([*command, "--only", "training, Llama", "training, GPT", "generation"]) == 0, capsys.readouterr().err
     capsys.readouterr()
     results = json.loads(file.read_text())
@@ -251,9 +251,7 @@ def test_figures_of_hugging_face_models(
 def test_figures_of_several_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The output of several processes is that of one."""
     file = tmp_path / "ranks.json"
-    assert (
-        main(["bench", "ranks", "--device", "cpu", "--quick", "--json", str(file), "--only", "window", "prefix"]) == 0
-    )
+    assert main(["ranks", "--device", "cpu", "--quick", "--json", str(file), "--only", "window", "prefix"]) == 0
     capsys.readouterr()
     results = json.loads(file.read_text())
     assert [(r["who"], r["ranks"]) for r in results["rows"][:3]] == [
@@ -266,7 +264,7 @@ def test_figures_of_several_processes(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_the_cases_of_limits(steps: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert main(["bench", "limits", "--device", "cpu", "--only", "small calls", "first calls, documents"]) == 0
+    assert main(["limits", "--device", "cpu", "--only", "small calls", "first calls, documents"]) == 0
     names, ways = ("causal", "sliding_window 64", "prefix_lm", "ALiBi, causal"), ("forward", "forward + backward")
     assert steps[:8] == [f"small calls, {name}, [1, 8, 8, 512, 64], {way}" for name in names for way in ways]
     backends = ("dense", "cpu", "reference")
@@ -302,7 +300,7 @@ def test_figures_of_limits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     """Outputs agree, and every kind of row has its table."""
     file = tmp_path / "limits.json"
     only = ["sinks", "soft-cap", "neighborhoods", "small calls", "head sizes", "first calls, softcap, reference"]
-    command = ["bench", "limits", "--device", "cpu", "--quick", "--json", str(file), "--only", *only]
+    command = ["limits", "--device", "cpu", "--quick", "--json", str(file), "--only", *only]
     assert main(command) == 0, capsys.readouterr().err
     printed = capsys.readouterr().out
     results = json.loads(file.read_text())
@@ -336,7 +334,7 @@ def test_figures_of_limits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.campaign  # two processes compile a model
 def test_first_steps_of_a_compiled_model(tmp_path: Path) -> None:
     file = tmp_path / "limits.json"
-    command = ["bench", "limits", "--device", "cpu", "--quick", "--json", str(file), "--only", "first steps"]
+    command = ["limits", "--device", "cpu", "--quick", "--json", str(file), "--only", "first steps"]
     assert main(command) == 0
     cold, warm = json.loads(file.read_text())["rows"]
     assert (cold["who"], warm["who"]) == ("cold", "warm")
@@ -439,20 +437,20 @@ def test_the_tables_of_limits() -> None:
 
 def test_all_is_every_registered_mask_and_score(steps: list[str]) -> None:
     masks, scores = ([e.name for e in entries] for entries in (flexmasks.list_masks(), flexmasks.list_scores()))
-    assert main(["bench", "blocks", "--all", "--lengths", "64", "--device", "cpu"]) == 0
+    assert main(["blocks", "--all", "--lengths", "64", "--device", "cpu"]) == 0
     assert steps == [f"{name}, example, 64 tokens" for name in masks]
     steps.clear()
-    assert main(["bench", "attention", "--all", "--lengths", "64", "--device", "cpu"]) == 0
+    assert main(["attention", "--all", "--lengths", "64", "--device", "cpu"]) == 0
     entries = [("mask", name) for name in masks] + [("score", name) for name in scores]
     assert steps == [f"{kind} {name}, 64 tokens, head size 64" for kind, name in entries]
 
 
 def test_a_registered_mask_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "blocks", "--masks", "tree", "causal", "--lengths", "512", "--device", "cpu"]) == 0
+    assert main(["blocks", "--masks", "tree", "causal", "--lengths", "512", "--device", "cpu"]) == 0
     assert capsys.readouterr().out.count("True") == 2  # the column that says whether the blocks equal torch's
     with pytest.raises(SystemExit):
-        main(["bench", "blocks", "--scores", "alibi"])
-    assert "bench blocks takes no --scores" in capsys.readouterr().err
+        main(["blocks", "--scores", "alibi"])
+    assert "blocks takes no --scores" in capsys.readouterr().err
 
 
 def test_the_table_of_undecided_blocks() -> None:
@@ -538,13 +536,13 @@ def test_the_runner_leaves_out_what_fails_unless_it_is_required(backward: bool) 
 
 
 def test_an_unknown_mask_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "blocks", "--masks", "causl"]) == 2
+    assert main(["blocks", "--masks", "causl"]) == 2
     assert "no mask 'causl'" in capsys.readouterr().err
 
 
 def test_a_stopped_run_continues(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "blocks.json"
-    command = ["bench", "blocks", "--device", "cpu", "--lengths", "256", "--json", str(file)]
+    command = ["blocks", "--device", "cpu", "--lengths", "256", "--json", str(file)]
     assert main([*command, "--masks", "causal"]) == 0
     first = json.loads(file.read_text())
     assert main([*command, "--masks", "causal", "full", "--resume"]) == 0
@@ -552,7 +550,7 @@ def test_a_stopped_run_continues(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert both["rows"][: len(first["rows"])] == first["rows"]
     assert both["measured"] == ["causal, 256 tokens", "full, example, 256 tokens"]
     capsys.readouterr()
-    assert main(["bench", "attention", "--device", "cpu", "--json", str(file), "--resume", "--masks", "causal"]) == 2
+    assert main(["attention", "--device", "cpu", "--json", str(file), "--resume", "--masks", "causal"]) == 2
     assert "holds no results of this benchmark" in capsys.readouterr().err
     file.write_text(json.dumps(both | {"machine": {"device": "another"}}))
     assert main([*command, "--resume"]) == 2
@@ -563,10 +561,10 @@ def test_a_stopped_run_continues(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert "holds no results of this benchmark" in capsys.readouterr().err
         assert file.read_text() == text
     for nowhere in (tmp_path, tmp_path / "no" / "file.json"):
-        assert main(["bench", "blocks", "--device", "cpu", "--masks", "full", "--json", str(nowhere)]) == 2
+        assert main(["blocks", "--device", "cpu", "--masks", "full", "--json", str(nowhere)]) == 2
         assert "cannot be written" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        main(["bench", "blocks", "--lengths", "0"])
+        main(["blocks", "--lengths", "0"])
     assert "must be a whole number of at least 1, got 0" in capsys.readouterr().err
 
 
@@ -596,7 +594,7 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("uncompiled")
 def test_figures_of_steps_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "steps.json"
-    command = ["bench", "steps", "--device", "cpu", "--quick", "--json", str(file)]
+    command = ["steps", "--device", "cpu", "--quick", "--json", str(file)]
     assert main([*command, "--only", "plan", "loop, grouped_tril", "gradients, documents"]) == 0
     printed = capsys.readouterr().out
     results = json.loads(file.read_text())
@@ -697,7 +695,7 @@ def test_a_model_trains_as_with_the_mask_as_a_tensor(packing: str, monkeypatch: 
 @pytest.mark.gpu
 def test_plans_do_not_wait_and_replays_plan_again(tmp_path: Path) -> None:
     file = tmp_path / "steps.json"
-    command = ["bench", "steps", "--device", "cuda", "--quick", "--json", str(file)]
+    command = ["steps", "--device", "cuda", "--quick", "--json", str(file)]
     assert main([*command, "--only", "plan", "graph"]) == 0
     rows = json.loads(file.read_text())["rows"]
     assert [r["synchronizations"] for r in rows if r["kind"] == "plan" and r["who"] == "flexmasks"] == [0]
@@ -776,7 +774,7 @@ def uncompiled_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("uncompiled_kernels")
 def test_figures_of_both_forms_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "data.json"
-    command = ["bench", "data", "--device", "cpu", "--quick", "--json", str(file)]
+    command = ["data", "--device", "cpu", "--quick", "--json", str(file)]
     names = ["causal", "tiles of", "residues"]
     assert main([*command, "--only", *names]) == 0, capsys.readouterr().err
     printed = capsys.readouterr().out

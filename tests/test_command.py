@@ -14,6 +14,7 @@ import torch
 
 import flexmasks
 from flexmasks.__main__ import main
+from flexmasks.bench import compare
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ENTRIES = [*flexmasks.list_masks(), *flexmasks.list_scores()]
@@ -112,13 +113,12 @@ def test_explain_breaks_lines_at_words(name: str, columns: int, monkeypatch: pyt
 
 
 HELP = {
-    "": ["demo", "list", "show", "gallery", "plan", "bench", "COMMAND --help"],
+    "": ["demo", "list", "show", "bench", "gallery", "COMMAND --help"],
     "demo": ["Compute attention on this machine"],
     "list": ["List the names and meanings", "--long", "--markdown", "--import"],
     "show": ["show NAME [options] [--PARAMETER VALUE ...]", "--save FILE", "--seq-lens [300,100]"],
     "gallery": ["Write a page", "OUT"],
-    "plan": ["Estimate on paper", "--ranks N", "[--PARAMETER VALUE ...]", "--window 4096", "--balance", "--json FILE"],
-    "bench": ["bench WHAT [options]", "what can be measured:", "blocks", "softmax", "attention", "steps", "data"],
+    "bench": ["Time a call of yours", "--mask NAME", "--shape B,H,S,D", "--kv-heads N", "--dtype", "--window 1024"],
 }
 
 
@@ -139,9 +139,11 @@ BAD: dict[str, tuple[list[str], str]] = {
     "suffix": (["show", "causal", "--save", "x.gif"], "saved as .svg, .html, .txt, .pdf or .png, got 'x.gif'"),
     "gallery in no folder": (["gallery", "/no/such/x.html"], "/no/such/x.html: No such file or directory"),
     "gallery in a file": (["gallery", "FILE"], "FILE: File exists"),
-    "bench": (["bench", "blocks", "--device", "cpu", "--json", "/no/such/x.json"], "/no/such/x.json cannot be written"),
-    "bench softmax": (["bench", "softmax", "--device", "cpu", "--json", "/no/x.json"], "/no/x.json cannot be written"),
-    "device": (["bench", "blocks", "--device", "gpu"], "`--device` must be cpu or cuda, got 'gpu'"),
+    "bench": (["bench", "--mask", "causl", "--shape", "1,2,64,16"], "no mask is named 'causl'; did you mean 'causal'"),
+    "bench parameter": (
+        ["bench", "--mask", "sliding_window", "--shape", "1,2,64,16", "--windw", "3"],
+        "no parameter `windw`; the parameters here are `window`",
+    ),
     "parameter without value": (["show", "sliding_window", "--window"], "given as --name value, got '--window'"),
     "negative element": (["show", "causal", "-b", "-1"], "`b` must be an int from 0, got -1"),
     "too long": (["show", "causal", "--length", "99999999999"], "`q_len` must be at most"),
@@ -176,8 +178,40 @@ def test_numbers_that_must_be_positive(wrong: list[str], capsys: pytest.CaptureF
 
 def test_a_machine_without_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert main(["bench", "blocks", "--device", "cuda"]) == 2
+    with pytest.raises(SystemExit):
+        main(["bench", "--mask", "causal", "--shape", "1,2,64,16", "--device", "cuda"])
     assert "torch finds no GPU on this machine" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (["--shape", "2,64,16"], "must be four numbers B,H,S,D, got 2,64,16"),
+        (["--shape", "1,2,0,16"], "must be a whole number of at least 1, got 0"),
+        (["--shape", "1,3,64,16", "--kv-heads", "2"], "--kv-heads must divide the 3 query heads, got 2"),
+        (["--shape", "1,2,64,16", "--dtype", "int8"], "invalid choice: 'int8'"),
+    ],
+)
+def test_a_call_that_cannot_be_timed(wrong: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["bench", "--mask", "causal", *wrong])
+    assert left.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("score", [[], ["--score", "softcap", "--cap", "5.0"]], ids=["", "softcap"])
+def test_a_call_is_timed(score: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare, "RUNS", 2)
+    words = ["--shape", "1,4,200,16", "--kv-heads", "2", "--device", "cpu", "--window", "30", *score]
+    shown = printed(capsys, "bench", "--mask", "sliding_window", *words)
+    rows = dict(re.split(" {2,}", line, maxsplit=1) for line in shown.splitlines()[3:6] if "  " in line)
+    ways = ["flexmasks, backend 'cpu'", "flex_attention, compiled", *([] if score else ["SDPA, mask as a tensor"])]
+    assert list(rows) == ways
+    for figures in rows.values():
+        assert all(float(figure) > 0 for figure in figures.split())
+    assert ("SDPA, mask as a tensor, is left out: it takes no score modification." in shown) == bool(score)
+    assert max(map(len, shown.splitlines())) <= 80
 
 
 @pytest.mark.parametrize("kind", ["png", "pdf"])

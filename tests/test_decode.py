@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_mask
 
 import flexmasks
+from benchmarks import private_torch
 from flexmasks import calls, compat
 from flexmasks.backends import decode, decode_cpu
 from flexmasks.backends.added import is_added
@@ -708,14 +709,14 @@ def test_bands_in_a_graph(q_len: int, way: str) -> None:
 
 def test_decoding_compiles_nothing(way: str) -> None:
     """New lengths, new functions, new numbers, batch sizes: there is nothing to compile."""
-    before = compat.compiled_graphs()
+    before = private_torch.compiled_graphs()
     for n, batch in itertools.product((1, 2, 30), (1, 3)):
         q, k, v = tensors(1, 100 + n, batch=batch)
         for mask in ("causal", lambda b, h, q, kv, n=n: q + n >= kv):
             assert flexmasks.explain(q, k, v, mask=mask).backend == "decode"
             offset = torch.full((batch,), 99)
             flexmasks.attention(q, k, v, mask=mask, score="alibi", q_offset=offset, backend="decode")
-    assert compat.compiled_graphs() == before
+    assert private_torch.compiled_graphs() == before
 
 
 def test_what_is_refused(way: str) -> None:

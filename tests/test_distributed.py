@@ -16,7 +16,7 @@ if not dist.is_available() or not dist.is_gloo_available():
 import distributed_jobs as jobs
 from helpers import in_campaigns, one_in
 
-from flexmasks.bench.processes import Processes
+from benchmarks.processes import Processes
 from flexmasks.integrations.distributed.exchange import exchanging
 
 MASKS = [e.name for e in flexmasks.list_masks()]

@@ -9,14 +9,15 @@ import torch
 import torch.distributed as dist
 
 import flexmasks
-from flexmasks.integrations.distributed import Order, balance, plan
+from flexmasks.integrations.distributed import Order, balance
+from sequence_on_paper import plan
 
 if not dist.is_available() or not dist.is_gloo_available():
     pytest.skip("torch was built without gloo", allow_module_level=True)
 
 import exchange_jobs as jobs
 
-from flexmasks.bench.processes import Processes
+from benchmarks.processes import Processes
 
 LENGTH = 1024
 MASKS: dict[str, Any] = {
@@ -33,6 +34,7 @@ def processes(request: pytest.FixtureRequest) -> Processes:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("balanced", [False, True])
 @pytest.mark.parametrize("name", MASKS)
 def test_processes_receive_what_the_plan_says(processes: Processes, name: str, balanced: bool) -> None:

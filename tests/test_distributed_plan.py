@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
+import re
+import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import oracles
@@ -21,11 +21,13 @@ from torch.nn.attention.flex_attention import create_block_mask
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import flexmasks
-from flexmasks.__main__ import main
+import sequence_on_paper
 from flexmasks.blocks import strips, visible_in_strips
-from flexmasks.integrations.distributed import Order, balance, computed_blocks, plan, seen_by
+from flexmasks.integrations.distributed import Order, balance, computed_blocks, seen_by
 from flexmasks.integrations.distributed import counts as counts_module
 from flexmasks.pictures import output
+from flexmasks.spec.definitions import definition
+from sequence_on_paper import plan
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 EVEN = 1.02
@@ -425,70 +427,54 @@ def test_balance_pays_in_a_plan() -> None:
     assert natural.fastest.seconds[1] == min(way.seconds[1] for way in natural.ways)
 
 
-# --- the command ---
-
-
-def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """Return what the command prints, which must succeed."""
-    assert main(["plan", *words]) == 0
-    return capsys.readouterr().out
-
-
 @pytest.mark.slow
-def test_the_command_plans_a_thousand_ranks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    file = tmp_path / "plan.json"
-    text = printed(
-        capsys, "--ranks", "1024", "--length", "4194304", "--mask", "sliding_window", "--window", "4096",
-        "--json", str(file),
-    )  # fmt: skip
-    figures = json.loads(file.read_text())
-    ways = {way["name"]: way for way in figures["ways"]}
-    assert figures["fastest"] == "seen"
-    assert ways["seen"]["received"]["busiest"] == 4096 * 2 * 8 * 128 * 2
-    assert ways["gather"]["received"]["busiest"] == 1023 * 4096 * 2 * 8 * 128 * 2
-    assert figures["refused"] == {"heads": "1,024 ranks do not divide 8 key heads"}
-    assert figures["order"]["parts"][1] == [[4096, 8192]]
+def test_a_thousand_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    paper = plan(flexmasks.get_mask("sliding_window", window=4096), 4194304, 1024)
+    assert paper.fastest.name == "seen"
+    assert paper.way("seen").received.busiest == 4096 * 2 * 8 * 128 * 2
+    assert paper.way("gather").received.busiest == 1023 * 4096 * 2 * 8 * 128 * 2
+    assert paper.order.parts[1] == ((4096, 8192),)
+    text = str(paper)
     for part in ("1,024 ranks", "fastest: seen", "heads cannot be: 1,024 ranks", "16.8 MB", "17.2 GB", "50 GB/s"):
         assert part in text
     assert max(map(len, text.splitlines())) <= 80
 
 
-def test_the_command_takes_several_masks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    file = tmp_path / "plan.json"
-    words = ["--ranks", "4", "--length", "4096", "--heads", "8", "--kv-heads", "4", "--head-size", "64"]
-    words += ["--mask", "causal", *["--mask", "sliding_window"] * 2, "--window", "256", "--mask", "document"]
-    words += ["--balance", "--bandwidth", "25", "--tflops", "100", "--block-size", "64", "--json", str(file)]
-    text = printed(capsys, *words)
-    assert "2 x sliding_window(window=256)" in text
-    figures = json.loads(file.read_text())
-    document = next(entry for entry in flexmasks.list_masks() if entry.name == "document").example(4096)
+def test_several_masks() -> None:
     window = flexmasks.get_mask("sliding_window", window=256)
-    want = plan(
-        ["causal", window, window, document], 4096, 4, order="balanced", q_heads=8, kv_heads=4, head_size=64,
-        bandwidth=25e9, flops=100e12, block_size=64,
-    )  # fmt: skip
-    assert figures == json.loads(json.dumps(want.as_dict()))
-    assert str(want) in text
+    sizes: dict[str, Any] = {"q_heads": 8, "kv_heads": 4, "head_size": 64, "block_size": 64}
+    both = plan(["causal", window, window], 4096, 4, **sizes)
+    assert "2 x sliding_window(window=256)" in str(both)
+    causal, windows = plan("causal", 4096, 4, **sizes), plan(window, 4096, 4, **sizes)
+    for way in ("gather", "seen"):
+        want = causal.way(way).received.mean + 2 * windows.way(way).received.mean
+        assert both.way(way).received.mean == want
+        assert both.way(way).blocks.mean == causal.way(way).blocks.mean + 2 * windows.way(way).blocks.mean
 
 
-BAD: dict[str, tuple[list[str], str]] = {
-    "parameter": (["--mask", "causal", "--window", "3"], "no mask has the parameter `window`; they take none"),
-    "mask": (["--mask", "causl"], "no mask is named 'causl'; did you mean 'causal'"),
-    "bandwidth": (["--mask", "causal", "--bandwidth", "nan"], "plan: `bandwidth` must be a number above 0, got nan"),
-    "heads": (["--mask", "causal", "--heads", "6", "--kv-heads", "4"], "`q_heads` must be a multiple of `kv_heads`"),
-    "value": (["--mask", "sliding_window", "--window", "-1"], "window"),
-    "file": (["--mask", "causal", "--json", "/no/such/x.json"], "/no/such/x.json: No such file or directory"),
-}
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"bandwidth": float("nan")}, "plan: `bandwidth` must be a number above 0, got nan"),
+        ({"q_heads": 6, "kv_heads": 4}, "`q_heads` must be a multiple of `kv_heads`"),
+        ({"masks": "causl"}, "no mask is named 'causl'; did you mean 'causal'"),
+    ],
+)
+def test_mistakes(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        plan(**{"masks": "causal", "length": 512, "ranks": 2} | wrong)
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_mistakes_take_one_line(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words, message = BAD[name]
-    assert main(["plan", "--ranks", "2", "--length", "512", *words]) == 2
-    streams = capsys.readouterr()
-    assert message in streams.err
-    assert streams.err.count("\n") == 1
-    assert streams.out == ""
+def test_the_recipe_takes_masks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--ranks", "4", "--length", "4096", "--mask", "document", "--mask", "causal", "--balance"]
+    monkeypatch.setattr(sys, "argv", ["sequence_on_paper.py", *words])
+    sequence_on_paper.main()
+    document = flexmasks.get_mask("document", **definition("mask", "document").example(4096))
+    assert str(plan([document, "causal"], 4096, 4, order="balanced")) in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["sequence_on_paper.py", "--mask", "causl"])
+    with pytest.raises(SystemExit, match="no mask is named 'causl'"):
+        sequence_on_paper.main()
 
 
 def test_long_work_shows_its_progress(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,6 +26,7 @@ from torch._dynamo.exc import InternalTorchDynamoError
 from torch._inductor.exc import InductorError
 
 import flexmasks
+from benchmarks import private_torch
 from flexmasks import compat
 from flexmasks.backends import call as backends_call
 from flexmasks.backends import decode_cpu, dense_cpu, fa4, flex, sdpa, table, tiles
@@ -140,10 +141,10 @@ def test_missing_memory_while_torch_compiles(monkeypatch: pytest.MonkeyPatch) ->
             with pytest.raises(type(fault)) as raised:
                 flexmasks.attention(*tensors, **call)
             assert raised.value is fault
-    graphs = compat.compiled_graphs()
+    graphs = private_torch.compiled_graphs()
     del call["backend"]
     _check(tensors, call)
-    assert compat.compiled_graphs() == graphs + 1
+    assert private_torch.compiled_graphs() == graphs + 1
     assert flexmasks.explain(*tensors, **call).backend == "cpu"
 
 
@@ -633,7 +634,7 @@ _KILLED = """
     import itertools, os, random, signal, sys, time
     from pathlib import Path
     from markupsafe import Markup
-    from flexmasks.bench import results
+    from benchmarks import results
     from flexmasks.pictures import gallery, svg, output
 
     kind, folder, way = sys.argv[1], Path(sys.argv[2]), sys.argv[3]

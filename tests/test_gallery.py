@@ -17,6 +17,7 @@ import torch
 from browser import Page, browse, needs_browser
 from markupsafe import escape
 
+import benchmark
 import flexmasks
 from flexmasks.__main__ import main
 from flexmasks.pictures import gallery as gallery_module
@@ -150,7 +151,7 @@ def test_block_masks_of_a_mask_of_ones_own_are_measured(own: str, tmp_path: Path
     file = tmp_path / "blocks.json"
     given = ["--device", "cpu", "--import", own, "--json"]
     names = ["--masks", "broken", "every_other", "without_example"]
-    assert main(["bench", "blocks", *names, "--lengths", "64", *given, str(file)]) == 1
+    assert benchmark.main(["blocks", *names, "--lengths", "64", *given, str(file)]) == 1
     blocks = json.loads(file.read_text())
     assert [(r["mask"], r["example"], r["equal"]) for r in blocks["rows"]] == [
         ("every_other", "every_other(window=16, dilation=2)", True)
@@ -162,9 +163,9 @@ def test_block_masks_of_a_mask_of_ones_own_are_measured(own: str, tmp_path: Path
 def test_attention_with_a_mask_of_ones_own_is_measured(own: str, tmp_path: Path) -> None:
     file = tmp_path / "attention.json"
     given = ["--device", "cpu", "--import", own, "--json"]
-    command = ["bench", "attention", "--masks", "every_other", "--lengths", "128", *given, str(file)]
+    command = ["attention", "--masks", "every_other", "--lengths", "128", *given, str(file)]
     ran = subprocess.run(
-        [sys.executable, "-m", "flexmasks", *command],
+        [sys.executable, benchmark.__file__, *command],
         cwd=tmp_path,
         capture_output=True,
         text=True,

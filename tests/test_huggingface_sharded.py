@@ -14,7 +14,7 @@ if not dist.is_available() or not dist.is_gloo_available():
 import huggingface_jobs as jobs
 from helpers import one_in
 
-from flexmasks.bench.processes import Processes
+from benchmarks.processes import Processes
 
 TOLERANCE = 1e-5
 

@@ -25,7 +25,7 @@ from helpers import TOLERANCE, error
 from torch import Tensor
 
 import flexmasks
-from flexmasks import compat
+from benchmarks import private_torch
 
 THREADS = 8
 HEADS = 2
@@ -177,7 +177,7 @@ def resident() -> int:
 
 
 def compilations() -> int:
-    return compat.compiled_graphs() + compat.inductor_graphs()
+    return private_torch.compiled_graphs() + private_torch.inductor_graphs()
 
 
 def check_caches() -> int:

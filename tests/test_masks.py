@@ -38,7 +38,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_mask, flex_attention
 
 import flexmasks
-from flexmasks import Mask, compat
+from benchmarks import private_torch
+from flexmasks import Mask
 from flexmasks.masks.natten import seen_by_words, words_of
 from flexmasks.plans.bounds import reads_made_tensors
 from flexmasks.plans.plan import MaskPlan
@@ -336,7 +337,7 @@ def _compiled(case: Case, dtype: torch.dtype, device: str, backend: str) -> None
 def _check_new_tensors(case: Case, leaves: list[Tensor], device: str, backend: str, with_lse: bool, want: Any) -> None:
     """Check that calls with new tensors plan without the exact blocks, compile nothing, and give the same."""
     params = arguments(case, device)
-    graphs = compat.compiled_graphs()
+    graphs = private_torch.compiled_graphs()
     for _ in range(3):
         renewed = {n: _renewed(v) for n, v in params.items()}
         if all(renewed[n] is params[n] for n in params):
@@ -344,7 +345,7 @@ def _check_new_tensors(case: Case, leaves: list[Tensor], device: str, backend: s
         got = flexmasks.attention(*leaves, mask=case.name, backend=backend, return_lse=with_lse, **renewed)
         for x, y in zip(*((r if with_lse else (r,)) for r in (got, want)), strict=True):
             assert torch.equal(x, y) or error(x, y.detach().double().cpu()) < TOLERANCE[leaves[0].dtype]
-    assert compat.compiled_graphs() == graphs
+    assert private_torch.compiled_graphs() == graphs
 
 
 def _renewed(value: Any) -> Any:
@@ -432,7 +433,7 @@ def test_masks_that_share_a_kernel(cases: list[Case]) -> None:
         assert error(out, want) < TOLERANCE[torch.float32], case
         hidden = ~dense(case).any(-1)
         assert torch.all(out[hidden] == 0), case
-        graphs.append(compat.compiled_graphs())
+        graphs.append(private_torch.compiled_graphs())
     assert graphs[1] == graphs[-1]
 
 

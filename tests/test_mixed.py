@@ -19,7 +19,8 @@ from torch._subclasses import FakeTensorMode
 from torch.nn.attention.flex_attention import create_mask
 
 import flexmasks
-from flexmasks import calls, compat
+from benchmarks import private_torch
+from flexmasks import calls
 from flexmasks.backends import decode
 from flexmasks.plans.mixed import Sequences, in_pieces
 from flexmasks.spec.examples import example, on_device
@@ -379,8 +380,8 @@ def test_inside_torch_compile(needs_gradients: bool, way: str) -> None:
         else:
             with torch.no_grad():
                 assert error(compiled(*tensors), alone(*tensors)) < TOLERANCE[torch.float32]
-        assert graphs in (None, compat.compiled_graphs())
-        graphs = compat.compiled_graphs()
+        assert graphs in (None, private_torch.compiled_graphs())
+        graphs = private_torch.compiled_graphs()
         draw_step(step)
 
 
@@ -412,8 +413,8 @@ def test_new_tensors_compile_nothing(name: str) -> None:
             out = step.attention(mask=mask, backend="reference")
             assert torch.equal(step.attention(mask=mask, backend="reference"), out)  # another layer of the step
             assert error(out, step.expected(flexmasks.get_mask(mask))[0]) < TOLERANCE[torch.float32]
-            assert graphs in (None, compat.compiled_graphs())
-            graphs = compat.compiled_graphs()
+            assert graphs in (None, private_torch.compiled_graphs())
+            graphs = private_torch.compiled_graphs()
             draw_step(step)
 
 

@@ -28,7 +28,7 @@ from torch.nn.attention.flex_attention import create_block_mask, create_mask
 from torch.nn.functional import scaled_dot_product_attention
 
 import flexmasks
-from flexmasks import compat
+from benchmarks import private_torch
 from flexmasks.backends import forms
 from flexmasks.backends.inexact import inexact
 from flexmasks.backends.rewritten import WAYS_IN_TRACE
@@ -498,7 +498,7 @@ def first_calls(length: int, count: int) -> tuple[list[float], int]:
     flexmasks.clear_caches()
     q, k, v = torch.randn(3, 1, HEADS, length, 16)  # small, because the kernels of the suite are slow
     seconds = []
-    before = compat.compiled_graphs()
+    before = private_torch.compiled_graphs()
     for number, mask in enumerate(functions):
         start = time.perf_counter()
         out = flexmasks.attention(q, k, v, mask=mask)
@@ -509,9 +509,9 @@ def first_calls(length: int, count: int) -> tuple[list[float], int]:
             last = number - count // 2 + 1
             want = scaled_dot_product_attention(q[:, :, :1], k[:, :, :last], v[:, :, :last])
             assert error(out[:, :, :1], want) < TOLERANCE[torch.float32]
-        if compat.compiled_graphs() - before > GRAPHS:
+        if private_torch.compiled_graphs() - before > GRAPHS:
             break
-    return seconds, compat.compiled_graphs() - before
+    return seconds, private_torch.compiled_graphs() - before
 
 
 @pytest.mark.parametrize(("length", "count"), [*one_in(2, [(64, 100)]), in_campaigns((1024, 200))])

@@ -15,7 +15,8 @@ from torch.nn.attention.flex_attention import create_mask
 from torch.nn.functional import scaled_dot_product_attention
 
 import flexmasks
-from flexmasks import Mask, calls, compat, get_mask
+from benchmarks import private_torch
+from flexmasks import Mask, calls, get_mask
 from flexmasks.backends.flex import CompiledCall
 from flexmasks.backends.renewal import Renewal
 from flexmasks.plans import plan
@@ -123,8 +124,8 @@ def test_new_tensors_at_every_step(kind: str, device: str) -> None:
         again = flexmasks.attention(*tensors, **params)  # another layer with the same tensors
         assert torch.equal(out, again)
         assert error(out, expected(tensors, params, device)) < 2 * TOLERANCE[out.dtype]
-        assert graphs in (None, compat.compiled_graphs())
-        graphs = compat.compiled_graphs()
+        assert graphs in (None, private_torch.compiled_graphs())
+        graphs = private_torch.compiled_graphs()
 
 
 @pytest.mark.gpu
@@ -141,14 +142,14 @@ def test_steps_with_gradients_neither_wait_nor_compile(kind: str) -> None:
     params = [NEW[kind]("cuda") for _ in range(8)]
     for p in params[:2]:
         step(p)
-    graphs = compat.compiled_graphs()
+    graphs = private_torch.compiled_graphs()
     torch.cuda.set_sync_debug_mode("error")
     try:
         for p in params[2:]:
             step(p)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert compat.compiled_graphs() == graphs
+    assert private_torch.compiled_graphs() == graphs
 
 
 def _mask_kind(name: str, device: torch.device, length: int = 1024) -> tuple[MaskKind, list[Tensor]]:

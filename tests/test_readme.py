@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import helpers  # noqa: F401  # it finds the benchmarks
 import planted
 import pytest
 import torch
@@ -24,15 +25,15 @@ import torch.nn.functional as F
 from tabulate import tabulate
 
 import flexmasks
+from benchmarks import attention as bench_attention
+from benchmarks import blocks as bench_blocks
+from benchmarks import data as bench_data
+from benchmarks import limits_tables, steps_tables
+from benchmarks import models as bench_models
+from benchmarks import ranks as bench_ranks
+from benchmarks import serve as bench_serve
+from benchmarks import softmax as bench_softmax
 from flexmasks.__main__ import main
-from flexmasks.bench import attention as bench_attention
-from flexmasks.bench import blocks as bench_blocks
-from flexmasks.bench import data as bench_data
-from flexmasks.bench import limits_tables, steps_tables
-from flexmasks.bench import models as bench_models
-from flexmasks.bench import ranks as bench_ranks
-from flexmasks.bench import serve as bench_serve
-from flexmasks.bench import softmax as bench_softmax
 from flexmasks.pictures.pages import page
 from flexmasks.spec.definitions import is_own
 

@@ -24,7 +24,7 @@ from flexmasks.spec.definitions import definition
 
 pytest.importorskip("griffe", reason="griffe is not installed")
 DRAWN = ("causal", "alibi")  # drawing all masks and scores takes a minute
-COMMANDS = ("demo", "list", "show", "gallery", "plan", "bench")
+COMMANDS = ("demo", "list", "show", "bench", "gallery")
 HEADINGS = {"Args": "Parameters", "Peers": "In other libraries"}
 OWN = '''
 import flexmasks

@@ -61,7 +61,7 @@ def check(call: Any, x: Tensor, visible: Tensor, scale: float, device: str) -> N
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("case", one_in(2, [c for c in MASK_CASES if c.q_offset == 0]), ids=label)
+@pytest.mark.parametrize("case", one_in(4, [c for c in MASK_CASES if c.q_offset == 0]), ids=label)
 def test_masks(case: Case, device: str) -> None:
     visible = oracles.dense(case)
     x = torch.randn(case.batch, case.heads, case.q_len, case.kv_len)

@@ -17,7 +17,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import flexmasks
-from flexmasks import calls, compat
+from benchmarks import private_torch
+from flexmasks import calls
 from flexmasks.backends import flex, sdpa
 
 BATCH, HEADS, LENGTH, SIZE = 2, 2, 96, 32
@@ -77,14 +78,14 @@ def test_one_kernel_serves_all_layouts(layout: str, monkeypatch: pytest.MonkeyPa
     """On a CPU a kernel is compiled for the first call alone, and torch has nothing to say about a limit."""
     if layout != "contiguous":  # quick kernels take no heed of blocks: there is one
         monkeypatch.setitem(globals(), "LENGTH", 30)
-    visible, graphs = _of_indices(_window), compat.compiled_graphs()
+    visible, graphs = _of_indices(_window), private_torch.compiled_graphs()
     for name, places in ((layout, "kv"), *itertools.product(LAYOUTS, ("k", "kv", "qkv"))):
         with torch_says(caplog):
             tensors = [LAYOUTS[name if x in places else "contiguous"](torch.randn) for x in "qkv"]
             for _ in range(2):
                 out = flexmasks.attention(*tensors, mask=_window, backend="cpu")
                 assert error(out, _attended(*tensors, visible)) < TOLERANCE[torch.float32]
-    assert compat.compiled_graphs() == graphs + 1
+    assert private_torch.compiled_graphs() == graphs + 1
     assert "no: such a call has run" in flexmasks.explain(*tensors, mask=_window, backend="cpu").compiles
     assert not _warnings(caplog)
 
@@ -153,14 +154,14 @@ def _strided() -> dict[str, tuple[dict[str, Any], str, Tensor]]:
 def test_views_run_by_the_kernel_of_what_is_contiguous(name: str, caplog: pytest.LogCaptureFixture) -> None:
     q, k, v = (torch.randn(BATCH, HEADS, LENGTH, SIZE) for _ in range(3))
     fixed, parameter, view = _strided()[name]
-    graphs = compat.compiled_graphs()
+    graphs = private_torch.compiled_graphs()
     for tensor in (view, view.contiguous(), view.clone().repeat_interleave(2, 0)[::2]):
         call = {**fixed, parameter: tensor}
         out = flexmasks.attention(q, k, v, **call)
         want = flexmasks.attention(q.double(), k.double(), v.double(), **call, backend="reference")
         assert error(out, want) < TOLERANCE[torch.float32]
         assert flexmasks.explain(q, k, v, **call).backend == "cpu"
-    assert compat.compiled_graphs() == graphs + 1
+    assert private_torch.compiled_graphs() == graphs + 1
     assert not _warnings(caplog)
 
 

@@ -1,1 +1,1 @@
-"""Benchmarks and the demo: cases come in, tables and results files go out."""
+"""The demo, and the times of a call of the user's own."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -13,12 +12,11 @@ from tabulate import tabulate
 from torch import Tensor
 
 from flexmasks.attention import attention, block_mask, dense_mask, explain
+from flexmasks.bench.compare import Attend, pass_times
 from flexmasks.bench.console import device_name, synchronize
-from flexmasks.bench.runner import measure_passes
 from flexmasks.pictures.output import progress
 from flexmasks.pictures.show import draw
 
-_RUNS = 5
 _CHECKED_HEADS = 2  # checking all heads in float64 would take long and show nothing new
 
 
@@ -82,18 +80,15 @@ def _largest_error(out: Tensor, q: Tensor, k: Tensor, v: Tensor, seq_lens: Tenso
 def _time_table(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor) -> str:
     """Return a table of milliseconds, with backward passes on a GPU."""
     mask = dense_mask("grouped_tril", q.shape[2], seq_lens=seq_lens)
-    calls: dict[str, Callable[..., Tensor]] = {
+    calls: dict[str, Attend] = {
         "flexmasks, grouped_tril": lambda q, k, v: attention(q, k, v, mask="grouped_tril", seq_lens=seq_lens),
         "SDPA + materialized mask": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=mask),
         "SDPA, full attention": F.scaled_dot_product_attention,
     }
-    measured, _ = measure_passes(calls, (q, k, v), runs=_RUNS, required=calls, backward=q.is_cuda)
-    columns = {"forward, ms": ["forward"]}
-    if q.is_cuda:
-        columns["forward + backward, ms"] = ["forward", "backward"]
+    times = pass_times(calls, q, k, v)
+    columns = ["forward, ms", "forward + backward, ms"][: 1 + q.is_cuda]
     rows: list[list[object]] = [[name] for name in calls]
-    for passes in columns.values():
-        totals = [sum(m.milliseconds[which][0] for which in passes) for m in measured.values()]
+    for totals in zip(*times.values(), strict=True):
         for row, total in zip(rows, totals, strict=True):
             row += [total, f"{total / totals[0]:.2f} x"]
     header = ["", *(text for column in columns for text in (column, "ours is faster"))]

@@ -14,12 +14,9 @@ from flexmasks.integrations.distributed.balance import Order as Order
 from flexmasks.integrations.distributed.balance import balance as balance
 from flexmasks.integrations.distributed.counts import computed_blocks as computed_blocks
 from flexmasks.integrations.distributed.counts import seen_by as seen_by
-from flexmasks.integrations.distributed.paper import Plan as Plan
-from flexmasks.integrations.distributed.paper import Way as Way
-from flexmasks.integrations.distributed.paper import plan as plan
 from flexmasks.integrations.distributed.shards import shard as shard
 from flexmasks.integrations.distributed.shards import unshard as unshard
 
 __all__ = [
-    "attention", "balance", "Order", "shard", "unshard", "plan", "Plan", "Way", "computed_blocks", "seen_by",
+    "attention", "balance", "Order", "shard", "unshard", "computed_blocks", "seen_by",
 ]  # fmt: skip

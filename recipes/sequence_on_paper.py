@@ -1,17 +1,27 @@
-"""Plans on paper: bytes, blocks and seconds of attention over many ranks."""
+"""Attention over many GPUs on paper: what each way of exchange sends and computes.
 
+A sequence that many GPUs hold together can be attended to in three ways: GPUs exchange heads, gather all keys and
+values, or fetch those that their own queries see. Which is best depends on the mask, the heads and the network. All is
+counted from the blocks of the mask, so no GPU is needed: `--ranks 1024 --length 4194304 --mask causal`
+takes masks at their examples; for others call `plan`.
+"""
+
+# %%
 from __future__ import annotations
 
-import dataclasses
+import argparse
 import math
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
+import torch
 from tabulate import tabulate
 
+import flexmasks
+from _measure import Row, check, finish, start
 from flexmasks.integrations.distributed.balance import (
     Order,
     balance,
@@ -24,12 +34,14 @@ from flexmasks.integrations.distributed.counts import CountedMask, Parts, check_
 from flexmasks.pictures.output import text_width
 from flexmasks.spec.arguments import MaskLike
 from flexmasks.spec.by_name import says_what_to_write
+from flexmasks.spec.definitions import definition
 
 _BACKWARD = 2.5  # arithmetic of the backward pass over that of the forward pass: five matrix products, not two
 _MOST_ROWS = 1 << 15  # rows of blocks that are counted by default
 _MOST_RANKS = 1 << 14  # counting what each rank sees of each other one then takes 6 GB
 
 
+# %% What a plan holds.
 @dataclass(frozen=True)
 class PerRank:
     """A figure of all ranks."""
@@ -106,13 +118,6 @@ class Plan:
         """
         return {way.name: way for way in self.ways}[name]
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return all figures as numbers, texts, lists and dicts, as JSON has them."""
-        figures = dataclasses.asdict(self)
-        figures["ways"] = [dataclasses.asdict(w) | {"seconds": w.seconds} for w in self.ways if w.refusal is None]
-        figures["refused"] = {w.name: w.refusal for w in self.ways if w.refusal}
-        return figures | {"fastest": self.fastest.name, "ranks": self.order.ranks}
-
     def __str__(self) -> str:
         order, (batch, q_heads, kv_heads, head_size, dtype_bytes) = self.order, self.shape
         most = max(map(len, order.parts))
@@ -147,6 +152,7 @@ class Plan:
         return "\n".join([*head, "", table, "", *refused, f"fastest: {self.fastest.name}"])
 
 
+# %% The blocks of the masks are counted once; each way follows from them.
 @says_what_to_write()
 def plan(
     masks: MaskLike | Sequence[MaskLike],
@@ -200,8 +206,6 @@ def plan(
         ValueError, TypeError: an input does not fit.
 
     Example:
-        >>> import flexmasks
-        >>> from flexmasks.integrations.distributed import plan
         >>> paper = plan(flexmasks.get_mask("sliding_window", window=4096), 262144, 64)
         >>> seen, gathered = paper.way("seen"), paper.way("gather")
         >>> paper.fastest.name, gathered.received.busiest / seen.received.busiest
@@ -338,3 +342,65 @@ def _seconds(count: float) -> str:
         if count * factor < 1000:
             return f"{count * factor:.3g} {unit}"
     return f"{count:.3g} s" if count < 1000 else f"{count:,.0f} s"
+
+
+# %% The bytes that are seen are checked on a short sequence, key by key.
+def main() -> None:
+    """Check the counts, and print the plan that the command line asks for."""
+    parser = argparse.ArgumentParser(add_help=False)
+    for name, default in (
+        ("ranks", 64), ("length", 1 << 18), ("heads", 32), ("kv-heads", 8), ("head-size", 128), ("dtype-bytes", 2),
+    ):  # fmt: skip
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--mask", dest="masks", action="append", help="a mask at its example; may be repeated")
+    parser.add_argument("--balance", action="store_true", help="let all ranks compute equally many blocks")
+    parser.add_argument("--bandwidth", type=float, default=50.0, help="GB that a rank receives in a second")
+    parser.add_argument("--tflops", type=float, default=400.0, help="1e12 operations of a rank in a second")
+    asked = parser.parse_known_args()[0]
+    file = start(__doc__, torch.device("cpu"))
+
+    mask, ranks, length = flexmasks.get_mask("sliding_window", window=100), 4, 512
+    seen = flexmasks.dense_mask(mask, length)[0, 0].view(ranks, length // ranks, length).any(1)
+    others = seen.sum(1) - torch.stack([seen[r].view(ranks, -1)[r].sum() for r in range(ranks)])
+    way = plan(mask, length, ranks, kv_heads=8, head_size=128, dtype_bytes=2).way("seen")
+    token_bytes = 2 * 8 * 128 * 2  # keys and values of a token
+    got = torch.tensor([way.received.busiest, way.received.mean], dtype=torch.float64)
+    check("bytes that ranks receive", got, torch.stack([others.max(), others.double().mean()]).double() * token_bytes)
+
+    paper = plan(
+        [example_of(name, asked.length) for name in asked.masks or ["causal", "sliding_window"]],
+        asked.length,
+        asked.ranks,
+        order="balanced" if asked.balance else None,
+        q_heads=asked.heads,
+        kv_heads=asked.kv_heads,
+        head_size=asked.head_size,
+        dtype_bytes=asked.dtype_bytes,
+        bandwidth=asked.bandwidth * 1e9,
+        flops=asked.tflops * 1e12,
+    )
+    print(f"\n{paper}")
+    rows: list[Row] = [
+        {
+            "way": way.name,
+            "received, MB": way.received.busiest / 1e6,
+            "blocks": way.blocks.busiest,
+            "forward, ms": way.seconds[0] * 1e3,
+            "with backward, ms": way.seconds[1] * 1e3,
+        }
+        for way in paper.ways
+        if way.refusal is None
+    ]
+    finish(rows, file, "Of the busiest rank; computed, not measured.", torch.device("cpu"))
+
+
+def example_of(name: str, length: int) -> flexmasks.Mask:
+    """Return a mask of the registry with the parameters of its example."""
+    if name not in {entry.name for entry in flexmasks.list_masks()}:
+        raise SystemExit(f"no mask is named {name!r}; `python -m flexmasks list` names all")
+    example = definition("mask", name).example
+    return flexmasks.get_mask(name, **(example(length) if example else {}))
+
+
+if __name__ == "__main__":
+    main()

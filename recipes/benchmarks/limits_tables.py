@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from flexmasks.bench.first_calls import CALLS as FIRST_CALLS
-from flexmasks.bench.first_calls import STEPS as FIRST_STEPS
-from flexmasks.bench.results import Row, measured_on, text_table
-from flexmasks.bench.steps_tables import OURS, github_table
+from benchmarks.first_calls import CALLS as FIRST_CALLS
+from benchmarks.first_calls import STEPS as FIRST_STEPS
+from benchmarks.results import Row, measured_on, text_table
+from benchmarks.steps_tables import OURS, github_table
 
 # Kinds of rows.
 SINKS, HEAD_SIZES, SMALL_CALLS = "sinks", "head sizes", "small calls"

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import torch
 
+from benchmarks import first_call
+from benchmarks.model import Sizes
+from benchmarks.results import Row
+from benchmarks.steps_tables import OURS, PLAIN
 from flexmasks.backends.fa4 import KEEPS_KERNELS, KERNEL_FOLDER, is_installed
-from flexmasks.bench import first_call
-from flexmasks.bench.model import Sizes
-from flexmasks.bench.results import Row
-from flexmasks.bench.steps_tables import OURS, PLAIN
 from flexmasks.pictures.output import progress
 
 CALLS, STEPS = "first calls", "first steps"
@@ -114,7 +114,7 @@ def _rows(
 def _in_a_process(words: list[str], environment: dict[str, str]) -> dict[str, float]:
     """Return what `first_call` prints in a new process."""
     script = Path(first_call.__file__)
-    paths = [str(script.parent.parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [*map(str, script.parents[1:3]), *filter(None, [os.environ.get("PYTHONPATH")])]
     ended = subprocess.run(
         [sys.executable, "-P", str(script), *words],
         env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(paths)},

@@ -1,4 +1,4 @@
-"""`python -m flexmasks bench serve`: attention of a serving loop."""
+"""`python recipes/benchmark.py serve`: attention of a serving loop."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.loops import Draws, Replayed
+from benchmarks.results import Benchmark, Row, measured_on, text_table
+from benchmarks.steps import QUICK, USUAL, Pace, measure, measured_rows
+from benchmarks.steps_tables import OURS, github_table
 from flexmasks.attention import attention, explain, paged_attention
 from flexmasks.backends.fa4 import MIN_QUERIES, is_installed
 from flexmasks.bench.clock import interleaved, wall_milliseconds
-from flexmasks.bench.loops import Draws, Replayed
-from flexmasks.bench.results import Benchmark, Row, measured_on, text_table
-from flexmasks.bench.steps import QUICK, USUAL, Pace, measure, measured_rows
-from flexmasks.bench.steps_tables import OURS, github_table
 from flexmasks.scores.alibi import alibi_slopes
 from flexmasks.spec.arguments import get_mask
 
@@ -244,4 +244,4 @@ def _share(row: Row, of: Row | None) -> str:
     return "" if of is None else f"{row['ms'] / of['ms']:.2f} x"
 
 
-SERVE = Benchmark("serve", _todo, table)
+BENCHMARK = Benchmark("serve", _todo, table)

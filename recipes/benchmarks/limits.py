@@ -1,4 +1,4 @@
-"""`python -m flexmasks bench limits`: sinks, head sizes, small calls, first calls, soft-caps and neighborhoods."""
+"""`python recipes/benchmark.py limits`: sinks, head sizes, small calls, first calls, soft-caps and neighborhoods."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flexmasks.attention import attention, explain
-from flexmasks.bench import first_calls
-from flexmasks.bench.limits_tables import (
+from benchmarks import first_calls
+from benchmarks.limits_tables import (
     AUTO,
     CAPPED,
     FLEX,
@@ -29,12 +28,13 @@ from flexmasks.bench.limits_tables import (
     WITH_SINKS,
     table,
 )
-from flexmasks.bench.loops import documents, draw_ids
-from flexmasks.bench.peers import Attend, dense_sdpa, other_libraries, ready_flex
-from flexmasks.bench.results import Benchmark, Row
-from flexmasks.bench.runner import Measured, measure_passes
-from flexmasks.bench.steps import QUICK, Pace, measure, measured_rows
-from flexmasks.bench.steps_tables import OURS
+from benchmarks.loops import documents, draw_ids
+from benchmarks.peers import Attend, dense_sdpa, other_libraries, ready_flex
+from benchmarks.results import Benchmark, Row
+from benchmarks.runner import Measured, measure_passes
+from benchmarks.steps import QUICK, Pace, measure, measured_rows
+from benchmarks.steps_tables import OURS
+from flexmasks.attention import attention, explain
 from flexmasks.cache import clear_caches
 from flexmasks.spec.arguments import get_mask, get_score
 from flexmasks.spec.parameters import Size
@@ -423,4 +423,4 @@ def _todo(device: torch.device, quick: bool) -> dict[str, Callable[[], list[Row]
     return todo | first_calls.steps(device, quick)
 
 
-LIMITS = Benchmark("limits", _todo, table)
+BENCHMARK = Benchmark("limits", _todo, table)

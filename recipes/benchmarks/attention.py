@@ -1,4 +1,4 @@
-"""`python -m flexmasks bench attention`: attention against other libraries."""
+"""`python recipes/benchmark.py attention`: attention against other libraries."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tabulate import tabulate
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from benchmarks.peers import Attend, dense_sdpa, other_libraries, pinned, ready_flex
+from benchmarks.results import Row, check_mask_names, choose_device, machine, run_steps, text_table
+from benchmarks.runner import attention_tflops, measure_passes
 from flexmasks.attention import attention, explain
-from flexmasks.bench.peers import Attend, dense_sdpa, other_libraries, pinned, ready_flex
-from flexmasks.bench.results import Row, check_mask_names, choose_device, machine, run_steps, text_table
-from flexmasks.bench.runner import attention_tflops, measure_passes
 from flexmasks.spec.arguments import get_mask, get_score
 from flexmasks.spec.definitions import definition, is_own
 from flexmasks.spec.examples import at_most, fitting, on_device

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from flexmasks import compat
+from benchmarks import private_torch
+from benchmarks.memory import peak_bytes
 from flexmasks.bench.clock import WARMUP_RUNS, Clock, device_milliseconds, interleaved, wall_milliseconds
 from flexmasks.bench.console import synchronize
-from flexmasks.bench.memory import peak_bytes
 from flexmasks.pictures.output import progress
 
 _STEPS_BEFORE_TIMING = 4  # plans of new tensors are exact at first, then recorded, then captured
@@ -73,7 +73,7 @@ def measure_passes(
     leaves = [x.detach().requires_grad_() for x in inputs] if backward else inputs
     measured: dict[str, Measured] = {}
     left_out: dict[str, str] = {}
-    with compat.donated_buffers_off():
+    with private_torch.donated_buffers_off():
         for name, call in implementations.items():
             if reset_compiler:
                 torch.compiler.reset()
@@ -237,7 +237,7 @@ def _reason(name: str, error: Exception) -> str:
 
 
 def _compilations() -> int:
-    return compat.compiled_graphs() + compat.inductor_graphs()
+    return private_torch.compiled_graphs() + private_torch.inductor_graphs()
 
 
 def _synchronizations(step: Callable[[], object], device: torch.device) -> float | None:

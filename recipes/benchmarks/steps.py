@@ -1,4 +1,4 @@
-"""`python -m flexmasks bench steps`: new tensors at every step, against plain torch."""
+"""`python recipes/benchmark.py steps`: new tensors at every step, against plain torch."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
-from flexmasks import calls, compat
-from flexmasks.attention import attention, explain, varlen_attention
-from flexmasks.bench.loops import (
+from benchmarks import private_torch
+from benchmarks.loops import (
     LOOPS,
     WITH_GRADIENTS,
     Chain,
@@ -35,10 +34,12 @@ from flexmasks.bench.loops import (
     indices,
     offsets_mod,
 )
-from flexmasks.bench.model import WAYS, Attend, Sizes, Training
-from flexmasks.bench.results import Benchmark, Row
-from flexmasks.bench.runner import MeasuredSteps, measure_steps
-from flexmasks.bench.steps_tables import DENSE, OLD, OURS, PLAIN, table
+from benchmarks.model import WAYS, Attend, Sizes, Training
+from benchmarks.results import Benchmark, Row
+from benchmarks.runner import MeasuredSteps, measure_steps
+from benchmarks.steps_tables import DENSE, OLD, OURS, PLAIN, table
+from flexmasks import calls
+from flexmasks.attention import attention, explain, varlen_attention
 from flexmasks.cache import clear_caches
 from flexmasks.request import Request
 
@@ -219,7 +220,7 @@ def measure(
     """Measure steps; cold ones find no compiled code, in memory or on the disk."""
     torch.compiler.reset()
     clear_caches()
-    with compat.empty_compile_cache() if cold else contextlib.nullcontext():
+    with private_torch.empty_compile_cache() if cold else contextlib.nullcontext():
         figures, left_out = measure_steps(implementations, device, required=required, **pace._asdict())
     return Measurement(figures, left_out, cold)
 
@@ -353,4 +354,4 @@ def _todo(device: torch.device, quick: bool) -> dict[str, Callable[[], list[Row]
     return todo
 
 
-STEPS = Benchmark("steps", _todo, table)
+BENCHMARK = Benchmark("steps", _todo, table)

@@ -1,4 +1,4 @@
-"""`python -m flexmasks bench models`: Hugging Face models with real shapes and random weights."""
+"""`python recipes/benchmark.py models`: Hugging Face models with real shapes and random weights."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexmasks.bench.loops import Draws, draw_ids
-from flexmasks.bench.results import Benchmark, Row, measured_on, text_table
-from flexmasks.bench.steps import QUICK, Pace, measure, measured_rows
-from flexmasks.bench.steps_tables import OURS, github_table
+from benchmarks.loops import Draws, draw_ids
+from benchmarks.results import Benchmark, Row, measured_on, text_table
+from benchmarks.steps import QUICK, Pace, measure, measured_rows
+from benchmarks.steps_tables import OURS, github_table
 
 _PACE = Pace(5, 5, 1, 10.0)
 _VOCABULARY = 32768
@@ -283,4 +283,4 @@ def markdown(results: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-MODELS = Benchmark("models", _todo, table)
+BENCHMARK = Benchmark("models", _todo, table)

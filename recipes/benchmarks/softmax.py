@@ -1,4 +1,4 @@
-"""`python -m flexmasks bench softmax`: the masked softmax against torch."""
+"""`python recipes/benchmark.py softmax`: the masked softmax against torch."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import torch
 from tabulate import tabulate
 from torch import Tensor
 
+from benchmarks.results import Row, choose_device, machine, machine_line, run_steps
+from benchmarks.runner import measure_passes
 from flexmasks.attention import block_mask, dense_mask
 from flexmasks.bench.clock import Clock, device_milliseconds, interleaved, wall_milliseconds
-from flexmasks.bench.results import Row, choose_device, machine, machine_line, run_steps
-from flexmasks.bench.runner import measure_passes
 from flexmasks.softmax import masked_softmax, scaled_masked_softmax
 from flexmasks.spec.arguments import get_mask
 from flexmasks.spec.values import Mask

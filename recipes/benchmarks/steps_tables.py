@@ -7,8 +7,8 @@ from typing import Any
 
 from tabulate import tabulate
 
-from flexmasks.bench.loops import CALLS
-from flexmasks.bench.results import Row, measured_on, text_table
+from benchmarks.loops import CALLS
+from benchmarks.results import Row, measured_on, text_table
 
 # Who runs the steps.
 OURS, OLD, PLAIN, DENSE = "flexmasks", "flexmasks, old tensors", "flex_attention", "SDPA + mask"

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from benchmarks.model import Attend
 from flexmasks.attention import attention, explain, varlen_attention
-from flexmasks.bench.model import Attend
 from flexmasks.masks.packed import packed
 from flexmasks.scores.alibi import alibi_slopes
 from flexmasks.spec.arguments import get_mask

@@ -29,12 +29,12 @@ def choose_device(name: str | None) -> torch.device:
     """
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
-        raise ValueError(f"flexmasks bench: `--device` must be cpu or cuda, got {name!r}.")
+        raise ValueError(f"benchmark: `--device` must be cpu or cuda, got {name!r}.")
     device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("flexmasks bench: torch finds no GPU on this machine; `--device cpu` measures the CPU.")
+        raise ValueError("benchmark: torch finds no GPU on this machine; `--device cpu` measures the CPU.")
     if (device.index or 0) >= max(1, torch.cuda.device_count()):
-        raise ValueError(f"flexmasks bench: torch finds {torch.cuda.device_count()} GPUs, so no {name}.")
+        raise ValueError(f"benchmark: torch finds {torch.cuda.device_count()} GPUs, so no {name}.")
     return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
 
 
@@ -71,7 +71,7 @@ def chosen_steps(
     only = list(only)
     chosen = {name: step for name, step in steps.items() if not only or any(text in name for text in only)}
     if not chosen:
-        raise ValueError(f"flexmasks bench: nothing to measure is named {only}; there are {'; '.join(steps)}.")
+        raise ValueError(f"benchmark: nothing to measure is named {only}; there are {'; '.join(steps)}.")
     return chosen
 
 
@@ -98,7 +98,7 @@ def check_mask_names(names: Iterable[str], cases: Iterable[str]) -> None:
         if name not in accepted:
             near = difflib.get_close_matches(name, accepted, n=3, cutoff=0.5)
             hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "`python -m flexmasks list` names them."
-            raise ValueError(f"flexmasks bench: no mask {name!r} to measure; {hint}")
+            raise ValueError(f"benchmark: no mask {name!r} to measure; {hint}")
 
 
 def run_steps(
@@ -117,7 +117,7 @@ def run_steps(
     """
     results["measured"] = []
     if file is not None and (Path(file).is_dir() or not os.access(Path(file).resolve().parent, os.W_OK)):
-        raise ValueError(f"flexmasks bench: {file} cannot be written.")
+        raise ValueError(f"benchmark: {file} cannot be written.")
     if resume and file is not None and Path(file).exists():
         results |= _earlier(results, file)
     for number, (description, rows) in enumerate(steps.items(), 1):
@@ -182,7 +182,7 @@ def _earlier(results: dict[str, Any], file: str) -> dict[str, Any]:
         earlier = None
     same = isinstance(earlier, dict) and earlier.get("benchmark") == results["benchmark"] and "measured" in earlier
     if not same:
-        raise ValueError(f"flexmasks bench: {file} holds no results of this benchmark that can be resumed.")
+        raise ValueError(f"benchmark: {file} holds no results of this benchmark that can be resumed.")
     if earlier["machine"] != results["machine"]:
-        raise ValueError(f"flexmasks bench: {file} is of another machine or another torch: {earlier['machine']}.")
+        raise ValueError(f"benchmark: {file} is of another machine or another torch: {earlier['machine']}.")
     return {name: earlier[name] for name in ("rows", "measured")}

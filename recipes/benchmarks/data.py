@@ -1,4 +1,4 @@
-"""`python -m flexmasks bench data`: masks as functions and as data, in the same kernels."""
+"""`python recipes/benchmark.py data`: masks as functions and as data, in the same kernels."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ import torch
 from tabulate import tabulate
 from torch import Tensor
 
-from flexmasks import calls, compat
+from benchmarks import private_torch
+from benchmarks.results import Benchmark, Row, measured_on, text_table
+from benchmarks.runner import measure_passes
+from flexmasks import calls
 from flexmasks.backends import fa4, flash, flex, forms
 from flexmasks.backends.call import Call
 from flexmasks.bench.clock import wall_milliseconds
-from flexmasks.bench.results import Benchmark, Row, measured_on, text_table
-from flexmasks.bench.runner import measure_passes
 from flexmasks.cache import clear_caches
 from flexmasks.orders import tile_order
 from flexmasks.pictures.output import progress
@@ -161,7 +162,7 @@ def _rows(case: Case, backend: str, scale: Scale, device: torch.device, runs: in
     except TooLargeForData as error:
         left_out[DATA] = str(error)
     implementations = {form: _attend(call, backend, form) for form in (FUNCTION, DATA) if form not in left_out}
-    with compat.empty_compile_cache():
+    with private_torch.empty_compile_cache():
         measured, failed = measure_passes(implementations, (q, k, v), runs=runs, required=(), backward=backward)
     left_out |= failed
     for form, reason in left_out.items():
@@ -289,4 +290,4 @@ def _total(row: Row) -> float:
     return float(row["forward_ms"] + row.get("backward_ms", 0.0))
 
 
-DATA_FORMS = Benchmark("data", _todo, table)
+BENCHMARK = Benchmark("data", _todo, table)

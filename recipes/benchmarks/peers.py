@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.loops import compiled_flex, indices
 from flexmasks.attention import block_mask, dense_mask
 from flexmasks.backends.flex import separate
-from flexmasks.bench.loops import compiled_flex, indices
 from flexmasks.spec.parameters import Size
 from flexmasks.spec.values import Mask, Score
 

@@ -68,8 +68,8 @@ def train(who: str, device: str, sizes: tuple[int, ...], modules: Path) -> dict[
     start = time.perf_counter()
     import torch
 
-    from flexmasks.bench.model import Sizes, Training
-    from flexmasks.bench.steps import attention_kinds
+    from benchmarks.model import Sizes, Training
+    from benchmarks.steps import attention_kinds
 
     seconds = {"import_s": time.perf_counter() - start}
     start = time.perf_counter()
@@ -97,7 +97,8 @@ def _seconds_since(start: float, device: str) -> float:
 
 def _keep_imports(before: set[str], modules: Path) -> None:
     """Write the names of other packages' modules imported since then to a file."""
-    imported = [name for name in sys.modules if name not in before and not name.startswith("flexmasks.")]
+    ours = ("flexmasks.", "benchmarks.")
+    imported = [name for name in sys.modules if name not in before and not name.startswith(ours)]
     modules.write_text("\n".join(imported))
 
 

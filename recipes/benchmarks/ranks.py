@@ -1,4 +1,4 @@
-"""`python -m flexmasks bench ranks`: attention over sequences that several GPUs hold."""
+"""`python recipes/benchmark.py ranks`: attention over sequences that several GPUs hold."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from flexmasks import compat
+from benchmarks import private_torch
+from benchmarks.processes import Processes
+from benchmarks.results import Benchmark, Row, measured_on, text_table
+from benchmarks.steps_tables import OURS, github_table
 from flexmasks.attention import attention
 from flexmasks.bench.console import synchronize
-from flexmasks.bench.processes import Processes
-from flexmasks.bench.results import Benchmark, Row, measured_on, text_table
-from flexmasks.bench.steps_tables import OURS, github_table
 from flexmasks.integrations import distributed
 from flexmasks.pictures.output import progress
 from flexmasks.spec import Mask, get_mask
@@ -121,7 +121,7 @@ def _call_of(
         return lambda q, k, v: distributed.attention(q, k, v, mesh=mesh, mask=make(), how="gather", order=order)
     if who == RING:
         return functools.partial(_ring, mesh)
-    return compat.flex_over_processes(mask_mod, shape.length, mesh, device, is_balanced=name != "window")
+    return private_torch.flex_over_processes(mask_mod, shape.length, mesh, device, is_balanced=name != "window")
 
 
 def _ring(mesh: DeviceMesh, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -229,7 +229,7 @@ def _todo(device: torch.device, quick: bool) -> dict[str, Callable[[], list[Row]
     is_large = device.type == "cuda" and not quick
     count = torch.cuda.device_count() if device.type == "cuda" else 2
     if count < 2:
-        raise ValueError("flexmasks bench ranks: this machine has one GPU; `--device cpu` takes two CPU processes.")
+        raise ValueError("benchmark ranks: this machine has one GPU; `--device cpu` takes two CPU processes.")
     pool = _Pool(count, device.type)
     todo: dict[str, Callable[[], list[Row]]] = {}
     for length in _GPU if is_large else (1024,):
@@ -268,4 +268,4 @@ def markdown(results: dict[str, Any]) -> str:
     return f"{about}\n\n{github_table(rows, header)}"
 
 
-RANKS = Benchmark("ranks", _todo, table)
+BENCHMARK = Benchmark("ranks", _todo, table)

@@ -1,0 +1,1 @@
+"""Benchmarks: cases come in, tables and results files go out."""
