@@ -37,6 +37,7 @@ import time
 import xml.etree.ElementTree as ET
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,7 +71,9 @@ def record(folder: Path, tests: Sequence[str]) -> int:
     command = [sys.executable, "-m", "pytest", "-n", "2", "--dist", "worksteal", "-q", "-p", "no:cacheprovider"]
     command += ["--cov=flexmasks", "--cov-context=test", "--cov-report=", f"--junitxml={folder / 'report.xml'}", *tests]
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    environment = os.environ | {"COVERAGE_FILE": str(folder / "coverage"), "PYTHONPATH": path}
+    seed = os.environ.get("FLEXMASKS_SEED", str(date.today().toordinal()))
+    (folder / "seed").write_text(seed)
+    environment = os.environ | {"COVERAGE_FILE": str(folder / "coverage"), "PYTHONPATH": path, "FLEXMASKS_SEED": seed}
     return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
 
 
@@ -156,6 +159,8 @@ class Trial:
 
     def __init__(self, folder: Path, options: argparse.Namespace) -> None:
         self._folder, self._options, self._numbers = folder, options, itertools.count()
+        # The choices of the day that was recorded: the campaigns are asked for the other tests.
+        self._day = {"FLEXMASKS_SEED": (options.folder / "seed").read_text(), "FLEXMASKS_SLOW": "3"}
         self._clean = {old: self._copy(f"clean-{'old' if old else 'new'}", old) for old in (False, bool(options.old))}
         self._broken: dict[tuple[str, str], bool] = {}  # whether a test of a kind fails without a fault
         self._lock = threading.Lock()  # the clean copies are for one run at a time
@@ -266,7 +271,8 @@ class Trial:
         """Return the exit code, or None if the time is over, and the output."""
         path = os.pathsep.join(filter(None, (str(place), os.environ.get("PYTHONPATH"))))
         # Threads of the recorded run: workers of pytest-xdist compute on one.
-        environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+        environment = os.environ | self._day | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+        environment["PYTHONDONTWRITEBYTECODE"] = "1"
         report = place.with_suffix(".xml")
         report.unlink(missing_ok=True)
         if self._is_stopped:
