@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import ast
 import difflib
-import functools
 import importlib
 import itertools
 import os
@@ -31,13 +30,12 @@ from flexmasks.spec.parameters import describe
 from flexmasks.spec.registry import list_masks, list_scores
 
 _HINT = "`python -m flexmasks show NAME` draws one; `list --long` says more of each."
-_HELP_WIDTH = 80
 _LONG_LIST = 160  # characters of `list --long` where there is no terminal
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command and return the exit status."""
-    parser, commands = _parser()
+    parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
     if rest and arguments.command not in ("show", "bench"):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -55,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
         elif arguments.command == "gallery":
             from flexmasks.pictures.gallery import gallery
 
-            print(gallery(arguments.out, {name: _help(command) for name, command in commands.items()}))
+            print(gallery(arguments.out))
         else:
             _show(arguments, _parameters(rest))
         sys.stdout.flush()
@@ -75,16 +73,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _help(command: Any) -> str:
-    """Return a command's help text, as wide as the pages of the reference."""
-    formatter, command.color = command.formatter_class, False  # Python 3.14 colors the text in a terminal
-    command.formatter_class = functools.partial(formatter, width=_HELP_WIDTH)
-    text: str = command.format_help()
-    return text
-
-
-def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    """Return the parser of the command line, and those of its commands."""
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m flexmasks",
         description="Attention masks and score changes for PyTorch FlexAttention.",
@@ -126,12 +115,12 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     gallery_parser = _add_command(commands, "gallery", does, parent)
     gallery_parser.add_argument("out", metavar="OUT", help="the .html file to write, or a folder for index.html")
     gallery_parser.epilog = (
-        "One search finds masks, scores and all public names. The reference stands in a folder beside the page, and "
-        "needs `pip install 'flexmasks[docs]'`; without it only the page is written."
+        "The reference, made by pdoc, stands in a folder beside the page. It needs `pip install 'flexmasks[docs]'`; "
+        "without it only the page is written."
     )
     does = "time a call of yours on this machine, against flex_attention and SDPA"
     _add_bench_arguments(_add_command(commands, "bench", does, parent))
-    return parser, commands.choices
+    return parser
 
 
 def _import_parser() -> argparse.ArgumentParser:

@@ -161,7 +161,7 @@ def test_distributions_in_a_fresh_environment(clone: Path, tmp_path: Path) -> No
     assert flexmasks.__version__ in run("-m", "flexmasks", "--version")
     run("-m", "flexmasks", "gallery", str(tmp_path / "gallery"))
     assert "sliding_window" in (tmp_path / "gallery/index.html").read_text()
-    assert "attention" in (tmp_path / "gallery/reference/index.html").read_text()
+    assert "paged_attention" in (tmp_path / "gallery/reference/flexmasks.html").read_text()
     assert "SDPA" in run("-m", "flexmasks", "bench", "--mask", "causal", "--shape", "1,2,256,32")
     files = ["tests/test_masks.py", "tests/test_scores.py", "tests/test_pickles.py", "tests/test_orders.py"]
     run("-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", *files, folder=source)

@@ -1,4 +1,4 @@
-"""`python -m flexmasks gallery OUT`: a page of all masks and scores, and the reference."""
+"""`python -m flexmasks gallery OUT`: a page of all masks and scores, and by pdoc a reference of all public names."""
 
 from __future__ import annotations
 
@@ -7,47 +7,70 @@ import inspect
 import itertools
 import re
 import sys
+import tempfile
 import textwrap
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jinja2
 from markupsafe import Markup, escape
 from torch import Tensor
 
 from flexmasks.attention import attention
-from flexmasks.pictures import reference, svg
+from flexmasks.pictures import svg
 from flexmasks.pictures.output import Share, check_writable, write
-from flexmasks.pictures.picture import MaskPicture
+from flexmasks.pictures.picture import MaskPicture, Picture
 from flexmasks.pictures.show import draw
 from flexmasks.spec.definitions import definition
 from flexmasks.spec.examples import SHORT, at_most, fitting
 from flexmasks.spec.registry import Entry, list_masks, list_scores
-from flexmasks.spec.values import Modifier
+from flexmasks.spec.values import Mask, Modifier, Score
 
 LENGTH = 8192  # tokens of the masks' pictures, and of the sparsity
 _LINE = 88  # characters of code
 _HEADS = 8
+# What a reader has, and the masks for it, the usual ones first.
+USES = {
+    "Text": (
+        "causal", "sliding_window", "prefix_lm", "chunked_causal", "block_causal", "full", "local", "chunked", "band",
+    ),
+    "Several sequences in a row": (
+        "packed", "document", "cross_document", "causal_blockwise", "shared_prefix", "multi_item",
+    ),
+    "Padded batches": ("padding", "key_padding", "grouped_tril"),
+    "Long text": (
+        "sink_window", "longformer", "bigbird", "dilated_window", "strided", "fixed", "global_tokens", "flashmask",
+        "vertical_slash", "key_eviction",
+    ),
+    "Images and video": ("natten", "natten1d", "natten3d", "sasa", "sliding_tile", "temporal_window"),
+    "Text with images": ("bidirectional_spans", "vision_cross"),
+    "Serving and drafts": ("paged", "tree", "eagle3"),
+    "Diffusion of text": ("block_diffusion", "inverse_causal"),
+    "Tables and lists of blocks": ("block_topk", "block_sparse", "bsr", "slices", "dense"),
+}  # fmt: skip
+# Modules of public names, and what they need to be imported.
+_MODULES = (
+    "flexmasks", "flexmasks.orders", "flexmasks.integrations.huggingface", "flexmasks.integrations.distributed",
+)  # fmt: skip
+_NEEDS = {"flexmasks.integrations.huggingface": "transformers"}
 
 
-def gallery(out: str | Path, commands: Mapping[str, str] | None = None) -> Path:
-    """Write a page of all masks and scores, and a reference of public names.
+def gallery(out: str | Path) -> Path:
+    """Write a page of all masks and scores, and a reference of the public names.
 
-    An entry has a picture, signature, meaning, source, sparsity and code. If an example fails, its entry says why.
-    The reference has a page of each public name, in a folder beside the gallery: `reference`, or for a file `x.html`
-    `x-reference`. It needs the extra `docs`; without it only the gallery is written, and a line on stderr says so. One
-    search box finds masks, scores and names on all pages. They need no network.
+    An entry has a picture, signature, meaning, source, sparsity and code. If an example fails, its entry says why. The
+    page needs no network. The reference is made by pdoc, in a folder beside the page: `reference`, or for a file
+    `x.html` `x-reference`. Without pdoc, which the extra `docs` brings, only the page is written, and a line on stderr
+    says so.
 
-    Each file is replaced whole, the gallery after the reference, so a run that is stopped leaves pages that work. Other
+    Each file is replaced whole, the page after the reference, so a run that is stopped leaves pages that work. Other
     files in the folders stay as they are.
 
     Args:
         out: the file to write, or a folder for `index.html`, which is made if it is missing.
-        commands: the help text of each command of the command line, by name, for the reference.
 
     Returns:
-        The gallery's path.
+        The page's path.
 
     Example:
         >>> import flexmasks.pictures.gallery
@@ -59,33 +82,55 @@ def gallery(out: str | Path, commands: Mapping[str, str] | None = None) -> Path:
         path.mkdir(parents=True, exist_ok=True)
         path = path / "index.html"
     check_writable(path)
-    missing = [name for name in ("griffe", "pygments") if importlib.util.find_spec(name) is None]
     folder = path.parent / ("reference" if path.name == "index.html" else f"{path.stem}-reference")
-    if not missing:
-        folder.mkdir(exist_ok=True)
-    else:
-        print(
-            f"flexmasks: no reference, it needs {' and '.join(missing)}: `pip install 'flexmasks[docs]'`.",
-            file=sys.stderr,
-        )
+    has_reference = importlib.util.find_spec("pdoc") is not None
+    if not has_reference:
+        print("flexmasks: no reference, it needs pdoc: `pip install 'flexmasks[docs]'`.", file=sys.stderr)
+    listed = [*list_masks(), *list_scores()]
+    share = Share("pictures")
+    cards: dict[tuple[str, str], dict[str, Any]] = {}
+    for entry in listed:
+        cards[entry.kind, entry.name] = _card(entry.kind, entry)
+        share(len(cards) / len(listed))
+    share.end()
+    if has_reference:
+        _write_reference(folder)
     environment = jinja2.Environment(loader=jinja2.PackageLoader("flexmasks.pictures", "."), autoescape=True)
     environment.filters["prose"] = _prose
-    listed = {"Masks": list_masks(), "Scores": list_scores()}
-    share, count = Share("pictures"), sum(map(len, listed.values()))
-    sections: dict[str, list[dict[str, Any]]] = {title: [] for title in listed}
-    for title, entries in listed.items():
-        for entry in entries:
-            sections[title].append(_card(entry.kind, entry))
-            share(sum(map(len, sections.values())) / count)
-    share.end()
-    shown: dict[str, Any] = {"style": Markup(svg.style()), "length": LENGTH, "sections": sections.items()}
-    if not missing:
-        environment.globals["style"] = shown["style"]
-        cards = list(itertools.chain(*sections.values()))
-        reference.write(folder, f"../{path.name}", cards, commands or {}, environment)
-        shown |= {"folder": f"{folder.name}/", "names": f"{folder.name}/names.js"}
-    write(path, environment.get_template("gallery.html").render(shown))
+    page = environment.get_template("gallery.html").render(
+        style=Markup(svg.style()),
+        length=LENGTH,
+        groups=_grouped(cards),
+        reference=f"{folder.name}/index.html" if has_reference else "",
+    )
+    write(path, page)
     return path
+
+
+def _grouped(cards: dict[tuple[str, str], dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
+    """Return titles and their cards: masks by their use, those of the user, and scores."""
+    groups = {
+        use: [cards.pop(key) for name in names if (key := ("mask", name)) in cards] for use, names in USES.items()
+    }
+    groups["Other masks"] = [cards.pop(key) for key in [*cards] if key[0] == "mask"]
+    groups["Scores"] = [*cards.values()]
+    return [(title, found) for title, found in groups.items() if found]
+
+
+def _write_reference(folder: Path) -> None:
+    """Write what pdoc says of the public modules into a folder."""
+    import pdoc  # the extra `docs` may be missing
+
+    modules = [name for name in _MODULES if importlib.util.find_spec(_NEEDS.get(name, "flexmasks")) is not None]
+    # After each package come its modules, which are left out.
+    chosen = [spec for name in modules for spec in (name, f"!{name}[.]")]
+    pdoc.render.configure(docformat="google", show_source=False)
+    with tempfile.TemporaryDirectory() as made:
+        pdoc.pdoc(*chosen, output_directory=Path(made))
+        for file in sorted(Path(made).rglob("*.*")):
+            target = folder / file.relative_to(made)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            write(target, file.read_bytes())
 
 
 def code(kind: str, name: str) -> str:
@@ -146,16 +191,23 @@ def _card(kind: str, entry: Entry) -> dict[str, Any]:
         "words": " ".join(f"{kind} {entry.signature} {doc}".lower().split()),  # text that the search matches
     }
     try:
-        length, value, short_picture = fitting(kind, entry.name, SHORT, draw)
-        picture = fitting(kind, entry.name, at_most(LENGTH), draw)[2] if kind == "mask" else short_picture
-        card["picture"] = Markup(picture.svg(style=False))
+        length, value, picture = fitting(kind, entry.name, SHORT, _pair_by_pair)
+        card |= {"picture": Markup(picture.svg(style=False)), "code": _code(value, length)}
         if isinstance(picture, MaskPicture):
-            card |= {"sparsity": f"{picture.counts.shares[0]:.1%}", "sparsity_length": f"{picture.q_len:,}"}
-            card |= {"pairs": Markup(draw(value, length, block_size=1).svg(style=False)), "pairs_length": length}
-        card["code"] = _code(value, length)
+            long = fitting(kind, entry.name, at_most(LENGTH), _in_blocks)[2]
+            card |= {"sparsity": f"{long.counts.shares[0]:.1%}", "sparsity_length": f"{long.q_len:,}"}
+            card["long"] = Markup(long.svg(style=False))
     except Exception as error:  # an example is a user's code, and the other entries do not depend on it
         card["error"] = f"{type(error).__name__}: {error}"
     return card
+
+
+def _pair_by_pair(value: Mask | Score, length: int) -> Picture:
+    return draw(value, length, block_size=1) if isinstance(value, Mask) else draw(value, length)
+
+
+def _in_blocks(value: Mask | Score, length: int) -> MaskPicture:
+    return cast(MaskPicture, draw(value, length))
 
 
 def _prose(text: str) -> Markup:
