@@ -144,8 +144,8 @@ def cache_info() -> dict[str, CacheInfo]:
     measured in bytes; calls share most of their blocks with `blocks`. `huggingface` and `seen` (what processes
     exchange) appear with these integrations. In
     `kernels` (compiled code), `outcomes` (of backends), `numbers` (values of masks' numbers), `templates` (functions
-    inside torch.compile), `mostly_partial`, `tried_scores`, `first_functions`, `started_as_data` and `tiles` (facts
-    about kinds) an entry counts as one byte.
+    inside torch.compile), `mostly_partial`, `tried_scores` and `tiles` (facts about kinds) an entry counts as one
+    byte.
 
     Example:
         >>> import flexmasks

@@ -800,7 +800,7 @@ def _planned(q: Tensor, k: Tensor, v: Tensor, request: Request) -> _Planned:
         line=None if score_plan is None else score_plan.line,
         **_of_blocks(mask_plan, score_plan),
         mask_is_own=mask_plan.is_own,
-        first_as_data=mask_plan.first_as_data,
+        reads_data_as_fast=mask_plan.reads_data_as_fast,
         score_mod=None if score_plan is None else score_plan.score_mod,
         score_is_own=score_plan is None or score_plan.is_own,
         scale=None if request.scale is None else float(request.scale),

@@ -28,7 +28,6 @@ from flexmasks.blocks.elements import over_indices
 from flexmasks.blocks.lists import of_block_mask, widened
 from flexmasks.plans.bounds import MaskKind, plan_bounds, reads_made_tensors, unread
 from flexmasks.plans.checks import fail
-from flexmasks.plans.data import FirstAsData
 from flexmasks.plans.plan import block_size_for, naming
 from flexmasks.plans.portable import OfData, PortableBlockMask
 from flexmasks.plans.shifted import shifted_mask, shifted_score
@@ -314,7 +313,7 @@ def _call_of(
         proven_options=dict,
         mask_mod=lambda: _as_kernels_see(mask, size, q_offset),
         mask_is_own=mask.is_own(),
-        first_as_data=FirstAsData.NONE,
+        reads_data_as_fast=False,
         score_mod=None if not has_score else lambda: _as_kernels_see(cast(Score, score), size, q_offset),
         score_is_own=score is not None and score.is_own(),
         scale=scale,

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable
 from contextvars import ContextVar
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,8 +25,6 @@ import flexmasks
 from benchmarks import private_torch
 from flexmasks import calls, compat
 from flexmasks.backends import forms
-from flexmasks.backends.call import Unavailable
-from flexmasks.backends.flex import CompiledCall
 from flexmasks.backends.inexact import NARROW, NEGATIVE, inexact
 from flexmasks.backends.miscompiled import miscompiled
 from flexmasks.backends.operations import DTYPE
@@ -438,30 +433,6 @@ def test_a_mask_of_many_divisions_goes_as_data() -> None:
     check_attention(mask, 32)
 
 
-def test_masks_keep_their_form_under_activation_checkpointing() -> None:
-    """What is computed again must be saved again by the kernel that saved it before."""
-
-    def run(*_: Any) -> tuple[Tensor, None]:
-        return torch.zeros(()), None
-
-    call: Any = SimpleNamespace(is_traced=False, mask_is_own=False, first_as_data=data.FirstAsData.FIRST)
-    numbers: Any = dict.fromkeys(("score_mod", "block_mask", "scale", "kernel_options"))
-    x = torch.zeros(1, 1, 1, 1)
-    for needs_grad in (True, False):
-        call.needs_grad = needs_grad
-        more: Any = {**numbers, "with_lse": False, "needs_grad": needs_grad, "is_flash": False}
-        replay = CompiledCall(run, **more, runs_left=iter([0]))  # type: ignore[arg-type]
-        with torch.autograd.graph.save_on_cpu():
-            assert forms.may_start_as_data(call) != needs_grad
-            for _ in range(3 if needs_grad else 1):
-                replay(x, x.clone(), x.clone())
-        assert forms.may_start_as_data(call)
-        if needs_grad:
-            replay(x, x.clone(), x.clone())
-        with pytest.raises(Unavailable, match="compiled after its first calls"):
-            replay(x, x.clone(), x.clone())
-
-
 @pytest.mark.slow
 def test_first_calls_evaluate_each_element_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody looks at their function, and undecided blocks are evaluated once, for the lists and for the data."""
@@ -510,28 +481,6 @@ def test_data_take_few_operations_and_little_memory(monkeypatch: pytest.MonkeyPa
     assert made.different == 8
     assert work.largest <= 1 << 25
     assert work.operations < 700
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("quick_kernels")
-def test_new_tensors_compile_the_function() -> None:
-    """The first function is compiled at once, others when their tensors have new values.
-
-    All blocks are partial, because quick kernels read data of all.
-    """
-
-    def documents(ids: Tensor) -> Function:
-        return lambda b, h, q, kv: ids[q] == ids[kv]
-
-    def others(ids: Tensor) -> Function:
-        return lambda b, h, q, kv: ids[q] >= ids[kv]
-
-    for make, first in ((documents, "its function"), (others, "data: nothing is compiled")):
-        for step in range(3):
-            mask = make(torch.randint(0, 9, (LENGTH,)))
-            assert form(mask).startswith(first if step == 0 else "its function")
-            check_attention(mask)
-            check_attention(mask)
 
 
 @pytest.mark.slow
@@ -820,41 +769,6 @@ def test_indices_on_a_gpu(queries: int) -> None:
         flexmasks.clear_caches()
         assert flexmasks.explain(q, k, v, mask=mask, backend="triton").mask == "its function", name
         assert error(flexmasks.attention(q, k, v, mask=mask, backend="triton"), want.cpu()) < 1.6e-2, name
-
-
-@pytest.mark.gpu
-@pytest.mark.campaign  # other processes would take time on the GPU
-def test_new_functions_are_quick_on_a_gpu() -> None:
-    """The first output of a new function at 8,192 tokens takes at most 20 ms."""
-    q, k, v = torch.randn(3, 1, 8, 8192, 64, device="cuda", dtype=torch.bfloat16).unbind()
-    seconds = []
-    for n in range(30):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        flexmasks.attention(q, k, v, mask=lambda b, h, q, kv, n=n: (q >= kv) & ((q - kv) % (n + 2) != 1))
-        torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-    assert statistics.median(seconds[10:]) < 0.02
-
-
-@pytest.mark.gpu
-def test_new_functions_allocate_nothing_new() -> None:
-    """Each new function runs by the same kernel, in memory that the GPU's allocator has."""
-    q, k, v = torch.randn(3, 1, 8, 8192, 64, device="cuda", dtype=torch.bfloat16).unbind()
-    seconds, kept, reserved, graphs = [], [], [], []
-    for n in range(40):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        flexmasks.attention(q, k, v, mask=lambda b, h, q, kv, n=n: (q >= kv) & ((q - kv) % (n + 2) != 1))
-        torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-        kept.append(torch.cuda.memory_allocated())
-        reserved.append(torch.cuda.memory_reserved())
-        graphs.append(private_torch.compiled_graphs())
-    assert graphs[-1] == graphs[2]
-    assert reserved[-1] - reserved[9] <= kept[-1] - kept[9] + (4 << 20)  # what caches keep, and no more
-    assert kept[-1] - kept[9] <= 30 << 20  # a megabyte for each function
-    assert statistics.median(seconds[3:]) < 0.05  # a compilation takes seconds
 
 
 @pytest.mark.gpu

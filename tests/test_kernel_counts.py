@@ -19,8 +19,6 @@ from torch.nn.attention.flex_attention import create_mask
 import flexmasks
 from flexmasks.backends import flex, numbers
 from flexmasks.plans import plan
-from flexmasks.plans.data import FirstAsData
-from flexmasks.plans.plan import MaskPlan
 from flexmasks.spec.captures import Opaque
 from flexmasks.spec.numbers import numbers_in, with_inputs
 
@@ -298,17 +296,6 @@ def test_first_numbers_compile_nothing_at_other_lengths(
     counts = kernels_of([functools.partial(call, LENGTH - shorter, n) for shorter, n in calls])
     assert counts[:2] == [1, 1]
     assert counts[5:] == [0] * 4
-
-
-@pytest.mark.campaign
-def test_a_mask_is_not_new_with_another_number_in_the_score(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a new mask's first call goes as data, as on a GPU, it does not again for each number of a score change."""
-    monkeypatch.setattr(MaskPlan, "first_as_data", FirstAsData.FIRST)
-    monkeypatch.setattr(numbers, "MAX_COMPILED_VALUES", 1)
-    call = functools.partial(check, "cpu", mask=causal)
-    calls = [functools.partial(call, (batch, 2, LENGTH, 16), change=scaled(n), score=scaled(n)) for batch, n in
-             [(1, 2), (1, 3), (2, 3), (2, 2), (2, 4)]]  # fmt: skip
-    assert kernels_of(calls) == [1, 1, 1, 0, 0]
 
 
 @pytest.mark.campaign

@@ -14,7 +14,7 @@ from flexmasks import compat
 from flexmasks.blocks.counts import Blocks
 from flexmasks.cache import Cache
 from flexmasks.kernels.whole_mask import Line
-from flexmasks.plans.data import FirstAsData, MaskData
+from flexmasks.plans.data import MaskData
 from flexmasks.plans.intervals import Intervals
 from flexmasks.plans.whole import Added, Spanned, Whole
 from flexmasks.plans.windows import Window
@@ -97,7 +97,7 @@ class Call:
     proven_options: Callable[[], dict[str, bool]]  # kernel options that hold whatever tensors contain
     mask_mod: Callable[[], Callable[..., Tensor]]
     mask_is_own: bool  # the library, not a user, wrote all functions of the mask
-    first_as_data: FirstAsData
+    reads_data_as_fast: bool  # by kernels for this device, in place of computing the mask's function
     score_mod: Callable[[], Callable[..., Tensor]] | None
     score_is_own: bool
     scale: float | None

@@ -21,7 +21,7 @@ import threading
 import time
 import types
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
@@ -46,7 +46,6 @@ from flexmasks.backends.call import (
 from flexmasks.backends.kernel_tiles import chosen_tiles
 from flexmasks.cache import Cache
 from flexmasks.kernels.compiling import announce
-from flexmasks.plans.data import FirstAsData
 
 _log = logging.getLogger("flexmasks")
 _kernel_numbers = itertools.count()
@@ -59,9 +58,6 @@ _CPP_FAILED = "CppCompileError"  # part of an error of Inductor
 _FEW_QUERIES = 128  # below which torch may take another kernel on a GPU
 _MAX_NOTED_SHAPES = 64  # shapes that one kernel remembers
 _MAX_COPIED = 1 << 28  # the most bytes of q, k and v that are copied for one call on a CPU
-# On a GPU a function that could be compiled is compiled after this many runs as data, or after runs over this many
-# pairs, in which data in Triton took as much more time as compiling does (forward and backward pass, H200).
-_RUNS_AS_DATA, _PAIRS_AS_DATA = 32, 1 << 37
 _RUNS_BETWEEN_LOOKUPS = 64  # after this many runs a replay looks its kernel up again, which marks it as used
 # Kernel options to try one after the other, for GPUs whose shared memory is too small for the earlier options.
 _SMALLER_KERNELS: tuple[dict[str, Any], ...] = (
@@ -545,7 +541,6 @@ class CompiledCall:
     needs_grad: bool
     is_flash: bool
     is_data: bool = False  # the kernel reads the mask as data
-    runs_left: Iterator[int] | None = None  # ends when the mask's function is to be compiled
 
     @property
     def nbytes(self) -> int:
@@ -571,14 +566,8 @@ class CompiledCall:
         block_mask, of_mask, shapes = call.blocks().block_mask, call.kernel_key[0], call.shapes
         has_kernel = functools.partial(_has_kernel_for, call, 1, backend, more_options)
         score_mod, of_score = forms.compiled_score(call, has_kernel, for_flash=backend == "FLASH")
-        runs_left = None
         if as_data is None:
-            starts = starts_as_data(call, backend, more_options)
-            as_data = starts or bool(why_data(call, backend, more_options))
-            may_change = call.is_cuda and forms.may_change(call.needs_grad)
-            if as_data and may_change and (starts or not forms.why_inexact(call)):
-                pairs = call.q.shape[:3].numel() * call.k.shape[2]
-                runs_left = iter(range(min(_RUNS_AS_DATA, _PAIRS_AS_DATA // pairs + 1)))
+            as_data = bool(why_data(call, backend, more_options))
         if as_data:
             data = call.data()
             words, table = data.shapes
@@ -605,16 +594,13 @@ class CompiledCall:
             needs_grad=call.needs_grad,
             is_flash=backend == "FLASH",
             is_data=as_data,
-            runs_left=runs_left,
         )
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the output, and lse or None.
 
-        Raises Unavailable if the call cannot be compiled, or if the mask's function is to be compiled now.
+        Raises Unavailable if the call cannot be compiled.
         """
-        if self.runs_left is not None and forms.may_change(self.needs_grad) and next(self.runs_left, None) is None:
-            raise Unavailable("the function is compiled after its first calls")
         if not self.needs_grad:
             # On the CPU torch refuses tensors that require a gradient, even under no_grad. For a view it makes symbols
             # of its base's sizes, too, for which it may find no guard ("sources must not be empty for symbol").
@@ -692,22 +678,15 @@ def _key(
 
     functions: the keys of mask and score. chosen: the kernel options.
     """
-    batch, heads = block_mask.kv_num_blocks.shape[:2]
-    return *functions, *_kind(call, backend, chosen), block_mask.BLOCK_SIZE, _is_one(batch), heads
-
-
-def _kind(call: Call, backend: str | None, chosen: dict[str, Any]) -> tuple[Hashable, ...]:
-    """Return what a kernel depends on besides the functions and the lists of blocks.
-
-    chosen: the kernel options.
-    """
     q, k, v = call.q, call.k, call.v
     learning = tuple(call.needs_grad and x.requires_grad for x in (q, k, v))
     # torch's decoding kernel on CUDA divides its work by the batch size, and is not taken for a symbolic one.
     may_decode = call.is_cuda and "BACKEND" not in chosen
+    batch, heads = block_mask.kv_num_blocks.shape[:2]
     return (
-        backend, q.dtype, q.device, q.shape[0] if may_decode else _is_one(q.shape[0]), q.shape[1], k.shape[1],
-        q.shape[3], v.shape[3], call.with_lse, call.scale, repr(chosen), torch.is_grad_enabled(), *learning,
+        *functions, backend, q.dtype, q.device, q.shape[0] if may_decode else _is_one(q.shape[0]), q.shape[1],
+        k.shape[1], q.shape[3], v.shape[3], call.with_lse, call.scale, repr(chosen), torch.is_grad_enabled(), *learning,
+        block_mask.BLOCK_SIZE, _is_one(batch), heads,
     )  # fmt: skip
 
 
@@ -731,23 +710,9 @@ def why_data(call: Call, backend: str | None = None, more_options: dict[str, Any
     """Return why the kernel reads the mask as data, or ""."""
     if call.is_traced:
         return ""
-    kind, is_compiled = _kind_of_forms(call, backend, more_options), _is_compiled(call, backend, more_options)
+    is_compiled = _is_compiled(call, backend, more_options)
     has_kernel = functools.partial(_has_kernel_for, call, 0, backend, more_options)
-    return forms.why_data(call, kind, is_compiled, has_kernel, for_flash=backend == "FLASH")
-
-
-def starts_as_data(call: Call, backend: str | None = None, more_options: dict[str, Any] | None = None) -> bool:
-    """Return whether the kernel reads the mask as data, whatever the mask's function computes."""
-    if backend == "FLASH" or not forms.may_start_as_data(call) or _is_compiled(call, backend, more_options):
-        return False
-    # Blocks that are found for the data come with their bits, so nothing else may ask for them before.
-    is_always = call.first_as_data is FirstAsData.ALL
-    return forms.starts_as_data(call, None if is_always else _kind_of_forms(call, backend, more_options))
-
-
-def _kind_of_forms(call: Call, backend: str | None, more_options: dict[str, Any] | None) -> tuple[Hashable, ...]:
-    """Return what the choice between function and data depends on besides the functions."""
-    return _kind(call, backend, _options(call, backend, more_options, has_proven=False))
+    return forms.why_data(call, is_compiled, has_kernel, for_flash=backend == "FLASH")
 
 
 def _is_compiled(call: Call, backend: str | None, more_options: dict[str, Any] | None) -> bool:
@@ -808,7 +773,7 @@ def refuses_to_compile(call: Call) -> str | None:
 
 def refuses(call: Call) -> str | None:
     """Return why a call can be compiled in neither form of its mask, or None."""
-    return refuses_to_compile(call) or forms.refuses(call, starts_as_data)
+    return refuses_to_compile(call) or forms.refuses(call)
 
 
 def run(call: Call, backend: str | None = None) -> Result:
@@ -827,7 +792,7 @@ def run(call: Call, backend: str | None = None) -> Result:
                 forms.note_failed(call)
                 compiled = CompiledCall.of(call, backend, more_options)
                 result = proven(call, compiled)
-            forms.note_run(call, _kind_of_forms(call, backend, more_options), compiled.is_data)
+            forms.note_run(call, compiled.is_data)
             return result
         except Unavailable as error:
             if more_options is attempts[-1] or _OUT_OF_RESOURCE not in str(error):

@@ -1,8 +1,7 @@
 """The forms in which compiled kernels get a mask: its function, or data.
 
-A function that a compiler may compute otherwise than Python does goes as data, see `flexmasks.plans.data`. So do the
-first calls of a new function where the kernel that reads data is there already or is as fast: nothing is compiled for
-them.
+A function that a compiler may compute otherwise than Python does goes as data, see `flexmasks.plans.data`. So do masks
+without tensors on a CPU, where kernels that read data are as fast: nothing is compiled for a new function.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ from flexmasks.backends.call import OUTCOMES, Call
 from flexmasks.backends.inexact import HALF, NARROW, NEGATIVE, OVERFLOW, WHOLE, divisions, inexact
 from flexmasks.backends.operations import DTYPE, UNREADABLE
 from flexmasks.backends.rewritten import FROM_THE_FRONT, WAYS, WAYS_IN_TRACE
-from flexmasks.cache import Cache
-from flexmasks.plans.data import CannotBeData, FirstAsData, TooLargeForData, next_power_of_2
+from flexmasks.plans.data import CannotBeData, TooLargeForData, next_power_of_2
 
 _WRONG = (WHOLE, OVERFLOW, DTYPE, NARROW, HALF)  # what is wrong by more than rounding
 _MANY_DIVISIONS = 4  # from this many on, data take 0.2 to 0.7 of the function's time on a CPU; up to 3, 0.9 to 1.2
@@ -29,17 +27,11 @@ _HOW_NOT_NEGATIVE = "clamp the index, or let an enclosing function hold the tens
 _DEAR = "reading it takes less time than the divisions of its function"
 _FAILED = "torch's compiler fails for its function"
 _NUMBERS = "kernels for other values of its numbers are compiled, and not for these"
-_FIRST_CALLS = "nothing is compiled for a new function while a kernel that reads data is there"
-# By kind of call: the first function that was compiled. Other functions start as data. An entry counts one byte.
-_FIRSTS: Cache[Hashable] = Cache("first_functions", max_bytes=1024)
-_STARTED: Cache[bool] = Cache("started_as_data", max_bytes=1024)  # functions that have run as data once
+_AS_FAST = "on a CPU kernels that read data are as fast, and a new function compiles nothing"
 
 
-def refuses(call: Call, starts_as_data: Callable[[Call], bool] = lambda call: False) -> str | None:
-    """Return why Inductor can compute neither functions nor data of a call, or None.
-
-    starts_as_data: whether a call's mask goes as data, whatever its function computes. Then nobody looks at it.
-    """
+def refuses(call: Call) -> str | None:
+    """Return why Inductor can compute neither functions nor data of a call, or None."""
     if call.is_traced:
         return None
     if call.score_mod is not None and not call.score_is_own:
@@ -47,7 +39,9 @@ def refuses(call: Call, starts_as_data: Callable[[Call], bool] = lambda call: Fa
         if reason and reason not in WAYS:
             hint = f"; {_HOW_NOT_NEGATIVE}" if reason == NEGATIVE else ""
             return f"it may compute the score otherwise than Python does: {reason}{hint}"
-    reason = "" if starts_as_data(call) else why_inexact(call)
+    # What goes as data is not looked at. Blocks that are found for the data come with their bits, so nothing else may
+    # ask for blocks before.
+    reason = "" if _is_as_fast(call) else why_inexact(call)
     if not reason:
         return None
     try:
@@ -142,17 +136,16 @@ def _rewritten(function: Callable[..., Tensor], way: str) -> Callable[..., Tenso
     return cast(Callable[..., Tensor], WAYS[way](function)) if way in WAYS else function
 
 
-def why_data(
-    call: Call, kind: Hashable, is_compiled: bool, has_kernel: Callable[[], bool], for_flash: bool = False
-) -> str:
+def why_data(call: Call, is_compiled: bool, has_kernel: Callable[[], bool], for_flash: bool = False) -> str:
     """Return why the mask goes as data, or "".
 
-    kind: everything that a kernel depends on besides the functions.
     is_compiled: whether there is a kernel for the functions of mask and score.
     has_kernel: whether a kernel for such calls has the mask with its numbers.
     """
     if call.is_traced:
         return ""
+    if _is_as_fast(call):
+        return _AS_FAST
     reason = why_inexact(call)
     if not reason and call.mask_is_own and not for_flash and _is_dear(call):
         reason = _DEAR
@@ -164,36 +157,12 @@ def why_data(
         if _can_be_read(call):
             return _NUMBERS
         numbers.warn(call, is_score=False, reason="the mask has too many different blocks to go as data")
-        return ""
-    return _FIRST_CALLS if not for_flash and starts_as_data(call, kind) else ""
+    return ""
 
 
-def may_start_as_data(call: Call) -> bool:
-    """Return whether the first calls with a mask may go as data."""
-    is_new = not call.is_traced and not call.mask_is_own and call.first_as_data is not FirstAsData.NONE
-    return is_new and may_change(call.needs_grad)
-
-
-def may_change(needs_grad: bool) -> bool:
-    """Return whether later calls with a mask may have another form.
-
-    Activation checkpointing computes a call again after others have run, and then needs what the same kernel saves.
-    """
-    return not (needs_grad and compat.saves_by_hooks())
-
-
-def starts_as_data(call: Call, kind: Hashable) -> bool:
-    """Return whether a mask without a compiled kernel goes as data at its first calls.
-
-    kind: see `why_data`.
-    """
-    if not may_start_as_data(call):
-        return False
-    if call.first_as_data is FirstAsData.FIRST:
-        functions = _functions(call)
-        if _FIRSTS.get(kind) in (None, functions) or _STARTED.get((kind, functions)) is not None:
-            return False
-    return _can_be_read(call)
+def _is_as_fast(call: Call) -> bool:
+    """Return whether a user's mask goes as data because kernels read it as fast as they compute its function."""
+    return call.reads_data_as_fast and not (call.is_traced or call.mask_is_own) and _can_be_read(call)
 
 
 def _can_be_read(call: Call) -> bool:
@@ -207,7 +176,7 @@ def _can_be_read(call: Call) -> bool:
 
 def _is_dear(call: Call) -> bool:
     """Return whether kernels read the mask sooner than they compute it."""
-    if call.first_as_data is not FirstAsData.ALL:
+    if not call.reads_data_as_fast:
         return False
     sizes = [next_power_of_2(n) for n in (*call.q.shape[:3], call.k.shape[2])]
     kind = "divisions", call.kernel_key, *sizes
@@ -232,24 +201,10 @@ def _kind_of_failures(call: Call) -> Hashable:
     return "failed", call.numbers[0]()[0], call.q.device.type
 
 
-def note_run(call: Call, kind: Hashable, is_data: bool) -> None:
+def note_run(call: Call, is_data: bool) -> None:
     """Note that a call runs with the mask's function, or with its data."""
     numbers.note_run(call, is_score=True)
     numbers.note_run(call, is_score=False, is_data=is_data)
-    if is_data:
-        _STARTED.put((kind, _functions(call)), (), True, 1)
-    elif _FIRSTS.get(kind) is None and not call.mask_is_own:
-        _FIRSTS.put(kind, (), _functions(call), 1)
-
-
-def _functions(call: Call) -> Hashable:
-    """Return the key of a call's functions without the numbers of the score change.
-
-    A mask is no newer with another number there.
-    """
-    mask, score = call.kernel_key
-    read = None if call.shapes is None else call.numbers[1]
-    return mask, score if read is None else read()[0]
 
 
 def _way_to_rewrite(

@@ -8,7 +8,6 @@ otherwise than Python does, never see the function.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -26,14 +25,6 @@ from flexmasks.spec.indexing import bounded
 _CAPACITIES = (1 << 18, 1 << 21, 1 << 24, 1 << 26, 1 << 28)
 _PRODUCTS_AT_ONCE = 1 << 22  # numbers of 64 bits
 _MAX_LISTS = 1 << 24  # bytes of block lists that may be repeated for each batch element and head
-
-
-class FirstAsData(enum.Enum):
-    """Calls that may go as data though their function could be compiled."""
-
-    NONE = enum.auto()
-    FIRST = enum.auto()  # until tensors have new values
-    ALL = enum.auto()
 
 
 class CannotBeData(ValueError):

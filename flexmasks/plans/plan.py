@@ -25,7 +25,7 @@ from flexmasks.blocks.elements import over_indices
 from flexmasks.cache import ENTRY, Cache
 from flexmasks.kernels.whole_mask import Line
 from flexmasks.plans.bounds import MaskKind, RecordedPlan, plan_bounds, reads_made_tensors, tensors_in, unread
-from flexmasks.plans.data import CannotBeData, FirstAsData, MaskData, TooLargeForData, data_of
+from flexmasks.plans.data import CannotBeData, MaskData, TooLargeForData, data_of
 from flexmasks.plans.intervals import Intervals, intervals_of
 from flexmasks.plans.recorded import Recorded, memory_of_capture
 from flexmasks.plans.shifted import Offset, shifted_mask, shifted_score
@@ -378,8 +378,7 @@ class MaskPlan(Plan):
         super().__init__(mask, size, offset, lift, aliases)
         self.mask, self.open_extents = mask, open_extents
         self._allows_bounds = allows_bounds and self._kind_key is not None
-        # On a GPU the first calls of a function go as data, and finding the bits costs little where they do not.
-        self._wants_bits = allows_bounds and self._starts_as_data_on_gpu
+        self._wants_bits = False  # until the mask is asked for as data
         self._start_in(block_size)
 
     def _start_in(self, block_size: tuple[int, int]) -> None:
@@ -402,10 +401,6 @@ class MaskPlan(Plan):
             plan = self._resized[block_size] = copy.copy(self)
             plan._start_in(block_size)
         return self._resized[block_size]
-
-    @property
-    def _starts_as_data_on_gpu(self) -> bool:
-        return self.size.device.type == "cuda" and not (self.opaque or self.inputs or self.is_own)
 
     @functools.cached_property
     def window(self) -> Window | None:
@@ -561,14 +556,12 @@ class MaskPlan(Plan):
         return Blocks(self.block_mask(), layout.undecided, layout.not_understood)
 
     @property
-    def first_as_data(self) -> FirstAsData:
-        """Return which calls may go as data though the function could be compiled.
+    def reads_data_as_fast(self) -> bool:
+        """Whether kernels read the mask's bits as fast as they compute its function.
 
-        On a CPU kernels that read data are as fast, and masks without tensors are planned once.
+        They do on a CPU, where masks without tensors are planned once.
         """
-        if self.opaque:
-            return FirstAsData.NONE
-        return FirstAsData.FIRST if self.inputs or self.size.device.type != "cpu" else FirstAsData.ALL
+        return not (self.opaque or self.inputs) and self.size.device.type == "cpu"
 
     @functools.cached_property
     def whole(self) -> tuple[Whole, Recorded | None]:
@@ -795,7 +788,7 @@ class GivenPlan:
     """A user's own BlockMask, in place of a MaskPlan."""
 
     tensors: tuple[Tensor, ...] = ()
-    first_as_data = FirstAsData.NONE
+    reads_data_as_fast = False
     window: Window | None = None
     intervals: Intervals | None = None
     holds_aliases = False
