@@ -134,7 +134,7 @@ def test_missing_memory_while_torch_compiles(monkeypatch: pytest.MonkeyPatch) ->
     import torch._inductor.compile_fx as compiler
 
     tensors, call = _qkv(), {"mask": _own, "backend": "auto"}
-    monkeypatch.setattr(table.forms, "may_start_as_data", lambda call: False)
+    monkeypatch.setattr(table.forms, "_is_as_fast", lambda call: False)
     for fault in (MISSING, RuntimeError("DefaultCPUAllocator: can't allocate memory"), MemoryError()):
         with monkeypatch.context() as patched, torch._inductor.config.patch(force_disable_caches=True):
             _fails(patched, compiler, "fx_codegen_and_compile", fault)

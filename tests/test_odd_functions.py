@@ -144,7 +144,7 @@ def _form(name: str) -> Iterator[Callable[..., Tensor]]:
         return
     with pytest.MonkeyPatch.context() as patch:
         if name == "function":
-            patch.setattr(forms, "may_start_as_data", lambda call: False)
+            patch.setattr(forms, "_is_as_fast", lambda call: False)
             patch.setattr(plan, "data_of", _no_data)
         yield flexmasks.attention
 
