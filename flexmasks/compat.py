@@ -1,9 +1,10 @@
 """Private symbols of torch, gathered in the only file that names them.
 
-If a torch release moves a symbol, only this file changes.
+If a torch release moves a symbol, only this file changes. A torch without one of these symbols costs the feature that
+needs it, never the import: something public takes its place, or its use raises `MissingFromTorch`, which says what it
+is needed for. `tests/test_missing.py` takes each of them away in turn.
 
-Each entry says what the symbol is for, how its loss would show, and which public symbol replaces it from which torch
-version. "No public equivalent" was checked on torch 2.11 and 2.13, and up to 2.15 where a comment names that version.
+"No public equivalent" was checked on torch 2.11 and 2.13, and up to 2.15 where a comment names that version.
 
 Two public ways of later versions are not taken. FLASH takes Python's numbers in score changes as inputs from torch 2.14
 on; nobody has tried it with this library. `torch.compile(isolate_recompiles=True)` (torch 2.13) gives
@@ -33,19 +34,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch._functorch.utils import enable_single_level_autograd_function
-from torch._guards import TracingContext
-from torch._subclasses import FakeTensor as FakeTensor
-from torch.autograd.function import _SingleLevelFunction
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._python_dispatch import (
-    _disable_current_modes,
-    _get_current_dispatch_mode_stack,
-    _pop_mode,
-    _push_mode,
-)
-from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode, _StopRecomputationError
 
 if TYPE_CHECKING:
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex as TransformGetItemToIndex
@@ -63,12 +51,52 @@ if TYPE_CHECKING:
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-# The classes among these imports are used as they are. If torch moves one of them, importing flexmasks fails, or the
-# first use of a name that is imported later.
-# FailOnRecompileLimitHit, TorchDynamoException, InductorError: errors of a failed compilation, which another backend
-#   may answer. No public equivalent.
-# FakeTensor: tensors without data, which tracing makes; their values must not be read. No public equivalent.
-# TorchDispatchMode: base of a mode that sees every operation of a function. No public equivalent.
+
+class MissingFromTorch(RuntimeError):
+    """Error of a feature that needs a private symbol of torch, which this torch does not have."""
+
+
+class _Missing:
+    """In place of a symbol that this torch does not have: its use raises an error."""
+
+    def __init__(self, path: str, needed_for: str) -> None:
+        self._says = (
+            f"flexmasks: torch {torch.__version__} has no {path}, which is needed for {needed_for}. "
+            f"Install a torch that flexmasks is tested with: 2.11 to {_NEWEST[0]}.{_NEWEST[1]}."
+        )
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise MissingFromTorch(self._says)
+
+    __call__ = __enter__ = __exit__ = __getitem__ = _refuse
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # Python asks for what an object may have
+            raise AttributeError(name)
+        return self._refuse()
+
+
+class _Never(Exception):
+    """In place of a class that this torch does not have: nothing is of it, and nothing raises it."""
+
+
+def named(path: str, needed_for: str = "", otherwise: Any = None) -> Any:
+    """Return a private symbol of torch.
+
+    Args:
+        path: the module and the name in it, such as "torch._guards:TracingContext".
+        needed_for: what fails where this torch does not have it.
+        otherwise: what takes its place there; by default its use raises MissingFromTorch.
+    """
+    module, _, name = path.partition(":")
+    try:
+        return operator.attrgetter(name)(importlib.import_module(module))
+    except (ImportError, AttributeError):
+        return _Missing(f"{module}.{name}", needed_for) if otherwise is None else otherwise
+
+
+# Errors of a failed compilation, which another backend may answer: FailOnRecompileLimitHit, TorchDynamoException,
+# InductorError. No public equivalents.
 # compile_lock: the lock that a thread holds while torch compiles. Tracing holds it too: torch keeps what it knows about
 #   compilation and dispatch modes in variables of the whole process, and a thread that traces changes them for a thread
 #   that compiles. No public equivalent.
@@ -96,20 +124,22 @@ FLASH_GIVES_LSE = _TORCH >= (2, 14)
 # Torch's compilers and SymPy take longer to import than the rest of torch. Many processes only make or draw masks, so
 # these names are read as `compat.NAME`, which imports a module at the first use. The names of flex_attention (which
 # needs SymPy from torch 2.15 on) and of symbolic_shapes are public.
-_MODULES = {
-    "AuxRequest": "torch.nn.attention.flex_attention",
-    "BlockMask": "torch.nn.attention.flex_attention",
-    "FailOnRecompileLimitHit": "torch._dynamo.exc",
-    "InductorError": "torch._inductor.exc",
-    "TorchDynamoException": "torch._dynamo.exc",
-    "TransformGetItemToIndex": "torch._dynamo._trace_wrapped_higher_order_op",
-    "compile_lock": "torch._dynamo.convert_frame",
-    "flex_attention": "torch.nn.attention.flex_attention",
-    "guard_or_false": "torch.fx.experimental.symbolic_shapes",
-    "guard_or_true": "torch.fx.experimental.symbolic_shapes",
-    "has_static_value": "torch.fx.experimental.symbolic_shapes",
-    "statically_known_true": "torch.fx.experimental.symbolic_shapes",
-}
+_LATER: dict[str, tuple[str, str, Any]] = {
+    "AuxRequest": ("torch.nn.attention.flex_attention:AuxRequest", "compiled kernels", None),
+    "BlockMask": ("torch.nn.attention.flex_attention:BlockMask", "block masks", None),
+    "FailOnRecompileLimitHit": ("torch._dynamo.exc:FailOnRecompileLimitHit", "", _Never),
+    "InductorError": ("torch._inductor.exc:InductorError", "", _Never),
+    "TorchDynamoException": ("torch._dynamo.exc:TorchDynamoException", "", _Never),
+    "TransformGetItemToIndex": (
+        "torch._dynamo._trace_wrapped_higher_order_op:TransformGetItemToIndex", "a look at functions of yours", None,
+    ),
+    "compile_lock": ("torch._dynamo.convert_frame:compile_lock", "", threading.RLock()),
+    "flex_attention": ("torch.nn.attention.flex_attention:flex_attention", "compiled kernels", None),
+    "guard_or_false": ("torch.fx.experimental.symbolic_shapes:guard_or_false", "", bool),
+    "guard_or_true": ("torch.fx.experimental.symbolic_shapes:guard_or_true", "", bool),
+    "has_static_value": ("torch.fx.experimental.symbolic_shapes:has_static_value", "", lambda n: type(n) is int),
+    "statically_known_true": ("torch.fx.experimental.symbolic_shapes:statically_known_true", "", lambda x: x is True),
+}  # fmt: skip
 
 # Held while these modules are imported. They import each other: threads that began at different ones would find some of
 # them half done.
@@ -119,14 +149,14 @@ _IMPORTING = threading.RLock()
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        if name not in _MODULES:
+        if name not in _LATER:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         with _IMPORTING:
             if name == "compile_lock":  # whoever traces holds it
                 _keep_device_guard()
             if name == "flex_attention":
                 _trace_gradients_in_this_thread()
-            value = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
+            value = globals()[name] = named(*_LATER[name])
         return value
 
 
@@ -137,10 +167,12 @@ def _trace_gradients_in_this_thread() -> None:
     A thread that compiles flex_attention holds torch's compile lock, traces the gradients of the score, and so waits
     for the one thread that runs all backward passes of a GPU. That thread waits for the lock if it comes to a backward
     pass that is not compiled yet. Where autograd uses no other threads, as in all other tracing of torch, the first
-    thread does not wait. Its loss is an AttributeError at the first use of flex_attention. Seen in torch 2.11 to 2.15.
+    thread does not wait. Seen in torch 2.11 to 2.15.
     """
     operators = importlib.import_module("torch._higher_order_ops.flex_attention")
-    create = operators.create_fw_bw_graph
+    create = getattr(operators, "create_fw_bw_graph", None)
+    if create is None:
+        return
 
     def create_fw_bw_graph(*args: Any, **kwargs: Any) -> Any:
         with torch.autograd.set_multithreading_enabled(False):
@@ -161,7 +193,7 @@ def _keep_device_guard() -> None:
     is_installed = threading.Event()
 
     def install() -> None:
-        torch._C._ensureCUDADeviceGuardSet()
+        named("torch._C:_ensureCUDADeviceGuardSet", otherwise=lambda: None)()
         is_installed.set()
         threading.Event().wait()
 
@@ -171,7 +203,7 @@ def _keep_device_guard() -> None:
 
 # --- tensors ---
 
-# Count of in-place changes, by which caches notice a change. Its loss is an AttributeError. No public equivalent.
+# Count of in-place changes, by which caches notice a change. No public equivalent.
 version: Callable[[Tensor], int] = operator.attrgetter("_version")
 
 # Check of a size inside an operator, also of a symbolic size. torch documents it despite its name.
@@ -179,42 +211,78 @@ require: Any = torch._check
 
 # --- transforms of torch.func, derivatives, dispatch modes, autocast: what is active around a call ---
 
-# Whether torch.func.grad, vmap or jvp is active, and the innermost active transform. Their loss is an AttributeError at
-# import. No public equivalents.
-transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
-innermost_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
+_NO_TRANSFORMS = "calls inside transforms of torch.func"
+# The innermost active transform of torch.func, and whether one is active; each takes the other's place. No public
+# equivalents.
+innermost_transform: Callable[[], Any] = named(
+    "torch._C._functorch:peek_interpreter_stack", otherwise=lambda: transforms_active() or None
+)
+transforms_active: Callable[[], bool] = named(
+    "torch._C:_are_functorch_transforms_active", otherwise=lambda: innermost_transform() is not None
+)
 
-# Wrappers that these transforms put around tensors. Their loss is an AttributeError at import. No public equivalent.
-is_wrapped: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
-is_batched: Callable[[Tensor], bool] = torch._C._functorch.is_batchedtensor
-unwrapped: Callable[[Tensor], Tensor] = torch._C._functorch.get_unwrapped
+# Wrappers that these transforms put around tensors. No public equivalents; without them such tensors look like others.
+is_wrapped: Callable[[Any], bool] = named("torch._C._functorch:is_functorch_wrapped_tensor", otherwise=lambda x: False)
+is_batched: Callable[[Any], bool] = named("torch._C._functorch:is_batchedtensor", otherwise=lambda x: False)
+unwrapped: Callable[[Tensor], Tensor] = named("torch._C._functorch:get_unwrapped", _NO_TRANSFORMS)
 
-# Wrapper that torch.autograd.grad(is_grads_batched=True) puts around tensors. Its loss is an AttributeError at import.
-# No public equivalent.
-is_batched_gradient: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
+# Wrapper that torch.autograd.grad(is_grads_batched=True) puts around tensors. No public equivalent.
+is_batched_gradient: Callable[[Tensor], bool] = named(
+    "torch._C._functorch:is_legacy_batchedtensor", otherwise=lambda x: False
+)
 
-# Leaves the active transforms for a block of code, so that what it computes may be cached. No public equivalent.
-outside_transforms: Callable[[], contextlib.AbstractContextManager[Any]] = temporarily_clear_interpreter_stack
+# Active dispatch modes of this thread: their number, the modes, and ways to leave them and to enter them again.
+_MODES = "torch.utils._python_dispatch"
+_NO_MODES = "calls inside a TorchDispatchMode"
+_count_of_modes: Callable[[], int] = named("torch._C:_len_torch_dispatch_stack", otherwise=lambda: len(_stack()))
+_stack: Callable[[], list[Any]] = named(f"{_MODES}:_get_current_dispatch_mode_stack", _NO_MODES)
+_pop_mode: Callable[[], Any] = named(f"{_MODES}:_pop_mode", _NO_MODES)
+_push_mode: Callable[[Any], None] = named(f"{_MODES}:_push_mode", _NO_MODES)
+_disable_modes: Any = named(f"{_MODES}:_disable_current_modes", _NO_MODES)
 
-# Leaves the active dispatch modes, and the active TorchFunctionModes, for a block of code. No public equivalents.
-without_dispatch_modes: Any = _disable_current_modes
-without_torch_function: Any = torch._C.DisableTorchFunction
+# Base of a mode that sees every operation of a function. No public equivalent.
+TorchDispatchMode: Any = named(f"{_MODES}:TorchDispatchMode", otherwise=_Never)
 
-# Constructor of tensors without data, of a subclass of torch.Tensor. Its loss is an AttributeError at import. No public
-# equivalent.
-make_wrapper_subclass: Any = Tensor._make_wrapper_subclass
+# Leaves the active TorchFunctionModes for a block of code; without it, also what subclasses of Tensor do.
+without_torch_function: Any = named("torch._C:DisableTorchFunction", otherwise=torch._C.DisableTorchFunctionSubclass)
+
+# Tensors without data, which tracing makes; their values must not be read. No public equivalent.
+FakeTensor: Any = named("torch._subclasses:FakeTensor", otherwise=_Never)
+
+# Constructor of tensors without data, of a subclass of torch.Tensor. No public equivalent; what takes its place is on
+# the meta device.
+make_wrapper_subclass: Any = named(
+    "torch:Tensor._make_wrapper_subclass",
+    otherwise=lambda kind, shape, dtype, device: torch.empty(shape, dtype=dtype, device="meta").as_subclass(kind),
+)
 
 # Whether autocast is on for any device. torch.is_autocast_enabled(device) is public, and ten times slower.
-autocast_anywhere: Callable[[], bool] = torch._C._is_any_autocast_enabled
-
-# Switch for forward derivatives in this thread, a context manager. Its loss is an AttributeError at import. No public
-# equivalent.
-forward_derivatives: Callable[[bool], contextlib.AbstractContextManager[Any]] = (
-    torch.autograd.forward_ad._set_fwd_grad_enabled
+autocast_anywhere: Callable[[], bool] = named(
+    "torch._C:_is_any_autocast_enabled",
+    otherwise=lambda: torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"),
 )
 
 
-_SELECTIVE = _CachingTorchDispatchMode, _CachedTorchDispatchMode  # modes of selective activation checkpointing
+def outside_transforms() -> contextlib.AbstractContextManager[Any]:
+    """Leave the active transforms for a block of code, so that what it computes may be cached."""
+    if not transforms_active():
+        return contextlib.nullcontext()
+    leave = named("torch._functorch.pyfunctorch:temporarily_clear_interpreter_stack", _NO_TRANSFORMS)
+    return cast(contextlib.AbstractContextManager[Any], leave())
+
+
+def without_dispatch_modes() -> contextlib.AbstractContextManager[Any]:
+    """Leave the active dispatch modes for a block of code."""
+    if not in_dispatch_mode():
+        return contextlib.nullcontext()
+    return cast(contextlib.AbstractContextManager[Any], _disable_modes())
+
+
+# Modes of selective activation checkpointing, without which its caches hold what a kernel overwrites.
+_SELECTIVE = (
+    named("torch.utils.checkpoint:_CachingTorchDispatchMode", otherwise=_Never),
+    named("torch.utils.checkpoint:_CachedTorchDispatchMode", otherwise=_Never),
+)
 
 
 def in_dispatch_mode() -> bool:
@@ -222,12 +290,15 @@ def in_dispatch_mode() -> bool:
 
     torch's own function `is_in_torch_dispatch_mode` answers for all threads at once. No public equivalent.
     """
-    return bool(torch._C._len_torch_dispatch_stack())
+    return bool(_count_of_modes())
 
 
 def in_tracing_mode() -> bool:
     """Return whether make_fx records the operations of this thread. No public equivalent."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+    return in_dispatch_mode() and any(type(mode).__name__ == "ProxyTorchDispatchMode" for mode in _stack())
+
+
+_count_of_function_modes: Callable[[], int] = named("torch._C:_len_torch_function_stack", otherwise=lambda: 0)
 
 
 def in_function_mode() -> bool:
@@ -235,7 +306,7 @@ def in_function_mode() -> bool:
 
     No public equivalent.
     """
-    return bool(torch._C._len_torch_function_stack())
+    return bool(_count_of_function_modes())
 
 
 def in_foreign_dispatch_mode() -> bool:
@@ -243,36 +314,52 @@ def in_foreign_dispatch_mode() -> bool:
 
     No public equivalent.
     """
-    return in_dispatch_mode() and not all(m.ignore_compile_internals() for m in _get_current_dispatch_mode_stack())
+    return in_dispatch_mode() and not all(m.ignore_compile_internals() for m in _stack())
+
+
+_levels: Callable[[], list[Any]] = named("torch._C._functorch:get_interpreter_stack", _NO_TRANSFORMS)
 
 
 def in_vmap() -> bool:
     """Return whether torch.func.vmap is among the active transforms. No public equivalent."""
     if not transforms_active():
         return False
-    vmap = torch._C._functorch.TransformType.Vmap
-    return any(level.key() == vmap for level in torch._C._functorch.get_interpreter_stack())
+    return any(level.key().name == "Vmap" for level in _levels())
 
 
 def in_forward_derivative() -> bool:
     """Return whether derivatives are taken forward (torch.autograd.forward_ad, jvp). No public equivalent."""
-    return torch.autograd.forward_ad._current_level >= 0
+    return bool(getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0)
 
 
 # --- custom operators below autograd ---
 
-# Call an operator below autograd from its own autograd formula. Their loss is an AttributeError or ImportError at
-# import. torch.library.register_autograd is public, but its formulas have no forward derivatives.
-below_autograd: Any = torch._C._AutoDispatchBelowAutograd
-after_autograd_keys: Any = torch._C._after_autograd_keyset
-single_level_autograd: Any = enable_single_level_autograd_function
-SingleLevelFunction: Any = _SingleLevelFunction
+# Call an operator below autograd from its own autograd formula. torch.library.register_autograd is public, but its
+# formulas have no forward derivatives.
+_NO_SOFTMAX = "the fused softmax; `attention` needs it not"
+below_autograd: Any = named("torch._C:_AutoDispatchBelowAutograd", _NO_SOFTMAX)
+after_autograd_keys: Any = named("torch._C:_after_autograd_keyset", _NO_SOFTMAX)
+single_level_autograd: Any = named(
+    "torch._functorch.utils:enable_single_level_autograd_function", otherwise=contextlib.nullcontext
+)
+# Switch for forward derivatives in this thread, a context manager.
+forward_derivatives: Callable[[bool], contextlib.AbstractContextManager[Any]] = named(
+    "torch.autograd.forward_ad:_set_fwd_grad_enabled", _NO_SOFTMAX
+)
+# A Function of one level of transforms; a public one, with several, is slower.
+SingleLevelFunction: Any = named("torch.autograd.function:_SingleLevelFunction", otherwise=torch.autograd.Function)
+
+
+_NO_TILES = "training on a CPU inside torch.compile"
 
 
 @functools.cache
 def _dispatch_of_new_threads() -> tuple[Any, Any]:
+    sets = [
+        named("torch._C:_dispatch_tls_local_include_set", _NO_TILES),
+        named("torch._C:_dispatch_tls_local_exclude_set", _NO_TILES),
+    ]
     with concurrent.futures.ThreadPoolExecutor(1) as threads:
-        sets = torch._C._dispatch_tls_local_include_set, torch._C._dispatch_tls_local_exclude_set
         included, excluded = (threads.submit(s).result() for s in sets)
     return included, excluded
 
@@ -280,13 +367,17 @@ def _dispatch_of_new_threads() -> tuple[Any, Any]:
 def outside_operators() -> contextlib.AbstractContextManager[Any]:
     """Let autograd and torch.vmap work inside an operator, below whose dispatch torch excludes them.
 
-    Its loss is an AttributeError at the first call. No public equivalent.
+    No public equivalent.
     """
-    guard: contextlib.AbstractContextManager[Any] = torch._C._ForceDispatchKeyGuard(*_dispatch_of_new_threads())
-    return guard
+    guard = named("torch._C:_ForceDispatchKeyGuard", _NO_TILES)
+    return cast(contextlib.AbstractContextManager[Any], guard(*_dispatch_of_new_threads()))
 
 
 # --- torch.compile ---
+
+
+# What torch.compile and torch.export know while they trace; without it, calls that they trace are not noticed.
+_traced_context: Callable[[], Any] = named("torch._guards:TracingContext.try_get", otherwise=lambda: None)
 
 
 def is_compiling() -> bool:
@@ -297,9 +388,9 @@ def is_compiling() -> bool:
     if not torch.compiler.is_compiling():
         return False
     # While Dynamo traces, the next function is constant, and Dynamo looks no further.
-    if torch.compiler.is_dynamo_compiling() or TracingContext.try_get() is not None:
+    if torch.compiler.is_dynamo_compiling() or _traced_context() is not None:
         return True
-    return in_dispatch_mode() and not all(isinstance(m, _SELECTIVE) for m in _get_current_dispatch_mode_stack())
+    return in_dispatch_mode() and not all(isinstance(m, _SELECTIVE) for m in _stack())
 
 
 # Whether Dynamo tells torch.export from torch.compile: torch 2.11 takes all that it traces for an export.
@@ -333,6 +424,10 @@ _NO_MEMORY = "out of memory", "not enough memory", "can't allocate memory", "ALL
 _CANNOT_WRITE = errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOENT, errno.ENOSPC
 
 
+# The error by which activation checkpointing ends what it computes again.
+_StopRecomputation: Any = named("torch.utils.checkpoint:_StopRecomputationError", otherwise=_Never)
+
+
 def causes(error: BaseException | None) -> Iterator[BaseException]:
     """Yield an error, and the errors that it was raised from.
 
@@ -355,10 +450,15 @@ def passing_error(error: BaseException) -> BaseException | None:
     """
     found = None
     for e in causes(error):
-        is_named = isinstance(e, torch.OutOfMemoryError | MemoryError | _StopRecomputationError)
+        is_named = isinstance(e, torch.OutOfMemoryError | MemoryError | _StopRecomputation)
         if is_named or (isinstance(e, RuntimeError) and any(text in str(e) for text in _NO_MEMORY)):
             found = e
     return found
+
+
+_AUTOGRAD = "torch._C._autograd"
+_hooks_are_allowed: Callable[[], bool] = named(f"{_AUTOGRAD}:_saved_tensors_hooks_is_enabled", otherwise=lambda: True)
+_top_hooks: Callable[[bool], Any] = named(f"{_AUTOGRAD}:_top_saved_tensors_default_hooks", otherwise=lambda _: None)
 
 
 def beside_saved_tensors_hooks() -> contextlib.AbstractContextManager[None]:
@@ -368,7 +468,7 @@ def beside_saved_tensors_hooks() -> contextlib.AbstractContextManager[None]:
     would keep itself alive. Whether the code around has forbidden all hooks has no public name; where it has, there are
     none, and new ones would raise an error.
     """
-    if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+    if not _hooks_are_allowed():
         return contextlib.nullcontext()
     return torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, _kept)
 
@@ -378,7 +478,7 @@ def saves_by_hooks() -> bool:
 
     No public equivalent.
     """
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return _top_hooks(True) is not None
 
 
 def cannot_read(error: BaseException) -> bool:
@@ -504,8 +604,9 @@ def _let_torch_keep_graphs() -> None:
         from torch._inductor import config
     # Torch 2.11 leaves the default dtype out of its keys.
     name, key = f"{__name__}.{run_in_graph.__name__}", f"{_key_of_library()} {torch.get_default_dtype()}"
-    if _key_of_library() and config.unsafe_marked_cacheable_functions.get(name) != key:
-        config.unsafe_marked_cacheable_functions = config.unsafe_marked_cacheable_functions | {name: key}
+    known = getattr(config, "unsafe_marked_cacheable_functions", None)
+    if _key_of_library() and known is not None and known.get(name) != key:
+        config.unsafe_marked_cacheable_functions = known | {name: key}
 
 
 @functools.cache
@@ -605,12 +706,12 @@ def value_in_graph(x: Tensor) -> tuple[tuple[int, ...], Any]:
     version, or, where torch replaces values in place of changes, of the value inside. No public equivalent: without it
     changed tensors look alike.
     """
-    with _IMPORTING:
-        from torch._subclasses.functional_tensor import FunctionalTensor
     value = x
-    if isinstance(x, FunctionalTensor):
-        torch._sync(x)  # type: ignore[attr-defined]
-        value = torch._from_functional_tensor(x.elem)
+    with _IMPORTING:
+        kind = named("torch._subclasses.functional_tensor:FunctionalTensor", otherwise=_Never)
+    if isinstance(x, kind):
+        named("torch:_sync", "masks of tensors that a compiled graph changes")(x)
+        value = named("torch:_from_functional_tensor", "masks of tensors that a compiled graph changes")(x.elem)
     return (id(x), x._version, id(value)), (x, value)
 
 
@@ -620,15 +721,14 @@ def forget_code(code: Any) -> None:
     Without it, compiled code accumulates.
     """
     with _IMPORTING:
-        from torch._dynamo.eval_frame import remove_from_cache
-    remove_from_cache(code)
+        forget = named("torch._dynamo.eval_frame:remove_from_cache", otherwise=lambda code: None)
+    forget(code)
 
 
 def inductor_decompositions() -> Any:
     """Return the decompositions of operators that FLASH's compiler applies. No public equivalent."""
     with _IMPORTING:
-        from torch._inductor.decomposition import select_decomp_table
-    return select_decomp_table()
+        return named("torch._inductor.decomposition:select_decomp_table", "a look at functions for FLASH")()
 
 
 @functools.cache
@@ -646,8 +746,15 @@ def size_hint(n: Any) -> int:
     return int(n.node.hint) if isinstance(n, torch.SymInt) else int(n)
 
 
+def _copy_each(places: list[Tensor], values: list[Tensor]) -> None:
+    for place, value in zip(places, values, strict=True):
+        place.copy_(value)
+
+
 _FOREACH: Any = getattr(torch, "foreach", None)
-_COPY_ALL: Callable[..., Any] = torch._foreach_copy_ if _FOREACH is None else _FOREACH.copy_
+_COPY_ALL: Callable[..., Any] = (
+    named("torch:_foreach_copy_", otherwise=_copy_each) if _FOREACH is None else _FOREACH.copy_
+)
 
 
 def copy_all(places: list[torch.Tensor], values: list[torch.Tensor]) -> None:
@@ -669,13 +776,13 @@ def in_selective_checkpointing() -> bool:
     It keeps their results, and counts those that it computes again. Its modes have no public names; without them their
     loss is an ImportError at import.
     """
-    return in_dispatch_mode() and any(isinstance(mode, _SELECTIVE) for mode in _get_current_dispatch_mode_stack())
+    return in_dispatch_mode() and any(isinstance(mode, _SELECTIVE) for mode in _stack())
 
 
 @contextlib.contextmanager
 def unseen_by_checkpointing() -> Iterator[None]:
     """Leave the modes of selective checkpointing, but for what runs in `seen_by_checkpointing`."""
-    modes = _get_current_dispatch_mode_stack()
+    modes = _stack()
     token = _LEFT.set(modes)
     try:
         with _in_modes([mode for mode in modes if not isinstance(mode, _SELECTIVE)]):
@@ -700,7 +807,7 @@ def _in_modes(modes: list[Any]) -> Iterator[None]:
 
     `with mode:` would begin to count anew.
     """
-    before = _get_current_dispatch_mode_stack()
+    before = _stack()
     _replace_modes(modes)
     try:
         yield
@@ -715,16 +822,22 @@ def _replace_modes(modes: list[Any]) -> None:
         _push_mode(mode)
 
 
+# The address of the current stream of a GPU, by its index. The public way takes longer.
+_stream: Callable[[int | None], int] = named(
+    "torch._C:_cuda_getCurrentRawStream", otherwise=lambda index: torch.cuda.current_stream(index).cuda_stream
+)
+
+
 def raw_stream(device: torch.device) -> int:
-    """Return the address of a GPU's current stream. Public: `torch.cuda.current_stream().cuda_stream`, slower."""
-    return int(torch._C._cuda_getCurrentRawStream(device.index))
+    """Return the address of a GPU's current stream."""
+    return int(_stream(device.index))
 
 
 def compiler_is_off() -> bool:
     """Return whether torch.compile is switched off for the process. No public equivalent."""
     with _IMPORTING:
         from torch._dynamo import config
-    return bool(config.disable)
+    return bool(getattr(config, "disable", False))
 
 
 def recompile_limit() -> int:
@@ -734,7 +847,12 @@ def recompile_limit() -> int:
     """
     with _IMPORTING:
         from torch._dynamo import config
-    return int(config.recompile_limit)
+    return int(getattr(config, "recompile_limit", 8))
+
+
+_FLASH_ON_CPU = "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu"
+_flash_on_cpu: Callable[..., Any] = named(_FLASH_ON_CPU, "masks as tensors on a CPU")
+_flash_on_cpu_backward: Callable[..., Any] = named(f"{_FLASH_ON_CPU}_backward", "masks as tensors on a CPU")
 
 
 def flash_attention_on_cpu(
@@ -745,9 +863,7 @@ def flash_attention_on_cpu(
     The public function gives no lse.
     """
     q, k, v = with_rows_together(q, k, v)
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, False, attn_mask=added, scale=scale
-    )
+    out, lse = _flash_on_cpu(q, k, v, 0.0, False, attn_mask=added, scale=scale)
     return out, lse
 
 
@@ -763,7 +879,7 @@ def flash_attention_on_cpu_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of q, k and v of `flash_attention_on_cpu`."""
     gradient, q, k, v, out = with_rows_together(gradient, q, k, v, out)
-    grad_q, grad_k, grad_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+    grad_q, grad_k, grad_v = _flash_on_cpu_backward(
         gradient, q, k, v, out, lse, 0.0, False, attn_mask=added, scale=scale
     )
     return grad_q, grad_k, grad_v
@@ -788,9 +904,8 @@ def value_of_constant(x: torch.Tensor) -> float | None:
 
 def fake_mode() -> Any:
     """Return a mode in which operations make tensors without data. No public equivalent."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    mode = named("torch._subclasses.fake_tensor:FakeTensorMode", "a look at functions of yours")
+    return mode(allow_non_fake_inputs=True)
 
 
 def lower_to_instruction(op: Any, instruction: str, fallback: str, cute: str) -> None:
@@ -846,34 +961,32 @@ def nested(values: Tensor, offsets: Tensor, jagged_dim: int) -> Tensor:
     """
     if is_compiling():
         return torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=jagged_dim)
-    from torch.nested._internal.nested_tensor import nested_view_from_values_offsets_lengths
-
-    result: Tensor = nested_view_from_values_offsets_lengths(values, offsets, None, ragged_idx=jagged_dim)
-    return result
+    view = named(
+        "torch.nested._internal.nested_tensor:nested_view_from_values_offsets_lengths",
+        otherwise=lambda values, offsets, _, ragged_idx: torch.nested.nested_tensor_from_jagged(
+            values, offsets, jagged_dim=ragged_idx
+        ),
+    )
+    return cast(Tensor, view(values, offsets, None, ragged_idx=jagged_dim))
 
 
 # --- scaled_dot_product_attention ---
 
 
-def fused_sdp_choice(*args: Any, **keywords: Any) -> int:
-    """Return the kernel that scaled_dot_product_attention would use, an SDPBackend's value. No public equivalent.
-
-    Without it a call that torch would run unfused would go unnoticed.
-    """
-    return int(torch._fused_sdp_choice(*args, **keywords))
+# The kernel that scaled_dot_product_attention would use, an SDPBackend's value. Without it, calls that torch would run
+# unfused are taken for fused ones.
+fused_sdp_choice: Callable[..., int] = named("torch:_fused_sdp_choice", otherwise=lambda *_, **__: 1)
+# Their order; without it, a new order goes unnoticed.
+_sdp_order: Callable[[], list[int]] = named("torch._C:_get_sdp_priority_order", otherwise=list)
 
 
 def sdp_settings() -> tuple[Any, ...]:
-    """Return the settings of torch on which its choice of a kernel depends.
-
-    The order of kernels has no public equivalent. Without it, a new order would go unnoticed.
-    """
-    settings = torch._C  # torch.backends.cuda.flash_sdp_enabled() and its like take twice as long
+    """Return the settings of torch on which its choice of a kernel depends."""
+    cuda = torch.backends.cuda
     return (
-        settings._get_flash_sdp_enabled(), settings._get_mem_efficient_sdp_enabled(),
-        settings._get_cudnn_sdp_enabled(), settings._get_math_sdp_enabled(),
-        settings._get_deterministic_algorithms(), settings._get_deterministic_algorithms_warn_only(),
-        *settings._get_sdp_priority_order(),
+        cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled(), cuda.math_sdp_enabled(),
+        torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled(),
+        *_sdp_order(),
     )  # fmt: skip
 
 
@@ -892,6 +1005,7 @@ def all_to_all(rows: Tensor, come: list[int], sent: list[int], group: Any) -> Te
 
     come, sent: numbers of rows from and to each process.
     """
-    from torch.distributed import _functional_collectives as functional
-
-    return functional.all_to_all_single_autograd(rows, come, sent, group)
+    exchange = named(
+        "torch.distributed._functional_collectives:all_to_all_single_autograd", "attention over several processes"
+    )
+    return cast(Tensor, exchange(rows, come, sent, group))

@@ -1,0 +1,108 @@
+"""A torch without one of its private names costs the feature that needs it, never the import."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Iterator
+
+import fresh
+import pytest
+from helpers import one_in
+
+from flexmasks import compat
+
+
+def paths() -> Iterator[str]:
+    """Yield the paths that compat takes from torch: of each call of `named`, and of what is imported later."""
+    yield from (path for path, *_ in compat._LATER.values())
+    for node in ast.walk(ast.parse(inspect.getsource(compat))):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "named":
+            path = node.args[0]
+            if not isinstance(path, ast.Starred):
+                yield eval(compile(ast.Expression(path), "compat", "eval"), vars(compat))
+
+
+PUBLIC = {path for path, *_ in compat._LATER.values() if "._" not in path}
+PATHS = sorted(set(paths()) - PUBLIC)
+
+# It takes a name away before flexmasks asks for it, and runs what must still work.
+_WITHOUT = """
+import operator, sys
+path = sys.argv[1]
+module, _, taken = path.partition(":")
+
+class attrgetter:
+    def __init__(self, name):
+        self.name, self.get = name, real(name)
+
+    def __call__(self, found):
+        if self.name == taken and getattr(found, "__name__", None) == module:
+            raise AttributeError(taken)
+        return self.get(found)
+
+real, operator.attrgetter = operator.attrgetter, attrgetter
+import torch
+import flexmasks
+
+assert len(flexmasks.list_masks()) > 40
+flexmasks.show("causal", 64)
+blocks = flexmasks.block_mask("sliding_window", 300, window=20)
+assert blocks.kv_num_blocks.flatten().tolist() == [1, 2, 2]
+q, k, v = torch.randn(3, 1, 2, 40, 16, dtype=torch.float64)
+want = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+q.requires_grad_()
+out = flexmasks.attention(q, k, v, mask="causal", backend="reference")
+assert torch.allclose(out, want)
+out.sum().backward()
+from flexmasks import compat
+
+def refuses(call):
+    try:
+        call()
+    except compat.MissingFromTorch as error:
+        assert path.replace(":", ".") in str(error) and "Install a torch" in str(error), error
+        return
+    raise AssertionError("it is not refused")
+
+"""
+
+# What needs a name, and refuses in words without it. The other names have something public in their place.
+_SOFTMAX = "refuses(lambda: flexmasks.masked_softmax(torch.randn(1, 1, 4, 8, requires_grad=True), mask='causal'))"
+_WATCHED = """
+from torch.utils.flop_counter import FlopCounterMode
+with FlopCounterMode(display=False):
+    refuses(lambda: flexmasks.attention(q, k, v, mask='causal', backend='reference'))
+"""
+_TRANSFORMED = """
+ids = torch.arange(40) // 9
+call = lambda q: flexmasks.attention(q, k, v, mask='document', document_ids=ids, backend='reference').sum()
+refuses(lambda: torch.func.grad(call)(q.detach()))
+"""
+_MADE_INSIDE = """
+call = lambda q: flexmasks.attention(q, k, v, mask='document', document_ids=torch.arange(40) // 9).sum()
+refuses(lambda: torch.func.grad(call)(q.detach()))
+"""
+_DENSE = """
+x = q.detach().float().requires_grad_()
+refuses(lambda: flexmasks.attention(x, x, x, mask='causal', score='alibi', backend='dense').sum().backward())
+"""
+REFUSED = {
+    "torch._C:_AutoDispatchBelowAutograd": _SOFTMAX,
+    "torch._C:_after_autograd_keyset": _SOFTMAX,
+    "torch.autograd.forward_ad:_set_fwd_grad_enabled": _SOFTMAX,
+    "torch._functorch.pyfunctorch:temporarily_clear_interpreter_stack": _TRANSFORMED,
+    "torch._C._functorch:get_unwrapped": _MADE_INSIDE,
+    "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu": _DENSE,
+}
+
+
+@pytest.mark.parametrize("path", one_in(6, PATHS))
+def test_a_torch_without_a_name(path: str) -> None:
+    ran = fresh.run(_WITHOUT + REFUSED.get(path, ""), path)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+
+
+def test_names_that_are_refused_are_taken() -> None:
+    assert set(REFUSED) <= set(PATHS), set(REFUSED) - set(PATHS)
+    assert len(PATHS) <= 60
