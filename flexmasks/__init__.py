@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from flexmasks.pictures.picture import Picture as Picture
     from flexmasks.pictures.show import draw as draw
     from flexmasks.pictures.show import show as show
+    from flexmasks.plans.portable import safe_globals as safe_globals
     from flexmasks.softmax import masked_softmax as masked_softmax
     from flexmasks.softmax import scaled_masked_softmax as scaled_masked_softmax
 
@@ -43,6 +44,7 @@ __all__ = [
     "block_mask", "dense_mask", "explain", "show", "draw", "Picture",
     "get_mask", "get_score", "packed", "paged", "Mask", "Score",
     "list_masks", "list_scores", "register_mask", "register_score", "cache_info", "clear_caches",
+    "safe_globals",
     "masks", "orders", "scores",
 ]  # fmt: skip
 # Names that are imported at their first use, with their modules: processes that only make masks do not need them.
@@ -51,6 +53,7 @@ _MODULES = {
     "draw": "flexmasks.pictures.show",
     "show": "flexmasks.pictures.show",
     "masked_softmax": "flexmasks.softmax",
+    "safe_globals": "flexmasks.plans.portable",
     "scaled_masked_softmax": "flexmasks.softmax",
 }
 

@@ -411,8 +411,8 @@ def block_mask(
     It can be copied, pickled, saved by torch.save, and sent from a DataLoader's worker, and so can masks and scores.
     `.to(device)` moves the tensors among its mask's parameters, too. A pickle holds a function of yours by its name and
     that of its module: lambdas, and functions inside functions, cannot be pickled, except with `as_data`. torch.load
-    with weights_only=True, the default, loads masks that are given by name; for functions of yours, pass them to
-    torch.serialization.add_safe_globals.
+    with weights_only=True, the default, takes what torch.serialization.safe_globals allows: `flexmasks.safe_globals()`,
+    and functions of yours.
 
     Args:
         mask: a name, a Mask, or a function (b, h, q, kv) -> bool of index tensors.

@@ -103,7 +103,13 @@ WAYS: dict[str, Callable[[Any], Any]] = {
 @pytest.fixture
 def allowed() -> Iterator[None]:
     """Allow the functions of this module in files of weights."""
-    with torch.serialization.safe_globals([near, third]):
+    with torch.serialization.safe_globals([*flexmasks.safe_globals(), near, third]):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _ours_are_allowed() -> Iterator[None]:
+    with torch.serialization.safe_globals(flexmasks.safe_globals()):
         yield
 
 

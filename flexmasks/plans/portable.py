@@ -18,8 +18,9 @@ from flexmasks.plans.checks import INT_DTYPES
 from flexmasks.plans.data import lists_of, reading_bits
 from flexmasks.plans.plan import MAX_POSITIONS, MaskPlan, sized
 from flexmasks.plans.shifted import Offset
+from flexmasks.spec.definitions import from_pickle, loaded_function
 from flexmasks.spec.parameters import Size
-from flexmasks.spec.values import Mask
+from flexmasks.spec.values import Mask, loaded
 
 _LISTS = 8  # the number of lists in a BlockMask
 
@@ -214,4 +215,18 @@ def _damaged(part: str, more: str = "") -> NoReturn:
     raise ValueError(f"flexmasks: the pickle of a block mask is damaged: its {part} do not fit{more}.")
 
 
-torch.serialization.add_safe_globals([loaded_block_mask])
+def safe_globals() -> list[Callable[..., Any]]:
+    """Return the functions that torch.load(weights_only=True) calls for masks, scores and block masks.
+
+    They find definitions by their registered names, or take functions that you have allowed, and call neither. Torch
+    calls them for a file of a stranger if you allow it: importing flexmasks does not.
+
+    Example:
+        >>> import tempfile, torch, flexmasks
+        >>> with tempfile.TemporaryFile() as file, torch.serialization.safe_globals(flexmasks.safe_globals()):
+        ...     torch.save(flexmasks.get_mask("sliding_window", window=3), file)
+        ...     _ = file.seek(0)
+        ...     torch.load(file)
+        sliding_window(window=3)
+    """
+    return [loaded, from_pickle, loaded_function, loaded_block_mask]

@@ -37,8 +37,6 @@ from flexmasks.spec.definitions import (
     Definition,
     define,
     definition,
-    from_pickle,
-    loaded_function,
     owners_of,
 )
 from flexmasks.spec.parameters import Size, describe, freeze, how_to_move, implied_size
@@ -655,8 +653,3 @@ def _hashable(value: Any) -> Hashable:
     if isinstance(value, tuple):
         return tuple(_hashable(v) for v in value)
     return value if isinstance(value, Hashable) else type(value).__name__
-
-
-# Functions that torch.load(weights_only=True) may call. They find definitions by their registered names, or take
-# functions that the user has allowed, and call neither.
-torch.serialization.add_safe_globals([loaded, from_pickle, loaded_function])

@@ -1,0 +1,95 @@
+"""The host process stays as it was: what flexmasks changes outside itself when it is imported, and at calls.
+
+flexmasks/README.md lists all that it touches; the sets below are that list.
+"""
+
+from __future__ import annotations
+
+import re
+
+import fresh
+import pytest
+
+# It prints what a step changed, a line each.
+_SCRIPT = """
+import os, sys, threading, types, warnings
+import torch
+import torch._dynamo.config, torch._functorch.config, torch._inductor.config
+import torch.nn.attention.flex_attention as flex
+
+warnings.simplefilter("ignore")
+
+
+def state():
+    # Settings of torch's compilers, functions and classes in torch's modules, and what a process has.
+    found = {}
+    for module in (torch._dynamo.config, torch._functorch.config, torch._inductor.config):
+        found |= {f"setting {module.__name__}.{name}": repr(v) for name, v in module.get_config_copy().items()}
+    for name, module in [*sys.modules.items()]:
+        if name.split(".")[0] != "torch" or not isinstance(module, types.ModuleType):
+            continue
+        for key, value in [*vars(module).items()]:
+            if isinstance(value, (types.FunctionType, types.BuiltinFunctionType, type)):
+                found[f"name {name}.{key}"] = id(value)
+            if isinstance(value, type) and value.__module__ == name:
+                for part, inner in [*vars(value).items()]:
+                    if isinstance(inner, (types.FunctionType, staticmethod, classmethod)):
+                        found[f"name {name}.{key}.{part}"] = id(inner)
+    found |= {f"variable {name}": value for name, value in os.environ.items()}
+    found |= {f"thread {thread.name}": True for thread in threading.enumerate()}
+    found |= {f"module {name.split('.')[0]}": True for name in sys.modules}
+    return found | {f"safe global {found.__name__}": True for found in torch.serialization.get_safe_globals()}
+
+
+def changes(before, after):
+    # Modules of torch that are new come with their names.
+    known = {key.rpartition(".")[0] for key in before}
+    for key in sorted({*before, *after}):
+        is_new_module = key.startswith("name ") and key not in before and key.rpartition(".")[0] not in known
+        if before.get(key) != after.get(key) and not is_new_module:
+            yield key
+
+
+q, k, v = torch.randn(3, 1, 2, 200, 16)
+step = sys.argv[1]
+if step == "cpu":  # what torch's own compiler changes does not count
+    blocks = flex.create_block_mask(lambda b, h, q, kv: q - kv < 7, None, None, 200, 200, device="cpu")
+    torch.compile(flex.flex_attention)(q, k, v, block_mask=blocks)
+if step != "import":
+    import flexmasks
+before = state()
+if step == "import":
+    import flexmasks
+elif step == "explain":
+    flexmasks.explain(q, k, v, mask="sliding_window", window=30)
+else:
+    learns = step in ("dense", "reference")
+    x = q[:, :, -1:] if step == "decode" else q.clone().requires_grad_(learns)
+    how = {"mask": "causal"} if step == "sdpa" else {"mask": lambda b, h, q, kv: (q - kv).abs() < 30}
+    out = flexmasks.attention(x, k, v, backend=step, **how)
+    if learns:
+        out.sum().backward()
+print(*changes(before, state()), sep="\\n")
+"""
+
+# Threads that compute parts of a call on a CPU stay for the next one.
+_THREADS = {"thread flexmasks_0", "thread flexmasks_1"}
+# A function of torch takes another way to trace gradients, without which two threads may wait without end.
+_COMPILED = {"name torch._higher_order_ops.flex_attention.create_fw_bw_graph"}
+TOUCHED = {
+    "import": {"module flexmasks"},
+    "explain": set(),
+    "reference": _THREADS,
+    "dense": _THREADS,
+    "decode": _THREADS,
+    "sdpa": set(),
+    "cpu": _COMPILED,
+}
+
+
+@pytest.mark.parametrize("step", TOUCHED)
+def test_what_is_touched(step: str) -> None:
+    ran = fresh.run(_SCRIPT, step)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    changed = {line for line in ran.stdout.splitlines() if not re.fullmatch("module [a-z0-9]{40,}", line)}  # kernels
+    assert changed <= TOUCHED[step]
