@@ -173,7 +173,7 @@ class Trial:
         command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
         listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
         for file in filter(None, listed.split("\0")):
-            if (ROOT / file).is_file():  # deleted files are listed until the next commit
+            with contextlib.suppress(FileNotFoundError):  # of a file that is deleted, or replaced right now
                 (place / file).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / file, place / file)
         if old:
