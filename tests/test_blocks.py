@@ -316,6 +316,15 @@ def test_edges_of_blocks(q_len: int, kv_len: int) -> None:
     check(lambda b, h, q, kv: kv <= q, 1, 1, q_len, kv_len)
     check(lambda b, h, q, kv: kv <= q, 1, 1, q_len, kv_len, (1024, 2048))
     check(lambda b, h, q, kv: kv <= q, 1, 1, q_len, kv_len, (16, 8))
+    # Blocks that are looked at in parts of different sizes.
+    check(lambda b, h, q, kv: torch.sin(q * 20.0 + kv * 7) > 0.9998, 1, 1, q_len, kv_len, (20, 12))
+
+
+def test_blocks_past_one_edge_are_partial_in_data() -> None:
+    for lengths in ((64, 50), (50, 64)):
+        mask = lambda b, h, q, kv: torch.special.bessel_j0((q + kv) * 0.0) > 0  # noqa: E731
+        got = flexmasks.block_mask(mask, *lengths, block_size=32, as_data=True)
+        check_equal_block_masks(got, create_block_mask(mask, 1, 1, *lengths, device="cpu", BLOCK_SIZE=32))
 
 
 @pytest.mark.parametrize("device", DEVICES)

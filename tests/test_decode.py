@@ -445,6 +445,18 @@ def test_tensors_whose_elements_share_memory() -> None:
             check([q, k, v], lambda b, h, q, kv, table=table: table[b, h, q, kv])
 
 
+def test_products_beyond_half_precision() -> None:
+    """Products of q and k may be larger than float16 holds, also where a hidden key is NaN."""
+    q, k, v = (300 * torch.randn(1, 2, n, 16) for n in (1, 40, 40))
+    k[:, :, 30:] = math.nan
+    scores = 1e-6 * (q.half().double() @ k[:, :, :30].half().double().mT)
+    v = (v / 300).half()
+    got = flexmasks.attention(
+        q.half(), k.half(), v, mask="causal", q_offset=torch.tensor([29]), scale=1e-6, backend="decode"
+    )
+    assert error(got, scores.softmax(-1) @ v[:, :, :30].double()) < TOLERANCE[torch.float16]
+
+
 def test_a_serving_loop_waits_for_nothing_and_can_be_captured(way: str) -> None:
     """After the first steps nothing is read on the host; a CUDA graph follows lengths and tables that change."""
     if way != "cuda":

@@ -327,6 +327,8 @@ def test_tables_inside_sequences_may_have_any_length_up_to_the_bound() -> None:
         flexmasks.packed(inner, offsets, max_length=6).resolve(size)
     with pytest.raises(ValueError, match="`max_length` is 6, but a sequence has 7 tokens"):
         flexmasks.dense_mask(flexmasks.packed(inner, offsets, max_length=6), 14)
+    with pytest.raises(ValueError, match="`max_length` is 6, but a sequence has 7 tokens"):
+        flexmasks.dense_mask(flexmasks.packed("full", [0, 2, 4], [0, 7, 9], max_length=6), 4, 9)
     with pytest.raises(ValueError, match="`max_length` must be length in 0"):
         flexmasks.dense_mask(flexmasks.packed(inner, offsets, max_length=-1), 14)
 

@@ -93,6 +93,12 @@ def test_orders_in_small_whole_numbers(name: str, dtype: torch.dtype) -> None:
     assert torch.equal(flexmasks.dense_mask(name, count, order=order.to(dtype), **params), want)
 
 
+def test_more_documents_than_small_whole_numbers() -> None:
+    none = torch.full((300,), -1, dtype=torch.int8)
+    seen = flexmasks.dense_mask("shared_prefix", 300, document_ids=torch.arange(300), prefix_of=none)
+    assert torch.equal(seen[0, 0], torch.eye(300, dtype=torch.bool))
+
+
 def test_shared_prefixes_in_small_whole_numbers() -> None:
     for ids, prefix_of in ((torch.tensor([255, 0]), [-1] * 256), (torch.tensor([44, 0]), [300] + [-1] * 300)):
         seen = flexmasks.dense_mask("shared_prefix", 2, document_ids=ids.byte(), prefix_of=prefix_of)

@@ -253,6 +253,7 @@ TIGHT = [
     ("(q[..., None] < torch.tensor([30, 40])).all(-1)", 1, 1),
     ("torch.bucketize(q, torch.arange(0, 40, 5), right=True)", 2, 4),
     ("torch.searchsorted(torch.arange(0, 40, 5), kv)", 4, 5),
+    ("torch.searchsorted(torch.arange(0, 40, 5), q, side='right')", 2, 4),
     ("(q + 1).sqrt()", 3, 4),
     ("(kv * 1.0).log2()", 4, math.log2(23)),
     ("(q / 4).round()", 2, 4),

@@ -187,6 +187,22 @@ _ON_GPU = [
 ]
 
 
+def test_gradients_of_scores_that_are_nan_where_the_mask_hides() -> None:
+    """The quotient is infinite, and its derivative too, at the key behind the query."""
+    q, k, v = (x.requires_grad_() for x in torch.randn(3, 1, 2, 200, 16))
+    at = torch.arange(200)
+    out = flexmasks.attention(
+        q, k, v, mask="causal", score=lambda s, b, h, q, kv: s / (1 + q - kv), backend="reference"
+    )
+    distance = at[:, None] - at
+    scores = (q @ k.mT / 4) / (1 + distance.clamp(min=0))
+    want = scores.masked_fill(distance < 0, -torch.inf).softmax(-1) @ v
+    upstream = torch.randn_like(out)
+    got = torch.autograd.grad(out, (q, k, v), upstream)
+    for x, y in zip(got, torch.autograd.grad(want, (q, k, v), upstream), strict=True):
+        assert error(x, y) < TOLERANCE[torch.float32]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("case", "dtype"), one_in(2, _ON_GPU), ids=label)
 def test_compiled_gpu(case: Case, dtype: torch.dtype) -> None:
