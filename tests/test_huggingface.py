@@ -317,6 +317,27 @@ def test_mask_functions(name: str) -> None:
         assert repr(late.mask).startswith(expected)
 
 
+@pytest.mark.parametrize("gap", [0, 1, 2])
+def test_two_windows_with_a_gap(gap: int) -> None:
+    """They are one window where no key lies between them."""
+
+    def near(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return (kv <= q) & (kv >= q - 2)
+
+    def far(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return (kv <= q - 3 - gap) & (kv >= q - 6 - gap)
+
+    function = masking_utils.or_masks(near, far)
+    mask = _made(function, "all", None, make_mask)
+    assert torch.equal(_dense(mask), _theirs(function, "all", None))
+    assert (repr(mask.mask) == "sliding_window(window=6)") == (gap == 0)
+
+
+def test_documents_start_where_positions_do_not_go_on_by_one() -> None:
+    positions = torch.tensor([[3, 4, 5, 10, 11, 0, 1], [0, 1, 2, 3, 4, 5, 6]])
+    assert hf_attention._documents(positions).tolist() == [[0, 0, 0, 1, 1, 2, 2], [0] * 7]
+
+
 FEW = {"causal", "packed", "blockwise, sliding", "own"}  # those that are compiled outside campaigns
 
 
