@@ -294,6 +294,22 @@ def test_launches(launched: list[str]) -> None:
     assert leaves[0].grad is not None
 
 
+@pytest.mark.parametrize("uses", [(0,), (1,), (0, 1)], ids=["out", "lse", "both"])
+def test_gradients_in_plain_torch(uses: tuple[int, ...]) -> None:
+    """They are those of the plain operations; the first row sees nothing, and the second head has no sink."""
+    out, lse, logits = torch.randn(2, 3, 5, 8).double(), torch.randn(2, 3, 5).double(), torch.randn(3).double()
+    lse[:, :, 0], logits[1] = -math.inf, -math.inf
+    out[:, :, 0] = 0.0
+    leaves = [x.requires_grad_() for x in (out, lse, logits)]
+    new = sinks._plain(*leaves, True)
+    upstream = [torch.randn_like(x) if n in uses else None for n, x in enumerate(new)]
+    upstream = [x if x is None else x.masked_fill(y.isinf(), 0.0) for x, y in zip(upstream, new, strict=True)]
+    got = sinks._plain_gradients(*upstream, *(x.detach() for x in leaves))
+    want = torch.autograd.grad([new[n] for n in uses], leaves, [upstream[n] for n in uses], allow_unused=True)
+    for x, y in zip(got, want, strict=True):
+        assert (x is None and y is None) or torch.allclose(x.nan_to_num(), y.nan_to_num(), atol=1e-12)
+
+
 @needs_kernels
 @pytest.mark.parametrize("dtype", [torch.float64, FP32])
 @pytest.mark.parametrize("learns", [(0,), (1,), (2,), (0, 2), (0, 1, 2)])
