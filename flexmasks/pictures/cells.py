@@ -181,7 +181,8 @@ class ScoreCells:
 
 def _short(value: Modifier) -> str:
     """Return the repr of a mask or score, with long sequences shortened."""
-    return re.sub(r"\((?:[^(),]+, ){8,}[^(),]+\)", lambda m: f"<{m[0].count(',') + 1} values>", repr(value))
+    long = r"\(((?:[^(),]+, ){2}[^(),]+), (?:[^(),.]+, ){5,}[^(),]+\)"
+    return re.sub(long, lambda m: f"({m[1]}, ... {m[0].count(',') + 1} values)", repr(value))
 
 
 def _cell_length(wanted: int, block: int) -> int:

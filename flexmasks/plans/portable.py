@@ -18,6 +18,7 @@ from flexmasks.plans.checks import INT_DTYPES
 from flexmasks.plans.data import lists_of, reading_bits
 from flexmasks.plans.plan import MAX_POSITIONS, MaskPlan, sized
 from flexmasks.plans.shifted import Offset
+from flexmasks.spec.by_name import says_what_to_write
 from flexmasks.spec.definitions import from_pickle, loaded_function
 from flexmasks.spec.parameters import Size
 from flexmasks.spec.values import Mask, loaded
@@ -215,6 +216,7 @@ def _damaged(part: str, more: str = "") -> NoReturn:
     raise ValueError(f"flexmasks: the pickle of a block mask is damaged: its {part} do not fit{more}.")
 
 
+@says_what_to_write()
 def safe_globals() -> list[Callable[..., Any]]:
     """Return the functions that torch.load(weights_only=True) calls for masks, scores and block masks.
 

@@ -388,12 +388,14 @@ _SHOWN_ELEMENTS = 64  # the longest sequence that `describe` writes out
 def describe(value: Any) -> str:
     """Return a value as short text.
 
-    Tensors become dtype and shape, long sequences their shape, other values their repr.
+    Tensors become dtype and shape, long sequences their first numbers, nested ones their shape, others their repr.
     """
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     shape = _shape(value)
-    return f"tuple{list(shape)}" if math.prod(shape) > _SHOWN_ELEMENTS else repr(value)
+    if math.prod(shape) <= _SHOWN_ELEMENTS:
+        return repr(value)
+    return f"({', '.join(map(repr, value[:3]))}, ... {len(value)} values)" if len(shape) == 1 else f"tuple{list(shape)}"
 
 
 def _shape(value: Any) -> tuple[int, ...]:
