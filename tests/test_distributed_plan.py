@@ -406,6 +406,12 @@ def test_blocks_of_heads_that_see_different_keys() -> None:
     assert four.way("gather").blocks.mean == int(of_heads.sum()) / 4
 
 
+def test_parts_inside_others_are_merged() -> None:
+    merged = counts_module.merged
+    assert merged([(0, 10), (2, 5), (10, 12)]) == ((0, 12),)
+    assert merged([(20, 21), (4, 4), (0, 3)]) == ((0, 3), (20, 21))
+
+
 def test_many_parts_that_are_cut_inside_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     exact = plan("causal", 1003, 8, block_size=16, q_heads=1, kv_heads=1)
     monkeypatch.setattr(counts_module, "_MOST_SPANS", 4)

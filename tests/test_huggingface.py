@@ -333,6 +333,22 @@ def test_two_windows_with_a_gap(gap: int) -> None:
     assert (repr(mask.mask) == "sliding_window(window=6)") == (gap == 0)
 
 
+@pytest.mark.parametrize(("limit", "is_included"), [(5, False), (5, True), (2, False)])
+def test_windows_by_the_absolute_distance(limit: int, is_included: bool) -> None:
+    def near(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return (q - kv).abs() <= limit if is_included else (q - kv).abs() < limit
+
+    mask, side = _made(near, "all", None, make_mask), limit - (not is_included)
+    assert torch.equal(_dense(mask), _theirs(near, "all", None))
+    assert repr(mask.mask) == f"local(left={side}, right={side})"
+
+
+def test_windows_of_layers_that_look_both_ways() -> None:
+    assert repr(hf_attention._of_one_document(nn.Identity(), False, 5, 10)) == "local(left=4, right=4)"
+    assert repr(hf_attention._of_one_document(nn.Identity(), True, 5, 10)) == "sliding_window(window=4)"
+    assert repr(hf_attention._of_one_document(nn.Identity(), False, 5, 1)) == "full()"
+
+
 def test_documents_start_where_positions_do_not_go_on_by_one() -> None:
     positions = torch.tensor([[3, 4, 5, 10, 11, 0, 1], [0, 1, 2, 3, 4, 5, 6]])
     assert hf_attention._documents(positions).tolist() == [[0, 0, 0, 1, 1, 2, 2], [0] * 7]
