@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         if getattr(arguments, "modules", None):
-            _import(arguments.modules)
+            import_modules(arguments.modules)
         if arguments.command == "demo":
             from flexmasks.bench.demo import main as demo
 
@@ -81,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"flexmasks {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    parent = _import_parser()
+    parent = import_parser()
     _add_command(commands, "demo", "compute attention on this machine, check it, time it and draw its mask")
     list_parser = _add_command(commands, "list", "list the names and meanings of all masks and scores", parent)
     columns = list_parser.add_mutually_exclusive_group()
@@ -98,13 +98,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     show_parser.add_argument("name", metavar="NAME", help="the name of a mask or a score; `list` names all")
     show_parser.add_argument(
-        "--length", metavar="N", type=_positive, help="number of queries (default: what the parameters suggest or 4096)"
+        "--length", metavar="N", type=positive, help="number of queries (default: what the parameters suggest or 4096)"
     )
     show_parser.add_argument(
-        "--kv-length", metavar="N", type=_positive, help="number of keys (default: the number of queries)"
+        "--kv-length", metavar="N", type=positive, help="number of keys (default: the number of queries)"
     )
     show_parser.add_argument(
-        "--block-size", metavar="N", type=_positive, help="positions in a block (default: 128, or 1 for short lengths)"
+        "--block-size", metavar="N", type=positive, help="positions in a block (default: 128, or 1 for short lengths)"
     )
     show_parser.add_argument("-b", metavar="N", type=int, default=0, help="the batch element to draw (default: 0)")
     show_parser.add_argument("--head", metavar="N", type=int, default=0, help="the head to draw (default: 0)")
@@ -123,7 +123,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _import_parser() -> argparse.ArgumentParser:
+def import_parser() -> argparse.ArgumentParser:
     """Return a parser of the option that several commands share."""
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument(
@@ -156,7 +156,7 @@ def _add_bench_arguments(bench_parser: argparse.ArgumentParser) -> None:
         "--shape", metavar="B,H,S,D", type=_shape, required=True, help="batch, query heads, tokens, and size of a head"
     )
     bench_parser.add_argument("--score", metavar="NAME", help="the name of a score modification")
-    bench_parser.add_argument("--kv-heads", metavar="N", type=_positive, help="key heads (default: the query heads)")
+    bench_parser.add_argument("--kv-heads", metavar="N", type=positive, help="key heads (default: the query heads)")
     bench_parser.add_argument(
         "--dtype",
         choices=("float32", "float16", "bfloat16"),
@@ -220,19 +220,21 @@ def _bench(parser: argparse.ArgumentParser, arguments: argparse.Namespace, given
 
 
 def _shape(text: str) -> tuple[int, ...]:
-    sizes = tuple(_positive(size.strip()) for size in text.split(","))
+    sizes = tuple(positive(size.strip()) for size in text.split(","))
     if len(sizes) != 4:
         raise argparse.ArgumentTypeError(f"must be four numbers B,H,S,D, got {text}")
     return sizes
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """Return a number of the command line, above 0."""
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text}")
     return int(text)
 
 
-def _import(modules: list[str]) -> None:
+def import_modules(modules: list[str]) -> None:
+    """Import modules of the user's, which register masks or scores."""
     sys.path.insert(0, "")  # the installed command does not search the current folder otherwise
     for module in modules:
         try:

@@ -7,6 +7,8 @@ import importlib
 import sys
 from typing import Any
 
+from flexmasks.__main__ import import_modules, import_parser, positive
+
 WHAT = {
     "blocks": "finding block masks, against create_block_mask",
     "softmax": "the masked softmax, against torch",
@@ -40,9 +42,7 @@ def main(words: list[str] | None = None) -> int:
     if arguments.resume and arguments.json is None:
         parser.error("--resume continues a FILE: pass --json FILE")
     try:
-        sys.path.insert(0, "")
-        for module in arguments.modules:
-            importlib.import_module(module)
+        import_modules(arguments.modules)
         return 1 if _run(arguments).get("failed") else 0
     except (ValueError, TypeError, MemoryError, ImportError) as error:
         print(error, file=sys.stderr)
@@ -87,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Measure the speed of this machine.",
         epilog="\n".join(["what can be measured:", *(f"  {what:11}{text}" for what, text in WHAT.items())]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        parents=[import_parser()],
     )
     several: dict[str, Any] = {"nargs": "+", "default": []}
     parser.add_argument("what", metavar="WHAT", choices=WHAT, help=", ".join(WHAT))
@@ -105,28 +106,14 @@ def _parser() -> argparse.ArgumentParser:
         help="with blocks and attention: every registered mask, and with attention every score, at its example",
     )
     parser.add_argument(
-        "--lengths", **several, type=_positive, metavar="N", help="with blocks and attention: numbers of tokens"
+        "--lengths", **several, type=positive, metavar="N", help="with blocks and attention: numbers of tokens"
     )
     parser.add_argument("--only", **several, metavar="TEXT", help="only what has one of these texts in its description")
     parser.add_argument("--quick", action="store_true", help="few and small steps, to try the benchmark itself")
     parser.add_argument("--device", help="cuda or cpu (default: a GPU if the machine has one)")
     parser.add_argument("--json", metavar="FILE", help="write the figures to a file, after each step")
     parser.add_argument("--resume", action="store_true", help="keep the figures of FILE, and measure the missing ones")
-    parser.add_argument(
-        "--import",
-        dest="modules",
-        metavar="MODULE",
-        action="append",
-        default=[],
-        help="first import a module that registers your own masks or scores; may be repeated",
-    )
     return parser
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text}")
-    return int(text)
 
 
 if __name__ == "__main__":
