@@ -68,7 +68,7 @@ class _Missing:
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise MissingFromTorch(self._says)
 
-    __call__ = __enter__ = __exit__ = __getitem__ = _refuse
+    __call__ = __enter__ = __exit__ = __and__ = _refuse
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # Python asks for what an object may have
@@ -336,7 +336,7 @@ def in_forward_derivative() -> bool:
 
 # Call an operator below autograd from its own autograd formula. torch.library.register_autograd is public, but its
 # formulas have no forward derivatives.
-_NO_SOFTMAX = "the fused softmax; `attention` needs it not"
+_NO_SOFTMAX = "gradients of the fused softmax inside torch.func and torch.compile"
 below_autograd: Any = named("torch._C:_AutoDispatchBelowAutograd", _NO_SOFTMAX)
 after_autograd_keys: Any = named("torch._C:_after_autograd_keyset", _NO_SOFTMAX)
 single_level_autograd: Any = named(

@@ -68,11 +68,9 @@ def refuses(call):
 """
 
 # What needs a name, and refuses in words without it. The other names have something public in their place.
-_SOFTMAX = "refuses(lambda: flexmasks.masked_softmax(torch.randn(1, 1, 4, 8, requires_grad=True), mask='causal'))"
-_WATCHED = """
-from torch.utils.flop_counter import FlopCounterMode
-with FlopCounterMode(display=False):
-    refuses(lambda: flexmasks.attention(q, k, v, mask='causal', backend='reference'))
+_SOFTMAX = """
+call = lambda x: flexmasks.masked_softmax(x, mask='causal').square().sum()
+refuses(lambda: torch.func.grad(call)(torch.randn(1, 1, 4, 8)))
 """
 _TRANSFORMED = """
 ids = torch.arange(40) // 9

@@ -174,7 +174,7 @@ def _register(op: Any, run: Callable[..., Tensor], function: Any, fake: Callable
         def forward(ctx: Any, *args: Any) -> Tensor:
             *op_args, keyset = args
             with compat.below_autograd(), torch.enable_grad(), _forward_mode():
-                y: Tensor = op.redispatch(keyset & compat.after_autograd_keys, *op_args)
+                y: Tensor = op.redispatch(compat.after_autograd_keys & keyset, *op_args)
             saved = function.saved(op_args, y)
             ctx.save_for_backward(*saved)
             ctx.save_for_forward(*saved)
