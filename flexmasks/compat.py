@@ -773,8 +773,7 @@ _LEFT: contextvars.ContextVar[list[Any]] = contextvars.ContextVar("modes that we
 def in_selective_checkpointing() -> bool:
     """Return whether selective activation checkpointing watches the operations of this thread.
 
-    It keeps their results, and counts those that it computes again. Its modes have no public names; without them their
-    loss is an ImportError at import.
+    It keeps their results, and counts those that it computes again. Its modes have no public names.
     """
     return in_dispatch_mode() and any(isinstance(mode, _SELECTIVE) for mode in _stack())
 
