@@ -112,8 +112,9 @@ def attention(
         block_mask: in place of `mask`, a BlockMask that `flexmasks.block_mask` or torch has made.
         q_offset: where the queries start: query i is at position i + q_offset to mask and score, key j is at j. An
             int >= 0, or integers [B], a tensor or a list. Decoding has q_offset = KV - Q. With `block_mask`, which has
-            its own offset built in, q_offset moves the score only. A tensor's values should be at most KV: on a GPU
-            only the first call of a kind checks them.
+            its own offset built in, q_offset moves the score only. Integers [B] must be 0 or at most KV - Q, an int
+            may be larger. On a GPU only the first call of a kind checks them, and inside torch.compile none does:
+            larger ones then give wrong results.
         sink_logits: logits of learned attention sinks, float [H], one per query head. The exponential of a head's
             logit joins each row's sum of exponentials and adds nothing to its output (gpt-oss; Xiao et al., Efficient
             Streaming Language Models with Attention Sinks, 2024). Differentiable; -inf for a head without a sink. The
@@ -251,7 +252,8 @@ def varlen_attention(
             default query 0 of a sequence is at its key 0, and with pages the queries are the last ones of the sequence:
             `kv_lens - offsets.diff()`. FlashAttention aligns the ends without pages, too, which is
             `q_offset=kv_offsets.diff() - offsets.diff()`; both are the same if each sequence has as many queries as
-            keys.
+            keys. With pages no queries may end behind the P * page_size keys that a sequence has room for, unless they
+            start at 0.
         mask, score, scale, sink_logits, return_lse, backend, kernel_options, **params: as in `attention`.
 
     Returns:
@@ -361,8 +363,8 @@ def paged_attention(
         mask: as in `attention`: a name, a Mask or a function; "causal" for a language model. By default each query
             sees all keys of its sequence.
         score: as in `attention`.
-        q_offset: where the queries start in their sequences, an int >= 0 or integers [B]; kv_lens - Q by
-            default.
+        q_offset: where the queries start in their sequences, an int >= 0 or integers [B], as in `attention`;
+            kv_lens - Q by default.
         scale, sink_logits, return_lse, backend, **params: as in `attention`.
 
     Returns:

@@ -322,13 +322,14 @@ def _run_mixed(
     if request.sink_logits is not None:
         check_sinks(q[None].transpose(1, 2), request.sink_logits)
     inner = request._replace(sink_logits=None, return_lse=request.return_lse or request.sink_logits is not None)
-    mixed = _mixed(q, starts, page_table, kv_lens, request.q_offset)
+    mixed = _mixed(q, starts, page_table, kv_lens, request.q_offset, page_table.shape[1] * k_cache.shape[1])
     outs: list[Tensor] = []
     lses: list[Tensor] = []
     if compat.is_compiling() and q.is_cuda:  # torch's kernel for few queries fails where tensors of masks are computed
         inner = inner._replace(kernel_options={"FORCE_USE_FLEX_ATTENTION": True})
     for rows in mixed.batches:
-        own = _of_rows(inner, rows.sequences, mixed.firsts, mixed.lasts)._replace(q_offset=rows.q_offset)
+        own = _of_rows(inner, rows.sequences, mixed.firsts, mixed.lasts)
+        own = own._replace(q_offset=rows.q_offset, ends_among_keys=False)  # rows have queries that count for nothing
         own_q = q.index_select(0, rows.tokens.flatten()).view(*rows.tokens.shape, *q.shape[1:]).transpose(1, 2)
         given = own_q, k_cache, v_cache, rows.page_table, rows.kv_lens, own
         known, replay = _known_pages(*given)
@@ -423,7 +424,7 @@ def _planned_at_end(q: Tensor, k: Tensor, v: Tensor, request: Request, kv_lens: 
     other kernels, which read no offset, the lengths stand in its place.
     """
     if decode.has_own_kernels(q.device):
-        planned = _planned(q, k, v, request._replace(q_offset=kv_lens))
+        planned = _planned(q, k, v, request._replace(q_offset=kv_lens, ends_among_keys=False))
         if decode.finds_last_queries(planned.call):
             return planned
     where_last = _kept_offset_of_last(kv_lens, q.shape[2])
@@ -928,24 +929,28 @@ def _inside_sequences(request: Request, starts: Tensor, kv_starts: Tensor | None
     return request._replace(mask=mask, score=score, params={}, q_offset=0)
 
 
-def _mixed(q: Tensor, starts: Tensor, page_table: Tensor, kv_lens: Tensor, q_offset: int | Tensor | None) -> Mixed:
+def _mixed(
+    q: Tensor, starts: Tensor, page_table: Tensor, kv_lens: Tensor, q_offset: int | Tensor | None, room: int
+) -> Mixed:
     """Return the batches of a call of `varlen_attention` with pages.
 
     Equal arguments return the same tensors, so that a later call finds the replay of an earlier one.
+
+    room: the number of keys that a sequence may have.
     """
     given = [starts, page_table, kv_lens, *([q_offset] if isinstance(q_offset, Tensor) else [])]
     reads = all(can_be_read(t) for t in (q, *given)) and not compat.transforms_active()
     is_kept = reads and not is_captured(q.device)
-    key = "mixed", q.device, len(q), len(kv_lens), "tensor" if isinstance(q_offset, Tensor) else q_offset
+    key = "mixed", q.device, len(q), len(kv_lens), room, "tensor" if isinstance(q_offset, Tensor) else q_offset
     mixed = _LAYOUTS.get(key, given) if is_kept else None
     if mixed is None:
         offsets = starts.long()
         counts = offsets.diff()
+        firsts = offset_of_last(kv_lens, counts) if q_offset is None else offsets_of(q_offset, len(counts), q.device)
         is_cut = reads and q.device.type in _CUT_ON
         if is_cut or (is_kept and _LAYOUTS.get((*key, "checked"), []) is None):
-            check_mixed(offsets, len(q), kv_lens if q_offset is None else None)
+            check_mixed(offsets, len(q), kv_lens if q_offset is None else None, firsts, room)
             _LAYOUTS.put((*key, "checked"), [], True, 1)
-        firsts = offset_of_last(kv_lens, counts) if q_offset is None else offsets_of(q_offset, len(counts), q.device)
         sequences = Sequences(offsets, firsts, page_table, kv_lens)
         mixed = by_number_of_queries(sequences, len(q)) if is_cut else in_pieces(sequences, len(q))
         if is_kept:

@@ -28,6 +28,7 @@ class Request(NamedTuple):
     return_lse: bool = False
     backend: str = "auto"
     kernel_options: dict[str, Any] | None = None
+    ends_among_keys: bool = True  # False where a tensor q_offset of the library's own may break the rule, see `sized`
 
 
 def checked(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Size:
@@ -45,7 +46,10 @@ def checked(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Size:
     check_scale(request.scale)
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     approximate = q.is_cuda and q.dtype in (torch.float16, torch.bfloat16)
-    size = Size(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device, dtype=dtype, approximate=approximate)
+    size = Size(
+        q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device, dtype=dtype, approximate=approximate,
+        ends_among_keys=request.ends_among_keys,
+    )  # fmt: skip
     check_offset(ATTENTION, request.q_offset, size.batch, size.device)
     if request.block_mask is not None:
         check_block_mask(request.block_mask, size)

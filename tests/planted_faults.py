@@ -24,7 +24,6 @@ _SOFTMAX = ("tests/test_softmax.py::test_kernels_by_the_interpreter",)
 _FEW_QUERIES = ("tests/test_few_queries.py::test_kernels_by_the_interpreter",)
 _SINKS = ("tests/test_sinks.py::test_kernels_by_the_interpreter",)
 _WHOLE_MASK = ("tests/test_whole_mask.py::test_by_the_interpreter",)
-_BEHIND_KEYS = ("tests/test_behind_keys.py::test_kernel_by_the_interpreter",)
 _COMPILED = ("tests/test_inside_compile.py",)
 _SOFTMAX_IN_TRANSFORMS = ("tests/test_softmax_transforms.py",)
 _EXPORTED = ("tests/test_export.py",)
@@ -293,15 +292,6 @@ FAULTS: list[Fault] = [
         "both = tl.where(sees_nothing, sink, tl.maximum(lse, sink) + tl.log(total))",
         "both = tl.maximum(lse, sink) + tl.log(total)",
         _SINKS,
-    ),
-    Fault(
-        "kernels/behind_keys_kernel.py",
-        "tl.maximum(keys - right - start,",
-        "tl.maximum(keys - right - start + 1,",
-        _BEHIND_KEYS,
-    ),
-    Fault(
-        "kernels/behind_keys_kernel.py", "key[None, :] >= query[:, None]", "key[None, :] > query[:, None]", _BEHIND_KEYS
     ),
     # --- kernels in plain torch ---
     Fault("kernels/sinks.py", "of_share, -of_share", "of_share, of_share"),

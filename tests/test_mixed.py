@@ -263,7 +263,8 @@ def steps(draw: st.DrawFn) -> Step:
     page_size, columns, batch = draw(st.integers(1, 40)), draw(st.integers(1, 5)), draw(st.integers(1, 5))
     lens = [draw(st.integers(0, page_size * columns)) for _ in range(batch)]
     counts = [draw(st.integers(0, n or 3)) for n in lens]
-    starts = [draw(st.integers(0, page_size * columns)) for _ in lens] if draw(st.booleans()) else None
+    lasts = [max(0, page_size * columns - n) for n in counts]
+    starts = [draw(st.integers(0, n)) for n in lasts] if draw(st.booleans()) else None
     return Step(counts, lens, page_size, columns, draw(st.integers(0, 9)), draw(st.integers(0, 3)), starts)
 
 

@@ -44,8 +44,6 @@ _MAX_SEARCHED_SEQUENCES = 2048
 # Slots of a page that the kernel copies as a whole tile, up to a head size: in 0.86 of the time that pages of 256 take
 # (H200).
 _FAST_PAGE, _MAX_SIZE_OF_FAST_PAGE = 128, 128
-# Major compute capabilities whose kernels load keys by the tensor memory accelerator.
-_ZEROS_BEHIND_KEYS_ON = (9, 10, 11)
 # Up to version 4.0.0b25 flash-attn-4 gives garbage as gradients in 0.1 to 1% of launches on compute capability 9.0: its
 # block-sparse backward pass has a race (flash-attention pull request 2756).
 _FIRST_RIGHT_BETA = 26
@@ -254,21 +252,17 @@ def _refuses_starts(call: Call) -> str | None:
             "offsets; it would have to read documents given by ids"
             f"{', and where queries start' if call.is_traced else ''}"
         )
-    if intervals.lens is not None or intervals.right is None:
+    # The kernel must be told of no more keys than there are, and nobody reads where the queries start.
+    if intervals.lens is not None or intervals.right != 0 or call.q.shape[2] > call.k.shape[2]:
         return (
-            "where queries start at positions of a tensor, it takes windows that end at or near a query's position, "
-            "without lengths of sequences"
+            "where queries start at positions of a tensor, it takes windows that end at a query's position, without "
+            "lengths of sequences, and no more queries than keys"
         )
     if call.needs_grad:
         return "it gives no gradients for queries that start at positions of a tensor"
-    if not _finds_zeros_behind_keys(call.q.device):
-        return "on this GPU it may read memory behind the keys if queries start at positions of a tensor"
+    if _is_small(call.q.device):
+        return f"on compute capability {_SMALL} it is not told where the keys of each batch element end"
     return None
-
-
-def _finds_zeros_behind_keys(device: torch.device) -> bool:
-    """Return whether the kernel finds zeros behind the last key, and reads no memory there."""
-    return capability(device)[0] in _ZEROS_BEHIND_KEYS_ON
 
 
 def plan(call: Call) -> str:
@@ -575,20 +569,16 @@ def _in_int32(x: Tensor) -> Tensor:
 class StartedCall:
     """A call of FlashAttention 4 whose queries start where a tensor says.
 
-    The kernel lays the last query at the last key, so it is told of as many keys as the last query sees. Where there
-    are not so many, it takes zeros for the missing ones, and a kernel of the library's own computes their queries.
+    The kernel lays the last query at the last key, so it is told of the keys up to the last query's position.
 
-    starts: the position of the first query of each batch element, int32 or int64 [B].
     ends: the number of keys that the kernel is told of, int32 [B].
     """
 
     left: int | None
-    right: int
     scale: float | None
     cap: float | None
     with_lse: bool
     lengths: tuple[int, int]  # numbers of queries and of keys
-    starts: Tensor
     ends: Tensor
 
     @property
@@ -599,54 +589,44 @@ class StartedCall:
     def of(cls, call: Call) -> StartedCall:
         """Return the call."""
         intervals = cast(Intervals, call.intervals())
-        right, lengths = cast(int, intervals.right), (call.q.shape[2], call.k.shape[2])
-        starts, ends = _starts_and_ends(cast(Tensor, intervals.offset), lengths, right)
-        return cls(intervals.left, right, call.scale, call.cap, call.with_lse, lengths, starts, ends)
+        lengths = call.q.shape[2], call.k.shape[2]
+        ends = _ends(cast(Tensor, intervals.offset), lengths)
+        return cls(intervals.left, call.scale, call.cap, call.with_lse, lengths, ends)
 
     def renewal(self) -> Callable[[Sequence[Tensor]], StartedCall]:
-        """Return a function that makes the call with the only tensor as its starts.
+        """Return a function that makes the call with the only tensor as where its queries start.
 
         The function keeps no tensor.
         """
-        empty = replace(self, starts=None, ends=None)  # type: ignore[arg-type]
+        empty = replace(self, ends=None)  # type: ignore[arg-type]
 
         def renewed(tensors: Sequence[Tensor]) -> StartedCall:
-            starts, ends = _starts_and_ends(tensors[0], empty.lengths, empty.right)
-            return replace(empty, starts=starts, ends=ends)
+            return replace(empty, ends=_ends(tensors[0], empty.lengths))
 
         return renewed
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the output [B, H, Q, Dv], and lse [B, H, Q] or None.
 
-        Raises Unavailable if flash-attn-4 or Triton cannot compile the call.
+        Raises Unavailable if flash-attn-4 cannot compile the call.
         """
         q, k, v = compat.with_rows_together(q.detach(), k.detach(), v.detach())
-        # The kernel's results count only for queries whose window ends before the last key.
-        shows_all_before = self.left is None or self.left + self.right >= self.lengths[1] - 1
+        shows_all_before = self.left is None or self.left >= self.lengths[1] - 1
         arguments = {"seqused_k": self.ends, "softmax_scale": self.scale}
-        arguments |= _window_arguments(None if shows_all_before else cast(int, self.left) + self.right, 0)
-        scale = q.shape[3] ** -0.5 if self.scale is None else self.scale
+        arguments |= _window_arguments(None if shows_all_before else self.left, 0)
         with _failures_are_unavailable():
-            from flexmasks.kernels.behind_keys import attend_behind_keys  # Triton is not installed on every system
-
             out, lse = _forward(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), arguments, self.cap)
-            out = out.transpose(1, 2)
-            attend_behind_keys(out, lse, q, k, v, self.starts, (self.left, self.right), scale, self.cap)
-        return out, lse if self.with_lse else None
+        return out.transpose(1, 2), lse if self.with_lse else None
 
 
-def _starts_and_ends(starts: Tensor, lengths: tuple[int, int], right: int) -> tuple[Tensor, Tensor]:
-    """Return where queries start, and where the window of the last one ends.
+def _ends(starts: Tensor, lengths: tuple[int, int]) -> Tensor:
+    """Return the number of keys up to the last query's position, int32 [B].
 
-    Starts are int32 or int64, and ends are int32 numbers of keys.
-
+    starts: the position of the first query of each batch element. Wrong ones let no kernel read memory behind the keys.
     lengths: numbers of queries and of keys.
     """
     q_len, kv_len = lengths
-    starts = starts.detach()
-    starts = starts if starts.dtype in (torch.int32, torch.int64) else starts.long()
-    return starts, (starts + (q_len + right)).clamp_(0, kv_len + q_len).int()
+    return (starts.detach().long() + q_len).clamp_(0, kv_len).int()
 
 
 # --- arguments and results of the kernel ---

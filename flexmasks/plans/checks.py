@@ -201,11 +201,13 @@ def sequence_offsets(name: str, given: Any, device: torch.device) -> Tensor:
     return offsets
 
 
-def check_mixed(offsets: Tensor, total: int, kv_lens: Tensor | None) -> None:
-    """Check the values of offsets of queries.
+def check_mixed(offsets: Tensor, total: int, kv_lens: Tensor | None, starts: Tensor, room: int) -> None:
+    """Check the values of offsets of queries, and of where they start.
 
     total: the number of queries.
-    kv_lens: the numbers of keys that the queries are the last ones of, or None if they start anywhere.
+    kv_lens: the numbers of keys that the queries are the last ones of, or None if they start where `starts` says.
+    starts: the position of the first query of each sequence.
+    room: the number of keys that a sequence may have.
 
     A sequence without keys is idle, and may have any number of queries.
     """
@@ -215,6 +217,15 @@ def check_mixed(offsets: Tensor, total: int, kv_lens: Tensor | None) -> None:
         fail(f"`offsets` must rise from 0 to at most the length {total}, got {offsets.tolist()[:8]}.", call=VARLEN)
     if kv_lens is not None:
         check_are_last(VARLEN, kv_lens, counts)
+        return
+    is_past = (starts > 0) & (starts + counts > room)
+    if bool(is_past.any()):
+        s = int(is_past.nonzero()[0])
+        fail(
+            f"`q_offset` must be 0 or at most the keys that the pages have room for minus the queries, but sequence "
+            f"{s} starts at {int(starts[s])} with {int(counts[s])} queries, and its pages have room for {room} keys.",
+            call=VARLEN,
+        )
 
 
 def check_are_last(call: str, kv_lens: Tensor, counts: int | Tensor) -> None:

@@ -53,7 +53,6 @@ _ERRORS_OF_FUNCTIONS = (
     ValueError, TypeError, RuntimeError, LookupError, ArithmeticError, AttributeError, NameError, AssertionError,
 )  # fmt: skip
 _FIRST = "these are the first tensors of their shapes"
-_BEHIND_KEYS = "queries lie behind the last key"
 _PARTIAL_BLOCKS = 2  # full blocks for each partial block, below which a mask counts as mostly partial
 _MAX_TABLES, _SMALL_TABLES = 4, 1 << 16  # the most bytes of their tables, in bytes of exact ones, and at least
 
@@ -279,8 +278,6 @@ class Plan:
             first time.
         """
         captured, inputs = is_captured(self.size.device), self.inputs
-        if self._lies_behind_keys:
-            return make(self.value, self.offset, sized(self.size, self.offset)), None
         size = unread(self.size, self.offset)
         # A sum and its factors differ in their shapes, and a kernel is compiled for each.
         records_first = factored and not captured and self.size.device.type in _FACTORED_ON
@@ -320,23 +317,6 @@ class Plan:
             return Recorded(run, inputs, lends=True, factored=factored)
         except Exception as error:  # torch's tracing raises errors of any type
             return _cannot_record(error)
-
-    @functools.cached_property
-    def _lies_behind_keys(self) -> bool:
-        """Return whether queries lie behind the last key, where a tensor says where they start.
-
-        Then plans are made for the offset's own values. On a CPU every offset is read; elsewhere, where reading waits
-        for the device, the first offset of a function and of sizes decides.
-        """
-        if isinstance(self.offset, int) or is_captured(self.size.device):
-            return False
-        key = "behind keys", self.kernel_key, self.size
-        kind = None if self.size.device.type == "cpu" else _KINDS.get(key)
-        if kind is None:
-            is_behind = sized(self.size, self.offset).positions > unread(self.size, self.offset).positions
-            kind = _Kind(_BEHIND_KEYS if is_behind else "")
-            _KINDS.put(key, (), kind, ENTRY)
-        return bool(kind.why_exact)
 
     def _offset_tensor(self) -> Tensor | None:
         if not isinstance(self.offset, int) or self.offset == 0:
@@ -441,8 +421,6 @@ class MaskPlan(Plan):
         inputs, captured = self.inputs, is_captured(self.size.device)
         if captured and not self._allows_bounds:
             return self._build_by_bounds()
-        if self._lies_behind_keys:
-            return replace(self._build_exactly(), why_exact=_BEHIND_KEYS)
         if not self._allows_bounds:
             reason = "the function reads variables that may change" if self.opaque else "lists, or tensors that learn"
             return replace(self._build_exactly(), why_exact=reason)
@@ -726,6 +704,8 @@ class ScorePlan(Plan):
         made: list[Recorded | None] = [None]
 
         def build() -> Added:
+            if self.size.device.type == "cpu":
+                sized(self.size, self.offset)  # checks the values of the offset
             tensors, made[0] = self._recorded_tensors("added", self._added_of, factored=True)
             return Added(*tensors)
 
@@ -757,7 +737,7 @@ class ScorePlan(Plan):
         key = self.kernel_key, self.size, self.shapes
         is_known = not self.opaque and _TRIED.get(key) is not None
         # On a GPU the values are read for the first score of a kind only.
-        reads = self.size.device.type == "cpu" or not is_known or self._lies_behind_keys
+        reads = self.size.device.type == "cpu" or not is_known
         if is_captured(self.size.device) or not reads:
             return _Prepared(self.score.resolve(unread(self.size, self.offset)), self._offset_tensor())
         resolved = self.score.resolve(sized(self.size, self.offset))
@@ -880,7 +860,9 @@ def capability(device: torch.device) -> tuple[int, int]:
 def sized(size: Size, offset: Offset) -> Size:
     """Return the size with the largest offset in it.
 
-    The values of an offset tensor are read. Raises ValueError for an offset that is negative or too large.
+    The values of an offset tensor are read. Raises ValueError for an offset that is negative or too large. A tensor's
+    values are 0 or at most kv_len - q_len, so that no kernel needs to be told of more keys than there are, and tables
+    that are made without reading the values are long enough.
     """
     least, most = (offset, offset) if isinstance(offset, int) else torch.stack(torch.aminmax(offset)).tolist()
     if least < 0:
@@ -888,6 +870,12 @@ def sized(size: Size, offset: Offset) -> Size:
     if most + size.q_len > MAX_POSITIONS:
         raise ValueError(
             f"flexmasks: `q_offset` must be at most 2**31 - {size.q_len} for {size.q_len} queries, got {most}."
+        )
+    is_ruled = isinstance(offset, Tensor) and size.ends_among_keys
+    if is_ruled and most > 0 and most + size.q_len > size.kv_len:
+        raise ValueError(
+            "flexmasks: the values of a tensor `q_offset` must be 0 or at most KV - Q, the number of keys minus the "
+            f"number of queries, {size.kv_len} - {size.q_len}, got {most}; a number may be larger."
         )
     return replace(size, q_offset=most)
 

@@ -68,6 +68,7 @@ class Size:
     approximate: bool = False  # half precision is precise enough for score functions
     may_read: bool = True  # the host may read the values of tensors
     at_most: tuple[str, ...] = ()  # names of sizes (see `named`) that are upper bounds, because they cannot be read
+    ends_among_keys: bool = True  # queries that start where a tensor says have no positions behind the last key's
 
     @property
     def positions_of_q(self) -> int:

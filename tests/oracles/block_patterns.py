@@ -161,7 +161,7 @@ CASES: list[Case] = [
         {"layout": RANDOM.bools(0.4, 2, 2, 7, 9), "block": (8, 6)},
         q_len=20,
         kv_len=50,
-        q_offset=(36, 3),
+        q_offset=(30, 3),
     ),
     Case("block_sparse", {"layout": RANDOM.bools(0.4, 1, 3, 40, 2), "block": (1, 20)}, heads=3),
     Case("block_sparse", {"layout": RANDOM.bools(0.4, 10, 10), "block": 16}, batch=1, heads=1, q_len=150, kv_len=160),
@@ -194,7 +194,7 @@ CASES: list[Case] = [
         {"indices": RANDOM.ints(0, 5, 2, 1, 9, 2), "block": (6, 10)},
         q_len=21,
         kv_len=50,
-        q_offset=(33, 0),
+        q_offset=(29, 0),
     ),
     Case("block_topk", {"indices": torch.full((3, 1), -1), "block": 16}, q_len=40, kv_len=33),
 ]

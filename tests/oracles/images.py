@@ -318,7 +318,7 @@ CASES: list[Case] = [
         {"intervals": int64([[0, 12], [12, 61]]), "image_ids": RANDOM.ints(-1, 2, 2, 48)},
         q_len=11,
         kv_len=48,
-        q_offset=(4, 50),
+        q_offset=(4, 37),
     ),
     Case("vision_cross", {"intervals": int64([[0, 30]]), "image_ids": int64([-1] * 21)}, q_len=30, kv_len=21),
 ]

@@ -75,7 +75,7 @@ def slices(
 
 CASES: list[Case] = [
     Case("dense", {"visible": RANDOM.bools(0.3, 40, 40)}),
-    Case("dense", {"visible": RANDOM.bools(0.3, 2, 3, 50, 31)}, heads=3, q_len=17, kv_len=31, q_offset=(33, 0)),
+    Case("dense", {"visible": RANDOM.bools(0.3, 2, 3, 31, 31)}, heads=3, q_len=17, kv_len=31, q_offset=(14, 0)),
     Case("dense", {"visible": RANDOM.bools(0.3, 2, 1, 40, 40)}),
     Case("dense", {"visible": RANDOM.bools(0.3, 1, 2, 40, 40)}),
     Case("dense", {"visible": torch.ones(150, 150, dtype=torch.bool).tril(3)}, batch=1, heads=1, q_len=150, kv_len=150),
