@@ -522,14 +522,17 @@ _BANDS = ["causal", "full", "window", "local", "both", "padded"]
 
 @pytest.mark.parametrize(("name", "q_len"), one_in(2, list(itertools.product(_BANDS, [1, 4, 17]))))
 def test_bands(name: str, q_len: int, way: str) -> None:
-    """Queries before the end of the keys, at it and behind it; no mask is computed."""
+    """Queries before the end of the keys, at it and, by a number, behind it; no mask is computed."""
     mask = bands()[name]
-    for n in range(4):
-        offsets = [torch.randint(0, 2 * LENGTH, (BATCH,)), torch.randint(0, LENGTH - q_len, (BATCH,)), 0, 100]
+    offsets: list[int | Tensor] = [
+        *(torch.randint(0, LENGTH - q_len + 1, (BATCH,)) for _ in range(2)), torch.full((BATCH,), LENGTH - q_len),
+        *(0, 100, LENGTH - 1, LENGTH + 7),
+    ]  # fmt: skip
+    for offset in offsets:
         for dtype in (torch.float32, torch.float16):
-            check(tensors(q_len, dtype=dtype), mask, offsets[n])
+            check(tensors(q_len, dtype=dtype), mask, offset)
         if way != "cpu":
-            assert isinstance(replay_of(tensors(q_len), mask, offsets[n]).mask, Intervals)
+            assert isinstance(replay_of(tensors(q_len), mask, offset).mask, Intervals)
     if way != "cpu":
         assert flexmasks.cache_info()["whole"].entries == 0
 
@@ -645,7 +648,8 @@ def _check_band(
         mask = flexmasks.get_mask("local", left=left, right=kv_len if right is None else right)
     if is_padded:
         mask &= flexmasks.get_mask("padding", seq_lens=torch.randint(0, kv_len + 1, (batch,)))
-    offset = torch.randint(0, kv_len + 50, (batch,))
+    offset = torch.randint(0, max(0, kv_len - q_len) + 1, (batch,))
+    offset = offset if seed % 2 else int(torch.randint(0, kv_len + 50, ()))
     check(tensors(q_len, kv_len, batch=batch, heads=heads, kv_heads=kv_heads), mask, offset)
 
 

@@ -73,7 +73,7 @@ SHAPES = {
     "more queries": Shape(2, 3, 100, 75),
     "more keys": Shape(2, 3, 75, 100),
     "offset": Shape(2, 3, 50, 90, 35),
-    "offsets": Shape(2, 3, 60, 90, (11, 38)),
+    "offsets": Shape(2, 3, 60, 90, (11, 30)),
     "blocks": Shape(2, 3, 150, 200),
 }
 
