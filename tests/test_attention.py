@@ -318,7 +318,8 @@ def calls(draw: st.DrawFn) -> tuple[flexmasks.Mask, tuple[int, int, int, int, in
     q_len, kv_len = draw(st.integers(1, 600)), draw(st.integers(1, 600))
     offset: int | Tensor = draw(st.integers(0, 300))
     if draw(st.booleans()):
-        offset = torch.tensor(draw(st.lists(st.integers(0, 300), min_size=batch, max_size=batch)))
+        most = max(0, kv_len - q_len)
+        offset = torch.tensor(draw(st.lists(st.integers(0, most), min_size=batch, max_size=batch)))
     top = int(offset.max()) if isinstance(offset, Tensor) else offset
     positions = max(kv_len, top + q_len)
     mask = draw(masks(batch, positions))
@@ -359,10 +360,10 @@ def test_compositions_compiled_cpu() -> None:
 @pytest.mark.slow
 def test_a_composition_compiled_cpu() -> None:
     prefixes = flexmasks.get_mask("prefix_lm", prefix_len=torch.tensor([300, 0]))
-    documents = flexmasks.get_mask("document", document_ids=torch.arange(450) // 90)
+    documents = flexmasks.get_mask("document", document_ids=torch.arange(400) // 90)
     padding = flexmasks.get_mask("padding", seq_lens=torch.tensor([390, 1]))
     own = flexmasks.get_mask(lambda b, h, q, kv: (q + h) % 3 != (kv + 1) % 3)
-    _check(((documents | prefixes) & ~own & padding, (2, 4, 2, 200, 400), torch.tensor([250, 7])), 24, "cpu")
+    _check(((documents | prefixes) & ~own & padding, (2, 4, 2, 200, 400), torch.tensor([200, 7])), 24, "cpu")
 
 
 # --- values of another head size ---
@@ -1338,7 +1339,7 @@ def _slots(x: Tensor) -> Tensor:
 
 _SELECTED = {
     **_IN_CHECKPOINTS,
-    "offset": lambda q, k, v, ids: flexmasks.attention(q, k, v, mask="causal", q_offset=ids[:, -1] + 1),
+    "offset": lambda q, k, v, ids: flexmasks.attention(q[:, :, :99], k, v, mask="causal", q_offset=ids[:, -1] + 1),
     "made inside": lambda q, k, v, ids: flexmasks.attention(q, k, v, mask="document", document_ids=ids + 1),
     "grouped_tril": lambda q, k, v, ids: flexmasks.attention(q, k, v, mask="grouped_tril", seq_lens=ids[:, -1] * 20),
     "natten": lambda q, k, v, ids: flexmasks.attention(

@@ -237,6 +237,8 @@ def test_constants_in_which_the_graph_sets_elements_gpu(name: str, backend: str)
     def run(q: Tensor, k: Tensor, v: Tensor, places: Tensor, values: Tensor) -> Any:
         return flexmasks.attention(q, k, v, backend=backend, **given(places, values))
 
+    if name == "q_offset":
+        q = q[:, :, 7:].contiguous()
     leaves = [x.requires_grad_() for x in (q, k, v)]
     values = torch.randn(len(places), len(places), device=device)
     if backend == "flash":
@@ -1121,6 +1123,7 @@ def test_compiled_training_at_other_lengths(name: str, dynamic: bool | None, len
     for n in lengths:
         q, k, v = torch.randn(3, 2, 2, n, 16)
         params = _OF_LENGTHS[name](n)
+        q = q[:, :, 7:] if "q_offset" in params else q  # queries that start later end among the keys
         got, want = (results(functools.partial(c, params), q, k, v) for c in (compiled, call))
         for x, y in zip(got, want, strict=True):
             torch.testing.assert_close(x, y, atol=2e-5, rtol=2e-5)

@@ -87,22 +87,24 @@ def on_cpu_too(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(calls, "_RENEWED_ON", ("cpu", "cuda"))
 
 
-def qkv(device: str, requires_grad: bool = False) -> list[Tensor]:
+def qkv(device: str, requires_grad: bool = False, kind: str = "") -> list[Tensor]:
+    """Return q, k and v; queries that start later are fewer, so that they end among the keys."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    shape = BATCH, HEADS, LENGTH, 32
-    return [torch.randn(shape, device=device, dtype=dtype, requires_grad=requires_grad) for _ in range(3)]
+    lengths = LENGTH - 8 if kind == "q_offset" else LENGTH, LENGTH, LENGTH
+    shapes = [(BATCH, HEADS, n, 32) for n in lengths]
+    return [torch.randn(shape, device=device, dtype=dtype, requires_grad=requires_grad) for shape in shapes]
 
 
-def dense(params: dict[str, Any], device: str) -> Tensor:
+def dense(params: dict[str, Any], q_len: int) -> Tensor:
     """Return the whole mask of a call's arguments, as booleans."""
     arguments = {n: v for n, v in params.items() if n not in ("score", "slopes")}
-    return flexmasks.dense_mask(arguments.pop("mask"), LENGTH, batch=BATCH, heads=HEADS, **arguments)
+    return flexmasks.dense_mask(arguments.pop("mask"), q_len, LENGTH, batch=BATCH, heads=HEADS, **arguments)
 
 
 def expected(tensors: list[Tensor], params: dict[str, Any], device: str) -> Tensor:
     """Return SDPA with the dense mask, in float64."""
     q, k, v = (x.detach().double() for x in tensors)
-    visible = dense(params, device).expand(BATCH, HEADS, LENGTH, LENGTH)
+    visible = dense(params, q.shape[2]).expand(BATCH, HEADS, -1, -1)
     bias = torch.zeros_like(visible, dtype=torch.float64)
     if "slopes" in params:
         position = torch.arange(LENGTH, device=device)
@@ -116,7 +118,7 @@ def expected(tensors: list[Tensor], params: dict[str, Any], device: str) -> Tens
 @pytest.mark.usefixtures("on_cpu_too")
 def test_new_tensors_at_every_step(kind: str, device: str) -> None:
     """Nothing is compiled after the first step, and every step is right."""
-    tensors = qkv(device)
+    tensors = qkv(device, kind=kind)
     graphs = None
     for _ in range(5):
         params = NEW[kind](device)
@@ -131,7 +133,7 @@ def test_new_tensors_at_every_step(kind: str, device: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", NEW)
 def test_steps_with_gradients_neither_wait_nor_compile(kind: str) -> None:
-    tensors = qkv("cuda", requires_grad=True)
+    tensors = qkv("cuda", requires_grad=True, kind=kind)
 
     def step(params: dict[str, Any]) -> None:
         out = tensors[0]
@@ -349,7 +351,7 @@ def _captured(call: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", NEW)
 def test_captured_calls_see_changes_in_place(kind: str) -> None:
-    tensors = qkv("cuda")
+    tensors = qkv("cuda", kind=kind)
     params = NEW[kind]("cuda")
     graph, out = _captured(lambda: flexmasks.attention(*tensors, **params))
     held = list(_tensors_of(params))
