@@ -38,9 +38,9 @@ from flexmasks.spec import Mask, Score, get_mask
 from flexmasks.spec.arguments import MaskLike, ScoreLike, from_arguments
 from flexmasks.spec.bands import Band, band_of
 from flexmasks.spec.by_name import says_what_to_write
-from flexmasks.spec.captures import Opaque
 from flexmasks.spec.parameters import Size, describe
 from flexmasks.spec.parts import part_of
+from flexmasks.spec.structure import Opaque, key_of
 from flexmasks.spec.values import Modifier
 
 _WAYS = ("auto", "heads", "gather", "seen")
@@ -445,7 +445,7 @@ def _key_of(mask: Mask) -> tuple[Hashable, list[Tensor]] | None:
     """
     tensors: list[Tensor] = []
     try:
-        return mask.capture(tensors), tensors
+        return key_of(mask, tensors), tensors
     except Opaque:
         return None
 
