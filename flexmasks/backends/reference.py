@@ -98,7 +98,7 @@ def frozen_functions(
     given = mask_mod, score_mod
     structure, leaves = flatten((given, others))
     (mask_mod, score_mod), _ = structure.fill([kept.of(t) for t in leaves.tensors], has_own_globals=True)
-    if structure.unreadable:  # what objects hold shows when the functions run
+    if not structure.is_whole:  # what objects hold shows when the functions run
         score = torch.zeros((), dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
         indices = [torch.zeros((), dtype=torch.int64, device=q.device) for _ in range(4)]
         try:

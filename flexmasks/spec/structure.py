@@ -210,12 +210,17 @@ class Structure:
     """What is left of a value without its leaves. It holds none of them.
 
     unreadable: what could not be read, in words, or "".
+    is_whole: whether `fill` leaves nothing out, as the attributes of objects. A tensor of another class can be filled
+        in, and not be read.
     """
 
-    __slots__ = ("_kind", "_numbers", "_recipe", "unreadable")
+    __slots__ = ("_kind", "_numbers", "_recipe", "is_whole", "unreadable")
 
-    def __init__(self, kind: Hashable, numbers: Sequence[int | float], recipe: Recipe, unreadable: str) -> None:
-        self._kind, self._numbers, self._recipe, self.unreadable = kind, numbers, recipe, unreadable
+    def __init__(
+        self, kind: Hashable, numbers: Sequence[int | float], recipe: Recipe, unreadable: str, is_whole: bool
+    ) -> None:
+        self._kind, self._numbers, self._recipe = kind, numbers, recipe
+        self.unreadable, self.is_whole = unreadable, is_whole
 
     @property
     def kind(self) -> Hashable:
@@ -302,7 +307,7 @@ def plain_key(function: types.FunctionType, tensors: list[Tensor]) -> Hashable |
 def with_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
     """Return a copy of a value with other tensors, but for those in global variables. Raises Opaque."""
     structure, leaves = flatten(value)
-    if structure.unreadable:
+    if not structure.is_whole:
         raise Opaque(structure.unreadable)
     return structure.fill([change(t) for t in leaves.tensors])
 
@@ -319,7 +324,7 @@ def with_inputs(function: Callable[..., Any], inputs: Mapping[int, Tensor]) -> A
     Raises Opaque for a function that cannot be read, and for a number in a global variable.
     """
     structure, leaves = flatten(function)
-    if structure.unreadable:
+    if not structure.is_whole:
         raise Opaque(structure.unreadable)
     for n in inputs:
         number = leaves.numbers[n]
@@ -386,12 +391,22 @@ class Readable:
 class Walk:
     """One walk through a value, see `flatten`. Places are the fields of a `Place`."""
 
-    __slots__ = ("_global_depth", "_recipes", "_unreadable", "contents", "elements", "leaves", "lifts", "seen")
+    __slots__ = (
+        "_global_depth",
+        "_is_whole",
+        "_recipes",
+        "_unreadable",
+        "contents",
+        "elements",
+        "leaves",
+        "lifts",
+        "seen",
+    )
 
     def __init__(self, contents: bool = True, lifts: bool = False, elements: bool = False) -> None:
         self.contents, self.lifts, self.elements = contents, lifts, elements
         self.leaves = Leaves()
-        self._unreadable = ""
+        self._unreadable, self._is_whole = "", True
         self._global_depth = 0
         # By id: the number of the part, the object and its place. The objects are held during the walk: an id is free
         # once its object dies.
@@ -400,7 +415,7 @@ class Walk:
 
     def structure(self, key: Hashable, recipe: Recipe) -> Structure:
         """Return the structure of what `take` returned for the whole value."""
-        return Structure(key, [value for _, value, _ in self.leaves._numbers], recipe, self._unreadable)
+        return Structure(key, [value for _, value, _ in self.leaves._numbers], recipe, self._unreadable, self._is_whole)
 
     def take(self, value: Any, place: Any = None) -> tuple[Hashable, Recipe]:
         """Return a key of a part without leaves, and what makes it again.
@@ -432,7 +447,7 @@ class Walk:
 
         The tensors matter although nothing will be cached: one of them may require a gradient.
         """
-        self._unreadable = self._unreadable or what
+        self._unreadable, self._is_whole = self._unreadable or what, False
         attributes = getattr(value, "__dict__", None)
         if not isinstance(value, (types.ModuleType, type)) and isinstance(attributes, dict):
             # An nn.Module holds its parameters in dicts among its attributes.
@@ -446,15 +461,17 @@ class Walk:
         return ("number", sign), (_Filling.number, len(numbers) - 1)
 
     def _tensor(self, value: Tensor, number: int) -> tuple[Hashable, Recipe]:
-        if type(value) not in (Tensor, torch.nn.Parameter):
-            self.refuse(f"a tensor of type {type(value).__name__}")
         tensors = self.leaves.tensors
         tensors.append(value)
         self.leaves._places.append(self.seen[id(value)][2])
-        recipe = _Filling.tensor, len(tensors) - 1
-        # torch.compile notes attributes of its own on tensors; they change nothing.
-        attributes = {n: a for n, a in vars(value).items() if not n.startswith("_dynamo")}
-        return (Tensor, value.dtype, value.ndim, self.take(attributes)[0] if attributes else None), recipe
+        attributes: dict[str, Any] = {}
+        if type(value) in (Tensor, torch.nn.Parameter):
+            # torch.compile notes attributes of its own on tensors; they change nothing.
+            attributes = {n: a for n, a in vars(value).items() if not n.startswith("_dynamo")}
+        else:
+            self._unreadable = self._unreadable or f"a tensor of type {type(value).__name__}"
+        of_attributes = self.take(attributes)[0] if attributes else None
+        return (Tensor, value.dtype, value.ndim, of_attributes), (_Filling.tensor, len(tensors) - 1)
 
     def _dict(self, value: dict[Any, Any], number: int) -> tuple[Hashable, Recipe]:
         keys: list[Hashable] = [dict]
