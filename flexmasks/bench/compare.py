@@ -23,10 +23,9 @@ RUNS = 7
 
 
 def compare(mask: Mask, score: Score | None, q: Tensor, k: Tensor, v: Tensor) -> str:
-    """Return a table of the times of a call by flexmasks, by flex_attention and by SDPA.
-
-    Forward passes are timed alone, and on a GPU with their backward passes. What torch needs of a mask is made before.
-    What it cannot run, or has no memory for, is named below the table.
+    """A table of the times of a call by flexmasks, by flex_attention and by SDPA: of forward passes, and on a GPU with
+    their backward passes. What torch needs of a mask is made before. What it cannot run, or has no memory for, is named
+    below the table.
     """
     backend = explain(q, k, v, mask=mask, score=score).backend
     ours = f"flexmasks, backend {backend!r}"
@@ -60,7 +59,6 @@ def compare(mask: Mask, score: Score | None, q: Tensor, k: Tensor, v: Tensor) ->
 
 
 def pass_times(calls: dict[str, Attend], q: Tensor, k: Tensor, v: Tensor) -> dict[str, list[float]]:
-    """Return for each call the median milliseconds of a forward pass, and on a GPU of one with its backward pass."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for learns in (False, True) if q.is_cuda else (False,):
         passes = {name: functools.partial(_pass, call, q, k, v, learns=learns) for name, call in calls.items()}

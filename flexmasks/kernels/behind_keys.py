@@ -1,8 +1,8 @@
-"""Attention of the queries whose keys would end behind the last key.
+"""Attention of the queries whose keys would end behind the last key, written over what another kernel computed.
 
-It is written over what another kernel computed. A kernel that counts the keys of each sequence from its last query is
-wrong for these queries if it is told of more keys than there are. Only the device knows whether there are such queries;
-where there are none, nothing is computed.
+A kernel that counts the keys of each sequence from its last query computes these queries wrong, because it takes keys
+for theirs that do not exist. Only the device knows whether there are such queries; where there are none, nothing is
+computed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def attend_behind_keys(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    starts: Tensor,
+    q_starts: Tensor,
     window: tuple[int | None, int],
     scale: float,
     cap: float | None,
@@ -36,12 +36,12 @@ def attend_behind_keys(
 
     out, lse: [B, H, Q, Dv] and float32 [B, H, Q]; other queries keep theirs.
     q, k, v: [B, H, Q, D], [B, Hkv, KV, D] and [B, Hkv, KV, Dv]; the last stride is 1.
-    starts: the position of the first query of each batch element, ints [B].
+    q_starts: the position of the first query of each batch element, ints [B].
     window: how far back a query sees, None for all keys; and how far ahead it sees, negative for keys before it only.
     cap: the cap of a soft-cap, or None.
     """
     left, right = window
-    tensors = out, lse, q, k, v, starts
+    tensors = out, lse, q, k, v, q_starts
     key = (left is None, cap is None, out.device.index, *layouts_of(*tensors))
     with on(out.device):
         launch = _launches.get(key)
@@ -53,15 +53,14 @@ def attend_behind_keys(
 
 
 def _launch_for(tensors: tuple[Tensor, ...], has_left: bool, has_cap: bool) -> Callable[..., Any]:
-    """Compile the kernel for tensors like these."""
-    out, lse, q, k, v, starts = tensors
+    out, lse, q, k, v, q_starts = tensors
     (batch, heads, queries, k_size), (key_heads, keys), v_size = q.shape, k.shape[1:3], v.shape[3]
     widths = width_of(k_size), width_of(v_size)
     blocks = -(-queries // _ROWS)
     row_strides = [stride for x in (q, k, v, out) for stride in strides_of(x, 3)]
     grain = grain_of(row_strides)
     sizes = queries, keys, heads, blocks
-    strides = *strides_of(starts, 1), *(stride // grain for stride in row_strides), *strides_of(lse, 3)
+    strides = *strides_of(q_starts, 1), *(stride // grain for stride in row_strides), *strides_of(lse, 3)
     constants = (
         *(heads // key_heads, _ROWS, 32 if max(widths) > 128 else 64, k_size, v_size, *widths),
         *(grain, dot_type(q.dtype, behind_keys_kernel), has_left, has_cap),

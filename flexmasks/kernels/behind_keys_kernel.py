@@ -1,7 +1,6 @@
 """Triton kernel of attention for queries whose keys would end behind the last key.
 
-A program takes ROWS queries of one head. It ends at once if the keys of all of them end before the last key. Strides
-come divided by GRAIN; multiplying them by it proves their alignment to the compiler.
+A program takes ROWS queries of one head. It ends at once if the keys of all of them end before the last key.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _NUMBERS = (
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def behind_keys_kernel(
-    out, lse, q, k, v, starts, scale, cap,
+    out, lse, q, k, v, q_starts, scale, cap,
     queries, keys, heads, blocks, left, right, start_stride,
     q_batch, q_head, q_query, k_batch, k_head, k_key, v_batch, v_head, v_key,
     out_batch, out_head, out_query, lse_batch, lse_head, lse_query,
@@ -37,7 +36,7 @@ def behind_keys_kernel(
     block = program % blocks
     b = (program // blocks // heads).to(tl.int64)
     h = (program // blocks % heads).to(tl.int64)
-    start = tl.load(starts + b * start_stride).to(tl.int64)
+    start = tl.load(q_starts + b * start_stride).to(tl.int64)
     begin = tl.maximum(keys - right - start, block * ROWS)  # the first such query
     if begin < tl.minimum((block + 1) * ROWS, queries):
         kv_head = h // GROUP

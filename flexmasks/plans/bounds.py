@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexmasks.blocks.bounds import bounds
-from flexmasks.blocks.build import Layout
+from flexmasks.blocks.build import Layout, bounds
 from flexmasks.blocks.elements import MaskMod
 from flexmasks.plans.recorded import Recorded
 from flexmasks.plans.shifted import Offset, shifted_mask

@@ -376,7 +376,7 @@ class MaskPlan(Plan):
     """A mask on its way to a BlockMask.
 
     `open_extents` has "batch" or "heads" if that size is unknown; the mask must not depend on that index. With
-    `allows_bounds`, blocks of a mask with tensors may be bounds, see flexmasks.blocks.bounds.
+    `allows_bounds`, blocks of a mask with tensors may be bounds, see flexmasks.blocks.build.
     """
 
     def __init__(
