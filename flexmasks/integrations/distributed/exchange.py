@@ -25,6 +25,8 @@ from flexmasks import compat
 from flexmasks.integrations.distributed.counts import WHERE, Parts, are_ascending, common, size_of
 from flexmasks.kernels.wide import copy
 
+_traced_all_to_all = compat.traced_all_to_all()
+
 
 @contextlib.contextmanager
 def exchanging(what: str) -> Iterator[None]:
@@ -227,7 +229,7 @@ def _all_to_all(what: str, rows: Tensor, come: Sequence[int], sent: Sequence[int
     """
     with exchanging(what):
         if compat.is_compiling():
-            return compat.all_to_all(rows, list(come), list(sent), group)
+            return _traced_all_to_all(rows, list(come), list(sent), group)
         buffer = rows.new_empty(sum(come), rows.shape[1])
         dist.all_to_all_single(buffer, rows, list(come), list(sent), group)
     return buffer
