@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from tabulate import tabulate
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import flex_attention
 
-from flexmasks.attention import attention, dense_mask, explain
+from flexmasks.attention import attention, block_mask, dense_mask, explain
 from flexmasks.bench.clock import interleaved
 from flexmasks.bench.console import device_name, synchronize
 from flexmasks.pictures.output import progress
@@ -75,7 +75,8 @@ def _pass(call: Attend, q: Tensor, k: Tensor, v: Tensor, *, learns: bool) -> Non
 
 
 def _flex(mask: Mask, score: Score | None, q: Tensor, k: Tensor) -> Attend:
-    blocks = torch.compile(create_block_mask)(mask, len(q), q.shape[1], q.shape[2], k.shape[2], device=str(q.device))
+    # not `create_block_mask`, which torch 2.11 compiles for functions only
+    blocks = block_mask(mask, q.shape[2], k.shape[2], batch=len(q), heads=q.shape[1], device=q.device)
     return functools.partial(
         torch.compile(flex_attention), score_mod=score, block_mask=blocks, enable_gqa=q.shape[1] != k.shape[1]
     )
