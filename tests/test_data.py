@@ -384,11 +384,12 @@ def _check_kernel_of_many(seed: int, count: int) -> None:
             visible = torch.where(h == n, function(b, h, q, kv), visible)
         return visible
 
-    q = torch.zeros(2, count, length, 16)
-    v = torch.randn(2, count, length, 16)
+    # Torch 2.11 compiles no call with one tensor for q and k, and kernels of smaller heads may read behind the keys.
+    q, k = torch.zeros(2, 2, count, length, 32)
+    v = torch.randn(2, count, length, 32)
     ones = torch.ones(1, 1, 1, dtype=torch.int32)
     blocks = BlockMask.from_kv_blocks(ones, 0 * ones[..., None], mask_mod=every, seq_lengths=(length, length))
-    got = torch.compile(flex_attention, fullgraph=True, dynamic=False)(q, q, v, block_mask=blocks)
+    got = torch.compile(flex_attention, fullgraph=True, dynamic=False)(q, k, v, block_mask=blocks)
     visible = create_mask(every, 2, count, length, length, "cpu")
     want = scaled_dot_product_attention(q.double(), q.double(), v.double(), attn_mask=visible).nan_to_num(0.0)
     for n in range(count):
