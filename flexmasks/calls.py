@@ -64,7 +64,7 @@ from flexmasks.spec.bands import Band, band_of, cap_of
 from flexmasks.spec.definitions import is_own
 from flexmasks.spec.parameters import Size, can_be_read
 from flexmasks.spec.rows import rows_of
-from flexmasks.spec.structure import Aliases, Opaque, flatten, plain_key, with_tensors
+from flexmasks.spec.structure import Aliases, Opaque, flatten, plain_key, tensors_of, with_tensors
 from flexmasks.spec.values import Mask, Score
 
 _log = logging.getLogger("flexmasks")
@@ -535,12 +535,18 @@ def _with_plain_tensors(request: Request) -> Request:
 
     These are whole numbers, and all that a mask holds. Nobody can read the memory of a wrapped tensor.
     """
-    with contextlib.suppress(Opaque):
-        mask = with_tensors(request.mask, _without_wrappers)
-        others = request.score, dict(request.params), request.q_offset
-        score, params, offset = with_tensors(others, lambda t: t if t.is_floating_point() else _without_wrappers(t))
-        return request._replace(mask=mask, score=score, params=params, q_offset=offset)
+    others = request.score, dict(request.params), request.q_offset
+    if any(map(compat.is_wrapped, tensors_of((request.mask, others)))):
+        with contextlib.suppress(Opaque):
+            mask = with_tensors(request.mask, _without_wrappers)
+            score, params, offset = with_tensors(others, lambda t: t if _may_learn(t) else _without_wrappers(t))
+            return request._replace(mask=mask, score=score, params=params, q_offset=offset)
     return request
+
+
+def _may_learn(tensor: Tensor) -> bool:
+    """Return whether a tensor's dtype has gradients."""
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _without_wrappers(tensor: Tensor) -> Tensor:

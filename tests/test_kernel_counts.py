@@ -228,11 +228,11 @@ def test_tensors_in_places_of_numbers() -> None:
         varying = {n: a for n, (a, b) in enumerate(pairs) if a.value != b.value}
         assert [a.name for a in varying.values()] == ["n"]
         inputs = {n: a.tensor(torch.float32, torch.device("cpu")) + 5 for n, a in varying.items()}
-        assert torch.allclose(with_inputs(function, inputs)(*arguments), want)
+        assert torch.allclose(with_inputs(same, before, inputs)(*arguments), want)
     assert flatten(scaled(4.0))[0].kind != flatten(scaled(4))[0].kind
     assert flatten(by_partial(4))[0].kind != flatten(by_partial(-4))[0].kind  # the sign of a divisor matters
     with pytest.raises(Opaque, match="`FACTOR`, a global variable"):
-        with_inputs(reads_a_global, {0: torch.tensor(3)})
+        with_inputs(*flatten(reads_a_global), {0: torch.tensor(3)})
 
 
 # --- numbers of masks ---

@@ -91,7 +91,7 @@ def score_with_inputs(call: Call) -> tuple[Callable[..., Tensor], Hashable] | No
         constants = [n for k, n in enumerate(leaves.numbers) if k not in inputs]
         key = "inputs", structure.kind, inputs, _values(constants)
         dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
-        made = with_inputs(function, {k: leaves.numbers[k].tensor(dtype, call.q.device) for k in inputs})
+        made = with_inputs(structure, leaves, {k: leaves.numbers[k].tensor(dtype, call.q.device) for k in inputs})
     except Opaque as error:
         known.why_constant = f"its function reads {error}"
         return None

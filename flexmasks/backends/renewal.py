@@ -43,7 +43,7 @@ class Renewal:
         spread = [(number, t) for number, t in spread if id(number) in places]  # others are constants of the function
         self._spread = [(places[id(number)], t.shape) for number, t in spread]
         self._functions, leaves = flatten((call.block_mask.mask_mod, call.score_mod))
-        if self._functions.unreadable:
+        if not self._functions.is_whole:
             raise Opaque(self._functions.unreadable)
         places |= {id(t): len(held) + n for n, (_, t) in enumerate(spread)}
         # Of each leaf, its place among the tensors of a later call, or the constant itself.

@@ -447,7 +447,7 @@ def learned_by(score_mod: Callable[..., Tensor] | None, device: torch.device) ->
         score = torch.zeros((1, 1, 1, 1), device=device)
         if over_indices(score_mod, (0,))(score, index, index, index, index).requires_grad:
             return None
-    return [t for t in (*leaves.tensors, *leaves.nearby) if t.requires_grad]
+    return [t for t in leaves.all_tensors if t.requires_grad]
 
 
 def _length(part: slice) -> int:

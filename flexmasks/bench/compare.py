@@ -75,7 +75,7 @@ def _pass(call: Attend, q: Tensor, k: Tensor, v: Tensor, *, learns: bool) -> Non
 
 
 def _flex(mask: Mask, score: Score | None, q: Tensor, k: Tensor) -> Attend:
-    # not `create_block_mask`, which torch 2.11 compiles for functions only
+    # Not `create_block_mask`, which torch 2.11 compiles for functions only.
     blocks = block_mask(mask, q.shape[2], k.shape[2], batch=len(q), heads=q.shape[1], device=q.device)
     return functools.partial(
         torch.compile(flex_attention), score_mod=score, block_mask=blocks, enable_gqa=q.shape[1] != k.shape[1]

@@ -163,19 +163,19 @@ class Plan:
         self.value, self.size, self.offset = value, size, offset
         self._bound_to: tuple[Any, Offset] = value, offset
         self.holds_aliases = False
-        self.tensors: list[Tensor] = []
+        structure, leaves = flatten(value)
+        self.tensors = leaves.all_tensors
         self.spread: Spread = []  # filled by `_bind`
-        self.opaque = False  # the function reads something that may change unnoticed, so nothing is cached
-        try:
-            self._key = key_of(value, self.tensors)
-        except Opaque:
-            self.opaque = True
+        # The function reads something that may change unnoticed, so nothing is cached.
+        self.opaque = bool(structure.unreadable)
+        self._key = None if self.opaque else structure.key
         self.lifted = False
         if lift and not self.opaque:
             self._lift()
         if aliases is not None and not self.opaque:
             with contextlib.suppress(Opaque):
-                self._bound_to = aliases.inside((value, offset))
+                of_offset = offset if isinstance(offset, int) else aliases.of(offset)
+                self._bound_to = structure.fill([aliases.of(t) for t in leaves.tensors]), of_offset
                 self.holds_aliases = True
         if aliases is not None and not self.holds_aliases:
             self._bound_to = with_contiguous_tensors((value, offset), self.inputs)

@@ -94,6 +94,11 @@ class Leaves:
         self._numbers: list[Any] = []
 
     @property
+    def all_tensors(self) -> list[Tensor]:
+        """The tensors that a function reads or may read."""
+        return [*self.tensors, *self.nearby]
+
+    @property
     def places(self) -> list[Place | None]:
         """The places of the tensors, None in a tuple or list."""
         return [place and Place(*place) for place in self._places]
@@ -112,12 +117,12 @@ class _Filling:
         self.parts: dict[int, Any] = {}  # by the number of the part
 
     def make(self, recipe: Recipe) -> Any:
-        """Return what a recipe makes, once for all places that hold the part."""
+        """Return what a recipe makes."""
         how, *rest = recipe
         return how(self, *rest)
 
     def part(self, number: int, make: Callable[..., Any], *rest: Any) -> Any:
-        """Make a part that may stand in several places, and keep it."""
+        """Make a part once for all places that hold it."""
         if number not in self.parts:
             self.parts[number] = make(self, *rest)
         return self.parts[number]
@@ -174,12 +179,9 @@ class _Filling:
         for cell, recipe in zip(cells, parts.cells, strict=True):
             if recipe is not None:
                 cell.cell_contents = self.make(recipe)
-        if parts.defaults:
-            made.__defaults__ = self.sequence(tuple, parts.defaults)
-        if parts.keyword_defaults is not None:
-            made.__kwdefaults__ = self.make(parts.keyword_defaults)
-        if parts.attributes is not None:
-            made.__dict__.update(self.make(parts.attributes))
+        made.__defaults__ = self.sequence(tuple, parts.defaults) or None
+        made.__kwdefaults__ = self.make(parts.keyword_defaults)
+        made.__dict__.update(self.make(parts.attributes) or {})
         if parts.annotations:
             made.__annotations__ = parts.annotations
         if has_own:
@@ -200,8 +202,8 @@ class _FunctionParts(NamedTuple):
     variables: dict[str, Any]  # the global ones of its module
     cells: list[Recipe | None]  # None for a variable that has no value yet
     defaults: list[Recipe]
-    keyword_defaults: Recipe | None
-    attributes: Recipe | None
+    keyword_defaults: Recipe  # of a dictionary or None, as those of the attributes
+    attributes: Recipe
     annotations: dict[str, Any] | None
     own_globals: dict[str, Recipe]  # those that it reads
 
@@ -261,14 +263,13 @@ def flatten(
 
 def tensors_of(value: Any) -> list[Tensor]:
     """Return the tensors that a value reads, as far as they show."""
-    leaves = flatten(value)[1]
-    return [*leaves.tensors, *leaves.nearby]
+    return flatten(value)[1].all_tensors
 
 
 def key_of(value: Any, tensors: list[Tensor]) -> Hashable:
     """Return the key of a value, and append its tensors. Raises Opaque."""
     structure, leaves = flatten(value)
-    tensors += [*leaves.tensors, *leaves.nearby]
+    tensors += leaves.all_tensors
     return structure.key
 
 
@@ -318,14 +319,11 @@ def replaced(value: Any, pairs: Iterable[tuple[Tensor, Any]]) -> Any:
     return with_tensors(value, lambda t: others.get(id(t), t))
 
 
-def with_inputs(function: Callable[..., Any], inputs: Mapping[int, Tensor]) -> Any:
-    """Return a copy of a function with tensors in place of some of its numbers, by their place in `Leaves.numbers`.
+def with_inputs(structure: Structure, leaves: Leaves, inputs: Mapping[int, Tensor]) -> Any:
+    """Return a function that `flatten` took apart, with tensors for some of its numbers, by place in `Leaves.numbers`.
 
-    Raises Opaque for a function that cannot be read, and for a number in a global variable.
+    Raises Opaque for a number in a global variable.
     """
-    structure, leaves = flatten(function)
-    if not structure.is_whole:
-        raise Opaque(structure.unreadable)
     for n in inputs:
         number = leaves.numbers[n]
         if number.is_global:
@@ -358,10 +356,6 @@ class Aliases:
                 self.nbytes += math.prod(kept) * alias.element_size()
             self._aliases[id(tensor)] = tensor, alias
         return self._aliases[id(tensor)][1]
-
-    def inside(self, value: Any) -> Any:
-        """Return a copy of a value with aliases in place of its tensors. Raises Opaque."""
-        return with_tensors(value, self.of)
 
 
 def in_one_piece(tensor: Tensor) -> Tensor:
@@ -550,11 +544,9 @@ class Walk:
                 part, recipe = self.take(value, (holder, "default", name))
                 key.append(part)
                 defaults.append(recipe)
-        keywords, attributes = function.__kwdefaults__, function.__dict__
+        keywords, attributes = function.__kwdefaults__, function.__dict__ or None
         of_keywords, keywords_again = self.take(keywords, (holder, "attribute", "__kwdefaults__"))
-        of_attributes, attributes_again = (
-            self.take(attributes, (holder, "attribute", "__dict__")) if attributes else (None, None)
-        )
+        of_attributes, attributes_again = self.take(attributes, (holder, "attribute", "__dict__"))
         key += [of_keywords, of_attributes]
         own: dict[str, Recipe] = {}
         if not in_library:
@@ -570,8 +562,8 @@ class Walk:
             own = {} if uncertainty else own
         plain = None if cells or defaults or keywords or attributes else function
         parts = _FunctionParts(
-            plain, code, function.__name__, variables, cells, defaults, keywords_again if keywords else None,
-            attributes_again if attributes else None, None if plain else function.__annotations__, own,
+            plain, code, function.__name__, variables, cells, defaults, keywords_again, attributes_again,
+            None if plain else function.__annotations__, own,
         )  # fmt: skip
         return tuple(key), (_Filling.part, number, _Filling.function, number, parts)
 
@@ -625,7 +617,7 @@ def global_names(code: types.CodeType) -> tuple[tuple[str, ...], str]:
 
     Also returns why the code may read other variables, or "".
     """
-    names, imports = set(_NAMES_OF_ANYTHING.intersection(code.co_names)), set[str]()
+    names, imports = set[str](), set[str]()
     for inner in _codes(code):
         # `co_names` has attributes too: `builtins.eval` reads anything as `eval` does.
         names |= _NAMES_OF_ANYTHING.intersection(inner.co_names)
