@@ -89,28 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     columns.add_argument(
         "--markdown", action="store_true", help="print everything as Markdown, as on the pages of masks and scores"
     )
-    show_parser = _add_command(commands, "show", "draw a mask or a score, and print its documentation", parent)
-    show_parser.allow_abbrev = False  # a parameter may begin like an option, as --block does
-    show_parser.usage = "python -m flexmasks show NAME [options] [--PARAMETER VALUE ...]"
-    show_parser.epilog = (
-        "Parameters of the mask or score are given by their names, with values as in Python: --window 64, "
-        "--seq-lens [300,100], --causal True. By default they are those of an example."
-    )
-    show_parser.add_argument("name", metavar="NAME", help="the name of a mask or a score; `list` names all")
-    show_parser.add_argument(
-        "--length", metavar="N", type=positive, help="number of queries (default: what the parameters suggest or 4096)"
-    )
-    show_parser.add_argument(
-        "--kv-length", metavar="N", type=positive, help="number of keys (default: the number of queries)"
-    )
-    show_parser.add_argument(
-        "--block-size", metavar="N", type=positive, help="positions in a block (default: 128, or 1 for short lengths)"
-    )
-    show_parser.add_argument("-b", metavar="N", type=int, default=0, help="the batch element to draw (default: 0)")
-    show_parser.add_argument("--head", metavar="N", type=int, default=0, help="the head to draw (default: 0)")
-    show_parser.add_argument(
-        "--save", metavar="FILE", help="also write the picture to a file: .svg, .html, .txt; with matplotlib .pdf, .png"
-    )
+    _add_show_arguments(_add_command(commands, "show", "draw a mask or a score, and print its documentation", parent))
     does = "write a page of all masks and scores, and a reference of all public names"
     gallery_parser = _add_command(commands, "gallery", does, parent)
     gallery_parser.add_argument("out", metavar="OUT", help="the .html file to write, or a folder for index.html")
@@ -124,54 +103,59 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def import_parser() -> argparse.ArgumentParser:
-    """Return a parser of the option that several commands share."""
     parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument(
-        "--import",
-        dest="modules",
-        metavar="MODULE",
-        action="append",
-        default=[],
-        help="first import a module that registers your own masks or scores; may be repeated",
-    )
+    does = "first import a module that registers your own masks or scores; may be repeated"
+    parser.add_argument("--import", dest="modules", metavar="MODULE", action="append", default=[], help=does)
     return parser
 
 
 def _add_command(commands: Any, name: str, does: str, *parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add a command, described alike in its own help and in the list."""
     description = f"{does[0].upper()}{does[1:]}."
     parser: argparse.ArgumentParser = commands.add_parser(name, help=does, description=description, parents=parents)
     return parser
 
 
-def _add_bench_arguments(bench_parser: argparse.ArgumentParser) -> None:
-    bench_parser.allow_abbrev = False  # a parameter of a mask may begin like an option
-    bench_parser.usage = "python -m flexmasks bench --mask NAME --shape B,H,S,D [options]\n    [--PARAMETER VALUE ...]"
-    bench_parser.epilog = (
+def _add_show_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.allow_abbrev = False  # a parameter may begin like an option, as --block does
+    parser.usage = "python -m flexmasks show NAME [options] [--PARAMETER VALUE ...]"
+    parser.epilog = (
+        "Parameters of the mask or score are given by their names, with values as in Python: --window 64, "
+        "--seq-lens [300,100], --causal True. By default they are those of an example."
+    )
+    parser.add_argument("name", metavar="NAME", help="the name of a mask or a score; `list` names all")
+    for option, does in (
+        ("--length", "number of queries (default: what the parameters suggest or 4096)"),
+        ("--kv-length", "number of keys (default: the number of queries)"),
+        ("--block-size", "positions in a block (default: 128, or 1 for short lengths)"),
+    ):
+        parser.add_argument(option, metavar="N", type=positive, help=does)
+    for option, drawn in (("-b", "batch element"), ("--head", "head")):
+        parser.add_argument(option, metavar="N", type=int, default=0, help=f"the {drawn} to draw (default: 0)")
+    does = "also write the picture to a file: .svg, .html, .txt; with matplotlib .pdf, .png"
+    parser.add_argument("--save", metavar="FILE", help=does)
+
+
+def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.allow_abbrev = False  # a parameter of a mask may begin like an option
+    parser.usage = "python -m flexmasks bench --mask NAME --shape B,H,S,D [options]\n    [--PARAMETER VALUE ...]"
+    parser.epilog = (
         "Parameters of the mask and the score are given by their names, with values as in Python: --window 1024. By "
         "default they are those of an example. Backward passes are timed on a GPU."
     )
-    bench_parser.add_argument("--mask", metavar="NAME", required=True, help="the name of a mask; `list` names all")
-    bench_parser.add_argument(
-        "--shape", metavar="B,H,S,D", type=_shape, required=True, help="batch, query heads, tokens, and size of a head"
-    )
-    bench_parser.add_argument("--score", metavar="NAME", help="the name of a score modification")
-    bench_parser.add_argument("--kv-heads", metavar="N", type=positive, help="key heads (default: the query heads)")
-    bench_parser.add_argument(
-        "--dtype",
-        choices=("float32", "float16", "bfloat16"),
-        help="of q, k and v (default: bfloat16 on a GPU, else float32)",
-    )
-    bench_parser.add_argument(
-        "--device", choices=("cuda", "cpu"), help="where to run (default: a GPU if the machine has one)"
-    )
+    parser.add_argument("--mask", metavar="NAME", required=True, help="the name of a mask; `list` names all")
+    does = "batch, query heads, tokens, and size of a head"
+    parser.add_argument("--shape", metavar="B,H,S,D", type=_shape, required=True, help=does)
+    parser.add_argument("--score", metavar="NAME", help="the name of a score modification")
+    parser.add_argument("--kv-heads", metavar="N", type=positive, help="key heads (default: the query heads)")
+    does = "of q, k and v (default: bfloat16 on a GPU, else float32)"
+    parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help=does)
+    does = "where to run (default: a GPU if the machine has one)"
+    parser.add_argument("--device", choices=("cuda", "cpu"), help=does)
 
 
 def tables(markdown: bool = False, long: bool = False) -> str:
-    """Return the tables of masks and scores.
-
-    They are as wide as the terminal: the names and meanings, or with `long` also parameters, sources and names in other
-    libraries. As Markdown they are the pages of masks and scores.
+    """The tables of masks and scores, as wide as the terminal: names and meanings, or with `long` also parameters,
+    sources and names in other libraries. As Markdown they are the pages of masks and scores.
     """
     listed = (("mask", list_masks()), ("score", list_scores()))
     if markdown:
@@ -227,7 +211,7 @@ def _shape(text: str) -> tuple[int, ...]:
 
 
 def positive(text: str) -> int:
-    """Return a number of the command line, above 0."""
+    """A number of the command line, above 0."""
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text}")
     return int(text)
@@ -276,7 +260,7 @@ def _show(arguments: argparse.Namespace, given: dict[str, Any]) -> None:
 
 
 def _with_example(defined: Definition, given: dict[str, Any], length: int) -> dict[str, Any]:
-    """Return the given parameters; if some are missing, an example's with the given ones."""
+    """The given parameters; if some are missing, an example's with the given ones."""
     if (given and _is_complete(defined, given)) or not defined.example:
         return given
     try:
@@ -294,11 +278,8 @@ def _is_complete(defined: Definition, given: dict[str, Any]) -> bool:
 
 
 class _Shown(reprlib.Repr):
-    """Values as short text.
-
-    Long lists end with `...` and their length, and tensors are their dtype and shape.
-
-    The methods bear the names of the types, as reprlib asks.
+    """Values as short text: long lists end with their length, tensors are their dtype and shape. Reprlib calls the
+    methods by the names of the types.
     """
 
     def __init__(self) -> None:
@@ -321,11 +302,8 @@ _SHOWN = _Shown()
 
 
 def _wrapped_doc(doc: str, width: int) -> Iterator[str]:
-    """Yield the lines of a docstring, wrapped at words.
-
-    A paragraph whose lines all fit stays as it is.
-
-    A line `name: text` starts an item, whose further lines are indented.
+    """Yield the lines of a docstring, with paragraphs of longer lines wrapped at words. A line `name: text` starts an
+    item, whose further lines are indented.
     """
     for paragraph in doc.split("\n\n"):
         if all(len(line) <= width for line in paragraph.splitlines()):
@@ -337,7 +315,6 @@ def _wrapped_doc(doc: str, width: int) -> Iterator[str]:
 
 
 def _filled(text: str, width: int, indent: str = "    ") -> str:
-    """Return text wrapped at words, with further lines indented."""
     words = " ".join(text.split())
     return textwrap.fill(words, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 

@@ -61,10 +61,10 @@ from flexmasks.plans.shifted import offset_of_last, offsets_of
 from flexmasks.request import Request, checked
 from flexmasks.spec.arguments import from_arguments, functions_of, get_mask
 from flexmasks.spec.bands import Band, band_of, cap_of
-from flexmasks.spec.captures import Aliases, Opaque, Reader, WithoutWrappers, capture_plainly
 from flexmasks.spec.definitions import is_own
 from flexmasks.spec.parameters import Size, can_be_read
 from flexmasks.spec.rows import rows_of
+from flexmasks.spec.structure import Aliases, Opaque, flatten, plain_key, tensors_of, with_tensors
 from flexmasks.spec.values import Mask, Score
 
 _log = logging.getLogger("flexmasks")
@@ -536,13 +536,28 @@ def _with_plain_tensors(request: Request) -> Request:
 
     These are whole numbers, and all that a mask holds. Nobody can read the memory of a wrapped tensor.
     """
-    in_mask, elsewhere = WithoutWrappers(floats=True), WithoutWrappers()
-    with contextlib.suppress(Opaque):
-        mask = in_mask.of(request.mask)
-        score, params, offset = (elsewhere.of(x) for x in (request.score, dict(request.params), request.q_offset))
-        if in_mask.has_unwrapped or elsewhere.has_unwrapped:
+    others = request.score, dict(request.params), request.q_offset
+    if any(map(compat.is_wrapped, tensors_of((request.mask, others)))):
+        with contextlib.suppress(Opaque):
+            mask = with_tensors(request.mask, _without_wrappers)
+            score, params, offset = with_tensors(others, lambda t: t if _may_learn(t) else _without_wrappers(t))
             return request._replace(mask=mask, score=score, params=params, q_offset=offset)
     return request
+
+
+def _may_learn(tensor: Tensor) -> bool:
+    """Return whether a tensor's dtype has gradients."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _without_wrappers(tensor: Tensor) -> Tensor:
+    """Return a tensor without the wrappers of gradients. One that belongs to a batch of vmap stays as it is."""
+    plain = tensor
+    while compat.is_wrapped(plain):
+        if compat.is_batched(plain):
+            return tensor
+        plain = compat.unwrapped(plain)
+    return plain
 
 
 def _replayed(
@@ -635,18 +650,11 @@ def _key_and_tensors(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple
     tensors: list[Tensor] = []
     functions = _simple_key(request, tensors)
     if functions is None:
-        tensors.clear()
-        reader = Reader(tensors)
-        parts = (
-            functions_of("mask", request.mask),
-            functions_of("score", request.score),
-            request.params,
-            request.q_offset,
-        )
-        try:
-            functions = reader.finish(tuple(map(reader.key, parts)))
-        except Opaque:
+        parts = functions_of("mask", request.mask), functions_of("score", request.score)
+        structure, leaves = flatten((*parts, request.params, request.q_offset))
+        if structure.unreadable:
             return None
+        functions, tensors = structure.key, leaves.tensors
     if grad and any(t.requires_grad for t in tensors):
         return None
     return (
@@ -661,7 +669,7 @@ def _simple_key(request: Request, tensors: list[Tensor]) -> Hashable | None:
     """Return the key of a call with common arguments only, else None.
 
     Common arguments are masks and scores of the library and plain functions, with numbers and tensors. This function
-    takes a third of the time of `captures.Reader`, which reads everything.
+    takes a third of the time of `flatten`, which reads everything.
     """
     offset: Any = request.q_offset
     key: list[Hashable] = [offset]
@@ -670,12 +678,12 @@ def _simple_key(request: Request, tensors: list[Tensor]) -> Hashable | None:
             key.append(None)
         elif type(value) is str and is_own(kind, value):
             key.append(value)
-        elif type(value) is (Mask if kind == "mask" else Score) and value.definition.own:
-            key += [kind, value.name]
-            if not _add_parameters(key, value.params, tensors):
-                return None
+        elif type(value) is (Mask if kind == "mask" else Score) and value.own_key is not None:
+            own_key, own_tensors = value.own_key
+            key += [kind, own_key]
+            tensors += own_tensors
         else:
-            captured = capture_plainly(value, tensors) if type(value) is FunctionType else None
+            captured = plain_key(value, tensors) if type(value) is FunctionType else None
             if captured is None:
                 return None
             key.append(captured)

@@ -36,8 +36,8 @@ from flexmasks.request import Request, checked
 from flexmasks.spec.arguments import from_arguments
 from flexmasks.spec.as_data import data_of, is_readable, of_data
 from flexmasks.spec.bands import cap_of
-from flexmasks.spec.captures import Aliases
 from flexmasks.spec.parameters import Size
+from flexmasks.spec.structure import with_tensors
 from flexmasks.spec.values import Mask, Modifier, ResolvedInner, Score
 
 _log = logging.getLogger("flexmasks")
@@ -375,11 +375,10 @@ def _reads_made_tensors(mask: Mask, size: Size) -> bool:
 
 def _without_traced(value: Mask | Score, size: Size) -> tuple[Mask | Score, Size]:
     """Return a mask or score with tensors of zeros, and a size of numbers."""
-    zeros = [_zeros_like(t) for t in value.tensors()]
     lengths = (size.batch, size.heads, size.q_len, size.kv_len, size.q_offset)
     batch, heads, q_len, kv_len, q_end = map(compat.size_hint, lengths)
     known = replace(size, batch=batch, heads=heads, q_len=q_len, kv_len=kv_len, q_offset=q_end)
-    return Aliases(zip(value.tensors(), zeros, strict=True)).of(value), known
+    return with_tensors(value, _zeros_like), known
 
 
 def _zeros_like(x: Tensor) -> Tensor:

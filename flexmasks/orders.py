@@ -96,7 +96,6 @@ def inverse_order(order: Tensor) -> Tensor:
 
 
 def _check_axes(**given: Any) -> None:
-    """Raise TypeError unless each argument is a sequence of ints."""
     for name, axes in given.items():
         if not isinstance(axes, list | tuple | torch.Size) or not all(type(n) is int for n in axes):
             raise TypeError(f"flexmasks: `{name}` must be a tuple of ints, such as (48, 64), got {axes!r}.")

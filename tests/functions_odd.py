@@ -557,9 +557,22 @@ EXPRESSIONS: dict[str, list[str]] = {
     ],
 }
 
+
+def _views_by_dtype() -> bool:
+    """Return whether vmap knows views in another dtype; that of torch 2.11 does not."""
+    try:
+        torch.vmap(lambda x: x.view(torch.int32))(torch.ones(2))
+    except RuntimeError:
+        return False
+    return True
+
+
 # name -> factory
 WRITTEN: dict[str, Factory] = {
-    f"{style}: {expression}": of_expression(expression) for style, group in EXPRESSIONS.items() for expression in group
+    f"{style}: {expression}": of_expression(expression)
+    for style, group in EXPRESSIONS.items()
+    for expression in group
+    if ".view(torch." not in expression or _views_by_dtype()
 }
 
 # Functions that torch evaluates otherwise on single numbers. It rounds a constant to half precision before it

@@ -131,15 +131,13 @@ FAULTS: list[Fault] = [
         _DISTRIBUTED,
     ),
     Fault("spec/rows.py", "q_len=q_len, q_offset=positions - q_len", "q_len=q_len, q_offset=0"),
-    Fault("spec/numbers.py", "float if isinstance(self.value, float) else (int, self.value > 0)", "type(self.value)"),
+    Fault(
+        "spec/structure.py", "return self._number(value, place, value > 0)", "return self._number(value, place, True)"
+    ),
     Fault("spec/layouts.py", "inside = used & (page_table >= 0)", "inside = (page_table >= 0)"),
     Fault("spec/layouts.py", "if max(q_len, kv_len) > max_length:", "if q_len > max_length:"),
     Fault("spec/indexing.py", "count < size.positions_of_q:", "count < size.q_len:"),
-    Fault(
-        "spec/captures.py",
-        "            return kind, repr(value)\n        if id",
-        "            return kind, value\n        if id",
-    ),
+    Fault("spec/structure.py", "return (kind, repr(value)), (", "return (kind, value), ("),
     # --- plans ---
     Fault("plans/windows.py", "offset + right >= stop - 1", "offset + right >= stop - 2"),
     Fault("plans/windows.py", "Window(left, right, offset - first,", "Window(left, right, offset,"),
@@ -246,7 +244,11 @@ FAULTS: list[Fault] = [
         _COMPILED,
     ),
     Fault("backends/table.py", '"" if OUTCOMES.get(kind) is None else reason', "reason"),
-    Fault("backends/numbers.py", '"inputs", kind, inputs, _values(constants)', '"inputs", kind, inputs'),
+    Fault(
+        "backends/numbers.py",
+        '"inputs", structure.kind, inputs, _values(constants)',
+        '"inputs", structure.kind, inputs',
+    ),
     Fault("backends/renewal.py", "len(places) < len(tensors) or any(id(t)", "any(id(t)"),
     Fault("backends/forms.py", 'kind = "inexact", is_score, key, shapes,', 'kind = "inexact", is_score, key,'),
     # --- kernels, which Triton's interpreter runs ---
@@ -345,7 +347,7 @@ FAULTS: list[Fault] = [
         _EXCHANGED,
     ),
     Fault(
-        "integrations/distributed/counts.py", "min(self.length, rows[1] + right)", "min(self.length, rows[0] + right)"
+        "integrations/distributed/counts.py", "min(length, rows[1] + band.right)", "min(length, rows[0] + band.right)"
     ),
     Fault("integrations/distributed/counts.py", "max(stop, result[-1][1])", "stop"),
     Fault(

@@ -42,8 +42,7 @@ from torch.nn.attention.flex_attention import (
 import flexmasks
 from flexmasks import compat
 from flexmasks.blocks import Elements, Layout, dependence, limits, materialize, of_block_mask
-from flexmasks.blocks.bounds import bounds
-from flexmasks.blocks.build import build
+from flexmasks.blocks.build import bounds, build
 from flexmasks.blocks.decide import decide
 from flexmasks.blocks.lists import index_lists, narrow_index_lists
 from flexmasks.blocks.undecided import look_at
@@ -849,7 +848,7 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     if not compat.TAKES_NARROW_LISTS:
         pytest.skip("torch takes narrow lists from 2.14 on")
     monkeypatch.setattr(limits, "ENTRIES_OF_WIDE_LISTS", 0)
-    monkeypatch.setattr(limits, "NARROW_LISTS_ON", ("cpu", "cuda"))
+    monkeypatch.setattr("flexmasks.blocks.build.on_gpu", lambda device: True)
     flexmasks.clear_caches()
 
 
@@ -904,7 +903,7 @@ def test_narrow_lists_in_pickles_and_compiled_calls(as_data: bool) -> None:
 
 
 def test_lists_of_half_a_million_tokens_take_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "NARROW_LISTS_ON", ("cpu",))
+    monkeypatch.setattr("flexmasks.blocks.build.on_gpu", lambda device: True)
     monkeypatch.setattr(compat, "TAKES_NARROW_LISTS", True)
     made = flexmasks.block_mask("sliding_window", 1 << 19, device="cpu", window=4096)
     lists = [value for value in vars(made).values() if isinstance(value, Tensor)]

@@ -21,8 +21,8 @@ from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block
 
 import flexmasks
 from flexmasks.cache import Cache, identity
-from flexmasks.spec.captures import Opaque, capture, capture_plainly
 from flexmasks.spec.definitions import _NAMES
+from flexmasks.spec.structure import Opaque, key_of, plain_key
 
 pytestmark = pytest.mark.usefixtures("cold")
 
@@ -465,7 +465,7 @@ def bound_method() -> Iterator[Any]:
 @opaque
 def object_with_a_capture_method() -> Iterator[Any]:
     class Camera(Config):
-        def capture(self, *_: Any) -> str:
+        def key_of(self, *_: Any) -> str:
             return "the same"
 
     for size in (3, 40):
@@ -614,7 +614,7 @@ def test_nothing_stale(attack: Any) -> None:
             assert torch.equal(blocks(flexmasks.get_mask(mask) & (lambda b, h, q, kv: q >= 0)), want)
         stages.append(want)
         tensors: list[Tensor] = []
-        key = capture_plainly(mask, tensors) if type(mask) is types.FunctionType else None
+        key = plain_key(mask, tensors) if type(mask) is types.FunctionType else None
         if key is not None:
             for earlier_key, references, result in earlier:
                 same = earlier_key == key and all(
@@ -685,10 +685,10 @@ def test_attention_plans_once() -> None:
 def test_library_parts_are_read() -> None:
     parts = (torch, torch.where, torch.Tensor.add, operator.and_, len, int, torch.int32, functools.reduce)
     for part in parts:
-        assert capture(part, []) == capture(part, [])
+        assert key_of(part, []) == key_of(part, [])
     for part in (types.ModuleType("settings"), Config, Config(3), np.zeros(3), object(), {1, 2}):
         with pytest.raises(Opaque):
-            capture(part, [])
+            key_of(part, [])
 
 
 def test_functions_that_read_other_values_have_other_keys() -> None:
@@ -697,13 +697,13 @@ def test_functions_that_read_other_values_have_other_keys() -> None:
     some = ({"first": 1}, {"second": 1}, {"first": 1, "second": 1}, {"first": 1.0}, {"first": True}, {"first": -0.0})
     more = ({"first": 0.0}, {"first": "1"}, {"first": torch}, {"first": tensor(1)}, {"first": tensor(1).int()}, {})
     functions = [types.FunctionType(read.__code__, dict(variables)) for variables in (*some, *more)]
-    for capturing in (capture, capture_plainly):
+    for capturing in (key_of, plain_key):
         keys = [capturing(function, []) for function in functions]
         assert None not in keys
         assert len(set(keys)) == len(keys)
         assert keys == [capturing(function, []) for function in functions]
     for unknown in ({"first": object()}, {"first": read}, {"first": types.ModuleType("settings")}):
-        assert capture_plainly(types.FunctionType(read.__code__, unknown), []) is None
+        assert plain_key(types.FunctionType(read.__code__, unknown), []) is None
 
 
 @pytest.mark.slow
@@ -732,7 +732,7 @@ def test_tensors_of_opaque_functions_are_found() -> None:
     module = torch.nn.Linear(2, 2)
     tensors: list[Tensor] = []
     with pytest.raises(Opaque):
-        capture(lambda: module, tensors)
+        key_of(lambda: module, tensors)
     assert any(t is module.weight for t in tensors)
 
 

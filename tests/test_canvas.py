@@ -107,7 +107,7 @@ def test_wide_copies_are_those_of_single_numbers(
     layout: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In every memory layout, with first and second derivatives, and of many gradients at once."""
-    monkeypatch.setattr(wide, "_WIDE_ON", ("cpu",))
+    monkeypatch.setattr(wide, "on_gpu", lambda device: True)
     tiles = canvas.Tiles((4, 6), (1, 1), (2, 3))
     size = 3 if layout == "narrow" else 16
     x = torch.randn(2 * 24 * 3 * size + 1).to(dtype)
@@ -324,6 +324,6 @@ def test_wide_copies_between_any_layouts(data: st.DataObject) -> None:
     place, x = laid(shape, dtype), laid(shape, dtype)
     x.copy_(torch.arange(1, 1 + x.numel()).view(shape))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(wide, "_WIDE_ON", ("cpu",))
+        patch.setattr(wide, "on_gpu", lambda device: True)
         wide.copy(place, x)
     assert place.equal(x)

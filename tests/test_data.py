@@ -36,9 +36,9 @@ from flexmasks.blocks.lists import of_block_mask
 from flexmasks.plans import data
 from flexmasks.plans.plan import MaskPlan, ScorePlan
 from flexmasks.request import Request
-from flexmasks.spec.captures import Aliases
 from flexmasks.spec.examples import example
 from flexmasks.spec.parameters import Size
+from flexmasks.spec.structure import replaced
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("cold")
@@ -384,11 +384,12 @@ def _check_kernel_of_many(seed: int, count: int) -> None:
             visible = torch.where(h == n, function(b, h, q, kv), visible)
         return visible
 
-    q = torch.zeros(2, count, length, 16)
-    v = torch.randn(2, count, length, 16)
+    # Torch 2.11 compiles no call with one tensor for q and k, and kernels of smaller heads may read behind the keys.
+    q, k = torch.zeros(2, 2, count, length, 32)
+    v = torch.randn(2, count, length, 32)
     ones = torch.ones(1, 1, 1, dtype=torch.int32)
     blocks = BlockMask.from_kv_blocks(ones, 0 * ones[..., None], mask_mod=every, seq_lengths=(length, length))
-    got = torch.compile(flex_attention, fullgraph=True, dynamic=False)(q, q, v, block_mask=blocks)
+    got = torch.compile(flex_attention, fullgraph=True, dynamic=False)(q, k, v, block_mask=blocks)
     visible = create_mask(every, 2, count, length, length, "cpu")
     want = scaled_dot_product_attention(q.double(), q.double(), v.double(), attn_mask=visible).nan_to_num(0.0)
     for n in range(count):
@@ -739,7 +740,7 @@ def test_a_block_mask_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None
 def test_data_on_a_gpu(name: str, backend: str) -> None:
     """Forward and backward passes, by the kernel that reads data."""
     made = failing()[name]
-    mask = Aliases([(t, t.cuda()) for t in flexmasks.get_mask(made).tensors()]).of(made)
+    mask = replaced(made, [(t, t.cuda()) for t in flexmasks.get_mask(made).tensors()])
     length = 1000 if name == "constant" else LENGTH
     leaves = [x.to("cuda", torch.bfloat16).requires_grad_() for x in torch.randn(3, BATCH, HEADS, length, 64)]
     if backend == "flash":
@@ -763,7 +764,7 @@ def test_data_on_a_gpu(name: str, backend: str) -> None:
 def test_indices_on_a_gpu(queries: int) -> None:
     """Constant and negative indices, also in torch's kernel for few queries."""
     for name, made in {**negative(), "columns": passing()["columns"]}.items():
-        mask = Aliases([(t, t.cuda()) for t in flexmasks.get_mask(made).tensors()]).of(made)
+        mask = replaced(made, [(t, t.cuda()) for t in flexmasks.get_mask(made).tensors()])
         q, k, v = torch.randn(3, BATCH, HEADS, LENGTH, 64, device="cuda", dtype=torch.bfloat16).unbind()
         q = q[:, :, :queries]
         visible = create_mask(mask, BATCH, HEADS, queries, LENGTH, "cuda")

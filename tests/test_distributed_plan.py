@@ -266,7 +266,7 @@ def test_registered_masks(case: oracles.Case, size: int, monkeypatch: pytest.Mon
 def test_many_runs_of_undecided_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(strips, "_VISIBLE_OF_STRIP", 200)
     for runs in (1, 2, 100):
-        monkeypatch.setattr(strips, "_RUNS", runs)
+        monkeypatch.setattr(strips, "_MAX_RUNS", runs)
 
         def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
             return ((kv // 7) % 5 == 0) & (q + h * 100 >= kv) | (kv // 90 == q // 90)

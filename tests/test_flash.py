@@ -30,7 +30,7 @@ from flexmasks.backends.miscompiled import miscompiled
 from flexmasks.calls import _planned
 from flexmasks.plans.plan import MaskPlan
 from flexmasks.request import Request
-from flexmasks.spec.numbers import MAX_COMPILED_VALUES
+from flexmasks.spec.structure import MAX_COMPILED_VALUES
 
 CPU = torch.device("cpu")
 SIZES = (2, 2, 5, 5)

@@ -19,8 +19,7 @@ from torch.nn.attention.flex_attention import create_mask
 import flexmasks
 from flexmasks.backends import flex, numbers
 from flexmasks.plans import plan
-from flexmasks.spec.captures import Opaque
-from flexmasks.spec.numbers import numbers_in, with_inputs
+from flexmasks.spec.structure import Opaque, flatten, with_inputs
 
 pytestmark = pytest.mark.usefixtures("cold")
 
@@ -219,18 +218,21 @@ def test_tensors_in_places_of_numbers() -> None:
     """Each kind of place is found and filled; a place that no copy reaches is an error."""
     arguments = torch.tensor(1.5), *torch.tensor([0, 1, 5, 3])
     for make in (scaled, by_default, by_partial, nested):
-        key, after = numbers_in(make(9.0))
+        structure, after = flatten(make(9.0))
         want = make(9.0)(*arguments)
         function = make(4.0)
-        assert numbers_in(function)[0] == key
-        varying = [a for a, b in zip(numbers_in(function)[1], after, strict=True) if a.value != b.value]
-        assert [n.name for n in varying] == ["n"]
-        inputs = [n.tensor(torch.float32, torch.device("cpu")) + 5 for n in varying]
-        assert torch.allclose(with_inputs(function, varying, inputs)(*arguments), want)
-    assert numbers_in(scaled(4.0))[0] != numbers_in(scaled(4))[0]
-    assert numbers_in(by_partial(4))[0] != numbers_in(by_partial(-4))[0]  # the sign of a divisor matters
+        same, before = flatten(function)
+        assert same.kind == structure.kind
+        assert same.key != structure.key
+        pairs = zip(before.numbers, after.numbers, strict=True)
+        varying = {n: a for n, (a, b) in enumerate(pairs) if a.value != b.value}
+        assert [a.name for a in varying.values()] == ["n"]
+        inputs = {n: a.tensor(torch.float32, torch.device("cpu")) + 5 for n, a in varying.items()}
+        assert torch.allclose(with_inputs(same, before, inputs)(*arguments), want)
+    assert flatten(scaled(4.0))[0].kind != flatten(scaled(4))[0].kind
+    assert flatten(by_partial(4))[0].kind != flatten(by_partial(-4))[0].kind  # the sign of a divisor matters
     with pytest.raises(Opaque, match="`FACTOR`, a global variable"):
-        with_inputs(reads_a_global, numbers_in(reads_a_global)[1], [torch.tensor(3)])
+        with_inputs(*flatten(reads_a_global), {0: torch.tensor(3)})
 
 
 # --- numbers of masks ---

@@ -44,8 +44,8 @@ from flexmasks.masks.natten import seen_by_words, words_of
 from flexmasks.plans.bounds import reads_made_tensors
 from flexmasks.plans.plan import MaskPlan
 from flexmasks.spec import Band, Size
-from flexmasks.spec.captures import Aliases
 from flexmasks.spec.definitions import definition
+from flexmasks.spec.structure import replaced
 
 
 @pytest.mark.parametrize("name", sorted({m.name for m in flexmasks.list_masks()} | set(MASKS)))
@@ -264,7 +264,7 @@ def test_a_function_for_kernels_that_captured_a_tensor() -> None:
         want = attend(*(exact(x) for x in (q, k, v)), (index <= index[:, None]) & table)[0]
         with torch.no_grad():
             assert error(flexmasks.attention(q, k, v, mask=mask, backend="cpu"), want) < TOLERANCE[torch.float32], n
-        blind = mask.aliased(Aliases([(table, torch.zeros(30, dtype=torch.bool))]))
+        blind = replaced(mask, [(table, torch.zeros(30, dtype=torch.bool))])
         assert not blind.bind(blind.resolve(None), for_kernels=True)(0, 0, index[:, None], index).any()
 
 

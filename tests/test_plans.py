@@ -23,9 +23,9 @@ from flexmasks.plans import plan
 from flexmasks.plans.bounds import MaskKind, RecordedPlan, plan_bounds
 from flexmasks.plans.recorded import Recorded, _Pack
 from flexmasks.request import Request
-from flexmasks.spec.captures import Aliases
 from flexmasks.spec.examples import example, on_device
 from flexmasks.spec.parameters import Size
+from flexmasks.spec.structure import Aliases
 
 BATCH, HEADS, LENGTH = 2, 2, 512
 CPU = torch.device("cpu")

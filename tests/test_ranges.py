@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from flexmasks import compat
-from flexmasks.blocks.bounds import bounds
+from flexmasks.blocks.build import bounds
 from flexmasks.blocks.elements import over_indices
 from flexmasks.ranges import GiveUp, Range, value
 from flexmasks.ranges.context import Refused

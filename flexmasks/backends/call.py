@@ -19,7 +19,7 @@ from flexmasks.plans.intervals import Intervals
 from flexmasks.plans.whole import Added, Spanned, Whole
 from flexmasks.plans.windows import Window
 from flexmasks.spec.bands import Sequences
-from flexmasks.spec.numbers import Number
+from flexmasks.spec.structure import Number
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 TRANSFORMED = "it supports neither torch.func.vmap nor forward derivatives"

@@ -19,8 +19,7 @@ from flexmasks import compat
 from flexmasks.backends.call import Call
 from flexmasks.cache import Cache
 from flexmasks.plans.plan import is_captured
-from flexmasks.spec.captures import Opaque
-from flexmasks.spec.numbers import MAX_COMPILED_VALUES, Number, numbers_in, with_inputs
+from flexmasks.spec.structure import MAX_COMPILED_VALUES, Number, Opaque, flatten, with_inputs
 
 _log = logging.getLogger("flexmasks")
 _SCORES = (-3.0, 0.5, 20.0)  # scores at which a function with inputs is compared with the function with numbers
@@ -70,10 +69,11 @@ def note_run(call: Call, is_score: bool, is_data: bool = False) -> None:
         return
     known.compiled.add(values)
     if is_score and call.score_mod is not None:
-        try:
-            known.in_functions.append(_values(numbers_in(call.score_mod())[1]))
-        except Opaque as error:
-            known.why_constant = f"its function reads {error}"
+        structure, leaves = flatten(call.score_mod())
+        if structure.unreadable:
+            known.why_constant = f"its function reads {structure.unreadable}"
+        else:
+            known.in_functions.append(_values(leaves.numbers))
 
 
 def score_with_inputs(call: Call) -> tuple[Callable[..., Tensor], Hashable] | None:
@@ -86,12 +86,12 @@ def score_with_inputs(call: Call) -> tuple[Callable[..., Tensor], Hashable] | No
         return None
     function = call.score_mod()
     try:
-        kind, numbers = numbers_in(function)
-        inputs = _varying(known, _values(numbers))
-        varying, constants = [numbers[n] for n in inputs], [n for k, n in enumerate(numbers) if k not in inputs]
-        key = "inputs", kind, inputs, _values(constants)
+        structure, leaves = flatten(function)
+        inputs = _varying(known, _values(leaves.numbers))
+        constants = [n for k, n in enumerate(leaves.numbers) if k not in inputs]
+        key = "inputs", structure.kind, inputs, _values(constants)
         dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
-        made = with_inputs(function, varying, [n.tensor(dtype, call.q.device) for n in varying])
+        made = with_inputs(structure, leaves, {k: leaves.numbers[k].tensor(dtype, call.q.device) for k in inputs})
     except Opaque as error:
         known.why_constant = f"its function reads {error}"
         return None

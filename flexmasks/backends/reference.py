@@ -35,7 +35,7 @@ from flexmasks.backends.call import Call, Result, first_line
 from flexmasks.backends.slices import OverIndices, Visible, attend_by_slices, is_traced_or_transformed
 from flexmasks.backends.tiles import Tiles, learned_by
 from flexmasks.blocks.elements import with_indexing_by_numbers
-from flexmasks.spec.captures import Frozen
+from flexmasks.spec.structure import flatten
 
 _log = logging.getLogger("flexmasks")
 
@@ -94,30 +94,57 @@ def frozen_functions(
 
     others: what else a call reads.
     """
-    frozen = Frozen()
+    kept = _Kept()
     given = mask_mod, score_mod
-    (mask_mod, score_mod), _ = frozen.of((given, others))
-    if not frozen.is_whole:  # what objects hold shows when the functions run
+    structure, leaves = flatten((given, others))
+    (mask_mod, score_mod), _ = structure.fill([kept.of(t) for t in leaves.tensors], has_own_globals=True)
+    if not structure.is_whole:  # what objects hold shows when the functions run
         score = torch.zeros((), dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
         indices = [torch.zeros((), dtype=torch.int64, device=q.device) for _ in range(4)]
         try:
             mask_mod, score_mod = (
-                None if f is None else _operations_of(f, [*scores, *indices], frozen)
+                None if f is None else _operations_of(f, [*scores, *indices], kept)
                 for f, scores in zip(given, ([], [score]), strict=True)
             )
         except Exception as error:  # torch's tracing raises errors of any type
             if compat.passing_error(error) is not None:
                 raise
             _log.info("a backward pass reads attributes of objects again: %s", first_line(error))
-    return mask_mod, score_mod, frozen.check
+    return mask_mod, score_mod, kept.check
 
 
-def _operations_of(function: Callable[..., Tensor], arguments: list[Tensor], frozen: Frozen) -> Callable[..., Tensor]:
+class _Kept:
+    """The tensors that functions read in a backward pass as in the forward pass, with their versions."""
+
+    def __init__(self) -> None:
+        self._versions: list[tuple[Tensor, int]] = []
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return what a function gets in place of a tensor: the same memory, which may not be changed meanwhile."""
+        is_plain = type(tensor) is Tensor and not (tensor.requires_grad or vars(tensor))
+        kept = tensor.detach() if is_plain else tensor
+        if not kept.is_inference():
+            self._versions.append((kept, compat.version(kept)))
+        return kept
+
+    def check(self) -> None:
+        """Raise torch's own error if a tensor was changed in place."""
+        for t, expected in self._versions:
+            if compat.version(t) != expected:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"[{t.type()} {list(t.shape)}] is at version {compat.version(t)}; expected version {expected} "
+                    "instead. The mask or the score of flexmasks.attention reads this tensor: change a copy of it."
+                )
+
+
+def _operations_of(function: Callable[..., Tensor], arguments: list[Tensor], kept: _Kept) -> Callable[..., Tensor]:
     """Return the operations of a function by themselves, with the tensors that they read."""
     with torch.no_grad(), compat.compile_lock:
         operations = make_fx(with_indexing_by_numbers(function))(*arguments)
     for node in operations.graph.find_nodes(op="get_attr"):
-        setattr(operations, node.target, frozen.of(getattr(operations, node.target)))
+        value = getattr(operations, node.target)
+        setattr(operations, node.target, kept.of(value) if isinstance(value, Tensor) else value)
     return operations.forward
 
 

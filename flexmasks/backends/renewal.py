@@ -13,7 +13,7 @@ from torch import Tensor
 from flexmasks import compat
 from flexmasks.backends.flex import CompiledCall
 from flexmasks.plans.plan import GivenPlan, MaskPlan, ScorePlan
-from flexmasks.spec.captures import Aliases, Opaque, Refilled, in_one_piece
+from flexmasks.spec.structure import Aliases, Opaque, flatten, in_one_piece
 from flexmasks.spec.values import Spread
 
 
@@ -42,7 +42,12 @@ class Renewal:
         places = {id(t): n for n, t in enumerate(held)}
         spread = [(number, t) for number, t in spread if id(number) in places]  # others are constants of the function
         self._spread = [(places[id(number)], t.shape) for number, t in spread]
-        self._functions = Refilled((call.block_mask.mask_mod, call.score_mod), [*held, *(t for _, t in spread)])
+        self._functions, leaves = flatten((call.block_mask.mask_mod, call.score_mod))
+        if not self._functions.is_whole:
+            raise Opaque(self._functions.unreadable)
+        places |= {id(t): len(held) + n for n, (_, t) in enumerate(spread)}
+        # Of each leaf, its place among the tensors of a later call, or the constant itself.
+        self._leaves = [(places.get(id(t)), None if id(t) in places else t) for t in leaves.tensors]
         self._call = replace(call, block_mask=None, score_mod=None)
         self._lengths, self._block_size = call.block_mask.seq_lengths, call.block_mask.BLOCK_SIZE
 
@@ -75,7 +80,8 @@ class Renewal:
         indices, made = self._recorded.renewed([tensors[n] for n in self._inputs])
         values = [*[in_one_piece(t.detach()) for t in tensors], *made]
         values += [values[n].expand(shape) for n, shape in self._spread]
-        mask_mod, score_mod = self._functions(values)
+        leaves = [constant if place is None else values[place] for place, constant in self._leaves]
+        mask_mod, score_mod = self._functions.fill(leaves)
         call = copy.copy(self._call)  # at a third of the time of `replace`
         make: Any = compat.BlockMask  # its positional arguments have no types that fit
         block_mask = make(self._lengths, *indices, self._block_size, mask_mod)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexmasks.spec.captures import Opaque, Refilled, capture
+from flexmasks.spec.structure import flatten
 
 
 class _Rows:
@@ -51,13 +51,14 @@ def with_one_index(function: Callable[..., Tensor], from_the_front: bool = False
 
     from_the_front: whether no index is negative.
     """
-    captured: list[Tensor] = []
-    try:
-        capture(function, captured)
-        tables = [t for t in captured if t.ndim >= (1 if from_the_front else 2)]
-        return Refilled(function, tables)([_Rows(t, from_the_front) for t in tables]) if tables else None
-    except Opaque:
+    structure, leaves = flatten(function)
+    ndim = 1 if from_the_front else 2
+    if structure.unreadable or all(t.ndim < ndim for t in leaves.tensors):
         return None
+    made: Callable[..., Tensor] = structure.fill(
+        [_Rows(t, from_the_front) if t.ndim >= ndim else t for t in leaves.tensors]
+    )
+    return made
 
 
 def with_wide_positions(function: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from flexmasks.backends.slices import Visible
 from flexmasks.blocks.elements import Elements, over_indices
-from flexmasks.spec.captures import Opaque, capture
+from flexmasks.spec.structure import flatten
 from flexmasks.workers import Workers
 
 _MAX_SCORES = 1 << 21  # in a tile, so that they stay in a large cache and threads seldom wait for each other
@@ -440,16 +440,14 @@ def learned_by(score_mod: Callable[..., Tensor] | None, device: torch.device) ->
     """Return the captured tensors of a score_mod that need a gradient, or None if unknown."""
     if score_mod is None or not torch.is_grad_enabled():
         return []
-    tensors: list[Tensor] = []
-    try:
-        capture(score_mod, tensors)
-    except Opaque:
+    structure, leaves = flatten(score_mod)
+    if structure.unreadable:
         # If the result for one score needs no gradient, the variables that cannot be read learn nothing.
         index = torch.zeros(1, dtype=torch.int64, device=device)
         score = torch.zeros((1, 1, 1, 1), device=device)
         if over_indices(score_mod, (0,))(score, index, index, index, index).requires_grad:
             return None
-    return [t for t in tensors if t.requires_grad]
+    return [t for t in leaves.all_tensors if t.requires_grad]
 
 
 def _length(part: slice) -> int:

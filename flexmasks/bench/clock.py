@@ -20,9 +20,8 @@ _HEAD_START_GIGABYTES = 6  # writing them takes a GPU longer than the host needs
 
 
 def wall_milliseconds(call: Callable[[], object], device: torch.device, calls_in_a_row: int = 1) -> float:
-    """Return the wall time of one call, host included.
-
-    The time is the mean of several calls in a row. Python's garbage collector pauses meanwhile, as in timeit.
+    """The wall time of one call, host included: the mean of several in a row, without the pauses of Python's garbage
+    collector, as in timeit.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -39,10 +38,7 @@ def wall_milliseconds(call: Callable[[], object], device: torch.device, calls_in
 
 
 def device_milliseconds(call: Callable[[], object], device: torch.device) -> float:
-    """Return a GPU's time of one call, or a CPU's wall time.
-
-    The GPU's caches are empty before the call, and the host's time does not count.
-    """
+    """A GPU's time of one call with empty caches, without the host's time; a CPU's wall time."""
     if device.type != "cuda":
         return wall_milliseconds(call, device)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -58,9 +54,8 @@ def device_milliseconds(call: Callable[[], object], device: torch.device) -> flo
 def interleaved(
     calls: Mapping[str, Callable[[], object]], device: torch.device, runs: int, clock: Clock = device_milliseconds
 ) -> dict[str, tuple[float, float]]:
-    """Return median milliseconds and the interquartile range of calls timed by turns.
-
-    Turns have random orders, because a call may leave a device slower, or faster, for the next one.
+    """Median milliseconds and the interquartile range of calls timed by turns, in random orders, because a call may
+    leave a device slower, or faster, for the next one.
     """
     times: dict[str, list[float]] = {name: [] for name in calls}
     for run in range(WARMUP_RUNS + runs):
@@ -76,5 +71,4 @@ def interleaved(
 
 @functools.cache
 def _gigabyte(device: torch.device) -> Tensor:
-    """Return a buffer larger than any cache."""
     return torch.empty(1 << 30, dtype=torch.uint8, device=device)

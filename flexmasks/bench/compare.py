@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from tabulate import tabulate
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import flex_attention
 
-from flexmasks.attention import attention, dense_mask, explain
+from flexmasks.attention import attention, block_mask, dense_mask, explain
 from flexmasks.bench.clock import interleaved
 from flexmasks.bench.console import device_name, synchronize
 from flexmasks.pictures.output import progress
@@ -23,10 +23,9 @@ RUNS = 7
 
 
 def compare(mask: Mask, score: Score | None, q: Tensor, k: Tensor, v: Tensor) -> str:
-    """Return a table of the times of a call by flexmasks, by flex_attention and by SDPA.
-
-    Forward passes are timed alone, and on a GPU with their backward passes. What torch needs of a mask is made before.
-    What it cannot run, or has no memory for, is named below the table.
+    """A table of the times of a call by flexmasks, by flex_attention and by SDPA: of forward passes, and on a GPU with
+    their backward passes. What torch needs of a mask is made before. What it cannot run, or has no memory for, is named
+    below the table.
     """
     backend = explain(q, k, v, mask=mask, score=score).backend
     ours = f"flexmasks, backend {backend!r}"
@@ -60,7 +59,6 @@ def compare(mask: Mask, score: Score | None, q: Tensor, k: Tensor, v: Tensor) ->
 
 
 def pass_times(calls: dict[str, Attend], q: Tensor, k: Tensor, v: Tensor) -> dict[str, list[float]]:
-    """Return for each call the median milliseconds of a forward pass, and on a GPU of one with its backward pass."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for learns in (False, True) if q.is_cuda else (False,):
         passes = {name: functools.partial(_pass, call, q, k, v, learns=learns) for name, call in calls.items()}
@@ -77,7 +75,8 @@ def _pass(call: Attend, q: Tensor, k: Tensor, v: Tensor, *, learns: bool) -> Non
 
 
 def _flex(mask: Mask, score: Score | None, q: Tensor, k: Tensor) -> Attend:
-    blocks = torch.compile(create_block_mask)(mask, len(q), q.shape[1], q.shape[2], k.shape[2], device=str(q.device))
+    # Not `create_block_mask`, which torch 2.11 compiles for functions only.
+    blocks = block_mask(mask, q.shape[2], k.shape[2], batch=len(q), heads=q.shape[1], device=q.device)
     return functools.partial(
         torch.compile(flex_attention), score_mod=score, block_mask=blocks, enable_gqa=q.shape[1] != k.shape[1]
     )

@@ -6,11 +6,10 @@ import torch
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a GPU has finished its work; return at once for a CPU."""
+    """Wait until a GPU has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def device_name(device: torch.device) -> str:
-    """Return the GPU's name, or the CPU's number of threads."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"

@@ -64,7 +64,6 @@ def _show_log() -> None:
 
 
 def _largest_error(out: Tensor, q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor) -> float:
-    """Return the largest difference of the checked heads from SDPA in float64."""
     largest = 0.0
     for b in range(len(q)):
         mask = dense_mask("grouped_tril", q.shape[2], seq_lens=seq_lens[b : b + 1])[0, 0]
@@ -78,7 +77,6 @@ def _largest_error(out: Tensor, q: Tensor, k: Tensor, v: Tensor, seq_lens: Tenso
 
 
 def _time_table(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor) -> str:
-    """Return a table of milliseconds, with backward passes on a GPU."""
     mask = dense_mask("grouped_tril", q.shape[2], seq_lens=seq_lens)
     calls: dict[str, Attend] = {
         "flexmasks, grouped_tril": lambda q, k, v: attention(q, k, v, mask="grouped_tril", seq_lens=seq_lens),

@@ -1,12 +1,13 @@
 """A mask's function and lengths go in; a BlockMask comes out.
 
-Its empty, partial and full blocks are exactly those of torch's create_block_mask.
+Its empty, partial and full blocks are exactly those of torch's create_block_mask. Where the function is not a mask, all
+files raise ValueError or TypeError.
 
 `decide` asks ranges which blocks are certainly full and which are possibly visible. `undecided` looks at the other
-blocks element by element, and `elements` evaluates the mask there; where the mask goes as data, `bits` evaluates them
-whole instead, and keeps the result. `build` joins both results, and `lists` makes the index lists. `counts` counts the
-blocks and pairs of a BlockMask and proves what kernels may rely on. `strips` counts at any length in bounded memory.
-`limits` bounds the work done at once.
+blocks element by element, and `elements` evaluates the mask there; where kernels read the mask as bits, `bits`
+evaluates them whole instead, and keeps the result. `build` joins both results, and `lists` makes the index lists.
+`counts` counts the blocks and pairs of a BlockMask and proves what kernels may rely on. `strips` counts at any length
+in bounded memory. `limits` bounds the work done at once.
 """
 
 from flexmasks.blocks.build import Layout as Layout

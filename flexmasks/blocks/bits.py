@@ -29,26 +29,24 @@ class Bits(NamedTuple):
 
 
 def can_be_bits(block_size: tuple[int, int]) -> bool:
-    """Return whether blocks of this size can be bits: powers of 2 from 32 on."""
     return all(n >= BITS and n & (n - 1) == 0 for n in block_size)
 
 
 def are_few(blocks: int, block_size: tuple[int, int]) -> bool:
-    """Return whether the bits of all these blocks may be kept at once."""
     return blocks * block_size[0] * block_size[1] <= limits.ELEMENTS_KEPT
 
 
 def words_of(elements: Elements, blocks: Tensor, rows: Axis, columns: Axis) -> Tensor:
-    """Return the words of blocks: int32 [n, queries, keys / 32].
-
-    Queries and keys past the edge have the bits of the last query and key.
-
-    blocks: [n, (b, h, row, column)], on the device that the function sees its indices on.
+    """Words of blocks [n, (b, h, row, column)]: int32 [n, queries, keys / 32], in which queries and keys past the edge
+    have the bits of the last query and key.
     """
     height, width = rows.block_size, columns.block_size
     words = torch.empty((len(blocks), height, width // BITS), dtype=torch.int32, device=blocks.device)
     q_offsets, kv_offsets = torch.arange(height, device=blocks.device), torch.arange(width, device=blocks.device)
-    parts = list(zip(*(x.split(_blocks_at_once(elements, height * width)) for x in (blocks, words)), strict=True))
+    on_cpu = elements.device.type == "cpu"
+    most = limits.WHOLE_ELEMENTS_AT_ONCE_ON_CPU if on_cpu else limits.WHOLE_ELEMENTS_AT_ONCE_ON_GPU
+    at_once = min(elements.blocks_at_once(height * width), max(1, most // (height * width)))
+    parts = list(zip(blocks.split(at_once), words.split(at_once), strict=True))
 
     def evaluate(parts: list[tuple[Tensor, Tensor]]) -> None:
         for chunk, out in parts:
@@ -64,32 +62,20 @@ def words_of(elements: Elements, blocks: Tensor, rows: Axis, columns: Axis) -> T
     return words
 
 
-def _blocks_at_once(elements: Elements, size: int) -> int:
-    on_cpu = elements.device.type == "cpu"
-    at_once = limits.WHOLE_ELEMENTS_AT_ONCE_ON_CPU if on_cpu else limits.WHOLE_ELEMENTS_AT_ONCE_ON_GPU
-    return min(elements.blocks_at_once(size), max(1, at_once // size))
-
-
 def packed(visible: Tensor) -> Tensor:
-    """Return booleans [n, queries, keys] as words [n, queries, keys / 32].
-
-    The lowest bit is the first key. Eight booleans are read as one number, its lowest byte first.
-    """
+    """Booleans [n, queries, keys] as words [n, queries, keys / 32], the first key in the lowest bit."""
     eight = visible.contiguous().view(torch.int64)
     return ((eight * _GATHER) >> 56).to(torch.uint8).view(torch.int32)
 
 
-def seen_in(words: Tensor) -> tuple[Tensor, Tensor]:
-    """Return whether any, and whether all bits of each block are set."""
+def visible_in_words(words: Tensor) -> tuple[Tensor, Tensor]:
+    """Whether any, and whether all pairs of each block are visible."""
     flat = words.flatten(1)
     return (flat != 0).any(1), (flat == -1).all(1)
 
 
 def inside_the_edge(words: Tensor, row: Tensor, column: Tensor, rows: Axis, columns: Axis) -> Tensor:
-    """Return words in which queries and keys past the edge are hidden.
-
-    row, column: of each block.
-    """
+    """Words of blocks at `row` and `column`, with queries and keys past the edge hidden."""
     if rows.length % rows.block_size == 0 and columns.length % columns.block_size == 0:
         return words
     q, kv = (
@@ -102,7 +88,7 @@ def inside_the_edge(words: Tensor, row: Tensor, column: Tensor, rows: Axis, colu
 def bits_of_partial(
     partial: Tensor, undecided: Tensor, compact: torch.Size, words: Tensor, rows: Axis, columns: Axis
 ) -> Bits:
-    """Return the bits of all partial blocks.
+    """The bits of all partial blocks.
 
     partial: bool [B, H, rows, columns].
     undecided, words: flat places of blocks in the shape `compact`, in order, and the words of these blocks. A dimension
@@ -124,12 +110,7 @@ def bits_of_partial(
 def bits_in_parts(
     mask_mod: MaskMod, blocks: Tensor, lengths: tuple[int, int], block_size: tuple[int, int]
 ) -> Iterator[Tensor]:
-    """Yield the words of blocks, some blocks at a time.
-
-    Pairs past the edge are hidden.
-
-    blocks: [n, (b, h, row, column)].
-    """
+    """Yield the words of blocks [n, (b, h, row, column)], some blocks at a time, with pairs past the edge hidden."""
     rows, columns = (Axis(length, size) for length, size in zip(lengths, block_size, strict=True))
     elements = Elements(mask_mod, blocks.device)
     for chunk in blocks.split(max(1, limits.ELEMENTS_KEPT // (block_size[0] * block_size[1]))) if len(blocks) else ():

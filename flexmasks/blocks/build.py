@@ -11,21 +11,21 @@ from torch import Tensor
 
 from flexmasks import compat
 from flexmasks.blocks import limits
-from flexmasks.blocks.bits import Bits, are_few, bits_of_partial, seen_in, words_of
+from flexmasks.blocks.bits import Bits, are_few, bits_of_partial, visible_in_words, words_of
 from flexmasks.blocks.decide import Axis, Decided, decide, dependence
 from flexmasks.blocks.elements import Elements, MaskMod, boolean, coordinates_of, over_indices
 from flexmasks.blocks.lists import flat_nonzero, index_lists, narrow_index_lists
 from flexmasks.blocks.undecided import look_at
+from flexmasks.kernels.direct import on_gpu
+from flexmasks.kernels.index_lists import index_lists as index_lists_operator
+from flexmasks.kernels.index_lists import plain_index_lists
 
 _PAIRS_AT_ONCE = 1 << 26  # pairs of a mask as booleans that are evaluated at once
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The index tensors of a BlockMask, without a mask function.
-
-    It holds no tensor of the user: `block_mask` adds the function.
-    """
+    """The index tensors of a BlockMask, without the mask function and the user's tensors that it may hold."""
 
     q_len: int
     kv_len: int
@@ -36,7 +36,6 @@ class Layout:
     bits: Bits | None = None  # bits of the partial blocks, if they were asked for and are few
 
     def block_mask(self, mask_mod: MaskMod) -> compat.BlockMask:
-        """Return the BlockMask of these blocks and that function."""
         lengths: Any = (self.q_len, self.kv_len)
         return compat.BlockMask(*(lengths, *self.indices, self.block_size, mask_mod))
 
@@ -52,19 +51,16 @@ def build(
     with_bits: bool = False,
     may_be_narrow: bool = False,
 ) -> Layout:
-    """Find a mask's empty, partial and full blocks.
+    """Find a mask's empty, partial and full blocks, exactly those of torch's create_block_mask.
 
-    They are exactly those of torch's create_block_mask.
+    with_bits: whether undecided blocks are evaluated whole, and their bits kept; `bits.can_be_bits` must hold.
+    may_be_narrow: whether lists of many blocks may have fewer places than there are blocks, where torch's kernels take
+        such lists: on a GPU, from torch 2.14 on.
 
-    with_bits: whether undecided blocks are evaluated whole, and their bits kept. Sizes of blocks must allow it, see
-        `bits.can_be_bits`.
-    may_be_narrow: whether lists of many blocks may have fewer places than there are blocks. It has an effect where
-        torch's kernels take such lists: on a GPU, from torch 2.14 on.
-
-    Raises ValueError or TypeError where the function is not a mask, and MemoryError if there are too many blocks.
+    Raises MemoryError if there are too many blocks.
     """
     rows, columns = Axis(q_len, block_size[0]), Axis(kv_len, block_size[1])
-    may_be_narrow &= compat.TAKES_NARROW_LISTS and device.type in limits.NARROW_LISTS_ON
+    may_be_narrow &= compat.TAKES_NARROW_LISTS and on_gpu(device)  # other kernels want a place for each block
     if batch * heads * rows.count * columns.count > limits.BLOCKS_AT_ONCE:
         batch, heads = dependence(mask_mod, batch, heads, device) if batch * heads > 1 else (1, 1)
         limits.check_blocks(batch * heads, (q_len, kv_len), block_size, device, has_wide_lists=not may_be_narrow)
@@ -108,6 +104,42 @@ def build(
     )
 
 
+def bounds(
+    mask_mod: MaskMod,
+    batch: int,
+    heads: int,
+    q_len: int,
+    kv_len: int,
+    device: torch.device,
+    block_size: tuple[int, int] = (128, 128),
+) -> Layout:
+    """Find the blocks that are certainly full or possibly visible, from ranges alone, by operations of fixed shapes.
+
+    A block that ranges cannot decide counts as partial: kernels evaluate the mask there, so attention is exact all the
+    same. The host reads no value of a tensor, so the operations can be traced, compiled, and captured in a CUDA graph.
+    """
+    rows, columns = Axis(q_len, block_size[0]), Axis(kv_len, block_size[1])
+    if not compat.is_compiling():
+        limits.check_blocks(1, (q_len, kv_len), block_size, device)
+    decided = decide(mask_mod, batch, heads, q_len, kv_len, device, block_size, reads_values=False)
+    shape = (*decided.certain.shape[:2], rows.count, columns.count)
+    full, possible = decided.certain.expand(shape), decided.possible.expand(shape)
+    if q_len % block_size[0]:  # for torch a block that the edge cuts is partial: pairs past the edge are hidden
+        full = full & (torch.arange(rows.count, device=device) < rows.count - 1)[:, None]
+    if kv_len % block_size[1]:
+        full = full & (torch.arange(columns.count, device=device) < columns.count - 1)
+    # A compiler that sees the operations fuses them; on a CPU the operator would only be one more call.
+    make_lists = index_lists_operator if on_gpu(device) else plain_index_lists
+    return Layout(
+        q_len=q_len,
+        kv_len=kv_len,
+        block_size=block_size,
+        indices=tuple(make_lists((possible & ~full).contiguous(), full.contiguous())),
+        undecided=None,
+        not_understood=decided.not_understood,
+    )
+
+
 def any_visible(
     mask_mod: MaskMod,
     batch: int,
@@ -117,11 +149,8 @@ def any_visible(
     device: torch.device,
     block_size: tuple[int, int],
 ) -> Tensor:
-    """Return whether any pair of each block is visible: bool [B, H, rows, columns].
-
-    Kernels compute these blocks, whether partial or full. B and H are 1 if the mask does not depend on the index.
-
-    Raises ValueError or TypeError where the function is not a mask.
+    """Whether any pair of each block is visible, so that kernels compute it: bool [B, H, rows, columns], with B and H 1
+    if the mask does not depend on the index.
     """
     rows, columns = Axis(q_len, block_size[0]), Axis(kv_len, block_size[1])
     decided = decide(mask_mod, batch, heads, q_len, kv_len, device, block_size)
@@ -134,17 +163,15 @@ def any_visible(
 def _resolved(
     decided: Decided, undecided: Tensor, words: Tensor | None, elements: Elements, rows: Axis, columns: Axis
 ) -> tuple[Tensor, Tensor]:
-    """Return whether any, and whether all pairs of each block are visible.
-
-    undecided: the undecided blocks, as indices into the flattened blocks.
-    words: their bits, or None.
+    """Whether any, and whether all pairs of each block are visible. `undecided` are flat places, and `words` their bits
+    if they were evaluated whole.
     """
     certain = decided.certain
     if not len(undecided):
         return certain, certain
     any_visible, all_visible = (certain.clone(memory_format=torch.contiguous_format) for _ in range(2))
     if words is not None:
-        seen = torch.stack(seen_in(words)).to(certain.device)
+        seen = torch.stack(visible_in_words(words)).to(certain.device)
         any_visible.view(-1)[undecided], all_visible.view(-1)[undecided] = seen
         return any_visible, all_visible
     for places in undecided.split(limits.elements_at_once(certain.device) // 2):
@@ -154,9 +181,9 @@ def _resolved(
 
 
 def materialize(mask_mod: MaskMod, batch: int, heads: int, q_len: int, kv_len: int, device: torch.device) -> Tensor:
-    """Return the mask: bool [batch or 1, heads or 1, q_len, kv_len].
+    """The mask: bool [batch or 1, heads or 1, q_len, kv_len]. What else is computed, such as distances, is bounded.
 
-    Raises MemoryError if that is more than is free. What else is computed, such as distances, is bounded.
+    Raises MemoryError if the mask takes more memory than is free.
     """
     if compat.is_compiling():  # torch traces neither ranges nor questions about memory
         indices = [torch.arange(n, device=device) for n in (batch, heads, q_len, kv_len)]

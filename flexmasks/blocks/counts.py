@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 
 from flexmasks import compat
-from flexmasks.blocks.elements import Elements, MaskMod
+from flexmasks.blocks.elements import Elements, MaskMod, coordinates_of
 from flexmasks.blocks.lists import in_use
 
 _TILE = 16  # the fewest keys that a kernel looks at in one step
 
 
 def pairs_in_blocks(counts: Tensor, indices: Tensor, lengths: tuple[int, int], block_size: tuple[int, int]) -> int:
-    """Return the number of pairs in listed blocks.
+    """The number of pairs in listed blocks, of which the edge may cut the last ones.
 
     counts, indices: [..., rows] and [..., rows, n], lists of key blocks as a BlockMask has them.
-    lengths: numbers of queries and keys; the edge may cut the last blocks.
+    lengths: numbers of queries and keys.
     """
     (height, width), (q_len, kv_len) = block_size, lengths
     rows, columns = counts.shape[-1], -(-kv_len // width)
@@ -28,6 +28,15 @@ def pairs_in_blocks(counts: Tensor, indices: Tensor, lengths: tuple[int, int], b
     keys = counts.long() * width - has_last_column * (columns * width - kv_len)
     queries = (q_len - torch.arange(rows, device=counts.device) * height).clamp(max=height)
     return int((keys * queries).sum())
+
+
+def _nth_listed(nth: Tensor, counts: Tensor, indices: Tensor) -> Tensor:
+    """The nth of all listed blocks, [n, (b, h, row, column)]."""
+    counts_of_line = counts.flatten().long()
+    ends = counts_of_line.cumsum(0)
+    line = torch.searchsorted(ends, nth, right=True)
+    column = indices.flatten(0, -2)[line, nth - ends[line] + counts_of_line[line]].long()
+    return torch.cat([coordinates_of(line, counts.shape), column[:, None]], 1)
 
 
 def visible_in_blocks(
@@ -38,9 +47,8 @@ def visible_in_blocks(
     keys: int | None = None,
     repeat_last_query: bool = False,
 ) -> Iterator[Tensor]:
-    """Yield which pairs of blocks are visible, in chunks [n, queries, keys].
+    """Yield which pairs of blocks [n, (b, h, row, column)] are visible, in chunks [n, queries, keys].
 
-    blocks: [n, (b, h, row, column)].
     keys: number of keys of each block to look at, from its first on; by default all.
     repeat_last_query: queries past the edge see what the last query sees. By default they see nothing. Keys past the
         edge are always hidden.
@@ -81,64 +89,71 @@ class Blocks:
 
     @property
     def total(self) -> int:
-        """Return the number of blocks."""
         return self._partial[0].numel() * -(-self.block_mask.seq_lengths[1] // self._block_size[1])
 
     @functools.cached_property
     def partial(self) -> int:
-        """Return the number of blocks where kernels evaluate the mask.
-
-        They have visible and hidden pairs, or are cut by the edge.
-        """
+        """The number of blocks where kernels evaluate the mask: with visible and hidden pairs, or cut by the edge."""
         return int(self._partial[0].sum())
 
     @functools.cached_property
     def full(self) -> int:
-        """Return the number of blocks without hidden pairs.
-
-        Kernels do not evaluate the mask there.
-        """
+        """The number of blocks without hidden pairs, where kernels do not evaluate the mask."""
         return int(self._full[0].sum())
 
     @property
     def empty(self) -> int:
-        """Return the number of blocks without visible pairs, which kernels skip."""
+        """The number of blocks without visible pairs, which kernels skip."""
         return self.total - self.partial - self.full
 
     @functools.cached_property
     def shares(self) -> tuple[float, float, float]:
-        """Return the shares of all pairs in empty, partial and full blocks.
-
-        Each is from 0 to 1.
-        """
+        """The shares of all pairs in empty, partial and full blocks, from 0 to 1."""
         all_pairs = self._partial[0][..., 0].numel() * self._lengths[0] * self._lengths[1]
-        partial, full = (self._pairs_in(lists) / all_pairs for lists in (self._partial, self._full))
+        partial, full = self.partial_pairs / all_pairs, self.full_pairs / all_pairs
         return max(0.0, 1 - partial - full), partial, full
 
     @property
     def sparsity(self) -> float:
-        """Return the share of pairs in empty blocks, 0 to 1."""
+        """The share of pairs in empty blocks, from 0 to 1."""
         return self.shares[0]
 
     @functools.cached_property
     def hidden(self) -> float:
-        """Return the share of computed pairs that are hidden, 0 to 1.
-
-        Computed pairs are the pairs in partial and full blocks. Evaluates the mask at every pair in partial blocks.
+        """The share of hidden pairs in partial and full blocks, from 0 to 1, by the mask at every pair in partial
+        blocks.
         """
-        in_full = self._pairs_in(self._full)
-        computed = self._pairs_in(self._partial) + in_full
-        if not computed:
+        computed = self.partial_pairs + self.full_pairs
+        return self.hidden_pairs() / computed if computed else 0.0
+
+    @functools.cached_property
+    def partial_pairs(self) -> int:
+        return pairs_in_blocks(*self._partial, self._lengths, self._block_size)
+
+    @functools.cached_property
+    def full_pairs(self) -> int:
+        return pairs_in_blocks(*self._full, self._lengths, self._block_size)
+
+    def hidden_pairs(self, most_blocks: int | None = None) -> float:
+        """The number of hidden pairs in partial blocks, estimated from `most_blocks` of them, evenly spread."""
+        if not self.partial:
             return 0.0
         counts, indices = self._partial
-        b, h, row, n = in_use(counts, indices).nonzero().unbind(1)
-        blocks = torch.stack([b, h, row, indices[b, h, row, n].long()], 1)
+        looked_at = self.partial if most_blocks is None else min(self.partial, most_blocks)
+        nth = torch.arange(looked_at, device=counts.device) * self.partial // looked_at
+        blocks = _nth_listed(nth, counts, indices)
         chunks = visible_in_blocks(self.block_mask.mask_mod, blocks, self._lengths, self._block_size)
-        return 1 - (in_full + sum(int(visible.sum()) for visible in chunks)) / computed
+        visible = sum(int(visible.sum()) for visible in chunks)
+        (height, width), (q_len, kv_len) = self._block_size, self._lengths
+        queries, keys = (
+            (q_len - blocks[:, 2] * height).clamp(max=height),
+            (kv_len - blocks[:, 3] * width).clamp(max=width),
+        )
+        return self.partial_pairs * (1 - visible / int((queries * keys).sum()))
 
     @functools.cached_property
     def contiguous(self) -> bool:
-        """Return whether the blocks in each list follow without gaps.
+        """Whether the blocks in each list follow without gaps.
 
         The kernel option BLOCKS_ARE_CONTIGUOUS promises this for the lists of partial and of full blocks. It holds for
         causal attention if the lengths are multiples of the block size. Otherwise the edge makes some blocks partial,
@@ -154,7 +169,7 @@ class Blocks:
 
     @functools.cached_property
     def rows_guaranteed_safe(self) -> bool:
-        """Return whether each query sees one of a kernel's first 16 keys.
+        """Whether each query sees one of a kernel's first 16 keys.
 
         These are the first keys of the first block in the query's list, where partial blocks come before full blocks.
         The kernel option ROWS_GUARANTEED_SAFE needs this, which is more than its documentation says: with the option a
@@ -172,9 +187,7 @@ class Blocks:
 
     @property
     def kernel_options(self) -> dict[str, bool]:
-        """Return the options of torch's flex_attention that are proven to hold.
-
-        They are options of its Triton kernel for many queries.
+        """The options of torch's Triton kernel for many queries that are proven to hold.
 
         ROWS_GUARANTEED_SAFE holds only without a score_mod, for a score_mod that returns -inf also hides pairs.
         `attention` sets both options by itself for masks without tensors. For other masks it does not: what holds for
@@ -213,9 +226,6 @@ class Blocks:
         if block_mask.full_kv_num_blocks is None or block_mask.full_kv_indices is None:
             return torch.zeros_like(block_mask.kv_num_blocks), block_mask.kv_indices
         return block_mask.full_kv_num_blocks, block_mask.full_kv_indices
-
-    def _pairs_in(self, lists: tuple[Tensor, Tensor]) -> int:
-        return pairs_in_blocks(*lists, self._lengths, self._block_size)
 
 
 def _is_without_gaps(counts: Tensor, indices: Tensor) -> bool:

@@ -20,10 +20,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Axis:
-    """Positions of queries or keys, cut in blocks.
-
-    The positions are `first`..`length` - 1, in blocks of `block_size`. The last block may be shorter.
-    """
+    """Positions `first`..`length` - 1 of queries or keys, in blocks of `block_size`; the last block may be shorter."""
 
     length: int
     block_size: int
@@ -31,15 +28,13 @@ class Axis:
 
     @property
     def count(self) -> int:
-        """Return the number of blocks."""
         return -(-(self.length - self.first) // self.block_size)
 
     def blocks(self, start: int, count: int) -> Axis:
-        """Return the axis of the blocks start..start + count - 1."""
+        """The axis of the blocks start..start + count - 1."""
         return Axis(min(self.length, (start + count) * self.block_size), self.block_size, start * self.block_size)
 
     def range(self, dim: int, device: torch.device) -> Range:
-        """Return the ranges of all blocks' positions, along dimension `dim`."""
         lo = torch.arange(self.first, self.length, self.block_size, dtype=torch.float64, device=device)
         hi = (lo + (self.block_size - 1)).clamp(max=self.length - 1)
         steps = Steps(self.first, self.block_size, self.length, dim)
@@ -48,10 +43,7 @@ class Axis:
 
 
 class Decided(NamedTuple):
-    """Result of `decide`: booleans [B, H, rows, columns] and two facts.
-
-    A dimension on which the mask does not depend has size 1.
-    """
+    """Booleans [B, H, rows, columns], of size 1 where the mask does not depend on the index, and two facts."""
 
     certain: Tensor  # whether all pairs of a block are certainly visible
     possible: Tensor  # whether any pair of a block is possibly visible
@@ -69,14 +61,10 @@ def decide(
     block_size: tuple[int, int],
     reads_values: bool = True,
 ) -> Decided:
-    """Return what ranges know of each block.
-
-    If there are few blocks, they are decided on the CPU, and the result stays there.
+    """What ranges know of each block; few blocks are decided on the CPU, and the result stays there.
 
     reads_values: whether the host may read values of tensors. If not, all is decided on `device`, by operations whose
         shapes depend on shapes only.
-
-    Raises ValueError or TypeError where the function is not a mask.
     """
     rows, columns = Axis(q_len, block_size[0]), Axis(kv_len, block_size[1])
     blocks = rows.count * columns.count
@@ -95,12 +83,7 @@ def decide(
 def dependence(
     mask_mod: MaskMod, batch: int, heads: int, device: torch.device, reads_values: bool = True
 ) -> tuple[int, int]:
-    """Return the batch and head size of a mask.
-
-    A size is 1 where the function does not depend on that index.
-
-    Raises ValueError or TypeError where the function is not a mask.
-    """
+    """The batch and head size of a mask, 1 where the function does not depend on that index."""
     one = Axis(1, 1)
     decided = _decide_at_once(mask_mod, (batch, heads), one, one, device, device, reads_values=reads_values)
     if isinstance(decided, str):
@@ -160,7 +143,7 @@ def _decide_at_once(
     max_width: float = math.inf,
     reads_values: bool = True,
 ) -> Decided | str:
-    """Return what ranges know of all blocks, or why ranges gave up."""
+    """What ranges know of all blocks, or why they gave up."""
     b = torch.arange(sizes[0], device=compute_device).view(-1, 1, 1, 1)
     h = torch.arange(sizes[1], device=compute_device).view(1, -1, 1, 1)
     indices = Range.of_indices(b, b, sizes[0] - 1), Range.of_indices(h, h, sizes[1] - 1)

@@ -20,10 +20,7 @@ _INDEX_LIMIT = 1 << 31  # above every index
 
 
 class _IndexingByNumbers(TorchFunctionMode):
-    """Mode in which `tensor[i]` with a tensor `i` without dimensions is a lookup.
-
-    Without the mode, torch reads the value of `i`, which vmap does not allow.
-    """
+    """Makes `tensor[i]` with a number `i` in a tensor a lookup: torch reads the value, which vmap does not allow."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -42,12 +39,12 @@ class _IndexingByNumbers(TorchFunctionMode):
 
 
 def over_indices(function: _Function, prefix: tuple[int | None, ...] = ()) -> Callable[..., Tensor]:
-    """Return a mask_mod as a function of four index vectors.
+    """A mask_mod as a function of four index vectors, whose result is [b, h, q, kv].
 
     prefix: vmap's dimensions for arguments before the indices: (0,) for a score_mod, which takes a score [b, h, q, kv],
         and (None,) for a score_mod of one number.
 
-    The result is [b, h, q, kv]. The function sees tensors without dimensions, as in torch's create_mask.
+    The function sees tensors without dimensions, as in torch's create_mask.
     """
     vmapped: Callable[..., Tensor] = function
     for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
@@ -57,8 +54,6 @@ def over_indices(function: _Function, prefix: tuple[int | None, ...] = ()) -> Ca
 
 
 def with_indexing_by_numbers(function: _Function) -> Callable[..., Tensor]:
-    """Return a function in which `tensor[i]` with a tensor `i` without dimensions is a lookup."""
-
     def evaluated(*args: Tensor) -> Tensor:
         with _IndexingByNumbers():
             return function(*args)
@@ -67,10 +62,8 @@ def with_indexing_by_numbers(function: _Function) -> Callable[..., Tensor]:
 
 
 class _ConstantsLikeIndices(TorchFunctionMode):
-    """Mode in which constants that an index makes do not depend on it.
-
-    `b.new_zeros(())` is such a constant, to which vmap gives the dimension of `b`. torch's or_masks and and_masks start
-    with one.
+    """Makes constants of indices independent of them. `b.new_zeros(())`, with which torch's or_masks and and_masks
+    start, is a constant to which vmap gives the dimension of `b`.
     """
 
     def __torch_function__(
@@ -85,10 +78,9 @@ class _ConstantsLikeIndices(TorchFunctionMode):
 
 
 def dependence_by_vmap(mask_mod: MaskMod, batch: int, heads: int, device: torch.device) -> tuple[int, int]:
-    """Return a mask's batch and head size, as vmap shows them.
-
-    A size is 1 where the function does not depend on that index: vmap's result then has a stride of 0 along it. All
-    indices go through vmap, as in `over_indices`, because torch promotes dtypes otherwise without it.
+    """The batch and head size of a mask, 1 where vmap's result has a stride of 0 because the function does not depend
+    on that index. All indices go through vmap, as in `over_indices`, because torch promotes dtypes otherwise without
+    it.
     """
 
     def visible_at(indices: Iterator[Tensor]) -> Tensor:
@@ -105,9 +97,7 @@ def dependence_by_vmap(mask_mod: MaskMod, batch: int, heads: int, device: torch.
 
 
 def boolean(visible: Tensor, dims: int) -> Tensor:
-    """Return a mask function's result if it is one boolean per element.
-
-    dims: the number of dimensions of the indices, which the result must have.
+    """A mask function's result if it is one boolean for each element of indices of `dims` dimensions.
 
     Raises TypeError for another dtype, ValueError for another number of dimensions.
     """
@@ -125,14 +115,13 @@ def boolean(visible: Tensor, dims: int) -> Tensor:
 
 
 class Elements:
-    """A mask at elements of n blocks.
+    """A mask at elements of n blocks: called with b, h [n], q [n, queries] and kv [n, keys], it returns booleans [n,
+    queries, keys] on the device of the indices.
 
-    Called with b, h [n], q [n, queries] and kv [n, keys], it returns booleans [n, queries, keys].
+    For most functions they come from ranges of one element each, which start faster than vmap, for all others from
+    vmap.
 
-    For most functions the booleans come from ranges of one element each, which start faster than vmap. For all other
-    functions they come from vmap.
-
-    device: the device that the function sees its indices on; the result is on the device of the indices.
+    device: the device that the function sees its indices on.
     widest: elements of the largest tensor that the function sees, as `decide` gives it.
     """
 
@@ -145,7 +134,6 @@ class Elements:
         self._vmapped = function
 
     def blocks_at_once(self, elements: int) -> int:
-        """Return how many blocks of `elements` to evaluate in one call."""
         blocks = limits.elements_at_once(self.device) // elements
         blocks_if_wide = limits.WIDE_ELEMENTS_AT_ONCE // (elements * self._widest)
         return max(1, min(blocks, blocks_if_wide))
@@ -162,10 +150,7 @@ class Elements:
         return visible
 
     def _by_ranges(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor | None:
-        """Return the elements as ranges give them.
-
-        None if ranges do not know all of the function's operations.
-        """
+        """The elements as ranges give them, None if ranges do not know all of the function's operations."""
         n = len(b)
         shapes = (n, 1, 1, 1), (n, 1, 1, 1), (n, 1, -1, 1), (n, 1, 1, -1)
         indices = [x.double().view(shape) for x, shape in zip((b, h, q, kv), shapes, strict=True)]
@@ -180,15 +165,12 @@ class Elements:
 
 
 def block_indices(lo: Tensor, hi: Tensor) -> Range:
-    """Return a range of indices whose greatest value is unknown."""
+    """A range of indices whose greatest value is unknown."""
     return Range.of_indices(lo, hi, _INDEX_LIMIT, limit_reached=False)
 
 
 def coordinates_of(places: Tensor, shape: torch.Size) -> Tensor:
-    """Return the coordinates [n, dimensions] of flat places.
-
-    torch.unravel_index returns the same, but waits for a GPU.
-    """
+    """The coordinates [n, dimensions] of flat places, as torch.unravel_index returns them, which waits for a GPU."""
     coordinates = []
     for size in reversed(shape):
         coordinates.append(places % size)
@@ -197,10 +179,7 @@ def coordinates_of(places: Tensor, shape: torch.Size) -> Tensor:
 
 
 def places_of(coordinates: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return the flat places of coordinates [n, dimensions].
-
-    A coordinate counts as 0 where a dimension has size 1.
-    """
+    """The flat places of coordinates [n, dimensions], of which those along a dimension of size 1 count as 0."""
     places = torch.zeros_like(coordinates[:, 0])
     for dim, size in enumerate(shape):
         places = places * size + (coordinates[:, dim] if size > 1 else 0)

@@ -18,7 +18,6 @@ WHOLE_ELEMENTS_AT_ONCE_ON_CPU = 1 << 18  # the same on a CPU, where each thread 
 ELEMENTS_KEPT = 1 << 26  # elements of whole blocks whose bits are kept at once
 WIDE_ELEMENTS_AT_ONCE = 1 << 25  # elements of a mask times elements of the largest tensor that its function sees
 ENTRIES_OF_WIDE_LISTS = 1 << 24  # in lists of more entries, each list is no longer than the fullest one
-NARROW_LISTS_ON = ("cuda",)  # kernels of other devices want a place for each block
 _BYTES_OF_LISTS = 16  # for each block: an entry of 4 bytes in each of four lists
 _BYTES_OF_BOOLEANS = 8  # for each block, at the peak
 _ADVICE = (
@@ -31,7 +30,6 @@ _CONTAINER = Path("/sys/fs/cgroup")
 
 
 def elements_at_once(device: torch.device) -> int:
-    """Return how many elements of a mask to evaluate at once."""
     return ELEMENTS_AT_ONCE_ON_CPU if device.type == "cpu" else ELEMENTS_AT_ONCE_ON_GPU
 
 
@@ -44,7 +42,7 @@ def check_blocks(
 ) -> None:
     """Raise MemoryError if the blocks of this many masks need more memory than is free.
 
-    has_wide_lists: whether each list has a place for every block; `check_lists` checks others.
+    has_wide_lists: whether each list has a place for every block; `check_lists` checks narrow lists.
     """
     rows, columns = (-(-n // size) for n, size in zip(lengths, block_size, strict=True))
     check_memory(
@@ -56,28 +54,20 @@ def check_blocks(
 
 
 def check_lists(entries: int, device: torch.device) -> None:
-    """Raise MemoryError if lists of blocks need more memory than is free."""
     check_memory(4 * entries, device, "the list of the blocks", _ADVICE)
 
 
 def _grouped(n: int) -> str:
-    """Return a number with commas.
-
-    Symbolic numbers of torch 2.11 take no format.
-    """
+    """A number with commas; symbolic numbers of torch 2.11 take no format."""
     return f"{n:,}" if isinstance(n, int) else str(n)
 
 
 def check_memory(nbytes: int, device: torch.device, what: str, advice: str) -> None:
-    """Raise MemoryError if a result needs more memory than is free on the device.
+    """Raise MemoryError if a result needs more memory than is free: otherwise the system would end the process.
 
-    Without this check the system would end the process.
-
-    Args:
-        nbytes: the bytes that the result and the work on it need at once.
-        device: where they are needed.
-        what: the result, as the subject of a sentence.
-        advice: a sentence that says what needs less memory.
+    nbytes: what the result and the work on it need at once.
+    what: the result, as the subject of a sentence.
+    advice: a sentence that says what needs less memory.
     """
     if nbytes <= _UNCHECKED_BYTES:
         return
@@ -87,7 +77,7 @@ def check_memory(nbytes: int, device: torch.device, what: str, advice: str) -> N
 
 
 def free_memory(device: torch.device) -> int | float:
-    """Return how many bytes are free on a device, inf if that is unknown."""
+    """The bytes that are free on a device, inf if that is unknown."""
     if device.type == "cuda" and torch.cuda.is_available() and not torch.cuda.is_current_stream_capturing():
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused

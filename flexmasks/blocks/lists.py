@@ -21,15 +21,11 @@ _ALIGNMENT = 64  # kernels expect a tensor's offset in its memory to be a multip
 
 
 def grid(lengths: tuple[int, int], block_size: tuple[int, int]) -> tuple[int, int]:
-    """Return the numbers of blocks of queries and of keys."""
     return -(-lengths[0] // block_size[0]), -(-lengths[1] // block_size[1])
 
 
 def of_block_mask(block_mask: compat.BlockMask) -> tuple[Tensor, Tensor]:
-    """Return which blocks of a BlockMask are partial and which are full.
-
-    Both are booleans [B, H, query blocks, key blocks].
-    """
+    """Which blocks of a BlockMask are partial and which are full: booleans [B, H, query blocks, key blocks]."""
     _, columns = grid(block_mask.seq_lengths, block_mask.BLOCK_SIZE)
     partial = _listed(block_mask.kv_num_blocks, block_mask.kv_indices, columns)
     if block_mask.full_kv_num_blocks is None or block_mask.full_kv_indices is None:
@@ -38,15 +34,13 @@ def of_block_mask(block_mask: compat.BlockMask) -> tuple[Tensor, Tensor]:
 
 
 def are_narrow(block_mask: compat.BlockMask) -> bool:
-    """Return whether lists of a BlockMask have fewer places than there are blocks."""
     _, columns = grid(block_mask.seq_lengths, block_mask.BLOCK_SIZE)
     return any(x is not None and x.shape[-1] < columns for x in (block_mask.kv_indices, block_mask.full_kv_indices))
 
 
 def widened(block_mask: compat.BlockMask) -> compat.BlockMask:
-    """Return a BlockMask whose lists have a place for each block.
-
-    torch's kernels on a CPU want such lists. A BlockMask on a GPU stays as it is.
+    """A BlockMask whose lists have a place for each block, as torch's kernels on a CPU want them, not those on a
+    GPU.
     """
     if block_mask.kv_indices.is_cuda or not are_narrow(block_mask):
         return block_mask
@@ -62,7 +56,7 @@ def widened(block_mask: compat.BlockMask) -> compat.BlockMask:
 
 
 def in_use(counts: Tensor, indices: Tensor) -> Tensor:
-    """Return which entries of lists stand for blocks: the first `counts`."""
+    """Which entries of lists stand for blocks: the first `counts`."""
     return torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
 
 
@@ -78,7 +72,7 @@ def _listed(counts: Tensor, indices: Tensor, columns: int) -> Tensor:
 
 
 def index_lists(partial_and_full: Tensor, ones: Tensor) -> list[Tensor]:
-    """Return the eight index tensors of a BlockMask.
+    """The eight index tensors of a BlockMask.
 
     partial_and_full: bool [2, batch, heads, rows, columns], which blocks are partial and which are full.
     ones: int32 ones, two for each element of `partial_and_full`. They become the lists.
@@ -113,13 +107,12 @@ def index_lists(partial_and_full: Tensor, ones: Tensor) -> list[Tensor]:
 
 
 def narrow_index_lists(partial_and_full: Tensor) -> list[Tensor]:
-    """Return the eight index tensors of a BlockMask, in narrow lists.
-
-    The lists are the first columns of those of `index_lists`, as many as the fullest list of a kind needs, so they take
-    less memory where few blocks are marked. The host reads how many that are. Raises MemoryError if there is too little
-    memory.
+    """The first columns of the lists of `index_lists`, as many as the fullest list of a kind needs: they take less
+    memory where few blocks are marked. The host reads how many that are.
 
     partial_and_full: bool [2, batch, heads, rows, columns], which blocks are partial and which are full.
+
+    Raises MemoryError if there is too little memory.
     """
     rows, columns = partial_and_full.shape[-2:]
     of_kind, device = partial_and_full[0, ..., 0, 0].numel(), partial_and_full.device
@@ -153,10 +146,7 @@ def narrow_index_lists(partial_and_full: Tensor) -> list[Tensor]:
 
 
 class _Runs(NamedTuple):
-    """Runs of marked places, in order.
-
-    A line is a row or a column. All rows come before all columns.
-    """
+    """Runs of marked places, in order, first in all rows, then in all columns."""
 
     line: Tensor
     first: Tensor
@@ -164,7 +154,6 @@ class _Runs(NamedTuple):
 
 
 def _runs(partial_and_full: Tensor) -> _Runs:
-    """Find the runs of marked places in all lines."""
     rows, columns = partial_and_full.shape[-2:]
     matrices = partial_and_full[..., 0, 0].numel()
     width = max(rows, columns) + 1  # above every place in a line, and above every end of a run
@@ -181,7 +170,7 @@ def _runs(partial_and_full: Tensor) -> _Runs:
 
 
 def _counts(runs: _Runs, lines: int) -> Tensor:
-    """Return the number of marked places of each line."""
+    """The number of marked places of each line."""
     counts = torch.zeros(lines, dtype=torch.int64, device=runs.line.device)
     return counts.index_add_(0, runs.line, runs.end - runs.first)
 
@@ -211,21 +200,14 @@ def _add_jumps(lists: Tensor, runs: _Runs, counts: Tensor, list_start: Tensor, l
 
 
 def _with_own_storage(tensor: Tensor) -> Tensor:
-    """Return the tensor with a storage offset of 0.
-
-    For other offsets torch.compile would compile more kernels.
-    """
+    """The tensor with a storage offset of 0; for each other one torch.compile would compile more kernels."""
     is_aligned = tensor.storage_offset() % _ALIGNMENT == 0
     return from_dlpack(to_dlpack(tensor)) if is_aligned else tensor.clone()
 
 
 def _edges(matrices: Tensor, dim: int) -> Tensor:
-    """Return the first places and the ends of runs along `dim`.
-
-    matrices: bool [matrices, rows, columns].
-
-    The result holds flat places, in order, in a shape that is longer by one along `dim`. An end is the place behind a
-    run.
+    """The first places and the ends of runs along `dim` of bool [matrices, rows, columns]: flat places, in order, in a
+    shape that is longer by one along `dim`. An end is the place behind a run.
     """
     n = matrices.shape[dim]
     shape = list(matrices.shape)
@@ -240,10 +222,7 @@ def _edges(matrices: Tensor, dim: int) -> Tensor:
 
 
 def flat_nonzero(places: Tensor) -> Tensor:
-    """Return the flat places of booleans that are true.
-
-    Many booleans are searched eight at a time, since the true ones are few and far apart.
-    """
+    """The flat places of booleans that are true: of many, eight at a time, since these are few and far apart."""
     flat = places.view(-1)
     if flat.numel() % 8 or flat.numel() < _WORDWISE_FROM or flat.data_ptr() % 8:
         return flat.nonzero()[:, 0]

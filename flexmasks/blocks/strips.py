@@ -10,13 +10,13 @@ from torch import Tensor
 
 from flexmasks.blocks import limits
 from flexmasks.blocks.build import any_visible, build
-from flexmasks.blocks.counts import pairs_in_blocks, visible_in_blocks
+from flexmasks.blocks.counts import Blocks
 from flexmasks.blocks.decide import decide, dependence
 from flexmasks.blocks.elements import MaskMod
 
 _BLOCKS_OF_STRIP = 1 << 22  # blocks of a strip, over all keys
 _VISIBLE_OF_STRIP = 1 << 24  # blocks of a strip of `visible_in_strips`, over all keys, one byte each
-_RUNS = 8  # the most runs of undecided parts of a strip that are looked at one by one
+_MAX_RUNS = 8  # the most runs of undecided parts of a strip that are looked at one by one
 _SAMPLED_PAIRS = 1 << 24  # pairs in partial blocks that are evaluated to measure the share of hidden ones
 
 
@@ -32,17 +32,6 @@ class Counts:
     estimated: bool  # whether `hidden` is measured in a part of the partial blocks, evenly spread
 
 
-@dataclass(frozen=True)
-class _StripCounts:
-    """Counts of a part of a strip."""
-
-    partial_blocks: int = 0
-    partial_pairs: int = 0
-    full_pairs: int = 0
-    hidden_pairs: float = 0.0
-    estimated: bool = False
-
-
 def count_in_strips(
     mask_mod: MaskMod, q_len: int, kv_len: int, block_size: tuple[int, int], device: torch.device
 ) -> Counts:
@@ -51,10 +40,8 @@ def count_in_strips(
     Strips of queries are counted one after the other. Each strip is cut into parts along the keys. Only the parts from
     the first to the last undecided part are looked at. If there are many partial blocks, hidden pairs are counted in
     some of them, evenly spread.
-
-    Raises ValueError or TypeError where the function is not a mask.
     """
-    (height, width), lengths = block_size, (q_len, kv_len)
+    height, width = block_size
     rows_of_strip = height * max(1, _BLOCKS_OF_STRIP // -(-kv_len // width))
     columns_of_part = width * max(1, rows_of_strip // width)
     shape = -(-q_len // rows_of_strip), -(-kv_len // columns_of_part)
@@ -65,20 +52,35 @@ def count_in_strips(
         certain[-1] = False
     if kv_len % width:
         certain[:, -1] = False
-    strips = []
+    partial = partial_pairs = full_pairs = 0
+    hidden_pairs, estimated = 0.0, False
+    sampled_blocks = max(1, _SAMPLED_PAIRS // shape[0] // (height * width))
     for strip in range(shape[0]):
         rows = min(rows_of_strip, q_len - strip * rows_of_strip)
         undecided = (possible[strip] & ~certain[strip]).nonzero()[:, 0].tolist()
         first, end = (undecided[0], undecided[-1] + 1) if undecided else (0, 0)
         full_parts = [n for n in certain[strip].nonzero()[:, 0].tolist() if not first <= n < end]
-        full_pairs = sum(rows * min(columns_of_part, kv_len - n * columns_of_part) for n in full_parts)
-        strips.append(_StripCounts(full_pairs=full_pairs))
+        full_pairs += sum(rows * min(columns_of_part, kv_len - n * columns_of_part) for n in full_parts)
         if undecided:
-            start = strip * rows_of_strip, first * columns_of_part
-            size = rows, min(kv_len, end * columns_of_part) - start[1]
-            sampled_blocks = max(1, _SAMPLED_PAIRS // shape[0] // (height * width))
-            strips.append(_count_part(_moved(mask_mod, *start), size, block_size, device, sampled_blocks))
-    return _total(strips, lengths, block_size)
+            start = first * columns_of_part
+            part = _moved(mask_mod, strip * rows_of_strip, start)
+            keys = min(kv_len, end * columns_of_part) - start
+            blocks = Blocks(build(part, 1, 1, rows, keys, device, block_size).block_mask(part))
+            partial += blocks.partial
+            partial_pairs += blocks.partial_pairs
+            full_pairs += blocks.full_pairs
+            hidden_pairs += blocks.hidden_pairs(sampled_blocks)
+            estimated |= blocks.partial > sampled_blocks
+    full = full_pairs // (height * width)  # the edge cuts no full block
+    computed, all_pairs = partial_pairs + full_pairs, q_len * kv_len
+    return Counts(
+        empty=-(-q_len // height) * -(-kv_len // width) - partial - full,
+        partial=partial,
+        full=full,
+        shares=(1 - computed / all_pairs, partial_pairs / all_pairs, full_pairs / all_pairs),
+        hidden=hidden_pairs / computed if computed else 0.0,
+        estimated=estimated,
+    )
 
 
 def visible_in_strips(
@@ -90,14 +92,10 @@ def visible_in_strips(
     block_size: tuple[int, int],
     device: torch.device,
 ) -> Iterator[tuple[int, Tensor]]:
-    """Yield which blocks have visible pairs, in strips of queries.
-
-    Each strip is the position of its first query and booleans [B, H, rows, columns]. B and H are 1 if the mask does not
-    depend on the index.
+    """Yield strips of queries: the position of the first query, and which blocks have visible pairs, booleans [B, H,
+    rows, columns]. B and H are 1 if the mask does not depend on the index.
 
     rows: the first query and the end of the queries. Blocks of queries start at the first one, blocks of keys at key 0.
-
-    Raises ValueError or TypeError where the function is not a mask.
     """
     (start, stop), (height, width) = rows, block_size
     batch, heads = dependence(mask_mod, batch, heads, device) if batch * heads > 1 else (1, 1)
@@ -121,79 +119,18 @@ def visible_in_strips(
 
 
 def _runs(places: list[int]) -> list[tuple[int, int]]:
-    """Return the runs of rising places, as pairs of the first place and the end.
-
-    Many runs become one, because each costs a search of its own.
-    """
+    """The first place and the end of each run of places; of many runs of all together, because each costs a search."""
     runs: list[tuple[int, int]] = []
     for place in places:
         if runs and runs[-1][1] == place:
             runs[-1] = runs[-1][0], place + 1
         else:
             runs.append((place, place + 1))
-    return runs if len(runs) <= _RUNS else [(runs[0][0], runs[-1][1])]
+    return runs if len(runs) <= _MAX_RUNS else [(runs[0][0], runs[-1][1])]
 
 
 def _moved(mask_mod: MaskMod, q_start: int, kv_start: int) -> MaskMod:
-    """Return the mask of the queries and keys from these positions on."""
+    """The mask of the queries and keys from these positions on."""
     if not (q_start or kv_start):
         return mask_mod
     return lambda b, h, q, kv: mask_mod(b, h, q + q_start, kv + kv_start)
-
-
-def _count_part(
-    mask_mod: MaskMod, lengths: tuple[int, int], block_size: tuple[int, int], device: torch.device, sampled_blocks: int
-) -> _StripCounts:
-    """Count the blocks of a part of a mask.
-
-    Hidden pairs are counted in at most `sampled_blocks` of the partial blocks.
-    """
-    height, width = block_size
-    layout = build(mask_mod, 1, 1, *lengths, device, block_size)
-    counts, indices, full_counts = (x[0, 0] for x in layout.indices[:3])
-    pairs = pairs_in_blocks(counts, indices, lengths, block_size)
-    blocks = int(counts.sum())
-    hidden = 0.0
-    if blocks and height * width > 1:
-        sampled = min(sampled_blocks, blocks)
-        nth = torch.arange(sampled, device=counts.device) * blocks // sampled
-        listed = _nth_listed(nth, counts, indices)
-        sampled_pairs = int(_pairs_of_each(listed, lengths, block_size).sum())
-        chunks = visible_in_blocks(mask_mod, listed, lengths, block_size)
-        hidden = pairs * (1 - sum(int(visible.sum()) for visible in chunks) / sampled_pairs)
-    full_pairs = int(full_counts.sum()) * height * width  # the edge cuts no full block
-    return _StripCounts(blocks, pairs, full_pairs, hidden, blocks > sampled_blocks and height * width > 1)
-
-
-def _nth_listed(nth: Tensor, counts: Tensor, indices: Tensor) -> Tensor:
-    """Return the nth of the listed blocks, [n, (0, 0, row, column)]."""
-    ends = counts.long().cumsum(0)
-    row = torch.searchsorted(ends, nth, right=True)
-    column = indices[row, nth - ends[row] + counts[row]].long()
-    return torch.stack([torch.zeros_like(row), torch.zeros_like(row), row, column], 1)
-
-
-def _pairs_of_each(blocks: Tensor, lengths: tuple[int, int], block_size: tuple[int, int]) -> Tensor:
-    """Return the number of pairs of each block, [n].
-
-    Where the edge cuts a block, only its pairs inside the edge count.
-    """
-    queries = (lengths[0] - blocks[:, 2] * block_size[0]).clamp(max=block_size[0])
-    keys = (lengths[1] - blocks[:, 3] * block_size[1]).clamp(max=block_size[1])
-    return queries * keys
-
-
-def _total(strips: list[_StripCounts], lengths: tuple[int, int], block_size: tuple[int, int]) -> Counts:
-    (height, width), (q_len, kv_len) = block_size, lengths
-    partial_blocks, partial_pairs = sum(s.partial_blocks for s in strips), sum(s.partial_pairs for s in strips)
-    full_pairs = sum(s.full_pairs for s in strips)
-    full_blocks = full_pairs // (height * width)
-    computed, all_pairs = partial_pairs + full_pairs, q_len * kv_len
-    return Counts(
-        empty=-(-q_len // height) * -(-kv_len // width) - partial_blocks - full_blocks,
-        partial=partial_blocks,
-        full=full_blocks,
-        shares=(1 - computed / all_pairs, partial_pairs / all_pairs, full_pairs / all_pairs),
-        hidden=sum(s.hidden_pairs for s in strips) / computed if computed else 0.0,
-        estimated=any(s.estimated for s in strips),
-    )

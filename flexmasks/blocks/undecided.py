@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -16,14 +18,12 @@ _SHUFFLE = 45  # an odd factor shuffles the queries: their number in a block is 
 
 
 def look_at(elements: Elements, blocks: Tensor, rows: Axis, columns: Axis) -> tuple[Tensor, Tensor]:
-    """Return whether any, and whether all pairs of blocks are visible.
-
-    blocks: [n, (b, h, row, column)].
+    """Whether any, and whether all pairs of blocks [n, (b, h, row, column)] are visible.
 
     The first look is at 8 x 8 positions of each block, where most blocks turn out to be partial. The second look is at
-    pairs with each query and each key once, where most blocks of finer patterns turn out to be partial. The remaining
-    blocks are cut into 8 x 8 parts. The parts that ranges cannot decide are looked at element by element: first one
-    part of each block, then the other parts.
+        pairs with each query and each key once, where most blocks of finer patterns turn out to be partial. The
+        remaining blocks are cut into 8 x 8 parts. The parts that ranges cannot decide are looked at element by element:
+        first one part of each block, then the other parts.
     """
     q, kv = _sampled_positions(rows, blocks[:, 2]), _sampled_positions(columns, blocks[:, 3])
     any_visible, all_visible = _look_at_positions(elements, blocks, q, kv)
@@ -54,70 +54,49 @@ def look_at(elements: Elements, blocks: Tensor, rows: Axis, columns: Axis) -> tu
 
 
 def _sampled_positions(axis: Axis, block: Tensor) -> Tensor:
-    """Return some positions of each block, its first and last among them.
-
-    Positions past the end of the axis become its last position.
-    """
+    """Positions of each block, its first and last among them; the axis's last one in place of those past its end."""
     count = min(_PARTS, axis.block_size)
     offsets = torch.arange(count, device=block.device) * (axis.block_size - 1) // max(1, count - 1)
     return (block[:, None] * axis.block_size + offsets).clamp(max=axis.length - 1)
 
 
 def _positions_of_part(axis: Axis, block: Tensor, part: Tensor) -> Tensor:
-    """Return the positions of one part of each block.
-
-    Positions past the end of the block or of the axis become its last position.
-    """
+    """Positions of one part of each block; in place of those past the end of the block or of the axis the last one."""
     size = -(-axis.block_size // _PARTS)
     offsets = part[:, None] * size + torch.arange(size, device=block.device)
     return (block[:, None] * axis.block_size + offsets.clamp(max=axis.block_size - 1)).clamp(max=axis.length - 1)
 
 
 def _look_at_positions(elements: Elements, blocks: Tensor, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
-    """Return whether any, and whether all pairs of positions are visible.
-
-    q, kv: the positions, [n, queries] and [n, keys].
-    """
+    """Whether any, and whether all pairs of positions [n, queries] and [n, keys] are visible."""
     at_once = elements.blocks_at_once(q.shape[1] * kv.shape[1])
-    any_visible, all_visible = [], []
-    for chunk in torch.arange(len(blocks), device=blocks.device).split(at_once):
-        is_all = len(chunk) == len(blocks)
-        chunk_of = (x if is_all else x[chunk] for x in (blocks[:, 0], blocks[:, 1], q, kv))
-        visible = elements(*chunk_of).flatten(1)
-        any_visible.append(visible.any(1))
-        all_visible.append(visible.all(1))
-    return _joined(any_visible), _joined(all_visible)
+    chunks = (slice(n, n + at_once) for n in range(0, max(1, len(blocks)), at_once))
+    return _any_and_all(elements(blocks[chunk, 0], blocks[chunk, 1], q[chunk], kv[chunk]) for chunk in chunks)
 
 
 def _look_at_pairs(elements: Elements, blocks: Tensor, rows: Axis, columns: Axis) -> tuple[Tensor, Tensor]:
-    """Return whether any, and whether all of some pairs are visible.
-
-    The pairs are spread over all queries and keys of each block.
-    """
+    """Whether any, and whether all of some pairs are visible, spread over all queries and keys of each block."""
     count = min(_MAX_PAIRS, max(rows.block_size, columns.block_size))
     n = torch.arange(count, device=blocks.device)
     q_offsets = n * _SHUFFLE % count * rows.block_size // count
     kv_offsets = n * columns.block_size // count
-    any_visible, all_visible = [], []
-    for chunk in blocks.split(elements.blocks_at_once(count)):
+
+    def visible_in(chunk: Tensor) -> Tensor:
         q = (chunk[:, 2, None] * rows.block_size + q_offsets).clamp(max=rows.length - 1)
         kv = (chunk[:, 3, None] * columns.block_size + kv_offsets).clamp(max=columns.length - 1)
         b, h = (chunk[:, d].repeat_interleave(count) for d in (0, 1))
-        visible = elements(b, h, q.view(-1, 1), kv.view(-1, 1)).view(len(chunk), count)
-        any_visible.append(visible.any(1))
-        all_visible.append(visible.all(1))
-    return _joined(any_visible), _joined(all_visible)
+        return elements(b, h, q.view(-1, 1), kv.view(-1, 1)).view(len(chunk), count)
+
+    return _any_and_all(map(visible_in, blocks.split(elements.blocks_at_once(count))))
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+def _any_and_all(chunks: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
+    found = [(visible.flatten(1).any(1), visible.flatten(1).all(1)) for visible in chunks]
+    return found[0] if len(found) == 1 else (torch.cat([a for a, _ in found]), torch.cat([b for _, b in found]))
 
 
 def _decide_parts(elements: Elements, blocks: Tensor, rows: Axis, columns: Axis) -> tuple[Tensor, Tensor]:
-    """Return whether parts of each block are certainly, and possibly, visible.
-
-    Both are booleans [n, 8, 8].
-    """
+    """Whether parts of each block are certainly, and possibly, visible: booleans [n, 8, 8]."""
     n = len(blocks)
     parts = torch.arange(_PARTS, device=blocks.device).expand(n, _PARTS)
     at_b, at_h = (blocks[:, d].double().view(n, 1, 1, 1) for d in (0, 1))

@@ -12,10 +12,7 @@ _SECONDS = {"cpu": "1 to 20", "triton": "2 to 13", "flash": "4 to 26", "fa4": "2
 
 
 def announce(what: str, kind: str) -> None:
-    """Log what is compiled, and about how long it takes.
-
-    kind: the backend that compiles, or "own" for a Triton kernel of this library.
-    """
+    """Log what is compiled, and how long it takes, by a backend or, for "own", a Triton kernel of this library."""
     _log.info("compiling %s: about %s s (the least if it is on the disk)", what, _SECONDS[kind])
 
 

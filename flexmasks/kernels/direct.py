@@ -17,29 +17,23 @@ _NO_CONTEXT = contextlib.nullcontext()
 _PLAIN = Tensor, torch.nn.Parameter
 
 
-def is_plain(*tensors: Tensor) -> bool:
-    """Return whether all tensors are plain, and no mode or transform watches the call.
+def on_gpu(device: torch.device) -> bool:
+    return device.type == "cuda"
 
-    The memory of plain tensors holds their values.
-    """
+
+def is_plain(*tensors: Tensor) -> bool:
+    """Whether the memory of all tensors holds their values, and no mode or transform watches the call."""
     if compat.is_compiling() or compat.transforms_active() or compat.in_dispatch_mode():
         return False
     if compat.in_forward_derivative():
         return False
-    return all(map(_has_readable_memory, tensors))
-
-
-def _has_readable_memory(x: Tensor) -> bool:
     # Under torch.autograd.grad(is_grads_batched=True) a gradient is a batch of them. A tensor such as z.conj().imag is
     # negative: kernels read its memory, which lacks the sign.
-    return type(x) in _PLAIN and not (compat.is_batched_gradient(x) or x.is_meta or x.is_neg())
+    return all(type(x) in _PLAIN and not (compat.is_batched_gradient(x) or x.is_meta or x.is_neg()) for x in tensors)
 
 
 def on(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Make a device the current one, on which Triton launches.
-
-    Triton's interpreter launches on the CPU.
-    """
+    """Make a device the current one, on which Triton launches; its interpreter launches on the CPU."""
     is_current = device.type == "cpu" or torch.cuda.current_device() == device.index
     return _NO_CONTEXT if is_current else torch.cuda.device(device)
 
@@ -49,7 +43,7 @@ _HOPPER = 232_448  # bytes of shared memory
 
 @compat.constant_in_graphs
 def shared_memory(device: torch.device) -> int:
-    """Return the bytes of shared memory for a program, without a GPU as on Hopper."""
+    """Bytes of shared memory for a program, without a GPU those of Hopper."""
     if not torch.cuda.is_available():
         return _HOPPER
     properties: Any = torch.cuda.get_device_properties(device)

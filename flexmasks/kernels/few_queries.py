@@ -56,12 +56,8 @@ _LARGEST_SIZE = 256  # of a head, for the Triton kernels
 
 
 def attend_directly(name: str, arguments: tuple[Any, ...], *, with_lse: bool) -> tuple[Tensor, Tensor | None]:
-    """Run an operator without torch's dispatcher, which takes 20 microseconds.
-
-    Only for plain tensors that need no gradients, where no compiler, mode or transform of torch watches.
-
-    name: "attend_few" or "attend_band".
-    with_lse: without it, the lse is None.
+    """Run "attend_few" or "attend_band" without torch's dispatcher, which takes 20 microseconds: only for plain tensors
+    that need no gradients, where no compiler, mode or transform of torch watches. Without `with_lse`, the lse is None.
     """
     q, _, v, *_ = arguments
     if not (q.is_cuda and runs_on_triton(q.dtype, q.shape[-1], v.shape[-1])):
@@ -77,7 +73,6 @@ def attend_directly(name: str, arguments: tuple[Any, ...], *, with_lse: bool) ->
 
 
 def runs_on_triton(dtype: torch.dtype, k_size: int, v_size: int) -> bool:
-    """Return whether the Triton kernels take a dtype and head sizes."""
     return dtype in _TRITON_DTYPES and all(0 < n <= _LARGEST_SIZE and n % 8 == 0 for n in (k_size, v_size))
 
 

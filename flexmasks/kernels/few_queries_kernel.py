@@ -5,17 +5,16 @@ S bytes, a byte for each query and key of partial tiles that are listed, and 4 b
 tiles are shared out, programs write 4 (size of values + 2) bytes for each row and share, which the second kernel reads.
 
 The mask comes in one of two forms: as lists of partial and full tiles, with a byte for each query and key, or with BAND
-as an interval of keys for each query. Programs compute the tiles of a band from its numbers.
+    as an interval of keys for each query. Programs compute the tiles of a band from its numbers.
 
 A row is one query of one query head. An element is what a list of tiles belongs to: a batch element, or with lists by
-head a query head of it. A program takes a share of one element's tiles, one key head, and up to ROWS rows. All shares
-have about the same number of tiles, whatever the numbers of tiles of the elements are: each program finds its element
-and tiles from the counts of all elements.
+    head a query head of it. A program takes a share of one element's tiles, one key head, and up to ROWS rows. All
+    shares have about the same number of tiles, whatever the numbers of tiles of the elements are: each program finds
+    its element and tiles from the counts of all elements.
 
 A step of the loop takes KEYS keys of a tile. Numbers of tiles and pages and `visible` are loaded one or two steps
 ahead, so that the loop can be pipelined: keys and values are loaded two steps ahead of their use, without waiting for
-the numbers that say where they are. Strides come divided by a GRAIN; multiplying them by it proves their alignment to
-the compiler.
+the numbers that say where they are.
 """
 
 from __future__ import annotations
@@ -32,16 +31,12 @@ _LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _clipped(number, least, most):
-    """Return a number as int32, after a clip."""
     return tl.minimum(tl.maximum(number, least), most).to(tl.int32)
 
 
 @triton.jit
 def _place_in_band(band, element, is_element):
-    """Return the position of an element's first query, and the number of its keys.
-
-    They are int64.
-    """
+    """The position of an element's first query, and the number of its keys, int64."""
     q_starts, kv_lens, q_starts_stride, kv_lens_stride, q_start, _, _, kv_len, queries = band
     b = element.to(tl.int64)
     length = b * 0 + kv_len
@@ -57,7 +52,7 @@ def _place_in_band(band, element, is_element):
 
 @triton.jit
 def _keys_of_band(band, first_query, last_query, start, length):
-    """Return the first key that some of an element's queries see, and the end."""
+    """The first key that some of an element's queries see, and the end."""
     _, _, _, _, _, left, right, _, _ = band
     first = _clipped(start + first_query - left, 0, length)
     end = _clipped(start + last_query + right + 1, first, length)
@@ -66,10 +61,8 @@ def _keys_of_band(band, first_query, last_query, start, length):
 
 @triton.jit
 def _tiles_of_band(band, element, is_element):
-    """Return the tiles of an element.
-
-    They are the first tile, the first full tile, the end of the full tiles, and the end. Tiles before and behind the
-    full ones are partial. An element beyond the last one has none.
+    """The first tile of an element, the first full tile, the end of the full tiles, and the end. Tiles before and
+    behind the full ones are partial. An element beyond the last one has none.
     """
     _, _, _, _, _, left, right, _, queries = band
     start, length = _place_in_band(band, element, is_element)
@@ -85,9 +78,8 @@ def _tiles_of_band(band, element, is_element):
 
 @triton.jit
 def _counts(tiles, element, elements, LIST_HEADS: tl.constexpr, BAND: tl.constexpr):
-    """Return the numbers of partial and of full tiles; 0 beyond the last element.
-
-    tiles: with BAND the band, else the counts of both lists and their strides.
+    """The numbers of partial and of full tiles, 0 beyond the last element, from the band, or from the counts of both
+    lists and their strides.
     """
     is_element = element < elements
     if BAND:
@@ -105,10 +97,7 @@ def _counts(tiles, element, elements, LIST_HEADS: tl.constexpr, BAND: tl.constex
 
 @triton.jit
 def _tiles_of_share(tiles, elements, shares, LIST_HEADS: tl.constexpr, COUNTS: tl.constexpr, BAND: tl.constexpr):
-    """Return the most tiles of a share.
-
-    An element with n tiles has ceil(n / most) shares. Together these are at most `shares`.
-    """
+    """The most tiles of a share: an element with n tiles has ceil(n / most), and all have at most `shares`."""
     total = tl.zeros((), tl.int32)
     for start in range(0, elements, COUNTS):
         partial, full = _counts(tiles, start + tl.arange(0, COUNTS), elements, LIST_HEADS, BAND)
@@ -118,10 +107,7 @@ def _tiles_of_share(tiles, elements, shares, LIST_HEADS: tl.constexpr, COUNTS: t
 
 @triton.jit
 def _element_of_share(tiles, share, most, elements, LIST_HEADS: tl.constexpr, COUNTS: tl.constexpr, BAND: tl.constexpr):
-    """Return the element of a share and the element's first share.
-
-    The element of a share without work is `elements`.
-    """
+    """The element of a share, which is `elements` for a share without work, and the element's first share."""
     element = tl.zeros((), tl.int32)
     first = tl.zeros((), tl.int32)
     before = tl.zeros((), tl.int32)
@@ -138,7 +124,6 @@ def _element_of_share(tiles, share, most, elements, LIST_HEADS: tl.constexpr, CO
 
 @triton.jit
 def _shares_before(tiles, element, most, LIST_HEADS: tl.constexpr, COUNTS: tl.constexpr, BAND: tl.constexpr):
-    """Return the number of shares of all elements before one."""
     before = tl.zeros((), tl.int32)
     for start in range(0, element, COUNTS):
         partial, full = _counts(tiles, start + tl.arange(0, COUNTS), element, LIST_HEADS, BAND)
@@ -148,7 +133,7 @@ def _shares_before(tiles, element, most, LIST_HEADS: tl.constexpr, COUNTS: tl.co
 
 @triton.jit
 def tanh(x):
-    """Return tanh(x), with a small relative error near 0 too."""
+    """tanh(x), with a small relative error near 0 too."""
     square = x * x
     series = x * (1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))))
     size = 1 - 2 / (tl.exp2(tl.abs(x) * (2 * _LOG2_E)) + 1)
@@ -157,7 +142,7 @@ def tanh(x):
 
 @triton.jit
 def _tile_of(tiles, step, last, STEPS: tl.constexpr, BAND: tl.constexpr):
-    """Return the tile of a step, 0 for steps past the last one.
+    """The tile of a step, 0 for steps past the last one.
 
     tiles: a pointer to a list, or with BAND the first tile, the number of tiles up to a gap, and the tiles in the gap.
     """
@@ -172,15 +157,12 @@ def _tile_of(tiles, step, last, STEPS: tl.constexpr, BAND: tl.constexpr):
 
 @triton.jit
 def _start_of(tile, step, KEYS: tl.constexpr, STEPS: tl.constexpr):
-    """Return the first key of a step."""
     return (tile * STEPS + step % STEPS) * KEYS
 
 
 @triton.jit
 def _pages_of(table, start, kv_len, KEYS: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_WORDS: tl.constexpr):
-    """Return the page numbers of the keys of a step.
-
-    It is one number if pages hold all keys of a step.
+    """The page numbers of the keys of a step, one number if a page holds all of them.
 
     PAGE_WORDS: words of 32 bits in a number of the table. The lowest one is read.
     """
@@ -199,10 +181,7 @@ def _marks_of(
     visible, start, kv_len, is_row,
     KEYS: tl.constexpr, EVEN: tl.constexpr, VISIBLE_KEY: tl.constexpr, SAME: tl.constexpr,
 ):  # fmt: skip
-    """Return the visible keys of a step.
-
-    They are [KEYS] if they are the same for all rows, else [rows, KEYS].
-    """
+    """The visible keys of a step, [KEYS] if they are the same for all rows, else [rows, KEYS]."""
     key = start + tl.arange(0, KEYS)
     offsets = key.to(tl.int64) * VISIBLE_KEY
     if SAME and EVEN:
@@ -223,10 +202,7 @@ def _bias_of(
     bias, start, kv_len, is_row,
     KEYS: tl.constexpr, EVEN: tl.constexpr, BIAS_KEY: tl.constexpr, SAME_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Return the biases of a step.
-
-    They are [1, KEYS] if they are the same for all rows, else [rows, KEYS].
-    """
+    """The biases of a step, [1, KEYS] if they are the same for all rows, else [rows, KEYS]."""
     key = (start + tl.arange(0, KEYS))[None, :]
     at = bias + key.to(tl.int64) * BIAS_KEY if SAME_BIAS else bias[:, None] + key.to(tl.int64) * BIAS_KEY
     if SAME_BIAS and EVEN:
@@ -246,10 +222,7 @@ def _load_rows(
     SIZE: tl.constexpr, WIDTH: tl.constexpr, GRAIN: tl.constexpr, KEYS: tl.constexpr,
     PAGE_SIZE: tl.constexpr, ALL: tl.constexpr,
 ):  # fmt: skip
-    """Return the keys or values [KEYS, WIDTH] of a step.
-
-    Keys that are not needed, and columns from SIZE on, are 0. ALL: all keys are needed.
-    """
+    """The keys or values [KEYS, WIDTH] of a step, 0 from column SIZE on and, without ALL, where they are not needed."""
     place = tl.arange(0, KEYS)
     column = tl.arange(0, WIDTH)[None, :]
     if PAGE_SIZE == 0:

@@ -1,8 +1,4 @@
-"""Launches of the Triton kernels of attention for few queries.
-
-The first call of a layout checks the arguments, chooses tile sizes and compiles the kernels. Its launch is kept, so
-later calls of the same layout only pass their tensors.
-"""
+"""Launches of the Triton kernels of attention for few queries, whose arguments the first call of a layout checks."""
 
 from __future__ import annotations
 
@@ -37,15 +33,12 @@ _NO_BAND = (0, 0, 0)
 
 
 class _Launch(NamedTuple):
-    """Arguments of the kernels for calls of one layout.
-
-    Tensors, scale, cap and band are not among them.
-    """
+    """Arguments of the kernels for calls of one layout, without tensors, scale, cap and band."""
 
     attend: Launch
-    attend_others: tuple[Any, ...]  # numbers and constants
+    attend_scalars: tuple[Any, ...]  # numbers and constants
     join: Launch | None  # None if programs write the result themselves
-    join_others: tuple[Any, ...]
+    join_scalars: tuple[Any, ...]
     lines: int  # rows of all shares
 
 
@@ -57,10 +50,7 @@ def attend_few(
     partial_counts: Tensor, partial: Tensor, full_counts: Tensor, full: Tensor, visible: Tensor,
     weight: Tensor | None, bias: Tensor | None, scale: float, cap: float | None, with_lse: bool = True,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Return output and lse; the arguments are those of the operator flexmasks::attend_few.
-
-    with_lse: without it, the lse is None.
-    """
+    """The operator flexmasks::attend_few; without `with_lse`, the lse is None."""
     lists = partial_counts, partial, full_counts, full, visible
     tensors = _Tensors(q, k, v, page_table, *lists, None, None, weight, bias)
     return _run(tensors, scale, cap, _NO_BAND, with_lse)
@@ -71,10 +61,7 @@ def attend_band(
     q_starts: Tensor | None, kv_lens: Tensor | None, weight: Tensor | None, bias: Tensor | None,
     scale: float, cap: float | None, q_start: int | None, left: int | None, right: int | None, with_lse: bool = True,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Return output and lse; the arguments are those of the operator flexmasks::attend_band.
-
-    with_lse: without it, the lse is None.
-    """
+    """The operator flexmasks::attend_band; without `with_lse`, the lse is None."""
     check_place(q_start)
     tensors = _Tensors(q, k, v, page_table, None, None, None, None, None, q_starts, kv_lens, weight, bias)
     band = _LAST if q_start is None else q_start, _distance(left), _distance(right)
@@ -82,7 +69,7 @@ def attend_band(
 
 
 def _distance(bound: int | None) -> int:
-    """Return a bound of a band as an int32."""
+    """A bound of a band as an int32."""
     return _FARTHEST if bound is None else max(-_FARTHEST, min(bound, _FARTHEST))
 
 
@@ -114,10 +101,7 @@ class _Tensors(NamedTuple):
 def _run(
     tensors: _Tensors, scale: float, cap: float | None, band: tuple[int, int, int], with_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return output and lse, or None in its place.
-
-    band: where the queries start, and the most keys to the left and to the right of a query.
-    """
+    """Output and lse; `band` is where the queries start, and the most keys to the left and to the right of a query."""
     q, v = tensors.q, tensors.v
     out = new((*q.shape[:-1], v.shape[-1]), q.dtype, q.device)
     lse = new(q.shape[:-1], torch.float32, q.device) if with_lse else None
@@ -131,9 +115,9 @@ def _run(
     shared = None  # programs write the result themselves
     if launch.join is not None:
         shared = new((launch.lines * (v.shape[-1] + 2),), torch.float32, q.device)
-    launch.attend((out, lse, shared, *tensors), (scale, cap or 0.0, *band, *launch.attend_others))
+    launch.attend((out, lse, shared, *tensors), (scale, cap or 0.0, *band, *launch.attend_scalars))
     if launch.join is not None:
-        launch.join((out, lse, shared, *tensors.counts), (*band, *launch.join_others))
+        launch.join((out, lse, shared, *tensors.counts), (*band, *launch.join_scalars))
     return out, lse
 
 
@@ -166,15 +150,11 @@ def _choice(
     processors: int,
     memory: int = _SHARED_MEMORY,
 ) -> _Choice:
-    """Return the sizes of a launch.
-
-    rows: queries times query heads that share a key head.
-    k_size, v_size: head sizes of keys and of values.
+    """rows: queries times query heads that share a key head.
     itemsize: bytes of a number in q, k and v.
     elements, tiles: what the lists of tiles belong to, and the most tiles of one.
     key_heads: key heads of an element.
-    processors: of the GPU.
-    memory: of a processor, in bytes.
+    processors, memory: of the GPU, and the bytes of one.
     """
     k_width, v_width = width_of(k_size), width_of(v_size)
     width = max(k_width, v_width)
@@ -210,10 +190,7 @@ def _processors(device: torch.device) -> int:
 
 
 def _launch(results: tuple[Tensor, Tensor | None], tensors: _Tensors, has_cap: bool) -> _Launch:
-    """Compile the kernels for the layout of some arguments, and return their launch.
-
-    Raises ValueError for arguments that the operator does not take.
-    """
+    """Compile the kernels for the layout of some arguments; ValueError for those that the operator does not take."""
     q, k, v, page_table, *_, q_starts, kv_lens, weight, bias = tensors
     listed: Any = tensors[4:9]
     partial_counts, partial, full_counts, full, visible = listed
@@ -242,17 +219,8 @@ def _launch(results: tuple[Tensor, Tensor | None], tensors: _Tensors, has_cap: b
     tiles = max(1, tiles)
     # All rows of a program see the same keys.
     same = rows == 1 or (queries == 1 and (is_band or visible.shape[1] == 1))
-    choice = _choice(
-        rows,
-        k_size,
-        v_size,
-        q.element_size(),
-        elements,
-        key_heads,
-        tiles,
-        _processors(q.device),
-        shared_memory(q.device),
-    )
+    on_device = _processors(q.device), shared_memory(q.device)
+    choice = _choice(rows, k_size, v_size, q.element_size(), elements, key_heads, tiles, *on_device)
     split = choice.shares > 0
     row_blocks = -(-rows // choice.rows)
     programs = (choice.shares if split else elements) * key_heads * row_blocks
@@ -280,33 +248,26 @@ def _launch(results: tuple[Tensor, Tensor | None], tensors: _Tensors, has_cap: b
         *(group, *lists, choice.rows, choice.keys, TILE // choice.keys, choice.stages, split),
         *(k_size, v_size, width_of(k_size), width_of(v_size), q_grain, k_grain, v_grain),
         *(page_size, page_words, is_even, pair_grain),
-        *(
-            _last_stride(visible),
-            _last_stride(bias),
-            same,
-            is_same_bias,
-            has_cap,
-            dot_type(q.dtype, attend_kernel),
-            is_band,
-        ),
+        *(_last_stride(visible), _last_stride(bias), same, is_same_bias),
+        *(has_cap, dot_type(q.dtype, attend_kernel), is_band),
     )
-    others = *numbers, *constants
+    attend_scalars = *numbers, *constants
     attend = compiled(
-        attend_kernel, programs, choice.warps, (out, lse, shared, *tensors), (1.0, 1.0, *_NO_BAND, *others)
+        attend_kernel, programs, choice.warps, (out, lse, shared, *tensors), (1.0, 1.0, *_NO_BAND, *attend_scalars)
     )
     if not split:
-        return _Launch(attend, others, None, (), 0)
+        return _Launch(attend, attend_scalars, None, (), 0)
     join_numbers = (
         *(kv_len, queries, elements, choice.shares, key_heads, row_blocks, lines),
         *(*count_strides, *band_strides),
     )
     together = 8 if choice.shares <= 8 * elements else 2**13 // width_of(v_size)  # shares of a step
     join_constants = (group, *lists, choice.rows, v_size, width_of(v_size), together, is_band)
-    join_others = *join_numbers, *join_constants
+    join_scalars = *join_numbers, *join_constants
     join = compiled(
-        join_kernel, batch * heads * queries, 4, (out, lse, shared, *tensors.counts), (*_NO_BAND, *join_others)
+        join_kernel, batch * heads * queries, 4, (out, lse, shared, *tensors.counts), (*_NO_BAND, *join_scalars)
     )
-    return _Launch(attend, others, join, join_others, lines)
+    return _Launch(attend, attend_scalars, join, join_scalars, lines)
 
 
 def _last_stride(tensor: Tensor | None) -> int:
@@ -314,15 +275,11 @@ def _last_stride(tensor: Tensor | None) -> int:
 
 
 def _key_strides(keys: Tensor, page_size: int) -> list[int]:
-    """Return the strides of keys or values by batch element, head, page and key.
-
-    A page size of 0 means no pages.
-    """
+    """The strides of keys or values by batch element, head, page and key. A page size of 0 means no pages."""
     one, two, three = strides_of(keys, 3)
     return [0, three, one, two] if page_size else [one, two, 0, three]
 
 
 def _with_grain(strides: list[int]) -> tuple[int, list[int]]:
-    """Return the grain of some strides, and the strides divided by it."""
     grain = grain_of(strides)
     return grain, [stride // grain for stride in strides]

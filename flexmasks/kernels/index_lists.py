@@ -32,16 +32,13 @@ def _fake(partial: Tensor, full: Tensor) -> list[Tensor]:
 
 
 def plain_index_lists(partial: Tensor, full: Tensor) -> list[Tensor]:
-    """Return what the operator returns, by torch's own operations, which compilers can see through."""
+    """What the operator returns, by torch's own operations, which compilers can see through."""
     marked = torch.stack([partial, full])
     return [t for by_line in (marked, marked.mT) for t in _plain_lists(by_line)]
 
 
 def _plain_lists(marked: Tensor) -> list[Tensor]:
-    """Return counts and lists of partial, then of full blocks.
-
-    marked: bool [2, B, H, lines, places].
-    """
+    """Counts and lists of partial, then of full blocks, of bool [2, B, H, lines, places]."""
     up_to_place = torch.cumsum(marked, -1, dtype=torch.int32)
     counts = up_to_place[..., -1]
     places = torch.arange(marked.shape[-1], dtype=torch.int32, device=marked.device)

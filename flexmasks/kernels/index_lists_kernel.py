@@ -20,7 +20,6 @@ def _list_lines(
     lines, places, matrix_stride, line_stride, place_stride,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Write the count and the list of one line of partial or full blocks."""
     line = tl.program_id(0).to(tl.int64)
     if tl.program_id(1) == 0:
         marked, counts, lists = partial, partial_counts, partial_lists
@@ -45,10 +44,7 @@ def _list_lines(
 
 
 def lists_of(partial: Tensor, full: Tensor, by_row: bool) -> list[Tensor]:
-    """Return counts and lists of partial, then of full blocks, by rows or by columns.
-
-    partial, full: bool [B, H, rows, columns].
-    """
+    """Counts and lists of partial, then of full blocks, by rows or by columns of bool [B, H, rows, columns]."""
     partial, full = partial.contiguous(), full.contiguous()
     batch, heads, rows, columns = partial.shape
     lines, places = (rows, columns) if by_row else (columns, rows)

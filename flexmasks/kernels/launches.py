@@ -1,4 +1,9 @@
-"""Helpers of launches: keys of layouts, kernels compiled without running, and launches that are kept."""
+"""Helpers of launches of Triton kernels.
+
+The first call of a layout chooses tile sizes and compiles the kernel. Its launch is kept, so later calls of the same
+    layout only pass their tensors. Kernels get strides divided by a grain, and multiply them by it: that proves their
+    alignment to the compiler, so that one kernel works for all lengths.
+"""
 
 from __future__ import annotations
 
@@ -17,93 +22,85 @@ from flexmasks.kernels.compiling import announce_once
 
 _MAX_LAUNCHES = 4096
 _Kept = TypeVar("_Kept")
-Launch: TypeAlias = Callable[[Sequence[Tensor | None], tuple[Any, ...]], None]  # takes tensors, and the other arguments
+Launch: TypeAlias = Callable[[Sequence[Tensor | None], tuple[Any, ...]], None]  # takes tensors, then scalars
 
 
 class Launches(dict[Hashable, _Kept]):
-    """Launches by layouts of tensors."""
+    """Launches by layouts of tensors; when there are too many, all are dropped."""
 
     def keep(self, key: Hashable, launch: _Kept) -> None:
-        """Keep a launch; when there are too many, all others are dropped."""
         if len(self) >= _MAX_LAUNCHES:
             self.clear()
         self[key] = launch
 
 
 def new(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a contiguous tensor that holds anything.
-
-    torch.empty takes twice as long: it looks closer at its arguments.
-    """
+    """A contiguous tensor that holds anything; torch.empty, which checks its arguments longer, takes twice the time."""
     return torch.empty_strided(*_strided(tuple(shape)), dtype=dtype, device=device)
 
 
 @functools.lru_cache(maxsize=_MAX_LAUNCHES)
 def _strided(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return a shape, and the strides of a contiguous tensor of this shape."""
     sizes = [max(1, n) for n in shape]
     return shape, tuple(math.prod(sizes[n + 1 :]) for n in range(len(sizes)))
 
 
 def layouts_of(*tensors: Tensor | None) -> list[Hashable]:
-    """Return all properties of each tensor on which a launch depends."""
+    """All properties of each tensor on which a launch depends."""
     return [None if x is None else (x.dtype, x.shape, x.stride(), x.data_ptr() % 16 == 0) for x in tensors]
 
 
 def is_aligned(tensor: Tensor) -> bool:
-    """Return whether a tensor starts where loads of 16 bytes may."""
+    """Whether a tensor starts where loads of 16 bytes may."""
     return tensor.data_ptr() % 16 == 0
 
 
 def strides_of(tensor: Tensor | None, dims: int) -> list[int]:
-    """Return the strides of the first dimensions; 0 for dimensions of size 1, which broadcast."""
+    """The strides of the first dimensions; 0 for dimensions of size 1, which broadcast."""
     if tensor is None:
         return [0] * dims
     return [0 if n == 1 else stride for n, stride in zip(tensor.shape[:dims], tensor.stride()[:dims], strict=True)]
 
 
 def grain_of(strides: list[int]) -> int:
-    """Return 8 if it divides all strides, else 1.
-
-    8 numbers are enough for loads of 16 bytes. Other grains would compile more kernels while a cache grows.
+    """8 if it divides all strides, else 1. 8 numbers are enough for loads of 16 bytes; other grains would compile more
+    kernels while a cache grows.
     """
     return 8 if math.gcd(8, *strides) == 8 else 1
 
 
 def width_of(size: int) -> int:
-    """Return the numbers of a row in a kernel, where sizes are powers of two."""
+    """The numbers of a row in a kernel, where sizes are powers of two."""
     return max(16, int(triton.next_power_of_2(size)))
 
 
 def dot_type(dtype: torch.dtype, kernel: Any) -> tl.dtype:
-    """Return the type of the operands of a kernel's matrix products."""
+    """The type of the operands of a kernel's matrix products."""
     if dtype == torch.bfloat16 and not isinstance(kernel, triton.JITFunction):
         return tl.float32  # Triton's interpreter multiplies the bits of bfloat16 as if they were integers
     return {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}[dtype]
 
 
 def announce(kernel: Any) -> None:
-    """Log that a kernel is compiled, at its first compilation."""
     if isinstance(kernel, triton.JITFunction):  # Triton's interpreter compiles nothing
         announce_once(f"{kernel.__module__.rpartition('.')[2]}.{kernel.__name__}", "own")
 
 
 def compiled(
-    kernel: Any, programs: int, warps: int, tensors: Sequence[Tensor | None], others: tuple[Any, ...]
+    kernel: Any, programs: int, warps: int, tensors: Sequence[Tensor | None], scalars: tuple[Any, ...]
 ) -> Launch:
-    """Compile a kernel for tensors like these, and return its launch.
-
-    others: the kernel's arguments behind the tensors, or values of their types.
+    """Compile a kernel for tensors like these, and return its launch; `scalars` are its arguments behind the tensors,
+    or values of their types.
     """
     if not isinstance(kernel, triton.JITFunction):  # Triton's interpreter compiles nothing
         run = kernel[(programs,)]
-        return lambda tensors, others: run(*tensors, *others)
+        return lambda tensors, scalars: run(*tensors, *scalars)
     announce(kernel)
-    return launch_of(kernel.warmup(*tensors, *others, grid=(programs,), num_warps=warps), programs)
+    return launch_of(kernel.warmup(*tensors, *scalars, grid=(programs,), num_warps=warps), programs)
 
 
 def launch_of(made: Any, programs: int) -> Launch:
-    """Return the launch of a compiled kernel on the current device.
+    """The launch of a compiled kernel on the current device.
 
     It does what made[(programs, 1, 1)] does, in half the host's time: it passes addresses, because Triton asks the
     driver about each tensor, and calls no hooks of Triton's profiler.
@@ -111,9 +108,9 @@ def launch_of(made: Any, programs: int) -> Launch:
     run, function, metadata = made.run, made.function, made.packed_metadata
     device = torch.device("cuda", torch.cuda.current_device())
 
-    def launch(tensors: Sequence[Tensor | None], others: tuple[Any, ...]) -> None:
+    def launch(tensors: Sequence[Tensor | None], scalars: tuple[Any, ...]) -> None:
         addresses = [None if x is None else x.data_ptr() for x in tensors]
-        run(programs, 1, 1, raw_stream(device), function, metadata, None, None, None, *addresses, *others)
+        run(programs, 1, 1, raw_stream(device), function, metadata, None, None, None, *addresses, *scalars)
 
     launch.made = made  # type: ignore[attr-defined] # from Triton 3.8 on, the function is unloaded when nothing has it
     return launch

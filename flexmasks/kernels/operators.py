@@ -15,10 +15,7 @@ library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
 def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """Define an operator for all devices, and return it.
-
-    schema: its name, arguments and results. fake: returns tensors with the shapes and dtypes of the results.
-    """
+    """Define an operator for all devices; `fake` returns tensors with the shapes and dtypes of its results."""
     library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     name = schema.partition("(")[0]
     library.impl(name, run, "CompositeExplicitAutograd")

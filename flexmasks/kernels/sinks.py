@@ -21,10 +21,9 @@ import torch
 from torch import Tensor
 
 from flexmasks import compat
-from flexmasks.kernels.direct import is_plain, on
+from flexmasks.kernels.direct import is_plain, on, on_gpu
 
 _log = logging.getLogger("flexmasks")
-_ON_GPU = ("cuda",)
 _TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _LARGEST_SIZE = 1024  # of a head, for the Triton kernels
 # They take the place of an lse and a sink of -inf, whose difference would be NaN. The lse gets the lower number: keys
@@ -34,12 +33,11 @@ _failures: list[str] = []  # why Triton failed; then plain torch computes all
 
 
 def with_sinks(out: Tensor, lse: Tensor, sink_logits: Tensor, return_lse: bool) -> tuple[Tensor, Tensor | None]:
-    """Scale `out` by sigmoid(lse - sink) and fold the sinks into `lse`.
+    """Scale `out` by sigmoid(lse - sink) and fold the sinks into `lse`; return the output and, with return_lse, the new
+    lse.
 
     out, lse: [B, H, Q, D] and [B, H, Q], or both without B. If nothing needs a gradient, both may be changed.
     sink_logits: floats [H].
-
-    Returns the output and, with return_lse, the new lse.
     """
     tensors = out, lse, sink_logits
     learns = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
@@ -56,9 +54,8 @@ def with_sinks(out: Tensor, lse: Tensor, sink_logits: Tensor, return_lse: bool) 
 
 
 def _fits(out: Tensor, lse: Tensor, sinks: Tensor) -> bool:
-    """Return whether the Triton kernels take some tensors."""
     return (
-        out.device.type in _ON_GPU
+        on_gpu(out.device)
         and out.dtype in _TRITON_DTYPES
         and lse.dtype == torch.float32
         and out.ndim in (3, 4)
@@ -74,17 +71,11 @@ def _fits(out: Tensor, lse: Tensor, sinks: Tensor) -> bool:
 
 @functools.cache
 def _has_triton() -> bool:
-    """Return whether Triton is installed, which it is not on every system."""
     return importlib.util.find_spec("triton") is not None
 
 
 def _launched(name: str, out: Tensor, *arguments: Any) -> Any:
-    """Launch kernels, or return None if Triton cannot compile them.
-
-    It cannot without a C compiler, for example.
-
-    name: "fold" or "gradients".
-    """
+    """Launch "fold" or "gradients", or return None if Triton cannot compile them: without a C compiler, for example."""
     from flexmasks.kernels import sinks_launch
 
     try:
@@ -129,7 +120,7 @@ class _Fold(compat.SingleLevelFunction):
 def _plain(
     out: Tensor, lse: Tensor, sink_logits: Tensor, with_lse: bool, *, may_change: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the new output, and the new lse or None, by torch's own operations."""
+    """The new output, and the new lse or None, by torch's own operations."""
     sinks = sink_logits.to(lse.dtype)[:, None]
     is_changed = may_change and not with_lse and not compat.is_compiling() and not compat.transforms_active()
     if is_changed and type(out) is type(lse) is type(sinks) is Tensor:  # in place, which a host launches sooner
@@ -146,7 +137,7 @@ def _plain(
 def _plain_gradients(
     d_new_out: Tensor | None, d_new_lse: Tensor | None, out: Tensor, lse: Tensor, sink_logits: Tensor
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of out, lse and sinks by differentiable operations."""
+    """The gradients of out, lse and sinks by differentiable operations."""
     distance = lse.clamp(min=_LOWEST) - sink_logits.to(lse.dtype)[:, None]
     of_keys, of_sink = torch.where(lse == -math.inf, 0.0, torch.sigmoid(distance)), torch.sigmoid(-distance)
     d_out = None

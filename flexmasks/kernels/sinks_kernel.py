@@ -1,8 +1,7 @@
 """Triton kernels that fold attention sinks into output and lse, and their gradients.
 
 A program takes ROWS queries of one head. The forward kernel moves the output twice, once in and once out; the backward
-kernel moves it three times. Strides of rows are passed divided by GRAIN: multiplying them by it proves their alignment
-to the compiler, so that one kernel works for all lengths.
+kernel moves it three times.
 """
 
 from __future__ import annotations
@@ -23,9 +22,8 @@ _NUMBERS += [
 
 @triton.jit
 def _position(heads, blocks, ROWS: tl.constexpr, HEADS_FIRST: tl.constexpr):
-    """Return a program's batch element, head, block of rows, and rows.
-
-    Programs whose rows are neighbors in memory follow each other: with HEADS_FIRST those of neighboring heads.
+    """A program's batch element, head, block of rows, and rows. Programs whose rows are neighbors in memory follow each
+    other: with HEADS_FIRST those of neighboring heads.
     """
     program = tl.program_id(0)
     if HEADS_FIRST:
@@ -41,9 +39,7 @@ def _position(heads, blocks, ROWS: tl.constexpr, HEADS_FIRST: tl.constexpr):
 
 @triton.jit
 def _shares(lse, sink):
-    """Return the shares of keys and sink in the weights, and their common lse.
-
-    The shares are the sigmoids of lse - sink and of sink - lse.
+    """The shares of keys and sink in the weights, the sigmoids of lse - sink and of sink - lse, and their common lse.
 
     A row that sees nothing has an lse of -inf. Then the sink has all the weight, and if it is -inf itself, none.
     """
@@ -67,11 +63,7 @@ def fold_kernel(
     out_batch, out_head, out_query, lse_batch, lse_head, lse_query, sink_stride,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, GRAIN: tl.constexpr, HEADS_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Write the output and the lse with a sink.
-
-    new_out = out * sigmoid(lse - sink), and it may be out itself.
-    new_lse = logaddexp(lse, sink), unless it is None.
-    """
+    """Write new_out = out * sigmoid(lse - sink), maybe out itself, and new_lse = logaddexp(lse, sink), unless None."""
     batch, head, _block, row = _position(heads, blocks, ROWS, HEADS_FIRST)
     is_row = row < queries
     sink = tl.load(sinks + head * sink_stride).to(tl.float32)
@@ -96,11 +88,8 @@ def gradients_kernel(
     out_batch, out_head, out_query, lse_batch, lse_head, lse_query, sink_stride,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, GRAIN: tl.constexpr, HEADS_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of out and lse, and parts of those of the sinks.
-
-    partial: float32 [heads, count], a part of each of a head's programs, of which there are `count`.
-
-    Any of d_out, d_lse, partial and d_new_lse may be None.
+    """Write the gradients of out and lse, and parts of those of the sinks, each unless it is None. `partial` is float32
+    [heads, count], with a part of each of a head's `count` programs.
     """
     batch, head, block, row = _position(heads, blocks, ROWS, HEADS_FIRST)
     is_row = row < queries

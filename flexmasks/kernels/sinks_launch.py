@@ -1,8 +1,4 @@
-"""Launches of the Triton kernels of attention sinks.
-
-The first call of a layout compiles the kernel. Its launch is kept, so later calls of the same layout only pass their
-tensors.
-"""
+"""Launches of the Triton kernels of attention sinks."""
 
 from __future__ import annotations
 
@@ -13,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from flexmasks.kernels.launches import Launches, compiled, layouts_of, new
+from flexmasks.kernels.launches import Launches, compiled, grain_of, layouts_of, new, strides_of
 from flexmasks.kernels.sinks_kernel import fold_kernel, gradients_kernel, sum_kernel
 
 _ELEMENTS, _WARPS = 4096, 4  # of a program
@@ -24,11 +20,10 @@ _launches: Launches[Callable[..., Any]] = Launches()
 
 
 def fold(out: Tensor, lse: Tensor, sinks: Tensor, with_lse: bool, in_place: bool) -> tuple[Tensor, Tensor | None]:
-    """Return `out` scaled by sigmoid(lse - sink), and logaddexp(lse, sink) or None.
+    """`out` scaled by sigmoid(lse - sink), in place or not, and logaddexp(lse, sink) or None.
 
     out, lse: [B, H, Q, D] and float32 [B, H, Q], or both without B. The last stride of `out` is 1.
     sinks: floats [H].
-    in_place: `out` itself is scaled.
     """
     new_out = out if in_place else torch.empty_like(out)
     new_lse = torch.empty_like(lse) if with_lse else None
@@ -46,12 +41,7 @@ def fold(out: Tensor, lse: Tensor, sinks: Tensor, with_lse: bool, in_place: bool
 def gradients(
     d_new_out: Tensor, d_new_lse: Tensor | None, out: Tensor, lse: Tensor, sinks: Tensor, wanted: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of out, lse and sinks.
-
-    A gradient that is not wanted is None.
-
-    d_new_out, d_new_lse: gradients of the results of `fold`.
-    """
+    """The gradients of out, lse and sinks by those of the results of `fold`; None where one is not wanted."""
     if d_new_out.stride(-1) != 1 and d_new_out.shape[-1] > 1:
         d_new_out = d_new_out.contiguous()
     given = d_new_out, d_new_lse, out, lse, sinks
@@ -87,26 +77,19 @@ def _kept(
     programs: int,
     warps: int,
     tensors: tuple[Tensor | None, ...],
-    others: tuple[Any, ...],
+    scalars: tuple[Any, ...],
 ) -> Callable[..., Any]:
-    """Compile a kernel, and keep and return its launch.
-
-    The launch takes tensors of the same layouts.
-
-    others: the kernel's arguments behind the tensors.
-    """
-    run = compiled(kernel, programs, warps, tensors, others)
+    """Compile a kernel, and keep its launch, which takes tensors of the same layouts."""
+    run = compiled(kernel, programs, warps, tensors, scalars)
 
     def launch(*tensors: Tensor | None) -> None:
-        run(tensors, others)
+        run(tensors, scalars)
 
     _launches.keep(key, launch)
     return launch
 
 
 class _Tiling(NamedTuple):
-    """Rows over programs."""
-
     numbers: tuple[int, int, int]  # heads, queries of a head, programs of a head and batch element
     programs: int
     warps: int
@@ -115,50 +98,37 @@ class _Tiling(NamedTuple):
 
     @classmethod
     def of(cls, out: Tensor, lse: Tensor, rows_of: Sequence[Tensor | None]) -> _Tiling:
-        """Return the tiling of an output.
-
-        rows_of: all tensors of the output's shape.
-        """
+        """The tiling of an output; `rows_of` are all tensors of its shape."""
         heads, queries = lse.shape[-2:]
         width = _width(out)
         rows = _rows(queries, width)
         blocks = -(-queries // rows)
-        # 8 is enough for loads of 16 bytes; other grains would compile more kernels.
-        grain = 8 if all(stride % 8 == 0 for tensor in rows_of for stride in _strides(tensor)) else 1
+        grain = grain_of([stride for tensor in rows_of for stride in _strides(tensor)])
         _, of_head, of_query = _strides(out)
         constants = out.shape[-1], width, rows, grain, 0 < of_head < of_query
         programs = lse.numel() // queries * blocks
         return cls((heads, queries, blocks), programs, _WARPS_OF_FEW if rows == _FEW else _WARPS, grain, constants)
 
     def strides(self, *tensors: Tensor | None) -> list[int]:
-        """Return the strides of tensors.
-
-        Tensors with rows like the output and tensors like the lse alternate.
-        """
+        """The strides of tensors, of which those with rows like the output and those like the lse alternate."""
         grains = self.grain, 1
         return [s // grains[n % 2] for n, tensor in enumerate(tensors) for s in _strides(tensor, rows=n % 2 == 0)]
 
 
 def _rows(queries: int, width: int) -> int:
-    """Return how many queries a program takes."""
     rows = max(1, min(_MAX_ROWS, _ELEMENTS // width))
     return min(_FEW, rows) if queries <= _FEW else rows
 
 
 def _width(out: Tensor) -> int:
-    """Return the columns of a program, a power of two."""
     return int(triton.next_power_of_2(out.shape[-1]))
 
 
 def _strides(tensor: Tensor | None, *, rows: bool = True) -> list[int]:
-    """Return the strides of batch, head and query.
-
-    They are 0 for dimensions of size 1, and for missing dimensions.
-
-    rows: whether the tensor has rows, thus one more dimension.
+    """The strides of batch, head and query; 0 for dimensions of size 1 or missing ones. With `rows` a column
+    follows.
     """
     if tensor is None:
         return [0, 0, 0]
     n_dims = tensor.ndim - rows
-    own = [0 if n == 1 else s for n, s in zip(tensor.shape[:n_dims], tensor.stride()[:n_dims], strict=True)]
-    return [0] * (3 - n_dims) + own
+    return [0] * (3 - n_dims) + strides_of(tensor, n_dims)

@@ -27,7 +27,7 @@ from flexmasks.kernels.softmax_tiles import (
 
 @triton.jit
 def _products(y, dy, column, inside, Y_COLUMN: tl.constexpr, DY_COLUMN: tl.constexpr, POLICY: tl.constexpr):
-    """Return y and y * dy, which is 0 if y is 0."""
+    """y and y * dy, which is 0 if y is 0."""
     weights = tl.load(y + column * Y_COLUMN, mask=inside, other=0, eviction_policy=POLICY).to(tl.float32)
     slopes = tl.load(dy + column * DY_COLUMN, mask=inside, other=0, eviction_policy=POLICY).to(tl.float32)
     return weights, tl.where(weights == 0, 0.0, weights * slopes)
@@ -39,9 +39,8 @@ def _backward_tile(
     ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
     Y_COLUMN: tl.constexpr, DY_COLUMN: tl.constexpr, BOUNDS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of rows held in registers.
-
-    The registers hold all columns, or WIDTH columns from `low` on if these include every visible column.
+    """Compute gradients of rows held in registers: all columns, or WIDTH from `low` on that include every visible
+    one.
     """
     column = tl.arange(0, WIDTH)[None, :]
     if WIDTH < BLOCK:
@@ -60,9 +59,8 @@ def _backward_chunks(
     dx, dy, y, columns, low, high, scale,
     CHUNK: tl.constexpr, COUNT: tl.constexpr, Y_COLUMN: tl.constexpr, DY_COLUMN: tl.constexpr, HIDES: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of a row of which registers hold the visible part.
-
-    They hold COUNT chunks from `low` on, of y and dy as they are loaded.
+    """Compute the gradients of a row of which registers hold the visible part: COUNT chunks from `low` on, of y and dy
+    as they are loaded.
     """
     column = low + tl.arange(0, CHUNK)[None, :]
     y += column * Y_COLUMN
@@ -91,10 +89,7 @@ def _backward_long(
     dx, dy, y, columns, low, high, scale,
     CHUNK: tl.constexpr, Y_COLUMN: tl.constexpr, DY_COLUMN: tl.constexpr, BOUNDS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradient of a row too long for registers.
-
-    The first pass computes the sum of the products, the second pass the result.
-    """
+    """Compute the gradient of a row too long for registers: first the sum of the products, then the result."""
     start, stop, n_chunks = chunks_to_read(columns, low, high, CHUNK, BOUNDS)
     covered = start + n_chunks * CHUNK
     clear(dx, columns * 0, start, CHUNK)
@@ -128,10 +123,7 @@ def backward_kernel(
     ROWS: tl.constexpr, BLOCK: tl.constexpr, HALVINGS: tl.constexpr, CHUNKS: tl.constexpr, LONG: tl.constexpr,
     HIDES: tl.constexpr,
 ):  # fmt: skip
-    """Write dx = scale * (y * dy - y * sum(y * dy)).
-
-    dx is 0 where y is 0.
-    """
+    """Write dx = scale * (y * dy - y * sum(y * dy)), which is 0 where y is 0."""
     block, inner, one, two = program_position(n_inner, n_blocks, n_one, INNER, OUTER)
     columns = columns * GRAIN
     row = block.to(tl.int64)

@@ -31,7 +31,6 @@ def _visible(
     bits, mask, column, inside, first, end,
     MASK_COLUMN: tl.constexpr, BOUNDS: tl.constexpr, VISIBLE: tl.constexpr,
 ):  # fmt: skip
-    """Return which columns are visible, of those `inside`."""
     visible = inside
     if bits is not None:
         words = tl.load(bits + column // 32, mask=inside, other=0)
@@ -53,9 +52,8 @@ def _scores(
     X_COLUMN: tl.constexpr, MASK_COLUMN: tl.constexpr, BOUNDS: tl.constexpr, VISIBLE: tl.constexpr,
     SIGN: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
-    """Return the scores at `column`, -inf where hidden, and where they are visible.
-
-    A negative scale changes the sign of the scores. `inside` limits what is read.
+    """The scores at `column`, -inf where hidden, and where they are visible. A negative scale changes their sign.
+    `inside` limits what is read.
     """
     scores = tl.load(x + column * X_COLUMN, mask=inside, other=0, eviction_policy=POLICY).to(tl.float32)
     visible = _visible(bits, mask, column, inside, first, end, MASK_COLUMN, BOUNDS, VISIBLE)
@@ -66,10 +64,7 @@ def _scores(
 
 @triton.jit
 def _weights(scores, row_max, visible, scale, SIGN: tl.constexpr):
-    """Return exp(score - row_max), which is 0 where hidden if anything is visible.
-
-    It is NaN for a row that holds only -inf, as in torch.
-    """
+    """exp(score - row_max), 0 where hidden if anything is visible; as in torch, NaN for a row that holds only -inf."""
     if SIGN == 0:  # all weights are 1 where visible, except for NaN and inf
         return tl.where(visible, tl.exp2(scores * 0.0), 0.0)
     return tl.exp2((scores - row_max) * scale)
@@ -77,10 +72,7 @@ def _weights(scores, row_max, visible, scale, SIGN: tl.constexpr):
 
 @triton.jit
 def _is_nan_row(row_max, total, first, end, BOUNDS: tl.constexpr):
-    """Return whether the visible places of a row are NaN.
-
-    They are if the row holds NaN or +inf, or only -inf, and something is visible.
-    """
+    """Whether the visible places of a row are NaN: it holds NaN or +inf, or only -inf, and something is visible."""
     is_nan = (total != total) | (row_max == float("-inf"))
     if BOUNDS:
         is_nan = is_nan & (end > first)
@@ -92,9 +84,8 @@ def _fill_nan(
     y, bounds, bits, mask, columns, start, stop,
     MASK_COLUMN: tl.constexpr, BOUNDS: tl.constexpr, VISIBLE: tl.constexpr,
 ):  # fmt: skip
-    """Write NaN at the visible places of columns start..stop - 1.
-
-    The others become 0. Everything is read again here, so that no registers hold it for this rare case.
+    """Write NaN at the visible places of columns start..stop - 1, and 0 at the others. Everything is read again here,
+    so that no registers hold it for this rare case.
     """
     first = 0
     end = columns
@@ -116,10 +107,7 @@ def _forward_tile(
     X_COLUMN: tl.constexpr, MASK_COLUMN: tl.constexpr,
     BOUNDS: tl.constexpr, VISIBLE: tl.constexpr, SIGN: tl.constexpr,
 ):  # fmt: skip
-    """Compute rows held in registers.
-
-    The registers hold all columns, or WIDTH columns from `low` on if these include every visible column.
-    """
+    """Compute rows held in registers: all columns, or WIDTH columns from `low` on that include every visible one."""
     start = columns * 0
     column = tl.arange(0, WIDTH)[None, :]
     if WIDTH < BLOCK:
@@ -152,9 +140,8 @@ def _forward_chunks(
     CHUNK: tl.constexpr, COUNT: tl.constexpr, X_COLUMN: tl.constexpr, MASK_COLUMN: tl.constexpr,
     VISIBLE: tl.constexpr, SIGN: tl.constexpr,
 ):  # fmt: skip
-    """Compute a row of which registers hold the visible part.
-
-    They hold COUNT chunks from `low` on. Limits hide columns of the first and of the last chunk only.
+    """Compute a row of which registers hold the visible part: COUNT chunks from `low` on, in whose first and last chunk
+    alone limits hide columns.
     """
     column = low + tl.arange(0, CHUNK)[None, :]
     x += column * X_COLUMN
@@ -256,9 +243,8 @@ def forward_kernel(
     ROWS: tl.constexpr, BLOCK: tl.constexpr, HALVINGS: tl.constexpr, CHUNKS: tl.constexpr, LONG: tl.constexpr,
     VISIBLE: tl.constexpr, SIGN: tl.constexpr,
 ):  # fmt: skip
-    """Write y = softmax(x * scale) over the visible columns.
-
-    y is 0 at hidden columns. The argument `scale` is |scale| * log2(e), and SIGN is the sign of the scale.
+    """Write y = softmax(x * scale) over the visible columns, and 0 elsewhere. The argument `scale` is |scale| *
+    log2(e), and SIGN is the sign of the scale.
     """
     block, inner, one, two = program_position(n_inner, n_blocks, n_one, INNER, OUTER)
     columns = columns * GRAIN

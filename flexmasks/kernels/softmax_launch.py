@@ -1,10 +1,4 @@
-"""Launches of the Triton kernels of the masked softmax.
-
-A launch says how many rows a program takes, and how tensors lie over programs.
-
-The first call of a layout computes its launch and compiles the kernel. The launch is kept, so later calls of the same
-layout only pass their tensors.
-"""
+"""Launches of the Triton kernels of the masked softmax: rows of a program, and how tensors lie over programs."""
 
 from __future__ import annotations
 
@@ -33,7 +27,7 @@ _launches: Launches[tuple[Launch, tuple[Any, ...], tuple[Any, ...]]] = Launches(
 def forward(
     x: Tensor, bounds: Tensor | None, bits: Tensor | None, mask: Tensor | None, visible: bool, scale: float
 ) -> Tensor:
-    """Return the softmax of x; the arguments are those of the operator flexmasks::masked_softmax."""
+    """The operator flexmasks::masked_softmax."""
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     if not y.numel():
         return y
@@ -64,7 +58,7 @@ def forward(
 
 
 def backward(dy: Tensor, y: Tensor, bounds: Tensor | None, scale: float) -> Tensor:
-    """Return the gradient of x; the arguments are those of the operator flexmasks::masked_softmax_backward."""
+    """The operator flexmasks::masked_softmax_backward."""
     dx = torch.empty_like(y, memory_format=torch.contiguous_format)
     if not dx.numel():
         return dx
@@ -90,7 +84,6 @@ def backward(dy: Tensor, y: Tensor, bounds: Tensor | None, scale: float) -> Tens
 
 
 def _keep(key: Hashable, compiled: Any, programs: int, numbers: Any, constants: Any) -> None:
-    """Keep a launch for later calls of its layout."""
     if compiled is not None:  # Triton's interpreter compiles nothing
         _launches.keep(key, (launch_of(compiled, programs), numbers, constants))
 
@@ -134,12 +127,7 @@ _IN_CHUNKS: dict[tuple[str, int], dict[int, tuple[int, int, int, int | None]]] =
 
 
 def config(kind: str, columns: int, itemsize: int, bounded: bool) -> Config:
-    """Return the fastest configuration in sweeps on one H200.
-
-    kind: "forward" or "backward".
-    columns, itemsize: length of the rows, and bytes of an element.
-    bounded: whether the rows have limits.
-    """
+    """The fastest configuration in sweeps on one H200; kind is "forward" or "backward", bounded rows have limits."""
     block = triton.next_power_of_2(max(columns, 16))
     kilobytes = columns * itemsize / 1024
     if bounded and kilobytes > 2:
@@ -168,8 +156,6 @@ class _Dim(NamedTuple):
 
 @dataclass(frozen=True)
 class _Grid:
-    """The leading dimensions of some tensors laid over programs."""
-
     sizes: list[int]  # of the dimensions: rows, inner, one, two
     strides: list[list[int]]  # for each tensor, along each of the four dimensions
     config: Config
@@ -177,13 +163,12 @@ class _Grid:
 
     @property
     def options(self) -> dict[str, int | None]:
-        """Options of the compiler."""
         limit = {} if self.config.registers is None else {"maxnreg": self.config.registers}
         return {"num_warps": self.config.warps, **limit}
 
     @property
     def blocks(self) -> int:
-        """Number of programs that the rows take."""
+        """The number of programs that the rows take."""
         return -(-self.sizes[0] // self.config.rows)
 
     @property
@@ -191,20 +176,18 @@ class _Grid:
         return self.blocks * math.prod(self.sizes[1:])
 
     def numbers(self, columns: int, grains: Sequence[int]) -> tuple[int, ...]:
-        """Return the kernels' integers: sizes, then strides, divided by each tensor's grain."""
+        """The kernels' integers: sizes, then strides, divided by each tensor's grain."""
         strides = (stride // grain for line, grain in zip(self.strides, grains, strict=True) for stride in line)
         return columns // grains[0], self.sizes[0], self.sizes[1], self.blocks, self.sizes[2], *strides
 
 
 def _grid(
-    kind: str, output: Tensor, others: Sequence[Tensor | None], bounded: bool, shared: Tensor | None = None
+    kind: str, output: Tensor, inputs: Sequence[Tensor | None], bounded: bool, shared: Tensor | None = None
 ) -> _Grid | None:
-    """Lay [..., columns] tensors over programs: the output, and others that broadcast to it.
-
-    Programs that read the same rows of `shared`, the last of `others`, follow each other. Returns None if there are too
-    many dimensions.
+    """Lay [..., columns] tensors over programs, the output and inputs that broadcast to it; None if there are too many
+    dimensions. Programs that read the same rows of `shared`, the last of the inputs, follow each other.
     """
-    tensors = [output, *others]
+    tensors = [output, *inputs]
     dims = _merged(tensors, output.shape[:-1])
     absent = _Dim(1, [0] * len(tensors))
     rows = dims.pop() if dims else absent
@@ -236,10 +219,7 @@ def _grid(
 
 
 def _merged(tensors: Sequence[Tensor | None], shape: Sequence[int]) -> list[_Dim]:
-    """Return the leading dimensions above size 1, merged where possible.
-
-    Dimensions merge if they are adjacent in the memory of all tensors.
-    """
+    """The leading dimensions above size 1, merged where they are adjacent in the memory of all tensors."""
     dims: list[_Dim] = []
     for n, *strides in zip(shape, *(_strides(t, shape) for t in tensors), strict=True):
         if n == 1:
@@ -252,10 +232,7 @@ def _merged(tensors: Sequence[Tensor | None], shape: Sequence[int]) -> list[_Dim
 
 
 def _strides(tensor: Tensor | None, shape: Sequence[int]) -> list[int]:
-    """Return the strides of a tensor's leading dimensions.
-
-    The tensor is broadcast to a leading shape.
-    """
+    """The strides of a tensor's leading dimensions, broadcast to a leading shape."""
     if tensor is None:
         return [0] * len(shape)
     own = [0 if n == 1 else s for n, s in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)]
@@ -263,18 +240,14 @@ def _strides(tensor: Tensor | None, shape: Sequence[int]) -> list[int]:
 
 
 def _column_stride(tensor: Tensor) -> int:
-    """Return the stride of the last dimension.
-
-    It is 0 if the dimension has one element or is missing.
-    """
+    """The stride of the last dimension, 0 if it has one element or is missing."""
     return 0 if not tensor.ndim or tensor.shape[-1] == 1 else tensor.stride(-1)
 
 
 def _grain(strides: Sequence[Sequence[int]], columns: int) -> int:
-    """Return the greatest power of two, up to 16, that divides columns and strides."""
+    """The greatest power of two, up to 16, that divides columns and strides."""
     return math.gcd(16, columns, *(s for line in strides for s in line))
 
 
 def _expanded(tensor: Tensor | None, shape: Sequence[int]) -> Tensor | None:
-    """Return a contiguous copy with the leading shape."""
     return None if tensor is None else tensor.expand(*shape, tensor.shape[-1]).contiguous()

@@ -55,7 +55,6 @@ def masked_softmax(
 
 
 def _gradient(dy: Tensor, y: Tensor, bounds: Tensor | None, scale: float) -> Tensor:
-    """Run the backward operator, without the dispatcher where nothing needs it."""
     if is_plain(y, dy) and not torch.is_grad_enabled():
         return _backward(dy, y, bounds, scale)
     return _backward_op(dy, y, bounds, scale)  # type: ignore[no-any-return]
@@ -149,9 +148,8 @@ class _SoftmaxBackward(compat.SingleLevelFunction):
 
 
 def _forward_mode() -> contextlib.AbstractContextManager[object]:
-    """Turn forward mode on inside a Function, where torch turns it off.
-
-    Otherwise the outer ones of nested transforms would treat the results as constants.
+    """Turn forward mode on inside a Function, where torch turns it off: otherwise the outer ones of nested transforms
+    would treat the results as constants.
     """
     return compat.forward_derivatives(True)
 
@@ -164,7 +162,6 @@ def _forward_mode() -> contextlib.AbstractContextManager[object]:
 
 
 def _register(op: Any, run: Callable[..., Tensor], function: Any, fake: Callable[..., Tensor]) -> None:
-    """Register an operator's computation, derivatives, fake and vmap with torch."""
     name = op._schema.name
 
     class Dispatched(function):
@@ -199,9 +196,8 @@ def _register(op: Any, run: Callable[..., Tensor], function: Any, fake: Callable
 
 
 def _batched(size: int, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> list[Any]:
-    """Return an operator's arguments under vmap, mapped dimension first.
-
-    The tensors that must have the output's full shape (x; dy and y) get a mapped dimension if they lack it.
+    """An operator's arguments under vmap, with the mapped dimension first. The tensors that must have the output's full
+    shape (x; dy and y) get one if they lack it.
     """
     ndim = args[0].ndim - (in_dims[0] is not None)
     batched = []

@@ -1,7 +1,4 @@
-"""The masked softmax and its derivatives in plain torch.
-
-It runs on a CPU, and on a GPU for float64.
-"""
+"""The masked softmax and its derivatives in plain torch, for a CPU, and for float64 on a GPU."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ _PART_ELEMENTS = 1 << 20  # elements computed at once, which bounds the memory o
 def forward(
     x: Tensor, bounds: Tensor | None, bits: Tensor | None, mask: Tensor | None, visible: bool, scale: float
 ) -> Tensor:
-    """Return the softmax of x; the arguments are those of the operator flexmasks::masked_softmax."""
+    """The operator flexmasks::masked_softmax."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     columns = torch.arange(x.shape[-1], device=x.device)
 
@@ -40,7 +37,7 @@ def forward(
 
 
 def backward(dy: Tensor, y: Tensor, scale: float) -> Tensor:
-    """Return the gradient of x, given the gradient of the softmax y."""
+    """The gradient of x, given the gradient of the softmax y."""
     dx = torch.empty(y.shape, dtype=y.dtype, device=y.device)
 
     def compute(part: tuple[slice, ...]) -> None:
@@ -51,27 +48,24 @@ def backward(dy: Tensor, y: Tensor, scale: float) -> Tensor:
     return dx
 
 
-def over_visible(formula: Callable[..., Tensor], y: Tensor, *others: Tensor) -> Tensor:
-    """Compute a formula of the softmax y and tensors like it.
-
-    The formula is computed in float32 or float64. Places where y is 0 are hidden: there the formula reads 0 from the
-    other tensors, and the result is 0.
+def over_visible(formula: Callable[..., Tensor], y: Tensor, *tensors: Tensor) -> Tensor:
+    """Compute a formula of the softmax y and tensors like it, in float32 or float64. Places where y is 0 are hidden:
+    there the formula reads 0 from the tensors, and the result is 0.
     """
     hidden = y == 0
     wide = _accumulator(y.dtype)
-    values = formula(y.to(wide), *(t.to(wide).masked_fill(hidden, 0) for t in others))
+    values = formula(y.to(wide), *(t.to(wide).masked_fill(hidden, 0) for t in tensors))
     return values.masked_fill(hidden, 0).to(y.dtype)
 
 
 def row_dot(a: Tensor, b: Tensor) -> Tensor:
-    """Return the inner products of the rows of a and b, [..., 1]."""
     return (a * b).sum(-1, keepdim=True)
 
 
 def _hidden(
     columns: Tensor, bounds: Tensor | None, bits: Tensor | None, mask: Tensor | None, visible: bool
 ) -> Tensor | None:
-    """Return the hidden places, broadcasting to [..., K], or None where nothing is hidden."""
+    """The hidden places, broadcasting to [..., K], or None where nothing is hidden."""
     hidden = None
     if mask is not None:
         hidden = (mask == 0) if visible else (mask != 0)
@@ -86,7 +80,6 @@ def _hidden(
 
 
 def _for_parts(x: Tensor, compute: Callable[[tuple[slice, ...]], None]) -> None:
-    """Call a function for all parts of a tensor, on a CPU in several threads."""
     if x.numel() == 0:
         return
     rows = x.numel() // x.shape[-1]
@@ -103,10 +96,7 @@ def _for_parts(x: Tensor, compute: Callable[[tuple[slice, ...]], None]) -> None:
 
 
 def _parts(shape: torch.Size, elements: int) -> Iterator[tuple[slice, ...]]:
-    """Yield slices of the leading dimensions that cut a tensor into parts.
-
-    A part has at most that many elements, or is a single row.
-    """
+    """Yield slices of the leading dimensions: parts of at most that many elements, or single rows."""
     *leading, size = shape
     steps: list[int] = []
     for n in reversed(leading):
@@ -118,14 +108,10 @@ def _parts(shape: torch.Size, elements: int) -> Iterator[tuple[slice, ...]]:
 
 
 def _cut(x: Tensor, part: tuple[slice, ...]) -> Tensor:
-    """Return a part of a tensor.
-
-    Dimensions of size 1 and missing dimensions broadcast, so they are not cut.
-    """
+    """A part of a tensor; dimensions of size 1 and missing ones broadcast, so they are not cut."""
     own = part[len(part) - x.ndim + 1 :] if x.ndim else ()
     return x[tuple(slice(None) if n == 1 else p for n, p in zip(x.shape[:-1], own, strict=True))]
 
 
 def _accumulator(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which a softmax of `dtype` is computed."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,10 +1,8 @@
-"""Building blocks of the Triton kernels of the masked softmax.
-
-They compute where a program works, and they load, store and clear what it works on.
+"""Building blocks of the Triton kernels of the masked softmax: where a program works, and loads, stores and clears of
+tiles.
 
 A tile is [rows, columns] of scores. Loads are masked by limits rounded to 16 elements and never by the mask itself,
-which would split them into single elements. Column counts and strides are passed divided by GRAIN, a power of two.
-Multiplying them by GRAIN proves their alignment to the compiler, so that one kernel works for all lengths.
+which would split them into single elements. Column counts come divided by GRAIN, as strides do.
 """
 
 from __future__ import annotations
@@ -14,20 +12,15 @@ import triton.language as tl
 
 
 def unspecialized(*tensors: str) -> list[str]:
-    """Name the kernel parameters that Triton must not specialize.
-
-    These are sizes and strides of tensors. If specialized, each value would compile another kernel.
-    """
+    """The sizes and strides among a kernel's parameters: if specialized, each value would compile another kernel."""
     sizes = ["columns", "n_rows", "n_inner", "n_blocks", "n_one"]
     return sizes + [f"{name}_{dim}" for name in tensors for dim in ("row", "inner", "one", "two")]
 
 
 @triton.jit
 def program_position(n_inner, n_blocks, n_one, INNER: tl.constexpr, OUTER: tl.constexpr):
-    """Return a program's block of rows and its other indices.
-
-    The other indices are of up to three dimensions around the rows. The inner dimension changes fastest: programs that
-    share rows of a mask run at the same time, and read the mask once.
+    """A program's block of rows, and its indices in up to three dimensions around the rows. The inner one changes
+    fastest: programs that share rows of a mask run at the same time, and read the mask once.
     """
     block = tl.program_id(0)
     inner = block * 0
@@ -47,7 +40,7 @@ def program_position(n_inner, n_blocks, n_one, INNER: tl.constexpr, OUTER: tl.co
 
 @triton.jit
 def row_limits(at, is_row, ROWS: tl.constexpr):
-    """Return the limits of rows: exact, rounded outwards to 16, and the largest width."""
+    """The limits of rows: exact, rounded outwards to 16, and the largest width."""
     if ROWS == 1:
         first = tl.load(at)
         end = tl.load(at + 1)
@@ -64,19 +57,14 @@ def row_limits(at, is_row, ROWS: tl.constexpr):
 
 @triton.jit
 def is_class(count, n: tl.constexpr):
-    """Return whether code for n chunks computes a row of `count` chunks.
-
-    A row that sees nothing counts as one chunk.
-    """
+    """Whether code for n chunks computes a row of `count` chunks. A row that sees nothing counts as one chunk."""
     return (count == n) | ((n == 1) & (count < 1))
 
 
 @triton.jit
 def load_chunk(at, column, high, n: tl.constexpr, COUNT: tl.constexpr, CHUNK: tl.constexpr, STRIDE: tl.constexpr):
-    """Load chunk n of COUNT, the first of which is at `at`.
-
-    Only the last one may end behind `high`. It is read once. The distance is added to the addresses, since sums with
-    `column` would take registers.
+    """Load chunk n of COUNT, the first of which is at `at`, and the last of which alone may end behind `high`. It is
+    read once. The distance is added to the addresses, since sums with `column` would take registers.
     """
     if n == COUNT - 1:
         inside = column + n * CHUNK < high
@@ -87,10 +75,7 @@ def load_chunk(at, column, high, n: tl.constexpr, COUNT: tl.constexpr, CHUNK: tl
 
 @triton.jit
 def store_chunk(at, column, columns, values, n: tl.constexpr, COUNT: tl.constexpr, CHUNK: tl.constexpr):
-    """Store chunk n of COUNT, the first of which goes to `at`.
-
-    Only the last one may end behind the row.
-    """
+    """Store chunk n of COUNT, the first of which goes to `at`, and the last of which alone may end behind the row."""
     values = values.to(at.dtype.element_ty)
     if n == COUNT - 1:
         tl.store(at + n * CHUNK, values, mask=column + n * CHUNK < columns)
@@ -100,9 +85,8 @@ def store_chunk(at, column, columns, values, n: tl.constexpr, COUNT: tl.constexp
 
 @triton.jit
 def as_loaded(x, HIDES: tl.constexpr):
-    """Return x, and with HIDES let the compiler not know that it is x.
-
-    Otherwise registers keep what was computed of x for its second use, such as x in float32, rather than x itself.
+    """x, which with HIDES the compiler does not know for x. Otherwise registers keep what was computed of x for its
+    second use, such as x in float32, rather than x itself.
     """
     if not HIDES:
         return x
@@ -114,7 +98,6 @@ def as_loaded(x, HIDES: tl.constexpr):
 
 @triton.jit
 def chunks_to_read(columns, low, high, CHUNK: tl.constexpr, BOUNDS: tl.constexpr):
-    """Return the columns of a long row to read, and their chunks."""
     if BOUNDS:
         start = low
         stop = high
@@ -126,10 +109,7 @@ def chunks_to_read(columns, low, high, CHUNK: tl.constexpr, BOUNDS: tl.constexpr
 
 @triton.jit
 def readable(column, columns, is_row, low, high, ROWS: tl.constexpr, BOUNDS: tl.constexpr, FROM_LOW: tl.constexpr):
-    """Return which columns exist, and which of them to read.
-
-    FROM_LOW: no column is before `low`.
-    """
+    """Which columns exist, and which of them to read. With FROM_LOW no column is before `low`."""
     exists = column < columns
     if ROWS > 1:
         exists = exists & is_row
@@ -143,7 +123,6 @@ def readable(column, columns, is_row, low, high, ROWS: tl.constexpr, BOUNDS: tl.
 
 @triton.jit
 def clear(at, start, stop, CHUNK: tl.constexpr):
-    """Write 0 to columns start..stop - 1."""
     for chunk in range(start, stop, CHUNK):
         column = chunk + tl.arange(0, CHUNK)[None, :]
         tl.store(at + column, tl.zeros((1, CHUNK), at.dtype.element_ty), mask=column < stop)

@@ -45,10 +45,7 @@ _tanh_approx.register_autograd(_backward, setup_context=_save_output)
 
 
 def tanh_approx(x: Tensor) -> Tensor:
-    """Return tanh(x) of float32, approximated on CUDA.
-
-    Compiled kernels for CUDA have a relative error of at most 2**-11.
-    """
+    """tanh(x) of float32; compiled kernels for CUDA have a relative error of at most 2**-11."""
     _register_lowering()
     return cast(Tensor, _tanh_approx(x))
 
@@ -56,7 +53,6 @@ def tanh_approx(x: Tensor) -> Tensor:
 # torch.compile calls this function while it traces, and does not trace into it.
 @compat.constant_in_graphs
 def _register_lowering() -> None:
-    """Register the instruction with Inductor, which writes the compiled kernels."""
     compat.lower_to_instruction(
         torch.ops.flexmasks.tanh_approx.default, _INSTRUCTION, "tanh", "cute.math.tanh({x}, fastmath=True)"
     )

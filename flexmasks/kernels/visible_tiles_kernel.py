@@ -24,10 +24,10 @@ _FULL: tl.constexpr = tl.constexpr(2)
 
 @triton.jit
 def _list(marked, tiles, count, before, start, n_tiles, CHUNK: tl.constexpr):
-    """Write the part of a list that a chunk of tiles makes.
+    """Write the part of a list that a chunk of tiles makes; return how many tiles up to its end are listed first.
 
     marked: whether the chunk's tiles are listed first. count, before: how many of all tiles are, and of those before
-    the chunk. Returns the number up to the chunk's end.
+        the chunk.
     """
     tile = start + tl.arange(0, CHUNK)
     up_to_tile = before + tl.cumsum(marked, 0)
@@ -41,9 +41,8 @@ def tiles_kernel(
     visible, partial_counts, partial, full_counts, full, marks, arrived, queries, keys, n_tiles, groups,
     GROUP: tl.constexpr, TOGETHER: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
-    """Mark GROUP tiles of an element; the last program lists its tiles.
-
-    marks: a byte for each tile. arrived: for each element 0. Both are not used if groups are ALONE.
+    """Mark GROUP tiles of an element; the last program lists its tiles. Unless groups are ALONE, `marks` has a byte for
+    each tile, and `arrived` a 0 for each element.
     """
     element = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
@@ -97,7 +96,6 @@ def tiles_kernel(
 
 
 def tiles_of(visible: Tensor) -> list[Tensor]:
-    """Return the lists of booleans [B, H, Q, KV], see the operator."""
     visible = visible.contiguous()
     batch, heads, queries, keys = visible.shape
     n_tiles = -(-keys // TILE)

@@ -13,10 +13,7 @@ NO_LINE, SIGNED, ABSOLUTE = 0, 1, 2  # kinds of a bias for kernels: a tensor or 
 
 
 class Line(NamedTuple):
-    """Numbers of pairs that are slope * distance + start.
-
-    The distance is key - query - shift, or its absolute value.
-    """
+    """Numbers of pairs, slope * distance + start, of the distance key - query - shift or its absolute value."""
 
     slope: float
     start: float
@@ -45,11 +42,8 @@ class WholeMask(NamedTuple):
 
 
 def spans_of(visible: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the spans of tiles that see each other, for queries and for keys.
-
-    The first are for each tile of queries the tiles of keys that one of them sees, the second the same for each tile of
-    keys. Both are int32 [B or 1, H or 1, tiles, 2]: the first tile and the end. Where nothing is visible, the end is 0.
-    The host reads no value.
+    """The spans of tiles that see each other, for each tile of queries and for each tile of keys, both int32 [B or 1, H
+    or 1, tiles, 2]: the first tile and the end, 0 where nothing is visible. The host reads no value.
 
     visible: bool [B or 1, H or 1, Q, KV].
     """

@@ -2,14 +2,12 @@
 
 A program of the forward pass and of the gradient of queries takes some queries of one head, and goes over the keys from
 the first tile to the last that one of them sees. A program of the gradients of keys and values takes some keys of one
-key head, and goes over the queries of all its query heads. No program writes where another one does, so results are
-the same at each run.
+key head, and goes over the queries of all its query heads. No program writes where another one does, so results are the
+same at each run.
 
 A byte of the mask is read for each pair in these tiles, and with a bias 4 more; a bias that is a line over the distance
 is computed. Scores stay natural numbers, and are multiplied by log2(e) only after the largest score was subtracted: the
 product of a very low score would be infinite.
-
-Strides come divided by GRAIN; multiplying them by it proves their alignment to the compiler.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ def rows_of(
     x, position, stride, end, SIZE: tl.constexpr, WIDTH: tl.constexpr, GRAIN: tl.constexpr, EVEN: tl.constexpr,
     DOT: tl.constexpr,
 ):  # fmt: skip
-    """Return rows of a matrix, 0 behind its last row."""
+    """Rows of a matrix, 0 behind its last row."""
     column = tl.arange(0, WIDTH)
     at = x + position.to(tl.int64)[:, None] * (stride * GRAIN) + column[None, :]
     if EVEN and SIZE == WIDTH:
@@ -53,7 +51,6 @@ def rows_of(
 
 @triton.jit
 def _store_rows(x, rows, position, stride, end, SIZE: tl.constexpr, WIDTH: tl.constexpr, GRAIN: tl.constexpr):
-    """Write rows of a matrix."""
     column = tl.arange(0, WIDTH)
     at = x + position.to(tl.int64)[:, None] * (stride * GRAIN) + column[None, :]
     written = (position < end)[:, None] & (column < SIZE)[None, :]
@@ -62,10 +59,7 @@ def _store_rows(x, rows, position, stride, end, SIZE: tl.constexpr, WIDTH: tl.co
 
 @triton.jit
 def _span_of(spans, block, span_count, ROWS: tl.constexpr):
-    """Return the start and the end of what a block of rows sees.
-
-    spans: for each tile of rows the first tile, and the end.
-    """
+    """The start and the end of what a block of rows sees, from the first tile and the end of each tile of rows."""
     PARTS: tl.constexpr = ROWS // _TILE
     part = block * PARTS + tl.arange(0, PARTS)
     is_part = part < span_count
@@ -76,7 +70,7 @@ def _span_of(spans, block, span_count, ROWS: tl.constexpr):
 
 @triton.jit
 def _scores(products, pairs, query, key, EVEN: tl.constexpr, GRAIN: tl.constexpr, LINE: tl.constexpr):
-    """Return scores, -inf where hidden.
+    """Scores, -inf where hidden.
 
     pairs: the mask and the bias of a batch element and head, their strides of queries, the lengths, and the scale with
         the numbers of a line.
@@ -108,7 +102,7 @@ def _step(
     KEYS: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
     GRAIN: tl.constexpr, MASK_GRAIN: tl.constexpr, EVEN: tl.constexpr, DOT: tl.constexpr, LINE: tl.constexpr,
 ):  # fmt: skip
-    """Return keys, values, and the scores of queries with these keys."""
+    """Keys, values, and the scores of queries with these keys."""
     key = start + tl.arange(0, KEYS)
     k_rows = rows_of(k, key, k_key, keys, K_SIZE, K_WIDTH, GRAIN, EVEN, DOT)
     v_rows = rows_of(v, key, v_key, keys, V_SIZE, V_WIDTH, GRAIN, EVEN, DOT)
@@ -118,9 +112,8 @@ def _step(
 
 @triton.jit
 def with_scores(row_max, total, acc, scores, v_rows, DOT: tl.constexpr):
-    """Return the state of a running softmax after more scores and their values.
-
-    The state is the largest score of each row, and the sums of weights and of weighted values. Hidden scores are -inf.
+    """The state of a running softmax after more scores, -inf where hidden, and their values: the largest score of each
+    row, and the sums of weights and of weighted values.
     """
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     base = tl.where(new_max == float("-inf"), 0.0, new_max)
@@ -133,7 +126,6 @@ def with_scores(row_max, total, acc, scores, v_rows, DOT: tl.constexpr):
 
 @triton.jit
 def output_and_lse(row_max, total, acc):
-    """Return the output of a running softmax, and the lse of its rows."""
     is_empty = total == 0  # NaN is not empty
     acc = tl.where(is_empty[:, None], 0.0, acc / total[:, None])
     return acc, tl.where(is_empty, float("-inf"), row_max + tl.log(total))
@@ -141,14 +133,13 @@ def output_and_lse(row_max, total, acc):
 
 @triton.jit
 def _finite_lse(lse, at, is_query):
-    """Return the lse of queries, 0 for queries that see nothing."""
+    """The lse of queries, 0 for queries that see nothing."""
     row_lse = tl.load(lse + at, mask=is_query, other=0.0)
     return tl.where(row_lse == float("-inf"), 0.0, row_lse)
 
 
 @triton.jit
 def _bytes(visible):
-    """Return a pointer to bytes, given one to booleans."""
     return visible.to(tl.pointer_type(tl.int8), bitcast=True)
 
 
@@ -296,19 +287,9 @@ def key_gradients_kernel(
         if weight is not None:
             own_weight = weight + b * weight_batch + h * weight_head
         pairs = (
-            marks,
-            own_weight,
-            own_bias,
-            visible_query,
-            weight_query,
-            bias_query,
-            queries,
-            keys,
-            scale,
-            slope,
-            begin,
-            shift,
-        )
+            marks, own_weight, own_bias, visible_query, weight_query, bias_query,
+            queries, keys, scale, slope, begin, shift,
+        )  # fmt: skip
         first, end = _span_of(query_spans + b * span_batch + h * span_head, block, span_count, KEYS)
         for start in tl.range(first, end, ROWS, num_stages=STAGES):
             query = start + tl.arange(0, ROWS)

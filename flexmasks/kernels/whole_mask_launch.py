@@ -1,8 +1,4 @@
-"""Launches of the Triton kernels of attention with a whole mask.
-
-The first call of a layout chooses tile sizes and compiles the kernels. Their launches are kept, so later calls of the
-same layout only pass their tensors.
-"""
+"""Launches of the Triton kernels of attention with a whole mask."""
 
 from __future__ import annotations
 
@@ -34,10 +30,7 @@ _kernels: Launches[Kernels] = Launches()
 
 
 class Tiles(NamedTuple):
-    """Sizes of a kernel.
-
-    rows, keys: queries and keys of a program or of a step.
-    """
+    """The queries and keys of a program or of a step, and the settings of a kernel."""
 
     rows: int
     keys: int
@@ -64,7 +57,6 @@ _TILES = {
 
 
 def kernels_of(q: Tensor, k: Tensor, v: Tensor, mask: WholeMask) -> Kernels:
-    """Return the kernels for the layouts of some tensors."""
     tensors = q, k, v, mask.visible, mask.weight, mask.bias
     key = (q.device.index, _kind_of(mask.line), *layouts_of(*tensors))
     kernels = _kernels.get(key)
@@ -79,7 +71,7 @@ def _kind_of(line: Line | None) -> int:
 
 
 def _split(mask: WholeMask) -> tuple[tuple[Tensor | None, Tensor | None], tuple[float, float, float, int]]:
-    """Return the tensors of what is added to scores, and the numbers before all strides."""
+    """The tensors of what is added to scores, and the numbers before all strides."""
     slope, start, shift, _ = mask.line or _NOTHING
     return (mask.weight, mask.bias), (mask.scale, slope, start, shift)
 
@@ -99,7 +91,7 @@ class Kernels:
         self._backward: dict[Hashable, tuple[_Launch, _Launch]] = {}
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: WholeMask) -> tuple[Tensor, Tensor]:
-        """Return output [B, H, Q, Dv] and lse, float32 [B, H, Q]."""
+        """Output [B, H, Q, Dv] and lse, float32 [B, H, Q]."""
         out = torch.empty_like(q) if q.shape[3] == v.shape[3] else q.new_empty((*q.shape[:3], v.shape[3]))
         lse = new(q.shape[:3], torch.float32, q.device)
         added, numbers = _split(mask)
@@ -114,7 +106,7 @@ class Kernels:
         self, d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
         mask: WholeMask,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """Return the gradients of q, k and v, given those of output and lse."""
+        """The gradients of q, k and v, given those of output and lse."""
         d_q, d_k, d_v, deltas = map(torch.empty_like, (q, k, v, lse))
         added, numbers = _split(mask)
         for_query = d_q, deltas, d_out, d_lse, out, lse, q, k, v, mask.visible, mask.key_spans, *added
@@ -135,13 +127,11 @@ class Kernels:
 
 
 class _Launch(NamedTuple):
-    """A kernel, with its arguments behind those that change."""
-
     run: Launch
-    others: tuple[Any, ...]
+    scalars: tuple[Any, ...]
 
     def __call__(self, tensors: Sequence[Tensor | None], numbers: tuple[Any, ...]) -> None:
-        self.run(tensors, numbers + self.others)
+        self.run(tensors, numbers + self.scalars)
 
     @classmethod
     def of(
@@ -177,5 +167,5 @@ class _Launch(NamedTuple):
             *(heads // key_heads, tiles.rows, tiles.keys, tiles.stages, k_size, v_size, *widths),
             *(grain, mask_grain, is_even, dot_type(q.dtype, kernel), _kind_of(mask.line)),
         )
-        others = *numbers, *constants
-        return cls(compiled(kernel, programs, tiles.warps, tensors, (*_split(mask)[1], *others)), others)
+        scalars = *numbers, *constants
+        return cls(compiled(kernel, programs, tiles.warps, tensors, (*_split(mask)[1], *scalars)), scalars)

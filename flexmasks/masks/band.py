@@ -4,17 +4,11 @@ from torch import Tensor
 
 from flexmasks.spec import register_mask
 
+Distance = Annotated[int | Tensor, "int | int[]"]
+
 
 @register_mask(example=lambda length: {"lower": -length // 4, "upper": length // 8})
-def band(
-    b: Tensor,
-    h: Tensor,
-    q: Tensor,
-    kv: Tensor,
-    *,
-    lower: Annotated[int | Tensor, "int | int[]"],
-    upper: Annotated[int | Tensor, "int | int[]"],
-) -> Tensor:
+def band(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, lower: Distance, upper: Distance) -> Tensor:
     """Each query sees the keys at distances `lower` to `upper`, both included.
 
     A pair is visible if lower <= kv - q <= upper.

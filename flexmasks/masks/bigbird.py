@@ -60,7 +60,7 @@ def bigbird(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, layout: Tensor, bloc
 def _layout(
     blocks: int, window: int, edges: tuple[int, int], count: int, seed: int, device: torch.device | None
 ) -> Tensor:
-    """Return the table of visible blocks, computed by NumPy because torch traces no draw."""
+    """The table of visible blocks, computed by NumPy because torch traces no draw."""
     row, column = np.arange(blocks)[:, None], np.arange(blocks)
     layout = abs(row - column) <= window
     for index in (row, column):
@@ -70,11 +70,8 @@ def _layout(
 
 
 def _draw(blocks: int, window: int, edges: tuple[int, int], count: int, seed: int) -> Any:
-    """Draw `count` blocks for each block that it does not see otherwise.
-
-    edges: numbers of global blocks at the front and at the end.
-
-    Returns [blocks, count]. A block with fewer such blocks gets its own number in the remaining places.
+    """Draw `count` blocks for each block that it does not see otherwise: [blocks, count], with a block's own number
+    where there are fewer. `edges` are the numbers of global blocks at the front and at the end.
 
     This is Floyd's sampling without repetition, for all rows at once: step n draws one of the first `top + 1` blocks,
     and takes `top` if that block was drawn before.
@@ -97,6 +94,6 @@ def _draw(blocks: int, window: int, edges: tuple[int, int], count: int, seed: in
 
 
 def _uniform(count: int, seed: int) -> Any:
-    """Return the numbers that torch.rand draws on a CPU with this seed, in float64."""
+    """The numbers that torch.rand draws on a CPU with this seed, in float64."""
     words = np.random.RandomState(seed % 2**32).randint(0, 2**32, (count, 2), np.uint32).astype(np.uint64)
     return (((words[:, 0] << np.uint64(32)) | words[:, 1]) & np.uint64(2**53 - 1)) / 2.0**53

@@ -124,10 +124,7 @@ def block_topk(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, layout: Tensor, b
 
 
 def _columns(size: Size | None, name: str, indices: Tensor, block: tuple[int, int]) -> int:
-    """Return the number of blocks of keys.
-
-    Raises ValueError if an index is not below it.
-    """
+    """The number of blocks of keys; ValueError if an index is not below it."""
     if size is not None and not may_read(size, indices):
         return -(-size.kv_len // block[1])
     used = int(indices.max()) + 1 if indices.numel() else 1

@@ -4,17 +4,12 @@ from torch import Tensor
 
 from flexmasks.spec import per_batch, register_mask
 
+Length = Annotated[int, "int in 1.."]
+Start = Annotated[int | Tensor, "int | int[B]"]
+
 
 @register_mask(example=lambda length: {"chunk": length // 8})
-def chunked(
-    b: Tensor,
-    h: Tensor,
-    q: Tensor,
-    kv: Tensor,
-    *,
-    chunk: Annotated[int, "int in 1.."],
-    start: Annotated[int | Tensor, "int | int[B]"] = 0,
-) -> Tensor:
+def chunked(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, chunk: Length, start: Start = 0) -> Tensor:
     """Each query sees all keys of its own chunk.
 
     A pair is visible if (q - start) // chunk == (kv - start) // chunk.
@@ -31,15 +26,7 @@ def chunked(
 
 
 @register_mask(example=lambda length: {"chunk": length // 8})
-def chunked_causal(
-    b: Tensor,
-    h: Tensor,
-    q: Tensor,
-    kv: Tensor,
-    *,
-    chunk: Annotated[int, "int in 1.."],
-    start: Annotated[int | Tensor, "int | int[B]"] = 0,
-) -> Tensor:
+def chunked_causal(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, chunk: Length, start: Start = 0) -> Tensor:
     """Each query sees itself and the keys before it in its own chunk.
 
     chunk, start: as in the mask `chunked`.
@@ -53,7 +40,7 @@ def chunked_causal(
 
 
 @register_mask(example=lambda length: {"block": length // 8})
-def block_causal(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, block: Annotated[int, "int in 1.."]) -> Tensor:
+def block_causal(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, block: Length) -> Tensor:
     """Each query sees all keys up to the end of its own block.
 
     Attention is causal between blocks and full inside them.

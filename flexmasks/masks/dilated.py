@@ -2,19 +2,14 @@ from typing import Annotated
 
 from torch import Tensor
 
+from flexmasks.masks.local import Reach
 from flexmasks.spec import register_mask
+
+Step = Annotated[int, "int in 1.."]
 
 
 @register_mask(example=lambda length: {"window": length // 4, "dilation": 4})
-def dilated_window(
-    b: Tensor,
-    h: Tensor,
-    q: Tensor,
-    kv: Tensor,
-    *,
-    window: Annotated[int | Tensor, "int in 0.. | int[] in 0.."],
-    dilation: Annotated[int, "int in 1.."],
-) -> Tensor:
+def dilated_window(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, window: Reach, dilation: Step) -> Tensor:
     """Each query sees every `dilation`-th key on both sides, up to `window` away.
 
     window: the greatest distance, included: window // dilation keys on each side. Combine with `causal` for one side.
@@ -28,7 +23,7 @@ def dilated_window(
 
 
 @register_mask(example=lambda length: {"stride": length // 16})
-def strided(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, stride: Annotated[int, "int in 1.."]) -> Tensor:
+def strided(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, stride: Step) -> Tensor:
     """Each query sees `stride` keys before it, and every `stride`-th key further back.
 
     The query's own key is visible. An earlier key is visible if q - kv <= stride or q - kv is a multiple of stride.
@@ -43,13 +38,7 @@ def strided(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, stride: Annotated[in
 
 @register_mask(example=lambda length: {"stride": length // 8, "summary": length // 64})
 def fixed(
-    b: Tensor,
-    h: Tensor,
-    q: Tensor,
-    kv: Tensor,
-    *,
-    stride: Annotated[int, "int in 1.."],
-    summary: Annotated[int, "int in 0.."],
+    b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, stride: Step, summary: Annotated[int, "int in 0.."]
 ) -> Tensor:
     """Each query sees its block so far, and the ends of earlier blocks.
 

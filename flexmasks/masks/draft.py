@@ -5,9 +5,11 @@ from torch import Tensor
 
 from flexmasks.spec import register_mask
 
+Length = Annotated[int, "int in 1.."]
+
 
 @register_mask(example=lambda length: {"length": length // 2})
-def eagle3(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, length: Annotated[int, "int in 1.."]) -> Tensor:
+def eagle3(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, length: Length) -> Tensor:
     """Training of a draft model over several steps, as in EAGLE-3.
 
     Query q sees the keys of step 0 causally, and its own key, the q-th, of each later step.
@@ -23,15 +25,7 @@ def eagle3(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, length: Annotated[int
 
 
 @register_mask(example=lambda length: {"length": length // 2, "block": length // 16})
-def block_diffusion(
-    b: Tensor,
-    h: Tensor,
-    q: Tensor,
-    kv: Tensor,
-    *,
-    length: Annotated[int, "int in 1.."],
-    block: Annotated[int, "int in 1.."],
-) -> Tensor:
+def block_diffusion(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, length: Length, block: Length) -> Tensor:
     """Training of block diffusion: noised tokens, then the same tokens clean.
 
     Noised tokens see the noised tokens of their own block and the clean tokens of earlier blocks. Clean tokens see the

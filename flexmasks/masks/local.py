@@ -4,21 +4,16 @@ from torch import Tensor
 
 from flexmasks.spec import Band, Size, register_mask
 
+# Numbers of tokens: one number, which kernels take as a tensor if it changes often.
+Reach = Annotated[int | Tensor, "int in 0.. | int[] in 0.."]
+
 
 def _band(size: Size, *, left: int | Tensor, right: int | Tensor) -> Band | None:
     return None if isinstance(left, Tensor) or isinstance(right, Tensor) else Band(left, right)
 
 
 @register_mask(example=lambda length: {"left": length // 4, "right": length // 8}, band=_band)
-def local(
-    b: Tensor,
-    h: Tensor,
-    q: Tensor,
-    kv: Tensor,
-    *,
-    left: Annotated[int | Tensor, "int in 0.. | int[] in 0.."],
-    right: Annotated[int | Tensor, "int in 0.. | int[] in 0.."],
-) -> Tensor:
+def local(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, left: Reach, right: Reach) -> Tensor:
     """Each query sees itself, `left` keys before it and `right` keys after it.
 
     left, right: numbers of keys on each side; FlashAttention's window_size=(left, right).

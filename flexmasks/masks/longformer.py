@@ -2,7 +2,11 @@ from typing import Annotated, Any
 
 from torch import Tensor
 
+from flexmasks.masks.local import Reach
 from flexmasks.spec import at, register_mask
+
+Count = Annotated[int, "int in 0.."]
+Tokens = Annotated[int | Tensor, "int in 0.. | bool[S] | bool[B, S]"]
 
 
 def _example(length: int) -> dict[str, Any]:
@@ -10,14 +14,7 @@ def _example(length: int) -> dict[str, Any]:
 
 
 @register_mask(example=_example)
-def global_tokens(
-    b: Tensor,
-    h: Tensor,
-    q: Tensor,
-    kv: Tensor,
-    *,
-    tokens: Annotated[int | Tensor, "int in 0.. | bool[S] | bool[B, S]"],
-) -> Tensor:
+def global_tokens(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, tokens: Tokens) -> Tensor:
     """Global tokens see every key and are seen by every query.
 
     All other pairs are hidden.
@@ -35,15 +32,7 @@ def global_tokens(
 
 
 @register_mask(example=lambda length: {"window": length // 16, **_example(length)})
-def longformer(
-    b: Tensor,
-    h: Tensor,
-    q: Tensor,
-    kv: Tensor,
-    *,
-    window: Annotated[int | Tensor, "int in 0.. | int[] in 0.."],
-    tokens: Annotated[int | Tensor, "int in 0.. | bool[S] | bool[B, S]"],
-) -> Tensor:
+def longformer(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, window: Reach, tokens: Tokens) -> Tensor:
     """A window on both sides of each query, and global tokens.
 
     Global tokens see everything and are seen by everything.
@@ -59,9 +48,7 @@ def longformer(
     return near | global_tokens(b, h, q, kv, tokens=tokens)
 
 
-@register_mask(
-    example=lambda length: {"frame": length // 8, "window": length // 64, "tokens": length // 32},
-)
+@register_mask(example=lambda length: {"frame": length // 8, "window": length // 64, "tokens": length // 32})
 def temporal_window(
     b: Tensor,
     h: Tensor,
@@ -69,8 +56,8 @@ def temporal_window(
     kv: Tensor,
     *,
     frame: Annotated[int, "int in 1.."],
-    window: Annotated[int, "int in 0.."],
-    tokens: Annotated[int, "int in 0.."] = 0,
+    window: Count,
+    tokens: Count = 0,
 ) -> Tensor:
     """Each token of a video sees its neighborhood in every frame.
 

@@ -14,6 +14,7 @@ Order = Annotated[Tensor | str | None, "int[KV] in 0..KV-1 | 'auto'"]
 Kernel1 = Annotated[int, "int in 1.."]
 Kernel2 = Annotated[int | tuple[int, int], "int in 1.. | int(2) in 1.."]
 Kernel3 = Annotated[int | tuple[int, int, int], "int in 1.. | int(3) in 1.."]
+Pixels = Tensor | None  # coordinates of all tokens, [axes, tokens], None in row-major order
 Words = tuple[Tensor, Tensor, Tensor, int]  # see `words_of`
 Place = tuple[Tensor, Tensor | None]  # of a pixel on an axis: its number in its dilation group, and the group's
 
@@ -62,7 +63,7 @@ def _prepare3(
 
 
 def _in_kernels(
-    b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, axes: tuple[Any, ...], pixels: Tensor | None, words: Words | None
+    b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, axes: tuple[Any, ...], pixels: Pixels, words: Words | None
 ) -> Tensor:
     return _neighborhood(q, kv, axes, pixels) if words is None else seen_by_words(q, kv, words)
 
@@ -73,7 +74,7 @@ def _in_kernels(
     example=lambda length: {"height": 16, "width": length // 16, "kernel": 7},
 )
 def natten(
-    b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, axes: tuple[Any, ...], pixels: Tensor | None, words: Words | None
+    b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, axes: tuple[Any, ...], pixels: Pixels, words: Words | None
 ) -> Tensor:
     """Neighborhood attention on an image: each pixel sees `kernel` pixels per axis.
 
@@ -121,7 +122,7 @@ def natten1d(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, axes: tuple[Any, ..
     example=lambda length: {"depth": 4, "height": 8, "width": length // 32, "kernel": 3},
 )
 def natten3d(
-    b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, axes: tuple[Any, ...], pixels: Tensor | None, words: Words | None
+    b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, axes: tuple[Any, ...], pixels: Pixels, words: Words | None
 ) -> Tensor:
     """Neighborhood attention on a video: each voxel sees `kernel` voxels per axis.
 
@@ -166,7 +167,6 @@ def _prepare(
 
 
 def _with_words(size: Size | None, prepared: dict[str, Any]) -> dict[str, Any]:
-    """Return prepared arguments with the words that kernels read."""
     axes, pixels = prepared["axes"], prepared["pixels"]
     canvas, _, dilations, strides, _ = zip(*axes, strict=True)
     if size is None or not (max(dilations) > 1 or are_words_faster(size, canvas, pixels, strides)):
@@ -183,10 +183,7 @@ def _with_words(size: Size | None, prepared: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_canvas(size: Size | None, canvas: dict[str, int]) -> None:
-    """Raise ValueError unless a call has exactly the tokens of the canvas.
-
-    canvas: lengths of the axes, by their names.
-    """
+    """Raise ValueError unless a call has exactly the tokens of the canvas, whose axes have names and lengths."""
     count = math.prod(list(canvas.values()))  # Dynamo traces no other form
     if size is not None and not (size.fits("KV", count) and size.fits("S", count)):
         terms = [" * ".join(canvas), *([" * ".join(map(str, canvas.values()))] if len(canvas) > 1 else []), str(count)]
@@ -196,10 +193,9 @@ def check_canvas(size: Size | None, canvas: dict[str, int]) -> None:
         )
 
 
-def pixels_of(size: Size | None, order: Tensor | str | None, canvas: Sequence[int]) -> Tensor | None:
-    """Return the coordinates of each token, [axes, tokens], or None in row-major order.
-
-    Raises ValueError if the order may be read and is no permutation.
+def pixels_of(size: Size | None, order: Tensor | str | None, canvas: Sequence[int]) -> Pixels:
+    """The coordinates of each token, [axes, tokens], or None in row-major order. Raises ValueError if the order may be
+    read and is no permutation.
     """
     if not isinstance(order, Tensor):  # "auto" is for calls, which reorder the tokens themselves
         return None
@@ -209,21 +205,15 @@ def pixels_of(size: Size | None, order: Tensor | str | None, canvas: Sequence[in
     return torch.stack(coordinates(order.int(), canvas))
 
 
-def place(token: Tensor, canvas: Sequence[int], pixels: Tensor | None) -> list[Tensor]:
-    """Return the coordinates of a token, one for each axis.
-
-    pixels: the coordinates of all tokens, as `pixels_of` gives them, or None for row-major order.
-    """
+def place(token: Tensor, canvas: Sequence[int], pixels: Pixels) -> list[Tensor]:
+    """The coordinates of a token, one for each axis, of `pixels` or of row-major order."""
     if pixels is None:
         return coordinates(token, canvas)
     return [pixels[always(n, token), token] for n in range(len(canvas))]
 
 
-def _places(token: Tensor, axes: tuple[Any, ...], pixels: Tensor | None) -> list[Place]:
-    """Return the places of a token, one for each axis.
-
-    pixels: what `_prepare` makes of an order, or None for row-major order.
-    """
+def _places(token: Tensor, axes: tuple[Any, ...], pixels: Pixels) -> list[Place]:
+    """The places of a token, one for each axis, of `_prepare`'s `pixels` or of row-major order."""
     here = place(token, [axis[0] for axis in axes], pixels)
     if pixels is None:
         return [apart(i, axis[2]) for i, axis in zip(here, axes, strict=True)]
@@ -233,11 +223,11 @@ def _places(token: Tensor, axes: tuple[Any, ...], pixels: Tensor | None) -> list
 
 
 def apart(i: Tensor, dilation: int) -> Place:
-    """Return the place of a pixel of an axis."""
+    """The number of pixel i in its dilation group, and the group, None without dilation."""
     return (i // dilation, i % dilation) if dilation > 1 else (i, None)
 
 
-def _neighborhood(q: Tensor, kv: Tensor, axes: tuple[Any, ...], pixels: Tensor | None) -> Tensor:
+def _neighborhood(q: Tensor, kv: Tensor, axes: tuple[Any, ...], pixels: Pixels) -> Tensor:
     places = zip(_places(q, axes, pixels), _places(kv, axes, pixels), axes, strict=True)
     seen = [_sees(i, j, *axis) for i, j, axis in places]
     for more in seen[1:]:
@@ -246,9 +236,8 @@ def _neighborhood(q: Tensor, kv: Tensor, axes: tuple[Any, ...], pixels: Tensor |
 
 
 def window(i: Tensor, j: Tensor, length: int, kernel: int, dilation: int, stride: int, causal: bool) -> Tensor:
-    """Return whether i sees j on one axis.
-
-    Dilation splits an axis into groups of every dilation-th pixel, and a window lies inside one group.
+    """Whether i sees j on one axis. With dilation they see each other only inside a group of every dilation-th
+    pixel.
     """
     return _sees(apart(i, dilation), apart(j, dilation), length, kernel, dilation, stride, causal)
 
@@ -260,9 +249,8 @@ def _sees(i: Place, j: Place, length: int, kernel: int, dilation: int, stride: i
 
 
 def _is_between(j: Tensor, first: Tensor, last: Tensor, half: int | None) -> Tensor:
-    """Return whether j lies between two pixels, both included.
-
-    half: half of their distance if it is whole and the same everywhere, or None.
+    """Whether j lies between two pixels, both included; `half` of their distance, if it is whole and always the
+    same.
     """
     if half is None:
         return (j >= first) & (j <= last)
@@ -272,9 +260,8 @@ def _is_between(j: Tensor, first: Tensor, last: Tensor, half: int | None) -> Ten
 def limits(
     i: Tensor, group: Tensor | None, length: int, kernel: int, dilation: int, stride: int, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the first and the last pixel of a place's window on one axis.
-
-    They are counted in the dilation group. On a causal axis the first one may lie before the axis.
+    """The first and the last pixel, counted in the dilation group, of a place's window on one axis. On a causal axis
+    the first one may lie before the axis.
     """
     end = length - 1 if group is None else (length - group + dilation - 1) // dilation - 1
     leader = i
@@ -294,11 +281,8 @@ def limits(
 _MIN_DIVISIONS = 2  # with two, words take 0.57 of a forward pass's time, with one 0.99 (H200, FLASH)
 
 
-def are_words_faster(size: Size, canvas: Sequence[int], pixels: Tensor | None, strides: Sequence[int] = ()) -> bool:
-    """Return whether kernels read words sooner than they compute the coordinates of pixels.
-
-    A GPU divides by powers of 2 with a shift.
-    """
+def are_words_faster(size: Size, canvas: Sequence[int], pixels: Pixels, strides: Sequence[int] = ()) -> bool:
+    """Whether kernels read words sooner than they compute coordinates; a GPU divides by powers of 2 with a shift."""
     if size.device.type == "cpu" or pixels is not None:
         return True
     divisors = {math.prod(canvas[n:]) for n in range(1, len(canvas))} | set(strides)
@@ -306,7 +290,7 @@ def are_words_faster(size: Size, canvas: Sequence[int], pixels: Tensor | None, s
 
 
 def words_of(size: Size, fields: Sequence[tuple[int, Tensor, Tensor, Tensor]]) -> Words | None:
-    """Return words of all coordinates, or None if they do not fit.
+    """Words of all coordinates, or None if they do not fit.
 
     A word is an int32. There are words of keys, of the first pixels that queries see, and of the last pixels; with them
     goes the word of all guard bits. Each coordinate has a field with a guard bit above it. Where the guard bits are set
@@ -330,17 +314,17 @@ def words_of(size: Size, fields: Sequence[tuple[int, Tensor, Tensor, Tensor]]) -
         more = size.positions - len(words[0])
         words = [torch.cat([word, word[-1:].expand(more)]) if more > 0 else word for word in words]
     at, first, last = words
-    others = (1 << shift) - 1 - guards  # all bits of coordinates
+    all_fields = (1 << shift) - 1 - guards  # all bits of coordinates
     return (
-        bounded(at, 0, others),
-        bounded(first - guards, -guards, others - guards),
-        bounded(last + guards, guards, others + guards),
+        bounded(at, 0, all_fields),
+        bounded(first - guards, -guards, all_fields - guards),
+        bounded(last + guards, guards, all_fields + guards),
         guards,
     )
 
 
 def seen_by_words(q: Tensor, kv: Tensor, words: Words) -> Tensor:
-    """Return whether all coordinates of keys lie inside the limits of queries."""
+    """Whether all coordinates of keys lie inside the limits of queries."""
     at, first, last, guards = words
     at_key = at[kv]
     return (at_key - first[q]) & (last[q] - at_key) & guards == guards

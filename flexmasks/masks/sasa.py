@@ -5,6 +5,7 @@ from torch import Tensor
 
 from flexmasks.masks.natten import (
     Order,
+    Pixels,
     Words,
     are_words_faster,
     check_canvas,
@@ -14,6 +15,8 @@ from flexmasks.masks.natten import (
     words_of,
 )
 from flexmasks.spec import Size, pair, register_mask
+
+Sides = tuple[int, int]  # of rows and columns
 
 
 def _prepare(
@@ -38,21 +41,13 @@ def _prepare(
 
 
 def reach(i: Tensor, length: int, distance: int) -> tuple[Tensor, Tensor]:
-    """Return the first and the last pixel that i sees on one axis."""
+    """The first and the last pixel that i sees on one axis."""
     far = min(distance, length)
     return torch.where(i < far, 0, i - far), torch.where(i + far < length, i + far, length - 1)
 
 
 def _in_kernels(
-    b: Tensor,
-    h: Tensor,
-    q: Tensor,
-    kv: Tensor,
-    *,
-    canvas: tuple[int, int],
-    window: tuple[int, int],
-    pixels: Tensor | None,
-    words: Words | None,
+    b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, canvas: Sides, window: Sides, pixels: Pixels, words: Words | None
 ) -> Tensor:
     if words is None:
         return sasa(b, h, q, kv, canvas=canvas, window=window, pixels=pixels, words=None)
@@ -65,15 +60,7 @@ def _in_kernels(
     example=lambda length: {"height": 16, "width": length // 16, "window": 4},
 )
 def sasa(
-    b: Tensor,
-    h: Tensor,
-    q: Tensor,
-    kv: Tensor,
-    *,
-    canvas: tuple[int, int],
-    window: tuple[int, int],
-    pixels: Tensor | None,
-    words: Words | None,
+    b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, canvas: Sides, window: Sides, pixels: Pixels, words: Words | None
 ) -> Tensor:
     """A window of rows and columns around each pixel, cut at the edges.
 

@@ -1,20 +1,11 @@
-from typing import Annotated
-
 from torch import Tensor
 
+from flexmasks.masks.local import Reach
 from flexmasks.spec import register_mask
 
 
 @register_mask(example=lambda length: {"sinks": length // 32, "window": length // 4})
-def sink_window(
-    b: Tensor,
-    h: Tensor,
-    q: Tensor,
-    kv: Tensor,
-    *,
-    sinks: Annotated[int | Tensor, "int in 0.. | int[] in 0.."],
-    window: Annotated[int | Tensor, "int in 0.. | int[] in 0.."],
-) -> Tensor:
+def sink_window(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, sinks: Reach, window: Reach) -> Tensor:
     """A causal sliding window, and the first keys as attention sinks.
 
     sinks: number of first keys that all later queries see.

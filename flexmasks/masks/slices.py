@@ -74,11 +74,9 @@ def slices(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, first: Tensor, end: T
 def _lines(
     q_ranges: Tensor, kv_ranges: Tensor, types: Tensor | None, length: int, readable: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """List the queries of each slice, each with its range of visible keys.
-
-    Returns the queries, their first visible keys, and the ends of their visible keys. Queries from `length` on, and
-    queries that see no key of the slice, are left out: `length` stands in their place, with no keys. If values are not
-    readable, there are as many lines as slices that hold all queries would need.
+    """List the queries of each slice with the first visible key of each and the end of its visible keys. In place of
+    queries from `length` on, and of those that see no key of the slice, `length` stands, with no keys. If values are
+    not readable, there are as many lines as slices that hold all queries would need.
     """
     counts = q_ranges.clamp(max=length).diff()[:, 0]
     ends = counts.cumsum(0)
@@ -96,11 +94,9 @@ def _lines(
 
 
 def _runs(q: Tensor, first: Tensor, end: Tensor, length: int, kv_len: int, most: int | None) -> tuple[Tensor, Tensor]:
-    """Merge the ranges of keys of each query into runs.
-
-    Returns two int32 tables [runs, length], of where the runs of each query start and end. Runs that touch are merged.
-    A query with fewer runs than others has runs that start behind all keys and end at 0: in a block of queries they
-    change neither the least start nor the greatest end.
+    """Merge the ranges of keys of each query into runs, and return two int32 tables [runs, length] of their starts and
+    ends. Runs that touch are merged. A query with fewer runs has further ones that start behind all keys and end at 0:
+    in a block of queries they change neither the least start nor the greatest end.
 
     most: the most runs that a query may have; None: as many as the query with most runs has, which is read.
     """

@@ -1,7 +1,6 @@
-from typing import Annotated
-
 from torch import Tensor
 
+from flexmasks.masks.local import Reach
 from flexmasks.spec import Band, Size, register_mask
 
 
@@ -10,9 +9,7 @@ def _band(size: Size, *, window: int | Tensor) -> Band | None:
 
 
 @register_mask(example=lambda length: {"window": length // 4}, band=_band)
-def sliding_window(
-    b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, window: Annotated[int | Tensor, "int in 0.. | int[] in 0.."]
-) -> Tensor:
+def sliding_window(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, window: Reach) -> Tensor:
     """Each query sees itself and the `window` keys before it.
 
     window: number of earlier keys, so that window + 1 keys are visible in all; Hugging Face's sliding_window=W is

@@ -121,12 +121,8 @@ def causal_blockwise(
 
 
 def _first_of_span(span_ids: Tensor) -> Tensor:
-    """Return the first position of the span that each position lies in.
-
-    Outside of spans the result is the position itself.
-
-    Ids may jump between neighboring positions. First positions are close for close positions, which keeps ranges
-    narrow.
+    """The first position of the span that each position lies in; outside of spans the position itself. Ids may jump
+    between neighboring positions. First positions are close for close positions, which keeps ranges narrow.
     """
     ids = span_ids.reshape(-1, span_ids.shape[-1])
     position = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)

@@ -62,7 +62,6 @@ def tree(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, entry: Tensor, leave: T
 
 
 def _check(trees: Tensor, start: int | Tensor, length: int) -> None:
-    """Raise ValueError if a parent is no earlier token, or a tree does not fit."""
     is_wrong = trees >= torch.arange(trees.shape[1], device=trees.device)
     if bool(is_wrong.any()):
         row, n = is_wrong.nonzero()[-1].tolist()
@@ -75,12 +74,8 @@ def _check(trees: Tensor, start: int | Tensor, length: int) -> None:
 
 
 def _tour(trees: Tensor) -> tuple[Tensor, Tensor]:
-    """Return when a walk through the tree enters each token, and subtree sizes.
-
-    trees: int64[B, N], the parents.
-
-    The first result is the number of tokens that the walk enters before each token, the second one the number of tokens
-    in its subtree, both int64[B, N + 1]. The last column belongs to no token.
+    """When a walk through the tree enters each token, and how many tokens the subtree of each has: int64[B, N + 1], of
+    which the last column belongs to no token. `trees` are the parents, int64[B, N].
 
     The walk takes children in order. It leaves a token when it has left the subtree below it. A token is therefore an
     ancestor of the tokens that the walk enters before it leaves the token.

@@ -41,10 +41,7 @@ def vertical_slash(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, vertical: Ten
 
 
 def _marks(table: Tensor, b: Tensor, h: Tensor, index: Tensor) -> Tensor:
-    """Return whether the table marks an index.
-
-    The last element of the table is False and stands for every index outside of it.
-    """
+    """Whether the table marks an index; its last element is False and stands for every index outside."""
     rest = table.shape[-1] - 1
     index = torch.where(index < 0, rest, index)
     index = torch.where(index > rest, rest, index).int()
@@ -54,10 +51,7 @@ def _marks(table: Tensor, b: Tensor, h: Tensor, index: Tensor) -> Tensor:
 
 
 def _table(indices: Tensor, count: int | None) -> Tensor:
-    """Return a table that marks the indices.
-
-    It has one more element than `count`, which is by default the number of elements that the indices need.
-    """
+    """A table that marks the indices, with one more element than `count`, by default as many as the indices need."""
     if count is None:
         count = int(indices.max()) + 1 if indices.numel() else 0
     marked = torch.zeros((*indices.shape[:-1], count + 1), dtype=torch.bool, device=indices.device)

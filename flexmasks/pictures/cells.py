@@ -29,9 +29,8 @@ _CURVE_STEPS = 80  # between the scores of a curve
 
 
 class Grid(NamedTuple):
-    """Cells of a picture, [rows, columns], each of `cell` (queries, keys).
-
-    The values are SKIPPED, HIDDEN, PARTIAL or VISIBLE for a mask. For a score they are the numbers added, in float32.
+    """Cells of a picture, each of `cell` (queries, keys): kinds of a mask's cells, or in float32 the numbers that a
+    score change adds.
     """
 
     values: Tensor
@@ -61,10 +60,7 @@ class MaskCells:
         self.element = _element(b, h, *depends)
 
     def grid(self, rows: int, columns: int) -> Grid:
-        """Return the cells, at most this many rows and columns.
-
-        The sides of a cell divide the sides of a block, or are multiples of them.
-        """
+        """At most this many rows and columns of cells, whose sides divide those of a block or are multiples of them."""
         queries = _cell_length(-(-self.q_len // rows), self.block_size[0])
         keys = _cell_length(-(-self.kv_len // columns), self.block_size[1])
         return Grid(self._kinds((queries, keys)), (queries, keys))
@@ -85,7 +81,6 @@ class MaskCells:
         return torch.where(all_visible, VISIBLE, torch.where(any_visible, PARTIAL, hidden))
 
     def _visible(self, cell: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Return whether any and whether all pairs of each cell are visible."""
         mod, (q_len, kv_len) = self._mod, (self.q_len, self.kv_len)
         beyond = -q_len % cell[0], -kv_len % cell[1]
         if any(beyond):  # positions past the edge repeat the last query and the last key
@@ -96,7 +91,7 @@ class MaskCells:
         return partial | full, full
 
     def _depends(self, mod: MaskMod, n: int, dim: int) -> bool:
-        """Return whether the mask differs among n batch elements (dim 0) or heads (dim 1)."""
+        """Whether the mask differs among n batch elements (dim 0) or heads (dim 1)."""
         try:
             return dependence(mod, *((n, 1), (1, n))[dim], self._device)[dim] > 1
         except (ValueError, TypeError, LookupError, RuntimeError):  # the function has data for one index only
@@ -127,9 +122,8 @@ class ScoreCells:
         self.element = _element(b, h, *depends)
 
     def grid(self, rows: int, columns: int) -> Grid:
-        """Return the numbers added, in at most this many rows and columns.
-
-        A value is the mean over at most 4 x 4 neighbors in the middle of the cell; inf or nan if one of them is.
+        """The numbers added, in at most this many rows and columns. A value is the mean over at most 4 x 4 neighbors in
+        the middle of the cell; inf or nan if one of them is.
         """
         cell = (-(-self.q_len // rows), -(-self.kv_len // columns))
         q, kv = (_middles(n, c, self._device) for n, c in zip((self.q_len, self.kv_len), cell, strict=True))
@@ -139,10 +133,7 @@ class ScoreCells:
 
     @functools.cached_property
     def curve(self) -> tuple[Tensor, Tensor]:
-        """Return scores around 0 and the changed scores, float32 [81] each.
-
-        The scores reach far enough to show the change.
-        """
+        """Scores around 0 that reach far enough to show the change, and the changed scores, float32 [81] each."""
         zero = torch.zeros(1, dtype=torch.int64, device=self._device)
         for reach in (1.0, 10.0, 100.0, 1000.0):
             scores = torch.linspace(-reach, reach, _CURVE_STEPS + 1)
@@ -152,16 +143,12 @@ class ScoreCells:
         return scores, changed
 
     def _places(self, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-        """Return queries and keys that are spread over the score."""
         lengths = ((self.q_len, rows), (self.kv_len, columns))
         q, kv = (_middles(n, -(-n // most), self._device).reshape(-1) for n, most in lengths)
         return q, kv
 
     def _changed(self, score: float, q: Tensor, kv: Tensor, b: Tensor | None = None, h: Tensor | None = None) -> Tensor:
-        """Return the changed score, float32 [queries, keys].
-
-        With `b` or `h` the shape is [b, h, queries, keys].
-        """
+        """The changed score, float32 [queries, keys], with `b` or `h` [b, h, queries, keys]."""
         own_b, own_h = (torch.tensor([n], device=self._device) for n in self._at)
         at = (own_b if b is None else b, own_h if h is None else h, q, kv)
         scores = torch.full([len(x) for x in at], score, device=self._device)
@@ -170,7 +157,7 @@ class ScoreCells:
         return changed[0, 0] if b is None and h is None else changed
 
     def _depends(self, n: int, dim: int) -> bool:
-        """Return whether the change differs among n batch elements (dim 0) or heads (dim 1)."""
+        """Whether the change differs among n batch elements (dim 0) or heads (dim 1)."""
         index = torch.arange(n, device=self._device)
         try:
             changed = self._changed(1.0, *self._places(4, 4), **{"bh"[dim]: index})
@@ -180,23 +167,19 @@ class ScoreCells:
 
 
 def _short(value: Modifier) -> str:
-    """Return the repr of a mask or score, with long sequences shortened."""
     long = r"\(((?:[^(),]+, ){2}[^(),]+), (?:[^(),.]+, ){5,}[^(),]+\)"
     return re.sub(long, lambda m: f"({m[1]}, ... {m[0].count(',') + 1} values)", repr(value))
 
 
 def _cell_length(wanted: int, block: int) -> int:
-    """Return a wanted length rounded up to a divisor or a multiple of a block."""
+    """The wanted length rounded up to a divisor or a multiple of a block."""
     if wanted >= block:
         return -(-wanted // block) * block
     return next(n for n in range(wanted, block + 1) if block % n == 0)
 
 
 def _middles(length: int, cell: int, device: torch.device) -> Tensor:
-    """Return neighbors in the middle of each cell, [cells, places].
-
-    Past the edge the last position repeats.
-    """
+    """Neighbors in the middle of each cell, [cells, places]; past the edge the last position repeats."""
     places = min(cell, _PLACES)
     first = torch.arange(0, length, cell, device=device) + (cell - places) // 2
     return (first[:, None] + torch.arange(places, device=device)).clamp(max=length - 1)
@@ -209,6 +192,5 @@ def _nearly_equal(a: Tensor, b: Tensor) -> bool:
 
 
 def _element(b: int, h: int, depends_on_batch: bool, depends_on_heads: bool) -> str:
-    """Return the drawn batch element and head, if the contents depend on them."""
     parts = (("batch element", b, depends_on_batch), ("head", h, depends_on_heads))
     return ", ".join(f"{what} {index}" for what, index, depends in parts if depends)

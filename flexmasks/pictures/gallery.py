@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import inspect
 import itertools
@@ -19,12 +20,12 @@ from torch import Tensor
 from flexmasks.attention import attention
 from flexmasks.pictures import svg
 from flexmasks.pictures.output import Share, check_writable, write
-from flexmasks.pictures.picture import MaskPicture, Picture
+from flexmasks.pictures.picture import MaskPicture
 from flexmasks.pictures.show import draw
 from flexmasks.spec.definitions import definition
 from flexmasks.spec.examples import SHORT, at_most, fitting
 from flexmasks.spec.registry import Entry, list_masks, list_scores
-from flexmasks.spec.values import Mask, Modifier, Score
+from flexmasks.spec.values import Modifier
 
 LENGTH = 8192  # tokens of the masks' pictures, and of the sparsity
 _LINE = 88  # characters of code
@@ -108,7 +109,7 @@ def gallery(out: str | Path) -> Path:
 
 
 def _grouped(cards: dict[tuple[str, str], dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
-    """Return titles and their cards: masks by their use, those of the user, and scores."""
+    """Titles and their cards: masks by their use, those of the user, and scores."""
     groups = {
         use: [cards.pop(key) for name in names if (key := ("mask", name)) in cards] for use, names in USES.items()
     }
@@ -118,7 +119,6 @@ def _grouped(cards: dict[tuple[str, str], dict[str, Any]]) -> list[tuple[str, li
 
 
 def _write_reference(folder: Path) -> None:
-    """Write what pdoc says of the public modules into a folder."""
     import pdoc  # the extra `docs` may be missing
 
     modules = [name for name in _MODULES if importlib.util.find_spec(_NEEDS.get(name, "flexmasks")) is not None]
@@ -134,9 +134,10 @@ def _write_reference(folder: Path) -> None:
 
 
 def code(kind: str, name: str) -> str:
-    """Return code that calls `attention` with a registered mask or score.
+    """Code that calls `attention` with a registered mask or score, with the parameters of its example at a short
+    length.
 
-    It has the parameters of the registered example at a short length. Raises ValueError if there is no example.
+    Raises ValueError if there is no example.
 
     Example:
         >>> from flexmasks.pictures.gallery import code
@@ -152,7 +153,6 @@ def code(kind: str, name: str) -> str:
 
 
 def _code(value: Modifier, length: int) -> str:
-    """Return code that calls `attention` with a mask or score of registered parts."""
     kind, name, module = value.kind, value.name, value.definition.function.__module__
     lines = ["import torch", "import flexmasks"]
     if not value.definition.own and module != "__main__":
@@ -182,7 +182,6 @@ def _code(value: Modifier, length: int) -> str:
 
 
 def _card(kind: str, entry: Entry) -> dict[str, Any]:
-    """Return the contents of an entry, or the error of its example."""
     doc = definition(kind, entry.name).doc
     card: dict[str, Any] = {
         "kind": kind,
@@ -191,10 +190,10 @@ def _card(kind: str, entry: Entry) -> dict[str, Any]:
         "words": " ".join(f"{kind} {entry.signature} {doc}".lower().split()),  # text that the search matches
     }
     try:
-        length, value, picture = fitting(kind, entry.name, SHORT, _pair_by_pair)
+        length, value, picture = fitting(kind, entry.name, SHORT, functools.partial(draw, block_size=1))
         card |= {"picture": Markup(picture.svg(style=False)), "code": _code(value, length)}
         if isinstance(picture, MaskPicture):
-            long = fitting(kind, entry.name, at_most(LENGTH), _in_blocks)[2]
+            long = cast(MaskPicture, fitting(kind, entry.name, at_most(LENGTH), draw)[2])
             card |= {"sparsity": f"{long.counts.shares[0]:.1%}", "sparsity_length": f"{long.q_len:,}"}
             card["long"] = Markup(long.svg(style=False))
     except Exception as error:  # an example is a user's code, and the other entries do not depend on it
@@ -202,22 +201,13 @@ def _card(kind: str, entry: Entry) -> dict[str, Any]:
     return card
 
 
-def _pair_by_pair(value: Mask | Score, length: int) -> Picture:
-    return draw(value, length, block_size=1) if isinstance(value, Mask) else draw(value, length)
-
-
-def _in_blocks(value: Mask | Score, length: int) -> MaskPicture:
-    return cast(MaskPicture, draw(value, length))
-
-
 def _prose(text: str) -> Markup:
-    """Return text as HTML, with words in backticks as code."""
     # Parts of a Markup are joined by Markup, which would escape the new tags.
     return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
 
 
 def _literal(value: Any) -> str:
-    """Return a parameter as code, with long regular lists shortened."""
+    """A parameter as code, with long regular lists shortened."""
     if isinstance(value, Tensor):
         return f"torch.tensor({_literal(value.tolist())}, dtype={value.dtype})"
     if isinstance(value, Modifier):
@@ -235,7 +225,6 @@ def _literal(value: Any) -> str:
 
 
 def _constructor(value: Modifier) -> str:
-    """Return a Mask or a Score as code."""
     if value.definition.template:
         masks = value.params["masks"] if "masks" in value.params else (value.params["mask"],)
         parts = [_constructor(mask) for mask in masks]

@@ -18,14 +18,10 @@ _LONGEST_SUGGESTED = 1 << 16
 
 
 def accepted_lengths(value: Modifier, b: int, h: int) -> tuple[int, int]:
-    """Return numbers of queries and keys that the parameters accept.
+    """The first numbers of queries and keys that the parameters accept: those that they suggest, the lengths of their
+    tensors, powers of two. If none are accepted, the suggested ones.
 
-    Tries the suggested lengths, then the lengths of the parameters' tensors, then powers of two, and returns the first
-    accepted lengths. If none are accepted, returns the suggested lengths.
-
-    Args:
-        value: a mask or a score.
-        b, h: the batch element and head to draw, which must exist.
+    b, h: the batch element and head to draw, which must exist.
     """
     suggested = suggested_lengths(value)
     device = next((t.device for t in value.tensors()), torch.device("cpu"))
@@ -42,14 +38,14 @@ def accepted_lengths(value: Modifier, b: int, h: int) -> tuple[int, int]:
 
 
 def suggested_lengths(value: Modifier) -> tuple[int, int]:
-    """Return the numbers of queries and keys that parameters suggest.
-
-    In this order: the lengths of tensors with one element for each position; a canvas's height times width; the
-    largest number in other tensors, such as lengths and offsets, where parameters named kv_... count for the keys;
-    four times the largest number, so that a window shows well; 1024.
+    """The numbers of queries and keys that parameters suggest, in this order: the lengths of tensors with one element
+    for each position; a canvas's height times width; the largest number in other tensors, such as lengths and offsets,
+    where parameters named kv_... count for the keys; four times the largest number, so that a window shows well; 1024.
     """
     exact = {name: value.implied_size(name) for name in ("Q", "KV", "S")}
-    positions = list(_canvas_size(value))
+    axes = {p.name: given for p, given in _parameters(value) if type(given) is int}
+    sides = [axes[name] for name in ("depth", "height", "width") if name in axes] or [axes.get("length", 0)]
+    positions = [math.prod(sides)] if all(sides) else []  # of a canvas, or of what has a length
     ends: list[int] = []
     key_ends: list[int] = []
     numbers: list[int] = []
@@ -75,10 +71,7 @@ def suggested_lengths(value: Modifier) -> tuple[int, int]:
 
 
 def _tensor(parameter: Parameter, given: Any) -> Tensor | None:
-    """Return a parameter's tensor, or None if it has none.
-
-    Numbers have none, and sequences that cannot be made a tensor.
-    """
+    """A parameter's tensor; None for numbers, and for sequences that cannot be made a tensor."""
     if isinstance(given, Tensor) or not parameter.is_sequence(given):
         return given if isinstance(given, Tensor) else None
     try:
@@ -98,16 +91,8 @@ def _parameters(value: Modifier) -> Iterator[tuple[Parameter, Any]]:
                 yield from _parameters(modifier)
 
 
-def _canvas_size(value: Modifier) -> Iterator[int]:
-    """Yield the number of tokens of a canvas if parameters name its sides."""
-    axes = {p.name: given for p, given in _parameters(value) if type(given) is int}
-    sides = [axes[name] for name in ("depth", "height", "width") if name in axes] or [axes.get("length", 0)]
-    if all(sides):
-        yield math.prod(sides)
-
-
 def _largest_number(tensor: Tensor) -> list[int]:
-    """Return a tensor's largest number as a list, empty if it is not a length."""
+    """A tensor's largest number as a list, empty if it cannot be a length."""
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool or not tensor.numel():
         return []
     return [n for n in (int(tensor.max()),) if 0 < n <= _LONGEST_SUGGESTED]

@@ -17,7 +17,6 @@ _SECONDS = 2.0  # between two messages about the same work
 
 
 def text_width() -> int:
-    """Return the terminal's width in characters, at most 80."""
     return min(shutil.get_terminal_size().columns, WIDEST_TEXT)
 
 
@@ -30,10 +29,8 @@ def progress(message: str) -> None:
 
 
 class Share:
-    """The share of a work that is done, shown every two seconds.
-
-    It is shown more and more rarely where stderr is no terminal. Of several processes of torch.distributed only the
-    first one shows it.
+    """Shows every two seconds which share of a work is done, and more and more rarely where stderr is no terminal. Of
+    several processes of torch.distributed only the first one shows it.
     """
 
     def __init__(self, work: str) -> None:
@@ -53,16 +50,14 @@ class Share:
 
 
 def check_columns(columns: Any) -> int:
-    """Return a width of text, or raise ValueError."""
     if type(columns) is not int or columns < 1:
         raise ValueError(f"{CALL}: `columns` must be an int above 0, got {columns!r}.")
     return columns
 
 
 def check_kind(path: Path) -> str:
-    """Return the suffix of a picture's file.
-
-    Raises ValueError for another kind of file, and ImportError if it needs matplotlib, which is missing.
+    """The suffix of a picture's file; ValueError for another kind, ImportError if it needs matplotlib, which is
+    missing.
     """
     kind = path.suffix.lower()
     if kind not in (".svg", ".html", ".txt", ".pdf", ".png"):
@@ -75,9 +70,8 @@ def check_kind(path: Path) -> str:
 
 
 def check_writable(path: Path) -> None:
-    """Raise OSError if a file cannot be written.
-
-    Ask before the work whose result the file will hold. A file that exists keeps its contents, no new file stays.
+    """Raise OSError if a file cannot be written, before the work whose result it will hold. A file that exists keeps
+    its contents, no new file stays.
     """
     existed = path.exists()
     path.open("ab").close()
@@ -86,11 +80,11 @@ def check_writable(path: Path) -> None:
 
 
 def write(path: str | Path, content: str | bytes) -> None:
-    """Write a file whole: a process that is killed meanwhile leaves the old one.
+    """Write a file whole, text as UTF-8: a process that is killed meanwhile leaves the old one.
 
-    The content goes to `path` with `.part` behind it, which then takes the file's place. Text is written as UTF-8. What
-    is no regular file, such as /dev/stdout, is written directly, and so is a file in a folder that takes no new ones. A
-    file with this content stays as it is.
+    The content goes to `path` with `.part` behind it, which then takes the file's place. What is no regular file, such
+    as /dev/stdout, is written directly, and so is a file in a folder that takes no new ones. A file with this content
+    stays as it is.
     """
     content = content.encode() if isinstance(content, str) else content
     path = Path(path).resolve()  # a link stays, and the file that it leads to is replaced

@@ -33,7 +33,6 @@ def page(kind: str, entries: Iterable[Entry]) -> str:
 
 
 def _section(kind: str, entry: Entry) -> str:
-    """The heading, parameters, source and names in other libraries of one mask or score."""
     registered = definition(kind, entry.name)
     file = f"{registered.function.__module__.rpartition('.')[2]}.py"
     signature = f"`{entry.signature}`"
@@ -47,7 +46,6 @@ def _section(kind: str, entry: Entry) -> str:
 
 
 def _item(text: str) -> str:
-    """An item of a list, wrapped to the width of a line."""
     return textwrap.fill(text, _WIDTH, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False)
 
 

@@ -126,7 +126,6 @@ class MaskPicture(Picture):
         return ax
 
     def _legend(self, grid: Grid) -> list[tuple[int, str]]:
-        """Return the kinds of cells in the grid, and their meanings."""
         block, cell = self._cells.block_size, grid.cell
         if block == (1, 1):
             meanings = {VISIBLE: "visible", PARTIAL: "visible in part", SKIPPED: "hidden"}
@@ -144,7 +143,6 @@ class MaskPicture(Picture):
         return [(kind, meaning) for kind, meaning in meanings.items() if kind in present]
 
     def _notes(self) -> list[str]:
-        """Return the lines below the legend, which count blocks and pairs."""
         counts, (height, width) = self.counts, self._cells.block_size
         empty, partial, full = map(_percent, counts.shares)
         if (height, width) == (1, 1):
@@ -157,7 +155,7 @@ class MaskPicture(Picture):
         ]
 
     def _block_edges(self) -> tuple[list[float], list[float]]:
-        """Return where few enough blocks meet, as parts of the axes."""
+        """Where few enough blocks meet, as parts of the axes."""
         cells = self._cells
         edges: list[list[float]] = []
         for length, size in zip((cells.q_len, cells.kv_len), cells.block_size, strict=True):
@@ -230,14 +228,13 @@ class ScorePicture(Picture):
 
 
 def _text_grid(cells: MaskCells | ScoreCells, columns: int) -> Grid:
-    """Return cells for text, where a character is twice as tall as wide."""
+    """Cells for text, where a character is twice as tall as wide."""
     keys = max(-(-cells.kv_len // columns), -(-cells.q_len // (2 * WIDEST_TEXT)))  # of a character
     queries = keys if keys == 1 else 2 * keys
     return cells.grid(-(-cells.q_len // queries), columns)
 
 
 def _text(cells: MaskCells | ScoreCells, grid: Grid, symbols: Mapping[int, str], notes: list[str], columns: int) -> str:
-    """Return a grid as a symbol for each cell, with notes below."""
     rows = ["".join(map(symbols.__getitem__, row)) for row in grid.values.tolist()]
     sizes = f"{cells.q_len} queries (down) x {cells.kv_len} keys (across)"
     sizes += f", a character is {grid.cell[0]} x {grid.cell[1]} of them"
@@ -245,7 +242,7 @@ def _text(cells: MaskCells | ScoreCells, grid: Grid, symbols: Mapping[int, str],
 
 
 def _legend_line(entries: Iterable[tuple[str, str]]) -> str:
-    """Return symbols and meanings, which line breaks do not separate."""
+    """Symbols and meanings; the spaces inside keep `_wrapped` from parting them."""
     return "   ".join(f"{symbol}\xa0{meaning}" for symbol, meaning in entries)
 
 
@@ -264,12 +261,10 @@ def _canvas(
 ) -> tuple[svg.Canvas, Grid]:
     """Draw a grid as fine as an SVG's limit allows, and return both.
 
-    Args:
-        cells: the mask or score to draw.
-        most_cells: number of cells along the longer side.
-        classes: the color class of each class number.
-        classified: function from the grid's values to class numbers.
-        block_edges: where to draw lines between rows and between columns.
+    most_cells: number of cells along the longer side.
+    classes: the color class of each class number.
+    classified: function from the grid's values to class numbers.
+    block_edges: where to draw lines between rows and between columns.
     """
     width, height = svg.frame_size(cells.q_len, cells.kv_len)
     longer = max(width, height)
@@ -294,22 +289,18 @@ def _percent(part: float) -> str:
 
 
 def _largest_finite(values: Tensor) -> float:
-    """Return the largest finite absolute value, or 1 if that is 0."""
+    """The largest finite absolute value, or 1 if that is 0."""
     finite = values[values.isfinite()]
     return (float(finite.abs().max()) if len(finite) else 0.0) or 1.0
 
 
 def _levels(values: Tensor, steps: int) -> Tensor:
-    """Return values as levels from -steps to steps.
-
-    The level `steps` is the largest absolute value; values that are not finite get steps + 1.
-    """
+    """Levels from -steps to steps, at the largest absolute value; steps + 1 for values that are not finite."""
     scaled = (values / _largest_finite(values) * steps).round().clamp(-steps, steps)
     return torch.where(values.isfinite(), scaled, steps + 1).nan_to_num(steps + 1).int()
 
 
 def _axes(ax: Axes | None) -> Axes:
-    """Return `ax`, or the axes of a new figure."""
     if ax is not None:
         if not hasattr(ax, "imshow"):
             raise TypeError(f"flexmasks: `ax` must be matplotlib's Axes, or None for a new figure, got {ax!r}.")
@@ -326,7 +317,6 @@ def _plot_title(cells: MaskCells | ScoreCells) -> str:
 
 
 def _plot_cells(ax: Axes, cells: MaskCells | ScoreCells, grid: Grid, colors: Any, limits: tuple[float, float]) -> Any:
-    """Draw a grid in colors between two limits, and return matplotlib's image."""
     rows, columns = grid.values.shape
     extent = (0, columns * grid.cell[1], rows * grid.cell[0], 0)
     low, high = limits

@@ -133,10 +133,7 @@ def show(
 
 
 def html_of(value: Any) -> str:
-    """Return the HTML of a mask's or score's picture. Never raises.
-
-    If there is no picture, the HTML is the repr and the reason.
-    """
+    """The HTML of a mask's or score's picture, or of the reason why there is none: Jupyter shows no errors."""
     try:
         return f"<div>{draw(value).svg()}</div>"
     except Exception as error:
@@ -149,7 +146,6 @@ def html_of(value: Any) -> str:
 
 
 def _mask_or_score(given: Any, params: dict[str, Any]) -> Mask | Score:
-    """Return the Mask or Score of a name, value or function."""
     if isinstance(given, str):
         is_mask, is_score = (any(e.name == given for e in entries) for entries in (list_masks(), list_scores()))
         wraps_score = any(isinstance(v, Score) for v in params.values())  # such as packed(inner=...)
@@ -162,7 +158,6 @@ def _mask_or_score(given: Any, params: dict[str, Any]) -> Mask | Score:
 
 
 def _defines(kind: str, function: Any) -> bool:
-    """Return whether a function has the arguments of that kind."""
     try:
         define(kind, function)
     except TypeError:

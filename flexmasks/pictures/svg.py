@@ -43,10 +43,7 @@ for _colors in (LIGHT, DARK):
 
 
 def style() -> str:
-    """Return the style sheet of all pictures.
-
-    Colors follow the page's theme (Jupyter, VS Code, Sphinx), else the system's.
-    """
+    """The style sheet of all pictures. Colors follow the page's theme (Jupyter, VS Code, Sphinx), else the system's."""
 
     def variables(colors: Mapping[str, str]) -> str:
         return ";".join(f"--fm-{name}:{value}" for name, value in colors.items())
@@ -66,19 +63,15 @@ def style() -> str:
 
 
 def frame_size(q_len: int, kv_len: int) -> tuple[int, int]:
-    """Return a picture's width and height in pixels.
-
-    Axes whose lengths differ a lot are not to scale.
-    """
+    """A picture's width and height in pixels; axes whose lengths differ a lot are not to scale."""
     longest = max(q_len, kv_len)
     width, height = (max(_SHORTER_SIDE, round(_LONGER_SIDE * n / longest)) for n in (kv_len, q_len))
     return width, height
 
 
 def merged(cells: Tensor) -> dict[int, list[tuple[int, int, int, int]]]:
-    """Return the rectangles that equal cells [rows, columns] form, by value.
-
-    A rectangle (row, column, height, width) is a run of equal cells in a row, and the same run in the rows below it.
+    """The rectangles (row, column, height, width) that equal cells [rows, columns] form, by value: a run of equal cells
+    in a row, and the same run in the rows below it.
     """
     rectangles: dict[int, list[tuple[int, int, int, int]]] = {}
     open_runs: dict[tuple[int, int, int], int] = {}  # (value, first column, past the last): its first row
@@ -96,7 +89,7 @@ def merged(cells: Tensor) -> dict[int, list[tuple[int, int, int, int]]]:
 
 
 def cells_path(rectangles: Iterable[tuple[int, int, int, int]], rows: float, columns: float) -> str:
-    """Return rectangles as the data of an SVG path, cut at edges."""
+    """Rectangles as the data of an SVG path, cut at edges."""
     data = []
     for row, column, height, width in sorted(rectangles):
         w, h = (f"{min(n, end - at):.6g}" for n, end, at in ((width, columns, column), (height, rows, row)))
@@ -128,12 +121,11 @@ class Canvas:
     ) -> int:
         """Draw cells [rows, columns] and return the number of characters drawn.
 
-        Args:
-            lengths: numbers of queries and keys.
-            classified: the class number of each cell.
-            cell: queries and keys of a cell.
-            classes: the color class of each class number.
-            block_edges: where lines are drawn between rows and between columns, as fractions of the axes.
+        lengths: numbers of queries and keys.
+        classified: the class number of each cell.
+        cell: queries and keys of a cell.
+        classes: the color class of each class number.
+        block_edges: where lines are drawn between rows and between columns, as fractions of the axes.
         """
         self._y += 38
         width, height = frame_size(*lengths)
@@ -186,7 +178,6 @@ class Canvas:
         self.axes(side, side, "score", "what becomes of it", marks, [(1 - at, label) for at, label in marks])
 
     def swatches(self, entries: Iterable[tuple[str, str]]) -> None:
-        """Draw a line for each color class: a square, and its meaning."""
         for name, label in entries:
             self._y += 18
             square = f"<rect x='{_MARGIN}' y='{self._y - 10}' width='12' height='12' rx='2'"
@@ -210,14 +201,12 @@ class Canvas:
         self._y = y + height + 18
 
     def notes(self, lines: Iterable[str]) -> None:
-        """Draw lines of small text."""
         self._y += 4
         for line in lines:
             self._y += 15
             self._parts.append(_text(_MARGIN, self._y, line, "muted", 11))
 
     def finished(self, description: str, with_style: bool) -> str:
-        """Return the SVG document."""
         width, height = self._width, self._y + _MARGIN
         sheet = f"<style>{style()}</style>" if with_style else ""
         return (
@@ -229,7 +218,7 @@ class Canvas:
 
 
 def ticks(length: int, pixels: int) -> Ticks:
-    """Return labels of an axis in tokens, at fractions of its length."""
+    """Labels of an axis in tokens, at fractions of its length."""
     most = max(1, pixels // 72)
     if length % 4 == 0 and most >= 4:
         return [(i / 4, f"{length * i // 4:,}") for i in range(5)]
@@ -239,21 +228,16 @@ def ticks(length: int, pixels: int) -> Ticks:
 
 
 def number(value: float) -> str:
-    """Return a number with three digits, and from 1,000 on without fractions."""
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e7 else f"{value:.3g}"
 
 
 def left_margin(labels: Iterable[str]) -> int:
-    """Return the pixels left of a picture for its axis's labels."""
+    """The pixels left of a picture for its axis's labels."""
     return _MARGIN + 26 + round(6.2 * max(map(len, labels)))
 
 
 def title_lines(name: str, columns: int) -> list[tuple[str, str]]:
-    """Return the lines of a title, each with its tooltip.
-
-    The title is wrapped at words. If it has too many lines, the last line ends with an ellipsis, and the tooltip of
-    every line is the whole title; otherwise tooltips are empty.
-    """
+    """The lines of a title, each with its tooltip: the whole title if there are too many lines for it, else nothing."""
     lines = textwrap.wrap(name, columns, break_on_hyphens=False, max_lines=_TITLE_LINES, placeholder=" …") or [""]
     is_whole = "".join(name.split()) == "".join("".join(lines).split())
     return [(line, "" if is_whole else name) for line in lines]
@@ -278,7 +262,6 @@ def _text(
 
 
 def _escape(text: str) -> str:
-    """Return a text with replacements for what XML cannot hold."""
     return escape_html(_NOT_IN_XML.sub("\N{REPLACEMENT CHARACTER}", text))
 
 

@@ -12,14 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexmasks.blocks.bounds import bounds
-from flexmasks.blocks.build import Layout
+from flexmasks.blocks.build import Layout, bounds
 from flexmasks.blocks.elements import MaskMod
 from flexmasks.plans.recorded import Recorded
 from flexmasks.plans.shifted import Offset, shifted_mask
 from flexmasks.spec.bands import band_of
-from flexmasks.spec.captures import Aliases
 from flexmasks.spec.parameters import Size
+from flexmasks.spec.structure import replaced
 from flexmasks.spec.values import Mask, Modifier, ResolvedInner
 
 
@@ -94,7 +93,7 @@ class RecordedPlan:
 
     def __init__(self, kind: MaskKind, inputs: Sequence[Tensor]) -> None:
         def plan(*tensors: Tensor) -> list[Tensor]:
-            mask, offset = Aliases(zip(inputs, tensors, strict=True)).of((kind.mask, kind.offset))
+            mask, offset = replaced((kind.mask, kind.offset), zip(inputs, tensors, strict=True))
             arguments, layout = plan_bounds(kind._replace(mask=mask, offset=offset))
             made = tensors_in(arguments)
             self._arguments, self._layout = arguments, replace(layout, indices=())

@@ -32,11 +32,22 @@ from flexmasks.plans.shifted import Offset, shifted_mask, shifted_score
 from flexmasks.plans.whole import Added, Spanned, Whole, added_of, line_of, spanned_of, whole_of
 from flexmasks.plans.windows import Window, window_of
 from flexmasks.ranges.context import Refused
-from flexmasks.spec.captures import Aliases, InOnePiece, Opaque, capture
 from flexmasks.spec.frames import of_user, place_of
 from flexmasks.spec.indexing import bounded
-from flexmasks.spec.numbers import MAX_COMPILED_VALUES, Number, NumberReader, numbers_in
 from flexmasks.spec.parameters import Size, describe, how_to_move
+from flexmasks.spec.structure import (
+    MAX_COMPILED_VALUES,
+    Aliases,
+    Leaves,
+    Number,
+    Opaque,
+    Structure,
+    flatten,
+    in_one_piece,
+    key_of,
+    replaced,
+    with_tensors,
+)
 from flexmasks.spec.values import Mask, Modifier, Score, Spread
 
 BLOCK_SIZE = (128, 128)
@@ -151,17 +162,19 @@ class Plan:
         self.value, self.size, self.offset = value, size, offset
         self._bound_to: tuple[Any, Offset] = value, offset
         self.holds_aliases = False
-        self.tensors: list[Tensor] = []
+        structure, leaves = flatten(value)
+        self.tensors = leaves.all_tensors
         self.spread: Spread = []  # filled by `_bind`
-        self.opaque = False  # the function reads something that may change unnoticed, so nothing is cached
-        try:
-            self._key = value.capture(self.tensors)
-        except Opaque:
-            self.opaque = True
-        self.lifted = lift and not self.opaque and self._lift()
+        # The function reads something that may change unnoticed, so nothing is cached.
+        self.opaque = bool(structure.unreadable)
+        self._key = None if self.opaque else structure.key
+        self.lifted = False
+        if lift and not self.opaque:
+            self._lift()
         if aliases is not None and not self.opaque:
             with contextlib.suppress(Opaque):
-                self._bound_to = aliases.of((value, offset))
+                of_offset = offset if isinstance(offset, int) else aliases.of(offset)
+                self._bound_to = structure.fill([aliases.of(t) for t in leaves.tensors]), of_offset
                 self.holds_aliases = True
         if aliases is not None and not self.holds_aliases:
             self._bound_to = with_contiguous_tensors((value, offset), self.inputs)
@@ -172,19 +185,23 @@ class Plan:
         return repr(self.value)
 
     @functools.cached_property
+    def _of_kernel(self) -> tuple[Structure, Leaves]:
+        return flatten(self.value, contents=False, lifts=self.lifted)
+
+    @functools.cached_property
     def kernel_key(self) -> Hashable:
         """Key of what a compiled kernel depends on."""
         if self.opaque:
             return "opaque", self.value.name, getattr(self.value.definition.function, "__code__", None)
-        return self.value.capture([], contents=False)
+        return self._of_kernel[0].key
 
     def numbers(self) -> tuple[Hashable, list[Number]]:
         """Return the key of a compiled kernel without values of numbers, and the numbers.
 
         Raises Opaque if the plan is opaque.
         """
-        reader = NumberReader()
-        return reader.finish(self.value.read(reader, self.lifted, contents=False)), reader.numbers
+        structure, leaves = self._of_kernel
+        return structure.kind, leaves.numbers
 
     @property
     def is_own(self) -> bool:
@@ -207,23 +224,22 @@ class Plan:
         parameters = {id(t) for t in self.value.numbers()}
         return any(t.ndim == 0 and id(t) not in parameters for t in self.tensors)
 
-    def _lift(self) -> bool:
-        """Return whether numbers become inputs of the kernel.
+    def _lift(self) -> None:
+        """Let numbers become inputs of the kernel where that is due.
 
         They do once `MAX_COMPILED_VALUES` values of them have been compiled in. After a later value the first ones do,
         too, at sizes that they have not had, so that no kernel is compiled for these.
         """
-        key_without_numbers = self.value.capture([], lift=True, contents=False)
+        lifted = flatten(self.value, contents=False, lifts=True)
+        key_without_numbers = lifted[0].key
         if key_without_numbers == self.kernel_key:
-            return False
+            return
         seen = _NUMBERS.get(key_without_numbers)
         if seen is None:
             seen = _SeenNumbers()
             _NUMBERS.put(key_without_numbers, (), seen, 1)
         if not seen.is_compiled_in(self.kernel_key, self.size):
-            self.kernel_key = key_without_numbers
-            return True
-        return False
+            self.lifted, self._of_kernel, self.kernel_key = True, lifted, key_without_numbers
 
     def _cached(self, cache: Cache[_P], build: Callable[[], _P], *more_key: Hashable) -> _P:
         """Return what the cache holds for this plan, or build it."""
@@ -298,7 +314,7 @@ class Plan:
         if not captured and (records_first or not is_first) and kind.is_to_be_recorded():
 
             def run(*tensors: Tensor) -> list[Tensor]:
-                value, offset = Aliases(zip(inputs, tensors, strict=True)).of((self.value, self.offset))
+                value, offset = replaced((self.value, self.offset), zip(inputs, tensors, strict=True))
                 return make(value, offset, size)
 
             recorded = self._recording(run, inputs, factored)
@@ -340,7 +356,7 @@ class MaskPlan(Plan):
     """A mask on its way to a BlockMask.
 
     `open_extents` has "batch" or "heads" if that size is unknown; the mask must not depend on that index. With
-    `allows_bounds`, blocks of a mask with tensors may be bounds, see flexmasks.blocks.bounds.
+    `allows_bounds`, blocks of a mask with tensors may be bounds, see flexmasks.blocks.build.
     """
 
     def __init__(
@@ -779,7 +795,7 @@ class GivenPlan:
         captured: list[Tensor] = []
         self.kernel_key: Hashable
         try:
-            self.kernel_key, self.opaque = ("given", capture(block_mask.mask_mod, captured)), False
+            self.kernel_key, self.opaque = ("given", key_of(block_mask.mask_mod, captured)), False
         except Opaque:
             self.kernel_key, self.opaque = ("opaque", getattr(block_mask.mask_mod, "__code__", None)), True
         self.shapes = tuple(t.shape for t in captured)
@@ -802,7 +818,8 @@ class GivenPlan:
 
     def numbers(self) -> tuple[Hashable, list[Number]]:
         """Return a key of the function without its numbers, and the numbers, see `Plan.numbers`."""
-        return numbers_in(self._block_mask.mask_mod)
+        structure, leaves = flatten(self._block_mask.mask_mod)
+        return structure.kind, leaves.numbers
 
     def blocks(self) -> Blocks:
         return Blocks(self._block_mask)
@@ -828,7 +845,7 @@ def with_contiguous_tensors(value: _V, tensors: Sequence[Tensor]) -> _V:
     """Return a value with contiguous copies of its tensors, if it can be copied."""
     if not all(t.is_contiguous() for t in tensors):
         with contextlib.suppress(Opaque):
-            return cast(_V, InOnePiece().of(value))
+            return cast(_V, with_tensors(value, in_one_piece))
     return value
 
 

@@ -22,8 +22,8 @@ from flexmasks.blocks.elements import Elements, MaskMod, boolean, coordinates_of
 from flexmasks.cache import ENTRY, Cache
 from flexmasks.plans.plan import naming, outside_transforms
 from flexmasks.spec.arguments import from_arguments, functions_of, get_mask
-from flexmasks.spec.captures import Opaque, capture
 from flexmasks.spec.parameters import Size, can_be_read
+from flexmasks.spec.structure import Opaque, key_of
 from flexmasks.spec.values import Mask
 
 _BLOCK_COLUMNS = 128
@@ -96,7 +96,7 @@ def _cache_key(mask: Any, params: dict[str, Any], x: Tensor, tensors: list[Tenso
     definition: Hashable = functions_of("mask", mask)
     try:
         if params or not isinstance(definition, str):  # a name without parameters captures nothing
-            definition = capture((definition, params), tensors)
+            definition = key_of((definition, params), tensors)
     except Opaque:
         return None
     return definition, x.shape, x.device, torch.get_default_dtype()

@@ -31,7 +31,6 @@ from flexmasks.ranges.value import Range, reflected, rule
 
 @rule("add", "radd")
 def add(a: Any, b: Any, *, alpha: Any = 1) -> Range | None:
-    """Sum of two operands, end by end."""
     operands = as_common_dtype(a, b)
     if alpha != 1:
         return None
@@ -49,7 +48,6 @@ def add(a: Any, b: Any, *, alpha: Any = 1) -> Range | None:
 
 @rule("sub", "subtract")
 def subtract(a: Any, b: Any, *, alpha: Any = 1) -> Range | None:
-    """Difference, from least minus greatest to greatest minus least."""
     operands = as_common_dtype(a, b)
     if operands is None or alpha != 1:
         return None
@@ -67,7 +65,6 @@ rule("rsub")(reflected(subtract))
 
 @rule("mul", "multiply", "rmul")
 def multiply(a: Any, b: Any) -> Range | None:
-    """Product, whose ends are among the products of ends."""
     operands = as_common_dtype(a, b)
     if operands is None:
         return both_true(a, b)
@@ -83,10 +80,7 @@ def multiply(a: Any, b: Any) -> Range | None:
 
 
 def _extremes_of_ends(x: Range, y: Range, operation: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the ends of an operation that is monotone in each operand.
-
-    The ends are among the results of the operands' ends. NaN, which 0 * inf gives, counts as 0.
-    """
+    """The ends of an operation that is monotone in each operand. NaN, which 0 * inf gives, counts as 0."""
     results = [operation(a, b).nan_to_num(0.0, INF, -INF) for a in {x.lo, x.hi} for b in {y.lo, y.hi}]
     lo = hi = results[0]
     for result in results[1:]:
@@ -96,7 +90,6 @@ def _extremes_of_ends(x: Range, y: Range, operation: Callable[..., Tensor]) -> t
 
 @rule("neg", "negative")
 def negative(a: Any) -> Range | None:
-    """Negated operand: its ends swap places."""
     x = as_range(a)
     if x.dtype == torch.bool:
         return None
@@ -106,13 +99,12 @@ def negative(a: Any) -> Range | None:
 
 @rule("positive", "clone", "detach", "contiguous")
 def unchanged(a: Any) -> Any:
-    """Return the operand itself: no operation changes it in place."""
+    """A copy is its operand, since no operation changes a range in place."""
     return a
 
 
 @rule("abs", "absolute")
 def absolute(a: Any) -> Range | None:
-    """Absolute value, from 0 where the range has both signs."""
     x = as_range(a)
     if x.dtype == torch.bool:
         return None
@@ -127,7 +119,6 @@ def absolute(a: Any) -> Range | None:
 
 @rule("sign", "sgn")
 def sign(a: Any) -> Range | None:
-    """Sign of each end: -1, 0 or 1."""
     x = as_range(a)
     if x.dtype == torch.bool:
         return None
@@ -143,25 +134,18 @@ def sign(a: Any) -> Range | None:
 
 
 def _quotient_ends(x: Range, y: Range, rounding: Callable[[Tensor], Tensor] | None) -> tuple[Tensor, Tensor]:
-    """Return the ends of x / y: any value where y may be 0."""
     lo, hi = _extremes_of_ends(x, y, lambda a, b: a / b if rounding is None else rounding(a / b))
     return any_value_where(_may_be_zero(y) | is_inexact(x, y), lo, hi)
 
 
 def _may_be_zero(y: Range) -> Tensor:
-    """Return the blocks where y may be 0.
-
-    Some machines round very small floats to 0, so these count as 0.
-    """
+    """Whether y may be 0 in each block; very small floats count as 0, because some machines round them to it."""
     tiny = torch.finfo(y.dtype).tiny if y.dtype.is_floating_point else 0.0
     return (y.lo <= tiny) & (y.hi >= -tiny)
 
 
 def _is_plain_divisor(b: Any, dtype: torch.dtype) -> bool:
-    """Return whether b is a nonzero Python integer that `dtype` holds.
-
-    Integers of that dtype can be divided by it without a conversion.
-    """
+    """Whether integers of `dtype` can be divided by the Python integer b without a conversion."""
     return type(b) is int and b != 0 and fits(b, dtype)
 
 
@@ -182,7 +166,6 @@ def _rounded_quotient(a: Any, b: Any, rounding: Callable[[Tensor], Tensor]) -> R
 
 @rule("floordiv", "floor_divide")
 def floor_divide(a: Any, b: Any) -> Range | None:
-    """Quotient rounded down; any value where b may be 0."""
     quotient = _rounded_quotient(a, b, torch.floor)
     steps = a.steps if quotient is not None and isinstance(a, Range) and type(b) is int and b > 0 else None
     if quotient is None or steps is None:
@@ -198,7 +181,6 @@ rule("rfloordiv")(reflected(floor_divide))
 
 @rule("truediv", "div", "divide", "true_divide")
 def true_divide(a: Any, b: Any, *, rounding_mode: str | None = None) -> Range | None:
-    """Quotient; any value where b may be 0."""
     if rounding_mode is not None:
         return _rounded_quotient(a, b, {"floor": torch.floor, "trunc": torch.trunc}[rounding_mode])
     operands = as_common_dtype(a, b)
@@ -213,12 +195,7 @@ rule("rdiv")(reflected(true_divide))
 
 
 def _remainder(rounding: Callable[[Tensor], Tensor]) -> Callable[[Any, Any], Range | None]:
-    """Return the rule of x - y * rounding(x / y).
-
-    The remainder is smaller than y. With torch.floor it has the sign of y, with torch.trunc it has the sign of x. Where
-    y is a single number and both ends of x have the same quotient, the remainder lies between the remainders of the
-    ends. Elsewhere it may be any remainder by y.
-    """
+    """The rule of x - y * rounding(x / y): it has the sign of y with torch.floor, and of x with torch.trunc."""
 
     def remainder_of(a: Any, b: Any) -> Range | None:
         operands = as_common_dtype(a, b)
@@ -257,7 +234,7 @@ rule("fmod")(_remainder(torch.trunc))
 
 @rule("pow")
 def power(a: Any, exponent: Any) -> Range | None:
-    """Power with exponent 0.5, 1 or 2, or with base 2."""
+    """Powers with exponent 0.5, 1 or 2, or with base 2."""
     if type(a) is int and a == 2 and isinstance(exponent, Range):
         factor = power_of_two(1, exponent)
         return None if factor is None else multiply(1, factor)
@@ -278,15 +255,12 @@ rule("rpow")(reflected(power))
 
 @rule("square")
 def square(a: Any) -> Range | None:
-    """Return a ** 2."""
     return power(a, 2)
 
 
 def power_of_two(a: Any, exponent: Any) -> Any:
-    """Return the factor 2**exponent by which `a` is shifted.
-
-    The factor is an int or a Range. Returns None if an operand is not an integer, or if the exponent may lie outside
-    0..30 or exceed the bits of the dtype, where torch may not define the shift.
+    """The factor 2**exponent by which `a` is shifted, an int or a Range. None if an operand is not an integer, or if
+    the exponent may lie outside 0..30 or exceed the bits of the dtype, where torch may not define the shift.
     """
     if not all(type(x) is int or (isinstance(x, Range) and is_integer(x.dtype)) for x in (a, exponent)):
         return None
@@ -304,10 +278,7 @@ def power_of_two(a: Any, exponent: Any) -> Any:
 
 
 def _increasing(operation: Callable[[Tensor], Tensor], least: float = -INF) -> Callable[[Any], Range]:
-    """Return the rule of an increasing function of floats.
-
-    least: the function is NaN for arguments below this number.
-    """
+    """The rule of an increasing function of floats, which is NaN for arguments below `least`."""
 
     def increasing(a: Any) -> Range:
         x = as_range(a)
@@ -335,11 +306,6 @@ rule("sigmoid")(_increasing(torch.sigmoid))
 
 
 def _rounded(operation: Callable[[Tensor], Tensor]) -> Callable[[Any], Range]:
-    """Return the rule of a function that rounds floats.
-
-    Integers stay as they are.
-    """
-
     def rounded(a: Any) -> Range:
         x = as_range(a)
         if not x.dtype.is_floating_point:

@@ -17,14 +17,12 @@ from flexmasks.ranges.value import Range, reflected, rule
 
 @rule("lshift", "bitwise_left_shift")
 def shift_left(a: Any, b: Any) -> Range | None:
-    """Product of a and 2**b."""
     factor = power_of_two(a, b)
     return None if factor is None else multiply(a, factor)
 
 
 @rule("rshift", "bitwise_right_shift")
 def shift_right(a: Any, b: Any) -> Range | None:
-    """Quotient of a and 2**b, rounded down."""
     divisor = power_of_two(a, b)
     return None if divisor is None else floor_divide(a, divisor)
 
@@ -35,7 +33,6 @@ rule("rrshift")(reflected(shift_right))
 
 @rule("invert", "bitwise_not")
 def invert(a: Any) -> Range | None:
-    """Difference -1 - a for an integer, negation for a truth value."""
     x = as_range(a)
     if x.dtype.is_floating_point:
         return None
@@ -44,10 +41,6 @@ def invert(a: Any) -> Range | None:
 
 @rule("and", "rand", "bitwise_and")
 def bitwise_and(a: Any, b: Any) -> Range | None:
-    """Bitwise and, bounded by the operands' signs.
-
-    A constant that selects the last bits gives a remainder. A constant that clears the last bits rounds down.
-    """
     if _are_truth_values(a, b):
         return both_true(a, b)
     if type(b) is int and abs(b) < 2**62:
@@ -61,13 +54,11 @@ def bitwise_and(a: Any, b: Any) -> Range | None:
 
 @rule("or", "ror", "bitwise_or")
 def bitwise_or(a: Any, b: Any) -> Range | None:
-    """Bitwise or, bounded by the operands' signs."""
     return either_true(a, b) if _are_truth_values(a, b) else _bitwise(a, b, torch.bitwise_or, _ends_of_or)
 
 
 @rule("xor", "rxor", "bitwise_xor")
 def bitwise_xor(a: Any, b: Any) -> Range | None:
-    """Bitwise exclusive or, bounded by the operands' signs."""
     return one_true(a, b) if _are_truth_values(a, b) else _bitwise(a, b, torch.bitwise_xor, _ends_of_xor)
 
 
@@ -81,11 +72,8 @@ def _bitwise(
     operation: Callable[..., Tensor],
     ends_of: Callable[[Range, Range, Tensor], tuple[Tensor, Tensor]],
 ) -> Range | None:
-    """Return the range of a bitwise operation on integers.
-
-    operation: gives the result of exact operands.
-    ends_of: gives the ends for other operands. Its third argument is 2**n - 1, where n is the largest number of bits
-        that an operand may have.
+    """A bitwise operation on integers: by `operation` where both are exact, else bounded by `ends_of`, which also gets
+    2**n - 1 for the largest number n of bits that an operand may have.
     """
     operands = as_common_dtype(a, b)
     if operands is None or operands[2].is_floating_point:
@@ -107,10 +95,7 @@ def _have_same_sign(x: Range, y: Range) -> Tensor:
 
 
 def _ends_of_and(x: Range, y: Range, all_bits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the ends of x & y.
-
-    An operand that is not negative is an upper bound. Two negative operands give a result below both.
-    """
+    """A bound above is an operand that is not negative, or of two negative ones each."""
     one_not_negative = (x.lo >= 0) | (y.lo >= 0)
     smaller, larger = torch.minimum(x.hi, y.hi), torch.maximum(x.hi, y.hi)
     mixed = torch.where(x.lo >= 0, x.hi, torch.where(y.lo >= 0, y.hi, larger))
@@ -118,13 +103,12 @@ def _ends_of_and(x: Range, y: Range, all_bits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _ends_of_or(x: Range, y: Range, all_bits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the ends of x | y, which is ~(~x & ~y)."""
+    # x | y is ~(~x & ~y).
     not_x, not_y = (Range(-1 - r.hi, -1 - r.lo, r.dtype) for r in (x, y))
     lo, hi = _ends_of_and(not_x, not_y, all_bits)
     return -1 - hi, -1 - lo
 
 
 def _ends_of_xor(x: Range, y: Range, all_bits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the ends of x ^ y, negative where signs differ."""
     signs_differ = ((x.lo >= 0) & (y.hi < 0)) | ((x.hi < 0) & (y.lo >= 0))
     return torch.where(_have_same_sign(x, y), 0.0, -1 - all_bits), torch.where(signs_differ, -1.0, all_bits)

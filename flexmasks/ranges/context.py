@@ -18,17 +18,11 @@ _MAX_MOVED_ELEMENTS = 1 << 17  # a captured tensor with more elements is not cop
 
 
 class GiveUp(Exception):
-    """Reason why a function cannot run on ranges.
-
-    All blocks are then undecided.
-    """
+    """A function cannot run on ranges, for the reason given: all blocks are then undecided."""
 
 
 class AskedForType(GiveUp):
-    """Question of a function for the type of an index, as by isinstance.
-
-    Ranges that are shown as tensors can answer it, see `value.shown`.
-    """
+    """A function asked for the type of an index, as isinstance does; see `value.shown` for what follows."""
 
 
 class Refused(ValueError):
@@ -40,10 +34,7 @@ class TooLarge(Exception):
 
 
 class TooWide(Exception):
-    """A tensor too wide for the number of blocks evaluated at once.
-
-    width: its number of elements.
-    """
+    """A tensor of `width` elements is too wide for the number of blocks evaluated at once."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width)
@@ -51,7 +42,7 @@ class TooWide(Exception):
 
 
 class Evaluation:
-    """State of one call of a function on ranges.
+    """One call of a function on ranges.
 
     device: the device that the function sees its indices on.
     compute_device: the device of the ranges' tensors.
@@ -75,21 +66,15 @@ class Evaluation:
         self._bounds: dict[tuple[int, int], tuple[Tensor, tuple[Tensor, Tensor, float]]] = {}
 
     def note_width(self, width: int) -> None:
-        """Record a tensor's number of elements; raise TooWide above the limit.
-
-        The check comes before an operation broadcasts the tensor to the blocks of another operand.
-        """
+        """Raise TooWide for too many elements, before the tensor is broadcast to another operand's blocks."""
         if width > self._max_width:
             raise TooWide(width)
         self.widest = max(self.widest, width)
 
     def ask_for_type(self, frame: FrameType) -> None:
-        """Record a question for the type of a range that is no tensor.
-
-        Raises AskedForType if the function asks. torch itself asks, too, when it reads the arguments of a call such as
-        torch.where(condition, range, 0). Its question is settled when the same instruction dispatches the call.
-
-        frame: the caller's.
+        """Raise AskedForType if the function asks for the type of a range that is no tensor. torch itself asks, too,
+        when it reads the arguments of a call such as torch.where(condition, range, 0); the call that the same
+        instruction dispatches settles that question.
         """
         question = frame, frame.f_lasti
         if "isinstance" in frame.f_code.co_names or self._open_question not in (None, question):
@@ -97,7 +82,6 @@ class Evaluation:
         self._open_question = question
 
     def settle_question(self, frame: FrameType) -> None:
-        """Settle the question of the call that a frame dispatches, else raise AskedForType."""
         if self._open_question is not None:
             if self._open_question != (frame, frame.f_lasti):
                 self._refuse_question()
@@ -113,10 +97,6 @@ class Evaluation:
         raise AskedForType("a question for the type of an index")
 
     def bounds_of(self, values: Tensor) -> tuple[Tensor, Tensor, float]:
-        """Return `bounds_of_values` of a captured tensor on the compute device.
-
-        The bounds of each tensor are computed once in an evaluation.
-        """
         key = id(values), version_of(values)
         if key not in self._bounds:
             if values.ndim and values.device != self.device:
@@ -137,36 +117,30 @@ evaluations_of_mixed_dtypes: set[Evaluation] = set()
 
 
 def give_up_on_mixed_dtypes() -> None:
-    """Raise GiveUp if a dtype that the function reads may be wrong.
-
-    After an operation mixed dtypes, torch's dtype may be another one. Rules may always read the dtype.
-    """
+    """Raise GiveUp where a function, not a rule, reads a dtype that may be another one in torch."""
     evaluation = current_evaluation.get()
     if evaluation is not None and evaluation.mixed_dtypes and not evaluation.rule_depth:
         raise GiveUp("the dtype of an operation that mixes dtypes")
 
 
 def reads_values() -> bool:
-    """Return whether rules may read values of tensors on the host."""
     evaluation = current_evaluation.get()
     return evaluation is None or evaluation.reads_values
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return a number that grows whenever the tensor is changed in place."""
     return -1 if tensor.is_inference() else compat.version(tensor)
 
 
 def captured_bounds(values: Tensor) -> tuple[Tensor, Tensor, float]:
-    """Return `bounds_of_values`, kept by the current evaluation if there is one."""
+    """`bounds_of_values`, computed once in an evaluation."""
     evaluation = current_evaluation.get()
     return bounds_of_values(values) if evaluation is None else evaluation.bounds_of(values)
 
 
 def bounds_of_values(values: Tensor) -> tuple[Tensor, Tensor, float]:
-    """Return bounds of each element, and the largest absolute value.
-
-    Bounds are bool for truth values and float64 for numbers. Both are the same tensor if float64 holds every element.
+    """Bounds of each element, bool for truth values and float64 for numbers, and the largest absolute value. Both
+    bounds are one tensor if float64 holds every element.
     """
     if values.dtype == torch.bool:
         return values, values, 1.0
@@ -187,10 +161,6 @@ def bounds_of_values(values: Tensor) -> tuple[Tensor, Tensor, float]:
 
 
 def _bounds_by_dtype(values: Tensor, bound: Tensor) -> tuple[Tensor, Tensor, float]:
-    """Return `bounds_of_values` without reading a value.
-
-    bound: the values as float64.
-    """
     if values.dtype.is_floating_point:
         is_known = ~bound.isnan()
     elif values.dtype.itemsize < 8:

@@ -15,11 +15,6 @@ from flexmasks.ranges.value import Range, is_tensor, rule
 
 
 def _cast(dtype: torch.dtype) -> Callable[..., Range]:
-    """Return the rule of a cast.
-
-    Floats are truncated to integers. Integers that the dtype might not hold become any value.
-    """
-
     def cast(a: Any, **_: Any) -> Range:
         x = as_range(a)
         if dtype == torch.bool:
@@ -45,7 +40,6 @@ rule("bfloat16")(_cast(torch.bfloat16))
 
 @rule("to", "type_as")
 def to(a: Any, *args: Any, **kwargs: Any) -> Any:
-    """Cast to the dtype, tensor or range among the arguments."""
     values = (*args, *kwargs.values())
     has_device_number = bool(args) and isinstance(args[0], PYTHON_NUMBERS)
     if has_device_number or any(isinstance(x, str) and "Tensor" in x for x in values):
@@ -62,8 +56,4 @@ def to(a: Any, *args: Any, **kwargs: Any) -> Any:
 
 @rule("type")
 def to_type(a: Any, *args: Any) -> Any:
-    """Cast to the dtype given.
-
-    Returns None without a dtype: torch then returns a string.
-    """
-    return to(a, *args) if args else None
+    return to(a, *args) if args else None  # without a dtype torch returns a string

@@ -35,10 +35,7 @@ from flexmasks.ranges.value import Range, dispatch, shown
 
 
 class _RangesAsArguments(TorchFunctionMode):
-    """Mode that dispatches operations with ranges among their arguments.
-
-    An example is `tensor[range]`, which torch calls as an operation on the tensor.
-    """
+    """Dispatches operations on tensors with ranges among their arguments, such as `tensor[range]`."""
 
     def __init__(self, evaluation: Evaluation) -> None:
         super().__init__()
@@ -58,7 +55,7 @@ class _RangesAsArguments(TorchFunctionMode):
 
 
 class Evaluated(NamedTuple):
-    """Result of a mask's function on ranges."""
+    """What a mask's function gives on ranges."""
 
     truth: Range  # whether a block is certainly, and possibly, visible
     not_understood: tuple[str, ...]  # names of operations that ranges do not know
@@ -82,8 +79,8 @@ def evaluate(
     max_width: limit on the elements of one tensor that the function sees.
     reads_values: whether the host may read values of tensors, see `context.Evaluation`.
 
-    Raises TooLarge for a captured tensor too large to copy, TooWide for a tensor above `max_width`, GiveUp where
-    the function cannot run on ranges, ValueError or TypeError where the function is not a mask.
+    Raises TooLarge for a captured tensor too large to copy, TooWide for a tensor above `max_width`, GiveUp where the
+    function cannot run on ranges, ValueError or TypeError where the function is not a mask.
     """
     compute_device = q.lo.device
     indices = b, h, q, kv
@@ -97,7 +94,6 @@ def evaluate(
 
 
 def _evaluate(function: Callable[..., Any], indices: tuple[Range, ...], evaluation: Evaluation) -> Evaluated:
-    """Call a mask's function once; raise AskedForType if it asked for a range's type."""
     token = current_evaluation.set(evaluation)
     try:
         try:
@@ -116,7 +112,6 @@ def _evaluate(function: Callable[..., Any], indices: tuple[Range, ...], evaluati
 
 
 def _truth_of(result: Any) -> Range:
-    """Return a mask's result as a range; raise TypeError unless bool."""
     if not isinstance(result, Range | Tensor):  # a range must not reach another isinstance, see Range.__class__
         raise TypeError(f"a mask function must return a boolean tensor, got {result!r}.")
     dtype = result.known_dtype if isinstance(result, Range) else result.dtype

@@ -16,9 +16,8 @@ from flexmasks.ranges.value import BLOCK_DIMS, Range, is_tensor, rule
 
 @rule("getitem")
 def getitem(values: Any, index: Any) -> Any:
-    """Least and greatest element that the index can reach.
-
-    Returns None if an index is a truth value, a slice that contains a range, or a tensor or range with dimensions.
+    """The least and the greatest element that the index reaches; None if an index is a truth value, a slice that
+    contains a range, or a tensor or range with dimensions.
     """
     indices = list(index) if issubclass(type(index), tuple) else [index]
     if any(type(i) is list and any(isinstance(x, Range) for x in i) for i in indices):
@@ -46,11 +45,7 @@ def _is_number(index: Any) -> bool:
 
 
 def _numbers_first(values: Any, indices: list[Any]) -> tuple[Any, list[Any]]:
-    """Rearrange values[indices] so that numbers index the first dimensions.
-
-    Takes the slices, and moves their dimensions behind the indexed dimensions. Returns the rearranged values and the
-    numbers.
-    """
+    """Take the slices of values[indices], and move their dimensions behind those that numbers index."""
     place = next((n for n, i in enumerate(indices) if i is Ellipsis), len(indices))
     missing = values.ndim - sum(i is not Ellipsis for i in indices)
     indices = [*indices[:place], *[slice(None)] * missing, *indices[place + 1 :]]
@@ -63,7 +58,6 @@ def _numbers_first(values: Any, indices: list[Any]) -> tuple[Any, list[Any]]:
 
 
 def _rearranged(values: Any, arrange: Callable[[Tensor], Tensor]) -> Any:
-    """Return a tensor or a range with the function's dimensions rearranged."""
     if is_tensor(values):
         return arrange(values)
     ends = [arrange(end) for end in expanded_ends(values)]
@@ -71,21 +65,16 @@ def _rearranged(values: Any, arrange: Callable[[Tensor], Tensor]) -> Any:
 
 
 def expanded_ends(r: Range) -> list[Tensor]:
-    """Return the ends in their full shape, one end if exact.
-
-    The shape that the function sees is followed by the four dimensions of blocks.
-    """
+    """The ends, one if exact, in the shape that the function sees and the four dimensions of blocks."""
     return [end.expand(*r.shape, *block_shape(end)) for end in ((r.lo,) if r.exact else (r.lo, r.hi))]
 
 
 def block_shape(end: Tensor) -> tuple[int, ...]:
-    """Return the sizes of the four dimensions of the blocks."""
     shape = end.shape[max(0, end.ndim - BLOCK_DIMS) :]
     return (*(1,) * (BLOCK_DIMS - len(shape)), *shape)
 
 
 def _elements(values: Range | Tensor, indices: list[Any]) -> Range:
-    """Return values[indices] for numbers as indices of the first dimensions."""
     reaches = [IndexReach(i, n) for i, n in zip(indices, values.shape, strict=False)]
     if isinstance(values, Range):
         lo, hi, limit = values.lo, values.hi, values.limit
@@ -100,10 +89,7 @@ def _elements(values: Range | Tensor, indices: list[Any]) -> Range:
 
 
 class _Rows(Range):
-    """Rows table[indices] of a table, looked up when they are needed.
-
-    There are fewer indices than dimensions.
-    """
+    """Rows table[indices] with fewer indices than dimensions, looked up when they are needed."""
 
     def __init__(self, table: Tensor, indices: tuple[Any, ...]) -> None:
         self.table, self.indices = table, indices
@@ -113,7 +99,6 @@ class _Rows(Range):
         self._table_version = version_of(table)
 
     def unchanged_table(self) -> Tensor:
-        """Return the table; raise GiveUp if it changed since it was indexed."""
         if version_of(self.table) != self._table_version:
             raise GiveUp("a tensor that was changed in place after it was indexed")
         return self.table
@@ -142,12 +127,10 @@ class _Rows(Range):
 
 @rule("take")
 def take(a: Any, index: Any) -> Any:
-    """Element of a captured tensor at a flat index."""
     return getitem(a.reshape(-1), index) if is_tensor(a) else None
 
 
 def unsqueezed(a: Range, index: list[Any]) -> Range:
-    """Return a[index] for an index of None and Ellipsis."""
     if Ellipsis not in index:
         index = [*index, Ellipsis]
     shape: list[int] = []
@@ -160,7 +143,6 @@ def unsqueezed(a: Range, index: list[Any]) -> Range:
 
 @rule("unsqueeze")
 def unsqueeze(a: Any, dim: int) -> Range:
-    """Range with one more dimension, before or behind all others."""
     place = dim % (a.ndim + 1)
     if a.ndim and 0 < place < a.ndim:
         raise GiveUp("a new dimension between other dimensions")
@@ -169,7 +151,6 @@ def unsqueeze(a: Any, dim: int) -> Range:
 
 @rule("unbind")
 def unbind(a: Any, dim: int = 0) -> tuple[Any, ...] | None:
-    """Elements of one dimension."""
     if not isinstance(a, Range) or not -a.ndim <= dim < a.ndim:
         return None
     before = (slice(None),) * (dim % a.ndim)
@@ -178,7 +159,6 @@ def unbind(a: Any, dim: int = 0) -> tuple[Any, ...] | None:
 
 @rule("stack")
 def stack(tensors: Any, dim: int = 0) -> Range | None:
-    """Stack of operands of one dtype and shape, end by end."""
     ranges = [as_range(t) for t in tensors]
     r = ranges[0]
     if any((x.dtype, x.shape) != (r.dtype, r.shape) for x in ranges) or not -r.ndim - 1 <= dim <= r.ndim:
@@ -194,11 +174,6 @@ def stack(tensors: Any, dim: int = 0) -> Range | None:
 
 @rule("bucketize")
 def bucketize(a: Any, boundaries: Any, *, out_int32: bool = False, right: bool = False) -> Range | None:
-    """Number of sorted boundaries below a number.
-
-    With `right`, boundaries equal to the number count, too. Returns None unless `boundaries` is a captured tensor of
-    the number's dtype, and sorted.
-    """
     if not (isinstance(a, Range) and a.ndim == 0 and is_tensor(boundaries) and boundaries.ndim == 1):
         return None
     if a.dtype != boundaries.dtype or not len(boundaries):
@@ -221,5 +196,4 @@ def bucketize(a: Any, boundaries: Any, *, out_int32: bool = False, right: bool =
 def searchsorted(
     sorted_sequence: Any, a: Any, *, out_int32: bool = False, right: bool = False, side: str | None = None
 ) -> Range | None:
-    """Number of sorted values below a number: `bucketize` with swapped arguments."""
     return bucketize(a, sorted_sequence, out_int32=out_int32, right=right or side == "right")

@@ -28,7 +28,6 @@ PYTHON_NUMBERS = (bool, int, float)
 
 
 def as_range(value: Any) -> Range:
-    """Return an operand, a number or tensor or range, as a range."""
     if isinstance(value, Range):
         return value
     if isinstance(value, PYTHON_NUMBERS):
@@ -57,7 +56,7 @@ def _range_of_number(value: float) -> Range:
 
 
 def as_number(value: Any) -> Range:
-    """Return an operand as numbers: truth values become 0 and 1."""
+    """An operand as numbers: truth values become 0 and 1."""
     r = as_range(value)
     if r.dtype != torch.bool:
         return r
@@ -66,10 +65,7 @@ def as_number(value: Any) -> Range:
 
 
 def as_dtype(value: Any, dtype: torch.dtype) -> Range:
-    """Return an operand as a range of numbers of that dtype.
-
-    A float is rounded to the dtype. An integer that the dtype might not hold becomes any value.
-    """
+    """An operand in a dtype: a float is rounded, an integer that the dtype might not hold becomes any value."""
     r = as_number(value)
     if r.dtype == dtype:
         return r
@@ -81,7 +77,6 @@ def as_dtype(value: Any, dtype: torch.dtype) -> Range:
 
 
 def _holds(dtype: torch.dtype, number: float) -> bool:
-    """Return whether a dtype holds a number without rounding."""
     if not math.isfinite(number):
         return dtype.is_floating_point and math.isinf(number)
     if not dtype.is_floating_point:
@@ -94,10 +89,7 @@ def _holds(dtype: torch.dtype, number: float) -> bool:
 
 
 def as_common_dtype(a: Any, b: Any) -> tuple[Range, Range, torch.dtype] | None:
-    """Return two operands in their common dtype, and the dtype.
-
-    None if both are truth values.
-    """
+    """Two operands in their common dtype, and the dtype; None if both are truth values."""
     dtype = common_dtype(a, b)
     return None if dtype == torch.bool else (as_dtype(a, dtype), as_dtype(b, dtype), dtype)
 
@@ -106,11 +98,11 @@ def as_common_dtype(a: Any, b: Any) -> tuple[Range, Range, torch.dtype] | None:
 
 
 def common_dtype(*operands: Any) -> torch.dtype:
-    """Return the dtype in which an operation on these operands computes.
+    """The dtype in which an operation on these operands computes.
 
     Floats come before integers and integers before truth values. Within a category, tensors and ranges come before
-    Python numbers, and the narrowest of their dtypes is taken. That is the cautious choice: torch's promotion depends
-    on which of the operands vmap sees as batched, and some operations compute in the narrower dtype.
+        Python numbers, and the narrowest of their dtypes is taken. That is the cautious choice: torch's promotion
+        depends on which of the operands vmap sees as batched, and some operations compute in the narrower dtype.
     """
     dtypes = {x.dtype for x in operands if isinstance(x, Range | Tensor)}
     if any(d.is_complex for d in dtypes):
@@ -126,7 +118,7 @@ def common_dtype(*operands: Any) -> torch.dtype:
 
 
 def _narrowest(dtypes: set[torch.dtype]) -> torch.dtype:
-    """Return the narrower of two dtypes, and record that they were mixed."""
+    """The narrower of two dtypes; the evaluation records that they were mixed."""
     if len(dtypes) == 1:
         return next(iter(dtypes))
     evaluation = current_evaluation.get()
@@ -143,23 +135,16 @@ def _narrowest(dtypes: set[torch.dtype]) -> torch.dtype:
 
 
 def is_integer(dtype: torch.dtype) -> bool:
-    """Return whether a dtype is of integers; torch.bool is not."""
     return not dtype.is_floating_point and dtype != torch.bool
 
 
 def float_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of a function such as sqrt.
-
-    Floats keep their dtype. Integers get torch's default dtype.
-    """
+    """The dtype of the result of a function such as sqrt."""
     return dtype if dtype.is_floating_point else torch.get_default_dtype()
 
 
 def fits(x: Any, dtype: torch.dtype) -> bool:
-    """Return whether x is an integer that `dtype` holds.
-
-    x: a range or tensor of that dtype, or a Python integer within its limits.
-    """
+    """Whether `dtype` holds the integer x, a Python integer or a range or tensor of that dtype."""
     if not is_integer(dtype):
         return False
     info = torch.iinfo(dtype)
@@ -170,9 +155,8 @@ def fits(x: Any, dtype: torch.dtype) -> bool:
 
 
 def fitted(lo: Tensor, hi: Tensor, dtype: torch.dtype, limit: float, exact: bool = False) -> Range:
-    """Return a result of arithmetic as a range of that dtype.
-
-    Floats are widened by their rounding error. Integers that the dtype might not hold become any value.
+    """A result in a dtype: a float is widened by its rounding error, an integer that the dtype might not hold is any
+    value.
     """
     if dtype.is_floating_point:
         info = torch.finfo(dtype)
@@ -190,28 +174,21 @@ def fitted(lo: Tensor, hi: Tensor, dtype: torch.dtype, limit: float, exact: bool
 
 
 def any_value_where(blocks: Tensor, lo: Tensor, hi: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the ends with -inf and inf in the given blocks."""
     return torch.where(blocks, -INF, lo), torch.where(blocks, INF, hi)
 
 
 def may_be_nan(*operands: Range) -> Tensor:
-    """Return the blocks where an operand may be NaN.
-
-    Takes one or two operands. A float may be NaN only where its range is all of -inf..inf.
-    """
+    """The blocks where an operand may be NaN: a float may be only where its range is all of -inf..inf."""
     blocks = [(x.lo == -INF) & (x.hi == INF) for x in operands]
     return blocks[0] if len(blocks) == 1 else blocks[0] | blocks[1]
 
 
 def is_inexact(x: Range, y: Range) -> Tensor:
-    """Return the blocks where an end is infinite or may be rounded."""
+    """The blocks where an end of x or y is infinite or may be rounded."""
     x_inexact, y_inexact = (~((r.lo > -EXACT_LIMIT) & (r.hi < EXACT_LIMIT)) for r in (x, y))
     return x_inexact | y_inexact
 
 
 def everywhere(blocks: Tensor) -> bool | Tensor:
-    """Return whether all blocks are true.
-
-    The host waits for the device. Where it may not read values, the result is a boolean tensor without dimensions.
-    """
+    """Whether all blocks are true: a bool, or a tensor where the host may not read values."""
     return bool(blocks.all()) if reads_values() else blocks.all()

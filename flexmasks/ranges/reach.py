@@ -24,9 +24,7 @@ _MAX_TABLE = 1 << 26  # elements of a table of runs, or of a result
 
 
 class IndexReach:
-    """First and last position that one index reaches.
-
-    n: number of elements of the indexed dimension.
+    """First and last position that an index of a dimension of n elements reaches.
 
     `first` and `last` are one tensor if the index is exact. They are 0 and n - 1 in blocks where the index may leave
     0..n-1 and -n..-1.
@@ -62,11 +60,8 @@ class IndexReach:
 
 
 def extreme_of(values: Tensor, ndim: int, indices: list[IndexReach], extreme: Extreme) -> Tensor:
-    """Return the extreme of values[indices] for each block, without the indexed dimensions.
-
-    The indexed dimensions come first among the `ndim`. The dimensions of the blocks may be missing in `values`. Each
-    dimension with a range of indices is reduced to one element, one dimension after the other. Then all exact indices
-    are looked up together.
+    """The extreme of values[indices] for each block, without the indexed dimensions, which come first among the `ndim`.
+    The dimensions of the blocks may be missing in `values`.
     """
     values = values.reshape(*values.shape[:ndim], *(1,) * (BLOCK_DIMS - values.ndim + ndim), *values.shape[ndim:])
     exact: dict[int, Tensor] = {}
@@ -88,10 +83,7 @@ def extreme_of(values: Tensor, ndim: int, indices: list[IndexReach], extreme: Ex
 
 
 def _extreme_by_steps(values: Tensor, d: int, block_dim: int, steps: Steps, extreme: Extreme) -> Tensor:
-    """Reduce dimension `d` by ranges without gaps.
-
-    The result has one element for each range along `block_dim`.
-    """
+    """Reduce dimension `d` by ranges without gaps, to one element for each range along `block_dim`."""
     n = steps.end - steps.first
     whole, rest = divmod(n, steps.size)
     values = values.narrow(d, steps.first, n)
@@ -104,12 +96,7 @@ def _extreme_by_steps(values: Tensor, d: int, block_dim: int, steps: Steps, extr
 
 
 def _extreme_by_ranges(values: Tensor, ndim: int, ranges: dict[int, tuple[Tensor, Tensor]], extreme: Extreme) -> Tensor:
-    """Reduce dimensions by any ranges.
-
-    ranges: first and last position, by dimension.
-
-    Few elements in reach are looked up one by one. Otherwise one dimension is reduced after the other.
-    """
+    """Reduce dimensions by any ranges, given as the first and the last position by dimension."""
     if not ranges:
         return values
     shape = torch.broadcast_shapes(values.shape[ndim:], *(first.shape for first, _ in ranges.values()))
@@ -137,10 +124,7 @@ def _extreme_by_ranges(values: Tensor, ndim: int, ranges: dict[int, tuple[Tensor
 def _extreme_one_by_one(
     values: Tensor, ndim: int, ranges: dict[int, tuple[Tensor, Tensor]], lengths: list[int], extreme: Extreme
 ) -> Tensor:
-    """Look up each element in reach, and reduce them.
-
-    lengths: the largest number of positions in a range, for each dimension.
-    """
+    """Look up each element in reach, at most `lengths` in a range of each dimension, and reduce them."""
     positions = {}
     for n, (d, (first, last)) in enumerate(ranges.items()):
         places = torch.arange(lengths[n], device=values.device)
@@ -153,11 +137,8 @@ def _extreme_one_by_one(
 def _extreme_by_runs(
     values: Tensor, ndim: int, d: int, first: Tensor, last: Tensor, level_count: int, extreme: Extreme
 ) -> Tensor:
-    """Reduce dimension `d` by a sparse table.
-
-    Level k of the table holds the extreme of each run of 2^k elements. Two runs of one level cover a range.
-
-    level_count: number of levels, at least the number of bits of the longest range's length.
+    """Reduce dimension `d` by a sparse table: level k of `level_count` holds the extreme of each run of 2^k elements,
+    and two runs of one level cover a range.
     """
     level = torch.frexp((last - first + 1).double()).exponent.long() - 1
     pick = torch.minimum if extreme is torch.amin else torch.maximum
@@ -175,10 +156,8 @@ def _extreme_by_runs(
 
 
 def _look_up(values: Tensor, ndim: int, positions: dict[int, Tensor]) -> Tensor:
-    """Return the elements at `positions` of some of the `ndim` dimensions.
-
-    Each of these dimensions has one element in the result. If positions have further dimensions before the dimensions
-    of the blocks, these become the first dimensions of the result.
+    """The elements at `positions` of some of the `ndim` dimensions, each of which has one element in the result.
+    Further dimensions of positions before the dimensions of the blocks become the first dimensions of the result.
     """
     if len(positions) == ndim and values.shape[ndim:] == (1,) * BLOCK_DIMS:
         elements = _indexed(values.reshape(values.shape[:ndim]), [positions[d] for d in range(ndim)])
@@ -204,9 +183,8 @@ def _look_up(values: Tensor, ndim: int, positions: dict[int, Tensor]) -> Tensor:
 
 
 def _indexed(values: Tensor, indices: list[Tensor]) -> Tensor:
-    """Return `values[indices]`; numbers among the indices get a dimension.
-
-    torch reads an index without dimensions on the host, and its fake tensors give a wrong shape for one.
+    """values[indices], where numbers among the indices get a dimension: torch reads an index without dimensions on the
+    host, and its fake tensors give a wrong shape for one.
     """
     with_dims = [i if i.ndim else i.view(1) for i in indices]
     return torch.ops.aten.index(values, with_dims)  # type: ignore[no-any-return] # torch's operators have no types

@@ -18,10 +18,7 @@ from flexmasks.ranges.value import Range, broadcast_shape, rule
 
 
 def _reduction(operation: Callable[..., Tensor]) -> Callable[..., Range | None]:
-    """Return the rule of a reduction that is monotone in each element.
-
-    The rule reduces each end by itself.
-    """
+    """The rule of a reduction that is monotone in each element, so each end is reduced by itself."""
 
     def reduce(a: Any, dim: Any = None, keepdim: bool = False) -> Range | None:
         x = as_range(a)
@@ -48,31 +45,21 @@ _any_of_ends = _reduction(torch.any)
 _all_of_ends = _reduction(torch.all)
 
 
+# Of uint8, torch's results of any and all are uint8, not bool.
 @rule("any")
 def any_of(a: Any, dim: Any = None, keepdim: bool = False) -> Range | None:
-    """Truth value that is certain if an element is certain.
-
-    Returns None for uint8: torch's result is then uint8, not bool.
-    """
     return None if getattr(a, "dtype", None) == torch.uint8 else _any_of_ends(as_truth(a), dim, keepdim)
 
 
 @rule("all")
 def all_of(a: Any, dim: Any = None, keepdim: bool = False) -> Range | None:
-    """Truth value that is certain if all elements are certain.
-
-    Returns None for uint8: torch's result is then uint8, not bool.
-    """
     return None if getattr(a, "dtype", None) == torch.uint8 else _all_of_ends(as_truth(a), dim, keepdim)
 
 
 def _of_one_or_two(
     of_two: Callable[..., Any], of_elements: Callable[..., Range | None], return_type: Callable[[Any], Any]
 ) -> Callable[..., Any]:
-    """Return the rule of torch.min or torch.max.
-
-    Both compare two operands, or the elements of one. An int as the second argument is a dimension.
-    """
+    """The rule of torch.min or torch.max of two operands, of the elements of one, or along a dimension, an int."""
 
     def extreme(a: Any, b: Any = None, keepdim: bool = False, *, dim: int | None = None) -> Any:
         dim = b if type(b) is int else dim
@@ -90,7 +77,6 @@ rule("max")(_of_one_or_two(maximum, amax, torch.return_types.max))
 def _extreme_along(
     a: Any, dim: int, keepdim: bool, extreme: Callable[..., Range | None], return_type: Callable[[Any], Any]
 ) -> Any:
-    """Return the extremes along a dimension, at the range of all places."""
     values = extreme(a, dim, keepdim)
     if values is None:
         return None
@@ -101,10 +87,6 @@ def _extreme_along(
 
 @rule("sum")
 def sum_of(a: Any, dim: Any = None, keepdim: bool = False) -> Range | None:
-    """Sum of elements, end by end.
-
-    Returns None for integers if float64 might not hold their sum.
-    """
     x = as_number(a)
     count = math.prod(x.shape)
     if not x.dtype.is_floating_point:
@@ -120,13 +102,11 @@ def sum_of(a: Any, dim: Any = None, keepdim: bool = False) -> Range | None:
 
 @rule("count_nonzero")
 def count_nonzero(a: Any, dim: Any = None) -> Range | None:
-    """Number of elements that are not 0."""
     return sum_of(as_truth(a), dim)
 
 
 @rule("isin")
 def isin(a: Any, values: Any, *, assume_unique: bool = False, invert: bool = False) -> Range | None:
-    """Truth value: whether a number equals any of the values."""
     if not isinstance(a, Range) or a.ndim:
         return None
     if isinstance(values, Range | Tensor) and values.ndim:

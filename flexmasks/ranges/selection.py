@@ -27,13 +27,11 @@ _SWAPPED = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
 
 @rule("minimum")
 def minimum(a: Any, b: Any) -> Range | None:
-    """Minimum of two operands, end by end."""
     return _extreme(a, b, torch.minimum)
 
 
 @rule("maximum")
 def maximum(a: Any, b: Any) -> Range | None:
-    """Maximum of two operands, end by end."""
     return _extreme(a, b, torch.maximum)
 
 
@@ -52,10 +50,6 @@ def _extreme(a: Any, b: Any, operation: Callable[..., Tensor]) -> Range | None:
 
 @rule("clamp", "clip")
 def clamp(a: Any, min: Any = None, max: Any = None) -> Range | None:  # torch's names
-    """Maximum with `min`, then minimum with `max`.
-
-    A Python float as a bound makes an integer a float. Returns None for bounds that are tensors of another dtype.
-    """
     dtype = getattr(a, "dtype", None)
     if any(type(x) is float for x in (min, max)) and isinstance(a, Range) and is_integer(a.dtype):
         dtype = torch.get_default_dtype()
@@ -70,22 +64,16 @@ def clamp(a: Any, min: Any = None, max: Any = None) -> Range | None:  # torch's 
 
 @rule("clamp_min")
 def clamp_min(a: Any, min: Any) -> Range | None:
-    """Maximum with `min`."""
     return clamp(a, min=min)
 
 
 @rule("clamp_max")
 def clamp_max(a: Any, max: Any) -> Range | None:
-    """Minimum with `max`."""
     return clamp(a, max=max)
 
 
 @rule("where")
 def where(condition: Any, a: Any = None, b: Any = None) -> Range | None:
-    """Range of a, of b, or of both.
-
-    The result is a where the condition is certain, b where it is not possible, and a range over both elsewhere.
-    """
     if a is None or b is None:
         return None
     c = as_range(condition)
@@ -114,13 +102,8 @@ def _where_of_truth(c: Range, x: Range, y: Range) -> Range:
 
 
 def _narrowed_by(condition: Range, operand: Any, value: Range, holds: bool) -> Range:
-    """Narrow an operand to its values where a comparison of it holds.
-
-    condition: the comparison.
-    value: the operand's range.
-    holds: whether the comparison holds; False narrows the operand to its values where the comparison does not hold.
-
-    So the rule of `where` finds that torch.where(x < 3, x, 3) is at most 3.
+    """Narrow an operand with the range `value` to its values where a comparison of it holds, or with `holds` off does
+    not. So the rule of `where` finds that torch.where(x < 3, x, 3) is at most 3.
     """
     if condition.comparison is None or not isinstance(operand, Range):
         return value
@@ -142,10 +125,6 @@ def _narrowed_by(condition: Range, operand: Any, value: Range, holds: bool) -> R
 
 @rule("masked_fill")
 def masked_fill(a: Any, mask: Any, value: Any) -> Range | None:
-    """Range of `value` where the mask is true, else of a.
-
-    The result has the dtype of a.
-    """
     dtype = getattr(a, "dtype", torch.bool)
     is_lossy = type(value) is float and not dtype.is_floating_point
     if type(value) not in PYTHON_NUMBERS or not isinstance(a, Range) or is_lossy:

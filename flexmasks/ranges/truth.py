@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flexmasks.ranges.operands import as_dtype, as_number, as_range, common_dtype, is_integer, may_be_nan
-from flexmasks.ranges.value import Range, rule, truth_range
+from flexmasks.ranges.value import Range, reflected, rule, truth_range
 
 
 def _comparison(
@@ -19,11 +19,7 @@ def _comparison(
     possible: Callable[[Range, Range], Tensor],
     operator: str | None = None,
 ) -> Callable[[Any, Any], Range]:
-    """Return the rule of a comparison.
-
-    exact: the comparison of two single values.
-    operator: "<" or "<=". The result then keeps the operator and the operands, which the rule of `where` reads.
-    """
+    """The rule of a comparison; the result keeps an `operator` and its operands for the rule of `where`."""
 
     def compare(a: Any, b: Any) -> Range:
         dtype = common_dtype(a, b)
@@ -40,7 +36,7 @@ def _comparison(
 
 
 def _without_nan(r: Range) -> Range:
-    """Return a range that compares as false where it may be NaN."""
+    """A range that compares as false where it may be NaN."""
     if not r.dtype.is_floating_point:
         return r
     nan = may_be_nan(r)
@@ -58,63 +54,48 @@ equal = rule("eq")(
 )
 
 
-@rule("gt", "greater")
-def greater(a: Any, b: Any) -> Range:
-    """Truth value of a > b."""
-    return less(b, a)
-
-
-@rule("ge", "greater_equal")
-def greater_equal(a: Any, b: Any) -> Range:
-    """Truth value of a >= b."""
-    return less_equal(b, a)
+rule("gt", "greater")(reflected(less))
+rule("ge", "greater_equal")(reflected(less_equal))
 
 
 @rule("ne", "not_equal")
 def not_equal(a: Any, b: Any) -> Range:
-    """Truth value of a != b."""
     return logical_not(equal(a, b))
 
 
 def as_truth(value: Any) -> Range:
-    """Return an operand as a truth value: numbers except 0 are true."""
     r = as_range(value)
     return r if r.dtype == torch.bool else not_equal(r, 0)
 
 
 @rule("logical_not")
 def logical_not(a: Any) -> Range:
-    """Truth value that is certain where a is not possible."""
     x = as_truth(a)
     certain = ~x.hi
     return truth_range(certain, certain if x.exact else ~x.lo)
 
 
 def both_true(a: Any, b: Any) -> Range:
-    """Return "a and b" of truth values."""
     x, y = as_truth(a), as_truth(b)
     certain = x.lo & y.lo
     return truth_range(certain, certain if x.exact and y.exact else x.hi & y.hi)
 
 
 def either_true(a: Any, b: Any) -> Range:
-    """Return "a or b" of truth values."""
     x, y = as_truth(a), as_truth(b)
     certain = x.lo | y.lo
     return truth_range(certain, certain if x.exact and y.exact else x.hi | y.hi)
 
 
 def one_true(a: Any, b: Any) -> Range:
-    """Return "a or b, but not both" of truth values."""
     x, y = as_truth(a), as_truth(b)
     certain = (x.lo & ~y.hi) | (~x.hi & y.lo)
     return truth_range(certain, certain if x.exact and y.exact else (x.hi & ~y.lo) | (~x.lo & y.hi))
 
 
 def _unless_dtypes_mix_with_floats(function: Callable[[Any, Any], Range]) -> Callable[[Any, Any], Range | None]:
-    """Return the rule of torch.logical_and, logical_or or logical_xor.
-
-    torch first converts both operands to one dtype, which may turn a small float into 0.
+    """The rule of torch.logical_and, logical_or or logical_xor, which first convert both operands to one dtype: that
+    may turn a small float into 0.
     """
 
     def logical(a: Any, b: Any) -> Range | None:

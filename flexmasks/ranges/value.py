@@ -59,15 +59,13 @@ def rule(*names: str) -> Callable[[_AnyRule], _AnyRule]:
 
 
 def reflected(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Return the rule of an operator with swapped operands, as `__rsub__`."""
     return lambda a, b: function(b, a)
 
 
 @dataclass(frozen=True)
 class Steps:
-    """Description of ranges that follow each other without gaps.
-
-    Along `dim`, block n holds the `size` numbers from `first + n * size` on, as far as they are below `end`.
+    """Ranges that follow each other without gaps: along `dim`, block n holds the `size` numbers from `first + n * size`
+    on, as far as they are below `end`.
     """
 
     first: int
@@ -79,7 +77,7 @@ class Steps:
         return Steps(self.first + by, self.size, self.end + by, self.dim)
 
     def divided(self, by: int) -> Steps | None:
-        """Return the steps of the quotients rounded down, or None if they overlap."""
+        """The steps of the quotients rounded down, or None if they overlap."""
         if self.size % by or self.first % by:
             return None
         return Steps(self.first // by, self.size // by, -(-self.end // by), self.dim)
@@ -124,22 +122,20 @@ class Range:
     def of_indices(
         cls, lo: Tensor, hi: Tensor, limit: int, steps: Steps | None = None, limit_reached: bool = True
     ) -> Range:
-        """Return the range of indices from lo to hi inclusive.
+        """The range of indices from lo to hi inclusive, one tensor if each block has one index.
 
         limit: an upper bound of all indices. limit_reached: whether it is one of them.
-
-        Pass the same tensor twice if each block has one index.
         """
         low = lo.double()
         return cls(low, low if hi is lo else hi.double(), torch.int64, limit, limit_reached, steps)
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        """Return the type.
+        """The type; inside an evaluation reading it counts as a question for the type.
 
-        Raises AskedForType if a mask's function asks for it. Python and torch read this attribute when they check
-        `isinstance(q, torch.Tensor)` and the type itself is no tensor. An answer that only pretends would let torch
-        read the memory of a tensor that does not exist. So `evaluate` shows the function real tensors instead.
+        Python and torch read this attribute when they check `isinstance(q, torch.Tensor)` and the type itself is no
+        tensor. An answer that only pretends would let torch read the memory of a tensor that does not exist. So
+        `evaluate` shows the function real tensors instead.
         """
         evaluation = current_evaluation.get()
         if evaluation is None or evaluation.rule_depth:
@@ -149,22 +145,17 @@ class Range:
 
     @property
     def exact(self) -> bool:
-        """Return whether this is a single value in each block."""
         return self.lo is self.hi
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the dtype.
-
-        Raises GiveUp if a mask's function reads it where torch's dtype may be another one.
-        """
         if evaluations_of_mixed_dtypes:
             give_up_on_mixed_dtypes()
         return self._dtype
 
     @property
     def known_dtype(self) -> torch.dtype:
-        """Return the dtype, even where torch's dtype may be another one."""
+        """The dtype, even where torch's may be another one."""
         return self._dtype
 
     @property
@@ -174,7 +165,7 @@ class Range:
 
     @property
     def shape(self) -> torch.Size:
-        """Return the shape that the function sees, empty for an index."""
+        """The shape that the function sees, empty for an index."""
         return torch.Size(broadcast_shape(self.lo, self.hi)[: self.ndim])
 
     def dim(self) -> int:
@@ -244,18 +235,17 @@ class Range:
 
 
 def _operator(name: str) -> Callable[..., Any]:
-    """Return the method of Range for an operator such as `__add__`."""
     method = getattr(torch.Tensor, name)
 
-    def operate(self: Range, *others: Any) -> Any:
-        if others and not isinstance(others[0], Range):
-            if isinstance(others[0], np.bool_):
+    def operate(self: Range, *operands: Any) -> Any:
+        if operands and not isinstance(operands[0], Range):
+            if isinstance(operands[0], np.bool_):
                 raise GiveUp("a truth value of NumPy, which torch takes for a number")
-            if isinstance(others[0], np.integer | np.floating):
-                others = (others[0].item(),)
-            if not isinstance(others[0], Tensor | int | float):
+            if isinstance(operands[0], np.integer | np.floating):
+                operands = (operands[0].item(),)
+            if not isinstance(operands[0], Tensor | int | float):
                 return NotImplemented
-        return dispatch(method, (self, *others), {})
+        return dispatch(method, (self, *operands), {})
 
     return operate
 
@@ -291,14 +281,12 @@ class _Tensor:
 
 @functools.cache
 def _tensor_class(kind: type) -> Any:
-    """Return the class of ranges of that kind that are tensors, too."""
     return types.new_class(kind.__name__, (_Tensor, kind, Tensor))
 
 
 def shown(result: Any, evaluation: Evaluation) -> Any:
-    """Return a result as the function sees it, with ranges that are tensors.
-
-    A range whose dtype may be another one in torch stays as it is, and gives up at a question for its type.
+    """A result as the function sees it, with ranges that are tensors. A range whose dtype may be another one in torch
+    stays as it is, and gives up at a question for its type.
     """
     kind: Any = type(result)
     if issubclass(kind, tuple | list):
@@ -314,38 +302,26 @@ def shown(result: Any, evaluation: Evaluation) -> Any:
 
 
 def is_tensor(value: Any) -> TypeGuard[Tensor]:
-    """Return whether a value is a tensor with data, not a range.
-
-    In rules, isinstance would take a range that is shown as a tensor for one.
-    """
+    """Whether a value is a tensor with data: isinstance would take a range that is shown as a tensor for one."""
     kind = type(value)
     return issubclass(kind, Tensor) and not issubclass(kind, Range)
 
 
 def broadcast_shape(a: Tensor, b: Tensor) -> tuple[int, ...]:
-    """Return the shape of two tensors broadcast together.
-
-    torch.broadcast_shapes takes longer than an operation on small tensors, so equal shapes skip it.
-    """
+    """torch.broadcast_shapes, which takes longer than an operation on small tensors, only where shapes differ."""
     return tuple(a.shape) if a.shape == b.shape else tuple(torch.broadcast_shapes(a.shape, b.shape))
 
 
 def truth_range(certain: Tensor, possible: Tensor) -> Range:
-    """Return the truth value of certain and possible blocks.
-
-    Pass the same tensor twice if the truth value is exact.
-    """
     return Range(certain, possible, torch.bool, 1.0)
 
 
 def check_size(shape: torch.Size) -> None:
-    """Raise GiveUp for a shape of too many elements."""
     if math.prod(shape) > _MAX_ELEMENTS:
         raise GiveUp(f"a tensor of {math.prod(shape)} elements in arithmetic")
 
 
 def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the result of a torch operation on ranges."""
     name = getattr(func, "__name__", str(func))
     if name.startswith("__"):
         name = name.strip("_")
@@ -374,7 +350,6 @@ def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _result_of(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the result of the operation's rule, or any value without one."""
     with compat.without_torch_function():  # so the mode of `evaluate` skips the rules' own operations
         function = _RULES.get(name)
         if function is not None:
@@ -403,7 +378,7 @@ def _store(name: str, result: Range) -> None:
     """Make torch's compiler store the ends of an operation's result.
 
     The compiler computes again at each use what it does not store, and a rule uses the ends of its operands many times:
-    the time to compile would grow exponentially with the length of a chain of operations. as_strided reads memory.
+        the time to compile would grow exponentially with the length of a chain of operations. as_strided reads memory.
     """
     if name not in _SINGLE_USES or result.known_dtype != torch.bool:
         lo, hi = result.lo, result.hi
@@ -417,17 +392,13 @@ def _stored_end(end: Tensor) -> Tensor:
 
 
 def _plain_name(name: str) -> str:
-    """Return an operation's name as users know it: "pow" for "rpow"."""
     if name == "getitem":
         return "indexing"
     return name[1:] if name[:1] == "r" and name[1:] in _RULES else name
 
 
 def _any_value(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the range of all values, in the operation's dtype and shape.
-
-    Calls the operation on zeros to find the dtype and the shape.
-    """
+    """The range of all values, in the dtype and shape that the operation gives for zeros."""
     ranges: list[Range] = []
 
     def zeros_like(value: Any) -> Any:

@@ -68,7 +68,7 @@ def alibi(
 
 
 def _slope(h: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
-    """Return `alibi_slopes(heads)[h]`, computed: in a kernel that is cheaper than reading a tensor."""
+    """`alibi_slopes(heads)[h]`, computed: in a kernel that is cheaper than reading a tensor."""
     below = 1 << (heads.bit_length() - 1)
     slope = torch.exp2((h + 1).to(dtype) * (-8 / below))
     if heads == below:

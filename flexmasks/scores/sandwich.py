@@ -25,22 +25,18 @@ def _prepare(
             )
         return {"products": _products(positions, dims, ratios.dtype, ratios.device), "ratios": ratios}
     if ratios is None:
-        ratios = _ratios(size.heads, size.dtype, size.device)
+        head = torch.arange(1, size.heads + 1, dtype=torch.float64, device=size.device)
+        ratios = (size.heads / (8 * head)).to(size.dtype)
     return {"products": _products(positions or size.positions, dims, size.dtype, size.device), "ratios": ratios}
 
 
 def _products(positions: int, dims: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the inner product of two sinusoidal embeddings for each distance."""
+    """The inner product of two sinusoidal embeddings for each distance."""
     distance = torch.arange(positions, dtype=torch.float64, device=device)
     products = torch.zeros_like(distance)
     for part in torch.arange(dims // 2, dtype=torch.float64, device=device).split(_FREQUENCIES_AT_ONCE):
         products += torch.cos(distance / 10000.0 ** (2 * part[:, None] / dims)).sum(0)
     return products.to(dtype)
-
-
-def _ratios(heads: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the factor of each head in the paper."""
-    return (heads / (8 * torch.arange(1, heads + 1, dtype=torch.float64, device=device))).to(dtype)
 
 
 @register_score(prepare=_prepare, example=lambda length: {})

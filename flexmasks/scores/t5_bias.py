@@ -54,7 +54,7 @@ def _prepare(
 # Inside a user's torch.compile the table is a constant, computed once, and not a kernel.
 @constant_in_graphs
 def _buckets(buckets: int, reach: int, bidirectional: bool, device: torch.device) -> Tensor:
-    """Return the bucket of each distance from -reach to reach, computed on the device."""
+    """The bucket of each distance from -reach to reach, computed on the device."""
     distance = torch.arange(-reach, reach + 1, dtype=torch.int32, device=device)
     table = torch.zeros_like(distance)
     last = t5_bucket(-reach, buckets, reach, bidirectional)

@@ -154,7 +154,7 @@ def _nearest_argument(name: str) -> str:
 
 
 def functions_of(kind: str, value: Any) -> Any:
-    """Return a mask or score in a form that `captures.capture` reads.
+    """Return a mask or score in a form that `structure.flatten` takes apart.
 
     value: the mask or score as a user passes it to a call.
 

@@ -11,8 +11,8 @@ from typing import Any, NoReturn
 import torch
 
 from flexmasks import compat
-from flexmasks.spec.captures import Opaque
 from flexmasks.spec.definitions import FUNCTIONS, Definition, define, from_pickle
+from flexmasks.spec.structure import Opaque
 from flexmasks.spec.templates import made, noted, read, reads_of
 from flexmasks.spec.values import Mask, Modifier, Score
 

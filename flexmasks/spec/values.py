@@ -8,6 +8,7 @@ torch traces. The result of `resolve` holds none of the user's tensors, so that 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
@@ -18,16 +19,6 @@ from torch import Tensor
 from flexmasks import compat
 from flexmasks.blocks.counts import Blocks
 from flexmasks.cache import identity
-from flexmasks.spec.captures import (
-    Aliases,
-    NamedTensors,
-    Opaque,
-    Place,
-    Readable,
-    Reader,
-    in_one_piece,
-    tensors_of,
-)
 from flexmasks.spec.definitions import (
     AND,
     CHAIN,
@@ -41,6 +32,7 @@ from flexmasks.spec.definitions import (
 )
 from flexmasks.spec.parameters import Size, describe, freeze, how_to_move, implied_size
 from flexmasks.spec.pickles import refused, why_not
+from flexmasks.spec.structure import Opaque, Readable, Recipe, Walk, flatten, in_one_piece, key_of, tensors_of
 
 _OPERANDS = {AND: "masks", OR: "masks", NOT: "mask", CHAIN: "scores"}  # the parameter of each operator
 
@@ -111,6 +103,14 @@ class Modifier(Readable):
         """Return whether this library wrote all its functions, those of inner values included."""
         return self.definition.own and all(m.is_own() for m in self._inner())
 
+    @functools.cached_property
+    def own_key(self) -> tuple[Hashable, list[Tensor]] | None:
+        """The value's key and tensors if the library wrote all functions, so that nothing else can change, or None."""
+        if not self.is_own():
+            return None
+        structure, leaves = flatten(self)
+        return None if structure.unreadable else (structure.key, leaves.tensors)
+
     def is_relative(self) -> bool:
         """Return whether a score depends on heads and distances alone, see `register_score(relative=True)`."""
         return all(m.definition.relative for m in self.inside())
@@ -146,10 +146,11 @@ class Modifier(Readable):
 
     def named_tensors(self) -> list[tuple[str, Tensor]]:
         """Return the tensors that have names, with their names in words."""
-        reader, holders = NamedTensors(), {id(m): m for m in self.inside()}
-        self.read(reader)
+        leaves, holders = flatten(self)[1], {id(m): m for m in self.inside()}
         named = []
-        for place, tensor in reader.found:
+        for place, tensor in zip(leaves.places, leaves.tensors, strict=True):
+            if place is None:
+                continue
             holder = holders.get(place.holder)
             what = f"the {place.kind} `{place.name}` of the function"
             named.append((what if holder is None else f"`{place.name}` of {holder.kind} {holder.name!r}", tensor))
@@ -171,42 +172,31 @@ class Modifier(Readable):
         own = any(of_parameters[name].is_sequence(value) for name, value in self.params.items())
         return own or any(m.holds_lists() for m in self._inner())
 
-    def capture(self, tensors: list[Tensor], lift: bool = False, contents: bool = True) -> Hashable:
-        """Return a key of everything but the contents of tensors.
-
-        The tensors are appended to `tensors`.
-
-        With `lift`, the key leaves out the numbers that `resolve` would lift. Without `contents`, it also leaves out
-        the elements of sequences that become tensors, and bounds of lengths: a kernel has such a key, because it takes
-        the elements as inputs.
-        Raises captures.Opaque if a user's function captured something that cannot be read.
-        """
-        reader = Reader(tensors)
-        return reader.finish(self.read(reader, lift, contents))
-
-    def read(self, reader: Reader, lift: bool = False, contents: bool = True) -> Hashable:
-        """Return the key that `capture` describes, as part of a reader's walk."""
-        pairs: list[Hashable] = []
+    def taken(self, walk: Walk) -> tuple[Hashable, Recipe]:
+        """Return the key of the value without leaves, and what makes it again, see `structure.flatten`."""
+        definition = self.definition
+        key: list[Hashable] = [self.kind]
+        functions: list[Recipe] = []
+        if definition.own:
+            key.append(definition.name)
+        else:
+            for function in definition.functions:
+                part, recipe = walk.take(function)
+                key.append(part)
+                functions.append(recipe)
+        params: dict[str, Recipe] = {}
         for name, value in self.params.items():
-            parameter = self.definition.parameters[name]
-            if lift and type(value) is int and parameter.takes_tensor(0):
-                pairs.append((name, "lifted"))
-            elif not contents and parameter.is_length:
+            parameter = definition.parameters[name]
+            if walk.lifts and type(value) is int and parameter.takes_tensor(0):
+                key.append((name, "lifted"))
+            elif not walk.contents and parameter.is_length:
                 continue
-            elif not contents and parameter.is_sequence(value):
-                pairs.append((name, "sequence"))
-            elif inner := _modifiers_in(value):
-                pairs.append((name, *(m.read(reader, lift, contents) for m in inner)))
+            elif not walk.contents and parameter.is_sequence(value):
+                key.append((name, "sequence"))
             else:
-                pairs.append((name, reader.slot(Place(id(self), "parameter", name), value)))
-        if self.definition.own:
-            return self.kind, self.definition.name, *pairs
-        return self.kind, *map(reader.key, self.definition.functions), *pairs
-
-    def aliased(self, aliases: Aliases) -> Self:
-        """Return the same value with aliases in place of tensors, see `captures.Aliases`."""
-        definition = replace(self.definition, **{n: aliases.of(getattr(self.definition, n)) for n in FUNCTIONS})
-        return type(self)(definition, {n: aliases.of(v) for n, v in self.params.items()})
+                part, params[name] = walk.take(value, (id(self), "parameter", name))
+                key.append((name, part))
+        return tuple(key), (_filled, type(self), definition, functions, params)
 
     def checked(self, size: Size) -> dict[str, Any]:
         """Return the parameters by name, checked against a call's sizes, with sequences as tensors."""
@@ -351,7 +341,7 @@ class Modifier(Readable):
         """
         tensors: list[Tensor] = []
         try:
-            key = self.capture(tensors)
+            key = key_of(self, tensors)
         except Opaque:
             return None
         states = [identity(t) for t in tensors]
@@ -395,6 +385,16 @@ class Modifier(Readable):
     def __repr__(self) -> str:
         given = ", ".join(f"{n}={describe(v)}" for n, v in self.params.items())
         return f"{self.name}({given})" if self.definition.registered or given else self.name
+
+
+def _filled(
+    filling: Any, cls: Any, definition: Definition, functions: Sequence[Recipe], params: Mapping[str, Recipe]
+) -> Modifier:
+    """Return a mask or score of its parts, see `Modifier.taken`."""
+    if functions:
+        definition = replace(definition, **dict(zip(FUNCTIONS, map(filling.make, functions), strict=True)))
+    made: Modifier = cls(definition, {name: filling.make(recipe) for name, recipe in params.items()})
+    return made
 
 
 def _device_of(value: Modifier, q: Tensor) -> torch.device:

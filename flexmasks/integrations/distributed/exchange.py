@@ -22,8 +22,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from flexmasks import compat
-from flexmasks.integrations.distributed.counts import WHERE, Parts, are_ascending, common
+from flexmasks.integrations.distributed.counts import WHERE, Parts, are_ascending, common, size_of
 from flexmasks.kernels.wide import copy
+
+_traced_all_to_all = compat.traced_all_to_all()
 
 
 @contextlib.contextmanager
@@ -227,7 +229,7 @@ def _all_to_all(what: str, rows: Tensor, come: Sequence[int], sent: Sequence[int
     """
     with exchanging(what):
         if compat.is_compiling():
-            return compat.all_to_all(rows, list(come), list(sent), group)
+            return _traced_all_to_all(rows, list(come), list(sent), group)
         buffer = rows.new_empty(sum(come), rows.shape[1])
         dist.all_to_all_single(buffer, rows, list(come), list(sent), group)
     return buffer
@@ -318,8 +320,7 @@ class _Seen:
         sent = {other: common(parts[rank], wanted[other]) for other in others}
         come = {other: common(parts[other], wanted[rank]) for other in others}
         self._sent_rows, self._come_rows = (
-            [sum(stop - start for start, stop in way.get(other, ())) for other in range(mesh.size())]
-            for way in (sent, come)
+            [size_of(way.get(other, ())) for other in range(mesh.size())] for way in (sent, come)
         )
         kept = common(parts[rank], wanted[rank])
         own, result = _Places(parts[rank]), _Places(wanted[rank])

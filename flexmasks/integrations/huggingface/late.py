@@ -14,7 +14,7 @@ from flexmasks.integrations.huggingface.recognition import Parts, Positions, rec
 from flexmasks.integrations.huggingface.sharding import Sharding, Whole, active
 from flexmasks.plans.plan import is_captured
 from flexmasks.spec import Mask, get_mask
-from flexmasks.spec.captures import Aliases, Opaque
+from flexmasks.spec.structure import Opaque, replaced
 
 
 class LateMask(compat.BlockMask):
@@ -296,7 +296,7 @@ def with_versions(mask: Mask) -> Mask:
     tensors = mask.tensors()
     try:
         with torch.inference_mode(False):
-            copied: Mask = Aliases(zip(tensors, [t.clone() for t in tensors], strict=True)).of(mask)
+            copied: Mask = replaced(mask, [(t, t.clone()) for t in tensors])
     except Opaque:
         return mask
     return copied

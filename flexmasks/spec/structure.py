@@ -1,0 +1,645 @@
+"""Structures: a function, partial, tuple or Mask is taken apart once, into an immutable structure and its leaves.
+
+`flatten(value)` returns both, and `structure.fill(...)` puts the value together again with other leaves. The leaves are
+the tensors that the value reads, and the numbers that a kernel could read as inputs. Functions are taken apart by their
+code and by what they read beyond their arguments: closure, defaults, globals, attributes.
+
+Caches find what they keep by the key of a structure, never by the function object: a lambda inside a training step is a
+new object each time, and must still be found. Some things cannot be read with certainty: an object's attributes, a
+class, an import inside the function. They make a structure opaque: nothing that depends on it is cached, which is
+slower and never wrong.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import math
+import types
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flexmasks.spec.indexing import bounded
+
+# Types whose objects never change and stand for themselves in a key. float is no such type: 0.0 == -0.0.
+_CONSTANT_TYPES = frozenset(
+    (type(None), bool, int, str, bytes, type(Ellipsis), torch.dtype, torch.device, torch.Size, torch.layout)
+)
+_WRITTEN_TYPES = frozenset((float, complex, range))  # equal objects of these types may act differently
+# Packages whose functions, modules and classes are taken as constants.
+_LIBRARIES = {"torch", "math", "numpy", "operator", "functools", "builtins", "_operator", "_functools", "flexmasks"}
+# Names by which code can read any variable at all.
+_NAMES_OF_ANYTHING = {"globals", "locals", "vars", "eval", "exec", "open", "__import__", "__globals__", "__builtins__"}
+_OF_EVERY_MODULE = ("__builtins__", "__name__")
+_MOST = (1 << 31) - 1  # whole numbers beyond it stay constants
+_MAX_COPIED = 1 << 24  # the most bytes for which an expanded tensor is written out
+MAX_COMPILED_VALUES = 6  # values of a function's numbers that are compiled in, a kernel each
+
+
+class Opaque(Exception):
+    """Raised for a value that reads something which may change unnoticed."""
+
+
+class Place(NamedTuple):
+    """Where a leaf or a part is: in a function, a dictionary, a tuple, a functools.partial or a Mask."""
+
+    holder: int  # its id
+    kind: str  # "variable" of a closure, "default", "global variable", "parameter", "argument", "item" or "attribute"
+    key: Any  # the name of a variable, the number of an argument, or the key of an item
+
+    @property
+    def name(self) -> str:
+        """The variable, parameter, argument or item."""
+        return f"argument {self.key}" if self.kind == "argument" else str(self.key)
+
+
+class Number(NamedTuple):
+    """A number that a function reads, outside tuples and lists."""
+
+    place: Place
+    value: int | float
+    is_global: bool  # it is reached through a global variable, which no copy of the function has for itself
+
+    @property
+    def name(self) -> str:
+        """The variable, parameter or argument that holds the number."""
+        return self.place.name
+
+    def tensor(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return the number as a 0-dimensional tensor; of `dtype`, if it is a float."""
+        if isinstance(self.value, float):
+            return torch.full((), self.value, dtype=dtype, device=device)
+        made = torch.full((), self.value, dtype=torch.int64, device=device)
+        return bounded(made, 1 if self.value > 0 else -_MOST, _MOST)
+
+
+class Leaves:
+    """The leaves of a value, in the order of its structure.
+
+    tensors, numbers: what `Structure.fill` replaces, with the places of the tensors.
+    nearby: tensors among the attributes of objects that cannot be read. A function may read them.
+    """
+
+    __slots__ = ("_numbers", "_places", "nearby", "tensors")
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self.nearby: list[Tensor] = []
+        # Plain tuples: every call of `attention` walks through its mask, and asks for places only to say something.
+        self._places: list[Any] = []
+        self._numbers: list[Any] = []
+
+    @property
+    def all_tensors(self) -> list[Tensor]:
+        """The tensors that a function reads or may read."""
+        return [*self.tensors, *self.nearby]
+
+    @property
+    def places(self) -> list[Place | None]:
+        """The places of the tensors, None in a tuple or list."""
+        return [place and Place(*place) for place in self._places]
+
+    @property
+    def numbers(self) -> list[Number]:
+        """The numbers."""
+        return [Number(Place(*place), value, is_global) for place, value, is_global in self._numbers]
+
+
+class _Filling:
+    """The leaves with which a structure is filled, and the parts that are made of them."""
+
+    def __init__(self, tensors: Sequence[Any], numbers: Sequence[Any], has_own_globals: bool) -> None:
+        self.tensors, self.numbers, self.has_own_globals = tensors, numbers, has_own_globals
+        self.parts: dict[int, Any] = {}  # by the number of the part
+
+    def make(self, recipe: Recipe) -> Any:
+        """Return what a recipe makes."""
+        how, *rest = recipe
+        return how(self, *rest)
+
+    def part(self, number: int, make: Callable[..., Any], *rest: Any) -> Any:
+        """Make a part once for all places that hold it."""
+        if number not in self.parts:
+            self.parts[number] = make(self, *rest)
+        return self.parts[number]
+
+    def earlier(self, number: int) -> Any:
+        """Return a part that holds itself."""
+        if number not in self.parts:
+            raise Opaque("an object that holds itself")
+        return self.parts[number]
+
+    def kept(self, value: Any) -> Any:
+        """Return what never changes."""
+        return value
+
+    def tensor(self, index: int) -> Any:
+        """Return a tensor, or what comes in its place."""
+        return self.tensors[index]
+
+    def number(self, index: int) -> Any:
+        """Return a number, or what comes in its place."""
+        return self.numbers[index]
+
+    def sequence(self, kind: Any, recipes: Sequence[Recipe]) -> Any:
+        """Return a tuple or a list."""
+        return kind([self.make(recipe) for recipe in recipes])
+
+    def dictionary(self, recipes: Mapping[Any, Recipe]) -> dict[Any, Any]:
+        """Return a dictionary."""
+        return {key: self.make(recipe) for key, recipe in recipes.items()}
+
+    def partial(self, function: Recipe, args: Sequence[Recipe], keywords: Recipe) -> functools.partial[Any]:
+        """Return a functools.partial."""
+        return functools.partial(self.make(function), *self.sequence(list, args), **self.make(keywords))
+
+    def method(self, function: Recipe, owner: Recipe) -> types.MethodType:
+        """Return a method."""
+        return types.MethodType(self.make(function), self.make(owner))
+
+    def attribute(self, owner: Recipe, name: str) -> Any:
+        """Return a method of a tensor."""
+        return getattr(self.make(owner), name)
+
+    def function(self, number: int, parts: _FunctionParts) -> Callable[..., Any]:
+        """Return a function."""
+        has_own = self.has_own_globals and parts.own_globals
+        if parts.plain is not None and not has_own:
+            return parts.plain
+        # Only the global variables that the function reads: the copy must not keep a module's tensors alive.
+        variables = parts.variables
+        space = {n: variables[n] for n in _OF_EVERY_MODULE if n in variables} if has_own else variables
+        cells = tuple([types.CellType() for _ in parts.cells])
+        made = types.FunctionType(parts.code, space, parts.name, None, cells)
+        self.parts[number] = made  # before its closure is filled, which may hold it
+        for cell, recipe in zip(cells, parts.cells, strict=True):
+            if recipe is not None:
+                cell.cell_contents = self.make(recipe)
+        made.__defaults__ = self.sequence(tuple, parts.defaults) or None
+        made.__kwdefaults__ = self.make(parts.keyword_defaults)
+        made.__dict__.update(self.make(parts.attributes) or {})
+        if parts.annotations:
+            made.__annotations__ = parts.annotations
+        if has_own:
+            space.update(self.dictionary(parts.own_globals))
+        return made
+
+
+# What makes a part again: a method of `_Filling`, and its arguments.
+Recipe = tuple[Any, ...]
+
+
+class _FunctionParts(NamedTuple):
+    """What a function is made of."""
+
+    plain: types.FunctionType | None  # the function itself, if nothing can change in it but global variables
+    code: types.CodeType
+    name: str
+    variables: dict[str, Any]  # the global ones of its module
+    cells: list[Recipe | None]  # None for a variable that has no value yet
+    defaults: list[Recipe]
+    keyword_defaults: Recipe  # of a dictionary or None, as those of the attributes
+    attributes: Recipe
+    annotations: dict[str, Any] | None
+    own_globals: dict[str, Recipe]  # those that it reads
+
+
+class Structure:
+    """What is left of a value without its leaves. It holds none of them.
+
+    unreadable: what could not be read, in words, or "".
+    is_whole: whether `fill` leaves nothing out, as the attributes of objects. A tensor of another class can be filled
+        in, and not be read.
+    """
+
+    __slots__ = ("_kind", "_numbers", "_recipe", "is_whole", "unreadable")
+
+    def __init__(
+        self, kind: Hashable, numbers: Sequence[int | float], recipe: Recipe, unreadable: str, is_whole: bool
+    ) -> None:
+        self._kind, self._numbers, self._recipe = kind, numbers, recipe
+        self.unreadable, self.is_whole = unreadable, is_whole
+
+    @property
+    def kind(self) -> Hashable:
+        """Key of the value without the contents of tensors and without numbers. Raises Opaque."""
+        if self.unreadable:
+            raise Opaque(self.unreadable)
+        return self._kind
+
+    @property
+    def key(self) -> Hashable:
+        """Key of the value without the contents of tensors. Raises Opaque."""
+        return self.kind, *[repr(n) if type(n) is float else n for n in self._numbers]
+
+    def fill(self, tensors: Sequence[Any], numbers: Sequence[Any] | None = None, has_own_globals: bool = False) -> Any:
+        """Return the value with other leaves, in the order of `Leaves`.
+
+        numbers: by default those that the value has.
+        has_own_globals: let copies of functions have the global variables that they read for themselves. Others share
+            those of their module, where torch looks them up, and leaves among them are not replaced.
+        """
+        return _Filling(tensors, self._numbers if numbers is None else numbers, has_own_globals).make(self._recipe)
+
+
+def flatten(
+    value: Any, *, contents: bool = True, lifts: bool = False, elements: bool = False
+) -> tuple[Structure, Leaves]:
+    """Take a value apart.
+
+    contents: whether the elements of sequences that become tensors, and the bounds of lengths, belong to the structure.
+        Without them it describes a kernel, which takes the elements as inputs, and cannot be filled.
+    lifts: leave out the numbers that `Modifier.resolve` makes tensors.
+    elements: whether numbers in tuples and lists are leaves, too.
+    """
+    walk = Walk(contents, lifts, elements)
+    key, make = walk.take(value)
+    return walk.structure(key, make), walk.leaves
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """Return the tensors that a value reads, as far as they show."""
+    return flatten(value)[1].all_tensors
+
+
+def key_of(value: Any, tensors: list[Tensor]) -> Hashable:
+    """Return the key of a value, and append its tensors. Raises Opaque."""
+    structure, leaves = flatten(value)
+    tensors += leaves.all_tensors
+    return structure.key
+
+
+def plain_key(function: types.FunctionType, tensors: list[Tensor]) -> Hashable | None:
+    """Return a key of a function that reads only common kinds of values, and append its tensors, else None.
+
+    It takes a third of the time of `key_of`, which matters because every call of `attention` with a function runs it.
+    The common kinds are constants, numbers, plain tensors and modules of libraries. Their rules are repeated from
+    `Walk.take`, for speed: a change of one of them there must be made here too.
+    """
+    names, uncertainty = global_names(function.__code__)
+    if uncertainty or function.__defaults__ or function.__kwdefaults__ or function.__dict__:
+        return None
+    key: list[Hashable] = [function.__code__]
+    in_closure: list[tuple[str, Any]] = [
+        ("", None if is_empty(c) else c.cell_contents) for c in function.__closure__ or ()
+    ]
+    variables = function.__globals__
+    read: list[tuple[str, Any]] = in_closure + [(n, variables[n]) for n in names if n in variables]
+    for name, value in read:
+        kind: Any = type(value)
+        if kind in _CONSTANT_TYPES:
+            key += [name, kind, value]
+        elif kind is float or kind is range:
+            key += [name, repr(value)]
+        elif kind is Tensor and not vars(value):
+            tensors.append(value)
+            key += [name, value.dtype, value.ndim]
+        elif kind is types.ModuleType and is_library(value.__name__):
+            key += [name, value]
+        else:
+            return None
+    return tuple(key)
+
+
+def with_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """Return a copy of a value with other tensors, but for those in global variables. Raises Opaque."""
+    structure, leaves = flatten(value)
+    if not structure.is_whole:
+        raise Opaque(structure.unreadable)
+    return structure.fill([change(t) for t in leaves.tensors])
+
+
+def replaced(value: Any, pairs: Iterable[tuple[Tensor, Any]]) -> Any:
+    """Return a copy of a value with other objects in place of some tensors. Raises Opaque."""
+    others = {id(old): new for old, new in pairs}
+    return with_tensors(value, lambda t: others.get(id(t), t))
+
+
+def with_inputs(structure: Structure, leaves: Leaves, inputs: Mapping[int, Tensor]) -> Any:
+    """Return a function that `flatten` took apart, with tensors for some of its numbers, by place in `Leaves.numbers`.
+
+    Raises Opaque for a number in a global variable.
+    """
+    for n in inputs:
+        number = leaves.numbers[n]
+        if number.is_global:
+            raise Opaque(f"`{number.name}`, a {number.place.kind} that no copy of the function can have otherwise")
+    return structure.fill(leaves.tensors, [inputs.get(n, number.value) for n, number in enumerate(leaves.numbers)])
+
+
+class Aliases:
+    """An alias for each tensor, in place of it in what a cache keeps: caches keep no tensor of the user's.
+
+    An alias is a tensor object of its own that shares the tensor's memory, or has a copy of it if the tensor lies in
+    pieces. It is the same one whenever the tensor is met.
+
+    nbytes: bytes of the tensors that were copied.
+    """
+
+    def __init__(self) -> None:
+        # By id. The tensor is kept too, so that no other object gets its id.
+        self._aliases: dict[int, tuple[Tensor, Tensor]] = {}
+        self.nbytes = 0
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return the alias of a tensor. Raises Opaque for one that learns, or has attributes."""
+        if id(tensor) not in self._aliases:
+            if type(tensor) is not Tensor or tensor.requires_grad or vars(tensor):
+                raise Opaque("a tensor that learns, or that has attributes")
+            alias = in_one_piece(tensor.detach())
+            if not tensor.is_contiguous():
+                kept = (n for n, step in zip(alias.shape, alias.stride(), strict=True) if step)
+                self.nbytes += math.prod(kept) * alias.element_size()
+            self._aliases[id(tensor)] = tensor, alias
+        return self._aliases[id(tensor)][1]
+
+
+def in_one_piece(tensor: Tensor) -> Tensor:
+    """Return a tensor as compiled kernels take it: contiguous, or expanded from what is contiguous.
+
+    torch's compiler fails for some tensors with gaps, and compiles anew for each layout. Only small tensors are written
+    out where they are expanded.
+    """
+    if tensor.is_contiguous():
+        return tensor
+    if tensor.nelement() * tensor.element_size() <= _MAX_COPIED:
+        return tensor.contiguous()
+    part = tensor
+    for dim, step in enumerate(tensor.stride()):
+        part = part if step else part.narrow(dim, 0, 1)
+    return part.contiguous().expand(tensor.shape)
+
+
+class Readable:
+    """Base of classes whose objects say how they are taken apart: Mask and Score."""
+
+    def taken(self, walk: Walk) -> tuple[Hashable, Recipe]:
+        """Return the key of the object without leaves, and what makes it again, of `walk.take(part, place)`."""
+        raise NotImplementedError
+
+
+class Walk:
+    """One walk through a value, see `flatten`. Places are the fields of a `Place`."""
+
+    __slots__ = (
+        "_global_depth",
+        "_is_whole",
+        "_recipes",
+        "_unreadable",
+        "contents",
+        "elements",
+        "leaves",
+        "lifts",
+        "seen",
+    )
+
+    def __init__(self, contents: bool = True, lifts: bool = False, elements: bool = False) -> None:
+        self.contents, self.lifts, self.elements = contents, lifts, elements
+        self.leaves = Leaves()
+        self._unreadable, self._is_whole = "", True
+        self._global_depth = 0
+        # By id: the number of the part, the object and its place. The objects are held during the walk: an id is free
+        # once its object dies.
+        self.seen: dict[int, tuple[int, Any, Any]] = {}
+        self._recipes: dict[int, Recipe] = {}  # by the number of the part, of those that are taken
+
+    def structure(self, key: Hashable, recipe: Recipe) -> Structure:
+        """Return the structure of what `take` returned for the whole value."""
+        return Structure(key, [value for _, value, _ in self.leaves._numbers], recipe, self._unreadable, self._is_whole)
+
+    def take(self, value: Any, place: Any = None) -> tuple[Hashable, Recipe]:
+        """Return a key of a part without leaves, and what makes it again.
+
+        place: None in a tuple or list, where numbers are constants.
+        """
+        kind = type(value)
+        if kind in _CONSTANT_TYPES:
+            if kind is int and place is not None and (self.elements or -_MOST <= value <= _MOST):
+                return self._number(value, place, value > 0)
+            return (kind, value), (_Filling.kept, value)
+        if kind in _WRITTEN_TYPES:
+            if kind is float and place is not None:
+                return self._number(value, place, None)
+            return (kind, repr(value)), (_Filling.kept, value)
+        known = self.seen.get(id(value))
+        if known is not None:  # a tensor in two places, or a function that refers to itself
+            number = known[0]
+            return ("seen", number), self._recipes.get(number) or (_Filling.earlier, number)
+        number = len(self.seen)
+        self.seen[id(value)] = number, value, place
+        rule = _RULES.get(kind) or _rule_for(value)
+        key, recipe = rule(self, value, number)
+        self._recipes[number] = recipe
+        return key, recipe
+
+    def refuse(self, what: str, value: Any = None) -> tuple[Hashable, Recipe]:
+        """Note that something cannot be read, and collect the tensors among a value's attributes.
+
+        The tensors matter although nothing will be cached: one of them may require a gradient.
+        """
+        self._unreadable, self._is_whole = self._unreadable or what, False
+        attributes = getattr(value, "__dict__", None)
+        if not isinstance(value, (types.ModuleType, type)) and isinstance(attributes, dict):
+            # An nn.Module holds its parameters in dicts among its attributes.
+            in_dicts = [a for v in attributes.values() if type(v) is dict for a in v.values()]
+            self.leaves.nearby += [a for a in (*attributes.values(), *in_dicts) if isinstance(a, Tensor)]
+        return None, (_Filling.kept, value)
+
+    def _number(self, value: int | float, place: Any, sign: bool | None) -> tuple[Hashable, Recipe]:
+        numbers = self.leaves._numbers
+        numbers.append((place, value, self._global_depth > 0))
+        return ("number", sign), (_Filling.number, len(numbers) - 1)
+
+    def _tensor(self, value: Tensor, number: int) -> tuple[Hashable, Recipe]:
+        tensors = self.leaves.tensors
+        tensors.append(value)
+        self.leaves._places.append(self.seen[id(value)][2])
+        attributes: dict[str, Any] = {}
+        if type(value) in (Tensor, torch.nn.Parameter):
+            # torch.compile notes attributes of its own on tensors; they change nothing.
+            attributes = {n: a for n, a in vars(value).items() if not n.startswith("_dynamo")}
+        else:
+            self._unreadable = self._unreadable or f"a tensor of type {type(value).__name__}"
+        of_attributes = self.take(attributes)[0] if attributes else None
+        return (Tensor, value.dtype, value.ndim, of_attributes), (_Filling.tensor, len(tensors) - 1)
+
+    def _dict(self, value: dict[Any, Any], number: int) -> tuple[Hashable, Recipe]:
+        keys: list[Hashable] = [dict]
+        recipes = {}
+        for k, v in value.items():
+            key, recipes[k] = self.take(v, (id(value), "item", k))
+            keys.append((self.take(k)[0], key))
+        return tuple(keys), (_Filling.part, number, _Filling.dictionary, recipes)
+
+    def _sequence(self, value: Any, number: int) -> tuple[Hashable, Recipe]:
+        kind = type(value)
+        if not self.elements and value and type(value[0]) is int and set(map(type, value)) == {int}:
+            kept = tuple(value)
+            return (kind, int, kept), (_Filling.part, number, _copied, kind, kept)
+        keys: list[Any] = [kind]
+        recipes = []
+        for n, v in enumerate(value):
+            key, recipe = self.take(v, (id(value), "item", n) if self.elements else None)
+            keys.append(key)
+            recipes.append(recipe)
+        return tuple(keys), (_Filling.part, number, _Filling.sequence, kind, recipes)
+
+    def _partial(self, value: functools.partial[Any], number: int) -> tuple[Hashable, Recipe]:
+        (of_function, function), (of_keywords, keywords), (of_attributes, _) = (
+            self.take(getattr(value, n), (id(value), "attribute", n)) for n in ("func", "keywords", "__dict__")
+        )
+        args = [self.take(v, (id(value), "argument", n)) for n, v in enumerate(value.args)]
+        key = "partial", of_function, of_keywords, of_attributes, *[key for key, _ in args]
+        return key, (_Filling.part, number, _Filling.partial, function, [recipe for _, recipe in args], keywords)
+
+    def _method(self, value: types.MethodType, number: int) -> tuple[Hashable, Recipe]:
+        (of_function, function), (of_owner, owner) = self.take(value.__func__), self.take(value.__self__)
+        key = types.MethodType, of_function, of_owner
+        return key, (_Filling.part, number, _Filling.method, function, owner)
+
+    def _scalar(self, value: np.generic, number: int) -> tuple[Hashable, Recipe]:
+        return (type(value), value.tobytes()), (_Filling.kept, value)
+
+    def _module_or_class(self, value: Any, number: int) -> tuple[Hashable, Recipe]:
+        if is_library(value.__name__ if isinstance(value, types.ModuleType) else value.__module__):
+            return value, (_Filling.kept, value)
+        return self.refuse(f"{value!r}, whose variables may change", value)
+
+    def _descriptor(self, value: Any, number: int) -> tuple[Hashable, Recipe]:  # torch.Tensor.add
+        return (type(value), value.__name__, self.take(value.__objclass__)[0]), (_Filling.kept, value)
+
+    def _builtin(self, value: Any, number: int) -> tuple[Hashable, Recipe]:  # math.exp, tensor.__getitem__
+        if value.__self__ is None:
+            is_known = is_library(value.__module__)
+            return (value, (_Filling.kept, value)) if is_known else self.refuse(f"{value!r}", value)
+        key, owner = self.take(value.__self__)
+        return (type(value), value.__name__, key), (_Filling.part, number, _Filling.attribute, owner, value.__name__)
+
+    def _readable(self, value: Readable, number: int) -> tuple[Hashable, Recipe]:
+        key, recipe = value.taken(self)
+        return key, (_Filling.part, number, *recipe)
+
+    def _function(self, function: types.FunctionType, number: int) -> tuple[Hashable, Recipe]:
+        variables, code, holder = function.__globals__, function.__code__, id(function)
+        in_library = is_library(variables.get("__name__"))
+        if in_library and function.__closure__ is None:
+            return function, (_Filling.kept, function)
+        key: list[Hashable] = [code]
+        cells: list[Recipe | None] = []
+        part: Hashable
+        recipe: Recipe | None
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            part = recipe = None
+            if not is_empty(cell):
+                part, recipe = self.take(cell.cell_contents, (holder, "variable", name))
+            key.append(part)
+            cells.append(recipe)
+        defaults: list[Recipe] = []
+        if given := function.__defaults__:
+            for name, value in zip(code.co_varnames[code.co_argcount - len(given) :], given, strict=False):
+                part, recipe = self.take(value, (holder, "default", name))
+                key.append(part)
+                defaults.append(recipe)
+        keywords, attributes = function.__kwdefaults__, function.__dict__ or None
+        of_keywords, keywords_again = self.take(keywords, (holder, "attribute", "__kwdefaults__"))
+        of_attributes, attributes_again = self.take(attributes, (holder, "attribute", "__dict__"))
+        key += [of_keywords, of_attributes]
+        own: dict[str, Recipe] = {}
+        if not in_library:
+            names, uncertainty = global_names(code)
+            if uncertainty:
+                self.refuse(uncertainty.format(repr(function.__name__)))
+            self._global_depth += 1
+            for name in names:
+                if name in variables:
+                    part, own[name] = self.take(variables[name], (holder, "global variable", name))
+                    key += [name, part]
+            self._global_depth -= 1
+            own = {} if uncertainty else own
+        plain = None if cells or defaults or keywords or attributes else function
+        parts = _FunctionParts(
+            plain, code, function.__name__, variables, cells, defaults, keywords_again, attributes_again,
+            None if plain else function.__annotations__, own,
+        )  # fmt: skip
+        return tuple(key), (_Filling.part, number, _Filling.function, number, parts)
+
+
+def _copied(_: _Filling, kind: Any, numbers: tuple[int, ...]) -> Any:
+    """Return a tuple or list of whole numbers."""
+    return kind(numbers)
+
+
+def is_empty(cell: types.CellType) -> bool:
+    """Return whether a variable has no value yet."""
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return True
+    return False
+
+
+_RULES: dict[type, Callable[[Walk, Any, int], tuple[Hashable, Recipe]]] = {
+    Tensor: Walk._tensor,
+    dict: Walk._dict,
+    tuple: Walk._sequence,
+    list: Walk._sequence,
+    types.FunctionType: Walk._function,
+    functools.partial: Walk._partial,
+    types.MethodType: Walk._method,
+    types.ModuleType: Walk._module_or_class,
+    types.MethodDescriptorType: Walk._descriptor,
+    types.WrapperDescriptorType: Walk._descriptor,
+    types.BuiltinFunctionType: Walk._builtin,
+    types.MethodWrapperType: Walk._builtin,
+}
+
+
+def _rule_for(value: Any) -> Callable[[Walk, Any, int], tuple[Hashable, Recipe]]:
+    """Return how an object of a derived type is taken apart."""
+    if isinstance(value, Tensor):
+        return Walk._tensor
+    if isinstance(value, Readable):
+        return Walk._readable
+    if isinstance(value, np.generic):
+        return Walk._scalar
+    if isinstance(value, (types.ModuleType, type)):
+        return Walk._module_or_class
+    return lambda walk, other, _: walk.refuse(f"an object of type {type(other).__name__}", other)
+
+
+@functools.lru_cache(maxsize=1024)
+def global_names(code: types.CodeType) -> tuple[tuple[str, ...], str]:
+    """Return the global names that code reads, inner functions included.
+
+    Also returns why the code may read other variables, or "".
+    """
+    names, imports = set[str](), set[str]()
+    for inner in _codes(code):
+        # `co_names` has attributes too: `builtins.eval` reads anything as `eval` does.
+        names |= _NAMES_OF_ANYTHING.intersection(inner.co_names)
+        for instruction in dis.get_instructions(inner):
+            if instruction.opname == "IMPORT_NAME":
+                imports.add(instruction.argval)
+            elif "GLOBAL" in instruction.opname or instruction.opname == "LOAD_NAME":
+                names.add(instruction.argval)
+    if not all(map(is_library, imports)):
+        return tuple(sorted(names)), "an import inside {}"
+    reads_anything = not _NAMES_OF_ANYTHING.isdisjoint(names)
+    return tuple(sorted(names)), "a call in {} that may read anything" if reads_anything else ""
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Yield code, and that of the functions inside it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes(constant)
+
+
+def is_library(module: Any) -> bool:
+    """Return whether a module's functions are taken as constants, given its name."""
+    return isinstance(module, str) and module.partition(".")[0] in _LIBRARIES
