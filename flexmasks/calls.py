@@ -22,12 +22,10 @@ from torch import Tensor
 from flexmasks import compat
 from flexmasks.backends import decode, fa4
 from flexmasks.backends.call import OUTCOMES, Call, Refused, Replay, Result, Unavailable, first_line
-from flexmasks.backends.decode_gpu import DecodeRenewal, GpuDecode
-from flexmasks.backends.dense_gpu import GpuDense, GpuDenseRenewal
 from flexmasks.backends.empty import attend as attend_nothing
 from flexmasks.backends.empty import computes_nothing
 from flexmasks.backends.reference import frozen_functions
-from flexmasks.backends.renewal import Renewal
+from flexmasks.backends.renewal import Renewal, renewal_of
 from flexmasks.backends.table import BACKENDS, check, choose
 from flexmasks.backends.table import run as run_on_backend
 from flexmasks.blocks.lists import widened
@@ -57,6 +55,7 @@ from flexmasks.plans.explanation import Explanation
 from flexmasks.plans.gathered import parts_of
 from flexmasks.plans.mixed import Mixed, Sequences, by_number_of_queries, in_pieces
 from flexmasks.plans.plan import GivenPlan, MaskPlan, ScorePlan, block_size_for, is_captured
+from flexmasks.plans.recorded import Form
 from flexmasks.plans.shifted import offset_of_last, offsets_of
 from flexmasks.request import Request, checked
 from flexmasks.spec.arguments import from_arguments, functions_of, get_mask
@@ -70,7 +69,7 @@ from flexmasks.spec.values import Mask, Score
 _log = logging.getLogger("flexmasks")
 _Run = TypeVar("_Run", bound=Callable[..., Any])
 _REPLAYS: Cache[Replay] = Cache("calls", max_bytes=5 << 28)  # replays share most index tensors with the cache "blocks"
-_RENEWALS: Cache[Callable[[list[Tensor]], Replay]] = Cache("renewals", max_bytes=1 << 24)
+_RENEWALS: Cache[Renewal] = Cache("renewals", max_bytes=1 << 24)
 _SCALES = float, int, type(None)
 # On a CPU new tensors are planned from the start, which checks their values: reading them costs nothing there.
 _RENEWED_ON = ("cuda",)
@@ -588,19 +587,28 @@ def _keep(key: Hashable, tensors: list[Tensor], replay: Replay, planned: _Planne
     _REPLAYS.put(key, tensors, replay, ENTRY + replay.nbytes + planned.aliases.nbytes)
     if not tensors:
         return
-    renewal: Callable[[list[Tensor]], Replay] | None
-    if isinstance(replay, fa4.PagedCall):
-        renewal = replay.renewal() if len(tensors) == _OF_PAGES else None
-    elif isinstance(replay, fa4.StartedCall):
-        renewal = replay.renewal() if len(tensors) == 1 else None
-    elif isinstance(replay, GpuDecode):
-        renewal = DecodeRenewal.of(replay, planned.mask, planned.score, tensors, planned.where_last)
-    elif isinstance(replay, GpuDense):
-        renewal = GpuDenseRenewal.of(replay, planned.mask, planned.score, tensors)
-    else:
-        renewal = Renewal.of(replay, planned.mask, planned.score, planned.aliases, tensors)
+    renewal = renewal_of(replay, lambda: _forms_of(replay, planned, tensors), planned.aliases, tensors)
     if renewal is not None:
         _RENEWALS.put((key, *_layouts(tensors)), (), renewal, ENTRY)
+
+
+def _forms_of(replay: Replay, planned: _Planned, tensors: list[Tensor]) -> list[Form] | None:
+    """Return what a call reads, or None if that is not known."""
+    if replay.reads is None or isinstance(planned.mask, GivenPlan):
+        return None
+    forms = []
+    if planned.where_last is not None:
+        q_len = planned.mask.size.q_len
+        forms.append(Form([planned.where_last], [tensors[-2]], lambda lens: [offset_of_last(lens[0], q_len)]))
+    for name in replay.reads:
+        if name in ("pages", "table"):
+            pages = tensors[-_OF_PAGES:] if name == "pages" else tensors[-1:]
+            forms.append(Form(replay.taken()[0][-len(pages) :], pages, list))
+        else:
+            plan = planned.score if name in ("added", "functions") else planned.mask
+            if plan is not None:
+                forms.append(plan.form(name, replay.block_size))
+    return forms
 
 
 def plan_again(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Replay | None:

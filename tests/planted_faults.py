@@ -249,7 +249,7 @@ FAULTS: list[Fault] = [
         '"inputs", structure.kind, inputs, _values(constants)',
         '"inputs", structure.kind, inputs',
     ),
-    Fault("backends/renewal.py", "len(places) < len(tensors) or any(id(t)", "any(id(t)"),
+    Fault("backends/renewal.py", "form.program is None or any(id(t)", "any(id(t)"),
     Fault("backends/forms.py", 'kind = "inexact", is_score, key, shapes,', 'kind = "inexact", is_score, key,'),
     # --- kernels, which Triton's interpreter runs ---
     Fault("kernels/softmax_forward.py", "    if SIGN < 0:\n        scores = -scores\n", "", _SOFTMAX),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import product
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -451,11 +451,10 @@ def test_numbers_by_head_are_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
         block_mask = planned.block_mask()
     runner: Any = None
     call = CompiledCall(runner, None, block_mask, None, None, with_lse=False, needs_grad=False, is_flash=False)
-    renewal = Renewal.of(call, planned, None, aliases, numbers)
-    assert renewal is not None
+    renewal = Renewal(call, [planned.form("blocks")], aliases, numbers)
     for n in (50, 7):
         mask, numbers = two_windows(n)
-        renewed = renewal(numbers).block_mask.mask_mod
+        renewed = cast(CompiledCall, renewal(numbers)).block_mask.mask_mod
         shape = BATCH, HEADS, LENGTH, LENGTH
         assert torch.equal(create_mask(renewed, *shape, "cpu"), create_mask(mask, *shape, "cpu"))
 

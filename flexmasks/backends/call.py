@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,21 +42,39 @@ class Refused(RuntimeError):
     """Error of a call that the next backend is not to run."""
 
 
-class Replay(Protocol):
-    """A call that has run, without q, k and v.
+# What makes a call again from the tensors that it reads, and from those that its functions captured.
+Maker = Callable[[Sequence[Any], Sequence[Any]], "Replay"]
 
-    Called with q, k and v, it runs the same kernel again.
+
+class Replay:
+    """Base of calls that have run, without q, k and v. Called with them, they run the same kernel again.
+
+    reads: the names of the forms of the mask and score change that the kernel reads, see `plans.recorded.Form`. None
+        for a call that is planned from the start for other tensors.
+    block_size: of the blocks that it reads.
+    calls_functions: the kernel calls functions with the tensors that these captured.
+    lends: the kernel may read lent memory, see `Recorded.lend`.
     """
+
+    reads: tuple[str, ...] | None = None
+    block_size: tuple[int, int] | None = None
+    calls_functions = lends = False
 
     @property
     def nbytes(self) -> int:
         """Bytes that keeping the replay takes."""
+        return 0
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, /) -> tuple[Tensor, Tensor | None]:
         """Return the output, and the lse or None.
 
         Raises Unavailable if the kernel cannot be compiled.
         """
+        raise NotImplementedError
+
+    def taken(self) -> tuple[Sequence[Tensor], Sequence[Tensor], Maker]:
+        """Return the tensors of its forms, those that its functions captured, and what makes it again from others."""
+        raise NotImplementedError
 
 
 class Result(NamedTuple):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flexmasks import compat
 from flexmasks.backends.added import is_added, shows
-from flexmasks.backends.call import HALF_DTYPES, Call
+from flexmasks.backends.call import HALF_DTYPES, Call, Replay
 from flexmasks.blocks.elements import over_indices
 from flexmasks.plans.whole import Whole
 from flexmasks.workers import Workers
@@ -78,7 +78,7 @@ class Pages(NamedTuple):
 
 
 @dataclass(frozen=True)
-class CpuDecode:
+class CpuDecode(Replay):
     """A call of a few queries without q, k and v."""
 
     visible: Tensor  # bool [B or 1, H or 1, Q, KV]

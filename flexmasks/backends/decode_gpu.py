@@ -6,21 +6,18 @@ mask of a few queries is an input, or for a band where the queries start.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from flexmasks import compat
 from flexmasks.backends.added import is_added
-from flexmasks.backends.call import Call
+from flexmasks.backends.call import Call, Maker, Replay
 from flexmasks.kernels.few_queries import attend_directly, runs_on_triton
 from flexmasks.plans.intervals import Intervals
-from flexmasks.plans.plan import GivenPlan, MaskPlan, ScorePlan
-from flexmasks.plans.recorded import LOCK, Remade
-from flexmasks.plans.shifted import offset_of_last
 from flexmasks.plans.whole import Added, Whole
 
 
@@ -39,7 +36,7 @@ def refuses(call: Call) -> str | None:
 
 
 @dataclass(frozen=True)
-class GpuDecode:
+class GpuDecode(Replay):
     """A call of a few queries without q, k and v.
 
     With a page table, it is called with whole caches in place of k and v.
@@ -50,7 +47,14 @@ class GpuDecode:
     cap: float | None
     scale: float | None
     with_lse: bool
-    table: Tensor | None
+    pages: Tensor | None  # the page table, as it was given
+    table: Tensor | None  # the same as kernels take it
+    lends = True
+
+    @property
+    def reads(self) -> tuple[str, ...]:  # type: ignore[override]
+        mask = "intervals" if isinstance(self.mask, Intervals) else "whole"
+        return mask, *(["added"] if self.added is not None else []), *(["table"] if self.pages is not None else [])
 
     @property
     def nbytes(self) -> int:
@@ -67,11 +71,34 @@ class GpuDecode:
         if intervals is None:
             mask = cast(Callable[[], Whole], call.whole)()
         else:
-            offset, lens = (x.detach() if isinstance(x, Tensor) else x for x in (intervals.offset, intervals.lens))
-            mask = intervals.with_tensors(None if are_last else offset, cast(Tensor | None, lens))
+            mask = intervals.with_tensors(None, intervals.lens) if are_last else intervals
         added = None if call.added is None or call.cap is not None else call.added()
-        table = None if table is None else _as_table(table.detach())
-        return cls(mask, added, call.cap, call.scale, call.with_lse, table)
+        pages = None if table is None else table.detach()
+        return cls(mask, added, call.cap, call.scale, call.with_lse, pages, _as_table(pages))
+
+    def taken(self) -> tuple[Sequence[Tensor], Sequence[Tensor], Maker]:
+        mask, added, fixed = self.mask, self.added, (self.cap, self.scale, self.with_lse)
+        of_mask: Any = mask
+        if isinstance(mask, Intervals):
+            offset, lens = (isinstance(x, Tensor) for x in (mask.offset, mask.lens))
+            of_mask = [x for x in (mask.offset, mask.lens) if isinstance(x, Tensor)]
+            # Of the tensors, only their places stay.
+            mask = mask.with_tensors(None if offset else mask.offset, None)
+        counts = len(of_mask), 0 if added is None else len([t for t in added if t is not None])
+
+        def make(read: Sequence[Any], captured: Sequence[Any]) -> GpuDecode:
+            tensors, behind = iter(read), sum(counts)
+            made: Whole | Intervals
+            if isinstance(mask, Intervals):
+                made = mask.with_tensors(next(tensors) if offset else mask.offset, next(tensors) if lens else None)
+            else:
+                made = Whole(*read[: counts[0]])
+            numbers = Added(*read[counts[0] : behind]) if counts[1] else None
+            pages = read[behind] if len(read) > behind else None
+            return GpuDecode(made, numbers, *fixed, pages, _as_table(pages))
+
+        read = [*of_mask, *(t for t in added or () if t is not None), *([] if self.pages is None else [self.pages])]
+        return read, [], make
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
         q, k, v = compat.with_rows_together(q, k, v)
@@ -96,134 +123,8 @@ class GpuDecode:
         return out, lse if self.with_lse else None
 
 
-def _as_table(table: Tensor) -> Tensor:
+def _as_table(table: Tensor | None) -> Tensor | None:
+    if table is None:
+        return None
     table = table if table.dtype in (torch.int32, torch.int64) else table.int()
     return table if table.stride(1) == 1 else table.contiguous()
-
-
-class _RenewedIntervals(NamedTuple):
-    """Intervals whose tensors are among a call's tensors.
-
-    without_tensors: the intervals, with None in place of tensors.
-    offset, lens: the places of the tensors; None if there is no tensor.
-    """
-
-    without_tensors: Intervals
-    offset: int | None
-    lens: int | None
-
-    @classmethod
-    def of(cls, intervals: Intervals, made_from: Intervals, places: dict[int, int]) -> _RenewedIntervals | None:
-        """Return None if a tensor is not among the call's tensors.
-
-        made_from: the same intervals with the call's own tensors.
-        places: places of the call's tensors by their ids.
-        """
-        has_offset, has_lens = isinstance(intervals.offset, Tensor), intervals.lens is not None
-        offset = places.get(id(made_from.offset)) if has_offset else None
-        lens = places.get(id(made_from.lens)) if has_lens else None
-        if (has_offset and offset is None) or (has_lens and lens is None):
-            return None
-        return cls(intervals.with_tensors(None if has_offset else intervals.offset, None), offset, lens)
-
-    def renewed(self, tensors: Sequence[Tensor]) -> Intervals:
-        """Return the intervals with a call's tensors."""
-        offset = self.without_tensors.offset if self.offset is None else tensors[self.offset]
-        return self.without_tensors.with_tensors(offset, None if self.lens is None else tensors[self.lens])
-
-
-class DecodeRenewal:
-    """A call of a few queries that is made again with other tensors.
-
-    They have the layouts of the tensors in whose places they come.
-
-    With pages, the last two tensors are the lengths of the sequences and the page table.
-
-    mask, added: how the mask, and what the score change adds, come from a call's tensors.
-    q_len: the number of queries if recorded operations read where the last queries of each sequence start, from one
-        more tensor behind the others; else None.
-    """
-
-    def __init__(
-        self, call: GpuDecode, mask: Remade | _RenewedIntervals, added: Remade | None, q_len: int | None
-    ) -> None:
-        self._fixed = call.cap, call.scale, call.with_lse
-        self._mask, self._added, self._q_len, self._has_pages = mask, added, q_len, call.table is not None
-        self._recorded = [part.recorded for part in (mask, added) if isinstance(part, Remade)]
-
-    @classmethod
-    def of(
-        cls,
-        call: GpuDecode,
-        mask: MaskPlan | GivenPlan,
-        score: ScorePlan | None,
-        tensors: Sequence[Tensor],
-        where_last: Tensor | None,
-    ) -> DecodeRenewal | None:
-        """Return the renewal of a call.
-
-        where_last: where the queries start, if they are the last ones of each sequence and the plans read it.
-
-        The result is None if the call comes neither from recorded operations nor from intervals.
-        """
-        held = tensors if where_last is None else [*tensors, where_last]
-        places = {id(t): n for n, t in enumerate(held)}
-        if isinstance(mask, GivenPlan) or len(places) < len(held):
-            return None
-        own_mask: Remade | _RenewedIntervals | None
-        if isinstance(call.mask, Intervals):
-            own_mask = _RenewedIntervals.of(call.mask, cast(Intervals, mask.intervals), places)
-        else:
-            own_mask = Remade.of(mask.whole[1], mask.inputs, places)
-        added = None
-        if call.added is not None and score is not None:
-            added = Remade.of(score.added[1], score.inputs, places)
-            if added is None:
-                return None
-        if own_mask is None:
-            return None
-        reads_where_last = any(isinstance(part, Remade) and len(tensors) in part.inputs for part in (own_mask, added))
-        return cls(call, own_mask, added, mask.size.q_len if reads_where_last else None)
-
-    def __call__(self, tensors: Sequence[Tensor]) -> RenewedDecode | GpuDecode:
-        """Return the call with these tensors."""
-        own = [t.detach() for t in tensors]
-        return RenewedDecode(self, own) if self._recorded else self.lend(own)
-
-    def turn(self, device: torch.device) -> Hashable:
-        """Return what changes when the tensors that were lent last may change."""
-        stream = compat.raw_stream(device) if device.type == "cuda" else 0
-        return stream, *(recorded.turn for recorded in self._recorded)
-
-    def lend(self, tensors: Sequence[Tensor]) -> GpuDecode:
-        """Return the call with these tensors.
-
-        If the call has recorded operations, it holds until another one is lent, and the caller holds LOCK.
-        """
-        table = _as_table(tensors[-1]) if self._has_pages else None
-        if self._q_len is not None:
-            tensors = [*tensors, offset_of_last(tensors[-2], self._q_len)]
-        mask = Whole(*self._mask.lend(tensors)) if isinstance(self._mask, Remade) else self._mask.renewed(tensors)
-        added = None if self._added is None else Added(*self._added.lend(tensors))
-        return GpuDecode(mask, added, *self._fixed, table)
-
-
-class RenewedDecode:
-    """A call of a few queries whose mask lies in lent memory.
-
-    The mask is made when the call runs, if another mask has been made there since.
-    """
-
-    nbytes = 0
-
-    def __init__(self, renewal: DecodeRenewal, tensors: Sequence[Tensor]) -> None:
-        self._renewal, self._tensors = renewal, tensors
-        self._call: GpuDecode | None = None
-        self._turn: Hashable = None
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
-        with LOCK:
-            if self._call is None or self._turn != self._renewal.turn(q.device):
-                self._call = self._renewal.lend(self._tensors)
-                self._turn = self._renewal.turn(q.device)
-            return self._call(q, k, v)

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from flexmasks import compat
-from flexmasks.backends.call import Unavailable
+from flexmasks.backends.call import Replay, Unavailable
 from flexmasks.backends.reference import attend
 from flexmasks.backends.slices import is_traced_or_transformed
 from flexmasks.plans.whole import Added
 
 
 @dataclass(frozen=True)
-class DenseCall:
+class DenseCall(Replay):
     """Base of calls without q, k and v."""
 
     visible: Tensor  # bool [B or 1, H or 1, Q, KV]

@@ -18,12 +18,10 @@ from typing import Any, cast
 from torch import Tensor
 
 from flexmasks import compat
-from flexmasks.backends.call import HALF_DTYPES, Call, Unavailable
+from flexmasks.backends.call import HALF_DTYPES, Call, Maker, Unavailable
 from flexmasks.backends.dense_call import DenseCall
 from flexmasks.kernels.direct import is_plain
 from flexmasks.kernels.whole_mask import Line, WholeMask
-from flexmasks.plans.plan import GivenPlan, MaskPlan, ScorePlan
-from flexmasks.plans.recorded import Remade
 from flexmasks.plans.whole import Added, Spanned
 
 _MAX_LENGTH = 4096  # of queries, and of keys
@@ -56,6 +54,7 @@ class GpuDense(DenseCall):
     line: Line | None  # that the bias is, whatever tensors hold
     kernels: dict[Any, Any] = field(default_factory=dict, compare=False)  # by layouts of q, k and v
     key = "dense"  # of its kernels
+    reads = "spanned", "added"
 
     @classmethod
     def of(cls, call: Call) -> GpuDense:
@@ -71,6 +70,21 @@ class GpuDense(DenseCall):
         """Bytes that keeping the call takes."""
         tensors = self.visible, self.bias, *self.spans
         return sum(x.nbytes for x in tensors if x is not None)
+
+    def taken(self) -> tuple[Sequence[Tensor], Sequence[Tensor], Maker]:
+        bias = [] if self.bias is None else [t for t in self.bias if t is not None]
+        has_bias = self.bias is not None
+        template = copy.copy(self)  # at a third of the time of `replace`, as below
+        vars(template).update(visible=None, bias=None, spans=None)
+        vars(template).pop("mask", None)
+
+        def make(read: Sequence[Any], captured: Sequence[Any]) -> GpuDense:
+            visible, *spans = read[:3]
+            call = copy.copy(template)
+            vars(call).update(visible=visible, spans=tuple(spans), bias=Added(*read[3:]) if has_bias else None)
+            return call
+
+        return [self.visible, *self.spans, *bias], [], make
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
         if not is_plain(q, k, v):
@@ -107,48 +121,3 @@ class GpuDense(DenseCall):
 
             kernels = self.kernels[layout] = kernels_of(q, k, v, self.mask)
         return kernels
-
-
-class GpuDenseRenewal:
-    """A call that is made again with other tensors.
-
-    They have the layouts of the tensors in whose places they come.
-
-    mask, bias: how the mask, and what the score change adds, come from a call's tensors; or the mask and the numbers
-        themselves, which are made from no tensors.
-    """
-
-    def __init__(self, call: GpuDense, mask: Remade | Spanned, bias: Remade | Added | None) -> None:
-        self._call, self._mask, self._bias = copy.copy(call), mask, bias
-        vars(self._call).update(visible=None, bias=None, spans=None)
-        vars(self._call).pop("mask", None)
-
-    @classmethod
-    def of(
-        cls, call: GpuDense, mask: MaskPlan | GivenPlan, score: ScorePlan | None, tensors: Sequence[Tensor]
-    ) -> GpuDenseRenewal | None:
-        """Return the renewal of a call.
-
-        The result is None if the call does not come from recorded operations.
-        """
-        places = {id(t): n for n, t in enumerate(tensors)}
-        if isinstance(mask, GivenPlan) or len(places) < len(tensors):
-            return None
-        own_mask: Remade | Spanned | None = mask.spanned[0]
-        if mask.inputs:
-            own_mask = Remade.of(mask.spanned[1], mask.inputs, places)
-        bias: Remade | Added | None = call.bias
-        if score is not None and score.inputs:
-            bias = Remade.of(score.added[1], score.inputs, places)
-            if bias is None:
-                return None
-        return None if own_mask is None else cls(call, own_mask, bias)
-
-    def __call__(self, tensors: Sequence[Tensor]) -> GpuDense:
-        """Return the call with these tensors."""
-        tensors = [t.detach() for t in tensors]
-        mask = Spanned(*self._mask.made(tensors)) if isinstance(self._mask, Remade) else self._mask
-        bias = Added(*self._bias.made(tensors)) if isinstance(self._bias, Remade) else self._bias
-        call = copy.copy(self._call)
-        vars(call).update(visible=mask.visible, bias=bias, spans=mask.spans)
-        return call

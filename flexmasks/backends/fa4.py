@@ -13,8 +13,8 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -25,6 +25,8 @@ from flexmasks import compat
 from flexmasks.backends.call import (
     HALF_DTYPES,
     Call,
+    Maker,
+    Replay,
     Result,
     Unavailable,
     first_line,
@@ -362,7 +364,7 @@ def compiles(call: Call) -> str:
 
 
 @dataclass(frozen=True)
-class DirectCall:
+class DirectCall(Replay):
     """A call of FlashAttention 4 without q, k and v."""
 
     window: Window
@@ -476,7 +478,7 @@ def refuses_pages(call: Call, band: Band | None) -> str | None:
 
 
 @dataclass(frozen=True)
-class PagedCall:
+class PagedCall(Replay):
     """A call of FlashAttention 4 to pages, without q and the caches.
 
     Its queries are the last ones of each sequence.
@@ -490,9 +492,11 @@ class PagedCall:
     scale: float | None
     cap: float | None
     with_lse: bool
+    pages: tuple[Tensor, Tensor]  # lengths and page table, as they were given
     lens: Tensor
     table: Tensor
     parts: int
+    reads = ("pages",)
 
     @property
     def nbytes(self) -> int:
@@ -505,22 +509,16 @@ class PagedCall:
         left = None if band.left is None or band.left >= room - 1 else band.left
         right = None if band.right is None or band.right >= q_len - 1 else band.right
         parts = _parts_of_pages(k_cache, v_cache)
-        numbers = left, right, call.scale, call.cap, call.with_lse
         _announce(call, "pages")
-        return cls(*numbers, _in_int32(lens), _in_parts(table, parts), parts)
+        return cls._made((left, right, call.scale, call.cap, call.with_lse), parts, (lens.detach(), table.detach()))
 
-    def renewal(self) -> Callable[[Sequence[Tensor]], PagedCall]:
-        """Return a function that makes the call with other lengths and another page table.
+    @classmethod
+    def _made(cls, numbers: tuple[Any, Any, Any, Any, bool], parts: int, pages: tuple[Tensor, Tensor]) -> PagedCall:
+        return cls(*numbers, pages, _in_int32(pages[0]), _in_parts(pages[1], parts), parts)
 
-        The function keeps no tensor.
-        """
-        empty = replace(self, lens=None, table=None)  # type: ignore[arg-type]
-
-        def renewed(tensors: Sequence[Tensor]) -> PagedCall:
-            lens, table = tensors
-            return replace(empty, lens=_in_int32(lens), table=_in_parts(table, empty.parts))
-
-        return renewed
+    def taken(self) -> tuple[Sequence[Tensor], Sequence[Tensor], Maker]:
+        numbers, parts = (self.left, self.right, self.scale, self.cap, self.with_lse), self.parts
+        return self.pages, [], lambda read, captured: PagedCall._made(numbers, parts, (read[0], read[1]))
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the output [B, H, Q, Dv], and lse [B, H, Q] or None.
@@ -566,7 +564,7 @@ def _in_int32(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class StartedCall:
+class StartedCall(Replay):
     """A call of FlashAttention 4 whose queries start where a tensor says.
 
     The kernel lays the last query at the last key, so it is told of the keys up to the last query's position.
@@ -579,7 +577,9 @@ class StartedCall:
     cap: float | None
     with_lse: bool
     lengths: tuple[int, int]  # numbers of queries and of keys
+    starts: Tensor
     ends: Tensor
+    reads = ("intervals",)
 
     @property
     def nbytes(self) -> int:
@@ -590,20 +590,14 @@ class StartedCall:
         """Return the call."""
         intervals = cast(Intervals, call.intervals())
         lengths = call.q.shape[2], call.k.shape[2]
-        ends = _ends(cast(Tensor, intervals.offset), lengths)
-        return cls(intervals.left, call.scale, call.cap, call.with_lse, lengths, ends)
+        numbers = intervals.left, call.scale, call.cap, call.with_lse, lengths
+        starts = cast(Tensor, intervals.offset)
+        return cls(*numbers, starts, _ends(starts, lengths))
 
-    def renewal(self) -> Callable[[Sequence[Tensor]], StartedCall]:
-        """Return a function that makes the call with the only tensor as where its queries start.
-
-        The function keeps no tensor.
-        """
-        empty = replace(self, ends=None)  # type: ignore[arg-type]
-
-        def renewed(tensors: Sequence[Tensor]) -> StartedCall:
-            return replace(empty, ends=_ends(tensors[0], empty.lengths))
-
-        return renewed
+    def taken(self) -> tuple[Sequence[Tensor], Sequence[Tensor], Maker]:
+        numbers = self.left, self.scale, self.cap, self.with_lse, self.lengths
+        make = lambda read, captured: StartedCall(*numbers, read[0], _ends(read[0], numbers[-1]))  # noqa: E731
+        return [self.starts], [], make
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the output [B, H, Q, Dv], and lse [B, H, Q] or None.

@@ -1,89 +1,122 @@
-"""Compiled calls for new tensors, made from an earlier call without its planning in Python."""
+"""Calls that are made again with other tensors: the programs of their forms run, and their kernels stay."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from flexmasks import compat
-from flexmasks.backends.flex import CompiledCall
-from flexmasks.plans.plan import GivenPlan, MaskPlan, ScorePlan
-from flexmasks.spec.structure import Aliases, Opaque, flatten, in_one_piece
-from flexmasks.spec.values import Spread
+from flexmasks.backends.call import Replay
+from flexmasks.kernels.direct import on_gpu
+from flexmasks.plans.recorded import LOCK, Form, Recorded
+from flexmasks.spec.structure import Aliases, Opaque, in_one_piece
 
 
 class Renewal:
-    """A compiled call that is made again with other tensors.
+    """A call that is made again with other tensors, of the layouts of those in whose places they come.
 
-    They have the shapes of the tensors in whose places they come.
-
-    tensors: the tensors of the call that is renewed, all different. It keeps none of them.
-    spread: numbers that functions read for each head, see `Modifier.bind`.
+    It keeps no tensors but constants of functions.
     """
 
-    def __init__(
-        self,
-        call: CompiledCall,
-        plan: MaskPlan,
-        aliases: Aliases,
-        tensors: Sequence[Tensor],
-        inputs: Sequence[int],
-        spread: Spread,
-    ) -> None:
-        self._recorded, made = plan.recorded
-        self._inputs = inputs
-        # Functions hold aliases of the call's tensors, the tensors that the plan made, and both for each head.
-        held = [*(aliases.of(t) for t in tensors), *made]
-        places = {id(t): n for n, t in enumerate(held)}
-        spread = [(number, t) for number, t in spread if id(number) in places]  # others are constants of the function
-        self._spread = [(places[id(number)], t.shape) for number, t in spread]
-        self._functions, leaves = flatten((call.block_mask.mask_mod, call.score_mod))
-        if not self._functions.is_whole:
-            raise Opaque(self._functions.unreadable)
-        places |= {id(t): len(held) + n for n, (_, t) in enumerate(spread)}
-        # Of each leaf, its place among the tensors of a later call, or the constant itself.
-        self._leaves = [(places.get(id(t)), None if id(t) in places else t) for t in leaves.tensors]
-        self._call = replace(call, block_mask=None, score_mod=None)
-        self._lengths, self._block_size = call.block_mask.seq_lengths, call.block_mask.BLOCK_SIZE
+    def __init__(self, replay: Replay, forms: Sequence[Form], aliases: Aliases, tensors: Sequence[Tensor]) -> None:
+        """Raises Opaque if the call cannot be made again.
 
-    @classmethod
-    def of(
-        cls, call: Any, mask: MaskPlan | GivenPlan, score: ScorePlan | None, aliases: Aliases, tensors: Sequence[Tensor]
-    ) -> Renewal | None:
-        """Return the renewal of a call, or None.
-
-        None if the call is not compiled, has its mask as data, or is not planned by a recorded plan.
+        forms: what the call reads, a form behind those that it is made from.
+        tensors: the tensors of the call.
         """
-        if not isinstance(call, CompiledCall) or call.is_data or isinstance(mask, GivenPlan):
-            return None
-        mask = mask.resized(call.block_mask.BLOCK_SIZE)
-        if not mask.is_recorded:
-            return None
-        if score is not None and score.prepares_tensors:
-            return None
         places = {id(t): n for n, t in enumerate(tensors)}
-        # One tensor in two places may be two tensors in the next call.
-        if len(places) < len(tensors) or any(id(t) not in places for t in mask.inputs):
-            return None
-        spread = [*mask.spread, *([] if score is None else score.spread)]
-        with contextlib.suppress(Opaque):
-            return cls(call, mask, aliases, tensors, [places[id(t)] for t in mask.inputs], spread)
-        return None
+        if len(places) < len(tensors):
+            raise Opaque("one tensor in two places, which may be two tensors in the next call")
+        self._programs: list[tuple[Any, list[int]]] = []
+        count, constants, spread = len(tensors), dict[int, Tensor](), list[tuple[int, torch.Size]]()
+        for form in forms:
+            if not form.inputs:
+                constants |= {id(t): t for t in form.tensors}
+                continue
+            if form.program is None or any(id(t) not in places for t in form.inputs):
+                raise Opaque("a form that is planned from the start")
+            self._programs.append((form.program, [places[id(t)] for t in form.inputs]))
+            places |= {id(t): count + n for n, t in enumerate(form.tensors)}
+            count += len(form.tensors)
+        in_functions = {id(aliases.of(t)): n for n, t in enumerate(tensors)} if replay.calls_functions else {}
+        in_functions |= {key: n for key, n in places.items() if n >= len(tensors)}
+        for form in forms:
+            for number, expanded in form.spread:
+                if id(number) in in_functions:  # others are constants of a function
+                    in_functions[id(expanded)] = count + len(spread)
+                    spread.append((in_functions[id(number)], expanded.shape))
+        self._count, self._spread = len(tensors), spread
+        read, captured, self._make = replay.taken()
+        if any(id(t) not in places and id(t) not in constants for t in read):
+            raise Opaque("a tensor that is made in another way")
+        # The place of each tensor among those of a later call, or the constant itself.
+        self._read = [(places.get(id(t)), constants.get(id(t))) for t in read]
+        self._captured = [(in_functions.get(id(t)), None if id(t) in in_functions else t) for t in captured]
+        used = {n for _, inputs in self._programs for n in inputs}
+        used |= {n for n, _ in (*self._read, *self._captured, *spread)}
+        if not used.issuperset(range(self._count)):
+            raise Opaque("a tensor that decided what the call is")
+        self._lends = replay.lends
+        self._recorded = [program for program, _ in self._programs if isinstance(program, Recorded)]
 
-    def __call__(self, tensors: Sequence[Tensor]) -> CompiledCall:
+    def __call__(self, tensors: Sequence[Tensor]) -> Replay:
         """Return the call with these tensors."""
-        indices, made = self._recorded.renewed([tensors[n] for n in self._inputs])
-        values = [*[in_one_piece(t.detach()) for t in tensors], *made]
+        own = [t.detach() for t in tensors]
+        return Lent(self, own) if self._lends and self._recorded else self.made(own)
+
+    def made(self, tensors: Sequence[Tensor], lends: bool = False) -> Replay:
+        """Return the call with these tensors, which have no gradients.
+
+        lends: what the call reads may lie in memory of the programs. Then the call holds until they run again, and the
+            caller holds LOCK.
+        """
+        values = list(tensors)
+        for program, places in self._programs:
+            run = program.lend if lends and isinstance(program, Recorded) else program
+            values += run([values[n] for n in places])
+        read = [t if n is None else values[n] for n, t in self._read]
+        if not self._captured:
+            return self._make(read, [])
+        values[: self._count] = map(in_one_piece, tensors)
         values += [values[n].expand(shape) for n, shape in self._spread]
-        leaves = [constant if place is None else values[place] for place, constant in self._leaves]
-        mask_mod, score_mod = self._functions.fill(leaves)
-        call = copy.copy(self._call)  # at a third of the time of `replace`
-        make: Any = compat.BlockMask  # its positional arguments have no types that fit
-        block_mask = make(self._lengths, *indices, self._block_size, mask_mod)
-        vars(call).update(block_mask=block_mask, score_mod=score_mod)
-        return call
+        return self._make(read, [t if n is None else values[n] for n, t in self._captured])
+
+    def turn(self, device: torch.device) -> Hashable:
+        """Return what changes when the tensors that were lent last may change."""
+        return compat.raw_stream(device) if on_gpu(device) else 0, *[recorded.turn for recorded in self._recorded]
+
+
+def renewal_of(
+    replay: Replay, forms: Callable[[], Sequence[Form] | None], aliases: Aliases, tensors: Sequence[Tensor]
+) -> Renewal | None:
+    """Return the renewal of a call, or None if it cannot be made again.
+
+    forms: returns what the call reads, None if that is not known.
+    """
+    with contextlib.suppress(Opaque):
+        known = forms()
+        return None if known is None else Renewal(replay, known, aliases, tensors)
+    return None
+
+
+class Lent(Replay):
+    """A call that reads lent memory.
+
+    It is made when it runs, if another one has been made there since.
+    """
+
+    def __init__(self, renewal: Renewal, tensors: Sequence[Tensor]) -> None:
+        self._renewal, self._tensors = renewal, tensors
+        self._call: Replay | None = None
+        self._turn: Hashable = None
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
+        with LOCK:
+            if self._call is None or self._turn != self._renewal.turn(q.device):
+                self._call = self._renewal.made(self._tensors, lends=True)
+                self._turn = self._renewal.turn(q.device)
+            return self._call(q, k, v)

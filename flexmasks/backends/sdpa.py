@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from flexmasks import compat
-from flexmasks.backends.call import TRANSFORMED, Call, Result, exports_any_length, transformed
+from flexmasks.backends.call import TRANSFORMED, Call, Replay, Result, exports_any_length, transformed
 from flexmasks.plans.windows import Window
 
 _NO_KERNEL = "torch has no fused kernel for this call"
@@ -51,7 +51,7 @@ def run(call: Call) -> Result:
 
 
 @dataclass(frozen=True)
-class FusedCall:
+class FusedCall(Replay):
     """A call of scaled_dot_product_attention without q, k and v.
 
     It is called with tensors of the same shapes, layouts, dtypes, devices and wishes for gradients, and under the same
@@ -60,7 +60,6 @@ class FusedCall:
 
     window: Window
     scale: float | None
-    nbytes = 0
 
     @classmethod
     def of(cls, call: Call) -> FusedCall:

@@ -106,18 +106,19 @@ class RecordedPlan:
 
     def __call__(self, inputs: Sequence[Tensor]) -> Resolved:
         """Return the arguments and the blocks of a mask with these tensors."""
-        indices, made = self.renewed(inputs)
-        return Resolved(_with_tensors(self._arguments, iter(made)), replace(self._layout, indices=indices))
+        made = self.make(inputs)
+        count = len(made) - len(self._index_bounds)
+        arguments = _with_tensors(self._arguments, iter(made[count:]))
+        return Resolved(arguments, replace(self._layout, indices=tuple(made[:count])))
 
-    def renewed(self, inputs: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-        """Return the index tensors, and the tensors among the arguments."""
-        outputs = self._recorded(inputs)
-        count = len(outputs) - len(self._index_bounds)
-        made = outputs[count:]
-        for tensor, index_bounds in zip(made, self._index_bounds, strict=True):
+    def make(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Return the index tensors, and behind them the tensors among the arguments."""
+        made = self._recorded(inputs)
+        count = len(made) - len(self._index_bounds)
+        for tensor, index_bounds in zip(made[count:], self._index_bounds, strict=True):
             if index_bounds is not None:
                 tensor.bounds = index_bounds  # type: ignore[attr-defined] # see spec.indexing.bounded
-        return tuple(outputs[:count]), made
+        return made
 
 
 def tensors_in(value: Any) -> list[Tensor]:

@@ -27,7 +27,7 @@ from flexmasks.kernels.whole_mask import Line
 from flexmasks.plans.bounds import MaskKind, RecordedPlan, plan_bounds, reads_made_tensors, tensors_in, unread
 from flexmasks.plans.data import CannotBeData, MaskData, TooLargeForData, data_of
 from flexmasks.plans.intervals import Intervals, intervals_of
-from flexmasks.plans.recorded import Recorded, memory_of_capture
+from flexmasks.plans.recorded import Form, Recorded, memory_of_capture
 from flexmasks.plans.shifted import Offset, shifted_mask, shifted_score
 from flexmasks.plans.whole import Added, Spanned, Whole, added_of, line_of, spanned_of, whole_of
 from flexmasks.plans.windows import Window, window_of
@@ -414,11 +414,14 @@ class MaskPlan(Plan):
         if self.opaque:
             return None
         intervals = intervals_of(self.mask, unread(self.size, self.offset), self.offset)
-        if intervals is not None:
-            self._check_values()
-            if self.size.device.type != "cpu":
-                self._check_first_values()
-        return intervals
+        if intervals is None:
+            return None
+        self._check_values()
+        if self.size.device.type != "cpu":
+            self._check_first_values()
+        self._given = intervals
+        offset, lens = (x.detach() if isinstance(x, Tensor) else x for x in (intervals.offset, intervals.lens))
+        return intervals.with_tensors(offset, cast(Tensor | None, lens))
 
     def _check_first_values(self) -> None:
         """Check the values of tensors if the mask is the first of its kind."""
@@ -534,15 +537,24 @@ class MaskPlan(Plan):
         """Return the function of the BlockMask, given what `Modifier.resolve` returned."""
         return shifted_mask(*self._bind(_Prepared(resolved, self._offset_tensor())))
 
-    @property
-    def is_recorded(self) -> bool:
-        """Return whether a recorded plan made the blocks."""
-        return self._prepared.recorded is not None
+    def form(self, name: str, block_size: tuple[int, int] | None = None) -> Form:
+        """Return what a kernel reads: "blocks" of a size, "whole", "spanned" or "intervals".
 
-    @property
-    def recorded(self) -> tuple[RecordedPlan, list[Tensor]]:
-        """The recorded plan, and the tensors that it made for the function."""
-        return cast(RecordedPlan, self._prepared.recorded), tensors_in(self._prepared.resolved)
+        The lists of blocks have the tensors that were made for the function behind them.
+        """
+        if name == "intervals":
+            made, given = (
+                [x for x in (i.offset, i.lens) if isinstance(x, Tensor)]
+                for i in (cast(Intervals, self.intervals), self._given)
+            )
+            return Form(made, given, list)
+        if name in ("whole", "spanned"):
+            tensors: tuple[Sequence[Tensor], Recorded | None] = self.whole if name == "whole" else self.spanned
+            return Form(tensors[0], self.inputs, tensors[1])
+        plan = self.resized(block_size or self.block_size)
+        prepared = plan._prepared
+        program = None if prepared.recorded is None else prepared.recorded.make
+        return Form([*prepared.layout.indices, *tensors_in(prepared.resolved)], self.inputs, program, plan.spread)
 
     def blocks(self) -> Blocks:
         """Return the BlockMask with the counts of its blocks and of undecided blocks."""
@@ -727,6 +739,15 @@ class ScorePlan(Plan):
 
         added = self._cached(_ADDED, build)
         return added, made[0]
+
+    def form(self, name: str, block_size: tuple[int, int] | None = None) -> Form:
+        """Return what a kernel reads: "added", or what "functions" read of the user's tensors alone."""
+        if name == "added":
+            added, recorded = self.added
+            return Form([t for t in added if t is not None], self.inputs, recorded)
+        if self.prepares_tensors:
+            raise Opaque("tensors that are made for the score change")
+        return Form(spread=self.spread)
 
     def line(self) -> Line | None:
         """Return the line that the added numbers are over the distance, or None.

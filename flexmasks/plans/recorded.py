@@ -19,6 +19,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from flexmasks import compat
+from flexmasks.spec.values import Spread
 
 _log = logging.getLogger("flexmasks")
 _MAX_KEPT_ELEMENTS = 1 << 18  # larger constants are computed at each run
@@ -96,29 +97,19 @@ class Recorded:
                 return self._captured(inputs)
 
 
-class Remade(NamedTuple):
-    """Tensors that recorded operations make again from a call's tensors."""
+class Form(NamedTuple):
+    """Tensors in which a kernel reads a mask or a score change, and what they are made from.
 
-    recorded: Recorded
-    inputs: Sequence[int]  # places of the operations' inputs among the call's tensors
+    inputs: the tensors that they are made from.
+    program: makes them from other tensors in the places of the inputs. None if values that the host read decided: then
+        other tensors are planned from the start.
+    spread: numbers among the inputs that functions read for each head, see `Modifier.bind`.
+    """
 
-    @classmethod
-    def of(cls, recorded: Recorded | None, inputs: Sequence[Tensor], places: dict[int, int]) -> Remade | None:
-        """Return None if nothing is recorded, or if inputs are not among the call's tensors.
-
-        places: places of the call's tensors by their ids.
-        """
-        if recorded is None or any(id(t) not in places for t in inputs):
-            return None
-        return cls(recorded, [places[id(t)] for t in inputs])
-
-    def lend(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return what is made from a call's tensors, in memory that the next run changes."""
-        return self.recorded.lend([tensors[n] for n in self.inputs])
-
-    def made(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return what is made from a call's tensors."""
-        return self.recorded([tensors[n] for n in self.inputs])
+    tensors: Sequence[Tensor] = ()
+    inputs: Sequence[Tensor] = ()
+    program: Callable[[Sequence[Tensor]], list[Tensor]] | None = None
+    spread: Spread = []  # noqa: RUF012 # it is not changed
 
 
 def _is_current(device: torch.device) -> bool:
