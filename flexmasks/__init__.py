@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from flexmasks.pictures.picture import Picture as Picture
     from flexmasks.pictures.show import draw as draw
     from flexmasks.pictures.show import show as show
+    from flexmasks.planning import Plan as Plan
+    from flexmasks.planning import plan as plan
     from flexmasks.plans.portable import safe_globals as safe_globals
     from flexmasks.softmax import masked_softmax as masked_softmax
     from flexmasks.softmax import scaled_masked_softmax as scaled_masked_softmax
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "attention", "varlen_attention", "paged_attention", "masked_softmax", "scaled_masked_softmax",
-    "block_mask", "dense_mask", "explain", "show", "draw", "Picture",
+    "plan", "Plan", "block_mask", "dense_mask", "explain", "show", "draw", "Picture",
     "get_mask", "get_score", "packed", "paged", "Mask", "Score",
     "list_masks", "list_scores", "register_mask", "register_score", "cache_info", "clear_caches",
     "safe_globals",
@@ -50,9 +52,11 @@ __all__ = [
 # Names that are imported at their first use, with their modules: processes that only make masks do not need them.
 _MODULES = {
     "Picture": "flexmasks.pictures.picture",
+    "Plan": "flexmasks.planning",
     "draw": "flexmasks.pictures.show",
     "show": "flexmasks.pictures.show",
     "masked_softmax": "flexmasks.softmax",
+    "plan": "flexmasks.planning",
     "safe_globals": "flexmasks.plans.portable",
     "scaled_masked_softmax": "flexmasks.softmax",
 }

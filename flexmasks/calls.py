@@ -53,6 +53,7 @@ from flexmasks.plans.checks import (
 )
 from flexmasks.plans.explanation import Explanation
 from flexmasks.plans.gathered import parts_of
+from flexmasks.plans.held import HeldPlan, Launch, unwrapped
 from flexmasks.plans.mixed import Mixed, Sequences, by_number_of_queries, in_pieces
 from flexmasks.plans.plan import GivenPlan, MaskPlan, ScorePlan, block_size_for, is_captured
 from flexmasks.plans.recorded import Form
@@ -113,6 +114,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tens
         )
     if not compat.is_compiling():
         return run_eagerly(q, k, v, request)
+    request = unwrapped(q, k, request)
     found = tiles_for(q, k, v, request)
     if found is not None:
         return _run_in_tiles(q, k, v, *found)
@@ -170,9 +172,11 @@ def run_paged(
         without = request._replace(sink_logits=None)
         return _with_sinks(Result(*run_paged(q, k_cache, v_cache, page_table, kv_lens, without)), sinks)
     known, replay = _known_pages(q, k_cache, v_cache, page_table, kv_lens, request)
-    result = None if known is None or replay is None else _replayed(*known, replay, q, k_cache, v_cache)
+    result = None if known is None or replay is None else _replayed(replay, q, k_cache, v_cache)
     if result is not None:
         return result
+    if known is not None and replay is not None:
+        _drop(*known)
     check_cache(PAGED, q, k_cache, v_cache, page_table, kv_lens)
     return _run_pages(q, k_cache, v_cache, page_table, kv_lens, _with_values(request), known)
 
@@ -332,7 +336,9 @@ def _run_mixed(
         own_q = q.index_select(0, rows.tokens.flatten()).view(*rows.tokens.shape, *q.shape[1:]).transpose(1, 2)
         given = own_q, k_cache, v_cache, rows.page_table, rows.kv_lens, own
         known, replay = _known_pages(*given)
-        again = None if known is None or replay is None else _replayed(*known, replay, own_q, k_cache, v_cache)
+        again = None if known is None or replay is None else _replayed(replay, own_q, k_cache, v_cache)
+        if known is not None and replay is not None and again is None:
+            _drop(*known)
         own_out, own_lse = _run_pages(*given, known) if again is None else again
         outs.append(own_out.transpose(1, 2).flatten(0, 1))
         if own_lse is not None:
@@ -447,6 +453,7 @@ def _may_read_pages(q: Tensor, k_cache: Tensor, v_cache: Tensor, length: int, re
 
 def explain(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Explanation:
     """Explain how a call of `attention` would run."""
+    request = unwrapped(q, k, request)
     if request.sink_logits is not None:
         check_sinks(q, request.sink_logits)
         request = request._replace(sink_logits=None, return_lse=True)
@@ -485,6 +492,7 @@ def run_eagerly(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tens
     out, lse = _run_eagerly(q, k, v, request)
     if out.requires_grad and compat.saves_by_hooks():
         # Activation checkpointing reads the tensors of mask and score again, and checks no versions.
+        request = unwrapped(q, k, request)
         mask, score = from_arguments(request.mask, request.score, request.params)
         mask_mod = mask if request.block_mask is None else request.block_mask.mask_mod
         *_, check = frozen_functions(mask_mod, score, q, request.q_offset)
@@ -512,15 +520,19 @@ def _run_eagerly(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Ten
 
     A call that was made before goes straight to its kernel.
     """
+    if isinstance(request.mask, HeldPlan):
+        return _run_plan(q, k, v, request.mask, request)
     if compat.transforms_active():
         request = _with_plain_tensors(request)
     sinks, inner = _sinks_of(request)
     known = _key_and_tensors(q, k, v, inner)
     if known is not None and not (known[1] and is_captured(q.device)):  # a captured call plans again at each replay
         replay = _known_replay(*known, q.device)
-        again = None if replay is None else _replayed(*known, replay, q, k, v, sinks)
+        again = None if replay is None else _replayed(replay, q, k, v, sinks)
         if again is not None:
             return again
+        if replay is not None:
+            _drop(*known)
     found = tiles_for(q, k, v, request)
     if found is not None:
         return _run_in_tiles(q, k, v, *found)
@@ -528,6 +540,51 @@ def _run_eagerly(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Ten
     if known is not None and result.replay is not None and planned is not None and not is_captured(q.device):
         _keep(*known, result.replay, planned)
     return _with_sinks(result, sinks)
+
+
+def _run_plan(q: Tensor, k: Tensor, v: Tensor, held: HeldPlan, request: Request) -> tuple[Tensor, Tensor | None]:
+    """Run a call of a plan that the user holds. It finds what its earlier calls made ready without a search."""
+    plain = not held.is_own or request.score is not None or request.params or type(request.q_offset) is not int
+    if plain or request.q_offset or compat.transforms_active():
+        return _run_eagerly(q, k, v, unwrapped(q, k, request))
+    sinks, inner = _sinks_of(request)
+    key = _key_of_sizes(q, k, v, inner)
+    launch = None if key is None else held.launch(key)
+    captured = bool(held.tensors) and is_captured(q.device)
+    if key is not None and launch is not None:
+        launch.is_captured |= captured
+        again = _replayed(launch.replay, q, k, v, sinks)
+        if again is not None:
+            return again
+        held.launches.pop(key, None)
+    request, inner = unwrapped(q, k, request), unwrapped(q, k, inner)
+    found = tiles_for(q, k, v, request)
+    if found is not None:
+        return _run_in_tiles(q, k, v, *found)
+    result, planned = _run_first_time(q, k, v, inner)
+    may_keep = planned is not None and planned.call.holds_aliases and not captured
+    if key is not None and result.replay is not None and planned is not None and may_keep:
+        held.keep(key, Launch(result.replay, _forms_in_place(result.replay, planned)))
+    return _with_sinks(result, sinks)
+
+
+def _forms_in_place(replay: Replay, planned: _Planned) -> Any:
+    """Return the forms of a call that can be written again, see `Launch`."""
+    if isinstance(planned.mask, GivenPlan):
+        return None
+    if not any(plan.inputs for plan in (planned.mask, planned.score) if plan is not None):
+        return []  # nothing changes
+    if replay.reads is None:
+        return None
+    forms = []
+    try:
+        for name in replay.reads:
+            plan = planned.score if name in ("added", "functions") else planned.mask
+            if plan is not None:
+                forms.append((plan, name, replay.block_size, plan.form(name, replay.block_size)))
+    except Opaque:
+        return None
+    return forms
 
 
 def _with_plain_tensors(request: Request) -> Request:
@@ -560,7 +617,7 @@ def _without_wrappers(tensor: Tensor) -> Tensor:
 
 
 def _replayed(
-    key: Hashable, tensors: list[Tensor], replay: Replay, q: Tensor, k: Tensor, v: Tensor, sinks: _Sinks | None = None
+    replay: Replay, q: Tensor, k: Tensor, v: Tensor, sinks: _Sinks | None = None
 ) -> tuple[Tensor, Tensor | None] | None:
     """Return output and lse of a replay, or None if it failed.
 
@@ -575,9 +632,13 @@ def _replayed(
     except Exception as error:  # kernels raise errors of any type
         if isinstance(error, Refused) or compat.passing_error(error) is not None:
             raise
-        _REPLAYS.drop(key, tensors)
-        _RENEWALS.drop((key, *_layouts(tensors)))
         return None
+
+
+def _drop(key: Hashable, tensors: list[Tensor]) -> None:
+    """Forget a call."""
+    _REPLAYS.drop(key, tensors)
+    _RENEWALS.drop((key, *_layouts(tensors)))
 
 
 def _keep(key: Hashable, tensors: list[Tensor], replay: Replay, planned: _Planned) -> None:
@@ -642,8 +703,28 @@ def _layouts(tensors: list[Tensor]) -> list[Hashable]:
 def _key_and_tensors(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Hashable, list[Tensor]] | None:
     """Return the cache key of a call and the tensors it reads.
 
-    The result is None if the call cannot be cached. The key has all on which the choice of a backend depends, so that
-    no call takes the kernel of another one.
+    The result is None if the call cannot be cached.
+    """
+    of_sizes = _key_of_sizes(q, k, v, request)
+    if of_sizes is None:
+        return None
+    tensors: list[Tensor] = []
+    functions = _simple_key(request, tensors)
+    if functions is None:
+        parts = functions_of("mask", request.mask), functions_of("score", request.score)
+        structure, leaves = flatten((*parts, request.params, request.q_offset))
+        if structure.unreadable:
+            return None
+        functions, tensors = structure.key, leaves.tensors
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        return None
+    return (functions, of_sizes), tensors
+
+
+def _key_of_sizes(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Hashable | None:
+    """Return the cache key of a call without its mask and score, or None if the call cannot be cached.
+
+    It has all on which the choice of a backend depends, so that no call takes the kernel of another one.
     """
     scale, with_lse, backend = request.scale, request.return_lse, request.backend
     if not (type(q) is type(k) is type(v) is Tensor and type(backend) is str and type(with_lse) is bool):
@@ -655,22 +736,12 @@ def _key_and_tensors(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple
     device, grad = q.device, torch.is_grad_enabled()
     if compat.autocast_anywhere() and autocasts(device.type):  # the check of all devices is fast
         return None
-    tensors: list[Tensor] = []
-    functions = _simple_key(request, tensors)
-    if functions is None:
-        parts = functions_of("mask", request.mask), functions_of("score", request.score)
-        structure, leaves = flatten((*parts, request.params, request.q_offset))
-        if structure.unreadable:
-            return None
-        functions, tensors = structure.key, leaves.tensors
-    if grad and any(t.requires_grad for t in tensors):
-        return None
     return (
-        functions, scale, with_lse, request.sink_logits is not None, backend, grad, torch.get_default_dtype(),
+        scale, with_lse, request.sink_logits is not None, backend, grad, torch.get_default_dtype(),
         q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
         device, k.device, v.device, q.requires_grad, k.requires_grad, v.requires_grad,
         compat.transforms_active(), compat.sdp_settings(),
-    ), tensors  # fmt: skip
+    )  # fmt: skip
 
 
 def _simple_key(request: Request, tensors: list[Tensor]) -> Hashable | None:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from flexmasks import calls, compat
 from flexmasks.plans.checks import fail
+from flexmasks.plans.held import unwrapped
 from flexmasks.request import Request
 from flexmasks.spec.arguments import from_arguments
 from flexmasks.spec.parts import Part, part_of
@@ -48,6 +49,7 @@ def run(q: DTensor, k: DTensor, v: DTensor, request: Request) -> tuple[Tensor, T
                 "use flexmasks.integrations.distributed.attention."
             )
     check_placements(q, k, v)
+    request = unwrapped(q, k, request)
     if request.block_mask is not None or isinstance(request.q_offset, Tensor):
         fail("DTensors take `mask` and a number as `q_offset`, no `block_mask` and no tensor `q_offset`.")
     place = place_of(q)

@@ -40,6 +40,7 @@ ORDER = {
             ["sharded"],
             ["later"],
             ["attention", "softmax"],
+            ["planning"],
             ["pictures"],
             ["integrations"],
             ["bench"],

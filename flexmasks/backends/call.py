@@ -72,6 +72,9 @@ class Replay:
         """
         raise NotImplementedError
 
+    def refresh(self) -> None:
+        """Compute again what was computed from the tensors of its forms, in the same memory."""
+
     def taken(self) -> tuple[Sequence[Tensor], Sequence[Tensor], Maker]:
         """Return the tensors of its forms, those that its functions captured, and what makes it again from others."""
         raise NotImplementedError

@@ -51,6 +51,10 @@ class DenseCall(Replay):
         """
         raise NotImplementedError
 
+    def read_by_backward(self) -> list[Tensor]:
+        """Return the tensors of the mask and the bias, which the backward pass reads again."""
+        return [self.visible, *(t for t in self.bias or () if t is not None)]
+
     def by_reference(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return output and lse as the reference does, which reads nothing hidden."""
         score_mod = None if self.bias is None else functools.partial(_added_to, self.bias.product())
@@ -73,12 +77,13 @@ class _Attend(compat.SingleLevelFunction):
         out, lse = call.forward(q, k, v)
         ctx.call = call
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, out, lse)
+        # A change of the mask's tensors in place, as by `Plan.update`, raises torch's own error.
+        ctx.save_for_backward(q, k, v, out, lse, *call.read_by_backward())
         return (out, lse) if call.with_lse else out
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, out, lse, *_ = ctx.saved_tensors
         if d_out is None:
             d_out = torch.zeros_like(out)
         differentiable = torch.is_grad_enabled()  # the caller asks for derivatives of these gradients

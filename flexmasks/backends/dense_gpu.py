@@ -91,6 +91,9 @@ class GpuDense(DenseCall):
             raise Unavailable("its kernels take plain tensors, outside of modes and transforms of torch")
         return super().__call__(q, k, v)
 
+    def read_by_backward(self) -> list[Tensor]:
+        return [*self.spans, *super().read_by_backward()]
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         q, k, v = compat.with_rows_together(q, k, v)
         out, lse = self._kernels(q, k, v).forward(q, k, v, self.mask)

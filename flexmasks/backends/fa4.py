@@ -599,6 +599,9 @@ class StartedCall(Replay):
         make = lambda read, captured: StartedCall(*numbers, read[0], _ends(read[0], numbers[-1]))  # noqa: E731
         return [self.starts], [], make
 
+    def refresh(self) -> None:
+        self.ends.copy_(_ends(self.starts, self.lengths))
+
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the output [B, H, Q, Dv], and lse [B, H, Q] or None.
 

@@ -11,7 +11,7 @@ import copy
 import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -178,6 +178,10 @@ class Plan:
                 self.holds_aliases = True
         if aliases is not None and not self.holds_aliases:
             self._bound_to = with_contiguous_tensors((value, offset), self.inputs)
+
+    def again(self) -> Self:
+        """Return a new plan of the same mask or score change, for tensors that have new values."""
+        raise NotImplementedError
 
     @property
     def what(self) -> str:
@@ -372,10 +376,16 @@ class MaskPlan(Plan):
         allows_bounds: bool = False,
     ) -> None:
         super().__init__(mask, size, offset, lift, aliases)
-        self.mask, self.open_extents = mask, open_extents
+        self.mask, self.open_extents, self._may_lift = mask, open_extents, lift
         self._allows_bounds = allows_bounds and self._kind_key is not None
         self._wants_bits = False  # until the mask is asked for as data
         self._start_in(block_size)
+
+    def again(self) -> MaskPlan:
+        return MaskPlan(
+            self.mask, self.size, self.offset, lift=self._may_lift, block_size=self.block_size,
+            open_extents=self.open_extents, aliases=Aliases(), allows_bounds=self._allows_bounds,
+        )  # fmt: skip
 
     def _start_in(self, block_size: tuple[int, int]) -> None:
         """Know nothing yet that depends on the size of blocks."""
@@ -714,6 +724,9 @@ class ScorePlan(Plan):
     def __init__(self, score: Score, size: Size, offset: Offset = 0, *, aliases: Aliases | None = None) -> None:
         super().__init__(score, size, offset, aliases=aliases)
         self.score = score
+
+    def again(self) -> ScorePlan:
+        return ScorePlan(self.score, self.size, self.offset, aliases=Aliases())
 
     def score_mod(self) -> Callable[..., Tensor]:
         """Return the score_mod, bound to the user's own tensors, or their aliases."""
