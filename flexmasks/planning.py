@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -166,6 +166,6 @@ def plan(
     value = get_mask("full" if known is None else known)
     if compat.is_compiling():  # torch traces no checks of values; the call checks the sizes
         sizes = Sizes(q_len, q_len if kv_len is None else kv_len, batch, heads, None)
-        return Plan(value, change, sizes, q_offset)
+        return Plan(value, change, sizes, cast(int | torch.Tensor, q_offset))
     size, _, offset = Lengths(q_len, kv_len, batch, heads, device, q_offset).check("flexmasks.plan", value)
     return Plan(value, change, Sizes(size.q_len, size.kv_len, batch, heads, size.device), offset)

@@ -1,0 +1,322 @@
+"""Plans that a user holds: what they give, what later calls find in them, and how they change."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers import DEVICES, TOLERANCE, error
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+
+import flexmasks
+from flexmasks import calls
+from flexmasks.plans import plan as plans
+
+BATCH, HEADS, LENGTH = 2, 4, 300
+OF_DEVICE = {"cpu": ("auto", "cpu", "dense", "reference"), "cuda": ("auto", "triton", "dense", "reference")}
+
+
+def qkv(device: str = "cpu", length: int = LENGTH, requires_grad: bool = True) -> list[Tensor]:
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    shape = BATCH, HEADS, length, 32
+    return [torch.randn(shape, device=device, dtype=dtype, requires_grad=requires_grad) for _ in range(3)]
+
+
+def drawn_ids(device: str, seed: int, length: int = LENGTH) -> Tensor:
+    drawn = torch.rand(BATCH, length, generator=torch.Generator().manual_seed(seed)) < 0.02
+    return drawn.cumsum(1).to(device)
+
+
+def packed(ids: Tensor) -> flexmasks.Mask:
+    return flexmasks.get_mask("causal") & flexmasks.get_mask("document", document_ids=ids)
+
+
+def seen(ids: Tensor) -> Tensor:
+    """Return the pairs that `packed` shows, [B, 1, Q, KV]."""
+    position = torch.arange(ids.shape[1], device=ids.device)
+    return ((ids[:, :, None] == ids[:, None]) & (position[:, None] >= position))[:, None]
+
+
+def expected(tensors: list[Tensor], visible: Tensor, bias: Tensor | float = 0.0) -> list[Tensor]:
+    """Return SDPA in float64 and its gradients."""
+    leaves = [x.detach().double().requires_grad_() for x in tensors]
+    added = (torch.zeros_like(visible, dtype=torch.float64) + bias).masked_fill(~visible, -torch.inf)
+    out = scaled_dot_product_attention(*leaves, attn_mask=added)
+    return [out.detach(), *torch.autograd.grad(out.sum(), leaves)]
+
+
+def check(tensors: list[Tensor], ids: Tensor, attend: Callable[..., Tensor], **given: Any) -> None:
+    out = attend(*tensors, **given)
+    results = [out, *torch.autograd.grad(out.sum(), tensors)]
+    for got, want in zip(results, expected(tensors, seen(ids)), strict=True):
+        assert error(got, want) < 3 * TOLERANCE[got.dtype]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("number", range(4))
+def test_plans_take_new_tensors_on_each_backend(device: str, number: int) -> None:
+    backend, tensors = OF_DEVICE[device][number], qkv(device)
+    plan = flexmasks.plan(packed(drawn_ids(device, 0)), LENGTH, batch=BATCH, heads=HEADS)
+    for step in range(4):
+        for _ in range(2):
+            check(tensors, drawn_ids(device, step), flexmasks.attention, mask=plan, backend=backend)
+        plan.update(document_ids=drawn_ids(device, step + 1))
+
+
+def test_later_calls_search_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = qkv()
+    plan = flexmasks.plan(packed(drawn_ids("cpu", 0)), LENGTH)
+    want = flexmasks.attention(*tensors, mask=plan)
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise AssertionError("a later call plans")
+
+    for module, name in ((plans, "flatten"), (calls, "flatten"), (calls, "_simple_key"), (calls, "_planned")):
+        monkeypatch.setattr(module, name, refuse)
+    assert torch.equal(flexmasks.attention(*tensors, mask=plan), want)
+
+
+@pytest.mark.parametrize("made", ["outside", "inside"])
+def test_plans_compile(made: str) -> None:
+    tensors = qkv()
+    plan = flexmasks.plan(packed(drawn_ids("cpu", 0)), LENGTH, batch=BATCH, heads=HEADS)
+
+    @torch.compile(fullgraph=True)
+    def two_layers(q: Tensor, k: Tensor, v: Tensor, given: Any) -> Tensor:
+        mask = given
+        if made == "inside":
+            mask = flexmasks.plan(packed(given), q.shape[2], batch=q.shape[0], heads=q.shape[1])
+        return flexmasks.attention(flexmasks.attention(q, k, v, mask=mask), k, v, mask=mask)
+
+    for seed in (0, 1):
+        ids = drawn_ids("cpu", seed)
+        plan.update(document_ids=ids)
+        got = two_layers(*tensors, plan if made == "outside" else ids)
+        first = expected(tensors, seen(ids))[0]
+        want = expected([first, *tensors[1:]], seen(ids))[0]
+        assert error(got, want) < 3 * TOLERANCE[got.dtype]
+
+
+def test_plans_in_activation_checkpoints() -> None:
+    tensors, ids = qkv(), drawn_ids("cpu", 3)
+    plan = flexmasks.plan(packed(ids), LENGTH)
+    check(
+        tensors,
+        ids,
+        lambda *given: checkpoint(lambda *x: flexmasks.attention(*x, mask=plan), *given, use_reentrant=False),
+    )
+
+
+@pytest.mark.parametrize("backend", ["cpu", "dense", "reference"])
+def test_a_change_before_the_backward_pass_raises(backend: str) -> None:
+    """Or gives the gradients of the mask of the forward pass, where the backend keeps its own tensors."""
+    tensors, ids = qkv(), drawn_ids("cpu", 0)
+    plan = flexmasks.plan(packed(ids), LENGTH)
+    for _ in range(3):  # the first plans of a kind are made otherwise than later ones
+        out = flexmasks.attention(*tensors, mask=plan, backend=backend)
+        plan.update(document_ids=drawn_ids("cpu", 1))
+        try:
+            got = torch.autograd.grad(out.sum(), tensors)
+        except RuntimeError as raised:
+            assert "modified by an inplace operation" in str(raised)
+        else:
+            for x, want in zip(got, expected(tensors, seen(ids))[1:], strict=True):
+                assert error(x, want) < 3 * TOLERANCE[x.dtype]
+        plan.update(document_ids=ids)
+
+
+def test_the_tensors_of_a_plan_are_its_own() -> None:
+    """Changes of the user's tensors do not reach it; `update` changes none of them; a direct change is noticed."""
+    tensors, ids = qkv(), drawn_ids("cpu", 0)
+    plan = flexmasks.plan(packed(ids), LENGTH)
+    check(tensors, ids, flexmasks.attention, mask=plan)
+    before = ids.clone()
+    ids.zero_()
+    check(tensors, before, flexmasks.attention, mask=plan)
+    plan.update(document_ids=drawn_ids("cpu", 5))
+    assert not ids.any()
+    check(tensors, drawn_ids("cpu", 5), flexmasks.attention, mask=plan)
+    own = plan.tensors["document_ids"][0]
+    own.copy_(drawn_ids("cpu", 6))
+    check(tensors, drawn_ids("cpu", 6), flexmasks.attention, mask=plan)
+
+
+def test_captured_variables_and_offsets_are_updated() -> None:
+    lens, starts = torch.tensor([200, 90]), torch.tensor([100, 0])
+    mask = lambda b, h, q, kv: (kv < lens[b]) & (kv <= q)  # noqa: E731
+    plan = flexmasks.plan(mask, 50, LENGTH, batch=BATCH, heads=HEADS, q_offset=starts)
+    q, k, v = qkv(requires_grad=False)
+    position = torch.arange(LENGTH)
+    for _ in range(3):
+        out = flexmasks.attention(q[:, :, :50], k, v, mask=plan)
+        queries = position[:50] + starts[:, None]
+        visible = (position <= queries[..., None]) & (position < lens[:, None, None])
+        want = expected([q[:, :, :50], k, v], visible[:, None])[0].nan_to_num(0.0)
+        assert error(out, want) < TOLERANCE[out.dtype]
+        lens, starts = lens // 2, starts // 3
+        plan.update(lens=lens, q_offset=starts)
+
+
+def test_scores_in_plans() -> None:
+    tensors, ids = qkv(requires_grad=False), drawn_ids("cpu", 0)
+    slopes = torch.rand(HEADS)
+    plan = flexmasks.plan(packed(ids), LENGTH, score="alibi", slopes=slopes)
+    position = torch.arange(LENGTH)
+    for _ in range(3):
+        bias = -slopes.double()[:, None, None] * (position[:, None] - position).abs()
+        got = flexmasks.attention(*tensors, mask=plan)
+        assert error(got, expected(tensors, seen(ids), bias)[0]) < TOLERANCE[got.dtype]
+        slopes, ids = torch.rand(HEADS), drawn_ids("cpu", 7)
+        plan.update(slopes=slopes, document_ids=ids)
+    with pytest.raises(TypeError, match="has a score"):
+        flexmasks.attention(*tensors, mask=plan, score="softcap", cap=3.0)
+    alone = flexmasks.plan(packed(ids), LENGTH)
+    want = flexmasks.attention(*tensors, mask=packed(ids), score="softcap", cap=3.0)
+    for _ in range(2):
+        assert error(flexmasks.attention(*tensors, mask=alone, score="softcap", cap=3.0), want.double()) < 1e-5
+
+
+def test_scores_that_learn() -> None:
+    """They keep their gradients: the tensor stays the user's own."""
+    tensors, slopes = qkv(requires_grad=False), torch.rand(HEADS, requires_grad=True)
+    plan = flexmasks.plan("causal", LENGTH, score="alibi", slopes=slopes)
+    for _ in range(2):
+        got, want = (
+            torch.autograd.grad(flexmasks.attention(*tensors, **given).square().sum(), slopes)[0]
+            for given in ({"mask": plan}, {"mask": "causal", "score": "alibi", "slopes": slopes})
+        )
+        assert torch.equal(got, want)
+        with torch.no_grad():
+            slopes.mul_(2)
+    with pytest.raises(ValueError, match="no tensors of its own"):
+        plan.update(slopes=slopes)
+
+
+class _Switch:
+    is_causal = True
+
+
+def test_functions_that_read_what_no_plan_can_copy() -> None:
+    switch, tensors = _Switch(), qkv(requires_grad=False)
+    plan = flexmasks.plan(lambda b, h, q, kv: (q >= kv) if switch.is_causal else (q <= kv), LENGTH)
+    for is_causal in (True, False, True):
+        switch.is_causal = is_causal
+        visible = torch.ones(LENGTH, LENGTH, dtype=torch.bool)
+        visible = visible.tril() if is_causal else visible.triu()
+        got = flexmasks.attention(*tensors, mask=plan)
+        assert error(got, expected(tensors, visible)[0]) < TOLERANCE[got.dtype]
+
+
+def test_plans_are_copied_pickled_and_shown() -> None:
+    ids = drawn_ids("cpu", 0)
+    plan = flexmasks.plan(packed(ids), LENGTH, batch=BATCH, heads=HEADS)
+    want = flexmasks.block_mask(packed(ids), LENGTH, batch=BATCH, heads=HEADS)
+    others = copy.copy(plan), copy.deepcopy(plan), pickle.loads(pickle.dumps(plan)), plan.to("cpu")
+    for other in (plan, *others):
+        assert repr(other) == repr(plan)
+        assert torch.equal(other.block_mask.to_dense(), want.to_dense())
+        assert other.sparsity == pytest.approx(want.sparsity() / 100)
+        check(qkv(), ids, flexmasks.attention, mask=other)
+    plan.update(document_ids=drawn_ids("cpu", 1))
+    changed = flexmasks.block_mask(packed(drawn_ids("cpu", 1)), LENGTH, batch=BATCH, heads=HEADS)
+    assert torch.equal(plan.block_mask.to_dense(), changed.to_dense())
+    assert torch.equal(others[0].block_mask.to_dense(), want.to_dense())
+    explanation = plan.explain(*qkv(), backend="reference")
+    assert explanation.backend == "reference"
+
+
+def test_calls_that_do_not_fit() -> None:
+    q, k, v = qkv(requires_grad=False)
+    plan = flexmasks.plan("sliding_window", LENGTH, batch=BATCH, heads=HEADS, window=3)
+    for tensors in (
+        (q[:, :, 1:], k, v),
+        (q, k[:, :, 1:], v[:, :, 1:]),
+        (q[:1], k[:1], v[:1]),
+        (q[:, :2], k[:, :2], v[:, :2]),
+    ):
+        for attend in (flexmasks.attention, plan.explain):
+            given = {} if attend == plan.explain else {"mask": plan}
+            with pytest.raises(
+                ValueError, match=r"the plan is for q_len=300, kv_len=300, batch=2, heads=4 on cpu, and q"
+            ):
+                attend(*tensors, **given)
+    for given, message in (
+        ({"q_offset": 1}, "has its own `q_offset`"),
+        ({"block_mask": plan.block_mask}, "not both"),
+        ({"window": 3}, "given twice|no parameter"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            flexmasks.attention(q, k, v, mask=plan, **given)
+    with pytest.raises(TypeError, match="Plan"):
+        flexmasks.get_mask(plan)
+    with pytest.raises(ValueError, match="it has none"):
+        plan.update(window=torch.tensor(3))
+    with pytest.raises(ValueError, match="in 0"):
+        flexmasks.plan("padding", LENGTH, batch=1, heads=1, seq_lens=torch.tensor([-1]))
+
+
+def test_updates_that_do_not_fit_change_nothing() -> None:
+    tensors, lens = qkv(), torch.tensor([100, 50])
+    plan = flexmasks.plan("padding", LENGTH, batch=BATCH, heads=HEADS, seq_lens=lens)
+    want = flexmasks.attention(*tensors, mask=plan)
+    wrong = torch.tensor([1]), torch.tensor([1.0, 2.0]), torch.tensor([1, 1000]), [1, 2, 3], "x"
+    for value in wrong:
+        with pytest.raises((ValueError, TypeError), match="seq_lens"):
+            plan.update(seq_lens=value)
+        assert torch.equal(flexmasks.attention(*tensors, mask=plan), want)
+    plan.update(seq_lens=[7, 9])
+    assert torch.equal(plan.tensors["seq_lens"][0], torch.tensor([7, 9]))
+
+
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 1000), length=st.sampled_from([1, 64, 129, 300]), steps=st.integers(1, 3))
+def test_random_plans(seed: int, length: int, steps: int) -> None:
+    tensors = qkv(length=length)
+    plan = flexmasks.plan(packed(drawn_ids("cpu", seed, length)), length)
+    for step in range(steps):
+        ids = drawn_ids("cpu", seed + step, length)
+        plan.update(document_ids=ids)
+        check(tensors, ids, flexmasks.attention, mask=plan)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["triton", "dense", "flash", "reference"])
+def test_captured_graphs_see_updates(backend: str) -> None:
+    tensors = [x.detach() for x in qkv("cuda")]
+    plan = flexmasks.plan(packed(drawn_ids("cuda", 0)), LENGTH, batch=BATCH, heads=HEADS)
+    if backend == "flash" and flexmasks.explain(*tensors, mask=plan).others.get("flash"):
+        pytest.skip("flash does not run here")
+    for _ in range(3):
+        flexmasks.attention(*tensors, mask=plan, backend=backend)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = flexmasks.attention(*tensors, mask=plan, backend=backend)
+    for seed in range(1, 5):
+        ids = drawn_ids("cuda", seed)
+        plan.update(document_ids=ids)
+        graph.replay()
+        assert error(out, expected(tensors, seen(ids))[0]) < 3 * TOLERANCE[out.dtype]
+
+
+@pytest.mark.gpu
+def test_updates_wait_for_nothing() -> None:
+    tensors = [x.detach() for x in qkv("cuda")]
+    plan = flexmasks.plan(packed(drawn_ids("cuda", 0)), LENGTH, batch=BATCH, heads=HEADS)
+    drawn = [drawn_ids("cuda", seed) for seed in range(6)]
+    for step, ids in enumerate(drawn):
+        if step == 3:
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            plan.update(document_ids=ids)
+            out = flexmasks.attention(*tensors, mask=plan)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert error(out, expected(tensors, seen(ids))[0]) < 3 * TOLERANCE[out.dtype]
