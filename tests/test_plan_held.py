@@ -12,6 +12,7 @@ import torch
 from helpers import DEVICES, TOLERANCE, error
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_kept import refused
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
@@ -55,15 +56,16 @@ def expected(tensors: list[Tensor], visible: Tensor, bias: Tensor | float = 0.0)
 
 def check(tensors: list[Tensor], ids: Tensor, attend: Callable[..., Tensor], **given: Any) -> None:
     out = attend(*tensors, **given)
-    results = [out, *torch.autograd.grad(out.sum(), tensors)]
-    for got, want in zip(results, expected(tensors, seen(ids)), strict=True):
+    results = [out, *(torch.autograd.grad(out.sum(), tensors) if out.requires_grad else ())]
+    for got, want in zip(results, expected(tensors, seen(ids)), strict=False):
         assert error(got, want) < 3 * TOLERANCE[got.dtype]
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("number", range(4))
 def test_plans_take_new_tensors_on_each_backend(device: str, number: int) -> None:
-    backend, tensors = OF_DEVICE[device][number], qkv(device)
+    backend = OF_DEVICE[device][number]
+    tensors = qkv(device, requires_grad=backend != "cpu")
     plan = flexmasks.plan(packed(drawn_ids(device, 0)), LENGTH, batch=BATCH, heads=HEADS)
     for step in range(4):
         for _ in range(2):
@@ -115,7 +117,7 @@ def test_plans_in_activation_checkpoints() -> None:
     )
 
 
-@pytest.mark.parametrize("backend", ["cpu", "dense", "reference"])
+@pytest.mark.parametrize("backend", ["dense", "reference"])
 def test_a_change_before_the_backward_pass_raises(backend: str) -> None:
     """Or gives the gradients of the mask of the forward pass, where the backend keeps its own tensors."""
     tensors, ids = qkv(), drawn_ids("cpu", 0)
@@ -123,11 +125,8 @@ def test_a_change_before_the_backward_pass_raises(backend: str) -> None:
     for _ in range(3):  # the first plans of a kind are made otherwise than later ones
         out = flexmasks.attention(*tensors, mask=plan, backend=backend)
         plan.update(document_ids=drawn_ids("cpu", 1))
-        try:
+        with refused():
             got = torch.autograd.grad(out.sum(), tensors)
-        except RuntimeError as raised:
-            assert "modified by an inplace operation" in str(raised)
-        else:
             for x, want in zip(got, expected(tensors, seen(ids))[1:], strict=True):
                 assert error(x, want) < 3 * TOLERANCE[x.dtype]
         plan.update(document_ids=ids)
@@ -219,11 +218,16 @@ def test_plans_are_copied_pickled_and_shown() -> None:
     ids = drawn_ids("cpu", 0)
     plan = flexmasks.plan(packed(ids), LENGTH, batch=BATCH, heads=HEADS)
     want = flexmasks.block_mask(packed(ids), LENGTH, batch=BATCH, heads=HEADS)
+    blocks = (
+        torch.nn.functional.pad(seen(ids), (0, 84, 0, 84)).unflatten(3, (3, 128)).unflatten(2, (3, 128)).amax((3, 5))
+    )
+    edges = torch.tensor([128, 128, 44])
+    empty = 1 - (blocks * edges[:, None] * edges).sum().item() / (BATCH * LENGTH**2)
     others = copy.copy(plan), copy.deepcopy(plan), pickle.loads(pickle.dumps(plan)), plan.to("cpu")
     for other in (plan, *others):
         assert repr(other) == repr(plan)
         assert torch.equal(other.block_mask.to_dense(), want.to_dense())
-        assert other.sparsity == pytest.approx(want.sparsity() / 100)
+        assert other.sparsity == pytest.approx(empty)
         check(qkv(), ids, flexmasks.attention, mask=other)
     plan.update(document_ids=drawn_ids("cpu", 1))
     changed = flexmasks.block_mask(packed(drawn_ids("cpu", 1)), LENGTH, batch=BATCH, heads=HEADS)
@@ -236,25 +240,18 @@ def test_plans_are_copied_pickled_and_shown() -> None:
 def test_calls_that_do_not_fit() -> None:
     q, k, v = qkv(requires_grad=False)
     plan = flexmasks.plan("sliding_window", LENGTH, batch=BATCH, heads=HEADS, window=3)
-    for tensors in (
-        (q[:, :, 1:], k, v),
-        (q, k[:, :, 1:], v[:, :, 1:]),
-        (q[:1], k[:1], v[:1]),
-        (q[:, :2], k[:, :2], v[:, :2]),
-    ):
-        for attend in (flexmasks.attention, plan.explain):
-            given = {} if attend == plan.explain else {"mask": plan}
-            with pytest.raises(
-                ValueError, match=r"the plan is for q_len=300, kv_len=300, batch=2, heads=4 on cpu, and q"
-            ):
-                attend(*tensors, **given)
-    for given, message in (
+    fewer_heads = q[:, :2], k[:, :2], v[:, :2]
+    for tensors in ((q[:, :, 1:], k, v), (q, k[:, :, 1:], v[:, :, 1:]), (q[:1], k[:1], v[:1]), fewer_heads):
+        for attend, options in ((flexmasks.attention, {"mask": plan}), (plan.explain, {})):
+            with pytest.raises(ValueError, match=r"q_len=300, kv_len=300, batch=2, heads=4 on cpu, and q is"):
+                attend(*tensors, **options)
+    for options, message in (
         ({"q_offset": 1}, "has its own `q_offset`"),
         ({"block_mask": plan.block_mask}, "not both"),
         ({"window": 3}, "given twice|no parameter"),
     ):
         with pytest.raises(TypeError, match=message):
-            flexmasks.attention(q, k, v, mask=plan, **given)
+            flexmasks.attention(q, k, v, mask=plan, **options)
     with pytest.raises(TypeError, match="Plan"):
         flexmasks.get_mask(plan)
     with pytest.raises(ValueError, match="it has none"):
