@@ -662,6 +662,8 @@ def _forms_of(replay: Replay, planned: _Planned, tensors: list[Tensor]) -> list[
         q_len = planned.mask.size.q_len
         forms.append(Form([planned.where_last], [tensors[-2]], lambda lens: [offset_of_last(lens[0], q_len)]))
     for name in replay.reads:
+        if name == "pages" and len(tensors) > _OF_PAGES:
+            return None  # the others decided what the mask is
         if name in ("pages", "table"):
             pages = tensors[-_OF_PAGES:] if name == "pages" else tensors[-1:]
             forms.append(Form(replay.taken()[0][-len(pages) :], pages, list))

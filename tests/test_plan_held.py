@@ -51,7 +51,7 @@ def expected(tensors: list[Tensor], visible: Tensor, bias: Tensor | float = 0.0)
     leaves = [x.detach().double().requires_grad_() for x in tensors]
     added = (torch.zeros_like(visible, dtype=torch.float64) + bias).masked_fill(~visible, -torch.inf)
     out = scaled_dot_product_attention(*leaves, attn_mask=added)
-    return [out.detach(), *torch.autograd.grad(out.sum(), leaves)]
+    return [x.detach().cpu() for x in (out, *torch.autograd.grad(out.sum(), leaves))]
 
 
 def check(tensors: list[Tensor], ids: Tensor, attend: Callable[..., Tensor], **given: Any) -> None:

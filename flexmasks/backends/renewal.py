@@ -56,10 +56,6 @@ class Renewal:
         # The place of each tensor among those of a later call, or the constant itself.
         self._read = [(places.get(id(t)), constants.get(id(t))) for t in read]
         self._captured = [(in_functions.get(id(t)), None if id(t) in in_functions else t) for t in captured]
-        used = {n for _, inputs in self._programs for n in inputs}
-        used |= {n for n, _ in (*self._read, *self._captured, *spread) if n is not None}
-        if not used.issuperset(range(self._count)):
-            raise Opaque("a tensor that decided what the call is")
         self._lends = replay.lends
         self._recorded = [program for program, _ in self._programs if isinstance(program, Recorded)]
 
