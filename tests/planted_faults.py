@@ -249,6 +249,12 @@ FAULTS: list[Fault] = [
         '"inputs", structure.kind, inputs, _values(constants)',
         '"inputs", structure.kind, inputs',
     ),
+    Fault("plans/held.py", "if self.tensors and self._versions != self._present_versions():", "if False:"),
+    Fault(
+        "plans/held.py",
+        "            pairs += [(old, new) for old, new in",
+        "            pairs = [(old, new) for old, new in",
+    ),
     Fault("backends/renewal.py", "form.program is None or any(id(t)", "any(id(t)"),
     Fault("backends/forms.py", 'kind = "inexact", is_score, key, shapes,', 'kind = "inexact", is_score, key,'),
     # --- kernels, which Triton's interpreter runs ---
@@ -364,7 +370,7 @@ FAULTS: list[Fault] = [
     Fault("calls.py", "key += [name, repr(value)]", "key += [name, value]"),
     Fault(
         "calls.py",
-        "    if grad and any(t.requires_grad for t in tensors):\n        return None\n    return (",
+        "    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):\n        return None\n    return (",
         "    return (",
     ),
     Fault("calls.py", "q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()", "q.shape, k.shape, v.shape"),
