@@ -63,7 +63,7 @@ class Plan(HeldPlan):
         the first update of a kind, the host waits for nothing.
 
         Args:
-            **tensors: new values by the names of parameters, captured variables, or `q_offset`; tensors of the same
+            **tensors: new values by the names of parameters or captured variables, or as q_offset; tensors of the same
                 shape and device, or lists. A name that several parts of the mask have stands for all of them.
 
         Raises:
