@@ -629,7 +629,7 @@ def _key_and_tensors(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple
     if type(scale) not in _SCALES or compat.in_forward_derivative() or compat.in_vmap():
         return None
     device, grad = q.device, torch.is_grad_enabled()
-    if compat.autocast_anywhere() and autocasts(device.type):  # the check of all devices is fast
+    if autocasts(device.type):
         return None
     tensors: list[Tensor] = []
     functions = _simple_key(request, tensors)

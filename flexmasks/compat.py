@@ -15,7 +15,6 @@ each call its own recompile limit, but all calls on one function share a limit o
 from __future__ import annotations
 
 import ast
-import concurrent.futures
 import contextlib
 import contextvars
 import errno
@@ -33,6 +32,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -119,6 +119,10 @@ TAKES_NARROW_LISTS = _TORCH >= (2, 14)
 # gradient.
 FLASH_GIVES_LSE = _TORCH >= (2, 14)
 
+# Whether FLASH's compiler reads captured tensors by vectors, as in torch 2.13; torch 2.11 does not. GPUs of capability
+# 10 and above then read some wrongly.
+FLASH_READS_VECTORS = _TORCH > (2, 11)
+
 # --- names that are imported at their first use ---
 
 # Torch's compilers and SymPy take longer to import than the rest of torch. Many processes only make or draw masks, so
@@ -193,8 +197,11 @@ def _keep_device_guard() -> None:
     is_installed = threading.Event()
 
     def install() -> None:
-        named("torch._C:_ensureCUDADeviceGuardSet", otherwise=lambda: None)()
-        is_installed.set()
+        try:
+            with fake_mode():
+                pass
+        finally:
+            is_installed.set()
         threading.Event().wait()
 
     threading.Thread(target=install, name="flexmasks-device-guard", daemon=True).start()
@@ -212,32 +219,27 @@ require: Any = torch._check
 # --- transforms of torch.func, derivatives, dispatch modes, autocast: what is active around a call ---
 
 _NO_TRANSFORMS = "calls inside transforms of torch.func"
-# The innermost active transform of torch.func, and whether one is active; each takes the other's place. No public
-# equivalents.
-innermost_transform: Callable[[], Any] = named(
-    "torch._C._functorch:peek_interpreter_stack", otherwise=lambda: transforms_active() or None
-)
+# The active transforms of torch.func, the innermost last, or None. No public equivalent.
+_levels: Callable[[], list[Any] | None] = named("torch._C._functorch:get_interpreter_stack", _NO_TRANSFORMS)
 transforms_active: Callable[[], bool] = named(
-    "torch._C:_are_functorch_transforms_active", otherwise=lambda: innermost_transform() is not None
+    "torch._C:_are_functorch_transforms_active", otherwise=lambda: bool(_levels())
 )
 
 # Wrappers that these transforms put around tensors. No public equivalents; without them such tensors look like others.
 is_wrapped: Callable[[Any], bool] = named("torch._C._functorch:is_functorch_wrapped_tensor", otherwise=lambda x: False)
-is_batched: Callable[[Any], bool] = named("torch._C._functorch:is_batchedtensor", otherwise=lambda x: False)
 unwrapped: Callable[[Tensor], Tensor] = named("torch._C._functorch:get_unwrapped", _NO_TRANSFORMS)
 
-# Wrapper that torch.autograd.grad(is_grads_batched=True) puts around tensors. No public equivalent.
-is_batched_gradient: Callable[[Tensor], bool] = named(
-    "torch._C._functorch:is_legacy_batchedtensor", otherwise=lambda x: False
-)
 
-# Active dispatch modes of this thread: their number, the modes, and ways to leave them and to enter them again.
+def is_batched(x: Tensor) -> bool:
+    """Return whether torch.vmap has put the outermost wrapper around a tensor, which hides a dimension."""
+    return is_wrapped(x) and unwrapped(x).dim() != x.dim()
+
+
+# Active dispatch modes of this thread: their number, the modes, and a way to leave them.
 _MODES = "torch.utils._python_dispatch"
 _NO_MODES = "calls inside a TorchDispatchMode"
 _count_of_modes: Callable[[], int] = named("torch._C:_len_torch_dispatch_stack", otherwise=lambda: len(_stack()))
 _stack: Callable[[], list[Any]] = named(f"{_MODES}:_get_current_dispatch_mode_stack", _NO_MODES)
-_pop_mode: Callable[[], Any] = named(f"{_MODES}:_pop_mode", _NO_MODES)
-_push_mode: Callable[[Any], None] = named(f"{_MODES}:_push_mode", _NO_MODES)
 _disable_modes: Any = named(f"{_MODES}:_disable_current_modes", _NO_MODES)
 
 # Base of a mode that sees every operation of a function. No public equivalent.
@@ -256,12 +258,6 @@ make_wrapper_subclass: Any = named(
     otherwise=lambda kind, shape, dtype, device: torch.empty(shape, dtype=dtype, device="meta").as_subclass(kind),
 )
 
-# Whether autocast is on for any device. torch.is_autocast_enabled(device) is public, and ten times slower.
-autocast_anywhere: Callable[[], bool] = named(
-    "torch._C:_is_any_autocast_enabled",
-    otherwise=lambda: torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"),
-)
-
 
 def outside_transforms() -> contextlib.AbstractContextManager[Any]:
     """Leave the active transforms for a block of code, so that what it computes may be cached."""
@@ -276,13 +272,6 @@ def without_dispatch_modes() -> contextlib.AbstractContextManager[Any]:
     if not in_dispatch_mode():
         return contextlib.nullcontext()
     return cast(contextlib.AbstractContextManager[Any], _disable_modes())
-
-
-# Modes of selective activation checkpointing, without which its caches hold what a kernel overwrites.
-_SELECTIVE = (
-    named("torch.utils.checkpoint:_CachingTorchDispatchMode", otherwise=_Never),
-    named("torch.utils.checkpoint:_CachedTorchDispatchMode", otherwise=_Never),
-)
 
 
 def in_dispatch_mode() -> bool:
@@ -317,14 +306,11 @@ def in_foreign_dispatch_mode() -> bool:
     return in_dispatch_mode() and not all(m.ignore_compile_internals() for m in _stack())
 
 
-_levels: Callable[[], list[Any]] = named("torch._C._functorch:get_interpreter_stack", _NO_TRANSFORMS)
-
-
 def in_vmap() -> bool:
     """Return whether torch.func.vmap is among the active transforms. No public equivalent."""
     if not transforms_active():
         return False
-    return any(level.key().name == "Vmap" for level in _levels())
+    return any(level.key().name == "Vmap" for level in _levels() or ())
 
 
 def in_forward_derivative() -> bool:
@@ -350,29 +336,6 @@ forward_derivatives: Callable[[bool], contextlib.AbstractContextManager[Any]] = 
 SingleLevelFunction: Any = named("torch.autograd.function:_SingleLevelFunction", otherwise=torch.autograd.Function)
 
 
-_NO_TILES = "training on a CPU inside torch.compile"
-
-
-@functools.cache
-def _dispatch_of_new_threads() -> tuple[Any, Any]:
-    sets = [
-        named("torch._C:_dispatch_tls_local_include_set", _NO_TILES),
-        named("torch._C:_dispatch_tls_local_exclude_set", _NO_TILES),
-    ]
-    with concurrent.futures.ThreadPoolExecutor(1) as threads:
-        included, excluded = (threads.submit(s).result() for s in sets)
-    return included, excluded
-
-
-def outside_operators() -> contextlib.AbstractContextManager[Any]:
-    """Let autograd and torch.vmap work inside an operator, below whose dispatch torch excludes them.
-
-    No public equivalent.
-    """
-    guard = named("torch._C:_ForceDispatchKeyGuard", _NO_TILES)
-    return cast(contextlib.AbstractContextManager[Any], guard(*_dispatch_of_new_threads()))
-
-
 # --- torch.compile ---
 
 
@@ -390,7 +353,7 @@ def is_compiling() -> bool:
     # While Dynamo traces, the next function is constant, and Dynamo looks no further.
     if torch.compiler.is_dynamo_compiling() or _traced_context() is not None:
         return True
-    return in_dispatch_mode() and not all(isinstance(m, _SELECTIVE) for m in _stack())
+    return in_dispatch_mode() and not all(map(_is_of_checkpointing, _stack()))
 
 
 # Whether Dynamo tells torch.export from torch.compile: torch 2.11 takes all that it traces for an export.
@@ -456,29 +419,29 @@ def passing_error(error: BaseException) -> BaseException | None:
     return found
 
 
-_AUTOGRAD = "torch._C._autograd"
-_hooks_are_allowed: Callable[[], bool] = named(f"{_AUTOGRAD}:_saved_tensors_hooks_is_enabled", otherwise=lambda: True)
-_top_hooks: Callable[[bool], Any] = named(f"{_AUTOGRAD}:_top_saved_tensors_default_hooks", otherwise=lambda _: None)
-
-
-def beside_saved_tensors_hooks() -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def beside_saved_tensors_hooks() -> Iterator[None]:
     """Let tensors be saved for a backward pass without the hooks of the code around.
 
     Hooks of its own take their place, which keep a tensor without its history: with it, a result that a function saves
-    would keep itself alive. Whether the code around has forbidden all hooks has no public name; where it has, there are
-    none, and new ones would raise an error.
+    would keep itself alive. Where the code around has forbidden all hooks, there are none, and new ones raise an error.
     """
-    if not _hooks_are_allowed():
-        return contextlib.nullcontext()
-    return torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, _kept)
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(RuntimeError):
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, _kept))
+        yield
 
 
 def saves_by_hooks() -> bool:
     """Return whether the code around has hooks for saved tensors, as activation checkpointing does.
 
-    No public equivalent.
+    torch does not answer that, but refuses to forbid hooks where there are some.
     """
-    return _top_hooks(True) is not None
+    try:
+        with torch.autograd.graph.disable_saved_tensors_hooks("flexmasks asks whether there are hooks"):
+            return False
+    except RuntimeError:
+        return True
 
 
 def cannot_read(error: BaseException) -> bool:
@@ -703,15 +666,10 @@ def value_in_graph(x: Tensor) -> tuple[tuple[int, ...], Any]:
     """Return a key of the value that a tensor of a traced graph has now.
 
     Also returns what must live as long as the key. The value changes with each change in place: of the
-    version, or, where torch replaces values in place of changes, of the value inside. No public equivalent: without it
-    changed tensors look alike.
+    version, or, where torch replaces values in place of changes, of the value inside, which `from_functional` returns.
     """
-    value = x
-    with _IMPORTING:
-        kind = named("torch._subclasses.functional_tensor:FunctionalTensor", otherwise=_Never)
-    if isinstance(x, kind):
-        named("torch:_sync", "masks of tensors that a compiled graph changes")(x)
-        value = named("torch:_from_functional_tensor", "masks of tensors that a compiled graph changes")(x.elem)
+    is_replaced = hasattr(type(x), "from_functional")
+    value = cast(Any, x).from_functional() if is_replaced else x
     return (id(x), x._version, id(value)), (x, value)
 
 
@@ -729,16 +687,6 @@ def inductor_decompositions() -> Any:
     """Return the decompositions of operators that FLASH's compiler applies. No public equivalent."""
     with _IMPORTING:
         return named("torch._inductor.decomposition:select_decomp_table", "a look at functions for FLASH")()
-
-
-@functools.cache
-def flash_reads_vectors() -> bool:
-    """Return whether torch's FLASH compiler reads captured tensors by vectors, as torch 2.13 does.
-
-    GPUs of capability 10 and above then read some tensors wrongly.
-    """
-    with _IMPORTING:
-        return importlib.util.find_spec("torch._inductor.codegen.cutedsl.lane_analysis") is not None
 
 
 def size_hint(n: Any) -> int:
@@ -770,12 +718,17 @@ def copy_all(places: list[torch.Tensor], values: list[torch.Tensor]) -> None:
 _LEFT: contextvars.ContextVar[list[Any]] = contextvars.ContextVar("modes that were left", default=[])  # noqa: B039
 
 
+def _is_of_checkpointing(mode: Any) -> bool:
+    """Return whether a mode is one of selective activation checkpointing, which have no public names."""
+    return type(mode).__module__ == torch.utils.checkpoint.__name__
+
+
 def in_selective_checkpointing() -> bool:
     """Return whether selective activation checkpointing watches the operations of this thread.
 
-    It keeps their results, and counts those that it computes again. Its modes have no public names.
+    It keeps their results, and counts those that it computes again.
     """
-    return in_dispatch_mode() and any(isinstance(mode, _SELECTIVE) for mode in _stack())
+    return in_dispatch_mode() and any(map(_is_of_checkpointing, _stack()))
 
 
 @contextlib.contextmanager
@@ -784,7 +737,7 @@ def unseen_by_checkpointing() -> Iterator[None]:
     modes = _stack()
     token = _LEFT.set(modes)
     try:
-        with _in_modes([mode for mode in modes if not isinstance(mode, _SELECTIVE)]):
+        with without_dispatch_modes(), _told([mode for mode in modes if not _is_of_checkpointing(mode)]):
             yield
     finally:
         _LEFT.reset(token)
@@ -795,30 +748,32 @@ def is_unseen_by_checkpointing() -> bool:
     return bool(_LEFT.get())
 
 
-def seen_by_checkpointing() -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def seen_by_checkpointing() -> Iterator[None]:
     """Return to the modes that `unseen_by_checkpointing` has left."""
-    return _in_modes(_LEFT.get())
+    with without_dispatch_modes(), _told(_LEFT.get()):
+        yield
 
 
 @contextlib.contextmanager
-def _in_modes(modes: list[Any]) -> Iterator[None]:
-    """Run in these dispatch modes alone, the oldest first. No public equivalent.
+def _told(modes: list[Any]) -> Iterator[None]:
+    """Tell modes of each operation, the oldest first.
 
-    `with mode:` would begin to count anew.
+    `with mode:` would make a mode of checkpointing count anew.
     """
-    before = _stack()
-    _replace_modes(modes)
-    try:
+
+    class Told(TorchDispatchMode):
+        def __init__(self, mode: Any) -> None:
+            super().__init__()
+            self.mode = mode
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return self.mode.__torch_dispatch__(func, types, args, kwargs or {})
+
+    with contextlib.ExitStack() as stack:
+        for mode in modes:
+            stack.enter_context(Told(mode))
         yield
-    finally:
-        _replace_modes(before)
-
-
-def _replace_modes(modes: list[Any]) -> None:
-    while in_dispatch_mode():
-        _pop_mode()
-    for mode in modes:
-        _push_mode(mode)
 
 
 # The address of the current stream of a GPU, by its index. The public way takes longer.
@@ -975,17 +930,18 @@ def nested(values: Tensor, offsets: Tensor, jagged_dim: int) -> Tensor:
 # The kernel that scaled_dot_product_attention would use, an SDPBackend's value. Without it, calls that torch would run
 # unfused are taken for fused ones.
 fused_sdp_choice: Callable[..., int] = named("torch:_fused_sdp_choice", otherwise=lambda *_, **__: 1)
-# Their order; without it, a new order goes unnoticed.
-_sdp_order: Callable[[], list[int]] = named("torch._C:_get_sdp_priority_order", otherwise=list)
 
 
 def sdp_settings() -> tuple[Any, ...]:
-    """Return the settings of torch on which its choice of a kernel depends."""
+    """Return the settings of torch on which its choice of a kernel depends.
+
+    torch gives no public answer about the order of its kernels, so a new order with the unfused kernel first goes
+    unnoticed where a call was made before: torch then runs that call unfused.
+    """
     cuda = torch.backends.cuda
     return (
         cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled(), cuda.math_sdp_enabled(),
         torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled(),
-        *_sdp_order(),
     )  # fmt: skip
 
 

@@ -35,6 +35,7 @@ from flexmasks.backends.call import Call, Result, first_line
 from flexmasks.backends.slices import OverIndices, Visible, attend_by_slices, is_traced_or_transformed
 from flexmasks.backends.tiles import Tiles, learned_by
 from flexmasks.blocks.elements import with_indexing_by_numbers
+from flexmasks.kernels.direct import has_memory
 from flexmasks.spec.captures import Frozen
 
 _log = logging.getLogger("flexmasks")
@@ -145,7 +146,7 @@ class _AttendByTiles(torch.autograd.Function):
         ctx.check()
         out, lse, *tensors = ctx.saved_tensors
         differentiable = torch.is_grad_enabled()  # the caller asks for derivatives of these gradients
-        if not differentiable and not is_traced_or_transformed() and not any(map(compat.is_batched_gradient, grads)):
+        if not differentiable and not is_traced_or_transformed() and all(map(has_memory, grads)):
             q, k, v, *learned = tensors
             return None, None, None, *ctx.tiles.backward(q, k, v, out, lse, *grads, learned)
         needed = ctx.needs_input_grad[3:]

@@ -30,9 +30,20 @@ def is_plain(*tensors: Tensor) -> bool:
 
 
 def _has_readable_memory(x: Tensor) -> bool:
-    # Under torch.autograd.grad(is_grads_batched=True) a gradient is a batch of them. A tensor such as z.conj().imag is
-    # negative: kernels read its memory, which lacks the sign.
-    return type(x) in _PLAIN and not (compat.is_batched_gradient(x) or x.is_meta or x.is_neg())
+    # A tensor such as z.conj().imag is negative: kernels read its memory, which lacks the sign.
+    return type(x) in _PLAIN and not (x.is_meta or x.is_neg()) and has_memory(x)
+
+
+def has_memory(x: Tensor) -> bool:
+    """Return whether a tensor has memory, which a batch of gradients has not.
+
+    torch.autograd.grad(is_grads_batched=True) hands on such batches.
+    """
+    try:
+        x.data_ptr()
+    except RuntimeError:
+        return False
+    return True
 
 
 def on(device: torch.device) -> contextlib.AbstractContextManager[object]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexmasks import compat
 from flexmasks.kernels.direct import is_plain
 
 _WIDE_ON = ("cuda",)  # devices where copies of 16 bytes at once are faster
@@ -20,7 +19,7 @@ def may_be_wide(x: Tensor) -> bool:
 
     It may not in torch.compile, whose own copies are fast, and in torch.func's transforms and forward derivatives.
     """
-    return x.device.type in _WIDE_ON and is_plain(x) and not (compat.is_wrapped(x) or x.is_conj())
+    return x.device.type in _WIDE_ON and is_plain(x) and not x.is_conj()
 
 
 def in_wide_numbers(x: Tensor) -> Tensor:
