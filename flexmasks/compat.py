@@ -14,23 +14,18 @@ each call its own recompile limit, but all calls on one function share a limit o
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import contextvars
-import errno
 import functools
-import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
 import logging
 import operator
-import pathlib
-import pickle
 import threading
 import types
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.utils.checkpoint
@@ -51,11 +46,13 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import flex_attention as flex_attention
 
     SingleLevelFunction: Any
+    StopRecomputation: Any
     TorchDispatchMode: Any
     after_autograd_keys: Any
     below_autograd: Any
     forward_derivatives: Callable[[bool], contextlib.AbstractContextManager[Any]]
     fused_sdp_choice: Callable[..., int]
+    inductor_config: Any
     in_dispatch_mode: Callable[[], int]
     in_function_mode: Callable[[], int]
     is_wrapped: Callable[[Any], bool]
@@ -250,7 +247,7 @@ NAMES: dict[str, tuple[str, Any]] = {
 
 # Held while these modules are imported. They import each other: threads that began at different ones would find some of
 # them half done.
-_IMPORTING = threading.RLock()
+IMPORTING = threading.RLock()
 
 
 def named(name: str) -> Any:
@@ -259,7 +256,7 @@ def named(name: str) -> Any:
         return globals()[name]
     path, without = NAMES[name]
     module, _, attribute = path.partition(":")
-    with _IMPORTING:
+    with IMPORTING:
         if name == "compile_lock":  # whoever traces holds it
             _keep_device_guard()
         if name == "flex_attention":
@@ -405,54 +402,6 @@ def is_exporting() -> bool:
     return torch.compiler.is_exporting()
 
 
-def is_wrong_bound(error: RuntimeError) -> bool:
-    """Return whether a kernel for the CPU compared an index with a wrong bound.
-
-    For some functions, tensors and lengths torch's CPU kernels for any length compare an index with the length of their
-    own part of the keys or queries. No public equivalent.
-    """
-    return "index out of bounds" in str(error) and "SplitSize" in str(error)
-
-
-def is_refused_for_tracing(error: RuntimeError) -> bool:
-    """Return whether a compiled function refused to run because some thread traces. No public equivalent."""
-    return str(error).startswith("Detected that you are using FX to symbolically trace")
-
-
-# Parts of messages about missing memory: of PyTorch's allocator for the CPU, cuBLAS, Triton and CuTe.
-_NO_MEMORY = "out of memory", "not enough memory", "can't allocate memory", "ALLOC_FAILED", "cudaErrorMemoryAllocation"
-# Numbers of errors of a folder that cannot be made or written, or of a full disk.
-_CANNOT_WRITE = errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOENT, errno.ENOSPC
-
-
-def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error, and the errors that it was raised from.
-
-    `inner_exception` is what an error of torch's compilers wraps. No public equivalent; without it a backend would be
-    left out for good after memory ran out while torch compiled.
-    """
-    known: set[int] = set()  # an inner error may have been raised from the outer one
-    while error is not None and id(error) not in known:
-        yield error
-        known.add(id(error))
-        error = getattr(error, "inner_exception", None) or error.__cause__
-
-
-def passing_error(error: BaseException) -> BaseException | None:
-    """Return the error that says nothing about the code that raised it, or None.
-
-    It is the innermost one, among an error and its causes, of missing memory, or the end of what torch's activation
-    checkpointing computes again: once it has all tensors that were saved, it ends the computation by an error. That
-    error has no public name; without it a backend that saves the last tensors would seem to have failed.
-    """
-    found = None
-    for e in causes(error):
-        is_named = isinstance(e, (torch.OutOfMemoryError, MemoryError, named("StopRecomputation")))
-        if is_named or (isinstance(e, RuntimeError) and any(text in str(e) for text in _NO_MEMORY)):
-            found = e
-    return found
-
-
 @contextlib.contextmanager
 def beside_saved_tensors_hooks() -> Iterator[None]:
     """Let tensors be saved for a backward pass without the hooks of the code around.
@@ -478,26 +427,8 @@ def saves_by_hooks() -> bool:
         return True
 
 
-def cannot_read(error: BaseException) -> bool:
-    """Return whether an error comes from a damaged pickle, source or library."""
-    kinds = EOFError, ImportError, SyntaxError, UnicodeDecodeError, pickle.UnpicklingError
-
-    def tells(e: BaseException) -> bool:
-        is_library = isinstance(e, OSError) and e.errno is None  # the system gives no number for one
-        # Inductor asserts, without a word, that a file of its cache holds what was written there.
-        is_silent = str(e).partition("\n")[0].rstrip().endswith("AssertionError:")
-        return is_library or is_silent or (isinstance(e, kinds) and not isinstance(e, ModuleNotFoundError))
-
-    return any(map(tells, causes(error)))
-
-
 def _kept(x: Tensor) -> Tensor:
     return x
-
-
-def cannot_write(error: BaseException) -> bool:
-    """Return whether an error comes from a file or folder that cannot be written."""
-    return any(isinstance(e, OSError) and e.errno in _CANNOT_WRITE for e in causes(error))
 
 
 def constant_in_graphs(function: _Function) -> _Function:
@@ -542,145 +473,6 @@ def constants(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple([constants(v) for v in value])
     return as_constant(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
-
-
-value_of_text = functools.lru_cache(maxsize=1024)(ast.literal_eval)
-
-
-def in_graph(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Let torch.compile not look into a function, whose operations on tensors enter the graph.
-
-    torch traces how Python takes each tuple among the arguments apart, which would be most of the time of a model's
-    first call. So tensors and numbers are handed on one by one, and a text says where they belong. What is Flat already
-    needs no more work.
-
-    function: takes tensors, numbers, strings, None and tuples of them, and returns tensors, which follow from what the
-        arguments hold, the library and the device alone: torch keeps compiled graphs in files.
-    """
-    name = f"{function.__module__}.{function.__qualname__}"
-    _IN_GRAPHS[name] = function
-    _key_of_library()  # before the files may change
-    with _IMPORTING:
-        torch.compiler.allow_in_graph(run_in_graph)
-
-    @functools.wraps(function)
-    def call(*args: Any) -> Any:
-        leaves: list[Any] = []
-        text = text_of(args, leaves)
-        return run_in_graph(name, text, *leaves)
-
-    return call
-
-
-_IN_GRAPHS: dict[str, Callable[..., Any]] = {}
-
-
-def run_in_graph(name: str, text: str, *leaves: Any) -> Any:
-    """Run a function that `in_graph` marked.
-
-    Graphs of torch.compile hold this function by its name, so it is public.
-    """
-    _let_torch_keep_graphs()
-    return _IN_GRAPHS[name](*Flat(text, tuple(map(_plain, leaves))).values())
-
-
-def _plain(value: Any) -> Any:
-    """Return a value without the kinds of dict and list that graphs hold."""
-    if isinstance(value, dict):
-        return {key: _plain(v) for key, v in value.items()}
-    return [_plain(v) for v in value] if isinstance(value, list) else value
-
-
-def _let_torch_keep_graphs() -> None:
-    """Let torch keep compiled graphs with `run_in_graph` on the disk.
-
-    Without it a new process differentiates and lowers each graph again, which takes most of a model's first call. The
-    setting is documented, in a private module; torch makes its value part of the keys of its cache.
-    """
-    config = named("inductor_config")
-    # Torch 2.11 leaves the default dtype out of its keys.
-    name, key = f"{__name__}.{run_in_graph.__name__}", f"{_key_of_library()} {torch.get_default_dtype()}"
-    known = getattr(config, "unsafe_marked_cacheable_functions", None)
-    if _key_of_library() and known is not None and known.get(name) != key:
-        config.unsafe_marked_cacheable_functions = known | {name: key}
-
-
-@functools.cache
-def _key_of_library() -> str:
-    """Return a text that changes with the sources of flexmasks and the version of flash-attn-4.
-
-    It is empty if there are no sources.
-    """
-    key, folder = hashlib.sha256(), pathlib.Path(__file__).parent
-    paths = sorted(folder.rglob("*.py"))
-    for path in paths:
-        text = path.read_bytes()
-        key.update(f"{path.relative_to(folder)} {len(text)} ".encode() + text)
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        key.update(importlib.metadata.version("flash-attn-4").encode())
-    return key.hexdigest() if paths else ""
-
-
-@constant_in_graphs
-def _repr(value: Any) -> str:
-    return repr(value)
-
-
-_PLACE = 0  # where a tensor or number belongs
-_IN_TEXT = (bool, str, type(None))
-
-
-class Flat(NamedTuple):
-    """Nested tuples taken apart, for functions of `in_graph`, which get the tuples."""
-
-    text: str  # see `text_of`
-    leaves: tuple[Any, ...]
-
-    def values(self) -> tuple[Any, ...]:
-        """Return the nested tuples."""
-        return _filled(value_of_text(self.text), iter(self.leaves))
-
-
-def text_of(values: tuple[Any, ...], leaves: list[Any]) -> str:
-    """Return a text of nested tuples, and append their tensors and numbers to `leaves`.
-
-    The text is that of Python, with 0 for a leaf. torch traces this function.
-    """
-    # torch has no guard for what `_repr` returns; a string of it needs none.
-    return f"{_repr(_places(values, leaves))}"
-
-
-def _places(values: tuple[Any, ...], leaves: list[Any]) -> tuple[Any, ...]:
-    """Return values with places in place of tensors and numbers, and append these to `leaves`.
-
-    A list holds the text of what is flat already.
-    """
-    places: list[Any] = []
-    for value in values:
-        if isinstance(value, _IN_TEXT):
-            places.append(value)
-        elif not isinstance(value, tuple):
-            leaves.append(value)
-            places.append(_PLACE)
-        elif isinstance(value, Flat):
-            leaves.extend(value.leaves)
-            places.append([value.text])
-        else:
-            places.append(_places(value, leaves))
-    return tuple(places)
-
-
-def _filled(places: tuple[Any, ...], leaves: Iterator[Any]) -> tuple[Any, ...]:
-    """Return the values of which `_places` made places."""
-    return tuple([_filled_place(place, leaves) for place in places])
-
-
-def _filled_place(place: Any, leaves: Iterator[Any]) -> Any:
-    if isinstance(place, list):
-        return _filled(value_of_text(place[0]), leaves)
-    if isinstance(place, tuple):
-        return _filled(place, leaves)
-    return next(leaves) if place is _PLACE else place
 
 
 def kept_with_graph() -> dict[Any, Any] | None:

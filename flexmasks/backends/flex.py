@@ -45,6 +45,7 @@ from flexmasks.backends.call import (
 )
 from flexmasks.backends.kernel_tiles import chosen_tiles
 from flexmasks.cache import Cache
+from flexmasks.errors import is_refused_for_tracing, is_wrong_bound, passing_error
 from flexmasks.kernels.compiling import announce
 
 _log = logging.getLogger("flexmasks")
@@ -337,7 +338,7 @@ def _run_kernel(
             kernel = _new_kernel(key, kernel.is_static)
             result = kernel.run(what, *args)
         except Exception as error:
-            if compat.passing_error(error) is not None:
+            if passing_error(error) is not None:
                 if _compilations() != before:  # torch may have marked the code as never to be compiled
                     _KERNELS.drop(key)
                 raise
@@ -406,7 +407,7 @@ def _run_compiled(kernel: _Kernel, what: str, *args: Any) -> tuple[Tensor, Tenso
     except (compat.FailOnRecompileLimitHit, compat.InductorError) as error:
         raise _Retry from error
     except RuntimeError as error:
-        if not (compat.is_refused_for_tracing(error) or compat.is_wrong_bound(error)):
+        if not (is_refused_for_tracing(error) or is_wrong_bound(error)):
             raise
         raise _Retry from error
     if _compilations() != before:
@@ -425,7 +426,7 @@ def _described(what: str, q: Tensor, k: Tensor) -> str:
 
 
 def _is_wrong_bound(error: Exception) -> bool:
-    return isinstance(error, RuntimeError) and compat.is_wrong_bound(error)
+    return isinstance(error, RuntimeError) and is_wrong_bound(error)
 
 
 def _compilations() -> int:

@@ -35,6 +35,7 @@ from flexmasks.backends.call import Call, Result, first_line
 from flexmasks.backends.slices import OverIndices, Visible, attend_by_slices, is_traced_or_transformed
 from flexmasks.backends.tiles import Tiles, learned_by
 from flexmasks.blocks.elements import with_indexing_by_numbers
+from flexmasks.errors import passing_error
 from flexmasks.kernels.direct import has_memory
 from flexmasks.spec.captures import Frozen
 
@@ -107,7 +108,7 @@ def frozen_functions(
                 for f, scores in zip(given, ([], [score]), strict=True)
             )
         except Exception as error:  # torch's tracing raises errors of any type
-            if compat.passing_error(error) is not None:
+            if passing_error(error) is not None:
                 raise
             _log.info("a backward pass reads attributes of objects again: %s", first_line(error))
     return mask_mod, score_mod, frozen.check

@@ -17,6 +17,7 @@ from torch import Tensor
 from flexmasks import compat
 from flexmasks.backends.slices import Visible
 from flexmasks.backends.tiles import Tiles, learned_by
+from flexmasks.graphs import value_of_text
 from flexmasks.plans.bounds import MaskKind, plan_bounds, unread
 from flexmasks.plans.data import reading_bits
 from flexmasks.plans.plan import block_size_for
@@ -126,7 +127,7 @@ class _Leaves(NamedTuple):
 
 
 def _described(tensors: Sequence[Tensor], numbers: Sequence[int], floats: Sequence[float], text: str) -> Described:
-    return Described(*_Leaves(list(tensors), list(numbers), list(floats)).value(compat.value_of_text(text)))
+    return Described(*_Leaves(list(tensors), list(numbers), list(floats)).value(value_of_text(text)))
 
 
 def _tiles(q: Tensor, k: Tensor, partial: Tensor, full: Tensor, call: Described, score_mod: Any) -> Tiles:
