@@ -137,10 +137,10 @@ _NO_MODES = "calls inside a TorchDispatchMode"
 _NO_SOFTMAX = "gradients of the fused softmax inside torch.func and torch.compile"
 _NO_TRANSFORMS = "calls inside transforms of torch.func"
 
-# Each name, where it is in torch, and what takes its place in a torch that does not have it; a text says what then
-# raises MissingFromTorch. Code reads `compat.NAME`, which looks into torch at the first use: torch's compilers and
-# SymPy take longer to import than the rest of torch, and many processes only make or draw masks. The names of
-# flex_attention, of symbolic_shapes and of proxy_tensor are public.
+# Each name, where it is in torch (a module and the name in it, or a module alone), and what takes its place in a torch
+# that does not have it; a text says what then raises MissingFromTorch. Code reads `compat.NAME`, which looks into torch
+# at the first use: torch's compilers and SymPy take longer to import than the rest of torch, and many processes only
+# make or draw masks. The names of flex_attention, of symbolic_shapes and of proxy_tensor are public.
 NAMES: dict[str, tuple[str, Any]] = {
     # --- torch.func, derivatives ---
     # The active transforms of torch.func, the innermost last, or None.
@@ -200,8 +200,8 @@ NAMES: dict[str, tuple[str, Any]] = {
     "forget_code": ("torch._dynamo.eval_frame:remove_from_cache", lambda code: None),
     # Settings, documented in private modules: whether torch.compile is switched off for the process, how many graphs
     # torch compiles from one code object, and functions with which graphs may be kept on the disk.
-    "dynamo_config": ("torch._dynamo:config", types.SimpleNamespace(disable=False, recompile_limit=8)),
-    "inductor_config": ("torch._inductor:config", types.SimpleNamespace(unsafe_marked_cacheable_functions=None)),
+    "dynamo_config": ("torch._dynamo.config", types.SimpleNamespace(disable=False, recompile_limit=8)),
+    "inductor_config": ("torch._inductor.config", types.SimpleNamespace(unsafe_marked_cacheable_functions=None)),
     # Checks a size inside an operator, also a symbolic one. torch documents it despite its name.
     "require": ("torch:_check", "masks of symbolic sizes in the softmax"),
     # Decompositions of operators that FLASH's compiler applies.
@@ -209,7 +209,7 @@ NAMES: dict[str, tuple[str, Any]] = {
     # What traces the gradients of flex_attention's scores, see `_trace_gradients_in_this_thread`.
     "trace_gradients": ("torch._higher_order_ops.flex_attention:create_fw_bw_graph", None),
     # What makes an operator an instruction of the GPU in compiled code; without it the operator is not used.
-    "lowering": ("torch._inductor:lowering", None),
+    "lowering": ("torch._inductor.lowering", None),
     "CuteOverrides": ("torch._inductor.codegen.cutedsl.cutedsl_op_overrides:CuteDSLOpOverrides", None),
     # --- kernels ---
     # The kernel that scaled_dot_product_attention would use, an SDPBackend's value; without it, calls that torch would
@@ -262,9 +262,11 @@ def named(name: str) -> Any:
         if name == "flex_attention":
             _trace_gradients_in_this_thread()
         try:
-            value = operator.attrgetter(attribute)(importlib.import_module(module))
+            value: Any = importlib.import_module(module)
+            if attribute:
+                value = operator.attrgetter(attribute)(value)
         except (ImportError, AttributeError):
-            value = _Missing(f"{module}.{attribute}", without) if isinstance(without, str) else without
+            value = _Missing(path.replace(":", "."), without) if isinstance(without, str) else without
         globals()[name] = value
     return value
 
