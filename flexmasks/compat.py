@@ -22,6 +22,7 @@ import importlib.metadata
 import importlib.util
 import logging
 import operator
+import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
     unwrapped: Callable[[Tensor], Tensor]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+_here: Any = sys.modules[__name__]  # `_here.NAME` in what each call of `attention` asks is faster than `named("NAME")`
 
 
 class MissingFromTorch(RuntimeError):
@@ -354,7 +356,7 @@ def in_tracing_mode() -> bool:
 
 def _active_modes() -> list[Any]:
     """Return the active dispatch modes of this thread, the oldest first."""
-    return list(named("dispatch_modes")()) if named("in_dispatch_mode")() else []
+    return list(_here.dispatch_modes()) if _here.in_dispatch_mode() else []
 
 
 def in_foreign_dispatch_mode() -> bool:
@@ -367,9 +369,9 @@ def in_foreign_dispatch_mode() -> bool:
 
 def in_vmap() -> bool:
     """Return whether torch.func.vmap is among the active transforms. No public equivalent."""
-    if not named("transforms_active")():
+    if not _here.transforms_active():
         return False
-    return any(level.key().name == "Vmap" for level in named("transforms")() or ())
+    return any(level.key().name == "Vmap" for level in _here.transforms() or ())
 
 
 def in_forward_derivative() -> bool:
@@ -518,7 +520,7 @@ def in_selective_checkpointing() -> bool:
 
     It keeps their results, and counts those that it computes again.
     """
-    return any(map(_is_of_checkpointing, _active_modes()))
+    return bool(_here.in_dispatch_mode()) and any(map(_is_of_checkpointing, _active_modes()))
 
 
 @contextlib.contextmanager
