@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
-from flexmasks import compat
+from flexmasks import checkpointing, compat
 from flexmasks.backends import decode, fa4
 from flexmasks.backends.call import OUTCOMES, Call, Refused, Replay, Result, Unavailable, first_line
 from flexmasks.backends.empty import attend as attend_nothing
@@ -92,8 +92,8 @@ def unseen(run: _Run) -> _Run:
 
     @functools.wraps(run)
     def call(*args: Any) -> Any:
-        if not compat.is_compiling() and compat.in_selective_checkpointing():
-            with compat.unseen_by_checkpointing():
+        if not compat.is_compiling() and checkpointing.in_selective_checkpointing():
+            with checkpointing.unseen_by_checkpointing():
                 return run(*args)
         return run(*args)
 
@@ -491,7 +491,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Explanation:
 def run_eagerly(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tensor | None]:
     """Run a call outside torch.compile."""
     out, lse = _run_eagerly(q, k, v, request)
-    if out.requires_grad and compat.saves_by_hooks():
+    if out.requires_grad and checkpointing.saves_by_hooks():
         # Activation checkpointing reads the tensors of mask and score again, and checks no versions.
         request = unwrapped(q, k, request)
         mask, score = from_arguments(request.mask, request.score, request.params)

@@ -15,17 +15,15 @@ each call its own recompile limit, but all calls on one function share a limit o
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import functools
 import importlib
-import importlib.metadata
-import importlib.util
+import itertools
 import logging
 import operator
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -55,10 +53,10 @@ if TYPE_CHECKING:
     fused_sdp_choice: Callable[..., int]
     inductor_config: Any
     in_dispatch_mode: Callable[[], int]
-    in_function_mode: Callable[[], int]
     is_wrapped: Callable[[Any], bool]
     make_wrapper_subclass: Callable[..., Any]
     single_level_autograd: Any
+    cute_unary: Any
     copy_all: Callable[[list[Tensor], list[Tensor]], None]
     decompositions: Callable[[], Any]
     forget_code: Callable[[Any], None]
@@ -66,6 +64,11 @@ if TYPE_CHECKING:
     without_torch_function: Any
     transforms_active: Callable[[], bool]
     unwrapped: Callable[[Tensor], Tensor]
+    version: Callable[[Tensor], int]
+    CuteOverrides: Any
+    flash_on_cpu: Callable[..., tuple[Tensor, Tensor]]
+    flash_on_cpu_backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    lowering: Any
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _here: Any = sys.modules[__name__]  # `_here.NAME` in what each call of `attention` asks is faster than `named("NAME")`
@@ -132,7 +135,9 @@ def _copy_each(places: list[Tensor], values: list[Tensor]) -> None:
         place.copy_(value)
 
 
+_ASKED = itertools.count()
 _FLASH_ON_CPU = "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu"
+_CUTE = "torch._inductor.codegen.cutedsl.cutedsl_op_overrides:CuteDSLOpOverrides"
 _MODES = "torch.utils._python_dispatch"
 _NO_LOOK = "a look at functions of yours"
 _NO_MODES = "calls inside a TorchDispatchMode"
@@ -165,17 +170,17 @@ NAMES: dict[str, tuple[str, Any]] = {
     "SingleLevelFunction": ("torch.autograd.function:_SingleLevelFunction", torch.autograd.Function),
     # Switch for forward derivatives in this thread, a context manager.
     "forward_derivatives": ("torch.autograd.forward_ad:_set_fwd_grad_enabled", _NO_SOFTMAX),
-    # --- modes of this thread, tensors without data ---
+    # --- tensors, modes of this thread ---
+    # Count of in-place changes, by which caches notice a change; without it each tensor counts as changed.
+    "version": ("torch:Tensor._version.__get__", lambda x: next(_ASKED)),
     # The number of active dispatch modes (torch's `is_in_torch_dispatch_mode` answers for all threads at once), the
     # modes, a way to leave them, and the base of such a mode.
     "in_dispatch_mode": ("torch._C:_len_torch_dispatch_stack", lambda: len(named("dispatch_modes")())),
     "dispatch_modes": (f"{_MODES}:_get_current_dispatch_mode_stack", _NO_MODES),
     "disable_modes": (f"{_MODES}:_disable_current_modes", _NO_MODES),
     "TorchDispatchMode": (f"{_MODES}:TorchDispatchMode", _NO_LOOK),
-    # The number of active TorchFunctionModes, such as a default device.
-    "in_function_mode": ("torch._C:_len_torch_function_stack", lambda: 0),
-    # Leaves the active TorchFunctionModes for a block of code; without it, only what subclasses of Tensor do.
-    "without_torch_function": ("torch._C:DisableTorchFunction", lambda: torch._C.DisableTorchFunctionSubclass()),
+    # Leaves the active TorchFunctionModes for a block of code; without it, planning a mask takes longer.
+    "without_torch_function": ("torch._C:DisableTorchFunction", contextlib.nullcontext),
     # Tensors without data, which tracing makes; their values must not be read.
     "FakeTensor": ("torch._subclasses:FakeTensor", _Never),
     "FakeTensorMode": ("torch._subclasses.fake_tensor:FakeTensorMode", _NO_LOOK),
@@ -212,7 +217,8 @@ NAMES: dict[str, tuple[str, Any]] = {
     "trace_gradients": ("torch._higher_order_ops.flex_attention:create_fw_bw_graph", None),
     # What makes an operator an instruction of the GPU in compiled code; without it the operator is not used.
     "lowering": ("torch._inductor.lowering", None),
-    "CuteOverrides": ("torch._inductor.codegen.cutedsl.cutedsl_op_overrides:CuteDSLOpOverrides", None),
+    "CuteOverrides": (_CUTE, None),
+    "cute_unary": (f"{_CUTE}._apply_unary_op", None),
     # --- kernels ---
     # The kernel that scaled_dot_product_attention would use, an SDPBackend's value; without it, calls that torch would
     # run unfused are taken for fused ones.
@@ -324,11 +330,6 @@ def _keep_device_guard() -> None:
     is_installed.wait()
 
 
-# --- tensors ---
-
-# Count of in-place changes, by which caches notice a change. No public equivalent.
-version: Callable[[Tensor], int] = operator.attrgetter("_version")
-
 # --- transforms of torch.func, derivatives, dispatch modes, autocast: what is active around a call ---
 
 
@@ -351,20 +352,17 @@ def without_dispatch_modes() -> contextlib.AbstractContextManager[Any]:
 
 def in_tracing_mode() -> bool:
     """Return whether make_fx records the operations of this thread. No public equivalent."""
-    return any(type(mode).__name__ == "ProxyTorchDispatchMode" for mode in _active_modes())
+    return any(type(mode).__name__ == "ProxyTorchDispatchMode" for mode in active_modes())
 
 
-def _active_modes() -> list[Any]:
+def active_modes() -> list[Any]:
     """Return the active dispatch modes of this thread, the oldest first."""
     return list(_here.dispatch_modes()) if _here.in_dispatch_mode() else []
 
 
 def in_foreign_dispatch_mode() -> bool:
-    """Return whether this thread is in a mode where torch compiles nothing.
-
-    No public equivalent.
-    """
-    return not all(mode.ignore_compile_internals() for mode in _active_modes())
+    """Return whether this thread is in a mode where torch compiles nothing. No public equivalent."""
+    return not all(mode.ignore_compile_internals() for mode in active_modes())
 
 
 def in_vmap() -> bool:
@@ -377,6 +375,11 @@ def in_vmap() -> bool:
 def in_forward_derivative() -> bool:
     """Return whether derivatives are taken forward (torch.autograd.forward_ad, jvp). No public equivalent."""
     return bool(getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0)
+
+
+def is_of_checkpointing(mode: Any) -> bool:
+    """Return whether a mode is one of selective activation checkpointing, which have no public names."""
+    return type(mode).__module__ == torch.utils.checkpoint.__name__
 
 
 # --- torch.compile ---
@@ -392,7 +395,7 @@ def is_compiling() -> bool:
     # While Dynamo traces, the next function is constant, and Dynamo looks no further.
     if torch.compiler.is_dynamo_compiling() or named("traced_context")() is not None:
         return True
-    return not all(map(_is_of_checkpointing, _active_modes()))
+    return not all(map(is_of_checkpointing, active_modes()))
 
 
 # Whether Dynamo tells torch.export from torch.compile: torch 2.11 takes all that it traces for an export.
@@ -406,35 +409,6 @@ def is_exporting() -> bool:
     return torch.compiler.is_exporting()
 
 
-@contextlib.contextmanager
-def beside_saved_tensors_hooks() -> Iterator[None]:
-    """Let tensors be saved for a backward pass without the hooks of the code around.
-
-    Hooks of its own take their place, which keep a tensor without its history: with it, a result that a function saves
-    would keep itself alive. Where the code around has forbidden all hooks, there are none, and new ones raise an error.
-    """
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(RuntimeError):
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, _kept))
-        yield
-
-
-def saves_by_hooks() -> bool:
-    """Return whether the code around has hooks for saved tensors, as activation checkpointing does.
-
-    torch does not answer that, but refuses to forbid hooks where there are some.
-    """
-    try:
-        with torch.autograd.graph.disable_saved_tensors_hooks("flexmasks asks whether there are hooks"):
-            return False
-    except RuntimeError:
-        return True
-
-
-def _kept(x: Tensor) -> Tensor:
-    return x
-
-
 def constant_in_graphs(function: _Function) -> _Function:
     """Let torch.compile call a function while it traces, and take the result as a constant.
 
@@ -443,18 +417,6 @@ def constant_in_graphs(function: _Function) -> _Function:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
-
-
-@constant_in_graphs
-def float32_is_exact() -> bool:
-    """Return whether torch multiplies float32 matrices on a GPU without rounding them to TF32.
-
-    Kernels of flex_attention are compiled by the same rule.
-    """
-    precision = torch.backends.cuda.matmul.fp32_precision
-    if precision == "none":
-        return torch.get_float32_matmul_precision() == "highest"
-    return bool(precision == "ieee")
 
 
 def as_constant(number: int | float) -> int | float:
@@ -497,75 +459,12 @@ def value_in_graph(x: Tensor) -> tuple[tuple[int, ...], Any]:
     """
     is_replaced = hasattr(type(x), "from_functional")
     value = cast(Any, x).from_functional() if is_replaced else x
-    return (id(x), x._version, id(value)), (x, value)
+    return (id(x), named("version")(x), id(value)), (x, value)
 
 
 def size_hint(n: Any) -> int:
     """Return a number, or the present value of a symbolic one. No public equivalent."""
     return int(n.node.hint) if isinstance(n, torch.SymInt) else int(n)
-
-
-# --- selective activation checkpointing ---
-
-_LEFT: contextvars.ContextVar[list[Any]] = contextvars.ContextVar("modes that were left", default=[])  # noqa: B039
-
-
-def _is_of_checkpointing(mode: Any) -> bool:
-    """Return whether a mode is one of selective activation checkpointing, which have no public names."""
-    return type(mode).__module__ == torch.utils.checkpoint.__name__
-
-
-def in_selective_checkpointing() -> bool:
-    """Return whether selective activation checkpointing watches the operations of this thread.
-
-    It keeps their results, and counts those that it computes again.
-    """
-    return bool(_here.in_dispatch_mode()) and any(map(_is_of_checkpointing, _active_modes()))
-
-
-@contextlib.contextmanager
-def unseen_by_checkpointing() -> Iterator[None]:
-    """Leave the modes of selective checkpointing, but for what runs in `seen_by_checkpointing`."""
-    modes = _active_modes()
-    token = _LEFT.set(modes)
-    try:
-        with without_dispatch_modes(), _told([mode for mode in modes if not _is_of_checkpointing(mode)]):
-            yield
-    finally:
-        _LEFT.reset(token)
-
-
-def is_unseen_by_checkpointing() -> bool:
-    """Return whether this code runs in `unseen_by_checkpointing`."""
-    return bool(_LEFT.get())
-
-
-@contextlib.contextmanager
-def seen_by_checkpointing() -> Iterator[None]:
-    """Return to the modes that `unseen_by_checkpointing` has left."""
-    with without_dispatch_modes(), _told(_LEFT.get()):
-        yield
-
-
-@contextlib.contextmanager
-def _told(modes: list[Any]) -> Iterator[None]:
-    """Tell modes of each operation, the oldest first.
-
-    `with mode:` would make a mode of checkpointing count anew.
-    """
-
-    class Told(named("TorchDispatchMode")):  # type: ignore[misc]
-        def __init__(self, mode: Any) -> None:
-            super().__init__()
-            self.mode = mode
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            return self.mode.__torch_dispatch__(func, types, args, kwargs or {})
-
-    with contextlib.ExitStack() as stack:
-        for mode in modes:
-            stack.enter_context(Told(mode))
-        yield
 
 
 def raw_stream(device: torch.device) -> int:
@@ -583,90 +482,14 @@ def recompile_limit() -> int:
     return int(getattr(named("dynamo_config"), "recompile_limit", 8))
 
 
-def flash_attention_on_cpu(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, added: torch.Tensor, scale: float | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return output and lse [B, H, Q] of torch's kernel for the CPU.
-
-    The public function gives no lse.
-    """
-    q, k, v = with_rows_together(q, k, v)
-    out, lse = named("flash_on_cpu")(q, k, v, 0.0, False, attn_mask=added, scale=scale)
-    return out, lse
-
-
-def flash_attention_on_cpu_backward(
-    gradient: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    added: torch.Tensor,
-    scale: float | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of q, k and v of `flash_attention_on_cpu`."""
-    gradient, q, k, v, out = with_rows_together(gradient, q, k, v, out)
-    grad_q, grad_k, grad_v = named("flash_on_cpu_backward")(
-        gradient, q, k, v, out, lse, 0.0, False, attn_mask=added, scale=scale
-    )
-    return grad_q, grad_k, grad_v
-
-
 def with_rows_together(*tensors: torch.Tensor) -> list[torch.Tensor]:
     """Return tensors whose last stride is 1, as kernels take for granted."""
     return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
 
 
-def value_of_constant(x: torch.Tensor) -> float | None:
-    """Return the value of a fake tensor made of a number, or None.
-
-    No public equivalent.
-    """
-    constant = getattr(x, "constant", None)
-    if constant is None or constant.numel() != 1:
-        return None
-    with without_dispatch_modes():
-        return cast(float, constant.item())
-
-
 def fake_mode() -> Any:
     """Return a mode in which operations make tensors without data. No public equivalent."""
     return named("FakeTensorMode")(allow_non_fake_inputs=True)
-
-
-@functools.cache
-def lower_to_instruction(op: Any, instruction: str, fallback: str, cute: str) -> bool:
-    """Tell Inductor to compute an operator by an instruction of the GPU, and return whether it can be told.
-
-    The operator takes one float32 tensor. Untold, compiled kernels fail on the operator.
-
-    Args:
-        op: the operator, such as torch.ops.flexmasks.tanh_approx.default.
-        instruction: PTX with `$0` for the result and `$1` for the input, for Triton's kernels on CUDA.
-        fallback: name of Inductor's operation on other devices, such as "tanh".
-        cute: CuTe expression of `{x}`, for FLASH's kernels.
-    """
-    lowering, overrides = named("lowering"), named("CuteOverrides")
-    if lowering is None or overrides is None:
-        return False
-
-    def lowered(x: Any) -> Any:
-        def compute(value: Any) -> Any:
-            if x.get_device().type != "cuda":
-                return getattr(lowering.ops, fallback)(value)
-            return lowering.ops.inline_asm_elementwise(value, asm=instruction, constraints="=f,f", dtype=torch.float32)
-
-        return lowering.make_pointwise(compute)(x)
-
-    def for_cute(*inputs: Any, asm: str, **_: Any) -> Any:
-        if asm != instruction:
-            raise NotImplementedError(asm)
-        return overrides._apply_unary_op(inputs[0], cute)
-
-    lowering.register_lowering(op, type_promotion_kind=None)(lowered)
-    setattr(overrides, "inline_asm_elementwise", staticmethod(for_cute))  # noqa: B010
-    return True
 
 
 # --- nested tensors ---

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
+from torch.overrides import has_torch_function
 
 from flexmasks import compat
 
@@ -46,8 +47,9 @@ class Workers:
         parts: the most parts that it can be divided into.
         """
         threads = torch.get_num_threads()
-        # A mode that is active in the caller's thread would be missing in the others.
-        if device.type != "cpu" or threads == 1 or compat.in_dispatch_mode() or compat.in_function_mode():
+        # A mode that is active in the caller's thread would be missing in the others. A TorchFunctionMode, such as a
+        # default device, is a torch function of any argument.
+        if device.type != "cpu" or threads == 1 or compat.in_dispatch_mode() or has_torch_function((None,)):
             return cls(1, 0)
         if elements < _MIN_ELEMENTS:
             return cls(1, 0 if elements < _UNDIVIDED else 1)

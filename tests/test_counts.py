@@ -481,7 +481,7 @@ def test_tiles_that_fit(
 def test_tiles_fit_in_blocks(dtype: torch.dtype, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The divisions are those that torch's kernels assert."""
     monkeypatch.setattr(kernel_tiles, "capability", lambda device: (9, 0))
-    monkeypatch.setattr(compat, "float32_is_exact", lambda: precision == "highest")
+    monkeypatch.setattr(kernel_tiles, "float32_is_exact", lambda: precision == "highest")
     for size in range(8, 257, 8):
         tiles = _options(300, size=size, dtype=dtype)
         for name in ("fwd_BLOCK_M", "fwd_BLOCK_N", "bwd_BLOCK_M1", "bwd_BLOCK_N1", "bwd_BLOCK_M2", "bwd_BLOCK_N2"):
@@ -519,8 +519,8 @@ def test_precision_of_float32() -> None:
     try:
         for precision in ("highest", "high", "medium"):
             torch.set_float32_matmul_precision(precision)
-            assert compat.float32_is_exact() == (precision == "highest")
-            assert compat.float32_is_exact() == (of_torch.get_float32_precision() == "'ieee'")
+            assert kernel_tiles.float32_is_exact() == (precision == "highest")
+            assert kernel_tiles.float32_is_exact() == (of_torch.get_float32_precision() == "'ieee'")
     finally:
         torch.set_float32_matmul_precision(before)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from flexmasks import compat
 from flexmasks.blocks.counts import Blocks
 from flexmasks.cache import Cache
+from flexmasks.checkpointing import beside_saved_tensors_hooks
 from flexmasks.errors import cannot_read, cannot_write, passing_error
 from flexmasks.kernels.whole_mask import Line
 from flexmasks.plans.data import MaskData
@@ -261,7 +262,7 @@ def _has_gradients(call: Call, replay: Any, *more: Tensor) -> bool:
     All tensors of it are free when the call itself runs.
     """
     leaves = [x.detach().requires_grad_(x.requires_grad) for x in (call.q, call.k, call.v)]
-    with compat.beside_saved_tensors_hooks():  # activation checkpointing must not count its tensors
+    with beside_saved_tensors_hooks():  # activation checkpointing must not count its tensors
         outputs = [x for x in replay(*leaves, *(x.detach() for x in more)) if x is not None]
     try:
         inputs = [x for x in leaves if x.requires_grad]

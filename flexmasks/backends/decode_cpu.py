@@ -15,7 +15,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from flexmasks import compat
+from flexmasks.backends import cpu_kernel
 from flexmasks.backends.added import is_added, shows
 from flexmasks.backends.call import HALF_DTYPES, Call, Replay
 from flexmasks.blocks.elements import over_indices
@@ -169,7 +169,7 @@ class CpuDecode(Replay):
         rows = q.reshape(batch, kv_heads, -1, size)
         if self.score_mod is None and self.shows and size == v.shape[3]:
             added = _of_part(self.added, part)
-            out, lse = compat.flash_attention_on_cpu(rows, k, v, added, self.scale)
+            out, lse = cpu_kernel.forward(rows, k, v, added, self.scale)
             # A hidden key may hold anything. In half precision the output of a score of +inf may be finite.
             if bool(lse.amax() < math.inf) and not bool(out.isnan().any()):
                 return out.reshape(q.shape), lse.reshape(batch, heads, q_len)

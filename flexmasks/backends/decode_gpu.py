@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.overrides import has_torch_function
 
 from flexmasks import compat
 from flexmasks.backends.added import is_added
@@ -116,7 +117,7 @@ class GpuDecode(Replay):
             visible, *tiles = mask
             arguments = (q, k, v, self.table, *tiles, visible, *change)
         is_plain = type(q) is type(k) is type(v) is Tensor and not compat.in_dispatch_mode()
-        if is_plain and not compat.in_function_mode():
+        if is_plain and not has_torch_function((q,)):  # only that of a TorchFunctionMode
             return attend_directly(name, arguments, with_lse=self.with_lse)
         with torch.no_grad():
             out, lse = getattr(torch.ops.flexmasks, name)(*arguments)

@@ -10,7 +10,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from flexmasks import compat
+from flexmasks.backends import cpu_kernel
 from flexmasks.backends.added import shows
 from flexmasks.backends.call import HALF_DTYPES, Call
 from flexmasks.backends.dense_call import DenseCall
@@ -79,7 +79,7 @@ class CpuDense(DenseCall):
         if not self.shows:
             return self.by_reference(q, k, v)[0], None
         rows = self._rows(q, k)
-        out, lse = compat.flash_attention_on_cpu(rows, k, v, self.added, self.scale)
+        out, lse = cpu_kernel.forward(rows, k, v, self.added, self.scale)
         if self.hidden_rows is not None:
             out.masked_fill_(self.hidden_rows[..., None], 0)
             lse.masked_fill_(self.hidden_rows, 0)
@@ -94,7 +94,7 @@ class CpuDense(DenseCall):
         """Return the gradients of q, k and v, None if one is not finite."""
         rows = self._rows(q, k)
         upstream, result = self._rows(d_out, k), self._rows(out, k)
-        grads = compat.flash_attention_on_cpu_backward(upstream, rows, k, v, result, lse, self.added, self.scale)
+        grads = cpu_kernel.backward(upstream, rows, k, v, result, lse, self.added, self.scale)
         if not bool(torch.stack([x.sum(dtype=torch.float32) for x in grads]).isfinite().all()):
             return None
         return grads[0].reshape(q.shape), grads[1], grads[2]

@@ -102,4 +102,16 @@ def _table(dtype: torch.dtype) -> _Sizes:
         return _HALF
     if dtype is not torch.float32:
         return {}
-    return _FLOAT32 if compat.float32_is_exact() else _TF32
+    return _FLOAT32 if float32_is_exact() else _TF32
+
+
+@compat.constant_in_graphs
+def float32_is_exact() -> bool:
+    """Return whether torch multiplies float32 matrices on a GPU without rounding them to TF32.
+
+    Kernels of flex_attention are compiled by the same rule.
+    """
+    precision = torch.backends.cuda.matmul.fp32_precision
+    if precision == "none":
+        return torch.get_float32_matmul_precision() == "highest"
+    return bool(precision == "ieee")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -141,7 +141,7 @@ class Trace(compat.TorchDispatchMode):
             )
             return bounds if out.is_floating_point() else _rounded(*bounds)
         if name in ("lift_fresh", "lift_fresh_copy"):
-            value = compat.value_of_constant(out)
+            value = _value_of_constant(out)
             return UNBOUNDED if value is None or math.isnan(value) else (value, value)
         if name in ("full", "full_like", "scalar_tensor"):
             return self.bounds_or_any(args[0 if name == "scalar_tensor" else 1])
@@ -201,6 +201,15 @@ class Trace(compat.TorchDispatchMode):
 def _rounded(low: float, high: float) -> Bounds:
     """Return the bounds of values in low..high after rounding to integers in any direction."""
     return low if math.isinf(low) else math.floor(low), high if math.isinf(high) else math.ceil(high)
+
+
+def _value_of_constant(x: Tensor) -> float | None:
+    """Return the value of a tensor without data that was made of a number, or None."""
+    constant = getattr(x, "constant", None)
+    if constant is None or constant.numel() != 1:
+        return None
+    with compat.without_dispatch_modes():
+        return cast(float, constant.item())
 
 
 class _Lookups(TorchFunctionMode):

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from flexmasks import compat
+from flexmasks import checkpointing, compat
 from flexmasks.backends.call import TRANSFORMED, Call, Replay, Result, exports_any_length, transformed
 from flexmasks.plans.windows import Window
 
@@ -89,8 +89,8 @@ class FusedCall(Replay):
 
 def _by_torch(q: Tensor, k: Tensor, v: Tensor, keywords: dict[str, Any]) -> Tensor:
     """Call torch's function; policies of selective activation checkpointing name its operations."""
-    if not compat.is_compiling() and compat.is_unseen_by_checkpointing():
-        with compat.seen_by_checkpointing():
+    if not compat.is_compiling() and checkpointing.is_unseen_by_checkpointing():
+        with checkpointing.seen_by_checkpointing():
             return F.scaled_dot_product_attention(q, k, v, **keywords)
     return F.scaled_dot_product_attention(q, k, v, **keywords)
 

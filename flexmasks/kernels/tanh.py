@@ -7,6 +7,7 @@ compiles for CUDA use the instruction; elsewhere the operator computes the exact
 
 from __future__ import annotations
 
+import functools
 from typing import Any, cast
 
 import torch
@@ -51,8 +52,29 @@ def tanh_approx(x: Tensor) -> Tensor:
 
 # torch.compile calls this function while it traces, and does not trace into it.
 @compat.constant_in_graphs
+@functools.cache
 def _has_lowering() -> bool:
-    """Register the instruction with Inductor, which writes the compiled kernels; return whether that is possible."""
-    return compat.lower_to_instruction(
-        torch.ops.flexmasks.tanh_approx.default, _INSTRUCTION, "tanh", "cute.math.tanh({x}, fastmath=True)"
-    )
+    """Tell Inductor to compute the operator by the instruction, and return whether it can be told.
+
+    Untold, compiled kernels fail on the operator.
+    """
+    lowering, overrides, cute_unary = compat.lowering, compat.CuteOverrides, compat.cute_unary
+    if lowering is None or overrides is None or cute_unary is None:
+        return False
+
+    def lowered(x: Any) -> Any:
+        def compute(value: Any) -> Any:
+            if x.get_device().type != "cuda":
+                return lowering.ops.tanh(value)
+            return lowering.ops.inline_asm_elementwise(value, asm=_INSTRUCTION, constraints="=f,f", dtype=torch.float32)
+
+        return lowering.make_pointwise(compute)(x)
+
+    def for_cute(*inputs: Any, asm: str, **_: Any) -> Any:
+        if asm != _INSTRUCTION:
+            raise NotImplementedError(asm)
+        return cute_unary(inputs[0], "cute.math.tanh({x}, fastmath=True)")
+
+    lowering.register_lowering(torch.ops.flexmasks.tanh_approx.default, type_promotion_kind=None)(lowered)
+    setattr(overrides, "inline_asm_elementwise", staticmethod(for_cute))  # noqa: B010
+    return True
