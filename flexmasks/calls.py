@@ -29,7 +29,7 @@ from flexmasks.backends.renewal import Renewal, renewal_of
 from flexmasks.backends.table import BACKENDS, check, choose
 from flexmasks.backends.table import run as run_on_backend
 from flexmasks.blocks.lists import widened
-from flexmasks.cache import ENTRY, Cache
+from flexmasks.cache import ENTRY, FACT, KINDS, PLANS, Part
 from flexmasks.canvas import Tiles, tiles_for
 from flexmasks.errors import passing_error
 from flexmasks.kernels.sinks import with_sinks
@@ -70,8 +70,8 @@ from flexmasks.spec.values import Mask, Score
 
 _log = logging.getLogger("flexmasks")
 _Run = TypeVar("_Run", bound=Callable[..., Any])
-_REPLAYS: Cache[Replay] = Cache("calls", max_bytes=5 << 28)  # replays share most index tensors with the cache "blocks"
-_RENEWALS: Cache[Renewal] = Cache("renewals", max_bytes=1 << 24)
+_REPLAYS: Part[Replay] = Part(PLANS, "calls")  # replays share most index tensors with the cache "blocks"
+_RENEWALS: Part[Renewal] = Part(KINDS, "renewals")
 _SCALES = float, int, type(None)
 # On a CPU new tensors are planned from the start, which checks their values: reading them costs nothing there.
 _RENEWED_ON = ("cuda",)
@@ -79,8 +79,8 @@ _OF_PAGES = 2  # the tensors of every call with pages: lengths and page table
 _CUT_ON = ("cpu",)  # mixed batches are cut by their numbers of queries, which the host reads
 _GATHERS_ON = ("cpu",)
 _FA4_ON = ("cuda",)
-_OFFSETS: Cache[Tensor] = Cache("offsets", max_bytes=1 << 22)
-_LAYOUTS: Cache[Any] = Cache("layouts", max_bytes=1 << 26)  # of mixed batches, and of pages that are copied
+_OFFSETS: Part[Tensor] = Part(PLANS, "offsets")
+_LAYOUTS: Part[Any] = Part(PLANS, "layouts")  # of mixed batches, and of pages that are copied
 
 
 def unseen(run: _Run) -> _Run:
@@ -406,7 +406,7 @@ def _run_in_pages(
         try:
             return (replay, planned), replay(q, k_cache, v_cache)
         except Unavailable as error:
-            OUTCOMES.put(kind, (), f"it failed before: {error}", 1)
+            OUTCOMES.put(kind, (), f"it failed before: {error}", FACT)
             _log.warning("FlashAttention 4 reads no pages and is left out for such calls: %s", error)
     if not is_for_decode:
         return None, None
@@ -418,7 +418,7 @@ def _run_in_pages(
             raise
         result = _run_without_pages(q, k_cache, v_cache, page_table, kv_lens, request)  # raises if the call is wrong
         why = first_line(error)
-        OUTCOMES.put(decode_kind, (), f"it failed before: {why}", 1)
+        OUTCOMES.put(decode_kind, (), f"it failed before: {why}", FACT)
         _log.warning("backend 'decode' reads no pages and is left out for such calls: %s", why)
         return None, result
 
@@ -627,9 +627,8 @@ def _replayed(
     try:
         if sinks is None:
             return replay(q, k, v)
-        if isinstance(replay, fa4.DirectCall) and fa4.folds_sinks(q, k, v, sinks.logits):
-            return _with_sinks(Result(*replay(q, k, v, sinks.logits), has_sinks=True), sinks)
-        return _with_sinks(Result(*replay(q, k, v)), sinks)
+        folded = replay.with_sinks(q, k, v, sinks.logits)
+        return _with_sinks(Result(*(folded or replay(q, k, v)), has_sinks=folded is not None), sinks)
     except Exception as error:  # kernels raise errors of any type
         if isinstance(error, Refused) or passing_error(error) is not None:
             raise
@@ -1040,7 +1039,7 @@ def _mixed(
         is_cut = reads and q.device.type in _CUT_ON
         if is_cut or (is_kept and _LAYOUTS.get((*key, "checked"), []) is None):
             check_mixed(offsets, len(q), kv_lens if q_offset is None else None, firsts, room)
-            _LAYOUTS.put((*key, "checked"), [], True, 1)
+            _LAYOUTS.put((*key, "checked"), [], True, ENTRY)
         sequences = Sequences(offsets, firsts, page_table, kv_lens)
         mixed = by_number_of_queries(sequences, len(q)) if is_cut else in_pieces(sequences, len(q))
         if is_kept:

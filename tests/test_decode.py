@@ -535,7 +535,7 @@ def test_bands(name: str, q_len: int, way: str) -> None:
         if way != "cpu":
             assert isinstance(replay_of(tensors(q_len), mask, offset).mask, Intervals)
     if way != "cpu":
-        assert flexmasks.cache_info()["whole"].entries == 0
+        assert flexmasks.cache_info()["plans"].parts["whole"].entries == 0
 
 
 @pytest.mark.parametrize(("q_len", "name"), one_in(3, list(itertools.product([1, 4, 17], _BANDS[:-1]))))
@@ -559,7 +559,7 @@ def test_bands_in_pages(name: str, q_len: int, way: str) -> None:
             assert error(out, want.double().cpu()) < TOLERANCE[torch.float32]
             check_lse(lse, want_lse.double().cpu(), 1e-5)
     if way != "cpu":
-        assert flexmasks.cache_info()["whole"].entries == 0
+        assert flexmasks.cache_info()["plans"].parts["whole"].entries == 0
 
 
 def test_what_is_no_band(way: str) -> None:

@@ -311,7 +311,7 @@ def test_biases_of_alibi_take_no_memory_for_each_head(monkeypatch: pytest.Monkey
     for start in starts:
         flexmasks.attention(q, k, k, mask="causal", q_offset=start, score="alibi", backend="decode")
     rows = 2 * 8 + 2 + 2  # of the first call, and of the two others
-    assert flexmasks.cache_info()["added"].bytes == 4 * (1000 * rows + 2 * 8)
+    assert flexmasks.cache_info()["plans"].parts["added"].bytes == 4 * (1000 * rows + 2 * 8)
 
 
 def test_lengths_that_change_are_recorded_late(monkeypatch: pytest.MonkeyPatch) -> None:

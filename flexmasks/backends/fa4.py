@@ -377,6 +377,9 @@ class DirectCall(Replay):
 
     key = "fa4"
 
+    def with_sinks(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor | None] | None:
+        return self(q, k, v, sinks) if folds_sinks(q, k, v, sinks) else None
+
     @property
     def nbytes(self) -> int:
         return sum(s.nbytes for s in (self.sequences, self.by_head) if s is not None)

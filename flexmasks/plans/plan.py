@@ -22,7 +22,7 @@ from flexmasks.blocks.build import Layout, build, materialize
 from flexmasks.blocks.counts import Blocks
 from flexmasks.blocks.decide import dependence
 from flexmasks.blocks.elements import over_indices
-from flexmasks.cache import ENTRY, Cache
+from flexmasks.cache import ENTRY, FACT, KINDS, PLANS, Part
 from flexmasks.errors import passing_error
 from flexmasks.kernels.whole_mask import Line
 from flexmasks.plans.bounds import MaskKind, RecordedPlan, plan_bounds, reads_made_tensors, tensors_in, unread
@@ -135,17 +135,17 @@ class _SeenNumbers:
 _P = TypeVar("_P", bound=_Prepared | MaskData | Whole | Spanned | Added)
 _W = TypeVar("_W", Whole, Spanned)
 _V = TypeVar("_V")
-_BLOCKS: Cache[_PreparedMask] = Cache("blocks", max_bytes=5 << 28)  # the blocks of a million tokens take 1.07 GB
-_KINDS: Cache[_Kind] = Cache("plans", max_bytes=1 << 30)
-_WHOLE: Cache[Whole] = Cache("whole", max_bytes=1 << 28)
-_SPANNED: Cache[Spanned] = Cache("spanned", max_bytes=1 << 28)
-_ADDED: Cache[Added] = Cache("added", max_bytes=1 << 28)
-_DATA: Cache[MaskData] = Cache("data", max_bytes=1 << 30)
+_BLOCKS: Part[_PreparedMask] = Part(PLANS, "blocks")  # the blocks of a million tokens take 1.07 GB
+_KINDS: Part[_Kind] = Part(KINDS, "programs")
+_WHOLE: Part[Whole] = Part(PLANS, "whole")
+_SPANNED: Part[Spanned] = Part(PLANS, "spanned")
+_ADDED: Part[Added] = Part(PLANS, "added")
+_DATA: Part[MaskData] = Part(PLANS, "data")
 # Facts about the first masks and scores of their kinds. An entry counts one byte.
-_MOSTLY_PARTIAL: Cache[bool] = Cache("mostly_partial", max_bytes=1024)
-_TRIED: Cache[bool] = Cache("tried_scores", max_bytes=1024)
-_SCORES: Cache[_Prepared] = Cache("scores", max_bytes=1 << 26)
-_NUMBERS: Cache[_SeenNumbers] = Cache("numbers", max_bytes=1024)  # an entry counts one byte
+_MOSTLY_PARTIAL: Part[bool] = Part(KINDS, "mostly_partial")
+_TRIED: Part[bool] = Part(KINDS, "tried_scores")
+_SCORES: Part[_Prepared] = Part(PLANS, "scores")
+_NUMBERS: Part[_SeenNumbers] = Part(KINDS, "numbers")
 
 
 class Plan:
@@ -242,11 +242,11 @@ class Plan:
         seen = _NUMBERS.get(key_without_numbers)
         if seen is None:
             seen = _SeenNumbers()
-            _NUMBERS.put(key_without_numbers, (), seen, 1)
+            _NUMBERS.put(key_without_numbers, (), seen, FACT)
         if not seen.is_compiled_in(self.kernel_key, self.size):
             self.lifted, self._of_kernel, self.kernel_key = True, lifted, key_without_numbers
 
-    def _cached(self, cache: Cache[_P], build: Callable[[], _P], *more_key: Hashable) -> _P:
+    def _cached(self, cache: Part[_P], build: Callable[[], _P], *more_key: Hashable) -> _P:
         """Return what the cache holds for this plan, or build it."""
         tensors, captured = self.inputs, is_captured(self.size.device)
         if self.opaque or (captured and tensors):
@@ -597,7 +597,7 @@ class MaskPlan(Plan):
         return self._made_whole("spanned", Spanned, spanned_of, _SPANNED)
 
     def _made_whole(
-        self, what: str, form: type[_W], make: Callable[[MaskKind], _W], cache: Cache[_W]
+        self, what: str, form: type[_W], make: Callable[[MaskKind], _W], cache: Part[_W]
     ) -> tuple[_W, Recorded | None]:
         """Return a whole mask in a form, and the recorded operations that made it."""
         recorded: list[Recorded | None] = [None]
@@ -705,7 +705,7 @@ class MaskPlan(Plan):
         if known is None and not is_captured(self.size.device):
             indices = self._prepared.layout.indices
             known = bool(_PARTIAL_BLOCKS * indices[0].sum() > indices[2].sum())
-            _MOSTLY_PARTIAL.put(self.kernel_key, (), known, 1)
+            _MOSTLY_PARTIAL.put(self.kernel_key, (), known, FACT)
         return bool(known)
 
     def _fact(self, name: str, find: Callable[[], Any]) -> Any:
@@ -794,7 +794,7 @@ class ScorePlan(Plan):
         resolved = self.score.resolve(sized(self.size, self.offset))
         if not is_known:
             self._try(shifted_score(self.score.bind(resolved), self.offset))
-            _TRIED.put(key, (), True, 1)
+            _TRIED.put(key, (), True, FACT)
         return _Prepared(resolved, self._offset_tensor())
 
     def _try(self, score_mod: Callable[..., Tensor]) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from flexmasks import compat
 from flexmasks.blocks.decide import decide
 from flexmasks.blocks.elements import Elements, MaskMod, boolean, coordinates_of, over_indices
-from flexmasks.cache import ENTRY, Cache
+from flexmasks.cache import ENTRY, PLANS, Part
 from flexmasks.plans.plan import naming, outside_transforms
 from flexmasks.spec.arguments import from_arguments, functions_of, get_mask
 from flexmasks.spec.parameters import Size, can_be_read
@@ -51,7 +51,7 @@ class Rows(NamedTuple):
         return sum(t.nbytes for t in self if t is not None)
 
 
-_ROWS: Cache[Rows] = Cache("rows", max_bytes=1 << 29)
+_ROWS: Part[Rows] = Part(PLANS, "rows")
 
 
 def rows_of(mask: Any, params: dict[str, Any], x: Tensor) -> Rows:

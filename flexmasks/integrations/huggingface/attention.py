@@ -14,14 +14,14 @@ from torch import Tensor
 
 from flexmasks import compat
 from flexmasks.attention import attention, dense_mask
-from flexmasks.cache import ENTRY, Cache
+from flexmasks.cache import ENTRY, PLANS, Part
 from flexmasks.integrations.huggingface.late import LateMask, ShardedMask, may_keep, with_versions
 from flexmasks.integrations.huggingface.recognition import Parts
 from flexmasks.integrations.huggingface.sharding import Sharding, Whole, active
 from flexmasks.masks.packed import packed
 from flexmasks.spec import Mask, get_mask, get_score
 
-_DERIVED: Cache[Tensor] = Cache("huggingface", max_bytes=1 << 28)  # what a step's layers compute from one tensor
+_DERIVED: Part[Tensor] = Part(PLANS, "huggingface")  # what a step's layers compute from one tensor
 
 _CAUSAL = ("causal", "sliding_window")
 _log = logging.getLogger("flexmasks")
