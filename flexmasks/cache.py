@@ -116,7 +116,7 @@ class Part(Generic[Value]):
 
         The result is None if there is no such value, or if a tensor has changed.
         """
-        full_key = self._name, key, torch.is_inference_mode_enabled(), *map(id, tensors)
+        full_key = self._full_key(key, tensors)
         with self._lock:
             entry = self._cache.entries.get(full_key)
             if entry is not None:
@@ -133,7 +133,7 @@ class Part(Generic[Value]):
         identities, cache = [identity(t) for t in tensors], self._cache
         if None in identities or nbytes > cache.max_bytes:
             return
-        full_key = self._name, key, torch.is_inference_mode_enabled(), *map(id, tensors)
+        full_key = self._full_key(key, tensors)
         with self._lock:
             former = self._forget(full_key)
             dropped = cache.make_room(nbytes)
@@ -149,7 +149,10 @@ class Part(Generic[Value]):
 
     def drop(self, key: Hashable, tensors: Sequence[Tensor] = ()) -> None:
         """Forget the value that was put under a key and these tensor objects."""
-        self._forget((self._name, key, torch.is_inference_mode_enabled(), *map(id, tensors)))
+        self._forget(self._full_key(key, tensors))
+
+    def _full_key(self, key: Hashable, tensors: Sequence[Tensor]) -> tuple[Hashable, ...]:
+        return self._name, key, torch.is_inference_mode_enabled(), *map(id, tensors)
 
     def _forget(self, full_key: tuple[Hashable, ...]) -> _Entry[Any] | None:
         with self._lock:

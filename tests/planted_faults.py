@@ -366,7 +366,7 @@ FAULTS: list[Fault] = [
     Fault("sharded.py", "sinks.narrow(0, place.first_head, heads)", "sinks.narrow(0, 0, heads)", _DISTRIBUTED),
     # --- calls, caches, canvases, threads, pictures ---
     Fault("cache.py", "return version(tensor), tensor.data_ptr(),", "return version(tensor),"),
-    Fault("cache.py", "return key, torch.is_inference_mode_enabled(), *map", "return key, *map"),
+    Fault("cache.py", "self._name, key, torch.is_inference_mode_enabled(), *map", "self._name, key, *map"),
     Fault("calls.py", "key += [name, repr(value)]", "key += [name, value]"),
     Fault(
         "calls.py",

@@ -48,7 +48,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import flexmasks
 from flexmasks.backends.call import Unavailable, proven
-from flexmasks.calls import _planned
+from flexmasks.planned import plan_call
 from flexmasks.request import Request
 from flexmasks.spec.examples import on_device
 
@@ -488,7 +488,7 @@ def test_calls_that_differ_in_the_head_size_of_v_alone() -> None:
         v = torch.randn(1, 2, 90, v_size)
         want, _ = attend(*(x.double() for x in (q, k, v)), torch.ones(90, 90, dtype=torch.bool).tril())
         assert error(flexmasks.attention(q, k, v, mask="causal"), want) < TOLERANCE[torch.float32]
-        kinds.add(_planned(q, k, v, Request("causal")).call.kind)
+        kinds.add(plan_call(q, k, v, Request("causal")).call.kind)
     assert len(kinds) == 3
 
 

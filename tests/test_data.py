@@ -34,6 +34,7 @@ from flexmasks.blocks import limits
 from flexmasks.blocks.build import build
 from flexmasks.blocks.elements import Elements
 from flexmasks.blocks.lists import of_block_mask
+from flexmasks.planned import plan_call
 from flexmasks.plans import data
 from flexmasks.plans.plan import MaskPlan, ScorePlan
 from flexmasks.request import Request
@@ -712,16 +713,16 @@ BIAS = torch.randn(2 * LENGTH - 1)
 def test_negative_indices_at_other_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is negative only at the next power of 2 runs as it is."""
     q, k, v = qkv()
-    planned = calls._planned(q, k, v, Request(score=lambda score, b, h, q, kv: score + BIAS[q - kv + LENGTH - 1]))
+    planned = plan_call(q, k, v, Request(score=lambda score, b, h, q, kv: score + BIAS[q - kv + LENGTH - 1]))
     monkeypatch.setattr(
         forms, "inexact", lambda function, device, *args: inexact(function, torch.device("cuda"), *args)
     )
     assert inexact(planned.call.score_mod(), torch.device("cuda"), (BATCH, HEADS, 128, 128), True) == NEGATIVE
     assert forms.refuses(planned.call) is None
-    planned = calls._planned(q, k, v, Request(score=lambda score, b, h, q, kv: score + BIAS[q - kv]))
+    planned = plan_call(q, k, v, Request(score=lambda score, b, h, q, kv: score + BIAS[q - kv]))
     assert "let an enclosing function hold the tensor" in str(forms.refuses(planned.call))
     table = BIAS
-    planned = calls._planned(q, k, v, Request(score=lambda score, b, h, q, kv: score + table[q - kv]))
+    planned = plan_call(q, k, v, Request(score=lambda score, b, h, q, kv: score + table[q - kv]))
     assert forms.refuses(planned.call) is None
 
 

@@ -23,7 +23,7 @@ from benchmarks import private_torch
 from flexmasks import calls, compat
 from flexmasks.backends import decode, decode_cpu
 from flexmasks.backends.added import is_added
-from flexmasks.calls import _planned
+from flexmasks.planned import plan_call
 from flexmasks.plans import recorded
 from flexmasks.plans.intervals import Intervals
 from flexmasks.plans.whole import Whole
@@ -264,7 +264,7 @@ def _before(scores: Tensor) -> Tensor:
 def test_scores(name: str, way: str) -> None:
     score, change = scores()[name]
     q, k, v = tensors(5)
-    call = _planned(q, k, v, Request(flexmasks.get_mask("causal"), flexmasks.get_score(score), q_offset=40)).call
+    call = plan_call(q, k, v, Request(flexmasks.get_mask("causal"), flexmasks.get_score(score), q_offset=40)).call
     assert is_added(call) == (name in ADDED)
     if way == "cpu" or name in (*ADDED, "cap"):
         check([q, k, v], "causal", 40, change, score=score)
@@ -383,7 +383,7 @@ def test_batch_elements_one_by_one() -> None:
     q, k, v = tensors(1, 4000, batch=4)
     ends = torch.tensor([3990, 5, 60, 7])
     check([q, k, v], flexmasks.get_mask("sliding_window", window=9), ends)
-    call = _planned(q, k, v, Request(flexmasks.get_mask("sliding_window", window=9), q_offset=ends)).call
+    call = plan_call(q, k, v, Request(flexmasks.get_mask("sliding_window", window=9), q_offset=ends)).call
     parts = decode_cpu.CpuDecode.of(call).parts
     assert [(p.keys.start, p.keys.stop) for p in parts] == [(3981, 3991), (0, 6), (51, 61), (0, 8)]
 
@@ -513,7 +513,7 @@ def bands() -> dict[str, flexmasks.Mask]:
 
 
 def replay_of(qkv: list[Tensor], mask: Any, offset: int | Tensor = 0, **more: Any) -> Any:
-    call = _planned(*qkv, Request(flexmasks.get_mask(mask), q_offset=offset, backend="decode", **more)).call
+    call = plan_call(*qkv, Request(flexmasks.get_mask(mask), q_offset=offset, backend="decode", **more)).call
     assert decode.refuses(call) is None
     return decode.replay_of(call)
 

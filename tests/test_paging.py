@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
 
 import flexmasks
-from flexmasks import calls
+from flexmasks import calls, pages
 from flexmasks.backends import fa4
 from flexmasks.backends import flex as kernels
 from flexmasks.plans import gathered
@@ -532,7 +532,7 @@ def test_blocks_of_chunks_have_keys_of_one_sequence(monkeypatch: pytest.MonkeyPa
     lens, q = torch.full((batch,), columns * page_size), torch.randn(batch, 2, 128, 32)
     with torch.no_grad():
         out = flexmasks.paged_attention(q, k_cache, v_cache, table, lens, mask="causal", backend="reference")
-        monkeypatch.setattr(calls, "_GATHERS_ON", ())
+        monkeypatch.setattr(pages, "_GATHERS_ON", ())
         pool = flexmasks.paged_attention(q, k_cache, v_cache, table, lens, mask="causal", backend="reference")
     assert torch.allclose(out, pool, atol=1e-5)
     assert 3 * computed[0] < computed[1]
@@ -628,9 +628,9 @@ def _attend_to_pages(
     scale = arguments["softmax_scale"]
     scaled = q.double() if scale is None else q.double() * scale * q.shape[-1] ** 0.5
     outs, lses = [], []
-    for own_q, pages, length in zip(scaled, table.tolist(), lens.tolist(), strict=True):
+    for own_q, numbers, length in zip(scaled, table.tolist(), lens.tolist(), strict=True):
         needed = -(-length // k.shape[1])
-        own_k, own_v = (x[pages[:needed]].flatten(0, 1)[:length].double().transpose(0, 1)[None] for x in (k, v))
+        own_k, own_v = (x[numbers[:needed]].flatten(0, 1)[:length].double().transpose(0, 1)[None] for x in (k, v))
         visible = torch.ones(len(own_q), length, dtype=torch.bool)
         behind = length - len(own_q)
         left, right = arguments.get("window_size_left"), arguments.get("window_size_right")
@@ -656,7 +656,7 @@ def test_fa4_reads_pages(mask: str, page_size: int, monkeypatch: pytest.MonkeyPa
     """A function takes the kernel's place; it gets pages of 256 slots in two parts."""
     monkeypatch.setattr(fa4, "why_missing", lambda: "")
     monkeypatch.setattr(fa4, "_import_failures", [])
-    monkeypatch.setattr(calls, "_FA4_ON", ("cpu",))
+    monkeypatch.setattr(pages, "_FA4_ON", ("cpu",))
     monkeypatch.setattr(fa4, "refuses_package", lambda call: None)
     sizes = []
 
@@ -733,8 +733,8 @@ def test_fa4_leaves_pages_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Masks that are no windows, queries elsewhere and calls that learn go another way, and so does a failure."""
     monkeypatch.setattr(fa4, "why_missing", lambda: "")
     monkeypatch.setattr(fa4, "_import_failures", [])
-    monkeypatch.setattr(calls, "_FA4_ON", ("cpu",))
-    monkeypatch.setattr(calls, "_GATHERS_ON", ())  # copies have anything in blocks that quick kernels read
+    monkeypatch.setattr(pages, "_FA4_ON", ("cpu",))
+    monkeypatch.setattr(pages, "_GATHERS_ON", ())  # copies have anything in blocks that quick kernels read
     monkeypatch.setattr(fa4, "refuses_package", lambda call: None)
     calls_of_kernel: list[int] = []
 

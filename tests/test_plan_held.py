@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 import flexmasks
-from flexmasks import calls
+from flexmasks import calls, planned
 from flexmasks.plans import plan as plans
 
 BATCH, HEADS, LENGTH = 2, 4, 300
@@ -81,7 +81,7 @@ def test_later_calls_search_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None
     def refuse(*_: Any, **__: Any) -> Any:
         raise AssertionError("a later call plans")
 
-    for module, name in ((plans, "flatten"), (calls, "flatten"), (calls, "_simple_key"), (calls, "_planned")):
+    for module, name in ((plans, "flatten"), (calls, "flatten"), (calls, "_simple_key"), (planned, "plan_call")):
         monkeypatch.setattr(module, name, refuse)
     assert torch.equal(flexmasks.attention(*tensors, mask=plan), want)
 

@@ -28,7 +28,7 @@ from quick_kernels import quick_kernels as quick_kernels
 from torch import Tensor
 
 import flexmasks
-from flexmasks import calls
+from flexmasks.planned import plan_call
 from flexmasks.plans import plan
 from flexmasks.plans.plan import ScorePlan, sized
 from flexmasks.request import Request
@@ -387,7 +387,7 @@ def test_a_planned_call_reads_no_offsets_of_a_packed_score(inner: str, monkeypat
     monkeypatch.setattr(plan, "is_captured", lambda device: True)  # values of tensors may then not be checked
     monkeypatch.setattr(Tensor, "tolist", lambda x: (reads.append(x), to_list(x))[1])
     request = Request(mask, score, {}, None, None, 0, None, False, "auto", None)
-    planned = calls._planned(q, q, q, request)
+    planned = plan_call(q, q, q, request)
     assert planned.call.cap == (30.0 if inner == "softcap" else None)
     assert not reads
 

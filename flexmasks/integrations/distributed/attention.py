@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 from flexmasks import compat
 from flexmasks.attention import attention as attention_of_one
 from flexmasks.cache import ENTRY, PLANS, Part
-from flexmasks.calls import under_autocast
 from flexmasks.integrations.distributed.balance import Order, forgotten_order
 from flexmasks.integrations.distributed.counts import (
     CountedMask,
@@ -42,6 +41,7 @@ from flexmasks.integrations.distributed.exchange import (
     sequence_for_heads,
     submesh,
 )
+from flexmasks.planned import under_autocast
 from flexmasks.sharded import Place, as_sharded, check_placements, joined, learned, place_of, sinks_of, whole
 from flexmasks.spec import Mask, Score, get_mask
 from flexmasks.spec.arguments import MaskLike, ScoreLike, from_arguments
