@@ -46,9 +46,10 @@ from flexmasks.plans.checks import (
 )
 from flexmasks.plans.explanation import Explanation
 from flexmasks.plans.held import HeldPlan, Launch, unwrapped
-from flexmasks.plans.plan import GivenPlan, is_captured
+from flexmasks.plans.mask_plan import GivenPlan
 from flexmasks.plans.recorded import Form
 from flexmasks.plans.shifted import offset_of_last
+from flexmasks.plans.sizes import is_captured
 from flexmasks.request import Request
 from flexmasks.spec.arguments import from_arguments, functions_of
 from flexmasks.spec.definitions import is_own

@@ -20,7 +20,9 @@ from flexmasks.cache import FACT, KINDS, PLANS, Part
 from flexmasks.kernels.wide import in_wide_numbers, may_be_wide
 from flexmasks.masks.natten import apart, limits
 from flexmasks.masks.sasa import reach
-from flexmasks.plans.plan import MaskPlan, block_size_for, is_captured, outside_transforms
+from flexmasks.plans.mask_plan import MaskPlan
+from flexmasks.plans.plan import outside_transforms
+from flexmasks.plans.sizes import block_size_for, is_captured
 from flexmasks.request import Request
 from flexmasks.spec import pair
 from flexmasks.spec.arguments import get_mask

@@ -46,9 +46,10 @@ from flexmasks.plans.checks import (
     sequence_offsets,
 )
 from flexmasks.plans.gathered import parts_of
+from flexmasks.plans.mask_plan import MaskPlan
 from flexmasks.plans.mixed import Mixed, Sequences, by_number_of_queries, in_pieces
-from flexmasks.plans.plan import MaskPlan, is_captured
 from flexmasks.plans.shifted import offset_of_last, offsets_of
+from flexmasks.plans.sizes import is_captured
 from flexmasks.request import Request
 from flexmasks.spec.arguments import from_arguments, get_mask
 from flexmasks.spec.bands import Band, band_of

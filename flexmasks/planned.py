@@ -30,7 +30,9 @@ from flexmasks.plans.checks import (
     described,
     fail,
 )
-from flexmasks.plans.plan import GivenPlan, MaskPlan, ScorePlan, block_size_for
+from flexmasks.plans.mask_plan import GivenPlan, MaskPlan
+from flexmasks.plans.score_plan import ScorePlan
+from flexmasks.plans.sizes import block_size_for
 from flexmasks.request import Request, checked
 from flexmasks.spec.arguments import from_arguments, get_mask
 from flexmasks.spec.bands import cap_of

@@ -36,7 +36,8 @@ from flexmasks.blocks.elements import Elements
 from flexmasks.blocks.lists import of_block_mask
 from flexmasks.planned import plan_call
 from flexmasks.plans import data
-from flexmasks.plans.plan import MaskPlan, ScorePlan
+from flexmasks.plans.mask_plan import MaskPlan
+from flexmasks.plans.score_plan import ScorePlan
 from flexmasks.request import Request
 from flexmasks.spec.examples import example
 from flexmasks.spec.parameters import Size

@@ -28,7 +28,7 @@ from flexmasks import calls, inside_compile
 from flexmasks.backends import flash, forms, numbers
 from flexmasks.backends.miscompiled import miscompiled
 from flexmasks.planned import plan_call
-from flexmasks.plans.plan import MaskPlan
+from flexmasks.plans.mask_plan import MaskPlan
 from flexmasks.request import Request
 from flexmasks.spec.structure import MAX_COMPILED_VALUES
 

@@ -19,7 +19,7 @@ from benchmarks import private_torch
 from flexmasks import Mask, calls, get_mask
 from flexmasks.backends.flex import CompiledCall
 from flexmasks.backends.renewal import Renewal
-from flexmasks.plans import plan
+from flexmasks.plans import mask_plan, plan
 from flexmasks.plans.bounds import MaskKind, RecordedPlan, plan_bounds
 from flexmasks.plans.recorded import Recorded, _Pack
 from flexmasks.request import Request
@@ -447,7 +447,7 @@ def test_numbers_by_head_are_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
     for n in (3, 4, 5):
         mask, numbers = two_windows(n)
         aliases = Aliases()
-        planned = plan.MaskPlan(mask, size, aliases=aliases, allows_bounds=True)
+        planned = mask_plan.MaskPlan(mask, size, aliases=aliases, allows_bounds=True)
         block_mask = planned.block_mask()
     runner: Any = None
     call = CompiledCall(runner, None, block_mask, None, None, with_lse=False, needs_grad=False, is_flash=False)
@@ -490,7 +490,7 @@ def test_other_lengths_need_no_exact_plan(monkeypatch: pytest.MonkeyPatch) -> No
     flexmasks.clear_caches()
     exact: list[int] = []
     build = plan.build
-    monkeypatch.setattr(plan, "build", lambda *args: exact.append(args[3]) or build(*args))
+    monkeypatch.setattr(mask_plan, "build", lambda *args: exact.append(args[3]) or build(*args))
     for length in (64, 64, 96, 160, 96):
         ids = documents(length)
         q = torch.randn(BATCH, 1, length, 16)

@@ -29,8 +29,9 @@ from torch import Tensor
 
 import flexmasks
 from flexmasks.planned import plan_call
-from flexmasks.plans import plan
-from flexmasks.plans.plan import ScorePlan, sized
+from flexmasks.plans import plan, score_plan
+from flexmasks.plans.score_plan import ScorePlan
+from flexmasks.plans.sizes import sized
 from flexmasks.request import Request
 from flexmasks.spec import cap_of, definitions
 from flexmasks.spec.arguments import from_arguments
@@ -384,7 +385,8 @@ def test_a_planned_call_reads_no_offsets_of_a_packed_score(inner: str, monkeypat
     mask = flexmasks.get_mask("causal")
     reads: list[Tensor] = []
     to_list = Tensor.tolist
-    monkeypatch.setattr(plan, "is_captured", lambda device: True)  # values of tensors may then not be checked
+    for module in (plan, score_plan):
+        monkeypatch.setattr(module, "is_captured", lambda device: True)  # values of tensors may then not be checked
     monkeypatch.setattr(Tensor, "tolist", lambda x: (reads.append(x), to_list(x))[1])
     request = Request(mask, score, {}, None, None, 0, None, False, "auto", None)
     planned = plan_call(q, q, q, request)

@@ -36,7 +36,7 @@ from flexmasks.backends.call import (
 )
 from flexmasks.kernels.compiling import announce_once
 from flexmasks.plans.intervals import Intervals
-from flexmasks.plans.plan import capability
+from flexmasks.plans.sizes import capability
 from flexmasks.plans.windows import Window
 from flexmasks.spec.bands import Band, Sequences
 

@@ -12,7 +12,7 @@ from flexmasks.backends.operations import UNREADABLE
 from flexmasks.blocks.bits import can_be_bits
 from flexmasks.blocks.counts import Blocks
 from flexmasks.cache import FACT
-from flexmasks.plans.plan import capability
+from flexmasks.plans.sizes import capability
 
 _FLASH = "FLASH"  # torch's name in kernel_options
 _MAX_SIZE_OF_ANY = 128  # the largest head size of kernels that take the block size of every other backend

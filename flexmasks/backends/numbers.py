@@ -18,7 +18,7 @@ from torch import Tensor
 from flexmasks.backends.call import Call
 from flexmasks.cache import FACT, KINDS, Part
 from flexmasks.errors import passing_error
-from flexmasks.plans.plan import is_captured
+from flexmasks.plans.sizes import is_captured
 from flexmasks.spec.structure import MAX_COMPILED_VALUES, Number, Opaque, flatten, with_inputs
 
 _log = logging.getLogger("flexmasks")

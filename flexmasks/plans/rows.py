@@ -20,7 +20,8 @@ from flexmasks import compat
 from flexmasks.blocks.decide import decide
 from flexmasks.blocks.elements import Elements, MaskMod, boolean, coordinates_of, over_indices
 from flexmasks.cache import ENTRY, PLANS, Part
-from flexmasks.plans.plan import naming, outside_transforms
+from flexmasks.plans.naming import naming
+from flexmasks.plans.plan import outside_transforms
 from flexmasks.spec.arguments import from_arguments, functions_of, get_mask
 from flexmasks.spec.parameters import Size, can_be_read
 from flexmasks.spec.structure import Opaque, key_of

@@ -13,7 +13,7 @@ from flexmasks.attention import block_mask, dense_mask
 from flexmasks.blocks.elements import with_indexing_by_numbers
 from flexmasks.integrations.huggingface.recognition import Parts, Positions, recognized
 from flexmasks.integrations.huggingface.sharding import Sharding, Whole, active
-from flexmasks.plans.plan import is_captured
+from flexmasks.plans.sizes import is_captured
 from flexmasks.spec import Mask, get_mask
 from flexmasks.spec.structure import Opaque, replaced
 
