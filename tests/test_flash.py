@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 import flexmasks
-from flexmasks import calls, inside_compile
+from flexmasks import inside_compile, planned
 from flexmasks.backends import flash, forms, numbers
 from flexmasks.backends.miscompiled import miscompiled
 from flexmasks.planned import plan_call
@@ -401,7 +401,7 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch, fits: bool = True, capability: tu
     """Let the checks of head sizes see a GPU, and a flash-attn-4 that fits its tiles to blocks or does not."""
     monkeypatch.setattr(flash, "capability", lambda device: capability)
     monkeypatch.setattr(flash.fa4, "fits_tiles", lambda: fits)
-    monkeypatch.setattr(calls, "block_size_for", lambda size: (128, 128))
+    monkeypatch.setattr(planned, "block_size_for", lambda size: (128, 128))
 
 
 @pytest.mark.parametrize(
@@ -433,18 +433,18 @@ def test_new_tensors_have_fitted_blocks(monkeypatch: pytest.MonkeyPatch, are_oth
     q = torch.randn(1, 2, 700, 256)
     for step in range(4):  # plans are recorded from the second one on
         ids = (torch.rand(700) < 0.02).cumsum(0)
-        planned = plan_call(q, q, q, Request(mask="document", params={"document_ids": ids}))
+        made = plan_call(q, q, q, Request(mask="document", params={"document_ids": ids}))
         if are_others_first:
-            planned.call.blocks()
-        got = flash.blocks(planned.call).block_mask
+            made.call.blocks()
+        got = flash.blocks(made.call).block_mask
         seen = ids[:, None] == ids
         want = create_block_mask(
             lambda b, h, q, kv, s=seen: s[q, kv], 1, 1, 700, 700, device="cpu", BLOCK_SIZE=(128, 64)
         )
         missing = want.to_dense().bool() & ~got.to_dense().bool()
         assert not missing.any(), step
-        assert isinstance(planned.mask, MaskPlan)
-        assert (planned.mask.form("blocks", (128, 64)).program is not None) == (step > 0)
+        assert isinstance(made.mask, MaskPlan)
+        assert (made.mask.form("blocks", (128, 64)).program is not None) == (step > 0)
 
 
 def test_head_sizes_that_no_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:

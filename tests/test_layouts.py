@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flexmasks
 from flexmasks.blocks.elements import over_indices
-from flexmasks.plans.plan import shifted_mask, shifted_score
+from flexmasks.plans.shifted import shifted_mask, shifted_score
 from flexmasks.spec import definitions
 from flexmasks.spec.examples import example, on_device
 from flexmasks.spec.parameters import Size
