@@ -22,14 +22,7 @@ from tabulate import tabulate
 
 import flexmasks
 from _measure import Row, check, finish, start
-from flexmasks.integrations.distributed.balance import (
-    Order,
-    balance,
-    batch_of,
-    block_size_for,
-    counted_masks,
-    ranks_of,
-)
+from flexmasks.integrations.distributed.balance import Order, balance, batch_of, block_size_for, counted_masks
 from flexmasks.integrations.distributed.counts import CountedMask, Parts, check_int, fail
 from flexmasks.pictures.output import text_width
 from flexmasks.spec.arguments import MaskLike
@@ -224,7 +217,7 @@ def plan(
     counted = counted_masks("plan", masks)
     batch = batch or batch_of(counted) or 1
     if order == "balanced":
-        order = balance(masks, length, ranks_of("plan", ranks), block_size=block_size, batch=batch, heads=q_heads)
+        order = balance(masks, length, ranks, block_size=block_size, batch=batch, heads=q_heads)
     order = Order.natural(length, ranks) if order is None else order
     if not isinstance(order, Order) or (order.length, order.ranks) != (length, ranks):
         fail(

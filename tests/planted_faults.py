@@ -355,7 +355,7 @@ FAULTS: list[Fault] = [
         _EXCHANGED,
     ),
     Fault(
-        "integrations/distributed/counts.py", "min(self.length, rows[1] + right)", "min(self.length, rows[0] + right)"
+        "integrations/distributed/counts.py", "min(length, rows[1] + band.right)", "min(length, rows[0] + band.right)"
     ),
     Fault("integrations/distributed/counts.py", "max(stop, result[-1][1])", "stop"),
     Fault(

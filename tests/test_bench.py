@@ -254,13 +254,13 @@ def test_figures_of_several_processes(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["ranks", "--device", "cpu", "--quick", "--json", str(file), "--only", "window", "prefix"]) == 0
     capsys.readouterr()
     results = json.loads(file.read_text())
-    assert [(r["who"], r["ranks"]) for r in results["rows"][:3]] == [
-        ("flexmasks", 2), ("flexmasks, gathered, balanced", 2), ("flexmasks on one", 1)
-    ]  # fmt: skip
-    assert len(results["rows"]) == 6
-    assert all(r["difference"] < 1e-5 for r in results["rows"][::3])
+    heads = [("4x1024x32", "flexmasks", 2), ("4x1024x32", "flexmasks on one", 1)]
+    of_one_key_head = (("flexmasks", 2), ("flexmasks, balanced", 2), ("flexmasks on one", 1))
+    one_key_head = [("4/1x1024x32", *row) for row in of_one_key_head]
+    assert [(r["shape"], r["who"], r["ranks"]) for r in results["rows"]] == 2 * (heads + one_key_head)
+    assert all(r["difference"] < 1e-5 for r in results["rows"] if r["who"] == "flexmasks")
     assert all(r["ms"] > 0 and r["steps"] >= 3 for r in results["rows"])
-    assert bench_ranks.markdown(results).count("| flexmasks on one ") == 2
+    assert bench_ranks.markdown(results).count("| flexmasks on one ") == 4
 
 
 def test_the_cases_of_limits(steps: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from flexmasks.pictures.output import progress
 from flexmasks.spec import Mask, get_mask
 
 ONE, RING, FLEX = "flexmasks on one", "torch context_parallel", "flex_attention, _ContextParallel"
-_BALANCED = f"{OURS}, gathered, balanced"
+_BALANCED = f"{OURS}, balanced"
 _SECONDS, _LOOPS, _MOST_STEPS = 1.5, 5, 20  # of all loops; and of one
 
 
@@ -33,8 +33,13 @@ class Shape(NamedTuple):
     """Sizes of a call."""
 
     heads: int
+    kv_heads: int
     length: int
     size: int
+
+    def __str__(self) -> str:
+        heads = f"{self.heads}" if self.kv_heads == self.heads else f"{self.heads}/{self.kv_heads}"
+        return f"{heads}x{self.length}x{self.size}"
 
 
 _GPU = (65536, 262144, 1048576)
@@ -87,8 +92,8 @@ def _measured(name: str, shape: Shape, who: str, device_type: str) -> dict[str, 
         order = distributed.balance(_masked(name, shape.length, torch.device("cpu")).make(), shape.length, mesh)
     generator = torch.Generator(device).manual_seed(0)
     whole = [
-        torch.randn(1, shape.heads, shape.length, shape.size, device=device, dtype=dtype, generator=generator)
-        for _ in range(4)
+        torch.randn(1, heads, shape.length, shape.size, device=device, dtype=dtype, generator=generator)
+        for heads in (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads)
     ]
     is_idle = who == ONE and rank > 0
     if not is_idle:
@@ -115,10 +120,9 @@ def _call_of(
     make, mask_mod = _masked(name, shape.length, device)
     if who == ONE:
         return lambda q, k, v: attention(q, k, v, mask=make())
-    if who == OURS:
-        return lambda q, k, v: distributed.attention(q, k, v, mesh=mesh, mask=make())
-    if who == _BALANCED:
-        return lambda q, k, v: distributed.attention(q, k, v, mesh=mesh, mask=make(), how="gather", order=order)
+    if who in (OURS, _BALANCED):
+        given = order if who == _BALANCED else None
+        return lambda q, k, v: distributed.attention(q, k, v, mesh=mesh, mask=make(), order=given)
     if who == RING:
         return functools.partial(_ring, mesh)
     return private_torch.flex_over_processes(mask_mod, shape.length, mesh, device, is_balanced=name != "window")
@@ -185,11 +189,13 @@ class _Pool:
             raise
 
 
-def _contenders(name: str, device_type: str) -> tuple[str, ...]:
+def _contenders(name: str, shape: Shape, device_type: str) -> tuple[str, ...]:
     """Return who can run a case; torch's own ways have no gradients on a CPU."""
-    if device_type == "cpu":
+    if shape.kv_heads == 1:  # processes cannot exchange heads, so that the order of the sequence matters
         return OURS, _BALANCED, ONE
-    return (OURS, _BALANCED, ONE, RING, FLEX) if name == "causal" else (OURS, _BALANCED, ONE, FLEX)
+    if device_type == "cpu":
+        return OURS, ONE
+    return (OURS, ONE, RING, FLEX) if name == "causal" else (OURS, ONE, FLEX)
 
 
 def _rows(name: str, shape: Shape, pool: _Pool) -> list[Row]:
@@ -197,8 +203,8 @@ def _rows(name: str, shape: Shape, pool: _Pool) -> list[Row]:
     rows: list[Row] = []
     left_out: dict[str, str] = {}
     outputs: dict[str, Tensor] = {}
-    for who in _contenders(name, pool.device_type):
-        progress(f"{name}, {shape.length} tokens: {who}")
+    for who in _contenders(name, shape, pool.device_type):
+        progress(f"{name}, {shape}: {who}")
         try:
             found = pool.run(name, shape, who)
         except RuntimeError as error:
@@ -207,7 +213,7 @@ def _rows(name: str, shape: Shape, pool: _Pool) -> list[Row]:
         # A loop takes as long as it takes the slowest process.
         steps = [1e3 * max(times) for times in zip(*(x["times"] for x in found), strict=True)]
         quarters = statistics.quantiles(steps, n=4)
-        row: Row = {"case": name, "shape": "x".join(map(str, shape)), "who": who, "ranks": len(found)}
+        row: Row = {"case": name, "shape": str(shape), "who": who, "ranks": len(found)}
         row |= {"dtype": "bfloat16" if pool.device_type == "cuda" else "float32"}
         row |= {"ms": float(f"{quarters[1]:.4g}"), "iqr": float(f"{quarters[2] - quarters[0]:.4g}")}
         row |= {"first_s": round(max(x["first_s"] for x in found), 2), "steps": found[0]["steps"]}
@@ -236,8 +242,11 @@ def _todo(device: torch.device, quick: bool) -> dict[str, Callable[[], list[Row]
         for name in ("causal", "documents", "window", "prefix_lm"):
             if length > _LONG_CAUSAL and name in ("causal", "prefix_lm"):
                 continue
-            shape = Shape(16, length, 128) if is_large else Shape(4, length, 32)
-            todo[f"{name}, {length} tokens"] = functools.partial(_rows, name, shape, pool)
+            heads, size = (16, 128) if is_large else (4, 32)
+            for kv_heads in (heads, 1):
+                key_heads = "1 key head, " if kv_heads == 1 else ""
+                shape = Shape(heads, kv_heads, length, size)
+                todo[f"{name}, {key_heads}{length} tokens"] = functools.partial(_rows, name, shape, pool)
     return todo
 
 

@@ -3,10 +3,12 @@
 All processes run the same program:
 
     mesh = init_device_mesh("cuda", (8,))
-    order = distributed.balance("causal", length, mesh)  # which parts of the sequence each process holds
+    order = distributed.Order.natural(length, mesh.size())  # which parts of the sequence each process holds
     tokens = distributed.shard(tokens, order, mesh)
     ...
     out = distributed.attention(q, k, v, mesh=mesh, mask="causal", order=order)  # in each layer
+
+Where the processes do not divide the number of key heads, `distributed.balance` gives all of them the same work.
 """
 
 from flexmasks.integrations.distributed.attention import attention as attention

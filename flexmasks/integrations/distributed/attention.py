@@ -20,7 +20,16 @@ from flexmasks.attention import attention as attention_of_one
 from flexmasks.cache import ENTRY, Cache
 from flexmasks.calls import under_autocast
 from flexmasks.integrations.distributed.balance import Order, forgotten_order
-from flexmasks.integrations.distributed.counts import CountedMask, Parts, common, fail, following, merged
+from flexmasks.integrations.distributed.counts import (
+    CountedMask,
+    Parts,
+    common,
+    fail,
+    following,
+    merged,
+    seen_through,
+    size_of,
+)
 from flexmasks.integrations.distributed.exchange import (
     Difference,
     arranged,
@@ -203,7 +212,7 @@ class _Call(NamedTuple):
 
     @property
     def length(self) -> int:
-        return sum(stop - start for part in self.parts for start, stop in part)
+        return sum(map(size_of, self.parts))
 
 
 def _fail(message: str, error: type[Exception] = ValueError) -> NoReturn:
@@ -225,7 +234,6 @@ def _checked(
     how: str,
     order: Order | None,
 ) -> _Call:
-    """Check what a process can check alone."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor) or x.ndim != 4 or x.is_nested:
             _fail(f"`{name}` must be a tensor [batch, heads, tokens, head size], got {describe(x)}.")
@@ -264,7 +272,7 @@ def _lengths(
     check: bool,
     problem: Exception | None,
 ) -> list[int]:
-    """Return the lengths of all parts; if `check`, all processes must make the same call."""
+    """Return the lengths of all parts; if `check`, compare the calls of all processes first."""
     if not check or compat.is_compiling():
         if problem is not None:
             raise problem
@@ -281,10 +289,7 @@ def _lengths(
 
 
 def _number(value: Any) -> int:
-    """Return a number that differs, nearly always, for different values.
-
-    Contents of large tensors, and of tensors that are not on the CPU, are left out.
-    """
+    """Return a hash that all processes compute alike, without the contents of large tensors and of those on GPUs."""
     number = zlib.crc32(repr(value).encode())
     if isinstance(value, Modifier):
         for inner in value.inside():
@@ -306,13 +311,13 @@ def _number(value: Any) -> int:
 
 
 def _of_code(code: CodeType) -> tuple[Any, ...]:
-    """Return what all processes have alike in the code of a function."""
+    """Return what the code of one function has alike in all processes."""
     constants = [_of_code(x) if isinstance(x, CodeType) else x for x in code.co_consts]
     return code.co_code, code.co_names, [x for x in constants if isinstance(x, _ALIKE)]
 
 
 def _read(function: FunctionType) -> list[tuple[str, Any]]:
-    """Return the numbers that a function reads beyond its arguments."""
+    """Return the numbers that a function reads from its defaults and from variables outside of it."""
     read = [(name, p.default) for name, p in inspect.signature(function).parameters.items()]
     with contextlib.suppress(ValueError):  # a variable has no value
         variables = inspect.getclosurevars(function)
@@ -324,7 +329,6 @@ def _read(function: FunctionType) -> list[tuple[str, Any]]:
 
 
 def _mesh_of(mesh: DeviceMesh, dims: Sequence[int]) -> DeviceMesh:
-    """Return the mesh of some of the dimensions."""
     if len(dims) == mesh.ndim:
         return mesh
     if len(dims) == 1:
@@ -337,7 +341,7 @@ def _mesh_of(mesh: DeviceMesh, dims: Sequence[int]) -> DeviceMesh:
 def _order_of(length: int, mesh: DeviceMesh) -> Order | None:
     """Return the parts of a DTensor that is sharded over a whole mesh.
 
-    They are None inside torch.compile if they are equal, so that the length may be symbolic.
+    None stands for equal parts inside torch.compile, so that the length may be symbolic.
     """
     if compat.is_compiling():
         if length % mesh.size() == 0:
@@ -353,10 +357,6 @@ def _order_of(length: int, mesh: DeviceMesh) -> Order | None:
     return Order(length, tuple(((start, stop),) if stop > start else () for start, stop in parts))
 
 
-def _size(parts: Parts) -> int:
-    return sum(stop - start for start, stop in parts)
-
-
 # --- the call ---
 
 
@@ -369,7 +369,7 @@ def _run(
     row = rank_in(mesh) // last.size()  # processes that exchange heads hold neighboring parts
     rows = [parts[i : i + last.size()] for i in range(0, mesh.size(), last.size())]
     way, wanted = _way(q, k, v, call)
-    lengths = [_size(part) for part in rows[row]]
+    lengths = [size_of(part) for part in rows[row]]
     own: Parts = parts[rank_in(mesh)]
     if way == "heads":
         q, k, v = heads_for_sequence((q, k, v), last, lengths)
@@ -382,7 +382,7 @@ def _run(
         keys = wanted[rank_in(mesh)]
     else:
         if mesh.ndim == 2:
-            of_rows = [_size(sum(r, ())) for r in rows]
+            of_rows = [size_of(sum(r, ())) for r in rows]
             k, v = (gathered(x, submesh(mesh, 0), of_rows) for x in (k, v))
         keys = sum(parts, ())
     k, v = (arranged(x, keys) for x in (k, v))
@@ -398,7 +398,7 @@ def _run(
 
 
 def _way(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[str, tuple[Parts, ...]]:
-    """Return "heads", "gather" or "seen", and for the last one what each process wants."""
+    """Return "heads", "gather" or "seen", and for "seen" the keys that each process wants."""
     how, mesh, parts = call.how, call.mesh, call.parts
     if how == "seen":
         if mesh.ndim == 2:
@@ -416,7 +416,7 @@ def _way(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[str, tuple[Parts
         return other, ()  # blocks are counted only where that saves most and is done once
     wanted = _wanted(call)
     kv = k.shape[1] * (k.shape[3] + v.shape[3])
-    most = max(_size(w) - _size(common(w, own)) for w, own in zip(wanted, parts, strict=True)) * kv
+    most = max(size_of(w) - size_of(common(w, own)) for w, own in zip(wanted, parts, strict=True)) * kv
     share = (mesh.size() - 1) / mesh.size() * call.length
     everything = share * (kv + q.shape[1] * (q.shape[3] + v.shape[3])) / last if other == "heads" else share * kv
     return ("seen", wanted) if most <= _SAVES_MUCH * everything else (other, ())
@@ -427,22 +427,19 @@ def _wanted(call: _Call) -> tuple[Parts, ...]:
     if not call.length:
         return call.parts
     mask = get_mask("full") if call.mask is None else call.mask
-    read, sizes = _key_of(mask), (call.length, call.parts, call.place.batch, call.place.heads)
-    if read is None:
-        return _plan(mask, *sizes)
-    key, tensors = (read[0], *sizes), read[1]
-    wanted = _WANTED.get(key, tensors)
+    sizes = call.length, _BLOCK, call.place.batch, call.place.heads
+    read = _key_of(mask)
+    key, tensors = (None, []) if read is None else ((read[0], *sizes, call.parts), read[1])
+    wanted = None if key is None else _WANTED.get(key, tensors)
     if wanted is None:
-        wanted = _plan(mask, *sizes)
-        _WANTED.put(key, tensors, wanted, ENTRY + _PIECE * sum(map(len, wanted)))
+        wanted = tuple(CountedMask("attention", mask, *sizes).seen(call.parts))
+        if key is not None:
+            _WANTED.put(key, tensors, wanted, ENTRY + _PIECE * sum(map(len, wanted)))
     return wanted
 
 
 def _key_of(mask: Mask) -> tuple[Hashable, list[Tensor]] | None:
-    """Return a key of all that a mask reads, and its tensors.
-
-    The result is None if it reads objects that may change.
-    """
+    """Return a key of all that a mask reads, and its tensors; or None if it reads objects that may change."""
     tensors: list[Tensor] = []
     try:
         return mask.capture(tensors), tensors
@@ -456,22 +453,7 @@ def _is_fixed(mask: Mask) -> bool:
     return read is not None and not read[1]
 
 
-def _plan(mask: Mask, length: int, parts: tuple[Parts, ...], batch: int, heads: int) -> tuple[Parts, ...]:
-    counted = CountedMask("attention", mask, length, _BLOCK, batch, heads)
-    if counted.band is None:
-        return tuple(counted.of_parts(parts).seen)
-    return tuple(merged([counted.of_band(part) for part in own]) for own in parts)
-
-
-def _of_band(band: Band, start: int, stop: int, length: int) -> tuple[int, int]:
-    """Return the keys that queries start..stop see."""
-    first = 0 if band.left is None else max(0, start - band.left)
-    end = length if band.right is None else min(length, stop + band.right)
-    return first, max(first, end)
-
-
 def _distances(call: _Call, q: Tensor) -> Band | None:
-    """Return the mask as a band of distances, or None."""
     if call.mask is None:
         return Band()
     if _holds(call.mask, lambda value: any(isinstance(x, Tensor) for x in value.params.values())):
@@ -496,7 +478,7 @@ def _attend(
         of_rows, k_rows, v_rows = _keys_of(band, start, stop, keys, call.score is not None), k, v
         if of_rows != keys:
             first = of_rows[0][0] - keys[0][0]
-            k_rows, v_rows = (x.narrow(2, first, _size(of_rows)) for x in (k, v))
+            k_rows, v_rows = (x.narrow(2, first, size_of(of_rows)) for x in (k, v))
         mask, score, offset = _local(call, q, start, of_rows, is_band=band is not None)
         arguments = {"mask": mask, "score": score, "q_offset": offset, "sink_logits": sinks, **options}
         result = attention_of_one(rows, k_rows, v_rows, **arguments)
@@ -512,13 +494,13 @@ def _keys_of(band: Band | None, start: int, stop: int, keys: Parts, has_score: b
     """
     if band is None or len(keys) != 1 or keys[0][0] > start or (has_score and compat.is_compiling()):
         return keys
-    first, end = _of_band(band, start, stop, keys[0][1])
+    first, end = seen_through(band, (start, stop), keys[0][1])
     first = min(max(first, keys[0][0]), start)
     return ((first, max(first, end)),)
 
 
 def _local(call: _Call, q: Tensor, start: int, keys: Parts, is_band: bool) -> tuple[Mask | None, Score | None, int]:
-    """Return mask, score and `q_offset` for rows and keys of a process."""
+    """Return mask, score and `q_offset` of a call with rows from `start` on and some keys."""
     place, has_all_keys = call.place, keys == ((0, call.length),)
     length = None if has_all_keys else call.length  # torch.compile compiles for one length if it is a parameter
     first = keys[0][0] if len(keys) == 1 else 0
@@ -537,7 +519,7 @@ def _local(call: _Call, q: Tensor, start: int, keys: Parts, is_band: bool) -> tu
 
 @functools.lru_cache(maxsize=8)
 def _positions(keys: Parts, device: torch.device) -> Tensor:
-    """Return the positions of keys; calls find each other's plans by this tensor."""
+    """Return the positions of keys, always the same tensor, by which calls find each other's plans."""
     return torch.cat([torch.arange(start, stop) for start, stop in keys] or [torch.arange(0)]).to(device)
 
 
@@ -547,5 +529,4 @@ def _prepares(value: Modifier) -> bool:
 
 
 def _holds(value: Modifier, condition: Callable[[Modifier], bool]) -> bool:
-    """Return whether a condition holds for a mask or score, or for one inside it."""
     return any(map(condition, value.inside()))

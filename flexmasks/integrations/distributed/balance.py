@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from flexmasks import compat
-from flexmasks.integrations.distributed.counts import Parts, check_int, computed_blocks, fail, merged
+from flexmasks.integrations.distributed.counts import Parts, check_int, computed_blocks, fail, merged, size_of
 from flexmasks.spec.arguments import MaskLike, get_mask
 from flexmasks.spec.by_name import says_what_to_write
 from flexmasks.spec.parameters import describe
@@ -102,7 +102,7 @@ class Order:
     @property
     def sizes(self) -> tuple[int, ...]:
         """Return the number of tokens of each rank."""
-        return tuple(sum(stop - start for start, stop in own) for own in self.parts)
+        return tuple(map(size_of, self.parts))
 
     @property
     def is_natural(self) -> bool:
@@ -120,16 +120,13 @@ _HELD: weakref.WeakValueDictionary[tuple[tuple[int, ...], int], Order] = weakref
 
 
 def hold(order: Order, mesh: DeviceMesh) -> None:
-    """Note that processes hold tokens by an order, which calls without one then ask for."""
+    """Remember an order of these processes, so that calls without one ask for it."""
     if not order.is_natural:
         _HELD[_ranks_in(mesh), id(order)] = order
 
 
 def forgotten_order(mesh: DeviceMesh, rank: int, length: int) -> str:
-    """Return what to pass in a call whose order was probably forgotten, or "".
-
-    It has as many tokens as an order that is held gives this rank.
-    """
+    """Return what to pass if a held order gives this rank just as many tokens as a call without one has, or ""."""
     for collect in (False, True):  # an order that only a cycle holds, as of an exception and its frames, is nobody's
         # Not `in`, which torch 2.13 gets wrong for symbolic sizes.
         if not any(length == size for size in _held_sizes(mesh, rank, collect)):
@@ -142,7 +139,10 @@ def forgotten_order(mesh: DeviceMesh, rank: int, length: int) -> str:
 
 @compat.constant_in_graphs
 def _held_sizes(mesh: DeviceMesh, rank: int, collect: bool) -> tuple[int, ...]:
-    """Return the numbers of tokens that a rank has by the orders that are held, after a collection or without."""
+    """Return how many tokens each held order gives a rank.
+
+    collect: whether to free garbage first, which may hold orders.
+    """
     if collect:
         gc.collect()
     ranks = _ranks_in(mesh) if _HELD else ()
@@ -164,6 +164,10 @@ def balance(
     heads: int | None = None,
 ) -> Order:
     """Return the order in which all ranks compute nearly the same number of blocks.
+
+    It pays where ranks gather keys and values, because their number does not divide that of the key heads. Where
+    `attention` exchanges heads, each rank attends over the whole sequence in any order, and that of the sequence itself
+    needs no rearranging.
 
     The blocks are counted from the masks, and summed over masks, batch elements and heads. Each rank gets the same
     number of pieces of the sequence: one, or two, four, eight, at most 16, the least number with which the busiest rank
@@ -196,12 +200,16 @@ def balance(
         ((0, 8192), (57344, 65536))
     """
     check_int("balance", "length", length)
-    if isinstance(mesh, DeviceMesh) and mesh.ndim == 2:
-        of_groups = balance(masks, length, mesh.size(0), block_size=block_size, batch=batch, heads=heads)
-        order = of_groups.divided(mesh.size(1))
+    if isinstance(mesh, DeviceMesh):
+        if mesh.ndim > 2:
+            fail("balance", f"`mesh` must not have {mesh.ndim} dimensions here; pass the number of ranks instead.")
+        order = balance(masks, length, mesh.size(0), block_size=block_size, batch=batch, heads=heads)
+        order = order if mesh.ndim == 1 else order.divided(mesh.size(1))
         hold(order, mesh)
         return order
-    ranks = ranks_of("balance", mesh)
+    ranks = mesh
+    if type(ranks) is not int or ranks < 1:
+        fail("balance", f"`mesh` must be a DeviceMesh or the number of ranks, got {describe(mesh)}.")
     counted = counted_masks("balance", masks)
     block_size = block_size_for(length, _MOST_ROWS) if block_size is None else block_size
     check_int("balance", "block_size", block_size)
@@ -224,13 +232,11 @@ def balance(
             own = [[pieces[i] for i in np.flatnonzero(owners == rank)] for rank in range(ranks)]
             best, least = Order(length, tuple(map(tuple, own))), unevenness
         count *= 2
-    if isinstance(mesh, DeviceMesh):
-        hold(best, mesh)
     return best
 
 
 def _between(own: Parts, first: int, last: int) -> Parts:
-    """Return the parts of a rank's tokens number `first` to `last`, without the last."""
+    """Return where tokens number `first` to `last` - 1 of a rank stand in the sequence."""
     found, before = [], 0  # `before`: how many tokens the parts before have
     for start, stop in own:
         low, high = max(start, start + first - before), min(stop, start + last - before)
@@ -240,18 +246,7 @@ def _between(own: Parts, first: int, last: int) -> Parts:
     return tuple(found)
 
 
-# --- arguments that `balance` and `plan` share ---
-
-
-def ranks_of(call: str, mesh: Any) -> int:
-    """Return the number of ranks of a mesh, or the number itself."""
-    if isinstance(mesh, DeviceMesh):
-        if mesh.ndim != 1:
-            fail(call, f"`mesh` must not have {mesh.ndim} dimensions here; pass the number of ranks instead.")
-        return mesh.size()
-    if type(mesh) is not int or mesh < 1:
-        fail(call, f"`mesh` must be a DeviceMesh or the number of ranks, got {describe(mesh)}.")
-    return mesh
+# --- arguments that `balance` shares with recipes/sequence_on_paper.py ---
 
 
 def counted_masks(call: str, masks: Any) -> Counter[Mask]:
@@ -268,7 +263,7 @@ def batch_of(masks: Iterable[Mask]) -> int | None:
 
 
 def block_size_for(length: int, most_rows: int) -> int:
-    """Return 128, doubled until there are at most so many rows of blocks."""
+    """Return 128, doubled until there are at most `most_rows` rows of blocks."""
     block_size = 128
     while block_size * most_rows < length:
         block_size *= 2
@@ -290,7 +285,6 @@ class _Work(NamedTuple):
 
 
 def _unevenness(loads: np.ndarray) -> float:
-    """Return the busiest rank's load over the mean."""
     return float(loads.max() / loads.mean()) if loads.any() else 1.0
 
 
@@ -311,12 +305,10 @@ def _cut(length: int, ranks: int, count: int, block_size: int) -> tuple[np.ndarr
 
 
 def _assign(costs: np.ndarray, kinds: np.ndarray, ranks: int, count: int) -> np.ndarray:
-    """Return each piece's rank.
-
-    Every rank gets `count` pieces, and as many of each kind as the others.
+    """Return the rank of each piece: every rank gets `count` pieces, and as many of each kind as the others.
 
     The heaviest piece goes to the least loaded rank that has room for it. Swaps of two pieces then relieve the busiest
-    rank, until none helps.
+    rank, until none helps. Without swaps orders of documents need up to twice as many pieces, each a call of a kernel.
     """
     owners, loads = np.zeros(len(costs), dtype=np.int64), np.zeros(ranks)
     room = np.repeat(np.bincount(kinds, minlength=2)[:, None] // ranks, ranks, 1)

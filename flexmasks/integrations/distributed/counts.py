@@ -15,7 +15,7 @@ from flexmasks.pictures.output import Share
 from flexmasks.plans.lengths import Lengths
 from flexmasks.plans.plan import check_open_extents, naming
 from flexmasks.spec.arguments import MaskLike, get_mask
-from flexmasks.spec.bands import band_of
+from flexmasks.spec.bands import Band, band_of
 from flexmasks.spec.by_name import says_what_to_write
 from flexmasks.spec.parameters import describe
 from flexmasks.spec.values import Mask
@@ -26,7 +26,7 @@ Parts = tuple[tuple[int, int], ...]  # parts of a sequence, (start, stop), ascen
 
 
 def fail(call: str, message: str, error: type[Exception] = ValueError) -> NoReturn:
-    """Raise an error that names the call."""
+    """Raise an error whose message begins with the call."""
     raise error(f"{WHERE}.{call}: {message}")
 
 
@@ -37,10 +37,7 @@ def check_int(call: str, name: str, value: Any) -> None:
 
 
 def are_ascending(parts: Sequence[tuple[int, int]]) -> bool:
-    """Return whether parts follow each other.
-
-    torch.compile traces this for symbolic lengths, which it cannot sort.
-    """
+    """Return whether the starts ascend; torch.compile traces this for symbolic lengths, which it cannot sort."""
     return all(before[0] <= after[0] for before, after in itertools.pairwise(parts))
 
 
@@ -61,17 +58,25 @@ def following(lengths: Sequence[int]) -> tuple[Parts, ...]:
     return tuple(((stop - n, stop),) if n else () for n, stop in zip(lengths, stops, strict=True))
 
 
-def common(parts: Parts, others: Parts) -> Parts:
-    """Return the positions that are in both, in the order of `parts`.
+def size_of(parts: Parts) -> int:
+    """Return the number of tokens in some parts."""
+    return sum(stop - start for start, stop in parts)
 
-    No piece of them crosses an end of either.
-    """
+
+def common(parts: Parts, others: Parts) -> Parts:
+    """Return the positions that are in both, in the order of `parts`, cut at the ends of both."""
     both = ((max(a, c), min(b, d)) for a, b in parts for c, d in others)
     return tuple((start, stop) for start, stop in both if start < stop)
 
 
+def seen_through(band: Band, rows: tuple[int, int], length: int) -> tuple[int, int]:
+    """Return the keys that rows (start, stop) of a sequence of some length see through a window."""
+    first = 0 if band.left is None else max(0, rows[0] - band.left)
+    return first, length if band.right is None else max(first, min(length, rows[1] + band.right))
+
+
 class OfParts(NamedTuple):
-    """Counts of blocks, and keys that are seen, of each rank."""
+    """What each rank computes and sees."""
 
     blocks: Tensor  # computed blocks, int64 [ranks, heads or 1], summed over batch elements
     seen: list[Parts]  # keys that each rank's queries see
@@ -114,16 +119,16 @@ class CountedMask:
         share.end()
 
     @functools.cached_property
-    def band(self) -> tuple[int | None, int | None] | None:
-        """Return how far queries see to the left and right, None for other masks."""
+    def _band(self) -> Band | None:
         band = band_of(self.mask, self.size)
-        return None if band is None or band.sequences is not None else (band.left, band.right)
+        return None if band is None or band.sequences is not None else band
 
-    def of_band(self, rows: tuple[int, int]) -> tuple[int, int]:
-        """Return the keys that rows see through a window."""
-        left, right = self.band or (None, None)
-        first = 0 if left is None else max(0, rows[0] - left)
-        return first, self.length if right is None else max(first, min(self.length, rows[1] + right))
+    def seen(self, parts: Sequence[Parts]) -> list[Parts]:
+        """Return the keys that each rank sees, given its parts of the sequence."""
+        return self.of_parts(parts).seen if self._band is None else self._through(self._band, parts)
+
+    def _through(self, band: Band, parts: Sequence[Parts]) -> list[Parts]:
+        return [merged([seen_through(band, part, self.length) for part in own]) for own in parts]
 
     def of_parts(self, parts: Sequence[Parts]) -> OfParts:
         """Return what each rank computes and sees, given its parts of the sequence.
@@ -158,13 +163,13 @@ class CountedMask:
                 if blocks.shape[1] != own.shape[1]:
                     blocks = blocks.expand(-1, own.shape[1]).clone()
                 blocks[rank] += own.sum((0, 2, 3)).cpu() * copies
-                if self.band is None:
+                if self._band is None:
                     seen[rank] |= own.flatten(0, 2).any(0).cpu()
-        if self.band is not None:
-            return OfParts(blocks, [merged([self.of_band(part) for part in own]) for own in parts])
-        return OfParts(blocks, [self._ranges(row) for row in seen])
+        if self._band is not None:
+            return OfParts(blocks, self._through(self._band, parts))
+        return OfParts(blocks, [self._keys_in(columns) for columns in seen])
 
-    def _ranges(self, seen: Tensor) -> Parts:
+    def _keys_in(self, seen: Tensor) -> Parts:
         """Return the keys in columns of blocks, bool [columns], as ranges."""
         edges = torch.nn.functional.pad(seen.to(torch.int8), (1, 1)).diff().nonzero()[:, 0] * self.block_size
         starts, stops = edges.clamp(max=self.length).view(-1, 2).unbind(1)
@@ -234,8 +239,4 @@ def seen_by(
     start, stop = rows
     if not 0 <= start <= stop <= length:
         fail("seen_by", f"`rows` must be (start, stop) with 0 <= start <= stop <= {length}, got {rows}.")
-    if start == stop:
-        return ()
-    if counted.band is not None:
-        return merged([counted.of_band(rows)])
-    return counted.of_parts([((start, stop),)]).seen[0]
+    return counted.seen([((start, stop),)])[0] if start < stop else ()

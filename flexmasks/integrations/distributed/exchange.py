@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from flexmasks import compat
-from flexmasks.integrations.distributed.counts import WHERE, Parts, are_ascending, common
+from flexmasks.integrations.distributed.counts import WHERE, Parts, are_ascending, common, size_of
 from flexmasks.kernels.wide import copy
 
 
@@ -318,8 +318,7 @@ class _Seen:
         sent = {other: common(parts[rank], wanted[other]) for other in others}
         come = {other: common(parts[other], wanted[rank]) for other in others}
         self._sent_rows, self._come_rows = (
-            [sum(stop - start for start, stop in way.get(other, ())) for other in range(mesh.size())]
-            for way in (sent, come)
+            [size_of(way.get(other, ())) for other in range(mesh.size())] for way in (sent, come)
         )
         kept = common(parts[rank], wanted[rank])
         own, result = _Places(parts[rank]), _Places(wanted[rank])

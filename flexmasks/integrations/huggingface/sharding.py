@@ -78,7 +78,7 @@ def sharded(mesh: DeviceMesh, order: Order | None = None, how: str = "auto", *, 
 
     Example:
         >>> from flexmasks.integrations import distributed, huggingface
-        >>> order = distributed.balance("causal", length, mesh)  # doctest: +SKIP
+        >>> order = distributed.Order.natural(length, mesh.size())  # doctest: +SKIP
         >>> batch = {name: distributed.shard(x, order, mesh) for name, x in batch.items()}  # doctest: +SKIP
         >>> with huggingface.sharded(mesh, order):  # doctest: +SKIP
         ...     model(**batch, use_cache=False).loss.backward()
