@@ -9,13 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexmasks.integrations.huggingface.expressions import (
-    Expression,
-    are_same,
-    expression_of,
-    indices_in,
-    value_of,
-)
+from flexmasks.integrations.huggingface.expressions import Expression, are_same, expression_of, indices_in, value_of
 from flexmasks.spec import Mask, get_mask
 
 _FAR = 1 << 30  # farther than any key
@@ -23,12 +17,11 @@ _FAR = 1 << 30  # farther than any key
 
 @dataclass(frozen=True)
 class Positions:
-    """The positions that a mask function is asked for.
+    """The positions of a step, counted from the start of the text; flexmasks counts them from the first key.
 
-    Keys are at `first` .. `key_stop` - 1, and queries before `query_stop`, counted from the start of the text. To the
-    library, positions start at the first key.
-
-    trusted: whether all parts of the function are transformers' own.
+    first, key_stop: keys are at `first` .. `key_stop` - 1.
+    query_stop: queries are before it.
+    trusted: whether all parts of the mask function are transformers' own.
     packed: whether another part of the function shows a query its own document of a packed row only. Counted from the
         start of the document or of the text, a query and a key then have the same distance.
     """
@@ -43,9 +36,7 @@ class Positions:
 
 
 class Interval(NamedTuple):
-    """The keys at distances `low` to `high` from a query, both included.
-
-    None is no limit.
+    """The keys at distances `low` to `high` from a query, both included; None is no limit.
 
     remapped: whether positions are counted from the start of a document of a packed row.
     """
@@ -57,7 +48,7 @@ class Interval(NamedTuple):
 
 @dataclass
 class Parts:
-    """Masks that must all show a pair.
+    """Masks that must all show a pair of a query and a key.
 
     packing: those that keep the documents of a packed row apart.
     """
@@ -66,7 +57,6 @@ class Parts:
     packing: list[Mask]
 
     def mask(self, with_packing: bool = True) -> Mask:
-        """Return the mask of all parts."""
         masks = self.others + (self.packing if with_packing else [])
         if not masks:
             return get_mask("full")
@@ -77,25 +67,23 @@ class Parts:
 
 
 def recognized(function: Callable[..., Any], positions: Positions) -> Parts | None:
-    """Return a mask function as masks of this library.
+    """Return a mask function as masks of this library, or None if some part of it has no such mask.
 
-    The result is None if some part of it has no such mask.
-
-    torch.compile can trace this function.
+    torch.compile can trace this.
     """
     expression = expression_of(function)
     return None if expression is None else _conjunction(expression, positions)
 
 
 def _conjunction(expression: Expression, positions: Positions) -> Parts | None:
-    """Return the masks of a chain of `and`."""
+    """Return the masks of a chain of `and`, or None if some part of it has no mask."""
     interval = Interval(None, None)
     equal: list[Mask] = []
     packing: list[Mask] = []
     others: list[Mask] = []
     seeing: list[Tensor] = []
     factors = _operands(expression, "and_")
-    # Spans of an overlay look like documents, but for another part, which only queries in spans fulfil.
+    # The spans of an overlay look like documents. Another part tells them apart, which only queries in spans fulfil.
     indices = [indices_in(factor) for factor in factors]
     shows_spans = any("q" in sides and "k" not in sides for sides in indices)
     packs = [_keeps_documents_apart(factor, positions) for factor in factors]
@@ -173,13 +161,10 @@ def _union(expression: Expression, positions: Positions) -> Mask | None:
 
 
 def _spans(terms: list[Expression], positions: Positions) -> Tensor | None:
-    """Return the span of each position, negative for none.
-
-    The result is None unless one of two terms is causal and the other one shows spans.
-    """
+    """Return the span of each position, negative for none, if one of two terms is causal and the other shows spans."""
     for text, spans in (terms, terms[::-1]):
         interval = _interval_of_all(text, positions)
-        if interval is None or interval[:2] != (None, 0) or (interval.remapped and not positions.packed):
+        if interval is None or interval[:2] != (None, 0):
             continue
         factors = [f for f in _operands(spans, "and_") if not _is_constant(f, True)]
         if len(factors) != 2 or factors[0].operation != "eq" or not are_same(*factors[0].operands):
@@ -193,18 +178,14 @@ def _spans(terms: list[Expression], positions: Positions) -> Tensor | None:
 
 def _joined(terms: list[Expression], positions: Positions) -> Interval | None:
     """Return the interval that two intervals without a gap make."""
-    if len(terms) != 2:
+    intervals = [i for i in [_interval_of_all(term, positions) for term in terms] if i is not None]
+    if not len(terms) == len(intervals) == 2:
         return None
-    intervals = []
-    for term in terms:
-        interval = _interval_of_all(term, positions)
-        if interval is None or (interval.remapped and not positions.packed):
-            return None
-        intervals.append(interval)
-    for number, interval in enumerate(intervals):
-        if interval.low is not None and interval.high is not None and interval.low > interval.high:  # it is empty
-            return intervals[1 - number]
     one, other = [(-_FAR if i.low is None else i.low, _FAR if i.high is None else i.high) for i in intervals]
+    if one[0] > one[1]:  # it is empty
+        return intervals[1]
+    if other[0] > other[1]:
+        return intervals[0]
     if max(one[0], other[0]) > min(one[1], other[1]) + 1:
         return None
     low, high = min(one[0], other[0]), max(one[1], other[1])
@@ -212,14 +193,14 @@ def _joined(terms: list[Expression], positions: Positions) -> Interval | None:
 
 
 def _interval_of_all(expression: Expression, positions: Positions) -> Interval | None:
-    """Return a chain of `and` as an interval, or None if it is none."""
+    """Return a chain of `and` as an interval, or None if it is none, or one of other positions than the text's."""
     interval = Interval(None, None)
     for factor in _operands(expression, "and_"):
         own = Interval(None, None) if _is_constant(factor, True) else _interval(factor, positions)
         if own is None:
             return None
         interval = _narrower(interval, own)
-    return interval
+    return interval if positions.packed or not interval.remapped else None
 
 
 # --- intervals ---
@@ -236,6 +217,12 @@ class _Linear(NamedTuple):
     kv: int
     constant: int
     remapped: bool = False
+
+    def plus(self, other: _Linear, factor: int) -> _Linear:
+        q, kv, constant, remapped = other
+        return _Linear(
+            self.q + factor * q, self.kv + factor * kv, self.constant + factor * constant, self.remapped or remapped
+        )
 
 
 def _interval(factor: Any, positions: Positions) -> Interval | None:
@@ -258,11 +245,8 @@ def _interval(factor: Any, positions: Positions) -> Interval | None:
     one, other = _linear(left, positions), _linear(right, positions)
     if one is None or other is None:
         return None
-    q, kv, constant = one.q - other.q, one.kv - other.kv, one.constant - other.constant
-    if operation in ("gt", "ge"):
-        q, kv, constant = -q, -kv, -constant
+    q, kv, constant, remapped = one.plus(other, -1) if operation in ("lt", "le") else other.plus(one, -1)
     limit = -constant - (operation in ("lt", "gt"))  # the distance times q, or kv, is at most this
-    remapped = one.remapped or other.remapped
     if (q, kv) == (-1, 1):
         return Interval(None, limit, remapped)
     if (q, kv) == (1, -1):
@@ -291,25 +275,14 @@ def _linear(value: Any, positions: Positions) -> _Linear | None:
         if position is None or position.constant or position.remapped or indices_in(value.operands[1]) != "b":
             return None
         return position._replace(remapped=True)
-    if value.operation == "neg":
-        inner = _linear(value.operands[0], positions)
-        return None if inner is None else _Linear(-inner.q, -inner.kv, -inner.constant, inner.remapped)
-    if value.operation not in ("add", "sub"):
+    if value.operation not in ("neg", "add", "sub"):
         return None
-    one, other = _linear(value.operands[0], positions), _linear(value.operands[1], positions)
-    if one is None or other is None:
-        return None
-    sign = 1 if value.operation == "add" else -1
-    return _Linear(
-        one.q + sign * other.q,
-        one.kv + sign * other.kv,
-        one.constant + sign * other.constant,
-        one.remapped or other.remapped,
-    )
+    before, last = [0, *value.operands] if value.operation == "neg" else value.operands
+    one, other = _linear(before, positions), _linear(last, positions)
+    return None if one is None or other is None else one.plus(other, 1 if value.operation == "add" else -1)
 
 
 def _narrower(one: Interval, other: Interval) -> Interval:
-    """Return the intersection of two intervals."""
     lows = [i.low for i in (one, other) if i.low is not None]
     highs = [i.high for i in (one, other) if i.high is not None]
     remapped = one.remapped or other.remapped
@@ -354,10 +327,7 @@ def _of_equal(factor: Expression, positions: Positions) -> Mask | None:
 
 
 def _chunk(value: Expression) -> tuple[int, Any] | None:
-    """Return the length of chunks, and where the first one starts.
-
-    The result is None unless the value is the number of a position's chunk.
-    """
+    """Return the length of chunks, and where the first one starts, if a value is the number of a position's chunk."""
     if value.operation != "floordiv" or type(value.operands[1]) is not int or value.operands[1] < 1:
         return None
     position = value.operands[0]
@@ -376,9 +346,7 @@ def _chunk(value: Expression) -> tuple[int, Any] | None:
 
 
 def _values(value: Any, positions: Positions, stop: int | None = None) -> Tensor:
-    """Return the values of an expression of one position, [batch, positions].
-
-    Positions go from the first key to `stop`.
+    """Return the values of an expression of one position, [batch, positions from the first key to `stop`].
 
     stop: by default the end of the keys and queries.
     """
@@ -401,7 +369,6 @@ def _values(value: Any, positions: Positions, stop: int | None = None) -> Tensor
 
 
 def _operands(expression: Expression, operation: str) -> list[Any]:
-    """Return the operands of a chain of one operation."""
     if expression.operation != operation:
         return [expression]
     operands = []
