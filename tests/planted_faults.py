@@ -318,8 +318,8 @@ FAULTS: list[Fault] = [
     Fault("kernels/softmax_operator.py", "- y * row_dot(d_y, dy))", "- y * row_dot(dy, y))", _SOFTMAX_IN_TRANSFORMS),
     Fault("plans/softmax_checks.py", "mask.ndim > x.ndim or not all", "not all"),
     # --- Hugging Face transformers ---
-    Fault("integrations/huggingface/recognition.py", 'limit = right - (operation == "lt")', "limit = right"),
-    Fault("integrations/huggingface/recognition.py", "min(one[1], other[1]) + 1", "min(one[1], other[1]) + 2"),
+    Fault("integrations/huggingface/recognition.py", "limit = more - is_strict", "limit = more"),
+    Fault("integrations/huggingface/recognition.py", "min(one.high, other.high) + 1", "min(one.high, other.high) + 2"),
     Fault("integrations/huggingface/recognition.py", "start=chunk[1] - positions.first", "start=chunk[1]"),
     Fault(
         "integrations/huggingface/recognition.py",
