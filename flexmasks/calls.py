@@ -31,6 +31,7 @@ from flexmasks.backends.table import run as run_on_backend
 from flexmasks.blocks.lists import widened
 from flexmasks.cache import ENTRY, Cache
 from flexmasks.canvas import Tiles, tiles_for
+from flexmasks.errors import passing_error
 from flexmasks.kernels.sinks import with_sinks
 from flexmasks.masks.packed import packed
 from flexmasks.masks.paged import paged
@@ -413,7 +414,7 @@ def _run_in_pages(
         replay = decode.replay_of(call, page_table, page_size, are_last)
         return (replay, planned), replay(q, k_cache, v_cache)
     except Exception as error:  # kernels raise errors of any type
-        if name != "auto" or compat.passing_error(error) is not None:
+        if name != "auto" or passing_error(error) is not None:
             raise
         result = _run_without_pages(q, k_cache, v_cache, page_table, kv_lens, request)  # raises if the call is wrong
         why = first_line(error)
@@ -630,7 +631,7 @@ def _replayed(
             return _with_sinks(Result(*replay(q, k, v, sinks.logits), has_sinks=True), sinks)
         return _with_sinks(Result(*replay(q, k, v)), sinks)
     except Exception as error:  # kernels raise errors of any type
-        if isinstance(error, Refused) or compat.passing_error(error) is not None:
+        if isinstance(error, Refused) or passing_error(error) is not None:
             raise
         return None
 
@@ -736,7 +737,7 @@ def _key_of_sizes(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Hashable
     if type(scale) not in _SCALES or compat.in_forward_derivative() or compat.in_vmap():
         return None
     device, grad = q.device, torch.is_grad_enabled()
-    if compat.autocast_anywhere() and autocasts(device.type):  # the check of all devices is fast
+    if autocasts(device.type):
         return None
     return (
         scale, with_lse, request.sink_logits is not None, backend, grad, torch.get_default_dtype(),

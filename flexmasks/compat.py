@@ -14,33 +14,30 @@ each call its own recompile limit, but all calls on one function share a limit o
 
 from __future__ import annotations
 
-import ast
-import concurrent.futures
 import contextlib
 import contextvars
-import errno
 import functools
-import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
 import logging
 import operator
-import pathlib
-import pickle
+import sys
 import threading
+import types
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex as TransformGetItemToIndex
     from torch._dynamo.convert_frame import compile_lock as compile_lock
     from torch._dynamo.exc import FailOnRecompileLimitHit as FailOnRecompileLimitHit
     from torch._dynamo.exc import TorchDynamoException as TorchDynamoException
     from torch._inductor.exc import InductorError as InductorError
+    from torch._subclasses import FakeTensor as FakeTensor
     from torch.fx.experimental.symbolic_shapes import guard_or_false as guard_or_false
     from torch.fx.experimental.symbolic_shapes import guard_or_true as guard_or_true
     from torch.fx.experimental.symbolic_shapes import has_static_value as has_static_value
@@ -49,7 +46,29 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask as BlockMask
     from torch.nn.attention.flex_attention import flex_attention as flex_attention
 
+    SingleLevelFunction: Any
+    StopRecomputation: Any
+    TorchDispatchMode: Any
+    after_autograd_keys: Any
+    below_autograd: Any
+    forward_derivatives: Callable[[bool], contextlib.AbstractContextManager[Any]]
+    fused_sdp_choice: Callable[..., int]
+    inductor_config: Any
+    in_dispatch_mode: Callable[[], int]
+    in_function_mode: Callable[[], int]
+    is_wrapped: Callable[[Any], bool]
+    make_wrapper_subclass: Callable[..., Any]
+    single_level_autograd: Any
+    copy_all: Callable[[list[Tensor], list[Tensor]], None]
+    decompositions: Callable[[], Any]
+    forget_code: Callable[[Any], None]
+    require: Callable[[Any, Callable[[], str]], None]
+    without_torch_function: Any
+    transforms_active: Callable[[], bool]
+    unwrapped: Callable[[Tensor], Tensor]
+
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+_here: Any = sys.modules[__name__]  # `_here.NAME` in what each call of `attention` asks is faster than `named("NAME")`
 
 
 class MissingFromTorch(RuntimeError):
@@ -70,6 +89,10 @@ class _Missing:
 
     __call__ = __enter__ = __exit__ = __and__ = _refuse
 
+    def __mro_entries__(self, bases: Any) -> tuple[type, ...]:
+        """Return the base of classes that derive from the symbol: their use as a context is refused."""
+        return (type("Refused", (), {"__enter__": self._refuse, "__exit__": self._refuse}),)
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # Python asks for what an object may have
             raise AttributeError(name)
@@ -79,28 +102,6 @@ class _Missing:
 class _Never(Exception):
     """In place of a class that this torch does not have: nothing is of it, and nothing raises it."""
 
-
-def named(path: str, needed_for: str = "", otherwise: Any = None) -> Any:
-    """Return a private symbol of torch.
-
-    Args:
-        path: the module and the name in it, such as "torch._guards:TracingContext".
-        needed_for: what fails where this torch does not have it.
-        otherwise: what takes its place there; by default its use raises MissingFromTorch.
-    """
-    module, _, name = path.partition(":")
-    try:
-        return operator.attrgetter(name)(importlib.import_module(module))
-    except (ImportError, AttributeError):
-        return _Missing(f"{module}.{name}", needed_for) if otherwise is None else otherwise
-
-
-# Errors of a failed compilation, which another backend may answer: FailOnRecompileLimitHit, TorchDynamoException,
-# InductorError. No public equivalents.
-# compile_lock: the lock that a thread holds while torch compiles. Tracing holds it too: torch keeps what it knows about
-#   compilation and dispatch modes in variables of the whole process, and a thread that traces changes them for a thread
-#   that compiles. No public equivalent.
-# TransformGetItemToIndex: traces indexing by a number as flex_attention does, as an operation. No public equivalent.
 
 # --- versions ---
 
@@ -119,45 +120,165 @@ TAKES_NARROW_LISTS = _TORCH >= (2, 14)
 # gradient.
 FLASH_GIVES_LSE = _TORCH >= (2, 14)
 
-# --- names that are imported at their first use ---
+# Whether FLASH's compiler reads captured tensors by vectors, as in torch 2.13; torch 2.11 does not. GPUs of capability
+# 10 and above then read some wrongly.
+FLASH_READS_VECTORS = _TORCH > (2, 11)
 
-# Torch's compilers and SymPy take longer to import than the rest of torch. Many processes only make or draw masks, so
-# these names are read as `compat.NAME`, which imports a module at the first use. The names of flex_attention (which
-# needs SymPy from torch 2.15 on) and of symbolic_shapes are public.
-_LATER: dict[str, tuple[str, str, Any]] = {
-    "AuxRequest": ("torch.nn.attention.flex_attention:AuxRequest", "compiled kernels", None),
-    "BlockMask": ("torch.nn.attention.flex_attention:BlockMask", "block masks", None),
-    "FailOnRecompileLimitHit": ("torch._dynamo.exc:FailOnRecompileLimitHit", "", _Never),
-    "InductorError": ("torch._inductor.exc:InductorError", "", _Never),
-    "TorchDynamoException": ("torch._dynamo.exc:TorchDynamoException", "", _Never),
-    "TransformGetItemToIndex": (
-        "torch._dynamo._trace_wrapped_higher_order_op:TransformGetItemToIndex", "a look at functions of yours", None,
+# --- private names of torch ---
+
+
+def _copy_each(places: list[Tensor], values: list[Tensor]) -> None:
+    for place, value in zip(places, values, strict=True):
+        place.copy_(value)
+
+
+_FLASH_ON_CPU = "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu"
+_MODES = "torch.utils._python_dispatch"
+_NO_LOOK = "a look at functions of yours"
+_NO_MODES = "calls inside a TorchDispatchMode"
+_NO_SOFTMAX = "gradients of the fused softmax inside torch.func and torch.compile"
+_NO_TRANSFORMS = "calls inside transforms of torch.func"
+
+# Each name, where it is in torch (a module and the name in it, or a module alone), and what takes its place in a torch
+# that does not have it; a text says what then raises MissingFromTorch. Code reads `compat.NAME`, which looks into torch
+# at the first use: torch's compilers and SymPy take longer to import than the rest of torch, and many processes only
+# make or draw masks. The names of flex_attention, of symbolic_shapes and of proxy_tensor are public.
+NAMES: dict[str, tuple[str, Any]] = {
+    # --- torch.func, derivatives ---
+    # The active transforms of torch.func, the innermost last, or None.
+    "transforms": ("torch._C._functorch:get_interpreter_stack", _NO_TRANSFORMS),
+    "transforms_active": (
+        "torch._C:_are_functorch_transforms_active", lambda: bool(named("transforms")()),
     ),
-    "compile_lock": ("torch._dynamo.convert_frame:compile_lock", "", threading.RLock()),
-    "flex_attention": ("torch.nn.attention.flex_attention:flex_attention", "compiled kernels", None),
-    "guard_or_false": ("torch.fx.experimental.symbolic_shapes:guard_or_false", "", bool),
-    "guard_or_true": ("torch.fx.experimental.symbolic_shapes:guard_or_true", "", bool),
-    "has_static_value": ("torch.fx.experimental.symbolic_shapes:has_static_value", "", lambda n: type(n) is int),
-    "statically_known_true": ("torch.fx.experimental.symbolic_shapes:statically_known_true", "", lambda x: x is True),
+    "without_transforms": ("torch._functorch.pyfunctorch:temporarily_clear_interpreter_stack", _NO_TRANSFORMS),
+    # Wrappers that these transforms put around tensors; without the name such tensors look like others.
+    "is_wrapped": ("torch._C._functorch:is_functorch_wrapped_tensor", lambda x: False),
+    "unwrapped": ("torch._C._functorch:get_unwrapped", _NO_TRANSFORMS),
+    # These call an operator below autograd from its own autograd formula. torch.library.register_autograd is public,
+    # but its formulas have no forward derivatives.
+    "below_autograd": ("torch._C:_AutoDispatchBelowAutograd", _NO_SOFTMAX),
+    "after_autograd_keys": ("torch._C:_after_autograd_keyset", _NO_SOFTMAX),
+    "single_level_autograd": (
+        "torch._functorch.utils:enable_single_level_autograd_function", contextlib.nullcontext,
+    ),
+    # A Function of one level of transforms; a public one, with several, is slower.
+    "SingleLevelFunction": ("torch.autograd.function:_SingleLevelFunction", torch.autograd.Function),
+    # Switch for forward derivatives in this thread, a context manager.
+    "forward_derivatives": ("torch.autograd.forward_ad:_set_fwd_grad_enabled", _NO_SOFTMAX),
+    # --- modes of this thread, tensors without data ---
+    # The number of active dispatch modes (torch's `is_in_torch_dispatch_mode` answers for all threads at once), the
+    # modes, a way to leave them, and the base of such a mode.
+    "in_dispatch_mode": ("torch._C:_len_torch_dispatch_stack", lambda: len(named("dispatch_modes")())),
+    "dispatch_modes": (f"{_MODES}:_get_current_dispatch_mode_stack", _NO_MODES),
+    "disable_modes": (f"{_MODES}:_disable_current_modes", _NO_MODES),
+    "TorchDispatchMode": (f"{_MODES}:TorchDispatchMode", _NO_LOOK),
+    # The number of active TorchFunctionModes, such as a default device.
+    "in_function_mode": ("torch._C:_len_torch_function_stack", lambda: 0),
+    # Leaves the active TorchFunctionModes for a block of code; without it, only what subclasses of Tensor do.
+    "without_torch_function": ("torch._C:DisableTorchFunction", lambda: torch._C.DisableTorchFunctionSubclass()),
+    # Tensors without data, which tracing makes; their values must not be read.
+    "FakeTensor": ("torch._subclasses:FakeTensor", _Never),
+    "FakeTensorMode": ("torch._subclasses.fake_tensor:FakeTensorMode", _NO_LOOK),
+    # Constructor of tensors without data, of a subclass of torch.Tensor; what takes its place is on the meta device.
+    "make_wrapper_subclass": (
+        "torch:Tensor._make_wrapper_subclass",
+        lambda kind, shape, dtype, device: torch.empty(shape, dtype=dtype, device="meta").as_subclass(kind),
+    ),
+    # The error by which activation checkpointing ends what it computes again; without it a backend that saves the last
+    # tensors would seem to have failed.
+    "StopRecomputation": ("torch.utils.checkpoint:_StopRecomputationError", _Never),
+    # --- torch.compile ---
+    # What torch.compile and torch.export know while they trace; without it, calls that they trace are not noticed.
+    "traced_context": ("torch._guards:TracingContext.try_get", lambda: None),
+    # The lock that a thread holds while torch compiles. Tracing holds it too: torch keeps what it knows about
+    # compilation and dispatch modes in variables of the whole process, and a thread that traces changes them for a
+    # thread that compiles.
+    "compile_lock": ("torch._dynamo.convert_frame:compile_lock", threading.RLock()),
+    # Errors of a failed compilation, which another backend may answer.
+    "FailOnRecompileLimitHit": ("torch._dynamo.exc:FailOnRecompileLimitHit", _Never),
+    "InductorError": ("torch._inductor.exc:InductorError", _Never),
+    "TorchDynamoException": ("torch._dynamo.exc:TorchDynamoException", _Never),
+    # Frees what torch compiled for a code object; without it, compiled code accumulates.
+    "forget_code": ("torch._dynamo.eval_frame:remove_from_cache", lambda code: None),
+    # Settings, documented in private modules: whether torch.compile is switched off for the process, how many graphs
+    # torch compiles from one code object, and functions with which graphs may be kept on the disk.
+    "dynamo_config": ("torch._dynamo.config", types.SimpleNamespace(disable=False, recompile_limit=8)),
+    "inductor_config": ("torch._inductor.config", types.SimpleNamespace(unsafe_marked_cacheable_functions=None)),
+    # Checks a size inside an operator, also a symbolic one. torch documents it despite its name.
+    "require": ("torch:_check", "masks of symbolic sizes in the softmax"),
+    # Decompositions of operators that FLASH's compiler applies.
+    "decompositions": ("torch._inductor.decomposition:select_decomp_table", "a look at functions for FLASH"),
+    # What traces the gradients of flex_attention's scores, see `_trace_gradients_in_this_thread`.
+    "trace_gradients": ("torch._higher_order_ops.flex_attention:create_fw_bw_graph", None),
+    # What makes an operator an instruction of the GPU in compiled code; without it the operator is not used.
+    "lowering": ("torch._inductor.lowering", None),
+    "CuteOverrides": ("torch._inductor.codegen.cutedsl.cutedsl_op_overrides:CuteDSLOpOverrides", None),
+    # --- kernels ---
+    # The kernel that scaled_dot_product_attention would use, an SDPBackend's value; without it, calls that torch would
+    # run unfused are taken for fused ones.
+    "fused_sdp_choice": ("torch:_fused_sdp_choice", lambda *_, **__: 1),
+    # torch's kernel for the CPU; the public function gives no lse.
+    "flash_on_cpu": (_FLASH_ON_CPU, "masks as tensors on a CPU"),
+    "flash_on_cpu_backward": (f"{_FLASH_ON_CPU}_backward", "masks as tensors on a CPU"),
+    # Copies tensors into others by one kernel. torch.foreach.copy_ is public from torch 2.15 on.
+    "copy_all": ("torch:_foreach_copy_", _copy_each),
+    # The address of the current stream of a GPU, by its index. The public way takes longer.
+    "stream": (
+        "torch._C:_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream,
+    ),
+    # The public nested_tensor_from_jagged logs a warning about tracing, and fails while another thread traces.
+    "nested_view": (
+        "torch.nested._internal.nested_tensor:nested_view_from_values_offsets_lengths",
+        lambda values, offsets, _, ragged_idx: torch.nested.nested_tensor_from_jagged(
+            values, offsets, jagged_dim=ragged_idx
+        ),
+    ),
+    "all_to_all_single": (
+        "torch.distributed._functional_collectives:all_to_all_single_autograd", "attention over several processes",
+    ),
+    # --- public names that take long to import ---
+    "AuxRequest": ("torch.nn.attention.flex_attention:AuxRequest", "compiled kernels"),
+    "BlockMask": ("torch.nn.attention.flex_attention:BlockMask", "block masks"),
+    "flex_attention": ("torch.nn.attention.flex_attention:flex_attention", "compiled kernels"),
+    "get_proxy_mode": ("torch.fx.experimental.proxy_tensor:get_proxy_mode", lambda: None),
+    "guard_or_false": ("torch.fx.experimental.symbolic_shapes:guard_or_false", bool),
+    "guard_or_true": ("torch.fx.experimental.symbolic_shapes:guard_or_true", bool),
+    "has_static_value": ("torch.fx.experimental.symbolic_shapes:has_static_value", lambda n: type(n) is int),
+    "statically_known_true": ("torch.fx.experimental.symbolic_shapes:statically_known_true", lambda x: x is True),
 }  # fmt: skip
 
 # Held while these modules are imported. They import each other: threads that began at different ones would find some of
 # them half done.
-_IMPORTING = threading.RLock()
+IMPORTING = threading.RLock()
+
+
+def named(name: str) -> Any:
+    """Return what `NAMES` calls so."""
+    if name in globals():
+        return globals()[name]
+    path, without = NAMES[name]
+    module, _, attribute = path.partition(":")
+    with IMPORTING:
+        if name == "compile_lock":  # whoever traces holds it
+            _keep_device_guard()
+        if name == "flex_attention":
+            _trace_gradients_in_this_thread()
+        try:
+            value: Any = importlib.import_module(module)
+            if attribute:
+                value = operator.attrgetter(attribute)(value)
+        except (ImportError, AttributeError):
+            value = _Missing(path.replace(":", "."), without) if isinstance(without, str) else without
+        globals()[name] = value
+    return value
 
 
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        if name not in _LATER:
+        if name not in NAMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        with _IMPORTING:
-            if name == "compile_lock":  # whoever traces holds it
-                _keep_device_guard()
-            if name == "flex_attention":
-                _trace_gradients_in_this_thread()
-            value = globals()[name] = named(*_LATER[name])
-        return value
+        return named(name)
 
 
 @functools.cache
@@ -169,16 +290,15 @@ def _trace_gradients_in_this_thread() -> None:
     pass that is not compiled yet. Where autograd uses no other threads, as in all other tracing of torch, the first
     thread does not wait. Seen in torch 2.11 to 2.15.
     """
+    create = named("trace_gradients")
     operators = importlib.import_module("torch._higher_order_ops.flex_attention")
-    create = getattr(operators, "create_fw_bw_graph", None)
-    if create is None:
-        return
 
     def create_fw_bw_graph(*args: Any, **kwargs: Any) -> Any:
         with torch.autograd.set_multithreading_enabled(False):
             return create(*args, **kwargs)
 
-    operators.create_fw_bw_graph = create_fw_bw_graph  # type: ignore[attr-defined]
+    if create is not None:
+        operators.create_fw_bw_graph = create_fw_bw_graph  # type: ignore[attr-defined]
 
 
 @functools.cache
@@ -190,11 +310,14 @@ def _keep_device_guard() -> None:
     """
     if _TORCH >= (2, 13) or torch.cuda.is_available():
         return
-    is_installed = threading.Event()
+    mode, is_installed = fake_mode(), threading.Event()
 
     def install() -> None:
-        named("torch._C:_ensureCUDADeviceGuardSet", otherwise=lambda: None)()
-        is_installed.set()
+        try:
+            with mode:  # torch installs the guard where such a mode begins
+                pass
+        finally:
+            is_installed.set()
         threading.Event().wait()
 
     threading.Thread(target=install, name="flexmasks-device-guard", daemon=True).start()
@@ -206,107 +329,34 @@ def _keep_device_guard() -> None:
 # Count of in-place changes, by which caches notice a change. No public equivalent.
 version: Callable[[Tensor], int] = operator.attrgetter("_version")
 
-# Check of a size inside an operator, also of a symbolic size. torch documents it despite its name.
-require: Any = torch._check
-
 # --- transforms of torch.func, derivatives, dispatch modes, autocast: what is active around a call ---
 
-_NO_TRANSFORMS = "calls inside transforms of torch.func"
-# The innermost active transform of torch.func, and whether one is active; each takes the other's place. No public
-# equivalents.
-innermost_transform: Callable[[], Any] = named(
-    "torch._C._functorch:peek_interpreter_stack", otherwise=lambda: transforms_active() or None
-)
-transforms_active: Callable[[], bool] = named(
-    "torch._C:_are_functorch_transforms_active", otherwise=lambda: innermost_transform() is not None
-)
 
-# Wrappers that these transforms put around tensors. No public equivalents; without them such tensors look like others.
-is_wrapped: Callable[[Any], bool] = named("torch._C._functorch:is_functorch_wrapped_tensor", otherwise=lambda x: False)
-is_batched: Callable[[Any], bool] = named("torch._C._functorch:is_batchedtensor", otherwise=lambda x: False)
-unwrapped: Callable[[Tensor], Tensor] = named("torch._C._functorch:get_unwrapped", _NO_TRANSFORMS)
-
-# Wrapper that torch.autograd.grad(is_grads_batched=True) puts around tensors. No public equivalent.
-is_batched_gradient: Callable[[Tensor], bool] = named(
-    "torch._C._functorch:is_legacy_batchedtensor", otherwise=lambda x: False
-)
-
-# Active dispatch modes of this thread: their number, the modes, and ways to leave them and to enter them again.
-_MODES = "torch.utils._python_dispatch"
-_NO_MODES = "calls inside a TorchDispatchMode"
-_count_of_modes: Callable[[], int] = named("torch._C:_len_torch_dispatch_stack", otherwise=lambda: len(_stack()))
-_stack: Callable[[], list[Any]] = named(f"{_MODES}:_get_current_dispatch_mode_stack", _NO_MODES)
-_pop_mode: Callable[[], Any] = named(f"{_MODES}:_pop_mode", _NO_MODES)
-_push_mode: Callable[[Any], None] = named(f"{_MODES}:_push_mode", _NO_MODES)
-_disable_modes: Any = named(f"{_MODES}:_disable_current_modes", _NO_MODES)
-
-# Base of a mode that sees every operation of a function. No public equivalent.
-TorchDispatchMode: Any = named(f"{_MODES}:TorchDispatchMode", otherwise=_Never)
-
-# Leaves the active TorchFunctionModes for a block of code; without it, also what subclasses of Tensor do.
-without_torch_function: Any = named("torch._C:DisableTorchFunction", otherwise=torch._C.DisableTorchFunctionSubclass)
-
-# Tensors without data, which tracing makes; their values must not be read. No public equivalent.
-FakeTensor: Any = named("torch._subclasses:FakeTensor", otherwise=_Never)
-
-# Constructor of tensors without data, of a subclass of torch.Tensor. No public equivalent; what takes its place is on
-# the meta device.
-make_wrapper_subclass: Any = named(
-    "torch:Tensor._make_wrapper_subclass",
-    otherwise=lambda kind, shape, dtype, device: torch.empty(shape, dtype=dtype, device="meta").as_subclass(kind),
-)
-
-# Whether autocast is on for any device. torch.is_autocast_enabled(device) is public, and ten times slower.
-autocast_anywhere: Callable[[], bool] = named(
-    "torch._C:_is_any_autocast_enabled",
-    otherwise=lambda: torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"),
-)
+def is_batched(x: Tensor) -> bool:
+    """Return whether torch.vmap has put the outermost wrapper around a tensor, which hides a dimension."""
+    return named("is_wrapped")(x) and bool(named("unwrapped")(x).dim() != x.dim())
 
 
 def outside_transforms() -> contextlib.AbstractContextManager[Any]:
     """Leave the active transforms for a block of code, so that what it computes may be cached."""
-    if not transforms_active():
-        return contextlib.nullcontext()
-    leave = named("torch._functorch.pyfunctorch:temporarily_clear_interpreter_stack", _NO_TRANSFORMS)
+    leave = named("without_transforms") if named("transforms_active")() else contextlib.nullcontext
     return cast(contextlib.AbstractContextManager[Any], leave())
 
 
 def without_dispatch_modes() -> contextlib.AbstractContextManager[Any]:
     """Leave the active dispatch modes for a block of code."""
-    if not in_dispatch_mode():
-        return contextlib.nullcontext()
-    return cast(contextlib.AbstractContextManager[Any], _disable_modes())
-
-
-# Modes of selective activation checkpointing, without which its caches hold what a kernel overwrites.
-_SELECTIVE = (
-    named("torch.utils.checkpoint:_CachingTorchDispatchMode", otherwise=_Never),
-    named("torch.utils.checkpoint:_CachedTorchDispatchMode", otherwise=_Never),
-)
-
-
-def in_dispatch_mode() -> bool:
-    """Return whether a TorchDispatchMode is active in this thread.
-
-    torch's own function `is_in_torch_dispatch_mode` answers for all threads at once. No public equivalent.
-    """
-    return bool(_count_of_modes())
+    leave = named("disable_modes") if named("in_dispatch_mode")() else contextlib.nullcontext
+    return cast(contextlib.AbstractContextManager[Any], leave())
 
 
 def in_tracing_mode() -> bool:
     """Return whether make_fx records the operations of this thread. No public equivalent."""
-    return in_dispatch_mode() and any(type(mode).__name__ == "ProxyTorchDispatchMode" for mode in _stack())
+    return any(type(mode).__name__ == "ProxyTorchDispatchMode" for mode in _active_modes())
 
 
-_count_of_function_modes: Callable[[], int] = named("torch._C:_len_torch_function_stack", otherwise=lambda: 0)
-
-
-def in_function_mode() -> bool:
-    """Return whether a TorchFunctionMode is active in this thread, such as a default device.
-
-    No public equivalent.
-    """
-    return bool(_count_of_function_modes())
+def _active_modes() -> list[Any]:
+    """Return the active dispatch modes of this thread, the oldest first."""
+    return list(_here.dispatch_modes()) if _here.in_dispatch_mode() else []
 
 
 def in_foreign_dispatch_mode() -> bool:
@@ -314,17 +364,14 @@ def in_foreign_dispatch_mode() -> bool:
 
     No public equivalent.
     """
-    return in_dispatch_mode() and not all(m.ignore_compile_internals() for m in _stack())
-
-
-_levels: Callable[[], list[Any]] = named("torch._C._functorch:get_interpreter_stack", _NO_TRANSFORMS)
+    return not all(mode.ignore_compile_internals() for mode in _active_modes())
 
 
 def in_vmap() -> bool:
     """Return whether torch.func.vmap is among the active transforms. No public equivalent."""
-    if not transforms_active():
+    if not _here.transforms_active():
         return False
-    return any(level.key().name == "Vmap" for level in _levels())
+    return any(level.key().name == "Vmap" for level in _here.transforms() or ())
 
 
 def in_forward_derivative() -> bool:
@@ -332,52 +379,7 @@ def in_forward_derivative() -> bool:
     return bool(getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0)
 
 
-# --- custom operators below autograd ---
-
-# Call an operator below autograd from its own autograd formula. torch.library.register_autograd is public, but its
-# formulas have no forward derivatives.
-_NO_SOFTMAX = "gradients of the fused softmax inside torch.func and torch.compile"
-below_autograd: Any = named("torch._C:_AutoDispatchBelowAutograd", _NO_SOFTMAX)
-after_autograd_keys: Any = named("torch._C:_after_autograd_keyset", _NO_SOFTMAX)
-single_level_autograd: Any = named(
-    "torch._functorch.utils:enable_single_level_autograd_function", otherwise=contextlib.nullcontext
-)
-# Switch for forward derivatives in this thread, a context manager.
-forward_derivatives: Callable[[bool], contextlib.AbstractContextManager[Any]] = named(
-    "torch.autograd.forward_ad:_set_fwd_grad_enabled", _NO_SOFTMAX
-)
-# A Function of one level of transforms; a public one, with several, is slower.
-SingleLevelFunction: Any = named("torch.autograd.function:_SingleLevelFunction", otherwise=torch.autograd.Function)
-
-
-_NO_TILES = "training on a CPU inside torch.compile"
-
-
-@functools.cache
-def _dispatch_of_new_threads() -> tuple[Any, Any]:
-    sets = [
-        named("torch._C:_dispatch_tls_local_include_set", _NO_TILES),
-        named("torch._C:_dispatch_tls_local_exclude_set", _NO_TILES),
-    ]
-    with concurrent.futures.ThreadPoolExecutor(1) as threads:
-        included, excluded = (threads.submit(s).result() for s in sets)
-    return included, excluded
-
-
-def outside_operators() -> contextlib.AbstractContextManager[Any]:
-    """Let autograd and torch.vmap work inside an operator, below whose dispatch torch excludes them.
-
-    No public equivalent.
-    """
-    guard = named("torch._C:_ForceDispatchKeyGuard", _NO_TILES)
-    return cast(contextlib.AbstractContextManager[Any], guard(*_dispatch_of_new_threads()))
-
-
 # --- torch.compile ---
-
-
-# What torch.compile and torch.export know while they trace; without it, calls that they trace are not noticed.
-_traced_context: Callable[[], Any] = named("torch._guards:TracingContext.try_get", otherwise=lambda: None)
 
 
 def is_compiling() -> bool:
@@ -388,9 +390,9 @@ def is_compiling() -> bool:
     if not torch.compiler.is_compiling():
         return False
     # While Dynamo traces, the next function is constant, and Dynamo looks no further.
-    if torch.compiler.is_dynamo_compiling() or _traced_context() is not None:
+    if torch.compiler.is_dynamo_compiling() or named("traced_context")() is not None:
         return True
-    return in_dispatch_mode() and not all(isinstance(m, _SELECTIVE) for m in _stack())
+    return not all(map(_is_of_checkpointing, _active_modes()))
 
 
 # Whether Dynamo tells torch.export from torch.compile: torch 2.11 takes all that it traces for an export.
@@ -404,103 +406,33 @@ def is_exporting() -> bool:
     return torch.compiler.is_exporting()
 
 
-def is_wrong_bound(error: RuntimeError) -> bool:
-    """Return whether a kernel for the CPU compared an index with a wrong bound.
-
-    For some functions, tensors and lengths torch's CPU kernels for any length compare an index with the length of their
-    own part of the keys or queries. No public equivalent.
-    """
-    return "index out of bounds" in str(error) and "SplitSize" in str(error)
-
-
-def is_refused_for_tracing(error: RuntimeError) -> bool:
-    """Return whether a compiled function refused to run because some thread traces. No public equivalent."""
-    return str(error).startswith("Detected that you are using FX to symbolically trace")
-
-
-# Parts of messages about missing memory: of PyTorch's allocator for the CPU, cuBLAS, Triton and CuTe.
-_NO_MEMORY = "out of memory", "not enough memory", "can't allocate memory", "ALLOC_FAILED", "cudaErrorMemoryAllocation"
-# Numbers of errors of a folder that cannot be made or written, or of a full disk.
-_CANNOT_WRITE = errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOENT, errno.ENOSPC
-
-
-# The error by which activation checkpointing ends what it computes again.
-_StopRecomputation: Any = named("torch.utils.checkpoint:_StopRecomputationError", otherwise=_Never)
-
-
-def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error, and the errors that it was raised from.
-
-    `inner_exception` is what an error of torch's compilers wraps. No public equivalent; without it a backend would be
-    left out for good after memory ran out while torch compiled.
-    """
-    known: set[int] = set()  # an inner error may have been raised from the outer one
-    while error is not None and id(error) not in known:
-        yield error
-        known.add(id(error))
-        error = getattr(error, "inner_exception", None) or error.__cause__
-
-
-def passing_error(error: BaseException) -> BaseException | None:
-    """Return the error that says nothing about the code that raised it, or None.
-
-    It is the innermost one, among an error and its causes, of missing memory, or the end of what torch's activation
-    checkpointing computes again: once it has all tensors that were saved, it ends the computation by an error. That
-    error has no public name; without it a backend that saves the last tensors would seem to have failed.
-    """
-    found = None
-    for e in causes(error):
-        is_named = isinstance(e, torch.OutOfMemoryError | MemoryError | _StopRecomputation)
-        if is_named or (isinstance(e, RuntimeError) and any(text in str(e) for text in _NO_MEMORY)):
-            found = e
-    return found
-
-
-_AUTOGRAD = "torch._C._autograd"
-_hooks_are_allowed: Callable[[], bool] = named(f"{_AUTOGRAD}:_saved_tensors_hooks_is_enabled", otherwise=lambda: True)
-_top_hooks: Callable[[bool], Any] = named(f"{_AUTOGRAD}:_top_saved_tensors_default_hooks", otherwise=lambda _: None)
-
-
-def beside_saved_tensors_hooks() -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def beside_saved_tensors_hooks() -> Iterator[None]:
     """Let tensors be saved for a backward pass without the hooks of the code around.
 
     Hooks of its own take their place, which keep a tensor without its history: with it, a result that a function saves
-    would keep itself alive. Whether the code around has forbidden all hooks has no public name; where it has, there are
-    none, and new ones would raise an error.
+    would keep itself alive. Where the code around has forbidden all hooks, there are none, and new ones raise an error.
     """
-    if not _hooks_are_allowed():
-        return contextlib.nullcontext()
-    return torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, _kept)
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(RuntimeError):
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, _kept))
+        yield
 
 
 def saves_by_hooks() -> bool:
     """Return whether the code around has hooks for saved tensors, as activation checkpointing does.
 
-    No public equivalent.
+    torch does not answer that, but refuses to forbid hooks where there are some.
     """
-    return _top_hooks(True) is not None
-
-
-def cannot_read(error: BaseException) -> bool:
-    """Return whether an error comes from a damaged pickle, source or library."""
-    kinds = EOFError, ImportError, SyntaxError, UnicodeDecodeError, pickle.UnpicklingError
-
-    def tells(e: BaseException) -> bool:
-        is_library = isinstance(e, OSError) and e.errno is None  # the system gives no number for one
-        # Inductor asserts, without a word, that a file of its cache holds what was written there.
-        is_silent = str(e).partition("\n")[0].rstrip().endswith("AssertionError:")
-        return is_library or is_silent or (isinstance(e, kinds) and not isinstance(e, ModuleNotFoundError))
-
-    return any(map(tells, causes(error)))
+    try:
+        with torch.autograd.graph.disable_saved_tensors_hooks("flexmasks asks whether there are hooks"):
+            return False
+    except RuntimeError:
+        return True
 
 
 def _kept(x: Tensor) -> Tensor:
     return x
-
-
-def cannot_write(error: BaseException) -> bool:
-    """Return whether an error comes from a file or folder that cannot be written."""
-    return any(isinstance(e, OSError) and e.errno in _CANNOT_WRITE for e in causes(error))
 
 
 def constant_in_graphs(function: _Function) -> _Function:
@@ -547,155 +479,13 @@ def constants(value: Any) -> Any:
     return as_constant(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
-value_of_text = functools.lru_cache(maxsize=1024)(ast.literal_eval)
-
-
-def in_graph(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Let torch.compile not look into a function, whose operations on tensors enter the graph.
-
-    torch traces how Python takes each tuple among the arguments apart, which would be most of the time of a model's
-    first call. So tensors and numbers are handed on one by one, and a text says where they belong. What is Flat already
-    needs no more work.
-
-    function: takes tensors, numbers, strings, None and tuples of them, and returns tensors, which follow from what the
-        arguments hold, the library and the device alone: torch keeps compiled graphs in files.
-    """
-    name = f"{function.__module__}.{function.__qualname__}"
-    _IN_GRAPHS[name] = function
-    _key_of_library()  # before the files may change
-    with _IMPORTING:
-        torch.compiler.allow_in_graph(run_in_graph)
-
-    @functools.wraps(function)
-    def call(*args: Any) -> Any:
-        leaves: list[Any] = []
-        text = text_of(args, leaves)
-        return run_in_graph(name, text, *leaves)
-
-    return call
-
-
-_IN_GRAPHS: dict[str, Callable[..., Any]] = {}
-
-
-def run_in_graph(name: str, text: str, *leaves: Any) -> Any:
-    """Run a function that `in_graph` marked.
-
-    Graphs of torch.compile hold this function by its name, so it is public.
-    """
-    _let_torch_keep_graphs()
-    return _IN_GRAPHS[name](*Flat(text, tuple(map(_plain, leaves))).values())
-
-
-def _plain(value: Any) -> Any:
-    """Return a value without the kinds of dict and list that graphs hold."""
-    if isinstance(value, dict):
-        return {key: _plain(v) for key, v in value.items()}
-    return [_plain(v) for v in value] if isinstance(value, list) else value
-
-
-def _let_torch_keep_graphs() -> None:
-    """Let torch keep compiled graphs with `run_in_graph` on the disk.
-
-    Without it a new process differentiates and lowers each graph again, which takes most of a model's first call. The
-    setting is documented, in a private module; torch makes its value part of the keys of its cache.
-    """
-    with _IMPORTING:
-        from torch._inductor import config
-    # Torch 2.11 leaves the default dtype out of its keys.
-    name, key = f"{__name__}.{run_in_graph.__name__}", f"{_key_of_library()} {torch.get_default_dtype()}"
-    known = getattr(config, "unsafe_marked_cacheable_functions", None)
-    if _key_of_library() and known is not None and known.get(name) != key:
-        config.unsafe_marked_cacheable_functions = known | {name: key}
-
-
-@functools.cache
-def _key_of_library() -> str:
-    """Return a text that changes with the sources of flexmasks and the version of flash-attn-4.
-
-    It is empty if there are no sources.
-    """
-    key, folder = hashlib.sha256(), pathlib.Path(__file__).parent
-    paths = sorted(folder.rglob("*.py"))
-    for path in paths:
-        text = path.read_bytes()
-        key.update(f"{path.relative_to(folder)} {len(text)} ".encode() + text)
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        key.update(importlib.metadata.version("flash-attn-4").encode())
-    return key.hexdigest() if paths else ""
-
-
-@constant_in_graphs
-def _repr(value: Any) -> str:
-    return repr(value)
-
-
-_PLACE = 0  # where a tensor or number belongs
-_IN_TEXT = (bool, str, type(None))
-
-
-class Flat(NamedTuple):
-    """Nested tuples taken apart, for functions of `in_graph`, which get the tuples."""
-
-    text: str  # see `text_of`
-    leaves: tuple[Any, ...]
-
-    def values(self) -> tuple[Any, ...]:
-        """Return the nested tuples."""
-        return _filled(value_of_text(self.text), iter(self.leaves))
-
-
-def text_of(values: tuple[Any, ...], leaves: list[Any]) -> str:
-    """Return a text of nested tuples, and append their tensors and numbers to `leaves`.
-
-    The text is that of Python, with 0 for a leaf. torch traces this function.
-    """
-    # torch has no guard for what `_repr` returns; a string of it needs none.
-    return f"{_repr(_places(values, leaves))}"
-
-
-def _places(values: tuple[Any, ...], leaves: list[Any]) -> tuple[Any, ...]:
-    """Return values with places in place of tensors and numbers, and append these to `leaves`.
-
-    A list holds the text of what is flat already.
-    """
-    places: list[Any] = []
-    for value in values:
-        if isinstance(value, _IN_TEXT):
-            places.append(value)
-        elif not isinstance(value, tuple):
-            leaves.append(value)
-            places.append(_PLACE)
-        elif isinstance(value, Flat):
-            leaves.extend(value.leaves)
-            places.append([value.text])
-        else:
-            places.append(_places(value, leaves))
-    return tuple(places)
-
-
-def _filled(places: tuple[Any, ...], leaves: Iterator[Any]) -> tuple[Any, ...]:
-    """Return the values of which `_places` made places."""
-    return tuple([_filled_place(place, leaves) for place in places])
-
-
-def _filled_place(place: Any, leaves: Iterator[Any]) -> Any:
-    if isinstance(place, list):
-        return _filled(value_of_text(place[0]), leaves)
-    if isinstance(place, tuple):
-        return _filled(place, leaves)
-    return next(leaves) if place is _PLACE else place
-
-
 def kept_with_graph() -> dict[Any, Any] | None:
     """Return what is kept as long as the graph that torch traces now.
 
     The result is None if torch traces no graph from a function. No public equivalent; without it each call in a graph
     plans its mask.
     """
-    with _IMPORTING:
-        from torch.fx.experimental.proxy_tensor import get_proxy_mode
-    mode = get_proxy_mode()
+    mode = named("get_proxy_mode")()
     return None if mode is None else mode.tracer.__dict__.setdefault("_flexmasks_kept", {})
 
 
@@ -703,42 +493,11 @@ def value_in_graph(x: Tensor) -> tuple[tuple[int, ...], Any]:
     """Return a key of the value that a tensor of a traced graph has now.
 
     Also returns what must live as long as the key. The value changes with each change in place: of the
-    version, or, where torch replaces values in place of changes, of the value inside. No public equivalent: without it
-    changed tensors look alike.
+    version, or, where torch replaces values in place of changes, of the value inside, which `from_functional` returns.
     """
-    value = x
-    with _IMPORTING:
-        kind = named("torch._subclasses.functional_tensor:FunctionalTensor", otherwise=_Never)
-    if isinstance(x, kind):
-        named("torch:_sync", "masks of tensors that a compiled graph changes")(x)
-        value = named("torch:_from_functional_tensor", "masks of tensors that a compiled graph changes")(x.elem)
+    is_replaced = hasattr(type(x), "from_functional")
+    value = cast(Any, x).from_functional() if is_replaced else x
     return (id(x), x._version, id(value)), (x, value)
-
-
-def forget_code(code: Any) -> None:
-    """Free what torch compiled for a code object. No public equivalent.
-
-    Without it, compiled code accumulates.
-    """
-    with _IMPORTING:
-        forget = named("torch._dynamo.eval_frame:remove_from_cache", otherwise=lambda code: None)
-    forget(code)
-
-
-def inductor_decompositions() -> Any:
-    """Return the decompositions of operators that FLASH's compiler applies. No public equivalent."""
-    with _IMPORTING:
-        return named("torch._inductor.decomposition:select_decomp_table", "a look at functions for FLASH")()
-
-
-@functools.cache
-def flash_reads_vectors() -> bool:
-    """Return whether torch's FLASH compiler reads captured tensors by vectors, as torch 2.13 does.
-
-    GPUs of capability 10 and above then read some tensors wrongly.
-    """
-    with _IMPORTING:
-        return importlib.util.find_spec("torch._inductor.codegen.cutedsl.lane_analysis") is not None
 
 
 def size_hint(n: Any) -> int:
@@ -746,45 +505,31 @@ def size_hint(n: Any) -> int:
     return int(n.node.hint) if isinstance(n, torch.SymInt) else int(n)
 
 
-def _copy_each(places: list[Tensor], values: list[Tensor]) -> None:
-    for place, value in zip(places, values, strict=True):
-        place.copy_(value)
-
-
-_FOREACH: Any = getattr(torch, "foreach", None)
-_COPY_ALL: Callable[..., Any] = (
-    named("torch:_foreach_copy_", otherwise=_copy_each) if _FOREACH is None else _FOREACH.copy_
-)
-
-
-def copy_all(places: list[torch.Tensor], values: list[torch.Tensor]) -> None:
-    """Copy tensors into others by one kernel. Without it: `copy_` of each.
-
-    torch.foreach.copy_ is public from torch 2.15 on, and is taken there.
-    """
-    _COPY_ALL(places, values)
-
-
 # --- selective activation checkpointing ---
 
 _LEFT: contextvars.ContextVar[list[Any]] = contextvars.ContextVar("modes that were left", default=[])  # noqa: B039
 
 
+def _is_of_checkpointing(mode: Any) -> bool:
+    """Return whether a mode is one of selective activation checkpointing, which have no public names."""
+    return type(mode).__module__ == torch.utils.checkpoint.__name__
+
+
 def in_selective_checkpointing() -> bool:
     """Return whether selective activation checkpointing watches the operations of this thread.
 
-    It keeps their results, and counts those that it computes again. Its modes have no public names.
+    It keeps their results, and counts those that it computes again.
     """
-    return in_dispatch_mode() and any(isinstance(mode, _SELECTIVE) for mode in _stack())
+    return bool(_here.in_dispatch_mode()) and any(map(_is_of_checkpointing, _active_modes()))
 
 
 @contextlib.contextmanager
 def unseen_by_checkpointing() -> Iterator[None]:
     """Leave the modes of selective checkpointing, but for what runs in `seen_by_checkpointing`."""
-    modes = _stack()
+    modes = _active_modes()
     token = _LEFT.set(modes)
     try:
-        with _in_modes([mode for mode in modes if not isinstance(mode, _SELECTIVE)]):
+        with without_dispatch_modes(), _told([mode for mode in modes if not _is_of_checkpointing(mode)]):
             yield
     finally:
         _LEFT.reset(token)
@@ -795,63 +540,47 @@ def is_unseen_by_checkpointing() -> bool:
     return bool(_LEFT.get())
 
 
-def seen_by_checkpointing() -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def seen_by_checkpointing() -> Iterator[None]:
     """Return to the modes that `unseen_by_checkpointing` has left."""
-    return _in_modes(_LEFT.get())
+    with without_dispatch_modes(), _told(_LEFT.get()):
+        yield
 
 
 @contextlib.contextmanager
-def _in_modes(modes: list[Any]) -> Iterator[None]:
-    """Run in these dispatch modes alone, the oldest first. No public equivalent.
+def _told(modes: list[Any]) -> Iterator[None]:
+    """Tell modes of each operation, the oldest first.
 
-    `with mode:` would begin to count anew.
+    `with mode:` would make a mode of checkpointing count anew.
     """
-    before = _stack()
-    _replace_modes(modes)
-    try:
+
+    class Told(named("TorchDispatchMode")):  # type: ignore[misc]
+        def __init__(self, mode: Any) -> None:
+            super().__init__()
+            self.mode = mode
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return self.mode.__torch_dispatch__(func, types, args, kwargs or {})
+
+    with contextlib.ExitStack() as stack:
+        for mode in modes:
+            stack.enter_context(Told(mode))
         yield
-    finally:
-        _replace_modes(before)
-
-
-def _replace_modes(modes: list[Any]) -> None:
-    while in_dispatch_mode():
-        _pop_mode()
-    for mode in modes:
-        _push_mode(mode)
-
-
-# The address of the current stream of a GPU, by its index. The public way takes longer.
-_stream: Callable[[int | None], int] = named(
-    "torch._C:_cuda_getCurrentRawStream", otherwise=lambda index: torch.cuda.current_stream(index).cuda_stream
-)
 
 
 def raw_stream(device: torch.device) -> int:
     """Return the address of a GPU's current stream."""
-    return int(_stream(device.index))
+    return int(named("stream")(device.index))
 
 
 def compiler_is_off() -> bool:
     """Return whether torch.compile is switched off for the process. No public equivalent."""
-    with _IMPORTING:
-        from torch._dynamo import config
-    return bool(getattr(config, "disable", False))
+    return bool(getattr(named("dynamo_config"), "disable", False))
 
 
 def recompile_limit() -> int:
-    """Return how many graphs torch compiles from one code object.
-
-    The setting is documented, in a private module.
-    """
-    with _IMPORTING:
-        from torch._dynamo import config
-    return int(getattr(config, "recompile_limit", 8))
-
-
-_FLASH_ON_CPU = "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu"
-_flash_on_cpu: Callable[..., Any] = named(_FLASH_ON_CPU, "masks as tensors on a CPU")
-_flash_on_cpu_backward: Callable[..., Any] = named(f"{_FLASH_ON_CPU}_backward", "masks as tensors on a CPU")
+    """Return how many graphs torch compiles from one code object."""
+    return int(getattr(named("dynamo_config"), "recompile_limit", 8))
 
 
 def flash_attention_on_cpu(
@@ -862,7 +591,7 @@ def flash_attention_on_cpu(
     The public function gives no lse.
     """
     q, k, v = with_rows_together(q, k, v)
-    out, lse = _flash_on_cpu(q, k, v, 0.0, False, attn_mask=added, scale=scale)
+    out, lse = named("flash_on_cpu")(q, k, v, 0.0, False, attn_mask=added, scale=scale)
     return out, lse
 
 
@@ -878,7 +607,7 @@ def flash_attention_on_cpu_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of q, k and v of `flash_attention_on_cpu`."""
     gradient, q, k, v, out = with_rows_together(gradient, q, k, v, out)
-    grad_q, grad_k, grad_v = _flash_on_cpu_backward(
+    grad_q, grad_k, grad_v = named("flash_on_cpu_backward")(
         gradient, q, k, v, out, lse, 0.0, False, attn_mask=added, scale=scale
     )
     return grad_q, grad_k, grad_v
@@ -903,16 +632,14 @@ def value_of_constant(x: torch.Tensor) -> float | None:
 
 def fake_mode() -> Any:
     """Return a mode in which operations make tensors without data. No public equivalent."""
-    mode = named("torch._subclasses.fake_tensor:FakeTensorMode", "a look at functions of yours")
-    return mode(allow_non_fake_inputs=True)
+    return named("FakeTensorMode")(allow_non_fake_inputs=True)
 
 
-def lower_to_instruction(op: Any, instruction: str, fallback: str, cute: str) -> None:
-    """Tell Inductor to compute an operator by an instruction of the GPU.
+@functools.cache
+def lower_to_instruction(op: Any, instruction: str, fallback: str, cute: str) -> bool:
+    """Tell Inductor to compute an operator by an instruction of the GPU, and return whether it can be told.
 
-    The operator takes one float32 tensor. No public equivalent.
-
-    Without it, compiled kernels would fail on the operator.
+    The operator takes one float32 tensor. Untold, compiled kernels fail on the operator.
 
     Args:
         op: the operator, such as torch.ops.flexmasks.tanh_approx.default.
@@ -920,33 +647,26 @@ def lower_to_instruction(op: Any, instruction: str, fallback: str, cute: str) ->
         fallback: name of Inductor's operation on other devices, such as "tanh".
         cute: CuTe expression of `{x}`, for FLASH's kernels.
     """
-    with _IMPORTING:
-        from torch._inductor import ir, lowering
-        from torch._inductor.codegen.cutedsl.cutedsl_op_overrides import CuteDSLOpOverrides
-        from torch._inductor.virtualized import ops
-
-    if op in lowering.lowerings:
-        return
+    lowering, overrides = named("lowering"), named("CuteOverrides")
+    if lowering is None or overrides is None:
+        return False
 
     def lowered(x: Any) -> Any:
-        load = x.make_loader()
-
-        def inner(index: Any) -> Any:
+        def compute(value: Any) -> Any:
             if x.get_device().type != "cuda":
-                return getattr(ops, fallback)(load(index))
-            return ops.inline_asm_elementwise(load(index), asm=instruction, constraints="=f,f", dtype=torch.float32)
+                return getattr(lowering.ops, fallback)(value)
+            return lowering.ops.inline_asm_elementwise(value, asm=instruction, constraints="=f,f", dtype=torch.float32)
 
-        return ir.Pointwise.create(
-            device=x.get_device(), dtype=x.get_dtype(), inner_fn=inner, ranges=list(x.get_size())
-        )
+        return lowering.make_pointwise(compute)(x)
 
     def for_cute(*inputs: Any, asm: str, **_: Any) -> Any:
         if asm != instruction:
             raise NotImplementedError(asm)
-        return CuteDSLOpOverrides._apply_unary_op(inputs[0], cute)
+        return overrides._apply_unary_op(inputs[0], cute)
 
     lowering.register_lowering(op, type_promotion_kind=None)(lowered)
-    setattr(CuteDSLOpOverrides, "inline_asm_elementwise", staticmethod(for_cute))  # noqa: B010
+    setattr(overrides, "inline_asm_elementwise", staticmethod(for_cute))  # noqa: B010
+    return True
 
 
 # --- nested tensors ---
@@ -960,32 +680,22 @@ def nested(values: Tensor, offsets: Tensor, jagged_dim: int) -> Tensor:
     """
     if is_compiling():
         return torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=jagged_dim)
-    view = named(
-        "torch.nested._internal.nested_tensor:nested_view_from_values_offsets_lengths",
-        otherwise=lambda values, offsets, _, ragged_idx: torch.nested.nested_tensor_from_jagged(
-            values, offsets, jagged_dim=ragged_idx
-        ),
-    )
-    return cast(Tensor, view(values, offsets, None, ragged_idx=jagged_dim))
+    return cast(Tensor, named("nested_view")(values, offsets, None, ragged_idx=jagged_dim))
 
 
 # --- scaled_dot_product_attention ---
 
 
-# The kernel that scaled_dot_product_attention would use, an SDPBackend's value. Without it, calls that torch would run
-# unfused are taken for fused ones.
-fused_sdp_choice: Callable[..., int] = named("torch:_fused_sdp_choice", otherwise=lambda *_, **__: 1)
-# Their order; without it, a new order goes unnoticed.
-_sdp_order: Callable[[], list[int]] = named("torch._C:_get_sdp_priority_order", otherwise=list)
-
-
 def sdp_settings() -> tuple[Any, ...]:
-    """Return the settings of torch on which its choice of a kernel depends."""
+    """Return the settings of torch on which its choice of a kernel depends.
+
+    torch gives no public answer about the order of its kernels, so a new order with the unfused kernel first goes
+    unnoticed where a call was made before: torch then runs that call unfused.
+    """
     cuda = torch.backends.cuda
     return (
         cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled(), cuda.math_sdp_enabled(),
         torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled(),
-        *_sdp_order(),
     )  # fmt: skip
 
 
@@ -1004,7 +714,5 @@ def traced_all_to_all() -> Callable[[Tensor, list[int], list[int], Any], Tensor]
 
     It is asked for outside: Dynamo of torch 2.11 does not trace an import by its name.
     """
-    exchange: Callable[[Tensor, list[int], list[int], Any], Tensor] = named(
-        "torch.distributed._functional_collectives:all_to_all_single_autograd", "attention over several processes"
-    )
+    exchange: Callable[[Tensor, list[int], list[int], Any], Tensor] = named("all_to_all_single")
     return exchange

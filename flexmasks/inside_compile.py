@@ -26,6 +26,7 @@ from flexmasks.backends.slices import OverIndices
 from flexmasks.backends.table import BACKENDS, choose, warn_of_order, why_not
 from flexmasks.blocks.elements import over_indices
 from flexmasks.blocks.lists import of_block_mask, widened
+from flexmasks.graphs import Flat, in_graph
 from flexmasks.plans.bounds import MaskKind, plan_bounds, reads_made_tensors, unread
 from flexmasks.plans.checks import fail
 from flexmasks.plans.plan import block_size_for, naming
@@ -163,7 +164,7 @@ def _in_plain_operations(
     return out, lse if request.return_lse else None
 
 
-def _data_of_score(score: Score | None, device: torch.device) -> compat.Flat | tuple[str, str]:
+def _data_of_score(score: Score | None, device: torch.device) -> Flat | tuple[str, str]:
     """Return a score as data, or `_UNKNOWN`."""
     return _UNKNOWN if score is None or not is_readable(score) else data_of(score, device)
 
@@ -206,7 +207,7 @@ def _backend_of_block_mask(q: Tensor, request: Request, needs_grad: bool, learns
     return "reference" if needs_reference or request.backend == "reference" else "cpu"
 
 
-@compat.in_graph
+@in_graph
 def _chosen(backend: str, *arguments: Any) -> Tensor:
     """Return the backend and the ways of mask and score, as a tensor's lengths.
 
@@ -264,7 +265,7 @@ def _reason(place: int) -> str:
     return _REASONS[place - len(_NAMES)]
 
 
-@compat.in_graph
+@in_graph
 def _run_directly(name: str, sinks: tuple[Tensor, ...], *arguments: Any) -> tuple[Tensor, ...]:
     """Return output, and lse if there is one, of a backend that takes windows.
 
@@ -442,7 +443,7 @@ def _held(value: Any, backend: str) -> Any:
     return tuple([_held(v, backend) for v in value]) if isinstance(value, tuple | list) else value
 
 
-@compat.in_graph
+@in_graph
 def _planned_blocks(
     data: Any, q_offset: int | Tensor, q: Tensor, k: Tensor, block_size: tuple[int, int]
 ) -> tuple[Tensor, ...]:
@@ -541,7 +542,7 @@ def _by_reference(
         def of_mask(*indices: Tensor) -> Tensor:
             return cast(Tensor, _masked(visible, block_size, like_q, like_k, *indices))
 
-    if isinstance(score_data, compat.Flat):
+    if isinstance(score_data, Flat):
 
         def of_scores(scores: Tensor, *indices: Tensor) -> Tensor:
             return cast(Tensor, _scored(score_data, q_offset, like_q, like_k, scores, *indices))
@@ -550,11 +551,7 @@ def _by_reference(
 
 
 def _runs_by_tiles(q: Tensor, score: Score | None, score_data: Any) -> bool:
-    return (
-        q.device.type == "cpu"
-        and (score is None or isinstance(score_data, compat.Flat))
-        and not compat.transforms_active()
-    )
+    return q.device.type == "cpu" and (score is None or isinstance(score_data, Flat)) and not compat.transforms_active()
 
 
 def _visible(
@@ -575,7 +572,7 @@ def _visible(
     return None if mask is None else ("mask", data_of(mask, device), q_offset, sizes)
 
 
-@compat.in_graph
+@in_graph
 def _by_tiles(q: Tensor, k: Tensor, v: Tensor, blocks: tuple[Tensor, ...], call: Any) -> tuple[Tensor, Tensor]:
     visible, score, q_offset, block_size, scale = call
     score = None if score == _UNKNOWN else score
@@ -583,7 +580,7 @@ def _by_tiles(q: Tensor, k: Tensor, v: Tensor, blocks: tuple[Tensor, ...], call:
     return tiles_operator.attend(q, k, v, blocks, described)
 
 
-@compat.in_graph
+@in_graph
 def _masked(visible: Any, block_size: tuple[int, int], q: Tensor, k: Tensor, *indices: Tensor) -> Tensor:
     """Return a mask over vectors of indices."""
     with torch.no_grad():
@@ -591,7 +588,7 @@ def _masked(visible: Any, block_size: tuple[int, int], q: Tensor, k: Tensor, *in
         return over_indices(call.mask_mod(q, k))(*indices)
 
 
-@compat.in_graph
+@in_graph
 def _scored(data: Any, q_offset: int | Tensor, q: Tensor, k: Tensor, scores: Tensor, *indices: Tensor) -> Tensor:
     """Return the changed scores over vectors of indices."""
     score_mod = tiles_operator.Described((), data, q_offset, (1, 1), None).score_mod(q, k)

@@ -191,7 +191,7 @@ FAULTS: list[Fault] = [
     Fault("scores/alibi.py", "2 * (h - below) + 1", "2 * (h - below)"),
     Fault("scores/relative_bias.py", "distance < -reach, -reach, distance", "distance < -reach, -reach + 1, distance"),
     # --- backends ---
-    Fault("backends/dense_call.py", " or any(map(compat.is_batched_gradient, upstream))", ""),
+    Fault("backends/dense_call.py", " or not all(map(has_memory, upstream))", ""),
     Fault(
         "backends/dense_cpu.py",
         '    if call.with_lse:\n        return "on a CPU it gives no gradient of the lse"\n',

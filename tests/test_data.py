@@ -17,13 +17,14 @@ from hypothesis import strategies as st
 from quick_kernels import in_cpp_on_day
 from quick_kernels import quick_kernels as quick_kernels
 from torch import Tensor
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.nn.attention.flex_attention import BlockMask, create_mask, flex_attention
 from torch.nn.functional import embedding, scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flexmasks
 from benchmarks import private_torch
-from flexmasks import calls, compat
+from flexmasks import calls
 from flexmasks.backends import forms
 from flexmasks.backends.inexact import NARROW, NEGATIVE, inexact
 from flexmasks.backends.miscompiled import miscompiled
@@ -303,7 +304,7 @@ def test_scores_of_two_types() -> None:
     q, k, v = torch.randn(3, len(functions), HEADS, LENGTH, 32)
     got = flexmasks.attention(q, k, v, score=every, backend="cpu")
     scores, indices = q @ k.mT / 32**0.5, [torch.arange(n) for n in sizes]
-    with compat.TransformGetItemToIndex():
+    with TransformGetItemToIndex():
         for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
             every = torch.vmap(every, in_dims=(0, *dims))
         want = every(scores, *indices).softmax(-1) @ v

@@ -24,7 +24,7 @@ ORDER = {
     for number, rooms in enumerate(
         [
             ["compat"],
-            ["cache", "workers"],
+            ["cache", "workers", "errors", "graphs"],
             ["kernels"],
             ["ranges"],
             ["blocks"],

@@ -40,8 +40,9 @@ from torch.nn.attention.flex_attention import and_masks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import flexmasks
-from flexmasks import Mask, compat, inside_compile
+from flexmasks import Mask, inside_compile
 from flexmasks.backends import fa4, kernel_tiles, table
+from flexmasks.graphs import Flat, in_graph
 from flexmasks.masks import causal
 from flexmasks.plans.bounds import unread
 from flexmasks.spec import definitions, leading
@@ -362,14 +363,14 @@ def test_torch_traces_few_calls_for_a_layer(monkeypatch: pytest.MonkeyPatch) -> 
 def test_arguments_of_functions_that_are_not_traced_arrive_as_they_are(dynamic: bool) -> None:
     seen: list[tuple[Any, ...]] = []
 
-    @compat.in_graph
+    @in_graph
     def noted(*values: Any) -> Tensor:
         seen.append(values)
         tensors, number = values[2], values[3]
         return tensors[0] * tensors[1][0] + number
 
     def run(x: Tensor, n: int) -> Tensor:
-        flat = compat.Flat("('it\\'s', 0, (None, 0))", (x, n))
+        flat = Flat("('it\\'s', 0, (None, 0))", (x, n))
         constant = (True, False, 'it\'s "0"', (), (None, (2.5, math.inf)))
         return noted(None, constant, (x, (x.double(), "0"), flat), n, 0, -0.0)
 

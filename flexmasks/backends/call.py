@@ -13,6 +13,7 @@ from torch import Tensor
 from flexmasks import compat
 from flexmasks.blocks.counts import Blocks
 from flexmasks.cache import Cache
+from flexmasks.errors import cannot_read, cannot_write, passing_error
 from flexmasks.kernels.whole_mask import Line
 from flexmasks.plans.data import MaskData
 from flexmasks.plans.intervals import Intervals
@@ -221,10 +222,10 @@ def first_line(error: Exception) -> str:
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     line = f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
-    if compat.cannot_write(error):
+    if cannot_write(error):
         return f"{line}{_FOLDERS}"
     is_of_compiler = type(error).__name__ == "InductorError"
-    return f"{line}{_DAMAGED}" if is_of_compiler and compat.cannot_read(error) else line
+    return f"{line}{_DAMAGED}" if is_of_compiler and cannot_read(error) else line
 
 
 def raise_passing_error(error: Exception) -> None:
@@ -232,7 +233,7 @@ def raise_passing_error(error: Exception) -> None:
 
     Either memory ran out, or torch's activation checkpointing stops here because it has all that it needs.
     """
-    passing = compat.passing_error(error)
+    passing = passing_error(error)
     if passing is not None:
         raise passing from None
 
@@ -266,7 +267,7 @@ def _has_gradients(call: Call, replay: Any, *more: Tensor) -> bool:
         inputs = [x for x in leaves if x.requires_grad]
         torch.autograd.grad(outputs, inputs, [torch.zeros_like(x) for x in outputs])
     except Exception as error:
-        if compat.passing_error(error) is not None:
+        if passing_error(error) is not None:
             return False
         raise Unavailable(first_line(error)) from error
     return True

@@ -13,6 +13,7 @@ from flexmasks import compat
 from flexmasks.backends.call import Replay, Unavailable
 from flexmasks.backends.reference import attend
 from flexmasks.backends.slices import is_traced_or_transformed
+from flexmasks.kernels.direct import has_memory
 from flexmasks.plans.whole import Added
 
 
@@ -88,7 +89,7 @@ class _Attend(compat.SingleLevelFunction):
             d_out = torch.zeros_like(out)
         differentiable = torch.is_grad_enabled()  # the caller asks for derivatives of these gradients
         upstream = [d_out] if d_lse is None else [d_out, d_lse]
-        looks_inside = differentiable or is_traced_or_transformed() or any(map(compat.is_batched_gradient, upstream))
+        looks_inside = differentiable or is_traced_or_transformed() or not all(map(has_memory, upstream))
         grads = None if looks_inside or lse is None else ctx.call.backward(q, k, v, out, lse, d_out, d_lse)
         if grads is not None:
             return None, *grads

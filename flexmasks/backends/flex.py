@@ -48,6 +48,7 @@ from flexmasks.backends.call import (
 )
 from flexmasks.backends.kernel_tiles import chosen_tiles
 from flexmasks.cache import Cache
+from flexmasks.errors import is_refused_for_tracing, is_wrong_bound, passing_error
 from flexmasks.kernels.compiling import announce
 from flexmasks.plans.data import lists_of
 from flexmasks.spec.structure import Opaque, flatten
@@ -342,7 +343,7 @@ def _run_kernel(
             kernel = _new_kernel(key, kernel.is_static)
             result = kernel.run(what, *args)
         except Exception as error:
-            if compat.passing_error(error) is not None:
+            if passing_error(error) is not None:
                 if _compilations() != before:  # torch may have marked the code as never to be compiled
                     _KERNELS.drop(key)
                 raise
@@ -411,7 +412,7 @@ def _run_compiled(kernel: _Kernel, what: str, *args: Any) -> tuple[Tensor, Tenso
     except (compat.FailOnRecompileLimitHit, compat.InductorError) as error:
         raise _Retry from error
     except RuntimeError as error:
-        if not (compat.is_refused_for_tracing(error) or compat.is_wrong_bound(error)):
+        if not (is_refused_for_tracing(error) or is_wrong_bound(error)):
             raise
         raise _Retry from error
     if _compilations() != before:
@@ -430,7 +431,7 @@ def _described(what: str, q: Tensor, k: Tensor) -> str:
 
 
 def _is_wrong_bound(error: Exception) -> bool:
-    return isinstance(error, RuntimeError) and compat.is_wrong_bound(error)
+    return isinstance(error, RuntimeError) and is_wrong_bound(error)
 
 
 def _compilations() -> int:

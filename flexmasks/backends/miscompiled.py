@@ -51,7 +51,7 @@ def miscompiled(
     sizes: batch, query heads, queries and keys. NO_BLOCKS is returned for every constant mask, though a constant that
     shows all pairs needs no blocks.
     """
-    trace = _Trace(is_score, is_score and compat.flash_reads_vectors() and _is_blackwell(device))
+    trace = _Trace(is_score, is_score and compat.FLASH_READS_VECTORS and _is_blackwell(device))
     error, value = follow(trace, function, device, sizes, is_score)
     return NO_BLOCKS if error is None and not is_score and not trace.varies(value) else error
 

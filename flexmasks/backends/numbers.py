@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from flexmasks import compat
 from flexmasks.backends.call import Call
 from flexmasks.cache import Cache
+from flexmasks.errors import passing_error
 from flexmasks.plans.plan import is_captured
 from flexmasks.spec.structure import MAX_COMPILED_VALUES, Number, Opaque, flatten, with_inputs
 
@@ -162,7 +162,7 @@ def _difference(call: Call, function: Callable[..., Tensor], made: Callable[...,
                 if got.shape != want.shape or not torch.allclose(got, want.to(got.dtype), 1e-4, 1e-5, equal_nan=True):
                     return "its function computes otherwise with tensors in their places"
     except Exception as error:  # a user's function may raise anything
-        if compat.passing_error(error) is not None:
+        if passing_error(error) is not None:
             raise
         return f"its function fails with tensors in their places: {type(error).__name__}"
     return ""

@@ -55,7 +55,7 @@ class Trace(compat.TorchDispatchMode):
         self._by_operation: dict[tuple[Any, ...], Tensor] = {}  # first result of an operation on given inputs
         self._firsts: dict[int, Tensor] = {}  # by a result, the first result of the same operation
         self._held: list[Tensor] = []  # keeps the ids of tensors unique
-        self._decompositions = compat.inductor_decompositions()
+        self._decompositions = compat.decompositions()
 
     def is_known(self, name: str, args: Any) -> bool:
         """Return whether the operation is on the list."""
@@ -203,6 +203,21 @@ def _rounded(low: float, high: float) -> Bounds:
     return low if math.isinf(low) else math.floor(low), high if math.isinf(high) else math.ceil(high)
 
 
+class _Lookups(TorchFunctionMode):
+    """Shows indexing by numbers as one operation, as torch does where it traces a function for flex_attention."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.__getitem__:
+            tensor, index = args
+            index = index if isinstance(index, tuple) else (index,)
+            if all(isinstance(i, Tensor | int) for i in index):
+                numbers = [i if isinstance(i, Tensor) else torch.tensor(i, device=tensor.device) for i in index]
+                return torch.ops.aten.index(tensor, numbers)
+        return func(*args, **(kwargs or {}))
+
+
 class _Questions(TorchFunctionMode):
     """Notes an error if a function asks for a dtype that differs in Python."""
 
@@ -242,7 +257,7 @@ def follow(
             for x in scores:
                 trace.learn(x, UNBOUNDED)
             trace.start(scores, indices)
-            with compat.TransformGetItemToIndex(), _Questions(trace), trace:
+            with _Lookups(), _Questions(trace), trace:
                 value = function(*scores, *indices)
     except Exception as error:
         return f"{UNREADABLE}: {type(error).__name__}", None

@@ -35,6 +35,8 @@ from flexmasks.backends.call import Call, Result, first_line
 from flexmasks.backends.slices import OverIndices, Visible, attend_by_slices, is_traced_or_transformed
 from flexmasks.backends.tiles import Tiles, learned_by
 from flexmasks.blocks.elements import with_indexing_by_numbers
+from flexmasks.errors import passing_error
+from flexmasks.kernels.direct import has_memory
 from flexmasks.spec.structure import flatten
 
 _log = logging.getLogger("flexmasks")
@@ -107,7 +109,7 @@ def frozen_functions(
                 for f, scores in zip(given, ([], [score]), strict=True)
             )
         except Exception as error:  # torch's tracing raises errors of any type
-            if compat.passing_error(error) is not None:
+            if passing_error(error) is not None:
                 raise
             _log.info("a backward pass reads attributes of objects again: %s", first_line(error))
     return mask_mod, score_mod, kept.check
@@ -172,7 +174,7 @@ class _AttendByTiles(torch.autograd.Function):
         ctx.check()
         out, lse, *tensors = ctx.saved_tensors
         differentiable = torch.is_grad_enabled()  # the caller asks for derivatives of these gradients
-        if not differentiable and not is_traced_or_transformed() and not any(map(compat.is_batched_gradient, grads)):
+        if not differentiable and not is_traced_or_transformed() and all(map(has_memory, grads)):
             q, k, v, *learned = tensors
             return None, None, None, *ctx.tiles.backward(q, k, v, out, lse, *grads, learned)
         needed = ctx.needs_input_grad[3:]

@@ -119,7 +119,7 @@ def is_traced_or_transformed() -> bool:
 
     No tensor's value can be read then.
     """
-    return compat.is_compiling() or compat.innermost_transform() is not None
+    return compat.is_compiling() or compat.transforms_active()
 
 
 def _slices(visible: Visible, q: Tensor, k: Tensor, traced: bool) -> list[_Slice]:

@@ -9,7 +9,7 @@ together. The text is the same in every process, because graphs are kept in file
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch import Tensor
 from flexmasks import compat
 from flexmasks.backends.slices import Visible
 from flexmasks.backends.tiles import Tiles, learned_by
+from flexmasks.graphs import value_of_text
 from flexmasks.plans.bounds import MaskKind, plan_bounds, unread
 from flexmasks.plans.data import reading_bits
 from flexmasks.plans.plan import block_size_for
@@ -24,6 +25,9 @@ from flexmasks.plans.shifted import shifted_mask, shifted_score
 from flexmasks.spec.as_data import of_data
 from flexmasks.spec.parameters import Size
 from flexmasks.spec.values import Mask
+from flexmasks.workers import Workers
+
+_Result = TypeVar("_Result")
 
 
 class Described(NamedTuple):
@@ -123,7 +127,7 @@ class _Leaves(NamedTuple):
 
 
 def _described(tensors: Sequence[Tensor], numbers: Sequence[int], floats: Sequence[float], text: str) -> Described:
-    return Described(*_Leaves(list(tensors), list(numbers), list(floats)).value(compat.value_of_text(text)))
+    return Described(*_Leaves(list(tensors), list(numbers), list(floats)).value(value_of_text(text)))
 
 
 def _tiles(q: Tensor, k: Tensor, partial: Tensor, full: Tensor, call: Described, score_mod: Any) -> Tiles:
@@ -131,11 +135,25 @@ def _tiles(q: Tensor, k: Tensor, partial: Tensor, full: Tensor, call: Described,
     return Tiles(q, k, score_mod, visible, call.scale)
 
 
+def _in_another_thread(compute: Callable[[], _Result], device: torch.device) -> _Result:
+    """Return a function's result. Autograd and torch.vmap work in it, which torch excludes inside an operator."""
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+    def on_stream() -> _Result:
+        with torch.cuda.stream(stream), torch.no_grad():
+            return compute()
+
+    return Workers(1, torch.get_num_threads()).one(on_stream)
+
+
 def forward(q: Tensor, k: Tensor, v: Tensor, partial: Tensor, full: Tensor, leaves: Any) -> tuple[Tensor, Tensor]:
     """Compute the operator; `leaves` are its last arguments."""
-    with compat.outside_operators(), torch.no_grad():
+
+    def compute() -> tuple[Tensor, Tensor]:
         call = _described(*leaves)
         return _tiles(q, k, partial, full, call, call.score_mod(q, k)).forward(q, k, v)
+
+    return _in_another_thread(compute, q.device)
 
 
 def backward(
@@ -149,7 +167,8 @@ def backward(
     tensors, *others = leaves
     given = [t.detach().requires_grad_(place in learned) for place, t in enumerate(tensors)]
     roots = [given[place] for place in learned]
-    with compat.outside_operators(), torch.no_grad():
+
+    def compute() -> tuple[list[Tensor], Sequence[Tensor | None]]:
         call = _described(given, *others)
         with torch.enable_grad():
             score_mod = call.score_mod(q, k)
@@ -158,5 +177,8 @@ def backward(
         grad_q, grad_k, grad_v, *grads = tiles.backward(q, k, v, out, lse, grad_out, grad_lse, inner)
         # The score's function reads tensors that were made of the user's.
         found = torch.autograd.grad(inner, roots, grads, allow_unused=True) if inner else [None] * len(roots)
+        return [grad_q, grad_k, grad_v], found
+
+    of_qkv, found = _in_another_thread(compute, q.device)
     grads = [torch.zeros_like(x) if grad is None else grad for x, grad in zip(roots, found, strict=True)]
-    return [x.detach().clone(memory_format=torch.contiguous_format) for x in (grad_q, grad_k, grad_v, *grads)]
+    return [x.detach().clone(memory_format=torch.contiguous_format) for x in (*of_qkv, *grads)]

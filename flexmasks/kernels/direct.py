@@ -27,9 +27,24 @@ def is_plain(*tensors: Tensor) -> bool:
         return False
     if compat.in_forward_derivative():
         return False
-    # Under torch.autograd.grad(is_grads_batched=True) a gradient is a batch of them. A tensor such as z.conj().imag is
-    # negative: kernels read its memory, which lacks the sign.
-    return all(type(x) in _PLAIN and not (compat.is_batched_gradient(x) or x.is_meta or x.is_neg()) for x in tensors)
+    return all(map(_has_readable_memory, tensors))
+
+
+def _has_readable_memory(x: Tensor) -> bool:
+    # A tensor such as z.conj().imag is negative: kernels read its memory, which lacks the sign.
+    return type(x) in _PLAIN and not (x.is_meta or x.is_neg()) and has_memory(x)
+
+
+def has_memory(x: Tensor) -> bool:
+    """Return whether a tensor has memory, which a batch of gradients has not.
+
+    torch.autograd.grad(is_grads_batched=True) hands on such batches.
+    """
+    try:
+        x.data_ptr()
+    except RuntimeError:
+        return False
+    return True
 
 
 def on(device: torch.device) -> contextlib.AbstractContextManager[object]:

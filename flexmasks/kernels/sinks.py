@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from flexmasks import compat
+from flexmasks.errors import passing_error
 from flexmasks.kernels.direct import is_plain, on, on_gpu
 
 _log = logging.getLogger("flexmasks")
@@ -82,7 +83,7 @@ def _launched(name: str, out: Tensor, *arguments: Any) -> Any:
         with on(out.device):
             return getattr(sinks_launch, name)(out, *arguments)
     except Exception as error:  # Triton raises errors of any type
-        if compat.passing_error(error) is not None:
+        if passing_error(error) is not None:
             raise
         if not _failures:
             _log.warning(

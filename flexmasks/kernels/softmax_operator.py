@@ -17,6 +17,7 @@ Triton kernels run both operators on a GPU in float16, bfloat16 and float32; pla
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -50,7 +51,7 @@ def masked_softmax(
     if not is_plain(x):
         return _forward_op(x, bounds, bits, mask, visible, scale)  # type: ignore[no-any-return]
     if x.requires_grad and torch.is_grad_enabled():
-        return _Softmax.apply(x, bounds, bits, mask, visible, scale)  # type: ignore[no-any-return]
+        return _function().apply(x, bounds, bits, mask, visible, scale)  # type: ignore[no-any-return]
     return _forward(x, bounds, bits, mask, visible, scale)
 
 
@@ -90,15 +91,8 @@ def _fake(x: Tensor, *_: Any) -> Tensor:
 # --- derivatives ---
 
 
-class _Softmax(compat.SingleLevelFunction):
-    """The softmax where no transform is active; its derivatives are the operator's too."""
-
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> Tensor:
-        y = _forward(*args)
-        ctx.save_for_backward(*_Softmax.saved(args, y))
-        ctx.scale = args[-1]
-        return y
+class _OfSoftmax:
+    """Derivatives of the softmax."""
 
     @staticmethod
     def saved(args: Sequence[Any], y: Tensor) -> tuple[Tensor | None, ...]:
@@ -117,7 +111,7 @@ class _Softmax(compat.SingleLevelFunction):
             return _gradient(dx, y, bounds, ctx.scale)  # the Jacobian is symmetric
 
 
-class _SoftmaxBackward(compat.SingleLevelFunction):
+class _OfSoftmaxBackward:
     """Derivatives of the backward operator."""
 
     @staticmethod
@@ -147,6 +141,21 @@ class _SoftmaxBackward(compat.SingleLevelFunction):
             )
 
 
+@functools.cache
+def _function() -> Any:
+    """Return the Function of the softmax where no transform is active."""
+
+    class Softmax(_OfSoftmax, compat.SingleLevelFunction):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Tensor:
+            y = _forward(*args)
+            ctx.save_for_backward(*_OfSoftmax.saved(args, y))
+            ctx.scale = args[-1]
+            return y
+
+    return Softmax
+
+
 def _forward_mode() -> contextlib.AbstractContextManager[object]:
     """Turn forward mode on inside a Function, where torch turns it off: otherwise the outer ones of nested transforms
     would treat the results as constants.
@@ -158,33 +167,37 @@ def _forward_mode() -> contextlib.AbstractContextManager[object]:
 #
 # torch.library.register_autograd knows neither forward mode nor torch.func: with it jvp and jacfwd return derivatives
 # of 0 without an error, and grad, vjp, jacrev and vmap of grad raise RuntimeError, also inside torch.compile. So
-# `_register` calls the Function for one transform after the other.
+# `_register` calls a Function for one transform after the other.
 
 
-def _register(op: Any, run: Callable[..., Tensor], function: Any, fake: Callable[..., Tensor]) -> None:
+def _register(op: Any, run: Callable[..., Tensor], derivatives: Any, fake: Callable[..., Tensor]) -> None:
     name = op._schema.name
 
-    class Dispatched(function):
-        """The derivatives of `function` around a call of the operator below autograd."""
+    @functools.cache
+    def function() -> Any:
+        class Dispatched(derivatives, compat.SingleLevelFunction):
+            """The derivatives around a call of the operator below autograd."""
 
-        @staticmethod
-        def forward(ctx: Any, *args: Any) -> Tensor:
-            *op_args, keyset = args
-            with compat.below_autograd(), torch.enable_grad(), _forward_mode():
-                y: Tensor = op.redispatch(compat.after_autograd_keys & keyset, *op_args)
-            saved = function.saved(op_args, y)
-            ctx.save_for_backward(*saved)
-            ctx.save_for_forward(*saved)
-            ctx.scale = op_args[-1]
-            return y
+            @staticmethod
+            def forward(ctx: Any, *args: Any) -> Tensor:
+                *op_args, keyset = args
+                with compat.below_autograd(), torch.enable_grad(), _forward_mode():
+                    y: Tensor = op.redispatch(compat.after_autograd_keys & keyset, *op_args)
+                saved = derivatives.saved(op_args, y)
+                ctx.save_for_backward(*saved)
+                ctx.save_for_forward(*saved)
+                ctx.scale = op_args[-1]
+                return y
 
-        @staticmethod
-        def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-            return *function.backward(ctx, *grads), None
+            @staticmethod
+            def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+                return *derivatives.backward(ctx, *grads), None
+
+        return Dispatched
 
     def autograd(keyset: Any, *args: Any) -> Any:
         with compat.single_level_autograd():
-            return Dispatched.apply(*args, keyset)
+            return function().apply(*args, keyset)
 
     def vmapped(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Tensor, int]:
         return op(*_batched(info.batch_size, in_dims, args)), 0
@@ -211,5 +224,5 @@ def _batched(size: int, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> list
     return batched
 
 
-_register(_forward_op, _forward, _Softmax, _fake)
-_register(_backward_op, _backward, _SoftmaxBackward, lambda dy, y, *_: _fake(y))
+_register(_forward_op, _forward, _OfSoftmax, _fake)
+_register(_backward_op, _backward, _OfSoftmaxBackward, lambda dy, y, *_: _fake(y))

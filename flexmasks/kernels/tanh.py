@@ -46,13 +46,13 @@ _tanh_approx.register_autograd(_backward, setup_context=_save_output)
 
 def tanh_approx(x: Tensor) -> Tensor:
     """tanh(x) of float32; compiled kernels for CUDA have a relative error of at most 2**-11."""
-    _register_lowering()
-    return cast(Tensor, _tanh_approx(x))
+    return cast(Tensor, _tanh_approx(x)) if _has_lowering() else torch.tanh(x)
 
 
 # torch.compile calls this function while it traces, and does not trace into it.
 @compat.constant_in_graphs
-def _register_lowering() -> None:
-    compat.lower_to_instruction(
+def _has_lowering() -> bool:
+    """Register the instruction with Inductor, which writes the compiled kernels; return whether that is possible."""
+    return compat.lower_to_instruction(
         torch.ops.flexmasks.tanh_approx.default, _INSTRUCTION, "tanh", "cute.math.tanh({x}, fastmath=True)"
     )

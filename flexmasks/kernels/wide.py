@@ -7,7 +7,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexmasks import compat
 from flexmasks.kernels.direct import is_plain, on_gpu
 
 _BYTES = 16
@@ -17,7 +16,7 @@ def may_be_wide(x: Tensor) -> bool:
     """Whether a tensor may be copied in wide numbers: not in torch.compile, whose own copies are fast, and not in
     torch.func's transforms and forward derivatives.
     """
-    return on_gpu(x.device) and is_plain(x) and not (compat.is_wrapped(x) or x.is_conj())
+    return on_gpu(x.device) and is_plain(x) and not x.is_conj()
 
 
 def in_wide_numbers(x: Tensor) -> Tensor:

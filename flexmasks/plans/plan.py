@@ -23,6 +23,7 @@ from flexmasks.blocks.counts import Blocks
 from flexmasks.blocks.decide import dependence
 from flexmasks.blocks.elements import over_indices
 from flexmasks.cache import ENTRY, Cache
+from flexmasks.errors import passing_error
 from flexmasks.kernels.whole_mask import Line
 from flexmasks.plans.bounds import MaskKind, RecordedPlan, plan_bounds, reads_made_tensors, tensors_in, unread
 from flexmasks.plans.data import CannotBeData, MaskData, TooLargeForData, data_of
@@ -1024,7 +1025,7 @@ def _cannot_record(error: Exception) -> str:
 
     Then it is raised.
     """
-    if compat.passing_error(error) is not None:
+    if passing_error(error) is not None:
         raise error
     first_line = next(iter(str(error).splitlines()), "")
     return f"its plan cannot be recorded, {type(error).__name__}: {first_line}"[:300]

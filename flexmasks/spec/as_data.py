@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 
 from flexmasks import compat
+from flexmasks.graphs import Flat, text_of
 from flexmasks.spec.definitions import FUNCTIONS, Definition, define, from_pickle
 from flexmasks.spec.structure import Opaque
 from flexmasks.spec.templates import made, noted, read, reads_of
@@ -23,14 +24,14 @@ _PASS_TENSORS = "let it read plain tensors and numbers, and make a Mask of it wi
 _PROBLEM = "problem: "  # begins the name of a template that cannot be made
 
 
-def data_of(mask: Modifier, device: torch.device) -> compat.Flat:
+def data_of(mask: Modifier, device: torch.device) -> Flat:
     """Return a mask as data, in the form in which graphs take it.
 
     torch traces this function.
     """
     leaves: list[Any] = []
     text = _text_of(mask, device, leaves)
-    return compat.Flat(text, tuple(leaves))
+    return Flat(text, tuple(leaves))
 
 
 def _text_of(mask: Modifier, device: torch.device, leaves: list[Any]) -> str:
@@ -38,7 +39,7 @@ def _text_of(mask: Modifier, device: torch.device, leaves: list[Any]) -> str:
     name, captured = definition.name, "()"
     if not definition.own:
         name, values = _name_and_captured(definition)
-        captured = compat.text_of(tuple(values), leaves)
+        captured = text_of(tuple(values), leaves)
     params = ""
     for key, value in mask.params.items():
         parameter = definition.parameters[key]
@@ -59,7 +60,7 @@ def _text_of_value(value: Any, device: torch.device, leaves: list[Any]) -> str:
         return f"('tuple', ({parts}))"
     if isinstance(value, int | float) and not isinstance(value, bool) and not compat.is_exporting():
         value = compat.as_constant(value)  # numbers are parts of kernels
-    return compat.text_of(("value", value), leaves)
+    return text_of(("value", value), leaves)
 
 
 def is_readable(value: Modifier) -> bool:
@@ -117,7 +118,7 @@ def _definition_of(kind: str, template: str, captured: Any) -> Definition:
 def of_data(kind: str, data: Any) -> Modifier:
     """Return the mask or score that `data_of` turned into data.
 
-    data: tuples, as functions of `compat.in_graph` get them.
+    data: tuples, as functions of `in_graph` get them.
     """
     own, name, captured, params = data
     definition = from_pickle(kind, name) if own else _definition_of(kind, name, captured)

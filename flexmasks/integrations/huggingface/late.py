@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flexmasks import compat
 from flexmasks.attention import block_mask, dense_mask
+from flexmasks.blocks.elements import with_indexing_by_numbers
 from flexmasks.integrations.huggingface.recognition import Parts, Positions, recognized
 from flexmasks.integrations.huggingface.sharding import Sharding, Whole, active
 from flexmasks.plans.plan import is_captured
@@ -376,8 +377,7 @@ def _evaluated(
     if use_vmap:
         for axes in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
             function = torch.vmap(function, in_dims=axes)
-        with compat.TransformGetItemToIndex():
-            visible: Tensor = function(b, h, q, kv)
+        visible: Tensor = with_indexing_by_numbers(function)(b, h, q, kv)
         return visible
     visible = function(b[:, None, None, None], h[:, None, None], q[:, None], kv)
     return visible.expand(batch, 1, q_length, kv_length)

@@ -1,0 +1,158 @@
+"""Functions that graphs of torch.compile hold whole, and what is handed on to them.
+
+Such a function takes its tensors and numbers one by one, and a text that says where they belong.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import hashlib
+import importlib.metadata
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from flexmasks import compat
+from flexmasks.compat import constant_in_graphs
+
+value_of_text = functools.lru_cache(maxsize=1024)(ast.literal_eval)
+
+
+def in_graph(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let torch.compile not look into a function, whose operations on tensors enter the graph.
+
+    torch traces how Python takes each tuple among the arguments apart, which would be most of the time of a model's
+    first call. So tensors and numbers are handed on one by one, and a text says where they belong. What is Flat already
+    needs no more work.
+
+    function: takes tensors, numbers, strings, None and tuples of them, and returns tensors, which follow from what the
+        arguments hold, the library and the device alone: torch keeps compiled graphs in files.
+    """
+    name = f"{function.__module__}.{function.__qualname__}"
+    _IN_GRAPHS[name] = function
+    _key_of_library()  # before the files may change
+    with compat.IMPORTING:
+        torch.compiler.allow_in_graph(run_in_graph)
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        leaves: list[Any] = []
+        text = text_of(args, leaves)
+        return run_in_graph(name, text, *leaves)
+
+    return call
+
+
+_IN_GRAPHS: dict[str, Callable[..., Any]] = {}
+
+
+def run_in_graph(name: str, text: str, *leaves: Any) -> Any:
+    """Run a function that `in_graph` marked.
+
+    Graphs of torch.compile hold this function by its name, so it is public.
+    """
+    _let_torch_keep_graphs()
+    return _IN_GRAPHS[name](*Flat(text, tuple(map(_plain, leaves))).values())
+
+
+def _plain(value: Any) -> Any:
+    """Return a value without the kinds of dict and list that graphs hold."""
+    if isinstance(value, dict):
+        return {key: _plain(v) for key, v in value.items()}
+    return [_plain(v) for v in value] if isinstance(value, list) else value
+
+
+def _let_torch_keep_graphs() -> None:
+    """Let torch keep compiled graphs with `run_in_graph` on the disk.
+
+    Without it a new process differentiates and lowers each graph again, which takes most of a model's first call. The
+    setting is documented, in a private module; torch makes its value part of the keys of its cache.
+    """
+    config = compat.inductor_config
+    # Torch 2.11 leaves the default dtype out of its keys.
+    name, key = f"{__name__}.{run_in_graph.__name__}", f"{_key_of_library()} {torch.get_default_dtype()}"
+    known = getattr(config, "unsafe_marked_cacheable_functions", None)
+    if _key_of_library() and known is not None and known.get(name) != key:
+        config.unsafe_marked_cacheable_functions = known | {name: key}
+
+
+@functools.cache
+def _key_of_library() -> str:
+    """Return a text that changes with the sources of flexmasks and the version of flash-attn-4.
+
+    It is empty if there are no sources.
+    """
+    key, folder = hashlib.sha256(), pathlib.Path(__file__).parent
+    paths = sorted(folder.rglob("*.py"))
+    for path in paths:
+        text = path.read_bytes()
+        key.update(f"{path.relative_to(folder)} {len(text)} ".encode() + text)
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        key.update(importlib.metadata.version("flash-attn-4").encode())
+    return key.hexdigest() if paths else ""
+
+
+@constant_in_graphs
+def _repr(value: Any) -> str:
+    return repr(value)
+
+
+_PLACE = 0  # where a tensor or number belongs
+_IN_TEXT = (bool, str, type(None))
+
+
+class Flat(NamedTuple):
+    """Nested tuples taken apart, for functions of `in_graph`, which get the tuples."""
+
+    text: str  # see `text_of`
+    leaves: tuple[Any, ...]
+
+    def values(self) -> tuple[Any, ...]:
+        """Return the nested tuples."""
+        return _filled(value_of_text(self.text), iter(self.leaves))
+
+
+def text_of(values: tuple[Any, ...], leaves: list[Any]) -> str:
+    """Return a text of nested tuples, and append their tensors and numbers to `leaves`.
+
+    The text is that of Python, with 0 for a leaf. torch traces this function.
+    """
+    # torch has no guard for what `_repr` returns; a string of it needs none.
+    return f"{_repr(_places(values, leaves))}"
+
+
+def _places(values: tuple[Any, ...], leaves: list[Any]) -> tuple[Any, ...]:
+    """Return values with places in place of tensors and numbers, and append these to `leaves`.
+
+    A list holds the text of what is flat already.
+    """
+    places: list[Any] = []
+    for value in values:
+        if isinstance(value, _IN_TEXT):
+            places.append(value)
+        elif not isinstance(value, tuple):
+            leaves.append(value)
+            places.append(_PLACE)
+        elif isinstance(value, Flat):
+            leaves.extend(value.leaves)
+            places.append([value.text])
+        else:
+            places.append(_places(value, leaves))
+    return tuple(places)
+
+
+def _filled(places: tuple[Any, ...], leaves: Iterator[Any]) -> tuple[Any, ...]:
+    """Return the values of which `_places` made places."""
+    return tuple([_filled_place(place, leaves) for place in places])
+
+
+def _filled_place(place: Any, leaves: Iterator[Any]) -> Any:
+    if isinstance(place, list):
+        return _filled(value_of_text(place[0]), leaves)
+    if isinstance(place, tuple):
+        return _filled(place, leaves)
+    return next(leaves) if place is _PLACE else place
