@@ -561,6 +561,19 @@ def test_positions_of_64_bits() -> None:
         assert form(make) == "its function"
 
 
+def test_what_is_known_of_a_function_is_known_of_its_positions() -> None:
+    """Its products fit 32 bits at the first positions, and not at later ones."""
+    flexmasks.clear_caches()
+    q, k = torch.randn(1, 1, 16, 32), torch.randn(1, 1, 2048, 32)
+
+    def mask(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return (q * 2**21) // 2**21 >= kv
+
+    first, later = (flexmasks.explain(q, k, k, mask=mask, q_offset=offset, backend="cpu").mask for offset in (0, 2032))
+    flexmasks.clear_caches()
+    assert flexmasks.explain(q, k, k, mask=mask, q_offset=2032, backend="cpu").mask == later != first
+
+
 def test_masks_of_many_divisions_are_read() -> None:
     def read(mask: str, **params: Any) -> bool:
         return flexmasks.explain(*qkv(), mask=mask, **params).mask.startswith("data: reading it takes less time")

@@ -633,6 +633,21 @@ def test_block_masks_train(name: str, in_checkpoint: bool) -> None:
     assert graphs() == 1
 
 
+def test_block_masks_without_gradients_give_the_lse() -> None:
+    block_mask = _BLOCK_MASKS["documents"]()
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return flexmasks.attention(q, k, v, block_mask=block_mask, return_lse=True)
+
+    seen = block_mask.mask_mod(*torch.meshgrid(*map(torch.arange, (BATCH, HEADS, LENGTH, LENGTH)), indexing="ij"))
+    with torch.no_grad():
+        tensors = leaves()
+        out, lse = torch.compile(call, fullgraph=True, backend="eager")(*tensors)
+    want, want_lse = attend(*(x.detach().double() for x in tensors), seen)
+    assert torch.allclose(out.double(), want, atol=1e-4)
+    assert torch.allclose(lse.double(), want_lse, atol=1e-4)
+
+
 _COMPOSED: dict[str, _Call] = {
     "score": lambda q, k, v, slopes: flexmasks.attention(
         q, k, v, mask="document", document_ids=DOCUMENTS, score=["alibi", "softcap"], slopes=slopes, cap=3.0

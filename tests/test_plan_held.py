@@ -164,14 +164,15 @@ def test_captured_variables_and_offsets_are_updated() -> None:
         plan.update(lens=lens, q_offset=starts)
 
 
-def test_scores_in_plans() -> None:
-    tensors, ids = qkv(requires_grad=False), drawn_ids("cpu", 0)
+@pytest.mark.parametrize("backend", ["auto", "dense", "reference"])
+def test_scores_in_plans(backend: str) -> None:
+    tensors, ids = qkv(requires_grad=backend == "dense"), drawn_ids("cpu", 0)
     slopes = torch.rand(HEADS)
     plan = flexmasks.plan(packed(ids), LENGTH, score="alibi", slopes=slopes)
     position = torch.arange(LENGTH)
     for _ in range(3):
         bias = -slopes.double()[:, None, None] * (position[:, None] - position).abs()
-        got = flexmasks.attention(*tensors, mask=plan)
+        got = flexmasks.attention(*tensors, mask=plan, backend=backend)
         assert error(got, expected(tensors, seen(ids), bias)[0]) < TOLERANCE[got.dtype]
         slopes, ids = torch.rand(HEADS), drawn_ids("cpu", 7)
         plan.update(slopes=slopes, document_ids=ids)
