@@ -29,6 +29,7 @@ _SOFTMAX_IN_TRANSFORMS = ("tests/test_softmax_transforms.py",)
 _EXPORTED = ("tests/test_export.py",)
 _DISTRIBUTED = ("tests/test_distributed.py",)
 _EXCHANGED = ("tests/test_distributed_exchange.py", "tests/test_distributed.py")
+_HELD = ("tests/test_plan_held.py",)
 
 FAULTS: list[Fault] = [
     # --- ranges: bounds that are too narrow, so that visible blocks are empty or partial blocks are full ---
@@ -249,11 +250,12 @@ FAULTS: list[Fault] = [
         '"inputs", structure.kind, inputs, _values(constants)',
         '"inputs", structure.kind, inputs',
     ),
-    Fault("plans/held.py", "if self.tensors and self._versions != self._present_versions():", "if False:"),
+    Fault("plans/held.py", "if self.tensors and self._versions != self._present_versions():", "if False:", _HELD),
     Fault(
         "plans/held.py",
         "            pairs += [(old, new) for old, new in",
         "            pairs = [(old, new) for old, new in",
+        _HELD,
     ),
     Fault("backends/renewal.py", "form.program is None or any(id(t)", "any(id(t)"),
     Fault("backends/forms.py", 'kind = "inexact", is_score, key, shapes,', 'kind = "inexact", is_score, key,'),

@@ -187,6 +187,15 @@ def test_the_reference_shows_poison_that_is_seen() -> None:
     assert out[0, 0, 9:].isnan().all()
 
 
+def test_the_reference_shows_poison_that_is_seen_to_transforms() -> None:
+    q, k, v = torch.randn(3, 2, 1, 1, 20, 8)
+    v[:, 0, 0, 5, 3], v[:, 0, 0, 7, 4] = math.nan, math.inf
+    out = torch.func.vmap(lambda *x: flexmasks.attention(*x, mask="causal", backend="reference"))(q, k, v)[:, 0, 0]
+    assert torch.equal(out[..., 3].isfinite(), (torch.arange(20) < 5).expand(2, -1))
+    assert torch.equal(out[..., 4].isfinite(), (torch.arange(20) < 7).expand(2, -1))
+    assert out[..., [0, 1, 2, 5, 6, 7]].isfinite().all()
+
+
 _POISONED: list[Callable[[Tensor, Tensor, Tensor], Tensor]] = [
     lambda q, k, bias: q[:, :, 0],
     lambda q, k, bias: k[:, :, 0],

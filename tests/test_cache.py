@@ -401,6 +401,8 @@ def prepare_that_returns_its_tensor() -> Iterator[Any]:
 def zero_of_either_sign() -> Iterator[Any]:
     for zero in (0.0, -0.0):
         yield lambda b, h, q, kv: torch.atan2(torch.full_like(q, zero, dtype=torch.float32), -(q + 1.0)) * (kv + 1) > 0  # noqa: B023
+    for zeros in ((0.0,), (-0.0,)):
+        yield lambda b, h, q, kv: torch.atan2(torch.full_like(q, zeros[0], dtype=torch.float32), -(q + 1.0)) > 0  # noqa: B023
 
 
 @attack
@@ -704,6 +706,24 @@ def test_functions_that_read_other_values_have_other_keys() -> None:
         assert keys == [capturing(function, []) for function in functions]
     for unknown in ({"first": object()}, {"first": read}, {"first": types.ModuleType("settings")}):
         assert plain_key(types.FunctionType(read.__code__, unknown), []) is None
+
+
+def test_plans_of_another_default_dtype_are_others() -> None:
+    """A quotient of whole numbers has that dtype, and float32 cannot tell the odd key from the even one."""
+
+    def odd(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return (kv % 2 + 2**24) / 1 > 2**24
+
+    q, k, v = torch.randn(3, 1, 2, 40, 8)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    want = {torch.float32: torch.zeros_like(q), torch.float64: attend(q, k[:, :, 1::2], v[:, :, 1::2])}
+    try:
+        for dtype in (torch.float32, torch.float64, torch.float32):
+            torch.set_default_dtype(dtype)
+            out = flexmasks.attention(q, k, v, mask=odd, backend="reference")
+            assert torch.allclose(out, want[dtype], atol=1e-5)
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ import flexmasks
 from benchmarks import private_torch
 from flexmasks import calls
 from flexmasks.backends import forms
-from flexmasks.backends.inexact import NARROW, NEGATIVE, inexact
+from flexmasks.backends.inexact import NARROW, NEGATIVE, OVERFLOW, inexact
 from flexmasks.backends.miscompiled import miscompiled
 from flexmasks.backends.operations import DTYPE
 from flexmasks.backends.rewritten import FROM_THE_FRONT
@@ -561,6 +561,23 @@ def test_positions_of_64_bits() -> None:
     for make in (window(starts), product(torch.ones(BATCH, LENGTH, dtype=torch.int64))):
         flexmasks.clear_caches()
         assert form(make) == "its function"
+
+
+def test_functions_are_looked_at_again_for_later_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products fit 32 bits at the first positions, and not at the last ones."""
+    reasons: list[str | None] = []
+
+    def noted(*args: Any) -> str | None:
+        reasons.append(inexact(*args))
+        return reasons[-1]
+
+    monkeypatch.setattr(forms, "inexact", noted)
+    flexmasks.clear_caches()
+    q, k = torch.randn(1, 1, 16, 32), torch.randn(1, 1, 2048, 32)
+    score = lambda s, b, h, q, kv: s + (q * 2**21) // 2**21 - kv  # noqa: E731
+    for offset in (0, 2032):
+        flexmasks.explain(q, k, k, score=score, q_offset=offset, backend="cpu")
+    assert reasons[:2] == [None, OVERFLOW]  # and later ones are of functions that are rewritten
 
 
 def test_masks_of_many_divisions_are_read() -> None:

@@ -535,6 +535,13 @@ def test_bands(band: Any, queries: int, starts: int | str, page_size: int, has_l
         check(replace(call, has_lens=has_lens), device)
 
 
+@on_devices
+def test_tiles_that_some_queries_see_whole(device: str) -> None:
+    """The first query sees all of the second and third tile, the last one not their first or last key."""
+    for band in ((72, 183), (70, 181), (72, None), (None, 183)):
+        check(Call(1, 1, 1, 4, 500, band=band, starts=200), device)
+
+
 @pytest.mark.slow
 @on_devices
 @pytest.mark.parametrize("change", in_short(["by query", "weight of each row"], list(CHANGES)))

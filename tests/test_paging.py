@@ -515,6 +515,22 @@ def test_chunks_of_a_few_sequences_at_a_time(backend: str, max_bytes: int, monke
             check_lse(lse, torch.logaddexp(want_lse, logits), 1e-5)
 
 
+@pytest.mark.parametrize("max_bytes", [1, 1 << 26])
+def test_chunks_by_a_table_without_a_row_to_spare(max_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has a row for each position of a query, and none behind the last one."""
+    monkeypatch.setattr(gathered, "_MAX_BYTES", max_bytes)
+    flexmasks.clear_caches()
+    cache = Paged([160, 90, 130], 16, 10)
+    q, table = torch.randn(3, 6, 70, 32), torch.rand(3, 1, 160, 160) < 0.5
+
+    def seen(b: int, queries: int, keys: int) -> Tensor:
+        return table[b, 0, keys - queries : keys, :keys]
+
+    with torch.no_grad():
+        out = cache.attention(q, mask="dense", visible=table, backend="reference")
+    assert error(out, cache.expected(q, seen)[0]) < TOLERANCE[torch.float32]
+
+
 def test_blocks_of_chunks_have_keys_of_one_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the pool each block of 64 slots has pages of four sequences, and would be computed for each of them."""
     computed = []
