@@ -191,12 +191,9 @@ def _run_eagerly(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Ten
     sinks, inner = sinks_of(request)
     known = key_and_tensors(q, k, v, inner)
     if known is not None and not (known[1] and is_captured(q.device)):  # a captured call plans again at each replay
-        replay = known_replay(*known, q.device)
-        again = None if replay is None else replayed(replay, q, k, v, sinks)
+        again = run_again(*known, q, k, v, sinks)
         if again is not None:
             return again
-        if replay is not None:
-            drop(*known)
     found = tiles_for(q, k, v, request)
     if found is not None:
         return _run_in_tiles(q, k, v, *found)
@@ -217,7 +214,7 @@ def _run_plan(q: Tensor, k: Tensor, v: Tensor, held: HeldPlan, request: Request)
     captured = bool(held.tensors) and is_captured(q.device)
     if key is not None and launch is not None:
         launch.is_captured |= captured
-        again = replayed(launch.replay, q, k, v, sinks)
+        again = _replayed(launch.replay, q, k, v, sinks)
         if again is not None:
             return again
         held.launches.pop(key, None)
@@ -280,7 +277,7 @@ def _without_wrappers(tensor: Tensor) -> Tensor:
     return plain
 
 
-def replayed(
+def _replayed(
     replay: Replay, q: Tensor, k: Tensor, v: Tensor, sinks: Sinks | None = None
 ) -> tuple[Tensor, Tensor | None] | None:
     """Return output and lse of a replay, or None if it failed.
@@ -298,10 +295,19 @@ def replayed(
         return None
 
 
-def drop(key: Hashable, tensors: list[Tensor]) -> None:
-    """Forget a call."""
-    _REPLAYS.drop(key, tensors)
-    _RENEWALS.drop((key, *_layouts(tensors)))
+def run_again(
+    key: Hashable, tensors: list[Tensor], q: Tensor, k: Tensor, v: Tensor, sinks: Sinks | None = None
+) -> tuple[Tensor, Tensor | None] | None:
+    """Return output and lse of a call that was made before, or None.
+
+    What fails now is forgotten.
+    """
+    replay = _known_replay(key, tensors, q.device)
+    result = None if replay is None else _replayed(replay, q, k, v, sinks)
+    if replay is not None and result is None:
+        _REPLAYS.drop(key, tensors)
+        _RENEWALS.drop((key, *_layouts(tensors)))
+    return result
 
 
 def keep(key: Hashable, tensors: list[Tensor], replay: Replay, planned: Planned) -> None:
@@ -343,10 +349,10 @@ def plan_again(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Replay | No
     The result is None if no call of its kind was made before.
     """
     known = key_and_tensors(q, k, v, request)
-    return None if known is None else known_replay(*known, q.device)
+    return None if known is None else _known_replay(*known, q.device)
 
 
-def known_replay(key: Hashable, tensors: list[Tensor], device: torch.device) -> Replay | None:
+def _known_replay(key: Hashable, tensors: list[Tensor], device: torch.device) -> Replay | None:
     """Return the replay of a call with these tensors.
 
     It is renewed from a call with other tensors of their kind, if there is one.

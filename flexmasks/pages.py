@@ -16,7 +16,7 @@ from flexmasks.backends.call import OUTCOMES, Replay, Result, Unavailable, first
 from flexmasks.backends.empty import attend as attend_nothing
 from flexmasks.backends.empty import computes_nothing
 from flexmasks.cache import ENTRY, FACT, PLANS, Part
-from flexmasks.calls import drop, keep, key_and_tensors, known_replay, replayed, run, unseen
+from flexmasks.calls import keep, key_and_tensors, run, run_again, unseen
 from flexmasks.errors import passing_error
 from flexmasks.kernels.sinks import with_sinks
 from flexmasks.masks.paged import paged
@@ -100,32 +100,27 @@ def run_paged(
         sinks, request = sinks_of(request)
         without = request._replace(sink_logits=None)
         return with_sinks_of(Result(*run_paged(q, k_cache, v_cache, page_table, kv_lens, without)), sinks)
-    known, replay = _known_pages(q, k_cache, v_cache, page_table, kv_lens, request)
-    result = None if known is None or replay is None else replayed(replay, q, k_cache, v_cache)
+    known = _key_of_pages(q, k_cache, v_cache, page_table, kv_lens, request)
+    result = None if known is None else run_again(*known, q, k_cache, v_cache)
     if result is not None:
         return result
-    if known is not None and replay is not None:
-        drop(*known)
     check_cache(PAGED, q, k_cache, v_cache, page_table, kv_lens)
     return _run_pages(q, k_cache, v_cache, page_table, kv_lens, _with_values(request), known)
 
 
-def _known_pages(
+def _key_of_pages(
     q: Any, k_cache: Any, v_cache: Any, page_table: Any, kv_lens: Any, request: Request
-) -> tuple[tuple[Hashable, list[Tensor]] | None, Replay | None]:
-    """Return key and tensors of a decoding call with pages, and its replay.
+) -> tuple[Hashable, list[Tensor]] | None:
+    """Return key and tensors of a decoding call with pages, or None if it cannot be cached.
 
-    The last two tensors are kv_lens and the page table. Both results are None for what a call does not have.
+    The last two tensors are kv_lens and the page table.
     """
     if compat.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined] # public, and not listed
-        return None, None
+        return None
     if not type(q) is type(page_table) is type(kv_lens) is Tensor or vars(page_table) or vars(kv_lens):
-        return None, None
+        return None
     known = None if is_captured(q.device) else key_and_tensors(q, k_cache, v_cache, request)
-    if known is None:
-        return None, None
-    known = ("pages", known[0]), [*known[1], kv_lens, page_table]
-    return known, known_replay(*known, q.device)
+    return None if known is None else (("pages", known[0]), [*known[1], kv_lens, page_table])
 
 
 def _with_values(request: Request) -> Request:
@@ -264,10 +259,8 @@ def _run_mixed(
         own = own._replace(q_offset=rows.q_offset, ends_among_keys=False)  # rows have queries that count for nothing
         own_q = q.index_select(0, rows.tokens.flatten()).view(*rows.tokens.shape, *q.shape[1:]).transpose(1, 2)
         given = own_q, k_cache, v_cache, rows.page_table, rows.kv_lens, own
-        known, replay = _known_pages(*given)
-        again = None if known is None or replay is None else replayed(replay, own_q, k_cache, v_cache)
-        if known is not None and replay is not None and again is None:
-            drop(*known)
+        known = _key_of_pages(*given)
+        again = None if known is None else run_again(*known, own_q, k_cache, v_cache)
         own_out, own_lse = _run_pages(*given, known) if again is None else again
         outs.append(own_out.transpose(1, 2).flatten(0, 1))
         if own_lse is not None:

@@ -541,7 +541,7 @@ def test_blocks_of_chunks_have_keys_of_one_sequence(monkeypatch: pytest.MonkeyPa
         computed.append((blocks.partial + blocks.full) * math.prod(blocks.block_mask.BLOCK_SIZE))  # pairs
         return run(q, k, v, request)
 
-    monkeypatch.setattr(calls, "run", noted)
+    monkeypatch.setattr(pages, "run", noted)
     batch, columns, page_size = 4, 64, 16
     k_cache, v_cache = torch.randn(2, batch * columns, page_size, 2, 32)
     table = torch.arange(batch * columns).view(columns, batch).T.contiguous()  # pages in turns
