@@ -158,6 +158,16 @@ def test_poison_in_later_keys_and_sdpa(device: str, dtype: torch.dtype) -> None:
     assert got[:, :, 100:].isnan().all()
 
 
+def test_sdpa_takes_no_later_queries() -> None:
+    """It would show them the first keys alone."""
+    q, k, v = torch.randn(3, 1, 2, 40, 16)
+    want = flexmasks.attention(q, k, v, mask="causal", backend="sdpa")[:, :, 15:]
+    later = {"mask": "causal", "q_offset": 15}
+    with pytest.raises(ValueError, match="with the first query at the first key"):
+        flexmasks.attention(q[:, :, 15:], k, v, backend="sdpa", **later)
+    assert torch.allclose(flexmasks.attention(q[:, :, 15:], k, v, backend="reference", **later), want, atol=1e-5)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 def test_the_reference_survives_poison_everywhere_hidden(device: str, poison: float) -> None:

@@ -589,6 +589,15 @@ def test_masks_of_many_divisions_are_read() -> None:
     assert not read("natten", kernel=3, height=10, width=10)  # kernels compute it without divisions
 
 
+def test_blocks_that_are_read_in_several_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal blocks have the same bits, also those of other parts."""
+    monkeypatch.setattr(limits, "ELEMENTS_KEPT", 5 * 32 * 32)
+    mask = lambda b, h, q, kv: (q - kv) % 7 == 3  # noqa: E731
+    made = flexmasks.block_mask(mask, 250, as_data=True, block_size=32)
+    got, want = (create_mask(function, 1, 1, 250, 250, "cpu") for function in (made.mask_mod, mask))
+    assert torch.equal(got, want)
+
+
 def test_too_much_data(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data, "_CAPACITIES", (1 << 10,))
     table = torch.rand(LENGTH, LENGTH) > 0.5
