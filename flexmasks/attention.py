@@ -283,7 +283,7 @@ def varlen_attention(
         mask, score, params, scale, None, _on_device_of(q, q_offset), sink_logits, return_lse, backend, kernel_options
     )
     pages, lens = _on_device_of(q, page_table), _on_device_of(q, kv_lens)
-    out, lse = later.calls.run_varlen(q, k, v, offsets, kv_offsets, pages, lens, request)
+    out, lse = later.pages.run_varlen(q, k, v, offsets, kv_offsets, pages, lens, request)
     return (out, cast(Tensor, lse)) if return_lse else out
 
 
@@ -386,7 +386,7 @@ def paged_attention(
         mask, score, params, scale, None, _on_device_of(q, q_offset), sink_logits, return_lse, backend
     )
     pages, lens = _on_device_of(q, page_table), _on_device_of(q, kv_lens)
-    out, lse = later.calls.run_paged(q, k_cache, v_cache, pages, lens, request)
+    out, lse = later.pages.run_paged(q, k_cache, v_cache, pages, lens, request)
     return (out, cast(Tensor, lse)) if return_lse else out
 
 

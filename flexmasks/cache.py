@@ -8,17 +8,18 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from flexmasks.compat import version
+from flexmasks import compat
 
 Value = TypeVar("Value")
 ENTRY = 4096  # approximate bytes of an entry without its tensors
+FACT = 1 << 14  # bytes that a fact about a kind counts, so that there are at most 65,536
 
 
 class CacheInfo(NamedTuple):
@@ -29,6 +30,7 @@ class CacheInfo(NamedTuple):
     entries: int
     bytes: int
     max_bytes: int
+    parts: Mapping[str, CacheInfo]  # the same of what it holds, by kind
 
 
 @dataclass
@@ -46,11 +48,10 @@ class _Entry(Generic[Value]):
 
 # One lock for all caches. It is re-entrant: a tensor may die on any line here, and call `_forget` of any cache.
 _LOCK = threading.RLock()
-_CACHES: dict[str, Cache[Any]] = {}
 
 
-class Cache(Generic[Value]):
-    """A cache by key and by the identity and version of tensors.
+class Cache:
+    """Values by key and by the identity and version of tensors, which `Part`s put and get.
 
     The cache is bounded in bytes. When it is full, the oldest entries are dropped first; but an entry that was used
     since it became the newest entry becomes the newest entry once more. The cache is safe across threads. Tensors made
@@ -59,116 +60,182 @@ class Cache(Generic[Value]):
     count, through `tensor.data` or memory shared with NumPy, go unnoticed: call `clear_caches()` after one.
     """
 
-    def __init__(self, name: str, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes, self.bytes = max_bytes, 0
+        self.parts: dict[str, Part[Any]] = {}
+        self.entries: OrderedDict[tuple[Hashable, ...], _Entry[Any]] = OrderedDict()
+
+    def make_room(self, nbytes: int) -> list[_Entry[Any]]:
+        """Drop old entries until there are as many free bytes, and return the dropped ones."""
+        dropped = []
+        while self.bytes + nbytes > self.max_bytes:
+            oldest, entry = self.entries.popitem(last=False)
+            if entry.used:  # it has a second turn, as the newest entry
+                entry.used = False
+                self.entries[oldest] = entry
+            else:
+                self.account(oldest, -1, -entry.nbytes)
+                dropped.append(entry)
+        return dropped
+
+    def account(self, full_key: tuple[Hashable, ...], entries: int, nbytes: int) -> None:
+        """Count entries of a part that come or go."""
+        part = self.parts[str(full_key[0])]
+        part.count += entries
+        part.bytes += nbytes
+        self.bytes += nbytes
+
+    def clear(self) -> None:
+        """Forget everything."""
+        with _LOCK:
+            dropped, self.entries = self.entries, OrderedDict()
+            self.bytes = 0
+            for part in self.parts.values():
+                part.hits = part.misses = part.count = part.bytes = 0
+        dropped.clear()  # what dies with a value, such as a CUDA graph, dies without the lock
+
+    def info(self) -> CacheInfo:
+        """Return the cache's counts and sizes."""
+        with _LOCK:
+            parts = {name: part.info() for name, part in self.parts.items()}
+            hits, misses = sum(i.hits for i in parts.values()), sum(i.misses for i in parts.values())
+            return CacheInfo(hits, misses, len(self.entries), self.bytes, self.max_bytes, parts)
+
+
+class Part(Generic[Value]):
+    """The values of one kind in a cache."""
+
+    def __init__(self, cache: Cache, name: str) -> None:
         self._lock = _LOCK  # an attribute too: a tensor may die after the interpreter has cleared this module
-        self._entries: OrderedDict[tuple[Hashable, ...], _Entry[Value]] = OrderedDict()
-        self._bytes = self._hits = self._misses = 0
-        self._max_bytes = max_bytes
-        _CACHES[name] = self
+        self._cache, self._name = cache, name
+        self.hits = self.misses = self.count = self.bytes = 0
+        cache.parts[name] = self
 
     def get(self, key: Hashable, tensors: Sequence[Tensor] = ()) -> Value | None:
         """Return the value kept for a key and these tensor objects.
 
         The result is None if there is no such value, or if a tensor has changed.
         """
-        full_key = _with_ids(key, tensors)
+        full_key = self._full_key(key, tensors)
         with self._lock:
-            entry = self._entries.get(full_key)
+            entry = self._cache.entries.get(full_key)
             if entry is not None:
                 if not tensors or entry.is_of(tensors):
                     entry.used = True
-                    self._hits += 1
-                    return entry.value
+                    self.hits += 1
+                    return cast(Value, entry.value)
                 self._forget(full_key)
-            self._misses += 1
+            self.misses += 1
             return None
 
     def put(self, key: Hashable, tensors: Sequence[Tensor], value: Value, nbytes: int) -> None:
         """Keep a value until its tensors die or change, or until the cache is full."""
-        identities = [identity(t) for t in tensors]
-        if None in identities or nbytes > self._max_bytes:
+        identities, cache = [identity(t) for t in tensors], self._cache
+        if None in identities or nbytes > cache.max_bytes:
             return
-        full_key = _with_ids(key, tensors)
-        dropped = []  # what dies with a value, such as a CUDA graph, dies without the lock
+        full_key = self._full_key(key, tensors)
         with self._lock:
-            former = self._entries.pop(full_key, None)
-            if former is not None:
-                self._bytes -= former.nbytes
-                dropped.append(former)
-            while self._bytes + nbytes > self._max_bytes:
-                oldest, entry = self._entries.popitem(last=False)
-                if entry.used:  # it has a second turn, as the newest entry
-                    entry.used = False
-                    self._entries[oldest] = entry
-                else:
-                    self._bytes -= entry.nbytes
-                    dropped.append(entry)
+            former = self._forget(full_key)
+            dropped = cache.make_room(nbytes)
             refs = [weakref.ref(t, lambda _, key=full_key: self._forget(key)) for t in tensors]  # type: ignore[misc]
-            self._entries[full_key] = _Entry(value, nbytes, list(zip(refs, identities, strict=True)))
-            self._bytes += nbytes
+            cache.entries[full_key] = _Entry(value, nbytes, list(zip(refs, identities, strict=True)))
+            cache.account(full_key, 1, nbytes)
+        del former, dropped  # what dies with a value, such as a CUDA graph, dies without the lock
 
     def known_keys(self) -> list[Any]:
         """Return the keys of all entries, oldest first, without tensors."""
         with self._lock:
-            return [full_key[0] for full_key in self._entries]
+            return [full_key[1] for full_key in self._cache.entries if full_key[0] == self._name]
 
     def drop(self, key: Hashable, tensors: Sequence[Tensor] = ()) -> None:
         """Forget the value that was put under a key and these tensor objects."""
-        self._forget(_with_ids(key, tensors))
+        self._forget(self._full_key(key, tensors))
 
-    def _forget(self, full_key: tuple[Hashable, ...]) -> None:
+    def _full_key(self, key: Hashable, tensors: Sequence[Tensor]) -> tuple[Hashable, ...]:
+        return self._name, key, torch.is_inference_mode_enabled(), *map(id, tensors)
+
+    def _forget(self, full_key: tuple[Hashable, ...]) -> _Entry[Any] | None:
         with self._lock:
-            entry = self._entries.pop(full_key, None)
+            entry = self._cache.entries.pop(full_key, None)
             if entry is not None:
-                self._bytes -= entry.nbytes
-
-    def clear(self) -> None:
-        """Forget everything."""
-        with self._lock:
-            dropped, self._entries = self._entries, OrderedDict()
-            self._bytes = self._hits = self._misses = 0
-        dropped.clear()
+                self._cache.account(full_key, -1, -entry.nbytes)
+            return entry
 
     def info(self) -> CacheInfo:
-        """Return the cache's counts and sizes."""
-        with self._lock:
-            return CacheInfo(self._hits, self._misses, len(self._entries), self._bytes, self._max_bytes)
+        """Return the part's counts and sizes."""
+        return CacheInfo(self.hits, self.misses, self.count, self.bytes, self._cache.max_bytes, {})
+
+
+_Launch = TypeVar("_Launch")
+
+
+class Launches(dict[Hashable, _Launch]):
+    """Launches of kernels by layouts of tensors; when there are too many, all are dropped.
+
+    A dictionary, because looking into it takes a tenth of the time of a `Part`.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        _LAUNCHES[name] = self
+
+    def keep(self, key: Hashable, launch: _Launch) -> None:
+        """Keep a launch."""
+        if len(self) >= MAX_LAUNCHES:
+            self.clear()
+        self[key] = launch
+
+
+# What the library remembers, all of it:
+# - of kinds of masks, scores and calls, which differ in the values of tensors only: recorded programs, renewals, what
+#   numbers came, which backends failed, and other facts;
+KINDS = Cache(max_bytes=1 << 30)
+# - of these tensors: blocks, other forms of masks and scores, layouts, and calls with all that they read. The blocks of
+#   a million tokens take 1.07 GB;
+PLANS = Cache(max_bytes=1 << 32)
+# - compiled flex_attention, each counted as one byte;
+KERNELS = Cache(max_bytes=256)
+# - launches of the library's own kernels.
+_LAUNCHES: dict[str, Launches[Any]] = {}
+MAX_LAUNCHES = 4096  # of a kernel
 
 
 def cache_info() -> dict[str, CacheInfo]:
-    """Return hits, misses, entries and bytes of each of the library's caches, by name.
+    """Return hits, misses, entries and bytes of the library's four caches, by name, in all and by what they hold.
 
-    `blocks`, `rows`, `scores`, `offsets` and `layouts` (of `paged_attention` and mixed batches), `calls` (of
-    `attention`), `plans` (recorded, for new tensors), `data` (masks as data), `whole` and `added` (masks and biases of
-    a few queries), `renewals` (of calls with new tensors) and `orders_of_tiles` (of tokens, for `order="auto"`) are
-    measured in bytes; calls share most of their blocks with `blocks`. `huggingface` and `seen` (what processes
-    exchange) appear with these integrations. In
-    `kernels` (compiled code), `outcomes` (of backends), `numbers` (values of masks' numbers), `templates` (functions
-    inside torch.compile), `mostly_partial`, `tried_scores` and `tiles` (facts about kinds) an entry counts as one
-    byte.
+    `kinds` holds what is known about kinds of calls, which differ in the values of tensors only, `plans` what was made
+    for certain tensors, `kernels` compiled kernels, each counted as one byte, and `launches` how the library's own
+    kernels are launched, whose hits are not counted. What they hold appears in `parts` once it is used.
 
     Example:
         >>> import flexmasks
-        >>> flexmasks.cache_info()["numbers"].max_bytes
-        1024
+        >>> sorted(flexmasks.cache_info())
+        ['kernels', 'kinds', 'launches', 'plans']
+        >>> flexmasks.cache_info()["plans"].max_bytes
+        4294967296
     """
-    return {name: cache.info() for name, cache in _CACHES.items()}
+    parts = {name: CacheInfo(0, 0, len(kept), len(kept), MAX_LAUNCHES, {}) for name, kept in _LAUNCHES.items()}
+    count = sum(info.entries for info in parts.values())
+    launches = CacheInfo(0, 0, count, count, MAX_LAUNCHES * len(parts), parts)
+    return {"kinds": KINDS.info(), "plans": PLANS.info(), "kernels": KERNELS.info(), "launches": launches}
 
 
 def clear_caches() -> None:
-    """Empty every cache of the library, see `cache_info`.
+    """Empty the library's four caches, see `cache_info`.
 
     Call this after a change of a tensor that torch does not count. torch does not count changes through `tensor.data`,
-    through memory shared with NumPy, or by a kernel of yours.
+    through memory shared with NumPy, or by a kernel of yours. Plans that you hold keep what they have.
 
     Example:
         >>> import flexmasks
         >>> flexmasks.clear_caches()
-        >>> flexmasks.cache_info()["blocks"].entries
+        >>> flexmasks.cache_info()["plans"].entries
         0
     """
-    for cache in _CACHES.values():
+    for cache in (KINDS, PLANS, KERNELS):
         cache.clear()
+    for launches in _LAUNCHES.values():
+        launches.clear()
 
 
 def identity(tensor: Tensor) -> Hashable | None:
@@ -180,11 +247,8 @@ def identity(tensor: Tensor) -> Hashable | None:
         return None
     try:
         # The address is needed because `tensor.data = other` does not raise the version.
-        return version(tensor), tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
+        return (
+            compat.version(tensor), tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
+        )  # fmt: skip
     except RuntimeError:  # the tensor has no memory: it is fake, or inside a transform
         return None
-
-
-def _with_ids(key: Hashable, tensors: Sequence[Tensor]) -> tuple[Hashable, ...]:
-    """Return the key of an entry, with its tensors and inference mode."""
-    return key, torch.is_inference_mode_enabled(), *map(id, tensors)

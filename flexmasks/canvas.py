@@ -16,11 +16,13 @@ import torch
 from torch import Tensor
 
 from flexmasks import compat
-from flexmasks.cache import Cache
+from flexmasks.cache import FACT, KINDS, PLANS, Part
 from flexmasks.kernels.wide import in_wide_numbers, may_be_wide
 from flexmasks.masks.natten import apart, limits
 from flexmasks.masks.sasa import reach
-from flexmasks.plans.plan import MaskPlan, block_size_for, is_captured, outside_transforms
+from flexmasks.plans.mask_plan import MaskPlan
+from flexmasks.plans.plan import outside_transforms
+from flexmasks.plans.sizes import block_size_for, is_captured
 from flexmasks.request import Request
 from flexmasks.spec import pair
 from flexmasks.spec.arguments import get_mask
@@ -35,8 +37,8 @@ _MASKS = ("natten", "natten3d", "sasa")  # the masks whose order may be "auto"
 # 576 fewer took 1.42.
 _MIN_SAVED_KEYS = {"cuda": 640, "cpu": 256}
 _Found = tuple[tuple[int, ...], tuple[int, ...]] | tuple[()]
-_FOUND: Cache[_Found] = Cache("tiles", max_bytes=1024)  # an entry counts one byte
-_ORDERS: Cache[Tensor] = Cache("orders_of_tiles", max_bytes=1 << 26)
+_FOUND: Part[_Found] = Part(KINDS, "tiles")
+_ORDERS: Part[Tensor] = Part(PLANS, "orders_of_tiles")
 
 
 class Tiles(NamedTuple):
@@ -186,7 +188,7 @@ def _found(
                 known = _find(name, dict(numbers), device)
         except (TypeError, ValueError):  # a parameter is wrong, and the call says so
             return None
-        _FOUND.put(key, (), known, 1)
+        _FOUND.put(key, (), known, FACT)
     return known or None
 
 

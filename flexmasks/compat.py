@@ -130,12 +130,19 @@ FLASH_READS_VECTORS = _TORCH > (2, 11)
 # --- private names of torch ---
 
 
+_versions = itertools.count()
+
+
+def new_version(x: Tensor) -> int:
+    """In place of the count of in-place changes: each tensor counts as changed whenever it is looked at."""
+    return next(_versions)
+
+
 def _copy_each(places: list[Tensor], values: list[Tensor]) -> None:
     for place, value in zip(places, values, strict=True):
         place.copy_(value)
 
 
-_ASKED = itertools.count()
 _FLASH_ON_CPU = "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu"
 _CUTE = "torch._inductor.codegen.cutedsl.cutedsl_op_overrides:CuteDSLOpOverrides"
 _MODES = "torch.utils._python_dispatch"
@@ -172,7 +179,7 @@ NAMES: dict[str, tuple[str, Any]] = {
     "forward_derivatives": ("torch.autograd.forward_ad:_set_fwd_grad_enabled", _NO_SOFTMAX),
     # --- tensors, modes of this thread ---
     # Count of in-place changes, by which caches notice a change; without it each tensor counts as changed.
-    "version": ("torch:Tensor._version.__get__", lambda x: next(_ASKED)),
+    "version": ("torch:Tensor._version.__get__", new_version),
     # The number of active dispatch modes (torch's `is_in_torch_dispatch_mode` answers for all threads at once), the
     # modes, a way to leave them, and the base of such a mode.
     "in_dispatch_mode": ("torch._C:_len_torch_dispatch_stack", lambda: len(named("dispatch_modes")())),

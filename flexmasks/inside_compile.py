@@ -29,9 +29,10 @@ from flexmasks.blocks.lists import of_block_mask, widened
 from flexmasks.graphs import Flat, in_graph
 from flexmasks.plans.bounds import MaskKind, plan_bounds, reads_made_tensors, unread
 from flexmasks.plans.checks import fail
-from flexmasks.plans.plan import block_size_for, naming
+from flexmasks.plans.naming import naming
 from flexmasks.plans.portable import OfData, PortableBlockMask
 from flexmasks.plans.shifted import shifted_mask, shifted_score
+from flexmasks.plans.sizes import block_size_for
 from flexmasks.plans.windows import window_of
 from flexmasks.request import Request, checked
 from flexmasks.spec.arguments import from_arguments

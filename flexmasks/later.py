@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flexmasks import calls as calls
+    from flexmasks import pages as pages
     from flexmasks import request as request
     from flexmasks import sharded as sharded
     from flexmasks.plans import lengths as lengths
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "calls": "flexmasks.calls",
     "lengths": "flexmasks.plans.lengths",
+    "pages": "flexmasks.pages",
     "request": "flexmasks.request",
     "sharded": "flexmasks.sharded",
 }

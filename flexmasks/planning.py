@@ -133,9 +133,8 @@ def plan(
 ) -> Plan:
     """Return a plan of a mask for calls of these sizes, which `attention` takes in place of the mask.
 
-    A plan saves each call the search for what earlier calls planned: a fifth to a half of the host's time of a small
-    call. It can be shown before any call: `plan.sparsity`, `plan.block_mask`, `plan.explain(q, k, v)`. Inside
-    torch.compile it stands for its mask.
+    A plan spares each call the search for what earlier calls planned. It can be shown before any call: `plan.sparsity`,
+    `plan.block_mask`, `plan.explain(q, k, v)`. Inside torch.compile it stands for its mask: there each graph plans.
 
     Args:
         mask: a name, a Mask, or a function (b, h, q, kv) -> bool of index tensors, as in `attention`.

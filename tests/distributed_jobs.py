@@ -291,7 +291,7 @@ def planned_once() -> list[int]:
         mask = flexmasks.get_mask("causal") & flexmasks.get_mask("document", document_ids=ids)
         for _ in range(2):  # layers of a step
             distributed.attention(q, q, q, mesh=mesh_of(), mask=mask, how="seen", backend="reference")
-            found.append(flexmasks.cache_info()["seen"].hits)
+            found.append(flexmasks.cache_info()["plans"].parts["seen"].hits)
         ids += 1  # a change in place
     return found
 

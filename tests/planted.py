@@ -98,7 +98,7 @@ class Recorded:
         return self._seconds.get((".".join(names[:-1]), names[-1] + bracket + case), 0.0)
 
     def tests_for(self, fault: Fault) -> list[str]:
-        """Return the tests of a fault, in the order in which they are tried.
+        """Return the tests of a fault, in the order in which they are tried: those that it names come first.
 
         Lines that run at import are reached by all tests of their file, unless the fault names tests.
         """
@@ -108,13 +108,16 @@ class Recorded:
         tests = set().union(*(reached.get(n, ()) for n in lines_of(fault))) - {""}
         if not tests and not fault.tests:
             tests = set().union(*reached.values()) - {""}
+        named: set[str] = set()
         for name in fault.tests:
-            tests |= {t for t in self._tests if t == name or t.startswith((f"{name}::", f"{name}["))} or {name}
+            named |= {t for t in self._tests if t == name or t.startswith((f"{name}::", f"{name}["))} or {name}
         cases: collections.Counter[str] = collections.Counter()
-        ordered: list[tuple[bool, int, int, str]] = []
-        for test in sorted(tests, key=lambda t: (self.seconds(t), t)):
+        ordered: list[tuple[bool, bool, int, int, str]] = []
+        for test in sorted(tests | named, key=lambda t: (self.seconds(t), t)):
             function = test.partition("[")[0]
-            ordered.append((self.seconds(test) > _SLOW, cases[function] // _CASES, len(ordered), test))
+            ordered.append(
+                (test not in named, self.seconds(test) > _SLOW, cases[function] // _CASES, len(ordered), test)
+            )
             cases[function] += 1
         return [test for *_, test in sorted(ordered)]
 
@@ -406,6 +409,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="planted-", ignore_cleanup_errors=True) as folder:
         trial = Trial(Path(folder), options)
         files = {test.partition("::")[0] for tests in tests_of.values() for test in tests}
+        files = {file for file in files if (ROOT / file).exists()}  # others are gone since the suite was recorded
         known = trial.collected(sorted(files)) | files  # some node ids may differ from run to run
         tests_of = {fault: [test for test in tests if _is_among(test, known)] for fault, tests in tests_of.items()}
         rows = _tried(trial, options.jobs, {f: (trial.by_suite, f, tests) for f, tests in tests_of.items()})

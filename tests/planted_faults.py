@@ -10,8 +10,9 @@ class Fault(NamedTuple):
 
     file: a path in the folder of the package.
     old, new: the text, which occurs once in the file, and what takes its place.
-    tests: files or node ids of tests that run the place unseen by coverage: kernels by Triton's interpreter, code that
-        torch.compile traces, code in started processes.
+    tests: files or node ids of tests that are tried first: those of a place that hundreds of tests run, and those that
+        run it unseen by coverage, as kernels by Triton's interpreter, code that torch.compile traces, or code in
+        started processes.
     """
 
     file: str
@@ -29,6 +30,7 @@ _SOFTMAX_IN_TRANSFORMS = ("tests/test_softmax_transforms.py",)
 _EXPORTED = ("tests/test_export.py",)
 _DISTRIBUTED = ("tests/test_distributed.py",)
 _EXCHANGED = ("tests/test_distributed_exchange.py", "tests/test_distributed.py")
+_HELD = ("tests/test_plan_held.py",)
 
 FAULTS: list[Fault] = [
     # --- ranges: bounds that are too narrow, so that visible blocks are empty or partial blocks are full ---
@@ -59,10 +61,25 @@ FAULTS: list[Fault] = [
     Fault("ranges/selection.py", '_NEGATED = {"<": ">=",', '_NEGATED = {"<": ">",'),
     Fault("ranges/truth.py", 'x.lo <= y.hi, "<="', 'x.lo < y.hi, "<="'),
     Fault("ranges/truth.py", "certain = (x.lo & ~y.hi)", "certain = (x.lo & ~y.lo)"),
-    Fault("ranges/truth.py", "certain(_without_nan(x), _without_nan(y))", "certain(x, y)"),
-    Fault("ranges/reach.py", "last - (1 << level) + 1)", "last - (1 << level))"),
+    Fault(
+        "ranges/truth.py",
+        "certain(_without_nan(x), _without_nan(y))",
+        "certain(x, y)",
+        ("tests/test_ranges.py::test_operations_on_numbers_of_both_signs_are_sound",),
+    ),
+    Fault(
+        "ranges/reach.py",
+        "last - (1 << level) + 1)",
+        "last - (1 << level))",
+        ("tests/test_ranges.py::test_long_reaches_have_the_same_ends",),
+    ),
     Fault("ranges/reach.py", "values.narrow(d, n - rest, rest)", "values.narrow(d, 0, rest)"),
-    Fault("ranges/lookup.py", 'right=right or side == "right"', "right=right"),
+    Fault(
+        "ranges/lookup.py",
+        'right=right or side == "right"',
+        "right=right",
+        ("tests/test_ranges.py::test_ranges_are_tight",),
+    ),
     Fault("ranges/reductions.py", "a.shape[dim] - 1.0", "a.shape[dim] - 2.0"),
     Fault("ranges/conversion.py", "x.lo.trunc(), x.hi.trunc()", "x.lo.floor(), x.hi.floor()"),
     # --- blocks ---
@@ -76,29 +93,64 @@ FAULTS: list[Fault] = [
     Fault("blocks/build.py", "(b, h, part, kv), 4))", "(b, h, q[: len(part)], kv), 4))"),
     Fault("blocks/lists.py", "runs.line * rows + matrices * rows * (columns", "runs.line * rows + rows * (columns"),
     Fault("blocks/lists.py", "first_line[1:], right=True)", "first_line[1:])"),
-    Fault("blocks/lists.py", "flat.numel() % 8 or flat.numel() <", "flat.numel() <"),
-    Fault("blocks/lists.py", "(0, width - indices.shape[-1])", "(width - indices.shape[-1], 0)"),
+    Fault(
+        "blocks/lists.py",
+        "flat.numel() % 8 or flat.numel() <",
+        "flat.numel() <",
+        ("tests/test_blocks.py::test_places_are_found_one_by_one_or_eight_at_a_time",),
+    ),
+    Fault(
+        "blocks/lists.py",
+        "(0, width - indices.shape[-1])",
+        "(width - indices.shape[-1], 0)",
+        ("tests/test_blocks.py::test_narrow_lists_are_widened_for_kernels_on_a_cpu",),
+    ),
     Fault("blocks/counts.py", "keys = min(_TILE, self._block_size[1])", "keys = self._block_size[1]"),
     Fault("blocks/counts.py", "(self._partial, self._full, *of_columns)", "(self._partial, self._full)"),
     Fault("blocks/counts.py", "        visible = visible & (kv < kv_len)[:, None, :]\n", ""),
-    Fault("blocks/undecided.py", "offsets.clamp(max=axis.block_size - 1)", "offsets"),
+    Fault(
+        "blocks/undecided.py",
+        "offsets.clamp(max=axis.block_size - 1)",
+        "offsets",
+        ("tests/test_blocks.py::test_edges_of_blocks",),
+    ),
     Fault("blocks/undecided.py", "(parts[is_first], parts[~is_first])", "(parts[is_first],)"),
     Fault("blocks/strips.py", "decide(_moved(mask_mod, start, 0), batch", "decide(mask_mod, batch"),
     Fault("blocks/strips.py", "[(runs[0][0], runs[-1][1])]", "[(runs[0][0], runs[-1][0])]"),
-    Fault("blocks/bits.py", "rows.block_size == 0 and columns", "rows.block_size == 0 or columns"),
+    Fault(
+        "blocks/bits.py",
+        "rows.block_size == 0 and columns",
+        "rows.block_size == 0 or columns",
+        ("tests/test_blocks.py::test_bits_past_the_edges_are_hidden",),
+    ),
     Fault(
         "blocks/bits.py",
         "        if len(undecided):\n"
         "            number = torch.where(undecided[number] == among, number, len(undecided))\n",
         "",
     ),
-    Fault("blocks/limits.py", "return min(free)", "return max(free)"),
-    Fault("blocks/elements.py", "x.clone().to(self.device) for x", "x.to(self.device) for x"),
+    Fault("blocks/limits.py", "return min(free)", "return max(free)", ("tests/test_errors.py::test_free_memory",)),
+    Fault(
+        "blocks/elements.py",
+        "x.clone().to(self.device) for x",
+        "x.to(self.device) for x",
+        ("tests/test_blocks.py::test_in_place_changes_of_the_batch_index_stay_inside",),
+    ),
     # --- spec ---
     Fault("spec/values.py", "else (key, *states)", "else key"),
     Fault("spec/values.py", "a.dtype == b.dtype and a.shape", "a.shape"),
-    Fault("spec/values.py", "value.dtype in (torch.float16, torch.bfloat16)", "value.dtype == torch.float16"),
-    Fault("spec/values.py", 'inner_size is not None and dimension != "H"', "inner_size is not None"),
+    Fault(
+        "spec/values.py",
+        "value.dtype in (torch.float16, torch.bfloat16)",
+        "value.dtype == torch.float16",
+        ("tests/test_scores.py::test_parameters_in_half_precision_change_scores_in_float32",),
+    ),
+    Fault(
+        "spec/values.py",
+        'inner_size is not None and dimension != "H"',
+        "inner_size is not None",
+        ("tests/test_values.py::test_values_inside_sequences_imply_heads_alone",),
+    ),
     Fault("spec/values.py", "self.params.keys() == other.params.keys()", "self.params.keys() <= other.params.keys()"),
     Fault("spec/values.py", " or any(m.learns() for m in self._inner())", ""),
     Fault(
@@ -132,17 +184,35 @@ FAULTS: list[Fault] = [
     ),
     Fault("spec/rows.py", "q_len=q_len, q_offset=positions - q_len", "q_len=q_len, q_offset=0"),
     Fault(
-        "spec/structure.py", "return self._number(value, place, value > 0)", "return self._number(value, place, True)"
+        "spec/structure.py",
+        "return self._number(value, place, value > 0)",
+        "return self._number(value, place, True)",
+        ("tests/test_kernel_counts.py::test_tensors_in_places_of_numbers",),
     ),
     Fault("spec/layouts.py", "inside = used & (page_table >= 0)", "inside = (page_table >= 0)"),
-    Fault("spec/layouts.py", "if max(q_len, kv_len) > max_length:", "if q_len > max_length:"),
+    Fault(
+        "spec/layouts.py",
+        "if max(q_len, kv_len) > max_length:",
+        "if q_len > max_length:",
+        ("tests/test_layouts.py::test_tables_inside_sequences_may_have_any_length_up_to_the_bound",),
+    ),
     Fault("spec/indexing.py", "count < size.positions_of_q:", "count < size.q_len:"),
-    Fault("spec/structure.py", "return (kind, repr(value)), (", "return (kind, value), ("),
+    Fault(
+        "spec/structure.py",
+        "return (kind, repr(value)), (",
+        "return (kind, value), (",
+        ("tests/test_cache.py::test_nothing_stale",),
+    ),
     # --- plans ---
     Fault("plans/windows.py", "offset + right >= stop - 1", "offset + right >= stop - 2"),
     Fault("plans/windows.py", "Window(left, right, offset - first,", "Window(left, right, offset,"),
     Fault("plans/shifted.py", "(lengths - q_len).clamp(min=0)", "lengths - q_len"),
-    Fault("plans/gathered.py", "(starts + q_len - 1).int()", "(starts + q_len).int()"),
+    Fault(
+        "plans/gathered.py",
+        "(starts + q_len - 1).int()",
+        "(starts + q_len).int()",
+        ("tests/test_paging.py::test_chunks_by_a_table_without_a_row_to_spare",),
+    ),
     Fault("plans/rows.py", "return definition, x.shape, x.device,", "return definition, x.device,"),
     Fault(
         "plans/rows.py",
@@ -166,12 +236,28 @@ FAULTS: list[Fault] = [
         "plans/plan.py",
         "self.lifted, torch.get_default_dtype(), *more_key)\n        prepared",
         "self.lifted, *more_key)\n        prepared",
+        ("tests/test_cache.py::test_plans_of_another_default_dtype_are_others",),
     ),
     Fault("plans/plan.py", "layouts, places, *more_key", "layouts, *more_key"),
-    Fault("plans/bounds.py", "    if sequences.q is not sequences.kv:\n        return mask_mod\n", ""),
-    Fault("plans/data.py", "number[torch.cat(numbers)]", "number"),
+    Fault(
+        "plans/bounds.py",
+        "    if sequences.q is not sequences.kv:\n        return mask_mod\n",
+        "",
+        ("tests/test_layouts.py::test_windows_in_sequences_of_later_queries",),
+    ),
+    Fault(
+        "plans/data.py",
+        "number[torch.cat(numbers)]",
+        "number",
+        ("tests/test_data.py::test_blocks_that_are_read_in_several_parts",),
+    ),
     # --- masks and scores ---
-    Fault("masks/bigbird.py", "min(global_blocks, (blocks + 1) // 2)", "min(global_blocks, blocks // 2)"),
+    Fault(
+        "masks/bigbird.py",
+        "else (min(global_blocks, blocks), 0)",
+        "else (0, min(global_blocks, blocks))",
+        ("tests/test_masks.py",),
+    ),
     Fault("masks/block_sparse.py", "have[0] < need[0] or have[1] < need[1]", "have[0] < need[0] and have[1] < need[1]"),
     Fault("masks/dilated.py", "kv % stride >= stride - summary", "kv % stride > stride - summary"),
     Fault("masks/tree.py", "while 2 ** len(ancestors) < count:", "while 2 ** len(ancestors) < count // 2:"),
@@ -179,6 +265,7 @@ FAULTS: list[Fault] = [
         "masks/spans.py",
         "torch.promote_types(document_ids.dtype, prefix_of.dtype)",
         "prefix_of.dtype",
+        ("tests/test_masks.py::test_more_documents_than_small_whole_numbers",),
     ),
     Fault("masks/vertical_slash.py", "torch.where(index > rest, rest, index).int()", "index.int()"),
     Fault("masks/padding.py", "kv < seq_lens[b]", "kv <= seq_lens[b]"),
@@ -199,12 +286,22 @@ FAULTS: list[Fault] = [
     Fault("backends/dense_cpu.py", "x.unflatten(1, (-1, groups))", "x.unflatten(1, (groups, -1))"),
     Fault("backends/decode_cpu.py", "max(b for _, b in filled)", "min(b for _, b in filled)"),
     Fault("backends/decode_cpu.py", ".long().clamp(0, len(cache) - 1)", ".long()"),
-    Fault("backends/decode_cpu.py", "(rows.float() @ k.float().mT).mul_", "(rows @ k.mT).float().mul_"),
+    Fault(
+        "backends/decode_cpu.py",
+        "(rows.float() @ k.float().mT).mul_",
+        "(rows @ k.mT).float().mul_",
+        ("tests/test_decode.py::test_products_beyond_half_precision",),
+    ),
     Fault("backends/decode.py", '    if call.needs_grad:\n        return "it has no gradients"\n', ""),
     Fault("backends/added.py", '(name == "sub" and sums == [0])', '(name == "sub" and len(sums) == 1)'),
     Fault("backends/added.py", '(sums == [0] or kwargs.get("alpha", 1) == 1)', "True"),
     Fault("backends/reference.py", "        ctx.check()\n        out, lse", "        out, lse"),
-    Fault("backends/sdpa.py", "(window.right, window.offset) != (0, 0)", "window.right != 0"),
+    Fault(
+        "backends/sdpa.py",
+        "(window.right, window.offset) != (0, 0)",
+        "window.right != 0",
+        ("tests/test_attention.py::test_sdpa_takes_no_later_queries",),
+    ),
     Fault(
         "backends/sdpa.py", "call.scale is not None and call.scale <= 0", "call.scale is not None and call.scale < 0"
     ),
@@ -213,7 +310,12 @@ FAULTS: list[Fault] = [
         "x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x",
         "x.repeat(1, q.shape[1] // x.shape[1], 1, 1) for x",
     ),
-    Fault("backends/slices.py", "        out = torch.where(bad_values > 0, math.nan, out)\n", ""),
+    Fault(
+        "backends/slices.py",
+        "        out = torch.where(bad_values > 0, math.nan, out)\n",
+        "",
+        ("tests/test_attention.py::test_the_reference_shows_poison_that_is_seen_to_transforms",),
+    ),
     Fault("backends/empty.py", "sum((x.sum() for x in learned), q.sum()", "(q.sum()"),
     Fault("backends/plain.py", "weights.masked_fill(hidden, 0.0).to(x.dtype)", "weights.to(x.dtype)", _EXPORTED),
     Fault(
@@ -231,11 +333,13 @@ FAULTS: list[Fault] = [
         "backends/tiles.py",
         "            grads = of_scores.contiguous()\n            self._set_hidden_to_zero(grads, tile)\n",
         "            grads = of_scores.contiguous()\n",
+        ("tests/test_scores.py::test_gradients_of_scores_that_are_nan_where_the_mask_hides",),
     ),
     Fault(
         "backends/tiles.py",
         "torch.zeros_like(x, dtype=torch.promote_types(x.dtype, self._dtype))",
         "torch.zeros_like(x)",
+        ("tests/test_scores.py::test_gradients_of_captured_tensors_in_half_precision_are_summed_in_float32",),
     ),
     Fault(
         "backends/tiles_operator.py",
@@ -248,19 +352,34 @@ FAULTS: list[Fault] = [
         "backends/numbers.py",
         '"inputs", structure.kind, inputs, _values(constants)',
         '"inputs", structure.kind, inputs',
+        ("tests/test_kernel_counts.py::test_numbers_that_stay_are_constants_of_kernels",),
     ),
-    Fault("plans/held.py", "if self.tensors and self._versions != self._present_versions():", "if False:"),
+    Fault("plans/held.py", "if self.tensors and self._versions != self._present_versions():", "if False:", _HELD),
     Fault(
         "plans/held.py",
         "            pairs += [(old, new) for old, new in",
         "            pairs = [(old, new) for old, new in",
+        ("tests/test_decode.py::test_plans_whose_mask_and_score_change",),
     ),
-    Fault("backends/renewal.py", "form.program is None or any(id(t)", "any(id(t)"),
-    Fault("backends/forms.py", 'kind = "inexact", is_score, key, shapes,', 'kind = "inexact", is_score, key,'),
+    Fault(
+        "backends/renewal.py",
+        "form.program is None or any(id(t)",
+        "any(id(t)",
+        ("tests/test_plans.py::test_new_tensors_at_every_step",),
+    ),
+    Fault(
+        "backends/forms.py",
+        'kind = "inexact", is_score, key, shapes,',
+        'kind = "inexact", is_score, key,',
+        ("tests/test_data.py::test_functions_are_looked_at_again_for_later_positions",),
+    ),
     # --- kernels, which Triton's interpreter runs ---
     Fault("kernels/softmax_forward.py", "    if SIGN < 0:\n        scores = -scores\n", "", _SOFTMAX),
     Fault(
-        "kernels/softmax_forward.py", "is_nan = is_nan & (end > first)", "is_nan = is_nan & (end >= first)", _SOFTMAX
+        "kernels/softmax_forward.py",
+        'is_nan = (total != total) | (row_max == float("-inf"))',
+        "is_nan = total != total",
+        _SOFTMAX,
     ),
     Fault("kernels/softmax_forward.py", "tl.exp2((row_max - new) * scale)", "tl.exp2(row_max - new)", _SOFTMAX),
     Fault("kernels/softmax_backward.py", "tl.where(weights == 0, 0.0, weights * slopes)", "weights * slopes", _SOFTMAX),
@@ -297,12 +416,17 @@ FAULTS: list[Fault] = [
     Fault("kernels/sinks_kernel.py", "to_sink += slope * of_sink", "to_sink += slope * of_keys", _SINKS),
     Fault(
         "kernels/sinks_kernel.py",
-        "both = tl.where(sees_nothing, sink, tl.maximum(lse, sink) + tl.log(total))",
         "both = tl.maximum(lse, sink) + tl.log(total)",
+        "both = tl.maximum(lse, sink)",
         _SINKS,
     ),
     # --- kernels in plain torch ---
-    Fault("kernels/sinks.py", "of_share, -of_share", "of_share, of_share"),
+    Fault(
+        "kernels/sinks.py",
+        "of_share, -of_share",
+        "of_share, of_share",
+        ("tests/test_sinks.py::test_gradients_in_plain_torch",),
+    ),
     Fault("kernels/sinks.py", "may_change=not learns)", "may_change=True)"),
     # --- the masked softmax ---
     Fault("kernels/softmax_plain.py", "scale * y * (dy - row_dot(y, dy))", "y * (dy - row_dot(y, dy))"),
@@ -318,8 +442,18 @@ FAULTS: list[Fault] = [
     Fault("kernels/softmax_operator.py", "- y * row_dot(d_y, dy))", "- y * row_dot(dy, y))", _SOFTMAX_IN_TRANSFORMS),
     Fault("plans/softmax_checks.py", "mask.ndim > x.ndim or not all", "not all"),
     # --- Hugging Face transformers ---
-    Fault("integrations/huggingface/recognition.py", 'limit = right - (operation == "lt")', "limit = right"),
-    Fault("integrations/huggingface/recognition.py", "min(one[1], other[1]) + 1", "min(one[1], other[1]) + 2"),
+    Fault(
+        "integrations/huggingface/recognition.py",
+        "limit = more - is_strict",
+        "limit = more",
+        ("tests/test_huggingface.py::test_windows_by_the_absolute_distance",),
+    ),
+    Fault(
+        "integrations/huggingface/recognition.py",
+        "min(one.high, other.high) + 1",
+        "min(one.high, other.high) + 2",
+        ("tests/test_huggingface.py::test_two_windows_with_a_gap",),
+    ),
     Fault("integrations/huggingface/recognition.py", "start=chunk[1] - positions.first", "start=chunk[1]"),
     Fault(
         "integrations/huggingface/recognition.py",
@@ -328,11 +462,17 @@ FAULTS: list[Fault] = [
     ),
     Fault("integrations/huggingface/late.py", "first_query = q_offset - kv_offset", "first_query = q_offset"),
     Fault("integrations/huggingface/attention.py", "mask > torch.finfo(mask.dtype).min / 2", "mask == 0"),
-    Fault("integrations/huggingface/attention.py", "prepend=first) != 1)", "prepend=first) < 1)"),
+    Fault(
+        "integrations/huggingface/attention.py",
+        "prepend=first) != 1)",
+        "prepend=first) < 1)",
+        ("tests/test_huggingface.py::test_documents_start_where_positions_do_not_go_on_by_one",),
+    ),
     Fault(
         "integrations/huggingface/attention.py",
         "left=sliding_window - 1, right=sliding_window - 1",
         "left=sliding_window, right=sliding_window",
+        ("tests/test_huggingface.py::test_windows_of_layers_that_look_both_ways",),
     ),
     Fault(
         "integrations/huggingface/attention.py",
@@ -355,7 +495,12 @@ FAULTS: list[Fault] = [
     Fault(
         "integrations/distributed/counts.py", "min(length, rows[1] + band.right)", "min(length, rows[0] + band.right)"
     ),
-    Fault("integrations/distributed/counts.py", "max(stop, result[-1][1])", "stop"),
+    Fault(
+        "integrations/distributed/counts.py",
+        "max(stop, result[-1][1])",
+        "stop",
+        ("tests/test_distributed_plan.py::test_parts_inside_others_are_merged",),
+    ),
     Fault(
         "integrations/distributed/attention.py",
         "place.first_head + last.get_local_rank() * q.shape[1]",
@@ -365,16 +510,32 @@ FAULTS: list[Fault] = [
     Fault("integrations/distributed/balance.py", "cuts = [size * n // count", "cuts = [size // count * n"),
     Fault("sharded.py", "sinks.narrow(0, place.first_head, heads)", "sinks.narrow(0, 0, heads)", _DISTRIBUTED),
     # --- calls, caches, canvases, threads, pictures ---
-    Fault("cache.py", "return version(tensor), tensor.data_ptr(),", "return version(tensor),"),
-    Fault("cache.py", "return key, torch.is_inference_mode_enabled(), *map", "return key, *map"),
-    Fault("calls.py", "key += [name, repr(value)]", "key += [name, value]"),
+    Fault(
+        "cache.py",
+        "compat.version(tensor), tensor.data_ptr(),",
+        "compat.version(tensor),",
+        ("tests/test_cache.py::test_nothing_stale",),
+    ),
+    Fault("cache.py", "self._name, key, torch.is_inference_mode_enabled(), *map", "self._name, key, *map"),
+    Fault(
+        "calls.py",
+        "key += [name, repr(value)]",
+        "key += [name, value]",
+        ("tests/test_cache.py::test_parameters_that_look_alike_are_distinguished",),
+    ),
     Fault(
         "calls.py",
         "    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):\n        return None\n    return (",
         "    return (",
+        ("tests/test_decode.py::test_a_score_that_learns_is_no_renewed_call",),
     ),
     Fault("calls.py", "q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()", "q.shape, k.shape, v.shape"),
-    Fault("request.py", "request.block_mask is not None and request.mask is not None", "False"),
+    Fault(
+        "request.py",
+        "request.block_mask is not None and request.mask is not None",
+        "False",
+        ("tests/test_errors.py::test_bad_input",),
+    ),
     Fault("canvas.py", "is_plain = request.score is None and isinstance", "is_plain = isinstance"),
     Fault("orders.py", "number * -(-length // size)", "number * (length // size)"),
     Fault(
@@ -389,6 +550,6 @@ FAULTS: list[Fault] = [
         "inside_compile.py",
         "needs_reference = needs_grad or request.return_lse or",
         "needs_reference = needs_grad or",
-        _COMPILED,
+        ("tests/test_inside_compile.py::test_block_masks_of_calls_that_torch_cannot_compile_on_a_cpu", *_COMPILED),
     ),
 ]

@@ -48,7 +48,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import flexmasks
 from flexmasks.backends.call import Unavailable, proven
-from flexmasks.calls import _planned
+from flexmasks.planned import plan_call
 from flexmasks.request import Request
 from flexmasks.spec.examples import on_device
 
@@ -158,6 +158,16 @@ def test_poison_in_later_keys_and_sdpa(device: str, dtype: torch.dtype) -> None:
     assert got[:, :, 100:].isnan().all()
 
 
+def test_sdpa_takes_no_later_queries() -> None:
+    """It would show them the first keys alone."""
+    q, k, v = torch.randn(3, 1, 2, 40, 16)
+    want = flexmasks.attention(q, k, v, mask="causal", backend="sdpa")[:, :, 15:]
+    later = {"mask": "causal", "q_offset": 15}
+    with pytest.raises(ValueError, match="with the first query at the first key"):
+        flexmasks.attention(q[:, :, 15:], k, v, backend="sdpa", **later)
+    assert torch.allclose(flexmasks.attention(q[:, :, 15:], k, v, backend="reference", **later), want, atol=1e-5)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 def test_the_reference_survives_poison_everywhere_hidden(device: str, poison: float) -> None:
@@ -185,6 +195,15 @@ def test_the_reference_shows_poison_that_is_seen() -> None:
     assert out[0, 0, :5].isfinite().all()
     assert out[0, 0, 5:9, 3].isnan().all()
     assert out[0, 0, 9:].isnan().all()
+
+
+def test_the_reference_shows_poison_that_is_seen_to_transforms() -> None:
+    q, k, v = torch.randn(3, 2, 1, 1, 20, 8)
+    v[:, 0, 0, 5, 3], v[:, 0, 0, 7, 4] = math.nan, math.inf
+    out = torch.func.vmap(lambda *x: flexmasks.attention(*x, mask="causal", backend="reference"))(q, k, v)[:, 0, 0]
+    assert torch.equal(out[..., 3].isfinite(), (torch.arange(20) < 5).expand(2, -1))
+    assert torch.equal(out[..., 4].isfinite(), (torch.arange(20) < 7).expand(2, -1))
+    assert out[..., [0, 1, 2, 5, 6, 7]].isfinite().all()
 
 
 _POISONED: list[Callable[[Tensor, Tensor, Tensor], Tensor]] = [
@@ -488,7 +507,7 @@ def test_calls_that_differ_in_the_head_size_of_v_alone() -> None:
         v = torch.randn(1, 2, 90, v_size)
         want, _ = attend(*(x.double() for x in (q, k, v)), torch.ones(90, 90, dtype=torch.bool).tril())
         assert error(flexmasks.attention(q, k, v, mask="causal"), want) < TOLERANCE[torch.float32]
-        kinds.add(_planned(q, k, v, Request("causal")).call.kind)
+        kinds.add(plan_call(q, k, v, Request("causal")).call.kind)
     assert len(kinds) == 3
 
 

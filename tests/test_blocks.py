@@ -41,7 +41,8 @@ from torch.nn.attention.flex_attention import (
 
 import flexmasks
 from flexmasks import compat
-from flexmasks.blocks import Elements, Layout, dependence, limits, materialize, of_block_mask
+from flexmasks.blocks import Elements, Layout, dependence, limits, lists, materialize, of_block_mask
+from flexmasks.blocks.bits import bits_in_parts
 from flexmasks.blocks.build import bounds, build
 from flexmasks.blocks.decide import decide
 from flexmasks.blocks.lists import index_lists, narrow_index_lists
@@ -324,6 +325,15 @@ def test_blocks_past_one_edge_are_partial_in_data() -> None:
         mask = lambda b, h, q, kv: torch.special.bessel_j0((q + kv) * 0.0) > 0  # noqa: E731
         got = flexmasks.block_mask(mask, *lengths, block_size=32, as_data=True)
         check_equal_block_masks(got, create_block_mask(mask, 1, 1, *lengths, device="cpu", BLOCK_SIZE=32))
+
+
+@pytest.mark.parametrize("lengths", [(64, 50), (50, 64), (50, 40)])
+def test_bits_past_the_edges_are_hidden(lengths: tuple[int, int]) -> None:
+    blocks = torch.cartesian_prod(torch.tensor([0]), torch.tensor([0]), torch.arange(2), torch.arange(2))
+    (words,) = bits_in_parts(lambda b, h, q, kv: q + kv >= 0, blocks, lengths, (32, 32))
+    place = torch.arange(32)
+    q, kv = (blocks[:, n, None] * 32 + place < length for n, length in zip((2, 3), lengths, strict=True))
+    assert torch.equal((words >> place) & 1 != 0, q[:, :, None] & kv[:, None])
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -689,6 +699,15 @@ def test_in_place_changes_of_an_index_stay_inside() -> None:
     )
 
 
+def test_in_place_changes_of_the_batch_index_stay_inside() -> None:
+    def mask(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        b += 1
+        return q >= kv + 40 * b
+
+    want = create_block_mask(lambda b, h, q, kv: q >= kv + 40 * (b + 1), 3, 1, 600, 600, "cpu")
+    check_equal_block_masks(build(mask, 3, 1, 600, 600, CPU).block_mask(mask), want)
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_offsets_of_either_dtype_leave_ranges_as_they_are(dtype: torch.dtype) -> None:
     offset = torch.tensor([0, 500], dtype=dtype)
@@ -840,6 +859,30 @@ def test_narrow_lists_are_the_first_places_of_wide_ones(data: st.DataObject) -> 
         assert mine.is_contiguous()
         assert max(int(counts.max()), 1) <= mine.shape[-1] <= min(int(counts.max()) + 16, theirs.shape[-1])
         assert torch.equal(mine, theirs[..., : mine.shape[-1]])
+
+
+@pytest.mark.parametrize("count", [1, 7, 8, 41, 64])
+def test_places_are_found_one_by_one_or_eight_at_a_time(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lists, "_WORDWISE_FROM", 0)
+    places = torch.rand(count + 1) < 0.3
+    for first in (0, 1):  # the second place is not at the start of a word
+        part = places[first : first + count]
+        assert torch.equal(lists.flat_nonzero(part), part.nonzero()[:, 0])
+
+
+def test_narrow_lists_are_widened_for_kernels_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "TAKES_NARROW_LISTS", True)
+    monkeypatch.setattr(limits, "ENTRIES_OF_WIDE_LISTS", 0)
+    monkeypatch.setattr("flexmasks.blocks.build.on_gpu", lambda device: True)
+    narrow = build(_window, 1, 1, 2944, 2944, CPU, may_be_narrow=True).block_mask(_window)
+    wide = lists.widened(narrow)
+    assert narrow.kv_indices.shape[-1] < wide.kv_indices.shape[-1] == 23
+    want = create_block_mask(_window, 1, 1, 2944, 2944, "cpu")
+    for got, exactly in zip(of_block_mask(wide), of_block_mask(want), strict=True):
+        assert torch.equal(got, exactly)
+    for side in ("q", "full_q"):
+        used = torch.arange(23) < getattr(want, f"{side}_num_blocks")[..., None]
+        assert torch.equal(getattr(wide, f"{side}_indices")[used], getattr(want, f"{side}_indices")[used])
 
 
 @pytest.fixture

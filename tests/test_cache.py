@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask
 
 import flexmasks
-from flexmasks.cache import Cache, identity
+from flexmasks.cache import Cache, Part, identity
 from flexmasks.spec.definitions import _NAMES
 from flexmasks.spec.structure import Opaque, key_of, plain_key
 
@@ -60,7 +60,7 @@ def blocks(mask: Any, **params: Any) -> Tensor:
 
 
 def counts() -> tuple[int, int]:
-    info = flexmasks.cache_info()["blocks"]
+    info = flexmasks.cache_info()["plans"].parts["blocks"]
     return info.hits, info.misses
 
 
@@ -401,6 +401,8 @@ def prepare_that_returns_its_tensor() -> Iterator[Any]:
 def zero_of_either_sign() -> Iterator[Any]:
     for zero in (0.0, -0.0):
         yield lambda b, h, q, kv: torch.atan2(torch.full_like(q, zero, dtype=torch.float32), -(q + 1.0)) * (kv + 1) > 0  # noqa: B023
+    for zeros in ((0.0,), (-0.0,)):
+        yield lambda b, h, q, kv: torch.atan2(torch.full_like(q, zeros[0], dtype=torch.float32), -(q + 1.0)) > 0  # noqa: B023
 
 
 @attack
@@ -625,7 +627,7 @@ def test_nothing_stale(attack: Any) -> None:
             earlier.append((key, [(weakref.ref(t), identity(t)) for t in tensors], want))
         del tensors
     assert any(not torch.equal(a, b) for a, b in itertools.pairwise(stages)), "the attack changed nothing"
-    cached = flexmasks.cache_info()["blocks"].hits > 0
+    cached = flexmasks.cache_info()["plans"].parts["blocks"].hits > 0
     assert cached == (attack.__name__ not in OPAQUE)
 
 
@@ -679,7 +681,7 @@ def test_attention_plans_once() -> None:
         flexmasks.attention(q, k, v, mask="padding", seq_lens=lengths, score="alibi", backend="reference")
 
     assert [outcome(call) for _ in range(3)] == ["miss", "hit", "hit"]
-    assert flexmasks.cache_info()["scores"].hits == 2
+    assert flexmasks.cache_info()["plans"].parts["scores"].hits == 2
 
 
 def test_library_parts_are_read() -> None:
@@ -704,6 +706,24 @@ def test_functions_that_read_other_values_have_other_keys() -> None:
         assert keys == [capturing(function, []) for function in functions]
     for unknown in ({"first": object()}, {"first": read}, {"first": types.ModuleType("settings")}):
         assert plain_key(types.FunctionType(read.__code__, unknown), []) is None
+
+
+def test_plans_of_another_default_dtype_are_others() -> None:
+    """A quotient of whole numbers has that dtype, and float32 cannot tell the odd key from the even one."""
+
+    def odd(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return (kv % 2 + 2**24) / 1 > 2**24
+
+    q, k, v = torch.randn(3, 1, 2, 40, 8)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    want = {torch.float32: torch.zeros_like(q), torch.float64: attend(q, k[:, :, 1::2], v[:, :, 1::2])}
+    try:
+        for dtype in (torch.float32, torch.float64, torch.float32):
+            torch.set_default_dtype(dtype)
+            out = flexmasks.attention(q, k, v, mask=odd, backend="reference")
+            assert torch.allclose(out, want[dtype], atol=1e-5)
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.slow
@@ -746,11 +766,11 @@ def test_entries_die_with_their_tensors() -> None:
     blocks("renames_a_tensor", ends=lengths)
     blocks("causal")
     alive = weakref.ref(lengths)
-    assert flexmasks.cache_info()["blocks"].entries == 4
+    assert flexmasks.cache_info()["plans"].parts["blocks"].entries == 4
     del lengths
     gc.collect()
     assert alive() is None
-    assert flexmasks.cache_info()["blocks"].entries == 1
+    assert flexmasks.cache_info()["plans"].parts["blocks"].entries == 1
 
 
 def test_bare_calls_keep_no_tensors_alive() -> None:
@@ -801,34 +821,32 @@ def test_clear() -> None:
 
 
 def test_bytes_are_counted_and_bounded() -> None:
-    cache: Cache[int] = Cache("test", max_bytes=100)
-    try:
-        for i in range(20):
-            cache.put(i, (), i, 30)
-            assert cache.info().bytes == 30 * cache.info().entries <= 100
-        assert [i for i in range(20) if cache.get(i) is not None] == [17, 18, 19]
-        cache.put(20, (), 20, 30)
-        cache.get(18)
-        cache.put(21, (), 21, 30)
-        assert [i for i in range(22) if cache.get(i) is not None] == [
-            18,
-            20,
-            21,
-        ]  # entries in use survive a round
-        cache.put(22, (), 22, 101)
-        assert cache.get(22) is None
-        cache.put(20, (), 20, 40)
-        assert cache.info()[2:4] == (3, 100)
-    finally:
-        from flexmasks import cache as module
-
-        del module._CACHES["test"]
+    whole = Cache(max_bytes=100)
+    cache, other = Part[int](whole, "ours"), Part[int](whole, "other")
+    for i in range(20):
+        cache.put(i, (), i, 30)
+        assert cache.info().bytes == 30 * cache.info().entries <= 100
+    assert [i for i in range(20) if cache.get(i) is not None] == [17, 18, 19]
+    cache.put(20, (), 20, 30)
+    cache.get(18)
+    cache.put(21, (), 21, 30)
+    assert [i for i in range(22) if cache.get(i) is not None] == [18, 20, 21]  # entries in use survive a round
+    cache.put(22, (), 22, 101)
+    assert cache.get(22) is None
+    cache.put(20, (), 20, 40)
+    assert cache.info()[2:5] == (3, 100, 100)
+    other.put(20, (), "of another kind", 50)  # the same key, in the same bytes
+    assert other.get(20) == "of another kind"
+    assert whole.info().bytes == cache.info().bytes + other.info().bytes <= 100
+    assert whole.info().entries == cache.info().entries + other.info().entries
+    whole.clear()
+    assert whole.info()[:4] == (0, 0, 0, 0)
 
 
 def test_the_blocks_count_their_bytes() -> None:
     made: BlockMask = flexmasks.block_mask("causal", 4096)
     held = sum(t.numel() * t.element_size() for t in made.as_tuple() if isinstance(t, Tensor))
-    assert flexmasks.cache_info()["blocks"].bytes == held + 4096  # an entry itself counts 4096 bytes
+    assert flexmasks.cache_info()["plans"].parts["blocks"].bytes == held + 4096  # an entry itself counts 4096 bytes
 
 
 # --- inference mode ---
@@ -843,11 +861,11 @@ def test_inference_tensors_are_right_and_not_cached() -> None:
             with torch.inference_mode():
                 lengths.add_(increase)
         want = blocks("padding", seq_lens=(lengths + 0).tolist())
-        before = flexmasks.cache_info()["blocks"].entries
+        before = flexmasks.cache_info()["plans"].parts["blocks"].entries
         assert outcome(lambda: blocks("padding", seq_lens=lengths)) == "miss"
         assert torch.equal(blocks("padding", seq_lens=lengths), want)
         assert torch.equal(blocks(lambda b, h, q, kv: kv < lengths[b]), want)
-        assert flexmasks.cache_info()["blocks"].entries == before
+        assert flexmasks.cache_info()["plans"].parts["blocks"].entries == before
         q, k, v = torch.randn(3, 2, 1, LENGTH, 8)
         out = flexmasks.attention(q.requires_grad_(), k, v, mask="padding", seq_lens=lengths, backend="reference")
         same = flexmasks.attention(q, k, v, mask="padding", seq_lens=lengths.tolist(), backend="reference")
@@ -930,9 +948,9 @@ def without_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
 def _attend(q: Tensor, **arguments: Any) -> Tensor:
     """Return the output of a call that is made twice; the cache of calls must hold the second call."""
     first = flexmasks.attention(q, q, q, backend="cpu", **arguments)
-    hits = flexmasks.cache_info()["calls"].hits
+    hits = flexmasks.cache_info()["plans"].parts["calls"].hits
     again = flexmasks.attention(q, q, q, backend="cpu", **arguments)
-    assert flexmasks.cache_info()["calls"].hits == hits + 1
+    assert flexmasks.cache_info()["plans"].parts["calls"].hits == hits + 1
     assert torch.equal(first, again)
     return first
 
@@ -1031,10 +1049,10 @@ def test_a_repeated_call_keeps_nothing_alive() -> None:
 
     _attend(q, mask="grouped_tril", seq_lens=lens)
     run(bounds)
-    assert flexmasks.cache_info()["calls"].entries == 2
+    assert flexmasks.cache_info()["plans"].parts["calls"].entries == 2
     assert None not in [r() for r in (*tensors, *memory)]
     del lens, bounds
     gc.collect()
     assert [r() for r in tensors] == [None, None]
     assert [r() for r in memory] == [None, None]
-    assert flexmasks.cache_info()["calls"].entries == 0
+    assert flexmasks.cache_info()["plans"].parts["calls"].entries == 0

@@ -21,7 +21,7 @@ from torch._dynamo.utils import counters
 import flexmasks
 from flexmasks import canvas, orders
 from flexmasks.kernels import wide
-from flexmasks.plans.plan import MaskPlan
+from flexmasks.plans.mask_plan import MaskPlan
 from flexmasks.request import Request
 from flexmasks.spec import Size
 

@@ -23,7 +23,7 @@ from flexmasks import compat
 from flexmasks.backends import flex as kernels
 from flexmasks.backends import kernel_tiles
 from flexmasks.blocks import Blocks, count_in_strips, strips
-from flexmasks.plans.plan import GivenPlan, MaskPlan
+from flexmasks.plans.mask_plan import GivenPlan, MaskPlan
 from flexmasks.spec.parameters import Size
 
 SAFE, CONTIGUOUS = "ROWS_GUARANTEED_SAFE", "BLOCKS_ARE_CONTIGUOUS"

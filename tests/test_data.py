@@ -26,7 +26,7 @@ import flexmasks
 from benchmarks import private_torch
 from flexmasks import calls
 from flexmasks.backends import forms
-from flexmasks.backends.inexact import NARROW, NEGATIVE, inexact
+from flexmasks.backends.inexact import NARROW, NEGATIVE, OVERFLOW, inexact
 from flexmasks.backends.miscompiled import miscompiled
 from flexmasks.backends.operations import DTYPE
 from flexmasks.backends.rewritten import FROM_THE_FRONT
@@ -34,8 +34,10 @@ from flexmasks.blocks import limits
 from flexmasks.blocks.build import build
 from flexmasks.blocks.elements import Elements
 from flexmasks.blocks.lists import of_block_mask
+from flexmasks.planned import plan_call
 from flexmasks.plans import data
-from flexmasks.plans.plan import MaskPlan, ScorePlan
+from flexmasks.plans.mask_plan import MaskPlan
+from flexmasks.plans.score_plan import ScorePlan
 from flexmasks.request import Request
 from flexmasks.spec.examples import example
 from flexmasks.spec.parameters import Size
@@ -561,6 +563,23 @@ def test_positions_of_64_bits() -> None:
         assert form(make) == "its function"
 
 
+def test_functions_are_looked_at_again_for_later_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products fit 32 bits at the first positions, and not at the last ones."""
+    reasons: list[str | None] = []
+
+    def noted(*args: Any) -> str | None:
+        reasons.append(inexact(*args))
+        return reasons[-1]
+
+    monkeypatch.setattr(forms, "inexact", noted)
+    flexmasks.clear_caches()
+    q, k = torch.randn(1, 1, 16, 32), torch.randn(1, 1, 2048, 32)
+    score = lambda s, b, h, q, kv: s + (q * 2**21) // 2**21 - kv  # noqa: E731
+    for offset in (0, 2032):
+        flexmasks.explain(q, k, k, score=score, q_offset=offset, backend="cpu")
+    assert reasons[:2] == [None, OVERFLOW]  # and later ones are of functions that are rewritten
+
+
 def test_masks_of_many_divisions_are_read() -> None:
     def read(mask: str, **params: Any) -> bool:
         return flexmasks.explain(*qkv(), mask=mask, **params).mask.startswith("data: reading it takes less time")
@@ -568,6 +587,15 @@ def test_masks_of_many_divisions_are_read() -> None:
     assert read("natten1d", **DIVIDED)
     assert not read("strided", stride=7)
     assert not read("natten", kernel=3, height=10, width=10)  # kernels compute it without divisions
+
+
+def test_blocks_that_are_read_in_several_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal blocks have the same bits, also those of other parts."""
+    monkeypatch.setattr(limits, "ELEMENTS_KEPT", 5 * 32 * 32)
+    mask = lambda b, h, q, kv: (q - kv) % 7 == 3  # noqa: E731
+    made = flexmasks.block_mask(mask, 250, as_data=True, block_size=32)
+    got, want = (create_mask(function, 1, 1, 250, 250, "cpu") for function in (made.mask_mod, mask))
+    assert torch.equal(got, want)
 
 
 def test_too_much_data(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -712,16 +740,16 @@ BIAS = torch.randn(2 * LENGTH - 1)
 def test_negative_indices_at_other_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is negative only at the next power of 2 runs as it is."""
     q, k, v = qkv()
-    planned = calls._planned(q, k, v, Request(score=lambda score, b, h, q, kv: score + BIAS[q - kv + LENGTH - 1]))
+    planned = plan_call(q, k, v, Request(score=lambda score, b, h, q, kv: score + BIAS[q - kv + LENGTH - 1]))
     monkeypatch.setattr(
         forms, "inexact", lambda function, device, *args: inexact(function, torch.device("cuda"), *args)
     )
     assert inexact(planned.call.score_mod(), torch.device("cuda"), (BATCH, HEADS, 128, 128), True) == NEGATIVE
     assert forms.refuses(planned.call) is None
-    planned = calls._planned(q, k, v, Request(score=lambda score, b, h, q, kv: score + BIAS[q - kv]))
+    planned = plan_call(q, k, v, Request(score=lambda score, b, h, q, kv: score + BIAS[q - kv]))
     assert "let an enclosing function hold the tensor" in str(forms.refuses(planned.call))
     table = BIAS
-    planned = calls._planned(q, k, v, Request(score=lambda score, b, h, q, kv: score + table[q - kv]))
+    planned = plan_call(q, k, v, Request(score=lambda score, b, h, q, kv: score + table[q - kv]))
     assert forms.refuses(planned.call) is None
 
 

@@ -23,7 +23,7 @@ from benchmarks import private_torch
 from flexmasks import calls, compat
 from flexmasks.backends import decode, decode_cpu
 from flexmasks.backends.added import is_added
-from flexmasks.calls import _planned
+from flexmasks.planned import plan_call
 from flexmasks.plans import recorded
 from flexmasks.plans.intervals import Intervals
 from flexmasks.plans.whole import Whole
@@ -151,6 +151,37 @@ def test_every_mask(name: str, q_len: int) -> None:
         check(tensors(q_len, batch=batch), mask, offset)
 
 
+def test_plans_whose_mask_and_score_change() -> None:
+    q, k, v = tensors(1)
+    lens, slopes = torch.tensor([50, 160, 90]), torch.rand(HEADS)
+    where = {"batch": BATCH, "heads": HEADS, "q_offset": LENGTH - 1}
+    plan = flexmasks.plan("padding", 1, LENGTH, seq_lens=lens, score="alibi", slopes=slopes, **where)
+    exact_k, exact_v = (x.double().repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))
+    for _ in range(3):
+        scores = q.double() @ exact_k.mT / 4 - slopes[:, None, None] * (LENGTH - 1 - torch.arange(LENGTH))
+        scores = scores.masked_fill(torch.arange(LENGTH) >= lens[:, None, None, None], -math.inf)
+        for _ in range(2):
+            out = flexmasks.attention(q, k, v, mask=plan, backend="decode")
+            assert error(out, (scores.softmax(-1) @ exact_v).cpu()) < TOLERANCE[torch.float32]
+        lens, slopes = torch.randint(1, LENGTH, (BATCH,)), torch.rand(HEADS)
+        plan.update(seq_lens=lens, slopes=slopes)
+
+
+def test_a_score_that_learns_is_no_renewed_call() -> None:
+    """Earlier calls with tensors of the same layout had no gradients."""
+    q, k, v = tensors(1)
+    for learns in (False, False, True):
+        slopes = torch.rand(HEADS, requires_grad=learns)
+        out = flexmasks.attention(q, k, v, mask="causal", q_offset=LENGTH - 1, score="alibi", slopes=slopes)
+        assert out.requires_grad == learns
+    leaf = slopes.detach().double().requires_grad_()
+    scores = q.double() @ k.double().repeat_interleave(HEADS // KV_HEADS, 1).mT / 4
+    scores = scores - leaf[:, None, None] * (LENGTH - 1 - torch.arange(LENGTH))
+    want = scores.softmax(-1) @ v.double().repeat_interleave(HEADS // KV_HEADS, 1)
+    (got,), (exactly,) = (torch.autograd.grad(x.square().sum(), y) for x, y in ((out, slopes), (want, leaf)))
+    assert error(got, exactly.cpu()) < 2e-4
+
+
 def pages_of(cache: Tensor, table: Tensor, page_size: int) -> Tensor:
     """Return keys or values [B, Hkv, KV, D] in pages, which lie as the table says; others are NaN."""
     pages = cache.transpose(1, 2).reshape(-1, page_size, *cache.shape[1::2])
@@ -264,7 +295,7 @@ def _before(scores: Tensor) -> Tensor:
 def test_scores(name: str, way: str) -> None:
     score, change = scores()[name]
     q, k, v = tensors(5)
-    call = _planned(q, k, v, Request(flexmasks.get_mask("causal"), flexmasks.get_score(score), q_offset=40)).call
+    call = plan_call(q, k, v, Request(flexmasks.get_mask("causal"), flexmasks.get_score(score), q_offset=40)).call
     assert is_added(call) == (name in ADDED)
     if way == "cpu" or name in (*ADDED, "cap"):
         check([q, k, v], "causal", 40, change, score=score)
@@ -383,7 +414,7 @@ def test_batch_elements_one_by_one() -> None:
     q, k, v = tensors(1, 4000, batch=4)
     ends = torch.tensor([3990, 5, 60, 7])
     check([q, k, v], flexmasks.get_mask("sliding_window", window=9), ends)
-    call = _planned(q, k, v, Request(flexmasks.get_mask("sliding_window", window=9), q_offset=ends)).call
+    call = plan_call(q, k, v, Request(flexmasks.get_mask("sliding_window", window=9), q_offset=ends)).call
     parts = decode_cpu.CpuDecode.of(call).parts
     assert [(p.keys.start, p.keys.stop) for p in parts] == [(3981, 3991), (0, 6), (51, 61), (0, 8)]
 
@@ -513,7 +544,7 @@ def bands() -> dict[str, flexmasks.Mask]:
 
 
 def replay_of(qkv: list[Tensor], mask: Any, offset: int | Tensor = 0, **more: Any) -> Any:
-    call = _planned(*qkv, Request(flexmasks.get_mask(mask), q_offset=offset, backend="decode", **more)).call
+    call = plan_call(*qkv, Request(flexmasks.get_mask(mask), q_offset=offset, backend="decode", **more)).call
     assert decode.refuses(call) is None
     return decode.replay_of(call)
 
@@ -535,7 +566,7 @@ def test_bands(name: str, q_len: int, way: str) -> None:
         if way != "cpu":
             assert isinstance(replay_of(tensors(q_len), mask, offset).mask, Intervals)
     if way != "cpu":
-        assert flexmasks.cache_info()["whole"].entries == 0
+        assert flexmasks.cache_info()["plans"].parts["whole"].entries == 0
 
 
 @pytest.mark.parametrize(("q_len", "name"), one_in(3, list(itertools.product([1, 4, 17], _BANDS[:-1]))))
@@ -559,7 +590,7 @@ def test_bands_in_pages(name: str, q_len: int, way: str) -> None:
             assert error(out, want.double().cpu()) < TOLERANCE[torch.float32]
             check_lse(lse, want_lse.double().cpu(), 1e-5)
     if way != "cpu":
-        assert flexmasks.cache_info()["whole"].entries == 0
+        assert flexmasks.cache_info()["plans"].parts["whole"].entries == 0
 
 
 def test_what_is_no_band(way: str) -> None:

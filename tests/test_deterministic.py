@@ -86,9 +86,9 @@ def test_own_block_masks_inside_compile(deterministic: Callable[..., None]) -> N
 
 def test_calls_of_both_modes_are_kept_apart(deterministic: Callable[..., None]) -> None:
     q = torch.zeros(1, 2, 8, 16)
-    strict = calls._key_and_tensors(q, q, q, Request(mask="causal"))
+    strict = calls.key_and_tensors(q, q, q, Request(mask="causal"))
     deterministic(False)
-    assert calls._key_and_tensors(q, q, q, Request(mask="causal")) != strict
+    assert calls.key_and_tensors(q, q, q, Request(mask="causal")) != strict
 
 
 def _learned(device: str, length: int) -> dict[str, tuple[Tensor, Any]]:

@@ -485,7 +485,7 @@ def test_many_random_calls(device: str) -> None:
 def test_very_low_scores(lowest: float, processors: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row whose scores are all very low is a row like others, also in several shares."""
     monkeypatch.setattr(launch, "_processors", lambda device: processors)
-    monkeypatch.setattr(launch, "_launches", launch.Launches())
+    monkeypatch.setattr(launch, "_launches", launch.Launches("of a test"))
     check(Call(queries=3, kv_len=460, bias=(1, 1, 3), lowest=lowest), device)
 
 
@@ -494,7 +494,7 @@ def test_very_low_scores(lowest: float, processors: int, device: str, monkeypatc
 def test_shares(processors: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One program for all tiles of an element, and a share for nearly each tile, of few and of very many elements."""
     monkeypatch.setattr(launch, "_processors", lambda device: processors)
-    monkeypatch.setattr(launch, "_launches", launch.Launches())
+    monkeypatch.setattr(launch, "_launches", launch.Launches("of a test"))
     check(Call(batch=3, heads=1, key_heads=1, kv_len=1500, lists=(3, 1), visible=(1, 1), seed=1), device)
     if not INTERPRETED:
         check(Call(batch=150, kv_len=700, heads=8, key_heads=8, lists=(150, 8), visible=(150, 1)), device)
@@ -506,7 +506,7 @@ def test_shares_cover_all_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     if not INTERPRETED:
         pytest.skip("test_shares has as many")
     monkeypatch.setattr(launch, "_processors", lambda device: 1000)
-    monkeypatch.setattr(launch, "_launches", launch.Launches())
+    monkeypatch.setattr(launch, "_launches", launch.Launches("of a test"))
     monkeypatch.setattr(launch, "_FEW_COUNTS", 2)
     monkeypatch.setattr(launch, "_MAX_COUNTS", 4)
     check(Call(batch=11, heads=1, key_heads=1, kv_len=400, lists=(11, 1), visible=(1, 1), seed=3))
@@ -535,6 +535,13 @@ def test_bands(band: Any, queries: int, starts: int | str, page_size: int, has_l
         check(replace(call, has_lens=has_lens), device)
 
 
+@on_devices
+def test_tiles_that_some_queries_see_whole(device: str) -> None:
+    """The first query sees all of the second and third tile, the last one not their first or last key."""
+    for band in ((72, 183), (70, 181), (72, None), (None, 183)):
+        check(Call(1, 1, 1, 4, 500, band=band, starts=200), device)
+
+
 @pytest.mark.slow
 @on_devices
 @pytest.mark.parametrize("change", in_short(["by query", "weight of each row"], list(CHANGES)))
@@ -549,7 +556,7 @@ def test_scores_of_bands(change: str, device: str) -> None:
 @pytest.mark.parametrize("processors", [1, 40, 1000])
 def test_shares_of_bands(processors: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_processors", lambda device: processors)
-    monkeypatch.setattr(launch, "_launches", launch.Launches())
+    monkeypatch.setattr(launch, "_launches", launch.Launches("of a test"))
     monkeypatch.setattr(launch, "_FEW_COUNTS", 2)
     monkeypatch.setattr(launch, "_MAX_COUNTS", 4)
     batch, kv_len = (3, 500) if INTERPRETED else (7, 1300)
@@ -718,7 +725,7 @@ def test_launches_pass_what_triton_passes(monkeypatch: pytest.MonkeyPatch) -> No
 def test_calls_are_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host makes few calls for a layout that it knows: decoding calls the operator in each layer of each token."""
     launched: list[str] = []
-    monkeypatch.setattr(launch, "_launches", launch.Launches())
+    monkeypatch.setattr(launch, "_launches", launch.Launches("of a test"))
     monkeypatch.setattr(launch, "compiled", lambda kernel, *_: lambda *_: launched.append(kernel.__name__))
     arguments = made(Call(page_size=16, kv_len=2000, cap=3.0, weight=(1, 1, 1), bias=(1, 1, 1))).arguments
     count = 0
@@ -770,7 +777,7 @@ def test_growing_caches_compile_few_kernels(monkeypatch: pytest.MonkeyPatch) -> 
         kernels.add((kernel.__name__, warps, *constants))
         return lambda *_: None
 
-    monkeypatch.setattr(launch, "_launches", launch.Launches())
+    monkeypatch.setattr(launch, "_launches", launch.Launches("of a test"))
     monkeypatch.setattr(launch, "compiled", compiled)
     for kv_len in [*range(200, 300, 3), 256, 384, 1000, 1024]:
         launch.attend_few(*made(Call(kv_len=kv_len)).arguments)
@@ -827,7 +834,7 @@ def test_loads_are_wide_and_ahead(call: Call, monkeypatch: pytest.MonkeyPatch) -
         made_kernels.append((compiled_for_hopper(kernel, warps, arguments).asm["ptx"], named, warps))
         return lambda *_: None
 
-    monkeypatch.setattr(launch, "_launches", launch.Launches())
+    monkeypatch.setattr(launch, "_launches", launch.Launches("of a test"))
     monkeypatch.setattr(launch, "_processors", lambda device: 132)
     monkeypatch.setattr(launch, "compiled", compiled)
     attend = launch.attend_few if call.band is None else launch.attend_band
@@ -852,7 +859,7 @@ def test_fits_a_small_gpu(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
         made_kernels.append(compiled_for_hopper(kernel, warps, (*given[0], *given[1]), arch=86))
         return lambda *_: None
 
-    monkeypatch.setattr(launch, "_launches", launch.Launches())
+    monkeypatch.setattr(launch, "_launches", launch.Launches("of a test"))
     monkeypatch.setattr(launch, "_processors", lambda device: 84)
     monkeypatch.setattr(launch, "shared_memory", lambda device: 101_376)
     monkeypatch.setattr(launch, "compiled", compiled)

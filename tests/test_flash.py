@@ -24,11 +24,11 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 import flexmasks
-from flexmasks import calls, inside_compile
+from flexmasks import inside_compile, planned
 from flexmasks.backends import flash, forms, numbers
 from flexmasks.backends.miscompiled import miscompiled
-from flexmasks.calls import _planned
-from flexmasks.plans.plan import MaskPlan
+from flexmasks.planned import plan_call
+from flexmasks.plans.mask_plan import MaskPlan
 from flexmasks.request import Request
 from flexmasks.spec.structure import MAX_COMPILED_VALUES
 
@@ -239,7 +239,7 @@ def test_what_cannot_be_traced_is_not_for_flash() -> None:
 
 def _reason(q: Tensor, **call: Any) -> str | None:
     """Return why FLASH refuses the functions of a call, or None."""
-    return flash._refuses_functions(_planned(q, q, q, Request(**call)).call)
+    return flash._refuses_functions(plan_call(q, q, q, Request(**call)).call)
 
 
 def test_functions_of_one_kind_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,7 +301,7 @@ def test_blocks_without_a_function_go_as_data() -> None:
     nothing = lambda b, h, q, kv: torch.zeros_like(q, dtype=torch.bool)  # noqa: E731
     wrong: tuple[dict[str, Any], ...] = ({"block_mask": without}, {"mask": nothing})
     for call in wrong:
-        assert forms.why_inexact(_planned(q, q, q, Request(**call)).call) == "it is constant"
+        assert forms.why_inexact(plan_call(q, q, q, Request(**call)).call) == "it is constant"
         assert _reason(q, **call) is None
     right: tuple[dict[str, Any], ...] = ({}, {"mask": "full"}, {"score": "alibi"})
     for call in right:
@@ -401,7 +401,7 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch, fits: bool = True, capability: tu
     """Let the checks of head sizes see a GPU, and a flash-attn-4 that fits its tiles to blocks or does not."""
     monkeypatch.setattr(flash, "capability", lambda device: capability)
     monkeypatch.setattr(flash.fa4, "fits_tiles", lambda: fits)
-    monkeypatch.setattr(calls, "block_size_for", lambda size: (128, 128))
+    monkeypatch.setattr(planned, "block_size_for", lambda size: (128, 128))
 
 
 @pytest.mark.parametrize(
@@ -417,7 +417,7 @@ def test_blocks_fit_the_head_size(monkeypatch: pytest.MonkeyPatch, size: int, bl
         (lambda b, h, q, kv: (q + kv) // 200 == 3, lambda b, h, q, kv: (q + kv) // 200 == 3),
     ]
     for mask, mask_mod in masks:
-        call = _planned(q, q, q, Request(mask=mask)).call
+        call = plan_call(q, q, q, Request(mask=mask)).call
         assert flash._refuses_head_size(call) is None
         want = create_block_mask(mask_mod, 1, 1, 700, 700, device="cpu", BLOCK_SIZE=block_size)
         got = flash.blocks(call).block_mask
@@ -433,23 +433,23 @@ def test_new_tensors_have_fitted_blocks(monkeypatch: pytest.MonkeyPatch, are_oth
     q = torch.randn(1, 2, 700, 256)
     for step in range(4):  # plans are recorded from the second one on
         ids = (torch.rand(700) < 0.02).cumsum(0)
-        planned = _planned(q, q, q, Request(mask="document", params={"document_ids": ids}))
+        made = plan_call(q, q, q, Request(mask="document", params={"document_ids": ids}))
         if are_others_first:
-            planned.call.blocks()
-        got = flash.blocks(planned.call).block_mask
+            made.call.blocks()
+        got = flash.blocks(made.call).block_mask
         seen = ids[:, None] == ids
         want = create_block_mask(
             lambda b, h, q, kv, s=seen: s[q, kv], 1, 1, 700, 700, device="cpu", BLOCK_SIZE=(128, 64)
         )
         missing = want.to_dense().bool() & ~got.to_dense().bool()
         assert not missing.any(), step
-        assert isinstance(planned.mask, MaskPlan)
-        assert (planned.mask.form("blocks", (128, 64)).program is not None) == (step > 0)
+        assert isinstance(made.mask, MaskPlan)
+        assert (made.mask.form("blocks", (128, 64)).program is not None) == (step > 0)
 
 
 def test_head_sizes_that_no_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     q = torch.randn(1, 2, 256, 256)
-    call = _planned(q, q, q, Request(mask="causal")).call
+    call = plan_call(q, q, q, Request(mask="causal")).call
     for fits, capability in ((False, (9, 0)), (True, (10, 0))):
         on_hopper(monkeypatch, fits, capability)
         assert "from 16 to 128 here, not 256" in str(flash._refuses_head_size(call))
@@ -457,7 +457,7 @@ def test_head_sizes_that_no_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> Non
     assert flash._refuses_head_size(call) is None
     for block_size, reason in ((128, "takes blocks of 128 queries x 64 keys only"), ((128, 64), "None")):
         block_mask = flexmasks.block_mask("causal", 256, block_size=block_size)
-        call = _planned(q, q, q, Request(block_mask=block_mask)).call
+        call = plan_call(q, q, q, Request(block_mask=block_mask)).call
         assert reason in str(flash._refuses_head_size(call))
 
 
@@ -467,7 +467,7 @@ def test_numbers_of_masks_whose_blocks_are_no_data(monkeypatch: pytest.MonkeyPat
 
     def refused(size: int, n: int) -> bool:
         q = torch.randn(1, 1, 64, size)
-        call = _planned(q, q, q, Request(mask=lambda b, h, q, kv: (q >= kv) & (q - kv < n))).call
+        call = plan_call(q, q, q, Request(mask=lambda b, h, q, kv: (q >= kv) & (q - kv < n))).call
         reason = flash._refuses_numbers(call)
         numbers.note_run(call, is_score=False, is_data=n > MAX_COMPILED_VALUES)
         return reason is not None

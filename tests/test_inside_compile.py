@@ -633,6 +633,23 @@ def test_block_masks_train(name: str, in_checkpoint: bool) -> None:
     assert graphs() == 1
 
 
+def test_block_masks_of_calls_that_torch_cannot_compile_on_a_cpu() -> None:
+    """Its kernels give no lse there: the reference does."""
+    block_mask = _BLOCK_MASKS["documents"]()
+
+    def call(backend: str, q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return flexmasks.attention(q, k, v, block_mask=block_mask, return_lse=True, backend=backend)
+
+    compiled = torch.compile(call, fullgraph=True, backend="eager")
+    seen = block_mask.mask_mod(*torch.meshgrid(*map(torch.arange, (BATCH, HEADS, LENGTH, LENGTH)), indexing="ij"))
+    with torch.no_grad():
+        tensors = leaves()
+        for got, want in zip(compiled("auto", *tensors), attend(*(x.double() for x in tensors), seen), strict=True):
+            assert torch.allclose(got.double(), want, atol=1e-4)
+        with pytest.raises(Exception, match="backend 'cpu' cannot run this call inside"):
+            compiled("cpu", *tensors)
+
+
 _COMPOSED: dict[str, _Call] = {
     "score": lambda q, k, v, slopes: flexmasks.attention(
         q, k, v, mask="document", document_ids=DOCUMENTS, score=["alibi", "softcap"], slopes=slopes, cap=3.0

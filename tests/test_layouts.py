@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flexmasks
 from flexmasks.blocks.elements import over_indices
-from flexmasks.plans.plan import shifted_mask, shifted_score
+from flexmasks.plans.shifted import shifted_mask, shifted_score
 from flexmasks.spec import definitions
 from flexmasks.spec.examples import example, on_device
 from flexmasks.spec.parameters import Size
@@ -358,6 +358,20 @@ def test_sequences_with_a_bound_of_lengths_are_planned_without_a_read() -> None:
         plans.append(flexmasks.explain(q, q, q, mask=mask).plan)
     assert "these are the first tensors" in plans[0]
     assert all(plan.startswith("bounds") for plan in plans[1:])
+
+
+def test_windows_in_sequences_of_later_queries() -> None:
+    """A distance is one of positions, not of the places of rows among those of a call."""
+    q, k, v = torch.randn(3, 1, 2, 400, 8)
+    offsets = torch.tensor([0, 30, 240, 400])
+    query, key = torch.arange(270, 400)[:, None], torch.arange(400)
+    sequence = torch.searchsorted(offsets, key, right=True)
+    visible = (sequence[query] == sequence[key]) & (key <= query) & (query - key <= 20)
+    want = torch.nn.functional.scaled_dot_product_attention(q[:, :, 270:], k, v, attn_mask=visible)
+    for _ in range(2):  # the second plan of a kind is made by bounds
+        mask = flexmasks.packed("sliding_window", offsets.clone(), window=20)
+        out = flexmasks.attention(q[:, :, 270:], k, v, mask=mask, q_offset=270, backend="reference")
+        assert torch.allclose(out, want, atol=1e-5)
 
 
 def test_images_inside_sequences() -> None:

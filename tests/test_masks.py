@@ -42,7 +42,7 @@ from benchmarks import private_torch
 from flexmasks import Mask
 from flexmasks.masks.natten import seen_by_words, words_of
 from flexmasks.plans.bounds import reads_made_tensors
-from flexmasks.plans.plan import MaskPlan
+from flexmasks.plans.mask_plan import MaskPlan
 from flexmasks.spec import Band, Size
 from flexmasks.spec.definitions import definition
 from flexmasks.spec.structure import replaced

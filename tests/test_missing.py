@@ -57,6 +57,12 @@ q.requires_grad_()
 out = flexmasks.attention(q, k, v, mask="causal", backend="reference")
 assert torch.allclose(out, want)
 out.sum().backward()
+ids = torch.arange(40) // 9
+score = lambda s, b, h, q, kv: s
+out = flexmasks.attention(q, k, v, mask="document", document_ids=ids, score=score, backend="reference")
+visible = ids[:, None] == ids
+assert torch.allclose(out, torch.nn.functional.scaled_dot_product_attention(q, k, v, visible))
+out.sum().backward()
 from flexmasks import compat
 
 def refuses(call):

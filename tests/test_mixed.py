@@ -20,7 +20,7 @@ from torch.nn.attention.flex_attention import create_mask
 
 import flexmasks
 from benchmarks import private_torch
-from flexmasks import calls
+from flexmasks import calls, pages
 from flexmasks.backends import decode
 from flexmasks.plans.mixed import Sequences, in_pieces
 from flexmasks.spec.examples import example, on_device
@@ -36,8 +36,8 @@ MaskMod = Callable[..., Tensor]
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Where calls run; "as on a GPU", batches are cut into pieces without a value read, and calls are renewed."""
     if request.param == "cpu, as on a GPU":
-        monkeypatch.setattr(calls, "_CUT_ON", ())
-        monkeypatch.setattr(calls, "_GATHERS_ON", ())
+        monkeypatch.setattr(pages, "_CUT_ON", ())
+        monkeypatch.setattr(pages, "_GATHERS_ON", ())
         monkeypatch.setattr(decode, "_ON_GPU", ("cpu", "cuda"))
         few_queries_plain.replace_kernels(monkeypatch)
         monkeypatch.setattr(calls, "_RENEWED_ON", ("cpu", "cuda"))

@@ -32,7 +32,7 @@ from benchmarks import private_torch
 from flexmasks.backends import forms
 from flexmasks.backends.inexact import inexact
 from flexmasks.backends.rewritten import WAYS_IN_TRACE
-from flexmasks.plans import plan
+from flexmasks.plans import mask_plan
 from flexmasks.plans.data import CannotBeData, next_power_of_2
 
 TODAY = random.Random(os.environ["FLEXMASKS_SEED"])  # the suite tries other functions each day; campaigns try all
@@ -145,7 +145,7 @@ def _form(name: str) -> Iterator[Callable[..., Tensor]]:
     with pytest.MonkeyPatch.context() as patch:
         if name == "function":
             patch.setattr(forms, "_is_as_fast", lambda call: False)
-            patch.setattr(plan, "data_of", _no_data)
+            patch.setattr(mask_plan, "data_of", _no_data)
         yield flexmasks.attention
 
 

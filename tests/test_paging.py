@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
 
 import flexmasks
-from flexmasks import calls
+from flexmasks import calls, pages
 from flexmasks.backends import fa4
 from flexmasks.backends import flex as kernels
 from flexmasks.plans import gathered
@@ -326,9 +326,9 @@ def test_other_layers_of_a_step_find_what_the_first_one_planned() -> None:
     cache, q = decoding()
     with torch.no_grad():
         cache.attention(q, mask="causal")
-        before = flexmasks.cache_info()
+        before = flexmasks.cache_info()["plans"].parts
         cache.attention(q, mask="causal")
-        after = flexmasks.cache_info()
+        after = flexmasks.cache_info()["plans"].parts
         assert after["calls"].hits == before["calls"].hits + 1
         assert after["blocks"] == before["blocks"]
         cache.lens[[0, 2, 3]] -= 3
@@ -515,6 +515,22 @@ def test_chunks_of_a_few_sequences_at_a_time(backend: str, max_bytes: int, monke
             check_lse(lse, torch.logaddexp(want_lse, logits), 1e-5)
 
 
+@pytest.mark.parametrize("max_bytes", [1, 1 << 26])
+def test_chunks_by_a_table_without_a_row_to_spare(max_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has a row for each position of a query, and none behind the last one."""
+    monkeypatch.setattr(gathered, "_MAX_BYTES", max_bytes)
+    flexmasks.clear_caches()
+    cache = Paged([160, 90, 130], 16, 10)
+    q, table = torch.randn(3, 6, 70, 32), torch.rand(3, 1, 160, 160) < 0.5
+
+    def seen(b: int, queries: int, keys: int) -> Tensor:
+        return table[b, 0, keys - queries : keys, :keys]
+
+    with torch.no_grad():
+        out = cache.attention(q, mask="dense", visible=table, backend="reference")
+    assert error(out, cache.expected(q, seen)[0]) < TOLERANCE[torch.float32]
+
+
 def test_blocks_of_chunks_have_keys_of_one_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the pool each block of 64 slots has pages of four sequences, and would be computed for each of them."""
     computed = []
@@ -525,14 +541,14 @@ def test_blocks_of_chunks_have_keys_of_one_sequence(monkeypatch: pytest.MonkeyPa
         computed.append((blocks.partial + blocks.full) * math.prod(blocks.block_mask.BLOCK_SIZE))  # pairs
         return run(q, k, v, request)
 
-    monkeypatch.setattr(calls, "run", noted)
+    monkeypatch.setattr(pages, "run", noted)
     batch, columns, page_size = 4, 64, 16
     k_cache, v_cache = torch.randn(2, batch * columns, page_size, 2, 32)
     table = torch.arange(batch * columns).view(columns, batch).T.contiguous()  # pages in turns
     lens, q = torch.full((batch,), columns * page_size), torch.randn(batch, 2, 128, 32)
     with torch.no_grad():
         out = flexmasks.paged_attention(q, k_cache, v_cache, table, lens, mask="causal", backend="reference")
-        monkeypatch.setattr(calls, "_GATHERS_ON", ())
+        monkeypatch.setattr(pages, "_GATHERS_ON", ())
         pool = flexmasks.paged_attention(q, k_cache, v_cache, table, lens, mask="causal", backend="reference")
     assert torch.allclose(out, pool, atol=1e-5)
     assert 3 * computed[0] < computed[1]
@@ -628,9 +644,9 @@ def _attend_to_pages(
     scale = arguments["softmax_scale"]
     scaled = q.double() if scale is None else q.double() * scale * q.shape[-1] ** 0.5
     outs, lses = [], []
-    for own_q, pages, length in zip(scaled, table.tolist(), lens.tolist(), strict=True):
+    for own_q, numbers, length in zip(scaled, table.tolist(), lens.tolist(), strict=True):
         needed = -(-length // k.shape[1])
-        own_k, own_v = (x[pages[:needed]].flatten(0, 1)[:length].double().transpose(0, 1)[None] for x in (k, v))
+        own_k, own_v = (x[numbers[:needed]].flatten(0, 1)[:length].double().transpose(0, 1)[None] for x in (k, v))
         visible = torch.ones(len(own_q), length, dtype=torch.bool)
         behind = length - len(own_q)
         left, right = arguments.get("window_size_left"), arguments.get("window_size_right")
@@ -656,7 +672,7 @@ def test_fa4_reads_pages(mask: str, page_size: int, monkeypatch: pytest.MonkeyPa
     """A function takes the kernel's place; it gets pages of 256 slots in two parts."""
     monkeypatch.setattr(fa4, "why_missing", lambda: "")
     monkeypatch.setattr(fa4, "_import_failures", [])
-    monkeypatch.setattr(calls, "_FA4_ON", ("cpu",))
+    monkeypatch.setattr(pages, "_FA4_ON", ("cpu",))
     monkeypatch.setattr(fa4, "refuses_package", lambda call: None)
     sizes = []
 
@@ -733,8 +749,8 @@ def test_fa4_leaves_pages_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Masks that are no windows, queries elsewhere and calls that learn go another way, and so does a failure."""
     monkeypatch.setattr(fa4, "why_missing", lambda: "")
     monkeypatch.setattr(fa4, "_import_failures", [])
-    monkeypatch.setattr(calls, "_FA4_ON", ("cpu",))
-    monkeypatch.setattr(calls, "_GATHERS_ON", ())  # copies have anything in blocks that quick kernels read
+    monkeypatch.setattr(pages, "_FA4_ON", ("cpu",))
+    monkeypatch.setattr(pages, "_GATHERS_ON", ())  # copies have anything in blocks that quick kernels read
     monkeypatch.setattr(fa4, "refuses_package", lambda call: None)
     calls_of_kernel: list[int] = []
 

@@ -12,13 +12,14 @@ import torch
 from helpers import DEVICES, TOLERANCE, error
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quick_kernels import quick_kernels as quick_kernels
 from test_kept import refused
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 import flexmasks
-from flexmasks import calls
+from flexmasks import calls, planned
 from flexmasks.plans import plan as plans
 
 BATCH, HEADS, LENGTH = 2, 4, 300
@@ -81,7 +82,7 @@ def test_later_calls_search_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None
     def refuse(*_: Any, **__: Any) -> Any:
         raise AssertionError("a later call plans")
 
-    for module, name in ((plans, "flatten"), (calls, "flatten"), (calls, "_simple_key"), (calls, "_planned")):
+    for module, name in ((plans, "flatten"), (calls, "flatten"), (calls, "_simple_key"), (planned, "plan_call")):
         monkeypatch.setattr(module, name, refuse)
     assert torch.equal(flexmasks.attention(*tensors, mask=plan), want)
 
@@ -181,6 +182,24 @@ def test_scores_in_plans() -> None:
     want = flexmasks.attention(*tensors, mask=packed(ids), score="softcap", cap=3.0)
     for _ in range(2):
         assert error(flexmasks.attention(*tensors, mask=alone, score="softcap", cap=3.0), want.double()) < 1e-5
+
+
+@pytest.mark.usefixtures("quick_kernels")
+def test_tables_of_a_mask_and_a_score_are_updated_together() -> None:
+    """A kernel reads tables that are made of both."""
+    tensors, offsets = qkv(requires_grad=False), torch.tensor([0, 100, 170, LENGTH])
+    score = flexmasks.packed(flexmasks.get_score(lambda s, b, h, q, kv: s - 0.01 * q * kv), offsets)
+    plan = flexmasks.plan(flexmasks.packed("causal", offsets), LENGTH, score=score)
+    for _ in range(3):
+        sequence = torch.searchsorted(offsets, torch.arange(LENGTH), right=True) - 1
+        position = torch.arange(LENGTH) - offsets[sequence]
+        visible = (sequence[:, None] == sequence) & (position[:, None] >= position)
+        bias = -0.01 * (position[:, None] * position).double()
+        for _ in range(2):
+            got = flexmasks.attention(*tensors, mask=plan, backend="cpu")
+            assert error(got, expected(tensors, visible, bias)[0]) < TOLERANCE[got.dtype]
+        offsets = torch.tensor([0, *torch.randint(1, LENGTH, (2,)).sort().values, LENGTH])
+        plan.update(offsets=offsets)
 
 
 def test_scores_that_learn() -> None:

@@ -16,10 +16,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import flexmasks
 from benchmarks import private_torch
-from flexmasks import Mask, calls, get_mask
+from flexmasks import Mask, calls, get_mask, planned
 from flexmasks.backends.flex import CompiledCall
 from flexmasks.backends.renewal import Renewal
-from flexmasks.plans import plan
+from flexmasks.plans import mask_plan, plan, sizes
 from flexmasks.plans.bounds import MaskKind, RecordedPlan, plan_bounds
 from flexmasks.plans.recorded import Recorded, _Pack
 from flexmasks.request import Request
@@ -311,7 +311,7 @@ def test_biases_of_alibi_take_no_memory_for_each_head(monkeypatch: pytest.Monkey
     for start in starts:
         flexmasks.attention(q, k, k, mask="causal", q_offset=start, score="alibi", backend="decode")
     rows = 2 * 8 + 2 + 2  # of the first call, and of the two others
-    assert flexmasks.cache_info()["added"].bytes == 4 * (1000 * rows + 2 * 8)
+    assert flexmasks.cache_info()["plans"].parts["added"].bytes == 4 * (1000 * rows + 2 * 8)
 
 
 def test_lengths_that_change_are_recorded_late(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -447,11 +447,11 @@ def test_numbers_by_head_are_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
     for n in (3, 4, 5):
         mask, numbers = two_windows(n)
         aliases = Aliases()
-        planned = plan.MaskPlan(mask, size, aliases=aliases, allows_bounds=True)
-        block_mask = planned.block_mask()
+        of_mask = mask_plan.MaskPlan(mask, size, aliases=aliases, allows_bounds=True)
+        block_mask = of_mask.block_mask()
     runner: Any = None
     call = CompiledCall(runner, None, block_mask, None, None, with_lse=False, needs_grad=False, is_flash=False)
-    renewal = Renewal(call, [planned.form("blocks")], aliases, numbers)
+    renewal = Renewal(call, [of_mask.form("blocks")], aliases, numbers)
     for n in (50, 7):
         mask, numbers = two_windows(n)
         renewed = cast(CompiledCall, renewal(numbers)).block_mask.mask_mod
@@ -489,8 +489,8 @@ def test_other_lengths_need_no_exact_plan(monkeypatch: pytest.MonkeyPatch) -> No
     """Once bounds of a function are known to be good, they plan it at any length from the first call on."""
     flexmasks.clear_caches()
     exact: list[int] = []
-    build = plan.build
-    monkeypatch.setattr(plan, "build", lambda *args: exact.append(args[3]) or build(*args))
+    build = mask_plan.build
+    monkeypatch.setattr(mask_plan, "build", lambda *args: exact.append(args[3]) or build(*args))
     for length in (64, 64, 96, 160, 96):
         ids = documents(length)
         q = torch.randn(BATCH, 1, length, 16)
@@ -513,7 +513,7 @@ def test_block_sizes_suit_the_gpu(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     size = Size(1, 1, 4096, 4096, torch.device("cuda", 0))
-    assert plan.block_size_for(size) == block_size
+    assert sizes.block_size_for(size) == block_size
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -522,7 +522,7 @@ def test_block_sizes_suit_the_gpu(
 def test_blocks_of_256_queries(
     monkeypatch: pytest.MonkeyPatch, kind: str, lengths: tuple[int, int], device: str
 ) -> None:
-    monkeypatch.setattr(calls, "block_size_for", lambda size: (256, 128))
+    monkeypatch.setattr(planned, "block_size_for", lambda size: (256, 128))
     flexmasks.clear_caches()
     q_len, kv_len = lengths
     ids = torch.arange(kv_len, device=device) // 230

@@ -24,7 +24,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from flexmasks import compat
 from flexmasks.blocks.build import bounds
 from flexmasks.blocks.elements import over_indices
-from flexmasks.ranges import GiveUp, Range, value
+from flexmasks.ranges import GiveUp, Range, reach, value
 from flexmasks.ranges.context import Refused
 from flexmasks.ranges.evaluate import evaluate
 from flexmasks.ranges.value import Steps, rule
@@ -279,6 +279,23 @@ def test_ranges_are_tight(expression: str, least: int, most: int) -> None:
     result = ranges_of(compiled(expression), 8, 8)
     lo, hi = (end.expand(torch.broadcast_shapes(end.shape, (1, 1, 3, 3)))[0, 0, 1, 2] for end in (result.lo, result.hi))
     assert (float(lo), float(hi)) == pytest.approx((least, most), abs=0 if result.dtype != torch.float32 else 1e-5)
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        *("torch.arange(80)[q - kv + 24]", "torch.arange(80).flip(0)[q + kv]"),
+        "torch.arange(1600).view(40, 40)[(q + kv) // 2, (q + 3 * kv) // 4]",
+    ],
+)
+def test_long_reaches_have_the_same_ends(expression: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elements in reach are looked up one by one, or in a table of runs if they are many."""
+    want = ranges_of(compiled(expression), 5, 4)
+    monkeypatch.setattr(reach, "_ALWAYS_LOOKED_UP", 0)
+    monkeypatch.setattr(reach, "_MAX_LOOKED_UP", 0)
+    got = ranges_of(compiled(expression), 5, 4)
+    assert torch.equal(got.lo, want.lo)
+    assert torch.equal(got.hi, want.hi)
 
 
 @pytest.mark.parametrize(

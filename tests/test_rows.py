@@ -88,7 +88,7 @@ def test_rows_are_kept() -> None:
     x, lengths = torch.randn(2, 2, 8, 8), torch.tensor([5, 8])
 
     def hits() -> int:
-        return flexmasks.cache_info()["rows"].hits
+        return flexmasks.cache_info()["plans"].parts["rows"].hits
 
     first = flexmasks.masked_softmax(x, mask="grouped_tril", seq_lens=lengths)
     assert hits() == 0
@@ -98,6 +98,6 @@ def test_rows_are_kept() -> None:
     second = flexmasks.masked_softmax(x, mask="grouped_tril", seq_lens=lengths)
     assert hits() == 1
     assert not torch.equal(first, second)
-    assert flexmasks.cache_info()["rows"].entries == 1
+    assert flexmasks.cache_info()["plans"].parts["rows"].entries == 1
     del lengths
-    assert flexmasks.cache_info()["rows"].entries == 0
+    assert flexmasks.cache_info()["plans"].parts["rows"].entries == 0

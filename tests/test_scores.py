@@ -28,9 +28,11 @@ from quick_kernels import quick_kernels as quick_kernels
 from torch import Tensor
 
 import flexmasks
-from flexmasks import calls
-from flexmasks.plans import plan
-from flexmasks.plans.plan import ScorePlan, sized
+from flexmasks.backends import tiles
+from flexmasks.planned import plan_call
+from flexmasks.plans import plan, score_plan
+from flexmasks.plans.score_plan import ScorePlan
+from flexmasks.plans.sizes import sized
 from flexmasks.request import Request
 from flexmasks.spec import cap_of, definitions
 from flexmasks.spec.arguments import from_arguments
@@ -281,6 +283,29 @@ def test_tensors_in_float64_change_scores_in_float32(backend: str, q_len: int, n
     assert (out - want).abs().max() <= TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_parameters_in_half_precision_change_scores_in_float32(dtype: torch.dtype) -> None:
+    q, k, v = torch.randn(3, 1, 3, 300, 8)
+    slopes = (torch.rand(3) / 32).to(dtype)
+    out = flexmasks.attention(q, k, v, score="alibi", slopes=slopes, backend="reference")
+    distance = torch.arange(300)[:, None] - torch.arange(300)
+    want = (q.double() @ k.double().mT / 8**0.5 - slopes.double()[:, None, None] * distance).softmax(-1) @ v.double()
+    assert error(out, want) < TOLERANCE[torch.float32]
+
+
+def test_gradients_of_captured_tensors_in_half_precision_are_summed_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each tile has a part of the gradient; in bfloat16 a sum of many stops growing."""
+    monkeypatch.setattr(tiles, "_MAX_SCORES", 1)  # as many tiles as there may be
+    q, k, v = (torch.randn(2, 4, n, 8) for n in (2400, 64, 64))
+    factor = torch.ones((), dtype=torch.bfloat16, requires_grad=True)
+    leaf = torch.ones((), dtype=torch.float64, requires_grad=True)
+    out = flexmasks.attention(q, k, v, score=lambda s, b, h, q, kv: s * factor, backend="reference")
+    want = (q.double() @ k.double().mT / 8**0.5 * leaf).softmax(-1) @ v.double()
+    upstream = want.detach() - v.mean(2, keepdim=True)  # all pairs add to the gradient
+    (got,), (exactly,) = (torch.autograd.grad(x, y, upstream.to(x.dtype)) for x, y in ((out, factor), (want, leaf)))
+    assert error(got, exactly) < 2 * 2**-8
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("needs_grad", "backend"),  # on a CPU no kernel of flexmasks has gradients
@@ -384,10 +409,11 @@ def test_a_planned_call_reads_no_offsets_of_a_packed_score(inner: str, monkeypat
     mask = flexmasks.get_mask("causal")
     reads: list[Tensor] = []
     to_list = Tensor.tolist
-    monkeypatch.setattr(plan, "is_captured", lambda device: True)  # values of tensors may then not be checked
+    for module in (plan, score_plan):
+        monkeypatch.setattr(module, "is_captured", lambda device: True)  # values of tensors may then not be checked
     monkeypatch.setattr(Tensor, "tolist", lambda x: (reads.append(x), to_list(x))[1])
     request = Request(mask, score, {}, None, None, 0, None, False, "auto", None)
-    planned = calls._planned(q, q, q, request)
+    planned = plan_call(q, q, q, request)
     assert planned.call.cap == (30.0 if inner == "softcap" else None)
     assert not reads
 

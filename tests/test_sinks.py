@@ -403,7 +403,7 @@ def test_a_failing_compiler(
         raise RuntimeError("no C compiler")
 
     monkeypatch.setattr(launch, "compiled", compiled)
-    monkeypatch.setattr(launch, "_launches", launch.Launches())
+    monkeypatch.setattr(launch, "_launches", launch.Launches("of a test"))
     with caplog.at_level(logging.WARNING, "flexmasks"):
         for _ in range(2):
             with_sinks(*made(Case(), KERNELS_ON), True)
@@ -433,7 +433,7 @@ def test_changing_sizes_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None
     if INTERPRETED:
         pytest.skip("the interpreter compiles nothing")
     monkeypatch.setattr(launch, "compiled", compiled)
-    monkeypatch.setattr(launch, "_launches", launch.Launches())
+    monkeypatch.setattr(launch, "_launches", launch.Launches("of a test"))
 
     def run(case: Case) -> None:
         given = made(case)

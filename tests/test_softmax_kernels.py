@@ -168,7 +168,7 @@ def test_rows_held_in_chunks(chunks: int, monkeypatch: pytest.MonkeyPatch) -> No
 def use(monkeypatch: pytest.MonkeyPatch, config: Any) -> None:
     """Make the kernels compute every row in one way."""
     monkeypatch.setattr(launch, "config", lambda *_: config)
-    monkeypatch.setattr(launch, "_launches", launch.Launches())
+    monkeypatch.setattr(launch, "_launches", launch.Launches("of a test"))
 
 
 def check_windows(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:

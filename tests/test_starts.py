@@ -17,7 +17,7 @@ from helpers import TOLERANCE, check_lse, error
 from torch import Tensor
 
 import flexmasks
-from flexmasks import calls
+from flexmasks import calls, planned
 from flexmasks.backends import fa4
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -226,8 +226,8 @@ def test_new_starts_are_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     _takes_the_place_of_fa4(monkeypatch)
     monkeypatch.setattr(calls, "_RENEWED_ON", ("cpu",))
     plans: list[Any] = []
-    planned = calls._planned
-    monkeypatch.setattr(calls, "_planned", lambda *a: plans.append(a) or planned(*a))
+    plan_call = planned.plan_call
+    monkeypatch.setattr(planned, "plan_call", lambda *a: plans.append(a) or plan_call(*a))
     case = Case((0, 300, 570), 150, 720)
     q, k, v, starts = case.made("cpu")
     for begins in STARTS:

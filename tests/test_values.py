@@ -501,6 +501,13 @@ def test_a_function_of_the_library_given_as_one_is_not_the_registered_mask() -> 
         flexmasks.attention(q, k, v, mask="vertical_slash", **tables)
 
 
+def test_values_inside_sequences_imply_heads_alone() -> None:
+    score = flexmasks.packed(flexmasks.get_score("alibi", slopes=[0.5, 0.25, 0.125]), [0, 4, 12])
+    mask = flexmasks.packed(flexmasks.get_mask("document", document_ids=[[0] * 8] * 2), [0, 4, 12])
+    assert score.implied_size("H") == 3
+    assert [mask.implied_size(name) for name in ("B", "S", "H")] == [None, None, None]
+
+
 def test_a_value_learns_if_one_inside_it_does() -> None:
     for learns in (False, True):
         score = flexmasks.get_score("alibi", slopes=torch.rand(2, requires_grad=learns))

@@ -19,6 +19,7 @@ import flexmasks
 from flexmasks import calls, compat
 from flexmasks.backends import fa4, flash
 from flexmasks.backends.fa4 import DirectCall
+from flexmasks.planned import plan_call
 from flexmasks.plans.windows import Window, window_of
 from flexmasks.request import Request
 from flexmasks.spec.bands import Band, Sequences
@@ -663,8 +664,8 @@ def test_a_call_with_sinks_is_another_kind() -> None:
     kinds, keys = set(), set()
     for sinks in (None, torch.zeros(2)):
         request = Request("causal", None, {}, None, None, 0, sinks, True, "auto", None)
-        kinds.add(calls._planned(q, q, q, request).call.kind)
-        known = calls._key_and_tensors(q, q, q, request)
+        kinds.add(plan_call(q, q, q, request).call.kind)
+        known = calls.key_and_tensors(q, q, q, request)
         assert known is not None
         keys.add(known[0])
     assert len(kinds) == len(keys) == 2

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flexmasks.backends.call import OUTCOMES, Call
 from flexmasks.backends.operations import KEEP_VALUES, Trace, follow
+from flexmasks.cache import FACT
 
 _ADDED = "added"
 
@@ -31,7 +32,7 @@ def is_added(call: Call) -> bool:
         error, value = follow(trace, trace.noting(call.score_mod()), call.q.device, sizes, is_score=True)
         known = _ADDED if error is None and trace.is_sum(value) else ""
         if call.shapes is not None:
-            OUTCOMES.put(kind, (), known, 1)
+            OUTCOMES.put(kind, (), known, FACT)
     return known == _ADDED
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flexmasks import compat
 from flexmasks.blocks.counts import Blocks
-from flexmasks.cache import Cache
+from flexmasks.cache import FACT, KINDS, Part
 from flexmasks.checkpointing import beside_saved_tensors_hooks
 from flexmasks.errors import cannot_read, cannot_write, passing_error
 from flexmasks.kernels.whole_mask import Line
@@ -29,7 +29,7 @@ TRANSFORMED = "it supports neither torch.func.vmap nor forward derivatives"
 # "" once gradients have worked. With "miscompiled": why FLASH would miscompile the functions, "" if it would not. With
 # "inexact": why Inductor may compute a function otherwise than Python does, "" if it does not. With "divisions": their
 # number in a mask's function.
-OUTCOMES: Cache[str] = Cache("outcomes", max_bytes=1024)  # an entry counts one byte
+OUTCOMES: Part[str] = Part(KINDS, "outcomes")
 
 
 _DAMAGED = "; if the compiled code on the disk may be damaged, delete the folder that TORCHINDUCTOR_CACHE_DIR names"
@@ -73,6 +73,10 @@ class Replay:
         Raises Unavailable if the kernel cannot be compiled.
         """
         raise NotImplementedError
+
+    def with_sinks(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor | None] | None:
+        """Return output and lse with the sinks in them, or None if the kernel does not fold them in."""
+        return None
 
     def refresh(self) -> None:
         """Compute again what was computed from the tensors of its forms, in the same memory."""
@@ -251,7 +255,7 @@ def proven(call: Call, replay: Any, *more: Tensor) -> Result:
     needs_proof = call.needs_grad and any(x.requires_grad for x in (call.q, call.k, call.v))
     unproven = needs_proof and OUTCOMES.get(kind) is None and not compat.transforms_active()
     if unproven and _has_gradients(call, replay, *more):
-        OUTCOMES.put(kind, (), "", 1)
+        OUTCOMES.put(kind, (), "", FACT)
     out, lse = replay(call.q, call.k, call.v, *more)
     return Result(out, lse, replay)
 

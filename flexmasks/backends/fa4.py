@@ -36,7 +36,7 @@ from flexmasks.backends.call import (
 )
 from flexmasks.kernels.compiling import announce_once
 from flexmasks.plans.intervals import Intervals
-from flexmasks.plans.plan import capability
+from flexmasks.plans.sizes import capability
 from flexmasks.plans.windows import Window
 from flexmasks.spec.bands import Band, Sequences
 
@@ -376,6 +376,9 @@ class DirectCall(Replay):
     is_traced: bool = False  # torch.compile traces the call
 
     key = "fa4"
+
+    def with_sinks(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor | None] | None:
+        return self(q, k, v, sinks) if folds_sinks(q, k, v, sinks) else None
 
     @property
     def nbytes(self) -> int:

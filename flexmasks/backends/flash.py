@@ -11,7 +11,8 @@ from flexmasks.backends.miscompiled import NO_BLOCKS, miscompiled
 from flexmasks.backends.operations import UNREADABLE
 from flexmasks.blocks.bits import can_be_bits
 from flexmasks.blocks.counts import Blocks
-from flexmasks.plans.plan import capability
+from flexmasks.cache import FACT
+from flexmasks.plans.sizes import capability
 
 _FLASH = "FLASH"  # torch's name in kernel_options
 _MAX_SIZE_OF_ANY = 128  # the largest head size of kernels that take the block size of every other backend
@@ -135,7 +136,7 @@ def _refuses_functions(call: Call) -> str | None:
         of_score = None if call.score_mod is None else miscompiled(call.score_mod(), device, sizes, is_score=True)
         reason = of_score or (None if is_data else miscompiled(call.mask_mod(), device, sizes)) or ""
         if not reason.startswith(UNREADABLE):  # whether a function can be traced may depend on the calling code
-            OUTCOMES.put(kind, (), reason, 1)
+            OUTCOMES.put(kind, (), reason, FACT)
     if reason == NO_BLOCKS and call.window() is not None:  # a window whose function is constant shows all pairs
         return None
     return reason or None

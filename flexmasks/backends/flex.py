@@ -47,7 +47,7 @@ from flexmasks.backends.call import (
     transformed,
 )
 from flexmasks.backends.kernel_tiles import chosen_tiles
-from flexmasks.cache import Cache
+from flexmasks.cache import KERNELS, Part
 from flexmasks.errors import is_refused_for_tracing, is_wrong_bound, passing_error
 from flexmasks.kernels.compiling import announce
 from flexmasks.plans.data import lists_of
@@ -170,7 +170,7 @@ class _Kernel:
         return "torch's guards ask for it"
 
 
-_KERNELS: Cache[_Kernel] = Cache("kernels", max_bytes=256)  # an entry counts one byte
+_KERNELS: Part[_Kernel] = Part(KERNELS, "kernels")
 
 
 @compat.constant_in_graphs

@@ -19,6 +19,7 @@ from flexmasks.backends.call import OUTCOMES, Call
 from flexmasks.backends.inexact import HALF, NARROW, NEGATIVE, OVERFLOW, WHOLE, divisions, inexact
 from flexmasks.backends.operations import DTYPE, UNREADABLE
 from flexmasks.backends.rewritten import FROM_THE_FRONT, WAYS, WAYS_IN_TRACE
+from flexmasks.cache import FACT
 from flexmasks.plans.data import CannotBeData, TooLargeForData, next_power_of_2
 
 _WRONG = (WHOLE, OVERFLOW, DTYPE, NARROW, HALF)  # what is wrong by more than rounding
@@ -183,13 +184,13 @@ def _is_dear(call: Call) -> bool:
     known = OUTCOMES.get(kind)
     if known is None:
         known = str(divisions(call.mask_mod(), call.q.device, sizes))
-        OUTCOMES.put(kind, (), known, 1)
+        OUTCOMES.put(kind, (), known, FACT)
     return int(known) >= _MANY_DIVISIONS and _can_be_read(call)
 
 
 def note_failed(call: Call) -> None:
     """Note that torch's compiler gets a mask's function wrong where lengths are symbolic."""
-    OUTCOMES.put(_kind_of_failures(call), (), _FAILED, 1)
+    OUTCOMES.put(_kind_of_failures(call), (), _FAILED, FACT)
 
 
 def has_failed(call: Call) -> bool:
@@ -261,5 +262,5 @@ def _look_at_sizes(
             reason = _way_to_rewrite(function(), device, sizes, is_score) or reason
         # Whether a function can be traced may depend on the calling code.
         if call.shapes is not None and not reason.startswith(UNREADABLE):
-            OUTCOMES.put(kind, (), reason, 1)
+            OUTCOMES.put(kind, (), reason, FACT)
     return reason

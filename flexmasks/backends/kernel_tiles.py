@@ -12,7 +12,7 @@ from torch import Tensor
 from flexmasks import compat
 from flexmasks.backends.call import HALF_DTYPES
 from flexmasks.kernels.direct import shared_memory
-from flexmasks.plans.plan import capability
+from flexmasks.plans.sizes import capability
 
 _MEASURED_ON = (9, 0)  # the compute capability
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from flexmasks import compat
 from flexmasks.backends.operations import COMPARISONS, KEEP_VALUES, MAKE_CONSTANTS, Trace, follow
-from flexmasks.plans.plan import capability
+from flexmasks.plans.sizes import capability
 
 NO_BLOCKS = "it skips all blocks if the mask's function is a constant"
 _BOOLEANS = "its compiler makes booleans of torch.where between two numbers"

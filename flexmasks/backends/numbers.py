@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from flexmasks.backends.call import Call
-from flexmasks.cache import Cache
+from flexmasks.cache import FACT, KINDS, Part
 from flexmasks.errors import passing_error
-from flexmasks.plans.plan import is_captured
+from flexmasks.plans.sizes import is_captured
 from flexmasks.spec.structure import MAX_COMPILED_VALUES, Number, Opaque, flatten, with_inputs
 
 _log = logging.getLogger("flexmasks")
@@ -38,7 +38,7 @@ class _Known:
     has_warned: bool = False
 
 
-_KNOWN: Cache[_Known] = Cache("numbers_in_functions", max_bytes=1024)  # an entry counts one byte
+_KNOWN: Part[_Known] = Part(KINDS, "numbers_in_functions")
 
 
 def are_many(call: Call, is_score: bool, has_kernel: Callable[[], bool] = lambda: True) -> bool:
@@ -129,7 +129,7 @@ def _known(call: Call, is_score: bool) -> tuple[_Known, list[Number]]:
     known = _KNOWN.get(key)
     if known is None:
         known = _Known()
-        _KNOWN.put(key, (), known, 1)
+        _KNOWN.put(key, (), known, FACT)
     return known, numbers
 
 

@@ -125,7 +125,7 @@ class _Kept:
         """Return what a function gets in place of a tensor: the same memory, which may not be changed meanwhile."""
         is_plain = type(tensor) is Tensor and not (tensor.requires_grad or vars(tensor))
         kept = tensor.detach() if is_plain else tensor
-        if not kept.is_inference():
+        if not kept.is_inference() and compat.version is not compat.new_version:
             self._versions.append((kept, compat.version(kept)))
         return kept
 

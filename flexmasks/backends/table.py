@@ -24,6 +24,7 @@ from flexmasks.backends.call import (
     must_be_deterministic,
 )
 from flexmasks.blocks.counts import Blocks
+from flexmasks.cache import FACT
 from flexmasks.errors import passing_error
 
 _log = logging.getLogger("flexmasks")
@@ -223,8 +224,8 @@ def _leave_out(name: str, call: Call, error: Exception) -> None:
     if not _is_special(call):
         kind, reason = (name, call.kind), f"it failed before: {why}"
         if OUTCOMES.get((*kind, *_lengths(call))) is None:  # else another thread has failed with these lengths
-            OUTCOMES.put(kind, (), "" if OUTCOMES.get(kind) is None else reason, 1)
-            OUTCOMES.put((*kind, *_lengths(call)), (), reason, 1)
+            OUTCOMES.put(kind, (), "" if OUTCOMES.get(kind) is None else reason, FACT)
+            OUTCOMES.put((*kind, *_lengths(call)), (), reason, FACT)
     _log.warning("backend %r failed and is left out for such calls: %s", name, why)
 
 

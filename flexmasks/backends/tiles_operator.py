@@ -20,8 +20,8 @@ from flexmasks.backends.tiles import Tiles, learned_by
 from flexmasks.graphs import value_of_text
 from flexmasks.plans.bounds import MaskKind, plan_bounds, unread
 from flexmasks.plans.data import reading_bits
-from flexmasks.plans.plan import block_size_for
 from flexmasks.plans.shifted import shifted_mask, shifted_score
+from flexmasks.plans.sizes import block_size_for
 from flexmasks.spec.as_data import of_data
 from flexmasks.spec.parameters import Size
 from flexmasks.spec.values import Mask

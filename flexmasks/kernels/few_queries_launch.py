@@ -9,12 +9,12 @@ import torch
 import triton
 from torch import Tensor
 
+from flexmasks.cache import Launches
 from flexmasks.kernels.direct import shared_memory
 from flexmasks.kernels.few_queries_checks import TILE, check, check_band, check_place
 from flexmasks.kernels.few_queries_kernel import attend_kernel, join_kernel
 from flexmasks.kernels.launches import (
     Launch,
-    Launches,
     compiled,
     dot_type,
     grain_of,
@@ -42,7 +42,7 @@ class _Launch(NamedTuple):
     lines: int  # rows of all shares
 
 
-_launches: Launches[_Launch] = Launches()
+_launches: Launches[_Launch] = Launches("few_queries")
 
 
 def attend_few(

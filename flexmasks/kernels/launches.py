@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 import triton
@@ -20,18 +20,7 @@ from torch import Tensor
 from flexmasks.compat import raw_stream
 from flexmasks.kernels.compiling import announce_once
 
-_MAX_LAUNCHES = 4096
-_Kept = TypeVar("_Kept")
 Launch: TypeAlias = Callable[[Sequence[Tensor | None], tuple[Any, ...]], None]  # takes tensors, then scalars
-
-
-class Launches(dict[Hashable, _Kept]):
-    """Launches by layouts of tensors; when there are too many, all are dropped."""
-
-    def keep(self, key: Hashable, launch: _Kept) -> None:
-        if len(self) >= _MAX_LAUNCHES:
-            self.clear()
-        self[key] = launch
 
 
 def new(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -39,7 +28,7 @@ def new(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tenso
     return torch.empty_strided(*_strided(tuple(shape)), dtype=dtype, device=device)
 
 
-@functools.lru_cache(maxsize=_MAX_LAUNCHES)
+@functools.lru_cache(maxsize=4096)
 def _strided(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     sizes = [max(1, n) for n in shape]
     return shape, tuple(math.prod(sizes[n + 1 :]) for n in range(len(sizes)))

@@ -51,7 +51,7 @@ def _shares(lse, sink):
     smaller = small / total
     of_keys = tl.where(sees_nothing, 0.0, tl.where(distance >= 0, larger, smaller))
     of_sink = tl.where(distance >= 0, smaller, larger)
-    both = tl.where(sees_nothing, sink, tl.maximum(lse, sink) + tl.log(total))
+    both = tl.maximum(lse, sink) + tl.log(total)
     return of_keys, of_sink, both
 
 

@@ -9,14 +9,15 @@ import torch
 import triton
 from torch import Tensor
 
-from flexmasks.kernels.launches import Launches, compiled, grain_of, layouts_of, new, strides_of
+from flexmasks.cache import Launches
+from flexmasks.kernels.launches import compiled, grain_of, layouts_of, new, strides_of
 from flexmasks.kernels.sinks_kernel import fold_kernel, gradients_kernel, sum_kernel
 
 _ELEMENTS, _WARPS = 4096, 4  # of a program
 _FEW, _WARPS_OF_FEW = 8, 1  # rows of a program if a head has no more, as in decoding
 _MAX_ROWS = 256
 _CHUNK = 1024  # parts of a sum that are added together
-_launches: Launches[Callable[..., Any]] = Launches()
+_launches: Launches[Callable[..., Any]] = Launches("sinks")
 
 
 def fold(out: Tensor, lse: Tensor, sinks: Tensor, with_lse: bool, in_place: bool) -> tuple[Tensor, Tensor | None]:

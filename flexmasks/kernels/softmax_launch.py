@@ -11,7 +11,8 @@ import torch
 import triton
 from torch import Tensor
 
-from flexmasks.kernels.launches import Launch, Launches, announce, launch_of, layouts_of
+from flexmasks.cache import Launches
+from flexmasks.kernels.launches import Launch, announce, launch_of, layouts_of
 from flexmasks.kernels.softmax_backward import backward_kernel
 from flexmasks.kernels.softmax_forward import forward_kernel
 
@@ -21,7 +22,7 @@ _MAX_REGISTER_COLUMNS = {"forward": 32768, "backward": 16384}  # columns of a ro
 _MAX_COLUMNS_OF_8_WARPS = {"forward": 16384, "backward": 8192}
 _MAX_COLUMN_STRIDE = 4  # up to this stride between a row's elements, reading them is faster than copying first
 _MAX_OUTER_DIMS = 3  # dimensions around the rows that kernels support
-_launches: Launches[tuple[Launch, tuple[Any, ...], tuple[Any, ...]]] = Launches()
+_launches: Launches[tuple[Launch, tuple[Any, ...], tuple[Any, ...]]] = Launches("softmax")
 
 
 def forward(

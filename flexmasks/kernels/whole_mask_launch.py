@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flexmasks.cache import Launches
 from flexmasks.kernels.direct import on
 from flexmasks.kernels.launches import (
     Launch,
-    Launches,
     compiled,
     dot_type,
     grain_of,
@@ -26,7 +26,7 @@ from flexmasks.kernels.whole_mask_kernel import forward_kernel, key_gradients_ke
 
 _NOTHING = Line(0.0, 0.0, 0, False)
 _LONGEST_BLOCK = 128  # queries or keys that a program takes
-_kernels: Launches[Kernels] = Launches()
+_kernels: Launches[Kernels] = Launches("whole_mask")
 
 
 class Tiles(NamedTuple):

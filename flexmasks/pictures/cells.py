@@ -18,8 +18,11 @@ from flexmasks.blocks.decide import dependence
 from flexmasks.blocks.elements import MaskMod, over_indices
 from flexmasks.blocks.lists import of_block_mask
 from flexmasks.blocks.strips import count_in_strips
-from flexmasks.plans.plan import MaskPlan, ScorePlan, naming, sized
+from flexmasks.plans.mask_plan import MaskPlan
+from flexmasks.plans.naming import naming
+from flexmasks.plans.score_plan import ScorePlan
 from flexmasks.plans.shifted import Offset, shifted_mask
+from flexmasks.plans.sizes import sized
 from flexmasks.spec.parameters import Size
 from flexmasks.spec.values import Modifier, Score
 

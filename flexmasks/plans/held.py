@@ -11,9 +11,11 @@ from torch import Tensor
 
 from flexmasks import compat
 from flexmasks.plans.checks import ATTENTION, fail
-from flexmasks.plans.plan import MaskPlan, ScorePlan, sized
+from flexmasks.plans.mask_plan import MaskPlan
 from flexmasks.plans.recorded import Form
+from flexmasks.plans.score_plan import ScorePlan
 from flexmasks.plans.shifted import Offset
+from flexmasks.plans.sizes import sized
 from flexmasks.spec.parameters import Size, describe, listed
 from flexmasks.spec.structure import Opaque, flatten
 from flexmasks.spec.values import Mask, Score

@@ -12,9 +12,11 @@ from flexmasks import compat
 from flexmasks.blocks.build import materialize
 from flexmasks.blocks.counts import Blocks
 from flexmasks.plans.checks import check_offset, fail
-from flexmasks.plans.plan import MAX_POSITIONS, MaskPlan, check_open_extents, naming, sized
+from flexmasks.plans.mask_plan import MaskPlan
+from flexmasks.plans.naming import check_open_extents, naming
 from flexmasks.plans.portable import OfData, OfMask, PortableBlockMask
 from flexmasks.plans.shifted import shifted_mask
+from flexmasks.plans.sizes import MAX_POSITIONS, sized
 from flexmasks.spec.parameters import Size, describe, listed
 from flexmasks.spec.values import Mask, Modifier
 

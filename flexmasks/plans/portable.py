@@ -16,8 +16,9 @@ from flexmasks.blocks.bits import BITS, can_be_bits
 from flexmasks.blocks.lists import grid, of_block_mask
 from flexmasks.plans.checks import INT_DTYPES
 from flexmasks.plans.data import lists_of, reading_bits
-from flexmasks.plans.plan import MAX_POSITIONS, MaskPlan, sized
+from flexmasks.plans.mask_plan import MaskPlan
 from flexmasks.plans.shifted import Offset
+from flexmasks.plans.sizes import MAX_POSITIONS, sized
 from flexmasks.spec.by_name import says_what_to_write
 from flexmasks.spec.definitions import from_pickle, loaded_function
 from flexmasks.spec.parameters import Size

@@ -19,8 +19,9 @@ from torch import Tensor
 from flexmasks import compat
 from flexmasks.blocks.decide import decide
 from flexmasks.blocks.elements import Elements, MaskMod, boolean, coordinates_of, over_indices
-from flexmasks.cache import ENTRY, Cache
-from flexmasks.plans.plan import naming, outside_transforms
+from flexmasks.cache import ENTRY, PLANS, Part
+from flexmasks.plans.naming import naming
+from flexmasks.plans.plan import outside_transforms
 from flexmasks.spec.arguments import from_arguments, functions_of, get_mask
 from flexmasks.spec.parameters import Size, can_be_read
 from flexmasks.spec.structure import Opaque, key_of
@@ -51,7 +52,7 @@ class Rows(NamedTuple):
         return sum(t.nbytes for t in self if t is not None)
 
 
-_ROWS: Cache[Rows] = Cache("rows", max_bytes=1 << 29)
+_ROWS: Part[Rows] = Part(PLANS, "rows")
 
 
 def rows_of(mask: Any, params: dict[str, Any], x: Tensor) -> Rows:

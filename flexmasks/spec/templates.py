@@ -20,11 +20,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from flexmasks import compat
-from flexmasks.cache import Cache
+from flexmasks.cache import FACT, KINDS, Part
 from flexmasks.spec.structure import Place, Readable, Structure, Walk, flatten, global_names, is_empty, is_library
 
 # Each structure with the number of its tensors. An entry counts one byte.
-_TEMPLATES: Cache[tuple[Structure, int]] = Cache("templates", max_bytes=4096)
+_TEMPLATES: Part[tuple[Structure, int]] = Part(KINDS, "templates")
 _READ_NO_NAMES = ("flexmasks.spec.indexing", "flexmasks.spec.parameters")  # modules with help for masks of users
 
 
@@ -123,7 +123,7 @@ def noted(*functions: Any) -> str:
     name = hashlib.sha256(_content(structure.kind).encode()).hexdigest()
     if _may_read_registry(structure.kind) and not compat.is_exporting():
         name += uuid.uuid4().hex
-    _TEMPLATES.put(name, (), (structure, len(leaves.tensors)), 1)
+    _TEMPLATES.put(name, (), (structure, len(leaves.tensors)), FACT)
     return name
 
 

@@ -16,13 +16,13 @@ from torch import Tensor
 from benchmarks import private_torch
 from benchmarks.results import Benchmark, Row, measured_on, text_table
 from benchmarks.runner import measure_passes
-from flexmasks import calls
 from flexmasks.backends import fa4, flash, flex, forms
 from flexmasks.backends.call import Call
 from flexmasks.bench.clock import wall_milliseconds
 from flexmasks.cache import clear_caches
 from flexmasks.orders import tile_order
 from flexmasks.pictures.output import progress
+from flexmasks.planned import plan_call
 from flexmasks.plans.data import MaskData, TooLargeForData, data_of
 from flexmasks.request import Request
 from flexmasks.spec.arguments import get_mask
@@ -143,7 +143,7 @@ def _rows(case: Case, backend: str, scale: Scale, device: torch.device, runs: in
     dtype = torch.bfloat16 if backward else torch.float32
     shape = (1, scale.heads, case.length, scale.head_size)
     q, k, v = (torch.randn(shape, dtype=dtype, device=device, requires_grad=backward) for _ in range(3))
-    call = calls._planned(q, k, v, Request(mask=case.mask, params={})).call
+    call = plan_call(q, k, v, Request(mask=case.mask, params={})).call
     blocks = call.blocks()
     about: Row = {
         "case": case.name,

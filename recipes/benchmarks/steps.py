@@ -41,6 +41,7 @@ from benchmarks.steps_tables import DENSE, OLD, OURS, PLAIN, table
 from flexmasks import calls
 from flexmasks.attention import attention, explain, varlen_attention
 from flexmasks.cache import clear_caches
+from flexmasks.planned import plan_call
 from flexmasks.request import Request
 
 # How documents are given to a model, and how it runs.
@@ -76,7 +77,7 @@ class _Planning:
             self._is_known = True
         request = Request(mask=documents(ids), params={})  # equal to what `attention` makes
         if calls.plan_again(q, q, q, request) is None:  # no earlier plan of its kind can be used
-            calls._planned(q, q, q, request).call.blocks()
+            plan_call(q, q, q, request).call.blocks()
         return ids
 
 

@@ -17,8 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from flexmasks import compat
 from flexmasks.attention import attention as attention_of_one
-from flexmasks.cache import ENTRY, Cache
-from flexmasks.calls import under_autocast
+from flexmasks.cache import ENTRY, PLANS, Part
 from flexmasks.integrations.distributed.balance import Order, forgotten_order
 from flexmasks.integrations.distributed.counts import (
     CountedMask,
@@ -42,6 +41,7 @@ from flexmasks.integrations.distributed.exchange import (
     sequence_for_heads,
     submesh,
 )
+from flexmasks.planned import under_autocast
 from flexmasks.sharded import Place, as_sharded, check_placements, joined, learned, place_of, sinks_of, whole
 from flexmasks.spec import Mask, Score, get_mask
 from flexmasks.spec.arguments import MaskLike, ScoreLike, from_arguments
@@ -55,7 +55,7 @@ from flexmasks.spec.values import Modifier
 _WAYS = ("auto", "heads", "gather", "seen")
 _BLOCK = 128  # queries and keys of a block
 _SAVES_MUCH = 0.5  # "seen" is taken if processes then receive at most this share of what they would receive otherwise
-_WANTED: Cache[tuple[Parts, ...]] = Cache("seen", max_bytes=1 << 26)  # the keys that processes want
+_WANTED: Part[tuple[Parts, ...]] = Part(PLANS, "seen")  # the keys that processes want
 _PIECE = 200  # bytes that a piece of a part takes in a cache, roughly
 _HASHED = 1 << 20  # bytes of a tensor on the CPU that processes compare
 _ALIKE = (bool, int, float, str, bytes, tuple)  # constants in code that print alike in all processes

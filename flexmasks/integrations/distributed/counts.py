@@ -13,7 +13,7 @@ from torch import Tensor
 from flexmasks.blocks import visible_in_strips
 from flexmasks.pictures.output import Share
 from flexmasks.plans.lengths import Lengths
-from flexmasks.plans.plan import check_open_extents, naming
+from flexmasks.plans.naming import check_open_extents, naming
 from flexmasks.spec.arguments import MaskLike, get_mask
 from flexmasks.spec.bands import Band, band_of
 from flexmasks.spec.by_name import says_what_to_write

@@ -30,7 +30,7 @@ _traced_all_to_all = compat.traced_all_to_all()
 
 @contextlib.contextmanager
 def exchanging(what: str) -> Iterator[None]:
-    """Say in the error of an exchange what may have happened to the other processes."""
+    """Add to the error of an exchange of `what` what may have happened to the other processes."""
     if compat.is_compiling():
         yield
         return
@@ -49,7 +49,7 @@ def exchanging(what: str) -> Iterator[None]:
 
 
 class Difference(NamedTuple):
-    """One argument of a call as a number that all processes can compare."""
+    """One argument of a call as a number, by which processes notice a difference, and as text for the error."""
 
     name: str
     number: int
@@ -102,10 +102,7 @@ def _host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def rank_in(mesh: DeviceMesh, ndim: int | None = None) -> int:
-    """Return the number of this process in the first `ndim` dimensions of a mesh.
-
-    The last dimension is the fastest.
-    """
+    """Return the number of this process in the first `ndim` dimensions of a mesh, the last one the fastest."""
     dims = range(len(mesh.shape) if ndim is None else ndim)
     return functools.reduce(lambda rank, dim: rank * mesh.size(dim) + mesh.get_local_rank(dim), dims, 0)
 
@@ -127,9 +124,7 @@ def _of_group(group: dist.ProcessGroup, device_type: str) -> DeviceMesh:
 
 
 def gathered(x: Tensor, mesh: DeviceMesh, lengths: Sequence[int], dim: int = 2) -> Tensor:
-    """Return the parts of all processes one after the other.
-
-    The gradient of a part is the sum over all processes.
+    """Return the parts of all processes one after the other; the gradient of a part is the sum over all processes.
 
     lengths: the size of each process's part along `dim`.
     """
@@ -141,10 +136,9 @@ def gathered(x: Tensor, mesh: DeviceMesh, lengths: Sequence[int], dim: int = 2) 
 
 
 def heads_for_sequence(tensors: Sequence[Tensor], mesh: DeviceMesh, lengths: Sequence[int]) -> list[Tensor]:
-    """Return some heads of all parts in place of all heads of a part.
+    """Return some heads of all parts in place of all heads of a part: [B, H / ranks, S, D] each.
 
-    The results are [B, H / ranks, S, D]. In memory the sequence comes first, and for each position the heads of all
-    tensors lie side by side.
+    In memory the sequence comes first, and for each position the heads of all tensors lie side by side.
     """
     count, batch, size = mesh.size(), tensors[0].shape[0], tensors[0].shape[2]
     rows = [x.unflatten(1, (count, x.shape[1] // count)).permute(1, 3, 0, 2, 4) for x in tensors]
@@ -154,9 +148,9 @@ def heads_for_sequence(tensors: Sequence[Tensor], mesh: DeviceMesh, lengths: Seq
 
 
 def sequence_for_heads(x: Tensor, mesh: DeviceMesh, lengths: Sequence[int]) -> Tensor:
-    """Return all heads of a part in place of some heads of all parts.
+    """Return all heads of a part in place of some heads of all parts: [B, H, S of the part, D].
 
-    The result is [B, H, S of the part, D]. In memory the sequence comes before the heads.
+    In memory the sequence comes before the heads.
     """
     count, (batch, heads, length, d), own_length = mesh.size(), x.shape, lengths[mesh.get_local_rank()]
     rows, lead = [x.permute(2, 0, 1, 3)], torch.Size([count, own_length, batch])
@@ -184,7 +178,7 @@ def received(
 ) -> tuple[Tensor, ...]:
     """Return the positions of a sequence that this process wants, in their natural order.
 
-    The gradient of a part is the sum over all processes.
+    The gradient of a part is the sum over all processes that want it.
 
     tensors: this process's part, [B, H, S of the part, D] each.
     parts, wanted: for each process the positions that it has, in its order, and those that it wants, ascending.
@@ -199,7 +193,7 @@ class _Layout(NamedTuple):
     sizes: tuple[torch.Size, ...]  # [H, D] of each tensor
 
     def packed(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the tensors as rows [N, numbers]."""
+        """Return the tensors side by side, as rows [N, numbers]."""
         if compat.is_compiling():  # Inductor fuses this; in eager mode it would copy twice
             rows = torch.cat([x.flatten(-2) for x in tensors], -1)
         elif len(tensors) == 1 and tensors[0].is_contiguous():
@@ -225,7 +219,7 @@ def _all_to_all(what: str, rows: Tensor, come: Sequence[int], sent: Sequence[int
     """Return the rows that come from all processes, given those that go to them.
 
     what: what the rows are, for errors.
-    come, sent: numbers of rows from and to each process.
+    come, sent: numbers of rows from and to each process, in the order of the rows.
     """
     with exchanging(what):
         if compat.is_compiling():
@@ -238,7 +232,7 @@ def _all_to_all(what: str, rows: Tensor, come: Sequence[int], sent: Sequence[int
 class _Travel(NamedTuple):
     """An exchange of rows: what they are, and their layout and numbers on both sides.
 
-    strides: those of each result, or None where it stays in the memory of the rows.
+    strides: those of each result, or None for a result that shares the memory of the rows.
     of_gradients: strides of the gradients; by default those of the tensors.
     """
 
@@ -257,20 +251,19 @@ class _Travel(NamedTuple):
         return tuple(x if strides is None or compat.is_compiling() else _laid(x, strides) for x, strides in results)
 
     def back(self, tensors: Sequence[Tensor]) -> _Travel:
-        """Return the way of the gradients of tensors."""
+        """Return the exchange that sends the gradients of tensors back."""
         strides = [self.of_gradients or _strides_to_fill(x) for x in tensors]
         return _Travel(self.what, self.there, self.here, self.sent, self.come, self.group, strides)
 
 
 def _laid(x: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """Return a copy with these strides."""
     place = torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
     copy(place, x)
     return place
 
 
 def _strides_to_fill(x: Tensor) -> tuple[int, ...] | None:
-    """Return the strides of a tensor that fills its memory; None for another one."""
+    """Return the strides of a tensor without gaps or overlaps in its memory; None for another one."""
     return x.stride() if torch.empty_like(x, device="meta").stride() == x.stride() else None
 
 
@@ -286,9 +279,8 @@ def _exchanged(
 ) -> tuple[Tensor, ...]:
     """Exchange tensors [..., B, H, D].
 
-    lead: the sizes of what comes but for the last two, which are those of the tensors.
-    strides: those that what comes shall have; by default it lies as it has travelled.
-    of_gradients: those that gradients shall have; by default those of the tensors.
+    lead: the sizes of the results but for the last two, which are those of the tensors.
+    strides, of_gradients: as in _Travel, for each result.
     """
     here = _Layout(tensors[0].shape[:-2], tuple(x.shape[-2:] for x in tensors))
     there, group = here._replace(lead=lead), mesh.get_group()
@@ -299,8 +291,6 @@ def _exchanged(
 
 
 class _Exchanged(torch.autograd.Function):
-    """Tensors that come; backwards, their gradients go back."""
-
     @staticmethod
     def forward(ctx: Any, travel: _Travel, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.back = travel.back(tensors)
@@ -340,7 +330,7 @@ class _Seen:
         return results
 
     def back(self, gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return the gradients of this process's part."""
+        """Return the gradients of this process's part: its own, and those that other processes send."""
         come = self._travel(gradients, self._arrive, self._leave, self._sent_rows, self._come_rows)
         results = tuple(_with_length(x, self._sizes[0]) for x in gradients)
         is_whole = sum(_width(here) for here, _ in self._keep) == self._sizes[0]
@@ -367,8 +357,6 @@ class _Seen:
 
 
 class _Received(torch.autograd.Function):
-    """Positions that a process wants; backwards, their gradients go back and are added up."""
-
     @staticmethod
     def forward(ctx: Any, seen: _Seen, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.seen = seen
@@ -389,7 +377,7 @@ class _Places:
         self.size = self._starts[-1]
 
     def of(self, start: int, stop: int) -> slice:
-        """Return the place of positions that lie inside one part."""
+        """Return where positions stand that lie inside one part."""
         index = next(i for i, (first, end) in enumerate(self._parts) if first <= start and stop <= end)
         first = self._starts[index] + start - self._parts[index][0]
         return slice(first, first + stop - start)
@@ -404,10 +392,7 @@ def _with_length(x: Tensor, length: int) -> Tensor:
 
 
 def arranged(x: Tensor, parts: Parts, dim: int = 2) -> Tensor:
-    """Return parts of a sequence in their natural order.
-
-    They lie one after the other along `dim`.
-    """
+    """Return parts of a sequence, which lie one after the other along `dim`, in their natural order."""
     if are_ascending(parts):
         return x
     pieces = x.split([stop - start for start, stop in parts], dim)

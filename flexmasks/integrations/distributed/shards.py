@@ -85,10 +85,7 @@ def unshard(x: Tensor, order: Order, mesh: DeviceMesh, dim: int = 1, check: bool
 
 
 def _check(name: str, x: Any, order: Any, mesh: DeviceMesh, length: int | None, dim: int) -> None:
-    """Check the arguments.
-
-    length: the tokens that x must have, by default those of this process's part.
-    """
+    """Raise ValueError if x does not have `length` tokens, by default as many as this process's part."""
     if not isinstance(order, Order) or order.ranks != mesh.size():
         fail(name, f"`order` must be an Order of the {mesh.size()} processes of the mesh, got {order!r}.")
     length = order.sizes[rank_in(mesh)] if length is None else length

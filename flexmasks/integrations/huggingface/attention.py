@@ -14,14 +14,14 @@ from torch import Tensor
 
 from flexmasks import compat
 from flexmasks.attention import attention, dense_mask
-from flexmasks.cache import ENTRY, Cache
+from flexmasks.cache import ENTRY, PLANS, Part
 from flexmasks.integrations.huggingface.late import LateMask, ShardedMask, may_keep, with_versions
 from flexmasks.integrations.huggingface.recognition import Parts
 from flexmasks.integrations.huggingface.sharding import Sharding, Whole, active
 from flexmasks.masks.packed import packed
 from flexmasks.spec import Mask, get_mask, get_score
 
-_DERIVED: Cache[Tensor] = Cache("huggingface", max_bytes=1 << 28)  # what a step's layers compute from one tensor
+_DERIVED: Part[Tensor] = Part(PLANS, "huggingface")  # what a step's layers compute from one tensor
 
 _CAUSAL = ("causal", "sliding_window")
 _log = logging.getLogger("flexmasks")
@@ -162,7 +162,7 @@ def _fail(message: str) -> NoReturn:
 
 
 def _of_mask(mask: Any, query: Tensor, key: Tensor) -> tuple[Any, int | Tensor, Tensor | None]:
-    """Return a mask, where its queries start, and what to add to the scores."""
+    """Return a mask, the position of its first query, and what to add to the scores."""
     if isinstance(mask, LateMask):
         _, _, q_length, kv_length = mask.shape
         # A prefix of the keys, as PEFT adds, is visible where all keys are.
@@ -192,9 +192,9 @@ def _of_mask(mask: Any, query: Tensor, key: Tensor) -> tuple[Any, int | Tensor, 
 
 
 def _leaves_documents_together(module: torch.nn.Module, mask: LateMask, position_ids: Tensor | None) -> bool:
-    """Return whether positions start anew in a row that the mask does not divide.
+    """Return whether positions start anew in a row that the mask does not divide into documents.
 
-    Few calls of a first layer are looked at. Positions of padding may start anew, too.
+    Only the first calls of a first layer are looked at, and none with padding, whose positions may start anew, too.
     """
     layer = getattr(module, "layer_idx", None)
     if not may_keep(mask.device) or layer or mask.parts.packing:
@@ -209,7 +209,6 @@ def _leaves_documents_together(module: torch.nn.Module, mask: LateMask, position
 
 @functools.cache
 def _warn_of_documents(layer: str) -> None:
-    """Warn once that documents of a packed row see each other."""
     _log.warning(
         "%s: position_ids start anew inside of rows, but transformers made the mask without them, because the model "
         "leaves them out, as GPT-OSS does, or got an attention_mask, too. So the documents of a packed row see each "
@@ -220,7 +219,7 @@ def _warn_of_documents(layer: str) -> None:
 
 
 def _derived(make: Callable[..., Tensor], given: Tensor, *sizes: int) -> Tensor:
-    """Return the result of `make`, which only the first layer of a step computes."""
+    """Return make(given, *sizes), which only the first layer of a step computes."""
     if not may_keep(given.device):
         return make(given, *sizes)
     derived = _DERIVED.get((make, *sizes), [given])
@@ -231,32 +230,26 @@ def _derived(make: Callable[..., Tensor], given: Tensor, *sizes: int) -> Tensor:
 
 
 def _row(mask: Tensor, batch: int) -> Tensor:
-    """Return the keys that all queries of each batch element see.
-
-    A cache of what was derived from a tensor must not keep the tensor itself alive.
-    """
+    """Return the keys that all queries of each batch element see, bool [batch, keys]."""
     row = mask[:, 0, 0].expand(batch, -1)
-    return row.clone() if may_keep(mask.device) else row
+    return row.clone() if may_keep(mask.device) else row  # what `_derived` keeps must not keep the mask itself alive
 
 
 def _visible(mask: Tensor) -> Tensor:
-    """Return where a mask that is added to the scores hides nothing."""
+    """Return what a mask that is added to the scores does not hide."""
     return mask > torch.finfo(mask.dtype).min / 2
 
 
 def _documents(position_ids: Tensor) -> Tensor:
-    """Return the number of each token's document.
-
-    A document starts where positions do not go on by one.
-    """
+    """Return the number of each token's document; one starts where positions do not go on by one."""
     first = position_ids[:, :1] - 1
     return (position_ids.diff(dim=1, prepend=first) != 1).cumsum(1)
 
 
 def _with_rows(table: Tensor, query: Tensor) -> Tensor:
-    """Return a table with a row for each query.
+    """Return a table with a row for each query, and a table that has them as the same object.
 
-    The layers of a step find each other's plans only by the same tensor object, so it is kept if it may be.
+    By the same object the layers of a step find each other's plans.
     """
     return table if table.shape[2] == query.shape[2] else table.expand(-1, -1, query.shape[2], -1)
 
@@ -310,15 +303,12 @@ def _of_one_document(
 
 
 def _is_of_tokens(position_ids: Tensor | None, length: int) -> bool:
-    """Return whether there are positions of all tokens.
-
-    Others are those of a grid of pixels, or of some of the tokens only.
-    """
+    """Return whether positions are those of all tokens, not of a grid of pixels or of some tokens only."""
     return position_ids is not None and position_ids.ndim == 2 and position_ids.shape[1] == length
 
 
 def _several_documents(position_ids: Tensor) -> Tensor | None:
-    """Return the number of each token's document, or None without packed rows."""
+    """Return the number of each token's document, or None if each row is one document."""
     documents = _derived(_documents, position_ids)
     if may_keep(documents.device) and not bool(_derived(_has_several, documents)):
         return None
@@ -350,12 +340,11 @@ def _of_documents(
 
 
 def _has_several(documents: Tensor) -> Tensor:
-    """Return whether some row has several documents, on the host."""
+    """Return whether some row has several documents, bool [] on the host."""
     return documents[:, -1].any().cpu()
 
 
 def _chunk_of(module: torch.nn.Module) -> int | None:
-    """Return the length of the chunks in which a layer attends, or None."""
     config = getattr(module, "config", None)
     layer_types = getattr(config, "layer_types", None)
     layer = getattr(module, "layer_idx", None)
@@ -382,7 +371,7 @@ def _of_whole(
 ) -> tuple[Mask, Whole]:
     """Return a layer's mask of the whole sequence, and the parts of the processes.
 
-    given: the mask of this process's part.
+    given: the mask that the layer got, of this process's part.
     """
     if isinstance(given, ShardedMask) and given.of_whole is not None:
         return given.of_whole
@@ -391,7 +380,7 @@ def _of_whole(
     if isinstance(given, ShardedMask):
         masks, padding, packing = given.parts.others, given.padding, given.position_ids
         chunk = next((m.params["chunk"] for m in masks if m.name == "chunked"), None)
-        others = [m for m in masks if m.name != "chunked"]  # where chunks start is known to all processes together
+        others = [m for m in masks if m.name != "chunked"]  # all processes together know where chunks start
         if any(m.tensors() for m in others) and not problem:
             problem = (
                 f"the mask of {type(module).__name__} has tensors that each process knows only for its own part: "

@@ -26,9 +26,9 @@ _TEXT_COLUMNS = 40  # of a picture among several
 
 @dataclass(frozen=True, eq=False)
 class LayerMask:
-    """A mask with the sizes of a layer's call.
+    """A mask with the sizes of a layer's call; printed, or displayed by Jupyter, it is its picture.
 
-    Printed, or displayed by Jupyter, it is its picture. Masks are equal if they and their sizes are.
+    Two are equal if their masks and sizes are.
 
     mask: the mask.
     q_offset: the position of the first query, as in `flexmasks.attention`.
@@ -88,7 +88,7 @@ class LayerMask:
 class LayerMasks(Mapping[str, LayerMask]):
     """Masks of a model's layers by the names of the modules, as `masks` returns them.
 
-    Printed, or displayed by Jupyter, they are a picture of each different mask, with its sparsity and the layers that
+    Printed, or displayed by Jupyter, they show a picture of each different mask, with its sparsity and the layers that
     have it.
     """
 

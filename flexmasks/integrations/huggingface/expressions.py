@@ -15,6 +15,15 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 
+def _of_two(operation: str, is_reflected: bool = False) -> Callable[[Expression, Any], Expression]:
+    """Return the method of Expression that writes an operator with two operands down."""
+
+    def method(self: Expression, other: Any) -> Expression:
+        return Expression(operation, *((other, self) if is_reflected else (self, other)))
+
+    return method
+
+
 class Expression:
     """An operation on operands: other expressions, numbers and tensors.
 
@@ -26,64 +35,29 @@ class Expression:
         self.operation = operation
         self.operands = operands
 
-    def __lt__(self, other: Any) -> Expression:
-        return Expression("lt", self, other)
-
-    def __le__(self, other: Any) -> Expression:
-        return Expression("le", self, other)
-
-    def __gt__(self, other: Any) -> Expression:
-        return Expression("gt", self, other)
-
-    def __ge__(self, other: Any) -> Expression:
-        return Expression("ge", self, other)
-
-    def __eq__(self, other: object) -> Expression:  # type: ignore[override] # as for tensors
-        return Expression("eq", self, other)
-
-    def __ne__(self, other: object) -> Expression:  # type: ignore[override] # as for tensors
-        return Expression("ne", self, other)
-
+    __lt__ = _of_two("lt")
+    __le__ = _of_two("le")
+    __gt__ = _of_two("gt")
+    __ge__ = _of_two("ge")
+    __eq__ = _of_two("eq")  # type: ignore[assignment] # as for tensors
+    __ne__ = _of_two("ne")  # type: ignore[assignment] # as for tensors
     __hash__ = None  # type: ignore[assignment] # equality is an expression
+
+    __add__ = _of_two("add")
+    __radd__ = _of_two("add", is_reflected=True)
+    __sub__ = _of_two("sub")
+    __rsub__ = _of_two("sub", is_reflected=True)
+    __mul__ = _of_two("mul")
+    __rmul__ = _of_two("mul", is_reflected=True)
+    __floordiv__ = _of_two("floordiv")
+    __mod__ = _of_two("mod")
+    __and__ = _of_two("and_")
+    __rand__ = _of_two("and_", is_reflected=True)
+    __or__ = _of_two("or_")
+    __ror__ = _of_two("or_", is_reflected=True)
 
     def __bool__(self) -> bool:
         raise TypeError("an index stands for many values at once, and has no truth value")
-
-    def __add__(self, other: Any) -> Expression:
-        return Expression("add", self, other)
-
-    def __radd__(self, other: Any) -> Expression:
-        return Expression("add", other, self)
-
-    def __sub__(self, other: Any) -> Expression:
-        return Expression("sub", self, other)
-
-    def __rsub__(self, other: Any) -> Expression:
-        return Expression("sub", other, self)
-
-    def __mul__(self, other: Any) -> Expression:
-        return Expression("mul", self, other)
-
-    def __rmul__(self, other: Any) -> Expression:
-        return Expression("mul", other, self)
-
-    def __floordiv__(self, other: Any) -> Expression:
-        return Expression("floordiv", self, other)
-
-    def __mod__(self, other: Any) -> Expression:
-        return Expression("mod", self, other)
-
-    def __and__(self, other: Any) -> Expression:
-        return Expression("and_", self, other)
-
-    def __rand__(self, other: Any) -> Expression:
-        return Expression("and_", other, self)
-
-    def __or__(self, other: Any) -> Expression:
-        return Expression("or_", self, other)
-
-    def __ror__(self, other: Any) -> Expression:
-        return Expression("or_", other, self)
 
     def __neg__(self) -> Expression:
         return Expression("neg", self)
@@ -94,9 +68,7 @@ class Expression:
     def __abs__(self) -> Expression:
         return Expression("abs", self)
 
-    def abs(self) -> Expression:
-        """Return the absolute value."""
-        return Expression("abs", self)
+    abs = __abs__
 
     # Methods and properties of tensors that masks call on an index, or on a result.
 
@@ -112,10 +84,7 @@ class Expression:
         """Return the same: expressions have no device, and booleans stay booleans."""
         return self
 
-    @property
-    def device(self) -> None:
-        """None: expressions have no device."""
-        return
+    device = None
 
     @classmethod
     def __torch_function__(
@@ -130,7 +99,7 @@ INDICES = tuple([Expression(name) for name in ("b", "h", "q", "kv")])
 
 
 class _IndexingByExpressions(TorchFunctionMode):
-    """Mode that sees `tensor[expression]`, which torch calls as an operation on the tensor."""
+    """A mode that writes `tensor[expression]` down, for which torch calls no method of the expression."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -147,10 +116,7 @@ def _item(table: Any, index: Any) -> Expression:
 
 
 def expression_of(function: Callable[..., Any]) -> Expression | None:
-    """Return what a mask function computes, or None if it only runs on tensors.
-
-    torch.compile can trace this function.
-    """
+    """Return what a mask function computes, or None if it only runs on tensors; torch.compile can trace this."""
     try:
         with _IndexingByExpressions():
             result = function(*INDICES)

@@ -12,17 +12,16 @@ from flexmasks import compat
 from flexmasks.attention import block_mask, dense_mask
 from flexmasks.blocks.elements import with_indexing_by_numbers
 from flexmasks.integrations.huggingface.recognition import Parts, Positions, recognized
-from flexmasks.integrations.huggingface.sharding import Sharding, Whole, active
-from flexmasks.plans.plan import is_captured
+from flexmasks.integrations.huggingface.sharding import Sharding, Whole, active, fail
+from flexmasks.plans.sizes import is_captured
 from flexmasks.spec import Mask, get_mask
 from flexmasks.spec.structure import Opaque, replaced
 
 
 class LateMask(compat.BlockMask):
-    """A mask with the sizes of a step, which the first attention call plans.
+    """A mask with the sizes of a step.
 
-    It is planned for the backend that runs the call; the calls of other layers find the plan.
-
+    The first attention call plans it, for the backend that runs the call; the calls of other layers find the plan.
     transformers hands on a tensor or a BlockMask with a shape of four dimensions, so it is a BlockMask.
 
     shape: (batch, 1, queries, keys).
@@ -41,7 +40,6 @@ class LateMask(compat.BlockMask):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Batch, 1, queries, keys."""
         return self.sizes
 
     # Models ask these questions of a mask.
@@ -53,15 +51,12 @@ class LateMask(compat.BlockMask):
 
     @property
     def ndim(self) -> int:
-        """4."""
         return len(self.sizes)
 
     def dim(self) -> int:
-        """Return 4."""
         return len(self.sizes)
 
     def size(self, dim: int | None = None) -> Any:
-        """Return the shape, or one size."""
         return self.sizes if dim is None else self.sizes[dim]
 
     def contiguous(self) -> LateMask:
@@ -69,7 +64,6 @@ class LateMask(compat.BlockMask):
         return self
 
     def to(self, device: torch.device | str, *given: Any, **options: Any) -> LateMask:
-        """Return the mask with its tensors on a device."""
         parts = Parts([m.to(device) for m in self.parts.others], [m.to(device) for m in self.parts.packing])
         q_offset = self.q_offset.to(device) if isinstance(self.q_offset, Tensor) else self.q_offset
         return LateMask(parts, q_offset, self.sizes, torch.device(device))
@@ -79,7 +73,6 @@ class LateMask(compat.BlockMask):
         return dense_mask(self.mask, **self._extents())
 
     def planned(self) -> compat.BlockMask:
-        """Return the blocks of the mask."""
         return block_mask(self.mask, **self._extents())
 
     def _extents(self) -> dict[str, Any]:
@@ -95,10 +88,7 @@ class LateMask(compat.BlockMask):
     # Models may combine the mask with booleans of their own, and get booleans.
 
     def __invert__(self) -> Tensor:
-        """Return True for the hidden pairs.
-
-        torch.compile does not trace this operator, but `logical_not`.
-        """
+        """Return True for the hidden pairs, as `logical_not`, which torch.compile traces in place of this operator."""
         return self.logical_not()
 
     def __and__(self, other: Tensor) -> Tensor:
@@ -106,7 +96,6 @@ class LateMask(compat.BlockMask):
         return cast(Tensor, self[...]) & other
 
     def logical_not(self) -> Tensor:
-        """Return True for the hidden pairs."""
         return ~cast(Tensor, self[...])
 
     @classmethod
@@ -125,7 +114,7 @@ class LateMask(compat.BlockMask):
 
 
 class ShardedMask(LateMask):
-    """A mask that the first attention call makes one of the whole sequence.
+    """The mask of one process's part of a sequence; the first attention call makes it one of the whole sequence.
 
     The sizes, and the tensors of `parts`, are those of the part.
 
@@ -151,30 +140,22 @@ class ShardedMask(LateMask):
         self.of_whole: tuple[Mask, Whole] | None = None
 
     def to(self, device: torch.device | str, *given: Any, **options: Any) -> ShardedMask:
-        """Return the mask with its tensors on a device."""
         moved = super().to(device)
         inputs = (None if x is None else x.to(device) for x in (self.padding, self.position_ids))
         return ShardedMask(moved.parts, self.sizes, moved.device, self.sharding, *inputs)
 
-    def to_dense(self) -> Tensor:
-        """Raise ValueError, because a part of a sequence has no mask of its own."""
-        raise ValueError(
-            "flexmasks.integrations.huggingface.sharded: the model computes with its mask, which no process has whole."
-        )
-
-    def planned(self) -> NoReturn:
-        """Raise ValueError, because a part of a sequence has no mask of its own."""
-        self.to_dense()
-        raise AssertionError
+    def _extents(self) -> NoReturn:
+        fail("the model computes with its mask, which no process has whole.")
 
 
-# Models that compute with a tensor, which masks of one query are, and some that leave out a BlockMask in silence.
+# Models that compute with their mask as a tensor, which masks of one query are, and some that leave out a BlockMask
+# without a message.
 _REFUSED = (
     "doge", "bloom", "codegen", "xglm", "gpt_neox_japanese", "big_bird", "visual_bert", "longformer"
 )  # fmt: skip
 
-# Models that need numbers to add to scores. The first one appends those of further keys, and goes on with an attention
-# function; the other one is a part of models that do.
+# Models that need the mask as numbers to add to scores. The first one appends those of further keys, and calls an
+# attention function; the other one is a part of models that do.
 _ADDED = ("deepseek_v4", "gemma4_audio")
 
 
@@ -198,7 +179,7 @@ def make_mask(
     """Return the mask of a step; transformers calls this function.
 
     A step of decoding with a static cache gets the only row of its mask, bool [batch, 1, 1, keys]: transformers makes
-    it outside of the compiled model, which would compile again for each new number in a mask.
+    the mask outside of the compiled model, which would compile again for each new number in a LateMask.
 
     Args:
         batch_size, q_length, kv_length: the sizes of the step.
@@ -218,30 +199,35 @@ def make_mask(
             'attn_implementation="eager".'
         )
     device = torch.device(device)
+    shape = batch_size, 1, q_length, kv_length
+
+    def visible() -> Tensor:
+        return _evaluated(mask_function, shape, q_offset, kv_offset, use_vmap, device)
+
     if model_type in _ADDED:
-        visible = _evaluated(mask_function, (batch_size, q_length, kv_length), q_offset, kv_offset, use_vmap, device)
-        return _added(visible, _padding(attention_mask, kv_offset, kv_length), others.get("dtype", torch.float32))
+        shown = _without_padding(visible(), _padding(attention_mask, kv_offset, kv_length))
+        dtype = others.get("dtype", torch.float32)
+        return torch.zeros(shape, dtype=dtype, device=device).masked_fill(~shown, torch.finfo(dtype).min)
     sharding = active()
     if sharding is not None:
-        sizes = (batch_size, 1, q_length, kv_length)
-        offsets = (q_offset, kv_offset)
-        of_part: ShardedMask = _of_part(sharding, sizes, offsets, mask_function, attention_mask, use_vmap, device)
+        offsets = q_offset, kv_offset
+        of_part: ShardedMask = _of_part(sharding, shape, offsets, mask_function, attention_mask, use_vmap, device)
         return of_part
     padding = _padding(attention_mask, kv_offset, kv_length)
-    first_query = q_offset - kv_offset
     if q_length == 1 and not allow_is_causal_skip:
-        visible = _evaluated(mask_function, (batch_size, 1, kv_length), q_offset, kv_offset, use_vmap, device)
-        return visible if padding is None else visible & padding[:, None, None]
+        return _without_padding(visible(), padding)
+    first_query = q_offset - kv_offset
     may_read = may_keep(device)
     if isinstance(first_query, Tensor):
         first_query = int(first_query) if may_read else first_query.reshape(1).expand(batch_size)
     query_stop = kv_offset + (kv_length if isinstance(first_query, Tensor) else first_query + q_length)
     positions = Positions(batch_size, kv_offset, kv_offset + kv_length, query_stop, device, not use_vmap)
     parts = recognized(mask_function, positions)
-    if parts is None:
-        parts, first_query = _of_unknown(
-            mask_function, (batch_size, q_length, kv_length), q_offset, first_query, kv_offset, use_vmap, device
-        )
+    if parts is None and compat.is_compiling():  # torch.compile cannot hand over a function that captures variables
+        parts, first_query = Parts([get_mask("dense", visible=visible())], []), 0
+    elif parts is None:
+        moved = _moved(mask_function, torch.tensor(kv_offset, device=device)) if kv_offset else mask_function
+        parts = Parts([get_mask(moved)], [])
     # The host waits for one value, as in transformers' "sdpa", because masks without padding have faster kernels.
     if attention_mask is not None and padding is not None and may_read:
         is_real = attention_mask if _hides_keys_behind(attention_mask.shape[-1], query_stop, parts) else padding
@@ -250,49 +236,45 @@ def make_mask(
         parts.others.append(get_mask("key_padding", attention_mask=padding))
     if may_read and torch.is_inference_mode_enabled():
         parts = Parts([with_versions(m) for m in parts.others], [with_versions(m) for m in parts.packing])
-    return LateMask(parts, first_query, (batch_size, 1, q_length, kv_length), device)
+    return LateMask(parts, first_query, shape, device)
 
 
-def _added(visible: Tensor, padding: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return a mask as numbers that are added to scores, as "eager" does."""
-    visible = visible if padding is None else visible & padding[:, None, None]
-    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill(~visible, torch.finfo(dtype).min)
+def _without_padding(visible: Tensor, padding: Tensor | None) -> Tensor:
+    return visible if padding is None else visible & padding[:, None, None]
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _of_part(
     sharding: Sharding,
-    sizes: tuple[int, int, int, int],
+    shape: tuple[int, int, int, int],
     offsets: tuple[int | Tensor, int],
     function: Callable[..., Any],
     attention_mask: Tensor | None,
     use_vmap: bool,
     device: torch.device,
 ) -> ShardedMask:
-    """Return the mask of a step in which processes share a sequence."""
-    batch, _, length, kv_length = sizes
-    call = "flexmasks.integrations.huggingface.sharded"
+    batch, _, length, kv_length = shape
     if any(isinstance(x, Tensor) or x for x in offsets):
-        raise ValueError(
-            f"{call}: the model goes on with a key-value cache, and a sharded sequence has none. Call the model with "
-            "whole texts and `use_cache=False`, and `generate` outside of `sharded`."
+        fail(
+            "the model goes on with a key-value cache, and a sharded sequence has none. Call the model with whole "
+            "texts and `use_cache=False`, and `generate` outside of `sharded`."
         )
     if attention_mask is not None and (attention_mask.ndim != 2 or attention_mask.shape[1] != kv_length):
-        raise ValueError(f"{call}: `attention_mask` must be [batch, tokens], got {list(attention_mask.shape)}.")
+        fail(f"`attention_mask` must be [batch, tokens], got {list(attention_mask.shape)}.")
     if length != kv_length:
-        raise ValueError(
-            f"{call}: the step has {length} queries and {kv_length} keys. `attention_mask` must be this process's "
-            "part of the whole one, `distributed.shard(attention_mask, order, mesh)`. Static caches cannot be used."
+        fail(
+            f"the step has {length} queries and {kv_length} keys. `attention_mask` must be this process's part of the "
+            "whole one, `distributed.shard(attention_mask, order, mesh)`. Static caches cannot be used."
         )
     positions = Positions(batch, 0, length, length, device, not use_vmap)
     parts = recognized(function, positions) or Parts([get_mask(function)], [])
-    return ShardedMask(parts, sizes, device, sharding, attention_mask, sharding.take_position_ids())
+    return ShardedMask(parts, shape, device, sharding, attention_mask, sharding.take_position_ids())
 
 
 def with_versions(mask: Mask) -> Mask:
     """Return the mask with copies of its tensors that count their changes.
 
-    Tensors of inference mode do not, so layers would not find each other's plans.
+    Layers find each other's plans by these counts, which tensors of inference mode lack.
     """
     tensors = mask.tensors()
     try:
@@ -304,23 +286,17 @@ def with_versions(mask: Mask) -> Mask:
 
 
 def may_keep(device: torch.device) -> bool:
-    """Return whether the values of a device's tensors may be read and kept.
-
-    They may not if a graph is made of the call.
-    """
+    """Return whether the host may read the values of a device's tensors and keep them: not while a graph is made."""
     return not compat.is_compiling() and not is_captured(device)
 
 
 def _hides_keys_behind(length: int, query_stop: int, parts: Parts) -> bool:
-    """Return whether no query sees keys behind `length` tokens, as in a static cache."""
+    """Return whether no query sees keys behind the first `length` tokens, as those of a static cache."""
     return length >= query_stop and any(m.name in ("causal", "sliding_window") for m in parts.others)
 
 
 def _padding(attention_mask: Tensor | None, first: int, length: int) -> Tensor | None:
-    """Return the padding of the keys of a step.
-
-    Keys of a static cache that are not written yet are padding, too.
-    """
+    """Return the padding of the keys of a step; keys that a static cache has not written yet are padding, too."""
     if attention_mask is None:
         return None
     missing = first + length - attention_mask.shape[-1]
@@ -331,29 +307,8 @@ def _padding(attention_mask: Tensor | None, first: int, length: int) -> Tensor |
     return attention_mask[:, first : first + length]
 
 
-def _of_unknown(
-    function: Callable[..., Any],
-    sizes: tuple[int, int, int],
-    q_offset: int | Tensor,
-    first_query: int | Tensor,
-    kv_offset: int,
-    use_vmap: bool,
-    device: torch.device,
-) -> tuple[Parts, int | Tensor]:
-    """Return the mask of any function, and the position of its first query.
-
-    torch.compile cannot hand over a function that captures variables, so the function is evaluated there.
-    """
-    if compat.is_compiling():
-        visible = _evaluated(function, sizes, q_offset, kv_offset, use_vmap, device)
-        return Parts([get_mask("dense", visible=visible)], []), 0
-    if kv_offset:
-        function = _moved(function, torch.tensor(kv_offset, device=device))
-    return Parts([get_mask(function)], []), first_query
-
-
 def _moved(function: Callable[..., Any], first: Tensor) -> Callable[..., Any]:
-    """Return a function of positions that start at the first key."""
+    """Return the function of positions that are counted from the first key."""
 
     def moved(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Any:
         return function(b, h, q + first, kv + first)
@@ -363,14 +318,14 @@ def _moved(function: Callable[..., Any], first: Tensor) -> Callable[..., Any]:
 
 def _evaluated(
     function: Callable[..., Any],
-    sizes: tuple[int, int, int],
+    shape: tuple[int, int, int, int],
     q_offset: int | Tensor,
     kv_offset: int,
     use_vmap: bool,
     device: torch.device,
 ) -> Tensor:
-    """Return all values of a mask function, [batch, 1, queries, keys]."""
-    batch, q_length, kv_length = sizes
+    """Return all values of a mask function, bool [batch, 1, queries, keys]."""
+    batch, _, q_length, kv_length = shape
     b, h = torch.arange(batch, device=device), torch.arange(1, device=device)
     q = torch.arange(q_length, device=device) + q_offset
     kv = torch.arange(kv_length, device=device) + kv_offset
@@ -380,4 +335,4 @@ def _evaluated(
         visible: Tensor = with_indexing_by_numbers(function)(b, h, q, kv)
         return visible
     visible = function(b[:, None, None, None], h[:, None, None], q[:, None], kv)
-    return visible.expand(batch, 1, q_length, kv_length)
+    return visible.expand(shape)

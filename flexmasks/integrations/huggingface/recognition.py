@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -9,13 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexmasks.integrations.huggingface.expressions import (
-    Expression,
-    are_same,
-    expression_of,
-    indices_in,
-    value_of,
-)
+from flexmasks.integrations.huggingface.expressions import Expression, are_same, expression_of, indices_in, value_of
 from flexmasks.spec import Mask, get_mask
 
 _FAR = 1 << 30  # farther than any key
@@ -23,12 +19,11 @@ _FAR = 1 << 30  # farther than any key
 
 @dataclass(frozen=True)
 class Positions:
-    """The positions that a mask function is asked for.
+    """The positions of a step, counted from the start of the text; flexmasks counts them from the first key.
 
-    Keys are at `first` .. `key_stop` - 1, and queries before `query_stop`, counted from the start of the text. To the
-    library, positions start at the first key.
-
-    trusted: whether all parts of the function are transformers' own.
+    first, key_stop: keys are at `first` .. `key_stop` - 1.
+    query_stop: queries are before it.
+    trusted: whether all parts of the mask function are transformers' own.
     packed: whether another part of the function shows a query its own document of a packed row only. Counted from the
         start of the document or of the text, a query and a key then have the same distance.
     """
@@ -43,21 +38,22 @@ class Positions:
 
 
 class Interval(NamedTuple):
-    """The keys at distances `low` to `high` from a query, both included.
-
-    None is no limit.
+    """The keys at distances `low` to `high` from a query, both included; by default all.
 
     remapped: whether positions are counted from the start of a document of a packed row.
     """
 
-    low: int | None
-    high: int | None
+    low: int = -_FAR
+    high: int = _FAR
     remapped: bool = False
+
+    def narrowed(self, other: Interval) -> Interval:
+        return Interval(max(self.low, other.low), min(self.high, other.high), self.remapped or other.remapped)
 
 
 @dataclass
 class Parts:
-    """Masks that must all show a pair.
+    """Masks that must all show a pair of a query and a key.
 
     packing: those that keep the documents of a packed row apart.
     """
@@ -66,47 +62,49 @@ class Parts:
     packing: list[Mask]
 
     def mask(self, with_packing: bool = True) -> Mask:
-        """Return the mask of all parts."""
-        masks = self.others + (self.packing if with_packing else [])
-        if not masks:
-            return get_mask("full")
-        mask = masks[0]
-        for other in masks[1:]:
-            mask = mask & other
-        return mask
+        return _all_of(self.others + (self.packing if with_packing else []))
+
+
+def _all_of(masks: list[Mask]) -> Mask:
+    return functools.reduce(operator.and_, masks) if masks else get_mask("full")
 
 
 def recognized(function: Callable[..., Any], positions: Positions) -> Parts | None:
-    """Return a mask function as masks of this library.
+    """Return a mask function as masks of this library, or None if some part of it has no such mask.
 
-    The result is None if some part of it has no such mask.
-
-    torch.compile can trace this function.
+    torch.compile can trace this.
     """
     expression = expression_of(function)
-    return None if expression is None else _conjunction(expression, positions)
+    found = None if expression is None else _conjunction(expression, positions)
+    return None if found is None else Parts(_of_interval(found.interval) + found.others, found.packing)
 
 
-def _conjunction(expression: Expression, positions: Positions) -> Parts | None:
-    """Return the masks of a chain of `and`."""
-    interval = Interval(None, None)
+class _Conjunction(NamedTuple):
+    """A chain of `and`: an interval of keys, and masks, of which those in `packing` keep documents apart."""
+
+    interval: Interval
+    others: list[Mask]
+    packing: list[Mask]
+
+
+def _conjunction(expression: Expression, positions: Positions) -> _Conjunction | None:
+    """Return a chain of `and`, or None if some part of it has no mask."""
+    interval = Interval()
     equal: list[Mask] = []
     packing: list[Mask] = []
     others: list[Mask] = []
     seeing: list[Tensor] = []
-    factors = _operands(expression, "and_")
-    # Spans of an overlay look like documents, but for another part, which only queries in spans fulfil.
+    factors = [factor for factor in _operands(expression, "and_") if not _is_constant(factor, True)]
+    # The spans of an overlay look like documents. Another part tells them apart, which only queries in spans fulfil.
     indices = [indices_in(factor) for factor in factors]
     shows_spans = any("q" in sides and "k" not in sides for sides in indices)
     packs = [_keeps_documents_apart(factor, positions) for factor in factors]
     is_packed = positions.packed or (any(packs) and not shows_spans)
     for factor, sides, is_packing in zip(factors, indices, packs, strict=True):
-        if _is_constant(factor, True):
-            continue
         own = _interval(factor, positions)
         mask: Mask | None = None
         if own is not None:
-            interval = _narrower(interval, own)
+            interval = interval.narrowed(own)
             continue
         if "h" in sides:
             return None
@@ -129,7 +127,7 @@ def _conjunction(expression: Expression, positions: Positions) -> Parts | None:
     if seeing:
         documents = packing or equal
         others.append(_of_queries(seeing, documents.pop() if documents else None))
-    return Parts([*_of_interval(interval), *equal, *others], packing)
+    return _Conjunction(interval, equal + others, packing)
 
 
 def _keeps_documents_apart(factor: Expression, positions: Positions) -> bool:
@@ -142,9 +140,7 @@ def _keeps_documents_apart(factor: Expression, positions: Positions) -> bool:
 
 def _of_queries(seeing: list[Tensor], document: Mask | None) -> Mask:
     """Return the mask of queries that see everything, or their own document."""
-    visible = seeing[0]
-    for other in seeing[1:]:
-        visible = visible & other
+    visible = functools.reduce(operator.and_, seeing)
     ids = torch.zeros_like(visible, dtype=torch.int32) if document is None else document.params["document_ids"]
     return get_mask("cross_document", q_document_ids=torch.where(visible, ids, ids.amin() - 1), kv_document_ids=ids)
 
@@ -152,74 +148,49 @@ def _of_queries(seeing: list[Tensor], document: Mask | None) -> Mask:
 def _union(expression: Expression, positions: Positions) -> Mask | None:
     """Return the mask of a chain of `or`."""
     terms = [t for t in _operands(expression, "or_") if not _is_constant(t, False)]
-    masks = []
-    for term in terms:
-        parts = _conjunction(term, positions)
-        if parts is None:
-            return None
-        masks.append(parts.mask())
-    if not masks:
+    if not terms:
         return get_mask("band", lower=1, upper=0)
-    spans = _spans(terms, positions) if len(terms) == 2 else None
-    if spans is not None:
-        return get_mask("bidirectional_spans", span_ids=spans)
-    joined = _joined(terms, positions)
-    if joined is not None:
-        return (_of_interval(joined) or [get_mask("full")])[0]
-    mask = masks[0]
-    for other in masks[1:]:
-        mask = mask | other
-    return mask
+    masks, intervals = [], []
+    for term in terms:
+        found = _conjunction(term, positions)
+        if found is None:
+            return None
+        masks.append(_all_of([*_of_interval(found.interval), *found.others, *found.packing]))
+        intervals.append(None if found.others or found.packing else found.interval)
+    if len(terms) == 2:
+        for interval, other in zip(intervals, terms[::-1], strict=True):
+            spans = _spans(other, positions) if interval is not None and interval[:2] == (-_FAR, 0) else None
+            if spans is not None:
+                return get_mask("bidirectional_spans", span_ids=spans)
+        joined = _joined(*intervals)
+        if joined is not None:
+            return _all_of(_of_interval(joined))
+    return functools.reduce(operator.or_, masks)
 
 
-def _spans(terms: list[Expression], positions: Positions) -> Tensor | None:
-    """Return the span of each position, negative for none.
-
-    The result is None unless one of two terms is causal and the other one shows spans.
-    """
-    for text, spans in (terms, terms[::-1]):
-        interval = _interval_of_all(text, positions)
-        if interval is None or interval[:2] != (None, 0) or (interval.remapped and not positions.packed):
-            continue
-        factors = [f for f in _operands(spans, "and_") if not _is_constant(f, True)]
-        if len(factors) != 2 or factors[0].operation != "eq" or not are_same(*factors[0].operands):
-            continue
-        ids, test = factors[0].operands[0], factors[1]
-        is_not_negative = test.operation == "ge" and type(test.operands[1]) is int and test.operands[1] == 0
-        if is_not_negative and are_same(test.operands[0], ids) and "h" not in indices_in(ids):
-            return _values(ids, positions)
+def _spans(expression: Expression, positions: Positions) -> Tensor | None:
+    """Return the span of each position, negative for none, if an expression shows queries their own spans."""
+    factors = [f for f in _operands(expression, "and_") if not _is_constant(f, True)]
+    if len(factors) != 2 or factors[0].operation != "eq" or not are_same(*factors[0].operands):
+        return None
+    ids, test = factors[0].operands[0], factors[1]
+    is_not_negative = test.operation == "ge" and type(test.operands[1]) is int and test.operands[1] == 0
+    if is_not_negative and are_same(test.operands[0], ids) and "h" not in indices_in(ids):
+        return _values(ids, positions)
     return None
 
 
-def _joined(terms: list[Expression], positions: Positions) -> Interval | None:
+def _joined(one: Interval | None, other: Interval | None) -> Interval | None:
     """Return the interval that two intervals without a gap make."""
-    if len(terms) != 2:
+    if one is None or other is None:
         return None
-    intervals = []
-    for term in terms:
-        interval = _interval_of_all(term, positions)
-        if interval is None or (interval.remapped and not positions.packed):
-            return None
-        intervals.append(interval)
-    for number, interval in enumerate(intervals):
-        if interval.low is not None and interval.high is not None and interval.low > interval.high:  # it is empty
-            return intervals[1 - number]
-    one, other = [(-_FAR if i.low is None else i.low, _FAR if i.high is None else i.high) for i in intervals]
-    if max(one[0], other[0]) > min(one[1], other[1]) + 1:
+    if one.low > one.high:  # it is empty
+        return other
+    if other.low > other.high:
+        return one
+    if max(one.low, other.low) > min(one.high, other.high) + 1:
         return None
-    low, high = min(one[0], other[0]), max(one[1], other[1])
-    return Interval(None if low == -_FAR else low, None if high == _FAR else high)
-
-
-def _interval_of_all(expression: Expression, positions: Positions) -> Interval | None:
-    """Return a chain of `and` as an interval, or None if it is none."""
-    interval = Interval(None, None)
-    for factor in _operands(expression, "and_"):
-        own = Interval(None, None) if _is_constant(factor, True) else _interval(factor, positions)
-        if own is None:
-            return None
-        interval = _narrower(interval, own)
-    return interval
+    return Interval(min(one.low, other.low), max(one.high, other.high))
 
 
 # --- intervals ---
@@ -237,43 +208,37 @@ class _Linear(NamedTuple):
     constant: int
     remapped: bool = False
 
+    def plus(self, other: _Linear, factor: int) -> _Linear:
+        q, kv, constant, remapped = other
+        return _Linear(
+            self.q + factor * q, self.kv + factor * kv, self.constant + factor * constant, self.remapped or remapped
+        )
+
 
 def _interval(factor: Any, positions: Positions) -> Interval | None:
     """Return the interval of a comparison of distances, or None for anything else."""
     if factor.operation not in ("lt", "le", "gt", "ge"):
         return None
-    left, right = factor.operands
-    operation = factor.operation
-    if _is_absolute(right):
-        left, right = right, left
-        operation = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}[operation]
-    if _is_absolute(left):
-        distance = _linear(left.operands[0], positions)
-        if type(right) is not int or distance is None or operation not in ("lt", "le"):
+    is_strict = factor.operation in ("lt", "gt")
+    less, more = factor.operands if factor.operation in ("lt", "le") else factor.operands[::-1]
+    if isinstance(less, Expression) and less.operation == "abs":
+        distance = _linear(less.operands[0], positions)
+        if type(more) is not int or distance is None or distance[:3] not in ((1, -1, 0), (-1, 1, 0)):
             return None
-        limit = right - (operation == "lt")
-        if (distance.q, distance.kv) not in ((1, -1), (-1, 1)) or distance.constant:
-            return None
+        limit = more - is_strict
         return Interval(-limit, limit, distance.remapped)
-    one, other = _linear(left, positions), _linear(right, positions)
+    one, other = _linear(less, positions), _linear(more, positions)
     if one is None or other is None:
         return None
-    q, kv, constant = one.q - other.q, one.kv - other.kv, one.constant - other.constant
-    if operation in ("gt", "ge"):
-        q, kv, constant = -q, -kv, -constant
-    limit = -constant - (operation in ("lt", "gt"))  # the distance times q, or kv, is at most this
-    remapped = one.remapped or other.remapped
+    q, kv, constant, remapped = one.plus(other, -1)
+    limit = -constant - is_strict  # the distance times q, or kv, is at most this
     if (q, kv) == (-1, 1):
-        return Interval(None, limit, remapped)
+        return Interval(high=limit, remapped=remapped)
     if (q, kv) == (1, -1):
-        return Interval(-limit, None, remapped)
+        return Interval(low=-limit, remapped=remapped)
     if (q, kv) in ((-1, 0), (0, -1), (-1, -1)) and limit >= 0 and not remapped:  # positions are not negative
-        return Interval(None, None)
+        return Interval()
     return None
-
-
-def _is_absolute(value: Any) -> bool:
-    return isinstance(value, Expression) and value.operation == "abs"
 
 
 def _linear(value: Any, positions: Positions) -> _Linear | None:
@@ -291,45 +256,27 @@ def _linear(value: Any, positions: Positions) -> _Linear | None:
         if position is None or position.constant or position.remapped or indices_in(value.operands[1]) != "b":
             return None
         return position._replace(remapped=True)
-    if value.operation == "neg":
-        inner = _linear(value.operands[0], positions)
-        return None if inner is None else _Linear(-inner.q, -inner.kv, -inner.constant, inner.remapped)
-    if value.operation not in ("add", "sub"):
+    if value.operation not in ("neg", "add", "sub"):
         return None
-    one, other = _linear(value.operands[0], positions), _linear(value.operands[1], positions)
-    if one is None or other is None:
-        return None
-    sign = 1 if value.operation == "add" else -1
-    return _Linear(
-        one.q + sign * other.q,
-        one.kv + sign * other.kv,
-        one.constant + sign * other.constant,
-        one.remapped or other.remapped,
-    )
-
-
-def _narrower(one: Interval, other: Interval) -> Interval:
-    """Return the intersection of two intervals."""
-    lows = [i.low for i in (one, other) if i.low is not None]
-    highs = [i.high for i in (one, other) if i.high is not None]
-    remapped = one.remapped or other.remapped
-    return Interval(max(lows) if lows else None, min(highs) if highs else None, remapped)
+    before, last = [0, *value.operands] if value.operation == "neg" else value.operands
+    one, other = _linear(before, positions), _linear(last, positions)
+    return None if one is None or other is None else one.plus(other, 1 if value.operation == "add" else -1)
 
 
 def _of_interval(interval: Interval) -> list[Mask]:
     """Return the mask of an interval, or none if it shows everything."""
-    low, high = interval.low, interval.high
-    if low is None and high is None:
+    low, high, _ = interval
+    if (low, high) == (-_FAR, _FAR):
         return []
-    if low is None and high == 0:
+    if (low, high) == (-_FAR, 0):
         return [get_mask("causal")]
-    if high == 0 and low is not None and low <= 0:
+    if high == 0 and low <= 0:
         return [get_mask("sliding_window", window=-low)]
-    if low == 0 and high is None:
+    if (low, high) == (0, _FAR):
         return [get_mask("inverse_causal")]
-    if low is not None and high is not None and low <= 0 <= high:
+    if -_FAR < low <= 0 <= high < _FAR:
         return [get_mask("local", left=-low, right=high)]
-    return [get_mask("band", lower=-_FAR if low is None else low, upper=_FAR if high is None else high)]
+    return [get_mask("band", lower=low, upper=high)]
 
 
 # --- values of positions ---
@@ -354,31 +301,22 @@ def _of_equal(factor: Expression, positions: Positions) -> Mask | None:
 
 
 def _chunk(value: Expression) -> tuple[int, Any] | None:
-    """Return the length of chunks, and where the first one starts.
-
-    The result is None unless the value is the number of a position's chunk.
-    """
+    """Return the length of chunks, and where the first one starts, if a value is the number of a position's chunk."""
     if value.operation != "floordiv" or type(value.operands[1]) is not int or value.operands[1] < 1:
         return None
-    position = value.operands[0]
-    if not isinstance(position, Expression):
-        return None
-    if not position.operands:
-        return value.operands[1], 0
-    if position.operation != "sub" or not isinstance(position.operands[0], Expression) or position.operands[0].operands:
-        return None
-    start = position.operands[1]
-    if isinstance(start, Expression) and start.operation == "getitem":
-        table, *index = start.operands
-        if isinstance(table, Tensor) and table.ndim == 1 and indices_in(index) == "b" and not index[0].operands:
-            return value.operands[1], table
-    return None
+    (position, chunk), start = value.operands, 0
+    if isinstance(position, Expression) and position.operation == "sub":
+        position, first = position.operands
+        if not isinstance(first, Expression) or first.operation != "getitem" or len(first.operands) != 2:
+            return None
+        start, batch = first.operands
+        if not isinstance(start, Tensor) or start.ndim != 1 or not _is_index(batch, "b"):
+            return None
+    return (chunk, start) if _is_index(position, "q", "kv") else None
 
 
 def _values(value: Any, positions: Positions, stop: int | None = None) -> Tensor:
-    """Return the values of an expression of one position, [batch, positions].
-
-    Positions go from the first key to `stop`.
+    """Return the values of an expression of one position, [batch, positions from the first key to `stop`].
 
     stop: by default the end of the keys and queries.
     """
@@ -386,11 +324,9 @@ def _values(value: Any, positions: Positions, stop: int | None = None) -> Tensor
         stop = max(positions.key_stop, positions.query_stop)
     if value.operation == "getitem" and len(value.operands) == 3:
         table, batch, position = value.operands
-        is_plain = isinstance(batch, Expression) and not (batch.operands or position.operands)
+        is_plain = _is_index(batch, "b") and _is_index(position, "q", "kv")
         if is_plain and isinstance(table, Tensor) and table.ndim == 2 and table.shape[0] == positions.batch:
-            if positions.first == 0 and table.shape[1] == stop:
-                return table
-            return table[:, positions.first : stop]
+            return table if (positions.first, stop) == (0, table.shape[1]) else table[:, positions.first : stop]
     batch = torch.arange(positions.batch, device=positions.device)[:, None]
     position = torch.arange(positions.first, stop, device=positions.device)[None]
     result = value_of(value, batch, position)
@@ -401,7 +337,6 @@ def _values(value: Any, positions: Positions, stop: int | None = None) -> Tensor
 
 
 def _operands(expression: Expression, operation: str) -> list[Any]:
-    """Return the operands of a chain of one operation."""
     if expression.operation != operation:
         return [expression]
     operands = []
@@ -410,6 +345,10 @@ def _operands(expression: Expression, operation: str) -> list[Any]:
             operand = Expression("constant", operand)
         operands += _operands(operand, operation)
     return operands
+
+
+def _is_index(value: Any, *names: str) -> bool:
+    return isinstance(value, Expression) and value.operation in names
 
 
 def _is_constant(factor: Expression, value: bool) -> bool:

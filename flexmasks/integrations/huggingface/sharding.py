@@ -88,9 +88,9 @@ def sharded(mesh: DeviceMesh, order: Order | None = None, how: str = "auto", *, 
     from flexmasks.integrations.distributed import Order
 
     if not isinstance(mesh, DeviceMesh) or mesh.ndim > 2:
-        _fail(f"`mesh` must be a DeviceMesh of one or two dimensions, got {mesh!r}.", TypeError)
+        fail(f"`mesh` must be a DeviceMesh of one or two dimensions, got {mesh!r}.", TypeError)
     if order is not None and (not isinstance(order, Order) or order.ranks != mesh.size()):
-        _fail(f"`order` must be an Order of the {mesh.size()} processes of the mesh, got {order!r}.")
+        fail(f"`order` must be an Order of the {mesh.size()} processes of the mesh, got {order!r}.")
     sharding = Sharding(mesh, order, how, check)
     _ACTIVE.append(sharding)
     try:
@@ -104,7 +104,8 @@ def sharded(mesh: DeviceMesh, order: Order | None = None, how: str = "auto", *, 
 def _packing_left_to(sharding: Sharding) -> Iterator[None]:
     """Keep transformers from looking for packed rows in the part of one process.
 
-    transformers asks one function for the documents of a row, and then for the mask.
+    transformers asks one function for the documents of a row before it makes the mask; here that function keeps the
+    position_ids and finds no documents.
     """
     from transformers import masking_utils
 
@@ -120,12 +121,13 @@ def _packing_left_to(sharding: Sharding) -> Iterator[None]:
         masking_utils.find_packed_sequence_indices = own
 
 
-def _fail(message: str, error: type[Exception] = ValueError) -> NoReturn:
+def fail(message: str, error: type[Exception] = ValueError) -> NoReturn:
+    """Raise an error whose message begins with the name of `sharded`."""
     raise error(f"flexmasks.integrations.huggingface.sharded: {message}")
 
 
 class Whole(NamedTuple):
-    """A tensor of the whole sequence, if any, and the parts of the processes."""
+    """A tensor of the whole sequence, or None, and the parts of the processes."""
 
     tensor: Tensor | None
     order: Order
@@ -146,13 +148,12 @@ class Sharding:
         self._whole: Whole | None = None
 
     def take_position_ids(self) -> Tensor | None:
-        """Return the position_ids of the mask that is made, if they say where documents start."""
+        """Return, once, the position_ids of the mask that is made, if they say where documents start."""
         position_ids, self.position_ids = self.position_ids, None
         return position_ids
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attention(self, query: Tensor, key: Tensor, value: Tensor, order: Order, **arguments: Any) -> Tensor:
-        """Return the output of this process's queries."""
         from flexmasks.integrations.distributed import attention
 
         how: dict[str, Any] = {"mesh": self.mesh, "how": self.how, "order": order, "check": self.check}
@@ -161,16 +162,15 @@ class Sharding:
     def whole(self, name: str, part: Tensor | None, position_ids: Tensor | None, length: int, problem: str) -> Whole:
         """Return a whole tensor [B or 1, tokens], and the parts of the processes.
 
-        All processes have a part of the tensor, or none has.
-
-        All processes make the call equally often.
+        All processes make the call equally often. All have a part of the tensor, or none has.
 
         part: this process's part.
         position_ids: this process's positions, if they are known, for the check.
         length: the number of this process's tokens.
         problem: an error that this process has found. All processes raise one then.
         """
-        from flexmasks.integrations.distributed.balance import forgotten_order
+        from flexmasks.integrations.distributed.balance import Order, forgotten_order
+        from flexmasks.integrations.distributed.counts import following
         from flexmasks.integrations.distributed.exchange import Difference, compare, rank_in
         from flexmasks.integrations.distributed.shards import unshard
 
@@ -200,10 +200,10 @@ class Sharding:
                     "slices of them. If each part really is a document of its own, set `check=False`."
                 )
         if problem:
-            _fail(problem)
+            fail(problem)
         if not is_new and self._whole is not None:
             return self._whole
-        order = order or _following(lengths)
+        order = order or Order(sum(lengths), following(lengths))
         if part is None:
             return Whole(None, order)
         given = part.to(torch.uint8) if part.dtype == torch.bool else part
@@ -216,11 +216,3 @@ def _counts_from_0(position_ids: Tensor | None, length: int) -> bool:
     if position_ids is None or position_ids.shape[-1] != length or not length:
         return False
     return bool((position_ids == torch.arange(length, device=position_ids.device)).all())
-
-
-def _following(lengths: list[int]) -> Order:
-    """Return the order of parts that follow each other."""
-    from flexmasks.integrations.distributed import Order
-    from flexmasks.integrations.distributed.counts import following
-
-    return Order(sum(lengths), following(lengths))

@@ -1,0 +1,430 @@
+"""Calls over sequences laid end to end, and over pages: varlen_attention and paged_attention become plain calls."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Hashable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from flexmasks import compat
+from flexmasks.backends import decode, fa4
+from flexmasks.backends.call import OUTCOMES, Replay, Result, Unavailable, first_line
+from flexmasks.backends.empty import attend as attend_nothing
+from flexmasks.backends.empty import computes_nothing
+from flexmasks.cache import ENTRY, FACT, PLANS, Part
+from flexmasks.calls import keep, key_and_tensors, run, run_again, unseen
+from flexmasks.errors import passing_error
+from flexmasks.kernels.sinks import with_sinks
+from flexmasks.masks.paged import paged
+from flexmasks.planned import (
+    Planned,
+    cast_as,
+    inside_sequences,
+    learned_by,
+    learns_any,
+    plan_call,
+    sinks_of,
+    under_autocast,
+    with_sinks_of,
+)
+from flexmasks.plans.bounds import unread
+from flexmasks.plans.checks import (
+    PAGED,
+    VARLEN,
+    autocasts,
+    check_are_last,
+    check_cache,
+    check_mixed,
+    check_offset,
+    check_sinks,
+    check_varlen,
+    fail,
+    sequence_offsets,
+)
+from flexmasks.plans.gathered import parts_of
+from flexmasks.plans.mask_plan import MaskPlan
+from flexmasks.plans.mixed import Mixed, Sequences, by_number_of_queries, in_pieces
+from flexmasks.plans.shifted import offset_of_last, offsets_of
+from flexmasks.plans.sizes import is_captured
+from flexmasks.request import Request
+from flexmasks.spec.arguments import from_arguments, get_mask
+from flexmasks.spec.bands import Band, band_of
+from flexmasks.spec.parameters import Size, can_be_read
+from flexmasks.spec.rows import rows_of
+from flexmasks.spec.values import Mask
+
+_log = logging.getLogger("flexmasks")
+_OF_PAGES = 2
+_CUT_ON = ("cpu",)  # mixed batches are cut by their numbers of queries, which the host reads
+_GATHERS_ON = ("cpu",)
+_FA4_ON = ("cuda",)
+_OFFSETS: Part[Tensor] = Part(PLANS, "offsets")
+_LAYOUTS: Part[Any] = Part(PLANS, "layouts")  # of mixed batches, and of pages that are copied
+
+
+def run_varlen(
+    q: Tensor, k: Tensor, v: Tensor, offsets: Any, kv_offsets: Any, page_table: Any, kv_lens: Any, request: Request
+) -> tuple[Tensor, Tensor | None]:
+    """Return output and lse (or None) of a call of `varlen_attention`.
+
+    A q_offset of None means the first key of each sequence, or, with a page table, that the queries are the last ones.
+    """
+    if page_table is not None or kv_lens is not None:
+        return _run_mixed(q, k, v, offsets, kv_offsets, page_table, kv_lens, request)
+    request = request._replace(q_offset=0) if request.q_offset is None else request
+    check_varlen(q=q, k=k, v=v)
+    starts = sequence_offsets("offsets", offsets, q.device)
+    kv_starts = None if kv_offsets is None else sequence_offsets("kv_offsets", kv_offsets, q.device)
+    if kv_starts is None and len(q) != len(k):
+        fail(f"q has {len(q)} tokens and k {len(k)}: pass `kv_offsets`, where the sequences of k start.", call=VARLEN)
+    check_offset(VARLEN, request.q_offset, len(starts) - 1, q.device)
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    out, lse = run(q, k, v, inside_sequences(request, starts, kv_starts))
+    return out[0].transpose(0, 1), None if lse is None else lse[0]
+
+
+@unseen
+def run_paged(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, kv_lens: Tensor, request: Request
+) -> tuple[Tensor, Tensor | None]:
+    """Return output and lse (or None) of a call of `paged_attention`.
+
+    A q_offset of None means that the queries are the last ones of each sequence.
+    """
+    if request.sink_logits is not None:
+        check_sinks(q, request.sink_logits)
+        sinks, request = sinks_of(request)
+        without = request._replace(sink_logits=None)
+        return with_sinks_of(Result(*run_paged(q, k_cache, v_cache, page_table, kv_lens, without)), sinks)
+    known = _key_of_pages(q, k_cache, v_cache, page_table, kv_lens, request)
+    result = None if known is None else run_again(*known, q, k_cache, v_cache)
+    if result is not None:
+        return result
+    check_cache(PAGED, q, k_cache, v_cache, page_table, kv_lens)
+    return _run_pages(q, k_cache, v_cache, page_table, kv_lens, _with_values(request), known)
+
+
+def _key_of_pages(
+    q: Any, k_cache: Any, v_cache: Any, page_table: Any, kv_lens: Any, request: Request
+) -> tuple[Hashable, list[Tensor]] | None:
+    """Return key and tensors of a decoding call with pages, or None if it cannot be cached.
+
+    The last two tensors are kv_lens and the page table.
+    """
+    if compat.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined] # public, and not listed
+        return None
+    if not type(q) is type(page_table) is type(kv_lens) is Tensor or vars(page_table) or vars(kv_lens):
+        return None
+    known = None if is_captured(q.device) else key_and_tensors(q, k_cache, v_cache, request)
+    return None if known is None else (("pages", known[0]), [*known[1], kv_lens, page_table])
+
+
+def _with_values(request: Request) -> Request:
+    """Return the request with a Mask, and a Score or None."""
+    mask, score = from_arguments(request.mask, request.score, request.params)
+    return request._replace(mask=get_mask("full") if mask is None else mask, score=score, params={})
+
+
+def _run_pages(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    kv_lens: Tensor,
+    request: Request,
+    known: tuple[Hashable, list[Tensor]] | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Return output and lse (or None) of a checked call with pages.
+
+    A q_offset of None means that the queries are the last ones of each sequence.
+
+    known: the call's key and tensors, if a replay may be kept.
+    """
+    if _may_read_pages(q, k_cache, v_cache, page_table.shape[1] * k_cache.shape[1], request):
+        replay, result = _run_in_pages(q, k_cache, v_cache, page_table, kv_lens, request)
+        if result is not None:
+            if known is not None and replay is not None:
+                keep(*known, *replay)
+            return result
+    return _run_without_pages(q, k_cache, v_cache, page_table, kv_lens, request)
+
+
+def _run_without_pages(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, kv_lens: Tensor, request: Request
+) -> tuple[Tensor, Tensor | None]:
+    """Return output and lse (or None) of a checked call whose kernel reads no pages."""
+    if request.q_offset is None:
+        request = request._replace(q_offset=_kept_offset_of_last(kv_lens, q.shape[2]))
+    if _may_gather_pages(q, k_cache, v_cache):
+        return _run_gathered(q, k_cache, v_cache, page_table, kv_lens, request)
+    page_size = k_cache.shape[1]
+    mask = paged(request.mask, page_table, kv_lens, page_size)
+    score = None if request.score is None else paged(request.score, page_table, kv_lens, page_size)
+    k, v = (_slots(x, q.shape[0]) for x in (k_cache, v_cache))
+    return run(q, k, v, request._replace(mask=mask, score=score))
+
+
+def _may_gather_pages(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
+    """Return whether the pages of each sequence are copied to a place of their own.
+
+    There, blocks have keys of one sequence. Gradients of such copies would take more memory than the copies.
+    """
+    tensors = q, k_cache, v_cache
+    if q.device.type not in _GATHERS_ON or compat.is_compiling() or not all(type(x) is Tensor for x in tensors):
+        return False
+    return not (
+        learns_any(tensors) or computes_nothing(*tensors) or compat.transforms_active() or compat.in_dispatch_mode()
+    )
+
+
+def _run_gathered(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, kv_lens: Tensor, request: Request
+) -> tuple[Tensor, Tensor | None]:
+    """Return output and lse (or None) of a call whose pages are copied.
+
+    Copies of a few sequences at a time bound the memory.
+    """
+    starts = cast(int | Tensor, request.q_offset)
+    given = [page_table, kv_lens, *([starts] if isinstance(starts, Tensor) else [])]
+    larger = max(k_cache, v_cache, key=lambda cache: cache.shape[3])
+    key = "gathered", q.shape[2], larger.shape, larger.dtype, starts if isinstance(starts, int) else "tensor"
+    parts = _LAYOUTS.get(key, given)
+    if parts is None:
+        _check_pages(q, k_cache, page_table, kv_lens)
+        parts = parts_of(page_table, kv_lens, starts, q.shape[2], larger)
+        _LAYOUTS.put(key, given, parts, ENTRY + sum(part.nbytes for part in parts))
+    if len(parts) == 1:
+        own = request._replace(mask=request.mask & get_mask("padding", seq_lens=kv_lens))
+        return run(q, parts[0].gathered(k_cache), parts[0].gathered(v_cache), own)
+    results = []
+    for part in parts:
+        own = _of_rows(request, part.sequences, part.firsts, part.lasts)
+        own = own._replace(mask=own.mask & get_mask("padding", seq_lens=part.kv_lens), q_offset=part.q_offset)
+        results.append(run(q[part.batch], part.gathered(k_cache), part.gathered(v_cache), own))
+    outs, lses = zip(*results, strict=True)
+    return torch.cat(outs), torch.cat(lses) if request.return_lse else None
+
+
+def _of_rows(request: Request, sequences: Tensor, firsts: Tensor, lasts: Tensor) -> Request:
+    """Return the request of a batch of rows, given a request for whole sequences."""
+    mask = rows_of(request.mask, sequences, firsts, lasts)
+    score = None if request.score is None else rows_of(request.score, sequences, firsts, lasts)
+    return request._replace(mask=mask, score=score)
+
+
+def _check_pages(q: Tensor, k_cache: Tensor, page_table: Tensor, kv_lens: Tensor) -> None:
+    """Check the values of a page table and of lengths."""
+    n_pages, page_size = k_cache.shape[:2]
+    pages = paged(get_mask("full"), page_table, kv_lens, page_size)
+    pages.resolve(Size(len(q), q.shape[1], q.shape[2], n_pages * page_size, q.device))
+
+
+@unseen
+def _run_mixed(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    offsets: Any,
+    kv_offsets: Any,
+    page_table: Tensor,
+    kv_lens: Tensor,
+    request: Request,
+) -> tuple[Tensor, Tensor | None]:
+    """Return output and lse (or None) of a call of `varlen_attention` with pages."""
+    if kv_offsets is not None:
+        fail("pass `kv_offsets`, or `page_table` and `kv_lens`, not both.", TypeError, VARLEN)
+    if page_table is None or kv_lens is None:
+        missing = "page_table" if page_table is None else "kv_lens"
+        fail(f"a paged cache needs both `page_table` and `kv_lens`; `{missing}` is missing.", TypeError, VARLEN)
+    check_varlen(q=q)
+    starts = sequence_offsets("offsets", offsets, q.device)
+    check_cache(VARLEN, q, k_cache, v_cache, page_table, kv_lens, len(starts) - 1)
+    if request.q_offset is not None:
+        check_offset(VARLEN, request.q_offset, len(kv_lens), q.device)
+    request = _with_values(request)
+    if request.sink_logits is not None:
+        check_sinks(q[None].transpose(1, 2), request.sink_logits)
+    inner = request._replace(sink_logits=None, return_lse=request.return_lse or request.sink_logits is not None)
+    mixed = _mixed(q, starts, page_table, kv_lens, request.q_offset, page_table.shape[1] * k_cache.shape[1])
+    outs: list[Tensor] = []
+    lses: list[Tensor] = []
+    if compat.is_compiling() and q.is_cuda:  # torch's kernel for few queries fails where tensors of masks are computed
+        inner = inner._replace(kernel_options={"FORCE_USE_FLEX_ATTENTION": True})
+    for rows in mixed.batches:
+        own = _of_rows(inner, rows.sequences, mixed.firsts, mixed.lasts)
+        own = own._replace(q_offset=rows.q_offset, ends_among_keys=False)  # rows have queries that count for nothing
+        own_q = q.index_select(0, rows.tokens.flatten()).view(*rows.tokens.shape, *q.shape[1:]).transpose(1, 2)
+        given = own_q, k_cache, v_cache, rows.page_table, rows.kv_lens, own
+        known = _key_of_pages(*given)
+        again = None if known is None else run_again(*known, own_q, k_cache, v_cache)
+        own_out, own_lse = _run_pages(*given, known) if again is None else again
+        outs.append(own_out.transpose(1, 2).flatten(0, 1))
+        if own_lse is not None:
+            lses.append(own_lse.transpose(0, 1).flatten(1))
+    if not outs:  # no sequence has queries, and the result keeps its dtype and its place in an autograd graph
+        with under_autocast(q, k_cache[:0], v_cache[:0]) as (own_q, own_k, own_v):
+            own_out, own_lse = attend_nothing(own_q.transpose(0, 1)[None], own_k, own_v, learned_by(inner.score))
+        outs.append(own_out[0].transpose(0, 1))
+        lses.append(own_lse[0])
+    # The last place is that of queries of no sequence.
+    outs.append(outs[0].new_zeros(1, q.shape[1], v_cache.shape[3]))
+    out = torch.cat(outs).index_select(0, mixed.places)
+    if not inner.return_lse:
+        return out, None
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    lses.append(q.new_full((q.shape[1], 1), -math.inf, dtype=dtype))
+    lse = torch.cat(lses, 1).index_select(1, mixed.places)
+    if request.sink_logits is None:
+        return out, lse
+    out, lse_with_sinks = with_sinks(out.transpose(0, 1), lse, request.sink_logits, request.return_lse)
+    return out.transpose(0, 1), lse_with_sinks
+
+
+def _run_in_pages(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    kv_lens: Tensor,
+    request: Request,
+) -> tuple[tuple[Replay, Planned] | None, tuple[Tensor, Tensor | None] | None]:
+    """Run a checked call by a kernel that reads each sequence's own pages only.
+
+    Returns the replay with its plans, and output and lse. Both are None if no such kernel can run it, and the replay is
+    None if the kernel failed and another backend ran the call. See `_run_pages`.
+    """
+    page_size = k_cache.shape[1]
+    length = page_table.shape[1] * page_size
+    # Planning reads sizes of k and v only: these have the sizes of the keys of each sequence by themselves.
+    k, v = (x.as_strided((len(q), x.shape[2], length, x.shape[3]), (0, 0, 0, 1)) for x in (k_cache, v_cache))
+    are_last = request.q_offset is None
+    own = request._replace(mask=request.mask & get_mask("padding", seq_lens=kv_lens))
+    try:
+        planned = _planned_at_end(q, k, v, own, kv_lens) if are_last else plan_call(q, k, v, own)
+    except (ValueError, TypeError):
+        if not is_captured(q.device):  # errors of the table and the lengths name the arguments of the call
+            _check_pages(q, k_cache, page_table, kv_lens)
+        raise
+    call, name = planned.call, request.backend
+    kind = "pages", call.kind
+    band = None
+    if are_last and isinstance(planned.mask, MaskPlan) and name != "decode":
+        band = band_of(cast(Mask, request.mask), unread(planned.mask.size, kv_lens))
+    is_for_fa4 = fa4.refuses_pages(call, band) is None and OUTCOMES.get(kind) is None
+    decode_kind = "pages of decode", call.kind
+    is_for_decode = name != "fa4" and decode.refuses(call) is None and OUTCOMES.get(decode_kind) is None
+    if not (is_for_fa4 or is_for_decode):
+        return None, None
+    if not is_captured(q.device):  # the values of the table are checked
+        _check_pages(q, k_cache, page_table, kv_lens)
+    replay: Replay
+    if is_for_fa4:
+        replay = fa4.PagedCall.of(call, cast(Band, band), kv_lens, page_table, k_cache, v_cache)
+        try:
+            return (replay, planned), replay(q, k_cache, v_cache)
+        except Unavailable as error:
+            OUTCOMES.put(kind, (), f"it failed before: {error}", FACT)
+            _log.warning("FlashAttention 4 reads no pages and is left out for such calls: %s", error)
+    if not is_for_decode:
+        return None, None
+    try:
+        replay = decode.replay_of(call, page_table, page_size, are_last)
+        return (replay, planned), replay(q, k_cache, v_cache)
+    except Exception as error:  # kernels raise errors of any type
+        if name != "auto" or passing_error(error) is not None:
+            raise
+        result = _run_without_pages(q, k_cache, v_cache, page_table, kv_lens, request)  # raises if the call is wrong
+        why = first_line(error)
+        OUTCOMES.put(decode_kind, (), f"it failed before: {why}", FACT)
+        _log.warning("backend 'decode' reads no pages and is left out for such calls: %s", why)
+        return None, result
+
+
+def _planned_at_end(q: Tensor, k: Tensor, v: Tensor, request: Request, kv_lens: Tensor) -> Planned:
+    """Plan a call whose queries are the last ones of each sequence.
+
+    Where they start is computed only for kernels that do not find the last queries themselves. In the plans of the
+    other kernels, which read no offset, the lengths stand in its place.
+    """
+    if decode.has_own_kernels(q.device):
+        planned = plan_call(q, k, v, request._replace(q_offset=kv_lens, ends_among_keys=False))
+        if decode.finds_last_queries(planned.call):
+            return planned
+    where_last = _kept_offset_of_last(kv_lens, q.shape[2])
+    return plan_call(q, k, v, request._replace(q_offset=where_last))._replace(where_last=where_last)
+
+
+def _may_read_pages(q: Tensor, k_cache: Tensor, v_cache: Tensor, length: int, request: Request) -> bool:
+    """Return whether a kernel that reads pages may run a call, before it is planned."""
+    device = q.device.type
+    if request.backend not in ("auto", "decode", "fa4") or device not in ("cpu", "cuda") or compat.is_compiling():
+        return False
+    if not all(type(x) is Tensor for x in (q, k_cache, v_cache)) or not (q.numel() and k_cache.numel() and length):
+        return False
+    is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined] # public, and not listed
+    if learns_any((q, k_cache, v_cache)) or is_traced or autocasts(device):
+        return False
+    return (request.q_offset is None and device in _FA4_ON and fa4.is_installed()) or decode.are_few(
+        q.shape[2], length, q.device
+    )
+
+
+def _mixed(
+    q: Tensor, starts: Tensor, page_table: Tensor, kv_lens: Tensor, q_offset: int | Tensor | None, room: int
+) -> Mixed:
+    """Return the batches of a call of `varlen_attention` with pages.
+
+    Equal arguments return the same tensors, so that a later call finds the replay of an earlier one.
+
+    room: the number of keys that a sequence may have.
+    """
+    given = [starts, page_table, kv_lens, *([q_offset] if isinstance(q_offset, Tensor) else [])]
+    reads = all(can_be_read(t) for t in (q, *given)) and not compat.transforms_active()
+    is_kept = reads and not is_captured(q.device)
+    key = "mixed", q.device, len(q), len(kv_lens), room, "tensor" if isinstance(q_offset, Tensor) else q_offset
+    mixed = _LAYOUTS.get(key, given) if is_kept else None
+    if mixed is None:
+        offsets = starts.long()
+        counts = offsets.diff()
+        firsts = offset_of_last(kv_lens, counts) if q_offset is None else offsets_of(q_offset, len(counts), q.device)
+        is_cut = reads and q.device.type in _CUT_ON
+        if is_cut or (is_kept and _LAYOUTS.get((*key, "checked"), []) is None):
+            check_mixed(offsets, len(q), kv_lens if q_offset is None else None, firsts, room)
+            _LAYOUTS.put((*key, "checked"), [], True, ENTRY)
+        sequences = Sequences(offsets, firsts, page_table, kv_lens)
+        mixed = by_number_of_queries(sequences, len(q)) if is_cut else in_pieces(sequences, len(q))
+        if is_kept:
+            _LAYOUTS.put(key, given, mixed, ENTRY + mixed.nbytes)
+    return cast(Mixed, mixed)
+
+
+def _kept_offset_of_last(kv_lens: Tensor, q_len: int) -> Tensor:
+    """Return where the last queries of each sequence start.
+
+    Equal arguments return the same tensor, so that a later call finds the replay of an earlier one.
+    """
+    if not can_be_read(kv_lens):  # while torch traces, it keeps equal results by itself
+        return offset_of_last(kv_lens, q_len)
+    captured = is_captured(kv_lens.device)
+    offset = None if captured else _OFFSETS.get(q_len, [kv_lens])
+    if offset is None:
+        if kv_lens.device.type == "cpu":  # elsewhere reading values takes time
+            check_are_last(PAGED, kv_lens, q_len)
+        offset = offset_of_last(kv_lens, q_len)
+        if not captured:
+            _OFFSETS.put(q_len, [kv_lens], offset, ENTRY + offset.nbytes)
+    return offset
+
+
+def _slots(cache: Tensor, batch: int) -> Tensor:
+    """Return a view of all slots of a cache, for every batch element.
+
+    The view is [B, Hkv, slots, D].
+    """
+    if autocasts(cache.device.type):
+        cache = cast_as(cache, torch.get_autocast_dtype(cache.device.type))
+    return cache.flatten(0, 1).transpose(0, 1).expand(batch, -1, -1, -1)

@@ -1,0 +1,258 @@
+"""A call from the start: checks, plans, and the way to its backend.
+
+Calls under autocast, with jagged tensors and with sinks become plain calls here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from flexmasks import compat
+from flexmasks.backends.call import Call, Result
+from flexmasks.backends.empty import attend as attend_nothing
+from flexmasks.backends.empty import computes_nothing
+from flexmasks.backends.table import run as run_on_backend
+from flexmasks.blocks.lists import widened
+from flexmasks.kernels.sinks import with_sinks
+from flexmasks.masks.packed import packed
+from flexmasks.plans.bounds import unread
+from flexmasks.plans.checks import (
+    ATTENTION,
+    any_nested,
+    autocasts,
+    check_offset,
+    described,
+    fail,
+)
+from flexmasks.plans.mask_plan import GivenPlan, MaskPlan
+from flexmasks.plans.score_plan import ScorePlan
+from flexmasks.plans.sizes import block_size_for
+from flexmasks.request import Request, checked
+from flexmasks.spec.arguments import from_arguments, get_mask
+from flexmasks.spec.bands import cap_of
+from flexmasks.spec.parameters import can_be_read
+from flexmasks.spec.structure import Aliases
+from flexmasks.spec.values import Score
+
+
+class Planned(NamedTuple):
+    """A call, and the plans that it was made from."""
+
+    call: Call
+    mask: MaskPlan | GivenPlan
+    score: ScorePlan | None
+    aliases: Aliases
+    where_last: Tensor | None = None  # where the last queries of each sequence start, if the plans read it
+
+
+def run_first_time(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Result, Planned | None]:
+    """Check, plan and run a call.
+
+    Returns the result, and the plans if the replay may be cached.
+    """
+    with under_autocast(q, k, v) as (q, k, v):
+        if not any_nested(q, k, v):
+            return _run_dense(q, k, v, request)
+        result, _ = _run_dense(*laid_end_to_end(q, k, v, request))
+    return Result(*as_nested(q, result.out, result.lse)), None
+
+
+def _run_dense(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Result, Planned | None]:
+    if computes_nothing(q, k, v):
+        return Result(*run_nothing(q, k, v, request)), None
+    planned = plan_call(q, k, v, request)
+    return run_on_backend(planned.call, request.backend), planned
+
+
+def run_nothing(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tensor | None]:
+    """Return the result of a call that computes nothing.
+
+    Its mask and score are checked, but for the values of tensors.
+    """
+    if compat.in_tracing_mode() and any(isinstance(x, compat.FakeTensor) for x in (q, k, v)):
+        fail(
+            "make_fx cannot hold it with fake tensors, because blocks are planned; use torch.export.export, "
+            "torch.compile, or make_fx with tracing_mode='real'.",
+            RuntimeError,
+        )
+    size = unread(checked(q, k, v, request), cast(int | Tensor, request.q_offset))
+    values = from_arguments(request.mask, request.score, request.params)
+    for value in values:
+        if value is not None:
+            value.checked(size)
+    out, lse = attend_nothing(q, k, v, learned_by(values[1]))
+    return out, lse if request.return_lse else None
+
+
+def learned_by(score: Score | None) -> list[Tensor]:
+    """Return the tensors of a score change that learn."""
+    return [] if score is None else [t for t in score.tensors() if t.requires_grad]
+
+
+def plan_call(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Planned:
+    """Check a call's arguments and plan its mask and score."""
+    size = checked(q, k, v, request)
+    q_offset = cast(int | Tensor, request.q_offset)
+    mask, score = from_arguments(request.mask, request.score, request.params)
+    aliases = Aliases()
+    mask_plan: MaskPlan | GivenPlan
+    if request.block_mask is not None:
+        mask_plan = GivenPlan(widened(request.block_mask))
+    else:
+        mask = get_mask("full") if mask is None else mask
+        mask_plan = MaskPlan(
+            mask, size, q_offset, lift=True, block_size=block_size_for(size), aliases=aliases, allows_bounds=True
+        )
+    score_plan = None if score is None else ScorePlan(score, size, q_offset, aliases=aliases)
+    plans = [mask_plan] if score_plan is None else [mask_plan, score_plan]
+    learns = learns_any(t for plan in plans for t in plan.tensors)
+    needs_grad = learns_any((q, k, v))
+    number_offset = q_offset if isinstance(q_offset, int) else None
+
+    def in_blocks_of(block_size: tuple[int, int]) -> dict[str, Any] | None:
+        plan = mask_plan.resized(block_size)
+        return None if plan is None else _of_blocks(plan, score_plan)
+
+    call = Call(
+        q=q,
+        k=k,
+        v=v,
+        what=mask_plan.what if score is None else f"{mask_plan.what} with score {score!r}",
+        window=lambda: mask_plan.window,
+        intervals=lambda: mask_plan.intervals,
+        cap=None if score is None else cap_of(score, unread(size, q_offset)),
+        whole=None if isinstance(mask_plan, GivenPlan) else lambda: mask_plan.whole[0],
+        spanned=None if isinstance(mask_plan, GivenPlan) else lambda: mask_plan.spanned[0],
+        added=None if score_plan is None else lambda: score_plan.added[0],
+        line=None if score_plan is None else score_plan.line,
+        **_of_blocks(mask_plan, score_plan),
+        mask_is_own=mask_plan.is_own,
+        reads_data_as_fast=mask_plan.reads_data_as_fast,
+        score_mod=None if score_plan is None else score_plan.score_mod,
+        score_is_own=score_plan is None or score_plan.is_own,
+        scale=None if request.scale is None else float(request.scale),
+        with_lse=request.return_lse,
+        kernel_options=request.kernel_options,
+        kernel_key=(mask_plan.kernel_key, None if score_plan is None else score_plan.kernel_key),
+        numbers=(mask_plan.numbers, None if score_plan is None else score_plan.numbers),
+        shapes=None if any(p.opaque for p in plans) else (number_offset, *(p.shapes for p in plans)),
+        needs_grad=learns or needs_grad,
+        learns=learns,
+        has_number_tensors=any(p.has_number_tensors for p in plans),
+        has_start_tensor=number_offset is None,
+        in_blocks_of=in_blocks_of,
+        holds_aliases=all(p.holds_aliases for p in plans),
+        sinks=request.sink_logits,
+    )
+    return Planned(call, mask_plan, score_plan, aliases)
+
+
+def _of_blocks(mask: MaskPlan | GivenPlan, score: ScorePlan | None) -> dict[str, Any]:
+    """Return the parts of a Call that depend on its blocks."""
+    return {
+        "blocks": mask.blocks,
+        "data": mask.data,
+        "computed_fraction": mask.computed_fraction,
+        "is_mostly_partial": mask.is_mostly_partial,
+        "proven_options": functools.partial(mask.proven_options, score is not None),
+        "mask_mod": lambda: mask.blocks().block_mask.mask_mod,
+    }
+
+
+def learns_any(tensors: Iterable[Tensor]) -> bool:
+    """Return whether a gradient of some of the tensors is wanted."""
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+
+
+class Sinks(NamedTuple):
+    """The sinks of a call, and whether it wants the lse."""
+
+    logits: Tensor
+    with_lse: bool
+
+
+def sinks_of(request: Request) -> tuple[Sinks | None, Request]:
+    """Return the sinks of a call or None, and the request for its backend.
+
+    With sinks that asks for the lse: backends that know no sinks give it, and the sinks are folded into it.
+    """
+    if request.sink_logits is None:
+        return None, request
+    return Sinks(request.sink_logits, request.return_lse), request._replace(return_lse=True)
+
+
+def with_sinks_of(result: Result, sinks: Sinks | None) -> tuple[Tensor, Tensor | None]:
+    """Return output and lse (or None) of a call, into which its sinks are folded."""
+    if sinks is None:
+        return result.out, result.lse
+    if result.has_sinks:
+        return result.out, result.lse if sinks.with_lse else None
+    return with_sinks(result.out, cast(Tensor, result.lse), *sinks)
+
+
+@contextlib.contextmanager
+def under_autocast(q: Any, k: Any, v: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """Yield the tensors as torch.autocast casts them, and cast nothing else inside."""
+    device = q.device.type if isinstance(q, Tensor) else "cpu"
+    if not autocasts(device):
+        yield q, k, v
+        return
+    dtype = torch.get_autocast_dtype(device)
+    with torch.autocast(device, enabled=False):
+        yield cast_as(q, dtype), cast_as(k, dtype), cast_as(v, dtype)
+
+
+def cast_as(x: Any, dtype: torch.dtype) -> Any:
+    """Cast as torch does for scaled_dot_product_attention: floats, but not float64."""
+    casts = isinstance(x, Tensor) and x.is_floating_point() and x.dtype not in (torch.float64, dtype)
+    return x.to(dtype) if casts else x
+
+
+def laid_end_to_end(q: Any, k: Any, v: Any, request: Request) -> tuple[Tensor, Tensor, Tensor, Request]:
+    """Return jagged nested tensors as dense tensors, with all sequences laid end to end.
+
+    The dense tensors are [1, H, total, D], and the request gets a `packed` mask and score.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        is_jagged = isinstance(x, Tensor) and x.is_nested and x.layout == torch.jagged
+        # While torch traces, every size is an int for `isinstance`.
+        is_transposed = compat.is_compiling() or (is_jagged and not isinstance(x.shape[2], int))
+        if not is_jagged or x.dim() != 4 or not is_transposed:
+            fail(
+                f"with nested tensors, q, k and v must all be jagged [B, H, jagged, D]; `{name}` is "
+                f"{described(x)}. A tensor [B, jagged, H, D] needs `.transpose(1, 2)`.",
+            )
+        if cast(Any, x).lengths() is not None:
+            fail(f"`{name}` is a jagged nested tensor with holes; make it contiguous.")
+    starts, kv_starts, v_starts = (x.offsets() for x in (q, k, v))
+    may_read = can_be_read(kv_starts) and can_be_read(v_starts)
+    if kv_starts is not v_starts and may_read and not torch.equal(kv_starts, v_starts):
+        fail("the sequences of k and v have different lengths.")
+    if q.shape[0] != k.shape[0]:
+        fail(f"q has {q.shape[0]} sequences, k has {k.shape[0]}.")
+    if request.block_mask is not None:
+        fail("jagged nested tensors take `mask`, not `block_mask`.", TypeError)
+    check_offset(ATTENTION, request.q_offset, q.shape[0], q.device)
+    q_dense, k_dense, v_dense = (x.values().unsqueeze(0) for x in (q, k, v))
+    return q_dense, k_dense, v_dense, inside_sequences(request, starts, None if kv_starts is starts else kv_starts)
+
+
+def as_nested(q: Tensor, out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return dense output and lse as nested tensors of q's lengths."""
+    starts = cast(Any, q).offsets()
+    return compat.nested(out[0], starts, 2), None if lse is None else compat.nested(lse[0], starts, 2)
+
+
+def inside_sequences(request: Request, starts: Tensor, kv_starts: Tensor | None) -> Request:
+    """Return the request for sequences laid end to end, given a request for each sequence."""
+    mask, score = from_arguments(request.mask, request.score, request.params)
+    layout = starts, kv_starts, cast(int | Tensor, request.q_offset)
+    mask = packed(get_mask("full") if mask is None else mask, *layout)
+    score = None if score is None else packed(score, *layout)
+    return request._replace(mask=mask, score=score, params={}, q_offset=0)

@@ -1,0 +1,503 @@
+"""A mask on its way to what kernels read: blocks, the whole mask, intervals, bits."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from flexmasks import compat
+from flexmasks.blocks.bits import Bits, can_be_bits
+from flexmasks.blocks.build import Layout, build
+from flexmasks.blocks.counts import Blocks
+from flexmasks.cache import ENTRY, FACT, KINDS, PLANS, Part
+from flexmasks.plans.bounds import MaskKind, RecordedPlan, plan_bounds, reads_made_tensors, tensors_in, unread
+from flexmasks.plans.data import MaskData, TooLargeForData, data_of
+from flexmasks.plans.intervals import Intervals, intervals_of
+from flexmasks.plans.naming import check_open_extents, naming
+from flexmasks.plans.plan import (
+    PROGRAMS,
+    Kind,
+    Plan,
+    Prepared,
+    cannot_record,
+    with_contiguous_tensors,
+)
+from flexmasks.plans.recorded import Form, Recorded, memory_of_capture
+from flexmasks.plans.shifted import Offset, shifted_mask
+from flexmasks.plans.sizes import BLOCK_SIZE, is_captured, sized
+from flexmasks.plans.whole import Spanned, Whole, spanned_of, whole_of
+from flexmasks.plans.windows import Window, window_of
+from flexmasks.spec.parameters import Size
+from flexmasks.spec.structure import (
+    Aliases,
+    Number,
+    Opaque,
+    flatten,
+    key_of,
+)
+from flexmasks.spec.values import Mask
+
+_UNKNOWN_FRACTION = 0.5  # assumed fraction of pairs that is computed
+_MAX_WIDTH = 1.25  # the most blocks of bounds, in exact blocks, with which bounds are used
+_FIRST = "these are the first tensors of their shapes"
+_PARTIAL_BLOCKS = 2  # full blocks for each partial block, below which a mask counts as mostly partial
+_MAX_TABLES, _SMALL_TABLES = 4, 1 << 16  # the most bytes of their tables, in bytes of exact ones, and at least
+_W = TypeVar("_W", Whole, Spanned)
+_BLOCKS: Part[_PreparedMask] = Part(PLANS, "blocks")  # the blocks of a million tokens take 1.07 GB
+_WHOLE: Part[Whole] = Part(PLANS, "whole")
+_SPANNED: Part[Spanned] = Part(PLANS, "spanned")
+_DATA: Part[MaskData] = Part(PLANS, "data")
+# Facts about the first masks and scores of their kinds. An entry counts one byte.
+_MOSTLY_PARTIAL: Part[bool] = Part(KINDS, "mostly_partial")
+
+
+@dataclass(frozen=True)
+class _PreparedMask(Prepared):
+    layout: Layout
+    facts: dict[str, Any]  # computed on demand: "options" proven for kernels, "fraction" of pairs computed
+    why_exact: str = ""  # why the blocks of a mask with tensors are exact, or "" if they are bounds
+    recorded: RecordedPlan | None = None  # the plan that they came from
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + sum(t.nbytes for t in self.layout.indices)
+
+
+class MaskPlan(Plan):
+    """A mask on its way to a BlockMask.
+
+    `open_extents` has "batch" or "heads" if that size is unknown; the mask must not depend on that index. With
+    `allows_bounds`, blocks of a mask with tensors may be bounds, see flexmasks.blocks.build.
+    """
+
+    def __init__(
+        self,
+        mask: Mask,
+        size: Size,
+        offset: Offset = 0,
+        *,
+        lift: bool = False,
+        block_size: tuple[int, int] = BLOCK_SIZE,
+        open_extents: tuple[str, ...] = (),
+        aliases: Aliases | None = None,
+        allows_bounds: bool = False,
+    ) -> None:
+        super().__init__(mask, size, offset, lift, aliases)
+        self.mask, self.open_extents, self._may_lift = mask, open_extents, lift
+        self._allows_bounds = allows_bounds and self._kind_key is not None
+        self._wants_bits = False  # until the mask is asked for as data
+        self._start_in(block_size)
+
+    def again(self) -> MaskPlan:
+        return MaskPlan(
+            self.mask, self.size, self.offset, lift=self._may_lift, block_size=self.block_size,
+            open_extents=self.open_extents, aliases=Aliases(), allows_bounds=self._allows_bounds,
+        )  # fmt: skip
+
+    def _start_in(self, block_size: tuple[int, int]) -> None:
+        """Know nothing yet that depends on the size of blocks."""
+        self.block_size = block_size
+        self._too_large = ""  # why the mask cannot be data, once that is known
+        self._bits: Bits | None = None  # bits of partial blocks, until they are data
+        self._resized: dict[tuple[int, int], MaskPlan] = {}
+        self.spread = []
+        vars(self).pop("_prepared", None)
+
+    def resized(self, block_size: tuple[int, int]) -> MaskPlan:
+        """Return the plan of the same mask in blocks of another size.
+
+        It is made once.
+        """
+        if block_size == self.block_size:
+            return self
+        if block_size not in self._resized:
+            plan = self._resized[block_size] = copy.copy(self)
+            plan._start_in(block_size)
+        return self._resized[block_size]
+
+    @functools.cached_property
+    def window(self) -> Window | None:
+        """The mask as a window that kernels know natively, or None."""
+        if self.opaque or not isinstance(self.offset, int):
+            return None
+        return window_of(self.mask, replace(sized(self.size, self.offset), may_read=False))
+
+    @functools.cached_property
+    def intervals(self) -> Intervals | None:
+        """The mask as intervals of keys, or None.
+
+        The host reads values of tensors only to check them, on a GPU for the first mask of a kind.
+        """
+        if self.opaque:
+            return None
+        intervals = intervals_of(self.mask, unread(self.size, self.offset), self.offset)
+        if intervals is None:
+            return None
+        self._check_values()
+        if self.size.device.type != "cpu":
+            self._check_first_values()
+        self._given = intervals
+        offset, lens = (x.detach() if isinstance(x, Tensor) else x for x in (intervals.offset, intervals.lens))
+        return intervals.with_tensors(offset, cast(Tensor | None, lens))
+
+    def _check_first_values(self) -> None:
+        """Check the values of tensors if the mask is the first of its kind."""
+        if self._kind_key is None or is_captured(self.size.device):
+            return
+        key = self._kind_of("intervals")
+        if PROGRAMS.get(key) is None:
+            self.mask.resolve(sized(self.size, self.offset), self.lifted)
+            PROGRAMS.put(key, (), Kind(""), ENTRY)
+
+    @functools.cached_property
+    def _prepared(self) -> _PreparedMask:
+        return self._cached(_BLOCKS, self._build, self.block_size, self.open_extents, self._allows_bounds)
+
+    def _build(self) -> _PreparedMask:
+        inputs, captured = self.inputs, is_captured(self.size.device)
+        if captured and not self._allows_bounds:
+            return self._build_by_bounds()
+        if not self._allows_bounds:
+            reason = "the function reads variables that may change" if self.opaque else "lists, or tensors that learn"
+            return replace(self._build_exactly(), why_exact=reason)
+        size, key = self.size, self._kind_of(self.block_size)
+        kind = PROGRAMS.get(key)
+        if captured and (kind is None or kind.recorded is None):
+            return self._build_by_bounds()
+        if kind is None:
+            function = "at other sizes", self._kind_key, size.device, self.block_size
+            if PROGRAMS.get(function) is None:
+                prepared, kind = self._build_first_of_kind()
+            else:
+                prepared, kind = self._build_by_bounds(), Kind("", records_soon=False)
+            PROGRAMS.put(key, (), kind, ENTRY + memory_of_capture(prepared.nbytes))
+            if not kind.why_exact:
+                PROGRAMS.put(function, (), kind, ENTRY)
+            return prepared
+        kind.plans += 1
+        if kind.is_to_be_recorded():
+            try:
+                kind.recorded = RecordedPlan(self._mask_kind, inputs)
+            except Exception as error:  # torch's tracing raises errors of any type
+                kind.why_exact = cannot_record(error)
+        if kind.recorded is None:
+            by_bounds = not kind.why_exact
+            return self._build_by_bounds() if by_bounds else replace(self._build_exactly(), why_exact=kind.why_exact)
+        self._check_values()
+        arguments, layout = kind.recorded(inputs)
+        return _PreparedMask(arguments, self._offset_tensor(), layout, {}, recorded=kind.recorded)
+
+    def _build_by_bounds(self) -> _PreparedMask:
+        """Plan by operations that a CUDA graph can hold.
+
+        Each replay then plans with the values that the tensors have.
+        """
+        self._check_values()
+        arguments, layout = plan_bounds(self._mask_kind)
+        return _PreparedMask(arguments, self._offset_tensor(), layout, {})
+
+    def _check_values(self) -> None:
+        """Check the values of tensors on a CPU, where reading them costs nothing."""
+        if self.size.device.type == "cpu":
+            self.mask.resolve(sized(self.size, self.offset), self.lifted)
+
+    @property
+    def _mask_kind(self) -> MaskKind:
+        return MaskKind(self.mask, self.offset, self.size, self.lifted, self.block_size)
+
+    def _build_first_of_kind(self) -> tuple[_PreparedMask, Kind]:
+        """Plan exactly, and return the state of the kind.
+
+        It says whether bounds can replace the exact blocks of later masks.
+        """
+        exact = self._build_exactly()
+        try:
+            arguments, layout = plan_bounds(self._mask_kind)
+            why_exact = _is_much_larger(exact, _PreparedMask(arguments, None, layout, {}))
+        except Exception as error:  # a user's function may raise anything
+            why_exact = cannot_record(error)
+        if why_exact:
+            return replace(exact, why_exact=why_exact), Kind(why_exact)
+        # Later masks have these arguments: kernels compile again for tables of other shapes.
+        prepared = replace(exact, resolved=arguments, why_exact=_FIRST)
+        return prepared, Kind("")
+
+    @torch.no_grad()  # activation checkpointing must not count tensors that a mask with parameters would save
+    def _build_exactly(self) -> _PreparedMask:
+        size = sized(self.size, self.offset)
+        resolved = self.mask.resolve(size, self.lifted)
+        mask_mod = shifted_mask(self.mask.bind(resolved), self.offset)
+        # An open extent is doubled, so that a dependence on its index shows.
+        batch, heads = (n * (1 + (e in self.open_extents)) for n, e in ((size.batch, "batch"), (size.heads, "heads")))
+        try:
+            with naming(self.mask):
+                sizes = batch, heads, size.q_len, size.kv_len
+                with_bits = self._wants_bits and can_be_bits(self.block_size)
+                # Lists of the masks of a kind have the same shapes, so that one kernel serves them all.
+                may_be_narrow = not (self.inputs and self._allows_bounds)
+                layout = build(mask_mod, *sizes, size.device, self.block_size, with_bits, may_be_narrow)
+        except Exception:
+            check_open_extents(self.mask, mask_mod, size, self.open_extents)
+            raise
+        sizes_of_lists = layout.indices[0].shape
+        if any(n > 1 and e in self.open_extents for n, e in zip(sizes_of_lists, ("batch", "heads"), strict=False)):
+            check_open_extents(self.mask, mask_mod, size, self.open_extents)
+        self._bits = layout.bits
+        return _PreparedMask(resolved, self._offset_tensor(), replace(layout, bits=None), {})
+
+    def block_mask(self) -> compat.BlockMask:
+        """Return the BlockMask; its mask_mod is bound to the user's own tensors, or their aliases."""
+        prepared = self._prepared
+        return prepared.layout.block_mask(shifted_mask(*self._bind(prepared)))
+
+    def mask_mod(self, resolved: dict[str, Any]) -> Callable[..., Tensor]:
+        """Return the function of the BlockMask, given what `Modifier.resolve` returned."""
+        return shifted_mask(*self._bind(Prepared(resolved, self._offset_tensor())))
+
+    def form(self, name: str, block_size: tuple[int, int] | None = None) -> Form:
+        """Return what a kernel reads: "blocks" of a size, "whole", "spanned" or "intervals".
+
+        The lists of blocks have the tensors that were made for the function behind them.
+        """
+        if name == "intervals":
+            made, given = (
+                [x for x in (i.offset, i.lens) if isinstance(x, Tensor)]
+                for i in (cast(Intervals, self.intervals), self._given)
+            )
+            return Form(made, given, list)
+        if name in ("whole", "spanned"):
+            tensors: tuple[Sequence[Tensor], Recorded | None] = self.whole if name == "whole" else self.spanned
+            return Form(tensors[0], self.inputs, tensors[1])
+        plan = self.resized(block_size or self.block_size)
+        prepared = plan._prepared
+        program = None if prepared.recorded is None else prepared.recorded.make
+        return Form([*prepared.layout.indices, *tensors_in(prepared.resolved)], self.inputs, program, plan.spread)
+
+    def blocks(self) -> Blocks:
+        """Return the BlockMask with the counts of its blocks and of undecided blocks."""
+        layout = self._prepared.layout
+        return Blocks(self.block_mask(), layout.undecided, layout.not_understood)
+
+    @property
+    def reads_data_as_fast(self) -> bool:
+        """Whether kernels read the mask's bits as fast as they compute its function.
+
+        They do on a CPU, where masks without tensors are planned once.
+        """
+        return not (self.opaque or self.inputs) and self.size.device.type == "cpu"
+
+    @functools.cached_property
+    def whole(self) -> tuple[Whole, Recorded | None]:
+        """The whole mask of a few queries, and the recorded operations that made it.
+
+        The host reads no value of a tensor, but of the first mask of a kind to check them.
+        """
+        return self._made_whole("whole", Whole, whole_of, _WHOLE)
+
+    @functools.cached_property
+    def spanned(self) -> tuple[Spanned, Recorded | None]:
+        """The whole mask of many queries, and the recorded operations that made it.
+
+        The host reads values as for `whole`.
+        """
+        return self._made_whole("spanned", Spanned, spanned_of, _SPANNED)
+
+    def _made_whole(
+        self, what: str, form: type[_W], make: Callable[[MaskKind], _W], cache: Part[_W]
+    ) -> tuple[_W, Recorded | None]:
+        """Return a whole mask in a form, and the recorded operations that made it."""
+        recorded: list[Recorded | None] = [None]
+
+        def run(mask: Mask, offset: Offset, size: Size) -> list[Tensor]:
+            with naming(self.mask), torch.no_grad():
+                return list(make(self._mask_kind._replace(mask=mask, offset=offset, size=size)))
+
+        def build() -> _W:
+            self._check_values()
+            tensors, recorded[0] = self._recorded_tensors(what, run)
+            return form(*tensors)
+
+        return self._cached(cache, build), recorded[0]
+
+    def data(self) -> MaskData:
+        """Return the mask as data: its blocks, and the bits of partial ones.
+
+        Raises TooLargeForData.
+        """
+        if self._too_large:  # all bits were computed to find that out
+            raise TooLargeForData(self._too_large)
+        more_key = self.block_size, self.open_extents, self._allows_bounds
+        try:
+            return self._cached(_DATA, lambda: self._as_data((self.size.batch, self.size.heads)), *more_key)
+        except TooLargeForData as error:
+            self._too_large = str(error)
+            raise
+
+    def data_alone(self) -> MaskData:
+        """Return the mask as data, with lists only as large as the mask needs.
+
+        Raises ValueError for blocks or masks that cannot be data.
+        """
+        if not can_be_bits(self.block_size):
+            sizes = " x ".join(map(str, self.block_size))
+            raise ValueError(
+                f"flexmasks.block_mask: with as_data the sizes of blocks must be powers of 2 from 32 on, got {sizes}."
+            )
+        try:
+            return self._as_data()
+        except TooLargeForData as error:
+            raise ValueError(str(error)) from None
+
+    def _as_data(self, sizes: tuple[int, int] | None = None) -> MaskData:
+        """Return the mask as data.
+
+        sizes: batch size and number of heads of its lists, by default those that the mask needs.
+
+        Blocks that are not known yet come with their bits.
+        """
+        self._wants_bits = True
+        block_mask = self.block_mask()
+        bits, self._bits = self._bits, None
+        with naming(self.mask), torch.no_grad():
+            batch, heads = sizes or block_mask.kv_num_blocks.shape[:2]
+            return data_of(block_mask, batch, heads, bits)
+
+    def explained(self) -> str:
+        """Return how the blocks are found, in words."""
+        if not self.inputs:
+            return "exact, once for these sizes"
+        reason = self._prepared.why_exact
+        if not reason:
+            return "bounds, on the device: new values of the tensors are planned without waiting for it"
+        if reason == _FIRST:
+            return f"exact: {reason}; later tensors are planned by bounds, on the device"
+        cost = "each change of the tensors takes some milliseconds, and waits for the device"
+        return f"exact: {reason}; {cost}"
+
+    def proven_options(self, has_score: bool) -> dict[str, bool]:
+        """Return options of torch's kernels that are proven for these blocks.
+
+        Only masks without tensors have such options: what holds for one content of a tensor may not hold for the next.
+        With a score change, no row is sure to keep a finite score.
+        """
+        if self.opaque or self.lifted or self.tensors or not isinstance(self.offset, int) or self.offset != 0:
+            return {}
+        options = self._fact("options", lambda: self.blocks().kernel_options)
+        return {n: v for n, v in options.items() if not (has_score and n == "ROWS_GUARANTEED_SAFE")}
+
+    def computed_fraction(self) -> float:
+        """Return the approximate fraction of all pairs that is computed.
+
+        It is one half where tensors decide: which backend is fastest must not change with what they hold.
+        """
+        if self.tensors or not isinstance(self.offset, int):
+            return _UNKNOWN_FRACTION
+        window = self.window
+        if window is not None:
+            pairs = self.size.q_len * self.size.kv_len
+            return window.pairs(self.size.q_len) / pairs if window.sequences is None else _UNKNOWN_FRACTION
+        return cast(float, self._fact("fraction", lambda: 1 - self.blocks().sparsity))
+
+    def is_mostly_partial(self) -> bool:
+        """Return whether kernels may read tensors at many pairs: those of many partial blocks.
+
+        There are at least half as many as full blocks.
+
+        The first mask of a function decides for all: which backend is fastest must not change with what tensors hold.
+        """
+        if self.opaque or not (self.tensors or reads_made_tensors(self.value, self._prepared.resolved)):
+            return False
+        known = _MOSTLY_PARTIAL.get(self.kernel_key)
+        if known is None and not is_captured(self.size.device):
+            indices = self._prepared.layout.indices
+            known = bool(_PARTIAL_BLOCKS * indices[0].sum() > indices[2].sum())
+            _MOSTLY_PARTIAL.put(self.kernel_key, (), known, FACT)
+        return bool(known)
+
+    def _fact(self, name: str, find: Callable[[], Any]) -> Any:
+        """Return a fact about the blocks and keep it with them.
+
+        Computing a fact waits for the GPU, so it is done once.
+        """
+        facts = self._prepared.facts
+        if name not in facts:
+            facts[name] = find()
+        return facts[name]
+
+
+class GivenPlan:
+    """A user's own BlockMask, in place of a MaskPlan."""
+
+    tensors: tuple[Tensor, ...] = ()
+    reads_data_as_fast = False
+    window: Window | None = None
+    intervals: Intervals | None = None
+    holds_aliases = False
+    is_own = False
+    what = "a given block mask"
+
+    def __init__(self, block_mask: compat.BlockMask) -> None:
+        captured: list[Tensor] = []
+        self.kernel_key: Hashable
+        try:
+            self.kernel_key, self.opaque = ("given", key_of(block_mask.mask_mod, captured)), False
+        except Opaque:
+            self.kernel_key, self.opaque = ("opaque", getattr(block_mask.mask_mod, "__code__", None)), True
+        self.shapes = tuple(t.shape for t in captured)
+        mask_mod = with_contiguous_tensors(block_mask.mask_mod, captured)
+        if mask_mod is not block_mask.mask_mod:
+            block_mask = copy.copy(block_mask)
+            block_mask.mask_mod = mask_mod
+        self._block_mask = block_mask
+
+    def resized(self, block_size: tuple[int, int]) -> GivenPlan | None:
+        """Return the plan if its blocks have this size.
+
+        A user's own blocks have no other.
+        """
+        return self if block_size == self._block_mask.BLOCK_SIZE else None
+
+    @property
+    def has_number_tensors(self) -> bool:
+        return any(not shape for shape in self.shapes)
+
+    def numbers(self) -> tuple[Hashable, list[Number]]:
+        """Return a key of the function without its numbers, and the numbers, see `Plan.numbers`."""
+        structure, leaves = flatten(self._block_mask.mask_mod)
+        return structure.kind, leaves.numbers
+
+    def blocks(self) -> Blocks:
+        return Blocks(self._block_mask)
+
+    def data(self) -> MaskData:
+        """Return the mask as data, see `MaskPlan.data`."""
+        return data_of(self._block_mask, *self._block_mask.kv_num_blocks.shape[:2])
+
+    def proven_options(self, has_score: bool) -> dict[str, bool]:
+        return {}
+
+    def explained(self) -> str:
+        return "the given block mask"
+
+    def computed_fraction(self) -> float:
+        return _UNKNOWN_FRACTION
+
+    def is_mostly_partial(self) -> bool:
+        return False
+
+
+def _is_much_larger(exact: _PreparedMask, bounds: _PreparedMask) -> str:
+    """Return why bounds are too far from the exact plan, or ""."""
+    found, needed = (int(p.layout.indices[0].sum() + p.layout.indices[2].sum()) for p in (bounds, exact))
+    if found > _MAX_WIDTH * needed:
+        return f"bounds have {found} blocks, {needed} are needed"
+    size, least = (sum(t.nbytes for t in tensors_in(p.resolved)) for p in (bounds, exact))
+    if size > max(_MAX_TABLES * least, _SMALL_TABLES):
+        return f"tables for any values take {size} bytes, {least} are needed"
+    return ""

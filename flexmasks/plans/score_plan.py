@@ -1,0 +1,126 @@
+"""A score change on its way to a score_mod, or to the numbers that it adds."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from flexmasks.blocks.elements import over_indices
+from flexmasks.cache import FACT, KINDS, PLANS, Part
+from flexmasks.kernels.whole_mask import Line
+from flexmasks.plans.bounds import tensors_in, unread
+from flexmasks.plans.naming import naming
+from flexmasks.plans.plan import Plan, Prepared
+from flexmasks.plans.recorded import Form, Recorded
+from flexmasks.plans.shifted import Offset, shifted_score
+from flexmasks.plans.sizes import is_captured, sized
+from flexmasks.plans.whole import Added, added_of, line_of
+from flexmasks.spec.parameters import Size, describe
+from flexmasks.spec.structure import (
+    Aliases,
+    Opaque,
+)
+from flexmasks.spec.values import Score
+
+_ADDED: Part[Added] = Part(PLANS, "added")
+_TRIED: Part[bool] = Part(KINDS, "tried_scores")
+_SCORES: Part[Prepared] = Part(PLANS, "scores")
+
+
+class ScorePlan(Plan):
+    """A score change on its way to a score_mod."""
+
+    def __init__(self, score: Score, size: Size, offset: Offset = 0, *, aliases: Aliases | None = None) -> None:
+        super().__init__(score, size, offset, aliases=aliases)
+        self.score = score
+
+    def again(self) -> ScorePlan:
+        return ScorePlan(self.score, self.size, self.offset, aliases=Aliases())
+
+    def score_mod(self) -> Callable[..., Tensor]:
+        """Return the score_mod, bound to the user's own tensors, or their aliases."""
+        return shifted_score(*self._bind(self._prepared))
+
+    @functools.cached_property
+    def _prepared(self) -> Prepared:
+        return self._cached(_SCORES, self._build)
+
+    @functools.cached_property
+    def added(self) -> tuple[Added, Recorded | None]:
+        """The numbers that the score change adds, and the recorded operations that made them.
+
+        The score change must only add.
+        """
+        made: list[Recorded | None] = [None]
+
+        def build() -> Added:
+            if self.size.device.type == "cpu":
+                sized(self.size, self.offset)  # checks the values of the offset
+            tensors, made[0] = self._recorded_tensors("added", self._added_of, factored=True)
+            return Added(*tensors)
+
+        added = self._cached(_ADDED, build)
+        return added, made[0]
+
+    def form(self, name: str, block_size: tuple[int, int] | None = None) -> Form:
+        """Return what a kernel reads: "added", or what "functions" read of the user's tensors alone."""
+        if name == "added":
+            added, recorded = self.added
+            return Form([t for t in added if t is not None], self.inputs, recorded)
+        if self.prepares_tensors:
+            raise Opaque("tensors that are made for the score change")
+        return Form(spread=self.spread)
+
+    def line(self) -> Line | None:
+        """Return the line that the added numbers are over the distance, or None.
+
+        Looking waits for the device. What tensors hold makes no line, and in a CUDA graph none is looked for.
+        """
+        if not isinstance(self.offset, int) or is_captured(self.size.device):
+            return None
+        added, recorded = self.added
+        if self.inputs and (recorded is None or recorded.varies[0]):
+            return None
+        return line_of(added.numbers, self.size, self.offset)
+
+    def _added_of(self, score: Score, offset: Offset, size: Size) -> list[Tensor]:
+        with naming(self.score), torch.no_grad():
+            return [added_of(score, offset, size)]
+
+    @property
+    def prepares_tensors(self) -> bool:
+        """Return whether the function needs tensors that are made from the user's tensors."""
+        return bool(self.inputs) and bool(tensors_in(self._prepared.resolved))
+
+    def _build(self) -> Prepared:
+        key = self.kernel_key, self.size, self.shapes
+        is_known = not self.opaque and _TRIED.get(key) is not None
+        # On a GPU the values are read for the first score of a kind only.
+        reads = self.size.device.type == "cpu" or not is_known
+        if is_captured(self.size.device) or not reads:
+            return Prepared(self.score.resolve(unread(self.size, self.offset)), self._offset_tensor())
+        resolved = self.score.resolve(sized(self.size, self.offset))
+        if not is_known:
+            self._try(shifted_score(self.score.bind(resolved), self.offset))
+            _TRIED.put(key, (), True, FACT)
+        return Prepared(resolved, self._offset_tensor())
+
+    def _try(self, score_mod: Callable[..., Tensor]) -> None:
+        """Call the function on some scores, to raise its errors here and by name.
+
+        On a CPU the first and last index of each kind are tried; on CUDA only the first, because an index out of
+        range would end the process.
+        """
+        size = self.size
+        lengths = size.batch, size.heads, size.q_len, size.kv_len
+        ends = [[0, n - 1] if size.device.type == "cpu" else [0] for n in lengths]
+        scores = torch.zeros([len(e) for e in ends], dtype=size.dtype, device=size.device)
+        with naming(self.score), torch.no_grad():
+            indices = (torch.tensor(e, device=size.device) for e in ends)
+            changed = over_indices(score_mod, (0,))(scores, *indices)
+            if not changed.dtype.is_floating_point or changed.shape != scores.shape:
+                got = f"{describe(changed)} for {describe(scores)}"
+                raise TypeError(f"a score function must return a floating number for each score, got {got}.")

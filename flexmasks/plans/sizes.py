@@ -1,0 +1,65 @@
+"""Sizes of calls: offsets in them, blocks that suit a device, and what a device can."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from flexmasks import compat
+from flexmasks.plans.shifted import Offset
+from flexmasks.spec.parameters import Size
+
+BLOCK_SIZE = (128, 128)
+_FLASH_BLOCK_SIZE = (256, 128)  # FLASH's kernels for compute capability 10 and 11 compute 256 queries at a time
+_CPU_BLOCK_SIZES = ((1 << 10, 32), (1 << 15, 64))  # longest length, and the block size that is fastest up to it
+MAX_POSITIONS = 1 << 31  # kernels count positions in 32 bits
+
+
+def is_captured(device: torch.device) -> bool:
+    """Return whether a CUDA graph captures the operations of a device."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def block_size_for(size: Size) -> tuple[int, int]:
+    """Return the block size that suits the kernels of a call's device."""
+    if size.device.type == "cpu":
+        for length, n in _CPU_BLOCK_SIZES:
+            if max(size.q_len, size.kv_len) <= length:
+                return n, n
+    elif size.device.type == "cuda" and capability(size.device)[0] in (10, 11):
+        return _FLASH_BLOCK_SIZE
+    return BLOCK_SIZE
+
+
+@compat.constant_in_graphs
+def capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of a GPU.
+
+    For fake tensors on a machine without a GPU the result is (0, 0).
+    """
+    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (0, 0)
+
+
+def sized(size: Size, offset: Offset) -> Size:
+    """Return the size with the largest offset in it.
+
+    The values of an offset tensor are read. Raises ValueError for an offset that is negative or too large. A tensor's
+    values are 0 or at most kv_len - q_len, so that no kernel needs to be told of more keys than there are, and tables
+    that are made without reading the values are long enough.
+    """
+    least, most = (offset, offset) if isinstance(offset, int) else torch.stack(torch.aminmax(offset)).tolist()
+    if least < 0:
+        raise ValueError(f"flexmasks: `q_offset` must be at least 0, got values from {least} to {most}.")
+    if most + size.q_len > MAX_POSITIONS:
+        raise ValueError(
+            f"flexmasks: `q_offset` must be at most 2**31 - {size.q_len} for {size.q_len} queries, got {most}."
+        )
+    is_ruled = isinstance(offset, Tensor) and size.ends_among_keys
+    if is_ruled and most > 0 and most + size.q_len > size.kv_len:
+        raise ValueError(
+            "flexmasks: the values of a tensor `q_offset` must be 0 or at most KV - Q, the number of keys minus the "
+            f"number of queries, {size.kv_len} - {size.q_len}, got {most}; a number may be larger."
+        )
+    return replace(size, q_offset=most)
