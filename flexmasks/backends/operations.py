@@ -269,6 +269,7 @@ def follow(
             with _Lookups(), _Questions(trace), trace:
                 value = function(*scores, *indices)
     except Exception as error:
-        return f"{UNREADABLE}: {type(error).__name__}", None
+        what = error if isinstance(error, compat.MissingFromTorch) else type(error).__name__
+        return f"{UNREADABLE}: {what}", None
     trace.check_result(value)
     return next(iter(trace.errors), None), value
