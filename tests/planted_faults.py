@@ -527,7 +527,7 @@ FAULTS: list[Fault] = [
         "calls.py",
         "    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):\n        return None\n    return (",
         "    return (",
-        ("tests/test_decode.py::test_a_score_that_learns_is_no_renewed_call",),
+        ("tests/test_plans.py::test_a_score_that_learns_is_no_renewed_call",),
     ),
     Fault("calls.py", "q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()", "q.shape, k.shape, v.shape"),
     Fault(

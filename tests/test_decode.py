@@ -169,21 +169,6 @@ def test_plans_whose_mask_and_score_change() -> None:
         plan.update(lens=lens, slopes=slopes)
 
 
-def test_a_score_that_learns_is_no_renewed_call() -> None:
-    """Earlier calls with tensors of the same layout had no gradients."""
-    q, k, v = tensors(1)
-    for learns in (False, False, False, True):
-        slopes = torch.rand(HEADS, requires_grad=learns)
-        out = flexmasks.attention(q, k, v, mask="causal", q_offset=LENGTH - 1, score="alibi", slopes=slopes)
-        assert out.requires_grad == learns
-    leaf = slopes.detach().double().requires_grad_()
-    scores = q.double() @ k.double().repeat_interleave(HEADS // KV_HEADS, 1).mT / 4
-    scores = scores - leaf[:, None, None] * (LENGTH - 1 - torch.arange(LENGTH))
-    want = scores.softmax(-1) @ v.double().repeat_interleave(HEADS // KV_HEADS, 1)
-    (got,), (exactly,) = (torch.autograd.grad(x.square().sum(), y) for x, y in ((out, slopes), (want, leaf)))
-    assert error(got, exactly.cpu()) < 2e-4
-
-
 def pages_of(cache: Tensor, table: Tensor, page_size: int) -> Tensor:
     """Return keys or values [B, Hkv, KV, D] in pages, which lie as the table says; others are NaN."""
     pages = cache.transpose(1, 2).reshape(-1, page_size, *cache.shape[1::2])
