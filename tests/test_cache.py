@@ -726,7 +726,6 @@ def test_plans_of_another_default_dtype_are_others() -> None:
         torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("without_cpp")
 def test_parameters_that_look_alike_are_distinguished() -> None:
     q = torch.randn(1, 1, 16, 8)

@@ -609,6 +609,16 @@ def test_slices_of_one_kernel_with_other_numbers_of_runs() -> None:
         assert error(flexmasks.attention(q, k, v, mask="slices", **params), want) < TOLERANCE[q.dtype]
 
 
+@pytest.mark.parametrize("both_ends", [True, False])
+@pytest.mark.parametrize("global_blocks", [0, 1, 2, 3, 9])
+def test_global_blocks_of_bigbird(global_blocks: int, both_ends: bool) -> None:
+    block = torch.arange(35) // 5
+    is_global = (block < global_blocks) | (both_ends & (block >= 7 - global_blocks))
+    want = is_global[:, None] | is_global | ((block[:, None] - block).abs() <= 1)
+    params = {"length": 35, "block": 5, "global_blocks": global_blocks, "random_blocks": 0, "both_ends": both_ends}
+    assert torch.equal(flexmasks.dense_mask("bigbird", 35, **params)[0, 0], want)
+
+
 def test_the_draw_of_bigbird() -> None:
     """Each row draws its number of random blocks; one seed draws the same blocks, another seed others."""
     params = {"length": 640, "block": 10, "window": 2, "global_blocks": 1, "random_blocks": 5}

@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 from helpers import DEVICES, TOLERANCE, error, in_campaigns, one_in
+from quick_kernels import quick_kernels as quick_kernels
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_mask
 from torch.nn.functional import scaled_dot_product_attention
@@ -128,6 +129,23 @@ def test_new_tensors_at_every_step(kind: str, device: str) -> None:
         assert error(out, expected(tensors, params, device)) < 2 * TOLERANCE[out.dtype]
         assert graphs in (None, private_torch.compiled_graphs())
         graphs = private_torch.compiled_graphs()
+
+
+@pytest.mark.parametrize("on_cpu_too", ["renewed"], indirect=True)
+@pytest.mark.usefixtures("on_cpu_too", "quick_kernels")
+def test_a_score_that_learns_is_no_renewed_call() -> None:
+    """Earlier calls with tensors of the same layout had no gradients."""
+    q, k, v = qkv("cpu")
+    for learns in (False, False, False, True):
+        slopes = (torch.rand(HEADS) / LENGTH).requires_grad_(learns)
+        out = flexmasks.attention(q, k, v, mask="causal", score="alibi", slopes=slopes)
+        assert out.requires_grad == learns
+    leaf = slopes.detach().double().requires_grad_()
+    at = torch.arange(LENGTH)
+    scores = q.double() @ k.double().mT / 32**0.5 - leaf[:, None, None] * (at[:, None] - at)
+    want = scores.masked_fill(at[:, None] < at, -torch.inf).softmax(-1) @ v.double()
+    (got,), (exactly,) = (torch.autograd.grad(x.square().sum(), y) for x, y in ((out, slopes), (want, leaf)))
+    assert torch.allclose(got.double(), exactly, rtol=1e-3)
 
 
 @pytest.mark.gpu
