@@ -74,13 +74,11 @@ class Workers:
 
 
 def _in_modes(work: Callable[[], _Result], grad: bool, inference: bool) -> _Result:
-    """Return a function's result, computed in the modes of the caller's thread."""
     with torch.inference_mode(inference), torch.set_grad_enabled(grad):
         return work()
 
 
 def _start(threads: int) -> None:
-    """Set the number of torch's threads for operations of this thread."""
     torch.get_num_threads()  # torch sets it at the first question, to the number of all threads
     torch.set_num_threads(threads)
 

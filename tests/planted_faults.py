@@ -482,8 +482,8 @@ FAULTS: list[Fault] = [
     # --- sequences over several processes, and DTensors ---
     Fault(
         "integrations/distributed/exchange.py",
-        "result[:, :, here].add_(piece)",
-        "result[:, :, here].copy_(piece)",
+        "result[:, :, place].add_(piece)",
+        "result[:, :, place].copy_(piece)",
         _EXCHANGED,
     ),
     Fault(

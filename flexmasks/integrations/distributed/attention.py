@@ -30,7 +30,6 @@ from flexmasks.integrations.distributed.counts import (
     size_of,
 )
 from flexmasks.integrations.distributed.exchange import (
-    Difference,
     arranged,
     compare,
     gathered,
@@ -151,56 +150,48 @@ def attention(
         >>> mesh = init_device_mesh("cuda", (8,))  # doctest: +SKIP
         >>> out = distributed.attention(q, k, v, mesh=mesh, mask="causal")  # doctest: +SKIP
     """
-    has_order = order is not None
-    if isinstance(q, DTensor):
-        if mesh is not None and mesh != q.device_mesh:
-            _fail("`mesh` must be left out for DTensors, which have their own.")
+    has_order, like = order is not None, q if isinstance(q, DTensor) else None
+    if like is not None:
         check_placements(q, k, v)
-        dims = [dim for dim, placement in enumerate(q.placements) if placement.is_shard(2)]
-        mesh = _mesh_of(q.device_mesh, dims) if dims else None
-        order = order or (_order_of(q.shape[2], mesh) if mesh else None)
-        q_part, k_part, v_part = (x.to_local() for x in (q, cast(DTensor, k), cast(DTensor, v)))
-        place: Place | None = place_of(q)
-    else:
-        if mesh is None:
-            _fail("pass `mesh`, the processes that hold the sequence, or DTensors.", TypeError)
-        q_part, k_part, v_part, place = q, k, v, None
+    mesh = _mesh_of(q, mesh)
     options: dict[str, Any] = {"scale": scale, "backend": backend, "kernel_options": kernel_options}
+    options["return_lse"] = return_lse
     if mesh is None:  # only batch elements or heads are sharded
         options |= {"mask": mask, "score": score, "sink_logits": sink_logits, **params}
-        return cast(Tensor, attention_of_one(q, k, v, return_lse=return_lse, **options))
-    if not isinstance(mesh, DeviceMesh) or mesh.ndim > 2 or mesh.get_coordinate() is None:
-        _fail(f"`mesh` must be a DeviceMesh of one or two dimensions that holds this process, got {mesh!r}.")
+        return cast(Tensor, attention_of_one(q, k, v, **options))
+    q_part, k_part, v_part = q, k, v
+    if like is not None:
+        order = order or _order_of(q.shape[2], mesh)
+        q_part, k_part, v_part = (cast(DTensor, x).to_local() for x in (q, k, v))
     problem: Exception | None = None
     call: _Call | None = None
     try:
-        like = q if isinstance(q, DTensor) else None
-        of_mask, of_score = (whole(x, like) for x in from_arguments(mask, score, params))
-        sinks = whole(sink_logits, like)
-        call = _checked(q_part, k_part, v_part, mesh, place, of_mask, of_score, sinks, how, order)
+        of_mask, of_score, sinks = (whole(x, like) for x in (*from_arguments(mask, score, params), sink_logits))
+        _check_shapes(q_part, k_part, v_part)
+        place = Place(*q_part.shape[:2]) if like is None else place_of(like)
+        call = _Call(mesh, place, of_mask, of_score, sinks, how, order)
+        _check(call, q_part, k_part)
         if not has_order and (advice := forgotten_order(mesh, rank_in(mesh), q_part.shape[2])):
             _fail(advice)
     except (ValueError, TypeError) as error:
         problem = error
-    compared = {**options, "return_lse": return_lse}
-    lengths = _lengths(q_part, k_part, v_part, mesh, call, order, compared, check, problem)
+    lengths: list[int] = []
+    if check and not compat.is_compiling():
+        lengths = _compared(q_part, k_part, v_part, mesh, None if problem else call, options)
     if problem is not None:
         raise problem
+    lengths = lengths or [q_part.shape[2]] * mesh.size()
     parts = following(lengths) if order is None else compat.constants(order.parts)
-    call = cast(_Call, call)._replace(parts=parts)
     with under_autocast(q_part, k_part, v_part) as cast_parts:  # processes exchange what the kernel takes
-        dtypes = [x.dtype for x in cast_parts]
-        if len(set(dtypes)) > 1:
-            _fail(f"q, k and v must have one dtype, got {', '.join(map(str, dtypes))}.", TypeError)
-        out, lse = _run(*cast_parts, call, options, return_lse)
-    if isinstance(q, DTensor):
-        out = as_sharded(out, q, (*q.shape[:3], v.shape[3]))
-        lse = None if lse is None else as_sharded(lse, q, q.shape[:3])
+        out, lse = _run(*cast_parts, cast(_Call, call)._replace(parts=parts), options)
+    if like is not None:
+        out = as_sharded(out, like, (*q.shape[:3], v.shape[3]))
+        lse = None if lse is None else as_sharded(lse, like, q.shape[:3])
     return out if lse is None else (out, lse)
 
 
 class _Call(NamedTuple):
-    """A checked call of one process."""
+    """A call of one process."""
 
     mesh: DeviceMesh
     place: Place
@@ -208,6 +199,7 @@ class _Call(NamedTuple):
     score: Score | None
     sinks: Tensor | None
     how: str
+    order: Order | None
     parts: tuple[Parts, ...] = ()  # of all processes
 
     @property
@@ -222,18 +214,7 @@ def _fail(message: str, error: type[Exception] = ValueError) -> NoReturn:
 # --- checks ---
 
 
-def _checked(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mesh: DeviceMesh,
-    place: Place | None,
-    mask: Mask | None,
-    score: Score | None,
-    sinks: Tensor | None,
-    how: str,
-    order: Order | None,
-) -> _Call:
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor) or x.ndim != 4 or x.is_nested:
             _fail(f"`{name}` must be a tensor [batch, heads, tokens, head size], got {describe(x)}.")
@@ -241,10 +222,15 @@ def _checked(
         _fail(f"a process needs as many keys as queries, got {q.shape[2]}, {k.shape[2]} and {v.shape[2]} of q, k, v.")
     if q.shape[0] != k.shape[0] or k.shape[:2] != v.shape[:2] or not k.shape[1] or q.shape[1] % k.shape[1]:
         _fail(f"the shapes of q, k and v do not fit: {list(q.shape)}, {list(k.shape)}, {list(v.shape)}.")
-    if how not in _WAYS:
-        _fail(f"`how` must be one of {', '.join(map(repr, _WAYS))}, got {how!r}.")
+
+
+def _check(call: _Call, q: Tensor, k: Tensor) -> None:
+    """Raise ValueError if arguments do not fit the processes or the heads of q and k."""
+    mesh, order, sinks, heads = call.mesh, call.order, call.sinks, call.place.heads
+    if call.how not in _WAYS:
+        _fail(f"`how` must be one of {', '.join(map(repr, _WAYS))}, got {call.how!r}.")
     last = mesh.shape[-1]
-    if how == "heads" and k.shape[1] % last:
+    if call.how == "heads" and k.shape[1] % last:
         _fail(
             f'how="heads" gives each of {last} processes as many of the {k.shape[1]} heads of k, which cannot be; use '
             '"gather", or a mesh of two dimensions whose last one divides the number of heads.'
@@ -255,37 +241,23 @@ def _checked(
         rank = rank_in(mesh)
         if q.shape[2] != order.sizes[rank]:
             _fail(f"by `order` this process has {order.sizes[rank]} tokens, but q has {q.shape[2]}.")
-    place = place or Place(q.shape[0], q.shape[1])
-    if sinks is not None and (not isinstance(sinks, Tensor) or sinks.shape != (place.heads,)):
-        _fail(f"`sink_logits` must be a tensor [{place.heads}], one for each head, got {describe(sinks)}.")
-    return _Call(mesh, place, mask, score, sinks, how)
+    if sinks is not None and (not isinstance(sinks, Tensor) or sinks.shape != (heads,)):
+        _fail(f"`sink_logits` must be a tensor [{heads}], one for each head, got {describe(sinks)}.")
 
 
-def _lengths(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mesh: DeviceMesh,
-    call: _Call | None,
-    order: Order | None,
-    options: dict[str, Any],
-    check: bool,
-    problem: Exception | None,
+def _compared(
+    q: Tensor, k: Tensor, v: Tensor, mesh: DeviceMesh, call: _Call | None, options: dict[str, Any]
 ) -> list[int]:
-    """Return the lengths of all parts; if `check`, compare the calls of all processes first."""
-    if not check or compat.is_compiling():
-        if problem is not None:
-            raise problem
-        return list(order.sizes) if order is not None else [q.shape[2]] * mesh.size()
+    """Return the lengths of all parts, if all processes make the same call; without `call` this process has failed."""
     own = q.shape[2] if isinstance(q, Tensor) and q.ndim == 4 else 0
     told: dict[str, Any] = dict.fromkeys(("q, k, v", "mask", "score", "sink_logits", "how", "order", *options))
     if call is not None:
         learns = torch.is_grad_enabled()
         shapes = [(*x.shape[:2], x.shape[3], x.dtype, learns and x.requires_grad) for x in (q, k, v)]
         told |= {"q, k, v": (*shapes, call.place.batch, call.place.heads), "mask": call.mask, "score": call.score}
-        told |= {"sink_logits": call.sinks is not None, "how": call.how, "order": order, **options}
-    arguments = [Difference(name, _number(value), repr(value)) for name, value in told.items()]
-    return compare("attention", mesh, own, arguments, problem is not None)
+        told |= {"sink_logits": call.sinks is not None, "how": call.how, "order": call.order, **options}
+    texts = {name: repr(value) for name, value in told.items()}
+    return compare("attention", mesh, own, texts, call is None, [*map(_number, told.values())])
 
 
 def _number(value: Any) -> int:
@@ -328,14 +300,25 @@ def _read(function: FunctionType) -> list[tuple[str, Any]]:
 # --- places ---
 
 
-def _mesh_of(mesh: DeviceMesh, dims: Sequence[int]) -> DeviceMesh:
-    if len(dims) == mesh.ndim:
-        return mesh
-    if len(dims) == 1:
-        return submesh(mesh, dims[0])
-    if mesh.mesh_dim_names is None:
-        _fail("a mesh whose sequence lies over some of its dimensions needs `mesh_dim_names`.")
-    return mesh[tuple(mesh.mesh_dim_names[dim] for dim in dims)]
+def _mesh_of(q: Tensor, mesh: DeviceMesh | None) -> DeviceMesh | None:
+    """Return the mesh of the processes that hold the sequence together, or None if each has it whole."""
+    if isinstance(q, DTensor):
+        if mesh is not None and mesh != q.device_mesh:
+            _fail("`mesh` must be left out for DTensors, which have their own.")
+        mesh, dims = q.device_mesh, [dim for dim, placement in enumerate(q.placements) if placement.is_shard(2)]
+        if not dims:
+            return None
+        if len(dims) == 1:
+            mesh = submesh(mesh, dims[0])
+        elif len(dims) < mesh.ndim:
+            if mesh.mesh_dim_names is None:
+                _fail("a mesh whose sequence lies over some of its dimensions needs `mesh_dim_names`.")
+            mesh = mesh[tuple(mesh.mesh_dim_names[dim] for dim in dims)]
+    elif mesh is None:
+        _fail("pass `mesh`, the processes that hold the sequence, or DTensors.", TypeError)
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim > 2 or mesh.get_coordinate() is None:
+        _fail(f"`mesh` must be a DeviceMesh of one or two dimensions that holds this process, got {mesh!r}.")
+    return mesh
 
 
 def _order_of(length: int, mesh: DeviceMesh) -> Order | None:
@@ -360,10 +343,11 @@ def _order_of(length: int, mesh: DeviceMesh) -> Order | None:
 # --- the call ---
 
 
-def _run(
-    q: Tensor, k: Tensor, v: Tensor, call: _Call, options: dict[str, Any], return_lse: bool
-) -> tuple[Tensor, Tensor | None]:
+def _run(q: Tensor, k: Tensor, v: Tensor, call: _Call, options: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
     """Exchange what is needed, and attend."""
+    dtypes = [x.dtype for x in (q, k, v)]
+    if len(set(dtypes)) > 1:
+        _fail(f"q, k and v must have one dtype, got {', '.join(map(str, dtypes))}.", TypeError)
     mesh, parts, place = call.mesh, call.parts, call.place
     last = submesh(mesh, len(mesh.shape) - 1)
     row = rank_in(mesh) // last.size()  # processes that exchange heads hold neighboring parts
@@ -387,14 +371,13 @@ def _run(
         keys = sum(parts, ())
     k, v = (arranged(x, keys) for x in (k, v))
     call = call._replace(place=place)
-    results = _attend(arranged(q, own), k, v, own, merged(keys), call, {**options, "return_lse": return_lse})
+    results = _attend(arranged(q, own), k, v, own, merged(keys), call, options)
     results = joined(results, [q, k, v, *learned(call.mask, call.score, call.sinks)])
-    results = [rearranged(x, own) for x in results]
+    out, *lse = [rearranged(x, own) for x in results]
     if way == "heads":
-        out, *lse = results
-        results = [sequence_for_heads(out, last, lengths)]
-        results += [sequence_for_heads(x[..., None], last, lengths)[..., 0] for x in lse]
-    return results[0], results[1] if return_lse else None
+        out = sequence_for_heads(out, last, lengths)
+        lse = [sequence_for_heads(x[..., None], last, lengths)[..., 0] for x in lse]
+    return out, lse[0] if lse else None
 
 
 def _way(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[str, tuple[Parts, ...]]:

@@ -8,7 +8,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -218,13 +218,17 @@ def balance(
     for mask, times in counted.items():
         rows += times * computed_blocks(mask, length, block_size=block_size, batch=batch, heads=heads).numpy()
     ends = np.minimum(np.arange(len(rows) + 1) * block_size, length)
-    work = _Work(ends, np.concatenate([[0], np.cumsum(rows)]))
+    before = np.concatenate([[0], np.cumsum(rows)])
+
+    def blocks_between(cuts: np.ndarray) -> np.ndarray:  # a cut row of blocks counts in proportion
+        return np.diff(np.interp(cuts, ends, before))
+
     best = Order.natural(length, ranks)
-    least = _unevenness(np.array([sum(work.of(np.array(part))[0] for part in own) for own in best.parts]))
+    least = _unevenness(blocks_between(np.cumsum([0, *best.sizes])))
     count = 2
     while least > _EVEN and count <= _MOST_PIECES and length >= ranks * count:
         cuts, kinds = _cut(length, ranks, count, block_size)
-        costs = work.of(cuts)
+        costs = blocks_between(cuts)
         owners = _assign(costs, kinds, ranks, count)
         unevenness = _unevenness(np.bincount(owners, costs, ranks))
         if unevenness < least:
@@ -271,17 +275,6 @@ def block_size_for(length: int, most_rows: int) -> int:
 
 
 # --- pieces ---
-
-
-class _Work(NamedTuple):
-    """Blocks computed before each end of a row of blocks."""
-
-    ends: np.ndarray
-    before: np.ndarray
-
-    def of(self, cuts: np.ndarray) -> np.ndarray:
-        """Return the blocks between cuts; a cut row of blocks counts in proportion."""
-        return np.diff(np.interp(cuts, self.ends, self.before))
 
 
 def _unevenness(loads: np.ndarray) -> float:

@@ -125,10 +125,9 @@ class CountedMask:
 
     def seen(self, parts: Sequence[Parts]) -> list[Parts]:
         """Return the keys that each rank sees, given its parts of the sequence."""
-        return self.of_parts(parts).seen if self._band is None else self._through(self._band, parts)
-
-    def _through(self, band: Band, parts: Sequence[Parts]) -> list[Parts]:
-        return [merged([seen_through(band, part, self.length) for part in own]) for own in parts]
+        if self._band is None:
+            return self.of_parts(parts).seen
+        return [merged([seen_through(self._band, part, self.length) for part in own]) for own in parts]
 
     def of_parts(self, parts: Sequence[Parts]) -> OfParts:
         """Return what each rank computes and sees, given its parts of the sequence.
@@ -165,9 +164,7 @@ class CountedMask:
                 blocks[rank] += own.sum((0, 2, 3)).cpu() * copies
                 if self._band is None:
                     seen[rank] |= own.flatten(0, 2).any(0).cpu()
-        if self._band is not None:
-            return OfParts(blocks, self._through(self._band, parts))
-        return OfParts(blocks, [self._keys_in(columns) for columns in seen])
+        return OfParts(blocks, [self._keys_in(columns) for columns in seen] if self._band is None else self.seen(parts))
 
     def _keys_in(self, seen: Tensor) -> Parts:
         """Return the keys in columns of blocks, bool [columns], as ranges."""

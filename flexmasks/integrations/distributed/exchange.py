@@ -9,15 +9,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Iterator, Sequence
-from itertools import accumulate
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -48,24 +47,21 @@ def exchanging(what: str) -> Iterator[None]:
 # --- calls ---
 
 
-class Difference(NamedTuple):
-    """One argument of a call as a number, by which processes notice a difference, and as text for the error."""
-
-    name: str
-    number: int
-    text: str
-
-
-def compare(call: str, mesh: DeviceMesh, length: int, arguments: Sequence[Difference], failed: bool) -> list[int]:
+def compare(
+    call: str, mesh: DeviceMesh, length: int, texts: Mapping[str, str], failed: bool, numbers: Sequence[int] = ()
+) -> list[int]:
     """Return the lengths of all processes' parts, if all processes make the same call.
 
     call: its name, for errors.
     length: the tokens of this process.
+    texts: the arguments of the call by their names.
     failed: whether this process has found an error, which it will raise. The others then raise an error, too.
+    numbers: by which processes notice that an argument differs; by default checksums of the texts.
 
     Raises ValueError if the calls differ.
     """
-    own = torch.tensor([length, int(failed), *(a.number for a in arguments)])
+    numbers = numbers or [zlib.crc32(text.encode()) for text in texts.values()]
+    own = torch.tensor([length, int(failed), *numbers])
     with exchanging("their calls"):
         every = own[None]
         for dim in reversed(range(mesh.ndim)):
@@ -73,16 +69,16 @@ def compare(call: str, mesh: DeviceMesh, length: int, arguments: Sequence[Differ
             others = [torch.empty_like(every) for _ in range(mesh.size(dim))]
             dist.all_gather(others, every, group=group)
             every = torch.cat(others)
-    lengths, failures, *numbers = every.T.tolist()
+    lengths, failures, *of_all = every.T.tolist()
     if any(failures) and not failed:
         raise ValueError(f"{WHERE}.{call}: rank {failures.index(1)} of the mesh has raised an error in this call.")
     if not failed:
-        for argument, values in zip(arguments, numbers, strict=True):
+        for (name, text), number, values in zip(texts.items(), numbers, of_all, strict=True):
             if len(set(values)) > 1:
-                other = next(rank for rank, value in enumerate(values) if value != argument.number)
+                other = next(rank for rank, value in enumerate(values) if value != number)
                 raise ValueError(
                     f"{WHERE}.{call}: the processes must make the same call, but rank {other} of the mesh has "
-                    f"another `{argument.name}` than this process: {argument.text}."
+                    f"another `{name}` than this process: {text}."
                 )
     return list(lengths)
 
@@ -183,7 +179,19 @@ def received(
     tensors: this process's part, [B, H, S of the part, D] each.
     parts, wanted: for each process the positions that it has, in its order, and those that it wants, ascending.
     """
-    return cast(tuple[Tensor, ...], _Received.apply(_Seen(mesh, parts, wanted), *tensors))
+    rank, own, result = mesh.get_local_rank(), parts[mesh.get_local_rank()], wanted[mesh.get_local_rank()]
+    sent = [common(own, other) if n != rank else () for n, other in enumerate(wanted)]
+    come = [common(other, result) if n != rank else () for n, other in enumerate(parts)]
+    pieces = _Pieces(
+        sent=[size_of(pieces) for pieces in sent],
+        come=[size_of(pieces) for pieces in come],
+        leave=[_place(own, piece) for pieces in sent for piece in pieces],
+        arrive=[_place(result, piece) for pieces in come for piece in pieces],
+        stay=[(_place(own, piece), _place(result, piece)) for piece in common(own, result)],
+        sizes=(size_of(own), size_of(result)),
+        group=mesh.get_group(),
+    )
+    return cast(tuple[Tensor, ...], _Exchanged.apply(pieces, *tensors))
 
 
 class _Layout(NamedTuple):
@@ -292,7 +300,7 @@ def _exchanged(
 
 class _Exchanged(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, travel: _Travel, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, travel: _Travel | _Pieces, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.back = travel.back(tensors)
         return travel.run(tensors)
 
@@ -301,94 +309,65 @@ class _Exchanged(torch.autograd.Function):
         return None, *_Exchanged.apply(ctx.back, *gradients)
 
 
-class _Seen:
-    """An exchange of the positions that each process wants."""
+class _Pieces(NamedTuple):
+    """An exchange of the positions that each process wants.
 
-    def __init__(self, mesh: DeviceMesh, parts: Sequence[Parts], wanted: Sequence[Parts]) -> None:
-        rank, self._group = mesh.get_local_rank(), mesh.get_group()
-        others = [other for other in range(mesh.size()) if other != rank]
-        sent = {other: common(parts[rank], wanted[other]) for other in others}
-        come = {other: common(parts[other], wanted[rank]) for other in others}
-        self._sent_rows, self._come_rows = (
-            [size_of(way.get(other, ())) for other in range(mesh.size())] for way in (sent, come)
-        )
-        kept = common(parts[rank], wanted[rank])
-        own, result = _Places(parts[rank]), _Places(wanted[rank])
-        self._sizes = own.size, result.size
-        self._leave = [own.of(*piece) for other in others for piece in sent[other]]  # from the part, in rows
-        self._arrive = [result.of(*piece) for other in others for piece in come[other]]  # in the result, in rows
-        self._keep = [(own.of(*piece), result.of(*piece)) for piece in kept]
+    sent, come: numbers of positions to and from each process.
+    leave, arrive: where the pieces that go stand in a tensor, and those that come in the result.
+    stay: where the pieces that this process keeps stand in a tensor and in the result.
+    sizes: numbers of positions of a tensor and of the result.
+    adds: whether what comes is added up, as gradients are.
+    """
+
+    sent: list[int]
+    come: list[int]
+    leave: list[slice]
+    arrive: list[slice]
+    stay: list[tuple[slice, slice]]
+    sizes: tuple[int, int]
+    group: dist.ProcessGroup
+    adds: bool = False
 
     def run(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        come = self._travel(tensors, self._leave, self._arrive, self._come_rows, self._sent_rows)
-        results = tuple(_with_length(x, self._sizes[1]) for x in tensors)
-        for x, rows, result in zip(tensors, come, results, strict=True):
-            for here, there in self._keep:
-                copy(result[:, :, there], x[:, :, here])
-            for piece, there in zip(rows.split([_width(s) for s in self._arrive], 2), self._arrive, strict=True):
-                copy(result[:, :, there], piece)
-        return results
+        batch = tensors[0].shape[0]
+        sizes = tuple(torch.Size([x.shape[1], x.shape[3]]) for x in tensors)
+        here, there = (_Layout(torch.Size([sum(rows), batch]), sizes) for rows in (self.sent, self.come))
+        what, strides = "the keys and values that they see", [None] * len(tensors)
+        travel = _Travel(what, here, there, self.come, self.sent, self.group, strides)
+        rows = [torch.cat([x[:, :, :0], *(x[:, :, s] for s in self.leave)], 2).permute(2, 0, 1, 3) for x in tensors]
+        come = travel.run(rows)
+        return tuple(self._result(x, y.permute(1, 2, 0, 3)) for x, y in zip(tensors, come, strict=True))
 
-    def back(self, gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return the gradients of this process's part: its own, and those that other processes send."""
-        come = self._travel(gradients, self._arrive, self._leave, self._sent_rows, self._come_rows)
-        results = tuple(_with_length(x, self._sizes[0]) for x in gradients)
-        is_whole = sum(_width(here) for here, _ in self._keep) == self._sizes[0]
-        for x, rows, result in zip(gradients, come, results, strict=True):
-            if not is_whole:
-                result.zero_()
-            for here, there in self._keep:
-                copy(result[:, :, here], x[:, :, there])
-            for piece, here in zip(rows.split([_width(s) for s in self._leave], 2), self._leave, strict=True):
-                result[:, :, here].add_(piece)
-        return results
+    def _result(self, x: Tensor, come: Tensor) -> Tensor:
+        result = x.new_empty(*x.shape[:2], self.sizes[1], x.shape[3])
+        if self.adds and sum(_width(place) for _, place in self.stay) < self.sizes[1]:
+            result.zero_()
+        for here, there in self.stay:
+            copy(result[:, :, there], x[:, :, here])
+        for place, piece in zip(self.arrive, come.split([_width(s) for s in self.arrive], 2), strict=True):
+            if self.adds:
+                result[:, :, place].add_(piece)
+            else:
+                copy(result[:, :, place], piece)
+        return result
 
-    def _travel(
-        self, tensors: Sequence[Tensor], leave: list[slice], arrive: list[slice], come: list[int], sent: list[int]
-    ) -> list[Tensor]:
-        """Return the pieces that come, [B, H, positions, D] for each tensor."""
-        lead = torch.Size([sum(sent), tensors[0].shape[0]])
-        here = _Layout(lead, tuple(torch.Size([x.shape[1], x.shape[3]]) for x in tensors))
-        there = here._replace(lead=torch.Size([sum(come), lead[1]]))
-        lines = [torch.cat([x[:, :, :0], *(x[:, :, s] for s in leave)], 2).permute(2, 0, 1, 3) for x in tensors]
-        what, strides = "the keys and values that they see", [None] * len(lines)
-        travel = _Travel(what, here, there, come, sent, self._group, strides)
-        return [x.permute(1, 2, 0, 3) for x in travel.run(lines)]
+    def back(self, tensors: Sequence[Tensor]) -> _Pieces:
+        """Return the exchange that sends the gradients of tensors back."""
+        stay = [(there, here) for here, there in self.stay]
+        numbers = self.come, self.sent, self.arrive, self.leave, stay, self.sizes[::-1], self.group
+        return _Pieces(*numbers, adds=not self.adds)
 
 
-class _Received(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, seen: _Seen, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.seen = seen
-        return seen.run(tensors)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.seen.back(gradients)
-
-
-class _Places:
-    """A tensor that holds parts of a sequence one after the other."""
-
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
-        self._starts = [0, *accumulate(stop - start for start, stop in parts)]
-        self.size = self._starts[-1]
-
-    def of(self, start: int, stop: int) -> slice:
-        """Return where positions stand that lie inside one part."""
-        index = next(i for i, (first, end) in enumerate(self._parts) if first <= start and stop <= end)
-        first = self._starts[index] + start - self._parts[index][0]
-        return slice(first, first + stop - start)
+def _place(parts: Parts, piece: tuple[int, int]) -> slice:
+    """Return where a piece of one of the parts stands in a tensor that holds them one after the other."""
+    start, stop = piece
+    index = next(i for i, (first, end) in enumerate(parts) if first <= start and stop <= end)
+    at = size_of(parts[:index]) + start - parts[index][0]
+    return slice(at, at + stop - start)
 
 
 def _width(place: slice) -> int:
     return int(place.stop - place.start)
-
-
-def _with_length(x: Tensor, length: int) -> Tensor:
-    return x.new_empty(*x.shape[:2], length, x.shape[3])
 
 
 def arranged(x: Tensor, parts: Parts, dim: int = 2) -> Tensor:

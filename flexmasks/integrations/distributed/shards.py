@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from flexmasks import compat
 from flexmasks.integrations.distributed.balance import Order, hold
 from flexmasks.integrations.distributed.counts import fail
-from flexmasks.integrations.distributed.exchange import Difference, arranged, compare, gathered, rank_in, submesh
+from flexmasks.integrations.distributed.exchange import arranged, compare, gathered, rank_in, submesh
 from flexmasks.spec.by_name import says_what_to_write
 
 
@@ -70,8 +69,7 @@ def unshard(x: Tensor, order: Order, mesh: DeviceMesh, dim: int = 1, check: bool
         problem = error
     if check and not compat.is_compiling():
         shape = "" if problem is not None else str(([*x.shape[:dim], *x.shape[dim:][1:]], x.dtype, dim))
-        told = [Difference(n, zlib.crc32(t.encode()), t) for n, t in (("order", repr(order)), ("x", shape))]
-        compare("unshard", mesh, 0, told, problem is not None)
+        compare("unshard", mesh, 0, {"order": repr(order), "x": shape}, problem is not None)
     if problem is not None:
         raise problem
     dim %= x.ndim

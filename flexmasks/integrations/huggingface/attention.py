@@ -7,7 +7,7 @@ import functools
 import itertools
 import logging
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -95,35 +95,48 @@ def attend(
     if isinstance(scaling, Tensor):  # a learned scale
         query, scaling = query * scaling, 1.0
     options: dict[str, Any] = {"scale": scaling, "sink_logits": s_aux}
+    layer = _Layer(
+        module, query, key, attention_mask, is_causal, sliding_window, position_bias, cu_seq_lens_q, position_ids
+    )
     sharding = attention_mask.sharding if isinstance(attention_mask, ShardedMask) else active()
     if sharding is not None:
-        given = (attention_mask, is_causal, sliding_window, position_bias, cu_seq_lens_q, position_ids)
-        mask, whole = _of_whole(sharding, module, query, key, *given)
+        mask, whole = _of_whole(sharding, layer)
         out: Tensor = sharding.attention(query, key, value, whole.order, mask=mask, score=scores or None, **options)
         return out.transpose(1, 2).contiguous(), None
-    mask, q_offset, bias = _of_mask(attention_mask, query, key) if attention_mask is not None else (None, 0, None)
+    mask, q_offset, bias = (_without_mask(layer), 0, None) if attention_mask is None else _of_mask(layer)
+    biases = [x for x in (position_bias, bias) if x is not None]
     if isinstance(mask, compat.BlockMask):
         arguments: dict[str, Any] = {"block_mask": mask}
     else:
-        if mask is None:
-            mask = _without_mask(module, query, key, is_causal, sliding_window, position_ids, cu_seq_lens_q is None)
-        elif cu_seq_lens_q is not None and isinstance(attention_mask, LateMask):
-            mask = attention_mask.parts.mask(with_packing=False)
-        elif isinstance(attention_mask, LateMask) and _leaves_documents_together(module, attention_mask, position_ids):
-            _warn_of_documents(type(module).__name__)
         if cu_seq_lens_q is not None:
             own = packed(get_mask("full"), cu_seq_lens_q, None if cu_seq_lens_k is cu_seq_lens_q else cu_seq_lens_k)
             mask = own if mask.name == "full" else mask & own
-        biases = [x for x in (position_bias, bias) if x is not None]
         if biases and not (isinstance(q_offset, int) and q_offset == 0):  # the rows of a bias are those of the queries
             mask, q_offset = _as_rows(mask, query, key, q_offset), 0
         arguments = {"mask": mask, "q_offset": q_offset}
-    scores += [get_score("dense_bias", bias=_with_rows(x, query)) for x in (position_bias, bias) if x is not None]
+    scores += [get_score("dense_bias", bias=_with_rows(x, query)) for x in biases]
     for watch in _WATCHING:
         watch(module, query, key, arguments)
-    arguments |= {"score": scores or None, **options}
-    out = attention(query, key, value, **arguments)
+    out = attention(query, key, value, **arguments, score=scores or None, **options)
     return out.transpose(1, 2).contiguous(), None
+
+
+class _Layer(NamedTuple):
+    """What the mask of a layer follows from, see `attend`."""
+
+    module: torch.nn.Module
+    query: Tensor
+    key: Tensor
+    mask: Any
+    is_causal: bool | None
+    sliding_window: int | None
+    position_bias: Tensor | None
+    cu_seq_lens: Tensor | None
+    position_ids: Tensor | None
+
+    @property
+    def name(self) -> str:
+        return type(self.module).__name__
 
 
 # Arguments of models for attention functions that change the result, and are not supported.
@@ -161,8 +174,9 @@ def _fail(message: str) -> NoReturn:
 # --- masks that are given ---
 
 
-def _of_mask(mask: Any, query: Tensor, key: Tensor) -> tuple[Any, int | Tensor, Tensor | None]:
-    """Return a mask, the position of its first query, and what to add to the scores."""
+def _of_mask(layer: _Layer) -> tuple[Any, int | Tensor, Tensor | None]:
+    """Return the mask that a layer got, the position of its first query, and what to add to the scores."""
+    mask, query, key = layer.mask, layer.query, layer.key
     if isinstance(mask, LateMask):
         _, _, q_length, kv_length = mask.shape
         # A prefix of the keys, as PEFT adds, is visible where all keys are.
@@ -173,6 +187,10 @@ def _of_mask(mask: Any, query: Tensor, key: Tensor) -> tuple[Any, int | Tensor, 
                 f"and {key.shape[2]}. Where sequences are spread over several processes, hand on None as the mask, and "
                 "the position_ids of whole sequences."
             )
+        if layer.cu_seq_lens is not None:
+            return mask.parts.mask(with_packing=False), mask.q_offset, None
+        if _leaves_documents_together(layer.module, mask, layer.position_ids):
+            _warn_of_documents(layer.name)
         return mask.mask, mask.q_offset, None
     if isinstance(mask, compat.BlockMask):
         return mask, 0, None
@@ -264,27 +282,17 @@ def _as_rows(mask: Mask, query: Tensor, key: Tensor, q_offset: int | Tensor) -> 
 # --- calls without a mask ---
 
 
-def _without_mask(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    is_causal: bool | None,
-    sliding_window: int | None,
-    position_ids: Tensor | None,
-    may_be_packed: bool,
-) -> Mask:
-    """Return the mask of a layer that gets none.
-
-    may_be_packed: whether the positions may say where documents start.
-    """
-    q_length, kv_length = query.shape[2], key.shape[2]
-    one = _of_one_document(module, is_causal, sliding_window, q_length)
+def _without_mask(layer: _Layer) -> Mask:
+    """Return the mask of a layer that gets none."""
+    q_length, position_ids = layer.query.shape[2], layer.position_ids
+    one = _of_one_document(layer.module, layer.is_causal, layer.sliding_window, q_length)
     if one.name not in _CAUSAL:
         return one
     documents = None
-    if may_be_packed and q_length == kv_length and position_ids is not None and _is_of_tokens(position_ids, q_length):
+    may_be_packed = layer.cu_seq_lens is None and q_length == layer.key.shape[2]
+    if may_be_packed and position_ids is not None and _is_of_tokens(position_ids, q_length):
         documents = _several_documents(position_ids)
-    return _of_documents([one], _chunk_of(module), documents, position_ids, query.shape[0])
+    return _of_documents([one], _chunk_of(layer.module), documents, position_ids, layer.query.shape[0])
 
 
 def _of_one_document(
@@ -357,39 +365,26 @@ def _chunk_of(module: torch.nn.Module) -> int | None:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _of_whole(
-    sharding: Sharding,
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    given: Any,
-    is_causal: bool | None,
-    sliding_window: int | None,
-    position_bias: Tensor | None,
-    cu_seq_lens: Tensor | None,
-    position_ids: Tensor | None,
-) -> tuple[Mask, Whole]:
-    """Return a layer's mask of the whole sequence, and the parts of the processes.
-
-    given: the mask that the layer got, of this process's part.
-    """
+def _of_whole(sharding: Sharding, layer: _Layer) -> tuple[Mask, Whole]:
+    """Return a layer's mask of the whole sequence, and the parts of the processes."""
+    given, position_ids = layer.mask, layer.position_ids
     if isinstance(given, ShardedMask) and given.of_whole is not None:
         return given.of_whole
-    length, padding = query.shape[2], None
-    problem = _problem(module, query, key, given, position_bias, cu_seq_lens)
+    length, padding = layer.query.shape[2], None
+    problem = _problem(layer)
     if isinstance(given, ShardedMask):
         masks, padding, packing = given.parts.others, given.padding, given.position_ids
         chunk = next((m.params["chunk"] for m in masks if m.name == "chunked"), None)
         others = [m for m in masks if m.name != "chunked"]  # all processes together know where chunks start
         if any(m.tensors() for m in others) and not problem:
             problem = (
-                f"the mask of {type(module).__name__} has tensors that each process knows only for its own part: "
+                f"the mask of {layer.name} has tensors that each process knows only for its own part: "
                 f"{Parts(others, []).mask()!r}. Only position_ids and a two-dimensional attention_mask are made whole; "
                 "for other masks call `flexmasks.integrations.distributed.attention` in the layer."
             )
     else:
-        chunk = _chunk_of(module)
-        others = [_of_one_document(module, is_causal, sliding_window, q_length=0)]
+        chunk = _chunk_of(layer.module)
+        others = [_of_one_document(layer.module, layer.is_causal, layer.sliding_window, q_length=0)]
         packing = position_ids if others[0].name in _CAUSAL and _is_of_tokens(position_ids, length) else None
     known = packing if packing is not None else position_ids if _is_of_tokens(position_ids, length) else None
     if padding is not None:
@@ -405,7 +400,7 @@ def _of_whole(
     elif whole.tensor is not None and not (may_keep(whole.tensor.device) and bool(whole.tensor.all())):
         others.append(get_mask("key_padding", attention_mask=whole.tensor))
         start = (whole.tensor.cumsum(1) == 0).sum(1)  # transformers' chunks start behind the padding on the left
-    mask = _of_documents(others, chunk, documents, whole.tensor, query.shape[0], start)
+    mask = _of_documents(others, chunk, documents, whole.tensor, layer.query.shape[0], start)
     if torch.is_inference_mode_enabled():
         mask = with_versions(mask)
     if isinstance(given, ShardedMask):
@@ -413,30 +408,24 @@ def _of_whole(
     return mask, whole
 
 
-def _problem(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    given: Any,
-    position_bias: Tensor | None,
-    cu_seq_lens: Tensor | None,
-) -> str:
+def _problem(layer: _Layer) -> str:
     """Return why a layer cannot attend to a sequence of several processes, or ""."""
-    layer = type(module).__name__
-    if position_bias is not None:
-        return f"{layer} adds a bias between the tokens of its own part to the scores, which is unknown to others."
-    if cu_seq_lens is not None:
+    if layer.position_bias is not None:
+        return f"{layer.name} adds a bias between the tokens of its own part to the scores, which is unknown to others."
+    if layer.cu_seq_lens is not None:
         return "leave out cu_seq_lens_q and cu_seq_lens_k: position_ids say where the documents of packed rows start."
+    given, q_length, kv_length = layer.mask, layer.query.shape[2], layer.key.shape[2]
     if given is not None and not isinstance(given, ShardedMask):
         kind = f"{given.dtype} {list(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
         return (
-            f"{layer} got a mask between the tokens of its own part, {kind}. Pass a two-dimensional attention_mask "
-            "[batch, tokens] for padding, and position_ids for packed rows; the mask must be made inside of `sharded`."
+            f"{layer.name} got a mask between the tokens of its own part, {kind}. Pass a two-dimensional "
+            "attention_mask [batch, tokens] for padding, and position_ids for packed rows; the mask must be made "
+            "inside of `sharded`."
         )
-    if query.shape[2] != key.shape[2]:
+    if q_length != kv_length:
         return (
-            f"{layer} has {query.shape[2]} queries and {key.shape[2]} keys. A sharded sequence has no key-value cache, "
-            "and no cross-attention to another sequence."
+            f"{layer.name} has {q_length} queries and {kv_length} keys. A sharded sequence has no key-value cache, and "
+            "no cross-attention to another sequence."
         )
     if _WATCHING:
         return "`huggingface.masks` shows the masks of whole sequences; call it outside of `sharded`."

@@ -61,19 +61,16 @@ class LayerMask:
         return {"batch": self.batch, "heads": self.heads, "q_offset": self.q_offset}
 
     @property
-    def _sizes(self) -> tuple[int, ...]:
-        return self.q_len, self.kv_len, self.batch, self.heads
+    def _key(self) -> tuple[Any, ...]:
+        q_offset = torch.as_tensor(self.q_offset)
+        offsets = tuple(q_offset.shape), tuple(q_offset.flatten().tolist())
+        return self.mask, self.q_len, self.kv_len, self.batch, self.heads, offsets
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, LayerMask):
-            return NotImplemented
-        if self._sizes != other._sizes or self.mask != other.mask:
-            return False
-        one, two = (torch.as_tensor(x.q_offset) for x in (self, other))
-        return one.shape == two.shape and bool((one == two.to(one.device)).all())
+        return self._key == other._key if isinstance(other, LayerMask) else NotImplemented
 
     def __hash__(self) -> int:
-        return hash((self.mask, self._sizes))
+        return hash(self._key)
 
     def _title(self) -> str:
         return f"{self.mask!r}, {self.q_len:,} queries, {self.kv_len:,} keys, batch {self.batch}"

@@ -27,7 +27,8 @@ def _of_two(operation: str, is_reflected: bool = False) -> Callable[[Expression,
 class Expression:
     """An operation on operands: other expressions, numbers and tensors.
 
-    operation: the name of a function of `operator`; "torch" for a function of torch, which is then the first operand;
+    operation: the name of a function of `operator`; "torch" for a function of torch, whose operands are it, its
+        arguments by position, and pairs of names and arguments;
         "constant"; or the name of an index, "b", "h", "q" or "kv", which has no operands.
     """
 
@@ -92,7 +93,7 @@ class Expression:
     ) -> Expression:
         if function is torch.Tensor.__getitem__:
             return _item(*args)
-        return Expression("torch", function, args, kwargs or {})
+        return Expression("torch", function, args, tuple((kwargs or {}).items()))
 
 
 INDICES = tuple([Expression(name) for name in ("b", "h", "q", "kv")])
@@ -129,8 +130,6 @@ def indices_in(value: Any) -> str:
     """Return which of the letters b, h, q and k an expression depends on."""
     if isinstance(value, list | tuple):
         return "".join([indices_in(v) for v in value])
-    if isinstance(value, dict):
-        return indices_in(list(value.values()))
     if not isinstance(value, Expression):
         return ""
     return indices_in(value.operands) if value.operands else value.operation[0]
@@ -144,8 +143,6 @@ def are_same(a: Any, b: Any) -> bool:
         return a.operation == b.operation and are_same(a.operands, b.operands)
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
         return len(a) == len(b) and all(are_same(x, y) for x, y in zip(a, b, strict=True))
-    if isinstance(a, dict) and isinstance(b, dict):
-        return list(a) == list(b) and are_same(list(a.values()), list(b.values()))
     if isinstance(a, Expression | Tensor) or isinstance(b, Expression | Tensor):
         return a is b
     return type(a) is type(b) and bool(a == b)
@@ -155,8 +152,6 @@ def value_of(value: Any, batch: Tensor, position: Tensor) -> Any:
     """Return an expression's value, for indices of batch elements and positions that broadcast."""
     if isinstance(value, list | tuple):
         return type(value)([value_of(v, batch, position) for v in value])
-    if isinstance(value, dict):
-        return {name: value_of(v, batch, position) for name, v in value.items()}
     if not isinstance(value, Expression):
         return value
     if not value.operands:
@@ -164,8 +159,8 @@ def value_of(value: Any, batch: Tensor, position: Tensor) -> Any:
     if value.operation == "constant":
         return value.operands[0]
     if value.operation == "torch":
-        function, args, kwargs = value.operands
-        return function(*value_of(args, batch, position), **value_of(kwargs, batch, position))
+        function, args, kwargs = value_of(value.operands, batch, position)
+        return function(*args, **dict(kwargs))
     if value.operation == "getitem":
         table, *index = value_of(value.operands, batch, position)
         return table[tuple(index)]

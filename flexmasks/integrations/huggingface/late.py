@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch import Tensor
 
 from flexmasks import compat
-from flexmasks.attention import block_mask, dense_mask
+from flexmasks.attention import dense_mask
 from flexmasks.blocks.elements import with_indexing_by_numbers
 from flexmasks.integrations.huggingface.recognition import Parts, Positions, recognized
 from flexmasks.integrations.huggingface.sharding import Sharding, Whole, active, fail
@@ -29,74 +29,51 @@ class LateMask(compat.BlockMask):
     device: the device of the model's tensors, and of the mask as booleans.
     """
 
+    shape: tuple[int, int, int, int] = (0, 1, 0, 0)  # in place of a property of BlockMask
+    ndim = 4
+    dtype = torch.bool  # by which models know that True is visible
+
     def __init__(
         self, parts: Parts, q_offset: int | Tensor, shape: tuple[int, int, int, int], device: torch.device
     ) -> None:
         self.parts = parts
         self.mask = parts.mask()
         self.q_offset = q_offset
-        self.sizes = shape
+        self.shape = shape
         self.device = device
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.sizes
-
-    # Models ask these questions of a mask.
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """torch.bool, by which models know that True is visible."""
-        return torch.bool
-
-    @property
-    def ndim(self) -> int:
-        return len(self.sizes)
-
     def dim(self) -> int:
-        return len(self.sizes)
+        return self.ndim
 
     def size(self, dim: int | None = None) -> Any:
-        return self.sizes if dim is None else self.sizes[dim]
+        return self.shape if dim is None else self.shape[dim]
 
     def contiguous(self) -> LateMask:
         """Return the mask itself; generate calls this method."""
         return self
 
     def to(self, device: torch.device | str, *given: Any, **options: Any) -> LateMask:
-        parts = Parts([m.to(device) for m in self.parts.others], [m.to(device) for m in self.parts.packing])
         q_offset = self.q_offset.to(device) if isinstance(self.q_offset, Tensor) else self.q_offset
-        return LateMask(parts, q_offset, self.sizes, torch.device(device))
+        return LateMask(self.parts.changed(lambda m: m.to(device)), q_offset, self.shape, torch.device(device))
 
     def to_dense(self) -> Tensor:
         """Return the mask as booleans, True = visible, [batch or 1, 1, queries, keys]."""
-        return dense_mask(self.mask, **self._extents())
+        batch, heads, q_len, kv_len = self.shape
+        sizes: dict[str, Any] = {"batch": batch, "heads": heads, "q_offset": self.q_offset}
+        return dense_mask(self.mask, q_len, kv_len, device=self.device, **sizes)
 
-    def planned(self) -> compat.BlockMask:
-        return block_mask(self.mask, **self._extents())
-
-    def _extents(self) -> dict[str, Any]:
-        batch, _, q_length, kv_length = self.sizes
-        lengths = {"q_len": q_length, "kv_len": kv_length}
-        return {**lengths, "batch": batch, "heads": 1, "device": self.device, "q_offset": self.q_offset}
+    # Models may look into their mask, or combine it with booleans of their own, and get booleans.
 
     def __getitem__(self, index: Any) -> Any:
-        """Return a part of the mask as booleans, for models that look into their mask."""
-        batch, _, q_length, kv_length = self.sizes
-        return self.to_dense().expand(batch, 1, q_length, kv_length)[index]
-
-    # Models may combine the mask with booleans of their own, and get booleans.
-
-    def __invert__(self) -> Tensor:
-        """Return True for the hidden pairs, as `logical_not`, which torch.compile traces in place of this operator."""
-        return self.logical_not()
+        return self.to_dense().expand(self.shape)[index]
 
     def __and__(self, other: Tensor) -> Tensor:
-        """Return the pairs that a table of booleans shows, too."""
-        return cast(Tensor, self[...]) & other
+        return cast(Tensor, self[...] & other)
 
-    def logical_not(self) -> Tensor:
-        return ~cast(Tensor, self[...])
+    def __invert__(self) -> Tensor:
+        return cast(Tensor, ~self[...])
+
+    logical_not = __invert__  # torch.compile traces it in place of the operator
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
@@ -108,7 +85,7 @@ class LateMask(compat.BlockMask):
         )
 
     def __repr__(self) -> str:
-        return f"LateMask({self.mask!r}, shape={self.sizes})"
+        return f"LateMask({self.mask!r}, shape={self.shape})"
 
     __str__ = __repr__
 
@@ -142,9 +119,9 @@ class ShardedMask(LateMask):
     def to(self, device: torch.device | str, *given: Any, **options: Any) -> ShardedMask:
         moved = super().to(device)
         inputs = (None if x is None else x.to(device) for x in (self.padding, self.position_ids))
-        return ShardedMask(moved.parts, self.sizes, moved.device, self.sharding, *inputs)
+        return ShardedMask(moved.parts, self.shape, moved.device, self.sharding, *inputs)
 
-    def _extents(self) -> NoReturn:
+    def to_dense(self) -> NoReturn:
         fail("the model computes with its mask, which no process has whole.")
 
 
@@ -199,44 +176,70 @@ def make_mask(
             'attn_implementation="eager".'
         )
     device = torch.device(device)
-    shape = batch_size, 1, q_length, kv_length
-
-    def visible() -> Tensor:
-        return _evaluated(mask_function, shape, q_offset, kv_offset, use_vmap, device)
-
+    step = _Step((batch_size, 1, q_length, kv_length), q_offset, kv_offset, mask_function, use_vmap, device)
     if model_type in _ADDED:
-        shown = _without_padding(visible(), _padding(attention_mask, kv_offset, kv_length))
+        shown = _without_padding(step.visible(), _padding(attention_mask, kv_offset, kv_length))
         dtype = others.get("dtype", torch.float32)
-        return torch.zeros(shape, dtype=dtype, device=device).masked_fill(~shown, torch.finfo(dtype).min)
+        return torch.zeros(step.shape, dtype=dtype, device=device).masked_fill(~shown, torch.finfo(dtype).min)
     sharding = active()
     if sharding is not None:
-        offsets = q_offset, kv_offset
-        of_part: ShardedMask = _of_part(sharding, shape, offsets, mask_function, attention_mask, use_vmap, device)
+        of_part: ShardedMask = _of_part(sharding, step, attention_mask)
         return of_part
     padding = _padding(attention_mask, kv_offset, kv_length)
     if q_length == 1 and not allow_is_causal_skip:
-        return _without_padding(visible(), padding)
+        return _without_padding(step.visible(), padding)
     first_query = q_offset - kv_offset
     may_read = may_keep(device)
     if isinstance(first_query, Tensor):
         first_query = int(first_query) if may_read else first_query.reshape(1).expand(batch_size)
     query_stop = kv_offset + (kv_length if isinstance(first_query, Tensor) else first_query + q_length)
-    positions = Positions(batch_size, kv_offset, kv_offset + kv_length, query_stop, device, not use_vmap)
-    parts = recognized(mask_function, positions)
+    parts = step.parts(query_stop)
     if parts is None and compat.is_compiling():  # torch.compile cannot hand over a function that captures variables
-        parts, first_query = Parts([get_mask("dense", visible=visible())], []), 0
+        parts, first_query = Parts([get_mask("dense", visible=step.visible())], []), 0
     elif parts is None:
         moved = _moved(mask_function, torch.tensor(kv_offset, device=device)) if kv_offset else mask_function
         parts = Parts([get_mask(moved)], [])
     # The host waits for one value, as in transformers' "sdpa", because masks without padding have faster kernels.
     if attention_mask is not None and padding is not None and may_read:
-        is_real = attention_mask if _hides_keys_behind(attention_mask.shape[-1], query_stop, parts) else padding
+        # Keys behind the tokens, as those of a static cache, are padding that no query sees.
+        is_causal = any(m.name in ("causal", "sliding_window") for m in parts.others)
+        is_real = attention_mask if is_causal and attention_mask.shape[-1] >= query_stop else padding
         padding = None if bool(is_real.all()) else padding
     if padding is not None:
         parts.others.append(get_mask("key_padding", attention_mask=padding))
     if may_read and torch.is_inference_mode_enabled():
-        parts = Parts([with_versions(m) for m in parts.others], [with_versions(m) for m in parts.packing])
-    return LateMask(parts, first_query, shape, device)
+        parts = parts.changed(with_versions)
+    return LateMask(parts, first_query, step.shape, device)
+
+
+class _Step(NamedTuple):
+    """A mask function and the positions of a step, as transformers gives them, see `make_mask`."""
+
+    shape: tuple[int, int, int, int]
+    q_offset: int | Tensor
+    kv_offset: int
+    function: Callable[..., Any]
+    use_vmap: bool
+    device: torch.device
+
+    def parts(self, query_stop: int) -> Parts | None:
+        """Return the masks of this library, or None if the function has none; queries are before `query_stop`."""
+        key_stop = self.kv_offset + self.shape[3]
+        extents = self.shape[0], self.kv_offset, key_stop, query_stop, self.device
+        return recognized(self.function, Positions(*extents, trusted=not self.use_vmap))
+
+    def visible(self) -> Tensor:
+        """Return all values of the function, bool [batch, 1, queries, keys]."""
+        function = self.function
+        batch, heads, q, kv = (torch.arange(n, device=self.device) for n in self.shape)
+        q, kv = q + self.q_offset, kv + self.kv_offset
+        if self.use_vmap:
+            for axes in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
+                function = torch.vmap(function, in_dims=axes)
+            visible: Tensor = with_indexing_by_numbers(function)(batch, heads, q, kv)
+            return visible
+        visible = function(batch[:, None, None, None], heads[:, None, None], q[:, None], kv)
+        return visible.expand(self.shape)
 
 
 def _without_padding(visible: Tensor, padding: Tensor | None) -> Tensor:
@@ -244,17 +247,9 @@ def _without_padding(visible: Tensor, padding: Tensor | None) -> Tensor:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _of_part(
-    sharding: Sharding,
-    shape: tuple[int, int, int, int],
-    offsets: tuple[int | Tensor, int],
-    function: Callable[..., Any],
-    attention_mask: Tensor | None,
-    use_vmap: bool,
-    device: torch.device,
-) -> ShardedMask:
-    batch, _, length, kv_length = shape
-    if any(isinstance(x, Tensor) or x for x in offsets):
+def _of_part(sharding: Sharding, step: _Step, attention_mask: Tensor | None) -> ShardedMask:
+    _, _, length, kv_length = step.shape
+    if any(isinstance(x, Tensor) or x for x in (step.q_offset, step.kv_offset)):
         fail(
             "the model goes on with a key-value cache, and a sharded sequence has none. Call the model with whole "
             "texts and `use_cache=False`, and `generate` outside of `sharded`."
@@ -266,9 +261,9 @@ def _of_part(
             f"the step has {length} queries and {kv_length} keys. `attention_mask` must be this process's part of the "
             "whole one, `distributed.shard(attention_mask, order, mesh)`. Static caches cannot be used."
         )
-    positions = Positions(batch, 0, length, length, device, not use_vmap)
-    parts = recognized(function, positions) or Parts([get_mask(function)], [])
-    return ShardedMask(parts, shape, device, sharding, attention_mask, sharding.take_position_ids())
+    parts = step.parts(length) or Parts([get_mask(step.function)], [])
+    position_ids, sharding.position_ids = sharding.position_ids, None
+    return ShardedMask(parts, step.shape, step.device, sharding, attention_mask, position_ids)
 
 
 def with_versions(mask: Mask) -> Mask:
@@ -290,11 +285,6 @@ def may_keep(device: torch.device) -> bool:
     return not compat.is_compiling() and not is_captured(device)
 
 
-def _hides_keys_behind(length: int, query_stop: int, parts: Parts) -> bool:
-    """Return whether no query sees keys behind the first `length` tokens, as those of a static cache."""
-    return length >= query_stop and any(m.name in ("causal", "sliding_window") for m in parts.others)
-
-
 def _padding(attention_mask: Tensor | None, first: int, length: int) -> Tensor | None:
     """Return the padding of the keys of a step; keys that a static cache has not written yet are padding, too."""
     if attention_mask is None:
@@ -314,25 +304,3 @@ def _moved(function: Callable[..., Any], first: Tensor) -> Callable[..., Any]:
         return function(b, h, q + first, kv + first)
 
     return moved
-
-
-def _evaluated(
-    function: Callable[..., Any],
-    shape: tuple[int, int, int, int],
-    q_offset: int | Tensor,
-    kv_offset: int,
-    use_vmap: bool,
-    device: torch.device,
-) -> Tensor:
-    """Return all values of a mask function, bool [batch, 1, queries, keys]."""
-    batch, _, q_length, kv_length = shape
-    b, h = torch.arange(batch, device=device), torch.arange(1, device=device)
-    q = torch.arange(q_length, device=device) + q_offset
-    kv = torch.arange(kv_length, device=device) + kv_offset
-    if use_vmap:
-        for axes in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
-            function = torch.vmap(function, in_dims=axes)
-        visible: Tensor = with_indexing_by_numbers(function)(b, h, q, kv)
-        return visible
-    visible = function(b[:, None, None, None], h[:, None, None], q[:, None], kv)
-    return visible.expand(shape)

@@ -64,6 +64,9 @@ class Parts:
     def mask(self, with_packing: bool = True) -> Mask:
         return _all_of(self.others + (self.packing if with_packing else []))
 
+    def changed(self, change: Callable[[Mask], Mask]) -> Parts:
+        return Parts([change(m) for m in self.others], [change(m) for m in self.packing])
+
 
 def _all_of(masks: list[Mask]) -> Mask:
     return functools.reduce(operator.and_, masks) if masks else get_mask("full")

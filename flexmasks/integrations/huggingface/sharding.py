@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
 
 import torch
@@ -133,24 +133,22 @@ class Whole(NamedTuple):
     order: Order
 
 
+@dataclass(eq=False)
 class Sharding:
-    """The processes that hold a sequence together, and what they exchange."""
+    """The processes that hold a sequence together, and what they exchange.
 
-    def __init__(self, mesh: DeviceMesh, order: Order | None, how: str, check: bool) -> None:
-        self.mesh = mesh
-        self.order = order
-        self.how = how
-        self.check = check
-        self.position_ids: Tensor | None = None  # of the mask that is made next
-        # The last part that was gathered. The part itself is kept, because each process must see it die alike.
-        self._part: Tensor | None = None
-        self._identity: Any = None
-        self._whole: Whole | None = None
+    position_ids: those of the mask that is made next, if they say where documents start.
+    """
 
-    def take_position_ids(self) -> Tensor | None:
-        """Return, once, the position_ids of the mask that is made, if they say where documents start."""
-        position_ids, self.position_ids = self.position_ids, None
-        return position_ids
+    mesh: DeviceMesh
+    order: Order | None
+    how: str
+    check: bool
+    position_ids: Tensor | None = None
+    # The last part that was gathered. The part itself is kept, because each process must see it die alike.
+    _part: Tensor | None = None
+    _identity: Any = None
+    _whole: Whole | None = None
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attention(self, query: Tensor, key: Tensor, value: Tensor, order: Order, **arguments: Any) -> Tensor:
@@ -171,15 +169,14 @@ class Sharding:
         """
         from flexmasks.integrations.distributed.balance import Order, forgotten_order
         from flexmasks.integrations.distributed.counts import following
-        from flexmasks.integrations.distributed.exchange import Difference, compare, rank_in
+        from flexmasks.integrations.distributed.exchange import compare, rank_in
         from flexmasks.integrations.distributed.shards import unshard
 
-        order = self.order
+        order, rank = self.order, rank_in(self.mesh)
         if order is None:
-            problem = problem or forgotten_order(self.mesh, rank_in(self.mesh), length)
-        elif length != order.sizes[rank_in(self.mesh)]:
-            tokens = order.sizes[rank_in(self.mesh)]
-            problem = problem or f"by `order` this process has {tokens} tokens, but the model got {length}."
+            problem = problem or forgotten_order(self.mesh, rank, length)
+        elif length != order.sizes[rank]:
+            problem = problem or f"by `order` this process has {order.sizes[rank]} tokens, but the model got {length}."
         # Without checks a process cannot know whether others have kept their parts, too.
         is_kept = self.check and part is not None and part is self._part and self._identity is not None
         is_new = not (is_kept and identity(cast(Tensor, part)) == self._identity)
@@ -188,9 +185,8 @@ class Sharding:
             counts_from_0 = is_new and not problem and _counts_from_0(position_ids, length)
             told = f"{name} {part.dtype} of {part.shape[0]} rows" if part is not None else f"no {name}"
             texts = {"attention_mask or position_ids": told, "order": repr(self.order)}
-            arguments = [Difference(n, zlib.crc32(text.encode()), text) for n, text in texts.items()]
             state = 4 * length + 2 * is_new + counts_from_0
-            states = compare("attention", self.mesh, state, arguments, bool(problem))
+            states = compare("attention", self.mesh, state, texts, bool(problem))
             lengths = [s >> 2 for s in states]
             is_new = any(s & 2 for s in states)
             if sum(lengths) > max(lengths) and all(s & 1 or not s >> 2 for s in states) and not problem:
