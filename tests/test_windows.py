@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ import flexmasks
 from flexmasks import calls, compat
 from flexmasks.backends import fa4, flash
 from flexmasks.backends.fa4 import DirectCall
+from flexmasks.kernels import tanh
 from flexmasks.planned import plan_call
 from flexmasks.plans.windows import Window, window_of
 from flexmasks.request import Request
@@ -593,6 +595,12 @@ def test_the_cheap_tanh(backend: str, size: int) -> None:
     exactly = run(exact=True, backend="flash" if backend == "fa4" else backend)
     for cheap, full, true in zip(run(backend=backend), exactly, expected, strict=True):
         assert error(cheap, true) < max(2 * error(full, true), TOLERANCE[torch.bfloat16] / 4)
+
+
+def test_the_cheap_tanh_is_first_asked_for_while_torch_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tanh, "_lower", functools.cache(tanh._lower.__wrapped__))
+    x = torch.randn(8)
+    torch.testing.assert_close(torch.compile(tanh.tanh_approx, fullgraph=True)(x), x.tanh())
 
 
 @pytest.mark.slow

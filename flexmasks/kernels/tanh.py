@@ -50,10 +50,13 @@ def tanh_approx(x: Tensor) -> Tensor:
     return cast(Tensor, _tanh_approx(x)) if _has_lowering() else torch.tanh(x)
 
 
-# torch.compile calls this function while it traces, and does not trace into it.
 @compat.constant_in_graphs
-@functools.cache
 def _has_lowering() -> bool:
+    return _lower()  # torch.compile traces into a function that keeps its result, marked or not
+
+
+@functools.cache
+def _lower() -> bool:
     """Tell Inductor to compute the operator by the instruction, and return whether it can be told.
 
     Untold, compiled kernels fail on the operator.
