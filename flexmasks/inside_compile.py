@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -27,19 +25,17 @@ from flexmasks.backends.table import BACKENDS, choose, warn_of_order, why_not
 from flexmasks.blocks.elements import over_indices
 from flexmasks.blocks.lists import of_block_mask, widened
 from flexmasks.graphs import Flat, in_graph
-from flexmasks.plans.bounds import MaskKind, plan_bounds, reads_made_tensors, unread
+from flexmasks.plans.bounds import MaskKind, plan_bounds, unread
 from flexmasks.plans.checks import fail
 from flexmasks.plans.naming import naming
 from flexmasks.plans.portable import OfData, PortableBlockMask
 from flexmasks.plans.shifted import shifted_mask, shifted_score
 from flexmasks.plans.sizes import block_size_for
-from flexmasks.plans.windows import window_of
+from flexmasks.plans.traced import TracedMask, TracedScore, without_traced
 from flexmasks.request import Request, checked
 from flexmasks.spec.arguments import from_arguments
 from flexmasks.spec.as_data import data_of, is_readable, of_data
-from flexmasks.spec.bands import cap_of
 from flexmasks.spec.parameters import Size
-from flexmasks.spec.structure import with_tensors
 from flexmasks.spec.values import Mask, Modifier, ResolvedInner, Score
 
 _log = logging.getLogger("flexmasks")
@@ -52,11 +48,6 @@ _DIRECT: dict[str, Callable[[Call], Callable[..., tuple[Tensor, Tensor | None]]]
 _COMPILED = ("flash", "triton", "cpu")  # backends that compile the functions of mask and score
 _WAYS = tuple(WAYS_IN_TRACE.values())
 _REASONS: list[str] = []  # reasons of refused backends, for errors
-# Masks that read a tensor for each token and are expected to have few partial blocks from a number of keys on. Marks of
-# padding follow each other. Documents of more than 1,400 tokens are faster on "flash", shorter ones on "triton" (H200);
-# if nothing is known of their lengths but that they are between 128 and the row's, most are longer in such rows. So are
-# those that matter, since attention takes more of a step.
-_CUT_LITTLE_FROM = {"key_padding": 0, "document": 16384}
 _UNKNOWN = ("unknown", "")  # stands for a score that is not given, or whose function torch must trace
 
 
@@ -234,7 +225,7 @@ def _check_at_example(data: Any, size: Size) -> None:
     No symbolic lengths are compared.
     """
     with compat.without_dispatch_modes():
-        alone, known = _without_traced(cast(Mask, of_data("mask", _with_hints(data))), size)
+        alone, known = without_traced(cast(Mask, of_data("mask", _with_hints(data))), size)
         alone.resolve(known)
 
 
@@ -293,98 +284,20 @@ def _call_of(
     size = unread(_size(q, k), q_offset)
     mask = cast(Mask, of_data("mask", data))
     score = None if score_data == _UNKNOWN else cast(Score, of_data("score", score_data))
-    tensors = [t for value in (mask, score) if value is not None for t in value.tensors()]
-    window = window_of(mask, size) if isinstance(q_offset, int) else None
-    pairs = size.q_len * size.kv_len
     return Call(
         q=q,
         k=k,
         v=v,
-        what=repr(mask),
-        window=lambda: window,
-        intervals=lambda: None,
-        cap=None if score is None else cap_of(score, size),
-        whole=None,
-        spanned=None,
-        added=None,
-        line=None,
-        blocks=_no_blocks,
-        data=_no_blocks,
-        computed_fraction=lambda: 0.5 if window is None or tensors else window.pairs(size.q_len) / pairs,
-        is_mostly_partial=lambda: _may_be_mostly_partial(mask, size) or _reads_made_tensors(mask, size),
-        proven_options=dict,
-        mask_mod=lambda: _as_kernels_see(mask, size, q_offset),
-        mask_is_own=mask.is_own(),
-        reads_data_as_fast=False,
-        score_mod=None if not has_score else lambda: _as_kernels_see(cast(Score, score), size, q_offset),
-        score_is_own=score is not None and score.is_own(),
+        mask=TracedMask(mask, size, q_offset, ("traced", data[:2])),
+        score=TracedScore(score, size, q_offset, score_data[:2]) if has_score else None,
+        q_offset=q_offset,
         scale=scale,
         with_lse=with_lse,
         kernel_options={"given": True} if has_options else None,
-        kernel_key=(("traced", data[:2]), score_data[:2]),
-        numbers=(_no_blocks, None),
-        shapes=None if has_score and score is None else (),
         needs_grad=needs_grad,
         learns=learns,
-        has_number_tensors=any(t.ndim == 0 for t in tensors),
-        has_start_tensor=isinstance(q_offset, Tensor),
-        in_blocks_of=_no_blocks,
-        holds_aliases=False,
         is_traced=True,
     )
-
-
-def _no_blocks(*_: Any) -> Any:
-    raise AssertionError("the choice of a backend reads no blocks while torch traces")
-
-
-def _as_kernels_see(value: Mask | Score, size: Size, q_offset: int | Tensor) -> Callable[..., Tensor]:
-    """Return the function that a kernel would compile, over tensors of zeros.
-
-    The tensors that torch traces belong to its trace.
-    """
-    with compat.without_dispatch_modes():
-        alone, known = _without_traced(value, size)
-        offset = _zeros_like(q_offset) if isinstance(q_offset, Tensor) else compat.size_hint(q_offset)
-        mod = alone.bind(alone.resolve(known), known.heads, for_kernels=True)
-        return shifted_mask(mod, offset) if value.kind == "mask" else shifted_score(mod, offset)
-
-
-def _may_be_mostly_partial(mask: Mask, size: Size) -> bool:
-    """Return whether kernels may read tensors in many partial blocks.
-
-    The answer follows from names and shapes.
-    """
-    if not mask.is_own():
-        return bool(mask.tensors())
-    few, length = compat.size_hint(size.batch * size.heads), compat.size_hint(size.kv_len)
-    for inner in mask.inside():
-        tensors = [x for x in inner.params.values() if isinstance(x, Tensor)]
-        cuts_little = length >= _CUT_LITTLE_FROM.get(inner.name, math.inf)
-        if not cuts_little and any(math.prod(map(compat.size_hint, x.shape)) > few for x in tensors):
-            return True
-    return False
-
-
-def _reads_made_tensors(mask: Mask, size: Size) -> bool:
-    """Return whether kernels read tensors that the library makes for them."""
-    if not mask.has_other_function():
-        return False
-    with compat.without_dispatch_modes():
-        alone, known = _without_traced(mask, size)
-        return reads_made_tensors(alone, alone.resolve(known))
-
-
-def _without_traced(value: Mask | Score, size: Size) -> tuple[Mask | Score, Size]:
-    """Return a mask or score with tensors of zeros, and a size of numbers."""
-    lengths = (size.batch, size.heads, size.q_len, size.kv_len, size.q_offset)
-    batch, heads, q_len, kv_len, q_end = map(compat.size_hint, lengths)
-    known = replace(size, batch=batch, heads=heads, q_len=q_len, kv_len=kv_len, q_offset=q_end)
-    return with_tensors(value, _zeros_like), known
-
-
-def _zeros_like(x: Tensor) -> Tensor:
-    return torch.zeros([compat.size_hint(n) for n in x.shape], dtype=x.dtype, device=x.device)
 
 
 # --- the plan of a mask ---

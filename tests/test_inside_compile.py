@@ -44,6 +44,7 @@ from flexmasks import Mask, inside_compile
 from flexmasks.backends import fa4, kernel_tiles, table
 from flexmasks.graphs import Flat, in_graph
 from flexmasks.masks import causal
+from flexmasks.plans import traced
 from flexmasks.plans.bounds import unread
 from flexmasks.spec import definitions, leading
 from flexmasks.spec.arguments import from_arguments
@@ -137,7 +138,7 @@ def test_functions_take_tensors_of_zeros(case: Case) -> None:
     names = (case.name, None) if case in MASK_CASES else (None, case.name)
     mask, score = from_arguments(*names, given)
     size = unread(Size(case.batch, case.heads, case.q_len, case.kv_len, torch.device("cpu")), q_offset)
-    function = inside_compile._as_kernels_see(score if mask is None else mask, size, q_offset)
+    function = traced._as_kernels_see(score if mask is None else mask, size, q_offset)
     last = [torch.tensor(n - 1) for n in (case.batch, case.heads, case.q_len, case.kv_len)]
     for indices in (last, [x * 0 for x in last]):
         assert function(*[torch.zeros(())] * (mask is None), *indices).ndim == 0
