@@ -9,6 +9,7 @@ that run.
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple, cast
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from flexmasks import compat
 from flexmasks.backends import empty, fa4, flash, flex, forms, plain, reference, sdpa, tiles_operator
-from flexmasks.backends.call import Call, Result, exports_any_length, must_be_deterministic
+from flexmasks.backends.call import Call, Result, exports_any_length
 from flexmasks.backends.rewritten import WAYS_IN_TRACE
 from flexmasks.backends.slices import OverIndices
 from flexmasks.backends.table import BACKENDS, choose, warn_of_order, why_not
@@ -28,7 +29,7 @@ from flexmasks.graphs import Flat, in_graph
 from flexmasks.plans.bounds import MaskKind, plan_bounds, unread
 from flexmasks.plans.checks import fail
 from flexmasks.plans.naming import naming
-from flexmasks.plans.portable import OfData, PortableBlockMask
+from flexmasks.plans.portable import OfData, OfMask, PortableBlockMask
 from flexmasks.plans.shifted import shifted_mask, shifted_score
 from flexmasks.plans.sizes import block_size_for
 from flexmasks.plans.traced import TracedMask, TracedScore, without_traced
@@ -48,7 +49,7 @@ _DIRECT: dict[str, Callable[[Call], Callable[..., tuple[Tensor, Tensor | None]]]
 _COMPILED = ("flash", "triton", "cpu")  # backends that compile the functions of mask and score
 _WAYS = tuple(WAYS_IN_TRACE.values())
 _REASONS: list[str] = []  # reasons of refused backends, for errors
-_UNKNOWN = ("unknown", "")  # stands for a score that is not given, or whose function torch must trace
+_UNKNOWN = ("unknown", "")  # stands for a score that is not given, and for functions that torch must trace
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
@@ -74,24 +75,26 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
         return Result(*_without_pairs(q, k, v, mask, score, size, request.return_lse))
     if plain.in_onnx_export():
         return Result(*_in_plain_operations(q, k, v, request, mask, score, size))
-    way_of_mask = way_of_score = 0
     block_mask = None if request.block_mask is None else widened(request.block_mask)
-    if block_mask is not None:
-        name, mask_mod = _backend_of_block_mask(q, request, needs_grad, may_learn), block_mask.mask_mod
-    else:
+    resolved = None
+    if block_mask is None:
         mask = cast(Mask, from_arguments("full", None, {})[0] if mask is None else mask)
-        any_length = exports_any_length(q, k)
-        # Raises errors of parameters, which torch would not show if they came later. In a program for any length its
-        # comparisons would bind the lengths; `_chosen` raises those of the example.
-        resolved = None if any_length else mask.resolve(size)
+        if not exports_any_length(q, k):
+            # Raises errors of parameters, which torch would not show if they came later. In a program for any length
+            # its comparisons would bind the lengths; `_chosen` raises those of the example.
+            resolved = mask.resolve(size)
         data = data_of(mask, q.device)
-        score_data = _data_of_score(score, q.device)
-        facts = _Facts(score is not None, needs_grad, may_learn, request.return_lse, bool(request.kernel_options))
-        arguments = data, score_data, q_offset, q, k, v, compat.constants(request.scale), tuple(facts)
-        place, way_of_mask, way_of_score, _ = _chosen(request.backend, *arguments).shape
-        if place >= len(_NAMES):
-            fail(f"backend {request.backend!r} cannot run this call inside torch.compile: {_reason(place)}.")
-        name = _NAMES[place]
+        of_mask: tuple[Any, ...] = data, q_offset, None
+    else:
+        of_mask = *_data_of_block_mask(block_mask, q.device), compat.constants(tuple(block_mask.BLOCK_SIZE))
+    score_data = _data_of_score(score, q.device)
+    facts = _Facts(score is not None, needs_grad, may_learn, request.return_lse, bool(request.kernel_options))
+    arguments = of_mask, score_data, q_offset, q, k, v, compat.constants(request.scale), tuple(facts)
+    place, way_of_mask, way_of_score, _ = _chosen(request.backend, *arguments).shape
+    if place >= len(_NAMES):
+        fail(f"backend {request.backend!r} cannot run this call inside torch.compile: {_reason(place)}.")
+    name = _NAMES[place]
+    if block_mask is None:
         if name in _DIRECT:
             given = request.sink_logits
             sinks = (given,) if given is not None and name == "fa4" and fa4.folds_sinks(q, k, v, given) else ()
@@ -103,6 +106,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
             call = ("mask", data, q_offset, ()), score_data, q_offset, (1, 1), compat.constants(request.scale)
             result = _by_tiles(q, k, v, (), call)
             return Result(result[0], result[1] if request.return_lse else None)
+        mask = cast(Mask, mask)
         resolved = mask.resolve(size) if resolved is None else resolved
         mask_mod = shifted_mask(_bound(mask, resolved, size, name, way_of_mask), _held(q_offset, name))
         if name != "reference" or by_tiles:
@@ -110,6 +114,11 @@ def run(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
             indices = _planned_blocks(data, q_offset, q.detach(), k.detach(), block_size)
             lengths: Any = (size.q_len, size.kv_len)
             block_mask = compat.BlockMask(*(lengths, *indices, block_size, mask_mod))
+    elif way_of_mask:
+        block_mask = copy.copy(block_mask)
+        block_mask.mask_mod = mask_mod = _WAYS[way_of_mask - 1](block_mask.mask_mod)
+    else:
+        mask_mod = block_mask.mask_mod
     score_mod = None
     if score is not None:
         bound = _bound(score, score.resolve(size), size, name, way_of_score)
@@ -156,6 +165,14 @@ def _in_plain_operations(
     return out, lse if request.return_lse else None
 
 
+def _data_of_block_mask(block_mask: compat.BlockMask, device: torch.device) -> tuple[Any, int | Tensor]:
+    """Return the mask of given blocks as data, or `_UNKNOWN`, and where its queries start."""
+    source = block_mask.source if isinstance(block_mask, PortableBlockMask) else None
+    if not isinstance(source, OfMask) or not is_readable(source.mask):
+        return _UNKNOWN, 0
+    return data_of(source.mask, device), source.q_offset
+
+
 def _data_of_score(score: Score | None, device: torch.device) -> Flat | tuple[str, str]:
     """Return a score as data, or `_UNKNOWN`."""
     return _UNKNOWN if score is None or not is_readable(score) else data_of(score, device)
@@ -174,31 +191,6 @@ class _Facts(NamedTuple):
     has_options: bool
 
 
-def _backend_of_block_mask(q: Tensor, request: Request, needs_grad: bool, learns: bool) -> str:
-    """Return the name of the backend for a user's own BlockMask."""
-    if q.is_cuda:
-        if must_be_deterministic() and (learns or (needs_grad and request.backend == "flash")):
-            if request.backend not in ("auto", "reference"):
-                fail(
-                    f"backend {request.backend!r} adds gradients in changing order here, which "
-                    "torch.use_deterministic_algorithms(True) forbids; pass 'auto'."
-                )
-            return "reference"
-        if request.backend in ("sdpa", "cpu", "fa4") or (
-            request.backend == "flash" and request.return_lse and not compat.FLASH_GIVES_LSE
-        ):
-            fail(f"backend {request.backend!r} cannot run this call inside torch.compile; pass 'auto'.")
-        wanted = flash.block_size(q.shape[3], q.device) if request.backend == "flash" else None
-        # torch 2.13 gets `not in` with symbolic sizes wrong.
-        if wanted is not None and wanted != cast(compat.BlockMask, request.block_mask).BLOCK_SIZE:
-            fail(f"backend 'flash' cannot run this call: {flash.only_blocks_of(wanted)}.")
-        return "triton" if request.backend == "auto" else request.backend
-    needs_reference = needs_grad or request.return_lse or q.dtype == torch.float64
-    if request.backend not in ("auto", "cpu", "reference") or (request.backend == "cpu" and needs_reference):
-        fail(f"backend {request.backend!r} cannot run this call inside torch.compile; pass 'auto'.")
-    return "reference" if needs_reference or request.backend == "reference" else "cpu"
-
-
 @in_graph
 def _chosen(backend: str, *arguments: Any) -> Tensor:
     """Return the backend and the ways of mask and score, as a tensor's lengths.
@@ -208,8 +200,8 @@ def _chosen(backend: str, *arguments: Any) -> Tensor:
     and the ways depend on kinds and shapes alone. The comparisons of symbolic lengths made here become guards.
     """
     with _errors_logged():
-        data, _, q_offset, q, k, *_ = arguments
-        if exports_any_length(q, k):
+        (data, q_offset, block_size), _, _, q, k, *_ = arguments
+        if block_size is None and exports_any_length(q, k):
             _check_at_example(data, unread(_size(q, k), q_offset))
         call = _call_of(*arguments)
         place = _place_of_chosen(backend, call)
@@ -270,7 +262,7 @@ def _run_directly(name: str, sinks: tuple[Tensor, ...], *arguments: Any) -> tupl
 
 
 def _call_of(
-    data: Any,
+    of_mask: tuple[Any, int | Tensor, tuple[int, int] | None],
     score_data: Any,
     q_offset: int | Tensor,
     q: Tensor,
@@ -281,15 +273,16 @@ def _call_of(
 ) -> Call:
     """Return a call that backends can be asked about while torch traces."""
     has_score, needs_grad, learns, with_lse, has_options = facts
-    size = unread(_size(q, k), q_offset)
-    mask = cast(Mask, of_data("mask", data))
+    data, offset, block_size = of_mask
+    size, score_size = unread(_size(q, k), offset), unread(_size(q, k), q_offset)
+    mask = None if data == _UNKNOWN else cast(Mask, of_data("mask", data))
     score = None if score_data == _UNKNOWN else cast(Score, of_data("score", score_data))
     return Call(
         q=q,
         k=k,
         v=v,
-        mask=TracedMask(mask, size, q_offset, ("traced", data[:2])),
-        score=TracedScore(score, size, q_offset, score_data[:2]) if has_score else None,
+        mask=TracedMask(mask, size, offset, ("traced", data[:2]), block_size),
+        score=TracedScore(score, score_size, q_offset, score_data[:2]) if has_score else None,
         q_offset=q_offset,
         scale=scale,
         with_lse=with_lse,

@@ -38,11 +38,8 @@ def _fits_blocks(device: torch.device) -> bool:
 
 
 def _wanted(call: Call) -> tuple[int, int] | None:
-    """Return the block size that a call needs, or None.
-
-    A call that torch traces has no blocks yet.
-    """
-    return None if call.is_traced else block_size(call.q.shape[3], call.q.device)
+    """Return the block size that a call needs, or None."""
+    return block_size(call.q.shape[3], call.q.device)
 
 
 def _fitted(call: Call) -> Call:

@@ -82,7 +82,7 @@ def way_in_trace(call: Call, is_score: bool) -> str:
 
 def _look_in_trace(call: Call, is_score: bool) -> str:
     part = call.score if is_score else call.mask
-    if part is None or part.is_own or (is_score and part.opaque):
+    if part is None or part.is_own or part.opaque:
         return ""
     mod, device = part.mod(), call.q.device
     sizes = [compat.size_hint(n) for n in (*call.q.shape[:3], call.k.shape[2])]

@@ -32,23 +32,36 @@ def _unknown(*_: Any) -> NoReturn:
 
 @dataclass(frozen=True)
 class TracedMask:
-    """A mask in place of a MaskPlan. Its blocks are planned in the traced graph."""
+    """A mask in place of a MaskPlan. Its blocks are planned in the traced graph, or the user gives them.
 
-    mask: Mask
+    mask: None if torch must trace its function to know it.
+    block_size: of given blocks, else None.
+    """
+
+    mask: Mask | None
     size: Size
     offset: Offset
     kernel_key: Hashable
+    block_size: tuple[int, int] | None = None
     intervals = None
-    is_given = opaque = reads_data_as_fast = holds_aliases = False
+    reads_data_as_fast = holds_aliases = False
     shapes = ()
 
     @property
     def what(self) -> str:
-        return repr(self.mask)
+        return "a given block mask" if self.is_given else repr(self.mask)
+
+    @property
+    def is_given(self) -> bool:
+        return self.block_size is not None
+
+    @property
+    def opaque(self) -> bool:
+        return self.mask is None
 
     @property
     def tensors(self) -> list[Tensor]:
-        return self.mask.tensors()
+        return [] if self.mask is None else self.mask.tensors()
 
     @property
     def has_number_tensors(self) -> bool:
@@ -56,15 +69,20 @@ class TracedMask:
 
     @property
     def is_own(self) -> bool:
-        return self.mask.is_own()
+        return self.mask is not None and self.mask.is_own()
 
     @property
     def window(self) -> Window | None:
-        return window_of(self.mask, self.size) if isinstance(self.offset, int) else None
+        is_readable = self.mask is not None and not self.is_given and isinstance(self.offset, int)
+        return window_of(cast(Mask, self.mask), self.size) if is_readable else None
 
     def mod(self) -> Callable[..., Tensor]:
         """Return the function that a kernel would compile, over tensors of zeros: torch's trace owns the others."""
-        return _as_kernels_see(self.mask, self.size, self.offset)
+        return _as_kernels_see(cast(Mask, self.mask), self.size, self.offset)
+
+    def resized(self, block_size: tuple[int, int]) -> TracedMask | None:
+        """Return the mask in blocks of a size; given blocks have no other."""
+        return self if self.block_size in (None, block_size) else None
 
     def computed_fraction(self) -> float:
         window = self.window
@@ -73,6 +91,8 @@ class TracedMask:
 
     def is_mostly_partial(self) -> bool:
         """Return whether kernels may read tensors in many partial blocks; the answer follows from names and shapes."""
+        if self.mask is None:
+            return False
         if not self.is_own:
             return bool(self.tensors) or self._reads_made_tensors()
         few, length = compat.size_hint(self.size.batch * self.size.heads), compat.size_hint(self.size.kv_len)
@@ -85,13 +105,13 @@ class TracedMask:
 
     def _reads_made_tensors(self) -> bool:
         """Return whether kernels read tensors that the library makes for them."""
-        if not self.mask.has_other_function():
+        if self.mask is None or not self.mask.has_other_function():
             return False
         with compat.without_dispatch_modes():
             alone, known = without_traced(self.mask, self.size)
             return reads_made_tensors(alone, alone.resolve(known))
 
-    blocks = data = numbers = resized = proven_options = explained = _unknown
+    blocks = data = numbers = proven_options = explained = _unknown
 
 
 @dataclass(frozen=True)
