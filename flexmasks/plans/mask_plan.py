@@ -177,7 +177,7 @@ class MaskPlan(Plan):
             if PROGRAMS.get(function) is None:
                 prepared, kind = self._build_first_of_kind()
             else:
-                prepared, kind = self._build_by_bounds(), Kind("", records_soon=False)
+                prepared, kind = self._build_by_bounds(), Kind("")
             PROGRAMS.put(key, (), kind, ENTRY + memory_of_capture(prepared.nbytes))
             if not kind.why_exact:
                 PROGRAMS.put(function, (), kind, ENTRY)
