@@ -77,11 +77,9 @@ class Recorded:
         """
         with _plain_tensors() if torch.is_inference_mode_enabled() else _NO_CONTEXT:
             self.turn += 1
-            if not inputs or self.turn == 1 or inputs[0].device.type not in _CAPTURED_ON:
+            if not inputs or inputs[0].device.type not in _CAPTURED_ON or torch.cuda.is_current_stream_capturing():
                 return self._run(*inputs)
             device = inputs[0].device
-            if torch.cuda.is_current_stream_capturing():
-                return self._run(*inputs)
             with LOCK, _NO_CONTEXT if _is_current(device) else torch.cuda.device(device):
                 if self._may_capture:
                     self._may_capture = False

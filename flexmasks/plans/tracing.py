@@ -6,6 +6,7 @@ input is computed once and kept, repeated operations are merged, and those that 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
@@ -44,15 +45,13 @@ class _Operation:
     results: list[_Value] = field(default_factory=list)
     gives_one: bool = True  # a tensor, not a tuple
 
+    def __post_init__(self) -> None:
+        given = [*self.args, *self.kwargs.values()]
+        self.read = [x for arg in given for x in (arg if type(arg) is list else (arg,)) if type(x) is _Value]
+
     @property
     def is_view(self) -> bool:
         return any(r.alias_info for r in self.function._schema.returns)
-
-    @property
-    def read(self) -> list[_Value]:
-        """The values that the operation reads."""
-        given = [*self.args, *self.kwargs.values()]
-        return [x for arg in given for x in (arg if type(arg) is list else (arg,)) if type(x) is _Value]
 
     def replace(self, same: dict[_Value, _Value]) -> None:
         """Read other values in place of some."""
@@ -64,6 +63,7 @@ class _Operation:
 
         self.args = [replaced(x) for x in self.args]
         self.kwargs = {name: replaced(x) for name, x in self.kwargs.items()}
+        self.read = [same.get(x, x) for x in self.read]
 
 
 def trace(function: Callable[..., list[Tensor]], inputs: Sequence[Tensor], factored: bool = False) -> Program:
@@ -97,7 +97,7 @@ class _Tracer(compat.TorchDispatchMode):
         of_values = {name: self._with_values(x) for name, x in kwargs.items()}
         operation = _Operation(func, [self._with_values(x) for x in args], of_values)
         varies = any(x.varies for x in operation.read)
-        if varies and _reads_values(func, args):
+        if varies and (_has_booleans(args[1]) if func is _aten.index.Tensor else _reads_values(func)):
             raise RuntimeError(f"{func} reads values of a tensor")
         out = func(*args, **kwargs)
         operation.gives_one = isinstance(out, Tensor)
@@ -127,11 +127,14 @@ class _Tracer(compat.TorchDispatchMode):
         return cast(_Value, value)
 
 
-def _reads_values(function: Any, args: Any) -> bool:
-    """Return whether an operation reads values on the host, or values decide the shape of its result."""
-    if function is _aten.index.Tensor:
-        return any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
-    return torch.Tag.data_dependent_output in function.tags or torch.Tag.dynamic_output_shape in function.tags
+@functools.cache
+def _reads_values(function: Any) -> bool:
+    """Return whether an operation may read values on the host, or values may decide the shape of its result."""
+    return not {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}.isdisjoint(function.tags)
+
+
+def _has_booleans(indices: Sequence[Tensor | None]) -> bool:
+    return any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in indices)
 
 
 # --- fewer operations ---
@@ -197,7 +200,8 @@ def _key(value: Any) -> Hashable:
         return tuple(_key(v) for v in value)
     if isinstance(value, dict):
         return tuple((n, _key(v)) for n, v in value.items())
-    return value if isinstance(value, _Value) else (type(value), repr(value))
+    is_exact = isinstance(value, _Value | int | torch.dtype | torch.device)
+    return (type(value), value if is_exact else repr(value))
 
 
 def _same_as(operation: _Operation, given_out: set[_Value]) -> _Value | None:
